@@ -1,0 +1,36 @@
+"""The ledger of studies; the only package that contains SQL."""
+
+from deltalab.store.ledger import Store
+from deltalab.store.models import Arm, ArmTrial, Artifact, Metric, RuleVersion, Run, Study, Trial
+from deltalab.store.records import (
+    ArmRecord,
+    ArtifactRecord,
+    CurvePoint,
+    FinalMetric,
+    RuleRecord,
+    RunRecord,
+    TrialRecord,
+    TrialRow,
+    TrialSummary,
+)
+
+__all__ = [
+    "Arm",
+    "ArmRecord",
+    "ArmTrial",
+    "Artifact",
+    "ArtifactRecord",
+    "CurvePoint",
+    "FinalMetric",
+    "Metric",
+    "RuleRecord",
+    "RuleVersion",
+    "Run",
+    "RunRecord",
+    "Store",
+    "Study",
+    "Trial",
+    "TrialRecord",
+    "TrialRow",
+    "TrialSummary",
+]

@@ -1,0 +1,177 @@
+"""Opens the ledger's database: whether it is ours, whether it is current, and what to say when it fails."""
+
+import json
+import re
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from pathlib import Path
+
+from alembic import command
+from alembic.config import Config
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import URL, Connection, Engine, create_engine, event, inspect, make_url
+from sqlalchemy.engine.interfaces import DBAPIConnection
+from sqlalchemy.exc import ArgumentError, DatabaseError, DBAPIError, OperationalError
+from sqlalchemy.pool import ConnectionPoolEntry
+
+from deltalab.errors import InputError, unknown
+
+PATIENCE_SECONDS = 30  # how long a writer waits for another one
+WRITER_LOCK = 0x64656C7461  # PostgreSQL's advisory lock of our writers
+NO_PERMISSION = {"42501", "25006"}  # PostgreSQL: insufficient privilege, read-only transaction
+
+
+def address(where: str | Path | None) -> URL:
+    """The URL of a path or URL; None is ./deltalab.db.
+
+    Raises InputError: unreadable (not echoed: it may hold a password), not SQLite or PostgreSQL, no file.
+
+    >>> address(None)
+    sqlite:///deltalab.db
+    >>> address("postgresql://me:secret@host/lab")
+    postgresql://me:***@host/lab
+    """
+    text = "deltalab.db" if where is None else str(where)
+    # A `Path` made of a URL has lost one slash; it must not become a file named after a password.
+    if not re.match(r"[A-Za-z][\w+]+:/", text):
+        url = URL.create("sqlite", database=text)
+    else:
+        try:
+            url = make_url(text)
+        except (ArgumentError, ValueError):
+            raise InputError(
+                "the database's URL cannot be read; allowed: PATH, sqlite:///PATH, postgresql://USER@HOST/NAME"
+            ) from None
+        drivers = ["sqlite", "postgresql", "postgresql+psycopg"]
+        if url.drivername not in drivers:
+            raise unknown("database", url.drivername, drivers)
+    if url.get_backend_name() == "sqlite" and url.database in (None, "", ":memory:"):
+        raise InputError("the ledger needs a file: a database in memory is lost with its process")
+    return url
+
+
+def shown(url: URL) -> str:
+    """The URL without its password, also where the password stands in the query."""
+    return url.set(query={}).render_as_string(hide_password=True)
+
+
+def connect(url: URL, *, migrating: bool = False) -> Engine:
+    """An engine that begins every transaction itself, with the write lock where `writes` is asked for."""
+    sqlite = url.get_backend_name() == "sqlite"
+    try:
+        engine = create_engine(
+            url,
+            connect_args={"timeout" if sqlite else "connect_timeout": PATIENCE_SECONDS},
+            pool_pre_ping=True,
+            json_serializer=partial(json.dumps, allow_nan=False),  # NaN is not JSON: PostgreSQL refuses it
+        )
+    except ModuleNotFoundError:
+        raise InputError(f"{shown(url)}: needs psycopg; pip install 'deltalab[postgres]'") from None
+
+    def connected(connection: DBAPIConnection, _: ConnectionPoolEntry) -> None:
+        connection.isolation_level = None  # else the driver begins too late for DDL, and never IMMEDIATE
+        cursor = connection.cursor()
+        cursor.execute("PRAGMA synchronous=NORMAL")
+        # A batch migration drops tables that others refer to: it must not cascade. And WAL is written into
+        # the file, so only into one that is known to be ours.
+        cursor.execute("PRAGMA journal_mode=WAL" if migrating else "PRAGMA foreign_keys=ON")
+        cursor.close()
+
+    def begun(connection: Connection) -> None:
+        writes = connection.get_execution_options().get("writes", False)
+        if sqlite:
+            # A read transaction that turns into a write fails at once where another one wrote meanwhile.
+            connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+        elif writes:
+            connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{PATIENCE_SECONDS}s'")
+            connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({WRITER_LOCK})")
+
+    if sqlite:
+        event.listen(engine, "connect", connected)
+    event.listen(engine, "begin", begun)
+    return engine
+
+
+@contextmanager
+def told(url: URL) -> Iterator[None]:
+    """Turns what the machine or the user did to the database into an `InputError`; our own faults pass."""
+    try:
+        yield
+    except DBAPIError as error:
+        ours = isinstance(error, OperationalError) and (
+            getattr(error.orig, "sqlite_errorcode", None) == sqlite3.SQLITE_ERROR
+        )
+        theirs = (
+            isinstance(error, OperationalError)
+            or type(error) is DatabaseError  # SQLite's "file is not a database"
+            or getattr(error.orig, "sqlstate", None) in NO_PERMISSION
+        )
+        if ours or not theirs:
+            raise
+        reason = " ".join(str(error.orig).split())
+        for secret in (url.password, url.query.get("password")):
+            if secret:
+                reason = reason.replace(str(secret), "***")
+        if reason == "unable to open database file":
+            folder = Path(url.database or "").absolute().parent
+            reason += f": is there a folder {folder}, and may you write there?"
+        elif reason == "database is locked":
+            reason += f" by another process, for {PATIENCE_SECONDS} s"
+        raise InputError(f"{shown(url)}: {reason}") from None
+
+
+@cache
+def _scripts() -> ScriptDirectory:
+    return ScriptDirectory(str(Path(__file__).parent / "migrations"))
+
+
+def revision(connection: Connection, url: URL) -> str | None:
+    """The revision of a database of ours, None of an empty one.
+
+    Raises InputError: not a deltalab database, or one that a newer deltalab wrote.
+    """
+    tables = inspect(connection).get_table_names()
+    if not tables:
+        return None
+    heads = MigrationContext.configure(connection).get_current_heads()
+    if "study" not in tables or len(heads) != 1:
+        raise InputError(f"{shown(url)}: is not a deltalab database; give the path of a new one")
+    if heads[0] not in {script.revision for script in _scripts().walk_revisions()}:
+        raise InputError(
+            f"{shown(url)}: revision '{heads[0]}' is newer than this deltalab knows; upgrade deltalab"
+        )
+    return heads[0]
+
+
+def require_current(engine: Engine, *, create: bool) -> None:
+    """Checks that the database is ours and current; makes it where it is empty and `create`."""
+    url = engine.url
+    file = Path(url.database or "")
+    if not create and url.get_backend_name() == "sqlite" and "uri" not in url.query and not file.exists():
+        raise InputError(f"{shown(url)}: no such database; `platform study run` makes one")
+    with told(url):
+        with engine.connect() as connection:
+            found = revision(connection, url)
+        if found is None and create:
+            migrate(url)
+        elif found is None:
+            raise InputError(f"{shown(url)}: is empty; `platform study run` fills one")
+        elif found != _scripts().get_current_head():
+            raise InputError(f"{shown(url)}: revision '{found}' is old; run `platform db upgrade` first")
+
+
+def migrate(url: URL) -> None:
+    """Brings an empty or older database to this code's revision, all or nothing."""
+    with told(url):
+        with connect(url).connect() as connection:
+            revision(connection, url)  # a foreign file is refused before WAL is written into it
+        engine = connect(url, migrating=True)
+        with engine.execution_options(writes=True).begin() as connection:
+            if revision(connection, url) != _scripts().get_current_head():  # another process may have won
+                config = Config(attributes={"connection": connection})
+                config.set_main_option("script_location", _scripts().dir.replace("%", "%%"))
+                command.upgrade(config, "head")
+        engine.dispose()

@@ -1,0 +1,207 @@
+"""Writes the ledger. Each method is one transaction: what fails midway leaves nothing."""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Self
+
+from sqlalchemy import delete, insert, select, update
+from sqlalchemy.orm import Session
+
+from deltalab.errors import InputError
+from deltalab.store import database
+from deltalab.store.models import Arm, ArmTrial, Artifact, Metric, RuleVersion, Run, Study, StudyState, Trial
+from deltalab.store.queries import Ledger
+from deltalab.store.records import ArmRecord, RuleRecord, TrialRecord
+
+
+class Store(Ledger):
+    """The ledger, open. Only the driver holds one.
+
+    Writers wait for each other up to 30 s, in SQLite as in PostgreSQL.
+    """
+
+    @classmethod
+    def open(cls, where: str | Path | None = None, *, create: bool = True) -> Self:
+        """Opens PATH, sqlite:///PATH or postgresql://USER@HOST/NAME; None is ./deltalab.db.
+
+        A new or empty database is made unless `create` is false.
+        Raises InputError: not a deltalab database, an older or newer one (all left as they were), locked,
+        no permission, no server, no such database and not `create`.
+        """
+        engine = database.connect(database.address(where))
+        try:
+            database.require_current(engine, create=create)
+        except InputError:
+            engine.dispose()
+            raise
+        return cls(engine)
+
+    @staticmethod
+    def upgrade(where: str | Path | None = None) -> None:
+        """Migrates an older database to this code's revision. Raises InputError as `open` does."""
+        database.migrate(database.address(where))
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @contextmanager
+    def _writing(self) -> Iterator[Session]:
+        engine = self._engine.execution_options(writes=True)
+        with database.told(self._engine.url), Session(engine) as session, session.begin():
+            yield session
+
+    def begin_study(
+        self,
+        name: str,
+        profile: str | None,
+        identity: str,
+        spec: dict[str, Any],
+        arms: Sequence[ArmRecord],
+        provenance: dict[str, Any],
+    ) -> int:
+        """The id of the study with this identity, now running; made at the first call.
+
+        A rerun's provenance takes the first place, and earlier ones that differ stay under its key "earlier".
+        Raises InputError: the identity is recorded with other arms.
+        """
+        with self._writing() as session:
+            study = session.scalar(select(Study).where(Study.identity == identity))
+            if study is None:
+                study = Study(
+                    name=name,
+                    profile=profile,
+                    identity=identity,
+                    spec=spec,
+                    state="running",
+                    created_at=datetime.now(UTC),
+                    provenance=provenance,
+                )
+                session.add(study)
+                session.flush()
+                for position, arm in enumerate(arms):
+                    session.add(Arm(study_id=study.id, position=position, **asdict(arm)))
+                return study.id
+            rows = session.scalars(select(Arm).where(Arm.study_id == study.id).order_by(Arm.position))
+            recorded = [ArmRecord(row.name, row.is_base, row.change, row.config) for row in rows]
+            if _as_json(recorded) != _as_json(arms):
+                raise InputError(
+                    f"study '{name}' is recorded with the arms {', '.join(arm.name for arm in recorded)}; "
+                    f"give this one, with {', '.join(arm.name for arm in arms)}, another name"
+                )
+            before = {key: value for key, value in study.provenance.items() if key != "earlier"}
+            earlier = study.provenance.get("earlier", [])
+            if before != json.loads(json.dumps(provenance)):  # a tuple comes back as a list
+                study.provenance = {**provenance, "earlier": [*earlier, before]}
+            study.state, study.finished_at = "running", None
+            return study.id
+
+    def record_trial(
+        self, study_id: int, arm: str, record: TrialRecord, number: int, values: dict[str, Any]
+    ) -> None:
+        """Records a trial with its runs, metrics, artifacts and rule, and its place in the arm.
+
+        A trial that is already recorded, by whichever study, stays as it is and only gets the place.
+        """
+        with self._writing() as session:
+            trial_id = session.scalar(select(Trial.id).where(Trial.key == record.key))
+            if trial_id is None:
+                trial_id = _add_trial(session, record)
+            _place(session, study_id, arm, trial_id, number, values)
+
+    def attach(self, study_id: int, arm: str, key: str, number: int, values: dict[str, Any]) -> None:
+        """Gives a recorded trial a place in an arm; again is harmless."""
+        with self._writing() as session:
+            trial_id = session.scalars(select(Trial.id).where(Trial.key == key)).one()
+            _place(session, study_id, arm, trial_id, number, values)
+
+    def forget_trial(self, key: str) -> None:
+        """Deletes a failed trial so that it runs again; finished studies that held it become "interrupted".
+
+        Raises ValueError: the trial did not fail.
+        """
+        with self._writing() as session:
+            trial = session.scalars(select(Trial).where(Trial.key == key)).one()
+            if trial.state != "failed":
+                raise ValueError(f"trial {key} is {trial.state}: only a failed one is forgotten")
+            holders = select(Arm.study_id).join(ArmTrial).where(ArmTrial.trial_id == trial.id)
+            finished = Study.id.in_(holders), Study.state != "running"
+            session.execute(update(Study).where(*finished).values(state="interrupted"))
+            session.execute(delete(Trial).where(Trial.id == trial.id))
+
+    def finish_study(self, study_id: int, state: StudyState) -> None:
+        """Closes a study as "done", "failed" (some trials did) or "interrupted"."""
+        with self._writing() as session:
+            session.get_one(Study, study_id).state = state
+            session.get_one(Study, study_id).finished_at = datetime.now(UTC)
+
+
+def _as_json(arms: Sequence[ArmRecord]) -> str:
+    return json.dumps([asdict(arm) for arm in arms], sort_keys=True)
+
+
+def _add_trial(session: Session, record: TrialRecord) -> int:
+    trial = Trial(
+        key=record.key,
+        task=record.task,
+        task_version=record.task_version,
+        stage=record.stage,
+        config=record.config,
+        state=record.state,
+        error=record.error and _storable(record.error),
+        started_at=datetime.fromtimestamp(record.started_at, UTC),
+        finished_at=datetime.fromtimestamp(record.finished_at, UTC),
+        seconds=record.seconds,
+        parameters=record.parameters,
+        state_size=record.state_size,
+        tokens_per_second=record.tokens_per_second,
+        hardware=record.hardware,
+        rule_version_id=_rule_version(session, record.rule),
+    )
+    session.add(trial)
+    session.flush()
+    for run in record.runs:
+        row = Run(trial_id=trial.id, seed=run.seed, state=run.state, diverged_at=run.diverged_at)
+        session.add(row)
+        session.flush()
+        finite = [
+            {"run_id": row.id, "split": split, "name": name, "step": step, "value": value}
+            for split, name, step, value in run.metrics
+            if math.isfinite(value)
+        ]
+        if finite:
+            session.execute(insert(Metric), finite)
+        session.add_all(Artifact(run_id=row.id, **asdict(artifact)) for artifact in run.artifacts)
+    return trial.id
+
+
+def _rule_version(session: Session, rule: RuleRecord) -> int:
+    known = select(RuleVersion).where(RuleVersion.name == rule.name, RuleVersion.hash == rule.hash)
+    version = session.scalar(known)
+    if version is None:
+        version = RuleVersion(**asdict(rule))
+        session.add(version)
+        session.flush()
+    return version.id
+
+
+def _place(
+    session: Session, study_id: int, arm: str, trial_id: int, number: int, values: dict[str, Any]
+) -> None:
+    arm_id = session.scalars(select(Arm.id).where(Arm.study_id == study_id, Arm.name == arm)).one()
+    session.merge(ArmTrial(arm_id=arm_id, trial_id=trial_id, number=number, values=values))
+
+
+def _storable(text: str) -> str:
+    """A traceback may quote anything; PostgreSQL takes no NUL, and neither database a lone surrogate."""
+    return text.encode("utf-8", "backslashreplace").decode().replace("\x00", "\\x00")
