@@ -1,0 +1,87 @@
+"""Random numbers as a function of an address: data must not depend on device, model or order of drawing.
+
+Every value is computed in integers, or in float64 operations that IEEE 754 rounds in one way only (torch's
+`log` and `pow` differ between CPU and CUDA in the last bit): the same address gives the same values on every
+device.
+"""
+
+import math
+from dataclasses import dataclass
+from hashlib import sha256
+
+import torch
+from torch import Tensor
+
+# SplitMix64 (Steele, Lea, Flood 2014), its constants as the signed 64-bit integers that torch has.
+_GAMMA = 0x9E3779B97F4A7C15 - 2**64
+_MIX = (30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (31, 1)
+
+# log m = 2 s (1 + s^2/3 + s^4/5 + ...), s = (m - 1)/(m + 1); m in [1/2, 1): 12 terms are right to 1e-12.
+_TERMS = 12
+
+
+def _shift(words: Tensor, bits: int) -> Tensor:
+    return (words >> bits) & ((1 << (64 - bits)) - 1)  # torch's own shift copies the sign
+
+
+@dataclass(frozen=True)
+class Random:
+    """The random numbers at `address`. Every use names its `stream`; streams are independent of each other.
+
+    >>> Random("a", torch.device("cpu")).integers("dice", 6, 1, 8)
+    tensor([[4, 4, 0, 2, 5, 2, 1, 4]])
+    """
+
+    address: str
+    device: torch.device
+
+    def words(self, stream: str, *shape: int) -> Tensor:
+        """int64 `shape`, 64 random bits each: SplitMix64 from a hash of address and stream."""
+        digest = sha256(f"{self.address}/{stream}".encode()).digest()
+        start = int.from_bytes(digest[:8], "little", signed=True)
+        words = torch.arange(1, math.prod(shape) + 1, device=self.device) * _GAMMA + start
+        for bits, factor in _MIX:
+            words = (words ^ _shift(words, bits)) * factor
+        return words.view(shape)
+
+    def integers(self, stream: str, below: int | Tensor, *shape: int) -> Tensor:
+        """int64 `shape`, uniform in [0, below) to within below / 2^63; `below` may broadcast to `shape`."""
+        return _shift(self.words(stream, *shape), 1) % below
+
+    def exponential(self, stream: str, *shape: int) -> Tensor:
+        """float64 `shape`: -log u for u uniform in (0, 1), to within 1e-12."""
+        uniform = (_shift(self.words(stream, *shape), 12).double() + 0.5) * 2.0**-52
+        mantissa, exponent = torch.frexp(uniform)
+        ratio = (mantissa - 1) / (mantissa + 1)
+        square = ratio * ratio
+        series = torch.full_like(square, 1 / (2 * _TERMS - 1))
+        for term in reversed(range(_TERMS - 1)):
+            series = series * square + 1 / (2 * term + 1)
+        return -(exponent.double() * math.log(2) + 2 * ratio * series)
+
+    def distinct(self, stream: str, below: int, rows: int, count: int) -> Tensor:
+        """int64 `[rows, count]`: each row an ordered choice of `count` <= `below` different integers of
+        [0, below), all choices equally likely.
+
+        These are the first `count` swaps of a Fisher-Yates shuffle of 0 ... below - 1: step j swaps the
+        places j and `swap[j]`, uniform in [j, below). Which content a step finds is resolved for all steps at
+        once, in O(log count) tensor operations and without the `below` places, of which there may be
+        thousands per row.
+        """
+        step = torch.arange(count, device=self.device).expand(rows, count)
+        swap = step + self.integers(stream, below - step, rows, count)
+
+        # Place j holds, when step j comes, what the last earlier step that swapped with j found in its own
+        # place. Following these origins to their root takes log2(count) doublings. The last column takes the
+        # swaps with places that no step begins at. A step that swaps with itself passes nothing on.
+        origin = torch.full((rows, count + 1), -1, device=self.device)
+        origin = origin.scatter_reduce(1, swap.clamp(max=count), step, "amax")[:, :count]
+        origin = torch.where(origin < 0, step, origin)
+        for _ in range((count - 1).bit_length()):
+            origin = origin.gather(1, origin)
+
+        # Place swap[j] holds what the last earlier step that swapped with it put there, if there was one.
+        place, time = swap.sort(dim=1, stable=True)
+        earlier = torch.where(place[:, 1:] == place[:, :-1], time[:, :-1], -1)
+        last = torch.full_like(swap, -1).scatter(1, time[:, 1:], earlier)
+        return torch.where(last < 0, swap, origin.gather(1, last.clamp(min=0)))

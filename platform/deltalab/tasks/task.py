@@ -1,0 +1,119 @@
+"""The contract of a task: batches that depend on their address alone, and the metrics of an evaluation."""
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+from operator import index
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, ClassVar, get_args, get_type_hints
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from deltalab.errors import InputError, unknown
+from deltalab.tasks.randomness import Random
+
+IGNORE = -100
+"""The target where nothing is scored."""
+
+SPLITS = ("train", "validation", "test")
+
+_IN_WORDS: dict[type, str] = {
+    bool: "true or false", int: "an integer", float: "a finite number", str: "text", NoneType: "null",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """`inputs [B, T]` and `targets [B, T]`, int64; `targets[:, t]` is what the model is to predict at
+    position t (already shifted), `IGNORE` where nothing is scored."""
+
+    inputs: Tensor
+    targets: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task(ABC):
+    """A proxy task. Its dataclass fields are its parameters, as a study file gives them.
+
+    A subclass states `name`, `version` (raise it whenever a batch or a metric changes), `metric` and whether
+    more of it is better, provides `vocab_size` and `length` (as parameters or as properties), `chance`,
+    `draw` and `measure`, and checks its parameters in `__post_init__` with `require`, after
+    `super().__post_init__()` checked their types.
+
+    Raises `InputError` for a parameter of the wrong type or against the task's rules.
+    """
+
+    name: ClassVar[str]
+    version: ClassVar[int]
+    metric: ClassVar[str]
+    maximize: ClassVar[bool]
+
+    if TYPE_CHECKING:  # a real property would stand in the way of a parameter of the same name
+
+        @property
+        def vocab_size(self) -> int:
+            """Tokens are integers in [0, vocab_size)."""
+
+        @property
+        def length(self) -> int:
+            """T, the tokens in a sequence."""
+
+    @property
+    @abstractmethod
+    def chance(self) -> float:
+        """What `metric` is for a model that has learned nothing but which tokens can be answers."""
+
+    @abstractmethod
+    def draw(self, split: str, size: int, random: Random) -> Batch:
+        """`size` examples on `random.device`, from `random` alone."""
+
+    @abstractmethod
+    def measure(self, batch: Batch, logits: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """Metric -> (total, count), 0-dim; an evaluation is the sum of totals over the sum of counts of its
+        batches.
+
+        `logits [N, vocab_size]` belong to the positions where `batch.targets != IGNORE`, row-major. Among the
+        keys are `metric` and "loss" (nats per scored token). A count may be 0 in a batch.
+        """
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(type(self))
+        for parameter in fields(self):
+            hint, value = hints[parameter.name], getattr(self, parameter.name)
+            kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+            if float in kinds and type(value) is int:
+                value = float(value)  # one value, one identity: 1 and 1.0 are the same trial
+                object.__setattr__(self, parameter.name, value)
+            right = type(value) in kinds and not (isinstance(value, float) and not math.isfinite(value))
+            self.require(right, parameter.name, "must be " + " or ".join(_IN_WORDS[kind] for kind in kinds))
+
+    def require(self, right: bool, parameter: str, rule: str) -> None:
+        """Raises `InputError` naming the task, the parameter, the rule that it breaks and its value."""
+        if not right:
+            value = getattr(self, parameter)
+            raise InputError(f"task '{self.name}': parameter '{parameter}' {rule}, not {value!r}")
+
+    def batch(self, split: str, size: int, seed: int, step: int, device: torch.device | str = "cpu") -> Batch:
+        """Batch number `step` of the stream `seed` of `split`: the same integers on every device, whatever
+        was drawn before.
+
+        Raises `InputError` for an unknown split or a size below 1.
+        """
+        if split not in SPLITS:
+            raise unknown("split", split, SPLITS, where=f"task '{self.name}'")
+        if size < 1:
+            raise InputError(f"task '{self.name}': a batch has at least 1 example, not {size}")
+        address = f"{self.name}/{self.version}/{split}/{int(index(seed))}/{int(index(step))}"
+        return self.draw(split, size, Random(address, torch.device(device)))
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the data that the task reads, for a trial's identity; "" for generated data."""
+        return ""
+
+
+def surprisal(batch: Batch, logits: Tensor) -> Tensor:
+    """-log softmax(logits)[target] in nats, `[N]`, for `logits [N, V]` at the scored positions of `batch`."""
+    targets = batch.targets[batch.targets != IGNORE]
+    return functional.cross_entropy(logits.float(), targets, reduction="none")

@@ -1,0 +1,489 @@
+"""Batches are a function of their address alone and follow the stated law; metrics equal a plain loop's."""
+
+import math
+import pickle
+from collections import Counter
+from hashlib import sha256
+from itertools import pairwise, permutations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+from deltalab.errors import InputError
+from deltalab.tasks import BUILTIN, IGNORE, MQAR, SPLITS, Batch, Random, Task, Text
+from deltalab.tasks import text as text_module
+
+RARE_EVENT = 1e-4  # every draw here is fixed, so a test below this p-value fails always or never
+
+TASKS = [
+    pytest.param(MQAR(length=32, pairs=4, vocab_size=64), id="mqar"),
+    pytest.param(MQAR(length=32, pairs=8, vocab_size=32, random_non_queries=True), id="mqar_filled"),
+    pytest.param(Text(length=48), id="text"),
+]
+
+
+def random(address: str = "test") -> Random:
+    return Random(address, torch.device("cpu"))
+
+
+def same(a: Batch, b: Batch) -> bool:
+    return torch.equal(a.inputs, b.inputs) and torch.equal(a.targets, b.targets)
+
+
+def scored(batch: Batch, vocab_size: int, seed: int = 0) -> Tensor:
+    """Random logits for the scored positions."""
+    count = int((batch.targets != IGNORE).sum())
+    return torch.randn(count, vocab_size, generator=torch.Generator().manual_seed(seed))
+
+
+def value(task: Task, metric: str, batch: Batch, logits: Tensor) -> float:
+    total, count = task.measure(batch, logits)[metric]
+    assert total.shape == count.shape == ()
+    return float(total / count)
+
+
+# --- random numbers -----------------------------------------------------------------------------------------
+
+
+def splitmix64(state: int, count: int) -> list[int]:
+    """The published algorithm on Python integers."""
+    words, mask = [], 2**64 - 1
+    for _ in range(count):
+        state = (state + 0x9E3779B97F4A7C15) & mask
+        z = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+        words.append(z ^ (z >> 31))
+    return words
+
+
+def test_words_are_splitmix64() -> None:
+    assert splitmix64(1234567, 3) == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    start = int.from_bytes(sha256(b"an address/a stream").digest()[:8], "little")
+    words = random("an address").words("a stream", 20, 5)
+    assert [word % 2**64 for word in words.flatten().tolist()] == splitmix64(start, 100)
+
+
+def test_exponential_is_minus_log_of_a_uniform() -> None:
+    drawn = random().exponential("e", 20_000)
+    uniform = [((word % 2**64 >> 12) + 0.5) / 2**52 for word in random().words("e", 20_000).tolist()]
+    assert np.abs(drawn.numpy() + np.log(uniform)).max() < 1e-12
+    assert stats.kstest(drawn.numpy(), "expon").pvalue > RARE_EVENT
+
+
+def test_exponential_does_not_depend_on_the_default_dtype() -> None:
+    drawn = random().exponential("e", 100)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert torch.equal(random().exponential("e", 100), drawn)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("below", "count"), [(1, 1), (2, 2), (9, 9), (10, 9), (40, 17), (4095, 64), (70, 64)]
+)
+def test_distinct_is_the_start_of_a_fisher_yates_shuffle(below: int, count: int) -> None:
+    rows = 50
+    offsets = random().integers("d", below - torch.arange(count), rows, count).tolist()
+    drawn = random().distinct("d", below, rows, count).tolist()
+    for offset, row in zip(offsets, drawn, strict=True):
+        places = list(range(below))
+        for j in range(count):
+            other = j + offset[j]
+            places[j], places[other] = places[other], places[j]
+        assert row == places[:count]
+
+
+def test_every_ordered_choice_is_equally_likely() -> None:
+    drawn = Counter(map(tuple, random().distinct("d", 5, 30_000, 3).tolist()))
+    assert stats.chisquare([drawn[choice] for choice in permutations(range(5), 3)]).pvalue > RARE_EVENT
+    assert drawn.total() == sum(drawn[choice] for choice in permutations(range(5), 3))
+
+
+# --- every task ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_batch_has_the_stated_form(task: Task) -> None:
+    batch = task.batch("train", 7, seed=3, step=5)
+    for tokens in (batch.inputs, batch.targets):
+        assert tokens.shape == (7, task.length)
+        assert tokens.dtype == torch.int64
+    assert batch.inputs.min() >= 0
+    assert batch.inputs.max() < task.vocab_size
+    labels = batch.targets[batch.targets != IGNORE]
+    assert labels.min() >= 0
+    assert labels.max() < task.vocab_size
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_batch_is_a_function_of_its_address_alone(task: Task) -> None:
+    torch.manual_seed(1)
+    first = task.batch("train", 7, seed=3, step=5)
+    torch.manual_seed(2)
+    torch.nn.Linear(100, 100)
+    task.batch("validation", 9, seed=0, step=1)
+    state = torch.get_rng_state()
+    again = task.batch("train", 7, seed=3, step=5, device=torch.device("cpu"))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert same(again, first)
+    assert same(pickle.loads(pickle.dumps(task)).batch("train", 7, seed=np.int64(3), step=5), first)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_another_address_is_another_batch(task: Task) -> None:
+    addresses = [(split, seed, step) for split in SPLITS for seed in (0, 1, -1) for step in (0, 1, 11)]
+    batches = [task.batch(split, 4, seed, step).inputs for split, seed, step in addresses]
+    rows = [tuple(row) for inputs in batches for row in inputs.tolist()]
+    assert len(set(rows)) == len(rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("task", [*TASKS, pytest.param(MQAR(length=512, pairs=64), id="mqar_paper")])
+def test_cuda_draws_what_the_cpu_draws(task: Task) -> None:
+    for step in range(20):
+        on_gpu = task.batch("train", 256, seed=0, step=step, device="cuda")
+        assert on_gpu.inputs.is_cuda and on_gpu.targets.is_cuda
+        assert same(
+            Batch(on_gpu.inputs.cpu(), on_gpu.targets.cpu()), task.batch("train", 256, seed=0, step=step)
+        )
+
+
+@pytest.mark.gpu
+def test_measures_on_cuda_as_on_the_cpu() -> None:
+    for task in (MQAR(length=32, pairs=4, vocab_size=64), Text(length=48)):
+        batch = task.batch("test", 16, seed=0, step=0)
+        logits = scored(batch, task.vocab_size)
+        there = task.measure(Batch(batch.inputs.cuda(), batch.targets.cuda()), logits.cuda())
+        for metric, (total, count) in task.measure(batch, logits).items():
+            assert float(there[metric][0]) == pytest.approx(float(total), rel=1e-5)
+            assert float(there[metric][1]) == float(count)
+
+
+def test_builtin_names() -> None:
+    assert BUILTIN["mqar"] is MQAR
+    assert BUILTIN["text"] is Text
+
+
+def test_streams_are_pinned() -> None:
+    """If this fails, data of recorded trials has changed: raise the task's version."""
+    batch = MQAR(length=64, pairs=8, random_non_queries=True).batch("train", 16, seed=1, step=2)
+    content = batch.inputs.numpy().astype("<i8").tobytes() + batch.targets.numpy().astype("<i8").tobytes()
+    assert sha256(content).hexdigest() == "dce407b724bdeda005c6abfee09daf1ec0e3a6b8a16fcef59b9c265d4ca54a8a"
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        (
+            ("valid", 4, 0, 0),
+            "task 'mqar': unknown split 'valid'; did you mean 'validation'? allowed: train, ",
+        ),
+        (("train", 0, 0, 0), "task 'mqar': a batch has at least 1 example, not 0"),
+    ],
+)
+def test_bad_address(address: tuple[str, int, int, int], message: str) -> None:
+    with pytest.raises(InputError) as error:
+        MQAR(length=16, pairs=4).batch(*address)
+    assert str(error.value).startswith(message)
+
+
+# --- mqar ---------------------------------------------------------------------------------------------------
+
+
+def plain_mqar(task: MQAR, rng: np.random.Generator) -> tuple[list[int], list[int]]:
+    """One example by the letter of the paper: loops, and slots drawn one after the other."""
+    context, half = 2 * task.pairs, task.vocab_size // 2
+    keys = rng.choice(np.arange(1, half), task.pairs, replace=False)
+    values = rng.choice(np.arange(half, task.vocab_size), task.pairs, replace=False)
+    inputs, targets = [0] * task.length, [IGNORE] * task.length
+    for j, (key, answer) in enumerate(zip(keys, values, strict=True)):
+        inputs[2 * j], inputs[2 * j + 1] = key, answer
+    weights = np.arange(1, (task.length - context) // 2 + 1) ** (task.power - 1)
+    for key, answer in zip(keys, values, strict=True):
+        slot = rng.choice(len(weights), p=weights / weights.sum())
+        weights[slot] = 0
+        inputs[context + 2 * slot], targets[context + 2 * slot] = key, answer
+    return inputs, targets
+
+
+def slots_of(task: MQAR, inputs: Tensor) -> Tensor:
+    """[B, n]: the slot that each key of the context was drawn to, in an unfilled task."""
+    context = 2 * task.pairs
+    asked = inputs[:, None, context::2] == inputs[:, 0:context:2, None]
+    assert (asked.sum(-1) == 1).all()
+    return asked.int().argmax(-1)
+
+
+@pytest.mark.parametrize("fill", [False, True])
+@pytest.mark.parametrize(
+    ("length", "pairs", "vocab_size"), [(64, 4, 8192), (20, 5, 12), (22, 5, 13), (512, 64, 8192)]
+)
+def test_mqar_layout(length: int, pairs: int, vocab_size: int, fill: bool) -> None:
+    task = MQAR(length=length, pairs=pairs, vocab_size=vocab_size, random_non_queries=fill)
+    batch = task.batch("train", 40, seed=0, step=0)
+    half = vocab_size // 2
+    for inputs, targets in zip(batch.inputs.tolist(), batch.targets.tolist(), strict=True):
+        keys, values = inputs[0 : 2 * pairs : 2], inputs[1 : 2 * pairs : 2]
+        assert len(set(keys)) == len(set(values)) == pairs
+        assert all(1 <= key < half for key in keys) and all(half <= v < vocab_size for v in values)
+        queries = [t for t, target in enumerate(targets) if target != IGNORE]
+        assert all(t >= 2 * pairs and t % 2 == 0 for t in queries)
+        assert sorted(inputs[t] for t in queries) == sorted(keys)
+        assert all(dict(zip(keys, values, strict=True))[inputs[t]] == targets[t] for t in queries)
+        elsewhere = [inputs[t] for t in range(2 * pairs, length) if t not in queries]
+        assert fill or not any(elsewhere)
+
+
+def test_mqar_slots_follow_the_law_of_a_plain_sampler() -> None:
+    task = MQAR(length=16, pairs=2, vocab_size=16, power=0.3)
+    rng = np.random.default_rng(0)
+    plain = torch.tensor([plain_mqar(task, rng)[0] for _ in range(3000)])
+    ours = task.batch("train", 30_000, seed=0, step=0).inputs
+    pairs_of_slots = [(a, b) for a in range(6) for b in range(6) if a != b]
+    table = []
+    for inputs in (plain, ours):
+        drawn = Counter(map(tuple, slots_of(task, inputs).tolist()))
+        table.append([drawn[pair] for pair in pairs_of_slots])
+    assert stats.chi2_contingency(table).pvalue > RARE_EVENT
+    weights = np.arange(1, 7) ** (0.3 - 1)
+    share = weights / weights.sum()
+    exact = np.array([share[a] * share[b] / (1 - share[a]) for a, b in pairs_of_slots])
+    assert stats.chisquare(table[1], exact * 30_000).pvalue > RARE_EVENT
+
+
+def test_mqar_paper_slots_follow_the_power_law() -> None:
+    task = MQAR(length=64, pairs=4)
+    first = slots_of(task, task.batch("train", 20_000, seed=0, step=0).inputs)[:, 0]
+    weights = np.arange(1, 29) ** (0.01 - 1)
+    assert (
+        stats.chisquare(np.bincount(first, minlength=28), 20_000 * weights / weights.sum()).pvalue
+        > RARE_EVENT
+    )
+
+
+def test_mqar_tokens_are_uniform_and_unrelated() -> None:
+    task = MQAR(length=16, pairs=3, vocab_size=19, random_non_queries=True)
+    batch = task.batch("train", 20_000, seed=0, step=0)
+    for position in range(6):
+        drawn = np.bincount(batch.inputs[:, position], minlength=19)
+        low, high = (1, 9) if position % 2 == 0 else (9, 19)
+        assert stats.chisquare(drawn[low:high]).pvalue > RARE_EVENT
+        assert drawn[low:high].sum() == 20_000
+    gaps = batch.inputs[:, 6:][batch.targets[:, 6:] == IGNORE]
+    assert stats.chisquare(np.bincount(gaps, minlength=19)).pvalue > RARE_EVENT
+    joint = np.zeros((8, 10))
+    np.add.at(joint, (batch.inputs[:, 0] - 1, batch.inputs[:, 1] - 9), 1)
+    assert stats.chi2_contingency(joint).pvalue > RARE_EVENT
+
+
+def test_mqar_accuracy_is_the_mean_share_of_right_answers() -> None:
+    task = MQAR(length=32, pairs=4, vocab_size=16)
+    batch = task.batch("test", 50, seed=0, step=0)
+    logits = scored(batch, 16)
+    right, nats, row = [], [], 0
+    for targets in batch.targets.tolist():
+        hits = 0
+        for target in targets:
+            if target != IGNORE:
+                hits += max(range(16), key=logits[row].tolist().__getitem__) == target
+                nats.append(
+                    -math.log(math.exp(logits[row, target]) / sum(map(math.exp, logits[row].tolist())))
+                )
+                row += 1
+        right.append(hits / 4)
+    assert 0 < np.mean(right) < 1
+    assert value(task, "accuracy", batch, logits) == pytest.approx(np.mean(right))
+    assert value(task, "loss", batch, logits) == pytest.approx(np.mean(nats), rel=1e-6)
+    assert [float(count) for _, count in task.measure(batch, logits).values()] == [50, 200]
+
+
+def test_mqar_chance_is_that_of_any_value() -> None:
+    task = MQAR(length=32, pairs=4, vocab_size=16)
+    batch = task.batch("test", 5000, seed=0, step=0)
+    guess = scored(batch, 16)
+    guess[:, :8] = -math.inf
+    assert value(task, "accuracy", batch, guess) == pytest.approx(task.chance, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"length": True}, "parameter 'length' must be an integer, not True"),
+        ({"length": 16.0}, "parameter 'length' must be an integer, not 16.0"),
+        ({"pairs": "4"}, "parameter 'pairs' must be an integer, not '4'"),
+        ({"vocab_size": None}, "parameter 'vocab_size' must be an integer, not None"),
+        ({"random_non_queries": 1}, "parameter 'random_non_queries' must be true or false, not 1"),
+        ({"power": "low"}, "parameter 'power' must be a finite number, not 'low'"),
+        ({"power": math.nan}, "parameter 'power' must be a finite number, not nan"),
+        ({"power": 0}, "parameter 'power' must be above 0, not 0.0"),
+        ({"pairs": 0}, "parameter 'pairs' must be at least 1, not 0"),
+        ({"length": 17}, "parameter 'length' must be even, not 17"),
+        ({"length": 14}, "parameter 'length' must be at least 4 x pairs = 16, not 14"),
+        ({"vocab_size": 9}, "parameter 'vocab_size' must be at least 2 x (pairs + 1) = 10, not 9"),
+    ],
+)
+def test_mqar_refuses(parameters: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError) as error:
+        MQAR(**({"length": 16, "pairs": 4} | parameters))
+    assert str(error.value) == f"task 'mqar': {message}"
+
+
+def test_mqar_at_its_limits() -> None:
+    batch = MQAR(length=16, pairs=4, vocab_size=10).batch("train", 20, seed=0, step=0)
+    assert batch.inputs[:, 0:8:2].sort().values.tolist() == [[1, 2, 3, 4]] * 20
+    assert MQAR(length=16, pairs=4, power=1) == MQAR(length=16, pairs=4, power=1.0)
+    assert repr(MQAR(length=16, pairs=4, power=1)) == repr(MQAR(length=16, pairs=4, power=1.0))
+
+
+# --- text ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """20 files, each of one byte value of its own, in two folders, and a hidden one."""
+    for i in range(20):
+        path = tmp_path / f"sub{i % 2}" / f"file{i:02d}"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(bytes([i]) * (50 + i))
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "config").write_bytes(b"\xff" * 500)
+    (tmp_path / ".hidden").write_bytes(b"\xff" * 500)
+    return tmp_path
+
+
+def seen(task: Text, split: str) -> set[int]:
+    batch = task.batch(split, 500, seed=0, step=0)
+    return set(batch.inputs.flatten().tolist()) | set(batch.targets.flatten().tolist())
+
+
+def test_text_splits_a_folder_by_file(folder: Path) -> None:
+    task = Text(length=8, corpus=str(folder))
+    files = {split: seen(task, split) for split in SPLITS}
+    assert [len(files[split]) for split in SPLITS] == [16, 2, 2]
+    assert files["train"] | files["validation"] | files["test"] == set(range(20))
+
+
+def test_text_cuts_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "corpus"
+    file.write_bytes(bytes(range(200)))
+    task = Text(length=8, corpus=str(file))
+    assert {split: seen(task, split) for split in SPLITS} == {
+        "train": set(range(160)),
+        "validation": set(range(160, 180)),
+        "test": set(range(180, 200)),
+    }
+
+
+def test_text_predicts_the_next_byte(tmp_path: Path) -> None:
+    file = tmp_path / "corpus"
+    file.write_bytes(bytes(range(250)))
+    batch = Text(length=8, corpus=str(file)).batch("train", 2000, seed=0, step=0)
+    assert torch.equal(batch.targets, batch.inputs + 1)
+    assert torch.equal(batch.inputs[:, 1:], batch.targets[:, :-1])
+    starts = np.bincount(batch.inputs[:, 0], minlength=192)
+    assert len(starts) == 192 and stats.chisquare(starts).pvalue > RARE_EVENT
+
+
+def test_text_default_corpus_is_the_library_without_tests_and_tables() -> None:
+    task = Text()
+    contents = [data.numpy().tobytes() for data in text_module.load(task._path, True).data.values()]
+    assert all(len(content) > 100_000 for content in contents)
+    for name, times in ("abc.py", 1), ("json/decoder.py", 1), ("encodings/cp1250.py", 0):
+        assert sum(Path(task._path, name).read_bytes() in content for content in contents) == times
+
+
+def test_text_caps_each_split(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_module, "CAP", 70)
+    for corpus in (folder, folder / "sub1" / "file19"):
+        text_module.load.cache_clear()
+        data = text_module.load(str(corpus), False).data
+        assert max(map(len, data.values())) <= 70
+    text_module.load.cache_clear()
+
+
+def test_text_fingerprint_is_that_of_the_bytes(folder: Path) -> None:
+    before = Text(length=8, corpus=str(folder)).fingerprint()
+    (folder / ".hidden").write_bytes(b"other")
+    text_module.load.cache_clear()
+    assert Text(length=16, corpus=f"{folder}/.").fingerprint() == before
+    (folder / "sub0" / "file00").write_bytes(b"\x01" + bytes(49))
+    assert Text(length=8, corpus=str(folder)).fingerprint() == before  # read once per process
+    text_module.load.cache_clear()
+    assert Text(length=8, corpus=str(folder)).fingerprint() != before
+    assert MQAR(length=16, pairs=4).fingerprint() == ""
+
+
+def test_text_keeps_its_corpus_in_another_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    task = Text(length=8, corpus="sub0")
+    sent = pickle.dumps(task)
+    monkeypatch.chdir("/")
+    assert pickle.loads(sent).fingerprint() == task.fingerprint()
+    assert task.corpus == "sub0"
+
+
+def test_uniform_logits_are_8_bits_everywhere() -> None:
+    task = Text(length=64)
+    batch = task.batch("validation", 16, seed=0, step=0)
+    logits = torch.zeros(16 * 64, 256)
+    assert value(task, "bits_per_byte", batch, logits) == pytest.approx(task.chance)
+    assert value(task, "recall_bits_per_byte", batch, logits) == pytest.approx(task.chance)
+    assert value(task, "loss", batch, logits) == pytest.approx(math.log(256))
+
+
+def test_text_measures_as_a_plain_loop() -> None:
+    task = Text(length=96)
+    train = text_module.load(task._path, True).data["train"].tolist()
+    counts = Counter(pairwise(train))
+    batch = task.batch("test", 24, seed=0, step=0)
+    logits = scored(batch, 256)
+    bits = (
+        torch.logsumexp(logits.double(), 1) - logits.double().gather(1, batch.targets.view(-1, 1))[:, 0]
+    ) / math.log(2)
+    recalled = []
+    for row, (inputs, targets) in enumerate(zip(batch.inputs.tolist(), batch.targets.tolist(), strict=True)):
+        before: set[tuple[int, int]] = set()
+        for t, bigram in enumerate(zip(inputs, targets, strict=True)):
+            if bigram in before and counts[bigram] < 1e-3 * (len(train) - 1):
+                recalled.append(float(bits[row * 96 + t]))
+            before.add(bigram)
+    assert len(recalled) > 50
+    total, count = task.measure(batch, logits)["recall_bits_per_byte"]
+    assert float(count) == len(recalled)
+    assert float(total) == pytest.approx(sum(recalled), rel=1e-6)
+    assert value(task, "bits_per_byte", batch, logits) == pytest.approx(float(bits.mean()), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"length": "long"}, "parameter 'length' must be an integer, not 'long'"),
+        ({"length": 0}, "parameter 'length' must be at least 1, not 0"),
+        ({"corpus": 5}, "parameter 'corpus' must be text or null, not 5"),
+        ({"corpus": " "}, "parameter 'corpus' must name a file or a folder, not ' '"),
+        ({"corpus": "a\0b"}, "parameter 'corpus' must name a file or a folder, not 'a\\x00b'"),
+        ({"corpus": "/no/such"}, "parameter 'corpus': cannot read '/no/such': "),
+        ({"corpus": "/dev/null"}, "parameter 'corpus': cannot read '/dev/null': "),
+        ({"corpus": "/" + "long" * 100}, "parameter 'corpus': cannot read '/longlong"),
+        ({"corpus": "{folder}/empty"}, "parameter 'corpus': the train split of "),
+        ({"corpus": "{folder}/sub0", "length": 200}, "parameter 'corpus': the validation split of "),
+        ({"corpus": "{folder}/two"}, "parameter 'corpus': '{folder}/two' holds 2 files; "),
+    ],
+)
+def test_text_refuses(folder: Path, parameters: dict[str, Any], message: str) -> None:
+    (folder / "empty").touch()
+    (folder / "two").mkdir()
+    for name in "ab":
+        (folder / "two" / name).write_bytes(bytes(500))
+    if isinstance(parameters.get("corpus"), str):
+        parameters = parameters | {"corpus": parameters["corpus"].replace("{folder}", str(folder))}
+    with pytest.raises(InputError) as error:
+        Text(**parameters)
+    assert str(error.value).startswith("task 'text': " + message.replace("{folder}", str(folder)))
+    assert "\n" not in str(error.value)
