@@ -1,0 +1,28 @@
+"""deltalab: does my change to a recurrent update rule help, by how much, and at what cost?"""
+
+from typing import TYPE_CHECKING, Any
+
+from deltalab.errors import InputError
+from deltalab.model import build_model
+from deltalab.registry import get_rule, get_task, list_rules
+from deltalab.scan import scan
+
+if TYPE_CHECKING:
+    from deltalab.conformance import check_rule
+    from deltalab.study.run import run_study
+
+__version__ = "0.1.0"
+__all__ = ["InputError", "build_model", "check_rule", "get_rule", "get_task", "list_rules", "run_study", "scan"]
+
+
+def __getattr__(name: str) -> Any:
+    # A study brings in Ray, Optuna and SQL, which a machine that only trains need not have.
+    if name == "run_study":
+        from deltalab.study.run import run_study
+
+        return run_study
+    if name == "check_rule":
+        from deltalab.conformance import check_rule
+
+        return check_rule
+    raise AttributeError(f"module 'deltalab' has no attribute '{name}'")

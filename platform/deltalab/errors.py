@@ -1,0 +1,21 @@
+"""The one error that a user's input can cause, and the sentence that helps them mend it."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class InputError(ValueError):
+    """What the user gave is wrong. The message is one line and says what is allowed."""
+
+
+def unknown(what: str, given: object, allowed: Iterable[object], *, where: str = "") -> InputError:
+    """An `InputError` that lists what is allowed and the nearest right spelling.
+
+    >>> print(unknown("rule", "comb", ["comba", "mamba2"]))
+    unknown rule 'comb'; did you mean 'comba'? allowed: comba, mamba2
+    """
+    names = [str(name) for name in allowed]
+    near = get_close_matches(str(given), names, n=1)
+    hint = f" did you mean '{near[0]}'?" if near else ""
+    listing = ", ".join(names) or "nothing"
+    return InputError(f"{where + ': ' if where else ''}unknown {what} '{given}';{hint} allowed: {listing}")

@@ -1,0 +1,188 @@
+"""Gate parameterizations: how a symbol of an update rule is computed from the input, its range and its start.
+
+A gate is data and one function. `layer.Gates` turns it into parameters; an author adds one by writing a
+function that returns a `Gate` under `@parameterization`, in the rule's own file.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import wraps
+from typing import Literal, ParamSpec, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deltalab.errors import InputError, unknown
+
+P = ParamSpec("P")
+Start: TypeAlias = Callable[[int, torch.Generator], Tensor]
+Value: TypeAlias = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
+
+
+@dataclass(frozen=True)
+class Gate:
+    """One parameterization of a gate.
+
+    per: `token` is projected from the input, [B, T, H]; `head` is a learned value for each head, [H];
+        `none` is the constant `low` of its range, [H], without parameters.
+    low, high: the closed range of its values. Strengths are in linear space; g is log-decay, in [-inf, 0].
+    parameters: name -> start(heads, generator) -> [H]. None of them is subject to weight decay.
+    value: (projection [B, T, H], or zeros [H] where `per` is head; parameters) -> the gate's value.
+    rank: the projection is W_1 W_2 through this many channels, where it is not None.
+    of: the gate whose projection and parameters this one reuses, where it is not None.
+    """
+
+    per: Literal["token", "head", "none"]
+    low: float
+    high: float
+    value: Value = field(compare=False, repr=False)
+    parameters: Mapping[str, Start] = field(default_factory=dict, compare=False, repr=False)
+    rank: int | None = None
+    of: str | None = None
+    kind: str = ""
+    options: tuple[tuple[str, float], ...] = ()
+    again: "Callable[..., Gate] | None" = field(default=None, compare=False, repr=False)
+
+    @property
+    def constant(self) -> bool:
+        """Whether no input and no parameter can change it."""
+        return self.per == "none"
+
+    def __str__(self) -> str:
+        return f"{self.kind}({', '.join(f'{name}={value:g}' for name, value in self.options)})"
+
+    def spec(self) -> dict[str, dict[str, float]]:
+        """The gate as YAML says it."""
+        return {self.kind: dict(self.options)}
+
+    def remade(self, given: Mapping[str, object], *, where: str) -> "Gate":
+        """The same parameterization with other numbers.
+
+        Raises `InputError` for a number that it does not take, or a value that is no number.
+        """
+        assert self.again is not None
+        names = [name for name, _ in self.options]
+        for name, number in given.items():
+            if name not in names:
+                raise unknown(f"option of gate '{self.kind}'", name, names, where=where)
+            if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+                raise InputError(f"{where}: {self.kind}.{name} takes a finite number, not {number!r}")
+        try:
+            return self.again(**{**dict(self.options), **given})
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from None
+
+
+def parameterization(make: Callable[P, Gate]) -> Callable[P, Gate]:
+    """Names the gates that a function makes after it, so that YAML can say `d: {head: {init: 1.0}}`."""
+
+    @wraps(make)
+    def made(*args: P.args, **kwargs: P.kwargs) -> Gate:
+        bound = inspect.signature(make).bind(*args, **kwargs)
+        bound.apply_defaults()
+        options = tuple((name, float(number)) for name, number in bound.arguments.items() if number is not None)
+        return replace(make(*args, **kwargs), kind=make.__name__.rstrip("_"), options=options, again=made)
+
+    return made
+
+
+def _positive(gate: str, **numbers: float) -> None:
+    for name, number in numbers.items():
+        if number <= 0:
+            raise InputError(f"{gate}.{name} must be positive, not {number:g}")
+
+
+def _full(number: float) -> Start:
+    return lambda heads, generator: torch.full((heads,), float(number))
+
+
+@parameterization
+def const(value: float) -> Gate:
+    """A fixed number, which no training moves.
+
+    >>> const(1).low, const(1).constant
+    (1.0, True)
+    """
+    return Gate(per="none", low=float(value), high=float(value), value=lambda z, p: z + value)
+
+
+@parameterization
+def sigmoid(max: float = 1.0) -> Gate:
+    """max * sigmoid(W x), in [0, max]. DeltaNet's beta; max = 2 lets its eigenvalues reach -1."""
+    _positive("sigmoid", max=max)
+    return Gate(per="token", low=0.0, high=float(max), value=lambda z, p: max * z.sigmoid())
+
+
+@parameterization
+def head_sigmoid(init: float = 0.5) -> Gate:
+    """sigmoid(b) for a learned b of each head, in [0, 1], starting at `init`. Comba's b (arXiv:2506.02475, 3.1)."""
+    if not 0 < init < 1:
+        raise InputError(f"head_sigmoid.init must lie between 0 and 1, not {init:g}")
+    start = math.log(init / (1 - init))
+    return Gate(
+        per="head", low=0.0, high=1.0, parameters={"logit": _full(start)}, value=lambda z, p: (z + p["logit"]).sigmoid()
+    )
+
+
+@parameterization
+def head(init: float) -> Gate:
+    """A learned number of each head, without bounds, starting at `init`. Comba's d."""
+    return Gate(
+        per="head", low=-math.inf, high=math.inf, parameters={"value": _full(init)}, value=lambda z, p: z + p["value"]
+    )
+
+
+def _log_uniform(low: float, high: float) -> Callable[[int, torch.Generator], Tensor]:
+    def draw(heads: int, generator: torch.Generator) -> Tensor:
+        return torch.empty(heads).uniform_(math.log(low), math.log(high), generator=generator).exp()
+
+    return draw
+
+
+def _inverse_softplus(x: Tensor) -> Tensor:
+    return x + torch.log(-torch.expm1(-x))
+
+
+@parameterization
+def mamba2_decay(a_min: float = 1.0, a_max: float = 16.0, dt_min: float = 0.001, dt_max: float = 0.1) -> Gate:
+    """g = -a softplus(W x + c), a log-decay that starts near 0, so alpha = exp(g) near 1.
+
+    a starts uniform in [a_min, a_max] and softplus(c) log-uniform in [dt_min, dt_max], as in Mamba2
+    (arXiv:2405.21060); Comba's forget gate (arXiv:2506.02475, Table 5).
+    """
+    _positive("mamba2_decay", a_min=a_min, a_max=a_max, dt_min=dt_min, dt_max=dt_max)
+    if a_min > a_max or dt_min > dt_max:
+        raise InputError("mamba2_decay: a_min must not exceed a_max, nor dt_min dt_max")
+    steps = _log_uniform(dt_min, dt_max)
+    return Gate(
+        per="token",
+        low=-math.inf,
+        high=0.0,
+        parameters={
+            "log_a": lambda heads, generator: torch.empty(heads).uniform_(a_min, a_max, generator=generator).log(),
+            "dt_bias": lambda heads, generator: _inverse_softplus(steps(heads, generator)),
+        },
+        value=lambda z, p: -p["log_a"].exp() * F.softplus(z + p["dt_bias"]),
+    )
+
+
+@parameterization
+def mamba2_step() -> Gate:
+    """dt = softplus(W x + c) with the W and c of the rule's g: Mamba2's input gate, small where alpha is near 1."""
+    return Gate(per="token", low=0.0, high=math.inf, of="g", value=lambda z, p: F.softplus(z + p["dt_bias"]))
+
+
+@parameterization
+def gla_decay(tau: float = 16.0, rank: float = 16) -> Gate:
+    """g = log sigmoid(W_1 W_2 x) / tau, one value a head (arXiv:2506.02475, Table 5, the form of GLA)."""
+    _positive("gla_decay", tau=tau, rank=rank)
+    return Gate(per="token", low=-math.inf, high=0.0, rank=int(rank), value=lambda z, p: F.logsigmoid(z) / tau)
+
+
+@parameterization
+def metala_decay() -> Gate:
+    """g = log sigmoid(W x): alpha starts around 1/2, not near 1 (arXiv:2506.02475, Table 5, the form of MetaLA)."""
+    return Gate(per="token", low=-math.inf, high=0.0, value=lambda z, p: F.logsigmoid(z))

@@ -1,0 +1,166 @@
+"""A token mixer: projections, short convolution, gates, the rule itself, output norm and gate."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deltalab.gates import Gate
+from deltalab.rule import State, UpdateRule
+from deltalab.scan import Backend, scan
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """What a mixer must remember to go on: the convolution's last inputs [B, conv - 1, C], and the rule's state."""
+
+    conv: Tensor
+    state: State
+
+    def numel(self) -> int:
+        """Elements held, counted on the tensors themselves."""
+        parts = self.state if isinstance(self.state, tuple) else (self.state,)
+        return self.conv.numel() + sum(part.numel() for part in parts)
+
+
+def parameter(start: Callable[[torch.Generator], Tensor]) -> nn.Parameter:
+    """A parameter that `initialize` can start again from a seed."""
+    made = nn.Parameter(start(torch.Generator().manual_seed(0)))
+    made.start = start  # type: ignore[attr-defined]
+    return made
+
+
+def linear(inputs: int, outputs: int, *, std: float | None = None) -> nn.Linear:
+    """Without bias; weights normal with the given standard deviation, inputs ** -0.5 where None."""
+    module = nn.Linear(inputs, outputs, bias=False)
+    module.weight = parameter(lambda generator: _normal((outputs, inputs), std or inputs**-0.5, generator))
+    return module
+
+
+def initialize(module: nn.Module, seed: int) -> None:
+    """Starts every parameter from (seed, its name) alone, so arms of a study share what they have in common."""
+    with torch.no_grad():
+        for name, value in module.named_parameters():
+            if start := getattr(value, "start", None):
+                digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+                value.copy_(start(torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))))
+
+
+def _normal(shape: tuple[int, ...], std: float, generator: torch.Generator) -> Tensor:
+    return torch.empty(shape).normal_(0.0, std, generator=generator)
+
+
+class Gates(nn.Module):
+    """The gates of a rule: x [B, T, d] to the value of each by its symbol, [B, T, H] or [H], in at least fp32."""
+
+    def __init__(self, gates: dict[str, Gate], d_model: int, heads: int) -> None:
+        super().__init__()
+        self.gates = gates
+        self.heads = heads
+        self.project = nn.ModuleDict()
+        self.learned = nn.ModuleDict()
+        for name, gate in gates.items():
+            if gate.of is not None:
+                continue
+            if gate.per == "token" and gate.rank is None:
+                self.project[name] = linear(d_model, heads)
+            elif gate.per == "token" and gate.rank is not None:
+                self.project[name] = nn.Sequential(linear(d_model, gate.rank), linear(gate.rank, heads))
+            self.learned[name] = nn.ParameterDict(
+                {p: parameter(lambda generator, s=start: s(heads, generator)) for p, start in gate.parameters.items()}  # type: ignore[misc]
+            )
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        projected: dict[str, Tensor] = {}
+        for name, project in self.project.items():
+            z = project(x)
+            projected[name] = z.to(torch.promote_types(z.dtype, torch.float32))
+        none = x.new_zeros(self.heads, dtype=torch.promote_types(x.dtype, torch.float32))
+        values = {}
+        for name, gate in self.gates.items():
+            source = gate.of or name
+            values[name] = gate.value(projected.get(source, none), self.learned[source])  # type: ignore[arg-type]
+        return values
+
+
+class RuleLayer(nn.Module):
+    """A rule as a layer, x [B, T, d] to y [B, T, d].
+
+    q, k, v come from one projection and one causal depthwise convolution; SiLU and, for q and k, the unit norm
+    follow where the rule's features are `unit`. The unit norm comes before any gate scales k, never after.
+
+    shared_qk: all heads use one q and one k (multi-value, as in Mamba).
+    conv: the convolution's width, 0 for none.
+    """
+
+    def __init__(
+        self,
+        rule: UpdateRule,
+        d_model: int,
+        heads: int,
+        *,
+        key_dim: int,
+        value_dim: int,
+        conv: int = 4,
+        output_norm: bool = True,
+        output_gate: bool = True,
+        shared_qk: bool = False,
+        out_std: float | None = None,
+        chunk_size: int = 64,
+        backend: Backend = "auto",
+    ) -> None:
+        super().__init__()
+        self.rule = rule
+        self.heads, self.key_dim, self.value_dim = heads, key_dim, value_dim
+        self.qk_heads = 1 if shared_qk else heads
+        self.width, self.chunk_size, self.backend = conv, chunk_size, backend
+        channels = 2 * self.qk_heads * key_dim + heads * value_dim
+        self.qkv = linear(d_model, channels)
+        if conv:
+            bound = conv**-0.5
+            self.conv = parameter(lambda g: torch.empty(conv, channels).uniform_(-bound, bound, generator=g))
+        self.gates = Gates(rule.gates, d_model, heads)
+        self.norm = nn.RMSNorm(value_dim, eps=1e-5) if output_norm else nn.Identity()
+        self.gate = linear(d_model, heads * value_dim) if output_gate else None
+        self.out = linear(heads * value_dim, d_model, std=out_std)
+
+    def forward(self, x: Tensor, cache: LayerCache | None = None) -> tuple[Tensor, LayerCache]:
+        qkv, tail = self._convolve(self.qkv(x), cache)
+        unit = self.rule.features == "unit"
+        if unit:
+            qkv = F.silu(qkv)
+        qk_width = self.qk_heads * self.key_dim
+        q, k, v = qkv.split([qk_width, qk_width, self.heads * self.value_dim], dim=-1)
+        q, k = (z.unflatten(-1, (self.qk_heads, self.key_dim)) for z in (q, k))
+        if unit:
+            q, k = (F.normalize(z, dim=-1, eps=1e-6).to(v.dtype) for z in (q, k))
+        q, k = (z.expand(-1, -1, self.heads, -1) for z in (q, k))
+        v = v.unflatten(-1, (self.heads, self.value_dim))
+        o, state = scan(
+            self.rule,
+            q,
+            k,
+            v,
+            self.gates(x),
+            state=None if cache is None else cache.state,
+            backend=self.backend,
+            chunk_size=self.chunk_size,
+        )
+        o = self.norm(o).flatten(-2)
+        if self.gate is not None:
+            o = o * self.gate(x).sigmoid()
+        return self.out(o), LayerCache(tail, state)
+
+    def _convolve(self, x: Tensor, cache: LayerCache | None) -> tuple[Tensor, Tensor]:
+        if not self.width:
+            return x, x.new_empty(x.shape[0], 0, x.shape[-1])
+        past = x.new_zeros(x.shape[0], self.width - 1, x.shape[-1]) if cache is None else cache.conv
+        padded = torch.cat([past, x], dim=1)
+        # A depthwise conv1d takes 2.2 ms where these shifted sums take 0.8 (CPU, [32, 32, 96], with backward).
+        weights = self.conv.to(x.dtype)
+        y = sum(padded[:, i : i + x.shape[1]] * weights[i] for i in range(self.width))
+        return cast(Tensor, y), padded[:, padded.shape[1] - self.width + 1 :]

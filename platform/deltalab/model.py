@@ -1,0 +1,243 @@
+"""Language models made of rule layers: blocks, hybrid layouts, and what weight decay applies to."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deltalab.errors import InputError, unknown
+from deltalab.layer import LayerCache, RuleLayer, initialize, linear, parameter
+from deltalab.registry import get_rule
+from deltalab.rule import UpdateRule
+
+SECOND_TO_LAST_OF_EIGHT = "second_to_last_of_every_eight"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A model, as data.
+
+    rule: a rule's name, or {name: ..., knob: ...}.
+    d_model, layers, heads: width, depth and heads. key_dim: of each head, d_model / heads where None.
+    expand_v: the values' width over the keys'.
+    conv: width of the short convolution over q, k and v, 0 for none.
+    output_norm, output_gate: RMS norm of each head's output; sigmoid(W x) on it.
+    block: `transformer` is [mixer, MLP]; `mamba` is [mixer] alone, q and k shared by all heads, twice the depth.
+    mlp: SwiGLU of width 8/3 d_model in `transformer` blocks.
+    attention: layers (counted from 0) whose mixer is softmax attention instead, or
+        `second_to_last_of_every_eight`. window: how far these see, 0 for all.
+    tie_embeddings: input and output embeddings are one.
+    chunk_size: of the parallel form.
+
+    Raises `InputError` for values that make no model.
+    """
+
+    __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
+
+    vocab_size: int
+    rule: str | Mapping[str, Any]
+    d_model: int = 64
+    layers: int = 2
+    heads: int = 2
+    key_dim: int | None = None
+    expand_v: float = 1.0
+    conv: int = 4
+    output_norm: bool = True
+    output_gate: bool = True
+    block: Literal["transformer", "mamba"] = "transformer"
+    mlp: bool = True
+    attention: tuple[int, ...] | Literal["second_to_last_of_every_eight"] = field(default=())
+    window: int = 0
+    tie_embeddings: bool = True
+    chunk_size: int = 64
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "d_model", "layers", "heads", "chunk_size"):
+            _whole(name, getattr(self, name), least=1)
+        for name in ("conv", "window"):
+            _whole(name, getattr(self, name), least=0)
+        if self.key_dim is not None:
+            _whole("key_dim", self.key_dim, least=1)
+        elif self.d_model % self.heads:
+            raise InputError(f"model.d_model {self.d_model} must be a multiple of heads {self.heads}, or set key_dim")
+        for name in ("output_norm", "output_gate", "mlp", "tie_embeddings"):
+            if not isinstance(getattr(self, name), bool):
+                raise InputError(f"model.{name} must be true or false, not {getattr(self, name)!r}")
+        if isinstance(self.expand_v, bool) or not isinstance(self.expand_v, int | float) or self.expand_v <= 0:
+            raise InputError(f"model.expand_v must be a positive number, not {self.expand_v!r}")
+        if self.block not in ("transformer", "mamba"):
+            raise unknown("block", self.block, ("transformer", "mamba"), where="model.block")
+        if isinstance(self.attention, str):
+            if self.attention != SECOND_TO_LAST_OF_EIGHT:
+                raise unknown(
+                    "layout", self.attention, [SECOND_TO_LAST_OF_EIGHT, "[layer, ...]"], where="model.attention"
+                )
+            if self.depth < 7:
+                raise InputError(f"model.attention {self.attention} needs at least 7 layers, not {self.depth}")
+        else:
+            object.__setattr__(self, "attention", tuple(self.attention))
+            for layer in self.attention:
+                if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < self.depth:
+                    raise InputError(f"model.attention names layer {layer!r}; there are 0 to {self.depth - 1}")
+        if self.window and not self.attention:
+            raise InputError("model.window has no effect without attention layers")
+        self.make_rule()
+
+    @classmethod
+    def of(cls, given: "ModelSpec | Mapping[str, Any]") -> "ModelSpec":
+        """A specification from a mapping. Raises `InputError` for keys that do not exist or are missing."""
+        if isinstance(given, ModelSpec):
+            return given
+        names = [f.name for f in fields(cls)]
+        for key in given:
+            if key not in names:
+                raise unknown("model key", key, names)
+        for key in ("vocab_size", "rule"):
+            if key not in given:
+                raise InputError(f"model: needs {key}")
+        return cls(**given)
+
+    def make_rule(self) -> UpdateRule:
+        """The rule with its knobs set."""
+        if isinstance(self.rule, str):
+            return get_rule(self.rule)
+        if not isinstance(self.rule, Mapping) or not isinstance(self.rule.get("name"), str):
+            raise InputError(f"rule must be a name or {{name: ..., knob: ...}}, not {self.rule!r}")
+        knobs = {key: value for key, value in self.rule.items() if key != "name"}
+        return get_rule(self.rule["name"], **knobs)
+
+    @property
+    def depth(self) -> int:
+        """Layers as built: `mamba` blocks hold one mixer where `transformer` blocks hold a mixer and an MLP."""
+        return self.layers * (2 if self.block == "mamba" else 1)
+
+    def is_attention(self, layer: int) -> bool:
+        if isinstance(self.attention, str):
+            return layer % 8 == 6
+        return layer in self.attention
+
+
+def _whole(name: str, value: object, *, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InputError(f"model.{name} must be a whole number of at least {least}, not {value!r}")
+
+
+class SwiGLU(nn.Module):
+    """W_3 (SiLU(W_1 x) * W_2 x), hidden width 8/3 d rounded up to a multiple of 8."""
+
+    def __init__(self, d_model: int, *, out_std: float) -> None:
+        super().__init__()
+        hidden = -(-8 * d_model // 24) * 8
+        self.into = linear(d_model, 2 * hidden)
+        self.out = linear(hidden, d_model, std=out_std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.into(x).chunk(2, dim=-1)
+        out: Tensor = self.out(F.silu(gate) * up)
+        return out
+
+
+class Block(nn.Module):
+    """x + mixer(norm(x)), then x + mlp(norm(x)) where there is an MLP."""
+
+    def __init__(self, spec: ModelSpec, rule: UpdateRule) -> None:
+        super().__init__()
+        # Both branches of every layer add to one stream; scaling keeps its variance independent of depth.
+        shrink = (2 * spec.depth) ** -0.5
+        key_dim = spec.key_dim or spec.d_model // spec.heads
+        value_dim = max(1, round(key_dim * spec.expand_v))
+        self.norm = nn.RMSNorm(spec.d_model, eps=1e-5)
+        self.mixer = RuleLayer(
+            rule,
+            spec.d_model,
+            spec.heads,
+            key_dim=key_dim,
+            value_dim=value_dim,
+            conv=spec.conv,
+            output_norm=spec.output_norm,
+            output_gate=spec.output_gate,
+            shared_qk=spec.block == "mamba",
+            out_std=shrink * (spec.heads * value_dim) ** -0.5,
+            chunk_size=spec.chunk_size,
+        )
+        self.mlp: nn.Module | None = None
+        if spec.mlp and spec.block == "transformer":
+            self.mlp_norm = nn.RMSNorm(spec.d_model, eps=1e-5)
+            self.mlp = SwiGLU(spec.d_model, out_std=shrink * (8 * spec.d_model / 3) ** -0.5)
+
+    def forward(self, x: Tensor, cache: LayerCache | None = None) -> tuple[Tensor, LayerCache]:
+        y, cache = self.mixer(self.norm(x), cache)
+        x = x + y
+        if self.mlp is not None:
+            x = x + self.mlp(self.mlp_norm(x))
+        return x, cache
+
+
+class Model(nn.Module):
+    """Tokens [B, T] to logits [B, T, vocab]."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        rule = spec.make_rule()
+        attention = get_rule("attention", window=spec.window) if spec.attention else rule
+        self.embed = nn.Embedding(spec.vocab_size, spec.d_model)
+        self.embed.weight = parameter(
+            lambda g: torch.empty(spec.vocab_size, spec.d_model).normal_(0.0, 0.02, generator=g)
+        )
+        self.blocks = nn.ModuleList(
+            Block(spec, attention if spec.is_attention(layer) else rule) for layer in range(spec.depth)
+        )
+        self.norm = nn.RMSNorm(spec.d_model, eps=1e-5)
+        self.unembed = None if spec.tie_embeddings else linear(spec.d_model, spec.vocab_size, std=0.02)
+
+    def forward(self, tokens: Tensor, where: Tensor | None = None) -> Tensor:
+        """Logits [B, T, vocab]; or [N, vocab], row by row, where the mask `where` [B, T] is set."""
+        hidden, _ = self.hidden(tokens)
+        return self.logits(hidden if where is None else hidden[where])
+
+    def step(self, tokens: Tensor, cache: list[LayerCache] | None = None) -> tuple[Tensor, list[LayerCache]]:
+        """Logits [B, T, vocab] for tokens that follow what the cache has seen, and the new cache."""
+        hidden, cache = self.hidden(tokens, cache)
+        return self.logits(hidden), cache
+
+    def hidden(self, tokens: Tensor, cache: list[LayerCache] | None = None) -> tuple[Tensor, list[LayerCache]]:
+        x = self.embed(tokens)
+        seen = []
+        for i, block in enumerate(self.blocks):
+            x, now = block(x, None if cache is None else cache[i])
+            seen.append(now)
+        return self.norm(x), seen
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.embed.weight) if self.unembed is None else self.unembed(hidden)
+
+    def state_size(self, length: int) -> int:
+        """Elements that the model holds for one sequence after `length` tokens, counted on the tensors."""
+        with torch.no_grad():
+            _, cache = self.hidden(torch.zeros(1, length, dtype=torch.long, device=self.embed.weight.device))
+        return sum(layer.numel() for layer in cache)
+
+
+def build_model(spec: ModelSpec | Mapping[str, Any], *, seed: int = 0) -> Model:
+    """A model, initialized from the seed alone.
+
+    Raises `InputError` for keys or values that make no model.
+
+    >>> model = build_model({"rule": "comba", "vocab_size": 16, "d_model": 8, "heads": 2})
+    >>> model(torch.zeros(1, 5, dtype=torch.long)).shape
+    torch.Size([1, 5, 16])
+    """
+    model = Model(ModelSpec.of(spec))
+    initialize(model, seed)
+    return model
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Optimizer groups: matrices decay; norms and what gates learn for each head (a, dt, b, d) do not."""
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    free = [p for p in model.parameters() if p.dim() <= 1]
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": free, "weight_decay": 0.0}]

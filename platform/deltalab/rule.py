@@ -1,0 +1,215 @@
+"""The contract that a plugin fills in: a rule is data (transition, gates, knobs) and one method.
+
+Per head, with state S [K, V], keys of unit norm and a scale that defaults to K ** -0.5:
+
+    S_t = D_t S_{t-1} + k_t (u_t - e_t X_{t-1}^T k_t)^T        X = S_{t-1} or D_t S_{t-1}
+    o_t = scale * S_t^T r_t
+
+`UpdateRule.operands` says what r, k, u, g and e are; `structure.Transition` says the rest. A rule outside
+this algebra overrides `mix` and `initial_state` instead, and keeps everything else.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Self, TypeAlias, cast
+
+import torch
+from torch import Tensor
+
+from deltalab.errors import InputError, unknown
+from deltalab.gates import Gate
+from deltalab.structure import Transition
+
+State: TypeAlias = Tensor | tuple[Tensor, ...]
+Option: TypeAlias = Transition | Gate | str | int | bool
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What one step of the recurrence needs.
+
+    r: read vector [B, T, H, K]; k: write key [B, T, H, K]; u: value to write [B, T, H, V].
+    g: log-decay [B, T, H], <= 0, where the transition decays.
+    e: erase strength [B, T, H], where the transition has a low rank.
+    """
+
+    r: Tensor
+    k: Tensor
+    u: Tensor
+    g: Tensor | None = None
+    e: Tensor | None = None
+
+
+def knob(default: Option, *others: Option) -> Any:
+    """A field of a rule that a study may vary; the first option is the full method's.
+
+    A gate's numbers may be changed freely, its kind only to one that is listed; a whole number may be anything
+    from the smallest listed. What is listed is what conformance tries.
+    """
+    return dataclasses.field(default=cast(Any, default), metadata={"options": (default, *others)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateRule:
+    """A recurrent update rule. Subclass it as a frozen, keyword-only dataclass whose fields are `knob`s.
+
+    name, paper: what the rule is called and where it comes from.
+    eigenvalues: the closed interval that the eigenvalues of the state's transition lie in, for unit-norm keys.
+    features: what the layer makes of q and k: `unit` is SiLU and unit norm, `raw` is nothing.
+    """
+
+    name: ClassVar[str]
+    paper: ClassVar[str]
+    features: ClassVar[Literal["unit", "raw"]] = "unit"
+
+    transition: Transition | None = None
+    """None for a rule outside the algebra."""
+
+    @property
+    def eigenvalues(self) -> tuple[float, float]:
+        """Without a low rank: 1, or anything in [0, 1] where the state decays. Others declare theirs."""
+        if self.transition is None or self.transition.low_rank != "none":
+            raise NotImplementedError(f"rule '{self.name}' has a low rank: declare its eigenvalues")
+        return (0.0, 1.0) if self.transition.decay == "scalar" else (1.0, 1.0)
+
+    def operands(self, q: Tensor, k: Tensor, v: Tensor, *_: Any, **gates: Any) -> Operands:
+        """The recurrence's operands.
+
+        q, k [B, T, H, K] of unit norm; v [B, T, H, V]; each gate by its symbol, [B, T, H] or [H].
+        """
+        raise NotImplementedError(f"rule '{self.name}' gives neither operands nor mix")
+
+    def mix(
+        self, q: Tensor, k: Tensor, v: Tensor, gates: Mapping[str, Tensor], *, scale: float, state: State
+    ) -> tuple[Tensor, State]:
+        """For a rule outside the algebra: all of o [B, T, H, V] and the next state. Must accept any T >= 1."""
+        raise NotImplementedError(f"rule '{self.name}' gives neither operands nor mix")
+
+    def fused(
+        self, q: Tensor, k: Tensor, v: Tensor, gates: Mapping[str, Tensor], *, scale: float, state: State
+    ) -> tuple[Tensor, State]:
+        """The rule's own kernel, where it brings one. Conformance holds it to the reference."""
+        raise NotImplementedError(f"rule '{self.name}' brings no kernel of its own")
+
+    def initial_state(self, k: Tensor, v: Tensor) -> State:
+        """An empty state for inputs like k [B, T, H, K] and v [B, T, H, V]; [B, H, K, V] in at least fp32."""
+        dtype = torch.promote_types(v.dtype, torch.float32)
+        return v.new_zeros(v.shape[0], v.shape[2], k.shape[-1], v.shape[-1], dtype=dtype)
+
+    # What follows is derived from the declaration; a rule does not override it.
+
+    @property
+    def brings_kernel(self) -> bool:
+        return type(self).fused is not UpdateRule.fused
+
+    @property
+    def gates(self) -> dict[str, Gate]:
+        """The gates by their symbols, in order of declaration."""
+        return {name: value for name, value in self.knobs().items() if isinstance(value, Gate)}
+
+    def knobs(self) -> dict[str, Option]:
+        """What each knob is set to."""
+        return {name: getattr(self, name) for name in self.options()}
+
+    @classmethod
+    def options(cls) -> dict[str, tuple[Option, ...]]:
+        """The options of each knob, the default first."""
+        return {f.name: f.metadata["options"] for f in dataclasses.fields(cls) if "options" in f.metadata}
+
+    def spec(self) -> dict[str, Any]:
+        """The rule as YAML says it, every knob spelled out."""
+        plain = {
+            name: v.spec() if isinstance(v, Gate) else str(v) if isinstance(v, Transition) else v
+            for name, v in self.knobs().items()
+        }
+        return {"name": self.name, **plain}
+
+    def variants(self) -> list[Self]:
+        """The rule itself, then each knob turned to each other option, one at a time."""
+        turned = [
+            dataclasses.replace(self, **cast(Any, {name: option}))
+            for name, options in self.options().items()
+            for option in options
+            if option != getattr(self, name)
+        ]
+        return [self, *turned]
+
+    def turned(self, other: Self) -> str:
+        """What differs between two settings of one rule, for people: `d=const(value=0)`."""
+        changes = [f"{n}={getattr(other, n)}" for n in self.options() if getattr(self, n) != getattr(other, n)]
+        return ", ".join(changes) or "as declared"
+
+    @classmethod
+    def configured(cls, knobs: Mapping[str, object]) -> Self:
+        """The rule with knobs as YAML gives them.
+
+        Raises `InputError` for a knob, an option or a number that the rule does not have.
+        """
+        options = cls.options()
+        chosen: dict[str, Option] = {}
+        for name, given in knobs.items():
+            if name not in options:
+                raise unknown(f"knob of rule '{cls.name}'", name, options)
+            chosen[name] = _choose(given, options[name], where=f"{cls.name}.{name}")
+        return cls(**cast(Any, chosen))
+
+    @classmethod
+    def without(cls, name: str) -> Option:
+        """The option that takes a part away, for a leave-one-out arm: a constant gate, or False.
+
+        Raises `InputError` where the rule has no such knob, or the knob has no such option.
+        """
+        options = cls.options()
+        if name not in options:
+            raise unknown(f"knob of rule '{cls.name}'", name, options)
+        for option in options[name]:
+            if option is False or (isinstance(option, Gate) and option.constant):
+                return option
+        raise InputError(
+            f"rule '{cls.name}': '{name}' has no option that takes it away; write an arm for one of: "
+            + ", ".join(map(str, options[name]))
+        )
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        if "operands" in vars(cls):
+            taken = list(inspect.signature(cls.operands).parameters)[1:4]
+            if taken != ["q", "k", "v"]:
+                raise TypeError(f"{cls.__name__}.operands must take (self, q, k, v, ...), not {taken}")
+
+
+def _choose(given: object, options: tuple[Option, ...], *, where: str) -> Option:
+    if isinstance(options[0], Gate):
+        return _choose_gate(given, [o for o in options if isinstance(o, Gate)], where=where)
+    for option in options:
+        if (type(given) is type(option) and given == option) or str(option) == given:
+            return option
+    if type(given) is int and type(options[0]) is int:
+        smallest = min(option for option in options if isinstance(option, int))
+        if given >= smallest:
+            return given
+        raise InputError(f"{where}: takes a whole number of at least {smallest}, not {given}")
+    raise unknown("option", given, options, where=where)
+
+
+def _choose_gate(given: object, options: list[Gate], *, where: str) -> Gate:
+    kinds = {gate.kind: gate for gate in reversed(options)}
+    if isinstance(given, Gate):
+        given = given.spec()
+    if isinstance(given, int | float) and not isinstance(given, bool):
+        given = {"const": {"value": given}}
+    if isinstance(given, str):
+        given = {given: {}}
+    if not isinstance(given, Mapping) or len(given) != 1:
+        raise InputError(f"{where}: takes one gate, like {options[0].spec()}, not {given!r}")
+    ((kind, numbers),) = given.items()
+    if kind not in kinds:
+        raise unknown("gate", kind, kinds, where=where)
+    gate = kinds[kind]
+    if kind == "const" and not isinstance(numbers, Mapping):
+        numbers = {"value": numbers}
+    if numbers is not None and not isinstance(numbers, Mapping):
+        raise InputError(f"{where}: {kind} takes {{name: number}} with {[n for n, _ in gate.options]}, not {numbers!r}")
+    return gate.remade(numbers or {}, where=where)

@@ -1,0 +1,144 @@
+"""One door to every backend: checks the inputs, fills in constants, and picks the fastest that fits."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+
+from deltalab import reference
+from deltalab.errors import InputError, unknown
+from deltalab.rule import Operands, State, UpdateRule
+
+Backend: TypeAlias = Literal["auto", "recurrent", "chunked", "triton"]
+
+
+def scan(
+    rule: UpdateRule,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Mapping[str, Tensor],
+    *,
+    scale: float | None = None,
+    state: State | None = None,
+    backend: Backend = "auto",
+    chunk_size: int = 64,
+) -> tuple[Tensor, State]:
+    """Runs a rule over a sequence.
+
+    q, k [B, T, H, K], of unit norm where the rule's `features` say so; v [B, T, H, V].
+    gates: the value of each gate by its symbol, [B, T, H] or [H]; constant gates may be left out.
+    scale: of the output, K ** -0.5 where None. state: what an earlier call returned, empty where None.
+    backend: `recurrent` is the equation, token by token; `chunked` is the parallel form; `triton` is the rule's
+        kernel; `auto` takes the kernel on a GPU where there is one, else the parallel form.
+    Returns o [B, T, H, V] in v's dtype, and the state after the last token.
+    Raises `InputError` for shapes, gates or a backend that do not fit.
+
+    >>> import deltalab, torch
+    >>> q = k = torch.nn.functional.normalize(torch.ones(1, 2, 1, 4), dim=-1)
+    >>> o, state = deltalab.scan(deltalab.get_rule("linear_attention"), q, k, torch.ones(1, 2, 1, 3), {}, scale=1.0)
+    >>> [round(value, 5) for value in o[0, :, 0, 0].tolist()]
+    [1.0, 2.0]
+    """
+    _check(rule, q, k, v, state, backend, chunk_size)
+    values = _gates(rule, gates, q)
+    scale = k.shape[-1] ** -0.5 if scale is None else scale
+    fused = backend == "triton" or (backend == "auto" and rule.brings_kernel and v.is_cuda)
+    if fused and not rule.brings_kernel:
+        raise InputError(f"rule '{rule.name}' brings no Triton kernel: use backend 'auto', 'chunked' or 'recurrent'")
+    before = rule.initial_state(k, v) if state is None else state
+    with torch.autocast(v.device.type, enabled=False):
+        if fused:
+            o, state = rule.fused(q, k, v, values, scale=scale, state=before)
+        elif rule.transition is None:
+            o, state = _mix(rule, q, k, v, values, scale, before, token_by_token=backend == "recurrent")
+        else:
+            assert state is None or isinstance(state, Tensor)
+            operands = _operands(rule, q, k, v, values)
+            if backend == "recurrent" or (backend == "auto" and k.shape[1] == 1):
+                o, state = reference.recurrent(rule.transition, operands, scale=scale, state=state)
+            else:
+                o, state = reference.chunked(rule.transition, operands, scale=scale, state=state, chunk_size=chunk_size)
+    return o.to(v.dtype), state
+
+
+def _check(
+    rule: UpdateRule, q: Tensor, k: Tensor, v: Tensor, state: State | None, backend: str, chunk_size: int
+) -> None:
+    if backend not in get_args(Backend):
+        raise unknown("backend", backend, get_args(Backend))
+    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
+        raise InputError(f"chunk_size must be a whole number of at least 1, not {chunk_size!r}")
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != 4 or not tensor.is_floating_point():
+            raise InputError(
+                f"{name} must be a floating [B, T, H, ...] tensor, not {tensor.dtype} {list(tensor.shape)}"
+            )
+    if q.shape != k.shape or k.shape[:3] != v.shape[:3] or 0 in q.shape or 0 in v.shape:
+        raise InputError(
+            "q and k must be [B, T, H, K] and v [B, T, H, V], none of them empty, "
+            f"not {list(q.shape)}, {list(k.shape)} and {list(v.shape)}"
+        )
+    if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
+        raise InputError(f"q, k and v must share dtype and device, not {q.dtype}, {k.dtype}, {v.dtype}")
+    expected = (k.shape[0], k.shape[2], k.shape[3], v.shape[3])
+    fits = isinstance(state, Tensor) and state.shape == expected
+    if rule.transition is not None and state is not None and not fits:
+        shape = list(state.shape) if isinstance(state, Tensor) else "a tuple"
+        raise InputError(f"the state of rule '{rule.name}' must be [B, H, K, V] = {list(expected)}, not {shape}")
+
+
+def _gates(rule: UpdateRule, given: Mapping[str, Tensor], q: Tensor) -> dict[str, Tensor]:
+    batch, length, heads, _ = q.shape
+    for name in given:
+        if name not in rule.gates:
+            raise unknown(f"gate of rule '{rule.name}'", name, rule.gates)
+    values = {}
+    for name, gate in rule.gates.items():
+        if name in given:
+            values[name] = given[name]
+        elif gate.constant:
+            values[name] = gate.value(q.new_zeros(heads), {})
+        else:
+            raise InputError(f"rule '{rule.name}' needs a value for its gate '{name}'")
+        if values[name].shape not in ((batch, length, heads), (heads,)):
+            raise InputError(
+                f"gate '{name}' must be [B, T, H] = {[batch, length, heads]} or [H] = {[heads]}, "
+                f"not {list(values[name].shape)}"
+            )
+    return values
+
+
+def _operands(rule: UpdateRule, q: Tensor, k: Tensor, v: Tensor, gates: Mapping[str, Tensor]) -> Operands:
+    """The rule's operands, with gates of one value a head spread over batch and time."""
+    x = rule.operands(q, k, v, **gates)
+    spread = {
+        f.name: value.expand(q.shape[:3])
+        for f in fields(x)
+        if f.name in ("g", "e") and (value := getattr(x, f.name)) is not None
+    }
+    return Operands(r=x.r, k=x.k, u=x.u, **spread)
+
+
+def _mix(
+    rule: UpdateRule,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Mapping[str, Tensor],
+    scale: float,
+    state: State,
+    *,
+    token_by_token: bool,
+) -> tuple[Tensor, State]:
+    if not token_by_token:
+        return rule.mix(q, k, v, gates, scale=scale, state=state)
+    out = []
+    for t in range(q.shape[1]):
+        one = slice(t, t + 1)
+        now = {name: value if value.dim() == 1 else value[:, one] for name, value in gates.items()}
+        o, state = rule.mix(q[:, one], k[:, one], v[:, one], now, scale=scale, state=state)
+        out.append(o)
+    return torch.cat(out, dim=1), state

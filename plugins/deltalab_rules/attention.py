@@ -1,0 +1,49 @@
+"""Softmax attention, for hybrids: it remembers everything, or the last `window` tokens."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deltalab.rule import State, UpdateRule, knob
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention(UpdateRule):
+    """o_t = sum_i softmax_i(scale q_t^T k_i) v_i over i <= t, or over the last `window` tokens, t among them.
+
+    The state is the keys and the values that later tokens can see, [B, H, n, K] and [B, H, n, V].
+    window 0 is no window. Vaswani et al. 2017 (arXiv:1706.03762).
+    """
+
+    name: ClassVar[str] = "attention"
+    paper: ClassVar[str] = "arXiv:1706.03762"
+    features: ClassVar[Literal["unit", "raw"]] = "raw"
+
+    window: int = knob(0, 16)
+
+    def initial_state(self, k: Tensor, v: Tensor) -> State:
+        batch, _, heads, _ = k.shape
+        return k.new_empty(batch, heads, 0, k.shape[-1]), v.new_empty(batch, heads, 0, v.shape[-1])
+
+    def mix(
+        self, q: Tensor, k: Tensor, v: Tensor, gates: Mapping[str, Tensor], *, scale: float, state: State
+    ) -> tuple[Tensor, State]:
+        past_k, past_v = state
+        keys = torch.cat([past_k, k.transpose(1, 2)], dim=2)
+        values = torch.cat([past_v, v.transpose(1, 2)], dim=2)
+        past = past_k.shape[2]
+        now = past + torch.arange(q.shape[1], device=q.device)[:, None]
+        seen = torch.arange(keys.shape[2], device=q.device)
+        visible = seen <= now
+        if self.window:
+            visible &= seen > now - self.window
+        o = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=visible, scale=scale)
+        if self.window:
+            # The next token sees itself and window - 1 more.
+            keep = max(keys.shape[2] - self.window + 1, 0)
+            keys, values = keys[:, :, keep:], values[:, :, keep:]
+        return o.transpose(1, 2), (keys, values)
