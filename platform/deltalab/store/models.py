@@ -101,7 +101,7 @@ class Trial(Base):
     id: Mapped[Id]
     key: Mapped[str] = mapped_column(unique=True)
     task: Mapped[str]
-    task_version: Mapped[str]
+    task_version: Mapped[int]
     stage: Mapped[Stage]
     config: Mapped[dict[str, Any]]
     state: Mapped[TrialState]

@@ -53,7 +53,7 @@ class TrialRecord:
 
     key: str
     task: str
-    task_version: str
+    task_version: int
     stage: Stage
     config: dict[str, Any]
     state: TrialState
@@ -92,7 +92,7 @@ class TrialRow:
     values: dict[str, Any]
     key: str
     task: str
-    task_version: str
+    task_version: int
     stage: Stage
     state: TrialState
     error: str | None
