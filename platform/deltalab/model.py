@@ -205,7 +205,10 @@ class Model(nn.Module):
         return self.logits(hidden), cache
 
     def hidden(self, tokens: Tensor, cache: list[LayerCache] | None = None) -> tuple[Tensor, list[LayerCache]]:
-        x = self.embed(tokens)
+        return self.transform(self.embed(tokens), cache)
+
+    def transform(self, x: Tensor, cache: list[LayerCache] | None = None) -> tuple[Tensor, list[LayerCache]]:
+        """Hidden states [B, T, d] for embedded tokens [B, T, d], and the new cache."""
         seen = []
         for i, block in enumerate(self.blocks):
             x, now = block(x, None if cache is None else cache[i])
