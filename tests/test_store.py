@@ -124,9 +124,7 @@ def test_what_is_recorded_is_read_back(store: Store) -> None:
     assert (row.hardware, row.config) == ({"gpu": "H100"}, {"train": {"lr": 0.01}})
     assert (row.rule, row.rule_hash, row.runs) == ("comba", "abc", {1: "diverged", big: "done"})
     assert row.started_at.timestamp() == 1000 and row.finished_at.timestamp() == 1060.5
-    assert store.final_metrics(study) == [
-        ("no_d", "mqar", "confirm", "k", big, "done", "test", "accuracy", 10, 0.5)
-    ]
+    assert store.final_metrics(study) == [("no_d", "mqar", "confirm", "k", big, "done", "test", "accuracy", 10, 0.5)]
     assert [version.source for version in store.rule_versions(study)] == ["class Comba: ..."]
     [(of_trial, of_run, artifact)] = store.artifacts(study, "no_d")
     assert (of_trial.key, of_run.seed, artifact.path, artifact.bytes) == ("k", big, "a.pt", big)
@@ -232,9 +230,7 @@ def test_curves_are_thinned_evenly_with_both_ends(store: Store, points: int, kep
     study = begin(store)
     metrics = [("train", "loss", 3 * i, float(i)) for i in range(points)]
     other = [("test", "loss", 1, 9.0), ("train", "accuracy", 1, 9.0)]
-    store.record_trial(
-        study, "base", trial(runs=[run(seed, metrics=metrics + other) for seed in (0, 1)]), 0, {}
-    )
+    store.record_trial(study, "base", trial(runs=[run(seed, metrics=metrics + other) for seed in (0, 1)]), 0, {})
     curve = store.curves(study, "mqar", "loss", "train", max_points=7)
     assert [point.seed for point in curve] == [0] * kept + [1] * kept
     steps = [point.step for point in curve if point.seed == 0]
@@ -451,9 +447,7 @@ def test_a_wrong_url_is_one_line_without_its_password(where: str | Path, message
 
 
 def test_a_store_shows_no_password_and_stays_in_its_process(store: Store) -> None:
-    url = (
-        store._engine.url.set(password="s3cret") if store._engine.name == "postgresql" else store._engine.url
-    )
+    url = store._engine.url.set(password="s3cret") if store._engine.name == "postgresql" else store._engine.url
     assert "s3cret" not in repr(Store(create_engine(url)))
     with pytest.raises(TypeError, match="stays in the driver"):
         pickle.dumps(store)

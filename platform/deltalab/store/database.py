@@ -4,7 +4,7 @@ import json
 import re
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from pathlib import Path
 
@@ -140,9 +140,7 @@ def revision(connection: Connection, url: URL) -> str | None:
     if "study" not in tables or len(heads) != 1:
         raise InputError(f"{shown(url)}: is not a deltalab database; give the path of a new one")
     if heads[0] not in {script.revision for script in _scripts().walk_revisions()}:
-        raise InputError(
-            f"{shown(url)}: revision '{heads[0]}' is newer than this deltalab knows; upgrade deltalab"
-        )
+        raise InputError(f"{shown(url)}: revision '{heads[0]}' is newer than this deltalab knows; upgrade deltalab")
     return heads[0]
 
 
@@ -165,13 +163,15 @@ def require_current(engine: Engine, *, create: bool) -> None:
 
 def migrate(url: URL) -> None:
     """Brings an empty or older database to this code's revision, all or nothing."""
-    with told(url):
-        with connect(url).connect() as connection:
+    with told(url), ExitStack() as stack:
+        engine = connect(url)
+        stack.callback(engine.dispose)
+        with engine.connect() as connection:
             revision(connection, url)  # a foreign file is refused before WAL is written into it
         engine = connect(url, migrating=True)
+        stack.callback(engine.dispose)
         with engine.execution_options(writes=True).begin() as connection:
             if revision(connection, url) != _scripts().get_current_head():  # another process may have won
                 config = Config(attributes={"connection": connection})
                 config.set_main_option("script_location", _scripts().dir.replace("%", "%%"))
                 command.upgrade(config, "head")
-        engine.dispose()

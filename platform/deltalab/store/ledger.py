@@ -46,6 +46,13 @@ class Store(Ledger):
         """Migrates an older database to this code's revision. Raises InputError as `open` does."""
         database.migrate(database.address(where))
 
+    @property
+    def folder(self) -> Path:
+        """Where files that belong to the ledger go: beside an SQLite file, else the working folder."""
+        url = self._engine.url
+        local = url.get_backend_name() == "sqlite" and url.database
+        return Path(str(url.database)).absolute().parent if local else Path.cwd()
+
     def close(self) -> None:
         self._engine.dispose()
 
@@ -106,9 +113,7 @@ class Store(Ledger):
             study.state, study.finished_at = "running", None
             return study.id
 
-    def record_trial(
-        self, study_id: int, arm: str, record: TrialRecord, number: int, values: dict[str, Any]
-    ) -> None:
+    def record_trial(self, study_id: int, arm: str, record: TrialRecord, number: int, values: dict[str, Any]) -> None:
         """Records a trial with its runs, metrics, artifacts and rule, and its place in the arm.
 
         A trial that is already recorded, by whichever study, stays as it is and only gets the place.
@@ -195,9 +200,7 @@ def _rule_version(session: Session, rule: RuleRecord) -> int:
     return version.id
 
 
-def _place(
-    session: Session, study_id: int, arm: str, trial_id: int, number: int, values: dict[str, Any]
-) -> None:
+def _place(session: Session, study_id: int, arm: str, trial_id: int, number: int, values: dict[str, Any]) -> None:
     arm_id = session.scalars(select(Arm.id).where(Arm.study_id == study_id, Arm.name == arm)).one()
     session.merge(ArmTrial(arm_id=arm_id, trial_id=trial_id, number=number, values=values))
 

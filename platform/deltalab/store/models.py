@@ -122,9 +122,7 @@ class ArmTrial(Base):
     __tablename__ = "arm_trial"
 
     arm_id: Mapped[int] = mapped_column(ForeignKey("arm.id", ondelete="CASCADE"), primary_key=True)
-    trial_id: Mapped[int] = mapped_column(
-        ForeignKey("trial.id", ondelete="CASCADE"), primary_key=True, index=True
-    )
+    trial_id: Mapped[int] = mapped_column(ForeignKey("trial.id", ondelete="CASCADE"), primary_key=True, index=True)
     number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     values: Mapped[dict[str, Any]]
 

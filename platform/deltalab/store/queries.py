@@ -88,9 +88,7 @@ class Ledger:
             found = session.execute(rows).all()
             states: dict[int, dict[int, RunState]] = {}
             for ids in _groups(trial.id for _, _, _, trial, _, _ in found):
-                runs = (
-                    select(Run.trial_id, Run.seed, Run.state).where(Run.trial_id.in_(ids)).order_by(Run.seed)
-                )
+                runs = select(Run.trial_id, Run.seed, Run.state).where(Run.trial_id.in_(ids)).order_by(Run.seed)
                 for trial_id, seed, state in session.execute(runs):
                     states.setdefault(trial_id, {})[seed] = state
         return [
@@ -226,7 +224,7 @@ class Ledger:
             .order_by(Trial.stage, Trial.id, Run.seed, Artifact.kind, Artifact.path)
         )
         with self._reading() as session:
-            return [row._tuple() for row in session.execute(rows)]
+            return [(trial, run, artifact) for trial, run, artifact in session.execute(rows)]
 
 
 def _groups(values: Iterable[T]) -> Iterator[list[T]]:

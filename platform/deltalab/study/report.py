@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from itertools import combinations, product
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -28,6 +29,9 @@ from deltalab.study.stats import (
 )
 
 ALPHA = 0.05
+# Columns of a row's cells. On a terminal the costs stand apart, or the answer would not fit in 80 columns.
+ANSWER, INTERVALS, COSTS = (0, 1, 2, 3, 4, 5), (2, 3), (0, 6, 7, 8, 9)
+STYLE = {"better": "green", "worse": "red", "failed": "red", "diverged": "red"}
 SPLIT: dict[Stage, str] = {"tune": "validation", "confirm": "test"}
 
 
@@ -110,13 +114,8 @@ class Report:
         """For a terminal."""
         parts: list[Table | Text] = [Text(self.title, style="bold")]
         for table in self.tables:
-            grid = Table(title=Text(_caption(table)), title_justify="left")
-            for header in _headers(table):
-                grid.add_column(Text(header))
-            for row in table.rows:
-                style = {"better": "green", "worse": "red", "failed": "red", "diverged": "red"}
-                grid.add_row(*map(Text, _cells(row)), style=style.get(row.verdict, ""))
-            parts += [grid, *(Text(f"- {note}") for note in table.notes)]
+            parts += [Text(_caption(table)), _grid(table, ANSWER), _grid(table, COSTS)]
+            parts += [Text(f"- {note}") for note in table.notes]
         parts += [Text(f"- {line}") for line in (*_failure_lines(self.failures), *self.notes)]
         return Group(*parts)
 
@@ -175,8 +174,7 @@ def report(store: Store, study_id: int, *, which: Stage = "confirm") -> Report:
         for trial in trials
         if trial.state == "failed"
     ]
-    notes = _notes(which, comparisons=sum(not arm.is_base for arm in arms))
-    return Report(study.name, study.profile, study.state, which, tables, failures, notes)
+    return Report(study.name, study.profile, study.state, which, tables, failures, _notes(which))
 
 
 @dataclass(frozen=True)
@@ -203,9 +201,7 @@ def _table(
     others = [arm.name for arm in arms if not arm.is_base]
     seeds = sorted({seed for outcome in chosen.values() for seed in outcome.trial.runs})
     values = {
-        arm.name: [
-            chosen[arm.name].values.get(seed, math.nan) if arm.name in chosen else math.nan for seed in seeds
-        ]
+        arm.name: [chosen[arm.name].values.get(seed, math.nan) if arm.name in chosen else math.nan for seed in seeds]
         for arm in arms
     }
     differences: dict[str, Difference] = {}
@@ -287,16 +283,12 @@ def _table_notes(rows: list[Row], interactions: list[Interaction], trials: list[
     if compared:
         pairs = max(row.difference.n for row in compared if row.difference)
         least, needed = smallest_holm_p(pairs, len(compared)), seeds_needed(len(compared), ALPHA)
-        short = (
-            f", so no arm can be told from the base: {ALPHA} needs {needed} seeds" if least > ALPHA else ""
-        )
-        notes.append(f"With {pairs} pairs and {len(compared)} arms no p is below {least:.3g}{short}.")
+        short = f", so no arm can be told from the base: {ALPHA} needs {needed} seeds" if least > ALPHA else ""
+        notes.append(f"No p can be below {least:.3g} ({pairs} pairs, Holm over {len(compared)}){short}.")
     for row in compared:
         if row.difference and row.difference.n and row.difference.missing:
             whole = row.difference.n + row.difference.missing
-            notes.append(
-                f"{row.arm} is compared on {row.difference.n} of {whole} seeds: the others lack a side."
-            )
+            notes.append(f"{row.arm} is compared on {row.difference.n} of {whole} seeds: the others lack a side.")
     for found in interactions:
         notes.append(
             f"{found.a} and {found.b} together ({found.both}) make {_interval(found.difference, '+')} "
@@ -308,7 +300,7 @@ def _table_notes(rows: list[Row], interactions: list[Interaction], trials: list[
     return notes
 
 
-def _notes(which: Stage, comparisons: int) -> list[str]:
+def _notes(which: Stage) -> list[str]:
     small = "A proxy task of this size does not rank every method as training at scale does."
     if which == "tune":
         return [
@@ -320,8 +312,8 @@ def _notes(which: Stage, comparisons: int) -> list[str]:
         "Means are over confirmation seeds, which tuning never used, at the last step on the test split, "
         f"with a {1 - ALPHA:.0%} t interval.",
         "Differences are arm minus base, paired by seed. Their t intervals assume normal differences "
-        f"and hold jointly over the {comparisons} arms of a task at {1 - ALPHA:.0%} (Bonferroni).",
-        f"p is the exact two-sided sign-flip test, after Holm over the {comparisons} arms of a task; "
+        f"and hold jointly over a task's arms at {1 - ALPHA:.0%} (Bonferroni).",
+        "p is of the exact two-sided sign-flip test, after Holm over a task's arms; "
         f"better and worse mean p <= {ALPHA}.",
         "Costs are those of the confirmed trial: time per trained token, elements of state, parameters.",
         small,
@@ -338,6 +330,16 @@ def _caption(table: TaskTable) -> str:
         f"{table.task} (version {table.version}): {table.metric} on {table.split}, {direction} is better, "
         f"chance {table.chance:.3g}"
     )
+
+
+def _grid(table: TaskTable, columns: Sequence[int]) -> Table:
+    grid = Table(box=SIMPLE, pad_edge=False)
+    for i in columns:
+        grid.add_column(Text(_headers(table)[i]), overflow="fold", no_wrap=i in INTERVALS)
+    for row in table.rows:
+        cells = [cell.replace(" [", "\n[") if i in INTERVALS else cell for i, cell in enumerate(_cells(row))]
+        grid.add_row(*(Text(cells[i]) for i in columns), style=STYLE.get(row.verdict, ""))
+    return grid
 
 
 def _headers(table: TaskTable) -> list[str]:

@@ -101,9 +101,7 @@ def paired(x: ArrayLike, base: ArrayLike, level: float = 0.95) -> Difference:
     return Difference(interval.mean, interval.low, interval.high, p_exact, p_t, n, len(both) - n)
 
 
-def interaction(
-    base: ArrayLike, a: ArrayLike, b: ArrayLike, ab: ArrayLike, level: float = 0.95
-) -> Difference:
+def interaction(base: ArrayLike, a: ArrayLike, b: ArrayLike, ab: ArrayLike, level: float = 0.95) -> Difference:
     """(ab - a) - (b - base), paired by seed: how far the changes a and b together are from their sum.
 
     >>> round(interaction(base=[0.0, 0.1], a=[0.5, 0.7], b=[0.2, 0.2], ab=[0.7, 0.9]).mean, 9)

@@ -1,0 +1,305 @@
+"""What a study's report says, on a ledger whose every figure is known."""
+
+import csv
+import io
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from deltalab.errors import InputError
+from deltalab.store import ArmRecord, RuleRecord, RunRecord, Store, TrialRecord
+from deltalab.store.models import Stage
+from deltalab.study.report import Report, Row, report
+
+TASKS: dict[str, dict[str, Any]] = {
+    "mqar": {"metric": "accuracy", "maximize": True, "chance": 1 / 64, "version": 1},
+    "text": {"metric": "bits_per_byte", "maximize": False, "chance": 8.0, "version": 2},
+}
+SEEDS = range(100, 108)
+
+
+class Lab:
+    """A study being recorded."""
+
+    def __init__(self, store: Store, arms: dict[str, dict[str, Any]], tasks: dict[str, Any] = TASKS) -> None:
+        self.store = store
+        records = [ArmRecord(name, not change, change, {}) for name, change in arms.items()]
+        self.id = store.begin_study("comba_ablation", "cpu", "id", {}, records, {"tasks": tasks})
+
+    def record(
+        self,
+        arm: str,
+        values: list[float],
+        task: str = "mqar",
+        *,
+        stage: Stage = "confirm",
+        number: int = 0,
+        tuned: dict[str, Any] | None = None,
+        **given: Any,
+    ) -> None:
+        """One trial whose run i has values[i] as its final metric; NaN is a diverged run."""
+        split = "test" if stage == "confirm" else "validation"
+        runs = []
+        for seed, value in zip(SEEDS, values, strict=False):
+            bad = math.isnan(value)
+            metrics = [(split, TASKS[task]["metric"], step, v) for step, v in ((50, 0.01), (100, value))]
+            runs.append(RunRecord(seed, "diverged" if bad else "done", 70 if bad else None, metrics))
+        record: dict[str, Any] = {
+            "key": f"{arm} {task} {stage} {number}",
+            "task": task,
+            "task_version": TASKS[task]["version"],
+            "stage": stage,
+            "config": {},
+            "state": "done",
+            "started_at": 1000.0 + number,
+            "finished_at": 1010.0 + number,
+            "seconds": 10.0,
+            "rule": RuleRecord("comba", "h", "source"),
+            "parameters": 12345,
+            "state_size": 2048,
+            "tokens_per_second": 50_000.0,
+            "hardware": {"device": "CPU"},
+            "runs": runs,
+        }
+        self.store.record_trial(self.id, arm, TrialRecord(**{**record, **given}), number, tuned or {})
+
+    def fail(self, arm: str, message: str, **given: Any) -> None:
+        error = f"Traceback (most recent call last):\n  File ...\n{message}\n"
+        unknown: dict[str, Any] = {"parameters": None, "state_size": None, "tokens_per_second": None}
+        self.record(arm, [], state="failed", error=error, **unknown, **given)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with Store.open(tmp_path / "lab.db") as opened:
+        yield opened
+
+
+BASE = [0.90, 0.92, 0.94, 0.91, 0.93, 0.95, 0.90, 0.92]
+
+
+@pytest.fixture
+def whole(store: Store) -> Report:
+    arms: dict[str, dict[str, Any]] = {
+        "base": {},
+        "no_d": {"d": [0.02, 0]},
+        "odd|b": {"b": [1, 2]},
+        "iplr": {"t": [0, 1]},
+        "late": {"x": [0, 1]},
+    }
+    lab = Lab(store, arms, {"mqar": TASKS["mqar"]})
+    lab.record("base", BASE, tuned={"train.lr": 0.005, "rule.d": "head"})
+    lab.record("no_d", [x - 0.4 - 0.01 * i for i, x in enumerate(BASE)], state_size=4096)
+    lab.record("odd|b", [x + 0.01 * (-1) ** i for i, x in enumerate(BASE)])
+    lab.record("iplr", [math.nan, math.nan, *BASE[2:]])
+    lab.fail("late", "RuntimeError: out of memory")
+    lab.fail("late", "ValueError: bad [value]", stage="tune", number=3)
+    store.finish_study(lab.id, "failed")
+    return report(store, lab.id)
+
+
+GOLDEN = """\
+## comba_ablation, profile cpu (failed)
+
+### mqar (version 1): accuracy on test, higher is better, chance 0.0156
+
+| arm | seeds | accuracy | difference | p | verdict | us/token | state | parameters | tuned |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
+| base | 8 | 0.921 [0.906, 0.936] |  |  | base | 20 | 2,048 | 12,345 | train.lr=0.005, rule.d=head |
+| no_d | 8 | 0.486 [0.463, 0.510] | -0.435 [-0.464, -0.406] | 0.031 | worse | 20 | 4,096 | 12,345 |  |
+| odd\\|b | 8 | 0.921 [0.905, 0.937] | +0.000 [-0.013, +0.013] | 1.000 | no difference found at this budget \
+| 20 | 2,048 | 12,345 |  |
+| iplr | 6 of 8, 2 diverged | 0.925 [0.905, 0.945] | +0.000 [+0.000, +0.000] | 1.000 \
+| no difference found at this budget | 20 | 2,048 | 12,345 |  |
+| late | 0 |  |  |  | failed |  |  |  |  |
+
+- No p can be below 0.0312 (8 pairs, Holm over 4).
+- iplr is compared on 6 of 8 seeds: the others lack a side.
+
+- failed: late, confirm 0 on mqar: RuntimeError: out of memory
+- failed: late, tune 3 on mqar: ValueError: bad [value]
+- Means are over confirmation seeds, which tuning never used, at the last step on the test split, \
+with a 95% t interval.
+- Differences are arm minus base, paired by seed. Their t intervals assume normal differences \
+and hold jointly over a task's arms at 95% (Bonferroni).
+- p is of the exact two-sided sign-flip test, after Holm over a task's arms; better and worse mean p <= 0.05.
+- Costs are those of the confirmed trial: time per trained token, elements of state, parameters.
+- A proxy task of this size does not rank every method as training at scale does.
+"""
+
+
+def rows(found: Report, table: int = 0) -> dict[str, Row]:
+    return {row.arm: row for row in found.tables[table].rows}
+
+
+def text(found: Report, width: int = 80) -> str:
+    console = Console(width=width, file=io.StringIO(), record=True)
+    console.print(found.to_rich())
+    return console.export_text()
+
+
+def test_markdown(whole: Report) -> None:
+    assert whole.to_markdown() == GOLDEN
+
+
+def test_the_figures_are_those_of_hand(whole: Report) -> None:
+    row = rows(whole)["no_d"]
+    assert row.difference is not None
+    assert row.difference.mean == pytest.approx(-0.435)
+    # The spread is that of 0 to 0.07 in steps of 0.01, s = 0.0244949; 4 arms: t(1 - 0.05/8, 7) = 3.335320
+    assert row.difference.high == pytest.approx(-0.435 + 3.335320 * 0.0244949 / 8**0.5, abs=1e-6)
+    assert (row.difference.p_exact, row.p_holm) == (2 / 2**8, 4 * 2 / 2**8)
+    assert row.microseconds_per_token == 20
+
+
+def test_a_terminal_of_80_columns_loses_nothing(whole: Report) -> None:
+    shown = text(whole)
+    assert all(len(line) <= 80 for line in shown.splitlines())
+    assert "\u2026" not in shown
+    for piece in (
+        "odd|b",
+        "[-0.464, -0.406]",
+        "0.031",
+        "worse",
+        "train.lr=0.005",
+        "diverged",
+        "bad [value]",
+    ):
+        assert piece in " ".join(shown.split())
+
+
+def test_json_has_every_figure_and_no_nan(whole: Report) -> None:
+    found = json.loads(whole.to_json(), parse_constant=pytest.fail)
+    [table] = found["tables"]
+    assert (found["state"], table["metric"], table["maximize"]) == ("failed", "accuracy", True)
+    iplr = table["rows"][3]
+    assert iplr["difference"] == {
+        "mean": 0, "low": 0, "high": 0, "p_exact": 1, "p_t": None, "n": 6, "missing": 2,
+    }  # fmt: skip
+    assert table["rows"][0]["tuned"] == {"train.lr": 0.005, "rule.d": "head"}
+    assert [failure["message"] for failure in found["failures"]] == [
+        "RuntimeError: out of memory",
+        "ValueError: bad [value]",
+    ]
+
+
+def test_csv_has_a_line_per_arm(whole: Report) -> None:
+    base, no_d, *_, late = csv.DictReader(io.StringIO(whole.to_csv()))
+    assert base["difference_mean"] == base["p_holm"] == late["score_mean"] == ""
+    assert float(no_d["difference_mean"]) == pytest.approx(-0.435)
+    assert (no_d["verdict"], no_d["score_n"], no_d["state_size"]) == ("worse", "8", "4096")
+    assert json.loads(base["tuned"])["train.lr"] == 0.005
+
+
+def test_lower_is_better_where_the_task_says_so(store: Store) -> None:
+    lab = Lab(store, {"base": {}, "up": {"x": [0, 1]}, "down": {"x": [0, 2]}})
+    for task in TASKS:
+        for arm, shift in (("base", 0.0), ("up", 0.1), ("down", -0.1)):
+            lab.record(arm, [x + shift for x in BASE], task)
+    found = report(store, lab.id)
+    assert [{row.arm: row.verdict for row in table.rows} for table in found.tables] == [
+        {"base": "base", "up": "better", "down": "worse"},
+        {"base": "base", "up": "worse", "down": "better"},
+    ]
+    assert "bits_per_byte on test, lower is better" in found.to_markdown()
+
+
+def test_few_seeds_are_told_what_they_cannot_show(store: Store) -> None:
+    lab = Lab(store, {"base": {}, "no_d": {"x": [0, 1]}}, {"mqar": TASKS["mqar"]})
+    lab.record("base", BASE[:5])
+    lab.record("no_d", [0.1] * 5)
+    [table] = report(store, lab.id).tables
+    assert table.rows[1].verdict == "no difference found at this budget"
+    assert table.notes == [
+        "No p can be below 0.0625 (5 pairs, Holm over 1), so no arm can be told from the base: 0.05 needs 6 seeds."
+    ]
+
+
+def test_what_cannot_be_compared_says_why(store: Store) -> None:
+    names = ("no trial", "all bad", "elsewhere", "no metric", "raised")
+    lab = Lab(store, {"base": {}} | {name: {name: [0, 1]} for name in names}, {"mqar": TASKS["mqar"]})
+    assert {row.verdict for row in report(store, lab.id).tables[0].rows} == {"not run"}
+    lab.record("base", [0.9, 0.8, math.nan])
+    lab.record("all bad", [math.nan] * 3)
+    lab.record("elsewhere", [math.nan, math.nan, 0.7])
+    lab.record("no metric", [], runs=[RunRecord(seed) for seed in SEEDS[:3]])
+    lab.fail("raised", "OSError: gone")
+    found = report(store, lab.id)
+    assert {row.arm: row.verdict for row in found.tables[0].rows} == {
+        "base": "base",
+        "no trial": "not run",
+        "all bad": "diverged",
+        "elsewhere": "no pair with the base",
+        "no metric": "not measured",
+        "raised": "failed",
+    }
+    assert "OSError: gone" in text(found)
+    json.loads(found.to_json(), parse_constant=pytest.fail)
+
+
+def test_a_failed_base_leaves_the_arms_uncompared(store: Store) -> None:
+    lab = Lab(store, {"base": {}, "no_d": {"x": [0, 1]}}, {"mqar": TASKS["mqar"]})
+    lab.fail("base", "OSError: gone")
+    lab.record("no_d", BASE)
+    assert [row.verdict for row in rows(report(store, lab.id)).values()] == [
+        "failed",
+        "no pair with the base",
+    ]
+
+
+def test_the_latest_confirmation_stands_for_an_arm(store: Store) -> None:
+    lab = Lab(store, {"base": {}}, {"mqar": TASKS["mqar"]})
+    lab.record("base", [0.9] * 8, number=1)
+    lab.record("base", [0.1] * 8, number=0)
+    assert rows(report(store, lab.id))["base"].score.mean == pytest.approx(0.9)
+
+
+def test_tuning_shows_the_best_and_compares_nothing(store: Store) -> None:
+    lab = Lab(store, {"base": {}, "no_d": {"x": [0, 1]}})
+    for task in TASKS:
+        for number, values in enumerate(([0.5, 0.7], [0.9, math.nan], [0.2, 0.3], [0.6, 0.6])):
+            lab.record("base", values, task, stage="tune", number=number, tuned={"lr": number})
+    lab.fail("base", "OSError: gone", stage="tune", number=9)
+    lab.record("base", BASE)
+    found = report(store, lab.id, which="tune")
+    assert [(t.split, t.rows[0].tuned, round(t.rows[0].score.mean, 9)) for t in found.tables] == [
+        ("validation", {"lr": 0}, 0.6),
+        ("validation", {"lr": 2}, 0.25),
+    ]
+    assert [(row.verdict, row.difference) for row in found.tables[0].rows] == [
+        ("base", None),
+        ("not run", None),
+    ]
+    assert "optimistic, and no answer" in found.to_markdown()
+
+
+def test_arms_that_combine_two_others_show_their_interaction(store: Store) -> None:
+    a, b = {"a": [0, 1]}, {"b": [0, 1]}
+    lab = Lab(store, {"base": {}, "A": a, "B": b, "AB": a | b, "A2": {"a": [0, 2]}}, {"mqar": TASKS["mqar"]})
+    for arm, shift in (("base", 0.0), ("A", -0.1), ("B", -0.2), ("AB", -0.25), ("A2", -0.1)):
+        lab.record(arm, [x + shift for x in BASE])
+    [table] = report(store, lab.id).tables
+    [found] = table.interactions
+    assert (found.a, found.b, found.both) == ("A", "B", "AB")
+    assert found.difference.mean == pytest.approx(0.05)
+    assert (
+        "A and B together (AB) make +0.050 [+0.050, +0.050] beyond their sum (p 0.008, exact, not corrected)."
+        in table.notes
+    )
+
+
+def test_times_of_different_machines_are_not_compared(store: Store) -> None:
+    lab = Lab(store, {"base": {}, "no_d": {"x": [0, 1]}}, {"mqar": TASKS["mqar"]})
+    lab.record("base", BASE)
+    lab.record("no_d", BASE, hardware={"device": "H100"})
+    assert "Times are not comparable: the arms ran on different machines." in report(store, lab.id).tables[0].notes
+
+
+def test_an_unknown_study_is_one_line(store: Store) -> None:
+    with pytest.raises(InputError, match="unknown study '7'"):
+        report(store, 7)
