@@ -123,7 +123,8 @@ def test_what_is_recorded_is_read_back(store: Store) -> None:
     assert (row.parameters, row.state_size, row.tokens_per_second) == (big, 64, 1e6)
     assert (row.hardware, row.config) == ({"gpu": "H100"}, {"train": {"lr": 0.01}})
     assert (row.rule, row.rule_hash, row.runs) == ("comba", "abc", {1: "diverged", big: "done"})
-    assert row.started_at.timestamp() == 1000 and row.finished_at.timestamp() == 1060.5
+    assert row.started_at.timestamp() == 1000
+    assert row.finished_at.timestamp() == 1060.5
     assert store.final_metrics(study) == [("no_d", "mqar", "confirm", "k", big, "done", "test", "accuracy", 10, 0.5)]
     assert [version.source for version in store.rule_versions(study)] == ["class Comba: ..."]
     [(of_trial, of_run, artifact)] = store.artifacts(study, "no_d")
@@ -137,7 +138,8 @@ def test_a_record_that_fails_midway_leaves_nothing(store: Store) -> None:
     with pytest.raises(IntegrityError):
         store.record_trial(study, "base", trial(runs=[run(0), run(1, metrics=twice)]), 0, {})
     assert [count(store, table) for table in (Trial, Run, Metric)] == [0, 0, 0]
-    assert store.rule_versions(study) == [] and store.known_trials(["k"]) == {}
+    assert store.rule_versions(study) == []
+    assert store.known_trials(["k"]) == {}
     store.record_trial(study, "base", trial(), 0, {})
     assert list(store.known_trials(["k"])) == ["k"]
 
@@ -150,7 +152,8 @@ def test_a_trial_is_recorded_once_across_arms_and_studies(store: Store) -> None:
     store.record_trial(second, "no_d", other, 5, {"lr": 2})
     store.attach(second, "base", "k", 1, {"lr": 3})
     store.attach(second, "base", "k", 1, {"lr": 3})
-    assert count(store, Trial) == 1 and count(store, Run) == 1
+    assert count(store, Trial) == 1
+    assert count(store, Run) == 1
     assert [(row.arm, row.number, row.values) for row in store.trials(second)] == [
         ("base", 1, {"lr": 3}),
         ("no_d", 5, {"lr": 2}),
@@ -171,7 +174,8 @@ def test_a_rerun_continues_the_study(store: Store) -> None:
     study = begin(store)
     store.finish_study(study, "failed")
     finished = store.study(study)
-    assert finished.state == "failed" and finished.finished_at is not None
+    assert finished.state == "failed"
+    assert finished.finished_at is not None
     assert finished.created_at <= finished.finished_at
 
     tuples = [
@@ -180,7 +184,9 @@ def test_a_rerun_continues_the_study(store: Store) -> None:
     ]
     assert begin(store, arms=tuples) == study
     again = store.study(study)
-    assert again.state == "running" and again.finished_at is None and again.provenance == {"git": "1"}
+    assert again.state == "running"
+    assert again.finished_at is None
+    assert again.provenance == {"git": "1"}
     for commit in ("2", "3"):
         begin(store, provenance={"git": commit})
     assert store.study(study).provenance == {"git": "3", "earlier": [{"git": "1"}, {"git": "2"}]}
@@ -202,7 +208,8 @@ def test_known_trials_give_the_last_value_of_the_seeds_that_finished(store: Stor
     known = store.known_trials(["k", *many, "failed"])
     assert known.keys() == {"k", "failed"}
     assert known["k"].finals == {("test", "accuracy"): {5: 0.2}, ("validation", "loss"): {5: 3.0}}
-    assert known["k"].diverged == [6] and known["failed"].error == "boom"
+    assert known["k"].diverged == [6]
+    assert known["failed"].error == "boom"
     assert {(f.seed, f.run_state, f.step) for f in store.final_metrics(study) if f.split == "test"} == {
         (5, "done", 20),
         (6, "diverged", 10),
@@ -218,14 +225,15 @@ def test_only_a_failed_trial_is_forgotten_and_who_held_it_is_unfinished(store: S
     with pytest.raises(ValueError, match="only a failed one"):
         store.forget_trial("good")
     store.forget_trial("bad")
-    assert [row.key for row in store.trials(study)] == ["good"] and store.trials(other) == []
+    assert [row.key for row in store.trials(study)] == ["good"]
+    assert store.trials(other) == []
     assert (store.study(study).state, store.study(other).state) == ("running", "interrupted")
     assert count(store, Run) == count(store, Metric) == 1
     store.record_trial(study, "base", trial("bad"), 1, {})
     assert store.known_trials(["bad"])["bad"].state == "done"
 
 
-@pytest.mark.parametrize(("points", "kept"), [(1, 1), (2, 2), (7, 7), (8, 7), (50, 7), (1000, 7)])
+@pytest.mark.parametrize(("points", "kept"), [(1, 1), (7, 7), (8, 7), (1000, 7)])
 def test_curves_are_thinned_evenly_with_both_ends(store: Store, points: int, kept: int) -> None:
     study = begin(store)
     metrics = [("train", "loss", 3 * i, float(i)) for i in range(points)]
@@ -258,7 +266,8 @@ def test_a_study_is_found_by_name_profile_or_id(store: Store) -> None:
         begin(store, "ablation", "2", profile="gpu"),
         begin(store, "x"),
     )
-    assert store.study("ablation").id == large and store.study("ablation", "gpu").id == large
+    assert store.study("ablation").id == large
+    assert store.study("ablation", "gpu").id == large
     assert store.study(small).id == store.study(str(small)).id == small
     assert [study.id for study in store.studies()] == [latest, large, small]
     with pytest.raises(InputError, match="unknown study 'ablaton'; did you mean 'ablation'"):
@@ -290,7 +299,8 @@ def test_writers_wait_for_each_other(url: str, store: Store) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not faults and len(store.trials(study)) == 10 == count(store, Trial)
+    assert not faults
+    assert len(store.trials(study)) == 10 == count(store, Trial)
 
 
 def test_migrations_make_the_models(store: Store) -> None:
@@ -316,9 +326,8 @@ def test_what_is_no_database_is_left_alone(tmp_path: Path) -> None:
     for touch in (Store.open, Store.upgrade):
         with pytest.raises(InputError, match=r"notes.txt: file is not a database$"):
             touch(notes)
-    assert notes.read_text().startswith("not a database") and [path.name for path in tmp_path.iterdir()] == [
-        "notes.txt"
-    ]
+    assert notes.read_text().startswith("not a database")
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
 def test_a_newer_database_is_refused(url: str, store: Store) -> None:
@@ -400,7 +409,8 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(file: Path) -> None:
         long = [("train", "loss", step, 0.0) for step in range(20_000)]
         with pytest.raises(InputError, match=r"lab.db: database or disk is full$"):
             store.record_trial(study, "base", trial(runs=[run(metrics=long)]), 0, {})
-        assert store.trials(study) == [] and count(store, Run) == 0
+        assert store.trials(study) == []
+        assert count(store, Run) == 0
 
 
 def test_a_place_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
@@ -442,7 +452,8 @@ def test_the_default_is_a_file_here(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_wrong_url_is_one_line_without_its_password(where: str | Path, message: str) -> None:
     with pytest.raises(InputError, match=message) as caught:
         Store.open(where)
-    assert "s3cret" not in str(caught.value) and "\n" not in str(caught.value)
+    assert "s3cret" not in str(caught.value)
+    assert "\n" not in str(caught.value)
     assert caught.value.__suppress_context__ or caught.value.__context__ is None
 
 
