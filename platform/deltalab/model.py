@@ -186,13 +186,13 @@ class Model(nn.Module):
         attention = get_rule("attention", window=spec.window) if spec.attention else rule
         self.embed = nn.Embedding(spec.vocab_size, spec.d_model)
         self.embed.weight = parameter(
-            lambda g: torch.empty(spec.vocab_size, spec.d_model).normal_(0.0, 0.02, generator=g)
+            lambda g: torch.empty(spec.vocab_size, spec.d_model).normal_(0.0, 1.0, generator=g)
         )
         self.blocks = nn.ModuleList(
             Block(spec, attention if spec.is_attention(layer) else rule) for layer in range(spec.depth)
         )
         self.norm = nn.RMSNorm(spec.d_model, eps=1e-5)
-        self.unembed = None if spec.tie_embeddings else linear(spec.d_model, spec.vocab_size, std=0.02)
+        self.unembed = None if spec.tie_embeddings else linear(spec.d_model, spec.vocab_size)
 
     def forward(self, tokens: Tensor, where: Tensor | None = None) -> Tensor:
         """Logits [B, T, vocab]; or [N, vocab], row by row, where the mask `where` [B, T] is set."""
@@ -216,7 +216,11 @@ class Model(nn.Module):
         return self.norm(x), seen
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.embed.weight) if self.unembed is None else self.unembed(hidden)
+        if self.unembed is not None:
+            logits: Tensor = self.unembed(hidden)
+            return logits
+        # Embeddings start at unit scale, which recall learns from fastest; logits then start at unit scale too.
+        return F.linear(hidden * self.spec.d_model**-0.5, self.embed.weight)
 
     def state_size(self, length: int) -> int:
         """Elements that the model holds for one sequence after `length` tokens, counted on the tensors."""

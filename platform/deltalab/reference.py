@@ -106,7 +106,8 @@ def _chunk(x: Tensor, size: int) -> Tensor:
     missing = -x.shape[2] % size
     if missing:
         x = F.pad(x, (0, 0) * (x.dim() - 3) + (0, missing))
-    return x.unflatten(2, (-1, size))
+    chunks: Tensor = x.unflatten(2, (-1, size))
+    return chunks
 
 
 def _unchunk(x: Tensor, length: int) -> Tensor:

@@ -188,7 +188,7 @@ class LockStep:
             logits = run.model(batch.inputs, where=scored)
         loss = F.cross_entropy(logits.float(), batch.targets[scored])
         run.optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), self.spec.clip or math.inf)
         for group in run.optimizer.param_groups:
             group["lr"] = lr

@@ -1,0 +1,378 @@
+"""The command `platform`: what a user types, and one line on stderr for whatever is wrong with it."""
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from deltalab import __version__
+from deltalab.errors import InputError
+from deltalab.registry import add_plugin, get_rule, get_task, list_rules, list_tasks, rule_plugin, task_plugin
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+study = typer.Typer(no_args_is_help=True, help="Run, plan and report studies.")
+rule = typer.Typer(no_args_is_help=True, help="List, show, check and start update rules.")
+task = typer.Typer(no_args_is_help=True, help="List and show proxy tasks.")
+db = typer.Typer(no_args_is_help=True, help="Look after the database.")
+for name, group in (("study", study), ("rule", rule), ("task", task), ("db", db)):
+    app.add_typer(group, name=name)
+
+Db = Annotated[str | None, typer.Option("--db", help="A file or a database URL; ./deltalab.db by default.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Profile = Annotated[str | None, typer.Option("--profile", help="One of the study's profiles.")]
+StudyFile = Annotated[Path, typer.Argument(metavar="STUDY.yaml")]
+StudyName = Annotated[str, typer.Argument(metavar="STUDY", help="A study's name, file or id.")]
+
+console = Console()
+
+
+@app.callback()
+def _plugins(
+    plugin: Annotated[list[Path] | None, typer.Option("--plugin", help="A Python file with rules or tasks.")] = None,
+) -> None:
+    """deltalab: does my change to a recurrent update rule help, by how much, and at what cost?"""
+    for file in plugin or []:
+        add_plugin(file)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(__version__)
+
+
+@study.command("run")
+def study_run(
+    file: StudyFile,
+    db: Db = None,
+    profile: Profile = None,
+    executor: Annotated[str, typer.Option(help="ray, or inline: in this process.")] = "ray",
+    workers: Annotated[int | None, typer.Option(help="Trials at a time.")] = None,
+    address: Annotated[str | None, typer.Option(help="A Ray cluster.")] = None,
+    storage: Annotated[str | None, typer.Option(help="Folder for weights; shared, on a cluster.")] = None,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run failed trials again.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run a study, or go on with one; print its report. Exit 1 if a trial failed."""
+    from deltalab.study.run import run_study
+
+    result = run_study(
+        file,
+        db=db,
+        profile=profile,
+        executor=executor,  # type: ignore[arg-type]
+        workers=workers,
+        address=address,
+        storage=storage,
+        retry_failed=retry_failed,
+        quiet=False,
+    )
+    if as_json:
+        print(result.report.to_json())
+    else:
+        console.print(result.report.to_rich())
+        print(f"{result.trials} trials, {result.known} of them known before, {result.failed} failed")
+    if result.failed:
+        raise typer.Exit(1)
+
+
+@study.command("plan")
+def study_plan(
+    file: StudyFile,
+    profile: Profile = None,
+    workers: Annotated[int | None, typer.Option(help="Trials at a time.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show arms, trials, runs, the time they take here, and the smallest p-value in reach. Runs nothing."""
+    from deltalab.study.estimate import estimate
+    from deltalab.study.plan import make_plan
+    from deltalab.study.spec import load_study
+
+    found = estimate(make_plan(load_study(file, profile=profile), profile=profile, where=str(file)), workers=workers)
+    if as_json:
+        print(found.to_json())
+    else:
+        console.print(found.to_rich())
+
+
+@study.command("list")
+def study_list(db: Db = None, as_json: AsJson = False) -> None:
+    """List the studies in the database."""
+    from deltalab.store import Store
+
+    with Store.open(db, create=False) as store:
+        rows = [
+            {
+                "id": s.id,
+                "name": s.name,
+                "profile": s.profile,
+                "state": s.state,
+                "created": s.created_at.isoformat(timespec="seconds"),
+                "arms": len(store.arms(s.id)),
+            }
+            for s in store.studies()
+        ]
+    _print_rows(rows, as_json)
+
+
+@study.command("report")
+def study_report(
+    name: StudyName,
+    db: Db = None,
+    profile: Profile = None,
+    as_json: AsJson = False,
+    csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
+) -> None:
+    """Compare a study's arms with its base."""
+    from deltalab.store import Store
+    from deltalab.study.report import report
+
+    if as_json + csv + markdown > 1:
+        raise InputError("--json, --csv and --markdown: give one of them")
+    with Store.open(db, create=False) as store:
+        found = report(store, _find_study(store, name, profile))
+    if as_json:
+        print(found.to_json())
+    elif csv:
+        print(found.to_csv(), end="")
+    elif markdown:
+        print(found.to_markdown())
+    else:
+        console.print(found.to_rich())
+
+
+@study.command("schema")
+def study_schema() -> None:
+    """Print the JSON schema of a study file, for editors."""
+    from deltalab.study.spec import schema
+
+    print(json.dumps(schema(), indent=2))
+
+
+@rule.command("list")
+def rule_list(as_json: AsJson = False) -> None:
+    """List the rules that can be found."""
+    rows = [
+        {"name": name, "paper": kind.paper, "knobs": ", ".join(kind.options()), "about": _about(kind)}
+        for name in list_rules()
+        for kind in [type(get_rule(name))]
+    ]
+    _print_rows(rows, as_json)
+
+
+@rule.command("show")
+def rule_show(name: Annotated[str, typer.Argument(metavar="NAME|FILE")], as_json: AsJson = False) -> None:
+    """Show a rule's card: equation, knobs, gates, structure, cost and size."""
+    from rich.markdown import Markdown
+
+    from deltalab.card import card
+
+    for found in map(card, _rules(name)):
+        if as_json:
+            print(found.to_json())
+        else:
+            console.print(Markdown(found.to_markdown()))
+
+
+@rule.command("check")
+def rule_check(name: Annotated[str, typer.Argument(metavar="NAME|FILE")], as_json: AsJson = False) -> None:
+    """Hold a rule to the contract. Exit 1 if a check fails."""
+    from deltalab.conformance import check_rule
+
+    passed = True
+    for found in _rules(name):
+        results = check_rule(get_rule(found))
+        passed &= all(result.passed for result in results)
+        if as_json:
+            print(json.dumps({"rule": found, "checks": [asdict(result) for result in results]}))
+            continue
+        table = Table(title=found, title_justify="left", box=None, pad_edge=False)
+        for column in ("", "check", "figure", "what"):
+            table.add_column(column, overflow="fold")
+        for result in results:
+            mark = "[green]ok[/]" if result.passed else "[red]FAILED[/]"
+            figure = f"{result.figure:.3g}" if isinstance(result.figure, float) else str(result.figure or "")
+            table.add_row(mark, result.name, figure, result.message)
+        console.print(table)
+    if not passed:
+        raise typer.Exit(1)
+
+
+@rule.command("new")
+def rule_new(
+    name: str, folder: Annotated[Path, typer.Option("--folder", help="Where to write it.")] = Path("plugins")
+) -> None:
+    """Write a rule file that passes its checks, to start from."""
+    from deltalab.scaffold import new_rule
+
+    file = new_rule(name, folder)
+    print(f"{file}: change it, then: platform rule check {file}")
+
+
+@task.command("list")
+def task_list(as_json: AsJson = False) -> None:
+    """List the proxy tasks."""
+    rows = [
+        {"name": name, "version": kind.version, "metric": kind.metric, "about": _about(kind)}  # type: ignore[union-attr]
+        for name in list_tasks()
+        for kind in [task_plugin(name).kind]
+    ]
+    _print_rows(rows, as_json)
+
+
+@task.command("show")
+def task_show(
+    name: str,
+    param: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print a task's facts and one example."""
+    import yaml
+
+    params: dict[str, Any] = {}
+    for given in param or []:
+        key, equals, value = given.partition("=")
+        if not equals:
+            raise InputError(f"'{given}': give parameters as KEY=VALUE")
+        params[key] = yaml.safe_load(value)
+    if name == "mqar":
+        params = {"length": 32, "pairs": 4, "vocab_size": 64, **params}
+    found = get_task(name, **params)
+    batch = found.batch("validation", 1, 0, 0)
+    facts = {
+        "name": name,
+        "version": found.version,
+        "metric": found.metric,
+        "maximize": found.maximize,
+        "chance": found.chance,
+        "vocab_size": found.vocab_size,
+        "parameters": asdict(found),
+        "inputs": batch.inputs[0].tolist(),
+        "targets": batch.targets[0].tolist(),
+    }
+    print(json.dumps(facts) if as_json else "\n".join(f"{key}: {value}" for key, value in facts.items()))
+
+
+@app.command()
+def dashboard(db: Db = None, port: Annotated[int, typer.Option(min=1, max=65535)] = 8501, browser: bool = True) -> None:
+    """Compare studies in the browser, on 127.0.0.1."""
+    import importlib.util
+
+    from deltalab.store import Store
+
+    with Store.open(db, create=False):
+        pass
+    spec = importlib.util.find_spec("deltalab_dashboard")
+    if spec is None or spec.origin is None:
+        raise InputError("the dashboard is not installed")
+    address = [
+        "--server.address",
+        "127.0.0.1",
+        "--server.port",
+        str(port),
+        "--server.headless",
+        str(not browser).lower(),
+    ]
+    page = Path(spec.origin).parent / "app.py"
+    command = [sys.executable, "-m", "streamlit", "run", str(page), *address, "--browser.gatherUsageStats", "false"]
+    raise typer.Exit(subprocess.run([*command, "--", *(["--db", db] if db else [])]).returncode)
+
+
+@app.command()
+def export(
+    name: StudyName,
+    directory: Path,
+    arm: Annotated[str, typer.Option("--arm", help="Which arm.")] = "base",
+    to: Annotated[str, typer.Option("--to", help="The format: hf.")] = "hf",
+    task: Annotated[str | None, typer.Option("--task", help="Which task, where the study has several.")] = None,
+    db: Db = None,
+    profile: Profile = None,
+) -> None:
+    """Export a study's winner, with its weights, for training."""
+    from deltalab.errors import unknown
+    from deltalab.export import export_arm
+    from deltalab.store import Store
+
+    if to != "hf":
+        raise unknown("format", to, ["hf"], where="--to")
+    with Store.open(db, create=False) as store:
+        export_arm(store, _find_study(store, name, profile), arm=arm, task=task, directory=directory)
+    print(f"{directory}: AutoModelForCausalLM.from_pretrained('{directory}', trust_remote_code=True)")
+
+
+@db.command("upgrade")
+def db_upgrade(db: Db = None) -> None:
+    """Migrate an older database to this version."""
+    from deltalab.store import Store
+
+    Store.upgrade(db)
+
+
+def _rules(name: str) -> list[str]:
+    """The rules that a name or a plugin file stands for."""
+    from deltalab.rule import UpdateRule
+
+    if not name.endswith(".py"):
+        return [rule_plugin(name).kind.name]
+    found = [plugin.kind.name for plugin in add_plugin(name) if issubclass(plugin.kind, UpdateRule)]
+    if not found:
+        raise InputError(f"{name}: defines no UpdateRule")
+    return found
+
+
+def _find_study(store: Any, name: str, profile: str | None) -> int:
+    if name.endswith((".yaml", ".yml")):
+        from deltalab.study.spec import load_study
+
+        name = load_study(name, profile=profile).name
+    found: int = store.study(int(name) if name.isdigit() else name, profile).id
+    return found
+
+
+def _about(kind: type) -> str:
+    return (sys.modules[kind.__module__].__doc__ or "").strip().splitlines()[0]
+
+
+def _print_rows(rows: list[dict[str, Any]], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(rows))
+        return
+    table = Table(box=None, pad_edge=False)
+    for key in rows[0] if rows else []:
+        table.add_column(key)
+    for row in rows:
+        table.add_row(*("" if value is None else str(value) for value in row.values()))
+    console.print(table if rows else "nothing yet")
+
+
+def main() -> None:
+    """Exit 0 done; 1 a trial or a check failed; 2 the input was wrong."""
+    try:
+        code = app(standalone_mode=False)
+    except InputError as error:
+        _fail(str(error))
+    except (typer.Abort, KeyboardInterrupt):
+        print("interrupted: the same command goes on from here", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.exit(0)
+    except OSError as error:
+        _fail(f"{error.filename or 'files'}: {error.strerror}")
+    except Exception as error:
+        # Typer brings its own copy of click, whose exceptions cannot be named without reaching into it.
+        if not hasattr(error, "format_message"):
+            raise
+        _fail(error.format_message())
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(message: str) -> None:
+    print("error: " + " ".join(message.split()), file=sys.stderr)
+    sys.exit(2)

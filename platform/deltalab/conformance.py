@@ -1,0 +1,522 @@
+"""The checks that every rule gets for free: each catches a defect that published code of such rules has had.
+
+A check measures a rule in one setting of its knobs and yields figures; the table `CHECKS` at the end holds them to
+a limit. Sizes are tiny and the arithmetic is fp64, so that what fails is the function and not its rounding.
+"""
+
+import dataclasses
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deltalab import reference
+from deltalab.errors import InputError
+from deltalab.gates import Gate
+from deltalab.layer import Gates, LayerCache, RuleLayer, initialize
+from deltalab.rule import State, UpdateRule
+from deltalab.scan import Backend, scan
+
+BATCH, LENGTH, HEADS, KEY, VALUE, CHUNK, WIDTH, CONV = 2, 13, 2, 4, 3, 4, 8, 4
+PREFIX = 5  # tokens that make an initial state: more than KEY, so that it has full rank
+CUTS = (1, 6, LENGTH - 1)  # where sequences are split
+MOST_SETTINGS, MOST_CORNERS = 96, 256
+EXACT = 1e-10
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """One check of one rule.
+
+    figure: what was measured in the worst setting; None where the rule's code raised.
+    message: the setting, the figure against its limit and, where the check failed, the likely cause.
+    """
+
+    name: str
+    passed: bool
+    figure: float | None
+    message: str
+
+
+class Measured(NamedTuple):
+    """A figure, what it is of, and its cause where that is known better than in general."""
+
+    figure: float
+    what: str
+    cause: str = ""
+
+
+@dataclass(frozen=True)
+class Check:
+    """A measurement of a rule in one setting, and the limit that its figures keep.
+
+    at_least: whether the limit is a lower one. settings: the settings of the rule to measure, of which `only` keeps
+        those that the check applies to.
+    """
+
+    name: str
+    measure: Callable[[UpdateRule], Iterator[Measured]]
+    limit: float
+    cause: str
+    at_least: bool = False
+    settings: Callable[[UpdateRule], list[UpdateRule]] = lambda rule: rule.variants()
+    only: Callable[[UpdateRule], bool] = lambda rule: True
+
+    def slack(self, figure: float) -> float:
+        """How far inside the limit a figure is; below 0 is a failure, and so is what is not a number."""
+        if math.isnan(figure):
+            return -math.inf
+        return figure - self.limit if self.at_least else self.limit - figure
+
+
+def check_rule(rule: UpdateRule) -> list[CheckResult]:
+    """Holds a rule, in all its variants, to the contract. What does not apply to the rule is left out.
+
+    >>> from deltalab.registry import get_rule
+    >>> all(result.passed for result in check_rule(get_rule("linear_attention")))
+    True
+    """
+    with torch.enable_grad():
+        results = [_run(check, rule) for check in CHECKS]
+    return [result for result in results if result is not None]
+
+
+def _run(check: Check, rule: UpdateRule) -> CheckResult | None:
+    found: list[tuple[UpdateRule, Measured]] = []
+    setting = rule
+    try:
+        settings = [s for s in check.settings(rule) if check.only(s)]
+        for setting in settings:
+            found += [(setting, measured) for measured in check.measure(setting)]
+    except Exception as error:
+        # The code of a rule is a stranger's: whatever it raises is a finding and no crash of ours.
+        text = " ".join(str(error).split())
+        where = f"{rule.name} [{rule.turned(setting)}]"
+        return CheckResult(check.name, False, None, f"{where}: raised {type(error).__name__}: {text}")
+    if not found:
+        return None
+    setting, worst = min(found, key=lambda pair: check.slack(pair[1].figure))
+    passed = check.slack(worst.figure) >= 0
+    message = f"{rule.name} [{rule.turned(setting)}]: {worst.what} is {worst.figure:.2g}"
+    message += f", must be {'at least' if check.at_least else 'at most'} {check.limit:g}"
+    combinations = math.prod(len(options) for options in rule.options().values())
+    if check.settings is _combinations and combinations > MOST_SETTINGS:
+        message += f"; tried {MOST_SETTINGS} of {combinations} settings"
+    if not passed:
+        message += f"; likely cause: {worst.cause or check.cause}"
+    return CheckResult(check.name, passed, worst.figure, message)
+
+
+def _combinations(rule: UpdateRule) -> list[UpdateRule]:
+    """The rule and all combinations of options that it accepts, or `MOST_SETTINGS` of them."""
+    options = rule.options()
+    count = math.prod(len(values) for values in options.values())
+    settings = [rule]
+    for index in random.Random(0).sample(range(count), min(count, MOST_SETTINGS)):
+        chosen: dict[str, Any] = {}
+        for name, values in options.items():
+            index, position = divmod(index, len(values))
+            chosen[name] = values[position]
+        with suppress(InputError):
+            settings.append(dataclasses.replace(rule, **chosen))
+    return settings
+
+
+# --- inputs and outputs -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What `scan` takes: constant gates left out, no state or one that earlier tokens made."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gates: Mapping[str, Tensor]
+    state: State | None = None
+
+    def named(self) -> dict[str, Tensor]:
+        return {"q": self.q, "k": self.k, "v": self.v, **self.gates, **_parts(self.state)}
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Inputs":
+        gates = {name: change(value) for name, value in self.gates.items()}
+        state = tuple(map(change, self.state)) if isinstance(self.state, tuple) else self.state
+        state = change(state) if isinstance(state, Tensor) else state
+        return Inputs(change(self.q), change(self.k), change(self.v), gates, state)
+
+    def span(self, start: int, stop: int | None = None, state: State | None = None) -> "Inputs":
+        """Some of the tokens, after a state."""
+        part = dataclasses.replace(self, state=None).map(lambda x: x if x.dim() == 1 else x[:, start:stop])
+        return dataclasses.replace(part, state=state)
+
+
+def _parts(state: State | None) -> dict[str, Tensor]:
+    if isinstance(state, tuple):
+        return {f"state[{i}]": part for i, part in enumerate(state)}
+    return {} if state is None else {"state": state}
+
+
+def _normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def _draw(gate: Gate, shape: tuple[int, ...], seed: int) -> Tensor:
+    """Uniform in the gate's range; where that has no end, up to 2 beyond the other end or 0."""
+    low = gate.low if math.isfinite(gate.low) else min(gate.high, 0.0) - 2
+    high = gate.high if math.isfinite(gate.high) else max(gate.low, 0.0) + 2
+    return low + (high - low) * torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def _inputs(
+    rule: UpdateRule, length: int = LENGTH, heads: int = HEADS, value_dim: int = VALUE, seed: int = 0
+) -> Inputs:
+    q, k = (_normal(BATCH, length, heads, KEY, seed=100 * seed + i) for i in (1, 2))
+    if rule.features == "unit" or rule.transition is not None:
+        q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+    gates = {
+        name: _draw(gate, (heads,) if gate.per == "head" else (BATCH, length, heads), 100 * seed + 10 + i)
+        for i, (name, gate) in enumerate(_learned(rule).items())
+    }
+    return Inputs(q, k, _normal(BATCH, length, heads, value_dim, seed=100 * seed + 3), gates)
+
+
+def _learned(rule: UpdateRule) -> dict[str, Gate]:
+    return {name: gate for name, gate in rule.gates.items() if not gate.constant}
+
+
+def _started(rule: UpdateRule, x: Inputs) -> Inputs:
+    """The inputs from token `PREFIX` on, with the state that the tokens before it leave behind."""
+    return x.span(PREFIX, state=_scan(rule, x.span(0, PREFIX), "recurrent")[1])
+
+
+def _corners(rule: UpdateRule) -> list[dict[str, float]]:
+    """Every combination of the extreme values of the gates, or `MOST_CORNERS` of them.
+
+    A log-decay goes to -1000 and -inf; another gate without an end goes 2 beyond the other end or 0.
+    """
+    extremes = []
+    for gate in _learned(rule).values():
+        low = [gate.low] if math.isfinite(gate.low) else [-1000.0, -math.inf] if gate.high == 0 else [-2.0]
+        extremes.append([*low, gate.high if math.isfinite(gate.high) else max(gate.low, 0.0) + 2])
+    every = [dict(zip(_learned(rule), corner, strict=True)) for corner in itertools.product(*extremes)]
+    return every if len(every) <= MOST_CORNERS else random.Random(0).sample(every, MOST_CORNERS)
+
+
+def _cornered(rule: UpdateRule, corners: list[dict[str, float]], length: int, value_dim: int = VALUE) -> Inputs:
+    """A head for each corner: in one half of the batch at every token, in the other at one of three."""
+    x = _inputs(rule, length, len(corners), value_dim)
+    often = torch.zeros(BATCH, length, 1, dtype=torch.bool)
+    often[0], often[1:, ::3] = True, True
+    extreme = {name: torch.tensor([c[name] for c in corners], dtype=torch.float64) for name in x.gates}
+    gates = {n: extreme[n] if g.dim() == 1 else torch.where(often, extreme[n], g) for n, g in x.gates.items()}
+    return dataclasses.replace(x, gates=gates)
+
+
+def _backends(rule: UpdateRule) -> tuple[Backend, ...]:
+    return ("recurrent", "chunked", "triton") if rule.brings_kernel else ("recurrent", "chunked")
+
+
+def _scan(rule: UpdateRule, x: Inputs, backend: Backend, chunk_size: int = CHUNK) -> tuple[Tensor, State]:
+    return scan(rule, x.q, x.k, x.v, x.gates, state=x.state, backend=backend, chunk_size=chunk_size)
+
+
+def _evaluate(rule: UpdateRule, x: Inputs, backend: Backend, chunk_size: int = CHUNK) -> dict[str, Tensor]:
+    """Output, states, and the gradient of a fixed weighted sum of all of them in every input."""
+    x = x.map(lambda part: part.detach().requires_grad_())
+    o, state = _scan(rule, x, backend, chunk_size)
+    results = {"o": o, **_parts(state)}
+    # Signs, since they are the same weights in every dtype.
+    weighted = [(y * _normal(*y.shape, seed=i).sign().to(y)).sum() for i, y in enumerate(results.values())]
+    gradients = {f"gradient in {name}": value for name, value in _gradients(sum(weighted), x.named()).items()}
+    return {name: y.detach() for name, y in results.items()} | gradients
+
+
+def _gradients(of: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    given = torch.autograd.grad(of, list(inputs.values()), retain_graph=True, allow_unused=True, materialize_grads=True)
+    return dict(zip(inputs, given, strict=True))
+
+
+def _error(got: Tensor, want: Tensor) -> float:
+    """The relative difference, in the Frobenius norm."""
+    got, want = got.double(), want.double()
+    return float((got - want).norm() / want.norm().clamp_min(1e-6)) if got.shape == want.shape else math.inf
+
+
+def _errors(got: Mapping[str, Tensor], want: Mapping[str, Tensor], where: str) -> Iterator[Measured]:
+    for name, value in want.items():
+        yield Measured(_error(got[name], value), f"relative difference of {name}, {where},")
+
+
+def _layer(rule: UpdateRule) -> RuleLayer:
+    layer = RuleLayer(rule, WIDTH, HEADS, key_dim=KEY, value_dim=VALUE, conv=CONV, chunk_size=CHUNK).double()
+    initialize(layer, seed=0)
+    return layer
+
+
+# --- measurements -------------------------------------------------------------------------------------------
+
+
+def _cases(rule: UpdateRule) -> Iterator[tuple[Inputs, int, str]]:
+    """Lengths of 1, of one chunk, of several, and of several and a rest; with and without an initial state."""
+    for length, chunk_size in ((1, CHUNK), (7, 16), (3 * CHUNK, CHUNK), (3 * CHUNK + 1, CHUNK)):
+        x = _inputs(rule, PREFIX + length)
+        yield x.span(PREFIX), chunk_size, f"at T={length}, chunk {chunk_size}"
+        yield _started(rule, x), chunk_size, f"at T={length}, chunk {chunk_size}, with an initial state"
+
+
+def backends(rule: UpdateRule) -> Iterator[Measured]:
+    for x, chunk_size, where in _cases(rule):
+        want = _evaluate(rule, x, "recurrent")
+        yield from _errors(_evaluate(rule, x, "chunked", chunk_size), want, f"chunked to recurrent {where}")
+
+
+def kernel(rule: UpdateRule) -> Iterator[Measured]:
+    for x, chunk_size, where in _cases(rule):
+        got = _evaluate(rule, x, "triton", chunk_size)
+        cause = _reads_the_other(rule, x, got["o"])
+        for measured in _errors(got, _evaluate(rule, x, "recurrent"), f"kernel to recurrent {where}"):
+            yield measured._replace(cause=cause)
+
+
+def _reads_the_other(rule: UpdateRule, x: Inputs, o: Tensor) -> str:
+    """The cause, where the output is the equation's with the erasure seeing the other state."""
+    if rule.transition is None or rule.transition.low_rank == "none" or rule.transition.decay == "none":
+        return ""
+    other: Literal["state", "decayed_state"] = "state" if rule.transition.reads == "decayed_state" else "decayed_state"
+    gates = {name: x.gates.get(name, x.v.new_full((HEADS,), gate.low)) for name, gate in rule.gates.items()}
+    operands = rule.operands(x.q, x.k, x.v, **{name: value.expand(x.q.shape[:3]) for name, value in gates.items()})
+    before = x.state if isinstance(x.state, Tensor) else None
+    flipped = dataclasses.replace(rule.transition, reads=other)
+    if _error(o, reference.recurrent(flipped, operands, scale=KEY**-0.5, state=before)[0]) > EXACT:
+        return ""
+    words = {"state": "undecayed state", "decayed_state": "decayed state"}
+    return f"it reads the {words[other]}; the rule declares reads='{rule.transition.reads}'"
+
+
+def state_carry(rule: UpdateRule) -> Iterator[Measured]:
+    x = _inputs(rule)
+    for backend in _backends(rule):
+        o, state = _scan(rule, x, backend)
+        whole = {"o": o, **_parts(state)}
+        for split in CUTS:
+            first, between = _scan(rule, x.span(0, split), backend)
+            second, after = _scan(rule, x.span(split, state=between), backend)
+            parts = {"o": torch.cat([first, second], dim=1), **_parts(after)}
+            yield from _errors(parts, whole, f"{backend}, two parts split at token {split} to one")
+
+
+def causality_of_values(rule: UpdateRule) -> Iterator[Measured]:
+    x, later, layer = _inputs(rule), _inputs(rule, seed=1), _layer(rule)
+    tokens, later_tokens = (_normal(BATCH, LENGTH, WIDTH, seed=seed) for seed in (1, 2))
+    for t in CUTS:
+        gates = {name: _joined(gate, later.gates[name], t) for name, gate in x.gates.items()}
+        turned = Inputs(_joined(x.q, later.q, t), _joined(x.k, later.k, t), _joined(x.v, later.v, t), gates)
+        outputs = [(name, _scan(rule, x, name)[0], _scan(rule, turned, name)[0]) for name in _backends(rule)]
+        outputs.append(("layer", layer(tokens)[0], layer(_joined(tokens, later_tokens, t))[0]))
+        for name, o, turned_o in outputs:
+            what = f"change of outputs before token {t} by a change of inputs after it, {name},"
+            yield Measured(_error(turned_o[:, :t], o[:, :t]), what)
+
+
+def _joined(before: Tensor, after: Tensor, t: int) -> Tensor:
+    return before if before.dim() == 1 else torch.cat([before[:, :t], after[:, t:]], dim=1)
+
+
+def causality_of_gradients(rule: UpdateRule) -> Iterator[Measured]:
+    x = _inputs(rule).map(lambda part: part.requires_grad_())
+    inputs = {name: values for name, values in x.named().items() if values.dim() > 1}
+    tokens = _normal(BATCH, LENGTH, WIDTH, seed=1).requires_grad_()
+    outputs = [(backend, _scan(rule, x, backend)[0], inputs) for backend in _backends(rule)]
+    outputs.append(("layer", _layer(rule)(tokens)[0], {"x": tokens}))
+    for (name, o, inputs), t in itertools.product(outputs, CUTS):
+        early = (o[:, :t] * _normal(*o[:, :t].shape, seed=2)).sum()
+        for source, gradient in _gradients(early, inputs).items():
+            what = f"largest gradient of outputs before token {t} in {source} after it, {name},"
+            yield Measured(float(gradient[:, t:].abs().max()), what)
+
+
+def extreme_gates(rule: UpdateRule) -> Iterator[Measured]:
+    corners = _corners(rule)
+    for dtype, backend in itertools.product((torch.float32, torch.float64), _backends(rule)):
+        x = _cornered(rule, corners, PREFIX + LENGTH).map(lambda part, dtype=dtype: part.to(dtype))  # type: ignore[misc]
+        results = _evaluate(rule, _started(rule, x), backend)
+        count = sum(int((~value.isfinite()).sum()) for value in results.values())
+        at = _broken(results, corners) if count else ""
+        yield Measured(count, f"number of values that are not finite{at}, {backend}, {dtype},")
+
+
+def _broken(results: Mapping[str, Tensor], corners: list[dict[str, float]]) -> str:
+    """Every head is a corner, so the first head that broke says which gates broke it."""
+    heads = [v.sum(-1) if v.dim() == 4 else v.expand(BATCH, LENGTH, -1) for n, v in results.items() if "state" not in n]
+    for corner, head in zip(corners, torch.stack(heads).unbind(-1), strict=True):
+        if not head.isfinite().all():
+            return " at " + ", ".join(f"{name}={value:g}" for name, value in corner.items())
+    return ""
+
+
+def gate_ranges(rule: UpdateRule) -> Iterator[Measured]:
+    for spread in (0, 3, 30):
+        gates = Gates(rule.gates, WIDTH, HEADS).double()
+        initialize(gates, seed=0)
+        with torch.no_grad():
+            for i, parameter in enumerate(gates.parameters()):
+                parameter += spread * _normal(*parameter.shape, seed=i)
+            for scale in (1, 10, 100):
+                for name, value in gates(scale * _normal(BATCH, 8 * LENGTH, WIDTH, seed=1)).items():
+                    low, high = rule.gates[name].low, rule.gates[name].high
+                    outside = value[~((value >= low) & (value <= high))]
+                    past = (outside - outside.clamp(low, high)).abs().max() if outside.numel() else torch.zeros(())
+                    measured = f"{value.min():.3g} to {value.max():.3g}"
+                    what = f"distance of '{name}', measured {measured}, from its declared {low:g} to {high:g}"
+                    yield Measured(float(past), what)
+
+
+def eigenvalues(rule: UpdateRule) -> Iterator[Measured]:
+    low, high = rule.eigenvalues
+    for x in (_cornered(rule, _corners(rule), 1, value_dim=KEY), _inputs(rule, 1, heads=128, value_dim=KEY)):
+        x = dataclasses.replace(x, v=torch.zeros_like(x.v))
+        basis = torch.eye(KEY, dtype=torch.float64).expand(BATCH, x.q.shape[2], KEY, KEY)
+        after, offset = (_scan(rule, x.span(0, state=s), "recurrent")[1] for s in (basis, torch.zeros_like(basis)))
+        assert isinstance(after, Tensor)
+        assert isinstance(offset, Tensor)
+        measured = torch.linalg.eigvals(after - offset)
+        real, past = measured.real, measured - measured.real.clamp(low, high)
+        shown = f"{real.min():.3g} to {real.max():.3g}"
+        what = f"distance of the eigenvalues, measured {shown}, from the declared {low:g} to {high:g}"
+        yield Measured(float(past.abs().max()), what)
+
+
+def gate_liveness(rule: UpdateRule) -> Iterator[Measured]:
+    layer, x = _layer(rule), _normal(BATCH, LENGTH, WIDTH, seed=1)
+    held: dict[str, Tensor] = {}
+    turned: dict[str, Tensor] = {}
+
+    def hold(module: Gates, inputs: tuple[Tensor, ...], values: dict[str, Tensor]) -> dict[str, Tensor]:
+        held.update(values)
+        return {**values, **turned}
+
+    layer.gates.register_forward_hook(hold)
+    y = layer(x)[0]
+    sources = {f"the value of '{name}'": held[name] for name in _learned(rule)}
+    for path, parameter in layer.gates.named_parameters():
+        sources[f"parameter {path}"] = parameter
+    for source, gradient in _gradients((y * _normal(*y.shape, seed=2)).sum(), sources).items():
+        yield Measured(float(gradient.norm() / y.detach().norm()), f"gradient of the layer's output in {source}")
+    for i, (name, gate) in enumerate(_learned(rule).items()):
+        turned.clear()
+        turned[name] = _draw(gate, tuple(held[name].shape), seed=i)
+        with torch.no_grad():
+            yield Measured(_error(layer(x)[0], y), f"change of the layer's output by other values of '{name}'")
+
+
+def knob_options(rule: UpdateRule) -> Iterator[Measured]:
+    for name, options in rule.options().items():
+        # A window or a mini-batch shows only in sequences that are longer.
+        length = LENGTH + max((option for option in options if type(option) is int), default=0)
+        x = _normal(BATCH, length, WIDTH, seed=1)
+        outputs = []
+        for option in options:
+            with suppress(InputError), torch.no_grad():
+                changed: dict[str, Any] = {name: option}
+                outputs.append((option, _layer(dataclasses.replace(rule, **changed))(x)[0]))
+        for (a, y), (b, z) in itertools.combinations(outputs, 2):
+            yield Measured(_error(z, y), f"difference of the layer's output between {name}={a} and {name}={b}")
+
+
+def bf16(rule: UpdateRule) -> Iterator[Measured]:
+    x = _inputs(rule, PREFIX + LENGTH)
+    x = Inputs(x.q.bfloat16(), x.k.bfloat16(), x.v.bfloat16(), {name: gate.float() for name, gate in x.gates.items()})
+    x = _started(rule, x)
+    want = _evaluate(rule, x.map(Tensor.double), "recurrent")
+    for backend in _backends(rule):
+        yield from _errors(_evaluate(rule, x, backend), want, f"{backend} in bf16 to fp64")
+
+
+def sizes(rule: UpdateRule) -> Iterator[Measured]:
+    for dtype in (torch.bfloat16, torch.float32, torch.float64) if rule.transition is not None else ():
+        x = _inputs(rule).map(lambda part, dtype=dtype: part.to(dtype))  # type: ignore[misc]
+        declared = torch.empty(BATCH, HEADS, KEY, VALUE, dtype=torch.promote_types(dtype, torch.float32))
+        states = {"initial_state": rule.initial_state(x.k, x.v)}
+        states |= {f"state from {backend}": _scan(rule, x, backend)[1] for backend in _backends(rule)}
+        for source, state in states.items():
+            parts = state if isinstance(state, tuple) else (state,)
+            fits = [(part.shape, part.dtype) for part in parts] == [(declared.shape, declared.dtype)]
+            shown = ", ".join(f"{list(part.shape)} {part.dtype}" for part in parts)
+            what = f"mismatch of {source}, {shown}, with the declared {list(declared.shape)} {declared.dtype}"
+            yield Measured(not fits, what)
+    layer = _layer(rule)
+    parameters = 0
+    for gate in (gate for gate in rule.gates.values() if gate.of is None):
+        parameters += HEADS * len(gate.parameters)
+        if gate.per == "token":
+            parameters += WIDTH * HEADS if gate.rank is None else (WIDTH + HEADS) * gate.rank
+    real = sum(parameter.numel() for parameter in layer.gates.parameters())
+    yield Measured(abs(real - parameters), f"mismatch of the gates' parameters, {real}, with the declared {parameters}")
+    cache: LayerCache = layer(_normal(BATCH, LENGTH, WIDTH, seed=1))[1]
+    elements = sum(part.numel() for part in (cache.conv, *_parts(cache.state).values()))
+    yield Measured(
+        abs(cache.numel() - elements), f"mismatch of the layer's cache, {elements} elements, with what it says"
+    )
+
+
+def token_by_token(rule: UpdateRule) -> Iterator[Measured]:
+    layer, x = _layer(rule), _normal(BATCH, LENGTH, WIDTH, seed=1)
+    cache, outputs = None, []
+    with torch.no_grad():
+        whole, after = layer(x)
+        for token in x.split(1, dim=1):
+            y, cache = layer(token, cache)
+            outputs.append(y)
+    assert cache is not None
+    want = {"y": whole, **_parts(after.state)}
+    yield from _errors(
+        {"y": torch.cat(outputs, dim=1), **_parts(cache.state)}, want, "layer fed by tokens to all at once"
+    )
+
+
+def _declared(rule: UpdateRule) -> list[UpdateRule]:
+    return [type(rule)()]
+
+
+def _has_gates(rule: UpdateRule) -> bool:
+    return bool(_learned(rule))
+
+
+def _has_kernel(rule: UpdateRule) -> bool:
+    return rule.brings_kernel
+
+
+def _is_algebraic(rule: UpdateRule) -> bool:
+    return rule.transition is not None
+
+
+CHECKS = (
+    Check("backends", backends, EXACT, "the parallel and the token-by-token form compute different functions"),
+    Check("kernel", kernel, EXACT, "`fused` computes another function than the equation", only=_has_kernel),
+    Check("state carry", state_carry, EXACT, "the given state is not used, or later tokens need more than it holds"),
+    Check("causality of values", causality_of_values, 1e-12, "what is computed for a token uses later ones"),
+    Check("causality of gradients", causality_of_gradients, 0.0, "what is computed for a token uses later ones"),
+    Check("extreme gates", extreme_gates, 0.0, "a decay is divided by, so its inverse overflows", only=_has_gates),
+    Check("gate ranges", gate_ranges, 0.0, "the parameterization declares another range than it computes"),
+    Check("eigenvalues", eigenvalues, 1e-9, "the erase strength exceeds what the range allows", only=_is_algebraic),
+    Check(
+        "gate liveness",
+        gate_liveness,
+        1e-4,  # the weakest gate of the built-in rules has 6e-3, one that is normalized away at most 1e-6
+        "a later normalization cancels the gate, or the rule does not use it",
+        at_least=True,
+        settings=_combinations,
+        only=_has_gates,
+    ),
+    Check("knob options", knob_options, 1e-6, "the rule does not use the knob", at_least=True, settings=_declared),
+    Check("bf16", bf16, 2e-2, "the state, a decay or a sum over tokens is kept in bf16"),
+    Check("sizes", sizes, 0.0, "a shape or a dtype is another than the contract says"),
+    Check("token by token", token_by_token, EXACT, "the state does not carry, or T = 1 is a special case"),
+)

@@ -1,0 +1,144 @@
+"""What a study will cost and what it can show, said before it runs."""
+
+import json
+import math
+import os
+import time
+from dataclasses import asdict, dataclass, replace
+
+import torch
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from deltalab.model import ModelSpec
+from deltalab.study.plan import Arm, Plan
+from deltalab.study.stats import seeds_needed, smallest_holm_p, smallest_p
+from deltalab.train import LockStep, TrainSpec
+
+ALPHA = 0.05
+LARGEST_TIMED_BATCH = 16
+"""Larger batches are timed at this size and scaled: planning the paper's grid must not take the paper's time."""
+
+
+@dataclass(frozen=True)
+class ArmCost:
+    """An arm on one task. seconds: of all its trials, one after another, on this machine."""
+
+    task: str
+    arm: str
+    change: str
+    parameters: int
+    state_size: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A study before it runs. smallest_p: of the sign-flip test, then after Holm over the arms."""
+
+    study: str
+    profile: str | None
+    arms: list[ArmCost]
+    trials: int
+    runs: int
+    seeds: int
+    workers: int
+    seconds: float
+    smallest_p: float
+    smallest_holm_p: float
+    seeds_needed: int
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    def to_rich(self) -> Group:
+        table = Table(box=None, pad_edge=False)
+        for column in ("task", "arm", "change to the base", "parameters", "state", "time"):
+            table.add_column(column, overflow="fold")
+        for arm in self.arms:
+            table.add_row(
+                arm.task, arm.arm, arm.change, f"{arm.parameters:,}", f"{arm.state_size:,}", _duration(arm.seconds)
+            )
+        arms = len({arm.arm for arm in self.arms}) - 1
+        verdict = (
+            f"enough to tell an arm from the base at {ALPHA}"
+            if self.smallest_holm_p <= ALPHA
+            else f"too large to tell any arm from the base at {ALPHA}: that takes {self.seeds_needed} seeds"
+        )
+        lines = [
+            f"{self.study}{f' ({self.profile})' if self.profile else ''}: {self.trials} trials, {self.runs} runs, "
+            f"about {_duration(self.seconds)} on this machine with {self.workers} at a time",
+            f"{self.seeds} paired seeds: the sign-flip test cannot go under p = {self.smallest_p:.3g}, after Holm over "
+            f"{arms} arm{'s' * (arms != 1)} {self.smallest_holm_p:.3g}, {verdict}",
+        ]
+        return Group(table, *map(Text, lines))
+
+
+def estimate(plan: Plan, *, workers: int | None = None) -> Estimate:
+    """Builds every arm, times a few of its steps here, and adds up. Raises `InputError` for arms that do not build."""
+    wanted = plan.spec.resources.cpu
+    workers = workers or max(1, math.floor((os.cpu_count() or 1) / wanted))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, math.floor(wanted)))
+    try:
+        arms = [_cost(plan, arm) for arm in plan.arms]
+    finally:
+        torch.set_num_threads(threads)
+    others = len(plan.names) - 1
+    return Estimate(
+        study=plan.spec.name,
+        profile=plan.profile,
+        arms=arms,
+        trials=plan.trials,
+        runs=plan.runs,
+        seeds=plan.spec.seeds,
+        workers=workers,
+        seconds=sum(arm.seconds for arm in arms) / workers,
+        smallest_p=smallest_p(plan.spec.seeds),
+        smallest_holm_p=smallest_holm_p(plan.spec.seeds, max(others, 1)),
+        seeds_needed=seeds_needed(max(others, 1), ALPHA),
+    )
+
+
+def _cost(plan: Plan, arm: Arm) -> ArmCost:
+    task, whole = plan.tasks[arm.task], TrainSpec(**arm.config["train"])
+    model = ModelSpec.of({**arm.config["model"], "rule": arm.config["rule"]})
+    timed = replace(whole, batch_size=min(whole.batch_size, LARGEST_TIMED_BATCH), steps=3, evaluations=1)
+    trial = LockStep(task, model, timed, [0])
+    trial.advance(1)
+    began = time.perf_counter()
+    trial.advance(3)
+    step = (time.perf_counter() - began) / 2 * whole.batch_size / timed.batch_size
+    # A batch of an evaluation is a forward pass, about a third of a step.
+    evaluations = (whole.evaluations + 1) * whole.eval_batches / 3
+    runs = plan.runs / len(plan.arms)
+    network = trial.seeds[0].model
+    return ArmCost(
+        task=arm.task,
+        arm=arm.name,
+        change=", ".join(f"{key}={_short(value[1])}" for key, value in arm.change.items()),
+        parameters=sum(p.numel() for p in network.parameters()),
+        state_size=network.state_size(task.length),  # type: ignore[operator]
+        seconds=runs * step * (whole.steps + evaluations),
+    )
+
+
+def _short(value: object) -> str:
+    if isinstance(value, dict) and len(value) == 1:
+        ((kind, options),) = value.items()
+        return f"{kind}({', '.join(f'{name}={number:g}' for name, number in options.items())})"
+    return str(value)
+
+
+def _duration(seconds: float) -> str:
+    """Of the right order: an estimate has no more digits.
+
+    >>> [_duration(s) for s in (0.3, 42, 300, 9000, 900000)]
+    ['1 s', '42 s', '5 min', '2.5 h', '10.4 d']
+    """
+    if seconds < 100:
+        return f"{max(1, round(seconds))} s"
+    if seconds < 5400:
+        return f"{round(seconds / 60)} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 200000 else f"{seconds / 86400:.1f} d"

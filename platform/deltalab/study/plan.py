@@ -1,0 +1,297 @@
+"""What a study will run: its arms, and the trials of each, known by the hash of what they compute."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+from deltalab.errors import InputError, unknown
+from deltalab.model import ModelSpec
+from deltalab.registry import get_rule, get_task, rule_plugin, task_plugin
+from deltalab.study.spec import Base, Change, Search, StudySpec
+from deltalab.tasks import Task
+from deltalab.train import NUMERICS, TrainSpec
+
+CONFIRM_SEEDS_FROM = 1
+TUNE_SEEDS_FROM = 1_000_001
+"""Tuning's seeds and confirmation's never meet."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One arm on one task. config: rule, model and train, every default spelled out, before tuning.
+
+    change: dotted key -> [base value, arm value], on any task.
+    """
+
+    name: str
+    task: str
+    is_base: bool
+    config: dict[str, Any]
+    change: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One trial, whole: everything that a worker needs, as JSON.
+
+    key: SHA-256 of what the trial computes. plugins: (kind, name, file, hash) of the user code it runs.
+    """
+
+    key: str
+    arm: str
+    task: str
+    stage: Literal["tune", "confirm"]
+    number: int
+    values: dict[str, Any]
+    config: dict[str, Any]
+    task_params: dict[str, Any]
+    seeds: tuple[int, ...]
+    plugins: tuple[tuple[str, str, str, str], ...]
+    gpu: float = 0.0
+    deadline: float | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A study, expanded. arms: those of each task, the base first."""
+
+    spec: StudySpec
+    profile: str | None
+    arms: list[Arm]
+    tasks: dict[str, Task]
+
+    @property
+    def identity(self) -> str:
+        """SHA-256 of all that the study computes, rule sources and data among it: another one is another study."""
+        keys = [self.job(arm, "confirm", 0, {}).key for arm in self.arms]
+        tune = self.spec.tune.model_dump(mode="json") if self.spec.tune else None
+        return _hash(
+            {"name": self.spec.name, "profile": self.profile, "tune": tune, "arms": self.names, "trials": keys}
+        )
+
+    @property
+    def names(self) -> list[str]:
+        """The arms, the base first."""
+        return list(dict.fromkeys(arm.name for arm in self.arms))
+
+    @property
+    def trials(self) -> int:
+        return len(self.arms) * (1 + (self.spec.tune.trials if self.spec.tune else 0))
+
+    @property
+    def runs(self) -> int:
+        tune = self.spec.tune
+        return len(self.arms) * (self.spec.seeds + (tune.trials * tune.seeds if tune else 0))
+
+    def job(self, arm: Arm, stage: Literal["tune", "confirm"], number: int, values: Mapping[str, Any]) -> Job:
+        """A trial of an arm with tuned values in place."""
+        if stage == "tune":
+            assert self.spec.tune is not None
+            seeds = tuple(range(TUNE_SEEDS_FROM, TUNE_SEEDS_FROM + self.spec.tune.seeds))
+        else:
+            seeds = tuple(range(CONFIRM_SEEDS_FROM, CONFIRM_SEEDS_FROM + self.spec.seeds))
+        task = self.tasks[arm.task]
+        config = _with(arm.config, values, task, where=f"arm '{arm.name}'")
+        params = asdict(task)
+        plugins = tuple(_plugins(config, task))
+        key = _hash(
+            {
+                "numerics": NUMERICS,
+                "task": [task.name, task.version, params, task.fingerprint()],
+                "config": config,
+                "code": sorted(digest for _, _, _, digest in plugins),
+                "stage": stage,
+                "seeds": seeds,
+            }
+        )
+        return Job(
+            key=key,
+            arm=arm.name,
+            task=arm.task,
+            stage=stage,
+            number=number,
+            values=dict(values),
+            config=config,
+            task_params=params,
+            seeds=seeds,
+            plugins=plugins,
+            gpu=self.spec.resources.gpu,
+            deadline=self.spec.deadline,
+        )
+
+
+def make_plan(spec: StudySpec, *, profile: str | None = None, where: str = "study") -> Plan:
+    """Expands a study.
+
+    Raises `InputError` for rules, knobs, tasks, models or trainings that do not exist or cannot be met, for arms
+    that equal the base or one another, and for parts to take away that the method does not have.
+    """
+    try:
+        return _make_plan(spec, profile)
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
+
+
+def _make_plan(spec: StudySpec, profile: str | None) -> Plan:
+    tasks = {name: get_task(name, **params) for name, params in spec.task.items()}
+    for name in spec.for_task:
+        if name not in tasks:
+            raise unknown("task", name, tasks, where="for_task")
+    changes = _changes(spec)
+    arms = []
+    for task_name, task in tasks.items():
+        base = _applied(spec.base, spec.for_task.get(task_name, Change()), where=f"for_task.{task_name}")
+        resolved = {"base": _resolve(base, task, where="base")}
+        for name, change in changes.items():
+            where = f"arms.{name}"
+            resolved[name] = _resolve(_applied(base, change, where=where), task, where=where)
+        seen: dict[str, str] = {}
+        for name, config in resolved.items():
+            twin = seen.setdefault(json.dumps(config, sort_keys=True), name)
+            if twin != name:
+                raise InputError(
+                    f"arm '{name}' is the same as {twin if twin == 'base' else repr(twin)} on task '{task_name}'"
+                )
+            change_of = difference(resolved["base"], config)
+            arms.append(Arm(name, task_name, name == "base", config, change_of))
+    plan = Plan(spec, profile, arms, tasks)
+    for arm in arms if spec.tune else []:
+        assert spec.tune is not None
+        plan.job(arm, "tune", 0, {path: _some(search) for path, search in spec.tune.searched.items()})
+    return plan
+
+
+def _changes(spec: StudySpec) -> dict[str, Change]:
+    """Every arm but the base: those that `ablate` and `factorial` generate, then those that are written."""
+    base = _rule(spec.base.rule)
+    changes = {f"without_{part}": _without(base, [part], "ablate") for part in spec.ablate}
+    for pair in spec.factorial:
+        changes["_".join(f"without_{part}" for part in pair)] = _without(base, list(pair), "factorial")
+        for part in pair:
+            changes.setdefault(f"without_{part}", _without(base, [part], "factorial"))
+    for name, change in spec.arms.items():
+        if name == "base" or name in changes:
+            raise InputError(f"arms.{name}: there is such an arm already")
+        changes[name] = change
+    return changes
+
+
+# Parts of the model that can be taken away, and what is left then.
+_MODEL_PARTS: dict[str, object] = {"output_gate": False, "output_norm": False, "conv": 0, "mlp": False}
+
+
+def _without(rule: Mapping[str, Any], parts: list[str], key: str) -> Change:
+    kind: Any = rule_plugin(rule["name"]).kind
+    knobs, model = {}, {}
+    for part in parts:
+        if part in _MODEL_PARTS:
+            model[part] = _MODEL_PARTS[part]
+        elif part in kind.options():
+            knobs[part] = kind(**{part: kind.without(part)}).spec()[part]
+        else:
+            raise unknown("part", part, [*kind.options(), *_MODEL_PARTS], where=key)
+    return Change(rule=knobs or None, model=model)
+
+
+def _rule(given: str | Mapping[str, Any]) -> dict[str, Any]:
+    if isinstance(given, str):
+        return {"name": given}
+    if not isinstance(given.get("name"), str):
+        raise InputError("base.rule: needs a name")
+    return dict(given)
+
+
+def _applied(base: Base, change: Change, *, where: str) -> Base:
+    rule = _rule(base.rule)
+    if isinstance(change.rule, str):
+        rule = {"name": change.rule}
+    elif change.rule is not None:
+        other = change.rule.get("name", rule["name"]) != rule["name"]
+        rule = dict(change.rule) if other else {**rule, **change.rule}
+    return Base(rule=rule, model={**base.model, **change.model}, train={**base.train, **change.train})
+
+
+def _resolve(base: Base, task: Task, *, where: str) -> dict[str, Any]:
+    """Every setting spelled out, so that equal means equal. Raises `InputError` naming the arm and the key."""
+    try:
+        knobs = _rule(base.rule)
+        name = knobs.pop("name")
+        rule = get_rule(name, **knobs).spec()
+        if "vocab_size" in base.model:
+            raise InputError(f"model.vocab_size is task '{task.name}''s: leave it out")
+        model = ModelSpec.of({**base.model, "rule": rule, "vocab_size": task.vocab_size})
+        train = TrainSpec(**_known(base.train, TrainSpec, "train"))
+        settings = {f.name: getattr(model, f.name) for f in fields(model) if f.name != "rule"}
+        return json.loads(json.dumps({"rule": rule, "model": settings, "train": asdict(train)}))  # type: ignore[no-any-return]
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
+
+
+def _known(given: dict[str, Any], kind: type, what: str) -> dict[str, Any]:
+    names = [f.name for f in fields(kind)]
+    for key in given:
+        if key not in names:
+            raise unknown(f"{what} key", key, names)
+    for key in ("steps", "batch_size", "lr"):
+        if key not in given:
+            raise InputError(f"{what}: needs {key}")
+    return given
+
+
+def _with(config: Mapping[str, Any], values: Mapping[str, Any], task: Task, *, where: str) -> dict[str, Any]:
+    """The configuration with tuned values put in by their paths, resolved again."""
+    changed = json.loads(json.dumps(config))
+    for path, value in values.items():
+        *parents, last = path.split(".")
+        here: Any = changed
+        for part in parents:
+            if not isinstance(here, dict) or part not in here:
+                raise unknown("setting", path, _paths(config), where=where)
+            here = here[part]
+        if not isinstance(here, dict) or last not in here or path == "rule.name":
+            raise unknown("setting", path, _paths(config), where=where)
+        here[last] = value
+    model = {key: value for key, value in changed["model"].items() if key != "vocab_size"}
+    return _resolve(Base(rule=changed["rule"], model=model, train=changed["train"]), task, where=where)
+
+
+def difference(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """What two configurations differ in: dotted key -> [base value, other value]; a gate counts as one value.
+
+    >>> difference({"train": {"lr": 1, "clip": 2}}, {"train": {"lr": 3, "clip": 2}})
+    {'train.lr': [1, 3]}
+    """
+    before, after = _settings(base), _settings(other)
+    keys = [*before, *(key for key in after if key not in before)]
+    return {k: [before.get(k), after.get(k)] for k in keys if before.get(k) != after.get(k)}
+
+
+def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{section}.{key}": value for section, part in config.items() for key, value in part.items()}
+
+
+def _paths(config: Mapping[str, Any], under: str = "") -> list[str]:
+    found = []
+    for key, value in config.items():
+        found += _paths(value, f"{under}{key}.") if isinstance(value, dict) else [f"{under}{key}"]
+    return found
+
+
+def _some(search: Search) -> Any:
+    """Any one value of a search, to see that its key and type fit."""
+    bounds = search.log_uniform or search.uniform or search.integers or search.choice
+    assert bounds is not None
+    return bounds[0]
+
+
+def _plugins(config: Mapping[str, Any], task: Task) -> list[tuple[str, str, str, str]]:
+    rules = [config["rule"]["name"], *(["attention"] if config["model"]["attention"] else [])]
+    found = [("rule", name, rule_plugin(name)) for name in rules]
+    found.append(("task", task.name, task_plugin(task.name)))
+    return [(kind, name, str(plugin.file), plugin.hash if kind == "rule" else "") for kind, name, plugin in found]
+
+
+def _hash(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,82 @@
+"""What a person sees while a study runs: a bar on a terminal, a line for each trial off it."""
+
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
+
+from deltalab.study.plan import Job
+from deltalab.study.schedule import Schedule
+from deltalab.train import RunResult
+
+
+class Progress:
+    """Counts trials, shows those in flight, and names the best arm so far on each task."""
+
+    def __init__(self, schedule: Schedule, *, quiet: bool) -> None:
+        self.schedule, self.quiet = schedule, quiet
+        self.console = Console(stderr=True)
+        self._bars = Bars(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=self.console,
+            disable=quiet or not self.console.is_terminal,
+        )
+        self._all = self._bars.add_task(schedule.plan.spec.name, total=schedule.total)
+        self._flying: dict[str, tuple[Job, TaskID]] = {}
+        self._began = time.monotonic()
+
+    def __enter__(self) -> Self:
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bars.stop()
+
+    def started(self, job: Job) -> None:
+        steps = job.config["train"]["steps"]
+        self._flying[job.key] = job, self._bars.add_task(f"  {_name(job)}", total=steps)
+        self._show()
+
+    def advanced(self, key: str, step: int) -> None:
+        if key in self._flying:
+            self._bars.update(self._flying[key][1], completed=step)
+
+    def watch(self, key: str) -> Callable[[int, list[RunResult]], None]:
+        """What a trial in this process calls at every evaluation."""
+        return lambda step, so_far: self.advanced(key, step)
+
+    def finished(self, key: str) -> None:
+        job, bar = self._flying.pop(key)
+        self._bars.remove_task(bar)
+        self._show()
+        if not self.quiet and not self.console.is_terminal:
+            done, total = self.schedule.completed, self.schedule.total
+            self.console.print(
+                f"[{done}/{total}] {time.monotonic() - self._began:.0f} s  {_name(job)}  {self._leaders()}",
+                markup=False,
+                highlight=False,
+                soft_wrap=True,
+            )
+
+    def _show(self) -> None:
+        text = "  ".join(filter(None, [self.schedule.plan.spec.name, self._leaders()]))
+        self._bars.update(self._all, completed=self.schedule.completed, description=text)
+
+    def _leaders(self) -> str:
+        leaders = {task: self.schedule.leader(task) for task in self.schedule.plan.tasks}
+        parts = [f"{task}: {found[0]} {found[1]:.3f}" for task, found in leaders.items() if found]
+        return "best so far (tuning) " + ", ".join(parts) if parts else ""
+
+
+def _name(job: Job) -> str:
+    what = f"tune {job.number + 1}" if job.stage == "tune" else f"confirm, {len(job.seeds)} seeds"
+    return f"{job.task} / {job.arm} / {what}"

@@ -1,0 +1,155 @@
+"""A study's trials on Ray Tune: the schedule is its searcher, so one run of the tuner holds tuning and confirmation.
+
+Ray never sees SQL, and never restores: trials that a killed driver left behind are asked for again by the next.
+"""
+
+import json
+import logging
+import math
+import shutil
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import tune
+from ray.tune.search import Searcher
+
+from deltalab.errors import InputError
+from deltalab.study.plan import Job
+from deltalab.study.progress import Progress
+from deltalab.study.schedule import Schedule
+from deltalab.study.trial import execute, failed, from_json, to_json
+from deltalab.train import RunResult
+
+
+def run_all(
+    schedule: Schedule, first: Job, runs: Path, progress: Progress, *, workers: int | None, address: str | None
+) -> None:
+    """Runs `first` and then all that the schedule gives.
+
+    Raises `InputError` for a request that the cluster cannot ever meet, and what the ledger raises.
+    """
+    wanted = schedule.plan.spec.resources
+    _start(address)
+    try:
+        has: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+        if wanted.cpu > has.get("CPU", 0) or wanted.gpu > has.get("GPU", 0):
+            raise InputError(
+                f"resources: a trial wants {wanted.cpu:g} CPU and {wanted.gpu:g} GPU; "
+                f"the cluster has {has.get('CPU', 0):g} and {has.get('GPU', 0):g}"
+            )
+        fit = math.floor(has["CPU"] / wanted.cpu)
+        if wanted.gpu:
+            fit = min(fit, math.floor(has["GPU"] / wanted.gpu))
+        feed = Feed(schedule, first, progress)
+        scratch = runs / "ray" if address else Path(tempfile.mkdtemp(prefix="deltalab-ray-"))
+        threads = max(1, math.floor(wanted.cpu))
+        tuner = tune.Tuner(
+            tune.with_resources(
+                tune.with_parameters(_trial, runs=str(runs), threads=threads), {"cpu": wanted.cpu, "gpu": wanted.gpu}
+            ),
+            tune_config=tune.TuneConfig(
+                search_alg=feed,
+                num_samples=-1,
+                reuse_actors=True,
+                max_concurrent_trials=min(fit, workers or fit),
+            ),
+            run_config=tune.RunConfig(name="study", storage_path=str(scratch), verbose=0),
+        )
+        try:
+            tuner.fit()
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+        if feed.error is not None:
+            raise feed.error
+    finally:
+        ray.shutdown()
+
+
+def _start(address: str | None) -> None:
+    # Tune warns that it finds no result files, which are off, since the ledger has the results.
+    for name in ("ray", "ray.tune", "ray.tune.analysis.experiment_analysis"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    if address is not None:
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise InputError(f"--address {address}: {str(error).splitlines()[0]}") from None
+    else:
+        ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
+
+
+def _trial(config: dict[str, str], runs: str, threads: int) -> None:
+    job = job_from_json(config["job"])
+
+    def watch(step: int, so_far: list[RunResult]) -> None:
+        tune.report({"step": step})
+
+    record = execute(job, Path(runs), threads=threads, watch=watch)
+    tune.report({"step": job.config["train"]["steps"], "record": to_json(record)})
+
+
+class Feed(Searcher):
+    """Hands the schedule's jobs to Tune, and Tune's results to the schedule."""
+
+    def __init__(self, schedule: Schedule, first: Job, progress: Progress) -> None:
+        super().__init__(metric="step", mode="max")
+        self.error: Exception | None = None
+        self._schedule, self._progress = schedule, progress
+        self._first: Job | None = first
+        self._keys: dict[str, str] = {}
+
+    def suggest(self, trial_id: str) -> Any:
+        if self.error is not None:
+            return Searcher.FINISHED
+        try:
+            job = self._first or self._schedule.next()
+        except Exception as error:
+            self.error = error
+            return Searcher.FINISHED
+        self._first = None
+        if job is None:
+            return Searcher.FINISHED if self._schedule.done else None
+        self._keys[trial_id] = job.key
+        self._progress.started(job)
+        return {"job": json.dumps(asdict(job))}
+
+    def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
+        if "record" not in result and trial_id in self._keys:
+            self._progress.advanced(self._keys[trial_id], result.get("step", 0))
+
+    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
+        key = self._keys.pop(trial_id, None)
+        if key is None:
+            return
+        try:
+            if result is not None and "record" in result:
+                self._schedule.finished(from_json(result["record"]))
+            else:
+                self._schedule.finished(failed(self._schedule.job(key), "the worker died before the trial ended"))
+            self._progress.finished(key)
+        except Exception as caught:
+            # Tune would log it and go on; the study must end, with this as its reason.
+            self.error = caught
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Tune pickles its searcher to be able to restore it, which a study never does.
+        return {}
+
+    def __deepcopy__(self, memo: object) -> "Feed":
+        return self
+
+    def save(self, checkpoint_path: str) -> None:
+        """The ledger is the only memory."""
+
+    def restore(self, checkpoint_path: str) -> None:
+        """The ledger is the only memory."""
+
+
+def job_from_json(text: str) -> Job:
+    given = json.loads(text)
+    return Job(
+        **{**given, "seeds": tuple(given["seeds"]), "plugins": tuple(tuple(plugin) for plugin in given["plugins"])}
+    )

@@ -1,0 +1,151 @@
+"""Runs a study to its end: Ray Tune executes, the schedule decides, the ledger remembers."""
+
+import os
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from deltalab.errors import InputError
+from deltalab.store import ArmRecord, Store
+from deltalab.study.plan import Plan, make_plan
+from deltalab.study.progress import Progress
+from deltalab.study.report import Report, report
+from deltalab.study.schedule import Schedule
+from deltalab.study.spec import load_study
+from deltalab.study.trial import execute
+from deltalab.train import hardware
+
+
+@dataclass(frozen=True)
+class StudyResult:
+    """How a study ended. failed: trials that raised. known: trials that the ledger already had."""
+
+    study_id: int
+    name: str
+    trials: int
+    known: int
+    failed: int
+    report: Report
+
+
+def run_study(
+    path: str | Path,
+    *,
+    db: str | Path | None = None,
+    profile: str | None = None,
+    executor: Literal["ray", "inline"] = "ray",
+    workers: int | None = None,
+    address: str | None = None,
+    storage: str | None = None,
+    retry_failed: bool = False,
+    quiet: bool = True,
+) -> StudyResult:
+    """Runs a study file, or goes on with it: what the ledger holds is never run again.
+
+    db: a file or an SQLAlchemy URL, ./deltalab.db where None. executor: `inline` runs in this process, without Ray.
+    workers: trials at a time, as many as the resources allow where None. address: of a Ray cluster, whose machines
+    must share the folder `storage`. retry_failed: run trials again that raised.
+    Raises `InputError` for a study that cannot be understood or met; a trial that raises is recorded instead.
+    """
+    plan = make_plan(load_study(path, profile=profile), profile=profile, where=str(path))
+    if executor not in ("ray", "inline"):
+        raise InputError(f"executor must be ray or inline, not {executor!r}")
+    if address is not None and storage is None:
+        raise InputError("--address: the cluster's machines need a shared folder: give it with --storage")
+    if workers is not None and workers < 1:
+        raise InputError(f"--workers must be at least 1, not {workers}")
+    with Store.open(db) as store:
+        runs = Path(storage).resolve() if storage else store.folder / "runs"
+        study_id = store.begin_study(
+            plan.spec.name,
+            profile,
+            plan.identity,
+            plan.spec.model_dump(mode="json"),
+            arm_records(plan),
+            _provenance(plan),
+        )
+        if retry_failed:
+            for row in store.trials(study_id):
+                if row.state == "failed":
+                    store.forget_trial(row.key)
+        schedule = Schedule(plan, store, study_id)
+        state: Literal["done", "failed", "interrupted"] = "interrupted"
+        try:
+            with Progress(schedule, quiet=quiet) as progress:
+                if executor == "inline":
+                    _inline(schedule, runs, progress)
+                else:
+                    _with_ray(schedule, runs, progress, workers=workers, address=address)
+            state = "failed" if schedule.failures else "done"
+        finally:
+            store.finish_study(study_id, state)
+        found = report(store, study_id)
+        return StudyResult(study_id, plan.spec.name, schedule.completed, schedule.known, schedule.failures, found)
+
+
+def arm_records(plan: Plan) -> list[ArmRecord]:
+    """The arms as the ledger keeps them, with the configuration of each task."""
+    records = []
+    for name in plan.names:
+        arms = [arm for arm in plan.arms if arm.name == name]
+        change = {key: value for arm in reversed(arms) for key, value in arm.change.items()}
+        records.append(ArmRecord(name, arms[0].is_base, change, {arm.task: arm.config for arm in arms}))
+    return records
+
+
+def _inline(schedule: Schedule, runs: Path, progress: Progress) -> None:
+    while (job := schedule.next()) is not None:
+        progress.started(job)
+        schedule.finished(execute(job, runs, threads=torch.get_num_threads(), watch=progress.watch(job.key)))
+        progress.finished(job.key)
+
+
+def _with_ray(schedule: Schedule, runs: Path, progress: Progress, *, workers: int | None, address: str | None) -> None:
+    # Nothing left to do is no reason to start a cluster.
+    first = schedule.next()
+    if first is None:
+        return
+    os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
+    os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")
+    from deltalab.study.ray_tune import run_all
+
+    run_all(schedule, first, runs, progress, workers=workers, address=address)
+
+
+def _provenance(plan: Plan) -> dict[str, Any]:
+    """What a reader needs to judge and to repeat the study."""
+    packages = ["deltalab", "torch", "numpy", "ray", "optuna", "sqlalchemy"]
+    return {
+        "git": _git(),
+        "versions": {"python": sys.version.split()[0], **{name: version(name) for name in packages}},
+        "hardware": {**hardware(torch.device("cuda" if torch.cuda.is_available() else "cpu")), "cpus": os.cpu_count()},
+        "command": sys.argv,
+        "tasks": {
+            name: {
+                "metric": task.metric,
+                "maximize": task.maximize,
+                "chance": task.chance,
+                "version": task.version,
+                "parameters": asdict(task),
+                "fingerprint": task.fingerprint(),
+            }
+            for name, task in plan.tasks.items()
+        },
+    }
+
+
+def _git() -> dict[str, Any] | None:
+    """The commit that the command runs in, None outside a repository."""
+
+    def ask(*words: str) -> str:
+        return subprocess.run(["git", *words], capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return {"commit": ask("rev-parse", "HEAD"), "dirty": bool(ask("status", "--porcelain", "--untracked-files=no"))}
+    except (OSError, subprocess.CalledProcessError):
+        return None

@@ -1,0 +1,162 @@
+"""Decides what a study runs next, from its plan and what the ledger already holds.
+
+Each arm on each task first tunes, by Optuna, with the same budget and, before results tell them apart, the same
+candidates; then its best configuration is confirmed on fresh seeds. The ledger is the only memory: a schedule
+made anew from the same plan goes on where the last one was killed.
+"""
+
+import hashlib
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import optuna
+
+from deltalab.errors import InputError
+from deltalab.store import Store, TrialRecord, TrialSummary
+from deltalab.study.plan import Arm, Job, Plan
+from deltalab.study.spec import Search
+
+optuna.logging.set_verbosity(logging.ERROR)
+
+
+@dataclass
+class _Track:
+    """One arm on one task. scores: of tuning trials by number, NaN where one failed or diverged."""
+
+    arm: Arm
+    scores: dict[int, float] = field(default_factory=dict)
+    values: dict[int, dict[str, Any]] = field(default_factory=dict)
+    issued: int = 0
+    confirmed: Literal["no", "running", "yes"] = "no"
+
+
+class Schedule:
+    """`next` gives a job, or None while results are awaited, until `done`; `finished` records one."""
+
+    def __init__(self, plan: Plan, store: Store, study_id: int) -> None:
+        self.plan, self.store, self.study_id = plan, store, study_id
+        self.tracks = [_Track(arm) for arm in plan.arms]
+        self.known = 0
+        self.failures = 0
+        self.completed = 0
+        self._in_flight: dict[str, tuple[_Track, Job]] = {}
+        self._again = {
+            (row.arm, row.task, row.number): row.values for row in store.trials(study_id) if row.stage == "tune"
+        }
+
+    @property
+    def done(self) -> bool:
+        return all(track.confirmed == "yes" for track in self.tracks)
+
+    @property
+    def total(self) -> int:
+        return self.plan.trials
+
+    def next(self) -> Job | None:
+        """The next trial that the ledger lacks; those that it has are taken from it on the way."""
+        for track in sorted(self.tracks, key=lambda track: track.issued):
+            while (job := self._next_of(track)) is not None:
+                known = self.store.known_trials([job.key])
+                if job.key not in known:
+                    self._in_flight[job.key] = track, job
+                    return job
+                self.store.attach(self.study_id, job.arm, job.key, job.number, job.values)
+                self.known += 1
+                self._learn(track, job, known[job.key])
+        return None
+
+    def finished(self, record: TrialRecord) -> None:
+        """Records a trial, whole, and learns from it."""
+        track, job = self._in_flight.pop(record.key)
+        self.store.record_trial(self.study_id, job.arm, record, job.number, job.values)
+        self._learn(track, job, self.store.known_trials([job.key])[job.key])
+
+    def job(self, key: str) -> Job:
+        """A job that is in flight."""
+        return self._in_flight[key][1]
+
+    def _next_of(self, track: _Track) -> Job | None:
+        tune = self.plan.spec.tune
+        if tune is not None and track.issued < tune.trials:
+            number = track.issued
+            values = self._again.get((track.arm.name, track.arm.task, number)) or self._suggest(track, number)
+            track.issued += 1
+            track.values[number] = values
+            return self.plan.job(track.arm, "tune", number, values)
+        if track.confirmed == "no" and (tune is None or len(track.scores) == tune.trials):
+            best = self._best(track)
+            track.confirmed = "running"
+            number = tune.trials if tune is not None else 0
+            return self.plan.job(track.arm, "confirm", number, best)
+        return None
+
+    def _suggest(self, track: _Track, number: int) -> dict[str, Any]:
+        """Optuna's next candidate, a function of the number and of what the arm's trials before it gave.
+
+        The sampler is seeded by the number alone, so all arms start from the same candidates.
+        """
+        assert self.plan.spec.tune is not None
+        maximize = self.plan.tasks[track.arm.task].maximize
+        spaces = {path: _distribution(search) for path, search in self.plan.spec.tune.searched.items()}
+        seed = int.from_bytes(hashlib.sha256(f"{self.plan.spec.name}/{number}".encode()).digest()[:4], "little")
+        study = optuna.create_study(
+            sampler=optuna.samplers.TPESampler(seed=seed), direction="maximize" if maximize else "minimize"
+        )
+        for before, score in track.scores.items():
+            # A diverged trial says as much about its region as a trial that learned nothing.
+            value = self.plan.tasks[track.arm.task].chance if math.isnan(score) else score
+            study.add_trial(optuna.trial.create_trial(params=track.values[before], distributions=spaces, value=value))
+        return dict(study.ask(spaces).params)
+
+    def _best(self, track: _Track) -> dict[str, Any]:
+        """The values of the best tuning trial; those of the plan where none finished, so that the arm is judged."""
+        finished = {number: score for number, score in track.scores.items() if not math.isnan(score)}
+        if not finished:
+            return {}
+        best = max if self.plan.tasks[track.arm.task].maximize else min
+        return track.values[best(finished, key=lambda number: finished[number])]
+
+    def _learn(self, track: _Track, job: Job, summary: TrialSummary) -> None:
+        self.completed += 1
+        self.failures += summary.state == "failed"
+        if job.stage == "confirm":
+            track.confirmed = "yes"
+            return
+        track.scores[job.number] = score(summary, self.plan.tasks[job.task].metric, "validation", job.seeds)
+
+    def leader(self, task: str) -> tuple[str, float] | None:
+        """The arm with the best score so far on a task, over its tuning trials."""
+        scores = {
+            track.arm.name: [score for score in track.scores.values() if not math.isnan(score)]
+            for track in self.tracks
+            if track.arm.task == task
+        }
+        best = max if self.plan.tasks[task].maximize else min
+        tops = {name: best(values) for name, values in scores.items() if values}
+        if not tops:
+            return None
+        name = best(tops, key=lambda name: tops[name])
+        return name, tops[name]
+
+
+def score(summary: TrialSummary, metric: str, split: str, seeds: tuple[int, ...]) -> float:
+    """The mean of a metric over all seeds; NaN where one of them failed or diverged."""
+    finals: Mapping[int, float] = summary.finals.get((split, metric), {})
+    if any(seed not in finals or seed in summary.diverged for seed in seeds):
+        return math.nan
+    return sum(finals[seed] for seed in seeds) / len(seeds)
+
+
+def _distribution(search: Search) -> optuna.distributions.BaseDistribution:
+    if search.log_uniform is not None:
+        return optuna.distributions.FloatDistribution(*search.log_uniform, log=True)
+    if search.uniform is not None:
+        return optuna.distributions.FloatDistribution(*search.uniform)
+    if search.integers is not None:
+        return optuna.distributions.IntDistribution(*search.integers)
+    if search.choice is None:
+        raise InputError("a search needs a range")
+    return optuna.distributions.CategoricalDistribution(search.choice)
