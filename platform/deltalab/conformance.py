@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from deltalab import reference
 from deltalab.errors import InputError
-from deltalab.gates import Gate
+from deltalab.inputs import Inputs, corners, draw, draw_corners, learned, normal, parts, within
 from deltalab.layer import Gates, LayerCache, RuleLayer, initialize
 from deltalab.rule import State, UpdateRule
 from deltalab.scan import Backend, scan
@@ -27,7 +26,7 @@ from deltalab.scan import Backend, scan
 BATCH, LENGTH, HEADS, KEY, VALUE, CHUNK, WIDTH, CONV = 2, 13, 2, 4, 3, 4, 8, 4
 PREFIX = 5  # tokens that make an initial state: more than KEY, so that it has full rank
 CUTS = (1, 6, LENGTH - 1)  # where sequences are split
-MOST_SETTINGS, MOST_CORNERS = 96, 256
+MOST_SETTINGS = 96
 EXACT = 1e-10
 
 
@@ -132,91 +131,15 @@ def _combinations(rule: UpdateRule) -> list[UpdateRule]:
 # --- inputs and outputs -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """What `scan` takes: constant gates left out, no state or one that earlier tokens made."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    gates: Mapping[str, Tensor]
-    state: State | None = None
-
-    def named(self) -> dict[str, Tensor]:
-        return {"q": self.q, "k": self.k, "v": self.v, **self.gates, **_parts(self.state)}
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> "Inputs":
-        gates = {name: change(value) for name, value in self.gates.items()}
-        state = tuple(map(change, self.state)) if isinstance(self.state, tuple) else self.state
-        state = change(state) if isinstance(state, Tensor) else state
-        return Inputs(change(self.q), change(self.k), change(self.v), gates, state)
-
-    def span(self, start: int, stop: int | None = None, state: State | None = None) -> "Inputs":
-        """Some of the tokens, after a state."""
-        part = dataclasses.replace(self, state=None).map(lambda x: x if x.dim() == 1 else x[:, start:stop])
-        return dataclasses.replace(part, state=state)
-
-
-def _parts(state: State | None) -> dict[str, Tensor]:
-    if isinstance(state, tuple):
-        return {f"state[{i}]": part for i, part in enumerate(state)}
-    return {} if state is None else {"state": state}
-
-
-def _normal(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def _draw(gate: Gate, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Uniform in the gate's range; where that has no end, up to 2 beyond the other end or 0."""
-    low = gate.low if math.isfinite(gate.low) else min(gate.high, 0.0) - 2
-    high = gate.high if math.isfinite(gate.high) else max(gate.low, 0.0) + 2
-    return low + (high - low) * torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 def _inputs(
-    rule: UpdateRule, length: int = LENGTH, heads: int = HEADS, value_dim: int = VALUE, seed: int = 0
+    rule: UpdateRule, length: int = LENGTH, *, heads: int = HEADS, value_dim: int = VALUE, seed: int = 0
 ) -> Inputs:
-    q, k = (_normal(BATCH, length, heads, KEY, seed=100 * seed + i) for i in (1, 2))
-    if rule.features == "unit" or rule.transition is not None:
-        q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
-    gates = {
-        name: _draw(gate, (heads,) if gate.per == "head" else (BATCH, length, heads), 100 * seed + 10 + i)
-        for i, (name, gate) in enumerate(_learned(rule).items())
-    }
-    return Inputs(q, k, _normal(BATCH, length, heads, value_dim, seed=100 * seed + 3), gates)
-
-
-def _learned(rule: UpdateRule) -> dict[str, Gate]:
-    return {name: gate for name, gate in rule.gates.items() if not gate.constant}
+    return draw(rule, batch=BATCH, length=length, heads=heads, key_dim=KEY, value_dim=value_dim, seed=seed)
 
 
 def _started(rule: UpdateRule, x: Inputs) -> Inputs:
     """The inputs from token `PREFIX` on, with the state that the tokens before it leave behind."""
     return x.span(PREFIX, state=_scan(rule, x.span(0, PREFIX), "recurrent")[1])
-
-
-def _corners(rule: UpdateRule) -> list[dict[str, float]]:
-    """Every combination of the extreme values of the gates, or `MOST_CORNERS` of them.
-
-    A log-decay goes to -1000 and -inf; another gate without an end goes 2 beyond the other end or 0.
-    """
-    extremes = []
-    for gate in _learned(rule).values():
-        low = [gate.low] if math.isfinite(gate.low) else [-1000.0, -math.inf] if gate.high == 0 else [-2.0]
-        extremes.append([*low, gate.high if math.isfinite(gate.high) else max(gate.low, 0.0) + 2])
-    every = [dict(zip(_learned(rule), corner, strict=True)) for corner in itertools.product(*extremes)]
-    return every if len(every) <= MOST_CORNERS else random.Random(0).sample(every, MOST_CORNERS)
-
-
-def _cornered(rule: UpdateRule, corners: list[dict[str, float]], length: int, value_dim: int = VALUE) -> Inputs:
-    """A head for each corner: in one half of the batch at every token, in the other at one of three."""
-    x = _inputs(rule, length, len(corners), value_dim)
-    often = torch.zeros(BATCH, length, 1, dtype=torch.bool)
-    often[0], often[1:, ::3] = True, True
-    extreme = {name: torch.tensor([c[name] for c in corners], dtype=torch.float64) for name in x.gates}
-    gates = {n: extreme[n] if g.dim() == 1 else torch.where(often, extreme[n], g) for n, g in x.gates.items()}
-    return dataclasses.replace(x, gates=gates)
 
 
 def _backends(rule: UpdateRule) -> tuple[Backend, ...]:
@@ -231,10 +154,12 @@ def _evaluate(rule: UpdateRule, x: Inputs, backend: Backend, chunk_size: int = C
     """Output, states, and the gradient of a fixed weighted sum of all of them in every input."""
     x = x.map(lambda part: part.detach().requires_grad_())
     o, state = _scan(rule, x, backend, chunk_size)
-    results = {"o": o, **_parts(state)}
+    results = {"o": o, **parts(state)}
     # Signs, since they are the same weights in every dtype.
-    weighted = [(y * _normal(*y.shape, seed=i).sign().to(y)).sum() for i, y in enumerate(results.values())]
-    gradients = {f"gradient in {name}": value for name, value in _gradients(sum(weighted), x.named()).items()}
+    weighted = [(y * normal(*y.shape, seed=i).sign().to(y)).sum() for i, y in enumerate(results.values())]
+    gradients = {
+        f"gradient in {name}": value for name, value in _gradients(torch.stack(weighted).sum(), x.named()).items()
+    }
     return {name: y.detach() for name, y in results.items()} | gradients
 
 
@@ -245,7 +170,7 @@ def _gradients(of: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _error(got: Tensor, want: Tensor) -> float:
     """The relative difference, in the Frobenius norm."""
-    got, want = got.double(), want.double()
+    got, want = got.detach().double(), want.detach().double()
     return float((got - want).norm() / want.norm().clamp_min(1e-6)) if got.shape == want.shape else math.inf
 
 
@@ -304,22 +229,24 @@ def state_carry(rule: UpdateRule) -> Iterator[Measured]:
     x = _inputs(rule)
     for backend in _backends(rule):
         o, state = _scan(rule, x, backend)
-        whole = {"o": o, **_parts(state)}
+        whole = {"o": o, **parts(state)}
         for split in CUTS:
             first, between = _scan(rule, x.span(0, split), backend)
             second, after = _scan(rule, x.span(split, state=between), backend)
-            parts = {"o": torch.cat([first, second], dim=1), **_parts(after)}
-            yield from _errors(parts, whole, f"{backend}, two parts split at token {split} to one")
+            joined = {"o": torch.cat([first, second], dim=1), **parts(after)}
+            yield from _errors(joined, whole, f"{backend}, two parts split at token {split} to one")
 
 
 def causality_of_values(rule: UpdateRule) -> Iterator[Measured]:
     x, later, layer = _inputs(rule), _inputs(rule, seed=1), _layer(rule)
-    tokens, later_tokens = (_normal(BATCH, LENGTH, WIDTH, seed=seed) for seed in (1, 2))
+    tokens, later_tokens = (normal(BATCH, LENGTH, WIDTH, seed=seed) for seed in (1, 2))
     for t in CUTS:
         gates = {name: _joined(gate, later.gates[name], t) for name, gate in x.gates.items()}
         turned = Inputs(_joined(x.q, later.q, t), _joined(x.k, later.k, t), _joined(x.v, later.v, t), gates)
-        outputs = [(name, _scan(rule, x, name)[0], _scan(rule, turned, name)[0]) for name in _backends(rule)]
-        outputs.append(("layer", layer(tokens)[0], layer(_joined(tokens, later_tokens, t))[0]))
+        outputs: list[tuple[str, Tensor, Tensor]] = [
+            *((name, _scan(rule, x, name)[0], _scan(rule, turned, name)[0]) for name in _backends(rule)),
+            ("layer", layer(tokens)[0], layer(_joined(tokens, later_tokens, t))[0]),
+        ]
         for name, o, turned_o in outputs:
             what = f"change of outputs before token {t} by a change of inputs after it, {name},"
             yield Measured(_error(turned_o[:, :t], o[:, :t]), what)
@@ -332,30 +259,32 @@ def _joined(before: Tensor, after: Tensor, t: int) -> Tensor:
 def causality_of_gradients(rule: UpdateRule) -> Iterator[Measured]:
     x = _inputs(rule).map(lambda part: part.requires_grad_())
     inputs = {name: values for name, values in x.named().items() if values.dim() > 1}
-    tokens = _normal(BATCH, LENGTH, WIDTH, seed=1).requires_grad_()
-    outputs = [(backend, _scan(rule, x, backend)[0], inputs) for backend in _backends(rule)]
-    outputs.append(("layer", _layer(rule)(tokens)[0], {"x": tokens}))
-    for (name, o, inputs), t in itertools.product(outputs, CUTS):
-        early = (o[:, :t] * _normal(*o[:, :t].shape, seed=2)).sum()
-        for source, gradient in _gradients(early, inputs).items():
+    tokens = normal(BATCH, LENGTH, WIDTH, seed=1).requires_grad_()
+    outputs: list[tuple[str, Tensor, dict[str, Tensor]]] = [
+        *((backend, _scan(rule, x, backend)[0], inputs) for backend in _backends(rule)),
+        ("layer", _layer(rule)(tokens)[0], {"its input": tokens}),
+    ]
+    for (name, o, sources), t in itertools.product(outputs, CUTS):
+        early = (o[:, :t] * normal(*o[:, :t].shape, seed=2)).sum()
+        for source, gradient in _gradients(early, sources).items():
             what = f"largest gradient of outputs before token {t} in {source} after it, {name},"
             yield Measured(float(gradient[:, t:].abs().max()), what)
 
 
 def extreme_gates(rule: UpdateRule) -> Iterator[Measured]:
-    corners = _corners(rule)
     for dtype, backend in itertools.product((torch.float32, torch.float64), _backends(rule)):
-        x = _cornered(rule, corners, PREFIX + LENGTH).map(lambda part, dtype=dtype: part.to(dtype))  # type: ignore[misc]
+        x = draw_corners(rule, batch=BATCH, length=PREFIX + LENGTH, key_dim=KEY, value_dim=VALUE)
+        x = x.map(lambda part, dtype=dtype: part.to(dtype))  # type: ignore[misc]
         results = _evaluate(rule, _started(rule, x), backend)
         count = sum(int((~value.isfinite()).sum()) for value in results.values())
-        at = _broken(results, corners) if count else ""
-        yield Measured(count, f"number of values that are not finite{at}, {backend}, {dtype},")
+        at = _broken(rule, results) if count else ""
+        yield Measured(float(count), f"number of values that are not finite{at}, {backend}, {dtype},")
 
 
-def _broken(results: Mapping[str, Tensor], corners: list[dict[str, float]]) -> str:
+def _broken(rule: UpdateRule, results: Mapping[str, Tensor]) -> str:
     """Every head is a corner, so the first head that broke says which gates broke it."""
     heads = [v.sum(-1) if v.dim() == 4 else v.expand(BATCH, LENGTH, -1) for n, v in results.items() if "state" not in n]
-    for corner, head in zip(corners, torch.stack(heads).unbind(-1), strict=True):
+    for corner, head in zip(corners(rule), torch.stack(heads).unbind(-1), strict=True):
         if not head.isfinite().all():
             return " at " + ", ".join(f"{name}={value:g}" for name, value in corner.items())
     return ""
@@ -367,20 +296,21 @@ def gate_ranges(rule: UpdateRule) -> Iterator[Measured]:
         initialize(gates, seed=0)
         with torch.no_grad():
             for i, parameter in enumerate(gates.parameters()):
-                parameter += spread * _normal(*parameter.shape, seed=i)
+                parameter.add_(spread * normal(*parameter.shape, seed=i))
             for scale in (1, 10, 100):
-                for name, value in gates(scale * _normal(BATCH, 8 * LENGTH, WIDTH, seed=1)).items():
+                for name, value in gates(scale * normal(BATCH, 8 * LENGTH, WIDTH, seed=1)).items():
                     low, high = rule.gates[name].low, rule.gates[name].high
                     outside = value[~((value >= low) & (value <= high))]
                     past = (outside - outside.clamp(low, high)).abs().max() if outside.numel() else torch.zeros(())
                     measured = f"{value.min():.3g} to {value.max():.3g}"
-                    what = f"distance of '{name}', measured {measured}, from its declared {low:g} to {high:g}"
+                    what = f"distance of '{name}', measured {measured}, from its declared {low:g} to {high:g},"
                     yield Measured(float(past), what)
 
 
 def eigenvalues(rule: UpdateRule) -> Iterator[Measured]:
     low, high = rule.eigenvalues
-    for x in (_cornered(rule, _corners(rule), 1, value_dim=KEY), _inputs(rule, 1, heads=128, value_dim=KEY)):
+    extreme = draw_corners(rule, batch=BATCH, length=1, key_dim=KEY, value_dim=KEY)
+    for x in (extreme, _inputs(rule, 1, heads=128, value_dim=KEY)):
         x = dataclasses.replace(x, v=torch.zeros_like(x.v))
         basis = torch.eye(KEY, dtype=torch.float64).expand(BATCH, x.q.shape[2], KEY, KEY)
         after, offset = (_scan(rule, x.span(0, state=s), "recurrent")[1] for s in (basis, torch.zeros_like(basis)))
@@ -389,12 +319,12 @@ def eigenvalues(rule: UpdateRule) -> Iterator[Measured]:
         measured = torch.linalg.eigvals(after - offset)
         real, past = measured.real, measured - measured.real.clamp(low, high)
         shown = f"{real.min():.3g} to {real.max():.3g}"
-        what = f"distance of the eigenvalues, measured {shown}, from the declared {low:g} to {high:g}"
+        what = f"distance of the eigenvalues, measured {shown}, from the declared {low:g} to {high:g},"
         yield Measured(float(past.abs().max()), what)
 
 
 def gate_liveness(rule: UpdateRule) -> Iterator[Measured]:
-    layer, x = _layer(rule), _normal(BATCH, LENGTH, WIDTH, seed=1)
+    layer, x = _layer(rule), normal(BATCH, LENGTH, WIDTH, seed=1)
     held: dict[str, Tensor] = {}
     turned: dict[str, Tensor] = {}
 
@@ -404,14 +334,14 @@ def gate_liveness(rule: UpdateRule) -> Iterator[Measured]:
 
     layer.gates.register_forward_hook(hold)
     y = layer(x)[0]
-    sources = {f"the value of '{name}'": held[name] for name in _learned(rule)}
+    sources = {f"the value of '{name}'": held[name] for name in learned(rule)}
     for path, parameter in layer.gates.named_parameters():
         sources[f"parameter {path}"] = parameter
-    for source, gradient in _gradients((y * _normal(*y.shape, seed=2)).sum(), sources).items():
+    for source, gradient in _gradients((y * normal(*y.shape, seed=2)).sum(), sources).items():
         yield Measured(float(gradient.norm() / y.detach().norm()), f"gradient of the layer's output in {source}")
-    for i, (name, gate) in enumerate(_learned(rule).items()):
+    for i, (name, gate) in enumerate(learned(rule).items()):
         turned.clear()
-        turned[name] = _draw(gate, tuple(held[name].shape), seed=i)
+        turned[name] = within(gate, tuple(held[name].shape), seed=i)
         with torch.no_grad():
             yield Measured(_error(layer(x)[0], y), f"change of the layer's output by other values of '{name}'")
 
@@ -420,7 +350,7 @@ def knob_options(rule: UpdateRule) -> Iterator[Measured]:
     for name, options in rule.options().items():
         # A window or a mini-batch shows only in sequences that are longer.
         length = LENGTH + max((option for option in options if type(option) is int), default=0)
-        x = _normal(BATCH, length, WIDTH, seed=1)
+        x = normal(BATCH, length, WIDTH, seed=1)
         outputs = []
         for option in options:
             with suppress(InputError), torch.no_grad():
@@ -440,34 +370,35 @@ def bf16(rule: UpdateRule) -> Iterator[Measured]:
 
 
 def sizes(rule: UpdateRule) -> Iterator[Measured]:
-    for dtype in (torch.bfloat16, torch.float32, torch.float64) if rule.transition is not None else ():
-        x = _inputs(rule).map(lambda part, dtype=dtype: part.to(dtype))  # type: ignore[misc]
-        declared = torch.empty(BATCH, HEADS, KEY, VALUE, dtype=torch.promote_types(dtype, torch.float32))
-        states = {"initial_state": rule.initial_state(x.k, x.v)}
-        states |= {f"state from {backend}": _scan(rule, x, backend)[1] for backend in _backends(rule)}
-        for source, state in states.items():
-            parts = state if isinstance(state, tuple) else (state,)
-            fits = [(part.shape, part.dtype) for part in parts] == [(declared.shape, declared.dtype)]
-            shown = ", ".join(f"{list(part.shape)} {part.dtype}" for part in parts)
-            what = f"mismatch of {source}, {shown}, with the declared {list(declared.shape)} {declared.dtype}"
-            yield Measured(not fits, what)
     layer = _layer(rule)
-    parameters = 0
-    for gate in (gate for gate in rule.gates.values() if gate.of is None):
-        parameters += HEADS * len(gate.parameters)
-        if gate.per == "token":
-            parameters += WIDTH * HEADS if gate.rank is None else (WIDTH + HEADS) * gate.rank
-    real = sum(parameter.numel() for parameter in layer.gates.parameters())
-    yield Measured(abs(real - parameters), f"mismatch of the gates' parameters, {real}, with the declared {parameters}")
-    cache: LayerCache = layer(_normal(BATCH, LENGTH, WIDTH, seed=1))[1]
-    elements = sum(part.numel() for part in (cache.conv, *_parts(cache.state).values()))
-    yield Measured(
-        abs(cache.numel() - elements), f"mismatch of the layer's cache, {elements} elements, with what it says"
+    cache: LayerCache = layer(normal(BATCH, LENGTH, WIDTH, seed=1))[1]
+    of_gates = sum(
+        len(gate.parameters) * HEADS
+        + (gate.per == "token") * (WIDTH * HEADS if gate.rank is None else (WIDTH + HEADS) * gate.rank)
+        for gate in rule.gates.values()
+        if gate.of is None
     )
+    found: list[tuple[str, object, object]] = [
+        ("number of the gates' parameters", sum(p.numel() for p in layer.gates.parameters()), of_gates)
+    ]
+    if rule.transition is not None:
+        shape = (BATCH, HEADS, KEY, VALUE)
+        convolved = BATCH * (CONV - 1) * HEADS * (2 * KEY + VALUE)
+        found.append(("number of elements in the layer's cache", cache.numel(), convolved + math.prod(shape)))
+        for dtype in (torch.bfloat16, torch.float32, torch.float64):
+            x = _inputs(rule).map(lambda part, dtype=dtype: part.to(dtype))  # type: ignore[misc]
+            states = {"initial_state": rule.initial_state(x.k, x.v)}
+            states |= {f"state from {backend}": _scan(rule, x, backend)[1] for backend in _backends(rule)}
+            want = [(shape, torch.promote_types(dtype, torch.float32))]
+            for source, state in states.items():
+                real = [(tuple(part.shape), part.dtype) for part in parts(state).values()]
+                found.append((f"shape and dtype of {source} for {dtype}", real, want))
+    for what, got, declared in found:
+        yield Measured(float(got != declared), f"mismatch of the {what}, {got}, with the declared {declared},")
 
 
 def token_by_token(rule: UpdateRule) -> Iterator[Measured]:
-    layer, x = _layer(rule), _normal(BATCH, LENGTH, WIDTH, seed=1)
+    layer, x = _layer(rule), normal(BATCH, LENGTH, WIDTH, seed=1)
     cache, outputs = None, []
     with torch.no_grad():
         whole, after = layer(x)
@@ -475,10 +406,9 @@ def token_by_token(rule: UpdateRule) -> Iterator[Measured]:
             y, cache = layer(token, cache)
             outputs.append(y)
     assert cache is not None
-    want = {"y": whole, **_parts(after.state)}
-    yield from _errors(
-        {"y": torch.cat(outputs, dim=1), **_parts(cache.state)}, want, "layer fed by tokens to all at once"
-    )
+    want = {"y": whole, **parts(after.state)}
+    got = {"y": torch.cat(outputs, dim=1), **parts(cache.state)}
+    yield from _errors(got, want, "layer fed by tokens to layer fed at once")
 
 
 def _declared(rule: UpdateRule) -> list[UpdateRule]:
@@ -486,7 +416,7 @@ def _declared(rule: UpdateRule) -> list[UpdateRule]:
 
 
 def _has_gates(rule: UpdateRule) -> bool:
-    return bool(_learned(rule))
+    return bool(learned(rule))
 
 
 def _has_kernel(rule: UpdateRule) -> bool:
