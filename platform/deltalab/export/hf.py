@@ -1,0 +1,247 @@
+"""A trained model as a folder that `transformers` loads on a machine that has never heard of deltalab.
+
+The folder holds copies of the modules that compute the model and of its rules' plugin files, with deltalab's
+absolute imports made relative; a registry of these rules alone takes the place of the one that searches.
+"""
+
+import ast
+import inspect
+import json
+import re
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from uuid import uuid4
+
+from torch import Tensor
+
+from deltalab.errors import InputError
+from deltalab.model import Model, ModelSpec
+from deltalab.registry import Plugin, rule_plugin
+
+PACKAGE = Path(__file__).parents[1]
+MODELING = "modeling_deltalab"
+OF_A_RULE = ("errors", "gates", "rule", "structure")
+"""What a plugin file may import from deltalab and still be exported."""
+
+
+def export_hf(
+    spec: ModelSpec, weights: Mapping[str, Tensor], directory: Path, *, provenance: Mapping[str, object]
+) -> None:
+    """Writes a model for `AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)`.
+
+    weights: `Model(spec).state_dict()`, on any device. provenance: where they come from, for the model card.
+    The folder appears whole or not at all.
+
+    Raises `InputError` for a directory that holds something or cannot be written, for weights that do not fit the
+    model, for a rule whose file needs more than torch, the standard library and the contract of a rule, and
+    without the package safetensors.
+    """
+    try:
+        from safetensors.torch import save
+    except ImportError:
+        raise InputError("export to hf needs safetensors: pip install 'deltalab[hf]'") from None
+    model = _filled(spec, weights)
+    texts = {f"{name}.py": text for name, text in _modules(spec).items()}
+    texts["config.json"] = json.dumps(_config(spec, model, provenance), indent=2, default=str) + "\n"
+    texts["README.md"] = _readme(spec, model, directory.name, provenance)
+    tensors = {f"model.{name}": value.cpu().contiguous() for name, value in model.state_dict().items()}
+
+    target = directory.resolve()
+    partial = target.parent / f".{target.name}.{uuid4().hex[:8]}"
+    try:
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise InputError(f"{directory}: exists and is not an empty directory")
+        partial.mkdir(parents=True)
+        for name, text in texts.items():
+            (partial / name).write_text(text, encoding="utf-8")
+        # Not `save_file`, whose error on a full disk is no OSError.
+        (partial / "model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
+        partial.replace(target)
+    except OSError as error:
+        raise InputError(f"{directory}: cannot be written: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _filled(spec: ModelSpec, weights: Mapping[str, Tensor]) -> Model:
+    model = Model(spec)
+    expected = model.state_dict()
+    wrong = [f"no {name}" for name in expected if name not in weights]
+    wrong += [f"unknown {name}" for name in weights if name not in expected]
+    wrong += [
+        f"{name} is {list(weights[name].shape)}, not {list(value.shape)}"
+        for name, value in expected.items()
+        if name in weights and weights[name].shape != value.shape
+    ]
+    if wrong:
+        raise InputError(f"the weights do not fit the model: {'; '.join(wrong[:4])}")
+    model.to(weights["embed.weight"].dtype).load_state_dict(dict(weights))
+    return model
+
+
+def _config(spec: ModelSpec, model: Model, provenance: Mapping[str, object]) -> dict[str, object]:
+    # Every knob is spelled out: a default that changes later must not change a model that was trained.
+    model_fields = {f.name: getattr(spec, f.name) for f in fields(spec)} | {"rule": spec.make_rule().spec()}
+    return {
+        "architectures": ["DeltaLabForCausalLM"],
+        "auto_map": {
+            "AutoConfig": f"{MODELING}.DeltaLabConfig",
+            "AutoModelForCausalLM": f"{MODELING}.DeltaLabForCausalLM",
+        },
+        "dtype": str(model.embed.weight.dtype).removeprefix("torch."),
+        "model_type": "deltalab",
+        **model_fields,
+        "provenance": dict(provenance),
+    }
+
+
+def _modules(spec: ModelSpec) -> dict[str, str]:
+    """The folder's Python files by name: the model's code, its rules, and a registry of these."""
+    rules = [rule_plugin(name) for name in dict.fromkeys(_rules(spec))]
+    modules: dict[str, str] = {}
+    wanted = [f"export.{MODELING}"]
+    while wanted:
+        name = wanted.pop()
+        flat = _flat(name)
+        if flat not in modules and name != "registry":
+            modules[flat], needs = _relative((PACKAGE / f"{name.replace('.', '/')}.py").read_text(encoding="utf-8"))
+            wanted += needs
+    for plugin in rules:
+        _refuse_other_imports(plugin)
+        modules[_rule_module(plugin)], _ = _relative(plugin.source)
+    modules["registry"] = _registry(rules)
+    # transformers copies what such lines of the modeling code name. It overlooks `from . import x`, and its
+    # older versions overlook what an imported file imports.
+    never = "".join(f"    from .{name} import *\n" for name in sorted(modules) if name != MODELING)
+    modules[MODELING] += f"\n\nif False:  # names every file of this folder, for transformers to find\n{never}"
+    return modules
+
+
+def _rules(spec: ModelSpec) -> list[str]:
+    return [spec.make_rule().name, *(["attention"] if spec.attention else [])]
+
+
+def _rule_module(plugin: Plugin) -> str:
+    return "rule_" + re.sub(r"\W", "_", plugin.kind.name)
+
+
+def _flat(module: str) -> str:
+    return module.removeprefix("export.").replace(".", "_")
+
+
+def _relative(source: str) -> tuple[str, list[str]]:
+    """The source with `from deltalab.x import` made `from .x import`, and the modules x that it names."""
+    lines = source.splitlines(keepends=True)
+    needs = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.ImportFrom) or (node.module or "").split(".")[0] != "deltalab":
+            continue
+        assert node.module is not None
+        module = node.module.removeprefix("deltalab").removeprefix(".")
+        needs += [module] if module else [alias.name for alias in node.names]
+        line = lines[node.lineno - 1].encode()
+        before, after = line[: node.col_offset].decode(), line[node.col_offset :].decode()
+        lines[node.lineno - 1] = before + re.sub(r"^from\s+[\w.]+", f"from .{_flat(module)}", after)
+    return "".join(lines), needs
+
+
+def _refuse_other_imports(plugin: Plugin) -> None:
+    def refuse(line: int, name: str) -> InputError:
+        return InputError(
+            f"{plugin.file}:{line}: imports '{name}'; the rule of an exported model may import torch, the standard "
+            f"library and names from deltalab.{', deltalab.'.join(OF_A_RULE)}"
+        )
+
+    for node in ast.walk(ast.parse(plugin.source)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if not _everywhere(alias.name):
+                    raise refuse(node.lineno, alias.name)
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            full = [f"deltalab.{alias.name}" for alias in node.names] if module == "deltalab" else [module]
+            for name in full:
+                if not _everywhere(name) and name not in [f"deltalab.{mine}" for mine in OF_A_RULE]:
+                    raise refuse(node.lineno, name)
+
+
+def _everywhere(module: str) -> bool:
+    top = module.split(".")[0]
+    return top == "torch" or top in sys.stdlib_module_names
+
+
+def _registry(rules: list[Plugin]) -> str:
+    lines = [
+        '"""The rules of this model, in place of the registry that searches for them; written by deltalab."""',
+        "",
+        "from .errors import unknown",
+        "from .rule import UpdateRule",
+        *(f"from .{_rule_module(plugin)} import {plugin.kind.__name__}" for plugin in rules),
+        "",
+        "RULES: dict[str, type[UpdateRule]] = {",
+        *(f"    {plugin.kind.name!r}: {plugin.kind.__name__}," for plugin in rules),
+        "}",
+        "",
+        "",
+        "def get_rule(name: str, /, **knobs: object) -> UpdateRule:",
+        "    if name not in RULES:",
+        '        raise unknown("rule", name, RULES)',
+        "    return RULES[name].configured(knobs)",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _readme(spec: ModelSpec, model: Model, title: str, provenance: Mapping[str, object]) -> str:
+    rule = spec.make_rule()
+    length = spec.window + 32
+    short, long = model.state_size(length), model.state_size(2 * length)
+    state = (
+        f"The state of one sequence is {short:,} numbers, however long the sequence."
+        if short == long
+        else f"The state of one sequence grows with it, as attention remembers every token: {short:,} numbers after "
+        f"{length} tokens, {long:,} after {2 * length}."
+    )
+    rows = [f"| {name} | {_cell(value)} |" for name, value in provenance.items()]
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [deltalab, {rule.name}]
+---
+# {title}
+
+A language model of {sum(p.numel() for p in model.parameters()):,} parameters with the update rule `{rule.name}` \
+({rule.paper}), trained and exported by deltalab. The code in this folder is deltalab's, under Apache-2.0.
+
+```python
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("path/to/this/folder", trust_remote_code=True)
+model.generate(input_ids, max_new_tokens=32)
+```
+
+There is no tokenizer: the model takes the token ids of the task that it was trained on.
+{state}
+
+## The rule
+
+```text
+{inspect.getdoc(type(rule))}
+```
+
+As trained: `{json.dumps(rule.spec())}`
+
+## Where it comes from
+
+| | |
+| --- | --- |
+{chr(10).join(rows)}
+"""
+
+
+def _cell(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return " ".join(text.split()).replace("|", "\\|")
