@@ -36,12 +36,13 @@ class Arm:
 class Job:
     """One trial, whole: everything that a worker needs, as JSON.
 
-    key: SHA-256 of what the trial computes. plugins: (kind, name, file, hash) of the user code it runs.
+    key: SHA-256 of what the trial computes. task: its name in the study; task_kind: what it is. plugins: (kind, name, file, hash) of the user code it runs.
     """
 
     key: str
     arm: str
     task: str
+    task_kind: str
     stage: Literal["tune", "confirm"]
     number: int
     values: dict[str, Any]
@@ -110,6 +111,7 @@ class Plan:
             key=key,
             arm=arm.name,
             task=arm.task,
+            task_kind=task.name,
             stage=stage,
             number=number,
             values=dict(values),
@@ -135,7 +137,10 @@ def make_plan(spec: StudySpec, *, profile: str | None = None, where: str = "stud
 
 
 def _make_plan(spec: StudySpec, profile: str | None) -> Plan:
-    tasks = {name: get_task(name, **params) for name, params in spec.task.items()}
+    tasks = {}
+    for label, params in spec.task.items():
+        kind = params.get("task", label)
+        tasks[label] = get_task(kind, **{key: value for key, value in params.items() if key != "task"})
     for name in spec.for_task:
         if name not in tasks:
             raise unknown("task", name, tasks, where="for_task")
@@ -157,6 +162,8 @@ def _make_plan(spec: StudySpec, profile: str | None) -> Plan:
             change_of = difference(resolved["base"], config)
             arms.append(Arm(name, task_name, name == "base", config, change_of))
     plan = Plan(spec, profile, arms, tasks)
+    if spec.tune is not None and (grid := spec.tune.grid()) is not None and spec.tune.trials > len(grid):
+        raise InputError(f"tune.trials {spec.tune.trials}: there are only {len(grid)} choices to try")
     for arm in arms if spec.tune else []:
         assert spec.tune is not None
         plan.job(arm, "tune", 0, {path: _some(search) for path, search in spec.tune.searched.items()})

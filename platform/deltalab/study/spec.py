@@ -1,6 +1,7 @@
 """A study as its YAML file states it: refused where it is not understood, in one line that says how to mend it."""
 
 import difflib
+import itertools
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -55,6 +56,13 @@ class Tune(BaseModel):
     def searched(self) -> dict[str, Search]:
         return self.__pydantic_extra__
 
+    def grid(self) -> list[dict[str, Any]] | None:
+        """Every candidate, where all settings are searched by choice; None where there is no end of them."""
+        choices = [search.choice for search in self.searched.values()]
+        if None in choices:
+            return None
+        return [dict(zip(self.searched, values, strict=True)) for values in itertools.product(*filter(None, choices))]
+
     @model_validator(mode="after")
     def _searches_something(self) -> Self:
         if not self.searched:
@@ -88,7 +96,8 @@ class Resources(_Strict):
 class StudySpec(_Strict):
     """A study: a base, arms that each change it, tuning with one budget for all, and confirmation on fresh seeds.
 
-    task: one or several, each with its parameters. for_task: what a task changes in the base, for every arm.
+    task: one or several, each with its parameters; `task: KIND` among them where one task is there under several
+    names. for_task: what a task changes in the base, for every arm.
     ablate: parts taken away one at a time, each an arm `without_PART`: knobs of the rule, or parts of the model.
     factorial: pairs of them, each an arm without both, whose interaction is reported.
     arms: further arms by name. seeds: for confirmation. deadline: seconds a trial may take.

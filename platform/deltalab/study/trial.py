@@ -54,7 +54,7 @@ def _train(
     if 0 < job.gpu < 1:
         torch.cuda.set_per_process_memory_fraction(job.gpu)
     _load_plugins(job)
-    task = get_task(job.task, **job.task_params)
+    task = get_task(job.task_kind, **job.task_params)
     model = ModelSpec.of({**job.config["model"], "rule": job.config["rule"]})
     spec = TrainSpec(**job.config["train"])
 
@@ -114,7 +114,7 @@ def _record(
     return TrialRecord(
         key=job.key,
         task=job.task,
-        task_version=task_plugin(job.task).kind.version,  # type: ignore[union-attr]
+        task_version=task_plugin(job.task_kind).kind.version,  # type: ignore[union-attr]
         stage=job.stage,
         config=job.config,
         state="done" if error is None else "failed",
