@@ -92,6 +92,11 @@ def test_equal_differences_are_equal_but_for_rounding(shift: float) -> None:
     assert math.isnan(found.p_t)
 
 
+def test_a_difference_of_rounding_is_none() -> None:
+    found = paired([0.1 + 0.2] * 6, [0.3] * 6)
+    assert (found.mean, found.low, found.high, found.p_exact) == (0, 0, 0, 1)
+
+
 def test_many_seeds_flip_at_random_and_the_same_each_time() -> None:
     base = np.zeros(20)
     x = np.linspace(-0.9, 1.1, 20)

@@ -72,7 +72,6 @@ def connect(url: URL, *, migrating: bool = False) -> Engine:
         raise InputError(f"{shown(url)}: needs psycopg; pip install 'deltalab[postgres]'") from None
 
     def connected(connection: DBAPIConnection, _: ConnectionPoolEntry) -> None:
-        connection.isolation_level = None  # else the driver begins too late for DDL, and never IMMEDIATE
         cursor = connection.cursor()
         cursor.execute("PRAGMA synchronous=NORMAL")
         # A batch migration drops tables that others refer to: it must not cascade. And WAL is written into
@@ -83,7 +82,8 @@ def connect(url: URL, *, migrating: bool = False) -> Engine:
     def begun(connection: Connection) -> None:
         writes = connection.get_execution_options().get("writes", False)
         if sqlite:
-            # A read transaction that turns into a write fails at once where another one wrote meanwhile.
+            # The driver's own BEGIN comes too late for DDL; and a transaction that reads and then writes
+            # fails at once where another one wrote in between.
             connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
         elif writes:
             connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{PATIENCE_SECONDS}s'")
