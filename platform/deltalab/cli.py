@@ -303,8 +303,8 @@ def export(
     if to != "hf":
         raise unknown("format", to, ["hf"], where="--to")
     with Store.open(db, create=False) as store:
-        export_arm(store, _find_study(store, name, profile), arm=arm, task=task, directory=directory)
-    print(f"{directory}: AutoModelForCausalLM.from_pretrained('{directory}', trust_remote_code=True)")
+        seed = export_arm(store, _find_study(store, name, profile), arm=arm, task=task, directory=directory)
+    print(f"seed {seed}, the best on validation: AutoModelForCausalLM.from_pretrained('{directory}', trust_remote_code=True)")
 
 
 @db.command("upgrade")

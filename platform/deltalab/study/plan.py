@@ -36,7 +36,8 @@ class Arm:
 class Job:
     """One trial, whole: everything that a worker needs, as JSON.
 
-    key: SHA-256 of what the trial computes. task: its name in the study; task_kind: what it is. plugins: (kind, name, file, hash) of the user code it runs.
+    key: SHA-256 of what the trial computes. task: its name in the study; task_kind: what it is.
+    plugins: (kind, name, file, hash) of the code it runs.
     """
 
     key: str
