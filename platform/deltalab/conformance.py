@@ -103,7 +103,7 @@ def _run(check: Check, rule: UpdateRule) -> CheckResult | None:
         return None
     setting, worst = min(found, key=lambda pair: check.slack(pair[1].figure))
     passed = check.slack(worst.figure) >= 0
-    message = f"{rule.name} [{rule.turned(setting)}]: {worst.what} is {worst.figure:.2g}"
+    message = f"{rule.name} [{rule.turned(setting)}]: {worst.what} is {worst.figure:.3g}"
     message += f", must be {'at least' if check.at_least else 'at most'} {check.limit:g}"
     combinations = math.prod(len(options) for options in rule.options().values())
     if check.settings is _combinations and combinations > MOST_SETTINGS:
@@ -169,9 +169,10 @@ def _gradients(of: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _error(got: Tensor, want: Tensor) -> float:
-    """The relative difference, in the Frobenius norm."""
+    """The relative difference in the Frobenius norm; what is near 0, like the gradient of a decay of nothing, is
+    held to 1e-3, or its rounding would count."""
     got, want = got.detach().double(), want.detach().double()
-    return float((got - want).norm() / want.norm().clamp_min(1e-6)) if got.shape == want.shape else math.inf
+    return float((got - want).norm() / want.norm().clamp_min(1e-3)) if got.shape == want.shape else math.inf
 
 
 def _errors(got: Mapping[str, Tensor], want: Mapping[str, Tensor], where: str) -> Iterator[Measured]:
@@ -317,10 +318,11 @@ def eigenvalues(rule: UpdateRule) -> Iterator[Measured]:
         assert isinstance(after, Tensor)
         assert isinstance(offset, Tensor)
         measured = torch.linalg.eigvals(after - offset)
-        real, past = measured.real, measured - measured.real.clamp(low, high)
+        real = measured.real
+        past = measured.imag.abs() + (low - real).clamp_min(0) + (real - high).clamp_min(0)
         shown = f"{real.min():.3g} to {real.max():.3g}"
         what = f"distance of the eigenvalues, measured {shown}, from the declared {low:g} to {high:g},"
-        yield Measured(float(past.abs().max()), what)
+        yield Measured(float(past.max()), what)
 
 
 def gate_liveness(rule: UpdateRule) -> Iterator[Measured]:
@@ -361,11 +363,12 @@ def knob_options(rule: UpdateRule) -> Iterator[Measured]:
 
 
 def bf16(rule: UpdateRule) -> Iterator[Measured]:
-    x = _inputs(rule, PREFIX + LENGTH)
+    # Longer than elsewhere: in bf16 it is sums over many tokens that go wrong.
+    x = _inputs(rule, PREFIX + 64)
     x = Inputs(x.q.bfloat16(), x.k.bfloat16(), x.v.bfloat16(), {name: gate.float() for name, gate in x.gates.items()})
     x = _started(rule, x)
-    want = _evaluate(rule, x.map(Tensor.double), "recurrent")
     for backend in _backends(rule):
+        want = _evaluate(rule, x.map(Tensor.double), backend)
         yield from _errors(_evaluate(rule, x, backend), want, f"{backend} in bf16 to fp64")
 
 

@@ -1,0 +1,257 @@
+"""Each planted bug is caught by the check that is meant for it, and no check passes because it looks at nothing."""
+
+import math
+import runpy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import deltalab
+from deltalab import conformance, gates, reference
+from deltalab.conformance import CHECKS, CheckResult, check_rule
+from deltalab.layer import RuleLayer
+from deltalab.rule import Operands, UpdateRule, knob
+from deltalab.structure import ADDITIVE, IPLR, SPLR, Transition
+
+PLANTED = Path(__file__).parent / "planted"
+
+# File -> the checks that must fail, and what the first one's message must say. All others must pass.
+CAUGHT: dict[str, tuple[list[str], str]] = {
+    "coarse_decay": (["bf16"], "triton in bf16 to fp64"),
+    "dead_gate": (["gate liveness", "knob options"], "a later normalization cancels the gate"),
+    "dead_in_one_combination": (["gate liveness"], "[feedback=equal, output=plain]: gradient of the layer's output"),
+    "dead_knob": (["knob options"], "between correction=on and correction=off is 0, must be at least"),
+    "decay_overflow": (["extreme gates"], "not finite at g=-1000, triton"),
+    "decayed_read": (["kernel"], "it reads the decayed state; the rule declares reads='state'"),
+    "eigenvalue_range": (["eigenvalues"], "[beta=sigmoid(max=2)]: distance of the eigenvalues, measured -1 to 1, from"),
+    "future_leak": (
+        ["causality of values", "causality of gradients", "state carry", "token by token"],
+        "by a change of inputs after it, layer,",
+    ),
+    "gate_range": (["gate ranges"], "[beta=twice_sigmoid()]: distance of 'beta', measured"),
+    "lost_state": (["state carry", "backends", "token by token"], "the given state is not used"),
+    "raises": (
+        [
+            check.name
+            for check in CHECKS
+            if check.name not in ("kernel", "extreme gates", "gate liveness", "gate ranges")
+        ],
+        "[form=mean]: raised ZeroDivisionError: nothing to divide by",
+    ),
+    "small_state": (["sizes"], "initial_state for torch.bfloat16"),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def planted(file: Path) -> UpdateRule:
+    """The rule of a file, unknown to the registry."""
+    kinds = [x for x in runpy.run_path(str(file)).values() if isinstance(x, type) and issubclass(x, UpdateRule)]
+    [kind] = [kind for kind in kinds if kind is not UpdateRule]
+    return kind()
+
+
+def failures(results: list[CheckResult]) -> dict[str, CheckResult]:
+    return {result.name: result for result in results if not result.passed}
+
+
+def worst(check: str, rule: UpdateRule) -> float:
+    """How far one setting of a rule exceeds the limit of a check; above 0 it fails."""
+    [found] = [c for c in CHECKS if c.name == check]
+    figures = [measured.figure for measured in found.measure(rule)]
+    assert figures
+    return -min(found.slack(figure) for figure in figures)
+
+
+def test_every_planted_file_is_expected_to_be_caught() -> None:
+    assert {file.stem for file in PLANTED.glob("*.py")} == set(CAUGHT)
+
+
+@pytest.mark.parametrize("name", CAUGHT)
+def test_planted_bug_is_caught_by_its_check_and_by_no_other(name: str) -> None:
+    names, message = CAUGHT[name]
+    failed = failures(check_rule(planted(PLANTED / f"{name}.py")))
+    assert set(failed) == set(names)
+    assert message in failed[names[0]].message
+
+
+def test_every_check_has_a_bug_that_it_catches() -> None:
+    caught_alone = {check for name, (checks, _) in CAUGHT.items() if name != "raises" for check in checks}
+    assert caught_alone == {check.name for check in CHECKS}
+
+
+def test_what_does_not_apply_is_left_out() -> None:
+    listed = {name: {r.name for r in check_rule(deltalab.get_rule(name))} for name in ("attention", "linear_attention")}
+    every = {check.name for check in CHECKS}
+    assert every - listed["linear_attention"] == {
+        "kernel",
+        "extreme gates",
+        "gate ranges",
+        "gate liveness",
+        "knob options",
+    }
+    assert every - listed["attention"] == {"kernel", "extreme gates", "gate ranges", "gate liveness", "eigenvalues"}
+
+
+def test_gradients_are_checked_where_the_caller_has_turned_them_off() -> None:
+    with torch.no_grad():
+        assert not failures(check_rule(deltalab.get_rule("deltanet")))
+
+
+def test_settings_that_are_not_all_tried_are_said_to_be_so() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class ManyKnobs(UpdateRule):
+        name: ClassVar[str] = "many_knobs"
+        paper: ClassVar[str] = "none"
+        transition: Transition = ADDITIVE
+        beta: gates.Gate = knob(gates.sigmoid())
+        a: int = knob(1, 2, 3)
+        b: int = knob(1, 2, 3)
+        c: int = knob(1, 2, 3)
+        d: int = knob(1, 2, 3)
+        e: int = knob(1, 2, 3)
+
+        def operands(self, q: Tensor, k: Tensor, v: Tensor, *, beta: Tensor) -> Operands:
+            powers = self.a + self.b * q + self.c * q**2 + self.d * q**3 + self.e * q**4
+            return Operands(r=powers, k=k, u=beta[..., None] * v)
+
+    results = check_rule(ManyKnobs())
+    assert not failures(results)
+    [liveness] = [result for result in results if result.name == "gate liveness"]
+    assert "tried 96 of 243 settings" in liveness.message
+
+
+@pytest.mark.parametrize("end", [0, 1], ids=["low", "high"])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        deltalab.get_rule("comba"),
+        deltalab.get_rule("comba", transition="iplr"),
+        deltalab.get_rule("deltanet"),
+        deltalab.get_rule("gated_deltanet", beta={"sigmoid": {"max": 1.5}}),
+        deltalab.get_rule("mamba2"),
+        deltalab.get_rule("linear_attention"),
+    ],
+    ids=lambda rule: f"{rule.name}-{rule.transition}",
+)
+def test_a_range_of_eigenvalues_slightly_too_narrow_is_caught(
+    rule: UpdateRule, end: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    declared = list(rule.eigenvalues)
+    assert worst("eigenvalues", rule) <= 0
+    declared[end] += 1e-6 if end == 0 else -1e-6
+    monkeypatch.setattr(type(rule), "eigenvalues", tuple(declared))
+    assert worst("eigenvalues", rule) > 0
+
+
+# --- mutations of what the rules stand on -------------------------------------------------------------------
+
+chunked = reference.chunked
+
+
+def detached(field: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The parallel form with the gradient of one operand lost."""
+
+    def mutant(transition: Transition, x: Operands, *, state: Tensor | None, **rest: Any) -> tuple[Tensor, Tensor]:
+        if field == "state":
+            state = None if state is None else state.detach()
+        else:
+            x = replace(x, **{field: getattr(x, field).detach()})
+        return chunked(transition, x, state=state, **rest)
+
+    return mutant
+
+
+def off_by(place: str, amount: float) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The parallel form with a small relative error in its output or its state."""
+
+    def mutant(*given: Any, **rest: Any) -> tuple[Tensor, Tensor]:
+        o, state = chunked(*given, **rest)
+        return (o * (1 + amount), state) if place == "o" else (o, state * (1 + amount))
+
+    return mutant
+
+
+def ignores_state(*given: Any, state: Tensor | None, **rest: Any) -> tuple[Tensor, Tensor]:
+    return chunked(*given, state=None, **rest)
+
+
+def reads_the_other(transition: Transition, *given: Any, **rest: Any) -> tuple[Tensor, Tensor]:
+    return chunked(
+        replace(transition, reads="decayed_state" if transition.reads == "state" else "state"), *given, **rest
+    )
+
+
+def drops_the_rest(transition: Transition, x: Operands, *, chunk_size: int, **rest: Any) -> tuple[Tensor, Tensor]:
+    """The parallel form forgets to write the tokens of a last chunk that is not full."""
+    whole = torch.arange(x.k.shape[1]) < max(x.k.shape[1] // chunk_size, 1) * chunk_size
+    return chunked(transition, replace(x, u=x.u * whole[:, None, None]), chunk_size=chunk_size, **rest)
+
+
+@pytest.mark.parametrize(
+    "rule", [deltalab.get_rule("comba"), deltalab.get_rule("gated_deltanet")], ids=lambda r: r.name
+)
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        *(pytest.param(detached(field), id=f"no gradient in {field}") for field in ("r", "k", "u", "g", "e", "state")),
+        *(pytest.param(off_by(place, 1e-9), id=f"{place} off by 1e-9") for place in ("o", "state")),
+        ignores_state,
+        reads_the_other,
+        drops_the_rest,
+    ],
+)
+def test_a_wrong_parallel_form_is_caught(
+    rule: UpdateRule, mutant: Callable[..., tuple[Tensor, Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert worst("backends", rule) <= 0
+    monkeypatch.setattr(reference, "chunked", mutant)
+    assert worst("backends", rule) > 0
+
+
+def test_decays_as_differences_of_sums_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def subtracted(g: Tensor) -> Tensor:
+        total = g.cumsum(-1)
+        future = torch.ones(g.shape[-1], g.shape[-1], dtype=torch.bool).triu(1)
+        return (total[..., :, None] - total[..., None, :]).masked_fill(future, -math.inf).exp()
+
+    monkeypatch.setattr(reference, "_decay", subtracted)
+    assert worst("backends", deltalab.get_rule("mamba2")) <= 0
+    assert worst("extreme gates", deltalab.get_rule("mamba2")) > 0
+
+
+@pytest.mark.parametrize("check", ["causality of values", "causality of gradients"])
+def test_a_convolution_that_looks_ahead_is_caught(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A leak outside the rule shows only through the assembled layer."""
+    convolve = RuleLayer._convolve
+
+    def ahead(self: RuleLayer, x: Tensor, cache: Any) -> tuple[Tensor, Tensor]:
+        return convolve(self, F.pad(x[:, 1:], (0, 0, 0, 1)), cache)
+
+    assert worst(check, deltalab.get_rule("linear_attention")) <= 0
+    monkeypatch.setattr(RuleLayer, "_convolve", ahead)
+    assert worst(check, deltalab.get_rule("linear_attention")) > 0
+
+
+@pytest.mark.parametrize("transition", [SPLR, IPLR], ids=str)
+def test_a_kernel_that_is_wrong_otherwise_is_not_blamed_on_the_read(transition: Transition) -> None:
+    class Wrong(type(deltalab.get_rule("comba"))):  # type: ignore[misc]
+        def fused(self, q: Tensor, k: Tensor, v: Tensor, gates: Any, **rest: Any) -> tuple[Tensor, Tensor]:
+            o, state = deltalab.scan(replace(self), q, k, v, gates, state=rest["state"], backend="recurrent")
+            return 2 * o, state
+
+    causes = {measured.cause for measured in conformance.kernel(Wrong(transition=transition))}
+    assert causes == {""}
+    assert worst("kernel", Wrong(transition=transition)) > 0
