@@ -55,13 +55,13 @@ def knob(default: Option, *others: Option) -> Any:
 class UpdateRule:
     """A recurrent update rule. Subclass it as a frozen, keyword-only dataclass whose fields are `knob`s.
 
-    name, paper: what the rule is called and where it comes from.
+    name, paper: what the rule is called and where it comes from, empty for a rule without a paper.
     eigenvalues: the closed interval that the eigenvalues of the state's transition lie in, for unit-norm keys.
     features: what the layer makes of q and k: `unit` is SiLU and unit norm, `raw` is nothing.
     """
 
     name: ClassVar[str]
-    paper: ClassVar[str]
+    paper: ClassVar[str] = ""
     features: ClassVar[Literal["unit", "raw"]] = "unit"
 
     transition: Transition | None = None

@@ -213,8 +213,9 @@ tags: [deltalab, {rule.name}]
 ---
 # {title}
 
-A language model of {sum(p.numel() for p in model.parameters()):,} parameters with the update rule `{rule.name}` \
-({rule.paper}), trained and exported by deltalab. The code in this folder is deltalab's, under Apache-2.0.
+A language model of {sum(p.numel() for p in model.parameters()):,} parameters with the update rule `{rule.name}`\
+{f" ({rule.paper})" if rule.paper else ""}, trained and exported by deltalab. \
+The code in this folder is deltalab's, under Apache-2.0.
 
 ```python
 from transformers import AutoModelForCausalLM

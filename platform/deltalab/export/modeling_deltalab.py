@@ -120,15 +120,15 @@ class DeltaLabForCausalLM(PreTrainedModel, GenerationMixin):
         inputs.pop("cache_position", None)  # transformers 5.0 gives it to every model
         return inputs
 
-    def _init_weights(self, module: nn.Module) -> None:
-        """Starts what no checkpoint gave as deltalab does, from a seed that torch's global generator draws."""
-        if module is not self.model:
-            return
-        with torch.device("cpu"):
-            fresh = Model(self.config.spec())
-        initialize(fresh, int(torch.randint(2**31, ())))
-        for name, value in self.model.named_parameters():
-            if not getattr(value, "_is_hf_initialized", False):
+    @torch.no_grad()
+    def initialize_weights(self) -> None:
+        """Starts what no checkpoint gave as deltalab does, from the seed that torch was last given."""
+        missing = {n: p for n, p in self.model.named_parameters() if not getattr(p, "_is_hf_initialized", False)}
+        if missing:
+            with torch.device("cpu"):
+                fresh = Model(self.config.spec())
+            initialize(fresh, torch.initial_seed())
+            for name, value in missing.items():
                 value.copy_(fresh.get_parameter(name))
 
     @can_return_tuple
