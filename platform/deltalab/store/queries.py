@@ -179,6 +179,7 @@ class Ledger:
         """
         if max_points < 2:
             raise ValueError("max_points is at least 2: the first and the last")
+        runs = _runs_of(study_id, stage).where(Trial.task == task)
         points = (
             select(
                 Metric.run_id,
@@ -187,7 +188,7 @@ class Ledger:
                 (func.row_number().over(partition_by=Metric.run_id, order_by=Metric.step) - 1).label("i"),
                 func.count().over(partition_by=Metric.run_id).label("n"),
             )
-            .where(Metric.run_id.in_(_runs_of(study_id, stage)), Metric.split == split, Metric.name == metric)
+            .where(Metric.run_id.in_(runs), Metric.split == split, Metric.name == metric)
             .subquery()
         )
         i, n, m = points.c.i, points.c.n, max_points
@@ -200,7 +201,7 @@ class Ledger:
             .join(Trial, held.c.trial_id == Trial.id)
             .join(Run)
             .join(points, points.c.run_id == Run.id)
-            .where(Arm.study_id == study_id, Trial.task == task, kept)
+            .where(Arm.study_id == study_id, kept)
             .order_by(Arm.position, Trial.key, Run.seed, points.c.step)
         )
         with self._reading() as session:
