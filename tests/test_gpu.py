@@ -1,0 +1,59 @@
+"""What a GPU must give: the CPU's answers in fp64, and a training that learns in bf16. Run with `pytest -m gpu`."""
+
+import pytest
+import torch
+
+import deltalab
+from deltalab.inputs import draw
+from deltalab.model import ModelSpec
+from deltalab.train import TrainSpec, train
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
+
+def _variants():
+    for name in deltalab.list_rules():
+        for rule in deltalab.get_rule(name).variants():
+            yield pytest.param(rule, id=f"{name}: {deltalab.get_rule(name).turned(rule)}")
+
+
+def _error(found: torch.Tensor, right: torch.Tensor) -> float:
+    return float((found.double().cpu() - right).norm() / right.norm().clamp_min(1e-12))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("rule", _variants())
+def test_chunked_on_the_gpu_is_the_recurrence_in_fp64(rule, dtype):
+    x = draw(rule, batch=2, length=150, heads=2, key_dim=32, value_dim=48)
+    rounded = x.map(lambda tensor: tensor.to(dtype).double())
+    right = rounded.map(lambda tensor: tensor.requires_grad_())
+    found = rounded.map(lambda tensor: tensor.detach().to("cuda", dtype).requires_grad_())
+    outputs = []
+    for inputs, backend in ((right, "recurrent"), (found, "chunked")):
+        o, _ = deltalab.scan(rule, inputs.q, inputs.k, inputs.v, inputs.gates, backend=backend)
+        (o.double() * torch.linspace(-1, 1, o.shape[1], device=o.device)[:, None, None]).sum().backward()
+        outputs.append(o.detach())
+    assert _error(outputs[1], outputs[0]) <= TOLERANCE[dtype]
+    for name, tensor in found.named().items():
+        assert _error(tensor.grad, right.named()[name].grad) <= 2 * TOLERANCE[dtype], name
+
+
+def test_training_in_bf16_learns_recall():
+    task = deltalab.get_task("mqar", length=32, pairs=4, vocab_size=128)
+    model = ModelSpec(rule="comba", vocab_size=128, d_model=32, layers=1, heads=2, chunk_size=32)
+    result = train(task, model, TrainSpec(steps=400, batch_size=32, lr=2e-2), [1, 2], test=True)
+    print(result.hardware, f"{result.tokens_per_second:.0f} tokens/s")
+    assert all(run.final("test", "accuracy") > 0.9 for run in result.runs)
+
+
+def test_a_diverged_run_says_its_step():
+    task = deltalab.get_task("mqar", length=16, pairs=2, vocab_size=32)
+    model = ModelSpec(rule="comba", vocab_size=32, d_model=16, layers=1, heads=1)
+    run = train(task, model, TrainSpec(steps=20, batch_size=8, lr=1e30, clip=0.0), [1]).runs[0]
+    assert run.diverged_at is not None
+    assert run.diverged_at < 20
