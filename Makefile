@@ -18,7 +18,6 @@ check: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest --doctest-modules platform/deltalab --ignore=platform/deltalab/export/modeling_deltalab.py
 
 picture: .venv/installed-dev
 	$(BIN)/python -m deltalab_dashboard.picture --study comba_ablation docs/dashboard.png
