@@ -1,0 +1,147 @@
+"""What a card says of a rule is what the tensors and the arithmetic say."""
+
+import json
+import math
+import re
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from deltalab import get_rule, list_rules, reference
+from deltalab.card import card
+from deltalab.errors import InputError
+from deltalab.layer import RuleLayer
+from deltalab.rule import Operands, UpdateRule
+from deltalab.structure import ADDITIVE, HOUSEHOLDER, Transition
+
+VARIANTS = [variant for name in list_rules() for variant in get_rule(name).variants()]
+
+
+def number(formula: str, **sizes: int) -> int:
+    """The value of `2 d H + 4 H`."""
+    return sum(
+        math.prod(int(factor) if factor.isdigit() else sizes[factor] for factor in term.split())
+        for term in formula.split(" + ")
+    )
+
+
+class MultiplyAdds(TorchDispatchMode):
+    """Counts products of numbers, whether of elements or within a matrix product."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket is torch.ops.aten.mul:
+            self.count += out.numel()
+        elif func.overloadpacket is torch.ops.aten.bmm:
+            self.count += out.numel() * args[0].shape[-1]
+        return out
+
+
+@pytest.mark.parametrize("rule", VARIANTS, ids=lambda rule: f"{rule.name}-{get_rule(rule.name).turned(rule)}")
+def test_sizes_and_costs_are_those_of_the_tensors(rule):
+    found = card(rule)
+    d, heads, k, v = 10, 3, 5, 7
+    layer = RuleLayer(rule, d, heads, key_dim=k, value_dim=v, conv=0)
+    assert number(found.parameters, d=d, H=heads) == sum(p.numel() for p in layer.gates.parameters())
+
+    def held(tokens: int) -> int:
+        return layer(torch.randn(1, tokens, d))[1].numel()
+
+    assert held(200) - held(199) == heads * number(found.growth, K=k, V=v)
+    if found.growth == "0":
+        assert held(200) == heads * number(found.state, K=k, V=v)
+    if rule.transition is None:
+        assert found.cost == {}
+        return
+    x = Operands(
+        r=torch.rand(1, 1, 1, k), k=torch.rand(1, 1, 1, k), u=torch.rand(1, 1, 1, v),
+        g=-torch.rand(1, 1, 1) if rule.transition.decay == "scalar" else None,
+        e=torch.rand(1, 1, 1) if rule.transition.low_rank == "tied" else None,
+    )  # fmt: skip
+    with MultiplyAdds() as counted:
+        reference.recurrent(rule.transition, x, scale=0.5, state=torch.rand(1, 1, k, v))
+    assert number(found.cost["all"], K=k, V=v) == counted.count
+    assert counted.count == sum(number(count, K=k, V=v) for part, count in found.cost.items() if part != "all")
+
+
+def test_a_state_that_grows_and_one_that_a_window_bounds():
+    assert card("attention").growth == "K + V"
+    assert card(get_rule("attention", window=8)).state == "7 K + 7 V"
+    assert "grows by K + V numbers with every token" in card("attention").to_markdown()
+    assert "7 K + 7 V numbers" in card(get_rule("attention", window=8)).to_markdown()
+
+
+def test_knobs_and_gates_are_as_set():
+    found = card(get_rule("comba", d=0, transition="iplr"))
+    knobs = {knob.name: knob for knob in found.knobs}
+    assert knobs["d"].options == ("head(init=0.02)", "head(init=1)", "const(value=0)")
+    assert (knobs["d"].setting, knobs["b"].setting) == ("const(value=0)", knobs["b"].options[0])
+    gates = {gate.symbol: gate for gate in found.gates}
+    assert [gates[symbol].range for symbol in ("g", "b", "d")] == ["(-inf, 0]", "[0, 1]", "[0, 0]"]
+    assert [gates[symbol].per for symbol in ("g", "b", "d")] == ["token and head", "head", "nothing: a constant"]
+    assert found.transition == {"name": "iplr", "decay": "scalar", "low_rank": "tied", "reads": "decayed_state"}
+    assert found.eigenvalues == (-1.0, 1.0)
+    assert card("mamba2").gates[1].parameters == "those of g"
+
+
+@pytest.mark.parametrize("name", list_rules())
+def test_both_forms_hold_all_of_it(name):
+    found = card(name)
+
+    def no_constant(value: str):
+        raise AssertionError(f"{value} is not JSON")
+
+    data = json.loads(found.to_json(), parse_constant=no_constant)
+    assert data["name"] == name
+    assert len(data["gates"]) == len(get_rule(name).gates)
+    text = found.to_markdown()
+    for said in (found.equation, found.notes, f"https://arxiv.org/abs/{found.paper.removeprefix('arXiv:')}"):
+        assert said in text
+    for knob in found.knobs:
+        assert all(f"`{option}`" in text for option in knob.options)
+    tables = re.findall(r"(?:^\|.*\n)+", text, flags=re.M)
+    assert tables
+    for table in tables:
+        assert len({line.count("|") for line in table.splitlines()}) == 1
+
+
+def test_a_rule_that_says_little_of_itself():
+    @dataclass(frozen=True, kw_only=True)
+    class Mute(UpdateRule):
+        name = "mute"
+        transition: Transition = HOUSEHOLDER
+
+        def operands(self, q, k, v):
+            return Operands(r=q, k=k, u=v, e=v.new_ones(1))
+
+    found = card(Mute())
+    assert found.equation == "the class has no docstring"
+    assert (found.paper, found.eigenvalues, found.knobs, found.parameters) == ("", None, (), "0")
+    assert "eigenvalues" not in found.to_markdown()
+
+
+def test_a_state_that_is_no_bilinear_form_is_counted():
+    @dataclass(frozen=True, kw_only=True)
+    class Squares(UpdateRule):
+        """Keys k k^T."""
+
+        name = "squares"
+        transition: Transition = ADDITIVE
+
+        def initial_state(self, k, v):
+            return v.new_zeros(v.shape[0], v.shape[2], k.shape[-1] ** 2, v.shape[-1])
+
+        def operands(self, q, k, v):
+            q, k = ((x[..., None] * x[..., None, :]).flatten(-2) for x in (q, k))
+            return Operands(r=q, k=k, u=v)
+
+    assert card(Squares()).state == "32,768 where K = 32 and V = 32"
+
+
+def test_an_unknown_rule():
+    with pytest.raises(InputError, match="did you mean 'comba'"):
+        card("comb")
