@@ -304,7 +304,9 @@ def export(
         raise unknown("format", to, ["hf"], where="--to")
     with Store.open(db, create=False) as store:
         seed = export_arm(store, _find_study(store, name, profile), arm=arm, task=task, directory=directory)
-    print(f"seed {seed}, the best on validation: AutoModelForCausalLM.from_pretrained('{directory}', trust_remote_code=True)")
+    print(
+        f"seed {seed}, the best on validation: AutoModelForCausalLM.from_pretrained('{directory}', trust_remote_code=True)"
+    )
 
 
 @db.command("upgrade")

@@ -18,7 +18,7 @@ from torch import Tensor
 from deltalab.errors import InputError, unknown
 
 P = ParamSpec("P")
-Start: TypeAlias = Callable[[int, torch.Generator], Tensor]
+Start: TypeAlias = Callable[[tuple[int, ...], torch.Generator], Tensor]
 Value: TypeAlias = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 
 
@@ -26,16 +26,18 @@ Value: TypeAlias = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 class Gate:
     """One parameterization of a gate.
 
-    per: `token` is projected from the input, [B, T, H]; `head` is a learned value for each head, [H];
-        `none` is the constant `low` of its range, [H], without parameters.
+    per: `token` is projected from the input, [B, T, H], `step` for each of a token's n steps, [B, n T, H], and
+        `channel` for each channel of the key, [B, T, H, K]; `head` is learned for each head, [H], and
+        `head_channel` for its channels, [H, K]; `none` is the constant `low` of its range, [H].
     low, high: the closed range of its values. Strengths are in linear space; g is log-decay, in [-inf, 0].
-    parameters: name -> start(heads, generator) -> [H]. None of them is subject to weight decay.
-    value: (projection [B, T, H], or zeros [H] where `per` is head; parameters) -> the gate's value.
+    parameters: name -> start(shape, generator), where shape is [H], or [H, K] with `per` channel or head_channel.
+        None of them is subject to weight decay.
+    value: (projection in the gate's shape, or zeros where nothing is projected; parameters) -> the gate's value.
     rank: the projection is W_1 W_2 through this many channels, where it is not None.
     of: the gate whose projection and parameters this one reuses, where it is not None.
     """
 
-    per: Literal["token", "head", "none"]
+    per: Literal["token", "step", "channel", "head", "head_channel", "none"]
     low: float
     high: float
     value: Value = field(compare=False, repr=False)
@@ -45,6 +47,15 @@ class Gate:
     kind: str = ""
     options: tuple[tuple[str, float], ...] = ()
     again: "Callable[..., Gate] | None" = field(default=None, compare=False, repr=False)
+
+    def shape(self, heads: int, key_dim: int) -> tuple[int, ...]:
+        """Of its value, less batch and time."""
+        return (heads, key_dim) if self.per in ("channel", "head_channel") else (heads,)
+
+    @property
+    def projected(self) -> bool:
+        """Whether it is a function of the input."""
+        return self.per in ("token", "step", "channel")
 
     @property
     def constant(self) -> bool:
@@ -96,7 +107,7 @@ def _positive(gate: str, **numbers: float) -> None:
 
 
 def _full(number: float) -> Start:
-    return lambda heads, generator: torch.full((heads,), float(number))
+    return lambda shape, generator: torch.full(shape, float(number))
 
 
 @parameterization
@@ -136,8 +147,8 @@ def head(init: float) -> Gate:
 
 
 def _log_uniform(low: float, high: float) -> Callable[[int, torch.Generator], Tensor]:
-    def draw(heads: int, generator: torch.Generator) -> Tensor:
-        return torch.empty(heads).uniform_(math.log(low), math.log(high), generator=generator).exp()
+    def draw(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        return torch.empty(shape).uniform_(math.log(low), math.log(high), generator=generator).exp()
 
     return draw
 
@@ -162,8 +173,8 @@ def mamba2_decay(a_min: float = 1.0, a_max: float = 16.0, dt_min: float = 0.001,
         low=-math.inf,
         high=0.0,
         parameters={
-            "log_a": lambda heads, generator: torch.empty(heads).uniform_(a_min, a_max, generator=generator).log(),
-            "dt_bias": lambda heads, generator: _inverse_softplus(steps(heads, generator)),
+            "log_a": lambda shape, generator: torch.empty(shape).uniform_(a_min, a_max, generator=generator).log(),
+            "dt_bias": lambda shape, generator: _inverse_softplus(steps(shape, generator)),
         },
         value=lambda z, p: -p["log_a"].exp() * F.softplus(z + p["dt_bias"]),
     )

@@ -1,6 +1,7 @@
 """A token mixer: projections, short convolution, gates, the rule itself, output norm and gate."""
 
 import hashlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltalab.gates import Gate
+from deltalab.gates import Gate, Start
 from deltalab.rule import State, UpdateRule
 from deltalab.scan import Backend, scan
 
@@ -55,43 +56,55 @@ def _normal(shape: tuple[int, ...], std: float, generator: torch.Generator) -> T
 
 
 class Gates(nn.Module):
-    """The gates of a rule: x [B, T, d] to the value of each by its symbol, [B, T, H] or [H], in at least fp32."""
+    """The gates of a rule: x [B, T, d] to the value of each by its symbol, in the shape of its `per`, at least fp32."""
 
-    def __init__(self, gates: dict[str, Gate], d_model: int, heads: int) -> None:
+    def __init__(self, gates: dict[str, Gate], d_model: int, heads: int, key_dim: int, steps: int = 1) -> None:
         super().__init__()
         self.gates = gates
-        self.heads = heads
+        self.heads, self.key_dim, self.steps = heads, key_dim, steps
         self.project = nn.ModuleDict()
         self.learned = nn.ModuleDict()
         for name, gate in gates.items():
             if gate.of is not None:
                 continue
-            if gate.per == "token" and gate.rank is None:
-                self.project[name] = linear(d_model, heads)
-            elif gate.per == "token" and gate.rank is not None:
-                self.project[name] = nn.Sequential(linear(d_model, gate.rank), linear(gate.rank, heads))
-            self.learned[name] = nn.ParameterDict(
-                {p: parameter(lambda generator, s=start: s(heads, generator)) for p, start in gate.parameters.items()}  # type: ignore[misc]
-            )
+            shape = gate.shape(heads, key_dim)
+            width = math.prod(shape) * (steps if gate.per == "step" else 1)
+            if gate.projected and gate.rank is None:
+                self.project[name] = linear(d_model, width)
+            elif gate.projected and gate.rank is not None:
+                self.project[name] = nn.Sequential(linear(d_model, gate.rank), linear(gate.rank, width))
+            self.learned[name] = nn.ParameterDict({p: _started(start, shape) for p, start in gate.parameters.items()})
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         projected: dict[str, Tensor] = {}
         for name, project in self.project.items():
             z = project(x)
-            projected[name] = z.to(torch.promote_types(z.dtype, torch.float32))
-        none = x.new_zeros(self.heads, dtype=torch.promote_types(x.dtype, torch.float32))
+            z = z.to(torch.promote_types(z.dtype, torch.float32))
+            if self.gates[name].per == "step":
+                z = z.unflatten(-1, (self.steps, self.heads)).flatten(1, 2)
+            elif self.gates[name].per == "channel":
+                z = z.unflatten(-1, (self.heads, self.key_dim))
+            projected[name] = z
+        dtype = torch.promote_types(x.dtype, torch.float32)
         values = {}
         for name, gate in self.gates.items():
             source = gate.of or name
-            values[name] = gate.value(projected.get(source, none), self.learned[source])  # type: ignore[arg-type]
+            z = projected.get(source)
+            if z is None:
+                z = x.new_zeros(gate.shape(self.heads, self.key_dim), dtype=dtype)
+            values[name] = gate.value(z, self.learned[source])  # type: ignore[arg-type]
         return values
+
+
+def _started(start: Start, shape: tuple[int, ...]) -> nn.Parameter:
+    return parameter(lambda generator: start(shape, generator))
 
 
 class RuleLayer(nn.Module):
     """A rule as a layer, x [B, T, d] to y [B, T, d].
 
-    q, k, v come from one projection and one causal depthwise convolution; SiLU and, for q and k, the unit norm
-    follow where the rule's features are `unit`. The unit norm comes before any gate scales k, never after.
+    q, k, v come from one projection and one causal depthwise convolution, k and v for each of the rule's steps; then
+    what the rule's `features` say. The unit norm comes before any gate scales k, never after.
 
     shared_qk: all heads use one q and one k (multi-value, as in Mamba).
     conv: the convolution's width, 0 for none.
@@ -118,28 +131,29 @@ class RuleLayer(nn.Module):
         self.heads, self.key_dim, self.value_dim = heads, key_dim, value_dim
         self.qk_heads = 1 if shared_qk else heads
         self.width, self.chunk_size, self.backend = conv, chunk_size, backend
-        channels = 2 * self.qk_heads * key_dim + heads * value_dim
+        self.steps = rule.steps
+        channels = (1 + self.steps) * self.qk_heads * key_dim + self.steps * heads * value_dim
         self.qkv = linear(d_model, channels)
         if conv:
             bound = conv**-0.5
             self.conv = parameter(lambda g: torch.empty(conv, channels).uniform_(-bound, bound, generator=g))
-        self.gates = Gates(rule.gates, d_model, heads)
+        self.gates = Gates(rule.gates, d_model, heads, key_dim, rule.steps)
         self.norm = nn.RMSNorm(value_dim, eps=1e-5) if output_norm else nn.Identity()
         self.gate = linear(d_model, heads * value_dim) if output_gate else None
         self.out = linear(heads * value_dim, d_model, std=out_std)
 
     def forward(self, x: Tensor, cache: LayerCache | None = None) -> tuple[Tensor, LayerCache]:
         qkv, tail = self._convolve(self.qkv(x), cache)
-        unit = self.rule.features == "unit"
-        if unit:
+        if self.rule.features != "raw":
             qkv = F.silu(qkv)
         qk_width = self.qk_heads * self.key_dim
-        q, k, v = qkv.split([qk_width, qk_width, self.heads * self.value_dim], dim=-1)
-        q, k = (z.unflatten(-1, (self.qk_heads, self.key_dim)) for z in (q, k))
-        if unit:
+        q, k, v = qkv.split([qk_width, self.steps * qk_width, self.steps * self.heads * self.value_dim], dim=-1)
+        q = q.unflatten(-1, (self.qk_heads, self.key_dim))
+        k = k.unflatten(-1, (self.steps, self.qk_heads, self.key_dim)).flatten(1, 2)
+        v = v.unflatten(-1, (self.steps, self.heads, self.value_dim)).flatten(1, 2)
+        if self.rule.features == "unit":
             q, k = (F.normalize(z, dim=-1, eps=1e-6).to(v.dtype) for z in (q, k))
         q, k = (z.expand(-1, -1, self.heads, -1) for z in (q, k))
-        v = v.unflatten(-1, (self.heads, self.value_dim))
         o, state = scan(
             self.rule,
             q,

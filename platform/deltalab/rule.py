@@ -2,15 +2,17 @@
 
 Per head, with state S [K, V], keys of unit norm and a scale that defaults to K ** -0.5:
 
-    S_t = D_t S_{t-1} + k_t (u_t - e_t X_{t-1}^T k_t)^T        X = S_{t-1} or D_t S_{t-1}
+    S_t = D_t S_{t-1} + a_t (b_t^T X_{t-1}) + k_t u_t^T        X = S_{t-1} or D_t S_{t-1}
     o_t = scale * S_t^T r_t
 
-`UpdateRule.operands` says what r, k, u, g and e are; `structure.Transition` says the rest. A rule outside
-this algebra overrides `mix` and `initial_state` instead, and keeps everything else.
+`UpdateRule.operands` says what the vectors are, `structure.Transition` how they act, and `Fit` adds a second state
+that learns from the first one's error. A rule outside this algebra overrides `mix` and `initial_state` instead, and
+keeps everything else.
 """
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self, TypeAlias, cast
@@ -20,19 +22,45 @@ from torch import Tensor
 
 from deltalab.errors import InputError, unknown
 from deltalab.gates import Gate
-from deltalab.structure import Transition
+from deltalab.structure import ResidualState, Transition
 
 State: TypeAlias = Tensor | tuple[Tensor, ...]
-Option: TypeAlias = Transition | Gate | str | int | bool
+Option: TypeAlias = Transition | Gate | str | float | bool
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The operands of a second state, R, under the same transition and with the same keys (RLA, RDN).
+
+        R_t = D_t R_{t-1} - e_t k_t (k_t^T X) + strength_t k_t residual(v_t - S_{t-1}^T k_t)^T
+        o_t = scale * (S_{t-1}^T r_t of the first + R_t^T r_t of this)
+
+    r: [B, T, H, K]; v: what S should have predicted [B, T, H, V]; strength [B, T, H].
+    g, e: of R, where they are not those of S.
+    """
+
+    residual: ResidualState
+    r: Tensor
+    v: Tensor
+    strength: Tensor
+    g: Tensor | None = None
+    e: Tensor | None = None
+
+    def operands(self, first: "Operands") -> "Operands":
+        """Those of R; its values to write are not known before the first state has been scanned."""
+        g = first.g if self.g is None else self.g
+        return dataclasses.replace(first, r=self.r, g=g, e=self.e, fit=None)
 
 
 @dataclass(frozen=True)
 class Operands:
-    """What one step of the recurrence needs.
+    """What one step of the recurrence needs; with n steps per token, T is n T in all but r, in their order.
 
     r: read vector [B, T, H, K]; k: write key [B, T, H, K]; u: value to write [B, T, H, V].
-    g: log-decay [B, T, H], <= 0, where the transition decays.
-    e: erase strength [B, T, H], where the transition has a low rank.
+    g: log-decay, <= 0, where the transition decays: [B, T, H] if scalar, [B, T, H, K] if diagonal.
+    e: erase strength [B, T, H], where the low rank is tied to k.
+    a, b: [B, T, H, K] where the low rank is free: a_t (b_t^T X) is added.
+    fit: of a second state; the first one is then read before it is written.
     """
 
     r: Tensor
@@ -40,13 +68,16 @@ class Operands:
     u: Tensor
     g: Tensor | None = None
     e: Tensor | None = None
+    a: Tensor | None = None
+    b: Tensor | None = None
+    fit: Fit | None = None
 
 
 def knob(default: Option, *others: Option) -> Any:
     """A field of a rule that a study may vary; the first option is the full method's.
 
-    A gate's numbers may be changed freely, its kind only to one that is listed; a whole number may be anything
-    from the smallest listed. What is listed is what conformance tries.
+    A gate's numbers may be changed freely, its kind only to one that is listed; a number may be anything from
+    the smallest listed. What is listed is what conformance tries.
     """
     return dataclasses.field(default=cast(Any, default), metadata={"options": (default, *others)})
 
@@ -57,15 +88,31 @@ class UpdateRule:
 
     name, paper: what the rule is called and where it comes from, empty for a rule without a paper.
     eigenvalues: the closed interval that the eigenvalues of the state's transition lie in, for unit-norm keys.
-    features: what the layer makes of q and k: `unit` is SiLU and unit norm, `raw` is nothing.
     """
 
     name: ClassVar[str]
     paper: ClassVar[str] = ""
-    features: ClassVar[Literal["unit", "raw"]] = "unit"
 
     transition: Transition | None = None
     """None for a rule outside the algebra."""
+
+    @property
+    def features(self) -> Literal["unit", "silu", "raw"]:
+        """What the layer makes of q and k: `unit` is SiLU and unit norm, `silu` is SiLU, `raw` is nothing.
+
+        v gets SiLU too, unless `raw`.
+        """
+        return "unit"
+
+    @property
+    def steps(self) -> int:
+        """Keys and values per token."""
+        return self.transition.steps if self.transition is not None else 1
+
+    @property
+    def second_state(self) -> bool:
+        """Whether operands come with a `Fit`, so that the state is a pair."""
+        return False
 
     @property
     def eigenvalues(self) -> tuple[float, float]:
@@ -77,7 +124,8 @@ class UpdateRule:
     def operands(self, q: Tensor, k: Tensor, v: Tensor, *_: Any, **gates: Any) -> Operands:
         """The recurrence's operands.
 
-        q, k [B, T, H, K] of unit norm; v [B, T, H, V]; each gate by its symbol, [B, T, H] or [H].
+        q, k [B, T, H, K] of unit norm; v [B, T, H, V]; each gate by its symbol in the shape of its `per`. With n
+        steps per token, k, v and gates `per` step have n T tokens.
         """
         raise NotImplementedError(f"rule '{self.name}' gives neither operands nor mix")
 
@@ -94,9 +142,10 @@ class UpdateRule:
         raise NotImplementedError(f"rule '{self.name}' brings no kernel of its own")
 
     def initial_state(self, k: Tensor, v: Tensor) -> State:
-        """An empty state for inputs like k [B, T, H, K] and v [B, T, H, V]; [B, H, K, V] in at least fp32."""
+        """An empty state for inputs like k [B, T, H, K] and v [B, T, H, V]: [B, H, K, V], or two, in at least fp32."""
         dtype = torch.promote_types(v.dtype, torch.float32)
-        return v.new_zeros(v.shape[0], v.shape[2], k.shape[-1], v.shape[-1], dtype=dtype)
+        empty = v.new_zeros(v.shape[0], v.shape[2], k.shape[-1], v.shape[-1], dtype=dtype)
+        return (empty, empty.clone()) if self.second_state else empty
 
     # What follows is derived from the declaration; a rule does not override it.
 
@@ -186,11 +235,12 @@ def _choose(given: object, options: tuple[Option, ...], *, where: str) -> Option
     for option in options:
         if (type(given) is type(option) and given == option) or str(option) == given:
             return option
-    if type(given) is int and type(options[0]) is int:
-        smallest = min(option for option in options if isinstance(option, int))
-        if given >= smallest:
-            return given
-        raise InputError(f"{where}: takes a whole number of at least {smallest}, not {given}")
+    if type(options[0]) in (int, float) and type(given) in (int, type(options[0])):
+        smallest = min(option for option in options if isinstance(option, int | float))
+        what = "whole number" if isinstance(options[0], int) else "number"
+        if isinstance(given, int | float) and smallest <= given < math.inf:
+            return type(options[0])(given)  # type: ignore[call-arg, arg-type, return-value]
+        raise InputError(f"{where}: takes a {what} of at least {smallest}, not {given}")
     raise unknown("option", given, options, where=where)
 
 

@@ -1,7 +1,7 @@
 """One door to every backend: checks the inputs, fills in constants, and picks the fastest that fits."""
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import replace
 from typing import Literal, TypeAlias, get_args
 
 import torch
@@ -28,8 +28,10 @@ def scan(
 ) -> tuple[Tensor, State]:
     """Runs a rule over a sequence.
 
-    q, k [B, T, H, K], of unit norm where the rule's `features` say so; v [B, T, H, V].
-    gates: the value of each gate by its symbol, [B, T, H] or [H]; constant gates may be left out.
+    q, k [B, T, H, K], of unit norm where the rule's `features` say so; v [B, T, H, V]; n T tokens in k and v where
+        the rule takes n steps per token.
+    gates: the value of each gate by its symbol, [B, T, H] or [H], with channels [B, T, H, K] or [H, K], per step
+        [B, n T, H]; constant gates may be left out.
     scale: of the output, K ** -0.5 where None. state: what an earlier call returned, empty where None.
     backend: `recurrent` is the equation, token by token; `chunked` is the parallel form; `triton` is the rule's
         kernel; `auto` takes the kernel on a GPU where there is one, else the parallel form.
@@ -55,7 +57,6 @@ def scan(
         elif rule.transition is None:
             o, state = _mix(rule, q, k, v, values, scale, before, token_by_token=backend == "recurrent")
         else:
-            assert state is None or isinstance(state, Tensor)
             operands = _operands(rule, q, k, v, values)
             if backend == "recurrent" or (backend == "auto" and k.shape[1] == 1):
                 o, state = reference.recurrent(rule.transition, operands, scale=scale, state=state)
@@ -76,22 +77,31 @@ def _check(
             raise InputError(
                 f"{name} must be a floating [B, T, H, ...] tensor, not {tensor.dtype} {list(tensor.shape)}"
             )
-    if q.shape != k.shape or k.shape[:3] != v.shape[:3] or 0 in q.shape or 0 in v.shape:
+    batch, length, heads, key_dim = q.shape
+    steps = rule.steps
+    fits = k.shape == (batch, steps * length, heads, key_dim) and v.shape[:3] == k.shape[:3]
+    if not fits or 0 in q.shape or 0 in v.shape:
+        tokens = "T" if steps == 1 else f"{steps} T"
         raise InputError(
-            "q and k must be [B, T, H, K] and v [B, T, H, V], none of them empty, "
+            f"q must be [B, T, H, K], k [B, {tokens}, H, K] and v [B, {tokens}, H, V], none of them empty, "
             f"not {list(q.shape)}, {list(k.shape)} and {list(v.shape)}"
         )
     if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
         raise InputError(f"q, k and v must share dtype and device, not {q.dtype}, {k.dtype}, {v.dtype}")
-    expected = (k.shape[0], k.shape[2], k.shape[3], v.shape[3])
-    fits = isinstance(state, Tensor) and state.shape == expected
-    if rule.transition is not None and state is not None and not fits:
-        shape = list(state.shape) if isinstance(state, Tensor) else "a tuple"
-        raise InputError(f"the state of rule '{rule.name}' must be [B, H, K, V] = {list(expected)}, not {shape}")
+    expected = (batch, heads, key_dim, v.shape[3])
+    states = (state,) if isinstance(state, Tensor) else state
+    if rule.transition is not None and states is not None:
+        count = 2 if rule.second_state else 1
+        if len(states) != count or any(one.shape != expected for one in states):
+            shapes = [list(one.shape) for one in states]
+            raise InputError(
+                f"the state of rule '{rule.name}' must be {'a pair of ' * (count == 2)}[B, H, K, V] = "
+                f"{list(expected)}, not {shapes}"
+            )
 
 
 def _gates(rule: UpdateRule, given: Mapping[str, Tensor], q: Tensor) -> dict[str, Tensor]:
-    batch, length, heads, _ = q.shape
+    batch, length, heads, key_dim = q.shape
     for name in given:
         if name not in rule.gates:
             raise unknown(f"gate of rule '{rule.name}'", name, rule.gates)
@@ -103,23 +113,34 @@ def _gates(rule: UpdateRule, given: Mapping[str, Tensor], q: Tensor) -> dict[str
             values[name] = gate.value(q.new_zeros(heads), {})
         else:
             raise InputError(f"rule '{rule.name}' needs a value for its gate '{name}'")
-        if values[name].shape not in ((batch, length, heads), (heads,)):
+        learned = gate.shape(heads, key_dim)
+        moving = (batch, length * (rule.steps if gate.per == "step" else 1), *learned)
+        if values[name].shape not in (moving, learned):
             raise InputError(
-                f"gate '{name}' must be [B, T, H] = {[batch, length, heads]} or [H] = {[heads]}, "
-                f"not {list(values[name].shape)}"
+                f"gate '{name}' must be {list(moving)} or {list(learned)}, not {list(values[name].shape)}: "
+                f"it is per {gate.per}"
             )
     return values
 
 
 def _operands(rule: UpdateRule, q: Tensor, k: Tensor, v: Tensor, gates: Mapping[str, Tensor]) -> Operands:
-    """The rule's operands, with gates of one value a head spread over batch and time."""
+    """The rule's operands, with gates of one value a head spread over batch and time, and channels where they decay."""
+    assert rule.transition is not None
     x = rule.operands(q, k, v, **gates)
-    spread = {
-        f.name: value.expand(q.shape[:3])
-        for f in fields(x)
-        if f.name in ("g", "e") and (value := getattr(x, f.name)) is not None
-    }
-    return Operands(r=x.r, k=x.k, u=x.u, **spread)
+    diagonal = rule.transition.decay == "diagonal"
+
+    def spread(value: Tensor | None, *, decays: bool = False) -> Tensor | None:
+        if value is None:
+            return None
+        if decays and diagonal and value.dim() % 2:  # [B, T, H] or [H]
+            value = value.unsqueeze(-1)
+        return value.expand(k.shape if decays and diagonal else k.shape[:3])
+
+    fit = x.fit
+    if fit is not None:
+        strength = fit.strength.expand(k.shape[:3])
+        fit = replace(fit, strength=strength, g=spread(fit.g, decays=True), e=spread(fit.e))
+    return replace(x, g=spread(x.g, decays=True), e=spread(x.e), fit=fit)
 
 
 def _mix(
@@ -138,7 +159,7 @@ def _mix(
     out = []
     for t in range(q.shape[1]):
         one = slice(t, t + 1)
-        now = {name: value if value.dim() == 1 else value[:, one] for name, value in gates.items()}
+        now = {name: value if value.dim() < 3 else value[:, one] for name, value in gates.items()}
         o, state = rule.mix(q[:, one], k[:, one], v[:, one], now, scale=scale, state=state)
         out.append(o)
     return torch.cat(out, dim=1), state

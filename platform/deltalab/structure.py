@@ -3,26 +3,49 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from torch import Tensor
+
 
 @dataclass(frozen=True, kw_only=True)
 class Transition:
     """The transition of one head's state `S [K, V]`.
 
-        S_t = D_t S_{t-1} + k_t (u_t - e_t X_{t-1}^T k_t)^T
+        S_t = D_t S_{t-1} + a_t (b_t^T X_{t-1}) + k_t u_t^T
 
-    decay: `none` is D = I, `scalar` is D = exp(g_t) with g_t <= 0.
-    low_rank: `none` is e = 0; `tied` erases along the direction it writes, with strength e_t.
-    reads: the state that the erasure sees, `state` is X = S_{t-1}, `decayed_state` is X = D_t S_{t-1}.
+    decay: `none` is D = I, `scalar` is D = exp(g_t), `diagonal` is D = diag(exp(g_t)), with g_t <= 0.
+    low_rank: `none` is a = 0; `tied` erases along the direction it writes, a_t = -e_t k_t and b_t = k_t, with
+        strength e_t; `free` has a_t and b_t of its own.
+    reads: the state that the low rank sees, `state` is X = S_{t-1}, `decayed_state` is X = D_t S_{t-1}.
         Papers name the two IPLR or SPLR; the labels hide this choice, and published code disagrees on it.
+    steps: updates per token; the output reads the state after the last of them.
     """
 
     name: str
-    decay: Literal["none", "scalar"] = "none"
-    low_rank: Literal["none", "tied"] = "none"
+    decay: Literal["none", "scalar", "diagonal"] = "none"
+    low_rank: Literal["none", "tied", "free"] = "none"
     reads: Literal["state", "decayed_state"] = "state"
+    steps: int = 1
 
     def __str__(self) -> str:
         return self.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResidualState:
+    """A second state R [K, V], which fits what the first one predicts wrongly (arXiv 001, RLA and RDN).
+
+    The output reads S_{t-1} and R_t; what R_t is given is the pseudo-residual of `v_t - S_{t-1}^T k_t`:
+    the error itself for `l2`, clipped to [-clip, clip] for `huber`, its tanh for `log_cosh`.
+    """
+
+    loss: Literal["l2", "huber", "log_cosh"] = "huber"
+    clip: float = 1.0
+
+    def pseudo_residual(self, error: Tensor) -> Tensor:
+        """The negative gradient of the loss, elementwise."""
+        if self.loss == "l2":
+            return error
+        return error.tanh() if self.loss == "log_cosh" else error.clamp(-self.clip, self.clip)
 
 
 ADDITIVE = Transition(name="additive")
@@ -30,6 +53,9 @@ ADDITIVE = Transition(name="additive")
 
 DECAY = Transition(name="decay", decay="scalar")
 """alpha_t S_{t-1} (RetNet, Mamba2)."""
+
+DIAGONAL = Transition(name="diagonal", decay="diagonal")
+"""diag(alpha_t) S_{t-1} (GLA, HGRN2)."""
 
 HOUSEHOLDER = Transition(name="householder", low_rank="tied")
 """(I - e k k^T) S_{t-1} (DeltaNet)."""
@@ -39,3 +65,6 @@ IPLR = Transition(name="iplr", decay="scalar", low_rank="tied", reads="decayed_s
 
 SPLR = Transition(name="splr", decay="scalar", low_rank="tied", reads="state")
 """(alpha_t I - e k k^T) S_{t-1}: scalar plus low rank (Comba)."""
+
+DPLR = Transition(name="dplr", decay="diagonal", low_rank="tied", reads="state")
+"""(diag(alpha_t) - e k k^T) S_{t-1}: diagonal plus low rank, erased along the key."""

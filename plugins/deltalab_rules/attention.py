@@ -21,9 +21,11 @@ class Attention(UpdateRule):
 
     name: ClassVar[str] = "attention"
     paper: ClassVar[str] = "arXiv:1706.03762"
-    features: ClassVar[Literal["unit", "raw"]] = "raw"
-
     window: int = knob(0, 16)
+
+    @property
+    def features(self) -> Literal["unit", "silu", "raw"]:
+        return "raw"
 
     def initial_state(self, k: Tensor, v: Tensor) -> State:
         batch, _, heads, _ = k.shape
