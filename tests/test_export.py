@@ -15,8 +15,6 @@ from deltalab.export import export_hf
 from deltalab.model import Model, ModelSpec, build_model
 from deltalab.registry import add_plugin
 
-pytest.importorskip("transformers")
-
 PLUGIN = '''
 """A rule that a user wrote: the keys' oldest values fade, and the write is squared."""
 from dataclasses import dataclass
