@@ -1,7 +1,7 @@
 """The command `platform`: what a user types, and one line on stderr for whatever is wrong with it."""
 
 import json
-import subprocess
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -23,7 +23,10 @@ db = typer.Typer(no_args_is_help=True, help="Look after the database.")
 for name, group in (("study", study), ("rule", rule), ("task", task), ("db", db)):
     app.add_typer(group, name=name)
 
-Db = Annotated[str | None, typer.Option("--db", help="A file or a database URL; ./deltalab.db by default.")]
+Db = Annotated[
+    str | None,
+    typer.Option("--db", envvar="DELTALAB_DB", help="A file or a database URL; ./deltalab.db by default."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Profile = Annotated[str | None, typer.Option("--profile", help="One of the study's profiles.")]
 StudyFile = Annotated[Path, typer.Argument(metavar="STUDY.yaml")]
@@ -272,17 +275,18 @@ def dashboard(db: Db = None, port: Annotated[int, typer.Option(min=1, max=65535)
     spec = importlib.util.find_spec("deltalab_dashboard")
     if spec is None or spec.origin is None:
         raise InputError("the dashboard is not installed")
-    address = [
-        "--server.address",
-        "127.0.0.1",
-        "--server.port",
-        str(port),
-        "--server.headless",
-        str(not browser).lower(),
-    ]
-    page = Path(spec.origin).parent / "app.py"
-    command = [sys.executable, "-m", "streamlit", "run", str(page), *address, "--browser.gatherUsageStats", "false"]
-    raise typer.Exit(subprocess.run([*command, "--", *(["--db", db] if db else [])]).returncode)
+    options = {
+        "server.address": "127.0.0.1",
+        "server.port": port,
+        "server.headless": not browser,
+        "browser.gatherUsageStats": False,
+    }
+    flags = [f"--{name}={str(value).lower()}" for name, value in options.items()]
+    command = [sys.executable, "-m", "streamlit", "run", str(Path(spec.origin).parent / "app.py"), *flags]
+    # A database's URL may hold a password, and everybody may read arguments: also those of this very process, which
+    # Streamlit therefore replaces.
+    environment = {**os.environ, **({"DELTALAB_DB": db} if db else {})}
+    os.execve(sys.executable, command, environment)
 
 
 @app.command()

@@ -26,7 +26,7 @@ class ModelSpec:
     conv: width of the short convolution over q, k and v, 0 for none.
     output_norm, output_gate: RMS norm of each head's output; sigmoid(W x) on it.
     block: `transformer` is [mixer, MLP]; `mamba` is [mixer] alone, q and k shared by all heads, twice the depth.
-    mlp: SwiGLU of width 8/3 d_model in `transformer` blocks.
+    mlp: SwiGLU of width 8/3 d_model in `transformer` blocks; False in `mamba` blocks.
     attention: layers (counted from 0) whose mixer is softmax attention instead, or
         `second_to_last_of_every_eight`. window: how far these see, 0 for all.
     tie_embeddings: input and output embeddings are one.
@@ -66,10 +66,13 @@ class ModelSpec:
         for name in ("output_norm", "output_gate", "mlp", "tie_embeddings"):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"model.{name} must be true or false, not {getattr(self, name)!r}")
-        if isinstance(self.expand_v, bool) or not isinstance(self.expand_v, int | float) or self.expand_v <= 0:
+        if isinstance(self.expand_v, bool) or not isinstance(self.expand_v, int | float) or not 0 < self.expand_v < 1e6:
             raise InputError(f"model.expand_v must be a positive number, not {self.expand_v!r}")
+        object.__setattr__(self, "expand_v", float(self.expand_v))  # one value, one identity: 2 and 2.0 are one model
         if self.block not in ("transformer", "mamba"):
             raise unknown("block", self.block, ("transformer", "mamba"), where="model.block")
+        if self.block == "mamba":
+            object.__setattr__(self, "mlp", False)  # there is none that a study could take away
         if isinstance(self.attention, str):
             if self.attention != SECOND_TO_LAST_OF_EIGHT:
                 raise unknown(
@@ -77,6 +80,10 @@ class ModelSpec:
                 )
             if self.depth < 7:
                 raise InputError(f"model.attention {self.attention} needs at least 7 layers, not {self.depth}")
+        elif not isinstance(self.attention, list | tuple):
+            raise InputError(
+                f"model.attention must be [layer, ...] or {SECOND_TO_LAST_OF_EIGHT}, not {self.attention!r}"
+            )
         else:
             object.__setattr__(self, "attention", tuple(self.attention))
             for layer in self.attention:
@@ -91,6 +98,8 @@ class ModelSpec:
         """A specification from a mapping. Raises `InputError` for keys that do not exist or are missing."""
         if isinstance(given, ModelSpec):
             return given
+        if not isinstance(given, Mapping):
+            raise InputError(f"model must be a mapping with vocab_size and rule, not {given!r}")
         names = [f.name for f in fields(cls)]
         for key in given:
             if key not in names:

@@ -57,22 +57,25 @@ class TrainSpec:
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "betas", tuple(self.betas))
         for name in ("steps", "batch_size", "evaluations", "eval_batches"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise InputError(f"train.{name} must be a whole number of at least 1, not {value!r}")
-        for name, low, high in (
-            ("lr", 0, math.inf),
-            ("weight_decay", 0, math.inf),
-            ("warmup", 0, 1),
-            ("clip", 0, math.inf),
-        ):
+        for name, high in (("lr", math.inf), ("weight_decay", math.inf), ("warmup", 1), ("clip", math.inf)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-                raise InputError(f"train.{name} must be a number from {low} to {high}, not {value!r}")
-        if len(self.betas) != 2 or not all(isinstance(b, float) and 0 <= b < 1 for b in self.betas):
-            raise InputError(f"train.betas must be two numbers in [0, 1), not {list(self.betas)}")
+            if not _is_number(value) or not 0 <= value <= high:
+                bounds = f"from 0 to {high}" if math.isfinite(high) else "of at least 0"
+                raise InputError(f"train.{name} must be a finite number {bounds}, not {value!r}")
+            # One value, one identity: 1 and 1.0 are the same trial.
+            object.__setattr__(self, name, float(value))
+        betas = self.betas
+        if (
+            not isinstance(betas, list | tuple)
+            or len(betas) != 2
+            or not all(_is_number(b) and 0 <= b < 1 for b in betas)
+        ):
+            raise InputError(f"train.betas must be two numbers in [0, 1), not {betas!r}")
+        object.__setattr__(self, "betas", tuple(map(float, betas)))
         if self.evaluations > self.steps:
             raise InputError(f"train.evaluations {self.evaluations} exceed steps {self.steps}")
         for name, allowed in (("precision", ("auto", "fp32", "bf16")), ("device", ("auto", "cpu", "cuda"))):
@@ -211,11 +214,12 @@ class LockStep:
                 for name, (total, count) in self.task.measure(batch, logits.float()).items():
                     before = sums.get(name, (torch.zeros_like(total), torch.zeros_like(count)))
                     sums[name] = (before[0] + total, before[1] + count)
-            for name, (total, count) in sums.items():
-                value = float(total) / max(float(count), 1.0)
-                if not math.isfinite(value):
-                    run.bad = torch.full_like(run.bad, self.step)
-                run.metrics.append((split, name, self.step, value))
+            # A metric that nothing counted towards has no value.
+            found = {name: float(total) / float(count) for name, (total, count) in sums.items() if float(count)}
+            if all(map(math.isfinite, found.values())):
+                run.metrics.extend((split, name, self.step, value) for name, value in found.items())
+            else:
+                run.bad = torch.full_like(run.bad, self.step)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -315,6 +319,10 @@ def _save(state: dict[str, Any], file: Path) -> None:
     partial = file.with_suffix(".partial")
     torch.save(state, partial)
     partial.replace(file)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _device(wanted: str) -> str:

@@ -114,19 +114,19 @@ class Report:
         """For a terminal."""
         parts: list[Table | Text] = [Text(self.title, style="bold")]
         for table in self.tables:
-            parts += [Text(_caption(table)), _grid(table, ANSWER), _grid(table, COSTS)]
+            parts += [Text(caption(table)), _grid(table, ANSWER), _grid(table, COSTS)]
             parts += [Text(f"- {note}") for note in table.notes]
-        parts += [Text(f"- {line}") for line in (*_failure_lines(self.failures), *self.notes)]
+        parts += [Text(f"- {line}") for line in (*failure_lines(self.failures), *self.notes)]
         return Group(*parts)
 
     def to_markdown(self) -> str:
         lines = [f"## {self.title}", ""]
         for table in self.tables:
-            headers = _headers(table)
-            lines += [f"### {_caption(table)}", "", _markdown(headers), _markdown(["---"] * len(headers))]
-            lines += [_markdown(_cells(row)) for row in table.rows]
+            names = headers(table)
+            lines += [f"### {caption(table)}", "", _markdown(names), _markdown(["---"] * len(names))]
+            lines += [_markdown(cells(row)) for row in table.rows]
             lines += ["", *(f"- {note}" for note in table.notes), *([""] if table.notes else [])]
-        lines += [f"- {line}" for line in (*_failure_lines(self.failures), *self.notes)]
+        lines += [f"- {line}" for line in (*failure_lines(self.failures), *self.notes)]
         return "\n".join(lines) + "\n"
 
     def to_json(self) -> str:
@@ -324,7 +324,8 @@ def _last_line(error: str | None) -> str:
     return (error or "").strip().rpartition("\n")[2]
 
 
-def _caption(table: TaskTable) -> str:
+def caption(table: TaskTable) -> str:
+    """What a table measures, in one line."""
     direction = "higher" if table.maximize else "lower"
     return (
         f"{table.task} (version {table.version}): {table.metric} on {table.split}, {direction} is better, "
@@ -335,19 +336,21 @@ def _caption(table: TaskTable) -> str:
 def _grid(table: TaskTable, columns: Sequence[int]) -> Table:
     grid = Table(box=SIMPLE, pad_edge=False)
     for i in columns:
-        grid.add_column(Text(_headers(table)[i]), overflow="fold", no_wrap=i in INTERVALS)
+        grid.add_column(Text(headers(table)[i]), overflow="fold", no_wrap=i in INTERVALS)
     for row in table.rows:
-        cells = [cell.replace(" [", "\n[") if i in INTERVALS else cell for i, cell in enumerate(_cells(row))]
-        grid.add_row(*(Text(cells[i]) for i in columns), style=STYLE.get(row.verdict, ""))
+        said = [cell.replace(" [", "\n[") if i in INTERVALS else cell for i, cell in enumerate(cells(row))]
+        grid.add_row(*(Text(said[i]) for i in columns), style=STYLE.get(row.verdict, ""))
     return grid
 
 
-def _headers(table: TaskTable) -> list[str]:
+def headers(table: TaskTable) -> list[str]:
+    """What stands above `cells`."""
     costs = ["us/token", "state", "parameters"]
     return ["arm", "seeds", table.metric, "difference", "p", "verdict", *costs, "tuned"]
 
 
-def _cells(row: Row) -> list[str]:
+def cells(row: Row) -> list[str]:
+    """A row as it is read, on a terminal as on a page: "" for what is not defined."""
     seeds = str(row.score.n)
     if row.score.missing:
         seeds += f" of {row.score.n + row.score.missing}"
@@ -384,7 +387,8 @@ def _value(value: object) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-def _failure_lines(failures: Sequence[Failure]) -> list[str]:
+def failure_lines(failures: Sequence[Failure]) -> list[str]:
+    """A line for each trial that raised."""
     return [f"failed: {f.arm}, {f.stage} {f.number} on {f.task}: {f.message}" for f in failures]
 
 

@@ -1,0 +1,86 @@
+"""What `platform rule new NAME` writes: a rule that passes every check as it stands, to be changed from there."""
+
+import keyword
+from contextlib import suppress
+from pathlib import Path
+from uuid import uuid4
+
+from deltalab.errors import InputError
+from deltalab.registry import list_rules
+
+RULE = '''"""NAME: say in one line what is new about this rule."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from deltalab import gates
+from deltalab.gates import Gate
+from deltalab.rule import Operands, UpdateRule, knob
+from deltalab.structure import HOUSEHOLDER, Transition
+
+
+@dataclass(frozen=True, kw_only=True)
+class CLASS(UpdateRule):
+    """S_t = (I - erase_t k_t k_t^T) S_{t-1} + write_t k_t v_t^T,   o_t = scale S_t^T r_t
+    r_t = q_t,   or q_t - k_t where correct_output
+
+    A delta rule that erases with one strength and writes with another. Below the equations, say where the rule
+    comes from and what it is for: `platform rule show NAME` prints all of this.
+    """
+
+    name: ClassVar[str] = "NAME"
+    paper: ClassVar[str] = ""  # "arXiv:2506.02475", where there is one
+
+    # What the state does before it is written to. To let it decay, import SPLR from deltalab.structure, set it here,
+    # declare the log-decay `g: Gate = knob(gates.mamba2_decay())`, and take g in `operands` and give it to Operands.
+    transition: Transition = HOUSEHOLDER
+
+    # Every symbol of the equation that is computed or learned is a gate. A knob lists what a study may choose from,
+    # the full method's choice first; `const` is what `ablate: [write]` turns it to.
+    erase: Gate = knob(gates.sigmoid(max=1), gates.sigmoid(max=2))
+    write: Gate = knob(gates.sigmoid(), gates.const(1))
+
+    # A knob may also be a switch, a word or a whole number, for `operands` to act on.
+    correct_output: bool = knob(False, True)
+
+    @property
+    def eigenvalues(self) -> tuple[float, float]:
+        """Of the transition, for any values of the gates: 1 off k_t, and 1 - erase_t along it."""
+        return (1 - self.erase.high, 1.0)
+
+    def operands(self, q: Tensor, k: Tensor, v: Tensor, *, erase: Tensor, write: Tensor) -> Operands:
+        """q, k [B, T, H, K] of unit norm; v [B, T, H, V]; the gates by their symbols, [B, T, H] or [H]."""
+        r = q - k if self.correct_output else q
+        return Operands(r=r, k=k, u=write[..., None] * v, e=erase)
+'''
+
+
+def new_rule(name: str, directory: Path = Path("plugins")) -> Path:
+    """Writes a new rule's file, NAME.py, and returns its path. Rules in ./plugins are found by their names.
+
+    Raises `InputError` for a name that Python or another rule has taken, a file that exists, and a directory that
+    cannot be written to.
+    """
+    if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_"):
+        raise InputError(f"'{name}' cannot name a rule: take letters, digits and _, a letter first, as in my_rule")
+    if name in list_rules():
+        raise InputError(f"there is a rule '{name}' already: take another name")
+    file = directory / f"{name}.py"
+    partial = directory / f".{name}.{uuid4().hex[:8]}"
+    kind = "".join(part[:1].upper() + part[1:] for part in name.split("_"))
+    if kind in RULE:  # `gate` would shadow the Gate that the file imports
+        kind += "Rule"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if file.exists():
+            raise InputError(f"{file} exists already: take another name")
+        partial.write_text(RULE.replace("NAME", name).replace("CLASS", kind), encoding="utf-8")
+        partial.replace(file)
+    except OSError as error:
+        raise InputError(f"{file}: cannot be written: {error.strerror or error}") from None
+    finally:
+        with suppress(OSError):
+            partial.unlink()
+    return file

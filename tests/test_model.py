@@ -1,0 +1,226 @@
+"""What is built: decoding equals the whole sequence, layers stand where the layout says, nothing sees the future."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+import torch
+
+import deltalab
+from deltalab.errors import InputError
+from deltalab.layer import LayerCache
+from deltalab.model import Model, ModelSpec, build_model, parameter_groups
+
+SMALL = {"vocab_size": 16, "d_model": 16, "layers": 2, "heads": 2, "chunk_size": 8}
+RULES = deltalab.list_rules()
+MODELS = {
+    **{rule: {"rule": rule} for rule in RULES},
+    "hybrid": {"rule": "comba", "attention": [1]},
+    "hybrid with a window": {"rule": "comba", "attention": [0], "window": 3},
+    "mamba block": {"rule": "mamba2", "block": "mamba", "layers": 1},
+    "mamba block, hybrid": {"rule": "comba", "block": "mamba", "attention": [2]},
+    "bare": {
+        "rule": "comba",
+        "conv": 0,
+        "output_norm": False,
+        "output_gate": False,
+        "mlp": False,
+        "tie_embeddings": False,
+    },
+    "conv of 1": {"rule": "deltanet", "conv": 1},
+    "wide values, narrow keys": {"rule": "gated_deltanet", "key_dim": 3, "expand_v": 1.5},
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def built(**given: object) -> Model:
+    model = build_model({**SMALL, **given}, seed=3).double()
+    with torch.no_grad():  # away from the start, where gates are alike and norms are one
+        for i, value in enumerate(model.parameters()):
+            value += 0.2 * torch.randn(value.shape, generator=torch.Generator().manual_seed(i), dtype=value.dtype)
+    return model
+
+
+def tokens(length: int, batch: int = 2) -> torch.Tensor:
+    return torch.randint(16, (batch, length), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("given", MODELS.values(), ids=MODELS)
+def test_prefill_and_decoding_equal_the_whole_sequence(given: dict[str, object]) -> None:
+    model = built(**given)
+    x = tokens(21)
+    with torch.no_grad():
+        whole = model(x)
+        for prefill in (0, 1, 13):
+            cache, parts = None, []
+            cuts = [0, *([prefill] if prefill else []), *range(prefill + 1, 22)]
+            for start, end in pairwise(cuts):
+                logits, cache = model.step(x[:, start:end], cache)
+                parts.append(logits)
+            torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("given", MODELS.values(), ids=MODELS)
+def test_no_position_sees_a_later_token(given: dict[str, object]) -> None:
+    model = built(**given)
+    x = tokens(20, batch=1)
+    for changed in (1, 9, 19):
+        other = x.clone()
+        other[0, changed] = (other[0, changed] + 1) % 16
+        with torch.no_grad():
+            before, after = model(x), model(other)
+        assert torch.equal(before[:, :changed], after[:, :changed])
+        assert not torch.allclose(before[:, changed], after[:, changed])
+
+
+@pytest.mark.parametrize("given", MODELS.values(), ids=MODELS)
+def test_state_size_is_that_of_the_tensors_held(given: dict[str, object]) -> None:
+    model = built(**given)
+    with torch.no_grad():
+        _, cache = model.step(tokens(11, batch=1))
+
+    def elements(held: object) -> int:
+        if isinstance(held, torch.Tensor):
+            return held.numel()
+        if isinstance(held, LayerCache):
+            return elements((held.conv, held.state))
+        assert isinstance(held, list | tuple)
+        return sum(map(elements, held))
+
+    assert model.state_size(11) == elements(cache)
+
+
+def test_only_full_attention_remembers_more_the_longer_it_reads() -> None:
+    sizes = {name: [built(**given).state_size(n) for n in (8, 16)] for name, given in MODELS.items()}
+    assert {name for name, (short, long) in sizes.items() if short != long} == {
+        "attention",
+        "hybrid",
+        "mamba block, hybrid",
+    }
+
+
+def test_second_to_last_of_every_eight() -> None:
+    model = build_model({**SMALL, "rule": "comba", "layers": 16, "attention": "second_to_last_of_every_eight"})
+    names = [block.mixer.rule.name for block in model.blocks]
+    assert [i for i, name in enumerate(names) if name == "attention"] == [6, 14]
+    assert set(names) == {"attention", "comba"}
+
+
+def test_a_mamba_block_has_twice_the_depth_one_query_and_key_and_no_mlp() -> None:
+    model = build_model({**SMALL, "rule": "mamba2", "block": "mamba"})
+    assert len(model.blocks) == 4
+    assert all(block.mlp is None for block in model.blocks)
+    assert model.blocks[0].mixer.qkv.weight.shape == (8 + 8 + 16, 16)
+    assert not model.spec.mlp
+
+
+def test_logits_where_asked_are_those_of_the_whole() -> None:
+    model = built(rule="comba")
+    x = tokens(12)
+    where = torch.rand(2, 12, generator=torch.Generator().manual_seed(1)) < 0.3
+    assert where.any()
+    torch.testing.assert_close(model(x, where=where), model(x)[where], rtol=1e-12, atol=1e-12)
+
+
+def test_one_seed_one_start() -> None:
+    a, b, c = (build_model({**SMALL, "rule": "comba"}, seed=seed).state_dict() for seed in (1, 1, 2))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert not torch.equal(a["embed.weight"], c["embed.weight"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rule": {"name": "comba", "d": {"head": {"init": 1.0}}}},
+        {"rule": {"name": "comba", "d": 0}},
+        {"rule": {"name": "comba", "transition": "iplr"}},
+        {"rule": {"name": "comba", "g": "gla_decay"}},
+        {"rule": "deltanet"},
+        {"output_gate": False},
+        {"mlp": False},
+        {"attention": [1]},
+    ],
+    ids=str,
+)
+def test_arms_start_from_equal_values_in_all_that_they_share(change: dict[str, object]) -> None:
+    base = build_model({**SMALL, "rule": "comba"}, seed=5).state_dict()
+    other = build_model({**SMALL, "rule": "comba", **change}, seed=5).state_dict()
+    # What the change itself is about may start elsewhere.
+    own = {name for name in base if ".d." in name} if "rule" in change else set()
+    shared = {name for name in base.keys() & other.keys() if base[name].shape == other[name].shape} - own
+    assert {"embed.weight", "blocks.0.mixer.qkv.weight", "blocks.1.mixer.out.weight"} <= shared
+    assert all(torch.equal(base[name], other[name]) for name in shared)
+
+
+def test_parameters_that_are_not_matrices_do_not_decay() -> None:
+    model = build_model({**SMALL, "rule": "comba"})
+    decayed, free = parameter_groups(model, 0.1)
+    assert (decayed["weight_decay"], free["weight_decay"]) == (0.1, 0.0)
+    names = {id(value): name for name, value in model.named_parameters()}
+    of = [{names[id(value)] for value in group["params"]} for group in (decayed, free)]
+    assert of[0] | of[1] == set(names.values())
+    assert not of[0] & of[1]
+    learned = {name for name in names.values() if "norm" in name or ".learned." in name}
+    assert of[1] == learned
+    assert any(name.endswith(("log_a", "dt_bias", "logit", "value")) for name in of[1])
+
+
+REFUSED = [
+    ({"d_modl": 3}, "did you mean 'd_model'"),
+    ({"vocab_size": None}, "model.vocab_size"),
+    ({"d_model": True}, "model.d_model"),
+    ({"d_model": 16.0}, "model.d_model"),
+    ({"layers": 0}, "model.layers"),
+    ({"heads": -1}, "model.heads"),
+    ({"heads": 3}, "multiple of heads"),
+    ({"key_dim": 0}, "model.key_dim"),
+    ({"conv": -1}, "model.conv"),
+    ({"mlp": 1}, "model.mlp"),
+    ({"expand_v": 0}, "model.expand_v"),
+    ({"expand_v": float("nan")}, "model.expand_v"),
+    ({"expand_v": float("inf")}, "model.expand_v"),
+    ({"block": "mmba"}, "did you mean 'mamba'"),
+    ({"attention": [2]}, "0 to 1"),
+    ({"attention": [True]}, "layer True"),
+    ({"attention": 1}, "model.attention"),
+    ({"attention": None}, "model.attention"),
+    ({"attention": "second_to_last"}, "did you mean 'second_to_last_of_every_eight'"),
+    ({"attention": "second_to_last_of_every_eight"}, "at least 7 layers"),
+    ({"window": 4}, "no effect without attention"),
+    ({"rule": "comb"}, "did you mean 'comba'"),
+    ({"rule": {"d": 0}}, "rule must be"),
+    ({"rule": 3}, "rule must be"),
+    ({"rule": {"name": "comba", "dd": 0}}, "did you mean 'd'"),
+    ({"rule": {"name": "comba", "d": "heads"}}, "did you mean 'head'"),
+    ({"rule": {"name": "comba", "d": {"head": {"init": True}}}}, "finite number"),
+    ({"rule": {"name": "comba", "d": {"head": {"int": 1}}}}, "did you mean 'init'"),
+    ({"rule": {"name": "comba", "d": [0]}}, "takes one gate"),
+    ({"rule": {"name": "comba", "transition": True}}, "unknown option"),
+    ({"rule": {"name": "attention", "window": -1}}, "at least 0"),
+]
+
+
+@pytest.mark.parametrize(("given", "says"), REFUSED, ids=lambda x: str(x))
+def test_what_makes_no_model_is_refused(given: dict[str, object], says: str) -> None:
+    with pytest.raises(InputError) as raised:
+        build_model({**SMALL, "rule": "comba", **given})
+    assert says in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("given", [None, "comba", {"rule": "comba"}, {"vocab_size": 8}])
+def test_a_model_needs_a_mapping_with_rule_and_vocabulary(given: object) -> None:
+    with pytest.raises(InputError):
+        build_model(given)  # type: ignore[arg-type]
+
+
+def test_numbers_that_are_equal_are_one_model() -> None:
+    specs = [repr(ModelSpec.of({**SMALL, "rule": "comba", "expand_v": value})) for value in (2, 2.0)]
+    assert specs[0] == specs[1]

@@ -1,0 +1,95 @@
+"""A new rule's file passes every check as it stands, and nothing that is there is overwritten."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from deltalab import check_rule, list_rules, registry
+from deltalab.errors import InputError
+from deltalab.scaffold import new_rule
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty directory to work in, whose plugins are found."""
+    monkeypatch.chdir(tmp_path)
+    registry._all.cache_clear()
+    yield tmp_path
+    registry._all.cache_clear()
+
+
+def test_it_passes_every_check_as_it_stands(here):
+    file = new_rule("my_first_rule")
+    assert file == here.relative_to(here) / "plugins/my_first_rule.py"
+    registry._all.cache_clear()
+    rule = registry.get_rule("my_first_rule")
+    results = check_rule(rule)
+    assert [f"{result.name}: {result.message}" for result in results if not result.passed] == []
+    assert type(rule).__name__ == "MyFirstRule"
+    assert len(rule.gates) == 2
+    assert len(rule.options()) == 3
+    rule.without("write")
+
+
+def test_it_is_a_tidy_file(here):
+    new_rule("tidy")
+    text = (here / "plugins/tidy.py").read_text()
+    assert len(text.splitlines()) < 60
+    assert "NAME" not in text
+    assert "CLASS" not in text
+    for command in (
+        ["check", "--select", "E,F,I,UP,B", "--config", "lint.isort.known-first-party=['deltalab']"],
+        ["format", "--check"],
+    ):
+        run = subprocess.run(
+            [sys.executable, "-m", "ruff", *command, "--line-length", "120", "plugins/tidy.py"],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.mark.parametrize("name", ["gate", "update_rule", "operands", "tensor", "Étude", "a1"])
+def test_any_name_makes_a_rule_that_imports(here, name):
+    (plugin,) = registry.add_plugin(new_rule(name))
+    registry._named_files.remove(plugin.file)
+    assert plugin.kind.name == name
+    assert plugin.kind().gates["erase"].high == 1
+
+
+@pytest.mark.parametrize("name", ["", "my-rule", "2nd", "class", "_hidden", "a/b", "../up", "a b"])
+def test_a_name_that_is_none(here, name):
+    with pytest.raises(InputError, match="cannot name a rule: take letters, digits and _"):
+        new_rule(name)
+    assert not list(here.iterdir())
+
+
+def test_a_name_that_is_taken(here):
+    assert "comba" in list_rules()
+    with pytest.raises(InputError, match="there is a rule 'comba' already"):
+        new_rule("comba")
+    (here / "plugins").mkdir()
+    (here / "plugins/notes.py").write_text("kept = True\n")
+    with pytest.raises(InputError, match=r"plugins/notes.py exists already"):
+        new_rule("notes")
+    assert (here / "plugins/notes.py").read_text() == "kept = True\n"
+
+
+def test_a_place_that_cannot_be_written_to(here, monkeypatch):
+    (here / "plugins").write_text("a file\n")
+    with pytest.raises(InputError, match=r"plugins/mine.py: cannot be written: (File exists|Not a directory)"):
+        new_rule("mine")
+    (here / "plugins").unlink()
+
+    def full(self, text, encoding):
+        os.close(os.open(self, os.O_CREAT))
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_text", full)
+    with pytest.raises(InputError, match="No space left on device"):
+        new_rule("mine")
+    assert not list((here / "plugins").iterdir())

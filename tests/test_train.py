@@ -1,0 +1,363 @@
+"""Training: a function of its configuration and seed, however it is interrupted and whoever trains beside it."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import deltalab
+from deltalab.errors import InputError
+from deltalab.layer import RuleLayer
+from deltalab.model import ModelSpec
+from deltalab.tasks import IGNORE, Task
+from deltalab.train import LockStep, RunResult, TrainSpec, TrialResult, train
+
+TASK = deltalab.get_task("mqar", length=16, pairs=2, vocab_size=16)
+TINY = ModelSpec(rule="comba", vocab_size=16, d_model=16, layers=1, heads=1, chunk_size=16)
+SPEC = TrainSpec(steps=12, batch_size=8, lr=1e-2, evaluations=4, eval_batches=2)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def spec(**given: Any) -> TrainSpec:
+    return TrainSpec(**{**SPEC.__dict__, **given})
+
+
+def assert_same(a: RunResult, b: RunResult) -> None:
+    """Bit for bit, NaN included."""
+    assert repr(a.metrics) == repr(b.metrics)
+    assert (a.seed, a.diverged_at) == (b.seed, b.diverged_at)
+    assert a.weights.keys() == b.weights.keys()
+    assert all(torch.equal(a.weights[name], b.weights[name]) for name in a.weights)
+
+
+def test_it_learns_recall() -> None:
+    result = train(TASK, TINY, spec(steps=250, batch_size=32, evaluations=5), [1, 2], test=True)
+    for run in result.runs:
+        curve = [value for split, name, _, value in run.metrics if (split, name) == ("validation", "loss")]
+        assert curve[-1] < curve[0] / 2
+        assert run.final("test", "accuracy") > 0.9 > 5 * TASK.chance
+        assert run.final("test", "loss") != run.final("validation", "loss")
+
+
+def test_metrics_are_at_evenly_spaced_steps_and_the_test_split_at_the_end_alone() -> None:
+    run = train(TASK, TINY, SPEC, [1], test=True).runs[0]
+    steps: dict[tuple[str, str], list[int]] = {}
+    for split, name, step, value in run.metrics:
+        assert math.isfinite(value)
+        steps.setdefault((split, name), []).append(step)
+    assert steps == {
+        ("train", "loss"): [3, 6, 9, 12],
+        ("validation", "accuracy"): [3, 6, 9, 12],
+        ("validation", "loss"): [3, 6, 9, 12],
+        ("test", "accuracy"): [12],
+        ("test", "loss"): [12],
+    }
+    assert not any(split == "test" for split, *_ in train(TASK, TINY, SPEC, [1]).runs[0].metrics)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 7, 10, 11])
+def test_the_last_evaluation_is_at_the_end_and_no_step_is_measured_twice(steps: int) -> None:
+    for evaluations in range(1, steps + 1):
+        at = spec(steps=steps, evaluations=evaluations).evaluated_at()
+        assert len(set(at)) == evaluations
+        assert at == sorted(at)
+        assert at[0] >= 1
+        assert at[-1] == steps
+
+
+def test_the_learning_rate_warms_up_to_its_peak_and_falls_to_nothing() -> None:
+    schedule = spec(steps=200, warmup=0.25, lr=3.0)
+    rates = [schedule.learning_rate(step) for step in range(201)]
+    assert rates[:50] == pytest.approx([3.0 * (i + 1) / 50 for i in range(50)])
+    assert rates[50:] == pytest.approx([1.5 * (1 + math.cos(math.pi * i / 150)) for i in range(151)])
+    assert spec(warmup=0).learning_rate(0) == SPEC.lr
+    assert spec(warmup=1).learning_rate(SPEC.steps - 1) == SPEC.lr
+
+
+def test_the_optimizer_is_given_the_scheduled_rate() -> None:
+    trial = LockStep(TASK, TINY, SPEC, [1])
+    trial.advance(5)
+    assert {group["lr"] for group in trial.seeds[0].optimizer.param_groups} == {SPEC.learning_rate(4)}
+
+
+class Killed(Exception):
+    pass
+
+
+def interrupted(at: int, file: Path, seeds: list[int], **given: Any) -> TrialResult:
+    """Trains up to the evaluation at a step, is cut off there, and goes on in a new `LockStep`."""
+
+    def cut(step: int, so_far: list[RunResult]) -> None:
+        if step == at:
+            raise Killed
+
+    with pytest.raises(Killed):
+        train(TASK, TINY, spec(**given), seeds, test=True, checkpoint=file, checkpoint_seconds=0, watch=cut)
+    assert file.exists()
+    return train(TASK, TINY, spec(**given), seeds, test=True, checkpoint=file)
+
+
+@pytest.mark.parametrize("at", [3, 9, 12])
+def test_a_continued_training_equals_an_uninterrupted_one(at: int, tmp_path: Path) -> None:
+    file = tmp_path / "deep" / "trial.pt"
+    whole = train(TASK, TINY, SPEC, [1, 2], test=True)
+    resumed = interrupted(at, file, [1, 2])
+    for a, b in zip(whole.runs, resumed.runs, strict=True):
+        assert_same(a, b)
+    assert not list(file.parent.iterdir()), "the checkpoint is gone at the end"
+
+
+def test_it_goes_on_from_the_checkpoint_and_does_not_start_again(tmp_path: Path) -> None:
+    file = tmp_path / "trial.pt"
+    trained = []
+
+    class Counted(LockStep):
+        def advance(self, until: int) -> None:
+            trained.append(until)
+            super().advance(until)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("deltalab.train.LockStep", Counted)
+        interrupted(6, file, [1])
+    assert trained == [3, 6, 9, 12]
+
+
+def test_a_diverged_seed_stays_diverged_when_the_training_goes_on(tmp_path: Path) -> None:
+    whole = train(TASK, TINY, spec(lr=1e30, clip=0.0), [1, 2], test=True)
+    assert all(run.diverged_at is not None for run in whole.runs)
+    file = tmp_path / "trial.pt"
+    resumed = interrupted(3, file, [1, 2], lr=1e30, clip=0.0)
+    for a, b in zip(whole.runs, resumed.runs, strict=True):
+        assert repr(a.metrics) == repr(b.metrics)
+        assert a.diverged_at == b.diverged_at
+
+
+def test_a_checkpoint_that_is_half_written_is_never_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "trial.pt"
+    save = torch.save
+
+    def torn(state: object, to: Path) -> None:
+        save(state, to)
+        to.write_bytes(to.read_bytes()[:100])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("torch.save", torn)
+    with pytest.raises(OSError, match="No space"):
+        train(TASK, TINY, SPEC, [1], checkpoint=file, checkpoint_seconds=0)
+    assert not file.exists()
+
+
+def test_seeds_in_lock_step_equal_each_alone() -> None:
+    together = train(TASK, TINY, SPEC, [1, 7, 2], test=True)
+    for run in together.runs:
+        assert_same(run, train(TASK, TINY, SPEC, [run.seed], test=True).runs[0])
+    assert together.runs[0].final("train", "loss") != together.runs[1].final("train", "loss")
+
+
+class Recorded:
+    """A task that remembers what it was asked for."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.drawn: list[tuple[Any, ...]] = []
+        self.seen: list[torch.Tensor] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.task, name)
+
+    def batch(self, split: str, size: int, seed: int, step: int, device: Any = "cpu") -> Any:
+        batch = self.task.batch(split, size, seed, step, device)
+        self.drawn.append((split, size, seed, step))
+        self.seen.append(batch.inputs)
+        return batch
+
+
+def test_data_depend_on_the_seed_and_the_step_and_on_nothing_of_the_model() -> None:
+    base, other = Recorded(TASK), Recorded(TASK)
+    train(base, TINY, SPEC, [1, 2], test=True)  # type: ignore[arg-type]
+    wide = ModelSpec(rule="deltanet", vocab_size=16, d_model=32, layers=2, heads=2)
+    train(other, wide, spec(lr=3e-2), [1, 2], test=True)  # type: ignore[arg-type]
+    assert base.drawn == other.drawn
+    assert all(torch.equal(a, b) for a, b in zip(base.seen, other.seen, strict=True))
+    training = [address for address in base.drawn if address[0] == "train"]
+    assert len(set(training)) == len(training) == 2 * SPEC.steps
+    # Whatever the run's seed, the evaluation is on the same batches.
+    measured = [address for address in base.drawn if address[0] != "train"]
+    assert set(measured) == {(split, 8, 0, i) for split in ("validation", "test") for i in range(2)}
+
+
+def test_where_logits_are_asked_for_is_where_labels_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = LockStep(TASK, TINY, SPEC, [3])
+    run = trial.seeds[0]
+    batch = TASK.batch("train", SPEC.batch_size, 3, 0)
+    with torch.no_grad():
+        full = run.model(batch.inputs)
+        loss = F.cross_entropy(full.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORE)
+        scored = run.model(batch.inputs, where=batch.targets != IGNORE)
+    torch.testing.assert_close(scored, full[batch.targets != IGNORE], rtol=1e-6, atol=1e-6)
+    made = []
+    logits = run.model.logits
+    monkeypatch.setattr(run.model, "logits", lambda hidden: made.append(len(hidden)) or logits(hidden))
+    trial.advance(1)
+    assert float(run.loss) == pytest.approx(float(loss), rel=1e-6)
+    assert made == [int((batch.targets != IGNORE).sum())] == [2 * SPEC.batch_size]
+
+
+def test_divergence_is_reported_with_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A NaN planted in one seed's layer at one step: that seed stops there, the others do not notice."""
+    alone = train(TASK, TINY, SPEC, [1], test=True).runs[0]
+    forward = RuleLayer.forward
+    calls = {"n": 0}
+
+    def planted(self: RuleLayer, x: torch.Tensor, *rest: Any) -> Any:
+        y, cache = forward(self, x, *rest)
+        if self.training and torch.is_grad_enabled():
+            calls["n"] += 1
+            if calls["n"] == 2 * 4 + 2:  # the fifth update of the second seed
+                y = y * math.nan
+        return y, cache
+
+    monkeypatch.setattr(RuleLayer, "forward", planted)
+    good, bad = train(TASK, TINY, SPEC, [1, 2], test=True).runs
+    assert bad.diverged_at == 4
+    assert math.isnan(bad.final("test", "accuracy"))
+    assert math.isnan(bad.final("train", "loss"))
+    assert {(split, step) for split, _, step, _ in bad.metrics} == {("train", 3), ("validation", 3)}
+    assert_same(good, alone)
+    assert calls["n"] == 12 + 5, "a diverged seed costs nothing more on a CPU"
+
+
+def test_all_seeds_diverged_ends_the_training() -> None:
+    seen = []
+    result = train(
+        TASK,
+        TINY,
+        spec(lr=1e6, weight_decay=0.1, clip=0.0, warmup=0.0),
+        [1, 2],
+        test=True,
+        watch=lambda step, so_far: seen.append(step),
+    )
+    for run in result.runs:
+        assert run.diverged_at is not None
+        assert 0 <= run.diverged_at < SPEC.steps
+        assert not [metric for metric in run.metrics if metric[2] > run.diverged_at]
+        assert not [metric for metric in run.metrics if metric[0] == "test"]
+    assert seen[-1] < SPEC.steps
+
+
+def test_a_metric_that_is_not_finite_is_divergence_and_no_metric(monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = LockStep(TASK, TINY, SPEC, [1, 2])
+    trial.advance(3)
+    with torch.no_grad():
+        next(trial.seeds[1].model.parameters()).fill_(math.nan)
+    trial.measure("validation")
+    assert [run.diverged_at for run in trial.seeds] == [None, 3]
+    assert all(math.isfinite(value) for run in trial.seeds for *_, value in run.metrics)
+    trial.advance(6)
+    assert len(trial.seeds[0].metrics) == 4
+    assert trial.seeds[1].metrics == [metric for metric in trial.seeds[1].metrics if metric[0] == "train"]
+
+
+def test_a_metric_that_nothing_counted_towards_has_no_value() -> None:
+    task = deltalab.get_task("text", length=2)  # too short for a bigram to come again
+    model = ModelSpec(rule="linear_attention", vocab_size=256, d_model=8, layers=1, heads=1)
+    run = train(task, model, spec(steps=1, evaluations=1), [1]).runs[0]
+    assert {name for _, name, *_ in run.metrics} == {"loss", "bits_per_byte"}
+    assert math.isnan(run.final("validation", "recall_bits_per_byte"))
+
+
+def test_what_a_watcher_raises_ends_the_training() -> None:
+    seen: list[tuple[int, list[int]]] = []
+
+    def watch(step: int, so_far: list[RunResult]) -> None:
+        seen.append((step, [len(run.metrics) for run in so_far]))
+        if step == 6:
+            raise Killed
+
+    with pytest.raises(Killed):
+        train(TASK, TINY, SPEC, [1, 2], watch=watch)
+    assert seen == [(3, [3, 3]), (6, [6, 6])]
+
+
+def test_bf16_runs_on_a_cpu_over_fp32_weights() -> None:
+    run = train(TASK, TINY, spec(steps=60, batch_size=16, precision="bf16"), [1], test=True).runs[0]
+    assert all(value.dtype == torch.float32 for value in run.weights.values())
+    losses = [value for split, name, _, value in run.metrics if (split, name) == ("train", "loss")]
+    assert losses[-1] < losses[0]
+    full = train(TASK, TINY, spec(steps=60, batch_size=16), [1], test=True).runs[0]
+    assert run.metrics != full.metrics
+
+
+def test_cost_is_that_of_the_model() -> None:
+    result = train(TASK, TINY, SPEC, [1, 2])
+    assert result.parameters == sum(value.numel() for value in result.runs[0].weights.values())
+    assert result.state_size == 16 * 16 + 3 * 48
+    assert result.tokens_per_second > 0
+    assert result.hardware["device"] == "CPU, 1 thread(s)"
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"steps": -1}, "train.steps"),
+    ({"steps": 0}, "train.steps"),
+    ({"steps": True}, "train.steps"),
+    ({"steps": 10.0}, "train.steps"),
+    ({"steps": "10"}, "train.steps"),
+    ({"steps": None}, "train.steps"),
+    ({"batch_size": 0}, "train.batch_size"),
+    ({"eval_batches": 0}, "train.eval_batches"),
+    ({"evaluations": 13}, "exceed steps"),
+    ({"lr": -1e-3}, "train.lr"),
+    ({"lr": True}, "train.lr"),
+    ({"lr": "1e-3"}, "train.lr"),
+    ({"lr": math.nan}, "train.lr"),
+    ({"lr": math.inf}, "train.lr"),
+    ({"clip": math.inf}, "train.clip"),
+    ({"weight_decay": -0.1}, "train.weight_decay"),
+    ({"warmup": 1.5}, "train.warmup"),
+    ({"betas": 0.9}, "train.betas"),
+    ({"betas": None}, "train.betas"),
+    ({"betas": [0.9]}, "train.betas"),
+    ({"betas": [0.9, 1]}, "train.betas"),
+    ({"betas": [0.9, "x"]}, "train.betas"),
+    ({"precision": "fp16"}, "train.precision"),
+    ({"device": "gpu"}, "did you mean 'cpu'"),
+]
+
+
+@pytest.mark.parametrize(("given", "says"), REFUSED, ids=lambda x: str(x))
+def test_what_makes_no_training_is_refused(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        spec(**given)
+
+
+def test_numbers_that_are_equal_are_one_training() -> None:
+    assert repr(spec(lr=1, clip=2, betas=[0, 0.5])) == repr(spec(lr=1.0, clip=2.0, betas=(0.0, 0.5)))
+
+
+@pytest.mark.parametrize("seeds", [[], [1, 1]])
+def test_seeds_are_distinct_and_at_least_one(seeds: list[int]) -> None:
+    with pytest.raises(InputError, match="distinct"):
+        train(TASK, TINY, SPEC, seeds)
+
+
+def test_a_model_of_another_vocabulary_is_refused() -> None:
+    with pytest.raises(InputError, match="vocab_size 32"):
+        train(TASK, ModelSpec(rule="comba", vocab_size=32), SPEC, [1])
+
+
+def test_a_gpu_that_is_not_there_is_refused() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(InputError, match="no GPU"):
+        train(TASK, TINY, spec(device="cuda"), [1])
