@@ -197,3 +197,67 @@ def gla_decay(tau: float = 16.0, rank: float = 16) -> Gate:
 def metala_decay() -> Gate:
     """g = log sigmoid(W x): alpha starts around 1/2, not near 1 (arXiv:2506.02475, Table 5, the form of MetaLA)."""
     return Gate(per="token", low=-math.inf, high=0.0, value=lambda z, p: F.logsigmoid(z))
+
+
+@parameterization
+def metala_input() -> Gate:
+    """beta = 1 - alpha = sigmoid(-W x) with the W of the rule's g: the input gate that balances MetaLA's decay."""
+    return Gate(per="token", low=0.0, high=1.0, of="g", value=lambda z, p: (-z).sigmoid())
+
+
+@parameterization
+def like_beta() -> Gate:
+    """sigmoid(W x) with the W of the rule's beta: two strengths that are one."""
+    return Gate(per="token", low=0.0, high=1.0, of="beta", value=lambda z, p: z.sigmoid())
+
+
+@parameterization
+def retnet_decay() -> Gate:
+    """g = log(1 - 2 ** (-5 - h)) for head h = 0, 1, ...: fixed (Sun et al. 2023, arXiv:2307.08621)."""
+    return Gate(
+        per="none", low=math.log(31 / 32), high=0.0, value=lambda z, p: torch.log1p(-(2.0 ** (-5 - _heads(z)))) + z
+    )
+
+
+@parameterization
+def lightning_decay() -> Gate:
+    """g = -2 ** (-8 (h + 1) / H) for head h of H: fixed slopes (Qin et al. 2024, arXiv:2405.17381)."""
+    return Gate(per="none", low=-1.0, high=0.0, value=lambda z, p: z - 2.0 ** (-8 * (_heads(z) + 1) / z.shape[-1]))
+
+
+def _heads(z: Tensor) -> Tensor:
+    return torch.arange(z.shape[-1], dtype=z.dtype, device=z.device)
+
+
+@parameterization
+def rwkv7_decay(rank: float = 16) -> Gate:
+    """g = -exp(-1/2) sigmoid(W_1 W_2 x + c), so alpha in [0.545, 1] (Peng et al. 2025, arXiv:2503.14456)."""
+    _positive("rwkv7_decay", rank=rank)
+    rate = math.exp(-0.5)
+    return Gate(
+        per="token",
+        low=-rate,
+        high=0.0,
+        rank=int(rank),
+        parameters={"bias": lambda shape, generator: torch.empty(shape).uniform_(-6.0, -1.0, generator=generator)},
+        value=lambda z, p: -rate * (z + p["bias"]).sigmoid(),
+    )
+
+
+@parameterization
+def channel_sigmoid(rank: float = 16) -> Gate:
+    """sigmoid(W_1 W_2 x), one for each channel of the key, in [0, 1]. RWKV-7's in-context learning rate."""
+    _positive("channel_sigmoid", rank=rank)
+    return Gate(per="channel", low=0.0, high=1.0, rank=int(rank), value=lambda z, p: z.sigmoid())
+
+
+@parameterization
+def head_channel(init: float) -> Gate:
+    """A learned number for each channel of each head, without bounds, starting at `init`."""
+    return Gate(
+        per="head_channel",
+        low=-math.inf,
+        high=math.inf,
+        parameters={"value": _full(init)},
+        value=lambda z, p: z + p["value"],
+    )

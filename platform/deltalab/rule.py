@@ -14,6 +14,7 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self, TypeAlias, cast
 
@@ -93,6 +94,8 @@ class UpdateRule:
     name: ClassVar[str]
     paper: ClassVar[str] = ""
 
+    per_step: ClassVar[frozenset[str]] = frozenset()
+
     transition: Transition | None = None
     """None for a rule outside the algebra."""
 
@@ -155,8 +158,18 @@ class UpdateRule:
 
     @property
     def gates(self) -> dict[str, Gate]:
-        """The gates by their symbols, in order of declaration."""
-        return {name: value for name, value in self.knobs().items() if isinstance(value, Gate)}
+        """The gates by their symbols, in order of declaration.
+
+        A log-decay `g` is one for each channel where the transition decays diagonally, and what `per_step` names
+        is one for each of a token's steps.
+        """
+        found = {name: value for name, value in self.knobs().items() if isinstance(value, Gate)}
+        for name, gate in found.items():
+            if gate.per == "token" and name in self.per_step:
+                found[name] = dataclasses.replace(gate, per="step")
+            if gate.per == "token" and name == "g" and self.transition and self.transition.decay == "diagonal":
+                found[name] = dataclasses.replace(gate, per="channel")
+        return found
 
     def knobs(self) -> dict[str, Option]:
         """What each knob is set to."""
@@ -176,14 +189,14 @@ class UpdateRule:
         return {"name": self.name, **plain}
 
     def variants(self) -> list[Self]:
-        """The rule itself, then each knob turned to each other option, one at a time."""
-        turned = [
-            dataclasses.replace(self, **cast(Any, {name: option}))
-            for name, options in self.options().items()
-            for option in options
-            if option != getattr(self, name)
-        ]
-        return [self, *turned]
+        """The rule itself, then each knob turned to each other option that it can honour alone."""
+        turned = [self]
+        for name, options in self.options().items():
+            for option in options:
+                if option != getattr(self, name):
+                    with suppress(InputError):  # not with the rest as it is
+                        turned.append(dataclasses.replace(self, **cast(Any, {name: option})))
+        return turned
 
     def turned(self, other: Self) -> str:
         """What differs between two settings of one rule, for people: `d=const(value=0)`."""

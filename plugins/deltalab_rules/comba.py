@@ -8,13 +8,14 @@ from torch import Tensor
 from deltalab import gates
 from deltalab.gates import Gate
 from deltalab.rule import Operands, UpdateRule, knob
-from deltalab.structure import IPLR, SPLR, Transition
+from deltalab.structure import DPLR, IPLR, SPLR, Transition
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comba(UpdateRule):
     """S_t = (alpha_t I - b beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T,   alpha_t = exp(g_t)        (SPLR)
     S_t = alpha_t (I - 2 b beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T                             (IPLR)
+    S_t = (diag(alpha_t) - b beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T                           (DPLR)
     o_t = scale S_t^T (q_t - d k_t)   or, through p_t = b k_t,   scale S_t^T (q_t - d p_t)
 
     Hu et al. 2025 (arXiv:2506.02475, Eq. 5, Table 4; App. B.3 for p). The paper calls the two forms of the output
@@ -25,7 +26,7 @@ class Comba(UpdateRule):
     name: ClassVar[str] = "comba"
     paper: ClassVar[str] = "arXiv:2506.02475"
 
-    transition: Transition = knob(SPLR, IPLR)
+    transition: Transition = knob(SPLR, IPLR, DPLR)
     g: Gate = knob(gates.mamba2_decay(), gates.gla_decay(), gates.metala_decay())
     beta: Gate = knob(gates.sigmoid())
     b: Gate = knob(gates.head_sigmoid(), gates.const(1))

@@ -1,0 +1,64 @@
+"""Residual linear attention: a second state learns what the first one predicts wrongly."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, cast
+
+import torch
+from torch import Tensor
+
+from deltalab import gates
+from deltalab.errors import InputError
+from deltalab.gates import Gate
+from deltalab.rule import Fit, Operands, UpdateRule, knob
+from deltalab.structure import DECAY, ResidualState, Transition
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLA(UpdateRule):
+    """r_t = clip(v_t - S_{t-1}^T k_t, -c, c)
+    R_t = alpha_t R_{t-1} + gamma_t k_t r_t^T
+    S_t = alpha_t S_{t-1} + beta_t k_t v_t^T
+    o_t = scale (alpha_t S_{t-1}^T q_t + gamma_t R_t^T q_t),   alpha_t = exp(g_t)
+
+    "Enhancing linear attention with residual learning" (Section 3.4, Listing 1). The residual reads the undecayed
+    S_{t-1}. loss: huber clips the residual to [-clip, clip], log_cosh is its tanh, l2 leaves it as it is.
+    output: `sum` reads without alpha and gamma. Without fitting, R is the current token's error alone.
+    """
+
+    name: ClassVar[str] = "rla"
+    paper: ClassVar[str] = "Enhancing linear attention with residual learning"
+
+    transition: Transition = DECAY
+    g: Gate = knob(gates.mamba2_decay())
+    beta: Gate = knob(gates.sigmoid())
+    gamma: Gate = knob(gates.sigmoid(), gates.like_beta())
+    loss: str = knob("huber", "log_cosh", "l2")
+    clip: float = knob(1.0, 0.5, 2.0)
+    output: str = knob("gated", "sum")
+    fitting: bool = knob(True, False)
+    normalize: bool = knob(True, False)
+
+    def __post_init__(self) -> None:
+        if self.loss != "huber" and self.clip != 1.0:
+            raise InputError(f"{self.name}.clip has no effect with loss {self.loss}: it is huber's")
+
+    @property
+    def features(self) -> Literal["unit", "silu", "raw"]:
+        return "unit" if self.normalize else "silu"
+
+    @property
+    def second_state(self) -> bool:
+        return True
+
+    def operands(self, q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, beta: Tensor, gamma: Tensor) -> Operands:
+        gated = self.output == "gated"
+        fit = Fit(
+            residual=ResidualState(loss=cast(Any, self.loss), clip=self.clip),
+            r=gamma[..., None] * q if gated else q,
+            v=v,
+            strength=gamma,
+            # Without fitting R holds the current token's error alone.
+            g=None if self.fitting else torch.full_like(g, -torch.inf),
+            e=None,
+        )
+        return Operands(r=g.exp()[..., None] * q if gated else q, k=k, u=beta[..., None] * v, g=g, fit=fit)
