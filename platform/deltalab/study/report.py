@@ -336,7 +336,7 @@ def caption(table: TaskTable) -> str:
 def _grid(table: TaskTable, columns: Sequence[int]) -> Table:
     grid = Table(box=SIMPLE, pad_edge=False)
     for i in columns:
-        grid.add_column(Text(headers(table)[i]), overflow="fold", no_wrap=i in INTERVALS)
+        grid.add_column(Text(headers(table)[i]), overflow="fold", no_wrap=i == 0 or i in INTERVALS)
     for row in table.rows:
         said = [cell.replace(" [", "\n[") if i in INTERVALS else cell for i, cell in enumerate(cells(row))]
         grid.add_row(*(Text(said[i]) for i in columns), style=STYLE.get(row.verdict, ""))
