@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from deltalab import __version__
@@ -202,7 +203,7 @@ def rule_check(name: Annotated[str, typer.Argument(metavar="NAME|FILE")], as_jso
         for result in results:
             mark = "[green]ok[/]" if result.passed else "[red]FAILED[/]"
             figure = f"{result.figure:.3g}" if isinstance(result.figure, float) else str(result.figure or "")
-            table.add_row(mark, result.name, figure, result.message)
+            table.add_row(mark, result.name, figure, escape(result.message))
         console.print(table)
     if not passed:
         raise typer.Exit(1)
@@ -308,9 +309,8 @@ def export(
         raise unknown("format", to, ["hf"], where="--to")
     with Store.open(db, create=False) as store:
         seed = export_arm(store, _find_study(store, name, profile), arm=arm, task=task, directory=directory)
-    print(
-        f"seed {seed}, the best on validation: AutoModelForCausalLM.from_pretrained('{directory}', trust_remote_code=True)"
-    )
+    print(f"seed {seed}, the best on validation; load it with")
+    print(f"AutoModelForCausalLM.from_pretrained('{directory}', trust_remote_code=True)")
 
 
 @db.command("upgrade")

@@ -1,0 +1,51 @@
+"""What the README says works: its rule passes every check, its study can be planned, its names exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from deltalab import registry
+from deltalab.conformance import check_rule
+from deltalab.study.plan import make_plan
+from deltalab.study.spec import load_study
+
+README = Path(__file__).parents[1] / "README.md"
+TEXT = README.read_text(encoding="utf-8")
+
+
+def _block(language: str) -> str:
+    return re.findall(rf"```{language}\n(.*?)```", TEXT, flags=re.DOTALL)[0]
+
+
+@pytest.fixture
+def balanced(tmp_path, monkeypatch):
+    """The README's rule, where a user would put it."""
+    (tmp_path / "plugins").mkdir()
+    (tmp_path / "plugins" / "balanced.py").write_text(_block("python"))
+    monkeypatch.chdir(tmp_path)
+    registry._all.cache_clear()
+    yield tmp_path
+    registry._all.cache_clear()
+
+
+def test_the_rule_of_the_readme_passes_its_checks(balanced):
+    assert len(_block("python").splitlines()) < 60
+    failed = [result.message for result in check_rule(registry.get_rule("balanced")) if not result.passed]
+    assert failed == []
+
+
+def test_the_study_of_the_readme_can_be_planned(balanced):
+    file = balanced / "study.yaml"
+    file.write_text(_block("yaml"))
+    assert make_plan(load_study(file)).names == ["base", "without_beta", "alpha_near_1", "gated_deltanet"]
+
+
+def test_the_rules_of_the_readme_are_the_rules_there_are():
+    listed = re.findall(r"^\| `(\w+)` \|", TEXT, flags=re.MULTILINE)
+    assert sorted(listed) == registry.list_rules()
+
+
+@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\((?!http)([^)#]+)\)", TEXT))))
+def test_links_lead_somewhere(link):
+    assert (README.parent / link).exists()
