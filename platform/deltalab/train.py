@@ -7,7 +7,8 @@ evaluation. `NUMERICS` is part of a trial's identity.
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeAlias
@@ -17,10 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltalab.errors import InputError, unknown
+from deltalab.layer import RuleLayer
 from deltalab.model import ModelSpec, build_model, parameter_groups
 from deltalab.tasks import IGNORE, Task
 
-NUMERICS = 1
+NUMERICS = 2
 """Raise it with every change to what a trial computes: trials recorded under another number run again."""
 
 EVALUATION_SEED = 0
@@ -202,16 +204,22 @@ class LockStep:
 
     @torch.no_grad()
     def measure(self, split: str) -> None:
-        """Adds every metric of the task, over the fixed split, to each seed that has not diverged."""
+        """Adds every metric of the task, over the fixed split, to each seed that has not diverged.
+
+        And `output_rms`: the largest root mean square of a layer's output before its norm, which an unstable rule
+        betrays itself by.
+        """
         for run in self.seeds:
             if run.diverged_at is not None:
                 continue
             sums: dict[str, tuple[Tensor, Tensor]] = {}
             for i in range(self.spec.eval_batches):
                 batch = self.task.batch(split, self.spec.batch_size, EVALUATION_SEED, i, self.device)
-                with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.bf16):
+                with _output_rms(run.model) as sizes, torch.autocast(self.device.type, torch.bfloat16, self.bf16):
                     logits = run.model(batch.inputs, where=batch.targets != IGNORE)
-                for name, (total, count) in self.task.measure(batch, logits.float()).items():
+                measured = self.task.measure(batch, logits.float())
+                largest = torch.stack(sizes).max()
+                for name, (total, count) in {**measured, "output_rms": (largest, torch.ones_like(largest))}.items():
                     before = sums.get(name, (torch.zeros_like(total), torch.zeros_like(count)))
                     sums[name] = (before[0] + total, before[1] + count)
             # A metric that nothing counted towards has no value.
@@ -244,6 +252,22 @@ class LockStep:
             run.optimizer.load_state_dict(one["optimizer"])
             run.bad, run.loss = one["bad"], one["loss"]
             run.metrics = [tuple(metric) for metric in one["metrics"]]
+
+
+@contextmanager
+def _output_rms(model: torch.nn.Module) -> Iterator[list[Tensor]]:
+    """Collects the root mean square of every rule's output while the model runs."""
+    sizes: list[Tensor] = []
+
+    def keep(_: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
+        sizes.append(args[0].float().square().mean().sqrt())
+
+    handles = [layer.norm.register_forward_pre_hook(keep) for layer in model.modules() if isinstance(layer, RuleLayer)]
+    try:
+        yield sizes
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def train(
