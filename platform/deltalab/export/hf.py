@@ -23,7 +23,7 @@ from deltalab.registry import Plugin, rule_plugin
 
 PACKAGE = Path(__file__).parents[1]
 MODELING = "modeling_deltalab"
-OF_A_RULE = ("errors", "gates", "rule", "structure")
+OF_A_RULE = ("errors", "fast_weights", "gates", "rule", "structure")
 """What a plugin file may import from deltalab and still be exported."""
 
 
@@ -103,15 +103,16 @@ def _modules(spec: ModelSpec) -> dict[str, str]:
     rules = [rule_plugin(name) for name in dict.fromkeys(_rules(spec))]
     modules: dict[str, str] = {}
     wanted = [f"export.{MODELING}"]
+    for plugin in rules:
+        _refuse_other_imports(plugin)
+        modules[_rule_module(plugin)], needs = _relative(plugin.source)
+        wanted += needs
     while wanted:
         name = wanted.pop()
         flat = _flat(name)
         if flat not in modules and name != "registry":
             modules[flat], needs = _relative((PACKAGE / f"{name.replace('.', '/')}.py").read_text(encoding="utf-8"))
             wanted += needs
-    for plugin in rules:
-        _refuse_other_imports(plugin)
-        modules[_rule_module(plugin)], _ = _relative(plugin.source)
     modules["registry"] = _registry(rules)
     # transformers copies what such lines of the modeling code name. It overlooks `from . import x`, and its
     # older versions overlook what an imported file imports.

@@ -1,0 +1,261 @@
+"""States that are the weights of a model and learn online: by gradient descent, with momentum and decay (TTT, Titans).
+
+Not part of the algebra of `structure`, since the gradient need not be linear in the state. What is parallel is a
+mini-batch, whose gradients are all taken where it begins.
+"""
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deltalab.rule import State, UpdateRule
+
+Weights = tuple[Tensor, ...]
+EPS = 1e-6
+
+
+class Learner(Protocol):
+    """A model f of inputs x [.., n, K] to [.., n, V], and what it minimizes, with matrices W_j for weights."""
+
+    def start(self, heads: int, key_dim: int, value_dim: int) -> Weights:
+        """The weights that every sequence starts from, [H, rows, columns] each: not learned, and always the same."""
+
+    def predict(self, x: Tensor, times: Callable[[Tensor, int], Tensor]) -> Tensor:
+        """f(x), where times(y, j) is y W_j with the weights that belong to each of the n inputs."""
+
+    def gradients(self, k: Tensor, v: Tensor, weights: Weights) -> tuple[tuple[Tensor, Tensor], ...]:
+        """Of the loss of each (k_i, v_i) in each W_j, as (a, d), [.., n, rows] and [.., n, columns], for a_i d_i^T."""
+
+
+class Descent(NamedTuple):
+    """How far each token goes, [B, T, H] or [H]: the step theta, and the factors alpha of W and eta of Z, if not 1, 0.
+
+    late: the gradient is taken at alpha_t W_{t'}, not at W_{t'}; for mini-batches of one token.
+    """
+
+    theta: Tensor
+    alpha: Tensor | None = None
+    eta: Tensor | None = None
+    late: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class FastWeights(UpdateRule):
+    """A rule whose state is the weights W_j of a `Learner`, and o_t = scale f(q_t; W_t).
+
+        Z_t = eta_t Z_{t-1} - theta_t grad loss(W_{t'}; k_t, v_t)
+        W_t = alpha_t W_{t-1} + Z_t
+
+    t' is the last token before t's mini-batch: mini-batches of `mini_batch` tokens follow each other from the first
+    token on, whatever parts a sequence comes in. Subclasses say what the `learner` is and what the gates mean in
+    `descent`; `mini_batch` is theirs to declare as a knob.
+
+    The state: each W_j [B, H, rows, columns]; with momentum each Z_j; with mini-batches of several tokens each
+    W_j where the mini-batch began, and a tensor [B, H, n, 0] whose length n says how many of its tokens have gone by.
+    """
+
+    mini_batch: int = 1
+    momentum: bool = False
+
+    @property
+    @abstractmethod
+    def learner(self) -> Learner: ...
+
+    @abstractmethod
+    def descent(self, gates: Mapping[str, Tensor]) -> Descent: ...
+
+    def initial_state(self, k: Tensor, v: Tensor) -> State:
+        dtype = torch.promote_types(v.dtype, torch.float32)
+        batch, _, heads, key_dim = k.shape
+        start = self.learner.start(heads, key_dim, v.shape[-1])
+        now = tuple(w.to(v.device, dtype).expand(batch, *w.shape).contiguous() for w in start)
+        return self._packed(now, tuple(torch.zeros_like(w) for w in now), now, 0)
+
+    def mix(
+        self, q: Tensor, k: Tensor, v: Tensor, gates: Mapping[str, Tensor], *, scale: float, state: State
+    ) -> tuple[Tensor, State]:
+        dtype = torch.promote_types(v.dtype, torch.float32)
+        *factors, late = self.descent(gates)
+        theta, alpha, eta = (None if x is None else x.to(dtype).expand(k.shape[:3]).transpose(1, 2) for x in factors)
+        q, k, v = (x.to(dtype).transpose(1, 2) for x in (q, k, v))
+        now, momentum, begun, seen = self._unpacked(state)
+        out, t = [], 0
+        while t < q.shape[2]:
+            tokens = slice(t, t + self.mini_batch - seen)
+            at = tuple(alpha[:, :, tokens, None] * w for w in begun) if late and alpha is not None else begun
+            gradients = self.learner.gradients(k[:, :, tokens], v[:, :, tokens], at)
+            path = _path(*(None if x is None else x[:, :, tokens] for x in (theta, alpha, eta)))
+            out.append(self.learner.predict(q[:, :, tokens], _times(now, momentum, gradients, path)))
+            now, momentum = _after(now, momentum, gradients, path)
+            size = out[-1].shape[2]
+            t, seen = t + size, (seen + size) % self.mini_batch
+            begun = begun if seen else now
+        return scale * torch.cat(out, dim=2).transpose(1, 2), self._packed(now, momentum, begun, seen)
+
+    def _packed(self, now: Weights, momentum: Weights, begun: Weights, seen: int) -> State:
+        state = now + momentum * self.momentum
+        if self.mini_batch > 1:
+            state += (*begun, now[0].new_empty(*now[0].shape[:2], seen, 0))
+        return state if len(state) > 1 else state[0]
+
+    def _unpacked(self, state: State) -> tuple[Weights, Weights, Weights, int]:
+        parts = state if isinstance(state, tuple) else (state,)
+        seen = 0
+        if self.mini_batch > 1:
+            parts, seen = parts[:-1], parts[-1].shape[2]
+        count = len(parts) // (1 + self.momentum + (self.mini_batch > 1))
+        now, *others = (tuple(parts[i : i + count]) for i in range(0, len(parts), count))
+        momentum = others[0] if self.momentum else ()
+        return now, momentum, others[-1] if self.mini_batch > 1 else now, seen
+
+
+class _Path(NamedTuple):
+    """W_t = of_now_t W_0 + of_momentum_t Z_0 - sum_i of_gradients_ti G_i, and so on for Z at the last t.
+
+    of_now, of_momentum [.., n]; of_gradients [.., n, n], lower triangular; kept [..], added [.., n].
+    """
+
+    of_now: Tensor
+    of_momentum: Tensor
+    of_gradients: Tensor
+    kept: Tensor
+    added: Tensor
+
+
+def _path(theta: Tensor | None, alpha: Tensor | None, eta: Tensor | None) -> _Path:
+    """The recurrence unrolled, without a division, so that factors may be 0. All [.., n]."""
+    assert theta is not None
+    steps = torch.diag_embed(theta)
+    of_now, of_momentum, kept = torch.ones_like(theta[..., 0]), torch.zeros_like(theta[..., 0]), None
+    of_gradients, added = torch.zeros_like(theta), torch.zeros_like(theta)
+    rows = []
+    for t in range(theta.shape[-1]):
+        added = steps[..., t, :] if eta is None else eta[..., t, None] * added + steps[..., t, :]
+        kept = torch.zeros_like(of_now) if eta is None else eta[..., t] if kept is None else eta[..., t] * kept
+        if alpha is not None:
+            of_now, of_momentum = alpha[..., t] * of_now, alpha[..., t] * of_momentum
+            of_gradients = alpha[..., t, None] * of_gradients
+        of_momentum, of_gradients = of_momentum + kept, of_gradients + added
+        rows.append((of_now, of_momentum, of_gradients))
+    assert kept is not None
+    nows, momenta, gradients = (torch.stack(parts, dim=2) for parts in zip(*rows, strict=True))
+    return _Path(nows, momenta, gradients, kept, added)
+
+
+def _times(
+    now: Weights, momentum: Weights, gradients: tuple[tuple[Tensor, Tensor], ...], path: _Path
+) -> Callable[[Tensor, int], Tensor]:
+    def times(x: Tensor, j: int) -> Tensor:
+        a, d = gradients[j]
+        y = path.of_now[..., None] * (x @ now[j]) - (path.of_gradients * (x @ a.mT)) @ d
+        return y + path.of_momentum[..., None] * (x @ momentum[j]) if momentum else y
+
+    return times
+
+
+def _after(
+    now: Weights, momentum: Weights, gradients: tuple[tuple[Tensor, Tensor], ...], path: _Path
+) -> tuple[Weights, Weights]:
+    """W and Z behind the last token."""
+    weights = []
+    for j, (a, d) in enumerate(gradients):
+        w = path.of_now[..., -1, None, None] * now[j] - (path.of_gradients[..., -1, :, None] * a).mT @ d
+        weights.append(w + path.of_momentum[..., -1, None, None] * momentum[j] if momentum else w)
+    kept = path.kept[..., None, None]
+    moved = [kept * z - (path.added[..., None] * a).mT @ d for z, (a, d) in zip(momentum, gradients, strict=False)]
+    return tuple(weights), tuple(moved)
+
+
+@dataclass(frozen=True)
+class Regression:
+    """What a learner makes of its last layer's z [.., n, V], and the slope of its loss there.
+
+        f = x~ + LN(z),   loss = 1/p sum_c (e_c^2 + eps)^(p/2),   e = f - v
+
+    norm: LN is the layer norm over V, without scale or shift, else z. residual: x~ is the input, cut or filled with
+    zeros to V channels, else 0. p = 2 is half the squared error; the slope e (e^2 + eps)^(p/2 - 1) of any other p is
+    sign(e) |e|^(p - 1), smooth at 0.
+    """
+
+    norm: bool = False
+    residual: bool = False
+    p: float = 2.0
+
+    def predict(self, x: Tensor, z: Tensor) -> Tensor:
+        f = _layer_norm(z)[0] if self.norm else z
+        return f + F.pad(x, (0, z.shape[-1] - x.shape[-1])) if self.residual else f
+
+    def slope(self, k: Tensor, v: Tensor, z: Tensor) -> Tensor:
+        """Of the loss in z, itself differentiable."""
+        e = self.predict(k, z) - v
+        if self.p != 2:
+            e = e * (e.square() + EPS) ** (self.p / 2 - 1)
+        if not self.norm:
+            return e
+        normed, deviation = _layer_norm(z)
+        along = e - e.mean(-1, keepdim=True) - normed * (e * normed).mean(-1, keepdim=True)
+        return along / deviation
+
+
+def _layer_norm(z: Tensor) -> tuple[Tensor, Tensor]:
+    centered = z - z.mean(-1, keepdim=True)
+    deviation = (centered.square().mean(-1, keepdim=True) + EPS).sqrt()
+    return centered / deviation, deviation
+
+
+@dataclass(frozen=True)
+class Linear:
+    """f of z = S^T x, with S [K, V]. Starts at 0, or with a norm, which 0 has no direction for, at a fixed draw."""
+
+    head: Regression
+
+    def start(self, heads: int, key_dim: int, value_dim: int) -> Weights:
+        if self.head.norm:
+            return (_drawn(heads, key_dim, value_dim, key_dim),)
+        return (torch.zeros(heads, key_dim, value_dim),)
+
+    def predict(self, x: Tensor, times: Callable[[Tensor, int], Tensor]) -> Tensor:
+        return self.head.predict(x, times(x, 0))
+
+    def gradients(self, k: Tensor, v: Tensor, weights: Weights) -> tuple[tuple[Tensor, Tensor], ...]:
+        return ((k, self.head.slope(k, v, k @ weights[0])),)
+
+
+@dataclass(frozen=True)
+class MLP:
+    """f of z = W_2^T gelu(W_1^T x), with W_1 [K, 4K] and W_2 [4K, V]. Starts at a fixed draw: 0 has no gradient."""
+
+    head: Regression
+
+    def start(self, heads: int, key_dim: int, value_dim: int) -> Weights:
+        hidden = 4 * key_dim
+        return _drawn(heads, key_dim, hidden, key_dim), _drawn(heads, hidden, value_dim, 1, seed=1)
+
+    def predict(self, x: Tensor, times: Callable[[Tensor, int], Tensor]) -> Tensor:
+        return self.head.predict(x, times(F.gelu(times(x, 0), approximate="tanh"), 1))
+
+    def gradients(self, k: Tensor, v: Tensor, weights: Weights) -> tuple[tuple[Tensor, Tensor], ...]:
+        first, second = weights
+        z = k @ first
+        inner = F.gelu(z, approximate="tanh")
+        slope = self.head.slope(k, v, inner @ second)
+        return (k, _gelu_slope(z) * (slope @ second.mT)), (inner, slope)
+
+
+def _gelu_slope(x: Tensor) -> Tensor:
+    """Of x / 2 (1 + tanh(c (x + 0.044715 x^3))) with c = sqrt(2 / pi)."""
+    c = math.sqrt(2 / math.pi)
+    tanh = (c * (x + 0.044715 * x.pow(3))).tanh()
+    return (1 + tanh) / 2 + x / 2 * (1 - tanh.square()) * c * (1 + 3 * 0.044715 * x.square())
+
+
+def _drawn(heads: int, rows: int, columns: int, norm: float, *, seed: int = 0) -> Tensor:
+    """N(0, 0.02^2), TTT's start, times the norm^(1/2) that its inputs have there and ours do not; always the same."""
+    generator = torch.Generator().manual_seed(seed)
+    return 0.02 * math.sqrt(norm) * torch.empty(heads, rows, columns).normal_(generator=generator)

@@ -1,0 +1,47 @@
+"""MIRAS: the delta rule for errors measured in the l_p norm, with a retention gate."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from deltalab import gates
+from deltalab.errors import InputError
+from deltalab.fast_weights import Descent, FastWeights, Learner, Linear, Regression
+from deltalab.gates import Gate
+from deltalab.rule import knob
+
+
+@dataclass(frozen=True, kw_only=True)
+class Miras(FastWeights):
+    """S_t = alpha_t S_{t-1} - beta_t k_t (sign(e_t) |e_t|^(p - 1))^T,   o_t = scale S_t^T q_t,   alpha_t = exp(g_t)
+    e_t = S_{t'}^T k_t - v_t,   t' the last token before t's mini-batch
+
+    Behrouz et al. 2025 (arXiv:2504.13173, Eq. 11): gradient descent on the l_p attentional bias 1/p |e_t|_p^p, with a
+    decay for retention gate, on a linear memory; the paper's factor p is in beta. |e| is (e^2 + 1e-6)^(1/2), as there,
+    so all is smooth at e = 0, and sign(e) |e|^(p - 1) is e |e|^(p - 2). It reads the undecayed state: p = 2 is
+    alpha S - beta k (S^T k - v)^T, the gated delta rule as SPLR; reads `decayed_state`, for mini-batches of one token
+    only, makes that Gated DeltaNet. p above 2 is taken, but its steps outgrow the error: it diverges where
+    beta |e|^(p - 2) exceeds 2. The paper's Moneta, p = 3, has a normalized MLP and an l_q retention against that.
+    """
+
+    name: ClassVar[str] = "miras"
+    paper: ClassVar[str] = "arXiv:2504.13173"
+
+    g: Gate = knob(gates.mamba2_decay(), gates.gla_decay(), gates.const(0))
+    beta: Gate = knob(gates.sigmoid())
+    p: float = knob(1.5, 1.0, 2.0)
+    reads: str = knob("state", "decayed_state")
+    mini_batch: int = knob(1, 16)
+
+    def __post_init__(self) -> None:
+        if self.reads == "decayed_state" and self.mini_batch > 1:
+            raise InputError(f"{self.name}.reads decayed_state takes mini_batch 1: a mini-batch has one state to read")
+
+    @property
+    def learner(self) -> Learner:
+        return Linear(Regression(p=self.p))
+
+    def descent(self, gates: Mapping[str, Tensor]) -> Descent:
+        return Descent(theta=gates["beta"], alpha=gates["g"].exp(), late=self.reads == "decayed_state")
