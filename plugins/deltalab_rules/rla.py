@@ -20,9 +20,10 @@ class RLA(UpdateRule):
     S_t = alpha_t S_{t-1} + beta_t k_t v_t^T
     o_t = scale (alpha_t S_{t-1}^T q_t + gamma_t R_t^T q_t),   alpha_t = exp(g_t)
 
-    "Enhancing linear attention with residual learning" (Section 3.4, Listing 1). The residual reads the undecayed
-    S_{t-1}. loss: huber clips the residual to [-clip, clip], log_cosh is its tanh, l2 leaves it as it is.
-    output: `sum` reads without alpha and gamma. Without fitting, R is the current token's error alone.
+    "Enhancing linear attention with residual learning" (Section 3.4, Listing 1; losses in App. B). The residual
+    reads the undecayed S_{t-1}. loss: huber clips the residual to [-clip, clip], log_cosh is its tanh, l2 leaves it as
+    it is. output: `sum` reads without alpha and gamma (Table 5). fitting: without it R_t = k_t r_t^T holds the current
+    token alone (Section 4.3), and l2 at alpha = 1 corrects by one step of the delta rule on S_{t-1}.
     """
 
     name: ClassVar[str] = "rla"
@@ -56,8 +57,8 @@ class RLA(UpdateRule):
             residual=ResidualState(loss=cast(Any, self.loss), clip=self.clip),
             r=gamma[..., None] * q if gated else q,
             v=v,
-            strength=gamma,
-            # Without fitting R holds the current token's error alone.
+            # Without fitting R_t = k_t r_t^T: it forgets all, and gamma is left to the output.
+            strength=gamma if self.fitting else torch.ones_like(gamma),
             g=None if self.fitting else torch.full_like(g, -torch.inf),
             e=None,
         )

@@ -1,0 +1,373 @@
+"""The papers' recurrences written again from their text, one head and one token at a time, against our two forms.
+
+Nothing here knows our operands. A state is the papers' S [V, K], the transpose of ours, except where a paper writes
+it the other way; K and V differ, so that a transposition cannot pass.
+
+000 Comba (arXiv:2506.02475), 001 "Enhancing linear attention with residual learning", 002 "What's next for Mamba?".
+"""
+
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, outer
+
+import deltalab
+from deltalab.layer import Gates, initialize
+from deltalab.rule import UpdateRule
+
+B, T, H, K, V = 2, 11, 3, 5, 4
+Step = Callable[[Tensor, SimpleNamespace], tuple[Tensor, Tensor]]
+Inputs = dict[str, Tensor]
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def draw(rule: UpdateRule, seed: int = 0, key_dim: int = K, value_dim: int = V) -> Inputs:
+    """q, k, v, unit where the rule takes them so, and gates inside their ranges."""
+    n = rule.steps
+    x = {"q": random(B, T, H, key_dim, seed=seed + 1), "k": random(B, n * T, H, key_dim, seed=seed + 2)}
+    if rule.features == "unit":
+        x = {name: F.normalize(value, dim=-1) for name, value in x.items()}
+    x["v"] = 2 * random(B, n * T, H, value_dim, seed=seed + 3)
+    shapes = {"head": (H,), "head_channel": (H, key_dim), "token": (B, T, H), "channel": (B, T, H, key_dim)}
+    for i, (name, gate) in enumerate(rule.gates.items()):
+        if not gate.constant:
+            low, high = max(gate.low, -2.0), min(gate.high, 2.0)
+            part = random(*shapes.get(gate.per, (B, n * T, H)), seed=seed + 4 + i).sigmoid()
+            x[name] = low + (high - low) * part
+    return x
+
+
+def scan(rule: UpdateRule, x: Inputs, backend: str, state=None, scale: float = 1.0):
+    gates = {name: value for name, value in x.items() if name not in "qkv"}
+    return deltalab.scan(rule, x["q"], x["k"], x["v"], gates, scale=scale, state=state, backend=backend, chunk_size=4)
+
+
+def by_paper(step: Step, x: Inputs, steps: int, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Each head of each sequence by itself. state: the paper's, [B, H, ...]."""
+    o = x["v"].new_zeros(B, T, H, x["v"].shape[-1])
+    states = []
+    for b in range(B):
+        for h in range(H):
+            S = state[b, h]
+            for t in range(T):
+                token = {}
+                for name, value in x.items():
+                    if value.dim() < 3:  # learned for a head
+                        token[name] = value[h]
+                    elif value.shape[1] == T:
+                        token[name] = value[b, t, h]
+                    else:
+                        token[name] = value[b, t * steps : (t + 1) * steps, h]
+                if "g" in token:
+                    token["alpha"] = token.pop("g").exp()
+                S, o[b, t, h] = step(S, SimpleNamespace(**token, head=h))
+            states.append(S)
+    return o, torch.stack(states).unflatten(0, (B, H))
+
+
+def close(ours: Tensor, theirs: Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9)
+
+
+def eye() -> Tensor:
+    return torch.eye(K, dtype=torch.float64)
+
+
+# --- Linear family
+
+
+def linear_attention(S, t):
+    """001 Section 2.1, 002."""
+    S = S + outer(t.v, t.k)
+    return S, S @ t.q
+
+
+def retnet(S, t):
+    """arXiv:2307.08621 Eq. 6 and 8, in its own orientation S_n = gamma S_{n-1} + K_n^T V_n, gamma = 1 - 2^(-5 - h)."""
+    S = (1 - 2.0 ** (-5 - t.head)) * S.T + outer(t.k, t.v)
+    return S.T, t.q @ S
+
+
+def lightning(S, t):
+    """002: fixed gamma; the slopes are ALiBi's, gamma = exp(-2^(-8 h / H)) for h = 1 .. H."""
+    S = math.exp(-(2 ** (-8 * (t.head + 1) / H))) * S + outer(t.v, t.k)
+    return S, S @ t.q
+
+
+def scalar_gated(S, t):
+    """000 Table 1 (Mamba2), 001 Listing 1 (sGLA), MetaLA in the form of 000 Table 5."""
+    S = t.alpha * S + t.beta * outer(t.v, t.k)
+    return S, S @ t.q
+
+
+def gla(S, t):
+    """000 Table 1; 002: G_t = 1 alpha_t^T, so that a column, a channel of the key, decays as one."""
+    S = S @ torch.diag(t.alpha) + outer(t.v, t.k)
+    return S, S @ t.q
+
+
+def hgrn2(S, t):
+    """000 Table 1: the key is 1 - alpha."""
+    S = S @ torch.diag(t.alpha) + outer(t.v, 1 - t.alpha)
+    return S, S @ t.q
+
+
+# --- Bilinear family
+
+
+def deltanet(S, t):
+    """002: S - beta (S k - v) k^T."""
+    S = S - t.beta * outer(S @ t.k - t.v, t.k)
+    return S, S @ t.q
+
+
+def gated_deltanet(S, t):
+    """000 Table 3: v_new = v - alpha S k, then S = alpha S + beta v_new k^T."""
+    new = t.v - t.alpha * S @ t.k
+    S = t.alpha * S + t.beta * outer(new, t.k)
+    return S, S @ t.q
+
+
+def delta_product(S, t):
+    """arXiv:2502.10297: n_h delta rules on one token, A = g prod_j (I - beta_j k_j k_j^T); g = 1 without a gate."""
+    S = getattr(t, "alpha", 1.0) * S
+    for k, v, beta in zip(t.k.reshape(-1, K), t.v.reshape(-1, V), t.beta.reshape(-1), strict=True):
+        S = S @ (eye() - beta * outer(k, k)) + beta * outer(v, k)
+    return S, S @ t.q
+
+
+def kda(S, t):
+    """arXiv:2510.26692 Eq. 1, in its own orientation (I - beta k k^T) Diag(alpha) S + beta k v^T."""
+    S = (eye() - t.beta * outer(t.k, t.k)) @ torch.diag(t.alpha) @ S.T + t.beta * outer(t.k, t.v)
+    return S.T, S.T @ t.q
+
+
+def rwkv7(S, t):
+    """arXiv:2503.14456: S (diag(w) - kappa^T (a * kappa)) + v^T k~, all vectors rows; lerp(1, a, rho) scales k~."""
+    kappa = t.k * t.xi
+    kappa = kappa / kappa.norm()
+    replacement = t.k * torch.lerp(torch.ones(K, dtype=torch.float64), t.a, t.rho)
+    S = S @ (torch.diag(t.alpha) - outer(kappa, t.a * kappa)) + outer(t.v, replacement)
+    return S, S @ t.q
+
+
+def comba_splr(S, t):
+    """000 Eq. 5."""
+    S = S @ (t.alpha * eye() - t.b * t.beta * outer(t.k, t.k)) + t.beta * outer(t.v, t.k)
+    return S, S @ (t.q - t.d * t.k)
+
+
+def comba_iplr(S, t):
+    """000 Table 4: alpha (I - 2 beta~ k k^T)."""
+    S = t.alpha * S @ (eye() - 2 * t.b * t.beta * outer(t.k, t.k)) + t.beta * outer(t.v, t.k)
+    return S, S @ (t.q - t.d * t.k)
+
+
+def comba_dplr(S, t):
+    """000 Section 3: diag(w) - beta~ k k^T."""
+    S = S @ (torch.diag(t.alpha) - t.b * t.beta * outer(t.k, t.k)) + t.beta * outer(t.v, t.k)
+    return S, S @ (t.q - t.d * t.k)
+
+
+def comba_b1(S, t):
+    """000 Listing 1 (App. B.1), whose S is [K, V]."""
+    S = S.T
+    q_new = t.q - t.d * t.k
+    v_new = t.beta * (t.v - t.b * (S * t.k[..., None]).sum(-2))
+    S = t.alpha * S + t.k.unsqueeze(-1) * v_new.unsqueeze(-2)
+    return S.T, torch.einsum("d,dm->m", q_new, S)
+
+
+def comba_b3(S, t):
+    """000 Listing 2 (App. B.3), with p = b k."""
+    S, p = S.T, t.b * t.k
+    q_new = t.q - t.d * p
+    v_new = t.beta * (t.v - (S * p[..., None]).sum(-2))
+    S = t.alpha * S + t.k.unsqueeze(-1) * v_new.unsqueeze(-2)
+    return S.T, torch.einsum("d,dm->m", q_new, S)
+
+
+ONE_STATE = [
+    ("linear_attention", {}, linear_attention),
+    ("retnet", {}, retnet),
+    ("retnet", {"g": "lightning_decay"}, lightning),
+    ("mamba2", {}, scalar_gated),
+    ("sgla", {}, scalar_gated),
+    ("metala", {}, scalar_gated),
+    ("gla", {}, gla),
+    ("hgrn2", {}, hgrn2),
+    ("deltanet", {}, deltanet),
+    ("deltanet", {"beta": {"sigmoid": {"max": 2}}}, deltanet),
+    ("gated_deltanet", {}, gated_deltanet),
+    ("gated_deltanet", {"beta": {"sigmoid": {"max": 2}}}, gated_deltanet),
+    *[("delta_product", {"n_h": n}, delta_product) for n in (1, 2, 3, 4)],
+    ("delta_product", {"n_h": 3, "g": "mamba2_decay"}, delta_product),
+    ("kda", {}, kda),
+    ("rwkv7", {}, rwkv7),
+    ("comba", {}, comba_splr),
+    ("comba", {}, comba_b1),
+    ("comba", {"correction": "p"}, comba_b3),
+    ("comba", {"transition": "iplr"}, comba_iplr),
+    ("comba", {"transition": "dplr"}, comba_dplr),
+]
+
+
+@pytest.mark.parametrize("backend", ["recurrent", "chunked"])
+@pytest.mark.parametrize("given", [False, True], ids=["empty", "given"])
+@pytest.mark.parametrize(("name", "knobs", "step"), ONE_STATE, ids=lambda p: getattr(p, "__name__", str(p or "full")))
+def test_rule_is_its_papers_recurrence(name, knobs, step, given, backend):
+    rule = deltalab.get_rule(name, **knobs)
+    x = draw(rule)
+    state = random(B, H, K, V, seed=99) if given else torch.zeros(B, H, K, V, dtype=torch.float64)
+    o, last = by_paper(step, x, rule.steps, state.mT)
+    ours, after = scan(rule, x, backend, state if given else None)
+    close(ours, o)
+    close(after, last.mT)
+
+
+# --- Residual family
+
+
+def rla(S, R, t, pseudo_residual):
+    """001 Section 3.4, left."""
+    r = pseudo_residual(t.v - S @ t.k)
+    R = t.alpha * R + t.gamma * outer(r, t.k)
+    return t.alpha * S + t.beta * outer(t.v, t.k), R
+
+
+def rdn(S, R, t, pseudo_residual):
+    """001 Section 3.4, right."""
+    r = pseudo_residual(t.v - S @ t.k)
+    R = t.alpha * R @ (eye() - t.gamma * outer(t.k, t.k)) + t.gamma * outer(r, t.k)
+    return t.alpha * S @ (eye() - t.beta * outer(t.k, t.k)) + t.beta * outer(t.v, t.k), R
+
+
+def without_fitting(base):
+    """001 Section 4.3: R_t = (v - S_{t-1} k) k^T holds one token, and no gamma: the output brings it."""
+
+    def update(S, R, t, pseudo_residual):
+        return base(S, R, t, pseudo_residual)[0], outer(pseudo_residual(t.v - S @ t.k), t.k)
+
+    return update
+
+
+def gated(S, R, t):
+    return t.alpha * S @ t.q + t.gamma * R @ t.q
+
+
+def plain_sum(S, R, t):
+    """001 Table 5."""
+    return S @ t.q + R @ t.q
+
+
+def l2(error):
+    return error
+
+
+def clip(c):
+    """001 Section 3.3 and App. B: minus the gradient of the Huber loss."""
+    return lambda error: torch.clip(error, -c, c)
+
+
+RESIDUAL = [
+    ({}, clip(1), gated),
+    ({"clip": 0.5}, clip(0.5), gated),
+    ({"loss": "log_cosh"}, torch.tanh, gated),
+    ({"loss": "l2"}, l2, gated),
+    ({"output": "sum"}, clip(1), plain_sum),
+    ({"normalize": False}, clip(1), gated),
+]
+
+
+def pair(update, pseudo_residual, output) -> Step:
+    """The output reads S before the token and R after it (001 Section 3.1)."""
+
+    def step(SR, t):
+        S, R = SR
+        after, R = update(S, R, t, pseudo_residual)
+        return torch.stack([after, R]), output(S, R, t)
+
+    return step
+
+
+def residual_agrees(rule: UpdateRule, step: Step, x: Inputs, *, given: bool = True) -> None:
+    state = random(2, B, H, K, V, seed=98) * given
+    o, last = by_paper(step, x, 1, state.movedim(0, 2).mT)
+    for backend in ("recurrent", "chunked"):
+        ours, (S, R) = scan(rule, x, backend, tuple(state) if given else None)
+        close(ours, o)
+        close(S, last[:, :, 0].mT)
+        close(R, last[:, :, 1].mT)
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["empty", "given"])
+@pytest.mark.parametrize(
+    ("knobs", "pseudo_residual", "output"), RESIDUAL, ids=[str(knobs or "full") for knobs, *_ in RESIDUAL]
+)
+@pytest.mark.parametrize("update", [rla, rdn])
+def test_residual_rule_is_its_papers_recurrence(update, knobs, pseudo_residual, output, given):
+    rule = deltalab.get_rule(update.__name__, **knobs)
+    x = draw(rule)
+    if not knobs.get("normalize", True):
+        x["k"] = x["k"] / 2  # (I - gamma k k^T) is a contraction up to |k|^2 = 2
+    residual_agrees(rule, pair(update, pseudo_residual, output), x, given=given)
+
+
+@pytest.mark.parametrize("output", [gated, plain_sum])
+@pytest.mark.parametrize("update", [rla, rdn])
+def test_without_fitting_the_correction_is_the_current_tokens(update, output):
+    knobs = {"fitting": False, "loss": "l2", "output": "gated" if output is gated else "sum"}
+    rule = deltalab.get_rule(update.__name__, **knobs)
+    residual_agrees(rule, pair(without_fitting(update), l2, output), draw(rule))
+
+
+def test_rla_is_listing_1_of_its_paper():
+    rule = deltalab.get_rule("rla")
+    x = draw(rule)
+    o, (S_last, R_last) = scan(rule, x, "chunked")
+    for b in range(B):
+        for h in range(H):
+            q, k, v = (x[name][b, :, h] for name in "qkv")
+            alpha, beta, gamma = x["g"][b, :, h].exp(), x["beta"][b, :, h], x["gamma"][b, :, h]
+            S = R = torch.zeros(K, V, dtype=torch.float64)
+            for t in range(T):
+                qt, kt, vt = q[t : t + 1], k[t : t + 1], v[t : t + 1]
+                qt, kt = F.normalize(qt, dim=-1), F.normalize(kt, dim=-1)
+                rt = torch.clip(vt - kt @ S, min=-1, max=1)
+                R = alpha[t] * R + gamma[t] * kt.T @ rt
+                close(o[b, t, h], (alpha[t] * qt @ S + gamma[t] * qt @ R)[0])
+                S = alpha[t] * S + beta[t] * kt.T @ vt
+            close(S_last[b, h], S)
+            close(R_last[b, h], R)
+
+
+# --- Attention
+
+
+@pytest.mark.parametrize("backend", ["recurrent", "chunked"])
+@pytest.mark.parametrize("window", [0, 1, 4])
+def test_attention_appends_and_drops(window, backend):
+    """000 Table 1: S.append(k_t, v_t).drop(k_{t-M}, v_{t-M}); 004 (Attn): weights exp(k_i^T q_t / sqrt(D))."""
+    rule = deltalab.get_rule("attention", window=window)
+    x = draw(rule)
+    ours, (keys, values) = scan(rule, x, backend, scale=None)
+    for b in range(B):
+        for h in range(H):
+            memory = []
+            for t in range(T):
+                memory.append((x["k"][b, t, h], x["v"][b, t, h]))
+                memory = memory[-window:] if window else memory
+                weights = [torch.exp(k @ x["q"][b, t, h] / math.sqrt(K)) for k, _ in memory]
+                close(ours[b, t, h], sum(w * v for w, (_, v) in zip(weights, memory, strict=True)) / sum(weights))
+            later = memory[1:] if window else memory  # what the next token will still see
+            assert keys.shape[2] == values.shape[2] == len(later)
+            for i, (k, v) in enumerate(later):
+                close(keys[b, h, i], k)
+                close(values[b, h, i], v)
