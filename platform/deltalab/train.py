@@ -11,15 +11,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from deltalab.errors import InputError, unknown
 from deltalab.layer import RuleLayer
-from deltalab.model import ModelSpec, build_model, parameter_groups
+from deltalab.model import Model, ModelSpec, build_model, parameter_groups
 from deltalab.tasks import IGNORE, Task
 
 NUMERICS = 2
@@ -229,6 +230,19 @@ class LockStep:
             else:
                 run.bad = torch.full_like(run.bad, self.step)
 
+    def costs(self) -> list[Metric]:
+        """What a trained model asks of its user, exact and the same for all seeds: state and arithmetic.
+
+        flops_per_token: of the matrix products of a forward pass over a sequence, without embeddings and logits.
+        """
+        network = cast(Model, self.seeds[0].model)
+        tokens = torch.zeros(1, self.task.length, dtype=torch.long, device=self.device)
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            network.hidden(tokens)
+        flops = counter.get_total_flops() / self.task.length
+        state = network.state_size(self.task.length)
+        return [("cost", "flops_per_token", self.step, flops), ("cost", "state_size", self.step, float(state))]
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "step": self.step,
@@ -309,6 +323,8 @@ def train(
     if checkpoint is not None:
         checkpoint.unlink(missing_ok=True)
     first = trial.seeds[0].model
+    for run in trial.seeds:
+        run.metrics += trial.costs()
     tokens = spec.batch_size * task.length * trial.step * len(trial.seeds)
     return TrialResult(
         runs=_results(trial, weights=True),
