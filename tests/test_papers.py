@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, outer
 
 import deltalab
-from deltalab.layer import Gates, initialize
 from deltalab.rule import UpdateRule
 
 B, T, H, K, V = 2, 11, 3, 5, 4
@@ -371,3 +370,240 @@ def test_attention_appends_and_drops(window, backend):
             for i, (k, v) in enumerate(later):
                 close(keys[b, h, i], k)
                 close(values[b, h, i], v)
+
+
+# --- One rule as the limit of another
+
+
+def agree(one: UpdateRule, x: Inputs, other: UpdateRule, y: Inputs) -> None:
+    """The parallel form of one, token by token of the other, from a state that is given."""
+    state = random(B, H, K, V, seed=97)
+    ours, after = scan(one, x, "chunked", state)
+    theirs, last = scan(other, y, "recurrent", state)
+    close(ours, theirs)
+    close(after, last)
+
+
+def rule(name: str, **knobs) -> UpdateRule:
+    return deltalab.get_rule(name, **knobs)
+
+
+def only(x: Inputs, *names: str, **values: Tensor) -> Inputs:
+    return {name: x[name] for name in ("q", "k", "v", *names)} | values
+
+
+def channels(g: Tensor) -> Tensor:
+    return g[..., None].expand(*g.shape, K)
+
+
+def test_gated_deltanet_without_decay_is_deltanet():
+    x = draw(rule("deltanet"))
+    agree(rule("gated_deltanet", g=0), x, rule("deltanet"), x)
+
+
+@pytest.mark.parametrize(("transition", "b"), [("splr", 1.0), ("iplr", 0.5), ("dplr", 1.0)])
+def test_comba_without_decay_and_feedback_control_is_deltanet(transition, b):
+    """b = 1, alpha = 1, d = 0; b = 1/2 for IPLR, which doubles it (000 Table 4)."""
+    comba, x = rule("comba", transition=transition, d=0), draw(rule("deltanet"))
+    g = torch.zeros(B, T, H, *[K] * (transition == "dplr"), dtype=torch.float64)
+    agree(comba, x | {"g": g, "b": torch.full((H,), b, dtype=torch.float64)}, rule("deltanet"), x)
+
+
+def test_comba_iplr_at_half_the_feedback_is_gated_deltanet():
+    x = draw(rule("gated_deltanet"))
+    half = torch.full((H,), 0.5, dtype=torch.float64)
+    agree(rule("comba", transition="iplr", d=0), x | {"b": half}, rule("gated_deltanet"), x)
+
+
+def test_equal_channels_are_a_scalar():
+    """DPLR contains SPLR, KDA Gated DeltaNet, and GLA the scalar decay."""
+    x = draw(rule("comba"))
+    wide = x | {"g": channels(x["g"])}
+    agree(rule("comba", transition="dplr"), wide, rule("comba"), x)
+    agree(rule("kda"), only(wide, "g", "beta"), rule("gated_deltanet"), only(x, "g", "beta"))
+    agree(rule("gla"), only(wide, "g"), rule("sgla", beta=1), only(x, "g"))
+
+
+def test_rules_that_differ_in_their_gates_alone():
+    x = draw(rule("sgla"))
+    agree(rule("mamba2"), x, rule("sgla"), x)
+    balanced = x | {"beta": 1 - x["g"].exp()}
+    agree(rule("metala"), balanced, rule("sgla"), balanced)
+    fixed = torch.log(1 - 2.0 ** (-5 - torch.arange(H, dtype=torch.float64)))
+    agree(rule("retnet"), only(x), rule("mamba2", beta=1), only(x, g=fixed.expand(B, T, H)))
+    y = draw(rule("hgrn2"))
+    agree(rule("hgrn2"), y, rule("gla"), only(y, "g", k=1 - y["g"].exp()))
+
+
+def test_delta_product_of_one_step_is_deltanet_and_of_n_is_deltanet_on_n_times_the_tokens():
+    beta = {"sigmoid": {"max": 2}}
+    x = draw(rule("delta_product", n_h=1))
+    agree(rule("delta_product", n_h=1), x, rule("deltanet", beta=beta), x)
+    x = draw(rule("delta_product", n_h=3))
+    o, state = scan(rule("delta_product", n_h=3), x, "chunked")
+    longer = x | {"q": x["q"].repeat_interleave(3, dim=1)}
+    every, last = scan(rule("deltanet", beta=beta), longer, "recurrent")
+    close(o, every[:, 2::3])
+    close(state, last)
+
+
+@pytest.mark.parametrize("rho", [0.0, 1.0])
+def test_rwkv7_with_one_learning_rate_for_all_channels_is_comba_dplr(rho):
+    """a = beta, xi = 1 and unit keys: (diag(alpha) - beta k k^T) S + k~ v^T. At rho = 1, k~ = beta k and the rules are
+    one; at rho = 0, k~ = k, and it is the tied delta rule that writes v where Comba is given v / beta."""
+    comba = rule("comba", transition="dplr", b=1, d=0)
+    x = draw(comba)
+    fixed = {name: torch.full((H, K), value, dtype=torch.float64) for name, value in (("xi", 1.0), ("rho", rho))}
+    y = only(x, "g", a=channels(x["beta"]), **fixed)
+    x["v"] = x["v"] if rho else x["v"] / x["beta"][..., None]
+    agree(rule("rwkv7"), y, comba, x)
+
+
+def test_without_fitting_the_residual_rules_are_one_step_of_the_delta_rule():
+    """001 Section 3.1: at alpha = 1 the output is that of S_{t-1} + gamma (v - S_{t-1} k) k^T. S itself goes on as
+    before, which for RDN with gamma = beta is the very same step: DeltaNet."""
+    knobs = {"fitting": False, "loss": "l2"}
+    x = draw(rule("rdn")) | {"g": torch.zeros(B, T, H, dtype=torch.float64)}
+    o, (S, _) = scan(rule("rdn", **knobs), x | {"gamma": x["beta"]}, "chunked")
+    theirs, last = scan(rule("deltanet"), only(x, "beta"), "recurrent")
+    close(o, theirs)
+    close(S, last)
+
+    o, _ = scan(rule("rla", **knobs), x, "chunked")
+    before = torch.zeros(B, H, K, V, dtype=torch.float64)
+    for t in range(T):
+        now = {name: value[:, t : t + 1] for name, value in x.items()}
+        one, _ = scan(rule("deltanet"), only(now, beta=now["gamma"]), "recurrent", before)
+        close(o[:, t : t + 1], one)
+        _, before = scan(rule("sgla", g=0), only(now, "beta"), "recurrent", before)
+
+
+def test_a_window_as_long_as_the_sequence_is_none():
+    x = draw(rule("attention"))
+    close(scan(rule("attention", window=T), x, "chunked")[0], scan(rule("attention"), x, "chunked")[0])
+
+
+# --- The papers' own parallel forms
+
+
+def test_combas_chunk_form_is_its_recurrence():
+    """000 Eq. 9 to 12, the whole sequence as one chunk. alpha^{1:r} is a product, alpha^{i -> C} = alpha^{1:C} /
+    alpha^{1:i}; M is strictly lower."""
+    comba = rule("comba")
+    x = draw(comba)
+    state = random(B, H, K, V, seed=96)
+    o, last = scan(comba, x, "recurrent", state)
+    for b in range(B):
+        for h in range(H):
+            q, k, v = (x[name][b, :, h] for name in "qkv")
+            beta, tilde, S = x["beta"][b, :, h], x["b"][h] * x["beta"][b, :, h], state[b, h].T
+            decay = x["g"][b, :, h].exp().cumprod(0)
+            until = torch.cat([torch.ones(1, dtype=torch.float64), decay[:-1]])
+            lower = torch.tril(tilde[:, None] * (until[:, None] / decay) * (k @ k.T), -1)
+            M = torch.linalg.inv(torch.eye(T, dtype=torch.float64) + lower)
+            W, U = M @ torch.diag(tilde * until) @ k, M @ torch.diag(beta) @ v
+            q_tilde = q - x["d"][h] * k
+            pseudo = U - W @ S.T
+            close(last[b, h].T, decay[-1] * S + pseudo.T @ torch.diag(decay[-1] / decay) @ k)
+            inner = torch.diag(decay) @ q_tilde @ S.T
+            close(o[b, :, h], inner + torch.tril(q_tilde @ k.T * (decay[:, None] / decay)) @ pseudo)
+
+
+def gated_deltanet_by_wy(x: Inputs, ratio: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """002, extended WY: S_t = sum_i ratio u_i k_i^T, u_t = beta_t (v_t - sum_i ratio (k_i^T k_t) u_i)."""
+    states = []
+    for b in range(B):
+        for h in range(H):
+            k, v, beta = x["k"][b, :, h], x["v"][b, :, h], x["beta"][b, :, h]
+            gamma = x["g"][b, :, h].exp().cumprod(0)
+            u: list[Tensor] = []
+            for t in range(T):
+                seen = sum(ratio(gamma[i], gamma[t]) * (k[i] @ k[t]) * u[i] for i in range(t))
+                u.append(beta[t] * (v[t] - seen))
+            states.append(sum(ratio(gamma[i], gamma[-1]) * outer(u[i], k[i]) for i in range(T)))
+    return torch.stack(states).unflatten(0, (B, H))
+
+
+# --- Where the papers contradict themselves: who is right, and what we do
+
+
+def apart(ours: Tensor, theirs: Tensor) -> bool:
+    return bool((ours - theirs).abs().max() > 1e-3)
+
+
+def test_000_the_corrections_by_k_and_by_p_are_not_equivalent():
+    """App. B.3 calls q - d k (Eq. 5, Listing 1) and q - d p with p = b k (Listing 2; Table 3's o = S q - d P(S)) the
+    same. Their states are; their outputs are so for another d, d_k = b d_p. Both are knobs."""
+    x = draw(rule("comba"))
+    by_k, S = scan(rule("comba"), x, "chunked")
+    by_p, S_p = scan(rule("comba", correction="p"), x, "chunked")
+    close(S, S_p)
+    assert apart(by_k, by_p)
+    close(scan(rule("comba"), x | {"d": x["b"] * x["d"]}, "chunked")[0], by_p)
+    one = x | {"b": torch.ones(H, dtype=torch.float64)}
+    close(scan(rule("comba"), one, "chunked")[0], scan(rule("comba", correction="p"), one, "chunked")[0])
+
+
+def test_000_eq_3_decays_on_one_side_alone():
+    """Printed S_t = alpha S_{t-1} - beta (S_{t-1} k - v) k^T = S_{t-1} (I - beta k k^T) + beta v k^T: its left is Comba's
+    SPLR at b = 1, d = 0, its right is DeltaNet, and neither is Gated DeltaNet (Table 1)."""
+
+    def left(S, t):
+        S = t.alpha * S - t.beta * outer(S @ t.k - t.v, t.k)
+        return S, S @ t.q
+
+    x = draw(rule("gated_deltanet"))
+    o, _ = by_paper(left, x, 1, torch.zeros(B, H, V, K, dtype=torch.float64))
+    close(scan(rule("comba", b=1, d=0), x, "chunked")[0], o)
+    assert apart(scan(rule("deltanet"), only(x, "beta"), "chunked")[0], o)
+    assert apart(scan(rule("gated_deltanet"), x, "chunked")[0], o)
+
+
+def test_001_app_b_descends_with_the_wrong_sign():
+    """App. B prints R_{t-1} - r k^T and S_{t-1} - v k^T for the inner loss -<v, f(k)>; a step down it adds, as in
+    Sections 3.1 and 3.4."""
+    S, k, v = random(V, K, seed=1).requires_grad_(), random(K, seed=2), random(V, seed=3)
+    (gradient,) = torch.autograd.grad(-(v @ (S @ k)), S)
+    close(S - gradient, S + outer(v, k))
+
+
+def test_001_the_residual_reads_what_has_not_decayed_and_so_rdn_does_not_contain_gated_deltanet():
+    """Table 1 splits Gated DeltaNet into alpha S q + beta R q with R = (v - alpha S k) k^T; r_t of Section 3 and
+    Listing 1 is v - S_{t-1} k. We follow the latter; the two meet at alpha = 1 alone."""
+    x = draw(rule("gated_deltanet"))
+    theirs, S = scan(rule("gated_deltanet"), x, "recurrent")
+    unfitted = rule("rdn", fitting=False, loss="l2")
+    ours, (S_rdn, _) = scan(unfitted, x | {"gamma": x["beta"]}, "chunked")
+    close(S_rdn, S)
+    assert apart(ours, theirs)
+
+    def table_1(SR, t):
+        S, _ = SR
+        R = outer(t.v - t.alpha * S @ t.k, t.k)
+        after = t.alpha * S @ (eye() - t.beta * outer(t.k, t.k)) + t.beta * outer(t.v, t.k)
+        return torch.stack([after, R]), t.alpha * S @ t.q + t.beta * R @ t.q
+
+    close(by_paper(table_1, x, 1, torch.zeros(B, H, 2, V, K, dtype=torch.float64))[0], theirs)
+
+
+def test_001_table_1_lets_values_decay_in_gated_linear_attention():
+    """It prints diag(alpha) S for S [V, K]; 000 Table 1 and 002 have S diag(alpha), the channels of the key, and so
+    have GLA and we."""
+
+    def as_printed(S, t):
+        S = torch.diag(t.alpha) @ S + outer(t.v, t.k)
+        return S, S @ t.q
+
+    x = draw(rule("gla"), value_dim=K)
+    empty = torch.zeros(B, H, K, K, dtype=torch.float64)
+    ours, _ = scan(rule("gla"), x, "chunked")
+    assert apart(ours, by_paper(as_printed, x, 1, empty)[0])
+    close(ours, by_paper(gla, x, 1, empty)[0])
+
+
+def test_002_prints_the_decay_of_gated_deltanets_wy_form_upside_down():
+    """With gamma_t = prod alpha, what was written at i has decayed by gamma_t / gamma_i; printed gamma_i / gamma_t."""
+    x = draw(rule("gated_deltanet"))
+    _, S = scan(rule("gated_deltanet"), x, "chunked")
+    close(S.mT, gated_deltanet_by_wy(x, lambda then, now: now / then))
+    assert apart(S.mT, gated_deltanet_by_wy(x, lambda then, now: then / now))
