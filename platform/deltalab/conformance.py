@@ -18,10 +18,10 @@ from torch import Tensor
 
 from deltalab import reference
 from deltalab.errors import InputError
-from deltalab.inputs import Inputs, corners, draw, draw_corners, learned, normal, parts, within
+from deltalab.inputs import Inputs, corners, draw, draw_corners, learned, moves, normal, parts, within
 from deltalab.layer import Gates, LayerCache, RuleLayer, initialize
 from deltalab.rule import State, UpdateRule
-from deltalab.scan import Backend, scan
+from deltalab.scan import Backend, operands, scan
 
 BATCH, LENGTH, HEADS, KEY, VALUE, CHUNK, WIDTH, CONV = 2, 13, 2, 4, 3, 4, 8, 4
 PREFIX = 5  # tokens that make an initial state: more than KEY, so that it has full rank
@@ -216,11 +216,9 @@ def _reads_the_other(rule: UpdateRule, x: Inputs, o: Tensor) -> str:
     if rule.transition is None or rule.transition.low_rank == "none" or rule.transition.decay == "none":
         return ""
     other: Literal["state", "decayed_state"] = "state" if rule.transition.reads == "decayed_state" else "decayed_state"
-    gates = {name: x.gates.get(name, x.v.new_full((HEADS,), gate.low)) for name, gate in rule.gates.items()}
-    operands = rule.operands(x.q, x.k, x.v, **{name: value.expand(x.q.shape[:3]) for name, value in gates.items()})
-    before = x.state if isinstance(x.state, Tensor) else None
     flipped = dataclasses.replace(rule.transition, reads=other)
-    if _error(o, reference.recurrent(flipped, operands, scale=KEY**-0.5, state=before)[0]) > EXACT:
+    given = operands(rule, x.q, x.k, x.v, x.gates)
+    if _error(o, reference.recurrent(flipped, given, scale=KEY**-0.5, state=x.state)[0]) > EXACT:
         return ""
     words = {"state": "undecayed state", "decayed_state": "decayed state"}
     return f"it reads the {words[other]}; the rule declares reads='{rule.transition.reads}'"
@@ -242,24 +240,25 @@ def causality_of_values(rule: UpdateRule) -> Iterator[Measured]:
     x, later, layer = _inputs(rule), _inputs(rule, seed=1), _layer(rule)
     tokens, later_tokens = (normal(BATCH, LENGTH, WIDTH, seed=seed) for seed in (1, 2))
     for t in CUTS:
-        gates = {name: _joined(gate, later.gates[name], t) for name, gate in x.gates.items()}
-        turned = Inputs(_joined(x.q, later.q, t), _joined(x.k, later.k, t), _joined(x.v, later.v, t), gates)
+        gates = {name: _joined(x, gate, later.gates[name], t) for name, gate in x.gates.items()}
+        q, k, v = (_joined(x, old, new, t) for old, new in ((x.q, later.q), (x.k, later.k), (x.v, later.v)))
+        turned = Inputs(q, k, v, gates)
         outputs: list[tuple[str, Tensor, Tensor]] = [
             *((name, _scan(rule, x, name)[0], _scan(rule, turned, name)[0]) for name in _backends(rule)),
-            ("layer", layer(tokens)[0], layer(_joined(tokens, later_tokens, t))[0]),
+            ("layer", layer(tokens)[0], layer(_joined(x, tokens, later_tokens, t))[0]),
         ]
         for name, o, turned_o in outputs:
             what = f"change of outputs before token {t} by a change of inputs after it, {name},"
             yield Measured(_error(turned_o[:, :t], o[:, :t]), what)
 
 
-def _joined(before: Tensor, after: Tensor, t: int) -> Tensor:
-    return before if before.dim() == 1 else torch.cat([before[:, :t], after[:, t:]], dim=1)
+def _joined(x: Inputs, before: Tensor, after: Tensor, t: int) -> Tensor:
+    return torch.cat([x.rows(before, 0, t), x.rows(after, t)], dim=1) if moves(before) else before
 
 
 def causality_of_gradients(rule: UpdateRule) -> Iterator[Measured]:
     x = _inputs(rule).map(lambda part: part.requires_grad_())
-    inputs = {name: values for name, values in x.named().items() if values.dim() > 1}
+    inputs = {name: values for name, values in x.named().items() if moves(values)}
     tokens = normal(BATCH, LENGTH, WIDTH, seed=1).requires_grad_()
     outputs: list[tuple[str, Tensor, dict[str, Tensor]]] = [
         *((backend, _scan(rule, x, backend)[0], inputs) for backend in _backends(rule)),
@@ -269,7 +268,7 @@ def causality_of_gradients(rule: UpdateRule) -> Iterator[Measured]:
         early = (o[:, :t] * normal(*o[:, :t].shape, seed=2)).sum()
         for source, gradient in _gradients(early, sources).items():
             what = f"largest gradient of outputs before token {t} in {source} after it, {name},"
-            yield Measured(float(gradient[:, t:].abs().max()), what)
+            yield Measured(float(x.rows(gradient, t).abs().max()), what)
 
 
 def extreme_gates(rule: UpdateRule) -> Iterator[Measured]:
@@ -284,8 +283,12 @@ def extreme_gates(rule: UpdateRule) -> Iterator[Measured]:
 
 def _broken(rule: UpdateRule, results: Mapping[str, Tensor]) -> str:
     """Every head is a corner, so the first head that broke says which gates broke it."""
-    heads = [v.sum(-1) if v.dim() == 4 else v.expand(BATCH, LENGTH, -1) for n, v in results.items() if "state" not in n]
-    for corner, head in zip(corners(rule), torch.stack(heads).unbind(-1), strict=True):
+    heads = [
+        v.movedim(2 if moves(v) else 0, 0).flatten(1) if v.dim() > 1 else v[:, None]
+        for n, v in results.items()
+        if "state" not in n
+    ]
+    for corner, head in zip(corners(rule), torch.cat(heads, dim=1), strict=True):
         if not head.isfinite().all():
             return " at " + ", ".join(f"{name}={value:g}" for name, value in corner.items())
     return ""
@@ -293,7 +296,7 @@ def _broken(rule: UpdateRule, results: Mapping[str, Tensor]) -> str:
 
 def gate_ranges(rule: UpdateRule) -> Iterator[Measured]:
     for spread in (0, 3, 30):
-        gates = Gates(rule.gates, WIDTH, HEADS).double()
+        gates = Gates(rule.gates, WIDTH, HEADS, KEY, rule.steps).double()
         initialize(gates, seed=0)
         with torch.no_grad():
             for i, parameter in enumerate(gates.parameters()):
@@ -314,15 +317,24 @@ def eigenvalues(rule: UpdateRule) -> Iterator[Measured]:
     for x in (extreme, _inputs(rule, 1, heads=128, value_dim=KEY)):
         x = dataclasses.replace(x, v=torch.zeros_like(x.v))
         basis = torch.eye(KEY, dtype=torch.float64).expand(BATCH, x.q.shape[2], KEY, KEY)
-        after, offset = (_scan(rule, x.span(0, state=s), "recurrent")[1] for s in (basis, torch.zeros_like(basis)))
-        assert isinstance(after, Tensor)
-        assert isinstance(offset, Tensor)
-        measured = torch.linalg.eigvals(after - offset)
-        real = measured.real
-        past = measured.imag.abs() + (low - real).clamp_min(0) + (real - high).clamp_min(0)
-        shown = f"{real.min():.3g} to {real.max():.3g}"
-        what = f"distance of the eigenvalues, measured {shown}, from the declared {low:g} to {high:g},"
-        yield Measured(float(past.max()), what)
+        empty = [torch.zeros_like(basis)] * (2 if rule.second_state else 1)
+        for i in range(len(empty)):
+            after, offset = (_after(rule, x, [*empty[:i], s, *empty[i + 1 :]], i) for s in (basis, empty[i]))
+            measured = torch.linalg.eigvals(after - offset)
+            real = measured.real
+            # A product of several steps may turn what none of them turns, but not stretch it.
+            turning = measured.imag.abs() if rule.steps == 1 else measured.abs() - max(abs(low), abs(high))
+            past = turning.clamp_min(0) + (low - real).clamp_min(0) + (real - high).clamp_min(0)
+            shown = f"{real.min():.3g} to {real.max():.3g}"
+            which = " of the second state" * i
+            what = f"distance of the eigenvalues{which}, measured {shown}, from the declared {low:g} to {high:g},"
+            yield Measured(float(past.max()), what)
+
+
+def _after(rule: UpdateRule, x: Inputs, states: list[Tensor], which: int) -> Tensor:
+    """One of the states after the tokens, where these stand before them."""
+    before = states[0] if len(states) == 1 else tuple(states)
+    return list(parts(_scan(rule, x.span(0, state=before), "recurrent")[1]).values())[which]
 
 
 def gate_liveness(rule: UpdateRule) -> Iterator[Measured]:
@@ -351,7 +363,7 @@ def gate_liveness(rule: UpdateRule) -> Iterator[Measured]:
 def knob_options(rule: UpdateRule) -> Iterator[Measured]:
     for name, options in rule.options().items():
         # A window or a mini-batch shows only in sequences that are longer.
-        length = LENGTH + max((option for option in options if type(option) is int), default=0)
+        length = LENGTH + max((option for option in options if isinstance(option, int)), default=0)
         x = normal(BATCH, length, WIDTH, seed=1)
         outputs = []
         for option in options:
@@ -375,24 +387,26 @@ def bf16(rule: UpdateRule) -> Iterator[Measured]:
 def sizes(rule: UpdateRule) -> Iterator[Measured]:
     layer = _layer(rule)
     cache: LayerCache = layer(normal(BATCH, LENGTH, WIDTH, seed=1))[1]
-    of_gates = sum(
-        len(gate.parameters) * HEADS
-        + (gate.per == "token") * (WIDTH * HEADS if gate.rank is None else (WIDTH + HEADS) * gate.rank)
-        for gate in rule.gates.values()
-        if gate.of is None
-    )
+    of_gates = 0
+    for gate in rule.gates.values():
+        if gate.of is None:
+            each = math.prod(gate.shape(HEADS, KEY))
+            values = each * (rule.steps if gate.per == "step" else 1)
+            of_gates += len(gate.parameters) * each
+            of_gates += gate.projected * (WIDTH * values if gate.rank is None else (WIDTH + values) * gate.rank)
     found: list[tuple[str, object, object]] = [
         ("number of the gates' parameters", sum(p.numel() for p in layer.gates.parameters()), of_gates)
     ]
     if rule.transition is not None:
         shape = (BATCH, HEADS, KEY, VALUE)
-        convolved = BATCH * (CONV - 1) * HEADS * (2 * KEY + VALUE)
-        found.append(("number of elements in the layer's cache", cache.numel(), convolved + math.prod(shape)))
+        count = 2 if rule.second_state else 1
+        convolved = BATCH * (CONV - 1) * HEADS * (KEY + rule.steps * (KEY + VALUE))
+        found.append(("number of elements in the layer's cache", cache.numel(), convolved + count * math.prod(shape)))
         for dtype in (torch.bfloat16, torch.float32, torch.float64):
             x = _inputs(rule).map(lambda part, dtype=dtype: part.to(dtype))  # type: ignore[misc]
             states = {"initial_state": rule.initial_state(x.k, x.v)}
             states |= {f"state from {backend}": _scan(rule, x, backend)[1] for backend in _backends(rule)}
-            want = [(shape, torch.promote_types(dtype, torch.float32))]
+            want = count * [(shape, torch.promote_types(dtype, torch.float32))]
             for source, state in states.items():
                 real = [(tuple(part.shape), part.dtype) for part in parts(state).values()]
                 found.append((f"shape and dtype of {source} for {dtype}", real, want))

@@ -28,7 +28,7 @@ class Gate:
 
     per: `token` is projected from the input, [B, T, H], `step` for each of a token's n steps, [B, n T, H], and
         `channel` for each channel of the key, [B, T, H, K]; `head` is learned for each head, [H], and
-        `head_channel` for its channels, [H, K]; `none` is the constant `low` of its range, [H].
+        `head_channel` for its channels, [H, K]; `none` is fixed, [H].
     low, high: the closed range of its values. Strengths are in linear space; g is log-decay, in [-inf, 0].
     parameters: name -> start(shape, generator), where shape is [H], or [H, K] with `per` channel or head_channel.
         None of them is subject to weight decay.
@@ -146,7 +146,7 @@ def head(init: float) -> Gate:
     )
 
 
-def _log_uniform(low: float, high: float) -> Callable[[int, torch.Generator], Tensor]:
+def _log_uniform(low: float, high: float) -> Start:
     def draw(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         return torch.empty(shape).uniform_(math.log(low), math.log(high), generator=generator).exp()
 

@@ -18,7 +18,10 @@ MOST_CORNERS = 256
 
 @dataclass(frozen=True)
 class Inputs:
-    """What `scan` takes of a sequence. Constant gates are left out; the state is None or one that a scan returned."""
+    """What `scan` takes of a sequence. Constant gates are left out; the state is None or one that a scan returned.
+
+    With n steps per token, k, v and gates `per` step have n times as many rows as q.
+    """
 
     q: Tensor
     k: Tensor
@@ -35,10 +38,21 @@ class Inputs:
         state = change(state) if isinstance(state, Tensor) else state
         return Inputs(change(self.q), change(self.k), change(self.v), gates, state)
 
+    def rows(self, x: Tensor, start: int, stop: int | None = None) -> Tensor:
+        """Some of the tokens of one of the tensors, or of one like it; what has no time is left whole."""
+        if not moves(x):
+            return x
+        steps = x.shape[1] // self.q.shape[1]
+        return x[:, steps * start : None if stop is None else steps * stop]
+
     def span(self, start: int, stop: int | None = None, state: State | None = None) -> "Inputs":
         """Some of the tokens, after a state."""
-        tokens = replace(self, state=None).map(lambda x: x if x.dim() == 1 else x[:, start:stop])
-        return replace(tokens, state=state)
+        return replace(replace(self, state=None).map(lambda x: self.rows(x, start, stop)), state=state)
+
+
+def moves(x: Tensor) -> bool:
+    """Whether an input has a value for each token, or only [H] or [H, K]."""
+    return x.dim() > 2
 
 
 def parts(state: State | None) -> dict[str, Tensor]:
@@ -67,15 +81,21 @@ def within(gate: Gate, shape: tuple[int, ...], seed: int) -> Tensor:
 def draw(
     rule: UpdateRule, *, batch: int, length: int, heads: int, key_dim: int, value_dim: int, seed: int = 0
 ) -> Inputs:
-    """fp64 inputs without a state: normal, q and k of unit norm where the rule takes them so, gates `within`."""
-    q, k = (normal(batch, length, heads, key_dim, seed=100 * seed + i) for i in (1, 2))
+    """fp64 inputs without a state: normal, q and k of unit norm for any rule of the algebra, gates `within`."""
+    q = normal(batch, length, heads, key_dim, seed=100 * seed + 1)
+    k = normal(batch, rule.steps * length, heads, key_dim, seed=100 * seed + 2)
     if rule.features == "unit" or rule.transition is not None:
         q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
     gates = {
-        name: within(gate, (heads,) if gate.per == "head" else (batch, length, heads), 100 * seed + 10 + i)
+        name: within(gate, _shape(gate, batch, length, heads, key_dim, rule.steps), 100 * seed + 10 + i)
         for i, (name, gate) in enumerate(learned(rule).items())
     }
-    return Inputs(q, k, normal(batch, length, heads, value_dim, seed=100 * seed + 3), gates)
+    return Inputs(q, k, normal(batch, rule.steps * length, heads, value_dim, seed=100 * seed + 3), gates)
+
+
+def _shape(gate: Gate, batch: int, length: int, heads: int, key_dim: int, steps: int) -> tuple[int, ...]:
+    moving = (batch, length * (steps if gate.per == "step" else 1)) if gate.projected else ()
+    return (*moving, *gate.shape(heads, key_dim))
 
 
 def corners(rule: UpdateRule) -> list[dict[str, float]]:
@@ -92,11 +112,21 @@ def corners(rule: UpdateRule) -> list[dict[str, float]]:
 
 
 def draw_corners(rule: UpdateRule, *, batch: int, length: int, key_dim: int, value_dim: int) -> Inputs:
-    """A head for each of `corners`: for the first sequence at every token, for the others at one of three."""
+    """A head for each of `corners`: for the first sequence everywhere, for the others at one of three tokens.
+
+    Gates with channels are extreme there in one of three channels, which are others at every token.
+    """
     at = corners(rule)
     x = draw(rule, batch=batch, length=length, heads=len(at), key_dim=key_dim, value_dim=value_dim)
-    often = torch.zeros(batch, length, 1, dtype=torch.bool)
-    often[0], often[1:, ::3] = True, True
-    extreme = {name: torch.tensor([corner[name] for corner in at], dtype=torch.float64) for name in x.gates}
-    gates = {n: extreme[n] if g.dim() == 1 else torch.where(often, extreme[n], g) for n, g in x.gates.items()}
+    gates = {}
+    for name, gate in x.gates.items():
+        channels = rule.gates[name].shape(len(at), key_dim)[1:]
+        extreme = torch.tensor([corner[name] for corner in at], dtype=torch.float64)
+        extreme = extreme.unflatten(0, (-1, *[1] * len(channels))).expand(-1, *channels)
+        if moves(gate):
+            diagonal = torch.arange(gate.shape[1])[:, None] + torch.arange(math.prod(channels))
+            often = torch.zeros_like(gate, dtype=torch.bool)
+            often[0], often[1:] = True, (diagonal % 3 == 0).unflatten(1, (1, *channels))
+            extreme = torch.where(often, extreme, gate)
+        gates[name] = extreme
     return replace(x, gates=gates)

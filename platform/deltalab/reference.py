@@ -5,7 +5,7 @@ trains on a CPU. Both compute in at least fp32.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -48,11 +48,10 @@ def _step(transition: Transition, x: Operands, t: int, state: Tensor, u: Tensor)
     if x.g is not None:
         g = x.g[:, t]
         decayed = (g[..., None, None] if g.dim() == 2 else g[..., None]).exp() * state
-    after = decayed + x.k[:, t].unsqueeze(-1) * u.unsqueeze(-2)
     seen = state if transition.reads == "state" else decayed
     if x.e is not None:
-        erased = x.e[:, t, :, None] * _read(x.k[:, t], seen)
-        after = after - x.k[:, t].unsqueeze(-1) * erased.unsqueeze(-2)
+        u = u - x.e[:, t, :, None] * _read(x.k[:, t], seen)
+    after = decayed + x.k[:, t].unsqueeze(-1) * u.unsqueeze(-2)
     if x.a is not None and x.b is not None:
         after = after + x.a[:, t].unsqueeze(-1) * _read(x.b[:, t], seen).unsqueeze(-2)
     return after
@@ -235,7 +234,7 @@ def _empty(x: Operands) -> Tensor:
 def _cast(x: Operands) -> Operands:
     dtype = torch.promote_types(x.u.dtype, torch.float32)
 
-    def cast(part: "Operands | Fit") -> dict[str, Tensor]:
+    def cast(part: "Operands | Fit") -> dict[str, Any]:
         values = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
         return {name: value.to(dtype) for name, value in values.items() if isinstance(value, Tensor)}
 

@@ -88,7 +88,8 @@ class UpdateRule:
     """A recurrent update rule. Subclass it as a frozen, keyword-only dataclass whose fields are `knob`s.
 
     name, paper: what the rule is called and where it comes from, empty for a rule without a paper.
-    eigenvalues: the closed interval that the eigenvalues of the state's transition lie in, for unit-norm keys.
+    eigenvalues: the closed interval that the eigenvalues of each state's transition lie in, for unit-norm keys. They
+        are real, but for the product of several steps: their real parts lie in it, and none is larger in modulus.
     """
 
     name: ClassVar[str]
@@ -122,7 +123,7 @@ class UpdateRule:
         """Without a low rank: 1, or anything in [0, 1] where the state decays. Others declare theirs."""
         if self.transition is None or self.transition.low_rank != "none":
             raise NotImplementedError(f"rule '{self.name}' has a low rank: declare its eigenvalues")
-        return (0.0, 1.0) if self.transition.decay == "scalar" else (1.0, 1.0)
+        return (1.0, 1.0) if self.transition.decay == "none" else (0.0, 1.0)
 
     def operands(self, q: Tensor, k: Tensor, v: Tensor, *_: Any, **gates: Any) -> Operands:
         """The recurrence's operands.
@@ -252,7 +253,7 @@ def _choose(given: object, options: tuple[Option, ...], *, where: str) -> Option
         smallest = min(option for option in options if isinstance(option, int | float))
         what = "whole number" if isinstance(options[0], int) else "number"
         if isinstance(given, int | float) and smallest <= given < math.inf:
-            return type(options[0])(given)  # type: ignore[call-arg, arg-type, return-value]
+            return type(options[0])(given)  # type: ignore[call-arg, arg-type]
         raise InputError(f"{where}: takes a {what} of at least {smallest}, not {given}")
     raise unknown("option", given, options, where=where)
 

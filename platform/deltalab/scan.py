@@ -45,7 +45,6 @@ def scan(
     [1.0, 2.0]
     """
     _check(rule, q, k, v, state, backend, chunk_size)
-    values = _gates(rule, gates, q)
     scale = k.shape[-1] ** -0.5 if scale is None else scale
     fused = backend == "triton" or (backend == "auto" and rule.brings_kernel and v.is_cuda)
     if fused and not rule.brings_kernel:
@@ -53,15 +52,16 @@ def scan(
     before = rule.initial_state(k, v) if state is None else state
     with torch.autocast(v.device.type, enabled=False):
         if fused:
-            o, state = rule.fused(q, k, v, values, scale=scale, state=before)
+            o, state = rule.fused(q, k, v, _gates(rule, gates, q), scale=scale, state=before)
         elif rule.transition is None:
+            values = _gates(rule, gates, q)
             o, state = _mix(rule, q, k, v, values, scale, before, token_by_token=backend == "recurrent")
         else:
-            operands = _operands(rule, q, k, v, values)
+            x = operands(rule, q, k, v, gates)
             if backend == "recurrent" or (backend == "auto" and k.shape[1] == 1):
-                o, state = reference.recurrent(rule.transition, operands, scale=scale, state=state)
+                o, state = reference.recurrent(rule.transition, x, scale=scale, state=state)
             else:
-                o, state = reference.chunked(rule.transition, operands, scale=scale, state=state, chunk_size=chunk_size)
+                o, state = reference.chunked(rule.transition, x, scale=scale, state=state, chunk_size=chunk_size)
     return o.to(v.dtype), state
 
 
@@ -123,10 +123,13 @@ def _gates(rule: UpdateRule, given: Mapping[str, Tensor], q: Tensor) -> dict[str
     return values
 
 
-def _operands(rule: UpdateRule, q: Tensor, k: Tensor, v: Tensor, gates: Mapping[str, Tensor]) -> Operands:
-    """The rule's operands, with gates of one value a head spread over batch and time, and channels where they decay."""
+def operands(rule: UpdateRule, q: Tensor, k: Tensor, v: Tensor, gates: Mapping[str, Tensor]) -> Operands:
+    """What the references take of a rule of the algebra, for inputs like those of `scan`.
+
+    Constant gates are filled in, and gates of one value a head spread over batch, time and channels that decay.
+    """
     assert rule.transition is not None
-    x = rule.operands(q, k, v, **gates)
+    x = rule.operands(q, k, v, **_gates(rule, gates, q))
     diagonal = rule.transition.decay == "diagonal"
 
     def spread(value: Tensor | None, *, decays: bool = False) -> Tensor | None:
@@ -159,7 +162,11 @@ def _mix(
     out = []
     for t in range(q.shape[1]):
         one = slice(t, t + 1)
-        now = {name: value if value.dim() < 3 else value[:, one] for name, value in gates.items()}
-        o, state = rule.mix(q[:, one], k[:, one], v[:, one], now, scale=scale, state=state)
+        steps = slice(t * rule.steps, (t + 1) * rule.steps)
+        now = {
+            name: value if value.dim() < 3 else value[:, steps if rule.gates[name].per == "step" else one]
+            for name, value in gates.items()
+        }
+        o, state = rule.mix(q[:, one], k[:, steps], v[:, steps], now, scale=scale, state=state)
         out.append(o)
     return torch.cat(out, dim=1), state

@@ -5,6 +5,8 @@ from typing import Literal
 
 from torch import Tensor
 
+from deltalab.errors import InputError
+
 
 @dataclass(frozen=True, kw_only=True)
 class Transition:
@@ -46,6 +48,32 @@ class ResidualState:
         if self.loss == "l2":
             return error
         return error.tanh() if self.loss == "log_cosh" else error.clamp(-self.clip, self.clip)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ridge:
+    """How the state is read where o_t is a regression on all the past (arXiv:2511.21016, Gated KalmaNet).
+
+        H_t = exp(g_t) H_{t-1} + k_t k_t^T,   U_t = exp(g_t) U_{t-1} + k_t v_t^T
+        o_t = scale U_t^T x_t,   (H_t + lambda_t I) x_t = q_t
+
+    strength: a in lambda_t = a ||H_t||_F, so that the condition number is at most (a + 1) / a; where not adaptive,
+        lambda_t itself.
+    solver: `chebyshev` and `cg` (conjugate gradient) take `iterations` steps, `exact` forms and factorizes each H_t.
+    backward: `implicit` differentiates the equation, `autograd` the iterations, all of whose iterates it keeps.
+    """
+
+    solver: Literal["chebyshev", "cg", "exact"] = "chebyshev"
+    iterations: int = 30
+    strength: float = 0.02
+    adaptive: bool = True
+    backward: Literal["implicit", "autograd"] = "implicit"
+
+    def __post_init__(self) -> None:
+        if self.iterations < 1 or not self.strength > 0:
+            raise InputError(
+                f"a ridge takes iterations >= 1 and strength > 0, not {self.iterations} and {self.strength:g}"
+            )
 
 
 ADDITIVE = Transition(name="additive")

@@ -1,0 +1,229 @@
+"""What a rule reads by ridge regression: a linear system for every token, solved chunk by chunk and never formed.
+
+Chebyshev iteration and conjugate gradient need products H_t x alone, and these are linear attention's. Backward is
+implicit differentiation, so that the iterations leave nothing behind (Gated KalmaNet, arXiv:2511.21016, 4.2).
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from deltalab import reference
+from deltalab.rule import Operands
+from deltalab.structure import DECAY, Ridge
+
+CHUNK = 64
+Product = Callable[[Tensor], Tensor]
+
+
+def regression(
+    ridge: Ridge,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    *,
+    scale: float,
+    state: tuple[Tensor, Tensor],
+    chunk_size: int = CHUNK,
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """o_t = scale U_t^T x_t, where (H_t + lambda_t I) x_t ~= q_t, with the states that `structure.Ridge` defines.
+
+    q, k [B, T, H, K]; v [B, T, H, V]; g: log-decay, [B, T, H] or [H]; state: (H [B, H, K, K], U [B, H, K, V]).
+    Returns o [B, T, H, V] and the next state, both in at least fp32. Differentiable once.
+    """
+    dtype = torch.promote_types(v.dtype, torch.float32)
+    q, k, v, g = (x.to(dtype) for x in (q, k, v, g.expand(k.shape[:3])))
+    gram, memory = state
+    x, gram = solve(ridge, q, k, g, gram, chunk_size=chunk_size)
+    o, after = reference.chunked(DECAY, Operands(r=x, k=k, u=v, g=g), scale=scale, state=memory, chunk_size=chunk_size)
+    assert isinstance(after, Tensor)
+    return o, (gram, after)
+
+
+def solve(
+    ridge: Ridge, q: Tensor, k: Tensor, g: Tensor, gram: Tensor, *, chunk_size: int = CHUNK
+) -> tuple[Tensor, Tensor]:
+    """x [B, T, H, K] with (H_t + lambda_t I) x_t ~= q_t, and the last H, for g [B, T, H] and H before [B, H, K, K].
+
+    Computes in the dtype of its inputs. Where H_t is empty, and where it has faded until the square of its norm
+    loses precision, there is nothing to read: x_t = 0, rather than the division by lambda_t = 0.
+    """
+    length = q.shape[1]
+    grams, last = Grams.of(k, g, gram, min(chunk_size, length))
+    rhs = reference._chunk(q, grams.k.shape[-2])
+    if ridge.solver == "exact":
+        x = _exact(ridge, grams, rhs)
+    elif ridge.backward == "autograd":
+        x = System.of(ridge, grams).solve(rhs)
+    else:
+        with torch.no_grad():
+            frozen = System.of(ridge, grams)
+            x = frozen.solve(rhs)
+        if torch.is_grad_enabled():
+            # d((H + lambda I) x) = dq for a fixed x is all of implicit differentiation: moving the product with x
+            # to the right-hand side, at value zero, has autograd find dH, and dlambda through the norm (Lemma 1).
+            product = System.of(ridge, grams).times(x)
+            x = _Implicit.apply(rhs - (product - product.detach()), x, frozen.solve)
+    return x.flatten(2, 3)[:, :, :length].transpose(1, 2), last
+
+
+@dataclass(frozen=True)
+class Grams:
+    """H_t = exp(g_t) H_{t-1} + k_t k_t^T at every token of N chunks, as products; C is a chunk's size.
+
+    start: H before each chunk [B, H, N, K, K]; k [B, H, N, C, K].
+    within: decays from token j to token i of a chunk, lower triangular [B, H, N, C, C]; since: from before the chunk
+        to each of its tokens [B, H, N, C, 1]. The paper's M transposed, and zeta.
+    """
+
+    start: Tensor
+    k: Tensor
+    within: Tensor
+    since: Tensor
+
+    @classmethod
+    def of(cls, k: Tensor, g: Tensor, gram: Tensor, chunk_size: int) -> "tuple[Grams, Tensor]":
+        """For k [B, T, H, K], g [B, T, H] and H before; also H after the last token."""
+        k, g = reference._chunk(k, chunk_size), reference._chunk(g, chunk_size)
+        within = reference._decay(g)
+        since = within[..., :1] * g[..., :1, None].exp()
+        added = (within[..., -1, :, None] * k).transpose(-1, -2) @ k
+        starts = []
+        for keep, add in zip(since[..., -1:, :].unbind(2), added.unbind(2), strict=True):
+            starts.append(gram)
+            gram = keep * gram + add
+        return cls(torch.stack(starts, dim=2), k, within, since), gram
+
+    def times(self, x: Tensor) -> Tensor:
+        """H_t x_t, for x [B, H, N, C, K]."""
+        return self.since * (x @ self.start) + (x @ self.k.transpose(-1, -2) * self.within) @ self.k
+
+    def squares(self) -> Tensor:
+        """||H_t||_F ** 2, [B, H, N, C, 1]: three sums of what is not negative, so nothing cancels (Eq. 5)."""
+        before = self.start.square().sum((-1, -2), keepdim=True)
+        across = ((self.k @ self.start) * self.k).sum(-1, keepdim=True)
+        overlaps = (self.k @ self.k.transpose(-1, -2)).square()
+        new = ((self.within @ overlaps) * self.within).sum(-1, keepdim=True)
+        return self.since.square() * before + 2 * self.since * (self.within @ across) + new
+
+    def formed(self) -> Tensor:
+        """All of H_t, [B, H, N, C, K, K]."""
+        new = torch.einsum("...ij,...jk,...jl->...ikl", self.within, self.k, self.k)
+        return self.since[..., None] * self.start.unsqueeze(-3) + new
+
+
+@dataclass(frozen=True)
+class System:
+    """H_t + lambda_t I at every token: the eigenvalues lie in [low, high], which are [B, H, N, C, 1].
+
+    live: where there is something to regress on.
+    """
+
+    ridge: Ridge
+    grams: Grams
+    low: Tensor
+    high: Tensor
+    live: Tensor
+
+    @classmethod
+    def of(cls, ridge: Ridge, grams: Grams) -> "System":
+        return cls(ridge, grams, *_bounds(ridge, grams.squares()))
+
+    def times(self, x: Tensor) -> Tensor:
+        return self.grams.times(x) + self.low * x
+
+    def solve(self, rhs: Tensor) -> Tensor:
+        rhs = rhs * self.live
+        if self.ridge.solver == "cg":
+            iterates = conjugate_gradient(self.times, rhs)
+        else:
+            iterates = chebyshev(self.times, rhs, self.low, self.high)
+        return _nth(iterates, self.ridge.iterations)
+
+
+def _bounds(ridge: Ridge, squares: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """lambda, ||H||_F + lambda, and whether H counts as more than empty."""
+    finfo = torch.finfo(squares.dtype)
+    full = squares > finfo.tiny / finfo.eps
+    norm = torch.where(full, squares.where(full, squares.new_ones(())).sqrt(), 0.0)
+    if not ridge.adaptive:
+        low = torch.full_like(norm, ridge.strength)
+        return low, norm + low, torch.ones_like(full)
+    low = torch.where(full, ridge.strength * norm, 1.0)
+    return low, norm + low, full
+
+
+def _exact(ridge: Ridge, grams: Grams, rhs: Tensor) -> Tensor:
+    """The oracle: every H_t formed and factorized, its norm taken directly, and gradients by autograd."""
+    formed = grams.formed()
+    low, _, live = _bounds(ridge, formed.square().sum((-1, -2)).unsqueeze(-1))
+    eye = torch.eye(formed.shape[-1], dtype=formed.dtype, device=formed.device)
+    return torch.linalg.solve(formed + low[..., None] * eye, (rhs * live).unsqueeze(-1)).squeeze(-1)
+
+
+class _Implicit(torch.autograd.Function):
+    """x, as if it were A^{-1} rhs for a symmetric A that `solver` solves with: d rhs = A^{-1} dx (Table 1)."""
+
+    @staticmethod
+    def forward(ctx: Any, rhs: Tensor, x: Tensor, solver: Product) -> Tensor:
+        ctx.solver = solver
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.solver(dx), None, None
+
+
+def chebyshev(times: Product, q: Tensor, low: Tensor, high: Tensor) -> Iterator[Tensor]:
+    """Iterates xi_1, xi_2, ... to A xi = q (Algorithm 1), for eigenvalues of A within [low, high].
+
+    times: A x, for A symmetric. xi_r is a polynomial in A of degree r, times q, so linear in q.
+    """
+    rho_squared = ((high - low) / (high + low)).square()
+    step = 2 / (high + low)
+    omega = torch.full_like(step, 2.0)
+    before, xi = torch.zeros_like(q), step * q
+    while True:
+        omega = 4 / (4 - rho_squared * omega)
+        before, xi = xi, xi - omega * step * (times(xi) - q) + (omega - 1) * (xi - before)
+        yield xi
+
+
+def conjugate_gradient(times: Product, q: Tensor) -> Iterator[Tensor]:
+    """Iterates x_1, x_2, ... to A x = q, for A symmetric and positive definite.
+
+    Vectors are scaled by the largest element of q, or squares of small gradients would vanish in fp32; and an x whose
+    residual is at rounding is left alone, since what follows divides nothing by nothing.
+    """
+    finfo = torch.finfo(q.dtype)
+    size = q.detach().abs().amax(-1, keepdim=True).clamp_min(finfo.tiny)
+    r = q / size
+    x, p = torch.zeros_like(q), r
+    squared = _dot(r, r)
+    enough = finfo.eps**2 * squared.detach()
+    one = squared.new_ones(())
+    while True:
+        product = times(p)
+        curvature = _dot(p, product)
+        going = (squared > enough) & (curvature > 0)
+        alpha = torch.where(going, squared / curvature.where(going, one), 0.0)
+        x, r = x + alpha * p, r - alpha * product
+        before, squared = squared, _dot(r, r)
+        p = r + squared / before.where(going, one) * p
+        yield size * x
+
+
+def _dot(x: Tensor, y: Tensor) -> Tensor:
+    return (x * y).sum(-1, keepdim=True)
+
+
+def _nth(iterates: Iterator[Tensor], n: int) -> Tensor:
+    for _ in range(n - 1):
+        next(iterates)
+    return next(iterates)
