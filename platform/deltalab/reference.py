@@ -18,9 +18,8 @@ def recurrent(transition: Transition, x: Operands, *, scale: float, state: Tenso
     x: `Operands` with B, T and H in full. state: [B, H, K, V], None for an empty one.
     Returns o [B, T, H, V] and the next state, both in at least fp32.
     """
-    x = _cast(x)
-    if state is None:
-        state = _empty(x)
+    x = _cast(x, state)
+    state = _empty(x) if state is None else state.to(x.u.dtype)
     out = []
     for t in range(x.k.shape[1]):
         k = x.k[:, t]
@@ -37,60 +36,61 @@ def recurrent(transition: Transition, x: Operands, *, scale: float, state: Tenso
 def chunked(
     transition: Transition, x: Operands, *, scale: float, state: Tensor | None, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
-    """The same function, parallel within chunks of `chunk_size` tokens and, but for one product each, over them.
+    """The same function, parallel within chunks of `chunk_size` tokens; from chunk to chunk only the state goes.
 
-    With A_ij the decay from token j to token i, a_i that from the chunk's start, and A', a' the same up to the
-    state that token i reads, the values w_i that a chunk really writes solve the unit lower triangular system
+    With A_ij the decay from token j to token i, a_i that from the chunk's start, z_i that to its end, and A', a' the
+    same up to the state that token i reads, a chunk that starts at S writes the values w_i of
 
         (I + diag(e) (A' * K K^T)) w = u - diag(e a') K S
+        o = scale ((A * R K^T) w + diag(a) R S),   S <- a_C S + K^T diag(z) w
 
-    (Comba, arXiv:2506.02475, Eq. 9-12, with erasure and write kept apart).
+    (Comba, arXiv:2506.02475, Eq. 9-12, with erasure and write kept apart). Both triangular matrices and the inverse
+    of the first are made for all chunks at once.
     """
-    x = _cast(x)
-    length = x.k.shape[1]
+    x = _cast(x, state)
+    batch, length = x.k.shape[:2]
     size = min(chunk_size, length)
     r, k, u = (_chunk(tensor, size) for tensor in (x.r, x.k, x.u))
     g = None if x.g is None else _chunk(x.g, size)
     decay = k.new_ones(size, size).tril() if g is None else _decay(g)
-    to_end = (decay[..., -1, :, None] * k).transpose(-1, -2)
-    seen = r @ k.transpose(-1, -2) * decay
+    seen = r @ k.mT * decay
+    to_end = decay[..., -1, :, None]
     if x.e is not None:
         e = _chunk(x.e, size)[..., None]
         late = transition.reads == "decayed_state"
         between = decay if late else F.pad(decay[..., :-1, :], (0, 0, 1, 0))
-        system = (e * (k @ k.transpose(-1, -2)) * between).tril(-1)
-    if state is None and k.shape[2] == 1:
-        # The common case of training on short sequences: nothing to read, nothing to hand on between chunks.
-        written = u if x.e is None else torch.linalg.solve_triangular(system, u, upper=False, unitriangular=True)
-        return scale * _unchunk(seen @ written, length), (to_end @ written).squeeze(2)
+        system = e * (k @ k.mT) * between
+    if state is None and k.shape[0] == 1:
+        # The common case of training on short sequences: no state to read.
+        w = u if x.e is None else torch.linalg.solve_triangular(system, u, upper=False, unitriangular=True)
+        return scale * _unchunk(seen @ w, batch, length), (k.mT @ (to_end * w))[0].unflatten(0, (batch, -1))
 
     from_start = decay[..., :1] if g is None else decay[..., :1] * g[..., :1, None].exp()
-    kept = from_start[..., -1:, :] * torch.eye(k.shape[-1], dtype=k.dtype, device=k.device)
-    if x.e is None:
-        written = u
-    else:
-        until_read = from_start if late else F.pad(from_start[..., :-1, :], (0, 0, 1, 0), value=1.0)
-        right = torch.cat([e * until_read * k, u], dim=-1)
-        solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-        erased, written = solved.split([k.shape[-1], u.shape[-1]], dim=-1)
-        kept = kept - to_end @ erased
-    state = _empty(x) if state is None else state
-    starts = []
-    for keep, add in zip(kept.expand(*k.shape[:3], -1, -1).unbind(2), (to_end @ written).unbind(2), strict=True):
-        starts.append(state)
-        state = keep @ state + add
-    start = torch.stack(starts, dim=2)
+    parts = [r, k, u, seen, from_start, to_end]
     if x.e is not None:
-        written = written - erased @ start
-    return scale * _unchunk(from_start * (r @ start) + seen @ written, length), state
+        until_read = from_start if late else F.pad(from_start[..., :-1, :], (0, 0, 1, 0), value=1.0)
+        eye = torch.eye(size, dtype=k.dtype, device=k.device).expand_as(system)
+        parts += [e * until_read, torch.linalg.solve_triangular(system, eye, upper=False, unitriangular=True)]
+    state = (_empty(x) if state is None else state.to(x.u.dtype)).flatten(0, 1)
+    out = []
+    # Unbound at once: the gradient of an index into all chunks is a tensor of all chunks, for each of them.
+    each = zip(*(part.expand(*k.shape[:2], -1, -1).unbind() for part in parts), strict=True)
+    for r_c, k_c, w, seen_c, start_c, end_c, *erasure in each:
+        if erasure:
+            erase_c, inverse_c = erasure
+            w = inverse_c @ torch.addcmul(w, erase_c, k_c @ state, value=-1)
+        out.append(torch.addcmul(seen_c @ w, start_c, r_c @ state))
+        state = torch.baddbmm(start_c[:, -1:] * state, k_c.mT, end_c * w)
+    return scale * _unchunk(torch.stack(out), batch, length), state.unflatten(0, (batch, -1))
 
 
 def _empty(x: Operands) -> Tensor:
     return x.u.new_zeros(x.k.shape[0], x.k.shape[2], x.k.shape[3], x.u.shape[3])
 
 
-def _cast(x: Operands) -> Operands:
-    dtype = torch.promote_types(x.u.dtype, torch.float32)
+def _cast(x: Operands, state: Tensor | None) -> Operands:
+    dtype = torch.promote_types(x.u.dtype, torch.float32 if state is None else state.dtype)
+    dtype = torch.promote_types(dtype, torch.float32)
     return Operands(
         r=x.r.to(dtype),
         k=x.k.to(dtype),
@@ -101,18 +101,18 @@ def _cast(x: Operands) -> Operands:
 
 
 def _chunk(x: Tensor, size: int) -> Tensor:
-    """[B, T, H, ...] to [B, H, N, C, ...]. The zeros that fill the last chunk neither decay, erase nor write."""
-    x = x.transpose(1, 2)
-    missing = -x.shape[2] % size
+    """[B, T, H, ...] to [N, B H, C, ...]. The zeros that fill the last chunk neither decay, erase nor write."""
+    missing = -x.shape[1] % size
     if missing:
-        x = F.pad(x, (0, 0) * (x.dim() - 3) + (0, missing))
-    chunks: Tensor = x.unflatten(2, (-1, size))
-    return chunks
+        x = F.pad(x, (0, 0) * (x.dim() - 2) + (0, missing))
+    chunks: Tensor = x.unflatten(1, (-1, size))
+    return chunks.movedim((1, 3), (0, 2)).flatten(1, 2)
 
 
-def _unchunk(x: Tensor, length: int) -> Tensor:
-    """[B, H, N, C, V] to [B, T, H, V]."""
-    return x.flatten(2, 3)[:, :, :length].transpose(1, 2)
+def _unchunk(x: Tensor, batch: int, length: int) -> Tensor:
+    """[N, B H, C, V] to [B, T, H, V]."""
+    chunks: Tensor = x.unflatten(1, (batch, -1))
+    return chunks.movedim((0, 2), (1, 3)).flatten(1, 2)[:, :length]
 
 
 def _decay(g: Tensor) -> Tensor:
