@@ -34,6 +34,8 @@ StudyFile = Annotated[Path, typer.Argument(metavar="STUDY.yaml")]
 StudyName = Annotated[str, typer.Argument(metavar="STUDY", help="A study's name, file or id.")]
 
 console = Console()
+INTERRUPTED = 130
+"""The exit code that Typer turns Ctrl-C into, without a word."""
 
 
 @app.callback()
@@ -375,8 +377,7 @@ def main() -> None:
     except InputError as error:
         _fail(str(error))
     except (typer.Abort, KeyboardInterrupt):
-        print("interrupted: the same command goes on from here", file=sys.stderr)
-        sys.exit(130)
+        code = INTERRUPTED
     except OSError as error:
         # What could not be written now would be tried again at exit, and end in a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -388,6 +389,8 @@ def main() -> None:
         if not hasattr(error, "format_message"):
             raise
         _fail(error.format_message())
+    if code == INTERRUPTED:
+        print("interrupted: the same command goes on from here", file=sys.stderr)
     sys.exit(code if isinstance(code, int) else 0)
 
 
