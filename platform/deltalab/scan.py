@@ -84,10 +84,12 @@ def _check(
     if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
         raise InputError(f"q, k and v must share dtype and device, not {q.dtype}, {k.dtype}, {v.dtype}")
     expected = (k.shape[0], k.shape[2], k.shape[3], v.shape[3])
-    fits = isinstance(state, Tensor) and state.shape == expected
+    fits = isinstance(state, Tensor) and state.shape == expected and state.device == v.device
     if rule.transition is not None and state is not None and not fits:
-        shape = list(state.shape) if isinstance(state, Tensor) else "a tuple"
-        raise InputError(f"the state of rule '{rule.name}' must be [B, H, K, V] = {list(expected)}, not {shape}")
+        raise InputError(
+            f"the state of rule '{rule.name}' must be [B, H, K, V] = {list(expected)} on {v.device}, "
+            f"not {_shown(state)}"
+        )
 
 
 def _gates(rule: UpdateRule, given: Mapping[str, Tensor], q: Tensor) -> dict[str, Tensor]:
@@ -103,12 +105,18 @@ def _gates(rule: UpdateRule, given: Mapping[str, Tensor], q: Tensor) -> dict[str
             values[name] = gate.value(q.new_zeros(heads), {})
         else:
             raise InputError(f"rule '{rule.name}' needs a value for its gate '{name}'")
-        if values[name].shape not in ((batch, length, heads), (heads,)):
+        value = values[name]
+        shapes = ((batch, length, heads), (heads,))
+        if not isinstance(value, Tensor) or value.shape not in shapes or value.device != q.device:
             raise InputError(
-                f"gate '{name}' must be [B, T, H] = {[batch, length, heads]} or [H] = {[heads]}, "
-                f"not {list(values[name].shape)}"
+                f"gate '{name}' must be [B, T, H] = {[batch, length, heads]} or [H] = {[heads]} on {q.device}, "
+                f"not {_shown(value)}"
             )
     return values
+
+
+def _shown(given: object) -> str:
+    return f"{list(given.shape)} on {given.device}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
 
 
 def _operands(rule: UpdateRule, q: Tensor, k: Tensor, v: Tensor, gates: Mapping[str, Tensor]) -> Operands:
