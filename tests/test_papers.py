@@ -3,7 +3,8 @@
 Nothing here knows our operands. A state is the papers' S [V, K], the transpose of ours, except where a paper writes
 it the other way; K and V differ, so that a transposition cannot pass.
 
-000 Comba (arXiv:2506.02475), 001 "Enhancing linear attention with residual learning", 002 "What's next for Mamba?".
+The rules whose state learns online are in test_nonlinear.py. 000 is Comba (arXiv:2506.02475), 001 "Enhancing linear
+attention with residual learning", 002 "What's next for Mamba?", 004 Gated KalmaNet (arXiv:2511.21016).
 """
 
 import math
@@ -545,8 +546,8 @@ def test_000_the_corrections_by_k_and_by_p_are_not_equivalent():
 
 
 def test_000_eq_3_decays_on_one_side_alone():
-    """Printed S_t = alpha S_{t-1} - beta (S_{t-1} k - v) k^T = S_{t-1} (I - beta k k^T) + beta v k^T: its left is Comba's
-    SPLR at b = 1, d = 0, its right is DeltaNet, and neither is Gated DeltaNet (Table 1)."""
+    """Printed S_t = alpha S_{t-1} - beta (S_{t-1} k - v) k^T = S_{t-1} (I - beta k k^T) + beta v k^T: its left is
+    Comba's SPLR at b = 1, d = 0, its right is DeltaNet, and neither is Gated DeltaNet (Table 1)."""
 
     def left(S, t):
         S = t.alpha * S - t.beta * outer(S @ t.k - t.v, t.k)

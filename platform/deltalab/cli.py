@@ -34,6 +34,8 @@ StudyFile = Annotated[Path, typer.Argument(metavar="STUDY.yaml")]
 StudyName = Annotated[str, typer.Argument(metavar="STUDY", help="A study's name, file or id.")]
 
 console = Console()
+INTERRUPTED = 130
+"""The exit code that Typer turns Ctrl-C into, without a word."""
 
 
 @app.callback()
@@ -57,7 +59,7 @@ def study_run(
     db: Db = None,
     profile: Profile = None,
     executor: Annotated[str, typer.Option(help="ray, or inline: in this process.")] = "ray",
-    workers: Annotated[int | None, typer.Option(help="Trials at a time.")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Trials at a time.")] = None,
     address: Annotated[str | None, typer.Option(help="A Ray cluster.")] = None,
     storage: Annotated[str | None, typer.Option(help="Folder for weights; shared, on a cluster.")] = None,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run failed trials again.")] = False,
@@ -90,7 +92,7 @@ def study_run(
 def study_plan(
     file: StudyFile,
     profile: Profile = None,
-    workers: Annotated[int | None, typer.Option(help="Trials at a time.")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Trials at a time.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show arms, trials, runs, the time they take here, and the smallest p-value in reach. Runs nothing."""
@@ -178,7 +180,16 @@ def rule_show(name: Annotated[str, typer.Argument(metavar="NAME|FILE")], as_json
 
     from deltalab.card import card
 
-    for found in map(card, _rules(name)):
+    for rule_name in _rules(name):
+        try:
+            found = card(rule_name)
+        except InputError:
+            raise
+        except Exception as error:
+            raise InputError(
+                f"rule '{rule_name}' does not run: {type(error).__name__}: {error}; "
+                f"`platform rule check {name}` says more"
+            ) from error
         if as_json:
             print(found.to_json())
         else:
@@ -238,14 +249,14 @@ def task_show(
     as_json: AsJson = False,
 ) -> None:
     """Print a task's facts and one example."""
-    import yaml
+    from deltalab.study.spec import read_yaml
 
     params: dict[str, Any] = {}
     for given in param or []:
         key, equals, value = given.partition("=")
         if not equals:
             raise InputError(f"'{given}': give parameters as KEY=VALUE")
-        params[key] = yaml.safe_load(value)
+        params[key] = read_yaml(value, where=f"'{given}'")
     if name == "mqar":
         params = {"length": 32, "pairs": 4, "vocab_size": 64, **params}
     found = get_task(name, **params)
@@ -338,12 +349,12 @@ def _find_study(store: Any, name: str, profile: str | None) -> int:
         from deltalab.study.spec import load_study
 
         name = load_study(name, profile=profile).name
-    found: int = store.study(int(name) if name.isdigit() else name, profile).id
+    found: int = store.study(name, profile).id
     return found
 
 
 def _about(kind: type) -> str:
-    return (sys.modules[kind.__module__].__doc__ or "").strip().splitlines()[0]
+    return (sys.modules[kind.__module__].__doc__ or "").strip().partition("\n")[0]
 
 
 def _print_rows(rows: list[dict[str, Any]], as_json: bool) -> None:
@@ -362,20 +373,24 @@ def main() -> None:
     """Exit 0 done; 1 a trial or a check failed; 2 the input was wrong."""
     try:
         code = app(standalone_mode=False)
+        sys.stdout.flush()
     except InputError as error:
         _fail(str(error))
     except (typer.Abort, KeyboardInterrupt):
-        print("interrupted: the same command goes on from here", file=sys.stderr)
-        sys.exit(130)
-    except BrokenPipeError:
-        sys.exit(0)
+        code = INTERRUPTED
     except OSError as error:
-        _fail(f"{error.filename or 'files'}: {error.strerror}")
+        # What could not be written now would be tried again at exit, and end in a traceback.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            sys.exit(0)
+        _fail(f"{error.filename or 'output'}: {error.strerror or error}")
     except Exception as error:
         # Typer brings its own copy of click, whose exceptions cannot be named without reaching into it.
         if not hasattr(error, "format_message"):
             raise
         _fail(error.format_message())
+    if code == INTERRUPTED:
+        print("interrupted: the same command goes on from here", file=sys.stderr)
     sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -188,7 +188,7 @@ def mamba2_step() -> Gate:
 
 @parameterization
 def gla_decay(tau: float = 16.0, rank: float = 16) -> Gate:
-    """g = log sigmoid(W_1 W_2 x) / tau, one value a head (arXiv:2506.02475, Table 5, the form of GLA)."""
+    """g = log sigmoid(W_1 W_2 x) / tau (arXiv:2506.02475, Table 5, the form of GLA): near 0 for tau = 16."""
     _positive("gla_decay", tau=tau, rank=rank)
     return Gate(per="token", low=-math.inf, high=0.0, rank=int(rank), value=lambda z, p: F.logsigmoid(z) / tau)
 
@@ -221,7 +221,10 @@ def retnet_decay() -> Gate:
 
 @parameterization
 def lightning_decay() -> Gate:
-    """g = -2 ** (-8 (h + 1) / H) for head h of H: fixed slopes (Qin et al. 2024, arXiv:2405.17381)."""
+    """g = -2 ** (-8 (h + 1) / H) for head h of H: ALiBi's slopes, as Lightning attention takes them.
+
+    Qin et al. 2024 (arXiv:2405.17381), without their factor for each layer.
+    """
     return Gate(per="none", low=-1.0, high=0.0, value=lambda z, p: z - 2.0 ** (-8 * (_heads(z) + 1) / z.shape[-1]))
 
 
@@ -231,7 +234,9 @@ def _heads(z: Tensor) -> Tensor:
 
 @parameterization
 def rwkv7_decay(rank: float = 16) -> Gate:
-    """g = -exp(-1/2) sigmoid(W_1 W_2 x + c), so alpha in [0.545, 1] (Peng et al. 2025, arXiv:2503.14456)."""
+    """g = -exp(-1/2) sigmoid(W_1 W_2 x + c), so alpha in [0.545, 1]: Peng et al. 2025 (arXiv:2503.14456), who have
+    a tanh between W_1 and W_2.
+    """
     _positive("rwkv7_decay", rank=rank)
     rate = math.exp(-0.5)
     return Gate(
@@ -246,7 +251,7 @@ def rwkv7_decay(rank: float = 16) -> Gate:
 
 @parameterization
 def channel_sigmoid(rank: float = 16) -> Gate:
-    """sigmoid(W_1 W_2 x), one for each channel of the key, in [0, 1]. RWKV-7's in-context learning rate."""
+    """sigmoid(W_1 W_2 x), one for each channel of the key, in [0, 1]: RWKV-7's learning rate, less its bias."""
     _positive("channel_sigmoid", rank=rank)
     return Gate(per="channel", low=0.0, high=1.0, rank=int(rank), value=lambda z, p: z.sigmoid())
 

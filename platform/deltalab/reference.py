@@ -5,7 +5,7 @@ trains on a CPU. Both compute in at least fp32.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ def recurrent(transition: Transition, x: Operands, *, scale: float, state: State
     x: `Operands` with B, T and H in full. state: [B, H, K, V], or two of them with a fit; None for an empty one.
     Returns o [B, T, H, V] and the next state, both in at least fp32.
     """
-    x = _cast(x)
+    x = _cast(x, state)
     first, second = _states(x, state)
     fit, steps = x.fit, transition.steps
     out = []
@@ -64,11 +64,11 @@ def _read(vector: Tensor, state: Tensor) -> Tensor:
 def chunked(
     transition: Transition, x: Operands, *, scale: float, state: State | None, chunk_size: int
 ) -> tuple[Tensor, State]:
-    """The same function, parallel within chunks of `chunk_size` tokens and, but for one product each, over them.
+    """The same function, parallel within chunks of `chunk_size` tokens; from chunk to chunk only the state goes.
 
     With a fit it is two passes: the first also reads what it would have predicted, the second fits the error.
     """
-    x = _cast(x)
+    x = _cast(x, state)
     if x.fit is None:
         steps = transition.steps
         r = x.r if steps == 1 else x.r.repeat_interleave(steps, dim=1)
@@ -83,19 +83,6 @@ def chunked(
     return scale * (base + correction), (first, second)
 
 
-class _Writes(NamedTuple):
-    """What a chunk adds to its state: along `along [.., W, K]`, the values `values - erased @ S [.., W, V]`.
-
-    to_end [.., W, K] and within [.., C, W] (or [.., C, W, K]) are decays from each write to the chunk's end and,
-    lower triangular, to each token.
-    """
-
-    along: Tensor
-    values: Tensor
-    erased: Tensor | None
-    within: Tensor
-
-
 def _scan(
     transition: Transition,
     x: Operands,
@@ -105,134 +92,107 @@ def _scan(
     after: Tensor | None = None,
     before: tuple[Tensor, ...] = (),
 ) -> tuple[list[Tensor], Tensor]:
-    """Reads S_{t-1} with each of `before` and S_t with `after`, all [B, T, H, K]; returns these and the last state."""
-    length = x.k.shape[1]
+    """Reads S_{t-1} with each of `before` and S_t with `after`, all [B, T, H, K]; returns these and the last state.
+
+    With A_ij the decay from token j to token i, a_i that from the chunk's start, z_i that to its end, and A', a' the
+    same up to the state that token i sees, a chunk that starts at S writes what solves, for `tied` and for `free`,
+
+        (I + diag(e) (A' * K K^T)) w = u - diag(e a') K S             along k
+        (I - A' * B A^T) w = (A' * B K^T) u + diag(a') B S            along a, beside u along k
+
+    (Comba, arXiv:2506.02475, Eq. 9-12, with erasure and write kept apart). What does not depend on S, the inverses
+    among it, is made for all chunks at once; from chunk to chunk only the state goes.
+    """
+    batch, tokens = x.k.shape[:2]
     diagonal = transition.decay == "diagonal"
-    size = min(chunk_size, length, DIAGONAL_CHUNK if diagonal else length)
+    size = min(chunk_size, tokens, DIAGONAL_CHUNK if diagonal else tokens)
     k, u = _chunk(x.k, size), _chunk(x.u, size)
     g = None if x.g is None else _chunk(x.g, size)
-    decay = k.new_ones(size, size).tril() if g is None else _decay(g)
-    # Decays up to the state before a token: a row later.
-    shifted = F.pad(decay.movedim(-1, 0) if diagonal else decay, (0, 0, 1, 0))[..., :-1, :]
-    shifted = shifted.movedim(0, -1) if diagonal else shifted
-    from_start = _column(decay, diagonal) if g is None else _column(decay, diagonal) * _first(g, diagonal).exp()
-    before_start = F.pad(from_start[..., :-1, :], (0, 0, 1, 0), value=1.0)
+    decay = k.new_ones(size, size).tril()[..., None] if g is None else _decay(g if diagonal else g[..., None])
+    from_start = decay[..., :, 0, :] if g is None else decay[..., :, 0, :] * g.view(*g.shape[:3], -1)[..., :1, :].exp()
+    # Up to the state before a token, which is a row later.
+    earlier = F.pad(decay, (0, 0, 0, 0, 1, 0))[..., :-1, :, :]
+    before_start = F.pad(from_start, (0, 0, 1, 0), value=1.0)[..., :-1, :]
     late = transition.reads == "decayed_state"
-    strict = decay * _strict(size, decay, diagonal) if late else shifted
-    until = from_start if late else before_start
-    nothing_before = state is None and k.shape[2] == 1
-    writes = _writes(x, k, u, size, decay, strict, None if nothing_before else until)
+    seen_decay, seen_start = (decay, from_start) if late else (earlier, before_start)
 
-    end = writes.within[..., -1, :, :] if diagonal else writes.within[..., -1, :, None]
-    to_end = (end * writes.along).transpose(-1, -2)
-    if nothing_before:
-        # The common case of training on short sequences: nothing to read, nothing to hand on between chunks.
-        written, start = writes.values, None
-        last = (to_end @ written).squeeze(2)
-    else:
-        total = from_start[..., -1, :].expand(*k.shape[:3], k.shape[-1])
-        kept = torch.diag_embed(total)
-        if writes.erased is not None:
-            kept = kept - to_end @ writes.erased
-        last = _empty(x) if state is None else state
-        starts = []
-        for keep, add in zip(kept.unbind(2), (to_end @ writes.values).unbind(2), strict=True):
-            starts.append(last)
-            last = keep @ last + add
-        start = torch.stack(starts, dim=2)
-        written = writes.values if writes.erased is None else writes.values - writes.erased @ start
-
-    def read(vector: Tensor, since: Tensor, within: Tensor) -> Tensor:
-        chunks = _chunk(vector, size)
-        o = _gram(chunks, writes.along, within) @ written
-        if start is not None:
-            o = o + (since * chunks) @ start
-        return o.flatten(2, 3)[:, :, :length].transpose(1, 2)
-
-    wide = writes.within.shape[-2 if diagonal else -1] // size
-    early = torch.cat([shifted] * wide, dim=-2 if diagonal else -1)
-    reads = [read(vector, before_start, early) for vector in before]
-    if after is not None:
-        reads.append(read(after, from_start, writes.within))
-    return reads, last
-
-
-def _writes(
-    x: Operands, k: Tensor, u: Tensor, size: int, decay: Tensor, strict: Tensor, until: Tensor | None
-) -> _Writes:
-    """Solves for what is really written, given that every erasure sees the writes before it in its chunk.
-
-    With A' the decays to the state that a token reads and a' the same from the chunk's start: for `tied`
-
-        (I + diag(e) (A' * K K^T)) w = u - diag(e a') K S
-
-    (Comba, arXiv:2506.02475, Eq. 9-12, with erasure and write kept apart), and for `free`, with z_t = b_t^T X,
-
-        (I - A' * B A^T) z = (A' * B K^T) u + diag(a') B S
-
-    until: a', None where S is empty.
-    """
+    along, ends, erase, wide = k, decay[..., -1, :, :], None, 1
     if x.e is not None:
         e = _chunk(x.e, size)[..., None]
-        system = e * _gram(k, k, strict)
-        right = u if until is None else torch.cat([e * until * k, u], dim=-1)
-        solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-        if until is None:
-            return _Writes(k, solved, None, decay)
-        erased, values = solved.split([k.shape[-1], u.shape[-1]], dim=-1)
-        return _Writes(k, values, erased, decay)
-    if x.a is None or x.b is None:
-        return _Writes(k, u, None, decay)
-    a, b = _chunk(x.a, size), _chunk(x.b, size)
-    system = -_gram(b, a, strict)
-    right = _gram(b, k, strict) @ u
-    right = right if until is None else torch.cat([-until * b, right], dim=-1)
-    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    along = torch.cat([k, a], dim=-2)
-    within = torch.cat([decay, decay], dim=-2 if decay.dim() == k.dim() + 1 else -1)
-    if until is None:
-        return _Writes(along, torch.cat([u, solved], dim=-2), None, within)
-    erased, values = solved.split([k.shape[-1], u.shape[-1]], dim=-1)
-    return _Writes(along, torch.cat([u, values], dim=-2), torch.cat([torch.zeros_like(k), erased], dim=-2), within)
+        erase, system = -e * seen_start * k, e * _gram(k, k, seen_decay)
+    elif x.a is not None and x.b is not None:
+        a, b = _chunk(x.a, size), _chunk(x.b, size)
+        erase, system = seen_start * b, -_gram(b, a, seen_decay)
+        along, ends, wide = torch.cat([k, a], dim=-2), torch.cat([ends, ends], dim=-2), 2
+        moved = _gram(b, k, seen_decay).tril(-1) @ u
+    reads = [(vector, before_start, earlier) for vector in before]
+    if after is not None:
+        reads.append((after, from_start, decay))
+    chunks = [_chunk(vector, size) for vector, _, _ in reads]
+    grams = [
+        _gram(r, along, torch.cat([within] * wide, dim=-2)) for r, (_, _, within) in zip(chunks, reads, strict=True)
+    ]
+    along_end = along * ends
+
+    if state is None and k.shape[0] == 1:
+        # The common case of training on short sequences: no state to read.
+        w = u
+        if erase is not None:
+            right = u if wide == 1 else moved
+            w = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+            w = w if wide == 1 else torch.cat([u, w], dim=-2)
+        last = (along_end.mT @ w)[0].unflatten(0, (batch, -1))
+        return [_unchunk(gram @ w, batch, tokens) for gram in grams], last
+
+    # Unbound at once: the gradient of an index into all chunks is a tensor of all chunks, for each of them.
+    parts = [u, along_end, from_start[..., -1, :, None].expand(*k.shape[:2], -1, -1)]
+    if erase is not None:
+        eye = torch.eye(size, dtype=k.dtype, device=k.device).expand_as(system)
+        parts += [erase, torch.linalg.solve_triangular(system, eye, upper=False, unitriangular=True)]
+        parts += [moved] if wide == 2 else []
+    for r, gram, (_, since, _) in zip(chunks, grams, reads, strict=True):
+        parts += [since * r, gram]
+    s = (_empty(x) if state is None else state.to(x.u.dtype)).flatten(0, 1)
+    out: list[list[Tensor]] = [[] for _ in reads]
+    for u_c, along_c, kept_c, *rest in zip(*(part.unbind() for part in parts), strict=True):
+        w = u_c
+        if erase is not None:
+            erase_c, inverse_c, *rest = rest
+            if wide == 1:
+                w = inverse_c @ torch.baddbmm(u_c, erase_c, s)
+            else:
+                moved_c, *rest = rest
+                w = torch.cat([u_c, inverse_c @ torch.baddbmm(moved_c, erase_c, s)], dim=-2)
+        for found, r_c, gram_c in zip(out, rest[::2], rest[1::2], strict=True):
+            found.append(torch.baddbmm(gram_c @ w, r_c, s))
+        s = torch.baddbmm(kept_c * s, along_c.mT, w)
+    return [_unchunk(torch.stack(found), batch, tokens) for found in out], s.unflatten(0, (batch, -1))
 
 
 def _gram(x: Tensor, y: Tensor, decay: Tensor) -> Tensor:
-    """x_i^T diag(decay_ij) y_j: [.., C, K], [.., W, K] and [.., C, W] or [.., C, W, K] to [.., C, W]."""
-    if decay.dim() == x.dim() + 1:
-        return (x.unsqueeze(-2) * y.unsqueeze(-3) * decay).sum(-1)
-    return x @ y.transpose(-1, -2) * decay
-
-
-def _column(decay: Tensor, diagonal: bool) -> Tensor:
-    """Decay from the first token: [.., C, 1] or [.., C, K]."""
-    return decay[..., :, 0, :] if diagonal else decay[..., :, :1]
-
-
-def _first(g: Tensor, diagonal: bool) -> Tensor:
-    return g[..., :1, :] if diagonal else g[..., :1, None]
-
-
-def _strict(size: int, like: Tensor, diagonal: bool) -> Tensor:
-    lower = like.new_ones(size, size).tril(-1)
-    return lower[..., None] if diagonal else lower
+    """x_i^T diag(decay_ij) y_j: [.., C, K], [.., W, K] and [.., C, W, K or 1] to [.., C, W]."""
+    if decay.shape[-1] == 1:
+        return x @ y.mT * decay[..., 0]
+    return (x.unsqueeze(-2) * y.unsqueeze(-3) * decay).sum(-1)
 
 
 def _states(x: Operands, state: State | None) -> tuple[Tensor, Tensor]:
     """The first state, and the second where there is a fit (else again an empty one)."""
     if state is None:
         return _empty(x), _empty(x)
-    if isinstance(state, Tensor):
-        return state, state
-    first, second = state
-    return first, second
+    first, second = (state, state) if isinstance(state, Tensor) else state
+    return first.to(x.u.dtype), second.to(x.u.dtype)
 
 
 def _empty(x: Operands) -> Tensor:
     return x.u.new_zeros(x.k.shape[0], x.k.shape[2], x.k.shape[3], x.u.shape[3])
 
 
-def _cast(x: Operands) -> Operands:
+def _cast(x: Operands, state: State | None) -> Operands:
+    states = () if state is None else (state,) if isinstance(state, Tensor) else state
     dtype = torch.promote_types(x.u.dtype, torch.float32)
+    for one in states:
+        dtype = torch.promote_types(dtype, one.dtype)
 
     def cast(part: "Operands | Fit") -> dict[str, Any]:
         values = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
@@ -243,24 +203,27 @@ def _cast(x: Operands) -> Operands:
 
 
 def _chunk(x: Tensor, size: int) -> Tensor:
-    """[B, T, H, ...] to [B, H, N, C, ...]. The zeros that fill the last chunk neither decay, erase nor write."""
-    x = x.transpose(1, 2)
-    missing = -x.shape[2] % size
+    """[B, T, H, ...] to [N, B H, C, ...]. The zeros that fill the last chunk neither decay, erase nor write."""
+    missing = -x.shape[1] % size
     if missing:
-        x = F.pad(x, (0, 0) * (x.dim() - 3) + (0, missing))
-    chunks: Tensor = x.unflatten(2, (-1, size))
-    return chunks
+        x = F.pad(x, (0, 0) * (x.dim() - 2) + (0, missing))
+    chunks: Tensor = x.unflatten(1, (-1, size))
+    return chunks.movedim((1, 3), (0, 2)).flatten(1, 2)
+
+
+def _unchunk(x: Tensor, batch: int, length: int) -> Tensor:
+    """[N, B H, C, V] to [B, T, H, V]."""
+    chunks: Tensor = x.unflatten(1, (batch, -1))
+    return chunks.movedim((0, 2), (1, 3)).flatten(1, 2)[:, :length]
 
 
 def _decay(g: Tensor) -> Tensor:
-    """exp(g_{j+1} + ... + g_i) for i >= j, else 0; [B, H, N, C] to [.., C, C], or [B, H, N, C, K] to [.., C, C, K].
+    """exp(g_{j+1} + ... + g_i) for i >= j, else 0; [.., C, K or 1] to [.., C, C, K or 1].
 
     The sums are built up, not subtracted from one another: exact next to g = -1000, and finite at g = -inf.
     """
-    size = g.shape[3]
-    lower = torch.ones(size, size, dtype=torch.bool, device=g.device).tril()
-    strict = lower.tril(-1)
-    if g.dim() == 5:
-        lower, strict = lower[..., None], strict[..., None]
-    below = g.unsqueeze(4).expand(*g.shape[:4], size, *g.shape[4:]).masked_fill(~strict, 0.0)
-    return below.cumsum(3).masked_fill(~lower, -torch.inf).exp()
+    size = g.shape[-2]
+    lower = torch.ones(size, size, dtype=torch.bool, device=g.device).tril()[..., None]
+    strict = lower[..., 0].tril(-1)[..., None]
+    below = g.unsqueeze(-2).expand(*g.shape[:-1], size, g.shape[-1]).masked_fill(~strict, 0.0)
+    return below.cumsum(-3).masked_fill(~lower, -torch.inf).exp()

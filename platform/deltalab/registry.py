@@ -1,5 +1,6 @@
 """Finds rules and tasks: installed packages announce them, ./plugins holds the user's, --plugin names a file."""
 
+import dataclasses
 import hashlib
 import importlib
 import importlib.util
@@ -30,11 +31,11 @@ class Plugin:
 
     @property
     def source(self) -> str:
-        return self.file.read_text(encoding="utf-8")
+        return _read(self.file).decode("utf-8", "replace")
 
     @property
     def hash(self) -> str:
-        return hashlib.sha256(self.file.read_bytes()).hexdigest()
+        return hashlib.sha256(_read(self.file)).hexdigest()
 
 
 def add_plugin(file: str | Path) -> list[Plugin]:
@@ -140,14 +141,22 @@ def _everything() -> Iterable[Plugin]:
 
 
 def _in_module(module: ModuleType) -> list[Plugin]:
-    return [
-        Plugin(value, Path(inspect.getfile(value)).resolve())
-        for value in vars(module).values()
-        if inspect.isclass(value)
-        and issubclass(value, UpdateRule | Task)
-        and value.__module__ == module.__name__
-        and hasattr(value, "name")
-    ]
+    found = []
+    for value in vars(module).values():
+        if inspect.isclass(value) and issubclass(value, UpdateRule | Task) and value.__module__ == module.__name__:
+            file = Path(inspect.getfile(value)).resolve()
+            _read(file)
+            if any(isinstance(field, dataclasses.Field) for field in vars(value).values()):
+                raise InputError(f"{file}: {value.__name__} needs @dataclass(frozen=True, kw_only=True)")
+            if hasattr(value, "name"):
+                found.append(Plugin(value, file))
+    return found
+
+
+@cache
+def _read(file: Path) -> bytes:
+    """What this process imported: a file that is edited later must not lend its hash to the code that runs."""
+    return file.read_bytes()
 
 
 def _load(path: Path) -> ModuleType:
@@ -166,9 +175,8 @@ def _load(path: Path) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise InputError(
-            f"{path}: does not import: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        ) from error
+        said = str(error).strip().splitlines()
+        raise InputError(f"{path}: does not import: {type(error).__name__}: {said[0] if said else ''}") from error
     return module

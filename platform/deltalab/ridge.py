@@ -68,7 +68,7 @@ def solve(
             # d((H + lambda I) x) = dq for a fixed x is all of implicit differentiation: moving the product with x
             # to the right-hand side, at value zero, has autograd find dH, and dlambda through the norm (Lemma 1).
             product = System.of(ridge, grams).times(x)
-            x = _Implicit.apply(rhs - (product - product.detach()), x, frozen.solve)
+            x = _Implicit.apply(rhs - (product - product.detach()), x, frozen.solve)  # type: ignore[no-untyped-call]
     return x.flatten(2, 3)[:, :, :length].transpose(1, 2), last
 
 
@@ -101,7 +101,7 @@ class Grams:
 
     def times(self, x: Tensor) -> Tensor:
         """H_t x_t, for x [B, H, N, C, K]."""
-        return self.since * (x @ self.start) + (x @ self.k.transpose(-1, -2) * self.within) @ self.k
+        return self.since * (x @ self.start.transpose(-1, -2)) + (x @ self.k.transpose(-1, -2) * self.within) @ self.k
 
     def squares(self) -> Tensor:
         """||H_t||_F ** 2, [B, H, N, C, 1]: three sums of what is not negative, so nothing cancels (Eq. 5)."""
@@ -163,7 +163,8 @@ def _exact(ridge: Ridge, grams: Grams, rhs: Tensor) -> Tensor:
     formed = grams.formed()
     low, _, live = _bounds(ridge, formed.square().sum((-1, -2)).unsqueeze(-1))
     eye = torch.eye(formed.shape[-1], dtype=formed.dtype, device=formed.device)
-    return torch.linalg.solve(formed + low[..., None] * eye, (rhs * live).unsqueeze(-1)).squeeze(-1)
+    x: Tensor = torch.linalg.solve(formed + low[..., None] * eye, (rhs * live).unsqueeze(-1)).squeeze(-1)
+    return x
 
 
 class _Implicit(torch.autograd.Function):
@@ -177,7 +178,8 @@ class _Implicit(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.solver(dx), None, None
+        d_rhs: Tensor = ctx.solver(dx)
+        return d_rhs, None, None
 
 
 def chebyshev(times: Product, q: Tensor, low: Tensor, high: Tensor) -> Iterator[Tensor]:

@@ -237,6 +237,8 @@ class UpdateRule:
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
+        if "transition" in vars(cls) and "transition" not in inspect.get_annotations(cls):
+            raise TypeError(f"{cls.__name__}.transition must be annotated, as in `transition: Transition = SPLR`")
         if "operands" in vars(cls):
             taken = list(inspect.signature(cls.operands).parameters)[1:4]
             if taken != ["q", "k", "v"]:

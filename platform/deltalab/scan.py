@@ -89,15 +89,16 @@ def _check(
     if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
         raise InputError(f"q, k and v must share dtype and device, not {q.dtype}, {k.dtype}, {v.dtype}")
     expected = (batch, heads, key_dim, v.shape[3])
-    states = (state,) if isinstance(state, Tensor) else state
-    if rule.transition is not None and states is not None:
-        count = 2 if rule.second_state else 1
-        if len(states) != count or any(one.shape != expected for one in states):
-            shapes = [list(one.shape) for one in states]
-            raise InputError(
-                f"the state of rule '{rule.name}' must be {'a pair of ' * (count == 2)}[B, H, K, V] = "
-                f"{list(expected)}, not {shapes}"
-            )
+    count = 2 if rule.second_state else 1
+    states = state if isinstance(state, tuple) else (state,)
+    fits = len(states) == count and all(
+        isinstance(one, Tensor) and one.shape == expected and one.device == v.device for one in states
+    )
+    if rule.transition is not None and state is not None and not fits:
+        raise InputError(
+            f"the state of rule '{rule.name}' must be {'a pair of ' * (count == 2)}[B, H, K, V] = {list(expected)} "
+            f"on {v.device}, not {', '.join(map(_shown, states))}"
+        )
 
 
 def _gates(rule: UpdateRule, given: Mapping[str, Tensor], q: Tensor) -> dict[str, Tensor]:
@@ -113,14 +114,19 @@ def _gates(rule: UpdateRule, given: Mapping[str, Tensor], q: Tensor) -> dict[str
             values[name] = gate.value(q.new_zeros(heads), {})
         else:
             raise InputError(f"rule '{rule.name}' needs a value for its gate '{name}'")
+        value = values[name]
         learned = gate.shape(heads, key_dim)
         moving = (batch, length * (rule.steps if gate.per == "step" else 1), *learned)
-        if values[name].shape not in (moving, learned):
+        if not isinstance(value, Tensor) or value.shape not in (moving, learned) or value.device != q.device:
             raise InputError(
-                f"gate '{name}' must be {list(moving)} or {list(learned)}, not {list(values[name].shape)}: "
-                f"it is per {gate.per}"
+                f"gate '{name}', per {gate.per}, must be {list(moving)} or {list(learned)} on {q.device}, "
+                f"not {_shown(value)}"
             )
     return values
+
+
+def _shown(given: object) -> str:
+    return f"{list(given.shape)} on {given.device}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
 
 
 def operands(rule: UpdateRule, q: Tensor, k: Tensor, v: Tensor, gates: Mapping[str, Tensor]) -> Operands:

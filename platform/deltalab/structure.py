@@ -34,7 +34,7 @@ class Transition:
 
 @dataclass(frozen=True, kw_only=True)
 class ResidualState:
-    """A second state R [K, V], which fits what the first one predicts wrongly (arXiv 001, RLA and RDN).
+    """A second state R [K, V], which fits what the first one predicts wrongly (RLA and RDN).
 
     The output reads S_{t-1} and R_t; what R_t is given is the pseudo-residual of `v_t - S_{t-1}^T k_t`:
     the error itself for `l2`, clipped to [-clip, clip] for `huber`, its tanh for `log_cosh`.

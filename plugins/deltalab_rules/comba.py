@@ -18,9 +18,9 @@ class Comba(UpdateRule):
     S_t = (diag(alpha_t) - b beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T                           (DPLR)
     o_t = scale S_t^T (q_t - d k_t)   or, through p_t = b k_t,   scale S_t^T (q_t - d p_t)
 
-    Hu et al. 2025 (arXiv:2506.02475, Eq. 5, Table 4; App. B.3 for p). The paper calls the two forms of the output
-    equivalent; they differ by the factor b in the correction, so they are a knob here. FLA's kernels
-    normalize p, which cancels b: nothing is normalized after a gate has scaled it here.
+    Hu et al. 2025 (arXiv:2506.02475, Eq. 5 and Table 4; App. B.3 for p), with a DPLR as Section 3 writes RWKV-7's. The
+    paper calls the two forms of the output equivalent; they differ by the factor b in the correction, so they are a
+    knob here. FLA's kernels normalize p, which cancels b: nothing is normalized after a gate has scaled it here.
     """
 
     name: ClassVar[str] = "comba"

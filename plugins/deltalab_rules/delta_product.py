@@ -17,7 +17,7 @@ class DeltaProduct(UpdateRule):
     """S_{t,i} = (I - beta_{t,i} k_{t,i} k_{t,i}^T) S_{t,i-1} + beta_{t,i} k_{t,i} v_{t,i}^T,   i = 1 ... n_h
     S_{t,0} = alpha_t S_{t-1},   o_t = scale S_{t,n_h}^T q_t,   alpha_t = exp(g_t), 1 by default.
 
-    Siems et al. 2025 (arXiv:2502.10297, Eq. 3 and 4). k, v and beta have n_h tokens for each token of q.
+    Siems et al. 2025 (arXiv:2502.10297, Section 3). k, v and beta have n_h tokens for each token of q.
     """
 
     name: ClassVar[str] = "delta_product"

@@ -15,7 +15,7 @@ from deltalab.structure import DIAGONAL, Transition
 class GLA(UpdateRule):
     """S_t = diag(alpha_t) S_{t-1} + k_t v_t^T,   o_t = scale S_t^T q_t,   alpha_t = sigmoid(W_1 W_2 x_t)^(1/tau).
 
-    Yang et al. 2023 (arXiv:2312.06635, Eq. 3).
+    Yang et al. 2023 (arXiv:2312.06635, Eq. 3), without the bias of W_2, as in arXiv:2506.02475, Table 5.
     """
 
     name: ClassVar[str] = "gla"

@@ -16,7 +16,8 @@ from deltalab.structure import DIAGONAL, Transition
 class HGRN2(UpdateRule):
     """S_t = diag(alpha_t) S_{t-1} + (1 - alpha_t) v_t^T,   o_t = scale S_t^T q_t,   alpha_t = exp(g_t).
 
-    The key is 1 - alpha_t and has no projection of its own: k is not read. Qin et al. 2024 (arXiv:2404.07904).
+    The key is 1 - alpha_t and has no projection of its own: k is not read. Qin et al. 2024 (arXiv:2404.07904),
+    without the lower bounds that alpha has there, rising from layer to layer.
     """
 
     name: ClassVar[str] = "hgrn2"

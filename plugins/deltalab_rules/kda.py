@@ -13,9 +13,11 @@ from deltalab.structure import Transition
 
 @dataclass(frozen=True, kw_only=True)
 class KDA(UpdateRule):
-    """S_t = (I - beta_t k_t k_t^T) diag(alpha_t) S_{t-1} + beta_t k_t v_t^T,   o_t = scale S_t^T q_t,   alpha_t = exp(g_t).
+    """S_t = (I - beta_t k_t k_t^T) diag(alpha_t) S_{t-1} + beta_t k_t v_t^T,   alpha_t = exp(g_t)
+    o_t = scale S_t^T q_t
 
     Kimi Team 2025 (arXiv:2510.26692, Eq. 1): the erasure reads the decayed state.
+    mamba2_decay has an a for each channel, where the paper has one for each head.
     """
 
     name: ClassVar[str] = "kda"

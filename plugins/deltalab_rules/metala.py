@@ -15,7 +15,8 @@ from deltalab.structure import DECAY, Transition
 class MetaLA(UpdateRule):
     """S_t = alpha_t S_{t-1} + (1 - alpha_t) k_t v_t^T,   o_t = scale S_t^T q_t,   alpha_t = sigmoid(W x_t).
 
-    In the form of arXiv:2506.02475, Table 5, one alpha a head. beta is 1 - alpha from the same projection.
+    Chou et al. 2024 (arXiv:2411.10741) in the form of arXiv:2506.02475, Table 5: one alpha a head, where the original
+    has one a channel and 1 - alpha for its key. beta is 1 - alpha from the same projection.
     """
 
     name: ClassVar[str] = "metala"

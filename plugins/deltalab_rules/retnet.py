@@ -16,7 +16,7 @@ class RetNet(UpdateRule):
     """S_t = alpha S_{t-1} + k_t v_t^T,   o_t = scale S_t^T q_t,   alpha = exp(g), one for each head and fixed.
 
     Sun et al. 2023 (arXiv:2307.08621); the slopes of Lightning attention, Qin et al. 2024 (arXiv:2405.17381), as a
-    knob.
+    knob. The state alone: without xpos, and with unit-norm SiLU features.
     """
 
     name: ClassVar[str] = "retnet"

@@ -15,11 +15,13 @@ from deltalab.structure import Transition
 
 @dataclass(frozen=True, kw_only=True)
 class RWKV7(UpdateRule):
-    """S_t = (diag(alpha_t) - (a_t * kappa_t) kappa_t^T) S_{t-1} + k~_t v_t^T,   o_t = scale S_t^T q_t,   alpha_t = exp(g_t)
+    """S_t = (diag(alpha_t) - (a_t * kappa_t) kappa_t^T) S_{t-1} + k~_t v_t^T,   alpha_t = exp(g_t)
+    o_t = scale S_t^T q_t
     kappa_t = xi * k_t, to unit norm;   k~_t = k_t * (1 + (a_t - 1) * rho)
 
-    Peng et al. 2025 (arXiv:2503.14456, Eq. 12 to 18), transposed to our S [K, V]; xi and rho are learned for each
-    channel, a_t is the in-context learning rate. The eigenvalues are those of diag(alpha) - w w^T with
+    Peng et al. 2025 (arXiv:2503.14456, Section 4.1), transposed to our S [K, V]: the state alone, without token shift,
+    the residual to the first layer's v, and the bonus of the current token. xi and rho (alpha there) are learned for
+    each channel, a_t is the in-context learning rate. The eigenvalues are those of diag(alpha) - w w^T with
     w = sqrt(a) kappa, of norm at most 1.
     """
 

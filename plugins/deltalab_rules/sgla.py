@@ -19,7 +19,7 @@ class SGLA(UpdateRule):
     """
 
     name: ClassVar[str] = "sgla"
-    paper: ClassVar[str] = "RLA and RDN, Listing 1"
+    paper: ClassVar[str] = "Enhancing linear attention with residual learning"
 
     transition: Transition = DECAY
     g: Gate = knob(gates.mamba2_decay(), gates.metala_decay(), gates.const(0))

@@ -11,6 +11,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from deltalab.errors import InputError
 from deltalab.model import ModelSpec
 from deltalab.study.plan import Arm, Plan
 from deltalab.study.stats import seeds_needed, smallest_holm_p, smallest_p
@@ -77,14 +78,14 @@ class Estimate:
 
 def estimate(plan: Plan, *, workers: int | None = None) -> Estimate:
     """Builds every arm, times a few of its steps here, and adds up. Raises `InputError` for arms that do not build."""
-    wanted = plan.spec.resources.cpu
-    workers = workers or max(1, math.floor((os.cpu_count() or 1) / wanted))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(max(1, math.floor(wanted)))
+    wanted = plan.spec.resources
+    workers = workers or max(1, math.floor((os.cpu_count() or 1) / wanted.cpu))
+    before = torch.get_num_threads()
+    torch.set_num_threads(wanted.threads)
     try:
         arms = [_cost(plan, arm) for arm in plan.arms]
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)
     others = len(plan.names) - 1
     return Estimate(
         study=plan.spec.name,
@@ -102,6 +103,20 @@ def estimate(plan: Plan, *, workers: int | None = None) -> Estimate:
 
 
 def _cost(plan: Plan, arm: Arm) -> ArmCost:
+    try:
+        return _measured(plan, arm)
+    except InputError:
+        raise
+    except Exception as error:
+        said = (str(error).strip().splitlines() or [""])[0]
+        name = arm.config["rule"]["name"]
+        raise InputError(
+            f"arm '{arm.name}' does not run on task '{arm.task}': {type(error).__name__}: {said}; "
+            f"`platform rule check {name}` may say more"
+        ) from error
+
+
+def _measured(plan: Plan, arm: Arm) -> ArmCost:
     task, whole = plan.tasks[arm.task], TrainSpec(**arm.config["train"])
     model = ModelSpec.of({**arm.config["model"], "rule": arm.config["rule"]})
     timed = replace(

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from deltalab.errors import InputError, unknown
 from deltalab.model import ModelSpec
 from deltalab.registry import get_rule, get_task, rule_plugin, task_plugin
-from deltalab.study.spec import Base, Change, Search, StudySpec
+from deltalab.study.spec import Base, Change, StudySpec
 from deltalab.tasks import Task
 from deltalab.train import NUMERICS, TrainSpec
 
@@ -37,13 +37,15 @@ class Job:
     """One trial, whole: everything that a worker needs, as JSON.
 
     key: SHA-256 of what the trial computes. task: its name in the study; task_kind: what it is.
-    plugins: (kind, name, file, hash) of the code it runs.
+    plugins: (kind, name, file, hash) of the code it runs. rule_source: for the record, which no worker can be
+    trusted with: its file may have changed.
     """
 
     key: str
     arm: str
     task: str
     task_kind: str
+    task_version: int
     stage: Literal["tune", "confirm"]
     number: int
     values: dict[str, Any]
@@ -51,6 +53,7 @@ class Job:
     task_params: dict[str, Any]
     seeds: tuple[int, ...]
     plugins: tuple[tuple[str, str, str, str], ...]
+    rule_source: str
     gpu: float = 0.0
     deadline: float | None = None
 
@@ -101,7 +104,8 @@ class Plan:
         key = _hash(
             {
                 "numerics": NUMERICS,
-                "task": [task.name, task.version, params, task.fingerprint()],
+                # The name too: a record can stand under one alone.
+                "task": [arm.task, task.name, task.version, params, task.fingerprint()],
                 "config": config,
                 "code": sorted(digest for _, _, _, digest in plugins),
                 "stage": stage,
@@ -113,6 +117,7 @@ class Plan:
             arm=arm.name,
             task=arm.task,
             task_kind=task.name,
+            task_version=task.version,
             stage=stage,
             number=number,
             values=dict(values),
@@ -120,6 +125,7 @@ class Plan:
             task_params=params,
             seeds=seeds,
             plugins=plugins,
+            rule_source=rule_plugin(config["rule"]["name"]).source,
             gpu=self.spec.resources.gpu,
             deadline=self.spec.deadline,
         )
@@ -141,6 +147,8 @@ def _make_plan(spec: StudySpec, profile: str | None) -> Plan:
     tasks = {}
     for label, params in spec.task.items():
         kind = params.get("task", label)
+        if not isinstance(kind, str):
+            raise InputError(f"task.{label}.task must be a task's name, not {kind!r}")
         tasks[label] = get_task(kind, **{key: value for key, value in params.items() if key != "task"})
     for name in spec.for_task:
         if name not in tasks:
@@ -163,18 +171,33 @@ def _make_plan(spec: StudySpec, profile: str | None) -> Plan:
             change_of = difference(resolved["base"], config)
             arms.append(Arm(name, task_name, name == "base", config, change_of))
     plan = Plan(spec, profile, arms, tasks)
-    if spec.tune is not None and (grid := spec.tune.grid()) is not None and spec.tune.trials > len(grid):
-        raise InputError(f"tune.trials {spec.tune.trials}: there are only {len(grid)} choices to try")
-    for arm in arms if spec.tune else []:
-        assert spec.tune is not None
-        plan.job(arm, "tune", 0, {path: _some(search) for path, search in spec.tune.searched.items()})
+    if spec.tune is not None:
+        grid = spec.tune.grid()
+        if grid is not None and spec.tune.trials > len(grid):
+            raise InputError(f"tune.trials {spec.tune.trials}: there are only {len(grid)} choices to try")
+        first = {path: search.extremes[0] for path, search in spec.tune.searched.items()}
+        tuned: dict[tuple[str, str], str] = {}
+        for arm in arms:
+            for path, search in spec.tune.searched.items():
+                for value in search.extremes:
+                    job = plan.job(arm, "tune", 0, {**first, path: value})
+            twin = tuned.setdefault((arm.task, json.dumps(job.config, sort_keys=True)), arm.name)
+            if twin != arm.name:
+                raise InputError(
+                    f"arm '{arm.name}' is the same as {twin if twin == 'base' else repr(twin)} on task '{arm.task}' "
+                    f"once {', '.join(first)} {'is' if len(first) == 1 else 'are'} tuned"
+                )
     return plan
 
 
 def _changes(spec: StudySpec) -> dict[str, Change]:
     """Every arm but the base: those that `ablate` and `factorial` generate, then those that are written."""
     base = _rule(spec.base.rule)
-    changes = {f"without_{part}": _without(base, [part], "ablate") for part in spec.ablate}
+    changes: dict[str, Change] = {}
+    for part in spec.ablate:
+        if f"without_{part}" in changes:
+            raise InputError(f"ablate: '{part}' is given twice")
+        changes[f"without_{part}"] = _without(base, [part], "ablate")
     for pair in spec.factorial:
         changes["_".join(f"without_{part}" for part in pair)] = _without(base, list(pair), "factorial")
         for part in pair:
@@ -229,6 +252,8 @@ def _resolve(base: Base, task: Task, *, where: str) -> dict[str, Any]:
         rule = get_rule(name, **knobs).spec()
         if "vocab_size" in base.model:
             raise InputError(f"model.vocab_size is task '{task.name}''s: leave it out")
+        if "rule" in base.model:
+            raise InputError("model.rule stands one level up, beside model and train")
         model = ModelSpec.of({**base.model, "rule": rule, "vocab_size": task.vocab_size})
         train = TrainSpec(**_known(base.train, TrainSpec, "train"))
         settings = {f.name: getattr(model, f.name) for f in fields(model) if f.name != "rule"}
@@ -248,6 +273,9 @@ def _known(given: dict[str, Any], kind: type, what: str) -> dict[str, Any]:
     return given
 
 
+_FIXED = ("rule.name", "model.vocab_size")
+
+
 def _with(config: Mapping[str, Any], values: Mapping[str, Any], task: Task, *, where: str) -> dict[str, Any]:
     """The configuration with tuned values put in by their paths, resolved again."""
     changed = json.loads(json.dumps(config))
@@ -255,10 +283,8 @@ def _with(config: Mapping[str, Any], values: Mapping[str, Any], task: Task, *, w
         *parents, last = path.split(".")
         here: Any = changed
         for part in parents:
-            if not isinstance(here, dict) or part not in here:
-                raise unknown("setting", path, _paths(config), where=where)
-            here = here[part]
-        if not isinstance(here, dict) or last not in here or path == "rule.name":
+            here = here.get(part) if isinstance(here, dict) else None
+        if not isinstance(here, dict) or last not in here or not parents or path in _FIXED:
             raise unknown("setting", path, _paths(config), where=where)
         here[last] = value
     model = {key: value for key, value in changed["model"].items() if key != "vocab_size"}
@@ -284,14 +310,7 @@ def _paths(config: Mapping[str, Any], under: str = "") -> list[str]:
     found = []
     for key, value in config.items():
         found += _paths(value, f"{under}{key}.") if isinstance(value, dict) else [f"{under}{key}"]
-    return found
-
-
-def _some(search: Search) -> Any:
-    """Any one value of a search, to see that its key and type fit."""
-    bounds = search.log_uniform or search.uniform or search.integers or search.choice
-    assert bounds is not None
-    return bounds[0]
+    return [path for path in found if path not in _FIXED]
 
 
 def _plugins(config: Mapping[str, Any], task: Task) -> list[tuple[str, str, str, str]]:

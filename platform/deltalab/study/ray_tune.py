@@ -45,10 +45,10 @@ def run_all(
             fit = min(fit, math.floor(has["GPU"] / wanted.gpu))
         feed = Feed(schedule, first, progress)
         scratch = runs / "ray" if address else Path(tempfile.mkdtemp(prefix="deltalab-ray-"))
-        threads = max(1, math.floor(wanted.cpu))
         tuner = tune.Tuner(
             tune.with_resources(
-                tune.with_parameters(_trial, runs=str(runs), threads=threads), {"cpu": wanted.cpu, "gpu": wanted.gpu}
+                tune.with_parameters(_trial, runs=str(runs), threads=wanted.threads),
+                {"cpu": wanted.cpu, "gpu": wanted.gpu},
             ),
             tune_config=tune.TuneConfig(
                 search_alg=feed,
@@ -78,7 +78,14 @@ def _start(address: str | None) -> None:
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise InputError(f"--address {address}: {str(error).splitlines()[0]}") from None
     else:
-        ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
+        # Without "local" Ray joins whatever cluster it finds on this machine.
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            configure_logging=False,
+        )
 
 
 def _trial(config: dict[str, str], runs: str, threads: int) -> None:

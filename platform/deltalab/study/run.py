@@ -1,10 +1,11 @@
 """Runs a study to its end: Ray Tune executes, the schedule decides, the ledger remembers."""
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,6 +60,12 @@ def run_study(
         raise InputError("--address: the cluster's machines need a shared folder: give it with --storage")
     if workers is not None and workers < 1:
         raise InputError(f"--workers must be at least 1, not {workers}")
+    if executor == "inline" and (address is not None or (workers or 1) > 1):
+        raise InputError(
+            "--executor inline runs one trial at a time, in this process: --workers and --address are Ray's"
+        )
+    if executor == "inline" and plan.spec.resources.gpu and not torch.cuda.is_available():
+        raise InputError(f"resources: a trial wants {plan.spec.resources.gpu:g} GPU; this machine has none")
     with Store.open(db) as store:
         runs = Path(storage).resolve() if storage else store.folder / "runs"
         study_id = store.begin_study(
@@ -70,9 +77,8 @@ def run_study(
             _provenance(plan),
         )
         if retry_failed:
-            for row in store.trials(study_id):
-                if row.state == "failed":
-                    store.forget_trial(row.key)
+            for key in {row.key for row in store.trials(study_id) if row.state == "failed"}:
+                store.forget_trial(key)
         schedule = Schedule(plan, store, study_id)
         state: Literal["done", "failed", "interrupted"] = "interrupted"
         try:
@@ -81,6 +87,8 @@ def run_study(
                     _inline(schedule, runs, progress)
                 else:
                     _with_ray(schedule, runs, progress, workers=workers, address=address)
+            if not schedule.done:  # Ray Tune takes Ctrl-C for itself, and ends in peace
+                raise KeyboardInterrupt
             state = "failed" if schedule.failures else "done"
         finally:
             store.finish_study(study_id, state)
@@ -99,10 +107,15 @@ def arm_records(plan: Plan) -> list[ArmRecord]:
 
 
 def _inline(schedule: Schedule, runs: Path, progress: Progress) -> None:
-    while (job := schedule.next()) is not None:
-        progress.started(job)
-        schedule.finished(execute(job, runs, threads=torch.get_num_threads(), watch=progress.watch(job.key)))
-        progress.finished(job.key)
+    threads = torch.get_num_threads()
+    try:
+        while (job := schedule.next()) is not None:
+            progress.started(job)
+            wanted = schedule.plan.spec.resources.threads
+            schedule.finished(execute(job, runs, threads=wanted, watch=progress.watch(job.key)))
+            progress.finished(job.key)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _with_ray(schedule: Schedule, runs: Path, progress: Progress, *, workers: int | None, address: str | None) -> None:
@@ -112,6 +125,8 @@ def _with_ray(schedule: Schedule, runs: Path, progress: Progress, *, workers: in
         return
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
     os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")
+    # Workers stay where the command was given: a study may name a corpus by a path from there.
+    os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"
     from deltalab.study.ray_tune import run_all
 
     run_all(schedule, first, runs, progress, workers=workers, address=address)
@@ -122,9 +137,9 @@ def _provenance(plan: Plan) -> dict[str, Any]:
     packages = ["deltalab", "torch", "numpy", "ray", "optuna", "sqlalchemy"]
     return {
         "git": _git(),
-        "versions": {"python": sys.version.split()[0], **{name: version(name) for name in packages}},
+        "versions": {"python": sys.version.split()[0], **{name: _version(name) for name in packages}},
         "hardware": {**hardware(torch.device("cuda" if torch.cuda.is_available() else "cpu")), "cpus": os.cpu_count()},
-        "command": sys.argv,
+        "command": [_without_password(word) for word in sys.argv],
         "tasks": {
             name: {
                 "metric": task.metric,
@@ -137,6 +152,22 @@ def _provenance(plan: Plan) -> dict[str, Any]:
             for name, task in plan.tasks.items()
         },
     }
+
+
+def _version(package: str) -> str | None:
+    """None of a package that is not there: Ray, on a GPU image that runs inline."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _without_password(word: str) -> str:
+    """
+    >>> _without_password("--db=postgresql://me:secret@host/lab?password=secret")
+    '--db=postgresql://me:***@host/lab?password=***'
+    """
+    return re.sub(r"(://[^/@\s]*:)[^@\s]*(?=@)|(\bpassword=)[^&\s]*", r"\1\2***", word)
 
 
 def _git() -> dict[str, Any] | None:

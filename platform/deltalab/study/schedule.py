@@ -42,7 +42,8 @@ class Schedule:
         self.known = 0
         self.failures = 0
         self.completed = 0
-        self._in_flight: dict[str, tuple[_Track, Job]] = {}
+        # Two arms, or two candidates of one, may come to the same trial: it runs once, for all who wait for it.
+        self._in_flight: dict[str, list[tuple[_Track, Job]]] = {}
         self._again = {
             (row.arm, row.task, row.number): row.values for row in store.trials(study_id) if row.stage == "tune"
         }
@@ -59,9 +60,12 @@ class Schedule:
         """The next trial that the ledger lacks; those that it has are taken from it on the way."""
         for track in sorted(self.tracks, key=lambda track: track.issued):
             while (job := self._next_of(track)) is not None:
+                if job.key in self._in_flight:
+                    self._in_flight[job.key].append((track, job))
+                    continue
                 known = self.store.known_trials([job.key])
                 if job.key not in known:
-                    self._in_flight[job.key] = track, job
+                    self._in_flight[job.key] = [(track, job)]
                     return job
                 self.store.attach(self.study_id, job.arm, job.key, job.number, job.values)
                 self.known += 1
@@ -70,13 +74,14 @@ class Schedule:
 
     def finished(self, record: TrialRecord) -> None:
         """Records a trial, whole, and learns from it."""
-        track, job = self._in_flight.pop(record.key)
-        self.store.record_trial(self.study_id, job.arm, record, job.number, job.values)
-        self._learn(track, job, self.store.known_trials([job.key])[job.key])
+        for track, job in self._in_flight[record.key]:
+            self.store.record_trial(self.study_id, job.arm, record, job.number, job.values)
+            self._learn(track, job, self.store.known_trials([job.key])[job.key])
+        del self._in_flight[record.key]
 
     def job(self, key: str) -> Job:
         """A job that is in flight."""
-        return self._in_flight[key][1]
+        return self._in_flight[key][0][1]
 
     def _next_of(self, track: _Track) -> Job | None:
         tune = self.plan.spec.tune

@@ -2,6 +2,7 @@
 
 import difflib
 import itertools
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,15 +15,20 @@ from deltalab.errors import InputError, unknown
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+# Neither true nor "3" is a number.
+Whole = Annotated[int, Field(strict=True)]
+Number = Annotated[float, Field(strict=True)]
 
 
 class Search(_Strict):
     """Where a tuned number may lie; exactly one of the four."""
 
-    log_uniform: tuple[float, float] | None = None
-    uniform: tuple[float, float] | None = None
-    integers: tuple[int, int] | None = None
+    log_uniform: tuple[Number, Number] | None = None
+    uniform: tuple[Number, Number] | None = None
+    integers: tuple[Whole, Whole] | None = None
     choice: tuple[float | int | str | bool, ...] | None = None
 
     @model_validator(mode="after")
@@ -31,13 +37,20 @@ class Search(_Strict):
         if len(given) != 1:
             raise ValueError("takes exactly one of log_uniform, uniform, integers, choice")
         ((name, value),) = given.items()
-        if name == "choice" and len(set(value)) < 2:
-            raise ValueError("choice needs at least two different values")
+        if name == "choice" and (len(value) < 2 or len(set(value)) < len(value)):
+            raise ValueError(f"choice needs at least two values, all different, not {list(value)}")
         if name != "choice" and not value[0] < value[1]:
             raise ValueError(f"{name} needs [low, high] with low < high, not {list(value)}")
         if name == "log_uniform" and value[0] <= 0:
             raise ValueError(f"log_uniform needs positive bounds, not {list(value)}")
         return self
+
+    @property
+    def extremes(self) -> tuple[Any, ...]:
+        """Its bounds, or all of its choices."""
+        found = self.log_uniform or self.uniform or self.integers or self.choice
+        assert found is not None
+        return found
 
 
 class Tune(BaseModel):
@@ -49,8 +62,8 @@ class Tune(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True)
     __pydantic_extra__: dict[str, Search] = Field(init=False)
 
-    trials: Annotated[int, Field(ge=1, le=10_000)]
-    seeds: Annotated[int, Field(ge=1, le=100)] = 1
+    trials: Annotated[Whole, Field(ge=1, le=10_000)]
+    seeds: Annotated[Whole, Field(ge=1, le=100)] = 1
 
     @property
     def searched(self) -> dict[str, Search]:
@@ -62,6 +75,14 @@ class Tune(BaseModel):
         if None in choices:
             return None
         return [dict(zip(self.searched, values, strict=True)) for values in itertools.product(*filter(None, choices))]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _a_path_has_a_dot(cls, given: Any) -> Any:
+        for key in given if isinstance(given, dict) else ():
+            if key not in cls.model_fields and "." not in str(key):
+                raise ValueError(str(unknown("key", key, [*cls.model_fields, "paths such as train.lr"])))
+        return given
 
     @model_validator(mode="after")
     def _searches_something(self) -> Self:
@@ -89,8 +110,13 @@ class Base(_Strict):
 class Resources(_Strict):
     """What one trial takes. A fraction of a GPU is a share of its memory."""
 
-    cpu: Annotated[float, Field(gt=0)] = 1
-    gpu: Annotated[float, Field(ge=0)] = 0
+    cpu: Annotated[Number, Field(gt=0)] = 1
+    gpu: Annotated[Number, Field(ge=0)] = 0
+
+    @property
+    def threads(self) -> int:
+        """Of one trial, wherever it runs: another number may round otherwise."""
+        return max(1, math.floor(self.cpu))
 
 
 class StudySpec(_Strict):
@@ -112,9 +138,9 @@ class StudySpec(_Strict):
     factorial: tuple[tuple[str, str], ...] = ()
     arms: dict[str, Change] = {}
     tune: Tune | None = None
-    seeds: Annotated[int, Field(ge=1, le=1000)]
+    seeds: Annotated[Whole, Field(ge=1, le=1000)]
     resources: Resources = Resources()
-    deadline: Annotated[float, Field(gt=0)] | None = None
+    deadline: Annotated[Number, Field(gt=0)] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -133,19 +159,20 @@ def load_study(file: str | Path, *, profile: str | None = None) -> StudySpec:
     """
     path = Path(file)
     try:
-        given = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeys)
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         near = difflib.get_close_matches(path.stem, [p.stem for p in path.parent.glob("*.yaml")], n=1)
         hint = f"; did you mean {path.parent / near[0]}.yaml?" if near else ""
         raise InputError(f"{path}: no such study{hint}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read: {error}") from None
-    except yaml.YAMLError as error:
-        raise InputError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    given = read_yaml(text, where=str(path))
     if not isinstance(given, dict):
         raise InputError(f"{path}: a study is a mapping with name, task, base and seeds")
     profiles = given.pop("profiles", None) or {}
-    if not isinstance(profiles, dict) or not all(isinstance(change, dict) for change in profiles.values()):
+    if not isinstance(profiles, dict) or not all(
+        isinstance(name, str) and isinstance(change, dict) for name, change in profiles.items()
+    ):
         raise InputError(f"{path}: profiles: must be a mapping of names to what they change")
     if profile is not None and profile not in profiles:
         raise unknown("profile", profile, profiles, where=str(path))
@@ -155,6 +182,17 @@ def load_study(file: str | Path, *, profile: str | None = None) -> StudySpec:
         if name == profile:
             return merged
     return _validated(given, where=str(path))
+
+
+def read_yaml(text: str, *, where: str) -> Any:
+    """YAML as studies are written in. Raises `InputError` for what is not YAML, and for a key given twice."""
+    try:
+        return yaml.load(text, Loader=_UniqueKeys)
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise InputError(f"{where}{line}: {error.problem}") from None
+    except yaml.YAMLError as error:
+        raise InputError(f"{where}: not YAML: {' '.join(str(error).split())}") from None
 
 
 def schema() -> dict[str, Any]:
@@ -172,33 +210,57 @@ def _validated(given: Mapping[str, Any], *, where: str) -> StudySpec:
         raise InputError(f"{where}: {_first_line(error)}") from None
 
 
+_SAYS = {
+    "missing": "is missing",
+    "too_short": "must not be empty",
+    "dict_type": "must be a mapping",
+    "model_type": "must be a mapping",
+    "tuple_type": "must be a list",
+    "string_type": "must be text",
+    "int_type": "must be a whole number",
+    "float_type": "must be a number",
+}
+_KINDS: dict[str, type[BaseModel]] = {
+    "base": Base,
+    "for_task": Change,
+    "arms": Change,
+    "tune": Search,
+    "resources": Resources,
+}
+
+
 def _first_line(error: ValidationError) -> str:
-    first = error.errors()[0]
-    key = ".".join(str(part) for part in first["loc"])
+    errors = error.errors()
+    # A misspelled key is also a missing one: say the former.
+    first = next((found for found in errors if found["type"] == "extra_forbidden"), errors[0])
+    parts = [str(part) for part in first["loc"] if part not in ("str", "dict[str,any]", "[key]")]
+    key = ".".join(parts)
     if first["type"] == "extra_forbidden":
-        kind: Any = StudySpec
-        for part in first["loc"][:-1]:
-            inner = kind.model_fields.get(str(part)) if hasattr(kind, "model_fields") else None
-            kind = (
-                inner.annotation if inner is not None else {"arms": Change, "for_task": Change}.get(str(part), Change)
-            )
-        names = [*getattr(kind, "model_fields", {}), *(["profiles"] if kind is StudySpec else [])]
-        return str(unknown("key", key, names))
-    message = first["msg"].removeprefix("Value error, ")
-    given = "" if first["type"] == "missing" else f", not {str(first['input'])[:80]!r}"
-    return f"{key}: {message[0].lower()}{message[1:]}{given}"
+        names = [*_KINDS[parts[0]].model_fields] if len(parts) > 1 else [*StudySpec.model_fields, "profiles"]
+        return str(unknown("key", parts[-1], names, where=".".join(parts[:-1])))
+    if first["type"] == "value_error":
+        return f"{key}: {first['msg'].removeprefix('Value error, ')}"
+    says = _SAYS.get(first["type"], first["msg"].replace("Input should", "must").replace("String should", "must"))
+    if key.endswith(".rule") and first["type"] == "string_type":
+        says = "must be a rule's name or a mapping"
+    given = "" if first["type"] == "missing" else f", not {first['input']!r:.80}"
+    return f"{key} {says}{given}"
 
 
-def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings merge key by key, null takes one away, and everything else, gates among it, is replaced."""
+# How many levels of mappings merge key by key; what lies deeper, gates and searches among it, is replaced.
+_LEVELS = {"task": 2, "base": 2, "for_task": 3, "arms": 3, "tune": 1, "resources": 1}
+
+
+def _merge(below: Mapping[str, Any], above: Mapping[str, Any], levels: Mapping[str, int] | int = _LEVELS) -> Any:
+    """Settings merge key by key, and null takes one away."""
     merged = dict(below)
     for key, value in above.items():
+        deeper = levels - 1 if isinstance(levels, int) else levels.get(key, 0)
         if value is None:
             merged.pop(key, None)
-        elif key in ("arms", "for_task", "base", "task", "resources", "tune") and isinstance(value, dict):
-            merged[key] = _merge(merged.get(key) or {}, value)
-        elif key in merged and isinstance(merged[key], dict) and isinstance(value, dict):
-            merged[key] = {**merged[key], **value}
+        elif deeper and isinstance(value, dict):
+            under = merged.get(key)
+            merged[key] = _merge(under if isinstance(under, dict) else {}, value, deeper)
         else:
             merged[key] = value
     return merged
@@ -210,6 +272,8 @@ class _UniqueKeys(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(None, None, "a key must be a word", key.start_mark)
             if key.value in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"key '{key.value}' is given twice", key.start_mark)
             seen.add(key.value)

@@ -110,11 +110,12 @@ def _record(
     error: str | None = None,
 ) -> TrialRecord:
     finished = time.time()
-    rule = rule_plugin(job.config["rule"]["name"])
+    rule = job.config["rule"]["name"]
+    digest = next(digest for kind, name, _, digest in job.plugins if (kind, name) == ("rule", rule))
     return TrialRecord(
         key=job.key,
         task=job.task,
-        task_version=task_plugin(job.task_kind).kind.version,  # type: ignore[union-attr]
+        task_version=job.task_version,
         stage=job.stage,
         config=job.config,
         state="done" if error is None else "failed",
@@ -126,7 +127,7 @@ def _record(
         state_size=result.state_size if result else None,
         tokens_per_second=result.tokens_per_second if result else None,
         hardware=result.hardware if result else {},
-        rule=RuleRecord(job.config["rule"]["name"], rule.hash, rule.source),
+        rule=RuleRecord(rule, digest, job.rule_source),
         runs=runs or [],
     )
 

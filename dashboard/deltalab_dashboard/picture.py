@@ -1,0 +1,110 @@
+"""Takes the README's picture: the page of a study, as a browser shows it."""
+
+import argparse
+import os
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.error import URLError
+from urllib.parse import urlencode
+from urllib.request import urlopen
+
+from playwright.sync_api import Page, sync_playwright
+
+from deltalab.errors import InputError
+from deltalab.store import Store
+from deltalab_dashboard.chosen import DATABASE, STUDY, label
+
+CHROMIUM = Path("/usr/bin/chromium")  # Debian's; Playwright's own download is not wanted
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+PATIENCE_SECONDS = 60
+WIDTH = 1440  # pixels
+
+
+@contextmanager
+def served(db: str | Path) -> Iterator[str]:
+    """The address of a dashboard that lives as long as the block. Raises InputError: it does not start."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [str(Path(sysconfig.get_path("scripts")) / "platform"), "dashboard", "--port", str(port), "--no-browser"]
+    server = subprocess.Popen(command, env={**os.environ, DATABASE: str(db)})
+    try:
+        until = time.monotonic() + PATIENCE_SECONDS
+        while not _answers(f"http://127.0.0.1:{port}/_stcore/health"):
+            if server.poll() is not None or time.monotonic() > until:
+                raise InputError("the dashboard does not start")
+            time.sleep(0.2)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.kill()
+        server.wait()
+
+
+@contextmanager
+def browser() -> Iterator[Page]:
+    """A page of a new browser."""
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        try:
+            yield chromium.new_page(viewport={"width": WIDTH, "height": 1000})
+        finally:
+            chromium.close()
+
+
+def settle(page: Page) -> None:
+    """Waits until the page is drawn, its charts too."""
+    page.locator("[data-testid=stMain] h1").wait_for()
+    page.locator("[data-test-script-state=notRunning]").wait_for()
+    for chart in page.locator("[data-testid=stVegaLiteChart]").all():
+        chart.locator("canvas, svg").first.wait_for()
+
+
+def take(db: str | Path, study: str, out: Path) -> None:
+    """Writes the picture of a study's page, down to the chart of its first task.
+
+    Raises InputError: no such database or study.
+    """
+    with Store.open(db, create=False) as store:
+        query = urlencode({STUDY: label(store.study(study))})
+    with served(db) as url, browser() as page:
+        page.goto(f"{url}/?{query}")
+        settle(page)
+        chart = page.locator("[data-testid=stVegaLiteChart]").first.bounding_box()
+        if chart:
+            page.set_viewport_size({"width": WIDTH, "height": int(chart["y"] + chart["height"])})
+            settle(page)
+        page.screenshot(path=out)
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urlopen(url, timeout=1):
+            return True
+    except (URLError, TimeoutError):
+        return False
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--db", default="deltalab.db")
+    parser.add_argument("--study", required=True)
+    parser.add_argument("out", type=Path)
+    given = parser.parse_args()
+    try:
+        take(given.db, given.study, given.out)
+    except InputError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,153 @@
+"""Gate parameterizations against the formulas of arXiv:2506.02475 Table 5 and of their own papers, and their starts."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import deltalab
+from deltalab import gates
+from deltalab.gates import Gate
+from deltalab.layer import Gates, initialize
+
+D, H, K = 24, 3, 4
+
+
+def values(given: dict[str, Gate], heads: int = H, key_dim: int = K) -> tuple[Gates, Tensor, dict[str, Tensor]]:
+    module = Gates(given, D, heads, key_dim)
+    initialize(module, 0)
+    x = torch.randn(2, 64, D, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return module.double(), x, module.double()(x)
+
+
+def projected(module: Gates, name: str, x: Tensor) -> Tensor:
+    """W x, or W_1 W_2 x, from the weights themselves."""
+    weights = [weight for key, weight in module.named_parameters() if key.startswith(f"project.{name}.")]
+    for weight in weights:
+        x = x @ weight.T
+    return x
+
+
+def close(ours: Tensor, theirs: Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9)
+
+
+def test_mamba2_alpha_and_beta_come_of_one_projection():
+    """alpha = exp(-a softplus(W x + c)), beta = softplus(W x + c): beta a = -g."""
+    module, x, got = values(deltalab.get_rule("mamba2").gates)
+    assert list(module.project) == ["g"]
+    a, c = module.learned["g"]["log_a"].exp(), module.learned["g"]["dt_bias"]
+    step = torch.log1p(torch.exp(projected(module, "g", x) + c))
+    close(got["g"].exp(), torch.exp(-a * step))
+    close(got["beta"], step)
+    close(got["beta"] * a, -got["g"])
+
+
+def test_mamba2_starts_with_alpha_near_1():
+    """a uniform in [1, 16], dt log-uniform in [0.001, 0.1], as Mamba2 has them."""
+    module, _, got = values({"g": gates.mamba2_decay()}, heads=4096)
+    a, c = module.learned["g"]["log_a"].exp(), module.learned["g"]["dt_bias"]
+    dt = F.softplus(c)
+    tight = 1 + 1e-5
+    assert 1 / tight <= a.min() < 1.1
+    assert 15.9 < a.max() <= 16 * tight
+    assert abs(a.mean() - 8.5) < 0.3
+    assert 0.001 / tight <= dt.min() < 0.0011
+    assert 0.09 < dt.max() <= 0.1 * tight
+    assert abs(dt.log().mean() - math.log(0.01)) < 0.1
+    assert (torch.exp(-a * dt) >= math.exp(-1.6) / tight).all()
+    assert got["g"].exp().median() > 0.9  # 0.93, with x of unit variance
+    narrow, _, _ = values({"g": gates.mamba2_decay(a_min=2, a_max=2, dt_min=0.05, dt_max=0.05)}, heads=8)
+    rate = narrow.learned["g"]["log_a"].exp() * F.softplus(narrow.learned["g"]["dt_bias"])
+    torch.testing.assert_close(rate, torch.full_like(rate, 0.1), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(("tau", "low", "high"), [(16, 0.94, 0.97), (1, 0.45, 0.55)])
+def test_gla_decay_is_the_taurooth_of_a_sigmoid(tau, low, high):
+    """alpha = sigmoid(W_1 W_2 x)^(1/tau), for each channel: tau moves its start from 1/2 to near 1."""
+    rule = deltalab.get_rule("gla", g={"gla_decay": {"tau": tau}})
+    module, x, got = values(rule.gates)
+    alpha = projected(module, "g", x).unflatten(-1, (H, K)).sigmoid() ** (1 / tau)
+    close(got["g"].exp(), alpha)
+    assert low < alpha.median() < high
+    assert module.project["g"][0].out_features == 16
+
+
+def test_gla_decay_of_a_head_is_one_number():
+    _, _, got = values(deltalab.get_rule("gated_deltanet", g="gla_decay").gates)
+    assert got["g"].shape == (2, 64, H)
+
+
+def test_metala_forgets_what_it_writes():
+    """alpha = sigmoid(W x), beta = 1 - sigmoid(W x): together 1, and alpha around 1/2 at the start."""
+    module, x, got = values(deltalab.get_rule("metala").gates)
+    alpha = 1 / (1 + torch.exp(-projected(module, "g", x)))
+    close(got["g"].exp(), alpha)
+    close(got["beta"], 1 - alpha)
+    assert 0.45 < alpha.median() < 0.55
+
+
+def test_hgrn2_decays_by_channel():
+    module, x, got = values(deltalab.get_rule("hgrn2").gates)
+    close(got["g"].exp(), projected(module, "g", x).unflatten(-1, (H, K)).sigmoid())
+
+
+def test_comba_has_its_own_beta_and_scalars_of_each_head():
+    """beta = sigmoid(W_beta x), apart from alpha's W; b = sigmoid of a scalar, d starts at 0.02: not of the input."""
+    module, x, got = values(deltalab.get_rule("comba").gates)
+    close(got["beta"], projected(module, "beta", x).sigmoid())
+    assert set(module.project) == {"g", "beta"}
+    assert got["b"].shape == got["d"].shape == (H,)
+    close(got["b"], module.learned["b"]["logit"].sigmoid())
+    assert got["b"].min() > 0
+    assert got["b"].max() < 1
+    torch.testing.assert_close(got["d"], torch.full((H,), 0.02).double())
+
+
+def test_delta_products_beta_is_one_for_each_step():
+    rule = deltalab.get_rule("delta_product", n_h=3)
+    module = Gates(rule.gates, D, H, K, rule.steps)
+    x = torch.randn(2, 5, D)
+    beta = module(x)["beta"]
+    flat = 2 * (x @ module.project["beta"].weight.T).sigmoid()
+    for t in range(5):
+        for i in range(3):
+            torch.testing.assert_close(beta[:, 3 * t + i], flat[:, t, i * H : (i + 1) * H])
+
+
+@pytest.mark.parametrize("name", ["rla", "rdn"])
+def test_gamma_may_be_beta(name):
+    module, x, got = values(deltalab.get_rule(name, gamma="like_beta").gates)
+    close(got["gamma"], got["beta"])
+    close(got["beta"], projected(module, "beta", x).sigmoid())
+    _, _, own = values(deltalab.get_rule(name).gates)
+    assert (own["gamma"] - own["beta"]).abs().max() > 0.1
+
+
+def test_rwkv7_decay_stays_above_exp_of_minus_exp_of_minus_a_half():
+    """w = exp(-e^(-1/2) sigmoid(d)) in [0.545, 1], and its learning rate in [0, 1], by channel."""
+    module, x, got = values(deltalab.get_rule("rwkv7").gates)
+    d = projected(module, "g", x).unflatten(-1, (H, K)) + module.learned["g"]["bias"]
+    close(got["g"].exp(), torch.exp(-0.6065306597126334 * d.sigmoid()))
+    close(got["a"], projected(module, "a", x).unflatten(-1, (H, K)).sigmoid())
+    gate = gates.rwkv7_decay()
+    bias = {"bias": torch.zeros(1)}
+    ends = gate.value(torch.tensor([-1e4, 1e4]), bias).exp()
+    torch.testing.assert_close(ends, torch.tensor([1.0, 0.5452]), atol=1e-4, rtol=0)
+    assert math.exp(gate.low) == pytest.approx(0.54524, abs=1e-5)
+    assert gate.high == 0
+
+
+def test_fixed_decays():
+    """RetNet: 1 - 2^(-5 - h), h = 0 .. H - 1. Lightning: exp(-2^(-8 h / H)), h = 1 .. H, ALiBi's slopes."""
+    zeros = torch.zeros(8, dtype=torch.float64)
+    retnet = [31 / 32, 63 / 64, 127 / 128, 255 / 256, 511 / 512, 1023 / 1024, 2047 / 2048, 4095 / 4096]
+    close(gates.retnet_decay().value(zeros, {}).exp(), torch.tensor(retnet, dtype=torch.float64))
+    close(gates.lightning_decay().value(zeros, {}), -torch.tensor([2.0**-h for h in range(1, 9)], dtype=torch.float64))
+    for gate in (gates.retnet_decay(), gates.lightning_decay()):
+        fixed = gate.value(zeros, {})
+        assert gate.constant
+        assert gate.low <= fixed.min()
+        assert fixed.max() <= gate.high

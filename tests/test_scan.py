@@ -1,0 +1,151 @@
+"""The one door to every backend: what it takes, what it refuses in one line, and how it chooses."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import deltalab
+from deltalab import reference
+from deltalab.errors import InputError
+from deltalab.inputs import draw
+
+B, T, H, K, V = 2, 5, 3, 4, 6
+
+
+def arguments(name: str = "gated_deltanet", **changes: Any) -> dict[str, Any]:
+    """Right arguments of `scan`, with some of them replaced; a function replaces what it is given."""
+    rule = deltalab.get_rule(name)
+    x = draw(rule, batch=B, length=T, heads=H, key_dim=K, value_dim=V).map(Tensor.float)
+    right: dict[str, Any] = {"rule": rule, "q": x.q, "k": x.k, "v": x.v, "gates": dict(x.gates)}
+    for name, change in changes.items():
+        right[name] = change(right[name]) if callable(change) else change
+    return right
+
+
+def without(name: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    return lambda gates: {n: value for n, value in gates.items() if n != name}
+
+
+def with_(name: str, value: object) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda gates: {**gates, name: value}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"backend": "chunkd"}, "unknown backend 'chunkd'; did you mean 'chunked'?"),
+        ({"backend": "triton"}, "rule 'gated_deltanet' brings no Triton kernel: use backend"),
+        ({"chunk_size": 0}, "chunk_size must be a whole number of at least 1, not 0"),
+        ({"chunk_size": 2.0}, "chunk_size must be a whole number of at least 1, not 2.0"),
+        ({"chunk_size": True}, "chunk_size must be a whole number of at least 1, not True"),
+        ({"q": lambda q: q[0]}, r"q must be a floating [B, T, H, ...] tensor, not torch.float32 [5, 3, 4]"),
+        ({"v": lambda v: v.long()}, r"v must be a floating [B, T, H, ...] tensor, not torch.int64 [2, 5, 3, 6]"),
+        ({"q": lambda q: q[..., :3]}, "q and k must be [B, T, H, K] and v [B, T, H, V], none of them empty, not [2, 5"),
+        ({"k": lambda k: k[:, :4]}, "q and k must be [B, T, H, K]"),
+        ({"v": lambda v: v[:1]}, "q and k must be [B, T, H, K]"),
+        ({"v": lambda v: v[:, :, :1]}, "q and k must be [B, T, H, K]"),
+        ({"v": lambda v: v[..., :0]}, "none of them empty"),
+        ({"k": lambda k: k.double()}, "q, k and v must share dtype and device, not torch.float32, torch.float64"),
+        ({"v": lambda v: v.to("meta")}, "q, k and v must share dtype and device"),
+        ({"gates": with_("bet", torch.ones(H))}, "unknown gate of rule 'gated_deltanet' 'bet'; did you mean 'beta'?"),
+        ({"gates": without("beta")}, "rule 'gated_deltanet' needs a value for its gate 'beta'"),
+        (
+            {"gates": with_("g", torch.zeros(B, T))},
+            "gate 'g' must be [B, T, H] = [2, 5, 3] or [H] = [3] on cpu, not [2, 5] on cpu",
+        ),
+        ({"gates": with_("g", torch.zeros(B, T, H, device="meta"))}, "on cpu, not [2, 5, 3] on meta"),
+        ({"gates": with_("beta", 0.5)}, "on cpu, not a float"),
+        (
+            {"state": torch.zeros(B, H, V, K)},
+            "the state of rule 'gated_deltanet' must be [B, H, K, V] = [2, 3, 4, 6] on cpu, not [2, 3, 6, 4] on cpu",
+        ),
+        ({"state": (torch.zeros(B, H, K, V),)}, "[2, 3, 4, 6] on cpu, not a tuple"),
+        ({"state": torch.zeros(B, H, K, V, device="meta")}, "not [2, 3, 4, 6] on meta"),
+    ],
+)
+def test_wrong_input_is_refused_in_one_line(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError) as raised:
+        deltalab.scan(**arguments(**changes))
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(
+    name=st.sampled_from(["attention", "comba", "deltanet", "mamba2"]),
+    backend=st.sampled_from(["auto", "recurrent", "chunked"]),
+    sizes=st.fixed_dictionaries({n: st.integers(1, 4) for n in ("batch", "length", "heads", "key_dim", "value_dim")}),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.float64]),
+)
+def test_any_shape_that_fits_is_taken_and_any_that_does_not_is_refused(
+    name: str, backend: Any, sizes: dict[str, int], dtype: torch.dtype
+) -> None:
+    rule = deltalab.get_rule(name)
+    x = draw(rule, **sizes).map(lambda part: part.to(dtype))
+    o, state = deltalab.scan(rule, x.q, x.k, x.v, x.gates, backend=backend, chunk_size=2)
+    assert o.shape == x.v.shape
+    assert o.dtype == dtype
+    if isinstance(state, Tensor):
+        assert state.shape == (sizes["batch"], sizes["heads"], sizes["key_dim"], sizes["value_dim"])
+        assert state.dtype == torch.promote_types(dtype, torch.float32)
+    for part in ("q", "k", "v"):
+        given_parts = {"q": x.q, "k": x.k, "v": x.v}
+        for dim in range(4) if part != "v" else range(3):
+            longer = torch.cat([given_parts[part], given_parts[part].narrow(dim, 0, 1)], dim)
+            with pytest.raises(InputError):
+                deltalab.scan(rule, **(given_parts | {part: longer}), gates=x.gates, backend=backend)
+
+
+def test_constant_gates_may_be_given_or_left_out() -> None:
+    rule = deltalab.get_rule("comba", b=1, d=0)
+    x = draw(rule, batch=B, length=T, heads=H, key_dim=K, value_dim=V)
+    assert set(x.gates) == {"g", "beta"}
+    constants = {"b": torch.ones(H), "d": torch.zeros(B, T, H)}
+    left_out, _ = deltalab.scan(rule, x.q, x.k, x.v, x.gates)
+    spelled_out, _ = deltalab.scan(rule, x.q, x.k, x.v, {**x.gates, **constants})
+    assert torch.equal(left_out, spelled_out)
+
+
+def test_the_scale_is_the_root_of_the_key_dimension() -> None:
+    default, _ = deltalab.scan(**arguments())
+    torch.testing.assert_close(deltalab.scan(**arguments(), scale=1.0)[0], default * K**0.5)
+
+
+@pytest.mark.parametrize("backend", ["recurrent", "chunked"])
+@pytest.mark.parametrize("name", ["gated_deltanet", "linear_attention"])
+def test_a_state_of_higher_precision_is_not_rounded(name: str, backend: Any) -> None:
+    state = torch.full((B, H, K, V), 1 / 3, dtype=torch.float64)
+    o, after = deltalab.scan(**arguments(name), state=state, backend=backend)
+    assert isinstance(after, Tensor)
+    assert (o.dtype, after.dtype) == (torch.float32, torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("length", "backend", "form"),
+    [(1, "auto", "recurrent"), (2, "auto", "chunked"), (1, "chunked", "chunked"), (2, "recurrent", "recurrent")],
+)
+def test_one_token_takes_the_recurrence_and_several_the_parallel_form(
+    length: int, backend: Any, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = []
+    for name in ("recurrent", "chunked"):
+        run = getattr(reference, name)
+        monkeypatch.setattr(reference, name, lambda *a, run=run, name=name, **k: taken.append(name) or run(*a, **k))
+    x = arguments("linear_attention")
+    deltalab.scan(x["rule"], *(x[n][:, :length] for n in ("q", "k", "v")), {}, backend=backend)
+    assert taken == [form]
+
+
+def test_inputs_are_left_as_they_were_and_autocast_does_not_reach_the_recurrence() -> None:
+    x = arguments()
+    before = {name: x[name].clone() for name in ("q", "k", "v")}
+    want, _ = deltalab.scan(**x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got, _ = deltalab.scan(**x)
+    assert torch.equal(got, want)
+    assert all(torch.equal(x[name], value) for name, value in before.items())

@@ -1,0 +1,743 @@
+"""A study: what its file may say, what it expands to, and in which order it runs and remembers."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deltalab import registry
+from deltalab.errors import InputError
+from deltalab.store import RuleRecord, RunRecord, Store, TrialRecord
+from deltalab.study.plan import Job, Plan, make_plan
+from deltalab.study.ray_tune import job_from_json
+from deltalab.study.run import arm_records
+from deltalab.study.schedule import Schedule
+from deltalab.study.spec import load_study, read_yaml, schema
+
+MQAR = {"length": 16, "pairs": 2, "vocab_size": 32}
+STUDY: dict[str, Any] = {
+    "name": "s",
+    "task": {"mqar": MQAR},
+    "base": {
+        "rule": "comba",
+        "model": {"d_model": 16, "layers": 1, "heads": 1},
+        "train": {"steps": 6, "batch_size": 4, "lr": 0.01, "evaluations": 2},
+    },
+    "seeds": 2,
+}
+LR = {"log_uniform": [1e-3, 1e-1]}
+STUDIES = Path(__file__).parents[1] / "studies"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "s.yaml"
+
+
+@pytest.fixture
+def plan(file: Path) -> Callable[..., Plan]:
+    def planned(profile: str | None = None, **given: Any) -> Plan:
+        file.write_text(yaml.safe_dump({**STUDY, **given}, sort_keys=False))
+        return make_plan(load_study(file, profile=profile), profile=profile, where="s.yaml")
+
+    return planned
+
+
+# What a study file may not say.
+
+NEAREST = [
+    ({"sedes": 3}, "unknown key 'sedes'; did you mean 'seeds'?"),
+    ({"base": {**STUDY["base"], "modle": {}}}, "base: unknown key 'modle'; did you mean 'model'?"),
+    ({"base": {**STUDY["base"], "rule": "combo"}}, "unknown rule 'combo'; did you mean 'comba'?"),
+    ({"base": {**STUDY["base"], "rule": {"name": "comba", "dd": 0}}}, "did you mean 'd'?"),
+    ({"arms": {"x": {"modle": {}}}}, "arms.x: unknown key 'modle'; did you mean 'model'?"),
+    ({"arms": {"x": {"model": {"d_modl": 8}}}}, "arms.x: unknown model key 'd_modl'; did you mean 'd_model'?"),
+    ({"arms": {"x": {"train": {"step": 8}}}}, "arms.x: unknown train key 'step'; did you mean 'steps'?"),
+    ({"arms": {"x": {"rule": {"dd": 0}}}}, "arms.x: unknown knob of rule 'comba' 'dd'; did you mean 'd'?"),
+    ({"arms": {"x": {"rule": {"d": "heads"}}}}, "comba.d: unknown gate 'heads'; did you mean 'head'?"),
+    ({"arms": {"x": {"rule": {"d": {"head": {"int": 1}}}}}}, "did you mean 'init'?"),
+    ({"arms": {"x": {"rule": {"transition": "ipl"}}}}, "unknown option 'ipl'; did you mean 'iplr'?"),
+    ({"for_task": {"mqra": {}}}, "for_task: unknown task 'mqra'; did you mean 'mqar'?"),
+    ({"for_task": {"mqar": {"trian": {}}}}, "for_task.mqar: unknown key 'trian'; did you mean 'train'?"),
+    ({"task": {"mqra": MQAR}}, "unknown task 'mqra'; did you mean 'mqar'?"),
+    ({"task": {"mqar": {**MQAR, "vocab_siz": 8}}}, "unknown parameter 'vocab_siz'; did you mean 'vocab_size'?"),
+    ({"task": {"x": {**MQAR, "task": "mqra"}}}, "unknown task 'mqra'; did you mean 'mqar'?"),
+    ({"resources": {"cpus": 1}}, "resources: unknown key 'cpus'; did you mean 'cpu'?"),
+    ({"ablate": ["bb"]}, "ablate: unknown part 'bb'; did you mean 'b'?"),
+    ({"factorial": [["d", "convv"]]}, "factorial: unknown part 'convv'; did you mean 'conv'?"),
+    ({"tune": {"trails": 3, "train.lr": LR}}, "tune: unknown key 'trails'; did you mean 'trials'?"),
+    ({"tune": {"trials": 3, "train.lr": {"log_uniforms": [1, 2]}}}, "tune.train.lr: unknown key 'log_uniforms'; did"),
+    ({"tune": {"trials": 3, "train.lrr": LR}}, "unknown setting 'train.lrr'; did you mean 'train.lr'?"),
+    ({"profiles": {"gpu": {"sedes": 3}}}, "profiles.gpu: unknown key 'sedes'; did you mean 'seeds'?"),
+]
+
+TYPES = [
+    ({"seeds": True}, "seeds must be a whole number, not True"),
+    ({"seeds": "3"}, "seeds must be a whole number, not '3'"),
+    ({"seeds": 3.0}, "seeds must be a whole number"),
+    ({"seeds": 0}, "seeds must be greater than or equal to 1"),
+    ({"seeds": None}, "seeds must be a whole number"),
+    ({"name": 3}, "name must be text, not 3"),
+    ({"name": "S x"}, "name must match pattern"),
+    ({"task": {}}, "task must not be empty"),
+    ({"task": ["mqar"]}, "task must be a mapping"),
+    ({"task": "mqar"}, "task 'mqar': needs length, pairs"),
+    ({"task": {"mqar": 3}}, "task.mqar must be a mapping"),
+    ({"task": {"mqar": {**MQAR, "length": "16"}}}, "parameter 'length' must be an integer, not '16'"),
+    ({"task": {"x": {**MQAR, "task": ["mqar"]}}}, "task.x.task must be a task's name"),
+    ({"base": "comba"}, "base must be a mapping, not 'comba'"),
+    ({"base": {}}, "base.rule is missing"),
+    ({"base": {**STUDY["base"], "rule": ["comba"]}}, "base.rule must be a rule's name or a mapping"),
+    ({"base": {**STUDY["base"], "rule": {"d": 0}}}, "base.rule: needs a name"),
+    ({"base": {**STUDY["base"], "model": []}}, "base.model must be a mapping"),
+    ({"base": {**STUDY["base"], "train": {"steps": 1}}}, "train: needs batch_size"),
+    ({"arms": ["x"]}, "arms must be a mapping"),
+    ({"arms": {"x": None}}, "arms.x must be a mapping, not None"),
+    ({"arms": {1: {"train": {"lr": 1}}}}, "arms.1 must be text"),
+    ({"arms": {"x": {"train": {"steps": -1}}}}, "arms.x: train.steps must be a whole number of at least 1, not -1"),
+    ({"arms": {"x": {"train": {"steps": True}}}}, "train.steps must be a whole number"),
+    ({"arms": {"x": {"train": {"lr": "fast"}}}}, "train.lr must be a finite number"),
+    ({"arms": {"x": {"train": {"betas": 3}}}}, "train.betas"),
+    ({"arms": {"x": {"model": {"attention": 0}}}}, "model.attention"),
+    ({"arms": {"x": {"model": {"vocab_size": 3}}}}, "model.vocab_size is task 'mqar''s"),
+    ({"arms": {"x": {"model": {"rule": "deltanet"}}}}, "model.rule stands one level up"),
+    ({"arms": {"x": {"rule": {"d": [0]}}}}, "comba.d: takes one gate"),
+    ({"arms": {"x": {"rule": {"d": {"head": {"init": "x"}}}}}}, "head.init takes a finite number"),
+    ({"ablate": "d"}, "ablate must be a list"),
+    ({"factorial": [["d"]]}, "factorial.0.1 is missing"),
+    ({"resources": {"cpu": True}}, "resources.cpu must be a number, not True"),
+    ({"resources": {"cpu": float("inf")}}, "resources.cpu must be a finite number"),
+    ({"resources": {"gpu": -1}}, "resources.gpu must be greater than or equal to 0"),
+    ({"deadline": 0}, "deadline must be greater than 0"),
+    ({"deadline": "1h"}, "deadline must be a number"),
+    ({"profiles": ["gpu"]}, "profiles: must be a mapping"),
+    ({"profiles": {"gpu": 3}}, "profiles: must be a mapping"),
+]
+
+TUNING = [
+    ({}, "searches nothing"),
+    ({"train.lr": 3}, "tune.train.lr must be a mapping"),
+    ({"train.lr": {}}, "takes exactly one of"),
+    ({"train.lr": {**LR, "uniform": [1, 2]}}, "takes exactly one of"),
+    ({"train.lr": {"uniform": [2, 1]}}, "low < high"),
+    ({"train.lr": {"uniform": ["low", 1]}}, "tune.train.lr.uniform.0 must be a number"),
+    ({"train.lr": {"uniform": [0.1, float("inf")]}}, "must be a finite number"),
+    ({"train.lr": {"uniform": [-5, 1]}}, "train.lr must be a finite number of at least 0, not -5.0"),
+    ({"train.lr": {"log_uniform": [0, 1]}}, "positive bounds"),
+    ({"train.lr": {"choice": [0.1]}}, "at least two values, all different"),
+    ({"train.lr": {"choice": [0.1, 0.2, 0.1]}}, "at least two values, all different"),
+    ({"train.steps": {"integers": [1.0, 2]}}, "must be a whole number"),
+    ({"train.steps": {"uniform": [6, 12]}}, "train.steps must be a whole number of at least 1, not 6.0"),
+    ({"train.steps": {"choice": [10, -5]}}, "train.steps must be a whole number of at least 1, not -5"),
+    ({"train.warmup": {"integers": [0, 5]}}, "train.warmup must be a finite number from 0 to 1, not 5"),
+    ({"rule.g": {"choice": ["mamba2_decay", "nonsense"]}}, "unknown gate 'nonsense'"),
+    ({"rule.name": {"choice": ["comba", "deltanet"]}}, "unknown setting 'rule.name'"),
+    ({"rule.d.const.value": {"uniform": [0, 1]}}, "unknown setting 'rule.d.const.value'"),
+    ({"model.vocab_size": {"choice": [32, 64]}}, "unknown setting 'model.vocab_size'"),
+    ({"train.": LR}, "unknown setting 'train.'"),
+    ({"trials": 3, "train.lr": {"choice": [0.1, 0.2]}}, "tune.trials 3: there are only 2 choices"),
+]
+
+ARMS = [
+    ({"arms": {"x": {}}}, "arm 'x' is the same as base"),
+    ({"arms": {"x": {"train": {"lr": 0.01}}}}, "arm 'x' is the same as base"),
+    ({"arms": {"x": {"train": {"clip": 1}}}}, "arm 'x' is the same as base"),
+    ({"arms": {"x": {"model": {"expand_v": 1}}}}, "arm 'x' is the same as base"),
+    ({"arms": {"x": {"rule": {"d": {"head": {"init": 0.02}}}}}}, "arm 'x' is the same as base"),
+    ({"arms": {"x": {"rule": "comba"}}}, "arm 'x' is the same as base"),
+    ({"ablate": ["d"], "arms": {"x": {"rule": {"d": 0}}}}, "arm 'x' is the same as 'without_d'"),
+    ({"arms": {"x": {"rule": {"d": 0}}, "y": {"rule": {"d": {"const": 0.0}}}}}, "arm 'y' is the same as 'x'"),
+    ({"arms": {"base": {"rule": {"d": 0}}}}, "arms.base: there is such an arm already"),
+    ({"ablate": ["d"], "arms": {"without_d": {"rule": {"b": 1}}}}, "arms.without_d: there is such an arm already"),
+    ({"ablate": ["d", "d"]}, "'d' is given twice"),
+    ({"factorial": [["d", "d"]]}, "is the same as"),
+    ({"ablate": ["beta"]}, "'beta' has no option that takes it away"),
+    ({"ablate": ["transition"]}, "'transition' has no option that takes it away"),
+    ({"ablate": ["p"]}, "ablate: unknown part 'p'"),
+    ({"base": {**STUDY["base"], "rule": {"name": "comba", "d": 0}}, "ablate": ["d"]}, "is the same as base"),
+    ({"base": {**STUDY["base"], "rule": "deltanet"}, "ablate": ["d"]}, "ablate: unknown part 'd'"),
+    ({"base": {**STUDY["base"], "model": {"d_model": 16, "conv": 0}}, "ablate": ["conv"]}, "is the same as base"),
+    ({"base": {**STUDY["base"], "model": {"block": "mamba"}}, "ablate": ["mlp"]}, "is the same as base"),
+    (
+        {"arms": {"hot": {"train": {"lr": 1.0}}}, "tune": {"trials": 2, "train.lr": LR}},
+        "arm 'hot' is the same as base on task 'mqar' once train.lr is tuned",
+    ),
+    ({"for_task": {"mqar": {"rule": {"d": 0}}}, "ablate": ["d"]}, "arm 'without_d' is the same as base"),
+]
+
+REFUSED = [*NEAREST, *TYPES, *[({"tune": {"trials": 2, **given}}, says) for given, says in TUNING], *ARMS]
+
+
+@pytest.mark.parametrize(("given", "says"), REFUSED, ids=lambda x: str(x)[:70])
+def test_it_is_refused_in_one_line(plan: Callable[..., Plan], given: dict[str, Any], says: str) -> None:
+    with pytest.raises(InputError) as raised:
+        plan(**given)
+    message = str(raised.value)
+    assert says in message
+    assert "s.yaml" in message
+    assert "\n" not in message
+
+
+TEXTS = [
+    ("", "a study is a mapping"),
+    ("- a", "a study is a mapping"),
+    ("name: [", "s.yaml, line 1: "),
+    ("name: s\nseeds: 1\nname: t\n", "s.yaml, line 3: key 'name' is given twice"),
+    ("base: {rule: comba, rule: deltanet}", "key 'rule' is given twice"),
+    ("arms:\n  x: {}\n  y: {}\n  x: {}\n", "s.yaml, line 4: key 'x' is given twice"),
+    ("? [a, b]\n: 3\n", "a key must be a word"),
+    ("name: !!python/object:os.system {}", "could not determine a constructor"),
+    ("\x00", "not YAML"),
+]
+
+
+@pytest.mark.parametrize(("text", "says"), TEXTS)
+def test_text_that_is_no_study_is_refused_in_one_line(file: Path, text: str, says: str) -> None:
+    file.write_text(text)
+    with pytest.raises(InputError) as raised:
+        load_study(file)
+    assert says in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "quickstart.yaml").write_text("")
+    with pytest.raises(InputError, match=r"no such study; did you mean .*quickstart\.yaml"):
+        load_study(tmp_path / "quikstart.yaml")
+    with pytest.raises(InputError, match="cannot be read"):
+        load_study(tmp_path)
+    (tmp_path / "latin.yaml").write_bytes(b"name: \xe9")
+    with pytest.raises(InputError, match="cannot be read"):
+        load_study(tmp_path / "latin.yaml")
+
+
+def test_numbers_are_read_as_people_write_them() -> None:
+    text = "{a: 1e-3, b: 5E+2, c: -1.5e3, d: .5e1, e: 1e-3x, f: 12}"
+    assert read_yaml(text, where="") == {"a": 1e-3, "b": 500.0, "c": -1500.0, "d": 5.0, "e": "1e-3x", "f": 12}
+
+
+def test_a_merge_key_is_no_duplicate() -> None:
+    assert read_yaml("a: &a {x: 1, y: 2}\nb: {<<: *a, y: 3}", where="")["b"] == {"x": 1, "y": 3}
+
+
+# Profiles.
+
+
+def test_a_profile_merges_key_by_key_and_null_takes_away(plan: Callable[..., Plan]) -> None:
+    found = plan(
+        profile="gpu",
+        task={"mqar": MQAR, "text": {"length": 16}},
+        base={**STUDY["base"], "model": {**STUDY["base"]["model"], "attention": [0], "window": 4}},
+        for_task={"text": {"train": {"steps": 9}}},
+        arms={
+            "a": {"rule": {"d": 0}, "train": {"lr": 0.02, "clip": 2}},
+            "b": {"rule": {"b": 1}},
+            "tune": {"model": {"conv": 0}},
+        },
+        tune={"trials": 2, "train.lr": LR},
+        profiles={
+            "gpu": {
+                "task": {"mqar": {"length": 64}, "text": None},
+                "base": {"rule": "gated_deltanet", "model": {"window": None}, "train": {"steps": 8}},
+                "for_task": None,
+                "ablate": ["g"],
+                "arms": {"a": {"rule": None, "train": {"lr": 0.03}}, "b": None, "tune": {"train": {"clip": 3}}},
+                "tune": {"train.lr": {"choice": [0.1, 0.2]}},
+                "seeds": 7,
+            },
+            "bare": {"tune": None},
+        },
+    )
+    assert list(found.tasks) == ["mqar"]
+    assert found.spec.task["mqar"] == {**MQAR, "length": 64}
+    assert found.names == ["base", "without_g", "a", "tune"]
+    configs = {arm.name: arm.config for arm in found.arms}
+    assert configs["base"]["rule"]["name"] == "gated_deltanet"
+    assert configs["base"]["model"]["window"] == 0
+    assert configs["base"]["model"]["d_model"] == 16
+    assert configs["base"]["train"]["steps"] == 8
+    assert configs["base"]["train"]["batch_size"] == 4
+    assert (configs["a"]["train"]["lr"], configs["a"]["train"]["clip"]) == (0.03, 2)
+    assert configs["a"]["rule"] == configs["base"]["rule"]
+    assert (configs["tune"]["model"]["conv"], configs["tune"]["train"]["clip"]) == (0, 3)
+    assert found.spec.tune is not None
+    assert found.spec.tune.searched["train.lr"].choice == (0.1, 0.2)
+    assert found.spec.tune.trials == 2
+    assert found.spec.seeds == 7
+    assert found.profile == "gpu"
+
+
+def test_a_profile_replaces_a_gate_whole(plan: Callable[..., Plan]) -> None:
+    base = {**STUDY["base"], "rule": {"name": "comba", "d": {"head": {"init": 1}}, "b": 1}}
+    found = plan(profile="p", base=base, profiles={"p": {"base": {"rule": {"d": {"const": 0}}}}})
+    assert found.arms[0].config["rule"]["d"] == {"const": {"value": 0.0}}
+    assert found.arms[0].config["rule"]["b"] == {"const": {"value": 1.0}}
+
+
+def test_a_profile_that_does_not_exist_is_refused(plan: Callable[..., Plan]) -> None:
+    with pytest.raises(InputError, match="unknown profile 'gpo'; did you mean 'gpu'"):
+        plan(profile="gpo", profiles={"gpu": {"seeds": 3}})
+
+
+def test_profiles_leave_the_study_itself_alone(plan: Callable[..., Plan]) -> None:
+    profiles = {"p": {"base": {"train": {"steps": 8}}, "arms": {"x": {"rule": {"d": 0}}}}}
+    assert plan(profiles=profiles).identity == plan().identity != plan(profile="p", profiles=profiles).identity
+
+
+@pytest.mark.parametrize(
+    ("name", "profile"),
+    [("quickstart", None), ("comba_ablation", None), ("comba_ablation", "gpu"), ("comba_ablation", "paper")],
+)
+def test_the_studies_that_come_with_it_can_be_planned(name: str, profile: str | None) -> None:
+    found = make_plan(load_study(STUDIES / f"{name}.yaml", profile=profile), profile=profile)
+    assert found.trials == len(found.tasks) * len(found.names) * (
+        1 + (found.spec.tune.trials if found.spec.tune else 0)
+    )
+
+
+def test_the_schema_knows_every_key() -> None:
+    found = schema()
+    assert set(STUDY) | {"ablate", "factorial", "arms", "for_task", "tune", "profiles"} <= set(found["properties"])
+    assert found["additionalProperties"] is False
+
+
+# Arms and trials.
+
+
+def test_ablate_and_factorial_make_leave_one_out_arms(plan: Callable[..., Plan]) -> None:
+    found = plan(ablate=["d", "output_gate", "conv"], factorial=[["d", "b"]])
+    changes = {arm.name: arm.change for arm in found.arms}
+    no_d = {"rule.d": [{"head": {"init": 0.02}}, {"const": {"value": 0.0}}]}
+    no_b = {"rule.b": [{"head_sigmoid": {"init": 0.5}}, {"const": {"value": 1.0}}]}
+    assert changes == {
+        "base": {},
+        "without_d": no_d,
+        "without_output_gate": {"model.output_gate": [True, False]},
+        "without_conv": {"model.conv": [4, 0]},
+        "without_d_without_b": {**no_d, **no_b},
+        "without_b": no_b,
+    }
+
+
+def test_an_arm_may_be_another_rule_altogether(plan: Callable[..., Plan]) -> None:
+    base = {**STUDY["base"], "rule": {"name": "comba", "d": 0}}
+    found = plan(base=base, arms={"delta": {"rule": {"name": "deltanet", "beta": {"sigmoid": {"max": 2}}}}})
+    assert found.arms[1].config["rule"] == {"name": "deltanet", "beta": {"sigmoid": {"max": 2.0}}}
+
+
+def test_a_task_changes_the_base_for_every_arm(plan: Callable[..., Plan]) -> None:
+    found = plan(
+        task={"mqar": MQAR, "long": {**MQAR, "task": "mqar", "length": 32}},
+        for_task={"long": {"train": {"steps": 9}}},
+        arms={"x": {"rule": {"d": 0}}},
+    )
+    assert {(a.task, a.name): a.config["train"]["steps"] for a in found.arms} == {
+        ("mqar", "base"): 6,
+        ("mqar", "x"): 6,
+        ("long", "base"): 9,
+        ("long", "x"): 9,
+    }
+    assert found.arms[0].config["model"]["vocab_size"] == 32
+
+
+def test_seeds_of_tuning_and_confirmation_never_meet(plan: Callable[..., Plan]) -> None:
+    found = plan(seeds=1000, tune={"trials": 1, "seeds": 100, "train.lr": LR}, arms={"x": {"rule": {"d": 0}}})
+    seeds = {
+        stage: {found.job(arm, stage, 0, {}).seeds for arm in found.arms}  # type: ignore[arg-type]
+        for stage in ("tune", "confirm")
+    }
+    assert all(len(of) == 1 for of in seeds.values()), "arms are paired: they share their seeds"
+    tune, confirm = set(*seeds["tune"]), set(*seeds["confirm"])
+    assert (len(tune), len(confirm)) == (100, 1000)
+    assert not tune & confirm
+    assert 0 not in tune | confirm, "0 is the evaluation's"
+
+
+def test_a_job_survives_json(plan: Callable[..., Plan]) -> None:
+    found = plan(tune={"trials": 1, "train.lr": LR}, base={**STUDY["base"], "model": {"attention": [1]}}, deadline=9)
+    job = found.job(found.arms[0], "tune", 3, {"train.lr": 0.02})
+    assert job_from_json(json.dumps(job.__dict__)) == job
+    assert job.config["train"]["lr"] == 0.02
+    assert {(kind, name) for kind, name, *_ in job.plugins} == {
+        ("rule", "comba"),
+        ("rule", "attention"),
+        ("task", "mqar"),
+    }
+
+
+# Identity.
+
+
+def key(found: Plan) -> str:
+    return found.job(found.arms[0], "confirm", 0, {}).key
+
+
+def identity_elsewhere(file: Path) -> str:
+    code = (
+        "import sys; from deltalab.study.plan import make_plan; from deltalab.study.spec import load_study;"
+        "print(make_plan(load_study(sys.argv[1])).identity)"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code, str(file)],
+        env={**os.environ, "PYTHONHASHSEED": "12345"},
+        cwd=file.parent,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return out.stdout.strip()
+
+
+def test_identity_is_the_same_in_another_process(plan: Callable[..., Plan], file: Path) -> None:
+    here = plan(ablate=["d", "b"], tune={"trials": 2, "train.lr": LR}, task={"mqar": MQAR, "text": {"length": 16}})
+    assert identity_elsewhere(file) == here.identity
+
+
+def test_identity_does_not_depend_on_how_numbers_and_defaults_are_written(plan: Callable[..., Plan]) -> None:
+    rule = {"name": "comba", "d": {"head": {"init": 0.02}}, "transition": "splr"}
+    train = {**STUDY["base"]["train"], "clip": 1, "precision": "auto", "betas": [0.9, 0.95]}
+    same = {"rule": rule, "model": {"heads": 1, "layers": 1, "d_model": 16, "expand_v": 1}, "train": train}
+    assert key(plan(base=same)) == key(plan())
+    assert plan(base=same).identity == plan().identity
+    # Neither does what a trial may take, nor what the study says of itself.
+    assert plan(resources={"cpu": 1.5}, deadline=100, description="x").identity == plan().identity
+
+
+INGREDIENTS: dict[str, dict[str, Any]] = {
+    "a knob": {"base": {**STUDY["base"], "rule": {"name": "comba", "d": 0}}},
+    "the model": {"base": {**STUDY["base"], "model": {"d_model": 16, "layers": 1, "heads": 2}}},
+    "the training": {"base": {**STUDY["base"], "train": {**STUDY["base"]["train"], "lr": 0.011}}},
+    "the number of seeds": {"seeds": 3},
+    "the task's parameters": {"task": {"mqar": {**MQAR, "power": 0.02}}},
+    "the task's name": {"task": {"recall": {**MQAR, "task": "mqar"}}},
+}
+
+
+@pytest.mark.parametrize("given", INGREDIENTS.values(), ids=INGREDIENTS)
+def test_every_ingredient_changes_the_identity(plan: Callable[..., Plan], given: dict[str, Any]) -> None:
+    assert key(plan(**given)) != key(plan())
+    assert plan(**given).identity != plan().identity
+
+
+def test_arms_tuning_name_and_profile_change_the_study_alone(plan: Callable[..., Plan]) -> None:
+    studies = [
+        plan(),
+        plan(ablate=["d"]),
+        plan(tune={"trials": 2, "train.lr": LR}),
+        plan(tune={"trials": 3, "train.lr": LR}),
+        plan(name="t"),
+        plan(profile="p", profiles={"p": {"description": "x"}}),
+    ]
+    assert len({found.identity for found in studies}) == len(studies)
+    assert len({key(found) for found in studies}) == 1, "the same trial is never run twice, whoever asks"
+
+
+def test_stage_is_part_of_a_trial(plan: Callable[..., Plan]) -> None:
+    found = plan(tune={"trials": 1, "train.lr": LR})
+    assert found.job(found.arms[0], "tune", 0, {}).key != key(found)
+
+
+def test_code_numerics_version_and_corpus_change_the_identity(
+    plan: Callable[..., Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus = tmp_path / "corpus"
+    corpus.write_bytes(bytes(range(256)) * 4)
+    text = {"task": {"text": {"length": 16, "corpus": str(corpus)}}}
+    before, of_text = key(plan()), key(plan(**text))
+
+    read = registry._read
+    with monkeypatch.context() as patch:
+        patch.setattr(registry, "_read", lambda file: read(file) + b"#" * (file.name == "comba.py"))
+        assert key(plan()) != before
+    with monkeypatch.context() as patch:
+        patch.setattr(registry, "_read", lambda file: read(file) + b"#" * (file.name == "deltanet.py"))
+        assert key(plan()) == before
+    with monkeypatch.context() as patch:
+        patch.setattr("deltalab.study.plan.NUMERICS", 10**6)
+        assert key(plan()) != before
+    with monkeypatch.context() as patch:
+        patch.setattr("deltalab.tasks.MQAR.version", 10**6)
+        assert key(plan()) != before
+    assert key(plan()) == before
+
+    corpus.write_bytes(bytes(range(256)) * 4 + b"!")
+    from deltalab.tasks.text import load
+
+    load.cache_clear()
+    assert key(plan(**text)) != of_text
+
+
+def test_the_hash_is_of_the_code_that_was_imported(tmp_path: Path) -> None:
+    """A file that is edited after its import must not lend its hash to the code that runs."""
+    file = tmp_path / "edited.py"
+    source = (STUDIES.parent / "plugins/deltalab_rules/deltanet.py").read_text().replace('"deltanet"', '"edited"')
+    file.write_text(source)
+    (plugin,) = registry.add_plugin(file)
+    before = plugin.hash, plugin.source
+    file.write_text(source + "# edited\n")
+    registry._all.cache_clear()
+    again = registry.rule_plugin("edited")
+    assert (again.hash, again.source) == before == (plugin.hash, source)
+    registry._named_files.remove(file.resolve())
+    registry._all.cache_clear()
+
+
+# The schedule.
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with Store.open(tmp_path / "lab.db") as opened:
+        yield opened
+
+
+def schedule(found: Plan, store: Store) -> Schedule:
+    study_id = store.begin_study(
+        found.spec.name, found.profile, found.identity, found.spec.model_dump(mode="json"), arm_records(found), {}
+    )
+    return Schedule(found, store, study_id)
+
+
+def record(job: Job, value: float | None, **given: Any) -> TrialRecord:
+    """A trial that reached this accuracy with all its seeds; None is a trial that raised."""
+    metrics = [
+        (split, "accuracy", step, value) for split in ("validation", "test") for step in (3, 6) if value is not None
+    ]
+    made = TrialRecord(
+        key=job.key,
+        task=job.task,
+        task_version=job.task_version,
+        stage=job.stage,
+        config=job.config,
+        state="failed" if value is None else "done",
+        started_at=0,
+        finished_at=1,
+        seconds=1,
+        rule=RuleRecord(job.config["rule"]["name"], "hash", "source"),
+        error="boom" if value is None else None,
+        runs=[] if value is None else [RunRecord(seed, metrics=metrics) for seed in job.seeds],  # type: ignore[arg-type]
+    )
+    return replace(made, **given)
+
+
+def finish(one: Schedule, score: Callable[[Job], float | None], limit: int = 1000) -> list[Job]:
+    """Runs trials one after another and returns them in order."""
+    jobs: list[Job] = []
+    while len(jobs) < limit and (job := one.next()) is not None:
+        jobs.append(job)
+        one.finished(record(job, score(job)))
+    return jobs
+
+
+def by_lr(job: Job) -> float:
+    """Best at 0.02."""
+    return 1 / (1 + abs(job.config["train"]["lr"] - 0.02))
+
+
+def test_every_arm_has_the_same_budget_and_is_confirmed_once(plan: Callable[..., Plan], store: Store) -> None:
+    tasks = {"mqar": MQAR, "short": {**MQAR, "task": "mqar", "length": 8}}
+    found = plan(ablate=["d", "b"], tune={"trials": 4, "seeds": 2, "train.lr": LR}, task=tasks)
+    one = schedule(found, store)
+    jobs = finish(one, by_lr)
+    assert one.done
+    assert one.next() is None
+    assert len(jobs) == one.total == one.completed == found.trials == 2 * 3 * 5
+    for arm in found.arms:
+        own = [job for job in jobs if (job.arm, job.task) == (arm.name, arm.task)]
+        assert [(job.stage, job.number) for job in own] == [*(("tune", n) for n in range(4)), ("confirm", 4)]
+        assert {len(job.seeds) for job in own} == {2}
+    assert len({job.key for job in jobs}) == len(jobs)
+    assert found.runs == sum(len(job.seeds) for job in jobs)
+
+
+def test_all_arms_start_from_the_same_candidates(plan: Callable[..., Plan], store: Store) -> None:
+    space = {"train.lr": LR, "rule.beta.sigmoid.max": {"uniform": [0.5, 2]}, "model.heads": {"choice": [1, 2, 4]}}
+    found = plan(ablate=["d"], arms={"iplr": {"rule": {"transition": "iplr"}}}, tune={"trials": 10, **space})
+    scores = iter(range(1000))
+    tuned = [job for job in finish(schedule(found, store), lambda job: next(scores) / 1000) if job.stage == "tune"]
+    of = {arm: [job.values for job in tuned if job.arm == arm] for arm in found.names}
+    assert of["base"] == of["without_d"] == of["iplr"]
+    assert len({json.dumps(values) for values in of["base"]}) == 10
+    assert all(1e-3 <= values["train.lr"] <= 1e-1 for values in of["base"])
+
+
+def test_suggestions_are_a_function_of_the_ledger(plan: Callable[..., Plan], tmp_path: Path) -> None:
+    found = plan(tune={"trials": 14, "train.lr": LR})
+    values = {}
+    for name, score in {"a": by_lr, "again": by_lr, "other": lambda job: 1 - by_lr(job)}.items():
+        with Store.open(tmp_path / f"{name}.db") as store:
+            values[name] = [job.values for job in finish(schedule(found, store), score)[:14]]
+    assert values["a"] == values["again"]
+    assert values["a"][:10] == values["other"][:10]
+    assert values["a"][10:] != values["other"][10:], "what comes after the start-up heeds the results"
+
+
+def test_a_budget_that_covers_every_choice_takes_them_in_order(plan: Callable[..., Plan], store: Store) -> None:
+    found = plan(
+        ablate=["d"], tune={"trials": 4, "train.lr": {"choice": [0.1, 0.2]}, "model.heads": {"choice": [1, 2]}}
+    )
+    jobs = [job for job in finish(schedule(found, store), by_lr) if job.stage == "tune" and job.arm == "base"]
+    grid = [(0.1, 1), (0.1, 2), (0.2, 1), (0.2, 2)]
+    assert [(job.values["train.lr"], job.values["model.heads"]) for job in jobs] == grid
+
+
+def test_the_best_on_validation_is_confirmed(plan: Callable[..., Plan], store: Store) -> None:
+    found = plan(tune={"trials": 5, "train.lr": LR})
+    *tuned, confirmed = finish(schedule(found, store), by_lr)
+    assert confirmed.stage == "confirm"
+    assert confirmed.values == max(tuned, key=by_lr).values
+    assert confirmed.config["train"]["lr"] == confirmed.values["train.lr"]
+
+
+def test_the_best_is_the_least_where_less_is_better(plan: Callable[..., Plan], store: Store) -> None:
+    found = plan(task={"text": {"length": 16}}, tune={"trials": 4, "train.lr": LR})
+    one = schedule(found, store)
+    bits = iter([5.0, 4.0, 4.5, 6.0, 1.0])
+    jobs = []
+    while (job := one.next()) is not None:
+        jobs.append(job)
+        value = next(bits)
+        runs = [RunRecord(seed, metrics=[("validation", "bits_per_byte", 6, value)]) for seed in job.seeds]
+        one.finished(record(job, 0, runs=runs))
+        if len(jobs) == 3:
+            assert one.leader("text") == ("base", 4.0)
+    assert jobs[-1].values == jobs[1].values
+
+
+@pytest.mark.parametrize("how", ["failed", "diverged", "one seed diverged", "unmeasured"])
+def test_a_trial_without_all_its_scores_is_never_the_best(plan: Callable[..., Plan], store: Store, how: str) -> None:
+    found = plan(tune={"trials": 3, "seeds": 2, "train.lr": LR})
+    one = schedule(found, store)
+    jobs = []
+    while (job := one.next()) is not None:
+        jobs.append(job)
+        good = record(job, 0.5)
+        if len(jobs) == 2:
+            high = [("validation", "accuracy", 6, 1.0)]
+            bad = {
+                "failed": record(job, None),
+                "diverged": replace(good, runs=[RunRecord(s, "diverged", 3, high) for s in job.seeds]),  # type: ignore[arg-type]
+                "one seed diverged": replace(
+                    good, runs=[RunRecord(job.seeds[0], "diverged", 3, high), RunRecord(job.seeds[1], metrics=high)]  # type: ignore[arg-type]
+                ),
+                "unmeasured": replace(good, runs=[RunRecord(s) for s in job.seeds]),
+            }  # fmt: skip
+            good = bad[how]
+        one.finished(good)
+    assert one.done
+    assert [job.stage for job in jobs] == ["tune"] * 3 + ["confirm"]
+    assert jobs[3].values in (jobs[0].values, jobs[2].values)
+    assert one.failures == (how == "failed")
+
+
+def test_an_arm_whose_tuning_came_to_nothing_is_confirmed_as_planned(plan: Callable[..., Plan], store: Store) -> None:
+    found = plan(tune={"trials": 2, "train.lr": LR})
+    one = schedule(found, store)
+    *_, confirmed = finish(one, lambda job: None if job.stage == "tune" else 0.5)
+    assert one.done
+    assert (one.failures, one.completed) == (2, 3)
+    assert confirmed.values == {}
+    assert confirmed.config["train"]["lr"] == 0.01
+
+
+@pytest.mark.parametrize("killed_after", [1, 13, 25])
+def test_a_schedule_made_anew_goes_on_and_repeats_nothing(
+    plan: Callable[..., Plan], tmp_path: Path, killed_after: int
+) -> None:
+    found = plan(ablate=["d"], tune={"trials": 12, "train.lr": LR})
+    with Store.open(tmp_path / "whole.db") as store:
+        whole = finish(schedule(found, store), by_lr)
+    with Store.open(tmp_path / "cut.db") as store:
+        first = schedule(found, store)
+        before = finish(first, by_lr, limit=killed_after)
+        first.next()  # in flight when the driver dies
+    with Store.open(tmp_path / "cut.db") as store:
+        second = schedule(found, store)
+        after = finish(second, by_lr)
+        assert second.done
+        assert second.known == killed_after
+        assert second.completed == second.total == 26
+        third = schedule(found, store)
+        assert third.next() is None
+        assert (third.done, third.known) == (True, 26)
+        assert len(store.trials(third.study_id)) == 26
+    assert sorted(job.key for job in before + after) == sorted(job.key for job in whole)
+
+
+def test_values_that_the_ledger_holds_win_over_new_suggestions(plan: Callable[..., Plan], store: Store) -> None:
+    """With several trials in flight a candidate depends on what was known then; the ledger knows what it was."""
+    found = plan(tune={"trials": 2, "train.lr": LR})
+    one = schedule(found, store)
+    job = found.job(found.arms[0], "tune", 0, {"train.lr": 0.0123})
+    store.record_trial(one.study_id, "base", record(job, 0.9), 0, job.values)
+    two = schedule(found, store)
+    rest = finish(two, lambda job: 0.1)
+    assert two.known == 1
+    assert rest[-1].values == {"train.lr": 0.0123}
+
+
+def test_nothing_waits_for_more_than_it_needs(plan: Callable[..., Plan], store: Store) -> None:
+    found = plan(ablate=["d"], tune={"trials": 2, "train.lr": LR})
+    one = schedule(found, store)
+    flying: list[Job] = []
+    while (job := one.next()) is not None:
+        flying.append(job)
+    assert [(job.arm, job.number) for job in flying] == [("base", 0), ("without_d", 0), ("base", 1), ("without_d", 1)]
+    assert not one.done
+    for job in flying[:3]:
+        one.finished(record(job, by_lr(job)))
+    confirm = one.next()
+    assert confirm is not None
+    assert (confirm.arm, confirm.stage) == ("base", "confirm")
+    assert one.next() is None
+    one.finished(record(flying[3], 0.5))
+    last = one.next()
+    assert last is not None
+    one.finished(record(last, 0.5))
+    one.finished(record(confirm, 0.5))
+    assert one.done
+
+
+def test_candidates_that_coincide_run_once_for_all_who_wait(
+    plan: Callable[..., Plan], store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Schedule, "_suggest", lambda self, track, number: {"model.heads": 1 + number % 2})
+    found = plan(tune={"trials": 3, "model.heads": {"integers": [1, 8]}})
+    one = schedule(found, store)
+    flying: list[Job] = []
+    while (job := one.next()) is not None:
+        flying.append(job)
+    assert [job.number for job in flying] == [0, 1]
+    for job in flying:
+        one.finished(record(job, 0.5))
+    assert one.completed == 3
+    assert finish(one, lambda job: 0.5)[-1].stage == "confirm"
+    assert one.done
+    rows = store.trials(one.study_id)
+    assert sorted(row.number for row in rows if row.stage == "tune") == [0, 1, 2]
+    again = schedule(found, store)
+    assert again.next() is None
+    assert again.done
+
+
+def test_a_trial_of_another_study_is_taken_over(plan: Callable[..., Plan], store: Store) -> None:
+    finish(schedule(plan(ablate=["d"]), store), lambda job: 0.5)
+    other = plan(name="t", ablate=["b"])
+    one = schedule(other, store)
+    assert [job.arm for job in finish(one, lambda job: 0.5)] == ["without_b"]
+    assert one.known == 1
+    assert {row.arm for row in store.trials(one.study_id)} == {"base", "without_b"}
+
+
+def test_the_same_work_under_another_task_name_is_in_its_own_study(plan: Callable[..., Plan], store: Store) -> None:
+    finish(schedule(plan(), store), lambda job: 0.5)
+    one = schedule(plan(name="t", task={"recall": {**MQAR, "task": "mqar"}}), store)
+    finish(one, lambda job: 0.5)
+    assert {row.task for row in store.trials(one.study_id)} == {"recall"}
