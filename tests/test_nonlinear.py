@@ -33,6 +33,8 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("titans", {"g": 0, "mini_batch": 4}),
     *(("miras", {"p": p, "mini_batch": b}) for p in (1.0, 1.5, 2.0) for b in (1, 4)),
     ("miras", {"p": 1.5, "reads": "decayed_state"}),
+    ("miras", {"p": 1.0, "smooth": 1e-2}),
+    ("miras", {"p": 3.0, "beta": {"sigmoid": {"max": 0.1}}}),
 ]
 
 
@@ -67,7 +69,7 @@ def read(weights: list[Tensor], x: Tensor, rule: Any) -> Tensor:
 def loss(weights: list[Tensor], k: Tensor, v: Tensor, rule: Any) -> Tensor:
     e = read(weights, k, rule) - v
     if rule.name == "miras" and rule.p != 2:
-        return ((e**2 + 1e-6) ** (rule.p / 2)).sum() / rule.p
+        return ((e**2 + rule.smooth) ** (rule.p / 2)).sum() / rule.p
     return (e**2).sum() / 2
 
 
@@ -196,6 +198,13 @@ def test_errors_of_zero_have_finite_gradients(p: float) -> None:
     assert all(part.isfinite().all() for part in with_gradients(o, list(parts(state).values()), x))
 
 
-def test_a_mini_batch_with_the_decayed_state_is_refused() -> None:
-    with pytest.raises(deltalab.InputError, match=r"miras\.reads decayed_state takes mini_batch 1"):
-        deltalab.get_rule("miras", reads="decayed_state", mini_batch=4)
+@pytest.mark.parametrize(
+    ("knobs", "reason"),
+    [
+        ({"reads": "decayed_state", "mini_batch": 4}, "reads decayed_state takes mini_batch 1"),
+        ({"p": 2.0, "smooth": 0.01}, "smooth has no effect with p 2"),
+    ],
+)
+def test_what_miras_cannot_honour_is_refused(knobs: dict[str, Any], reason: str) -> None:
+    with pytest.raises(deltalab.InputError, match=reason):
+        deltalab.get_rule("miras", **knobs)

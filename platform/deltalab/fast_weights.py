@@ -17,7 +17,6 @@ from torch import Tensor
 from deltalab.rule import State, UpdateRule
 
 Weights = tuple[Tensor, ...]
-EPS = 1e-6
 
 
 class Learner(Protocol):
@@ -176,16 +175,17 @@ def _after(
 class Regression:
     """What a learner makes of its last layer's z [.., n, V], and the slope of its loss there.
 
-        f = x~ + LN(z),   loss = 1/p sum_c (e_c^2 + eps)^(p/2),   e = f - v
+        f = x~ + LN(z),   loss = 1/p sum_c (e_c^2 + smooth)^(p/2),   e = f - v
 
     norm: LN is the layer norm over V, without scale or shift, else z. residual: x~ is the input, cut or filled with
-    zeros to V channels, else 0. p = 2 is half the squared error; the slope e (e^2 + eps)^(p/2 - 1) of any other p is
-    sign(e) |e|^(p - 1), smooth at 0.
+    zeros to V channels, else 0. p = 2 is half the squared error; the slope e (e^2 + smooth)^(p/2 - 1) of any other p is
+    sign(e) |e|^(p - 1), rounded off at 0.
     """
 
     norm: bool = False
     residual: bool = False
     p: float = 2.0
+    smooth: float = 1e-6
 
     def predict(self, x: Tensor, z: Tensor) -> Tensor:
         f = _layer_norm(z)[0] if self.norm else z
@@ -195,7 +195,7 @@ class Regression:
         """Of the loss in z, itself differentiable."""
         e = self.predict(k, z) - v
         if self.p != 2:
-            e = e * (e.square() + EPS) ** (self.p / 2 - 1)
+            e = e * (e.square() + self.smooth) ** (self.p / 2 - 1)
         if not self.norm:
             return e
         normed, deviation = _layer_norm(z)
@@ -205,7 +205,7 @@ class Regression:
 
 def _layer_norm(z: Tensor) -> tuple[Tensor, Tensor]:
     centered = z - z.mean(-1, keepdim=True)
-    deviation = (centered.square().mean(-1, keepdim=True) + EPS).sqrt()
+    deviation = (centered.square().mean(-1, keepdim=True) + 1e-6).sqrt()
     return centered / deviation, deviation
 
 
