@@ -42,6 +42,14 @@ class RLA(UpdateRule):
     def __post_init__(self) -> None:
         if self.loss != "huber" and self.clip != 1.0:
             raise InputError(f"{self.name}.clip has no effect with loss {self.loss}: it is huber's")
+        if self.output == "sum" and not self.fitting:
+            raise InputError(
+                f"{self.name}: without fitting, gamma acts in the output alone, which `sum` reads without it"
+            )
+        if not self.fitting and self.output == "sum":
+            raise InputError(
+                f"{self.name}: without fitting the output 'sum' leaves gamma no effect: fit, or gate the output"
+            )
 
     @property
     def features(self) -> Literal["unit", "silu", "raw"]:
