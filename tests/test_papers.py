@@ -128,6 +128,14 @@ def deltanet(S, t):
     return S, S @ t.q
 
 
+def deltanet_reads_and_writes(S, t):
+    """arXiv:2406.06484 Section 2: what k held is taken out, and a mixture of it and v put in."""
+    old = S @ t.k
+    new = t.beta * t.v + (1 - t.beta) * old
+    S = S - outer(old, t.k) + outer(new, t.k)
+    return S, S @ t.q
+
+
 def gated_deltanet(S, t):
     """000 Table 3: v_new = v - alpha S k, then S = alpha S + beta v_new k^T."""
     new = t.v - t.alpha * S @ t.k
@@ -204,6 +212,7 @@ ONE_STATE = [
     ("gla", {}, gla),
     ("hgrn2", {}, hgrn2),
     ("deltanet", {}, deltanet),
+    ("deltanet", {}, deltanet_reads_and_writes),
     ("deltanet", {"beta": {"sigmoid": {"max": 2}}}, deltanet),
     ("gated_deltanet", {}, gated_deltanet),
     ("gated_deltanet", {"beta": {"sigmoid": {"max": 2}}}, gated_deltanet),
@@ -348,6 +357,95 @@ def test_rla_is_listing_1_of_its_paper():
             close(R_last[b, h], R)
 
 
+# --- Ridge regression
+
+
+def chebyshev(M, q, low, high, r):
+    """004 Algorithm 1."""
+    rho, omega = (high - low) / (high + low), 2.0
+    before, xi = torch.zeros_like(q), 2 * q / (high + low)
+    for _ in range(r):
+        omega = 4 / (4 - rho**2 * omega)
+        after = xi - 2 * omega / (high + low) * (M @ xi - q)
+        after = after + (omega - 1) * (xi - before)
+        before, xi = xi, after
+    return xi
+
+
+def conjugate_gradient(M, q, low, high, r):
+    x, residual, p = torch.zeros_like(q), q, q
+    for _ in range(r):
+        step = residual @ residual / (p @ M @ p)
+        x, after = x + step * p, residual - step * M @ p
+        p, residual = after + after @ after / (residual @ residual) * p, after
+    return x
+
+
+def exact(M, q, low, high, r):
+    return torch.linalg.inv(M) @ q
+
+
+def gka(solver, r, a=0.02, adaptive=True) -> Step:
+    """004 (CH), its H [K, K] above its U [V, K]. gamma decays H and not the new k k^T, as 4.2.1 prints in passing."""
+
+    def step(HU, t):
+        alpha = getattr(t, "alpha", 1.0)
+        H = alpha * HU[:K] + outer(t.k, t.k)
+        U = alpha * HU[K:] + outer(t.v, t.k)
+        norm = (H * H).sum().sqrt()
+        ridge = a * norm if adaptive else a
+        x = solver(H + ridge * eye(), t.q, ridge, norm + ridge, r)
+        return torch.cat([H, U]), U @ x
+
+    return step
+
+
+GKA = [
+    ({}, gka(chebyshev, 30)),
+    ({"iterations": 1}, gka(chebyshev, 1)),
+    ({"iterations": 10, "ridge": 0.2}, gka(chebyshev, 10, a=0.2)),
+    ({"iterations": 10, "adaptive": False, "ridge": 0.2}, gka(chebyshev, 10, a=0.2, adaptive=False)),
+    ({"iterations": 10, "g": 0}, gka(chebyshev, 10)),
+    ({"iterations": 3, "solver": "cg"}, gka(conjugate_gradient, 3)),
+    ({"solver": "exact"}, gka(exact, 0)),
+]
+
+
+@pytest.mark.parametrize("backend", ["recurrent", "chunked"])
+@pytest.mark.parametrize("given", [False, True], ids=["empty", "given"])
+@pytest.mark.parametrize(("knobs", "step"), GKA, ids=[str(knobs or "full") for knobs, _ in GKA])
+def test_gka_is_its_papers_recurrence(knobs, step, given, backend):
+    rule = deltalab.get_rule("gka", **knobs)
+    x = draw(rule)
+    keys = given * random(B, H, K, K, seed=95)
+    state = keys @ keys.mT / K, given * random(B, H, K, V, seed=94)
+    o, last = by_paper(step, x, 1, torch.cat([state[0], state[1].mT], dim=2))
+    ours, (gram, memory) = scan(rule, x, backend, state if given else None)
+    close(ours, o)
+    close(gram, last[:, :, :K])
+    close(memory, last[:, :, K:].mT)
+
+
+@pytest.mark.parametrize("ridge", [1.0, 0.01])
+def test_kalman_is_the_papers_recursion(ridge):
+    """004 (KF): S - (S k - v) k^T Phi / (1 / eta + k^T Phi k), with Phi the inverse Hessian of Eq. 3, inverted anew."""
+
+    def step(HS, t):
+        hessian, S = HS[:K], HS[K:]
+        phi = torch.linalg.inv(hessian)
+        S = S - outer(S @ t.k - t.v, t.k) @ phi / (1 / t.eta + t.k @ phi @ t.k)
+        return torch.cat([hessian + t.eta * outer(t.k, t.k), S]), S @ t.q
+
+    rule = deltalab.get_rule("kalman", ridge=ridge)
+    x = draw(rule)
+    start = torch.cat([ridge * eye(), torch.zeros(V, K, dtype=torch.float64)]).expand(B, H, -1, -1)
+    o, last = by_paper(step, x, 1, start)
+    ours, (inverse, memory) = scan(rule, x, "chunked")
+    close(ours, o)
+    close(inverse, torch.linalg.inv(last[:, :, :K]))
+    close(memory, last[:, :, K:].mT)
+
+
 # --- Attention
 
 
@@ -430,6 +528,9 @@ def test_rules_that_differ_in_their_gates_alone():
     agree(rule("mamba2"), x, rule("sgla"), x)
     balanced = x | {"beta": 1 - x["g"].exp()}
     agree(rule("metala"), balanced, rule("sgla"), balanced)
+    still = torch.zeros(B, T, H, dtype=torch.float64)
+    agree(rule("mamba2", beta=1), only(x, g=still), rule("linear_attention"), only(x))
+    agree(rule("comba", b={"head_sigmoid": {}}, d=0), x | {"b": still[0, 0]}, rule("mamba2"), x)
     fixed = torch.log(1 - 2.0 ** (-5 - torch.arange(H, dtype=torch.float64)))
     agree(rule("retnet"), only(x), rule("mamba2", beta=1), only(x, g=fixed.expand(B, T, H)))
     y = draw(rule("hgrn2"))
@@ -481,7 +582,9 @@ def test_without_fitting_the_residual_rules_are_one_step_of_the_delta_rule():
 
 def test_a_window_as_long_as_the_sequence_is_none():
     x = draw(rule("attention"))
-    close(scan(rule("attention", window=T), x, "chunked")[0], scan(rule("attention"), x, "chunked")[0])
+    full = scan(rule("attention"), x, "chunked")[0]
+    close(scan(rule("attention", window=T), x, "chunked")[0], full)
+    assert apart(scan(rule("attention", window=T - 1), x, "chunked")[0], full)
 
 
 # --- The papers' own parallel forms
