@@ -106,9 +106,9 @@ def _scan(
     batch, tokens = x.k.shape[:2]
     diagonal = transition.decay == "diagonal"
     size = min(chunk_size, tokens, DIAGONAL_CHUNK if diagonal else tokens)
-    k, u = _chunk(x.k, size), _chunk(x.u, size)
-    g = None if x.g is None else _chunk(x.g, size)
-    decay = k.new_ones(size, size).tril()[..., None] if g is None else _decay(g if diagonal else g[..., None])
+    k, u = into_chunks(x.k, size), into_chunks(x.u, size)
+    g = None if x.g is None else into_chunks(x.g, size)
+    decay = k.new_ones(size, size).tril()[..., None] if g is None else decays(g if diagonal else g[..., None])
     from_start = decay[..., :, 0, :] if g is None else decay[..., :, 0, :] * g.view(*g.shape[:3], -1)[..., :1, :].exp()
     # Up to the state before a token, which is a row later.
     earlier = F.pad(decay, (0, 0, 0, 0, 1, 0))[..., :-1, :, :]
@@ -118,17 +118,17 @@ def _scan(
 
     along, ends, erase, wide = k, decay[..., -1, :, :], None, 1
     if x.e is not None:
-        e = _chunk(x.e, size)[..., None]
+        e = into_chunks(x.e, size)[..., None]
         erase, system = -e * seen_start * k, e * _gram(k, k, seen_decay)
     elif x.a is not None and x.b is not None:
-        a, b = _chunk(x.a, size), _chunk(x.b, size)
+        a, b = into_chunks(x.a, size), into_chunks(x.b, size)
         erase, system = seen_start * b, -_gram(b, a, seen_decay)
         along, ends, wide = torch.cat([k, a], dim=-2), torch.cat([ends, ends], dim=-2), 2
         moved = _gram(b, k, seen_decay).tril(-1) @ u
     reads = [(vector, before_start, earlier) for vector in before]
     if after is not None:
         reads.append((after, from_start, decay))
-    chunks = [_chunk(vector, size) for vector, _, _ in reads]
+    chunks = [into_chunks(vector, size) for vector, _, _ in reads]
     grams = [
         _gram(r, along, torch.cat([within] * wide, dim=-2)) for r, (_, _, within) in zip(chunks, reads, strict=True)
     ]
@@ -142,7 +142,7 @@ def _scan(
             w = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
             w = w if wide == 1 else torch.cat([u, w], dim=-2)
         last = (along_end.mT @ w)[0].unflatten(0, (batch, -1))
-        return [_unchunk(gram @ w, batch, tokens) for gram in grams], last
+        return [from_chunks(gram @ w, batch, tokens) for gram in grams], last
 
     # Unbound at once: the gradient of an index into all chunks is a tensor of all chunks, for each of them.
     parts = [u, along_end, from_start[..., -1, :, None].expand(*k.shape[:2], -1, -1)]
@@ -166,7 +166,7 @@ def _scan(
         for found, r_c, gram_c in zip(out, rest[::2], rest[1::2], strict=True):
             found.append(torch.baddbmm(gram_c @ w, r_c, s))
         s = torch.baddbmm(kept_c * s, along_c.mT, w)
-    return [_unchunk(torch.stack(found), batch, tokens) for found in out], s.unflatten(0, (batch, -1))
+    return [from_chunks(torch.stack(found), batch, tokens) for found in out], s.unflatten(0, (batch, -1))
 
 
 def _gram(x: Tensor, y: Tensor, decay: Tensor) -> Tensor:
@@ -202,7 +202,7 @@ def _cast(x: Operands, state: State | None) -> Operands:
     return dataclasses.replace(x, fit=fit, **cast(x))
 
 
-def _chunk(x: Tensor, size: int) -> Tensor:
+def into_chunks(x: Tensor, size: int) -> Tensor:
     """[B, T, H, ...] to [N, B H, C, ...]. The zeros that fill the last chunk neither decay, erase nor write."""
     missing = -x.shape[1] % size
     if missing:
@@ -211,13 +211,13 @@ def _chunk(x: Tensor, size: int) -> Tensor:
     return chunks.movedim((1, 3), (0, 2)).flatten(1, 2)
 
 
-def _unchunk(x: Tensor, batch: int, length: int) -> Tensor:
+def from_chunks(x: Tensor, batch: int, length: int) -> Tensor:
     """[N, B H, C, V] to [B, T, H, V]."""
     chunks: Tensor = x.unflatten(1, (batch, -1))
     return chunks.movedim((0, 2), (1, 3)).flatten(1, 2)[:, :length]
 
 
-def _decay(g: Tensor) -> Tensor:
+def decays(g: Tensor) -> Tensor:
     """exp(g_{j+1} + ... + g_i) for i >= j, else 0; [.., C, K or 1] to [.., C, C, K or 1].
 
     The sums are built up, not subtracted from one another: exact next to g = -1000, and finite at g = -inf.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from deltalab import reference
+from deltalab.reference import chunked, decays, from_chunks, into_chunks
 from deltalab.rule import Operands
 from deltalab.structure import DECAY, Ridge
 
@@ -34,13 +34,12 @@ def regression(
     """o_t = scale U_t^T x_t, where (H_t + lambda_t I) x_t ~= q_t, with the states that `structure.Ridge` defines.
 
     q, k [B, T, H, K]; v [B, T, H, V]; g: log-decay, [B, T, H] or [H]; state: (H [B, H, K, K], U [B, H, K, V]).
-    Returns o [B, T, H, V] and the next state, both in at least fp32. Differentiable once.
+    Computes in the dtype of the state. Returns o [B, T, H, V] and the next state. Differentiable once.
     """
-    dtype = torch.promote_types(v.dtype, torch.float32)
-    q, k, v, g = (x.to(dtype) for x in (q, k, v, g.expand(k.shape[:3])))
     gram, memory = state
+    q, k, v, g = (x.to(memory.dtype) for x in (q, k, v, g.expand(k.shape[:3])))
     x, gram = solve(ridge, q, k, g, gram, chunk_size=chunk_size)
-    o, after = reference.chunked(DECAY, Operands(r=x, k=k, u=v, g=g), scale=scale, state=memory, chunk_size=chunk_size)
+    o, after = chunked(DECAY, Operands(r=x, k=k, u=v, g=g), scale=scale, state=memory, chunk_size=chunk_size)
     assert isinstance(after, Tensor)
     return o, (gram, after)
 
@@ -53,9 +52,9 @@ def solve(
     Computes in the dtype of its inputs. Where H_t is empty, and where it has faded until the square of its norm
     loses precision, there is nothing to read: x_t = 0, rather than the division by lambda_t = 0.
     """
-    length = q.shape[1]
+    batch, length = q.shape[:2]
     grams, last = Grams.of(k, g, gram, min(chunk_size, length))
-    rhs = reference._chunk(q, grams.k.shape[-2])
+    rhs = into_chunks(q, grams.k.shape[-2])
     if ridge.solver == "exact":
         x = _exact(ridge, grams, rhs)
     elif ridge.backward == "autograd":
@@ -69,16 +68,16 @@ def solve(
             # to the right-hand side, at value zero, has autograd find dH, and dlambda through the norm (Lemma 1).
             product = System.of(ridge, grams).times(x)
             x = _Implicit.apply(rhs - (product - product.detach()), x, frozen.solve)  # type: ignore[no-untyped-call]
-    return x.flatten(2, 3)[:, :, :length].transpose(1, 2), last
+    return from_chunks(x, batch, length), last
 
 
 @dataclass(frozen=True)
 class Grams:
     """H_t = exp(g_t) H_{t-1} + k_t k_t^T at every token of N chunks, as products; C is a chunk's size.
 
-    start: H before each chunk [B, H, N, K, K]; k [B, H, N, C, K].
-    within: decays from token j to token i of a chunk, lower triangular [B, H, N, C, C]; since: from before the chunk
-        to each of its tokens [B, H, N, C, 1]. The paper's M transposed, and zeta.
+    start: H before each chunk [N, B H, K, K]; k [N, B H, C, K].
+    within: decays from token j to token i of a chunk, lower triangular [N, B H, C, C]; since: from before the chunk
+        to each of its tokens [N, B H, C, 1]. The paper's M transposed, and zeta.
     """
 
     start: Tensor
@@ -89,22 +88,22 @@ class Grams:
     @classmethod
     def of(cls, k: Tensor, g: Tensor, gram: Tensor, chunk_size: int) -> "tuple[Grams, Tensor]":
         """For k [B, T, H, K], g [B, T, H] and H before; also H after the last token."""
-        k, g = reference._chunk(k, chunk_size), reference._chunk(g, chunk_size)
-        within = reference._decay(g)
+        k, g = into_chunks(k, chunk_size), into_chunks(g, chunk_size)
+        within = decays(g[..., None])[..., 0]
         since = within[..., :1] * g[..., :1, None].exp()
         added = (within[..., -1, :, None] * k).transpose(-1, -2) @ k
-        starts = []
-        for keep, add in zip(since[..., -1:, :].unbind(2), added.unbind(2), strict=True):
-            starts.append(gram)
-            gram = keep * gram + add
-        return cls(torch.stack(starts, dim=2), k, within, since), gram
+        start, starts = gram.flatten(0, 1), []
+        for keep, add in zip(since[..., -1:, :].unbind(), added.unbind(), strict=True):
+            starts.append(start)
+            start = keep * start + add
+        return cls(torch.stack(starts), k, within, since), start.view_as(gram)
 
     def times(self, x: Tensor) -> Tensor:
-        """H_t x_t, for x [B, H, N, C, K]."""
+        """H_t x_t, for x [N, B H, C, K]."""
         return self.since * (x @ self.start.transpose(-1, -2)) + (x @ self.k.transpose(-1, -2) * self.within) @ self.k
 
     def squares(self) -> Tensor:
-        """||H_t||_F ** 2, [B, H, N, C, 1]: three sums of what is not negative, so nothing cancels (Eq. 5)."""
+        """||H_t||_F ** 2, [N, B H, C, 1]: three sums of what is not negative, so nothing cancels (Eq. 5)."""
         before = self.start.square().sum((-1, -2), keepdim=True)
         across = ((self.k @ self.start) * self.k).sum(-1, keepdim=True)
         overlaps = (self.k @ self.k.transpose(-1, -2)).square()
@@ -112,14 +111,14 @@ class Grams:
         return self.since.square() * before + 2 * self.since * (self.within @ across) + new
 
     def formed(self) -> Tensor:
-        """All of H_t, [B, H, N, C, K, K]."""
+        """All of H_t, [N, B H, C, K, K]."""
         new = torch.einsum("...ij,...jk,...jl->...ikl", self.within, self.k, self.k)
         return self.since[..., None] * self.start.unsqueeze(-3) + new
 
 
 @dataclass(frozen=True)
 class System:
-    """H_t + lambda_t I at every token: the eigenvalues lie in [low, high], which are [B, H, N, C, 1].
+    """H_t + lambda_t I at every token: the eigenvalues lie in [low, high], which are [N, B H, C, 1].
 
     live: where there is something to regress on.
     """
@@ -138,12 +137,7 @@ class System:
         return self.grams.times(x) + self.low * x
 
     def solve(self, rhs: Tensor) -> Tensor:
-        rhs = rhs * self.live
-        if self.ridge.solver == "cg":
-            iterates = conjugate_gradient(self.times, rhs)
-        else:
-            iterates = chebyshev(self.times, rhs, self.low, self.high)
-        return _nth(iterates, self.ridge.iterations)
+        return _nth(SOLVERS[self.ridge.solver](self, rhs * self.live), self.ridge.iterations)
 
 
 def _bounds(ridge: Ridge, squares: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -219,6 +213,13 @@ def conjugate_gradient(times: Product, q: Tensor) -> Iterator[Tensor]:
         before, squared = squared, _dot(r, r)
         p = r + squared / before.where(going, one) * p
         yield size * x
+
+
+SOLVERS: dict[str, Callable[[System, Tensor], Iterator[Tensor]]] = {
+    "chebyshev": lambda system, q: chebyshev(system.times, q, system.low, system.high),
+    "cg": lambda system, q: conjugate_gradient(system.times, q),
+}
+"""Iterates to each of `Ridge.solver` but `exact`, from the first on."""
 
 
 def _dot(x: Tensor, y: Tensor) -> Tensor:

@@ -1,0 +1,273 @@
+"""How near four solvers come to the exact one, in values and in gradients, iteration by iteration (004, Figure 1).
+
+    python benchmarks/chebyshev.py --out docs
+
+Writes docs/chebyshev.md and docs/chebyshev.png. One CPU thread, about a minute. matplotlib is needed.
+"""
+
+import argparse
+import math
+import platform
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+import matplotlib.pyplot as plt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deltalab.inputs import normal
+from deltalab.layer import RuleLayer
+from deltalab.model import Model, build_model
+from deltalab.reference import into_chunks
+from deltalab.ridge import SOLVERS, Grams, Product, System, regression, solve
+from deltalab.rule import State
+from deltalab.structure import Ridge
+from deltalab_rules.gka import GKA
+
+BATCH, LENGTH, HEADS, KEY, LAYERS = 1, 512, 4, 64, 5
+STEPS = (1, 2, 3, 5, 8, 10, 15, 20, 30, 40, 60)
+METHODS = {
+    "gd": "gradient descent",
+    "agd": "accelerated gradient",
+    "cg": "conjugate gradient",
+    "chebyshev": "Chebyshev",
+}
+CURVES = [*((method, "implicit") for method in METHODS), ("cg", "autograd"), ("chebyshev", "autograd")]
+PANELS = ("residual of one layer", "gradient of q and k, one layer", f"gradient of the weights, {LAYERS} layers")
+Figures = dict[tuple[str, str, str, str], dict[int, float]]
+"""(precision, panel, method, backward) -> error by iterations."""
+
+
+def descent(times: Product, q: Tensor, low: Tensor, high: Tensor) -> Iterator[Tensor]:
+    """With the step that is best for eigenvalues in [low, high]."""
+    x = torch.zeros_like(q)
+    while True:
+        x = x - 2 / (low + high) * (times(x) - q)
+        yield x
+
+
+def accelerated(times: Product, q: Tensor, low: Tensor, high: Tensor) -> Iterator[Tensor]:
+    """Nesterov's, with the constant momentum that is best for eigenvalues in [low, high]."""
+    momentum = ((high / low).sqrt() - 1) / ((high / low).sqrt() + 1)
+    before = y = torch.zeros_like(q)
+    while True:
+        x = y - (times(y) - q) / high
+        before, y = x, x + momentum * (x - before)
+        yield x
+
+
+def in_bf16(solver: Callable[[System, Tensor], Iterator[Tensor]]) -> Callable[[System, Tensor], Iterator[Tensor]]:
+    """H and its bounds are built in fp32 and rounded once; the iterations see and keep nothing but bf16."""
+
+    def iterates(system: System, q: Tensor) -> Iterator[Tensor]:
+        x = system.grams
+        grams = Grams(*(part.bfloat16() for part in (x.start, x.k, x.within, x.since)))
+        rounded = replace(system, grams=grams, low=system.low.bfloat16(), high=system.high.bfloat16())
+        return (x.to(q.dtype) for x in solver(rounded, q.bfloat16()))
+
+    return iterates
+
+
+SOLVERS |= {
+    "gd": lambda system, q: descent(system.times, q, system.low, system.high),
+    "agd": lambda system, q: accelerated(system.times, q, system.low, system.high),
+}
+SOLVERS |= {f"{method}_bf16": in_bf16(SOLVERS[method]) for method in METHODS}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solved(GKA):
+    """GKA with any of the solvers here, and either backward."""
+
+    name: ClassVar[str] = "gka_solved"
+    how: Ridge
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, gates: Any, *, scale: float, state: State) -> tuple[Tensor, State]:
+        return regression(self.how, q, k, v, gates["g"], scale=scale, state=cast(tuple[Tensor, Tensor], state))
+
+
+def ridge(precision: str, method: str, iterations: int, backward: str) -> Ridge:
+    solver = method + ("_bf16" if precision == "bf16" else "")
+    return Ridge(solver=cast(Any, solver), iterations=iterations, backward=cast(Any, backward))
+
+
+def apart(got: Tensor, want: Tensor) -> float:
+    error = float((got.double() - want).norm() / want.norm())
+    return error if math.isfinite(error) else math.inf
+
+
+def one_layer(figures: Figures) -> None:
+    """Random unit keys and queries, values that play no part, and gates whose median is 0.98."""
+    q, k = (F.normalize(normal(BATCH, LENGTH, HEADS, KEY, seed=i), dim=-1) for i in (1, 2))
+    g = F.logsigmoid(4 + normal(BATCH, LENGTH, HEADS, seed=3))
+    dx, empty = normal(BATCH, LENGTH, HEADS, KEY, seed=4), torch.zeros(BATCH, HEADS, KEY, KEY).double()
+
+    def run(how: Ridge, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        leaves = [x.to(dtype).requires_grad_() for x in (q, k)]
+        x, _ = solve(how, leaves[0], leaves[1], g.to(dtype), empty.to(dtype))
+        gradients = torch.autograd.grad((x * dx.to(dtype)).sum(), leaves)
+        return x.detach(), torch.cat([d.flatten() for d in gradients])
+
+    want = run(Ridge(solver="exact"), torch.float64)[1]
+    grams, _ = Grams.of(k, g, empty, 64)
+    system = System.of(Ridge(), grams)
+    chunks = into_chunks(q, 64)
+
+    @torch.no_grad()
+    def residual(x: Tensor) -> float:
+        errors = system.times(into_chunks(x.double(), 64)) - chunks
+        return float(errors.norm(dim=-1).mean())  # q has unit norm
+
+    exact, gradient = run(Ridge(solver="exact"), torch.float32)
+    for precision in ("fp32", "bf16"):
+        figures[precision, PANELS[0], "exact", "implicit"] = dict.fromkeys(STEPS, residual(exact))
+        figures[precision, PANELS[1], "exact", "implicit"] = dict.fromkeys(STEPS, apart(gradient, want))
+        for method, backward in CURVES:
+            for steps in STEPS:
+                x, gradient_ = run(ridge(precision, method, steps, backward), torch.float32)
+                figures.setdefault((precision, PANELS[1], method, backward), {})[steps] = apart(gradient_, want)
+                if backward == "implicit":
+                    figures.setdefault((precision, PANELS[0], method, backward), {})[steps] = residual(x)
+
+
+def five_layers(figures: Figures) -> None:
+    """A model as it starts, with a random sequence to predict; what is not a solver computes in fp32."""
+    spec = {"rule": "gka", "vocab_size": 64, "d_model": 128, "heads": 2, "layers": LAYERS}
+    model = build_model(spec, seed=0)
+    tokens = torch.randint(64, (BATCH, LENGTH // 2 + 1), generator=torch.Generator().manual_seed(0))
+
+    def run(model: Model, how: Ridge) -> Tensor:
+        for layer in model.modules():
+            if isinstance(layer, RuleLayer):
+                layer.rule = Solved(how=how)
+        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        return torch.cat([d.flatten() for d in torch.autograd.grad(loss, list(model.parameters()))])
+
+    want = run(build_model(spec, seed=0).double(), Ridge(solver="exact"))
+    exact = apart(run(model, Ridge(solver="exact")), want)
+    for precision in ("fp32", "bf16"):
+        figures[precision, PANELS[2], "exact", "implicit"] = dict.fromkeys(STEPS, exact)
+        for method, backward in CURVES:
+            for steps in STEPS:
+                found = apart(run(model, ridge(precision, method, steps, backward)), want)
+                figures.setdefault((precision, PANELS[2], method, backward), {})[steps] = found
+
+
+def label(method: str, backward: str) -> str:
+    if method == "exact":
+        return "exact, fp32"
+    return METHODS[method] + (", autograd" if backward == "autograd" else "")
+
+
+def picture(figures: Figures, path: Path) -> None:
+    colors = {"gd": "tab:gray", "agd": "tab:orange", "cg": "tab:red", "chebyshev": "tab:blue", "exact": "black"}
+    fig, axes = plt.subplots(2, len(PANELS), figsize=(13, 7), sharex=True, layout="constrained")
+    for row, precision in zip(axes, ("fp32", "bf16"), strict=True):
+        for axis, panel in zip(row, PANELS, strict=True):
+            for (p, where, method, backward), errors in figures.items():
+                if (p, where) == (precision, panel):
+                    style = ":" if method == "exact" else "--" if backward == "autograd" else "-"
+                    values = [value if math.isfinite(value) else math.nan for value in errors.values()]
+                    axis.plot(list(errors), values, style, color=colors[method], label=label(method, backward))
+            axis.set(yscale="log", title=f"{panel}, {precision}", xlabel="iterations", ylim=(None, 3))
+            axis.grid(alpha=0.3)
+    axes[0, 0].set_ylabel("relative error")
+    axes[1, 0].set_ylabel("relative error")
+    fig.legend(*axes[0, 1].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    fig.savefig(path, dpi=110, metadata={"Software": None})
+
+
+def table(figures: Figures, precision: str, panel: str) -> list[str]:
+    lines = [f"### {panel.capitalize()}, {precision}", "", "| solver | " + " | ".join(map(str, STEPS)) + " |"]
+    lines += ["| --- " + "| --: " * len(STEPS) + "|"]
+    for (p, where, method, backward), errors in figures.items():
+        if (p, where) == (precision, panel):
+            lines += [f"| {label(method, backward)} | " + " | ".join(f"{e:.1e}" for e in errors.values()) + " |"]
+    return [*lines, ""]
+
+
+def claims(figures: Figures) -> list[str]:
+    """What Section 4.2.3 says of Figure 1, beside what came out here."""
+
+    def at(panel: int, method: str, steps: int = STEPS[-1], backward: str = "implicit") -> str:
+        return ", ".join(f"{figures[p, PANELS[panel], method, backward][steps]:.1e} {p}" for p in ("fp32", "bf16"))
+
+    def caught_up(precision: str) -> str:
+        cg, ch = (figures[precision, PANELS[0], method, "implicit"] for method in ("cg", "chebyshev"))
+        found = [steps for steps in STEPS[2:] if ch[steps] <= cg[steps]]
+        return f"at {found[0]}" if found else "never"
+
+    best = {p: min(METHODS, key=lambda m: figures[p, PANELS[0], m, "implicit"][STEPS[-1]]) for p in ("fp32", "bf16")}
+    last = STEPS[-1]
+    rows = [
+        (
+            "CG converges fastest within a few iterations",
+            f"residual after 5: CG {at(0, 'cg', 5)}; Chebyshev {at(0, 'chebyshev', 5)}",
+        ),
+        (
+            "Chebyshev reaches CG's accuracy at iteration 10",
+            f"{caught_up('fp32')} in fp32, {caught_up('bf16')} in bf16",
+        ),
+        (
+            "Chebyshev eventually attains the smallest errors",
+            f"after {last}: CG {at(0, 'cg')}; Chebyshev {at(0, 'chebyshev')}; smallest of the four: "
+            + ", ".join(f"{METHODS[m]} in {p}" for p, m in best.items()),
+        ),
+        ("CG's implicit gradient comes within 1e-3 of the exact one, one layer", at(1, "cg")),
+        (f"it is amplified to almost 1 in {LAYERS} layers", at(2, "cg")),
+        ("Chebyshev's implicit gradient comes within 1e-6, one layer", at(1, "chebyshev")),
+        (f"and in {LAYERS} layers", at(2, "chebyshev")),
+        ("as does the gradient through its iterations, one layer", at(1, "chebyshev", backward="autograd")),
+        (f"and in {LAYERS} layers", at(2, "chebyshev", backward="autograd")),
+    ]
+    return ["| the paper | here |", "| --- | --- |", *(f"| {said} | {found} |" for said, found in rows), ""]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("docs"))
+    out = parser.parse_args().out
+    torch.set_num_threads(1)
+    start = time.perf_counter()
+    figures: Figures = {}
+    one_layer(figures)
+    five_layers(figures)
+    out.mkdir(parents=True, exist_ok=True)
+    picture(figures, out / "chebyshev.png")
+    lines = ["# Solvers of the ridge regression in `gka`", "", "![Errors by iteration](chebyshev.png)", ""]
+    lines += [
+        f"Written by `python benchmarks/chebyshev.py` in {time.perf_counter() - start:.0f} s on one thread of a CPU "
+        f"({platform.machine()}, torch {torch.__version__}): arXiv:2511.21016, Figure 1, at a size for one core.",
+        "",
+    ]
+    lines += [INTRODUCTION.strip(), "", "## Against the paper", "", *claims(figures), "## Figures", ""]
+    for precision in ("fp32", "bf16"):
+        for panel in PANELS:
+            lines += table(figures, precision, panel)
+    (out / "chebyshev.md").write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+    print("\n".join(claims(figures)))
+
+
+INTRODUCTION = f"""
+Each token t has a system (H_t + lambda_t I) x_t = q_t with lambda_t = 0.02 ||H_t||_F, so a condition number of at
+most 51. Errors are relative, against the exact solution of the same system in fp64.
+
+- One layer: batch {BATCH}, {LENGTH} tokens, {HEADS} heads, K = {KEY}; random keys and queries of unit norm, gates
+  alpha_t = sigmoid(4 + noise). The residual is the mean of ||(H_t + lambda_t I) x_t - q_t|| over tokens, the gradient
+  that of a random linear function of all x_t in (q, k).
+- {LAYERS} layers: a `gka` model of width 128 with 2 heads as it starts, {LENGTH // 2} random tokens; the gradient of
+  the cross-entropy in all weights together.
+- fp32: all is fp32. bf16: each H_t and its bounds are made in fp32 and rounded once, and all iterations, forward and
+  backward, compute and store bf16; all else is fp32. So this is the solver's error alone.
+- Gradient descent and accelerated gradient have the best constant step and momentum for the bounds that Chebyshev
+  gets. Conjugate gradient stops moving where its residual, as it computes it, is at rounding.
+- Backward is implicit differentiation (the same solver, as many iterations), or autograd through the iterations where
+  it says so. `exact, fp32` is `torch.linalg.solve` in fp32: what rounding leaves to be had.
+"""
+
+if __name__ == "__main__":
+    main()
