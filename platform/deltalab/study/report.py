@@ -339,6 +339,8 @@ def _grid(table: TaskTable, columns: Sequence[int]) -> Table:
         grid.add_column(Text(headers(table)[i]), overflow="fold", no_wrap=i == 0 or i in INTERVALS)
     for row in table.rows:
         said = [cell.replace(" [", "\n[") if i in INTERVALS else cell for i, cell in enumerate(cells(row))]
+        # A terminal is narrow, and the note below says what was found at which budget.
+        said = [cell.removesuffix(" found at this budget") for cell in said]
         grid.add_row(*(Text(said[i]) for i in columns), style=STYLE.get(row.verdict, ""))
     return grid
 
