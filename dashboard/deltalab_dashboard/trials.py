@@ -90,7 +90,7 @@ def tuning(study: Study, trials: list[TrialRow], scores: dict[str, float]) -> No
     task = right.selectbox("On", list(dict.fromkeys(trial.task for trial in trials)), key="on", bind="query-params")
     meant = [trial for trial in trials if trial.task == task and name in trial.values]
     points = [{**line(trial, scores[trial.key]), name: trial.values[name]} for trial in meant if trial.key in scores]
-    st.caption(f"{len(points)} of {len(meant)} trials; the others failed, or none of their seeds finished.")
+    st.caption(f"{len(points)} of {len(meant)} trials have a score.")
     if points:
         st.altair_chart(sweep(pd.DataFrame(points), name, study), height=380)
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from itertools import combinations, product
 from typing import Any
 
-from rich.box import SIMPLE
+from rich.box import SIMPLE_HEAD
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -30,6 +30,7 @@ from deltalab.study.stats import (
 
 ALPHA = 0.05
 # Columns of a row's cells. On a terminal the costs stand apart, or the answer would not fit in 80 columns.
+NO_DIFFERENCE = "no difference found at this budget"
 ANSWER, INTERVALS, COSTS = (0, 1, 2, 3, 4, 5), (2, 3), (0, 6, 7, 8, 9)
 STYLE = {"better": "green", "worse": "red", "failed": "red", "diverged": "red"}
 SPLIT: dict[Stage, str] = {"tune": "validation", "confirm": "test"}
@@ -114,7 +115,7 @@ class Report:
         """For a terminal."""
         parts: list[Table | Text] = [Text(self.title, style="bold")]
         for table in self.tables:
-            parts += [Text(caption(table)), _grid(table, ANSWER), _grid(table, COSTS)]
+            parts += [Text(f"\n{caption(table)}"), _grid(table, ANSWER), Text(""), _grid(table, COSTS)]
             parts += [Text(f"- {note}") for note in table.notes]
         parts += [Text(f"- {line}") for line in (*failure_lines(self.failures), *self.notes)]
         return Group(*parts)
@@ -252,7 +253,7 @@ def _row(
     elif p_holm <= ALPHA:
         verdict = "better" if (difference.mean > 0) == maximize else "worse"
     else:
-        verdict = "no difference found at this budget"
+        verdict = NO_DIFFERENCE
     return Row(
         arm=arm.name,
         is_base=arm.is_base,
@@ -334,11 +335,13 @@ def caption(table: TaskTable) -> str:
 
 
 def _grid(table: TaskTable, columns: Sequence[int]) -> Table:
-    grid = Table(box=SIMPLE, pad_edge=False)
+    grid = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for i in columns:
-        grid.add_column(Text(headers(table)[i]), overflow="fold", no_wrap=i == 0 or i in INTERVALS)
+        grid.add_column(Text(headers(table)[i]), overflow="fold", no_wrap=True)
     for row in table.rows:
         said = [cell.replace(" [", "\n[") if i in INTERVALS else cell for i, cell in enumerate(cells(row))]
+        # A terminal may be 80 columns wide; everywhere else the verdict is whole.
+        said = ["no diff." if cell == NO_DIFFERENCE else cell for cell in said]
         grid.add_row(*(Text(said[i]) for i in columns), style=STYLE.get(row.verdict, ""))
     return grid
 
