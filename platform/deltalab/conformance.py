@@ -375,14 +375,20 @@ def knob_options(rule: UpdateRule) -> Iterator[Measured]:
         for option in options:
             with suppress(InputError), torch.no_grad():
                 changed: dict[str, Any] = {name: option}
-                outputs.append((option, _layer(dataclasses.replace(rule, **changed))(x)[0]))
-        for (a, y), (b, z) in itertools.combinations(outputs, 2):
+                layer = _layer(dataclasses.replace(rule, **changed))
+                # Gates that start alike may be trained apart.
+                for i, parameter in enumerate(layer.gates.parameters()):
+                    parameter.add_(0.1 * normal(*parameter.shape, seed=i))
+                outputs.append((option, layer(x)[0]))
+        # Against the full method's, as ablations are; two other options may be two ways to one result.
+        (a, y), *others = outputs
+        for b, z in others:
             yield Measured(_error(z, y), f"difference of the layer's output between {name}={a} and {name}={b}")
 
 
 def bf16(rule: UpdateRule) -> Iterator[Measured]:
     # Longer than elsewhere: in bf16 it is sums over many tokens that go wrong.
-    x = _inputs(rule, PREFIX + 64)
+    x = _inputs(rule, PREFIX + 48)
     x = Inputs(x.q.bfloat16(), x.k.bfloat16(), x.v.bfloat16(), {name: gate.float() for name, gate in x.gates.items()})
     x = _started(rule, x)
     for backend in _backends(rule):

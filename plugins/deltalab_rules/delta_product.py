@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from deltalab import gates
@@ -38,7 +38,6 @@ class DeltaProduct(UpdateRule):
         return (min(0.0, 1 - self.beta.high) if self.n_h == 1 else -1.0, 1.0)
 
     def operands(self, q: Tensor, k: Tensor, v: Tensor, *, beta: Tensor, g: Tensor) -> Operands:
-        first = torch.zeros(self.n_h, 1, dtype=v.dtype, device=v.device)
-        first[0] = 1
-        decays = (g.expand(q.shape[:3]).unsqueeze(2) * first).flatten(1, 2)
+        # g is -inf where nothing is kept, so the steps that do not decay are padded: no product with 0 would do.
+        decays = F.pad(g.expand(q.shape[:3]).unsqueeze(2), (0, 0, 0, self.n_h - 1)).flatten(1, 2)
         return Operands(r=q, k=k, u=beta[..., None] * v, g=decays, e=beta)

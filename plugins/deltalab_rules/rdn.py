@@ -46,10 +46,6 @@ class RDN(UpdateRule):
             raise InputError(
                 f"{self.name}: without fitting, gamma acts in the output alone, which `sum` reads without it"
             )
-        if not self.fitting and self.output == "sum":
-            raise InputError(
-                f"{self.name}: without fitting the output 'sum' leaves gamma no effect: fit, or gate the output"
-            )
 
     @property
     def features(self) -> Literal["unit", "silu", "raw"]:
