@@ -4,16 +4,19 @@ import json
 import math
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deltalab import get_rule, list_rules, reference
-from deltalab.card import card
+from deltalab.card import card, catalogue
 from deltalab.errors import InputError
+from deltalab.inputs import draw
 from deltalab.layer import RuleLayer
 from deltalab.rule import Operands, UpdateRule
+from deltalab.scan import operands
 from deltalab.structure import HOUSEHOLDER, Transition
 
 torch.set_num_threads(1)
@@ -47,7 +50,10 @@ def test_sizes_and_costs_are_those_of_the_tensors(rule):
     found = card(rule)
     d, heads, k, v = 10, 3, 5, 7
     layer = RuleLayer(rule, d, heads, key_dim=k, value_dim=v, conv=0)
-    assert number(found.parameters, d=d, H=heads) == sum(p.numel() for p in layer.gates.parameters())
+    assert number(found.parameters, d=d, H=heads, K=k) == sum(p.numel() for p in layer.gates.parameters())
+    for gate in found.gates:
+        own = [p.numel() for name, p in layer.gates.named_parameters() if name.split(".")[1] == gate.symbol]
+        assert gate.parameters.startswith("those of") or number(gate.parameters, d=d, H=heads, K=k) == sum(own)
 
     def held(tokens: int) -> int:
         return layer(torch.randn(1, tokens, d))[1].numel()
@@ -58,13 +64,10 @@ def test_sizes_and_costs_are_those_of_the_tensors(rule):
     if rule.transition is None:
         assert found.cost == {}
         return
-    x = Operands(
-        r=torch.rand(1, 1, 1, k), k=torch.rand(1, 1, 1, k), u=torch.rand(1, 1, 1, v),
-        g=-torch.rand(1, 1, 1) if rule.transition.decay == "scalar" else None,
-        e=torch.rand(1, 1, 1) if rule.transition.low_rank == "tied" else None,
-    )  # fmt: skip
+    x = draw(rule, batch=1, length=1, heads=1, key_dim=k, value_dim=v)
+    given, state = operands(rule, x.q, x.k, x.v, x.gates), rule.initial_state(x.k, x.v)
     with MultiplyAdds() as counted:
-        reference.recurrent(rule.transition, x, scale=0.5, state=torch.rand(1, 1, k, v))
+        reference.recurrent(rule.transition, given, scale=0.5, state=state)
     assert number(found.cost["all"], K=k, V=v) == counted.count
     assert counted.count == sum(number(count, K=k, V=v) for part, count in found.cost.items() if part != "all")
 
@@ -84,7 +87,9 @@ def test_knobs_and_gates_are_as_set():
     gates = {gate.symbol: gate for gate in found.gates}
     assert [gates[symbol].range for symbol in ("g", "b", "d")] == ["(-inf, 0]", "[0, 1]", "[0, 0]"]
     assert [gates[symbol].per for symbol in ("g", "b", "d")] == ["token and head", "head", "nothing: a constant"]
-    assert found.transition == {"name": "iplr", "decay": "scalar", "low_rank": "tied", "reads": "decayed_state"}
+    assert found.transition == {
+        "name": "iplr", "decay": "scalar", "low_rank": "tied", "reads": "decayed_state", "steps": 1,
+    }  # fmt: skip
     assert found.eigenvalues == (-1.0, 1.0)
     assert card("mamba2").gates[1].parameters == "those of g"
 
@@ -100,7 +105,9 @@ def test_both_forms_hold_all_of_it(name):
     assert data["name"] == name
     assert len(data["gates"]) == len(get_rule(name).gates)
     text = found.to_markdown()
-    for said in (found.equation, found.notes, f"https://arxiv.org/abs/{found.paper.removeprefix('arXiv:')}"):
+    number = found.paper.removeprefix("arXiv:")
+    link = found.paper if number == found.paper else f"[{found.paper}](https://arxiv.org/abs/{number})"
+    for said in (found.equation, found.notes, link):
         assert said in text
     for knob in found.knobs:
         assert all(f"`{option}`" in text for option in knob.options)
@@ -139,6 +146,30 @@ def test_a_state_that_is_no_bilinear_form_is_counted():
             return v, state + torch.einsum("bthi,bthj,bthv->bhijv", k, k, v).flatten(2, 3)
 
     assert card(Squares()).state == "32,768 where K = 32 and V = 32"
+
+
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        (get_rule("rla"), ["| state of a head | 2 K V numbers |", "second state", "fit K V + V, read 2 K V + V"]),
+        (
+            get_rule("delta_product", n_h=3),
+            ["erase 3 K V + 3 V, write 3 K V, read K V + V", "step and head", "| 3 d H |"],
+        ),
+        (get_rule("rwkv7"), ["low_rank free", "erase 2 K V, write K V", "16 d + 17 H K", "token, head and channel"]),
+    ],
+    ids=lambda given: getattr(given, "name", ""),
+)
+def test_second_states_steps_and_channels_are_counted(rule, said):
+    text = card(rule).to_markdown()
+    for part in said:
+        assert part in text
+
+
+def test_the_written_cards_are_true():
+    assert (Path(__file__).parents[1] / "plugins" / "RULES.md").read_text(encoding="utf-8") == catalogue(
+        "deltalab_rules"
+    )
 
 
 def test_an_unknown_rule():

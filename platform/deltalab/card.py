@@ -1,21 +1,37 @@
-"""A rule on one page: its equation, its knobs and gates, and what its state and each of its tokens cost."""
+"""A rule on one page: its equation, its knobs and gates, and what its state and each of its tokens cost.
+
+`python -m deltalab.card deltalab_rules > plugins/RULES.md` writes the pages of all rules of a package.
+"""
 
 import inspect
 import json
 import math
-from collections.abc import Callable
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 
 import torch
 
-from deltalab.layer import Gates, RuleLayer, initialize
-from deltalab.registry import get_rule
+from deltalab.gates import Gate
+from deltalab.layer import RuleLayer, initialize
+from deltalab.registry import get_rule, list_rules, rule_plugin
 from deltalab.rule import UpdateRule
 from deltalab.structure import Transition
 
 LONG = 64
 """Tokens after which a state is measured: more than a window that a rule lists as an option."""
+
+_PER = {
+    "token": "token and head",
+    "step": "step and head",
+    "channel": "token, head and channel",
+    "head": "head",
+    "head_channel": "head and channel",
+    "none": "nothing: a constant",
+}
 
 
 @dataclass(frozen=True)
@@ -29,7 +45,7 @@ class KnobCard:
 
 @dataclass(frozen=True)
 class GateCard:
-    """A gate as set. low, high: its range, None where unbounded. parameters: their number for width d and H heads."""
+    """A gate as set. low, high: its range, None where unbounded. parameters: their number, as in `Card`."""
 
     symbol: str
     form: str
@@ -50,11 +66,12 @@ class Card:
 
     equation, notes: the first paragraph of the class's docstring, and the rest.
     transition: the fields of its `Transition`; None outside the algebra.
+    second_state: whether another state fits the first one's error.
     eigenvalues: the declared interval; None where the rule declares none.
     state: numbers that one head holds after many tokens; growth: how many more with every token, "0" for a
         recurrent rule. cost: multiply-adds of the recurrence per head and token, part by part and in "all"; empty
         outside the algebra. All of them in the key size K and the value size V of a head.
-    parameters: of all gates together, for width d and H heads.
+    parameters: of all gates together, for width d, H heads and K.
     """
 
     name: str
@@ -63,7 +80,8 @@ class Card:
     notes: str
     knobs: tuple[KnobCard, ...]
     gates: tuple[GateCard, ...]
-    transition: dict[str, str] | None
+    transition: dict[str, str | int] | None
+    second_state: bool
     eigenvalues: tuple[float, float] | None
     state: str
     growth: str
@@ -89,7 +107,7 @@ class Card:
                 f"| {gate.symbol} | `{gate.form}` | {gate.per} | {gate.range} | {gate.parameters} |"
                 for gate in self.gates
             ]
-            lines += ["", f"All gates of a layer: {self.parameters} parameters, for width d and H heads.", ""]
+            lines += ["", f"All gates of a layer: {self.parameters} parameters, for width d and H heads of size K.", ""]
         lines += ["## Structure and cost", "", "| | |", "| --- | --- |"]
         lines += [f"| {what} | {said} |" for what, said in self._facts().items()]
         return "\n".join(lines) + "\n"
@@ -99,6 +117,8 @@ class Card:
         if self.transition is not None:
             said = (f"{field} {value}" for field, value in self.transition.items() if field != "name")
             facts = {"transition": f"`{self.transition['name']}`: {', '.join(said)}"}
+        if self.second_state:
+            facts["second state"] = "fits the first one's error, under the same transition"
         if self.eigenvalues is not None:
             facts["eigenvalues"] = f"[{self.eigenvalues[0]:g}, {self.eigenvalues[1]:g}]"
         facts["state of a head"] = (
@@ -136,20 +156,42 @@ def card(rule: str | UpdateRule) -> Card:
             GateCard(
                 symbol=symbol,
                 form=str(gate),
-                per={"token": "token and head", "head": "head", "none": "nothing: a constant"}[gate.per],
+                per=_PER[gate.per],
                 low=gate.low if math.isfinite(gate.low) else None,
                 high=gate.high if math.isfinite(gate.high) else None,
-                parameters=f"those of {gate.of}" if gate.of else _parameters(rule, [symbol]),
+                parameters=f"those of {gate.of}" if gate.of else _sum(_parameters(gate, rule.steps)),
             )
             for symbol, gate in rule.gates.items()
         ),
         transition=None if rule.transition is None else asdict(rule.transition),
+        second_state=rule.second_state,
         eigenvalues=_eigenvalues(rule),
         state=_formula(lambda k, v: held(k, v)[0], "K", "V"),
         growth=_formula(lambda k, v: held(k, v)[1] - held(k, v)[0], "K", "V"),
-        cost={} if rule.transition is None else _cost(rule.transition),
-        parameters=_parameters(rule, list(rule.gates)),
+        cost={} if rule.transition is None else _cost(rule.transition, second_state=rule.second_state),
+        parameters=_sum(_total(_parameters(gate, rule.steps) for gate in rule.gates.values() if not gate.of)),
     )
+
+
+def catalogue(package: str) -> str:
+    """The cards of all rules of a package, as one page."""
+    cards = [card(name) for name in list_rules() if rule_plugin(name).kind.__module__.startswith(f"{package}.")]
+    lines = [
+        f"# The rules of `{package}`",
+        "",
+        f"Made by `python -m deltalab.card {package} > plugins/RULES.md`; a test holds it true.",
+        "K and V are the sizes of a head's key and value.",
+        "",
+        "| rule | numbers in a head's state | multiply-adds per head and token | gates' parameters |",
+        "| --- " * 4 + "|",
+        *(
+            f"| [{found.name}](#{found.name}) | {found.state if found.growth == '0' else f'{found.growth} a token'} | "
+            f"{found.cost.get('all', 'its own')} | {found.parameters} |"
+            for found in cards
+        ),
+    ]
+    pages = (re.sub(r"^#", "##", found.to_markdown(), flags=re.M) for found in cards)
+    return "\n".join([*lines, "", *pages])
 
 
 def _doc(kind: type[UpdateRule]) -> str:
@@ -170,14 +212,20 @@ def _eigenvalues(rule: UpdateRule) -> tuple[float, float] | None:
         return None
 
 
-def _cost(transition: Transition) -> dict[str, str]:
-    """What each term of the recurrence multiplies, once for every token."""
-    parts = {"decay": (1, 0)} if transition.decay == "scalar" else {}
-    if transition.low_rank == "tied":
-        parts["erase"] = (1, 1)
-    parts |= {"write": (1, 0), "read": (1, 1)}
-    parts["all"] = (sum(kv for kv, _ in parts.values()), sum(v for _, v in parts.values()))
-    return {part: _sum({"K V": kv, "V": v}) for part, (kv, v) in parts.items()}
+def _cost(transition: Transition, *, second_state: bool) -> dict[str, str]:
+    """What each term of the recurrence multiplies for a token: in all of its steps, and in both states."""
+    step = {"decay": {"K V": 1}} if transition.decay != "none" else {}
+    if transition.low_rank != "none":
+        # Tied, it is written with the value; free, along a direction of its own.
+        step["erase"] = {"K V": 1, "V": 1} if transition.low_rank == "tied" else {"K V": 2}
+    step["write"] = {"K V": 1}
+    times = transition.steps * (2 if second_state else 1)
+    parts = {part: {term: times * n for term, n in terms.items()} for part, terms in step.items()}
+    if second_state:
+        parts["fit"] = {"K V": 1, "V": 1}
+    parts["read"] = {"K V": 2 if second_state else 1, "V": 1}
+    parts["all"] = _total(list(parts.values()))
+    return {part: _sum(terms) for part, terms in parts.items()}
 
 
 def _state(rule: UpdateRule, key_dim: int, value_dim: int) -> tuple[int, int]:
@@ -190,30 +238,52 @@ def _state(rule: UpdateRule, key_dim: int, value_dim: int) -> tuple[int, int]:
     return before.numel(), after.numel()
 
 
-def _parameters(rule: UpdateRule, symbols: list[str]) -> str:
-    chosen = {symbol: rule.gates[symbol] for symbol in symbols}
-    return _formula(lambda d, h: sum(p.numel() for p in Gates(chosen, d, h).parameters()), "d", "H")
+def _parameters(gate: Gate, steps: int) -> dict[str, int]:
+    """A projection from d and the gate's own, in its shape."""
+    each = "H K" if gate.per in ("channel", "head_channel") else "H"
+    own = {each: len(gate.parameters)}
+    if not gate.projected:
+        return own
+    times = steps if gate.per == "step" else 1
+    if gate.rank is None:
+        return {f"d {each}": times, **own}
+    return _total([{"d": gate.rank, each: times * gate.rank}, own])
 
 
 def _formula(count: Callable[[int, int], int], x: str, y: str) -> str:
-    """A count as a formula in two sizes: a x y + b x + c y + e, fitted to four counts and held to a fifth.
+    """A count as a quadratic formula in two sizes, fitted to six counts and held to a seventh.
 
     >>> _formula(lambda k, v: k * v + 2 * v, "K", "V")
     'K V + 2 V'
+    >>> _formula(lambda k, v: 2 * k * (k + v) + 1, "K", "V")
+    '2 K K + 2 K V + 1'
     >>> _formula(lambda k, v: k * k * v, "K", "V")
     '32,768 where K = 32 and V = 32'
     """
-    small, large, gap = 8, 16, 8
-    base, more_x, more_y = count(small, small), count(large, small), count(small, large)
-    a = (count(large, large) - more_x - more_y + base) // gap**2
-    b = (more_x - base) // gap - a * small
-    c = (more_y - base) // gap - a * small
-    e = base - a * small**2 - (b + c) * small
-    if a * 32 * 24 + b * 32 + c * 24 + e != count(32, 24):
+    s = 8
+    f = {(i, j): count(i * s, j * s) for i, j in ((1, 1), (2, 1), (3, 1), (1, 2), (1, 3), (2, 2))}
+    xx = (f[3, 1] - 2 * f[2, 1] + f[1, 1]) // (2 * s * s)
+    yy = (f[1, 3] - 2 * f[1, 2] + f[1, 1]) // (2 * s * s)
+    xy = (f[2, 2] - f[2, 1] - f[1, 2] + f[1, 1]) // (s * s)
+    x1 = (f[2, 1] - f[1, 1]) // s - s * (3 * xx + xy)
+    y1 = (f[1, 2] - f[1, 1]) // s - s * (3 * yy + xy)
+    rest = f[1, 1] - s * s * (xx + xy + yy) - s * (x1 + y1)
+    if xx * 32 * 32 + xy * 32 * 24 + yy * 24 * 24 + x1 * 32 + y1 * 24 + rest != count(32, 24):
         return f"{count(32, 32):,} where {x} = 32 and {y} = 32"
-    return _sum({f"{x} {y}": a, x: b, y: c, "": e})
+    return _sum({f"{x} {x}": xx, f"{x} {y}": xy, f"{y} {y}": yy, x: x1, y: y1, "": rest})
+
+
+def _total(sums: Iterable[dict[str, int]]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for terms in sums:
+        total.update(terms)
+    return dict(total)
 
 
 def _sum(terms: dict[str, int]) -> str:
     said = [f"{'' if n == 1 and term else n} {term}".strip() for term, n in terms.items() if n]
     return " + ".join(said) or "0"
+
+
+if __name__ == "__main__":
+    print(catalogue(sys.argv[1]), end="")
