@@ -50,6 +50,7 @@ MODELS = {
     "mamba": {"rule": "mamba2", "block": "mamba"},
     "plugin": {"rule": "exported_squared"},
     "fast_weights": {"rule": {"name": "ttt_linear", "mini_batch": 4}},
+    "ridge": {"rule": {"name": "gka", "iterations": 3}},
 }
 
 
