@@ -312,7 +312,7 @@ half the iterations. With a constant in its divisors the errors come near what t
 right-hand sides of backward are small and a deep model's are smaller. Whether the paper's code has such a constant
 is not known to us. Without either guard it divides 0 by 0 soon after it converges (the first tokens do so at once).
 What stands is that Chebyshev iteration needs no guard, and that in bf16 it is level with the best. Gradients through
-the iterations of conjugate gradient, in contrast, are far off in five layers.
+the iterations of conjugate gradient, in contrast, are far off in five layers and bf16.
 """
 
 if __name__ == "__main__":
