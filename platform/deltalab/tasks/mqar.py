@@ -50,9 +50,7 @@ class MQAR(Task):
         super().__post_init__()
         self.require(self.pairs >= 1, "pairs", "must be at least 1")
         self.require(self.length % 2 == 0, "length", "must be even")
-        self.require(
-            4 * self.pairs <= self.length, "length", f"must be at least 4 x pairs = {4 * self.pairs}"
-        )
+        self.require(4 * self.pairs <= self.length, "length", f"must be at least 4 x pairs = {4 * self.pairs}")
         self.require(
             self.vocab_size // 2 - 1 >= self.pairs,
             "vocab_size",
