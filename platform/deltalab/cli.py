@@ -371,29 +371,39 @@ def _print_rows(rows: list[dict[str, Any]], as_json: bool) -> None:
 
 def main() -> None:
     """Exit 0 done; 1 a trial or a check failed; 2 the input was wrong."""
+    code = _run()
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        # What cannot be written now would be tried again at exit, and end in a traceback.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not code and not isinstance(error, BrokenPipeError):
+            code = _wrong(f"output: {error.strerror}")
+    sys.exit(code)
+
+
+def _run() -> int:
     try:
         code = app(standalone_mode=False)
-        sys.stdout.flush()
     except InputError as error:
-        _fail(str(error))
+        return _wrong(str(error))
     except (typer.Abort, KeyboardInterrupt):
         code = INTERRUPTED
     except OSError as error:
-        # What could not be written now would be tried again at exit, and end in a traceback.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if isinstance(error, BrokenPipeError):
-            sys.exit(0)
-        _fail(f"{error.filename or 'output'}: {error.strerror or error}")
+        return _wrong(f"{error.filename or 'output'}: {error.strerror or error}")
     except Exception as error:
         # Typer brings its own copy of click, whose exceptions cannot be named without reaching into it.
         if not hasattr(error, "format_message"):
             raise
-        _fail(error.format_message())
+        if type(error).__name__ == "NoArgsIsHelpError":
+            print(error.format_message(), file=sys.stderr)
+            return 2
+        return _wrong(error.format_message())
     if code == INTERRUPTED:
         print("interrupted: the same command goes on from here", file=sys.stderr)
-    sys.exit(code if isinstance(code, int) else 0)
+    return code if isinstance(code, int) else 0
 
 
-def _fail(message: str) -> None:
+def _wrong(message: str) -> int:
     print("error: " + " ".join(message.split()), file=sys.stderr)
-    sys.exit(2)
+    return 2

@@ -144,12 +144,17 @@ def revision(connection: Connection, url: URL) -> str | None:
     return heads[0]
 
 
+def require_file(url: URL) -> None:
+    """Raises `InputError` where the URL is of a file that does not exist."""
+    if url.get_backend_name() == "sqlite" and "uri" not in url.query and not Path(url.database or "").exists():
+        raise InputError(f"{shown(url)}: no such database; `platform study run` makes one")
+
+
 def require_current(engine: Engine, *, create: bool) -> None:
     """Checks that the database is ours and current; makes it where it is empty and `create`."""
     url = engine.url
-    file = Path(url.database or "")
-    if not create and url.get_backend_name() == "sqlite" and "uri" not in url.query and not file.exists():
-        raise InputError(f"{shown(url)}: no such database; `platform study run` makes one")
+    if not create:
+        require_file(url)
     with told(url):
         with engine.connect() as connection:
             found = revision(connection, url)

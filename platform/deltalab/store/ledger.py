@@ -43,8 +43,10 @@ class Store(Ledger):
 
     @staticmethod
     def upgrade(where: str | Path | None = None) -> None:
-        """Migrates an older database to this code's revision. Raises InputError as `open` does."""
-        database.migrate(database.address(where))
+        """Migrates an older database to this code's revision. Raises InputError as `open(create=False)` does."""
+        url = database.address(where)
+        database.require_file(url)
+        database.migrate(url)
 
     @property
     def folder(self) -> Path:

@@ -68,6 +68,10 @@ def run_study(
         raise InputError(f"resources: a trial wants {plan.spec.resources.gpu:g} GPU; this machine has none")
     with Store.open(db) as store:
         runs = Path(storage).resolve() if storage else store.folder / "runs"
+        try:
+            runs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"{runs}: no folder for weights can be made: {error.strerror}") from None
         study_id = store.begin_study(
             plan.spec.name,
             profile,

@@ -1,0 +1,612 @@
+"""Running a study: the same answer whoever executes it, whatever dies on the way, and whenever."""
+
+import hashlib
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from sqlalchemy.orm import Session
+
+from deltalab import cli, registry
+from deltalab.errors import InputError
+from deltalab.store import ArtifactRecord, RunRecord, Store
+from deltalab.study import run as running
+from deltalab.study import trial as trials
+from deltalab.study.plan import Job, Plan, make_plan
+from deltalab.study.run import run_study
+from deltalab.study.spec import load_study
+from deltalab.study.trial import execute, failed, from_json, to_json
+from deltalab.train import RunResult, train
+
+STUDY: dict[str, Any] = {
+    "name": "s",
+    "task": {"mqar": {"length": 16, "pairs": 2, "vocab_size": 32}},
+    "base": {
+        "rule": "comba",
+        "model": {"d_model": 16, "layers": 1, "heads": 1, "mlp": False, "chunk_size": 16},
+        "train": {"steps": 6, "batch_size": 4, "lr": 0.01, "evaluations": 3, "eval_batches": 1},
+    },
+    "ablate": ["d"],
+    "tune": {"trials": 2, "train.lr": {"log_uniform": [1e-3, 1e-1]}},
+    "seeds": 2,
+}
+
+RULE = '''"""The delta rule, and what a test adds to it."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from deltalab import gates
+from deltalab.gates import Gate
+from deltalab.rule import Operands, UpdateRule, knob
+from deltalab.structure import HOUSEHOLDER, Transition
+
+calls = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule(UpdateRule):
+    """S_t = (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T"""
+
+    name: ClassVar[str] = "NAME"
+    transition: Transition = HOUSEHOLDER
+    beta: Gate = knob(gates.sigmoid())
+
+    @property
+    def eigenvalues(self):
+        return 0.0, 1.0
+
+    def operands(self, q, k, v, *, beta):
+        global calls
+        calls += 1
+        TROUBLE
+        return Operands(r=q, k=k, u=beta[..., None] * v, e=beta)
+'''
+RAISES = 'if calls > 5 and Path("broken").exists(): raise RuntimeError(f"boom\\0 \\udc80")'
+DIES = 'if calls > 5 and Path("deadly").exists(): os._exit(9)'
+
+
+def rule(file: Path, name: str, trouble: str = "pass") -> Path:
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(RULE.replace("NAME", name).replace("TROUBLE", trouble))
+    return file
+
+
+@pytest.fixture
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder, where the command is given."""
+    monkeypatch.chdir(tmp_path)
+    registry._all.cache_clear()
+    threads = torch.get_num_threads()
+    yield tmp_path
+    torch.set_num_threads(threads)
+    registry._named_files.clear()
+    registry._all.cache_clear()
+
+
+def write(file: Path, **given: Any) -> Path:
+    file.write_text(yaml.safe_dump({**STUDY, **given}, sort_keys=False))
+    return file
+
+
+def planned(file: Path) -> Plan:
+    return make_plan(load_study(file))
+
+
+def ledger(db: Path) -> dict[str, list[tuple[Any, ...]]]:
+    """All that the ledger says of trials but when and where they ran, trial by trial."""
+    with closing(sqlite3.connect(db)) as connection:
+        ask: Callable[[str], list[tuple[Any, ...]]] = lambda sql: sorted(connection.execute(sql))  # noqa: E731
+        of = "(trial JOIN run ON trial.id = trial_id)"
+        return {
+            "places": ask(
+                "SELECT study.name, arm.name, task, stage, number, key, trial.state, arm_trial.[values] FROM arm_trial "
+                "JOIN arm ON arm.id = arm_id JOIN trial ON trial.id = trial_id JOIN study ON study.id = study_id"
+            ),
+            "runs": ask(f"SELECT key, seed, run.state, diverged_at FROM {of}"),
+            "metrics": ask(f"SELECT key, seed, split, name, step, value FROM metric JOIN {of} ON run.id = run_id"),
+            "weights": ask(f"SELECT key, seed, kind, bytes FROM artifact JOIN {of} ON run.id = run_id"),
+            "trials": ask("SELECT key FROM trial"),
+        }
+
+
+def recorded(db: Path) -> int:
+    if not db.exists():
+        return 0
+    with closing(sqlite3.connect(db, timeout=30)) as connection:
+        try:
+            return int(connection.execute("SELECT count(*) FROM trial").fetchone()[0])
+        except sqlite3.OperationalError:  # the tables are still being made
+            return 0
+
+
+def assert_whole(db: Path, plan: Plan) -> None:
+    """Every trial of the plan is there once, with the weights of every confirmed run."""
+    found = ledger(db)
+    assert len(found["places"]) == plan.trials
+    assert len(found["trials"]) == len({key for (key,) in found["trials"]}) == len({row[5] for row in found["places"]})
+    with Store.open(db) as store:
+        study = store.study(plan.spec.name)
+        assert study.state == "done"
+        for arm in plan.names:
+            files = [artifact for _, _, artifact in store.artifacts(study.id, arm)]
+            assert len(files) == plan.spec.seeds * len(plan.tasks)
+            for artifact in files:
+                content = Path(artifact.path).read_bytes()
+                assert (len(content), hashlib.sha256(content).hexdigest()) == (artifact.bytes, artifact.sha256)
+    assert not list((db.parent / "runs").rglob("*.partial"))
+    assert not list((db.parent / "runs").rglob("checkpoints/*"))
+
+
+# One study, inline.
+
+
+def test_a_study_runs_and_its_report_compares_the_arms(lab: Path) -> None:
+    file = write(lab / "s.yaml")
+    result = run_study(file, executor="inline")
+    assert (result.trials, result.known, result.failed) == (6, 0, 0)
+    assert_whole(lab / "deltalab.db", planned(file))
+    (table,) = result.report.tables
+    assert [(row.arm, row.score.n) for row in table.rows] == [("base", 2), ("without_d", 2)]
+    again = run_study(file, executor="inline")
+    assert (again.trials, again.known, again.failed, again.study_id) == (6, 6, 0, result.study_id)
+    rows = [[(row.arm, row.score) for row in one.report.tables[0].rows] for one in (result, again)]
+    assert rows[0] == rows[1]
+
+
+def test_one_thread_or_what_resources_say_whatever_torch_was_set_to(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(trials, "train", lambda *args, **kwargs: seen.append(torch.get_num_threads()) or 1 / 0)
+    torch.set_num_threads(2)
+    run_study(write(lab / "s.yaml", ablate=[], tune=None), executor="inline")
+    run_study(write(lab / "t.yaml", name="t", ablate=[], resources={"cpu": 3.5}), executor="inline", retry_failed=True)
+    assert set(seen) == {1, 3}
+    assert torch.get_num_threads() == 2
+
+
+def test_provenance_has_versions_and_no_password(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = "--db=postgresql://me:s3cret@host/lab?password=s3cret"
+    monkeypatch.setattr(sys, "argv", ["platform", "study", "run", url])
+    found = running._provenance(planned(write(lab / "s.yaml")))
+    assert "s3cret" not in json.dumps(found)
+    assert found["command"][-1] == "--db=postgresql://me:***@host/lab?password=***"
+    assert found["versions"]["torch"].startswith(torch.__version__.partition("+")[0])
+    assert found["tasks"]["mqar"]["chance"] == 1 / 16
+    monkeypatch.setattr(running, "version", partial(_missing, {"ray"}, running.version))
+    assert running._provenance(planned(lab / "s.yaml"))["versions"]["ray"] is None
+
+
+def _missing(names: set[str], version: Callable[[str], str], name: str) -> str:
+    if name in names:
+        raise running.PackageNotFoundError(name)
+    return version(name)
+
+
+REFUSED = [
+    ({"executor": "rey"}, {}, "executor must be ray or inline"),
+    ({"workers": 0}, {}, "--workers must be at least 1"),
+    ({"address": "auto"}, {}, "--storage"),
+    ({"executor": "inline", "workers": 2}, {}, "--executor inline"),
+    ({"executor": "inline", "address": "auto", "storage": "x"}, {}, "--executor inline"),
+    ({"executor": "inline"}, {"resources": {"gpu": 0.5}}, "a trial wants 0.5 GPU; this machine has none"),
+]
+
+
+@pytest.mark.parametrize(("given", "study", "says"), REFUSED, ids=lambda x: str(x))
+def test_what_cannot_be_met_is_refused_before_anything_is_written(
+    lab: Path, given: dict[str, Any], study: dict[str, Any], says: str
+) -> None:
+    if study and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    file = write(lab / "s.yaml", **study)
+    with pytest.raises(InputError, match=says):
+        run_study(file, **given)
+    assert [path.name for path in lab.iterdir()] == ["s.yaml"]
+
+
+def test_ray_refuses_what_the_cluster_can_never_meet(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would wait forever."""
+    from deltalab.study import ray_tune
+
+    monkeypatch.setattr(ray_tune, "_start", lambda address: None)
+    monkeypatch.setattr(ray_tune.ray, "cluster_resources", lambda: {"CPU": 2.0})
+    monkeypatch.setattr(ray_tune.ray, "shutdown", lambda: None)
+    for resources in ({"cpu": 3}, {"cpu": 1, "gpu": 0.5}):
+        with pytest.raises(InputError, match="a trial wants"):
+            run_study(write(lab / "s.yaml", resources=resources))
+    with Store.open(lab / "deltalab.db") as store:
+        assert store.study("s").state == "interrupted"
+
+
+# Trials that fail.
+
+
+def test_a_trial_that_raises_is_recorded_and_the_study_goes_on(lab: Path) -> None:
+    registry.add_plugin(rule(lab / "raises.py", "raises_inline", RAISES))
+    (lab / "broken").touch()
+    arms = {"bad": {"rule": "raises_inline"}, "iplr": {"rule": {"transition": "iplr"}}}
+    file = write(lab / "s.yaml", ablate=[], arms=arms)
+    result = run_study(file, executor="inline")
+    assert (result.trials, result.failed) == (9, 3)
+    with Store.open(lab / "deltalab.db") as store:
+        assert store.study("s").state == "failed"
+        rows = store.trials(result.study_id)
+        bad = [row for row in rows if row.state == "failed"]
+        assert [(row.arm, row.stage, row.values == {}) for row in bad] == [
+            ("bad", "confirm", True),  # with the plan's own values, as tuning found none
+            ("bad", "tune", False),
+            ("bad", "tune", False),
+        ]
+        for row in bad:
+            assert row.error is not None
+            assert row.error.startswith("Traceback")
+            assert "RuntimeError: boom" in row.error
+            assert "operands" in row.error
+            assert row.runs == {}
+            assert row.rule == "raises_inline"
+    verdicts = {row.arm: row.verdict for row in result.report.tables[0].rows}
+    assert verdicts["bad"] == "failed"
+    assert verdicts["iplr"] != "failed"
+
+    known = run_study(file, executor="inline")
+    assert (known.known, known.failed) == (9, 3), "a failed trial is not run again unasked"
+
+    (lab / "broken").unlink()
+    retried = run_study(file, executor="inline", retry_failed=True)
+    assert (retried.known, retried.failed) == (6, 0)
+    assert_whole(lab / "deltalab.db", planned(file))
+
+
+def test_two_arms_that_share_a_failed_trial_can_retry_it(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once what they differ in is tuned, arms may coincide."""
+    monkeypatch.setattr(running.Schedule, "_suggest", lambda self, track, number: {"model.heads": 2})
+    file = write(lab / "s.yaml", ablate=[], tune={"trials": 2, "model.heads": {"integers": [1, 8]}})
+    with monkeypatch.context() as patch:
+        patch.setattr(trials, "train", lambda *args, **kwargs: 1 / 0)
+        assert run_study(file, executor="inline").failed == 3
+    retried = run_study(file, executor="inline", retry_failed=True)
+    assert (retried.failed, retried.trials) == (0, 3)
+
+
+def test_a_deadline_ends_a_trial(lab: Path) -> None:
+    result = run_study(write(lab / "s.yaml", deadline=1e-3, ablate=[], tune=None), executor="inline")
+    assert result.failed == 1
+    with Store.open(lab / "deltalab.db") as store:
+        (row,) = store.trials(result.study_id)
+    assert row.error is not None
+    assert "deadline of 0.001 s, at step 2 of 6" in row.error.splitlines()[-1]
+
+
+def test_a_diverged_trial_is_no_failure(lab: Path) -> None:
+    train_spec = {**STUDY["base"]["train"], "lr": 1e30, "clip": 0.0}
+    file = write(lab / "s.yaml", base={**STUDY["base"], "train": train_spec}, tune=None, ablate=[])
+    result = run_study(file, executor="inline")
+    assert result.failed == 0
+    assert result.report.tables[0].rows[0].verdict == "diverged"
+    found = ledger(lab / "deltalab.db")
+    assert all(state == "diverged" and at is not None for _, _, state, at in found["runs"])
+    assert found["weights"] == []
+
+
+def job(file: Path) -> Job:
+    plan = planned(file)
+    return plan.job(plan.arms[0], "confirm", 0, {})
+
+
+def test_code_that_changed_since_the_plan_is_refused(lab: Path) -> None:
+    planned_job = job(write(lab / "s.yaml"))
+    kind, name, file, _ = planned_job.plugins[0]
+    other = replace(planned_job, plugins=((kind, name, file, "0" * 64), *planned_job.plugins[1:]))
+    record = execute(other, lab / "runs")
+    assert record.state == "failed"
+    assert record.error is not None
+    assert "rule 'comba' in" in record.error.splitlines()[-1]
+    assert "is not what the study was planned with" in record.error.splitlines()[-1]
+    assert record.rule.hash == "0" * 64, "the record names the code that was planned"
+
+
+def test_code_that_a_worker_lacks_is_a_failed_trial(lab: Path) -> None:
+    planned_job = job(write(lab / "s.yaml"))
+    gone = ("rule", "gone", str(lab / "gone.py"), "0" * 64)
+    config = {**planned_job.config, "rule": {"name": "gone"}}
+    record = execute(replace(planned_job, config=config, plugins=(gone,)), lab / "runs")
+    assert record.state == "failed"
+    assert record.error is not None
+    assert "gone.py: no such plugin file" in record.error.splitlines()[-1]
+    assert (record.rule.name, record.rule.source) == ("gone", planned_job.rule_source)
+
+
+def test_a_record_survives_json(lab: Path) -> None:
+    planned_job = job(write(lab / "s.yaml"))
+    record = execute(planned_job, lab / "runs")
+    assert (record.state, len(record.runs)) == ("done", 2)
+    assert from_json(to_json(record)) == record
+    assert from_json(to_json(failed(planned_job, "died"))).error == "died"
+    assert isinstance(record.runs[0].artifacts[0], ArtifactRecord)
+
+
+def test_a_trial_that_was_cut_off_goes_on_from_its_checkpoint(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after a deadline, and with the same figures as a trial that was left alone."""
+    planned_job = job(write(lab / "s.yaml"))
+    whole = execute(planned_job, lab / "whole")
+    monkeypatch.setattr(trials, "train", partial(train, checkpoint_seconds=0))
+
+    def cut(step: int, so_far: list[RunResult]) -> None:
+        if step == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        execute(planned_job, lab / "cut", watch=cut)
+    assert (lab / "cut" / "checkpoints" / f"{planned_job.key}.pt").exists()
+    steps: list[int] = []
+    resumed = execute(planned_job, lab / "cut", watch=lambda step, so_far: steps.append(step))
+    assert steps == [6]
+    runs: list[list[tuple[int, Any, str]]] = [
+        [(run.seed, run.metrics, run.artifacts[0].sha256) for run in one.runs] for one in (whole, resumed)
+    ]
+    assert [run[:2] for run in runs[0]] == [run[:2] for run in runs[1]]
+    assert not list((lab / "cut" / "checkpoints").iterdir())
+
+
+def test_a_full_disk_under_the_weights_is_a_failed_trial(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(state: object, to: Path) -> None:
+        raise OSError(28, "No space left on device", str(to))
+
+    monkeypatch.setattr("torch.save", full)
+    result = run_study(write(lab / "s.yaml", ablate=[], tune=None), executor="inline")
+    assert result.failed == 1
+    found = ledger(lab / "deltalab.db")
+    assert (found["runs"], found["weights"]) == ([], [])
+
+
+# A driver that is killed: between any two writes of the ledger, and in the middle of each.
+
+
+class Killed(BaseException):
+    pass
+
+
+def quick(planned_job: Job, runs: Path, **_: Any) -> Any:
+    """A trial in no time, with figures of its own."""
+    value = int(planned_job.key[:6], 16) / 16**6
+    metrics = [(split, "accuracy", 6, value) for split in ("validation", "test")]
+    record = failed(planned_job, "")
+    runs_of = [RunRecord(seed, metrics=metrics) for seed in planned_job.seeds]  # type: ignore[arg-type]
+    return replace(record, state="done", error=None, seconds=1.0, runs=runs_of)
+
+
+@pytest.mark.parametrize("committed", [False, True], ids=["in a write", "after a write"])
+def test_a_driver_killed_at_any_write_goes_on_with_the_same_command(
+    lab: Path, monkeypatch: pytest.MonkeyPatch, committed: bool
+) -> None:
+    monkeypatch.setattr(running, "execute", quick)
+    file = write(lab / "s.yaml")
+    whole = run_study(file, db=lab / "whole.db", executor="inline")
+    right = ledger(lab / "whole.db")
+    writing = Store._writing
+
+    def die_at(fatal: int) -> int:
+        """A store whose process is gone from that write on; the writes that were tried."""
+        count = 0
+
+        @contextmanager
+        def dying(self: Store) -> Iterator[Session]:
+            nonlocal count
+            count += 1
+            if count > fatal:
+                raise Killed
+            with writing(self) as session:
+                yield session
+                if count == fatal and not committed:
+                    raise Killed
+            if count == fatal:
+                raise Killed
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Store, "_writing", dying)
+            with pytest.raises(Killed):
+                run_study(file, db=db, executor="inline")
+        return count
+
+    for fatal in range(1, 1 + 6 + 1 + 1):  # the study, its trials, its end
+        db = lab / f"{fatal}.db"
+        assert die_at(fatal) >= fatal
+        before = recorded(db)
+        result = run_study(file, db=db, executor="inline")
+        assert ledger(db) == right
+        assert result.known == before
+        assert result.report.tables == whole.report.tables
+        with Store.open(db) as store:
+            assert store.study("s").state == "done"
+
+
+def test_ctrl_c_says_how_to_go_on(
+    lab: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = []
+
+    def interrupted(planned_job: Job, runs: Path, **_: Any) -> Any:
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append(planned_job)
+        return quick(planned_job, runs)
+
+    monkeypatch.setattr(running, "execute", interrupted)
+    monkeypatch.setattr(sys, "argv", ["platform", "study", "run", str(write(lab / "s.yaml")), "--executor", "inline"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "interrupted: the same command goes on from here"
+    with Store.open(lab / "deltalab.db") as store:
+        study = store.study("s")
+        assert study.state == "interrupted"
+        assert len(store.trials(study.id)) == 2
+
+
+def test_ray_that_ended_early_is_no_success(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tune takes Ctrl-C for itself, stops its trials and returns as if all were done."""
+    monkeypatch.setattr(running, "_with_ray", lambda *args, **kwargs: None)
+    with pytest.raises(KeyboardInterrupt):
+        run_study(write(lab / "s.yaml"))
+    with Store.open(lab / "deltalab.db") as store:
+        assert store.study("s").state == "interrupted"
+
+
+LONGER = {**STUDY["base"], "train": {**STUDY["base"]["train"], "steps": 80, "evaluations": 8}}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[Any, ...]]]:
+    """The ledger of the longer study, run in peace."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    run_study(write(folder / "s.yaml", base=LONGER), db=folder / "lab.db", executor="inline")
+    return ledger(folder / "lab.db")
+
+
+def start(lab: Path, *more: str) -> subprocess.Popen[bytes]:
+    """The command, in a session of its own."""
+    command = [str(Path(sys.executable).with_name("platform")), "study", "run", "s.yaml", *more]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, cwd=lab, env=environment, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+
+
+def in_session(session: int) -> list[str]:
+    """What still runs of a session, zombies aside."""
+    alive = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            name, _, rest = stat.read_text().rpartition(")")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        state, _, _, of, *_ = rest.split()
+        if int(of) == session and state not in "ZX":
+            alive.append(name)
+    return alive
+
+
+def kill_when(process: subprocess.Popen[bytes], reached: Callable[[], bool], patience: float = 240) -> None:
+    """kill -9 of the driver alone; all that it started must follow it."""
+    until = time.monotonic() + patience
+    while not reached():
+        assert process.poll() is None, process.stderr and process.stderr.read().decode()
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    assert in_session(process.pid)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    # Ray's two agents train nothing, and take some seconds to see that they are alone.
+    ends(process, but=("ray::DashboardA", "ray::RuntimeEnv"))
+
+
+def ends(process: subprocess.Popen[bytes], but: tuple[str, ...] = (), patience: float = 90) -> None:
+    """Waits until nothing that the command started is left."""
+    until = time.monotonic() + patience
+    while left := [name for name in in_session(process.pid) if not name.endswith(but or "\0")]:
+        assert time.monotonic() < until, left
+        time.sleep(0.1)
+
+
+def finish(process: subprocess.Popen[bytes]) -> None:
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err.decode()
+    ends(process)
+
+
+@pytest.mark.slow
+def test_kill_9_inline(lab: Path, uninterrupted: dict[str, list[tuple[Any, ...]]]) -> None:
+    file = write(lab / "s.yaml", base=LONGER)
+    db = lab / "deltalab.db"
+    kill_when(start(lab, "--executor", "inline"), lambda: recorded(db) >= 1)
+    first = recorded(db)
+    assert 1 <= first < 6
+    process = start(lab, "--executor", "inline")
+    kill_when(process, lambda: recorded(db) >= first + 2 and not time.sleep(0.1))  # in the middle of the next
+    second = recorded(db)
+    assert first < second < 6
+    finish(start(lab, "--executor", "inline"))
+    assert_whole(db, planned(file))
+    assert ledger(db) == uninterrupted
+
+
+@pytest.mark.slow
+def test_kill_9_with_ray(lab: Path, uninterrupted: dict[str, list[tuple[Any, ...]]]) -> None:
+    file = write(lab / "s.yaml", base=LONGER)
+    db = lab / "deltalab.db"
+    killed = start(lab)
+    kill_when(killed, lambda: recorded(db) >= 2 and not time.sleep(0.1))
+    assert 2 <= recorded(db) < 6
+    finish(start(lab))
+    ends(killed)
+    assert_whole(db, planned(file))
+    assert ledger(db) == uninterrupted
+
+
+@pytest.mark.slow
+def test_ray_gives_what_inline_gives_and_survives_its_workers(lab: Path) -> None:
+    """Plugins of both kinds, a corpus by a relative path, a trial that raises, a worker that dies, an edited rule."""
+    rule(lab / "plugins" / "mine.py", "mine")
+    registry.add_plugin(rule(lab / "elsewhere" / "named.py", "named"))
+    registry.add_plugin(rule(lab / "raises.py", "raises_in_ray", RAISES))
+    registry.add_plugin(rule(lab / "dies.py", "dies", DIES))
+    edited = rule(lab / "edited.py", "edited")
+    registry.add_plugin(edited)
+    (lab / "corpus.txt").write_bytes(bytes(range(256)) * 8)
+    given: dict[str, Any] = {
+        "task": {**STUDY["task"], "text": {"length": 8, "corpus": "corpus.txt"}},
+        "for_task": {"text": {"train": {"steps": 3}}},
+        "ablate": [],
+        "tune": None,
+        "arms": {name: {"rule": name} for name in ("mine", "named", "raises_in_ray")},
+    }
+    (lab / "broken").touch()
+    inline = write(lab / "inline.yaml", **given)
+    alone = run_study(inline, db=lab / "inline.db", executor="inline")
+    assert (alone.trials, alone.failed) == (8, 2)
+
+    (lab / "deadly").touch()
+    edited.write_text(edited.read_text() + "\n# edited after the plan\n")
+    troubled = {"dies": {"rule": "dies"}, "edited": {"rule": "edited"}}
+    file = write(lab / "s.yaml", **{**given, "arms": {**given["arms"], **troubled}})
+    result = run_study(file, db=lab / "ray.db")
+    assert (result.trials, result.failed) == (12, 6)
+
+    def of(db: str, table: str) -> list[tuple[Any, ...]]:
+        rows = ledger(lab / db)[table]
+        return [row for row in rows if not {"dies", "edited"} & set(row)]
+
+    for table in ("places", "runs", "metrics", "weights"):
+        assert of("inline.db", table) == of("ray.db", table)
+        assert of("inline.db", table)
+    with Store.open(lab / "ray.db") as store:
+        assert store.study("s").state == "failed"
+        last = {
+            (row.arm, (row.error or "").strip().splitlines()[-1]) for row in store.trials(1) if row.state == "failed"
+        }
+    assert {arm for arm, _ in last} == {"raises_in_ray", "dies", "edited"}
+    for arm, line in last:
+        says = {"raises_in_ray": "RuntimeError: boom", "dies": "the worker died", "edited": "not what the study was"}
+        assert says[arm] in line
+
+    # The same ledger goes on inline, without the trouble.
+    (lab / "broken").unlink()
+    (lab / "deadly").unlink()
+    again = run_study(file, db=lab / "ray.db", executor="inline", retry_failed=True)
+    assert (again.trials, again.known, again.failed) == (12, 6, 0)
+    assert_whole(lab / "ray.db", planned(file))
