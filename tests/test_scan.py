@@ -12,14 +12,14 @@ from torch import Tensor
 import deltalab
 from deltalab import reference
 from deltalab.errors import InputError
-from deltalab.inputs import draw
+from deltalab.inputs import draw, parts
 
 B, T, H, K, V = 2, 5, 3, 4, 6
 
 
-def arguments(name: str = "gated_deltanet", **changes: Any) -> dict[str, Any]:
+def arguments(of: str = "gated_deltanet", **changes: Any) -> dict[str, Any]:
     """Right arguments of `scan`, with some of them replaced; a function replaces what it is given."""
-    rule = deltalab.get_rule(name)
+    rule = deltalab.get_rule(of)
     x = draw(rule, batch=B, length=T, heads=H, key_dim=K, value_dim=V).map(Tensor.float)
     right: dict[str, Any] = {"rule": rule, "q": x.q, "k": x.k, "v": x.v, "gates": dict(x.gates)}
     for name, change in changes.items():
@@ -45,10 +45,13 @@ def with_(name: str, value: object) -> Callable[[dict[str, Any]], dict[str, Any]
         ({"chunk_size": True}, "chunk_size must be a whole number of at least 1, not True"),
         ({"q": lambda q: q[0]}, r"q must be a floating [B, T, H, ...] tensor, not torch.float32 [5, 3, 4]"),
         ({"v": lambda v: v.long()}, r"v must be a floating [B, T, H, ...] tensor, not torch.int64 [2, 5, 3, 6]"),
-        ({"q": lambda q: q[..., :3]}, "q and k must be [B, T, H, K] and v [B, T, H, V], none of them empty, not [2, 5"),
-        ({"k": lambda k: k[:, :4]}, "q and k must be [B, T, H, K]"),
-        ({"v": lambda v: v[:1]}, "q and k must be [B, T, H, K]"),
-        ({"v": lambda v: v[:, :, :1]}, "q and k must be [B, T, H, K]"),
+        (
+            {"q": lambda q: q[..., :3]},
+            "q must be [B, T, H, K], k [B, T, H, K] and v [B, T, H, V], none of them empty, not [2, 5",
+        ),
+        ({"k": lambda k: k[:, :4]}, "q must be [B, T, H, K]"),
+        ({"v": lambda v: v[:1]}, "q must be [B, T, H, K]"),
+        ({"v": lambda v: v[:, :, :1]}, "q must be [B, T, H, K]"),
         ({"v": lambda v: v[..., :0]}, "none of them empty"),
         ({"k": lambda k: k.double()}, "q, k and v must share dtype and device, not torch.float32, torch.float64"),
         ({"v": lambda v: v.to("meta")}, "q, k and v must share dtype and device"),
@@ -56,7 +59,7 @@ def with_(name: str, value: object) -> Callable[[dict[str, Any]], dict[str, Any]
         ({"gates": without("beta")}, "rule 'gated_deltanet' needs a value for its gate 'beta'"),
         (
             {"gates": with_("g", torch.zeros(B, T))},
-            "gate 'g' must be [B, T, H] = [2, 5, 3] or [H] = [3] on cpu, not [2, 5] on cpu",
+            "gate 'g', per token, must be [2, 5, 3] or [3] on cpu, not [2, 5] on cpu",
         ),
         ({"gates": with_("g", torch.zeros(B, T, H, device="meta"))}, "on cpu, not [2, 5, 3] on meta"),
         ({"gates": with_("beta", 0.5)}, "on cpu, not a float"),
@@ -75,9 +78,28 @@ def test_wrong_input_is_refused_in_one_line(changes: dict[str, Any], message: st
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("delta_product", {"k": lambda k: k[:, :T]}, "k [B, 2 T, H, K] and v [B, 2 T, H, V], none of them empty"),
+        ("delta_product", {"v": lambda v: v[:, :T]}, "k [B, 2 T, H, K] and v [B, 2 T, H, V], none of them empty"),
+        ("delta_product", {"gates": with_("beta", torch.zeros(B, T, H))}, "per step, must be [2, 10, 3] or [3]"),
+        ("kda", {"gates": with_("g", torch.zeros(B, T, H))}, "'g', per channel, must be [2, 5, 3, 4] or [3, 4] on cpu"),
+        ("rwkv7", {"gates": with_("xi", torch.zeros(H))}, "per head_channel, must be [2, 5, 3, 4] or [3, 4]"),
+        ("rla", {"state": torch.zeros(B, H, K, V)}, "must be a pair of [B, H, K, V] = [2, 3, 4, 6]"),
+        ("rla", {"state": (torch.zeros(B, H, K, V), torch.zeros(B, H, V, K))}, "not [2, 3, 4, 6] on cpu, [2, 3, 6, 4]"),
+    ],
+)  # fmt: skip
+def test_steps_channels_and_pairs_have_shapes_of_their_own(name: str, changes: dict[str, Any], message: str) -> None:
+    deltalab.scan(**arguments(name))
+    with pytest.raises(InputError) as raised:
+        deltalab.scan(**arguments(name, **changes))
+    assert message in str(raised.value)
+
+
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(
-    name=st.sampled_from(["attention", "comba", "deltanet", "mamba2"]),
+    name=st.sampled_from(["attention", "comba", "delta_product", "deltanet", "kda", "mamba2", "rla", "rwkv7"]),
     backend=st.sampled_from(["auto", "recurrent", "chunked"]),
     sizes=st.fixed_dictionaries({n: st.integers(1, 4) for n in ("batch", "length", "heads", "key_dim", "value_dim")}),
     dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.float64]),
@@ -88,11 +110,11 @@ def test_any_shape_that_fits_is_taken_and_any_that_does_not_is_refused(
     rule = deltalab.get_rule(name)
     x = draw(rule, **sizes).map(lambda part: part.to(dtype))
     o, state = deltalab.scan(rule, x.q, x.k, x.v, x.gates, backend=backend, chunk_size=2)
-    assert o.shape == x.v.shape
+    assert o.shape == (*x.q.shape[:3], sizes["value_dim"])
     assert o.dtype == dtype
-    if isinstance(state, Tensor):
-        assert state.shape == (sizes["batch"], sizes["heads"], sizes["key_dim"], sizes["value_dim"])
-        assert state.dtype == torch.promote_types(dtype, torch.float32)
+    for one in parts(state).values() if rule.transition is not None else ():
+        assert one.shape == (sizes["batch"], sizes["heads"], sizes["key_dim"], sizes["value_dim"])
+        assert one.dtype == torch.promote_types(dtype, torch.float32)
     for part in ("q", "k", "v"):
         given_parts = {"q": x.q, "k": x.k, "v": x.v}
         for dim in range(4) if part != "v" else range(3):

@@ -90,7 +90,7 @@ def _check(
         raise InputError(f"q, k and v must share dtype and device, not {q.dtype}, {k.dtype}, {v.dtype}")
     expected = (batch, heads, key_dim, v.shape[3])
     count = 2 if rule.second_state else 1
-    states = state if isinstance(state, tuple) else (state,)
+    states = state if count == 2 and isinstance(state, tuple) else (state,)
     fits = len(states) == count and all(
         isinstance(one, Tensor) and one.shape == expected and one.device == v.device for one in states
     )
