@@ -16,7 +16,7 @@ import deltalab
 from deltalab import conformance, gates, reference
 from deltalab.conformance import CHECKS, CheckResult, check_rule
 from deltalab.layer import RuleLayer
-from deltalab.rule import Operands, UpdateRule, knob
+from deltalab.rule import Operands, State, UpdateRule, knob
 from deltalab.structure import ADDITIVE, IPLR, SPLR, Transition
 
 PLANTED = Path(__file__).parent / "planted"
@@ -141,8 +141,14 @@ def test_settings_that_are_not_all_tried_are_said_to_be_so() -> None:
         deltalab.get_rule("comba", transition="iplr"),
         deltalab.get_rule("deltanet"),
         deltalab.get_rule("gated_deltanet", beta={"sigmoid": {"max": 1.5}}),
+        deltalab.get_rule("comba", transition="dplr"),
+        deltalab.get_rule("delta_product", n_h=1),
+        deltalab.get_rule("gla"),
+        deltalab.get_rule("kda", beta={"sigmoid": {"max": 1.5}}),
         deltalab.get_rule("mamba2"),
         deltalab.get_rule("linear_attention"),
+        deltalab.get_rule("rdn"),
+        deltalab.get_rule("rwkv7"),
     ],
     ids=lambda rule: f"{rule.name}-{rule.transition}",
 )
@@ -154,6 +160,40 @@ def test_a_range_of_eigenvalues_slightly_too_narrow_is_caught(
     declared[end] += 1e-6 if end == 0 else -1e-6
     monkeypatch.setattr(type(rule), "eigenvalues", tuple(declared))
     assert worst("eigenvalues", rule) > 0
+
+
+def test_a_second_state_is_held_to_the_range_too() -> None:
+    class Stronger(type(deltalab.get_rule("rdn"))):  # type: ignore[misc]
+        def operands(self, q: Tensor, k: Tensor, v: Tensor, **gates: Any) -> Operands:
+            x = super().operands(q, k, v, **gates)
+            return replace(x, fit=replace(x.fit, e=3 * x.fit.e))
+
+    assert worst("eigenvalues", deltalab.get_rule("rdn")) <= 0
+    [result] = [result for result in check_rule(Stronger()) if result.name == "eigenvalues"]
+    assert not result.passed
+    assert "distance of the eigenvalues of the second state, measured -2 to 1" in result.message
+
+
+def test_steps_may_turn_the_state_but_not_stretch_it() -> None:
+    class Stretching(type(deltalab.get_rule("delta_product"))):  # type: ignore[misc]
+        def operands(self, q: Tensor, k: Tensor, v: Tensor, **gates: Any) -> Operands:
+            x = super().operands(q, k, v, **gates)
+            return replace(x, e=1.01 * x.e)
+
+    assert worst("eigenvalues", deltalab.get_rule("delta_product")) <= 0
+    assert worst("eigenvalues", Stretching()) > 0
+
+
+def test_an_infinite_decay_times_nothing_is_caught() -> None:
+    class Masked(type(deltalab.get_rule("delta_product"))):  # type: ignore[misc]
+        def operands(self, q: Tensor, k: Tensor, v: Tensor, **gates: Any) -> Operands:
+            x = super().operands(q, k, v, **gates)
+            first = torch.arange(k.shape[1]) % self.n_h == 0
+            return replace(x, g=x.g * first[:, None])
+
+    rule = Masked(g=gates.mamba2_decay())
+    assert worst("extreme gates", deltalab.get_rule("delta_product", g="mamba2_decay")) <= 0
+    assert worst("extreme gates", rule) > 0
 
 
 # --- mutations of what the rules stand on -------------------------------------------------------------------
@@ -170,6 +210,17 @@ def detached(field: str) -> Callable[..., tuple[Tensor, Tensor]]:
         else:
             x = replace(x, **{field: getattr(x, field).detach()})
         return chunked(transition, x, state=state, **rest)
+
+    return mutant
+
+
+def fit_detached(field: str) -> Callable[..., tuple[Tensor, State]]:
+    """The parallel form with the gradient of one operand of the second state lost."""
+
+    def mutant(transition: Transition, x: Operands, **rest: Any) -> tuple[Tensor, State]:
+        assert x.fit is not None
+        fit: Any = {field: getattr(x.fit, field).detach()}
+        return chunked(transition, replace(x, fit=replace(x.fit, **fit)), **rest)
 
     return mutant
 
@@ -219,6 +270,27 @@ def test_a_wrong_parallel_form_is_caught(
     assert worst("backends", rule) <= 0
     monkeypatch.setattr(reference, "chunked", mutant)
     assert worst("backends", rule) > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "mutant"),
+    [
+        *(("rwkv7", detached(field)) for field in ("g", "a", "b")),
+        *(("delta_product", detached(field)) for field in ("r", "k", "u", "e")),
+        *(("kda", detached(field)) for field in ("g", "e")),
+        *(("rdn", detached(field)) for field in ("r", "k", "u", "g", "e")),
+        *(("rdn", fit_detached(field)) for field in ("r", "v", "strength", "e")),
+        ("rdn", ignores_state),
+        ("kda", reads_the_other),
+        ("rwkv7", reads_the_other),
+    ],
+)
+def test_a_wrong_parallel_form_of_the_wider_algebra_is_caught(
+    name: str, mutant: Callable[..., tuple[Tensor, State]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert worst("backends", deltalab.get_rule(name)) <= 0
+    monkeypatch.setattr(reference, "chunked", mutant)
+    assert worst("backends", deltalab.get_rule(name)) > 0
 
 
 def test_decays_as_differences_of_sums_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,6 +48,7 @@ class Lab:
         for seed, value in zip(SEEDS, values, strict=False):
             bad = math.isnan(value)
             metrics = [(split, TASKS[task]["metric"], step, v) for step, v in ((50, 0.01), (100, value))]
+            metrics.append(("cost", "flops_per_token", 100, 1000.0))
             runs.append(RunRecord(seed, "diverged" if bad else "done", 70 if bad else None, metrics))
         record: dict[str, Any] = {
             "key": f"{arm} {task} {stage} {number}",
@@ -108,16 +109,17 @@ GOLDEN = """\
 
 ### mqar (version 1): accuracy on test, higher is better, chance 0.0156
 
-| arm | seeds | accuracy | difference | p | verdict | us/token | state | parameters | tuned |
-| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
-| base | 8 | 0.921 [0.906, 0.936] |  |  | base | 20 | 2,048 | 12,345 | train.lr=0.005, rule.d=head |
-| no_d | 8 | 0.486 [0.463, 0.510] | -0.435 [-0.464, -0.406] | 0.031 | worse | 20 | 4,096 | 12,345 |  |
+| arm | seeds | accuracy | difference | p | verdict | us/token | flops/token | state | parameters | tuned |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
+| base | 8 | 0.921 [0.906, 0.936] |  |  | base | 20 | 1,000 | 2,048 | 12,345 | train.lr=0.005, rule.d=head |
+| no_d | 8 | 0.486 [0.463, 0.510] | -0.435 [-0.464, -0.406] | 0.031 | worse | 20 | 1,000 | 4,096 | 12,345 |  |
 | odd\\|b | 8 | 0.921 [0.905, 0.937] | +0.000 [-0.013, +0.013] | 1.000 | no difference found at this budget \
-| 20 | 2,048 | 12,345 |  |
+| 20 | 1,000 | 2,048 | 12,345 |  |
 | iplr | 6 of 8, 2 diverged | 0.925 [0.905, 0.945] | +0.000 [+0.000, +0.000] | 1.000 \
-| no difference found at this budget | 20 | 2,048 | 12,345 |  |
-| late | 0 |  |  |  | failed |  |  |  |  |
+| no difference found at this budget | 20 | 1,000 | 2,048 | 12,345 |  |
+| late | 0 |  |  |  | failed |  |  |  |  |  |
 
+- Pareto front of mean, flops per token and state: iplr.
 - No p can be below 0.0312 (8 pairs, Holm over 4).
 - iplr is compared on 6 of 8 seeds: the others lack a side.
 
@@ -216,6 +218,7 @@ def test_few_seeds_are_told_what_they_cannot_show(store: Store) -> None:
     [table] = report(store, lab.id).tables
     assert table.rows[1].verdict == "no difference found at this budget"
     assert table.notes == [
+        "Pareto front of mean, flops per token and state: base.",
         "No p can be below 0.0625 (5 pairs, Holm over 1), so no arm can be told from the base: 0.05 needs 6 seeds."
     ]
 

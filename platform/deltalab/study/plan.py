@@ -2,20 +2,23 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from itertools import product
 from typing import Any, Literal
 
 from deltalab.errors import InputError, unknown
 from deltalab.model import ModelSpec
 from deltalab.registry import get_rule, get_task, rule_plugin, task_plugin
-from deltalab.study.spec import Base, Change, StudySpec
+from deltalab.study.spec import Base, Change, StudySpec, Tune
 from deltalab.tasks import Task
 from deltalab.train import NUMERICS, TrainSpec
 
 CONFIRM_SEEDS_FROM = 1
 TUNE_SEEDS_FROM = 1_000_001
 """Tuning's seeds and confirmation's never meet."""
+MOST_COMBINATIONS = 500
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ class Plan:
     def identity(self) -> str:
         """SHA-256 of all that the study computes, rule sources and data among it: another one is another study."""
         keys = [self.job(arm, "confirm", 0, {}).key for arm in self.arms]
-        tune = self.spec.tune.model_dump(mode="json") if self.spec.tune else None
+        tune = self.budget.model_dump(mode="json") if self.budget else None
         return _hash(
             {"name": self.spec.name, "profile": self.profile, "tune": tune, "arms": self.names, "trials": keys}
         )
@@ -82,19 +85,30 @@ class Plan:
         return list(dict.fromkeys(arm.name for arm in self.arms))
 
     @property
+    def budget(self) -> Tune | None:
+        """What an arm that tunes has to spend."""
+        return self.spec.search or self.spec.tune
+
+    def tunes(self, arm: Arm) -> bool:
+        """Whether an arm tunes by itself: with `search`, all of it is done from the base."""
+        return self.budget is not None and (self.spec.search is None or arm.is_base)
+
+    @property
     def trials(self) -> int:
-        return len(self.arms) * (1 + (self.spec.tune.trials if self.spec.tune else 0))
+        tuning = sum(self.tunes(arm) for arm in self.arms)
+        return len(self.arms) + tuning * (self.budget.trials if self.budget else 0)
 
     @property
     def runs(self) -> int:
-        tune = self.spec.tune
-        return len(self.arms) * (self.spec.seeds + (tune.trials * tune.seeds if tune else 0))
+        tuning = sum(self.tunes(arm) for arm in self.arms)
+        spent = self.budget.trials * self.budget.seeds if self.budget else 0
+        return len(self.arms) * self.spec.seeds + tuning * spent
 
     def job(self, arm: Arm, stage: Literal["tune", "confirm"], number: int, values: Mapping[str, Any]) -> Job:
         """A trial of an arm with tuned values in place."""
         if stage == "tune":
-            assert self.spec.tune is not None
-            seeds = tuple(range(TUNE_SEEDS_FROM, TUNE_SEEDS_FROM + self.spec.tune.seeds))
+            assert self.budget is not None
+            seeds = tuple(range(TUNE_SEEDS_FROM, TUNE_SEEDS_FROM + self.budget.seeds))
         else:
             seeds = tuple(range(CONFIRM_SEEDS_FROM, CONFIRM_SEEDS_FROM + self.spec.seeds))
         task = self.tasks[arm.task]
@@ -170,6 +184,8 @@ def _make_plan(spec: StudySpec, profile: str | None) -> Plan:
                 )
             change_of = difference(resolved["base"], config)
             arms.append(Arm(name, task_name, name == "base", config, change_of))
+        for i in range(spec.search.finalists if spec.search else 0):
+            arms.append(Arm(f"found_{i + 1}", task_name, False, resolved["base"], {}))
     plan = Plan(spec, profile, arms, tasks)
     if spec.tune is not None:
         grid = spec.tune.grid()
@@ -187,7 +203,23 @@ def _make_plan(spec: StudySpec, profile: str | None) -> Plan:
                     f"arm '{arm.name}' is the same as {twin if twin == 'base' else repr(twin)} on task '{arm.task}' "
                     f"once {', '.join(first)} {'is' if len(first) == 1 else 'are'} tuned"
                 )
+    if spec.search is not None:
+        _check_search(plan)
     return plan
+
+
+def _check_search(plan: Plan) -> None:
+    """Raises `InputError` for a candidate that cannot be built, of all combinations of choices, or of each alone."""
+    assert plan.spec.search is not None
+    searched = {path: search.extremes for path, search in plan.spec.search.searched.items()}
+    if math.prod(map(len, searched.values())) <= MOST_COMBINATIONS:
+        candidates = [dict(zip(searched, values, strict=True)) for values in product(*searched.values())]
+    else:
+        first = {path: values[0] for path, values in searched.items()}
+        candidates = [{**first, path: value} for path, values in searched.items() for value in values]
+    for arm in plan.arms:
+        for values in candidates if arm.is_base else []:
+            _with(arm.config, values, plan.tasks[arm.task], where=f"search, {values}")
 
 
 def _changes(spec: StudySpec) -> dict[str, Change]:
@@ -284,7 +316,8 @@ def _with(config: Mapping[str, Any], values: Mapping[str, Any], task: Task, *, w
         here: Any = changed
         for part in parents:
             here = here.get(part) if isinstance(here, dict) else None
-        if not isinstance(here, dict) or last not in here or not parents or path in _FIXED:
+        whole = path == "rule"
+        if not isinstance(here, dict) or last not in here or not (parents or whole) or path in _FIXED:
             raise unknown("setting", path, _paths(config), where=where)
         here[last] = value
     model = {key: value for key, value in changed["model"].items() if key != "vocab_size"}

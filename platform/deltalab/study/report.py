@@ -16,6 +16,7 @@ from rich.text import Text
 
 from deltalab.store import Arm, Store, TrialRow
 from deltalab.store.models import Stage
+from deltalab.study.front import front
 from deltalab.study.stats import (
     Difference,
     Interval,
@@ -31,7 +32,7 @@ from deltalab.study.stats import (
 ALPHA = 0.05
 # Columns of a row's cells. On a terminal the costs stand apart, or the answer would not fit in 80 columns.
 NO_DIFFERENCE = "no difference found at this budget"
-ANSWER, INTERVALS, COSTS = (0, 1, 2, 3, 4, 5), (2, 3), (0, 6, 7, 8, 9)
+ANSWER, INTERVALS, COSTS = (0, 1, 2, 3, 4, 5), (2, 3), (0, 6, 7, 8, 9, 10)
 STYLE = {"better": "green", "worse": "red", "failed": "red", "diverged": "red"}
 SPLIT: dict[Stage, str] = {"tune": "validation", "confirm": "test"}
 
@@ -54,6 +55,7 @@ class Row:
     microseconds_per_token: float | None
     state_size: int | None
     parameters: int | None
+    flops_per_token: float | None
     tuned: dict[str, Any]
 
 
@@ -69,7 +71,10 @@ class Interaction:
 
 @dataclass(frozen=True)
 class TaskTable:
-    """All arms on one task, and what to know before reading it."""
+    """All arms on one task, and what to know before reading it.
+
+    front: the arms that no other beats in the mean of the metric, arithmetic per token and state size at once.
+    """
 
     task: str
     version: int
@@ -78,6 +83,7 @@ class TaskTable:
     chance: float
     split: str
     rows: list[Row]
+    front: list[str]
     interactions: list[Interaction]
     notes: list[str]
 
@@ -156,7 +162,10 @@ def report(store: Store, study_id: int, *, which: Stage = "confirm") -> Report:
     arms = store.arms(study_id)
     trials = store.trials(study_id)
     finals: dict[tuple[str, str], dict[int, float]] = {}
+    flops: dict[str, float] = {}
     for final in store.final_metrics(study_id, stage=which):
+        if (final.split, final.metric) == ("cost", "flops_per_token"):
+            flops[final.trial] = final.value
         if final.split == SPLIT[which] and final.run_state == "done":
             finals.setdefault((final.trial, final.metric), {})[final.seed] = final.value
     tables = []
@@ -165,7 +174,7 @@ def report(store: Store, study_id: int, *, which: Stage = "confirm") -> Report:
         for trial in trials:
             if (trial.task, trial.stage) != (task, which):
                 continue
-            outcome = _Outcome(trial, finals.get((trial.key, about["metric"]), {}))
+            outcome = _Outcome(trial, finals.get((trial.key, about["metric"]), {}), flops.get(trial.key))
             before = chosen.get(trial.arm)
             if before is None or outcome.rank(about["maximize"]) > before.rank(about["maximize"]):
                 chosen[trial.arm] = outcome
@@ -184,6 +193,7 @@ class _Outcome:
 
     trial: TrialRow
     values: dict[int, float]
+    flops_per_token: float | None
 
     def rank(self, maximize: bool) -> tuple[float, ...]:
         """The largest of an arm's trials stands for it: the latest to confirm, the best in tuning."""
@@ -218,6 +228,9 @@ def _table(
         _row(arm, chosen.get(arm.name), differences.get(arm.name), corrected.get(arm.name), about["maximize"])
         for arm in arms
     ]
+    sign = -1 if about["maximize"] else 1
+    points = [(sign * row.score.mean, _known(row.flops_per_token), _known(row.state_size)) for row in rows]
+    best = [rows[i].arm for i in front(points)]
     return TaskTable(
         task=task,
         version=about["version"],
@@ -226,8 +239,9 @@ def _table(
         chance=about["chance"],
         split=SPLIT[which],
         rows=rows,
+        front=best,
         interactions=interactions,
-        notes=_table_notes(rows, interactions, [outcome.trial for outcome in chosen.values()]),
+        notes=_table_notes(rows, best, interactions, [outcome.trial for outcome in chosen.values()]),
     )
 
 
@@ -266,6 +280,7 @@ def _row(
         microseconds_per_token=1e6 / trial.tokens_per_second if trial and trial.tokens_per_second else None,
         state_size=trial.state_size if trial else None,
         parameters=trial.parameters if trial else None,
+        flops_per_token=outcome.flops_per_token if outcome else None,
         tuned=trial.values if trial else {},
     )
 
@@ -278,8 +293,16 @@ def _factorial(arms: Sequence[Arm]) -> Iterator[tuple[str, str, str]]:
             yield a.name, b.name, both.name
 
 
-def _table_notes(rows: list[Row], interactions: list[Interaction], trials: list[TrialRow]) -> list[str]:
+def _known(cost: float | None) -> float:
+    return math.nan if cost is None else cost
+
+
+def _table_notes(
+    rows: list[Row], best: list[str], interactions: list[Interaction], trials: list[TrialRow]
+) -> list[str]:
     notes = []
+    if best:
+        notes.append(f"Pareto front of mean, flops per token and state: {', '.join(best)}.")
     compared = [row for row in rows if row.difference is not None]
     if compared:
         pairs = max(row.difference.n for row in compared if row.difference)
@@ -337,7 +360,7 @@ def caption(table: TaskTable) -> str:
 def _grid(table: TaskTable, columns: Sequence[int]) -> Table:
     grid = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for i in columns:
-        grid.add_column(Text(headers(table)[i]), overflow="fold", no_wrap=True)
+        grid.add_column(Text(headers(table)[i]), overflow="fold", no_wrap=i != COSTS[-1])
     for row in table.rows:
         said = [cell.replace(" [", "\n[") if i in INTERVALS else cell for i, cell in enumerate(cells(row))]
         # A terminal may be 80 columns wide; everywhere else the verdict is whole.
@@ -348,7 +371,7 @@ def _grid(table: TaskTable, columns: Sequence[int]) -> Table:
 
 def headers(table: TaskTable) -> list[str]:
     """What stands above `cells`."""
-    costs = ["us/token", "state", "parameters"]
+    costs = ["us/token", "flops/token", "state", "parameters"]
     return ["arm", "seeds", table.metric, "difference", "p", "verdict", *costs, "tuned"]
 
 
@@ -367,6 +390,7 @@ def cells(row: Row) -> list[str]:
         _p(row.p_holm),
         row.verdict,
         "" if row.microseconds_per_token is None else f"{row.microseconds_per_token:.3g}",
+        "" if row.flops_per_token is None else f"{row.flops_per_token:,.0f}",
         "" if row.state_size is None else f"{row.state_size:,}",
         "" if row.parameters is None else f"{row.parameters:,}",
         ", ".join(f"{key}={_value(value)}" for key, value in row.tuned.items()),

@@ -6,6 +6,7 @@ made anew from the same plan goes on where the last one was killed.
 """
 
 import hashlib
+import json
 import logging
 import math
 from collections.abc import Mapping
@@ -16,18 +17,23 @@ import optuna
 
 from deltalab.errors import InputError
 from deltalab.store import Store, TrialRecord, TrialSummary
+from deltalab.study.front import front
 from deltalab.study.plan import Arm, Job, Plan
 from deltalab.study.spec import Search
+
+COSTS = ("flops_per_token", "state_size")
+"""What a search weighs a score against; every trial measures them."""
 
 optuna.logging.set_verbosity(logging.ERROR)
 
 
 @dataclass
 class _Track:
-    """One arm on one task. scores: of tuning trials by number, NaN where one failed or diverged."""
+    """One arm on one task. scores, costs: of tuning trials by number, NaN where one failed or diverged."""
 
     arm: Arm
     scores: dict[int, float] = field(default_factory=dict)
+    costs: dict[int, tuple[float, ...]] = field(default_factory=dict)
     values: dict[int, dict[str, Any]] = field(default_factory=dict)
     issued: int = 0
     confirmed: Literal["no", "running", "yes"] = "no"
@@ -84,7 +90,7 @@ class Schedule:
         return self._in_flight[key][0][1]
 
     def _next_of(self, track: _Track) -> Job | None:
-        tune = self.plan.spec.tune
+        tune = self.plan.budget if self.plan.tunes(track.arm) else None
         if tune is not None and track.issued < tune.trials:
             number = track.issued
             values = self._again.get((track.arm.name, track.arm.task, number)) or self._suggest(track, number)
@@ -92,11 +98,39 @@ class Schedule:
             track.values[number] = values
             return self.plan.job(track.arm, "tune", number, values)
         if track.confirmed == "no" and (tune is None or len(track.scores) == tune.trials):
-            best = self._best(track)
+            best = self._found(track) if self.plan.spec.search else self._best(track)
+            if best is None:
+                return None
             track.confirmed = "running"
             number = tune.trials if tune is not None else 0
             return self.plan.job(track.arm, "confirm", number, best)
         return None
+
+    def _found(self, track: _Track) -> dict[str, Any] | None:
+        """What a search gives an arm: nothing to the base, which stands as written; a candidate to the others.
+
+        Candidates on the Pareto front of score, arithmetic and state come first, then the rest, each by score.
+        None until the search has ended.
+        """
+        search = self.plan.spec.search
+        assert search is not None
+        if track.arm.is_base:
+            return {}
+        base = next(other for other in self.tracks if other.arm.is_base and other.arm.task == track.arm.task)
+        if len(base.scores) < search.trials:
+            return None
+        sign = -1 if self.plan.tasks[track.arm.task].maximize else 1
+        different = {json.dumps(base.values[n], sort_keys=True): n for n in sorted(base.scores, reverse=True)}
+        numbers = sorted(different.values())
+        first = set(front([(sign * base.scores[n], *base.costs[n]) for n in numbers]))
+
+        def rank(i: int) -> tuple[bool, bool, float]:
+            own = base.scores[numbers[i]]
+            return i not in first, math.isnan(own), sign * own
+
+        order = sorted(range(len(numbers)), key=rank)
+        place = [arm.name for arm in self.plan.arms if arm.task == track.arm.task and not arm.is_base]
+        return base.values[numbers[order[place.index(track.arm.name) % len(order)]]]
 
     def _suggest(self, track: _Track, number: int) -> dict[str, Any]:
         """Optuna's next candidate, a function of the number and of what the arm's trials before it gave.
@@ -104,21 +138,27 @@ class Schedule:
         The sampler is seeded by the number alone, so all arms start from the same candidates. A budget that
         covers every choice there is takes them in order.
         """
-        assert self.plan.spec.tune is not None
-        grid = self.plan.spec.tune.grid()
-        if grid is not None and self.plan.spec.tune.trials == len(grid):
+        tune = self.plan.budget
+        assert tune is not None
+        grid = tune.grid()
+        if grid is not None and tune.trials == len(grid):
             return grid[number]
-        maximize = self.plan.tasks[track.arm.task].maximize
-        spaces = {path: _distribution(search) for path, search in self.plan.spec.tune.searched.items()}
+        maximize, minimize = optuna.study.StudyDirection.MAXIMIZE, optuna.study.StudyDirection.MINIMIZE
+        directions = [maximize if self.plan.tasks[track.arm.task].maximize else minimize]
+        directions += [minimize] * (len(COSTS) if self.plan.spec.search else 0)
+        spaces = {path: _distribution(search) for path, search in tune.searched.items()}
         seed = int.from_bytes(hashlib.sha256(f"{self.plan.spec.name}/{number}".encode()).digest()[:4], "little")
-        study = optuna.create_study(
-            sampler=optuna.samplers.TPESampler(seed=seed), direction="maximize" if maximize else "minimize"
-        )
+        study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed), directions=directions)
         for before, score in track.scores.items():
             # A diverged trial says as much about its region as a trial that learned nothing.
             value = self.plan.tasks[track.arm.task].chance if math.isnan(score) else score
-            study.add_trial(optuna.trial.create_trial(params=track.values[before], distributions=spaces, value=value))
-        return dict(study.ask(spaces).params)
+            costs = track.costs[before] if self.plan.spec.search else ()
+            if any(map(math.isnan, costs)):
+                continue  # nothing is known of what it would have cost
+            params = {path: _said(given, tune.searched[path]) for path, given in track.values[before].items()}
+            study.add_trial(optuna.trial.create_trial(params=params, distributions=spaces, values=[value, *costs]))
+        params = study.ask(spaces).params
+        return {path: json.loads(given) if tune.searched[path].choice else given for path, given in params.items()}
 
     def _best(self, track: _Track) -> dict[str, Any]:
         """The values of the best tuning trial; those of the plan where none finished, so that the arm is judged."""
@@ -134,6 +174,7 @@ class Schedule:
         if job.stage == "confirm":
             track.confirmed = "yes"
             return
+        track.costs[job.number] = tuple(score(summary, cost, "cost", job.seeds) for cost in COSTS)
         track.scores[job.number] = score(summary, self.plan.tasks[job.task].metric, "validation", job.seeds)
 
     def leader(self, task: str) -> tuple[str, float] | None:
@@ -168,4 +209,9 @@ def _distribution(search: Search) -> optuna.distributions.BaseDistribution:
         return optuna.distributions.IntDistribution(*search.integers)
     if search.choice is None:
         raise InputError("a search needs a range")
-    return optuna.distributions.CategoricalDistribution(search.choice)
+    return optuna.distributions.CategoricalDistribution([json.dumps(value) for value in search.choice])
+
+
+def _said(value: Any, search: Search) -> Any:
+    """A value as its distribution has it: choices may be whole rules, which Optuna takes as text alone."""
+    return json.dumps(value) if search.choice else value

@@ -2,11 +2,12 @@
 
 import difflib
 import itertools
+import json
 import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -29,7 +30,7 @@ class Search(_Strict):
     log_uniform: tuple[Number, Number] | None = None
     uniform: tuple[Number, Number] | None = None
     integers: tuple[Whole, Whole] | None = None
-    choice: tuple[float | int | str | bool, ...] | None = None
+    choice: tuple[Any, ...] | None = None
 
     @model_validator(mode="after")
     def _one_that_is_not_empty(self) -> Self:
@@ -37,7 +38,7 @@ class Search(_Strict):
         if len(given) != 1:
             raise ValueError("takes exactly one of log_uniform, uniform, integers, choice")
         ((name, value),) = given.items()
-        if name == "choice" and (len(value) < 2 or len(set(value)) < len(value)):
+        if name == "choice" and (len(value) < 2 or len(set(map(json.dumps, value))) < len(value)):
             raise ValueError(f"choice needs at least two values, all different, not {list(value)}")
         if name != "choice" and not value[0] < value[1]:
             raise ValueError(f"{name} needs [low, high] with low < high, not {list(value)}")
@@ -62,6 +63,8 @@ class Tune(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True)
     __pydantic_extra__: dict[str, Search] = Field(init=False)
 
+    sections: ClassVar[tuple[str, ...]] = ()
+
     trials: Annotated[Whole, Field(ge=1, le=10_000)]
     seeds: Annotated[Whole, Field(ge=1, le=100)] = 1
 
@@ -80,7 +83,7 @@ class Tune(BaseModel):
     @classmethod
     def _a_path_has_a_dot(cls, given: Any) -> Any:
         for key in given if isinstance(given, dict) else ():
-            if key not in cls.model_fields and "." not in str(key):
+            if key not in cls.model_fields and "." not in str(key) and key not in cls.sections:
                 raise ValueError(str(unknown("key", key, [*cls.model_fields, "paths such as train.lr"])))
         return given
 
@@ -88,6 +91,24 @@ class Tune(BaseModel):
     def _searches_something(self) -> Self:
         if not self.searched:
             raise ValueError("searches nothing: add a key such as 'train.lr: {log_uniform: [1e-3, 1e-1]}'")
+        return self
+
+
+class Searching(Tune):
+    """A search for architectures, from the base: its task's metric against arithmetic per token and state size.
+
+    Every other key is a setting to search, by its path, or `rule` as a whole: `rule: {choice: [comba, {name: gla}]}`.
+    finalists: candidates that are confirmed, each as an arm; those on the Pareto front first.
+    """
+
+    sections: ClassVar[tuple[str, ...]] = ("rule",)
+
+    finalists: Annotated[Whole, Field(ge=1, le=100)] = 4
+
+    @model_validator(mode="after")
+    def _enough_to_choose_from(self) -> Self:
+        if self.finalists > self.trials:
+            raise ValueError(f"finalists {self.finalists} exceed trials {self.trials}")
         return self
 
 
@@ -138,9 +159,18 @@ class StudySpec(_Strict):
     factorial: tuple[tuple[str, str], ...] = ()
     arms: dict[str, Change] = {}
     tune: Tune | None = None
+    search: Searching | None = None
     seeds: Annotated[Whole, Field(ge=1, le=1000)]
     resources: Resources = Resources()
     deadline: Annotated[Number, Field(gt=0)] | None = None
+
+    @model_validator(mode="after")
+    def _a_search_makes_its_own_arms(self) -> Self:
+        if self.search is not None:
+            for key in ("ablate", "factorial", "arms", "tune"):
+                if getattr(self, key):
+                    raise ValueError(f"search makes its own arms and tunes them: leave out {key}")
+        return self
 
     @model_validator(mode="before")
     @classmethod
@@ -248,7 +278,7 @@ def _first_line(error: ValidationError) -> str:
 
 
 # How many levels of mappings merge key by key; what lies deeper, gates and searches among it, is replaced.
-_LEVELS = {"task": 2, "base": 2, "for_task": 3, "arms": 3, "tune": 1, "resources": 1}
+_LEVELS = {"task": 2, "base": 2, "for_task": 3, "arms": 3, "tune": 1, "search": 1, "resources": 1}
 
 
 def _merge(below: Mapping[str, Any], above: Mapping[str, Any], levels: Mapping[str, int] | int = _LEVELS) -> Any:

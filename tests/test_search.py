@@ -1,0 +1,88 @@
+"""A search: candidates by choice of whole rules, a front of what is worth its cost, finalists on fresh seeds."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deltalab import InputError
+from deltalab.store import Store
+from deltalab.study.front import front
+from deltalab.study.plan import make_plan
+from deltalab.study.run import run_study
+from deltalab.study.spec import load_study
+
+STUDY: dict[str, Any] = {
+    "name": "tiny_search",
+    "task": {"mqar": {"length": 16, "pairs": 2, "vocab_size": 32}},
+    "base": {
+        "rule": "linear_attention",
+        "model": {"d_model": 8, "layers": 1, "heads": 1, "mlp": False},
+        "train": {"steps": 4, "batch_size": 4, "lr": 1e-2, "evaluations": 1, "eval_batches": 1},
+    },
+    "search": {
+        "rule": {"choice": ["linear_attention", "mamba2", {"name": "comba", "transition": "iplr"}]},
+        "model.layers": {"choice": [1, 2]},
+        "train.lr": {"log_uniform": [1e-3, 1e-2]},
+        "trials": 6,
+        "finalists": 2,
+    },
+    "seeds": 2,
+}
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Any:
+    def write(**search: Any) -> Path:
+        file = tmp_path / "study.yaml"
+        file.write_text(yaml.safe_dump({**STUDY, "search": {**STUDY["search"], **search}}))
+        return file
+
+    return write
+
+
+def test_no_point_of_the_front_is_dominated() -> None:
+    points = [(1.0, 5.0, 2.0), (1.0, 5.0, 3.0), (2.0, 1.0, 9.0), (0.5, 6.0, 2.0)]
+    assert front(points) == [0, 2, 3]
+
+
+def test_a_search_confirms_what_it_found_and_nothing_runs_twice(written: Any, tmp_path: Path) -> None:
+    file, db = written(), tmp_path / "lab.db"
+    result = run_study(file, db=db, executor="inline")
+    assert (result.trials, result.failed) == (6 + 3, 0)
+    (table,) = result.report.tables
+    assert [row.arm for row in table.rows] == ["base", "found_1", "found_2"]
+    assert table.rows[0].tuned == {}
+    assert all(set(row.tuned) == {"rule", "model.layers", "train.lr"} for row in table.rows[1:])
+    assert set(table.front) <= {"base", "found_1", "found_2"}
+    with Store.open(db) as store:
+        tuning = {row.number: row for row in store.trials(result.study_id) if row.stage == "tune"}
+        tried = [row.values for row in tuning.values()]
+        assert len(tuning) == 6
+        assert all(row.tuned in tried for row in table.rows[1:])
+        seeds = {seed for row in store.trials(result.study_id) if row.stage == "tune" for seed in row.runs}
+        assert seeds.isdisjoint({1, 2})
+    again = run_study(file, db=db, executor="inline")
+    assert again.known == again.trials == 9
+
+
+@pytest.mark.parametrize(
+    ("search", "said"),
+    [
+        ({"rule": {"choice": ["linear_attention", "comb"]}}, "did you mean 'comba'"),
+        ({"rule": {"choice": ["mamba2", {"name": "comba", "transition": "dpl"}]}}, "did you mean 'dplr'"),
+        ({"model.layer": {"choice": [1, 2]}}, "model.layer"),
+        ({"finalists": 7}, "finalists 7 exceed trials 6"),
+    ],
+)
+def test_what_cannot_be_searched_is_refused_at_planning(written: Any, search: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        make_plan(load_study(written(**search)))
+
+
+def test_a_search_makes_its_own_arms(tmp_path: Path) -> None:
+    file = tmp_path / "study.yaml"
+    file.write_text(yaml.safe_dump({**STUDY, "ablate": ["conv"]}))
+    with pytest.raises(InputError, match="leave out ablate"):
+        load_study(file)
