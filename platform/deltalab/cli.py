@@ -382,7 +382,7 @@ def main() -> None:
 
 def _run() -> int:
     try:
-        code = app(standalone_mode=False)
+        code = app(prog_name="platform", standalone_mode=False)
     except InputError as error:
         return _wrong(str(error))
     except (typer.Abort, KeyboardInterrupt):

@@ -180,7 +180,7 @@ def report(store: Store, study_id: int, *, which: Stage = "confirm") -> Report:
                 chosen[trial.arm] = outcome
         tables.append(_table(task, about, which, arms, chosen))
     failures = [
-        Failure(trial.arm, trial.task, trial.stage, trial.number, trial.key, _last_line(trial.error))
+        Failure(trial.arm, trial.task, trial.stage, trial.number, trial.key, _exception(trial.error))
         for trial in trials
         if trial.state == "failed"
     ]
@@ -344,8 +344,11 @@ def _notes(which: Stage) -> list[str]:
     ]
 
 
-def _last_line(error: str | None) -> str:
-    return (error or "").strip().rpartition("\n")[2]
+def _exception(error: str | None) -> str:
+    """The line of a traceback that names the exception; its message may go on for lines that name nothing."""
+    lines = (error or "").strip().splitlines()
+    frames = [i for i, line in enumerate(lines) if line.startswith("  File ")]
+    return next((line for line in lines[frames[-1] + 1 if frames else 0 :] if line[:1].strip()), "")
 
 
 def caption(table: TaskTable) -> str:
