@@ -390,9 +390,11 @@ def test_a_broken_plugin_is_one_line_that_names_the_file(
 
 def test_a_plugin_that_says_nothing_of_itself_is_listed(platform: Platform, here: Path) -> None:
     source = Path(registry.rule_plugin("linear_attention").file).read_text().partition("\n")[2]
-    (here / "silent.py").write_text(source.replace('"linear_attention"', '"silent"'))
+    source = source.replace('"linear_attention"', '"silent"').replace('"arXiv:2006.16236"', '"[/b]"')
+    (here / "silent.py").write_text(source)
     said = platform("--plugin", "silent.py", "rule", "list", "--json")
     assert said.code == 0, said
+    assert "[/b]" in platform("--plugin", "silent.py", "rule", "list").out
     assert {"name": "silent", "about": ""}.items() <= next(
         r for r in json.loads(said.out) if r["name"] == "silent"
     ).items()

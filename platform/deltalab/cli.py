@@ -363,7 +363,7 @@ def _print_rows(rows: list[dict[str, Any]], as_json: bool) -> None:
     for key in rows[0] if rows else []:
         table.add_column(key)
     for row in rows:
-        table.add_row(*("" if value is None else str(value) for value in row.values()))
+        table.add_row(*("" if value is None else escape(str(value)) for value in row.values()))
     console.print(table if rows else "nothing yet")
 
 

@@ -22,6 +22,8 @@ class _Strict(BaseModel):
 # Neither true nor "3" is a number.
 Whole = Annotated[int, Field(strict=True)]
 Number = Annotated[float, Field(strict=True)]
+# Of an arm or a task: it stands in tables, files and addresses.
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+=-]*$")]
 
 
 class Search(_Strict):
@@ -152,12 +154,12 @@ class StudySpec(_Strict):
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]*$")]
     description: str = ""
-    task: Annotated[dict[str, dict[str, Any]], Field(min_length=1)]
+    task: Annotated[dict[Name, dict[str, Any]], Field(min_length=1)]
     base: Base
     for_task: dict[str, Change] = {}
     ablate: tuple[str, ...] = ()
     factorial: tuple[tuple[str, str], ...] = ()
-    arms: dict[str, Change] = {}
+    arms: dict[Name, Change] = {}
     tune: Tune | None = None
     search: Searching | None = None
     seeds: Annotated[Whole, Field(ge=1, le=1000)]
@@ -264,7 +266,7 @@ def _first_line(error: ValidationError) -> str:
     # A misspelled key is also a missing one: say the former.
     first = next((found for found in errors if found["type"] == "extra_forbidden"), errors[0])
     parts = [str(part) for part in first["loc"] if part not in ("str", "dict[str,any]", "[key]")]
-    key = ".".join(parts)
+    key = " ".join(".".join(parts).split())
     if first["type"] == "extra_forbidden":
         names = [*_KINDS[parts[0]].model_fields] if len(parts) > 1 else [*StudySpec.model_fields, "profiles"]
         return str(unknown("key", parts[-1], names, where=".".join(parts[:-1])))
