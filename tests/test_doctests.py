@@ -1,4 +1,4 @@
-"""The examples in docstrings are true. (pytest's own collector would put our folder `platform` in the stdlib's place.)"""
+"""The examples in docstrings are true. (pytest's own collector would shadow the standard library's `platform`.)"""
 
 import doctest
 import importlib

@@ -18,6 +18,11 @@ def _block(language: str) -> str:
     return re.findall(rf"```{language}\n(.*?)```", TEXT, flags=re.DOTALL)[0]
 
 
+def _first_column(title: str) -> list[str]:
+    rows = TEXT.split(f"| {title} |")[1].split("\n\n")[0].splitlines()[2:]
+    return [name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+
+
 @pytest.fixture
 def balanced(tmp_path, monkeypatch):
     """The README's rule, where a user would put it."""
@@ -42,8 +47,11 @@ def test_the_study_of_the_readme_can_be_planned(balanced):
 
 
 def test_the_rules_of_the_readme_are_the_rules_there_are():
-    listed = re.findall(r"^\| `(\w+)` \|", TEXT, flags=re.MULTILINE)
-    assert sorted(listed) == registry.list_rules()
+    assert sorted(_first_column("rule")) == registry.list_rules()
+
+
+def test_the_studies_of_the_readme_are_the_studies_there_are():
+    assert sorted(_first_column("study")) == sorted(file.stem for file in README.parent.glob("studies/*.yaml"))
 
 
 @pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\((?!http)([^)#]+)\)", TEXT))))

@@ -219,7 +219,7 @@ def test_few_seeds_are_told_what_they_cannot_show(store: Store) -> None:
     assert table.rows[1].verdict == "no difference found at this budget"
     assert table.notes == [
         "Pareto front of mean, flops per token and state: base.",
-        "No p can be below 0.0625 (5 pairs, Holm over 1), so no arm can be told from the base: 0.05 needs 6 seeds."
+        "No p can be below 0.0625 (5 pairs, Holm over 1), so no arm can be told from the base: 0.05 needs 6 seeds.",
     ]
 
 

@@ -84,9 +84,7 @@ def test_exponential_does_not_depend_on_the_default_dtype() -> None:
         torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize(
-    ("below", "count"), [(1, 1), (2, 2), (9, 9), (10, 9), (40, 17), (4095, 64), (70, 64)]
-)
+@pytest.mark.parametrize(("below", "count"), [(1, 1), (2, 2), (9, 9), (10, 9), (40, 17), (4095, 64), (70, 64)])
 def test_distinct_is_the_start_of_a_fisher_yates_shuffle(below: int, count: int) -> None:
     rows = 50
     offsets = random().integers("d", below - torch.arange(count), rows, count).tolist()
@@ -148,10 +146,9 @@ def test_another_address_is_another_batch(task: Task) -> None:
 def test_cuda_draws_what_the_cpu_draws(task: Task) -> None:
     for step in range(20):
         on_gpu = task.batch("train", 256, seed=0, step=step, device="cuda")
-        assert on_gpu.inputs.is_cuda and on_gpu.targets.is_cuda
-        assert same(
-            Batch(on_gpu.inputs.cpu(), on_gpu.targets.cpu()), task.batch("train", 256, seed=0, step=step)
-        )
+        assert on_gpu.inputs.is_cuda
+        assert on_gpu.targets.is_cuda
+        assert same(Batch(on_gpu.inputs.cpu(), on_gpu.targets.cpu()), task.batch("train", 256, seed=0, step=step))
 
 
 @pytest.mark.gpu
@@ -221,9 +218,7 @@ def slots_of(task: MQAR, inputs: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("fill", [False, True])
-@pytest.mark.parametrize(
-    ("length", "pairs", "vocab_size"), [(64, 4, 8192), (20, 5, 12), (22, 5, 13), (512, 64, 8192)]
-)
+@pytest.mark.parametrize(("length", "pairs", "vocab_size"), [(64, 4, 8192), (20, 5, 12), (22, 5, 13), (512, 64, 8192)])
 def test_mqar_layout(length: int, pairs: int, vocab_size: int, fill: bool) -> None:
     task = MQAR(length=length, pairs=pairs, vocab_size=vocab_size, random_non_queries=fill)
     batch = task.batch("train", 40, seed=0, step=0)
@@ -231,7 +226,8 @@ def test_mqar_layout(length: int, pairs: int, vocab_size: int, fill: bool) -> No
     for inputs, targets in zip(batch.inputs.tolist(), batch.targets.tolist(), strict=True):
         keys, values = inputs[0 : 2 * pairs : 2], inputs[1 : 2 * pairs : 2]
         assert len(set(keys)) == len(set(values)) == pairs
-        assert all(1 <= key < half for key in keys) and all(half <= v < vocab_size for v in values)
+        assert all(1 <= key < half for key in keys)
+        assert all(half <= v < vocab_size for v in values)
         queries = [t for t, target in enumerate(targets) if target != IGNORE]
         assert all(t >= 2 * pairs and t % 2 == 0 for t in queries)
         assert sorted(inputs[t] for t in queries) == sorted(keys)
@@ -261,10 +257,7 @@ def test_mqar_paper_slots_follow_the_power_law() -> None:
     task = MQAR(length=64, pairs=4)
     first = slots_of(task, task.batch("train", 20_000, seed=0, step=0).inputs)[:, 0]
     weights = np.arange(1, 29) ** (0.01 - 1)
-    assert (
-        stats.chisquare(np.bincount(first, minlength=28), 20_000 * weights / weights.sum()).pvalue
-        > RARE_EVENT
-    )
+    assert stats.chisquare(np.bincount(first, minlength=28), 20_000 * weights / weights.sum()).pvalue > RARE_EVENT
 
 
 def test_mqar_tokens_are_uniform_and_unrelated() -> None:
@@ -292,9 +285,7 @@ def test_mqar_accuracy_is_the_mean_share_of_right_answers() -> None:
         for target in targets:
             if target != IGNORE:
                 hits += max(range(16), key=logits[row].tolist().__getitem__) == target
-                nats.append(
-                    -math.log(math.exp(logits[row, target]) / sum(map(math.exp, logits[row].tolist())))
-                )
+                nats.append(-math.log(math.exp(logits[row, target]) / sum(map(math.exp, logits[row].tolist()))))
                 row += 1
         right.append(hits / 4)
     assert 0 < np.mean(right) < 1
@@ -387,7 +378,8 @@ def test_text_predicts_the_next_byte(tmp_path: Path) -> None:
     assert torch.equal(batch.targets, batch.inputs + 1)
     assert torch.equal(batch.inputs[:, 1:], batch.targets[:, :-1])
     starts = np.bincount(batch.inputs[:, 0], minlength=192)
-    assert len(starts) == 192 and stats.chisquare(starts).pvalue > RARE_EVENT
+    assert len(starts) == 192
+    assert stats.chisquare(starts).pvalue > RARE_EVENT
 
 
 def test_text_default_corpus_is_the_library_without_tests_and_tables() -> None:

@@ -257,9 +257,7 @@ def task_show(
         if not equals:
             raise InputError(f"'{given}': give parameters as KEY=VALUE")
         params[key] = read_yaml(value, where=f"'{given}'")
-    if name == "mqar":
-        params = {"length": 32, "pairs": 4, "vocab_size": 64, **params}
-    found = get_task(name, **params)
+    found = get_task(name, **{**task_plugin(name).kind.example, **params})  # type: ignore[union-attr]
     batch = found.batch("validation", 1, 0, 0)
     facts = {
         "name": name,

@@ -1,5 +1,6 @@
 """Multi-query associative recall, the task that separates update rules by how much their state can hold."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar
@@ -39,6 +40,7 @@ class MQAR(Task):
     version: ClassVar[int] = 1
     metric: ClassVar[str] = "accuracy"
     maximize: ClassVar[bool] = True
+    example: ClassVar[Mapping[str, object]] = {"length": 32, "pairs": 4, "vocab_size": 64}
 
     length: int
     pairs: int

@@ -2,6 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from operator import index
 from types import NoneType, UnionType
@@ -49,6 +50,8 @@ class Task(ABC):
     version: ClassVar[int]
     metric: ClassVar[str]
     maximize: ClassVar[bool]
+    example: ClassVar[Mapping[str, object]] = {}
+    """Parameters to show the task with, where it cannot do without."""
 
     if TYPE_CHECKING:  # a real property would stand in the way of a parameter of the same name
 

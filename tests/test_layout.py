@@ -1,0 +1,98 @@
+"""The repository's shape, where it can go wrong without a word: a folder `platform` beside a module `platform`."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def python(code: str) -> str:
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    return found.stdout.strip()
+
+
+def test_platform_is_still_the_standard_librarys() -> None:
+    found = python("import platform, torch; print(platform.__file__); platform.machine()")
+    assert Path(found) == Path(python("import os; print(os.__file__)")).with_name("platform.py")
+
+
+def test_source_roots_are_no_packages() -> None:
+    for folder in ("platform", "plugins", "dashboard", "tests"):
+        assert (ROOT / folder).is_dir()
+        assert not (ROOT / folder / "__init__.py").exists(), f"{folder}/ on sys.path would shadow a module"
+    assert not (ROOT / "tests" / "platform").exists()
+
+
+def test_the_top_level_is_what_it_was_agreed_to_be() -> None:
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if tracked.returncode:
+        pytest.skip("not a git checkout")
+    files = [Path(name) for name in tracked.stdout.splitlines()]
+    folders = {file.parts[0] for file in files if len(file.parts) > 1}
+    assert {"platform", "plugins", "studies", "tests", "dashboard"} <= folders
+    assert folders <= {"platform", "plugins", "studies", "tests", "dashboard", "docs", "benchmarks", ".ci"}
+    unwanted = {"utils", "common", "core", "base", "manager", "factory", "helpers"}
+    assert not [file for file in files if unwanted & {file.stem, *file.parts}]
+    assert {file.parts[1] for file in files if file.parts[0] == "platform"} == {"deltalab"}
+
+
+def test_training_runs_where_the_platform_is_not_installed() -> None:
+    """A GPU image has torch and numpy, and none of the rest: importing it raises here, and training works."""
+    (contract,) = [c for c in PROJECT["tool"]["importlinter"]["contracts"] if c["name"].startswith("Training runs")]
+    blocked = [*contract["forbidden_modules"], "statsmodels", "yaml", "altair", "transformers"]
+    modules = contract["source_modules"]
+    assert {"pydantic", "sqlalchemy", "optuna", "ray", "typer", "rich"} <= set(blocked)
+    assert "deltalab.train" in modules
+    out = python(f"""
+import sys
+
+class Without:
+    def __init__(self, finder):
+        self.finder = finder
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+    def find_spec(self, name, *rest):
+        return None if name.partition(".")[0] in {blocked!r} else self.finder.find_spec(name, *rest)
+
+sys.meta_path[:] = map(Without, sys.meta_path)
+for module in {modules!r}:
+    __import__(module)
+
+import deltalab
+from deltalab.model import ModelSpec
+from deltalab.train import TrainSpec, train
+
+task = deltalab.get_task("mqar", length=8, pairs=2, vocab_size=16)
+model = ModelSpec(rule="comba", vocab_size=16, d_model=8, layers=1, heads=1)
+result = train(task, model, TrainSpec(steps=2, batch_size=2, lr=0.01, evaluations=1), [1], test=True)
+print(len(deltalab.list_rules()), result.runs[0].final("test", "loss") > 0)
+try:
+    deltalab.run_study
+except ModuleNotFoundError as error:
+    print(error.name.partition(".")[0] in {blocked!r})
+print(sorted(set({blocked!r}) & set(sys.modules)))
+""")
+    import deltalab
+
+    assert out.splitlines() == [f"{len(deltalab.list_rules())} True", "True", "[]"]
+
+
+def test_starting_the_command_loads_nothing_that_only_a_study_needs() -> None:
+    heavy = ["ray", "optuna", "sqlalchemy", "alembic", "pydantic", "scipy", "statsmodels", "pandas", "streamlit"]
+    assert python(f"import sys, deltalab.cli; print(sorted(set({heavy!r}) & set(sys.modules)))") == "[]"
+
+
+def test_rules_announce_themselves_like_a_strangers() -> None:
+    from importlib.metadata import entry_points
+
+    assert [point.value for point in entry_points(group="deltalab.rules")] == ["deltalab_rules"]
+    scripts = {point.name: point.value for point in entry_points(group="console_scripts") if "deltalab" in point.value}
+    assert scripts == {"platform": "deltalab.cli:main", "deltalab": "deltalab.cli:main"}
