@@ -169,9 +169,9 @@ def test_a_second_state_is_held_to_the_range_too() -> None:
             return replace(x, fit=replace(x.fit, e=3 * x.fit.e))
 
     assert worst("eigenvalues", deltalab.get_rule("rdn")) <= 0
-    [result] = [result for result in check_rule(Stronger()) if result.name == "eigenvalues"]
-    assert not result.passed
-    assert "distance of the eigenvalues of the second state, measured -2 to 1" in result.message
+    assert worst("eigenvalues", Stronger()) > 0
+    found = max(conformance.eigenvalues(Stronger()), key=lambda measured: measured.figure)
+    assert "distance of the eigenvalues of the second state, measured -2 to 1" in found.what
 
 
 def test_steps_may_turn_the_state_but_not_stretch_it() -> None:
@@ -189,7 +189,7 @@ def test_an_infinite_decay_times_nothing_is_caught() -> None:
         def operands(self, q: Tensor, k: Tensor, v: Tensor, **gates: Any) -> Operands:
             x = super().operands(q, k, v, **gates)
             first = torch.arange(k.shape[1]) % self.n_h == 0
-            return replace(x, g=x.g * first[:, None])
+            return replace(x, g=gates["g"].repeat_interleave(self.n_h, dim=1) * first[:, None])
 
     rule = Masked(g=gates.mamba2_decay())
     assert worst("extreme gates", deltalab.get_rule("delta_product", g="mamba2_decay")) <= 0
