@@ -135,14 +135,22 @@ def recorded(db: Path) -> int:
             return 0
 
 
+def assert_ledger_is_of(db: Path, plan: Plan) -> None:
+    """Every trial of the plan is there once, and the study is done."""
+    places = [row for row in ledger(db)["places"] if row[0] == plan.spec.name]
+    assert len(places) == plan.trials
+    assert len({row[1:5] for row in places}) == len(places)
+    keys = [key for (key,) in ledger(db)["trials"]]
+    assert len(set(keys)) == len(keys)
+    with Store.open(db) as store:
+        assert store.study(plan.spec.name).state == "done"
+
+
 def assert_whole(db: Path, plan: Plan) -> None:
     """Every trial of the plan is there once, with the weights of every confirmed run."""
-    found = ledger(db)
-    assert len(found["places"]) == plan.trials
-    assert len(found["trials"]) == len({key for (key,) in found["trials"]}) == len({row[5] for row in found["places"]})
+    assert_ledger_is_of(db, plan)
     with Store.open(db) as store:
         study = store.study(plan.spec.name)
-        assert study.state == "done"
         for arm in plan.names:
             files = [artifact for _, _, artifact in store.artifacts(study.id, arm)]
             assert len(files) == plan.spec.seeds * len(plan.tasks)
@@ -433,6 +441,25 @@ def test_a_driver_killed_at_any_write_goes_on_with_the_same_command(
         assert result.report.tables == whole.report.tables
         with Store.open(db) as store:
             assert store.study("s").state == "done"
+
+
+def test_two_drivers_of_one_study_would_do_it_twice(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "execute", quick)
+    file = write(lab / "s.yaml")
+    second: list[object] = []
+
+    def meanwhile(planned_job: Job, runs: Path, **given: Any) -> Any:
+        if not second:
+            second.append("tried")
+            with pytest.raises(InputError, match="study 's' is running already, in another process"):
+                run_study(file, executor="inline")
+            other = run_study(write(lab / "t.yaml", name="t", ablate=["b"]), executor="inline")
+            assert (other.trials, other.failed) == (6, 0)
+        return quick(planned_job, runs, **given)
+
+    monkeypatch.setattr(running, "execute", meanwhile)
+    assert run_study(file, executor="inline").failed == 0
+    assert_ledger_is_of(lab / "deltalab.db", planned(file))
 
 
 def test_ctrl_c_says_how_to_go_on(

@@ -1,9 +1,12 @@
 """Runs a study to its end: Ray Tune executes, the schedule decides, the ledger remembers."""
 
+import fcntl
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -68,36 +71,52 @@ def run_study(
         raise InputError(f"resources: a trial wants {plan.spec.resources.gpu:g} GPU; this machine has none")
     with Store.open(db) as store:
         runs = Path(storage).resolve() if storage else store.folder / "runs"
-        try:
-            runs.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(f"{runs}: no folder for weights can be made: {error.strerror}") from None
-        study_id = store.begin_study(
-            plan.spec.name,
-            profile,
-            plan.identity,
-            plan.spec.model_dump(mode="json"),
-            arm_records(plan),
-            _provenance(plan),
-        )
-        if retry_failed:
-            for key in {row.key for row in store.trials(study_id) if row.state == "failed"}:
-                store.forget_trial(key)
-        schedule = Schedule(plan, store, study_id)
-        state: Literal["done", "failed", "interrupted"] = "interrupted"
-        try:
-            with Progress(schedule, quiet=quiet) as progress:
-                if executor == "inline":
-                    _inline(schedule, runs, progress)
-                else:
-                    _with_ray(schedule, runs, progress, workers=workers, address=address)
-            if not schedule.done:  # Ray Tune takes Ctrl-C for itself, and ends in peace
-                raise KeyboardInterrupt
-            state = "failed" if schedule.failures else "done"
-        finally:
-            store.finish_study(study_id, state)
+        with _alone(runs, plan):
+            study_id = store.begin_study(
+                plan.spec.name,
+                profile,
+                plan.identity,
+                plan.spec.model_dump(mode="json"),
+                arm_records(plan),
+                _provenance(plan),
+            )
+            if retry_failed:
+                for key in {row.key for row in store.trials(study_id) if row.state == "failed"}:
+                    store.forget_trial(key)
+            schedule = Schedule(plan, store, study_id)
+            state: Literal["done", "failed", "interrupted"] = "interrupted"
+            try:
+                with Progress(schedule, quiet=quiet) as progress:
+                    if executor == "inline":
+                        _inline(schedule, runs, progress)
+                    else:
+                        _with_ray(schedule, runs, progress, workers=workers, address=address)
+                if not schedule.done:  # Ray Tune takes Ctrl-C for itself, and ends in peace
+                    raise KeyboardInterrupt
+                state = "failed" if schedule.failures else "done"
+            finally:
+                store.finish_study(study_id, state)
         found = report(store, study_id)
         return StudyResult(study_id, plan.spec.name, schedule.completed, schedule.known, schedule.failures, found)
+
+
+@contextmanager
+def _alone(runs: Path, plan: Plan) -> Iterator[None]:
+    """Makes the folder, and holds a lock in it that dies with the process: two drivers would do all work twice.
+
+    Raises `InputError` where another process holds it, and where the folder cannot be made.
+    """
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+        held = (runs / f".{plan.identity[:16]}.lock").open("w")
+    except OSError as error:
+        raise InputError(f"{runs}: no folder for weights can be made: {error.strerror}") from None
+    with held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(f"study '{plan.spec.name}' is running already, in another process") from None
+        yield
 
 
 def arm_records(plan: Plan) -> list[ArmRecord]:
