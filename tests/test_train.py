@@ -41,6 +41,11 @@ def assert_same(a: RunResult, b: RunResult) -> None:
     assert all(torch.equal(a.weights[name], b.weights[name]) for name in a.weights)
 
 
+def learned(run: RunResult) -> list[tuple[str, str, int, float]]:
+    """What training and evaluation gave: the cost of a model is known however its training went."""
+    return [metric for metric in run.metrics if metric[0] != "cost"]
+
+
 def test_it_learns_recall() -> None:
     result = train(TASK, TINY, spec(steps=250, batch_size=32, evaluations=5), [1, 2], test=True)
     for run in result.runs:
@@ -58,10 +63,9 @@ def test_metrics_are_at_evenly_spaced_steps_and_the_test_split_at_the_end_alone(
         steps.setdefault((split, name), []).append(step)
     assert steps == {
         ("train", "loss"): [3, 6, 9, 12],
-        ("validation", "accuracy"): [3, 6, 9, 12],
-        ("validation", "loss"): [3, 6, 9, 12],
-        ("test", "accuracy"): [12],
-        ("test", "loss"): [12],
+        **{("validation", name): [3, 6, 9, 12] for name in ("accuracy", "loss", "output_rms")},
+        **{("test", name): [12] for name in ("accuracy", "loss", "output_rms")},
+        **{("cost", name): [12] for name in ("flops_per_token", "state_size")},
     }
     assert not any(split == "test" for split, *_ in train(TASK, TINY, SPEC, [1]).runs[0].metrics)
 
@@ -233,7 +237,7 @@ def test_divergence_is_reported_with_its_step(monkeypatch: pytest.MonkeyPatch) -
     assert bad.diverged_at == 4
     assert math.isnan(bad.final("test", "accuracy"))
     assert math.isnan(bad.final("train", "loss"))
-    assert {(split, step) for split, _, step, _ in bad.metrics} == {("train", 3), ("validation", 3)}
+    assert {(split, step) for split, _, step, _ in learned(bad)} == {("train", 3), ("validation", 3)}
     assert_same(good, alone)
     assert calls["n"] == 12 + 5, "a diverged seed costs nothing more on a CPU"
 
@@ -251,8 +255,8 @@ def test_all_seeds_diverged_ends_the_training() -> None:
     for run in result.runs:
         assert run.diverged_at is not None
         assert 0 <= run.diverged_at < SPEC.steps
-        assert not [metric for metric in run.metrics if metric[2] > run.diverged_at]
-        assert not [metric for metric in run.metrics if metric[0] == "test"]
+        assert not [metric for metric in learned(run) if metric[2] > run.diverged_at]
+        assert not [metric for metric in learned(run) if metric[0] == "test"]
     assert seen[-1] < SPEC.steps
 
 
@@ -265,7 +269,7 @@ def test_a_metric_that_is_not_finite_is_divergence_and_no_metric(monkeypatch: py
     assert [run.diverged_at for run in trial.seeds] == [None, 3]
     assert all(math.isfinite(value) for run in trial.seeds for *_, value in run.metrics)
     trial.advance(6)
-    assert len(trial.seeds[0].metrics) == 4
+    assert {split for split, *_ in trial.seeds[0].metrics} == {"train", "validation"}
     assert trial.seeds[1].metrics == [metric for metric in trial.seeds[1].metrics if metric[0] == "train"]
 
 
@@ -273,7 +277,7 @@ def test_a_metric_that_nothing_counted_towards_has_no_value() -> None:
     task = deltalab.get_task("text", length=2)  # too short for a bigram to come again
     model = ModelSpec(rule="linear_attention", vocab_size=256, d_model=8, layers=1, heads=1)
     run = train(task, model, spec(steps=1, evaluations=1), [1]).runs[0]
-    assert {name for _, name, *_ in run.metrics} == {"loss", "bits_per_byte"}
+    assert {name for _, name, *_ in learned(run)} == {"loss", "bits_per_byte", "output_rms"}
     assert math.isnan(run.final("validation", "recall_bits_per_byte"))
 
 
@@ -281,13 +285,13 @@ def test_what_a_watcher_raises_ends_the_training() -> None:
     seen: list[tuple[int, list[int]]] = []
 
     def watch(step: int, so_far: list[RunResult]) -> None:
-        seen.append((step, [len(run.metrics) for run in so_far]))
+        seen.append((step, [run.metrics[-1][2] for run in so_far]))
         if step == 6:
             raise Killed
 
     with pytest.raises(Killed):
         train(TASK, TINY, SPEC, [1, 2], watch=watch)
-    assert seen == [(3, [3, 3]), (6, [6, 6])]
+    assert seen == [(3, [3, 3]), (6, [6, 6])], "every seed is at the step that it is judged at"
 
 
 def test_bf16_runs_on_a_cpu_over_fp32_weights() -> None:
@@ -301,6 +305,9 @@ def test_bf16_runs_on_a_cpu_over_fp32_weights() -> None:
 
 def test_cost_is_that_of_the_model() -> None:
     result = train(TASK, TINY, SPEC, [1, 2])
+    for run in result.runs:
+        assert run.final("cost", "state_size") == result.state_size
+        assert run.final("cost", "flops_per_token") > 2 * 16 * (3 * 16 + 2 * 16)  # q, k, v; gate and output
     assert result.parameters == sum(value.numel() for value in result.runs[0].weights.values())
     assert result.state_size == 16 * 16 + 3 * 48
     assert result.tokens_per_second > 0

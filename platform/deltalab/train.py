@@ -309,6 +309,8 @@ def train(
     for step in spec.evaluated_at():
         if step <= trial.step:
             continue
+        if all(run.diverged_at is not None for run in trial.seeds):
+            break
         trial.advance(step)
         trial.measure("validation")
         if checkpoint is not None and time.monotonic() - saved >= checkpoint_seconds:
@@ -316,15 +318,14 @@ def train(
             saved = time.monotonic()
         if watch is not None:
             watch(step, _results(trial))
-        if all(run.diverged_at is not None for run in trial.seeds):
-            break
     if test:
         trial.measure("test")
     if checkpoint is not None:
         checkpoint.unlink(missing_ok=True)
     first = trial.seeds[0].model
+    costs = trial.costs()
     for run in trial.seeds:
-        run.metrics += trial.costs()
+        run.metrics += costs
     tokens = spec.batch_size * task.length * trial.step * len(trial.seeds)
     return TrialResult(
         runs=_results(trial, weights=True),
