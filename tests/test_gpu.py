@@ -8,10 +8,7 @@ from deltalab.inputs import draw
 from deltalab.model import ModelSpec
 from deltalab.train import TrainSpec, train
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
