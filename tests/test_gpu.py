@@ -10,7 +10,7 @@ from deltalab.train import TrainSpec, train
 
 pytestmark = pytest.mark.gpu
 
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 
 def _variants():
@@ -26,6 +26,8 @@ def _error(found: torch.Tensor, right: torch.Tensor) -> float:
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("rule", _variants())
 def test_chunked_on_the_gpu_is_the_recurrence_in_fp64(rule, dtype):
+    if rule.transition is None and dtype != torch.float64:
+        pytest.skip("a rule that divides or learns online amplifies rounding: what it computes is held in fp64")
     x = draw(rule, batch=2, length=150, heads=2, key_dim=32, value_dim=48)
     rounded = x.map(lambda tensor: tensor.to(dtype).double())
     right = rounded.map(lambda tensor: tensor.requires_grad_())
@@ -37,7 +39,9 @@ def test_chunked_on_the_gpu_is_the_recurrence_in_fp64(rule, dtype):
         outputs.append(o.detach())
     assert _error(outputs[1], outputs[0]) <= TOLERANCE[dtype]
     for name, tensor in found.named().items():
-        assert _error(tensor.grad, right.named()[name].grad) <= 2 * TOLERANCE[dtype], name
+        wanted = right.named()[name].grad
+        assert (tensor.grad is None) == (wanted is None), name
+        assert wanted is None or _error(tensor.grad, wanted) <= 2 * TOLERANCE[dtype], name
 
 
 def test_training_in_bf16_learns_recall():

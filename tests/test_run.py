@@ -538,7 +538,7 @@ def kill_when(process: subprocess.Popen[bytes], reached: Callable[[], bool], pat
     assert in_session(process.pid)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    # Ray's two agents train nothing, and take some seconds to see that they are alone.
+    # Ray's two agents train nothing, and take a minute to see that they are alone.
     ends(process, but=("ray::DashboardA", "ray::RuntimeEnv"))
 
 
@@ -576,11 +576,9 @@ def test_kill_9_inline(lab: Path, uninterrupted: dict[str, list[tuple[Any, ...]]
 def test_kill_9_with_ray(lab: Path, uninterrupted: dict[str, list[tuple[Any, ...]]]) -> None:
     file = write(lab / "s.yaml", base=LONGER)
     db = lab / "deltalab.db"
-    killed = start(lab)
-    kill_when(killed, lambda: recorded(db) >= 2 and not time.sleep(0.1))
+    kill_when(start(lab), lambda: recorded(db) >= 2 and not time.sleep(0.1))
     assert 2 <= recorded(db) < 6
     finish(start(lab))
-    ends(killed)
     assert_whole(db, planned(file))
     assert ledger(db) == uninterrupted
 
