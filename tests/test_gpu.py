@@ -28,7 +28,8 @@ def _error(found: torch.Tensor, right: torch.Tensor) -> float:
 def test_chunked_on_the_gpu_is_the_recurrence_in_fp64(rule, dtype):
     if rule.transition is None and dtype != torch.float64:
         pytest.skip("a rule that divides or learns online amplifies rounding: what it computes is held in fp64")
-    x = draw(rule, batch=2, length=150, heads=2, key_dim=32, value_dim=48)
+    length = 150 if rule.transition is not None else 40  # weights that learn online are chaotic over long spans
+    x = draw(rule, batch=2, length=length, heads=2, key_dim=32, value_dim=48)
     rounded = x.map(lambda tensor: tensor.to(dtype).double())
     right = rounded.map(lambda tensor: tensor.requires_grad_())
     found = rounded.map(lambda tensor: tensor.detach().to("cuda", dtype).requires_grad_())
