@@ -104,11 +104,10 @@ def assert_refused(said: Said, *parts: str) -> None:
 # Every command once.
 
 
-def test_both_names_of_the_command_start(tmp_path: Path) -> None:
-    for name in ("platform", "deltalab"):
-        command = [str(Path(sys.executable).with_name(name)), "version"]
-        found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-        assert (found.returncode, found.stdout, found.stderr) == (0, f"{deltalab.__version__}\n", "")
+def test_the_command_has_a_name_that_the_standard_library_does_not_have(tmp_path: Path) -> None:
+    command = [str(Path(sys.executable).with_name("deltalab")), "version"]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (found.returncode, found.stdout, found.stderr) == (0, f"{deltalab.__version__}\n", "")
 
 
 def test_help_is_help(platform: Platform) -> None:
@@ -502,10 +501,11 @@ def test_a_full_disk_under_the_output(tmp_path: Path) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("no /dev/full")
     program = str(Path(sys.executable).with_name("platform"))
-    for words in (["version"], ["study", "schema"]):
-        with open("/dev/full", "w") as full:
-            said = subprocess.run([program, *words], cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True)
-        assert (said.returncode, said.stderr) == (2, "error: output: No space left on device\n")
+    with open("/dev/full", "w") as full:
+        said = subprocess.run(
+            [program, "study", "schema"], cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert (said.returncode, said.stderr) == (2, "error: output: No space left on device\n")
 
 
 def test_a_reader_that_had_enough(tmp_path: Path) -> None:
