@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ TYPES = [
     ({"base": "comba"}, "base must be a mapping, not 'comba'"),
     ({"base": {}}, "base.rule is missing"),
     ({"base": {**STUDY["base"], "rule": ["comba"]}}, "base.rule must be a rule's name or a mapping"),
-    ({"base": {**STUDY["base"], "rule": {"d": 0}}}, "base.rule: needs a name"),
+    ({"base": {**STUDY["base"], "rule": {"d": 0}}}, "rule must be a name, or a mapping with a name"),
     ({"base": {**STUDY["base"], "model": []}}, "base.model must be a mapping"),
     ({"base": {**STUDY["base"], "train": {"steps": 1}}}, "train: needs batch_size"),
     ({"arms": ["x"]}, "arms must be a mapping"),
@@ -148,6 +149,21 @@ TUNING = [
     ({"trials": 3, "train.lr": {"choice": [0.1, 0.2]}}, "tune.trials 3: there are only 2 choices"),
 ]
 
+SEARCHING = [
+    ({"train.lr": {"unform": [1, 2]}}, "search.train.lr: unknown key 'unform'; did you mean 'uniform'?"),
+    ({"trails": 3, "train.lr": LR}, "search: unknown key 'trails'; did you mean 'trials'?"),
+    ({"train.lr": LR, "finalists": 3}, "finalists 3 exceed trials 2"),
+    ({"trials": 3, "model.conv": {"choice": [0, 4]}}, "search.trials 3: there are only 2 choices"),
+    ({"rule": {"choice": ["comba", 3]}}, "rule must be a name, or a mapping with a name, not 3"),
+    ({"rule": {"choice": ["comba", {"d": 0}]}}, "rule must be a name, or a mapping with a name"),
+    ({"rule": {"choice": ["comba", "combo"]}}, "unknown rule 'combo'; did you mean 'comba'?"),
+    ({"rule": {"choice": ["comba", None]}}, "rule must be a name, or a mapping with a name, not None"),
+    ({"rule": {"choice": ["comba", date(2024, 1, 1)]}}, "choice takes numbers, words, lists and mappings"),
+    ({"rule": {"uniform": [0, 1]}}, "rule must be a name, or a mapping with a name"),
+    ({"rule": "comba"}, "search.rule must be a mapping"),
+    ({"model": {"choice": [1, 2]}}, "search: unknown key 'model'"),
+]
+
 ARMS = [
     ({"arms": {"x": {}}}, "arm 'x' is the same as base"),
     ({"arms": {"x": {"train": {"lr": 0.01}}}}, "arm 'x' is the same as base"),
@@ -175,7 +191,13 @@ ARMS = [
     ({"for_task": {"mqar": {"rule": {"d": 0}}}, "ablate": ["d"]}, "arm 'without_d' is the same as base"),
 ]
 
-REFUSED = [*NEAREST, *TYPES, *[({"tune": {"trials": 2, **given}}, says) for given, says in TUNING], *ARMS]
+REFUSED = [
+    *NEAREST,
+    *TYPES,
+    *[({"tune": {"trials": 2, **given}}, says) for given, says in TUNING],
+    *[({"search": {"trials": 2, "finalists": 1, **given}}, says) for given, says in SEARCHING],
+    *ARMS,
+]
 
 
 @pytest.mark.parametrize(("given", "says"), REFUSED, ids=lambda x: str(x)[:70])
@@ -684,6 +706,53 @@ def test_values_that_the_ledger_holds_win_over_new_suggestions(plan: Callable[..
     rest = finish(two, lambda job: 0.1)
     assert two.known == 1
     assert rest[-1].values == {"train.lr": 0.0123}
+
+
+SEARCH = {
+    "rule": {"choice": ["comba", "deltanet", {"name": "comba", "d": 0}]},
+    "model.heads": {"choice": [1, 2, 4]},
+    "train.lr": LR,
+    "trials": 13,
+    "finalists": 3,
+}
+
+
+def searched(one: Job) -> TrialRecord:
+    """More heads score more and cost more; one rule fails, another gives the same for less."""
+    heads, name = one.config["model"]["heads"], one.config["rule"]["name"]
+    if name == "comba" and one.config["rule"]["d"] == {"const": {"value": 0.0}}:
+        return record(one, None)
+    made = record(one, heads / 10 + by_lr(one) / 100)
+    cost = [("cost", "flops_per_token", 6, 100.0 * heads), ("cost", "state_size", 6, 1.0 + (name == "comba"))]
+    return replace(made, runs=[replace(run, metrics=[*run.metrics, *cost]) for run in made.runs])
+
+
+@pytest.mark.parametrize("killed_after", [0, 12, 13, 15])
+def test_a_search_confirms_its_front_and_goes_on_where_it_was_killed(
+    plan: Callable[..., Plan], tmp_path: Path, killed_after: int
+) -> None:
+    found = plan(search=SEARCH)
+    ran: dict[str, list[Job]] = {"whole": [], "cut": []}
+    for name, limits in {"whole": [99], "cut": [killed_after, 99]}.items():
+        for limit in limits:
+            with Store.open(tmp_path / f"{name}.db") as store:
+                one = schedule(found, store)
+                while len(ran[name]) < limit and (job := one.next()) is not None:
+                    ran[name].append(job)
+                    one.finished(searched(job))
+                done = one.done, one.completed
+        assert done == (True, found.trials) == (True, 13 + 1 + 3)
+    assert sorted(job.key for job in ran["cut"]) == sorted(job.key for job in ran["whole"])
+    tried = [job for job in ran["whole"] if job.stage == "tune"]
+    confirmed = {job.arm: job for job in ran["whole"] if job.stage == "confirm"}
+    assert set(confirmed) == {"base", "found_1", "found_2", "found_3"}
+    assert (confirmed["base"].values, len(tried)) == ({}, 13)
+    finalists = [confirmed[f"found_{i}"] for i in (1, 2, 3)]
+    assert len({json.dumps(job.values) for job in finalists}) == 3
+    assert all(job.values in [one.values for one in tried] for job in finalists)
+    assert not [job for job in finalists if searched(job).state == "failed"]
+    best = finalists[0].config["model"]["heads"]
+    assert best == max(job.config["model"]["heads"] for job in tried if searched(job).state == "done")
 
 
 def test_nothing_waits_for_more_than_it_needs(plan: Callable[..., Plan], store: Store) -> None:

@@ -187,10 +187,10 @@ def _make_plan(spec: StudySpec, profile: str | None) -> Plan:
         for i in range(spec.search.finalists if spec.search else 0):
             arms.append(Arm(f"found_{i + 1}", task_name, False, resolved["base"], {}))
     plan = Plan(spec, profile, arms, tasks)
+    if plan.budget is not None and (grid := plan.budget.grid()) is not None and plan.budget.trials > len(grid):
+        key = "search" if spec.search else "tune"
+        raise InputError(f"{key}.trials {plan.budget.trials}: there are only {len(grid)} choices to try")
     if spec.tune is not None:
-        grid = spec.tune.grid()
-        if grid is not None and spec.tune.trials > len(grid):
-            raise InputError(f"tune.trials {spec.tune.trials}: there are only {len(grid)} choices to try")
         first = {path: search.extremes[0] for path, search in spec.tune.searched.items()}
         tuned: dict[tuple[str, str], str] = {}
         for arm in arms:
@@ -261,8 +261,8 @@ def _without(rule: Mapping[str, Any], parts: list[str], key: str) -> Change:
 def _rule(given: str | Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(given, str):
         return {"name": given}
-    if not isinstance(given.get("name"), str):
-        raise InputError("base.rule: needs a name")
+    if not isinstance(given, Mapping) or not isinstance(given.get("name"), str):
+        raise InputError(f"rule must be a name, or a mapping with a name, not {given!r}")
     return dict(given)
 
 
@@ -319,7 +319,7 @@ def _with(config: Mapping[str, Any], values: Mapping[str, Any], task: Task, *, w
         whole = path == "rule"
         if not isinstance(here, dict) or last not in here or not (parents or whole) or path in _FIXED:
             raise unknown("setting", path, _paths(config), where=where)
-        here[last] = value
+        here[last] = _rule(value) if whole else value
     model = {key: value for key, value in changed["model"].items() if key != "vocab_size"}
     return _resolve(Base(rule=changed["rule"], model=model, train=changed["train"]), task, where=where)
 

@@ -40,6 +40,8 @@ class Search(_Strict):
         if len(given) != 1:
             raise ValueError("takes exactly one of log_uniform, uniform, integers, choice")
         ((name, value),) = given.items()
+        if name == "choice" and not all(map(_is_plain, value)):
+            raise ValueError(f"choice takes numbers, words, lists and mappings, not {list(value)}")
         if name == "choice" and (len(value) < 2 or len(set(map(json.dumps, value))) < len(value)):
             raise ValueError(f"choice needs at least two values, all different, not {list(value)}")
         if name != "choice" and not value[0] < value[1]:
@@ -54,6 +56,13 @@ class Search(_Strict):
         found = self.log_uniform or self.uniform or self.integers or self.choice
         assert found is not None
         return found
+
+
+def _is_plain(value: object) -> bool:
+    """Whether JSON can say it: YAML knows dates too."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(inner) for key, inner in value.items())
+    return all(map(_is_plain, value)) if isinstance(value, list) else isinstance(value, bool | int | float | str | None)
 
 
 class Tune(BaseModel):
@@ -257,6 +266,7 @@ _KINDS: dict[str, type[BaseModel]] = {
     "for_task": Change,
     "arms": Change,
     "tune": Search,
+    "search": Search,
     "resources": Resources,
 }
 
