@@ -213,7 +213,7 @@ def _eigenvalues(rule: UpdateRule) -> tuple[float, float] | None:
 
 
 def _cost(transition: Transition, *, second_state: bool) -> dict[str, str]:
-    """What each term of the recurrence multiplies for a token: in all of its steps, and in both states."""
+    """What each term of the recurrence, its operands given, multiplies for a token in all steps and states."""
     step = {"decay": {"K V": 1}} if transition.decay != "none" else {}
     if transition.low_rank != "none":
         # Tied, it is written with the value; free, along a direction of its own.

@@ -24,9 +24,10 @@ def recurrent(transition: Transition, x: Operands, *, scale: float, state: State
     x: `Operands` with B, T and H in full. state: [B, H, K, V], or two of them with a fit; None for an empty one.
     Returns o [B, T, H, V] and the next state, both in at least fp32.
     """
-    x = _cast(x, state)
+    x = _cast(x, state).resolved()
     first, second = _states(x, state)
     fit, steps = x.fit, transition.steps
+    fitting = x if fit is None else fit.operands(x)
     out = []
     for t in range(x.r.shape[1]):
         before = first
@@ -37,8 +38,8 @@ def recurrent(transition: Transition, x: Operands, *, scale: float, state: State
             continue
         error = fit.v[:, t] - _read(x.k[:, t], before)
         learned = fit.strength[:, t, :, None] * fit.residual.pseudo_residual(error)
-        second = _step(transition, fit.operands(x), t, second, learned)
-        out.append(_read(x.r[:, t], before) + _read(fit.r[:, t], second))
+        second = _step(transition, fitting, t, second, learned)
+        out.append(_read(x.r[:, t], before) + _read(fitting.r[:, t], second))
     return scale * torch.stack(out, dim=1), first if fit is None else (first, second)
 
 
@@ -68,7 +69,7 @@ def chunked(
 
     With a fit it is two passes: the first also reads what it would have predicted, the second fits the error.
     """
-    x = _cast(x, state)
+    x = _cast(x, state).resolved()
     if x.fit is None:
         steps = transition.steps
         r = x.r if steps == 1 else x.r.repeat_interleave(steps, dim=1)
@@ -78,7 +79,7 @@ def chunked(
     first, second = _states(x, state)
     (base, predicted), first = _scan(transition, x, first, chunk_size, before=(x.r, x.k))
     error = x.fit.residual.pseudo_residual(x.fit.v - predicted)
-    fitting = dataclasses.replace(x.fit.operands(x), u=x.fit.strength[..., None] * error)
+    fitting = dataclasses.replace(x.fit.operands(x), u=error).resolved()
     (correction,), second = _scan(transition, fitting, second, chunk_size, after=x.fit.r)
     return scale * (base + correction), (first, second)
 

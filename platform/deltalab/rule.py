@@ -37,20 +37,21 @@ class Fit:
         o_t = scale * (S_{t-1}^T r_t of the first + R_t^T r_t of this)
 
     r: [B, T, H, K]; v: what S should have predicted [B, T, H, V]; strength [B, T, H].
-    g, e: of R, where they are not those of S.
+    read: as in `Operands`. g, e: of R, where they are not those of S.
     """
 
     residual: ResidualState
     r: Tensor
     v: Tensor
     strength: Tensor
+    read: Tensor | None = None
     g: Tensor | None = None
     e: Tensor | None = None
 
     def operands(self, first: "Operands") -> "Operands":
         """Those of R; its values to write are not known before the first state has been scanned."""
         g = first.g if self.g is None else self.g
-        return dataclasses.replace(first, r=self.r, g=g, e=self.e, fit=None)
+        return dataclasses.replace(first, r=self.r, g=g, e=self.e, beta=self.strength, read=self.read, d=None, fit=None)
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ class Operands:
     """What one step of the recurrence needs; with n steps per token, T is n T in all but r, in their order.
 
     r: read vector [B, T, H, K]; k: write key [B, T, H, K]; u: value to write [B, T, H, V].
+    beta, read, d: [B, T, H]; what is written is beta_t u_t, what reads is read_t r_t - d_t k_t. They are 1, 1 and 0
+        where None, and apart from the vectors because a kernel applies them for nothing. No d with several steps.
     g: log-decay, <= 0, where the transition decays: [B, T, H] if scalar, [B, T, H, K] if diagonal.
     e: erase strength [B, T, H], where the low rank is tied to k.
     a, b: [B, T, H, K] where the low rank is free: a_t (b_t^T X) is added.
@@ -71,7 +74,20 @@ class Operands:
     e: Tensor | None = None
     a: Tensor | None = None
     b: Tensor | None = None
+    beta: Tensor | None = None
+    read: Tensor | None = None
+    d: Tensor | None = None
     fit: Fit | None = None
+
+    def resolved(self) -> "Operands":
+        """The same with beta, read and d multiplied into the vectors."""
+        u = self.u if self.beta is None else self.beta[..., None] * self.u
+        r = self.r if self.read is None else self.read[..., None] * self.r
+        r = r if self.d is None else r - self.d[..., None] * self.k
+        fit = self.fit
+        if fit is not None and fit.read is not None:
+            fit = dataclasses.replace(fit, r=fit.read[..., None] * fit.r, read=None)
+        return dataclasses.replace(self, r=r, u=u, beta=None, read=None, d=None, fit=fit)
 
 
 def knob(default: Option, *others: Option) -> Any:

@@ -53,7 +53,7 @@ class CLASS(UpdateRule):
     def operands(self, q: Tensor, k: Tensor, v: Tensor, *, erase: Tensor, write: Tensor) -> Operands:
         """q, k [B, T, H, K] of unit norm; v [B, T, H, V]; the gates by their symbols, [B, T, H] or [H]."""
         r = q - k if self.correct_output else q
-        return Operands(r=r, k=k, u=write[..., None] * v, e=erase)
+        return Operands(r=r, k=k, u=v, e=erase, beta=write)
 '''
 
 

@@ -148,8 +148,16 @@ def operands(rule: UpdateRule, q: Tensor, k: Tensor, v: Tensor, gates: Mapping[s
     fit = x.fit
     if fit is not None:
         strength = fit.strength.expand(k.shape[:3])
-        fit = replace(fit, strength=strength, g=spread(fit.g, decays=True), e=spread(fit.e))
-    return replace(x, g=spread(x.g, decays=True), e=spread(x.e), fit=fit)
+        fit = replace(fit, strength=strength, read=spread(fit.read), g=spread(fit.g, decays=True), e=spread(fit.e))
+    return replace(
+        x,
+        g=spread(x.g, decays=True),
+        e=spread(x.e),
+        beta=spread(x.beta),
+        read=None if x.read is None else x.read.expand(x.r.shape[:3]),
+        d=spread(x.d),
+        fit=fit,
+    )
 
 
 def _mix(

@@ -40,4 +40,4 @@ class Comba(UpdateRule):
     def operands(self, q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, beta: Tensor, b: Tensor, d: Tensor) -> Operands:
         strength = d if self.correction == "k" else d * b
         feedback = 2 * b * beta if self.transition is IPLR else b * beta
-        return Operands(r=q - strength[..., None] * k, k=k, u=beta[..., None] * v, g=g, e=feedback)
+        return Operands(r=q, k=k, u=v, g=g, e=feedback, beta=beta, d=strength)

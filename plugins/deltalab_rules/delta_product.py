@@ -40,4 +40,4 @@ class DeltaProduct(UpdateRule):
     def operands(self, q: Tensor, k: Tensor, v: Tensor, *, beta: Tensor, g: Tensor) -> Operands:
         # g is -inf where nothing is kept, so the steps that do not decay are padded: no product with 0 would do.
         decays = F.pad(g.expand(q.shape[:3]).unsqueeze(2), (0, 0, 0, self.n_h - 1)).flatten(1, 2)
-        return Operands(r=q, k=k, u=beta[..., None] * v, g=decays, e=beta)
+        return Operands(r=q, k=k, u=v, beta=beta, g=decays, e=beta)

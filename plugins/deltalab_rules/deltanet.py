@@ -30,4 +30,4 @@ class DeltaNet(UpdateRule):
         return (1 - self.beta.high, 1.0)
 
     def operands(self, q: Tensor, k: Tensor, v: Tensor, *, beta: Tensor) -> Operands:
-        return Operands(r=q, k=k, u=beta[..., None] * v, e=beta)
+        return Operands(r=q, k=k, u=v, beta=beta, e=beta)

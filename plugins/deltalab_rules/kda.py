@@ -32,4 +32,4 @@ class KDA(UpdateRule):
         return (min(0.0, 1 - self.beta.high), 1.0)
 
     def operands(self, q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, beta: Tensor) -> Operands:
-        return Operands(r=q, k=k, u=beta[..., None] * v, g=g, e=beta)
+        return Operands(r=q, k=k, u=v, beta=beta, g=g, e=beta)

@@ -27,4 +27,4 @@ class Mamba2(UpdateRule):
     beta: Gate = knob(gates.mamba2_step(), gates.sigmoid(), gates.const(1))
 
     def operands(self, q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, beta: Tensor) -> Operands:
-        return Operands(r=q, k=k, u=beta[..., None] * v, g=g)
+        return Operands(r=q, k=k, u=v, beta=beta, g=g)

@@ -63,11 +63,12 @@ class RDN(UpdateRule):
         gated = self.output == "gated"
         fit = Fit(
             residual=ResidualState(loss=cast(Any, self.loss), clip=self.clip),
-            r=gamma[..., None] * q if gated else q,
+            r=q,
+            read=gamma if gated else None,
             v=v,
             # Without fitting R_t = k_t r_t^T: it forgets all, and gamma is left to the output.
             strength=gamma if self.fitting else torch.ones_like(gamma),
             g=None if self.fitting else torch.full_like(g, -torch.inf),
             e=gamma,
         )
-        return Operands(r=g.exp()[..., None] * q if gated else q, k=k, u=beta[..., None] * v, g=g, e=beta, fit=fit)
+        return Operands(r=q, k=k, u=v, g=g, e=beta, beta=beta, read=g.exp() if gated else None, fit=fit)

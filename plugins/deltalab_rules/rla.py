@@ -59,11 +59,12 @@ class RLA(UpdateRule):
         gated = self.output == "gated"
         fit = Fit(
             residual=ResidualState(loss=cast(Any, self.loss), clip=self.clip),
-            r=gamma[..., None] * q if gated else q,
+            r=q,
+            read=gamma if gated else None,
             v=v,
             # Without fitting R_t = k_t r_t^T: it forgets all, and gamma is left to the output.
             strength=gamma if self.fitting else torch.ones_like(gamma),
             g=None if self.fitting else torch.full_like(g, -torch.inf),
             e=None,
         )
-        return Operands(r=g.exp()[..., None] * q if gated else q, k=k, u=beta[..., None] * v, g=g, fit=fit)
+        return Operands(r=q, k=k, u=v, g=g, beta=beta, read=g.exp() if gated else None, fit=fit)

@@ -26,4 +26,4 @@ class SGLA(UpdateRule):
     beta: Gate = knob(gates.sigmoid(), gates.const(1))
 
     def operands(self, q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, beta: Tensor) -> Operands:
-        return Operands(r=q, k=k, u=beta[..., None] * v, g=g)
+        return Operands(r=q, k=k, u=v, beta=beta, g=g)
