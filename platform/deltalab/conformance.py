@@ -11,12 +11,13 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from deltalab import reference
+from deltalab.checks import Check, CheckResult, Measured
 from deltalab.errors import InputError
 from deltalab.inputs import Inputs, corners, draw, draw_corners, learned, moves, normal, parts, within
 from deltalab.layer import Gates, LayerCache, RuleLayer, initialize
@@ -31,48 +32,11 @@ EXACT = 1e-10
 
 
 @dataclass(frozen=True)
-class CheckResult:
-    """One check of one rule.
+class RuleCheck(Check[UpdateRule]):
+    """A measurement of a rule in one setting. settings: those to measure, of which `only` keeps those it is for."""
 
-    figure: what was measured in the worst setting; None where the rule's code raised.
-    message: the setting, the figure against its limit and, where the check failed, the likely cause.
-    """
-
-    name: str
-    passed: bool
-    figure: float | None
-    message: str
-
-
-class Measured(NamedTuple):
-    """A figure, what it is of, and its cause where that is known better than in general."""
-
-    figure: float
-    what: str
-    cause: str = ""
-
-
-@dataclass(frozen=True)
-class Check:
-    """A measurement of a rule in one setting, and the limit that its figures keep.
-
-    at_least: whether the limit is a lower one. settings: the settings of the rule to measure, of which `only` keeps
-        those that the check applies to.
-    """
-
-    name: str
-    measure: Callable[[UpdateRule], Iterator[Measured]]
-    limit: float
-    cause: str
-    at_least: bool = False
     settings: Callable[[UpdateRule], list[UpdateRule]] = lambda rule: rule.variants()
     only: Callable[[UpdateRule], bool] = lambda rule: True
-
-    def slack(self, figure: float) -> float:
-        """How far inside the limit a figure is; below 0 is a failure, and so is what is not a number."""
-        if math.isnan(figure):
-            return -math.inf
-        return figure - self.limit if self.at_least else self.limit - figure
 
 
 def check_rule(rule: UpdateRule) -> list[CheckResult]:
@@ -93,7 +57,7 @@ def check_rule(rule: UpdateRule) -> list[CheckResult]:
     return [result for result in results if result is not None]
 
 
-def _run(check: Check, rule: UpdateRule) -> CheckResult | None:
+def _run(check: RuleCheck, rule: UpdateRule) -> CheckResult | None:
     found: list[tuple[UpdateRule, Measured]] = []
     setting = rule
     try:
@@ -101,22 +65,14 @@ def _run(check: Check, rule: UpdateRule) -> CheckResult | None:
         for setting in settings:
             found += [(setting, measured) for measured in check.measure(setting)]
     except Exception as error:
-        # The code of a rule is a stranger's: whatever it raises is a finding and no crash of ours.
-        text = " ".join(str(error).split())
-        where = f"{rule.name} [{rule.turned(setting)}]"
-        return CheckResult(check.name, False, None, f"{where}: raised {type(error).__name__}: {text}")
+        return check.raised(error, f"{rule.name} [{rule.turned(setting)}]")
     if not found:
         return None
     setting, worst = min(found, key=lambda pair: check.slack(pair[1].figure))
-    passed = check.slack(worst.figure) >= 0
-    message = f"{rule.name} [{rule.turned(setting)}]: {worst.what} is {worst.figure:.3g}"
-    message += f", must be {'at least' if check.at_least else 'at most'} {check.limit:g}"
     combinations = math.prod(len(options) for options in rule.options().values())
-    if check.settings is _combinations and combinations > MOST_SETTINGS:
-        message += f"; tried {MOST_SETTINGS} of {combinations} settings"
-    if not passed:
-        message += f"; likely cause: {worst.cause or check.cause}"
-    return CheckResult(check.name, passed, worst.figure, message)
+    some = check.settings is _combinations and combinations > MOST_SETTINGS
+    note = f"; tried {MOST_SETTINGS} of {combinations} settings" if some else ""
+    return check.judge(worst, f"{rule.name} [{rule.turned(setting)}]", note)
 
 
 def _combinations(rule: UpdateRule) -> list[UpdateRule]:
@@ -457,15 +413,17 @@ def _is_algebraic(rule: UpdateRule) -> bool:
 
 
 CHECKS = (
-    Check("backends", backends, EXACT, "the parallel and the token-by-token form compute different functions"),
-    Check("kernel", kernel, EXACT, "`fused` computes another function than the equation", only=_has_kernel),
-    Check("state carry", state_carry, EXACT, "the given state is not used, or later tokens need more than it holds"),
-    Check("causality of values", causality_of_values, 1e-12, "what is computed for a token uses later ones"),
-    Check("causality of gradients", causality_of_gradients, 0.0, "what is computed for a token uses later ones"),
-    Check("extreme gates", extreme_gates, 0.0, "a decay is divided by, so its inverse overflows", only=_has_gates),
-    Check("gate ranges", gate_ranges, 0.0, "the parameterization declares another range than it computes"),
-    Check("eigenvalues", eigenvalues, 1e-9, "the erase strength exceeds what the range allows", only=_is_algebraic),
-    Check(
+    RuleCheck("backends", backends, EXACT, "the parallel and the token-by-token form compute different functions"),
+    RuleCheck("kernel", kernel, EXACT, "`fused` computes another function than the equation", only=_has_kernel),
+    RuleCheck(
+        "state carry", state_carry, EXACT, "the given state is not used, or later tokens need more than it holds"
+    ),
+    RuleCheck("causality of values", causality_of_values, 1e-12, "what is computed for a token uses later ones"),
+    RuleCheck("causality of gradients", causality_of_gradients, 0.0, "what is computed for a token uses later ones"),
+    RuleCheck("extreme gates", extreme_gates, 0.0, "a decay is divided by, so its inverse overflows", only=_has_gates),
+    RuleCheck("gate ranges", gate_ranges, 0.0, "the parameterization declares another range than it computes"),
+    RuleCheck("eigenvalues", eigenvalues, 1e-9, "the erase strength exceeds what the range allows", only=_is_algebraic),
+    RuleCheck(
         "gate liveness",
         gate_liveness,
         1e-4,  # the weakest gate of the built-in rules has 6e-3, one that is normalized away at most 1e-6
@@ -474,8 +432,8 @@ CHECKS = (
         settings=_combinations,
         only=_has_gates,
     ),
-    Check("knob options", knob_options, 1e-6, "the rule does not use the knob", at_least=True, settings=_declared),
-    Check("bf16", bf16, 2e-2, "the state, a decay or a sum over tokens is kept in bf16"),
-    Check("sizes", sizes, 0.0, "a shape or a dtype is another than the contract says"),
-    Check("token by token", token_by_token, EXACT, "the state does not carry, or T = 1 is a special case"),
+    RuleCheck("knob options", knob_options, 1e-6, "the rule does not use the knob", at_least=True, settings=_declared),
+    RuleCheck("bf16", bf16, 2e-2, "the state, a decay or a sum over tokens is kept in bf16"),
+    RuleCheck("sizes", sizes, 0.0, "a shape or a dtype is another than the contract says"),
+    RuleCheck("token by token", token_by_token, EXACT, "the state does not carry, or T = 1 is a special case"),
 )
