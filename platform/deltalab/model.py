@@ -30,6 +30,8 @@ class ModelSpec:
     attention: layers (counted from 0) whose mixer is softmax attention instead, or
         `second_to_last_of_every_eight`. window: how far these see, 0 for all.
     tie_embeddings: input and output embeddings are one.
+    readout: what a position's logits are read from: its own hidden state, or `last`, the sequence's last one, told the
+        position, by an MLP.
     chunk_size: of the parallel form.
 
     Raises `InputError` for values that make no model.
@@ -52,6 +54,7 @@ class ModelSpec:
     attention: tuple[int, ...] | Literal["second_to_last_of_every_eight"] = field(default=())
     window: int = 0
     tie_embeddings: bool = True
+    readout: Literal["position", "last"] = "position"
     chunk_size: int = 64
 
     def __post_init__(self) -> None:
@@ -71,6 +74,8 @@ class ModelSpec:
         object.__setattr__(self, "expand_v", float(self.expand_v))  # one value, one identity: 2 and 2.0 are one model
         if self.block not in ("transformer", "mamba"):
             raise unknown("block", self.block, ("transformer", "mamba"), where="model.block")
+        if self.readout not in ("position", "last"):
+            raise unknown("readout", self.readout, ("position", "last"), where="model.readout")
         if self.block == "mamba":
             object.__setattr__(self, "mlp", False)  # there is none that a study could take away
         if isinstance(self.attention, str):
@@ -185,6 +190,29 @@ class Block(nn.Module):
         return x, cache
 
 
+class Rebuild(nn.Module):
+    """norm(MLP(h_T + p_t)) at every position t, from the last hidden state h_T alone: [B, T, d] to [B, T, d].
+
+    The MLP is norm, linear, GELU, twice. p_t = [sin(t w), cos(t w)], w_i = 10000^(-i / (d/2 - 1)), i = 0 ... d/2 - 1
+    (Poli et al. 2024, arXiv:2403.17844).
+    """
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential()
+        for _ in range(2):
+            self.mlp.extend([nn.RMSNorm(d_model, eps=1e-5), linear(d_model, d_model), nn.GELU()])
+        self.norm = nn.RMSNorm(d_model, eps=1e-5)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        half = hidden.shape[-1] // 2
+        place = torch.arange(hidden.shape[1], device=hidden.device)[:, None]
+        angle = place * 10000 ** -torch.linspace(0, 1, half, device=hidden.device)
+        position = F.pad(torch.cat([angle.sin(), angle.cos()], dim=-1), (0, hidden.shape[-1] - 2 * half))
+        rebuilt: Tensor = self.norm(self.mlp(hidden[:, -1:] + position.to(hidden.dtype)))
+        return rebuilt
+
+
 class Model(nn.Module):
     """Tokens [B, T] to logits [B, T, vocab]."""
 
@@ -201,15 +229,23 @@ class Model(nn.Module):
             Block(spec, attention if spec.is_attention(layer) else rule) for layer in range(spec.depth)
         )
         self.norm = nn.RMSNorm(spec.d_model, eps=1e-5)
+        self.rebuild = Rebuild(spec.d_model) if spec.readout == "last" else None
         self.unembed = None if spec.tie_embeddings else linear(spec.d_model, spec.vocab_size)
 
     def forward(self, tokens: Tensor, where: Tensor | None = None) -> Tensor:
         """Logits [B, T, vocab]; or [N, vocab], row by row, where the mask `where` [B, T] is set."""
         hidden, _ = self.hidden(tokens)
+        if self.rebuild is not None:
+            hidden = self.rebuild(hidden)
         return self.logits(hidden if where is None else hidden[where])
 
     def step(self, tokens: Tensor, cache: list[LayerCache] | None = None) -> tuple[Tensor, list[LayerCache]]:
-        """Logits [B, T, vocab] for tokens that follow what the cache has seen, and the new cache."""
+        """Logits [B, T, vocab] for tokens that follow what the cache has seen, and the new cache.
+
+        Raises `InputError` where these are not read from each position's own hidden state.
+        """
+        if self.rebuild is not None:
+            raise InputError("model.readout is 'last': a model that rebuilds whole sequences cannot go token by token")
         hidden, cache = self.hidden(tokens, cache)
         return self.logits(hidden), cache
 

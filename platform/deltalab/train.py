@@ -157,6 +157,8 @@ class LockStep:
             raise InputError(f"seeds must be distinct and at least one, not {list(seeds)}")
         if model.vocab_size != task.vocab_size:
             raise InputError(f"model.vocab_size {model.vocab_size} is not task '{task.name}''s {task.vocab_size}")
+        if model.readout != task.readout:
+            raise InputError(f"model.readout '{model.readout}' is not task '{task.name}''s '{task.readout}'")
         self.task, self.spec = task, spec
         self.device = torch.device(_device(spec.device))
         self.bf16 = spec.precision == "bf16" or (spec.precision == "auto" and self.device.type == "cuda")

@@ -36,13 +36,15 @@ def export_hf(
     The folder appears whole or not at all.
 
     Raises `InputError` for a directory that holds something or cannot be written, for weights that do not fit the
-    model, for a rule whose file needs more than torch, the standard library and the contract of a rule, and
-    without the package safetensors.
+    model, for a rule whose file needs more than torch, the standard library and the contract of a rule, for a model
+    that is no causal one, and without the package safetensors.
     """
     try:
         from safetensors.torch import save
     except ImportError:
         raise InputError("export to hf needs safetensors: pip install 'deltalab[hf]'") from None
+    if spec.readout != "position":
+        raise InputError(f"export to hf takes causal models: one with readout '{spec.readout}' predicts no next token")
     model = _filled(spec, weights)
     texts = {f"{name}.py": text for name, text in _modules(spec).items()}
     texts["config.json"] = json.dumps(_config(spec, model, provenance), indent=2, default=str) + "\n"

@@ -19,6 +19,8 @@ CONFIRM_SEEDS_FROM = 1
 TUNE_SEEDS_FROM = 1_000_001
 """Tuning's seeds and confirmation's never meet."""
 MOST_COMBINATIONS = 500
+OF_THE_TASK = ("vocab_size", "readout")
+"""What a task says of the model."""
 
 
 @dataclass(frozen=True)
@@ -282,11 +284,13 @@ def _resolve(base: Base, task: Task, *, where: str) -> dict[str, Any]:
         knobs = _rule(base.rule)
         name = knobs.pop("name")
         rule = get_rule(name, **knobs).spec()
-        if "vocab_size" in base.model:
-            raise InputError(f"model.vocab_size is task '{task.name}''s: leave it out")
+        of_the_task = {key: getattr(task, key) for key in OF_THE_TASK}
+        for key in of_the_task:
+            if key in base.model:
+                raise InputError(f"model.{key} is task '{task.name}''s: leave it out")
         if "rule" in base.model:
             raise InputError("model.rule stands one level up, beside model and train")
-        model = ModelSpec.of({**base.model, "rule": rule, "vocab_size": task.vocab_size})
+        model = ModelSpec.of({**base.model, "rule": rule, **of_the_task})
         train = TrainSpec(**_known(base.train, TrainSpec, "train"))
         settings = {f.name: getattr(model, f.name) for f in fields(model) if f.name != "rule"}
         return json.loads(json.dumps({"rule": rule, "model": settings, "train": asdict(train)}))  # type: ignore[no-any-return]
@@ -305,7 +309,7 @@ def _known(given: dict[str, Any], kind: type, what: str) -> dict[str, Any]:
     return given
 
 
-_FIXED = ("rule.name", "model.vocab_size")
+_FIXED = ("rule.name", *(f"model.{key}" for key in OF_THE_TASK))
 
 
 def _with(config: Mapping[str, Any], values: Mapping[str, Any], task: Task, *, where: str) -> dict[str, Any]:
@@ -320,7 +324,7 @@ def _with(config: Mapping[str, Any], values: Mapping[str, Any], task: Task, *, w
         if not isinstance(here, dict) or last not in here or not (parents or whole) or path in _FIXED:
             raise unknown("setting", path, _paths(config), where=where)
         here[last] = _rule(value) if whole else value
-    model = {key: value for key, value in changed["model"].items() if key != "vocab_size"}
+    model = {key: value for key, value in changed["model"].items() if key not in OF_THE_TASK}
     return _resolve(Base(rule=changed["rule"], model=model, train=changed["train"]), task, where=where)
 
 

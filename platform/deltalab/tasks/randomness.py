@@ -6,7 +6,7 @@ device.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 
 import torch
@@ -28,18 +28,27 @@ def _shift(words: Tensor, bits: int) -> Tensor:
 class Random:
     """The random numbers at `address`. Every use names its `stream`; streams are independent of each other.
 
+    `rows`, int64 `[B]`: what is drawn in the shape `[B, ...]` are these rows of a table without end, the first B
+    where None. A row is what it is, whichever others are drawn beside it.
+
     >>> Random("a", torch.device("cpu")).integers("dice", 6, 1, 8)
     tensor([[4, 4, 0, 2, 5, 2, 1, 4]])
+    >>> Random("a", torch.device("cpu"), rows=torch.tensor([1, 0])).integers("dice", 6, 2, 4)
+    tensor([[5, 2, 1, 4],
+            [4, 4, 0, 2]])
     """
 
     address: str
     device: torch.device
+    rows: Tensor | None = field(default=None, compare=False)
 
     def words(self, stream: str, *shape: int) -> Tensor:
         """int64 `shape`, 64 random bits each: SplitMix64 from a hash of address and stream."""
         digest = sha256(f"{self.address}/{stream}".encode()).digest()
         start = int.from_bytes(digest[:8], "little", signed=True)
-        words = torch.arange(1, math.prod(shape) + 1, device=self.device) * _GAMMA + start
+        width = math.prod(shape[1:])
+        rows = torch.arange(shape[0], device=self.device) if self.rows is None else self.rows
+        words = (rows[:, None] * width + torch.arange(1, width + 1, device=self.device)) * _GAMMA + start
         for bits, factor in _MIX:
             words = (words ^ _shift(words, bits)) * factor
         return words.view(shape)
@@ -59,8 +68,8 @@ class Random:
             series = series * square + 1 / (2 * term + 1)
         return -(exponent.double() * math.log(2) + 2 * ratio * series)
 
-    def distinct(self, stream: str, below: int, rows: int, count: int) -> Tensor:
-        """int64 `[rows, count]`: each row an ordered choice of `count` <= `below` different integers of
+    def distinct(self, stream: str, below: int, *shape: int) -> Tensor:
+        """int64 `[..., count]`: along the last axis an ordered choice of `count` <= `below` different integers of
         [0, below), all choices equally likely.
 
         These are the first `count` swaps of a Fisher-Yates shuffle of 0 ... below - 1: step j swaps the
@@ -68,13 +77,15 @@ class Random:
         once, in O(log count) tensor operations and without the `below` places, of which there may be
         thousands per row.
         """
-        step = torch.arange(count, device=self.device).expand(rows, count)
-        swap = step + self.integers(stream, below - step, rows, count)
+        count = shape[-1]
+        step = torch.arange(count, device=self.device)
+        swap = (step + self.integers(stream, below - step, *shape)).view(-1, count)
+        step = step.expand_as(swap)
 
         # Place j holds, when step j comes, what the last earlier step that swapped with j found in its own
         # place. Following these origins to their root takes log2(count) doublings. The last column takes the
         # swaps with places that no step begins at. A step that swaps with itself passes nothing on.
-        origin = torch.full((rows, count + 1), -1, device=self.device)
+        origin = torch.full((len(swap), count + 1), -1, device=self.device)
         origin = origin.scatter_reduce(1, swap.clamp(max=count), step, "amax")[:, :count]
         origin = torch.where(origin < 0, step, origin)
         for _ in range((count - 1).bit_length()):
@@ -84,4 +95,4 @@ class Random:
         place, time = swap.sort(dim=1, stable=True)
         earlier = torch.where(place[:, 1:] == place[:, :-1], time[:, :-1], -1)
         last = torch.full_like(swap, -1).scatter(1, time[:, 1:], earlier)
-        return torch.where(last < 0, swap, origin.gather(1, last.clamp(min=0)))
+        return torch.where(last < 0, swap, origin.gather(1, last.clamp(min=0))).view(shape)

@@ -52,6 +52,8 @@ class Task(ABC):
     maximize: ClassVar[bool]
     example: ClassVar[Mapping[str, object]] = {}
     """Parameters to show the task with, where it cannot do without."""
+    readout: ClassVar[str] = "position"
+    """What a model reads the logits of a position from: `ModelSpec.readout`."""
 
     if TYPE_CHECKING:  # a real property would stand in the way of a parameter of the same name
 
@@ -62,6 +64,14 @@ class Task(ABC):
         @property
         def length(self) -> int:
             """T, the tokens in a sequence."""
+
+        @property
+        def train_examples(self) -> int | None:
+            """How many examples a seed trains on, each batch drawn from them with replacement; None where every
+            example is new. Then each row of `draw` must depend on its own row of `random` alone."""
+
+    else:
+        train_examples = None
 
     @property
     @abstractmethod
@@ -108,8 +118,12 @@ class Task(ABC):
             raise unknown("split", split, SPLITS, where=f"task '{self.name}'")
         if size < 1:
             raise InputError(f"task '{self.name}': a batch has at least 1 example, not {size}")
-        address = f"{self.name}/{self.version}/{split}/{int(index(seed))}/{int(index(step))}"
-        return self.draw(split, size, Random(address, torch.device(device)))
+        stream = f"{self.name}/{self.version}/{split}/{int(index(seed))}"
+        random = Random(f"{stream}/{int(index(step))}", torch.device(device))
+        if split == "train" and self.train_examples is not None:
+            rows = random.integers("examples", self.train_examples, size)
+            random = Random(f"{stream}/pool", random.device, rows)
+        return self.draw(split, size, random)
 
     def fingerprint(self) -> str:
         """SHA-256 of the data that the task reads, for a trial's identity; "" for generated data."""
