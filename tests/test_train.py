@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import deltalab
 from deltalab.errors import InputError
 from deltalab.layer import RuleLayer
 from deltalab.model import ModelSpec
-from deltalab.tasks import IGNORE, Task
+from deltalab.tasks import IGNORE, MQAR, Task
 from deltalab.train import LockStep, RunResult, TrainSpec, TrialResult, train
 
 TASK = deltalab.get_task("mqar", length=16, pairs=2, vocab_size=16)
@@ -68,6 +69,49 @@ def test_metrics_are_at_evenly_spaced_steps_and_the_test_split_at_the_end_alone(
         **{("cost", name): [12] for name in ("flops_per_token", "state_size")},
     }
     assert not any(split == "test" for split, *_ in train(TASK, TINY, SPEC, [1]).runs[0].metrics)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Longer(MQAR):
+    """Recall that is evaluated at its own length and at others."""
+
+    labels: tuple[str, ...]
+
+    def evaluations(self) -> dict[str, Task]:
+        return {label: replace(self, length=int(label or self.length)) for label in self.labels}
+
+
+def measured_at(*labels: str) -> dict[str, float]:
+    result = train(Longer(length=16, pairs=2, vocab_size=16, labels=labels), TINY, SPEC, [1], test=True)
+    return {name: value for split, name, _, value in result.runs[0].metrics if split == "test"}
+
+
+def test_a_task_is_measured_at_every_length_that_it_names() -> None:
+    plain = {name: value for split, name, _, value in train(TASK, TINY, SPEC, [1], test=True).runs[0].metrics}
+    found = measured_at("16", "40", "24")
+    names = {"accuracy", "loss", "output_rms"}
+    assert found.keys() == names | {f"{name}@{length}" for name in names for length in (16, 24, 40)}
+    for name in names:
+        lengths = [found[f"{name}@{length}"] for length in (16, 24, 40)]
+        assert lengths[0] == plain[name]
+        assert len(set(lengths)) > 1
+        assert found[name] == pytest.approx(sum(lengths) / 3)
+
+
+def test_what_stands_under_no_label_is_the_plain_metric_alone() -> None:
+    found, plain = measured_at("40", ""), measured_at("")
+    assert plain.keys() == {"accuracy", "loss", "output_rms"}
+    assert plain == {name: found[name] for name in plain}
+    assert found["loss@40"] != found["loss"]
+
+
+def test_a_run_that_is_not_finite_at_some_length_has_diverged(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(self: MQAR, batch: Any, logits: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        return MQAR.measure(self, batch, logits * (math.inf if self.length == 40 else 1))
+
+    monkeypatch.setattr(Longer, "measure", measure, raising=False)
+    task = Longer(length=16, pairs=2, vocab_size=16, labels=("16", "40"))
+    assert train(task, TINY, SPEC, [1]).runs[0].diverged_at == SPEC.evaluated_at()[0]
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 7, 10, 11])
@@ -185,6 +229,9 @@ class Recorded:
         self.drawn.append((split, size, seed, step))
         self.seen.append(batch.inputs)
         return batch
+
+    def evaluations(self) -> Any:
+        return {"": self}
 
 
 def test_data_depend_on_the_seed_and_the_step_and_on_nothing_of_the_model() -> None:

@@ -105,6 +105,11 @@ def get_task(name: str, /, **params: object) -> Task:
     if missing:
         raise InputError(f"task '{name}': needs {', '.join(missing)}")
     task: Task = kind(**params)
+    for label, other in task.evaluations().items():  # what cannot be evaluated is refused before it is trained for
+        if other.vocab_size != task.vocab_size:
+            raise InputError(
+                f"task '{name}': has {task.vocab_size} tokens and is evaluated, at '{label}', on {other.vocab_size}"
+            )
     return task
 
 

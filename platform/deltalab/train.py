@@ -207,30 +207,37 @@ class LockStep:
 
     @torch.no_grad()
     def measure(self, split: str) -> None:
-        """Adds every metric of the task, over the fixed split, to each seed that has not diverged.
+        """Adds every metric of the task, over the fixed split, to each seed that has not diverged: plain and by label,
+        as `Task.evaluations` says.
 
         And `output_rms`: the largest root mean square of a layer's output before its norm, which an unstable rule
         betrays itself by.
         """
+        evaluations = self.task.evaluations()
         for run in self.seeds:
             if run.diverged_at is not None:
                 continue
             sums: dict[str, tuple[Tensor, Tensor]] = {}
-            for i in range(self.spec.eval_batches):
-                batch = self.task.batch(split, self.spec.batch_size, EVALUATION_SEED, i, self.device)
-                with _output_rms(run.model) as sizes, torch.autocast(self.device.type, torch.bfloat16, self.bf16):
-                    logits = run.model(batch.inputs, where=batch.targets != IGNORE)
-                measured = self.task.measure(batch, logits.float())
-                largest = torch.stack(sizes).max()
-                for name, (total, count) in {**measured, "output_rms": (largest, torch.ones_like(largest))}.items():
-                    before = sums.get(name, (torch.zeros_like(total), torch.zeros_like(count)))
-                    sums[name] = (before[0] + total, before[1] + count)
+            for label, task in evaluations.items():
+                ends = [f"@{label}" if label else "", *([] if "" in evaluations else [""])]
+                for i in range(self.spec.eval_batches):
+                    for name, (total, count) in self._measured(run.model, task, split, i).items():
+                        for end in ends:
+                            before = sums.get(name + end, (torch.zeros_like(total), torch.zeros_like(count)))
+                            sums[name + end] = (before[0] + total, before[1] + count)
             # A metric that nothing counted towards has no value.
             found = {name: float(total) / float(count) for name, (total, count) in sums.items() if float(count)}
             if all(map(math.isfinite, found.values())):
                 run.metrics.extend((split, name, self.step, value) for name, value in found.items())
             else:
                 run.bad = torch.full_like(run.bad, self.step)
+
+    def _measured(self, model: torch.nn.Module, task: Task, split: str, step: int) -> dict[str, tuple[Tensor, Tensor]]:
+        batch = task.batch(split, self.spec.batch_size, EVALUATION_SEED, step, self.device)
+        with _output_rms(model) as sizes, torch.autocast(self.device.type, torch.bfloat16, self.bf16):
+            logits = model(batch.inputs, where=batch.targets != IGNORE)
+        largest = torch.stack(sizes).max()
+        return {**task.measure(batch, logits.float()), "output_rms": (largest, torch.ones_like(largest))}
 
     def costs(self) -> list[Metric]:
         """What a trained model asks of its user, exact and the same for all seeds: state and arithmetic.

@@ -127,8 +127,9 @@ def _measured(plan: Plan, arm: Arm) -> ArmCost:
     began = time.perf_counter()
     trial.advance(3)
     step = (time.perf_counter() - began) / 2 * whole.batch_size / timed.batch_size
-    # A batch of an evaluation is a forward pass, about a third of a step.
-    evaluations = (whole.evaluations + 1) * whole.eval_batches / 3
+    # A batch of an evaluation is a forward pass, about a third of a step, at every length that is evaluated.
+    tokens = sum(other.length for other in task.evaluations().values()) / task.length
+    evaluations = (whole.evaluations + 1) * whole.eval_batches * tokens / 3
     runs = plan.runs / len(plan.arms)
     network = trial.seeds[0].model
     return ArmCost(

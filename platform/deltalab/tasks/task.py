@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from operator import index
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, ClassVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -94,13 +94,12 @@ class Task(ABC):
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
         for parameter in fields(self):
-            hint, value = hints[parameter.name], getattr(self, parameter.name)
-            kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-            if float in kinds and type(value) is int:
-                value = float(value)  # one value, one identity: 1 and 1.0 are the same trial
-                object.__setattr__(self, parameter.name, value)
-            right = type(value) in kinds and not (isinstance(value, float) and not math.isfinite(value))
-            self.require(right, parameter.name, "must be " + " or ".join(_IN_WORDS[kind] for kind in kinds))
+            kind, value = hints[parameter.name], getattr(self, parameter.name)
+            kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+            # One value, one identity: 1 and 1.0 are the same trial, and so are a tuple and the list that JSON has.
+            value = float(value) if float in kinds and type(value) is int else _frozen(value)
+            object.__setattr__(self, parameter.name, value)
+            self.require(_fits(value, kind), parameter.name, f"must be {_in_words(kind)}")
 
     def require(self, right: bool, parameter: str, rule: str) -> None:
         """Raises `InputError` naming the task, the parameter, the rule that it breaks and its value."""
@@ -125,9 +124,43 @@ class Task(ABC):
             random = Random(f"{stream}/pool", random.device, rows)
         return self.draw(split, size, random)
 
+    def evaluations(self) -> Mapping[str, "Task"]:
+        """What validation and test measure: label -> the task that they draw, of this one's `vocab_size`.
+
+        A task that is judged at other lengths or settings than it trains at says so here. A metric of what stands
+        under a label is recorded as METRIC@LABEL, such as accuracy@128, and as METRIC over all labels together.
+        What stands under "" is recorded as METRIC, which is then of that alone.
+        """
+        return {"": self}
+
     def fingerprint(self) -> str:
         """SHA-256 of the data that the task reads, for a trial's identity; "" for generated data."""
         return ""
+
+
+def _frozen(value: object) -> object:
+    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
+
+
+def _fits(value: object, kind: Any) -> bool:
+    if isinstance(kind, UnionType):
+        return any(_fits(value, one) for one in get_args(kind))
+    if get_origin(kind) is tuple:
+        items = get_args(kind)
+        if not isinstance(value, tuple):
+            return False
+        if items[-1] is Ellipsis:
+            return all(_fits(item, items[0]) for item in value)
+        return len(value) == len(items) and all(map(_fits, value, items))
+    return type(value) is kind and not (isinstance(value, float) and not math.isfinite(value))
+
+
+def _in_words(kind: Any) -> str:
+    if isinstance(kind, UnionType):
+        return " or ".join(map(_in_words, get_args(kind)))
+    if get_origin(kind) is tuple:
+        return f"[{', '.join('...' if item is Ellipsis else _in_words(item) for item in get_args(kind))}]"
+    return _IN_WORDS[kind]
 
 
 def surprisal(batch: Batch, logits: Tensor) -> Tensor:
