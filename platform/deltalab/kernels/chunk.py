@@ -1,0 +1,151 @@
+"""What kernels of every structure share: where a chunk lies in packed sequences, and the inverse that chunks need."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deltalab.errors import InputError
+
+LOWEST = tl.constexpr(-64.0)
+"""Log-decays are clamped to it: exp(-64) is nothing beside 1 in fp32, and sums of it stay exact enough to subtract."""
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+def chunk_map(cu_seqlens: Tensor, tokens: int, chunk_size: int) -> tuple[Tensor, Tensor, int]:
+    """Of packed sequences with bounds cu_seqlens [N + 1]: which sequence each chunk is of, where each one's chunks start.
+
+    Returns (sequence [bound], first chunk of each [N + 1], bound); the bound on the number of chunks needs no look at
+    the device, and chunks beyond the last one are of sequence N.
+    """
+    bound = tokens // chunk_size + cu_seqlens.numel() - 1
+    counts = (cu_seqlens.diff() + chunk_size - 1) // chunk_size
+    first = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(torch.int32)
+    at = torch.arange(bound, device=cu_seqlens.device, dtype=torch.int32)
+    return torch.searchsorted(first, at, right=True, out_int32=True) - 1, first, bound
+
+
+def needs_fp64(x: Tensor) -> bool:
+    """Whether cumulative log-decays are: where inputs are fp32, so that differences next to extremes stay exact."""
+    return x.element_size() > 2
+
+
+def absent(x: Tensor) -> Tensor:
+    """In place of an output that there is none of, since operators return tensors and each its own: [B, 0]."""
+    return x.new_empty(x.shape[0], 0)
+
+
+def fold_into_batch(op: Any) -> None:
+    """Registers op, all of whose tensors have a batch dimension first, with `torch.func.vmap`: one larger batch.
+
+    Autograd stays outside: vmap(f)(x).sum().backward().
+    """
+
+    def folded(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
+        size = info.batch_size
+
+        def fold(x: Any, dim: int | None) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            if not x.is_floating_point():
+                raise InputError("packed sequences (cu_seqlens) cannot be mapped over: add them to the packing")
+            x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+            return x.flatten(0, 1).contiguous()
+
+        found = op(*map(fold, args, in_dims))
+        unfolded = [one.unflatten(0, (size, -1) if one.shape[0] else (size, 0)) for one in found]
+        return type(found)(unfolded), type(found)([0] * len(unfolded))
+
+    op.register_vmap(folded)
+
+
+@triton.jit
+def unit_lower_inverse(m, SIZE: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + m)^{-1} for m [SIZE, SIZE] strictly lower triangular, fp32: inverts blocks of 2, 4, 8 ... from those within.
+
+    Only products that block elimination would form: as stable as substitution, where powers of m would overflow.
+    """
+    row = tl.arange(0, SIZE)[:, None]
+    column = tl.arange(0, SIZE)[None, :]
+    inverse = tl.where(row == column, 1.0, 0.0) - tl.where((row // 2 == column // 2) & (row > column), m, 0.0)
+    half: tl.constexpr = 2
+    while half < SIZE:
+        quadrant = (row // (2 * half) == column // (2 * half)) & (row // half > column // half)
+        below = tl.dot(inverse, tl.where(quadrant, m, 0.0), input_precision=PRECISION)
+        inverse -= tl.dot(below, inverse, input_precision=PRECISION)
+        half *= 2
+    return inverse
+
+
+@triton.jit
+def locate(i, of, first, chunks, PACKED: tl.constexpr):
+    """Sequence and chunk of program i, for `chunks` chunks in each sequence or those of `chunk_map`."""
+    if PACKED:
+        sequence = tl.load(of + i)
+        return sequence, i - tl.load(first + sequence)
+    return i // chunks, i % chunks
+
+
+@triton.jit
+def bounds(sequence, cu_seqlens, length, PACKED: tl.constexpr):
+    """The row that a sequence starts at, and its length."""
+    if PACKED:
+        start = tl.load(cu_seqlens + sequence).to(tl.int64)
+        return start, (tl.load(cu_seqlens + sequence + 1) - start).to(tl.int32)
+    return sequence.to(tl.int64) * length, length
+
+
+@triton.jit
+def rows(x, row, valid, head, heads, column, width, SIZE: tl.constexpr, FULL: tl.constexpr):
+    """[SIZE, W] of x [.., heads, width] from a row on: pointers, and the mask of what is there.
+
+    valid: rows that are there; FULL: that all columns are.
+    """
+    i = tl.arange(0, SIZE)
+    at = x + (row * heads + head) * width + (i[:, None] * (heads * width) + column[None, :])
+    there = (i < valid)[:, None]
+    return at, there if FULL else there & (column < width)[None, :]
+
+
+@triton.jit
+def read_rows(
+    x, start, begin, length, head, heads, column, width, SIZE: tl.constexpr, STEPS: tl.constexpr, FULL: tl.constexpr
+):
+    """As `rows`, for what has one row for STEPS of the sequence: it stands at the last of them.
+
+    start: row of x that the sequence starts at; begin: the chunk's first step; length: of the sequence, in steps.
+    """
+    if STEPS == 1:
+        at, there = rows(x, start + begin, length - begin, head, heads, column, width, SIZE, FULL)
+        return at, there
+    step = begin + tl.arange(0, SIZE)
+    at = x + ((start + step // STEPS)[:, None] * heads + head) * width + column[None, :]
+    there = ((step < length) & (step % STEPS == STEPS - 1))[:, None]
+    return at, there if FULL else there & (column < width)[None, :]
+
+
+@triton.jit
+def scalars(x, row, valid, head, heads, SIZE: tl.constexpr):
+    """[SIZE] of x [.., heads] from a row on: pointers, and the mask of what is there."""
+    i = tl.arange(0, SIZE)
+    return x + row * heads + head + i * heads, i < valid
+
+
+@triton.jit
+def cumulative_at(cumulative, row, valid, head, heads, SIZE: tl.constexpr, BEFORE: tl.constexpr):
+    """G_i of a chunk that starts at a row or, with BEFORE = 1, G_{i-1}; beyond the sequence its last.
+
+    So no difference of two, the later less the earlier, is ever above 0.
+    """
+    i = tl.arange(0, SIZE)
+    at = cumulative + (row + tl.minimum(i - BEFORE, valid - 1)) * heads + head
+    return tl.load(at, mask=i >= BEFORE, other=0.0)
+
+
+@triton.jit
+def apart(later, earlier, i, j, STRICT: tl.constexpr):
+    """exp2(later_i - earlier_j) where j <= i, or j < i; else 0. Given as [.., 1] and [1, ..], either way round."""
+    return tl.exp2(tl.where(i > j if STRICT else i >= j, (later - earlier).to(tl.float32), float("-inf")))
