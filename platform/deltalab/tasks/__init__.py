@@ -1,10 +1,17 @@
 """The proxy tasks: small, exactly defined problems on which update rules can be told apart in minutes."""
 
+from deltalab.tasks.mad_compression import Compression
+from deltalab.tasks.mad_fuzzy_recall import FuzzyRecall
+from deltalab.tasks.mad_in_context_recall import InContextRecall
+from deltalab.tasks.mad_memorization import Memorization
+from deltalab.tasks.mad_noisy_recall import NoisyRecall
+from deltalab.tasks.mad_selective_copy import SelectiveCopy
 from deltalab.tasks.mqar import MQAR
 from deltalab.tasks.randomness import Random
 from deltalab.tasks.task import IGNORE, SPLITS, Batch, Task, surprisal
 from deltalab.tasks.text import Text
 
-BUILTIN: dict[str, type[Task]] = {task.name: task for task in (MQAR, Text)}
+_MAD = (InContextRecall, NoisyRecall, FuzzyRecall, SelectiveCopy, Compression, Memorization)
+BUILTIN: dict[str, type[Task]] = {task.name: task for task in (MQAR, Text, *_MAD)}
 
 __all__ = ["BUILTIN", "IGNORE", "MQAR", "SPLITS", "Batch", "Random", "Task", "Text", "surprisal"]
