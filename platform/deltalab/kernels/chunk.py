@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from deltalab.errors import InputError
 
@@ -36,6 +37,17 @@ def needs_fp64(x: Tensor) -> bool:
 def absent(x: Tensor) -> Tensor:
     """In place of an output that there is none of, since operators return tensors and each its own: [B, 0]."""
     return x.new_empty(x.shape[0], 0)
+
+
+def tiles(x: Tensor | None, rows: int, columns: int, *, store: bool = False, ragged: bool = False) -> Any:
+    """A descriptor of x as a matrix with its last dimensions from dimension 2 on in a row, [B T, H K] or so, in tiles.
+
+    Where a kernel stores at ragged ends it is x itself (see `put_rows`).
+    """
+    if x is None or (store and ragged):
+        return x
+    matrix = x.flatten(2).flatten(0, 1)
+    return TensorDescriptor.from_tensor(matrix, [rows, columns])
 
 
 def fold_into_batch(op: Any) -> None:
@@ -71,12 +83,11 @@ def unit_lower_inverse(m, SIZE: tl.constexpr, PRECISION: tl.constexpr):
     row = tl.arange(0, SIZE)[:, None]
     column = tl.arange(0, SIZE)[None, :]
     inverse = tl.where(row == column, 1.0, 0.0) - tl.where((row // 2 == column // 2) & (row > column), m, 0.0)
-    half: tl.constexpr = 2
-    while half < SIZE:
-        quadrant = (row // (2 * half) == column // (2 * half)) & (row // half > column // half)
-        below = tl.dot(inverse, tl.where(quadrant, m, 0.0), input_precision=PRECISION)
-        inverse -= tl.dot(below, inverse, input_precision=PRECISION)
-        half *= 2
+    for level in tl.static_range(1, 8):
+        if 1 << level < SIZE:
+            quadrant = (row >> level + 1 == column >> level + 1) & (row >> level > column >> level)
+            below = tl.dot(inverse, tl.where(quadrant, m, 0.0), input_precision=PRECISION)
+            inverse -= tl.dot(below, inverse, input_precision=PRECISION)
     return inverse
 
 
@@ -93,45 +104,43 @@ def locate(i, of, first, chunks, PACKED: tl.constexpr):
 def bounds(sequence, cu_seqlens, length, PACKED: tl.constexpr):
     """The row that a sequence starts at, and its length."""
     if PACKED:
-        start = tl.load(cu_seqlens + sequence).to(tl.int64)
-        return start, (tl.load(cu_seqlens + sequence + 1) - start).to(tl.int32)
-    return sequence.to(tl.int64) * length, length
+        start = tl.load(cu_seqlens + sequence)
+        return start, tl.load(cu_seqlens + sequence + 1) - start
+    return sequence * length, length
 
 
 @triton.jit
-def rows(x, row, valid, head, heads, column, width, SIZE: tl.constexpr, FULL: tl.constexpr):
-    """[SIZE, W] of x [.., heads, width] from a row on: pointers, and the mask of what is there.
-
-    valid: rows that are there; FULL: that all columns are.
-    """
-    i = tl.arange(0, SIZE)
-    at = x + (row * heads + head) * width + (i[:, None] * (heads * width) + column[None, :])
-    there = (i < valid)[:, None]
-    return at, there if FULL else there & (column < width)[None, :]
+def get_rows(x, row, valid, column, SIZE: tl.constexpr, RAGGED: tl.constexpr):
+    """A tile of the descriptor x from a row and a column on; 0 from its `valid`-th row on, where sequences are ragged."""
+    found = x.load([row, column])
+    if RAGGED:
+        found = tl.where((tl.arange(0, SIZE) < valid)[:, None], found, 0.0)
+    return found
 
 
 @triton.jit
-def read_rows(
-    x, start, begin, length, head, heads, column, width, SIZE: tl.constexpr, STEPS: tl.constexpr, FULL: tl.constexpr
-):
-    """As `rows`, for what has one row for STEPS of the sequence: it stands at the last of them.
-
-    start: row of x that the sequence starts at; begin: the chunk's first step; length: of the sequence, in steps.
-    """
-    if STEPS == 1:
-        at, there = rows(x, start + begin, length - begin, head, heads, column, width, SIZE, FULL)
-        return at, there
-    step = begin + tl.arange(0, SIZE)
-    at = x + ((start + step // STEPS)[:, None] * heads + head) * width + column[None, :]
-    there = ((step < length) & (step % STEPS == STEPS - 1))[:, None]
-    return at, there if FULL else there & (column < width)[None, :]
+def put_rows(x, tile, row, valid, column, columns, SIZE: tl.constexpr, WIDTH: tl.constexpr, RAGGED: tl.constexpr):
+    """Stores a tile where `get_rows` finds it. Ragged, x is no descriptor but a pointer to rows of `columns`."""
+    if RAGGED:
+        i = tl.arange(0, SIZE)
+        at = x + row.to(tl.int64) * columns + column + i[:, None] * columns + tl.arange(0, WIDTH)[None, :]
+        tl.store(at, tile.to(x.dtype.element_ty), mask=(i < valid)[:, None])
+    else:
+        x.store([row, column], tile.to(x.dtype))
 
 
 @triton.jit
 def scalars(x, row, valid, head, heads, SIZE: tl.constexpr):
-    """[SIZE] of x [.., heads] from a row on: pointers, and the mask of what is there."""
+    """[SIZE] of x [.., heads] from a row on, in fp32: 0 from the `valid`-th on."""
     i = tl.arange(0, SIZE)
-    return x + row * heads + head + i * heads, i < valid
+    return tl.load(x + row.to(tl.int64) * heads + head + i * heads, mask=i < valid, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def put_scalars(x, value, row, valid, head, heads, SIZE: tl.constexpr):
+    """Stores where `scalars` finds it."""
+    i = tl.arange(0, SIZE)
+    tl.store(x + row.to(tl.int64) * heads + head + i * heads, value.to(x.dtype.element_ty), mask=i < valid)
 
 
 @triton.jit
@@ -141,7 +150,7 @@ def cumulative_at(cumulative, row, valid, head, heads, SIZE: tl.constexpr, BEFOR
     So no difference of two, the later less the earlier, is ever above 0.
     """
     i = tl.arange(0, SIZE)
-    at = cumulative + (row + tl.minimum(i - BEFORE, valid - 1)) * heads + head
+    at = cumulative + (row.to(tl.int64) + tl.minimum(i - BEFORE, valid - 1)) * heads + head
     return tl.load(at, mask=i >= BEFORE, other=0.0)
 
 

@@ -7,7 +7,7 @@ Per chunk that starts at S, with G the cumulative log-decay and A_ij = exp(G_i -
 
 `prepare` inverts I + M for all chunks at once; `scan` goes through the chunks with the state in registers. It lies
 there transposed, [V, K]: then the left operand of every product is in registers already, and the right one is a tile
-that was loaded ahead.
+that was loaded ahead. K is a power of two and V a multiple of BV; r, k, u, .. are descriptors (`chunk.tiles`).
 """
 
 import triton
@@ -19,9 +19,10 @@ from deltalab.kernels.chunk import (
     apart,
     bounds,
     cumulative_at,
+    get_rows,
     locate,
-    read_rows,
-    rows,
+    put_rows,
+    put_scalars,
     scalars,
     unit_lower_inverse,
 )
@@ -29,9 +30,9 @@ from deltalab.kernels.chunk import (
 
 @triton.jit
 def prepare(
-    k, g, e, cumulative, inverse, cu_seqlens, of, first, length, chunks, sequences, H, K,
-    SIZE: tl.constexpr, BK: tl.constexpr, FULL: tl.constexpr, LATE: tl.constexpr,
-    PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    k, g, e, cumulative, inverse, cu_seqlens, of, first, length, chunks, sequences, H,
+    K: tl.constexpr, SIZE: tl.constexpr, LATE: tl.constexpr,
+    PACKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Per chunk and head: the cumulative log-decay, base 2, and (I + M)^{-1}."""
     program, head = tl.program_id(0), tl.program_id(1)
@@ -42,32 +43,26 @@ def prepare(
     row, valid = start + chunk * SIZE, length - chunk * SIZE
     i = tl.arange(0, SIZE)
     if g is not None:
-        at, there = scalars(g, row, valid, head, H, SIZE)
-        step = tl.maximum(tl.load(at, mask=there, other=0.0).to(tl.float32), LOWEST) * LOG2_E
+        step = tl.maximum(scalars(g, row, valid, head, H, SIZE), LOWEST) * LOG2_E
         step = step.to(cumulative.dtype.element_ty)
         sums = tl.cumsum(step, 0)
-        at, there = scalars(cumulative, row, valid, head, H, SIZE)
-        tl.store(at, sums, mask=there)
+        put_scalars(cumulative, sums, row, valid, head, H, SIZE)
     if e is not None:
-        column = tl.arange(0, BK)
-        at, there = rows(k, row, valid, head, H, column, K, SIZE, FULL)
-        key = tl.load(at, mask=there, other=0.0)
-        at, there = scalars(e, row, valid, head, H, SIZE)
-        erase = tl.load(at, mask=there, other=0.0).to(tl.float32)
-        system = tl.dot(key, tl.trans(key), input_precision="ieee") * erase[:, None]
-        below = i[:, None] > i[None, :]
+        key = get_rows(k, row, valid, head * K, SIZE, RAGGED)
+        system = tl.dot(key, tl.trans(key), input_precision="ieee")
+        system *= scalars(e, row, valid, head, H, SIZE)[:, None]
         if g is not None:
             seen = sums if LATE else sums - step
-            apart = (seen[:, None] - sums[None, :]).to(tl.float32)
-            system *= tl.exp2(tl.where(below, apart, 0.0))
-        solved = unit_lower_inverse(tl.where(below, system, 0.0), SIZE, PRECISION)
-        at = inverse + (program.to(tl.int64) * H + head) * SIZE * SIZE + i[:, None] * SIZE + i[None, :]
-        tl.store(at, solved.to(inverse.dtype.element_ty))
+            system *= apart(seen[:, None], sums[None, :], i[:, None], i[None, :], True)
+        else:
+            system = tl.where(i[:, None] > i[None, :], system, 0.0)
+        solved = unit_lower_inverse(system, SIZE, PRECISION)
+        inverse.store([(program * H + head) * SIZE, 0], solved.to(inverse.dtype))
 
 
 @triton.jit
 def pseudo_residual(error, clip, LOSS: tl.constexpr):
-    """structure.ResidualState, of an error in fp32; tanh by exp, of -2 |x| lest it overflow."""
+    """structure.ResidualState, of an error in fp32; tanh by exp of what is not positive, lest it overflow."""
     if LOSS == "huber":
         error = tl.minimum(tl.maximum(error, -clip), clip)
     elif LOSS == "log_cosh":
@@ -77,179 +72,158 @@ def pseudo_residual(error, clip, LOSS: tl.constexpr):
 
 
 @triton.jit
-def slope(residual, clip, LOSS: tl.constexpr):
-    """Derivative of the pseudo-residual, from its value."""
+def through_residual(upstream, residual, clip, LOSS: tl.constexpr):
+    """The gradient of the error, from that of its pseudo-residual and the pseudo-residual's value."""
     if LOSS == "huber":
-        return tl.where(tl.abs(residual) < clip, 1.0, 0.0)
+        upstream = tl.where(tl.abs(residual) < clip, upstream, 0.0)
     elif LOSS == "log_cosh":
-        return 1 - residual * residual
-    else:
-        return tl.full(residual.shape, 1.0, tl.float32)
+        upstream *= 1 - residual * residual
+    return upstream
 
 
 @triton.jit
 def scan(
     r, k, u, e, beta, read, d, cumulative, inverse, target, state, begin_states,
     o, residual, last, states, written,
-    cu_seqlens, first, length, chunks, from_chunk, to_chunk, every, segments, scale, clip, H, K, V,
-    SIZE: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FULL: tl.constexpr, FULL_V: tl.constexpr,
-    LATE: tl.constexpr, STEPS: tl.constexpr, LOSS: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    cu_seqlens, first, length, chunks, from_chunk, to_chunk, every, segments, scale, clip, H, V,
+    K: tl.constexpr, SIZE: tl.constexpr, BV: tl.constexpr, LATE: tl.constexpr, LOSS: tl.constexpr,
+    PACKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One head's block of values through chunks from_chunk to to_chunk.
 
-    Writes what is not None: the output o; `residual` of `target`, which reads what its chunk has not written yet, as o
+    Writes what is not None: the output o; `residual` of `target`, which reads what its token has not written yet, as o
     then does; the last state; `states` that chunks start with, transposed, and what they `written`.
     begin_states: [B, segments, H, V, K], the state before every `every`-th chunk; written where o is, else read.
     """
     FIT: tl.constexpr = LOSS is not None
-    value, head, sequence = tl.program_id(0) * BV + tl.arange(0, BV), tl.program_id(1), tl.program_id(2)
+    block, head, sequence = tl.program_id(0) * BV, tl.program_id(1), tl.program_id(2)
     start, length = bounds(sequence, cu_seqlens, length, PACKED)
-    begin = tl.load(first + sequence) if PACKED else sequence * chunks
+    slot = sequence * (to_chunk - from_chunk)
+    number = sequence * chunks
     if PACKED:
-        to_chunk = tl.load(first + sequence + 1) - begin
-    key = tl.arange(0, BK)
-    i = tl.arange(0, SIZE)
-    kind = k.dtype.element_ty
-    both = (value < V)[:, None] & (key < K)[None, :]
-    transposed = value[:, None] * K + key[None, :]
-    held = (sequence.to(tl.int64) * H + head) * K * V
-    if o is not None:
-        if state is not None:
-            s = tl.load(state + held + key[None, :] * V + value[:, None], mask=both, other=0.0).to(tl.float32)
-        else:
-            s = tl.zeros([BV, BK], tl.float32)
+        number = tl.load(first + sequence)
+        slot = number
+        to_chunk = tl.load(first + sequence + 1) - number
+    i, value, key = tl.arange(0, SIZE), block + tl.arange(0, BV), tl.arange(0, K)
+    kind = k.dtype
+    held = (sequence.to(tl.int64) * H + head) * K * V + key[None, :] * V + value[:, None]
+    begun = (sequence.to(tl.int64) * segments * H + head) * K * V + value[:, None] * K + key[None, :]
+    if o is None:
+        s = tl.load(begin_states + begun + (from_chunk // every).to(tl.int64) * H * K * V)
+    elif state is not None:
+        s = tl.load(state + held).to(tl.float32)
     else:
-        at = begin_states + ((sequence.to(tl.int64) * segments + from_chunk // every) * H + head) * K * V
-        s = tl.load(at + transposed, mask=both, other=0.0)
+        s = tl.zeros([BV, K], tl.float32)
     for chunk in range(from_chunk, to_chunk):
         row, valid = start + chunk * SIZE, length - chunk * SIZE
-        at, there = rows(k, row, valid, head, H, key, K, SIZE, FULL)
-        k_c = tl.load(at, mask=there, other=0.0)
-        at, there_u = rows(u, row, valid, head, H, value, V, SIZE, FULL_V)
-        u_c = tl.trans(tl.load(at, mask=there_u, other=0.0)).to(tl.float32)
         if states is not None:
-            at = states + (((sequence.to(tl.int64) * (to_chunk - from_chunk) if not PACKED else begin.to(tl.int64))
-                            + chunk - from_chunk) * H + head) * K * V  # fmt: skip
-            tl.store(at + transposed, s.to(states.dtype.element_ty), mask=both)
+            states.store([((slot + chunk - from_chunk) * H + head) * V + block, 0], s.to(kind))
         elif begin_states is not None:
             if chunk % every == 0:
-                at = begin_states + ((sequence.to(tl.int64) * segments + chunk // every) * H + head) * K * V
-                tl.store(at + transposed, s, mask=both)
+                tl.store(begin_states + begun + (chunk // every).to(tl.int64) * H * K * V, s)
+        k_c = get_rows(k, row, valid, head * K, SIZE, RAGGED)
         if cumulative is not None:
             sums = cumulative_at(cumulative, row, valid, head, H, SIZE, 0)
             earlier = cumulative_at(cumulative, row, valid, head, H, SIZE, 1)
-            total = tl.load(cumulative + (row + tl.minimum(valid, SIZE) - 1) * H + head)
-        w = u_c
-        if beta is not None:
-            at, there = scalars(beta, row, valid, head, H, SIZE)
-            w *= tl.load(at, mask=there, other=0.0).to(tl.float32)[None, :]
+            total = tl.load(cumulative + (row.to(tl.int64) + tl.minimum(valid, SIZE) - 1) * H + head)
         if e is not None or FIT or d is not None:
             k_s = tl.dot(s.to(kind), tl.trans(k_c), input_precision=PRECISION)
+        w = tl.trans(get_rows(u, row, valid, head * V + block, SIZE, RAGGED)).to(tl.float32)
+        if beta is not None:
+            w *= scalars(beta, row, valid, head, H, SIZE)[None, :]
         if e is not None:
-            at, there = scalars(e, row, valid, head, H, SIZE)
-            erase = tl.load(at, mask=there, other=0.0).to(tl.float32)
+            erase = scalars(e, row, valid, head, H, SIZE)
             if cumulative is not None:
                 erase *= tl.exp2((sums if LATE else earlier).to(tl.float32))
-            at = inverse + ((begin.to(tl.int64) + chunk) * H + head) * SIZE * SIZE + i[:, None] * SIZE + i[None, :]
-            solve = tl.load(at)
+            solve = inverse.load([((number + chunk) * H + head) * SIZE, 0])
             w = tl.dot((w - erase[None, :] * k_s).to(kind), tl.trans(solve), input_precision=PRECISION)
         if written is not None:
-            at, there = rows(written, row, valid, head, H, value, V, SIZE, FULL_V)
-            tl.store(at, tl.trans(w).to(written.dtype.element_ty), mask=there)
+            put_rows(written, tl.trans(w), row, valid, head * V + block, H * V, SIZE, BV, RAGGED)
         if o is not None:
-            at, there = read_rows(r, start // STEPS, chunk * SIZE, length, head, H, key, K, SIZE, STEPS, FULL)
-            r_c = tl.load(at, mask=there, other=0.0)
-            out = tl.dot(s.to(kind), tl.trans(r_c), input_precision=PRECISION)
+            r_c = get_rows(r, row, valid, head * K, SIZE, RAGGED)
             within = tl.dot(k_c, tl.trans(r_c), input_precision=PRECISION)
             if read is not None:
-                at, there = scalars(read, row, valid, head, H, SIZE)
-                strength = tl.load(at, mask=there, other=0.0).to(tl.float32)[None, :]
-                out *= strength
+                strength = scalars(read, row, valid, head, H, SIZE)[None, :]
                 within *= strength
             if FIT or d is not None:
                 overlap = tl.dot(k_c, tl.trans(k_c), input_precision=PRECISION)
             if d is not None:
-                at, there = scalars(d, row, valid, head, H, SIZE)
-                correction = tl.load(at, mask=there, other=0.0).to(tl.float32)[None, :]
-                out -= correction * k_s
+                correction = scalars(d, row, valid, head, H, SIZE)[None, :]
                 within -= correction * overlap
             if cumulative is not None:
                 seen = earlier if FIT else sums
                 decay = apart(seen[None, :], sums[:, None], i[None, :], i[:, None], FIT)
-                since = tl.exp2(seen.to(tl.float32))[None, :]
-                out *= since
             else:
                 decay = tl.where(i[None, :] > i[:, None] if FIT else i[None, :] >= i[:, None], 1.0, 0.0)
-            out += tl.dot(w.to(kind), (within * decay).to(kind), input_precision=PRECISION)
-            at, there = read_rows(o, start // STEPS, chunk * SIZE, length, head, H, value, V, SIZE, STEPS, FULL_V)
-            tl.store(at, tl.trans(out * scale).to(o.dtype.element_ty), mask=there)
+            within = (within * decay).to(kind)
+            out = tl.dot(s.to(kind), tl.trans(r_c), input_precision=PRECISION)
+            if read is not None:
+                out *= strength
+            if d is not None:
+                out -= correction * k_s
+            if cumulative is not None:
+                since = tl.exp2(seen.to(tl.float32))[None, :]
+                out *= since
+            out += tl.dot(w.to(kind), within, input_precision=PRECISION)
+            put_rows(o, tl.trans(out * scale), row, valid, head * V + block, H * V, SIZE, BV, RAGGED)
             if FIT:
                 predicted = tl.dot(w.to(kind), (overlap * decay).to(kind), input_precision=PRECISION)
                 predicted += k_s * since if cumulative is not None else k_s
-                at, there = rows(target, row, valid, head, H, value, V, SIZE, FULL_V)
-                error = tl.trans(tl.load(at, mask=there, other=0.0)).to(tl.float32) - predicted
-                at, there = rows(residual, row, valid, head, H, value, V, SIZE, FULL_V)
-                found = pseudo_residual(error, clip, LOSS)
-                tl.store(at, tl.trans(found).to(residual.dtype.element_ty), mask=there)
+                error = tl.trans(get_rows(target, row, valid, head * V + block, SIZE, RAGGED)).to(tl.float32)
+                found = pseudo_residual(error - predicted, clip, LOSS)
+                put_rows(residual, tl.trans(found), row, valid, head * V + block, H * V, SIZE, BV, RAGGED)
         if cumulative is not None:
             w *= tl.exp2((total - sums).to(tl.float32))[None, :]
             s *= tl.exp2(total.to(tl.float32))
         s += tl.dot(w.to(kind), k_c, input_precision=PRECISION)
     if last is not None:
-        tl.store(last + held + key[None, :] * V + value[:, None], s, mask=both)
+        tl.store(last + held, s)
 
 
 @triton.jit
 def reverse(
-    r, k, e, read, d, cumulative, inverse, d_o, residual, d_residual, d_last, states_after, d_u, d_state,
-    cu_seqlens, first, length, chunks, from_chunk, to_chunk, scale, clip, H, K, V,
-    SIZE: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FULL: tl.constexpr, FULL_V: tl.constexpr,
-    LATE: tl.constexpr, STEPS: tl.constexpr, LOSS: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    r, k, e, read, d, cumulative, inverse, d_o, residual, d_residual, d_state, states_after, d_u,
+    cu_seqlens, first, length, chunks, from_chunk, to_chunk, scale, clip, H, V,
+    K: tl.constexpr, SIZE: tl.constexpr, BV: tl.constexpr, LATE: tl.constexpr, LOSS: tl.constexpr,
+    PACKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the state, from chunk to_chunk back to from_chunk, for one head's block of values.
+    """The gradient of the state, d_state [.., V, K], from chunk to_chunk back to from_chunk, a head's block of values.
 
-    Starts from d_last [.., V, K] and leaves d_state [.., V, K]; writes the gradient of the state after each chunk,
-    transposed too, and to d_u that of beta u (through the inverse).
+    Writes the gradient of the state after each chunk, transposed too, and to d_u that of beta u (through the inverse).
     """
     FIT: tl.constexpr = LOSS is not None
-    value, head, sequence = tl.program_id(0) * BV + tl.arange(0, BV), tl.program_id(1), tl.program_id(2)
+    block, head, sequence = tl.program_id(0) * BV, tl.program_id(1), tl.program_id(2)
     start, length = bounds(sequence, cu_seqlens, length, PACKED)
-    begin = tl.load(first + sequence) if PACKED else sequence * chunks
+    slot = sequence * (to_chunk - from_chunk)
+    number = sequence * chunks
     if PACKED:
-        to_chunk = tl.load(first + sequence + 1) - begin
-    key = tl.arange(0, BK)
-    i = tl.arange(0, SIZE)
-    kind = k.dtype.element_ty
-    both = (value < V)[:, None] & (key < K)[None, :]
-    held = (sequence.to(tl.int64) * H + head) * K * V + value[:, None] * K + key[None, :]
-    ds = tl.load(d_last + held, mask=both, other=0.0)
+        number = tl.load(first + sequence)
+        slot = number
+        to_chunk = tl.load(first + sequence + 1) - number
+    i, value, key = tl.arange(0, SIZE), block + tl.arange(0, BV), tl.arange(0, K)
+    kind = k.dtype
+    held = d_state + (sequence.to(tl.int64) * H + head) * K * V + value[:, None] * K + key[None, :]
+    ds = tl.load(held)
     for back in range(from_chunk, to_chunk):
         chunk = to_chunk - 1 - (back - from_chunk)
         row, valid = start + chunk * SIZE, length - chunk * SIZE
-        at, there = rows(k, row, valid, head, H, key, K, SIZE, FULL)
-        k_c = tl.load(at, mask=there, other=0.0)
-        at, there = read_rows(r, start // STEPS, chunk * SIZE, length, head, H, key, K, SIZE, STEPS, FULL)
-        r_c = tl.load(at, mask=there, other=0.0)
-        at, there = read_rows(d_o, start // STEPS, chunk * SIZE, length, head, H, value, V, SIZE, STEPS, FULL_V)
-        do_c = tl.trans(tl.load(at, mask=there, other=0.0)).to(tl.float32) * scale
-        at = states_after + (((sequence.to(tl.int64) * (to_chunk - from_chunk) if not PACKED else begin.to(tl.int64))
-                              + chunk - from_chunk) * H + head) * K * V + value[:, None] * K + key[None, :]  # fmt: skip
-        tl.store(at, ds.to(states_after.dtype.element_ty), mask=both)
-        within = tl.dot(r_c, tl.trans(k_c), input_precision=PRECISION)
+        states_after.store([((slot + chunk - from_chunk) * H + head) * V + block, 0], ds.to(kind))
+        k_c = get_rows(k, row, valid, head * K, SIZE, RAGGED)
+        r_c = get_rows(r, row, valid, head * K, SIZE, RAGGED)
+        do_c = tl.trans(get_rows(d_o, row, valid, head * V + block, SIZE, RAGGED))
+        within = tl.dot(r_c, tl.trans(k_c), input_precision=PRECISION) * scale
         if read is not None:
-            at, there = scalars(read, row, valid, head, H, SIZE)
-            strength = tl.load(at, mask=there, other=0.0).to(tl.float32)
+            strength = scalars(read, row, valid, head, H, SIZE)
             within *= strength[:, None]
         if FIT or d is not None:
             overlap = tl.dot(k_c, tl.trans(k_c), input_precision=PRECISION)
         if d is not None:
-            at, there = scalars(d, row, valid, head, H, SIZE)
-            correction = tl.load(at, mask=there, other=0.0).to(tl.float32)
+            correction = scalars(d, row, valid, head, H, SIZE) * scale
             within -= correction[:, None] * overlap
         if cumulative is not None:
             sums = cumulative_at(cumulative, row, valid, head, H, SIZE, 0)
             earlier = cumulative_at(cumulative, row, valid, head, H, SIZE, 1)
-            total = tl.load(cumulative + (row + tl.minimum(valid, SIZE) - 1) * H + head)
+            total = tl.load(cumulative + (row.to(tl.int64) + tl.minimum(valid, SIZE) - 1) * H + head)
             seen = earlier if FIT else sums
             decay = apart(seen[:, None], sums[None, :], i[:, None], i[None, :], FIT)
         else:
@@ -257,36 +231,35 @@ def reverse(
         dw = tl.dot(ds.to(kind), tl.trans(k_c), input_precision=PRECISION)
         if cumulative is not None:
             dw *= tl.exp2((total - sums).to(tl.float32))[None, :]
-        dw += tl.dot(do_c.to(kind), (within * decay).to(kind), input_precision=PRECISION)
+        dw += tl.dot(do_c, (within * decay).to(kind), input_precision=PRECISION)
         if FIT:
-            at, there = rows(residual, row, valid, head, H, value, V, SIZE, FULL_V)
-            found = tl.trans(tl.load(at, mask=there, other=0.0)).to(tl.float32)
-            at, there = rows(d_residual, row, valid, head, H, value, V, SIZE, FULL_V)
-            d_predicted = -tl.trans(tl.load(at, mask=there, other=0.0)).to(tl.float32) * slope(found, clip, LOSS)
-            dw += tl.dot(d_predicted.to(kind), (overlap * decay).to(kind), input_precision=PRECISION)
+            found = tl.trans(get_rows(residual, row, valid, head * V + block, SIZE, RAGGED)).to(tl.float32)
+            wrong = tl.trans(get_rows(d_residual, row, valid, head * V + block, SIZE, RAGGED)).to(tl.float32)
+            wrong = through_residual(wrong, found, clip, LOSS)
+            dw -= tl.dot(wrong.to(kind), (overlap * decay).to(kind), input_precision=PRECISION)
         if e is not None:
-            at = inverse + ((begin.to(tl.int64) + chunk) * H + head) * SIZE * SIZE + i[:, None] * SIZE + i[None, :]
-            dw = tl.dot(dw.to(kind), tl.load(at), input_precision=PRECISION)
-        at, there = rows(d_u, row, valid, head, H, value, V, SIZE, FULL_V)
-        tl.store(at, tl.trans(dw).to(d_u.dtype.element_ty), mask=there)
+            solve = inverse.load([((number + chunk) * H + head) * SIZE, 0])
+            dw = tl.dot(dw.to(kind), solve, input_precision=PRECISION)
+        put_rows(d_u, tl.trans(dw), row, valid, head * V + block, H * V, SIZE, BV, RAGGED)
         if cumulative is not None:
             ds *= tl.exp2(total.to(tl.float32))
             since = tl.exp2(seen.to(tl.float32))[None, :]
-            do_c *= since
+        reads = do_c.to(tl.float32) * scale
+        if cumulative is not None:
+            reads *= since
         if d is not None or e is not None or FIT:
             along = tl.zeros([BV, SIZE], tl.float32)
             if d is not None:
-                along -= correction[None, :] * do_c
+                along -= correction[None, :] / scale * reads
             if FIT:
-                along += d_predicted * since if cumulative is not None else d_predicted
+                along -= wrong * since if cumulative is not None else wrong
             if e is not None:
-                at, there = scalars(e, row, valid, head, H, SIZE)
-                erase = tl.load(at, mask=there, other=0.0).to(tl.float32)
+                erase = scalars(e, row, valid, head, H, SIZE)
                 if cumulative is not None:
                     erase *= tl.exp2((sums if LATE else earlier).to(tl.float32))
                 along -= erase[None, :] * dw
             ds += tl.dot(along.to(kind), k_c, input_precision=PRECISION)
         if read is not None:
-            do_c *= strength[None, :]
-        ds += tl.dot(do_c.to(kind), r_c, input_precision=PRECISION)
-    tl.store(d_state + held, ds, mask=both)
+            reads *= strength[None, :]
+        ds += tl.dot(reads.to(kind), r_c, input_precision=PRECISION)
+    tl.store(held, ds)
