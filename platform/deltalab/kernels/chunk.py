@@ -144,14 +144,20 @@ def put_scalars(x, value, row, valid, head, heads, SIZE: tl.constexpr):
 
 
 @triton.jit
-def cumulative_at(cumulative, row, valid, head, heads, SIZE: tl.constexpr, BEFORE: tl.constexpr):
-    """G_i of a chunk that starts at a row or, with BEFORE = 1, G_{i-1}; beyond the sequence its last.
-
-    So no difference of two, the later less the earlier, is ever above 0.
-    """
-    i = tl.arange(0, SIZE)
-    at = cumulative + (row.to(tl.int64) + tl.minimum(i - BEFORE, valid - 1)) * heads + head
-    return tl.load(at, mask=i >= BEFORE, other=0.0)
+def cumulative(g, row, valid, head, heads, SIZE: tl.constexpr, KIND: tl.constexpr):
+    """G_i, G_{i-1} and G_C of a chunk that starts at a row, base 2; beyond the sequence nothing decays, nor without g."""
+    if g is None:
+        sums = tl.zeros([SIZE], KIND)
+        earlier = sums
+    else:
+        step = tl.maximum(scalars(g, row, valid, head, heads, SIZE), LOWEST).to(KIND) * LOG2_E
+        sums = tl.cumsum(step, 0)
+        # Loaded anew, not by subtraction: both are sums of the same terms in the same order.
+        i = tl.arange(0, SIZE)
+        at = g + (row.to(tl.int64) + i - 1) * heads + head
+        shifted = tl.load(at, mask=(i > 0) & (i <= valid), other=0.0).to(tl.float32)
+        earlier = tl.cumsum(tl.maximum(shifted, LOWEST).to(KIND) * LOG2_E, 0)
+    return sums, earlier, tl.min(sums, 0)
 
 
 @triton.jit

@@ -3,38 +3,54 @@
 Per chunk that starts at S, with G the cumulative log-decay and A_ij = exp(G_i - G_j) (reference._scan says more):
 
     (I + M) w = beta u - e exp(G') k S,   M_ij = e_i exp(G'_i - G_j) k_i . k_j,  j < i     G' = G or G_{i-1}
-    o = scale (exp(G) r S + (A * r k^T) w),   S <- exp(G_C) S + k^T (exp(G_C - G) w)
+    o = scale (exp(G) r S + P w),   P_ij = A_ij r_i . k_j,  j <= i
+    S <- exp(G_C) S + k^T (exp(G_C - G) w)
 
-`prepare` inverts I + M for all chunks at once; `scan` goes through the chunks with the state in registers. It lies
-there transposed, [V, K]: then the left operand of every product is in registers already, and the right one is a tile
-that was loaded ahead. K is a power of two and V a multiple of BV; r, k, u, .. are descriptors (`chunk.tiles`).
+where r stands for read r - d k. `prepare` makes what does not depend on S, for all chunks at once; `scan` goes through
+the chunks with the state in registers. It lies there transposed, [V, K]: then the left operand of every product is in
+registers already, and the right one is a tile that was loaded ahead. K is a power of two and V a multiple of BV; r, k,
+u, .. are descriptors (`chunk.tiles`).
 """
 
 import triton
 import triton.language as tl
 
 from deltalab.kernels.chunk import (
-    LOG2_E,
-    LOWEST,
     apart,
     bounds,
-    cumulative_at,
+    cumulative,
     get_rows,
     locate,
     put_rows,
-    put_scalars,
     scalars,
     unit_lower_inverse,
 )
 
+READ, CORRECT, ERASE, WRITE, END, PREDICT, KEEP = (tl.constexpr(n) for n in range(7))
+"""Rows of `vectors`, what each token of a chunk is multiplied by where it is read (exp(G) read and exp(G) d), erased
+(exp(G') e), written (beta), carried to the chunk's end (exp(G_C - G)) and predicted; in the last, first, exp(G_C)."""
+
+ROWS = tl.constexpr(8)
+
+
+@triton.jit
+def _put(vectors, what: tl.constexpr, x, SIZE: tl.constexpr):
+    tl.store(vectors + what * SIZE + tl.arange(0, SIZE), x)
+
+
+@triton.jit
+def _get(vectors, what: tl.constexpr, SIZE: tl.constexpr):
+    return tl.load(vectors + what * SIZE + tl.arange(0, SIZE))
+
 
 @triton.jit
 def prepare(
-    k, g, e, cumulative, inverse, cu_seqlens, of, first, length, chunks, sequences, H,
-    K: tl.constexpr, SIZE: tl.constexpr, LATE: tl.constexpr,
+    r, k, g, e, beta, read, d, vectors, inverse, within, overlaps,
+    cu_seqlens, of, first, length, chunks, sequences, H,
+    K: tl.constexpr, SIZE: tl.constexpr, LATE: tl.constexpr, FIT: tl.constexpr, SUM: tl.constexpr,
     PACKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Per chunk and head: the cumulative log-decay, base 2, and (I + M)^{-1}."""
+    """Per chunk and head: `vectors`, (I + M)^{-1}, P and, for predictions, the same of k in place of r."""
     program, head = tl.program_id(0), tl.program_id(1)
     sequence, chunk = locate(program, of, first, chunks, PACKED)
     if sequence >= sequences:
@@ -42,22 +58,37 @@ def prepare(
     start, length = bounds(sequence, cu_seqlens, length, PACKED)
     row, valid = start + chunk * SIZE, length - chunk * SIZE
     i = tl.arange(0, SIZE)
-    if g is not None:
-        step = tl.maximum(scalars(g, row, valid, head, H, SIZE), LOWEST) * LOG2_E
-        step = step.to(cumulative.dtype.element_ty)
-        sums = tl.cumsum(step, 0)
-        put_scalars(cumulative, sums, row, valid, head, H, SIZE)
+    at = program * H + head
+    mine = vectors + at.to(tl.int64) * (ROWS * SIZE)
+    sums, earlier, total = cumulative(g, row, valid, head, H, SIZE, SUM)
+    seen = earlier if FIT else sums
+    since = tl.exp2(seen.to(tl.float32))
+    decay = apart(seen[:, None], sums[None, :], i[:, None], i[None, :], FIT)
+    there = tl.where(i < valid, 1.0, 0.0)
+    strength = there if read is None else scalars(read, row, valid, head, H, SIZE)
+    _put(mine, READ, strength * since, SIZE)
+    _put(mine, WRITE, there if beta is None else scalars(beta, row, valid, head, H, SIZE), SIZE)
+    _put(mine, END, tl.exp2((total - sums).to(tl.float32)), SIZE)
+    _put(mine, PREDICT, since, SIZE)
+    _put(mine, KEEP, tl.where(i == 0, tl.exp2(total.to(tl.float32)), 0.0), SIZE)
+    key = get_rows(k, row, valid, head * K, SIZE, RAGGED)
+    reader = get_rows(r, row, valid, head * K, SIZE, RAGGED)
+    pairs = tl.dot(reader, tl.trans(key), input_precision=PRECISION) * strength[:, None]
+    if e is not None or d is not None or FIT:
+        overlap = tl.dot(key, tl.trans(key), input_precision=PRECISION)
+    if d is not None:
+        correction = scalars(d, row, valid, head, H, SIZE)
+        _put(mine, CORRECT, correction * since, SIZE)
+        pairs -= correction[:, None] * overlap
+    within.store([at * SIZE, 0], (pairs * decay).to(within.dtype))
+    if FIT:
+        overlaps.store([at * SIZE, 0], (overlap * decay).to(overlaps.dtype))
     if e is not None:
-        key = get_rows(k, row, valid, head * K, SIZE, RAGGED)
-        system = tl.dot(key, tl.trans(key), input_precision="ieee")
-        system *= scalars(e, row, valid, head, H, SIZE)[:, None]
-        if g is not None:
-            seen = sums if LATE else sums - step
-            system *= apart(seen[:, None], sums[None, :], i[:, None], i[None, :], True)
-        else:
-            system = tl.where(i[:, None] > i[None, :], system, 0.0)
-        solved = unit_lower_inverse(system, SIZE, PRECISION)
-        inverse.store([(program * H + head) * SIZE, 0], solved.to(inverse.dtype))
+        late = sums if LATE else earlier
+        erase = scalars(e, row, valid, head, H, SIZE)
+        _put(mine, ERASE, erase * tl.exp2(late.to(tl.float32)), SIZE)
+        system = overlap * erase[:, None] * apart(late[:, None], sums[None, :], i[:, None], i[None, :], True)
+        inverse.store([at * SIZE, 0], unit_lower_inverse(system, SIZE, PRECISION).to(inverse.dtype))
 
 
 @triton.jit
@@ -83,19 +114,18 @@ def through_residual(upstream, residual, clip, LOSS: tl.constexpr):
 
 @triton.jit
 def scan(
-    r, k, u, e, beta, read, d, cumulative, inverse, target, state, begin_states,
+    r, k, u, vectors, inverse, within, overlaps, target, state, begin_states,
     o, residual, last, states, written,
     cu_seqlens, first, length, chunks, from_chunk, to_chunk, every, segments, scale, clip, H, V,
-    K: tl.constexpr, SIZE: tl.constexpr, BV: tl.constexpr, LATE: tl.constexpr, LOSS: tl.constexpr,
+    K: tl.constexpr, SIZE: tl.constexpr, BV: tl.constexpr, CORRECTED: tl.constexpr, LOSS: tl.constexpr,
     PACKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One head's block of values through chunks from_chunk to to_chunk.
 
     Writes what is not None: the output o; `residual` of `target`, which reads what its token has not written yet, as o
-    then does; the last state; `states` that chunks start with, transposed, and what they `written`.
+    then does; the last state; `states` that chunks start with, transposed, and what they `written`, of this span.
     begin_states: [B, segments, H, V, K], the state before every `every`-th chunk; written where o is, else read.
     """
-    FIT: tl.constexpr = LOSS is not None
     block, head, sequence = tl.program_id(0) * BV, tl.program_id(1), tl.program_id(2)
     start, length = bounds(sequence, cu_seqlens, length, PACKED)
     slot = sequence * (to_chunk - from_chunk)
@@ -104,7 +134,7 @@ def scan(
         number = tl.load(first + sequence)
         slot = number
         to_chunk = tl.load(first + sequence + 1) - number
-    i, value, key = tl.arange(0, SIZE), block + tl.arange(0, BV), tl.arange(0, K)
+    value, key = block + tl.arange(0, BV), tl.arange(0, K)
     kind = k.dtype
     held = (sequence.to(tl.int64) * H + head) * K * V + key[None, :] * V + value[:, None]
     begun = (sequence.to(tl.int64) * segments * H + head) * K * V + value[:, None] * K + key[None, :]
@@ -116,65 +146,42 @@ def scan(
         s = tl.zeros([BV, K], tl.float32)
     for chunk in range(from_chunk, to_chunk):
         row, valid = start + chunk * SIZE, length - chunk * SIZE
+        at = (number + chunk) * H + head
+        mine = vectors + at.to(tl.int64) * (ROWS * SIZE)
         if states is not None:
             states.store([((slot + chunk - from_chunk) * H + head) * V + block, 0], s.to(kind))
         elif begin_states is not None:
             if chunk % every == 0:
                 tl.store(begin_states + begun + (chunk // every).to(tl.int64) * H * K * V, s)
         k_c = get_rows(k, row, valid, head * K, SIZE, RAGGED)
-        if cumulative is not None:
-            sums = cumulative_at(cumulative, row, valid, head, H, SIZE, 0)
-            earlier = cumulative_at(cumulative, row, valid, head, H, SIZE, 1)
-            total = tl.load(cumulative + (row.to(tl.int64) + tl.minimum(valid, SIZE) - 1) * H + head)
-        if e is not None or FIT or d is not None:
+        if inverse is not None or CORRECTED or LOSS is not None:
             k_s = tl.dot(s.to(kind), tl.trans(k_c), input_precision=PRECISION)
         w = tl.trans(get_rows(u, row, valid, head * V + block, SIZE, RAGGED)).to(tl.float32)
-        if beta is not None:
-            w *= scalars(beta, row, valid, head, H, SIZE)[None, :]
-        if e is not None:
-            erase = scalars(e, row, valid, head, H, SIZE)
-            if cumulative is not None:
-                erase *= tl.exp2((sums if LATE else earlier).to(tl.float32))
-            solve = inverse.load([((number + chunk) * H + head) * SIZE, 0])
-            w = tl.dot((w - erase[None, :] * k_s).to(kind), tl.trans(solve), input_precision=PRECISION)
+        w *= _get(mine, WRITE, SIZE)[None, :]
+        if inverse is not None:
+            w -= _get(mine, ERASE, SIZE)[None, :] * k_s
+            w = tl.dot(w.to(kind), tl.trans(inverse.load([at * SIZE, 0])), input_precision=PRECISION)
         if written is not None:
-            put_rows(written, tl.trans(w), row, valid, head * V + block, H * V, SIZE, BV, RAGGED)
+            at_span = start + chunk * SIZE if PACKED else sequence * (to_chunk - from_chunk) * SIZE + (
+                chunk - from_chunk
+            ) * SIZE
+            put_rows(written, tl.trans(w), at_span, valid, head * V + block, H * V, SIZE, BV, RAGGED)
         if o is not None:
             r_c = get_rows(r, row, valid, head * K, SIZE, RAGGED)
-            within = tl.dot(k_c, tl.trans(r_c), input_precision=PRECISION)
-            if read is not None:
-                strength = scalars(read, row, valid, head, H, SIZE)[None, :]
-                within *= strength
-            if FIT or d is not None:
-                overlap = tl.dot(k_c, tl.trans(k_c), input_precision=PRECISION)
-            if d is not None:
-                correction = scalars(d, row, valid, head, H, SIZE)[None, :]
-                within -= correction * overlap
-            if cumulative is not None:
-                seen = earlier if FIT else sums
-                decay = apart(seen[None, :], sums[:, None], i[None, :], i[:, None], FIT)
-            else:
-                decay = tl.where(i[None, :] > i[:, None] if FIT else i[None, :] >= i[:, None], 1.0, 0.0)
-            within = (within * decay).to(kind)
             out = tl.dot(s.to(kind), tl.trans(r_c), input_precision=PRECISION)
-            if read is not None:
-                out *= strength
-            if d is not None:
-                out -= correction * k_s
-            if cumulative is not None:
-                since = tl.exp2(seen.to(tl.float32))[None, :]
-                out *= since
-            out += tl.dot(w.to(kind), within, input_precision=PRECISION)
+            out *= _get(mine, READ, SIZE)[None, :]
+            if CORRECTED:
+                out -= _get(mine, CORRECT, SIZE)[None, :] * k_s
+            out += tl.dot(w.to(kind), tl.trans(within.load([at * SIZE, 0])), input_precision=PRECISION)
             put_rows(o, tl.trans(out * scale), row, valid, head * V + block, H * V, SIZE, BV, RAGGED)
-            if FIT:
-                predicted = tl.dot(w.to(kind), (overlap * decay).to(kind), input_precision=PRECISION)
-                predicted += k_s * since if cumulative is not None else k_s
-                error = tl.trans(get_rows(target, row, valid, head * V + block, SIZE, RAGGED)).to(tl.float32)
-                found = pseudo_residual(error - predicted, clip, LOSS)
-                put_rows(residual, tl.trans(found), row, valid, head * V + block, H * V, SIZE, BV, RAGGED)
-        if cumulative is not None:
-            w *= tl.exp2((total - sums).to(tl.float32))[None, :]
-            s *= tl.exp2(total.to(tl.float32))
+        if LOSS is not None:
+            predicted = tl.dot(w.to(kind), tl.trans(overlaps.load([at * SIZE, 0])), input_precision=PRECISION)
+            predicted += k_s * _get(mine, PREDICT, SIZE)[None, :]
+            error = tl.trans(get_rows(target, row, valid, head * V + block, SIZE, RAGGED)).to(tl.float32)
+            found = pseudo_residual(error - predicted, clip, LOSS)
+            put_rows(residual, tl.trans(found), row, valid, head * V + block, H * V, SIZE, BV, RAGGED)
+        w *= _get(mine, END, SIZE)[None, :]
+        s *= tl.load(mine + KEEP * SIZE)
         s += tl.dot(w.to(kind), k_c, input_precision=PRECISION)
     if last is not None:
         tl.store(last + held, s)
@@ -182,16 +189,15 @@ def scan(
 
 @triton.jit
 def reverse(
-    r, k, e, read, d, cumulative, inverse, d_o, residual, d_residual, d_state, states_after, d_u,
+    r, k, vectors, inverse, within, overlaps, d_o, residual, d_residual, d_state, states_after, d_u,
     cu_seqlens, first, length, chunks, from_chunk, to_chunk, scale, clip, H, V,
-    K: tl.constexpr, SIZE: tl.constexpr, BV: tl.constexpr, LATE: tl.constexpr, LOSS: tl.constexpr,
+    K: tl.constexpr, SIZE: tl.constexpr, BV: tl.constexpr, CORRECTED: tl.constexpr, LOSS: tl.constexpr,
     PACKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the state, d_state [.., V, K], from chunk to_chunk back to from_chunk, a head's block of values.
 
     Writes the gradient of the state after each chunk, transposed too, and to d_u that of beta u (through the inverse).
     """
-    FIT: tl.constexpr = LOSS is not None
     block, head, sequence = tl.program_id(0) * BV, tl.program_id(1), tl.program_id(2)
     start, length = bounds(sequence, cu_seqlens, length, PACKED)
     slot = sequence * (to_chunk - from_chunk)
@@ -200,66 +206,39 @@ def reverse(
         number = tl.load(first + sequence)
         slot = number
         to_chunk = tl.load(first + sequence + 1) - number
-    i, value, key = tl.arange(0, SIZE), block + tl.arange(0, BV), tl.arange(0, K)
+    value, key = block + tl.arange(0, BV), tl.arange(0, K)
     kind = k.dtype
     held = d_state + (sequence.to(tl.int64) * H + head) * K * V + value[:, None] * K + key[None, :]
     ds = tl.load(held)
     for back in range(from_chunk, to_chunk):
         chunk = to_chunk - 1 - (back - from_chunk)
         row, valid = start + chunk * SIZE, length - chunk * SIZE
+        at = (number + chunk) * H + head
+        mine = vectors + at.to(tl.int64) * (ROWS * SIZE)
         states_after.store([((slot + chunk - from_chunk) * H + head) * V + block, 0], ds.to(kind))
         k_c = get_rows(k, row, valid, head * K, SIZE, RAGGED)
-        r_c = get_rows(r, row, valid, head * K, SIZE, RAGGED)
-        do_c = tl.trans(get_rows(d_o, row, valid, head * V + block, SIZE, RAGGED))
-        within = tl.dot(r_c, tl.trans(k_c), input_precision=PRECISION) * scale
-        if read is not None:
-            strength = scalars(read, row, valid, head, H, SIZE)
-            within *= strength[:, None]
-        if FIT or d is not None:
-            overlap = tl.dot(k_c, tl.trans(k_c), input_precision=PRECISION)
-        if d is not None:
-            correction = scalars(d, row, valid, head, H, SIZE) * scale
-            within -= correction[:, None] * overlap
-        if cumulative is not None:
-            sums = cumulative_at(cumulative, row, valid, head, H, SIZE, 0)
-            earlier = cumulative_at(cumulative, row, valid, head, H, SIZE, 1)
-            total = tl.load(cumulative + (row.to(tl.int64) + tl.minimum(valid, SIZE) - 1) * H + head)
-            seen = earlier if FIT else sums
-            decay = apart(seen[:, None], sums[None, :], i[:, None], i[None, :], FIT)
-        else:
-            decay = tl.where(i[:, None] > i[None, :] if FIT else i[:, None] >= i[None, :], 1.0, 0.0)
         dw = tl.dot(ds.to(kind), tl.trans(k_c), input_precision=PRECISION)
-        if cumulative is not None:
-            dw *= tl.exp2((total - sums).to(tl.float32))[None, :]
-        dw += tl.dot(do_c, (within * decay).to(kind), input_precision=PRECISION)
-        if FIT:
+        dw *= _get(mine, END, SIZE)[None, :]
+        reads = tl.trans(get_rows(d_o, row, valid, head * V + block, SIZE, RAGGED)).to(tl.float32) * scale
+        dw += tl.dot(reads.to(kind), within.load([at * SIZE, 0]), input_precision=PRECISION)
+        if LOSS is not None:
             found = tl.trans(get_rows(residual, row, valid, head * V + block, SIZE, RAGGED)).to(tl.float32)
             wrong = tl.trans(get_rows(d_residual, row, valid, head * V + block, SIZE, RAGGED)).to(tl.float32)
             wrong = through_residual(wrong, found, clip, LOSS)
-            dw -= tl.dot(wrong.to(kind), (overlap * decay).to(kind), input_precision=PRECISION)
-        if e is not None:
-            solve = inverse.load([((number + chunk) * H + head) * SIZE, 0])
-            dw = tl.dot(dw.to(kind), solve, input_precision=PRECISION)
+            dw -= tl.dot(wrong.to(kind), overlaps.load([at * SIZE, 0]), input_precision=PRECISION)
+        if inverse is not None:
+            dw = tl.dot(dw.to(kind), inverse.load([at * SIZE, 0]), input_precision=PRECISION)
         put_rows(d_u, tl.trans(dw), row, valid, head * V + block, H * V, SIZE, BV, RAGGED)
-        if cumulative is not None:
-            ds *= tl.exp2(total.to(tl.float32))
-            since = tl.exp2(seen.to(tl.float32))[None, :]
-        reads = do_c.to(tl.float32) * scale
-        if cumulative is not None:
-            reads *= since
-        if d is not None or e is not None or FIT:
+        ds *= tl.load(mine + KEEP * SIZE)
+        if inverse is not None or CORRECTED or LOSS is not None:
             along = tl.zeros([BV, SIZE], tl.float32)
-            if d is not None:
-                along -= correction[None, :] / scale * reads
-            if FIT:
-                along -= wrong * since if cumulative is not None else wrong
-            if e is not None:
-                erase = scalars(e, row, valid, head, H, SIZE)
-                if cumulative is not None:
-                    erase *= tl.exp2((sums if LATE else earlier).to(tl.float32))
-                along -= erase[None, :] * dw
+            if inverse is not None:
+                along -= _get(mine, ERASE, SIZE)[None, :] * dw
+            if CORRECTED:
+                along -= _get(mine, CORRECT, SIZE)[None, :] * reads
+            if LOSS is not None:
+                along -= _get(mine, PREDICT, SIZE)[None, :] * wrong
             ds += tl.dot(along.to(kind), k_c, input_precision=PRECISION)
-        if read is not None:
-            reads *= strength[None, :]
-        ds += tl.dot(reads.to(kind), r_c, input_precision=PRECISION)
+        r_c = get_rows(r, row, valid, head * K, SIZE, RAGGED)
+        ds += tl.dot((reads * _get(mine, READ, SIZE)[None, :]).to(kind), r_c, input_precision=PRECISION)
     tl.store(held, ds)

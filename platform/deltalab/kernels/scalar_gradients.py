@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from deltalab.kernels.chunk import apart, bounds, cumulative_at, get_rows, locate, put_rows, put_scalars, scalars
+from deltalab.kernels.chunk import apart, bounds, cumulative, get_rows, locate, put_rows, put_scalars, scalars
 from deltalab.kernels.scalar import through_residual
 
 
@@ -14,10 +14,10 @@ def _row_dot(x, y):
 
 @triton.jit
 def gradients(
-    r, k, u, e, beta, read, d, cumulative, written, states, states_after, d_o, residual, d_residual,
+    r, k, u, g, e, beta, read, d, written, states, states_after, d_o, residual, d_residual,
     d_u, new_d_u, d_r, d_k, d_g, d_e, d_beta, d_read, d_d, d_target,
     cu_seqlens, of, first, length, chunks, from_chunk, span, sequences, scale, clip, H, V,
-    K: tl.constexpr, SIZE: tl.constexpr, BV: tl.constexpr, LATE: tl.constexpr, LOSS: tl.constexpr,
+    K: tl.constexpr, SIZE: tl.constexpr, BV: tl.constexpr, LATE: tl.constexpr, LOSS: tl.constexpr, SUM: tl.constexpr,
     PACKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Of one chunk and head. d_u and new_d_u are one tensor: it holds the gradient of beta u and leaves with that of u.
@@ -37,11 +37,10 @@ def gradients(
     i = tl.arange(0, SIZE)
     kind = k.dtype
     slot = (program * H + head) * V
-    if cumulative is not None:
-        sums = cumulative_at(cumulative, row, valid, head, H, SIZE, 0)
-        earlier = cumulative_at(cumulative, row, valid, head, H, SIZE, 1)
-        total = tl.load(cumulative + (row.to(tl.int64) + tl.minimum(valid, SIZE) - 1) * H + head)
-        seen = earlier if FIT else sums
+    # Where `written` and its like begin: they hold this span alone.
+    here = row if PACKED else (sequence * span + chunk - from_chunk) * SIZE
+    sums, earlier, total = cumulative(g, row, valid, head, H, SIZE, SUM)
+    seen = earlier if FIT else sums
 
     from_read = tl.zeros([SIZE, K], tl.float32)
     d_within = tl.zeros([SIZE, SIZE], tl.float32)
@@ -55,7 +54,7 @@ def gradients(
     for block in range(0, V, BV):
         do_c = get_rows(d_o, row, valid, head * V + block, SIZE, RAGGED)
         if written is not None:
-            w_c = get_rows(written, row, valid, head * V + block, SIZE, RAGGED)
+            w_c = get_rows(written, here, valid, head * V + block, SIZE, RAGGED)
         else:
             w_c = get_rows(u, row, valid, head * V + block, SIZE, RAGGED)
             if beta is not None:
@@ -76,13 +75,9 @@ def gradients(
 
     k_c = get_rows(k, row, valid, head * K, SIZE, RAGGED)
     r_c = get_rows(r, row, valid, head * K, SIZE, RAGGED)
-    if cumulative is not None:
-        decay = apart(seen[:, None], sums[None, :], i[:, None], i[None, :], FIT)
-        decay_t = apart(seen[None, :], sums[:, None], i[None, :], i[:, None], FIT)
-        from_read *= tl.exp2(seen.to(tl.float32))[:, None]
-    else:
-        decay = tl.where(i[:, None] > i[None, :] if FIT else i[:, None] >= i[None, :], 1.0, 0.0)
-        decay_t = tl.where(i[None, :] > i[:, None] if FIT else i[None, :] >= i[:, None], 1.0, 0.0)
+    decay = apart(seen[:, None], sums[None, :], i[:, None], i[None, :], FIT)
+    decay_t = apart(seen[None, :], sums[:, None], i[None, :], i[:, None], FIT)
+    from_read *= tl.exp2(seen.to(tl.float32))[:, None]
     wanted = r_c
     if read is not None:
         factor = scalars(read, row, valid, head, H, SIZE)
@@ -92,14 +87,15 @@ def gradients(
         wanted = (wanted.to(tl.float32) - correction[:, None] * k_c.to(tl.float32)).to(kind)
     d_within *= decay * scale
     from_read *= scale
-    if cumulative is not None:
+    if FIT:
+        from_predict *= tl.exp2(seen.to(tl.float32))[:, None]
+    if g is not None:
         pair = d_within * tl.dot(wanted, tl.trans(k_c), input_precision=PRECISION)
         grow = _row_dot(wanted, from_read)
         if FIT or e is not None:
             overlap = tl.dot(k_c, tl.trans(k_c), input_precision=PRECISION)
         if FIT:
             pair += d_overlap * decay * overlap
-            from_predict *= tl.exp2(seen.to(tl.float32))[:, None]
             grow += _row_dot(k_c, from_predict)
         grow += tl.sum(pair, 1)
         shrink = tl.sum(pair, 0)
@@ -127,16 +123,16 @@ def gradients(
     kept = 0.0
     for block in range(0, V, BV):
         if written is not None:
-            w_c = get_rows(written, row, valid, head * V + block, SIZE, RAGGED)
+            w_c = get_rows(written, here, valid, head * V + block, SIZE, RAGGED)
         else:
             w_c = get_rows(u, row, valid, head * V + block, SIZE, RAGGED)
             if beta is not None:
                 w_c = (strength[:, None] * w_c.to(tl.float32)).to(kind)
         after = states_after.load([slot + block, 0])
         from_write += tl.dot(w_c, after, input_precision=PRECISION)
-        if cumulative is not None or e is not None:
+        if g is not None or e is not None:
             before = states.load([slot + block, 0])
-        if cumulative is not None:
+        if g is not None:
             kept += tl.sum(before.to(tl.float32) * after.to(tl.float32))
         if e is not None or beta is not None:
             du_c = get_rows(d_u, row, valid, head * V + block, SIZE, RAGGED)
@@ -152,31 +148,28 @@ def gradients(
             )
     if beta is not None:
         put_scalars(d_beta, d_strength, row, valid, head, H, SIZE)
-    if cumulative is not None:
-        from_write *= tl.exp2((total - sums).to(tl.float32))[:, None]
+    from_write *= tl.exp2((total - sums).to(tl.float32))[:, None]
+    if g is not None:
         ending = _row_dot(k_c, from_write)
         shrink += ending
     dk += from_write
     if e is not None:
         erase = scalars(e, row, valid, head, H, SIZE)
-        if cumulative is not None:
-            seen_e = sums if LATE else earlier
-            from_erase *= tl.exp2(seen_e.to(tl.float32))[:, None]
-            d_system *= apart(seen_e[:, None], sums[None, :], i[:, None], i[None, :], True)
-            d_system_t *= apart(seen_e[None, :], sums[:, None], i[None, :], i[:, None], True)
+        late = sums if LATE else earlier
+        from_erase *= tl.exp2(late.to(tl.float32))[:, None]
+        d_system *= apart(late[:, None], sums[None, :], i[:, None], i[None, :], True)
+        d_system_t *= apart(late[None, :], sums[:, None], i[None, :], i[:, None], True)
+        if g is not None:
             pair = erase[:, None] * d_system * overlap
             grow_e = tl.sum(pair, 1) + erase * _row_dot(k_c, from_erase)
             shrink -= tl.sum(pair, 0)
-        else:
-            d_system = tl.where(i[:, None] > i[None, :], d_system, 0.0)
-            d_system_t = tl.where(i[None, :] > i[:, None], d_system_t, 0.0)
         # The gradient of M is -d_u w^T, since that of X^{-1} is -X^{-T} (.) X^{-T}.
         from_erase += tl.dot(d_system.to(kind), k_c, input_precision=PRECISION)
         put_scalars(d_e, -_row_dot(k_c, from_erase), row, valid, head, H, SIZE)
         dk -= erase[:, None] * from_erase
         dk -= tl.dot((d_system_t * erase[None, :]).to(kind), k_c, input_precision=PRECISION)
     put_rows(d_k, dk, row, valid, head * K, H * K, SIZE, K, RAGGED)
-    if cumulative is not None:
+    if g is not None:
         net = grow - shrink
         if e is not None:
             net -= grow_e

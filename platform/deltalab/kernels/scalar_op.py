@@ -5,10 +5,11 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from deltalab.kernels import scalar
-from deltalab.kernels.chunk import absent, chunk_map, fold_into_batch, needs_fp64, tiles
+from deltalab.kernels.chunk import absent, chunk_map, fold_into_batch, tiles
 from deltalab.kernels.scalar_gradients import gradients
 
 WORKSPACE = 64 * 2**20
@@ -67,7 +68,7 @@ class Launch:
     def values(self, x: Tensor | None, *, store: bool = False) -> Any:
         return tiles(x, self.size, self.bv, store=store, ragged=self.ragged)
 
-    def square(self, x: Tensor) -> Any:
+    def squares(self, x: Tensor) -> Any:
         return tiles(x.flatten(0, 1), self.size, self.size) if x.numel() else None
 
     def per_chunk(self, x: Tensor) -> Any:
@@ -77,11 +78,16 @@ class Launch:
         bounds, _, first = self.packed or (None, None, None)
         return {"cu_seqlens": bounds, "first": first, "length": self.tokens, "chunks": self.chunks}
 
-    def sizes(self, late: bool, loss: str | None) -> dict[str, Any]:
+    def sizes(self) -> dict[str, Any]:
         return {
-            "H": self.heads, "V": self.value_dim, "K": self.key_dim, "SIZE": self.size, "BV": self.bv, "LATE": late,
-            "LOSS": loss, "PACKED": self.packed is not None, "RAGGED": self.ragged, "PRECISION": self.precision,
+            "H": self.heads, "K": self.key_dim, "SIZE": self.size,
+            "PACKED": self.packed is not None, "RAGGED": self.ragged, "PRECISION": self.precision,
         }  # fmt: skip
+
+    @property
+    def sum(self) -> Any:
+        """The type of cumulative sums; in fp32 their differences next to extremes would not keep fp32's precision."""
+        return tl.float64 if self.precision == "ieee" else tl.float32
 
 
 WARPS = {"prepare": 2, "scan": 4, "reverse": 4, "gradients": 8}
@@ -111,40 +117,49 @@ def scalar_scan(
     clip: float,
     chunk_size: int,
     keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The scan of a state that decays by a scalar, as `rule.Operands` and `structure.Transition` define it.
 
     Contiguous r, k [B, T, H, K], u [B, T, H, V], scalars [B, T, H], state [B, H, K, V] (of which there are N where
     cu_seqlens [N + 1] packs N sequences into B = 1). K is a power of two from 16 on, V a multiple of 16.
     With a loss it reads S_{t-1}, and gives besides the pseudo-residual of target - S_{t-1}^T k.
     keep: whether what the backward needs is returned.
-    Returns (o, residual, last state, and, for the backward, cumulative log-decays, inverses and states).
+    Returns (o, residual, last state, and what the backward needs: vectors, inverses, P, that of k, and states).
     """
     x = Launch.of(k, u, cu_seqlens, chunk_size)
-    o = u.new_empty(*r.shape[:3], x.value_dim)
-    residual = torch.empty_like(u) if loss else absent(u)
-    last = u.new_empty(x.batch, x.heads, x.key_dim, x.value_dim, dtype=torch.float32)
-    cumulative, inverse, begin = absent(u), absent(u), absent(u)
-    if g is not None:
-        cumulative = torch.empty_like(g, dtype=torch.float64 if needs_fp64(u) else torch.float32)
-    if e is not None:
-        inverse = k.new_empty(x.all_chunks, x.heads, x.size, x.size)
-    if keep:
-        begin = last.new_empty(x.batch, x.segments, x.heads, x.value_dim, x.key_dim)
-    if g is not None or e is not None:
-        bounds, of, first = x.packed or (None, None, None)
-        scalar.prepare[(x.all_chunks, x.heads)](
-            x.keys(k), g, e, _or_none(cumulative), x.square(inverse), bounds, of, first, x.tokens, x.chunks, x.batch,
-            x.heads, x.key_dim, x.size, late, x.packed is not None, x.ragged, x.precision, **_how("prepare"),
-        )  # fmt: skip
+    found = _outputs(x, r, k, u, e, loss, keep)
+    o, residual, last, vectors, inverse, within, overlaps, begin = found
+    bounds, of, first = x.packed or (None, None, None)
+    scalar.prepare[(x.all_chunks, x.heads)](
+        x.keys(r), x.keys(k), g, e, beta, read, d, vectors, x.squares(inverse), x.squares(within), x.squares(overlaps),
+        bounds, of, first, x.tokens, x.chunks, x.batch, **x.sizes(), LATE=late, FIT=loss is not None, SUM=x.sum,
+        **_how("prepare"),
+    )  # fmt: skip
     scalar.scan[x.grid](
-        x.keys(r), x.keys(k), x.values(u), e, beta, read, d, _or_none(cumulative), x.square(inverse),
+        x.keys(r), x.keys(k), x.values(u), vectors, x.squares(inverse), x.squares(within), x.squares(overlaps),
         x.values(target), state, _or_none(begin),
         x.values(o, store=True), x.values(_or_none(residual), store=True), last, None, None,
         **x.sequence(), from_chunk=0, to_chunk=x.chunks, every=x.every, segments=x.segments,
-        scale=scale, clip=clip, **x.sizes(late, loss), **_how("scan"),
+        scale=scale, clip=clip, V=x.value_dim, BV=x.bv, CORRECTED=d is not None, LOSS=loss, **x.sizes(), **_how("scan"),
     )  # fmt: skip
-    return o, residual, last, cumulative, inverse, begin
+    return found
+
+
+def _outputs(
+    x: Launch, r: Tensor, k: Tensor, u: Tensor, e: Tensor | None, loss: str | None, keep: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    square = (x.all_chunks, x.heads, x.size, x.size)
+    last = u.new_empty(x.batch, x.heads, x.key_dim, x.value_dim, dtype=torch.float32)
+    return (
+        torch.empty_like(u),
+        torch.empty_like(u) if loss else absent(u),
+        last,
+        last.new_empty(x.all_chunks, x.heads, scalar.ROWS.value, x.size),
+        absent(u) if e is None else k.new_empty(square),
+        k.new_empty(square),
+        k.new_empty(square) if loss else absent(u),
+        last.new_empty(x.batch, x.segments, x.heads, x.value_dim, x.key_dim) if keep else absent(u),
+    )
 
 
 def _or_none(x: Tensor) -> Tensor | None:
@@ -155,16 +170,7 @@ def _or_none(x: Tensor) -> Tensor | None:
 def _(
     r, k, u, g, e, beta, read, d, target, state, cu_seqlens, scale, late, loss, clip, chunk_size, keep
 ):  # type: ignore[no-untyped-def]  # fmt: skip
-    x = Launch.of(k, u, cu_seqlens, chunk_size)
-    last = u.new_empty(x.batch, x.heads, x.key_dim, x.value_dim, dtype=torch.float32)
-    return (
-        u.new_empty(*r.shape[:3], x.value_dim),
-        torch.empty_like(u) if loss else absent(u),
-        last,
-        absent(u) if g is None else torch.empty_like(g, dtype=torch.float64 if needs_fp64(u) else torch.float32),
-        absent(u) if e is None else k.new_empty(x.all_chunks, x.heads, x.size, x.size),
-        last.new_empty(x.batch, x.segments, x.heads, x.value_dim, x.key_dim) if keep else absent(u),
-    )
+    return _outputs(Launch.of(k, u, cu_seqlens, chunk_size), r, k, u, e, loss, keep)
 
 
 @torch.library.custom_op("deltalab::scalar_scan_backward", mutates_args=())
@@ -179,8 +185,10 @@ def _backward(
     d: Tensor | None,
     cu_seqlens: Tensor | None,
     residual: Tensor | None,
-    cumulative: Tensor,
+    vectors: Tensor,
     inverse: Tensor,
+    within: Tensor,
+    overlaps: Tensor,
     begin: Tensor,
     d_o: Tensor,
     d_residual: Tensor | None,
@@ -202,40 +210,43 @@ def _backward(
     spans = x.all_chunks if x.packed else x.batch * x.every
     states = k.new_empty(spans, x.heads, x.value_dim, x.key_dim)
     states_after = torch.empty_like(states)
-    written = torch.empty_like(u) if e is not None else None
+    written = None
+    if e is not None:
+        written = torch.empty_like(u) if x.packed else u.new_empty(x.batch, x.every * x.size, x.heads, x.value_dim)
     bounds, of, first = x.packed or (None, None, None)
-    sums, solve = _or_none(cumulative), x.square(inverse)
+    solve, pairs, overlap = x.squares(inverse), x.squares(within), x.squares(overlaps)
     keys, reads, values, upstream = x.keys(k), x.keys(r), x.values(u), x.values(d_o)
     before_tiles, after_tiles = x.per_chunk(states), x.per_chunk(states_after)
     found, wrong = x.values(residual), x.values(d_residual)
+    size = {**x.sizes(), "V": x.value_dim, "BV": x.bv, "scale": scale, "clip": clip}
     for segment in reversed(range(x.segments)):
         begins, ends = segment * x.every, min((segment + 1) * x.every, x.chunks)
         at = {**x.sequence(), "from_chunk": begins, "to_chunk": ends}
         scalar.scan[x.grid](
-            None, keys, values, e, beta, None, None, sums, solve, None, None, begin,
+            None, keys, values, vectors, solve, None, None, None, None, begin,
             None, None, None, before_tiles, x.values(written, store=True),
-            **at, every=x.every, segments=x.segments, scale=scale, clip=clip, **x.sizes(late, None), **_how("scan"),
+            **at, **size, every=x.every, segments=x.segments, CORRECTED=False, LOSS=None, **_how("scan"),
         )  # fmt: skip
         scalar.reverse[x.grid](
-            reads, keys, e, read, d, sums, solve, upstream, found, wrong, after, after_tiles,
-            x.values(d_u, store=True), **at, scale=scale, clip=clip, **x.sizes(late, loss), **_how("reverse"),
+            reads, keys, vectors, solve, pairs, overlap, upstream, found, wrong, after, after_tiles,
+            x.values(d_u, store=True), **at, **size, CORRECTED=d is not None, LOSS=loss, **_how("reverse"),
         )  # fmt: skip
         span = ends - begins
         gradients[(x.chunks if x.packed else x.batch * span, x.heads)](
-            reads, keys, values, e, beta, read, d, sums, x.values(written), before_tiles, after_tiles,
+            reads, keys, values, g, e, beta, read, d, x.values(written), before_tiles, after_tiles,
             upstream, found, wrong, x.values(d_u), x.values(d_u, store=True), x.keys(d_r, store=True),
             x.keys(d_k, store=True), _or_none(d_g), _or_none(d_e), _or_none(d_beta), _or_none(d_read), _or_none(d_d),
             x.values(_or_none(d_target), store=True),
-            bounds, of, first, x.tokens, x.chunks, begins, span, x.batch, scale, clip,
-            **x.sizes(late, loss), **_how("gradients"),
+            bounds, of, first, x.tokens, x.chunks, begins, span, x.batch,
+            **size, LATE=late, LOSS=loss, SUM=x.sum, **_how("gradients"),
         )  # fmt: skip
     return [*like, after.transpose(-1, -2).contiguous()]
 
 
 @_backward.register_fake
 def _(
-    r, k, u, g, e, beta, read, d, cu_seqlens, residual, cumulative, inverse, begin, d_o, d_residual, d_last,
-    scale, late, loss, clip, chunk_size,
+    r, k, u, g, e, beta, read, d, cu_seqlens, residual, vectors, inverse, within, overlaps, begin,
+    d_o, d_residual, d_last, scale, late, loss, clip, chunk_size,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     like = [absent(u) if x is None else torch.empty_like(x) for x in (r, k, u, g, e, beta, read, d, residual)]
     x = Launch.of(k, u, cu_seqlens, chunk_size)
@@ -244,8 +255,8 @@ def _(
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, target, state, cu_seqlens, scale, late, loss, clip, chunk_size, _ = inputs
-    _, residual, _, cumulative, inverse, begin = output
-    ctx.save_for_backward(*tensors, cu_seqlens, residual if loss else None, cumulative, inverse, begin)
+    _, residual, _, *kept = output
+    ctx.save_for_backward(*tensors, cu_seqlens, residual if loss else None, *kept)
     ctx.rest = (scale, late, loss, clip, chunk_size)
     ctx.given = [tensor is not None for tensor in (*tensors, target, state)]
     ctx.set_materialize_grads(False)
