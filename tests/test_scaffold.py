@@ -1,4 +1,4 @@
-"""A new rule's file passes every check as it stands, and nothing that is there is overwritten."""
+"""The file of a new rule or task passes every check as it stands, and nothing that is there is overwritten."""
 
 import os
 import subprocess
@@ -7,9 +7,9 @@ import sys
 import pytest
 import torch
 
-from deltalab import check_rule, list_rules, registry
+from deltalab import check_rule, check_task, list_rules, registry
 from deltalab.errors import InputError
-from deltalab.scaffold import new_rule
+from deltalab.scaffold import new_rule, new_task
 
 torch.set_num_threads(1)
 
@@ -36,8 +36,17 @@ def test_it_passes_every_check_as_it_stands(here):
     rule.without("write")
 
 
-def test_it_is_a_tidy_file(here):
-    new_rule("tidy")
+def test_a_task_passes_every_check_as_it_stands(here):
+    new_task("my_first_task")
+    registry._all.cache_clear()
+    task = registry.get_task("my_first_task", **registry.task_plugin("my_first_task").kind.example)
+    assert [f"{result.name}: {result.message}" for result in check_task(task) if not result.passed] == []
+    assert type(task).__name__ == "MyFirstTask"
+
+
+@pytest.mark.parametrize("new", [new_rule, new_task])
+def test_it_is_a_tidy_file(here, new):
+    new("tidy")
     text = (here / "plugins/tidy.py").read_text()
     assert len(text.splitlines()) < 60
     assert "NAME" not in text
@@ -59,6 +68,14 @@ def test_any_name_makes_a_rule_that_imports(here, name):
     registry._named_files.remove(plugin.file)
     assert plugin.kind.name == name
     assert plugin.kind().gates["erase"].high == 1
+
+
+@pytest.mark.parametrize("name", ["batch", "task", "random", "map", "a1"])
+def test_any_name_makes_a_task_that_imports(here, name):
+    (plugin,) = registry.add_plugin(new_task(name))
+    registry._named_files.remove(plugin.file)
+    assert plugin.kind.name == name
+    assert plugin.kind(tokens=4).length == 8
 
 
 @pytest.mark.parametrize("name", ["", "my-rule", "2nd", "class", "_hidden", "a/b", "../up", "a b"])

@@ -10,9 +10,20 @@ from deltalab.scan import scan
 if TYPE_CHECKING:
     from deltalab.conformance import check_rule
     from deltalab.study.run import run_study
+    from deltalab.tasks.conformance import check_task
 
 __version__ = "0.1.0"
-__all__ = ["InputError", "build_model", "check_rule", "get_rule", "get_task", "list_rules", "run_study", "scan"]
+__all__ = [
+    "InputError",
+    "build_model",
+    "check_rule",
+    "check_task",
+    "get_rule",
+    "get_task",
+    "list_rules",
+    "run_study",
+    "scan",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -25,4 +36,8 @@ def __getattr__(name: str) -> Any:
         from deltalab.conformance import check_rule
 
         return check_rule
+    if name == "check_task":
+        from deltalab.tasks.conformance import check_task
+
+        return check_task
     raise AttributeError(f"module 'deltalab' has no attribute '{name}'")

@@ -13,13 +13,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from deltalab import __version__
+from deltalab.checks import CheckResult
 from deltalab.errors import InputError
-from deltalab.registry import add_plugin, get_rule, get_task, list_rules, list_tasks, rule_plugin, task_plugin
+from deltalab.registry import add_plugin, get_rule, get_task, list_rules, list_tasks, task_plugin
+from deltalab.tasks import Task
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 study = typer.Typer(no_args_is_help=True, help="Run, plan and report studies.")
 rule = typer.Typer(no_args_is_help=True, help="List, show, check and start update rules.")
-task = typer.Typer(no_args_is_help=True, help="List and show proxy tasks.")
+task = typer.Typer(no_args_is_help=True, help="List, show, check and start proxy tasks.")
 db = typer.Typer(no_args_is_help=True, help="Look after the database.")
 for name, group in (("study", study), ("rule", rule), ("task", task), ("db", db)):
     app.add_typer(group, name=name)
@@ -29,6 +31,8 @@ Db = Annotated[
     typer.Option("--db", envvar="DELTALAB_DB", help="A file or a database URL; ./deltalab.db by default."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Folder = Annotated[Path, typer.Option("--folder", help="Where to write it.")]
+Params = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")]
 Profile = Annotated[str | None, typer.Option("--profile", help="One of the study's profiles.")]
 StudyFile = Annotated[Path, typer.Argument(metavar="STUDY.yaml")]
 StudyName = Annotated[str, typer.Argument(metavar="STUDY", help="A study's name, file or id.")]
@@ -179,8 +183,9 @@ def rule_show(name: Annotated[str, typer.Argument(metavar="NAME|FILE")], as_json
     from rich.markdown import Markdown
 
     from deltalab.card import card
+    from deltalab.rule import UpdateRule
 
-    for rule_name in _rules(name):
+    for rule_name in _named(name, UpdateRule):
         try:
             found = card(rule_name)
         except InputError:
@@ -200,30 +205,13 @@ def rule_show(name: Annotated[str, typer.Argument(metavar="NAME|FILE")], as_json
 def rule_check(name: Annotated[str, typer.Argument(metavar="NAME|FILE")], as_json: AsJson = False) -> None:
     """Hold a rule to the contract. Exit 1 if a check fails."""
     from deltalab.conformance import check_rule
+    from deltalab.rule import UpdateRule
 
-    passed = True
-    for found in _rules(name):
-        results = check_rule(get_rule(found))
-        passed &= all(result.passed for result in results)
-        if as_json:
-            print(json.dumps({"rule": found, "checks": [asdict(result) for result in results]}))
-            continue
-        table = Table(title=found, title_justify="left", box=None, pad_edge=False)
-        for column in ("", "check", "figure", "what"):
-            table.add_column(column, overflow="fold")
-        for result in results:
-            mark = "[green]ok[/]" if result.passed else "[red]FAILED[/]"
-            figure = f"{result.figure:.3g}" if isinstance(result.figure, float) else str(result.figure or "")
-            table.add_row(mark, result.name, figure, escape(result.message))
-        console.print(table)
-    if not passed:
-        raise typer.Exit(1)
+    _print_checks({found: check_rule(get_rule(found)) for found in _named(name, UpdateRule)}, "rule", as_json)
 
 
 @rule.command("new")
-def rule_new(
-    name: str, folder: Annotated[Path, typer.Option("--folder", help="Where to write it.")] = Path("plugins")
-) -> None:
+def rule_new(name: str, folder: Folder = Path("plugins")) -> None:
     """Write a rule file that passes its checks, to start from."""
     from deltalab.scaffold import new_rule
 
@@ -244,33 +232,42 @@ def task_list(as_json: AsJson = False) -> None:
 
 @task.command("show")
 def task_show(
-    name: str,
-    param: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
-    as_json: AsJson = False,
+    name: Annotated[str, typer.Argument(metavar="NAME|FILE")], param: Params = None, as_json: AsJson = False
 ) -> None:
     """Print a task's facts and one example."""
-    from deltalab.study.spec import read_yaml
+    for found in _tasks(name, param):
+        batch = found.batch("validation", 1, 0, 0)
+        facts = {
+            "name": found.name,
+            "version": found.version,
+            "metric": found.metric,
+            "maximize": found.maximize,
+            "chance": found.chance,
+            "vocab_size": found.vocab_size,
+            "parameters": asdict(found),
+            "inputs": batch.inputs[0].tolist(),
+            "targets": batch.targets[0].tolist(),
+        }
+        print(json.dumps(facts) if as_json else "\n".join(f"{key}: {value}" for key, value in facts.items()))
 
-    params: dict[str, Any] = {}
-    for given in param or []:
-        key, equals, value = given.partition("=")
-        if not equals:
-            raise InputError(f"'{given}': give parameters as KEY=VALUE")
-        params[key] = read_yaml(value, where=f"'{given}'")
-    found = get_task(name, **{**task_plugin(name).kind.example, **params})  # type: ignore[union-attr]
-    batch = found.batch("validation", 1, 0, 0)
-    facts = {
-        "name": name,
-        "version": found.version,
-        "metric": found.metric,
-        "maximize": found.maximize,
-        "chance": found.chance,
-        "vocab_size": found.vocab_size,
-        "parameters": asdict(found),
-        "inputs": batch.inputs[0].tolist(),
-        "targets": batch.targets[0].tolist(),
-    }
-    print(json.dumps(facts) if as_json else "\n".join(f"{key}: {value}" for key, value in facts.items()))
+
+@task.command("check")
+def task_check(
+    name: Annotated[str, typer.Argument(metavar="NAME|FILE")], param: Params = None, as_json: AsJson = False
+) -> None:
+    """Hold a task to the contract. Exit 1 if a check fails."""
+    from deltalab.tasks.conformance import check_task
+
+    _print_checks({found.name: check_task(found) for found in _tasks(name, param)}, "task", as_json)
+
+
+@task.command("new")
+def task_new(name: str, folder: Folder = Path("plugins")) -> None:
+    """Write a task file that passes its checks, to start from."""
+    from deltalab.scaffold import new_task
+
+    file = new_task(name, folder)
+    print(f"{file}: change it, then: platform task check {file}")
 
 
 @app.command()
@@ -330,16 +327,45 @@ def db_upgrade(db: Db = None) -> None:
     Store.upgrade(db)
 
 
-def _rules(name: str) -> list[str]:
-    """The rules that a name or a plugin file stands for."""
-    from deltalab.rule import UpdateRule
-
+def _named(name: str, kind: type) -> list[str]:
+    """The rules, or tasks, that a name or a plugin file stands for."""
     if not name.endswith(".py"):
-        return [rule_plugin(name).kind.name]
-    found = [plugin.kind.name for plugin in add_plugin(name) if issubclass(plugin.kind, UpdateRule)]
+        return [name]
+    found = [plugin.kind.name for plugin in add_plugin(name) if issubclass(plugin.kind, kind)]
     if not found:
-        raise InputError(f"{name}: defines no UpdateRule")
+        raise InputError(f"{name}: defines no {kind.__name__}")
     return found
+
+
+def _tasks(name: str, given: list[str] | None) -> list[Task]:
+    """Those that a name or a plugin file stands for, with parameters over those of their examples."""
+    from deltalab.study.spec import read_yaml
+
+    params: dict[str, Any] = {}
+    for pair in given or []:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise InputError(f"'{pair}': give parameters as KEY=VALUE")
+        params[key] = read_yaml(value, where=f"'{pair}'")
+    plugins = [task_plugin(found) for found in _named(name, Task)]
+    return [get_task(p.kind.name, **{**p.kind.example, **params}) for p in plugins]  # type: ignore[union-attr]
+
+
+def _print_checks(checks: dict[str, list[CheckResult]], what: str, as_json: bool) -> None:
+    for name, results in checks.items():
+        if as_json:
+            print(json.dumps({what: name, "checks": [asdict(result) for result in results]}))
+            continue
+        table = Table(title=name, title_justify="left", box=None, pad_edge=False)
+        for column in ("", "check", "figure", "what"):
+            table.add_column(column, overflow="fold")
+        for result in results:
+            mark = "[green]ok[/]" if result.passed else "[red]FAILED[/]"
+            figure = f"{result.figure:.3g}" if isinstance(result.figure, float) else str(result.figure or "")
+            table.add_row(mark, result.name, figure, escape(result.message))
+        console.print(table)
+    if not all(result.passed for results in checks.values() for result in results):
+        raise typer.Exit(1)
 
 
 def _find_study(store: Any, name: str, profile: str | None) -> int:

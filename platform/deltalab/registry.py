@@ -20,6 +20,7 @@ from deltalab.rule import UpdateRule
 from deltalab.tasks import BUILTIN, Task
 
 _named_files: list[Path] = []
+_OF_A_TASK = ("version", "metric", "maximize")
 
 
 @dataclass(frozen=True)
@@ -104,8 +105,14 @@ def get_task(name: str, /, **params: object) -> Task:
     missing = [p.name for p in allowed.values() if p.default is p.empty and p.name not in params]
     if missing:
         raise InputError(f"task '{name}': needs {', '.join(missing)}")
-    task: Task = kind(**params)
-    for label, other in task.evaluations().items():  # what cannot be evaluated is refused before it is trained for
+    try:
+        task: Task = kind(**params)
+        evaluations = task.evaluations()
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(f"task '{name}' cannot be made: {type(error).__name__}: {_first_line(error)}") from error
+    for label, other in evaluations.items():  # what cannot be evaluated is refused before it is trained for
         if other.vocab_size != task.vocab_size:
             raise InputError(
                 f"task '{name}': has {task.vocab_size} tokens and is evaluated, at '{label}', on {other.vocab_size}"
@@ -154,6 +161,9 @@ def _in_module(module: ModuleType) -> list[Plugin]:
             if any(isinstance(field, dataclasses.Field) for field in vars(value).values()):
                 raise InputError(f"{file}: {value.__name__} needs @dataclass(frozen=True, kw_only=True)")
             if hasattr(value, "name"):
+                lacks = [name for name in _OF_A_TASK if issubclass(value, Task) and not hasattr(value, name)]
+                if lacks:
+                    raise InputError(f"{file}: {value.__name__} needs {', '.join(lacks)}")
                 found.append(Plugin(value, file))
     return found
 
@@ -182,6 +192,9 @@ def _load(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        said = str(error).strip().splitlines()
-        raise InputError(f"{path}: does not import: {type(error).__name__}: {said[0] if said else ''}") from error
+        raise InputError(f"{path}: does not import: {type(error).__name__}: {_first_line(error)}") from error
     return module
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), "")

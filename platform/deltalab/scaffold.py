@@ -1,4 +1,4 @@
-"""What `platform rule new NAME` writes: a rule that passes every check as it stands, to be changed from there."""
+"""What `platform rule new` and `platform task new` write: files that pass every check as they stand, to start from."""
 
 import keyword
 from contextlib import suppress
@@ -6,7 +6,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from deltalab.errors import InputError
-from deltalab.registry import list_rules
+from deltalab.registry import list_rules, list_tasks
 
 RULE = '''"""NAME: say in one line what is new about this rule."""
 
@@ -57,26 +57,93 @@ class CLASS(UpdateRule):
 '''
 
 
+TASK = '''"""NAME: say in one line what a model must be able to do here."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from deltalab.tasks import IGNORE, Batch, Random, Task, surprisal
+
+
+@dataclass(frozen=True, kw_only=True)
+class CLASS(Task):
+    """Copying: `tokens` random tokens, then 0, and the tokens are to be said once more, in their order.
+
+    Metric: accuracy, the share of right tokens. Say here what follows which law, and where the task comes from.
+    """
+
+    name: ClassVar[str] = "NAME"
+    version: ClassVar[int] = 1  # raise it whenever a batch or a metric changes: recorded trials are of the old one
+    metric: ClassVar[str] = "accuracy"
+    maximize: ClassVar[bool] = True
+    example: ClassVar[Mapping[str, object]] = {"tokens": 8}  # for `platform task show` and `check`
+
+    # Parameters, as a study gives them: `task: {NAME: {tokens: 16}}`.
+    tokens: int
+    vocab_size: int = 32
+
+    def __post_init__(self) -> None:
+        super().__post_init__()  # holds the parameters to their types
+        self.require(self.tokens >= 1, "tokens", "must be at least 1")
+        self.require(self.vocab_size >= 3, "vocab_size", "must be at least 3")
+
+    @property
+    def length(self) -> int:
+        return 2 * self.tokens
+
+    @property
+    def chance(self) -> float:
+        return 1 / (self.vocab_size - 1)
+
+    def draw(self, split: str, size: int, random: Random) -> Batch:
+        """From `random` alone, on its device: it differs by split, seed and step, and by nothing else."""
+        said = 1 + random.integers("tokens", self.vocab_size - 1, size, self.tokens)
+        again = torch.cat([torch.zeros_like(said[:, :1]), said[:, :-1]], dim=1)
+        # The target at a position is what the model is to predict there, having read the inputs up to it.
+        return Batch(torch.cat([said, again], dim=1), torch.cat([torch.full_like(said, IGNORE), said], dim=1))
+
+    def measure(self, batch: Batch, logits: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """logits [N, vocab_size] of the N positions that have a target; totals and counts, never means."""
+        right = (logits.argmax(-1) == batch.targets[batch.targets != IGNORE]).double()
+        nats = surprisal(batch, logits).double()
+        count = nats.new_tensor(len(nats))
+        return {"accuracy": (right.sum(), count), "loss": (nats.sum(), count)}
+'''
+
+
 def new_rule(name: str, directory: Path = Path("plugins")) -> Path:
     """Writes a new rule's file, NAME.py, and returns its path. Rules in ./plugins are found by their names.
 
     Raises `InputError` for a name that Python or another rule has taken, a file that exists, and a directory that
     cannot be written to.
     """
+    return _write(name, directory, "rule", RULE, list_rules())
+
+
+def new_task(name: str, directory: Path = Path("plugins")) -> Path:
+    """Writes a new task's file, as `new_rule` does a rule's."""
+    return _write(name, directory, "task", TASK, list_tasks())
+
+
+def _write(name: str, directory: Path, what: str, text: str, taken: list[str]) -> Path:
     if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_"):
-        raise InputError(f"'{name}' cannot name a rule: take letters, digits and _, a letter first, as in my_rule")
-    if name in list_rules():
-        raise InputError(f"there is a rule '{name}' already: take another name")
+        raise InputError(f"'{name}' cannot name a {what}: take letters, digits and _, a letter first, as in my_{what}")
+    if name in taken:
+        raise InputError(f"there is a {what} '{name}' already: take another name")
     file = directory / f"{name}.py"
     partial = directory / f".{name}.{uuid4().hex[:8]}"
     kind = "".join(part[:1].upper() + part[1:] for part in name.split("_"))
-    if kind in RULE:  # `gate` would shadow the Gate that the file imports
-        kind += "Rule"
+    if kind in text:  # `gate` would shadow the Gate that the file imports
+        kind += what.capitalize()
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if file.exists():
             raise InputError(f"{file} exists already: take another name")
-        partial.write_text(RULE.replace("NAME", name).replace("CLASS", kind), encoding="utf-8")
+        partial.write_text(text.replace("NAME", name).replace("CLASS", kind), encoding="utf-8")
         partial.replace(file)
     except OSError as error:
         raise InputError(f"{file}: cannot be written: {error.strerror or error}") from None

@@ -1,5 +1,6 @@
 """The proxy tasks: small, exactly defined problems on which update rules can be told apart in minutes."""
 
+from deltalab.tasks.digits import Digits
 from deltalab.tasks.mad_compression import Compression
 from deltalab.tasks.mad_fuzzy_recall import FuzzyRecall
 from deltalab.tasks.mad_in_context_recall import InContextRecall
@@ -12,6 +13,6 @@ from deltalab.tasks.task import IGNORE, SPLITS, Batch, Task, surprisal
 from deltalab.tasks.text import Text
 
 _MAD = (InContextRecall, NoisyRecall, FuzzyRecall, SelectiveCopy, Compression, Memorization)
-BUILTIN: dict[str, type[Task]] = {task.name: task for task in (MQAR, Text, *_MAD)}
+BUILTIN: dict[str, type[Task]] = {task.name: task for task in (MQAR, Text, Digits, *_MAD)}
 
 __all__ = ["BUILTIN", "IGNORE", "MQAR", "SPLITS", "Batch", "Random", "Task", "Text", "surprisal"]

@@ -160,6 +160,8 @@ def _in_words(kind: Any) -> str:
         return " or ".join(map(_in_words, get_args(kind)))
     if get_origin(kind) is tuple:
         return f"[{', '.join('...' if item is Ellipsis else _in_words(item) for item in get_args(kind))}]"
+    if kind not in _IN_WORDS:
+        raise InputError(f"a parameter of a task is a bool, int, float, str or None, or a tuple of such, not {kind!r}")
     return _IN_WORDS[kind]
 
 

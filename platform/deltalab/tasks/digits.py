@@ -1,0 +1,88 @@
+"""Handwritten digits read pixel by pixel, the check that a gain on language is one on images."""
+
+from dataclasses import dataclass
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deltalab.tasks.randomness import Random
+from deltalab.tasks.task import IGNORE, SPLITS, Batch, Task, surprisal
+
+IMAGES = Path(__file__).with_name("digits.csv.gz")
+"""The test set of "Optical Recognition of Handwritten Digits" (E. Alpaydin and C. Kaynak 1998, UCI Machine Learning
+Repository, https://doi.org/10.24432/C50P49, licence CC BY 4.0): 64 pixels and the digit per line. Unchanged, the
+file that scikit-learn ships as sklearn/datasets/data/digits.csv.gz."""
+
+HELD_OUT = 300
+"""Images of the validation and of the test split each; the other 1,197 are for training."""
+
+PIXELS, LEVELS, CLASSES = 64, 17, 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Digits(Task):
+    """Sequential image classification: 8 x 8 pixels, tokens 0 (white) to 16, row by row; at the last one the target
+    is the digit, token 17 + digit.
+
+    With `both_ways` the pixels follow once more, last to first, so that a causal layer meets each of them with
+    all others before it, as layers for vision do that scan both ways; L is then 128 instead of 64.
+
+    The 1,797 images, all different, are split by the order of their SHA-256: 300 for validation, 300 for test, the
+    others for training. A batch draws with replacement.
+
+    Metric: accuracy; `chance` is that of naming any digit, 1/10.
+
+    >>> Digits().batch("train", 1, seed=0, step=0).targets[0, -1]
+    tensor(20)
+    """
+
+    name: ClassVar[str] = "digits"
+    version: ClassVar[int] = 1
+    metric: ClassVar[str] = "accuracy"
+    maximize: ClassVar[bool] = True
+
+    both_ways: bool = False
+
+    @property
+    def vocab_size(self) -> int:
+        return LEVELS + CLASSES
+
+    @property
+    def length(self) -> int:
+        return 2 * PIXELS if self.both_ways else PIXELS
+
+    @property
+    def chance(self) -> float:
+        return 1 / CLASSES
+
+    def fingerprint(self) -> str:
+        return sha256(IMAGES.read_bytes()).hexdigest()
+
+    def draw(self, split: str, size: int, random: Random) -> Batch:
+        images = _images(split, random.device)
+        drawn = images[random.integers("images", len(images), size)].long()
+        pixels, digits = drawn[:, :PIXELS], drawn[:, PIXELS]
+        inputs = torch.cat([pixels, pixels.flip(1)], dim=1) if self.both_ways else pixels.contiguous()
+        targets = torch.full_like(inputs, IGNORE)
+        targets[:, -1] = LEVELS + digits
+        return Batch(inputs, targets)
+
+    def measure(self, batch: Batch, logits: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        right = (logits.argmax(-1) == batch.targets[:, -1]).double()
+        nats = surprisal(batch, logits).double()
+        count = nats.new_tensor(len(nats))
+        return {"accuracy": (right.sum(), count), "loss": (nats.sum(), count)}
+
+
+@cache
+def _images(split: str, device: torch.device) -> Tensor:
+    """uint8 [N, 65]: the pixels and the digit of each image of a split."""
+    lines = np.loadtxt(IMAGES, np.uint8, delimiter=",")
+    order = sorted(range(len(lines)), key=lambda i: sha256(lines[i, :PIXELS].tobytes()).digest())
+    parts = dict(zip(SPLITS, np.split(lines[order], [-2 * HELD_OUT, -HELD_OUT]), strict=True))
+    return torch.tensor(parts[split], device=device)

@@ -1,0 +1,15 @@
+"""Planted bug: the answer is read one token beside where the logits say it; guessing is as good as ever."""
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from deltalab.tasks import MQAR, Batch
+
+
+class NextToken(MQAR):
+    name: ClassVar[str] = "planted_next_token"
+
+    def measure(self, batch: Batch, logits: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        accuracy = super().measure(batch, logits.roll(1, dims=1))["accuracy"]
+        return {"accuracy": accuracy, "loss": super().measure(batch, logits)["loss"]}

@@ -1,0 +1,14 @@
+"""Planted bug: the loss, which tuning and the pages plot, is not measured."""
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from deltalab.tasks import MQAR, Batch
+
+
+class NoLoss(MQAR):
+    name: ClassVar[str] = "planted_no_loss"
+
+    def measure(self, batch: Batch, logits: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        return {"accuracy": super().measure(batch, logits)["accuracy"]}

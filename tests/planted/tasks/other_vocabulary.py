@@ -1,0 +1,14 @@
+"""Planted bug: it is evaluated with more tokens than the model has words for."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import ClassVar
+
+from deltalab.tasks import MQAR, Task
+
+
+class OtherVocabulary(MQAR):
+    name: ClassVar[str] = "planted_other_vocabulary"
+
+    def evaluations(self) -> Mapping[str, Task]:
+        return {"larger": replace(self, vocab_size=2 * self.vocab_size)}

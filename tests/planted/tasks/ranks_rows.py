@@ -1,0 +1,17 @@
+"""Planted bug: of a fixed number of training examples, one depends on which others are beside it in the batch."""
+
+from typing import ClassVar
+
+import torch
+
+from deltalab.tasks import MQAR, Batch, Random
+
+
+class RanksRows(MQAR):
+    name: ClassVar[str] = "planted_ranks_rows"
+    train_examples = 1000
+
+    def draw(self, split: str, size: int, random: Random) -> Batch:
+        batch = super().draw(split, size, random)
+        batch.inputs[:, -1] = torch.arange(size, device=random.device) % 2
+        return batch

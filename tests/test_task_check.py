@@ -1,0 +1,291 @@
+"""Each planted bug of a task is caught by the check that is meant for it; a stranger's task file goes all the way."""
+
+import json
+import random
+import runpy
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from deltalab import check_task, cli, registry
+from deltalab.checks import CheckResult
+from deltalab.scaffold import new_task
+from deltalab.tasks import BUILTIN, IGNORE, MQAR, Batch, Random, Task
+from deltalab.tasks.conformance import CHECKS
+
+PLANTED = Path(__file__).parent / "planted" / "tasks"
+
+# File -> the checks that must fail, and what the first one's message must say. All others must pass.
+CAUGHT: dict[str, tuple[list[str], str]] = {
+    "beyond_vocabulary": (["token range"], "outside [0, vocab_size = 64) in train, [64], is 1"),
+    "by_the_host": (["device"], "train: RuntimeError: Tensor.item() cannot be called on meta tensors"),
+    "chance_of_a_word": (["chance"], "`chance` 0.25 from what guessing gives, 0.0155 to 0.0308"),
+    "counts_calls": (["repeatability"], "number of tokens that differ, the same task,"),
+    "global_generator": (["repeatability"], "`draw` uses other randomness than the `random` that it is given"),
+    "grows": (["parameters", "repeatability"], "a parameter is changed as it is read"),
+    "mean_of_means": (["sums"], "`measure` returns a mean where the contract wants a total"),
+    "next_token": (["perfect"], "difference of 'accuracy' of the right answers, 0, from 1 is 1"),
+    "no_loss": (["metrics", "perfect"], "metrics that are missing, ['loss']"),
+    "no_number": (["declaration"], "`version`, a whole number from 1, with '1.0'"),
+    "no_targets": (["scored"], "every target is IGNORE"),
+    "one_longer": (["form"], "inputs of train, [1, 33] torch.int64 on cpu, with [1, 32] torch.int64 on cpu"),
+    "other_vocabulary": (["declaration", "token range", "chance", "perfect", "metrics", "sums"], "`vocab_size`"),
+    "raises": (
+        ["form", "token range", "scored", "shift", "addresses", "splits", "sums", "perfect", "device"],
+        "planted_raises: raised NotImplementedError: no test split yet",
+    ),
+    "ranks_rows": (["pool"], "a row of a draw depends on more than its own row"),
+    "same_batches": (["addresses"], "`draw` does not use the `random` that it is given"),
+    "same_splits": (["splits"], "share of examples of validation that are in train too is 1"),
+    "shifted_twice": (["shift"], "the input 2 positions later is 1, must be at most 0.99; likely cause: it is shifted"),
+    "unshifted": (["shift"], "the target is the token that the model sees there: it is not shifted"),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def planted(name: str) -> Task:
+    """The task of a file, unknown to the registry."""
+    kinds = [x for x in runpy.run_path(str(PLANTED / f"{name}.py")).values() if isinstance(x, type)]
+    [kind] = [x for x in kinds if issubclass(x, Task) and getattr(x, "name", "").startswith("planted")]
+    return kind(**({"length": 96} if kind.example == {} else kind.example))
+
+
+def failures(results: list[CheckResult]) -> dict[str, CheckResult]:
+    return {result.name: result for result in results if not result.passed}
+
+
+def test_every_planted_file_is_expected_to_be_caught() -> None:
+    assert {file.stem for file in PLANTED.glob("*.py")} == set(CAUGHT)
+
+
+@pytest.mark.parametrize("name", CAUGHT)
+def test_planted_bug_is_caught_by_its_check_and_by_no_other(name: str) -> None:
+    names, message = CAUGHT[name]
+    failed = failures(check_task(planted(name)))
+    assert set(failed) == set(names)
+    assert message in failed[names[0]].message
+
+
+def test_every_check_has_a_bug_that_it_catches() -> None:
+    assert {check for name, (checks, _) in CAUGHT.items() if name != "raises" for check in checks} == {
+        check.name for check in CHECKS
+    }
+
+
+@pytest.mark.parametrize("name", BUILTIN)
+def test_builtin_tasks_pass(name: str) -> None:
+    assert [
+        result.message for result in check_task(registry.get_task(name, **BUILTIN[name].example)) if not result.passed
+    ] == []
+
+
+def test_what_does_not_apply_is_left_out() -> None:
+    listed = {result.name for result in check_task(MQAR(length=32, pairs=4, vocab_size=64))}
+    assert {check.name for check in CHECKS} - listed == {"pool"}
+
+
+def test_global_generators_are_left_as_they_were() -> None:
+    torch.manual_seed(7)
+    np.random.seed(7)
+    random.seed(7)
+    check_task(MQAR(length=32, pairs=4, vocab_size=64))
+    after = torch.rand(()), np.random.rand(), random.random()
+    torch.manual_seed(7)
+    np.random.seed(7)
+    random.seed(7)
+    assert after == (torch.rand(()), np.random.rand(), random.random())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Longer(MQAR):
+    """Trains at one length and is judged at two; what one of them draws may be wrong."""
+
+    name: ClassVar[str] = "longer"
+    wrong: bool = False
+
+    def evaluations(self) -> dict[str, Task]:
+        return {"32": self, "64": replace(self, length=64, wrong=True) if self.wrong else replace(self, length=64)}
+
+    def draw(self, split: str, size: int, random: Random) -> Batch:
+        batch = super().draw(split, size, random)
+        if self.wrong and self.length == 64:
+            batch.targets.fill_(IGNORE)
+        return batch
+
+
+def test_what_a_task_is_evaluated_on_is_checked_too() -> None:
+    right = Longer(length=32, pairs=4, vocab_size=64)
+    assert failures(check_task(right)) == {}
+    assert "scored" in failures(check_task(replace(right, wrong=True)))
+
+
+# --- a stranger's file --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder to work in, whose plugins are found."""
+    monkeypatch.chdir(tmp_path)
+    registry._all.cache_clear()
+    yield tmp_path
+    registry._named_files.clear()
+    registry._all.cache_clear()
+
+
+@pytest.fixture
+def platform(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """The command, in this process: its exit code, stdout and stderr."""
+
+    def run(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["platform", *map(str, words)])
+        registry._all.cache_clear()
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return (int(ended.value.code or 0), *capsys.readouterr())
+
+    return run
+
+
+STUDY = """
+name: mine
+task: {my_copy: {tokens: 4, vocab_size: 8}}
+base:
+  rule: deltanet
+  model: {d_model: 8, layers: 1, heads: 1, mlp: false}
+  train: {steps: 4, batch_size: 4, lr: 1e-2, evaluations: 2, eval_batches: 1}
+arms: {linear: {rule: linear_attention}}
+seeds: 2
+"""
+
+
+def test_a_new_task_passes_its_checks_and_stands_in_a_study(platform: Callable[..., Any], here: Path) -> None:
+    code, out, _ = platform("task", "new", "my_copy")
+    assert (code, out) == (0, "plugins/my_copy.py: change it, then: platform task check plugins/my_copy.py\n")
+    for words in (("my_copy",), ("plugins/my_copy.py",), ("my_copy", "tokens=20", "vocab_size=9")):
+        code, out, _ = platform("task", "check", *words, "--json")
+        found = json.loads(out)
+        assert (code, found["task"]) == (0, "my_copy")
+        assert [check["message"] for check in found["checks"] if not check["passed"]] == []
+    code, out, _ = platform("task", "show", "plugins/my_copy.py", "tokens=3", "--json")
+    shown = json.loads(out)
+    assert shown["inputs"] == [*shown["targets"][3:], 0, *shown["targets"][3:5]]
+    assert "my_copy" in platform("task", "list")[1]
+    (here / "study.yaml").write_text(STUDY)
+    code, out, err = platform("study", "run", "study.yaml", "--executor", "inline", "--json")
+    assert code == 0, err
+    report = json.loads(out)
+    assert [table["task"] for table in report["tables"]] == ["my_copy"]
+
+
+def test_a_task_of_any_file_is_found_by_the_option(platform: Callable[..., Any], here: Path) -> None:
+    new_task("elsewhere", here / "somewhere")
+    code, _, err = platform("task", "check", "elsewhere")
+    assert code == 2
+    assert "unknown task 'elsewhere'" in err
+    assert platform("--plugin", "somewhere/elsewhere.py", "task", "check", "elsewhere")[0] == 0
+
+
+def test_a_task_of_an_installed_package_is_found_by_its_entry_point(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new_task("packaged", here / "their_tasks")
+    (here / "their_tasks" / "__init__.py").touch()
+    (here / "theirs-1.dist-info").mkdir()
+    (here / "theirs-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1\n")
+    (here / "theirs-1.dist-info" / "entry_points.txt").write_text("[deltalab.tasks]\ntheirs = their_tasks\n")
+    monkeypatch.syspath_prepend(here)
+    registry._all.cache_clear()
+    assert "packaged" in registry.list_tasks()
+    assert registry.task_plugin("packaged").file == here / "their_tasks" / "packaged.py"
+
+
+def test_a_failed_check_is_exit_1(platform: Callable[..., Any], here: Path) -> None:
+    file = new_task("leaky", here)
+    file.write_text(
+        file.read_text().replace(
+            "again = torch.cat([torch.zeros_like(said[:, :1]), said[:, :-1]], dim=1)", "again = said"
+        )
+    )
+    code, out, err = platform("task", "check", "leaky.py")
+    assert (code, err) == (1, "")
+    assert "FAILED  shift" in out
+    assert "it is not shifted" in " ".join(out.split())
+
+
+RULE = """
+from dataclasses import dataclass
+from typing import ClassVar
+from deltalab.rule import UpdateRule
+class Mine(UpdateRule):
+    name: ClassVar[str] = "mine"
+"""
+
+WRONG = [
+    ("task check mqra", "", "", "unknown task 'mqra'; did you mean 'mqar'?"),
+    ("task check nope.py", "", "", "nope.py: no such plugin file"),
+    ("task check mqar length=30 pairs=8", "", "", "parameter 'length' must be at least 4 x pairs = 32, not 30"),
+    ("task check mqar pair=8", "", "", "unknown parameter 'pair'; did you mean 'pairs'?"),
+    ("task check mqar pairs", "", "", "'pairs': give parameters as KEY=VALUE"),
+    ("task new mqar", "", "", "there is a task 'mqar' already: take another name"),
+    ("task new 3x", "", "", "'3x' cannot name a task: take letters, digits and _, a letter first, as in my_task"),
+    ("task new mine", "", "", "mine.py exists already"),
+    ("task check mine.py", "version: ClassVar[int]", "other: ClassVar[int]", "Mine needs version"),
+    ("task check mine.py", "metric: ClassVar[str]", "other: ClassVar[str]", "Mine needs metric"),
+    (
+        "task check mine.py",
+        "def draw",
+        "def drawn",
+        "task 'mine' cannot be made: TypeError: Can't instantiate abstract",
+    ),
+    ("task check mine.py", "@dataclass(frozen=True, kw_only=True)\n", "", "task 'mine'"),
+    ("task check mine.py", '{"tokens": 8}', "{}", "task 'mine': needs tokens"),
+    (
+        "task check mine.py",
+        '"tokens": 8',
+        '"token": 8',
+        "task 'mine': unknown parameter 'token'; did you mean 'tokens'?",
+    ),
+    (
+        "task check mine.py",
+        "    tokens: int\n",
+        "    tokens: set\n",
+        "a bool, int, float, str or None, or a tuple of such, not <class 'set'>",
+    ),
+    ("task check mine.py", "super().__post_init__()", "1 / 0", "task 'mine' cannot be made: ZeroDivisionError"),
+    (
+        "task check mine.py",
+        "from typing",
+        "from typo",
+        "mine.py: does not import: ModuleNotFoundError: No module named",
+    ),
+    ("task check mine.py", "", RULE, "mine.py: defines no Task"),
+    ("rule check mine.py", "tokens", "tokens", "mine.py: defines no UpdateRule"),
+]
+
+
+@pytest.mark.parametrize(("words", "old", "new", "says"), WRONG)
+def test_wrong_input_is_one_line(
+    platform: Callable[..., Any], here: Path, words: str, old: str, new: str, says: str
+) -> None:
+    source = new_task("mine", here).read_text()
+    assert old in source
+    (here / "mine.py").write_text(source.replace(old, new) if old else new)
+    words = words.replace("task new mine", f"task new mine --folder {here}")
+    code, out, err = platform(*words.split())
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert says in err
+    assert err.count("\n") == 1
