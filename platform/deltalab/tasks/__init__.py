@@ -7,12 +7,16 @@ from deltalab.tasks.mad_in_context_recall import InContextRecall
 from deltalab.tasks.mad_memorization import Memorization
 from deltalab.tasks.mad_noisy_recall import NoisyRecall
 from deltalab.tasks.mad_selective_copy import SelectiveCopy
+from deltalab.tasks.mod_arithmetic import ModArithmetic
 from deltalab.tasks.mqar import MQAR
+from deltalab.tasks.parity import Parity
 from deltalab.tasks.randomness import Random
 from deltalab.tasks.task import IGNORE, SPLITS, Batch, Task, surprisal
 from deltalab.tasks.text import Text
+from deltalab.tasks.word_problem import WordProblem
 
 _MAD = (InContextRecall, NoisyRecall, FuzzyRecall, SelectiveCopy, Compression, Memorization)
-BUILTIN: dict[str, type[Task]] = {task.name: task for task in (MQAR, Text, Digits, *_MAD)}
+_STATE_TRACKING = (Parity, ModArithmetic, WordProblem)
+BUILTIN: dict[str, type[Task]] = {task.name: task for task in (MQAR, Text, Digits, *_MAD, *_STATE_TRACKING)}
 
 __all__ = ["BUILTIN", "IGNORE", "MQAR", "SPLITS", "Batch", "Random", "Task", "Text", "surprisal"]

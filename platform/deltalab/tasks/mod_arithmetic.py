@@ -1,0 +1,130 @@
+"""Arithmetic modulo 5: what is to be kept is a value under way, and with brackets a stack of them."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from deltalab.tasks.held_out import share_out, shared_from
+from deltalab.tasks.one_answer import OneAnswer
+from deltalab.tasks.randomness import Random
+
+MODULUS = 5
+PLUS, MINUS, TIMES, EQUALS, PADDING, OPEN, CLOSE = range(MODULUS, MODULUS + 7)
+
+# Powers of 2 run through all that is not 0 mod 5, so a product is a sum of exponents mod 4; -1 = 2^2.
+POWER = (1, 2, 4, 3)
+EXPONENT = (0, 0, 1, 3, 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModArithmetic(OneAnswer):
+    """A sequence of total length n is an expression of n - 2 tokens, `=` and, as the target at `=`, its value mod 5.
+    Tokens: digits 0 to 4, + 5, - 6, * 7, = 8, 9 for padding; with `brackets` also ( 10 and ) 11.
+
+    Without brackets: uniform digits and operators take turns, * binds tighter; n is odd.
+
+    With `brackets`, by length: x, -x, (x), (-x) for a uniform digit x at 1 to 4 tokens; from 5 on (A o B), with
+    A's length uniform in [1, length - 4], a uniform operator o, and A and B made likewise (Deletang et al. 2022,
+    arXiv:2207.02098).
+
+    Lengths, evaluation and metric as in `OneAnswer`. From Grazzi et al. 2024 (arXiv:2411.12537, Section 5.1):
+    training on U[3, 40], test on 8,192 sequences of U[40, 256].
+
+    Expressions of 4 digits and more (n >= 9, with brackets n >= 21) are shared out to training, validation and test
+    by a checksum of their digits (`share_out`).
+
+    >>> task = ModArithmetic(length_range=(11, 11), test_range=(11, 41))
+    >>> batch = task.batch("train", 1, seed=0, step=0)
+    >>> "".join("01234+-*= ()"[token] for token in batch.inputs[0]), int(batch.targets[0, -1])
+    ('3*1*3+3*3=', 3)
+    """
+
+    name: ClassVar[str] = "mod_arithmetic"
+    version: ClassVar[int] = 1
+    answers: ClassVar[int] = MODULUS
+    padding: ClassVar[int] = PADDING
+
+    brackets: bool = False
+
+    @property
+    def vocab_size(self) -> int:
+        return 12 if self.brackets else 10
+
+    @property
+    def least(self) -> int:
+        # A bracketed expression of d digits has at most 4 tokens to each of them and 3 to each of d - 1 operators.
+        digits = shared_from(MODULUS)
+        return 7 * (digits - 1) if self.brackets else 2 * digits + 1
+
+    def totals(self, low: int, high: int) -> range:
+        return range(low, high + 1) if self.brackets else range(low | 1, high + 1, 2)
+
+    def sequences(self, total: Tensor, split: str, random: Random) -> tuple[Tensor, Tensor]:
+        make = self._bracketed if self.brackets else self._flat
+        expression, value = make(total - 2, split, random)
+        tokens = functional.pad(expression, (0, 1))
+        return tokens.scatter(1, total[:, None] - 2, EQUALS), value
+
+    def _flat(self, length: Tensor, split: str, random: Random) -> tuple[Tensor, Tensor]:
+        rows, width = len(length), self.length - 1
+        count = (length + 1) // 2
+        digits = random.integers("digits", MODULUS, rows, (width + 1) // 2)
+        digits = share_out(digits, count, MODULUS, split, random)
+        operators = PLUS + random.integers("operators", 3, rows, width // 2)
+        tokens = digits.new_zeros(rows, width)
+        tokens[:, 0::2], tokens[:, 1::2] = digits, operators
+
+        # Each + and - begins a product. Of a product: its digits that are 0, the sum of the exponents of the others.
+        before = functional.pad(operators, (1, 0), value=PLUS)[:, : digits.shape[1]]
+        product = (before != TIMES).long().cumsum(1) - 1
+        own = torch.arange(digits.shape[1], device=digits.device) < count[:, None]
+        exponent = digits.new_tensor(EXPONENT)[digits] + 2 * (before == MINUS)
+        sums = torch.zeros_like(digits).scatter_add(1, product, torch.where(own, exponent, 0))
+        zeros = torch.zeros_like(digits).scatter_add(1, product, (own & (digits == 0)).long())
+        begun = torch.zeros_like(digits).scatter_add(1, product, own.long())
+        values = torch.where((begun > 0) & (zeros == 0), digits.new_tensor(POWER)[sums % 4], 0)
+        return tokens, values.sum(1) % MODULUS
+
+    def _bracketed(self, length: Tensor, split: str, random: Random) -> tuple[Tensor, Tensor]:
+        rows, width = len(length), self.length - 1
+        place = torch.arange(width, device=random.device)
+        # A and B are shorter than (A o B) by 4 at least, and in (-x) there are two further levels.
+        levels = (width - 1) // 4 + 2
+
+        # size[p]: of the part that begins at p, 0 where none does; no two begin at one place. Each round finds what the
+        # known parts are made of: one that begins at p + 1, behind a bracket or a sign, and in (A o B) also B.
+        draw = random.integers("split", 2**62, rows, width)
+        size = root = functional.pad(length[:, None], (0, width - 1))
+        for _ in range(levels):
+            a = _first(size, draw)
+            size, b, at = root.clone(), torch.where(size >= 5, size - 3 - a, 0), place + 2 + a
+            size[:, 1:] += a[:, :-1]
+            size.scatter_add_(1, torch.where(b > 0, at, 0), b)
+        a = _first(size, draw)
+        joins, ends = size >= 5, size >= 3
+
+        leaf = size == 1
+        digits = random.integers("digits", MODULUS, rows, (width + 3) // 4)
+        digits = share_out(digits, leaf.sum(1), MODULUS, split, random)
+        digit = digits.gather(1, (leaf.cumsum(1) - 1).clamp(min=0))
+        operator = PLUS + random.integers("operators", 3, rows, width)
+        starts = torch.where(leaf, digit, torch.where(size == 2, MINUS, torch.where(ends, OPEN, 0)))
+        closed = starts.scatter_add(1, torch.where(ends, place + size - 1, 0), torch.where(ends, CLOSE, 0))
+        tokens = closed.scatter_add(1, torch.where(joins, place + 1 + a, 0), torch.where(joins, operator, 0))
+
+        value, second = digit, torch.where(joins, place + 2 + a, 0)
+        for _ in range(levels):
+            x, y = value.roll(-1, 1), value.gather(1, second)
+            joined = torch.where(operator == PLUS, x + y, torch.where(operator == MINUS, x - y, x * y))
+            inner = torch.where(joins, joined, torch.where(size == 2, -x, x))
+            value = torch.where(leaf, digit, inner % MODULUS)
+        return tokens, value[:, 0]
+
+
+def _first(size: Tensor, draw: Tensor) -> Tensor:
+    """Of the part behind the bracket or the sign that a part begins with, the size; 0 where there is none."""
+    cut = 1 + draw % (size - 4).clamp(min=1)
+    return torch.where(size >= 5, cut, torch.where(size >= 2, (size - 2).clamp(min=1), 0))

@@ -1,0 +1,91 @@
+"""Sequences of many lengths with one answer at their end: what parity and modular arithmetic have in common."""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from deltalab.tasks.randomness import Random
+from deltalab.tasks.task import IGNORE, Batch, Task, surprisal
+
+SHORTEST = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneAnswer(Task):
+    """Training draws total lengths uniformly from `length_range`, both ends included; validation and test measure it
+    on those of `test_range`, and by the label of its range on those that it trained at.
+
+    The total length counts the answer, which is a target at the last token before it and no input: `length` is
+    `length_range[1] - 1`, and shorter sequences are padded on the right.
+
+    Metric: scaled accuracy, (accuracy - r) / (1 - r) with r = 1 / `answers`, of which `chance` is 0.
+
+    A subclass provides `answers`, `padding`, `least` and `sequences`. `InputError` for a range that is empty or begins
+    below 3, a `length_range` that ends or a `test_range` that begins below `least`.
+    """
+
+    metric: ClassVar[str] = "scaled_accuracy"
+    maximize: ClassVar[bool] = True
+    answers: ClassVar[int]
+    padding: ClassVar[int]
+
+    length_range: tuple[int, int] = (3, 40)
+    test_range: tuple[int, int] = (40, 256)
+
+    @property
+    @abstractmethod
+    def least(self) -> int:
+        """The total length from which on sequences are shared out: validation and test have no shorter ones, and
+        training has them all."""
+
+    @abstractmethod
+    def sequences(self, total: Tensor, split: str, random: Random) -> tuple[Tensor, Tensor]:
+        """Tokens [B, `length`], whatever they are after the first `total - 1`, and answers [B], for `total [B]`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("length_range", "test_range"):
+            low, high = getattr(self, name)
+            self.require(low >= SHORTEST, name, f"must begin at {SHORTEST} or above")
+            self.require(low <= high, name, "must not end before it begins")
+            self.require(len(self.totals(low, high)) > 0, name, "must hold an odd length")
+        self.require(self.length_range[1] >= self.least, "length_range", f"must end at {self.least} or above")
+        self.require(self.test_range[0] >= self.least, "test_range", f"must begin at {self.least} or above")
+
+    @property
+    def length(self) -> int:
+        return self.length_range[1] - 1
+
+    @property
+    def chance(self) -> float:
+        return 0.0
+
+    def totals(self, low: int, high: int) -> range:
+        """The total lengths there are from `low` to `high`."""
+        return range(low, high + 1)
+
+    def evaluations(self) -> Mapping[str, Task]:
+        low, high = self.length_range
+        return {"": replace(self, length_range=self.test_range), f"{max(low, self.least)}-{high}": self}
+
+    def draw(self, split: str, size: int, random: Random) -> Batch:
+        low, high = self.length_range
+        totals = self.totals(low if split == "train" else max(low, self.least), high)
+        total = totals.start + totals.step * random.integers("length", len(totals), size)
+        tokens, answer = self.sequences(total, split, random)
+        place, asked = torch.arange(self.length, device=random.device), total[:, None] - 2
+        inputs = torch.where(place <= asked, tokens, self.padding)
+        return Batch(inputs, torch.where(place == asked, answer[:, None], IGNORE))
+
+    def measure(self, batch: Batch, logits: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        right = (logits.argmax(-1) == batch.targets[batch.targets != IGNORE]).double()
+        nats = surprisal(batch, logits).double()
+        count, guess = nats.new_tensor(len(nats)), 1 / self.answers
+        return {
+            "scaled_accuracy": (((right - guess) / (1 - guess)).sum(), count),
+            "loss": (nats.sum(), count),
+        }

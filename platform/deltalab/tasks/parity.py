@@ -1,0 +1,47 @@
+"""Parity, the smallest state that a rule must be able to flip: decay alone can only forget it."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from deltalab.tasks.held_out import share_out, shared_from
+from deltalab.tasks.one_answer import OneAnswer
+from deltalab.tasks.randomness import Random
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parity(OneAnswer):
+    """A sequence of total length n is n - 1 uniform bits and, as the target at the last of them, their sum mod 2.
+    Tokens: 0, 1, and 2 for padding.
+
+    Lengths, evaluation and metric as in `OneAnswer`. From Grazzi et al. 2024 (arXiv:2411.12537, Section 5.1): training
+    on U[3, 40], test on 8,192 sequences of U[40, 256]. No finite-precision rule whose state transition has
+    positive real eigenvalues alone can solve it at all lengths (their Theorem 1).
+
+    Sequences of 10 bits and more are shared out to training, validation and test by a checksum (`share_out`).
+
+    >>> batch = Parity(length_range=(3, 12), test_range=(12, 16)).batch("train", 1, seed=0, step=0)
+    >>> batch.inputs
+    tensor([[0, 0, 0, 0, 1, 2, 2, 2, 2, 2, 2]])
+    >>> batch.targets
+    tensor([[-100, -100, -100, -100,    1, -100, -100, -100, -100, -100, -100]])
+    """
+
+    name: ClassVar[str] = "parity"
+    version: ClassVar[int] = 1
+    answers: ClassVar[int] = 2
+    padding: ClassVar[int] = 2
+
+    @property
+    def vocab_size(self) -> int:
+        return 3
+
+    @property
+    def least(self) -> int:
+        return shared_from(2) + 1
+
+    def sequences(self, total: Tensor, split: str, random: Random) -> tuple[Tensor, Tensor]:
+        count = total - 1
+        bits = share_out(random.integers("bits", 2, len(total), self.length), count, 2, split, random)
+        return bits, bits.cumsum(1).gather(1, count[:, None] - 1)[:, 0] % 2

@@ -1,0 +1,120 @@
+"""Word problems of small groups: the state to be tracked is a permutation, and its steps do not commute."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import combinations, permutations
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from deltalab.errors import unknown
+from deltalab.tasks.held_out import share_out, shared_from
+from deltalab.tasks.randomness import Random
+from deltalab.tasks.task import Batch, Task, surprisal
+
+GROUPS = {"S3": 3, "A5": 5, "S5": 5}
+"""The number of points that the group's permutations move."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WordProblem(Task):
+    """x_1 ... x_L uniform in a group G, and the running product y_i = y_{i-1} x_i, y_0 = 1, as the target at every
+    position i.
+
+    `group`: S3 (6 elements), A5 (60) or S5 (120), the permutations of 3 or 5 points, in A5 the even ones. Token g is
+    the g-th of them in lexicographic order, so 0 is the identity; in a product the left factor acts first.
+
+    Training has L = `length`. Validation and test are measured at each of `test_lengths`, by its label, and in the mean
+    over them.
+
+    Metrics: `sequence_accuracy`, the share of sequences with every y_i right, of which `chance` is |G|^-L in the
+    mean over `test_lengths`; `accuracy`, the share of positions.
+
+    Merrill, Petty and Sabharwal 2024 (arXiv:2404.08819). S3 is solvable; A5 and S5 are not, and their word problem
+    is complete for NC1, out of reach for a fixed number of layers with diagonal transitions.
+
+    Sequences are shared out to training, validation and test by a checksum (`share_out`). `InputError` for a length
+    below 4 (S3) or 2 (A5, S5), and for `test_lengths` that are none or not distinct.
+
+    >>> batch = WordProblem(group="S3", length=6).batch("train", 1, seed=0, step=0)
+    >>> batch.inputs, batch.targets
+    (tensor([[5, 5, 2, 4, 0, 2]]), tensor([[5, 0, 2, 1, 1, 3]]))
+    """
+
+    name: ClassVar[str] = "word_problem"
+    version: ClassVar[int] = 1
+    metric: ClassVar[str] = "sequence_accuracy"
+    maximize: ClassVar[bool] = True
+    example: ClassVar[Mapping[str, object]] = {"group": "S3"}
+
+    group: str
+    length: int = 32
+    test_lengths: tuple[int, ...] = (32, 64, 128, 256, 500)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.group not in GROUPS:
+            raise unknown("group", self.group, GROUPS, where=f"task '{self.name}'")
+        least = shared_from(self.vocab_size)
+        self.require(self.length >= least, "length", f"must be at least {least}")
+        self.require(len(self.test_lengths) > 0, "test_lengths", "must name a length")
+        self.require(min(self.test_lengths) >= least, "test_lengths", f"must all be at least {least}")
+        self.require(len(set(self.test_lengths)) == len(self.test_lengths), "test_lengths", "must all be different")
+
+    @property
+    def vocab_size(self) -> int:
+        return len(elements(self.group))
+
+    @property
+    def chance(self) -> float:
+        return sum(float(self.vocab_size) ** -length for length in self.test_lengths) / len(self.test_lengths)
+
+    def evaluations(self) -> Mapping[str, Task]:
+        return {str(length): replace(self, length=length) for length in self.test_lengths}
+
+    def draw(self, split: str, size: int, random: Random) -> Batch:
+        words = random.integers("words", self.vocab_size, size, self.length)
+        whole = torch.full((size,), self.length, device=random.device)
+        words = share_out(words, whole, self.vocab_size, split, random)
+        # After the round of a span each place holds the product of the 2 span words that end there.
+        table, products, span = _table(self.group, random.device), words.clone(), 1
+        while span < self.length:
+            products[:, span:] = table[products[:, :-span], products[:, span:]]
+            span *= 2
+        return Batch(words, products)
+
+    def measure(self, batch: Batch, logits: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        right = logits.argmax(-1).view_as(batch.targets) == batch.targets
+        nats = surprisal(batch, logits).double()
+        count = nats.new_tensor(len(nats))
+        return {
+            "sequence_accuracy": (right.all(1).double().sum(), nats.new_tensor(len(right))),
+            "accuracy": (right.double().sum(), count),
+            "loss": (nats.sum(), count),
+        }
+
+
+@cache
+def elements(group: str) -> list[tuple[int, ...]]:
+    """The permutations of a group in lexicographic order; point i goes to element[i].
+
+    >>> elements("S3")[:3], len(elements("A5")), len(elements("S5"))
+    ([(0, 1, 2), (0, 2, 1), (1, 0, 2)], 60, 120)
+    """
+    found = permutations(range(GROUPS[group]))
+    return [element for element in found if group != "A5" or _is_even(element)]
+
+
+def _is_even(element: tuple[int, ...]) -> bool:
+    return sum(a > b for a, b in combinations(element, 2)) % 2 == 0
+
+
+@cache
+def _table(group: str, device: torch.device) -> Tensor:
+    """[n, n]: the product, first the row's element, then the column's."""
+    found = elements(group)
+    number = {element: i for i, element in enumerate(found)}
+    rows = [[number[tuple(second[point] for point in first)] for second in found] for first in found]
+    return torch.tensor(rows, device=device)
