@@ -23,6 +23,11 @@ RARE_EVENT = 1e-4  # every draw here is fixed, so a test below this p-value fail
 TASKS = [
     pytest.param(MQAR(length=32, pairs=4, vocab_size=64), id="mqar"),
     pytest.param(MQAR(length=32, pairs=8, vocab_size=32, random_non_queries=True), id="mqar_filled"),
+    pytest.param(
+        MQAR(length=64, pairs=8, vocab_size=64, mixture=((32, 4, 2), (64, 8, 1)), random_non_queries=True),
+        id="mqar_mixture",
+    ),
+    pytest.param(MQAR(length=32, pairs=4, vocab_size=64, train_examples=10_000), id="mqar_pool"),
     pytest.param(Text(length=48), id="text"),
 ]
 
@@ -275,6 +280,53 @@ def test_mqar_tokens_are_uniform_and_unrelated() -> None:
     assert stats.chi2_contingency(joint).pvalue > RARE_EVENT
 
 
+@pytest.mark.parametrize("fill", [False, True])
+def test_mqar_mixture_is_of_its_parts_by_weight_each_with_its_own_law(fill: bool) -> None:
+    parts = ((16, 2, 3), (12, 3, 2), (20, 1, 1))  # told apart by their pairs
+    task = MQAR(length=20, pairs=1, vocab_size=16, power=0.3, mixture=parts, random_non_queries=fill)
+    batch = task.batch("train", 30_000, seed=0, step=0)
+    asked = (batch.targets != IGNORE).sum(1)
+    drawn = [int((asked == pairs).sum()) for _, pairs, _ in parts]
+    assert sum(drawn) == 30_000
+    assert stats.chisquare(drawn, [15_000, 10_000, 5_000]).pvalue > RARE_EVENT
+    for length, pairs, _ in parts:
+        inputs, targets = batch.inputs[asked == pairs], batch.targets[asked == pairs]
+        assert not inputs[:, length:].any()
+        assert (targets[:, length:] == IGNORE).all()
+        row, position = (targets != IGNORE).nonzero().T
+        answers = dict.fromkeys(range(len(inputs)), ())
+        for example, at in zip(row.tolist(), position.tolist(), strict=True):
+            context = inputs[example, : 2 * pairs].tolist()
+            found = dict(zip(context[0::2], context[1::2], strict=True))[int(inputs[example, at])]
+            assert int(targets[example, at]) == found
+            answers[example] += (int(inputs[example, at]),)
+        assert all(len(set(keys)) == pairs for keys in answers.values())
+        # The slot of the first key of the context.
+        first = position[inputs[row, position] == inputs[row, 0]]
+        slots = length // 2 - pairs
+        weights = np.arange(1, slots + 1) ** (0.3 - 1)
+        counts = np.bincount((first - 2 * pairs) // 2, minlength=slots)
+        assert stats.chisquare(counts, len(inputs) * weights / weights.sum()).pvalue > RARE_EVENT
+        gaps = inputs[:, 2 * pairs : length][targets[:, 2 * pairs : length] == IGNORE]
+        assert bool(gaps.any()) == fill
+        assert not fill or stats.chisquare(np.bincount(gaps, minlength=16)).pvalue > RARE_EVENT
+
+
+def test_mqar_is_evaluated_at_its_tests() -> None:
+    task = MQAR(length=64, pairs=8, mixture=((32, 4, 2), (64, 8, 1)), tests=((32, 4), (128, 32)), train_examples=9)
+    found = task.evaluations()
+    assert {label: (other.length, other.pairs) for label, other in found.items()} == {
+        "32x4": (32, 4),
+        "128x32": (128, 32),
+    }
+    alone = MQAR(length=32, pairs=4)
+    assert same(found["32x4"].batch("test", 8, 0, 0), alone.batch("test", 8, 0, 0))
+    assert {*map(tuple, task.batch("train", 200, 0, 0).inputs.tolist())} == {
+        *map(tuple, task.batch("train", 200, 0, 1).inputs.tolist())
+    }, "all nine examples, twice"
+    assert alone.evaluations() == {"": alone}
+
+
 def test_mqar_accuracy_is_the_mean_share_of_right_answers() -> None:
     task = MQAR(length=32, pairs=4, vocab_size=16)
     batch = task.batch("test", 50, seed=0, step=0)
@@ -317,12 +369,29 @@ def test_mqar_chance_is_that_of_any_value() -> None:
         ({"length": 17}, "parameter 'length' must be even, not 17"),
         ({"length": 14}, "parameter 'length' must be at least 4 x pairs = 16, not 14"),
         ({"vocab_size": 9}, "parameter 'vocab_size' must be at least 2 x (pairs + 1) = 10, not 9"),
+        ({"train_examples": 0}, "parameter 'train_examples' must be at least 1, not 0"),
+        ({"tests": [[16, 4], [16, 5]]}, "parameter 'length' must be at least 4 x pairs = 20, not 16, in 'tests'"),
+        (
+            {"tests": [[16, 4], [16, 4]]},
+            "parameter 'tests' must have each [length, pairs] once, not ((16, 4), (16, 4))",
+        ),
+        ({"tests": [16, 4]}, "parameter 'tests' must be [[an integer, an integer], ...], not (16, 4)"),
+        ({"mixture": [[16, 4, 1], [9, 1, 1]]}, "parameter 'length' must be even, not 9, in 'mixture'"),
+        ({"mixture": [[16, 4, 0]]}, "parameter 'mixture' must have weights of at least 1, not ((16, 4, 0),)"),
+        (
+            {"mixture": [[8, 2, 1]]},
+            "parameter 'mixture' must have [length, pairs] = [16, 4] in it, and nothing longer, not ((8, 2, 1),)",
+        ),
+        (
+            {"mixture": [[16, 4, 1], [32, 2, 1]]},
+            "parameter 'mixture' must have [length, pairs] = [16, 4] in it, and nothing longer, not ((16, 4, 1), ",
+        ),
     ],
 )
 def test_mqar_refuses(parameters: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError) as error:
         MQAR(**({"length": 16, "pairs": 4} | parameters))
-    assert str(error.value) == f"task 'mqar': {message}"
+    assert str(error.value).startswith(f"task 'mqar': {message}")
 
 
 def test_mqar_at_its_limits() -> None:
