@@ -1,6 +1,7 @@
 """Arithmetic modulo 5: what is to be kept is a value under way, and with brackets a stack of them."""
 
 from dataclasses import dataclass
+from functools import cache
 from typing import ClassVar
 
 import torch
@@ -13,10 +14,6 @@ from deltalab.tasks.randomness import Random
 
 MODULUS = 5
 PLUS, MINUS, TIMES, EQUALS, PADDING, OPEN, CLOSE = range(MODULUS, MODULUS + 7)
-
-# Powers of 2 run through all that is not 0 mod 5, so a product is a sum of exponents mod 4; -1 = 2^2.
-POWER = (1, 2, 4, 3)
-EXPONENT = (0, 0, 1, 3, 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,15 +74,17 @@ class ModArithmetic(OneAnswer):
         tokens = digits.new_zeros(rows, width)
         tokens[:, 0::2], tokens[:, 1::2] = digits, operators
 
-        # Each + and - begins a product. Of a product: its digits that are 0, the sum of the exponents of the others.
+        # Each + and - begins a product, which is 0 if a digit is, and else a power of 2, whose exponents mod 4 add up,
+        # as all that is not 0 mod 5 is: -1 = 2^2.
+        power, logarithm = _powers(random.device)
         before = functional.pad(operators, (1, 0), value=PLUS)[:, : digits.shape[1]]
         product = (before != TIMES).long().cumsum(1) - 1
         own = torch.arange(digits.shape[1], device=digits.device) < count[:, None]
-        exponent = digits.new_tensor(EXPONENT)[digits] + 2 * (before == MINUS)
+        exponent = logarithm[digits] + 2 * (before == MINUS)
         sums = torch.zeros_like(digits).scatter_add(1, product, torch.where(own, exponent, 0))
         zeros = torch.zeros_like(digits).scatter_add(1, product, (own & (digits == 0)).long())
         begun = torch.zeros_like(digits).scatter_add(1, product, own.long())
-        values = torch.where((begun > 0) & (zeros == 0), digits.new_tensor(POWER)[sums % 4], 0)
+        values = torch.where((begun > 0) & (zeros == 0), power[sums % 4], 0)
         return tokens, values.sum(1) % MODULUS
 
     def _bracketed(self, length: Tensor, split: str, random: Random) -> tuple[Tensor, Tensor]:
@@ -122,6 +121,12 @@ class ModArithmetic(OneAnswer):
             inner = torch.where(joins, joined, torch.where(size == 2, -x, x))
             value = torch.where(leaf, digit, inner % MODULUS)
         return tokens, value[:, 0]
+
+
+@cache
+def _powers(device: torch.device) -> tuple[Tensor, Tensor]:
+    """2^0 to 2^3 mod 5; and the exponents of 1 to 4, behind a 0 in place of 0."""
+    return torch.tensor([1, 2, 4, 3], device=device), torch.tensor([0, 0, 1, 3, 2], device=device)
 
 
 def _first(size: Tensor, draw: Tensor) -> Tensor:
