@@ -9,6 +9,7 @@ from deltalab.tasks.mad_noisy_recall import NoisyRecall
 from deltalab.tasks.mad_selective_copy import SelectiveCopy
 from deltalab.tasks.mod_arithmetic import ModArithmetic
 from deltalab.tasks.mqar import MQAR
+from deltalab.tasks.niah import NIAH
 from deltalab.tasks.parity import Parity
 from deltalab.tasks.randomness import Random
 from deltalab.tasks.task import IGNORE, SPLITS, Batch, Task, surprisal
@@ -17,6 +18,6 @@ from deltalab.tasks.word_problem import WordProblem
 
 _MAD = (InContextRecall, NoisyRecall, FuzzyRecall, SelectiveCopy, Compression, Memorization)
 _STATE_TRACKING = (Parity, ModArithmetic, WordProblem)
-BUILTIN: dict[str, type[Task]] = {task.name: task for task in (MQAR, Text, Digits, *_MAD, *_STATE_TRACKING)}
+BUILTIN: dict[str, type[Task]] = {task.name: task for task in (MQAR, NIAH, Text, Digits, *_MAD, *_STATE_TRACKING)}
 
-__all__ = ["BUILTIN", "IGNORE", "MQAR", "SPLITS", "Batch", "Random", "Task", "Text", "surprisal"]
+__all__ = ["BUILTIN", "IGNORE", "MQAR", "NIAH", "SPLITS", "Batch", "Random", "Task", "Text", "surprisal"]

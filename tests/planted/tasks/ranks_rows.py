@@ -1,5 +1,6 @@
 """Planted bug: of a fixed number of training examples, one depends on which others are beside it in the batch."""
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -9,7 +10,7 @@ from deltalab.tasks import MQAR, Batch, Random
 
 class RanksRows(MQAR):
     name: ClassVar[str] = "planted_ranks_rows"
-    train_examples = 1000
+    example: ClassVar[Mapping[str, object]] = {**MQAR.example, "train_examples": 1000}
 
     def draw(self, split: str, size: int, random: Random) -> Batch:
         batch = super().draw(split, size, random)

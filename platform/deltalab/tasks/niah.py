@@ -1,0 +1,151 @@
+"""A single needle in a haystack: whether one thing is kept over a long distance, and through noise of which kind."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from deltalab.errors import InputError
+from deltalab.tasks.held_out import share_out
+from deltalab.tasks.randomness import Random
+from deltalab.tasks.task import IGNORE, Batch, Task, surprisal
+from deltalab.tasks.text import Text
+
+PERIOD = b"The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
+MARK, QUERY, KEYS = 256, 257, 258
+
+VALUES = {1: (7, b"0123456789"), 2: (7, b"0123456789"), 3: (32, b"0123456789abcdef")}
+"""Of each variant: m, and the bytes that a value is made of."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NIAH(Task):
+    """S-NIAH-1, 2 and 3 of RULER (Hsieh et al. 2024, arXiv:2404.06654), in miniature, on the level of tokens.
+
+    A sequence of L tokens is a filler of F = L - 2m - 3 bytes with the needle MARK key v1 ... vm in one of its
+    F + 1 places, all equally likely; then QUERY key v1 ... v(m-1). The targets at the last m positions are
+    v1 ... vm. A byte is its own token; MARK is 256, QUERY 257, and the key one of the `keys` that follow, uniform.
+
+    | `variant` | filler | value |
+    | --- | --- | --- |
+    | 1 | `PERIOD`, again and again | m = 7 digits |
+    | 2 | a window of real text | m = 7 digits |
+    | 3 | a window of real text | m = 32 hexadecimal digits |
+
+    The text is what the task `text` has in its split of `corpus`. Values, uniform, are shared out to training,
+    validation and test by a checksum (`share_out`).
+
+    Training has L = `length`. Validation and test are measured at each of `times` its length, by the label of that
+    length, and in the mean over them.
+
+    Metrics: `exact_match`, the share of sequences with all of v1 ... vm right; that the right ones are read, and not
+    the model's own, makes no difference to it. `chance` is 10^-m or 16^-m. `accuracy`, the share of right tokens.
+
+    `InputError` for a variant that is none, `length` below 2m + 4, fewer than 1 key, `times` that are none, below 1
+    or not distinct, and a `corpus` that is none or too small.
+
+    >>> task = NIAH(variant=1, length=40)
+    >>> batch = task.batch("train", 1, seed=0, step=0)
+    >>> "".join(chr(token) if token < MARK else "[]k"[min(token - MARK, 2)] for token in batch.inputs[0].tolist())
+    'The grass is green. T[k5114115he]k511411'
+    """
+
+    name: ClassVar[str] = "niah"
+    version: ClassVar[int] = 1
+    metric: ClassVar[str] = "exact_match"
+    maximize: ClassVar[bool] = True
+    example: ClassVar[Mapping[str, object]] = {"variant": 2, "length": 48}
+
+    variant: int
+    length: int = 512
+    times: tuple[int, ...] = (1, 2, 4, 8)
+    keys: int = 64
+    corpus: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(self.variant in VALUES, "variant", "must be 1, 2 or 3")
+        least = 2 * self.digits + 4
+        self.require(self.length >= least, "length", f"must be at least {least}, for {self.digits} digits twice")
+        self.require(self.keys >= 1, "keys", "must be at least 1")
+        self.require(len(self.times) > 0, "times", "must name a multiple of the length")
+        self.require(min(self.times) >= 1, "times", "must all be at least 1")
+        self.require(len(set(self.times)) == len(self.times), "times", "must all be different")
+        self.require(self.variant != 1 or self.corpus is None, "corpus", "is not read in variant 1: leave it out")
+        if self.variant != 1:
+            try:
+                self._text.fingerprint()
+            except InputError as error:
+                raise InputError(f"task 'niah': filler of {self._filled} bytes: {error}") from None
+
+    @property
+    def digits(self) -> int:
+        """m."""
+        return VALUES[self.variant][0]
+
+    @property
+    def _filled(self) -> int:
+        return self.length - 2 * self.digits - 3
+
+    @cached_property
+    def _text(self) -> Text:
+        return Text(length=self._filled, corpus=self.corpus)
+
+    @property
+    def vocab_size(self) -> int:
+        return KEYS + self.keys
+
+    @property
+    def chance(self) -> float:
+        return float(len(VALUES[self.variant][1])) ** -self.digits
+
+    def evaluations(self) -> Mapping[str, Task]:
+        return {str(n * self.length): replace(self, length=n * self.length, times=(1,)) for n in self.times}
+
+    def fingerprint(self) -> str:
+        return "" if self.variant == 1 else self._text.fingerprint()
+
+    def draw(self, split: str, size: int, random: Random) -> Batch:
+        m, alphabet = self.digits, _on_device(VALUES[self.variant][1], random.device)
+        whole = torch.full((size,), m, device=random.device)
+        numbers = random.integers("values", len(alphabet), size, m)
+        values = alphabet[share_out(numbers, whole, len(alphabet), split, random)]
+        key = KEYS + random.integers("key", self.keys, size, 1)
+        mark, query = torch.full_like(key, MARK), torch.full_like(key, QUERY)
+        needle = torch.cat([mark, key, values], dim=1)
+
+        before = random.integers("place", self._filled + 1, size, 1)
+        at = torch.arange(self._filled + m + 2, device=random.device) - before
+        inside = (at >= 0) & (at < m + 2)
+        rest = torch.where(at < 0, at, at - (m + 2)) + before  # where in the filler, outside the needle
+        haystack = self._filler(split, size, random).gather(1, rest.clamp(0, self._filled - 1))
+        body = torch.where(inside, needle.gather(1, at.clamp(0, m + 1)), haystack)
+
+        inputs = torch.cat([body, query, key, values[:, :-1]], dim=1)
+        targets = torch.full_like(inputs, IGNORE)
+        targets[:, -m:] = values
+        return Batch(inputs, targets)
+
+    def _filler(self, split: str, size: int, random: Random) -> Tensor:
+        if self.variant != 1:
+            return self._text.draw(split, size, random).inputs
+        place = torch.arange(self._filled, device=random.device) % len(PERIOD)
+        return _on_device(PERIOD, random.device)[place].expand(size, -1)
+
+    def measure(self, batch: Batch, logits: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        right = (logits.argmax(-1) == batch.targets[batch.targets != IGNORE]).view(-1, self.digits)
+        nats = surprisal(batch, logits).double()
+        count = nats.new_tensor(len(nats))
+        return {
+            "exact_match": (right.all(1).double().sum(), nats.new_tensor(len(right))),
+            "accuracy": (right.double().sum(), count),
+            "loss": (nats.sum(), count),
+        }
+
+
+@cache
+def _on_device(text: bytes, device: torch.device) -> Tensor:
+    return torch.tensor([*text], device=device)
