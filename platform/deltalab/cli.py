@@ -20,7 +20,7 @@ from deltalab.tasks import Task
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 study = typer.Typer(no_args_is_help=True, help="Run, plan and report studies.")
-rule = typer.Typer(no_args_is_help=True, help="List, show, check and start update rules.")
+rule = typer.Typer(no_args_is_help=True, help="List, show, check, time and start update rules.")
 task = typer.Typer(no_args_is_help=True, help="List, show, check and start proxy tasks.")
 db = typer.Typer(no_args_is_help=True, help="Look after the database.")
 for name, group in (("study", study), ("rule", rule), ("task", task), ("db", db)):
@@ -208,6 +208,27 @@ def rule_check(name: Annotated[str, typer.Argument(metavar="NAME|FILE")], as_jso
     from deltalab.rule import UpdateRule
 
     _print_checks({found: check_rule(get_rule(found)) for found in _named(name, UpdateRule)}, "rule", as_json)
+
+
+@rule.command("bench")
+def rule_bench(
+    name: Annotated[str, typer.Argument(metavar="NAME|FILE")],
+    against: Annotated[str | None, typer.Option(help="Peers: fla, flash_qla, sdpa; with commas between them.")] = None,
+    shape: Annotated[str | None, typer.Option(help="B,T,H,K,V.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32.")] = None,
+    lengths: Annotated[
+        str | None, typer.Option(help="Values of T with commas between them, each with as many tokens as --shape.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="A folder for NAME.json and, with --lengths, NAME.png.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time a rule, forward, with backward and decoding, with its memory; on the GPU, or else on the CPU."""
+    from deltalab.bench import bench
+    from deltalab.rule import UpdateRule
+
+    for found in _named(name, UpdateRule):
+        report = bench(get_rule(found), shape=shape, dtype=dtype, lengths=lengths, against=against, out=out)
+        print(report.to_json() if as_json else report.to_text())
 
 
 @rule.command("new")

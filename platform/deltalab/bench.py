@@ -1,0 +1,470 @@
+"""What a rule costs to run: time, memory and its share of what the hardware can do, beside its peers in the same run.
+
+Time: the median of many calls, the L2 cache cleared before each. Forward runs without gradients; forward and backward
+    gives those of every input. Decode is one token with a state, replayed from a CUDA graph over copies that together
+    exceed the L2 cache: the time on the GPU, without that of launching it from Python.
+First call: forward and backward, with compilation and autotuning; caches start empty, so the first shape counts.
+Extra memory: the peak over a call, less what was there before it and the gradients that it returns; o counts.
+Shares: of the bandwidth that a large copy reaches, and of the rate of a large matrix product, in the same run. Bytes
+    are those of inputs, o and gradients, once in each direction; products those of the chunked algorithm with chunks
+    of 64, and twice as many for backward.
+"""
+
+import dataclasses
+import gc
+import importlib.util
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from deltalab.errors import InputError, unknown
+from deltalab.inputs import Inputs, draw, moves
+from deltalab.peers import Call, Contestant, installed, peer
+from deltalab.rule import State, UpdateRule
+from deltalab.scan import Backend, scan
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DRAWN = 256
+"""Tokens that are drawn; longer sequences repeat them."""
+CHUNK = 64
+MOST_COPIES = 64
+
+
+@dataclass(frozen=True)
+class Shape:
+    """B, T, H, K, V."""
+
+    batch: int
+    length: int
+    heads: int
+    key_dim: int
+    value_dim: int
+
+    def __str__(self) -> str:
+        return ",".join(map(str, dataclasses.astuple(self)))
+
+    @classmethod
+    def parse(cls, given: str) -> "Shape":
+        """Raises `InputError` unless it is B,T,H,K,V.
+
+        >>> Shape.parse("8,4096,16,128,128").length
+        4096
+        """
+        numbers = whole_numbers(given, where="--shape")
+        if len(numbers) != 5:
+            raise InputError(f"--shape {given}: give B,T,H,K,V, like {GPU_SHAPE}")
+        return cls(*numbers)
+
+    def at(self, length: int) -> "Shape":
+        """As many tokens, in sequences of another length.
+
+        >>> str(Shape(8, 4096, 16, 128, 128).at(1024))
+        '32,1024,16,128,128'
+        """
+        return dataclasses.replace(self, batch=max(1, self.batch * self.length // length), length=length)
+
+
+GPU_SHAPE = Shape(8, 4096, 16, 128, 128)
+CPU_SHAPE = Shape(1, 512, 2, 64, 64)
+
+
+def whole_numbers(given: str, *, where: str) -> list[int]:
+    """Those of a list with commas. Raises `InputError` for anything else, and for less than 1."""
+    words = [word.strip() for word in given.split(",")]
+    if not all(word.isascii() and word.isdigit() and int(word) > 0 for word in words):
+        raise InputError(f"{where} {given}: give whole numbers of at least 1, with commas between them")
+    return [int(word) for word in words]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One contestant at one shape; None is what did not run here, for the reason in `why`, or does not apply.
+
+    Times in ms, but the first call's in s; extra memory in bytes. The shares of `forward`, `both` and `decode` are of
+    this machine's `ceilings`. error: of o, relative to the first contestant's, where both compute the same.
+    """
+
+    rule: str
+    by: str
+    shape: str
+    forward: float | None = None
+    forward_copy: float | None = None
+    forward_matmul: float | None = None
+    both: float | None = None
+    both_copy: float | None = None
+    both_matmul: float | None = None
+    decode: float | None = None
+    decode_copy: float | None = None
+    forward_memory: int | None = None
+    both_memory: int | None = None
+    first_call: float | None = None
+    error: float | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """All figures of a run, and what they were taken on. ceilings: of a copy in bytes/s, of a matmul in flop/s."""
+
+    device: str
+    dtype: str
+    ceilings: dict[str, float]
+    versions: dict[str, str]
+    date: str
+    figures: list[Figures] = field(default_factory=list)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2)
+
+    @classmethod
+    def from_dict(cls, given: dict[str, Any]) -> "Report":
+        """Of what `to_json` wrote."""
+        return cls(**{**given, "figures": [Figures(**one) for one in given["figures"]]})
+
+    def to_text(self) -> str:
+        """A line for each contestant, then why figures are missing, then the machine."""
+        rows = [tuple(_COLUMNS), *(tuple(show(one) for show in _COLUMNS.values()) for one in self.figures)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        reasons = [f"{one.rule} by {one.by} at {one.shape}: {one.why}" for one in self.figures if one.why]
+        copy, matmul = self.ceilings["copy"], self.ceilings["matmul"]
+        where = f"{self.device}, {self.dtype}: a copy {copy / 1e12:.3g} TB/s, a matmul {matmul / 1e12:.3g} TFLOP/s"
+        software = ", ".join(f"{name} {number}" for name, number in self.versions.items())
+        return "\n".join([*(line.rstrip() for line in lines), *reasons, where, f"{software}; {self.date}"])
+
+    def plot(self, file: Path) -> None:
+        """Time against length, forward and with backward; where matplotlib is not installed, a line that says so."""
+        if importlib.util.find_spec("matplotlib") is None:
+            print(f"{file.name}: not drawn, matplotlib is not installed", file=sys.stderr)
+            return
+        import matplotlib.pyplot as plt
+
+        figure, panels = plt.subplots(1, 2, figsize=(10, 4), sharex=True)
+        for panel, what, title in zip(panels, ("forward", "both"), ("forward", "forward + backward"), strict=True):
+            curves: dict[str, list[tuple[int, float]]] = {}
+            for one in self.figures:
+                if (ms := getattr(one, what)) is not None:
+                    curves.setdefault(f"{one.rule}, {one.by}", []).append((int(one.shape.split(",")[1]), ms))
+            for name, points in curves.items():
+                panel.plot(*zip(*sorted(points), strict=True), marker="o", label=name)
+            panel.set(title=title, xlabel="tokens in a sequence", ylabel="ms")
+            panel.set_xscale("log", base=2)
+            panel.set_yscale("log")
+            panel.grid(alpha=0.3)
+        if panels[0].has_data():
+            panels[0].legend(fontsize=8)
+        figure.suptitle(f"as many tokens in all; {self.device}, {self.dtype}")
+        figure.tight_layout()
+        figure.savefig(file, dpi=120)
+        plt.close(figure)
+
+
+def _shown(name: str, form: str, times: float = 1.0) -> Callable[[Figures], str]:
+    def show(one: Figures) -> str:
+        value = getattr(one, name)
+        return "-" if value is None else format(times * value, form)
+
+    return show
+
+
+_COLUMNS: dict[str, Callable[[Figures], str]] = {
+    "rule": lambda one: one.rule,
+    "by": lambda one: one.by,
+    "B,T,H,K,V": lambda one: one.shape,
+    "fwd ms": _shown("forward", ".3f"),
+    "copy": _shown("forward_copy", ".0%"),
+    "matmul": _shown("forward_matmul", ".0%"),
+    "f+b ms": _shown("both", ".3f"),
+    "copy ": _shown("both_copy", ".0%"),
+    "matmul ": _shown("both_matmul", ".0%"),
+    "decode us": _shown("decode", ".1f", 1e3),
+    "copy  ": _shown("decode_copy", ".0%"),
+    "fwd MiB": _shown("forward_memory", ".0f", 2**-20),
+    "f+b MiB": _shown("both_memory", ".0f", 2**-20),
+    "first s": _shown("first_call", ".1f"),
+    "error": _shown("error", ".1e"),
+}
+
+
+class Bench:
+    """One run on this machine's GPU or, without one, its CPU: `add` times a rule, `report` holds what was found.
+
+    Kernels are compiled into a folder of the run's own. Raises `InputError` for an unknown dtype.
+    """
+
+    def __init__(self, dtype: str = "bf16") -> None:
+        if dtype not in DTYPES:
+            raise unknown("dtype", dtype, DTYPES, where="--dtype")
+        self._caches = tempfile.TemporaryDirectory(prefix="deltalab-bench-")
+        for variable in ("TRITON_CACHE_DIR", "TILELANG_CACHE_DIR"):
+            os.environ[variable] = self._caches.name
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.dtype = DTYPES[dtype]
+        name = torch.cuda.get_device_name() if self.on_gpu else f"CPU, {torch.get_num_threads()} threads"
+        date = datetime.now(UTC).isoformat(timespec="seconds")
+        self.report = Report(name, dtype, self._ceilings(), _versions(), date)
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    def add(
+        self,
+        rule: UpdateRule,
+        shape: Shape,
+        *,
+        backends: Sequence[Backend] | None = None,
+        against: Iterable[str] = (),
+        label: str = "",
+    ) -> list[Figures]:
+        """Times a rule at one shape, by our backends (those that this device is for) and by peers, one after another.
+
+        label: in place of the rule's name. Raises `InputError` for a peer that cannot be had; a call that fails, as
+        where memory does not do, leaves its reason.
+        """
+        here: Sequence[Backend] = ("triton", "chunked") if self.on_gpu else ("chunked", "recurrent")
+        x, now = self._inputs(rule, shape)
+        contestants = [_ours(rule, x, now, backend) for backend in backends or here]
+        contestants += [peer(name, rule, x, now) for name in against]
+        products, reference = flops(rule, shape), None
+        found = []
+        for one in contestants:
+            figures = self._contest(one, attention_flops(shape) if one.name == "sdpa" else products)
+            o = figures.pop("o", None)
+            if one.same and o is not None:
+                if reference is not None:
+                    figures["error"] = float((o.float() - reference.float()).norm() / reference.float().norm())
+                reference = o if reference is None else reference
+            found.append(Figures(label or rule.name, one.name, str(shape), **figures))
+        self.report.figures.extend(found)
+        return found
+
+    def _contest(self, one: Contestant, products: float | None) -> dict[str, Any]:
+        """The fields of `Figures` that could be measured, and o."""
+        call, token, ceilings = one.sequence, one.token, self.report.ceilings
+        both = call.backward()
+        found: dict[str, Any] = {}
+        why = []
+
+        def first_call() -> None:
+            found["first_call"] = self._seconds(both)
+            found["o"] = call.forward()
+
+        def time_forward() -> None:
+            found["forward_memory"] = self._extra_memory(lambda: [call.forward()], kept=0)
+            found["forward"] = self._median(call.forward)
+            moved = _bytes([*call.tensors.values(), found["o"]])
+            found["forward_copy"], found["forward_matmul"] = share(moved, products, found["forward"])
+
+        def time_both() -> None:
+            found["both_memory"] = self._extra_memory(both, kept=_bytes(call.tensors.values()))
+            found["both"] = self._median(both)
+            moved = 3 * _bytes(call.tensors.values()) + 2 * found["o"].nbytes
+            found["both_copy"], found["both_matmul"] = share(moved, products and 3 * products, found["both"])
+
+        def time_decode() -> None:
+            assert token is not None
+            found["decode"] = self._decode(token)
+            states = [tensor for name, tensor in token.tensors.items() if "state" in name]
+            # The next state is written too.
+            found["decode_copy"], _ = share(_bytes([*token.tensors.values(), *states]), None, found["decode"])
+
+        def share(moved: int, operations: float | None, ms: float) -> tuple[float, float | None]:
+            rate = None if operations is None else operations / ceilings["matmul"] / ms * 1e3
+            return moved / ceilings["copy"] / ms * 1e3, rate
+
+        for measure in (first_call, time_forward, time_both, *([time_decode] if token else [])):
+            try:
+                measure()
+            except torch.OutOfMemoryError:
+                why.append(f"{measure.__name__}: out of memory")
+            except Exception as error:
+                # A peer's code is a stranger's, and a backend may not be for this rule: the reason is the figure.
+                said = " ".join(str(error).split())[:300]
+                why.append(f"{measure.__name__}: {type(error).__name__}: {said}")
+            if "o" not in found:
+                break
+        return {**found, "why": "; ".join(why)}
+
+    def _inputs(self, rule: UpdateRule, shape: Shape) -> tuple[Inputs, Inputs]:
+        """A sequence, and a token with a state; q, k, v and gates with channels are in dtype, other gates in fp32."""
+        drawn = draw(
+            rule,
+            batch=1,
+            length=min(shape.length, DRAWN),
+            heads=shape.heads,
+            key_dim=shape.key_dim,
+            value_dim=shape.value_dim,
+        )
+
+        def placed(x: Tensor) -> Tensor:
+            return x.to(self.device, self.dtype if x.dim() == 4 else torch.float32)
+
+        def spread(x: Tensor) -> Tensor:
+            if not moves(x):
+                return x
+            rows = x.shape[1] // drawn.q.shape[1] * shape.length
+            return x.repeat(shape.batch, -(-rows // x.shape[1]), *[1] * (x.dim() - 2))[:, :rows].contiguous()
+
+        x = drawn.map(placed).map(spread)
+        # A state that tokens of this kind leave.
+        few = x.span(0, min(shape.length, CHUNK))
+        with torch.no_grad():
+            _, state = scan(rule, few.q, few.k, few.v, few.gates, backend="chunked")
+        return x, x.span(0, 1, state).map(lambda part: part.clone())
+
+    def _ceilings(self) -> dict[str, float]:
+        size, width = (2**30, 8192) if self.on_gpu else (2**26, 1024)
+        source, target = torch.randint(256, (2, size), dtype=torch.uint8, device=self.device)
+        copy = 2 * size / self._median(lambda: target.copy_(source)) * 1e3
+        a, b = torch.randn(2, width, width, device=self.device).to(self.dtype)
+        return {"copy": copy, "matmul": 2 * width**3 / self._median(lambda: a @ b) * 1e3}
+
+    def _synchronize(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+    def _seconds(self, run: Callable[[], Any]) -> float:
+        self._synchronize()
+        start = time.perf_counter()
+        run()
+        self._synchronize()
+        return time.perf_counter() - start
+
+    def _median(self, run: Callable[[], Any]) -> float:
+        """ms, after a warm-up."""
+        if self.on_gpu:
+            from triton.testing import do_bench
+
+            return float(do_bench(run, return_mode="median"))
+        once = self._seconds(run)
+        return 1e3 * statistics.median(self._seconds(run) for _ in range(max(3, min(50, int(0.3 / once)))))
+
+    def _extra_memory(self, run: Callable[[], list[Tensor]], *, kept: int) -> int | None:
+        if not self.on_gpu:
+            return None
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before - kept
+
+    def _decode(self, token: Call) -> float:
+        if not self.on_gpu:
+            return self._median(token.forward)
+        cache = torch.cuda.get_device_properties(self.device).L2_cache_size
+        copies = min(MOST_COPIES, 1 + 2 * cache // _bytes(token.tensors.values()))
+        calls = [token, *(token.fresh() for _ in range(copies - 1))]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for call in calls:
+                call.forward()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for call in calls:
+                call.forward()
+        return self._median(graph.replay) / copies
+
+
+def bench(
+    rule: UpdateRule,
+    *,
+    shape: str | None = None,
+    dtype: str | None = None,
+    lengths: str | None = None,
+    against: str | None = None,
+    out: Path | None = None,
+) -> Report:
+    """Times one rule as `platform rule bench` does, with options as they are typed there.
+
+    shape, dtype: for None, what the figures of the papers are at on a GPU, and something small on a CPU. out: a folder
+    for NAME.json and, with lengths, NAME.png. Raises `InputError` for options that are wrong.
+    """
+    gpu = torch.cuda.is_available()
+    one = Shape.parse(shape) if shape else GPU_SHAPE if gpu else CPU_SHAPE
+    shapes = [one.at(length) for length in whole_numbers(lengths, where="--lengths")] if lengths else [one]
+    peers = [name.strip() for name in against.split(",")] if against else []
+    for name in peers:
+        installed(name)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+    run = Bench(dtype or ("bf16" if gpu else "fp32"))
+    if not gpu:
+        print("no GPU: the CPU says nothing about the kernels; chunked and recurrent are timed", file=sys.stderr)
+    for at in shapes:
+        run.add(rule, at, against=peers)
+    if out is not None:
+        (out / f"{rule.name}.json").write_text(run.report.to_json() + "\n", encoding="utf-8")
+        if lengths:
+            run.report.plot(out / f"{rule.name}.png")
+    return run.report
+
+
+def _ours(rule: UpdateRule, x: Inputs, now: Inputs, backend: Backend) -> Contestant:
+    def call(x: Inputs) -> Call:
+        def run(q: Tensor, k: Tensor, v: Tensor, **rest: Tensor) -> tuple[Tensor, State]:
+            states = tuple(rest.pop(name) for name in list(rest) if name.startswith("state"))
+            state = None if not states else states if isinstance(x.state, tuple) else states[0]
+            return scan(rule, q, k, v, rest, state=state, backend=backend)
+
+        return Call(run, x.named())
+
+    return Contestant(backend, call(x), call(now))
+
+
+def flops(rule: UpdateRule, shape: Shape) -> float | None:
+    """Of the products of a rule's chunked algorithm, forward, with chunks of 64.
+
+    A rule outside the algebra is counted on its pure torch form, at a length of `DRAWN`, as if a token cost as much at
+    any; None where that has no products to count.
+    """
+    tokens, transition = shape.batch * shape.length * shape.heads, rule.transition
+    k, v = shape.key_dim, shape.value_dim
+    if transition is None:
+        x = draw(rule, batch=1, length=DRAWN, heads=1, key_dim=k, value_dim=v).map(lambda part: part.float())
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            scan(rule, x.q, x.k, x.v, x.gates, backend="chunked", chunk_size=CHUNK)
+        return counter.get_total_flops() / DRAWN * tokens or None
+    # Of each token of a chunk: r k^T, that by what is written, and r S; then k^T by what is written.
+    read, write = 2 * (CHUNK * k + CHUNK * v + k * v), 2 * k * v
+    # As a read, with the inverse; where free there are two products more of each kind, as a is beside k.
+    erase = {"none": 0.0, "tied": read + 2 / 3 * CHUNK**2, "free": 3 * read - 2 * k * v + 2 / 3 * CHUNK**2}
+    scanned = read + write + erase[transition.low_rank]
+    # The first state also reads what it predicts.
+    return tokens * transition.steps * (2 * scanned + read if rule.second_state else scanned)
+
+
+def attention_flops(shape: Shape) -> float:
+    """Of causal attention, forward."""
+    return shape.batch * shape.heads * shape.length**2 * (shape.key_dim + shape.value_dim)
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in ("deltalab", "torch", "triton", "fla-core", "flash-qla", "tilelang"):
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
