@@ -39,7 +39,6 @@ def with_(name: str, value: object) -> Callable[[dict[str, Any]], dict[str, Any]
     ("changes", "message"),
     [
         ({"backend": "chunkd"}, "unknown backend 'chunkd'; did you mean 'chunked'?"),
-        ({"backend": "triton"}, "rule 'gated_deltanet' brings no Triton kernel: use backend"),
         ({"chunk_size": 0}, "chunk_size must be a whole number of at least 1, not 0"),
         ({"chunk_size": 2.0}, "chunk_size must be a whole number of at least 1, not 2.0"),
         ({"chunk_size": True}, "chunk_size must be a whole number of at least 1, not True"),

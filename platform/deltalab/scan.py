@@ -1,5 +1,9 @@
 """One door to every backend: checks the inputs, fills in constants, and picks the fastest that fits."""
 
+import functools
+import itertools
+import logging
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal, TypeAlias, get_args
@@ -13,6 +17,11 @@ from deltalab.rule import Operands, State, UpdateRule
 
 Backend: TypeAlias = Literal["auto", "recurrent", "chunked", "triton"]
 
+OLDEST_TRITON = (3, 4)
+"""The first whose tensor descriptors the kernels' tiles are."""
+
+_log = logging.getLogger("deltalab")
+
 
 def scan(
     rule: UpdateRule,
@@ -25,6 +34,7 @@ def scan(
     state: State | None = None,
     backend: Backend = "auto",
     chunk_size: int = 64,
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, State]:
     """Runs a rule over a sequence.
 
@@ -33,8 +43,11 @@ def scan(
     gates: the value of each gate by its symbol, [B, T, H] or [H], with channels [B, T, H, K] or [H, K], per step
         [B, n T, H]; constant gates may be left out.
     scale: of the output, K ** -0.5 where None. state: what an earlier call returned, empty where None.
-    backend: `recurrent` is the equation, token by token; `chunked` is the parallel form; `triton` is the rule's
-        kernel; `auto` takes the kernel on a GPU where there is one, else the parallel form.
+    backend: `recurrent` is the equation, token by token; `chunked` is the parallel form, in chunks of `chunk_size`;
+        `triton` is the kernel of the rule's structure, or the rule's own; `auto` takes that on a GPU where there is
+        one, else the parallel form.
+    cu_seqlens: [N + 1] whole numbers from 0 to T, where B = 1 and the tokens are N sequences one after another; states
+        are [N, H, K, V] then.
     Returns o [B, T, H, V] in v's dtype, and the state after the last token.
     Raises `InputError` for shapes, gates or a backend that do not fit.
 
@@ -44,14 +57,32 @@ def scan(
     >>> [round(value, 5) for value in o[0, :, 0, 0].tolist()]
     [1.0, 2.0]
     """
-    _check(rule, q, k, v, state, backend, chunk_size)
+    _check(rule, q, k, v, state, backend, chunk_size, cu_seqlens)
     scale = k.shape[-1] ** -0.5 if scale is None else scale
-    fused = backend == "triton" or (backend == "auto" and rule.brings_kernel and v.is_cuda)
-    if fused and not rule.brings_kernel:
-        raise InputError(f"rule '{rule.name}' brings no Triton kernel: use backend 'auto', 'chunked' or 'recurrent'")
-    before = rule.initial_state(k, v) if state is None else state
+    if backend == "triton" and (missing := _no_triton(v.device.type)):
+        raise InputError(f"backend 'triton' needs {missing}: use 'auto', 'chunked' or 'recurrent'")
+    may_fuse = backend == "triton" or (backend == "auto" and _triton_or_say(v.device.type))
     with torch.autocast(v.device.type, enabled=False):
-        if fused:
+        if rule.transition is not None and not rule.brings_kernel:
+            x = operands(rule, q, k, v, gates)
+            if may_fuse:
+                from deltalab.kernels import algebra
+
+                if backend == "triton":
+                    _no_growth(x)
+                if backend == "triton" or algebra.takes(rule.transition, x, v.dtype):
+                    o, state = algebra.scan(
+                        rule.transition, x, dtype=v.dtype, scale=scale, state=state, cu_seqlens=cu_seqlens
+                    )
+                    return o.to(v.dtype), state
+        if cu_seqlens is not None:
+            return _one_by_one(rule, q, k, v, gates, scale, state, backend, chunk_size, cu_seqlens)
+        before = rule.initial_state(k, v) if state is None else state
+        if backend == "triton" and rule.transition is None and not rule.brings_kernel:
+            raise InputError(
+                f"rule '{rule.name}' brings no Triton kernel: use backend 'auto', 'chunked' or 'recurrent'"
+            )
+        if may_fuse and rule.brings_kernel:
             o, state = rule.fused(q, k, v, _gates(rule, gates, q), scale=scale, state=before)
         elif rule.transition is None:
             values = _gates(rule, gates, q)
@@ -65,8 +96,80 @@ def scan(
     return o.to(v.dtype), state
 
 
+@functools.cache
+def _no_triton(device: str) -> str | None:
+    """What is missing for the kernels, if anything is."""
+    try:
+        import triton
+    except ImportError:
+        return "Triton"
+    if tuple(map(int, triton.__version__.split(".")[:2])) < OLDEST_TRITON:
+        return f"Triton {'.'.join(map(str, OLDEST_TRITON))} or later, not {triton.__version__}"
+    if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "a GPU, or TRITON_INTERPRET=1"
+    return None
+
+
+@functools.cache
+def _triton_or_say(device: str) -> bool:
+    """Whether `auto` may take kernels; on a GPU it says once why not."""
+    if device != "cuda":
+        _log.info("no GPU: backend 'auto' takes 'chunked'")
+        return False
+    missing = _no_triton(device)
+    if missing:
+        _log.warning("backend 'auto' takes 'chunked': kernels need %s", missing)
+    return missing is None
+
+
+def _no_growth(x: Operands) -> None:
+    """A look at the device, hence only where the kernel was asked for by name."""
+    if x.g is not None and bool((x.g > 0).any()):
+        raise InputError("g is a log-decay and at most 0: the Triton kernels do not take a state that grows")
+
+
+def _one_by_one(
+    rule: UpdateRule,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Mapping[str, Tensor],
+    scale: float,
+    state: State | None,
+    backend: Backend,
+    chunk_size: int,
+    cu_seqlens: Tensor,
+) -> tuple[Tensor, State]:
+    """Packed sequences, each for itself."""
+    out, states = [], []
+    bounds = cu_seqlens.tolist()
+    for n, (start, stop) in enumerate(itertools.pairwise(bounds)):
+        tokens, steps = slice(start, stop), slice(start * rule.steps, stop * rule.steps)
+        here = {
+            name: value if value.dim() < 3 else value[:, steps if rule.gates[name].per == "step" else tokens]
+            for name, value in gates.items()
+        }
+        parts = state if isinstance(state, tuple) else (state,)
+        before = tuple(None if part is None else part[n : n + 1] for part in parts)
+        o, after = scan(
+            rule, q[:, tokens], k[:, steps], v[:, steps], here, scale=scale, backend=backend, chunk_size=chunk_size,
+            state=None if state is None else before if isinstance(state, tuple) else before[0],  # type: ignore[arg-type]
+        )  # fmt: skip
+        out.append(o)
+        states.append(after if isinstance(after, tuple) else (after,))
+    joined = tuple(torch.cat(parts) for parts in zip(*states, strict=True))
+    return torch.cat(out, dim=1), joined if len(joined) > 1 else joined[0]
+
+
 def _check(
-    rule: UpdateRule, q: Tensor, k: Tensor, v: Tensor, state: State | None, backend: str, chunk_size: int
+    rule: UpdateRule,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: State | None,
+    backend: str,
+    chunk_size: int,
+    cu_seqlens: Tensor | None,
 ) -> None:
     if backend not in get_args(Backend):
         raise unknown("backend", backend, get_args(Backend))
@@ -88,7 +191,14 @@ def _check(
         )
     if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
         raise InputError(f"q, k and v must share dtype and device, not {q.dtype}, {k.dtype}, {v.dtype}")
-    expected = (batch, heads, key_dim, v.shape[3])
+    if cu_seqlens is not None:
+        whole = cu_seqlens.dim() == 1 and cu_seqlens.dtype in (torch.int32, torch.int64)
+        if not whole or cu_seqlens.numel() < 2 or batch != 1 or cu_seqlens.device != v.device:
+            raise InputError(
+                f"cu_seqlens must be whole numbers [N + 1] on {v.device} beside a batch of 1, "
+                f"not {cu_seqlens.dtype} {list(cu_seqlens.shape)} on {cu_seqlens.device} beside a batch of {batch}"
+            )
+    expected = (batch if cu_seqlens is None else cu_seqlens.numel() - 1, heads, key_dim, v.shape[3])
     count = 2 if rule.second_state else 1
     states = state if count == 2 and isinstance(state, tuple) else (state,)
     fits = len(states) == count and all(

@@ -1,1 +1,1 @@
-"""Triton kernels, one file for each structure of the algebra. Nothing is imported here: Triton is needed on first use."""
+"""Triton kernels, one file for each structure of the algebra. Nothing is imported here: Triton only on first use."""

@@ -17,7 +17,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def chunk_map(cu_seqlens: Tensor, tokens: int, chunk_size: int) -> tuple[Tensor, Tensor, int]:
-    """Of packed sequences with bounds cu_seqlens [N + 1]: which sequence each chunk is of, where each one's chunks start.
+    """Of packed sequences with bounds cu_seqlens [N + 1]: the sequence of each chunk, each one's first chunk.
 
     Returns (sequence [bound], first chunk of each [N + 1], bound); the bound on the number of chunks needs no look at
     the device, and chunks beyond the last one are of sequence N.
@@ -111,7 +111,7 @@ def bounds(sequence, cu_seqlens, length, PACKED: tl.constexpr):
 
 @triton.jit
 def get_rows(x, row, valid, column, SIZE: tl.constexpr, RAGGED: tl.constexpr):
-    """A tile of the descriptor x from a row and a column on; 0 from its `valid`-th row on, where sequences are ragged."""
+    """A tile of the descriptor x from a row and a column on; ragged, 0 from its `valid`-th row on."""
     found = x.load([row, column])
     if RAGGED:
         found = tl.where((tl.arange(0, SIZE) < valid)[:, None], found, 0.0)
@@ -145,7 +145,7 @@ def put_scalars(x, value, row, valid, head, heads, SIZE: tl.constexpr):
 
 @triton.jit
 def cumulative(g, row, valid, head, heads, SIZE: tl.constexpr, KIND: tl.constexpr):
-    """G_i, G_{i-1} and G_C of a chunk that starts at a row, base 2; beyond the sequence nothing decays, nor without g."""
+    """G_i, G_{i-1} and G_C of a chunk that starts at a row, base 2; nothing decays beyond the sequence or without g."""
     if g is None:
         sums = tl.zeros([SIZE], KIND)
         earlier = sums

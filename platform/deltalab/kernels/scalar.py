@@ -150,9 +150,8 @@ def scan(
         mine = vectors + at.to(tl.int64) * (ROWS * SIZE)
         if states is not None:
             states.store([((slot + chunk - from_chunk) * H + head) * V + block, 0], s.to(kind))
-        elif begin_states is not None:
-            if chunk % every == 0:
-                tl.store(begin_states + begun + (chunk // every).to(tl.int64) * H * K * V, s)
+        elif begin_states is not None and chunk % every == 0:
+            tl.store(begin_states + begun + (chunk // every).to(tl.int64) * H * K * V, s)
         k_c = get_rows(k, row, valid, head * K, SIZE, RAGGED)
         if inverse is not None or CORRECTED or LOSS is not None:
             k_s = tl.dot(s.to(kind), tl.trans(k_c), input_precision=PRECISION)

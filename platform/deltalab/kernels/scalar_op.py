@@ -263,7 +263,7 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> 
 
 
 def _differentiate(ctx: Any, d_o: Tensor | None, d_residual: Tensor | None, d_last: Tensor | None, *_: Any) -> Any:
-    r, k, u = ctx.saved_tensors[:3]
+    r, _k, u = ctx.saved_tensors[:3]
     if d_o is None:
         d_o = u.new_zeros(*r.shape[:3], u.shape[-1])
     if ctx.rest[2] and d_residual is None:

@@ -1,0 +1,104 @@
+"""Kernels through `scan`, as a rule's author reaches them: held to the recurrence in fp64, in Triton's interpreter."""
+
+import os
+import sys
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import deltalab
+from deltalab.errors import InputError
+from deltalab.inputs import Inputs, draw, parts
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def error(found: torch.Tensor, right: torch.Tensor) -> float:
+    return float((found.detach().double().cpu() - right.detach()).norm() / right.detach().norm().clamp_min(1e-12))
+
+
+def cosines(x: torch.Tensor) -> torch.Tensor:
+    return torch.arange(x.numel(), dtype=torch.float64, device=x.device).cos().view_as(x)
+
+
+def run(rule, x: Inputs, backend: str, **more):
+    o, state = deltalab.scan(rule, x.q, x.k, x.v, x.gates, state=x.state, backend=backend, **more)
+    found = {"o": o, **{f"last {name}": part for name, part in parts(state).items()}}
+    total = sum((part.double() * cosines(part)).sum() for part in found.values())
+    named = {name: part for name, part in x.named().items() if part.requires_grad}
+    grads = torch.autograd.grad(total, list(named.values()), allow_unused=True)
+    return {**found, **{f"d {name}": grad for name, grad in zip(named, grads, strict=True)}}
+
+
+def compare(rule, *, length: int, tolerance: float, batch: int = 1, key_dim: int = 16, value_dim: int = 16, **more):
+    x = draw(rule, batch=batch, length=length, heads=2, key_dim=key_dim, value_dim=value_dim)
+    x = x.map(lambda part: part.float().double())
+    wanted = run(rule, x.map(lambda part: part.requires_grad_()), "recurrent", **more)
+    ours = x.map(lambda part: part.detach().float().to(DEVICE).requires_grad_())
+    found = run(rule, ours, "triton", **{name: value.to(DEVICE) for name, value in more.items()})
+    for name, right in wanted.items():
+        assert (right is None) == (found[name] is None), name
+        assert right is None or error(found[name], right) <= tolerance, (name, error(found[name], right))
+
+
+RULES = [name for name in deltalab.list_rules() if deltalab.get_rule(name).transition is not None]
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_every_rule_of_the_algebra_reaches_its_kernel(name):
+    compare(deltalab.get_rule(name), length=19, tolerance=2e-5)
+
+
+@pytest.mark.parametrize("name", ["comba", "delta_product", "rdn", "gla"])
+def test_widths_that_no_block_has(name):
+    compare(deltalab.get_rule(name), length=5, key_dim=12, value_dim=20, tolerance=2e-5)
+
+
+@pytest.mark.parametrize("name", ["comba", "rla", "sgla", "kda", "delta_product"])
+def test_packed_sequences_are_each_for_itself(name):
+    compare(deltalab.get_rule(name), length=23, cu_seqlens=torch.tensor([0, 3, 20, 23]), tolerance=2e-5)
+
+
+@pytest.mark.parametrize("name", ["comba", "gla", "rdn"])
+def test_stacked_models_fold_into_the_batch(name):
+    rule = deltalab.get_rule(name)
+    x = draw(rule, batch=1, length=9, heads=1, key_dim=16, value_dim=16).map(lambda part: part.float().to(DEVICE))
+    stacked = [torch.stack([part, 0.5 * part]).requires_grad_() for part in (x.q, x.k, x.v)]
+
+    def scanned(q, k, v):
+        return deltalab.scan(rule, q, k, v, x.gates, backend="triton")[0]
+
+    together = torch.func.vmap(scanned)(*stacked)
+    alone = torch.stack([scanned(*(part[i] for part in stacked)) for i in range(2)])
+    torch.testing.assert_close(together, alone)
+    grads = [torch.autograd.grad((y * cosines(y).float()).sum(), stacked) for y in (together, alone)]
+    torch.testing.assert_close(*grads)
+
+
+def test_what_the_kernels_do_not_take_is_said_before_a_launch():
+    rule = deltalab.get_rule("gated_deltanet")
+    x = draw(rule, batch=1, length=4, heads=1, key_dim=16, value_dim=16).map(lambda part: part.float().to(DEVICE))
+    with pytest.raises(InputError, match="g is a log-decay"):
+        deltalab.scan(rule, x.q, x.k, x.v, {**x.gates, "g": 0.1 + 0 * x.gates["g"]}, backend="triton")
+    wide = draw(rule, batch=1, length=4, heads=1, key_dim=272, value_dim=16).map(lambda part: part.float().to(DEVICE))
+    with pytest.raises(InputError, match="K up to 256, not 272"):
+        deltalab.scan(rule, wide.q, wide.k, wide.v, wide.gates, backend="triton")
+    with pytest.raises(InputError, match=r"bf16, fp16 or fp32, not torch\.float64"):
+        deltalab.scan(rule, *(part.double() for part in (x.q, x.k, x.v)), x.gates, backend="triton")
+    with pytest.raises(InputError, match="rule 'attention' brings no Triton kernel"):
+        deltalab.scan(deltalab.get_rule("attention"), x.q, x.k, x.v, {}, backend="triton")
+    with pytest.raises(InputError, match="cu_seqlens must be whole numbers"):
+        deltalab.scan(rule, x.q, x.k, x.v, x.gates, cu_seqlens=torch.tensor([0.0, 4.0], device=DEVICE))
+
+
+def test_without_a_gpu_the_kernels_say_what_they_need(monkeypatch):
+    rule = deltalab.get_rule("gated_deltanet")
+    x = draw(rule, batch=1, length=4, heads=1, key_dim=16, value_dim=16).map(torch.Tensor.float)
+    module = sys.modules["deltalab.scan"]
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(module, "_no_triton", module._no_triton.__wrapped__)
+    with pytest.raises(InputError, match="backend 'triton' needs a GPU"):
+        deltalab.scan(rule, x.q, x.k, x.v, x.gates, backend="triton")
