@@ -1,4 +1,10 @@
-"""The last kernel of `kernels.scalar`'s backward: the gradients of a chunk's operands, parallel over chunks."""
+"""The last kernels of `kernels.scalar`'s backward: the gradients of a chunk's operands, parallel over chunks.
+
+What is read or erased at i grows with G_i, what is written at j shrinks with G_j. Where both lie in the chunk the two
+are sums over rows and columns of one matrix, so that they cancel as they should in the sum that g_t gets.
+Two kernels, `reading` first and then `writing`, which adds to d_k and d_g: one alone fills the registers, so that
+nothing runs while it waits.
+"""
 
 import triton
 import triton.language as tl
@@ -13,19 +19,14 @@ def _row_dot(x, y):
 
 
 @triton.jit
-def gradients(
-    r, k, u, g, e, beta, read, d, written, states, states_after, d_o, residual, d_residual,
-    d_u, new_d_u, d_r, d_k, d_g, d_e, d_beta, d_read, d_d, d_target,
+def reading(
+    r, k, u, g, beta, read, d, written, states, d_o, residual, d_residual,
+    d_r, d_k, d_g, d_read, d_d, d_target,
     cu_seqlens, of, first, length, chunks, from_chunk, span, sequences, scale, clip, H, V,
-    K: tl.constexpr, SIZE: tl.constexpr, BV: tl.constexpr, LATE: tl.constexpr, LOSS: tl.constexpr, SUM: tl.constexpr,
+    K: tl.constexpr, SIZE: tl.constexpr, BV: tl.constexpr, LOSS: tl.constexpr, SUM: tl.constexpr,
     PACKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Of one chunk and head. d_u and new_d_u are one tensor: it holds the gradient of beta u and leaves with that of u.
-
-    What is read or erased at i grows with G_i, what is written at j shrinks with G_j. Where both lie in the chunk the
-    two are sums over rows and columns of one matrix, so that they cancel as they should in the sum that g_t gets.
-    First what reads, then what is written and erased: so fewer sums are kept in registers at once.
-    """
+    """Of one chunk and head, from what it reads and predicts."""
     FIT: tl.constexpr = LOSS is not None
     program, head = tl.program_id(0), tl.program_id(1)
     sequence, chunk = locate(program, of, first, span, PACKED)
@@ -92,27 +93,55 @@ def gradients(
     if g is not None:
         pair = d_within * tl.dot(wanted, tl.trans(k_c), input_precision=PRECISION)
         grow = _row_dot(wanted, from_read)
-        if FIT or e is not None:
-            overlap = tl.dot(k_c, tl.trans(k_c), input_precision=PRECISION)
         if FIT:
-            pair += d_overlap * decay * overlap
+            pair += d_overlap * decay * tl.dot(k_c, tl.trans(k_c), input_precision=PRECISION)
             grow += _row_dot(k_c, from_predict)
         grow += tl.sum(pair, 1)
-        shrink = tl.sum(pair, 0)
-    reading = from_read + tl.dot(d_within.to(kind), k_c, input_precision=PRECISION)
+        # A sum that stands before its token takes nothing of that token's own g.
+        found = tl.cumsum(grow - tl.sum(pair, 0), 0, reverse=True)
+        put_scalars(d_g, found - grow if FIT else found, row, valid, head, H, SIZE)
+    from_read += tl.dot(d_within.to(kind), k_c, input_precision=PRECISION)
     dk = tl.dot((d_within_t * decay_t * scale).to(kind), wanted, input_precision=PRECISION)
     if FIT:
         dk += from_predict + tl.dot((d_overlap * decay).to(kind), k_c, input_precision=PRECISION)
         dk += tl.dot((d_overlap_t * decay_t).to(kind), k_c, input_precision=PRECISION)
     if read is not None:
-        put_scalars(d_read, _row_dot(r_c, reading), row, valid, head, H, SIZE)
+        put_scalars(d_read, _row_dot(r_c, from_read), row, valid, head, H, SIZE)
     if d is not None:
-        put_scalars(d_d, -_row_dot(k_c, reading), row, valid, head, H, SIZE)
-        dk -= correction[:, None] * reading
+        put_scalars(d_d, -_row_dot(k_c, from_read), row, valid, head, H, SIZE)
+        dk -= correction[:, None] * from_read
     if read is not None:
-        reading *= factor[:, None]
-    put_rows(d_r, reading, row, valid, head * K, H * K, SIZE, K, RAGGED)
+        from_read *= factor[:, None]
+    put_rows(d_r, from_read, row, valid, head * K, H * K, SIZE, K, RAGGED)
 
+    put_rows(d_k, dk, row, valid, head * K, H * K, SIZE, K, RAGGED)
+
+
+@triton.jit
+def writing(
+    k, u, g, e, beta, written, states, states_after, d_u, new_d_u, d_k, new_d_k, d_g, d_e, d_beta,
+    cu_seqlens, of, first, length, chunks, from_chunk, span, sequences, H, V,
+    K: tl.constexpr, SIZE: tl.constexpr, BV: tl.constexpr, LATE: tl.constexpr, SUM: tl.constexpr,
+    PACKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Of one chunk and head, from what it writes and erases.
+
+    d_u and new_d_u are one tensor, which holds the gradient of beta u and leaves with that of u, and so are d_k and
+    new_d_k.
+    """
+    program, head = tl.program_id(0), tl.program_id(1)
+    sequence, chunk = locate(program, of, first, span, PACKED)
+    if sequence >= sequences:
+        return
+    chunk += from_chunk
+    start, length = bounds(sequence, cu_seqlens, length, PACKED)
+    row, valid = start + chunk * SIZE, length - chunk * SIZE
+    i = tl.arange(0, SIZE)
+    kind = k.dtype
+    slot = (program * H + head) * V
+    here = row if PACKED else (sequence * span + chunk - from_chunk) * SIZE
+    if beta is not None:
+        strength = scalars(beta, row, valid, head, H, SIZE)
     from_write = tl.zeros([SIZE, K], tl.float32)
     if e is not None:
         from_erase = tl.zeros([SIZE, K], tl.float32)
@@ -148,11 +177,12 @@ def gradients(
             )
     if beta is not None:
         put_scalars(d_beta, d_strength, row, valid, head, H, SIZE)
+    sums, earlier, total = cumulative(g, row, valid, head, H, SIZE, SUM)
+    k_c = get_rows(k, row, valid, head * K, SIZE, RAGGED)
     from_write *= tl.exp2((total - sums).to(tl.float32))[:, None]
     if g is not None:
         ending = _row_dot(k_c, from_write)
-        shrink += ending
-    dk += from_write
+        shrink = ending
     if e is not None:
         erase = scalars(e, row, valid, head, H, SIZE)
         late = sums if LATE else earlier
@@ -160,23 +190,21 @@ def gradients(
         d_system *= apart(late[:, None], sums[None, :], i[:, None], i[None, :], True)
         d_system_t *= apart(late[None, :], sums[:, None], i[None, :], i[:, None], True)
         if g is not None:
-            pair = erase[:, None] * d_system * overlap
+            pair = erase[:, None] * d_system * tl.dot(k_c, tl.trans(k_c), input_precision=PRECISION)
             grow_e = tl.sum(pair, 1) + erase * _row_dot(k_c, from_erase)
             shrink -= tl.sum(pair, 0)
         # The gradient of M is -d_u w^T, since that of X^{-1} is -X^{-T} (.) X^{-T}.
         from_erase += tl.dot(d_system.to(kind), k_c, input_precision=PRECISION)
         put_scalars(d_e, -_row_dot(k_c, from_erase), row, valid, head, H, SIZE)
-        dk -= erase[:, None] * from_erase
-        dk -= tl.dot((d_system_t * erase[None, :]).to(kind), k_c, input_precision=PRECISION)
-    put_rows(d_k, dk, row, valid, head * K, H * K, SIZE, K, RAGGED)
+        from_write -= erase[:, None] * from_erase
+        from_write -= tl.dot((d_system_t * erase[None, :]).to(kind), k_c, input_precision=PRECISION)
+    from_write += get_rows(d_k, row, valid, head * K, SIZE, RAGGED).to(tl.float32)
+    put_rows(new_d_k, from_write, row, valid, head * K, H * K, SIZE, K, RAGGED)
     if g is not None:
-        net = grow - shrink
         if e is not None:
-            net -= grow_e
-        # A sum that stands before its token takes nothing of that token's own g.
-        found = tl.cumsum(net, 0, reverse=True) + tl.sum(ending) + tl.exp2(total.to(tl.float32)) * kept
-        if FIT:
-            found -= grow
+            shrink += grow_e
+        found = tl.sum(ending) + tl.exp2(total.to(tl.float32)) * kept - tl.cumsum(shrink, 0, reverse=True)
         if e is not None and not LATE:
             found += grow_e
+        found += scalars(d_g, row, valid, head, H, SIZE)
         put_scalars(d_g, found, row, valid, head, H, SIZE)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deltalab.kernels import scalar
 from deltalab.kernels.chunk import absent, chunk_map, fold_into_batch, tiles
-from deltalab.kernels.scalar_gradients import gradients
+from deltalab.kernels.scalar_gradients import reading, writing
 
 WORKSPACE = 64 * 2**20
 """Bytes that the states of a segment may take in the backward; a segment has fewer only where it would idle the GPU."""
@@ -78,6 +78,10 @@ class Launch:
         bounds, _, first = self.packed or (None, None, None)
         return {"cu_seqlens": bounds, "first": first, "length": self.tokens, "chunks": self.chunks}
 
+    def spans(self) -> dict[str, Any]:
+        """For programs per chunk instead of per sequence."""
+        return {**self.sequence(), "of": self.packed and self.packed[1], "sequences": self.batch}
+
     def sizes(self) -> dict[str, Any]:
         return {
             "H": self.heads, "K": self.key_dim, "SIZE": self.size,
@@ -90,8 +94,8 @@ class Launch:
         return tl.float64 if self.precision == "ieee" else tl.float32
 
 
-WARPS = {"prepare": 2, "scan": 4, "reverse": 4, "gradients": 8}
-STAGES = {"prepare": 1, "scan": 3, "reverse": 2, "gradients": 1}
+WARPS = {"prepare": 2, "scan": 4, "reverse": 4, "reading": 8, "writing": 8}
+STAGES = {"prepare": 1, "scan": 3, "reverse": 2, "reading": 1, "writing": 1}
 
 
 def _how(kernel: str) -> dict[str, int]:
@@ -213,12 +217,12 @@ def _backward(
     written = None
     if e is not None:
         written = torch.empty_like(u) if x.packed else u.new_empty(x.batch, x.every * x.size, x.heads, x.value_dim)
-    bounds, of, first = x.packed or (None, None, None)
     solve, pairs, overlap = x.squares(inverse), x.squares(within), x.squares(overlaps)
     keys, reads, values, upstream = x.keys(k), x.keys(r), x.values(u), x.values(d_o)
     before_tiles, after_tiles = x.per_chunk(states), x.per_chunk(states_after)
     found, wrong = x.values(residual), x.values(d_residual)
-    size = {**x.sizes(), "V": x.value_dim, "BV": x.bv, "scale": scale, "clip": clip}
+    plain = {**x.sizes(), "V": x.value_dim, "BV": x.bv}
+    size = {**plain, "scale": scale, "clip": clip}
     for segment in reversed(range(x.segments)):
         begins, ends = segment * x.every, min((segment + 1) * x.every, x.chunks)
         at = {**x.sequence(), "from_chunk": begins, "to_chunk": ends}
@@ -232,13 +236,18 @@ def _backward(
             x.values(d_u, store=True), **at, **size, CORRECTED=d is not None, LOSS=loss, **_how("reverse"),
         )  # fmt: skip
         span = ends - begins
-        gradients[(x.chunks if x.packed else x.batch * span, x.heads)](
-            reads, keys, values, g, e, beta, read, d, x.values(written), before_tiles, after_tiles,
-            upstream, found, wrong, x.values(d_u), x.values(d_u, store=True), x.keys(d_r, store=True),
-            x.keys(d_k, store=True), _or_none(d_g), _or_none(d_e), _or_none(d_beta), _or_none(d_read), _or_none(d_d),
-            x.values(_or_none(d_target), store=True),
-            bounds, of, first, x.tokens, x.chunks, begins, span, x.batch,
-            **size, LATE=late, LOSS=loss, SUM=x.sum, **_how("gradients"),
+        grid = (x.chunks if x.packed else x.batch * span, x.heads)
+        where = {**x.spans(), "from_chunk": begins, "span": span}
+        new_d_k = x.keys(d_k, store=True)
+        reading[grid](
+            reads, keys, values, g, beta, read, d, x.values(written), before_tiles, upstream, found, wrong,
+            x.keys(d_r, store=True), new_d_k, _or_none(d_g), _or_none(d_read), _or_none(d_d),
+            x.values(_or_none(d_target), store=True), **where, **size, LOSS=loss, SUM=x.sum, **_how("reading"),
+        )  # fmt: skip
+        writing[grid](
+            keys, values, g, e, beta, x.values(written), before_tiles, after_tiles, x.values(d_u),
+            x.values(d_u, store=True), x.keys(d_k), new_d_k, _or_none(d_g), _or_none(d_e), _or_none(d_beta),
+            **where, **plain, LATE=late, SUM=x.sum, **_how("writing"),
         )  # fmt: skip
     return [*like, after.transpose(-1, -2).contiguous()]
 
