@@ -21,7 +21,7 @@ class Memorization(MAD):
 
     256 examples of L = 32 show each of 127 keys about 32 times; with larger V, not all keys need be among them.
 
-    `chance` is that of naming any value, 1/(V - 1 - K). L is even and at least 2, V at least 4 (`InputError`
+    `chance` is that of naming any value of a key, 1/K. L is even and at least 2, V at least 4 (`InputError`
     otherwise).
 
     >>> batch = Memorization(length=8).batch("test", 1, seed=0, step=0)
@@ -45,7 +45,7 @@ class Memorization(MAD):
 
     @property
     def chance(self) -> float:
-        return 1 / (self.vocab_size - 1 - (self.vocab_size - 1) // 2)
+        return 1 / ((self.vocab_size - 1) // 2)
 
     def draw(self, split: str, size: int, random: Random) -> Batch:
         insert = self.vocab_size - 1
