@@ -16,10 +16,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from deltalab_rules import comba, deltanet, gated_deltanet, gka, gla, rdn, rla, sgla
 
 from deltalab.bench import GPU_SHAPE, Bench, Report, Shape
 from deltalab.rule import UpdateRule
+from deltalab_rules import comba, deltanet, gated_deltanet, gka, gla, rdn, rla, sgla
 
 OTHER_SHAPES = (Shape(64, 256, 2, 64, 64), Shape(1, 32768, 16, 128, 128))
 LONG = Shape(1, 65536, 16, 128, 128)

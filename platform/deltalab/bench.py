@@ -43,6 +43,8 @@ DRAWN = 256
 """Tokens that are drawn; longer sequences repeat them."""
 CHUNK = 64
 MOST_COPIES = 64
+CPU_SECONDS = 0.3
+"""For each measurement on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -353,7 +355,7 @@ class Bench:
 
             return float(do_bench(run, return_mode="median"))
         once = self._seconds(run)
-        return 1e3 * statistics.median(self._seconds(run) for _ in range(max(3, min(50, int(0.3 / once)))))
+        return 1e3 * statistics.median(self._seconds(run) for _ in range(max(3, min(50, int(CPU_SECONDS / once)))))
 
     def _extra_memory(self, run: Callable[[], list[Tensor]], *, kept: int) -> int | None:
         if not self.on_gpu:
@@ -434,16 +436,15 @@ def _ours(rule: UpdateRule, x: Inputs, now: Inputs, backend: Backend) -> Contest
 def flops(rule: UpdateRule, shape: Shape) -> float | None:
     """Of the products of a rule's chunked algorithm, forward, with chunks of 64.
 
-    A rule outside the algebra is counted on its pure torch form, at a length of `DRAWN`, as if a token cost as much at
-    any; None where that has no products to count.
+    A rule outside the algebra is counted on its pure torch form at two lengths, for a cost that is linear in T or
+    quadratic; None where that has no products that PyTorch counts.
     """
     tokens, transition = shape.batch * shape.length * shape.heads, rule.transition
     k, v = shape.key_dim, shape.value_dim
     if transition is None:
-        x = draw(rule, batch=1, length=DRAWN, heads=1, key_dim=k, value_dim=v).map(lambda part: part.float())
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            scan(rule, x.q, x.k, x.v, x.gates, backend="chunked", chunk_size=CHUNK)
-        return counter.get_total_flops() / DRAWN * tokens or None
+        one, two = (_counted(rule, length, k, v) for length in (DRAWN, 2 * DRAWN))
+        squared = (two - 2 * one) / (2 * DRAWN**2)
+        return tokens * (one / DRAWN + squared * (shape.length - DRAWN)) or None
     # Of each token of a chunk: r k^T, that by what is written, and r S; then k^T by what is written.
     read, write = 2 * (CHUNK * k + CHUNK * v + k * v), 2 * k * v
     # As a read, with the inverse; where free there are two products more of each kind, as a is beside k.
@@ -451,6 +452,13 @@ def flops(rule: UpdateRule, shape: Shape) -> float | None:
     scanned = read + write + erase[transition.low_rank]
     # The first state also reads what it predicts.
     return tokens * transition.steps * (2 * scanned + read if rule.second_state else scanned)
+
+
+def _counted(rule: UpdateRule, length: int, key_dim: int, value_dim: int) -> int:
+    x = draw(rule, batch=1, length=length, heads=1, key_dim=key_dim, value_dim=value_dim).map(Tensor.float)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        scan(rule, x.q, x.k, x.v, x.gates, backend="chunked", chunk_size=CHUNK)
+    return int(counter.get_total_flops())
 
 
 def attention_flops(shape: Shape) -> float:
