@@ -94,8 +94,8 @@ class Launch:
         return tl.float64 if self.precision == "ieee" else tl.float32
 
 
-WARPS = {"prepare": 2, "scan": 4, "reverse": 4, "reading": 8, "writing": 8}
-STAGES = {"prepare": 1, "scan": 3, "reverse": 2, "reading": 1, "writing": 1}
+WARPS = {"prepare": 4, "scan": 4, "reverse": 4, "reading": 8, "writing": 8}
+STAGES = {"prepare": 1, "scan": 3, "reverse": 2, "reading": 2, "writing": 2}
 
 
 def _how(kernel: str) -> dict[str, int]:

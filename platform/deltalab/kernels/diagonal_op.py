@@ -1,0 +1,266 @@
+"""`kernels.diagonal` as a PyTorch operator: launches, gradients, `torch.func.vmap` and `torch.compile`."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from deltalab.kernels import diagonal
+from deltalab.kernels.chunk import absent, chunk_map, fold_into_batch
+from deltalab.kernels.diagonal_gradients import gradients
+
+WORKSPACE = 128 * 2**20
+"""Bytes that the states of a segment may take in the backward, where it has not MOST_SEGMENTS yet."""
+
+MOST_SEGMENTS = 4
+
+COLUMNS = 64
+"""Channels at a time where tokens of a chunk meet, so that registers do."""
+
+WARPS = {"prepare": 4, "scan": 4, "reverse": 4, "gradients": 4}
+STAGES = {"prepare": 1, "scan": 2, "reverse": 2, "gradients": 1}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one problem is launched: sizes of blocks and of segments."""
+
+    sequences: int
+    tokens: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    size: int
+    chunks: int
+    every: int
+    packed: tuple[Tensor, Tensor, Tensor] | None
+    precision: str
+    late: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, k: Tensor, u: Tensor, cu_seqlens: Tensor | None, late: bool, size: int) -> "Plan":
+        sequences, tokens, heads, key_dim = k.shape
+        value_dim = u.shape[-1]
+        packed, chunks, segments = None, triton.cdiv(tokens, size), 1
+        if cu_seqlens is None:
+            states = sequences * chunks * heads * key_dim * value_dim * u.element_size()
+            segments = min(MOST_SEGMENTS, triton.cdiv(states, WORKSPACE))
+        else:
+            sequences = cu_seqlens.numel() - 1
+            of, first, chunks = chunk_map(cu_seqlens, tokens, size)
+            packed = (cu_seqlens, of, first)
+        precision = "ieee" if u.element_size() > 2 else "tf32x3"
+        every = triton.cdiv(chunks, segments)
+        return cls(
+            sequences, tokens, heads, key_dim, value_dim, size, chunks, every, packed, precision, late, u.dtype
+        )  # fmt: skip
+
+    @property
+    def segments(self) -> int:
+        return triton.cdiv(self.chunks, self.every)
+
+    @property
+    def bk(self) -> int:
+        return max(16, triton.next_power_of_2(self.key_dim))
+
+    @property
+    def bv(self) -> int:
+        return max(16, min(64, triton.next_power_of_2(self.value_dim)))
+
+    def slots(self, chunks: int) -> int:
+        """Chunks in a launch over this many of each sequence."""
+        return self.chunks if self.packed else self.sequences * chunks
+
+    def prepared(self, like: Tensor, chunks: int, inputs: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+        """Empty tensors for what `diagonal.prepare` writes; to scan, the inverse may be left out."""
+        tied, free = inputs["e"] is not None, inputs["a"] is not None
+        at = (self.slots(chunks), self.heads)
+
+        def tile(exists: bool, *shape: int, dtype: torch.dtype = self.dtype) -> Tensor | None:
+            return like.new_empty(*at, *shape, dtype=dtype) if exists else None
+
+        rows, square = (self.size, self.bk), (self.size, self.size)
+        return {
+            "reading": tile(True, *rows),
+            "writing": tile(True, *rows),
+            "kept": tile(True, self.bk, dtype=torch.float32),
+            "within": tile(True, *square),
+            "erasing": tile(tied or free, *rows),
+            "given": tile(tied or free, *square),
+            "inverse": tile(tied or free, *square),
+            "adding": tile(free, *rows),
+            "within_a": tile(free, *square),
+        }
+
+    def prepare(
+        self, inputs: dict[str, Tensor | None], made: dict[str, Tensor | None], scale: float, begin: int, end: int
+    ) -> None:
+        inputs = {name: x for name, x in inputs.items() if name != "u"}
+        diagonal.prepare[(self.slots(end - begin) * self.heads,)](
+            **inputs, **made, **self.parallel(begin, end), scale=scale, H=self.heads, K=self.key_dim,
+            SIZE=self.size, BK=self.bk, KB=min(self.bk, COLUMNS), FULL=self.bk == self.key_dim, LATE=self.late,
+            PACKED=self.packed is not None, PRECISION=self.precision, **_how("prepare"),
+        )  # fmt: skip
+
+    def parallel(self, begin: int, end: int) -> dict[str, Any]:
+        bounds, of, first = self.packed or (None, None, None)
+        return {
+            "cu_seqlens": bounds, "of": of, "first": first, "length": self.tokens,
+            "from_chunk": begin, "span": end - begin, "sequences": self.sequences,
+        }  # fmt: skip
+
+    def sequential(self, begin: int, end: int) -> dict[str, Any]:
+        bounds, _, first = self.packed or (None, None, None)
+        return {
+            "cu_seqlens": bounds, "first": first, "length": self.tokens, "chunks": self.chunks,
+            "from_chunk": begin, "to_chunk": end, "H": self.heads, "K": self.key_dim, "V": self.value_dim,
+            "SIZE": self.size, "BK": self.bk, "BV": self.bv, "FULL_V": self.value_dim % self.bv == 0,
+            "PACKED": self.packed is not None, "PRECISION": self.precision,
+        }  # fmt: skip
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        return triton.cdiv(self.value_dim, self.bv), self.heads, self.sequences
+
+
+def _how(kernel: str) -> dict[str, int]:
+    return {"num_warps": WARPS[kernel], "num_stages": STAGES[kernel]}
+
+
+NAMES = ("r", "k", "u", "g", "e", "a", "b", "beta", "read", "d")
+
+
+@torch.library.custom_op("deltalab::diagonal_scan", mutates_args=())
+def diagonal_scan(
+    r: Tensor,
+    k: Tensor,
+    u: Tensor,
+    g: Tensor,
+    e: Tensor | None,
+    a: Tensor | None,
+    b: Tensor | None,
+    beta: Tensor | None,
+    read: Tensor | None,
+    d: Tensor | None,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    late: bool,
+    chunk_size: int,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The scan of a state that decays by channel, as `rule.Operands` and `structure.Transition` define it.
+
+    Contiguous r, k, g, a, b [B, T, H, K], u [B, T, H, V], scalars [B, T, H], state [B, H, K, V] (of which there are N
+    where cu_seqlens [N + 1] packs N sequences into B = 1).
+    late: whether the low rank sees the decayed state; keep: whether what the backward needs is returned.
+    Returns (o, last state, and, for the backward, states).
+    """
+    x = Plan.of(k, u, cu_seqlens, late, chunk_size)
+    inputs = dict(zip(NAMES, (r, k, u, g, e, a, b, beta, read, d), strict=True))
+    made = x.prepared(u, x.chunks, inputs)
+    if beta is not None or a is not None:
+        made["inverse"] = None
+    x.prepare(inputs, made, scale, 0, x.chunks)
+    o = torch.empty_like(u)
+    last = u.new_empty(x.sequences, x.heads, x.key_dim, x.value_dim, dtype=torch.float32)
+    begin = last.new_empty(x.sequences, x.segments, x.heads, x.value_dim, x.key_dim) if keep else None
+    made.pop("inverse")
+    diagonal.scan[x.grid](
+        u, **made, state=state, begin_states=begin, o=o, last=last, states=None, written=None,
+        every=x.every, segments=x.segments, **x.sequential(0, x.chunks), **_how("scan"),
+    )  # fmt: skip
+    return o, last, absent(u) if begin is None else begin
+
+
+@diagonal_scan.register_fake
+def _(r, k, u, g, e, a, b, beta, read, d, state, cu_seqlens, scale, late, chunk_size, keep):  # type: ignore[no-untyped-def]
+    x = Plan.of(k, u, cu_seqlens, late, chunk_size)
+    last = u.new_empty(x.sequences, x.heads, x.key_dim, x.value_dim, dtype=torch.float32)
+    begin = last.new_empty(x.sequences, x.segments, x.heads, x.value_dim, x.key_dim) if keep else absent(u)
+    return torch.empty_like(u), last, begin
+
+
+@torch.library.custom_op("deltalab::diagonal_scan_backward", mutates_args=())
+def _backward(
+    r: Tensor,
+    k: Tensor,
+    u: Tensor,
+    g: Tensor,
+    e: Tensor | None,
+    a: Tensor | None,
+    b: Tensor | None,
+    beta: Tensor | None,
+    read: Tensor | None,
+    d: Tensor | None,
+    begin: Tensor,
+    d_o: Tensor,
+    d_last: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    late: bool,
+    chunk_size: int,
+) -> list[Tensor]:
+    """Gradients of r, k, u, g, e, a, b, beta, read, d and the state; empty for what was not given."""
+    x = Plan.of(k, u, cu_seqlens, late, chunk_size)
+    inputs = dict(zip(NAMES, (r, k, u, g, e, a, b, beta, read, d), strict=True))
+    found = {f"d_{name}": None if one is None else torch.empty_like(one) for name, one in inputs.items()}
+    if d_last is None:
+        after = begin.new_zeros(x.sequences, x.heads, x.value_dim, x.key_dim)
+    else:
+        after = d_last.float().transpose(-1, -2).contiguous()
+    made = x.prepared(u, x.every, inputs)
+    low_rank, free = e is not None or a is not None, a is not None
+    states = u.new_empty(x.slots(x.every), x.heads, x.value_dim, x.bk)
+    states_after = torch.empty_like(states)
+    written = u.new_empty(x.slots(x.every), x.heads, x.size, x.value_dim) if low_rank else None
+    d_seen = torch.empty_like(written) if free else None
+    for segment in reversed(range(x.segments)):
+        span = (segment * x.every, min((segment + 1) * x.every, x.chunks))
+        x.prepare(inputs, made, scale, *span)
+        scanned = {name: one for name, one in made.items() if name != "inverse"}
+        diagonal.scan[x.grid](
+            u, **scanned, state=None, begin_states=begin, o=None, last=None, states=states, written=written,
+            every=x.every, segments=x.segments, **x.sequential(*span), **_how("scan"),
+        )  # fmt: skip
+        diagonal.reverse[x.grid](
+            d_o, **made, d_last=after, states_after=states_after, d_u=found["d_u"], d_seen=d_seen, d_state=after,
+            **x.sequential(*span), **_how("reverse"),
+        )  # fmt: skip
+        gradients[(x.slots(span[1] - span[0]) * x.heads,)](
+            **inputs, written=written, d_seen=d_seen, states=states, states_after=states_after, d_o=d_o,
+            **found, **x.parallel(*span), scale=scale, H=x.heads, K=x.key_dim, V=x.value_dim,
+            SIZE=x.size, BK=x.bk, KB=min(x.bk, COLUMNS), BV=x.bv, FULL=x.bk == x.key_dim, FULL_V=x.value_dim % x.bv == 0, LATE=late,
+            PACKED=x.packed is not None, PRECISION=x.precision, **_how("gradients"),
+        )  # fmt: skip
+    grads = [absent(u) if one is None else one for one in found.values()]
+    return [*grads, after.transpose(-1, -2).contiguous()]
+
+
+@_backward.register_fake
+def _(r, k, u, g, e, a, b, beta, read, d, begin, d_o, d_last, cu_seqlens, scale, late, chunk_size):  # type: ignore[no-untyped-def]
+    like = [absent(u) if x is None else torch.empty_like(x) for x in (r, k, u, g, e, a, b, beta, read, d)]
+    return [*like, begin.new_empty(begin.shape[0], begin.shape[2], begin.shape[4], begin.shape[3])]
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, state, cu_seqlens, scale, late, chunk_size, _ = inputs
+    ctx.save_for_backward(*tensors, output[2], cu_seqlens)
+    ctx.rest = (scale, late, chunk_size)
+    ctx.given = [tensor is not None for tensor in (*tensors, state)]
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, d_o: Tensor | None, d_last: Tensor | None, *_: Any) -> Any:
+    *saved, cu_seqlens = ctx.saved_tensors
+    d_o = torch.zeros_like(saved[2]) if d_o is None else d_o.contiguous()
+    found = _backward(*saved, d_o, d_last, cu_seqlens, *ctx.rest)
+    return (*(one if given else None for one, given in zip(found, ctx.given, strict=True)), *[None] * 5)
+
+
+diagonal_scan.register_autograd(_differentiate, setup_context=_remember)
+fold_into_batch(diagonal_scan)
+fold_into_batch(_backward)

@@ -1,0 +1,99 @@
+"""Kernels with diagonal decay, in Triton's interpreter: the recurrence in fp64, and its gradients."""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deltalab import reference
+from deltalab.kernels.diagonal_op import diagonal_scan
+from deltalab.rule import Operands
+from deltalab.structure import Transition
+
+H, CHUNK = 2, 16
+NAMES = ("r", "k", "u", "g", "e", "a", "b", "beta", "read", "d")
+STRUCTURES = ["none", "tied", "free"]
+
+
+def drawn(structure: str, tokens: int, *, batch: int = 1, key: int = 16, value: int = 16, more: bool = True) -> Operands:
+    """fp32 operands in the order that the kernel takes them; the scalars that a rule may leave out where `more`."""
+    draw = torch.Generator().manual_seed(1)
+
+    def normal(*width: int) -> Tensor:
+        return torch.randn(batch, tokens, H, *width, generator=draw)
+
+    def uniform(*width: int) -> Tensor:
+        return torch.rand(batch, tokens, H, *width, generator=draw)
+
+    k, b = F.normalize(normal(key), dim=-1), F.normalize(normal(key), dim=-1)
+    tied, free = structure == "tied", structure == "free"
+    return Operands(
+        r=F.normalize(normal(key), dim=-1), k=k, u=normal(value), g=-uniform(key) * 0.5,
+        e=uniform() if tied else None, a=-uniform(key) * b if free else None, b=b if free else None,
+        beta=uniform() + 0.5 if more else None, read=uniform() + 0.5 if more else None, d=uniform() if more else None,
+    )  # fmt: skip
+
+
+def fast(x: Operands, state: Tensor | None, *, late: bool, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    o, last, _ = diagonal_scan(*(getattr(x, name) for name in NAMES), state, cu_seqlens, 0.3, late, CHUNK, True)
+    return o, last
+
+
+def right(x: Operands, state: Tensor | None, *, late: bool) -> tuple[Tensor, Tensor]:
+    transition = Transition(
+        name="this", decay="diagonal", low_rank="tied" if x.e is not None else "free" if x.a is not None else "none",
+        reads="decayed_state" if late else "state",
+    )  # fmt: skip
+    o, last = reference.recurrent(transition, x, scale=0.3, state=state)
+    assert isinstance(last, Tensor)
+    return o, last
+
+
+def given(x: Operands, state: Tensor | None, dtype: torch.dtype) -> tuple[Operands, Tensor | None, dict[str, Tensor]]:
+    """A copy whose tensors want gradients, and these by name."""
+    leaves = {name: getattr(x, name) for name in NAMES} | {"state": state}
+    leaves = {name: t.detach().clone().to(dtype).requires_grad_() for name, t in leaves.items() if t is not None}
+    state = leaves.get("state")
+    return Operands(**{name: t for name, t in leaves.items() if name != "state"}), state, leaves
+
+
+def check(x: Operands, state: Tensor | None, *, late: bool, tolerance: float = 1e-5) -> None:
+    """Output, last state and every gradient."""
+    results = []
+    for scan, dtype in ((fast, torch.float32), (right, torch.float64)):
+        operands, start, leaves = given(x, state, dtype)
+        o, last = scan(operands, start, late=late)
+        weights = torch.arange(o.numel(), dtype=dtype).cos().view_as(o)
+        loss = (o * weights).sum() + (last * torch.arange(last.numel(), dtype=dtype).sin().view_as(last)).sum()
+        loss.backward()
+        results.append({"o": o, "last": last, **{name: leaf.grad for name, leaf in leaves.items()}})
+    found, wanted = results
+    for name, want in wanted.items():
+        error = (found[name].double() - want).norm() / want.norm().clamp_min(1e-12)
+        assert error <= tolerance, f"{name}: {float(error):.1e}"
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("tokens", [1, 16, 39])
+def test_output_state_and_gradients_are_those_of_the_recurrence(structure, late, tokens):
+    state = torch.randn(1, H, 16, 16, generator=torch.Generator().manual_seed(2))
+    check(drawn(structure, tokens), state, late=late)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_widths_that_fill_no_block_and_no_state(structure):
+    check(drawn(structure, 20, batch=2, key=24, value=20, more=False), None, late=True)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("low", [-1000.0, -torch.inf])
+def test_decays_without_end(structure, late, low):
+    x = drawn(structure, 20)
+    at = torch.rand(x.g.shape, generator=torch.Generator().manual_seed(3))
+    check(x.__class__(**{**vars(x), "g": torch.where(at < 0.3, low, torch.where(at < 0.6, 0.0, x.g))}), None, late=late)
