@@ -115,7 +115,7 @@ class Plan:
             seeds = tuple(range(CONFIRM_SEEDS_FROM, CONFIRM_SEEDS_FROM + self.spec.seeds))
         task = self.tasks[arm.task]
         config = _with(arm.config, values, task, where=f"arm '{arm.name}'")
-        params = asdict(task)
+        params = json.loads(json.dumps(asdict(task)))  # a job is JSON: lists where a task has tuples
         plugins = tuple(_plugins(config, task))
         key = _hash(
             {
