@@ -1,6 +1,7 @@
 """One door to every backend: checks the inputs, fills in constants, and picks the fastest that fits."""
 
 import functools
+import importlib
 import itertools
 import logging
 import os
@@ -66,8 +67,8 @@ def scan(
         if rule.transition is not None and not rule.brings_kernel:
             x = operands(rule, q, k, v, gates)
             if may_fuse:
-                from deltalab.kernels import algebra
-
+                # By name: an exported model carries this file without the kernels.
+                algebra = importlib.import_module("deltalab.kernels.algebra")
                 if backend == "triton":
                     _no_growth(x)
                 if backend == "triton" or algebra.takes(rule.transition, x, v.dtype):
@@ -101,8 +102,10 @@ def _no_triton(device: str) -> str | None:
     """What is missing for the kernels, if anything is."""
     try:
         import triton
-    except ImportError:
-        return "Triton"
+
+        importlib.import_module("deltalab.kernels")
+    except ImportError as error:
+        return f"the package {(error.name or 'triton').split('.')[0]}"
     if tuple(map(int, triton.__version__.split(".")[:2])) < OLDEST_TRITON:
         return f"Triton {'.'.join(map(str, OLDEST_TRITON))} or later, not {triton.__version__}"
     if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -123,8 +126,9 @@ def _triton_or_say(device: str) -> bool:
 
 
 def _no_growth(x: Operands) -> None:
-    """A look at the device, hence only where the kernel was asked for by name."""
-    if x.g is not None and bool((x.g > 0).any()):
+    """A look at the device, hence only where the kernel was asked for by name, and no CUDA graph is being captured."""
+    capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    if x.g is not None and not capturing and bool((x.g > 0).any()):
         raise InputError("g is a log-decay and at most 0: the Triton kernels do not take a state that grows")
 
 
