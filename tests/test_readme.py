@@ -9,6 +9,7 @@ from deltalab import registry
 from deltalab.conformance import check_rule
 from deltalab.study.plan import make_plan
 from deltalab.study.spec import load_study
+from deltalab.tasks import BUILTIN
 
 README = Path(__file__).parents[1] / "README.md"
 TEXT = README.read_text(encoding="utf-8")
@@ -48,6 +49,10 @@ def test_the_study_of_the_readme_can_be_planned(balanced):
 
 def test_the_rules_of_the_readme_are_the_rules_there_are():
     assert sorted(_first_column("rule")) == registry.list_rules()
+
+
+def test_the_tasks_of_the_readme_are_the_tasks_there_are():
+    assert sorted(_first_column("task")) == sorted(BUILTIN)
 
 
 def test_the_studies_of_the_readme_are_the_studies_there_are():

@@ -16,6 +16,8 @@ import torch
 from deltalab import check_task, cli, registry
 from deltalab.checks import CheckResult
 from deltalab.scaffold import new_task
+from deltalab.study.plan import Job, make_plan
+from deltalab.study.spec import load_study
 from deltalab.tasks import BUILTIN, IGNORE, MQAR, Batch, Random, Task
 from deltalab.tasks.conformance import CHECKS
 
@@ -188,6 +190,22 @@ def test_a_new_task_passes_its_checks_and_stands_in_a_study(platform: Callable[.
     assert code == 0, err
     report = json.loads(out)
     assert [table["task"] for table in report["tables"]] == ["my_copy"]
+
+
+def test_a_changed_task_is_another_trial(here: Path) -> None:
+    (here / "study.yaml").write_text(STUDY)
+
+    def planned() -> Job:
+        registry._all.cache_clear()
+        plan = make_plan(load_study(here / "study.yaml"))
+        return plan.job(plan.arms[0], "confirm", 0, {})
+
+    file = new_task("my_copy")
+    before = planned()
+    assert planned().key == before.key
+    file.write_text(file.read_text() + "\n# other data, same version\n")
+    registry._read.cache_clear()
+    assert planned().key != before.key
 
 
 def test_a_task_of_any_file_is_found_by_the_option(platform: Callable[..., Any], here: Path) -> None:

@@ -112,7 +112,7 @@ def _cost(plan: Plan, arm: Arm) -> ArmCost:
         name = arm.config["rule"]["name"]
         raise InputError(
             f"arm '{arm.name}' does not run on task '{arm.task}': {type(error).__name__}: {said}; "
-            f"`platform rule check {name}` may say more"
+            f"`platform rule check {name}` or `platform task check {plan.tasks[arm.task].name}` may say more"
         ) from error
 
 
