@@ -19,7 +19,9 @@ NAMES = ("r", "k", "u", "g", "e", "a", "b", "beta", "read", "d")
 STRUCTURES = ["none", "tied", "free"]
 
 
-def drawn(structure: str, tokens: int, *, batch: int = 1, key: int = 16, value: int = 16, more: bool = True) -> Operands:
+def drawn(
+    structure: str, tokens: int, *, batch: int = 1, key: int = 16, value: int = 16, more: bool = True
+) -> Operands:
     """fp32 operands in the order that the kernel takes them; the scalars that a rule may leave out where `more`."""
     draw = torch.Generator().manual_seed(1)
 

@@ -17,7 +17,7 @@ matrices. A token is a row or a column, so that one factor and one tile serves b
 import triton
 import triton.language as tl
 
-from deltalab.kernels.chunk import LOWEST, bounds, locate, scalars, unit_lower_inverse
+from deltalab.kernels.chunk import LOG2_E, LOWEST, bounds, locate, scalars, unit_lower_inverse
 
 
 @triton.jit
@@ -33,72 +33,81 @@ def rows(x, row, valid, head, H, column, width, SIZE: tl.constexpr, FULL: tl.con
 
 
 @triton.jit
-def log_decays(g, row, valid, head, H, column, K, SIZE: tl.constexpr, FULL: tl.constexpr):
-    """g of a chunk in fp32, and as two halves of fp16 that add up to it; the second is None where one holds it."""
-    at, there = rows(g, row, valid, head, H, column, K, SIZE, FULL)
-    value = tl.maximum(tl.load(at, mask=there, other=0.0).to(tl.float32), LOWEST)
+def channels(x, row, valid, head, H, key, width, SIZE: tl.constexpr, FULL: tl.constexpr):
+    """`rows`, transposed: [W, SIZE]."""
+    i = tl.arange(0, SIZE)
+    at = x + (row.to(tl.int64) * H + head) * width + (i[None, :] * (H * width) + key[:, None])
+    there = (i < valid)[None, :]
+    return at, there if FULL else there & (key < width)[:, None]
+
+
+@triton.jit
+def get_channels(x, row, valid, head, H, key, width, SIZE: tl.constexpr, FULL: tl.constexpr):
+    """[W, SIZE] of x in fp32, 0 where there is nothing."""
+    at, there = channels(x, row, valid, head, H, key, width, SIZE, FULL)
+    return tl.load(at, mask=there, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def put_channels(x, tile, row, valid, head, H, key, width, SIZE: tl.constexpr, FULL: tl.constexpr):
+    """Stores where `get_channels` finds it."""
+    at, there = channels(x, row, valid, head, H, key, width, SIZE, FULL)
+    tl.store(at, tile.to(x.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def log_decays(g, row, valid, head, H, key, K, SIZE: tl.constexpr, FULL: tl.constexpr):
+    """g of a chunk, base 2, [W, SIZE] in fp32, and as two of fp16 that add up to it."""
+    value = tl.maximum(get_channels(g, row, valid, head, H, key, K, SIZE, FULL), LOWEST) * LOG2_E
     high = value.to(tl.float16)
-    low = None
-    if g.dtype.element_ty == tl.float32:
-        low = (value - high.to(tl.float32)).to(tl.float16)
-    return value, high, low
+    return value, high, (value - high.to(tl.float32)).to(tl.float16)
 
 
 @triton.jit
-def decay(chosen, high, low):
-    """exp of the sums of g over tokens that [i, j] chooses."""
+def decay(high, low, chosen):
+    """exp2 of the sums of g, [W, SIZE], over the tokens j that [j, i] chooses for i."""
     chosen = chosen.to(tl.float16)
-    sums = tl.dot(chosen, high)
-    if low is not None:
-        sums = tl.dot(chosen, low, sums)
-    return tl.exp(sums)
+    return tl.exp2(tl.dot(low, chosen, tl.dot(high, chosen)))
 
 
 @triton.jit
-def between(level: tl.constexpr, i, j):
-    """Tokens between i and the border within its block of two halves of 2**level: before or after i, never i."""
-    return (i >> level == j >> level) & ((j < i) == second_half(level, i)) & (i != j)
+def between(level: tl.constexpr, SIZE: tl.constexpr):
+    """[j, i]: whether j lies between i and the border within its block of two halves of 2**level; i itself does not."""
+    j, i = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
+    return (i >> level == j >> level) & ((j < i) == ((i >> level) % 2 == 1)) & (i != j)
 
 
 @triton.jit
-def second_half(level: tl.constexpr, i):
-    """Whether token i is a row at this level, or a column."""
-    return (i >> level) % 2 == 1
-
-
-@triton.jit
-def halves(level: tl.constexpr, i, j):
+def halves(level: tl.constexpr, SIZE: tl.constexpr):
     """Whether i and j are in different halves of one block."""
+    i, j = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
     return (i >> level) ^ (j >> level) == 1
 
 
 @triton.jit
 def read_and_written(
-    r, k, e, beta, read, d, row, valid, head, H, column, K, scale, SIZE: tl.constexpr, FULL: tl.constexpr
+    r, k, e, beta, read, d, row, valid, head, H, key, K, scale, SIZE: tl.constexpr, FULL: tl.constexpr
 ):
-    """What reads and what is written along, in fp32. A tied low rank takes beta u for what is written, not beta k."""
-    at, there = rows(k, row, valid, head, H, column, K, SIZE, FULL)
-    writer = tl.load(at, mask=there, other=0.0).to(tl.float32)
-    at, there = rows(r, row, valid, head, H, column, K, SIZE, FULL)
-    reader = tl.load(at, mask=there, other=0.0).to(tl.float32) * scale
+    """What reads and what is written along, [W, SIZE]. A tied low rank takes beta u for what is written, not beta k."""
+    writer = get_channels(k, row, valid, head, H, key, K, SIZE, FULL)
+    reader = get_channels(r, row, valid, head, H, key, K, SIZE, FULL) * scale
     if read is not None:
-        reader *= scalars(read, row, valid, head, H, SIZE)[:, None]
+        reader *= scalars(read, row, valid, head, H, SIZE)[None, :]
     if d is not None:
-        reader -= scale * scalars(d, row, valid, head, H, SIZE)[:, None] * writer
+        reader -= scale * scalars(d, row, valid, head, H, SIZE)[None, :] * writer
     if e is None and beta is not None:
-        writer *= scalars(beta, row, valid, head, H, SIZE)[:, None]
+        writer *= scalars(beta, row, valid, head, H, SIZE)[None, :]
     return reader, writer
 
 
 @triton.jit
-def erased(k, e, b, alpha, row, valid, head, H, column, K, SIZE: tl.constexpr, FULL: tl.constexpr, LATE: tl.constexpr):
-    """What erases, e k or b, in fp32; with a decay more where it sees the decayed state."""
+def erased(k, e, b, alpha, row, valid, head, H, key, K, SIZE: tl.constexpr, FULL: tl.constexpr, LATE: tl.constexpr):
+    """What erases, e k or b, [W, SIZE]; with a decay more where it sees the decayed state."""
     if e is not None:
-        at, there = rows(k, row, valid, head, H, column, K, SIZE, FULL)
-        eraser = tl.load(at, mask=there, other=0.0).to(tl.float32) * scalars(e, row, valid, head, H, SIZE)[:, None]
+        eraser = get_channels(k, row, valid, head, H, key, K, SIZE, FULL)
+        eraser *= scalars(e, row, valid, head, H, SIZE)[None, :]
     else:
-        at, there = rows(b, row, valid, head, H, column, K, SIZE, FULL)
-        eraser = tl.load(at, mask=there, other=0.0).to(tl.float32)
+        eraser = get_channels(b, row, valid, head, H, key, K, SIZE, FULL)
     return eraser * alpha if LATE else eraser
 
 
@@ -107,13 +116,14 @@ def prepare(
     r, k, g, e, a, b, beta, read, d,
     reading, writing, kept, within, erasing, given, inverse, adding, within_a,
     cu_seqlens, of, first, length, from_chunk, span, sequences, scale, H, K,
-    SIZE: tl.constexpr, BK: tl.constexpr, KB: tl.constexpr, FULL: tl.constexpr, LATE: tl.constexpr,
+    SIZE: tl.constexpr, BK: tl.constexpr, FULL: tl.constexpr, LATE: tl.constexpr,
     PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Per chunk and head, in tiles [SIZE, BK] or [SIZE, SIZE]: with vectors as they meet the chunk's first state,
 
     reading (exp(G) r), writing (exp(G_C - G) k), adding (so of a), erasing and given as above, `within` [i, j] what of
     j's value is read at i, `within_a` what of its erasure; kept [BK] is exp(G_C), `inverse` that of I + M or I - M.
+    Channels are rows here, so that they fill the left side of the products that make decays.
     """
     program, head = tl.program_id(0) // H, tl.program_id(0) % H
     sequence, chunk = locate(program, of, first, span, PACKED)
@@ -121,59 +131,52 @@ def prepare(
         return
     start, length = bounds(sequence, cu_seqlens, length, PACKED)
     row, valid = start + (chunk + from_chunk) * SIZE, length - (chunk + from_chunk) * SIZE
-    i = tl.arange(0, SIZE)
+    i, key = tl.arange(0, SIZE), tl.arange(0, BK)
+    here, lower = i[:, None] == i[None, :], i[:, None] > i[None, :]
     kind = reading.dtype.element_ty
     slot = program.to(tl.int64) * H + head
+    tile = slot * SIZE * BK + i[None, :] * BK + key[:, None]
     square = slot * SIZE * SIZE + i[:, None] * SIZE + i[None, :]
-    here, lower = i[:, None] == i[None, :], i[:, None] > i[None, :]
-    p, p_here = tl.zeros([SIZE, SIZE], tl.float32), tl.zeros([SIZE], tl.float32)
+    one, high, low = log_decays(g, row, valid, head, H, key, K, SIZE, FULL)
+    alpha = tl.exp2(one)
+    since, until = decay(high, low, i[:, None] < i[None, :]), decay(high, low, lower)
+    tl.store(kept + slot * BK + key, tl.exp2(tl.sum(one, 1)))
+    reader, writer = read_and_written(r, k, e, beta, read, d, row, valid, head, H, key, K, scale, SIZE, FULL)
+    p = tl.where(here, tl.sum(reader * writer, 0)[:, None], 0.0)
+    tl.store(writing + tile, (writer * until).to(kind))
     if erasing is not None:
+        eraser = erased(k, e, b, alpha, row, valid, head, H, key, K, SIZE, FULL, LATE)
+        seen = (eraser * since).to(kind)
         system = tl.zeros([SIZE, SIZE], tl.float32)
     if adding is not None:
-        q, q_here = tl.zeros([SIZE, SIZE], tl.float32), tl.zeros([SIZE], tl.float32)
+        adder = get_channels(a, row, valid, head, H, key, K, SIZE, FULL)
+        q = tl.where(here, tl.sum(reader * adder, 0)[:, None], 0.0)
+        tl.store(adding + tile, (adder * until).to(kind))
         moved = tl.zeros([SIZE, SIZE], tl.float32)
-    for block in tl.range(0, BK, KB, disable_licm=True):
-        column = block + tl.arange(0, KB)
-        m, n = (i + block // BK)[:, None], (i + block // BK)[None, :]
-        one, high, low = log_decays(g, row, valid, head, H, column, K, SIZE, FULL)
-        alpha = tl.exp(one)
-        reader, writer = read_and_written(r, k, e, beta, read, d, row, valid, head, H, column, K, scale, SIZE, FULL)
-        tile = slot * SIZE * BK + i[:, None] * BK + column[None, :]
-        until = decay(m < n, high, low)
-        tl.store(kept + slot * BK + column, tl.exp(tl.sum(one, 0)))
-        tl.store(writing + tile, (writer * until).to(kind))
-        p_here += tl.sum(reader * writer, 1)
-        if erasing is not None:
-            eraser = erased(k, e, b, alpha, row, valid, head, H, column, K, SIZE, FULL, LATE)
-        if adding is not None:
-            a_at, there = rows(a, row, valid, head, H, column, K, SIZE, FULL)
-            adder = tl.load(a_at, mask=there, other=0.0).to(tl.float32)
-            tl.store(adding + tile, (adder * until).to(kind))
-            q_here += tl.sum(reader * adder, 1)
-        reader *= alpha
-        tl.store(reading + tile, (reader * decay(m > n, high, low)).to(kind))
-        for level in tl.static_range(7):
-            if 1 << level < SIZE:
-                factor = decay(between(level, m, n), high, low) if level > 0 else 1.0
-                second = second_half(level, m)
-                below = halves(level, m, n) & (m > n)
-                if e is not None:
-                    x = (reader * factor).to(kind)
-                    y = (tl.where(second, eraser, writer) * factor).to(kind)
-                    p += tl.where(below, tl.dot(x, tl.trans(y), input_precision=PRECISION), 0.0)
-                else:
-                    x = (tl.where(second, reader, writer) * factor).to(kind)
-                    p += tl.where(below, tl.dot(x, tl.trans(x), input_precision=PRECISION), 0.0)
-                if adding is not None:
-                    y = (tl.where(second, eraser, adder) * factor).to(kind)
-                    q += tl.where(below, tl.dot(x, tl.trans(y), input_precision=PRECISION), 0.0)
-                    moved += tl.where(below, tl.dot(y, tl.trans(x), input_precision=PRECISION), 0.0)
-                if erasing is not None:
-                    system += tl.where(below, tl.dot(y, tl.trans(y), input_precision=PRECISION), 0.0)
-    tl.store(within + square, tl.where(here, p_here[:, None], p).to(kind))
+    reader *= alpha
+    tl.store(reading + tile, (reader * since).to(kind))
+    for level in tl.static_range(7):
+        if 1 << level < SIZE:
+            factor = decay(high, low, between(level, SIZE)) if level > 0 else 1.0
+            second = ((i >> level) % 2 == 1)[None, :]
+            below = halves(level, SIZE) & lower
+            if e is not None:
+                x = (reader * factor).to(kind)
+                y = tl.where(second, eraser * factor, writer * factor).to(kind)
+                p = tl.where(below, tl.dot(tl.trans(x), y, input_precision=PRECISION), p)
+            else:
+                x = tl.where(second, reader * factor, writer * factor).to(kind)
+                p = tl.where(below, tl.dot(tl.trans(x), x, input_precision=PRECISION), p)
+            if adding is not None:
+                y = tl.where(second, eraser * factor, adder * factor).to(kind)
+                q = tl.where(below, tl.dot(tl.trans(x), y, input_precision=PRECISION), q)
+                moved = tl.where(below, tl.dot(tl.trans(y), x, input_precision=PRECISION), moved)
+            if erasing is not None:
+                system = tl.where(below, tl.dot(tl.trans(y), y, input_precision=PRECISION), system)
+    tl.store(within + square, p.to(kind))
     if erasing is not None:
         if adding is not None:
-            tl.store(within_a + square, tl.where(here, q_here[:, None], q).to(kind))
+            tl.store(within_a + square, q.to(kind))
             system = -system
         solved = unit_lower_inverse(system, SIZE, PRECISION)
         if inverse is not None:
@@ -185,15 +188,9 @@ def prepare(
         else:
             values = solved
         tl.store(given + square, values.to(kind))
-        solved = solved.to(kind)
-        for block in tl.range(0, BK, KB, disable_licm=True):
-            column = block + tl.arange(0, KB)
-            one, high, low = log_decays(g, row, valid, head, H, column, K, SIZE, FULL)
-            eraser = erased(k, e, b, tl.exp(one), row, valid, head, H, column, K, SIZE, FULL, LATE)
-            seen = (eraser * decay(lower, high, low)).to(kind)
-            tile = slot * SIZE * BK + i[:, None] * BK + column[None, :]
-            found = tl.dot(solved, seen, input_precision=PRECISION)
-            tl.store(erasing + tile, (-found if adding is None else found).to(kind))
+        found = tl.dot(solved.to(kind), tl.trans(seen), input_precision=PRECISION)
+        at = erasing + slot * SIZE * BK + i[:, None] * BK + key[None, :]
+        tl.store(at, (-found if adding is None else found).to(kind))
 
 
 @triton.jit

@@ -16,9 +16,6 @@ WORKSPACE = 128 * 2**20
 
 MOST_SEGMENTS = 4
 
-COLUMNS = 64
-"""Channels at a time where tokens of a chunk meet, so that registers do."""
-
 WARPS = {"prepare": 4, "scan": 4, "reverse": 4, "gradients": 4}
 STAGES = {"prepare": 1, "scan": 2, "reverse": 2, "gradients": 1}
 
@@ -101,7 +98,7 @@ class Plan:
         inputs = {name: x for name, x in inputs.items() if name != "u"}
         diagonal.prepare[(self.slots(end - begin) * self.heads,)](
             **inputs, **made, **self.parallel(begin, end), scale=scale, H=self.heads, K=self.key_dim,
-            SIZE=self.size, BK=self.bk, KB=min(self.bk, COLUMNS), FULL=self.bk == self.key_dim, LATE=self.late,
+            SIZE=self.size, BK=self.bk, FULL=self.bk == self.key_dim, LATE=self.late,
             PACKED=self.packed is not None, PRECISION=self.precision, **_how("prepare"),
         )  # fmt: skip
 
@@ -233,7 +230,7 @@ def _backward(
         gradients[(x.slots(span[1] - span[0]) * x.heads,)](
             **inputs, written=written, d_seen=d_seen, states=states, states_after=states_after, d_o=d_o,
             **found, **x.parallel(*span), scale=scale, H=x.heads, K=x.key_dim, V=x.value_dim,
-            SIZE=x.size, BK=x.bk, KB=min(x.bk, COLUMNS), BV=x.bv, FULL=x.bk == x.key_dim, FULL_V=x.value_dim % x.bv == 0, LATE=late,
+            SIZE=x.size, BK=x.bk, BV=x.bv, FULL=x.bk == x.key_dim, FULL_V=x.value_dim % x.bv == 0, LATE=late,
             PACKED=x.packed is not None, PRECISION=x.precision, **_how("gradients"),
         )  # fmt: skip
     grads = [absent(u) if one is None else one for one in found.values()]

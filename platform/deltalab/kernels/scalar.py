@@ -161,9 +161,11 @@ def scan(
             w -= _get(mine, ERASE, SIZE)[None, :] * k_s
             w = tl.dot(w.to(kind), tl.trans(inverse.load([at * SIZE, 0])), input_precision=PRECISION)
         if written is not None:
-            at_span = start + chunk * SIZE if PACKED else sequence * (to_chunk - from_chunk) * SIZE + (
-                chunk - from_chunk
-            ) * SIZE
+            at_span = (
+                start + chunk * SIZE
+                if PACKED
+                else sequence * (to_chunk - from_chunk) * SIZE + (chunk - from_chunk) * SIZE
+            )
             put_rows(written, tl.trans(w), at_span, valid, head * V + block, H * V, SIZE, BV, RAGGED)
         if o is not None:
             r_c = get_rows(r, row, valid, head * K, SIZE, RAGGED)

@@ -40,7 +40,7 @@ def reading(
     slot = (program * H + head) * V
     # Where `written` and its like begin: they hold this span alone.
     here = row if PACKED else (sequence * span + chunk - from_chunk) * SIZE
-    sums, earlier, total = cumulative(g, row, valid, head, H, SIZE, SUM)
+    sums, earlier, _total = cumulative(g, row, valid, head, H, SIZE, SUM)
     seen = earlier if FIT else sums
 
     from_read = tl.zeros([SIZE, K], tl.float32)

@@ -286,4 +286,3 @@ def _differentiate(ctx: Any, d_o: Tensor | None, d_residual: Tensor | None, d_la
 scalar_scan.register_autograd(_differentiate, setup_context=_remember)
 fold_into_batch(scalar_scan)
 fold_into_batch(_backward)
-

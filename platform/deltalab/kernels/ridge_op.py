@@ -1,0 +1,287 @@
+"""`kernels.ridge` as a PyTorch operator: launches, gradients, `torch.func.vmap` and `torch.compile`."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deltalab.errors import InputError
+from deltalab.kernels import ridge as kernels
+from deltalab.kernels.chunk import absent, fold_into_batch
+from deltalab.structure import Ridge
+
+WORKSPACE = 160 * 2**20
+"""Bytes that the states of a segment may take; a segment has fewer only where it would idle the GPU."""
+
+WELL_CONDITIONED = 0.01
+"""The least strength, relative to ||H||, at which bf16's 5e-3 is kept with states and steps in one half."""
+
+TRITON_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+WARPS = {"sweep": 4, "measure": 4, "solve": 4, "read": 4, "differentiate": 4, "reverse": 8, "gradients": 8}
+STAGES = {"sweep": 2, "measure": 1, "solve": 1, "read": 2, "differentiate": 1, "reverse": 2, "gradients": 1}
+
+
+def regression(
+    ridge: Ridge,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    *,
+    scale: float,
+    state: tuple[Tensor, Tensor],
+    chunk_size: int = 64,
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """`deltalab.ridge.regression` by kernels: fp32 within, for q, k, v of one dtype: bf16, fp16 or fp32.
+
+    Raises `InputError` for what they do not do: the exact solver, gradients through the iterations, K over 256.
+    """
+    if ridge.solver == "exact" or ridge.backward == "autograd":
+        what = "the exact solver" if ridge.solver == "exact" else "gradients through the iterations"
+        raise InputError(f"a ridge with {what} has no Triton kernel: use backend 'auto' or 'chunked'")
+    if q.dtype not in TRITON_TYPES or q.shape[-1] > 256:
+        raise InputError(f"a ridge's kernels take bf16, fp16 or fp32 and K up to 256, not {q.dtype}, {q.shape[-1]}")
+    gram, memory = (x.float().contiguous() for x in state)
+    g = g.float().expand(k.shape[:3])
+    o, gram, memory, *_ = ridge_regression(
+        q.contiguous(), k.contiguous(), v.contiguous(), g.contiguous(), gram, memory,
+        scale, ridge.strength, ridge.iterations, ridge.adaptive, ridge.solver == "chebyshev", chunk_size,
+        torch.is_grad_enabled(),
+    )  # fmt: skip
+    return o, (gram, memory)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The plan of one problem: sizes of blocks and of segments, and the precision."""
+
+    batch: int
+    tokens: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    size: int
+    chunks: int
+    every: int
+    bk: int
+    bg: int
+    bv: int
+    parts: int
+    step: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, k: Tensor, v: Tensor, strength: float, adaptive: bool, chunk_size: int) -> "Launch":
+        batch, tokens, heads, key_dim = k.shape
+        value_dim = v.shape[-1]
+        wide = k.dtype == torch.float32
+        bk = max(16, triton.next_power_of_2(key_dim))
+        bg = min(bk, 32 if wide else 64)
+        bv = max(16, min(32 if wide else 64, triton.next_power_of_2(value_dim)))
+        size = max(16, triton.next_power_of_2(min(chunk_size, tokens, 16 if wide else 64)))
+        one = k.dtype == torch.bfloat16 and adaptive and strength >= WELL_CONDITIONED
+        parts = 1 if one or wide else 2
+        step = parts
+        import os
+
+        if "P" in os.environ and parts == 1 and not wide:
+            parts, step = map(int, os.environ["P"])
+        chunks = triton.cdiv(tokens, size)
+        each = batch * heads * bk * (bk + triton.cdiv(value_dim, bv) * bv) * parts * (4 if wide else 2)
+        every = min(chunks, max(WORKSPACE // each, 1, triton.cdiv(1024, batch * heads)))
+        return cls(batch, tokens, heads, key_dim, value_dim, size, chunks, every, bk, bg, bv, parts, step, k.dtype)
+
+    @property
+    def boundaries(self) -> int:
+        """Of segments, the first and the last among them."""
+        return triton.cdiv(self.chunks, self.every) + 1
+
+    def span(self, segment: int) -> tuple[int, int]:
+        return segment * self.every, min((segment + 1) * self.every, self.chunks)
+
+    def space(self, like: Tensor) -> "tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]":
+        """For a segment's states H and U in parts, each beside its blocks' norms."""
+        dtype = torch.float32 if self.dtype == torch.float32 else torch.float16
+
+        def of(width: int, block: int) -> tuple[Tensor, Tensor]:
+            blocks = triton.cdiv(width, block)
+            many = (self.batch * self.every, self.heads)
+            return (
+                like.new_empty(*many, self.parts, self.bk, blocks * block, dtype=dtype),
+                like.new_empty(*many, blocks, dtype=torch.float32),
+            )
+
+        return of(self.bk, self.bg), of(self.value_dim, self.bv)
+
+    def block(self, gram: bool) -> dict[str, Any]:
+        """Of one state's columns."""
+        width, block = (self.key_dim, self.bg) if gram else (self.value_dim, self.bv)
+        return {"D": width, "BW": block, "FULL_D": width % block == 0}
+
+    def grid(self, gram: bool) -> tuple[int, int, int]:
+        width, block = (self.bk, self.bg) if gram else (self.value_dim, self.bv)
+        return triton.cdiv(width, block), self.heads, self.batch
+
+    def sizes(self, kernel: str) -> dict[str, Any]:
+        """What a kernel takes of these, and how it is launched."""
+        full = self.value_dim % self.bv == 0
+        every = {
+            "T": self.tokens, "H": self.heads, "K": self.key_dim, "V": self.value_dim,
+            "SIZE": self.size, "BK": self.bk, "BG": self.bg, "BV": self.bv,
+            "FULL": self.bk == self.key_dim, "FULL_V": full, "PARTS": self.parts, "STEP": self.step,
+            "IN": 2 if self.dtype == torch.float16 else 1, "KIND": tl.float32 if self.wide else tl.bfloat16,
+            "HALF": tl.float32 if self.wide else tl.float16, "WIDE": self.wide,
+        }  # fmt: skip
+        names = getattr(kernels, kernel).arg_names
+        taken = {name: value for name, value in every.items() if name in names}
+        return {**taken, "num_warps": WARPS[kernel], "num_stages": STAGES[kernel]}
+
+    @property
+    def wide(self) -> bool:
+        return self.dtype == torch.float32
+
+    def sweep(
+        self, k: Tensor, v: Tensor, g: Tensor, begin: tuple[Tensor, Tensor], segment: int, space: Any
+    ) -> tuple[int, int]:
+        """Fills space with the states before each chunk of a segment, and begin with those after it."""
+        first, last = self.span(segment)
+        for gram, u, bounds, (states, norms) in zip((True, False), (k, v), begin, space, strict=True):
+            kernels.sweep[self.grid(gram)](
+                k, u, g, bounds, segment, self.boundaries, states, norms, from_chunk=first, to_chunk=last,
+                **self.sizes("sweep"), **self.block(gram),
+            )  # fmt: skip
+        return first, last - first
+
+
+@torch.library.custom_op("deltalab::ridge_regression", mutates_args=())
+def ridge_regression(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    gram: Tensor,
+    memory: Tensor,
+    scale: float,
+    strength: float,
+    iterations: int,
+    adaptive: bool,
+    chebyshev: bool,
+    chunk_size: int,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """o_t = scale U_t^T x_t with (H_t + lambda_t I) x_t ~= q_t, as `structure.Ridge` defines it.
+
+    Contiguous q, k [B, T, H, K], v [B, T, H, V], g [B, T, H], gram [B, H, K, K] and memory [B, H, K, V] in fp32.
+    keep: whether what the backward needs is returned.
+    Returns (o, H, U after the last token, and, for the backward, x, ||H_t||, and H and U between segments).
+    """
+    plan = Launch.of(k, v, strength, adaptive, chunk_size)
+    o = torch.empty_like(v)
+    x, norm = torch.empty_like(q, dtype=torch.float32), torch.empty_like(g)
+    begin = tuple(s.new_empty(s.shape[0], plan.boundaries, *s.shape[1:]) for s in (gram, memory))
+    for bounds, s in zip(begin, (gram, memory), strict=True):
+        bounds[:, 0] = s
+    space = plan.space(q)
+    for segment in range(plan.boundaries - 1):
+        first, chunks = plan.sweep(k, v, g, begin, segment, space)
+        grid, span = (plan.batch * chunks, plan.heads), {"from_chunk": first, "chunks": chunks}
+        kernels.measure[grid](k, g, *space[0], norm, **span, **plan.sizes("measure"))
+        kernels.solve[grid](
+            q, k, g, norm, *space[0], x, None, None, None, strength=strength, iterations=iterations,
+            ADAPTIVE=adaptive, CHEBYSHEV=chebyshev, ALONG=plan.parts, **span, **plan.sizes("solve"),
+        )  # fmt: skip
+        kernels.read[grid](x, k, v, g, norm, *space[1], o, scale=scale, **span, **plan.sizes("read"))
+    after = [bounds[:, -1].clone() for bounds in begin]
+    kept = (x, norm, *begin) if keep else tuple(absent(q) for _ in range(4))
+    return o, *after, *kept
+
+
+@ridge_regression.register_fake
+def _(q, k, v, g, gram, memory, scale, strength, iterations, adaptive, chebyshev, chunk_size, keep):  # type: ignore[no-untyped-def]
+    plan = Launch.of(k, v, strength, adaptive, chunk_size)
+    states = (gram, memory)
+    kept = [torch.empty_like(q, dtype=torch.float32), torch.empty_like(g)]
+    kept += [s.new_empty(s.shape[0], plan.boundaries, *s.shape[1:]) for s in states]
+    rest = kept if keep else [absent(q) for _ in kept]
+    return (torch.empty_like(v), *map(torch.empty_like, states), *rest)
+
+
+@torch.library.custom_op("deltalab::ridge_regression_backward", mutates_args=())
+def _backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    x: Tensor,
+    norm: Tensor,
+    grams: Tensor,
+    memories: Tensor,
+    d_o: Tensor,
+    d_gram: Tensor | None,
+    d_memory: Tensor | None,
+    scale: float,
+    strength: float,
+    iterations: int,
+    adaptive: bool,
+    chebyshev: bool,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, g and both states, by implicit differentiation."""
+    plan = Launch.of(k, v, strength, adaptive, chunk_size)
+    d_q, d_k, d_v, d_g = map(torch.empty_like, (q, k, v, g))
+    y, d_x, readers = torch.empty_like(x), torch.empty_like(x), torch.empty_like(g)
+    c = torch.zeros_like(g)
+    after = [
+        torch.zeros_like(bounds[:, 0]) if d is None else d.clone(memory_format=torch.contiguous_format)
+        for d, bounds in ((d_gram, grams), (d_memory, memories))
+    ]
+    # Last segment first; what begins the next one is written over by itself.
+    begin = (grams.clone(), memories.clone())
+    space, space_after = plan.space(q), plan.space(q)
+    across = [torch.empty_like(norms) for _, norms in space]
+    for segment in reversed(range(plan.boundaries - 1)):
+        first, chunks = plan.sweep(k, v, g, begin, segment, space)
+        grid, span = (plan.batch * chunks, plan.heads), {"from_chunk": first, "chunks": chunks}
+        kernels.differentiate[grid](
+            k, v, g, d_o, x, *space[1], d_x, readers, scale=scale, **span, **plan.sizes("differentiate")
+        )
+        kernels.solve[grid](
+            d_x, k, g, norm, *space[0], y, d_q, x, c, strength=strength, iterations=iterations,
+            ADAPTIVE=adaptive, CHEBYSHEV=chebyshev, ALONG=1 if plan.wide else 2, **span, **plan.sizes("solve"),
+        )  # fmt: skip
+        for i, gram in enumerate((True, False)):
+            kernels.reverse[plan.grid(gram)](
+                k, x, y, c, d_o, g, *space[i], after[i], *space_after[i], across[i],
+                from_chunk=first, to_chunk=first + chunks, scale=scale, GRAM=gram,
+                **plan.sizes("reverse"), **plan.block(gram),
+            )  # fmt: skip
+        kernels.gradients[grid](
+            k, v, g, d_o, x, y, c, readers, *space[0], *space_after[0], across[0], *space_after[1], across[1],
+            d_k, d_v, d_g, scale=scale, ADAPTIVE=adaptive, **span, **plan.sizes("gradients"),
+        )  # fmt: skip
+    return d_q, d_k, d_v, d_g, after[0], after[1]
+
+
+@_backward.register_fake
+def _(q, k, v, g, x, norm, grams, memories, *_):  # type: ignore[no-untyped-def]
+    return (*map(torch.empty_like, (q, k, v, g)), torch.empty_like(grams[:, 0]), torch.empty_like(memories[:, 0]))
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[:4], *output[3:])
+    ctx.rest = inputs[6:12]
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, d_o: Tensor | None, d_gram: Tensor | None, d_memory: Tensor | None, *_: Any) -> Any:
+    d_o = torch.zeros_like(ctx.saved_tensors[2]) if d_o is None else d_o.contiguous()
+    return (*_backward(*ctx.saved_tensors, d_o, d_gram, d_memory, *ctx.rest), *[None] * 7)
+
+
+ridge_regression.register_autograd(_differentiate, setup_context=_remember)
+fold_into_batch(ridge_regression)
+fold_into_batch(_backward)
