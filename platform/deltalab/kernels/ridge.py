@@ -316,7 +316,7 @@ def solve(
     """Per chunk and head: x with (H_t + lambda_t I) x_t = rhs_t, in fp32.
 
     Backward rhs is dx, so this x is dq, given in q's dtype too; with the x of the forward it makes c_t, half of what
-    each ||H_t||^2 is due through lambda. Solved over its largest eigenvalue's bound and rhs's largest element, so that all of it fits fp16.  # noqa: E501
+    each ||H_t||^2 is due through lambda. Solved over its largest eigenvalue's bound and rhs's largest element, so that all of it fits fp16.
     """
     program, head = tl.program_id(0), tl.program_id(1)
     batch, chunk = program // chunks, from_chunk + program % chunks
@@ -529,7 +529,9 @@ def gradients(
             from_v, there_v = rows(v, row, valid, head, H, other * BV + tl.arange(0, BV), V, SIZE, FULL_V)
             half_v, size = _scaled(tl.load(from_v, mask=there_v, other=0.0), HALF)
             norm_u = tl.load(memory_norms_after + at * value_blocks + other)
-            moved_v = _times(half_v, half_v, memory_after, at, block * BG, other, value_blocks, BK, BG, BV, 1, PARTS, True)
+            moved_v = _times(
+                half_v, half_v, memory_after, at, block * BG, other, value_blocks, BK, BG, BV, 1, PARTS, True
+            )
             d_key += (size * norm_u)[:, None] * moved_v
         d_key *= until[:, None]
         from_x, there_k = rows(x, row, valid, head, H, channels, K, SIZE, FULL)
