@@ -87,9 +87,11 @@ def paired(x: ArrayLike, base: ArrayLike, level: float = 0.95) -> Difference:
     interval = mean_interval(differences, level)
     p_exact, p_t = (1.0 if n else math.nan), math.nan
     if n > 1:
+        # In whole numbers sums do not depend on their order, so that ties are ties.
+        largest = np.abs(differences).max() or 1.0
         test = stats.permutation_test(
-            (differences,),
-            np.mean,
+            (np.rint(differences / largest * 2**40),),
+            np.sum,
             permutation_type="samples",
             n_resamples=2 ** min(n, EXACT_UP_TO),
             vectorized=True,
