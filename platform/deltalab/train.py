@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeAlias, cast
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from deltalab.errors import InputError, unknown
+from deltalab.gates import Gate
 from deltalab.layer import RuleLayer
 from deltalab.model import Model, ModelSpec, build_model, parameter_groups
 from deltalab.tasks import IGNORE, Task
@@ -302,44 +303,123 @@ def train(
     test: bool = False,
     checkpoint: Path | None = None,
     checkpoint_seconds: float = 60.0,
-    watch: Callable[[int, list[RunResult]], None] | None = None,
+    watch: Callable[[int, list[RunResult]], bool | None] | None = None,
 ) -> TrialResult:
-    """Trains all seeds of one configuration.
+    """Trains all seeds of one configuration: `train_together` with one member, and the same otherwise."""
+
+    def alone(_: int, step: int, runs: list[RunResult]) -> bool | None:
+        return None if watch is None else watch(step, runs)
+
+    (result,) = train_together(
+        task,
+        [(model, spec)],
+        seeds,
+        test=test,
+        checkpoint=checkpoint,
+        checkpoint_seconds=checkpoint_seconds,
+        watch=alone,
+    )
+    return result
+
+
+def stackable(one: tuple[ModelSpec, TrainSpec], other: tuple[ModelSpec, TrainSpec]) -> bool:
+    """Whether two trials of a task can train together: they differ in nothing but numbers that each run has for itself.
+
+    These are lr, weight_decay, warmup, clip and betas, and what gates start at.
+
+    >>> model, spec = ModelSpec(rule="comba", vocab_size=16), TrainSpec(steps=10, batch_size=4, lr=1e-2)
+    >>> stackable((model, spec), (model, replace(spec, lr=1e-3)))
+    True
+    >>> stackable((model, spec), (model, replace(spec, batch_size=8)))
+    False
+    >>> stackable((model, spec), (replace(model, rule={"name": "comba", "d": {"head": {"init": 1}}}), spec))
+    True
+    """
+    own = {name: getattr(one[1], name) for name in ("lr", "weight_decay", "warmup", "clip", "betas")}
+    if replace(other[1], **own) != one[1] or replace(other[0], rule=one[0].rule) != one[0]:
+        return False
+    rule, another = one[0].make_rule(), other[0].make_rule()
+    return type(rule) is type(another) and all(
+        _alike(mine, another.knobs()[name]) for name, mine in rule.knobs().items()
+    )
+
+
+def _alike(one: object, other: object) -> bool:
+    """Whether knobs are equal but for what a gate's parameters start at: its value is the same function of them."""
+    if not isinstance(one, Gate) or not isinstance(other, Gate):
+        return one == other
+
+    def function(gate: Gate) -> tuple[object, ...]:
+        closed = getattr(gate.value, "__closure__", None) or ()
+        code = getattr(gate.value, "__code__", gate.value)
+        return code, [cell.cell_contents for cell in closed], gate.per, gate.rank, gate.of, list(gate.parameters)
+
+    return function(one) == function(other)
+
+
+def train_together(
+    task: Task,
+    members: Sequence[tuple[ModelSpec, TrainSpec]],
+    seeds: Sequence[int],
+    *,
+    test: bool = False,
+    checkpoint: Path | None = None,
+    checkpoint_seconds: float = 60.0,
+    watch: Callable[[int, int, list[RunResult]], bool | None] | None = None,
+) -> list[TrialResult]:
+    """Trains all seeds of each member, a configuration, as alone; members are pairwise `stackable`.
 
     test: measure the test split at the end; tuning never does.
     checkpoint: a file to go on from and to save to, at most every `checkpoint_seconds`; removed at the end.
         On a CPU a continued training is bit-equal to an uninterrupted one.
-    watch: called after each evaluation with the step and the runs so far; what it raises ends the training.
+    watch: called after each evaluation with the member's number, the step and its runs so far, while the member goes
+        on; where it returns True the member ends there, and what it raises ends the training.
+    Returns the results in the members' order. Raises `InputError` for members that cannot train together.
     """
-    trial = LockStep(task, model, spec, seeds)
+    for member in members:
+        if not stackable(members[0], member):
+            raise InputError("members of a stack differ in more than lr, weight_decay, warmup, clip, betas and starts")
+    trials = [LockStep(task, model, spec, seeds) for model, spec in members]
+    ended = [False] * len(trials)
     if checkpoint is not None and checkpoint.exists():
-        trial.load_state_dict(torch.load(checkpoint, map_location=trial.device, weights_only=True))
+        saves = torch.load(checkpoint, map_location=trials[0].device, weights_only=True)
+        ended = saves["ended"]
+        for trial, save in zip(trials, saves["trials"], strict=True):
+            trial.load_state_dict(save)
     saved = time.monotonic()
-    for step in spec.evaluated_at():
-        if step <= trial.step:
-            continue
-        if all(run.diverged_at is not None for run in trial.seeds):
-            break
-        trial.advance(step)
-        trial.measure("validation")
-        if checkpoint is not None and time.monotonic() - saved >= checkpoint_seconds:
-            _save(trial.state_dict(), checkpoint)
+    for step in members[0][1].evaluated_at():
+        going = [
+            i
+            for i, trial in enumerate(trials)
+            if step > trial.step and not ended[i] and any(run.diverged_at is None for run in trial.seeds)
+        ]
+        for i in going:
+            trials[i].advance(step)
+            trials[i].measure("validation")
+        if going and checkpoint is not None and time.monotonic() - saved >= checkpoint_seconds:
+            _save({"ended": ended, "trials": [trial.state_dict() for trial in trials]}, checkpoint)
             saved = time.monotonic()
-        if watch is not None:
-            watch(step, _results(trial))
+        for i in going:
+            ended[i] = watch is not None and watch(i, step, _results(trials[i])) is True
     if test:
-        trial.measure("test")
+        for trial, gone in zip(trials, ended, strict=True):
+            if not gone:
+                trial.measure("test")
     if checkpoint is not None:
         checkpoint.unlink(missing_ok=True)
+    return [_result(trial) for trial in trials]
+
+
+def _result(trial: LockStep) -> TrialResult:
     first = trial.seeds[0].model
     costs = trial.costs()
     for run in trial.seeds:
         run.metrics += costs
-    tokens = spec.batch_size * task.length * trial.step * len(trial.seeds)
+    tokens = trial.spec.batch_size * trial.task.length * trial.step * len(trial.seeds)
     return TrialResult(
         runs=_results(trial, weights=True),
         parameters=sum(p.numel() for p in first.parameters()),
-        state_size=first.state_size(task.length),  # type: ignore[operator]
+        state_size=first.state_size(trial.task.length),  # type: ignore[operator]
         tokens_per_second=tokens / max(trial.seconds, 1e-9),
         hardware=hardware(trial.device),
     )
