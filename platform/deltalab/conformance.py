@@ -105,7 +105,7 @@ def _started(rule: UpdateRule, x: Inputs) -> Inputs:
 
 
 def _backends(rule: UpdateRule) -> tuple[Backend, ...]:
-    return ("recurrent", "chunked", "triton") if rule.brings_kernel else ("recurrent", "chunked")
+    return ("recurrent", "chunked", "triton") if _has_kernel(rule) else ("recurrent", "chunked")
 
 
 def _scan(rule: UpdateRule, x: Inputs, backend: Backend, chunk_size: int = CHUNK) -> tuple[Tensor, State]:
@@ -405,7 +405,9 @@ def _has_gates(rule: UpdateRule) -> bool:
 
 
 def _has_kernel(rule: UpdateRule) -> bool:
-    return rule.brings_kernel
+    """One for what the checks draw."""
+    x = _inputs(rule, 1)
+    return rule.lacks_kernel(x.k, x.v) is None
 
 
 def _is_algebraic(rule: UpdateRule) -> bool:

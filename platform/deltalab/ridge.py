@@ -4,6 +4,7 @@ Chebyshev iteration and conjugate gradient need products H_t x alone, and these 
 implicit differentiation, so that the iterations leave nothing behind (Gated KalmaNet, arXiv:2511.21016, 4.2).
 """
 
+import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,11 +13,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from deltalab.errors import InputError
 from deltalab.reference import chunked, decays, from_chunks, into_chunks
 from deltalab.rule import Operands
 from deltalab.structure import DECAY, Ridge
 
 CHUNK = 64
+MOST_KEYS = 256
+"""That the kernels take."""
 Product = Callable[[Tensor], Tensor]
 
 
@@ -42,6 +46,41 @@ def regression(
     o, after = chunked(DECAY, Operands(r=x, k=k, u=v, g=g), scale=scale, state=memory, chunk_size=chunk_size)
     assert isinstance(after, Tensor)
     return o, (gram, after)
+
+
+def fused_regression(
+    ridge: Ridge,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    *,
+    scale: float,
+    state: tuple[Tensor, Tensor],
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """`regression` by Triton kernels, for a rule's `fused`: fp32 within, o in v's dtype.
+
+    Raises `InputError` where `lacks_kernel` says why not.
+    """
+    lacking = lacks_kernel(ridge, k, v)
+    if lacking:
+        raise InputError(f"{lacking}: use deltalab.ridge.regression")
+    # By name: an exported model carries this file without the kernels.
+    op = importlib.import_module("deltalab.kernels.ridge_op")
+    found: tuple[Tensor, tuple[Tensor, Tensor]] = op.regression(ridge, q, k, v, g, scale=scale, state=state)
+    return found
+
+
+def lacks_kernel(ridge: Ridge, k: Tensor, v: Tensor) -> str | None:
+    """Why `fused_regression` does not take such inputs, if it does not: for a rule's `lacks_kernel`."""
+    if ridge.solver == "exact" or ridge.backward == "autograd":
+        what = "the exact solver" if ridge.solver == "exact" else "gradients through the iterations"
+        return f"a ridge regression by {what} has no Triton kernel"
+    if v.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"the Triton kernels take q, k and v in bf16, fp16 or fp32, not {v.dtype}"
+    if k.shape[-1] > MOST_KEYS:
+        return f"the Triton kernels take q and k with K up to {MOST_KEYS}, not {k.shape[-1]}"
+    return None
 
 
 def solve(

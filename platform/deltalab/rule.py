@@ -158,8 +158,12 @@ class UpdateRule:
     def fused(
         self, q: Tensor, k: Tensor, v: Tensor, gates: Mapping[str, Tensor], *, scale: float, state: State
     ) -> tuple[Tensor, State]:
-        """The rule's own kernel, where it brings one. Conformance holds it to the reference."""
+        """The rule's own kernel, where it brings one. Conformance holds it to the reference, where it takes fp64."""
         raise NotImplementedError(f"rule '{self.name}' brings no kernel of its own")
+
+    def lacks_kernel(self, k: Tensor, v: Tensor) -> str | None:
+        """Why `fused` is not for this setting of the rule, or for inputs like these, in words; None where it is."""
+        return None if self.brings_kernel else f"rule '{self.name}' brings no Triton kernel"
 
     def initial_state(self, k: Tensor, v: Tensor) -> State:
         """An empty state for inputs like k [B, T, H, K] and v [B, T, H, V]: [B, H, K, V], or two, in at least fp32."""

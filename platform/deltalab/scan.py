@@ -64,13 +64,14 @@ def scan(
         raise InputError(f"backend 'triton' needs {missing}: use 'auto', 'chunked' or 'recurrent'")
     may_fuse = backend == "triton" or (backend == "auto" and _triton_or_say(v.device.type))
     with torch.autocast(v.device.type, enabled=False):
-        if rule.transition is not None and not rule.brings_kernel:
+        lacking = rule.lacks_kernel(k, v)
+        if rule.transition is not None and lacking:
             x = operands(rule, q, k, v, gates)
             if may_fuse:
                 # By name: an exported model carries this file without the kernels.
                 algebra = importlib.import_module("deltalab.kernels.algebra")
                 if backend == "triton":
-                    _no_growth(x)
+                    _no_growth(x.g)
                 if backend == "triton" or algebra.takes(rule.transition, x, v.dtype):
                     o, state = algebra.scan(
                         rule.transition, x, dtype=v.dtype, scale=scale, state=state, cu_seqlens=cu_seqlens
@@ -79,12 +80,15 @@ def scan(
         if cu_seqlens is not None:
             return _one_by_one(rule, q, k, v, gates, scale, state, backend, chunk_size, cu_seqlens)
         before = rule.initial_state(k, v) if state is None else state
-        if backend == "triton" and rule.transition is None and not rule.brings_kernel:
-            raise InputError(
-                f"rule '{rule.name}' brings no Triton kernel: use backend 'auto', 'chunked' or 'recurrent'"
-            )
-        if may_fuse and rule.brings_kernel:
-            o, state = rule.fused(q, k, v, _gates(rule, gates, q), scale=scale, state=before)
+        if backend == "triton" and lacking:
+            raise InputError(f"{lacking}: use backend 'auto', 'chunked' or 'recurrent'")
+        if may_fuse and lacking and rule.brings_kernel:
+            _say(lacking)
+        if may_fuse and not lacking:
+            values = _gates(rule, gates, q)
+            if backend == "triton":
+                _no_growth(values.get("g"))
+            o, state = rule.fused(q, k, v, values, scale=scale, state=before)
         elif rule.transition is None:
             values = _gates(rule, gates, q)
             o, state = _mix(rule, q, k, v, values, scale, before, token_by_token=backend == "recurrent")
@@ -125,10 +129,15 @@ def _triton_or_say(device: str) -> bool:
     return missing is None
 
 
-def _no_growth(x: Operands) -> None:
+@functools.cache
+def _say(lacking: str) -> None:
+    _log.info("backend 'auto' takes 'chunked': %s", lacking)
+
+
+def _no_growth(g: Tensor | None) -> None:
     """A look at the device, hence only where the kernel was asked for by name, and no CUDA graph is being captured."""
     capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    if x.g is not None and not capturing and bool((x.g > 0).any()):
+    if g is not None and not capturing and bool((g > 0).any()):
         raise InputError("g is a log-decay and at most 0: the Triton kernels do not take a state that grows")
 
 

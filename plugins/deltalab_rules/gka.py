@@ -10,7 +10,7 @@ from torch import Tensor
 from deltalab import gates as forms
 from deltalab.errors import InputError
 from deltalab.gates import Gate
-from deltalab.ridge import regression
+from deltalab.ridge import fused_regression, lacks_kernel, regression
 from deltalab.rule import State, UpdateRule, knob
 from deltalab.structure import Ridge
 
@@ -50,10 +50,22 @@ class GKA(UpdateRule):
         self, q: Tensor, k: Tensor, v: Tensor, gates: Mapping[str, Tensor], *, scale: float, state: State
     ) -> tuple[Tensor, State]:
         gram, memory = state
-        ridge = Ridge(
+        return regression(self._regression, q, k, v, gates["g"], scale=scale, state=(gram, memory))
+
+    def fused(
+        self, q: Tensor, k: Tensor, v: Tensor, gates: Mapping[str, Tensor], *, scale: float, state: State
+    ) -> tuple[Tensor, State]:
+        gram, memory = state
+        return fused_regression(self._regression, q, k, v, gates["g"], scale=scale, state=(gram, memory))
+
+    def lacks_kernel(self, k: Tensor, v: Tensor) -> str | None:
+        return lacks_kernel(self._regression, k, v)
+
+    @property
+    def _regression(self) -> Ridge:
+        return Ridge(
             solver=cast(Any, self.solver),
             iterations=self.iterations,
             strength=self.ridge,
             adaptive=self.adaptive,
         )
-        return regression(ridge, q, k, v, gates["g"], scale=scale, state=(gram, memory))

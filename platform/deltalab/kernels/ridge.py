@@ -33,7 +33,7 @@ def rows(x, row, valid, head, H, column, width, SIZE: tl.constexpr, FULL: tl.con
 
 
 @triton.jit
-def _product(a, b, A: tl.constexpr, B: tl.constexpr, KIND: tl.constexpr):
+def product(a, b, A: tl.constexpr, B: tl.constexpr, KIND: tl.constexpr):
     """a @ b, each in as many parts of KIND as said; fp32 as it is."""
     high_a, high_b = a.to(KIND), b.to(KIND)
     out = tl.dot(high_a, high_b, input_precision="ieee")
@@ -46,7 +46,7 @@ def _product(a, b, A: tl.constexpr, B: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
-def _scaled(x, HALF: tl.constexpr):
+def scaled(x, HALF: tl.constexpr):
     """Rows of x [.., W] over a power of two each, so that none leaves fp16's range: what is exact there stays so."""
     x = x.to(tl.float32)
     largest = tl.maximum(tl.max(tl.abs(x), 1), 1e-30)
@@ -55,7 +55,7 @@ def _scaled(x, HALF: tl.constexpr):
 
 
 @triton.jit
-def _sums(g, row, valid, head, H, SIZE: tl.constexpr, WIDE: tl.constexpr):
+def log_decays(g, row, valid, head, H, SIZE: tl.constexpr, WIDE: tl.constexpr):
     """Cumulative log-decays of a chunk, base 2, and the last of them."""
     step = tl.maximum(scalars(g, row, valid, head, H, SIZE), LOWEST) * LOG2_E
     if WIDE:
@@ -64,7 +64,7 @@ def _sums(g, row, valid, head, H, SIZE: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _keep(s, states, norms, at, block, blocks, BK: tl.constexpr, BW: tl.constexpr, PARTS: tl.constexpr):
+def put_state(s, states, norms, at, block, blocks, BK: tl.constexpr, BW: tl.constexpr, PARTS: tl.constexpr):
     """Stores a state's block [BK, BW] over its norm, in parts, beside the norm."""
     largest = tl.max(tl.abs(s))
     within = s / tl.where(largest > 0, largest, 1.0)
@@ -72,35 +72,35 @@ def _keep(s, states, norms, at, block, blocks, BK: tl.constexpr, BW: tl.constexp
     tl.store(norms + at * blocks + block, norm)
     unit = s / tl.where(norm > 0, norm, 1.0)
     high = unit.to(states.dtype.element_ty)
-    to = _block(states, at, 0, 0, block, blocks, BK, BK, BW, PARTS)
+    to = stored(states, at, 0, 0, block, blocks, BK, BK, BW, PARTS)
     tl.store(to, high)
     if PARTS == 2:
-        to = _block(states, at, 1, 0, block, blocks, BK, BK, BW, PARTS)
+        to = stored(states, at, 1, 0, block, blocks, BK, BK, BW, PARTS)
         tl.store(to, (unit - high.to(tl.float32)).to(states.dtype.element_ty))
 
 
 @triton.jit
-def _block(
+def stored(
     states, at, part, row, block, blocks, BK: tl.constexpr, BR: tl.constexpr, BW: tl.constexpr, PARTS: tl.constexpr
 ):
-    """Pointers to BR rows of a block of what `_keep` stored."""
+    """Pointers to BR rows of a block of what `put_state` stored."""
     i, j = row + tl.arange(0, BR), block * BW + tl.arange(0, BW)
     return states + ((at.to(tl.int64) * PARTS + part) * BK + i[:, None]) * (blocks * BW) + j[None, :]
 
 
 @triton.jit
-def _times(
+def times(
     a, a_low, states, at, row, block, blocks, BK: tl.constexpr, BR: tl.constexpr, BW: tl.constexpr,
     A: tl.constexpr, PARTS: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """a [.., BR] times BR rows of a block, or a [.., BW] times their transpose, before its norm; a in A parts."""
-    s = tl.load(_block(states, at, 0, row, block, blocks, BK, BR, BW, PARTS))
+    s = tl.load(stored(states, at, 0, row, block, blocks, BK, BR, BW, PARTS))
     s = tl.trans(s) if TRANSPOSED else s
     out = tl.dot(a, s, input_precision="ieee")
     if A == 2:
         out = tl.dot(a_low, s, out)
     if PARTS == 2:
-        s = tl.load(_block(states, at, 1, row, block, blocks, BK, BR, BW, PARTS))
+        s = tl.load(stored(states, at, 1, row, block, blocks, BK, BR, BW, PARTS))
         out = tl.dot(a, tl.trans(s) if TRANSPOSED else s, out)
     return out
 
@@ -119,76 +119,25 @@ def sweep(
     s = tl.load(bound, mask=inside, other=0.0)
     for chunk in range(from_chunk, to_chunk):
         at = (batch * (to_chunk - from_chunk) + chunk - from_chunk) * H + head
-        _keep(s, states, norms, at, block, tl.num_programs(0), BK, BW, PARTS)
+        put_state(s, states, norms, at, block, tl.num_programs(0), BK, BW, PARTS)
         row, valid = batch.to(tl.int64) * T + chunk * SIZE, T - chunk * SIZE
-        sums, total = _sums(g, row, valid, head, H, SIZE, WIDE)
+        sums, total = log_decays(g, row, valid, head, H, SIZE, WIDE)
         where, there = rows(k, row, valid, head, H, i, K, SIZE, FULL)
         key = tl.load(where, mask=there, other=0.0)
         where, there = rows(u, row, valid, head, H, j, D, SIZE, FULL_D)
         write = tl.load(where, mask=there, other=0.0).to(tl.float32)
         write *= tl.exp2((total - sums).to(tl.float32))[:, None]
-        s = tl.exp2(total.to(tl.float32)) * s + _product(tl.trans(key), write, IN, 2, KIND)
+        s = tl.exp2(total.to(tl.float32)) * s + product(tl.trans(key), write, IN, 2, KIND)
     tl.store(bound + H.to(tl.int64) * K * D, s, mask=inside)
 
 
 @triton.jit
-def reverse(
-    k, x, y, c, d_o, g, states, norms, after, states_after, norms_after, across,
-    T, H, K, D, from_chunk, to_chunk, scale,
-    SIZE: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr, FULL: tl.constexpr, FULL_D: tl.constexpr,
-    GRAM: tl.constexpr, PARTS: tl.constexpr, IN: tl.constexpr, KIND: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """dS <- exp(G_C) dS + what a chunk's reads of S give it; stores dS after each chunk, from the last to the first.
-
-    U is read by o = scale U^T x. With GRAM it is H, which is read by -y . H x + sum c ||H_t||^2 / 2.
-    across: exp(G_C) <dS after, S before>, the part of dg that passes the chunk by.
-    """
-    block, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    i, j = tl.arange(0, BK), block * BW + tl.arange(0, BW)
-    blocks = tl.num_programs(0)
-    bound = after + (batch.to(tl.int64) * H + head) * K * D + i[:, None] * D + j[None, :]
-    inside = (i < K)[:, None] & (j < D)[None, :]
-    d = tl.load(bound, mask=inside, other=0.0)
-    for back in range(to_chunk - from_chunk):
-        chunk = to_chunk - 1 - back
-        at = (batch * (to_chunk - from_chunk) + chunk - from_chunk) * H + head
-        _keep(d, states_after, norms_after, at, block, blocks, BK, BW, PARTS)
-        row, valid = batch.to(tl.int64) * T + chunk * SIZE, T - chunk * SIZE
-        sums, total = _sums(g, row, valid, head, H, SIZE, WIDE)
-        keep = tl.exp2(total.to(tl.float32))
-        since = tl.exp2(sums.to(tl.float32))
-        s = tl.load(_block(states, at, 0, 0, block, blocks, BK, BK, BW, PARTS)).to(tl.float32)
-        if PARTS == 2:
-            s += tl.load(_block(states, at, 1, 0, block, blocks, BK, BK, BW, PARTS)).to(tl.float32)
-        s *= tl.load(norms + at * blocks + block)
-        tl.store(across + at * blocks + block, keep * tl.sum(s * d))
-        where, there = rows(y if GRAM else x, row, valid, head, H, i, K, SIZE, FULL)
-        left = tl.load(where, mask=there, other=0.0)
-        where, there = rows(x if GRAM else d_o, row, valid, head, H, j, D, SIZE, FULL_D)
-        right = tl.load(where, mask=there, other=0.0)
-        left *= (since * (-1.0 if GRAM else scale))[:, None]
-        d = keep * d + _product(tl.trans(left), right, 2, 2 if GRAM else IN, KIND)
-        if GRAM:
-            weight = scalars(c, row, valid, head, H, SIZE) * since
-            t = tl.arange(0, SIZE)
-            within = apart(sums[:, None], sums[None, :], t[:, None], t[None, :], False)
-            each = tl.sum(within * weight[:, None], 0)
-            where, there = rows(k, row, valid, head, H, i, K, SIZE, FULL)
-            key = tl.load(where, mask=there, other=0.0)
-            where, there = rows(k, row, valid, head, H, j, D, SIZE, FULL_D)
-            other = tl.load(where, mask=there, other=0.0).to(tl.float32) * each[:, None]
-            d += tl.sum(weight * since, 0) * s + _product(tl.trans(key), other, IN, 2, KIND)
-    tl.store(bound, d, mask=inside)
-
-
-@triton.jit
 def _less_product(
-    rest, d, d_low, key, gram, gram_low, within, since,
-    PARTS: tl.constexpr, STEP: tl.constexpr, ALONG: tl.constexpr,
+    rest, d, d_low, key, gram, gram_low, within, since, PARTS: tl.constexpr, ALONG: tl.constexpr
 ):  # fmt: skip
-    """rest - H_t d_t, for d [C, K] in STEP parts, H in PARTS and k . d in ALONG."""
+    """rest - H_t d_t, for H and d [C, K] in PARTS, and k . d in ALONG."""
     along = tl.dot(d, tl.trans(key), input_precision="ieee")
-    if STEP == 2:
+    if PARTS == 2:
         along = tl.dot(d_low, tl.trans(key), along)
     along *= -within
     high = along.to(key.dtype)
@@ -196,29 +145,27 @@ def _less_product(
     if ALONG == 2:
         rest = tl.dot((along - high.to(tl.float32)).to(key.dtype), key, rest)
     before = tl.dot(d, gram, input_precision="ieee")
-    if STEP == 2:
-        before = tl.dot(d_low, gram, before)
     if PARTS == 2:
+        before = tl.dot(d_low, gram, before)
         before = tl.dot(d, gram_low, before)
     return rest - since[:, None] * before
 
 
 @triton.jit
-def _low(new, d, STEP: tl.constexpr):
+def _low(new, d, PARTS: tl.constexpr):
     """What rounding new to d left, where that counts (d itself in its place where not)."""
-    return (new - d.to(tl.float32)).to(d.dtype) if STEP == 2 else d
+    return (new - d.to(tl.float32)).to(d.dtype) if PARTS == 2 else d
 
 
 @triton.jit
-def _taken(d, d_low, STEP: tl.constexpr):
+def _taken(d, d_low, PARTS: tl.constexpr):
     """The step that d in parts stands for."""
-    return d.to(tl.float32) + d_low.to(tl.float32) if STEP == 2 else d.to(tl.float32)
+    return d.to(tl.float32) + d_low.to(tl.float32) if PARTS == 2 else d.to(tl.float32)
 
 
 @triton.jit
 def _chebyshev(
-    rest, low, iterations, key, gram, gram_low, within, since, PARTS: tl.constexpr, STEP: tl.constexpr,
-    ALONG: tl.constexpr,
+    rest, low, iterations, key, gram, gram_low, within, since, PARTS: tl.constexpr, ALONG: tl.constexpr,
 ):  # fmt: skip
     """`deltalab.ridge.chebyshev` for eigenvalues in [low, 1], by steps d that are rounded: x += d, rest -= A d."""
     step = 2 / (1 + low)
@@ -227,38 +174,37 @@ def _chebyshev(
     omega = tl.full(low.shape, 2.0, tl.float32)
     new = step[:, None] * rest
     d = new.to(key.dtype)
-    d_low = _low(new, d, STEP)
-    x = _taken(d, d_low, STEP)
+    d_low = _low(new, d, PARTS)
+    x = _taken(d, d_low, PARTS)
     for _ in range(iterations - 1):
-        rest = _less_product(rest, d, d_low, key, gram, gram_low, within, since, PARTS, STEP, ALONG)
-        taken = _taken(d, d_low, STEP)
+        rest = _less_product(rest, d, d_low, key, gram, gram_low, within, since, PARTS, ALONG)
+        taken = _taken(d, d_low, PARTS)
         rest -= low[:, None] * taken
         omega = 4 / (4 - rho_squared * omega)
         new = (omega * step)[:, None] * rest + (omega - 1)[:, None] * taken
         d = new.to(key.dtype)
-        d_low = _low(new, d, STEP)
-        x += _taken(d, d_low, STEP)
-    rest = _less_product(rest, d, d_low, key, gram, gram_low, within, since, PARTS, STEP, ALONG)
-    taken = _taken(d, d_low, STEP)
+        d_low = _low(new, d, PARTS)
+        x += _taken(d, d_low, PARTS)
+    rest = _less_product(rest, d, d_low, key, gram, gram_low, within, since, PARTS, ALONG)
+    taken = _taken(d, d_low, PARTS)
     omega = 4 / (4 - rho_squared * omega)
     return x + (omega * step)[:, None] * (rest - low[:, None] * taken) + (omega - 1)[:, None] * taken
 
 
 @triton.jit
 def _conjugate_gradient(
-    rest, low, iterations, key, gram, gram_low, within, since, PARTS: tl.constexpr, STEP: tl.constexpr,
-    ALONG: tl.constexpr,
+    rest, low, iterations, key, gram, gram_low, within, since, PARTS: tl.constexpr, ALONG: tl.constexpr,
 ):  # fmt: skip
     """`deltalab.ridge.conjugate_gradient`, by directions that are rounded alike in x and its residual."""
     x = tl.zeros(rest.shape, tl.float32)
     d = rest.to(key.dtype)
-    d_low = _low(rest, d, STEP)
+    d_low = _low(rest, d, PARTS)
     squared = tl.sum(rest * rest, 1)
     enough = 1.4e-14 * squared
     for _ in range(iterations):
         none = tl.zeros(rest.shape, tl.float32)
-        product = -_less_product(none, d, d_low, key, gram, gram_low, within, since, PARTS, STEP, ALONG)
-        taken = _taken(d, d_low, STEP)
+        product = -_less_product(none, d, d_low, key, gram, gram_low, within, since, PARTS, ALONG)
+        taken = _taken(d, d_low, PARTS)
         product += low[:, None] * taken
         curvature = tl.sum(taken * product, 1)
         going = (squared > enough) & (curvature > 0)
@@ -269,7 +215,7 @@ def _conjugate_gradient(
         squared = tl.sum(rest * rest, 1)
         new = rest + (squared / tl.where(going, before, 1.0))[:, None] * taken
         d = new.to(key.dtype)
-        d_low = _low(new, d, STEP)
+        d_low = _low(new, d, PARTS)
     return x
 
 
@@ -286,19 +232,19 @@ def measure(
     row, valid = batch.to(tl.int64) * T + chunk * SIZE, T - chunk * SIZE
     i, column = tl.arange(0, SIZE), tl.arange(0, BK)
     blocks: tl.constexpr = BK // BG
-    sums, _ = _sums(g, row, valid, head, H, SIZE, WIDE)
+    sums, _ = log_decays(g, row, valid, head, H, SIZE, WIDE)
     where, there = rows(k, row, valid, head, H, column, K, SIZE, FULL)
-    key, key_size = _scaled(tl.load(where, mask=there, other=0.0), HALF)
+    key, key_size = scaled(tl.load(where, mask=there, other=0.0), HALF)
     overlap = tl.dot(key, tl.trans(key), input_precision="ieee")
     overlap *= key_size[:, None] * key_size[None, :]
     within = apart(sums[:, None], sums[None, :], i[:, None], i[None, :], False)
-    squares = tl.sum(_product(within, overlap * overlap, 2, 2, KIND) * within, 1)
+    squares = tl.sum(product(within, overlap * overlap, 2, 2, KIND) * within, 1)
     across = tl.zeros([SIZE], tl.float32)
     start = 0.0
     for block in tl.static_range(blocks):
         norm = tl.load(gram_norms + at * blocks + block)
         start += norm * norm
-        moved = _times(key, key, grams, at, 0, block, blocks, BK, BK, BG, 1, PARTS, False)
+        moved = times(key, key, grams, at, 0, block, blocks, BK, BK, BG, 1, PARTS, False)
         where, there = rows(k, row, valid, head, H, block * BG + tl.arange(0, BG), K, SIZE, FULL)
         across += tl.sum(moved * tl.load(where, mask=there, other=0.0).to(tl.float32), 1) * key_size * norm
     since = tl.exp2(sums.to(tl.float32))
@@ -311,12 +257,13 @@ def solve(
     rhs, k, g, norm, grams, gram_norms, x, x_half, forward, c, T, H, K, from_chunk, chunks, strength, iterations,
     SIZE: tl.constexpr, BK: tl.constexpr, BG: tl.constexpr, FULL: tl.constexpr,
     PARTS: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr,
-    STEP: tl.constexpr, ALONG: tl.constexpr, ADAPTIVE: tl.constexpr, CHEBYSHEV: tl.constexpr,
+    ALONG: tl.constexpr, ADAPTIVE: tl.constexpr, CHEBYSHEV: tl.constexpr,
 ):  # fmt: skip
     """Per chunk and head: x with (H_t + lambda_t I) x_t = rhs_t, in fp32.
 
     Backward rhs is dx, so this x is dq, given in q's dtype too; with the x of the forward it makes c_t, half of what
-    each ||H_t||^2 is due through lambda. Solved over its largest eigenvalue's bound and rhs's largest element, so that all of it fits fp16.
+    each ||H_t||^2 is due through lambda. Solved over its largest eigenvalue's bound and rhs's largest
+    element, so that all of it fits fp16.
     """
     program, head = tl.program_id(0), tl.program_id(1)
     batch, chunk = program // chunks, from_chunk + program % chunks
@@ -324,18 +271,18 @@ def solve(
     row, valid = batch.to(tl.int64) * T + chunk * SIZE, T - chunk * SIZE
     i, channel = tl.arange(0, SIZE), tl.arange(0, BK)
     where, there = rows(k, row, valid, head, H, channel, K, SIZE, FULL)
-    key, key_size = _scaled(tl.load(where, mask=there, other=0.0), HALF)
+    key, key_size = scaled(tl.load(where, mask=there, other=0.0), HALF)
     # One unit for all columns.
     norms = tl.load(gram_norms + at * (BK // BG) + channel // BG)
     unit = tl.max(norms, 0)
     norms /= tl.where(unit > 0, unit, 1.0)
-    gram = tl.load(_block(grams, at, 0, 0, 0, 1, BK, BK, BK, PARTS)).to(tl.float32)
+    gram = tl.load(stored(grams, at, 0, 0, 0, 1, BK, BK, BK, PARTS)).to(tl.float32)
     if PARTS == 2:
-        gram += tl.load(_block(grams, at, 1, 0, 0, 1, BK, BK, BK, PARTS)).to(tl.float32)
+        gram += tl.load(stored(grams, at, 1, 0, 0, 1, BK, BK, BK, PARTS)).to(tl.float32)
     gram *= norms[None, :]
     high_gram = gram.to(HALF)
     gram_low = _low(gram, high_gram, PARTS)
-    sums, _ = _sums(g, row, valid, head, H, SIZE, WIDE)
+    sums, _ = log_decays(g, row, valid, head, H, SIZE, WIDE)
     length = scalars(norm, row, valid, head, H, SIZE)
     live = (length > 0) | (not ADAPTIVE)
     low = tl.where(live, strength * (length if ADAPTIVE else tl.full([SIZE], 1.0, tl.float32)), 1.0)
@@ -349,11 +296,9 @@ def solve(
     largest = tl.where(largest > 0, largest, 1.0)
     rest *= tl.where(live, 1 / largest, 0.0)[:, None]
     if CHEBYSHEV:
-        found = _chebyshev(rest, low / high, iterations, key, high_gram, gram_low, within, since, PARTS, STEP, ALONG)
+        found = _chebyshev(rest, low / high, iterations, key, high_gram, gram_low, within, since, PARTS, ALONG)
     else:
-        found = _conjugate_gradient(
-            rest, low / high, iterations, key, high_gram, gram_low, within, since, PARTS, STEP, ALONG
-        )
+        found = _conjugate_gradient(rest, low / high, iterations, key, high_gram, gram_low, within, since, PARTS, ALONG)
     found *= (largest / high)[:, None]
     where, there = rows(x, row, valid, head, H, channel, K, SIZE, FULL)
     tl.store(where, found, mask=there)
@@ -380,13 +325,13 @@ def read(
     i, channel = tl.arange(0, SIZE), tl.arange(0, BK)
     parts: tl.constexpr = 1 if tl.float32 == HALF else 2
     where, there = rows(k, row, valid, head, H, channel, K, SIZE, FULL)
-    key, key_size = _scaled(tl.load(where, mask=there, other=0.0), HALF)
+    key, key_size = scaled(tl.load(where, mask=there, other=0.0), HALF)
     where, there = rows(x, row, valid, head, H, channel, K, SIZE, FULL)
     solution = tl.load(where, mask=there, other=0.0)
-    high, size = _scaled(solution, HALF)
+    high, size = scaled(solution, HALF)
     low = (solution / size[:, None] - high.to(tl.float32)).to(HALF)
-    sums, _ = _sums(g, row, valid, head, H, SIZE, WIDE)
-    weights = _product(solution / size[:, None], tl.trans(key), 2, 1, HALF)
+    sums, _ = log_decays(g, row, valid, head, H, SIZE, WIDE)
+    weights = product(solution / size[:, None], tl.trans(key), 2, 1, HALF)
     # x is about 1 / ||H||, and ||H|| about the square of a key.
     root = tl.sqrt(tl.maximum(scalars(norm, row, valid, head, H, SIZE), 1e-30))
     weights *= apart(sums[:, None], sums[None, :], i[:, None], i[None, :], False)
@@ -394,170 +339,9 @@ def read(
     since = tl.exp2(sums.to(tl.float32))
     for block in range(tl.cdiv(V, BV)):
         channels = block * BV + tl.arange(0, BV)
-        out = _times(high, low, memories, at, 0, block, tl.cdiv(V, BV), BK, BK, BV, parts, PARTS, False)
+        out = times(high, low, memories, at, 0, block, tl.cdiv(V, BV), BK, BK, BV, parts, PARTS, False)
         out *= (since * tl.load(memory_norms + at * tl.cdiv(V, BV) + block))[:, None]
         from_v, there = rows(v, row, valid, head, H, channels, V, SIZE, FULL_V)
         out += root[:, None] * tl.dot(weights, tl.load(from_v, mask=there, other=0.0), input_precision="ieee")
         to, there = rows(o, row, valid, head, H, channels, V, SIZE, FULL_V)
         tl.store(to, (scale * size[:, None] * out).to(o.dtype.element_ty), mask=there)
-
-
-@triton.jit
-def differentiate(
-    k, v, g, d_o, x, memories, memory_norms, d_x, readers, T, H, K, V, from_chunk, chunks, scale,
-    SIZE: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FULL: tl.constexpr, FULL_V: tl.constexpr,
-    PARTS: tl.constexpr, IN: tl.constexpr, KIND: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """Per chunk and head: dx, and what o's reading of U before the chunk gives the log-decay up to each token."""
-    program, head = tl.program_id(0), tl.program_id(1)
-    batch, chunk = program // chunks, from_chunk + program % chunks
-    at = program * H + head
-    row, valid = batch.to(tl.int64) * T + chunk * SIZE, T - chunk * SIZE
-    i, channel = tl.arange(0, SIZE), tl.arange(0, BK)
-    sums, _ = _sums(g, row, valid, head, H, SIZE, WIDE)
-    due = tl.zeros([SIZE, SIZE], tl.float32)
-    found = tl.zeros([SIZE, BK], tl.float32)
-    for block in range(tl.cdiv(V, BV)):
-        channels = block * BV + tl.arange(0, BV)
-        from_o, there = rows(d_o, row, valid, head, H, channels, V, SIZE, FULL_V)
-        d_out = tl.load(from_o, mask=there, other=0.0)
-        from_v, there = rows(v, row, valid, head, H, channels, V, SIZE, FULL_V)
-        due += _product(d_out, tl.trans(tl.load(from_v, mask=there, other=0.0)), IN, IN, KIND)
-        half, size = _scaled(d_out, HALF)
-        moved = _times(half, half, memories, at, 0, block, tl.cdiv(V, BV), BK, BK, BV, 1, PARTS, True)
-        found += (size * tl.load(memory_norms + at * tl.cdiv(V, BV) + block))[:, None] * moved
-    found *= (scale * tl.exp2(sums.to(tl.float32)))[:, None]
-    where, there = rows(x, row, valid, head, H, channel, K, SIZE, FULL)
-    put_scalars(readers, tl.sum(tl.load(where, mask=there, other=0.0) * found, 1), row, valid, head, H, SIZE)
-    due *= scale * apart(sums[:, None], sums[None, :], i[:, None], i[None, :], False)
-    where, there = rows(k, row, valid, head, H, channel, K, SIZE, FULL)
-    found += _product(due, tl.load(where, mask=there, other=0.0), 2, IN, KIND)
-    where, there = rows(d_x, row, valid, head, H, channel, K, SIZE, FULL)
-    tl.store(where, found, mask=there)
-
-
-@triton.jit
-def _passing(matrix, i):
-    """For Z [j, t] of pairs j <= t, what each token adds to the sum over j < s <= t, summed over the tokens before s."""
-    matrix = tl.where(i[:, None] < i[None, :], matrix, 0.0)
-    return tl.sum(matrix, 1), tl.sum(matrix, 0)
-
-
-@triton.jit
-def gradients(
-    k, v, g, d_o, x, y, c, readers, grams, gram_norms, gram_after, gram_norms_after, gram_across,
-    memory_after, memory_norms_after, memory_across, d_k, d_v, d_g,
-    T, H, K, V, from_chunk, chunks, scale,
-    SIZE: tl.constexpr, BK: tl.constexpr, BG: tl.constexpr, BV: tl.constexpr, FULL: tl.constexpr, FULL_V: tl.constexpr,
-    PARTS: tl.constexpr, IN: tl.constexpr, KIND: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr,
-    ADAPTIVE: tl.constexpr,
-):  # fmt: skip
-    """Per chunk and head: dk, dv and dg of sum do . o - y . H x + c ||H||^2 / 2, with x, y and c held.
-
-    Token j writes, token t >= j reads: matrices are [j, t], so that none is transposed that a product left. What pair
-    (j, t) gives the decay between them is due to every g_s with j < s <= t.
-    """
-    program, head = tl.program_id(0), tl.program_id(1)
-    batch, chunk = program // chunks, from_chunk + program % chunks
-    at = program * H + head
-    row, valid = batch.to(tl.int64) * T + chunk * SIZE, T - chunk * SIZE
-    i, channel = tl.arange(0, SIZE), tl.arange(0, BK)
-    blocks: tl.constexpr = BK // BG
-    value_blocks = tl.cdiv(V, BV)
-    sums, total = _sums(g, row, valid, head, H, SIZE, WIDE)
-    since = tl.exp2(sums.to(tl.float32))
-    until = tl.exp2((total - sums).to(tl.float32))
-    within = apart(sums[None, :], sums[:, None], i[None, :], i[:, None], False)
-
-    where, there = rows(k, row, valid, head, H, channel, K, SIZE, FULL)
-    key = tl.load(where, mask=there, other=0.0)
-    where, there = rows(x, row, valid, head, H, channel, K, SIZE, FULL)
-    along_x = within * _product(key, tl.trans(tl.load(where, mask=there, other=0.0)), IN, 2, KIND)
-    where, there = rows(y, row, valid, head, H, channel, K, SIZE, FULL)
-    solved = tl.load(where, mask=there, other=0.0)
-    for_x = -_product(key, tl.trans(solved), IN, 2, KIND)
-    half_key, key_size = _scaled(key, HALF)
-    half_y, y_size = _scaled(solved, HALF)
-    y_low = (solved / y_size[:, None] - half_y.to(tl.float32)).to(HALF)
-    written = tl.zeros([SIZE], tl.float32)
-    for block in range(value_blocks):
-        values = block * BV + tl.arange(0, BV)
-        from_v, there_v = rows(v, row, valid, head, H, values, V, SIZE, FULL_V)
-        value = tl.load(from_v, mask=there_v, other=0.0)
-        from_o, there_v = rows(d_o, row, valid, head, H, values, V, SIZE, FULL_V)
-        d_out = tl.load(from_o, mask=there_v, other=0.0)
-        for_x += scale * _product(value, tl.trans(d_out), IN, IN, KIND)
-        d_value = _times(half_key, half_key, memory_after, at, 0, block, value_blocks, BK, BK, BV, 1, PARTS, False)
-        norm_u = tl.load(memory_norms_after + at * value_blocks + block)
-        d_value *= (norm_u * until * key_size)[:, None]
-        written += tl.sum(d_value * value.to(tl.float32), 1)
-        d_value += scale * _product(along_x, d_out, PARTS, IN, KIND)
-        to, there_v = rows(d_v, row, valid, head, H, values, V, SIZE, FULL_V)
-        tl.store(to, d_value.to(d_v.dtype.element_ty), mask=there_v)
-    crossing = along_x * for_x
-    for_x *= within
-    weight = tl.zeros([SIZE], tl.float32)
-    overlap = within
-    if ADAPTIVE:
-        weight = scalars(c, row, valid, head, H, SIZE)
-        overlap = _product(key, tl.trans(key), IN, IN, KIND)
-        weighted = within * weight[None, :]
-        crossing += weighted * _product(overlap * overlap, within, PARTS, PARTS, KIND)
-        overlap *= 2 * _product(weighted, tl.trans(within), PARTS, PARTS, KIND)
-    each = tl.sum(within * (weight * since)[None, :], 1)
-    began, ended = _passing(crossing, i)
-
-    reading = scalars(readers, row, valid, head, H, SIZE)
-    across = tl.zeros([SIZE], tl.float32)
-    squares = 0.0
-    passing = 0.0
-    for block in range(blocks):
-        channels = block * BG + tl.arange(0, BG)
-        from_k, there_k = rows(k, row, valid, head, H, channels, K, SIZE, FULL)
-        key_part = tl.load(from_k, mask=there_k, other=0.0).to(tl.float32)
-        d_key = _times(half_key, half_key, gram_after, at, 0, block, blocks, BK, BK, BG, 1, PARTS, False)
-        d_key *= tl.load(gram_norms_after + at * blocks + block)
-        for other in range(blocks):
-            from_k, there_k = rows(k, row, valid, head, H, other * BG + tl.arange(0, BG), K, SIZE, FULL)
-            half = (tl.load(from_k, mask=there_k, other=0.0).to(tl.float32) / key_size[:, None]).to(HALF)
-            moved_k = _times(half, half, gram_after, at, block * BG, other, blocks, BK, BG, BG, 1, PARTS, True)
-            d_key += tl.load(gram_norms_after + at * blocks + other) * moved_k
-        d_key *= key_size[:, None]
-        # k^T dH k, once from each of both products.
-        written += 0.5 * until * tl.sum(d_key * key_part, 1)
-        for other in range(value_blocks):
-            from_v, there_v = rows(v, row, valid, head, H, other * BV + tl.arange(0, BV), V, SIZE, FULL_V)
-            half_v, size = _scaled(tl.load(from_v, mask=there_v, other=0.0), HALF)
-            norm_u = tl.load(memory_norms_after + at * value_blocks + other)
-            moved_v = _times(
-                half_v, half_v, memory_after, at, block * BG, other, value_blocks, BK, BG, BV, 1, PARTS, True
-            )
-            d_key += (size * norm_u)[:, None] * moved_v
-        d_key *= until[:, None]
-        from_x, there_k = rows(x, row, valid, head, H, channels, K, SIZE, FULL)
-        x_part = tl.load(from_x, mask=there_k, other=0.0)
-        d_key += _product(for_x, x_part, PARTS, PARTS, KIND)
-        from_y, there_k = rows(y, row, valid, head, H, channels, K, SIZE, FULL)
-        d_key -= _product(along_x, tl.load(from_y, mask=there_k, other=0.0), PARTS, PARTS, KIND)
-        norm = tl.load(gram_norms + at * blocks + block)
-        moved = _times(half_y, y_low, grams, at, 0, block, blocks, BK, BK, BG, PARTS, PARTS, False)
-        reading -= since * norm * y_size * tl.sum(moved * x_part, 1)
-        if ADAPTIVE:
-            moved = _times(half_key, half_key, grams, at, 0, block, blocks, BK, BK, BG, 1, PARTS, False)
-            moved *= (norm * key_size)[:, None]
-            across += tl.sum(moved * key_part, 1)
-            squares += norm * norm
-            d_key += 2 * each[:, None] * moved + _product(overlap, key_part, PARTS, IN, KIND)
-        to_k, there_k = rows(d_k, row, valid, head, H, channels, K, SIZE, FULL)
-        tl.store(to_k, d_key.to(d_k.dtype.element_ty), mask=there_k)
-        passing += tl.load(gram_across + at * blocks + block)
-    for block in range(value_blocks):
-        passing += tl.load(memory_across + at * value_blocks + block)
-    written += began - ended
-    if ADAPTIVE:
-        by_key = within * (weight * since)[None, :] * across[:, None]
-        reading += weight * since * since * squares + tl.sum(by_key, 0)
-        began, ended = _passing(by_key, i)
-        written += began - ended
-    d_step = tl.where(i[:, None] >= i[None, :], reading[:, None], written[:, None])
-    put_scalars(d_g, tl.sum(d_step, 0) + passing, row, valid, head, H, SIZE)

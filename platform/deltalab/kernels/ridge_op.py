@@ -1,4 +1,4 @@
-"""`kernels.ridge` as a PyTorch operator: launches, gradients, `torch.func.vmap` and `torch.compile`."""
+"""`kernels.ridge` and its backward as a PyTorch operator: launches, `torch.func.vmap` and `torch.compile`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltalab.errors import InputError
-from deltalab.kernels import ridge as kernels
 from deltalab.kernels.chunk import absent, fold_into_batch
+from deltalab.kernels.ridge import measure, read, solve, sweep
+from deltalab.kernels.ridge_gradients import differentiate, gradients, reverse
 from deltalab.structure import Ridge
 
 WORKSPACE = 160 * 2**20
@@ -18,8 +18,6 @@ WORKSPACE = 160 * 2**20
 
 WELL_CONDITIONED = 0.01
 """The least strength, relative to ||H||, at which bf16's 5e-3 is kept with states and steps in one half."""
-
-TRITON_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 WARPS = {"sweep": 4, "measure": 4, "solve": 4, "read": 4, "differentiate": 4, "reverse": 8, "gradients": 8}
 STAGES = {"sweep": 2, "measure": 1, "solve": 1, "read": 2, "differentiate": 1, "reverse": 2, "gradients": 1}
@@ -36,21 +34,13 @@ def regression(
     state: tuple[Tensor, Tensor],
     chunk_size: int = 64,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """`deltalab.ridge.regression` by kernels: fp32 within, for q, k, v of one dtype: bf16, fp16 or fp32.
-
-    Raises `InputError` for what they do not do: the exact solver, gradients through the iterations, K over 256.
-    """
-    if ridge.solver == "exact" or ridge.backward == "autograd":
-        what = "the exact solver" if ridge.solver == "exact" else "gradients through the iterations"
-        raise InputError(f"a ridge with {what} has no Triton kernel: use backend 'auto' or 'chunked'")
-    if q.dtype not in TRITON_TYPES or q.shape[-1] > 256:
-        raise InputError(f"a ridge's kernels take bf16, fp16 or fp32 and K up to 256, not {q.dtype}, {q.shape[-1]}")
+    """`deltalab.ridge.regression` by kernels, where `deltalab.ridge.lacks_kernel` has no objection."""
     gram, memory = (x.float().contiguous() for x in state)
-    g = g.float().expand(k.shape[:3])
+    q, k, v = (x.to(v.dtype).contiguous() for x in (q, k, v))
+    g = g.float().expand(k.shape[:3]).contiguous()
     o, gram, memory, *_ = ridge_regression(
-        q.contiguous(), k.contiguous(), v.contiguous(), g.contiguous(), gram, memory,
-        scale, ridge.strength, ridge.iterations, ridge.adaptive, ridge.solver == "chebyshev", chunk_size,
-        torch.is_grad_enabled(),
+        q, k, v, g, gram, memory, scale, ridge.strength, ridge.iterations, ridge.adaptive,
+        ridge.solver == "chebyshev", chunk_size, torch.is_grad_enabled(),
     )  # fmt: skip
     return o, (gram, memory)
 
@@ -71,7 +61,6 @@ class Launch:
     bg: int
     bv: int
     parts: int
-    step: int
     dtype: torch.dtype
 
     @classmethod
@@ -85,15 +74,10 @@ class Launch:
         size = max(16, triton.next_power_of_2(min(chunk_size, tokens, 16 if wide else 64)))
         one = k.dtype == torch.bfloat16 and adaptive and strength >= WELL_CONDITIONED
         parts = 1 if one or wide else 2
-        step = parts
-        import os
-
-        if "P" in os.environ and parts == 1 and not wide:
-            parts, step = map(int, os.environ["P"])
         chunks = triton.cdiv(tokens, size)
         each = batch * heads * bk * (bk + triton.cdiv(value_dim, bv) * bv) * parts * (4 if wide else 2)
         every = min(chunks, max(WORKSPACE // each, 1, triton.cdiv(1024, batch * heads)))
-        return cls(batch, tokens, heads, key_dim, value_dim, size, chunks, every, bk, bg, bv, parts, step, k.dtype)
+        return cls(batch, tokens, heads, key_dim, value_dim, size, chunks, every, bk, bg, bv, parts, k.dtype)
 
     @property
     def boundaries(self) -> int:
@@ -126,19 +110,18 @@ class Launch:
         width, block = (self.bk, self.bg) if gram else (self.value_dim, self.bv)
         return triton.cdiv(width, block), self.heads, self.batch
 
-    def sizes(self, kernel: str) -> dict[str, Any]:
-        """What a kernel takes of these, and how it is launched."""
-        full = self.value_dim % self.bv == 0
+    def launch(self, kernel: Any, grid: tuple[int, ...], *tensors: Tensor | None, **more: Any) -> None:
+        """With what the kernel takes of these sizes."""
         every = {
             "T": self.tokens, "H": self.heads, "K": self.key_dim, "V": self.value_dim,
             "SIZE": self.size, "BK": self.bk, "BG": self.bg, "BV": self.bv,
-            "FULL": self.bk == self.key_dim, "FULL_V": full, "PARTS": self.parts, "STEP": self.step,
+            "FULL": self.bk == self.key_dim, "FULL_V": self.value_dim % self.bv == 0, "PARTS": self.parts,
             "IN": 2 if self.dtype == torch.float16 else 1, "KIND": tl.float32 if self.wide else tl.bfloat16,
             "HALF": tl.float32 if self.wide else tl.float16, "WIDE": self.wide,
         }  # fmt: skip
-        names = getattr(kernels, kernel).arg_names
-        taken = {name: value for name, value in every.items() if name in names}
-        return {**taken, "num_warps": WARPS[kernel], "num_stages": STAGES[kernel]}
+        taken = {name: value for name, value in every.items() if name in kernel.arg_names}
+        name = kernel.__name__
+        kernel[grid](*tensors, **taken, **more, num_warps=WARPS[name], num_stages=STAGES[name])
 
     @property
     def wide(self) -> bool:
@@ -147,12 +130,15 @@ class Launch:
     def sweep(
         self, k: Tensor, v: Tensor, g: Tensor, begin: tuple[Tensor, Tensor], segment: int, space: Any
     ) -> tuple[int, int]:
-        """Fills space with the states before each chunk of a segment, and begin with those after it."""
+        """Fills space with the states before each chunk of a segment, and begin with those after it.
+
+        Returns the segment's first chunk, and how many it has.
+        """
         first, last = self.span(segment)
         for gram, u, bounds, (states, norms) in zip((True, False), (k, v), begin, space, strict=True):
-            kernels.sweep[self.grid(gram)](
-                k, u, g, bounds, segment, self.boundaries, states, norms, from_chunk=first, to_chunk=last,
-                **self.sizes("sweep"), **self.block(gram),
+            self.launch(
+                sweep, self.grid(gram), k, u, g, bounds, segment, self.boundaries, states, norms,
+                from_chunk=first, to_chunk=last, **self.block(gram),
             )  # fmt: skip
         return first, last - first
 
@@ -189,12 +175,12 @@ def ridge_regression(
     for segment in range(plan.boundaries - 1):
         first, chunks = plan.sweep(k, v, g, begin, segment, space)
         grid, span = (plan.batch * chunks, plan.heads), {"from_chunk": first, "chunks": chunks}
-        kernels.measure[grid](k, g, *space[0], norm, **span, **plan.sizes("measure"))
-        kernels.solve[grid](
-            q, k, g, norm, *space[0], x, None, None, None, strength=strength, iterations=iterations,
-            ADAPTIVE=adaptive, CHEBYSHEV=chebyshev, ALONG=plan.parts, **span, **plan.sizes("solve"),
+        plan.launch(measure, grid, k, g, *space[0], norm, **span)
+        plan.launch(
+            solve, grid, q, k, g, norm, *space[0], x, None, None, None, strength=strength, iterations=iterations,
+            ADAPTIVE=adaptive, CHEBYSHEV=chebyshev, ALONG=plan.parts, **span,
         )  # fmt: skip
-        kernels.read[grid](x, k, v, g, norm, *space[1], o, scale=scale, **span, **plan.sizes("read"))
+        plan.launch(read, grid, x, k, v, g, norm, *space[1], o, scale=scale, **span)
     after = [bounds[:, -1].clone() for bounds in begin]
     kept = (x, norm, *begin) if keep else tuple(absent(q) for _ in range(4))
     return o, *after, *kept
@@ -246,22 +232,19 @@ def _backward(
     for segment in reversed(range(plan.boundaries - 1)):
         first, chunks = plan.sweep(k, v, g, begin, segment, space)
         grid, span = (plan.batch * chunks, plan.heads), {"from_chunk": first, "chunks": chunks}
-        kernels.differentiate[grid](
-            k, v, g, d_o, x, *space[1], d_x, readers, scale=scale, **span, **plan.sizes("differentiate")
-        )
-        kernels.solve[grid](
-            d_x, k, g, norm, *space[0], y, d_q, x, c, strength=strength, iterations=iterations,
-            ADAPTIVE=adaptive, CHEBYSHEV=chebyshev, ALONG=1 if plan.wide else 2, **span, **plan.sizes("solve"),
+        plan.launch(differentiate, grid, k, v, g, d_o, x, *space[1], d_x, readers, scale=scale, **span)
+        plan.launch(
+            solve, grid, d_x, k, g, norm, *space[0], y, d_q, x, c, strength=strength, iterations=iterations,
+            ADAPTIVE=adaptive, CHEBYSHEV=chebyshev, ALONG=1 if plan.wide else 2, **span,
         )  # fmt: skip
         for i, gram in enumerate((True, False)):
-            kernels.reverse[plan.grid(gram)](
-                k, x, y, c, d_o, g, *space[i], after[i], *space_after[i], across[i],
-                from_chunk=first, to_chunk=first + chunks, scale=scale, GRAM=gram,
-                **plan.sizes("reverse"), **plan.block(gram),
+            plan.launch(
+                reverse, plan.grid(gram), k, x, y, c, d_o, g, *space[i], after[i], *space_after[i], across[i],
+                from_chunk=first, to_chunk=first + chunks, scale=scale, GRAM=gram, **plan.block(gram),
             )  # fmt: skip
-        kernels.gradients[grid](
-            k, v, g, d_o, x, y, c, readers, *space[0], *space_after[0], across[0], *space_after[1], across[1],
-            d_k, d_v, d_g, scale=scale, ADAPTIVE=adaptive, **span, **plan.sizes("gradients"),
+        plan.launch(
+            gradients, grid, k, v, g, d_o, x, y, c, readers, *space[0], *space_after[0], across[0], *space_after[1],
+            across[1], d_k, d_v, d_g, scale=scale, ADAPTIVE=adaptive, **span,
         )  # fmt: skip
     return d_q, d_k, d_v, d_g, after[0], after[1]
 
