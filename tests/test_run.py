@@ -8,7 +8,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -22,14 +22,14 @@ from sqlalchemy.orm import Session
 
 from deltalab import cli, registry
 from deltalab.errors import InputError
-from deltalab.store import ArtifactRecord, RunRecord, Store
+from deltalab.store import ArtifactRecord, RunRecord, Store, TrialRecord
 from deltalab.study import run as running
 from deltalab.study import trial as trials
 from deltalab.study.plan import Job, Plan, make_plan
 from deltalab.study.run import run_study
 from deltalab.study.spec import load_study
 from deltalab.study.trial import execute, failed, from_json, to_json
-from deltalab.train import RunResult, train
+from deltalab.train import train_together
 
 STUDY: dict[str, Any] = {
     "name": "s",
@@ -179,7 +179,7 @@ def test_a_study_runs_and_its_report_compares_the_arms(lab: Path) -> None:
 
 def test_one_thread_or_what_resources_say_whatever_torch_was_set_to(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr(trials, "train", lambda *args, **kwargs: seen.append(torch.get_num_threads()) or 1 / 0)
+    monkeypatch.setattr(trials, "train_together", lambda *args, **kwargs: seen.append(torch.get_num_threads()) or 1 / 0)
     torch.set_num_threads(2)
     run_study(write(lab / "s.yaml", ablate=[], tune=None), executor="inline")
     run_study(write(lab / "t.yaml", name="t", ablate=[], resources={"cpu": 3.5}), executor="inline", retry_failed=True)
@@ -211,7 +211,7 @@ REFUSED = [
     ({"address": "auto"}, {}, "--storage"),
     ({"executor": "inline", "workers": 2}, {}, "--executor inline"),
     ({"executor": "inline", "address": "auto", "storage": "x"}, {}, "--executor inline"),
-    ({"executor": "inline"}, {"resources": {"gpu": 0.5}}, "a trial wants 0.5 GPU; this machine has none"),
+    ({"executor": "inline"}, {"resources": {"gpu": 0.5}}, "a stack wants 0.5 GPU; this machine has none"),
 ]
 
 
@@ -235,7 +235,7 @@ def test_ray_refuses_what_the_cluster_can_never_meet(lab: Path, monkeypatch: pyt
     monkeypatch.setattr(ray_tune.ray, "cluster_resources", lambda: {"CPU": 2.0})
     monkeypatch.setattr(ray_tune.ray, "shutdown", lambda: None)
     for resources in ({"cpu": 3}, {"cpu": 1, "gpu": 0.5}):
-        with pytest.raises(InputError, match="a trial wants"):
+        with pytest.raises(InputError, match="a stack wants"):
             run_study(write(lab / "s.yaml", resources=resources))
     with Store.open(lab / "deltalab.db") as store:
         assert store.study("s").state == "interrupted"
@@ -285,7 +285,7 @@ def test_two_arms_that_share_a_failed_trial_can_retry_it(lab: Path, monkeypatch:
     monkeypatch.setattr(running.Schedule, "_suggest", lambda self, track, number: {"model.heads": 2})
     file = write(lab / "s.yaml", ablate=[], tune={"trials": 2, "model.heads": {"integers": [1, 8]}})
     with monkeypatch.context() as patch:
-        patch.setattr(trials, "train", lambda *args, **kwargs: 1 / 0)
+        patch.setattr(trials, "train_together", lambda *args, **kwargs: 1 / 0)
         assert run_study(file, executor="inline").failed == 3
     retried = run_study(file, executor="inline", retry_failed=True)
     assert (retried.failed, retried.trials) == (0, 3)
@@ -320,7 +320,7 @@ def test_code_that_changed_since_the_plan_is_refused(lab: Path) -> None:
     planned_job = job(write(lab / "s.yaml"))
     kind, name, file, _ = planned_job.plugins[0]
     other = replace(planned_job, plugins=((kind, name, file, "0" * 64), *planned_job.plugins[1:]))
-    record = execute(other, lab / "runs")
+    (record,) = execute([other], lab / "runs")
     assert record.state == "failed"
     assert record.error is not None
     assert "rule 'comba' in" in record.error.splitlines()[-1]
@@ -332,7 +332,7 @@ def test_code_that_a_worker_lacks_is_a_failed_trial(lab: Path) -> None:
     planned_job = job(write(lab / "s.yaml"))
     gone = ("rule", "gone", str(lab / "gone.py"), "0" * 64)
     config = {**planned_job.config, "rule": {"name": "gone"}}
-    record = execute(replace(planned_job, config=config, plugins=(gone,)), lab / "runs")
+    (record,) = execute([replace(planned_job, config=config, plugins=(gone,))], lab / "runs")
     assert record.state == "failed"
     assert record.error is not None
     assert "gone.py: no such plugin file" in record.error.splitlines()[-1]
@@ -341,7 +341,7 @@ def test_code_that_a_worker_lacks_is_a_failed_trial(lab: Path) -> None:
 
 def test_a_record_survives_json(lab: Path) -> None:
     planned_job = job(write(lab / "s.yaml"))
-    record = execute(planned_job, lab / "runs")
+    (record,) = execute([planned_job], lab / "runs")
     assert (record.state, len(record.runs)) == ("done", 2)
     assert from_json(to_json(record)) == record
     assert from_json(to_json(failed(planned_job, "died"))).error == "died"
@@ -351,18 +351,18 @@ def test_a_record_survives_json(lab: Path) -> None:
 def test_a_trial_that_was_cut_off_goes_on_from_its_checkpoint(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after a deadline, and with the same figures as a trial that was left alone."""
     planned_job = job(write(lab / "s.yaml"))
-    whole = execute(planned_job, lab / "whole")
-    monkeypatch.setattr(trials, "train", partial(train, checkpoint_seconds=0))
+    (whole,) = execute([planned_job], lab / "whole")
+    monkeypatch.setattr(trials, "train_together", partial(train_together, checkpoint_seconds=0))
 
-    def cut(step: int, so_far: list[RunResult]) -> None:
+    def cut(step: int) -> None:
         if step == 4:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        execute(planned_job, lab / "cut", watch=cut)
+        execute([planned_job], lab / "cut", watch=cut)
     assert (lab / "cut" / "checkpoints" / f"{planned_job.key}.pt").exists()
     steps: list[int] = []
-    resumed = execute(planned_job, lab / "cut", watch=lambda step, so_far: steps.append(step))
+    (resumed,) = execute([planned_job], lab / "cut", watch=steps.append)
     assert steps == [6]
     runs: list[list[tuple[int, Any, str]]] = [
         [(run.seed, run.metrics, run.artifacts[0].sha256) for run in one.runs] for one in (whole, resumed)
@@ -389,8 +389,12 @@ class Killed(BaseException):
     pass
 
 
-def quick(planned_job: Job, runs: Path, **_: Any) -> Any:
-    """A trial in no time, with figures of its own."""
+def quick(stack: Sequence[Job], runs: Path, **_: Any) -> list[TrialRecord]:
+    """Trials in no time, with figures of their own."""
+    return [measured(planned_job) for planned_job in stack]
+
+
+def measured(planned_job: Job) -> TrialRecord:
     value = int(planned_job.key[:6], 16) / 16**6
     metrics = [(split, "accuracy", 6, value) for split in ("validation", "test")]
     record = failed(planned_job, "")
@@ -448,14 +452,14 @@ def test_two_drivers_of_one_study_would_do_it_twice(lab: Path, monkeypatch: pyte
     file = write(lab / "s.yaml")
     second: list[object] = []
 
-    def meanwhile(planned_job: Job, runs: Path, **given: Any) -> Any:
+    def meanwhile(stack: Sequence[Job], runs: Path, **given: Any) -> list[TrialRecord]:
         if not second:
             second.append("tried")
             with pytest.raises(InputError, match="study 's' is running already, in another process"):
                 run_study(file, executor="inline")
             other = run_study(write(lab / "t.yaml", name="t", ablate=["b"]), executor="inline")
             assert (other.trials, other.failed) == (6, 0)
-        return quick(planned_job, runs, **given)
+        return quick(stack, runs, **given)
 
     monkeypatch.setattr(running, "execute", meanwhile)
     assert run_study(file, executor="inline").failed == 0
@@ -467,11 +471,11 @@ def test_ctrl_c_says_how_to_go_on(
 ) -> None:
     done = []
 
-    def interrupted(planned_job: Job, runs: Path, **_: Any) -> Any:
+    def interrupted(stack: Sequence[Job], runs: Path, **_: Any) -> list[TrialRecord]:
         if len(done) == 2:
             raise KeyboardInterrupt
-        done.append(planned_job)
-        return quick(planned_job, runs)
+        done.append(stack)
+        return quick(stack, runs)
 
     monkeypatch.setattr(running, "execute", interrupted)
     monkeypatch.setattr(sys, "argv", ["platform", "study", "run", str(write(lab / "s.yaml")), "--executor", "inline"])

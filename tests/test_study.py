@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from deltalab import registry
 from deltalab.errors import InputError
 from deltalab.store import RuleRecord, RunRecord, Store, TrialRecord
 from deltalab.study.plan import Job, Plan, make_plan
-from deltalab.study.ray_tune import job_from_json
+from deltalab.study.ray_tune import stack_from_json
 from deltalab.study.run import arm_records
 from deltalab.study.schedule import Schedule
 from deltalab.study.spec import load_study, read_yaml, schema
@@ -388,7 +388,7 @@ def test_seeds_of_tuning_and_confirmation_never_meet(plan: Callable[..., Plan]) 
 def test_a_job_survives_json(plan: Callable[..., Plan]) -> None:
     found = plan(tune={"trials": 1, "train.lr": LR}, base={**STUDY["base"], "model": {"attention": [1]}}, deadline=9)
     job = found.job(found.arms[0], "tune", 3, {"train.lr": 0.02})
-    assert job_from_json(json.dumps(job.__dict__)) == job
+    assert stack_from_json(json.dumps([asdict(job)])) == [job]
     assert job.config["train"]["lr"] == 0.02
     assert {(kind, name) for kind, name, *_ in job.plugins} == {
         ("rule", "comba"),
@@ -530,6 +530,13 @@ def schedule(found: Plan, store: Store) -> Schedule:
     return Schedule(found, store, study_id)
 
 
+def alone(one: Schedule) -> Job | None:
+    """The next trial, of a study whose stacks are of one."""
+    stack = one.next(free=1)
+    assert len(stack) <= 1
+    return stack[0] if stack else None
+
+
 def record(job: Job, value: float | None, **given: Any) -> TrialRecord:
     """A trial that reached this accuracy with all its seeds; None is a trial that raised."""
     metrics = [
@@ -555,7 +562,7 @@ def record(job: Job, value: float | None, **given: Any) -> TrialRecord:
 def finish(one: Schedule, score: Callable[[Job], float | None], limit: int = 1000) -> list[Job]:
     """Runs trials one after another and returns them in order."""
     jobs: list[Job] = []
-    while len(jobs) < limit and (job := one.next()) is not None:
+    while len(jobs) < limit and (job := alone(one)) is not None:
         jobs.append(job)
         one.finished(record(job, score(job)))
     return jobs
@@ -572,7 +579,7 @@ def test_every_arm_has_the_same_budget_and_is_confirmed_once(plan: Callable[...,
     one = schedule(found, store)
     jobs = finish(one, by_lr)
     assert one.done
-    assert one.next() is None
+    assert alone(one) is None
     assert len(jobs) == one.total == one.completed == found.trials == 2 * 3 * 5
     for arm in found.arms:
         own = [job for job in jobs if (job.arm, job.task) == (arm.name, arm.task)]
@@ -626,7 +633,7 @@ def test_the_best_is_the_least_where_less_is_better(plan: Callable[..., Plan], s
     one = schedule(found, store)
     bits = iter([5.0, 4.0, 4.5, 6.0, 1.0])
     jobs = []
-    while (job := one.next()) is not None:
+    while (job := alone(one)) is not None:
         jobs.append(job)
         value = next(bits)
         runs = [RunRecord(seed, metrics=[("validation", "bits_per_byte", 6, value)]) for seed in job.seeds]
@@ -641,7 +648,7 @@ def test_a_trial_without_all_its_scores_is_never_the_best(plan: Callable[..., Pl
     found = plan(tune={"trials": 3, "seeds": 2, "train.lr": LR})
     one = schedule(found, store)
     jobs = []
-    while (job := one.next()) is not None:
+    while (job := alone(one)) is not None:
         jobs.append(job)
         good = record(job, 0.5)
         if len(jobs) == 2:
@@ -682,7 +689,7 @@ def test_a_schedule_made_anew_goes_on_and_repeats_nothing(
     with Store.open(tmp_path / "cut.db") as store:
         first = schedule(found, store)
         before = finish(first, by_lr, limit=killed_after)
-        first.next()  # in flight when the driver dies
+        alone(first)  # in flight when the driver dies
     with Store.open(tmp_path / "cut.db") as store:
         second = schedule(found, store)
         after = finish(second, by_lr)
@@ -690,7 +697,7 @@ def test_a_schedule_made_anew_goes_on_and_repeats_nothing(
         assert second.known == killed_after
         assert second.completed == second.total == 26
         third = schedule(found, store)
-        assert third.next() is None
+        assert alone(third) is None
         assert (third.done, third.known) == (True, 26)
         assert len(store.trials(third.study_id)) == 26
     assert sorted(job.key for job in before + after) == sorted(job.key for job in whole)
@@ -737,7 +744,7 @@ def test_a_search_confirms_its_front_and_goes_on_where_it_was_killed(
         for limit in limits:
             with Store.open(tmp_path / f"{name}.db") as store:
                 one = schedule(found, store)
-                while len(ran[name]) < limit and (job := one.next()) is not None:
+                while len(ran[name]) < limit and (job := alone(one)) is not None:
                     ran[name].append(job)
                     one.finished(searched(job))
                 done = one.done, one.completed
@@ -759,18 +766,18 @@ def test_nothing_waits_for_more_than_it_needs(plan: Callable[..., Plan], store: 
     found = plan(ablate=["d"], tune={"trials": 2, "train.lr": LR})
     one = schedule(found, store)
     flying: list[Job] = []
-    while (job := one.next()) is not None:
+    while (job := alone(one)) is not None:
         flying.append(job)
     assert [(job.arm, job.number) for job in flying] == [("base", 0), ("without_d", 0), ("base", 1), ("without_d", 1)]
     assert not one.done
     for job in flying[:3]:
         one.finished(record(job, by_lr(job)))
-    confirm = one.next()
+    confirm = alone(one)
     assert confirm is not None
     assert (confirm.arm, confirm.stage) == ("base", "confirm")
-    assert one.next() is None
+    assert alone(one) is None
     one.finished(record(flying[3], 0.5))
-    last = one.next()
+    last = alone(one)
     assert last is not None
     one.finished(record(last, 0.5))
     one.finished(record(confirm, 0.5))
@@ -784,7 +791,7 @@ def test_candidates_that_coincide_run_once_for_all_who_wait(
     found = plan(tune={"trials": 3, "model.heads": {"integers": [1, 8]}})
     one = schedule(found, store)
     flying: list[Job] = []
-    while (job := one.next()) is not None:
+    while (job := alone(one)) is not None:
         flying.append(job)
     assert [job.number for job in flying] == [0, 1]
     for job in flying:
@@ -795,7 +802,7 @@ def test_candidates_that_coincide_run_once_for_all_who_wait(
     rows = store.trials(one.study_id)
     assert sorted(row.number for row in rows if row.stage == "tune") == [0, 1, 2]
     again = schedule(found, store)
-    assert again.next() is None
+    assert alone(again) is None
     assert again.done
 
 

@@ -63,7 +63,7 @@ def study_run(
     db: Db = None,
     profile: Profile = None,
     executor: Annotated[str, typer.Option(help="ray, or inline: in this process.")] = "ray",
-    workers: Annotated[int | None, typer.Option(min=1, help="Trials at a time.")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Stacks of trials at a time.")] = None,
     address: Annotated[str | None, typer.Option(help="A Ray cluster.")] = None,
     storage: Annotated[str | None, typer.Option(help="Folder for weights; shared, on a cluster.")] = None,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run failed trials again.")] = False,
@@ -96,7 +96,7 @@ def study_run(
 def study_plan(
     file: StudyFile,
     profile: Profile = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Trials at a time.")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Stacks of trials at a time.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show arms, trials, runs, the time they take here, and the smallest p-value in reach. Runs nothing."""

@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from itertools import product
 from typing import Any, Literal
 
@@ -61,6 +62,11 @@ class Job:
     rule_source: str
     gpu: float = 0.0
     deadline: float | None = None
+
+    @cached_property
+    def specs(self) -> tuple[ModelSpec, TrainSpec]:
+        """What it trains and how, where its plugins are known."""
+        return ModelSpec.of({**self.config["model"], "rule": self.config["rule"]}), TrainSpec(**self.config["train"])
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What a person sees while a study runs: a bar on a terminal, a line for each trial off it."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
@@ -11,7 +11,6 @@ from rich.progress import Progress as Bars
 
 from deltalab.study.plan import Job
 from deltalab.study.schedule import Schedule
-from deltalab.train import RunResult
 
 
 class Progress:
@@ -29,7 +28,7 @@ class Progress:
             disable=quiet or not self.console.is_terminal,
         )
         self._all = self._bars.add_task(schedule.plan.spec.name, total=schedule.total)
-        self._flying: dict[str, tuple[Job, TaskID]] = {}
+        self._flying: dict[str, TaskID] = {}
         self._began = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -41,27 +40,21 @@ class Progress:
     ) -> None:
         self._bars.stop()
 
-    def started(self, job: Job) -> None:
-        steps = job.config["train"]["steps"]
-        self._flying[job.key] = job, self._bars.add_task(f"  {_name(job)}", total=steps)
+    def started(self, stack: Sequence[Job]) -> None:
+        steps = stack[0].config["train"]["steps"]
+        self._flying[stack[0].key] = self._bars.add_task(f"  {_name(stack)}", total=steps)
         self._show()
 
-    def advanced(self, key: str, step: int) -> None:
-        if key in self._flying:
-            self._bars.update(self._flying[key][1], completed=step)
+    def advanced(self, stack: Sequence[Job], step: int) -> None:
+        self._bars.update(self._flying[stack[0].key], completed=step)
 
-    def watch(self, key: str) -> Callable[[int, list[RunResult]], None]:
-        """What a trial in this process calls at every evaluation."""
-        return lambda step, so_far: self.advanced(key, step)
-
-    def finished(self, key: str) -> None:
-        job, bar = self._flying.pop(key)
-        self._bars.remove_task(bar)
+    def finished(self, stack: Sequence[Job]) -> None:
+        self._bars.remove_task(self._flying.pop(stack[0].key))
         self._show()
         if not self.quiet and not self.console.is_terminal:
             done, total = self.schedule.completed, self.schedule.total
             self.console.print(
-                f"[{done}/{total}] {time.monotonic() - self._began:.0f} s  {_name(job)}  {self._leaders()}",
+                f"[{done}/{total}] {time.monotonic() - self._began:.0f} s  {_name(stack)}  {self._leaders()}",
                 markup=False,
                 highlight=False,
                 soft_wrap=True,
@@ -77,6 +70,7 @@ class Progress:
         return "best so far (tuning) " + ", ".join(parts) if parts else ""
 
 
-def _name(job: Job) -> str:
+def _name(stack: Sequence[Job]) -> str:
+    job, others = stack[0], len(stack) - 1
     what = f"tune {job.number + 1}" if job.stage == "tune" else f"confirm, {len(job.seeds)} seeds"
-    return f"{job.task} / {job.arm} / {what}"
+    return f"{job.task} / {job.arm} / {what}" + (f" and {others} more" if others else "")

@@ -1,6 +1,7 @@
 """A study's trials on Ray Tune: the schedule is its searcher, so one run of the tuner holds tuning and confirmation.
 
-Ray never sees SQL, and never restores: trials that a killed driver left behind are asked for again by the next.
+What Tune calls a trial is a stack of ours. Ray never sees SQL, and never restores: trials that a killed driver left
+behind are asked for again by the next.
 """
 
 import json
@@ -21,13 +22,10 @@ from deltalab.study.plan import Job
 from deltalab.study.progress import Progress
 from deltalab.study.schedule import Schedule
 from deltalab.study.trial import execute, failed, from_json, to_json
-from deltalab.train import RunResult
 
 
-def run_all(
-    schedule: Schedule, first: Job, runs: Path, progress: Progress, *, workers: int | None, address: str | None
-) -> None:
-    """Runs `first` and then all that the schedule gives.
+def run_all(schedule: Schedule, runs: Path, progress: Progress, *, workers: int | None, address: str | None) -> None:
+    """Runs all that the schedule gives.
 
     Raises `InputError` for a request that the cluster cannot ever meet, and what the ledger raises.
     """
@@ -37,24 +35,25 @@ def run_all(
         has: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
         if wanted.cpu > has.get("CPU", 0) or wanted.gpu > has.get("GPU", 0):
             raise InputError(
-                f"resources: a trial wants {wanted.cpu:g} CPU and {wanted.gpu:g} GPU; "
+                f"resources: a stack wants {wanted.cpu:g} CPU and {wanted.gpu:g} GPU; "
                 f"the cluster has {has.get('CPU', 0):g} and {has.get('GPU', 0):g}"
             )
         fit = math.floor(has["CPU"] / wanted.cpu)
         if wanted.gpu:
             fit = min(fit, math.floor(has["GPU"] / wanted.gpu))
-        feed = Feed(schedule, first, progress)
+        places = min(fit, workers or fit)
+        feed = Feed(schedule, places, progress)
         scratch = runs / "ray" if address else Path(tempfile.mkdtemp(prefix="deltalab-ray-"))
         tuner = tune.Tuner(
             tune.with_resources(
-                tune.with_parameters(_trial, runs=str(runs), threads=wanted.threads),
+                tune.with_parameters(_stack, runs=str(runs), threads=wanted.threads),
                 {"cpu": wanted.cpu, "gpu": wanted.gpu},
             ),
             tune_config=tune.TuneConfig(
                 search_alg=feed,
                 num_samples=-1,
                 reuse_actors=True,
-                max_concurrent_trials=min(fit, workers or fit),
+                max_concurrent_trials=places,
             ),
             run_config=tune.RunConfig(name="study", storage_path=str(scratch), verbose=0),
         )
@@ -88,55 +87,52 @@ def _start(address: str | None) -> None:
         )
 
 
-def _trial(config: dict[str, str], runs: str, threads: int) -> None:
-    job = job_from_json(config["job"])
-
-    def watch(step: int, so_far: list[RunResult]) -> None:
-        tune.report({"step": step})
-
-    record = execute(job, Path(runs), threads=threads, watch=watch)
-    tune.report({"step": job.config["train"]["steps"], "record": to_json(record)})
+def _stack(config: dict[str, str], runs: str, threads: int) -> None:
+    stack = stack_from_json(config["stack"])
+    records = execute(stack, Path(runs), threads=threads, watch=lambda step: tune.report({"step": step}))
+    tune.report({"step": stack[0].config["train"]["steps"], "records": [to_json(record) for record in records]})
 
 
 class Feed(Searcher):
-    """Hands the schedule's jobs to Tune, and Tune's results to the schedule."""
+    """Hands the schedule's stacks to Tune, and Tune's results to the schedule. places: stacks at a time."""
 
-    def __init__(self, schedule: Schedule, first: Job, progress: Progress) -> None:
+    def __init__(self, schedule: Schedule, places: int, progress: Progress) -> None:
         super().__init__(metric="step", mode="max")
         self.error: Exception | None = None
-        self._schedule, self._progress = schedule, progress
-        self._first: Job | None = first
-        self._keys: dict[str, str] = {}
+        self._schedule, self._places, self._progress = schedule, places, progress
+        self._stacks: dict[str, list[Job]] = {}
 
     def suggest(self, trial_id: str) -> Any:
         if self.error is not None:
             return Searcher.FINISHED
         try:
-            job = self._first or self._schedule.next()
+            stack = self._schedule.next(free=max(1, self._places - len(self._stacks)))
         except Exception as error:
             self.error = error
             return Searcher.FINISHED
-        self._first = None
-        if job is None:
+        if not stack:
             return Searcher.FINISHED if self._schedule.done else None
-        self._keys[trial_id] = job.key
-        self._progress.started(job)
-        return {"job": json.dumps(asdict(job))}
+        self._stacks[trial_id] = stack
+        self._progress.started(stack)
+        return {"stack": json.dumps([asdict(job) for job in stack])}
 
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
-        if "record" not in result and trial_id in self._keys:
-            self._progress.advanced(self._keys[trial_id], result.get("step", 0))
+        if "records" not in result and trial_id in self._stacks:
+            self._progress.advanced(self._stacks[trial_id], result.get("step", 0))
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
-        key = self._keys.pop(trial_id, None)
-        if key is None:
+        stack = self._stacks.pop(trial_id, None)
+        if stack is None:
             return
         try:
-            if result is not None and "record" in result:
-                self._schedule.finished(from_json(result["record"]))
+            if result is not None and "records" in result:
+                for record in map(from_json, result["records"]):
+                    self._schedule.finished(record)
+            elif len(stack) > 1:
+                self._schedule.part(stack)
             else:
-                self._schedule.finished(failed(self._schedule.job(key), "the worker died before the trial ended"))
-            self._progress.finished(key)
+                self._schedule.finished(failed(stack[0], "the worker died before the trial ended"))
+            self._progress.finished(stack)
         except Exception as caught:
             # Tune would log it and go on; the study must end, with this as its reason.
             self.error = caught
@@ -155,8 +151,8 @@ class Feed(Searcher):
         """The ledger is the only memory."""
 
 
-def job_from_json(text: str) -> Job:
-    given = json.loads(text)
-    return Job(
-        **{**given, "seeds": tuple(given["seeds"]), "plugins": tuple(tuple(plugin) for plugin in given["plugins"])}
-    )
+def stack_from_json(text: str) -> list[Job]:
+    return [
+        Job(**{**given, "seeds": tuple(given["seeds"]), "plugins": tuple(map(tuple, given["plugins"]))})
+        for given in json.loads(text)
+    ]

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +22,7 @@ from deltalab.study.progress import Progress
 from deltalab.study.report import Report, report
 from deltalab.study.schedule import Schedule
 from deltalab.study.spec import load_study
-from deltalab.study.trial import execute
+from deltalab.study.trial import cut_off, execute
 from deltalab.train import hardware
 
 
@@ -52,8 +53,8 @@ def run_study(
     """Runs a study file, or goes on with it: what the ledger holds is never run again.
 
     db: a file or an SQLAlchemy URL, ./deltalab.db where None. executor: `inline` runs in this process, without Ray.
-    workers: trials at a time, as many as the resources allow where None. address: of a Ray cluster, whose machines
-    must share the folder `storage`. retry_failed: run trials again that raised.
+    workers: stacks of trials at a time, as many as the resources allow where None. address: of a Ray cluster, whose
+    machines must share the folder `storage`. retry_failed: run trials again that raised.
     Raises `InputError` for a study that cannot be understood or met; a trial that raises is recorded instead.
     """
     plan = make_plan(load_study(path, profile=profile), profile=profile, where=str(path))
@@ -65,10 +66,10 @@ def run_study(
         raise InputError(f"--workers must be at least 1, not {workers}")
     if executor == "inline" and (address is not None or (workers or 1) > 1):
         raise InputError(
-            "--executor inline runs one trial at a time, in this process: --workers and --address are Ray's"
+            "--executor inline runs one stack at a time, in this process: --workers and --address are Ray's"
         )
     if executor == "inline" and plan.spec.resources.gpu and not torch.cuda.is_available():
-        raise InputError(f"resources: a trial wants {plan.spec.resources.gpu:g} GPU; this machine has none")
+        raise InputError(f"resources: a stack wants {plan.spec.resources.gpu:g} GPU; this machine has none")
     with Store.open(db) as store:
         runs = Path(storage).resolve() if storage else store.folder / "runs"
         with _alone(runs, plan):
@@ -83,7 +84,7 @@ def run_study(
             if retry_failed:
                 for key in {row.key for row in store.trials(study_id) if row.state == "failed"}:
                     store.forget_trial(key)
-            schedule = Schedule(plan, store, study_id)
+            schedule = Schedule(plan, store, study_id, cut_off(runs))
             state: Literal["done", "failed", "interrupted"] = "interrupted"
             try:
                 with Progress(schedule, quiet=quiet) as progress:
@@ -132,19 +133,20 @@ def arm_records(plan: Plan) -> list[ArmRecord]:
 def _inline(schedule: Schedule, runs: Path, progress: Progress) -> None:
     threads = torch.get_num_threads()
     try:
-        while (job := schedule.next()) is not None:
-            progress.started(job)
+        while stack := schedule.next(free=1):
+            progress.started(stack)
             wanted = schedule.plan.spec.resources.threads
-            schedule.finished(execute(job, runs, threads=wanted, watch=progress.watch(job.key)))
-            progress.finished(job.key)
+            for record in execute(stack, runs, threads=wanted, watch=partial(progress.advanced, stack)):
+                schedule.finished(record)
+            progress.finished(stack)
     finally:
         torch.set_num_threads(threads)
 
 
 def _with_ray(schedule: Schedule, runs: Path, progress: Progress, *, workers: int | None, address: str | None) -> None:
     # Nothing left to do is no reason to start a cluster.
-    first = schedule.next()
-    if first is None:
+    schedule.look()
+    if schedule.done:
         return
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
     os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")
@@ -152,7 +154,7 @@ def _with_ray(schedule: Schedule, runs: Path, progress: Progress, *, workers: in
     os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"
     from deltalab.study.ray_tune import run_all
 
-    run_all(schedule, first, runs, progress, workers=workers, address=address)
+    run_all(schedule, runs, progress, workers=workers, address=address)
 
 
 def _provenance(plan: Plan) -> dict[str, Any]:

@@ -1,16 +1,18 @@
 """Decides what a study runs next, from its plan and what the ledger already holds.
 
 Each arm on each task first tunes, by Optuna, with the same budget and, before results tell them apart, the same
-candidates; then its best configuration is confirmed on fresh seeds. The ledger is the only memory: a schedule
-made anew from the same plan goes on where the last one was killed.
+candidates; then its best configuration is confirmed on fresh seeds. Trials that differ in numbers alone go out in
+stacks, to be trained as one. Neither stacks nor timing change what a study computes. The ledger is the only memory:
+a schedule made anew from the same plan goes on where the last one was killed.
 """
 
 import hashlib
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Literal
 
 import optuna
@@ -20,7 +22,10 @@ from deltalab.store import Store, TrialRecord, TrialSummary
 from deltalab.study.front import front
 from deltalab.study.plan import Arm, Job, Plan
 from deltalab.study.spec import Search
+from deltalab.train import stackable
 
+BATCH = 10
+"""How many candidates an arm asks Optuna for at a time. The first ten are drawn without looking at any result."""
 COSTS = ("flops_per_token", "state_size")
 """What a search weighs a score against; every trial measures them."""
 
@@ -40,16 +45,23 @@ class _Track:
 
 
 class Schedule:
-    """`next` gives a job, or None while results are awaited, until `done`; `finished` records one."""
+    """`next` gives a stack of trials, empty while results are awaited, until `done`; `finished` records one trial.
 
-    def __init__(self, plan: Plan, store: Store, study_id: int) -> None:
+    cut_off: stacks that a killed driver left behind with a checkpoint, by the keys of their trials.
+    """
+
+    def __init__(self, plan: Plan, store: Store, study_id: int, cut_off: Iterable[tuple[str, ...]] = ()) -> None:
         self.plan, self.store, self.study_id = plan, store, study_id
         self.tracks = [_Track(arm) for arm in plan.arms]
         self.known = 0
         self.failures = 0
         self.completed = 0
         # Two arms, or two candidates of one, may come to the same trial: it runs once, for all who wait for it.
-        self._in_flight: dict[str, list[tuple[_Track, Job]]] = {}
+        self._awaited: dict[str, list[tuple[_Track, Job]]] = {}
+        self._waiting: dict[str, Job] = {}
+        self._alone: set[str] = set()
+        most = plan.spec.resources.stack
+        self._cut_off = [keys for keys in cut_off if most == "auto" or len(keys) <= most]
         self._again = {
             (row.arm, row.task, row.number): row.values for row in store.trials(study_id) if row.stage == "tune"
         }
@@ -62,36 +74,81 @@ class Schedule:
     def total(self) -> int:
         return self.plan.trials
 
-    def next(self) -> Job | None:
-        """The next trial that the ledger lacks; those that it has are taken from it on the way."""
-        for track in sorted(self.tracks, key=lambda track: track.issued):
-            while (job := self._next_of(track)) is not None:
-                if job.key in self._in_flight:
-                    self._in_flight[job.key].append((track, job))
+    def look(self) -> None:
+        """Finds all trials that can be told by now; those that the ledger has are taken from it."""
+        while asked := self._ask():
+            known = self.store.known_trials(job.key for _, job in asked)
+            for track, job in asked:
+                if job.key in known:
+                    self.store.attach(self.study_id, job.arm, job.key, job.number, job.values)
+                    self.known += 1
+                    self._learn(track, job, known[job.key])
                     continue
-                known = self.store.known_trials([job.key])
-                if job.key not in known:
-                    self._in_flight[job.key] = [(track, job)]
-                    return job
-                self.store.attach(self.study_id, job.arm, job.key, job.number, job.values)
-                self.known += 1
-                self._learn(track, job, known[job.key])
-        return None
+                if job.key not in self._awaited:
+                    self._waiting[job.key] = job
+                self._awaited.setdefault(job.key, []).append((track, job))
+
+    def next(self, free: int) -> list[Job]:
+        """Trials to train as one; `free` is how many such stacks could begin now.
+
+        Tuning goes first, as others wait for it, then what takes long, so that all workers end at about one time.
+        """
+        self.look()
+        if not self._waiting:
+            return []
+        stack = self._left_behind() or self._stack(free)
+        for job in stack:
+            del self._waiting[job.key]
+        return stack
 
     def finished(self, record: TrialRecord) -> None:
         """Records a trial, whole, and learns from it."""
-        for track, job in self._in_flight[record.key]:
+        for track, job in self._awaited[record.key]:
             self.store.record_trial(self.study_id, job.arm, record, job.number, job.values)
             self._learn(track, job, self.store.known_trials([job.key])[job.key])
-        del self._in_flight[record.key]
+        del self._awaited[record.key]
 
-    def job(self, key: str) -> Job:
-        """A job that is in flight."""
-        return self._in_flight[key][0][1]
+    def part(self, stack: Sequence[Job]) -> None:
+        """Has trials wait again, each for a place of its own: together they came to nothing, and one is to blame."""
+        self._alone.update(job.key for job in stack)
+        self._waiting.update({job.key: job for job in stack})
+
+    def _ask(self) -> list[tuple[_Track, Job]]:
+        """The trials that no one has asked for and that need no result that is awaited."""
+        asked = []
+        for track in sorted(self.tracks, key=lambda track: track.issued):
+            while (job := self._next_of(track)) is not None:
+                asked.append((track, job))
+        return asked
+
+    def _left_behind(self) -> list[Job]:
+        for keys in self._cut_off:
+            if all(key in self._waiting for key in keys):
+                self._cut_off.remove(keys)
+                return [self._waiting[key] for key in keys]
+        return []
+
+    def _stack(self, free: int) -> list[Job]:
+        wanted = self.plan.spec.resources
+        shared = math.ceil(len(self._waiting) / free) if wanted.gpu else 1
+        most = shared if wanted.stack == "auto" else wanted.stack
+        waiting = sorted(self._waiting.values(), key=lambda job: (job.stage == "confirm", job.number, -self._work(job)))
+        first, *others = waiting
+        fit = (job for job in others if self._may_stack(first, job))
+        return [first, *islice(fit, most - 1)]
+
+    def _work(self, job: Job) -> int:
+        train = job.config["train"]
+        return int(train["steps"] * train["batch_size"] * self.plan.tasks[job.task].length * len(job.seeds))
+
+    def _may_stack(self, one: Job, other: Job) -> bool:
+        if {one.key, other.key} & self._alone:
+            return False
+        return (one.task, one.seeds) == (other.task, other.seeds) and stackable(one.specs, other.specs)
 
     def _next_of(self, track: _Track) -> Job | None:
         tune = self.plan.budget if self.plan.tunes(track.arm) else None
-        if tune is not None and track.issued < tune.trials:
+        if tune is not None and track.issued < tune.trials and len(track.scores) >= _batch(track.issued).start:
             number = track.issued
             values = self._again.get((track.arm.name, track.arm.task, number)) or self._suggest(track, number)
             track.issued += 1
@@ -133,10 +190,11 @@ class Schedule:
         return base.values[numbers[order[place.index(track.arm.name) % len(order)]]]
 
     def _suggest(self, track: _Track, number: int) -> dict[str, Any]:
-        """Optuna's next candidate, a function of the number and of what the arm's trials before it gave.
+        """Optuna's next candidate, a function of the number and of what the batches before its own gave.
 
-        The sampler is seeded by the number alone, so all arms start from the same candidates. A budget that
-        covers every choice there is takes them in order.
+        Those of its own batch are told as running, which the sampler keeps away from (its "constant liar"). It is
+        seeded by the number alone, so all arms start from the same candidates. A budget that covers every choice
+        there is takes them in order.
         """
         tune = self.plan.budget
         assert tune is not None
@@ -148,21 +206,27 @@ class Schedule:
         directions += [minimize] * (len(COSTS) if self.plan.spec.search else 0)
         spaces = {path: _distribution(search) for path, search in tune.searched.items()}
         seed = int.from_bytes(hashlib.sha256(f"{self.plan.spec.name}/{number}".encode()).digest()[:4], "little")
-        study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed), directions=directions)
-        for before, score in track.scores.items():
+        sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=BATCH, constant_liar=True)
+        study = optuna.create_study(sampler=sampler, directions=directions)
+        for before in range(number):
+            params = {path: _said(given, tune.searched[path]) for path, given in track.values[before].items()}
+            if before in _batch(number):
+                running = optuna.trial.TrialState.RUNNING
+                study.add_trial(optuna.trial.create_trial(params=params, distributions=spaces, state=running))
+                continue
             # A diverged trial says as much about its region as a trial that learned nothing.
+            score = track.scores[before]
             value = self.plan.tasks[track.arm.task].chance if math.isnan(score) else score
             costs = track.costs[before] if self.plan.spec.search else ()
             if any(map(math.isnan, costs)):
                 continue  # nothing is known of what it would have cost
-            params = {path: _said(given, tune.searched[path]) for path, given in track.values[before].items()}
             study.add_trial(optuna.trial.create_trial(params=params, distributions=spaces, values=[value, *costs]))
         params = study.ask(spaces).params
         return {path: json.loads(given) if tune.searched[path].choice else given for path, given in params.items()}
 
     def _best(self, track: _Track) -> dict[str, Any]:
         """The values of the best tuning trial; those of the plan where none finished, so that the arm is judged."""
-        finished = {number: score for number, score in track.scores.items() if not math.isnan(score)}
+        finished = {number: score for number, score in sorted(track.scores.items()) if not math.isnan(score)}
         if not finished:
             return {}
         best = max if self.plan.tasks[track.arm.task].maximize else min
@@ -190,6 +254,15 @@ class Schedule:
             return None
         name = best(tops, key=lambda name: tops[name])
         return name, tops[name]
+
+
+def _batch(number: int) -> range:
+    """The numbers of the batch that a candidate is of.
+
+    >>> _batch(12)
+    range(10, 20)
+    """
+    return range(number // BATCH * BATCH, (number // BATCH + 1) * BATCH)
 
 
 def score(summary: TrialSummary, metric: str, split: str, seeds: tuple[int, ...]) -> float:

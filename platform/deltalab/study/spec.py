@@ -7,10 +7,10 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from deltalab.errors import InputError, unknown
 
@@ -140,10 +140,22 @@ class Base(_Strict):
 
 
 class Resources(_Strict):
-    """What one trial takes. A fraction of a GPU is a share of its memory."""
+    """What a stack takes: trials of one shape that train as one model. A fraction of a GPU is a share of its memory.
+
+    stack: the most trials in one. `auto`: on GPUs those that wait are shared over the GPUs that are free; on CPUs one.
+    Whatever it is, a trial computes the same.
+    """
 
     cpu: Annotated[Number, Field(gt=0)] = 1
     gpu: Annotated[Number, Field(ge=0)] = 0
+    stack: Annotated[Whole, Field(ge=1)] | Literal["auto"] = "auto"
+
+    @field_validator("stack", mode="before")
+    @classmethod
+    def _a_number_or_auto(cls, given: Any) -> Any:
+        if given != "auto" and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
+            raise ValueError(f"must be auto or a whole number of at least 1, not {given!r}")
+        return given
 
     @property
     def threads(self) -> int:

@@ -1,10 +1,11 @@
-"""Runs one trial where it is: in this process, or in a Ray worker that knows nothing but the job."""
+"""Runs a stack of trials where it is: in this process, or in a Ray worker that knows nothing but the jobs."""
 
 import hashlib
 import json
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,10 @@ from typing import Any
 import torch
 
 from deltalab.errors import InputError
-from deltalab.model import ModelSpec
 from deltalab.registry import add_plugin, get_task, rule_plugin, task_plugin
 from deltalab.store import ArtifactRecord, RuleRecord, RunRecord, TrialRecord
 from deltalab.study.plan import Job
-from deltalab.train import RunResult, TrainSpec, TrialResult, train
+from deltalab.train import RunResult, TrialResult, train_together
 
 
 class Deadline(RuntimeError):
@@ -24,50 +24,90 @@ class Deadline(RuntimeError):
 
 
 def execute(
-    job: Job, runs: Path, *, threads: int = 1, watch: Callable[[int, list[RunResult]], None] | None = None
-) -> TrialRecord:
-    """Trains a job and says how it went; an exception becomes a failed trial with its traceback.
+    stack: Sequence[Job], runs: Path, *, threads: int = 1, watch: Callable[[int], None] | None = None
+) -> list[TrialRecord]:
+    """Trains jobs as one and says how each went; an exception becomes a failed trial with its traceback.
 
-    runs: the folder of weights and checkpoints. watch: called at every evaluation.
+    Where a stack raises, each of its jobs is trained alone, so that one takes no other along.
+    runs: the folder of weights and checkpoints. watch: called at every evaluation with the step.
     """
     started = time.time()
     try:
-        result = _train(job, runs, threads, watch, deadline=None if job.deadline is None else started + job.deadline)
-        return _record(job, started, result=result, runs=_with_weights(job, result, runs))
-    except Exception:
-        return _record(job, started, error=traceback.format_exc())
+        results = _train(stack, runs, threads, watch, started)
+    except Exception as error:
+        if len(stack) == 1 or isinstance(error, Deadline):
+            return [_record(job, started, len(stack), error=traceback.format_exc()) for job in stack]
+    else:
+        return [_finished(job, started, len(stack), result, runs) for job, result in zip(stack, results, strict=True)]
+    torch.cuda.empty_cache()
+    return [record for job in stack for record in execute([job], runs, threads=threads, watch=watch)]
 
 
 def failed(job: Job, error: str) -> TrialRecord:
     """The record of a trial whose worker died."""
-    return _record(job, time.time(), error=error)
+    return _record(job, time.time(), 1, error=error)
+
+
+def cut_off(runs: Path) -> list[tuple[str, ...]]:
+    """The stacks of several whose training left a checkpoint and no result, by the keys of their jobs."""
+    listed = sorted((runs / "checkpoints").glob("*.json"))
+    return [tuple(json.loads(file.read_text())) for file in listed if file.with_suffix(".pt").exists()]
 
 
 def _train(
-    job: Job,
-    runs: Path,
-    threads: int,
-    watch: Callable[[int, list[RunResult]], None] | None,
-    deadline: float | None,
-) -> TrialResult:
+    stack: Sequence[Job], runs: Path, threads: int, watch: Callable[[int], None] | None, started: float
+) -> list[TrialResult]:
     torch.set_num_threads(threads)
-    if 0 < job.gpu < 1:
-        torch.cuda.set_per_process_memory_fraction(job.gpu)
-    _load_plugins(job)
-    task = get_task(job.task_kind, **job.task_params)
-    model = ModelSpec.of({**job.config["model"], "rule": job.config["rule"]})
-    spec = TrainSpec(**job.config["train"])
+    first = stack[0]
+    if 0 < first.gpu < 1:
+        torch.cuda.set_per_process_memory_fraction(first.gpu)
+    for job in stack:
+        _load_plugins(job)
+    seen = 0
 
-    def watched(step: int, so_far: list[RunResult]) -> None:
-        if deadline is not None and time.time() > deadline:
+    def watched(member: int, step: int, so_far: list[RunResult]) -> None:
+        nonlocal seen
+        # Trained together, trials share the time that they take.
+        if first.deadline is not None and time.time() - started > first.deadline * len(stack):
             raise Deadline(
-                f"the trial is not done after its deadline of {job.deadline:g} s, at step {step} of {spec.steps}"
+                f"the trial is not done after its deadline of {first.deadline:g} s, "
+                f"at step {step} of {first.specs[1].steps}"
             )
-        if watch is not None:
-            watch(step, so_far)
+        if watch is not None and step > seen:
+            watch(step)
+        seen = max(seen, step)
 
-    checkpoint = runs / "checkpoints" / f"{job.key}.pt"
-    return train(task, model, spec, job.seeds, test=job.stage == "confirm", checkpoint=checkpoint, watch=watched)
+    with _checkpoint(stack, runs / "checkpoints") as checkpoint:
+        return train_together(
+            get_task(first.task_kind, **first.task_params),
+            [job.specs for job in stack],
+            first.seeds,
+            test=first.stage == "confirm",
+            checkpoint=checkpoint,
+            watch=watched,
+        )
+
+
+@contextmanager
+def _checkpoint(stack: Sequence[Job], folder: Path) -> Iterator[Path]:
+    """Where a stack's checkpoint goes; a list of its jobs, where they are several, stands beside it until it ends."""
+    keys = [job.key for job in stack]
+    if len(keys) == 1:
+        yield folder / f"{keys[0]}.pt"
+        return
+    file = folder / f"{hashlib.sha256(''.join(keys).encode()).hexdigest()}.pt"
+    listed = file.with_suffix(".json")
+    folder.mkdir(parents=True, exist_ok=True)
+    listed.write_text(json.dumps(keys))
+    try:
+        yield file
+    except Deadline:
+        raise
+    except Exception:
+        listed.unlink()
+        file.unlink(missing_ok=True)
+        raise
+    listed.unlink()
 
 
 def _load_plugins(job: Job) -> None:
@@ -81,6 +121,13 @@ def _load_plugins(job: Job) -> None:
             plugin = find(name)
         if digest and plugin.hash != digest:
             raise InputError(f"{kind} '{name}' in {plugin.file} is not what the study was planned with")
+
+
+def _finished(job: Job, started: float, sharing: int, result: TrialResult, runs: Path) -> TrialRecord:
+    try:
+        return _record(job, started, sharing, result=result, runs=_with_weights(job, result, runs))
+    except Exception:
+        return _record(job, started, sharing, error=traceback.format_exc())
 
 
 def _with_weights(job: Job, result: TrialResult, runs: Path) -> list[RunRecord]:
@@ -104,6 +151,7 @@ def _with_weights(job: Job, result: TrialResult, runs: Path) -> list[RunRecord]:
 def _record(
     job: Job,
     started: float,
+    sharing: int,
     *,
     result: TrialResult | None = None,
     runs: list[RunRecord] | None = None,
@@ -122,7 +170,7 @@ def _record(
         error=error,
         started_at=started,
         finished_at=finished,
-        seconds=finished - started,
+        seconds=(finished - started) / sharing,
         parameters=result.parameters if result else None,
         state_size=result.state_size if result else None,
         tokens_per_second=result.tokens_per_second if result else None,
