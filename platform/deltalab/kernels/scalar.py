@@ -190,14 +190,15 @@ def scan(
 
 @triton.jit
 def reverse(
-    r, k, vectors, inverse, within, overlaps, d_o, residual, d_residual, d_state, states_after, d_u,
+    r, k, vectors, inverse, within, overlaps, d_o, residual, d_residual, d_state, states_after, d_u, d_target,
     cu_seqlens, first, length, chunks, from_chunk, to_chunk, scale, clip, H, V,
     K: tl.constexpr, SIZE: tl.constexpr, BV: tl.constexpr, CORRECTED: tl.constexpr, LOSS: tl.constexpr,
     PACKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the state, d_state [.., V, K], from chunk to_chunk back to from_chunk, a head's block of values.
 
-    Writes the gradient of the state after each chunk, transposed too, and to d_u that of beta u (through the inverse).
+    Writes the gradient of the state after each chunk, transposed too, to d_u that of beta u (through the inverse), and
+    that of the target.
     """
     block, head, sequence = tl.program_id(0) * BV, tl.program_id(1), tl.program_id(2)
     start, length = bounds(sequence, cu_seqlens, length, PACKED)
@@ -226,6 +227,7 @@ def reverse(
             found = tl.trans(get_rows(residual, row, valid, head * V + block, SIZE, RAGGED)).to(tl.float32)
             wrong = tl.trans(get_rows(d_residual, row, valid, head * V + block, SIZE, RAGGED)).to(tl.float32)
             wrong = through_residual(wrong, found, clip, LOSS)
+            put_rows(d_target, tl.trans(wrong), row, valid, head * V + block, H * V, SIZE, BV, RAGGED)
             dw -= tl.dot(wrong.to(kind), overlaps.load([at * SIZE, 0]), input_precision=PRECISION)
         if inverse is not None:
             dw = tl.dot(dw.to(kind), inverse.load([at * SIZE, 0]), input_precision=PRECISION)

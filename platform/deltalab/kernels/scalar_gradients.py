@@ -1,16 +1,15 @@
-"""The last kernels of `kernels.scalar`'s backward: the gradients of a chunk's operands, parallel over chunks.
+"""The last kernel of `kernels.scalar`'s backward: the gradients of a chunk's operands, parallel over chunks.
 
 What is read or erased at i grows with G_i, what is written at j shrinks with G_j. Where both lie in the chunk the two
-are sums over rows and columns of one matrix, so that they cancel as they should in the sum that g_t gets.
-Two kernels, `reading` first and then `writing`, which adds to d_k and d_g: one alone fills the registers, so that
-nothing runs while it waits.
+come from one matrix, rounded once, so that they cancel as they should in the sum that g_t gets.
+It has few warps and goes through the keys in blocks, so that several chunks share a multiprocessor: one of them
+computes while the others wait for memory.
 """
 
 import triton
 import triton.language as tl
 
 from deltalab.kernels.chunk import apart, bounds, cumulative, get_rows, locate, put_rows, put_scalars, scalars
-from deltalab.kernels.scalar import through_residual
 
 
 @triton.jit
@@ -19,116 +18,26 @@ def _row_dot(x, y):
 
 
 @triton.jit
-def reading(
-    r, k, u, g, beta, read, d, written, states, d_o, residual, d_residual,
-    d_r, d_k, d_g, d_read, d_d, d_target,
-    cu_seqlens, of, first, length, chunks, from_chunk, span, sequences, scale, clip, H, V,
-    K: tl.constexpr, SIZE: tl.constexpr, BV: tl.constexpr, LOSS: tl.constexpr, SUM: tl.constexpr,
-    PACKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Of one chunk and head, from what it reads and predicts."""
-    FIT: tl.constexpr = LOSS is not None
-    program, head = tl.program_id(0), tl.program_id(1)
-    sequence, chunk = locate(program, of, first, span, PACKED)
-    if sequence >= sequences:
-        return
-    chunk += from_chunk
-    start, length = bounds(sequence, cu_seqlens, length, PACKED)
-    row, valid = start + chunk * SIZE, length - chunk * SIZE
-    i = tl.arange(0, SIZE)
-    kind = k.dtype
-    slot = (program * H + head) * V
-    # Where `written` and its like begin: they hold this span alone.
-    here = row if PACKED else (sequence * span + chunk - from_chunk) * SIZE
-    sums, earlier, _total = cumulative(g, row, valid, head, H, SIZE, SUM)
-    seen = earlier if FIT else sums
-
-    from_read = tl.zeros([SIZE, K], tl.float32)
-    d_within = tl.zeros([SIZE, SIZE], tl.float32)
-    d_within_t = tl.zeros([SIZE, SIZE], tl.float32)
-    if FIT:
-        from_predict = tl.zeros([SIZE, K], tl.float32)
-        d_overlap = tl.zeros([SIZE, SIZE], tl.float32)
-        d_overlap_t = tl.zeros([SIZE, SIZE], tl.float32)
-    if beta is not None:
-        strength = scalars(beta, row, valid, head, H, SIZE)
-    for block in range(0, V, BV):
-        do_c = get_rows(d_o, row, valid, head * V + block, SIZE, RAGGED)
-        if written is not None:
-            w_c = get_rows(written, here, valid, head * V + block, SIZE, RAGGED)
-        else:
-            w_c = get_rows(u, row, valid, head * V + block, SIZE, RAGGED)
-            if beta is not None:
-                w_c = (strength[:, None] * w_c.to(tl.float32)).to(kind)
-        before = states.load([slot + block, 0])
-        from_read += tl.dot(do_c, before, input_precision=PRECISION)
-        d_within += tl.dot(do_c, tl.trans(w_c), input_precision=PRECISION)
-        d_within_t += tl.dot(w_c, tl.trans(do_c), input_precision=PRECISION)
-        if FIT:
-            found = get_rows(residual, row, valid, head * V + block, SIZE, RAGGED).to(tl.float32)
-            wrong = get_rows(d_residual, row, valid, head * V + block, SIZE, RAGGED).to(tl.float32)
-            wrong = through_residual(wrong, found, clip, LOSS)
-            put_rows(d_target, wrong, row, valid, head * V + block, H * V, SIZE, BV, RAGGED)
-            wrong = wrong.to(kind)
-            from_predict -= tl.dot(wrong, before, input_precision=PRECISION)
-            d_overlap -= tl.dot(wrong, tl.trans(w_c), input_precision=PRECISION)
-            d_overlap_t -= tl.dot(w_c, tl.trans(wrong), input_precision=PRECISION)
-
-    k_c = get_rows(k, row, valid, head * K, SIZE, RAGGED)
-    r_c = get_rows(r, row, valid, head * K, SIZE, RAGGED)
-    decay = apart(seen[:, None], sums[None, :], i[:, None], i[None, :], FIT)
-    decay_t = apart(seen[None, :], sums[:, None], i[None, :], i[:, None], FIT)
-    from_read *= tl.exp2(seen.to(tl.float32))[:, None]
-    wanted = r_c
-    if read is not None:
-        factor = scalars(read, row, valid, head, H, SIZE)
-        wanted = (factor[:, None] * r_c.to(tl.float32)).to(kind)
-    if d is not None:
-        correction = scalars(d, row, valid, head, H, SIZE)
-        wanted = (wanted.to(tl.float32) - correction[:, None] * k_c.to(tl.float32)).to(kind)
-    d_within *= decay * scale
-    from_read *= scale
-    if FIT:
-        from_predict *= tl.exp2(seen.to(tl.float32))[:, None]
-    if g is not None:
-        pair = d_within * tl.dot(wanted, tl.trans(k_c), input_precision=PRECISION)
-        grow = _row_dot(wanted, from_read)
-        if FIT:
-            pair += d_overlap * decay * tl.dot(k_c, tl.trans(k_c), input_precision=PRECISION)
-            grow += _row_dot(k_c, from_predict)
-        grow += tl.sum(pair, 1)
-        # A sum that stands before its token takes nothing of that token's own g.
-        found = tl.cumsum(grow - tl.sum(pair, 0), 0, reverse=True)
-        put_scalars(d_g, found - grow if FIT else found, row, valid, head, H, SIZE)
-    from_read += tl.dot(d_within.to(kind), k_c, input_precision=PRECISION)
-    dk = tl.dot((d_within_t * decay_t * scale).to(kind), wanted, input_precision=PRECISION)
-    if FIT:
-        dk += from_predict + tl.dot((d_overlap * decay).to(kind), k_c, input_precision=PRECISION)
-        dk += tl.dot((d_overlap_t * decay_t).to(kind), k_c, input_precision=PRECISION)
-    if read is not None:
-        put_scalars(d_read, _row_dot(r_c, from_read), row, valid, head, H, SIZE)
-    if d is not None:
-        put_scalars(d_d, -_row_dot(k_c, from_read), row, valid, head, H, SIZE)
-        dk -= correction[:, None] * from_read
-    if read is not None:
-        from_read *= factor[:, None]
-    put_rows(d_r, from_read, row, valid, head * K, H * K, SIZE, K, RAGGED)
-
-    put_rows(d_k, dk, row, valid, head * K, H * K, SIZE, K, RAGGED)
+def _write(u, written, strength, row, here, valid, column, SIZE: tl.constexpr, RAGGED: tl.constexpr):
+    """What a chunk's tokens have written, [SIZE, BV]."""
+    if written is not None:
+        found = get_rows(written, here, valid, column, SIZE, RAGGED)
+    else:
+        found = get_rows(u, row, valid, column, SIZE, RAGGED)
+        if strength is not None:
+            found = (strength[:, None] * found.to(tl.float32)).to(u.dtype)
+    return found
 
 
 @triton.jit
-def writing(
-    k, u, g, e, beta, written, states, states_after, d_u, new_d_u, d_k, new_d_k, d_g, d_e, d_beta,
-    cu_seqlens, of, first, length, chunks, from_chunk, span, sequences, H, V,
-    K: tl.constexpr, SIZE: tl.constexpr, BV: tl.constexpr, LATE: tl.constexpr, SUM: tl.constexpr,
-    PACKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
+def gradients(
+    r, k, u, g, e, beta, read, d, written, states, states_after, d_o, d_u, d_target,
+    d_r, d_k, new_d_u, d_g, d_e, d_beta, d_read, d_d,
+    cu_seqlens, of, first, length, chunks, from_chunk, span, sequences, scale, H,
+    V: tl.constexpr, K: tl.constexpr, SIZE: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, LATE: tl.constexpr,
+    FIT: tl.constexpr, SUM: tl.constexpr, PACKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Of one chunk and head, from what it writes and erases.
-
-    d_u and new_d_u are one tensor, which holds the gradient of beta u and leaves with that of u, and so are d_k and
-    new_d_k.
-    """
+    """Of one chunk and head. d_u and new_d_u are one tensor, which holds the gradient of beta u and leaves with u's."""
     program, head = tl.program_id(0), tl.program_id(1)
     sequence, chunk = locate(program, of, first, span, PACKED)
     if sequence >= sequences:
@@ -138,73 +47,156 @@ def writing(
     row, valid = start + chunk * SIZE, length - chunk * SIZE
     i = tl.arange(0, SIZE)
     kind = k.dtype
-    slot = (program * H + head) * V
+    slot, column = (program * H + head) * V, head * V
+    # Where `written` and its like begin: they hold this span alone.
     here = row if PACKED else (sequence * span + chunk - from_chunk) * SIZE
+    sums, earlier, total = cumulative(g, row, valid, head, H, SIZE, SUM)
+    seen = earlier if FIT else sums
+    strength = None
     if beta is not None:
         strength = scalars(beta, row, valid, head, H, SIZE)
-    from_write = tl.zeros([SIZE, K], tl.float32)
-    if e is not None:
-        from_erase = tl.zeros([SIZE, K], tl.float32)
-        d_system = tl.zeros([SIZE, SIZE], tl.float32)
-        d_system_t = tl.zeros([SIZE, SIZE], tl.float32)
-    if beta is not None:
         d_strength = tl.zeros([SIZE], tl.float32)
-    kept = 0.0
-    for block in range(0, V, BV):
-        if written is not None:
-            w_c = get_rows(written, here, valid, head * V + block, SIZE, RAGGED)
-        else:
-            w_c = get_rows(u, row, valid, head * V + block, SIZE, RAGGED)
-            if beta is not None:
-                w_c = (strength[:, None] * w_c.to(tl.float32)).to(kind)
-        after = states_after.load([slot + block, 0])
-        from_write += tl.dot(w_c, after, input_precision=PRECISION)
-        if g is not None or e is not None:
-            before = states.load([slot + block, 0])
-        if g is not None:
-            kept += tl.sum(before.to(tl.float32) * after.to(tl.float32))
-        if e is not None or beta is not None:
-            du_c = get_rows(d_u, row, valid, head * V + block, SIZE, RAGGED)
-        if e is not None:
-            from_erase += tl.dot(du_c, before, input_precision=PRECISION)
-            d_system += tl.dot(du_c, tl.trans(w_c), input_precision=PRECISION)
-            d_system_t += tl.dot(w_c, tl.trans(du_c), input_precision=PRECISION)
-        if beta is not None:
-            u_c = get_rows(u, row, valid, head * V + block, SIZE, RAGGED)
-            d_strength += _row_dot(u_c, du_c.to(tl.float32))
-            put_rows(
-                new_d_u, strength[:, None] * du_c.to(tl.float32), row, valid, head * V + block, H * V, SIZE, BV, RAGGED
-            )
-    if beta is not None:
-        put_scalars(d_beta, d_strength, row, valid, head, H, SIZE)
-    sums, earlier, total = cumulative(g, row, valid, head, H, SIZE, SUM)
-    k_c = get_rows(k, row, valid, head * K, SIZE, RAGGED)
-    from_write *= tl.exp2((total - sums).to(tl.float32))[:, None]
-    if g is not None:
-        ending = _row_dot(k_c, from_write)
-        shrink = ending
+
+    # What each token has to do with each other one: as a reader, as a predictor, and as one that is erased.
+    reads, reads_t = tl.zeros([SIZE, SIZE], tl.float32), tl.zeros([SIZE, SIZE], tl.float32)
+    if FIT:
+        fits, fits_t = reads, reads
     if e is not None:
-        erase = scalars(e, row, valid, head, H, SIZE)
-        late = sums if LATE else earlier
-        from_erase *= tl.exp2(late.to(tl.float32))[:, None]
-        d_system *= apart(late[:, None], sums[None, :], i[:, None], i[None, :], True)
-        d_system_t *= apart(late[None, :], sums[:, None], i[None, :], i[:, None], True)
-        if g is not None:
-            pair = erase[:, None] * d_system * tl.dot(k_c, tl.trans(k_c), input_precision=PRECISION)
-            grow_e = tl.sum(pair, 1) + erase * _row_dot(k_c, from_erase)
-            shrink -= tl.sum(pair, 0)
-        # The gradient of M is -d_u w^T, since that of X^{-1} is -X^{-T} (.) X^{-T}.
-        from_erase += tl.dot(d_system.to(kind), k_c, input_precision=PRECISION)
-        put_scalars(d_e, -_row_dot(k_c, from_erase), row, valid, head, H, SIZE)
-        from_write -= erase[:, None] * from_erase
-        from_write -= tl.dot((d_system_t * erase[None, :]).to(kind), k_c, input_precision=PRECISION)
-    from_write += get_rows(d_k, row, valid, head * K, SIZE, RAGGED).to(tl.float32)
-    put_rows(new_d_k, from_write, row, valid, head * K, H * K, SIZE, K, RAGGED)
-    if g is not None:
+        erases, erases_t = reads, reads
+    for block in tl.static_range(0, V, BV):
+        w_c = _write(u, written, strength, row, here, valid, column + block, SIZE, RAGGED)
+        do_c = get_rows(d_o, row, valid, column + block, SIZE, RAGGED)
+        reads += tl.dot(do_c, tl.trans(w_c), input_precision=PRECISION)
+        reads_t += tl.dot(w_c, tl.trans(do_c), input_precision=PRECISION)
+        if FIT:
+            wrong_c = get_rows(d_target, row, valid, column + block, SIZE, RAGGED)
+            fits -= tl.dot(wrong_c, tl.trans(w_c), input_precision=PRECISION)
+            fits_t -= tl.dot(w_c, tl.trans(wrong_c), input_precision=PRECISION)
         if e is not None:
-            shrink += grow_e
-        found = tl.sum(ending) + tl.exp2(total.to(tl.float32)) * kept - tl.cumsum(shrink, 0, reverse=True)
+            du_c = get_rows(d_u, row, valid, column + block, SIZE, RAGGED)
+            # The gradient of M is -d_u w^T, since that of X^{-1} is -X^{-T} (.) X^{-T}.
+            erases -= tl.dot(du_c, tl.trans(w_c), input_precision=PRECISION)
+            erases_t -= tl.dot(w_c, tl.trans(du_c), input_precision=PRECISION)
+    within = apart(seen[:, None], sums[None, :], i[:, None], i[None, :], FIT)
+    within_t = apart(seen[None, :], sums[:, None], i[None, :], i[:, None], FIT)
+    reads, reads_t = (reads * within * scale).to(kind), (reads_t * within_t * scale).to(kind)
+    since = tl.exp2(seen.to(tl.float32))
+    until = tl.exp2((total - sums).to(tl.float32))
+    if FIT:
+        fits, fits_t = (fits * within).to(kind), (fits_t * within_t).to(kind)
+    if e is not None:
+        late = sums if LATE else earlier
+        erase = scalars(e, row, valid, head, H, SIZE)
+        before = tl.exp2(late.to(tl.float32))
+        erases = (erases * apart(late[:, None], sums[None, :], i[:, None], i[None, :], True)).to(kind)
+        erases_t = (erases_t * apart(late[None, :], sums[:, None], i[None, :], i[:, None], True) * erase[None, :]).to(
+            kind
+        )
+        d_erase = tl.zeros([SIZE], tl.float32)
+    if read is not None:
+        factor = scalars(read, row, valid, head, H, SIZE)
+        d_factor = tl.zeros([SIZE], tl.float32)
+    if d is not None:
+        correction = scalars(d, row, valid, head, H, SIZE)
+        d_correction = tl.zeros([SIZE], tl.float32)
+    # Of g: as what reads and predicts, as what erases, what is written inside the chunk, and what leaves it.
+    grow, grow_e = tl.zeros([SIZE], tl.float32), tl.zeros([SIZE], tl.float32)
+    shrink, ending = tl.zeros([SIZE], tl.float32), tl.zeros([SIZE], tl.float32)
+    kept = 0.0
+
+    for key in range(0, K, BK):
+        # What is multiplied in registers is gone from there before the next is loaded.
+        found = tl.zeros([SIZE, BK], tl.float32)
+        for block in tl.static_range(0, V, BV):
+            s = states.load([slot + block, key])
+            if g is not None:
+                after = states_after.load([slot + block, key])
+                kept += tl.sum(s.to(tl.float32) * after.to(tl.float32))
+            if V > BV:
+                do_c = get_rows(d_o, row, valid, column + block, SIZE, RAGGED)
+            found += tl.dot(do_c, s, input_precision=PRECISION)
+        k_c = get_rows(k, row, valid, head * K + key, SIZE, RAGGED)
+        r_c = get_rows(r, row, valid, head * K + key, SIZE, RAGGED)
+        wanted = r_c
+        if read is not None:
+            wanted = (factor[:, None] * wanted.to(tl.float32)).to(kind)
+        if d is not None:
+            wanted = (wanted.to(tl.float32) - correction[:, None] * k_c.to(tl.float32)).to(kind)
+        dk = tl.dot(reads_t, wanted, input_precision=PRECISION)
+        found *= (since * scale)[:, None]
+        found += tl.dot(reads, k_c, input_precision=PRECISION)
+        along = _row_dot(r_c, found)
+        if read is not None:
+            d_factor += along
+            along *= factor
+        if d is not None:
+            along_k = _row_dot(k_c, found)
+            d_correction -= along_k
+            along -= correction * along_k
+        grow += along
+        if FIT:
+            predicting = tl.zeros([SIZE, BK], tl.float32)
+            for block in tl.static_range(0, V, BV):
+                if V > BV:
+                    wrong_c = get_rows(d_target, row, valid, column + block, SIZE, RAGGED)
+                    s = states.load([slot + block, key])
+                predicting -= tl.dot(wrong_c, s, input_precision=PRECISION)
+            predicting *= since[:, None]
+            predicting += tl.dot(fits, k_c, input_precision=PRECISION)
+            grow += _row_dot(k_c, predicting)
+            dk += tl.dot(fits_t, k_c, input_precision=PRECISION)
+        if e is not None:
+            dk += tl.dot(erases_t, k_c, input_precision=PRECISION)
+        shrink += _row_dot(k_c, dk)
+        if FIT:
+            dk += predicting
+        if d is not None:
+            dk -= correction[:, None] * found
+        if read is not None:
+            found *= factor[:, None]
+        put_rows(d_r, found, row, valid, head * K + key, H * K, SIZE, BK, RAGGED)
+        if e is not None:
+            erasing = tl.zeros([SIZE, BK], tl.float32)
+            for block in tl.static_range(0, V, BV):
+                if V > BV:
+                    du_c = get_rows(d_u, row, valid, column + block, SIZE, RAGGED)
+                    s = states.load([slot + block, key])
+                erasing -= tl.dot(du_c, s, input_precision=PRECISION)
+            erasing *= before[:, None]
+            erasing += tl.dot(erases, k_c, input_precision=PRECISION)
+            d_erase += _row_dot(k_c, erasing)
+            dk += erase[:, None] * erasing
+        leaving = tl.zeros([SIZE, BK], tl.float32)
+        for block in tl.static_range(0, V, BV):
+            if V > BV or g is None:
+                after = states_after.load([slot + block, key])
+            if V > BV:
+                w_c = _write(u, written, strength, row, here, valid, column + block, SIZE, RAGGED)
+            leaving += tl.dot(w_c, after, input_precision=PRECISION)
+        leaving *= until[:, None]
+        ending += _row_dot(k_c, leaving)
+        put_rows(d_k, dk + leaving, row, valid, head * K + key, H * K, SIZE, BK, RAGGED)
+
+    if d is not None:
+        put_scalars(d_d, d_correction, row, valid, head, H, SIZE)
+    if read is not None:
+        put_scalars(d_read, d_factor, row, valid, head, H, SIZE)
+    if e is not None:
+        put_scalars(d_e, d_erase, row, valid, head, H, SIZE)
+        grow_e = erase * d_erase
+    if g is not None:
+        dg = tl.cumsum(grow + grow_e - shrink - ending, 0, reverse=True)
+        dg += tl.sum(ending) + tl.exp2(total.to(tl.float32)) * kept
+        # A sum that stands before its token takes nothing of that token's own g.
+        if FIT:
+            dg -= grow
         if e is not None and not LATE:
-            found += grow_e
-        found += scalars(d_g, row, valid, head, H, SIZE)
-        put_scalars(d_g, found, row, valid, head, H, SIZE)
+            dg -= grow_e
+        put_scalars(d_g, dg, row, valid, head, H, SIZE)
+    if beta is not None:
+        for block in range(0, V, BV):
+            u_c = get_rows(u, row, valid, column + block, SIZE, RAGGED)
+            from_u = get_rows(d_u, row, valid, column + block, SIZE, RAGGED).to(tl.float32)
+            d_strength += _row_dot(u_c, from_u)
+            put_rows(new_d_u, strength[:, None] * from_u, row, valid, column + block, H * V, SIZE, BV, RAGGED)
+        put_scalars(d_beta, d_strength, row, valid, head, H, SIZE)

@@ -1,6 +1,6 @@
 """`kernels.scalar` as a PyTorch operator: launches, gradients, `torch.func.vmap` and `torch.compile`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,10 +10,17 @@ from torch import Tensor
 
 from deltalab.kernels import scalar
 from deltalab.kernels.chunk import absent, chunk_map, fold_into_batch, tiles
-from deltalab.kernels.scalar_gradients import reading, writing
+from deltalab.kernels.scalar_gradients import gradients
 
-WORKSPACE = 64 * 2**20
+WORKSPACE = 128 * 2**20
 """Bytes that the states of a segment may take in the backward; a segment has fewer only where it would idle the GPU."""
+
+
+ENOUGH = 96
+"""Programs that keep a GPU busy, so that each may take 128 values instead of 64 and read the keys half as often."""
+
+WARPS = {"prepare": 4, "scan": 4, "states": 4, "reverse": 4, "gradients": 4}
+STAGES = {"prepare": 1, "scan": 3, "states": 2, "reverse": 2, "gradients": 1}
 
 
 @dataclass(frozen=True)
@@ -26,6 +33,7 @@ class Launch:
     key_dim: int
     value_dim: int
     size: int
+    bk: int
     bv: int
     chunks: int
     every: int
@@ -44,11 +52,20 @@ class Launch:
         each = batch * heads * key_dim * value_dim * k.element_size()
         every = chunks if packed else min(chunks, max(WORKSPACE // each, 8, triton.cdiv(1024, batch * heads)))
         wide = k.element_size() > 2
-        bv = next(bv for bv in ((32, 16) if wide else (64, 32, 16)) if value_dim % bv == 0)
+        blocks = (32, 16) if wide else (128, 64, 32, 16)
+        bv = next(bv for bv in blocks if value_dim % bv == 0)
+        if bv == 128 and (key_dim > 128 or batch * heads * value_dim < ENOUGH * bv):
+            bv = 64
         return cls(
-            batch, tokens, heads, key_dim, value_dim, size, bv, chunks, every, packed,
+            batch, tokens, heads, key_dim, value_dim, size, key_dim, bv, chunks, every, packed,
             ragged=packed is not None or tokens % size != 0, precision="ieee" if wide else "tf32",
         )  # fmt: skip
+
+    def per_chunk(self) -> "Launch":
+        """The same with blocks for `gradients`: of keys, with all values at once."""
+        most = 32 if self.precision == "ieee" else 128
+        bv = next(bv for bv in (128, 64, 32, 16) if bv <= most and self.value_dim % bv == 0)
+        return replace(self, bk=min(self.key_dim, most // 2), bv=bv)
 
     @property
     def segments(self) -> int:
@@ -63,7 +80,7 @@ class Launch:
         return self.value_dim // self.bv, self.heads, self.batch
 
     def keys(self, x: Tensor | None, *, store: bool = False) -> Any:
-        return tiles(x, self.size, self.key_dim, store=store, ragged=self.ragged)
+        return tiles(x, self.size, self.bk, store=store, ragged=self.ragged)
 
     def values(self, x: Tensor | None, *, store: bool = False) -> Any:
         return tiles(x, self.size, self.bv, store=store, ragged=self.ragged)
@@ -71,16 +88,12 @@ class Launch:
     def squares(self, x: Tensor) -> Any:
         return tiles(x.flatten(0, 1), self.size, self.size) if x.numel() else None
 
-    def per_chunk(self, x: Tensor) -> Any:
-        return tiles(x.flatten(0, 1), self.bv, self.key_dim)
+    def states(self, x: Tensor) -> Any:
+        return tiles(x.flatten(0, 1), self.bv, self.bk)
 
     def sequence(self) -> dict[str, Any]:
         bounds, _, first = self.packed or (None, None, None)
         return {"cu_seqlens": bounds, "first": first, "length": self.tokens, "chunks": self.chunks}
-
-    def spans(self) -> dict[str, Any]:
-        """For programs per chunk instead of per sequence."""
-        return {**self.sequence(), "of": self.packed and self.packed[1], "sequences": self.batch}
 
     def sizes(self) -> dict[str, Any]:
         return {
@@ -88,18 +101,15 @@ class Launch:
             "PACKED": self.packed is not None, "RAGGED": self.ragged, "PRECISION": self.precision,
         }  # fmt: skip
 
+    def how(self, kernel: str) -> dict[str, int]:
+        """To launch it: with twice the warps, two stages are all that shared memory holds."""
+        twice = self.bv == 128 and kernel in ("scan", "states", "reverse")
+        return {"num_warps": WARPS[kernel] * (1 + twice), "num_stages": min(STAGES[kernel], 2 if twice else 3)}
+
     @property
     def sum(self) -> Any:
         """The type of cumulative sums; in fp32 their differences next to extremes would not keep fp32's precision."""
         return tl.float64 if self.precision == "ieee" else tl.float32
-
-
-WARPS = {"prepare": 4, "scan": 4, "reverse": 4, "reading": 8, "writing": 8}
-STAGES = {"prepare": 1, "scan": 3, "reverse": 2, "reading": 2, "writing": 2}
-
-
-def _how(kernel: str) -> dict[str, int]:
-    return {"num_warps": WARPS[kernel], "num_stages": STAGES[kernel]}
 
 
 @torch.library.custom_op("deltalab::scalar_scan", mutates_args=())
@@ -137,14 +147,15 @@ def scalar_scan(
     scalar.prepare[(x.all_chunks, x.heads)](
         x.keys(r), x.keys(k), g, e, beta, read, d, vectors, x.squares(inverse), x.squares(within), x.squares(overlaps),
         bounds, of, first, x.tokens, x.chunks, x.batch, **x.sizes(), LATE=late, FIT=loss is not None, SUM=x.sum,
-        **_how("prepare"),
+        **x.how("prepare"),
     )  # fmt: skip
     scalar.scan[x.grid](
         x.keys(r), x.keys(k), x.values(u), vectors, x.squares(inverse), x.squares(within), x.squares(overlaps),
         x.values(target), state, _or_none(begin),
         x.values(o, store=True), x.values(_or_none(residual), store=True), last, None, None,
         **x.sequence(), from_chunk=0, to_chunk=x.chunks, every=x.every, segments=x.segments,
-        scale=scale, clip=clip, V=x.value_dim, BV=x.bv, CORRECTED=d is not None, LOSS=loss, **x.sizes(), **_how("scan"),
+        scale=scale, clip=clip, V=x.value_dim, BV=x.bv, CORRECTED=d is not None, LOSS=loss,
+        **x.sizes(), **x.how("scan"),
     )  # fmt: skip
     return found
 
@@ -218,36 +229,35 @@ def _backward(
     if e is not None:
         written = torch.empty_like(u) if x.packed else u.new_empty(x.batch, x.every * x.size, x.heads, x.value_dim)
     solve, pairs, overlap = x.squares(inverse), x.squares(within), x.squares(overlaps)
-    keys, reads, values, upstream = x.keys(k), x.keys(r), x.values(u), x.values(d_o)
-    before_tiles, after_tiles = x.per_chunk(states), x.per_chunk(states_after)
+    keys, values, upstream = x.keys(k), x.values(u), x.values(d_o)
     found, wrong = x.values(residual), x.values(d_residual)
-    plain = {**x.sizes(), "V": x.value_dim, "BV": x.bv}
-    size = {**plain, "scale": scale, "clip": clip}
+    reverse_d_u = x.values(d_u, store=True)
+    wide = x.per_chunk()
+    per_chunk = (
+        wide.keys(r), wide.keys(k), wide.values(u), g, e, beta, read, d, wide.values(written), wide.states(states),
+        wide.states(states_after), wide.values(d_o), wide.values(d_u), wide.values(_or_none(d_target)),
+        wide.keys(d_r, store=True), wide.keys(d_k, store=True), wide.values(d_u, store=True), _or_none(d_g),
+        _or_none(d_e), _or_none(d_beta), _or_none(d_read), _or_none(d_d),
+    )  # fmt: skip
+    states, states_after = x.states(states), x.states(states_after)
+    size = {**x.sizes(), "V": x.value_dim, "BV": x.bv, "scale": scale, "clip": clip}
     for segment in reversed(range(x.segments)):
         begins, ends = segment * x.every, min((segment + 1) * x.every, x.chunks)
         at = {**x.sequence(), "from_chunk": begins, "to_chunk": ends}
         scalar.scan[x.grid](
             None, keys, values, vectors, solve, None, None, None, None, begin,
-            None, None, None, before_tiles, x.values(written, store=True),
-            **at, **size, every=x.every, segments=x.segments, CORRECTED=False, LOSS=None, **_how("scan"),
+            None, None, None, states, x.values(written, store=True),
+            **at, **size, every=x.every, segments=x.segments, CORRECTED=False, LOSS=None, **x.how("states"),
         )  # fmt: skip
         scalar.reverse[x.grid](
-            reads, keys, vectors, solve, pairs, overlap, upstream, found, wrong, after, after_tiles,
-            x.values(d_u, store=True), **at, **size, CORRECTED=d is not None, LOSS=loss, **_how("reverse"),
+            x.keys(r), keys, vectors, solve, pairs, overlap, upstream, found, wrong, after, states_after,
+            reverse_d_u, x.values(_or_none(d_target), store=True),
+            **at, **size, CORRECTED=d is not None, LOSS=loss, **x.how("reverse"),
         )  # fmt: skip
-        span = ends - begins
-        grid = (x.chunks if x.packed else x.batch * span, x.heads)
-        where = {**x.spans(), "from_chunk": begins, "span": span}
-        new_d_k = x.keys(d_k, store=True)
-        reading[grid](
-            reads, keys, values, g, beta, read, d, x.values(written), before_tiles, upstream, found, wrong,
-            x.keys(d_r, store=True), new_d_k, _or_none(d_g), _or_none(d_read), _or_none(d_d),
-            x.values(_or_none(d_target), store=True), **where, **size, LOSS=loss, SUM=x.sum, **_how("reading"),
-        )  # fmt: skip
-        writing[grid](
-            keys, values, g, e, beta, x.values(written), before_tiles, after_tiles, x.values(d_u),
-            x.values(d_u, store=True), x.keys(d_k), new_d_k, _or_none(d_g), _or_none(d_e), _or_none(d_beta),
-            **where, **plain, LATE=late, SUM=x.sum, **_how("writing"),
+        gradients[(x.chunks if x.packed else x.batch * (ends - begins), x.heads)](
+            *per_chunk, **x.sequence(), of=x.packed and x.packed[1], sequences=x.batch, from_chunk=begins,
+            span=ends - begins, scale=scale, V=x.value_dim, BV=wide.bv, BK=wide.bk, LATE=late, FIT=loss is not None,
+            SUM=x.sum, **x.sizes(), **x.how("gradients"),
         )  # fmt: skip
     return [*like, after.transpose(-1, -2).contiguous()]
 
