@@ -5,6 +5,7 @@ import math
 import os
 import time
 from dataclasses import asdict, dataclass, replace
+from typing import Literal
 
 import torch
 from rich.console import Group
@@ -36,7 +37,10 @@ class ArmCost:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A study before it runs. smallest_p: of the sign-flip test, then after Holm over the arms."""
+    """A study before it runs. smallest_p: of the sign-flip test, then after Holm over the arms.
+
+    workers: stacks at a time. stack: the most trials in one. seconds: of trials that each train alone.
+    """
 
     study: str
     profile: str | None
@@ -45,6 +49,7 @@ class Estimate:
     runs: int
     seeds: int
     workers: int
+    stack: int | Literal["auto"]
     seconds: float
     smallest_p: float
     smallest_holm_p: float
@@ -67,9 +72,11 @@ class Estimate:
             if self.smallest_holm_p <= ALPHA
             else f"too large to tell any arm from the base at {ALPHA}: that takes {self.seeds_needed} seeds"
         )
+        alone = self.stack == 1
         lines = [
             f"{self.study}{f' ({self.profile})' if self.profile else ''}: {self.trials} trials, {self.runs} runs, "
-            f"about {_duration(self.seconds)} on this machine with {self.workers} at a time",
+            f"about {_duration(self.seconds)} on this machine with {self.workers} at a time"
+            + ("" if alone else "; less, where trials of one shape train as one"),
             f"{self.seeds} paired seeds: the sign-flip test cannot go under p = {self.smallest_p:.3g}, after Holm over "
             f"{arms} arm{'s' * (arms != 1)} {self.smallest_holm_p:.3g}, {verdict}",
         ]
@@ -79,7 +86,10 @@ class Estimate:
 def estimate(plan: Plan, *, workers: int | None = None) -> Estimate:
     """Builds every arm, times a few of its steps here, and adds up. Raises `InputError` for arms that do not build."""
     wanted = plan.spec.resources
-    workers = workers or max(1, math.floor((os.cpu_count() or 1) / wanted.cpu))
+    fit = math.floor((os.cpu_count() or 1) / wanted.cpu)
+    if wanted.gpu:
+        fit = min(fit, math.floor(torch.cuda.device_count() / wanted.gpu))
+    workers = workers or max(1, fit)
     before = torch.get_num_threads()
     torch.set_num_threads(wanted.threads)
     try:
@@ -95,6 +105,7 @@ def estimate(plan: Plan, *, workers: int | None = None) -> Estimate:
         runs=plan.runs,
         seeds=plan.spec.seeds,
         workers=workers,
+        stack=wanted.stack if wanted.gpu or wanted.stack != "auto" else 1,
         seconds=sum(arm.seconds for arm in arms) / workers,
         smallest_p=smallest_p(plan.spec.seeds),
         smallest_holm_p=smallest_holm_p(plan.spec.seeds, max(others, 1)),

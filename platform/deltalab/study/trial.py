@@ -23,6 +23,10 @@ class Deadline(RuntimeError):
     """A trial took longer than the study allows."""
 
 
+class OutOfMemory(RuntimeError):
+    """A trial does not fit on the GPU, however few are trained together."""
+
+
 def execute(
     stack: Sequence[Job], runs: Path, *, threads: int = 1, watch: Callable[[int], None] | None = None
 ) -> list[TrialRecord]:
@@ -77,15 +81,22 @@ def _train(
             watch(step)
         seen = max(seen, step)
 
+    if torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats()
     with _checkpoint(stack, runs / "checkpoints") as checkpoint:
-        return train_together(
-            get_task(first.task_kind, **first.task_params),
-            [job.specs for job in stack],
-            first.seeds,
-            test=first.stage == "confirm",
-            checkpoint=checkpoint,
-            watch=watched,
-        )
+        try:
+            return train_together(
+                get_task(first.task_kind, **first.task_params),
+                [job.specs for job in stack],
+                first.seeds,
+                test=first.stage == "confirm",
+                checkpoint=checkpoint,
+                watch=watched,
+            )
+        except torch.OutOfMemoryError as error:
+            needed = f"{len(first.seeds)} seeds at batch size {first.specs[1].batch_size} need more than"
+            said = ". ".join(str(error).split(". ")[:3])
+            raise OutOfMemory(f"{needed} {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB: {said}") from error
 
 
 @contextmanager

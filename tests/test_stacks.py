@@ -1,0 +1,376 @@
+"""Trials that train as one: which go together, and that nobody can tell from the study's results."""
+
+import json
+import random
+import sqlite3
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from deltalab import registry
+from deltalab.errors import InputError
+from deltalab.store import RuleRecord, RunRecord, Store, TrialRecord
+from deltalab.study import run as running
+from deltalab.study import trial as trials
+from deltalab.study.estimate import estimate
+from deltalab.study.plan import Job, Plan, make_plan
+from deltalab.study.run import arm_records, run_study
+from deltalab.study.schedule import Schedule
+from deltalab.study.spec import load_study
+from deltalab.study.trial import cut_off, execute
+from deltalab.train import train_together
+
+MQAR = {"length": 16, "pairs": 2, "vocab_size": 32}
+LR = {"log_uniform": [1e-3, 1e-1]}
+STUDY: dict[str, Any] = {
+    "name": "s",
+    "task": {"mqar": MQAR},
+    "base": {
+        "rule": "comba",
+        "model": {"d_model": 16, "layers": 1, "heads": 1, "mlp": False, "chunk_size": 16},
+        "train": {"steps": 6, "batch_size": 4, "lr": 0.01, "evaluations": 3, "eval_batches": 1},
+    },
+    "arms": {
+        "init_d_1": {"rule": {"d": {"head": {"init": 1}}}},  # of the base's shape
+        "without_b": {"rule": {"b": 1}},
+        "wide": {"model": {"expand_v": 2}},
+    },
+    "tune": {"trials": 3, "train.lr": LR},
+    "seeds": 2,
+}
+
+
+@pytest.fixture
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    registry._all.cache_clear()
+    threads = torch.get_num_threads()
+    yield tmp_path
+    torch.set_num_threads(threads)
+    registry._named_files.clear()
+    registry._all.cache_clear()
+
+
+@pytest.fixture
+def store(lab: Path) -> Iterator[Store]:
+    with Store.open(lab / "lab.db") as opened:
+        yield opened
+
+
+def write(lab: Path, **given: Any) -> Path:
+    file = lab / "s.yaml"
+    file.write_text(yaml.safe_dump({**STUDY, **given}, sort_keys=False))
+    return file
+
+
+def planned(lab: Path, **given: Any) -> Plan:
+    return make_plan(load_study(write(lab, **given)))
+
+
+def schedule(found: Plan, store: Store, left: Sequence[tuple[str, ...]] = ()) -> Schedule:
+    spec = found.spec.model_dump(mode="json")
+    study_id = store.begin_study(found.spec.name, None, found.identity, spec, arm_records(found), {})
+    return Schedule(found, store, study_id, left)
+
+
+def record(job: Job) -> TrialRecord:
+    """A trial that went as well as its configuration says."""
+    value = 1 / (1 + abs(job.config["train"]["lr"] - 0.02)) - 0.1 * job.config["model"]["expand_v"]
+    return TrialRecord(
+        key=job.key,
+        task=job.task,
+        task_version=job.task_version,
+        stage=job.stage,
+        config=job.config,
+        state="done",
+        started_at=0,
+        finished_at=1,
+        seconds=1,
+        rule=RuleRecord(job.config["rule"]["name"], "hash", "source"),
+        runs=[
+            RunRecord(seed, metrics=[(split, "accuracy", 6, value) for split in ("validation", "test")])
+            for seed in job.seeds
+        ],
+    )
+
+
+def names(stack: Sequence[Job]) -> list[tuple[str, int]]:
+    return [(job.arm, job.number) for job in stack]
+
+
+# Who goes with whom.
+
+
+def test_a_stack_is_of_one_task_stage_and_shape(lab: Path, store: Store) -> None:
+    tasks = {"mqar": MQAR, "short": {**MQAR, "task": "mqar", "length": 8}}
+    one = schedule(planned(lab, task=tasks, resources={"stack": 100}), store)
+    stacks = []
+    while stack := one.next(free=1):
+        stacks.append(stack)
+        for job in stack:
+            one.finished(record(job))
+    assert one.done
+    kinds = {(job.task, job.stage) for stack in stacks for job in stack}
+    assert len(stacks) == len(kinds) * 3 == 12
+    for stack in stacks:
+        assert len({(job.task, job.stage, job.seeds) for job in stack}) == 1
+        arms = {job.arm for job in stack}
+        assert arms in ({"base", "init_d_1"}, {"without_b"}, {"wide"})
+        assert len(stack) == len(arms) * (3 if stack[0].stage == "tune" else 1)
+
+
+def test_no_stack_is_larger_than_the_study_says(lab: Path, store: Store) -> None:
+    one = schedule(planned(lab, resources={"stack": 4}), store)
+    stacks = [one.next(free=1) for _ in range(5)]
+    assert [len(stack) for stack in stacks] == [4, 3, 3, 2, 0]
+
+
+def test_auto_shares_what_waits_over_the_free_gpus(lab: Path, store: Store) -> None:
+    found = planned(lab, arms={}, tune={"trials": 8, "train.lr": LR}, resources={"gpu": 1})
+    one = schedule(found, store)
+    assert [len(one.next(free=free)) for free in (4, 3, 2, 1)] == [2, 2, 2, 2]
+    alone = schedule(found, store)
+    assert len(alone.next(free=1)) == 8
+
+
+def test_auto_on_a_cpu_is_one(lab: Path, store: Store) -> None:
+    one = schedule(planned(lab), store)
+    assert [len(one.next(free=2)) for _ in range(13)] == [1] * 12 + [0]
+
+
+@pytest.mark.parametrize("stack", [0, -1, True, 1.5, "all", None])
+def test_a_stack_is_a_number_or_auto(lab: Path, stack: Any) -> None:
+    with pytest.raises(InputError, match=r"resources.stack: must be auto or a whole number of at least 1"):
+        planned(lab, resources={"stack": stack}) if stack is not None else planned(lab, resources={"stack": []})
+
+
+# Neither stacks nor timing change what a study computes.
+
+
+@pytest.mark.parametrize("search", [False, True])
+def test_a_study_is_the_same_whatever_its_stacks_and_whoever_is_first(lab: Path, search: bool) -> None:
+    """With more trials than candidates that need no results: the sampler looks at those of whole batches alone."""
+    changed: dict[str, Any] = {"tune": {"trials": 23, "train.lr": LR}}
+    if search:
+        space = {"train.lr": LR, "model.expand_v": {"choice": [1, 2]}}
+        changed = {"tune": None, "arms": {}, "search": {**space, "trials": 23, "finalists": 2}}
+    ran: list[set[tuple[str, str, int, str]]] = []
+    for seed, stack in enumerate([1, 1, 4, 100]):
+        found = planned(lab, **changed, resources={"stack": stack})
+        with Store.open(lab / f"{seed}.db") as store:
+            one = schedule(found, store)
+            order, flying = random.Random(seed), list[Job]()
+            while not one.done:
+                while len(flying) < 5 and (more := one.next(free=1)):
+                    flying += more
+                one.finished(record(flying.pop(order.randrange(len(flying)) if seed else 0)))
+            rows = store.trials(one.study_id)
+            ran.append({(row.key, row.arm, row.number, json.dumps(row.values)) for row in rows})
+    assert len(ran[0]) == planned(lab, **changed).trials
+    assert all(other == ran[0] for other in ran[1:])
+
+
+def ledger(db: Path) -> tuple[list[Any], dict[Any, float]]:
+    """Who ran, and the metrics."""
+    with closing(sqlite3.connect(db)) as ask:
+        places = "SELECT arm.name, number, key, trial.state FROM arm_trial JOIN arm ON arm.id = arm_id "
+        runs = "SELECT key, seed, split, name, step, value FROM metric JOIN run ON run.id = run_id "
+        return (
+            sorted(ask.execute(places + "JOIN trial ON trial.id = trial_id")),
+            {row[:-1]: row[-1] for row in ask.execute(runs + "JOIN trial ON trial.id = trial_id")},
+        )
+
+
+def assert_same(one: Path, other: Path) -> None:
+    """To what rounding may make of six steps."""
+    (places, metrics), (others, theirs) = ledger(one), ledger(other)
+    assert places == others
+    assert metrics.keys() == theirs.keys()
+    assert metrics == pytest.approx(theirs, rel=1e-3, abs=1e-4)
+
+
+def test_training_in_stacks_records_what_training_alone_does(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+
+    def seen(task: Any, members: Any, *args: Any, **given: Any) -> Any:
+        sizes.append(len(members))
+        return train_together(task, members, *args, **given)
+
+    monkeypatch.setattr(trials, "train_together", seen)
+    alone = run_study(write(lab), db=lab / "alone.db", executor="inline")
+    assert set(sizes) == {1}
+    assert len(sizes) == alone.trials == 16
+    sizes.clear()
+    together = run_study(write(lab, resources={"stack": 8}), db=lab / "together.db", executor="inline")
+    assert sorted(sizes) == [1, 1, 2, 3, 3, 6]
+    assert (together.trials, together.failed) == (16, 0)
+    assert_same(lab / "alone.db", lab / "together.db")
+    verdicts = [[(row.arm, row.verdict) for row in one.report.tables[0].rows] for one in (alone, together)]
+    assert verdicts[0] == verdicts[1]
+    assert run_study(write(lab), db=lab / "together.db", executor="inline").known == 16
+
+
+def test_trials_that_share_a_stack_share_its_time(lab: Path) -> None:
+    found = planned(lab)
+    stack = [found.job(found.arms[0], "tune", i, {"train.lr": lr}) for i, lr in enumerate((0.01, 0.02))]
+    records = execute(stack, lab / "runs")
+    assert [one.key for one in records] == [job.key for job in stack]
+    for one in records:
+        assert one.seconds == (one.finished_at - one.started_at) / 2
+
+
+# One member's trouble.
+
+
+def choices(*values: float) -> dict[str, Any]:
+    return {
+        "arms": {},
+        "tune": {"trials": len(values), "train.lr": {"choice": list(values)}},
+        "resources": {"stack": 9},
+    }
+
+
+def test_a_member_that_raises_takes_no_other_along(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def picky(task: Any, members: Any, *args: Any, **given: Any) -> Any:
+        if any(spec.lr == 0.02 for _, spec in members):
+            raise RuntimeError("not with 0.02")
+        return train_together(task, members, *args, **given)
+
+    monkeypatch.setattr(trials, "train_together", picky)
+    result = run_study(write(lab, **choices(0.01, 0.02, 0.03)), executor="inline")
+    assert (result.trials, result.failed) == (4, 1)
+    (failure,) = result.report.failures
+    assert (failure.number, failure.message) == (1, "RuntimeError: not with 0.02")
+    assert not list((lab / "runs" / "checkpoints").glob("*"))
+
+
+def test_a_member_whose_weights_cannot_be_written_takes_no_other_along(
+    lab: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = planned(lab)
+    stack = [found.job(arm, "confirm", 0, {}) for arm in found.arms[:2]]
+    (lab / "runs" / "weights").mkdir(parents=True)
+    (lab / "runs" / "weights" / stack[0].key).write_text("a file where a folder should be")
+    assert [one.state for one in execute(stack, lab / "runs")] == ["failed", "done"]
+
+
+def test_a_member_that_diverges_takes_no_other_along(lab: Path) -> None:
+    base = {**STUDY["base"], "train": {**STUDY["base"]["train"], "clip": 0.0}}
+    result = run_study(write(lab, base=base, **choices(0.01, 1e30, 0.02)), executor="inline")
+    assert result.failed == 0
+    with Store.open(lab / "deltalab.db") as store:
+        rows = {row.number: row for row in store.trials(result.study_id) if row.stage == "tune"}
+    assert [list(rows[number].runs.values()) for number in range(3)] == [["done"], ["diverged"], ["done"]]
+
+
+def test_a_deadline_is_for_each_of_those_who_share_the_time(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(trials.time, "time", lambda: now[0])
+
+    def slow(task: Any, members: Any, seeds: Any, *, watch: Any, **given: Any) -> Any:
+        now[0] += 25
+        watch(0, 2, [])
+        now[0] += 10
+        watch(1, 2, [])
+
+    monkeypatch.setattr(trials, "train_together", slow)
+    found = planned(lab, deadline=10)
+    stack = [found.job(found.arms[0], "tune", i, {"train.lr": 0.01 * (i + 1)}) for i in range(3)]
+    records = execute(stack, lab / "runs")
+    assert {one.state for one in records} == {"failed"}
+    for one in records:
+        assert one.error is not None
+        assert one.error.splitlines()[-1].endswith("deadline of 10 s, at step 2 of 6")
+    assert now == [35.0], "none of them is tried again alone"
+
+
+def test_what_does_not_fit_on_the_gpu_fails_with_what_it_needed(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "CUDA out of memory. Tried to allocate 3.00 GiB. GPU 0 has a total capacity of 79.19 GiB of which 1.00 is"
+
+    def full(task: Any, members: Any, *args: Any, **given: Any) -> Any:
+        if any(model.expand_v == 2 for model, _ in members):
+            raise torch.OutOfMemoryError(f"{said} free. Including non-PyTorch memory, this process has 78 in use. See")
+        return train_together(task, members, *args, **given)
+
+    monkeypatch.setattr(trials, "train_together", full)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 76 * 2**30)
+    arms = {"wide": STUDY["arms"]["wide"]}
+    result = run_study(write(lab, arms=arms, tune=None), executor="inline")
+    assert (result.trials, result.failed) == (2, 1)
+    message = f"deltalab.study.trial.OutOfMemory: 2 seeds at batch size 4 need more than 76.00 GiB: {said} free"
+    assert [failure.message for failure in result.report.failures] == [message]
+    assert message in result.report.to_markdown()
+    assert {row.arm: row.verdict for row in result.report.tables[0].rows} == {"base": "base", "wide": "failed"}
+
+
+def test_who_is_parted_waits_alone(lab: Path, store: Store) -> None:
+    one = schedule(planned(lab, arms={}, resources={"stack": 3}), store)
+    stack = one.next(free=1)
+    assert len(stack) == 3
+    one.part(stack)
+    parted = [one.next(free=1) for _ in range(4)]
+    assert [names(each) for each in parted] == [[place] for place in names(stack)] + [[]]
+
+
+# A driver that is killed.
+
+
+def test_a_stack_that_was_cut_off_goes_on_from_its_checkpoint(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write(lab, **choices(0.01, 0.02, 0.03))
+    whole = run_study(file, db=lab / "whole.db", executor="inline", storage=str(lab / "whole"))
+    steps: list[int] = []
+
+    def impatient(*args: Any, **given: Any) -> Any:
+        return train_together(*args, **given, checkpoint_seconds=0)
+
+    def until(last: int) -> Callable[..., list[TrialRecord]]:
+        def cut(stack: Sequence[Job], runs: Path, **given: Any) -> list[TrialRecord]:
+            def watch(step: int) -> None:
+                steps.append(step)
+                if step == last:
+                    raise KeyboardInterrupt
+
+            return execute(stack, runs, watch=watch)
+
+        return cut
+
+    monkeypatch.setattr(trials, "train_together", impatient)
+    monkeypatch.setattr(running, "execute", until(4))
+    with pytest.raises(KeyboardInterrupt):
+        run_study(file, executor="inline")
+    (left,) = cut_off(lab / "runs")
+    assert len(left) == 3
+    monkeypatch.setattr(running, "execute", until(99))
+    steps.clear()
+    # It goes on together even where trials would by now be shared out otherwise.
+    changed = write(lab, **{**choices(0.01, 0.02, 0.03), "resources": {}})
+    result = run_study(changed, executor="inline")
+    assert steps == [6, 2, 4, 6]
+    assert result.failed == whole.failed == 0
+    assert_same(lab / "whole.db", lab / "deltalab.db")
+    assert cut_off(lab / "runs") == []
+    assert not list((lab / "runs" / "checkpoints").glob("*"))
+
+
+def test_what_is_left_of_a_stack_goes_on_as_it_can(lab: Path, store: Store) -> None:
+    found = planned(lab, arms={}, resources={"stack": 2})
+    one = schedule(found, store)
+    stack = one.next(free=1)
+    keys = tuple(job.key for job in stack)
+    one.finished(record(stack[0]))
+    rest = schedule(found, store, [keys])
+    assert [names(rest.next(free=1)) for _ in range(2)] == [[("base", 1), ("base", 2)], []]
+
+
+def test_the_plan_says_how_many_trials_train_as_one(lab: Path) -> None:
+    small = {"arms": {}, "tune": None}
+    stacks = [
+        estimate(planned(lab, **small, resources=resources)).stack
+        for resources in ({}, {"stack": 4}, {"gpu": 1}, {"gpu": 1, "stack": 1})
+    ]
+    assert stacks == [1, 4, "auto", 1]
