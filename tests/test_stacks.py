@@ -1,6 +1,7 @@
 """Trials that train as one: which go together, and that nobody can tell from the study's results."""
 
 import json
+import os
 import random
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
@@ -374,3 +375,83 @@ def test_the_plan_says_how_many_trials_train_as_one(lab: Path) -> None:
         for resources in ({}, {"stack": 4}, {"gpu": 1}, {"gpu": 1, "stack": 1})
     ]
     assert stacks == [1, 4, "auto", 1]
+
+
+# Several GPUs, and workers that die.
+
+RULE = '''"""The delta rule, which first does what a test adds."""
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from deltalab import gates
+from deltalab.gates import Gate
+from deltalab.rule import Operands, UpdateRule, knob
+from deltalab.structure import HOUSEHOLDER, Transition
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule(UpdateRule):
+    """S_t = (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T"""
+
+    name: ClassVar[str] = "rule_of_a_stack"
+    transition: Transition = HOUSEHOLDER
+    beta: Gate = knob(gates.sigmoid())
+
+    @property
+    def eigenvalues(self):
+        return 0.0, 1.0
+
+    def operands(self, q, k, v, *, beta):
+        if os.getpid() != DRIVER:
+            TROUBLE
+        return Operands(r=q, k=k, u=beta[..., None] * v, e=beta)
+'''
+MEETS = """Path(str(os.getpid())).with_suffix(".here").touch()
+            until = time.time() + 90
+            while len(list(Path().glob("*.here"))) < 4 and time.time() < until: time.sleep(0.05)
+            assert len(list(Path().glob("*.here"))) == 4"""
+DIES = """if Path("deadly").exists():
+                Path("deadly").unlink()
+                os._exit(9)"""
+
+
+def plug_in(lab: Path, trouble: str) -> None:
+    file = lab / "rule.py"
+    file.write_text(RULE.replace("TROUBLE", trouble).replace("DRIVER", str(os.getpid())))
+    registry.add_plugin(file)
+
+
+def own_rule(**more: Any) -> dict[str, Any]:
+    return {"base": {**STUDY["base"], "rule": "rule_of_a_stack"}, "arms": {}, **more}
+
+
+@pytest.mark.slow
+def test_on_four_gpus_four_stacks_run_at_once(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four that are given out, on a machine without any: each worker waits until there are four of them."""
+    from deltalab.study import ray_tune
+
+    start = ray_tune.ray.init
+    monkeypatch.setattr(ray_tune.ray, "init", lambda **given: start(**given, num_cpus=4, num_gpus=4))
+    plug_in(lab, MEETS)
+    given = own_rule(tune={"trials": 8, "train.lr": LR}, resources={"cpu": 1, "gpu": 1})
+    given["base"]["train"] = {**STUDY["base"]["train"], "device": "cpu"}
+    file = write(lab, **given)
+    result = run_study(file, db=lab / "ray.db")
+    assert (result.trials, result.failed) == (9, 0)
+    with Store.open(lab / "ray.db") as store:
+        began = {row.started_at for row in store.trials(result.study_id) if row.stage == "tune"}
+    assert len(began) == 4, "eight trials in four stacks of two"
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_with_a_stack_takes_none_of_its_trials_along(lab: Path) -> None:
+    plug_in(lab, DIES)
+    (lab / "deadly").touch()
+    file = write(lab, **own_rule(**{**choices(0.01, 0.02), "arms": {"heads": {"model": {"heads": 2}}}}))
+    result = run_study(file)
+    assert not (lab / "deadly").exists()
+    assert (result.trials, result.failed) == (6, 0)
