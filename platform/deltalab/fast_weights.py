@@ -8,6 +8,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple, Protocol
 
 import torch
@@ -72,8 +73,8 @@ class FastWeights(UpdateRule):
     def initial_state(self, k: Tensor, v: Tensor) -> State:
         dtype = torch.promote_types(v.dtype, torch.float32)
         batch, _, heads, key_dim = k.shape
-        start = self.learner.start(heads, key_dim, v.shape[-1])
-        now = tuple(w.to(v.device, dtype).expand(batch, *w.shape).contiguous() for w in start)
+        start = _start(self, heads, key_dim, v.shape[-1], v.device, dtype)
+        now = tuple(w.expand(batch, *w.shape).contiguous() for w in start)
         return self._packed(now, tuple(torch.zeros_like(w) for w in now), now, 0)
 
     def mix(
@@ -112,6 +113,14 @@ class FastWeights(UpdateRule):
         now, *others = (tuple(parts[i : i + count]) for i in range(0, len(parts), count))
         momentum = others[0] if self.momentum else ()
         return now, momentum, others[-1] if self.mini_batch > 1 else now, seen
+
+
+@cache
+def _start(
+    rule: FastWeights, heads: int, key_dim: int, value_dim: int, device: torch.device, dtype: torch.dtype
+) -> Weights:
+    """Once on each device: no CUDA graph can hold a draw on the host or a copy from it."""
+    return tuple(w.to(device, dtype) for w in rule.learner.start(heads, key_dim, value_dim))
 
 
 class _Path(NamedTuple):

@@ -234,10 +234,18 @@ class Model(nn.Module):
 
     def forward(self, tokens: Tensor, where: Tensor | None = None) -> Tensor:
         """Logits [B, T, vocab]; or [N, vocab], row by row, where the mask `where` [B, T] is set."""
+        features = self.features(tokens)
+        return F.linear(features if where is None else features[where], self.head)
+
+    def features(self, tokens: Tensor) -> Tensor:
+        """[B, T, d], whose products with the rows of `head` are the logits."""
         hidden, _ = self.hidden(tokens)
-        if self.rebuild is not None:
-            hidden = self.rebuild(hidden)
-        return self.logits(hidden if where is None else hidden[where])
+        return self._scaled(hidden if self.rebuild is None else self.rebuild(hidden))
+
+    @property
+    def head(self) -> Tensor:
+        """[vocab, d]."""
+        return self.embed.weight if self.unembed is None else self.unembed.weight
 
     def step(self, tokens: Tensor, cache: list[LayerCache] | None = None) -> tuple[Tensor, list[LayerCache]]:
         """Logits [B, T, vocab] for tokens that follow what the cache has seen, and the new cache.
@@ -261,11 +269,11 @@ class Model(nn.Module):
         return self.norm(x), seen
 
     def logits(self, hidden: Tensor) -> Tensor:
-        if self.unembed is not None:
-            logits: Tensor = self.unembed(hidden)
-            return logits
+        return F.linear(self._scaled(hidden), self.head)
+
+    def _scaled(self, hidden: Tensor) -> Tensor:
         # Embeddings start at unit scale, which recall learns from fastest; logits then start at unit scale too.
-        return F.linear(hidden * self.spec.d_model**-0.5, self.embed.weight)
+        return hidden * self.spec.d_model**-0.5 if self.unembed is None else hidden
 
     def state_size(self, length: int) -> int:
         """Elements that the model holds for one sequence after `length` tokens, counted on the tensors."""

@@ -106,7 +106,9 @@ def solve(
             # d((H + lambda I) x) = dq for a fixed x is all of implicit differentiation: moving the product with x
             # to the right-hand side, at value zero, has autograd find dH, and dlambda through the norm (Lemma 1).
             product = System.of(ridge, grams).times(x)
-            x = _Implicit.apply(rhs - (product - product.detach()), x, frozen.solve)  # type: ignore[no-untyped-call]
+            x = _Implicit.apply(  # type: ignore[no-untyped-call]
+                rhs - (product - product.detach()), x, ridge, *frozen.tensors()
+            )
     return from_chunks(x, batch, length), last
 
 
@@ -172,6 +174,11 @@ class System:
     def of(cls, ridge: Ridge, grams: Grams) -> "System":
         return cls(ridge, grams, *_bounds(ridge, grams.squares()))
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that it is made of besides `ridge`."""
+        grams = self.grams
+        return grams.start, grams.k, grams.within, grams.since, self.low, self.high, self.live
+
     def times(self, x: Tensor) -> Tensor:
         return self.grams.times(x) + self.low * x
 
@@ -201,18 +208,25 @@ def _exact(ridge: Ridge, grams: Grams, rhs: Tensor) -> Tensor:
 
 
 class _Implicit(torch.autograd.Function):
-    """x, as if it were A^{-1} rhs for a symmetric A that `solver` solves with: d rhs = A^{-1} dx (Table 1)."""
+    """x, as if it were A^{-1} rhs for a symmetric A, that of a `System`: d rhs = A^{-1} dx (Table 1)."""
+
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(ctx: Any, rhs: Tensor, x: Tensor, solver: Product) -> Tensor:
-        ctx.solver = solver
+    def forward(rhs: Tensor, x: Tensor, ridge: Ridge, *system: Tensor) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, _, ctx.ridge, *system = inputs
+        ctx.save_for_backward(*system)
+
+    @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
-        d_rhs: Tensor = ctx.solver(dx)
-        return d_rhs, None, None
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:
+        *grams, low, high, live = ctx.saved_tensors
+        system = System(ctx.ridge, Grams(*grams), low, high, live)
+        return system.solve(dx), None, None, *[None] * len(ctx.saved_tensors)
 
 
 def chebyshev(times: Product, q: Tensor, low: Tensor, high: Tensor) -> Iterator[Tensor]:

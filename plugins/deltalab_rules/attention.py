@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from deltalab.rule import State, UpdateRule, knob
+from deltalab.softmax import attend
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,13 +37,7 @@ class Attention(UpdateRule):
         past_k, past_v = state
         keys = torch.cat([past_k, k.transpose(1, 2)], dim=2)
         values = torch.cat([past_v, v.transpose(1, 2)], dim=2)
-        past = past_k.shape[2]
-        now = past + torch.arange(q.shape[1], device=q.device)[:, None]
-        seen = torch.arange(keys.shape[2], device=q.device)
-        visible = seen <= now
-        if self.window:
-            visible &= seen > now - self.window
-        o = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=visible, scale=scale)
+        o = attend(q.transpose(1, 2), keys, values, window=self.window, scale=scale)
         if self.window:
             # The next token sees itself and window - 1 more.
             keep = max(keys.shape[2] - self.window + 1, 0)

@@ -23,7 +23,7 @@ from deltalab.registry import Plugin, rule_plugin
 
 PACKAGE = Path(__file__).parents[1]
 MODELING = "modeling_deltalab"
-OF_A_RULE = ("errors", "fast_weights", "gates", "ridge", "rule", "structure")
+OF_A_RULE = ("errors", "fast_weights", "gates", "ridge", "rule", "softmax", "structure")
 """What a plugin file may import from deltalab and still be exported."""
 
 

@@ -57,6 +57,10 @@ class Digits(Task):
         return 2 * PIXELS if self.both_ways else PIXELS
 
     @property
+    def most_scored(self) -> int:
+        return 1
+
+    @property
     def chance(self) -> float:
         return 1 / CLASSES
 

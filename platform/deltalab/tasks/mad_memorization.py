@@ -44,6 +44,10 @@ class Memorization(MAD):
         self.require(self.vocab_size >= 4, "vocab_size", "must be at least 4")
 
     @property
+    def most_scored(self) -> int:
+        return self.length // 2
+
+    @property
     def chance(self) -> float:
         return 1 / ((self.vocab_size - 1) // 2)
 

@@ -45,6 +45,10 @@ class SelectiveCopy(MAD):
         self.require(self.vocab_size >= 4, "vocab_size", "must be at least 4")
 
     @property
+    def most_scored(self) -> int:
+        return self.copies
+
+    @property
     def chance(self) -> float:
         return 1 / (self.vocab_size - 2)
 

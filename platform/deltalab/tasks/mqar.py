@@ -92,6 +92,10 @@ class MQAR(Task):
         return replace(self, length=length, pairs=pairs, mixture=(), tests=())
 
     @property
+    def most_scored(self) -> int:
+        return max(pairs for _, pairs, *_ in self.mixture or ((self.length, self.pairs),))
+
+    @property
     def chance(self) -> float:
         return 1 / (self.vocab_size - self.vocab_size // 2)
 

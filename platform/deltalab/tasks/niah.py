@@ -99,6 +99,10 @@ class NIAH(Task):
         return KEYS + self.keys
 
     @property
+    def most_scored(self) -> int:
+        return self.digits
+
+    @property
     def chance(self) -> float:
         return float(len(VALUES[self.variant][1])) ** -self.digits
 

@@ -61,6 +61,10 @@ class OneAnswer(Task):
         return self.length_range[1] - 1
 
     @property
+    def most_scored(self) -> int:
+        return 1
+
+    @property
     def chance(self) -> float:
         return 0.0
 

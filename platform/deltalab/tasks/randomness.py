@@ -6,6 +6,7 @@ device.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 
@@ -18,6 +19,11 @@ _MIX = (30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (31, 
 
 # log m = 2 s (1 + s^2/3 + s^4/5 + ...), s = (m - 1)/(m + 1); m in [1/2, 1): 12 terms are right to 1e-12.
 _TERMS = 12
+
+
+def hashed(address: str, stream: str) -> int:
+    """Where the words of a stream begin, a signed 64-bit integer."""
+    return int.from_bytes(sha256(f"{address}/{stream}".encode()).digest()[:8], "little", signed=True)
 
 
 def _shift(words: Tensor, bits: int) -> Tensor:
@@ -44,14 +50,19 @@ class Random:
 
     def words(self, stream: str, *shape: int) -> Tensor:
         """int64 `shape`, 64 random bits each: SplitMix64 from a hash of address and stream."""
-        digest = sha256(f"{self.address}/{stream}".encode()).digest()
-        start = int.from_bytes(digest[:8], "little", signed=True)
         width = math.prod(shape[1:])
-        rows = torch.arange(shape[0], device=self.device) if self.rows is None else self.rows
+        rows, start = self._begin(stream, shape[0])
         words = (rows[:, None] * width + torch.arange(1, width + 1, device=self.device)) * _GAMMA + start
         for bits, factor in _MIX:
             words = (words ^ _shift(words, bits)) * factor
         return words.view(shape)
+
+    def _begin(self, stream: str, count: int) -> tuple[Tensor, int | Tensor]:
+        """The rows [count] of the table that are drawn, and where the words of each begin."""
+        return self._first(count), hashed(self.address, stream)
+
+    def _first(self, count: int) -> Tensor:
+        return torch.arange(count, device=self.device) if self.rows is None else self.rows
 
     def integers(self, stream: str, below: int | Tensor, *shape: int) -> Tensor:
         """int64 `shape`, uniform in [0, below) to within below / 2^63; `below` may broadcast to `shape`."""
@@ -96,3 +107,27 @@ class Random:
         earlier = torch.where(place[:, 1:] == place[:, :-1], time[:, :-1], -1)
         last = torch.full_like(swap, -1).scatter(1, time[:, 1:], earlier)
         return torch.where(last < 0, swap, origin.gather(1, last.clamp(min=0))).view(shape)
+
+
+@dataclass(frozen=True)
+class Together(Random):
+    """The random numbers at n addresses: the first of n equal parts of the rows are those at the first, and so on.
+
+    `starts`: for each stream what `hashed` gives at the n addresses, int64 `[n]` on the device. What is drawn is a
+    function of these tensors, so a CUDA graph draws anew as often as they are written to.
+
+    >>> cpu = torch.device("cpu")
+    >>> [Random(address, cpu).integers("dice", 6, 2, 2).tolist() for address in "ab"]
+    [[[4, 4], [0, 2]], [[3, 0], [2, 3]]]
+    >>> both = Together("", cpu, starts={"dice": torch.tensor([hashed(address, "dice") for address in "ab"])})
+    >>> both.integers("dice", 6, 4, 2).tolist()
+    [[4, 4], [0, 2], [3, 0], [2, 3]]
+    """
+
+    starts: Mapping[str, Tensor] = field(default_factory=dict, compare=False)
+
+    def _begin(self, stream: str, count: int) -> tuple[Tensor, int | Tensor]:
+        start = self.starts[stream]
+        parts, size = len(start), count // len(start)
+        rows = self._first(size)
+        return rows if len(rows) == count else rows.repeat(parts), start[:, None].expand(-1, size).reshape(-1, 1)

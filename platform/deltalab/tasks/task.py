@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from operator import index
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_origin, get_type_hints
@@ -74,6 +74,11 @@ class Task(ABC):
         train_examples = None
 
     @property
+    def most_scored(self) -> int:
+        """At most so many positions of a training example are scored: what is known not to be costs no logits."""
+        return self.length
+
+    @property
     @abstractmethod
     def chance(self) -> float:
         """What `metric` is for a model that has learned nothing but which tokens can be answers."""
@@ -117,12 +122,18 @@ class Task(ABC):
             raise unknown("split", split, SPLITS, where=f"task '{self.name}'")
         if size < 1:
             raise InputError(f"task '{self.name}': a batch has at least 1 example, not {size}")
-        stream = f"{self.name}/{self.version}/{split}/{int(index(seed))}"
-        random = Random(f"{stream}/{int(index(step))}", torch.device(device))
-        if split == "train" and self.train_examples is not None:
-            rows = random.integers("examples", self.train_examples, size)
-            random = Random(f"{stream}/pool", random.device, rows)
-        return self.draw(split, size, random)
+        now, pool = (Random(self.address(split, seed, at), torch.device(device)) for at in (step, "pool"))
+        return self.drawn(split, size, now, pool)
+
+    def address(self, split: str, seed: int, step: int | str) -> str:
+        """Of a batch's random numbers; at "pool" of those of the `train_examples`."""
+        return f"{self.name}/{self.version}/{split}/{int(index(seed))}/{step if step == 'pool' else int(index(step))}"
+
+    def drawn(self, split: str, size: int, now: Random, pool: Random) -> Batch:
+        """What `draw` gives: new examples from `now`, or rows of the pool that `now` chooses."""
+        if split != "train" or self.train_examples is None:
+            return self.draw(split, size, now)
+        return self.draw(split, size, replace(pool, rows=now.integers("examples", self.train_examples, size)))
 
     def evaluations(self) -> Mapping[str, "Task"]:
         """What validation and test measure: label -> the task that they draw, of this one's `vocab_size`.

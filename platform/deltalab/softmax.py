@@ -1,0 +1,55 @@
+"""Softmax attention as one operator: under `torch.func.vmap` it is a larger batch, and where it can be it is flash."""
+
+import re
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# By the module's own name: an exported model carries a copy of this file, and PyTorch takes each name once.
+_NAMESPACE = re.sub(r"\W", "_", __name__)
+_library = torch.library.Library(_NAMESPACE, "FRAGMENT")
+_library.define("attend(Tensor q, Tensor k, Tensor v, int window, float scale) -> Tensor")
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, *, window: int = 0, scale: float) -> Tensor:
+    """o_t = sum_i softmax_i(scale q_t^T k_i) v_i, where the n queries belong to the last n of the N keys.
+
+    i goes to t's own key, from the first on or, with a window, over the last `window`. q [B, H, n, K], k [B, H, N, K],
+    v [B, H, N, V]; returns [B, H, n, V].
+    """
+    o: Tensor = _op()(q, k, v, window, scale)
+    return o
+
+
+def _op() -> Any:
+    return getattr(torch.ops, _NAMESPACE).attend
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:
+    past = k.shape[2] - q.shape[2]
+    if not window and not past:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+    now = past + torch.arange(q.shape[2], device=q.device)[:, None]
+    seen = torch.arange(k.shape[2], device=q.device)
+    visible = seen <= now
+    if window:
+        visible &= seen > now - window
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale)
+
+
+_library.impl("attend", _attend, "CompositeImplicitAutograd")
+
+
+def _folded(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
+    # PyTorch's own rule hands flash attention's backward misaligned sums where there is one head.
+    size = info.batch_size
+    q, k, v = (
+        (x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
+        for x, dim in zip(args[:3], in_dims, strict=False)
+    )
+    return _op()(q, k, v, *args[3:]).unflatten(0, (size, -1)), 0
+
+
+torch.library.register_vmap(f"{_NAMESPACE}::attend", _folded, lib=_library)
