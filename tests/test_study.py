@@ -21,6 +21,7 @@ from deltalab.study.ray_tune import stack_from_json
 from deltalab.study.run import arm_records
 from deltalab.study.schedule import Schedule
 from deltalab.study.spec import load_study, read_yaml, schema
+from deltalab.tasks import BUILTIN
 
 MQAR = {"length": 16, "pairs": 2, "vocab_size": 32}
 STUDY: dict[str, Any] = {
@@ -208,6 +209,58 @@ def test_it_is_refused_in_one_line(plan: Callable[..., Plan], given: dict[str, A
     assert says in message
     assert "s.yaml" in message
     assert "\n" not in message
+
+
+# Of every task, what cannot be met, and the rule that it breaks: training first, then what is evaluated.
+UNMET: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "digits": [({"both_ways": 1}, "'both_ways' must be true or false, not 1")],
+    "mad_compression": [({"vocab_size": 2}, "'vocab_size' must be at least 3, not 2")],
+    "mad_fuzzy_recall": [({"length": 17}, "'length' must be at least 18, not 17")],
+    "mad_in_context_recall": [({"length": 33}, "'length' must be even and at least 4, not 33")],
+    "mad_memorization": [({"vocab_size": 3}, "'vocab_size' must be at least 4, not 3")],
+    "mad_noisy_recall": [({"noise_vocab": 29}, "'vocab_size' must be at least noise_vocab + 4 = 33, not 32")],
+    "mad_selective_copy": [({"copies": 128}, "'length' must be at least 2 x copies + 2 = 258, not 256")],
+    "mod_arithmetic": [
+        ({"length_range": [40, 3]}, "'length_range' must not end before it begins, not (40, 3)"),
+        ({"test_range": [4, 4]}, "'test_range' must hold an odd length, not (4, 4)"),
+    ],
+    "mqar": [
+        ({"length": 16, "pairs": 5}, "'length' must be at least 4 x pairs = 20, not 16"),
+        ({"length": 16, "pairs": 4, "vocab_size": 9}, "'vocab_size' must be at least 2 x (pairs + 1) = 10, not 9"),
+        ({"length": 16, "pairs": 2, "tests": [[8, 3]]}, "must be at least 4 x pairs = 12, not 8, in 'tests'"),
+        ({"length": 16, "pairs": 2, "mixture": [[8, 2, 1]]}, "[length, pairs] = [16, 2] in it, and nothing longer"),
+    ],
+    "niah": [
+        ({"variant": 4}, "'variant' must be 1, 2 or 3, not 4"),
+        ({"variant": 2, "times": [0]}, "'times' must all be at least 1, not (0,)"),
+    ],
+    "parity": [({"test_range": [50, 40]}, "'test_range' must not end before it begins, not (50, 40)")],
+    "text": [({"length": 0}, "'length' must be at least 1, not 0")],
+    "word_problem": [
+        ({"group": "S9"}, "S9"),
+        ({"group": "S5", "test_lengths": [32, 1]}, "'test_lengths' must all be at least 2, not (32, 1)"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "rule"), [(kind, *broken) for kind, all_of in UNMET.items() for broken in all_of]
+)
+@pytest.mark.parametrize("label", [None, "under_another_name"])
+def test_a_task_that_cannot_be_met_is_refused_with_the_rule_it_breaks(
+    plan: Callable[..., Plan], kind: str, params: dict[str, Any], rule: str, label: str | None
+) -> None:
+    task = {kind: params} if label is None else {label: {"task": kind, **params}}
+    with pytest.raises(InputError) as raised:
+        plan(task={"mqar": MQAR, **task})
+    said = str(raised.value)
+    assert said.startswith(f"s.yaml: {'' if label is None else 'task.under_another_name: '}task '{kind}': ")
+    assert rule in said
+    assert "\n" not in said
+
+
+def test_the_table_above_has_every_task() -> None:
+    assert set(UNMET) == set(BUILTIN)
 
 
 TEXTS = [

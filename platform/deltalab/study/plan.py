@@ -171,7 +171,11 @@ def _make_plan(spec: StudySpec, profile: str | None) -> Plan:
         kind = params.get("task", label)
         if not isinstance(kind, str):
             raise InputError(f"task.{label}.task must be a task's name, not {kind!r}")
-        tasks[label] = get_task(kind, **{key: value for key, value in params.items() if key != "task"})
+        try:
+            tasks[label] = get_task(kind, **{key: value for key, value in params.items() if key != "task"})
+        except InputError as error:
+            # Where a task stands under several names, its own does not say which of them is meant.
+            raise error if label == kind else InputError(f"task.{label}: {error}") from None
     for name in spec.for_task:
         if name not in tasks:
             raise unknown("task", name, tasks, where="for_task")
