@@ -17,14 +17,17 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def error(found: torch.Tensor, right: torch.Tensor) -> float:
-    return float((found.detach().double().cpu() - right.detach()).norm() / right.detach().norm().clamp_min(1e-12))
+    found, right = found.detach().double(), right.detach().double().to(found.device)
+    return float((found - right).norm() / right.norm().clamp_min(1e-12))
 
 
 def cosines(x: torch.Tensor) -> torch.Tensor:
-    return torch.arange(x.numel(), dtype=torch.float64, device=x.device).cos().view_as(x)
+    """Gradients to come from above, the same in every dtype: bf16 holds them."""
+    return torch.arange(x.numel(), dtype=torch.float64, device=x.device).cos().bfloat16().double().view_as(x)
 
 
 def run(rule, x: Inputs, backend: str, **more):
+    """o, the last state and the gradient of every input that wants one, by name."""
     o, state = deltalab.scan(rule, x.q, x.k, x.v, x.gates, state=x.state, backend=backend, **more)
     found = {"o": o, **{f"last {name}": part for name, part in parts(state).items()}}
     total = sum((part.double() * cosines(part)).sum() for part in found.values())
@@ -76,6 +79,22 @@ def test_stacked_models_fold_into_the_batch(name):
     torch.testing.assert_close(together, alone)
     grads = [torch.autograd.grad((y * cosines(y).float()).sum(), stacked) for y in (together, alone)]
     torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("name", ["comba", "gla"])
+def test_a_compiler_takes_all_of_it_as_one_graph(name, monkeypatch):
+    rule, module = deltalab.get_rule(name), sys.modules["deltalab.scan"]
+    monkeypatch.setattr(module, "_triton_or_say", lambda device: module._no_triton(device) is None)
+    x = draw(rule, batch=1, length=9, heads=1, key_dim=16, value_dim=16).map(lambda part: part.float().to(DEVICE))
+
+    def scanned(*given):
+        q, k, v, *gates = given
+        return deltalab.scan(rule, q, k, v, dict(zip(x.gates, gates, strict=True)))[0]
+
+    given = [part.requires_grad_() for part in x.named().values()]
+    outputs = [scanned(*given), torch.compile(scanned, fullgraph=True, backend="aot_eager")(*given)]
+    torch.testing.assert_close(*outputs)
+    torch.testing.assert_close(*(torch.autograd.grad(o.square().sum(), given) for o in outputs))
 
 
 def test_what_the_kernels_do_not_take_is_said_before_a_launch():

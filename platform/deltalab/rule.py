@@ -199,7 +199,8 @@ class UpdateRule:
     @classmethod
     def options(cls) -> dict[str, tuple[Option, ...]]:
         """The options of each knob, the default first."""
-        return {f.name: f.metadata["options"] for f in dataclasses.fields(cls) if "options" in f.metadata}
+        # Not dataclasses.fields(cls), which torch.compile does not take.
+        return {f.name: f.metadata["options"] for f in cls.__dataclass_fields__.values() if "options" in f.metadata}
 
     def spec(self) -> dict[str, Any]:
         """The rule as YAML says it, every knob spelled out."""

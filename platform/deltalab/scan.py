@@ -5,9 +5,10 @@ import importlib
 import itertools
 import logging
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from deltalab import reference
 from deltalab.errors import InputError, unknown
 from deltalab.rule import Operands, State, UpdateRule
 
+T = TypeVar("T")
 Backend: TypeAlias = Literal["auto", "recurrent", "chunked", "triton"]
 
 OLDEST_TRITON = (3, 4)
@@ -68,8 +70,8 @@ def scan(
         if rule.transition is not None and lacking:
             x = operands(rule, q, k, v, gates)
             if may_fuse:
-                # By name: an exported model carries this file without the kernels.
-                algebra = importlib.import_module("deltalab.kernels.algebra")
+                # By name: an exported model carries this file without the kernels. torch.compile takes no import here.
+                algebra = sys.modules["deltalab.kernels.algebra"]
                 if backend == "triton":
                     _no_growth(x.g)
                 if backend == "triton" or algebra.takes(rule.transition, x, v.dtype):
@@ -101,7 +103,12 @@ def scan(
     return o.to(v.dtype), state
 
 
-@functools.cache
+def _once(function: Callable[[str], T]) -> "functools._lru_cache_wrapper[T]":
+    """For a look at the machine: cached, and a constant to torch.compile."""
+    return functools.cache(torch.compiler.assume_constant_result(function))
+
+
+@_once
 def _no_triton(device: str) -> str | None:
     """What is missing for the kernels, if anything is."""
     try:
@@ -114,10 +121,11 @@ def _no_triton(device: str) -> str | None:
         return f"Triton {'.'.join(map(str, OLDEST_TRITON))} or later, not {triton.__version__}"
     if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return "a GPU, or TRITON_INTERPRET=1"
+    importlib.import_module("deltalab.kernels.algebra")
     return None
 
 
-@functools.cache
+@_once
 def _triton_or_say(device: str) -> bool:
     """Whether `auto` may take kernels; on a GPU it says once why not."""
     if device != "cuda":
@@ -129,15 +137,18 @@ def _triton_or_say(device: str) -> bool:
     return missing is None
 
 
-@functools.cache
+@_once
 def _say(lacking: str) -> None:
     _log.info("backend 'auto' takes 'chunked': %s", lacking)
 
 
 def _no_growth(g: Tensor | None) -> None:
-    """A look at the device, hence only where the kernel was asked for by name, and no CUDA graph is being captured."""
+    """A look at the device, hence only where the kernel was asked for by name, and where one can look: not under vmap,
+    nor while a CUDA graph is being captured."""
+    if g is None or torch._C._functorch.is_batchedtensor(g):
+        return
     capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    if g is not None and not capturing and bool((g > 0).any()):
+    if not capturing and bool((g > 0).any()):
         raise InputError("g is a log-decay and at most 0: the Triton kernels do not take a state that grows")
 
 
