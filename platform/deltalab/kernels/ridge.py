@@ -22,6 +22,11 @@ from deltalab.kernels.chunk import LOG2_E, LOWEST, apart, put_scalars, scalars
 EMPTY = tl.constexpr(1e-31)
 """The square of a norm below which H counts as empty: tiny / eps of fp32, as in `deltalab.ridge`."""
 
+kernel = triton.jit(
+    do_not_specialize=["T", "H", "segment", "boundaries", "from_chunk", "to_chunk", "chunks", "iterations"]
+)
+"""Compiled once for all lengths and segments, whose counts would else be constants where they are 1 or 16 n."""
+
 
 @triton.jit
 def rows(x, row, valid, head, H, column, width, SIZE: tl.constexpr, FULL: tl.constexpr):
@@ -105,7 +110,7 @@ def times(
     return out
 
 
-@triton.jit
+@kernel
 def sweep(
     k, u, g, begin, segment, boundaries, states, norms, T, H, K, D, from_chunk, to_chunk,
     SIZE: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr, FULL: tl.constexpr, FULL_D: tl.constexpr,
@@ -219,7 +224,7 @@ def _conjugate_gradient(
     return x
 
 
-@triton.jit
+@kernel
 def measure(
     k, g, grams, gram_norms, norm_out, T, H, K, from_chunk, chunks,
     SIZE: tl.constexpr, BK: tl.constexpr, BG: tl.constexpr, FULL: tl.constexpr,
@@ -252,7 +257,7 @@ def measure(
     put_scalars(norm_out, tl.where(squares > EMPTY, tl.sqrt(squares), 0.0), row, valid, head, H, SIZE)
 
 
-@triton.jit
+@kernel
 def solve(
     rhs, k, g, norm, grams, gram_norms, x, x_half, forward, c, T, H, K, from_chunk, chunks, strength, iterations,
     SIZE: tl.constexpr, BK: tl.constexpr, BG: tl.constexpr, FULL: tl.constexpr,
@@ -311,7 +316,7 @@ def solve(
             put_scalars(c, due / tl.where(length > 0, length, 1.0), row, valid, head, H, SIZE)
 
 
-@triton.jit
+@kernel
 def read(
     x, k, v, g, norm, memories, memory_norms, o, T, H, K, V, from_chunk, chunks, scale,
     SIZE: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FULL: tl.constexpr, FULL_V: tl.constexpr,

@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 
 from deltalab.kernels.chunk import apart, put_scalars, scalars
-from deltalab.kernels.ridge import log_decays, product, put_state, rows, scaled, stored, times
+from deltalab.kernels.ridge import kernel, log_decays, product, put_state, rows, scaled, stored, times
 
 
-@triton.jit
+@kernel
 def reverse(
     k, x, y, c, d_o, g, states, norms, after, states_after, norms_after, across,
     T, H, K, D, from_chunk, to_chunk, scale,
@@ -64,7 +64,7 @@ def reverse(
     tl.store(bound, d, mask=inside)
 
 
-@triton.jit
+@kernel
 def differentiate(
     k, v, g, d_o, x, memories, memory_norms, d_x, readers, T, H, K, V, from_chunk, chunks, scale,
     SIZE: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FULL: tl.constexpr, FULL_V: tl.constexpr,
@@ -105,7 +105,7 @@ def _passing(matrix, i):
     return tl.sum(matrix, 1), tl.sum(matrix, 0)
 
 
-@triton.jit
+@kernel
 def gradients(
     k, v, g, d_o, x, y, c, readers, grams, gram_norms, gram_after, gram_norms_after, gram_across,
     memory_after, memory_norms_after, memory_across, d_k, d_v, d_g,

@@ -11,13 +11,14 @@ from torch import Tensor
 from deltalab.kernels.chunk import absent, fold_into_batch
 from deltalab.kernels.ridge import measure, read, solve, sweep
 from deltalab.kernels.ridge_gradients import differentiate, gradients, reverse
+from deltalab.ridge import in_one_half
 from deltalab.structure import Ridge
 
 WORKSPACE = 160 * 2**20
-"""Bytes that the states of a segment may take; a segment has fewer only where it would idle the GPU."""
+"""Bytes that the states of a segment may take, unless that leaves it fewer chunks than `BUSY`."""
 
-WELL_CONDITIONED = 0.01
-"""The least strength, relative to ||H||, at which bf16's 5e-3 is kept with states and steps in one half."""
+BUSY = 1024
+"""Chunks, of all heads, that keep a GPU busy."""
 
 WARPS = {"sweep": 4, "measure": 4, "solve": 4, "read": 4, "differentiate": 4, "reverse": 8, "gradients": 8}
 STAGES = {"sweep": 2, "measure": 1, "solve": 1, "read": 2, "differentiate": 1, "reverse": 2, "gradients": 1}
@@ -69,14 +70,13 @@ class Launch:
         value_dim = v.shape[-1]
         wide = k.dtype == torch.float32
         bk = max(16, triton.next_power_of_2(key_dim))
-        bg = min(bk, 32 if wide else 64)
-        bv = max(16, min(32 if wide else 64, triton.next_power_of_2(value_dim)))
+        bg = min(bk, 16 if wide else 64)
+        bv = max(16, min(16 if wide else 64, triton.next_power_of_2(value_dim)))
         size = max(16, triton.next_power_of_2(min(chunk_size, tokens, 16 if wide else 64)))
-        one = k.dtype == torch.bfloat16 and adaptive and strength >= WELL_CONDITIONED
-        parts = 1 if one or wide else 2
+        parts = 1 if wide or in_one_half(k.dtype, strength, adaptive) else 2
         chunks = triton.cdiv(tokens, size)
         each = batch * heads * bk * (bk + triton.cdiv(value_dim, bv) * bv) * parts * (4 if wide else 2)
-        every = min(chunks, max(WORKSPACE // each, 1, triton.cdiv(1024, batch * heads)))
+        every = min(chunks, max(WORKSPACE // each, triton.cdiv(BUSY, batch * heads)))
         return cls(batch, tokens, heads, key_dim, value_dim, size, chunks, every, bk, bg, bv, parts, k.dtype)
 
     @property
@@ -120,8 +120,13 @@ class Launch:
             "HALF": tl.float32 if self.wide else tl.float16, "WIDE": self.wide,
         }  # fmt: skip
         taken = {name: value for name, value in every.items() if name in kernel.arg_names}
-        name = kernel.__name__
-        kernel[grid](*tensors, **taken, **more, num_warps=WARPS[name], num_stages=STAGES[name])
+        kernel[grid](*tensors, **taken, **more, **self.resources(kernel.__name__))
+
+    def resources(self, kernel: str) -> dict[str, int]:
+        """Warps and stages."""
+        # 4 warps would spill, and within the iterations.
+        crowded = self.bk > 64 and (kernel == "solve" or (kernel == "measure" and self.wide))
+        return {"num_warps": 8 if crowded else WARPS[kernel], "num_stages": STAGES[kernel]}
 
     @property
     def wide(self) -> bool:
