@@ -107,16 +107,17 @@ def _chunk(transition: Transition, x: Operands) -> int:
 
 
 def _in(dtype: torch.dtype, x: Operands) -> Operands:
-    """Vectors in the kernels' dtype, decays and strengths in fp32."""
+    """Vectors in the kernels' dtype, decays and strengths in fp32, but decays by channel in a dtype of their own."""
     vectors = ("r", "k", "u", "a", "b", "v")
+
+    def kind(name: str, value: Tensor) -> torch.dtype:
+        if name in vectors:
+            return dtype
+        return value.dtype if name == "g" and value.dim() == 4 and value.dtype in DTYPES else torch.float32
 
     def cast_all(part: Any) -> dict[str, Tensor]:
         values = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
-        return {
-            name: value.to(dtype if name in vectors else torch.float32)
-            for name, value in values.items()
-            if isinstance(value, Tensor)
-        }
+        return {name: value.to(kind(name, value)) for name, value in values.items() if isinstance(value, Tensor)}
 
     fit = None if x.fit is None else dataclasses.replace(x.fit, **cast(Any, cast_all(x.fit)))
     return dataclasses.replace(x, fit=fit, **cast(Any, cast_all(x)))

@@ -6,10 +6,11 @@ Per chunk that starts at S, with G the cumulative log-decay and A_ij = exp(G_i -
     o = scale (exp(G) r S + P w),   P_ij = A_ij r_i . k_j,  j <= i
     S <- exp(G_C) S + k^T (exp(G_C - G) w)
 
-where r stands for read r - d k. `prepare` makes what does not depend on S, for all chunks at once; `scan` goes through
-the chunks with the state in registers. It lies there transposed, [V, K]: then the left operand of every product is in
-registers already, and the right one is a tile that was loaded ahead. K is a power of two and V a multiple of BV; r, k,
-u, .. are descriptors (`chunk.tiles`).
+where r stands for read r - d k. `prepare` makes what takes long and does not depend on S, for all chunks at once;
+`scan` goes through the chunks with the state in registers, and makes P anew, which costs it less than moving P through
+memory. The state lies there transposed, [V, K]: then the left operand of every product is in registers already, and the
+right one is a tile that was loaded ahead. K is a power of two and V a multiple of BV; r, k, u, .. are descriptors
+(`chunk.tiles`).
 """
 
 import triton
@@ -26,31 +27,31 @@ from deltalab.kernels.chunk import (
     unit_lower_inverse,
 )
 
-READ, CORRECT, ERASE, WRITE, END, PREDICT, KEEP = (tl.constexpr(n) for n in range(7))
-"""Rows of `vectors`, what each token of a chunk is multiplied by where it is read (exp(G) read and exp(G) d), erased
-(exp(G') e), written (beta), carried to the chunk's end (exp(G_C - G)) and predicted; in the last, first, exp(G_C)."""
+READ, CORRECT, ERASE, WRITE, END, KEEP, SUMS, SEEN = (tl.constexpr(n) for n in range(8))
+"""Rows of `vectors`, what each token of a chunk is multiplied by where it is read (read, and d), erased (exp(G') e),
+written (beta) and carried to the chunk's end (exp(G_C - G)); the first of the next one is exp(G_C); then G, base 2,
+and what a reader sees of it, G_i or G_{i-1}."""
 
 ROWS = tl.constexpr(8)
 
 
 @triton.jit
 def _put(vectors, what: tl.constexpr, x, SIZE: tl.constexpr):
-    tl.store(vectors + what * SIZE + tl.arange(0, SIZE), x)
+    tl.store(vectors + what * SIZE + tl.arange(0, SIZE), x.to(vectors.dtype.element_ty))
 
 
 @triton.jit
 def _get(vectors, what: tl.constexpr, SIZE: tl.constexpr):
-    return tl.load(vectors + what * SIZE + tl.arange(0, SIZE))
+    return tl.load(vectors + what * SIZE + tl.arange(0, SIZE)).to(tl.float32)
 
 
 @triton.jit
 def prepare(
-    r, k, g, e, beta, read, d, vectors, inverse, within, overlaps,
-    cu_seqlens, of, first, length, chunks, sequences, H,
+    k, g, e, beta, read, d, vectors, inverse, cu_seqlens, of, first, length, chunks, sequences, H,
     K: tl.constexpr, SIZE: tl.constexpr, LATE: tl.constexpr, FIT: tl.constexpr, SUM: tl.constexpr,
     PACKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Per chunk and head: `vectors`, (I + M)^{-1}, P and, for predictions, the same of k in place of r."""
+    """Per chunk and head: `vectors` and (I + M)^{-1}."""
     program, head = tl.program_id(0), tl.program_id(1)
     sequence, chunk = locate(program, of, first, chunks, PACKED)
     if sequence >= sequences:
@@ -61,33 +62,22 @@ def prepare(
     at = program * H + head
     mine = vectors + at.to(tl.int64) * (ROWS * SIZE)
     sums, earlier, total = cumulative(g, row, valid, head, H, SIZE, SUM)
-    seen = earlier if FIT else sums
-    since = tl.exp2(seen.to(tl.float32))
-    decay = apart(seen[:, None], sums[None, :], i[:, None], i[None, :], FIT)
     there = tl.where(i < valid, 1.0, 0.0)
-    strength = there if read is None else scalars(read, row, valid, head, H, SIZE)
-    _put(mine, READ, strength * since, SIZE)
+    _put(mine, READ, there if read is None else scalars(read, row, valid, head, H, SIZE), SIZE)
     _put(mine, WRITE, there if beta is None else scalars(beta, row, valid, head, H, SIZE), SIZE)
     _put(mine, END, tl.exp2((total - sums).to(tl.float32)), SIZE)
-    _put(mine, PREDICT, since, SIZE)
     _put(mine, KEEP, tl.where(i == 0, tl.exp2(total.to(tl.float32)), 0.0), SIZE)
-    key = get_rows(k, row, valid, head * K, SIZE, RAGGED)
-    reader = get_rows(r, row, valid, head * K, SIZE, RAGGED)
-    pairs = tl.dot(reader, tl.trans(key), input_precision=PRECISION) * strength[:, None]
-    if e is not None or d is not None or FIT:
-        overlap = tl.dot(key, tl.trans(key), input_precision=PRECISION)
+    _put(mine, SUMS, sums, SIZE)
+    _put(mine, SEEN, earlier if FIT else sums, SIZE)
     if d is not None:
-        correction = scalars(d, row, valid, head, H, SIZE)
-        _put(mine, CORRECT, correction * since, SIZE)
-        pairs -= correction[:, None] * overlap
-    within.store([at * SIZE, 0], (pairs * decay).to(within.dtype))
-    if FIT:
-        overlaps.store([at * SIZE, 0], (overlap * decay).to(overlaps.dtype))
+        _put(mine, CORRECT, scalars(d, row, valid, head, H, SIZE), SIZE)
     if e is not None:
+        key = get_rows(k, row, valid, head * K, SIZE, RAGGED)
         late = sums if LATE else earlier
         erase = scalars(e, row, valid, head, H, SIZE)
         _put(mine, ERASE, erase * tl.exp2(late.to(tl.float32)), SIZE)
-        system = overlap * erase[:, None] * apart(late[:, None], sums[None, :], i[:, None], i[None, :], True)
+        system = tl.dot(key, tl.trans(key), input_precision=PRECISION) * erase[:, None]
+        system *= apart(late[:, None], sums[None, :], i[:, None], i[None, :], True)
         inverse.store([at * SIZE, 0], unit_lower_inverse(system, SIZE, PRECISION).to(inverse.dtype))
 
 
@@ -114,7 +104,7 @@ def through_residual(upstream, residual, clip, LOSS: tl.constexpr):
 
 @triton.jit
 def scan(
-    r, k, u, vectors, inverse, within, overlaps, target, state, begin_states,
+    r, k, u, vectors, inverse, target, state, begin_states,
     o, residual, last, states, written,
     cu_seqlens, first, length, chunks, from_chunk, to_chunk, every, segments, scale, clip, H, V,
     K: tl.constexpr, SIZE: tl.constexpr, BV: tl.constexpr, CORRECTED: tl.constexpr, LOSS: tl.constexpr,
@@ -134,7 +124,7 @@ def scan(
         number = tl.load(first + sequence)
         slot = number
         to_chunk = tl.load(first + sequence + 1) - number
-    value, key = block + tl.arange(0, BV), tl.arange(0, K)
+    value, key, i = block + tl.arange(0, BV), tl.arange(0, K), tl.arange(0, SIZE)
     kind = k.dtype
     held = (sequence.to(tl.int64) * H + head) * K * V + key[None, :] * V + value[:, None]
     begun = (sequence.to(tl.int64) * segments * H + head) * K * V + value[:, None] * K + key[None, :]
@@ -153,6 +143,18 @@ def scan(
         elif begin_states is not None and chunk % every == 0:
             tl.store(begin_states + begun + (chunk // every).to(tl.int64) * H * K * V, s)
         k_c = get_rows(k, row, valid, head * K, SIZE, RAGGED)
+        if o is not None:
+            r_c = get_rows(r, row, valid, head * K, SIZE, RAGGED)
+            sums, seen = tl.load(mine + SUMS * SIZE + i), tl.load(mine + SEEN * SIZE + i)
+            since = tl.exp2(seen.to(tl.float32))
+            # Both transposed, [j, i].
+            decay = apart(seen[None, :], sums[:, None], i[None, :], i[:, None], LOSS is not None)
+            pairs = tl.dot(k_c, tl.trans(r_c), input_precision=PRECISION) * _get(mine, READ, SIZE)[None, :]
+            if CORRECTED or LOSS is not None:
+                overlap = tl.dot(k_c, tl.trans(k_c), input_precision=PRECISION)
+            if CORRECTED:
+                pairs -= _get(mine, CORRECT, SIZE)[None, :] * overlap
+            pairs = (pairs * decay).to(kind)
         if inverse is not None or CORRECTED or LOSS is not None:
             k_s = tl.dot(s.to(kind), tl.trans(k_c), input_precision=PRECISION)
         w = tl.trans(get_rows(u, row, valid, head * V + block, SIZE, RAGGED)).to(tl.float32)
@@ -168,21 +170,20 @@ def scan(
             )
             put_rows(written, tl.trans(w), at_span, valid, head * V + block, H * V, SIZE, BV, RAGGED)
         if o is not None:
-            r_c = get_rows(r, row, valid, head * K, SIZE, RAGGED)
             out = tl.dot(s.to(kind), tl.trans(r_c), input_precision=PRECISION)
-            out *= _get(mine, READ, SIZE)[None, :]
+            out *= (_get(mine, READ, SIZE) * since)[None, :]
             if CORRECTED:
-                out -= _get(mine, CORRECT, SIZE)[None, :] * k_s
-            out += tl.dot(w.to(kind), tl.trans(within.load([at * SIZE, 0])), input_precision=PRECISION)
+                out -= (_get(mine, CORRECT, SIZE) * since)[None, :] * k_s
+            out += tl.dot(w.to(kind), pairs, input_precision=PRECISION)
             put_rows(o, tl.trans(out * scale), row, valid, head * V + block, H * V, SIZE, BV, RAGGED)
         if LOSS is not None:
-            predicted = tl.dot(w.to(kind), tl.trans(overlaps.load([at * SIZE, 0])), input_precision=PRECISION)
-            predicted += k_s * _get(mine, PREDICT, SIZE)[None, :]
+            predicted = tl.dot(w.to(kind), (overlap * decay).to(kind), input_precision=PRECISION)
+            predicted += k_s * since[None, :]
             error = tl.trans(get_rows(target, row, valid, head * V + block, SIZE, RAGGED)).to(tl.float32)
             found = pseudo_residual(error - predicted, clip, LOSS)
             put_rows(residual, tl.trans(found), row, valid, head * V + block, H * V, SIZE, BV, RAGGED)
         w *= _get(mine, END, SIZE)[None, :]
-        s *= tl.load(mine + KEEP * SIZE)
+        s *= tl.load(mine + KEEP * SIZE).to(tl.float32)
         s += tl.dot(w.to(kind), k_c, input_precision=PRECISION)
     if last is not None:
         tl.store(last + held, s)
@@ -190,7 +191,7 @@ def scan(
 
 @triton.jit
 def reverse(
-    r, k, vectors, inverse, within, overlaps, d_o, residual, d_residual, d_state, states_after, d_u, d_target,
+    r, k, vectors, inverse, d_o, residual, d_residual, d_state, states_after, d_u, d_target,
     cu_seqlens, first, length, chunks, from_chunk, to_chunk, scale, clip, H, V,
     K: tl.constexpr, SIZE: tl.constexpr, BV: tl.constexpr, CORRECTED: tl.constexpr, LOSS: tl.constexpr,
     PACKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
@@ -208,7 +209,7 @@ def reverse(
         number = tl.load(first + sequence)
         slot = number
         to_chunk = tl.load(first + sequence + 1) - number
-    value, key = block + tl.arange(0, BV), tl.arange(0, K)
+    value, key, i = block + tl.arange(0, BV), tl.arange(0, K), tl.arange(0, SIZE)
     kind = k.dtype
     held = d_state + (sequence.to(tl.int64) * H + head) * K * V + value[:, None] * K + key[None, :]
     ds = tl.load(held)
@@ -219,29 +220,37 @@ def reverse(
         mine = vectors + at.to(tl.int64) * (ROWS * SIZE)
         states_after.store([((slot + chunk - from_chunk) * H + head) * V + block, 0], ds.to(kind))
         k_c = get_rows(k, row, valid, head * K, SIZE, RAGGED)
+        r_c = get_rows(r, row, valid, head * K, SIZE, RAGGED)
+        sums, seen = tl.load(mine + SUMS * SIZE + i), tl.load(mine + SEEN * SIZE + i)
+        since = tl.exp2(seen.to(tl.float32))
+        decay = apart(seen[:, None], sums[None, :], i[:, None], i[None, :], LOSS is not None)
+        pairs = tl.dot(r_c, tl.trans(k_c), input_precision=PRECISION) * _get(mine, READ, SIZE)[:, None]
+        if CORRECTED or LOSS is not None:
+            overlap = tl.dot(k_c, tl.trans(k_c), input_precision=PRECISION)
+        if CORRECTED:
+            pairs -= _get(mine, CORRECT, SIZE)[:, None] * overlap
         dw = tl.dot(ds.to(kind), tl.trans(k_c), input_precision=PRECISION)
         dw *= _get(mine, END, SIZE)[None, :]
         reads = tl.trans(get_rows(d_o, row, valid, head * V + block, SIZE, RAGGED)).to(tl.float32) * scale
-        dw += tl.dot(reads.to(kind), within.load([at * SIZE, 0]), input_precision=PRECISION)
+        dw += tl.dot(reads.to(kind), (pairs * decay).to(kind), input_precision=PRECISION)
         if LOSS is not None:
             found = tl.trans(get_rows(residual, row, valid, head * V + block, SIZE, RAGGED)).to(tl.float32)
             wrong = tl.trans(get_rows(d_residual, row, valid, head * V + block, SIZE, RAGGED)).to(tl.float32)
             wrong = through_residual(wrong, found, clip, LOSS)
             put_rows(d_target, tl.trans(wrong), row, valid, head * V + block, H * V, SIZE, BV, RAGGED)
-            dw -= tl.dot(wrong.to(kind), overlaps.load([at * SIZE, 0]), input_precision=PRECISION)
+            dw -= tl.dot(wrong.to(kind), (overlap * decay).to(kind), input_precision=PRECISION)
         if inverse is not None:
             dw = tl.dot(dw.to(kind), inverse.load([at * SIZE, 0]), input_precision=PRECISION)
         put_rows(d_u, tl.trans(dw), row, valid, head * V + block, H * V, SIZE, BV, RAGGED)
-        ds *= tl.load(mine + KEEP * SIZE)
+        ds *= tl.load(mine + KEEP * SIZE).to(tl.float32)
         if inverse is not None or CORRECTED or LOSS is not None:
             along = tl.zeros([BV, SIZE], tl.float32)
             if inverse is not None:
                 along -= _get(mine, ERASE, SIZE)[None, :] * dw
             if CORRECTED:
-                along -= _get(mine, CORRECT, SIZE)[None, :] * reads
+                along -= (_get(mine, CORRECT, SIZE) * since)[None, :] * reads
             if LOSS is not None:
-                along -= _get(mine, PREDICT, SIZE)[None, :] * wrong
+                along -= since[None, :] * wrong
             ds += tl.dot(along.to(kind), k_c, input_precision=PRECISION)
-        r_c = get_rows(r, row, valid, head * K, SIZE, RAGGED)
-        ds += tl.dot((reads * _get(mine, READ, SIZE)[None, :]).to(kind), r_c, input_precision=PRECISION)
+        ds += tl.dot((reads * (_get(mine, READ, SIZE) * since)[None, :]).to(kind), r_c, input_precision=PRECISION)
     tl.store(held, ds)

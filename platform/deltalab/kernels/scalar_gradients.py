@@ -89,9 +89,7 @@ def gradients(
         erase = scalars(e, row, valid, head, H, SIZE)
         before = tl.exp2(late.to(tl.float32))
         erases = (erases * apart(late[:, None], sums[None, :], i[:, None], i[None, :], True)).to(kind)
-        erases_t = (erases_t * apart(late[None, :], sums[:, None], i[None, :], i[:, None], True) * erase[None, :]).to(
-            kind
-        )
+        erases_t = (erases_t * apart(late[None, :], sums[:, None], i[None, :], i[:, None], True)).to(kind)
         d_erase = tl.zeros([SIZE], tl.float32)
     if read is not None:
         factor = scalars(read, row, valid, head, H, SIZE)
@@ -102,16 +100,16 @@ def gradients(
     # Of g: as what reads and predicts, as what erases, what is written inside the chunk, and what leaves it.
     grow, grow_e = tl.zeros([SIZE], tl.float32), tl.zeros([SIZE], tl.float32)
     shrink, ending = tl.zeros([SIZE], tl.float32), tl.zeros([SIZE], tl.float32)
-    kept = 0.0
+    kept = tl.zeros([BK, BK], tl.float32)
 
     for key in range(0, K, BK):
-        # What is multiplied in registers is gone from there before the next is loaded.
         found = tl.zeros([SIZE, BK], tl.float32)
         for block in tl.static_range(0, V, BV):
             s = states.load([slot + block, key])
             if g is not None:
                 after = states_after.load([slot + block, key])
-                kept += tl.sum(s.to(tl.float32) * after.to(tl.float32))
+                # Its diagonal alone is needed, but a product takes both where they are, in shared memory.
+                kept += tl.dot(tl.trans(s), after, input_precision=PRECISION)
             if V > BV:
                 do_c = get_rows(d_o, row, valid, column + block, SIZE, RAGGED)
             found += tl.dot(do_c, s, input_precision=PRECISION)
@@ -125,15 +123,11 @@ def gradients(
         dk = tl.dot(reads_t, wanted, input_precision=PRECISION)
         found *= (since * scale)[:, None]
         found += tl.dot(reads, k_c, input_precision=PRECISION)
-        along = _row_dot(r_c, found)
+        grow += _row_dot(wanted, found)
         if read is not None:
-            d_factor += along
-            along *= factor
+            d_factor += _row_dot(r_c, found)
         if d is not None:
-            along_k = _row_dot(k_c, found)
-            d_correction -= along_k
-            along -= correction * along_k
-        grow += along
+            d_correction -= _row_dot(k_c, found)
         if FIT:
             predicting = tl.zeros([SIZE, BK], tl.float32)
             for block in tl.static_range(0, V, BV):
@@ -146,7 +140,8 @@ def gradients(
             grow += _row_dot(k_c, predicting)
             dk += tl.dot(fits_t, k_c, input_precision=PRECISION)
         if e is not None:
-            dk += tl.dot(erases_t, k_c, input_precision=PRECISION)
+            erased = (erase[:, None] * k_c.to(tl.float32)).to(kind)
+            dk += tl.dot(erases_t, erased, input_precision=PRECISION)
         shrink += _row_dot(k_c, dk)
         if FIT:
             dk += predicting
@@ -165,6 +160,7 @@ def gradients(
             erasing *= before[:, None]
             erasing += tl.dot(erases, k_c, input_precision=PRECISION)
             d_erase += _row_dot(k_c, erasing)
+            grow_e += _row_dot(erased, erasing)
             dk += erase[:, None] * erasing
         leaving = tl.zeros([SIZE, BK], tl.float32)
         for block in tl.static_range(0, V, BV):
@@ -183,9 +179,10 @@ def gradients(
         put_scalars(d_read, d_factor, row, valid, head, H, SIZE)
     if e is not None:
         put_scalars(d_e, d_erase, row, valid, head, H, SIZE)
-        grow_e = erase * d_erase
     if g is not None:
         dg = tl.cumsum(grow + grow_e - shrink - ending, 0, reverse=True)
+        key = tl.arange(0, BK)
+        kept = tl.sum(tl.sum(tl.where(key[:, None] == key[None, :], kept, 0.0), 1), 0)
         dg += tl.sum(ending) + tl.exp2(total.to(tl.float32)) * kept
         # A sum that stands before its token takes nothing of that token's own g.
         if FIT:

@@ -20,7 +20,7 @@ ENOUGH = 96
 """Programs that keep a GPU busy, so that each may take 128 values instead of 64 and read the keys half as often."""
 
 WARPS = {"prepare": 4, "scan": 4, "states": 4, "reverse": 4, "gradients": 4}
-STAGES = {"prepare": 1, "scan": 3, "states": 2, "reverse": 2, "gradients": 1}
+STAGES = {"prepare": 1, "scan": 3, "states": 2, "reverse": 2, "gradients": 2}
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,8 @@ class Launch:
 
     def per_chunk(self) -> "Launch":
         """The same with blocks for `gradients`: of keys, with all values at once."""
-        most = 32 if self.precision == "ieee" else 128
-        bv = next(bv for bv in (128, 64, 32, 16) if bv <= most and self.value_dim % bv == 0)
-        return replace(self, bk=min(self.key_dim, most // 2), bv=bv)
+        blocks = (32, 16) if self.precision == "ieee" else (128, 64, 32, 16)
+        return replace(self, bk=min(self.key_dim, 32), bv=next(bv for bv in blocks if self.value_dim % bv == 0))
 
     @property
     def segments(self) -> int:
@@ -102,13 +101,22 @@ class Launch:
         }  # fmt: skip
 
     def how(self, kernel: str) -> dict[str, int]:
-        """To launch it: with twice the warps, two stages are all that shared memory holds."""
-        twice = self.bv == 128 and kernel in ("scan", "states", "reverse")
-        return {"num_warps": WARPS[kernel] * (1 + twice), "num_stages": min(STAGES[kernel], 2 if twice else 3)}
+        warps, stages = WARPS[kernel], STAGES[kernel]
+        if kernel == "gradients" and self.value_dim > self.bv:
+            # Its loop would hold all values twice.
+            stages = 1
+        elif kernel in ("scan", "states", "reverse") and self.bv == 128:
+            # With twice the warps, two stages are all that shared memory holds.
+            warps, stages = 2 * warps, 2
+        return {"num_warps": warps, "num_stages": stages}
+
+    @property
+    def vectors(self) -> torch.dtype:
+        """Also of cumulative sums; in fp32 their differences next to extremes would not keep fp32's precision."""
+        return torch.float64 if self.precision == "ieee" else torch.float32
 
     @property
     def sum(self) -> Any:
-        """The type of cumulative sums; in fp32 their differences next to extremes would not keep fp32's precision."""
         return tl.float64 if self.precision == "ieee" else tl.float32
 
 
@@ -131,26 +139,26 @@ def scalar_scan(
     clip: float,
     chunk_size: int,
     keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The scan of a state that decays by a scalar, as `rule.Operands` and `structure.Transition` define it.
 
     Contiguous r, k [B, T, H, K], u [B, T, H, V], scalars [B, T, H], state [B, H, K, V] (of which there are N where
     cu_seqlens [N + 1] packs N sequences into B = 1). K is a power of two from 16 on, V a multiple of 16.
     With a loss it reads S_{t-1}, and gives besides the pseudo-residual of target - S_{t-1}^T k.
     keep: whether what the backward needs is returned.
-    Returns (o, residual, last state, and what the backward needs: vectors, inverses, P, that of k, and states).
+    Returns (o, residual, last state, and what the backward needs: vectors, inverses and states).
     """
     x = Launch.of(k, u, cu_seqlens, chunk_size)
     found = _outputs(x, r, k, u, e, loss, keep)
-    o, residual, last, vectors, inverse, within, overlaps, begin = found
+    o, residual, last, vectors, inverse, begin = found
     bounds, of, first = x.packed or (None, None, None)
     scalar.prepare[(x.all_chunks, x.heads)](
-        x.keys(r), x.keys(k), g, e, beta, read, d, vectors, x.squares(inverse), x.squares(within), x.squares(overlaps),
+        x.keys(k), g, e, beta, read, d, vectors, x.squares(inverse),
         bounds, of, first, x.tokens, x.chunks, x.batch, **x.sizes(), LATE=late, FIT=loss is not None, SUM=x.sum,
         **x.how("prepare"),
     )  # fmt: skip
     scalar.scan[x.grid](
-        x.keys(r), x.keys(k), x.values(u), vectors, x.squares(inverse), x.squares(within), x.squares(overlaps),
+        x.keys(r), x.keys(k), x.values(u), vectors, x.squares(inverse),
         x.values(target), state, _or_none(begin),
         x.values(o, store=True), x.values(_or_none(residual), store=True), last, None, None,
         **x.sequence(), from_chunk=0, to_chunk=x.chunks, every=x.every, segments=x.segments,
@@ -162,17 +170,15 @@ def scalar_scan(
 
 def _outputs(
     x: Launch, r: Tensor, k: Tensor, u: Tensor, e: Tensor | None, loss: str | None, keep: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     square = (x.all_chunks, x.heads, x.size, x.size)
     last = u.new_empty(x.batch, x.heads, x.key_dim, x.value_dim, dtype=torch.float32)
     return (
         torch.empty_like(u),
         torch.empty_like(u) if loss else absent(u),
         last,
-        last.new_empty(x.all_chunks, x.heads, scalar.ROWS.value, x.size),
+        last.new_empty(x.all_chunks, x.heads, scalar.ROWS.value, x.size, dtype=x.vectors),
         absent(u) if e is None else k.new_empty(square),
-        k.new_empty(square),
-        k.new_empty(square) if loss else absent(u),
         last.new_empty(x.batch, x.segments, x.heads, x.value_dim, x.key_dim) if keep else absent(u),
     )
 
@@ -202,8 +208,6 @@ def _backward(
     residual: Tensor | None,
     vectors: Tensor,
     inverse: Tensor,
-    within: Tensor,
-    overlaps: Tensor,
     begin: Tensor,
     d_o: Tensor,
     d_residual: Tensor | None,
@@ -228,7 +232,7 @@ def _backward(
     written = None
     if e is not None:
         written = torch.empty_like(u) if x.packed else u.new_empty(x.batch, x.every * x.size, x.heads, x.value_dim)
-    solve, pairs, overlap = x.squares(inverse), x.squares(within), x.squares(overlaps)
+    solve = x.squares(inverse)
     keys, values, upstream = x.keys(k), x.values(u), x.values(d_o)
     found, wrong = x.values(residual), x.values(d_residual)
     reverse_d_u = x.values(d_u, store=True)
@@ -245,26 +249,26 @@ def _backward(
         begins, ends = segment * x.every, min((segment + 1) * x.every, x.chunks)
         at = {**x.sequence(), "from_chunk": begins, "to_chunk": ends}
         scalar.scan[x.grid](
-            None, keys, values, vectors, solve, None, None, None, None, begin,
+            None, keys, values, vectors, solve, None, None, begin,
             None, None, None, states, x.values(written, store=True),
             **at, **size, every=x.every, segments=x.segments, CORRECTED=False, LOSS=None, **x.how("states"),
         )  # fmt: skip
         scalar.reverse[x.grid](
-            x.keys(r), keys, vectors, solve, pairs, overlap, upstream, found, wrong, after, states_after,
+            x.keys(r), keys, vectors, solve, upstream, found, wrong, after, states_after,
             reverse_d_u, x.values(_or_none(d_target), store=True),
             **at, **size, CORRECTED=d is not None, LOSS=loss, **x.how("reverse"),
         )  # fmt: skip
         gradients[(x.chunks if x.packed else x.batch * (ends - begins), x.heads)](
             *per_chunk, **x.sequence(), of=x.packed and x.packed[1], sequences=x.batch, from_chunk=begins,
             span=ends - begins, scale=scale, V=x.value_dim, BV=wide.bv, BK=wide.bk, LATE=late, FIT=loss is not None,
-            SUM=x.sum, **x.sizes(), **x.how("gradients"),
+            SUM=x.sum, **x.sizes(), **wide.how("gradients"),
         )  # fmt: skip
     return [*like, after.transpose(-1, -2).contiguous()]
 
 
 @_backward.register_fake
 def _(
-    r, k, u, g, e, beta, read, d, cu_seqlens, residual, vectors, inverse, within, overlaps, begin,
+    r, k, u, g, e, beta, read, d, cu_seqlens, residual, vectors, inverse, begin,
     d_o, d_residual, d_last, scale, late, loss, clip, chunk_size,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     like = [absent(u) if x is None else torch.empty_like(x) for x in (r, k, u, g, e, beta, read, d, residual)]
