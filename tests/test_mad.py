@@ -17,11 +17,12 @@ from torch import Tensor
 import deltalab
 from deltalab.errors import InputError
 from deltalab.export import export_hf
+from deltalab.lockstep import LockStep
 from deltalab.model import Model, ModelSpec, Rebuild, build_model
 from deltalab.study.plan import Plan, make_plan
 from deltalab.study.spec import load_study
 from deltalab.tasks import BUILTIN, IGNORE, Batch, Random, Task
-from deltalab.train import LockStep, TrainSpec, train
+from deltalab.train import TrainSpec, train
 
 RARE_EVENT = 1e-4  # every draw here is fixed, so a test below this p-value fails always or never
 STUDIES = Path(__file__).parents[1] / "studies"
@@ -507,9 +508,9 @@ def test_what_does_not_fit_the_readout_is_refused(tmp_path: Path) -> None:
     plain = ModelSpec(rule="deltanet", vocab_size=8, d_model=16, layers=1, heads=2)
     recall = deltalab.get_task("mad_in_context_recall", vocab_size=8)
     with pytest.raises(InputError, match=r"model.readout 'position' is not task 'mad_compression''s 'last'"):
-        LockStep(COMPRESSION, plain, SPEC, [1])
+        LockStep(COMPRESSION, [(plain, SPEC)], [1])
     with pytest.raises(InputError, match=r"model.readout 'last' is not task 'mad_in_context_recall''s 'position'"):
-        LockStep(recall, LAST, SPEC, [1])
+        LockStep(recall, [(LAST, SPEC)], [1])
     with pytest.raises(InputError, match="unknown readout 'lst'; did you mean 'last'"):
         build_model({**LAST.__dict__, "readout": "lst"})
     with pytest.raises(InputError, match="cannot go token by token"):

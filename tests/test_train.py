@@ -13,9 +13,12 @@ import torch.nn.functional as F
 import deltalab
 from deltalab.errors import InputError
 from deltalab.layer import RuleLayer
-from deltalab.model import ModelSpec
+from deltalab.lockstep import LockStep
+from deltalab.loss import linear_cross_entropy
+from deltalab.model import ModelSpec, build_model
 from deltalab.tasks import IGNORE, MQAR, Task
-from deltalab.train import LockStep, RunResult, TrainSpec, TrialResult, train
+from deltalab.tasks.feed import Feed
+from deltalab.train import RunResult, TrainSpec, TrialResult, train
 
 TASK = deltalab.get_task("mqar", length=16, pairs=2, vocab_size=16)
 TINY = ModelSpec(rule="comba", vocab_size=16, d_model=16, layers=1, heads=1, chunk_size=16)
@@ -133,12 +136,6 @@ def test_the_learning_rate_warms_up_to_its_peak_and_falls_to_nothing() -> None:
     assert spec(warmup=1).learning_rate(SPEC.steps - 1) == SPEC.lr
 
 
-def test_the_optimizer_is_given_the_scheduled_rate() -> None:
-    trial = LockStep(TASK, TINY, SPEC, [1])
-    trial.advance(5)
-    assert {group["lr"] for group in trial.seeds[0].optimizer.param_groups} == {SPEC.learning_rate(4)}
-
-
 class Killed(Exception):
     pass
 
@@ -206,67 +203,70 @@ def test_a_checkpoint_that_is_half_written_is_never_read(tmp_path: Path, monkeyp
     assert not file.exists()
 
 
-def test_seeds_in_lock_step_equal_each_alone() -> None:
+def test_seeds_that_are_not_stacked_equal_each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltalab.lockstep.SATURATED", {"cpu": 0})
     together = train(TASK, TINY, SPEC, [1, 7, 2], test=True)
     for run in together.runs:
         assert_same(run, train(TASK, TINY, SPEC, [run.seed], test=True).runs[0])
     assert together.runs[0].final("train", "loss") != together.runs[1].final("train", "loss")
 
 
-class Recorded:
-    """A task that remembers what it was asked for."""
+def drawn(model: ModelSpec, given: TrainSpec) -> tuple[list[tuple[Any, ...]], list[torch.Tensor]]:
+    """What training and evaluation are given: the addresses of evaluations, and the inputs of training."""
+    measured, trained = [], []
+    with pytest.MonkeyPatch.context() as patch:
+        batch, draw = MQAR.batch, Feed.draw
 
-    def __init__(self, task: Task) -> None:
-        self.task = task
-        self.drawn: list[tuple[Any, ...]] = []
-        self.seen: list[torch.Tensor] = []
+        def recorded(self: MQAR, split: str, size: int, seed: int, step: int, device: Any = "cpu") -> Any:
+            if split != "train":
+                measured.append((split, size, seed, step))
+            return batch(self, split, size, seed, step, device)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.task, name)
+        def recorded_draw(self: Feed, row: torch.Tensor) -> Any:
+            trained.append(draw(self, row)[0])
+            return draw(self, row)
 
-    def batch(self, split: str, size: int, seed: int, step: int, device: Any = "cpu") -> Any:
-        batch = self.task.batch(split, size, seed, step, device)
-        self.drawn.append((split, size, seed, step))
-        self.seen.append(batch.inputs)
-        return batch
-
-    def evaluations(self) -> Any:
-        return {"": self}
+        patch.setattr(MQAR, "batch", recorded)
+        patch.setattr(Feed, "draw", recorded_draw)
+        train(TASK, model, given, [1, 2], test=True)
+    return measured, trained
 
 
 def test_data_depend_on_the_seed_and_the_step_and_on_nothing_of_the_model() -> None:
-    base, other = Recorded(TASK), Recorded(TASK)
-    train(base, TINY, SPEC, [1, 2], test=True)  # type: ignore[arg-type]
     wide = ModelSpec(rule="deltanet", vocab_size=16, d_model=32, layers=2, heads=2)
-    train(other, wide, spec(lr=3e-2), [1, 2], test=True)  # type: ignore[arg-type]
-    assert base.drawn == other.drawn
-    assert all(torch.equal(a, b) for a, b in zip(base.seen, other.seen, strict=True))
-    training = [address for address in base.drawn if address[0] == "train"]
-    assert len(set(training)) == len(training) == 2 * SPEC.steps
-    # Whatever the run's seed, the evaluation is on the same batches.
-    measured = [address for address in base.drawn if address[0] != "train"]
-    assert set(measured) == {(split, 8, 0, i) for split in ("validation", "test") for i in range(2)}
+    (measured, trained), (again, others) = drawn(TINY, SPEC), drawn(wide, spec(lr=3e-2))
+    for step, (one, other) in enumerate(zip(trained, others, strict=True)):
+        assert torch.equal(one, other)
+        for inputs, seed in zip(one, (1, 2), strict=True):
+            assert torch.equal(inputs, TASK.batch("train", SPEC.batch_size, seed, step).inputs)
+    assert len(trained) == SPEC.steps
+    assert len({tuple(inputs.flatten().tolist()) for both in trained for inputs in both}) == 2 * SPEC.steps
+    # Whatever the run's seed, the evaluation is on the same batches, and these are drawn once.
+    assert measured == again == [(split, 8, 0, i) for split in ("validation", "test") for i in range(2)]
 
 
 def test_where_logits_are_asked_for_is_where_labels_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    trial = LockStep(TASK, TINY, SPEC, [3])
-    run = trial.seeds[0]
-    batch = TASK.batch("train", SPEC.batch_size, 3, 0)
+    model, batch = build_model(TINY, seed=3), TASK.batch("train", SPEC.batch_size, 3, 0)
+    scored = batch.targets != IGNORE
     with torch.no_grad():
-        full = run.model(batch.inputs)
-        loss = F.cross_entropy(full.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORE)
-        scored = run.model(batch.inputs, where=batch.targets != IGNORE)
-    torch.testing.assert_close(scored, full[batch.targets != IGNORE], rtol=1e-6, atol=1e-6)
+        full = model(batch.inputs)
+        torch.testing.assert_close(model(batch.inputs, where=scored), full[scored], rtol=1e-6, atol=1e-6)
+    loss = F.cross_entropy(full.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORE)
     made = []
-    logits = run.model.logits
-    monkeypatch.setattr(run.model, "logits", lambda hidden: made.append(len(hidden)) or logits(hidden))
-    trial.advance(1)
-    assert float(run.loss) == pytest.approx(float(loss), rel=1e-6)
-    assert made == [int((batch.targets != IGNORE).sum())] == [2 * SPEC.batch_size]
+
+    def recorded(x: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+        made.append(x.shape[1])
+        return linear_cross_entropy(x, *rest, **options)
+
+    monkeypatch.setattr("deltalab.stack.linear_cross_entropy", recorded)
+    (run,) = train(TASK, TINY, spec(steps=1, evaluations=1), [3]).runs
+    assert run.final("train", "loss") == pytest.approx(float(loss), rel=1e-6)
+    assert made == [int(scored.sum())] == [2 * SPEC.batch_size]
 
 
 def test_divergence_is_reported_with_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A NaN planted in one seed's layer at one step: that seed stops there, the others do not notice."""
+    monkeypatch.setattr("deltalab.lockstep.SATURATED", {"cpu": 0})
     alone = train(TASK, TINY, SPEC, [1], test=True).runs[0]
     forward = RuleLayer.forward
     calls = {"n": 0}
@@ -275,7 +275,7 @@ def test_divergence_is_reported_with_its_step(monkeypatch: pytest.MonkeyPatch) -
         y, cache = forward(self, x, *rest)
         if self.training and torch.is_grad_enabled():
             calls["n"] += 1
-            if calls["n"] == 2 * 4 + 2:  # the fifth update of the second seed
+            if calls["n"] == 3 + 3 + 3 + 2:  # the fifth update of the second seed
                 y = y * math.nan
         return y, cache
 
@@ -307,17 +307,17 @@ def test_all_seeds_diverged_ends_the_training() -> None:
     assert seen[-1] < SPEC.steps
 
 
-def test_a_metric_that_is_not_finite_is_divergence_and_no_metric(monkeypatch: pytest.MonkeyPatch) -> None:
-    trial = LockStep(TASK, TINY, SPEC, [1, 2])
+def test_a_metric_that_is_not_finite_is_divergence_and_no_metric() -> None:
+    trial = LockStep(TASK, [(TINY, SPEC)], [1, 2])
     trial.advance(3)
-    with torch.no_grad():
-        next(trial.seeds[1].model.parameters()).fill_(math.nan)
+    ((_, stack),) = trial.stacks
+    stack.state.weights[1] = math.nan
     trial.measure("validation")
-    assert [run.diverged_at for run in trial.seeds] == [None, 3]
-    assert all(math.isfinite(value) for run in trial.seeds for *_, value in run.metrics)
+    assert [run.diverged_at for run in trial.runs] == [None, 3]
+    assert all(math.isfinite(value) for run in trial.runs for *_, value in run.metrics)
     trial.advance(6)
-    assert {split for split, *_ in trial.seeds[0].metrics} == {"train", "validation"}
-    assert trial.seeds[1].metrics == [metric for metric in trial.seeds[1].metrics if metric[0] == "train"]
+    assert {split for split, *_ in trial.runs[0].metrics} == {"train", "validation"}
+    assert trial.runs[1].metrics == [metric for metric in trial.runs[1].metrics if metric[0] == "train"]
 
 
 def test_a_metric_that_nothing_counted_towards_has_no_value() -> None:

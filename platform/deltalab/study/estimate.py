@@ -13,10 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from deltalab.errors import InputError
+from deltalab.lockstep import LockStep
 from deltalab.model import ModelSpec
 from deltalab.study.plan import Arm, Plan
 from deltalab.study.stats import seeds_needed, smallest_holm_p, smallest_p
-from deltalab.train import LockStep, TrainSpec
+from deltalab.train import TrainSpec
 
 ALPHA = 0.05
 MOST_TIMED_TOKENS = 4096
@@ -133,7 +134,7 @@ def _measured(plan: Plan, arm: Arm) -> ArmCost:
     timed = replace(
         whole, batch_size=min(whole.batch_size, max(1, MOST_TIMED_TOKENS // task.length)), steps=3, evaluations=1
     )
-    trial = LockStep(task, model, timed, [0])
+    trial = LockStep(task, [(model, timed)], [0])
     trial.advance(1)
     began = time.perf_counter()
     trial.advance(3)
@@ -142,13 +143,13 @@ def _measured(plan: Plan, arm: Arm) -> ArmCost:
     tokens = sum(other.length for other in task.evaluations().values()) / task.length
     evaluations = (whole.evaluations + 1) * whole.eval_batches * tokens / 3
     runs = plan.runs / len(plan.arms)
-    network = trial.seeds[0].model
+    network = trial.network
     return ArmCost(
         task=arm.task,
         arm=arm.name,
         change=", ".join(f"{key}={_short(value[1])}" for key, value in arm.change.items()),
         parameters=sum(p.numel() for p in network.parameters()),
-        state_size=network.state_size(task.length),  # type: ignore[operator]
+        state_size=network.state_size(task.length),
         seconds=runs * step * (whole.steps + evaluations),
     )
 

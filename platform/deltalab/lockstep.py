@@ -1,0 +1,290 @@
+"""Advances the runs of one or several trials together, in stacks, and measures them."""
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from deltalab.errors import InputError
+from deltalab.model import ModelSpec, build_model
+from deltalab.recipe import TrainSpec, stackable
+from deltalab.stack import BLOCK, Adam, Layout, Moments, Stack
+from deltalab.tasks import IGNORE, Batch, Task
+from deltalab.tasks.feed import Feed
+
+EVALUATION_SEED = 0
+"""The seed of every validation and test batch: the split is fixed, whatever the run's own seed."""
+
+SATURATED = {"cpu": 2**15, "cuda": 2**28}
+"""Numbers of an activation [n, B, T, d] from which on a larger n does not pay.
+
+On one CPU core, Comba's layer, ms a step and run, alone and in stacks of 9: 3.8 and 1.1 at B T d = 2^11, 11.2 and 9.6
+at 2^15, 73 and 113 at 2^18: operators that take longer than their dispatch gain nothing, and then leave the cache. On
+a GPU it bounds memory alone.
+"""
+
+Metric: TypeAlias = tuple[str, str, int, float]
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """One seed. metrics: (split, name, step, value). diverged_at: the first step whose loss was not finite."""
+
+    seed: int
+    diverged_at: int | None
+    metrics: list[Metric]
+    weights: dict[str, Tensor]
+
+    def final(self, split: str, name: str) -> float:
+        """The last value of a metric; NaN where the run diverged."""
+        values = [value for s, n, _, value in self.metrics if (s, n) == (split, name)]
+        return values[-1] if values and self.diverged_at is None else math.nan
+
+
+@dataclass
+class _Run:
+    """One seed of one member: what it has shown, and what it is while it is in no stack."""
+
+    member: int
+    seed: int
+    state: Moments
+    metrics: list[Metric] = field(default_factory=list)
+    diverged_at: int | None = None
+
+
+def most_stacked(task: Task, model: ModelSpec, spec: TrainSpec) -> int:
+    """How many runs are best trained as one."""
+    return max(1, SATURATED[_device(spec.device)] // (spec.batch_size * task.length * model.d_model))
+
+
+class LockStep:
+    """The seeds of all members, advanced together.
+
+    `advance(step)` takes all of them from their step to that one; `measure(split)` evaluates all of them.
+    A diverged seed stops where it is and says so; `end(member)` stops a member's.
+
+    most: how many runs at most make a stack; where None what pays on the device.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        members: Sequence[tuple[ModelSpec, TrainSpec]],
+        seeds: Sequence[int],
+        *,
+        most: int | None = None,
+    ) -> None:
+        model, spec = members[0]
+        if not seeds or len(set(seeds)) != len(seeds):
+            raise InputError(f"seeds must be distinct and at least one, not {list(seeds)}")
+        if not all(stackable(members[0], member) for member in members):
+            raise InputError("members that train together differ in numbers alone: lr, weight_decay, ...")
+        if model.vocab_size != task.vocab_size:
+            raise InputError(f"model.vocab_size {model.vocab_size} is not task '{task.name}''s {task.vocab_size}")
+        if model.readout != task.readout:
+            raise InputError(f"model.readout '{model.readout}' is not task '{task.name}''s '{task.readout}'")
+        self.task, self.spec, self.specs = task, spec, [spec for _, spec in members]
+        self.device = torch.device(_device(spec.device))
+        self.bf16 = spec.precision == "bf16" or (spec.precision == "auto" and self.device.type == "cuda")
+        self.step = 0
+        self.seconds = 0.0
+        self.trained = 0
+        self.graph = ""
+        self.ended = [False] * len(members)
+        self.network = build_model(model, seed=seeds[0]).to(self.device)
+        self.layout = Layout(self.network)
+        self.most = most or most_stacked(task, model, spec)
+        self.runs = [
+            _Run(number, seed, self._started(one, seed)) for number, (one, _) in enumerate(members) for seed in seeds
+        ]
+        self._rates = [list(map(spec.learning_rate, range(spec.steps))) for spec in self.specs]
+        self._batches: dict[tuple[str, str, int], Batch] = {}
+        self.stacks: list[tuple[list[_Run], Stack]] = []
+        self._graphs = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
+        self._stack()
+
+    def _started(self, model: ModelSpec, seed: int) -> Moments:
+        weights = self.layout.pack(build_model(model, seed=seed).state_dict())
+        return Moments(weights, torch.zeros_like(weights), torch.zeros_like(weights))
+
+    def going(self, run: _Run) -> bool:
+        return run.diverged_at is None and not self.ended[run.member]
+
+    def _stack(self) -> None:
+        """Makes stacks of the runs that still go, always the same ones together."""
+        self.stacks = []
+        for first in range(0, len(self.runs), self.most):
+            runs = [run for run in self.runs[first : first + self.most] if self.going(run)]
+            if runs:
+                self.stacks.append((runs, self._stacked(runs)))
+
+    def _stacked(self, runs: list[_Run]) -> Stack:
+        specs = [self.specs[run.member] for run in runs]
+        return Stack(
+            self.network,
+            self.layout,
+            Feed(self.task, self.spec.batch_size, [run.seed for run in runs], self.device, BLOCK),
+            Moments(*(torch.stack(parts).to(self.device) for parts in zip(*(run.state for run in runs), strict=True))),
+            [
+                Adam(self._rates[run.member], spec.weight_decay, spec.betas, spec.clip)
+                for run, spec in zip(runs, specs, strict=True)
+            ],
+            bf16=self.bf16,
+            pool=self._graphs,
+        )
+
+    def advance(self, until: int) -> None:
+        """Trains every run up to `until` updates, and records the last training loss."""
+        started = time.perf_counter()
+        for runs, stack in self.stacks:
+            stack.advance(self.step, until)
+            if bool(stack.overfull):
+                raise InputError(
+                    f"task '{self.task.name}' scores more positions of an example than its most_scored, "
+                    f"{self.task.most_scored}"
+                )
+            for run, bad, loss in zip(runs, stack.bad.tolist(), stack.loss.tolist(), strict=True):
+                if bad >= 0:
+                    run.diverged_at = bad
+                else:
+                    run.metrics.append(("train", "loss", until, loss))
+            self.trained += len(runs) * (until - self.step)
+            if self.device.type == "cuda":
+                self.graph = f"none: {stack.eager}" if stack.eager else "whole step"
+        self.step = until
+        self._keep()
+        self.seconds += time.perf_counter() - started
+
+    def end(self, member: int) -> None:
+        """Trains and measures this member no more."""
+        self.ended[member] = True
+        self._keep()
+
+    def _keep(self) -> None:
+        """Takes what goes on no longer out of its stack."""
+        stacks = []
+        for runs, stack in self.stacks:
+            if not all(map(self.going, runs)):
+                self._store(runs, stack)
+                runs = [run for run in runs if self.going(run)]
+                if not runs:
+                    continue
+                stack = self._stacked(runs)
+            stacks.append((runs, stack))
+        self.stacks = stacks
+
+    def _store(self, runs: list[_Run], stack: Stack) -> None:
+        for i, run in enumerate(runs):
+            run.state = Moments(*(part[i].clone() for part in stack.state))
+
+    @torch.no_grad()
+    def measure(self, split: str) -> None:
+        """Adds every metric of the task, over the fixed split, to each run that goes on: plain and by label,
+        as `Task.evaluations` says.
+
+        And `output_rms`: the largest root mean square of a layer's output before its norm, which an unstable rule
+        betrays itself by.
+        """
+        for runs, stack in self.stacks:
+            sums: list[dict[str, tuple[Tensor, Tensor]]] = [{} for _ in runs]
+            evaluations = self.task.evaluations()
+            for label, task in evaluations.items():
+                ends = [f"@{label}" if label else "", *([] if "" in evaluations else [""])]
+                for i in range(self.spec.eval_batches):
+                    for found, measured in zip(sums, self._measured(stack, split, label, task, i), strict=True):
+                        for name, (total, count) in measured.items():
+                            for end in ends:
+                                before = found.get(name + end, (torch.zeros_like(total), torch.zeros_like(count)))
+                                found[name + end] = (before[0] + total, before[1] + count)
+            # All values at once: each look at a GPU waits for it.
+            pairs = [pair for found in sums for pair in found.values()]
+            values = iter(torch.stack([x.double() for pair in pairs for x in pair]).view(-1, 2).tolist())
+            for run, found in zip(runs, sums, strict=True):
+                # A metric that nothing counted towards has no value.
+                means = {name: total / count for name, (total, count) in zip(found, values, strict=False) if count}
+                if all(map(math.isfinite, means.values())):
+                    run.metrics.extend((split, name, self.step, value) for name, value in means.items())
+                else:
+                    run.diverged_at = self.step
+        self._keep()
+
+    def _measured(
+        self, stack: Stack, split: str, label: str, task: Task, i: int
+    ) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
+        """The metrics of each run of a stack on one batch, as (total, count)."""
+        if (split, label, i) not in self._batches:
+            batch = task.batch(split, self.spec.batch_size, EVALUATION_SEED, i, self.device)
+            self._batches[split, label, i] = batch
+        batch = self._batches[split, label, i]
+        scored = batch.targets != IGNORE
+        features, sizes = stack.measure(batch.inputs)
+        heads = stack.layout.unpack(stack.state.weights)[stack.layout.head]
+        for feature, head, size in zip(features, heads, sizes, strict=True):
+            with torch.autocast(self.device.type, torch.bfloat16, self.bf16):
+                logits = F.linear(feature[scored], head)
+            yield {**task.measure(batch, logits.float()), "output_rms": (size, torch.ones_like(size))}
+
+    def costs(self) -> list[Metric]:
+        """What a trained model asks of its user, exact and the same for all runs: state and arithmetic.
+
+        flops_per_token: of the matrix products of a forward pass over a sequence, without embeddings and logits.
+        """
+        tokens = torch.zeros(1, self.task.length, dtype=torch.long, device=self.device)
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            self.network.hidden(tokens)
+        flops = counter.get_total_flops() / self.task.length
+        state = self.network.state_size(self.task.length)
+        return [("cost", "flops_per_token", self.step, flops), ("cost", "state_size", self.step, float(state))]
+
+    def results(self, member: int, *, weights: bool = False) -> list[RunResult]:
+        """The runs of a member so far, in the order of the seeds."""
+        found = [run for run in self.runs if run.member == member]
+        return [
+            RunResult(run.seed, run.diverged_at, list(run.metrics), self._weights(run) if weights else {})
+            for run in found
+        ]
+
+    def _weights(self, run: _Run) -> dict[str, Tensor]:
+        self._store_all()
+        parameters = self.layout.unpack(run.state.weights[None])
+        return {name: parameters[name][0].cpu().clone() for name in self.network.state_dict()}
+
+    def _store_all(self) -> None:
+        for runs, stack in self.stacks:
+            self._store(runs, stack)
+
+    def how(self) -> dict[str, str]:
+        """What the training's speed depends on besides the device."""
+        return {"stack": str(min(self.most, len(self.runs))), "cuda_graph": self.graph} if self.graph else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        self._store_all()
+        return {
+            "step": self.step,
+            "seconds": self.seconds,
+            "trained": self.trained,
+            "ended": self.ended,
+            "runs": [
+                {"state": tuple(run.state), "metrics": run.metrics, "diverged_at": run.diverged_at} for run in self.runs
+            ],
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        self.step, self.seconds, self.trained = saved["step"], saved["seconds"], saved["trained"]
+        self.ended = list(saved["ended"])
+        for run, one in zip(self.runs, saved["runs"], strict=True):
+            run.state, run.diverged_at = Moments(*one["state"]), one["diverged_at"]
+            run.metrics = [tuple(metric) for metric in one["metrics"]]
+        self._stack()
+
+
+def _device(wanted: str) -> str:
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise InputError("train.device is cuda, and this machine has no GPU that torch can use")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted
