@@ -60,12 +60,18 @@ def scan(
         return o[..., :value_dim], last[..., :key_dim, :value_dim]
     base, residual, last = _pass(transition, x, scale, first, cu_seqlens, chunk_size)
     fitting = dataclasses.replace(x.fit.operands(x), u=residual)
-    o, _, second = _pass(transition, fitting, scale, second, cu_seqlens, chunk_size)
-    return (base + o)[..., :value_dim], (last[..., :key_dim, :value_dim], second[..., :key_dim, :value_dim])
+    o, _, second = _pass(transition, fitting, scale, second, cu_seqlens, chunk_size, base)
+    return o[..., :value_dim], (last[..., :key_dim, :value_dim], second[..., :key_dim, :value_dim])
 
 
 def _pass(
-    transition: Transition, x: Operands, scale: float, state: Tensor | None, cu_seqlens: Tensor | None, chunk_size: int
+    transition: Transition,
+    x: Operands,
+    scale: float,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    chunk_size: int,
+    base: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     late, keep = transition.reads == "decayed_state", torch.is_grad_enabled()
     given = [None if one is None else one.contiguous() for one in (x.r, x.k, x.u, x.g, x.e)]
@@ -84,7 +90,7 @@ def _pass(
     if x.fit is not None:
         loss, clip, target = x.fit.residual.loss, x.fit.residual.clip, x.fit.v.contiguous()
     o, residual, last, *_ = scalar_scan(
-        *cast(Any, given), *scalars, target, state, cu_seqlens, scale, late, loss, clip, chunk_size, keep
+        *cast(Any, given), *scalars, target, base, state, cu_seqlens, scale, late, loss, clip, chunk_size, keep
     )
     return o, residual, last
 

@@ -46,8 +46,7 @@ def tiles(x: Tensor | None, rows: int, columns: int, *, store: bool = False, rag
     """
     if x is None or (store and ragged):
         return x
-    matrix = x.flatten(2).flatten(0, 1)
-    return TensorDescriptor.from_tensor(matrix, [rows, columns])
+    return TensorDescriptor.from_tensor(x.view(x.shape[0] * x.shape[1], -1), [rows, columns])
 
 
 def fold_into_batch(op: Any) -> None:

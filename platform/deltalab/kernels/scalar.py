@@ -104,7 +104,7 @@ def through_residual(upstream, residual, clip, LOSS: tl.constexpr):
 
 @triton.jit
 def scan(
-    r, k, u, vectors, inverse, target, state, begin_states,
+    r, k, u, vectors, inverse, target, base, state, begin_states,
     o, residual, last, states, written,
     cu_seqlens, first, length, chunks, from_chunk, to_chunk, every, segments, scale, clip, H, V,
     K: tl.constexpr, SIZE: tl.constexpr, BV: tl.constexpr, CORRECTED: tl.constexpr, LOSS: tl.constexpr,
@@ -112,8 +112,9 @@ def scan(
 ):  # fmt: skip
     """One head's block of values through chunks from_chunk to to_chunk.
 
-    Writes what is not None: the output o; `residual` of `target`, which reads what its token has not written yet, as o
-    then does; the last state; `states` that chunks start with, transposed, and what they `written`, of this span.
+    Writes what is not None: the output o, on top of `base`; `residual` of `target`, which reads what its token has not
+    written yet, as o then does; the last state; `states` that chunks start with, transposed, and what they have `written`,
+    of this span.
     begin_states: [B, segments, H, V, K], the state before every `every`-th chunk; written where o is, else read.
     """
     block, head, sequence = tl.program_id(0) * BV, tl.program_id(1), tl.program_id(2)
@@ -175,7 +176,10 @@ def scan(
             if CORRECTED:
                 out -= (_get(mine, CORRECT, SIZE) * since)[None, :] * k_s
             out += tl.dot(w.to(kind), pairs, input_precision=PRECISION)
-            put_rows(o, tl.trans(out * scale), row, valid, head * V + block, H * V, SIZE, BV, RAGGED)
+            out *= scale
+            if base is not None:
+                out += tl.trans(get_rows(base, row, valid, head * V + block, SIZE, RAGGED)).to(tl.float32)
+            put_rows(o, tl.trans(out), row, valid, head * V + block, H * V, SIZE, BV, RAGGED)
         if LOSS is not None:
             predicted = tl.dot(w.to(kind), (overlap * decay).to(kind), input_precision=PRECISION)
             predicted += k_s * since[None, :]

@@ -131,6 +131,7 @@ def scalar_scan(
     read: Tensor | None,
     d: Tensor | None,
     target: Tensor | None,
+    base: Tensor | None,
     state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
@@ -145,6 +146,7 @@ def scalar_scan(
     Contiguous r, k [B, T, H, K], u [B, T, H, V], scalars [B, T, H], state [B, H, K, V] (of which there are N where
     cu_seqlens [N + 1] packs N sequences into B = 1). K is a power of two from 16 on, V a multiple of 16.
     With a loss it reads S_{t-1}, and gives besides the pseudo-residual of target - S_{t-1}^T k.
+    base: [B, T, H, V] that o comes on top of.
     keep: whether what the backward needs is returned.
     Returns (o, residual, last state, and what the backward needs: vectors, inverses and states).
     """
@@ -159,7 +161,7 @@ def scalar_scan(
     )  # fmt: skip
     scalar.scan[x.grid](
         x.keys(r), x.keys(k), x.values(u), vectors, x.squares(inverse),
-        x.values(target), state, _or_none(begin),
+        x.values(target), x.values(base), state, _or_none(begin),
         x.values(o, store=True), x.values(_or_none(residual), store=True), last, None, None,
         **x.sequence(), from_chunk=0, to_chunk=x.chunks, every=x.every, segments=x.segments,
         scale=scale, clip=clip, V=x.value_dim, BV=x.bv, CORRECTED=d is not None, LOSS=loss,
@@ -189,7 +191,7 @@ def _or_none(x: Tensor) -> Tensor | None:
 
 @scalar_scan.register_fake
 def _(
-    r, k, u, g, e, beta, read, d, target, state, cu_seqlens, scale, late, loss, clip, chunk_size, keep
+    r, k, u, g, e, beta, read, d, target, base, state, cu_seqlens, scale, late, loss, clip, chunk_size, keep
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     return _outputs(Launch.of(k, u, cu_seqlens, chunk_size), r, k, u, e, loss, keep)
 
@@ -249,7 +251,7 @@ def _backward(
         begins, ends = segment * x.every, min((segment + 1) * x.every, x.chunks)
         at = {**x.sequence(), "from_chunk": begins, "to_chunk": ends}
         scalar.scan[x.grid](
-            None, keys, values, vectors, solve, None, None, begin,
+            None, keys, values, vectors, solve, None, None, None, begin,
             None, None, None, states, x.values(written, store=True),
             **at, **size, every=x.every, segments=x.segments, CORRECTED=False, LOSS=None, **x.how("states"),
         )  # fmt: skip
@@ -277,11 +279,11 @@ def _(
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, target, state, cu_seqlens, scale, late, loss, clip, chunk_size, _ = inputs
+    *tensors, target, base, state, cu_seqlens, scale, late, loss, clip, chunk_size, _ = inputs
     _, residual, _, *kept = output
     ctx.save_for_backward(*tensors, cu_seqlens, residual if loss else None, *kept)
     ctx.rest = (scale, late, loss, clip, chunk_size)
-    ctx.given = [tensor is not None for tensor in (*tensors, target, state)]
+    ctx.given = [tensor is not None for tensor in (*tensors, target, base, state)]
     ctx.set_materialize_grads(False)
 
 
@@ -292,7 +294,8 @@ def _differentiate(ctx: Any, d_o: Tensor | None, d_residual: Tensor | None, d_la
     if ctx.rest[2] and d_residual is None:
         d_residual = torch.zeros_like(u)
     d_residual = None if d_residual is None or not ctx.rest[2] else d_residual.contiguous()
-    found = _backward(*ctx.saved_tensors, d_o.contiguous(), d_residual, d_last, *ctx.rest)
+    *found, d_state = _backward(*ctx.saved_tensors, d_o.contiguous(), d_residual, d_last, *ctx.rest)
+    found += [d_o, d_state]
     grads = [one if given else None for one, given in zip(found, ctx.given, strict=True)]
     return (*grads, *[None] * 7)
 
