@@ -113,8 +113,8 @@ def scan(
     """One head's block of values through chunks from_chunk to to_chunk.
 
     Writes what is not None: the output o, on top of `base`; `residual` of `target`, which reads what its token has not
-    written yet, as o then does; the last state; `states` that chunks start with, transposed, and what they have `written`,
-    of this span.
+    written yet, as o then does; the last state; `states` that chunks start with, transposed, and what they have
+    `written`, of this span.
     begin_states: [B, segments, H, V, K], the state before every `every`-th chunk; written where o is, else read.
     """
     block, head, sequence = tl.program_id(0) * BV, tl.program_id(1), tl.program_id(2)
