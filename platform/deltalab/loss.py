@@ -57,7 +57,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits = x[:, part] @ weight.mT
             logs = F.log_softmax(logits, -1, dtype=total.dtype)
             total -= torch.where(counted[:, part], logs.gather(-1, wanted)[..., 0], 0).sum(1)
-            share = (counted[:, part] / count[:, None])[..., None].to(total.dtype)
+            share = (counted[:, part].to(total.dtype) / count[:, None])[..., None]
             d_logits = logs.exp_().scatter_add_(-1, wanted, torch.full_like(share, -1)).mul_(share).to(x.dtype)
             d_x[:, part] = d_logits @ weight
             added = d_logits.mT @ x[:, part]

@@ -124,7 +124,7 @@ def train_together(
             asked = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
             wanted = asked[1] if asked else str(error)
             if most == 1:
-                raise InputError(
+                raise torch.OutOfMemoryError(
                     f"out of GPU memory with a single run of rule '{members[0][0].make_rule().name}' at "
                     f"train.batch_size {members[0][1].batch_size}: it asked for {wanted} more"
                 ) from None
