@@ -4,21 +4,24 @@
     python benchmarks/kernels.py --part fla_comba --out out
 
 Needs a GPU, and of Python no more than PyTorch, Triton and, for peers, these; figures of later parts join those in
-OUT/kernels.json. One part by one, since a peer's autotuning takes minutes: benchmarks/NOTES.md says how long each.
+OUT/kernels.json after each contestant. One part by one, since a peer's autotuning takes minutes: benchmarks/NOTES.md
+says how long each. --seconds N begins no rule and shape after N seconds; what it leaves out is said at the end.
 """
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 
 from deltalab.bench import GPU_SHAPE, Bench, Report, Shape
 from deltalab.rule import UpdateRule
+from deltalab.scan import Backend
 from deltalab_rules import comba, deltanet, gated_deltanet, gka, gla, rdn, rla, sgla
 
 OTHER_SHAPES = (Shape(64, 256, 2, 64, 64), Shape(1, 32768, 16, 128, 128))
@@ -36,49 +39,55 @@ RULES: dict[str, UpdateRule] = {
 }
 
 
-def ours(bench: Bench) -> None:
+@dataclass
+class Run:
+    """One part: what it measures with, and when it begins nothing more."""
+
+    bench: Bench
+    until: float = math.inf
+    left_out: list[str] = field(default_factory=list)
+
+    def add(self, name: str, shape: Shape, *peers: str, backend: Backend = "triton") -> None:
+        start = time.perf_counter()
+        if start > self.until:
+            self.left_out.append(f"left out: {', '.join([name, *peers])} at {shape}")
+            return
+        self.bench.add(RULES[name], shape, backends=(backend,), against=peers, label=name)
+        print(f"{name} at {shape}: {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
+
+
+def ours(run: Run) -> None:
     """Everything of ours at the shape of the targets, then at the other two."""
     for shape in (GPU_SHAPE, *OTHER_SHAPES):
-        for name, rule in RULES.items():
-            say(bench, name, rule, shape)
+        for name in RULES:
+            run.add(name, shape)
 
 
-def lengths(bench: Bench) -> None:
+def lengths(run: Run) -> None:
     """As many tokens in all, from 64 sequences to 1."""
     for name in ("comba", "gated_deltanet", "gla", "rdn", "gka_10"):
         for length in LENGTHS:
-            say(bench, name, RULES[name], LONG.at(length))
+            run.add(name, LONG.at(length))
 
 
-def chunked(bench: Bench) -> None:
+def chunked(run: Run) -> None:
     """The pure torch form that the kernels replace."""
-    for name, rule in RULES.items():
-        bench.add(rule, GPU_SHAPE, backends=("chunked",), label=name)
+    for name in RULES:
+        run.add(name, GPU_SHAPE, backend="chunked")
 
 
-def beside(peer: str, *names: str) -> Callable[[Bench], None]:
+def beside(peer: str, name: str) -> Callable[[Run], None]:
     """Ours and a peer at the shape of the targets, in one run."""
-
-    def run(bench: Bench) -> None:
-        for name in names:
-            say(bench, name, RULES[name], GPU_SHAPE, peer)
-
-    return run
+    return lambda run: run.add(name, GPU_SHAPE, peer)
 
 
-def sdpa(bench: Bench) -> None:
+def sdpa(run: Run) -> None:
     """Attention, at the shapes of `lengths` too."""
     for shape in (GPU_SHAPE, *map(LONG.at, LENGTHS)):
-        say(bench, "comba", RULES["comba"], shape, "sdpa")
+        run.add("comba", shape, "sdpa")
 
 
-def say(bench: Bench, name: str, rule: UpdateRule, shape: Shape, *peers: str) -> None:
-    start = time.perf_counter()
-    bench.add(rule, shape, backends=("triton",), against=peers, label=name)
-    print(f"{name} at {shape}: {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
-
-
-PARTS: dict[str, Callable[[Bench], None]] = {
+PARTS: dict[str, Callable[[Run], None]] = {
     "ours": ours,
     "lengths": lengths,
     "chunked": chunked,
@@ -142,7 +151,9 @@ def main() -> None:
     parser.add_argument("--part", choices=PARTS, action="append", help="may be given several times; all where left out")
     parser.add_argument("--out", type=Path, required=True, help="folder of kernels.json and lengths.png")
     parser.add_argument("--merge", type=Path, nargs="*", default=[], help="kernels.json of earlier runs, to join")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begins nothing more after so many")
     given = parser.parse_args()
+    until = time.perf_counter() + given.seconds
     if not torch.cuda.is_available():
         sys.exit("benchmarks/kernels.py needs a GPU")
     given.out.mkdir(parents=True, exist_ok=True)
@@ -151,20 +162,23 @@ def main() -> None:
     for earlier in (*given.merge, file):
         if earlier.exists():
             parts |= {part: Report.from_dict(one) for part, one in json.loads(earlier.read_text()).items()}
-    fresh = []
-    for part in given.part or PARTS:
-        bench = Bench()
-        parts[part] = bench.report
-        fresh.append(part)
-        try:
-            PARTS[part](bench)
-        finally:
+    fresh = given.part or list(PARTS)
+    left_out = []
+    for part in fresh:
+
+        def save(report: Report, part: str = part) -> None:
+            parts[part] = report
             file.write_text(json.dumps({name: asdict(one) for name, one in parts.items()}, indent=2) + "\n")
+
+        run = Run(Bench(after=save), until)
+        save(run.bench.report)
+        PARTS[part](run)
+        left_out += run.left_out
     if "lengths" in fresh:
         parts["lengths"].plot(given.out / "lengths.png")
     for part in fresh:
         print(f"--- {part}\n{parts[part].to_text()}")
-    print("\n".join(["--- targets", *targets(parts)]))
+    print("\n".join(["--- targets", *targets(parts), *left_out]))
 
 
 if __name__ == "__main__":

@@ -78,6 +78,13 @@ def test_what_cannot_run_leaves_its_reason_and_the_rest_goes_on(run: Bench) -> N
     assert "attention by triton at 1,32,2,8,4: first_call: InputError" in run.report.to_text()
 
 
+def test_figures_are_handed_on_one_by_one() -> None:
+    seen: list[int] = []
+    run = Bench("fp32", after=lambda report: seen.append(len(report.figures)))
+    run.add(deltalab.get_rule("linear_attention"), TINY, backends=("chunked", "recurrent"))
+    assert seen == [1, 2]
+
+
 def test_long_sequences_repeat_what_is_drawn_and_keep_the_gates_ranges(run: Bench) -> None:
     rule = deltalab.get_rule("delta_product")
     x, now = run._inputs(rule, Shape(3, 600, 2, 8, 4))
@@ -366,13 +373,17 @@ def test_parts_join_those_of_earlier_runs(
     kernels: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Planted:
-        def __init__(self) -> None:
-            self.report = planted()
+        def __init__(self, after: Callable[[Report], None]) -> None:
+            self.report, self.after = planted(), after
+
+        def add(self, rule: Any, shape: Shape, *, backends: Any, against: Any, label: str) -> None:
+            self.report.figures.append(Figures(label, *backends, str(shape), forward=1.0))
+            self.after(self.report)
 
     monkeypatch.setattr(kernels, "Bench", Planted)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    figures = {name: Figures(name, "triton", "1,1,1,1,1", forward=float(i)) for i, name in enumerate("abc")}
-    parts = {name: lambda run, one=one: run.report.figures.append(one) for name, one in figures.items()}
+    monkeypatch.setattr(kernels, "RULES", dict.fromkeys("abc"))
+    parts = {name: lambda run, name=name: run.add(name, TINY) for name in "abc"}
     monkeypatch.setattr(kernels, "PARTS", parts)
 
     def measure(*words: str) -> dict[str, Any]:
@@ -387,3 +398,5 @@ def test_parts_join_those_of_earlier_runs(
     (tmp_path / "out" / "kernels.json").rename(tmp_path / "earlier.json")
     assert sorted(measure("--part", "c", "--merge", str(tmp_path / "earlier.json"))) == ["a", "b", "c"]
     assert "--- c" in capsys.readouterr().out
+    assert measure("--part", "a", "--seconds", "-1")["a"]["figures"] == []
+    assert "left out: a at 1,32,2,8,4" in capsys.readouterr().out

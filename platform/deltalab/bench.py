@@ -11,6 +11,7 @@ Shares: of the bandwidth that a large copy reaches, and of the rate of a large m
 """
 
 import dataclasses
+import functools
 import gc
 import importlib.util
 import json
@@ -206,17 +207,18 @@ _COLUMNS: dict[str, Callable[[Figures], str]] = {
 class Bench:
     """One run on this machine's GPU or, without one, its CPU: `add` times a rule, `report` holds what was found.
 
-    Kernels are compiled into a folder of the run's own. Raises `InputError` for an unknown dtype.
+    Kernels are compiled into a folder of the run's own. after: called with each contestant's figures in the report.
+    Raises `InputError` for an unknown dtype.
     """
 
-    def __init__(self, dtype: str = "bf16") -> None:
+    def __init__(self, dtype: str = "bf16", after: Callable[["Report"], None] = lambda _: None) -> None:
         if dtype not in DTYPES:
             raise unknown("dtype", dtype, DTYPES, where="--dtype")
         self._caches = tempfile.TemporaryDirectory(prefix="deltalab-bench-")
         for variable in ("TRITON_CACHE_DIR", "TILELANG_CACHE_DIR"):
             os.environ[variable] = self._caches.name
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.dtype = DTYPES[dtype]
+        self.dtype, self.after = DTYPES[dtype], after
         name = torch.cuda.get_device_name() if self.on_gpu else f"CPU, {torch.get_num_threads()} threads"
         date = datetime.now(UTC).isoformat(timespec="seconds")
         self.report = Report(name, dtype, self._ceilings(), _versions(), date)
@@ -253,7 +255,8 @@ class Bench:
                     figures["error"] = float((o.float() - reference.float()).norm() / reference.float().norm())
                 reference = o if reference is None else reference
             found.append(Figures(label or rule.name, one.name, str(shape), **figures))
-        self.report.figures.extend(found)
+            self.report.figures.append(found[-1])
+            self.after(self.report)
         return found
 
     def _contest(self, one: Contestant, products: float | None) -> dict[str, Any]:
@@ -353,7 +356,7 @@ class Bench:
         if self.on_gpu:
             from triton.testing import do_bench
 
-            return float(do_bench(run, return_mode="median"))
+            return float(do_bench(run, warmup=10, rep=50, return_mode="median"))
         once = self._seconds(run)
         return 1e3 * statistics.median(self._seconds(run) for _ in range(max(3, min(50, int(CPU_SECONDS / once)))))
 
@@ -422,11 +425,21 @@ def bench(
 
 
 def _ours(rule: UpdateRule, x: Inputs, now: Inputs, backend: Backend) -> Contestant:
+    """Kernels are called by name once, which refuses what they do not take, and then as users call them, by `auto`:
+    it takes the same ones, and does not wait for the device to tell whether a state grows.
+    """
+
     def call(x: Inputs) -> Call:
+        chosen = backend
+
         def run(q: Tensor, k: Tensor, v: Tensor, **rest: Tensor) -> tuple[Tensor, State]:
+            nonlocal chosen
             states = tuple(rest.pop(name) for name in list(rest) if name.startswith("state"))
             state = None if not states else states if isinstance(x.state, tuple) else states[0]
-            return scan(rule, q, k, v, rest, state=state, backend=backend)
+            found = scan(rule, q, k, v, rest, state=state, backend=chosen)
+            if chosen == "triton" and q.is_cuda:
+                chosen = "auto"
+            return found
 
         return Call(run, x.named())
 
@@ -454,6 +467,7 @@ def flops(rule: UpdateRule, shape: Shape) -> float | None:
     return tokens * transition.steps * (2 * scanned + read if rule.second_state else scanned)
 
 
+@functools.cache
 def _counted(rule: UpdateRule, length: int, key_dim: int, value_dim: int) -> int:
     x = draw(rule, batch=1, length=length, heads=1, key_dim=key_dim, value_dim=value_dim).map(Tensor.float)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
