@@ -46,6 +46,9 @@ def tiles(x: Tensor | None, rows: int, columns: int, *, store: bool = False, rag
     """
     if x is None or (store and ragged):
         return x
+    if x.data_ptr() % 16:
+        # A view of something else; descriptors begin where 16 bytes do.
+        x = x.clone()
     return TensorDescriptor.from_tensor(x.view(x.shape[0] * x.shape[1], -1), [rows, columns])
 
 

@@ -6,11 +6,11 @@ Per chunk that starts at S, with G the cumulative log-decay and A_ij = exp(G_i -
     o = scale (exp(G) r S + P w),   P_ij = A_ij r_i . k_j,  j <= i
     S <- exp(G_C) S + k^T (exp(G_C - G) w)
 
-where r stands for read r - d k. `prepare` makes what takes long and does not depend on S, for all chunks at once;
-`scan` goes through the chunks with the state in registers, and makes P anew, which costs it less than moving P through
-memory. The state lies there transposed, [V, K]: then the left operand of every product is in registers already, and the
-right one is a tile that was loaded ahead. K is a power of two and V a multiple of BV; r, k, u, .. are descriptors
-(`chunk.tiles`).
+where r stands for read r - d k. `prepare` makes what does not depend on S, for all chunks at once; `scan` goes through
+the chunks with the state in registers. It lies there transposed, [V, K]: then the left operand of every product is in
+registers already, and the right one is a tile that was loaded ahead. Where nothing is erased, corrected or predicted
+`scan` waits for memory alone and has the time to make P, which then need not be moved. K is a power of two and V a
+multiple of BV; r, k, u, .. are descriptors (`chunk.tiles`).
 """
 
 import triton
@@ -47,11 +47,12 @@ def _get(vectors, what: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def prepare(
-    k, g, e, beta, read, d, vectors, inverse, cu_seqlens, of, first, length, chunks, sequences, H,
+    r, k, g, e, beta, read, d, vectors, inverse, within, overlaps,
+    cu_seqlens, of, first, length, chunks, sequences, H,
     K: tl.constexpr, SIZE: tl.constexpr, LATE: tl.constexpr, FIT: tl.constexpr, SUM: tl.constexpr,
     PACKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Per chunk and head: `vectors` and (I + M)^{-1}."""
+    """Per chunk and head: `vectors` and, where wanted, (I + M)^{-1}, P, and for predictions that of k in place of r."""
     program, head = tl.program_id(0), tl.program_id(1)
     sequence, chunk = locate(program, of, first, chunks, PACKED)
     if sequence >= sequences:
@@ -62,23 +63,42 @@ def prepare(
     at = program * H + head
     mine = vectors + at.to(tl.int64) * (ROWS * SIZE)
     sums, earlier, total = cumulative(g, row, valid, head, H, SIZE, SUM)
+    seen = earlier if FIT else sums
     there = tl.where(i < valid, 1.0, 0.0)
-    _put(mine, READ, there if read is None else scalars(read, row, valid, head, H, SIZE), SIZE)
+    strength = there if read is None else scalars(read, row, valid, head, H, SIZE)
+    _put(mine, READ, strength, SIZE)
     _put(mine, WRITE, there if beta is None else scalars(beta, row, valid, head, H, SIZE), SIZE)
     _put(mine, END, tl.exp2((total - sums).to(tl.float32)), SIZE)
     _put(mine, KEEP, tl.where(i == 0, tl.exp2(total.to(tl.float32)), 0.0), SIZE)
     _put(mine, SUMS, sums, SIZE)
-    _put(mine, SEEN, earlier if FIT else sums, SIZE)
-    if d is not None:
-        _put(mine, CORRECT, scalars(d, row, valid, head, H, SIZE), SIZE)
-    if e is not None:
+    _put(mine, SEEN, seen, SIZE)
+    if within is not None:
+        decay = apart(seen[:, None], sums[None, :], i[:, None], i[None, :], FIT)
         key = get_rows(k, row, valid, head * K, SIZE, RAGGED)
-        late = sums if LATE else earlier
-        erase = scalars(e, row, valid, head, H, SIZE)
-        _put(mine, ERASE, erase * tl.exp2(late.to(tl.float32)), SIZE)
-        system = tl.dot(key, tl.trans(key), input_precision=PRECISION) * erase[:, None]
-        system *= apart(late[:, None], sums[None, :], i[:, None], i[None, :], True)
-        inverse.store([at * SIZE, 0], unit_lower_inverse(system, SIZE, PRECISION).to(inverse.dtype))
+        reader = get_rows(r, row, valid, head * K, SIZE, RAGGED)
+        pairs = tl.dot(reader, tl.trans(key), input_precision=PRECISION) * strength[:, None]
+        overlap = tl.dot(key, tl.trans(key), input_precision=PRECISION)
+        if d is not None:
+            correction = scalars(d, row, valid, head, H, SIZE)
+            _put(mine, CORRECT, correction, SIZE)
+            pairs -= correction[:, None] * overlap
+        within.store([at * SIZE, 0], (pairs * decay).to(within.dtype))
+        if FIT:
+            overlaps.store([at * SIZE, 0], (overlap * decay).to(overlaps.dtype))
+        if e is not None:
+            late = sums if LATE else earlier
+            erase = scalars(e, row, valid, head, H, SIZE)
+            _put(mine, ERASE, erase * tl.exp2(late.to(tl.float32)), SIZE)
+            system = overlap * erase[:, None] * apart(late[:, None], sums[None, :], i[:, None], i[None, :], True)
+            inverse.store([at * SIZE, 0], unit_lower_inverse(system, SIZE, PRECISION).to(inverse.dtype))
+
+
+@triton.jit
+def _decays(vectors, SIZE: tl.constexpr):
+    """G, what a reader sees of it, and the exponential of that."""
+    sums = tl.load(vectors + SUMS * SIZE + tl.arange(0, SIZE))
+    seen = tl.load(vectors + SEEN * SIZE + tl.arange(0, SIZE))
+    return sums, seen, tl.exp2(seen.to(tl.float32))
 
 
 @triton.jit
@@ -104,7 +124,7 @@ def through_residual(upstream, residual, clip, LOSS: tl.constexpr):
 
 @triton.jit
 def scan(
-    r, k, u, vectors, inverse, target, base, state, begin_states,
+    r, k, u, vectors, inverse, within, overlaps, target, base, state, begin_states,
     o, residual, last, states, written,
     cu_seqlens, first, length, chunks, from_chunk, to_chunk, every, segments, scale, clip, H, V,
     K: tl.constexpr, SIZE: tl.constexpr, BV: tl.constexpr, CORRECTED: tl.constexpr, LOSS: tl.constexpr,
@@ -146,16 +166,10 @@ def scan(
         k_c = get_rows(k, row, valid, head * K, SIZE, RAGGED)
         if o is not None:
             r_c = get_rows(r, row, valid, head * K, SIZE, RAGGED)
-            sums, seen = tl.load(mine + SUMS * SIZE + i), tl.load(mine + SEEN * SIZE + i)
-            since = tl.exp2(seen.to(tl.float32))
-            # Both transposed, [j, i].
-            decay = apart(seen[None, :], sums[:, None], i[None, :], i[:, None], LOSS is not None)
-            pairs = tl.dot(k_c, tl.trans(r_c), input_precision=PRECISION) * _get(mine, READ, SIZE)[None, :]
-            if CORRECTED or LOSS is not None:
-                overlap = tl.dot(k_c, tl.trans(k_c), input_precision=PRECISION)
-            if CORRECTED:
-                pairs -= _get(mine, CORRECT, SIZE)[None, :] * overlap
-            pairs = (pairs * decay).to(kind)
+            sums, seen, since = _decays(mine, SIZE)
+            if within is None:
+                pairs_t = tl.dot(k_c, tl.trans(r_c), input_precision=PRECISION) * _get(mine, READ, SIZE)[None, :]
+                pairs_t = (pairs_t * apart(seen[None, :], sums[:, None], i[None, :], i[:, None], False)).to(kind)
         if inverse is not None or CORRECTED or LOSS is not None:
             k_s = tl.dot(s.to(kind), tl.trans(k_c), input_precision=PRECISION)
         w = tl.trans(get_rows(u, row, valid, head * V + block, SIZE, RAGGED)).to(tl.float32)
@@ -175,13 +189,15 @@ def scan(
             out *= (_get(mine, READ, SIZE) * since)[None, :]
             if CORRECTED:
                 out -= (_get(mine, CORRECT, SIZE) * since)[None, :] * k_s
-            out += tl.dot(w.to(kind), pairs, input_precision=PRECISION)
+            if within is not None:
+                pairs_t = tl.trans(within.load([at * SIZE, 0]))
+            out += tl.dot(w.to(kind), pairs_t, input_precision=PRECISION)
             out *= scale
             if base is not None:
                 out += tl.trans(get_rows(base, row, valid, head * V + block, SIZE, RAGGED)).to(tl.float32)
             put_rows(o, tl.trans(out), row, valid, head * V + block, H * V, SIZE, BV, RAGGED)
         if LOSS is not None:
-            predicted = tl.dot(w.to(kind), (overlap * decay).to(kind), input_precision=PRECISION)
+            predicted = tl.dot(w.to(kind), tl.trans(overlaps.load([at * SIZE, 0])), input_precision=PRECISION)
             predicted += k_s * since[None, :]
             error = tl.trans(get_rows(target, row, valid, head * V + block, SIZE, RAGGED)).to(tl.float32)
             found = pseudo_residual(error - predicted, clip, LOSS)
@@ -195,7 +211,7 @@ def scan(
 
 @triton.jit
 def reverse(
-    r, k, vectors, inverse, d_o, residual, d_residual, d_state, states_after, d_u, d_target,
+    r, k, vectors, inverse, within, overlaps, d_o, residual, d_residual, d_state, states_after, d_u, d_target,
     cu_seqlens, first, length, chunks, from_chunk, to_chunk, scale, clip, H, V,
     K: tl.constexpr, SIZE: tl.constexpr, BV: tl.constexpr, CORRECTED: tl.constexpr, LOSS: tl.constexpr,
     PACKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
@@ -225,24 +241,22 @@ def reverse(
         states_after.store([((slot + chunk - from_chunk) * H + head) * V + block, 0], ds.to(kind))
         k_c = get_rows(k, row, valid, head * K, SIZE, RAGGED)
         r_c = get_rows(r, row, valid, head * K, SIZE, RAGGED)
-        sums, seen = tl.load(mine + SUMS * SIZE + i), tl.load(mine + SEEN * SIZE + i)
-        since = tl.exp2(seen.to(tl.float32))
-        decay = apart(seen[:, None], sums[None, :], i[:, None], i[None, :], LOSS is not None)
-        pairs = tl.dot(r_c, tl.trans(k_c), input_precision=PRECISION) * _get(mine, READ, SIZE)[:, None]
-        if CORRECTED or LOSS is not None:
-            overlap = tl.dot(k_c, tl.trans(k_c), input_precision=PRECISION)
-        if CORRECTED:
-            pairs -= _get(mine, CORRECT, SIZE)[:, None] * overlap
+        sums, seen, since = _decays(mine, SIZE)
+        if within is None:
+            pairs = tl.dot(r_c, tl.trans(k_c), input_precision=PRECISION) * _get(mine, READ, SIZE)[:, None]
+            pairs = (pairs * apart(seen[:, None], sums[None, :], i[:, None], i[None, :], False)).to(kind)
+        else:
+            pairs = within.load([at * SIZE, 0])
         dw = tl.dot(ds.to(kind), tl.trans(k_c), input_precision=PRECISION)
         dw *= _get(mine, END, SIZE)[None, :]
         reads = tl.trans(get_rows(d_o, row, valid, head * V + block, SIZE, RAGGED)).to(tl.float32) * scale
-        dw += tl.dot(reads.to(kind), (pairs * decay).to(kind), input_precision=PRECISION)
+        dw += tl.dot(reads.to(kind), pairs, input_precision=PRECISION)
         if LOSS is not None:
             found = tl.trans(get_rows(residual, row, valid, head * V + block, SIZE, RAGGED)).to(tl.float32)
             wrong = tl.trans(get_rows(d_residual, row, valid, head * V + block, SIZE, RAGGED)).to(tl.float32)
             wrong = through_residual(wrong, found, clip, LOSS)
             put_rows(d_target, tl.trans(wrong), row, valid, head * V + block, H * V, SIZE, BV, RAGGED)
-            dw -= tl.dot(wrong.to(kind), (overlap * decay).to(kind), input_precision=PRECISION)
+            dw -= tl.dot(wrong.to(kind), overlaps.load([at * SIZE, 0]), input_precision=PRECISION)
         if inverse is not None:
             dw = tl.dot(dw.to(kind), inverse.load([at * SIZE, 0]), input_precision=PRECISION)
         put_rows(d_u, tl.trans(dw), row, valid, head * V + block, H * V, SIZE, BV, RAGGED)

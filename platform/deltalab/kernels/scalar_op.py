@@ -42,7 +42,7 @@ class Launch:
     precision: str
 
     @classmethod
-    def of(cls, k: Tensor, u: Tensor, cu_seqlens: Tensor | None, size: int) -> "Launch":
+    def of(cls, k: Tensor, u: Tensor, cu_seqlens: Tensor | None, size: int, loss: str | None) -> "Launch":
         batch, tokens, heads, key_dim = k.shape
         value_dim = u.shape[-1]
         chunks, packed = triton.cdiv(tokens, size), None
@@ -54,7 +54,7 @@ class Launch:
         wide = k.element_size() > 2
         blocks = (32, 16) if wide else (128, 64, 32, 16)
         bv = next(bv for bv in blocks if value_dim % bv == 0)
-        if bv == 128 and (key_dim > 128 or batch * heads * value_dim < ENOUGH * bv):
+        if bv == 128 and (key_dim > 128 or loss or batch * heads * value_dim < ENOUGH * bv):
             bv = 64
         return cls(
             batch, tokens, heads, key_dim, value_dim, size, key_dim, bv, chunks, every, packed,
@@ -140,7 +140,7 @@ def scalar_scan(
     clip: float,
     chunk_size: int,
     keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The scan of a state that decays by a scalar, as `rule.Operands` and `structure.Transition` define it.
 
     Contiguous r, k [B, T, H, K], u [B, T, H, V], scalars [B, T, H], state [B, H, K, V] (of which there are N where
@@ -148,19 +148,19 @@ def scalar_scan(
     With a loss it reads S_{t-1}, and gives besides the pseudo-residual of target - S_{t-1}^T k.
     base: [B, T, H, V] that o comes on top of.
     keep: whether what the backward needs is returned.
-    Returns (o, residual, last state, and what the backward needs: vectors, inverses and states).
+    Returns (o, residual, last state, and what the backward needs: vectors, inverses, P, that of k, and states).
     """
-    x = Launch.of(k, u, cu_seqlens, chunk_size)
-    found = _outputs(x, r, k, u, e, loss, keep)
-    o, residual, last, vectors, inverse, begin = found
+    x = Launch.of(k, u, cu_seqlens, chunk_size, loss)
+    found = _outputs(x, r, k, u, e, d, loss, keep)
+    o, residual, last, vectors, inverse, within, overlaps, begin = found
     bounds, of, first = x.packed or (None, None, None)
     scalar.prepare[(x.all_chunks, x.heads)](
-        x.keys(k), g, e, beta, read, d, vectors, x.squares(inverse),
+        x.keys(r), x.keys(k), g, e, beta, read, d, vectors, x.squares(inverse), x.squares(within), x.squares(overlaps),
         bounds, of, first, x.tokens, x.chunks, x.batch, **x.sizes(), LATE=late, FIT=loss is not None, SUM=x.sum,
         **x.how("prepare"),
     )  # fmt: skip
     scalar.scan[x.grid](
-        x.keys(r), x.keys(k), x.values(u), vectors, x.squares(inverse),
+        x.keys(r), x.keys(k), x.values(u), vectors, x.squares(inverse), x.squares(within), x.squares(overlaps),
         x.values(target), x.values(base), state, _or_none(begin),
         x.values(o, store=True), x.values(_or_none(residual), store=True), last, None, None,
         **x.sequence(), from_chunk=0, to_chunk=x.chunks, every=x.every, segments=x.segments,
@@ -171,8 +171,9 @@ def scalar_scan(
 
 
 def _outputs(
-    x: Launch, r: Tensor, k: Tensor, u: Tensor, e: Tensor | None, loss: str | None, keep: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    x: Launch, r: Tensor, k: Tensor, u: Tensor, e: Tensor | None, d: Tensor | None, loss: str | None, keep: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    busy = e is not None or d is not None or loss is not None
     square = (x.all_chunks, x.heads, x.size, x.size)
     last = u.new_empty(x.batch, x.heads, x.key_dim, x.value_dim, dtype=torch.float32)
     return (
@@ -181,6 +182,8 @@ def _outputs(
         last,
         last.new_empty(x.all_chunks, x.heads, scalar.ROWS.value, x.size, dtype=x.vectors),
         absent(u) if e is None else k.new_empty(square),
+        k.new_empty(square) if busy else absent(u),
+        k.new_empty(square) if loss else absent(u),
         last.new_empty(x.batch, x.segments, x.heads, x.value_dim, x.key_dim) if keep else absent(u),
     )
 
@@ -193,7 +196,7 @@ def _or_none(x: Tensor) -> Tensor | None:
 def _(
     r, k, u, g, e, beta, read, d, target, base, state, cu_seqlens, scale, late, loss, clip, chunk_size, keep
 ):  # type: ignore[no-untyped-def]  # fmt: skip
-    return _outputs(Launch.of(k, u, cu_seqlens, chunk_size), r, k, u, e, loss, keep)
+    return _outputs(Launch.of(k, u, cu_seqlens, chunk_size, loss), r, k, u, e, d, loss, keep)
 
 
 @torch.library.custom_op("deltalab::scalar_scan_backward", mutates_args=())
@@ -210,6 +213,8 @@ def _backward(
     residual: Tensor | None,
     vectors: Tensor,
     inverse: Tensor,
+    within: Tensor,
+    overlaps: Tensor,
     begin: Tensor,
     d_o: Tensor,
     d_residual: Tensor | None,
@@ -221,7 +226,7 @@ def _backward(
     chunk_size: int,
 ) -> list[Tensor]:
     """Gradients of r, k, u, g, e, beta, read, d, target and the state; empty for what was not given."""
-    x = Launch.of(k, u, cu_seqlens, chunk_size)
+    x = Launch.of(k, u, cu_seqlens, chunk_size, loss)
     like = [absent(u) if x is None else torch.empty_like(x) for x in (r, k, u, g, e, beta, read, d, residual)]
     d_r, d_k, d_u, d_g, d_e, d_beta, d_read, d_d, d_target = like
     if d_last is None:
@@ -234,7 +239,7 @@ def _backward(
     written = None
     if e is not None:
         written = torch.empty_like(u) if x.packed else u.new_empty(x.batch, x.every * x.size, x.heads, x.value_dim)
-    solve = x.squares(inverse)
+    solve, pairs, overlap = x.squares(inverse), x.squares(within), x.squares(overlaps)
     keys, values, upstream = x.keys(k), x.values(u), x.values(d_o)
     found, wrong = x.values(residual), x.values(d_residual)
     reverse_d_u = x.values(d_u, store=True)
@@ -251,12 +256,12 @@ def _backward(
         begins, ends = segment * x.every, min((segment + 1) * x.every, x.chunks)
         at = {**x.sequence(), "from_chunk": begins, "to_chunk": ends}
         scalar.scan[x.grid](
-            None, keys, values, vectors, solve, None, None, None, begin,
+            None, keys, values, vectors, solve, None, None, None, None, None, begin,
             None, None, None, states, x.values(written, store=True),
             **at, **size, every=x.every, segments=x.segments, CORRECTED=False, LOSS=None, **x.how("states"),
         )  # fmt: skip
         scalar.reverse[x.grid](
-            x.keys(r), keys, vectors, solve, upstream, found, wrong, after, states_after,
+            x.keys(r), keys, vectors, solve, pairs, overlap, upstream, found, wrong, after, states_after,
             reverse_d_u, x.values(_or_none(d_target), store=True),
             **at, **size, CORRECTED=d is not None, LOSS=loss, **x.how("reverse"),
         )  # fmt: skip
@@ -270,11 +275,11 @@ def _backward(
 
 @_backward.register_fake
 def _(
-    r, k, u, g, e, beta, read, d, cu_seqlens, residual, vectors, inverse, begin,
+    r, k, u, g, e, beta, read, d, cu_seqlens, residual, vectors, inverse, within, overlaps, begin,
     d_o, d_residual, d_last, scale, late, loss, clip, chunk_size,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     like = [absent(u) if x is None else torch.empty_like(x) for x in (r, k, u, g, e, beta, read, d, residual)]
-    x = Launch.of(k, u, cu_seqlens, chunk_size)
+    x = Launch.of(k, u, cu_seqlens, chunk_size, loss)
     return [*like, begin.new_empty(x.batch, x.heads, x.key_dim, x.value_dim)]
 
 
