@@ -1,5 +1,6 @@
 """Kernels with diagonal decay, in Triton's interpreter: the recurrence in fp64, and its gradients."""
 
+import dataclasses
 import os
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -40,12 +41,12 @@ def drawn(
     )  # fmt: skip
 
 
-def fast(x: Operands, state: Tensor | None, *, late: bool, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    o, last, _ = diagonal_scan(*(getattr(x, name) for name in NAMES), state, cu_seqlens, 0.3, late, CHUNK, True)
+def fast(x: Operands, state: Tensor | None, *, late: bool, chunk: int) -> tuple[Tensor, Tensor]:
+    o, last, _ = diagonal_scan(*(getattr(x, name) for name in NAMES), state, None, 0.3, late, chunk, True)
     return o, last
 
 
-def right(x: Operands, state: Tensor | None, *, late: bool) -> tuple[Tensor, Tensor]:
+def right(x: Operands, state: Tensor | None, *, late: bool, chunk: int) -> tuple[Tensor, Tensor]:
     transition = Transition(
         name="this", decay="diagonal", low_rank="tied" if x.e is not None else "free" if x.a is not None else "none",
         reads="decayed_state" if late else "state",
@@ -58,25 +59,31 @@ def right(x: Operands, state: Tensor | None, *, late: bool) -> tuple[Tensor, Ten
 def given(x: Operands, state: Tensor | None, dtype: torch.dtype) -> tuple[Operands, Tensor | None, dict[str, Tensor]]:
     """A copy whose tensors want gradients, and these by name."""
     leaves = {name: getattr(x, name) for name in NAMES} | {"state": state}
-    leaves = {name: t.detach().clone().to(dtype).requires_grad_() for name, t in leaves.items() if t is not None}
+    leaves = {
+        name: t.detach().clone().to(t.dtype if dtype == torch.float32 else dtype).requires_grad_()
+        for name, t in leaves.items()
+        if t is not None
+    }
     state = leaves.get("state")
     return Operands(**{name: t for name, t in leaves.items() if name != "state"}), state, leaves
 
 
-def check(x: Operands, state: Tensor | None, *, late: bool, tolerance: float = 1e-5) -> None:
-    """Output, last state and every gradient."""
+def check(x: Operands, state: Tensor | None, *, late: bool, chunk: int = CHUNK, half: tuple[str, ...] = ()) -> None:
+    """Output, last state and every gradient; `half` names the operands that are in fp16."""
     results = []
+    x = dataclasses.replace(x, **{name: getattr(x, name).half() for name in half if getattr(x, name) is not None})
     for scan, dtype in ((fast, torch.float32), (right, torch.float64)):
         operands, start, leaves = given(x, state, dtype)
-        o, last = scan(operands, start, late=late)
-        weights = torch.arange(o.numel(), dtype=dtype).cos().view_as(o)
+        o, last = scan(operands, start, late=late, chunk=chunk)
+        weights = torch.arange(o.numel(), dtype=dtype).cos().view_as(o).to(o.dtype)
         loss = (o * weights).sum() + (last * torch.arange(last.numel(), dtype=dtype).sin().view_as(last)).sum()
         loss.backward()
         results.append({"o": o, "last": last, **{name: leaf.grad for name, leaf in leaves.items()}})
     found, wanted = results
     for name, want in wanted.items():
+        assert name not in half or found[name].dtype == torch.float16
         error = (found[name].double() - want).norm() / want.norm().clamp_min(1e-12)
-        assert error <= tolerance, f"{name}: {float(error):.1e}"
+        assert error <= (1e-3 if half else 1e-5), f"{name}: {float(error):.1e}"
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -88,8 +95,8 @@ def test_output_state_and_gradients_are_those_of_the_recurrence(structure, late,
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_widths_that_fill_no_block_and_no_state(structure):
-    check(drawn(structure, 20, batch=2, key=24, value=20, more=False), None, late=True)
+def test_several_blocks_of_keys_and_values_and_no_state(structure):
+    check(drawn(structure, 20, batch=2, key=32, value=48, more=False), None, late=True)
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -99,3 +106,15 @@ def test_decays_without_end(structure, late, low):
     x = drawn(structure, 20)
     at = torch.rand(x.g.shape, generator=torch.Generator().manual_seed(3))
     check(x.__class__(**{**vars(x), "g": torch.where(at < 0.3, low, torch.where(at < 0.6, 0.0, x.g))}), None, late=late)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_long_chunks_in_half_precision(structure, late):
+    vectors = ("r", "k", "u", "a", "b")
+    check(drawn(structure, 70), None, late=late, chunk=64, half=(*vectors, "g") if late else vectors)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_long_chunks(structure):
+    check(drawn(structure, 70), None, late=False, chunk=32)

@@ -17,7 +17,7 @@ matrices. A token is a row or a column, so that one factor and one tile serves b
 import triton
 import triton.language as tl
 
-from deltalab.kernels.chunk import LOG2_E, LOWEST, bounds, locate, scalars, unit_lower_inverse
+from deltalab.kernels.chunk import LOG2_E, LOWEST, bounds, get_rows, locate, scalars, unit_lower_inverse
 
 
 @triton.jit
@@ -33,164 +33,238 @@ def rows(x, row, valid, head, H, column, width, SIZE: tl.constexpr, FULL: tl.con
 
 
 @triton.jit
-def channels(x, row, valid, head, H, key, width, SIZE: tl.constexpr, FULL: tl.constexpr):
-    """`rows`, transposed: [W, SIZE]."""
-    i = tl.arange(0, SIZE)
-    at = x + (row.to(tl.int64) * H + head) * width + (i[None, :] * (H * width) + key[:, None])
-    there = (i < valid)[None, :]
-    return at, there if FULL else there & (key < width)[:, None]
+def log_decays(g, row, valid, column, KIND: tl.constexpr, SIZE: tl.constexpr, RAGGED: tl.constexpr):
+    """g of a chunk, base 2: in fp16 beside a KIND of 16 bits, where exp(G) is off by 2^-12 |G| exp(G) < 1e-4 at most.
+
+    No infinity, which would meet a 0 in `summed`.
+    """
+    found = tl.maximum(get_rows(g, row, valid, column, SIZE, RAGGED).to(tl.float32), LOWEST) * LOG2_E
+    return found if KIND == tl.float32 else found.to(tl.float16)
 
 
 @triton.jit
-def get_channels(x, row, valid, head, H, key, width, SIZE: tl.constexpr, FULL: tl.constexpr):
-    """[W, SIZE] of x in fp32, 0 where there is nothing."""
-    at, there = channels(x, row, valid, head, H, key, width, SIZE, FULL)
-    return tl.load(at, mask=there, other=0.0).to(tl.float32)
+def decay(chosen, g):
+    """exp2 of the sum of g_jc over the tokens j that [i, j] chooses for i, [.., N, W] in fp32."""
+    chosen = chosen.to(g.dtype)
+    if len(g.shape) == 3:
+        chosen = tl.broadcast_to(chosen[None, :, :], [g.shape[0], g.shape[1], g.shape[1]])
+    return tl.exp2(tl.dot(chosen, g, input_precision="ieee"))
 
 
 @triton.jit
-def put_channels(x, tile, row, valid, head, H, key, width, SIZE: tl.constexpr, FULL: tl.constexpr):
-    """Stores where `get_channels` finds it."""
-    at, there = channels(x, row, valid, head, H, key, width, SIZE, FULL)
-    tl.store(at, tile.to(x.dtype.element_ty), mask=there)
+def second(level: tl.constexpr, N: tl.constexpr):
+    """[N, 1]: whether a token is in the second half of its block of two halves of 2**level."""
+    return ((tl.arange(0, N) >> level) % 2 == 1)[:, None]
 
 
 @triton.jit
-def log_decays(g, row, valid, head, H, key, K, SIZE: tl.constexpr, FULL: tl.constexpr):
-    """g of a chunk, base 2, [W, SIZE] in fp32, and as two of fp16 that add up to it."""
-    value = tl.maximum(get_channels(g, row, valid, head, H, key, K, SIZE, FULL), LOWEST) * LOG2_E
-    high = value.to(tl.float16)
-    return value, high, (value - high.to(tl.float32)).to(tl.float16)
+def between(level: tl.constexpr, N: tl.constexpr, OWN: tl.constexpr):
+    """[i, j]: whether j lies between i and the border within its block of two halves.
+
+    i itself does where OWN and it stands behind the border.
+    """
+    i, j = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
+    behind = j <= i if OWN else j < i
+    return (i >> level == j >> level) & ((second(level, N) & behind) | (((i >> level) % 2 == 0) & (j > i)))
 
 
 @triton.jit
-def decay(high, low, chosen):
-    """exp2 of the sums of g, [W, SIZE], over the tokens j that [j, i] chooses for i."""
-    chosen = chosen.to(tl.float16)
-    return tl.exp2(tl.dot(low, chosen, tl.dot(high, chosen)))
-
-
-@triton.jit
-def between(level: tl.constexpr, SIZE: tl.constexpr):
-    """[j, i]: whether j lies between i and the border within its block of two halves of 2**level; i itself does not."""
-    j, i = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
-    return (i >> level == j >> level) & ((j < i) == ((i >> level) % 2 == 1)) & (i != j)
-
-
-@triton.jit
-def halves(level: tl.constexpr, SIZE: tl.constexpr):
+def halves(level: tl.constexpr, N: tl.constexpr):
     """Whether i and j are in different halves of one block."""
-    i, j = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
+    i, j = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
     return (i >> level) ^ (j >> level) == 1
 
 
 @triton.jit
-def read_and_written(
-    r, k, e, beta, read, d, row, valid, head, H, key, K, scale, SIZE: tl.constexpr, FULL: tl.constexpr
-):
-    """What reads and what is written along, [W, SIZE]. A tied low rank takes beta u for what is written, not beta k."""
-    writer = get_channels(k, row, valid, head, H, key, K, SIZE, FULL)
-    reader = get_channels(r, row, valid, head, H, key, K, SIZE, FULL) * scale
-    if read is not None:
-        reader *= scalars(read, row, valid, head, H, SIZE)[None, :]
-    if d is not None:
-        reader -= scale * scalars(d, row, valid, head, H, SIZE)[None, :] * writer
-    if e is None and beta is not None:
-        writer *= scalars(beta, row, valid, head, H, SIZE)[None, :]
-    return reader, writer
+def near(x):
+    """[SIZE, W] as blocks of 16 rows: their products are cheaper than whole ones that are mostly masked."""
+    return tl.reshape(x, [x.shape[0] // 16, 16, x.shape[1]])
 
 
 @triton.jit
-def erased(k, e, b, alpha, row, valid, head, H, key, K, SIZE: tl.constexpr, FULL: tl.constexpr, LATE: tl.constexpr):
-    """What erases, e k or b, [W, SIZE]; with a decay more where it sees the decayed state."""
-    if e is not None:
-        eraser = get_channels(k, row, valid, head, H, key, K, SIZE, FULL)
-        eraser *= scalars(e, row, valid, head, H, SIZE)[None, :]
+def flat(x):
+    """The reverse of `near`."""
+    return tl.reshape(x, [x.shape[0] * 16, x.shape[2]])
+
+
+@triton.jit
+def near_squares(x, SIZE: tl.constexpr):
+    """The blocks of 16 on the diagonal of [SIZE, SIZE]."""
+    block = tl.arange(0, SIZE // 16)
+    same = (block[:, None] == block[None, :])[:, None, :, None]
+    return tl.sum(tl.where(same, tl.reshape(x, [SIZE // 16, 16, SIZE // 16, 16]), 0.0), 2)
+
+
+@triton.jit
+def near_and_far(blocks, far, SIZE: tl.constexpr):
+    """[SIZE, SIZE] whose blocks of 16 on the diagonal are these; far is 0 there."""
+    block = tl.arange(0, SIZE // 16)
+    same = (block[:, None] == block[None, :])[:, None, :, None]
+    return far + tl.reshape(tl.where(same, tl.expand_dims(blocks, 2), 0.0), [SIZE, SIZE])
+
+
+@triton.jit
+def _pairs(sums, x, y, level: tl.constexpr, PRECISION: tl.constexpr):
+    """sums with x y^T where x is in the second half and y in the first."""
+    N: tl.constexpr = x.shape[-2]
+    i, j = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
+    found = tl.dot(x, tl.trans(y), sums, input_precision=PRECISION)
+    return tl.where(halves(level, N) & (i > j), found, sums)
+
+
+@triton.jit
+def _here(sums, x, y, PRECISION: tl.constexpr):
+    """`_pairs` of each token with itself."""
+    i, j = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
+    return tl.where(i == j, tl.dot(x, tl.trans(y), sums, input_precision=PRECISION), sums)
+
+
+@triton.jit
+def factor_and_half(g, g_near, level: tl.constexpr, OWN: tl.constexpr):
+    """Per token, in blocks of 16: its decay to or from the border within its block; whether it is behind that."""
+    if level < 4:
+        factor, behind = decay(between(level, 16, OWN), g_near), second(level, 16)[None, :, :]
     else:
-        eraser = get_channels(b, row, valid, head, H, key, K, SIZE, FULL)
-    return eraser * alpha if LATE else eraser
+        SIZE: tl.constexpr = g.shape[0]
+        factor, behind = near(decay(between(level, SIZE, OWN), g)), near(second(level, SIZE))
+    return factor, behind
+
+
+@triton.jit
+def _level(
+    factor, behind, reader, writer, eraser, adder, p, q, moved, system, level: tl.constexpr,
+    KIND: tl.constexpr, TIED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What tokens have to do with each other across the borders of a level, added to p, q, moved and system."""
+    if TIED:
+        x, y = (reader * factor).to(KIND), (writer * factor).to(KIND)
+    else:
+        x = (tl.where(behind, reader, writer) * factor).to(KIND)
+        y = x
+    if adder is not None:
+        y = (tl.where(behind, eraser, adder) * factor).to(KIND)
+    if level > 3:
+        x, y = flat(x), flat(y)
+    if TIED:
+        p = _pairs(p, x, y, level, PRECISION)
+        system = _pairs(system, y, y, level, PRECISION)
+    else:
+        p = _pairs(p, x, x, level, PRECISION)
+    if adder is not None:
+        q = _pairs(q, x, y, level, PRECISION)
+        moved = _pairs(moved, y, x, level, PRECISION)
+        system = _pairs(system, y, y, level, PRECISION)
+    return p, q, moved, system
+
+
+@triton.jit
+def read_and_written(
+    r, k, e, beta, read, d, row, valid, head, H, column, scale, SIZE: tl.constexpr, RAGGED: tl.constexpr
+):
+    """What reads and what is written along, [SIZE, W]. A tied low rank takes beta u for what is written, not beta k."""
+    writer = get_rows(k, row, valid, column, SIZE, RAGGED).to(tl.float32)
+    reader = get_rows(r, row, valid, column, SIZE, RAGGED).to(tl.float32) * scale
+    if read is not None:
+        reader *= scalars(read, row, valid, head, H, SIZE)[:, None]
+    if d is not None:
+        reader -= scale * scalars(d, row, valid, head, H, SIZE)[:, None] * writer
+    if e is None and beta is not None:
+        writer *= scalars(beta, row, valid, head, H, SIZE)[:, None]
+    return reader, writer
 
 
 @triton.jit
 def prepare(
     r, k, g, e, a, b, beta, read, d,
     reading, writing, kept, within, erasing, given, inverse, adding, within_a,
-    cu_seqlens, of, first, length, from_chunk, span, sequences, scale, H, K,
-    SIZE: tl.constexpr, BK: tl.constexpr, FULL: tl.constexpr, LATE: tl.constexpr,
-    PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    cu_seqlens, of, first, length, from_chunk, span, sequences, scale, H, K: tl.constexpr,
+    SIZE: tl.constexpr, BK: tl.constexpr, LATE: tl.constexpr,
+    PACKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Per chunk and head, in tiles [SIZE, BK] or [SIZE, SIZE]: with vectors as they meet the chunk's first state,
+    """Per chunk and head, in tiles [SIZE, K] or [SIZE, SIZE]: with vectors as they meet the chunk's first state,
 
     reading (exp(G) r), writing (exp(G_C - G) k), adding (so of a), erasing and given as above, `within` [i, j] what of
-    j's value is read at i, `within_a` what of its erasure; kept [BK] is exp(G_C), `inverse` that of I + M or I - M.
-    Channels are rows here, so that they fill the left side of the products that make decays.
+    j's value is read at i, `within_a` what of its erasure; kept [K] is exp(G_C), `inverse` that of I + M or I - M.
     """
-    program, head = tl.program_id(0) // H, tl.program_id(0) % H
+    program, head = tl.program_id(0), tl.program_id(1)
     sequence, chunk = locate(program, of, first, span, PACKED)
     if sequence >= sequences:
         return
     start, length = bounds(sequence, cu_seqlens, length, PACKED)
     row, valid = start + (chunk + from_chunk) * SIZE, length - (chunk + from_chunk) * SIZE
-    i, key = tl.arange(0, SIZE), tl.arange(0, BK)
-    here, lower = i[:, None] == i[None, :], i[:, None] > i[None, :]
-    kind = reading.dtype.element_ty
-    slot = program.to(tl.int64) * H + head
-    tile = slot * SIZE * BK + i[None, :] * BK + key[:, None]
-    square = slot * SIZE * SIZE + i[:, None] * SIZE + i[None, :]
-    one, high, low = log_decays(g, row, valid, head, H, key, K, SIZE, FULL)
-    alpha = tl.exp2(one)
-    since, until = decay(high, low, i[:, None] < i[None, :]), decay(high, low, lower)
-    tl.store(kept + slot * BK + key, tl.exp2(tl.sum(one, 1)))
-    reader, writer = read_and_written(r, k, e, beta, read, d, row, valid, head, H, key, K, scale, SIZE, FULL)
-    p = tl.where(here, tl.sum(reader * writer, 0)[:, None], 0.0)
-    tl.store(writing + tile, (writer * until).to(kind))
-    if erasing is not None:
-        eraser = erased(k, e, b, alpha, row, valid, head, H, key, K, SIZE, FULL, LATE)
-        seen = (eraser * since).to(kind)
-        system = tl.zeros([SIZE, SIZE], tl.float32)
-    if adding is not None:
-        adder = get_channels(a, row, valid, head, H, key, K, SIZE, FULL)
-        q = tl.where(here, tl.sum(reader * adder, 0)[:, None], 0.0)
-        tl.store(adding + tile, (adder * until).to(kind))
-        moved = tl.zeros([SIZE, SIZE], tl.float32)
-    reader *= alpha
-    tl.store(reading + tile, (reader * since).to(kind))
-    for level in tl.static_range(7):
-        if 1 << level < SIZE:
-            factor = decay(high, low, between(level, SIZE)) if level > 0 else 1.0
-            second = ((i >> level) % 2 == 1)[None, :]
-            below = halves(level, SIZE) & lower
-            if e is not None:
-                x = (reader * factor).to(kind)
-                y = tl.where(second, eraser * factor, writer * factor).to(kind)
-                p = tl.where(below, tl.dot(tl.trans(x), y, input_precision=PRECISION), p)
-            else:
-                x = tl.where(second, reader * factor, writer * factor).to(kind)
-                p = tl.where(below, tl.dot(tl.trans(x), x, input_precision=PRECISION), p)
-            if adding is not None:
-                y = tl.where(second, eraser * factor, adder * factor).to(kind)
-                q = tl.where(below, tl.dot(tl.trans(x), y, input_precision=PRECISION), q)
-                moved = tl.where(below, tl.dot(tl.trans(y), x, input_precision=PRECISION), moved)
-            if erasing is not None:
-                system = tl.where(below, tl.dot(tl.trans(y), y, input_precision=PRECISION), system)
-    tl.store(within + square, p.to(kind))
-    if erasing is not None:
+    i, j = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
+    kind: tl.constexpr = k.dtype
+    TIED: tl.constexpr = e is not None
+    OWN: tl.constexpr = LATE or erasing is None
+    slot = program * H + head
+    p, p_near = tl.zeros([SIZE, SIZE], tl.float32), tl.zeros([SIZE // 16, 16, 16], tl.float32)
+    q, moved, system, q_near, moved_near, system_near = p, p, p, p_near, p_near, p_near
+    for key in range(0, K, BK):
+        column = head * K + key
+        g_c = log_decays(g, row, valid, column, kind, SIZE, RAGGED)
+        g_near = near(g_c)
+        since, until = near(decay(j <= i if OWN else j < i, g_c)), near(decay(j > i, g_c))
+        reader, writer = read_and_written(r, k, e, beta, read, d, row, valid, head, H, column, scale, SIZE, RAGGED)
+        reader, writer = near(reader), near(writer)
+        p_near = _here(p_near, reader.to(kind), writer.to(kind), PRECISION)
+        writing.store([slot * SIZE, key], flat((writer * until).to(kind)))
+        eraser, adder = None, None
         if adding is not None:
-            tl.store(within_a + square, q.to(kind))
+            eraser = near(get_rows(b, row, valid, column, SIZE, RAGGED).to(tl.float32))
+            adder = near(get_rows(a, row, valid, column, SIZE, RAGGED).to(tl.float32))
+            q_near = _here(q_near, reader.to(kind), adder.to(kind), PRECISION)
+            adding.store([slot * SIZE, key], flat((adder * until).to(kind)))
+        if not OWN:
+            alpha = tl.exp2(g_near.to(tl.float32))
+            reader *= alpha
+        reading.store([slot * SIZE, key], flat((reader * since).to(kind)))
+        ends = kept + slot.to(tl.int64) * K + key + tl.arange(0, BK)[None, :] + 0 * i
+        tl.store(ends, flat(since if OWN else since * alpha), mask=i == SIZE - 1)
+        for level in tl.static_range(7):
+            if 1 << level < SIZE:
+                factor, behind = factor_and_half(g_c, g_near, level, OWN)
+                if level < 4:
+                    p_near, q_near, moved_near, system_near = _level(
+                        factor, behind, reader, writer, eraser, adder, p_near, q_near, moved_near, system_near,
+                        level, kind, TIED, PRECISION,
+                    )  # fmt: skip
+                else:
+                    p, q, moved, system = _level(
+                        factor, behind, reader, writer, eraser, adder, p, q, moved, system,
+                        level, kind, TIED, PRECISION,
+                    )  # fmt: skip
+    p = near_and_far(p_near, p, SIZE)
+    within.store([slot * SIZE, 0], p.to(kind))
+    if erasing is not None:
+        system = near_and_far(system_near, system, SIZE)
+        if adding is not None:
+            q = near_and_far(q_near, q, SIZE)
+            within_a.store([slot * SIZE, 0], q.to(kind))
+            moved = near_and_far(moved_near, moved, SIZE)
             system = -system
+        else:
+            erase = scalars(e, row, valid, head, H, SIZE)[:, None]
+            system *= erase
         solved = unit_lower_inverse(system, SIZE, PRECISION)
+        solved_c = solved.to(kind)
         if inverse is not None:
-            tl.store(inverse + square, solved.to(kind))
+            inverse.store([slot * SIZE, 0], solved_c)
         if adding is not None:
-            values = tl.dot(solved.to(kind), moved.to(kind), input_precision=PRECISION)
+            values = tl.dot(solved_c, moved.to(kind), input_precision=PRECISION)
         elif beta is not None:
             values = solved * scalars(beta, row, valid, head, H, SIZE)[None, :]
         else:
             values = solved
-        tl.store(given + square, values.to(kind))
-        found = tl.dot(solved.to(kind), tl.trans(seen), input_precision=PRECISION)
-        at = erasing + slot * SIZE * BK + i[:, None] * BK + key[None, :]
-        tl.store(at, (-found if adding is None else found).to(kind))
+        given.store([slot * SIZE, 0], values.to(kind))
+        for key in range(0, K, BK):
+            g_c = log_decays(g, row, valid, head * K + key, kind, SIZE, RAGGED)
+            since = decay(j <= i if OWN else j < i, g_c)
+            if adding is not None:
+                seen = get_rows(b, row, valid, head * K + key, SIZE, RAGGED).to(tl.float32) * since
+            else:
+                seen = get_rows(k, row, valid, head * K + key, SIZE, RAGGED).to(tl.float32) * (-erase * since)
+            found = tl.dot(solved_c, seen.to(kind), input_precision=PRECISION)
+            erasing.store([slot * SIZE, key], found.to(kind))
 
 
 @triton.jit

@@ -1,19 +1,21 @@
-"""The last kernel of `kernels.diagonal`'s backward: the gradients of a chunk's operands, parallel over chunks."""
+"""The last kernel of `kernels.diagonal`'s backward: the gradients of a chunk's operands, parallel over chunks.
+
+It goes through the keys in blocks, so that what a block needs stays in registers.
+"""
 
 import triton
 import triton.language as tl
 
-from deltalab.kernels.chunk import bounds, locate, put_scalars, scalars
+from deltalab.kernels.chunk import bounds, get_rows, locate, put_rows, put_scalars, scalars
 from deltalab.kernels.diagonal import (
-    between,
     decay,
-    erased,
-    get_channels,
+    factor_and_half,
+    flat,
     halves,
     log_decays,
-    put_channels,
+    near,
+    near_squares,
     read_and_written,
-    rows,
 )
 
 
@@ -25,181 +27,235 @@ def _both_ways(x, y, lower, upper, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def _across(x, pairs, pairs_near, level: tl.constexpr, PRECISION: tl.constexpr):
+    """pairs x, [blocks, 16, W], of the pairs in different halves of one block of a level."""
+    if level < 4:
+        found = tl.where(halves(level, 16)[None, :, :], pairs_near, 0.0).to(x.dtype)
+        found = tl.dot(found, x, input_precision=PRECISION)
+    else:
+        SIZE: tl.constexpr = pairs.shape[0]
+        found = tl.where(halves(level, SIZE), pairs, 0.0).to(x.dtype)
+        found = near(tl.dot(found, flat(x), input_precision=PRECISION))
+    return found
+
+
+@triton.jit
+def _summed(x, KIND: tl.constexpr):
+    """sum_{j >= i} x_jc in fp32; beside a KIND of 16 bits x is two of these, since it has to cancel."""
+    N: tl.constexpr = x.shape[0]
+    chosen = tl.arange(0, N)[:, None] <= tl.arange(0, N)[None, :]
+    if KIND == tl.float32:
+        total = tl.dot(chosen.to(tl.float32), x, input_precision="ieee")
+    else:
+        high = x.to(KIND)
+        total = tl.dot(chosen.to(KIND), (x - high.to(tl.float32)).to(KIND))
+        total = tl.dot(chosen.to(KIND), high, total)
+    return total
+
+
+@triton.jit
 def gradients(
-    r, k, u, g, e, a, b, beta, read, d, written, d_seen, states, states_after, d_o,
-    d_u, d_r, d_k, d_g, d_e, d_a, d_b, d_beta, d_read, d_d,
-    cu_seqlens, of, first, length, from_chunk, span, sequences, scale, H, K, V,
-    SIZE: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FULL: tl.constexpr, FULL_V: tl.constexpr,
-    LATE: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    r, k, u, g, e, a, b, beta, read, d, kept, written, d_seen, states, states_after, d_o, d_u,
+    d_r, d_k, new_d_u, d_g, d_e, d_a, d_b, d_beta, d_read, d_d,
+    cu_seqlens, of, first, length, from_chunk, span, sequences, scale, H, K: tl.constexpr, V: tl.constexpr,
+    SIZE: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LATE: tl.constexpr,
+    PACKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Of one chunk and head: d_u holds the gradient of beta u where the low rank is tied, and leaves with that of u.
 
     What is read or erased at i grows with G_i, what is written at j shrinks with G_j: the gradient of G is that of
     each vector times the vector itself, and that of g its sum from the end.
     """
-    program, head = tl.program_id(0) // H, tl.program_id(0) % H
+    program, head = tl.program_id(0), tl.program_id(1)
     sequence, chunk = locate(program, of, first, span, PACKED)
     if sequence >= sequences:
         return
     chunk += from_chunk
     start, length = bounds(sequence, cu_seqlens, length, PACKED)
     row, valid = start + chunk * SIZE, length - chunk * SIZE
-    i, key = tl.arange(0, SIZE), tl.arange(0, BK)
-    kind = states.dtype.element_ty
-    slot = program.to(tl.int64) * H + head
-    here, below = i[:, None] == i[None, :], i[:, None] > i[None, :]
+    i, j = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
+    kind: tl.constexpr = k.dtype
+    OWN: tl.constexpr = LATE or written is None
+    slot = program * H + head
+    here = slot * SIZE
 
     d_p, d_p_t = tl.zeros([SIZE, SIZE], tl.float32), tl.zeros([SIZE, SIZE], tl.float32)
     if written is not None:
-        d_m, d_m_t = tl.zeros([SIZE, SIZE], tl.float32), tl.zeros([SIZE, SIZE], tl.float32)
+        d_m, d_m_t = d_p, d_p
     if a is not None:
-        d_q, d_q_t = tl.zeros([SIZE, SIZE], tl.float32), tl.zeros([SIZE, SIZE], tl.float32)
-        d_n, d_n_t = tl.zeros([SIZE, SIZE], tl.float32), tl.zeros([SIZE, SIZE], tl.float32)
-    for block in range(tl.cdiv(V, BV)):
-        value = block * BV + tl.arange(0, BV)
-        at, there = rows(d_o, row, valid, head, H, value, V, SIZE, FULL_V)
-        do = tl.load(at, mask=there, other=0.0)
-        at = (slot * SIZE + i)[:, None] * V + value[None, :]
+        d_q, d_q_t, d_n, d_n_t = d_p, d_p, d_p, d_p
+    for block in tl.static_range(0, V, BV):
+        do = get_rows(d_o, row, valid, head * V + block, SIZE, RAGGED)
         if written is not None:
-            w = tl.load(written + at, mask=(value < V)[None, :], other=0.0)
-        if e is None:
-            u_at, there = rows(u, row, valid, head, H, value, V, SIZE, FULL_V)
-            x = tl.load(u_at, mask=there, other=0.0)
-        else:
-            x = w
-        d_p, d_p_t = _both_ways(do, x, d_p, d_p_t, PRECISION)
+            w = written.load([here, block])
+        v = get_rows(u, row, valid, head * V + block, SIZE, RAGGED) if e is None else w
+        d_p, d_p_t = _both_ways(do, v, d_p, d_p_t, PRECISION)
         if written is not None:
             if a is not None:
-                seen = tl.load(d_seen + at, mask=(value < V)[None, :], other=0.0)
+                seen = d_seen.load([here, block])
                 d_q, d_q_t = _both_ways(do, w, d_q, d_q_t, PRECISION)
-                d_n, d_n_t = _both_ways(seen, x, d_n, d_n_t, PRECISION)
+                d_n, d_n_t = _both_ways(seen, v, d_n, d_n_t, PRECISION)
             else:
                 # That of -e k S and of the system alike.
-                du_at, there = rows(d_u, row, valid, head, H, value, V, SIZE, FULL_V)
-                seen = tl.load(du_at, mask=there, other=0.0)
+                seen = get_rows(d_u, row, valid, head * V + block, SIZE, RAGGED)
             d_m, d_m_t = _both_ways(seen, w, d_m, d_m_t, PRECISION)
-    p_here = tl.sum(tl.where(here, d_p, 0.0), 0)[None, :]
-    d_p = tl.where(below, d_p, d_p_t).to(kind)
+    p_here = tl.sum(tl.where(i == j, d_p, 0.0), 1)[:, None]
+    d_p = tl.where(i > j, d_p, d_p_t)
+    p_near = near_squares(d_p, SIZE)
     if written is not None:
-        d_m = tl.where(below, d_m, d_m_t)
-        d_m = (d_m if a is not None else -d_m).to(kind)
+        d_m = tl.where(i > j, d_m, d_m_t)
+        if e is not None:
+            erase = scalars(e, row, valid, head, H, SIZE)
+            d_m = -d_m
+        m_near = near_squares(d_m, SIZE)
     if a is not None:
-        q_here = tl.sum(tl.where(here, d_q, 0.0), 0)[None, :]
-        # Readers against adders and writers against erasers, [j, i] for what i gets; and the other way round.
-        d_q, d_n = tl.where(below, d_n, d_q_t).to(kind), tl.where(below, d_q, d_n_t).to(kind)
-
-    from_read, from_write = tl.zeros([BK, SIZE], tl.float32), tl.zeros([BK, SIZE], tl.float32)
-    if written is not None:
-        from_erase = tl.zeros([BK, SIZE], tl.float32)
-    if a is not None:
-        from_add = tl.zeros([BK, SIZE], tl.float32)
-    ended = tl.zeros([BK], tl.float32)
-    for block in range(tl.cdiv(V, BV)):
-        value = block * BV + tl.arange(0, BV)
-        at = (slot * V + value)[:, None] * BK + key[None, :]
-        before = tl.load(states + at, mask=(value < V)[:, None], other=0.0)
-        after = tl.load(states_after + at, mask=(value < V)[:, None], other=0.0)
-        ended += tl.sum(before.to(tl.float32) * after.to(tl.float32), 0)
-        before, after = tl.trans(before), tl.trans(after)
-        do = get_channels(d_o, row, valid, head, H, value, V, SIZE, FULL_V).to(kind)
-        from_read = tl.dot(before, do, from_read, input_precision=PRECISION)
-        at_w = (slot * SIZE + i)[None, :] * V + value[:, None]
-        if written is not None:
-            w = tl.load(written + at_w, mask=(value < V)[:, None], other=0.0)
-        x = get_channels(u, row, valid, head, H, value, V, SIZE, FULL_V).to(kind) if e is None else w
-        from_write = tl.dot(after, x, from_write, input_precision=PRECISION)
-        if written is not None:
-            if a is not None:
-                from_add = tl.dot(after, w, from_add, input_precision=PRECISION)
-                seen = tl.load(d_seen + at_w, mask=(value < V)[:, None], other=0.0)
-            else:
-                seen = get_channels(d_u, row, valid, head, H, value, V, SIZE, FULL_V).to(kind)
-            from_erase = tl.dot(before, seen, from_erase, input_precision=PRECISION)
-
-    one, high, low = log_decays(g, row, valid, head, H, key, K, SIZE, FULL)
-    alpha = tl.exp2(one)
-    reader, writer = read_and_written(r, k, e, beta, read, d, row, valid, head, H, key, K, scale, SIZE, FULL)
-    since, until = decay(high, low, i[:, None] < i[None, :]), decay(high, low, below)
-    d_reader, d_writer = from_read * since, from_write * until
-    d_end = tl.exp2(tl.sum(one, 1)) * ended + tl.sum(writer * d_writer, 1)
-    reading = reader * alpha
-    if written is not None:
-        eraser = erased(k, e, b, alpha, row, valid, head, H, key, K, SIZE, FULL, LATE)
-        d_eraser = (from_erase if a is not None else -from_erase) * since
-    if a is not None:
-        adder = get_channels(a, row, valid, head, H, key, K, SIZE, FULL)
-        d_adder = from_add * until
-        d_end += tl.sum(adder * d_adder, 1)
-    for level in tl.static_range(7):
-        if 1 << level < SIZE:
-            factor = decay(high, low, between(level, SIZE)) if level > 0 else 1.0
-            second = ((i >> level) % 2 == 1)[None, :]
-            pair = halves(level, SIZE)
-            x = tl.where(second, reading * factor, writer * factor).to(kind)
-            dx = tl.dot(x, tl.where(pair, d_p, 0.0), input_precision=PRECISION)
-            if written is not None:
-                y = tl.where(second, eraser * factor, (writer if a is None else adder) * factor).to(kind)
-                dy = tl.dot(y, tl.where(pair, d_m, 0.0), input_precision=PRECISION)
-            if a is not None:
-                dx = tl.dot(y, tl.where(pair, d_q, 0.0), dx, input_precision=PRECISION)
-                dy = tl.dot(x, tl.where(pair, d_n, 0.0), dy, input_precision=PRECISION)
-            dx *= factor
-            d_reader += tl.where(second, dx, 0.0)
-            d_writer += tl.where(second, 0.0, dx)
-            if written is not None:
-                dy *= factor
-                d_eraser += tl.where(second, dy, 0.0)
-            if e is not None:
-                d_writer += tl.where(second, 0.0, dy)
-            if a is not None:
-                d_adder += tl.where(second, 0.0, dy)
-    # What is read of the same token does not decay, and what erases from the state before decays less by its g.
-    d_decay = reading * d_reader - writer * d_writer
-    if written is not None:
-        d_decay += eraser * d_eraser
-    if a is not None:
-        d_decay -= adder * d_adder
-    dg = tl.dot(d_decay, tl.where(i[:, None] >= i[None, :], 1.0, 0.0), input_precision=PRECISION) + d_end[:, None]
-    if written is not None and not LATE:
-        dg -= eraser * d_eraser
-    put_channels(d_g, dg, row, valid, head, H, key, K, SIZE, FULL)
-
-    d_reader = alpha * d_reader + p_here * writer
-    d_writer += p_here * reader
-    if a is not None:
-        d_reader += q_here * adder
-        put_channels(d_a, d_adder + q_here * reader, row, valid, head, H, key, K, SIZE, FULL)
-    if written is not None and LATE:
-        d_eraser *= alpha
-    d_reader *= scale
-    if e is not None or beta is not None or d is not None:
-        along = get_channels(k, row, valid, head, H, key, K, SIZE, FULL)
+        q_here = tl.sum(tl.where(i == j, d_q, 0.0), 1)[:, None]
+        # For what x gets of y: readers against adders, and writers against erasers; and the other way round.
+        d_q, d_n = tl.where(i > j, d_q, d_n_t), tl.where(i > j, d_n, d_q_t)
+        q_near, n_near = near_squares(d_q, SIZE), near_squares(d_n, SIZE)
     if e is not None:
-        put_scalars(d_e, tl.sum(along * d_eraser, 0), row, valid, head, H, SIZE)
-        d_writer += scalars(e, row, valid, head, H, SIZE)[None, :] * d_eraser
-    elif beta is not None:
-        put_scalars(d_beta, tl.sum(along * d_writer, 0), row, valid, head, H, SIZE)
-        d_writer *= scalars(beta, row, valid, head, H, SIZE)[None, :]
-    if b is not None:
-        put_channels(d_b, d_eraser, row, valid, head, H, key, K, SIZE, FULL)
-    if d is not None:
-        put_scalars(d_d, -tl.sum(along * d_reader, 0), row, valid, head, H, SIZE)
-        d_writer -= scalars(d, row, valid, head, H, SIZE)[None, :] * d_reader
-    if read is not None:
-        read_by = get_channels(r, row, valid, head, H, key, K, SIZE, FULL)
-        put_scalars(d_read, tl.sum(read_by * d_reader, 0), row, valid, head, H, SIZE)
-        d_reader *= scalars(read, row, valid, head, H, SIZE)[None, :]
-    put_channels(d_r, d_reader, row, valid, head, H, key, K, SIZE, FULL)
-    put_channels(d_k, d_writer, row, valid, head, H, key, K, SIZE, FULL)
-    if e is not None and beta is not None:
-        # Last, where nothing reads the gradient of beta u any more.
+        d_erase = tl.zeros([SIZE], tl.float32)
+    if beta is not None:
         strength = scalars(beta, row, valid, head, H, SIZE)[:, None]
         d_strength = tl.zeros([SIZE], tl.float32)
-        for block in range(tl.cdiv(V, BV)):
-            value = block * BV + tl.arange(0, BV)
-            out, there = rows(d_u, row, valid, head, H, value, V, SIZE, FULL_V)
-            du = tl.load(out, mask=there, other=0.0).to(tl.float32)
-            u_at, there = rows(u, row, valid, head, H, value, V, SIZE, FULL_V)
-            d_strength += tl.sum(du * tl.load(u_at, mask=there, other=0.0).to(tl.float32), 1)
-            tl.store(out, (strength * du).to(d_u.dtype.element_ty), mask=there)
+    if read is not None:
+        d_factor = tl.zeros([SIZE], tl.float32)
+    if d is not None:
+        d_correction = tl.zeros([SIZE], tl.float32)
+
+    for key in range(0, K, BK):
+        column = head * K + key
+        from_read, from_write = tl.zeros([SIZE, BK], tl.float32), tl.zeros([SIZE, BK], tl.float32)
+        ended = tl.zeros([BK, BK], tl.float32)
+        if written is not None:
+            from_erase = tl.zeros([SIZE, BK], tl.float32)
+        if a is not None:
+            from_add = tl.zeros([SIZE, BK], tl.float32)
+        for block in tl.static_range(0, V, BV):
+            before, after = states.load([slot * V + block, key]), states_after.load([slot * V + block, key])
+            # Whose diagonal is wanted: a product costs less than sums in registers.
+            ended = tl.dot(tl.trans(before), after, ended, input_precision=PRECISION)
+            if V > BV:
+                do = get_rows(d_o, row, valid, head * V + block, SIZE, RAGGED)
+            from_read = tl.dot(do, before, from_read, input_precision=PRECISION)
+            if V > BV and written is not None:
+                w = written.load([here, block])
+            if a is not None:
+                from_add = tl.dot(w, after, from_add, input_precision=PRECISION)
+                if V > BV:
+                    seen = d_seen.load([here, block])
+            elif written is not None and V > BV:
+                seen = get_rows(d_u, row, valid, head * V + block, SIZE, RAGGED)
+            if written is not None:
+                from_erase = tl.dot(seen, before, from_erase, input_precision=PRECISION)
+            if V > BV:
+                v = get_rows(u, row, valid, head * V + block, SIZE, RAGGED) if e is None else w
+            from_write = tl.dot(v, after, from_write, input_precision=PRECISION)
+        ends = tl.load(kept + slot.to(tl.int64) * K + key + tl.arange(0, BK))
+        diagonal = tl.arange(0, BK)[:, None] == tl.arange(0, BK)[None, :]
+        d_end = ends * tl.sum(tl.where(diagonal, ended, 0.0), 0)
+
+        g_c = log_decays(g, row, valid, column, kind, SIZE, RAGGED)
+        g_near = near(g_c)
+        reader, writer = read_and_written(r, k, e, beta, read, d, row, valid, head, H, column, scale, SIZE, RAGGED)
+        reader, writer = near(reader), near(writer)
+        if not OWN:
+            reader *= tl.exp2(g_near.to(tl.float32))
+        since, until = near(decay(j <= i if OWN else j < i, g_c)), near(decay(j > i, g_c))
+        d_reader, d_writer = near(from_read) * since, near(from_write) * until
+        d_end += tl.sum(flat(writer * d_writer), 0)
+        if OWN:
+            # What is read of the same token cancels in what g gets.
+            d_reader += near(p_here) * writer
+            d_writer += near(p_here) * reader
+        if written is not None:
+            if a is not None:
+                eraser = near(get_rows(b, row, valid, column, SIZE, RAGGED).to(tl.float32))
+            else:
+                eraser = near(erase[:, None]) * writer
+            d_eraser = near(from_erase) * (since if a is not None else -since)
+        if a is not None:
+            adder = near(get_rows(a, row, valid, column, SIZE, RAGGED).to(tl.float32))
+            d_adder = near(from_add) * until
+            d_end += tl.sum(flat(adder * d_adder), 0)
+            if OWN:
+                d_reader += near(q_here) * adder
+                d_adder += near(q_here) * reader
+        for level in tl.static_range(7):
+            if 1 << level < SIZE:
+                factor, behind = factor_and_half(g_c, g_near, level, OWN)
+                x = (tl.where(behind, reader, writer) * factor).to(kind)
+                dx = _across(x, d_p, p_near, level, PRECISION)
+                if a is not None:
+                    y = (tl.where(behind, eraser, adder) * factor).to(kind)
+                    dx += _across(y, d_q, q_near, level, PRECISION)
+                d_reader = tl.where(behind, d_reader + dx * factor, d_reader)
+                d_writer = tl.where(behind, d_writer, d_writer + dx * factor)
+                if a is not None:
+                    dy = _across(y, d_m, m_near, level, PRECISION)
+                    dy += _across(x, d_n, n_near, level, PRECISION)
+                    d_eraser = tl.where(behind, d_eraser + dy * factor, d_eraser)
+                    d_adder = tl.where(behind, d_adder, d_adder + dy * factor)
+                if e is not None:
+                    y = (tl.where(behind, eraser, writer) * factor).to(kind)
+                    dy = _across(y, d_m, m_near, level, PRECISION)
+                    d_eraser = tl.where(behind, d_eraser + dy * factor, d_eraser)
+                    d_writer = tl.where(behind, d_writer, d_writer + dy * factor)
+        # What erases from the state before its token decays less by its g.
+        d_decay = reader * d_reader - writer * d_writer
+        if written is not None:
+            from_eraser = eraser * d_eraser
+            d_decay += from_eraser
+        if a is not None:
+            d_decay -= adder * d_adder
+        dg = _summed(flat(d_decay), kind) + d_end[None, :]
+        if written is not None and not LATE:
+            dg -= flat(from_eraser)
+        put_rows(d_g, dg, row, valid, column, H * K, SIZE, BK, RAGGED)
+
+        d_reader, d_writer = flat(d_reader), flat(d_writer)
+        if not OWN:
+            reader, writer = read_and_written(
+                r, k, e, beta, read, d, row, valid, head, H, column, scale, SIZE, RAGGED
+            )  # fmt: skip
+            d_reader = tl.exp2(g_c.to(tl.float32)) * d_reader + p_here * writer
+            d_writer += p_here * reader
+            if a is not None:
+                d_reader += q_here * flat(adder)
+                put_rows(d_a, flat(d_adder) + q_here * reader, row, valid, column, H * K, SIZE, BK, RAGGED)
+        elif a is not None:
+            put_rows(d_a, flat(d_adder), row, valid, column, H * K, SIZE, BK, RAGGED)
+        d_reader *= scale
+        if e is not None or beta is not None or d is not None:
+            along = get_rows(k, row, valid, column, SIZE, RAGGED).to(tl.float32)
+        if e is not None:
+            d_eraser = flat(d_eraser)
+            d_erase += tl.sum(along * d_eraser, 1)
+            d_writer += erase[:, None] * d_eraser
+        elif beta is not None:
+            d_strength += tl.sum(along * d_writer, 1)
+            d_writer *= strength
+        if b is not None:
+            put_rows(d_b, flat(d_eraser), row, valid, column, H * K, SIZE, BK, RAGGED)
+        if d is not None:
+            d_correction -= tl.sum(along * d_reader, 1)
+            d_writer -= scalars(d, row, valid, head, H, SIZE)[:, None] * d_reader
+        if read is not None:
+            d_factor += tl.sum(get_rows(r, row, valid, column, SIZE, RAGGED).to(tl.float32) * d_reader, 1)
+            d_reader *= scalars(read, row, valid, head, H, SIZE)[:, None]
+        put_rows(d_r, d_reader, row, valid, column, H * K, SIZE, BK, RAGGED)
+        put_rows(d_k, d_writer, row, valid, column, H * K, SIZE, BK, RAGGED)
+    if e is not None:
+        put_scalars(d_e, d_erase, row, valid, head, H, SIZE)
+    if read is not None:
+        put_scalars(d_read, d_factor, row, valid, head, H, SIZE)
+    if d is not None:
+        put_scalars(d_d, d_correction, row, valid, head, H, SIZE)
+    if e is not None and beta is not None:
+        for block in range(0, V, BV):
+            u_c = get_rows(u, row, valid, head * V + block, SIZE, RAGGED).to(tl.float32)
+            du = get_rows(d_u, row, valid, head * V + block, SIZE, RAGGED).to(tl.float32)
+            d_strength += tl.sum(du * u_c, 1)
+            put_rows(new_d_u, strength * du, row, valid, head * V + block, H * V, SIZE, BV, RAGGED)
+    if beta is not None:
         put_scalars(d_beta, d_strength, row, valid, head, H, SIZE)

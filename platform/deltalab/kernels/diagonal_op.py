@@ -8,13 +8,15 @@ import triton
 from torch import Tensor
 
 from deltalab.kernels import diagonal
-from deltalab.kernels.chunk import absent, chunk_map, fold_into_batch
+from deltalab.kernels.chunk import absent, chunk_map, fold_into_batch, tiles
 from deltalab.kernels.diagonal_gradients import gradients
 
 WORKSPACE = 128 * 2**20
 """Bytes that the states of a segment may take in the backward, where it has not MOST_SEGMENTS yet."""
 
 MOST_SEGMENTS = 4
+
+KEYS = 32
 
 WARPS = {"prepare": 4, "scan": 4, "reverse": 4, "gradients": 4}
 STAGES = {"prepare": 1, "scan": 2, "reverse": 2, "gradients": 1}
@@ -33,6 +35,7 @@ class Plan:
     chunks: int
     every: int
     packed: tuple[Tensor, Tensor, Tensor] | None
+    ragged: bool
     precision: str
     late: bool
     dtype: torch.dtype
@@ -48,11 +51,12 @@ class Plan:
         else:
             sequences = cu_seqlens.numel() - 1
             of, first, chunks = chunk_map(cu_seqlens, tokens, size)
-            packed = (cu_seqlens, of, first)
-        precision = "ieee" if u.element_size() > 2 else "tf32x3"
+            packed = (cu_seqlens.to(torch.int32), of, first)
+        precision = "ieee" if u.element_size() > 2 else "tf32"
         every = triton.cdiv(chunks, segments)
+        ragged = packed is not None or tokens % size != 0
         return cls(
-            sequences, tokens, heads, key_dim, value_dim, size, chunks, every, packed, precision, late, u.dtype
+            sequences, tokens, heads, key_dim, value_dim, size, chunks, every, packed, ragged, precision, late, u.dtype
         )  # fmt: skip
 
     @property
@@ -61,11 +65,28 @@ class Plan:
 
     @property
     def bk(self) -> int:
-        return max(16, triton.next_power_of_2(self.key_dim))
+        """Keys that `prepare` and `gradients` take at once."""
+        return min(self.key_dim, KEYS if self.dtype.itemsize == 2 else 16)
 
     @property
     def bv(self) -> int:
         return max(16, min(64, triton.next_power_of_2(self.value_dim)))
+
+    @property
+    def all_values(self) -> int:
+        """Those that `gradients` takes at once."""
+        most = 128 if self.dtype.itemsize == 2 else 32
+        return next(bv for bv in (128, 64, 32, 16) if bv <= most and self.value_dim % bv == 0)
+
+    def keys(self, x: Tensor | None, *, store: bool = False) -> Any:
+        return tiles(x, self.size, self.bk, store=store, ragged=self.ragged)
+
+    def values(self, x: Tensor | None, *, store: bool = False) -> Any:
+        return tiles(x, self.size, self.all_values, store=store, ragged=self.ragged)
+
+    def described(self, inputs: dict[str, Tensor | None]) -> dict[str, Any]:
+        """What `prepare` and `gradients` take: vectors as descriptors."""
+        return {name: self.keys(x) if name in ("r", "k", "g", "a", "b") else x for name, x in inputs.items()}
 
     def slots(self, chunks: int) -> int:
         """Chunks in a launch over this many of each sequence."""
@@ -79,11 +100,11 @@ class Plan:
         def tile(exists: bool, *shape: int, dtype: torch.dtype = self.dtype) -> Tensor | None:
             return like.new_empty(*at, *shape, dtype=dtype) if exists else None
 
-        rows, square = (self.size, self.bk), (self.size, self.size)
+        rows, square = (self.size, self.key_dim), (self.size, self.size)
         return {
             "reading": tile(True, *rows),
             "writing": tile(True, *rows),
-            "kept": tile(True, self.bk, dtype=torch.float32),
+            "kept": tile(True, self.key_dim, dtype=torch.float32),
             "within": tile(True, *square),
             "erasing": tile(tied or free, *rows),
             "given": tile(tied or free, *square),
@@ -96,10 +117,17 @@ class Plan:
         self, inputs: dict[str, Tensor | None], made: dict[str, Tensor | None], scale: float, begin: int, end: int
     ) -> None:
         inputs = {name: x for name, x in inputs.items() if name != "u"}
-        diagonal.prepare[(self.slots(end - begin) * self.heads,)](
-            **inputs, **made, **self.parallel(begin, end), scale=scale, H=self.heads, K=self.key_dim,
-            SIZE=self.size, BK=self.bk, FULL=self.bk == self.key_dim, LATE=self.late,
-            PACKED=self.packed is not None, PRECISION=self.precision, **_how("prepare"),
+        outputs = {}
+        for name, x in made.items():
+            if x is None or name == "kept":
+                outputs[name] = x
+            else:
+                columns = self.size if name in SQUARES else self.bk
+                outputs[name] = tiles(x.flatten(0, 1), self.size, columns)
+        diagonal.prepare[(self.slots(end - begin), self.heads)](
+            **self.described(inputs), **outputs, **self.parallel(begin, end), scale=scale, H=self.heads,
+            K=self.key_dim, SIZE=self.size, BK=self.bk, LATE=self.late,
+            PACKED=self.packed is not None, RAGGED=self.ragged, PRECISION=self.precision, **_how("prepare"),
         )  # fmt: skip
 
     def parallel(self, begin: int, end: int) -> dict[str, Any]:
@@ -114,7 +142,7 @@ class Plan:
         return {
             "cu_seqlens": bounds, "first": first, "length": self.tokens, "chunks": self.chunks,
             "from_chunk": begin, "to_chunk": end, "H": self.heads, "K": self.key_dim, "V": self.value_dim,
-            "SIZE": self.size, "BK": self.bk, "BV": self.bv, "FULL_V": self.value_dim % self.bv == 0,
+            "SIZE": self.size, "BK": self.key_dim, "BV": self.bv, "FULL_V": self.value_dim % self.bv == 0,
             "PACKED": self.packed is not None, "PRECISION": self.precision,
         }  # fmt: skip
 
@@ -127,6 +155,7 @@ def _how(kernel: str) -> dict[str, int]:
     return {"num_warps": WARPS[kernel], "num_stages": STAGES[kernel]}
 
 
+SQUARES = ("within", "given", "inverse", "within_a")
 NAMES = ("r", "k", "u", "g", "e", "a", "b", "beta", "read", "d")
 
 
@@ -211,10 +240,20 @@ def _backward(
         after = d_last.float().transpose(-1, -2).contiguous()
     made = x.prepared(u, x.every, inputs)
     low_rank, free = e is not None or a is not None, a is not None
-    states = u.new_empty(x.slots(x.every), x.heads, x.value_dim, x.bk)
+    states = u.new_empty(x.slots(x.every), x.heads, x.value_dim, x.key_dim)
     states_after = torch.empty_like(states)
     written = u.new_empty(x.slots(x.every), x.heads, x.size, x.value_dim) if low_rank else None
     d_seen = torch.empty_like(written) if free else None
+    per_chunk = {
+        **x.described(inputs), "u": x.values(u), "kept": made["kept"], "d_o": x.values(d_o),
+        "d_u": x.values(found["d_u"]), "new_d_u": x.values(found["d_u"], store=True),
+        "written": None if written is None else tiles(written.flatten(0, 1), x.size, x.all_values),
+        "d_seen": None if d_seen is None else tiles(d_seen.flatten(0, 1), x.size, x.all_values),
+        "states": tiles(states.flatten(0, 1), x.all_values, x.bk),
+        "states_after": tiles(states_after.flatten(0, 1), x.all_values, x.bk),
+        **{name: x.keys(found[name], store=True) for name in ("d_r", "d_k", "d_g", "d_a", "d_b")},
+        **{name: found[name] for name in ("d_e", "d_beta", "d_read", "d_d")},
+    }  # fmt: skip
     for segment in reversed(range(x.segments)):
         span = (segment * x.every, min((segment + 1) * x.every, x.chunks))
         x.prepare(inputs, made, scale, *span)
@@ -227,11 +266,10 @@ def _backward(
             d_o, **made, d_last=after, states_after=states_after, d_u=found["d_u"], d_seen=d_seen, d_state=after,
             **x.sequential(*span), **_how("reverse"),
         )  # fmt: skip
-        gradients[(x.slots(span[1] - span[0]) * x.heads,)](
-            **inputs, written=written, d_seen=d_seen, states=states, states_after=states_after, d_o=d_o,
-            **found, **x.parallel(*span), scale=scale, H=x.heads, K=x.key_dim, V=x.value_dim,
-            SIZE=x.size, BK=x.bk, BV=x.bv, FULL=x.bk == x.key_dim, FULL_V=x.value_dim % x.bv == 0, LATE=late,
-            PACKED=x.packed is not None, PRECISION=x.precision, **_how("gradients"),
+        gradients[(x.slots(span[1] - span[0]), x.heads)](
+            **per_chunk, **x.parallel(*span), scale=scale, H=x.heads, K=x.key_dim, V=x.value_dim,
+            SIZE=x.size, BK=x.bk, BV=x.all_values, LATE=late, PACKED=x.packed is not None, RAGGED=x.ragged,
+            PRECISION=x.precision, **_how("gradients"),
         )  # fmt: skip
     grads = [absent(u) if one is None else one for one in found.values()]
     return [*grads, after.transpose(-1, -2).contiguous()]
