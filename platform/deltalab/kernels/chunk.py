@@ -15,6 +15,9 @@ LOWEST = tl.constexpr(-64.0)
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
+MOVES = ("length", "chunks", "from_chunk", "to_chunk", "every", "segments", "span", "sequences", "H")
+"""Arguments that change from batch to batch: nothing is compiled anew for special values of theirs."""
+
 
 def chunk_map(cu_seqlens: Tensor, tokens: int, chunk_size: int) -> tuple[Tensor, Tensor, int]:
     """Of packed sequences with bounds cu_seqlens [N + 1]: the sequence of each chunk, each one's first chunk.

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from deltalab.kernels.chunk import (
+    MOVES,
     apart,
     bounds,
     cumulative,
@@ -45,7 +46,7 @@ def _get(vectors, what: tl.constexpr, SIZE: tl.constexpr):
     return tl.load(vectors + what * SIZE + tl.arange(0, SIZE)).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=MOVES)
 def prepare(
     r, k, g, e, beta, read, d, vectors, inverse, within, overlaps,
     cu_seqlens, of, first, length, chunks, sequences, H,
@@ -122,7 +123,7 @@ def through_residual(upstream, residual, clip, LOSS: tl.constexpr):
     return upstream
 
 
-@triton.jit
+@triton.jit(do_not_specialize=MOVES)
 def scan(
     r, k, u, vectors, inverse, within, overlaps, target, base, state, begin_states,
     o, residual, last, states, written,
@@ -209,7 +210,7 @@ def scan(
         tl.store(last + held, s)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=MOVES)
 def reverse(
     r, k, vectors, inverse, within, overlaps, d_o, residual, d_residual, d_state, states_after, d_u, d_target,
     cu_seqlens, first, length, chunks, from_chunk, to_chunk, scale, clip, H, V,

@@ -9,7 +9,7 @@ computes while the others wait for memory.
 import triton
 import triton.language as tl
 
-from deltalab.kernels.chunk import apart, bounds, cumulative, get_rows, locate, put_rows, put_scalars, scalars
+from deltalab.kernels.chunk import MOVES, apart, bounds, cumulative, get_rows, locate, put_rows, put_scalars, scalars
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def _write(u, written, strength, row, here, valid, column, SIZE: tl.constexpr, R
     return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize=MOVES)
 def gradients(
     r, k, u, g, e, beta, read, d, written, states, states_after, d_o, d_u, d_target,
     d_r, d_k, new_d_u, d_g, d_e, d_beta, d_read, d_d,
