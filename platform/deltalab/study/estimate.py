@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deltalab.errors import InputError
-from deltalab.lockstep import LockStep
+from deltalab.lockstep import LockStep, most_stacked
 from deltalab.model import ModelSpec
 from deltalab.study.plan import Arm, Plan
 from deltalab.study.stats import seeds_needed, smallest_holm_p, smallest_p
@@ -40,7 +40,7 @@ class ArmCost:
 class Estimate:
     """A study before it runs. smallest_p: of the sign-flip test, then after Holm over the arms.
 
-    workers: stacks at a time. stack: the most trials in one. seconds: of trials that each train alone.
+    workers: stacks at a time. stack: the most trials in one. seconds: of trials of which each trains alone.
     """
 
     study: str
@@ -106,7 +106,7 @@ def estimate(plan: Plan, *, workers: int | None = None) -> Estimate:
         runs=plan.runs,
         seeds=plan.spec.seeds,
         workers=workers,
-        stack=wanted.stack if wanted.gpu or wanted.stack != "auto" else 1,
+        stack=wanted.stack,
         seconds=sum(arm.seconds for arm in arms) / workers,
         smallest_p=smallest_p(plan.spec.seeds),
         smallest_holm_p=smallest_holm_p(plan.spec.seeds, max(others, 1)),
@@ -134,11 +134,12 @@ def _measured(plan: Plan, arm: Arm) -> ArmCost:
     timed = replace(
         whole, batch_size=min(whole.batch_size, max(1, MOST_TIMED_TOKENS // task.length)), steps=3, evaluations=1
     )
-    trial = LockStep(task, [(model, timed)], [0])
+    together = min(plan.spec.seeds, most_stacked(task, model, whole))
+    trial = LockStep(task, [(model, timed)], range(together))
     trial.advance(1)
     began = time.perf_counter()
     trial.advance(3)
-    step = (time.perf_counter() - began) / 2 * whole.batch_size / timed.batch_size
+    step = (time.perf_counter() - began) / 2 / together * whole.batch_size / timed.batch_size
     # A batch of an evaluation is a forward pass, about a third of a step, at every length that is evaluated.
     tokens = sum(other.length for other in task.evaluations().values()) / task.length
     evaluations = (whole.evaluations + 1) * whole.eval_batches * tokens / 3

@@ -11,13 +11,14 @@ import json
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Literal
 
 import optuna
 
 from deltalab.errors import InputError
+from deltalab.lockstep import most_stacked
 from deltalab.store import Store, TrialRecord, TrialSummary
 from deltalab.study.front import front
 from deltalab.study.plan import Arm, Job, Plan
@@ -129,11 +130,17 @@ class Schedule:
         return []
 
     def _stack(self, free: int) -> list[Job]:
-        wanted = self.plan.spec.resources
-        shared = math.ceil(len(self._waiting) / free) if wanted.gpu else 1
-        most = shared if wanted.stack == "auto" else wanted.stack
         waiting = sorted(self._waiting.values(), key=lambda job: (job.stage == "confirm", job.number, -self._work(job)))
         first, *others = waiting
+        wanted = self.plan.spec.resources
+        if wanted.stack == "auto":
+            most = math.ceil(len(waiting) / free)
+            if not wanted.gpu:
+                model, train = first.specs
+                pays = most_stacked(self.plan.tasks[first.task], model, replace(train, device="cpu"))
+                most = min(most, max(1, pays // len(first.seeds)))
+        else:
+            most = wanted.stack
         fit = (job for job in others if self._may_stack(first, job))
         return [first, *islice(fit, most - 1)]
 

@@ -142,8 +142,8 @@ class Base(_Strict):
 class Resources(_Strict):
     """What a stack takes: trials of one shape that train as one model. A fraction of a GPU is a share of its memory.
 
-    stack: the most trials in one. `auto`: on GPUs those that wait are shared over the GPUs that are free; on CPUs one.
-    Whatever it is, a trial computes the same.
+    stack: the most trials in one. `auto`: those that wait are shared over the places that are free; on CPUs no more
+    than a core gains from. Whatever it is, a trial computes the same, on a GPU but for rounding.
     """
 
     cpu: Annotated[Number, Field(gt=0)] = 1

@@ -23,10 +23,6 @@ class Deadline(RuntimeError):
     """A trial took longer than the study allows."""
 
 
-class OutOfMemory(RuntimeError):
-    """A trial does not fit on the GPU, however few are trained together."""
-
-
 def execute(
     stack: Sequence[Job], runs: Path, *, threads: int = 1, watch: Callable[[int], None] | None = None
 ) -> list[TrialRecord]:
@@ -39,7 +35,8 @@ def execute(
     try:
         results = _train(stack, runs, threads, watch, started)
     except Exception as error:
-        if len(stack) == 1 or isinstance(error, Deadline):
+        # Of one shape, they need the same memory, and they had as much time as they would have alone.
+        if len(stack) == 1 or isinstance(error, Deadline | torch.OutOfMemoryError):
             return [_record(job, started, len(stack), error=traceback.format_exc()) for job in stack]
     else:
         return [_finished(job, started, len(stack), result, runs) for job, result in zip(stack, results, strict=True)]
@@ -81,22 +78,15 @@ def _train(
             watch(step)
         seen = max(seen, step)
 
-    if torch.cuda.is_initialized():
-        torch.cuda.reset_peak_memory_stats()
     with _checkpoint(stack, runs / "checkpoints") as checkpoint:
-        try:
-            return train_together(
-                get_task(first.task_kind, **first.task_params),
-                [job.specs for job in stack],
-                first.seeds,
-                test=first.stage == "confirm",
-                checkpoint=checkpoint,
-                watch=watched,
-            )
-        except torch.OutOfMemoryError as error:
-            needed = f"{len(first.seeds)} seeds at batch size {first.specs[1].batch_size} need more than"
-            said = ". ".join(str(error).split(". ")[:3])
-            raise OutOfMemory(f"{needed} {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB: {said}") from error
+        return train_together(
+            get_task(first.task_kind, **first.task_params),
+            [job.specs for job in stack],
+            first.seeds,
+            test=first.stage == "confirm",
+            checkpoint=checkpoint,
+            watch=watched,
+        )
 
 
 @contextmanager
