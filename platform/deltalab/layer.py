@@ -4,11 +4,12 @@ import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from deltalab.gates import Gate, Start
 from deltalab.rule import State, UpdateRule
@@ -174,7 +175,38 @@ class RuleLayer(nn.Module):
             return x, x.new_empty(x.shape[0], 0, x.shape[-1])
         past = x.new_zeros(x.shape[0], self.width - 1, x.shape[-1]) if cache is None else cache.conv
         padded = torch.cat([past, x], dim=1)
-        # A depthwise conv1d takes 2.2 ms where these shifted sums take 0.8 (CPU, [32, 32, 96], with backward).
-        weights = self.conv.to(x.dtype)
-        y = sum(padded[:, i : i + x.shape[1]] * weights[i] for i in range(self.width))
-        return cast(Tensor, y), padded[:, padded.shape[1] - self.width + 1 :]
+        y: Tensor = _ShortConvolution.apply(padded, self.conv.to(x.dtype))  # type: ignore[no-untyped-call]
+        return y, padded[:, padded.shape[1] - self.width + 1 :]
+
+
+class _ShortConvolution(torch.autograd.Function):
+    """y_t = sum_i w_i x_{t+i} for x [B, T + W - 1, C] and w [W, C].
+
+    Forward and backward, on a CPU at [32, 32, 96]: 0.46 ms, against 0.61 of autograd's own and 2.2 of a depthwise
+    conv1d.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, weights: Tensor) -> Tensor:
+        width = weights.shape[0]
+        length = x.shape[1] - width + 1
+        y = x[:, :length] * weights[0]
+        for i in range(1, width):
+            y.addcmul_(x[:, i : i + length], weights[i])
+        return y
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, Tensor]:
+        x, weights = ctx.saved_tensors
+        length, d_x, d_weights = d_y.shape[1], torch.zeros_like(x), []
+        for i in range(len(weights)):
+            d_x[:, i : i + length].addcmul_(d_y, weights[i])
+            d_weights.append((x[:, i : i + length] * d_y).sum((0, 1)))
+        return d_x, torch.stack(d_weights)
