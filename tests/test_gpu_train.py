@@ -1,0 +1,143 @@
+"""What training on a GPU must give: whole steps in a CUDA graph, which are the steps that they were captured from."""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import deltalab
+from deltalab.lockstep import LockStep
+from deltalab.model import ModelSpec
+from deltalab.registry import task_plugin
+from deltalab.stack import Stack
+from deltalab.tasks import BUILTIN
+from deltalab.train import TrainSpec, train, train_together
+
+pytestmark = pytest.mark.gpu
+
+TASK = deltalab.get_task("mqar", length=64, pairs=4, vocab_size=128)
+SPEC = TrainSpec(steps=12, batch_size=8, lr=3e-3, evaluations=2, eval_batches=1, precision="fp32")
+RULES = [pytest.param(rule, id=rule) for rule in deltalab.list_rules()]
+
+
+@pytest.fixture(autouse=True)
+def exact_products() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def model(rule: str, **given: Any) -> ModelSpec:
+    return ModelSpec(**{"rule": rule, "vocab_size": 128, "d_model": 64, "layers": 2, "heads": 2, **given})
+
+
+def trained(task: Any, spec: ModelSpec, given: TrainSpec, *, graph: bool, seeds: tuple[int, ...] = (1, 2)) -> LockStep:
+    trial = LockStep(task, [(spec, given)], seeds)
+    if not graph:
+        for _, stack in trial.stacks:
+            stack.eager = "as the test wants it"
+    trial.advance(given.steps)
+    return trial
+
+
+def assert_close(one: LockStep, other: LockStep, tolerance: float) -> None:
+    for a, b in zip(one.results(0, weights=True), other.results(0, weights=True), strict=True):
+        assert a.final("train", "loss") == pytest.approx(b.final("train", "loss"), rel=tolerance)
+        for name, value in a.weights.items():
+            torch.testing.assert_close(value, b.weights[name], rtol=tolerance, atol=tolerance, msg=name)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_step_of_any_rule_is_one_graph(rule: str, precision: Any) -> None:
+    spec = replace(SPEC, precision=precision)
+    graph, eager = (trained(TASK, model(rule), spec, graph=wanted) for wanted in (True, False))
+    assert graph.graph == "whole step", graph.graph
+    assert eager.graph == "none: as the test wants it"
+    assert_close(graph, eager, 1e-3 if precision == "fp32" else 5e-2)
+
+
+@pytest.mark.parametrize("name", BUILTIN)
+def test_a_step_on_any_task_is_one_graph(name: str) -> None:
+    task = deltalab.get_task(name, **task_plugin(name).kind.example)
+    spec = model("gated_deltanet", vocab_size=task.vocab_size, readout=task.readout)
+    graph, eager = (trained(task, spec, SPEC, graph=wanted) for wanted in (True, False))
+    assert graph.graph == "whole step", graph.graph
+    assert_close(graph, eager, 1e-3)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_stack_is_its_runs_alone(rule: str) -> None:
+    together = trained(TASK, model(rule), SPEC, graph=True, seeds=(1, 2, 3))
+    assert len(together.stacks) == 1
+    for run in together.results(0, weights=True):
+        (alone,) = trained(TASK, model(rule), SPEC, graph=True, seeds=(run.seed,)).results(0, weights=True)
+        assert run.final("train", "loss") == pytest.approx(alone.final("train", "loss"), rel=1e-3)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_stacked_flash_attention_with_one_head(heads: int) -> None:
+    spec = replace(SPEC, steps=40, precision="bf16")
+    for run in trained(TASK, model("attention", heads=heads), spec, graph=True, seeds=(1, 2, 3)).results(0):
+        (alone,) = trained(TASK, model("attention", heads=heads), spec, graph=True, seeds=(run.seed,)).results(0)
+        assert run.final("train", "loss") == pytest.approx(alone.final("train", "loss"), rel=0.05)
+
+
+def test_a_step_that_cannot_be_captured_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    losses = Stack.losses
+
+    def looking(self: Stack, *rest: torch.Tensor) -> torch.Tensor:
+        found = losses(self, *rest)
+        assert float(found.sum().detach()) >= 0
+        return found
+
+    wanted = train(TASK, model("comba"), SPEC, [1, 2])
+    monkeypatch.setattr(Stack, "losses", looking)
+    with caplog.at_level(logging.WARNING, "deltalab"):
+        found = train(TASK, model("comba"), SPEC, [1, 2])
+    assert "without a CUDA graph" in caplog.text
+    assert found.hardware["cuda_graph"].startswith("none: ")
+    for one, other in zip(found.runs, wanted.runs, strict=True):
+        assert one.final("train", "loss") == pytest.approx(other.final("train", "loss"), rel=1e-3)
+    monkeypatch.undo()
+    assert train(TASK, model("comba"), SPEC, [1]).hardware["cuda_graph"] == "whole step", "nothing stays behind"
+
+
+def test_a_stack_that_does_not_fit_is_halved(caplog: pytest.LogCaptureFixture) -> None:
+    task = deltalab.get_task("mqar", length=256, pairs=16, vocab_size=512)
+    spec, wide = replace(SPEC, batch_size=128), model("deltanet", vocab_size=512, d_model=128)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    train(task, wide, spec, [1])
+    one = torch.cuda.max_memory_reserved() / torch.cuda.get_device_properties(0).total_memory
+    try:
+        torch.cuda.set_per_process_memory_fraction(min(1.0, 4 * one))
+        with caplog.at_level(logging.WARNING, "deltalab"):
+            results = train_together(task, [(wide, replace(spec, lr=lr)) for lr in (1e-3, 3e-3)], range(6))
+        assert "halved" in caplog.text
+        assert all(run.diverged_at is None for result in results for run in result.runs)
+        torch.cuda.set_per_process_memory_fraction(one / 4)
+        torch.cuda.empty_cache()
+        with pytest.raises(torch.OutOfMemoryError, match=r"single run of rule 'deltanet'.* it asked for [\d.]+ .iB"):
+            train(task, wide, spec, [1])
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_members_diverge_and_end_apart() -> None:
+    wild = replace(SPEC, lr=1e30, clip=0.0)
+    calm, mad, ended = train_together(
+        TASK,
+        [(model("comba"), spec) for spec in (SPEC, wild, SPEC)],
+        [1, 2],
+        watch=lambda member, step, runs: (member, step) == (2, 6),
+    )
+    assert all(run.diverged_at is None for run in calm.runs)
+    assert all(run.diverged_at is not None for run in mad.runs)
+    assert {step for run in ended.runs for split, _, step, _ in run.metrics if split == "train"} == {6}
