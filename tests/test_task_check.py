@@ -28,7 +28,7 @@ CAUGHT: dict[str, tuple[list[str], str]] = {
     "beyond_vocabulary": (["token range"], "outside [0, vocab_size = 64) in train, [64], is 1"),
     "by_the_host": (["device"], "train: RuntimeError: Tensor.item() cannot be called on meta tensors"),
     "chance_of_a_word": (["chance"], "`chance` 0.25 from what guessing gives, 0.0155 to 0.0308"),
-    "counts_calls": (["repeatability"], "number of tokens that differ, the same task,"),
+    "counts_calls": (["repeatability"], "number of tokens that differ, "),
     "global_generator": (["repeatability"], "`draw` uses other randomness than the `random` that it is given"),
     "grows": (["parameters", "repeatability"], "a parameter is changed as it is read"),
     "mean_of_means": (["sums"], "`measure` returns a mean where the contract wants a total"),
@@ -45,6 +45,7 @@ CAUGHT: dict[str, tuple[list[str], str]] = {
     "ranks_rows": (["pool"], "a row of a draw depends on more than its own row"),
     "same_batches": (["addresses"], "`draw` does not use the `random` that it is given"),
     "same_splits": (["splits"], "share of examples of validation that are in train too is 1"),
+    "scores_more": (["most scored"], "number of scored positions of a training example above 3 is 1"),
     "shifted_twice": (["shift"], "the input 2 positions later is 1, must be at most 0.99; likely cause: it is shifted"),
     "unshifted": (["shift"], "the target is the token that the model sees there: it is not shifted"),
 }

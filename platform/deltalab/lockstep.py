@@ -104,7 +104,7 @@ class LockStep:
             _Run(number, seed, self._started(one, seed)) for number, (one, _) in enumerate(members) for seed in seeds
         ]
         self._rates = [list(map(spec.learning_rate, range(spec.steps))) for spec in self.specs]
-        self._batches: dict[tuple[str, str, int], Batch] = {}
+        self._batches: dict[tuple[str, str, int], tuple[Batch, Tensor]] = {}
         self.stacks: list[tuple[list[_Run], Stack]] = []
         self._graphs = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         self._stack()
@@ -221,14 +221,13 @@ class LockStep:
         """The metrics of each run of a stack on one batch, as (total, count)."""
         if (split, label, i) not in self._batches:
             batch = task.batch(split, self.spec.batch_size, EVALUATION_SEED, i, self.device)
-            self._batches[split, label, i] = batch
-        batch = self._batches[split, label, i]
-        scored = batch.targets != IGNORE
+            self._batches[split, label, i] = batch, (batch.targets != IGNORE).flatten().nonzero().squeeze(1)
+        batch, scored = self._batches[split, label, i]
         features, sizes = stack.measure(batch.inputs)
         heads = stack.layout.unpack(stack.state.weights)[stack.layout.head]
         for feature, head, size in zip(features, heads, sizes, strict=True):
             with torch.autocast(self.device.type, torch.bfloat16, self.bf16):
-                logits = F.linear(feature[scored], head)
+                logits = F.linear(feature.flatten(0, 1)[scored], head)
             yield {**task.measure(batch, logits.float()), "output_rms": (size, torch.ones_like(size))}
 
     def costs(self) -> list[Metric]:

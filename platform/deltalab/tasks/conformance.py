@@ -123,6 +123,14 @@ def scored(task: Task) -> Iterator[Measured]:
         yield Measured(float(fewest), f"number of scored positions in a batch of {split}")
 
 
+def most_scored(task: Task) -> Iterator[Measured]:
+    most = max(int((batch.targets != IGNORE).sum(1).max()) for _, batch in _batches(task, "train"))
+    yield Measured(
+        float(max(0, most - task.most_scored)),
+        f"number of scored positions of a training example above {task.most_scored}",
+    )
+
+
 def shift(task: Task) -> Iterator[Measured]:
     causes = {0: "the target is the token that the model sees there: it is not shifted", 2: "it is shifted twice"}
     for split, (ahead, cause) in itertools.product(SPLITS, causes.items()):
@@ -338,6 +346,7 @@ CHECKS: tuple[Check[Task], ...] = (
     Check("form", form, 0.0, "`length` is not that of the sequences, or the tokens are no int64"),
     Check("token range", token_range, 0.0, "`vocab_size` does not count all tokens"),
     Check("scored", scored, 1.0, "every target is IGNORE", at_least=True),
+    Check("most scored", most_scored, 0.0, "`most_scored` does not count all of them"),
     Check("shift", shift, 0.99, ""),
     Check("repeatability", repeatability, 0.0, "`draw` uses other randomness than the `random` that it is given"),
     Check("pool", pool, 0.0, "a row of a draw depends on more than its own row of `random`"),

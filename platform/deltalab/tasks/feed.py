@@ -33,9 +33,10 @@ class Feed:
         self.task, self.size, self.device = task, size, device
         self.seeds = list(dict.fromkeys(seeds))
         self._of_run = torch.tensor([self.seeds.index(seed) for seed in seeds], device=device)
-        two = self.seeds[:2]
-        self._groups = [self.seeds] if self._agree([two]) else [[seed] for seed in self.seeds]
-        if len(self._groups) == len(self.seeds) and not self._agree([[seed] for seed in two]):
+        self._groups, some = [self.seeds], self.seeds[:2]
+        if len(some) > 1 and not self._agree([some]):
+            self._groups = [[seed] for seed in self.seeds]
+        if len(self._groups) == len(self.seeds) and not self._agree([[seed] for seed in some]):
             raise InputError(
                 f"task '{task.name}': its batches depend on more than the numbers of `random`; "
                 f"`platform task check {task.name}` may say more"

@@ -127,7 +127,8 @@ class Task(ABC):
 
     def address(self, split: str, seed: int, step: int | str) -> str:
         """Of a batch's random numbers; at "pool" of those of the `train_examples`."""
-        return f"{self.name}/{self.version}/{split}/{int(index(seed))}/{step if step == 'pool' else int(index(step))}"
+        at = step if isinstance(step, str) else int(index(step))
+        return f"{self.name}/{self.version}/{split}/{int(index(seed))}/{at}"
 
     def drawn(self, split: str, size: int, now: Random, pool: Random) -> Batch:
         """What `draw` gives: new examples from `now`, or rows of the pool that `now` chooses."""
