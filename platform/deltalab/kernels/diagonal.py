@@ -11,7 +11,9 @@ Per chunk that starts at S, with G the cumulative log-decay, y what erases (e k,
 M, N, P are built from halves: in each block of 2 h tokens, rows are of its second half and columns of its first, with
 decays to and from the border between the two, which are both at most 1. Each is the exponential of a sum of g over
 tokens that `between` chooses: no differences, so that they are exact next to any g, and the sum is a product of
-matrices. A token is a row or a column, so that one factor and one tile serves both sides of a block.
+matrices. A token is a row or a column, so that one factor serves both sides of a block. Up to h = 8 blocks of 16
+tokens are a batch, each within one warp; what is beyond them, `far`, takes whole products. One program does several
+chunks, which share the matrices that choose. K is a power of two; r, k, g, .. are descriptors (`chunk.tiles`).
 """
 
 import triton
@@ -33,13 +35,13 @@ def rows(x, row, valid, head, H, column, width, SIZE: tl.constexpr, FULL: tl.con
 
 
 @triton.jit
-def log_decays(g, row, valid, column, KIND: tl.constexpr, SIZE: tl.constexpr, RAGGED: tl.constexpr):
-    """g of a chunk, base 2: in fp16 beside a KIND of 16 bits, where exp(G) is off by 2^-12 |G| exp(G) < 1e-4 at most.
+def log_decays(g, row, valid, column, PRECISION: tl.constexpr, SIZE: tl.constexpr, RAGGED: tl.constexpr):
+    """g of a chunk, base 2: in fp16 beside operands of 16 bits, where exp(G) is off by 2^-12 |G| exp(G) < 1e-4 at most.
 
     No infinity, which would meet a 0 in `summed`.
     """
     found = tl.maximum(get_rows(g, row, valid, column, SIZE, RAGGED).to(tl.float32), LOWEST) * LOG2_E
-    return found if KIND == tl.float32 else found.to(tl.float16)
+    return found.to(tl.float32 if PRECISION == "ieee" else tl.float16)
 
 
 @triton.jit
@@ -131,29 +133,48 @@ def factor_and_half(g, g_near, level: tl.constexpr, OWN: tl.constexpr):
 
 
 @triton.jit
-def _level(
-    factor, behind, reader, writer, eraser, adder, p, q, moved, system, level: tl.constexpr,
+def _near_level(
+    factor, reader, writer, eraser, adder, p, q, moved, system, level: tl.constexpr,
     KIND: tl.constexpr, TIED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What tokens have to do with each other across the borders of a level, added to p, q, moved and system."""
+    behind = second(level, 16)[None, :, :]
     if TIED:
         x, y = (reader * factor).to(KIND), (writer * factor).to(KIND)
-    else:
-        x = (tl.where(behind, reader, writer) * factor).to(KIND)
-        y = x
-    if adder is not None:
-        y = (tl.where(behind, eraser, adder) * factor).to(KIND)
-    if level > 3:
-        x, y = flat(x), flat(y)
-    if TIED:
         p = _pairs(p, x, y, level, PRECISION)
         system = _pairs(system, y, y, level, PRECISION)
     else:
+        x = (tl.where(behind, reader, writer) * factor).to(KIND)
         p = _pairs(p, x, x, level, PRECISION)
     if adder is not None:
+        y = (tl.where(behind, eraser, adder) * factor).to(KIND)
         q = _pairs(q, x, y, level, PRECISION)
         moved = _pairs(moved, y, x, level, PRECISION)
         system = _pairs(system, y, y, level, PRECISION)
+    return p, q, moved, system
+
+
+@triton.jit
+def _far_level(
+    factor, reader, writer, eraser, adder, p, q, moved, system, level: tl.constexpr,
+    KIND: tl.constexpr, TIED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The same from whole products, block by block: what is masked is operands, fewer than what they make."""
+    SIZE: tl.constexpr = 16 * reader.shape[0]
+    half = near((tl.arange(0, SIZE) >> level)[:, None])
+    for block in tl.static_range(SIZE >> level + 1):
+        first, behind = tl.where(half == 2 * block, factor, 0.0), tl.where(half == 2 * block + 1, factor, 0.0)
+        x, y = flat((reader * behind).to(KIND)), flat((writer * first).to(KIND))
+        p = tl.dot(x, tl.trans(y), p, input_precision=PRECISION)
+        if TIED:
+            x = flat((writer * behind).to(KIND))
+            system = tl.dot(x, tl.trans(y), system, input_precision=PRECISION)
+        if adder is not None:
+            z = flat((adder * first).to(KIND))
+            q = tl.dot(x, tl.trans(z), q, input_precision=PRECISION)
+            x = flat((eraser * behind).to(KIND))
+            moved = tl.dot(x, tl.trans(y), moved, input_precision=PRECISION)
+            system = tl.dot(x, tl.trans(z), system, input_precision=PRECISION)
     return p, q, moved, system
 
 
@@ -177,7 +198,7 @@ def read_and_written(
 def prepare(
     r, k, g, e, a, b, beta, read, d,
     reading, writing, kept, within, erasing, given, inverse, adding, within_a,
-    cu_seqlens, of, first, length, from_chunk, span, sequences, scale, H, K: tl.constexpr,
+    cu_seqlens, of, first, length, from_chunk, span, sequences, total, each, scale, H, K: tl.constexpr,
     SIZE: tl.constexpr, BK: tl.constexpr, LATE: tl.constexpr,
     PACKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -186,85 +207,86 @@ def prepare(
     reading (exp(G) r), writing (exp(G_C - G) k), adding (so of a), erasing and given as above, `within` [i, j] what of
     j's value is read at i, `within_a` what of its erasure; kept [K] is exp(G_C), `inverse` that of I + M or I - M.
     """
-    program, head = tl.program_id(0), tl.program_id(1)
-    sequence, chunk = locate(program, of, first, span, PACKED)
-    if sequence >= sequences:
-        return
-    start, length = bounds(sequence, cu_seqlens, length, PACKED)
-    row, valid = start + (chunk + from_chunk) * SIZE, length - (chunk + from_chunk) * SIZE
     i, j = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
     kind: tl.constexpr = k.dtype
     TIED: tl.constexpr = e is not None
     OWN: tl.constexpr = LATE or erasing is None
-    slot = program * H + head
-    p, p_near = tl.zeros([SIZE, SIZE], tl.float32), tl.zeros([SIZE // 16, 16, 16], tl.float32)
-    q, moved, system, q_near, moved_near, system_near = p, p, p, p_near, p_near, p_near
-    for key in range(0, K, BK):
-        column = head * K + key
-        g_c = log_decays(g, row, valid, column, kind, SIZE, RAGGED)
-        g_near = near(g_c)
-        since, until = near(decay(j <= i if OWN else j < i, g_c)), near(decay(j > i, g_c))
-        reader, writer = read_and_written(r, k, e, beta, read, d, row, valid, head, H, column, scale, SIZE, RAGGED)
-        reader, writer = near(reader), near(writer)
-        p_near = _here(p_near, reader.to(kind), writer.to(kind), PRECISION)
-        writing.store([slot * SIZE, key], flat((writer * until).to(kind)))
-        eraser, adder = None, None
-        if adding is not None:
-            eraser = near(get_rows(b, row, valid, column, SIZE, RAGGED).to(tl.float32))
-            adder = near(get_rows(a, row, valid, column, SIZE, RAGGED).to(tl.float32))
-            q_near = _here(q_near, reader.to(kind), adder.to(kind), PRECISION)
-            adding.store([slot * SIZE, key], flat((adder * until).to(kind)))
-        if not OWN:
-            alpha = tl.exp2(g_near.to(tl.float32))
-            reader *= alpha
-        reading.store([slot * SIZE, key], flat((reader * since).to(kind)))
-        ends = kept + slot.to(tl.int64) * K + key + tl.arange(0, BK)[None, :] + 0 * i
-        tl.store(ends, flat(since if OWN else since * alpha), mask=i == SIZE - 1)
-        for level in tl.static_range(7):
-            if 1 << level < SIZE:
-                factor, behind = factor_and_half(g_c, g_near, level, OWN)
-                if level < 4:
-                    p_near, q_near, moved_near, system_near = _level(
-                        factor, behind, reader, writer, eraser, adder, p_near, q_near, moved_near, system_near,
-                        level, kind, TIED, PRECISION,
-                    )  # fmt: skip
-                else:
-                    p, q, moved, system = _level(
-                        factor, behind, reader, writer, eraser, adder, p, q, moved, system,
-                        level, kind, TIED, PRECISION,
-                    )  # fmt: skip
-    p = near_and_far(p_near, p, SIZE)
-    within.store([slot * SIZE, 0], p.to(kind))
-    if erasing is not None:
-        system = near_and_far(system_near, system, SIZE)
-        if adding is not None:
-            q = near_and_far(q_near, q, SIZE)
-            within_a.store([slot * SIZE, 0], q.to(kind))
-            moved = near_and_far(moved_near, moved, SIZE)
-            system = -system
-        else:
-            erase = scalars(e, row, valid, head, H, SIZE)[:, None]
-            system *= erase
-        solved = unit_lower_inverse(system, SIZE, PRECISION)
-        solved_c = solved.to(kind)
-        if inverse is not None:
-            inverse.store([slot * SIZE, 0], solved_c)
-        if adding is not None:
-            values = tl.dot(solved_c, moved.to(kind), input_precision=PRECISION)
-        elif beta is not None:
-            values = solved * scalars(beta, row, valid, head, H, SIZE)[None, :]
-        else:
-            values = solved
-        given.store([slot * SIZE, 0], values.to(kind))
+    begin = tl.program_id(0) * each
+    for index in range(begin, tl.minimum(begin + each, total)):
+        program, head = index // H, index % H
+        sequence, chunk = locate(program, of, first, span, PACKED)
+        # Chunks beyond the last one, which packed sequences may leave, have no valid row.
+        start, tokens = bounds(tl.minimum(sequence, sequences - 1), cu_seqlens, length, PACKED)
+        row, valid = start + (chunk + from_chunk) * SIZE, tokens - (chunk + from_chunk) * SIZE
+        slot = program * H + head
+        p, p_near = tl.zeros([SIZE, SIZE], tl.float32), tl.zeros([SIZE // 16, 16, 16], tl.float32)
+        q, moved, system, q_near, moved_near, system_near = p, p, p, p_near, p_near, p_near
         for key in range(0, K, BK):
-            g_c = log_decays(g, row, valid, head * K + key, kind, SIZE, RAGGED)
-            since = decay(j <= i if OWN else j < i, g_c)
+            column = head * K + key
+            g_c = log_decays(g, row, valid, column, PRECISION, SIZE, RAGGED)
+            g_near = near(g_c)
+            since, until = near(decay(j <= i if OWN else j < i, g_c)), near(decay(j > i, g_c))
+            reader, writer = read_and_written(r, k, e, beta, read, d, row, valid, head, H, column, scale, SIZE, RAGGED)
+            reader, writer = near(reader), near(writer)
+            p_near = _here(p_near, reader.to(kind), writer.to(kind), PRECISION)
+            writing.store([slot * SIZE, key], flat((writer * until).to(kind)))
+            eraser, adder = None, None
             if adding is not None:
-                seen = get_rows(b, row, valid, head * K + key, SIZE, RAGGED).to(tl.float32) * since
+                eraser = near(get_rows(b, row, valid, column, SIZE, RAGGED).to(tl.float32))
+                adder = near(get_rows(a, row, valid, column, SIZE, RAGGED).to(tl.float32))
+                q_near = _here(q_near, reader.to(kind), adder.to(kind), PRECISION)
+                adding.store([slot * SIZE, key], flat((adder * until).to(kind)))
+            if not OWN:
+                alpha = tl.exp2(g_near.to(tl.float32))
+                reader *= alpha
+            reading.store([slot * SIZE, key], flat((reader * since).to(kind)))
+            ends = kept + slot.to(tl.int64) * K + key + tl.arange(0, BK)[None, :] + 0 * i
+            tl.store(ends, flat(since if OWN else since * alpha), mask=i == SIZE - 1)
+            for level in tl.static_range(7):
+                if 1 << level < SIZE:
+                    factor, _ = factor_and_half(g_c, g_near, level, OWN)
+                    if level < 4:
+                        p_near, q_near, moved_near, system_near = _near_level(
+                            factor, reader, writer, eraser, adder, p_near, q_near, moved_near, system_near,
+                            level, kind, TIED, PRECISION,
+                        )  # fmt: skip
+                    else:
+                        p, q, moved, system = _far_level(
+                            factor, reader, writer, eraser, adder, p, q, moved, system,
+                            level, kind, TIED, PRECISION,
+                        )  # fmt: skip
+        p = near_and_far(p_near, p, SIZE)
+        within.store([slot * SIZE, 0], p.to(kind))
+        if erasing is not None:
+            system = near_and_far(system_near, system, SIZE)
+            if adding is not None:
+                q = near_and_far(q_near, q, SIZE)
+                within_a.store([slot * SIZE, 0], q.to(kind))
+                moved = near_and_far(moved_near, moved, SIZE)
+                system = -system
             else:
-                seen = get_rows(k, row, valid, head * K + key, SIZE, RAGGED).to(tl.float32) * (-erase * since)
-            found = tl.dot(solved_c, seen.to(kind), input_precision=PRECISION)
-            erasing.store([slot * SIZE, key], found.to(kind))
+                erase = scalars(e, row, valid, head, H, SIZE)[:, None]
+                system *= erase
+            solved = unit_lower_inverse(system, SIZE, PRECISION)
+            solved_c = solved.to(kind)
+            if inverse is not None:
+                inverse.store([slot * SIZE, 0], solved_c)
+            if adding is not None:
+                values = tl.dot(solved_c, moved.to(kind), input_precision=PRECISION)
+            elif beta is not None:
+                values = solved * scalars(beta, row, valid, head, H, SIZE)[None, :]
+            else:
+                values = solved
+            given.store([slot * SIZE, 0], values.to(kind))
+            for key in range(0, K, BK):
+                g_c = log_decays(g, row, valid, head * K + key, PRECISION, SIZE, RAGGED)
+                since = decay(j <= i if OWN else j < i, g_c)
+                if adding is not None:
+                    seen = get_rows(b, row, valid, head * K + key, SIZE, RAGGED).to(tl.float32) * since
+                else:
+                    seen = get_rows(k, row, valid, head * K + key, SIZE, RAGGED).to(tl.float32) * (-erase * since)
+                found = tl.dot(solved_c, seen.to(kind), input_precision=PRECISION)
+                erasing.store([slot * SIZE, key], found.to(kind))
 
 
 @triton.jit

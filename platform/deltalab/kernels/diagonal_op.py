@@ -11,14 +11,22 @@ from deltalab.kernels import diagonal
 from deltalab.kernels.chunk import absent, chunk_map, fold_into_batch, tiles
 from deltalab.kernels.diagonal_gradients import gradients
 
-WORKSPACE = 128 * 2**20
-"""Bytes that the states of a segment may take in the backward, where it has not MOST_SEGMENTS yet."""
+WORKSPACE = 256 * 2**20
+"""Bytes that a segment may take in the backward for what does not leave it, where it has not MOST_SEGMENTS yet."""
 
-MOST_SEGMENTS = 4
+MOST_SEGMENTS = 8
 
-KEYS = 32
+KEYS = {"prepare": {"none": 64, "tied": 32, "free": 16}, "gradients": {"none": 32, "tied": 32, "free": 16}}
+"""That a program takes at once, by its kernel and low rank: as many as registers hold."""
 
-WARPS = {"prepare": 4, "scan": 4, "reverse": 4, "gradients": 4}
+BUSY = 264
+"""Programs of `prepare` or `gradients` that an H100 runs at a time."""
+
+ENOUGH = 96
+"""Programs of `scan` or `reverse` that keep it busy."""
+
+SQUARES = ("within", "given", "inverse", "within_a")
+
 STAGES = {"prepare": 1, "scan": 2, "reverse": 2, "gradients": 1}
 
 
@@ -38,16 +46,21 @@ class Plan:
     ragged: bool
     precision: str
     late: bool
+    low_rank: str
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, k: Tensor, u: Tensor, cu_seqlens: Tensor | None, late: bool, size: int) -> "Plan":
+    def of(
+        cls, k: Tensor, u: Tensor, e: Tensor | None, a: Tensor | None, cu_seqlens: Tensor | None, late: bool, size: int
+    ) -> "Plan":
         sequences, tokens, heads, key_dim = k.shape
         value_dim = u.shape[-1]
         packed, chunks, segments = None, triton.cdiv(tokens, size), 1
+        tied, free = e is not None, a is not None
         if cu_seqlens is None:
-            states = sequences * chunks * heads * key_dim * value_dim * u.element_size()
-            segments = min(MOST_SEGMENTS, triton.cdiv(states, WORKSPACE))
+            each = 2 * key_dim * value_dim + size * (2 * key_dim + size)
+            each += (tied + free) * size * (key_dim + 2 * size + value_dim) + free * size * (key_dim + size + value_dim)
+            segments = min(MOST_SEGMENTS, triton.cdiv(sequences * chunks * heads * each * u.element_size(), WORKSPACE))
         else:
             sequences = cu_seqlens.numel() - 1
             of, first, chunks = chunk_map(cu_seqlens, tokens, size)
@@ -55,38 +68,47 @@ class Plan:
         precision = "ieee" if u.element_size() > 2 else "tf32"
         every = triton.cdiv(chunks, segments)
         ragged = packed is not None or tokens % size != 0
+        low_rank = "tied" if tied else "free" if free else "none"
         return cls(
-            sequences, tokens, heads, key_dim, value_dim, size, chunks, every, packed, ragged, precision, late, u.dtype
+            sequences, tokens, heads, key_dim, value_dim, size, chunks, every, packed, ragged, precision, late,
+            low_rank, u.dtype,
         )  # fmt: skip
 
     @property
     def segments(self) -> int:
         return triton.cdiv(self.chunks, self.every)
 
-    @property
-    def bk(self) -> int:
-        """Keys that `prepare` and `gradients` take at once."""
-        return min(self.key_dim, KEYS if self.dtype.itemsize == 2 else 16)
+    def bk(self, kernel: str) -> int:
+        """Keys that `prepare` or `gradients` takes at once."""
+        return min(self.key_dim, KEYS[kernel][self.low_rank] if self.dtype.itemsize == 2 else 16)
 
     @property
     def bv(self) -> int:
+        """Values that `scan` and `reverse` take at once; 128, which read all else once, where that idles no GPU."""
+        enough = self.sequences * self.heads * self.value_dim >= ENOUGH * 128
+        if enough and self.value_dim % 128 == 0 and self.key_dim <= 128 and self.dtype.itemsize == 2:
+            return 128
         return max(16, min(64, triton.next_power_of_2(self.value_dim)))
 
-    @property
-    def all_values(self) -> int:
-        """Those that `gradients` takes at once."""
-        most = 128 if self.dtype.itemsize == 2 else 32
-        return next(bv for bv in (128, 64, 32, 16) if bv <= most and self.value_dim % bv == 0)
+    def how(self, kernel: str) -> dict[str, int]:
+        """To launch it, in as many stages as leave shared memory for two programs, or for one of 8 warps."""
+        wide = self.bv == 128 and kernel in ("scan", "reverse")
+        stages = STAGES[kernel]
+        if kernel == "gradients" and self.low_rank == "none" and self.all_values == self.value_dim:
+            stages = 2
+        elif kernel == "reverse" and self.low_rank == "free" and wide and self.size == 64:
+            stages = 1
+        return {"num_warps": 8 if wide else 4, "num_stages": stages}
 
-    def keys(self, x: Tensor | None, *, store: bool = False) -> Any:
-        return tiles(x, self.size, self.bk, store=store, ragged=self.ragged)
+    def keys(self, x: Tensor | None, kernel: str, *, store: bool = False) -> Any:
+        return tiles(x, self.size, self.bk(kernel), store=store, ragged=self.ragged)
 
     def values(self, x: Tensor | None, *, store: bool = False) -> Any:
         return tiles(x, self.size, self.all_values, store=store, ragged=self.ragged)
 
-    def described(self, inputs: dict[str, Tensor | None]) -> dict[str, Any]:
-        """What `prepare` and `gradients` take: vectors as descriptors."""
-        return {name: self.keys(x) if name in ("r", "k", "g", "a", "b") else x for name, x in inputs.items()}
+    def described(self, inputs: dict[str, Tensor | None], kernel: str) -> dict[str, Any]:
+        """What `prepare` or `gradients` takes: vectors as descriptors."""
+        return {name: self.keys(x, kernel) if name in ("r", "k", "g", "a", "b") else x for name, x in inputs.items()}
 
     def slots(self, chunks: int) -> int:
         """Chunks in a launch over this many of each sequence."""
@@ -117,17 +139,14 @@ class Plan:
         self, inputs: dict[str, Tensor | None], made: dict[str, Tensor | None], scale: float, begin: int, end: int
     ) -> None:
         inputs = {name: x for name, x in inputs.items() if name != "u"}
-        outputs = {}
+        bk, outputs = self.bk("prepare"), dict[str, Any](made)
         for name, x in made.items():
-            if x is None or name == "kept":
-                outputs[name] = x
-            else:
-                columns = self.size if name in SQUARES else self.bk
-                outputs[name] = tiles(x.flatten(0, 1), self.size, columns)
-        diagonal.prepare[(self.slots(end - begin), self.heads)](
-            **self.described(inputs), **outputs, **self.parallel(begin, end), scale=scale, H=self.heads,
-            K=self.key_dim, SIZE=self.size, BK=self.bk, LATE=self.late,
-            PACKED=self.packed is not None, RAGGED=self.ragged, PRECISION=self.precision, **_how("prepare"),
+            if x is not None and name != "kept":
+                outputs[name] = tiles(x.flatten(0, 1), self.size, self.size if name in SQUARES else bk)
+        diagonal.prepare[self.programs(end - begin)](
+            **self.described(inputs, "prepare"), **outputs, **self.parallel(begin, end), scale=scale, H=self.heads,
+            K=self.key_dim, SIZE=self.size, BK=bk, LATE=self.late,
+            PACKED=self.packed is not None, RAGGED=self.ragged, PRECISION=self.precision, **self.how("prepare"),
         )  # fmt: skip
 
     def parallel(self, begin: int, end: int) -> dict[str, Any]:
@@ -135,7 +154,15 @@ class Plan:
         return {
             "cu_seqlens": bounds, "of": of, "first": first, "length": self.tokens,
             "from_chunk": begin, "span": end - begin, "sequences": self.sequences,
+            "total": self.slots(end - begin) * self.heads, "each": self.each(end - begin),
         }  # fmt: skip
+
+    def each(self, chunks: int) -> int:
+        """Chunks that one program of `prepare` or `gradients` takes, which share what does not depend on them."""
+        return min(8, triton.cdiv(self.slots(chunks) * self.heads, BUSY))
+
+    def programs(self, chunks: int) -> tuple[int]:
+        return (triton.cdiv(self.slots(chunks) * self.heads, self.each(chunks)),)
 
     def sequential(self, begin: int, end: int) -> dict[str, Any]:
         bounds, _, first = self.packed or (None, None, None)
@@ -151,11 +178,6 @@ class Plan:
         return triton.cdiv(self.value_dim, self.bv), self.heads, self.sequences
 
 
-def _how(kernel: str) -> dict[str, int]:
-    return {"num_warps": WARPS[kernel], "num_stages": STAGES[kernel]}
-
-
-SQUARES = ("within", "given", "inverse", "within_a")
 NAMES = ("r", "k", "u", "g", "e", "a", "b", "beta", "read", "d")
 
 
@@ -185,7 +207,7 @@ def diagonal_scan(
     late: whether the low rank sees the decayed state; keep: whether what the backward needs is returned.
     Returns (o, last state, and, for the backward, states).
     """
-    x = Plan.of(k, u, cu_seqlens, late, chunk_size)
+    x = Plan.of(k, u, e, a, cu_seqlens, late, chunk_size)
     inputs = dict(zip(NAMES, (r, k, u, g, e, a, b, beta, read, d), strict=True))
     made = x.prepared(u, x.chunks, inputs)
     if beta is not None or a is not None:
@@ -197,14 +219,14 @@ def diagonal_scan(
     made.pop("inverse")
     diagonal.scan[x.grid](
         u, **made, state=state, begin_states=begin, o=o, last=last, states=None, written=None,
-        every=x.every, segments=x.segments, **x.sequential(0, x.chunks), **_how("scan"),
+        every=x.every, segments=x.segments, **x.sequential(0, x.chunks), **x.how("scan"),
     )  # fmt: skip
     return o, last, absent(u) if begin is None else begin
 
 
 @diagonal_scan.register_fake
 def _(r, k, u, g, e, a, b, beta, read, d, state, cu_seqlens, scale, late, chunk_size, keep):  # type: ignore[no-untyped-def]
-    x = Plan.of(k, u, cu_seqlens, late, chunk_size)
+    x = Plan.of(k, u, e, a, cu_seqlens, late, chunk_size)
     last = u.new_empty(x.sequences, x.heads, x.key_dim, x.value_dim, dtype=torch.float32)
     begin = last.new_empty(x.sequences, x.segments, x.heads, x.value_dim, x.key_dim) if keep else absent(u)
     return torch.empty_like(u), last, begin
@@ -231,7 +253,7 @@ def _backward(
     chunk_size: int,
 ) -> list[Tensor]:
     """Gradients of r, k, u, g, e, a, b, beta, read, d and the state; empty for what was not given."""
-    x = Plan.of(k, u, cu_seqlens, late, chunk_size)
+    x = Plan.of(k, u, e, a, cu_seqlens, late, chunk_size)
     inputs = dict(zip(NAMES, (r, k, u, g, e, a, b, beta, read, d), strict=True))
     found = {f"d_{name}": None if one is None else torch.empty_like(one) for name, one in inputs.items()}
     if d_last is None:
@@ -244,14 +266,15 @@ def _backward(
     states_after = torch.empty_like(states)
     written = u.new_empty(x.slots(x.every), x.heads, x.size, x.value_dim) if low_rank else None
     d_seen = torch.empty_like(written) if free else None
+    bk = x.bk("gradients")
     per_chunk = {
-        **x.described(inputs), "u": x.values(u), "kept": made["kept"], "d_o": x.values(d_o),
+        **x.described(inputs, "gradients"), "u": x.values(u), "kept": made["kept"], "d_o": x.values(d_o),
         "d_u": x.values(found["d_u"]), "new_d_u": x.values(found["d_u"], store=True),
         "written": None if written is None else tiles(written.flatten(0, 1), x.size, x.all_values),
         "d_seen": None if d_seen is None else tiles(d_seen.flatten(0, 1), x.size, x.all_values),
-        "states": tiles(states.flatten(0, 1), x.all_values, x.bk),
-        "states_after": tiles(states_after.flatten(0, 1), x.all_values, x.bk),
-        **{name: x.keys(found[name], store=True) for name in ("d_r", "d_k", "d_g", "d_a", "d_b")},
+        "states": tiles(states.flatten(0, 1), x.all_values, bk),
+        "states_after": tiles(states_after.flatten(0, 1), x.all_values, bk),
+        **{name: x.keys(found[name], "gradients", store=True) for name in ("d_r", "d_k", "d_g", "d_a", "d_b")},
         **{name: found[name] for name in ("d_e", "d_beta", "d_read", "d_d")},
     }  # fmt: skip
     for segment in reversed(range(x.segments)):
@@ -260,16 +283,16 @@ def _backward(
         scanned = {name: one for name, one in made.items() if name != "inverse"}
         diagonal.scan[x.grid](
             u, **scanned, state=None, begin_states=begin, o=None, last=None, states=states, written=written,
-            every=x.every, segments=x.segments, **x.sequential(*span), **_how("scan"),
+            every=x.every, segments=x.segments, **x.sequential(*span), **x.how("scan"),
         )  # fmt: skip
         diagonal.reverse[x.grid](
             d_o, **made, d_last=after, states_after=states_after, d_u=found["d_u"], d_seen=d_seen, d_state=after,
-            **x.sequential(*span), **_how("reverse"),
+            **x.sequential(*span), **x.how("reverse"),
         )  # fmt: skip
-        gradients[(x.slots(span[1] - span[0]), x.heads)](
+        gradients[x.programs(span[1] - span[0])](
             **per_chunk, **x.parallel(*span), scale=scale, H=x.heads, K=x.key_dim, V=x.value_dim,
-            SIZE=x.size, BK=x.bk, BV=x.all_values, LATE=late, PACKED=x.packed is not None, RAGGED=x.ragged,
-            PRECISION=x.precision, **_how("gradients"),
+            SIZE=x.size, BK=bk, BV=x.all_values, LATE=late, PACKED=x.packed is not None, RAGGED=x.ragged,
+            PRECISION=x.precision, **x.how("gradients"),
         )  # fmt: skip
     grads = [absent(u) if one is None else one for one in found.values()]
     return [*grads, after.transpose(-1, -2).contiguous()]
