@@ -45,7 +45,7 @@ def scan(
     x = _padded(x, max(16, triton.next_power_of_2(key_dim)) - key_dim, -value_dim % 16)
     states = state if isinstance(state, tuple) else (state,)
     first, second = (_grown(one, x) for one in (*states, None)[:2])
-    chunk_size = chunk_size or _chunk(transition, x)
+    chunk_size = chunk_size or _chunk(x)
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens * transition.steps
     if x.fit is None:
@@ -106,9 +106,7 @@ def takes(transition: Transition, x: Operands, dtype: torch.dtype) -> bool:
     )
 
 
-def _chunk(transition: Transition, x: Operands) -> int:
-    if transition.decay == "diagonal":
-        return 32 if x.u.element_size() == 2 else 16
+def _chunk(x: Operands) -> int:
     return 64 if x.u.element_size() == 2 and x.k.shape[-1] <= 128 else 32 if x.u.element_size() == 2 else 16
 
 
