@@ -180,21 +180,18 @@ class RuleLayer(nn.Module):
 
 
 class _ShortConvolution(torch.autograd.Function):
-    """y_t = sum_i w_i x_{t+i} for x [B, T + W - 1, C] and w [W, C].
+    """y_t = sum_i w_i x_{t+i} for x [.., B, T + W - 1, C] and w [.., W, C].
 
     Forward and backward, on a CPU at [32, 32, 96]: 0.46 ms, against 0.61 of autograd's own and 2.2 of a depthwise
     conv1d.
     """
 
-    generate_vmap_rule = True
-
     @staticmethod
     def forward(x: Tensor, weights: Tensor) -> Tensor:
-        width = weights.shape[0]
-        length = x.shape[1] - width + 1
-        y = x[:, :length] * weights[0]
-        for i in range(1, width):
-            y.addcmul_(x[:, i : i + length], weights[i])
+        length, (first, *rest) = x.shape[-2] - weights.shape[-2] + 1, _each(weights)
+        y = x[..., :length, :] * first
+        for i, weight in enumerate(rest, 1):
+            y.addcmul_(x[..., i : i + length, :], weight)
         return y
 
     @staticmethod
@@ -205,8 +202,22 @@ class _ShortConvolution(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, Tensor]:
         x, weights = ctx.saved_tensors
-        length, d_x, d_weights = d_y.shape[1], torch.zeros_like(x), []
-        for i in range(len(weights)):
-            d_x[:, i : i + length].addcmul_(d_y, weights[i])
-            d_weights.append((x[:, i : i + length] * d_y).sum((0, 1)))
-        return d_x, torch.stack(d_weights)
+        length, d_x, d_weights = d_y.shape[-2], torch.zeros_like(x), []
+        for i, weight in enumerate(_each(weights)):
+            d_x[..., i : i + length, :].addcmul_(d_y, weight)
+            d_weights.append((x[..., i : i + length, :] * d_y).sum((-3, -2)))
+        return d_x, torch.stack(d_weights, dim=-2)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, int | None], *args: Tensor) -> tuple[Tensor, int]:
+        # What PyTorch would generate goes through the stack run by run: it has no rule for addcmul_.
+        x, weights = (
+            one.expand(info.batch_size, *one.shape) if dim is None else one.movedim(dim, 0)
+            for one, dim in zip(args, in_dims, strict=True)
+        )
+        return _ShortConvolution.apply(x, weights), 0  # type: ignore[no-untyped-call]
+
+
+def _each(weights: Tensor) -> tuple[Tensor, ...]:
+    """Of [.., W, C] the W weights, [.., 1, 1, C]."""
+    return weights[..., None, None, :].unbind(-4)
