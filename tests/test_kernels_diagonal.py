@@ -1,6 +1,7 @@
 """Kernels with diagonal decay, in Triton's interpreter: the recurrence in fp64, and its gradients."""
 
 import dataclasses
+import itertools
 import os
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -118,3 +119,24 @@ def test_long_chunks_in_half_precision(structure, late):
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_long_chunks(structure):
     check(drawn(structure, 70), None, late=False, chunk=32)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_packed_sequences_are_each_their_own(structure):
+    x = drawn(structure, 40)
+    bounds = [0, 3, 3, 20, 40]
+    operands, _, leaves = given(x, None, torch.float32)
+    tensors = (getattr(operands, name) for name in NAMES)
+    o, last, _ = diagonal_scan(*tensors, None, torch.tensor(bounds), 0.3, True, CHUNK, True)
+    (o.square().sum() + last.sum()).backward()
+    for n, (begin, end) in enumerate(itertools.pairwise(bounds)):
+        part = {name: t[:, begin:end] for name in NAMES if (t := getattr(x, name)) is not None}
+        if end == begin:
+            continue
+        alone, _, wants = given(Operands(**part), None, torch.float64)
+        want, final = right(alone, None, late=True, chunk=CHUNK)
+        (want.square().sum() + final.sum()).backward()
+        torch.testing.assert_close(o[:, begin:end].double(), want, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(last[n : n + 1].double(), final, atol=1e-5, rtol=1e-4)
+        for name, leaf in wants.items():
+            torch.testing.assert_close(leaves[name].grad[:, begin:end].double(), leaf.grad, atol=1e-4, rtol=1e-3)

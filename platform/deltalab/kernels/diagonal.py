@@ -215,8 +215,9 @@ def prepare(
     for index in range(begin, tl.minimum(begin + each, total)):
         program, head = index // H, index % H
         sequence, chunk = locate(program, of, first, span, PACKED)
-        # Chunks beyond the last one, which packed sequences may leave, have no valid row.
         start, tokens = bounds(tl.minimum(sequence, sequences - 1), cu_seqlens, length, PACKED)
+        # Chunks beyond the last one, which packed sequences may leave, have no row.
+        tokens = tl.where(sequence < sequences, tokens, 0)
         row, valid = start + (chunk + from_chunk) * SIZE, tokens - (chunk + from_chunk) * SIZE
         slot = program * H + head
         p, p_near = tl.zeros([SIZE, SIZE], tl.float32), tl.zeros([SIZE // 16, 16, 16], tl.float32)

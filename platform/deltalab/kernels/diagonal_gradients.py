@@ -74,8 +74,9 @@ def gradients(
         program, head = index // H, index % H
         sequence, chunk = locate(program, of, first, span, PACKED)
         chunk += from_chunk
-        # Chunks beyond the last one, which packed sequences may leave, have no valid row.
         start, tokens = bounds(tl.minimum(sequence, sequences - 1), cu_seqlens, length, PACKED)
+        # Chunks beyond the last one, which packed sequences may leave, have no row.
+        tokens = tl.where(sequence < sequences, tokens, 0)
         row, valid = start + chunk * SIZE, tokens - chunk * SIZE
         slot = program * H + head
         here = slot * SIZE

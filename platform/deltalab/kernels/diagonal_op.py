@@ -100,6 +100,12 @@ class Plan:
             stages = 1
         return {"num_warps": 8 if wide else 4, "num_stages": stages}
 
+    @property
+    def all_values(self) -> int:
+        """Those that `gradients` takes at once."""
+        most = 128 if self.dtype.itemsize == 2 else 32
+        return next(bv for bv in (128, 64, 32, 16) if bv <= most and self.value_dim % bv == 0)
+
     def keys(self, x: Tensor | None, kernel: str, *, store: bool = False) -> Any:
         return tiles(x, self.size, self.bk(kernel), store=store, ragged=self.ragged)
 
