@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from deltalab.errors import InputError
 from deltalab.lockstep import LockStep, Metric, RunResult, most_stacked
 from deltalab.model import ModelSpec
 from deltalab.recipe import TrainSpec, stackable
