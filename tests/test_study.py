@@ -33,6 +33,7 @@ STUDY: dict[str, Any] = {
         "train": {"steps": 6, "batch_size": 4, "lr": 0.01, "evaluations": 2},
     },
     "seeds": 2,
+    "resources": {"stack": 1},
 }
 LR = {"log_uniform": [1e-3, 1e-1]}
 STUDIES = Path(__file__).parents[1] / "studies"
@@ -485,7 +486,7 @@ def test_identity_does_not_depend_on_how_numbers_and_defaults_are_written(plan: 
     assert key(plan(base=same)) == key(plan())
     assert plan(base=same).identity == plan().identity
     # Neither does what a trial may take, nor what the study says of itself.
-    assert plan(resources={"cpu": 1.5}, deadline=100, description="x").identity == plan().identity
+    assert plan(resources={"cpu": 1.5, "stack": 3}, deadline=100, description="x").identity == plan().identity
 
 
 INGREDIENTS: dict[str, dict[str, Any]] = {

@@ -15,8 +15,10 @@ from rich.text import Text
 from deltalab.errors import InputError
 from deltalab.lockstep import LockStep, most_stacked
 from deltalab.model import ModelSpec
+from deltalab.stack import Unstackable
 from deltalab.study.plan import Arm, Plan
 from deltalab.study.stats import seeds_needed, smallest_holm_p, smallest_p
+from deltalab.tasks import Task
 from deltalab.train import TrainSpec
 
 ALPHA = 0.05
@@ -134,12 +136,11 @@ def _measured(plan: Plan, arm: Arm) -> ArmCost:
     timed = replace(
         whole, batch_size=min(whole.batch_size, max(1, MOST_TIMED_TOKENS // task.length)), steps=3, evaluations=1
     )
-    together = min(plan.spec.seeds, most_stacked(task, model, whole))
-    trial = LockStep(task, [(model, timed)], range(together))
-    trial.advance(1)
-    began = time.perf_counter()
-    trial.advance(3)
-    step = (time.perf_counter() - began) / 2 / together * whole.batch_size / timed.batch_size
+    try:
+        trial, run_step = _timed(task, model, timed, min(plan.spec.seeds, most_stacked(task, model, whole)))
+    except Unstackable:
+        trial, run_step = _timed(task, model, timed, 1)
+    step = run_step * whole.batch_size / timed.batch_size
     # A batch of an evaluation is a forward pass, about a third of a step, at every length that is evaluated.
     tokens = sum(other.length for other in task.evaluations().values()) / task.length
     evaluations = (whole.evaluations + 1) * whole.eval_batches * tokens / 3
@@ -153,6 +154,15 @@ def _measured(plan: Plan, arm: Arm) -> ArmCost:
         state_size=network.state_size(task.length),
         seconds=runs * step * (whole.steps + evaluations),
     )
+
+
+def _timed(task: Task, model: ModelSpec, spec: TrainSpec, runs: int) -> tuple[LockStep, float]:
+    """Seconds for a step of one of so many runs, and what took them."""
+    trial = LockStep(task, [(model, spec)], range(runs), most=runs)
+    trial.advance(1)
+    began = time.perf_counter()
+    trial.advance(3)
+    return trial, (time.perf_counter() - began) / 2 / runs
 
 
 def _short(value: object) -> str:

@@ -40,7 +40,6 @@ def execute(
             return [_record(job, started, len(stack), error=traceback.format_exc()) for job in stack]
     else:
         return [_finished(job, started, len(stack), result, runs) for job, result in zip(stack, results, strict=True)]
-    torch.cuda.empty_cache()
     return [record for job in stack for record in execute([job], runs, threads=threads, watch=watch)]
 
 
