@@ -134,7 +134,8 @@ def main() -> None:
         shape = {"length": given.length, "heads": given.heads, "key_dim": given.key_dim, "value_dim": given.value_dim}
         x = draw(rule, batch=given.batch, **shape).map(lambda part: part.float())
         dtype = DTYPES[given.dtype]
-        x = dataclasses.replace(x, q=x.q.to(dtype), k=x.k.to(dtype), v=x.v.to(dtype))
+        narrow = {gate: x.gates[gate].to(dtype) for gate in x.gates if rule.gates[gate].per == "channel"}
+        x = dataclasses.replace(x, q=x.q.to(dtype), k=x.k.to(dtype), v=x.v.to(dtype), gates={**x.gates, **narrow})
         x = x.map(lambda part: part.requires_grad_())
         print(f"--- {name}")
         if rule.transition is not None:
