@@ -1,10 +1,10 @@
-"""What ptxas makes of the kernels, without a GPU: registers, spills, shared memory, and operands that it overwrites.
+"""What ptxas makes of the kernels, without a GPU: registers, spills, shared memory, and operands that it may lose.
 
     python benchmarks/sass.py comba gla --key-dim 128 --value-dim 128 --length 130
 
-Runs a rule forward and backward on the CPU, where each launch compiles its kernel for an H100 instead. Exits with 1 where
-a WGMMA's left operand is in registers that live through a loop which writes them: ptxas 12.8, of Triton 3.6, does that,
-and from the second iteration on the result is wrong. No kernel of ours may have one.
+Runs a rule forward and backward on the CPU, where each launch compiles its kernel for an H100 instead. Exits with 1
+where a WGMMA in a loop takes its left operand from registers that stay as they are through the loop: ptxas 12.8, of
+Triton 3.6, may write them in between, and from the second iteration on the result is wrong. `kernels.chunk.anew`.
 """
 
 import argparse
@@ -31,57 +31,27 @@ H100 = GPUTarget("cuda", 90, 32)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
-Code = list[str]
 
-
-def code(listing: str) -> tuple[Code, dict[str, int]]:
-    """The instructions of nvdisasm's listing, and where its labels are among them."""
-    found: Code = []
-    labels = {}
-    for line in listing.splitlines():
-        if label := re.match(r"\s*(\.L_x_\d+):", line):
-            labels[label.group(1)] = len(found)
-        elif instruction := re.search(r"/\*[0-9a-f]+\*/\s+(.*?);", line):
-            found.append(instruction.group(1).strip())
-    return found, labels
-
-
-def written(instruction: str) -> set[int]:
-    """The general registers that an instruction writes."""
-    name, _, rest = re.sub(r"^@!?U?P\d+\s+", "", instruction).partition(" ")
-    first = re.match(r"(?:U?P[\dT]+,\s*)*R(\d+)\b", rest)
-    if first is None or name.startswith(("ST", "RED", "SYNCS", "UTMA", "BAR", "BRA")):
-        return set()
-    if tile := re.match(r"HGMMA\.(\d+)x(\d+)x", name):
-        count = int(tile.group(1)) * int(tile.group(2)) // 128
-    elif name.startswith("LDSM"):
-        count = int(name[-1])
-    elif name.startswith("HMMA") or ".128" in name:
-        count = 4
-    else:
-        count = 2 if ".64" in name or "WIDE" in name else 1
-    return set(range(int(first.group(1)), int(first.group(1)) + count))
-
-
-def overwritten(listing: str) -> list[str]:
-    """The WGMMA whose left operand comes into a loop in registers that the loop writes after it has used them."""
-    instructions, labels = code(listing)
+def kept(ptx: str) -> list[str]:
+    """The WGMMA in a loop whose left operand is in registers that nothing in the loop defines."""
+    lines = ptx.splitlines()
+    labels = {line.split(":")[0]: at for at, line in enumerate(lines) if re.match(r"\$L__BB\d+_\d+:", line)}
     found = []
-    for end, branch in enumerate(instructions):
-        target = re.search(r"\bBRA\b.*?(\.L_x_\d+)", branch)
-        begin = labels.get(target.group(1), end) if target else end
-        # What waits for a barrier jumps back too, from behind the end of the kernel.
-        if begin >= end or any(one.startswith(("EXIT", "RET")) for one in instructions[begin:end]):
+    for end, line in enumerate(lines):
+        jump = re.search(r"\bbra\S*\s+(\$L__BB\d+_\d+);", line)
+        if jump is None or labels[jump.group(1)] > end:
             continue
-        loop = instructions[begin : end + 1]
-        for i, one in enumerate(loop):
-            operand = re.search(r"HGMMA\S*\s+R\d+,\s*R(\d+),\s*gdesc", one)
-            if operand is None:
-                continue
-            registers = set(range(int(operand.group(1)), int(operand.group(1)) + 4))
-            coming = registers.difference(*map(written, loop[:i]))
-            if coming & set().union(*map(written, loop[i + 1 :])):
-                found.append(one)
+        loop = lines[labels[jump.group(1)] : end]
+        defined: set[str] = set()
+        for one in loop:
+            if target := re.match(
+                r"\s*(?:@!?%p\d+\s+)?(?!st|red|bra|wgmma|mbarrier|cp)[a-z]\S*\s+(\{[^}]*\}|%\w+)", one
+            ):
+                defined.update(re.findall(r"%\w+", target.group(1)))
+        for one in loop:
+            operands_of = re.search(r"wgmma\.mma_async\S*\s+\{[^}]*\},\s*\{([^}]*)\}", one)
+            if operands_of and not defined.issuperset(re.findall(r"%\w+", operands_of.group(1))):
+                found.append(one.strip())
     return found
 
 
@@ -105,17 +75,16 @@ class Compiler:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(made.asm["cubin"])
             file.flush()
-            usage, listing = (
-                subprocess.run([TOOLS / tool, *flags, file.name], capture_output=True, text=True, check=True).stdout
-                for tool, flags in (("cuobjdump", ["-res-usage"]), ("nvdisasm", []))
-            )
+            command = [TOOLS / "cuobjdump", "-res-usage", file.name]
+            usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         registers, spilled = re.findall(r"REG:(\d+).*?STACK:(\d+)", usage)[0]
-        lost = overwritten(listing)
+        lost = kept(made.asm["ptx"])
         self.bad += len(lost)
+        products = made.asm["ptx"].count("wgmma.mma")
         print(
             f"{kernel.__name__:14} {parsed.num_warps} warps, {parsed.num_stages} stages: {registers} registers, "
-            f"{spilled} bytes spilled, {made.metadata.shared / 1024:.0f} KiB shared, {listing.count('HGMMA')} WGMMA"
-            + (f"; OVERWRITTEN {lost[0]} and {len(lost) - 1} more" if lost else ""),
+            f"{spilled} bytes spilled, {made.metadata.shared / 1024:.0f} KiB shared, {products} WGMMA"
+            + (f"; {len(lost)} OF THEM KEEP A LEFT OPERAND" if lost else ""),
             flush=True,
         )
 

@@ -11,10 +11,11 @@ from deltalab.kernels import diagonal
 from deltalab.kernels.chunk import absent, chunk_map, fold_into_batch, tiles
 from deltalab.kernels.diagonal_gradients import gradients
 
-WORKSPACE = 256 * 2**20
+WORKSPACE = 640 * 2**20
 """Bytes that a segment may take in the backward for what does not leave it, where it has not MOST_SEGMENTS yet."""
 
-MOST_SEGMENTS = 8
+MOST_SEGMENTS = 4
+"""Each costs four launches, about 0.3 ms of Python."""
 
 KEYS = {"prepare": {"none": 64, "tied": 32, "free": 16}, "gradients": {"none": 32, "tied": 32, "free": 16}}
 """That a program takes at once, by its kernel and low rank: as many as registers hold."""

@@ -9,21 +9,23 @@ computes while the others wait for memory.
 import triton
 import triton.language as tl
 
-from deltalab.kernels.chunk import MOVES, apart, bounds, cumulative, get_rows, locate, put_rows, put_scalars, scalars
+from deltalab.kernels.chunk import (
+    MOVES,
+    anew,
+    apart,
+    bounds,
+    cumulative,
+    get_rows,
+    locate,
+    put_rows,
+    put_scalars,
+    scalars,
+)
 
 
 @triton.jit
 def _row_dot(x, y):
     return tl.sum(x.to(tl.float32) * y, 1)
-
-
-@triton.jit
-def _anew(x, key, H, K: tl.constexpr):
-    """x, made in this iteration of a loop over keys as far as ptxas can see.
-
-    It overwrites the registers of a WGMMA's left operand that is the same in all iterations (12.8, sm_90).
-    """
-    return tl.where(key < H * K, x, 0.0)
 
 
 @triton.jit
@@ -129,9 +131,9 @@ def gradients(
             wanted = (factor[:, None] * wanted.to(tl.float32)).to(kind)
         if d is not None:
             wanted = (wanted.to(tl.float32) - correction[:, None] * k_c.to(tl.float32)).to(kind)
-        dk = tl.dot(_anew(reads_t, key, H, K), wanted, input_precision=PRECISION)
+        dk = tl.dot(anew(reads_t, key, H * K), wanted, input_precision=PRECISION)
         found *= (since * scale)[:, None]
-        found += tl.dot(_anew(reads, key, H, K), k_c, input_precision=PRECISION)
+        found += tl.dot(anew(reads, key, H * K), k_c, input_precision=PRECISION)
         grow += _row_dot(wanted, found)
         if read is not None:
             d_factor += _row_dot(r_c, found)
@@ -145,12 +147,12 @@ def gradients(
                     s = states.load([slot + block, key])
                 predicting -= tl.dot(wrong_c, s, input_precision=PRECISION)
             predicting *= since[:, None]
-            predicting += tl.dot(_anew(fits, key, H, K), k_c, input_precision=PRECISION)
+            predicting += tl.dot(anew(fits, key, H * K), k_c, input_precision=PRECISION)
             grow += _row_dot(k_c, predicting)
-            dk += tl.dot(_anew(fits_t, key, H, K), k_c, input_precision=PRECISION)
+            dk += tl.dot(anew(fits_t, key, H * K), k_c, input_precision=PRECISION)
         if e is not None:
             erased = (erase[:, None] * k_c.to(tl.float32)).to(kind)
-            dk += tl.dot(_anew(erases_t, key, H, K), erased, input_precision=PRECISION)
+            dk += tl.dot(anew(erases_t, key, H * K), erased, input_precision=PRECISION)
         shrink += _row_dot(k_c, dk)
         if FIT:
             dk += predicting
@@ -167,7 +169,7 @@ def gradients(
                     s = states.load([slot + block, key])
                 erasing -= tl.dot(du_c, s, input_precision=PRECISION)
             erasing *= before[:, None]
-            erasing += tl.dot(_anew(erases, key, H, K), k_c, input_precision=PRECISION)
+            erasing += tl.dot(anew(erases, key, H * K), k_c, input_precision=PRECISION)
             d_erase += _row_dot(k_c, erasing)
             grow_e += _row_dot(erased, erasing)
             dk += erase[:, None] * erasing
