@@ -22,7 +22,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Iterator[Any]:
-    """Processes of Ray that write at once tear each other's characters, and xdist sends text that is whole alone."""
+    """A log may hold what is no text, like a name that is not UTF-8; xdist, which sends text alone, would end the run."""
     report = yield
     report.sections = [(name, text.encode(errors="replace").decode()) for name, text in report.sections]
     return report
