@@ -22,7 +22,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Iterator[Any]:
-    """A log may hold what is no text, like a name that is not UTF-8; xdist, which sends text alone, would end the run."""
+    """Makes text of all that was logged, where a name may not be UTF-8: xdist cannot send it, and would end the run."""
     report = yield
     report.sections = [(name, text.encode(errors="replace").decode()) for name, text in report.sections]
     return report
