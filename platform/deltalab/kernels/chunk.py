@@ -32,11 +32,6 @@ def chunk_map(cu_seqlens: Tensor, tokens: int, chunk_size: int) -> tuple[Tensor,
     return torch.searchsorted(first, at, right=True, out_int32=True) - 1, first, bound
 
 
-def needs_fp64(x: Tensor) -> bool:
-    """Whether cumulative log-decays are: where inputs are fp32, so that differences next to extremes stay exact."""
-    return x.element_size() > 2
-
-
 def absent(x: Tensor) -> Tensor:
     """In place of an output that there is none of, since operators return tensors and each its own: [B, 0]."""
     return x.new_empty(x.shape[0], 0)
