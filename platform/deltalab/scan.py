@@ -119,10 +119,11 @@ def _no_triton(device: str) -> str | None:
         return f"the package {(error.name or 'triton').split('.')[0]}"
     if tuple(map(int, triton.__version__.split(".")[:2])) < OLDEST_TRITON:
         return f"Triton {'.'.join(map(str, OLDEST_TRITON))} or later, not {triton.__version__}"
-    if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if device != "cuda" and not interpreted:
         return "a GPU, or TRITON_INTERPRET=1"
     importlib.import_module("deltalab.kernels.algebra")
-    return None
+    return None if interpreted else importlib.import_module("deltalab.kernels.assembler").choose()
 
 
 @_once

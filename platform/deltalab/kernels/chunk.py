@@ -171,15 +171,6 @@ def cumulative(g, row, valid, head, heads, SIZE: tl.constexpr, KIND: tl.constexp
 
 
 @triton.jit
-def anew(x, at, end):
-    """x, but made in this iteration of a loop, whose variable `at` is always below `end`, as far as a compiler sees.
-
-    ptxas 12.8 overwrites the registers of a WGMMA's left operand that a loop leaves as they are (`benchmarks/sass.py`).
-    """
-    return tl.where(at < end, x, 0.0)
-
-
-@triton.jit
 def apart(later, earlier, i, j, STRICT: tl.constexpr):
     """exp2(later_i - earlier_j) where j <= i, or j < i; else 0. Given as [.., 1] and [1, ..], either way round."""
     return tl.exp2(tl.where(i > j if STRICT else i >= j, (later - earlier).to(tl.float32), float("-inf")))

@@ -19,7 +19,7 @@ chunks, which share the matrices that choose. K is a power of two; r, k, g, .. a
 import triton
 import triton.language as tl
 
-from deltalab.kernels.chunk import LOG2_E, LOWEST, anew, bounds, get_rows, locate, scalars, unit_lower_inverse
+from deltalab.kernels.chunk import LOG2_E, LOWEST, bounds, get_rows, locate, scalars, unit_lower_inverse
 
 
 @triton.jit
@@ -122,13 +122,13 @@ def _here(sums, x, y, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def factor_and_half(g, g_near, always, level: tl.constexpr, OWN: tl.constexpr):
+def factor_and_half(g, g_near, level: tl.constexpr, OWN: tl.constexpr):
     """Per token, in blocks of 16: its decay to or from the border within its block; whether it is behind that."""
     if level < 4:
         factor, behind = decay(between(level, 16, OWN), g_near), second(level, 16)[None, :, :]
     else:
         SIZE: tl.constexpr = g.shape[0]
-        factor, behind = near(decay(between(level, SIZE, OWN) & always, g)), near(second(level, SIZE))
+        factor, behind = near(decay(between(level, SIZE, OWN), g)), near(second(level, SIZE))
     return factor, behind
 
 
@@ -226,10 +226,7 @@ def prepare(
             column = head * K + key
             g_c = log_decays(g, row, valid, column, PRECISION, SIZE, RAGGED)
             g_near = near(g_c)
-            # True, but not before this iteration: see `chunk.anew`.
-            always = key < H * K
-            earlier = j <= i if OWN else j < i
-            since, until = near(decay(earlier & always, g_c)), near(decay((j > i) & always, g_c))
+            since, until = near(decay(j <= i if OWN else j < i, g_c)), near(decay(j > i, g_c))
             reader, writer = read_and_written(r, k, e, beta, read, d, row, valid, head, H, column, scale, SIZE, RAGGED)
             reader, writer = near(reader), near(writer)
             p_near = _here(p_near, reader.to(kind), writer.to(kind), PRECISION)
@@ -248,7 +245,7 @@ def prepare(
             tl.store(ends, flat(since if OWN else since * alpha), mask=i == SIZE - 1)
             for level in tl.static_range(7):
                 if 1 << level < SIZE:
-                    factor, _ = factor_and_half(g_c, g_near, always, level, OWN)
+                    factor, _ = factor_and_half(g_c, g_near, level, OWN)
                     if level < 4:
                         p_near, q_near, moved_near, system_near = _near_level(
                             factor, reader, writer, eraser, adder, p_near, q_near, moved_near, system_near,
@@ -284,13 +281,12 @@ def prepare(
             given.store([slot * SIZE, 0], values.to(kind))
             for key in range(0, K, BK):
                 g_c = log_decays(g, row, valid, head * K + key, PRECISION, SIZE, RAGGED)
-                earlier = j <= i if OWN else j < i
-                since = decay(earlier & (key < H * K), g_c)
+                since = decay(j <= i if OWN else j < i, g_c)
                 if adding is not None:
                     seen = get_rows(b, row, valid, head * K + key, SIZE, RAGGED).to(tl.float32) * since
                 else:
                     seen = get_rows(k, row, valid, head * K + key, SIZE, RAGGED).to(tl.float32) * (-erase * since)
-                found = tl.dot(anew(solved_c, key, H * K), seen.to(kind), input_precision=PRECISION)
+                found = tl.dot(solved_c, seen.to(kind), input_precision=PRECISION)
                 erasing.store([slot * SIZE, key], found.to(kind))
 
 

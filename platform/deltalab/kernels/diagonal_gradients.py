@@ -6,7 +6,7 @@ It goes through the keys in blocks, so that what a block needs stays in register
 import triton
 import triton.language as tl
 
-from deltalab.kernels.chunk import anew, bounds, get_rows, locate, put_rows, put_scalars, scalars
+from deltalab.kernels.chunk import bounds, get_rows, locate, put_rows, put_scalars, scalars
 from deltalab.kernels.diagonal import (
     decay,
     factor_and_half,
@@ -27,23 +27,23 @@ def _both_ways(x, y, lower, upper, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _across(x, pairs, pairs_near, at, end, level: tl.constexpr, PRECISION: tl.constexpr):
-    """pairs x, [blocks, 16, W], of the pairs in different halves of one block of a level; at, end: as of `anew`."""
+def _across(x, pairs, pairs_near, level: tl.constexpr, PRECISION: tl.constexpr):
+    """pairs x, [blocks, 16, W], of the pairs in different halves of one block of a level."""
     if level < 4:
         found = tl.where(halves(level, 16)[None, :, :], pairs_near, 0.0).to(x.dtype)
         found = tl.dot(found, x, input_precision=PRECISION)
     else:
         SIZE: tl.constexpr = pairs.shape[0]
-        found = anew(tl.where(halves(level, SIZE), pairs, 0.0).to(x.dtype), at, end)
+        found = tl.where(halves(level, SIZE), pairs, 0.0).to(x.dtype)
         found = near(tl.dot(found, flat(x), input_precision=PRECISION))
     return found
 
 
 @triton.jit
-def _summed(x, always, KIND: tl.constexpr, PRECISION: tl.constexpr):
+def _summed(x, KIND: tl.constexpr, PRECISION: tl.constexpr):
     """sum_{j >= i} x_jc in fp32; beside a KIND of 16 bits x is two of these, since it has to cancel."""
     N: tl.constexpr = x.shape[0]
-    chosen = (tl.arange(0, N)[:, None] <= tl.arange(0, N)[None, :]) & always
+    chosen = tl.arange(0, N)[:, None] <= tl.arange(0, N)[None, :]
     if PRECISION == "ieee":
         total = tl.dot(chosen.to(tl.float32), x, input_precision="ieee")
     else:
@@ -163,10 +163,7 @@ def gradients(
             reader, writer = near(reader), near(writer)
             if not OWN:
                 reader *= tl.exp2(g_near.to(tl.float32))
-            # True, but not before this iteration: see `chunk.anew`.
-            always = key < H * K
-            earlier = j <= i if OWN else j < i
-            since, until = near(decay(earlier & always, g_c)), near(decay((j > i) & always, g_c))
+            since, until = near(decay(j <= i if OWN else j < i, g_c)), near(decay(j > i, g_c))
             d_reader, d_writer = near(from_read) * since, near(from_write) * until
             d_end += tl.sum(flat(writer * d_writer), 0)
             if OWN:
@@ -188,22 +185,22 @@ def gradients(
                     d_adder += near(q_here) * reader
             for level in tl.static_range(7):
                 if 1 << level < SIZE:
-                    factor, behind = factor_and_half(g_c, g_near, always, level, OWN)
+                    factor, behind = factor_and_half(g_c, g_near, level, OWN)
                     x = (tl.where(behind, reader, writer) * factor).to(kind)
-                    dx = _across(x, d_p, p_near, key, H * K, level, PRECISION)
+                    dx = _across(x, d_p, p_near, level, PRECISION)
                     if a is not None:
                         y = (tl.where(behind, eraser, adder) * factor).to(kind)
-                        dx += _across(y, d_q, q_near, key, H * K, level, PRECISION)
+                        dx += _across(y, d_q, q_near, level, PRECISION)
                     d_reader = tl.where(behind, d_reader + dx * factor, d_reader)
                     d_writer = tl.where(behind, d_writer, d_writer + dx * factor)
                     if a is not None:
-                        dy = _across(y, d_m, m_near, key, H * K, level, PRECISION)
-                        dy += _across(x, d_n, n_near, key, H * K, level, PRECISION)
+                        dy = _across(y, d_m, m_near, level, PRECISION)
+                        dy += _across(x, d_n, n_near, level, PRECISION)
                         d_eraser = tl.where(behind, d_eraser + dy * factor, d_eraser)
                         d_adder = tl.where(behind, d_adder, d_adder + dy * factor)
                     if e is not None:
                         y = (tl.where(behind, eraser, writer) * factor).to(kind)
-                        dy = _across(y, d_m, m_near, key, H * K, level, PRECISION)
+                        dy = _across(y, d_m, m_near, level, PRECISION)
                         d_eraser = tl.where(behind, d_eraser + dy * factor, d_eraser)
                         d_writer = tl.where(behind, d_writer, d_writer + dy * factor)
             # What erases from the state before its token decays less by its g.
@@ -213,7 +210,7 @@ def gradients(
                 d_decay += from_eraser
             if a is not None:
                 d_decay -= adder * d_adder
-            dg = _summed(flat(d_decay), always, kind, PRECISION) + d_end[None, :]
+            dg = _summed(flat(d_decay), kind, PRECISION) + d_end[None, :]
             if written is not None and not LATE:
                 dg -= flat(from_eraser)
             put_rows(d_g, dg, row, valid, column, H * K, SIZE, BK, RAGGED)

@@ -17,7 +17,7 @@ along them, and only what lies along them is read, so 16 bits of x are not enoug
 import triton
 import triton.language as tl
 
-from deltalab.kernels.chunk import LOG2_E, LOWEST, anew, apart, put_scalars, scalars
+from deltalab.kernels.chunk import LOG2_E, LOWEST, apart, put_scalars, scalars
 
 EMPTY = tl.constexpr(1e-31)
 """The square of a norm below which H counts as empty: tiny / eps of fp32, as in `deltalab.ridge`."""
@@ -344,25 +344,9 @@ def read(
     since = tl.exp2(sums.to(tl.float32))
     for block in range(tl.cdiv(V, BV)):
         channels = block * BV + tl.arange(0, BV)
-        out = times(
-            anew(high, block, H * V),
-            anew(low, block, H * V),
-            memories,
-            at,
-            0,
-            block,
-            tl.cdiv(V, BV),
-            BK,
-            BK,
-            BV,
-            parts,
-            PARTS,
-            False,
-        )
+        out = times(high, low, memories, at, 0, block, tl.cdiv(V, BV), BK, BK, BV, parts, PARTS, False)
         out *= (since * tl.load(memory_norms + at * tl.cdiv(V, BV) + block))[:, None]
         from_v, there = rows(v, row, valid, head, H, channels, V, SIZE, FULL_V)
-        out += root[:, None] * tl.dot(
-            anew(weights, block, H * V), tl.load(from_v, mask=there, other=0.0), input_precision="ieee"
-        )
+        out += root[:, None] * tl.dot(weights, tl.load(from_v, mask=there, other=0.0), input_precision="ieee")
         to, there = rows(o, row, valid, head, H, channels, V, SIZE, FULL_V)
         tl.store(to, (scale * size[:, None] * out).to(o.dtype.element_ty), mask=there)

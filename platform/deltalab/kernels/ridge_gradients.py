@@ -10,7 +10,7 @@ With x, and y that solves for dx, held, all gradients are those of
 import triton
 import triton.language as tl
 
-from deltalab.kernels.chunk import anew, apart, put_scalars, scalars
+from deltalab.kernels.chunk import apart, put_scalars, scalars
 from deltalab.kernels.ridge import kernel, log_decays, product, put_state, rows, scaled, stored, times
 
 
@@ -143,18 +143,17 @@ def gradients(
     y_low = (solved / y_size[:, None] - half_y.to(tl.float32)).to(HALF)
     written = tl.zeros([SIZE], tl.float32)
     for block in range(value_blocks):
-        now = anew(half_key, block, H * V)
         values = block * BV + tl.arange(0, BV)
         from_v, there_v = rows(v, row, valid, head, H, values, V, SIZE, FULL_V)
         value = tl.load(from_v, mask=there_v, other=0.0)
         from_o, there_v = rows(d_o, row, valid, head, H, values, V, SIZE, FULL_V)
         d_out = tl.load(from_o, mask=there_v, other=0.0)
         for_x += scale * product(value, tl.trans(d_out), IN, IN, KIND)
-        d_value = times(now, now, memory_after, at, 0, block, value_blocks, BK, BK, BV, 1, PARTS, False)
+        d_value = times(half_key, half_key, memory_after, at, 0, block, value_blocks, BK, BK, BV, 1, PARTS, False)
         norm_u = tl.load(memory_norms_after + at * value_blocks + block)
         d_value *= (norm_u * until * key_size)[:, None]
         written += tl.sum(d_value * value.to(tl.float32), 1)
-        d_value += scale * product(anew(along_x, block, H * V), d_out, PARTS, IN, KIND)
+        d_value += scale * product(along_x, d_out, PARTS, IN, KIND)
         to, there_v = rows(d_v, row, valid, head, H, values, V, SIZE, FULL_V)
         tl.store(to, d_value.to(d_v.dtype.element_ty), mask=there_v)
     crossing = along_x * for_x
@@ -175,11 +174,10 @@ def gradients(
     squares = 0.0
     passing = 0.0
     for block in range(blocks):
-        now = anew(half_key, block, H * K)
         channels = block * BG + tl.arange(0, BG)
         from_k, there_k = rows(k, row, valid, head, H, channels, K, SIZE, FULL)
         key_part = tl.load(from_k, mask=there_k, other=0.0).to(tl.float32)
-        d_key = times(now, now, gram_after, at, 0, block, blocks, BK, BK, BG, 1, PARTS, False)
+        d_key = times(half_key, half_key, gram_after, at, 0, block, blocks, BK, BK, BG, 1, PARTS, False)
         d_key *= tl.load(gram_norms_after + at * blocks + block)
         for other in range(blocks):
             from_k, there_k = rows(k, row, valid, head, H, other * BG + tl.arange(0, BG), K, SIZE, FULL)
@@ -200,32 +198,18 @@ def gradients(
         d_key *= until[:, None]
         from_x, there_k = rows(x, row, valid, head, H, channels, K, SIZE, FULL)
         x_part = tl.load(from_x, mask=there_k, other=0.0)
-        d_key += product(anew(for_x, block, H * K), x_part, PARTS, PARTS, KIND)
+        d_key += product(for_x, x_part, PARTS, PARTS, KIND)
         from_y, there_k = rows(y, row, valid, head, H, channels, K, SIZE, FULL)
-        d_key -= product(anew(along_x, block, H * K), tl.load(from_y, mask=there_k, other=0.0), PARTS, PARTS, KIND)
+        d_key -= product(along_x, tl.load(from_y, mask=there_k, other=0.0), PARTS, PARTS, KIND)
         norm = tl.load(gram_norms + at * blocks + block)
-        moved = times(
-            anew(half_y, block, H * K),
-            anew(y_low, block, H * K),
-            grams,
-            at,
-            0,
-            block,
-            blocks,
-            BK,
-            BK,
-            BG,
-            PARTS,
-            PARTS,
-            False,
-        )
+        moved = times(half_y, y_low, grams, at, 0, block, blocks, BK, BK, BG, PARTS, PARTS, False)
         reading -= since * norm * y_size * tl.sum(moved * x_part, 1)
         if ADAPTIVE:
-            moved = times(now, now, grams, at, 0, block, blocks, BK, BK, BG, 1, PARTS, False)
+            moved = times(half_key, half_key, grams, at, 0, block, blocks, BK, BK, BG, 1, PARTS, False)
             moved *= (norm * key_size)[:, None]
             across += tl.sum(moved * key_part, 1)
             squares += norm * norm
-            d_key += 2 * each[:, None] * moved + product(anew(overlap, block, H * K), key_part, PARTS, IN, KIND)
+            d_key += 2 * each[:, None] * moved + product(overlap, key_part, PARTS, IN, KIND)
         to_k, there_k = rows(d_k, row, valid, head, H, channels, K, SIZE, FULL)
         tl.store(to_k, d_key.to(d_k.dtype.element_ty), mask=there_k)
         passing += tl.load(gram_across + at * blocks + block)
