@@ -38,11 +38,11 @@ def test_the_first_that_is_new_enough(own, blackwell, chosen, lacking, monkeypat
 
 def test_without_one_kernels_are_refused(monkeypatch):
     module = sys.modules["deltalab.scan"]
-    monkeypatch.setattr(module, "_no_triton", module._no_triton.__wrapped__)
+    monkeypatch.setattr(module, "lacks_triton", module.lacks_triton.__wrapped__)
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.setattr(assembler, "choose", lambda: "ptxas 12.9 or later, not 12.8, in TRITON_PTXAS_PATH")
-    assert module._no_triton("cuda") == "ptxas 12.9 or later, not 12.8, in TRITON_PTXAS_PATH"
-    monkeypatch.setattr(module, "_no_triton", lambda device: "ptxas 12.9")
+    assert module.lacks_triton("cuda") == "ptxas 12.9 or later, not 12.8, in TRITON_PTXAS_PATH"
+    monkeypatch.setattr(module, "lacks_triton", lambda device: "ptxas 12.9")
     rule = deltalab.get_rule("linear_attention")
     x = draw(rule, batch=1, length=4, heads=1, key_dim=16, value_dim=16).map(torch.Tensor.float)
     with pytest.raises(InputError, match=r"backend 'triton' needs ptxas 12\.9"):

@@ -84,7 +84,7 @@ def test_stacked_models_fold_into_the_batch(name):
 @pytest.mark.parametrize("name", ["comba", "gla"])
 def test_a_compiler_takes_all_of_it_as_one_graph(name, monkeypatch):
     rule, module = deltalab.get_rule(name), sys.modules["deltalab.scan"]
-    monkeypatch.setattr(module, "_triton_or_say", lambda device: module._no_triton(device) is None)
+    monkeypatch.setattr(module, "may_launch", lambda device: module.lacks_triton(device) is None)
     x = draw(rule, batch=1, length=9, heads=1, key_dim=16, value_dim=16).map(lambda part: part.float().to(DEVICE))
 
     def scanned(*given):
@@ -118,6 +118,6 @@ def test_without_a_gpu_the_kernels_say_what_they_need(monkeypatch):
     x = draw(rule, batch=1, length=4, heads=1, key_dim=16, value_dim=16).map(torch.Tensor.float)
     module = sys.modules["deltalab.scan"]
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    monkeypatch.setattr(module, "_no_triton", module._no_triton.__wrapped__)
+    monkeypatch.setattr(module, "lacks_triton", module.lacks_triton.__wrapped__)
     with pytest.raises(InputError, match="backend 'triton' needs a GPU"):
         deltalab.scan(rule, x.q, x.k, x.v, x.gates, backend="triton")

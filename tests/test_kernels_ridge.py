@@ -204,7 +204,7 @@ def test_what_has_no_kernel_is_refused_by_name_and_else_said_once(rule, dtype, k
         deltalab.scan(rule, x.q, x.k, x.v, x.gates, backend="triton")
     assert "\n" not in str(refused.value)
     module = sys.modules["deltalab.scan"]
-    monkeypatch.setattr(module, "_triton_or_say", lambda device: True)
+    monkeypatch.setattr(module, "may_launch", lambda device: True)
     module._say.cache_clear()
     with caplog.at_level(logging.INFO, "deltalab"):
         outputs = [deltalab.scan(rule, x.q, x.k, x.v, x.gates, backend=backend)[0] for backend in ("auto", "auto")]

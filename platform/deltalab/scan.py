@@ -1,27 +1,21 @@
 """One door to every backend: checks the inputs, fills in constants, and picks the fastest that fits."""
 
-import functools
-import importlib
 import itertools
 import logging
-import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Literal, TypeAlias, TypeVar, get_args
+from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
 from deltalab import reference
 from deltalab.errors import InputError, unknown
+from deltalab.machine import lacks_triton, may_launch, once
 from deltalab.rule import Operands, State, UpdateRule
 
-T = TypeVar("T")
 Backend: TypeAlias = Literal["auto", "recurrent", "chunked", "triton"]
-
-OLDEST_TRITON = (3, 4)
-"""The first whose tensor descriptors the kernels' tiles are."""
 
 _log = logging.getLogger("deltalab")
 
@@ -62,9 +56,9 @@ def scan(
     """
     _check(rule, q, k, v, state, backend, chunk_size, cu_seqlens)
     scale = k.shape[-1] ** -0.5 if scale is None else scale
-    if backend == "triton" and (missing := _no_triton(v.device.type)):
+    if backend == "triton" and (missing := lacks_triton(v.device.type)):
         raise InputError(f"backend 'triton' needs {missing}: use 'auto', 'chunked' or 'recurrent'")
-    may_fuse = backend == "triton" or (backend == "auto" and _triton_or_say(v.device.type))
+    may_fuse = backend == "triton" or (backend == "auto" and may_launch(v.device.type))
     with torch.autocast(v.device.type, enabled=False):
         lacking = rule.lacks_kernel(k, v)
         if rule.transition is not None and lacking:
@@ -103,42 +97,7 @@ def scan(
     return o.to(v.dtype), state
 
 
-def _once(function: Callable[[str], T]) -> "functools._lru_cache_wrapper[T]":
-    """For a look at the machine: cached, and a constant to torch.compile."""
-    return functools.cache(torch.compiler.assume_constant_result(function))
-
-
-@_once
-def _no_triton(device: str) -> str | None:
-    """What is missing for the kernels, if anything is."""
-    try:
-        import triton
-
-        importlib.import_module("deltalab.kernels")
-    except ImportError as error:
-        return f"the package {(error.name or 'triton').split('.')[0]}"
-    if tuple(map(int, triton.__version__.split(".")[:2])) < OLDEST_TRITON:
-        return f"Triton {'.'.join(map(str, OLDEST_TRITON))} or later, not {triton.__version__}"
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if device != "cuda" and not interpreted:
-        return "a GPU, or TRITON_INTERPRET=1"
-    importlib.import_module("deltalab.kernels.algebra")
-    return None if interpreted else importlib.import_module("deltalab.kernels.assembler").choose()
-
-
-@_once
-def _triton_or_say(device: str) -> bool:
-    """Whether `auto` may take kernels; on a GPU it says once why not."""
-    if device != "cuda":
-        _log.info("no GPU: backend 'auto' takes 'chunked'")
-        return False
-    missing = _no_triton(device)
-    if missing:
-        _log.warning("backend 'auto' takes 'chunked': kernels need %s", missing)
-    return missing is None
-
-
-@_once
+@once
 def _say(lacking: str) -> None:
     _log.info("backend 'auto' takes 'chunked': %s", lacking)
 
