@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from deltalab.gates import Gate, Start
+from deltalab.norm import HeadNorm
 from deltalab.rule import State, UpdateRule
 from deltalab.scan import Backend, scan
 
@@ -139,7 +140,7 @@ class RuleLayer(nn.Module):
             bound = conv**-0.5
             self.conv = parameter(lambda g: torch.empty(conv, channels).uniform_(-bound, bound, generator=g))
         self.gates = Gates(rule.gates, d_model, heads, key_dim, rule.steps)
-        self.norm = nn.RMSNorm(value_dim, eps=1e-5) if output_norm else nn.Identity()
+        self.norm = HeadNorm(value_dim, norm=output_norm)
         self.gate = linear(d_model, heads * value_dim) if output_gate else None
         self.out = linear(heads * value_dim, d_model, std=out_std)
 
@@ -165,9 +166,7 @@ class RuleLayer(nn.Module):
             backend=self.backend,
             chunk_size=self.chunk_size,
         )
-        o = self.norm(o).flatten(-2)
-        if self.gate is not None:
-            o = o * self.gate(x).sigmoid()
+        o = self.norm(o, None if self.gate is None else self.gate(x))
         return self.out(o), LayerCache(tail, state)
 
     def _convolve(self, x: Tensor, cache: LayerCache | None) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from deltalab.errors import InputError, unknown
 from deltalab.layer import LayerCache, RuleLayer, initialize, linear, parameter
+from deltalab.norm import ResidualNorm, RMSNorm
 from deltalab.registry import get_rule
 from deltalab.rule import UpdateRule
 
@@ -155,7 +156,10 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """x + mixer(norm(x)), then x + mlp(norm(x)) where there is an MLP."""
+    """x + mixer(norm(x)), then x + mlp(norm(x)) where there is an MLP.
+
+    The last sum is left to the norm that comes next: x is given and returned as two summands, or with None for one.
+    """
 
     def __init__(self, spec: ModelSpec, rule: UpdateRule) -> None:
         super().__init__()
@@ -163,7 +167,7 @@ class Block(nn.Module):
         shrink = (2 * spec.depth) ** -0.5
         key_dim = spec.key_dim or spec.d_model // spec.heads
         value_dim = max(1, round(key_dim * spec.expand_v))
-        self.norm = nn.RMSNorm(spec.d_model, eps=1e-5)
+        self.norm = ResidualNorm(spec.d_model)
         self.mixer = RuleLayer(
             rule,
             spec.d_model,
@@ -179,15 +183,18 @@ class Block(nn.Module):
         )
         self.mlp: nn.Module | None = None
         if spec.mlp and spec.block == "transformer":
-            self.mlp_norm = nn.RMSNorm(spec.d_model, eps=1e-5)
+            self.mlp_norm = ResidualNorm(spec.d_model)
             self.mlp = SwiGLU(spec.d_model, out_std=shrink * (8 * spec.d_model / 3) ** -0.5)
 
-    def forward(self, x: Tensor, cache: LayerCache | None = None) -> tuple[Tensor, LayerCache]:
-        y, cache = self.mixer(self.norm(x), cache)
-        x = x + y
+    def forward(
+        self, x: Tensor, branch: Tensor | None, cache: LayerCache | None = None
+    ) -> tuple[Tensor, Tensor, LayerCache]:
+        x, normed = self.norm(x, branch)
+        branch, cache = self.mixer(normed, cache)
         if self.mlp is not None:
-            x = x + self.mlp(self.mlp_norm(x))
-        return x, cache
+            x, normed = self.mlp_norm(x, branch)
+            branch = self.mlp(normed)
+        return x, branch, cache
 
 
 class Rebuild(nn.Module):
@@ -201,8 +208,8 @@ class Rebuild(nn.Module):
         super().__init__()
         self.mlp = nn.Sequential()
         for _ in range(2):
-            self.mlp.extend([nn.RMSNorm(d_model, eps=1e-5), linear(d_model, d_model), nn.GELU()])
-        self.norm = nn.RMSNorm(d_model, eps=1e-5)
+            self.mlp.extend([RMSNorm(d_model), linear(d_model, d_model), nn.GELU()])
+        self.norm = RMSNorm(d_model)
 
     def forward(self, hidden: Tensor) -> Tensor:
         half = hidden.shape[-1] // 2
@@ -228,7 +235,7 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(
             Block(spec, attention if spec.is_attention(layer) else rule) for layer in range(spec.depth)
         )
-        self.norm = nn.RMSNorm(spec.d_model, eps=1e-5)
+        self.norm = ResidualNorm(spec.d_model)
         self.rebuild = Rebuild(spec.d_model) if spec.readout == "last" else None
         self.unembed = None if spec.tie_embeddings else linear(spec.d_model, spec.vocab_size)
 
@@ -262,11 +269,11 @@ class Model(nn.Module):
 
     def transform(self, x: Tensor, cache: list[LayerCache] | None = None) -> tuple[Tensor, list[LayerCache]]:
         """Hidden states [B, T, d] for embedded tokens [B, T, d], and the new cache."""
-        seen = []
+        branch, seen = None, []
         for i, block in enumerate(self.blocks):
-            x, now = block(x, None if cache is None else cache[i])
+            x, branch, now = block(x, branch, None if cache is None else cache[i])
             seen.append(now)
-        return self.norm(x), seen
+        return self.norm(x, branch)[1], seen
 
     def logits(self, hidden: Tensor) -> Tensor:
         return F.linear(self._scaled(hidden), self.head)

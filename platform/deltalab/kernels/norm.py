@@ -1,0 +1,212 @@
+"""RMS norm, between the residual addition before it and the gate after it: whatever there is of these in one pass."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deltalab.kernels.chunk import absent, fold_into_batch
+
+TILE = 2048
+"""Elements that a program holds at a time, in as many whole rows as that makes: 16 for each thread of 4 warps."""
+
+PROGRAMS = 512
+"""Of the backward, which sum the weights' gradient over many tiles each: about 4 for each multiprocessor."""
+
+
+@triton.jit
+def tile(x, run, i, rows, D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr):
+    """Of x [n, rows, D] the i-th BR rows of a run: pointers, and the mask of what is there."""
+    row, column = tl.arange(0, BR)[:, None], tl.arange(0, BD)[None, :]
+    first = i * BR
+    return x + (run.to(tl.int64) * rows + first) * D + (row * D + column), (row < rows - first) & (column < D)
+
+
+@triton.jit
+def load(x, run, i, rows, D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr):
+    """`tile` in fp32; 0 where there is nothing."""
+    at, there = tile(x, run, i, rows, D, BD, BR)
+    return tl.load(at, mask=there, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store(x, value, run, i, rows, D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr):
+    at, there = tile(x, run, i, rows, D, BD, BR)
+    tl.store(at, value.to(x.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def weights(w, run, D: tl.constexpr, BD: tl.constexpr):
+    """[1, BD] of w [n, D]."""
+    column = tl.arange(0, BD)
+    return tl.load(w + run * D + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def over_rms(x, eps, D: tl.constexpr):
+    """[BR, 1]."""
+    return tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+
+
+@triton.jit(do_not_specialize=["rows"])
+def forward(
+    x, branch, w, gate, y, total, rows, eps,
+    D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    """A program for each tile of each run."""
+    i, run = tl.program_id(0), tl.program_id(1)
+    out = load(x, run, i, rows, D, BD, BR)
+    if branch is not None:
+        # As it is stored, which is what the backward reads.
+        out = (out + load(branch, run, i, rows, D, BD, BR)).to(total.dtype.element_ty).to(tl.float32)
+        store(total, out, run, i, rows, D, BD, BR)
+    if w is not None:
+        out *= over_rms(out, eps, D) * weights(w, run, D, BD)
+    if gate is not None:
+        out *= tl.sigmoid(load(gate, run, i, rows, D, BD, BR))
+    store(y, out, run, i, rows, D, BD, BR)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def backward(
+    x, w, gate, d_y, d_total, d_x, d_branch, d_w, d_gate, rows, eps,
+    D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    """x is what the norm was of. A program has every `PROGRAMS`-th tile of a run, and a row of d_w [n, programs, D]."""
+    run = tl.program_id(1)
+    sums = tl.zeros([BR, BD], dtype=tl.float32)
+    for i in range(tl.program_id(0), tl.cdiv(rows, BR), tl.num_programs(0)):
+        d_out = load(d_y, run, i, rows, D, BD, BR)
+        normed = load(x, run, i, rows, D, BD, BR)
+        if w is not None:
+            scale = over_rms(normed, eps, D)
+            normed *= scale
+            weight = weights(w, run, D, BD)
+        if gate is not None:
+            share = tl.sigmoid(load(gate, run, i, rows, D, BD, BR))
+            ungated = normed * weight if w is not None else normed
+            store(d_gate, d_out * ungated * share * (1 - share), run, i, rows, D, BD, BR)
+            d_out *= share
+        if w is not None:
+            sums += d_out * normed
+            d_out *= weight
+            d_out = scale * (d_out - normed * (tl.sum(d_out * normed, 1) / D)[:, None])
+        if d_total is not None:
+            d_out += load(d_total, run, i, rows, D, BD, BR)
+        store(d_x, d_out, run, i, rows, D, BD, BR)
+        if d_branch is not None:
+            store(d_branch, d_out, run, i, rows, D, BD, BR)
+    if w is not None:
+        column = tl.arange(0, BD)
+        at = d_w + (run * tl.num_programs(0) + tl.program_id(0)) * D + column
+        tl.store(at, tl.sum(sums, 0), mask=column < D)
+
+
+def _how(x: Tensor) -> dict[str, int]:
+    width = triton.next_power_of_2(x.shape[-1])
+    warps = min(16, max(4, width // 512))
+    return {"D": x.shape[-1], "BD": width, "BR": max(1, TILE // width), "num_warps": warps}
+
+
+def _given(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
+@torch.library.custom_op("deltalab::rms_norm", mutates_args=())
+def rms_norm(
+    x: Tensor, branch: Tensor | None, w: Tensor | None, gate: Tensor | None, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """y = w z / (mean(z^2) + eps)^(1/2) * sigmoid(gate) in `dtype`, and z = x + branch, of n runs.
+
+    x, branch and gate [n, R, D], w [n, D], in bf16, fp16 or fp32, in which it computes. Without w nothing is
+    normalized, without a gate all passes, and without a branch z is x: then [n, 0] stands for it.
+    """
+    y, total = found = _outputs(x, branch, w, gate, eps, dtype)
+    how = _how(x)
+    forward[(triton.cdiv(x.shape[1], how["BR"]), x.shape[0])](
+        x.contiguous(), _given(branch), _given(w), _given(gate), y, total, x.shape[1], eps, **how
+    )
+    return found
+
+
+@rms_norm.register_fake
+def _outputs(
+    x: Tensor, branch: Tensor | None, w: Tensor | None, gate: Tensor | None, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    y = x.new_empty(x.shape, dtype=dtype)
+    if branch is None:
+        return y, absent(x)
+    return y, x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, branch.dtype))
+
+
+@torch.library.custom_op("deltalab::rms_norm_backward", mutates_args=())
+def _backward(
+    z: Tensor,
+    w: Tensor | None,
+    gate: Tensor | None,
+    d_y: Tensor,
+    d_z: Tensor | None,
+    eps: float,
+    dtype: torch.dtype,
+    branch: torch.dtype | None,
+) -> list[Tensor]:
+    """Gradients of x, in `dtype`, of w in fp32, of the gate, and of the branch where its dtype is another than x's."""
+    how = _how(z)
+    programs = min(triton.cdiv(z.shape[1], how["BR"]), triton.cdiv(PROGRAMS, z.shape[0]))
+    d_x, _, d_gate, d_branch = _gradients(z, w, gate, d_y, d_z, eps, dtype, branch)
+    d_w = None if w is None else z.new_empty(z.shape[0], programs, z.shape[2], dtype=torch.float32)
+    backward[(programs, z.shape[0])](
+        z.contiguous(), _given(w), _given(gate), d_y.contiguous(), _given(d_z),
+        d_x, _or_none(d_branch), d_w, _or_none(d_gate), z.shape[1], eps, **how,
+    )  # fmt: skip
+    return [d_x, absent(z) if d_w is None else d_w.sum(1), d_gate, d_branch]
+
+
+@_backward.register_fake
+def _gradients(
+    z: Tensor,
+    w: Tensor | None,
+    gate: Tensor | None,
+    d_y: Tensor,
+    d_z: Tensor | None,
+    eps: float,
+    dtype: torch.dtype,
+    branch: torch.dtype | None,
+) -> list[Tensor]:
+    return [
+        z.new_empty(z.shape, dtype=dtype),
+        absent(z) if w is None else z.new_empty(w.shape, dtype=torch.float32),
+        absent(z) if gate is None else gate.new_empty(gate.shape),
+        absent(z) if branch in (None, dtype) else z.new_empty(z.shape, dtype=branch),
+    ]
+
+
+def _or_none(x: Tensor) -> Tensor | None:
+    return x if x.dim() == 3 else None
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, branch, w, gate, ctx.eps, _ = inputs
+    ctx.save_for_backward(x if branch is None else output[1], w, gate)
+    ctx.dtypes = x.dtype, None if branch is None else branch.dtype
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, d_y: Tensor | None, d_z: Tensor | None) -> Any:
+    z, w, gate = ctx.saved_tensors
+    dtype, branch = ctx.dtypes
+    if d_y is None:
+        d_y = torch.zeros_like(z)
+    d_x, d_w, d_gate, d_branch = _backward(z, w, gate, d_y, None if branch is None else d_z, ctx.eps, dtype, branch)
+    if branch is None:
+        d_branch = None
+    elif branch == dtype:
+        d_branch = d_x
+    return d_x, d_branch, None if w is None else d_w, None if gate is None else d_gate, None, None
+
+
+rms_norm.register_autograd(_differentiate, setup_context=_remember)
+fold_into_batch(rms_norm)
+fold_into_batch(_backward)
