@@ -1,14 +1,17 @@
-"""What ptxas makes of the kernels, without a GPU: registers, spills, shared memory, products.
+"""What ptxas makes of the kernels, without a GPU: registers, spills, shared memory, and operands that it loses.
 
     python benchmarks/sass.py comba gla --key-dim 128 --value-dim 128 --length 130
 
-Runs a rule forward and backward on the CPU, where each launch compiles its kernel for an H100 instead.
+Runs a rule forward and backward on the CPU, where each launch compiles its kernel for an H100 instead. Exits with 1
+where a WGMMA in a loop takes its left operand from registers that the loop does not fill before, and writes after: from
+the second iteration on the result is wrong. ptxas 12.8 and 12.9 do that; `kernels.chunk.held` keeps them from it.
 """
 
 import argparse
 import dataclasses
 import re
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -29,11 +32,60 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
+WIDTHS = {".64": 2, ".128": 4}
+NO_REGISTER = ("ST", "BRA", "BAR", "SYNCS", "UTMA", "RED", "EXIT", "WARP", "FENCE", "MEMBAR", "ATOM")
+
+
+def lost(sass: str) -> list[str]:
+    """The WGMMA in a loop that find something else in their left operand's registers when they come again."""
+    instructions: list[str] = []
+    labels: dict[str, int] = {}
+    for line in sass.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label.group(1)] = len(instructions)
+        elif found := re.search(r"/\*[0-9a-f]+\*/\s+(.*?);", line):
+            instructions.append(found.group(1).strip())
+    lines = []
+    for end, jump in enumerate(instructions):
+        to = re.search(r"BRA.*?(\.L_x_\d+)", jump)
+        begin = labels[to.group(1)] if to else end
+        loop = instructions[begin : end + 1]
+        # Not the loops that wait for a barrier, which stand behind the program's end.
+        if begin >= end or any(re.match(r"EXIT|RET", one) for one in loop):
+            continue
+        for i, one in enumerate(loop):
+            if product := re.search(r"HGMMA\S*\s+R\d+,\s*R(\d+),\s*gdesc", one):
+                first = int(product.group(1))
+                before, after = (set[int]().union(*map(_written, part)) for part in (loop[:i], loop[i + 1 :]))
+                if set(range(first, first + 4)) - before & after:
+                    lines.append(one)
+    return lines
+
+
+def _written(instruction: str) -> set[int]:
+    """The registers that an instruction fills."""
+    operation, _, rest = re.sub(r"^@!?U?P\d+\s+", "", instruction).partition(" ")
+    target = re.match(r"(?:U?P[\dT]+,\s*)*R(\d+)\b", rest)
+    if target is None or operation.startswith(NO_REGISTER):
+        return set()
+    count = max([1, *(width for name, width in WIDTHS.items() if name in operation)])
+    if tile := re.match(r"HGMMA\.(\d+)x(\d+)x", operation):
+        count = int(tile.group(1)) * int(tile.group(2)) // 128
+    elif matrices := re.match(r"LDSM.*88(?:\.(\d))?$", operation):
+        count = int(matrices.group(1) or 1)
+    elif operation.startswith("HMMA"):
+        count = 4
+    elif "WIDE" in operation:
+        count = 2
+    return set(range(int(target.group(1)), int(target.group(1)) + count))
+
+
 @dataclasses.dataclass
 class Compiler:
     """In place of `JITFunction.run`: compiles what would be launched, once, and prints what came of it."""
 
     seen: set[str] = dataclasses.field(default_factory=set)
+    bad: int = 0
 
     def run(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         backend = make_backend(H100)
@@ -50,11 +102,15 @@ class Compiler:
             file.flush()
             command = [TOOLS / "cuobjdump", "-res-usage", file.name]
             usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            command = [TOOLS / "nvdisasm", file.name]
+            bad = lost(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        self.bad += len(bad)
         registers, spilled = re.findall(r"REG:(\d+).*?STACK:(\d+)", usage)[0]
         products = made.asm["ptx"].count("wgmma.mma")
         print(
             f"{kernel.__name__:14} {parsed.num_warps} warps, {parsed.num_stages} stages: {registers} registers, "
-            f"{spilled} bytes spilled, {made.metadata.shared / 1024:.0f} KiB shared, {products} WGMMA",
+            f"{spilled} bytes spilled, {made.metadata.shared / 1024:.0f} KiB shared, {products} WGMMA"
+            + (f"; {len(bad)} OF THEM LOSE A LEFT OPERAND" if bad else ""),
             flush=True,
         )
 
@@ -85,6 +141,7 @@ def main() -> None:
         else:
             o, _ = rule.fused(x.q, x.k, x.v, x.gates, scale=1.0, state=rule.initial_state(x.k, x.v))
         o.sum().backward()
+    sys.exit(1 if compiler.bad else 0)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ LOWEST = tl.constexpr(-64.0)
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
 MOVES = ("length", "chunks", "from_chunk", "to_chunk", "every", "segments", "span", "sequences", "H")
 """Arguments that change from batch to batch: nothing is compiled anew for special values of theirs."""
 
@@ -168,6 +170,31 @@ def cumulative(g, row, valid, head, heads, SIZE: tl.constexpr, KIND: tl.constexp
         shifted = tl.load(at, mask=(i > 0) & (i <= valid), other=0.0).to(tl.float32)
         earlier = tl.cumsum(tl.maximum(shifted, LOWEST).to(KIND) * LOG2_E, 0)
     return sums, earlier, tl.min(sums, 0)
+
+
+@triton.jit
+def held(x):
+    """x, the left operand of a product in a loop that leaves it as it is.
+
+    ptxas (12.8, 12.9) may give the registers of a WGMMA's left operand away after its last product of an iteration, so
+    that the next one reads what lies there then (`benchmarks/sass.py` finds it). It does not where anything else reads
+    them too: this looks for bits that no rounded number has.
+    """
+    if not INTERPRETED and x.dtype != tl.float32:
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred never; .reg .b32 bits;
+            and.b32 bits, $4, $5; and.b32 bits, bits, $6; and.b32 bits, bits, $7;
+            setp.eq.u32 never, bits, 0x7fe1fe1d; @never trap;
+            mov.b32 $0, $4; mov.b32 $1, $5; mov.b32 $2, $6; mov.b32 $3, $7;
+            }""",
+            "=r,=r,=r,=r,r,r,r,r",
+            [x],
+            x.dtype,
+            is_pure=False,
+            pack=8,
+        )
+    return x
 
 
 @triton.jit

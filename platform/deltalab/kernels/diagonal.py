@@ -19,7 +19,7 @@ chunks, which share the matrices that choose. K is a power of two; r, k, g, .. a
 import triton
 import triton.language as tl
 
-from deltalab.kernels.chunk import LOG2_E, LOWEST, bounds, get_rows, locate, scalars, unit_lower_inverse
+from deltalab.kernels.chunk import LOG2_E, LOWEST, bounds, get_rows, held, locate, scalars, unit_lower_inverse
 
 
 @triton.jit
@@ -50,6 +50,8 @@ def decay(chosen, g):
     chosen = chosen.to(g.dtype)
     if len(g.shape) == 3:
         chosen = tl.broadcast_to(chosen[None, :, :], [g.shape[0], g.shape[1], g.shape[1]])
+    else:
+        chosen = held(chosen)
     return tl.exp2(tl.dot(chosen, g, input_precision="ieee"))
 
 
@@ -286,7 +288,7 @@ def prepare(
                     seen = get_rows(b, row, valid, head * K + key, SIZE, RAGGED).to(tl.float32) * since
                 else:
                     seen = get_rows(k, row, valid, head * K + key, SIZE, RAGGED).to(tl.float32) * (-erase * since)
-                found = tl.dot(solved_c, seen.to(kind), input_precision=PRECISION)
+                found = tl.dot(held(solved_c), seen.to(kind), input_precision=PRECISION)
                 erasing.store([slot * SIZE, key], found.to(kind))
 
 

@@ -17,7 +17,7 @@ along them, and only what lies along them is read, so 16 bits of x are not enoug
 import triton
 import triton.language as tl
 
-from deltalab.kernels.chunk import LOG2_E, LOWEST, apart, put_scalars, scalars
+from deltalab.kernels.chunk import LOG2_E, LOWEST, apart, held, put_scalars, scalars
 
 EMPTY = tl.constexpr(1e-31)
 """The square of a norm below which H counts as empty: tiny / eps of fp32, as in `deltalab.ridge`."""
@@ -40,11 +40,11 @@ def rows(x, row, valid, head, H, column, width, SIZE: tl.constexpr, FULL: tl.con
 @triton.jit
 def product(a, b, A: tl.constexpr, B: tl.constexpr, KIND: tl.constexpr):
     """a @ b, each in as many parts of KIND as said; fp32 as it is."""
-    high_a, high_b = a.to(KIND), b.to(KIND)
+    high_a, high_b = held(a.to(KIND)), b.to(KIND)
     out = tl.dot(high_a, high_b, input_precision="ieee")
     if tl.float32 != KIND:
         if A == 2:
-            out = tl.dot((a.to(tl.float32) - high_a.to(tl.float32)).to(KIND), high_b, out)
+            out = tl.dot(held((a.to(tl.float32) - high_a.to(tl.float32)).to(KIND)), high_b, out)
         if B == 2:
             out = tl.dot(high_a, (b.to(tl.float32) - high_b.to(tl.float32)).to(KIND), out)
     return out
@@ -101,9 +101,10 @@ def times(
     """a [.., BR] times BR rows of a block, or a [.., BW] times their transpose, before its norm; a in A parts."""
     s = tl.load(stored(states, at, 0, row, block, blocks, BK, BR, BW, PARTS))
     s = tl.trans(s) if TRANSPOSED else s
+    a = held(a)
     out = tl.dot(a, s, input_precision="ieee")
     if A == 2:
-        out = tl.dot(a_low, s, out)
+        out = tl.dot(held(a_low), s, out)
     if PARTS == 2:
         s = tl.load(stored(states, at, 1, row, block, blocks, BK, BR, BW, PARTS))
         out = tl.dot(a, tl.trans(s) if TRANSPOSED else s, out)
@@ -347,6 +348,6 @@ def read(
         out = times(high, low, memories, at, 0, block, tl.cdiv(V, BV), BK, BK, BV, parts, PARTS, False)
         out *= (since * tl.load(memory_norms + at * tl.cdiv(V, BV) + block))[:, None]
         from_v, there = rows(v, row, valid, head, H, channels, V, SIZE, FULL_V)
-        out += root[:, None] * tl.dot(weights, tl.load(from_v, mask=there, other=0.0), input_precision="ieee")
+        out += root[:, None] * tl.dot(held(weights), tl.load(from_v, mask=there, other=0.0), input_precision="ieee")
         to, there = rows(o, row, valid, head, H, channels, V, SIZE, FULL_V)
         tl.store(to, (scale * size[:, None] * out).to(o.dtype.element_ty), mask=there)

@@ -9,7 +9,18 @@ computes while the others wait for memory.
 import triton
 import triton.language as tl
 
-from deltalab.kernels.chunk import MOVES, apart, bounds, cumulative, get_rows, locate, put_rows, put_scalars, scalars
+from deltalab.kernels.chunk import (
+    MOVES,
+    apart,
+    bounds,
+    cumulative,
+    get_rows,
+    held,
+    locate,
+    put_rows,
+    put_scalars,
+    scalars,
+)
 
 
 @triton.jit
@@ -120,9 +131,9 @@ def gradients(
             wanted = (factor[:, None] * wanted.to(tl.float32)).to(kind)
         if d is not None:
             wanted = (wanted.to(tl.float32) - correction[:, None] * k_c.to(tl.float32)).to(kind)
-        dk = tl.dot(reads_t, wanted, input_precision=PRECISION)
+        dk = tl.dot(held(reads_t), wanted, input_precision=PRECISION)
         found *= (since * scale)[:, None]
-        found += tl.dot(reads, k_c, input_precision=PRECISION)
+        found += tl.dot(held(reads), k_c, input_precision=PRECISION)
         grow += _row_dot(wanted, found)
         if read is not None:
             d_factor += _row_dot(r_c, found)
@@ -136,12 +147,12 @@ def gradients(
                     s = states.load([slot + block, key])
                 predicting -= tl.dot(wrong_c, s, input_precision=PRECISION)
             predicting *= since[:, None]
-            predicting += tl.dot(fits, k_c, input_precision=PRECISION)
+            predicting += tl.dot(held(fits), k_c, input_precision=PRECISION)
             grow += _row_dot(k_c, predicting)
-            dk += tl.dot(fits_t, k_c, input_precision=PRECISION)
+            dk += tl.dot(held(fits_t), k_c, input_precision=PRECISION)
         if e is not None:
             erased = (erase[:, None] * k_c.to(tl.float32)).to(kind)
-            dk += tl.dot(erases_t, erased, input_precision=PRECISION)
+            dk += tl.dot(held(erases_t), erased, input_precision=PRECISION)
         shrink += _row_dot(k_c, dk)
         if FIT:
             dk += predicting
@@ -158,7 +169,7 @@ def gradients(
                     s = states.load([slot + block, key])
                 erasing -= tl.dot(du_c, s, input_precision=PRECISION)
             erasing *= before[:, None]
-            erasing += tl.dot(erases, k_c, input_precision=PRECISION)
+            erasing += tl.dot(held(erases), k_c, input_precision=PRECISION)
             d_erase += _row_dot(k_c, erasing)
             grow_e += _row_dot(erased, erasing)
             dk += erase[:, None] * erasing
