@@ -11,6 +11,7 @@ from torch.func import functional_call, vmap
 
 from deltalab.layer import RuleLayer
 from deltalab.loss import labelled, linear_cross_entropy
+from deltalab.machine import may_launch
 from deltalab.model import Model, parameter_groups
 from deltalab.tasks import IGNORE
 from deltalab.tasks.feed import Feed
@@ -114,8 +115,9 @@ class Stack:
             self.rates = torch.zeros(BLOCK, 3, n, 1)
             self.clip = torch.tensor([run.clip or torch.inf for run in runs])
             # Both in Python's precision: in fp32, 1 - 0.999 is off by 1e-5 of itself.
-            self.betas = torch.tensor([run.betas for run in runs]).T[..., None]
-            self.new = torch.tensor([[1 - beta for beta in run.betas] for run in runs]).T[..., None]
+            betas = [*zip(*(run.betas for run in runs), strict=True)]
+            self.betas = torch.tensor(betas)[..., None]
+            self.new = torch.tensor([[1 - beta for beta in each] for each in betas])[..., None]
         self.graph: torch.cuda.CUDAGraph | None = None
         self.eager: str | None = None
         self._warm = 0
@@ -216,6 +218,18 @@ class Stack:
 
     def _step(self, losses: Tensor, grad: Tensor) -> None:
         """AdamW with each run's own rates, on the gradient [n, P] clipped to each run's own norm."""
+        if may_launch(self.device.type):
+            from deltalab.kernels.adam import adamw_
+
+            adamw_(
+                *self.state, grad, losses, bad=self.bad, loss=self.loss, begin=self.begin, row=self.row,
+                rates=self.rates, betas=self.betas, new=self.new, clip=self.clip, eps=EPS, decayed=self.layout.decayed,
+            )  # fmt: skip
+        else:
+            self._adamw(losses, grad)
+        self.row.add_(1)
+
+    def _adamw(self, losses: Tensor, grad: Tensor) -> None:
         decay, rate, root = self.rates.index_select(0, self.row.view(1))[0]
         norm = grad.norm(dim=1)
         fine = (self.bad < 0) & losses.isfinite() & norm.isfinite()
@@ -228,7 +242,6 @@ class Stack:
         second.mul_(self.betas[1]).addcmul_(grad, grad * self.new[1])
         weights[:, : self.layout.decayed].mul_(torch.where(moves, 1 - decay, 1))
         weights.sub_(torch.where(moves, first / (second.sqrt() / root + EPS) * rate, 0))
-        self.row.add_(1)
 
     @torch.no_grad()
     def measure(self, inputs: Tensor) -> tuple[Tensor, Tensor]:

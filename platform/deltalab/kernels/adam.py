@@ -1,0 +1,89 @@
+"""A step of AdamW with clipping for many runs, in two launches: it reads a gradient twice, all else once."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PARTS = 256
+"""Programs that sum the squares of a run's gradient, each in an order that is always the same."""
+
+BLOCK = 1024
+
+
+@triton.jit
+def squares_kernel(grad, squares, width, BLOCK: tl.constexpr):
+    part, parts, run = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
+    grad += run.to(tl.int64) * width
+    sums = tl.zeros([BLOCK], tl.float32)
+    for begin in range(part * BLOCK, width, parts * BLOCK):
+        i = begin + tl.arange(0, BLOCK)
+        x = tl.load(grad + i, mask=i < width, other=0.0)
+        sums += x * x
+    tl.store(squares + run * parts + part, tl.sum(sums, 0))
+
+
+@triton.jit(do_not_specialize=["runs"])
+def adamw_kernel(
+    weights, first, second, grad, losses, squares, bad, loss, begin, row, rates, betas, new, clip, eps,
+    width, decayed, runs, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A program for each block of each run, which all find out for themselves whether the run is fine."""
+    run, now = tl.program_id(1), tl.load(row)
+    norm = tl.sqrt(tl.sum(tl.load(squares + run * PARTS + tl.arange(0, PARTS)), 0))
+    was, new_loss = tl.load(bad + run), tl.load(losses + run)
+    fine = (was < 0) & (tl.abs(new_loss) < float("inf")) & (norm < float("inf"))
+    if tl.program_id(0) == 0:
+        tl.store(loss + run, new_loss)
+        # Programs that read this instead of -1 find the run as bad as they would have anyway.
+        tl.store(bad + run, tl.load(begin) + now, mask=(was < 0) & (fine == 0))
+    rates += now * 3 * runs + run
+    decay, rate, root = tl.load(rates), tl.load(rates + runs), tl.load(rates + 2 * runs)
+    scale = tl.minimum(tl.load(clip + run) / (norm + 1e-6), 1.0)
+
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = i < width
+    at = run.to(tl.int64) * width + i
+    g = tl.where(fine, tl.load(grad + at, mask=there, other=0.0) * scale, 0.0)
+    m = tl.load(first + at, mask=there, other=0.0) * tl.load(betas + run) + g * tl.load(new + run)
+    v = tl.load(second + at, mask=there, other=0.0) * tl.load(betas + runs + run) + g * g * tl.load(new + runs + run)
+    tl.store(first + at, m, mask=there)
+    tl.store(second + at, v, mask=there)
+    w = tl.load(weights + at, mask=there & fine, other=0.0)
+    w = tl.where(i < decayed, w * (1 - decay), w) - m / (tl.sqrt(v) / root + eps) * rate
+    tl.store(weights + at, w, mask=there & fine)
+
+
+def adamw_(
+    weights: Tensor,
+    first: Tensor,
+    second: Tensor,
+    grad: Tensor,
+    losses: Tensor,
+    *,
+    bad: Tensor,
+    loss: Tensor,
+    begin: Tensor,
+    row: Tensor,
+    rates: Tensor,
+    betas: Tensor,
+    new: Tensor,
+    clip: Tensor,
+    eps: float,
+    decayed: int,
+) -> None:
+    """In place, for weights, moments and gradient [n, P] in fp32, of which the first `decayed` of a row decay:
+
+    g = min(1, clip / (|grad| + 1e-6)) grad, m += (1 - beta_1) (g - m), v += (1 - beta_2) (g^2 - v),
+    w <- (1 - decay) w - rate m / (v^(1/2) / root + eps).
+
+    losses [n] go to `loss`. A run whose loss or |grad| is not finite is bad [n] from step begin + row on, if it was
+    not before (-1): it has a gradient of 0, and its weights stay what they are.
+    decay, rate, root: rates[row], [.., 3, n, 1]. betas, new [2, n, 1]: both, and 1 - both. begin, row: 0-dim, int64.
+    """
+    runs, width = weights.shape
+    squares = grad.new_empty(runs, PARTS)
+    squares_kernel[(PARTS, runs)](grad, squares, width, BLOCK)
+    adamw_kernel[(triton.cdiv(width, BLOCK), runs)](
+        weights, first, second, grad, losses, squares, bad, loss, begin, row, rates, betas, new, clip, eps,
+        width, decayed, runs, PARTS, BLOCK,
+    )  # fmt: skip

@@ -1,0 +1,58 @@
+"""Cross-entropy of rows of logits and its gradient, which takes their place: each row is read once and written once."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+WIDEST = 8192
+"""Logits that a program holds at once; wider rows are read twice."""
+
+
+@triton.jit(do_not_specialize=["rows", "every"])
+def row_kernel(
+    logits, targets, count, losses, rows, every,
+    IGNORE: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """A program for each row. Where a block holds it, each loop is one turn, and the compiler reads once for both."""
+    row, i = tl.program_id(0), tl.arange(0, BLOCK)
+    run = row // rows
+    target = tl.load(targets + run * every + row % rows)
+    logits += row.to(tl.int64) * V
+    if target == IGNORE:
+        for begin in range(0, V, BLOCK):
+            tl.store(logits + begin + i, tl.zeros([BLOCK], logits.dtype.element_ty), mask=begin + i < V)
+        tl.store(losses + row, 0.0)
+    else:
+        wanted = tl.load(logits + target).to(KIND)
+        share = 1.0 / tl.load(count + run).to(KIND)
+        # Not from -inf, which would make NaN of a block that is all -inf.
+        top, total = tl.full([], -3e38, KIND), tl.zeros([], KIND)
+        for begin in range(0, V, BLOCK):
+            x = tl.load(logits + begin + i, mask=begin + i < V, other=float("-inf")).to(KIND)
+            higher = tl.maximum(top, tl.max(x, 0))
+            total = total * tl.exp(top - higher) + tl.sum(tl.exp(x - higher), 0)
+            top = higher
+        scale = share / total
+        for begin in range(0, V, BLOCK):
+            x = tl.load(logits + begin + i, mask=begin + i < V, other=float("-inf")).to(KIND)
+            d_x = tl.exp(x - top) * scale - tl.where(begin + i == target, share, 0.0)
+            tl.store(logits + begin + i, d_x.to(logits.dtype.element_ty), mask=begin + i < V)
+        tl.store(losses + row, top - wanted + tl.log(total))
+
+
+def cross_entropy_(logits: Tensor, targets: Tensor, count: Tensor, *, ignore: int) -> Tensor:
+    """-log softmax(z_i)[y_i] for logits z [n, m, V] and targets y [n, m] in [0, V), at least fp32: [n, m].
+
+    In place of z it leaves (softmax(z_i) - onehot(y_i)) / count, the gradient of the sum over `count` [n], in the dtype
+    of z. Both are 0 where y_i is `ignore`. y may be columns of a wider tensor.
+    """
+    runs, rows, width = logits.shape
+    wide = logits.dtype == torch.float64
+    losses = logits.new_empty(runs, rows, dtype=torch.float64 if wide else torch.float32)
+    block = min(triton.next_power_of_2(width), WIDEST)
+    row_kernel[(runs * rows,)](
+        logits, targets, count, losses, rows, targets.stride(0), ignore, width, block,
+        tl.float64 if wide else tl.float32, num_warps=max(1, min(8, block // 256)),
+    )  # fmt: skip
+    return losses

@@ -1,0 +1,132 @@
+"""The optimizer's kernels against what a stack does without them, in Triton's interpreter or on a GPU."""
+
+import copy
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from deltalab.kernels import adam
+from deltalab.model import ModelSpec, build_model
+from deltalab.stack import Adam, Layout, Moments, Stack
+from deltalab.tasks import MQAR
+from deltalab.tasks.feed import Feed
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TASK = MQAR(length=16, pairs=2, vocab_size=16)
+TINY = ModelSpec(rule="deltanet", vocab_size=16, d_model=16, layers=1, heads=1)
+RUNS = [
+    Adam([0.1, 0.2, 0.05, 0.1], 0.1, (0.9, 0.95), 1.0),
+    Adam([1e-3, 3e-3, 1e-2, 0.0], 0.0, (0.8, 0.999), 0.0),
+    Adam([0.3, 0.1, 0.1, 0.1], 2.0, (0.0, 0.5), 1e-3),
+]
+
+
+@pytest.fixture(autouse=True)
+def fewer_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE.type == "cpu":  # which the interpreter runs one after another
+        monkeypatch.setattr(adam, "PARTS", 4)
+
+
+def stack_of(runs: list[Adam], model: ModelSpec = TINY) -> Stack:
+    network = build_model(model).to(DEVICE)
+    layout = Layout(network)
+    rows = torch.stack([layout.pack(build_model(model, seed=seed).state_dict()) for seed in range(len(runs))])
+    state = Moments(*(rows.to(DEVICE) * factor for factor in (1, 0, 0)))
+    stack = Stack(network, layout, Feed(TASK, 2, [*range(len(runs))], DEVICE, 4), state, runs, bf16=False)
+    stack.rates[:4] = torch.tensor([stack._rates(step) for step in range(4)])[..., None]
+    stack.begin.fill_(100)
+    return stack
+
+
+def both(stack: Stack, monkeypatch: pytest.MonkeyPatch, losses: list[Tensor], grads: list[Tensor]) -> list[Stack]:
+    """Without the kernels and with them, after a step with each gradient."""
+    made = []
+    for fused in (False, True):
+        one = copy.copy(stack)
+        one.state = Moments(*(part.clone() for part in stack.state))
+        one.bad, one.loss, one.row = stack.bad.clone(), stack.loss.clone(), stack.row.clone()
+        monkeypatch.setattr("deltalab.stack.may_launch", lambda device, fused=fused: fused)
+        for loss, grad in zip(losses, grads, strict=True):
+            one._step(loss.to(DEVICE), grad.to(DEVICE))
+        made.append(one)
+    return made
+
+
+def assert_same(one: Stack, other: Stack, scale: float = 1.0) -> None:
+    """scale: of gradients, whose rounding a moment may have."""
+    assert torch.equal(one.bad, other.bad)
+    assert torch.equal(one.row, other.row)
+    torch.testing.assert_close(one.loss, other.loss, rtol=0, atol=0, equal_nan=True)
+    for mine, its, size in zip(one.state, other.state, (1.0, scale, scale**2), strict=True):
+        torch.testing.assert_close(mine, its, rtol=5e-6, atol=1e-6 * size)
+
+
+def drawn(stack: Stack, steps: int, scale: float, seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [scale * torch.randn(stack.state.weights.shape, generator=generator) for _ in range(steps)]
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    runs=st.lists(st.sampled_from(RUNS), min_size=1, max_size=4),
+    scale=st.sampled_from([1e-12, 1e-3, 1.0, 1e4]),
+    block=st.sampled_from([256, 1024, 4096]),
+    parts=st.sampled_from([1, 4]),
+    seed=st.integers(0, 99),
+)
+def test_steps_are_those_without_kernels(runs: list[Adam], scale: float, block: int, parts: int, seed: int) -> None:
+    stack = stack_of(runs)
+    losses = torch.rand(4, len(runs), generator=torch.Generator().manual_seed(seed))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adam, "BLOCK", block)
+        patch.setattr(adam, "PARTS", parts)
+        plain, fused = both(stack, patch, list(losses), drawn(stack, 4, scale, seed))
+    assert not torch.equal(plain.state.weights, stack.state.weights)
+    assert plain.bad.eq(-1).all()
+    assert_same(plain, fused, scale)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
+@pytest.mark.parametrize("where", ["first", "last", "loss"])
+def test_what_is_not_finite_stops_its_run_alone(value: float, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the step it comes at, for ever; 1e30 has no finite square, and is an honest loss."""
+    stack = stack_of(RUNS)
+    losses, grads = [torch.ones(3) for _ in range(4)], drawn(stack, 4, 1.0, 0)
+    if where == "loss":
+        losses[2][1] = value
+    else:
+        grads[2][1, 0 if where == "first" else -1] = value
+    stopped = where != "loss" or value != 1e30
+    (_, before), (plain, fused) = (both(stack, monkeypatch, losses[:end], grads[:end]) for end in (2, 4))
+    assert fused.bad.tolist() == [-1, 102 if stopped else -1, -1]
+    assert torch.equal(fused.state.weights[1], before.state.weights[1]) == stopped
+    assert not torch.equal(fused.state.weights[0], before.state.weights[0])
+    assert all(part.isfinite().all() for part in fused.state)
+    assert_same(plain, fused)
+
+
+def test_the_norm_is_that_of_fp64_and_always_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen in the first moment of a run whose gradient is clipped to a norm of 1e-3."""
+    stack = stack_of([Adam([0.1] * 4, 0.0, (0.0, 0.5), 1e-3)])
+    grads = drawn(stack, 1, 1.0, 3)
+    results = [both(stack, monkeypatch, [torch.ones(1)], grads)[1].state for _ in range(2)]
+    assert all(map(torch.equal, *results))
+    torch.testing.assert_close(results[0].first[0].double().norm().item(), 1e-3, rtol=2e-6, atol=0)
+
+
+@pytest.mark.gpu
+def test_rows_of_real_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    stack = stack_of(RUNS * 3, ModelSpec(rule="comba", vocab_size=8192, d_model=128, layers=2, heads=2))
+    assert stack.layout.width > 2**20
+    losses = [torch.ones(9) for _ in range(3)]
+    losses[1][4] = math.nan
+    plain, fused = both(stack, monkeypatch, losses, drawn(stack, 3, 1.0, 0))
+    assert fused.bad.tolist() == [101 if i == 4 else -1 for i in range(9)]
+    assert_same(plain, fused)
