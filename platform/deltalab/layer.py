@@ -1,16 +1,15 @@
 """A token mixer: projections, short convolution, gates, the rule itself, output norm and gate."""
 
 import hashlib
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from deltalab.convolution import Channels, features, fused, fuses
 from deltalab.gates import Gate, Start
 from deltalab.norm import HeadNorm
 from deltalab.rule import State, UpdateRule
@@ -77,10 +76,17 @@ class Gates(nn.Module):
                 self.project[name] = nn.Sequential(linear(d_model, gate.rank), linear(gate.rank, width))
             self.learned[name] = nn.ParameterDict({p: _started(start, shape) for p, start in gate.parameters.items()})
 
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
+    def weights(self) -> list[Tensor]:
+        """What x is multiplied with, [.., d] each."""
+        return [_first(project).weight for project in self.project.values()]
+
+    def forward(self, x: Tensor, products: Sequence[Tensor] = ()) -> dict[str, Tensor]:
+        """products: x times each of `weights`, where they are known."""
         projected: dict[str, Tensor] = {}
-        for name, project in self.project.items():
-            z = project(x)
+        for (name, project), product in itertools.zip_longest(self.project.items(), products):
+            z = _first(project)(x) if product is None else product
+            if isinstance(project, nn.Sequential):
+                z = project[1](z.to(_first(project).weight.dtype))
             z = z.to(torch.promote_types(z.dtype, torch.float32))
             if self.gates[name].per == "step":
                 z = z.unflatten(-1, (self.steps, self.heads)).flatten(1, 2)
@@ -96,6 +102,12 @@ class Gates(nn.Module):
                 z = x.new_zeros(gate.shape(self.heads, self.key_dim), dtype=dtype)
             values[name] = gate.value(z, self.learned[source])  # type: ignore[arg-type]
         return values
+
+
+def _first(project: nn.Module) -> nn.Linear:
+    first = project[0] if isinstance(project, nn.Sequential) else project
+    assert isinstance(first, nn.Linear)
+    return first
 
 
 def _started(start: Start, shape: tuple[int, ...]) -> nn.Parameter:
@@ -131,10 +143,9 @@ class RuleLayer(nn.Module):
         super().__init__()
         self.rule = rule
         self.heads, self.key_dim, self.value_dim = heads, key_dim, value_dim
-        self.qk_heads = 1 if shared_qk else heads
         self.width, self.chunk_size, self.backend = conv, chunk_size, backend
-        self.steps = rule.steps
-        channels = (1 + self.steps) * self.qk_heads * key_dim + self.steps * heads * value_dim
+        self.channels = Channels(heads, 1 if shared_qk else heads, key_dim, value_dim, rule.steps, rule.features)
+        channels = self.channels.total
         self.qkv = linear(d_model, channels)
         if conv:
             bound = conv**-0.5
@@ -145,78 +156,28 @@ class RuleLayer(nn.Module):
         self.out = linear(heads * value_dim, d_model, std=out_std)
 
     def forward(self, x: Tensor, cache: LayerCache | None = None) -> tuple[Tensor, LayerCache]:
-        qkv, tail = self._convolve(self.qkv(x), cache)
-        if self.rule.features != "raw":
-            qkv = F.silu(qkv)
-        qk_width = self.qk_heads * self.key_dim
-        q, k, v = qkv.split([qk_width, self.steps * qk_width, self.steps * self.heads * self.value_dim], dim=-1)
-        q = q.unflatten(-1, (self.qk_heads, self.key_dim))
-        k = k.unflatten(-1, (self.steps, self.qk_heads, self.key_dim)).flatten(1, 2)
-        v = v.unflatten(-1, (self.steps, self.heads, self.value_dim)).flatten(1, 2)
-        if self.rule.features == "unit":
-            q, k = (F.normalize(z, dim=-1, eps=1e-6).to(v.dtype) for z in (q, k))
+        taps, past = self.conv if self.width else None, None if cache is None else cache.conv
+        products: list[Tensor] = []
+        if fuses(x, taps, self.channels):
+            others = []
+            # For fewer tokens it is dearer to put the weights side by side than to read x again.
+            if x.shape[:2].numel() >= self.channels.total:
+                others = [*([] if self.gate is None else [self.gate.weight]), *self.gates.weights()]
+            (q, k, v, tail), products = fused(x, self.qkv.weight, others, taps, past, self.channels)
+        else:
+            q, k, v, tail = features(self.qkv(x), taps, past, self.channels)
+        gate = products.pop(0) if products and self.gate is not None else None
         q, k = (z.expand(-1, -1, self.heads, -1) for z in (q, k))
         o, state = scan(
             self.rule,
             q,
             k,
             v,
-            self.gates(x),
+            self.gates(x, products),
             state=None if cache is None else cache.state,
             backend=self.backend,
             chunk_size=self.chunk_size,
         )
-        o = self.norm(o, None if self.gate is None else self.gate(x))
-        return self.out(o), LayerCache(tail, state)
-
-    def _convolve(self, x: Tensor, cache: LayerCache | None) -> tuple[Tensor, Tensor]:
-        if not self.width:
-            return x, x.new_empty(x.shape[0], 0, x.shape[-1])
-        past = x.new_zeros(x.shape[0], self.width - 1, x.shape[-1]) if cache is None else cache.conv
-        padded = torch.cat([past, x], dim=1)
-        y: Tensor = _ShortConvolution.apply(padded, self.conv.to(x.dtype))  # type: ignore[no-untyped-call]
-        return y, padded[:, padded.shape[1] - self.width + 1 :]
-
-
-class _ShortConvolution(torch.autograd.Function):
-    """y_t = sum_i w_i x_{t+i} for x [.., B, T + W - 1, C] and w [.., W, C].
-
-    Forward and backward, on a CPU at [32, 32, 96]: 0.46 ms, against 0.61 of autograd's own and 2.2 of a depthwise
-    conv1d.
-    """
-
-    @staticmethod
-    def forward(x: Tensor, weights: Tensor) -> Tensor:
-        length, (first, *rest) = x.shape[-2] - weights.shape[-2] + 1, _each(weights)
-        y = x[..., :length, :] * first
-        for i, weight in enumerate(rest, 1):
-            y.addcmul_(x[..., i : i + length, :], weight)
-        return y
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, Tensor]:
-        x, weights = ctx.saved_tensors
-        length, d_x, d_weights = d_y.shape[-2], torch.zeros_like(x), []
-        for i, weight in enumerate(_each(weights)):
-            d_x[..., i : i + length, :].addcmul_(d_y, weight)
-            d_weights.append((x[..., i : i + length, :] * d_y).sum((-3, -2)))
-        return d_x, torch.stack(d_weights, dim=-2)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, int | None], *args: Tensor) -> tuple[Tensor, int]:
-        # What PyTorch would generate goes through the stack run by run: it has no rule for addcmul_.
-        x, weights = (
-            one.expand(info.batch_size, *one.shape) if dim is None else one.movedim(dim, 0)
-            for one, dim in zip(args, in_dims, strict=True)
-        )
-        return _ShortConvolution.apply(x, weights), 0  # type: ignore[no-untyped-call]
-
-
-def _each(weights: Tensor) -> tuple[Tensor, ...]:
-    """Of [.., W, C] the W weights, [.., 1, 1, C]."""
-    return weights[..., None, None, :].unbind(-4)
+        if self.gate is not None and gate is None:
+            gate = self.gate(x)
+        return self.out(self.norm(o, gate)), LayerCache(tail, state)

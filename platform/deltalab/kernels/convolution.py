@@ -1,0 +1,370 @@
+"""From one product with x to q, k and v: short convolution, SiLU and unit norm, and the rest of it apart, in one pass.
+
+Every row of a program's tile walks along a part of a sequence, a token in each step. What the convolution needs of
+earlier tokens is then still in registers: each number is read once, and in the backward computed once.
+"""
+# ruff: noqa: RUF005  Triton takes no * in a tuple.
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deltalab.kernels.chunk import MOVES, absent, fold_into_batch
+
+EPS = tl.constexpr(1e-6)
+"""Below it a norm is taken for it."""
+
+AHEAD = tl.constexpr(2)
+"""Tokens that a row loads before it needs them."""
+
+LANES = 64
+"""Channels that a program holds at least, 128 bytes of each row in 16 bits; more where a head has more."""
+
+TILE = 4096
+"""Elements that a program holds of tokens that one convolution sees, of all its rows: 32 for each thread of 4 warps."""
+
+PROGRAMS = 1024
+"""That keep a GPU busy: rows walk at most 64 tokens, and fewer where there would be fewer programs."""
+
+
+@triton.jit
+def columns(block, WIDTH: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr):
+    """[1, GROUPS, LANES] columns of a part that is WIDTH wide, in groups of GROUP, and which of them there are."""
+    group = block * GROUPS + tl.arange(0, GROUPS)[None, :, None]
+    lane = tl.arange(0, LANES)[None, None, :]
+    column = group * GROUP + lane
+    return column, (lane < GROUP) & (column < WIDTH)
+
+
+@triton.jit
+def load(x, row, column, there, STRIDE: tl.constexpr):
+    """x[row, column] of x [.., STRIDE]; 0 where there is nothing."""
+    return tl.load(x + row * STRIDE + column, mask=there, other=0.0)
+
+
+@triton.jit
+def store(x, value, row, column, there, STRIDE: tl.constexpr):
+    tl.store(x + row * STRIDE + column, value.to(x.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def token(x, past, sequence, t, length, column, there, P: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
+    """x at time t of each row's sequence: before its begin what past [.., W - 1, C] holds, and 0 beyond both."""
+    found = load(x, sequence * length + t, column, there & (t >= 0) & (t < length), P)
+    if past is not None:
+        found += load(past, sequence * (W - 1) + (t + W - 1), column, there & (t < 0), C)
+    return found
+
+
+@triton.jit
+def earlier(x, past, sequence, t, length, column, there, P: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
+    """The W - 1 tokens before t."""
+    seen = ()
+    for i in tl.static_range(1, W):
+        seen = seen + (token(x, past, sequence, t - W + i, length, column, there, P, C, W).to(tl.float32),)
+    return seen
+
+
+@triton.jit
+def weights(w, run, column, there, C: tl.constexpr, W: tl.constexpr):
+    taps = ()
+    for i in tl.static_range(W):
+        taps = taps + (load(w, run * W + i, column, there, C).to(tl.float32),)
+    return taps
+
+
+@triton.jit
+def convolved(seen, taps, W: tl.constexpr):
+    """sum_i taps_i seen_i; the token itself where there is no convolution."""
+    if W == 0:
+        z = seen[0]
+    else:
+        z = taps[0] * seen[0]
+        for i in tl.static_range(1, W):
+            z += taps[i] * seen[i]
+    return z
+
+
+@triton.jit
+def read(
+    x, w, past, out, run, sequence, begin, end, valid, length, span, block,
+    P: tl.constexpr, C: tl.constexpr, W: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
+    GROUPS: tl.constexpr, LANES: tl.constexpr, SILU: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """One block of one part: out [.., WIDTH] of x's columns from FIRST on."""
+    column, there = columns(block, WIDTH, GROUP, GROUPS, LANES)
+    taps = weights(w, run, FIRST + column, there, C, W)
+    there = there & valid
+    seen = earlier(x, past, sequence, begin, length, FIRST + column, there, P, C, W)
+    coming = ()
+    for i in tl.static_range(AHEAD):
+        coming = coming + (token(x, past, sequence, begin + i, length, FIRST + column, there, P, C, W),)
+    for i in range(span):
+        t = begin + i
+        later = there & (t + AHEAD < end)
+        coming = coming + (token(x, past, sequence, t + AHEAD, length, FIRST + column, later, P, C, W),)
+        seen = seen + (coming[0].to(tl.float32),)
+        coming = coming[1:]
+        y = convolved(seen, taps, W)
+        if SILU:
+            y *= tl.sigmoid(y)
+        if UNIT:
+            y *= 1 / tl.maximum(tl.sqrt(tl.sum(y * y, 2, keep_dims=True)), EPS)
+        store(out, y, sequence * length + t, column, there & (t < end), WIDTH)
+        seen = seen[1:]
+
+
+@triton.jit
+def read_backward(
+    x, w, past, d_out, d_x, d_past, d_w, run, mine, sequence, begin, end, valid, length, span, block,
+    ROWS: tl.constexpr, P: tl.constexpr, C: tl.constexpr, W: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr, SILU: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """What `read` is to out. d x_s = sum_i w_i d z_{s + W - 1 - i}, so it walks W - 1 tokens on into what follows."""
+    column, there = columns(block, WIDTH, GROUP, GROUPS, LANES)
+    taps = weights(w, run, FIRST + column, there, C, W)
+    own = there & valid
+    seen = earlier(x, past, sequence, begin, length, FIRST + column, own, P, C, W)
+    none = tl.zeros([ROWS, GROUPS, LANES], dtype=tl.float32)
+    after = ()
+    for _ in tl.static_range(1, W):
+        after = after + (none,)
+    sums = ()
+    for _ in tl.static_range(W):
+        sums = sums + (none,)
+    MORE: tl.constexpr = W - 1 if W else 0
+    coming, d_coming = (), ()
+    for i in tl.static_range(AHEAD):
+        t = begin + i
+        coming = coming + (token(x, past, sequence, t, length, FIRST + column, own, P, C, W),)
+        d_coming = d_coming + (load(d_out, sequence * length + t, column, own & (t < length), WIDTH),)
+    for i in range(span + MORE):
+        t = begin + i + AHEAD
+        later = own & (t < tl.minimum(end + MORE, length))
+        coming = coming + (token(x, past, sequence, t, length, FIRST + column, later, P, C, W),)
+        d_coming = d_coming + (load(d_out, sequence * length + t, column, later, WIDTH),)
+        t = begin + i
+        seen = seen + (coming[0].to(tl.float32),)
+        d_z = d_coming[0].to(tl.float32)
+        coming, d_coming = coming[1:], d_coming[1:]
+        if SILU:
+            z = convolved(seen, taps, W)
+            share = tl.sigmoid(z)
+            if UNIT:
+                y = z * share
+                size = tl.sqrt(tl.sum(y * y, 2, keep_dims=True))
+                over = 1 / tl.maximum(size, EPS)
+                y *= over
+                along = tl.where(size > EPS, tl.sum(y * d_z, 2, keep_dims=True), 0.0)
+                d_z = over * (d_z - along * y)
+            d_z *= share * (1 + z * (1 - share))
+        if W > 0:
+            here = tl.where(t < end, d_z, 0.0)
+            more = ()
+            for j in tl.static_range(W):
+                more = more + (sums[j] + here * seen[j],)
+            sums = more
+            after = after + (d_z,)
+            d_z = taps[0] * after[W - 1]
+            for j in tl.static_range(1, W):
+                d_z += taps[j] * after[W - 1 - j]
+            after = after[1:]
+        seen = seen[1:]
+        s = t - MORE
+        store(d_x, d_z, sequence * length + s, FIRST + column, own & (s >= begin) & (s < end), P)
+        if d_past is not None:
+            first = own & (begin == 0) & (s < 0)
+            store(d_past, d_z, sequence * MORE + (s + MORE), FIRST + column, first, C)
+    for j in tl.static_range(W):
+        total = tl.sum(sums[j], 0)[None, :, :]
+        store(d_w, total, mine * W + j, FIRST + column, there, C)
+
+
+@triton.jit
+def rows(at, run, length, segments, span, sequences, ROWS: tl.constexpr):
+    """Of a run's `at`-th rows, [ROWS, 1, 1]: the sequence, where in it they begin and end, and which of them there are.
+
+    A sequence is cut into `segments` of `span` tokens, the last one shorter.
+    """
+    i = (at * ROWS + tl.arange(0, ROWS))[:, None, None]
+    begin = i % segments * span
+    sequence = run.to(tl.int64) * sequences + i // segments
+    return sequence, begin, tl.minimum(begin + span, length), i < sequences * segments
+
+
+@triton.jit(do_not_specialize=MOVES)
+def forward(
+    x, w, past, outs, length, segments, span, sequences,
+    PARTS: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """A program for each block of each part, of ROWS rows of each run: all blocks of these rows next to each other."""
+    block, at, run = tl.program_id(0) % BLOCKS, tl.program_id(0) // BLOCKS, tl.program_id(1)
+    sequence, begin, end, valid = rows(at, run, length, segments, span, sequences, ROWS)
+    for i in tl.static_range(len(PARTS)):
+        if (block >= PARTS[i][0]) & (block < PARTS[i][1]):
+            read(
+                x, w, past, outs[i], run, sequence, begin, end, valid, length, span, block - PARTS[i][0],
+                P, C, *PARTS[i][2:],
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=MOVES)
+def backward(
+    x, w, past, d_outs, d_x, d_past, d_w, length, segments, span, sequences,
+    PARTS: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """As `forward`; d_w [n, programs of a block, W, C]."""
+    block, at, run = tl.program_id(0) % BLOCKS, tl.program_id(0) // BLOCKS, tl.program_id(1)
+    sequence, begin, end, valid = rows(at, run, length, segments, span, sequences, ROWS)
+    mine = run * (tl.num_programs(0) // BLOCKS) + at
+    for i in tl.static_range(len(PARTS)):
+        if (block >= PARTS[i][0]) & (block < PARTS[i][1]):
+            read_backward(
+                x, w, past, d_outs[i], d_x, d_past, d_w, run, mine, sequence, begin, end, valid, length, span,
+                block - PARTS[i][0], ROWS, P, C, *PARTS[i][2:],
+            )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The plan of one problem: rows of tokens, and blocks of channels.
+
+    parts: of q, k, v, gate and rest the first block and the one after the last, and what `read` takes from W on.
+    """
+
+    runs: int
+    sequences: int
+    length: int
+    segments: int
+    rows: int
+    parts: tuple[tuple[int | bool, ...], ...]
+    channels: int
+
+    @classmethod
+    def of(cls, x: Tensor, w: Tensor | None, widths: Sequence[int], key_dim: int, silu: bool, unit: bool) -> "Launch":
+        runs, sequences, length, _ = x.shape
+        head = triton.next_power_of_2(key_dim)
+        lanes = max(LANES, head)
+        parts, column, block = [], 0, 0
+        for i, width in enumerate(widths):
+            group, groups, own = (key_dim, lanes // head, head) if unit and i < 2 else (lanes, 1, lanes)
+            if i == 4:
+                group = own = min(lanes, triton.next_power_of_2(width or 1))
+            last = block + triton.cdiv(width, group * groups)
+            taps = 0 if w is None or i > 2 else w.shape[1]
+            parts.append((block, last, taps, column, width, group, groups, own, silu and i < 3, unit and i < 2))
+            column, block = column + width, last
+        rows = max(1, TILE // (lanes * triton.next_power_of_2(max(4, parts[0][2]))))
+        most = runs * sequences * length * block // (rows * PROGRAMS)
+        segments = triton.cdiv(length, min(max(most, 8), 64))
+        return cls(runs, sequences, length, segments, rows, tuple(parts), sum(widths[:3]))
+
+    @property
+    def programs(self) -> int:
+        """Of each block of each run."""
+        return triton.cdiv(self.sequences * self.segments, self.rows)
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        return self.parts[-1][1] * self.programs, self.runs
+
+    def sizes(self, x: Tensor) -> dict[str, Any]:
+        return {
+            "length": self.length, "segments": self.segments, "span": triton.cdiv(self.length, self.segments),
+            "sequences": self.sequences, "PARTS": self.parts, "BLOCKS": self.parts[-1][1], "ROWS": self.rows,
+            "P": x.shape[-1], "C": self.channels,
+        }  # fmt: skip
+
+
+@torch.library.custom_op("deltalab::convolve", mutates_args=())
+def convolve(
+    x: Tensor, w: Tensor | None, past: Tensor | None, widths: Sequence[int], key_dim: int, silu: bool, unit: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v, gate and rest of x [n, B, T, P] in bf16, fp16 or fp32, side by side with these widths: P in all.
+
+    q, k and v: sum_i w_i x_{t - W + 1 + i} for w [n, W, C], past [n, B, W - 1, C] before the first x or 0 without it;
+    x itself without w. Then SiLU, and each `key_dim` channels of q and k over their norm, at least 1e-6. The gate is as
+    in x, the rest in fp32. In fp32 within; each [n, B, T, its width], or [n, 0] in place of one of width 0.
+    """
+    found = _outputs(x, w, past, widths, key_dim, silu, unit)
+    launch = Launch.of(x, w, widths, key_dim, silu, unit)
+    given = [None if one is None else one.contiguous() for one in (x, w, past)]
+    forward[launch.grid](*given, found, **launch.sizes(x))
+    return found
+
+
+@convolve.register_fake
+def _outputs(
+    x: Tensor, w: Tensor | None, past: Tensor | None, widths: Sequence[int], key_dim: int, silu: bool, unit: bool
+) -> tuple[Tensor, ...]:
+    kinds = (*[x.dtype] * 4, torch.float32)
+    return tuple(
+        x.new_empty(*x.shape[:3], width, dtype=kind) if width else absent(x)
+        for width, kind in zip(widths, kinds, strict=True)
+    )
+
+
+@torch.library.custom_op("deltalab::convolve_backward", mutates_args=())
+def _backward(
+    x: Tensor,
+    w: Tensor | None,
+    past: Tensor | None,
+    d_q: Tensor,
+    d_k: Tensor,
+    d_v: Tensor,
+    d_gate: Tensor,
+    d_rest: Tensor,
+    widths: Sequence[int],
+    key_dim: int,
+    silu: bool,
+    unit: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x and past in their dtypes, of w in fp32; [n, 0] for what was not given."""
+    launch = Launch.of(x, w, widths, key_dim, silu, unit)
+    d_x, d_w, d_past = _gradients(x, w, past)
+    if w is not None:
+        d_w = d_w.new_empty(launch.runs, launch.programs, *w.shape[1:])
+    x, w, past, *d_outs = (
+        None if one is None else one.contiguous() for one in (x, w, past, d_q, d_k, d_v, d_gate, d_rest)
+    )
+    backward[launch.grid](
+        x,
+        w,
+        past,
+        tuple(d_outs),
+        d_x,
+        None if past is None else d_past,
+        None if w is None else d_w,
+        **launch.sizes(x),
+    )
+    return d_x, d_w if w is None else d_w.sum(1), d_past
+
+
+@_backward.register_fake
+def _gradients(x: Tensor, w: Tensor | None, past: Tensor | None, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        torch.empty_like(x, memory_format=torch.contiguous_format),
+        absent(x) if w is None else w.new_empty(w.shape, dtype=torch.float32),
+        absent(x) if past is None else past.new_empty(past.shape),
+    )
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, w, past, *ctx.how = inputs
+    ctx.save_for_backward(x, w, past)
+
+
+def _differentiate(ctx: Any, *d_outs: Tensor) -> Any:
+    x, w, past = ctx.saved_tensors
+    d_x, d_w, d_past = _backward(x, w, past, *d_outs, *ctx.how)
+    return d_x, None if w is None else d_w.to(w.dtype), None if past is None else d_past, None, None, None, None
+
+
+convolve.register_autograd(_differentiate, setup_context=_remember)
+fold_into_batch(convolve)
+fold_into_batch(_backward)
