@@ -151,6 +151,7 @@ def main() -> None:
     parser.add_argument("--part", choices=PARTS, action="append", help="may be given several times; all where left out")
     parser.add_argument("--out", type=Path, required=True, help="folder of kernels.json and lengths.png")
     parser.add_argument("--merge", type=Path, nargs="*", default=[], help="kernels.json of earlier runs, to join")
+    parser.add_argument("--cache", type=Path, help="folder that keeps kernels for a later run; first calls are left out")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begins nothing more after so many")
     given = parser.parse_args()
     until = time.perf_counter() + given.seconds
@@ -170,7 +171,7 @@ def main() -> None:
             parts[part] = report
             file.write_text(json.dumps({name: asdict(one) for name, one in parts.items()}, indent=2) + "\n")
 
-        run = Run(Bench(after=save), until)
+        run = Run(Bench(after=save, cache=given.cache), until)
         save(run.bench.report)
         PARTS[part](run)
         left_out += run.left_out

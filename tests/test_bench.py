@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -369,11 +370,20 @@ def test_targets_are_held_or_missed_in_one_run(kernels: Any) -> None:
     ]
 
 
+def test_a_cache_that_stays_leaves_first_calls_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("TRITON_CACHE_DIR", "TILELANG_CACHE_DIR", "TRITON_CACHE_AUTOTUNING"):
+        monkeypatch.setenv(variable, "")
+    (found,) = Bench("fp32", cache=tmp_path).add(deltalab.get_rule("deltanet"), TINY, backends=["chunked"])
+    assert found.first_call is None
+    assert found.both is not None
+    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path)
+
+
 def test_parts_join_those_of_earlier_runs(
     kernels: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Planted:
-        def __init__(self, after: Callable[[Report], None]) -> None:
+        def __init__(self, after: Callable[[Report], None], cache: Path | None) -> None:
             self.report, self.after = planted(), after
 
         def add(self, rule: Any, shape: Shape, *, backends: Any, against: Any, label: str) -> None:

@@ -207,16 +207,24 @@ _COLUMNS: dict[str, Callable[[Figures], str]] = {
 class Bench:
     """One run on this machine's GPU or, without one, its CPU: `add` times a rule, `report` holds what was found.
 
-    Kernels are compiled into a folder of the run's own. after: called with each contestant's figures in the report.
+    Kernels are compiled into a folder of the run's own, or into `cache`, which keeps them, and what autotuning found,
+    for a later run: there is no first call to time then. after: called with each contestant's figures in the report.
     Raises `InputError` for an unknown dtype.
     """
 
-    def __init__(self, dtype: str = "bf16", after: Callable[["Report"], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        dtype: str = "bf16",
+        after: Callable[["Report"], None] = lambda _: None,
+        cache: Path | None = None,
+    ) -> None:
         if dtype not in DTYPES:
             raise unknown("dtype", dtype, DTYPES, where="--dtype")
-        self._caches = tempfile.TemporaryDirectory(prefix="deltalab-bench-")
+        self._own = None if cache else tempfile.TemporaryDirectory(prefix="deltalab-bench-")
         for variable in ("TRITON_CACHE_DIR", "TILELANG_CACHE_DIR"):
-            os.environ[variable] = self._caches.name
+            os.environ[variable] = self._own.name if self._own else str(cache)
+        if cache:
+            os.environ["TRITON_CACHE_AUTOTUNING"] = "1"
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.dtype, self.after = DTYPES[dtype], after
         name = torch.cuda.get_device_name() if self.on_gpu else f"CPU, {torch.get_num_threads()} threads"
@@ -267,7 +275,9 @@ class Bench:
         why = []
 
         def first_call() -> None:
-            found["first_call"] = self._seconds(both)
+            seconds = self._seconds(both)
+            if self._own:
+                found["first_call"] = seconds
             found["o"] = call.forward()
 
         def time_forward() -> None:
