@@ -17,6 +17,7 @@ import deltalab
 from deltalab.errors import InputError
 from deltalab.lockstep import LockStep
 from deltalab.loss import linear_cross_entropy
+from deltalab.machine import lacks_triton
 from deltalab.model import ModelSpec, build_model, parameter_groups
 from deltalab.registry import task_plugin
 from deltalab.stack import Adam, Layout, Moments, Stack
@@ -113,6 +114,32 @@ def test_losses_and_gradients_of_a_stack_are_those_of_its_runs(rule: dict[str, A
             wanted = torch.zeros_like(p) if p.grad is None else p.grad
             # What divides by small numbers magnifies rounding: held against the whole gradient.
             assert float((found[name][i] - wanted).norm() / whole) < 1e-4, name
+
+
+@pytest.mark.parametrize("seeds", [(1,), (1, 2)])
+@pytest.mark.parametrize("tied", [True, False])
+def test_losses_and_gradients_on_a_gpu_are_those_on_a_cpu(
+    tied: bool, seeds: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stack's own way there: kernels of embedding and loss, and the last norm at labelled places alone."""
+    pytest.importorskip("triton")
+    lacks_triton("cpu")
+    stack, found = stack_of(TASK, replace(TINY, tie_embeddings=tied), seeds=seeds), []
+    inputs, targets = stack.feed.draw(torch.tensor(1))
+    for fused in (False, True):
+        for module in ("stack", "model", "loss"):
+            monkeypatch.setattr(f"deltalab.{module}.may_launch", lambda device, fused=fused: fused)
+        weights = stack.state.weights.requires_grad_()
+        losses = stack.losses(weights, inputs, targets)
+        found.append((losses, *torch.autograd.grad(losses.sum(), weights)))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("readout", ["position", "last"])
+def test_features_at_places_are_these_of_all(readout: Any) -> None:
+    model, tokens = build_model(replace(TINY, readout=readout)), torch.arange(12).view(2, 6)
+    at = torch.tensor([[5, 0, 0], [1, 2, 4]])
+    torch.testing.assert_close(model.features(tokens, at), model.features(tokens)[torch.tensor([[0], [1]]), at])
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ def lacks_triton(device: str) -> str | None:
         return "a GPU, or TRITON_INTERPRET=1"
     importlib.import_module("deltalab.kernels.algebra")
     importlib.import_module("deltalab.kernels.convolution")
+    importlib.import_module("deltalab.kernels.embedding")
     importlib.import_module("deltalab.kernels.norm")
     return None if interpreted else importlib.import_module("deltalab.kernels.assembler").choose()
 

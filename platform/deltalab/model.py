@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from deltalab.errors import InputError, unknown
 from deltalab.layer import LayerCache, RuleLayer, initialize, linear, parameter
+from deltalab.machine import may_launch
 from deltalab.norm import ResidualNorm, RMSNorm
 from deltalab.registry import get_rule
 from deltalab.rule import UpdateRule
@@ -140,6 +141,21 @@ def _whole(name: str, value: object, *, least: int) -> None:
         raise InputError(f"model.{name} must be a whole number of at least {least}, not {value!r}")
 
 
+class Embedding(nn.Embedding):
+    """Rows of a matrix [V, d], started normal: tokens [B, T] to [B, T, d]."""
+
+    def __init__(self, vocabulary: int, width: int) -> None:
+        super().__init__(vocabulary, width)
+        self.weight = parameter(lambda g: torch.empty(vocabulary, width).normal_(0.0, 1.0, generator=g))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if not may_launch(self.weight.device.type):
+            return super().forward(tokens)
+        # Not imported: an exported model has no kernels.
+        found: Tensor = torch.ops.deltalab.embed(self.weight[None], tokens.reshape(1, -1))
+        return found.view(*tokens.shape, -1)
+
+
 class SwiGLU(nn.Module):
     """W_3 (SiLU(W_1 x) * W_2 x), hidden width 8/3 d rounded up to a multiple of 8."""
 
@@ -220,6 +236,11 @@ class Rebuild(nn.Module):
         return rebuilt
 
 
+def places(x: Tensor, at: Tensor | None) -> Tensor:
+    """Of x [.., T, d] the places `at` [.., m], [.., m, d]; all of them where None."""
+    return x if at is None else x.gather(-2, at[..., None].expand(*at.shape, x.shape[-1]))
+
+
 class Model(nn.Module):
     """Tokens [B, T] to logits [B, T, vocab]."""
 
@@ -228,10 +249,7 @@ class Model(nn.Module):
         self.spec = spec
         rule = spec.make_rule()
         attention = get_rule("attention", window=spec.window) if spec.attention else rule
-        self.embed = nn.Embedding(spec.vocab_size, spec.d_model)
-        self.embed.weight = parameter(
-            lambda g: torch.empty(spec.vocab_size, spec.d_model).normal_(0.0, 1.0, generator=g)
-        )
+        self.embed: nn.Embedding = Embedding(spec.vocab_size, spec.d_model)
         self.blocks = nn.ModuleList(
             Block(spec, attention if spec.is_attention(layer) else rule) for layer in range(spec.depth)
         )
@@ -244,10 +262,13 @@ class Model(nn.Module):
         features = self.features(tokens)
         return F.linear(features if where is None else features[where], self.head)
 
-    def features(self, tokens: Tensor) -> Tensor:
-        """[B, T, d], whose products with the rows of `head` are the logits."""
+    def features(self, tokens: Tensor, at: Tensor | None = None) -> Tensor:
+        """[B, T, d], whose products with the rows of `head` are the logits; at places `at` [B, m] alone [B, m, d]."""
+        if self.rebuild is None:
+            hidden, _ = self.transform(self.embed(tokens), at=at)
+            return self._scaled(hidden)
         hidden, _ = self.hidden(tokens)
-        return self._scaled(hidden if self.rebuild is None else self.rebuild(hidden))
+        return places(self._scaled(self.rebuild(hidden)), at)
 
     @property
     def head(self) -> Tensor:
@@ -267,13 +288,15 @@ class Model(nn.Module):
     def hidden(self, tokens: Tensor, cache: list[LayerCache] | None = None) -> tuple[Tensor, list[LayerCache]]:
         return self.transform(self.embed(tokens), cache)
 
-    def transform(self, x: Tensor, cache: list[LayerCache] | None = None) -> tuple[Tensor, list[LayerCache]]:
-        """Hidden states [B, T, d] for embedded tokens [B, T, d], and the new cache."""
+    def transform(
+        self, x: Tensor, cache: list[LayerCache] | None = None, *, at: Tensor | None = None
+    ) -> tuple[Tensor, list[LayerCache]]:
+        """Hidden states [B, T, d] for embedded tokens [B, T, d], and the new cache; `at` as in `features`."""
         branch, seen = None, []
         for i, block in enumerate(self.blocks):
             x, branch, now = block(x, branch, None if cache is None else cache[i])
             seen.append(now)
-        return self.norm(x, branch)[1], seen
+        return self.norm(places(x, at), None if branch is None else places(branch, at))[1], seen
 
     def logits(self, hidden: Tensor) -> Tensor:
         return F.linear(self._scaled(hidden), self.head)

@@ -12,7 +12,7 @@ from torch.func import functional_call, vmap
 from deltalab.layer import RuleLayer
 from deltalab.loss import labelled, linear_cross_entropy
 from deltalab.machine import may_launch
-from deltalab.model import Model, parameter_groups
+from deltalab.model import Model, parameter_groups, places
 from deltalab.tasks import IGNORE
 from deltalab.tasks.feed import Feed
 
@@ -193,28 +193,33 @@ class Stack:
     def losses(self, weights: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
         """Of each run [n], the mean over labelled positions; inputs and targets [n, B, T], weights [n, P]."""
         parameters = self.layout.unpack(weights)
-        features = self._features(parameters, inputs)
-        most = self.feed.task.most_scored
+        most, at = self.feed.task.most_scored, None
         if most < targets.shape[-1]:
             self.overfull |= ((targets != IGNORE).sum(-1) > most).any()
             at, targets = labelled(targets, most, ignore=IGNORE)
-            features = features.gather(2, at[..., None].expand(-1, -1, -1, features.shape[-1]))
+        if at is None or may_launch(self.device.type):
+            features = self._features(parameters, inputs, at)
+        else:
+            # On a CPU the last norm's gradient is a sum over all places, whose order results depend on to the last bit.
+            features = places(self._features(parameters, inputs), at)
         head = parameters[self.layout.head]
         dtype = torch.bfloat16 if self.bf16 else features.dtype
         return linear_cross_entropy(features.flatten(1, 2).to(dtype), head.to(dtype), targets.flatten(1), ignore=IGNORE)
 
-    def _features(self, parameters: dict[str, Tensor], inputs: Tensor) -> Tensor:
-        """[n, B, T, d] for inputs [n, B, T]."""
+    def _features(self, parameters: dict[str, Tensor], inputs: Tensor, at: Tensor | None = None) -> Tensor:
+        """[n, B, T, d] for inputs [n, B, T], or [n, B, m, d] at their places `at` [n, B, m]."""
+        given = (inputs,) if at is None else (inputs, at)
 
-        def features(parameters: dict[str, Tensor], inputs: Tensor) -> Tensor:
-            found: Tensor = functional_call(_Features(self.model), _under(parameters), (inputs,))
+        def features(parameters: dict[str, Tensor], *given: Tensor) -> Tensor:
+            found: Tensor = functional_call(_Features(self.model), _under(parameters), given)
             return found
 
         with torch.autocast(self.device.type, torch.bfloat16, self.bf16):
             if len(self) == 1:
                 # Nothing to be gained, and to some kernels a plain batch is dearer than none.
-                return features({name: one.squeeze(0) for name, one in parameters.items()}, inputs[0])[None]
-            return vmap(features, randomness="same")(parameters, inputs)
+                one = {name: rows.squeeze(0) for name, rows in parameters.items()}
+                return features(one, *(rows[0] for rows in given))[None]
+            return vmap(features, randomness="same")(parameters, *given)
 
     def _step(self, losses: Tensor, grad: Tensor) -> None:
         """AdamW with each run's own rates, on the gradient [n, P] clipped to each run's own norm."""
@@ -269,8 +274,8 @@ class _Features(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.model.features(tokens)
+    def forward(self, tokens: Tensor, at: Tensor | None = None) -> Tensor:
+        return self.model.features(tokens, at)
 
 
 def _under(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -42,40 +42,24 @@ def columns(block, WIDTH: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexp
 
 
 @triton.jit
-def load(x, row, column, there, STRIDE: tl.constexpr):
-    """x[row, column] of x [.., STRIDE]; 0 where there is nothing."""
-    return tl.load(x + row * STRIDE + column, mask=there, other=0.0)
-
-
-@triton.jit
-def store(x, value, row, column, there, STRIDE: tl.constexpr):
-    tl.store(x + row * STRIDE + column, value.to(x.dtype.element_ty), mask=there)
-
-
-@triton.jit
-def token(x, past, sequence, t, length, column, there, P: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
-    """x at time t of each row's sequence: before its begin what past [.., W - 1, C] holds, and 0 beyond both."""
-    found = load(x, sequence * length + t, column, there & (t >= 0) & (t < length), P)
-    if past is not None:
-        found += load(past, sequence * (W - 1) + (t + W - 1), column, there & (t < 0), C)
-    return found
-
-
-@triton.jit
-def earlier(x, past, sequence, t, length, column, there, P: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
-    """The W - 1 tokens before t."""
-    seen = ()
-    for i in tl.static_range(1, W):
-        seen = seen + (token(x, past, sequence, t - W + i, length, column, there, P, C, W).to(tl.float32),)
-    return seen
-
-
-@triton.jit
 def weights(w, run, column, there, C: tl.constexpr, W: tl.constexpr):
     taps = ()
     for i in tl.static_range(W):
-        taps = taps + (load(w, run * W + i, column, there, C).to(tl.float32),)
+        taps = taps + (tl.load(w + (run * W + i) * C + column, mask=there, other=0.0).to(tl.float32),)
     return taps
+
+
+@triton.jit
+def earlier(at, past, begin, there, P: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
+    """The W - 1 tokens before those that `at` points to; before the sequence what `past` points to, or 0."""
+    seen = ()
+    for i in tl.static_range(1, W):
+        t = begin - W + i
+        found = tl.load(at - (W - i) * P, mask=there & (t >= 0), other=0.0)
+        if past is not None:
+            found += tl.load(past + (t + W - 1) * C, mask=there & (t < 0), other=0.0)
+        seen = seen + (found.to(tl.float32),)
+    return seen
 
 
 @triton.jit
@@ -100,14 +84,18 @@ def read(
     column, there = columns(block, WIDTH, GROUP, GROUPS, LANES)
     taps = weights(w, run, FIRST + column, there, C, W)
     there = there & valid
-    seen = earlier(x, past, sequence, begin, length, FIRST + column, there, P, C, W)
+    row = sequence * length + begin
+    x += row * P + FIRST + column
+    out += row * WIDTH + column
+    if past is not None:
+        past += sequence * ((W - 1) * C) + FIRST + column
+    seen = earlier(x, past, begin, there, P, C, W)
     coming = ()
     for i in tl.static_range(AHEAD):
-        coming = coming + (token(x, past, sequence, begin + i, length, FIRST + column, there, P, C, W),)
+        coming = coming + (tl.load(x + i * P, mask=there & (begin + i < end), other=0.0),)
     for i in range(span):
-        t = begin + i
-        later = there & (t + AHEAD < end)
-        coming = coming + (token(x, past, sequence, t + AHEAD, length, FIRST + column, later, P, C, W),)
+        later = there & (begin + i + AHEAD < end)
+        coming = coming + (tl.load(x + (i + AHEAD) * P, mask=later, other=0.0),)
         seen = seen + (coming[0].to(tl.float32),)
         coming = coming[1:]
         y = convolved(seen, taps, W)
@@ -115,7 +103,7 @@ def read(
             y *= tl.sigmoid(y)
         if UNIT:
             y *= 1 / tl.maximum(tl.sqrt(tl.sum(y * y, 2, keep_dims=True)), EPS)
-        store(out, y, sequence * length + t, column, there & (t < end), WIDTH)
+        tl.store(out + i * WIDTH, y.to(out.dtype.element_ty), mask=there & (begin + i < end))
         seen = seen[1:]
 
 
@@ -126,10 +114,18 @@ def read_backward(
     GROUP: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr, SILU: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """What `read` is to out. d x_s = sum_i w_i d z_{s + W - 1 - i}, so it walks W - 1 tokens on into what follows."""
+    MORE: tl.constexpr = W - 1 if W else 0
     column, there = columns(block, WIDTH, GROUP, GROUPS, LANES)
     taps = weights(w, run, FIRST + column, there, C, W)
     own = there & valid
-    seen = earlier(x, past, sequence, begin, length, FIRST + column, own, P, C, W)
+    row = sequence * length + begin
+    x += row * P + FIRST + column
+    d_x += row * P + FIRST + column
+    d_out += row * WIDTH + column
+    if past is not None:
+        past += sequence * (MORE * C) + FIRST + column
+        d_past += sequence * (MORE * C) + FIRST + column
+    seen = earlier(x, past, begin, own, P, C, W)
     none = tl.zeros([ROWS, GROUPS, LANES], dtype=tl.float32)
     after = ()
     for _ in tl.static_range(1, W):
@@ -137,18 +133,16 @@ def read_backward(
     sums = ()
     for _ in tl.static_range(W):
         sums = sums + (none,)
-    MORE: tl.constexpr = W - 1 if W else 0
+    last = tl.minimum(end + MORE, length)
     coming, d_coming = (), ()
     for i in tl.static_range(AHEAD):
-        t = begin + i
-        coming = coming + (token(x, past, sequence, t, length, FIRST + column, own, P, C, W),)
-        d_coming = d_coming + (load(d_out, sequence * length + t, column, own & (t < length), WIDTH),)
+        later = own & (begin + i < last)
+        coming = coming + (tl.load(x + i * P, mask=later, other=0.0),)
+        d_coming = d_coming + (tl.load(d_out + i * WIDTH, mask=later, other=0.0),)
     for i in range(span + MORE):
-        t = begin + i + AHEAD
-        later = own & (t < tl.minimum(end + MORE, length))
-        coming = coming + (token(x, past, sequence, t, length, FIRST + column, later, P, C, W),)
-        d_coming = d_coming + (load(d_out, sequence * length + t, column, later, WIDTH),)
-        t = begin + i
+        later = own & (begin + i + AHEAD < last)
+        coming = coming + (tl.load(x + (i + AHEAD) * P, mask=later, other=0.0),)
+        d_coming = d_coming + (tl.load(d_out + (i + AHEAD) * WIDTH, mask=later, other=0.0),)
         seen = seen + (coming[0].to(tl.float32),)
         d_z = d_coming[0].to(tl.float32)
         coming, d_coming = coming[1:], d_coming[1:]
@@ -164,7 +158,7 @@ def read_backward(
                 d_z = over * (d_z - along * y)
             d_z *= share * (1 + z * (1 - share))
         if W > 0:
-            here = tl.where(t < end, d_z, 0.0)
+            here = tl.where(begin + i < end, d_z, 0.0)
             more = ()
             for j in tl.static_range(W):
                 more = more + (sums[j] + here * seen[j],)
@@ -175,26 +169,25 @@ def read_backward(
                 d_z += taps[j] * after[W - 1 - j]
             after = after[1:]
         seen = seen[1:]
-        s = t - MORE
-        store(d_x, d_z, sequence * length + s, FIRST + column, own & (s >= begin) & (s < end), P)
-        if d_past is not None:
-            first = own & (begin == 0) & (s < 0)
-            store(d_past, d_z, sequence * MORE + (s + MORE), FIRST + column, first, C)
+        s = begin + (i - MORE)
+        tl.store(d_x + (i - MORE) * P, d_z.to(d_x.dtype.element_ty), mask=own & (s < end) & (i >= MORE))
+        if past is not None:
+            tl.store(d_past + i * C, d_z.to(d_past.dtype.element_ty), mask=own & (begin == 0) & (i < MORE))
     for j in tl.static_range(W):
         total = tl.sum(sums[j], 0)[None, :, :]
-        store(d_w, total, mine * W + j, FIRST + column, there, C)
+        tl.store(d_w + (mine * W + j) * C + FIRST + column, total, mask=there)
 
 
 @triton.jit
 def rows(at, run, length, segments, span, sequences, ROWS: tl.constexpr):
     """Of a run's `at`-th rows, [ROWS, 1, 1]: the sequence, where in it they begin and end, and which of them there are.
 
-    A sequence is cut into `segments` of `span` tokens, the last one shorter.
+    A sequence is cut into `segments` of `span` tokens, the last ones shorter or empty.
     """
     i = (at * ROWS + tl.arange(0, ROWS))[:, None, None]
     begin = i % segments * span
     sequence = run.to(tl.int64) * sequences + i // segments
-    return sequence, begin, tl.minimum(begin + span, length), i < sequences * segments
+    return sequence, begin, tl.minimum(begin + span, length), (i < sequences * segments) & (begin < length)
 
 
 @triton.jit(do_not_specialize=MOVES)
@@ -221,7 +214,7 @@ def backward(
     """As `forward`; d_w [n, programs of a block, W, C]."""
     block, at, run = tl.program_id(0) % BLOCKS, tl.program_id(0) // BLOCKS, tl.program_id(1)
     sequence, begin, end, valid = rows(at, run, length, segments, span, sequences, ROWS)
-    mine = run * (tl.num_programs(0) // BLOCKS) + at
+    mine = run.to(tl.int64) * (tl.num_programs(0) // BLOCKS) + at
     for i in tl.static_range(len(PARTS)):
         if (block >= PARTS[i][0]) & (block < PARTS[i][1]):
             read_backward(

@@ -50,8 +50,6 @@ def decay(chosen, g):
     chosen = chosen.to(g.dtype)
     if len(g.shape) == 3:
         chosen = tl.broadcast_to(chosen[None, :, :], [g.shape[0], g.shape[1], g.shape[1]])
-    else:
-        chosen = held(chosen)
     return tl.exp2(tl.dot(chosen, g, input_precision="ieee"))
 
 

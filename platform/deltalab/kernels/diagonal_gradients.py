@@ -6,7 +6,7 @@ It goes through the keys in blocks, so that what a block needs stays in register
 import triton
 import triton.language as tl
 
-from deltalab.kernels.chunk import bounds, get_rows, held, locate, put_rows, put_scalars, scalars
+from deltalab.kernels.chunk import bounds, get_rows, locate, put_rows, put_scalars, scalars
 from deltalab.kernels.diagonal import (
     decay,
     factor_and_half,
@@ -34,7 +34,7 @@ def _across(x, pairs, pairs_near, level: tl.constexpr, PRECISION: tl.constexpr):
         found = tl.dot(found, x, input_precision=PRECISION)
     else:
         SIZE: tl.constexpr = pairs.shape[0]
-        found = held(tl.where(halves(level, SIZE), pairs, 0.0).to(x.dtype))
+        found = tl.where(halves(level, SIZE), pairs, 0.0).to(x.dtype)
         found = near(tl.dot(found, flat(x), input_precision=PRECISION))
     return found
 
@@ -48,7 +48,7 @@ def _summed(x, KIND: tl.constexpr, PRECISION: tl.constexpr):
         total = tl.dot(chosen.to(tl.float32), x, input_precision="ieee")
     else:
         high = x.to(KIND)
-        chosen = held(chosen.to(KIND))
+        chosen = chosen.to(KIND)
         total = tl.dot(chosen, (x - high.to(tl.float32)).to(KIND))
         total = tl.dot(chosen, high, total)
     return total
