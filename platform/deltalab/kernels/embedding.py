@@ -1,0 +1,153 @@
+"""Rows of an embedding, and their gradient in time that does not depend on how often a token comes.
+
+PyTorch's own sums the parts of a token's gradient, of 10 rows each, one after another: in a batch of associative recall
+three of four tokens are 0, and all else waits for them.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 1024
+"""Numbers that a warp holds at a time, in as many whole rows as that makes."""
+
+CHUNK = 128
+"""Rows in the order of their tokens whose sums are taken first."""
+
+
+@triton.jit
+def rows_of(x, row, there, D: tl.constexpr, BD: tl.constexpr):
+    """Of x [.., D] the given rows [BR]: pointers, and the mask of what is there."""
+    column = tl.arange(0, BD)[None, :]
+    return x + row.to(tl.int64)[:, None] * D + column, there[:, None] & (column < D)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def lookup_kernel(weight, tokens, out, rows, stride, D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr):
+    """A program for each BR tokens of a run."""
+    run = tl.program_id(1).to(tl.int64)
+    i = tl.program_id(0) * BR + tl.arange(0, BR)
+    token = tl.load(tokens + run * rows + i, mask=i < rows, other=0)
+    at, there = rows_of(weight + run * stride, token, i < rows, D, BD)
+    found = tl.load(at, mask=there, other=0.0)
+    at, there = rows_of(out + run * rows * D, i, i < rows, D, BD)
+    tl.store(at, found, mask=there)
+
+
+@triton.jit(do_not_specialize=["total"])
+def ends_kernel(
+    d_out, key, order, heads, tails, total, D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr, CHUNK: tl.constexpr
+):
+    """A program for each chunk: the sums over rows of its first token, and over rows of its last."""
+    chunk = tl.program_id(0)
+    begin = chunk * CHUNK
+    first, last = tl.load(key + begin), tl.load(key + tl.minimum(begin + CHUNK, total) - 1)
+    head = tl.zeros([BR, BD], heads.dtype.element_ty)
+    tail = head
+    for i in range(0, CHUNK, BR):
+        at = begin + i + tl.arange(0, BR)
+        token = tl.load(key + at, mask=at < total, other=-1)
+        wanted = (token == first) | (token == last)
+        rows, there = rows_of(d_out, tl.load(order + at, mask=wanted, other=0), wanted, D, BD)
+        x = tl.load(rows, mask=there, other=0.0).to(head.dtype)
+        head += tl.where((token == first)[:, None], x, 0.0)
+        tail += tl.where((token == last)[:, None], x, 0.0)
+    column = tl.arange(0, BD)
+    tl.store(heads + chunk.to(tl.int64) * D + column, tl.sum(head, 0), mask=column < D)
+    tl.store(tails + chunk.to(tl.int64) * D + column, tl.sum(tail, 0), mask=column < D)
+
+
+@triton.jit
+def sum_kernel(
+    d_out, order, bounds, heads, tails, d_weight,
+    D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """A program for each token: over its rows where one chunk has them all, else over the ends of chunks."""
+    token, i, column = tl.program_id(0), tl.arange(0, BR), tl.arange(0, BD)
+    begin, end = tl.load(bounds + token), tl.load(bounds + token + 1)
+    from_chunk, to_chunk = begin // CHUNK, (end - 1) // CHUNK
+    sums = tl.zeros([BR, BD], heads.dtype.element_ty)
+    if from_chunk < to_chunk:
+        tail = tl.load(tails + from_chunk.to(tl.int64) * D + column, mask=column < D, other=0.0)
+        sums += tl.where((i == 0)[:, None], tail[None, :], 0.0)
+        for chunk in range(from_chunk + 1, to_chunk + 1, BR):
+            at, there = rows_of(heads, chunk + i, chunk + i <= to_chunk, D, BD)
+            sums += tl.load(at, mask=there, other=0.0)
+    else:
+        for row in range(begin, end, BR):
+            source = tl.load(order + row + i, mask=row + i < end, other=0)
+            at, there = rows_of(d_out, source, row + i < end, D, BD)
+            sums += tl.load(at, mask=there, other=0.0).to(sums.dtype)
+    total = tl.sum(sums, 0).to(d_weight.dtype.element_ty)
+    tl.store(d_weight + token.to(tl.int64) * D + column, total, mask=column < D)
+
+
+def _how(width: int, warps: int) -> dict[str, int]:
+    padded = triton.next_power_of_2(width)
+    warps = max(warps, min(8, padded // TILE))
+    return {"D": width, "BD": padded, "BR": min(CHUNK, max(1, warps * TILE // padded)), "num_warps": warps}
+
+
+@torch.library.custom_op("deltalab::embed", mutates_args=())
+def embed(weight: Tensor, tokens: Tensor) -> Tensor:
+    """Of weights [n, V, d] rows [n, N, d], those of tokens [n, N] in [0, V)."""
+    out = _outputs(weight, tokens)
+    if weight.stride()[1:] != (weight.shape[2], 1):
+        weight = weight.contiguous()
+    how = _how(weight.shape[2], 4)
+    grid = triton.cdiv(tokens.shape[1], how["BR"]), len(tokens)
+    lookup_kernel[grid](weight, tokens.contiguous(), out, tokens.shape[1], weight.stride(0), **how)
+    return out
+
+
+@embed.register_fake
+def _outputs(weight: Tensor, tokens: Tensor) -> Tensor:
+    return weight.new_empty(*tokens.shape, weight.shape[2])
+
+
+@torch.library.custom_op("deltalab::embed_backward", mutates_args=())
+def _backward(d_out: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
+    """d_weight [n, V, d], of which each row is a sum in at least fp32 and in an order that is always the same."""
+    runs, _, width = d_out.shape
+    d_weight = _gradient(d_out, tokens, vocabulary)
+    begin = torch.arange(runs * vocabulary + 1, device=tokens.device, dtype=torch.int32)
+    key, order = (tokens.to(torch.int32) + begin[:-1:vocabulary, None]).flatten().sort(stable=True)
+    bounds = torch.searchsorted(key, begin, out_int32=True)
+    chunks = triton.cdiv(len(key), CHUNK)
+    kind = torch.promote_types(d_out.dtype, torch.float32)
+    heads, tails = d_out.new_empty(2, chunks, width, dtype=kind).unbind()
+    d_out = d_out.contiguous()
+    ends_kernel[(chunks,)](d_out, key, order, heads, tails, len(key), CHUNK=CHUNK, **_how(width, 4))
+    sum_kernel[(runs * vocabulary,)](d_out, order, bounds, heads, tails, d_weight, CHUNK=CHUNK, **_how(width, 1))
+    return d_weight
+
+
+@_backward.register_fake
+def _gradient(d_out: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
+    return d_out.new_empty(d_out.shape[0], vocabulary, d_out.shape[2])
+
+
+def _remember(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    weight, tokens = inputs
+    ctx.save_for_backward(tokens)
+    ctx.vocabulary = weight.shape[1]
+
+
+def _differentiate(ctx: Any, d_out: Tensor) -> tuple[Tensor, None]:
+    return _backward(d_out, *ctx.saved_tensors, ctx.vocabulary), None
+
+
+def _folded(info: Any, in_dims: tuple[int | None, int | None], *args: Tensor) -> tuple[Tensor, int]:
+    # Not `fold_into_batch`: weights of a stack are columns of its rows, and stay where they are.
+    weight, tokens = (
+        (x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
+        for x, dim in zip(args, in_dims, strict=True)
+    )
+    return embed(weight, tokens).unflatten(0, (info.batch_size, -1)), 0
+
+
+embed.register_autograd(_differentiate, setup_context=_remember)
+embed.register_vmap(_folded)
