@@ -1,0 +1,414 @@
+"""Short convolution, SiLU and unit norm as one kernel: held to fp64, in Triton's interpreter where there is no GPU."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.func import functional_call, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import deltalab
+from deltalab.convolution import Channels, features
+from deltalab.kernels import convolution as kernels
+from deltalab.layer import LayerCache, RuleLayer, initialize
+
+# What PyTorch has no rule for, `vmap` does run by run.
+pytestmark = pytest.mark.filterwarnings("error:There is a performance drop")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# Of the whole, by the norm; Triton's interpreter truncates where a GPU rounds to bf16.
+ROUNDING = {BF16: 2e-3 if DEVICE == "cuda" else 4e-3, FP16: 3e-4, FP32: 3e-6}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def launching(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltalab.convolution.may_launch", lambda device: True)
+
+
+def normal(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator(DEVICE).manual_seed(seed), device=DEVICE)
+
+
+def cosines(x: Tensor) -> Tensor:
+    """Gradients to come from above; bf16 holds them."""
+    return torch.arange(x.numel(), dtype=FP32, device=x.device).cos().bfloat16().view_as(x)
+
+
+def error(found: Tensor, right: Tensor) -> float:
+    return float((found.detach().double() - right.detach()).norm() / right.detach().norm().clamp_min(1e-9))
+
+
+def oracle(
+    x: Tensor, w: Tensor | None, past: Tensor | None, widths: list[int], key_dim: int, silu: bool, unit: bool
+) -> list[Tensor]:
+    """Run by run, with PyTorch's own depthwise convolution."""
+    qkv, rest = x.split([sum(widths[:3]), sum(widths[3:])], dim=-1)
+    if w is not None:
+        before = x.new_zeros(*x.shape[:2], w.shape[1] - 1, w.shape[2]) if past is None else past
+        padded = torch.cat([before, qkv], dim=2).mT
+        runs = [F.conv1d(one, taps.T[:, None], groups=len(taps.T)) for one, taps in zip(padded, w, strict=True)]
+        qkv = torch.stack(runs).mT
+    q, k, v = (F.silu(qkv) if silu else qkv).split(widths[:3], dim=-1)
+    if unit:
+        q, k = (F.normalize(z.unflatten(-1, (-1, key_dim)), dim=-1, eps=1e-6).flatten(-2) for z in (q, k))
+    return [q, k, v, *rest.split(widths[3:], dim=-1)]
+
+
+def compare(
+    x: Tensor, w: Tensor | None, past: Tensor | None, *how: Any, limits: dict[torch.dtype, float] = ROUNDING
+) -> None:
+    """Outputs and all gradients."""
+    given = [None if one is None else one.detach().requires_grad_() for one in (x, w, past)]
+    exact = [None if one is None else one.detach().double().requires_grad_() for one in given]
+    found, wanted = list(kernels.convolve(*given, *how)), oracle(*exact, *how)
+    assert [one.dtype for one in found] == [x.dtype] * 4 + [FP32]
+    for i, (one, right) in enumerate(zip(found, wanted, strict=True)):
+        assert one.shape == (right.shape if how[0][i] else (x.shape[0], 0))
+    found, wanted = ([one for one in part if one.numel()] for part in (found, wanted))
+    for outputs, leaves in ((found, given), (wanted, exact)):
+        outputs += torch.autograd.grad(
+            outputs, [one for one in leaves if one is not None], [cosines(one).to(one.dtype) for one in outputs]
+        )
+    for i, (one, right) in enumerate(zip(found, wanted, strict=True)):
+        assert one.shape == right.shape
+        assert error(one, right) <= limits[one.dtype], (i, error(one, right))
+
+
+# --- the kernels ------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=5, deadline=None)  # The interpreter takes a second for each.
+@example(
+    runs=2, batch=2, length=2, width=4, heads=1, key_dim=7, steps=2, value=3, gate=5, rest=3, kind="unit", past=True
+)
+@given(
+    runs=st.integers(1, 2), batch=st.integers(1, 3), length=st.integers(1, 9), width=st.integers(0, 5),
+    heads=st.integers(1, 2), key_dim=st.sampled_from([3, 4, 7, 16]), steps=st.integers(1, 2), value=st.integers(1, 9),
+    gate=st.integers(0, 5), rest=st.integers(0, 9), kind=st.sampled_from(["unit", "silu", "raw"]),
+    past=st.booleans(),
+)  # fmt: skip
+def test_a_fused_convolution_is_that_in_fp64(
+    runs: int, batch: int, length: int, width: int, heads: int, key_dim: int, steps: int, value: int, gate: int,
+    rest: int, kind: str, past: bool,
+) -> None:  # fmt: skip
+    widths = [heads * key_dim, steps * heads * key_dim, value, gate, rest]
+    x, channels = normal(1, runs, batch, length, sum(widths)), sum(widths[:3])
+    w = normal(2, runs, width, channels) if width else None
+    before = normal(3, runs, batch, width - 1, channels) if width and past else None
+    compare(x, w, before, widths, key_dim, kind != "raw", kind == "unit")
+
+
+@pytest.mark.parametrize(("dtype", "taps"), [(BF16, FP32), (FP16, FP16)])
+def test_only_what_is_stored_is_rounded(dtype: torch.dtype, taps: torch.dtype) -> None:
+    widths = [32, 32, 16, 8, 8]
+    x, w, past = normal(1, 1, 2, 4, sum(widths)), normal(2, 1, 3, 80), normal(3, 1, 2, 2, 80)
+    compare(x.to(dtype), w.to(taps), past.to(dtype), widths, 16, True, True)
+
+
+def test_many_blocks_of_channels_and_programs_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "TILE", 512)
+    widths = [66, 33, 70, 0, 3]
+    x, w = normal(1, 1, 2, 9, sum(widths)), normal(2, 1, 2, 169)
+    launch = kernels.Launch.of(x, w, widths, 33, True, True)
+    assert (launch.segments, launch.rows, launch.programs, launch.grid[0]) == (2, 2, 2, 12)
+    compare(x, w, None, widths, 33, True, True)
+
+
+def test_where_there_is_enough_to_do_rows_walk_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "PROGRAMS", 1)
+    widths = [16, 16, 16, 0, 0]
+    x, w = normal(1, 1, 5, 12, 48), normal(2, 1, 2, 48)
+    assert kernels.Launch.of(x, w, widths, 16, True, True).segments == 2
+    compare(x, w, None, widths, 16, True, True)
+    for batch, length, segments in ((99, 12, 1), (9, 1000, 16), (1, 1, 1)):
+        x = torch.empty(1, 1, 1, 48).expand(1, batch, length, 48)
+        assert kernels.Launch.of(x, w, widths, 16, True, True).segments == segments
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-9])
+def test_norms_below_the_least_one(scale: float) -> None:
+    x, w = normal(1, 1, 1, 2, 24), normal(2, 1, 1, 24)
+    x[..., :4] *= scale
+    compare(x, w, None, [8, 8, 8, 0, 0], 4, True, True)
+
+
+@pytest.mark.parametrize("dims", [(0, 0), (1, None), (None, 0)])
+def test_vmap_makes_runs_of_what_it_maps_over(dims: tuple[int | None, int | None]) -> None:
+    how = ([8, 8, 8, 4, 2], 4, True, True)
+    x, w = normal(1, 2, 2, 2, 30), normal(2, 2, 2, 24)
+    given = [None if dim is None else one[:, None].movedim(0, dim) for one, dim in zip((x, w), dims, strict=True)]
+    given = [one[:1] if part is None else part for one, part in zip((x, w), given, strict=True)]
+    given = [one.requires_grad_() for one in given]
+    together = vmap(lambda x, w: kernels.convolve(x, w, None, *how), dims)(*given)
+    runs = [
+        one.expand(2, *one.shape[1:]) if dim is None else one.squeeze(1 - dim)
+        for one, dim in zip(given, dims, strict=True)
+    ]
+    wanted = kernels.convolve(*runs, None, *how)
+    for found, one in zip(together, wanted, strict=True):
+        torch.testing.assert_close(found.squeeze(1), one)
+    grads = [torch.autograd.grad(found, given, [cosines(one) for one in found]) for found in (together, wanted)]
+    for found, one in zip(*grads, strict=True):
+        torch.testing.assert_close(found, one)
+
+
+def test_the_operators_say_what_they_return() -> None:
+    """Shapes without data, as torch.compile asks for them."""
+    x, w, past = normal(1, 2, 1, 2, 14).bfloat16(), normal(2, 2, 2, 12), normal(3, 2, 1, 1, 12).bfloat16()
+    how = ([4, 4, 4, 2, 0], 4, True, True)
+    checks = ("test_schema", "test_faketensor")
+    for taps, before in ((w, past), (None, None)):
+        torch.library.opcheck(kernels.convolve, (x, taps, before, *how), test_utils=checks)
+        d_outs = kernels.convolve(x, taps, before, *how)
+        torch.library.opcheck(kernels._backward, (x, taps, before, *d_outs, *how), test_utils=checks)
+
+
+# --- layers -----------------------------------------------------------------------------------------------------
+
+
+class Calls(TorchDispatchMode):
+    """Counts operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(op.name())
+        return op(*args, **(kwargs or {}))
+
+
+LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "unit": ("comba", {}),
+    "shared q and k": ("mamba2", {"shared_qk": True, "value_dim": 6}),
+    "steps": ("delta_product", {}),
+    "a channel's gates": ("kda", {}),
+    "a low rank": ("gla", {"key_dim": 5}),
+    "raw": ("attention", {"conv": 3}),
+    "no convolution": ("comba", {"conv": 0}),
+    "no gates, a convolution of one": ("linear_attention", {"output_gate": False, "conv": 1}),
+}
+
+
+def layer_of(name: str, seed: int = 1) -> RuleLayer:
+    rule, given = LAYERS[name]
+    layer = RuleLayer(deltalab.get_rule(rule), 12, 2, chunk_size=8, **{"key_dim": 4, "value_dim": 4, **given})
+    initialize(layer, seed)
+    return layer.to(DEVICE)
+
+
+def results(layer: RuleLayer, x: Tensor) -> dict[str, Tensor]:
+    """Of sequences in one piece with gradients, and of those that go on with a few tokens."""
+    x = x.detach().requires_grad_()
+    y, cache = layer(x)
+    names, leaves = zip(("x", x), *layer.named_parameters(), strict=True)
+    found = {"y": y, "conv": cache.conv}
+    grads = torch.autograd.grad(y, leaves, cosines(y), allow_unused=True)
+    found.update((f"d {n}", one) for n, one in zip(names, grads, strict=True) if one is not None)
+    with torch.no_grad():
+        cache = None
+        for i, part in enumerate(x.split([2, 1, 4], dim=1)):
+            found[f"part {i}"], cache = layer(part, cache)
+            assert isinstance(cache, LayerCache)
+            found[f"conv {i}"] = cache.conv
+    return found
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_are_the_same_with_and_without_the_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = layer_of(name), normal(1, 8, 7, 12)
+    monkeypatch.setattr("deltalab.convolution.may_launch", lambda device: False)
+    right = results(layer, x)
+    monkeypatch.setattr("deltalab.convolution.may_launch", lambda device: True)
+    with Calls() as calls:
+        found = results(layer, x)
+    assert calls.seen.count("deltalab::convolve") == 4
+    assert calls.seen.count("deltalab::convolve_backward") == 1
+    assert found.keys() == right.keys()
+    for key, one in right.items():
+        assert found[key].shape == one.shape
+        assert not one.numel() or error(found[key], one) < 2e-5, (key, error(found[key], one))
+    torch.testing.assert_close(torch.cat([found[f"part {i}"] for i in range(3)], dim=1), found["y"])
+
+
+@pytest.mark.usefixtures("launching")
+@pytest.mark.parametrize(("name", "tokens", "products"), [("unit", 56, 2), ("a low rank", 56, 3), ("unit", 7, 5)])
+def test_many_tokens_are_multiplied_once(name: str, tokens: int, products: int) -> None:
+    """And what comes out of the layer, and what comes of a low rank."""
+    layer = layer_of(name)
+    with Calls() as calls, torch.no_grad():
+        layer(normal(1, tokens // 7, 7, 12))
+    assert calls.seen.count("aten::mm") == products
+
+
+@pytest.mark.usefixtures("launching")
+def test_stacked_layers_are_what_they_are_alone() -> None:
+    layer, x = layer_of("unit"), normal(1, 2, 8, 7, 12)
+    runs = [dict(layer_of("unit", seed).named_parameters()) for seed in (1, 2)]
+    weights = {key: torch.stack([run[key].detach() for run in runs]).requires_grad_() for key in runs[0]}
+    with Calls() as calls:
+        together = vmap(lambda w, x: functional_call(layer, w, (x,))[0])(weights, x)
+        grads = torch.autograd.grad(together, list(weights.values()), cosines(together))
+    assert calls.seen.count("deltalab::convolve") == calls.seen.count("deltalab::convolve_backward") == 1
+    alone = torch.stack([functional_call(layer, run, (one,))[0] for run, one in zip(runs, x, strict=True)])
+    torch.testing.assert_close(together, alone)
+    for i, run in enumerate(runs):
+        wanted = torch.autograd.grad(alone, list(run.values()), cosines(alone), retain_graph=True)
+        for found, one in zip(grads, wanted, strict=True):
+            assert error(found[i], one) < 2e-5
+
+
+def test_what_the_kernels_do_not_take_goes_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fp64, wide convolutions, and where there would be nothing to do."""
+    monkeypatch.setattr("deltalab.convolution.may_launch", lambda device: True)
+    wide = RuleLayer(deltalab.get_rule("comba"), 8, 1, key_dim=4, value_dim=4, conv=9).to(DEVICE)
+    idle = RuleLayer(deltalab.get_rule("attention"), 8, 1, key_dim=4, value_dim=4, conv=0).to(DEVICE)
+    double = RuleLayer(deltalab.get_rule("comba"), 8, 1, key_dim=4, value_dim=4).to(DEVICE).double()
+    for layer in (wide, idle, double):
+        with Calls() as calls:
+            layer(normal(1, 1, 20, 8).to(layer.out.weight.dtype))
+        assert "deltalab::convolve" not in calls.seen
+
+
+@pytest.mark.usefixtures("launching")
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_mixed_and_low_precision_reach_the_rule_as_they_should(dtype: torch.dtype) -> None:
+    """Under autocast over fp32 weights, and with all weights in bf16."""
+    layer, x = layer_of("a low rank").to(dtype), normal(1, 8, 7, 12).to(dtype)
+    with torch.autocast(DEVICE, BF16, enabled=dtype == FP32):
+        y, cache = layer(x)
+    y.float().sum().backward()
+    assert (y.dtype, cache.conv.dtype) == (BF16, BF16)
+    assert all(p.grad is not None and p.grad.dtype == dtype and p.grad.isfinite().all() for p in layer.parameters())
+
+
+@pytest.mark.usefixtures("launching")
+@pytest.mark.filterwarnings("ignore:.*torch.compile")
+def test_a_compiler_takes_it_as_one_graph() -> None:
+    layer, x = layer_of("no gates, a convolution of one"), normal(1, 8, 7, 12).requires_grad_()
+    found, wanted = torch.compile(lambda x: layer(x)[0], fullgraph=True, backend="aot_eager")(x), layer(x)[0]
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), x) for y in (found, wanted)))
+
+
+def test_without_kernels_it_is_what_pytorch_has() -> None:
+    x, w, past = normal(1, 2, 7, 24).double(), normal(2, 4, 24).double(), normal(3, 2, 3, 24).double()
+    for before in (None, past):
+        *found, tail = features(x, w, before, Channels(2, 2, 4, 4, 1, "unit"))
+        batched = (None if before is None else before[None], [8, 8, 8, 0, 0], 4, True, True)
+        for one, right in zip(found, oracle(x[None], w[None], *batched), strict=False):
+            torch.testing.assert_close(one.flatten(-2), right[0], rtol=1e-12, atol=1e-12)
+        assert torch.equal(tail, x[:, -3:])
+
+
+# --- on a GPU ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize(
+    ("shape", "widths", "key_dim"),
+    [
+        ((8, 256, 256), [128, 128, 128, 128, 8], 64),
+        ((1, 256, 256), [128, 128, 128, 128, 8], 64),
+        ((16, 512, 64), [64, 64, 64, 64, 8], 64),
+        ((2, 16, 1001), [128, 256, 256, 128, 24], 128),
+        ((1, 8, 4096), [512, 512, 512, 512, 16], 256),
+        ((1, 33, 257), [60, 60, 90, 45, 9], 20),
+    ],
+    ids=str,
+)
+def test_real_sizes_are_those_in_fp64(
+    shape: tuple[int, int, int], widths: list[int], key_dim: int, dtype: torch.dtype
+) -> None:
+    """The oracle run by run, as large as it is."""
+    x, w = normal(1, *shape, sum(widths)).to(dtype), normal(2, shape[0], 4, sum(widths[:3]))
+    how = (widths, key_dim, True, True)
+    x.requires_grad_(), w.requires_grad_()
+    outputs = kernels.convolve(x, w, None, *how)
+    above = [cosines(one).to(one.dtype) for one in outputs]
+    d_x, d_w = torch.autograd.grad(outputs, [x, w], above)
+    limits = {BF16: 2e-3, FP32: 1e-5}
+    for i in range(shape[0]):
+        given = [one[i : i + 1].detach().double().requires_grad_() for one in (x, w)]
+        wanted = oracle(*given, None, *how)
+        wanted += torch.autograd.grad(wanted, given, [one[i : i + 1].double() for one in above])
+        for name, one, right in zip(
+            ("q", "k", "v", "gate", "rest", "d x", "d w"), (*outputs, d_x, d_w), wanted, strict=True
+        ):
+            assert error(one[i : i + 1], right) <= limits[one.dtype], (name, i, error(one[i : i + 1], right))
+
+
+@pytest.mark.gpu
+def test_gradients_are_the_same_bits_every_time() -> None:
+    x, w = normal(1, 2, 64, 256, 392).bfloat16().requires_grad_(), normal(2, 2, 4, 384).requires_grad_()
+
+    def gradients() -> tuple[Tensor, ...]:
+        q, k, v, *_ = kernels.convolve(x, w, None, [128, 128, 128, 0, 8], 64, True, True)
+        return torch.autograd.grad([q, k, v], [x, w], [cosines(one) for one in (q, k, v)])
+
+    first = gradients()
+    for _ in range(5):
+        assert all(torch.equal(one, other) for one, other in zip(first, gradients(), strict=True))
+
+
+@pytest.mark.gpu
+def test_offsets_go_beyond_32_bits() -> None:
+    widths = [128, 128, 128, 0, 8]
+    x = torch.ones(1, 11000, 512, 392, device=DEVICE, dtype=BF16)
+    assert x.numel() > 2**31
+    x[:, -1] = normal(1, 512, 392).to(BF16)
+    w = normal(2, 1, 4, 384).requires_grad_()
+    found = kernels.convolve(x.requires_grad_(), w, None, widths, 64, True, True)
+    last = x[:, -1:].detach().requires_grad_()
+    right = kernels.convolve(last, w, None, widths, 64, True, True)
+    for i in (0, 1, 2, 4):
+        torch.testing.assert_close(found[i][:, -1:], right[i], rtol=1e-6, atol=0)
+    (d_x,) = torch.autograd.grad([found[2][:, -1:].float().sum(), found[0][:, -1:, :, 0].float().sum()], [x])
+    (d_last,) = torch.autograd.grad([right[2].float().sum(), right[0][..., 0].float().sum()], [last])
+    torch.testing.assert_close(d_x[:, -1:], d_last)
+
+
+@pytest.mark.gpu
+def test_another_batch_or_length_compiles_nothing() -> None:
+    widths = [64, 64, 64, 64, 8]
+    w = normal(2, 1, 4, 192).requires_grad_()
+
+    def compiled() -> int:
+        device = torch.cuda.current_device()
+        return sum(len(kernel.device_caches[device][0]) for kernel in (kernels.forward, kernels.backward))
+
+    seen = []
+    for batch, length in ((1, 1), (2, 16), (3, 17), (64, 64), (16, 256), (5, 1000)):
+        x = normal(1, 1, batch, length, 264).bfloat16().requires_grad_()
+        sum(one.float().sum() for one in kernels.convolve(x, w, None, widths, 64, True, True)).backward()
+        seen.append(compiled())
+    assert len(set(seen)) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_under_autocast_is_what_it_is_without_the_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = layer_of(name), normal(1, 4, 64, 12)
+    found = []
+    for kernel in (False, True):
+        monkeypatch.setattr("deltalab.convolution.may_launch", lambda device, kernel=kernel: kernel)
+        with torch.autocast("cuda", BF16):
+            y, _ = layer(x)
+        grads = torch.autograd.grad(y, list(layer.parameters()), cosines(y).to(y.dtype), allow_unused=True)
+        found.append(torch.cat([one.float().flatten() for one in (y, *grads) if one is not None]))
+    assert error(found[1], found[0].double()) < 3e-2
