@@ -34,9 +34,10 @@ class Attention(UpdateRule):
     def mix(
         self, q: Tensor, k: Tensor, v: Tensor, gates: Mapping[str, Tensor], *, scale: float, state: State
     ) -> tuple[Tensor, State]:
-        past_k, past_v = state
-        keys = torch.cat([past_k, k.transpose(1, 2)], dim=2)
-        values = torch.cat([past_v, v.transpose(1, 2)], dim=2)
+        keys, values = (
+            torch.cat([past, new.transpose(1, 2)], dim=2) if past.shape[2] else new.transpose(1, 2)
+            for past, new in zip(state, (k, v), strict=True)
+        )
         o = attend(q.transpose(1, 2), keys, values, window=self.window, scale=scale)
         if self.window:
             # The next token sees itself and window - 1 more.
