@@ -72,7 +72,7 @@ def drawn(stack: Stack, steps: int, scale: float, seed: int) -> list[Tensor]:
     return [scale * torch.randn(stack.state.weights.shape, generator=generator) for _ in range(steps)]
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     runs=st.lists(st.sampled_from(RUNS), min_size=1, max_size=4),
     scale=st.sampled_from([1e-12, 1e-3, 1.0, 1e4]),
