@@ -1,8 +1,9 @@
 """What a rule costs to run: time, memory and its share of what the hardware can do, beside its peers in the same run.
 
 Time: the median of many calls, the L2 cache cleared before each. Forward runs without gradients; forward and backward
-    gives those of every input. Decode is one token with a state, replayed from a CUDA graph over copies that together
-    exceed the L2 cache: the time on the GPU, without that of launching it from Python.
+    gives those of every input. On a GPU a call is replayed from a CUDA graph, so that its time is the device's; launch
+    is what Python takes to launch it, which is the time of a call where it is the longer one and nothing is captured.
+    Decode is one token with a state, over copies that together exceed the L2 cache.
 First call: forward and backward, with compilation and autotuning; caches start empty, so the first shape counts.
 Extra memory: the peak over a call, less what was there before it and the gradients that it returns; o counts.
 Shares: of the bandwidth that a large copy reaches, and of the rate of a large matrix product, in the same run. Bytes
@@ -106,9 +107,11 @@ class Figures:
     by: str
     shape: str
     forward: float | None = None
+    forward_launch: float | None = None
     forward_copy: float | None = None
     forward_matmul: float | None = None
     both: float | None = None
+    both_launch: float | None = None
     both_copy: float | None = None
     both_matmul: float | None = None
     decode: float | None = None
@@ -190,9 +193,11 @@ _COLUMNS: dict[str, Callable[[Figures], str]] = {
     "by": lambda one: one.by,
     "B,T,H,K,V": lambda one: one.shape,
     "fwd ms": _shown("forward", ".3f"),
+    "launch": _shown("forward_launch", ".2f"),
     "copy": _shown("forward_copy", ".0%"),
     "matmul": _shown("forward_matmul", ".0%"),
     "f+b ms": _shown("both", ".3f"),
+    "launch ": _shown("both_launch", ".2f"),
     "copy ": _shown("both_copy", ".0%"),
     "matmul ": _shown("both_matmul", ".0%"),
     "decode us": _shown("decode", ".1f", 1e3),
@@ -282,13 +287,13 @@ class Bench:
 
         def time_forward() -> None:
             found["forward_memory"] = self._extra_memory(lambda: [call.forward()], kept=0)
-            found["forward"] = self._median(call.forward)
+            found["forward"], found["forward_launch"] = self._times(call.forward, why)
             moved = _bytes([*call.tensors.values(), found["o"]])
             found["forward_copy"], found["forward_matmul"] = share(moved, products, found["forward"])
 
         def time_both() -> None:
             found["both_memory"] = self._extra_memory(both, kept=_bytes(call.tensors.values()))
-            found["both"] = self._median(both)
+            found["both"], found["both_launch"] = self._times(both, why)
             moved = 3 * _bytes(call.tensors.values()) + 2 * found["o"].nbytes
             found["both_copy"], found["both_matmul"] = share(moved, products and 3 * products, found["both"])
 
@@ -370,6 +375,23 @@ class Bench:
         once = self._seconds(run)
         return 1e3 * statistics.median(self._seconds(run) for _ in range(max(3, min(50, int(CPU_SECONDS / once)))))
 
+    def _times(self, run: Callable[[], Any], why: list[str]) -> tuple[float, float | None]:
+        """ms of a call on the device, and on a GPU of launching it."""
+        if not self.on_gpu:
+            return self._median(run), None
+        launches = []
+        for _ in range(20):
+            self._synchronize()
+            start = time.perf_counter()
+            run()
+            launches.append(time.perf_counter() - start)
+        try:
+            timed: Callable[[], Any] = _captured([run]).replay
+        except RuntimeError as error:
+            why.append(f"timed as launched, not captured: {str(error).splitlines()[0]}")
+            timed = run
+        return self._median(timed), 1e3 * statistics.median(launches)
+
     def _extra_memory(self, run: Callable[[], list[Tensor]], *, kept: int) -> int | None:
         if not self.on_gpu:
             return None
@@ -387,17 +409,21 @@ class Bench:
         cache = torch.cuda.get_device_properties(self.device).L2_cache_size
         copies = min(MOST_COPIES, 1 + 2 * cache // _bytes(token.tensors.values()))
         calls = [token, *(token.fresh() for _ in range(copies - 1))]
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for call in calls:
-                call.forward()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for call in calls:
-                call.forward()
-        return self._median(graph.replay) / copies
+        return self._median(_captured([call.forward for call in calls]).replay) / copies
+
+
+def _captured(calls: Sequence[Callable[[], Any]]) -> torch.cuda.CUDAGraph:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph
 
 
 def bench(
