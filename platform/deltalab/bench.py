@@ -277,7 +277,7 @@ class Bench:
         call, token, ceilings = one.sequence, one.token, self.report.ceilings
         both = call.backward()
         found: dict[str, Any] = {}
-        why = []
+        why: list[str] = []
 
         def first_call() -> None:
             seconds = self._seconds(both)

@@ -17,6 +17,10 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
+PRECISIONS = {torch.bfloat16: "tf32", torch.float16: "tf32x3", torch.float32: "ieee"}
+"""Of products in fp32. Operands of tf32 are cut off after 10 bits, not rounded: an inverse is worse by that than by
+being rounded to fp16 afterwards."""
+
 MOVES = ("length", "chunks", "from_chunk", "to_chunk", "every", "segments", "span", "sequences", "H")
 """Arguments that change from batch to batch: nothing is compiled anew for special values of theirs."""
 

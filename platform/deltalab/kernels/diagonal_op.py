@@ -8,7 +8,7 @@ import triton
 from torch import Tensor
 
 from deltalab.kernels import diagonal
-from deltalab.kernels.chunk import absent, chunk_map, fold_into_batch, tiles
+from deltalab.kernels.chunk import PRECISIONS, absent, chunk_map, fold_into_batch, tiles
 from deltalab.kernels.diagonal_gradients import gradients
 
 WORKSPACE = 640 * 2**20
@@ -66,7 +66,7 @@ class Plan:
             sequences = cu_seqlens.numel() - 1
             of, first, chunks = chunk_map(cu_seqlens, tokens, size)
             packed = (cu_seqlens.to(torch.int32), of, first)
-        precision = "ieee" if u.element_size() > 2 else "tf32"
+        precision = PRECISIONS[u.dtype]
         every = triton.cdiv(chunks, segments)
         ragged = packed is not None or tokens % size != 0
         low_rank = "tied" if tied else "free" if free else "none"

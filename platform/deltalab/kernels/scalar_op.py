@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deltalab.kernels import scalar
-from deltalab.kernels.chunk import absent, chunk_map, fold_into_batch, tiles
+from deltalab.kernels.chunk import PRECISIONS, absent, chunk_map, fold_into_batch, tiles
 from deltalab.kernels.scalar_gradients import gradients
 
 WORKSPACE = 128 * 2**20
@@ -58,7 +58,7 @@ class Launch:
             bv = 64
         return cls(
             batch, tokens, heads, key_dim, value_dim, size, key_dim, bv, chunks, every, packed,
-            ragged=packed is not None or tokens % size != 0, precision="ieee" if wide else "tf32",
+            ragged=packed is not None or tokens % size != 0, precision=PRECISIONS[u.dtype],
         )  # fmt: skip
 
     def per_chunk(self) -> "Launch":
