@@ -19,7 +19,8 @@ from pathlib import Path
 
 import torch
 
-from deltalab.bench import GPU_SHAPE, Bench, Report, Shape
+from deltalab.bench import Bench
+from deltalab.figures import GPU_SHAPE, Report, Shape
 from deltalab.rule import UpdateRule
 from deltalab.scan import Backend
 from deltalab_rules import comba, deltanet, gated_deltanet, gka, gla, rdn, rla, sgla
@@ -158,7 +159,9 @@ def main() -> None:
     parser.add_argument("--part", choices=PARTS, action="append", help="may be given several times; all where left out")
     parser.add_argument("--out", type=Path, required=True, help="folder of kernels.json and lengths.png")
     parser.add_argument("--merge", type=Path, nargs="*", default=[], help="kernels.json of earlier runs, to join")
-    parser.add_argument("--cache", type=Path, help="folder that keeps kernels for a later run; first calls are left out")
+    parser.add_argument(
+        "--cache", type=Path, help="keeps kernels for a later run; no first calls then"
+    )
     parser.add_argument("--seconds", type=float, default=math.inf, help="begins nothing more after so many")
     given = parser.parse_args()
     until = time.perf_counter() + given.seconds

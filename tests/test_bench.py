@@ -17,8 +17,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import deltalab
 from deltalab import bench, cli, peers
-from deltalab.bench import CHUNK, Bench, Figures, Report, Shape, attention_flops, flops
+from deltalab.bench import CHUNK, Bench, attention_flops, flops
 from deltalab.errors import InputError
+from deltalab.figures import Figures, Report, Shape
 from deltalab.inputs import draw
 from deltalab.reference import recurrent
 from deltalab.rule import Operands
