@@ -88,7 +88,7 @@ def milliseconds(trial: LockStep, steps: int, repeats: int, warm: int) -> float:
 
 
 def measured(rule: str, shape: Shape, members: int, seeds: Sequence[int], most: int, small: bool) -> dict[str, Any]:
-    steps, repeats, warm = (4, 2, 4) if small else (100, 3, 20)
+    steps, repeats, warm = (4, 2, 4) if small else (60, 3, 20)
     task, model, spec = trial(rule, shape, warm + steps * repeats)
     rates = [LEARNING_RATES[i % len(LEARNING_RATES)] for i in range(members)]
     if torch.cuda.is_available():
@@ -142,7 +142,7 @@ def busy(small: bool) -> Iterator[dict[str, Any]]:
     """A training phase of 4 learning rates x 5 seeds."""
     shape = SMALL_STEP[0] if small else STEP[1]
     for rule in RULES:
-        task, model, spec = trial(rule, shape, 8 if small else 400)
+        task, model, spec = trial(rule, shape, 8 if small else 1000)
         spec = replace(spec, evaluations=2 if small else 5)
         members = [(model, replace(spec, lr=lr)) for lr in LEARNING_RATES]
         row: dict[str, Any] = {"part": "busy", "what": f"{rule}, {shape}", "demand": 0.9}
