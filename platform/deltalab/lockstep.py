@@ -104,8 +104,16 @@ class LockStep:
         self.network = build_model(model, seed=seeds[0]).to(self.device)
         self.layout = Layout(self.network)
         self.most = most or most_stacked(task, model, spec)
+        models = [one for one, _ in members]
+        # Members of one model start from the same weights, which are drawn once.
+        starts = {
+            number: [self._started(models[number], seed) for seed in seeds]
+            for number in {models.index(one) for one in models}
+        }
         self.runs = [
-            _Run(number, seed, self._started(one, seed)) for number, (one, _) in enumerate(members) for seed in seeds
+            _Run(number, seed, start)
+            for number, one in enumerate(models)
+            for seed, start in zip(seeds, starts[models.index(one)], strict=True)
         ]
         self._rates = [list(map(spec.learning_rate, range(spec.steps))) for spec in self.specs]
         self._batches: dict[tuple[str, str, int], tuple[Batch, Tensor]] = {}
