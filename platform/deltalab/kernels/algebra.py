@@ -107,7 +107,14 @@ def takes(transition: Transition, x: Operands, dtype: torch.dtype) -> bool:
 
 
 def _chunk(x: Operands) -> int:
-    return 64 if x.u.element_size() == 2 and x.k.shape[-1] <= 128 else 32 if x.u.element_size() == 2 else 16
+    """64 beside operands of 16 bits, but for what does not fit, and where few keys are erased over and over.
+
+    Most of what they write cancels then: RDN's d g at K=16 is 6.8e-3 off in chunks of 64, in bf16, and 4.5e-3 of 32.
+    """
+    key_dim, erases = x.k.shape[-1], x.e is not None or x.a is not None
+    if x.u.element_size() > 2:
+        return 16
+    return 32 if key_dim > 128 or (key_dim <= 32 and erases) else 64
 
 
 def _in(dtype: torch.dtype, x: Operands) -> Operands:

@@ -82,8 +82,9 @@ def fold_into_batch(op: Any) -> None:
 
 @triton.jit
 def unit_lower_inverse(m, SIZE: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + m)^{-1} for m [SIZE, SIZE] strictly lower triangular, fp32: inverts blocks of 2, 4, 8 ... from those within.
+    """(I + m)^{-1} - I, m [SIZE, SIZE] strictly lower triangular, fp32: inverts blocks of 2, 4, 8 .. from those within.
 
+    Without I, since x is added, unrounded, to its product with rounded x.
     Only products that block elimination would form: as stable as substitution, where powers of m would overflow.
     Up to 16, blocks on the diagonal are a batch of their own: whole matrices would be mostly zeros.
     """
@@ -92,18 +93,20 @@ def unit_lower_inverse(m, SIZE: tl.constexpr, PRECISION: tl.constexpr):
     row, column = tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
     same = (block[:, None] == block[None, :])[:, None, :, None]
     on = tl.sum(tl.where(same, tl.reshape(m, [BLOCKS, 16, BLOCKS, 16]), 0.0), 2)
-    small = tl.where(row == column, 1.0, 0.0) - tl.where((row // 2 == column // 2) & (row > column), on, 0.0)
+    small = tl.where((row // 2 == column // 2) & (row > column), -on, 0.0)
     for level in tl.static_range(1, 4):
         quadrant = (row >> level + 1 == column >> level + 1) & (row >> level > column >> level)
-        below = tl.dot(small, tl.where(quadrant, on, 0.0), input_precision=PRECISION)
-        small -= tl.dot(below, small, input_precision=PRECISION)
+        across = tl.where(quadrant, on, 0.0)
+        below = tl.dot(small, across, across, input_precision=PRECISION)
+        small -= tl.dot(below, small, below, input_precision=PRECISION)
     inverse = tl.reshape(tl.where(same, tl.expand_dims(small, 2), 0.0), [SIZE, SIZE])
     row, column = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
     for level in tl.static_range(4, 8):
         if 1 << level < SIZE:
             quadrant = (row >> level + 1 == column >> level + 1) & (row >> level > column >> level)
-            below = tl.dot(inverse, tl.where(quadrant, m, 0.0), input_precision=PRECISION)
-            inverse -= tl.dot(below, inverse, input_precision=PRECISION)
+            across = tl.where(quadrant, m, 0.0)
+            below = tl.dot(inverse, across, across, input_precision=PRECISION)
+            inverse -= tl.dot(below, inverse, below, input_precision=PRECISION)
     return inverse
 
 

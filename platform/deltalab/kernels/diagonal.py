@@ -6,7 +6,8 @@ Per chunk that starts at S, with G the cumulative log-decay, y what erases (e k,
     (I - M) w = exp(G') y S + N u                                M of y and a, N of y and beta k, free
     o = scale (exp(G) r S + P w), S <- exp(G_C) S + (k exp(G_C - G))^T w    tied; with u, and a beside k, free
 
-`prepare` makes all that does not depend on S, so that `scan` and `reverse` are products alone: w = erasing S + given u.
+`prepare` makes all that does not depend on S, so that `scan` and `reverse` are products alone: w = erasing S + given u,
+and beta u, tied: what is not rounded of an inverse, its diagonal, is not multiplied with rounded vectors either.
 
 M, N, P are built from halves: in each block of 2 h tokens, rows are of its second half and columns of its first, with
 decays to and from the border between the two, which are both at most 1. Each is the exponential of a sum of g over
@@ -205,7 +206,7 @@ def prepare(
     """Per chunk and head, in tiles [SIZE, K] or [SIZE, SIZE]: with vectors as they meet the chunk's first state,
 
     reading (exp(G) r), writing (exp(G_C - G) k), adding (so of a), erasing and given as above, `within` [i, j] what of
-    j's value is read at i, `within_a` what of its erasure; kept [K] is exp(G_C), `inverse` that of I + M or I - M.
+    j's value is read at i, `within_a` what of its erasure; kept [K] is exp(G_C), `inverse` (I + M)^{-1} - I or such.
     """
     i, j = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
     kind: tl.constexpr = k.dtype
@@ -273,7 +274,7 @@ def prepare(
             if inverse is not None:
                 inverse.store([slot * SIZE, 0], solved_c)
             if adding is not None:
-                values = tl.dot(solved_c, moved.to(kind), input_precision=PRECISION)
+                values = tl.dot(solved_c, moved.to(kind), moved, input_precision=PRECISION)
             elif beta is not None:
                 values = solved * scalars(beta, row, valid, head, H, SIZE)[None, :]
             else:
@@ -286,13 +287,13 @@ def prepare(
                     seen = get_rows(b, row, valid, head * K + key, SIZE, RAGGED).to(tl.float32) * since
                 else:
                     seen = get_rows(k, row, valid, head * K + key, SIZE, RAGGED).to(tl.float32) * (-erase * since)
-                found = tl.dot(held(solved_c), seen.to(kind), input_precision=PRECISION)
+                found = tl.dot(held(solved_c), seen.to(kind), seen, input_precision=PRECISION)
                 erasing.store([slot * SIZE, key], found.to(kind))
 
 
 @triton.jit
 def scan(
-    u, reading, writing, kept, within, erasing, given, adding, within_a, state, begin_states,
+    u, beta, reading, writing, kept, within, erasing, given, adding, within_a, state, begin_states,
     o, last, states, written,
     cu_seqlens, first, length, chunks, from_chunk, to_chunk, every, segments, H, K, V,
     SIZE: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FULL_V: tl.constexpr,
@@ -336,7 +337,10 @@ def scan(
                 states_at = states + (slot * V + value)[:, None] * BK + column[None, :]
                 tl.store(states_at, s_c, mask=(value < V)[:, None])
             if erasing is not None:
-                w = tl.dot(x, tl.trans(tl.load(given + square)), input_precision=PRECISION)
+                w = x.to(tl.float32) if adding is None else tl.zeros([BV, SIZE], tl.float32)
+                if adding is None and beta is not None:
+                    w *= scalars(beta, row, valid, head, H, SIZE)[None, :]
+                w = tl.dot(x, tl.trans(tl.load(given + square)), w, input_precision=PRECISION)
                 w = tl.dot(s_c, tl.trans(tl.load(erasing + tile)), w, input_precision=PRECISION).to(kind)
                 if written is not None:
                     written_at = written + (slot * SIZE + i)[:, None] * V + value[None, :]
@@ -400,12 +404,13 @@ def reverse(
         if erasing is not None:
             if adding is None:
                 dw = du.to(kind)
-                du = tl.dot(dw, tl.load(inverse + square), input_precision=PRECISION)
+                du = tl.dot(dw, tl.load(inverse + square), du, input_precision=PRECISION)
             else:
                 dw = tl.dot(do, tl.load(within_a + square), input_precision=PRECISION)
-                dw = tl.dot(ds_c, tl.trans(tl.load(adding + tile)), dw, input_precision=PRECISION).to(kind)
+                seen = tl.dot(ds_c, tl.trans(tl.load(adding + tile)), dw, input_precision=PRECISION)
+                dw = seen.to(kind)
                 du = tl.dot(dw, tl.load(given + square), du, input_precision=PRECISION)
-                seen = tl.dot(dw, tl.load(inverse + square), input_precision=PRECISION)
+                seen = tl.dot(dw, tl.load(inverse + square), seen, input_precision=PRECISION)
                 at = d_seen + (slot * SIZE + i)[:, None] * V + value[None, :]
                 tl.store(at, tl.trans(seen).to(kind), mask=(value < V)[None, :])
             ds = tl.dot(dw, tl.load(erasing + tile), ds, input_precision=PRECISION)

@@ -225,7 +225,7 @@ def diagonal_scan(
     begin = last.new_empty(x.sequences, x.segments, x.heads, x.value_dim, x.key_dim) if keep else None
     made.pop("inverse")
     diagonal.scan[x.grid](
-        u, **made, state=state, begin_states=begin, o=o, last=last, states=None, written=None,
+        u, beta, **made, state=state, begin_states=begin, o=o, last=last, states=None, written=None,
         every=x.every, segments=x.segments, **x.sequential(0, x.chunks), **x.how("scan"),
     )  # fmt: skip
     return o, last, absent(u) if begin is None else begin
@@ -289,7 +289,7 @@ def _backward(
         x.prepare(inputs, made, scale, *span)
         scanned = {name: one for name, one in made.items() if name != "inverse"}
         diagonal.scan[x.grid](
-            u, **scanned, state=None, begin_states=begin, o=None, last=None, states=states, written=written,
+            u, beta, **scanned, state=None, begin_states=begin, o=None, last=None, states=states, written=written,
             every=x.every, segments=x.segments, **x.sequential(*span), **x.how("scan"),
         )  # fmt: skip
         diagonal.reverse[x.grid](

@@ -53,7 +53,7 @@ def prepare(
     K: tl.constexpr, SIZE: tl.constexpr, LATE: tl.constexpr, FIT: tl.constexpr, SUM: tl.constexpr,
     PACKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Per chunk and head: `vectors` and, where wanted, (I + M)^{-1}, P, and for predictions that of k in place of r."""
+    """Per chunk and head: `vectors` and, where wanted, (I + M)^{-1} - I, P, and, to predict, P of k in place of r."""
     program, head = tl.program_id(0), tl.program_id(1)
     sequence, chunk = locate(program, of, first, chunks, PACKED)
     if sequence >= sequences:
@@ -177,7 +177,7 @@ def scan(
         w *= _get(mine, WRITE, SIZE)[None, :]
         if inverse is not None:
             w -= _get(mine, ERASE, SIZE)[None, :] * k_s
-            w = tl.dot(w.to(kind), tl.trans(inverse.load([at * SIZE, 0])), input_precision=PRECISION)
+            w = tl.dot(w.to(kind), tl.trans(inverse.load([at * SIZE, 0])), w, input_precision=PRECISION)
         if written is not None:
             at_span = (
                 start + chunk * SIZE
@@ -259,7 +259,7 @@ def reverse(
             put_rows(d_target, tl.trans(wrong), row, valid, head * V + block, H * V, SIZE, BV, RAGGED)
             dw -= tl.dot(wrong.to(kind), overlaps.load([at * SIZE, 0]), input_precision=PRECISION)
         if inverse is not None:
-            dw = tl.dot(dw.to(kind), inverse.load([at * SIZE, 0]), input_precision=PRECISION)
+            dw = tl.dot(dw.to(kind), inverse.load([at * SIZE, 0]), dw, input_precision=PRECISION)
         put_rows(d_u, tl.trans(dw), row, valid, head * V + block, H * V, SIZE, BV, RAGGED)
         ds *= tl.load(mine + KEEP * SIZE).to(tl.float32)
         if inverse is not None or CORRECTED or LOSS is not None:
