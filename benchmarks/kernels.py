@@ -159,9 +159,7 @@ def main() -> None:
     parser.add_argument("--part", choices=PARTS, action="append", help="may be given several times; all where left out")
     parser.add_argument("--out", type=Path, required=True, help="folder of kernels.json and lengths.png")
     parser.add_argument("--merge", type=Path, nargs="*", default=[], help="kernels.json of earlier runs, to join")
-    parser.add_argument(
-        "--cache", type=Path, help="keeps kernels for a later run; no first calls then"
-    )
+    parser.add_argument("--cache", type=Path, help="keeps kernels for a later run; no first calls then")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begins nothing more after so many")
     given = parser.parse_args()
     until = time.perf_counter() + given.seconds
