@@ -1,4 +1,4 @@
-"""What every test needs: GPU tests only run where there is one, and Triton's interpreter where there is none."""
+"""What every test needs: one thread, a GPU for GPU tests, and Triton's interpreter where there is none."""
 
 import os
 from collections.abc import Iterator
@@ -10,6 +10,12 @@ import torch
 if not torch.cuda.is_available():
     # Before anything imports Triton, whose own functions are bound to the interpreter, or not, when it is imported.
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    """Tests share the cores with each other."""
+    torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,7 +2,7 @@
 
 import math
 import runpy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -46,14 +46,6 @@ CAUGHT: dict[str, tuple[list[str], str]] = {
     ),
     "small_state": (["sizes"], "initial_state for torch.bfloat16"),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def planted(file: Path) -> UpdateRule:

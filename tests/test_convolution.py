@@ -1,7 +1,6 @@
 """Short convolution, SiLU and unit norm as one kernel: held to fp64, in Triton's interpreter where there is no GPU."""
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,14 +24,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # Of the whole, by the norm; Triton's interpreter truncates where a GPU rounds to bf16.
 ROUNDING = {BF16: 2e-3 if DEVICE == "cuda" else 4e-3, FP16: 3e-4, FP32: 3e-6}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

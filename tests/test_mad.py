@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from hashlib import sha256
 from itertools import permutations
 from pathlib import Path
@@ -30,14 +30,6 @@ NAMES = [name for name in BUILTIN if name.startswith("mad_")]
 
 Example = tuple[tuple[int, ...], tuple[int, ...]]
 Plain = Callable[[np.random.Generator, bool], tuple[list[int], list[int]]]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def examples(batch: Batch) -> list[Example]:

@@ -1,6 +1,5 @@
 """What is built: decoding equals the whole sequence, layers stand where the layout says, nothing sees the future."""
 
-from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
@@ -30,14 +29,6 @@ MODELS = {
     "conv of 1": {"rule": "deltanet", "conv": 1},
     "wide values, narrow keys": {"rule": "gated_deltanet", "key_dim": 3, "expand_v": 1.5},
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def built(**given: object) -> Model:

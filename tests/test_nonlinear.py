@@ -1,6 +1,5 @@
 """Rules that learn in their state equal the plainest loop with autograd for the inner gradient, and their limits."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -36,14 +35,6 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("miras", {"p": 1.0, "smooth": 1e-2}),
     ("miras", {"p": 3.0, "beta": {"sigmoid": {"max": 0.1}}}),
 ]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def inputs(rule: UpdateRule, *, key_dim: int = 4, value_dim: int = 3) -> Inputs:

@@ -1,6 +1,5 @@
 """RMS norms fused with what stands next to them: held to fp64, in Triton's interpreter where there is no GPU."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -27,14 +26,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 # Triton's interpreter truncates where a GPU rounds to bf16.
 ROUNDING = {BF16: 2**-8 if DEVICE == "cuda" else 2**-7, FP16: 2**-11, FP32: 2e-6}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

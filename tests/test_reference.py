@@ -20,14 +20,6 @@ from deltalab.structure import ResidualState, Transition
 EXACT = 1e-10
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @dataclass(frozen=True)
 class Structure:
     transition: Transition

@@ -3,8 +3,6 @@
 That the recurrence is its paper's is in test_papers.py, test_nonlinear.py and test_ridge.py.
 """
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,14 +17,6 @@ from deltalab.rule import UpdateRule
 EXACT = 1e-9
 RULES = sorted(deltalab.list_rules())
 VARIANTS = [variant for name in RULES for variant in deltalab.get_rule(name).variants()]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def label(rule: UpdateRule) -> str:

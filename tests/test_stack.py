@@ -2,7 +2,6 @@
 
 import logging
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -48,14 +47,6 @@ TASKS = [
     ("mod_arithmetic", {"brackets": True}),
     *((name, dict(task_plugin(name).kind.example)) for name in BUILTIN),
 ]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def stack_of(task: Task, model: ModelSpec, *, seeds: tuple[int, ...] = (1, 2), **given: Any) -> Stack:

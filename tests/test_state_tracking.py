@@ -38,14 +38,6 @@ TASKS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def value(task: Task, metric: str, batch: Batch, logits: Tensor) -> float:
     total, count = task.measure(batch, logits)[metric]
     assert total.shape == count.shape == ()

@@ -51,14 +51,6 @@ CAUGHT: dict[str, tuple[list[str], str]] = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def planted(name: str) -> Task:
     """The task of a file, unknown to the registry."""
     kinds = [x for x in runpy.run_path(str(PLANTED / f"{name}.py")).values() if isinstance(x, type)]

@@ -1,7 +1,6 @@
 """Training: a function of its configuration and seed, however it is interrupted and whoever trains beside it."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,14 +22,6 @@ from deltalab.train import RunResult, TrainSpec, TrialResult, train
 TASK = deltalab.get_task("mqar", length=16, pairs=2, vocab_size=16)
 TINY = ModelSpec(rule="comba", vocab_size=16, d_model=16, layers=1, heads=1, chunk_size=16)
 SPEC = TrainSpec(steps=12, batch_size=8, lr=1e-2, evaluations=4, eval_batches=2)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def spec(**given: Any) -> TrainSpec:
