@@ -347,7 +347,7 @@ def read(
         channels = block * BV + tl.arange(0, BV)
         out = times(high, low, memories, at, 0, block, tl.cdiv(V, BV), BK, BK, BV, parts, PARTS, False)
         out *= (since * tl.load(memory_norms + at * tl.cdiv(V, BV) + block))[:, None]
-        from_v, there = rows(v, row, valid, head, H, channels, V, SIZE, FULL_V)
-        out += root[:, None] * tl.dot(held(weights), tl.load(from_v, mask=there, other=0.0), input_precision="ieee")
-        to, there = rows(o, row, valid, head, H, channels, V, SIZE, FULL_V)
-        tl.store(to, (scale * size[:, None] * out).to(o.dtype.element_ty), mask=there)
+        from_v, there_v = rows(v, row, valid, head, H, channels, V, SIZE, FULL_V)
+        out += root[:, None] * tl.dot(held(weights), tl.load(from_v, mask=there_v, other=0.0), input_precision="ieee")
+        to, there_v = rows(o, row, valid, head, H, channels, V, SIZE, FULL_V)
+        tl.store(to, (scale * size[:, None] * out).to(o.dtype.element_ty), mask=there_v)
