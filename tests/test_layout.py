@@ -42,14 +42,13 @@ def test_the_top_level_is_what_it_was_agreed_to_be() -> None:
     assert {file.parts[1] for file in files if file.parts[0] == "platform"} == {"deltalab"}
 
 
-def test_training_runs_where_the_platform_is_not_installed() -> None:
-    """A GPU image has torch and numpy, and none of the rest: importing it raises here, and training works."""
-    (contract,) = [c for c in PROJECT["tool"]["importlinter"]["contracts"] if c["name"].startswith("Training runs")]
-    blocked = [*contract["forbidden_modules"], "statsmodels", "yaml", "altair", "transformers"]
-    modules = contract["source_modules"]
-    assert {"pydantic", "sqlalchemy", "optuna", "ray", "typer", "rich"} <= set(blocked)
-    assert "deltalab.train" in modules
-    out = python(f"""
+(BARE,) = [c for c in PROJECT["tool"]["importlinter"]["contracts"] if c["name"].startswith("Training runs")]
+BLOCKED = [*BARE["forbidden_modules"], "statsmodels", "yaml", "altair", "transformers"]
+
+
+def without(blocked: list[str]) -> str:
+    """Code after which importing one of these raises."""
+    return f"""
 import sys
 
 class Without:
@@ -63,6 +62,16 @@ class Without:
         return None if name.partition(".")[0] in {blocked!r} else self.finder.find_spec(name, *rest)
 
 sys.meta_path[:] = map(Without, sys.meta_path)
+"""
+
+
+def test_training_runs_where_the_platform_is_not_installed() -> None:
+    """A GPU image has torch and numpy, and none of the rest: importing it raises here, and training works."""
+    assert {"pydantic", "sqlalchemy", "optuna", "ray", "typer", "rich"} <= set(BLOCKED)
+    modules = BARE["source_modules"]
+    assert "deltalab.train" in modules
+    out = python(f"""
+{without(BLOCKED)}
 for module in {modules!r}:
     __import__(module)
 
@@ -77,12 +86,27 @@ print(len(deltalab.list_rules()), result.runs[0].final("test", "loss") > 0)
 try:
     deltalab.run_study
 except ModuleNotFoundError as error:
-    print(error.name.partition(".")[0] in {blocked!r})
-print(sorted(set({blocked!r}) & set(sys.modules)))
+    print(error.name.partition(".")[0] in {BLOCKED!r})
+print(sorted(set({BLOCKED!r}) & set(sys.modules)))
 """)
     import deltalab
 
     assert out.splitlines() == [f"{len(deltalab.list_rules())} True", "True", "[]"]
+
+
+def test_tests_on_a_gpu_are_found_where_the_platform_is_not_installed() -> None:
+    """Beside torch, an image to test on has pytest, hypothesis and scipy."""
+    files = [file for file in ROOT.glob("tests/test_*.py") if "pytest.mark.gpu" in file.read_text()]
+    modules = [f"tests.{file.stem}" for file in files if file != Path(__file__)]
+    assert "tests.test_gpu_kernels" in modules
+    python(f"""
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+{without([name for name in BLOCKED if name != "scipy"])}
+for module in {modules!r}:
+    __import__(module)
+""")
 
 
 def test_starting_the_command_loads_nothing_that_only_a_study_needs() -> None:

@@ -299,16 +299,6 @@ def test_streams_are_pinned() -> None:
     assert digest.hexdigest() == "5d3aee972a5baf8a62137fc56820fa5f37fb8fbfa34756513a9a75491671c243"
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", NAMES)
-def test_cuda_draws_what_the_cpu_draws(name: str) -> None:
-    task = deltalab.get_task(name)
-    for split in ("train", "test"):
-        for step in range(20):
-            there, here = (task.batch(split, 256, 0, step, device) for device in ("cuda", "cpu"))
-            assert examples(Batch(there.inputs.cpu(), there.targets.cpu())) == examples(here)
-
-
 # --- a training set of a fixed size -------------------------------------------------------------------------
 
 

@@ -382,16 +382,6 @@ def test_what_each_is_evaluated_at() -> None:
     assert hash(words) == hash(WordProblem(group="A5", test_lengths=(32, 500)))
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("task", TASKS)
-def test_cuda_draws_what_the_cpu_draws(task: Task) -> None:
-    for one, split in ((task, "train"), *((one, "test") for one in task.evaluations().values())):
-        there = one.batch(split, 128, seed=0, step=0, device="cuda")
-        here = one.batch(split, 128, seed=0, step=0)
-        assert torch.equal(there.inputs.cpu(), here.inputs)
-        assert torch.equal(there.targets.cpu(), here.targets)
-
-
 @pytest.mark.parametrize("task", TASKS)
 def test_batches_are_made_without_the_host(task: Task) -> None:
     # Tensors on this device have no values, so whatever looked at one, or waited for one, would raise.

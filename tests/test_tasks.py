@@ -18,6 +18,8 @@ from deltalab.errors import InputError
 from deltalab.tasks import BUILTIN, IGNORE, MQAR, NIAH, SPLITS, Batch, Random, Task, Text
 from deltalab.tasks import text as text_module
 from deltalab.tasks.digits import Digits
+from deltalab.tasks.mod_arithmetic import ModArithmetic
+from deltalab.tasks.word_problem import WordProblem
 
 RARE_EVENT = 1e-4  # every draw here is fixed, so a test below this p-value fails always or never
 
@@ -149,14 +151,24 @@ def test_another_address_is_another_batch(task: Task) -> None:
     assert len(set(batches)) == len(batches)
 
 
+DRAWN = [
+    *TASKS,
+    pytest.param(MQAR(length=512, pairs=64), id="mqar_paper"),
+    pytest.param(ModArithmetic(brackets=True), id="mod_arithmetic_brackets"),
+    *(pytest.param(WordProblem(group=group), id=group) for group in ("S3", "A5", "S5")),
+    *(pytest.param(BUILTIN[name](), id=name) for name in BUILTIN if name.startswith(("mad_", "parity", "mod_"))),
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("task", [*TASKS, pytest.param(MQAR(length=512, pairs=64), id="mqar_paper")])
+@pytest.mark.parametrize("task", DRAWN)
 def test_cuda_draws_what_the_cpu_draws(task: Task) -> None:
-    for step in range(20):
-        on_gpu = task.batch("train", 256, seed=0, step=step, device="cuda")
-        assert on_gpu.inputs.is_cuda
-        assert on_gpu.targets.is_cuda
-        assert same(Batch(on_gpu.inputs.cpu(), on_gpu.targets.cpu()), task.batch("train", 256, seed=0, step=step))
+    for one, split in ((task, "train"), (task, "test"), *((one, "test") for one in task.evaluations().values())):
+        for step in range(20):
+            on_gpu = one.batch(split, 256, seed=0, step=step, device="cuda")
+            assert on_gpu.inputs.is_cuda
+            assert on_gpu.targets.is_cuda
+            assert same(Batch(on_gpu.inputs.cpu(), on_gpu.targets.cpu()), one.batch(split, 256, seed=0, step=step))
 
 
 @pytest.mark.gpu
