@@ -296,11 +296,23 @@ def test_arms_that_combine_two_others_show_their_interaction(store: Store) -> No
     )
 
 
-def test_times_of_different_machines_are_not_compared(store: Store) -> None:
+@pytest.mark.parametrize(
+    ("other", "differ"),
+    [
+        ({"device": "H200", "host": "b"}, "device, host"),
+        ({"stack": "16"}, "runs trained as one"),
+        ({"gpu": "GPU-1"}, None),  # another one of the same host
+    ],
+)
+def test_times_that_say_nothing_of_the_arms_are_not_compared(
+    store: Store, other: dict[str, str], differ: str | None
+) -> None:
     lab = Lab(store, {"base": {}, "no_d": {"x": [0, 1]}}, {"mqar": TASKS["mqar"]})
-    lab.record("base", BASE)
-    lab.record("no_d", BASE, hardware={"device": "H100"})
-    assert "Times are not comparable: the arms ran on different machines." in report(store, lab.id).tables[0].notes
+    same = {"device": "H100", "host": "a", "gpu": "GPU-0", "stack": "8"}
+    lab.record("base", BASE, hardware=same)
+    lab.record("no_d", BASE, hardware={**same, **other})
+    notes = [note for note in report(store, lab.id).tables[0].notes if note.startswith("Times")]
+    assert notes == ([f"Times are not comparable: the arms differ in {differ}."] if differ else [])
 
 
 def test_an_unknown_study_is_one_line(store: Store) -> None:

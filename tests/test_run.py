@@ -212,6 +212,7 @@ REFUSED = [
     ({"executor": "inline", "workers": 2}, {}, "--executor inline"),
     ({"executor": "inline", "address": "auto", "storage": "x"}, {}, "--executor inline"),
     ({"executor": "inline"}, {"resources": {"gpu": 0.5}}, "a stack wants 0.5 GPU; this machine has none"),
+    ({}, {"arms": {"on_gpu": {"train": {"device": "cuda"}}}}, "arm 'on_gpu': train.device is cuda, which needs"),
 ]
 
 

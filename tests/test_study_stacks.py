@@ -380,6 +380,48 @@ def test_the_plan_says_how_many_trials_train_as_one(lab: Path) -> None:
 
 # Several GPUs, and workers that die.
 
+
+def test_trials_that_take_no_gpu_train_on_cpus(lab: Path) -> None:
+    def device(gpu: float, **train: str) -> str:
+        base = {**STUDY["base"], "train": {**STUDY["base"]["train"], **train}}
+        found = planned(lab, base=base, arms={}, resources={"gpu": gpu})
+        job = found.job(found.arms[0], "confirm", 0, {})
+        assert job.config["train"]["device"] == train.get("device", "auto"), "a trial is the same one wherever it runs"
+        return job.specs[1].device
+
+    assert [device(1), device(0.5), device(0), device(1, device="cpu")] == ["auto", "auto", "cpu", "cpu"]
+
+
+def test_a_gpu_that_torch_cannot_use_is_not_a_cpu(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found = planned(lab, resources={"gpu": 1})
+    (failed,) = execute([found.job(found.arms[0], "confirm", 0, {})], lab)
+    assert failed.error is not None
+    assert failed.error.splitlines()[-1].endswith("resources.gpu: the worker was given a GPU that torch cannot use")
+
+
+def test_gpus_that_no_stack_takes_are_told_of(
+    lab: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from deltalab.study import ray_tune
+
+    class Started(Exception):
+        pass
+
+    def start(*_: object) -> None:
+        raise Started
+
+    monkeypatch.setattr(ray_tune, "_start", lambda address: None)
+    monkeypatch.setattr(ray_tune.ray, "cluster_resources", lambda: {"CPU": 2.0, "GPU": 2.0})
+    monkeypatch.setattr(ray_tune.ray, "shutdown", lambda: None)
+    monkeypatch.setattr(ray_tune, "Feed", start)
+    for gpu in (1, 0):
+        assert not caplog.records
+        with pytest.raises(Started):
+            run_study(write(lab, resources={"gpu": gpu}))
+    assert "there are 2: resources: {gpu: 1} gives each stack one" in caplog.text
+
+
 RULE = '''"""The delta rule, which first does what a test adds."""
 
 import os
@@ -411,7 +453,7 @@ class Rule(UpdateRule):
             TROUBLE
         return Operands(r=q, k=k, u=beta[..., None] * v, e=beta)
 '''
-MEETS = """Path(str(os.getpid())).with_suffix(".here").touch()
+MEETS = """Path(os.environ["CUDA_VISIBLE_DEVICES"]).with_suffix(".here").touch()
             until = time.time() + 90
             while len(list(Path().glob("*.here"))) < 4 and time.time() < until: time.sleep(0.05)
             assert len(list(Path().glob("*.here"))) == 4"""
@@ -432,7 +474,7 @@ def own_rule(**more: Any) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_on_four_gpus_four_stacks_run_at_once(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four that are given out, on a machine without any: each worker waits until there are four of them."""
+    """Four that are given out, on a machine without any: each worker waits until there is one on each."""
     from deltalab.study import ray_tune
 
     start = ray_tune.ray.init

@@ -181,9 +181,12 @@ def _trained(
 
 
 def hardware(device: torch.device) -> dict[str, str]:
-    """What the figures were measured on."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} thread(s)"
-    return {"device": name, "torch": torch.__version__, "host": os.uname().nodename}
+    """What the figures were measured on; gpu: the one of several, as `nvidia-smi -L` names it."""
+    machine = {"torch": torch.__version__, "host": os.uname().nodename}
+    if device.type != "cuda":
+        return {"device": f"CPU, {torch.get_num_threads()} thread(s)", **machine}
+    found = torch.cuda.get_device_properties(device)
+    return {"device": found.name, "gpu": f"GPU-{found.uuid}", **machine}
 
 
 def _save(state: dict[str, Any], file: Path) -> None:

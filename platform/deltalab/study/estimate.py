@@ -1,7 +1,6 @@
 """What a study will cost and what it can show, said before it runs."""
 
 import json
-import math
 import os
 import time
 from dataclasses import asdict, dataclass, replace
@@ -89,10 +88,7 @@ class Estimate:
 def estimate(plan: Plan, *, workers: int | None = None) -> Estimate:
     """Builds every arm, times a few of its steps here, and adds up. Raises `InputError` for arms that do not build."""
     wanted = plan.spec.resources
-    fit = math.floor((os.cpu_count() or 1) / wanted.cpu)
-    if wanted.gpu:
-        fit = min(fit, math.floor(torch.cuda.device_count() / wanted.gpu))
-    workers = workers or max(1, fit)
+    workers = workers or max(1, wanted.places(os.cpu_count() or 1, torch.cuda.device_count()))
     before = torch.get_num_threads()
     torch.set_num_threads(wanted.threads)
     try:
@@ -131,8 +127,8 @@ def _cost(plan: Plan, arm: Arm) -> ArmCost:
 
 
 def _measured(plan: Plan, arm: Arm) -> ArmCost:
-    task, whole = plan.tasks[arm.task], TrainSpec(**arm.config["train"])
-    model = ModelSpec.of({**arm.config["model"], "rule": arm.config["rule"]})
+    task = plan.tasks[arm.task]
+    model, whole = plan.job(arm, "confirm", 0, {}).specs
     timed = replace(
         whole, batch_size=min(whole.batch_size, max(1, MOST_TIMED_TOKENS // task.length)), steps=3, evaluations=1
     )

@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from itertools import product
 from typing import Any, Literal
@@ -66,7 +66,11 @@ class Job:
     @cached_property
     def specs(self) -> tuple[ModelSpec, TrainSpec]:
         """What it trains and how, where its plugins are known."""
-        return ModelSpec.of({**self.config["model"], "rule": self.config["rule"]}), TrainSpec(**self.config["train"])
+        train = TrainSpec(**self.config["train"])
+        if train.device == "auto" and not self.gpu:
+            # Ray leaves a worker that was given no GPU all of them, and every worker would take the first.
+            train = replace(train, device="cpu")
+        return ModelSpec.of({**self.config["model"], "rule": self.config["rule"]}), train
 
 
 @dataclass(frozen=True)

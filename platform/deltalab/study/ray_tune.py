@@ -6,7 +6,6 @@ behind are asked for again by the next.
 
 import json
 import logging
-import math
 import shutil
 import tempfile
 from dataclasses import asdict
@@ -23,6 +22,8 @@ from deltalab.study.progress import Progress
 from deltalab.study.schedule import Schedule
 from deltalab.study.trial import execute, failed, from_json, to_json
 
+_log = logging.getLogger("deltalab")
+
 
 def run_all(schedule: Schedule, runs: Path, progress: Progress, *, workers: int | None, address: str | None) -> None:
     """Runs all that the schedule gives.
@@ -38,9 +39,9 @@ def run_all(schedule: Schedule, runs: Path, progress: Progress, *, workers: int 
                 f"resources: a stack wants {wanted.cpu:g} CPU and {wanted.gpu:g} GPU; "
                 f"the cluster has {has.get('CPU', 0):g} and {has.get('GPU', 0):g}"
             )
-        fit = math.floor(has["CPU"] / wanted.cpu)
-        if wanted.gpu:
-            fit = min(fit, math.floor(has["GPU"] / wanted.gpu))
+        if not wanted.gpu and has.get("GPU"):
+            _log.warning("no stack takes a GPU, and there are %g: resources: {gpu: 1} gives each stack one", has["GPU"])
+        fit = wanted.places(has["CPU"], has.get("GPU", 0))
         places = min(fit, workers or fit)
         feed = Feed(schedule, places, progress)
         scratch = runs / "ray" if address else Path(tempfile.mkdtemp(prefix="deltalab-ray-"))

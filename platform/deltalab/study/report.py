@@ -34,6 +34,14 @@ ALPHA = 0.05
 NO_DIFFERENCE = "no difference found at this budget"
 ANSWER, INTERVALS, COSTS = (0, 1, 2, 3, 4, 5), (2, 3), (0, 6, 7, 8, 9, 10)
 STYLE = {"better": "green", "worse": "red", "failed": "red", "diverged": "red"}
+# What times depend on besides the arm. Which of several GPUs it was is none of it.
+TIMED_WITH = {
+    "device": "device",
+    "host": "host",
+    "torch": "version of torch",
+    "stack": "runs trained as one",
+    "cuda_graph": "use of CUDA graphs",
+}
 SPLIT: dict[Stage, str] = {"tune": "validation", "confirm": "test"}
 
 
@@ -318,9 +326,9 @@ def _table_notes(
             f"{found.a} and {found.b} together ({found.both}) make {_interval(found.difference, '+')} "
             f"beyond their sum (p {_p(found.difference.p_exact)}, exact, not corrected)."
         )
-    machines = {json.dumps(trial.hardware, sort_keys=True) for trial in trials}
-    if len(machines) > 1:
-        notes.append("Times are not comparable: the arms ran on different machines.")
+    differ = [what for key, what in TIMED_WITH.items() if len({trial.hardware.get(key) for trial in trials}) > 1]
+    if differ:
+        notes.append(f"Times are not comparable: the arms differ in {', '.join(differ)}.")
     return notes
 
 

@@ -70,6 +70,10 @@ def run_study(
         )
     if executor == "inline" and plan.spec.resources.gpu and not torch.cuda.is_available():
         raise InputError(f"resources: a stack wants {plan.spec.resources.gpu:g} GPU; this machine has none")
+    if executor == "ray" and not plan.spec.resources.gpu:
+        for arm in plan.arms:
+            if arm.config["train"]["device"] == "cuda":
+                raise InputError(f"arm '{arm.name}': train.device is cuda, which needs resources: {{gpu: 1}}")
     with Store.open(db) as store:
         runs = Path(storage).resolve() if storage else store.folder / "runs"
         with _alone(runs, plan):
@@ -163,7 +167,11 @@ def _provenance(plan: Plan) -> dict[str, Any]:
     return {
         "git": _git(),
         "versions": {"python": sys.version.split()[0], **{name: _version(name) for name in packages}},
-        "hardware": {**hardware(torch.device("cuda" if torch.cuda.is_available() else "cpu")), "cpus": os.cpu_count()},
+        "hardware": {
+            **hardware(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
+            "cpus": os.cpu_count(),
+            "gpus": torch.cuda.device_count(),
+        },
         "command": [_without_password(word) for word in sys.argv],
         "tasks": {
             name: {

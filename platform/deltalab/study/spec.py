@@ -140,14 +140,15 @@ class Base(_Strict):
 
 
 class Resources(_Strict):
-    """What a stack takes: trials of one shape that train as one model. A fraction of a GPU is a share of its memory.
+    """What a stack takes: trials of one shape that train as one model, on a GPU or, with `gpu: 0`, on CPUs.
+    A fraction of a GPU is a share of its memory.
 
     stack: the most trials in one. `auto`: those that wait are shared over the places that are free; on CPUs no more
     than a core gains from. Whatever it is, a trial computes the same, on a GPU but for rounding.
     """
 
     cpu: Annotated[Number, Field(gt=0)] = 1
-    gpu: Annotated[Number, Field(ge=0)] = 0
+    gpu: Annotated[Number, Field(ge=0, le=1)] = 0
     stack: Annotated[Whole, Field(ge=1)] | Literal["auto"] = "auto"
 
     @field_validator("stack", mode="before")
@@ -161,6 +162,15 @@ class Resources(_Strict):
     def threads(self) -> int:
         """Of one trial, wherever it runs: another number may round otherwise."""
         return max(1, math.floor(self.cpu))
+
+    def places(self, cpus: float, gpus: float) -> int:
+        """Stacks that fit at a time; none is spread over two GPUs.
+
+        >>> Resources(cpu=4, gpu=0.4).places(32, 2)
+        4
+        """
+        on_cpus = math.floor(cpus / self.cpu)
+        return min(on_cpus, math.floor(gpus) * math.floor(1 / self.gpu)) if self.gpu else on_cpus
 
 
 class StudySpec(_Strict):

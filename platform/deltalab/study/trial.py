@@ -59,10 +59,13 @@ def _train(
 ) -> list[TrialResult]:
     torch.set_num_threads(threads)
     first = stack[0]
-    if 0 < first.gpu < 1:
-        torch.cuda.set_per_process_memory_fraction(first.gpu)
     for job in stack:
         _load_plugins(job)
+    if first.gpu and first.specs[1].device != "cpu":
+        if not torch.cuda.is_available():
+            raise InputError("resources.gpu: the worker was given a GPU that torch cannot use")
+        if first.gpu < 1:
+            torch.cuda.set_per_process_memory_fraction(first.gpu)
     seen = 0
 
     def watched(member: int, step: int, so_far: list[RunResult]) -> None:
