@@ -45,14 +45,22 @@ def lost(sass: str) -> list[str]:
             labels[label.group(1)] = len(instructions)
         elif found := re.search(r"/\*[0-9a-f]+\*/\s+(.*?);", line):
             instructions.append(found.group(1).strip())
+
+    def target(at: int) -> int:
+        to = re.search(r"BRA.*?(\.L_x_\d+)", instructions[at])
+        return labels[to.group(1)] if to else at + 1
+
+    def leaves(at: int) -> bool:
+        """Whether nothing that follows is come to from here, and the program ends or begins anew."""
+        return bool(re.match(r"EXIT|RET|BRA", instructions[at])) and target(at) <= at + 1
+
     lines = []
-    for end, jump in enumerate(instructions):
-        to = re.search(r"BRA.*?(\.L_x_\d+)", jump)
-        begin = labels[to.group(1)] if to else end
-        loop = instructions[begin : end + 1]
+    for end in range(len(instructions)):
+        begin = target(end)
         # Not the loops that wait for a barrier, which stand behind the program's end.
-        if begin >= end or any(re.match(r"EXIT|RET", one) for one in loop):
+        if begin >= end or any(map(leaves, range(begin, end))):
             continue
+        loop = instructions[begin : end + 1]
         for i, one in enumerate(loop):
             if product := re.search(r"HGMMA\S*\s+R\d+,\s*R(\d+),\s*gdesc", one):
                 first = int(product.group(1))

@@ -6,8 +6,8 @@ Per chunk that starts at S, with G the cumulative log-decay and A_ij = exp(G_i -
     o = scale (exp(G) r S + P w),   P_ij = A_ij r_i . k_j,  j <= i
     S <- exp(G_C) S + k^T (exp(G_C - G) w)
 
-where r stands for read r - d k. `prepare` makes what does not depend on S, for all chunks at once; `scan` goes through
-the chunks with the state in registers. It lies there transposed, [V, K]: then the left operand of every product is in
+where r stands for read r - d k. `prepare` makes what does not depend on S, for all chunks at once, times scale where it
+reads; `scan` goes through the chunks with the state in registers. It lies there transposed, [V, K]: then the left operand of every product is in
 registers already, and the right one is a tile that was loaded ahead. Where nothing is erased, corrected or predicted
 `scan` waits for memory alone and has the time to make P, which then need not be moved. K is a power of two and V a
 multiple of BV; r, k, u, .. are descriptors (`chunk.tiles`).
@@ -28,12 +28,12 @@ from deltalab.kernels.chunk import (
     unit_lower_inverse,
 )
 
-READ, CORRECT, ERASE, WRITE, END, KEEP, SUMS, SEEN = (tl.constexpr(n) for n in range(8))
-"""Rows of `vectors`, what each token of a chunk is multiplied by where it is read (read, and d), erased (exp(G') e),
-written (beta) and carried to the chunk's end (exp(G_C - G)); the first of the next one is exp(G_C); then G, base 2,
-and what a reader sees of it, G_i or G_{i-1}."""
+READS, CORRECTS, ERASES, WRITES, ENDS, KEEPS, SINCE, READ, SUMS, SEEN = (tl.constexpr(n) for n in range(10))
+"""Rows of `vectors`, what each token of a chunk is multiplied by where it is read (exp(G) read, and exp(G) d), erased
+(exp(G') e), written (beta) and carried to the chunk's end (exp(G_C - G)); the first of the next one is exp(G_C); to
+predict, exp(G) alone; and for who makes P: read, G, base 2, and what a reader sees of it, G_i or G_{i-1}."""
 
-ROWS = tl.constexpr(8)
+ROWS = tl.constexpr(10)
 
 
 @triton.jit
@@ -49,7 +49,7 @@ def _get(vectors, what: tl.constexpr, SIZE: tl.constexpr):
 @triton.jit(do_not_specialize=MOVES)
 def prepare(
     r, k, g, e, beta, read, d, vectors, inverse, within, overlaps,
-    cu_seqlens, of, first, length, chunks, sequences, H,
+    cu_seqlens, of, first, length, chunks, sequences, scale, H,
     K: tl.constexpr, SIZE: tl.constexpr, LATE: tl.constexpr, FIT: tl.constexpr, SUM: tl.constexpr,
     PACKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -65,41 +65,51 @@ def prepare(
     mine = vectors + at.to(tl.int64) * (ROWS * SIZE)
     sums, earlier, total = cumulative(g, row, valid, head, H, SIZE, SUM)
     seen = earlier if FIT else sums
+    since = tl.exp2(seen.to(tl.float32))
     there = tl.where(i < valid, 1.0, 0.0)
     strength = there if read is None else scalars(read, row, valid, head, H, SIZE)
-    _put(mine, READ, strength, SIZE)
-    _put(mine, WRITE, there if beta is None else scalars(beta, row, valid, head, H, SIZE), SIZE)
-    _put(mine, END, tl.exp2((total - sums).to(tl.float32)), SIZE)
-    _put(mine, KEEP, tl.where(i == 0, tl.exp2(total.to(tl.float32)), 0.0), SIZE)
-    _put(mine, SUMS, sums, SIZE)
-    _put(mine, SEEN, seen, SIZE)
-    if within is not None:
-        decay = apart(seen[:, None], sums[None, :], i[:, None], i[None, :], FIT)
+    _put(mine, READS, strength * (since * scale), SIZE)
+    _put(mine, WRITES, there if beta is None else scalars(beta, row, valid, head, H, SIZE), SIZE)
+    _put(mine, ENDS, tl.exp2((total - sums).to(tl.float32)), SIZE)
+    _put(mine, KEEPS, tl.where(i == 0, tl.exp2(total.to(tl.float32)), 0.0), SIZE)
+    if within is None:
+        _put(mine, READ, strength * scale, SIZE)
+        _put(mine, SUMS, sums, SIZE)
+        _put(mine, SEEN, seen, SIZE)
+    else:
         key = get_rows(k, row, valid, head * K, SIZE, RAGGED)
         reader = get_rows(r, row, valid, head * K, SIZE, RAGGED)
+        decay = apart(seen[:, None], sums[None, :], i[:, None], i[None, :], FIT)
         pairs = tl.dot(reader, tl.trans(key), input_precision=PRECISION) * strength[:, None]
         overlap = tl.dot(key, tl.trans(key), input_precision=PRECISION)
         if d is not None:
             correction = scalars(d, row, valid, head, H, SIZE)
-            _put(mine, CORRECT, correction, SIZE)
+            _put(mine, CORRECTS, correction * (since * scale), SIZE)
             pairs -= correction[:, None] * overlap
-        within.store([at * SIZE, 0], (pairs * decay).to(within.dtype))
+        within.store([at * SIZE, 0], (pairs * (decay * scale)).to(within.dtype))
         if FIT:
+            _put(mine, SINCE, since, SIZE)
             overlaps.store([at * SIZE, 0], (overlap * decay).to(overlaps.dtype))
         if e is not None:
             late = sums if LATE else earlier
             erase = scalars(e, row, valid, head, H, SIZE)
-            _put(mine, ERASE, erase * tl.exp2(late.to(tl.float32)), SIZE)
+            _put(mine, ERASES, erase * tl.exp2(late.to(tl.float32)), SIZE)
             system = overlap * erase[:, None] * apart(late[:, None], sums[None, :], i[:, None], i[None, :], True)
             inverse.store([at * SIZE, 0], unit_lower_inverse(system, SIZE, PRECISION).to(inverse.dtype))
 
 
 @triton.jit
-def _decays(vectors, SIZE: tl.constexpr):
-    """G, what a reader sees of it, and the exponential of that."""
-    sums = tl.load(vectors + SUMS * SIZE + tl.arange(0, SIZE))
-    seen = tl.load(vectors + SEEN * SIZE + tl.arange(0, SIZE))
-    return sums, seen, tl.exp2(seen.to(tl.float32))
+def _weights(vectors, SIZE: tl.constexpr):
+    """Of P, what its products are multiplied by."""
+    i = tl.arange(0, SIZE)
+    sums, seen = tl.load(vectors + SUMS * SIZE + i), tl.load(vectors + SEEN * SIZE + i)
+    return _get(vectors, READ, SIZE)[:, None] * apart(seen[:, None], sums[None, :], i[:, None], i[None, :], False)
+
+
+@triton.jit
+def _along(x, y):
+    """x, which reaches an operand of a product, and y with it: a loop loads ahead what does that, and nothing else."""
+    return x + 0 * y
 
 
 @triton.jit
@@ -127,7 +137,7 @@ def through_residual(upstream, residual, clip, LOSS: tl.constexpr):
 def scan(
     r, k, u, vectors, inverse, within, overlaps, target, base, state, begin_states,
     o, residual, last, states, written,
-    cu_seqlens, first, length, chunks, from_chunk, to_chunk, every, segments, scale, clip, H, V,
+    cu_seqlens, first, length, chunks, from_chunk, to_chunk, every, segments, clip, H, V,
     K: tl.constexpr, SIZE: tl.constexpr, BV: tl.constexpr, CORRECTED: tl.constexpr, LOSS: tl.constexpr,
     PACKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -146,7 +156,7 @@ def scan(
         number = tl.load(first + sequence)
         slot = number
         to_chunk = tl.load(first + sequence + 1) - number
-    value, key, i = block + tl.arange(0, BV), tl.arange(0, K), tl.arange(0, SIZE)
+    value, key = block + tl.arange(0, BV), tl.arange(0, K)
     kind = k.dtype
     held = (sequence.to(tl.int64) * H + head) * K * V + key[None, :] * V + value[:, None]
     begun = (sequence.to(tl.int64) * segments * H + head) * K * V + value[:, None] * K + key[None, :]
@@ -156,56 +166,66 @@ def scan(
         s = tl.load(state + held).to(tl.float32)
     else:
         s = tl.zeros([BV, K], tl.float32)
-    for chunk in range(from_chunk, to_chunk):
-        row, valid = start + chunk * SIZE, length - chunk * SIZE
-        at = (number + chunk) * H + head
-        mine = vectors + at.to(tl.int64) * (ROWS * SIZE)
-        if states is not None:
-            states.store([((slot + chunk - from_chunk) * H + head) * V + block, 0], s.to(kind))
-        elif begin_states is not None and chunk % every == 0:
-            tl.store(begin_states + begun + (chunk // every).to(tl.int64) * H * K * V, s)
-        k_c = get_rows(k, row, valid, head * K, SIZE, RAGGED)
-        if o is not None:
-            r_c = get_rows(r, row, valid, head * K, SIZE, RAGGED)
-            sums, seen, since = _decays(mine, SIZE)
-            if within is None:
-                pairs_t = tl.dot(k_c, tl.trans(r_c), input_precision=PRECISION) * _get(mine, READ, SIZE)[None, :]
-                pairs_t = (pairs_t * apart(seen[None, :], sums[:, None], i[None, :], i[:, None], False)).to(kind)
-        if inverse is not None or CORRECTED or LOSS is not None:
-            k_s = tl.dot(s.to(kind), tl.trans(k_c), input_precision=PRECISION)
-        w = tl.trans(get_rows(u, row, valid, head * V + block, SIZE, RAGGED)).to(tl.float32)
-        w *= _get(mine, WRITE, SIZE)[None, :]
-        if inverse is not None:
-            w -= _get(mine, ERASE, SIZE)[None, :] * k_s
-            w = tl.dot(w.to(kind), tl.trans(inverse.load([at * SIZE, 0])), w, input_precision=PRECISION)
-        if written is not None:
-            at_span = (
-                start + chunk * SIZE
-                if PACKED
-                else sequence * (to_chunk - from_chunk) * SIZE + (chunk - from_chunk) * SIZE
-            )
-            put_rows(written, tl.trans(w), at_span, valid, head * V + block, H * V, SIZE, BV, RAGGED)
-        if o is not None:
-            out = tl.dot(s.to(kind), tl.trans(r_c), input_precision=PRECISION)
-            out *= (_get(mine, READ, SIZE) * since)[None, :]
-            if CORRECTED:
-                out -= (_get(mine, CORRECT, SIZE) * since)[None, :] * k_s
-            if within is not None:
-                pairs_t = tl.trans(within.load([at * SIZE, 0]))
-            out += tl.dot(w.to(kind), pairs_t, input_precision=PRECISION)
-            out *= scale
-            if base is not None:
-                out += tl.trans(get_rows(base, row, valid, head * V + block, SIZE, RAGGED)).to(tl.float32)
-            put_rows(o, tl.trans(out), row, valid, head * V + block, H * V, SIZE, BV, RAGGED)
-        if LOSS is not None:
-            predicted = tl.dot(w.to(kind), tl.trans(overlaps.load([at * SIZE, 0])), input_precision=PRECISION)
-            predicted += k_s * since[None, :]
-            error = tl.trans(get_rows(target, row, valid, head * V + block, SIZE, RAGGED)).to(tl.float32)
-            found = pseudo_residual(error - predicted, clip, LOSS)
-            put_rows(residual, tl.trans(found), row, valid, head * V + block, H * V, SIZE, BV, RAGGED)
-        w *= _get(mine, END, SIZE)[None, :]
-        s *= tl.load(mine + KEEP * SIZE).to(tl.float32)
-        s += tl.dot(w.to(kind), k_c, input_precision=PRECISION)
+    for begin in range(from_chunk, to_chunk, every):
+        # Not in the loop over chunks: what it is laid out anew by would take the room of tiles to come.
+        if o is not None and begin_states is not None:
+            tl.store(begin_states + begun + (begin // every).to(tl.int64) * H * K * V, s)
+        for chunk in range(begin, tl.minimum(begin + every, to_chunk)):
+            row, valid = start + chunk * SIZE, length - chunk * SIZE
+            at = (number + chunk) * H + head
+            mine = vectors + at.to(tl.int64) * (ROWS * SIZE)
+            keep, until = tl.load(mine + KEEPS * SIZE).to(tl.float32), _get(mine, ENDS, SIZE)
+            if states is not None:
+                states.store([((slot + chunk - from_chunk) * H + head) * V + block, 0], s.to(kind))
+            k_c = get_rows(k, row, valid, head * K, SIZE, RAGGED)
+            if o is not None:
+                r_c = get_rows(r, row, valid, head * K, SIZE, RAGGED)
+                if within is None:
+                    pairs_t = tl.dot(k_c, tl.trans(r_c), input_precision=PRECISION)
+                    pairs_t = (pairs_t * tl.trans(_weights(mine, SIZE))).to(kind)
+            if inverse is not None or CORRECTED or LOSS is not None:
+                k_s = tl.dot(s.to(kind), tl.trans(k_c), input_precision=PRECISION)
+            w = tl.trans(get_rows(u, row, valid, head * V + block, SIZE, RAGGED)).to(tl.float32)
+            w *= _get(mine, WRITES, SIZE)[None, :]
+            if inverse is not None:
+                w -= _get(mine, ERASES, SIZE)[None, :] * k_s
+                w = tl.dot(w.to(kind), tl.trans(inverse.load([at * SIZE, 0])), w, input_precision=PRECISION)
+            if written is not None:
+                at_span = (
+                    start + chunk * SIZE
+                    if PACKED
+                    else sequence * (to_chunk - from_chunk) * SIZE + (chunk - from_chunk) * SIZE
+                )
+                put_rows(written, tl.trans(w), at_span, valid, head * V + block, H * V, SIZE, BV, RAGGED)
+            if o is not None:
+                out = tl.dot(s.to(kind), tl.trans(r_c), input_precision=PRECISION)
+                reading = _get(mine, READS, SIZE)
+                until = _along(until, reading)
+                out *= reading[None, :]
+                if CORRECTED:
+                    correction = _get(mine, CORRECTS, SIZE)
+                    until = _along(until, correction)
+                    out -= correction[None, :] * k_s
+                if within is not None:
+                    pairs_t = tl.trans(within.load([at * SIZE, 0]))
+                out += tl.dot(w.to(kind), pairs_t, input_precision=PRECISION)
+                if base is not None:
+                    before = tl.trans(get_rows(base, row, valid, head * V + block, SIZE, RAGGED)).to(tl.float32)
+                    out += before
+                    w = _along(w, before)
+                put_rows(o, tl.trans(out), row, valid, head * V + block, H * V, SIZE, BV, RAGGED)
+            if LOSS is not None:
+                predicted = tl.dot(w.to(kind), tl.trans(overlaps.load([at * SIZE, 0])), input_precision=PRECISION)
+                since = _get(mine, SINCE, SIZE)
+                until = _along(until, since)
+                predicted += k_s * since[None, :]
+                wanted = tl.trans(get_rows(target, row, valid, head * V + block, SIZE, RAGGED)).to(tl.float32)
+                w = _along(w, wanted)
+                found = pseudo_residual(wanted - predicted, clip, LOSS)
+                put_rows(residual, tl.trans(found), row, valid, head * V + block, H * V, SIZE, BV, RAGGED)
+            w *= until[None, :]
+            s *= keep
+            s += tl.dot(w.to(kind), k_c, input_precision=PRECISION)
     if last is not None:
         tl.store(last + held, s)
 
@@ -213,7 +233,7 @@ def scan(
 @triton.jit(do_not_specialize=MOVES)
 def reverse(
     r, k, vectors, inverse, within, overlaps, d_o, residual, d_residual, d_state, states_after, d_u, d_target,
-    cu_seqlens, first, length, chunks, from_chunk, to_chunk, scale, clip, H, V,
+    cu_seqlens, first, length, chunks, from_chunk, to_chunk, clip, H, V,
     K: tl.constexpr, SIZE: tl.constexpr, BV: tl.constexpr, CORRECTED: tl.constexpr, LOSS: tl.constexpr,
     PACKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -230,7 +250,7 @@ def reverse(
         number = tl.load(first + sequence)
         slot = number
         to_chunk = tl.load(first + sequence + 1) - number
-    value, key, i = block + tl.arange(0, BV), tl.arange(0, K), tl.arange(0, SIZE)
+    value, key = block + tl.arange(0, BV), tl.arange(0, K)
     kind = k.dtype
     held = d_state + (sequence.to(tl.int64) * H + head) * K * V + value[:, None] * K + key[None, :]
     ds = tl.load(held)
@@ -239,19 +259,22 @@ def reverse(
         row, valid = start + chunk * SIZE, length - chunk * SIZE
         at = (number + chunk) * H + head
         mine = vectors + at.to(tl.int64) * (ROWS * SIZE)
+        keep, until, reading = (
+            tl.load(mine + KEEPS * SIZE).to(tl.float32),
+            _get(mine, ENDS, SIZE),
+            _get(mine, READS, SIZE),
+        )
         states_after.store([((slot + chunk - from_chunk) * H + head) * V + block, 0], ds.to(kind))
         k_c = get_rows(k, row, valid, head * K, SIZE, RAGGED)
         r_c = get_rows(r, row, valid, head * K, SIZE, RAGGED)
-        sums, seen, since = _decays(mine, SIZE)
         if within is None:
-            pairs = tl.dot(r_c, tl.trans(k_c), input_precision=PRECISION) * _get(mine, READ, SIZE)[:, None]
-            pairs = (pairs * apart(seen[:, None], sums[None, :], i[:, None], i[None, :], False)).to(kind)
+            pairs = (tl.dot(r_c, tl.trans(k_c), input_precision=PRECISION) * _weights(mine, SIZE)).to(kind)
         else:
             pairs = within.load([at * SIZE, 0])
         dw = tl.dot(ds.to(kind), tl.trans(k_c), input_precision=PRECISION)
-        dw *= _get(mine, END, SIZE)[None, :]
-        reads = tl.trans(get_rows(d_o, row, valid, head * V + block, SIZE, RAGGED)).to(tl.float32) * scale
-        dw += tl.dot(reads.to(kind), pairs, input_precision=PRECISION)
+        dw *= until[None, :]
+        reads = tl.trans(get_rows(d_o, row, valid, head * V + block, SIZE, RAGGED))
+        dw += tl.dot(reads, pairs, input_precision=PRECISION)
         if LOSS is not None:
             found = tl.trans(get_rows(residual, row, valid, head * V + block, SIZE, RAGGED)).to(tl.float32)
             wrong = tl.trans(get_rows(d_residual, row, valid, head * V + block, SIZE, RAGGED)).to(tl.float32)
@@ -261,15 +284,15 @@ def reverse(
         if inverse is not None:
             dw = tl.dot(dw.to(kind), inverse.load([at * SIZE, 0]), dw, input_precision=PRECISION)
         put_rows(d_u, tl.trans(dw), row, valid, head * V + block, H * V, SIZE, BV, RAGGED)
-        ds *= tl.load(mine + KEEP * SIZE).to(tl.float32)
+        ds *= keep
         if inverse is not None or CORRECTED or LOSS is not None:
             along = tl.zeros([BV, SIZE], tl.float32)
             if inverse is not None:
-                along -= _get(mine, ERASE, SIZE)[None, :] * dw
+                along -= _get(mine, ERASES, SIZE)[None, :] * dw
             if CORRECTED:
-                along -= (_get(mine, CORRECT, SIZE) * since)[None, :] * reads
+                along -= _get(mine, CORRECTS, SIZE)[None, :] * reads
             if LOSS is not None:
-                along -= since[None, :] * wrong
+                along -= _get(mine, SINCE, SIZE)[None, :] * wrong
             ds += tl.dot(along.to(kind), k_c, input_precision=PRECISION)
-        ds += tl.dot((reads * (_get(mine, READ, SIZE) * since)[None, :]).to(kind), r_c, input_precision=PRECISION)
+        ds += tl.dot((reads * _along(reading, until)[None, :]).to(kind), r_c, input_precision=PRECISION)
     tl.store(held, ds)

@@ -20,7 +20,7 @@ ENOUGH = 96
 """Programs that keep a GPU busy, so that each may take 128 values instead of 64 and read the keys half as often."""
 
 WARPS = {"prepare": 4, "scan": 4, "states": 4, "reverse": 4, "gradients": 4}
-STAGES = {"prepare": 1, "scan": 3, "states": 2, "reverse": 2, "gradients": 2}
+STAGES = {"prepare": 1, "scan": 3, "states": 3, "reverse": 3, "gradients": 2}
 
 
 @dataclass(frozen=True)
@@ -100,14 +100,16 @@ class Launch:
             "PACKED": self.packed is not None, "RAGGED": self.ragged, "PRECISION": self.precision,
         }  # fmt: skip
 
-    def how(self, kernel: str) -> dict[str, int]:
+    def how(self, kernel: str, loss: str | None = None) -> dict[str, int]:
         warps, stages = WARPS[kernel], STAGES[kernel]
         if kernel == "gradients" and self.value_dim > self.bv:
             # Its loop would hold all values twice.
             stages = 1
+        elif kernel == "reverse" and loss:
+            # Three are more than shared memory holds.
+            stages = 2
         elif kernel in ("scan", "states", "reverse") and self.bv == 128:
-            # With twice the warps, two stages are all that shared memory holds.
-            warps, stages = 2 * warps, 2
+            warps *= 2
         return {"num_warps": warps, "num_stages": stages}
 
     @property
@@ -156,7 +158,7 @@ def scalar_scan(
     bounds, of, first = x.packed or (None, None, None)
     scalar.prepare[(x.all_chunks, x.heads)](
         x.keys(r), x.keys(k), g, e, beta, read, d, vectors, x.squares(inverse), x.squares(within), x.squares(overlaps),
-        bounds, of, first, x.tokens, x.chunks, x.batch, **x.sizes(), LATE=late, FIT=loss is not None, SUM=x.sum,
+        bounds, of, first, x.tokens, x.chunks, x.batch, scale, **x.sizes(), LATE=late, FIT=loss is not None, SUM=x.sum,
         **x.how("prepare"),
     )  # fmt: skip
     scalar.scan[x.grid](
@@ -164,7 +166,7 @@ def scalar_scan(
         x.values(target), x.values(base), state, _or_none(begin),
         x.values(o, store=True), x.values(_or_none(residual), store=True), last, None, None,
         **x.sequence(), from_chunk=0, to_chunk=x.chunks, every=x.every, segments=x.segments,
-        scale=scale, clip=clip, V=x.value_dim, BV=x.bv, CORRECTED=d is not None, LOSS=loss,
+        clip=clip, V=x.value_dim, BV=x.bv, CORRECTED=d is not None, LOSS=loss,
         **x.sizes(), **x.how("scan"),
     )  # fmt: skip
     return found
@@ -251,7 +253,7 @@ def _backward(
         _or_none(d_e), _or_none(d_beta), _or_none(d_read), _or_none(d_d),
     )  # fmt: skip
     states, states_after = x.states(states), x.states(states_after)
-    size = {**x.sizes(), "V": x.value_dim, "BV": x.bv, "scale": scale, "clip": clip}
+    size = {**x.sizes(), "V": x.value_dim, "BV": x.bv, "clip": clip}
     for segment in reversed(range(x.segments)):
         begins, ends = segment * x.every, min((segment + 1) * x.every, x.chunks)
         at = {**x.sequence(), "from_chunk": begins, "to_chunk": ends}
@@ -263,7 +265,7 @@ def _backward(
         scalar.reverse[x.grid](
             x.keys(r), keys, vectors, solve, pairs, overlap, upstream, found, wrong, after, states_after,
             reverse_d_u, x.values(_or_none(d_target), store=True),
-            **at, **size, CORRECTED=d is not None, LOSS=loss, **x.how("reverse"),
+            **at, **size, CORRECTED=d is not None, LOSS=loss, **x.how("reverse", loss),
         )  # fmt: skip
         gradients[(x.chunks if x.packed else x.batch * (ends - begins), x.heads)](
             *per_chunk, **x.sequence(), of=x.packed and x.packed[1], sequences=x.batch, from_chunk=begins,
