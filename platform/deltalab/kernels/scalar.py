@@ -6,11 +6,11 @@ Per chunk that starts at S, with G the cumulative log-decay and A_ij = exp(G_i -
     o = scale (exp(G) r S + P w),   P_ij = A_ij r_i . k_j,  j <= i
     S <- exp(G_C) S + k^T (exp(G_C - G) w)
 
-where r stands for read r - d k. `prepare` makes what does not depend on S, for all chunks at once, times scale where it
-reads; `scan` goes through the chunks with the state in registers. It lies there transposed, [V, K]: then the left operand of every product is in
-registers already, and the right one is a tile that was loaded ahead. Where nothing is erased, corrected or predicted
-`scan` waits for memory alone and has the time to make P, which then need not be moved. K is a power of two and V a
-multiple of BV; r, k, u, .. are descriptors (`chunk.tiles`).
+where r stands for read r - d k. `prepare` makes what does not depend on S, for all chunks at once, times scale where
+it reads; `scan` goes through the chunks with the state in registers. It lies there transposed, [V, K]: then the left
+operand of every product is in registers already, and the right one is a tile that was loaded ahead. Where nothing is
+erased, corrected or predicted `scan` waits for memory alone and has the time to make P, which then need not be moved.
+K is a power of two and V a multiple of BV; r, k, u, .. are descriptors (`chunk.tiles`).
 """
 
 import triton
