@@ -99,6 +99,8 @@ class Plan:
             stages = 2
         elif kernel == "reverse" and self.low_rank == "free" and wide and self.size == 64:
             stages = 1
+        elif kernel in ("scan", "reverse") and self.low_rank == "none":
+            stages = 3
         return {"num_warps": 8 if wide else 4, "num_stages": stages}
 
     @property
