@@ -587,7 +587,7 @@ def schedule(found: Plan, store: Store) -> Schedule:
 
 def alone(one: Schedule) -> Job | None:
     """The next trial, of a study whose stacks are of one."""
-    stack = one.next(free=1)
+    stack = one.next(places=1)
     assert len(stack) <= 1
     return stack[0] if stack else None
 

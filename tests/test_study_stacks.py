@@ -111,7 +111,7 @@ def test_a_stack_is_of_one_task_stage_and_shape(lab: Path, store: Store) -> None
     tasks = {"mqar": MQAR, "short": {**MQAR, "task": "mqar", "length": 8}}
     one = schedule(planned(lab, task=tasks, resources={"stack": 100}), store)
     stacks = []
-    while stack := one.next(free=1):
+    while stack := one.next(places=1):
         stacks.append(stack)
         for job in stack:
             one.finished(record(job))
@@ -127,16 +127,26 @@ def test_a_stack_is_of_one_task_stage_and_shape(lab: Path, store: Store) -> None
 
 def test_no_stack_is_larger_than_the_study_says(lab: Path, store: Store) -> None:
     one = schedule(planned(lab, resources={"stack": 4}), store)
-    stacks = [one.next(free=1) for _ in range(5)]
+    stacks = [one.next(places=1) for _ in range(5)]
     assert [len(stack) for stack in stacks] == [4, 3, 3, 2, 0]
 
 
-def test_auto_shares_what_waits_over_the_free_gpus(lab: Path, store: Store) -> None:
+def test_auto_shares_the_work_over_the_gpus(lab: Path, store: Store) -> None:
     found = planned(lab, arms={}, tune={"trials": 8, "train.lr": LR}, resources={"gpu": 1})
     one = schedule(found, store)
-    assert [len(one.next(free=free)) for free in (4, 3, 2, 1)] == [2, 2, 2, 2]
+    assert [len(one.next(places=4)) for _ in range(4)] == [2, 2, 2, 2]
     alone = schedule(found, store)
-    assert len(alone.next(free=1)) == 8
+    assert len(alone.next(places=1)) == 8
+
+
+def test_auto_weighs_trials_by_their_steps(lab: Path, store: Store) -> None:
+    tasks = {"long": {**MQAR, "task": "mqar"}, "short": {**MQAR, "task": "mqar"}}
+    rates = {f"lr_{i}": {"train": {"lr": 0.01 + 0.001 * i}} for i in range(1, 6)}
+    more = {"task": tasks, "for_task": {"short": {"train": {"steps": 3}}}, "arms": rates, "tune": None}
+    one = schedule(planned(lab, **more, resources={"gpu": 1}), store)
+    stacks = [one.next(places=2) for _ in range(3)]
+    told = [(len(stack), {job.task for job in stack}) for stack in stacks]
+    assert told == [(5, {"long"}), (1, {"long"}), (6, {"short"})], "30 steps for one GPU, 24 for the other"
 
 
 def test_auto_on_a_cpu_is_what_a_core_gains_from(lab: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,8 +155,7 @@ def test_auto_on_a_cpu_is_what_a_core_gains_from(lab: Path, store: Store, monkey
         tokens = 4 * MQAR["length"] * 16
         monkeypatch.setitem(lockstep.SATURATED, "cpu", runs * tokens)
         one = schedule(found, store)
-        free = [2, 1] if runs == 1000 else [1] * len(sizes)
-        assert [len(one.next(free=each)) for each in free] == sizes
+        assert [len(one.next(places=2 if runs == 1000 else 1)) for _ in sizes] == sizes
 
 
 @pytest.mark.parametrize("stack", [0, -1, True, 1.5, "all", None])
@@ -172,7 +181,7 @@ def test_a_study_is_the_same_whatever_its_stacks_and_whoever_is_first(lab: Path,
             one = schedule(found, store)
             order, flying = random.Random(seed), list[Job]()
             while not one.done:
-                while len(flying) < 5 and (more := one.next(free=1)):
+                while len(flying) < 5 and (more := one.next(places=1)):
                     flying += more
                 one.finished(record(flying.pop(order.randrange(len(flying)) if seed else 0)))
             rows = store.trials(one.study_id)
@@ -312,10 +321,10 @@ def test_what_does_not_fit_on_the_gpu_fails_with_what_it_needed(lab: Path, monke
 
 def test_who_is_parted_waits_alone(lab: Path, store: Store) -> None:
     one = schedule(planned(lab, arms={}, resources={"stack": 3}), store)
-    stack = one.next(free=1)
+    stack = one.next(places=1)
     assert len(stack) == 3
     one.part(stack)
-    parted = [one.next(free=1) for _ in range(4)]
+    parted = [one.next(places=1) for _ in range(4)]
     assert [names(each) for each in parted] == [[place] for place in names(stack)] + [[]]
 
 
@@ -362,11 +371,11 @@ def test_a_stack_that_was_cut_off_goes_on_from_its_checkpoint(lab: Path, monkeyp
 def test_what_is_left_of_a_stack_goes_on_as_it_can(lab: Path, store: Store) -> None:
     found = planned(lab, arms={}, resources={"stack": 2})
     one = schedule(found, store)
-    stack = one.next(free=1)
+    stack = one.next(places=1)
     keys = tuple(job.key for job in stack)
     one.finished(record(stack[0]))
     rest = schedule(found, store, [keys])
-    assert [names(rest.next(free=1)) for _ in range(2)] == [[("base", 1), ("base", 2)], []]
+    assert [names(rest.next(places=1)) for _ in range(2)] == [[("base", 1), ("base", 2)], []]
 
 
 def test_the_plan_says_how_many_trials_train_as_one(lab: Path) -> None:

@@ -107,7 +107,7 @@ class Feed(Searcher):
         if self.error is not None:
             return Searcher.FINISHED
         try:
-            stack = self._schedule.next(free=max(1, self._places - len(self._stacks)))
+            stack = self._schedule.next(self._places)
         except Exception as error:
             self.error = error
             return Searcher.FINISHED

@@ -137,7 +137,7 @@ def arm_records(plan: Plan) -> list[ArmRecord]:
 def _inline(schedule: Schedule, runs: Path, progress: Progress) -> None:
     threads = torch.get_num_threads()
     try:
-        while stack := schedule.next(free=1):
+        while stack := schedule.next(places=1):
             progress.started(stack)
             wanted = schedule.plan.spec.resources.threads
             for record in execute(stack, runs, threads=wanted, watch=partial(progress.advanced, stack)):

@@ -89,15 +89,15 @@ class Schedule:
                     self._waiting[job.key] = job
                 self._awaited.setdefault(job.key, []).append((track, job))
 
-    def next(self, free: int) -> list[Job]:
-        """Trials to train as one; `free` is how many such stacks could begin now.
+    def next(self, places: int) -> list[Job]:
+        """Trials to train as one; `places` is how many such stacks there are at a time.
 
         Tuning goes first, as others wait for it, then what takes long, so that all workers end at about one time.
         """
         self.look()
         if not self._waiting:
             return []
-        stack = self._left_behind() or self._stack(free)
+        stack = self._left_behind() or self._stack(places)
         for job in stack:
             del self._waiting[job.key]
         return stack
@@ -129,12 +129,14 @@ class Schedule:
                 return [self._waiting[key] for key in keys]
         return []
 
-    def _stack(self, free: int) -> list[Job]:
+    def _stack(self, places: int) -> list[Job]:
         waiting = sorted(self._waiting.values(), key=lambda job: (job.stage == "confirm", job.number, -self._work(job)))
         first, *others = waiting
         wanted = self.plan.spec.resources
         if wanted.stack == "auto":
-            most = math.ceil(len(waiting) / free)
+            # By work and with what is in flight: other places will be free before a longer stack ends.
+            out = sum(self._work(jobs[0][1]) for jobs in self._awaited.values())
+            most = math.ceil(out / (places * self._work(first)))
             if not wanted.gpu:
                 model, train = first.specs
                 pays = most_stacked(self.plan.tasks[first.task], model, replace(train, device="cpu"))

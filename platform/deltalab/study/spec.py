@@ -143,7 +143,7 @@ class Resources(_Strict):
     """What a stack takes: trials of one shape that train as one model, on a GPU or, with `gpu: 0`, on CPUs.
     A fraction of a GPU is a share of its memory.
 
-    stack: the most trials in one. `auto`: those that wait are shared over the places that are free; on CPUs no more
+    stack: the most trials in one. `auto`: what there is to do is shared over the places there are; on CPUs no more
     than a core gains from. Whatever it is, a trial computes the same, on a GPU but for rounding.
     """
 
