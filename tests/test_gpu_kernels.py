@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -21,10 +22,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import deltalab
+from deltalab import reference
 from deltalab.errors import InputError
 from deltalab.inputs import Inputs, draw, draw_corners, moves, parts
-from deltalab.rule import UpdateRule
+from deltalab.rule import Operands, State, UpdateRule
 from deltalab.scan import operands
+from deltalab.structure import Transition
 
 pytestmark = pytest.mark.gpu
 
@@ -178,11 +181,22 @@ def _floor(
     dtypes: dict[str, torch.dtype],
     **more: Tensor,
 ) -> dict[str, float]:
-    """The errors of rounded operands alone; of a rule that divides, the largest that fp32 gives its parallel form."""
+    """The errors of rounded operands alone; of a rule that divides, the largest that fp32 gives its parallel form.
+
+    Vectors that a rule makes of its gates (RWKV-7's that erase) are operands too: kernels are given them in that dtype.
+    """
     if rule.transition is None:
         found = run(rule, x.map(lambda part: part.detach().requires_grad_()), "chunked", **more)
     else:
-        with RoundedProducts(x.q.dtype):
+        chunked = reference.chunked
+
+        def of_rounded(transition: Transition, y: Operands, **how: Any) -> tuple[Tensor, State]:
+            vectors = {name: getattr(y, name) for name in ("r", "k", "u", "a", "b")}
+            vectors = {name: one.to(x.q.dtype).to(one) for name, one in vectors.items() if one is not None}
+            return chunked(transition, dataclasses.replace(y, **vectors), **how)
+
+        with RoundedProducts(x.q.dtype), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(reference, "chunked", of_rounded)
             found = run(rule, exact, "chunked", **more)
     floor = {name: error(found[name].to(kind), wanted[name]) for name, kind in dtypes.items()}
     return floor if rule.transition is not None else dict.fromkeys(floor, max(floor.values()))
