@@ -105,29 +105,36 @@ def _passing(matrix, i):
     return tl.sum(matrix, 1), tl.sum(matrix, 0)
 
 
+@triton.jit
+def _put_d_g(d_g, reading, written, passing, row, valid, head, H, SIZE: tl.constexpr):
+    """Of what each token's reading gives the log-decays before it, and its being written those after it."""
+    i = tl.arange(0, SIZE)
+    d_step = tl.where(i[:, None] >= i[None, :], reading[:, None], written[:, None])
+    put_scalars(d_g, tl.sum(d_step, 0) + passing, row, valid, head, H, SIZE)
+
+
 @kernel
-def gradients(
-    k, v, g, d_o, x, y, c, readers, grams, gram_norms, gram_after, gram_norms_after, gram_across,
-    memory_after, memory_norms_after, memory_across, d_k, d_v, d_g,
-    T, H, K, V, from_chunk, chunks, scale,
+def pairs(
+    k, v, g, d_o, x, y, c, readers, memory_after, memory_norms_after, memory_across, gram_across,
+    for_x, for_y, for_key, d_v, d_g, T, H, K, V, from_chunk, chunks, scale,
     SIZE: tl.constexpr, BK: tl.constexpr, BG: tl.constexpr, BV: tl.constexpr, FULL: tl.constexpr, FULL_V: tl.constexpr,
     PARTS: tl.constexpr, IN: tl.constexpr, KIND: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr,
     ADAPTIVE: tl.constexpr,
 ):  # fmt: skip
-    """Per chunk and head: dk, dv and dg of sum do . o - y . H x + c ||H||^2 / 2, with x, y and c held.
+    """Per chunk and head, of sum do . o - y . H x + c ||H||^2 / 2: what pairs of tokens give; dv, and of dg.
 
     Token j writes, token t >= j reads: matrices are [j, t], so that none is transposed that a product left. What pair
-    (j, t) gives the decay between them is due to every g_s with j < s <= t.
+    (j, t) gives the decay between them is due to every g_s with j < s <= t. `for_x`, `for_y` and `for_key` times x, y
+    and k are parts of dk.
     """
     program, head = tl.program_id(0), tl.program_id(1)
     batch, chunk = program // chunks, from_chunk + program % chunks
     at = program * H + head
     row, valid = batch.to(tl.int64) * T + chunk * SIZE, T - chunk * SIZE
     i, channel = tl.arange(0, SIZE), tl.arange(0, BK)
-    blocks: tl.constexpr = BK // BG
     value_blocks = tl.cdiv(V, BV)
+    square = at.to(tl.int64) * SIZE * SIZE + i[:, None] * SIZE + i[None, :]
     sums, total = log_decays(g, row, valid, head, H, SIZE, WIDE)
-    since = tl.exp2(sums.to(tl.float32))
     until = tl.exp2((total - sums).to(tl.float32))
     within = apart(sums[None, :], sums[:, None], i[None, :], i[:, None], False)
 
@@ -135,20 +142,19 @@ def gradients(
     key = tl.load(where, mask=there, other=0.0)
     where, there = rows(x, row, valid, head, H, channel, K, SIZE, FULL)
     along_x = within * product(key, tl.trans(tl.load(where, mask=there, other=0.0)), IN, 2, KIND)
+    tl.store(for_y + square, (-along_x).to(for_y.dtype.element_ty))
     where, there = rows(y, row, valid, head, H, channel, K, SIZE, FULL)
-    solved = tl.load(where, mask=there, other=0.0)
-    for_x = -product(key, tl.trans(solved), IN, 2, KIND)
+    pair = -product(key, tl.trans(tl.load(where, mask=there, other=0.0)), IN, 2, KIND)
     half_key, key_size = scaled(key, HALF)
-    half_y, y_size = scaled(solved, HALF)
-    y_low = (solved / y_size[:, None] - half_y.to(tl.float32)).to(HALF)
     written = tl.zeros([SIZE], tl.float32)
+    passing = 0.0
     for block in range(value_blocks):
         values = block * BV + tl.arange(0, BV)
         from_v, there_v = rows(v, row, valid, head, H, values, V, SIZE, FULL_V)
         value = tl.load(from_v, mask=there_v, other=0.0)
         from_o, there_v = rows(d_o, row, valid, head, H, values, V, SIZE, FULL_V)
         d_out = tl.load(from_o, mask=there_v, other=0.0)
-        for_x += scale * product(value, tl.trans(d_out), IN, IN, KIND)
+        pair += scale * product(value, tl.trans(d_out), IN, IN, KIND)
         d_value = times(half_key, half_key, memory_after, at, 0, block, value_blocks, BK, BK, BV, 1, PARTS, False)
         norm_u = tl.load(memory_norms_after + at * value_blocks + block)
         d_value *= (norm_u * until * key_size)[:, None]
@@ -156,70 +162,88 @@ def gradients(
         d_value += scale * product(along_x, d_out, PARTS, IN, KIND)
         to, there_v = rows(d_v, row, valid, head, H, values, V, SIZE, FULL_V)
         tl.store(to, d_value.to(d_v.dtype.element_ty), mask=there_v)
-    crossing = along_x * for_x
-    for_x *= within
-    weight = tl.zeros([SIZE], tl.float32)
-    overlap = within
+        passing += tl.load(memory_across + at * value_blocks + block)
+    for block in tl.static_range(BK // BG):
+        passing += tl.load(gram_across + at * (BK // BG) + block)
+    tl.store(for_x + square, (pair * within).to(for_x.dtype.element_ty))
+    crossing = along_x * pair
     if ADAPTIVE:
-        weight = scalars(c, row, valid, head, H, SIZE)
         overlap = product(key, tl.trans(key), IN, IN, KIND)
-        weighted = within * weight[None, :]
+        weighted = within * scalars(c, row, valid, head, H, SIZE)[None, :]
         crossing += weighted * product(overlap * overlap, within, PARTS, PARTS, KIND)
         overlap *= 2 * product(weighted, tl.trans(within), PARTS, PARTS, KIND)
-    each = tl.sum(within * (weight * since)[None, :], 1)
+        tl.store(for_key + square, overlap.to(for_key.dtype.element_ty))
     began, ended = _passing(crossing, i)
-
     reading = scalars(readers, row, valid, head, H, SIZE)
-    across = tl.zeros([SIZE], tl.float32)
-    squares = 0.0
-    passing = 0.0
-    for block in range(blocks):
-        channels = block * BG + tl.arange(0, BG)
-        from_k, there_k = rows(k, row, valid, head, H, channels, K, SIZE, FULL)
-        key_part = tl.load(from_k, mask=there_k, other=0.0).to(tl.float32)
-        d_key = times(half_key, half_key, gram_after, at, 0, block, blocks, BK, BK, BG, 1, PARTS, False)
-        d_key *= tl.load(gram_norms_after + at * blocks + block)
-        for other in range(blocks):
-            from_k, there_k = rows(k, row, valid, head, H, other * BG + tl.arange(0, BG), K, SIZE, FULL)
-            half = (tl.load(from_k, mask=there_k, other=0.0).to(tl.float32) / key_size[:, None]).to(HALF)
-            moved_k = times(half, half, gram_after, at, block * BG, other, blocks, BK, BG, BG, 1, PARTS, True)
-            d_key += tl.load(gram_norms_after + at * blocks + other) * moved_k
-        d_key *= key_size[:, None]
-        # k^T dH k, once from each of both products.
-        written += 0.5 * until * tl.sum(d_key * key_part, 1)
-        for other in range(value_blocks):
-            from_v, there_v = rows(v, row, valid, head, H, other * BV + tl.arange(0, BV), V, SIZE, FULL_V)
-            half_v, size = scaled(tl.load(from_v, mask=there_v, other=0.0), HALF)
-            norm_u = tl.load(memory_norms_after + at * value_blocks + other)
-            moved_v = times(
-                half_v, half_v, memory_after, at, block * BG, other, value_blocks, BK, BG, BV, 1, PARTS, True
-            )
-            d_key += (size * norm_u)[:, None] * moved_v
-        d_key *= until[:, None]
-        from_x, there_k = rows(x, row, valid, head, H, channels, K, SIZE, FULL)
-        x_part = tl.load(from_x, mask=there_k, other=0.0)
-        d_key += product(for_x, x_part, PARTS, PARTS, KIND)
-        from_y, there_k = rows(y, row, valid, head, H, channels, K, SIZE, FULL)
-        d_key -= product(along_x, tl.load(from_y, mask=there_k, other=0.0), PARTS, PARTS, KIND)
-        norm = tl.load(gram_norms + at * blocks + block)
-        moved = times(half_y, y_low, grams, at, 0, block, blocks, BK, BK, BG, PARTS, PARTS, False)
-        reading -= since * norm * y_size * tl.sum(moved * x_part, 1)
-        if ADAPTIVE:
-            moved = times(half_key, half_key, grams, at, 0, block, blocks, BK, BK, BG, 1, PARTS, False)
-            moved *= (norm * key_size)[:, None]
-            across += tl.sum(moved * key_part, 1)
-            squares += norm * norm
-            d_key += 2 * each[:, None] * moved + product(overlap, key_part, PARTS, IN, KIND)
-        to_k, there_k = rows(d_k, row, valid, head, H, channels, K, SIZE, FULL)
-        tl.store(to_k, d_key.to(d_k.dtype.element_ty), mask=there_k)
-        passing += tl.load(gram_across + at * blocks + block)
-    for block in range(value_blocks):
-        passing += tl.load(memory_across + at * value_blocks + block)
-    written += began - ended
+    _put_d_g(d_g, reading, written + began - ended, passing, row, valid, head, H, SIZE)
+
+
+@kernel
+def gradients(
+    k, v, g, x, y, c, for_x, for_y, for_key, grams, gram_norms, gram_after, gram_norms_after,
+    memory_after, memory_norms_after, d_k, d_g, T, H, K, V, from_chunk, chunks,
+    SIZE: tl.constexpr, BK: tl.constexpr, BG: tl.constexpr, BV: tl.constexpr, FULL: tl.constexpr, FULL_V: tl.constexpr,
+    PARTS: tl.constexpr, IN: tl.constexpr, KIND: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr,
+    ADAPTIVE: tl.constexpr,
+):  # fmt: skip
+    """Per chunk, head and block of keys: dk, with x, y and c held, and of dg what comes of it, d_g [block, ..]."""
+    program, head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    batch, chunk = program // chunks, from_chunk + program % chunks
+    at = program * H + head
+    row, valid = batch.to(tl.int64) * T + chunk * SIZE, T - chunk * SIZE
+    i, channel, channels = tl.arange(0, SIZE), tl.arange(0, BK), block * BG + tl.arange(0, BG)
+    blocks: tl.constexpr = BK // BG
+    value_blocks = tl.cdiv(V, BV)
+    square = at.to(tl.int64) * SIZE * SIZE + i[:, None] * SIZE + i[None, :]
+    sums, total = log_decays(g, row, valid, head, H, SIZE, WIDE)
+    since = tl.exp2(sums.to(tl.float32))
+    until = tl.exp2((total - sums).to(tl.float32))
+    where, there = rows(k, row, valid, head, H, channel, K, SIZE, FULL)
+    half_key, key_size = scaled(tl.load(where, mask=there, other=0.0), HALF)
+
+    d_key = times(half_key, half_key, gram_after, at, 0, block, blocks, BK, BK, BG, 1, PARTS, False)
+    d_key *= tl.load(gram_norms_after + at * blocks + block)
+    for other in range(blocks):
+        from_other, there_other = rows(k, row, valid, head, H, other * BG + tl.arange(0, BG), K, SIZE, FULL)
+        half = (tl.load(from_other, mask=there_other, other=0.0).to(tl.float32) / key_size[:, None]).to(HALF)
+        moved_k = times(half, half, gram_after, at, block * BG, other, blocks, BK, BG, BG, 1, PARTS, True)
+        d_key += tl.load(gram_norms_after + at * blocks + other) * moved_k
+    d_key *= key_size[:, None]
+    from_k, there_k = rows(k, row, valid, head, H, channels, K, SIZE, FULL)
+    key_part = tl.load(from_k, mask=there_k, other=0.0).to(tl.float32)
+    # k^T dH k, once from each of both products.
+    written = 0.5 * until * tl.sum(d_key * key_part, 1)
+    for other in range(value_blocks):
+        from_v, there_v = rows(v, row, valid, head, H, other * BV + tl.arange(0, BV), V, SIZE, FULL_V)
+        half_v, size = scaled(tl.load(from_v, mask=there_v, other=0.0), HALF)
+        norm_u = tl.load(memory_norms_after + at * value_blocks + other)
+        moved_v = times(half_v, half_v, memory_after, at, block * BG, other, value_blocks, BK, BG, BV, 1, PARTS, True)
+        d_key += (size * norm_u)[:, None] * moved_v
+    d_key *= until[:, None]
+    from_x, there_k = rows(x, row, valid, head, H, channels, K, SIZE, FULL)
+    x_part = tl.load(from_x, mask=there_k, other=0.0)
+    d_key += product(tl.load(for_x + square), x_part, PARTS, PARTS, KIND)
+    from_y, there_k = rows(y, row, valid, head, H, channels, K, SIZE, FULL)
+    d_key += product(tl.load(for_y + square), tl.load(from_y, mask=there_k, other=0.0), PARTS, PARTS, KIND)
+    where, there = rows(y, row, valid, head, H, channel, K, SIZE, FULL)
+    solved = tl.load(where, mask=there, other=0.0)
+    half_y, y_size = scaled(solved, HALF)
+    y_low = (solved / y_size[:, None] - half_y.to(tl.float32)).to(HALF)
+    norm = tl.load(gram_norms + at * blocks + block)
+    moved = times(half_y, y_low, grams, at, 0, block, blocks, BK, BK, BG, PARTS, PARTS, False)
+    reading = -since * norm * y_size * tl.sum(moved * x_part, 1)
     if ADAPTIVE:
-        by_key = within * (weight * since)[None, :] * across[:, None]
-        reading += weight * since * since * squares + tl.sum(by_key, 0)
+        weight = scalars(c, row, valid, head, H, SIZE) * since
+        within = apart(sums[None, :], sums[:, None], i[None, :], i[:, None], False) * weight[None, :]
+        moved = times(half_key, half_key, grams, at, 0, block, blocks, BK, BK, BG, 1, PARTS, False)
+        moved *= (norm * key_size)[:, None]
+        d_key += 2 * tl.sum(within, 1)[:, None] * moved
+        d_key += product(tl.load(for_key + square), key_part, PARTS, IN, KIND)
+        by_key = within * tl.sum(moved * key_part, 1)[:, None]
+        reading += weight * since * (norm * norm) + tl.sum(by_key, 0)
         began, ended = _passing(by_key, i)
         written += began - ended
-    d_step = tl.where(i[:, None] >= i[None, :], reading[:, None], written[:, None])
-    put_scalars(d_g, tl.sum(d_step, 0) + passing, row, valid, head, H, SIZE)
+    to_k, there_k = rows(d_k, row, valid, head, H, channels, K, SIZE, FULL)
+    tl.store(to_k, d_key.to(d_k.dtype.element_ty), mask=there_k)
+    mine = d_g + block.to(tl.int64) * (tl.num_programs(0) // chunks * T) * H
+    _put_d_g(mine, reading, written, 0.0, row, valid, head, H, SIZE)

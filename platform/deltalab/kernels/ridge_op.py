@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deltalab.kernels.chunk import absent, fold_into_batch
 from deltalab.kernels.ridge import measure, read, solve, sweep
-from deltalab.kernels.ridge_gradients import differentiate, gradients, reverse
+from deltalab.kernels.ridge_gradients import differentiate, gradients, pairs, reverse
 from deltalab.ridge import in_one_half
 from deltalab.structure import Ridge
 
@@ -20,8 +20,8 @@ WORKSPACE = 160 * 2**20
 BUSY = 1024
 """Chunks, of all heads, that keep a GPU busy."""
 
-WARPS = {"sweep": 4, "measure": 4, "solve": 4, "read": 4, "differentiate": 4, "reverse": 8, "gradients": 8}
-STAGES = {"sweep": 2, "measure": 1, "solve": 1, "read": 2, "differentiate": 1, "reverse": 2, "gradients": 1}
+WARPS = {"sweep": 4, "measure": 4, "solve": 4, "read": 4, "differentiate": 4, "reverse": 8, "pairs": 4, "gradients": 4}
+STAGES = {"sweep": 2, "measure": 1, "solve": 1, "read": 2, "differentiate": 1, "reverse": 2, "pairs": 2, "gradients": 2}
 
 
 def regression(
@@ -124,8 +124,7 @@ class Launch:
 
     def resources(self, kernel: str) -> dict[str, int]:
         """Warps and stages."""
-        # 4 warps would spill, and within the iterations.
-        crowded = self.bk > 64 and (kernel == "solve" or (kernel == "measure" and self.wide))
+        crowded = (self.bk > 128 and kernel == "solve") or (self.bk > 64 and kernel == "measure" and self.wide)
         return {"num_warps": 8 if crowded else WARPS[kernel], "num_stages": STAGES[kernel]}
 
     @property
@@ -223,7 +222,9 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, g and both states, by implicit differentiation."""
     plan = Launch.of(k, v, strength, adaptive, chunk_size)
-    d_q, d_k, d_v, d_g = map(torch.empty_like, (q, k, v, g))
+    d_q, d_k, d_v = map(torch.empty_like, (q, k, v))
+    # Of pairs of tokens, and of each block of keys.
+    d_g = g.new_empty(1 + plan.bk // plan.bg, *g.shape)
     y, d_x, readers = torch.empty_like(x), torch.empty_like(x), torch.empty_like(g)
     c = torch.zeros_like(g)
     after = [
@@ -234,6 +235,10 @@ def _backward(
     begin = (grams.clone(), memories.clone())
     space, space_after = plan.space(q), plan.space(q)
     across = [torch.empty_like(norms) for _, norms in space]
+    square = (plan.batch * plan.every, plan.heads, plan.size, plan.size)
+    weights = [
+        k.new_empty(square, dtype=torch.float32 if plan.wide or plan.parts == 2 else torch.bfloat16) for _ in range(3)
+    ]
     for segment in reversed(range(plan.boundaries - 1)):
         first, chunks = plan.sweep(k, v, g, begin, segment, space)
         grid, span = (plan.batch * chunks, plan.heads), {"from_chunk": first, "chunks": chunks}
@@ -248,10 +253,14 @@ def _backward(
                 from_chunk=first, to_chunk=first + chunks, scale=scale, GRAM=gram, **plan.block(gram),
             )  # fmt: skip
         plan.launch(
-            gradients, grid, k, v, g, d_o, x, y, c, readers, *space[0], *space_after[0], across[0], *space_after[1],
-            across[1], d_k, d_v, d_g, scale=scale, ADAPTIVE=adaptive, **span,
+            pairs, grid, k, v, g, d_o, x, y, c, readers, *space_after[1], across[1], across[0], *weights, d_v, d_g[0],
+            scale=scale, ADAPTIVE=adaptive, **span,
         )  # fmt: skip
-    return d_q, d_k, d_v, d_g, after[0], after[1]
+        plan.launch(
+            gradients, (*grid, plan.bk // plan.bg), k, v, g, x, y, c, *weights, *space[0], *space_after[0],
+            *space_after[1], d_k, d_g[1:], ADAPTIVE=adaptive, **span,
+        )  # fmt: skip
+    return d_q, d_k, d_v, d_g.sum(0), after[0], after[1]
 
 
 @_backward.register_fake
