@@ -1,5 +1,6 @@
 """Kernels through `scan`, as a rule's author reaches them: held to the recurrence in fp64, in Triton's interpreter."""
 
+import dataclasses
 import os
 import sys
 
@@ -58,6 +59,22 @@ def test_every_rule_of_the_algebra_reaches_its_kernel(name):
 @pytest.mark.parametrize("name", ["comba", "delta_product", "rdn", "gla"])
 def test_widths_that_no_block_has(name):
     compare(deltalab.get_rule(name), length=5, key_dim=12, value_dim=20, tolerance=2e-5)
+
+
+class Apart(type(deltalab.get_rule("rdn"))):
+    """A second state that shares neither reader nor decay, nor, but for l2, what is to be predicted."""
+
+    name = "apart"
+
+    def operands(self, q, k, v, **gates):
+        x = super().operands(q, k, v, **gates)
+        fit = dataclasses.replace(x.fit, r=q.flip(-1), v=v if self.loss == "l2" else 0.5 * v, g=2 * x.g)
+        return dataclasses.replace(x, beta=None, fit=fit)
+
+
+def test_a_second_state_may_have_operands_of_its_own():
+    compare(Apart(), length=19, tolerance=2e-5)
+    compare(Apart(output="sum", loss="l2"), length=19, tolerance=2e-5)
 
 
 @pytest.mark.parametrize("name", ["comba", "rla", "sgla", "kda", "delta_product"])

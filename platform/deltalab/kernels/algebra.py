@@ -11,8 +11,8 @@ from torch import Tensor
 from deltalab.errors import InputError
 from deltalab.kernels.decode import decode
 from deltalab.kernels.diagonal_op import diagonal_scan
-from deltalab.kernels.scalar_op import scalar_scan
-from deltalab.rule import Operands, State
+from deltalab.kernels.scalar_op import residual_scan, scalar_scan
+from deltalab.rule import Fit, Operands, State
 from deltalab.structure import Transition
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -39,6 +39,8 @@ def scan(
         raise InputError(f"the Triton kernels take q, k and v in bf16, fp16 or fp32, not {dtype}")
     if key_dim > MOST_KEYS:
         raise InputError(f"the Triton kernels take q and k with K up to {MOST_KEYS}, not {key_dim}")
+    # Before they are made ready: what both passes take is read once, and its gradient leaves as one.
+    alike = (False, False) if x.fit is None else (x.fit.v is x.u, x.fit.r is x.r)
     x = _in(dtype, x)
     if x.r.shape[1] == 1 and cu_seqlens is None and not (torch.is_grad_enabled() and _needs_grad(x, state)):
         return decode(transition, x, scale=scale, state=state)
@@ -55,12 +57,10 @@ def scan(
                 r=_repeated(x.r, transition.steps),
                 read=None if x.read is None else _repeated(x.read, transition.steps),
             )
-        o, _, last = _pass(transition, x, scale, first, cu_seqlens, chunk_size)
+        o, last = _pass(transition, x, scale, first, cu_seqlens, chunk_size)
         o = o[:, transition.steps - 1 :: transition.steps]
         return o[..., :value_dim], last[..., :key_dim, :value_dim]
-    base, residual, last = _pass(transition, x, scale, first, cu_seqlens, chunk_size)
-    fitting = dataclasses.replace(x.fit.operands(x), u=residual)
-    o, _, second = _pass(transition, fitting, scale, second, cu_seqlens, chunk_size, base)
+    o, last, second = _passes(transition, x, alike, scale, (first, second), cu_seqlens, chunk_size)
     return o[..., :value_dim], (last[..., :key_dim, :value_dim], second[..., :key_dim, :value_dim])
 
 
@@ -71,28 +71,48 @@ def _pass(
     state: Tensor | None,
     cu_seqlens: Tensor | None,
     chunk_size: int,
-    base: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     late, keep = transition.reads == "decayed_state", torch.is_grad_enabled()
-    given = [None if one is None else one.contiguous() for one in (x.r, x.k, x.u, x.g, x.e)]
-    scalars = [None if one is None else one.contiguous() for one in (x.beta, x.read, x.d)]
+    r, k, u, g, e, a, b = _contiguous(x.r, x.k, x.u, x.g, x.e, x.a, x.b)
+    scalars = _contiguous(x.beta, x.read, x.d)
     if transition.decay == "diagonal":
-        if x.fit is not None:
-            raise InputError("a second state over a diagonal decay has no Triton kernel: use backend 'chunked'")
-        free = [None if one is None else one.contiguous() for one in (x.a, x.b)]
         o, last, *_ = diagonal_scan(
-            *cast(Any, given), *free, *scalars, state, cu_seqlens, scale, late, chunk_size, keep
+            *cast(Any, (r, k, u, g, e, a, b)), *scalars, state, cu_seqlens, scale, late, chunk_size, keep
         )
-        return o, o, last
-    if x.a is not None:
+        return o, last
+    if a is not None:
         raise InputError("a free low rank without a diagonal decay has no Triton kernel: use backend 'chunked'")
-    loss, target, clip = None, None, 1.0
-    if x.fit is not None:
-        loss, clip, target = x.fit.residual.loss, x.fit.residual.clip, x.fit.v.contiguous()
-    o, residual, last, *_ = scalar_scan(
-        *cast(Any, given), *scalars, target, base, state, cu_seqlens, scale, late, loss, clip, chunk_size, keep
-    )
-    return o, residual, last
+    o, last, *_ = scalar_scan(*cast(Any, (r, k, u, g, e)), *scalars, state, cu_seqlens, scale, late, chunk_size, keep)
+    return o, last
+
+
+def _passes(
+    transition: Transition,
+    x: Operands,
+    alike: tuple[bool, bool],
+    scale: float,
+    states: tuple[Tensor | None, Tensor | None],
+    cu_seqlens: Tensor | None,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """alike: whether the second pass's v and r are u and r of the first."""
+    if transition.decay == "diagonal" or x.a is not None:
+        raise InputError(
+            "a second state over a diagonal decay or a free low rank has no Triton kernel: use backend 'chunked'"
+        )
+    fit = cast(Fit, x.fit)
+    target, r = (None if same else one for same, one in zip(alike, (fit.v, fit.r), strict=True))
+    o, last, second, *_ = residual_scan(
+        *cast(Any, _contiguous(x.r, x.k, x.u, x.g, x.e, x.beta, x.read, x.d)),
+        *cast(Any, _contiguous(target, r, fit.g, fit.e, fit.strength, fit.read)),
+        *states, cu_seqlens, scale, transition.reads == "decayed_state", fit.residual.loss, fit.residual.clip,
+        chunk_size, torch.is_grad_enabled(),
+    )  # fmt: skip
+    return o, last, second
+
+
+def _contiguous(*given: Tensor | None) -> list[Tensor | None]:
+    return [None if one is None else one.contiguous() for one in given]
 
 
 def takes(transition: Transition, x: Operands, dtype: torch.dtype) -> bool:

@@ -143,9 +143,9 @@ def scan(
 ):  # fmt: skip
     """One head's block of values through chunks from_chunk to to_chunk.
 
-    Writes what is not None: the output o, on top of `base`; `residual` of `target`, which reads what its token has not
-    written yet, as o then does; the last state; `states` that chunks start with, transposed, and what they have
-    `written`, of this span.
+    Writes what is not None: the output o, on top of `base`; `residual` of `target`, which is u where None, and reads
+    what its token has not written yet, as o then does; the last state; `states` that chunks start with, transposed, and
+    what they have `written`, of this span.
     begin_states: [B, segments, H, V, K], the state before every `every`-th chunk; written where o is, else read.
     """
     block, head, sequence = tl.program_id(0) * BV, tl.program_id(1), tl.program_id(2)
@@ -186,6 +186,12 @@ def scan(
             if inverse is not None or CORRECTED or LOSS is not None:
                 k_s = tl.dot(s.to(kind), tl.trans(k_c), input_precision=PRECISION)
             w = tl.trans(get_rows(u, row, valid, head * V + block, SIZE, RAGGED)).to(tl.float32)
+            if LOSS is not None:
+                since = _get(mine, SINCE, SIZE)
+                until = _along(until, since)
+                error = k_s * since[None, :]
+                if target is None:
+                    error -= w
             w *= _get(mine, WRITES, SIZE)[None, :]
             if inverse is not None:
                 w -= _get(mine, ERASES, SIZE)[None, :] * k_s
@@ -197,6 +203,15 @@ def scan(
                     else sequence * (to_chunk - from_chunk) * SIZE + (chunk - from_chunk) * SIZE
                 )
                 put_rows(written, tl.trans(w), at_span, valid, head * V + block, H * V, SIZE, BV, RAGGED)
+            if LOSS is not None:
+                # Before what is read, so that it leaves its registers to that.
+                error = tl.dot(w.to(kind), tl.trans(overlaps.load([at * SIZE, 0])), error, input_precision=PRECISION)
+                if target is not None:
+                    more = tl.trans(get_rows(target, row, valid, head * V + block, SIZE, RAGGED)).to(tl.float32)
+                    w = _along(w, more)
+                    error -= more
+                found = pseudo_residual(-error, clip, LOSS)
+                put_rows(residual, tl.trans(found), row, valid, head * V + block, H * V, SIZE, BV, RAGGED)
             if o is not None:
                 out = tl.dot(s.to(kind), tl.trans(r_c), input_precision=PRECISION)
                 reading = _get(mine, READS, SIZE)
@@ -214,15 +229,6 @@ def scan(
                     out += before
                     w = _along(w, before)
                 put_rows(o, tl.trans(out), row, valid, head * V + block, H * V, SIZE, BV, RAGGED)
-            if LOSS is not None:
-                predicted = tl.dot(w.to(kind), tl.trans(overlaps.load([at * SIZE, 0])), input_precision=PRECISION)
-                since = _get(mine, SINCE, SIZE)
-                until = _along(until, since)
-                predicted += k_s * since[None, :]
-                wanted = tl.trans(get_rows(target, row, valid, head * V + block, SIZE, RAGGED)).to(tl.float32)
-                w = _along(w, wanted)
-                found = pseudo_residual(wanted - predicted, clip, LOSS)
-                put_rows(residual, tl.trans(found), row, valid, head * V + block, H * V, SIZE, BV, RAGGED)
             w *= until[None, :]
             s *= keep
             s += tl.dot(w.to(kind), k_c, input_precision=PRECISION)
@@ -232,15 +238,15 @@ def scan(
 
 @triton.jit(do_not_specialize=MOVES)
 def reverse(
-    r, k, vectors, inverse, within, overlaps, d_o, residual, d_residual, d_state, states_after, d_u, d_target,
-    cu_seqlens, first, length, chunks, from_chunk, to_chunk, clip, H, V,
-    K: tl.constexpr, SIZE: tl.constexpr, BV: tl.constexpr, CORRECTED: tl.constexpr, LOSS: tl.constexpr,
+    r, k, vectors, inverse, within, overlaps, d_o, d_error, d_state, states_after, d_u,
+    cu_seqlens, first, length, chunks, from_chunk, to_chunk, H, V,
+    K: tl.constexpr, SIZE: tl.constexpr, BV: tl.constexpr, CORRECTED: tl.constexpr,
     PACKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the state, d_state [.., V, K], from chunk to_chunk back to from_chunk, a head's block of values.
 
-    Writes the gradient of the state after each chunk, transposed too, to d_u that of beta u (through the inverse), and
-    that of the target.
+    Writes the gradient of the state after each chunk, transposed too, and to d_u that of beta u (through the inverse).
+    d_error: of what is predicted wrongly, with which its prediction falls.
     """
     block, head, sequence = tl.program_id(0) * BV, tl.program_id(1), tl.program_id(2)
     start, length = bounds(sequence, cu_seqlens, length, PACKED)
@@ -275,23 +281,20 @@ def reverse(
         dw *= until[None, :]
         reads = tl.trans(get_rows(d_o, row, valid, head * V + block, SIZE, RAGGED))
         dw += tl.dot(reads, pairs, input_precision=PRECISION)
-        if LOSS is not None:
-            found = tl.trans(get_rows(residual, row, valid, head * V + block, SIZE, RAGGED)).to(tl.float32)
-            wrong = tl.trans(get_rows(d_residual, row, valid, head * V + block, SIZE, RAGGED)).to(tl.float32)
-            wrong = through_residual(wrong, found, clip, LOSS)
-            put_rows(d_target, tl.trans(wrong), row, valid, head * V + block, H * V, SIZE, BV, RAGGED)
-            dw -= tl.dot(wrong.to(kind), overlaps.load([at * SIZE, 0]), input_precision=PRECISION)
+        if d_error is not None:
+            wrong = tl.trans(get_rows(d_error, row, valid, head * V + block, SIZE, RAGGED))
+            dw -= tl.dot(wrong, overlaps.load([at * SIZE, 0]), input_precision=PRECISION)
         if inverse is not None:
             dw = tl.dot(dw.to(kind), inverse.load([at * SIZE, 0]), dw, input_precision=PRECISION)
         put_rows(d_u, tl.trans(dw), row, valid, head * V + block, H * V, SIZE, BV, RAGGED)
         ds *= keep
-        if inverse is not None or CORRECTED or LOSS is not None:
+        if inverse is not None or CORRECTED or d_error is not None:
             along = tl.zeros([BV, SIZE], tl.float32)
             if inverse is not None:
                 along -= _get(mine, ERASES, SIZE)[None, :] * dw
             if CORRECTED:
                 along -= _get(mine, CORRECTS, SIZE)[None, :] * reads
-            if LOSS is not None:
+            if d_error is not None:
                 along -= _get(mine, SINCE, SIZE)[None, :] * wrong
             ds += tl.dot(along.to(kind), k_c, input_precision=PRECISION)
         ds += tl.dot((reads * _along(reading, until)[None, :]).to(kind), r_c, input_precision=PRECISION)

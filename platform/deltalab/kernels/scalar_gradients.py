@@ -21,6 +21,7 @@ from deltalab.kernels.chunk import (
     put_scalars,
     scalars,
 )
+from deltalab.kernels.scalar import through_residual
 
 
 @triton.jit
@@ -42,13 +43,18 @@ def _write(u, written, strength, row, here, valid, column, SIZE: tl.constexpr, R
 
 @triton.jit(do_not_specialize=MOVES)
 def gradients(
-    r, k, u, g, e, beta, read, d, written, states, states_after, d_o, d_u, d_target,
+    r, k, u, g, e, beta, read, d, written, states, states_after, d_o, d_u, d_error, more_r, more_k, more_g,
     d_r, d_k, new_d_u, d_g, d_e, d_beta, d_read, d_d,
-    cu_seqlens, of, first, length, chunks, from_chunk, span, sequences, scale, H,
+    cu_seqlens, of, first, length, chunks, from_chunk, span, sequences, scale, clip, H,
     V: tl.constexpr, K: tl.constexpr, SIZE: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, LATE: tl.constexpr,
-    FIT: tl.constexpr, SUM: tl.constexpr, PACKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
+    FIT: tl.constexpr, OWN: tl.constexpr, LOSS: tl.constexpr, SUM: tl.constexpr,
+    PACKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Of one chunk and head. d_u and new_d_u are one tensor, which holds the gradient of beta u and leaves with u's."""
+    """Of one chunk and head. d_u and new_d_u are one tensor, which holds the gradient of beta u and leaves with u's.
+
+    more_r, more_k, more_g: d_r, d_k and d_g hold other gradients of theirs before. LOSS: u is a pseudo-residual, and
+    new_d_u is of its error. FIT: d_error is of the error that S_{t-1} predicts with; OWN: what is to be predicted is u.
+    """
     program, head = tl.program_id(0), tl.program_id(1)
     sequence, chunk = locate(program, of, first, span, PACKED)
     if sequence >= sequences:
@@ -80,7 +86,7 @@ def gradients(
         reads += tl.dot(do_c, tl.trans(w_c), input_precision=PRECISION)
         reads_t += tl.dot(w_c, tl.trans(do_c), input_precision=PRECISION)
         if FIT:
-            wrong_c = get_rows(d_target, row, valid, column + block, SIZE, RAGGED)
+            wrong_c = get_rows(d_error, row, valid, column + block, SIZE, RAGGED)
             fits -= tl.dot(wrong_c, tl.trans(w_c), input_precision=PRECISION)
             fits_t -= tl.dot(w_c, tl.trans(wrong_c), input_precision=PRECISION)
         if e is not None:
@@ -143,7 +149,7 @@ def gradients(
             predicting = tl.zeros([SIZE, BK], tl.float32)
             for block in tl.static_range(0, V, BV):
                 if V > BV:
-                    wrong_c = get_rows(d_target, row, valid, column + block, SIZE, RAGGED)
+                    wrong_c = get_rows(d_error, row, valid, column + block, SIZE, RAGGED)
                     s = states.load([slot + block, key])
                 predicting -= tl.dot(wrong_c, s, input_precision=PRECISION)
             predicting *= since[:, None]
@@ -160,6 +166,8 @@ def gradients(
             dk -= correction[:, None] * found
         if read is not None:
             found *= factor[:, None]
+        if more_r is not None:
+            found += get_rows(more_r, row, valid, head * K + key, SIZE, RAGGED).to(tl.float32)
         put_rows(d_r, found, row, valid, head * K + key, H * K, SIZE, BK, RAGGED)
         if e is not None:
             erasing = tl.zeros([SIZE, BK], tl.float32)
@@ -182,6 +190,8 @@ def gradients(
             leaving += tl.dot(w_c, after, input_precision=PRECISION)
         leaving *= until[:, None]
         ending += _row_dot(k_c, leaving)
+        if more_k is not None:
+            dk += get_rows(more_k, row, valid, head * K + key, SIZE, RAGGED).to(tl.float32)
         put_rows(d_k, dk + leaving, row, valid, head * K + key, H * K, SIZE, BK, RAGGED)
 
     if d is not None:
@@ -200,11 +210,18 @@ def gradients(
             dg -= grow
         if e is not None and not LATE:
             dg -= grow_e
+        if more_g is not None:
+            dg += scalars(more_g, row, valid, head, H, SIZE)
         put_scalars(d_g, dg, row, valid, head, H, SIZE)
-    if beta is not None:
+    if beta is not None or OWN:
         for block in range(0, V, BV):
-            u_c = get_rows(u, row, valid, column + block, SIZE, RAGGED)
             from_u = get_rows(d_u, row, valid, column + block, SIZE, RAGGED).to(tl.float32)
-            d_strength += _row_dot(u_c, from_u)
-            put_rows(new_d_u, strength[:, None] * from_u, row, valid, column + block, H * V, SIZE, BV, RAGGED)
+            if beta is not None:
+                u_c = get_rows(u, row, valid, column + block, SIZE, RAGGED).to(tl.float32)
+                d_strength += _row_dot(u_c, from_u)
+                from_u = through_residual(strength[:, None] * from_u, u_c, clip, LOSS)
+            if OWN:
+                from_u += get_rows(d_error, row, valid, column + block, SIZE, RAGGED).to(tl.float32)
+            put_rows(new_d_u, from_u, row, valid, column + block, H * V, SIZE, BV, RAGGED)
+    if beta is not None:
         put_scalars(d_beta, d_strength, row, valid, head, H, SIZE)
