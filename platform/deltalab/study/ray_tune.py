@@ -39,8 +39,8 @@ def run_all(schedule: Schedule, runs: Path, progress: Progress, *, workers: int 
                 f"resources: a stack wants {wanted.cpu:g} CPU and {wanted.gpu:g} GPU; "
                 f"the cluster has {has.get('CPU', 0):g} and {has.get('GPU', 0):g}"
             )
-        if not wanted.gpu and has.get("GPU"):
-            _log.warning("no stack takes a GPU, and there are %g: resources: {gpu: 1} gives each stack one", has["GPU"])
+        if idle := wanted.idle(has.get("GPU", 0)):
+            _log.warning(idle)
         fit = wanted.places(has["CPU"], has.get("GPU", 0))
         places = min(fit, workers or fit)
         feed = Feed(schedule, places, progress)

@@ -1,6 +1,7 @@
 """Runs a study to its end: Ray Tune executes, the schedule decides, the ledger remembers."""
 
 import fcntl
+import logging
 import os
 import re
 import subprocess
@@ -24,6 +25,8 @@ from deltalab.study.schedule import Schedule
 from deltalab.study.spec import load_study
 from deltalab.study.trial import cut_off, execute
 from deltalab.train import hardware
+
+_log = logging.getLogger("deltalab")
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,8 @@ def arm_records(plan: Plan) -> list[ArmRecord]:
 
 
 def _inline(schedule: Schedule, runs: Path, progress: Progress) -> None:
+    if idle := schedule.plan.spec.resources.idle(torch.cuda.device_count()):
+        _log.warning(idle)
     threads = torch.get_num_threads()
     try:
         while stack := schedule.next(places=1):

@@ -163,6 +163,16 @@ class Resources(_Strict):
         """Of one trial, wherever it runs: another number may round otherwise."""
         return max(1, math.floor(self.cpu))
 
+    def idle(self, gpus: float) -> str | None:
+        """What to say of GPUs that nothing will use.
+
+        >>> Resources(cpu=1).idle(2)
+        'no stack takes a GPU, and there are 2: resources: {gpu: 1} gives each stack one'
+        """
+        if self.gpu or not gpus:
+            return None
+        return f"no stack takes a GPU, and there are {gpus:g}: resources: {{gpu: 1}} gives each stack one"
+
     def places(self, cpus: float, gpus: float) -> int:
         """Stacks that fit at a time; none is spread over two GPUs.
 
