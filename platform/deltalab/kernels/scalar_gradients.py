@@ -30,14 +30,12 @@ def _row_dot(x, y):
 
 
 @triton.jit
-def _write(u, written, strength, row, here, valid, column, SIZE: tl.constexpr, RAGGED: tl.constexpr):
-    """What a chunk's tokens have written, [SIZE, BV]."""
+def _write(u, written, row, here, valid, column, SIZE: tl.constexpr, RAGGED: tl.constexpr):
+    """What a chunk's tokens have written, [SIZE, BV]; where nothing is erased, before it is multiplied by beta."""
     if written is not None:
         found = get_rows(written, here, valid, column, SIZE, RAGGED)
     else:
         found = get_rows(u, row, valid, column, SIZE, RAGGED)
-        if strength is not None:
-            found = (strength[:, None] * found.to(tl.float32)).to(u.dtype)
     return found
 
 
@@ -81,7 +79,7 @@ def gradients(
     if e is not None:
         erases, erases_t = reads, reads
     for block in tl.static_range(0, V, BV):
-        w_c = _write(u, written, strength, row, here, valid, column + block, SIZE, RAGGED)
+        w_c = _write(u, written, row, here, valid, column + block, SIZE, RAGGED)
         do_c = get_rows(d_o, row, valid, column + block, SIZE, RAGGED)
         reads += tl.dot(do_c, tl.trans(w_c), input_precision=PRECISION)
         reads_t += tl.dot(w_c, tl.trans(do_c), input_precision=PRECISION)
@@ -96,9 +94,14 @@ def gradients(
             erases_t -= tl.dot(w_c, tl.trans(du_c), input_precision=PRECISION)
     within = apart(seen[:, None], sums[None, :], i[:, None], i[None, :], FIT)
     within_t = apart(seen[None, :], sums[:, None], i[None, :], i[:, None], FIT)
+    if beta is not None and written is None:
+        within *= strength[None, :]
+        within_t *= strength[:, None]
     reads, reads_t = (reads * within * scale).to(kind), (reads_t * within_t * scale).to(kind)
     since = tl.exp2(seen.to(tl.float32))
     until = tl.exp2((total - sums).to(tl.float32))
+    if beta is not None and written is None:
+        until *= strength
     if FIT:
         fits, fits_t = (fits * within).to(kind), (fits_t * within_t).to(kind)
     if e is not None:
@@ -186,7 +189,7 @@ def gradients(
             if V > BV or g is None:
                 after = states_after.load([slot + block, key])
             if V > BV:
-                w_c = _write(u, written, strength, row, here, valid, column + block, SIZE, RAGGED)
+                w_c = _write(u, written, row, here, valid, column + block, SIZE, RAGGED)
             leaving += tl.dot(w_c, after, input_precision=PRECISION)
         leaving *= until[:, None]
         ending += _row_dot(k_c, leaving)

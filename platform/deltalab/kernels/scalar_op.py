@@ -20,7 +20,7 @@ ENOUGH = 96
 """Programs that keep a GPU busy, so that each may take 128 values instead of 64 and read the keys half as often."""
 
 WARPS = {"prepare": 4, "scan": 4, "states": 4, "reverse": 4, "gradients": 4}
-STAGES = {"prepare": 1, "scan": 3, "states": 3, "reverse": 3, "gradients": 2}
+STAGES = {"prepare": 1, "scan": 3, "states": 3, "reverse": 3, "gradients": 3}
 
 
 @dataclass(frozen=True)
@@ -100,11 +100,14 @@ class Launch:
             "PACKED": self.packed is not None, "RAGGED": self.ragged, "PRECISION": self.precision,
         }  # fmt: skip
 
-    def how(self, kernel: str) -> dict[str, int]:
+    def how(self, kernel: str, erases: bool = False) -> dict[str, int]:
         warps, stages = WARPS[kernel], STAGES[kernel]
         if kernel == "gradients" and self.value_dim > self.bv:
             # Its loop would hold all values twice.
             stages = 1
+        elif kernel == "gradients" and erases:
+            # Two programs would no longer share a multiprocessor.
+            stages = 2
         elif kernel in ("scan", "states", "reverse") and self.bv == 128:
             warps *= 2
         return {"num_warps": warps, "num_stages": stages}
@@ -325,7 +328,7 @@ def _backward(
         gradients[(x.chunks if x.packed else x.batch * (ends - begins), x.heads)](
             *per_chunk, **x.sequence(), of=x.packed and x.packed[1], sequences=x.batch, from_chunk=begins,
             span=ends - begins, scale=scale, clip=clip, V=x.value_dim, BV=wide.bv, BK=wide.bk, LATE=late,
-            FIT=d_error is not None, OWN=own, LOSS=loss, SUM=x.sum, **x.sizes(), **wide.how("gradients"),
+            FIT=d_error is not None, OWN=own, LOSS=loss, SUM=x.sum, **x.sizes(), **wide.how("gradients", e is not None),
         )  # fmt: skip
     return after.transpose(-1, -2).contiguous()
 
