@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import accumulate
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -103,31 +102,31 @@ class MQAR(Task):
         return {f"{length}x{pairs}": self._alone(length, pairs) for length, pairs in self.tests} or {"": self}
 
     def draw(self, split: str, size: int, random: Random) -> Batch:
-        device, half = random.device, self.vocab_size // 2
         parts = self.mixture or ((self.length, self.pairs, 1),)
-        length, n = _drawn(parts, size, random)
-        most, slots = max(pairs for _, pairs, _ in parts), max(length // 2 - pairs for length, pairs, _ in parts)
+        tables = _tables(parts, self.power, random.device)
+        half, most, slots = self.vocab_size // 2, tables.key_at.shape[1], tables.patience.shape[1]
+        part: Tensor | slice = slice(None)  # the one row that there is
+        if len(parts) > 1:
+            share = random.integers("parts", sum(weight for *_, weight in parts), size)
+            part = torch.searchsorted(tables.until, share, right=True)
         keys = 1 + random.distinct("keys", half - 1, size, most)
         values = half + random.distinct("values", self.vocab_size - half, size, most)
 
         # The first n to arrive of S independent exponential clocks: the same law as drawing slots one by one
         # (and as Gumbel top-n). The sort is stable because topk breaks ties differently on each device.
-        arrival = random.exponential("slots", size, slots) * _patience(slots, self.power, device)
-        arrival = torch.where(torch.arange(slots, device=device) < length // 2 - n, arrival, torch.inf)
+        arrival = random.exponential("slots", size, slots) * tables.patience[part]
         slot = arrival.sort(dim=1, stable=True).indices[:, :most]
 
         # What an example has no pair for is written behind its end, and cut off.
-        pair = torch.arange(most, device=device)
-        key_at, value_at, query_at = (
-            torch.where(pair < n, position, self.length) for position in (2 * pair, 2 * pair + 1, 2 * (n + slot))
-        )
-        inputs = torch.zeros(size, self.length + 1, dtype=torch.int64, device=device)
+        key_at, value_at = (at[part].expand(size, -1) for at in (tables.key_at, tables.value_at))
+        query_at = tables.query_at[part].add(slot, alpha=2).clamp(max=self.length)
+        inputs = torch.zeros(size, self.length + (len(parts) > 1), dtype=torch.int64, device=random.device)
         if self.random_non_queries:
             fill = random.integers("fill", self.vocab_size, size, self.length)
-            inputs[:, :-1] = torch.where(torch.arange(self.length, device=device) < length, fill, 0)
+            inputs[:, : self.length] = torch.where(tables.there[part], fill, 0)
         inputs.scatter_(1, key_at, keys).scatter_(1, value_at, values).scatter_(1, query_at, keys)
         targets = torch.full_like(inputs, IGNORE).scatter_(1, query_at, values)
-        return Batch(inputs[:, :-1].contiguous(), targets[:, :-1].contiguous())
+        return Batch(*(x[:, : self.length].contiguous() for x in (inputs, targets)))
 
     def measure(self, batch: Batch, logits: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         scored = batch.targets != IGNORE
@@ -141,20 +140,35 @@ class MQAR(Task):
         }
 
 
+class _Tables(NamedTuple):
+    """What the examples of each of P parts have in common.
+
+    until [P]: the weights of the parts up to this one. patience [P, S]: mean waiting times of the slots, 1 / weight,
+    inf where there is none. key_at, value_at, query_at [P, n]: where pairs stand, and the query that is in the first
+    slot; L where there is no pair. there [P, L]: which positions there are.
+    """
+
+    until: Tensor
+    patience: Tensor
+    key_at: Tensor
+    value_at: Tensor
+    query_at: Tensor
+    there: Tensor
+
+
 @cache
-def _table(parts: tuple[tuple[int, int, int], ...], device: torch.device) -> Tensor:
-    lengths, pairs, weights = zip(*parts, strict=True)
-    return torch.tensor([lengths, pairs, [*accumulate(weights)]], device=device)
-
-
-def _drawn(parts: tuple[tuple[int, int, int], ...], size: int, random: Random) -> tuple[Tensor, Tensor]:
-    """Length and pairs of each example, [B, 1]."""
-    lengths, pairs, until = _table(parts, random.device)
-    part = torch.searchsorted(until, random.integers("parts", sum(weight for *_, weight in parts), size, 1), right=True)
-    return lengths[part], pairs[part]
-
-
-@cache
-def _patience(slots: int, power: float, device: torch.device) -> Tensor:
-    # Mean waiting times, 1 / weight, from Python's pow: torch's differs between devices in the last bit.
-    return torch.tensor([i ** (1 - power) for i in range(1, slots + 1)], dtype=torch.float64, device=device)
+def _tables(parts: tuple[tuple[int, int, int], ...], power: float, device: torch.device) -> _Tables:
+    length, pairs, weight = torch.tensor(parts).T[..., None]
+    slots = length // 2 - pairs
+    slot, pair, position = (torch.arange(int(most.max())) for most in (slots, pairs, length))
+    # From Python's pow: torch's differs between devices in the last bit.
+    patience = torch.tensor([(i + 1) ** (1 - power) for i in slot.tolist()], dtype=torch.float64)
+    tables = _Tables(
+        until=weight[:, 0].cumsum(0),
+        patience=torch.where(slot < slots, patience, torch.inf),
+        key_at=torch.where(pair < pairs, 2 * pair, len(position)),
+        value_at=torch.where(pair < pairs, 2 * pair + 1, len(position)),
+        query_at=torch.where(pair < pairs, 2 * pairs, len(position)),
+        there=position < length,
+    )
+    return _Tables(*(table.to(device) for table in tables))

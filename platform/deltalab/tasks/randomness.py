@@ -13,6 +13,8 @@ from hashlib import sha256
 import torch
 from torch import Tensor
 
+from deltalab.machine import may_launch
+
 # SplitMix64 (Steele, Lea, Flood 2014), its constants as the signed 64-bit integers that torch has.
 _GAMMA = 0x9E3779B97F4A7C15 - 2**64
 _MIX = (30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (31, 1)
@@ -50,26 +52,43 @@ class Random:
 
     def words(self, stream: str, *shape: int) -> Tensor:
         """int64 `shape`, 64 random bits each: SplitMix64 from a hash of address and stream."""
-        width = math.prod(shape[1:])
-        rows, start = self._begin(stream, shape[0])
-        words = (rows[:, None] * width + torch.arange(1, width + 1, device=self.device)) * _GAMMA + start
+        starts, rows = self._begin(stream, shape[0])
+        if may_launch(self.device.type):
+            from deltalab.kernels.random import integers
+
+            return integers(starts, rows, shape)
+        size, width = shape[0] // len(starts), math.prod(shape[1:])
+        rows = torch.arange(size, device=self.device)[None] if rows is None else rows
+        column = torch.arange(1, width + 1, device=self.device)
+        words = (rows[..., None] * width + column) * _GAMMA + starts[:, None, None]
         for bits, factor in _MIX:
             words = (words ^ _shift(words, bits)) * factor
         return words.view(shape)
 
-    def _begin(self, stream: str, count: int) -> tuple[Tensor, int | Tensor]:
-        """The rows [count] of the table that are drawn, and where the words of each begin."""
-        return self._first(count), hashed(self.address, stream)
+    def _begin(self, stream: str, count: int) -> tuple[Tensor, Tensor | None]:
+        """Of n equal parts of `count` rows where the words of each begin [n], and which rows [n, count / n] of the
+        table they are; None for the first ones."""
+        starts = self._starts(stream)
+        rows = None if self.rows is None else self.rows.view(-1, count // len(starts)).expand(len(starts), -1)
+        return starts, rows
 
-    def _first(self, count: int) -> Tensor:
-        return torch.arange(count, device=self.device) if self.rows is None else self.rows
+    def _starts(self, stream: str) -> Tensor:
+        return torch.full((1,), hashed(self.address, stream), device=self.device)
 
     def integers(self, stream: str, below: int | Tensor, *shape: int) -> Tensor:
         """int64 `shape`, uniform in [0, below) to within below / 2^63; `below` may broadcast to `shape`."""
+        if may_launch(self.device.type):
+            from deltalab.kernels.random import integers
+
+            return integers(*self._begin(stream, shape[0]), shape, shift=1, below=below)
         return _shift(self.words(stream, *shape), 1) % below
 
     def exponential(self, stream: str, *shape: int) -> Tensor:
         """float64 `shape`: -log u for u uniform in (0, 1), to within 1e-12."""
+        if may_launch(self.device.type):
+            from deltalab.kernels.random import exponential
+
+            return exponential(*self._begin(stream, shape[0]), shape, terms=_TERMS)
         uniform = (_shift(self.words(stream, *shape), 12).double() + 0.5) * 2.0**-52
         mantissa, exponent = torch.frexp(uniform)
         ratio = (mantissa - 1) / (mantissa + 1)
@@ -89,6 +108,11 @@ class Random:
         thousands per row.
         """
         count = shape[-1]
+        if may_launch(self.device.type) and len(shape) > 1:
+            from deltalab.kernels.random import WIDEST, distinct
+
+            if count <= WIDEST:
+                return distinct(*self._begin(stream, shape[0]), shape, below=below)
         step = torch.arange(count, device=self.device)
         swap = (step + self.integers(stream, below - step, *shape)).view(-1, count)
         step = step.expand_as(swap)
@@ -126,8 +150,5 @@ class Together(Random):
 
     starts: Mapping[str, Tensor] = field(default_factory=dict, compare=False)
 
-    def _begin(self, stream: str, count: int) -> tuple[Tensor, int | Tensor]:
-        start = self.starts[stream]
-        parts, size = len(start), count // len(start)
-        rows = self._first(size)
-        return rows if len(rows) == count else rows.repeat(parts), start[:, None].expand(-1, size).reshape(-1, 1)
+    def _starts(self, stream: str) -> Tensor:
+        return self.starts[stream]
