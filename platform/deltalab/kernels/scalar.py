@@ -9,7 +9,7 @@ Per chunk that starts at S, with G the cumulative log-decay and A_ij = exp(G_i -
 where r stands for read r - d k. `prepare` makes what does not depend on S, for all chunks at once, times scale where
 it reads; `scan` goes through the chunks with the state in registers. It lies there transposed, [V, K]: then the left
 operand of every product is in registers already, and the right one is a tile that was loaded ahead. Where nothing is
-erased, corrected or predicted `scan` waits for memory alone and has the time to make P, which then need not be moved.
+erased or corrected `scan` waits for memory alone and has the time to make P, which then need not be moved.
 K is a power of two and V a multiple of BV; r, k, u, .. are descriptors (`chunk.tiles`).
 """
 
@@ -99,11 +99,11 @@ def prepare(
 
 
 @triton.jit
-def _weights(vectors, SIZE: tl.constexpr):
-    """Of P, what its products are multiplied by."""
+def _decays(vectors, SIZE: tl.constexpr, FIT: tl.constexpr):
+    """What products of keys are multiplied by in P of k, and in P by what a reader is besides; and `SINCE`."""
     i = tl.arange(0, SIZE)
     sums, seen = tl.load(vectors + SUMS * SIZE + i), tl.load(vectors + SEEN * SIZE + i)
-    return _get(vectors, READ, SIZE)[:, None] * apart(seen[:, None], sums[None, :], i[:, None], i[None, :], False)
+    return apart(seen[:, None], sums[None, :], i[:, None], i[None, :], FIT), tl.exp2(seen.to(tl.float32))
 
 
 @triton.jit
@@ -182,12 +182,20 @@ def scan(
                 r_c = get_rows(r, row, valid, head * K, SIZE, RAGGED)
                 if within is None:
                     pairs_t = tl.dot(k_c, tl.trans(r_c), input_precision=PRECISION)
-                    pairs_t = (pairs_t * tl.trans(_weights(mine, SIZE))).to(kind)
+                    decays, since = _decays(mine, SIZE, LOSS is not None)
+                    pairs_t = (pairs_t * tl.trans(_get(mine, READ, SIZE)[:, None] * decays)).to(kind)
+            if LOSS is not None:
+                if overlaps is not None:
+                    overlap_t = tl.trans(overlaps.load([at * SIZE, 0]))
+                else:
+                    overlap_t = tl.dot(k_c, tl.trans(k_c), input_precision=PRECISION)
+                    overlap_t = (overlap_t * tl.trans(decays)).to(kind)
             if inverse is not None or CORRECTED or LOSS is not None:
                 k_s = tl.dot(s.to(kind), tl.trans(k_c), input_precision=PRECISION)
             w = tl.trans(get_rows(u, row, valid, head * V + block, SIZE, RAGGED)).to(tl.float32)
             if LOSS is not None:
-                since = _get(mine, SINCE, SIZE)
+                if within is not None:
+                    since = _get(mine, SINCE, SIZE)
                 until = _along(until, since)
                 error = k_s * since[None, :]
                 if target is None:
@@ -205,7 +213,7 @@ def scan(
                 put_rows(written, tl.trans(w), at_span, valid, head * V + block, H * V, SIZE, BV, RAGGED)
             if LOSS is not None:
                 # Before what is read, so that it leaves its registers to that.
-                error = tl.dot(w.to(kind), tl.trans(overlaps.load([at * SIZE, 0])), error, input_precision=PRECISION)
+                error = tl.dot(w.to(kind), overlap_t, error, input_precision=PRECISION)
                 if target is not None:
                     more = tl.trans(get_rows(target, row, valid, head * V + block, SIZE, RAGGED)).to(tl.float32)
                     w = _along(w, more)
@@ -274,16 +282,23 @@ def reverse(
         k_c = get_rows(k, row, valid, head * K, SIZE, RAGGED)
         r_c = get_rows(r, row, valid, head * K, SIZE, RAGGED)
         if within is None:
-            pairs = (tl.dot(r_c, tl.trans(k_c), input_precision=PRECISION) * _weights(mine, SIZE)).to(kind)
+            decays, since = _decays(mine, SIZE, d_error is not None)
+            pairs = tl.dot(r_c, tl.trans(k_c), input_precision=PRECISION)
+            pairs = (pairs * (_get(mine, READ, SIZE)[:, None] * decays)).to(kind)
         else:
             pairs = within.load([at * SIZE, 0])
+        if d_error is not None:
+            if overlaps is not None:
+                overlap, since = overlaps.load([at * SIZE, 0]), _get(mine, SINCE, SIZE)
+            else:
+                overlap = (tl.dot(k_c, tl.trans(k_c), input_precision=PRECISION) * decays).to(kind)
         dw = tl.dot(ds.to(kind), tl.trans(k_c), input_precision=PRECISION)
         dw *= until[None, :]
         reads = tl.trans(get_rows(d_o, row, valid, head * V + block, SIZE, RAGGED))
         dw += tl.dot(reads, pairs, input_precision=PRECISION)
         if d_error is not None:
             wrong = tl.trans(get_rows(d_error, row, valid, head * V + block, SIZE, RAGGED))
-            dw -= tl.dot(wrong, overlaps.load([at * SIZE, 0]), input_precision=PRECISION)
+            dw -= tl.dot(wrong, overlap, input_precision=PRECISION)
         if inverse is not None:
             dw = tl.dot(dw.to(kind), inverse.load([at * SIZE, 0]), dw, input_precision=PRECISION)
         put_rows(d_u, tl.trans(dw), row, valid, head * V + block, H * V, SIZE, BV, RAGGED)
@@ -295,7 +310,7 @@ def reverse(
             if CORRECTED:
                 along -= _get(mine, CORRECTS, SIZE)[None, :] * reads
             if d_error is not None:
-                along -= _get(mine, SINCE, SIZE)[None, :] * wrong
+                along -= since[None, :] * wrong
             ds += tl.dot(along.to(kind), k_c, input_precision=PRECISION)
         ds += tl.dot((reads * _along(reading, until)[None, :]).to(kind), r_c, input_precision=PRECISION)
     tl.store(held, ds)

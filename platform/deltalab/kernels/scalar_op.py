@@ -209,13 +209,14 @@ def _last(x: Launch, u: Tensor) -> Tensor:
 
 
 def _kept(x: Launch, k: Tensor, e: Tensor | None, d: Tensor | None, fit: bool, keep: bool) -> Kept:
-    busy = e is not None or d is not None or fit
+    # A wide state leaves no registers to make P and that of k in.
+    busy = e is not None or d is not None or (fit and x.key_dim > 128)
     square, state = (x.all_chunks, x.heads, x.size, x.size), (x.heads, x.value_dim, x.key_dim)
     return (
         k.new_empty(x.all_chunks, x.heads, scalar.ROWS.value, x.size, dtype=x.vectors),
         absent(k) if e is None else k.new_empty(square),
         k.new_empty(square) if busy else absent(k),
-        k.new_empty(square) if fit else absent(k),
+        k.new_empty(square) if fit and busy else absent(k),
         k.new_empty(x.batch, x.segments, *state, dtype=torch.float32) if keep else absent(k),
     )
 
