@@ -209,8 +209,8 @@ def _last(x: Launch, u: Tensor) -> Tensor:
 
 
 def _kept(x: Launch, k: Tensor, e: Tensor | None, d: Tensor | None, fit: bool, keep: bool) -> Kept:
-    # A wide state leaves no registers to make P and that of k in.
-    busy = e is not None or d is not None or (fit and x.key_dim > 128)
+    # A wide state, or products in fp32, leave no registers to make P and that of k in.
+    busy = e is not None or d is not None or (fit and (x.key_dim > 128 or x.precision == "ieee"))
     square, state = (x.all_chunks, x.heads, x.size, x.size), (x.heads, x.value_dim, x.key_dim)
     return (
         k.new_empty(x.all_chunks, x.heads, scalar.ROWS.value, x.size, dtype=x.vectors),
