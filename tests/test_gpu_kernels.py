@@ -249,7 +249,8 @@ def _nothing(exact: Inputs, wanted: dict[str, Tensor], found: dict[str, Tensor],
 
     Those are q * d q and k * d k, which are summed in fp32 or in two parts of 16 bits.
     """
-    terms = sum(float((part * wanted[name]).detach().norm()) for name, part in (("d q", exact.q), ("d k", exact.k)))
+    read_and_written = [(part, wanted[name]) for name, part in (("d q", exact.q), ("d k", exact.k))]
+    terms = sum(float((part * grad).detach().norm()) for part, grad in read_and_written if grad is not None)
     right, ours = (float(grads["d g"].double().norm()) for grads in (wanted, found))
     return right <= 1e-12 * terms and ours <= max(LIMITS[torch.float32], torch.finfo(dtype).eps ** 2) * terms
 

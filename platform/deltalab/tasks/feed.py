@@ -17,8 +17,8 @@ class Feed:
     at most `most` steps at a time. Runs that share a seed share the batch. Where the rows of a task's draw do not
     depend on one another, which two seeds show at step 0, all runs are one draw; else each seed is one.
 
-    Raises `InputError` for a task whose batches depend on more than the numbers of `random`, or that asks for other
-    streams of them at other steps.
+    Raises `InputError` for a task whose batches depend on more than the numbers of `random`, the device among it, or
+    that asks for other streams of them at other steps.
 
     >>> from deltalab.tasks import MQAR
     >>> task = MQAR(length=8, pairs=1, vocab_size=8)
@@ -38,7 +38,7 @@ class Feed:
             self._groups = [[seed] for seed in self.seeds]
         if len(self._groups) == len(self.seeds) and not self._agree([[seed] for seed in some]):
             raise InputError(
-                f"task '{task.name}': its batches depend on more than the numbers of `random`; "
+                f"task '{task.name}': its batches depend on more than the numbers of `random`, as the CPU has them; "
                 f"`platform task check {task.name}` may say more"
             )
         self._pools = [_Starts(self._addresses("pool", group), device) for group in self._groups]
@@ -74,10 +74,10 @@ class Feed:
         return Batch(*(torch.cat([getattr(batch, name) for batch in batches]) for name in ("inputs", "targets")))
 
     def _agree(self, groups: Sequence[Sequence[int]]) -> bool:
-        """Whether draws for groups of seeds are the task's own batches, at step 0."""
+        """Whether draws for groups of seeds are the task's own batches, as the CPU has them, at step 0."""
         for group in groups:
             now, pool = (_Starts(self._addresses(at, group), self.device) for at in (0, "pool"))
-            wanted = [self.task.batch("train", self.size, seed, 0, self.device) for seed in group]
+            wanted = [self.task.batch("train", self.size, seed, 0) for seed in group]
             try:
                 found = self._draw(now, pool, len(group))
             except RuntimeError:
@@ -85,7 +85,7 @@ class Feed:
                     raise
                 return False  # what it draws is not in rows
             for name in ("inputs", "targets"):
-                if not torch.equal(getattr(found, name), torch.cat([getattr(batch, name) for batch in wanted])):
+                if not torch.equal(getattr(found, name).cpu(), torch.cat([getattr(batch, name) for batch in wanted])):
                     return False
         return True
 
