@@ -37,11 +37,17 @@ def run(rule, x: Inputs, backend: str, **more):
     return {**found, **{f"d {name}": grad for name, grad in zip(named, grads, strict=True)}}
 
 
-def compare(rule, *, length: int, tolerance: float, batch: int = 1, key_dim: int = 16, value_dim: int = 16, **more):
+def compare(
+    rule, *, length: int, tolerance: float, batch: int = 1, key_dim: int = 16, value_dim: int = 16,
+    dtype: torch.dtype = torch.float32, **more,
+):  # fmt: skip
+    def narrow(x: Inputs) -> Inputs:
+        return dataclasses.replace(x, q=x.q.to(dtype), k=x.k.to(dtype), v=x.v.to(dtype))
+
     x = draw(rule, batch=batch, length=length, heads=2, key_dim=key_dim, value_dim=value_dim)
-    x = x.map(lambda part: part.float().double())
+    x = narrow(x.map(torch.Tensor.float)).map(torch.Tensor.double)
     wanted = run(rule, x.map(lambda part: part.requires_grad_()), "recurrent", **more)
-    ours = x.map(lambda part: part.detach().float().to(DEVICE).requires_grad_())
+    ours = narrow(x.map(lambda part: part.detach().float().to(DEVICE))).map(lambda part: part.requires_grad_())
     found = run(rule, ours, "triton", **{name: value.to(DEVICE) for name, value in more.items()})
     for name, right in wanted.items():
         assert (right is None) == (found[name] is None), name
@@ -59,6 +65,12 @@ def test_every_rule_of_the_algebra_reaches_its_kernel(name):
 @pytest.mark.parametrize("name", ["comba", "delta_product", "rdn", "gla"])
 def test_widths_that_no_block_has(name):
     compare(deltalab.get_rule(name), length=5, key_dim=12, value_dim=20, tolerance=2e-5)
+
+
+@pytest.mark.parametrize("name", ["rla", "sgla", "comba"])
+def test_16_bits(name):
+    """RLA makes more where it scans, of operands of 16 bits."""
+    compare(deltalab.get_rule(name), length=35, dtype=torch.float16, tolerance=1e-3)
 
 
 class Apart(type(deltalab.get_rule("rdn"))):
