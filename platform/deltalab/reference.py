@@ -111,14 +111,11 @@ def _scan(
     g = None if x.g is None else into_chunks(x.g, size)
     decay = k.new_ones(size, size).tril()[..., None] if g is None else decays(g if diagonal else g[..., None])
     from_start = decay[..., :, 0, :] if g is None else decay[..., :, 0, :] * g.view(*g.shape[:3], -1)[..., :1, :].exp()
-    seen_decay, seen_start = decay, from_start
-    early = transition.reads == "state" and (x.e is not None or x.a is not None)
-    if before or early:
-        # Up to the state before a token, which is a row later.
-        earlier = F.pad(decay, (0, 0, 0, 0, 1, 0))[..., :-1, :, :]
-        before_start = F.pad(from_start, (0, 0, 1, 0), value=1.0)[..., :-1, :]
-    if early:
-        seen_decay, seen_start = earlier, before_start
+    # Up to the state before a token, which is a row later.
+    earlier = F.pad(decay, (0, 0, 0, 0, 1, 0))[..., :-1, :, :]
+    before_start = F.pad(from_start, (0, 0, 1, 0), value=1.0)[..., :-1, :]
+    late = transition.reads == "decayed_state"
+    seen_decay, seen_start = (decay, from_start) if late else (earlier, before_start)
 
     along, ends, erase, wide = k, decay[..., -1, :, :], None, 1
     if x.e is not None:
