@@ -163,19 +163,23 @@ def put_scalars(x, value, row, valid, head, heads, SIZE: tl.constexpr):
 
 
 @triton.jit
-def cumulative(g, row, valid, head, heads, SIZE: tl.constexpr, KIND: tl.constexpr):
-    """G_i, G_{i-1} and G_C of a chunk that starts at a row, base 2; nothing decays beyond the sequence or without g."""
-    if g is None:
+def decays(g, row, valid, head, heads, SIZE: tl.constexpr):
+    """g of a chunk's tokens and of those before each, to be loaded before anything waits and added up after."""
+    i = tl.arange(0, SIZE)
+    at = g + (row.to(tl.int64) + i) * heads + head
+    return tl.load(at, mask=i < valid, other=0.0), tl.load(at - heads, mask=(i > 0) & (i <= valid), other=0.0)
+
+
+@triton.jit
+def cumulative(steps, SIZE: tl.constexpr, KIND: tl.constexpr):
+    """G_i, G_{i-1} and G_C of a chunk's `decays`, base 2; nothing decays beyond the sequence or without g."""
+    if steps is None:
         sums = tl.zeros([SIZE], KIND)
         earlier = sums
     else:
-        step = tl.maximum(scalars(g, row, valid, head, heads, SIZE), LOWEST).to(KIND) * LOG2_E
-        sums = tl.cumsum(step, 0)
-        # Loaded anew, not by subtraction: both are sums of the same terms in the same order.
-        i = tl.arange(0, SIZE)
-        at = g + (row.to(tl.int64) + i - 1) * heads + head
-        shifted = tl.load(at, mask=(i > 0) & (i <= valid), other=0.0).to(tl.float32)
-        earlier = tl.cumsum(tl.maximum(shifted, LOWEST).to(KIND) * LOG2_E, 0)
+        # Not one by subtraction from the other: both are sums of the same terms in the same order.
+        sums = tl.cumsum(tl.maximum(steps[0].to(tl.float32), LOWEST).to(KIND) * LOG2_E, 0)
+        earlier = tl.cumsum(tl.maximum(steps[1].to(tl.float32), LOWEST).to(KIND) * LOG2_E, 0)
     return sums, earlier, tl.min(sums, 0)
 
 
@@ -205,6 +209,14 @@ def held(x):
 
 
 @triton.jit
-def apart(later, earlier, i, j, STRICT: tl.constexpr):
-    """exp2(later_i - earlier_j) where j <= i, or j < i; else 0. Given as [.., 1] and [1, ..], either way round."""
-    return tl.exp2(tl.where(i > j if STRICT else i >= j, (later - earlier).to(tl.float32), float("-inf")))
+def apart(later, earlier, i, j, STRICT: tl.constexpr, DECAYS: tl.constexpr = True):
+    """exp2(later_i - earlier_j) where j <= i, or j < i; else 0. Given as [.., 1] and [1, ..], either way round.
+
+    Not DECAYS: both are 0, and an exponential for each pair would take up to a tenth of a kernel's time.
+    """
+    there = i > j if STRICT else i >= j
+    if DECAYS:
+        found = tl.exp2(tl.where(there, (later - earlier).to(tl.float32), float("-inf")))
+    else:
+        found = tl.where(there, 1.0, 0.0)
+    return found

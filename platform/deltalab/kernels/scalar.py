@@ -21,6 +21,7 @@ from deltalab.kernels.chunk import (
     apart,
     bounds,
     cumulative,
+    decays,
     get_rows,
     locate,
     put_rows,
@@ -54,7 +55,7 @@ def prepare(
     PACKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Per chunk and head: `vectors` and, where wanted, (I + M)^{-1} - I, P, and, to predict, P of k in place of r."""
-    program, head = tl.program_id(0), tl.program_id(1)
+    program, head = tl.program_id(0) // H, tl.program_id(0) % H
     sequence, chunk = locate(program, of, first, chunks, PACKED)
     if sequence >= sequences:
         return
@@ -63,13 +64,23 @@ def prepare(
     i = tl.arange(0, SIZE)
     at = program * H + head
     mine = vectors + at.to(tl.int64) * (ROWS * SIZE)
-    sums, earlier, total = cumulative(g, row, valid, head, H, SIZE, SUM)
+    there = tl.where(i < valid, 1.0, 0.0)
+    # All at once, before anything waits.
+    steps = None if g is None else decays(g, row, valid, head, H, SIZE)
+    strength = there if read is None else scalars(read, row, valid, head, H, SIZE)
+    writes = there if beta is None else scalars(beta, row, valid, head, H, SIZE)
+    if d is not None:
+        correction = scalars(d, row, valid, head, H, SIZE)
+    if e is not None:
+        erase = scalars(e, row, valid, head, H, SIZE)
+    if within is not None:
+        key = get_rows(k, row, valid, head * K, SIZE, RAGGED)
+        reader = get_rows(r, row, valid, head * K, SIZE, RAGGED)
+    sums, earlier, total = cumulative(steps, SIZE, SUM)
     seen = earlier if FIT else sums
     since = tl.exp2(seen.to(tl.float32))
-    there = tl.where(i < valid, 1.0, 0.0)
-    strength = there if read is None else scalars(read, row, valid, head, H, SIZE)
     _put(mine, READS, strength * (since * scale), SIZE)
-    _put(mine, WRITES, there if beta is None else scalars(beta, row, valid, head, H, SIZE), SIZE)
+    _put(mine, WRITES, writes, SIZE)
     _put(mine, ENDS, tl.exp2((total - sums).to(tl.float32)), SIZE)
     _put(mine, KEEPS, tl.where(i == 0, tl.exp2(total.to(tl.float32)), 0.0), SIZE)
     if within is None:
@@ -77,13 +88,10 @@ def prepare(
         _put(mine, SUMS, sums, SIZE)
         _put(mine, SEEN, seen, SIZE)
     else:
-        key = get_rows(k, row, valid, head * K, SIZE, RAGGED)
-        reader = get_rows(r, row, valid, head * K, SIZE, RAGGED)
-        decay = apart(seen[:, None], sums[None, :], i[:, None], i[None, :], FIT)
+        decay = apart(seen[:, None], sums[None, :], i[:, None], i[None, :], FIT, g is not None)
         pairs = tl.dot(reader, tl.trans(key), input_precision=PRECISION) * strength[:, None]
         overlap = tl.dot(key, tl.trans(key), input_precision=PRECISION)
         if d is not None:
-            correction = scalars(d, row, valid, head, H, SIZE)
             _put(mine, CORRECTS, correction * (since * scale), SIZE)
             pairs -= correction[:, None] * overlap
         within.store([at * SIZE, 0], (pairs * (decay * scale)).to(within.dtype))
@@ -92,9 +100,9 @@ def prepare(
             overlaps.store([at * SIZE, 0], (overlap * decay).to(overlaps.dtype))
         if e is not None:
             late = sums if LATE else earlier
-            erase = scalars(e, row, valid, head, H, SIZE)
             _put(mine, ERASES, erase * tl.exp2(late.to(tl.float32)), SIZE)
-            system = overlap * erase[:, None] * apart(late[:, None], sums[None, :], i[:, None], i[None, :], True)
+            decay = apart(late[:, None], sums[None, :], i[:, None], i[None, :], True, g is not None)
+            system = overlap * erase[:, None] * decay
             inverse.store([at * SIZE, 0], unit_lower_inverse(system, SIZE, PRECISION).to(inverse.dtype))
 
 

@@ -14,6 +14,7 @@ from deltalab.kernels.chunk import (
     apart,
     bounds,
     cumulative,
+    decays,
     get_rows,
     held,
     locate,
@@ -53,7 +54,7 @@ def gradients(
     more_r, more_k, more_g: d_r, d_k and d_g hold other gradients of theirs before. LOSS: u is a pseudo-residual, and
     new_d_u is of its error. FIT: d_error is of the error that S_{t-1} predicts with; OWN: what is to be predicted is u.
     """
-    program, head = tl.program_id(0), tl.program_id(1)
+    program, head = tl.program_id(0) // H, tl.program_id(0) % H
     sequence, chunk = locate(program, of, first, span, PACKED)
     if sequence >= sequences:
         return
@@ -65,12 +66,17 @@ def gradients(
     slot, column = (program * H + head) * V, head * V
     # Where `written` and its like begin: they hold this span alone.
     here = row if PACKED else (sequence * span + chunk - from_chunk) * SIZE
-    sums, earlier, total = cumulative(g, row, valid, head, H, SIZE, SUM)
-    seen = earlier if FIT else sums
+    steps = None if g is None else decays(g, row, valid, head, H, SIZE)
     strength = None
     if beta is not None:
         strength = scalars(beta, row, valid, head, H, SIZE)
         d_strength = tl.zeros([SIZE], tl.float32)
+    if e is not None:
+        erase = scalars(e, row, valid, head, H, SIZE)
+    if read is not None:
+        factor = scalars(read, row, valid, head, H, SIZE)
+    if d is not None:
+        correction = scalars(d, row, valid, head, H, SIZE)
 
     # What each token has to do with each other one: as a reader, as a predictor, and as one that is erased.
     reads, reads_t = tl.zeros([SIZE, SIZE], tl.float32), tl.zeros([SIZE, SIZE], tl.float32)
@@ -92,8 +98,10 @@ def gradients(
             # The gradient of M is -d_u w^T, since that of X^{-1} is -X^{-T} (.) X^{-T}.
             erases -= tl.dot(du_c, tl.trans(w_c), input_precision=PRECISION)
             erases_t -= tl.dot(w_c, tl.trans(du_c), input_precision=PRECISION)
-    within = apart(seen[:, None], sums[None, :], i[:, None], i[None, :], FIT)
-    within_t = apart(seen[None, :], sums[:, None], i[None, :], i[:, None], FIT)
+    sums, earlier, total = cumulative(steps, SIZE, SUM)
+    seen = earlier if FIT else sums
+    within = apart(seen[:, None], sums[None, :], i[:, None], i[None, :], FIT, g is not None)
+    within_t = apart(seen[None, :], sums[:, None], i[None, :], i[:, None], FIT, g is not None)
     if beta is not None and written is None:
         within *= strength[None, :]
         within_t *= strength[:, None]
@@ -106,16 +114,14 @@ def gradients(
         fits, fits_t = (fits * within).to(kind), (fits_t * within_t).to(kind)
     if e is not None:
         late = sums if LATE else earlier
-        erase = scalars(e, row, valid, head, H, SIZE)
         before = tl.exp2(late.to(tl.float32))
-        erases = (erases * apart(late[:, None], sums[None, :], i[:, None], i[None, :], True)).to(kind)
-        erases_t = (erases_t * apart(late[None, :], sums[:, None], i[None, :], i[:, None], True)).to(kind)
+        within = apart(late[:, None], sums[None, :], i[:, None], i[None, :], True, g is not None)
+        within_t = apart(late[None, :], sums[:, None], i[None, :], i[:, None], True, g is not None)
+        erases, erases_t = (erases * within).to(kind), (erases_t * within_t).to(kind)
         d_erase = tl.zeros([SIZE], tl.float32)
     if read is not None:
-        factor = scalars(read, row, valid, head, H, SIZE)
         d_factor = tl.zeros([SIZE], tl.float32)
     if d is not None:
-        correction = scalars(d, row, valid, head, H, SIZE)
         d_correction = tl.zeros([SIZE], tl.float32)
     # Of g: as what reads and predicts, as what erases, what is written inside the chunk, and what leaves it.
     grow, grow_e = tl.zeros([SIZE], tl.float32), tl.zeros([SIZE], tl.float32)

@@ -100,17 +100,20 @@ class Launch:
             "PACKED": self.packed is not None, "RAGGED": self.ragged, "PRECISION": self.precision,
         }  # fmt: skip
 
-    def how(self, kernel: str, erases: bool = False) -> dict[str, int]:
+    def how(self, kernel: str, crowded: bool = False) -> dict[str, int]:
         warps, stages = WARPS[kernel], STAGES[kernel]
         if kernel == "gradients" and self.value_dim > self.bv:
             # Its loop would hold all values twice.
             stages = 1
-        elif kernel == "gradients" and erases:
+        elif kernel == "gradients" and crowded:
             # Two programs would no longer share a multiprocessor.
             stages = 2
         elif kernel in ("scan", "states", "reverse") and self.bv == 128:
             warps *= 2
-        return {"num_warps": warps, "num_stages": stages}
+        # Of `prepare` 128 let four programs share a multiprocessor. 255 is all that there are: products in fp32, left
+        # to itself, ptxas may put into 32 of them and 3 KiB of memory.
+        few = kernel == "prepare" and self.precision == "tf32" and self.key_dim <= 128
+        return {"num_warps": warps, "num_stages": stages, "maxnreg": 128 if few else 255}
 
     @property
     def vectors(self) -> torch.dtype:
@@ -245,7 +248,7 @@ def _forward(
     r, k, u, g, e, beta, read, d = given
     vectors, inverse, within, overlaps, begin = kept
     bounds, of, first = x.packed or (None, None, None)
-    scalar.prepare[(x.all_chunks, x.heads)](
+    scalar.prepare[(x.all_chunks * x.heads,)](
         x.keys(r), x.keys(k), g, e, beta, read, d, vectors, x.squares(inverse), x.squares(within), x.squares(overlaps),
         bounds, of, first, x.tokens, x.chunks, x.batch, scale, **x.sizes(), LATE=late, FIT=loss is not None, SUM=x.sum,
         **x.how("prepare"),
@@ -300,6 +303,8 @@ def _backward(
     solve, pairs, overlap = x.squares(inverse), x.squares(within), x.squares(overlaps)
     keys, values = x.keys(k), x.values(u)
     wide = x.per_chunk()
+    # Without g nothing but products reads states, and Triton then holds one more of each.
+    crowded = e is not None and (g is None or d_error is not None)
     # What is loaded ahead must fit beside states that are stored.
     back = x if d_error is None else replace(x, bv=min(x.bv, 64))
     more_r, more_k, more_g = more
@@ -326,10 +331,10 @@ def _backward(
             x.keys(r), keys, vectors, solve, pairs, overlap, upstream, wrong, after, states_after,
             back.values(d_u, store=True), **at, **size, BV=back.bv, CORRECTED=d is not None, **back.how("reverse"),
         )  # fmt: skip
-        gradients[(x.chunks if x.packed else x.batch * (ends - begins), x.heads)](
+        gradients[((x.chunks if x.packed else x.batch * (ends - begins)) * x.heads,)](
             *per_chunk, **x.sequence(), of=x.packed and x.packed[1], sequences=x.batch, from_chunk=begins,
             span=ends - begins, scale=scale, clip=clip, V=x.value_dim, BV=wide.bv, BK=wide.bk, LATE=late,
-            FIT=d_error is not None, OWN=own, LOSS=loss, SUM=x.sum, **x.sizes(), **wide.how("gradients", e is not None),
+            FIT=d_error is not None, OWN=own, LOSS=loss, SUM=x.sum, **x.sizes(), **wide.how("gradients", crowded),
         )  # fmt: skip
     return after.transpose(-1, -2).contiguous()
 
