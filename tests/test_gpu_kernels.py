@@ -25,6 +25,7 @@ import deltalab
 from deltalab import reference
 from deltalab.errors import InputError
 from deltalab.inputs import Inputs, draw, draw_corners, moves, parts
+from deltalab.kernels import parts as kernel_parts
 from deltalab.rule import Operands, State, UpdateRule
 from deltalab.scan import operands
 from deltalab.structure import Transition
@@ -294,6 +295,37 @@ def test_every_width(rule, dtype, key_dim, value_dim, length):
 @pytest.mark.parametrize(("rule", "dtype"), [case(*one, torch.bfloat16, widths=(128, 128)) for one in STRUCTURES])
 def test_long_and_wide(rule, dtype):
     hold(rule, inputs(rule, dtype, 4096, 128, 128, state=False))
+
+
+SPLIT = [
+    (name, deltalab.get_rule(name))
+    for name in ("linear_attention", "sgla", "deltanet", "gated_deltanet", "comba", "delta_product", "rla", "rdn")
+]
+
+
+@pytest.mark.parametrize(
+    ("rule", "dtype", "width"),
+    [
+        case(*one, dtype, width, widths=(width, width))
+        for one in SPLIT
+        for dtype, width in ((torch.bfloat16, 128), (torch.float16, 64), (torch.float32, 64))
+    ],
+)
+def test_one_sequence_in_parts(rule, dtype, width, monkeypatch):
+    x = inputs(rule, dtype, 4096, width, width, state=True, batch=1)
+    monkeypatch.setattr(kernel_parts, "SHORTEST", 4)
+    hold(rule, x)
+    leaves = x.map(lambda part: part.requires_grad_())
+    split, again = run(rule, leaves, "triton"), run(rule, leaves, "triton")
+    assert all(torch.equal(it, again[name]) for name, it in split.items() if it is not None)
+    monkeypatch.setattr(kernel_parts, "MOST", 1)
+    assert not torch.equal(split["o"], run(rule, leaves, "triton")["o"]), "it was in one part before"
+
+
+@pytest.mark.parametrize(("rule", "dtype"), [case(*one, torch.bfloat16) for one in SPLIT])
+def test_extreme_gates_in_parts(rule, dtype, monkeypatch):
+    monkeypatch.setattr(kernel_parts, "SHORTEST", 1)
+    hold(rule, rounded(rule, draw_corners(rule, batch=2, length=256, key_dim=64, value_dim=64), dtype), slack=2)
 
 
 @pytest.mark.parametrize(("rule", "dtype"), [case(*one, dtype) for one in VARIANTS for dtype in LIMITS])

@@ -13,6 +13,7 @@ if not torch.cuda.is_available():
 import deltalab
 from deltalab.errors import InputError
 from deltalab.inputs import Inputs, draw, parts
+from deltalab.kernels import parts as kernel_parts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -39,12 +40,20 @@ def run(rule, x: Inputs, backend: str, **more):
 
 def compare(
     rule, *, length: int, tolerance: float, batch: int = 1, key_dim: int = 16, value_dim: int = 16,
-    dtype: torch.dtype = torch.float32, **more,
+    dtype: torch.dtype = torch.float32, slower: float = 1.0, state: bool = False, **more,
 ):  # fmt: skip
+    """slower: of log-decays."""
+
     def narrow(x: Inputs) -> Inputs:
         return dataclasses.replace(x, q=x.q.to(dtype), k=x.k.to(dtype), v=x.v.to(dtype))
 
-    x = draw(rule, batch=batch, length=length, heads=2, key_dim=key_dim, value_dim=value_dim)
+    shape = {"batch": batch, "heads": 2, "key_dim": key_dim, "value_dim": value_dim}
+    x = draw(rule, length=length, **shape)
+    x = dataclasses.replace(x, gates={n: gate * (slower if n == "g" else 1.0) for n, gate in x.gates.items()})
+    if state:
+        past = draw(rule, length=4, seed=1, **shape)
+        _, last = deltalab.scan(rule, past.q, past.k, past.v, past.gates, backend="chunked")
+        x = dataclasses.replace(x, state=last)
     x = narrow(x.map(torch.Tensor.float)).map(torch.Tensor.double)
     wanted = run(rule, x.map(lambda part: part.requires_grad_()), "recurrent", **more)
     ours = narrow(x.map(lambda part: part.detach().float().to(DEVICE))).map(lambda part: part.requires_grad_())
@@ -94,10 +103,28 @@ def test_packed_sequences_are_each_for_itself(name):
     compare(deltalab.get_rule(name), length=23, cu_seqlens=torch.tensor([0, 3, 20, 23]), tolerance=2e-5)
 
 
-@pytest.mark.parametrize("name", ["comba", "gla", "rdn"])
-def test_stacked_models_fold_into_the_batch(name):
+@pytest.fixture
+def split(monkeypatch):
+    """Sequences of two chunks are two parts."""
+    monkeypatch.setattr(kernel_parts, "SHORTEST", 1)
+
+
+@pytest.mark.parametrize(("name", "length"), [("comba", 64), ("deltanet", 32), ("sgla", 64), ("rdn", 32)])
+def test_a_sequence_in_parts_is_the_same(name, length, split):
+    compare(deltalab.get_rule(name), length=length, value_dim=32, slower=0.02, state=True, tolerance=2e-6)
+
+
+def test_parts_are_as_many_as_would_idle():
+    assert [kernel_parts.count(programs, 1024) for programs in (1, 8, 16, 32, 48, 66, 67, 132, 1024)] == [
+        16, 16, 8, 4, 2, 2, 1, 1, 1,
+    ]  # fmt: skip
+    assert [kernel_parts.count(8, chunks) for chunks in (1, 63, 64, 66, 255, 256, 384)] == [1, 1, 2, 2, 1, 8, 8]
+
+
+@pytest.mark.parametrize(("name", "length"), [("comba", 9), ("comba", 32), ("gla", 9), ("rdn", 9)])
+def test_stacked_models_fold_into_the_batch(name, length, split):
     rule = deltalab.get_rule(name)
-    x = draw(rule, batch=1, length=9, heads=1, key_dim=16, value_dim=16).map(lambda part: part.float().to(DEVICE))
+    x = draw(rule, batch=1, length=length, heads=1, key_dim=16, value_dim=16).map(lambda part: part.float().to(DEVICE))
     stacked = [torch.stack([part, 0.5 * part]).requires_grad_() for part in (x.q, x.k, x.v)]
 
     def scanned(q, k, v):
@@ -110,11 +137,11 @@ def test_stacked_models_fold_into_the_batch(name):
     torch.testing.assert_close(*grads)
 
 
-@pytest.mark.parametrize("name", ["comba", "gla"])
-def test_a_compiler_takes_all_of_it_as_one_graph(name, monkeypatch):
+@pytest.mark.parametrize(("name", "length"), [("comba", 9), ("rdn", 32), ("gla", 9)])
+def test_a_compiler_takes_all_of_it_as_one_graph(name, length, split, monkeypatch):
     rule, module = deltalab.get_rule(name), sys.modules["deltalab.scan"]
     monkeypatch.setattr(module, "may_launch", lambda device: module.lacks_triton(device) is None)
-    x = draw(rule, batch=1, length=9, heads=1, key_dim=16, value_dim=16).map(lambda part: part.float().to(DEVICE))
+    x = draw(rule, batch=1, length=length, heads=1, key_dim=16, value_dim=16).map(lambda part: part.float().to(DEVICE))
 
     def scanned(*given):
         q, k, v, *gates = given

@@ -147,7 +147,7 @@ def scan(
     o, residual, last, states, written,
     cu_seqlens, first, length, chunks, from_chunk, to_chunk, every, segments, clip, H, V,
     K: tl.constexpr, SIZE: tl.constexpr, BV: tl.constexpr, CORRECTED: tl.constexpr, LOSS: tl.constexpr,
-    PACKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
+    MAPS: tl.constexpr, PACKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One head's block of values through chunks from_chunk to to_chunk.
 
@@ -155,6 +155,7 @@ def scan(
     what its token has not written yet, as o then does; the last state; `states` that chunks start with, transposed, and
     what they have `written`, of this span.
     begin_states: [B, segments, H, V, K], the state before every `every`-th chunk; written where o is, else read.
+    MAPS: beyond V go K values more, of I in place of the state, to which nothing is written: last is [B, H, K, V + K].
     """
     block, head, sequence = tl.program_id(0) * BV, tl.program_id(1), tl.program_id(2)
     start, length = bounds(sequence, cu_seqlens, length, PACKED)
@@ -166,9 +167,14 @@ def scan(
         to_chunk = tl.load(first + sequence + 1) - number
     value, key = block + tl.arange(0, BV), tl.arange(0, K)
     kind = k.dtype
-    held = (sequence.to(tl.int64) * H + head) * K * V + key[None, :] * V + value[:, None]
+    wide, source = V, block
+    if MAPS:
+        wide, source = V + K, tl.where(block < V, block, 0)
+    held = (sequence.to(tl.int64) * H + head) * K * wide + key[None, :] * wide + value[:, None]
     begun = (sequence.to(tl.int64) * segments * H + head) * K * V + value[:, None] * K + key[None, :]
-    if o is None:
+    if MAPS:
+        s = tl.where(value[:, None] == V + key[None, :], 1.0, 0.0)
+    elif o is None and begin_states is not None:
         s = tl.load(begin_states + begun + (from_chunk // every).to(tl.int64) * H * K * V)
     elif state is not None:
         s = tl.load(state + held).to(tl.float32)
@@ -200,7 +206,9 @@ def scan(
                     overlap_t = (overlap_t * tl.trans(decays)).to(kind)
             if inverse is not None or CORRECTED or LOSS is not None:
                 k_s = tl.dot(s.to(kind), tl.trans(k_c), input_precision=PRECISION)
-            w = tl.trans(get_rows(u, row, valid, head * V + block, SIZE, RAGGED)).to(tl.float32)
+            w = tl.trans(get_rows(u, row, valid, head * V + source, SIZE, RAGGED)).to(tl.float32)
+            if MAPS:
+                w = tl.where(block < V, w, 0.0)
             if LOSS is not None:
                 if within is not None:
                     since = _get(mine, SINCE, SIZE)
@@ -261,7 +269,8 @@ def reverse(
 ):  # fmt: skip
     """The gradient of the state, d_state [.., V, K], from chunk to_chunk back to from_chunk, a head's block of values.
 
-    Writes the gradient of the state after each chunk, transposed too, and to d_u that of beta u (through the inverse).
+    Writes what is not None: the gradient of the state after each chunk, transposed too, and to d_u that of beta u
+    (through the inverse).
     d_error: of what is predicted wrongly, with which its prediction falls.
     """
     block, head, sequence = tl.program_id(0) * BV, tl.program_id(1), tl.program_id(2)
@@ -286,7 +295,8 @@ def reverse(
             _get(mine, ENDS, SIZE),
             _get(mine, READS, SIZE),
         )
-        states_after.store([((slot + chunk - from_chunk) * H + head) * V + block, 0], ds.to(kind))
+        if states_after is not None:
+            states_after.store([((slot + chunk - from_chunk) * H + head) * V + block, 0], ds.to(kind))
         k_c = get_rows(k, row, valid, head * K, SIZE, RAGGED)
         r_c = get_rows(r, row, valid, head * K, SIZE, RAGGED)
         if within is None:
@@ -309,7 +319,8 @@ def reverse(
             dw -= tl.dot(wrong, overlap, input_precision=PRECISION)
         if inverse is not None:
             dw = tl.dot(dw.to(kind), inverse.load([at * SIZE, 0]), dw, input_precision=PRECISION)
-        put_rows(d_u, tl.trans(dw), row, valid, head * V + block, H * V, SIZE, BV, RAGGED)
+        if d_u is not None:
+            put_rows(d_u, tl.trans(dw), row, valid, head * V + block, H * V, SIZE, BV, RAGGED)
         ds *= keep
         if inverse is not None or CORRECTED or d_error is not None:
             along = tl.zeros([BV, SIZE], tl.float32)

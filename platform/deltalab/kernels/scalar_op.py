@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltalab.kernels import scalar
+from deltalab.kernels import parts, scalar
 from deltalab.kernels.chunk import PRECISIONS, absent, chunk_map, fold_into_batch, tiles
 from deltalab.kernels.scalar_gradients import gradients
 
@@ -25,7 +25,11 @@ STAGES = {"prepare": 1, "scan": 3, "states": 3, "reverse": 3, "gradients": 3}
 
 @dataclass(frozen=True)
 class Launch:
-    """The plan of one problem: sizes of blocks and of segments, and where its sequences lie."""
+    """The plan of one problem: sizes of blocks and of segments, and where its sequences lie.
+
+    Few long sequences of whole chunks that are not packed are cut in equal parts, which lie in memory as so many
+    sequences: `batch`, `tokens` and `chunks` are of these.
+    """
 
     batch: int
     tokens: int
@@ -37,6 +41,7 @@ class Launch:
     bv: int
     chunks: int
     every: int
+    parts: int
     packed: tuple[Tensor, Tensor, Tensor] | None
     ragged: bool
     precision: str
@@ -49,16 +54,20 @@ class Launch:
         if cu_seqlens is not None:
             of, first, chunks = chunk_map(cu_seqlens, tokens, size)
             packed, batch = (cu_seqlens.to(torch.int32), of, first), cu_seqlens.numel() - 1
-        each = batch * heads * key_dim * value_dim * k.element_size()
-        every = chunks if packed else min(chunks, max(WORKSPACE // each, 8, triton.cdiv(1024, batch * heads)))
         wide = k.element_size() > 2
         blocks = (32, 16) if wide else (128, 64, 32, 16)
         bv = next(bv for bv in blocks if value_dim % bv == 0)
         if bv == 128 and (key_dim > 128 or batch * heads * value_dim < ENOUGH * bv):
             bv = 64
+        ragged, split = packed is not None or tokens % size != 0, 1
+        if not ragged:
+            split = parts.count(batch * heads * (value_dim // bv), chunks)
+            batch, tokens, chunks = batch * split, tokens // split, chunks // split
+        each = batch * heads * key_dim * value_dim * k.element_size()
+        every = chunks if packed else min(chunks, max(WORKSPACE // each, 8, triton.cdiv(1024, batch * heads)))
         return cls(
-            batch, tokens, heads, key_dim, value_dim, size, key_dim, bv, chunks, every, packed,
-            ragged=packed is not None or tokens % size != 0, precision=PRECISIONS[u.dtype],
+            batch, tokens, heads, key_dim, value_dim, size, key_dim, bv, chunks, every, split, packed, ragged,
+            precision=PRECISIONS[u.dtype],
         )  # fmt: skip
 
     def per_chunk(self) -> "Launch":
@@ -128,8 +137,8 @@ class Launch:
 Given = tuple[Tensor | None, ...]
 """r, k, u, g, e, beta, read and d of a pass, or their gradients."""
 
-Kept = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-"""What the backward of a pass needs: vectors, inverses, P, that of k, and states."""
+Kept = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+"""What the backward of a pass needs: vectors, inverses, P, that of k, states, and what parts make of a state."""
 
 
 @torch.library.custom_op("deltalab::scalar_scan", mutates_args=())
@@ -148,7 +157,7 @@ def scalar_scan(
     late: bool,
     chunk_size: int,
     keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The scan of a state that decays by a scalar, as `rule.Operands` and `structure.Transition` define it.
 
     Contiguous r, k [B, T, H, K], u [B, T, H, V], scalars [B, T, H], state [B, H, K, V] (of which there are N where
@@ -188,8 +197,9 @@ def residual_scan(
     chunk_size: int,
     keep: bool,
 ) -> tuple[
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
-]:
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
+]:  # fmt: skip
     """`scalar_scan` that reads S_{t-1}, and on top of its output that of a second state, as `rule.Fit` defines it.
 
     target, fit_r, fit_g: u, r and g where None, whose gradients then leave as one.
@@ -208,12 +218,13 @@ def residual_scan(
 
 
 def _last(x: Launch, u: Tensor) -> Tensor:
-    return u.new_empty(x.batch, x.heads, x.key_dim, x.value_dim, dtype=torch.float32)
+    return u.new_empty(x.batch // x.parts, x.heads, x.key_dim, x.value_dim, dtype=torch.float32)
 
 
 def _kept(x: Launch, k: Tensor, e: Tensor | None, d: Tensor | None, fit: bool, keep: bool) -> Kept:
     # A wide state, or products in fp32, leave no registers to make P and that of k in.
     busy = e is not None or d is not None or (fit and (x.key_dim > 128 or x.precision == "ieee"))
+    erased = x.key_dim if e is not None else 1
     square, state = (x.all_chunks, x.heads, x.size, x.size), (x.heads, x.value_dim, x.key_dim)
     return (
         k.new_empty(x.all_chunks, x.heads, scalar.ROWS.value, x.size, dtype=x.vectors),
@@ -221,6 +232,7 @@ def _kept(x: Launch, k: Tensor, e: Tensor | None, d: Tensor | None, fit: bool, k
         k.new_empty(square) if busy else absent(k),
         k.new_empty(square) if fit and busy else absent(k),
         k.new_empty(x.batch, x.segments, *state, dtype=torch.float32) if keep else absent(k),
+        absent(k) if x.parts == 1 else k.new_empty(x.batch, x.heads, erased, erased, dtype=torch.float32),
     )
 
 
@@ -246,21 +258,48 @@ def _forward(
 ) -> None:
     """One pass: fills o, on top of base, the last state, the residual where there is a loss, and what is kept."""
     r, k, u, g, e, beta, read, d = given
-    vectors, inverse, within, overlaps, begin = kept
+    vectors, inverse, within, overlaps, begin, maps = kept
     bounds, of, first = x.packed or (None, None, None)
     scalar.prepare[(x.all_chunks * x.heads,)](
         x.keys(r), x.keys(k), g, e, beta, read, d, vectors, x.squares(inverse), x.squares(within), x.squares(overlaps),
         bounds, of, first, x.tokens, x.chunks, x.batch, scale, **x.sizes(), LATE=late, FIT=loss is not None, SUM=x.sum,
         **x.how("prepare"),
     )  # fmt: skip
+    ends = last
+    if x.parts > 1:
+        state, ends = _starts(x, k, u, vectors, inverse, state, maps), last.new_empty(x.batch, *last.shape[1:])
     scalar.scan[x.grid](
         x.keys(r), x.keys(k), x.values(u), vectors, x.squares(inverse), x.squares(within), x.squares(overlaps),
         x.values(target), x.values(base), state, _or_none(begin),
-        x.values(o, store=True), x.values(residual, store=True), last, None, None,
+        x.values(o, store=True), x.values(residual, store=True), ends, None, None,
         **x.sequence(), from_chunk=0, to_chunk=x.chunks, every=x.every, segments=x.segments,
-        clip=clip, V=x.value_dim, BV=x.bv, CORRECTED=d is not None, LOSS=loss,
+        clip=clip, V=x.value_dim, BV=x.bv, CORRECTED=d is not None, LOSS=loss, MAPS=False,
         **x.sizes(), **x.how("scan"),
     )  # fmt: skip
+    if x.parts > 1:
+        last.copy_(parts.each(ends, x.parts)[-1])
+
+
+def _starts(
+    x: Launch, k: Tensor, u: Tensor, vectors: Tensor, inverse: Tensor, state: Tensor | None, maps: Tensor
+) -> Tensor:
+    """The state that each part starts with; fills maps."""
+    erases = maps.shape[-1] > 1
+    x = replace(x, bv=min(x.bv, x.key_dim))
+    found = maps.new_empty(x.batch, x.heads, x.key_dim, x.value_dim + (x.key_dim if erases else 0))
+    scalar.scan[(found.shape[-1] // x.bv, x.heads, x.batch)](
+        None, x.keys(k), x.values(u), vectors, x.squares(inverse), None, None, None, None, None, None,
+        None, None, found, None, None,
+        **x.sequence(), from_chunk=0, to_chunk=x.chunks, every=x.chunks, segments=1,
+        clip=1.0, V=x.value_dim, BV=x.bv, CORRECTED=False, LOSS=None, MAPS=erases, **x.sizes(), **x.how("states"),
+    )  # fmt: skip
+    if erases:
+        maps.copy_(found[..., x.value_dim :])
+    else:
+        decays = vectors[:, :, scalar.KEEPS.value, 0].unflatten(0, (x.batch, x.chunks))
+        maps.copy_(decays.prod(1)[..., None, None])
+    added = parts.each(found[..., : x.value_dim], x.parts)
+    return torch.stack(parts.chained(state, parts.each(maps, x.parts), added), 1).flatten(0, 1)
 
 
 def _backward(
@@ -287,13 +326,9 @@ def _backward(
     """
     r, k, u, g, e, beta, read, d = given
     d_r, d_k, d_u, d_g, d_e, d_beta, d_read, d_d = grads
-    vectors, inverse, within, overlaps, begin = kept
+    vectors, inverse, within, overlaps, begin, maps = kept
     assert k is not None
     assert u is not None
-    if d_last is None:
-        after = begin.new_zeros(x.batch, x.heads, x.value_dim, x.key_dim)
-    else:
-        after = d_last.float().transpose(-1, -2).contiguous()
     spans = x.all_chunks if x.packed else x.batch * x.every
     states = k.new_empty(spans, x.heads, x.value_dim, x.key_dim)
     states_after = torch.empty_like(states)
@@ -318,6 +353,21 @@ def _backward(
         back.values(d_o), back.values(d_error), x.states(states), back.states(states_after)
     )  # fmt: skip
     size = {**x.sizes(), "V": x.value_dim}
+
+    def reverse(after: Tensor, states_after: Any, d_u: Tensor | None, at: dict[str, Any]) -> None:
+        scalar.reverse[back.grid](
+            x.keys(r), keys, vectors, solve, pairs, overlap, upstream, wrong, after, states_after,
+            back.values(d_u, store=True), **at, **size, BV=back.bv, CORRECTED=d is not None, **back.how("reverse"),
+        )  # fmt: skip
+
+    after = begin.new_zeros(x.batch, x.heads, x.value_dim, x.key_dim)
+    if x.parts > 1:
+        reverse(after, None, None, {**x.sequence(), "from_chunk": 0, "to_chunk": x.chunks})
+        back_to_front = (parts.each(one.mT, x.parts)[::-1] for one in (maps, after))
+        d_ends = parts.chained(None if d_last is None else d_last.float(), *back_to_front)
+        after = torch.stack(d_ends[::-1], 1).flatten(0, 1).mT.contiguous()
+    elif d_last is not None:
+        after = d_last.float().mT.contiguous()
     for segment in reversed(range(x.segments)):
         begins, ends = segment * x.every, min((segment + 1) * x.every, x.chunks)
         at = {**x.sequence(), "from_chunk": begins, "to_chunk": ends}
@@ -325,18 +375,15 @@ def _backward(
             None, keys, values, vectors, solve, None, None, None, None, None, begin,
             None, None, None, states, x.values(written, store=True),
             **at, **size, BV=x.bv, every=x.every, segments=x.segments, clip=clip, CORRECTED=False, LOSS=None,
-            **x.how("states"),
+            MAPS=False, **x.how("states"),
         )  # fmt: skip
-        scalar.reverse[back.grid](
-            x.keys(r), keys, vectors, solve, pairs, overlap, upstream, wrong, after, states_after,
-            back.values(d_u, store=True), **at, **size, BV=back.bv, CORRECTED=d is not None, **back.how("reverse"),
-        )  # fmt: skip
+        reverse(after, states_after, d_u, at)
         gradients[((x.chunks if x.packed else x.batch * (ends - begins)) * x.heads,)](
             *per_chunk, **x.sequence(), of=x.packed and x.packed[1], sequences=x.batch, from_chunk=begins,
             span=ends - begins, scale=scale, clip=clip, V=x.value_dim, BV=wide.bv, BK=wide.bk, LATE=late,
             FIT=d_error is not None, OWN=own, LOSS=loss, SUM=x.sum, **x.sizes(), **wide.how("gradients", crowded),
         )  # fmt: skip
-    return after.transpose(-1, -2).contiguous()
+    return parts.each(after, x.parts)[0].mT.contiguous()
 
 
 @torch.library.custom_op("deltalab::scalar_scan_backward", mutates_args=())
@@ -355,6 +402,7 @@ def _scalar_backward(
     within: Tensor,
     overlaps: Tensor,
     begin: Tensor,
+    maps: Tensor,
     d_o: Tensor,
     d_last: Tensor | None,
     scale: float,
@@ -365,7 +413,7 @@ def _scalar_backward(
     x = Launch.of(k, u, cu_seqlens, chunk_size)
     given = (r, k, u, g, e, beta, read, d)
     grads = _like(given, u)
-    kept = (vectors, inverse, within, overlaps, begin)
+    kept = (vectors, inverse, within, overlaps, begin, maps)
     d_state = _backward(x, given, tuple(map(_or_none, grads)), kept, d_o, d_last, scale, late)
     return [*grads, d_state]
 
@@ -393,11 +441,13 @@ def _residual_backward(
     within: Tensor,
     overlaps: Tensor,
     begin: Tensor,
+    maps: Tensor,
     fit_vectors: Tensor,
     fit_inverse: Tensor,
     fit_within: Tensor,
     fit_overlaps: Tensor,
     fit_begin: Tensor,
+    fit_maps: Tensor,
     d_o: Tensor,
     d_last: Tensor | None,
     d_fit_last: Tensor | None,
@@ -416,12 +466,12 @@ def _residual_backward(
     d_error = torch.empty_like(u) if d_target is None else d_target
     fit = (r if fit_r is None else fit_r, k, residual, g if fit_g is None else fit_g, fit_e, strength, fit_read, None)
     d_fit = (d_r if fit_r is None else d_fit_r, d_k, d_error, d_g if fit_g is None else d_fit_g, *rest, None)
-    fit_kept = (fit_vectors, fit_inverse, fit_within, fit_overlaps, fit_begin)
+    fit_kept = (fit_vectors, fit_inverse, fit_within, fit_overlaps, fit_begin, fit_maps)
     d_fit_state = _backward(x, fit, d_fit, fit_kept, d_o, d_fit_last, scale, late, loss=loss, clip=clip)
     more = (d_r if fit_r is None else None, d_k, d_g if fit_g is None else None)
     d_state = _backward(
-        x, (r, k, u, g, e, beta, read, d), tuple(first), (vectors, inverse, within, overlaps, begin), d_o, d_last,
-        scale, late, d_error=d_error, own=target is None, more=more,
+        x, (r, k, u, g, e, beta, read, d), tuple(first), (vectors, inverse, within, overlaps, begin, maps), d_o,
+        d_last, scale, late, d_error=d_error, own=target is None, more=more,
     )  # fmt: skip
     return [*grads, d_state, d_fit_state]
 
