@@ -101,7 +101,8 @@ class Plan:
             stages = 1
         elif kernel in ("scan", "reverse") and self.low_rank == "none":
             stages = 3
-        return {"num_warps": 8 if wide else 4, "num_stages": stages}
+        # Left to itself, ptxas may put products in fp32 into 32 registers and 10 KiB of memory.
+        return {"num_warps": 8 if wide else 4, "num_stages": stages, "maxnreg": 255}
 
     @property
     def all_values(self) -> int:

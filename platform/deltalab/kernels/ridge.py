@@ -232,7 +232,7 @@ def measure(
     PARTS: tl.constexpr, IN: tl.constexpr, KIND: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Per chunk and head: ||H_t||, which is 0 where H_t counts as empty."""
-    program, head = tl.program_id(0), tl.program_id(1)
+    program, head = tl.program_id(0) // H, tl.program_id(0) % H
     batch, chunk = program // chunks, from_chunk + program % chunks
     at = program * H + head
     row, valid = batch.to(tl.int64) * T + chunk * SIZE, T - chunk * SIZE
@@ -271,7 +271,7 @@ def solve(
     each ||H_t||^2 is due through lambda. Solved over its largest eigenvalue's bound and rhs's largest
     element, so that all of it fits fp16.
     """
-    program, head = tl.program_id(0), tl.program_id(1)
+    program, head = tl.program_id(0) // H, tl.program_id(0) % H
     batch, chunk = program // chunks, from_chunk + program % chunks
     at = program * H + head
     row, valid = batch.to(tl.int64) * T + chunk * SIZE, T - chunk * SIZE
@@ -324,7 +324,7 @@ def read(
     PARTS: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Per chunk and head: o = scale U_t^T x_t."""
-    program, head = tl.program_id(0), tl.program_id(1)
+    program, head = tl.program_id(0) // H, tl.program_id(0) % H
     batch, chunk = program // chunks, from_chunk + program % chunks
     at = program * H + head
     row, valid = batch.to(tl.int64) * T + chunk * SIZE, T - chunk * SIZE

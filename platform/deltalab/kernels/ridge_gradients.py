@@ -71,7 +71,7 @@ def differentiate(
     PARTS: tl.constexpr, IN: tl.constexpr, KIND: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Per chunk and head: dx, and what o's reading of U before the chunk gives the log-decay up to each token."""
-    program, head = tl.program_id(0), tl.program_id(1)
+    program, head = tl.program_id(0) // H, tl.program_id(0) % H
     batch, chunk = program // chunks, from_chunk + program % chunks
     at = program * H + head
     row, valid = batch.to(tl.int64) * T + chunk * SIZE, T - chunk * SIZE
@@ -127,7 +127,7 @@ def pairs(
     (j, t) gives the decay between them is due to every g_s with j < s <= t. `for_x`, `for_y` and `for_key` times x, y
     and k are parts of dk.
     """
-    program, head = tl.program_id(0), tl.program_id(1)
+    program, head = tl.program_id(0) // H, tl.program_id(0) % H
     batch, chunk = program // chunks, from_chunk + program % chunks
     at = program * H + head
     row, valid = batch.to(tl.int64) * T + chunk * SIZE, T - chunk * SIZE
@@ -187,12 +187,13 @@ def gradients(
     ADAPTIVE: tl.constexpr,
 ):  # fmt: skip
     """Per chunk, head and block of keys: dk, with x, y and c held, and of dg what comes of it, d_g [block, ..]."""
-    program, head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    blocks: tl.constexpr = BK // BG
+    program, head = tl.program_id(0) // (H * blocks), tl.program_id(0) // blocks % H
+    block = tl.program_id(0) % blocks
     batch, chunk = program // chunks, from_chunk + program % chunks
     at = program * H + head
     row, valid = batch.to(tl.int64) * T + chunk * SIZE, T - chunk * SIZE
     i, channel, channels = tl.arange(0, SIZE), tl.arange(0, BK), block * BG + tl.arange(0, BG)
-    blocks: tl.constexpr = BK // BG
     value_blocks = tl.cdiv(V, BV)
     square = at.to(tl.int64) * SIZE * SIZE + i[:, None] * SIZE + i[None, :]
     sums, total = log_decays(g, row, valid, head, H, SIZE, WIDE)
@@ -245,5 +246,5 @@ def gradients(
         written += began - ended
     to_k, there_k = rows(d_k, row, valid, head, H, channels, K, SIZE, FULL)
     tl.store(to_k, d_key.to(d_k.dtype.element_ty), mask=there_k)
-    mine = d_g + block.to(tl.int64) * (tl.num_programs(0) // chunks * T) * H
+    mine = d_g + block.to(tl.int64) * (tl.num_programs(0) // (chunks * blocks) * T)
     _put_d_g(mine, reading, written, 0.0, row, valid, head, H, SIZE)

@@ -125,7 +125,7 @@ class Launch:
     def resources(self, kernel: str) -> dict[str, int]:
         """Warps and stages."""
         crowded = (self.bk > 128 and kernel == "solve") or (self.bk > 64 and kernel == "measure" and self.wide)
-        return {"num_warps": 8 if crowded else WARPS[kernel], "num_stages": STAGES[kernel]}
+        return {"num_warps": 8 if crowded else WARPS[kernel], "num_stages": STAGES[kernel], "maxnreg": 255}
 
     @property
     def wide(self) -> bool:
@@ -178,7 +178,7 @@ def ridge_regression(
     space = plan.space(q)
     for segment in range(plan.boundaries - 1):
         first, chunks = plan.sweep(k, v, g, begin, segment, space)
-        grid, span = (plan.batch * chunks, plan.heads), {"from_chunk": first, "chunks": chunks}
+        grid, span = (plan.batch * chunks * plan.heads,), {"from_chunk": first, "chunks": chunks}
         plan.launch(measure, grid, k, g, *space[0], norm, **span)
         plan.launch(
             solve, grid, q, k, g, norm, *space[0], x, None, None, None, strength=strength, iterations=iterations,
@@ -241,7 +241,7 @@ def _backward(
     ]
     for segment in reversed(range(plan.boundaries - 1)):
         first, chunks = plan.sweep(k, v, g, begin, segment, space)
-        grid, span = (plan.batch * chunks, plan.heads), {"from_chunk": first, "chunks": chunks}
+        grid, span = (plan.batch * chunks * plan.heads,), {"from_chunk": first, "chunks": chunks}
         plan.launch(differentiate, grid, k, v, g, d_o, x, *space[1], d_x, readers, scale=scale, **span)
         plan.launch(
             solve, grid, d_x, k, g, norm, *space[0], y, d_q, x, c, strength=strength, iterations=iterations,
@@ -257,7 +257,7 @@ def _backward(
             scale=scale, ADAPTIVE=adaptive, **span,
         )  # fmt: skip
         plan.launch(
-            gradients, (*grid, plan.bk // plan.bg), k, v, g, x, y, c, *weights, *space[0], *space_after[0],
+            gradients, (grid[0] * (plan.bk // plan.bg),), k, v, g, x, y, c, *weights, *space[0], *space_after[0],
             *space_after[1], d_k, d_g[1:], ADAPTIVE=adaptive, **span,
         )  # fmt: skip
     return d_q, d_k, d_v, d_g.sum(0), after[0], after[1]

@@ -100,8 +100,8 @@ def gradients(
             erases_t -= tl.dot(w_c, tl.trans(du_c), input_precision=PRECISION)
     sums, earlier, total = cumulative(steps, SIZE, SUM)
     seen = earlier if FIT else sums
-    within = apart(seen[:, None], sums[None, :], i[:, None], i[None, :], FIT, g is not None)
-    within_t = apart(seen[None, :], sums[:, None], i[None, :], i[:, None], FIT, g is not None)
+    within = apart(seen[:, None], sums[None, :], i[:, None], i[None, :], FIT)
+    within_t = apart(seen[None, :], sums[:, None], i[None, :], i[:, None], FIT)
     if beta is not None and written is None:
         within *= strength[None, :]
         within_t *= strength[:, None]
@@ -115,8 +115,8 @@ def gradients(
     if e is not None:
         late = sums if LATE else earlier
         before = tl.exp2(late.to(tl.float32))
-        within = apart(late[:, None], sums[None, :], i[:, None], i[None, :], True, g is not None)
-        within_t = apart(late[None, :], sums[:, None], i[None, :], i[:, None], True, g is not None)
+        within = apart(late[:, None], sums[None, :], i[:, None], i[None, :], True)
+        within_t = apart(late[None, :], sums[:, None], i[None, :], i[:, None], True)
         erases, erases_t = (erases * within).to(kind), (erases_t * within_t).to(kind)
         d_erase = tl.zeros([SIZE], tl.float32)
     if read is not None:

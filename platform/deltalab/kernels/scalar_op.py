@@ -109,12 +109,12 @@ class Launch:
             "PACKED": self.packed is not None, "RAGGED": self.ragged, "PRECISION": self.precision,
         }  # fmt: skip
 
-    def how(self, kernel: str, crowded: bool = False) -> dict[str, int]:
+    def how(self, kernel: str, erases: bool = False) -> dict[str, int]:
         warps, stages = WARPS[kernel], STAGES[kernel]
         if kernel == "gradients" and self.value_dim > self.bv:
             # Its loop would hold all values twice.
             stages = 1
-        elif kernel == "gradients" and crowded:
+        elif kernel == "gradients" and erases:
             # Two programs would no longer share a multiprocessor.
             stages = 2
         elif kernel in ("scan", "states", "reverse") and self.bv == 128:
@@ -338,8 +338,6 @@ def _backward(
     solve, pairs, overlap = x.squares(inverse), x.squares(within), x.squares(overlaps)
     keys, values = x.keys(k), x.values(u)
     wide = x.per_chunk()
-    # Without g nothing but products reads states, and Triton then holds one more of each.
-    crowded = e is not None and (g is None or d_error is not None)
     # What is loaded ahead must fit beside states that are stored.
     back = x if d_error is None else replace(x, bv=min(x.bv, 64))
     more_r, more_k, more_g = more
@@ -381,7 +379,7 @@ def _backward(
         gradients[((x.chunks if x.packed else x.batch * (ends - begins)) * x.heads,)](
             *per_chunk, **x.sequence(), of=x.packed and x.packed[1], sequences=x.batch, from_chunk=begins,
             span=ends - begins, scale=scale, clip=clip, V=x.value_dim, BV=wide.bv, BK=wide.bk, LATE=late,
-            FIT=d_error is not None, OWN=own, LOSS=loss, SUM=x.sum, **x.sizes(), **wide.how("gradients", crowded),
+            FIT=d_error is not None, OWN=own, LOSS=loss, SUM=x.sum, **x.sizes(), **wide.how("gradients", e is not None),
         )  # fmt: skip
     return parts.each(after, x.parts)[0].mT.contiguous()
 
