@@ -21,6 +21,9 @@ PRECISIONS = {torch.bfloat16: "tf32", torch.float16: "tf32x3", torch.float32: "i
 """Of products in fp32. Operands of tf32 are cut off after 10 bits, not rounded: an inverse is worse by that than by
 being rounded to fp16 afterwards."""
 
+ALL_REGISTERS = 255
+"""That a thread may have. Products in fp32, left to itself, ptxas puts into 32 of them and up to 10 KiB of memory."""
+
 MOVES = ("length", "chunks", "from_chunk", "to_chunk", "every", "segments", "span", "sequences", "H")
 """Arguments that change from batch to batch: nothing is compiled anew for special values of theirs."""
 

@@ -8,7 +8,7 @@ import triton
 from torch import Tensor
 
 from deltalab.kernels import diagonal
-from deltalab.kernels.chunk import PRECISIONS, absent, chunk_map, fold_into_batch, tiles
+from deltalab.kernels.chunk import ALL_REGISTERS, PRECISIONS, absent, chunk_map, fold_into_batch, tiles
 from deltalab.kernels.diagonal_gradients import gradients
 
 WORKSPACE = 640 * 2**20
@@ -101,8 +101,8 @@ class Plan:
             stages = 1
         elif kernel in ("scan", "reverse") and self.low_rank == "none":
             stages = 3
-        # Left to itself, ptxas may put products in fp32 into 32 registers and 10 KiB of memory.
-        return {"num_warps": 8 if wide else 4, "num_stages": stages, "maxnreg": 255}
+        registers = {"maxnreg": ALL_REGISTERS} if self.precision == "ieee" else {}
+        return {"num_warps": 8 if wide else 4, "num_stages": stages, **registers}
 
     @property
     def all_values(self) -> int:

@@ -125,7 +125,7 @@ class Launch:
     def resources(self, kernel: str) -> dict[str, int]:
         """Warps and stages."""
         crowded = (self.bk > 128 and kernel == "solve") or (self.bk > 64 and kernel == "measure" and self.wide)
-        return {"num_warps": 8 if crowded else WARPS[kernel], "num_stages": STAGES[kernel], "maxnreg": 255}
+        return {"num_warps": 8 if crowded else WARPS[kernel], "num_stages": STAGES[kernel]}
 
     @property
     def wide(self) -> bool:

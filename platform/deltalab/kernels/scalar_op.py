@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deltalab.kernels import parts, scalar
-from deltalab.kernels.chunk import PRECISIONS, absent, chunk_map, fold_into_batch, tiles
+from deltalab.kernels.chunk import ALL_REGISTERS, PRECISIONS, absent, chunk_map, fold_into_batch, tiles
 from deltalab.kernels.scalar_gradients import gradients
 
 WORKSPACE = 128 * 2**20
@@ -119,10 +119,13 @@ class Launch:
             stages = 2
         elif kernel in ("scan", "states", "reverse") and self.bv == 128:
             warps *= 2
-        # Of `prepare` 128 let four programs share a multiprocessor. 255 is all that there are: products in fp32, left
-        # to itself, ptxas may put into 32 of them and 3 KiB of memory.
-        few = kernel == "prepare" and self.precision == "tf32" and self.key_dim <= 128
-        return {"num_warps": warps, "num_stages": stages, "maxnreg": 128 if few else 255}
+        made = {"num_warps": warps, "num_stages": stages}
+        if kernel == "prepare" and self.precision == "tf32" and self.key_dim <= 128:
+            # Four programs a multiprocessor.
+            made["maxnreg"] = 128
+        elif self.precision == "ieee":
+            made["maxnreg"] = ALL_REGISTERS
+        return made
 
     @property
     def vectors(self) -> torch.dtype:
