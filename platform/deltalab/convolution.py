@@ -147,14 +147,16 @@ class _Features(torch.autograd.Function):
         x, taps, ctx.channels = inputs
         q, k, _, *rest = output
         ctx.mark_non_differentiable(*rest)
+        ctx.set_materialize_grads(False)  # zeros for all of y
         ctx.save_for_backward(x, taps, q, k, *rest)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor | None, None]:
         x, taps, q, k, y, *norms = ctx.saved_tensors
         channels = ctx.channels
-        d_z = torch.cat(grads[:3], dim=-1)
+        parts = zip(grads, y.split(channels.widths, dim=-1), strict=False)
+        d_z = torch.cat([torch.zeros_like(part) if d is None else d for d, part in parts], dim=-1)
         for d, unit, norm in zip(d_z.split(channels.widths, dim=-1), (q, k), norms, strict=False):
             d, unit = (z.unflatten(-1, (-1, channels.key_dim)) for z in (d, unit))
             along = (unit * d).sum(-1, keepdim=True, dtype=norm.dtype) * (norm > LEAST_NORM)
