@@ -199,7 +199,7 @@ def read_and_written(
 def prepare(
     r, k, g, e, a, b, beta, read, d,
     reading, writing, kept, within, erasing, given, inverse, adding, within_a,
-    cu_seqlens, of, first, length, from_chunk, span, sequences, total, each, scale, H, K: tl.constexpr,
+    cu_seqlens, of, first, length, from_chunk, span, sequences, total, scale, H, K: tl.constexpr,
     SIZE: tl.constexpr, BK: tl.constexpr, LATE: tl.constexpr,
     PACKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -212,8 +212,8 @@ def prepare(
     kind: tl.constexpr = k.dtype
     TIED: tl.constexpr = e is not None
     OWN: tl.constexpr = LATE or erasing is None
-    begin = tl.program_id(0) * each
-    for index in range(begin, tl.minimum(begin + each, total)):
+    # Programs that run at a time take heads of the same tokens, which lie side by side.
+    for index in range(tl.program_id(0), total, tl.num_programs(0)):
         program, head = index // H, index % H
         sequence, chunk = locate(program, of, first, span, PACKED)
         start, tokens = bounds(tl.minimum(sequence, sequences - 1), cu_seqlens, length, PACKED)

@@ -58,7 +58,7 @@ def _summed(x, KIND: tl.constexpr, PRECISION: tl.constexpr):
 def gradients(
     r, k, u, g, e, a, b, beta, read, d, kept, written, d_seen, states, states_after, d_o, d_u,
     d_r, d_k, new_d_u, d_g, d_e, d_a, d_b, d_beta, d_read, d_d,
-    cu_seqlens, of, first, length, from_chunk, span, sequences, total, each, scale, H, K: tl.constexpr, V: tl.constexpr,
+    cu_seqlens, of, first, length, from_chunk, span, sequences, total, scale, H, K: tl.constexpr, V: tl.constexpr,
     SIZE: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LATE: tl.constexpr,
     PACKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -70,8 +70,8 @@ def gradients(
     i, j = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
     kind: tl.constexpr = k.dtype
     OWN: tl.constexpr = LATE or written is None
-    begin = tl.program_id(0) * each
-    for index in range(begin, tl.minimum(begin + each, total)):
+    # Programs that run at a time take heads of the same tokens, which lie side by side.
+    for index in range(tl.program_id(0), total, tl.num_programs(0)):
         program, head = index // H, index % H
         sequence, chunk = locate(program, of, first, span, PACKED)
         chunk += from_chunk

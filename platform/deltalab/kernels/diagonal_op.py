@@ -164,15 +164,13 @@ class Plan:
         return {
             "cu_seqlens": bounds, "of": of, "first": first, "length": self.tokens,
             "from_chunk": begin, "span": end - begin, "sequences": self.sequences,
-            "total": self.slots(end - begin) * self.heads, "each": self.each(end - begin),
+            "total": self.slots(end - begin) * self.heads,
         }  # fmt: skip
 
-    def each(self, chunks: int) -> int:
-        """Chunks that one program of `prepare` or `gradients` takes, which share what does not depend on them."""
-        return min(8, triton.cdiv(self.slots(chunks) * self.heads, BUSY))
-
     def programs(self, chunks: int) -> tuple[int]:
-        return (triton.cdiv(self.slots(chunks) * self.heads, self.each(chunks)),)
+        """Of `prepare` or `gradients`: each takes several chunks, which share what does not depend on them."""
+        each = min(8, triton.cdiv(self.slots(chunks) * self.heads, BUSY))
+        return (triton.cdiv(self.slots(chunks) * self.heads, each),)
 
     def sequential(self, begin: int, end: int) -> dict[str, Any]:
         bounds, _, first = self.packed or (None, None, None)

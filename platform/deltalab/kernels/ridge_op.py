@@ -102,9 +102,10 @@ class Launch:
         return of(self.bk, self.bg), of(self.value_dim, self.bv)
 
     def block(self, gram: bool) -> dict[str, Any]:
-        """Of one state's columns."""
-        width, block = (self.key_dim, self.bg) if gram else (self.value_dim, self.bv)
-        return {"D": width, "BW": block, "FULL_D": width % block == 0}
+        """Of one state's columns; the grid has blocks for all bk of H's."""
+        if gram:
+            return {"D": self.key_dim, "BW": self.bg, "FULL_D": self.bk == self.key_dim}
+        return {"D": self.value_dim, "BW": self.bv, "FULL_D": self.value_dim % self.bv == 0}
 
     def grid(self, gram: bool) -> tuple[int, int, int]:
         width, block = (self.bk, self.bg) if gram else (self.value_dim, self.bv)

@@ -312,6 +312,7 @@ def _backward(
     kept: Kept,
     d_o: Tensor,
     d_last: Tensor | None,
+    started: bool,
     scale: float,
     late: bool,
     *,
@@ -321,7 +322,7 @@ def _backward(
     loss: str | None = None,
     clip: float = 1.0,
 ) -> Tensor:
-    """Of one pass: fills grads, and returns the gradient of the state.
+    """Of one pass: fills grads, and returns the gradient of the state, where it `started` from one.
 
     d_error: of target - S_{t-1}^T k; with `own`, the target is u.
     more: those of the gradients of r, k and g that hold something already, to which theirs is added.
@@ -384,7 +385,7 @@ def _backward(
             span=ends - begins, scale=scale, clip=clip, V=x.value_dim, BV=wide.bv, BK=wide.bk, LATE=late,
             FIT=d_error is not None, OWN=own, LOSS=loss, SUM=x.sum, **x.sizes(), **wide.how("gradients", e is not None),
         )  # fmt: skip
-    return parts.each(after, x.parts)[0].mT.contiguous()
+    return parts.each(after, x.parts)[0].mT.contiguous() if started else absent(u)
 
 
 @torch.library.custom_op("deltalab::scalar_scan_backward", mutates_args=())
@@ -406,6 +407,7 @@ def _scalar_backward(
     maps: Tensor,
     d_o: Tensor,
     d_last: Tensor | None,
+    started: bool,
     scale: float,
     late: bool,
     chunk_size: int,
@@ -415,7 +417,7 @@ def _scalar_backward(
     given = (r, k, u, g, e, beta, read, d)
     grads = _like(given, u)
     kept = (vectors, inverse, within, overlaps, begin, maps)
-    d_state = _backward(x, given, tuple(map(_or_none, grads)), kept, d_o, d_last, scale, late)
+    d_state = _backward(x, given, tuple(map(_or_none, grads)), kept, d_o, d_last, started, scale, late)
     return [*grads, d_state]
 
 
@@ -452,6 +454,8 @@ def _residual_backward(
     d_o: Tensor,
     d_last: Tensor | None,
     d_fit_last: Tensor | None,
+    started: bool,
+    fit_started: bool,
     scale: float,
     late: bool,
     loss: str,
@@ -468,11 +472,11 @@ def _residual_backward(
     fit = (r if fit_r is None else fit_r, k, residual, g if fit_g is None else fit_g, fit_e, strength, fit_read, None)
     d_fit = (d_r if fit_r is None else d_fit_r, d_k, d_error, d_g if fit_g is None else d_fit_g, *rest, None)
     fit_kept = (fit_vectors, fit_inverse, fit_within, fit_overlaps, fit_begin, fit_maps)
-    d_fit_state = _backward(x, fit, d_fit, fit_kept, d_o, d_fit_last, scale, late, loss=loss, clip=clip)
+    d_fit_state = _backward(x, fit, d_fit, fit_kept, d_o, d_fit_last, fit_started, scale, late, loss=loss, clip=clip)
     more = (d_r if fit_r is None else None, d_k, d_g if fit_g is None else None)
     d_state = _backward(
         x, (r, k, u, g, e, beta, read, d), tuple(first), (vectors, inverse, within, overlaps, begin, maps), d_o,
-        d_last, scale, late, d_error=d_error, own=target is None, more=more,
+        d_last, started, scale, late, d_error=d_error, own=target is None, more=more,
     )  # fmt: skip
     return [*grads, d_state, d_fit_state]
 
@@ -500,7 +504,8 @@ def _(
 @_scalar_backward.register_fake
 def _(r, k, u, g, e, beta, read, d, cu_seqlens, *kept_and_rest):  # type: ignore[no-untyped-def]
     x = Launch.of(k, u, cu_seqlens, kept_and_rest[-1])
-    return [*_like((r, k, u, g, e, beta, read, d), u), _last(x, u)]
+    started = kept_and_rest[-4]
+    return [*_like((r, k, u, g, e, beta, read, d), u), _last(x, u) if started else absent(u)]
 
 
 @_residual_backward.register_fake
@@ -509,7 +514,8 @@ def _(
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     x = Launch.of(k, u, cu_seqlens, kept_and_rest[-1])
     given = (r, k, u, g, e, beta, read, d, target, fit_r, fit_g, fit_e, strength, fit_read)
-    return [*_like(given, u), _last(x, u), _last(x, u)]
+    starts = (_last(x, u) if started else absent(u) for started in kept_and_rest[-7:-5])
+    return [*_like(given, u), *starts]
 
 
 def _register(op: Any, backward: Any, tensors: int, states: int) -> None:
@@ -524,7 +530,7 @@ def _register(op: Any, backward: Any, tensors: int, states: int) -> None:
 
     def differentiate(ctx: Any, d_o: Tensor | None, *d_rest: Tensor | None) -> Any:
         d_o = torch.zeros_like(ctx.saved_tensors[2]) if d_o is None else d_o.contiguous()
-        found = backward(*ctx.saved_tensors, d_o, *d_rest[:states], *ctx.rest)
+        found = backward(*ctx.saved_tensors, d_o, *d_rest[:states], *ctx.given[-states:], *ctx.rest)
         grads = [one if given else None for one, given in zip(found, ctx.given, strict=True)]
         return (*grads, None, *[None] * len(ctx.rest), None)
 
