@@ -104,9 +104,14 @@ def test_output_states_and_gradients_are_those_of_the_recurrence(rule, length):
     compare(rule, given(rule, length, heads=2 if rule is GKA else 1), 2e-5)
 
 
-@pytest.mark.parametrize(("rule", "key_dim"), [(GKA, 12), (CG, 12), (GKA, 48)], ids=["chebyshev", "cg", "three blocks"])
-def test_widths_that_no_block_has(rule, key_dim):
-    compare(rule, given(rule, 5, key_dim=key_dim, value_dim=20, heads=2), 2e-5)
+@pytest.mark.parametrize("rule", [GKA, CG], ids=["chebyshev", "cg"])
+def test_widths_that_no_block_has(rule):
+    compare(rule, given(rule, 5, key_dim=12, value_dim=20), 2e-5)
+
+
+def test_keys_that_do_not_fill_their_blocks():
+    # Two chunks and heads: what lies behind a head's keys is the next one's, and would be in the second chunk's state.
+    compare(GKA, given(GKA, 19, key_dim=48, heads=2), 2e-5)
 
 
 def test_segments_whose_states_do_not_fit_the_workspace(monkeypatch):
