@@ -1,5 +1,6 @@
 """What kernels of every structure share: where a chunk lies in packed sequences, and the inverse that chunks need."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +27,18 @@ ALL_REGISTERS = 255
 
 MOVES = ("length", "chunks", "from_chunk", "to_chunk", "every", "segments", "span", "sequences", "H")
 """Arguments that change from batch to batch: nothing is compiled anew for special values of theirs."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a plan of launches is for: sequences, each packed one counted, their length and widths, chunks of `size`."""
+
+    batch: int
+    tokens: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    size: int
 
 
 def chunk_map(cu_seqlens: Tensor, tokens: int, chunk_size: int) -> tuple[Tensor, Tensor, int]:

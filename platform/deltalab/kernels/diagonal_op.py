@@ -8,7 +8,7 @@ import triton
 from torch import Tensor
 
 from deltalab.kernels import diagonal
-from deltalab.kernels.chunk import ALL_REGISTERS, PRECISIONS, absent, chunk_map, fold_into_batch, tiles
+from deltalab.kernels.chunk import ALL_REGISTERS, PRECISIONS, Problem, absent, chunk_map, fold_into_batch, tiles
 from deltalab.kernels.diagonal_gradients import gradients
 
 WORKSPACE = 640 * 2**20
@@ -32,15 +32,9 @@ STAGES = {"prepare": 1, "scan": 2, "reverse": 2, "gradients": 1}
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Problem):
     """How one problem is launched: sizes of blocks and of segments."""
 
-    sequences: int
-    tokens: int
-    heads: int
-    key_dim: int
-    value_dim: int
-    size: int
     chunks: int
     every: int
     packed: tuple[Tensor, Tensor, Tensor] | None
@@ -54,16 +48,16 @@ class Plan:
     def of(
         cls, k: Tensor, u: Tensor, e: Tensor | None, a: Tensor | None, cu_seqlens: Tensor | None, late: bool, size: int
     ) -> "Plan":
-        sequences, tokens, heads, key_dim = k.shape
+        batch, tokens, heads, key_dim = k.shape
         value_dim = u.shape[-1]
         packed, chunks, segments = None, triton.cdiv(tokens, size), 1
         tied, free = e is not None, a is not None
         if cu_seqlens is None:
             each = 2 * key_dim * value_dim + size * (2 * key_dim + size)
             each += (tied + free) * size * (key_dim + 2 * size + value_dim) + free * size * (key_dim + size + value_dim)
-            segments = min(MOST_SEGMENTS, triton.cdiv(sequences * chunks * heads * each * u.element_size(), WORKSPACE))
+            segments = min(MOST_SEGMENTS, triton.cdiv(batch * chunks * heads * each * u.element_size(), WORKSPACE))
         else:
-            sequences = cu_seqlens.numel() - 1
+            batch = cu_seqlens.numel() - 1
             of, first, chunks = chunk_map(cu_seqlens, tokens, size)
             packed = (cu_seqlens.to(torch.int32), of, first)
         precision = PRECISIONS[u.dtype]
@@ -71,7 +65,7 @@ class Plan:
         ragged = packed is not None or tokens % size != 0
         low_rank = "tied" if tied else "free" if free else "none"
         return cls(
-            sequences, tokens, heads, key_dim, value_dim, size, chunks, every, packed, ragged, precision, late,
+            batch, tokens, heads, key_dim, value_dim, size, chunks, every, packed, ragged, precision, late,
             low_rank, u.dtype,
         )  # fmt: skip
 
@@ -86,7 +80,7 @@ class Plan:
     @property
     def bv(self) -> int:
         """Values that `scan` and `reverse` take at once; 128, which read all else once, where that idles no GPU."""
-        enough = self.sequences * self.heads * self.value_dim >= ENOUGH * 128
+        enough = self.batch * self.heads * self.value_dim >= ENOUGH * 128
         if enough and self.value_dim % 128 == 0 and self.key_dim <= 128 and self.dtype.itemsize == 2:
             return 128
         return max(16, min(64, triton.next_power_of_2(self.value_dim)))
@@ -122,7 +116,7 @@ class Plan:
 
     def slots(self, chunks: int) -> int:
         """Chunks in a launch over this many of each sequence."""
-        return self.chunks if self.packed else self.sequences * chunks
+        return self.chunks if self.packed else self.batch * chunks
 
     def prepared(self, like: Tensor, chunks: int, inputs: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
         """Empty tensors for what `diagonal.prepare` writes; to scan, the inverse may be left out."""
@@ -163,7 +157,7 @@ class Plan:
         bounds, of, first = self.packed or (None, None, None)
         return {
             "cu_seqlens": bounds, "of": of, "first": first, "length": self.tokens,
-            "from_chunk": begin, "span": end - begin, "sequences": self.sequences,
+            "from_chunk": begin, "span": end - begin, "sequences": self.batch,
             "total": self.slots(end - begin) * self.heads,
         }  # fmt: skip
 
@@ -183,7 +177,7 @@ class Plan:
 
     @property
     def grid(self) -> tuple[int, int, int]:
-        return triton.cdiv(self.value_dim, self.bv), self.heads, self.sequences
+        return triton.cdiv(self.value_dim, self.bv), self.heads, self.batch
 
 
 NAMES = ("r", "k", "u", "g", "e", "a", "b", "beta", "read", "d")
@@ -222,8 +216,8 @@ def diagonal_scan(
         made["inverse"] = None
     x.prepare(inputs, made, scale, 0, x.chunks)
     o = torch.empty_like(u)
-    last = u.new_empty(x.sequences, x.heads, x.key_dim, x.value_dim, dtype=torch.float32)
-    begin = last.new_empty(x.sequences, x.segments, x.heads, x.value_dim, x.key_dim) if keep else None
+    last = u.new_empty(x.batch, x.heads, x.key_dim, x.value_dim, dtype=torch.float32)
+    begin = last.new_empty(x.batch, x.segments, x.heads, x.value_dim, x.key_dim) if keep else None
     made.pop("inverse")
     diagonal.scan[x.grid](
         u, beta, **made, state=state, begin_states=begin, o=o, last=last, states=None, written=None,
@@ -235,8 +229,8 @@ def diagonal_scan(
 @diagonal_scan.register_fake
 def _(r, k, u, g, e, a, b, beta, read, d, state, cu_seqlens, scale, late, chunk_size, keep):  # type: ignore[no-untyped-def]
     x = Plan.of(k, u, e, a, cu_seqlens, late, chunk_size)
-    last = u.new_empty(x.sequences, x.heads, x.key_dim, x.value_dim, dtype=torch.float32)
-    begin = last.new_empty(x.sequences, x.segments, x.heads, x.value_dim, x.key_dim) if keep else absent(u)
+    last = u.new_empty(x.batch, x.heads, x.key_dim, x.value_dim, dtype=torch.float32)
+    begin = last.new_empty(x.batch, x.segments, x.heads, x.value_dim, x.key_dim) if keep else absent(u)
     return torch.empty_like(u), last, begin
 
 
@@ -265,7 +259,7 @@ def _backward(
     inputs = dict(zip(NAMES, (r, k, u, g, e, a, b, beta, read, d), strict=True))
     found = {f"d_{name}": None if one is None else torch.empty_like(one) for name, one in inputs.items()}
     if d_last is None:
-        after = begin.new_zeros(x.sequences, x.heads, x.value_dim, x.key_dim)
+        after = begin.new_zeros(x.batch, x.heads, x.value_dim, x.key_dim)
     else:
         after = d_last.float().transpose(-1, -2).contiguous()
     made = x.prepared(u, x.every, inputs)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltalab.kernels.chunk import absent, fold_into_batch
+from deltalab.kernels.chunk import Problem, absent, fold_into_batch
 from deltalab.kernels.ridge import measure, read, solve, sweep
 from deltalab.kernels.ridge_gradients import differentiate, gradients, pairs, reverse
 from deltalab.ridge import in_one_half
@@ -47,15 +47,9 @@ def regression(
 
 
 @dataclass(frozen=True)
-class Launch:
+class Launch(Problem):
     """The plan of one problem: sizes of blocks and of segments, and the precision."""
 
-    batch: int
-    tokens: int
-    heads: int
-    key_dim: int
-    value_dim: int
-    size: int
     chunks: int
     every: int
     bk: int

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deltalab.kernels import parts
-from deltalab.kernels.chunk import ALL_REGISTERS, PRECISIONS, chunk_map, tiles
+from deltalab.kernels.chunk import ALL_REGISTERS, PRECISIONS, Problem, chunk_map, tiles
 
 WORKSPACE = 128 * 2**20
 """Bytes that the states of a segment may take in the backward; a segment has fewer only where it would idle the GPU."""
@@ -22,19 +22,13 @@ STAGES = {"prepare": 1, "scan": 3, "states": 3, "reverse": 3, "gradients": 3}
 
 
 @dataclass(frozen=True)
-class Launch:
+class Launch(Problem):
     """The plan of one problem: sizes of blocks and of segments, and where its sequences lie.
 
     Few long sequences of whole chunks that are not packed are cut in equal parts, which lie in memory as so many
     sequences: `batch`, `tokens` and `chunks` are of these.
     """
 
-    batch: int
-    tokens: int
-    heads: int
-    key_dim: int
-    value_dim: int
-    size: int
     bk: int
     bv: int
     chunks: int
