@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deltalab.machine import may_launch
+from deltalab.stacked import Stacked
 
 WIDEST = 8
 """Convolution that the kernels take: it is in registers."""
@@ -122,59 +123,49 @@ def _last(qkv: Tensor, past: Tensor | None, count: int) -> Tensor:
     return torch.cat([past, qkv], dim=1)
 
 
-class _Features(torch.autograd.Function):
+class _Features(Stacked):
     """Convolution, SiLU and unit norm, whose gradients are written side by side.
 
-    q, k and v [.., B, T, their width] of x [.., B, T, C] and taps [.., W, C]; and y, what SiLU was taken of, and the
-    norms of q and k where they have been divided by them, which no gradient goes to.
+    q, k and v [.., B, T, their width] of x [.., B, T, C] and taps [.., W, C]; and what no gradient goes to: y, which
+    SiLU was taken of, and q and k side by side with their norms, where they have been divided by them.
     """
 
     @staticmethod
     def forward(x: Tensor, taps: Tensor | None, channels: Channels) -> tuple[Tensor, ...]:
         y = x.view_as(x) if taps is None else _convolved(x, taps)
-        parts = (y if channels.features == "raw" else F.silu(y)).split(channels.widths, dim=-1)
+        z = y if channels.features == "raw" else F.silu(y)
         if channels.features != "unit":
-            return *parts, y
-        units, norms = [], []
-        for part in parts[:2]:
-            z = part.unflatten(-1, (-1, channels.key_dim))
-            norms.append(z.norm(dim=-1, keepdim=True).clamp(min=LEAST_NORM))
-            units.append((z / norms[-1]).to(z.dtype).flatten(-2))
-        return *units, parts[2], y, *norms
+            return *z.split(channels.widths, dim=-1), y
+        *keys, values = channels.widths
+        qk, v = z.split([sum(keys), values], dim=-1)
+        z = qk.unflatten(-1, (-1, channels.key_dim))
+        # PyTorch's own norm takes twice as long on a CPU.
+        wide = z.to(torch.promote_types(z.dtype, torch.float32))
+        norm = (wide * wide).sum(-1, keepdim=True).sqrt_().clamp_(min=LEAST_NORM)
+        units = (z / norm).to(z.dtype).flatten(-2)
+        return *units.split(keys, dim=-1), v, y, units, norm
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor | None, Channels], output: tuple[Tensor, ...]) -> None:
         x, taps, ctx.channels = inputs
-        q, k, _, *rest = output
-        ctx.mark_non_differentiable(*rest)
+        ctx.mark_non_differentiable(*output[3:])
         ctx.set_materialize_grads(False)  # zeros for all of y
-        ctx.save_for_backward(x, taps, q, k, *rest)
+        ctx.save_for_backward(x, taps, *output[3:])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor | None, None]:
-        x, taps, q, k, y, *norms = ctx.saved_tensors
+        x, taps, y, *divided = ctx.saved_tensors
         channels = ctx.channels
         parts = zip(grads, y.split(channels.widths, dim=-1), strict=False)
         d_z = torch.cat([torch.zeros_like(part) if d is None else d for d, part in parts], dim=-1)
-        for d, unit, norm in zip(d_z.split(channels.widths, dim=-1), (q, k), norms, strict=False):
-            d, unit = (z.unflatten(-1, (-1, channels.key_dim)) for z in (d, unit))
+        if divided:
+            units, norm = divided
+            d, unit = (z.unflatten(-1, (-1, channels.key_dim)) for z in (d_z[..., : units.shape[-1]], units))
             along = (unit * d).sum(-1, keepdim=True, dtype=norm.dtype) * (norm > LEAST_NORM)
             d.addcmul_(unit, along.to(d.dtype), value=-1).div_(norm)
         d_y = d_z if channels.features == "raw" else torch.ops.aten.silu_backward(d_z, y)
         return (d_y, None, None) if taps is None else (*_convolved_backward(x, taps, d_y), None)
-
-    @staticmethod
-    def vmap(
-        info: Any, in_dims: tuple[int | None, ...], x: Tensor, taps: Tensor | None, channels: Channels
-    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        # What PyTorch would generate goes through the stack run by run: it has no rule for addcmul_.
-        given = [
-            one if one is None else one.expand(info.batch_size, *one.shape) if dim is None else one.movedim(dim, 0)
-            for one, dim in zip((x, taps), in_dims, strict=False)
-        ]
-        out = _Features.apply(*given, channels)  # type: ignore[no-untyped-call]
-        return out, (0,) * len(out)
 
 
 def _convolved(x: Tensor, taps: Tensor) -> Tensor:

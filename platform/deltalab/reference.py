@@ -5,13 +5,15 @@ trains on a CPU. Both compute in at least fp32.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from deltalab.rule import Fit, Operands, State
+from deltalab.stacked import Stacked
 from deltalab.structure import Transition
 
 DIAGONAL_CHUNK = 16
@@ -101,80 +103,160 @@ def _scan(
         (I + diag(e) (A' * K K^T)) w = u - diag(e a') K S             along k
         (I - A' * B A^T) w = (A' * B K^T) u + diag(a') B S            along a, beside u along k
 
-    (Comba, arXiv:2506.02475, Eq. 9-12, with erasure and write kept apart). What does not depend on S, the inverses
-    among it, is made for all chunks at once; from chunk to chunk only the state goes.
+    (Comba, arXiv:2506.02475, Eq. 9-12, with erasure and write kept apart). It is solved for all chunks at once, with S
+    left open; from chunk to chunk only the state goes.
     """
     batch, tokens = x.k.shape[:2]
     diagonal = transition.decay == "diagonal"
     size = min(chunk_size, tokens, DIAGONAL_CHUNK if diagonal else tokens)
     k, u = into_chunks(x.k, size), into_chunks(x.u, size)
-    g = None if x.g is None else into_chunks(x.g, size)
-    decay = k.new_ones(size, size).tril()[..., None] if g is None else decays(g if diagonal else g[..., None])
-    from_start = decay[..., :, 0, :] if g is None else decay[..., :, 0, :] * g.view(*g.shape[:3], -1)[..., :1, :].exp()
-    # Up to the state before a token, which is a row later.
-    earlier = F.pad(decay, (0, 0, 0, 0, 1, 0))[..., :-1, :, :]
-    before_start = F.pad(from_start, (0, 0, 1, 0), value=1.0)[..., :-1, :]
+    decay, from_start, ends = _Decay(k.new_ones(size, size).tril()), k.new_ones(size, 1), k.new_ones(size, 1)
+    if x.g is not None:
+        g = into_chunks(x.g if diagonal else x.g[..., None], size)
+        sums = g.cumsum(-2)
+        steps = g.detach().mT if diagonal else g.detach()[..., 0]
+        decay, from_start = _Decay(decays(steps), sums), sums.exp()
+        ends = F.pad(g[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2).exp()
+    earlier, before_start = decay, from_start
     late = transition.reads == "decayed_state"
-    seen_decay, seen_start = (decay, from_start) if late else (earlier, before_start)
+    if before or not (late or transition.low_rank == "none"):
+        # Up to the state before a token, which is a row later.
+        earlier, before_start = decay.earlier(), F.pad(from_start, (0, 0, 1, 0), value=1.0)[..., :-1, :]
+    seen, seen_start = (decay, from_start) if late else (earlier, before_start)
 
-    along, ends, erase, wide = k, decay[..., -1, :, :], None, 1
+    along, system, erase, right, wide = k, None, None, u, 1
     if x.e is not None:
-        e = into_chunks(x.e, size)[..., None]
-        erase, system = -e * seen_start * k, e * _gram(k, k, seen_decay)
+        erased = into_chunks(x.e, size)[..., None] * k
+        system, erase = _gram(erased, k, seen), -seen_start * erased
     elif x.a is not None and x.b is not None:
         a, b = into_chunks(x.a, size), into_chunks(x.b, size)
-        erase, system = seen_start * b, -_gram(b, a, seen_decay)
+        system, erase, right = _gram(-b, a, seen), seen_start * b, _gram(b, k, seen).tril(-1) @ u
         along, ends, wide = torch.cat([k, a], dim=-2), torch.cat([ends, ends], dim=-2), 2
-        moved = _gram(b, k, seen_decay).tril(-1) @ u
     reads = [(vector, before_start, earlier) for vector in before]
     if after is not None:
         reads.append((after, from_start, decay))
     chunks = [into_chunks(vector, size) for vector, _, _ in reads]
-    grams = [
-        _gram(r, along, torch.cat([within] * wide, dim=-2)) for r, (_, _, within) in zip(chunks, reads, strict=True)
-    ]
+    grams = [_gram(r, along, within) for r, (_, _, within) in zip(chunks, reads, strict=True)]
     along_end = along * ends
 
     if state is None and k.shape[0] == 1:
         # The common case of training on short sequences: no state to read.
-        w = u
-        if erase is not None:
-            right = u if wide == 1 else moved
-            w = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-            w = w if wide == 1 else torch.cat([u, w], dim=-2)
+        w = right if system is None else _solve(system, right)
+        w = w if wide == 1 else torch.cat([u, w], dim=-2)
         last = (along_end.mT @ w)[0].unflatten(0, (batch, -1))
         return [from_chunks(gram @ w, batch, tokens) for gram in grams], last
 
     # Unbound at once: the gradient of an index into all chunks is a tensor of all chunks, for each of them.
     parts = [u, along_end, from_start[..., -1, :, None].expand(*k.shape[:2], -1, -1)]
-    if erase is not None:
-        eye = torch.eye(size, dtype=k.dtype, device=k.device).expand_as(system)
-        parts += [erase, torch.linalg.solve_triangular(system, eye, upper=False, unitriangular=True)]
-        parts += [moved] if wide == 2 else []
+    if system is not None and erase is not None:
+        parts += _solve(system, torch.cat([right, erase], dim=-1)).split([u.shape[-1], k.shape[-1]], dim=-1)
     for r, gram, (_, since, _) in zip(chunks, grams, reads, strict=True):
         parts += [since * r, gram]
     s = (_empty(x) if state is None else state.to(x.u.dtype)).flatten(0, 1)
     out: list[list[Tensor]] = [[] for _ in reads]
-    for u_c, along_c, kept_c, *rest in zip(*(part.unbind() for part in parts), strict=True):
-        w = u_c
-        if erase is not None:
-            erase_c, inverse_c, *rest = rest
-            if wide == 1:
-                w = inverse_c @ torch.baddbmm(u_c, erase_c, s)
-            else:
-                moved_c, *rest = rest
-                w = torch.cat([u_c, inverse_c @ torch.baddbmm(moved_c, erase_c, s)], dim=-2)
+    for w, along_c, kept_c, *rest in zip(*(part.unbind() for part in parts), strict=True):
+        if system is not None:
+            right_c, erase_c, *rest = rest
+            written = torch.baddbmm(right_c, erase_c, s)
+            w = written if wide == 1 else torch.cat([w, written], dim=-2)
         for found, r_c, gram_c in zip(out, rest[::2], rest[1::2], strict=True):
             found.append(torch.baddbmm(gram_c @ w, r_c, s))
         s = torch.baddbmm(kept_c * s, along_c.mT, w)
     return [from_chunks(torch.stack(found), batch, tokens) for found in out], s.unflatten(0, (batch, -1))
 
 
-def _gram(x: Tensor, y: Tensor, decay: Tensor) -> Tensor:
-    """x_i^T diag(decay_ij) y_j: [.., C, K], [.., W, K] and [.., C, W, K or 1] to [.., C, W]."""
-    if decay.shape[-1] == 1:
-        return x @ y.mT * decay[..., 0]
-    return (x.unsqueeze(-2) * y.unsqueeze(-3) * decay).sum(-1)
+class _Decay(NamedTuple):
+    """From token j to token i of a chunk, exp(sums_i - sums_j) in `within` [.., C, C], or [.., K, C, C] where channels
+    decay apart; 0 where i does not see j.
+
+    `within` has no gradient: sums [.., C, 1 or K], None where nothing decays, are there for theirs. Nothing else is
+    made of them, which are inaccurate where g is large, and may be -inf.
+    """
+
+    within: Tensor
+    sums: Tensor | None = None
+    rows_later: bool = False
+    """Whether row i is that of sums_{i-1}."""
+
+    def earlier(self) -> "_Decay":
+        return _Decay(F.pad(self.within, (0, 0, 1, 0))[..., :-1, :], self.sums, rows_later=True)
+
+
+def _gram(x: Tensor, y: Tensor, decay: _Decay) -> Tensor:
+    """x_i^T diag(exp(sums_i - sums_j)) y_j: [.., C, K] and [.., n C, K], n columns of each token, to [.., C, n C]."""
+    within = decay.within
+    if within.dim() <= x.dim():
+        within = within.expand(*x.shape[:-2], -1, -1)
+    gram: Tensor = _Gram.apply(x, y, within, decay.sums, decay.rows_later)  # type: ignore[no-untyped-call]
+    return gram
+
+
+def _solve(system: Tensor, right: Tensor) -> Tensor:
+    """(I + L)^-1 right, of what lies below the diagonal of `system` as L."""
+    solved: Tensor = _Solve.apply(system, right)  # type: ignore[no-untyped-call]
+    return solved
+
+
+class _Gram(Stacked):
+    """A decay's gradient is that of the vectors beside it, d sums_i = x_i dx_i - y_i dy_i, summed where all channels
+    decay as one. So no pass over pairs of tokens is for it alone."""
+
+    @staticmethod
+    def forward(x: Tensor, y: Tensor, within: Tensor, sums: Tensor | None, rows_later: bool) -> Tensor:
+        scalar = within.dim() == x.dim()
+        pairs = x @ y.mT if scalar else x.mT.unsqueeze(-1) * y.mT.unsqueeze(-2)
+        gram: Tensor = _decayed(pairs, within)
+        return gram if scalar else gram.sum(-3)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        *given, _, ctx.rows_later = inputs
+        ctx.save_for_backward(*given)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
+        x, y, within = ctx.saved_tensors
+        scalar = within.dim() == x.dim()
+        if scalar:
+            d = _decayed(d, within)
+            d_x, d_y = d @ y, d.mT @ x
+        else:
+            d = _decayed(d.unsqueeze(-3), within)
+            d_x, d_y = (d * y.mT.unsqueeze(-2)).sum(-1).mT, (d * x.mT.unsqueeze(-1)).sum(-2).mT
+        if not ctx.needs_input_grad[3]:
+            return d_x, d_y, None, None, None
+        rows, columns = (
+            (one * d_one).sum(-1, keepdim=True) if scalar else one * d_one for one, d_one in ((x, d_x), (y, d_y))
+        )
+        if ctx.rows_later:
+            rows = F.pad(rows[..., 1:, :], (0, 0, 0, 1))
+        return d_x, d_y, None, rows - columns.unflatten(-2, (-1, x.shape[-2])).sum(-3), None
+
+
+def _decayed(pairs: Tensor, within: Tensor) -> Tensor:
+    """[.., C, n C] times [.., C, C] for all n."""
+    return (pairs.unflatten(-1, (-1, within.shape[-1])) * within.unsqueeze(-2)).flatten(-2)
+
+
+class _Solve(Stacked):
+    """From the right, X (I + L)^T = right^T, which PyTorch solves in half the time: rows stay rows."""
+
+    @staticmethod
+    def forward(system: Tensor, right: Tensor) -> Tensor:
+        rows: Tensor = torch.linalg.solve_triangular(system.mT, right.mT, upper=True, left=False, unitriangular=True)
+        return rows.mT
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[0], output)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, Tensor]:
+        system, solved = ctx.saved_tensors
+        d_right = torch.linalg.solve_triangular(system, d.mT, upper=False, left=False, unitriangular=True).mT
+        return (-d_right @ solved.mT).tril_(-1), d_right
 
 
 def _states(x: Operands, state: State | None) -> tuple[Tensor, Tensor]:
@@ -219,12 +301,9 @@ def from_chunks(x: Tensor, batch: int, length: int) -> Tensor:
 
 
 def decays(g: Tensor) -> Tensor:
-    """exp(g_{j+1} + ... + g_i) for i >= j, else 0; [.., C, K or 1] to [.., C, C, K or 1].
+    """exp(g_{j+1} + ... + g_i) for i >= j, else 0; [.., C] to [.., C, C].
 
     The sums are built up, not subtracted from one another: exact next to g = -1000, and finite at g = -inf.
     """
-    size = g.shape[-2]
-    lower = torch.ones(size, size, dtype=torch.bool, device=g.device).tril()[..., None]
-    strict = lower[..., 0].tril(-1)[..., None]
-    below = g.unsqueeze(-2).expand(*g.shape[:-1], size, g.shape[-1]).masked_fill(~strict, 0.0)
-    return below.cumsum(-3).masked_fill(~lower, -torch.inf).exp()
+    below = g.unsqueeze(-1).expand(*g.shape, g.shape[-1]).tril(-1)
+    return below.cumsum(-2).exp().tril()

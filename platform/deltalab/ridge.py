@@ -142,7 +142,7 @@ class Grams:
     def of(cls, k: Tensor, g: Tensor, gram: Tensor, chunk_size: int) -> "tuple[Grams, Tensor]":
         """For k [B, T, H, K], g [B, T, H] and H before; also H after the last token."""
         k, g = into_chunks(k, chunk_size), into_chunks(g, chunk_size)
-        within = decays(g[..., None])[..., 0]
+        within = decays(g)
         since = within[..., :1] * g[..., :1, None].exp()
         added = (within[..., -1, :, None] * k).transpose(-1, -2) @ k
         start, starts = gram.flatten(0, 1), []
