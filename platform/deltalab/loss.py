@@ -3,13 +3,12 @@
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deltalab.machine import may_launch
 
-MOST_LOGITS = {"cpu": 2**20, "cuda": 2**28}
+MOST_LOGITS = {"cpu": 2**18, "cuda": 2**28}
 """How many are held at a time: on a CPU what stays in its caches, on a GPU 0.5 GiB in bf16, gradients in place."""
 
 
@@ -48,31 +47,35 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, ignore: int) -> Tensor:
         models, positions, _ = x.shape
-        size = max(1, MOST_LOGITS[x.device.type] // (models * weight.shape[1]))
+        kernel = may_launch(x.device.type)
+        # Whole models before parts of them: a model's sums are then the same, however many there are.
+        most = max(1, MOST_LOGITS[x.device.type] // weight.shape[1])
+        together, size = max(1, most // positions), min(most, positions)
         counted = targets != ignore
         count = counted.sum(1)
         total = x.new_zeros(models, dtype=torch.promote_types(x.dtype, torch.float32))
-        d_x, d_weight = torch.empty_like(x), None
-        for begin in range(0, positions, size):
-            part = slice(begin, begin + size)
-            logits = x[:, part] @ weight.mT
-            if may_launch(x.device.type):
-                from deltalab.kernels.loss import cross_entropy_
+        d_x, d_weights = torch.empty_like(x), []
+        for of in (slice(first, first + together) for first in range(0, models, together)):
+            d_weight = None
+            for begin in range(0, positions, size):
+                at = of, slice(begin, begin + size)
+                logits = x[at] @ weight[of].mT
+                if kernel:
+                    from deltalab.kernels.loss import cross_entropy_
 
-                total += cross_entropy_(logits, targets[:, part], count, ignore=ignore).sum(1)
-                d_logits = logits
-            else:
-                wanted = targets[:, part, None].clamp(min=0)
-                logs = F.log_softmax(logits, -1, dtype=total.dtype)
-                total -= torch.where(counted[:, part], logs.gather(-1, wanted)[..., 0], 0).sum(1)
-                share = (counted[:, part].to(total.dtype) / count[:, None])[..., None]
-                d_logits = logs.exp_().scatter_add_(-1, wanted, torch.full_like(share, -1)).mul_(share).to(x.dtype)
-            d_x[:, part] = d_logits @ weight
-            added = d_logits.mT @ x[:, part]
-            # Sums of many chunks are taken in fp32.
-            d_weight = added if d_weight is None else d_weight.to(total.dtype) + added
-        assert d_weight is not None
-        ctx.save_for_backward(d_x, d_weight.to(weight.dtype))
+                    total[of] += cross_entropy_(logits, targets[at], count[of], ignore=ignore).sum(1)
+                    d_logits = logits
+                else:
+                    loss, d_logits = _cross_entropy(logits.to(total.dtype), targets[at], counted[at], count[of])
+                    total[of] += loss
+                    d_logits = d_logits.to(x.dtype)
+                d_x[at] = d_logits @ weight[of]
+                added = d_logits.mT @ x[at]
+                # Sums of many chunks are taken in fp32.
+                d_weight = added if d_weight is None else d_weight.to(total.dtype) + added
+            assert d_weight is not None
+            d_weights.append(d_weight.to(weight.dtype))
+        ctx.save_for_backward(d_x, torch.cat(d_weights) if len(d_weights) > 1 else d_weights[0])
         return total / count
 
     @staticmethod
@@ -82,3 +85,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # In one pass each, and in the precision of d_loss.
         d_x, d_weight = (torch.mul(one, d_loss[:, None, None], out=torch.empty_like(one)) for one in (d_x, d_weight))
         return d_x, d_weight, None, None
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor, counted: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each model, the sum over positions that count [n] and the gradient of its mean [n, M, V], in place."""
+    wanted = targets[..., None].clamp(min=0)
+    right, top = logits.gather(-1, wanted), logits.amax(-1, keepdim=True)
+    # One exponential of each logit: log_softmax, and then its exponential, are two.
+    weights = logits.sub_(top).exp_()
+    mass = weights.sum(-1, keepdim=True)
+    loss = torch.where(counted, (mass.log() + top - right)[..., 0], 0).sum(1)
+    share = (counted.to(mass.dtype) / count[:, None])[..., None]
+    return loss, weights.mul_(share / mass).scatter_add_(-1, wanted, -share)

@@ -205,7 +205,7 @@ class _Gram(Stacked):
     def forward(x: Tensor, y: Tensor, within: Tensor, sums: Tensor | None, rows_later: bool) -> Tensor:
         scalar = within.dim() == x.dim()
         pairs = x @ y.mT if scalar else x.mT.unsqueeze(-1) * y.mT.unsqueeze(-2)
-        gram: Tensor = _decayed(pairs, within)
+        gram = _decayed(pairs, within)
         return gram if scalar else gram.sum(-3)
 
     @staticmethod
@@ -236,7 +236,8 @@ class _Gram(Stacked):
 
 def _decayed(pairs: Tensor, within: Tensor) -> Tensor:
     """[.., C, n C] times [.., C, C] for all n."""
-    return (pairs.unflatten(-1, (-1, within.shape[-1])) * within.unsqueeze(-2)).flatten(-2)
+    apart: Tensor = pairs.unflatten(-1, (-1, within.shape[-1]))
+    return (apart * within.unsqueeze(-2)).flatten(-2)
 
 
 class _Solve(Stacked):

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deltalab.errors import InputError
+from deltalab.machine import constant
 from deltalab.reference import chunked, decays, from_chunks, into_chunks
 from deltalab.rule import Operands
 from deltalab.structure import DECAY, Ridge
@@ -71,7 +72,7 @@ def fused_regression(
     return found
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def _kernels() -> str:
     """Loads them by name: an exported model carries this file without them, and torch.compile takes no import."""
     return importlib.import_module("deltalab.kernels.ridge_op").__name__
