@@ -23,12 +23,13 @@ from deltalab.tasks.feed import Feed
 EVALUATION_SEED = 0
 """The seed of every validation and test batch: the split is fixed, whatever the run's own seed."""
 
-SATURATED = {"cpu": 2**18, "cuda": 2**28}
+SATURATED = {"cpu": 3 * 2**17, "cuda": 2**28}
 """Numbers of an activation [n, B, T, d] from which on a larger n does not pay.
 
-On one CPU core, Comba in one layer, with freed memory kept, ms a step and run, alone and in stacks: 11.5, 9.4 of 4 and
-8.0 of 8 at B T d = 2^15; 21.4, 21.4 of 2 and 18.5 of 4 at 2^16; 33.3, 34.1 of 2 and 36.0 of 4 at 2^17: operators
-that take longer than their dispatch gain nothing, and then leave the cache. On a GPU it bounds memory alone.
+On two CPU cores that train at a time, Comba in one layer, with freed memory kept, ms a step and run, alone and in
+stacks: 11.3, 7.3 of 5 and 6.9 of 9 at B T d = 2^15; 16.8, 15.6 of 4, 13.0 of 6 and 14.3 of 9 at 2^16; 28.0, 27.9 of 3
+and 26.3 of 4 at 2^17: operators that take longer than their dispatch gain little, and then leave the cache. On a GPU it
+bounds memory alone.
 """
 
 Metric: TypeAlias = tuple[str, str, int, float]

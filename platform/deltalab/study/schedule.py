@@ -61,6 +61,7 @@ class Schedule:
         self._awaited: dict[str, list[tuple[_Track, Job]]] = {}
         self._waiting: dict[str, Job] = {}
         self._alone: set[str] = set()
+        self._flops: dict[tuple[str, str], float] = {}
         most = plan.spec.resources.stack
         self._cut_off = [keys for keys in cut_off if most == "auto" or len(keys) <= most]
         self._again = {
@@ -146,9 +147,12 @@ class Schedule:
         fit = (job for job in others if self._may_stack(first, job))
         return [first, *islice(fit, most - 1)]
 
-    def _work(self, job: Job) -> int:
+    def _work(self, job: Job) -> float:
+        """Of matrix products, by what trials of its arm took a token; an arm of which nothing is known comes first."""
         train = job.config["train"]
-        return int(train["steps"] * train["batch_size"] * self.plan.tasks[job.task].length * len(job.seeds))
+        per_token = self._flops.get((job.task, job.arm)) or max(self._flops.values(), default=1.0)
+        tokens = train["steps"] * train["batch_size"] * self.plan.tasks[job.task].length * len(job.seeds)
+        return float(per_token * tokens)
 
     def _may_stack(self, one: Job, other: Job) -> bool:
         if {one.key, other.key} & self._alone:
@@ -248,6 +252,8 @@ class Schedule:
             track.confirmed = "yes"
             return
         track.costs[job.number] = tuple(score(summary, cost, "cost", job.seeds) for cost in COSTS)
+        if track.costs[job.number][0] > 0:
+            self._flops[job.task, job.arm] = track.costs[job.number][0]
         track.scores[job.number] = score(summary, self.plan.tasks[job.task].metric, "validation", job.seeds)
 
     def leader(self, task: str) -> tuple[str, float] | None:
