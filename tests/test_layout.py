@@ -94,6 +94,11 @@ print(sorted(set({BLOCKED!r}) & set(sys.modules)))
     assert out.splitlines() == [f"{len(deltalab.list_rules())} True", "True", "[]"]
 
 
+def test_a_command_does_not_wait_for_a_compiler_that_it_does_not_use() -> None:
+    out = python("import sys, deltalab.cli, deltalab.study.trial; print('torch._dynamo' in sys.modules)")
+    assert out.strip() == "False", "half of all the time that a command starts in"
+
+
 def test_tests_on_a_gpu_are_found_where_the_platform_is_not_installed() -> None:
     """Beside torch, an image to test on has pytest, hypothesis and scipy."""
     files = [file for file in ROOT.glob("tests/test_*.py") if "pytest.mark.gpu" in file.read_text()]

@@ -6,6 +6,7 @@ import random
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,19 @@ def test_auto_on_a_cpu_is_what_a_core_gains_from(lab: Path, store: Store, monkey
         monkeypatch.setitem(lockstep.SATURATED, "cpu", runs * tokens)
         one = schedule(found, store)
         assert [len(one.next(places=2 if runs == 1000 else 1)) for _ in sizes] == sizes
+
+
+def test_arms_of_which_a_token_takes_long_are_confirmed_first(lab: Path, store: Store) -> None:
+    flops = {"base": 1000.0, "init_d_1": 1000.0, "without_b": 900.0, "wide": 2000.0}
+    one = schedule(planned(lab, resources={"stack": 9}), store)
+    order = []
+    while stack := one.next(places=1):
+        order.append((stack[0].stage, stack[0].arm))
+        for job in stack:
+            made = record(job)
+            cost = ("cost", "flops_per_token", 6, flops[job.arm])
+            one.finished(replace(made, runs=[replace(run, metrics=[*run.metrics, cost]) for run in made.runs]))
+    assert [arm for stage, arm in order if stage == "confirm"] == ["wide", "base", "without_b"]
 
 
 @pytest.mark.parametrize("stack", [0, -1, True, 1.5, "all", None])

@@ -166,7 +166,11 @@ class SwiGLU(nn.Module):
         self.out = linear(hidden, d_model, std=out_std)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.into(x).chunk(2, dim=-1)
+        if x.device.type == "cpu":
+            # Halves of one product would be strided, and their gradients put side by side again.
+            gate, up = (F.linear(x, half) for half in self.into.weight.chunk(2))
+        else:
+            gate, up = self.into(x).chunk(2, dim=-1)
         out: Tensor = self.out(F.silu(gate) * up)
         return out
 
