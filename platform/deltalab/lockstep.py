@@ -258,13 +258,14 @@ class LockStep:
     def results(self, member: int, *, weights: bool = False) -> list[RunResult]:
         """The runs of a member so far, in the order of the seeds."""
         found = [run for run in self.runs if run.member == member]
+        if weights:
+            self._store_all()
         return [
             RunResult(run.seed, run.diverged_at, list(run.metrics), self._weights(run) if weights else {})
             for run in found
         ]
 
     def _weights(self, run: _Run) -> dict[str, Tensor]:
-        self._store_all()
         parameters = self.layout.unpack(run.state.weights[None])
         return {name: parameters[name][0].cpu().clone() for name in self.network.state_dict()}
 

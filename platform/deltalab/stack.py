@@ -16,8 +16,8 @@ from deltalab.model import Model, parameter_groups, places
 from deltalab.tasks import IGNORE
 from deltalab.tasks.feed import Feed
 
-BLOCK = 1024
-"""Steps whose addresses and rates are made ready at a time."""
+BLOCK = 64
+"""Steps whose addresses and rates are made ready at a time: by the host, while a GPU takes those before."""
 
 WARM_UP = 3
 """Steps before a CUDA graph is captured, in which kernels are compiled and libraries make their workspaces."""

@@ -168,11 +168,13 @@ def _trained(
     costs, found = trial.costs(), hardware(trial.device) | trial.how()
     for run in trial.runs:
         run.metrics += costs
+    parameters = sum(p.numel() for p in trial.network.parameters())
+    state_size = trial.network.state_size(trial.task.length)
     return [
         TrialResult(
             runs=trial.results(i, weights=True),
-            parameters=sum(p.numel() for p in trial.network.parameters()),
-            state_size=trial.network.state_size(trial.task.length),
+            parameters=parameters,
+            state_size=state_size,
             tokens_per_second=trial.trained * trial.spec.batch_size * trial.task.length / max(trial.seconds, 1e-9),
             hardware=found,
         )
