@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from deltalab.errors import InputError
+from deltalab.layer import initialize
 from deltalab.model import ModelSpec, build_model
 from deltalab.recipe import TrainSpec, stackable
 from deltalab.stack import BLOCK, Adam, Layout, Moments, Stack
@@ -107,10 +108,7 @@ class LockStep:
         self.most = most or most_stacked(task, model, spec)
         models = [one for one, _ in members]
         # Members of one model start from the same weights, which are drawn once.
-        starts = {
-            number: [self._started(models[number], seed) for seed in seeds]
-            for number in {models.index(one) for one in models}
-        }
+        starts = {number: self._started(models[number], seeds) for number in {models.index(one) for one in models}}
         self.runs = [
             _Run(number, seed, start)
             for number, one in enumerate(models)
@@ -122,9 +120,12 @@ class LockStep:
         self._graphs = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         self._stack()
 
-    def _started(self, model: ModelSpec, seed: int) -> Moments:
-        weights = self.layout.pack(build_model(model, seed=seed).state_dict())
-        return Moments(weights, torch.zeros_like(weights), torch.zeros_like(weights))
+    def _started(self, model: ModelSpec, seeds: Sequence[int]) -> list[Moments]:
+        built, rows = build_model(model), []
+        for seed in seeds:
+            initialize(built, seed)
+            rows.append(self.layout.pack(built.state_dict()))
+        return [Moments(row, torch.zeros_like(row), torch.zeros_like(row)) for row in rows]
 
     def going(self, run: _Run) -> bool:
         return run.diverged_at is None and not self.ended[run.member]
@@ -266,8 +267,8 @@ class LockStep:
         ]
 
     def _weights(self, run: _Run) -> dict[str, Tensor]:
-        parameters = self.layout.unpack(run.state.weights[None])
-        return {name: parameters[name][0].cpu().clone() for name in self.network.state_dict()}
+        parameters = self.layout.unpack(run.state.weights[None].cpu())
+        return {name: parameters[name][0].clone() for name in self.network.state_dict()}
 
     def _store_all(self) -> None:
         for runs, stack in self.stacks:

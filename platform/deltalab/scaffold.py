@@ -108,7 +108,7 @@ class CLASS(Task):
 
     def measure(self, batch: Batch, logits: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """logits [N, vocab_size] of the N positions that have a target; totals and counts, never means."""
-        right = (logits.argmax(-1) == batch.targets[batch.targets != IGNORE]).double()
+        right = (logits.argmax(-1) == batch.labels).double()
         nats = surprisal(batch, logits).double()
         count = nats.new_tensor(len(nats))
         return {"accuracy": (right.sum(), count), "loss": (nats.sum(), count)}

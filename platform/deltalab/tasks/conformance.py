@@ -110,7 +110,7 @@ def form(task: Task) -> Iterator[Measured]:
 def token_range(task: Task) -> Iterator[Measured]:
     for split in SPLITS:
         for _, batch in _batches(task, split):
-            tokens = {"inputs": batch.inputs, "targets": batch.targets[batch.targets != IGNORE]}
+            tokens = {"inputs": batch.inputs, "targets": batch.labels}
             for name, values in tokens.items():
                 outside = values[(values < 0) | (values >= task.vocab_size)].unique().tolist()
                 what = f"number of {name} outside [0, vocab_size = {task.vocab_size}) in {split}, {outside[:5]},"
@@ -250,7 +250,7 @@ def perfect(task: Task) -> Iterator[Measured]:
     for name, best in ((task.metric, float(task.maximize)), ("loss", 0.0)):
         found = []
         for one, batch in batches:
-            targets = batch.targets[batch.targets != IGNORE]
+            targets = batch.labels
             logits = torch.full((len(targets), task.vocab_size), -1e4).scatter_(1, targets[:, None], 0.0)
             found.append(one.measure(batch, logits)[name])
         value = _mean(found)

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from deltalab.tasks.task import IGNORE, Batch, Task, surprisal
+from deltalab.tasks.task import Batch, Task, surprisal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class MAD(Task):
         self.require(self.train_examples is None or self.train_examples >= 1, "train_examples", "must be at least 1")
 
     def measure(self, batch: Batch, logits: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        right = logits.argmax(-1) == batch.targets[batch.targets != IGNORE]
+        right = logits.argmax(-1) == batch.labels
         nats = surprisal(batch, logits).double()
         count = nats.new_tensor(len(nats))
         return {"accuracy": (right.sum().double(), count), "loss": (nats.sum(), count)}

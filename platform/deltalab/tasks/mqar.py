@@ -129,10 +129,9 @@ class MQAR(Task):
         return Batch(*(x[:, : self.length].contiguous() for x in (inputs, targets)))
 
     def measure(self, batch: Batch, logits: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        scored = batch.targets != IGNORE
-        right = (logits.argmax(-1) == batch.targets[scored]).double()
-        asked = scored.sum(1)
-        shares = right / asked.repeat_interleave(asked)
+        right = (logits.argmax(-1) == batch.labels).double()
+        asked = (batch.targets != IGNORE).sum(1)
+        shares = right / asked.repeat_interleave(asked, output_size=len(right))
         nats = surprisal(batch, logits).double()
         return {
             "accuracy": (shares.sum(), shares.new_tensor(len(asked))),

@@ -140,7 +140,7 @@ class NIAH(Task):
         return _on_device(PERIOD, random.device)[place].expand(size, -1)
 
     def measure(self, batch: Batch, logits: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        right = (logits.argmax(-1) == batch.targets[batch.targets != IGNORE]).view(-1, self.digits)
+        right = (logits.argmax(-1) == batch.labels).view(-1, self.digits)
         nats = surprisal(batch, logits).double()
         count = nats.new_tensor(len(nats))
         return {

@@ -86,7 +86,7 @@ class OneAnswer(Task):
         return Batch(inputs, torch.where(place == asked, answer[:, None], IGNORE))
 
     def measure(self, batch: Batch, logits: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        right = (logits.argmax(-1) == batch.targets[batch.targets != IGNORE]).double()
+        right = (logits.argmax(-1) == batch.labels).double()
         nats = surprisal(batch, logits).double()
         count, guess = nats.new_tensor(len(nats)), 1 / self.answers
         return {

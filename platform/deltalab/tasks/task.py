@@ -4,6 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from operator import index
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_origin, get_type_hints
@@ -32,6 +33,11 @@ class Batch:
 
     inputs: Tensor
     targets: Tensor
+
+    @cached_property
+    def labels(self) -> Tensor:
+        """The targets that are scored, [N], row-major. To count them a GPU is waited for: that is done once."""
+        return self.targets[self.targets != IGNORE]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,5 +185,4 @@ def _in_words(kind: Any) -> str:
 
 def surprisal(batch: Batch, logits: Tensor) -> Tensor:
     """-log softmax(logits)[target] in nats, `[N]`, for `logits [N, V]` at the scored positions of `batch`."""
-    targets = batch.targets[batch.targets != IGNORE]
-    return functional.cross_entropy(logits.float(), targets, reduction="none")
+    return functional.cross_entropy(logits.float(), batch.labels, reduction="none")
