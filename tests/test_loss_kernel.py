@@ -10,8 +10,12 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from deltalab.kernels import loss as kernel
-from deltalab.loss import linear_cross_entropy
+from deltalab.lockstep import LockStep
+from deltalab.loss import labelled, linear_cross_entropy
+from deltalab.model import ModelSpec
+from deltalab.registry import get_task, list_tasks, task_plugin
 from deltalab.tasks import IGNORE
+from deltalab.train import TrainSpec
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 8e-3}
@@ -69,6 +73,38 @@ def test_rows_of_any_width_in_any_number_of_blocks(
 @pytest.mark.parametrize("width", [8192, 8200])
 def test_a_vocabulary_of_its_size(width: int) -> None:
     assert_right(*drawn(2, 2, width, 0), torch.bfloat16)
+
+
+def test_one_label_of_each_sequence_lies_beside_what_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`labelled` gives them as every second number; the kernel took the others for labels, too, and halved the loss."""
+    targets = torch.full((2, 6, 5), IGNORE)
+    targets[..., 3] = torch.arange(12).view(2, 6) % 3
+    labels = labelled(targets, 1, ignore=IGNORE)[1].flatten(1)
+    assert labels.stride() != (6, 1)
+    x, weight = (torch.randn(2, n, 8, generator=torch.Generator().manual_seed(n)).to(DEVICE) for n in (6, 3))
+    losses = []
+    for fused in (False, True):
+        monkeypatch.setattr("deltalab.loss.may_launch", lambda device, fused=fused: fused)
+        losses.append(linear_cross_entropy(x, weight, labels.to(DEVICE), ignore=IGNORE))
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("name", list_tasks())
+def test_the_loss_of_every_task_is_what_it_is_without_the_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = get_task(name, **task_plugin(name).kind.example)
+    model = ModelSpec(rule="linear_attention", vocab_size=task.vocab_size, d_model=8, heads=1, readout=task.readout)
+    trial = LockStep(
+        task, [(model, TrainSpec(steps=1, batch_size=2, lr=0.01, evaluations=1, precision="fp32"))], [1, 2], most=2
+    )
+    ((_, stack),) = trial.stacks
+    stack.feed.load(0, 1)
+    batch = stack.feed.draw(stack.row)
+    losses = []
+    for fused in (False, True):
+        for module in ("loss", "stack"):
+            monkeypatch.setattr(f"deltalab.{module}.may_launch", lambda device, fused=fused: fused)
+        losses.append(stack.losses(stack.state.weights, *batch))
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")

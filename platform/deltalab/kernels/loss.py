@@ -9,15 +9,15 @@ WIDEST = 8192
 """Logits that a program holds at once; wider rows are read twice."""
 
 
-@triton.jit(do_not_specialize=["rows", "every"])
+@triton.jit(do_not_specialize=["rows", "every", "apart"])
 def row_kernel(
-    logits, targets, count, losses, rows, every,
+    logits, targets, count, losses, rows, every, apart,
     IGNORE: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """A program for each row. Where a block holds it, each loop is one turn, and the compiler reads once for both."""
     row, i = tl.program_id(0), tl.arange(0, BLOCK)
     run = row // rows
-    target = tl.load(targets + run * every + row % rows)
+    target = tl.load(targets + run * every + row % rows * apart)
     logits += row.to(tl.int64) * V
     if target == IGNORE:
         for begin in range(0, V, BLOCK):
@@ -45,14 +45,14 @@ def cross_entropy_(logits: Tensor, targets: Tensor, count: Tensor, *, ignore: in
     """-log softmax(z_i)[y_i] for logits z [n, m, V] and targets y [n, m] in [0, V), at least fp32: [n, m].
 
     In place of z it leaves (softmax(z_i) - onehot(y_i)) / count, the gradient of the sum over `count` [n], in the dtype
-    of z. Both are 0 where y_i is `ignore`. y may be columns of a wider tensor.
+    of z. Both are 0 where y_i is `ignore`. y may lie in a larger tensor: as it does where a sequence has one label.
     """
     runs, rows, width = logits.shape
     wide = logits.dtype == torch.float64
     losses = logits.new_empty(runs, rows, dtype=torch.float64 if wide else torch.float32)
     block = min(triton.next_power_of_2(width), WIDEST)
     row_kernel[(runs * rows,)](
-        logits, targets, count, losses, rows, targets.stride(0), ignore, width, block,
+        logits, targets, count, losses, rows, *targets.stride(), ignore, width, block,
         tl.float64 if wide else tl.float32, num_warps=max(1, min(8, block // 256)),
     )  # fmt: skip
     return losses
