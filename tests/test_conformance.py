@@ -287,9 +287,9 @@ def test_a_wrong_parallel_form_of_the_wider_algebra_is_caught(
 
 def test_decays_as_differences_of_sums_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     def subtracted(g: Tensor) -> Tensor:
-        total = g.cumsum(-2)
-        future = torch.ones(g.shape[-2], g.shape[-2], dtype=torch.bool).triu(1)[..., None]
-        return (total[..., :, None, :] - total[..., None, :, :]).masked_fill(future, -math.inf).exp()
+        total = g.cumsum(-1)
+        future = torch.ones(g.shape[-1], g.shape[-1], dtype=torch.bool).triu(1)
+        return (total[..., :, None] - total[..., None, :]).masked_fill(future, -math.inf).exp()
 
     monkeypatch.setattr(reference, "decays", subtracted)
     assert worst("backends", deltalab.get_rule("mamba2")) <= 0
