@@ -71,6 +71,17 @@ def test_a_step_on_any_task_is_one_graph(name: str) -> None:
     assert_close(graph, eager, 1e-3)
 
 
+@pytest.mark.parametrize("name", BUILTIN)
+def test_training_on_any_task_is_that_on_a_cpu(name: str) -> None:
+    """No graph and no kernel is in both, so that a wrong one cannot agree with itself."""
+    task = deltalab.get_task(name, **task_plugin(name).kind.example)
+    spec = model("gated_deltanet", vocab_size=task.vocab_size, readout=task.readout)
+    on_gpu, on_cpu = (train(task, spec, replace(SPEC, device=device), [1, 2]) for device in ("cuda", "cpu"))
+    for one, other in zip(on_gpu.runs, on_cpu.runs, strict=True):
+        for split in ("train", "validation"):
+            assert one.final(split, "loss") == pytest.approx(other.final(split, "loss"), rel=1e-3), split
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_a_stack_is_its_runs_alone(rule: str) -> None:
     """Step after step, each from the same state: what products of another shape round is not to add up.
