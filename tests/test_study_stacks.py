@@ -315,10 +315,10 @@ def test_a_deadline_is_for_each_of_those_who_share_the_time(lab: Path, monkeypat
 def test_what_does_not_fit_on_the_gpu_fails_with_what_it_needed(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train = lockstep.LockStep.advance
 
-    def full(self: lockstep.LockStep, until: int) -> None:
+    def full(self: lockstep.LockStep, until: int, split: str | None = None) -> None:
         if self.runs[0].state.weights.numel() > small:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB. GPU 0 has a total of 79 GiB.")
-        train(self, until)
+        train(self, until, split)
 
     found = planned(lab)
     small = lockstep.LockStep(found.tasks["mqar"], [found.job(found.arms[0], "confirm", 0, {}).specs], [1]).layout.width

@@ -159,9 +159,9 @@ def test_it_goes_on_from_the_checkpoint_and_does_not_start_again(tmp_path: Path)
     trained = []
 
     class Counted(LockStep):
-        def advance(self, until: int) -> None:
+        def advance(self, until: int, split: str | None = None) -> None:
             trained.append(until)
-            super().advance(until)
+            super().advance(until, split)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("deltalab.train.LockStep", Counted)

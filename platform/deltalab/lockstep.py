@@ -70,7 +70,7 @@ def most_stacked(task: Task, model: ModelSpec, spec: TrainSpec) -> int:
 class LockStep:
     """The seeds of all members, advanced together.
 
-    `advance(step)` takes all of them from their step to that one; `measure(split)` evaluates all of them.
+    `advance(step, split)` takes all of them from their step to that one and evaluates them; `measure(split)` only that.
     A diverged seed stops where it is and says so; `end(member)` stops a member's.
 
     most: how many runs at most make a stack; where None what pays on the device.
@@ -103,12 +103,13 @@ class LockStep:
         self.trained = 0
         self.graph = ""
         self.ended = [False] * len(members)
-        self.network = build_model(model, seed=seeds[0]).to(self.device)
+        self.network = build_model(model)
         self.layout = Layout(self.network)
         self.most = most or most_stacked(task, model, spec)
         models = [one for one, _ in members]
         # Members of one model start from the same weights, which are drawn once.
         starts = {number: self._started(models[number], seeds) for number in {models.index(one) for one in models}}
+        self.network.to(self.device)
         self.runs = [
             _Run(number, seed, start)
             for number, one in enumerate(models)
@@ -121,11 +122,12 @@ class LockStep:
         self._stack()
 
     def _started(self, model: ModelSpec, seeds: Sequence[int]) -> list[Moments]:
-        built, rows = build_model(model), []
+        built, found = build_model(model), []
         for seed in seeds:
             initialize(built, seed)
-            rows.append(self.layout.pack(built.state_dict()))
-        return [Moments(row, torch.zeros_like(row), torch.zeros_like(row)) for row in rows]
+            row = self.layout.pack(built.state_dict()).to(self.device)
+            found.append(Moments(row, torch.zeros_like(row), torch.zeros_like(row)))
+        return found
 
     def going(self, run: _Run) -> bool:
         return run.diverged_at is None and not self.ended[run.member]
@@ -145,7 +147,7 @@ class LockStep:
             self.network,
             self.layout,
             Feed(self.task, self.spec.batch_size, [run.seed for run in runs], self.device, BLOCK),
-            Moments(*(torch.stack(parts).to(self.device) for parts in zip(*(run.state for run in runs), strict=True))),
+            Moments(*map(torch.stack, zip(*(run.state for run in runs), strict=True))),
             [
                 Adam(self._rates[run.member], spec.weight_decay, spec.betas, spec.clip)
                 for run, spec in zip(runs, specs, strict=True)
@@ -154,11 +156,19 @@ class LockStep:
             pool=self._graphs,
         )
 
-    def advance(self, until: int) -> None:
-        """Trains every run up to `until` updates, and records the last training loss."""
-        started = time.perf_counter()
-        for runs, stack in self.stacks:
+    def advance(self, until: int, split: str | None = None) -> None:
+        """Trains every run up to `until` updates, records the last training loss, and then measures `split`.
+
+        A GPU is given the evaluation before anything of the training is looked at, and goes on without a pause.
+        """
+        begun = _moment(self.device)
+        for _, stack in self.stacks:
             stack.advance(self.step, until)
+        done = _moment(self.device)
+        self.trained += sum(map(len, (stack for _, stack in self.stacks))) * (until - self.step)
+        self.step = until
+        measured = [] if split is None else self._measured(split)
+        for runs, stack in self.stacks:
             if bool(stack.overfull):
                 raise InputError(
                     f"task '{self.task.name}' scores more positions of an example than its most_scored, "
@@ -169,12 +179,12 @@ class LockStep:
                     run.diverged_at = bad
                 else:
                     run.metrics.append(("train", "loss", until, loss))
-            self.trained += len(runs) * (until - self.step)
             if self.device.type == "cuda":
                 self.graph = f"none: {stack.eager}" if stack.eager else "whole step"
-        self.step = until
+        self.seconds += _between(begun, done)
+        if split is not None:
+            self._record(split, measured)
         self._keep()
-        self.seconds += time.perf_counter() - started
 
     def end(self, member: int) -> None:
         """Trains and measures this member no more."""
@@ -198,7 +208,6 @@ class LockStep:
         for i, run in enumerate(runs):
             run.state = Moments(*(part[i].clone() for part in stack.state))
 
-    @torch.no_grad()
     def measure(self, split: str) -> None:
         """Adds every metric of the task, over the fixed split, to each run that goes on: plain and by label,
         as `Task.evaluations` says.
@@ -206,30 +215,44 @@ class LockStep:
         And `output_rms`: the largest root mean square of a layer's output before its norm, which an unstable rule
         betrays itself by.
         """
-        for runs, stack in self.stacks:
-            sums: list[dict[str, tuple[Tensor, Tensor]]] = [{} for _ in runs]
-            evaluations = self.task.evaluations()
+        self._record(split, self._measured(split))
+        self._keep()
+
+    @torch.no_grad()
+    def _measured(self, split: str) -> list[tuple[list[tuple[int, list[str]]], Tensor]]:
+        """Of each stack totals and counts [N, 2] on the device; beside them the run's number in it and their names."""
+        evaluations, found = self.task.evaluations(), []
+        for _, stack in self.stacks:
+            named: list[tuple[int, list[str]]] = []
+            values: list[Tensor] = []
             for label, task in evaluations.items():
                 ends = [f"@{label}" if label else "", *([] if "" in evaluations else [""])]
                 for i in range(self.spec.eval_batches):
-                    for found, measured in zip(sums, self._measured(stack, split, label, task, i), strict=True):
-                        for name, (total, count) in measured.items():
-                            for end in ends:
-                                before = found.get(name + end, (torch.zeros_like(total), torch.zeros_like(count)))
-                                found[name + end] = (before[0] + total, before[1] + count)
-            # All values at once: each look at a GPU waits for it.
-            pairs = [pair for found in sums for pair in found.values()]
-            values = iter(torch.stack([x.double() for pair in pairs for x in pair]).view(-1, 2).tolist())
+                    for number, measured in enumerate(self._on_batch(stack, split, label, task, i)):
+                        for name, pair in measured.items():
+                            named.append((number, [name + end for end in ends]))
+                            values += pair
+            found.append((named, torch.stack([value.double() for value in values]).view(-1, 2)))
+        return found
+
+    def _record(self, split: str, measured: list[tuple[list[tuple[int, list[str]]], Tensor]]) -> None:
+        for (runs, _), (named, values) in zip(self.stacks, measured, strict=True):
+            sums: list[dict[str, tuple[float, float]]] = [{} for _ in runs]
+            for (number, names), (total, count) in zip(named, values.tolist(), strict=True):
+                for name in names:
+                    before = sums[number].get(name, (0.0, 0.0))
+                    sums[number][name] = before[0] + total, before[1] + count
             for run, found in zip(runs, sums, strict=True):
                 # A metric that nothing counted towards has no value.
-                means = {name: total / count for name, (total, count) in zip(found, values, strict=False) if count}
+                means = {name: total / count for name, (total, count) in found.items() if count}
+                if run.diverged_at is not None:
+                    continue
                 if all(map(math.isfinite, means.values())):
                     run.metrics.extend((split, name, self.step, value) for name, value in means.items())
                 else:
                     run.diverged_at = self.step
-        self._keep()
 
-    def _measured(
+    def _on_batch(
         self, stack: Stack, split: str, label: str, task: Task, i: int
     ) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
         """The metrics of each run of a stack on one batch, as (total, count)."""
@@ -267,8 +290,8 @@ class LockStep:
         ]
 
     def _weights(self, run: _Run) -> dict[str, Tensor]:
-        parameters = self.layout.unpack(run.state.weights[None].cpu())
-        return {name: parameters[name][0].clone() for name in self.network.state_dict()}
+        parameters = self.layout.unpack(run.state.weights[None])
+        return {name: parameters[name][0].to("cpu", copy=True) for name in self.network.state_dict()}
 
     def _store_all(self) -> None:
         for runs, stack in self.stacks:
@@ -297,6 +320,21 @@ class LockStep:
             run.state, run.diverged_at = Moments(*one["state"]), one["diverged_at"]
             run.metrics = [tuple(metric) for metric in one["metrics"]]
         self._stack()
+
+
+def _moment(device: torch.device) -> float | torch.cuda.Event:
+    """When the device has done what it was given so far."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between(begin: Any, end: Any) -> float:
+    """Seconds."""
+    seconds: float = begin.elapsed_time(end) / 1e3 if isinstance(begin, torch.cuda.Event) else end - begin
+    return seconds
 
 
 def _device(wanted: str) -> str:

@@ -129,8 +129,10 @@ class Stack:
         """The updates that follow `begin` updates, until there are `end`."""
         for first in range(begin, end, BLOCK):
             last = min(first + BLOCK, end)
+            # A copy to a GPU waits for it: what the host has to reckon is done by then.
+            rates = torch.tensor([self._rates(step) for step in range(first, last)])[..., None]
             self.feed.load(first, last)
-            self.rates[: last - first] = torch.tensor([self._rates(step) for step in range(first, last)])[..., None]
+            self.rates[: last - first] = rates
             self.begin.fill_(first)
             self.row.zero_()
             self._run(last - first)

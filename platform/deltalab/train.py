@@ -153,8 +153,7 @@ def _trained(
         going = [i for i in members if any(run.member == i and trial.going(run) for run in trial.runs)]
         if not going:
             break
-        trial.advance(step)
-        trial.measure("validation")
+        trial.advance(step, "validation")
         if checkpoint is not None and time.monotonic() - saved >= checkpoint_seconds:
             _save(trial.state_dict(), checkpoint)
             saved = time.monotonic()
