@@ -103,13 +103,12 @@ class LockStep:
         self.trained = 0
         self.graph = ""
         self.ended = [False] * len(members)
-        self.network = build_model(model)
+        self.network = build_model(model).to(self.device)
         self.layout = Layout(self.network)
         self.most = most or most_stacked(task, model, spec)
         models = [one for one, _ in members]
         # Members of one model start from the same weights, which are drawn once.
         starts = {number: self._started(models[number], seeds) for number in {models.index(one) for one in models}}
-        self.network.to(self.device)
         self.runs = [
             _Run(number, seed, start)
             for number, one in enumerate(models)
@@ -165,7 +164,7 @@ class LockStep:
         for _, stack in self.stacks:
             stack.advance(self.step, until)
         done = _moment(self.device)
-        self.trained += sum(map(len, (stack for _, stack in self.stacks))) * (until - self.step)
+        self.trained += sum(len(runs) for runs, _ in self.stacks) * (until - self.step)
         self.step = until
         measured = [] if split is None else self._measured(split)
         for runs, stack in self.stacks:
