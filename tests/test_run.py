@@ -211,8 +211,9 @@ REFUSED = [
     ({"address": "auto"}, {}, "--storage"),
     ({"executor": "inline", "workers": 2}, {}, "--executor inline"),
     ({"executor": "inline", "address": "auto", "storage": "x"}, {}, "--executor inline"),
-    ({"executor": "inline"}, {"resources": {"gpu": 0.5}}, "a stack wants 0.5 GPU; this machine has none"),
-    ({}, {"arms": {"on_gpu": {"train": {"device": "cuda"}}}}, "arm 'on_gpu': train.device is cuda, which needs"),
+    ({"executor": "inline"}, {"resources": {"gpu": 0.5}}, "s.yaml: resources: a stack wants 0.5 GPU; this machine has"),
+    ({}, {"resources": {"gpu": 1}}, "s.yaml: resources: a stack wants 1 GPU; this machine has none"),
+    ({}, {"arms": {"on_gpu": {"train": {"device": "cuda"}}}}, "arms.on_gpu: train.device: cuda needs resources"),
 ]
 
 
@@ -236,8 +237,8 @@ def test_ray_refuses_what_the_cluster_can_never_meet(lab: Path, monkeypatch: pyt
     monkeypatch.setattr(ray_tune.ray, "cluster_resources", lambda: {"CPU": 2.0})
     monkeypatch.setattr(ray_tune.ray, "shutdown", lambda: None)
     for resources in ({"cpu": 3}, {"cpu": 1, "gpu": 0.5}):
-        with pytest.raises(InputError, match="a stack wants"):
-            run_study(write(lab / "s.yaml", resources=resources))
+        with pytest.raises(InputError, match=r"s\.yaml: resources: a stack wants"):
+            run_study(write(lab / "s.yaml", resources=resources), address="a:1", storage=str(lab))
     with Store.open(lab / "deltalab.db") as store:
         assert store.study("s").state == "interrupted"
 

@@ -441,7 +441,7 @@ def test_gpus_that_no_stack_takes_are_told_of(
     for gpu in (1, 0):
         assert not caplog.records
         with pytest.raises(Started):
-            run_study(write(lab, resources={"gpu": gpu}))
+            run_study(write(lab, resources={"gpu": gpu}), address="a:1", storage=str(lab))
     assert "there are 2: resources: {gpu: 1} gives each stack one" in caplog.text
 
 

@@ -75,12 +75,13 @@ class Job:
 
 @dataclass(frozen=True)
 class Plan:
-    """A study, expanded. arms: those of each task, the base first."""
+    """A study, expanded. arms: those of each task, the base first. where: what errors call it, its file."""
 
     spec: StudySpec
     profile: str | None
     arms: list[Arm]
     tasks: dict[str, Task]
+    where: str
 
     @property
     def identity(self) -> str:
@@ -164,12 +165,12 @@ def make_plan(spec: StudySpec, *, profile: str | None = None, where: str = "stud
     that equal the base or one another, and for parts to take away that the method does not have.
     """
     try:
-        return _make_plan(spec, profile)
+        return _make_plan(spec, profile, where)
     except InputError as error:
         raise InputError(f"{where}: {error}") from None
 
 
-def _make_plan(spec: StudySpec, profile: str | None) -> Plan:
+def _make_plan(spec: StudySpec, profile: str | None, file: str) -> Plan:
     tasks = {}
     for label, params in spec.task.items():
         kind = params.get("task", label)
@@ -202,7 +203,7 @@ def _make_plan(spec: StudySpec, profile: str | None) -> Plan:
             arms.append(Arm(name, task_name, name == "base", config, change_of))
         for i in range(spec.search.finalists if spec.search else 0):
             arms.append(Arm(f"found_{i + 1}", task_name, False, resolved["base"], {}))
-    plan = Plan(spec, profile, arms, tasks)
+    plan = Plan(spec, profile, arms, tasks, file)
     if plan.budget is not None and (grid := plan.budget.grid()) is not None and plan.budget.trials > len(grid):
         key = "search" if spec.search else "tune"
         raise InputError(f"{key}.trials {plan.budget.trials}: there are only {len(grid)} choices to try")

@@ -36,7 +36,7 @@ def run_all(schedule: Schedule, runs: Path, progress: Progress, *, workers: int 
         has: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
         if wanted.cpu > has.get("CPU", 0) or wanted.gpu > has.get("GPU", 0):
             raise InputError(
-                f"resources: a stack wants {wanted.cpu:g} CPU and {wanted.gpu:g} GPU; "
+                f"{schedule.plan.where}: resources: a stack wants {wanted.cpu:g} CPU and {wanted.gpu:g} GPU; "
                 f"the cluster has {has.get('CPU', 0):g} and {has.get('GPU', 0):g}"
             )
         if idle := wanted.idle(has.get("GPU", 0)):

@@ -71,12 +71,13 @@ def run_study(
         raise InputError(
             "--executor inline runs one stack at a time, in this process: --workers and --address are Ray's"
         )
-    if executor == "inline" and plan.spec.resources.gpu and not torch.cuda.is_available():
-        raise InputError(f"resources: a stack wants {plan.spec.resources.gpu:g} GPU; this machine has none")
-    if executor == "ray" and not plan.spec.resources.gpu:
-        for arm in plan.arms:
-            if arm.config["train"]["device"] == "cuda":
-                raise InputError(f"arm '{arm.name}': train.device is cuda, which needs resources: {{gpu: 1}}")
+    gpu = plan.spec.resources.gpu
+    for arm in plan.arms:
+        device, where = arm.config["train"]["device"], "base" if arm.is_base else f"arms.{arm.name}"
+        if gpu and device != "cpu" and address is None and not torch.cuda.is_available():
+            raise InputError(f"{path}: resources: a stack wants {gpu:g} GPU; this machine has none")
+        if not gpu and device == "cuda" and executor == "ray":
+            raise InputError(f"{path}: {where}: train.device: cuda needs resources: {{gpu: 1}}")
     with Store.open(db) as store:
         runs = Path(storage).resolve() if storage else store.folder / "runs"
         with _alone(runs, plan):
