@@ -1,6 +1,7 @@
 """Training: a function of its configuration and seed, however it is interrupted and whoever trains beside it."""
 
 import math
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -309,6 +310,17 @@ def test_a_metric_that_is_not_finite_is_divergence_and_no_metric() -> None:
     trial.advance(6)
     assert {split for split, *_ in trial.runs[0].metrics} == {"train", "validation"}
     assert trial.runs[1].metrics == [metric for metric in trial.runs[1].metrics if metric[0] == "train"]
+
+
+def test_the_time_that_an_evaluation_takes_is_not_the_training_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(MQAR):
+        def measure(self, batch: Any, logits: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+            time.sleep(3)
+            return super().measure(batch, logits)
+
+    trial = LockStep(Slow(length=16, pairs=2, vocab_size=TASK.vocab_size), [(TINY, spec(eval_batches=1))], [1])
+    trial.advance(1, "validation")
+    assert 0 < trial.seconds < 3
 
 
 def test_a_metric_that_nothing_counted_towards_has_no_value() -> None:

@@ -35,6 +35,9 @@ bounds memory alone.
 
 Metric: TypeAlias = tuple[str, str, int, float]
 
+Sums: TypeAlias = tuple[list[tuple[int, list[str]]], Tensor]
+"""Of a stack's evaluation: totals and counts [N, 2] on its device; beside each the run's number and metrics' names."""
+
 
 @dataclass(frozen=True)
 class RunResult:
@@ -218,8 +221,8 @@ class LockStep:
         self._keep()
 
     @torch.no_grad()
-    def _measured(self, split: str) -> list[tuple[list[tuple[int, list[str]]], Tensor]]:
-        """Of each stack totals and counts [N, 2] on the device; beside them the run's number in it and their names."""
+    def _measured(self, split: str) -> list[Sums]:
+        """Of each stack, without a look at any of it."""
         evaluations, found = self.task.evaluations(), []
         for _, stack in self.stacks:
             named: list[tuple[int, list[str]]] = []
@@ -234,7 +237,7 @@ class LockStep:
             found.append((named, torch.stack([value.double() for value in values]).view(-1, 2)))
         return found
 
-    def _record(self, split: str, measured: list[tuple[list[tuple[int, list[str]]], Tensor]]) -> None:
+    def _record(self, split: str, measured: list[Sums]) -> None:
         for (runs, _), (named, values) in zip(self.stacks, measured, strict=True):
             sums: list[dict[str, tuple[float, float]]] = [{} for _ in runs]
             for (number, names), (total, count) in zip(named, values.tolist(), strict=True):
@@ -242,10 +245,10 @@ class LockStep:
                     before = sums[number].get(name, (0.0, 0.0))
                     sums[number][name] = before[0] + total, before[1] + count
             for run, found in zip(runs, sums, strict=True):
-                # A metric that nothing counted towards has no value.
-                means = {name: total / count for name, (total, count) in found.items() if count}
                 if run.diverged_at is not None:
                     continue
+                # A metric that nothing counted towards has no value.
+                means = {name: total / count for name, (total, count) in found.items() if count}
                 if all(map(math.isfinite, means.values())):
                     run.metrics.extend((split, name, self.step, value) for name, value in means.items())
                 else:

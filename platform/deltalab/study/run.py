@@ -75,9 +75,9 @@ def run_study(
     for arm in plan.arms:
         device, where = arm.config["train"]["device"], "base" if arm.is_base else f"arms.{arm.name}"
         if gpu and device != "cpu" and address is None and not torch.cuda.is_available():
-            raise InputError(f"{path}: resources: a stack wants {gpu:g} GPU; this machine has none")
+            raise InputError(f"{plan.where}: resources: a stack wants {gpu:g} GPU; this machine has none")
         if not gpu and device == "cuda" and executor == "ray":
-            raise InputError(f"{path}: {where}: train.device: cuda needs resources: {{gpu: 1}}")
+            raise InputError(f"{plan.where}: {where}: train.device: cuda needs resources: {{gpu: 1}}")
     with Store.open(db) as store:
         runs = Path(storage).resolve() if storage else store.folder / "runs"
         with _alone(runs, plan):
