@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltalab.inputs import normal
-from deltalab.layer import RuleLayer
-from deltalab.model import Model, build_model
-from deltalab.reference import into_chunks
+from deltalab.authoring.inputs import normal
+from deltalab.models.layer import RuleLayer
+from deltalab.models.model import Model, build_model
+from deltalab.ops.reference import into_chunks
 from deltalab.ridge import SOLVERS, Grams, Product, System, regression, solve
 from deltalab.rule import State
 from deltalab.structure import Ridge

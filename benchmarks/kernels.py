@@ -19,10 +19,10 @@ from pathlib import Path
 
 import torch
 
-from deltalab.bench import Bench
-from deltalab.figures import GPU_SHAPE, Report, Shape
+from deltalab.bench.measure import Bench
+from deltalab.bench.results import GPU_SHAPE, Report, Shape
+from deltalab.ops.scan import Backend
 from deltalab.rule import UpdateRule
-from deltalab.scan import Backend
 from deltalab_rules import comba, deltanet, gated_deltanet, gka, gla, rdn, rla, sgla
 
 OTHER_SHAPES = (Shape(64, 256, 2, 64, 64), Shape(1, 32768, 16, 128, 128))

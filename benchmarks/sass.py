@@ -23,9 +23,9 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime import jit
 
 import deltalab
-from deltalab.inputs import draw
-from deltalab.kernels import algebra, assembler
-from deltalab.scan import operands
+from deltalab.authoring.inputs import draw
+from deltalab.kernels import dispatch, ptxas
+from deltalab.ops.scan import operands
 
 H100 = GPUTarget("cuda", 90, 32)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -130,7 +130,7 @@ def main() -> None:
     for name, default in (("length", 130), ("key-dim", 128), ("value-dim", 128), ("heads", 2), ("batch", 1)):
         parser.add_argument(f"--{name}", type=int, default=default)
     given = parser.parse_args()
-    assembler.choose()
+    ptxas.choose()
     compiler = Compiler()
     jit.JITFunction.run = lambda kernel, *args, **options: compiler.run(kernel, *args, **options)  # type: ignore[method-assign]
     for name in given.rules:
@@ -143,7 +143,7 @@ def main() -> None:
         x = x.map(lambda part: part.requires_grad_())
         print(f"--- {name}")
         if rule.transition is not None:
-            o, _ = algebra.scan(
+            o, _ = dispatch.scan(
                 rule.transition, operands(rule, x.q, x.k, x.v, x.gates), dtype=dtype, scale=1.0, state=None
             )
         else:

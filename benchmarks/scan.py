@@ -20,9 +20,9 @@ from pathlib import Path
 import torch
 
 import deltalab
-from deltalab.inputs import Inputs, draw
+from deltalab.authoring.inputs import Inputs, draw
+from deltalab.ops.scan import Backend
 from deltalab.rule import UpdateRule
-from deltalab.scan import Backend
 
 BATCH, LENGTH, HEADS, KEY, VALUE = 16, 512, 2, 64, 64
 DEMAND = 15.0

@@ -26,10 +26,10 @@ from typing import Any
 import torch
 
 import deltalab
-from deltalab.lockstep import LockStep
-from deltalab.model import ModelSpec
+from deltalab.models.spec import ModelSpec
 from deltalab.registry import add_plugin
-from deltalab.train import TrainSpec, hardware, train_together
+from deltalab.training.train import TrainSpec, hardware, train_together
+from deltalab.training.trainer import LockStep
 
 RULES = ("attention", "gated_deltanet")
 LEARNING_RATES = (3e-4, 1e-3, 3e-3, 1e-2)

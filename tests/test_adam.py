@@ -11,11 +11,12 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from deltalab.kernels import adam
-from deltalab.model import ModelSpec, build_model
-from deltalab.stack import Adam, Layout, Moments, Stack
+from deltalab.kernels.step import adamw
+from deltalab.models.model import build_model
+from deltalab.models.spec import ModelSpec
 from deltalab.tasks import MQAR
-from deltalab.tasks.feed import Feed
+from deltalab.tasks.batches import Feed
+from deltalab.training.stack import Adam, Layout, Moments, Stack
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TASK = MQAR(length=16, pairs=2, vocab_size=16)
@@ -30,7 +31,7 @@ RUNS = [
 @pytest.fixture(autouse=True)
 def fewer_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE.type == "cpu":  # which the interpreter runs one after another
-        monkeypatch.setattr(adam, "PARTS", 4)
+        monkeypatch.setattr(adamw, "PARTS", 4)
 
 
 def stack_of(runs: list[Adam], model: ModelSpec = TINY) -> Stack:
@@ -51,7 +52,7 @@ def both(stack: Stack, monkeypatch: pytest.MonkeyPatch, losses: list[Tensor], gr
         one = copy.copy(stack)
         one.state = Moments(*(part.clone() for part in stack.state))
         one.bad, one.loss, one.row = stack.bad.clone(), stack.loss.clone(), stack.row.clone()
-        monkeypatch.setattr("deltalab.stack.may_launch", lambda device, fused=fused: fused)
+        monkeypatch.setattr("deltalab.training.stack.may_launch", lambda device, fused=fused: fused)
         for loss, grad in zip(losses, grads, strict=True):
             one._step(loss.to(DEVICE), grad.to(DEVICE))
         made.append(one)
@@ -84,8 +85,8 @@ def test_steps_are_those_without_kernels(runs: list[Adam], scale: float, block: 
     stack = stack_of(runs)
     losses = torch.rand(4, len(runs), generator=torch.Generator().manual_seed(seed))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(adam, "BLOCK", block)
-        patch.setattr(adam, "PARTS", parts)
+        patch.setattr(adamw, "BLOCK", block)
+        patch.setattr(adamw, "PARTS", parts)
         plain, fused = both(stack, patch, list(losses), drawn(stack, 4, scale, seed))
     assert not torch.equal(plain.state.weights, stack.state.weights)
     assert plain.bad.eq(-1).all()

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import deltalab
+from deltalab.authoring.inputs import draw
 from deltalab.errors import InputError
-from deltalab.inputs import draw
-from deltalab.kernels import assembler
-from deltalab.scan import scan
+from deltalab.kernels import ptxas
+from deltalab.ops.scan import scan
 
 ROOT = Path(__file__).parents[1]
 SPEC = importlib.util.spec_from_file_location("sass", ROOT / "benchmarks" / "sass.py")
@@ -37,17 +37,17 @@ OLD, NEW = (SimpleNamespace(path=f"/{version}/ptxas", version=version) for versi
 )
 def test_the_first_that_is_new_enough(own, blackwell, chosen, lacking, monkeypatch):
     tools = SimpleNamespace(ptxas=own) if blackwell is None else SimpleNamespace(ptxas=own, ptxas_blackwell=blackwell)
-    monkeypatch.setattr(assembler, "knobs", SimpleNamespace(nvidia=tools))
-    assert assembler.choose() == lacking
+    monkeypatch.setattr(ptxas, "knobs", SimpleNamespace(nvidia=tools))
+    assert ptxas.choose() == lacking
     assert tools.ptxas == chosen
 
 
 def test_without_one_kernels_are_refused(monkeypatch):
-    importlib.import_module("deltalab.kernels.algebra")  # while Triton is still told to interpret
-    module = sys.modules["deltalab.scan"]
+    importlib.import_module("deltalab.kernels.dispatch")  # while Triton is still told to interpret
+    module = sys.modules["deltalab.ops.scan"]
     monkeypatch.setattr(module, "lacks_triton", module.lacks_triton.__wrapped__)
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    monkeypatch.setattr(assembler, "choose", lambda: "ptxas 12.9 or later, not 12.8, in TRITON_PTXAS_PATH")
+    monkeypatch.setattr(ptxas, "choose", lambda: "ptxas 12.9 or later, not 12.8, in TRITON_PTXAS_PATH")
     assert module.lacks_triton("cuda") == "ptxas 12.9 or later, not 12.8, in TRITON_PTXAS_PATH"
     monkeypatch.setattr(module, "lacks_triton", lambda device: "ptxas 12.9")
     rule = deltalab.get_rule("linear_attention")

@@ -16,12 +16,14 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import deltalab
-from deltalab import bench, cli, peers
-from deltalab.bench import CHUNK, Bench, attention_flops, flops
+from deltalab import cli
+from deltalab.authoring.inputs import draw
+from deltalab.bench import measure as bench
+from deltalab.bench import peers
+from deltalab.bench.measure import CHUNK, Bench, attention_flops, flops
+from deltalab.bench.results import Figures, Report, Shape
 from deltalab.errors import InputError
-from deltalab.figures import Figures, Report, Shape
-from deltalab.inputs import draw
-from deltalab.reference import recurrent
+from deltalab.ops.reference import recurrent
 from deltalab.rule import Operands
 from deltalab.structure import ADDITIVE, DECAY, DIAGONAL, HOUSEHOLDER, IPLR, SPLR, Transition
 

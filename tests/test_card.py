@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deltalab import get_rule, list_rules, reference
-from deltalab.card import card, catalogue
+from deltalab import get_rule, list_rules
+from deltalab.authoring.card import card, catalogue
+from deltalab.authoring.inputs import draw
 from deltalab.errors import InputError
-from deltalab.inputs import draw
-from deltalab.layer import RuleLayer
+from deltalab.models.layer import RuleLayer
+from deltalab.ops import reference
+from deltalab.ops.scan import operands
 from deltalab.rule import Operands, UpdateRule
-from deltalab.scan import operands
 from deltalab.structure import HOUSEHOLDER, Transition
 
 torch.set_num_threads(1)

@@ -13,9 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import deltalab
-from deltalab import conformance, gates, reference
-from deltalab.conformance import CHECKS, CheckResult, check_rule
-from deltalab.convolution import features
+from deltalab import gates
+from deltalab.authoring import rule_checks as conformance
+from deltalab.authoring.rule_checks import CHECKS, CheckResult, check_rule
+from deltalab.ops import reference
+from deltalab.ops.convolution import features
 from deltalab.rule import Operands, State, UpdateRule, knob
 from deltalab.structure import ADDITIVE, IPLR, SPLR, Transition
 
@@ -304,7 +306,7 @@ def test_a_convolution_that_looks_ahead_is_caught(check: str, monkeypatch: pytes
         return features(F.pad(qkv[:, 1:], (0, 0, 0, 1)), *rest)
 
     assert worst(check, deltalab.get_rule("linear_attention")) <= 0
-    monkeypatch.setattr("deltalab.layer.features", ahead)
+    monkeypatch.setattr("deltalab.models.layer.features", ahead)
     assert worst(check, deltalab.get_rule("linear_attention")) > 0
 
 

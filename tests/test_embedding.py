@@ -9,8 +9,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from deltalab.kernels import embedding as kernels
-from deltalab.kernels.embedding import embed
+from deltalab.kernels.step import embedding as kernels
+from deltalab.kernels.step.embedding import embed
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -12,7 +12,8 @@ import torch
 from deltalab import registry
 from deltalab.errors import InputError
 from deltalab.export import export_hf
-from deltalab.model import Model, ModelSpec, build_model
+from deltalab.models.model import Model, build_model
+from deltalab.models.spec import ModelSpec
 from deltalab.registry import add_plugin
 
 PLUGIN = '''
@@ -344,7 +345,7 @@ class TestNothingIsHalfWritten:
         [
             "import numpy as np",
             "import os.path, numpy",
-            "from deltalab.layer import linear",
+            "from deltalab.models.layer import linear",
             "from deltalab import scan",
             "import deltalab.gates",
             "from .squared import Squared",

@@ -10,7 +10,7 @@ from torch import Tensor
 import deltalab
 from deltalab import gates
 from deltalab.gates import Gate
-from deltalab.layer import Gates, initialize
+from deltalab.models.layer import Gates, initialize
 
 D, H, K = 24, 3, 4
 

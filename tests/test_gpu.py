@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import deltalab
-from deltalab.inputs import draw
-from deltalab.model import ModelSpec
-from deltalab.train import TrainSpec, train
+from deltalab.authoring.inputs import draw
+from deltalab.models.spec import ModelSpec
+from deltalab.training.train import TrainSpec, train
 
 pytestmark = pytest.mark.gpu
 

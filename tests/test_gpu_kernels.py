@@ -22,12 +22,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import deltalab
-from deltalab import reference
+from deltalab.authoring.inputs import Inputs, draw, draw_corners, moves, parts
 from deltalab.errors import InputError
-from deltalab.inputs import Inputs, draw, draw_corners, moves, parts
-from deltalab.kernels import parts as kernel_parts
+from deltalab.kernels import sequence_parts as kernel_parts
+from deltalab.ops import reference
+from deltalab.ops.scan import operands
 from deltalab.rule import Operands, State, UpdateRule
-from deltalab.scan import operands
 from deltalab.structure import Transition
 
 pytestmark = pytest.mark.gpu

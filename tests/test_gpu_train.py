@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import deltalab
-from deltalab.lockstep import LockStep
-from deltalab.model import ModelSpec
+from deltalab.models.spec import ModelSpec
 from deltalab.registry import task_plugin
-from deltalab.stack import Stack
 from deltalab.tasks import BUILTIN
-from deltalab.train import TrainSpec, train, train_together
+from deltalab.training.stack import Stack
+from deltalab.training.train import TrainSpec, train, train_together
+from deltalab.training.trainer import LockStep
 
 pytestmark = pytest.mark.gpu
 

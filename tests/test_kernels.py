@@ -11,9 +11,9 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 import deltalab
+from deltalab.authoring.inputs import Inputs, draw, parts
 from deltalab.errors import InputError
-from deltalab.inputs import Inputs, draw, parts
-from deltalab.kernels import parts as kernel_parts
+from deltalab.kernels import sequence_parts as kernel_parts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -139,7 +139,7 @@ def test_stacked_models_fold_into_the_batch(name, length, split):
 
 @pytest.mark.parametrize(("name", "length"), [("comba", 9), ("rdn", 32), ("gla", 9)])
 def test_a_compiler_takes_all_of_it_as_one_graph(name, length, split, monkeypatch):
-    rule, module = deltalab.get_rule(name), sys.modules["deltalab.scan"]
+    rule, module = deltalab.get_rule(name), sys.modules["deltalab.ops.scan"]
     monkeypatch.setattr(module, "may_launch", lambda device: module.lacks_triton(device) is None)
     x = draw(rule, batch=1, length=length, heads=1, key_dim=16, value_dim=16).map(lambda part: part.float().to(DEVICE))
 
@@ -172,7 +172,7 @@ def test_what_the_kernels_do_not_take_is_said_before_a_launch():
 def test_without_a_gpu_the_kernels_say_what_they_need(monkeypatch):
     rule = deltalab.get_rule("gated_deltanet")
     x = draw(rule, batch=1, length=4, heads=1, key_dim=16, value_dim=16).map(torch.Tensor.float)
-    module = sys.modules["deltalab.scan"]
+    module = sys.modules["deltalab.ops.scan"]
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.setattr(module, "lacks_triton", module.lacks_triton.__wrapped__)
     with pytest.raises(InputError, match="backend 'triton' needs a GPU"):

@@ -15,11 +15,11 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 import deltalab
-from deltalab.inputs import draw
+from deltalab.authoring.inputs import draw
 from deltalab.kernels.decode import decode
-from deltalab.reference import recurrent
+from deltalab.ops.reference import recurrent
+from deltalab.ops.scan import operands as operands_of
 from deltalab.rule import Fit, Operands, State
-from deltalab.scan import operands as operands_of
 from deltalab.structure import DECAY, DIAGONAL, DPLR, IPLR, SPLR, ResidualState, Transition
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltalab import reference
-from deltalab.kernels.diagonal_op import diagonal_scan
+from deltalab.kernels.diagonal.op import diagonal_scan
+from deltalab.ops import reference
 from deltalab.rule import Operands
 from deltalab.structure import Transition
 

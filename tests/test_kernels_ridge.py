@@ -17,10 +17,10 @@ pytest.importorskip("triton")
 
 import deltalab
 from deltalab import gates as forms
+from deltalab.authoring.inputs import Inputs, draw, parts
 from deltalab.errors import InputError
 from deltalab.gates import Gate
-from deltalab.inputs import Inputs, draw, parts
-from deltalab.kernels import ridge_op
+from deltalab.kernels.ridge import op as ridge_op
 from deltalab.ridge import fused_regression, lacks_kernel, regression
 from deltalab.rule import State, UpdateRule, knob
 from deltalab.structure import Ridge
@@ -208,7 +208,7 @@ def test_what_has_no_kernel_is_refused_by_name_and_else_said_once(rule, dtype, k
     with pytest.raises(InputError, match=says) as refused:
         deltalab.scan(rule, x.q, x.k, x.v, x.gates, backend="triton")
     assert "\n" not in str(refused.value)
-    module = sys.modules["deltalab.scan"]
+    module = sys.modules["deltalab.ops.scan"]
     monkeypatch.setattr(module, "may_launch", lambda device: True)
     module._say.cache_clear()
     with caplog.at_level(logging.INFO, "deltalab"):

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 import deltalab
-from deltalab import inputs
-from deltalab.inputs import normal
+from deltalab.authoring import inputs
+from deltalab.authoring.inputs import normal
 from deltalab.rule import UpdateRule
 
 B, T, H, K, V = 2, 11, 3, 5, 4

@@ -9,13 +9,13 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from deltalab.kernels import loss as kernel
-from deltalab.lockstep import LockStep
-from deltalab.loss import labelled, linear_cross_entropy
-from deltalab.model import ModelSpec
+from deltalab.kernels.step import loss as kernel
+from deltalab.models.spec import ModelSpec
+from deltalab.ops.loss import labelled, linear_cross_entropy
 from deltalab.registry import get_task, list_tasks, task_plugin
 from deltalab.tasks import IGNORE
-from deltalab.train import TrainSpec
+from deltalab.training.train import TrainSpec
+from deltalab.training.trainer import LockStep
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 8e-3}
@@ -84,7 +84,7 @@ def test_one_label_of_each_sequence_lies_beside_what_is_none(monkeypatch: pytest
     x, weight = (torch.randn(2, n, 8, generator=torch.Generator().manual_seed(n)).to(DEVICE) for n in (6, 3))
     losses = []
     for fused in (False, True):
-        monkeypatch.setattr("deltalab.loss.may_launch", lambda device, fused=fused: fused)
+        monkeypatch.setattr("deltalab.ops.loss.may_launch", lambda device, fused=fused: fused)
         losses.append(linear_cross_entropy(x, weight, labels.to(DEVICE), ignore=IGNORE))
     torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
 
@@ -129,14 +129,14 @@ def test_the_loss_is_what_it_is_without_the_kernel(
     most: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One run of three scores nothing."""
-    monkeypatch.setattr("deltalab.loss.MOST_LOGITS", {DEVICE: most})
+    monkeypatch.setattr("deltalab.ops.loss.MOST_LOGITS", {DEVICE: most})
     _, targets = drawn(3, 7, 20, 1)
     targets[2] = IGNORE
     x, weight = (torch.randn(3, n, 8, generator=torch.Generator().manual_seed(n)) for n in (7, 20))
     by = torch.tensor([0.5, 2.0, 1.0], device=DEVICE)
     found = {}
     for fused in (False, True):
-        monkeypatch.setattr("deltalab.loss.may_launch", lambda device, fused=fused: fused)
+        monkeypatch.setattr("deltalab.ops.loss.may_launch", lambda device, fused=fused: fused)
         inputs = [one.to(DEVICE, dtype, copy=True).requires_grad_() for one in (x, weight)]
         losses = linear_cross_entropy(*inputs, targets.to(DEVICE), ignore=IGNORE)
         found[fused] = losses, *torch.autograd.grad((losses * by)[:2].sum(), inputs)

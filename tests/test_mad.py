@@ -17,12 +17,13 @@ from torch import Tensor
 import deltalab
 from deltalab.errors import InputError
 from deltalab.export import export_hf
-from deltalab.lockstep import LockStep
-from deltalab.model import Model, ModelSpec, Rebuild, build_model
+from deltalab.models.model import Model, Rebuild, build_model
+from deltalab.models.spec import ModelSpec
 from deltalab.study.plan import Plan, make_plan
 from deltalab.study.spec import load_study
 from deltalab.tasks import BUILTIN, IGNORE, Batch, Random, Task
-from deltalab.train import TrainSpec, train
+from deltalab.training.train import TrainSpec, train
+from deltalab.training.trainer import LockStep
 
 RARE_EVENT = 1e-4  # every draw here is fixed, so a test below this p-value fails always or never
 STUDIES = Path(__file__).parents[1] / "studies"

@@ -7,8 +7,9 @@ import torch
 
 import deltalab
 from deltalab.errors import InputError
-from deltalab.layer import LayerCache
-from deltalab.model import Model, ModelSpec, build_model, parameter_groups
+from deltalab.models.layer import LayerCache
+from deltalab.models.model import Model, build_model, parameter_groups
+from deltalab.models.spec import ModelSpec
 
 SMALL = {"vocab_size": 16, "d_model": 16, "layers": 2, "heads": 2, "chunk_size": 8}
 RULES = deltalab.list_rules()

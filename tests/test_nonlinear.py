@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import deltalab
-from deltalab.inputs import Inputs, draw, normal, parts
+from deltalab.authoring.inputs import Inputs, draw, normal, parts
 from deltalab.rule import UpdateRule
 
 EXACT = 1e-9

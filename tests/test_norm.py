@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import deltalab
-from deltalab.kernels import norm as kernels
-from deltalab.lockstep import LockStep
-from deltalab.model import ModelSpec, build_model
-from deltalab.norm import EPS, HeadNorm, ResidualNorm, RMSNorm
-from deltalab.stack import Stack
-from deltalab.train import TrainSpec
+from deltalab.kernels.step import norm as kernels
+from deltalab.models.model import build_model
+from deltalab.models.spec import ModelSpec
+from deltalab.ops.norm import EPS, HeadNorm, ResidualNorm, RMSNorm
+from deltalab.training.stack import Stack
+from deltalab.training.train import TrainSpec
+from deltalab.training.trainer import LockStep
 
 # What PyTorch has no rule for, `vmap` does run by run.
 pytestmark = pytest.mark.filterwarnings("error:There is a performance drop")
@@ -30,7 +31,7 @@ ROUNDING = {BF16: 2**-8 if DEVICE == "cuda" else 2**-7, FP16: 2**-11, FP32: 2e-6
 
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltalab.norm.may_launch", lambda device: True)
+    monkeypatch.setattr("deltalab.ops.norm.may_launch", lambda device: True)
 
 
 def draw(
@@ -272,7 +273,7 @@ def test_stacked_models_learn_the_same_with_and_without_kernels(
     tokens = stack.feed.draw(torch.tensor(1, device=stack.device))[0][0]
     results = []
     for kernel in (False, True):
-        monkeypatch.setattr("deltalab.norm.may_launch", lambda device, kernel=kernel: kernel)
+        monkeypatch.setattr("deltalab.ops.norm.may_launch", lambda device, kernel=kernel: kernel)
         with Calls() as calls:
             found = losses(stack)
         results.append((*found, *stack.measure(tokens)))
@@ -344,7 +345,7 @@ def test_a_model_under_autocast_reaches_the_kernels(seeds: tuple[int, ...], monk
     with Calls() as calls:
         found, grad = losses(stack)
     assert (calls.forward, calls.backward) == (7, 7)
-    monkeypatch.setattr("deltalab.norm.may_launch", lambda device: False)
+    monkeypatch.setattr("deltalab.ops.norm.may_launch", lambda device: False)
     wanted, right = losses(stack)
     torch.testing.assert_close(found, wanted, rtol=2e-2, atol=0)
     assert float((grad - right).norm() / right.norm()) < 3e-2

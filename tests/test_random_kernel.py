@@ -16,9 +16,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from deltalab.kernels import random as kernels
+from deltalab.kernels.step import random as kernels
 from deltalab.tasks import MQAR, Random
-from deltalab.tasks.feed import Feed
+from deltalab.tasks.batches import Feed
 from deltalab.tasks.randomness import Together, hashed
 
 ROOT = Path(__file__).parents[1]
@@ -165,7 +165,7 @@ COMPILED = """
 import sys
 import torch, triton
 from triton.runtime import jit
-from deltalab.kernels import random
+from deltalab.kernels.step import random
 
 sys.path.insert(0, "benchmarks")
 import sass

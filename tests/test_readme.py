@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from deltalab import registry
-from deltalab.conformance import check_rule
+from deltalab.authoring.rule_checks import check_rule
 from deltalab.study.plan import make_plan
 from deltalab.study.spec import load_study
 from deltalab.tasks import BUILTIN

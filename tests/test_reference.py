@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from deltalab.reference import chunked, recurrent
+from deltalab.ops.reference import chunked, recurrent
 from deltalab.rule import Fit, Operands, State
 from deltalab.structure import ResidualState, Transition
 

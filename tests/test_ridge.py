@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import deltalab
+from deltalab.authoring.inputs import normal
 from deltalab.errors import InputError
-from deltalab.inputs import normal
-from deltalab.reference import from_chunks
+from deltalab.ops.reference import from_chunks
 from deltalab.ridge import Grams, chebyshev, conjugate_gradient, regression, solve
 from deltalab.rule import UpdateRule
 from deltalab.structure import Ridge

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import deltalab
-from deltalab.conformance import check_rule
-from deltalab.inputs import Inputs, draw, parts
+from deltalab.authoring.inputs import Inputs, draw, parts
+from deltalab.authoring.rule_checks import check_rule
 from deltalab.rule import UpdateRule
 
 EXACT = 1e-9

@@ -29,7 +29,7 @@ from deltalab.study.plan import Job, Plan, make_plan
 from deltalab.study.run import run_study
 from deltalab.study.spec import load_study
 from deltalab.study.trial import execute, failed, from_json, to_json
-from deltalab.train import train_together
+from deltalab.training.train import train_together
 
 STUDY: dict[str, Any] = {
     "name": "s",

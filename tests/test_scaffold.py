@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from deltalab import check_rule, check_task, list_rules, registry
+from deltalab.authoring.scaffold import new_rule, new_task
 from deltalab.errors import InputError
-from deltalab.scaffold import new_rule, new_task
 
 torch.set_num_threads(1)
 

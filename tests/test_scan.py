@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import deltalab
-from deltalab import reference
+from deltalab.authoring.inputs import draw, parts
 from deltalab.errors import InputError
-from deltalab.inputs import draw, parts
+from deltalab.ops import reference
 
 B, T, H, K, V = 2, 5, 3, 4, 6
 

@@ -8,7 +8,7 @@ import yaml
 
 from deltalab import InputError
 from deltalab.store import Store
-from deltalab.study.front import front
+from deltalab.study.pareto import front
 from deltalab.study.plan import make_plan
 from deltalab.study.run import run_study
 from deltalab.study.spec import load_study

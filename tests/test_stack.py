@@ -14,15 +14,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import deltalab
 from deltalab.errors import InputError
-from deltalab.lockstep import LockStep
-from deltalab.loss import linear_cross_entropy
-from deltalab.machine import lacks_triton
-from deltalab.model import ModelSpec, build_model, parameter_groups
+from deltalab.models.model import build_model, parameter_groups
+from deltalab.models.spec import ModelSpec
+from deltalab.ops.backends import lacks_triton
+from deltalab.ops.loss import linear_cross_entropy
 from deltalab.registry import task_plugin
-from deltalab.stack import Adam, Layout, Moments, Stack
 from deltalab.tasks import BUILTIN, IGNORE, MQAR, Batch, Random, Task
-from deltalab.tasks.feed import Feed
-from deltalab.train import RunResult, TrainSpec, stackable, train, train_together
+from deltalab.tasks.batches import Feed
+from deltalab.training.stack import Adam, Layout, Moments, Stack
+from deltalab.training.train import RunResult, TrainSpec, stackable, train, train_together
+from deltalab.training.trainer import LockStep
 
 # What PyTorch has no rule for, `vmap` does run by run: no error, but no stack either.
 pytestmark = pytest.mark.filterwarnings("error:There is a performance drop")
@@ -74,7 +75,7 @@ def assert_close(a: RunResult, b: RunResult, *, tolerance: float = 1e-4) -> None
 def test_members_of_a_stack_are_what_they_are_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(LockStep(TASK, MEMBERS, [1, 7]).stacks) == 1
     together = train_together(TASK, MEMBERS, [1, 7], test=True)
-    monkeypatch.setattr("deltalab.lockstep.SATURATED", {"cpu": 0})
+    monkeypatch.setattr("deltalab.training.trainer.SATURATED", {"cpu": 0})
     for (model, spec), result in zip(MEMBERS, together, strict=True):
         alone = train(TASK, model, spec, [1, 7], test=True)
         assert (alone.parameters, alone.state_size) == (result.parameters, result.state_size)
@@ -149,7 +150,7 @@ def test_features_at_places_are_these_of_all(readout: Any) -> None:
 def test_models_of_every_form_stack(model: dict[str, Any], task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
     spec, given = replace(TINY, **model), replace(SPEC, steps=4, evaluations=2, batch_size=2)
     stacked = train(task, spec, given, [1, 2], test=True)
-    monkeypatch.setattr("deltalab.lockstep.SATURATED", {"cpu": 0})
+    monkeypatch.setattr("deltalab.training.trainer.SATURATED", {"cpu": 0})
     for one, other in zip(stacked.runs, train(task, spec, given, [1, 2], test=True).runs, strict=True):
         assert_close(one, other, tolerance=2e-4)
 
@@ -203,8 +204,8 @@ def test_an_update_is_that_of_adamw_with_clipping() -> None:
 
 
 def test_the_rates_are_those_of_the_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltalab.stack.BLOCK", 5)
-    monkeypatch.setattr("deltalab.lockstep.BLOCK", 5)
+    monkeypatch.setattr("deltalab.training.stack.BLOCK", 5)
+    monkeypatch.setattr("deltalab.training.trainer.BLOCK", 5)
     seen = []
     step = Stack._step
 
@@ -411,7 +412,7 @@ def test_a_task_that_scores_more_than_it_says_is_refused() -> None:
 @pytest.mark.parametrize("most", [1, 40, 2**20])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_the_loss_is_cross_entropy(most: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltalab.loss.MOST_LOGITS", {"cpu": most})
+    monkeypatch.setattr("deltalab.ops.loss.MOST_LOGITS", {"cpu": most})
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(3, n, 8, generator=generator).to(dtype).requires_grad_() for n in (10, 20))
     targets = torch.randint(20, (3, 10), generator=generator)
@@ -497,7 +498,7 @@ def test_a_rule_that_cannot_be_stacked_trains_all_the_same(
         return operands(self, q, *rest, **gates)
 
     with caplog.at_level(logging.WARNING, "deltalab"), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("deltalab.lockstep.SATURATED", {"cpu": 0})
+        patch.setattr("deltalab.training.trainer.SATURATED", {"cpu": 0})
         alone = train(TASK, TINY, SPEC, [1, 2]).runs
         assert not caplog.text
     monkeypatch.setattr(type(deltalab.get_rule("comba")), "operands", looking)

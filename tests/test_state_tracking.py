@@ -17,15 +17,15 @@ from torch import Tensor
 
 import deltalab
 from deltalab.errors import InputError
-from deltalab.model import ModelSpec
+from deltalab.models.spec import ModelSpec
 from deltalab.store import Store
 from deltalab.study.report import report
 from deltalab.tasks import IGNORE, SPLITS, Batch, Random, Task
-from deltalab.tasks.held_out import share_out, shared_from
 from deltalab.tasks.mod_arithmetic import ModArithmetic
 from deltalab.tasks.parity import Parity
+from deltalab.tasks.splits import share_out, shared_from
 from deltalab.tasks.word_problem import WordProblem, _table, elements
-from deltalab.train import TrainSpec, train
+from deltalab.training.train import TrainSpec, train
 
 RARE_EVENT = 1e-4  # every draw here is fixed, so a test below this p-value fails always or never
 SYMBOLS = "01234+-*= ()"

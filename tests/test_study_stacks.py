@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 
-from deltalab import lockstep, registry
+from deltalab import registry
 from deltalab.errors import InputError
 from deltalab.store import RuleRecord, RunRecord, Store, TrialRecord
 from deltalab.study import run as running
@@ -25,7 +25,8 @@ from deltalab.study.run import arm_records, run_study
 from deltalab.study.schedule import Schedule
 from deltalab.study.spec import load_study
 from deltalab.study.trial import cut_off, execute
-from deltalab.train import train_together
+from deltalab.training import trainer
+from deltalab.training.train import train_together
 
 MQAR = {"length": 16, "pairs": 2, "vocab_size": 32}
 LR = {"log_uniform": [1e-3, 1e-1]}
@@ -154,7 +155,7 @@ def test_auto_on_a_cpu_is_what_a_core_gains_from(lab: Path, store: Store, monkey
     found = planned(lab, arms={}, tune={"trials": 8, "seeds": 2, "train.lr": LR})
     for runs, sizes in {6: [3, 3, 2], 5: [2, 2, 2, 2], 1: [1] * 8, 1000: [4, 4]}.items():
         tokens = 4 * MQAR["length"] * 16
-        monkeypatch.setitem(lockstep.SATURATED, "cpu", runs * tokens)
+        monkeypatch.setitem(trainer.SATURATED, "cpu", runs * tokens)
         one = schedule(found, store)
         assert [len(one.next(places=2 if runs == 1000 else 1)) for _ in sizes] == sizes
 
@@ -313,16 +314,16 @@ def test_a_deadline_is_for_each_of_those_who_share_the_time(lab: Path, monkeypat
 
 
 def test_what_does_not_fit_on_the_gpu_fails_with_what_it_needed(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    train = lockstep.LockStep.advance
+    train = trainer.LockStep.advance
 
-    def full(self: lockstep.LockStep, until: int, split: str | None = None) -> None:
+    def full(self: trainer.LockStep, until: int, split: str | None = None) -> None:
         if self.runs[0].state.weights.numel() > small:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB. GPU 0 has a total of 79 GiB.")
         train(self, until, split)
 
     found = planned(lab)
-    small = lockstep.LockStep(found.tasks["mqar"], [found.job(found.arms[0], "confirm", 0, {}).specs], [1]).layout.width
-    monkeypatch.setattr(lockstep.LockStep, "advance", full)
+    small = trainer.LockStep(found.tasks["mqar"], [found.job(found.arms[0], "confirm", 0, {}).specs], [1]).layout.width
+    monkeypatch.setattr(trainer.LockStep, "advance", full)
     result = run_study(write(lab, arms={"wide": STUDY["arms"]["wide"]}), executor="inline")
     assert (result.trials, result.failed) == (8, 4)
     needed = "of rule 'comba' at train.batch_size 4: it asked for 3.00 GiB more"

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from deltalab import check_task, cli, registry
-from deltalab.checks import CheckResult
-from deltalab.scaffold import new_task
+from deltalab.authoring.check import CheckResult
+from deltalab.authoring.scaffold import new_task
+from deltalab.authoring.task_checks import CHECKS
 from deltalab.study.plan import Job, make_plan
 from deltalab.study.spec import load_study
 from deltalab.tasks import BUILTIN, IGNORE, MQAR, Batch, Random, Task
-from deltalab.tasks.conformance import CHECKS
 
 PLANTED = Path(__file__).parent / "planted" / "tasks"
 

@@ -12,13 +12,14 @@ import torch.nn.functional as F
 
 import deltalab
 from deltalab.errors import InputError
-from deltalab.layer import RuleLayer
-from deltalab.lockstep import LockStep
-from deltalab.loss import linear_cross_entropy
-from deltalab.model import ModelSpec, build_model
+from deltalab.models.layer import RuleLayer
+from deltalab.models.model import build_model
+from deltalab.models.spec import ModelSpec
+from deltalab.ops.loss import linear_cross_entropy
 from deltalab.tasks import IGNORE, MQAR, Task
-from deltalab.tasks.feed import Feed
-from deltalab.train import RunResult, TrainSpec, TrialResult, train
+from deltalab.tasks.batches import Feed
+from deltalab.training.train import RunResult, TrainSpec, TrialResult, train
+from deltalab.training.trainer import LockStep
 
 TASK = deltalab.get_task("mqar", length=16, pairs=2, vocab_size=16)
 TINY = ModelSpec(rule="comba", vocab_size=16, d_model=16, layers=1, heads=1, chunk_size=16)
@@ -165,7 +166,7 @@ def test_it_goes_on_from_the_checkpoint_and_does_not_start_again(tmp_path: Path)
             super().advance(until, split)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("deltalab.train.LockStep", Counted)
+        patch.setattr("deltalab.training.train.LockStep", Counted)
         interrupted(6, file, [1])
     assert trained == [3, 6, 9, 12]
 
@@ -196,7 +197,7 @@ def test_a_checkpoint_that_is_half_written_is_never_read(tmp_path: Path, monkeyp
 
 
 def test_seeds_that_are_not_stacked_equal_each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltalab.lockstep.SATURATED", {"cpu": 0})
+    monkeypatch.setattr("deltalab.training.trainer.SATURATED", {"cpu": 0})
     together = train(TASK, TINY, SPEC, [1, 7, 2], test=True)
     for run in together.runs:
         assert_same(run, train(TASK, TINY, SPEC, [run.seed], test=True).runs[0])
@@ -250,7 +251,7 @@ def test_where_logits_are_asked_for_is_where_labels_are(monkeypatch: pytest.Monk
         made.append(x.shape[1])
         return linear_cross_entropy(x, *rest, **options)
 
-    monkeypatch.setattr("deltalab.stack.linear_cross_entropy", recorded)
+    monkeypatch.setattr("deltalab.training.stack.linear_cross_entropy", recorded)
     (run,) = train(TASK, TINY, spec(steps=1, evaluations=1), [3]).runs
     assert run.final("train", "loss") == pytest.approx(float(loss), rel=1e-6)
     assert made == [int(scored.sum())] == [2 * SPEC.batch_size]
@@ -258,7 +259,7 @@ def test_where_logits_are_asked_for_is_where_labels_are(monkeypatch: pytest.Monk
 
 def test_divergence_is_reported_with_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A NaN planted in one seed's layer at one step: that seed stops there, the others do not notice."""
-    monkeypatch.setattr("deltalab.lockstep.SATURATED", {"cpu": 0})
+    monkeypatch.setattr("deltalab.training.trainer.SATURATED", {"cpu": 0})
     alone = train(TASK, TINY, SPEC, [1], test=True).runs[0]
     forward = RuleLayer.forward
     calls = {"n": 0}

@@ -2,7 +2,7 @@
 
 import streamlit as st
 
-from deltalab.card import card
+from deltalab.authoring.card import card
 from deltalab.errors import InputError
 from deltalab.store import Store, Study
 from deltalab_dashboard.chosen import plain, show

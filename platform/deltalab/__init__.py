@@ -3,14 +3,14 @@
 from typing import TYPE_CHECKING, Any
 
 from deltalab.errors import InputError
-from deltalab.model import build_model
+from deltalab.models.model import build_model
+from deltalab.ops.scan import scan
 from deltalab.registry import get_rule, get_task, list_rules
-from deltalab.scan import scan
 
 if TYPE_CHECKING:
-    from deltalab.conformance import check_rule
+    from deltalab.authoring.rule_checks import check_rule
+    from deltalab.authoring.task_checks import check_task
     from deltalab.study.run import run_study
-    from deltalab.tasks.conformance import check_task
 
 __version__ = "0.1.0"
 __all__ = [
@@ -33,11 +33,11 @@ def __getattr__(name: str) -> Any:
 
         return run_study
     if name == "check_rule":
-        from deltalab.conformance import check_rule
+        from deltalab.authoring.rule_checks import check_rule
 
         return check_rule
     if name == "check_task":
-        from deltalab.tasks.conformance import check_task
+        from deltalab.authoring.task_checks import check_task
 
         return check_task
     raise AttributeError(f"module 'deltalab' has no attribute '{name}'")

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from deltalab import __version__
-from deltalab.checks import CheckResult
+from deltalab.authoring.check import CheckResult
 from deltalab.errors import InputError
 from deltalab.registry import add_plugin, get_rule, get_task, list_rules, list_tasks, task_plugin
 from deltalab.tasks import Task
@@ -182,7 +182,7 @@ def rule_show(name: Annotated[str, typer.Argument(metavar="NAME|FILE")], as_json
     """Show a rule's card: equation, knobs, gates, structure, cost and size."""
     from rich.markdown import Markdown
 
-    from deltalab.card import card
+    from deltalab.authoring.card import card
     from deltalab.rule import UpdateRule
 
     for rule_name in _named(name, UpdateRule):
@@ -204,7 +204,7 @@ def rule_show(name: Annotated[str, typer.Argument(metavar="NAME|FILE")], as_json
 @rule.command("check")
 def rule_check(name: Annotated[str, typer.Argument(metavar="NAME|FILE")], as_json: AsJson = False) -> None:
     """Hold a rule to the contract. Exit 1 if a check fails."""
-    from deltalab.conformance import check_rule
+    from deltalab.authoring.rule_checks import check_rule
     from deltalab.rule import UpdateRule
 
     _print_checks({found: check_rule(get_rule(found)) for found in _named(name, UpdateRule)}, "rule", as_json)
@@ -223,7 +223,7 @@ def rule_bench(
     as_json: AsJson = False,
 ) -> None:
     """Time a rule, forward, with backward and decoding, with its memory; on the GPU, or else on the CPU."""
-    from deltalab.bench import bench
+    from deltalab.bench.measure import bench
     from deltalab.rule import UpdateRule
 
     for found in _named(name, UpdateRule):
@@ -234,7 +234,7 @@ def rule_bench(
 @rule.command("new")
 def rule_new(name: str, folder: Folder = Path("plugins")) -> None:
     """Write a rule file that passes its checks, to start from."""
-    from deltalab.scaffold import new_rule
+    from deltalab.authoring.scaffold import new_rule
 
     file = new_rule(name, folder)
     print(f"{file}: change it, then: platform rule check {file}")
@@ -277,7 +277,7 @@ def task_check(
     name: Annotated[str, typer.Argument(metavar="NAME|FILE")], param: Params = None, as_json: AsJson = False
 ) -> None:
     """Hold a task to the contract. Exit 1 if a check fails."""
-    from deltalab.tasks.conformance import check_task
+    from deltalab.authoring.task_checks import check_task
 
     _print_checks({found.name: check_task(found) for found in _tasks(name, param)}, "task", as_json)
 
@@ -285,7 +285,7 @@ def task_check(
 @task.command("new")
 def task_new(name: str, folder: Folder = Path("plugins")) -> None:
     """Write a task file that passes its checks, to start from."""
-    from deltalab.scaffold import new_task
+    from deltalab.authoring.scaffold import new_task
 
     file = new_task(name, folder)
     print(f"{file}: change it, then: platform task check {file}")

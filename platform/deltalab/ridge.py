@@ -15,14 +15,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deltalab.errors import InputError
-from deltalab.machine import constant
-from deltalab.reference import chunked, decays, from_chunks, into_chunks
+from deltalab.ops.backends import constant
+from deltalab.ops.reference import chunked, decays, from_chunks, into_chunks
 from deltalab.rule import Operands
 from deltalab.structure import DECAY, Ridge
 
 CHUNK = 64
-WELL_CONDITIONED = 0.01
-"""The least strength, relative to ||H||, at which the kernels keep bf16's 5e-3 with states and steps in one half."""
 Product = Callable[[Tensor], Tensor]
 
 
@@ -75,7 +73,7 @@ def fused_regression(
 @constant
 def _kernels() -> str:
     """Loads them by name: an exported model carries this file without them, and torch.compile takes no import."""
-    return importlib.import_module("deltalab.kernels.ridge_op").__name__
+    return importlib.import_module("deltalab.kernels.ridge.op").__name__
 
 
 def lacks_kernel(ridge: Ridge, k: Tensor, v: Tensor) -> str | None:
@@ -85,15 +83,10 @@ def lacks_kernel(ridge: Ridge, k: Tensor, v: Tensor) -> str | None:
         return f"a ridge regression by {what} has no Triton kernel"
     if v.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"the Triton kernels take q, k and v in bf16, fp16 or fp32, not {v.dtype}"
-    most = 256 if in_one_half(v.dtype, ridge.strength, ridge.adaptive) else 128  # of H, on chip
+    most = 256 if ridge.in_one_half(v.dtype) else 128  # of H, on chip
     if k.shape[-1] > most:
         return f"the Triton kernels take q and k in {v.dtype}, with this ridge, with K up to {most}, not {k.shape[-1]}"
     return None
-
-
-def in_one_half(dtype: torch.dtype, strength: float, adaptive: bool) -> bool:
-    """Whether 16 bits of each number on the way do for what the kernels owe to inputs in dtype."""
-    return dtype == torch.bfloat16 and adaptive and strength >= WELL_CONDITIONED
 
 
 def solve(

@@ -18,7 +18,8 @@ from uuid import uuid4
 from torch import Tensor
 
 from deltalab.errors import InputError
-from deltalab.model import Model, ModelSpec
+from deltalab.models.model import Model
+from deltalab.models.spec import ModelSpec
 from deltalab.registry import Plugin, rule_plugin
 
 PACKAGE = Path(__file__).parents[1]
@@ -144,10 +145,19 @@ def _relative(source: str) -> tuple[str, list[str]]:
             continue
         assert node.module is not None
         module = node.module.removeprefix("deltalab").removeprefix(".")
-        needs += [module] if module else [alias.name for alias in node.names]
         line = lines[node.lineno - 1].encode()
         before, after = line[: node.col_offset].decode(), line[node.col_offset :].decode()
+        if (PACKAGE / module.replace(".", "/")).is_dir():
+            # The names are modules, and the folder is flat.
+            full = [f"{module}.{alias.name}".removeprefix(".") for alias in node.names]
+            names = ", ".join(
+                f"{_flat(name)} as {alias.asname or alias.name}" for name, alias in zip(full, node.names, strict=True)
+            )
+            lines[node.lineno - 1] = f"{before}from . import {names}\n"
+            needs += full
+            continue
         lines[node.lineno - 1] = before + re.sub(r"^from\s+[\w.]+", f"from .{_flat(module)}", after)
+        needs.append(module)
     return "".join(lines), needs
 
 

@@ -11,8 +11,9 @@ from transformers import Cache, GenerationMixin, PretrainedConfig, PreTrainedMod
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from deltalab.layer import LayerCache, initialize
-from deltalab.model import Block, Model, ModelSpec
+from deltalab.models.layer import LayerCache, initialize
+from deltalab.models.model import Block, Model
+from deltalab.models.spec import ModelSpec
 from deltalab.rule import State
 
 

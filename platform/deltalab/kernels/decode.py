@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deltalab.kernels.chunk import absent, fold_into_batch
-from deltalab.kernels.scalar import pseudo_residual
+from deltalab.kernels.scalar.forward import pseudo_residual
 from deltalab.rule import Operands, State
 from deltalab.structure import Transition
 

@@ -12,13 +12,13 @@ from rich.table import Table
 from rich.text import Text
 
 from deltalab.errors import InputError
-from deltalab.lockstep import LockStep, most_stacked
-from deltalab.model import ModelSpec
-from deltalab.stack import Unstackable
+from deltalab.models.spec import ModelSpec
 from deltalab.study.plan import Arm, Plan
 from deltalab.study.stats import seeds_needed, smallest_holm_p, smallest_p
 from deltalab.tasks import Task
-from deltalab.train import TrainSpec
+from deltalab.training.stack import Unstackable
+from deltalab.training.train import TrainSpec
+from deltalab.training.trainer import LockStep, most_stacked
 
 ALPHA = 0.05
 MOST_TIMED_TOKENS = 4096

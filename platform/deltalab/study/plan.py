@@ -10,11 +10,11 @@ from itertools import product
 from typing import Any, Literal
 
 from deltalab.errors import InputError, unknown
-from deltalab.model import ModelSpec
+from deltalab.models.spec import ModelSpec
 from deltalab.registry import get_rule, get_task, rule_plugin, task_plugin
 from deltalab.study.spec import Base, Change, StudySpec, Tune
 from deltalab.tasks import BUILTIN, Task
-from deltalab.train import NUMERICS, TrainSpec
+from deltalab.training.train import NUMERICS, TrainSpec
 
 CONFIRM_SEEDS_FROM = 1
 TUNE_SEEDS_FROM = 1_000_001

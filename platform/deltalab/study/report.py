@@ -16,7 +16,7 @@ from rich.text import Text
 
 from deltalab.store import Arm, Store, TrialRow
 from deltalab.store.models import Stage
-from deltalab.study.front import front
+from deltalab.study.pareto import front
 from deltalab.study.stats import (
     Difference,
     Interval,

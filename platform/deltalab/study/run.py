@@ -24,7 +24,7 @@ from deltalab.study.report import Report, report
 from deltalab.study.schedule import Schedule
 from deltalab.study.spec import load_study
 from deltalab.study.trial import cut_off, execute
-from deltalab.train import hardware
+from deltalab.training.train import hardware
 
 _log = logging.getLogger("deltalab")
 

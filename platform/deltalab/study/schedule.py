@@ -18,12 +18,12 @@ from typing import Any, Literal
 import optuna
 
 from deltalab.errors import InputError
-from deltalab.lockstep import most_stacked
 from deltalab.store import Store, TrialRecord, TrialSummary
-from deltalab.study.front import front
+from deltalab.study.pareto import front
 from deltalab.study.plan import Arm, Job, Plan
 from deltalab.study.spec import Search
-from deltalab.train import stackable
+from deltalab.training.train import stackable
+from deltalab.training.trainer import most_stacked
 
 BATCH = 10
 """How many candidates an arm asks Optuna for at a time. The first ten are drawn without looking at any result."""

@@ -16,7 +16,7 @@ from deltalab.errors import InputError
 from deltalab.registry import add_plugin, get_task, rule_plugin, task_plugin
 from deltalab.store import ArtifactRecord, RuleRecord, RunRecord, TrialRecord
 from deltalab.study.plan import Job
-from deltalab.train import RunResult, TrialResult, train_together
+from deltalab.training.train import RunResult, TrialResult, train_together
 
 
 class Deadline(RuntimeError):

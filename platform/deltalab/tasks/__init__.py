@@ -1,12 +1,12 @@
 """The proxy tasks: small, exactly defined problems on which update rules can be told apart in minutes."""
 
 from deltalab.tasks.digits import Digits
-from deltalab.tasks.mad_compression import Compression
-from deltalab.tasks.mad_fuzzy_recall import FuzzyRecall
-from deltalab.tasks.mad_in_context_recall import InContextRecall
-from deltalab.tasks.mad_memorization import Memorization
-from deltalab.tasks.mad_noisy_recall import NoisyRecall
-from deltalab.tasks.mad_selective_copy import SelectiveCopy
+from deltalab.tasks.mad.compression import Compression
+from deltalab.tasks.mad.fuzzy_recall import FuzzyRecall
+from deltalab.tasks.mad.in_context_recall import InContextRecall
+from deltalab.tasks.mad.memorization import Memorization
+from deltalab.tasks.mad.noisy_recall import NoisyRecall
+from deltalab.tasks.mad.selective_copy import SelectiveCopy
 from deltalab.tasks.mod_arithmetic import ModArithmetic
 from deltalab.tasks.mqar import MQAR
 from deltalab.tasks.niah import NIAH

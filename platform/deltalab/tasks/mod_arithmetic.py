@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from deltalab.tasks.held_out import share_out, shared_from
-from deltalab.tasks.one_answer import OneAnswer
+from deltalab.tasks.final_answer import OneAnswer
 from deltalab.tasks.randomness import Random
+from deltalab.tasks.splits import share_out, shared_from
 
 MODULUS = 5
 PLUS, MINUS, TIMES, EQUALS, PADDING, OPEN, CLOSE = range(MODULUS, MODULUS + 7)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from deltalab.errors import InputError
-from deltalab.tasks.held_out import share_out
 from deltalab.tasks.randomness import Random
+from deltalab.tasks.splits import share_out
 from deltalab.tasks.task import IGNORE, Batch, Task, surprisal
 from deltalab.tasks.text import Text
 

@@ -5,9 +5,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from deltalab.tasks.held_out import share_out, shared_from
-from deltalab.tasks.one_answer import OneAnswer
+from deltalab.tasks.final_answer import OneAnswer
 from deltalab.tasks.randomness import Random
+from deltalab.tasks.splits import share_out, shared_from
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from hashlib import sha256
 import torch
 from torch import Tensor
 
-from deltalab.machine import may_launch
+from deltalab.ops.backends import may_launch
 
 # SplitMix64 (Steele, Lea, Flood 2014), its constants as the signed 64-bit integers that torch has.
 _GAMMA = 0x9E3779B97F4A7C15 - 2**64
@@ -54,7 +54,7 @@ class Random:
         """int64 `shape`, 64 random bits each: SplitMix64 from a hash of address and stream."""
         starts, rows = self._begin(stream, shape[0])
         if may_launch(self.device.type):
-            from deltalab.kernels.random import integers
+            from deltalab.kernels.step.random import integers
 
             return integers(starts, rows, shape)
         size, width = shape[0] // len(starts), math.prod(shape[1:])
@@ -78,7 +78,7 @@ class Random:
     def integers(self, stream: str, below: int | Tensor, *shape: int) -> Tensor:
         """int64 `shape`, uniform in [0, below) to within below / 2^63; `below` may broadcast to `shape`."""
         if may_launch(self.device.type):
-            from deltalab.kernels.random import integers
+            from deltalab.kernels.step.random import integers
 
             return integers(*self._begin(stream, shape[0]), shape, shift=1, below=below)
         return _shift(self.words(stream, *shape), 1) % below
@@ -86,7 +86,7 @@ class Random:
     def exponential(self, stream: str, *shape: int) -> Tensor:
         """float64 `shape`: -log u for u uniform in (0, 1), to within 1e-12."""
         if may_launch(self.device.type):
-            from deltalab.kernels.random import exponential
+            from deltalab.kernels.step.random import exponential
 
             return exponential(*self._begin(stream, shape[0]), shape, terms=_TERMS)
         uniform = (_shift(self.words(stream, *shape), 12).double() + 0.5) * 2.0**-52
@@ -109,7 +109,7 @@ class Random:
         """
         count = shape[-1]
         if may_launch(self.device.type) and len(shape) > 1:
-            from deltalab.kernels.random import WIDEST, distinct
+            from deltalab.kernels.step.random import WIDEST, distinct
 
             if count <= WIDEST:
                 return distinct(*self._begin(stream, shape[0]), shape, below=below)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from deltalab.errors import unknown
-from deltalab.tasks.held_out import share_out, shared_from
 from deltalab.tasks.randomness import Random
+from deltalab.tasks.splits import share_out, shared_from
 from deltalab.tasks.task import Batch, Task, surprisal
 
 GROUPS = {"S3": 3, "A5": 5, "S5": 5}

@@ -1,0 +1,1 @@
+"""What an author needs: new files to start from, checks that hold them to their word, and cards."""

@@ -1,0 +1,289 @@
+"""A rule on one page: its equation, its knobs and gates, and what its state and each of its tokens cost.
+
+`python -m deltalab.authoring.card deltalab_rules > plugins/RULES.md` writes the pages of all rules of a package.
+"""
+
+import inspect
+import json
+import math
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+
+import torch
+
+from deltalab.gates import Gate
+from deltalab.models.layer import RuleLayer, initialize
+from deltalab.registry import get_rule, list_rules, rule_plugin
+from deltalab.rule import UpdateRule
+from deltalab.structure import Transition
+
+LONG = 64
+"""Tokens after which a state is measured: more than a window that a rule lists as an option."""
+
+_PER = {
+    "token": "token and head",
+    "step": "step and head",
+    "channel": "token, head and channel",
+    "head": "head",
+    "head_channel": "head and channel",
+    "none": "nothing: a constant",
+}
+
+
+@dataclass(frozen=True)
+class KnobCard:
+    """A knob: its options, the default first, and what it is set to."""
+
+    name: str
+    options: tuple[str, ...]
+    setting: str
+
+
+@dataclass(frozen=True)
+class GateCard:
+    """A gate as set. low, high: its range, None where unbounded. parameters: their number, as in `Card`."""
+
+    symbol: str
+    form: str
+    per: str
+    low: float | None
+    high: float | None
+    parameters: str
+
+    @property
+    def range(self) -> str:
+        low = "(-inf" if self.low is None else f"[{self.low:g}"
+        return f"{low}, inf)" if self.high is None else f"{low}, {self.high:g}]"
+
+
+@dataclass(frozen=True)
+class Card:
+    """What `card` found out about a rule.
+
+    equation, notes: the first paragraph of the class's docstring, and the rest.
+    transition: the fields of its `Transition`; None outside the algebra.
+    second_state: whether another state fits the first one's error.
+    eigenvalues: the declared interval; None where the rule declares none.
+    state: numbers that one head holds after many tokens; growth: how many more with every token, "0" for a
+        recurrent rule. cost: multiply-adds of the recurrence per head and token, part by part and in "all"; empty
+        outside the algebra. All of them in the key size K and the value size V of a head.
+    parameters: of all gates together, for width d, H heads and K.
+    """
+
+    name: str
+    paper: str
+    equation: str
+    notes: str
+    knobs: tuple[KnobCard, ...]
+    gates: tuple[GateCard, ...]
+    transition: dict[str, str | int] | None
+    second_state: bool
+    eigenvalues: tuple[float, float] | None
+    state: str
+    growth: str
+    cost: dict[str, str]
+    parameters: str
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2)
+
+    def to_markdown(self) -> str:
+        lines = [f"# {self.name}", "", _linked(self.paper), "", "```text", self.equation, "```", "", self.notes, ""]
+        if self.knobs:
+            lines += ["## Knobs", "", "| knob | default | other options | set to |", "| --- " * 4 + "|"]
+            lines += [
+                f"| {knob.name} | `{knob.options[0]}` | {', '.join(f'`{option}`' for option in knob.options[1:])} | "
+                f"{'the default' if knob.setting == knob.options[0] else f'`{knob.setting}`'} |"
+                for knob in self.knobs
+            ]
+            lines += [""]
+        if self.gates:
+            lines += ["## Gates", "", "| gate | form | a value for each | range | parameters |", "| --- " * 5 + "|"]
+            lines += [
+                f"| {gate.symbol} | `{gate.form}` | {gate.per} | {gate.range} | {gate.parameters} |"
+                for gate in self.gates
+            ]
+            lines += ["", f"All gates of a layer: {self.parameters} parameters, for width d and H heads of size K.", ""]
+        lines += ["## Structure and cost", "", "| | |", "| --- | --- |"]
+        lines += [f"| {what} | {said} |" for what, said in self._facts().items()]
+        return "\n".join(lines) + "\n"
+
+    def _facts(self) -> dict[str, str]:
+        facts = {"transition": "outside the algebra: the rule brings its own `mix`"}
+        if self.transition is not None:
+            said = (f"{field} {value}" for field, value in self.transition.items() if field != "name")
+            facts = {"transition": f"`{self.transition['name']}`: {', '.join(said)}"}
+        if self.second_state:
+            facts["second state"] = "fits the first one's error, under the same transition"
+        if self.eigenvalues is not None:
+            facts["eigenvalues"] = f"[{self.eigenvalues[0]:g}, {self.eigenvalues[1]:g}]"
+        facts["state of a head"] = (
+            f"{self.state} numbers" if self.growth == "0" else f"grows by {self.growth} numbers with every token"
+        )
+        if self.cost:
+            parts = ", ".join(f"{part} {count}" for part, count in self.cost.items() if part != "all")
+            facts["multiply-adds per head and token"] = f"{self.cost['all']} ({parts})"
+        return facts
+
+
+def card(rule: str | UpdateRule) -> Card:
+    """The card of a rule as it is set, or of a rule by name.
+
+    Raises `InputError` for a name that no plugin has.
+
+    >>> comba = card("comba")
+    >>> comba.state, comba.growth, comba.cost["all"]
+    ('K V', '0', '4 K V + 2 V')
+    """
+    if isinstance(rule, str):
+        rule = get_rule(rule)
+    held = cache(partial(_state, rule))
+    equation, _, notes = _doc(type(rule)).partition("\n\n")
+    return Card(
+        name=rule.name,
+        paper=rule.paper,
+        equation=equation,
+        notes=notes,
+        knobs=tuple(
+            KnobCard(name, tuple(map(str, options)), str(getattr(rule, name)))
+            for name, options in rule.options().items()
+        ),
+        gates=tuple(
+            GateCard(
+                symbol=symbol,
+                form=str(gate),
+                per=_PER[gate.per],
+                low=gate.low if math.isfinite(gate.low) else None,
+                high=gate.high if math.isfinite(gate.high) else None,
+                parameters=f"those of {gate.of}" if gate.of else _sum(_parameters(gate, rule.steps)),
+            )
+            for symbol, gate in rule.gates.items()
+        ),
+        transition=None if rule.transition is None else asdict(rule.transition),
+        second_state=rule.second_state,
+        eigenvalues=_eigenvalues(rule),
+        state=_formula(lambda k, v: held(k, v)[0], "K", "V"),
+        growth=_formula(lambda k, v: held(k, v)[1] - held(k, v)[0], "K", "V"),
+        cost={} if rule.transition is None else _cost(rule.transition, second_state=rule.second_state),
+        parameters=_sum(_total(_parameters(gate, rule.steps) for gate in rule.gates.values() if not gate.of)),
+    )
+
+
+def catalogue(package: str) -> str:
+    """The cards of all rules of a package, as one page."""
+    cards = [card(name) for name in list_rules() if rule_plugin(name).kind.__module__.startswith(f"{package}.")]
+    lines = [
+        f"# The rules of `{package}`",
+        "",
+        f"Made by `python -m deltalab.authoring.card {package} > plugins/RULES.md`; a test holds it true.",
+        "K and V are the sizes of a head's key and value.",
+        "",
+        "| rule | numbers in a head's state | multiply-adds per head and token | gates' parameters |",
+        "| --- " * 4 + "|",
+        *(
+            f"| [{found.name}](#{found.name}) | {found.state if found.growth == '0' else f'{found.growth} a token'} | "
+            f"{found.cost.get('all', 'its own')} | {found.parameters} |"
+            for found in cards
+        ),
+    ]
+    pages = (re.sub(r"^#", "##", found.to_markdown(), flags=re.M) for found in cards)
+    return "\n".join([*lines, "", *pages])
+
+
+def _doc(kind: type[UpdateRule]) -> str:
+    doc = inspect.getdoc(kind) or ""
+    # A dataclass without a docstring gets its signature for one.
+    return "the class has no docstring" if doc.startswith(f"{kind.__name__}(") else doc
+
+
+def _linked(paper: str) -> str:
+    number = paper.removeprefix("arXiv:")
+    return paper if number == paper else f"[{paper}](https://arxiv.org/abs/{number})"
+
+
+def _eigenvalues(rule: UpdateRule) -> tuple[float, float] | None:
+    try:
+        return rule.eigenvalues
+    except NotImplementedError:
+        return None
+
+
+def _cost(transition: Transition, *, second_state: bool) -> dict[str, str]:
+    """What each term of the recurrence, its operands given, multiplies for a token in all steps and states."""
+    step = {"decay": {"K V": 1}} if transition.decay != "none" else {}
+    if transition.low_rank != "none":
+        # Tied, it is written with the value; free, along a direction of its own.
+        step["erase"] = {"K V": 1, "V": 1} if transition.low_rank == "tied" else {"K V": 2}
+    step["write"] = {"K V": 1}
+    times = transition.steps * (2 if second_state else 1)
+    parts = {part: {term: times * n for term, n in terms.items()} for part, terms in step.items()}
+    if second_state:
+        parts["fit"] = {"K V": 1, "V": 1}
+    parts["read"] = {"K V": 2 if second_state else 1, "V": 1}
+    parts["all"] = _total(list(parts.values()))
+    return {part: _sum(terms) for part, terms in parts.items()}
+
+
+def _state(rule: UpdateRule, key_dim: int, value_dim: int) -> tuple[int, int]:
+    """Numbers that one head holds after `LONG` tokens and after one more, counted on what a layer hands on."""
+    layer = RuleLayer(rule, 8, 1, key_dim=key_dim, value_dim=value_dim, conv=0)
+    initialize(layer, 0)
+    with torch.no_grad():
+        _, before = layer(torch.ones(1, LONG, 8))
+        _, after = layer(torch.ones(1, 1, 8), before)
+    return before.numel(), after.numel()
+
+
+def _parameters(gate: Gate, steps: int) -> dict[str, int]:
+    """A projection from d and the gate's own, in its shape."""
+    each = "H K" if gate.per in ("channel", "head_channel") else "H"
+    own = {each: len(gate.parameters)}
+    if not gate.projected:
+        return own
+    times = steps if gate.per == "step" else 1
+    if gate.rank is None:
+        return {f"d {each}": times, **own}
+    return _total([{"d": gate.rank, each: times * gate.rank}, own])
+
+
+def _formula(count: Callable[[int, int], int], x: str, y: str) -> str:
+    """A count as a quadratic formula in two sizes, fitted to six counts and held to a seventh.
+
+    >>> _formula(lambda k, v: k * v + 2 * v, "K", "V")
+    'K V + 2 V'
+    >>> _formula(lambda k, v: 2 * k * (k + v) + 1, "K", "V")
+    '2 K K + 2 K V + 1'
+    >>> _formula(lambda k, v: k * k * v, "K", "V")
+    '32,768 where K = 32 and V = 32'
+    """
+    s = 8
+    f = {(i, j): count(i * s, j * s) for i, j in ((1, 1), (2, 1), (3, 1), (1, 2), (1, 3), (2, 2))}
+    xx = (f[3, 1] - 2 * f[2, 1] + f[1, 1]) // (2 * s * s)
+    yy = (f[1, 3] - 2 * f[1, 2] + f[1, 1]) // (2 * s * s)
+    xy = (f[2, 2] - f[2, 1] - f[1, 2] + f[1, 1]) // (s * s)
+    x1 = (f[2, 1] - f[1, 1]) // s - s * (3 * xx + xy)
+    y1 = (f[1, 2] - f[1, 1]) // s - s * (3 * yy + xy)
+    rest = f[1, 1] - s * s * (xx + xy + yy) - s * (x1 + y1)
+    if xx * 32 * 32 + xy * 32 * 24 + yy * 24 * 24 + x1 * 32 + y1 * 24 + rest != count(32, 24):
+        return f"{count(32, 32):,} where {x} = 32 and {y} = 32"
+    return _sum({f"{x} {x}": xx, f"{x} {y}": xy, f"{y} {y}": yy, x: x1, y: y1, "": rest})
+
+
+def _total(sums: Iterable[dict[str, int]]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for terms in sums:
+        total.update(terms)
+    return dict(total)
+
+
+def _sum(terms: dict[str, int]) -> str:
+    said = [f"{'' if n == 1 and term else n} {term}".strip() for term, n in terms.items() if n]
+    return " + ".join(said) or "0"
+
+
+if __name__ == "__main__":
+    print(catalogue(sys.argv[1]), end="")

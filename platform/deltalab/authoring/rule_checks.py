@@ -1,0 +1,441 @@
+"""The checks that every rule gets for free: each catches a defect that published code of such rules has had.
+
+A check measures a rule in one setting of its knobs and yields figures; the table `CHECKS` at the end holds them to
+a limit. Sizes are tiny and the arithmetic is fp64, so that what fails is the function and not its rounding.
+"""
+
+import dataclasses
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from deltalab.authoring.check import Check, CheckResult, Measured
+from deltalab.authoring.inputs import Inputs, corners, draw, draw_corners, learned, moves, normal, parts, within
+from deltalab.errors import InputError
+from deltalab.models.layer import Gates, LayerCache, RuleLayer, initialize
+from deltalab.ops import reference
+from deltalab.ops.scan import Backend, operands, scan
+from deltalab.rule import State, UpdateRule
+
+BATCH, LENGTH, HEADS, KEY, VALUE, CHUNK, WIDTH, CONV = 2, 13, 2, 4, 3, 4, 8, 4
+PREFIX = 5  # tokens that make an initial state: more than KEY, so that it has full rank
+CUTS = (1, 6, LENGTH - 1)  # where sequences are split
+MOST_SETTINGS = 96
+EXACT = 1e-10
+
+
+@dataclass(frozen=True)
+class RuleCheck(Check[UpdateRule]):
+    """A measurement of a rule in one setting. settings: those to measure, of which `only` keeps those it is for."""
+
+    settings: Callable[[UpdateRule], list[UpdateRule]] = lambda rule: rule.variants()
+    only: Callable[[UpdateRule], bool] = lambda rule: True
+
+
+def check_rule(rule: UpdateRule) -> list[CheckResult]:
+    """Holds a rule, in all its variants, to the contract. What does not apply to the rule is left out.
+
+    >>> from deltalab.registry import get_rule
+    >>> all(result.passed for result in check_rule(get_rule("linear_attention")))
+    True
+    """
+    threads = torch.get_num_threads()
+    # On tensors this small threads only wait for each other: 29 s instead of 2 s where another process runs.
+    torch.set_num_threads(1)
+    try:
+        with torch.enable_grad():
+            results = [_run(check, rule) for check in CHECKS]
+    finally:
+        torch.set_num_threads(threads)
+    return [result for result in results if result is not None]
+
+
+def _run(check: RuleCheck, rule: UpdateRule) -> CheckResult | None:
+    found: list[tuple[UpdateRule, Measured]] = []
+    setting = rule
+    try:
+        settings = [s for s in check.settings(rule) if check.only(s)]
+        for setting in settings:
+            found += [(setting, measured) for measured in check.measure(setting)]
+    except Exception as error:
+        return check.raised(error, f"{rule.name} [{rule.turned(setting)}]")
+    if not found:
+        return None
+    setting, worst = min(found, key=lambda pair: check.slack(pair[1].figure))
+    combinations = math.prod(len(options) for options in rule.options().values())
+    some = check.settings is _combinations and combinations > MOST_SETTINGS
+    note = f"; tried {MOST_SETTINGS} of {combinations} settings" if some else ""
+    return check.judge(worst, f"{rule.name} [{rule.turned(setting)}]", note)
+
+
+def _combinations(rule: UpdateRule) -> list[UpdateRule]:
+    """The rule and all combinations of options that it accepts, or `MOST_SETTINGS` of them."""
+    options = rule.options()
+    count = math.prod(len(values) for values in options.values())
+    settings = [rule]
+    for index in random.Random(0).sample(range(count), min(count, MOST_SETTINGS)):
+        chosen: dict[str, Any] = {}
+        for name, values in options.items():
+            index, position = divmod(index, len(values))
+            chosen[name] = values[position]
+        with suppress(InputError):
+            settings.append(dataclasses.replace(rule, **chosen))
+    return settings
+
+
+# --- inputs and outputs -------------------------------------------------------------------------------------
+
+
+def _inputs(
+    rule: UpdateRule, length: int = LENGTH, *, heads: int = HEADS, value_dim: int = VALUE, seed: int = 0
+) -> Inputs:
+    return draw(rule, batch=BATCH, length=length, heads=heads, key_dim=KEY, value_dim=value_dim, seed=seed)
+
+
+def _started(rule: UpdateRule, x: Inputs) -> Inputs:
+    """The inputs from token `PREFIX` on, with the state that the tokens before it leave behind."""
+    return x.span(PREFIX, state=_scan(rule, x.span(0, PREFIX), "recurrent")[1])
+
+
+def _backends(rule: UpdateRule) -> tuple[Backend, ...]:
+    return ("recurrent", "chunked", "triton") if _has_kernel(rule) else ("recurrent", "chunked")
+
+
+def _scan(rule: UpdateRule, x: Inputs, backend: Backend, chunk_size: int = CHUNK) -> tuple[Tensor, State]:
+    return scan(rule, x.q, x.k, x.v, x.gates, state=x.state, backend=backend, chunk_size=chunk_size)
+
+
+def _evaluate(rule: UpdateRule, x: Inputs, backend: Backend, chunk_size: int = CHUNK) -> dict[str, Tensor]:
+    """Output, states, and the gradient of a fixed weighted sum of all of them in every input."""
+    x = x.map(lambda part: part.detach().requires_grad_())
+    o, state = _scan(rule, x, backend, chunk_size)
+    results = {"o": o, **parts(state)}
+    # Signs, since they are the same weights in every dtype.
+    weighted = [(y * normal(*y.shape, seed=i).sign().to(y)).sum() for i, y in enumerate(results.values())]
+    gradients = {
+        f"gradient in {name}": value for name, value in _gradients(torch.stack(weighted).sum(), x.named()).items()
+    }
+    return {name: y.detach() for name, y in results.items()} | gradients
+
+
+def _gradients(of: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    given = torch.autograd.grad(of, list(inputs.values()), retain_graph=True, allow_unused=True, materialize_grads=True)
+    return dict(zip(inputs, given, strict=True))
+
+
+def _error(got: Tensor, want: Tensor) -> float:
+    """The relative difference in the Frobenius norm; what is near 0, like the gradient of a decay of nothing, is
+    held to 1e-3, or its rounding would count."""
+    got, want = got.detach().double(), want.detach().double()
+    return float((got - want).norm() / want.norm().clamp_min(1e-3)) if got.shape == want.shape else math.inf
+
+
+def _errors(got: Mapping[str, Tensor], want: Mapping[str, Tensor], where: str) -> Iterator[Measured]:
+    for name, value in want.items():
+        yield Measured(_error(got[name], value), f"relative difference of {name}, {where},")
+
+
+def _layer(rule: UpdateRule) -> RuleLayer:
+    layer = RuleLayer(rule, WIDTH, HEADS, key_dim=KEY, value_dim=VALUE, conv=CONV, chunk_size=CHUNK).double()
+    initialize(layer, seed=0)
+    return layer
+
+
+# --- measurements -------------------------------------------------------------------------------------------
+
+
+def _cases(rule: UpdateRule) -> Iterator[tuple[Inputs, int, str]]:
+    """Lengths of 1, of one chunk, of several, and of several and a rest; with and without an initial state."""
+    for length, chunk_size in ((1, CHUNK), (7, 16), (3 * CHUNK, CHUNK), (3 * CHUNK + 1, CHUNK)):
+        x = _inputs(rule, PREFIX + length)
+        yield x.span(PREFIX), chunk_size, f"at T={length}, chunk {chunk_size}"
+        yield _started(rule, x), chunk_size, f"at T={length}, chunk {chunk_size}, with an initial state"
+
+
+def backends(rule: UpdateRule) -> Iterator[Measured]:
+    for x, chunk_size, where in _cases(rule):
+        want = _evaluate(rule, x, "recurrent")
+        yield from _errors(_evaluate(rule, x, "chunked", chunk_size), want, f"chunked to recurrent {where}")
+
+
+def kernel(rule: UpdateRule) -> Iterator[Measured]:
+    for x, chunk_size, where in _cases(rule):
+        got = _evaluate(rule, x, "triton", chunk_size)
+        cause = _reads_the_other(rule, x, got["o"])
+        for measured in _errors(got, _evaluate(rule, x, "recurrent"), f"kernel to recurrent {where}"):
+            yield measured._replace(cause=cause)
+
+
+def _reads_the_other(rule: UpdateRule, x: Inputs, o: Tensor) -> str:
+    """The cause, where the output is the equation's with the erasure seeing the other state."""
+    if rule.transition is None or rule.transition.low_rank == "none" or rule.transition.decay == "none":
+        return ""
+    other: Literal["state", "decayed_state"] = "state" if rule.transition.reads == "decayed_state" else "decayed_state"
+    flipped = dataclasses.replace(rule.transition, reads=other)
+    given = operands(rule, x.q, x.k, x.v, x.gates)
+    if _error(o, reference.recurrent(flipped, given, scale=KEY**-0.5, state=x.state)[0]) > EXACT:
+        return ""
+    words = {"state": "undecayed state", "decayed_state": "decayed state"}
+    return f"it reads the {words[other]}; the rule declares reads='{rule.transition.reads}'"
+
+
+def state_carry(rule: UpdateRule) -> Iterator[Measured]:
+    x = _inputs(rule)
+    for backend in _backends(rule):
+        o, state = _scan(rule, x, backend)
+        whole = {"o": o, **parts(state)}
+        for split in CUTS:
+            first, between = _scan(rule, x.span(0, split), backend)
+            second, after = _scan(rule, x.span(split, state=between), backend)
+            joined = {"o": torch.cat([first, second], dim=1), **parts(after)}
+            yield from _errors(joined, whole, f"{backend}, two parts split at token {split} to one")
+
+
+def causality_of_values(rule: UpdateRule) -> Iterator[Measured]:
+    x, later, layer = _inputs(rule), _inputs(rule, seed=1), _layer(rule)
+    tokens, later_tokens = (normal(BATCH, LENGTH, WIDTH, seed=seed) for seed in (1, 2))
+    for t in CUTS:
+        gates = {name: _joined(x, gate, later.gates[name], t) for name, gate in x.gates.items()}
+        q, k, v = (_joined(x, old, new, t) for old, new in ((x.q, later.q), (x.k, later.k), (x.v, later.v)))
+        turned = Inputs(q, k, v, gates)
+        outputs: list[tuple[str, Tensor, Tensor]] = [
+            *((name, _scan(rule, x, name)[0], _scan(rule, turned, name)[0]) for name in _backends(rule)),
+            ("layer", layer(tokens)[0], layer(_joined(x, tokens, later_tokens, t))[0]),
+        ]
+        for name, o, turned_o in outputs:
+            what = f"change of outputs before token {t} by a change of inputs after it, {name},"
+            yield Measured(_error(turned_o[:, :t], o[:, :t]), what)
+
+
+def _joined(x: Inputs, before: Tensor, after: Tensor, t: int) -> Tensor:
+    return torch.cat([x.rows(before, 0, t), x.rows(after, t)], dim=1) if moves(before) else before
+
+
+def causality_of_gradients(rule: UpdateRule) -> Iterator[Measured]:
+    x = _inputs(rule).map(lambda part: part.requires_grad_())
+    inputs = {name: values for name, values in x.named().items() if moves(values)}
+    tokens = normal(BATCH, LENGTH, WIDTH, seed=1).requires_grad_()
+    outputs: list[tuple[str, Tensor, dict[str, Tensor]]] = [
+        *((backend, _scan(rule, x, backend)[0], inputs) for backend in _backends(rule)),
+        ("layer", _layer(rule)(tokens)[0], {"its input": tokens}),
+    ]
+    for (name, o, sources), t in itertools.product(outputs, CUTS):
+        early = (o[:, :t] * normal(*o[:, :t].shape, seed=2)).sum()
+        for source, gradient in _gradients(early, sources).items():
+            what = f"largest gradient of outputs before token {t} in {source} after it, {name},"
+            yield Measured(float(x.rows(gradient, t).abs().max()), what)
+
+
+def extreme_gates(rule: UpdateRule) -> Iterator[Measured]:
+    for dtype, backend in itertools.product((torch.float32, torch.float64), _backends(rule)):
+        x = draw_corners(rule, batch=BATCH, length=PREFIX + LENGTH, key_dim=KEY, value_dim=VALUE)
+        x = x.map(lambda part, dtype=dtype: part.to(dtype))  # type: ignore[misc]
+        results = _evaluate(rule, _started(rule, x), backend)
+        count = sum(int((~value.isfinite()).sum()) for value in results.values())
+        at = _broken(rule, results) if count else ""
+        yield Measured(float(count), f"number of values that are not finite{at}, {backend}, {dtype},")
+
+
+def _broken(rule: UpdateRule, results: Mapping[str, Tensor]) -> str:
+    """Every head is a corner, so the first head that broke says which gates broke it."""
+    heads = [
+        v.movedim(2 if moves(v) else 0, 0).flatten(1) if v.dim() > 1 else v[:, None]
+        for n, v in results.items()
+        if "state" not in n
+    ]
+    for corner, head in zip(corners(rule), torch.cat(heads, dim=1), strict=True):
+        if not head.isfinite().all():
+            return " at " + ", ".join(f"{name}={value:g}" for name, value in corner.items())
+    return ""
+
+
+def gate_ranges(rule: UpdateRule) -> Iterator[Measured]:
+    for spread in (0, 3, 30):
+        gates = Gates(rule.gates, WIDTH, HEADS, KEY, rule.steps).double()
+        initialize(gates, seed=0)
+        with torch.no_grad():
+            for i, parameter in enumerate(gates.parameters()):
+                parameter.add_(spread * normal(*parameter.shape, seed=i))
+            for scale in (1, 10, 100):
+                for name, value in gates(scale * normal(BATCH, 8 * LENGTH, WIDTH, seed=1)).items():
+                    low, high = rule.gates[name].low, rule.gates[name].high
+                    outside = value[~((value >= low) & (value <= high))]
+                    past = (outside - outside.clamp(low, high)).abs().max() if outside.numel() else torch.zeros(())
+                    measured = f"{value.min():.3g} to {value.max():.3g}"
+                    what = f"distance of '{name}', measured {measured}, from its declared {low:g} to {high:g},"
+                    yield Measured(float(past), what)
+
+
+def eigenvalues(rule: UpdateRule) -> Iterator[Measured]:
+    low, high = rule.eigenvalues
+    extreme = draw_corners(rule, batch=BATCH, length=1, key_dim=KEY, value_dim=KEY)
+    for x in (extreme, _inputs(rule, 1, heads=128, value_dim=KEY)):
+        x = dataclasses.replace(x, v=torch.zeros_like(x.v))
+        basis = torch.eye(KEY, dtype=torch.float64).expand(BATCH, x.q.shape[2], KEY, KEY)
+        empty = [torch.zeros_like(basis)] * (2 if rule.second_state else 1)
+        for i in range(len(empty)):
+            after, offset = (_after(rule, x, [*empty[:i], s, *empty[i + 1 :]], i) for s in (basis, empty[i]))
+            measured = torch.linalg.eigvals(after - offset)
+            real = measured.real
+            # A product of several steps may turn what none of them turns, but not stretch it.
+            turning = measured.imag.abs() if rule.steps == 1 else measured.abs() - max(abs(low), abs(high))
+            past = turning.clamp_min(0) + (low - real).clamp_min(0) + (real - high).clamp_min(0)
+            shown = f"{real.min():.3g} to {real.max():.3g}"
+            which = " of the second state" * i
+            what = f"distance of the eigenvalues{which}, measured {shown}, from the declared {low:g} to {high:g},"
+            yield Measured(float(past.max()), what)
+
+
+def _after(rule: UpdateRule, x: Inputs, states: list[Tensor], which: int) -> Tensor:
+    """One of the states after the tokens, where these stand before them."""
+    before = states[0] if len(states) == 1 else tuple(states)
+    return list(parts(_scan(rule, x.span(0, state=before), "recurrent")[1]).values())[which]
+
+
+def gate_liveness(rule: UpdateRule) -> Iterator[Measured]:
+    layer, x = _layer(rule), normal(BATCH, LENGTH, WIDTH, seed=1)
+    held: dict[str, Tensor] = {}
+    turned: dict[str, Tensor] = {}
+
+    def hold(module: Gates, inputs: tuple[Tensor, ...], values: dict[str, Tensor]) -> dict[str, Tensor]:
+        held.update(values)
+        return {**values, **turned}
+
+    layer.gates.register_forward_hook(hold)
+    y = layer(x)[0]
+    sources = {f"the value of '{name}'": held[name] for name in learned(rule)}
+    for path, parameter in layer.gates.named_parameters():
+        sources[f"parameter {path}"] = parameter
+    for source, gradient in _gradients((y * normal(*y.shape, seed=2)).sum(), sources).items():
+        yield Measured(float(gradient.norm() / y.detach().norm()), f"gradient of the layer's output in {source}")
+    for i, (name, gate) in enumerate(learned(rule).items()):
+        turned.clear()
+        turned[name] = within(gate, tuple(held[name].shape), seed=i)
+        with torch.no_grad():
+            yield Measured(_error(layer(x)[0], y), f"change of the layer's output by other values of '{name}'")
+
+
+def knob_options(rule: UpdateRule) -> Iterator[Measured]:
+    for name, options in rule.options().items():
+        # A window or a mini-batch shows only in sequences that are longer.
+        length = LENGTH + max((option for option in options if isinstance(option, int)), default=0)
+        x = normal(BATCH, length, WIDTH, seed=1)
+        outputs = []
+        for option in options:
+            with suppress(InputError), torch.no_grad():
+                changed: dict[str, Any] = {name: option}
+                layer = _layer(dataclasses.replace(rule, **changed))
+                # Gates that start alike may be trained apart.
+                for i, parameter in enumerate(layer.gates.parameters()):
+                    parameter.add_(0.1 * normal(*parameter.shape, seed=i))
+                outputs.append((option, layer(x)[0]))
+        # Against the full method's, as ablations are; two other options may be two ways to one result.
+        (a, y), *others = outputs
+        for b, z in others:
+            yield Measured(_error(z, y), f"difference of the layer's output between {name}={a} and {name}={b}")
+
+
+def bf16(rule: UpdateRule) -> Iterator[Measured]:
+    # Longer than elsewhere: in bf16 it is sums over many tokens that go wrong.
+    x = _inputs(rule, PREFIX + 48)
+    x = Inputs(x.q.bfloat16(), x.k.bfloat16(), x.v.bfloat16(), {name: gate.float() for name, gate in x.gates.items()})
+    x = _started(rule, x)
+    for backend in _backends(rule):
+        want = _evaluate(rule, x.map(Tensor.double), backend)
+        yield from _errors(_evaluate(rule, x, backend), want, f"{backend} in bf16 to fp64")
+
+
+def sizes(rule: UpdateRule) -> Iterator[Measured]:
+    layer = _layer(rule)
+    cache: LayerCache = layer(normal(BATCH, LENGTH, WIDTH, seed=1))[1]
+    of_gates = 0
+    for gate in rule.gates.values():
+        if gate.of is None:
+            each = math.prod(gate.shape(HEADS, KEY))
+            values = each * (rule.steps if gate.per == "step" else 1)
+            of_gates += len(gate.parameters) * each
+            of_gates += gate.projected * (WIDTH * values if gate.rank is None else (WIDTH + values) * gate.rank)
+    found: list[tuple[str, object, object]] = [
+        ("number of the gates' parameters", sum(p.numel() for p in layer.gates.parameters()), of_gates)
+    ]
+    if rule.transition is not None:
+        shape = (BATCH, HEADS, KEY, VALUE)
+        count = 2 if rule.second_state else 1
+        convolved = BATCH * (CONV - 1) * HEADS * (KEY + rule.steps * (KEY + VALUE))
+        found.append(("number of elements in the layer's cache", cache.numel(), convolved + count * math.prod(shape)))
+        for dtype in (torch.bfloat16, torch.float32, torch.float64):
+            x = _inputs(rule).map(lambda part, dtype=dtype: part.to(dtype))  # type: ignore[misc]
+            states = {"initial_state": rule.initial_state(x.k, x.v)}
+            states |= {f"state from {backend}": _scan(rule, x, backend)[1] for backend in _backends(rule)}
+            want = count * [(shape, torch.promote_types(dtype, torch.float32))]
+            for source, state in states.items():
+                real = [(tuple(part.shape), part.dtype) for part in parts(state).values()]
+                found.append((f"shape and dtype of {source} for {dtype}", real, want))
+    for what, got, declared in found:
+        yield Measured(float(got != declared), f"mismatch of the {what}, {got}, with the declared {declared},")
+
+
+def token_by_token(rule: UpdateRule) -> Iterator[Measured]:
+    layer, x = _layer(rule), normal(BATCH, LENGTH, WIDTH, seed=1)
+    cache, outputs = None, []
+    with torch.no_grad():
+        whole, after = layer(x)
+        for token in x.split(1, dim=1):
+            y, cache = layer(token, cache)
+            outputs.append(y)
+    assert cache is not None
+    want = {"y": whole, **parts(after.state)}
+    got = {"y": torch.cat(outputs, dim=1), **parts(cache.state)}
+    yield from _errors(got, want, "layer fed by tokens to layer fed at once")
+
+
+def _declared(rule: UpdateRule) -> list[UpdateRule]:
+    return [type(rule)()]
+
+
+def _has_gates(rule: UpdateRule) -> bool:
+    return bool(learned(rule))
+
+
+def _has_kernel(rule: UpdateRule) -> bool:
+    """One for what the checks draw."""
+    x = _inputs(rule, 1)
+    return rule.lacks_kernel(x.k, x.v) is None
+
+
+def _is_algebraic(rule: UpdateRule) -> bool:
+    return rule.transition is not None
+
+
+CHECKS = (
+    RuleCheck("backends", backends, EXACT, "the parallel and the token-by-token form compute different functions"),
+    RuleCheck("kernel", kernel, EXACT, "`fused` computes another function than the equation", only=_has_kernel),
+    RuleCheck(
+        "state carry", state_carry, EXACT, "the given state is not used, or later tokens need more than it holds"
+    ),
+    RuleCheck("causality of values", causality_of_values, 1e-12, "what is computed for a token uses later ones"),
+    RuleCheck("causality of gradients", causality_of_gradients, 0.0, "what is computed for a token uses later ones"),
+    RuleCheck("extreme gates", extreme_gates, 0.0, "a decay is divided by, so its inverse overflows", only=_has_gates),
+    RuleCheck("gate ranges", gate_ranges, 0.0, "the parameterization declares another range than it computes"),
+    RuleCheck("eigenvalues", eigenvalues, 1e-9, "the erase strength exceeds what the range allows", only=_is_algebraic),
+    RuleCheck(
+        "gate liveness",
+        gate_liveness,
+        1e-4,  # the weakest gate of the built-in rules has 6e-3, one that is normalized away at most 1e-6
+        "a later normalization cancels the gate, or the rule does not use it",
+        at_least=True,
+        settings=_combinations,
+        only=_has_gates,
+    ),
+    RuleCheck("knob options", knob_options, 1e-6, "the rule does not use the knob", at_least=True, settings=_declared),
+    RuleCheck("bf16", bf16, 2e-2, "the state, a decay or a sum over tokens is kept in bf16"),
+    RuleCheck("sizes", sizes, 0.0, "a shape or a dtype is another than the contract says"),
+    RuleCheck("token by token", token_by_token, EXACT, "the state does not carry, or T = 1 is a special case"),
+)

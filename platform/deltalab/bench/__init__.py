@@ -1,0 +1,1 @@
+"""Benchmarks of rules: measuring, counting, the peers and the results."""

@@ -1,0 +1,188 @@
+"""From a rule's operands to the kernel of its structure: what `reference.chunked` is for PyTorch."""
+
+import dataclasses
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from deltalab.errors import InputError
+from deltalab.kernels.decode import decode
+from deltalab.kernels.diagonal.op import diagonal_scan
+from deltalab.kernels.scalar.op import residual_scan, scalar_scan
+from deltalab.rule import Fit, Operands, State
+from deltalab.structure import Transition
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MOST_KEYS = 256
+
+
+def scan(
+    transition: Transition,
+    x: Operands,
+    *,
+    dtype: torch.dtype,
+    scale: float,
+    state: State | None,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int | None = None,
+) -> tuple[Tensor, State]:
+    """o [B, T, H, V] in `dtype`, in which the products are, and the next state in fp32.
+
+    chunk_size: what the kernels were measured to be fastest with, where None.
+    Raises `InputError` for a dtype or a key_dim that they do not take.
+    """
+    key_dim, value_dim = x.k.shape[-1], x.u.shape[-1]
+    if dtype not in DTYPES:
+        raise InputError(f"the Triton kernels take q, k and v in bf16, fp16 or fp32, not {dtype}")
+    if key_dim > MOST_KEYS:
+        raise InputError(f"the Triton kernels take q and k with K up to {MOST_KEYS}, not {key_dim}")
+    # Before they are made ready: what both passes take is read once, and its gradient leaves as one.
+    alike = (False, False) if x.fit is None else (x.fit.v is x.u, x.fit.r is x.r)
+    x = _in(dtype, x)
+    if x.r.shape[1] == 1 and cu_seqlens is None and not (torch.is_grad_enabled() and _needs_grad(x, state)):
+        return decode(transition, x, scale=scale, state=state)
+    x = _padded(x, max(16, triton.next_power_of_2(key_dim)) - key_dim, -value_dim % 16)
+    states = state if isinstance(state, tuple) else (state,)
+    first, second = (_grown(one, x) for one in (*states, None)[:2])
+    chunk_size = chunk_size or _chunk(x)
+    if cu_seqlens is not None:
+        cu_seqlens = cu_seqlens * transition.steps
+    if x.fit is None:
+        if transition.steps > 1:
+            x = dataclasses.replace(
+                x,
+                r=_repeated(x.r, transition.steps),
+                read=None if x.read is None else _repeated(x.read, transition.steps),
+            )
+        o, last = _pass(transition, x, scale, first, cu_seqlens, chunk_size)
+        o = o[:, transition.steps - 1 :: transition.steps]
+        return o[..., :value_dim], last[..., :key_dim, :value_dim]
+    o, last, second = _passes(transition, x, alike, scale, (first, second), cu_seqlens, chunk_size)
+    return o[..., :value_dim], (last[..., :key_dim, :value_dim], second[..., :key_dim, :value_dim])
+
+
+def _pass(
+    transition: Transition,
+    x: Operands,
+    scale: float,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor]:
+    late, keep = transition.reads == "decayed_state", torch.is_grad_enabled()
+    r, k, u, g, e, a, b = _contiguous(x.r, x.k, x.u, x.g, x.e, x.a, x.b)
+    scalars = _contiguous(x.beta, x.read, x.d)
+    if transition.decay == "diagonal":
+        o, last, *_ = diagonal_scan(
+            *cast(Any, (r, k, u, g, e, a, b)), *scalars, state, cu_seqlens, scale, late, chunk_size, keep
+        )
+        return o, last
+    if a is not None:
+        raise InputError("a free low rank without a diagonal decay has no Triton kernel: use backend 'chunked'")
+    o, last, *_ = scalar_scan(*cast(Any, (r, k, u, g, e)), *scalars, state, cu_seqlens, scale, late, chunk_size, keep)
+    return o, last
+
+
+def _passes(
+    transition: Transition,
+    x: Operands,
+    alike: tuple[bool, bool],
+    scale: float,
+    states: tuple[Tensor | None, Tensor | None],
+    cu_seqlens: Tensor | None,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """alike: whether the second pass's v and r are u and r of the first."""
+    if transition.decay == "diagonal" or x.a is not None:
+        raise InputError(
+            "a second state over a diagonal decay or a free low rank has no Triton kernel: use backend 'chunked'"
+        )
+    fit = cast(Fit, x.fit)
+    target, r = (None if same else one for same, one in zip(alike, (fit.v, fit.r), strict=True))
+    o, last, second, *_ = residual_scan(
+        *cast(Any, _contiguous(x.r, x.k, x.u, x.g, x.e, x.beta, x.read, x.d)),
+        *cast(Any, _contiguous(target, r, fit.g, fit.e, fit.strength, fit.read)),
+        *states, cu_seqlens, scale, transition.reads == "decayed_state", fit.residual.loss, fit.residual.clip,
+        chunk_size, torch.is_grad_enabled(),
+    )  # fmt: skip
+    return o, last, second
+
+
+def _contiguous(*given: Tensor | None) -> list[Tensor | None]:
+    return [None if one is None else one.contiguous() for one in given]
+
+
+def takes(transition: Transition, x: Operands, dtype: torch.dtype) -> bool:
+    """Whether there is a kernel for it."""
+    diagonal = transition.decay == "diagonal"
+    return (
+        dtype in DTYPES
+        and x.k.shape[-1] <= MOST_KEYS
+        and not (diagonal and (x.fit is not None or transition.steps > 1))
+        and (diagonal or x.a is None)
+    )
+
+
+def _chunk(x: Operands) -> int:
+    """64 beside operands of 16 bits, but for what does not fit, and where few keys are erased over and over.
+
+    Most of what they write cancels then: RDN's d g at K=16 is 7.6e-3 off in chunks of 64, in bf16, and 3.1e-3 of 32.
+    """
+    key_dim, erases = x.k.shape[-1], x.e is not None or x.a is not None
+    if x.u.element_size() > 2:
+        return 16
+    return 32 if key_dim > 128 or (key_dim <= 32 and erases) else 64
+
+
+def _in(dtype: torch.dtype, x: Operands) -> Operands:
+    """Vectors in the kernels' dtype, decays and strengths in fp32, but decays by channel in a dtype of their own."""
+    vectors = ("r", "k", "u", "a", "b", "v")
+
+    def kind(name: str, value: Tensor) -> torch.dtype:
+        if name in vectors:
+            return dtype
+        return value.dtype if name == "g" and value.dim() == 4 and value.dtype in DTYPES else torch.float32
+
+    def cast_all(part: Any) -> dict[str, Tensor]:
+        values = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
+        return {name: value.to(kind(name, value)) for name, value in values.items() if isinstance(value, Tensor)}
+
+    fit = None if x.fit is None else dataclasses.replace(x.fit, **cast(Any, cast_all(x.fit)))
+    return dataclasses.replace(x, fit=fit, **cast(Any, cast_all(x)))
+
+
+def _padded(x: Operands, keys: int, values: int) -> Operands:
+    """With zeros behind keys and values: they neither read, erase nor write."""
+
+    def wider(one: Tensor | None, more: int) -> Tensor | None:
+        return one if one is None or not more else F.pad(one, (0, more))
+
+    g = x.g if x.g is None or x.g.dim() == 3 else wider(x.g, keys)
+    r, k, u = (wider(one, more) for one, more in ((x.r, keys), (x.k, keys), (x.u, values)))
+    fit = x.fit
+    if fit is not None:
+        fit = dataclasses.replace(fit, r=cast(Any, wider(fit.r, keys)), v=cast(Any, wider(fit.v, values)))
+    return dataclasses.replace(
+        x, **cast(Any, {"r": r, "k": k, "u": u}), g=g, a=wider(x.a, keys), b=wider(x.b, keys), fit=fit
+    )
+
+
+def _grown(state: Tensor | None, x: Operands) -> Tensor | None:
+    if state is None:
+        return None
+    more = (0, x.u.shape[-1] - state.shape[-1], 0, x.k.shape[-1] - state.shape[-2])
+    return (F.pad(state, more) if any(more) else state).float().contiguous()
+
+
+def _repeated(x: Tensor, steps: int) -> Tensor:
+    return x.repeat_interleave(steps, dim=1)
+
+
+def _needs_grad(x: Operands, state: State | None) -> bool:
+    parts = [getattr(x, f.name) for f in dataclasses.fields(x)]
+    parts += [getattr(x.fit, f.name) for f in dataclasses.fields(x.fit)] if x.fit is not None else []
+    parts += list(state) if isinstance(state, tuple) else [state]
+    return any(isinstance(one, Tensor) and one.requires_grad for one in parts)

@@ -1,0 +1,1 @@
+"""Kernels of reads by ridge regression."""

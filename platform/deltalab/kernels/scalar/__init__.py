@@ -1,0 +1,1 @@
+"""Kernels of states that decay by a scalar, with or without a low rank."""

@@ -1,0 +1,1 @@
+"""Kernels of the rest of a training step: data, embedding, convolution, norm, loss and AdamW."""

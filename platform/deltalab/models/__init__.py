@@ -1,0 +1,1 @@
+"""Models of rule layers: their specification, their layers and the whole."""

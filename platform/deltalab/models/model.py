@@ -1,0 +1,212 @@
+"""Language models made of rule layers: blocks, hybrid layouts, and what weight decay applies to."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deltalab.errors import InputError
+from deltalab.models.layer import LayerCache, RuleLayer, initialize, linear, parameter
+from deltalab.models.spec import ModelSpec
+from deltalab.ops.backends import may_launch
+from deltalab.ops.norm import ResidualNorm, RMSNorm
+from deltalab.registry import get_rule
+from deltalab.rule import UpdateRule
+
+
+class Embedding(nn.Embedding):
+    """Rows of a matrix [V, d], started normal: tokens [B, T] to [B, T, d]."""
+
+    def __init__(self, vocabulary: int, width: int) -> None:
+        super().__init__(vocabulary, width)
+        self.weight = parameter(lambda g: torch.empty(vocabulary, width).normal_(0.0, 1.0, generator=g))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if not may_launch(self.weight.device.type):
+            return super().forward(tokens)
+        # Not imported: an exported model has no kernels.
+        found: Tensor = torch.ops.deltalab.embed(self.weight[None], tokens.reshape(1, -1))
+        return found.view(*tokens.shape, -1)
+
+
+class SwiGLU(nn.Module):
+    """W_3 (SiLU(W_1 x) * W_2 x), hidden width 8/3 d rounded up to a multiple of 8."""
+
+    def __init__(self, d_model: int, *, out_std: float) -> None:
+        super().__init__()
+        hidden = -(-8 * d_model // 24) * 8
+        self.into = linear(d_model, 2 * hidden)
+        self.out = linear(hidden, d_model, std=out_std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.device.type == "cpu":
+            # Halves of one product would be strided, and their gradients put side by side again.
+            gate, up = (F.linear(x, half) for half in self.into.weight.chunk(2))
+        else:
+            gate, up = self.into(x).chunk(2, dim=-1)
+        out: Tensor = self.out(F.silu(gate) * up)
+        return out
+
+
+class Block(nn.Module):
+    """x + mixer(norm(x)), then x + mlp(norm(x)) where there is an MLP.
+
+    The last sum is left to the norm that comes next: x is given and returned as two summands, or with None for one.
+    """
+
+    def __init__(self, spec: ModelSpec, rule: UpdateRule) -> None:
+        super().__init__()
+        # Both branches of every layer add to one stream; scaling keeps its variance independent of depth.
+        shrink = (2 * spec.depth) ** -0.5
+        key_dim = spec.key_dim or spec.d_model // spec.heads
+        value_dim = max(1, round(key_dim * spec.expand_v))
+        self.norm = ResidualNorm(spec.d_model)
+        self.mixer = RuleLayer(
+            rule,
+            spec.d_model,
+            spec.heads,
+            key_dim=key_dim,
+            value_dim=value_dim,
+            conv=spec.conv,
+            output_norm=spec.output_norm,
+            output_gate=spec.output_gate,
+            shared_qk=spec.block == "mamba",
+            out_std=shrink * (spec.heads * value_dim) ** -0.5,
+            chunk_size=spec.chunk_size,
+        )
+        self.mlp: nn.Module | None = None
+        if spec.mlp and spec.block == "transformer":
+            self.mlp_norm = ResidualNorm(spec.d_model)
+            self.mlp = SwiGLU(spec.d_model, out_std=shrink * (8 * spec.d_model / 3) ** -0.5)
+
+    def forward(
+        self, x: Tensor, branch: Tensor | None, cache: LayerCache | None = None
+    ) -> tuple[Tensor, Tensor, LayerCache]:
+        x, normed = self.norm(x, branch)
+        branch, cache = self.mixer(normed, cache)
+        if self.mlp is not None:
+            x, normed = self.mlp_norm(x, branch)
+            branch = self.mlp(normed)
+        return x, branch, cache
+
+
+class Rebuild(nn.Module):
+    """norm(MLP(h_T + p_t)) at every position t, from the last hidden state h_T alone: [B, T, d] to [B, T, d].
+
+    The MLP is norm, linear, GELU, twice. p_t = [sin(t w), cos(t w)], w_i = 10000^(-i / (d/2 - 1)), i = 0 ... d/2 - 1
+    (Poli et al. 2024, arXiv:2403.17844).
+    """
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential()
+        for _ in range(2):
+            self.mlp.extend([RMSNorm(d_model), linear(d_model, d_model), nn.GELU()])
+        self.norm = RMSNorm(d_model)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        half = hidden.shape[-1] // 2
+        place = torch.arange(hidden.shape[1], device=hidden.device)[:, None]
+        angle = place * 10000 ** -torch.linspace(0, 1, half, device=hidden.device)
+        position = F.pad(torch.cat([angle.sin(), angle.cos()], dim=-1), (0, hidden.shape[-1] - 2 * half))
+        rebuilt: Tensor = self.norm(self.mlp(hidden[:, -1:] + position.to(hidden.dtype)))
+        return rebuilt
+
+
+def places(x: Tensor, at: Tensor | None) -> Tensor:
+    """Of x [.., T, d] the places `at` [.., m], [.., m, d]; all of them where None."""
+    return x if at is None else x.gather(-2, at[..., None].expand(*at.shape, x.shape[-1]))
+
+
+class Model(nn.Module):
+    """Tokens [B, T] to logits [B, T, vocab]."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        rule = spec.make_rule()
+        attention = get_rule("attention", window=spec.window) if spec.attention else rule
+        self.embed: nn.Embedding = Embedding(spec.vocab_size, spec.d_model)
+        self.blocks = nn.ModuleList(
+            Block(spec, attention if spec.is_attention(layer) else rule) for layer in range(spec.depth)
+        )
+        self.norm = ResidualNorm(spec.d_model)
+        self.rebuild = Rebuild(spec.d_model) if spec.readout == "last" else None
+        self.unembed = None if spec.tie_embeddings else linear(spec.d_model, spec.vocab_size)
+
+    def forward(self, tokens: Tensor, where: Tensor | None = None) -> Tensor:
+        """Logits [B, T, vocab]; or [N, vocab], row by row, where the mask `where` [B, T] is set."""
+        features = self.features(tokens)
+        return F.linear(features if where is None else features[where], self.head)
+
+    def features(self, tokens: Tensor, at: Tensor | None = None) -> Tensor:
+        """[B, T, d], whose products with the rows of `head` are the logits; at places `at` [B, m] alone [B, m, d]."""
+        if self.rebuild is None:
+            hidden, _ = self.transform(self.embed(tokens), at=at)
+            return self._scaled(hidden)
+        hidden, _ = self.hidden(tokens)
+        return places(self._scaled(self.rebuild(hidden)), at)
+
+    @property
+    def head(self) -> Tensor:
+        """[vocab, d]."""
+        return self.embed.weight if self.unembed is None else self.unembed.weight
+
+    def step(self, tokens: Tensor, cache: list[LayerCache] | None = None) -> tuple[Tensor, list[LayerCache]]:
+        """Logits [B, T, vocab] for tokens that follow what the cache has seen, and the new cache.
+
+        Raises `InputError` where these are not read from each position's own hidden state.
+        """
+        if self.rebuild is not None:
+            raise InputError("model.readout is 'last': a model that rebuilds whole sequences cannot go token by token")
+        hidden, cache = self.hidden(tokens, cache)
+        return self.logits(hidden), cache
+
+    def hidden(self, tokens: Tensor, cache: list[LayerCache] | None = None) -> tuple[Tensor, list[LayerCache]]:
+        return self.transform(self.embed(tokens), cache)
+
+    def transform(
+        self, x: Tensor, cache: list[LayerCache] | None = None, *, at: Tensor | None = None
+    ) -> tuple[Tensor, list[LayerCache]]:
+        """Hidden states [B, T, d] for embedded tokens [B, T, d], and the new cache; `at` as in `features`."""
+        branch, seen = None, []
+        for i, block in enumerate(self.blocks):
+            x, branch, now = block(x, branch, None if cache is None else cache[i])
+            seen.append(now)
+        return self.norm(places(x, at), None if branch is None else places(branch, at))[1], seen
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(self._scaled(hidden), self.head)
+
+    def _scaled(self, hidden: Tensor) -> Tensor:
+        # Embeddings start at unit scale, which recall learns from fastest; logits then start at unit scale too.
+        return hidden * self.spec.d_model**-0.5 if self.unembed is None else hidden
+
+    def state_size(self, length: int) -> int:
+        """Elements that the model holds for one sequence after `length` tokens, counted on the tensors."""
+        with torch.no_grad():
+            _, cache = self.hidden(torch.zeros(1, length, dtype=torch.long, device=self.embed.weight.device))
+        return sum(layer.numel() for layer in cache)
+
+
+def build_model(spec: ModelSpec | Mapping[str, Any], *, seed: int = 0) -> Model:
+    """A model, initialized from the seed alone.
+
+    Raises `InputError` for keys or values that make no model.
+
+    >>> model = build_model({"rule": "comba", "vocab_size": 16, "d_model": 8, "heads": 2})
+    >>> model(torch.zeros(1, 5, dtype=torch.long)).shape
+    torch.Size([1, 5, 16])
+    """
+    model = Model(ModelSpec.of(spec))
+    initialize(model, seed)
+    return model
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Optimizer groups: matrices decay; norms and what gates learn for each head (a, dt, b, d) do not."""
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    free = [p for p in model.parameters() if p.dim() <= 1]
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": free, "weight_decay": 0.0}]

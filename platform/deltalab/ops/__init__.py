@@ -1,0 +1,1 @@
+"""What every model computes: scans over any backend, convolutions, norms and losses."""

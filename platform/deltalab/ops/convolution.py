@@ -1,0 +1,193 @@
+"""What becomes of x's projections before a rule sees them: short convolution, SiLU and unit norm, or one kernel."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from deltalab.ops.backends import may_launch
+from deltalab.ops.vmap import Stacked
+
+WIDEST = 8
+"""Convolution that the kernels take: it is in registers."""
+
+LEAST_NORM = 1e-6
+"""What q and k are divided by at least."""
+
+ALIGNED = 8
+"""Columns of a product, that its rows begin at 16 bytes."""
+
+
+@dataclass(frozen=True)
+class Channels:
+    """q, k and v of one token side by side: q of all heads, then k of all heads in each of n steps, then v so.
+
+    qk_heads: that have a q and a k of their own. features: as `UpdateRule.features`.
+    """
+
+    heads: int
+    qk_heads: int
+    key_dim: int
+    value_dim: int
+    steps: int
+    features: Literal["unit", "silu", "raw"]
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        keys = self.qk_heads * self.key_dim
+        return keys, self.steps * keys, self.steps * self.heads * self.value_dim
+
+    @property
+    def total(self) -> int:
+        return sum(self.widths)
+
+    def split(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [B, T, H, K], k [B, n T, H, K] and v [B, n T, H, V] of [B, T, their width]."""
+        q = q.unflatten(-1, (self.qk_heads, self.key_dim))
+        k = k.unflatten(-1, (self.steps, self.qk_heads, self.key_dim)).flatten(1, 2)
+        v = v.unflatten(-1, (self.steps, self.heads, self.value_dim)).flatten(1, 2)
+        return q, k, v
+
+
+def features(
+    qkv: Tensor, taps: Tensor | None, past: Tensor | None, channels: Channels
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k and v as `Channels.split` has them, of qkv [B, T, C], and the past of the tokens that follow.
+
+    taps: the convolution's weights [W, C]. past: qkv of the W - 1 tokens before, [B, W - 1, C], zeros where None.
+    """
+    if taps is None:
+        tail = qkv[:, :0]
+    else:
+        tail = _last(qkv, past, taps.shape[0] - 1)
+        taps = taps.to(qkv.dtype)
+    if taps is None and channels.features == "raw":
+        parts = qkv.split(channels.widths, dim=-1)
+    else:
+        given = qkv if past is None else torch.cat([past, qkv], dim=1)
+        parts = _Features.apply(given, taps, channels)[:3]  # type: ignore[no-untyped-call]
+        if past is not None:
+            parts = [part[:, past.shape[1] :] for part in parts]
+    q, k, v = channels.split(*parts)
+    return q, k, v, tail
+
+
+def fuses(x: Tensor, taps: Tensor | None, channels: Channels) -> bool:
+    """Whether `fused` takes it, and has something to do."""
+    width = 0 if taps is None else taps.shape[0]
+    idle = channels.features == "raw" and not width
+    return not idle and width <= WIDEST and x.dtype != torch.float64 and may_launch(x.device.type)
+
+
+def fused(
+    x: Tensor,
+    weight: Tensor,
+    others: Sequence[Tensor],
+    taps: Tensor | None,
+    past: Tensor | None,
+    channels: Channels,
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], list[Tensor]]:
+    """`features` of x [B, T, d] times weight [C, d], and x times the others [.., d]: one product and one kernel.
+
+    The first of the others is in the product's dtype, the rest in fp32.
+    """
+    sizes = [one.shape[0] for one in others]
+    spare = -(weight.shape[0] + sum(sizes)) % ALIGNED if len(sizes) > 1 else 0
+    weights = [weight, *others, *([weight.new_zeros(spare, weight.shape[1])] if spare else [])]
+    product = F.linear(x, torch.cat(weights) if len(weights) > 1 else weight)
+    if taps is None:
+        past, tail = None, product[:, :0, : weight.shape[0]]
+    else:
+        tail = _last(product[..., : weight.shape[0]], past, taps.shape[0] - 1)
+    # By name: an exported model carries this file without the kernels.
+    q, k, v, first, rest = torch.ops.deltalab.convolve(
+        *(None if one is None else one[None] for one in (product, taps, past)),
+        [*channels.widths, sum(sizes[:1]), sum(sizes[1:]) + spare],
+        channels.key_dim, channels.features != "raw", channels.features == "unit",
+    )  # fmt: skip
+    split = [] if len(sizes) < 2 else rest.squeeze(0).split([*sizes[1:], spare], dim=-1)[:-1]
+    products = [*([first.squeeze(0)] if sizes else []), *split]
+    return (*channels.split(q.squeeze(0), k.squeeze(0), v.squeeze(0)), tail), products
+
+
+def _last(qkv: Tensor, past: Tensor | None, count: int) -> Tensor:
+    """The last `count` tokens of the past, zeros where None, and of qkv."""
+    missing = count - qkv.shape[1]
+    if missing <= 0:
+        return qkv[:, qkv.shape[1] - count :]
+    past = qkv.new_zeros(qkv.shape[0], missing, qkv.shape[-1]) if past is None else past[:, -missing:]
+    return torch.cat([past, qkv], dim=1)
+
+
+class _Features(Stacked):
+    """Convolution, SiLU and unit norm, whose gradients are written side by side.
+
+    q, k and v [.., B, T, their width] of x [.., B, T, C] and taps [.., W, C]; and what no gradient goes to: y, which
+    SiLU was taken of, and q and k side by side with their norms, where they have been divided by them.
+    """
+
+    @staticmethod
+    def forward(x: Tensor, taps: Tensor | None, channels: Channels) -> tuple[Tensor, ...]:
+        y = x.view_as(x) if taps is None else _convolved(x, taps)
+        z = y if channels.features == "raw" else F.silu(y)
+        if channels.features != "unit":
+            return *z.split(channels.widths, dim=-1), y
+        *keys, values = channels.widths
+        qk, v = z.split([sum(keys), values], dim=-1)
+        z = qk.unflatten(-1, (-1, channels.key_dim))
+        # PyTorch's own norm takes twice as long on a CPU.
+        wide = z.to(torch.promote_types(z.dtype, torch.float32))
+        norm = (wide * wide).sum(-1, keepdim=True).sqrt_().clamp_(min=LEAST_NORM)
+        units = (z / norm).to(z.dtype).flatten(-2)
+        return *units.split(keys, dim=-1), v, y, units, norm
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor | None, Channels], output: tuple[Tensor, ...]) -> None:
+        x, taps, ctx.channels = inputs
+        ctx.mark_non_differentiable(*output[3:])
+        ctx.set_materialize_grads(False)  # zeros for all of y
+        ctx.save_for_backward(x, taps, *output[3:])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor | None, None]:
+        x, taps, y, *divided = ctx.saved_tensors
+        channels = ctx.channels
+        parts = zip(grads, y.split(channels.widths, dim=-1), strict=False)
+        d_z = torch.cat([torch.zeros_like(part) if d is None else d for d, part in parts], dim=-1)
+        if divided:
+            units, norm = divided
+            d, unit = (z.unflatten(-1, (-1, channels.key_dim)) for z in (d_z[..., : units.shape[-1]], units))
+            along = (unit * d).sum(-1, keepdim=True, dtype=norm.dtype) * (norm > LEAST_NORM)
+            d.addcmul_(unit, along.to(d.dtype), value=-1).div_(norm)
+        d_y = d_z if channels.features == "raw" else torch.ops.aten.silu_backward(d_z, y)
+        return (d_y, None, None) if taps is None else (*_convolved_backward(x, taps, d_y), None)
+
+
+def _convolved(x: Tensor, taps: Tensor) -> Tensor:
+    """y_t = sum_j w_j x_{t-j}, j from 0 to W - 1, for x [.., B, T, C] and w_j the last but j of taps [.., W, C]."""
+    last, *others = _each(taps)
+    y = x * last
+    for j, weight in enumerate(others[: x.shape[-2] - 1], 1):
+        y[..., j:, :].addcmul_(x[..., :-j, :], weight)
+    return y
+
+
+def _convolved_backward(x: Tensor, taps: Tensor, d_y: Tensor) -> tuple[Tensor, Tensor]:
+    last, *others = _each(taps)
+    d_x, d_taps = d_y * last, torch.zeros_like(taps)
+    for j in range(min(taps.shape[-2], x.shape[-2])):
+        length = x.shape[-2] - j
+        if j:
+            d_x[..., :length, :].addcmul_(d_y[..., j:, :], others[j - 1])
+        d_taps[..., -1 - j, :] = (x[..., :length, :] * d_y[..., j:, :]).sum((-3, -2))
+    return d_x, d_taps
+
+
+def _each(taps: Tensor) -> tuple[Tensor, ...]:
+    """Of [.., W, C] the W weights, the last first, [.., 1, 1, C]."""
+    return taps.flip(-2)[..., None, None, :].unbind(-4)

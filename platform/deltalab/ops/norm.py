@@ -1,0 +1,72 @@
+"""RMS norms, each with what stands next to it: one kernel where kernels run, PyTorch's own operators elsewhere."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deltalab.ops.backends import may_launch
+
+EPS = 1e-5
+
+
+class RMSNorm(nn.RMSNorm):
+    """w x / (mean(x^2) + 1e-5)^(1/2) for x [.., d]; w [d] starts at 1."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, eps=EPS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _fused(x, None, self.weight, None)[0].view(x.shape) if _fuses(x) else super().forward(x)
+
+
+class ResidualNorm(nn.RMSNorm):
+    """x + branch, or x where there is no branch, and `RMSNorm` of it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, eps=EPS)
+
+    def forward(self, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        if _fuses(x):
+            y, total = _fused(x, branch, self.weight, None)
+            return x if branch is None else total.view(x.shape), y.view(x.shape)
+        x = x if branch is None else x + branch
+        return x, super().forward(x)
+
+
+class HeadNorm(nn.Module):
+    """`RMSNorm` of each head of o [.., H, V], times sigmoid(gate) for gate [.., H V]: [.., H V].
+
+    w is [V]. Without `norm` there is none, and o stays as it is; without a gate all of it passes.
+    """
+
+    weight: nn.Parameter | None
+
+    def __init__(self, width: int, *, norm: bool = True) -> None:
+        super().__init__()
+        self.register_parameter("weight", nn.Parameter(torch.ones(width)) if norm else None)
+
+    def forward(self, o: Tensor, gate: Tensor | None) -> Tensor:
+        if _fuses(o) and not (self.weight is None and gate is None):
+            return _fused(o, None, self.weight, gate)[0].view(o.shape).flatten(-2)
+        if self.weight is not None:
+            o = F.rms_norm(o, self.weight.shape, self.weight, EPS)
+        o = o.flatten(-2)
+        return o if gate is None else o * gate.sigmoid()
+
+
+def _fuses(x: Tensor) -> bool:
+    return x.dtype != torch.float64 and may_launch(x.device.type)
+
+
+def _fused(x: Tensor, branch: Tensor | None, weight: Tensor | None, gate: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`kernels.norm.rms_norm` of one run, in the dtype that the next product is in."""
+    device, rows = x.device.type, (1, -1, x.shape[-1])
+    found: tuple[Tensor, Tensor] = torch.ops.deltalab.rms_norm(  # not imported: an exported model has no kernels
+        x.reshape(rows),
+        None if branch is None else branch.reshape(rows),
+        None if weight is None else weight[None],
+        None if gate is None else gate.reshape(rows),
+        EPS,
+        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype,
+    )
+    return found

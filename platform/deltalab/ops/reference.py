@@ -1,0 +1,310 @@
+"""Every rule in pure torch, twice: token by token as the equation stands, and chunk by chunk.
+
+`recurrent` is the ground truth that everything else is held to. `chunked` has no loop over tokens and is what
+trains on a CPU. Both compute in at least fp32.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from deltalab.ops.vmap import Stacked
+from deltalab.rule import Fit, Operands, State
+from deltalab.structure import Transition
+
+DIAGONAL_CHUNK = 16
+"""Longest chunk with diagonal decay: decays between its tokens are [C, C, K], so that none is ever above 1."""
+
+
+def recurrent(transition: Transition, x: Operands, *, scale: float, state: State | None) -> tuple[Tensor, State]:
+    """The recurrence of `structure.Transition`, one token at a time.
+
+    x: `Operands` with B, T and H in full. state: [B, H, K, V], or two of them with a fit; None for an empty one.
+    Returns o [B, T, H, V] and the next state, both in at least fp32.
+    """
+    x = _cast(x, state).resolved()
+    first, second = _states(x, state)
+    fit, steps = x.fit, transition.steps
+    fitting = x if fit is None else fit.operands(x)
+    out = []
+    for t in range(x.r.shape[1]):
+        before = first
+        for i in range(t * steps, (t + 1) * steps):
+            first = _step(transition, x, i, first, x.u[:, i])
+        if fit is None:
+            out.append(_read(x.r[:, t], first))
+            continue
+        error = fit.v[:, t] - _read(x.k[:, t], before)
+        learned = fit.strength[:, t, :, None] * fit.residual.pseudo_residual(error)
+        second = _step(transition, fitting, t, second, learned)
+        out.append(_read(x.r[:, t], before) + _read(fitting.r[:, t], second))
+    return scale * torch.stack(out, dim=1), first if fit is None else (first, second)
+
+
+def _step(transition: Transition, x: Operands, t: int, state: Tensor, u: Tensor) -> Tensor:
+    """S_t = D_t S_{t-1} + a_t (b_t^T X_{t-1}) + k_t u_t^T, literally."""
+    decayed = state
+    if x.g is not None:
+        g = x.g[:, t]
+        decayed = (g[..., None, None] if g.dim() == 2 else g[..., None]).exp() * state
+    seen = state if transition.reads == "state" else decayed
+    if x.e is not None:
+        u = u - x.e[:, t, :, None] * _read(x.k[:, t], seen)
+    after = decayed + x.k[:, t].unsqueeze(-1) * u.unsqueeze(-2)
+    if x.a is not None and x.b is not None:
+        after = after + x.a[:, t].unsqueeze(-1) * _read(x.b[:, t], seen).unsqueeze(-2)
+    return after
+
+
+def _read(vector: Tensor, state: Tensor) -> Tensor:
+    return torch.einsum("bhk,bhkv->bhv", vector, state)
+
+
+def chunked(
+    transition: Transition, x: Operands, *, scale: float, state: State | None, chunk_size: int
+) -> tuple[Tensor, State]:
+    """The same function, parallel within chunks of `chunk_size` tokens; from chunk to chunk only the state goes.
+
+    With a fit it is two passes: the first also reads what it would have predicted, the second fits the error.
+    """
+    x = _cast(x, state).resolved()
+    if x.fit is None:
+        steps = transition.steps
+        r = x.r if steps == 1 else x.r.repeat_interleave(steps, dim=1)
+        assert state is None or isinstance(state, Tensor)
+        (o,), after = _scan(transition, x, state, chunk_size, after=r)
+        return scale * o[:, steps - 1 :: steps], after
+    first, second = _states(x, state)
+    (base, predicted), first = _scan(transition, x, first, chunk_size, before=(x.r, x.k))
+    error = x.fit.residual.pseudo_residual(x.fit.v - predicted)
+    fitting = dataclasses.replace(x.fit.operands(x), u=error).resolved()
+    (correction,), second = _scan(transition, fitting, second, chunk_size, after=x.fit.r)
+    return scale * (base + correction), (first, second)
+
+
+def _scan(
+    transition: Transition,
+    x: Operands,
+    state: Tensor | None,
+    chunk_size: int,
+    *,
+    after: Tensor | None = None,
+    before: tuple[Tensor, ...] = (),
+) -> tuple[list[Tensor], Tensor]:
+    """Reads S_{t-1} with each of `before` and S_t with `after`, all [B, T, H, K]; returns these and the last state.
+
+    With A_ij the decay from token j to token i, a_i that from the chunk's start, z_i that to its end, and A', a' the
+    same up to the state that token i sees, a chunk that starts at S writes what solves, for `tied` and for `free`,
+
+        (I + diag(e) (A' * K K^T)) w = u - diag(e a') K S             along k
+        (I - A' * B A^T) w = (A' * B K^T) u + diag(a') B S            along a, beside u along k
+
+    (Comba, arXiv:2506.02475, Eq. 9-12, with erasure and write kept apart). It is solved for all chunks at once, with S
+    left open; from chunk to chunk only the state goes.
+    """
+    batch, tokens = x.k.shape[:2]
+    diagonal = transition.decay == "diagonal"
+    size = min(chunk_size, tokens, DIAGONAL_CHUNK if diagonal else tokens)
+    k, u = into_chunks(x.k, size), into_chunks(x.u, size)
+    decay, from_start, ends = _Decay(k.new_ones(size, size).tril()), k.new_ones(size, 1), k.new_ones(size, 1)
+    if x.g is not None:
+        g = into_chunks(x.g if diagonal else x.g[..., None], size)
+        sums = g.cumsum(-2)
+        steps = g.detach().mT if diagonal else g.detach()[..., 0]
+        decay, from_start = _Decay(decays(steps), sums), sums.exp()
+        ends = F.pad(g[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2).exp()
+    earlier, before_start = decay, from_start
+    late = transition.reads == "decayed_state"
+    if before or not (late or transition.low_rank == "none"):
+        # Up to the state before a token, which is a row later.
+        earlier, before_start = decay.earlier(), F.pad(from_start, (0, 0, 1, 0), value=1.0)[..., :-1, :]
+    seen, seen_start = (decay, from_start) if late else (earlier, before_start)
+
+    along, system, erase, right, wide = k, None, None, u, 1
+    if x.e is not None:
+        erased = into_chunks(x.e, size)[..., None] * k
+        system, erase = _gram(erased, k, seen), -seen_start * erased
+    elif x.a is not None and x.b is not None:
+        a, b = into_chunks(x.a, size), into_chunks(x.b, size)
+        system, erase, right = _gram(-b, a, seen), seen_start * b, _gram(b, k, seen).tril(-1) @ u
+        along, ends, wide = torch.cat([k, a], dim=-2), torch.cat([ends, ends], dim=-2), 2
+    reads = [(vector, before_start, earlier) for vector in before]
+    if after is not None:
+        reads.append((after, from_start, decay))
+    chunks = [into_chunks(vector, size) for vector, _, _ in reads]
+    grams = [_gram(r, along, within) for r, (_, _, within) in zip(chunks, reads, strict=True)]
+    along_end = along * ends
+
+    if state is None and k.shape[0] == 1:
+        # The common case of training on short sequences: no state to read.
+        w = right if system is None else _solve(system, right)
+        w = w if wide == 1 else torch.cat([u, w], dim=-2)
+        last = (along_end.mT @ w)[0].unflatten(0, (batch, -1))
+        return [from_chunks(gram @ w, batch, tokens) for gram in grams], last
+
+    # Unbound at once: the gradient of an index into all chunks is a tensor of all chunks, for each of them.
+    parts = [u, along_end, from_start[..., -1, :, None].expand(*k.shape[:2], -1, -1)]
+    if system is not None and erase is not None:
+        parts += _solve(system, torch.cat([right, erase], dim=-1)).split([u.shape[-1], k.shape[-1]], dim=-1)
+    for r, gram, (_, since, _) in zip(chunks, grams, reads, strict=True):
+        parts += [since * r, gram]
+    s = (_empty(x) if state is None else state.to(x.u.dtype)).flatten(0, 1)
+    out: list[list[Tensor]] = [[] for _ in reads]
+    for w, along_c, kept_c, *rest in zip(*(part.unbind() for part in parts), strict=True):
+        if system is not None:
+            right_c, erase_c, *rest = rest
+            written = torch.baddbmm(right_c, erase_c, s)
+            w = written if wide == 1 else torch.cat([w, written], dim=-2)
+        for found, r_c, gram_c in zip(out, rest[::2], rest[1::2], strict=True):
+            found.append(torch.baddbmm(gram_c @ w, r_c, s))
+        s = torch.baddbmm(kept_c * s, along_c.mT, w)
+    return [from_chunks(torch.stack(found), batch, tokens) for found in out], s.unflatten(0, (batch, -1))
+
+
+class _Decay(NamedTuple):
+    """From token j to token i of a chunk, exp(sums_i - sums_j) in `within` [.., C, C], or [.., K, C, C] where channels
+    decay apart; 0 where i does not see j.
+
+    `within` has no gradient: sums [.., C, 1 or K], None where nothing decays, are there for theirs. Nothing else is
+    made of them, which are inaccurate where g is large, and may be -inf.
+    """
+
+    within: Tensor
+    sums: Tensor | None = None
+    rows_later: bool = False
+    """Whether row i is that of sums_{i-1}."""
+
+    def earlier(self) -> "_Decay":
+        return _Decay(F.pad(self.within, (0, 0, 1, 0))[..., :-1, :], self.sums, rows_later=True)
+
+
+def _gram(x: Tensor, y: Tensor, decay: _Decay) -> Tensor:
+    """x_i^T diag(exp(sums_i - sums_j)) y_j: [.., C, K] and [.., n C, K], n columns of each token, to [.., C, n C]."""
+    within = decay.within
+    if within.dim() <= x.dim():
+        within = within.expand(*x.shape[:-2], -1, -1)
+    gram: Tensor = _Gram.apply(x, y, within, decay.sums, decay.rows_later)  # type: ignore[no-untyped-call]
+    return gram
+
+
+def _solve(system: Tensor, right: Tensor) -> Tensor:
+    """(I + L)^-1 right, of what lies below the diagonal of `system` as L."""
+    solved: Tensor = _Solve.apply(system, right)  # type: ignore[no-untyped-call]
+    return solved
+
+
+class _Gram(Stacked):
+    """A decay's gradient is that of the vectors beside it, d sums_i = x_i dx_i - y_i dy_i, summed where all channels
+    decay as one. So no pass over pairs of tokens is for it alone."""
+
+    @staticmethod
+    def forward(x: Tensor, y: Tensor, within: Tensor, sums: Tensor | None, rows_later: bool) -> Tensor:
+        scalar = within.dim() == x.dim()
+        pairs = x @ y.mT if scalar else x.mT.unsqueeze(-1) * y.mT.unsqueeze(-2)
+        gram = _decayed(pairs, within)
+        return gram if scalar else gram.sum(-3)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        *given, _, ctx.rows_later = inputs
+        ctx.save_for_backward(*given)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
+        x, y, within = ctx.saved_tensors
+        scalar = within.dim() == x.dim()
+        if scalar:
+            d = _decayed(d, within)
+            d_x, d_y = d @ y, d.mT @ x
+        else:
+            d = _decayed(d.unsqueeze(-3), within)
+            d_x, d_y = (d * y.mT.unsqueeze(-2)).sum(-1).mT, (d * x.mT.unsqueeze(-1)).sum(-2).mT
+        if not ctx.needs_input_grad[3]:
+            return d_x, d_y, None, None, None
+        rows, columns = (
+            (one * d_one).sum(-1, keepdim=True) if scalar else one * d_one for one, d_one in ((x, d_x), (y, d_y))
+        )
+        if ctx.rows_later:
+            rows = F.pad(rows[..., 1:, :], (0, 0, 0, 1))
+        return d_x, d_y, None, rows - columns.unflatten(-2, (-1, x.shape[-2])).sum(-3), None
+
+
+def _decayed(pairs: Tensor, within: Tensor) -> Tensor:
+    """[.., C, n C] times [.., C, C] for all n."""
+    apart: Tensor = pairs.unflatten(-1, (-1, within.shape[-1]))
+    return (apart * within.unsqueeze(-2)).flatten(-2)
+
+
+class _Solve(Stacked):
+    """From the right, X (I + L)^T = right^T, which PyTorch solves in half the time: rows stay rows."""
+
+    @staticmethod
+    def forward(system: Tensor, right: Tensor) -> Tensor:
+        rows: Tensor = torch.linalg.solve_triangular(system.mT, right.mT, upper=True, left=False, unitriangular=True)
+        return rows.mT
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[0], output)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, Tensor]:
+        system, solved = ctx.saved_tensors
+        d_right = torch.linalg.solve_triangular(system, d.mT, upper=False, left=False, unitriangular=True).mT
+        return (-d_right @ solved.mT).tril_(-1), d_right
+
+
+def _states(x: Operands, state: State | None) -> tuple[Tensor, Tensor]:
+    """The first state, and the second where there is a fit (else again an empty one)."""
+    if state is None:
+        return _empty(x), _empty(x)
+    first, second = (state, state) if isinstance(state, Tensor) else state
+    return first.to(x.u.dtype), second.to(x.u.dtype)
+
+
+def _empty(x: Operands) -> Tensor:
+    return x.u.new_zeros(x.k.shape[0], x.k.shape[2], x.k.shape[3], x.u.shape[3])
+
+
+def _cast(x: Operands, state: State | None) -> Operands:
+    states = () if state is None else (state,) if isinstance(state, Tensor) else state
+    dtype = torch.promote_types(x.u.dtype, torch.float32)
+    for one in states:
+        dtype = torch.promote_types(dtype, one.dtype)
+
+    def cast(part: "Operands | Fit") -> dict[str, Any]:
+        values = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
+        return {name: value.to(dtype) for name, value in values.items() if isinstance(value, Tensor)}
+
+    fit = None if x.fit is None else dataclasses.replace(x.fit, **cast(x.fit))
+    return dataclasses.replace(x, fit=fit, **cast(x))
+
+
+def into_chunks(x: Tensor, size: int) -> Tensor:
+    """[B, T, H, ...] to [N, B H, C, ...]. The zeros that fill the last chunk neither decay, erase nor write."""
+    missing = -x.shape[1] % size
+    if missing:
+        x = F.pad(x, (0, 0) * (x.dim() - 2) + (0, missing))
+    chunks: Tensor = x.unflatten(1, (-1, size))
+    return chunks.movedim((1, 3), (0, 2)).flatten(1, 2)
+
+
+def from_chunks(x: Tensor, batch: int, length: int) -> Tensor:
+    """[N, B H, C, V] to [B, T, H, V]."""
+    chunks: Tensor = x.unflatten(1, (batch, -1))
+    return chunks.movedim((0, 2), (1, 3)).flatten(1, 2)[:, :length]
+
+
+def decays(g: Tensor) -> Tensor:
+    """exp(g_{j+1} + ... + g_i) for i >= j, else 0; [.., C] to [.., C, C].
+
+    The sums are built up, not subtracted from one another: exact next to g = -1000, and finite at g = -inf.
+    """
+    below = g.unsqueeze(-1).expand(*g.shape, g.shape[-1]).tril(-1)
+    return below.cumsum(-2).exp().tril()

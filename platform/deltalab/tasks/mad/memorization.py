@@ -1,0 +1,68 @@
+"""MAD's memorization: facts that no context holds. Tests what the weights keep, whatever the state does."""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from deltalab.tasks.mad.task import MAD
+from deltalab.tasks.randomness import Random
+from deltalab.tasks.task import IGNORE, Batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memorization(MAD):
+    """Memorization of MAD.
+
+    K = (V - 1)//2 keys [0, K) have each a value of its own in [K, V - 1), by a map that is the same in all sequences,
+    splits and seeds. L/2 times a key, uniform in [0, K), and after it V - 1, at which the key's value is to be named.
+
+    256 examples of L = 32 show each of 127 keys about 32 times; with larger V, not all keys need be among them.
+
+    `chance` is that of naming any value of a key, 1/K. L is even and at least 2, V at least 4 (`InputError`
+    otherwise).
+
+    >>> batch = Memorization(length=8).batch("test", 1, seed=0, step=0)
+    >>> batch.inputs
+    tensor([[ 65, 255,  68, 255,  13, 255,  26, 255]])
+    >>> batch.targets
+    tensor([[-100,  175, -100,  226, -100,  135, -100,  199]])
+    """
+
+    name: ClassVar[str] = "mad_memorization"
+    version: ClassVar[int] = 1
+
+    length: int = 32
+    vocab_size: int = 256
+    train_examples: int | None = 256
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(self.length >= 2 and self.length % 2 == 0, "length", "must be even and at least 2")
+        self.require(self.vocab_size >= 4, "vocab_size", "must be at least 4")
+
+    @property
+    def most_scored(self) -> int:
+        return self.length // 2
+
+    @property
+    def chance(self) -> float:
+        return 1 / ((self.vocab_size - 1) // 2)
+
+    def draw(self, split: str, size: int, random: Random) -> Batch:
+        insert = self.vocab_size - 1
+        facts = _facts(f"{self.name}/{self.version}/facts", insert // 2, insert - insert // 2, random.device)
+        keys = random.integers("keys", len(facts), size, self.length // 2)
+        inputs = torch.full((size, self.length), insert, device=random.device)
+        targets = torch.full_like(inputs, IGNORE)
+        inputs[:, ::2] = keys
+        targets[:, 1::2] = facts[keys]
+        return Batch(inputs, targets)
+
+
+@cache
+def _facts(address: str, keys: int, values: int, device: torch.device) -> Tensor:
+    """`[keys]`: the value of each key."""
+    return keys + Random(address, device).distinct("values", values, 1, keys)[0]

@@ -1,0 +1,1 @@
+"""Training of many runs as one, from a specification to measured results."""
