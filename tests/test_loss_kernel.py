@@ -101,7 +101,7 @@ def test_the_loss_of_every_task_is_what_it_is_without_the_kernel(name: str, monk
     batch = stack.feed.draw(stack.row)
     losses = []
     for fused in (False, True):
-        for module in ("loss", "stack"):
+        for module in ("ops.loss", "training.stack"):
             monkeypatch.setattr(f"deltalab.{module}.may_launch", lambda device, fused=fused: fused)
         losses.append(stack.losses(stack.state.weights, *batch))
     torch.testing.assert_close(*losses, rtol=1e-5, atol=0)

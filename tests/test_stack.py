@@ -119,7 +119,7 @@ def test_losses_and_gradients_on_a_gpu_are_those_on_a_cpu(
     stack, found = stack_of(TASK, replace(TINY, tie_embeddings=tied), seeds=seeds), []
     inputs, targets = stack.feed.draw(torch.tensor(1))
     for fused in (False, True):
-        for module in ("stack", "model", "loss"):
+        for module in ("training.stack", "models.model", "ops.loss"):
             monkeypatch.setattr(f"deltalab.{module}.may_launch", lambda device, fused=fused: fused)
         weights = stack.state.weights.requires_grad_()
         losses = stack.losses(weights, inputs, targets)
