@@ -115,7 +115,7 @@ def test_many_blocks_of_channels_and_programs_of_rows(monkeypatch: pytest.Monkey
     monkeypatch.setattr(kernels, "TILE", 512)
     widths = [66, 33, 70, 0, 3]
     x, w = normal(1, 1, 2, 9, sum(widths)), normal(2, 1, 2, 169)
-    launch = kernels.Launch.of(x, w, widths, 33, True, True)
+    launch = kernels.Tiling.of(x, w, widths, 33, True, True)
     assert (launch.segments, launch.rows, launch.programs, launch.grid[0]) == (2, 2, 2, 12)
     compare(x, w, None, widths, 33, True, True)
 
@@ -124,11 +124,11 @@ def test_where_there_is_enough_to_do_rows_walk_further(monkeypatch: pytest.Monke
     monkeypatch.setattr(kernels, "PROGRAMS", 1)
     widths = [16, 16, 16, 0, 0]
     x, w = normal(1, 1, 5, 12, 48), normal(2, 1, 2, 48)
-    assert kernels.Launch.of(x, w, widths, 16, True, True).segments == 2
+    assert kernels.Tiling.of(x, w, widths, 16, True, True).segments == 2
     compare(x, w, None, widths, 16, True, True)
     for batch, length, segments in ((99, 12, 1), (9, 1000, 16), (1, 1, 1)):
         x = torch.empty(1, 1, 1, 48).expand(1, batch, length, 48)
-        assert kernels.Launch.of(x, w, widths, 16, True, True).segments == segments
+        assert kernels.Tiling.of(x, w, widths, 16, True, True).segments == segments
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-9])

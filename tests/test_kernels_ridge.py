@@ -20,7 +20,7 @@ from deltalab import gates as forms
 from deltalab.authoring.inputs import Inputs, draw, parts
 from deltalab.errors import InputError
 from deltalab.gates import Gate
-from deltalab.kernels.ridge import op as ridge_op
+from deltalab.kernels.ridge import launch as ridge_launch
 from deltalab.ridge import fused_regression, lacks_kernel, regression
 from deltalab.rule import State, UpdateRule, knob
 from deltalab.structure import Ridge
@@ -117,9 +117,9 @@ def test_keys_that_do_not_fill_their_blocks():
 def test_segments_whose_states_do_not_fit_the_workspace(monkeypatch):
     x = given(GKA, 37)
     whole = run(GKA, placed(x, torch.float32), "triton")
-    monkeypatch.setattr(ridge_op, "WORKSPACE", 1)
-    monkeypatch.setattr(ridge_op, "BUSY", 1)
-    assert ridge_op.Launch.of(placed(x, torch.float32).k, x.v, 0.02, True, 64).boundaries == 4
+    monkeypatch.setattr(ridge_launch, "WORKSPACE", 1)
+    monkeypatch.setattr(ridge_launch, "BUSY", 1)
+    assert ridge_launch.RidgeLaunch.of(placed(x, torch.float32).k, x.v, 0.02, True, 64).boundaries == 4
     compare(GKA, x, 2e-5)
     for name, part in run(GKA, placed(x, torch.float32), "triton").items():
         assert error(part, whole[name].double().cpu()) <= 1e-6, name

@@ -1,15 +1,9 @@
 """What kernels of every structure share: where a chunk lies in packed sequences, and the inverse that chunks need."""
 
-from dataclasses import dataclass
-from typing import Any
+from typing import no_type_check
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
-
-from deltalab.errors import InputError
 
 LOWEST = tl.constexpr(-64.0)
 """Log-decays are clamped to it: exp(-64) is nothing beside 1 in fp32, and sums of it stay exact enough to subtract."""
@@ -18,85 +12,12 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
-PRECISIONS = {torch.bfloat16: "tf32", torch.float16: "tf32x3", torch.float32: "ieee"}
-"""Of products in fp32. Operands of tf32 are cut off after 10 bits, not rounded: an inverse is worse by that than by
-being rounded to fp16 afterwards."""
-
-ALL_REGISTERS = 255
-"""That a thread may have. Products in fp32, left to itself, ptxas puts into 32 of them and up to 10 KiB of memory."""
-
 MOVES = ("length", "chunks", "from_chunk", "to_chunk", "every", "segments", "span", "sequences", "H")
 """Arguments that change from batch to batch: nothing is compiled anew for special values of theirs."""
 
 
-@dataclass(frozen=True)
-class Problem:
-    """What a plan of launches is for: sequences, each packed one counted, their length and widths, chunks of `size`."""
-
-    batch: int
-    tokens: int
-    heads: int
-    key_dim: int
-    value_dim: int
-    size: int
-
-
-def chunk_map(cu_seqlens: Tensor, tokens: int, chunk_size: int) -> tuple[Tensor, Tensor, int]:
-    """Of packed sequences with bounds cu_seqlens [N + 1]: the sequence of each chunk, each one's first chunk.
-
-    Returns (sequence [bound], first chunk of each [N + 1], bound); the bound on the number of chunks needs no look at
-    the device, and chunks beyond the last one are of sequence N.
-    """
-    bound = tokens // chunk_size + cu_seqlens.numel() - 1
-    counts = (cu_seqlens.diff() + chunk_size - 1) // chunk_size
-    first = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(torch.int32)
-    at = torch.arange(bound, device=cu_seqlens.device, dtype=torch.int32)
-    return torch.searchsorted(first, at, right=True, out_int32=True) - 1, first, bound
-
-
-def absent(x: Tensor) -> Tensor:
-    """In place of an output that there is none of, since operators return tensors and each its own: [B, 0]."""
-    return x.new_empty(x.shape[0], 0)
-
-
-def tiles(x: Tensor | None, rows: int, columns: int, *, store: bool = False, ragged: bool = False) -> Any:
-    """A descriptor of x as a matrix with its last dimensions from dimension 2 on in a row, [B T, H K] or so, in tiles.
-
-    Where a kernel stores at ragged ends it is x itself (see `put_rows`).
-    """
-    if x is None or (store and ragged):
-        return x
-    if x.data_ptr() % 16:
-        # A view of something else; descriptors begin where 16 bytes do.
-        x = x.clone()
-    return TensorDescriptor.from_tensor(x.view(x.shape[0] * x.shape[1], -1), [rows, columns])
-
-
-def fold_into_batch(op: Any) -> None:
-    """Registers op, all of whose tensors have a batch dimension first, with `torch.func.vmap`: one larger batch.
-
-    Autograd stays outside: vmap(f)(x).sum().backward().
-    """
-
-    def folded(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
-        size = info.batch_size
-
-        def fold(x: Any, dim: int | None) -> Any:
-            if not isinstance(x, Tensor):
-                return x
-            if not x.is_floating_point():
-                raise InputError("packed sequences (cu_seqlens) cannot be mapped over: add them to the packing")
-            x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
-            return x.flatten(0, 1).contiguous()
-
-        found = op(*map(fold, args, in_dims))
-        unfolded = [one.unflatten(0, (size, -1) if one.shape[0] else (size, 0)) for one in found]
-        return type(found)(unfolded), type(found)([0] * len(unfolded))
-
-    op.register_vmap(folded)
-
-
 @triton.jit
+@no_type_check
 def unit_lower_inverse(m, SIZE: tl.constexpr, PRECISION: tl.constexpr):
     """(I + m)^{-1} - I, m [SIZE, SIZE] strictly lower triangular, fp32: inverts blocks of 2, 4, 8 .. from those within.
 
@@ -127,6 +48,7 @@ def unit_lower_inverse(m, SIZE: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def locate(i, of, first, chunks, PACKED: tl.constexpr):
     """Sequence and chunk of program i, for `chunks` chunks in each sequence or those of `chunk_map`."""
     if PACKED:
@@ -136,6 +58,7 @@ def locate(i, of, first, chunks, PACKED: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def bounds(sequence, cu_seqlens, length, PACKED: tl.constexpr):
     """The row that a sequence starts at, and its length."""
     if PACKED:
@@ -145,6 +68,7 @@ def bounds(sequence, cu_seqlens, length, PACKED: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def get_rows(x, row, valid, column, SIZE: tl.constexpr, RAGGED: tl.constexpr):
     """A tile of the descriptor x from a row and a column on; ragged, 0 from its `valid`-th row on."""
     found = x.load([row, column])
@@ -154,6 +78,7 @@ def get_rows(x, row, valid, column, SIZE: tl.constexpr, RAGGED: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def put_rows(x, tile, row, valid, column, columns, SIZE: tl.constexpr, WIDTH: tl.constexpr, RAGGED: tl.constexpr):
     """Stores a tile where `get_rows` finds it. Ragged, x is no descriptor but a pointer to rows of `columns`."""
     if RAGGED:
@@ -165,6 +90,21 @@ def put_rows(x, tile, row, valid, column, columns, SIZE: tl.constexpr, WIDTH: tl
 
 
 @triton.jit
+@no_type_check
+def rows(x, row, valid, head, H, column, width, SIZE: tl.constexpr, FULL: tl.constexpr):
+    """Pointers to [SIZE, W] of x [.., H, width] from a row on, and a mask of the elements that exist.
+
+    For tensors that no descriptor takes, because their width is not a multiple of a block.
+    valid: number of rows that exist. FULL: whether all columns do.
+    """
+    i = tl.arange(0, SIZE)
+    at = x + (row.to(tl.int64) * H + head) * width + (i[:, None] * (H * width) + column[None, :])
+    there = (i < valid)[:, None]
+    return at, there if FULL else there & (column < width)[None, :]
+
+
+@triton.jit
+@no_type_check
 def scalars(x, row, valid, head, heads, SIZE: tl.constexpr):
     """[SIZE] of x [.., heads] from a row on, in fp32: 0 from the `valid`-th on."""
     i = tl.arange(0, SIZE)
@@ -172,6 +112,7 @@ def scalars(x, row, valid, head, heads, SIZE: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def put_scalars(x, value, row, valid, head, heads, SIZE: tl.constexpr):
     """Stores where `scalars` finds it."""
     i = tl.arange(0, SIZE)
@@ -179,6 +120,7 @@ def put_scalars(x, value, row, valid, head, heads, SIZE: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def decays(g, row, valid, head, heads, SIZE: tl.constexpr):
     """g of a chunk's tokens and of those before each, to be loaded before anything waits and added up after."""
     i = tl.arange(0, SIZE)
@@ -187,6 +129,7 @@ def decays(g, row, valid, head, heads, SIZE: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def cumulative(steps, SIZE: tl.constexpr, KIND: tl.constexpr):
     """G_i, G_{i-1} and G_C of a chunk's `decays`, base 2; nothing decays beyond the sequence or without g."""
     if steps is None:
@@ -200,6 +143,7 @@ def cumulative(steps, SIZE: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def held(x):
     """x, the left operand of a product in a loop that leaves it as it is.
 
@@ -225,6 +169,7 @@ def held(x):
 
 
 @triton.jit
+@no_type_check
 def apart(later, earlier, i, j, STRICT: tl.constexpr, DECAYS: tl.constexpr = True):
     """exp2(later_i - earlier_j) where j <= i, or j < i; else 0. Given as [.., 1] and [1, ..], either way round.
 

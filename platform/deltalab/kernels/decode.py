@@ -1,13 +1,13 @@
 """One token for every structure of the algebra, in one launch: its time is that of reading and writing the state."""
 
-from typing import Any
+from typing import Any, no_type_check
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltalab.kernels.chunk import absent, fold_into_batch
+from deltalab.kernels.register import absent, register
 from deltalab.kernels.scalar.forward import pseudo_residual
 from deltalab.rule import Operands, State
 from deltalab.structure import Transition
@@ -17,17 +17,20 @@ WIDTH = 32
 
 
 @triton.jit
+@no_type_check
 def vector(x, row, at, size):
     """x[row] of x [.., size], in fp32; 0 where there is none."""
     return tl.load(x + row * size + at, mask=at < size, other=0.0).to(tl.float32)
 
 
 @triton.jit
+@no_type_check
 def scalar(x, row):
     return tl.load(x + row).to(tl.float32)
 
 
 @triton.jit
+@no_type_check
 def block(state, head, key, value, K: tl.constexpr, V: tl.constexpr):
     """Of a head's state [K, V]: pointers, and the mask of what is there."""
     at = state + head.to(tl.int64) * (K * V) + key[:, None] * V + value[None, :]
@@ -35,6 +38,7 @@ def block(state, head, key, value, K: tl.constexpr, V: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def load(state, head, key, value, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
     """`block` in fp32; an empty state where there is none."""
     if state is None:
@@ -44,6 +48,7 @@ def load(state, head, key, value, K: tl.constexpr, V: tl.constexpr, BK: tl.const
 
 
 @triton.jit
+@no_type_check
 def step(s, k, u, g, e, a, b, row, key, K: tl.constexpr, DIAGONAL: tl.constexpr, LATE: tl.constexpr):
     """s [BK, BV] after a step that writes u [BV] along k [BK]; g, e, a and b are pointers, or None."""
     decayed = s
@@ -60,6 +65,7 @@ def step(s, k, u, g, e, a, b, row, key, K: tl.constexpr, DIAGONAL: tl.constexpr,
 
 
 @triton.jit
+@no_type_check
 def decode_kernel(
     r, k, u, g, e, a, b, beta, read, d,
     second_r, target, strength, second_read, second_g, second_e,
@@ -156,13 +162,11 @@ def _outputs(r: Tensor, k: Tensor, u: Tensor, loss: str | None) -> list[Tensor]:
     return [u.new_empty(*r.shape[:3], u.shape[-1]), last, torch.empty_like(last) if loss else absent(u)]
 
 
-@_decode.register_fake
-def _(r: Tensor, k: Tensor, u: Tensor, *rest: Any) -> list[Tensor]:
-    *_, loss, _ = rest
+def _shapes(*, r: Tensor, k: Tensor, u: Tensor, loss: str | None, **_: Any) -> list[Tensor]:
     return _outputs(r, k, u, loss)
 
 
-fold_into_batch(_decode)
+register(_decode, shapes=_shapes)
 
 
 def decode(transition: Transition, x: Operands, *, scale: float, state: State | None) -> tuple[Tensor, State]:

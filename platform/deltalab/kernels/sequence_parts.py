@@ -34,7 +34,8 @@ def count(programs: int, chunks: int) -> int:
 
 def each(x: Tensor, parts: int) -> tuple[Tensor, ...]:
     """[B parts, ..] as one [B, ..] for each part."""
-    return x.unflatten(0, (-1, parts)).unbind(1)
+    found: tuple[Tensor, ...] = x.unflatten(0, (-1, parts)).unbind(1)
+    return found
 
 
 def chained(first: Tensor | None, maps: Sequence[Tensor], added: Sequence[Tensor]) -> list[Tensor]:

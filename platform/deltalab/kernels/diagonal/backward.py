@@ -3,6 +3,8 @@
 It goes through the keys in blocks, so that what a block needs stays in registers.
 """
 
+from typing import no_type_check
+
 import triton
 import triton.language as tl
 
@@ -20,6 +22,7 @@ from deltalab.kernels.diagonal.forward import (
 
 
 @triton.jit
+@no_type_check
 def _both_ways(x, y, lower, upper, PRECISION: tl.constexpr):
     """Adds x y^T to `lower` and y x^T to `upper`: of a product's result no transpose is ever taken."""
     lower = tl.dot(x, tl.trans(y), lower, input_precision=PRECISION)
@@ -27,6 +30,7 @@ def _both_ways(x, y, lower, upper, PRECISION: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def _across(x, pairs, pairs_near, level: tl.constexpr, PRECISION: tl.constexpr):
     """pairs x, [blocks, 16, W], of the pairs in different halves of one block of a level."""
     if level < 4:
@@ -40,6 +44,7 @@ def _across(x, pairs, pairs_near, level: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def _summed(x, KIND: tl.constexpr, PRECISION: tl.constexpr):
     """sum_{j >= i} x_jc in fp32; beside a KIND of 16 bits x is two of these, since it has to cancel."""
     N: tl.constexpr = x.shape[0]
@@ -55,6 +60,7 @@ def _summed(x, KIND: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def gradients(
     r, k, u, g, e, a, b, beta, read, d, kept, written, d_seen, states, states_after, d_o, d_u,
     d_r, d_k, new_d_u, d_g, d_e, d_a, d_b, d_beta, d_read, d_d,

@@ -17,25 +17,16 @@ tokens are a batch, each within one warp; what is beyond them, `far`, takes whol
 chunks, which share the matrices that choose. K is a power of two; r, k, g, .. are descriptors (`chunk.tiles`).
 """
 
+from typing import no_type_check
+
 import triton
 import triton.language as tl
 
-from deltalab.kernels.chunk import LOG2_E, LOWEST, bounds, get_rows, held, locate, scalars, unit_lower_inverse
+from deltalab.kernels.chunk import LOG2_E, LOWEST, bounds, get_rows, held, locate, rows, scalars, unit_lower_inverse
 
 
 @triton.jit
-def rows(x, row, valid, head, H, column, width, SIZE: tl.constexpr, FULL: tl.constexpr):
-    """[SIZE, W] of x [.., H, width] from a row on: pointers, and the mask of what is there.
-
-    valid: rows that are there; FULL: that all columns are.
-    """
-    i = tl.arange(0, SIZE)
-    at = x + (row.to(tl.int64) * H + head) * width + (i[:, None] * (H * width) + column[None, :])
-    there = (i < valid)[:, None]
-    return at, there if FULL else there & (column < width)[None, :]
-
-
-@triton.jit
+@no_type_check
 def log_decays(g, row, valid, column, PRECISION: tl.constexpr, SIZE: tl.constexpr, RAGGED: tl.constexpr):
     """g of a chunk, base 2: in fp16 beside operands of 16 bits, where exp(G) is off by 2^-12 |G| exp(G) < 1e-4 at most.
 
@@ -46,6 +37,7 @@ def log_decays(g, row, valid, column, PRECISION: tl.constexpr, SIZE: tl.constexp
 
 
 @triton.jit
+@no_type_check
 def decay(chosen, g):
     """exp2 of the sum of g_jc over the tokens j that [i, j] chooses for i, [.., N, W] in fp32."""
     chosen = chosen.to(g.dtype)
@@ -55,12 +47,14 @@ def decay(chosen, g):
 
 
 @triton.jit
+@no_type_check
 def second(level: tl.constexpr, N: tl.constexpr):
     """[N, 1]: whether a token is in the second half of its block of two halves of 2**level."""
     return ((tl.arange(0, N) >> level) % 2 == 1)[:, None]
 
 
 @triton.jit
+@no_type_check
 def between(level: tl.constexpr, N: tl.constexpr, OWN: tl.constexpr):
     """[i, j]: whether j lies between i and the border within its block of two halves.
 
@@ -72,6 +66,7 @@ def between(level: tl.constexpr, N: tl.constexpr, OWN: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def halves(level: tl.constexpr, N: tl.constexpr):
     """Whether i and j are in different halves of one block."""
     i, j = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
@@ -79,18 +74,21 @@ def halves(level: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def near(x):
     """[SIZE, W] as blocks of 16 rows: their products are cheaper than whole ones that are mostly masked."""
     return tl.reshape(x, [x.shape[0] // 16, 16, x.shape[1]])
 
 
 @triton.jit
+@no_type_check
 def flat(x):
     """The reverse of `near`."""
     return tl.reshape(x, [x.shape[0] * 16, x.shape[2]])
 
 
 @triton.jit
+@no_type_check
 def near_squares(x, SIZE: tl.constexpr):
     """The blocks of 16 on the diagonal of [SIZE, SIZE]."""
     block = tl.arange(0, SIZE // 16)
@@ -99,6 +97,7 @@ def near_squares(x, SIZE: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def near_and_far(blocks, far, SIZE: tl.constexpr):
     """[SIZE, SIZE] whose blocks of 16 on the diagonal are these; far is 0 there."""
     block = tl.arange(0, SIZE // 16)
@@ -107,6 +106,7 @@ def near_and_far(blocks, far, SIZE: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def _pairs(sums, x, y, level: tl.constexpr, PRECISION: tl.constexpr):
     """sums with x y^T where x is in the second half and y in the first."""
     N: tl.constexpr = x.shape[-2]
@@ -116,6 +116,7 @@ def _pairs(sums, x, y, level: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def _here(sums, x, y, PRECISION: tl.constexpr):
     """`_pairs` of each token with itself."""
     i, j = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
@@ -123,6 +124,7 @@ def _here(sums, x, y, PRECISION: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def factor_and_half(g, g_near, level: tl.constexpr, OWN: tl.constexpr):
     """Per token, in blocks of 16: its decay to or from the border within its block; whether it is behind that."""
     if level < 4:
@@ -134,6 +136,7 @@ def factor_and_half(g, g_near, level: tl.constexpr, OWN: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def _near_level(
     factor, reader, writer, eraser, adder, p, q, moved, system, level: tl.constexpr,
     KIND: tl.constexpr, TIED: tl.constexpr, PRECISION: tl.constexpr,
@@ -156,6 +159,7 @@ def _near_level(
 
 
 @triton.jit
+@no_type_check
 def _far_level(
     factor, reader, writer, eraser, adder, p, q, moved, system, level: tl.constexpr,
     KIND: tl.constexpr, TIED: tl.constexpr, PRECISION: tl.constexpr,
@@ -180,6 +184,7 @@ def _far_level(
 
 
 @triton.jit
+@no_type_check
 def read_and_written(
     r, k, e, beta, read, d, row, valid, head, H, column, scale, SIZE: tl.constexpr, RAGGED: tl.constexpr
 ):
@@ -196,6 +201,7 @@ def read_and_written(
 
 
 @triton.jit
+@no_type_check
 def prepare(
     r, k, g, e, a, b, beta, read, d,
     reading, writing, kept, within, erasing, given, inverse, adding, within_a,
@@ -292,6 +298,7 @@ def prepare(
 
 
 @triton.jit
+@no_type_check
 def scan(
     u, beta, reading, writing, kept, within, erasing, given, adding, within_a, state, begin_states,
     o, last, states, written,
@@ -363,6 +370,7 @@ def scan(
 
 
 @triton.jit
+@no_type_check
 def reverse(
     d_o, reading, writing, kept, within, erasing, given, inverse, adding, within_a,
     d_last, states_after, d_u, d_seen, d_state,

@@ -7,14 +7,17 @@ With x, and y that solves for dx, held, all gradients are those of
 (implicit differentiation; c is what lambda passes on to the norm).
 """
 
+from typing import no_type_check
+
 import triton
 import triton.language as tl
 
-from deltalab.kernels.chunk import apart, put_scalars, scalars
-from deltalab.kernels.ridge.forward import kernel, log_decays, product, put_state, rows, scaled, stored, times
+from deltalab.kernels.chunk import apart, put_scalars, rows, scalars
+from deltalab.kernels.ridge.forward import kernel, log_decays, product, put_state, scaled, stored, times
 
 
 @kernel
+@no_type_check
 def reverse(
     k, x, y, c, d_o, g, states, norms, after, states_after, norms_after, across,
     T, H, K, D, from_chunk, to_chunk, scale,
@@ -65,14 +68,15 @@ def reverse(
 
 
 @kernel
+@no_type_check
 def differentiate(
-    k, v, g, d_o, x, memories, memory_norms, d_x, readers, T, H, K, V, from_chunk, chunks, scale,
+    k, v, g, d_o, x, memories, memory_norms, d_x, readers, T, H, K, V, from_chunk, span, scale,
     SIZE: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FULL: tl.constexpr, FULL_V: tl.constexpr,
     PARTS: tl.constexpr, IN: tl.constexpr, KIND: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Per chunk and head: dx, and what o's reading of U before the chunk gives the log-decay up to each token."""
     program, head = tl.program_id(0) // H, tl.program_id(0) % H
-    batch, chunk = program // chunks, from_chunk + program % chunks
+    batch, chunk = program // span, from_chunk + program % span
     at = program * H + head
     row, valid = batch.to(tl.int64) * T + chunk * SIZE, T - chunk * SIZE
     i, channel = tl.arange(0, SIZE), tl.arange(0, BK)
@@ -99,6 +103,7 @@ def differentiate(
 
 
 @triton.jit
+@no_type_check
 def _passing(matrix, i):
     """For Z [j, t] of pairs j < t: the sum of each token's row, which counts after it, and of its column, till it."""
     matrix = tl.where(i[:, None] < i[None, :], matrix, 0.0)
@@ -106,6 +111,7 @@ def _passing(matrix, i):
 
 
 @triton.jit
+@no_type_check
 def _put_d_g(d_g, reading, written, passing, row, valid, head, H, SIZE: tl.constexpr):
     """Of what each token's reading gives the log-decays before it, and its being written those after it."""
     i = tl.arange(0, SIZE)
@@ -114,9 +120,10 @@ def _put_d_g(d_g, reading, written, passing, row, valid, head, H, SIZE: tl.const
 
 
 @kernel
+@no_type_check
 def pairs(
     k, v, g, d_o, x, y, c, readers, memory_after, memory_norms_after, memory_across, gram_across,
-    for_x, for_y, for_key, d_v, d_g, T, H, K, V, from_chunk, chunks, scale,
+    for_x, for_y, for_key, d_v, d_g, T, H, K, V, from_chunk, span, scale,
     SIZE: tl.constexpr, BK: tl.constexpr, BG: tl.constexpr, BV: tl.constexpr, FULL: tl.constexpr, FULL_V: tl.constexpr,
     PARTS: tl.constexpr, IN: tl.constexpr, KIND: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr,
     ADAPTIVE: tl.constexpr,
@@ -128,7 +135,7 @@ def pairs(
     and k are parts of dk.
     """
     program, head = tl.program_id(0) // H, tl.program_id(0) % H
-    batch, chunk = program // chunks, from_chunk + program % chunks
+    batch, chunk = program // span, from_chunk + program % span
     at = program * H + head
     row, valid = batch.to(tl.int64) * T + chunk * SIZE, T - chunk * SIZE
     i, channel = tl.arange(0, SIZE), tl.arange(0, BK)
@@ -179,9 +186,10 @@ def pairs(
 
 
 @kernel
+@no_type_check
 def gradients(
     k, v, g, x, y, c, for_x, for_y, for_key, grams, gram_norms, gram_after, gram_norms_after,
-    memory_after, memory_norms_after, d_k, d_g, T, H, K, V, from_chunk, chunks,
+    memory_after, memory_norms_after, d_k, d_g, T, H, K, V, from_chunk, span,
     SIZE: tl.constexpr, BK: tl.constexpr, BG: tl.constexpr, BV: tl.constexpr, FULL: tl.constexpr, FULL_V: tl.constexpr,
     PARTS: tl.constexpr, IN: tl.constexpr, KIND: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr,
     ADAPTIVE: tl.constexpr,
@@ -190,7 +198,7 @@ def gradients(
     blocks: tl.constexpr = BK // BG
     program, head = tl.program_id(0) // (H * blocks), tl.program_id(0) // blocks % H
     block = tl.program_id(0) % blocks
-    batch, chunk = program // chunks, from_chunk + program % chunks
+    batch, chunk = program // span, from_chunk + program % span
     at = program * H + head
     row, valid = batch.to(tl.int64) * T + chunk * SIZE, T - chunk * SIZE
     i, channel, channels = tl.arange(0, SIZE), tl.arange(0, BK), block * BG + tl.arange(0, BG)
@@ -246,5 +254,5 @@ def gradients(
         written += began - ended
     to_k, there_k = rows(d_k, row, valid, head, H, channels, K, SIZE, FULL)
     tl.store(to_k, d_key.to(d_k.dtype.element_ty), mask=there_k)
-    mine = d_g + block.to(tl.int64) * (tl.num_programs(0) // (chunks * blocks) * T)
+    mine = d_g + block.to(tl.int64) * (tl.num_programs(0) // (span * blocks) * T)
     _put_d_g(mine, reading, written, 0.0, row, valid, head, H, SIZE)

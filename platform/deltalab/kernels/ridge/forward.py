@@ -14,30 +14,24 @@ along them, and only what lies along them is read, so 16 bits of x are not enoug
 - x is read in two halves, and so are the states (PARTS = 2) where the demand or the condition is high.
 """
 
+from typing import no_type_check
+
 import triton
 import triton.language as tl
 
-from deltalab.kernels.chunk import LOG2_E, LOWEST, apart, held, put_scalars, scalars
+from deltalab.kernels.chunk import LOG2_E, LOWEST, apart, held, put_scalars, rows, scalars
 
 EMPTY = tl.constexpr(1e-31)
 """The square of a norm below which H counts as empty: tiny / eps of fp32, as in `deltalab.ridge`."""
 
 kernel = triton.jit(
-    do_not_specialize=["T", "H", "segment", "boundaries", "from_chunk", "to_chunk", "chunks", "iterations"]
+    do_not_specialize=["T", "H", "segment", "boundaries", "from_chunk", "to_chunk", "span", "iterations"]
 )
 """Compiled once for all lengths and segments, whose counts would else be constants where they are 1 or 16 n."""
 
 
 @triton.jit
-def rows(x, row, valid, head, H, column, width, SIZE: tl.constexpr, FULL: tl.constexpr):
-    """[SIZE, W] of x [.., H, width] from a row on: pointers, and the mask of what is there; FULL: all columns are."""
-    i = tl.arange(0, SIZE)
-    at = x + (row * H + head) * width + (i[:, None] * (H * width) + column[None, :])
-    there = (i < valid)[:, None]
-    return at, there if FULL else there & (column < width)[None, :]
-
-
-@triton.jit
+@no_type_check
 def product(a, b, A: tl.constexpr, B: tl.constexpr, KIND: tl.constexpr):
     """a @ b, each in as many parts of KIND as said; fp32 as it is."""
     high_a, high_b = held(a.to(KIND)), b.to(KIND)
@@ -51,6 +45,7 @@ def product(a, b, A: tl.constexpr, B: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def scaled(x, HALF: tl.constexpr):
     """Rows of x [.., W] over a power of two each, so that none leaves fp16's range: what is exact there stays so."""
     x = x.to(tl.float32)
@@ -60,6 +55,7 @@ def scaled(x, HALF: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def log_decays(g, row, valid, head, H, SIZE: tl.constexpr, WIDE: tl.constexpr):
     """Cumulative log-decays of a chunk, base 2, and the last of them."""
     step = tl.maximum(scalars(g, row, valid, head, H, SIZE), LOWEST) * LOG2_E
@@ -69,6 +65,7 @@ def log_decays(g, row, valid, head, H, SIZE: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def put_state(s, states, norms, at, block, blocks, BK: tl.constexpr, BW: tl.constexpr, PARTS: tl.constexpr):
     """Stores a state's block [BK, BW] over its norm, in parts, beside the norm."""
     largest = tl.max(tl.abs(s))
@@ -85,6 +82,7 @@ def put_state(s, states, norms, at, block, blocks, BK: tl.constexpr, BW: tl.cons
 
 
 @triton.jit
+@no_type_check
 def stored(
     states, at, part, row, block, blocks, BK: tl.constexpr, BR: tl.constexpr, BW: tl.constexpr, PARTS: tl.constexpr
 ):
@@ -94,6 +92,7 @@ def stored(
 
 
 @triton.jit
+@no_type_check
 def times(
     a, a_low, states, at, row, block, blocks, BK: tl.constexpr, BR: tl.constexpr, BW: tl.constexpr,
     A: tl.constexpr, PARTS: tl.constexpr, TRANSPOSED: tl.constexpr,
@@ -112,6 +111,7 @@ def times(
 
 
 @kernel
+@no_type_check
 def sweep(
     k, u, g, begin, segment, boundaries, states, norms, T, H, K, D, from_chunk, to_chunk,
     SIZE: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr, FULL: tl.constexpr, FULL_D: tl.constexpr,
@@ -138,6 +138,7 @@ def sweep(
 
 
 @triton.jit
+@no_type_check
 def _less_product(
     rest, d, d_low, key, gram, gram_low, within, since, PARTS: tl.constexpr, ALONG: tl.constexpr
 ):  # fmt: skip
@@ -158,18 +159,21 @@ def _less_product(
 
 
 @triton.jit
+@no_type_check
 def _low(new, d, PARTS: tl.constexpr):
     """What rounding new to d left, where that counts (d itself in its place where not)."""
     return (new - d.to(tl.float32)).to(d.dtype) if PARTS == 2 else d
 
 
 @triton.jit
+@no_type_check
 def _taken(d, d_low, PARTS: tl.constexpr):
     """The step that d in parts stands for."""
     return d.to(tl.float32) + d_low.to(tl.float32) if PARTS == 2 else d.to(tl.float32)
 
 
 @triton.jit
+@no_type_check
 def _chebyshev(
     rest, low, iterations, key, gram, gram_low, within, since, PARTS: tl.constexpr, ALONG: tl.constexpr,
 ):  # fmt: skip
@@ -198,6 +202,7 @@ def _chebyshev(
 
 
 @triton.jit
+@no_type_check
 def _conjugate_gradient(
     rest, low, iterations, key, gram, gram_low, within, since, PARTS: tl.constexpr, ALONG: tl.constexpr,
 ):  # fmt: skip
@@ -226,14 +231,15 @@ def _conjugate_gradient(
 
 
 @kernel
+@no_type_check
 def measure(
-    k, g, grams, gram_norms, norm_out, T, H, K, from_chunk, chunks,
+    k, g, grams, gram_norms, norm_out, T, H, K, from_chunk, span,
     SIZE: tl.constexpr, BK: tl.constexpr, BG: tl.constexpr, FULL: tl.constexpr,
     PARTS: tl.constexpr, IN: tl.constexpr, KIND: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Per chunk and head: ||H_t||, which is 0 where H_t counts as empty."""
     program, head = tl.program_id(0) // H, tl.program_id(0) % H
-    batch, chunk = program // chunks, from_chunk + program % chunks
+    batch, chunk = program // span, from_chunk + program % span
     at = program * H + head
     row, valid = batch.to(tl.int64) * T + chunk * SIZE, T - chunk * SIZE
     i, column = tl.arange(0, SIZE), tl.arange(0, BK)
@@ -259,8 +265,9 @@ def measure(
 
 
 @kernel
+@no_type_check
 def solve(
-    rhs, k, g, norm, grams, gram_norms, x, x_half, forward, c, T, H, K, from_chunk, chunks, strength, iterations,
+    rhs, k, g, norm, grams, gram_norms, x, x_half, forward, c, T, H, K, from_chunk, span, strength, iterations,
     SIZE: tl.constexpr, BK: tl.constexpr, BG: tl.constexpr, FULL: tl.constexpr,
     PARTS: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr,
     ALONG: tl.constexpr, ADAPTIVE: tl.constexpr, CHEBYSHEV: tl.constexpr,
@@ -272,7 +279,7 @@ def solve(
     element, so that all of it fits fp16.
     """
     program, head = tl.program_id(0) // H, tl.program_id(0) % H
-    batch, chunk = program // chunks, from_chunk + program % chunks
+    batch, chunk = program // span, from_chunk + program % span
     at = program * H + head
     row, valid = batch.to(tl.int64) * T + chunk * SIZE, T - chunk * SIZE
     i, channel = tl.arange(0, SIZE), tl.arange(0, BK)
@@ -318,14 +325,15 @@ def solve(
 
 
 @kernel
+@no_type_check
 def read(
-    x, k, v, g, norm, memories, memory_norms, o, T, H, K, V, from_chunk, chunks, scale,
+    x, k, v, g, norm, memories, memory_norms, o, T, H, K, V, from_chunk, span, scale,
     SIZE: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FULL: tl.constexpr, FULL_V: tl.constexpr,
     PARTS: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Per chunk and head: o = scale U_t^T x_t."""
     program, head = tl.program_id(0) // H, tl.program_id(0) % H
-    batch, chunk = program // chunks, from_chunk + program % chunks
+    batch, chunk = program // span, from_chunk + program % span
     at = program * H + head
     row, valid = batch.to(tl.int64) * T + chunk * SIZE, T - chunk * SIZE
     i, channel = tl.arange(0, SIZE), tl.arange(0, BK)

@@ -6,6 +6,8 @@ It has few warps and goes through the keys in blocks, so that several chunks sha
 computes while the others wait for memory.
 """
 
+from typing import no_type_check
+
 import triton
 import triton.language as tl
 
@@ -26,11 +28,13 @@ from deltalab.kernels.scalar.forward import through_residual
 
 
 @triton.jit
+@no_type_check
 def _row_dot(x, y):
     return tl.sum(x.to(tl.float32) * y, 1)
 
 
 @triton.jit
+@no_type_check
 def _write(u, written, row, here, valid, column, SIZE: tl.constexpr, RAGGED: tl.constexpr):
     """What a chunk's tokens have written, [SIZE, BV]; where nothing is erased, before it is multiplied by beta."""
     if written is not None:
@@ -41,6 +45,7 @@ def _write(u, written, row, here, valid, column, SIZE: tl.constexpr, RAGGED: tl.
 
 
 @triton.jit(do_not_specialize=MOVES)
+@no_type_check
 def gradients(
     r, k, u, g, e, beta, read, d, written, states, states_after, d_o, d_u, d_error, more_r, more_k, more_g,
     d_r, d_k, new_d_u, d_g, d_e, d_beta, d_read, d_d,

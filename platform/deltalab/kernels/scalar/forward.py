@@ -13,6 +13,8 @@ erased or corrected `scan` waits for memory alone and has the time to make P, wh
 K is a power of two and V a multiple of BV; r, k, u, .. are descriptors (`chunk.tiles`).
 """
 
+from typing import no_type_check
+
 import triton
 import triton.language as tl
 
@@ -38,16 +40,19 @@ ROWS = tl.constexpr(10)
 
 
 @triton.jit
+@no_type_check
 def _put(vectors, what: tl.constexpr, x, SIZE: tl.constexpr):
     tl.store(vectors + what * SIZE + tl.arange(0, SIZE), x.to(vectors.dtype.element_ty))
 
 
 @triton.jit
+@no_type_check
 def _get(vectors, what: tl.constexpr, SIZE: tl.constexpr):
     return tl.load(vectors + what * SIZE + tl.arange(0, SIZE)).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=MOVES)
+@no_type_check
 def prepare(
     r, k, g, e, beta, read, d, vectors, inverse, within, overlaps,
     cu_seqlens, of, first, length, chunks, sequences, scale, H,
@@ -107,6 +112,7 @@ def prepare(
 
 
 @triton.jit
+@no_type_check
 def _decays(vectors, SIZE: tl.constexpr, FIT: tl.constexpr):
     """What products of keys are multiplied by in P of k, and in P by what a reader is besides; and `SINCE`."""
     i = tl.arange(0, SIZE)
@@ -115,12 +121,14 @@ def _decays(vectors, SIZE: tl.constexpr, FIT: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def _along(x, y):
     """x, which reaches an operand of a product, and y with it: a loop loads ahead what does that, and nothing else."""
     return x + 0 * y
 
 
 @triton.jit
+@no_type_check
 def pseudo_residual(error, clip, LOSS: tl.constexpr):
     """structure.ResidualState, of an error in fp32; tanh by exp of what is not positive, lest it overflow."""
     if LOSS == "huber":
@@ -132,6 +140,7 @@ def pseudo_residual(error, clip, LOSS: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def through_residual(upstream, residual, clip, LOSS: tl.constexpr):
     """The gradient of the error, from that of its pseudo-residual and the pseudo-residual's value."""
     if LOSS == "huber":
@@ -142,6 +151,7 @@ def through_residual(upstream, residual, clip, LOSS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=MOVES)
+@no_type_check
 def scan(
     r, k, u, vectors, inverse, within, overlaps, target, base, state, begin_states,
     o, residual, last, states, written,
@@ -261,6 +271,7 @@ def scan(
 
 
 @triton.jit(do_not_specialize=MOVES)
+@no_type_check
 def reverse(
     r, k, vectors, inverse, within, overlaps, d_o, d_error, d_state, states_after, d_u,
     cu_seqlens, first, length, chunks, from_chunk, to_chunk, H, V,

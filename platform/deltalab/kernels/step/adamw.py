@@ -1,5 +1,7 @@
 """A step of AdamW with clipping for many runs, in two launches: it reads a gradient twice, all else once."""
 
+from typing import no_type_check
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -11,6 +13,7 @@ BLOCK = 1024
 
 
 @triton.jit
+@no_type_check
 def squares_kernel(grad, squares, width, BLOCK: tl.constexpr):
     part, parts, run = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
     grad += run.to(tl.int64) * width
@@ -23,6 +26,7 @@ def squares_kernel(grad, squares, width, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["runs"])
+@no_type_check
 def adamw_kernel(
     weights, first, second, grad, losses, squares, bad, loss, begin, row, rates, betas, new, clip, eps,
     width, decayed, runs, PARTS: tl.constexpr, BLOCK: tl.constexpr,
@@ -82,8 +86,9 @@ def adamw_(
     """
     runs, width = weights.shape
     squares = grad.new_empty(runs, PARTS)
-    squares_kernel[(PARTS, runs)](grad, squares, width, BLOCK)
+    squares_kernel[(PARTS, runs)](grad=grad, squares=squares, width=width, BLOCK=BLOCK)
     adamw_kernel[(triton.cdiv(width, BLOCK), runs)](
-        weights, first, second, grad, losses, squares, bad, loss, begin, row, rates, betas, new, clip, eps,
-        width, decayed, runs, PARTS, BLOCK,
+        weights=weights, first=first, second=second, grad=grad, losses=losses, squares=squares, bad=bad, loss=loss,
+        begin=begin, row=row, rates=rates, betas=betas, new=new, clip=clip, eps=eps,
+        width=width, decayed=decayed, runs=runs, PARTS=PARTS, BLOCK=BLOCK,
     )  # fmt: skip

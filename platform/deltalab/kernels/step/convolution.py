@@ -7,14 +7,15 @@ earlier tokens is then still in registers: each number is read once, and in the 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, no_type_check
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltalab.kernels.chunk import MOVES, absent, fold_into_batch
+from deltalab.kernels.chunk import MOVES
+from deltalab.kernels.register import absent, existing, register
 
 EPS = tl.constexpr(1e-6)
 """Below it a norm is taken for it."""
@@ -33,6 +34,7 @@ PROGRAMS = 1024
 
 
 @triton.jit
+@no_type_check
 def columns(block, WIDTH: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr):
     """[1, GROUPS, LANES] columns of a part that is WIDTH wide, in groups of GROUP, and which of them there are."""
     group = block * GROUPS + tl.arange(0, GROUPS)[None, :, None]
@@ -42,6 +44,7 @@ def columns(block, WIDTH: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexp
 
 
 @triton.jit
+@no_type_check
 def weights(w, run, column, there, C: tl.constexpr, W: tl.constexpr):
     taps = ()
     for i in tl.static_range(W):
@@ -50,6 +53,7 @@ def weights(w, run, column, there, C: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def earlier(at, past, begin, there, P: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
     """The W - 1 tokens before those that `at` points to; before the sequence what `past` points to, or 0."""
     seen = ()
@@ -63,6 +67,7 @@ def earlier(at, past, begin, there, P: tl.constexpr, C: tl.constexpr, W: tl.cons
 
 
 @triton.jit
+@no_type_check
 def convolved(seen, taps, W: tl.constexpr):
     """sum_i taps_i seen_i; the token itself where there is no convolution."""
     if W == 0:
@@ -75,6 +80,7 @@ def convolved(seen, taps, W: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def read(
     x, w, past, out, run, sequence, begin, end, valid, length, span, block,
     P: tl.constexpr, C: tl.constexpr, W: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
@@ -108,6 +114,7 @@ def read(
 
 
 @triton.jit
+@no_type_check
 def read_backward(
     x, w, past, d_out, d_x, d_past, d_w, run, mine, sequence, begin, end, valid, length, span, block,
     ROWS: tl.constexpr, P: tl.constexpr, C: tl.constexpr, W: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr,
@@ -179,6 +186,7 @@ def read_backward(
 
 
 @triton.jit
+@no_type_check
 def rows(at, run, length, segments, span, sequences, ROWS: tl.constexpr):
     """Of a run's `at`-th rows, [ROWS, 1, 1]: the sequence, where in it they begin and end, and which of them there are.
 
@@ -191,6 +199,7 @@ def rows(at, run, length, segments, span, sequences, ROWS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=MOVES)
+@no_type_check
 def forward(
     x, w, past, outs, length, segments, span, sequences,
     PARTS: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
@@ -207,6 +216,7 @@ def forward(
 
 
 @triton.jit(do_not_specialize=MOVES)
+@no_type_check
 def backward(
     x, w, past, d_outs, d_x, d_past, d_w, length, segments, span, sequences,
     PARTS: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
@@ -224,7 +234,7 @@ def backward(
 
 
 @dataclass(frozen=True)
-class Launch:
+class Tiling:
     """The plan of one problem: rows of tokens, and blocks of channels.
 
     parts: of q, k, v, gate and rest the first block and the one after the last, and what `read` takes from W on.
@@ -239,7 +249,7 @@ class Launch:
     channels: int
 
     @classmethod
-    def of(cls, x: Tensor, w: Tensor | None, widths: Sequence[int], key_dim: int, silu: bool, unit: bool) -> "Launch":
+    def of(cls, x: Tensor, w: Tensor | None, widths: Sequence[int], key_dim: int, silu: bool, unit: bool) -> "Tiling":
         runs, sequences, length, _ = x.shape
         head = triton.next_power_of_2(key_dim)
         lanes = max(LANES, head)
@@ -260,7 +270,7 @@ class Launch:
     @property
     def programs(self) -> int:
         """Of each block of each run."""
-        return triton.cdiv(self.sequences * self.segments, self.rows)
+        return -(-self.sequences * self.segments // self.rows)
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -284,17 +294,14 @@ def convolve(
     x itself without w. Then SiLU, and each `key_dim` channels of q and k over their norm, at least 1e-6. The gate is as
     in x, the rest in fp32. In fp32 within; each [n, B, T, its width], or [n, 0] in place of one of width 0.
     """
-    found = _outputs(x, w, past, widths, key_dim, silu, unit)
-    launch = Launch.of(x, w, widths, key_dim, silu, unit)
-    given = [None if one is None else one.contiguous() for one in (x, w, past)]
-    forward[launch.grid](*given, found, **launch.sizes(x))
-    return found
+    q, k, v, gate, rest = found = _outputs(x=x, widths=widths)
+    tiling = Tiling.of(x, w, widths, key_dim, silu, unit)
+    x, w, past = x.contiguous(), _contiguous(w), _contiguous(past)
+    forward[tiling.grid](x=x, w=w, past=past, outs=found, **tiling.sizes(x))
+    return q, k, v, gate, rest
 
 
-@convolve.register_fake
-def _outputs(
-    x: Tensor, w: Tensor | None, past: Tensor | None, widths: Sequence[int], key_dim: int, silu: bool, unit: bool
-) -> tuple[Tensor, ...]:
+def _outputs(*, x: Tensor, widths: Sequence[int], **_: Any) -> tuple[Tensor, ...]:
     kinds = (*[x.dtype] * 4, torch.float32)
     return tuple(
         x.new_empty(*x.shape[:3], width, dtype=kind) if width else absent(x)
@@ -302,62 +309,47 @@ def _outputs(
     )
 
 
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
 @torch.library.custom_op("deltalab::convolve_backward", mutates_args=())
 def _backward(
     x: Tensor,
     w: Tensor | None,
     past: Tensor | None,
-    d_q: Tensor,
-    d_k: Tensor,
-    d_v: Tensor,
-    d_gate: Tensor,
-    d_rest: Tensor,
+    d_q: Tensor | None,
+    d_k: Tensor | None,
+    d_v: Tensor | None,
+    d_gate: Tensor | None,
+    d_rest: Tensor | None,
     widths: Sequence[int],
     key_dim: int,
     silu: bool,
     unit: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x and past in their dtypes, of w in fp32; [n, 0] for what was not given."""
-    launch = Launch.of(x, w, widths, key_dim, silu, unit)
-    d_x, d_w, d_past = _gradients(x, w, past)
-    if w is not None:
-        d_w = d_w.new_empty(launch.runs, launch.programs, *w.shape[1:])
-    x, w, past, *d_outs = (
-        None if one is None else one.contiguous() for one in (x, w, past, d_q, d_k, d_v, d_gate, d_rest)
+    """Gradients of x, w and past in their dtypes; [n, 0] for what was not given."""
+    tiling = Tiling.of(x, w, widths, key_dim, silu, unit)
+    d_x, d_w, d_past = _gradients(x=x, w=w, past=past)
+    parts = None if w is None else w.new_empty(tiling.runs, tiling.programs, *w.shape[1:], dtype=torch.float32)
+    d_outs = tuple(
+        torch.zeros_like(out) if given is None else given.contiguous()
+        for given, out in zip((d_q, d_k, d_v, d_gate, d_rest), _outputs(x=x, widths=widths), strict=True)
     )
-    backward[launch.grid](
-        x,
-        w,
-        past,
-        tuple(d_outs),
-        d_x,
-        None if past is None else d_past,
-        None if w is None else d_w,
-        **launch.sizes(x),
-    )
-    return d_x, d_w if w is None else d_w.sum(1), d_past
+    x, w, past = x.contiguous(), _contiguous(w), _contiguous(past)
+    backward[tiling.grid](
+        x=x, w=w, past=past, d_outs=d_outs, d_x=d_x, d_past=existing(d_past), d_w=parts, **tiling.sizes(x)
+    )  # fmt: skip
+    return d_x, d_w if parts is None else parts.sum(1).to(d_w.dtype), d_past
 
 
-@_backward.register_fake
-def _gradients(x: Tensor, w: Tensor | None, past: Tensor | None, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _gradients(*, x: Tensor, w: Tensor | None, past: Tensor | None, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return (
         torch.empty_like(x, memory_format=torch.contiguous_format),
-        absent(x) if w is None else w.new_empty(w.shape, dtype=torch.float32),
+        absent(x) if w is None else w.new_empty(w.shape),
         absent(x) if past is None else past.new_empty(past.shape),
     )
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, w, past, *ctx.how = inputs
-    ctx.save_for_backward(x, w, past)
-
-
-def _differentiate(ctx: Any, *d_outs: Tensor) -> Any:
-    x, w, past = ctx.saved_tensors
-    d_x, d_w, d_past = _backward(x, w, past, *d_outs, *ctx.how)
-    return d_x, None if w is None else d_w.to(w.dtype), None if past is None else d_past, None, None, None, None
-
-
-convolve.register_autograd(_differentiate, setup_context=_remember)
-fold_into_batch(convolve)
-fold_into_batch(_backward)
+register(_backward, shapes=_gradients)
+register(convolve, shapes=_outputs, backward=_backward, outputs=["q", "k", "v", "gate", "rest"])

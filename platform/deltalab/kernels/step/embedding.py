@@ -4,12 +4,14 @@ PyTorch's own sums the parts of a token's gradient, of 10 rows each, one after a
 three of four tokens are 0, and all else waits for them.
 """
 
-from typing import Any
+from typing import Any, no_type_check
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from deltalab.kernels.register import Named, register
 
 TILE = 1024
 """Numbers that a warp holds at a time, in as many whole rows as that makes."""
@@ -19,6 +21,7 @@ CHUNK = 128
 
 
 @triton.jit
+@no_type_check
 def rows_of(x, row, there, D: tl.constexpr, BD: tl.constexpr):
     """Of x [.., D] the given rows [BR]: pointers, and the mask of what is there."""
     column = tl.arange(0, BD)[None, :]
@@ -26,6 +29,7 @@ def rows_of(x, row, there, D: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows"])
+@no_type_check
 def lookup_kernel(weight, tokens, out, rows, stride, D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr):
     """A program for each BR tokens of a run."""
     run = tl.program_id(1).to(tl.int64)
@@ -38,6 +42,7 @@ def lookup_kernel(weight, tokens, out, rows, stride, D: tl.constexpr, BD: tl.con
 
 
 @triton.jit(do_not_specialize=["total"])
+@no_type_check
 def ends_kernel(
     d_out, key, order, heads, tails, total, D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr, CHUNK: tl.constexpr
 ):
@@ -61,6 +66,7 @@ def ends_kernel(
 
 
 @triton.jit
+@no_type_check
 def sum_kernel(
     d_out, order, bounds, heads, tails, d_weight,
     D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr, CHUNK: tl.constexpr,
@@ -86,6 +92,7 @@ def sum_kernel(
 
 
 def _how(width: int, warps: int) -> dict[str, int]:
+    """Sizes for rows of `width`, and warps, more than asked for if rows are long."""
     padded = triton.next_power_of_2(width)
     warps = max(warps, min(8, padded // TILE))
     return {"D": width, "BD": padded, "BR": min(CHUNK, max(1, warps * TILE // padded)), "num_warps": warps}
@@ -93,26 +100,26 @@ def _how(width: int, warps: int) -> dict[str, int]:
 
 @torch.library.custom_op("deltalab::embed", mutates_args=())
 def embed(weight: Tensor, tokens: Tensor) -> Tensor:
-    """Of weights [n, V, d] rows [n, N, d], those of tokens [n, N] in [0, V)."""
-    out = _outputs(weight, tokens)
+    """Looks up rows [n, N, d] of weights [n, V, d] for tokens [n, N] in [0, V)."""
+    out = _outputs(weight=weight, tokens=tokens)
     if weight.stride()[1:] != (weight.shape[2], 1):
         weight = weight.contiguous()
     how = _how(weight.shape[2], 4)
-    grid = triton.cdiv(tokens.shape[1], how["BR"]), len(tokens)
-    lookup_kernel[grid](weight, tokens.contiguous(), out, tokens.shape[1], weight.stride(0), **how)
+    lookup_kernel[(triton.cdiv(tokens.shape[1], how["BR"]), len(tokens))](
+        weight=weight, tokens=tokens.contiguous(), out=out, rows=tokens.shape[1], stride=weight.stride(0), **how
+    )
     return out
 
 
-@embed.register_fake
-def _outputs(weight: Tensor, tokens: Tensor) -> Tensor:
+def _outputs(*, weight: Tensor, tokens: Tensor) -> Tensor:
     return weight.new_empty(*tokens.shape, weight.shape[2])
 
 
 @torch.library.custom_op("deltalab::embed_backward", mutates_args=())
 def _backward(d_out: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
-    """d_weight [n, V, d], of which each row is a sum in at least fp32 and in an order that is always the same."""
+    """d_weight [n, V, d]. Each row is a sum in at least fp32, in an order that is always the same."""
     runs, _, width = d_out.shape
-    d_weight = _gradient(d_out, tokens, vocabulary)
+    d_weight = _gradient(d_out=d_out, vocabulary=vocabulary)
     begin = torch.arange(runs * vocabulary + 1, device=tokens.device, dtype=torch.int32)
     key, order = (tokens.to(torch.int32) + begin[:-1:vocabulary, None]).flatten().sort(stable=True)
     bounds = torch.searchsorted(key, begin, out_int32=True)
@@ -120,28 +127,26 @@ def _backward(d_out: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
     kind = torch.promote_types(d_out.dtype, torch.float32)
     heads, tails = d_out.new_empty(2, chunks, width, dtype=kind).unbind()
     d_out = d_out.contiguous()
-    ends_kernel[(chunks,)](d_out, key, order, heads, tails, len(key), CHUNK=CHUNK, **_how(width, 4))
-    sum_kernel[(runs * vocabulary,)](d_out, order, bounds, heads, tails, d_weight, CHUNK=CHUNK, **_how(width, 1))
+    ends_kernel[(chunks,)](
+        d_out=d_out, key=key, order=order, heads=heads, tails=tails, total=len(key), CHUNK=CHUNK, **_how(width, 4)
+    )
+    sum_kernel[(runs * vocabulary,)](
+        d_out=d_out, order=order, bounds=bounds, heads=heads, tails=tails, d_weight=d_weight, CHUNK=CHUNK,
+        **_how(width, 1),
+    )  # fmt: skip
     return d_weight
 
 
-@_backward.register_fake
-def _gradient(d_out: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
+def _gradient(*, d_out: Tensor, vocabulary: int, **_: Any) -> Tensor:
     return d_out.new_empty(d_out.shape[0], vocabulary, d_out.shape[2])
 
 
-def _remember(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-    weight, tokens = inputs
-    ctx.save_for_backward(tokens)
-    ctx.vocabulary = weight.shape[1]
-
-
-def _differentiate(ctx: Any, d_out: Tensor) -> tuple[Tensor, None]:
-    return _backward(d_out, *ctx.saved_tensors, ctx.vocabulary), None
+def _saved(known: Named) -> Named:
+    return {"vocabulary": known["weight"].shape[1]}
 
 
 def _folded(info: Any, in_dims: tuple[int | None, int | None], *args: Tensor) -> tuple[Tensor, int]:
-    # Not `fold_into_batch`: weights of a stack are columns of its rows, and stay where they are.
+    # Unlike `fold_into_batch`, this copies no weights: those of a stack are columns of its rows, and stay there.
     weight, tokens = (
         (x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
         for x, dim in zip(args, in_dims, strict=True)
@@ -149,5 +154,6 @@ def _folded(info: Any, in_dims: tuple[int | None, int | None], *args: Tensor) ->
     return embed(weight, tokens).unflatten(0, (info.batch_size, -1)), 0
 
 
-embed.register_autograd(_differentiate, setup_context=_remember)
+register(_backward, shapes=_gradient, fold=False)
+register(embed, shapes=_outputs, backward=_backward, outputs=["out"], saved=_saved, fold=False)
 embed.register_vmap(_folded)

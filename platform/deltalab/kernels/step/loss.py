@@ -1,5 +1,7 @@
 """Cross-entropy of rows of logits and its gradient, which takes their place: each row is read once and written once."""
 
+from typing import no_type_check
+
 import torch
 import triton
 import triton.language as tl
@@ -10,6 +12,7 @@ WIDEST = 8192
 
 
 @triton.jit(do_not_specialize=["rows", "every", "apart"])
+@no_type_check
 def row_kernel(
     logits, targets, count, losses, rows, every, apart,
     IGNORE: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr,
@@ -51,8 +54,10 @@ def cross_entropy_(logits: Tensor, targets: Tensor, count: Tensor, *, ignore: in
     wide = logits.dtype == torch.float64
     losses = logits.new_empty(runs, rows, dtype=torch.float64 if wide else torch.float32)
     block = min(triton.next_power_of_2(width), WIDEST)
+    every, apart = targets.stride()
     row_kernel[(runs * rows,)](
-        logits, targets, count, losses, rows, *targets.stride(), ignore, width, block,
-        tl.float64 if wide else tl.float32, num_warps=max(1, min(8, block // 256)),
+        logits=logits, targets=targets, count=count, losses=losses, rows=rows, every=every, apart=apart,
+        IGNORE=ignore, V=width, BLOCK=block, KIND=tl.float64 if wide else tl.float32,
+        num_warps=max(1, min(8, block // 256)),
     )  # fmt: skip
     return losses

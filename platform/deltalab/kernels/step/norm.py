@@ -1,13 +1,14 @@
 """RMS norm, between the residual addition before it and the gate after it: whatever there is of these in one pass."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, no_type_check
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltalab.kernels.chunk import absent, fold_into_batch
+from deltalab.kernels.register import Named, absent, existing, register
 
 TILE = 2048
 """Elements that a program holds at a time, in as many whole rows as that makes: 16 for each thread of 4 warps."""
@@ -17,6 +18,7 @@ PROGRAMS = 512
 
 
 @triton.jit
+@no_type_check
 def tile(x, run, i, rows, D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr):
     """Of x [n, rows, D] the i-th BR rows of a run: pointers, and the mask of what is there."""
     row, column = tl.arange(0, BR)[:, None], tl.arange(0, BD)[None, :]
@@ -25,6 +27,7 @@ def tile(x, run, i, rows, D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def load(x, run, i, rows, D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr):
     """`tile` in fp32; 0 where there is nothing."""
     at, there = tile(x, run, i, rows, D, BD, BR)
@@ -32,12 +35,14 @@ def load(x, run, i, rows, D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def store(x, value, run, i, rows, D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr):
     at, there = tile(x, run, i, rows, D, BD, BR)
     tl.store(at, value.to(x.dtype.element_ty), mask=there)
 
 
 @triton.jit
+@no_type_check
 def weights(w, run, D: tl.constexpr, BD: tl.constexpr):
     """[1, BD] of w [n, D]."""
     column = tl.arange(0, BD)
@@ -45,12 +50,14 @@ def weights(w, run, D: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def over_rms(x, eps, D: tl.constexpr):
     """[BR, 1]."""
     return tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
 
 
 @triton.jit(do_not_specialize=["rows"])
+@no_type_check
 def forward(
     x, branch, w, gate, y, total, rows, eps,
     D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr,
@@ -70,6 +77,7 @@ def forward(
 
 
 @triton.jit(do_not_specialize=["rows"])
+@no_type_check
 def backward(
     x, w, gate, d_y, d_total, d_x, d_branch, d_w, d_gate, rows, eps,
     D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr,
@@ -105,12 +113,13 @@ def backward(
 
 
 def _how(x: Tensor) -> dict[str, int]:
+    """Sizes and warps for rows of x [n, R, D]."""
     width = triton.next_power_of_2(x.shape[-1])
     warps = min(16, max(4, width // 512))
-    return {"D": x.shape[-1], "BD": width, "BR": max(1, TILE // width), "num_warps": warps}
+    return {"rows": x.shape[1], "D": x.shape[2], "BD": width, "BR": max(1, TILE // width), "num_warps": warps}
 
 
-def _given(x: Tensor | None) -> Tensor | None:
+def _contiguous(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
@@ -120,21 +129,19 @@ def rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """y = w z / (mean(z^2) + eps)^(1/2) * sigmoid(gate) in `dtype`, and z = x + branch, of n runs.
 
-    x, branch and gate [n, R, D], w [n, D], in bf16, fp16 or fp32, in which it computes. Without w nothing is
-    normalized, without a gate all passes, and without a branch z is x: then [n, 0] stands for it.
+    x, branch and gate [n, R, D], w [n, D], in bf16, fp16 or fp32; computed in fp32. Without w nothing is normalized,
+    without a gate y is not gated, and without a branch z is x, in whose place [n, 0] is returned.
     """
-    y, total = found = _outputs(x, branch, w, gate, eps, dtype)
+    y, total = found = _outputs(x=x, branch=branch, dtype=dtype)
     how = _how(x)
     forward[(triton.cdiv(x.shape[1], how["BR"]), x.shape[0])](
-        x.contiguous(), _given(branch), _given(w), _given(gate), y, total, x.shape[1], eps, **how
-    )
+        x=x.contiguous(), branch=_contiguous(branch), w=_contiguous(w), gate=_contiguous(gate), y=y, total=total,
+        eps=eps, **how,
+    )  # fmt: skip
     return found
 
 
-@rms_norm.register_fake
-def _outputs(
-    x: Tensor, branch: Tensor | None, w: Tensor | None, gate: Tensor | None, eps: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def _outputs(*, x: Tensor, branch: Tensor | None, dtype: torch.dtype, **_: Any) -> tuple[Tensor, Tensor]:
     y = x.new_empty(x.shape, dtype=dtype)
     if branch is None:
         return y, absent(x)
@@ -146,67 +153,56 @@ def _backward(
     z: Tensor,
     w: Tensor | None,
     gate: Tensor | None,
-    d_y: Tensor,
-    d_z: Tensor | None,
+    d_y: Tensor | None,
+    d_total: Tensor | None,
     eps: float,
-    dtype: torch.dtype,
-    branch: torch.dtype | None,
+    x_dtype: torch.dtype,
+    branch_dtype: torch.dtype | None,
 ) -> list[Tensor]:
-    """Gradients of x, in `dtype`, of w in fp32, of the gate, and of the branch where its dtype is another than x's."""
+    """Gradients of x, of w in fp32, of the gate, and of the branch if its dtype is not that of x. z: as in `rms_norm`.
+
+    branch_dtype: None without a branch.
+    """
+    d_y = torch.zeros_like(z) if d_y is None else d_y.contiguous()
     how = _how(z)
     programs = min(triton.cdiv(z.shape[1], how["BR"]), triton.cdiv(PROGRAMS, z.shape[0]))
-    d_x, _, d_gate, d_branch = _gradients(z, w, gate, d_y, d_z, eps, dtype, branch)
+    d_x, _, d_gate, d_branch = _gradients(z=z, w=w, gate=gate, x_dtype=x_dtype, branch_dtype=branch_dtype)
     d_w = None if w is None else z.new_empty(z.shape[0], programs, z.shape[2], dtype=torch.float32)
     backward[(programs, z.shape[0])](
-        z.contiguous(), _given(w), _given(gate), d_y.contiguous(), _given(d_z),
-        d_x, _or_none(d_branch), d_w, _or_none(d_gate), z.shape[1], eps, **how,
+        x=z.contiguous(), w=_contiguous(w), gate=_contiguous(gate), d_y=d_y,
+        d_total=None if branch_dtype is None else _contiguous(d_total),
+        d_x=d_x, d_branch=existing(d_branch), d_w=d_w, d_gate=existing(d_gate), eps=eps, **how,
     )  # fmt: skip
     return [d_x, absent(z) if d_w is None else d_w.sum(1), d_gate, d_branch]
 
 
-@_backward.register_fake
 def _gradients(
-    z: Tensor,
-    w: Tensor | None,
-    gate: Tensor | None,
-    d_y: Tensor,
-    d_z: Tensor | None,
-    eps: float,
-    dtype: torch.dtype,
-    branch: torch.dtype | None,
-) -> list[Tensor]:
+    *, z: Tensor, w: Tensor | None, gate: Tensor | None, x_dtype: torch.dtype, branch_dtype: torch.dtype | None,
+    **_: Any,
+) -> list[Tensor]:  # fmt: skip
     return [
-        z.new_empty(z.shape, dtype=dtype),
+        z.new_empty(z.shape, dtype=x_dtype),
         absent(z) if w is None else z.new_empty(w.shape, dtype=torch.float32),
         absent(z) if gate is None else gate.new_empty(gate.shape),
-        absent(z) if branch in (None, dtype) else z.new_empty(z.shape, dtype=branch),
+        absent(z) if branch_dtype in (None, x_dtype) else z.new_empty(z.shape, dtype=branch_dtype),
     ]
 
 
-def _or_none(x: Tensor) -> Tensor | None:
-    return x if x.dim() == 3 else None
+def _saved(known: Named) -> Named:
+    x, branch = known["x"], known["branch"]
+    return {
+        "z": x if branch is None else known["total"],
+        "x_dtype": x.dtype,
+        "branch_dtype": None if branch is None else branch.dtype,
+    }
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, branch, w, gate, ctx.eps, _ = inputs
-    ctx.save_for_backward(x if branch is None else output[1], w, gate)
-    ctx.dtypes = x.dtype, None if branch is None else branch.dtype
-    ctx.set_materialize_grads(False)
+def _arranged(found: Sequence[Tensor], known: Named) -> Sequence[Tensor]:
+    d_x, d_w, d_gate, d_branch = found
+    return [d_x, d_x if known["branch_dtype"] == known["x_dtype"] else d_branch, d_w, d_gate]
 
 
-def _differentiate(ctx: Any, d_y: Tensor | None, d_z: Tensor | None) -> Any:
-    z, w, gate = ctx.saved_tensors
-    dtype, branch = ctx.dtypes
-    if d_y is None:
-        d_y = torch.zeros_like(z)
-    d_x, d_w, d_gate, d_branch = _backward(z, w, gate, d_y, None if branch is None else d_z, ctx.eps, dtype, branch)
-    if branch is None:
-        d_branch = None
-    elif branch == dtype:
-        d_branch = d_x
-    return d_x, d_branch, None if w is None else d_w, None if gate is None else d_gate, None, None
-
-
-rms_norm.register_autograd(_differentiate, setup_context=_remember)
-fold_into_batch(rms_norm)
-fold_into_batch(_backward)
+register(_backward, shapes=_gradients)
+register(
+    rms_norm, shapes=_outputs, backward=_backward, outputs=["y", "total"], saved=_saved, arranged=_arranged
+)  # fmt: skip

@@ -5,6 +5,7 @@ one by one, since no product is added to without a rounding in between.
 """
 
 import math
+from typing import Any, NamedTuple, no_type_check
 
 import torch
 import triton
@@ -26,6 +27,7 @@ LOG_2 = tl.constexpr(math.log(2))
 
 
 @triton.jit
+@no_type_check
 def splitmix64(starts, rows, by_start, by_part, by_row, i, there, width):
     """The words at i of this program's part, uint64."""
     row = i // width
@@ -47,6 +49,7 @@ ANY = [
 
 
 @triton.jit(do_not_specialize=ANY)
+@no_type_check
 def integers_kernel(
     starts, rows, below, out, by_start, by_part, by_row, below_row, below_column, total, width,
     SHIFT: tl.constexpr, BLOCK: tl.constexpr,
@@ -65,6 +68,7 @@ def integers_kernel(
 
 
 @triton.jit(do_not_specialize=ANY)
+@no_type_check
 def exponential_kernel(
     starts, rows, out, by_start, by_part, by_row, total, width, TERMS: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -86,6 +90,7 @@ def exponential_kernel(
 
 
 @triton.jit
+@no_type_check
 def swaps(starts, rows, by_start, by_part, by_row, choice, step, count, below, width):
     """The places in [step, below) that steps swap with; -1 for steps that there are none of."""
     there = step < count
@@ -95,6 +100,7 @@ def swaps(starts, rows, by_start, by_part, by_row, choice, step, count, below, w
 
 
 @triton.jit(do_not_specialize=ANY)
+@no_type_check
 def distinct_kernel(
     starts, rows, out, by_start, by_part, by_row, count, below, width,
     DOUBLINGS: tl.constexpr, BC: tl.constexpr, BI: tl.constexpr,
@@ -126,48 +132,63 @@ def integers(
 
     starts [n], rows [n, R]: as `Random._begin` gives them, for n R rows.
     """
-    out, total, width, strides = _laid_out(starts, rows, shape, torch.int64)
-    below_strides: tuple[int | None, ...] = (None, None)
+    part = Parts.of(starts, rows, shape, torch.int64)
+    below_row, below_column = None, None
     if isinstance(below, Tensor):
-        below = below.broadcast_to(shape).reshape(shape[0], width)
-        below_strides = below.stride()
-    with torch.cuda.device_of(out):
-        integers_kernel[(triton.cdiv(total, BLOCK), len(starts))](
-            starts, rows, below, out, *strides, *below_strides, total, width, shift, BLOCK
-        )
-    return out
+        below = below.broadcast_to(shape).reshape(shape[0], part.width)
+        below_row, below_column = below.stride()
+    with torch.cuda.device_of(part.out):
+        integers_kernel[(triton.cdiv(part.total, BLOCK), len(starts))](
+            **part.streams(), total=part.total, below=below, below_row=below_row, below_column=below_column,
+            SHIFT=shift, BLOCK=BLOCK,
+        )  # fmt: skip
+    return part.out
 
 
 def exponential(starts: Tensor, rows: Tensor | None, shape: tuple[int, ...], *, terms: int) -> Tensor:
-    """float64 `shape`: -log u by a series of `terms`, as `Random.exponential` has it."""
-    out, total, width, strides = _laid_out(starts, rows, shape, torch.float64)
-    with torch.cuda.device_of(out):
-        exponential_kernel[(triton.cdiv(total, BLOCK), len(starts))](
-            starts, rows, out, *strides, total, width, terms, BLOCK, enable_fp_fusion=False
+    """float64 `shape`: -log u by a series of `terms`, as `Random.exponential` computes it."""
+    part = Parts.of(starts, rows, shape, torch.float64)
+    with torch.cuda.device_of(part.out):
+        exponential_kernel[(triton.cdiv(part.total, BLOCK), len(starts))](
+            **part.streams(), total=part.total, TERMS=terms, BLOCK=BLOCK, enable_fp_fusion=False
         )
-    return out
+    return part.out
 
 
 def distinct(starts: Tensor, rows: Tensor | None, shape: tuple[int, ...], *, below: int) -> Tensor:
-    """int64 `[R, ..., count]`: as `Random.distinct` has it, for a count of at most `WIDEST`."""
-    out, total, width, strides = _laid_out(starts, rows, shape, torch.int64)
+    """int64 `[R, ..., count]`: as `Random.distinct` chooses, for a count of at most `WIDEST`."""
+    part = Parts.of(starts, rows, shape, torch.int64)
     count = shape[-1]
     padded = triton.next_power_of_2(count)
-    with torch.cuda.device_of(out):
-        distinct_kernel[(total // count, len(starts))](
-            starts, rows, out, *strides, count, below, width,
-            (count - 1).bit_length(), padded, min(padded, TILE // padded), num_warps=1 if padded <= 32 else 4,
+    with torch.cuda.device_of(part.out):
+        distinct_kernel[(part.total // count, len(starts))](
+            **part.streams(), count=count, below=below, DOUBLINGS=(count - 1).bit_length(),
+            BC=padded, BI=min(padded, TILE // padded), num_warps=1 if padded <= 32 else 4,
         )  # fmt: skip
-    return out
+    return part.out
 
 
-def _laid_out(
-    starts: Tensor, rows: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype
-) -> tuple[Tensor, int, int, tuple[int, ...]]:
-    """What is to be written, how much of it each part is, a row's width, and strides.
+class Parts(NamedTuple):
+    """Room for numbers of equal parts, each from a stream of its own. total: numbers of a part. width: of a row."""
 
-    Raises RuntimeError where parts are not equal.
-    """
-    size, width = shape[0] // len(starts), math.prod(shape[1:])
-    out = torch.empty(len(starts), size, width, dtype=dtype, device=starts.device).view(shape)
-    return out, size * width, width, (*starts.stride(), *((0, 0) if rows is None else rows.stride()))
+    out: Tensor
+    starts: Tensor
+    rows: Tensor | None
+    total: int
+    width: int
+
+    @classmethod
+    def of(cls, starts: Tensor, rows: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> "Parts":
+        """Raises RuntimeError if parts would not be equal."""
+        size, width = shape[0] // len(starts), math.prod(shape[1:])
+        out = torch.empty(len(starts), size, width, dtype=dtype, device=starts.device).view(shape)
+        return cls(out, starts, rows, size * width, width)
+
+    def streams(self) -> dict[str, Any]:
+        """What every kernel takes."""
+        (by_start,) = self.starts.stride()
+        by_part, by_row = (0, 0) if self.rows is None else self.rows.stride()
+        return {
+            "starts": self.starts, "rows": self.rows, "out": self.out,
+            "by_start": by_start, "by_part": by_part, "by_row": by_row, "width": self.width,
+        }  # fmt: skip

@@ -1,0 +1,110 @@
+"""How `kernels.diagonal` is launched: blocks, segments, warps and stages."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+from torch import Tensor
+
+from deltalab.kernels.launch import ALL_REGISTERS, Launch, chunk_map, tiles
+
+WORKSPACE = 640 * 2**20
+"""Bytes that the intermediate tensors of a segment may take in the backward, unless there are MOST_SEGMENTS already."""
+
+MOST_SEGMENTS = 4
+"""Each segment costs four launches, about 0.3 ms of Python."""
+
+KEYS = {"prepare": {"none": 64, "tied": 32, "free": 16}, "gradients": {"none": 32, "tied": 32, "free": 16}}
+"""Keys that a program takes at once, by its kernel and low rank: as many as registers hold."""
+
+BUSY = 264
+"""Programs of `prepare` or `gradients` that an H100 runs at a time."""
+
+ENOUGH = 96
+"""Programs of `scan` or `reverse` that keep an H100 busy."""
+
+STAGES = {"prepare": 1, "scan": 2, "reverse": 2, "gradients": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiagonalLaunch(Launch):
+    """late: whether the low rank sees the decayed state. low_rank: `none`, `tied` or `free`."""
+
+    late: bool
+    low_rank: str
+
+    @classmethod
+    def of(
+        cls, k: Tensor, u: Tensor, e: Tensor | None, a: Tensor | None, cu_seqlens: Tensor | None, late: bool, size: int
+    ) -> "DiagonalLaunch":
+        batch, tokens, heads, key_dim = k.shape
+        value_dim = u.shape[-1]
+        packing, chunks, segments = None, triton.cdiv(tokens, size), 1
+        tied, free = e is not None, a is not None
+        if cu_seqlens is None:
+            each = 2 * key_dim * value_dim + size * (2 * key_dim + size)
+            each += (tied + free) * size * (key_dim + 2 * size + value_dim) + free * size * (key_dim + size + value_dim)
+            segments = min(MOST_SEGMENTS, triton.cdiv(batch * chunks * heads * each * u.element_size(), WORKSPACE))
+        else:
+            batch = cu_seqlens.numel() - 1
+            packing, chunks = chunk_map(cu_seqlens, tokens, size)
+        return cls(
+            batch=batch, tokens=tokens, heads=heads, key_dim=key_dim, value_dim=value_dim, size=size, chunks=chunks,
+            every=triton.cdiv(chunks, segments), dtype=u.dtype, packing=packing, late=late,
+            low_rank="tied" if tied else "free" if free else "none",
+        )  # fmt: skip
+
+    def bk(self, kernel: str) -> int:
+        """Keys that a program takes at once: all of them in `scan` and `reverse`."""
+        if kernel not in KEYS:
+            return self.key_dim
+        return min(self.key_dim, 16 if self.wide else KEYS[kernel][self.low_rank])
+
+    def bv(self, kernel: str) -> int:
+        """Values that a program takes at once: 128, so that all else is read once, unless that idles the GPU."""
+        if kernel == "gradients":
+            most = 32 if self.wide else 128
+            return next(bv for bv in (128, 64, 32, 16) if bv <= most and self.value_dim % bv == 0)
+        enough = self.batch * self.heads * self.value_dim >= ENOUGH * 128
+        if enough and self.value_dim % 128 == 0 and self.key_dim <= 128 and not self.wide:
+            return 128
+        narrow: int = triton.next_power_of_2(self.value_dim)
+        return max(16, min(64, narrow))
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Of `scan` and `reverse`."""
+        return triton.cdiv(self.value_dim, self.bv("scan")), self.heads, self.batch
+
+    def programs(self, chunks: int) -> tuple[int]:
+        """The grid of `prepare` and `gradients`: a program takes several chunks, which share constant matrices."""
+        each = min(8, triton.cdiv(self.slots(chunks) * self.heads, BUSY))
+        return (triton.cdiv(self.slots(chunks) * self.heads, each),)
+
+    def sizes(self, kernel: str) -> dict[str, Any]:
+        bv = self.bv(kernel)
+        sizes = {"BK": self.bk(kernel), "BV": bv, "FULL_V": self.value_dim % bv == 0, "LATE": self.late}
+        return {**super().sizes(kernel), **sizes}
+
+    def resources(self, kernel: str) -> dict[str, int]:
+        """As many stages as leave shared memory for two programs of 4 warps, or one of 8."""
+        wide = kernel in ("scan", "reverse") and self.bv(kernel) == 128
+        stages = STAGES[kernel]
+        if kernel == "gradients" and self.low_rank == "none" and self.bv(kernel) == self.value_dim:
+            stages = 2
+        elif kernel == "reverse" and self.low_rank == "free" and wide and self.size == 64:
+            stages = 1
+        elif kernel in ("scan", "reverse") and self.low_rank == "none":
+            stages = 3
+        registers = {"maxnreg": ALL_REGISTERS} if self.wide else {}
+        return {"num_warps": 8 if wide else 4, "num_stages": stages, **registers}
+
+    def keys(self, x: Tensor | None, kernel: str, *, store: bool = False) -> Any:
+        return tiles(x, self.size, self.bk(kernel), store=store, ragged=self.ragged)
+
+    def values(self, x: Tensor | None, *, store: bool = False) -> Any:
+        return tiles(x, self.size, self.bv("gradients"), store=store, ragged=self.ragged)
+
+    def slabs(self, x: Tensor | None, rows: int, columns: int) -> Any:
+        """x [slots, H, ...], one matrix for each chunk and head, in tiles of [rows, columns]."""
+        return None if x is None else tiles(x.flatten(0, 1), rows, columns)
