@@ -12,7 +12,6 @@ from deltalab.models.layer import LayerCache, RuleLayer, initialize, linear, par
 from deltalab.models.spec import ModelSpec
 from deltalab.ops.backends import automatic
 from deltalab.ops.norm import ResidualNorm, RMSNorm
-from deltalab.registry import get_rule
 from deltalab.rule import UpdateRule
 
 
@@ -125,11 +124,10 @@ class Model(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.spec = spec
-        rule = spec.make_rule()
-        attention = get_rule("attention", window=spec.window) if spec.attention else rule
+        rule, *attention = spec.rules()
         self.embed: nn.Embedding = Embedding(spec.vocab_size, spec.d_model)
         self.blocks = nn.ModuleList(
-            Block(spec, attention if spec.is_attention(layer) else rule) for layer in range(spec.depth)
+            Block(spec, attention[0] if spec.is_attention(layer) else rule) for layer in range(spec.depth)
         )
         self.norm = ResidualNorm(spec.d_model)
         self.rebuild = Rebuild(spec.d_model) if spec.readout == "last" else None
