@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 from deltalab.kernels.step import adamw
 from deltalab.models.model import build_model
 from deltalab.models.spec import ModelSpec
+from deltalab.ops.backends import NONE, available
 from deltalab.tasks import MQAR
 from deltalab.tasks.batches import Feed
 from deltalab.training.stack import Adam, Layout, Moments, Stack
@@ -52,7 +53,7 @@ def both(stack: Stack, monkeypatch: pytest.MonkeyPatch, losses: list[Tensor], gr
         one = copy.copy(stack)
         one.state = Moments(*(part.clone() for part in stack.state))
         one.bad, one.loss, one.row = stack.bad.clone(), stack.loss.clone(), stack.row.clone()
-        monkeypatch.setattr("deltalab.training.stack.may_launch", lambda device, fused=fused: fused)
+        monkeypatch.setattr("deltalab.training.stack.automatic", available if fused else lambda device: NONE)
         for loss, grad in zip(losses, grads, strict=True):
             one._step(loss.to(DEVICE), grad.to(DEVICE))
         made.append(one)

@@ -66,7 +66,7 @@ def test_sizes_and_costs_are_those_of_the_tensors(rule):
         assert found.cost == {}
         return
     x = draw(rule, batch=1, length=1, heads=1, key_dim=k, value_dim=v)
-    given, state = operands(rule, x.q, x.k, x.v, x.gates).resolved(), rule.initial_state(x.k, x.v)
+    given, state = operands(rule, x.q, x.k, x.v, x.gates).resolved(), rule.start(x.k, x.v)
     with MultiplyAdds() as counted:
         reference.recurrent(rule.transition, given, scale=0.5, state=state)
     assert number(found.cost["all"], K=k, V=v) == counted.count

@@ -50,13 +50,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder to work in, with a study in it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "study.yaml").write_text(STUDY)
-    registry._all.cache_clear()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield tmp_path
+    with registry.isolated():
+        yield tmp_path
     torch.set_num_threads(threads)
-    registry._named_files.clear()
-    registry._all.cache_clear()
 
 
 @pytest.fixture
@@ -181,7 +179,7 @@ def test_rules(platform: Platform, here: Path) -> None:
 def test_a_rule_from_new_to_checked(platform: Platform, here: Path) -> None:
     made = platform("rule", "new", "fresh")
     assert (made.code, made.out.split(":")[0]) == (0, "plugins/fresh.py")
-    registry._all.cache_clear()
+    registry.refresh()
     assert "fresh" in platform("rule", "list").out
     checked = platform("rule", "check", "plugins/fresh.py", "--json")
     assert checked.code == 0

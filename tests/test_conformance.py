@@ -195,12 +195,12 @@ def test_an_infinite_decay_times_nothing_is_caught() -> None:
 chunked = reference.chunked
 
 
-def detached(field: str) -> Callable[..., tuple[Tensor, Tensor]]:
+def detached(field: str) -> Callable[..., tuple[Tensor, State]]:
     """The parallel form with the gradient of one operand lost."""
 
-    def mutant(transition: Transition, x: Operands, *, state: Tensor | None, **rest: Any) -> tuple[Tensor, Tensor]:
+    def mutant(transition: Transition, x: Operands, *, state: State | None, **rest: Any) -> tuple[Tensor, State]:
         if field == "state":
-            state = None if state is None else state.detach()
+            state = None if state is None else tuple(part.detach() for part in state)
         else:
             x = replace(x, **{field: getattr(x, field).detach()})
         return chunked(transition, x, state=state, **rest)
@@ -219,27 +219,27 @@ def fit_detached(field: str) -> Callable[..., tuple[Tensor, State]]:
     return mutant
 
 
-def off_by(place: str, amount: float) -> Callable[..., tuple[Tensor, Tensor]]:
+def off_by(place: str, amount: float) -> Callable[..., tuple[Tensor, State]]:
     """The parallel form with a small relative error in its output or its state."""
 
-    def mutant(*given: Any, **rest: Any) -> tuple[Tensor, Tensor]:
+    def mutant(*given: Any, **rest: Any) -> tuple[Tensor, State]:
         o, state = chunked(*given, **rest)
-        return (o * (1 + amount), state) if place == "o" else (o, state * (1 + amount))
+        return (o * (1 + amount), state) if place == "o" else (o, tuple(part * (1 + amount) for part in state))
 
     return mutant
 
 
-def ignores_state(*given: Any, state: Tensor | None, **rest: Any) -> tuple[Tensor, Tensor]:
+def ignores_state(*given: Any, state: State | None, **rest: Any) -> tuple[Tensor, State]:
     return chunked(*given, state=None, **rest)
 
 
-def reads_the_other(transition: Transition, *given: Any, **rest: Any) -> tuple[Tensor, Tensor]:
+def reads_the_other(transition: Transition, *given: Any, **rest: Any) -> tuple[Tensor, State]:
     return chunked(
         replace(transition, reads="decayed_state" if transition.reads == "state" else "state"), *given, **rest
     )
 
 
-def drops_the_rest(transition: Transition, x: Operands, *, chunk_size: int, **rest: Any) -> tuple[Tensor, Tensor]:
+def drops_the_rest(transition: Transition, x: Operands, *, chunk_size: int, **rest: Any) -> tuple[Tensor, State]:
     """The parallel form forgets to write the tokens of a last chunk that is not full."""
     whole = torch.arange(x.k.shape[1]) < max(x.k.shape[1] // chunk_size, 1) * chunk_size
     return chunked(transition, replace(x, u=x.u * whole[:, None, None]), chunk_size=chunk_size, **rest)
@@ -314,7 +314,7 @@ def test_a_convolution_that_looks_ahead_is_caught(check: str, monkeypatch: pytes
 def test_a_kernel_that_is_wrong_otherwise_is_not_blamed_on_the_read(transition: Transition) -> None:
     class Wrong(type(deltalab.get_rule("comba"))):  # type: ignore[misc]
         def fused(self, q: Tensor, k: Tensor, v: Tensor, gates: Any, **rest: Any) -> tuple[Tensor, Tensor]:
-            o, state = deltalab.scan(replace(self), q, k, v, gates, state=rest["state"], backend="recurrent")
+            o, (state,) = deltalab.scan(replace(self), q, k, v, gates, state=(rest["state"],), backend="recurrent")
             return 2 * o, state
 
     causes = {measured.cause for measured in conformance.kernel(Wrong(transition=transition))}

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import deltalab
 from deltalab.kernels.step import convolution as kernels
 from deltalab.models.layer import LayerCache, RuleLayer, initialize
+from deltalab.ops.backends import NONE, available
 from deltalab.ops.convolution import Channels, features
 
 # What PyTorch has no rule for, `vmap` does run by run.
@@ -28,7 +29,7 @@ ROUNDING = {BF16: 2e-3 if DEVICE == "cuda" else 4e-3, FP16: 3e-4, FP32: 3e-6}
 
 @pytest.fixture
 def launching(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltalab.ops.convolution.may_launch", lambda device: True)
+    monkeypatch.setattr("deltalab.ops.convolution.automatic", available)
 
 
 def normal(seed: int, *shape: int) -> Tensor:
@@ -223,9 +224,9 @@ def results(layer: RuleLayer, x: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_are_the_same_with_and_without_the_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = layer_of(name), normal(1, 8, 7, 12)
-    monkeypatch.setattr("deltalab.ops.convolution.may_launch", lambda device: False)
+    monkeypatch.setattr("deltalab.ops.convolution.automatic", lambda device: NONE)
     right = results(layer, x)
-    monkeypatch.setattr("deltalab.ops.convolution.may_launch", lambda device: True)
+    monkeypatch.setattr("deltalab.ops.convolution.automatic", available)
     with Calls() as calls:
         found = results(layer, x)
     assert calls.seen.count("deltalab::convolve") == 4
@@ -266,7 +267,7 @@ def test_stacked_layers_are_what_they_are_alone() -> None:
 
 def test_what_the_kernels_do_not_take_goes_without(monkeypatch: pytest.MonkeyPatch) -> None:
     """fp64, wide convolutions, and where there would be nothing to do."""
-    monkeypatch.setattr("deltalab.ops.convolution.may_launch", lambda device: True)
+    monkeypatch.setattr("deltalab.ops.convolution.automatic", available)
     wide = RuleLayer(deltalab.get_rule("comba"), 8, 1, key_dim=4, value_dim=4, conv=9).to(DEVICE)
     idle = RuleLayer(deltalab.get_rule("attention"), 8, 1, key_dim=4, value_dim=4, conv=0).to(DEVICE)
     double = RuleLayer(deltalab.get_rule("comba"), 8, 1, key_dim=4, value_dim=4).to(DEVICE).double()
@@ -400,7 +401,7 @@ def test_a_layer_under_autocast_is_as_near_with_the_kernels_as_without(
     layer, x = layer_of(name), normal(1, 4, 64, 12)
 
     def all_of(layer: RuleLayer, x: Tensor, *, kernel: bool, narrow: bool) -> Tensor:
-        monkeypatch.setattr("deltalab.ops.convolution.may_launch", lambda device: kernel)
+        monkeypatch.setattr("deltalab.ops.convolution.automatic", available if kernel else lambda device: NONE)
         with torch.autocast("cuda", BF16, enabled=narrow):
             y, _ = layer(x)
         grads = torch.autograd.grad(y, list(layer.parameters()), cosines(y).to(y.dtype), allow_unused=True)

@@ -14,7 +14,6 @@ from deltalab.errors import InputError
 from deltalab.export import export_hf
 from deltalab.models.model import Model, build_model
 from deltalab.models.spec import ModelSpec
-from deltalab.registry import add_plugin
 
 PLUGIN = '''
 """A rule that a user wrote: the keys' oldest values fade, and the write is squared."""
@@ -59,10 +58,9 @@ MODELS = {
 def plugin(tmp_path_factory):
     file = tmp_path_factory.mktemp("user") / "squared.py"
     file.write_text(PLUGIN)
-    add_plugin(file)
-    yield
-    registry._named_files.remove(file)
-    registry._all.cache_clear()
+    with registry.isolated():
+        registry.add_plugin(file)
+        yield
 
 
 def trained(**spec) -> Model:

@@ -134,7 +134,7 @@ def _off_the_clip(rule: UpdateRule, x: Inputs, cu_seqlens: Tensor | None = None)
         state = x.state if cu_seqlens is None or x.state is None else tuple(part[i : i + 1] for part in x.state)
         for t in range(start, stop):
             now = x.span(t, t + 1, state).map(torch.Tensor.double)
-            seen = 0 if state is None else torch.einsum("bthk,bhkv->bthv", now.k, parts(now.state)["state[0]"])
+            seen = 0 if state is None else torch.einsum("bthk,bhkv->bthv", now.k, now.state[0])
             far = now.v - seen
             v = (now.v + torch.where((far.abs() - rule.clip).abs() < 0.05, 0.1 * far.sign(), 0.0)).to(x.v.dtype)
             _, state = deltalab.scan(rule, now.q, now.k, v.double(), now.gates, state=now.state, backend="recurrent")
@@ -483,8 +483,8 @@ def test_wrong_tensors_are_named(rule, dtype):
         ({"v": x.v[:, 1:]}, r"v \[B, T, H, V\]"),
         ({"gates": {**x.gates, "g": x.gates["g"].cpu()}}, "gate 'g'"),
         ({"gates": {**x.gates, "g": x.gates["g"].abs() + 1}}, "g is a log-decay and at most 0"),
-        ({"state": x.state.cpu()}, "state of rule 'comba'"),
-        ({"state": x.state[:, :, :16]}, "state of rule 'comba'"),
+        ({"state": (x.state[0].cpu(),)}, "state of rule 'comba'"),
+        ({"state": (x.state[0][:, :, :16],)}, "state of rule 'comba'"),
     ]:
         y = dataclasses.replace(x, **change)
         with pytest.raises(InputError, match=says):

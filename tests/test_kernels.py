@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import sys
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ import deltalab
 from deltalab.authoring.inputs import Inputs, draw, parts
 from deltalab.errors import InputError
 from deltalab.kernels import sequence_parts as kernel_parts
+from deltalab.ops.backends import available, lacks_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -139,8 +139,8 @@ def test_stacked_models_fold_into_the_batch(name, length, split):
 
 @pytest.mark.parametrize(("name", "length"), [("comba", 9), ("rdn", 32), ("gla", 9)])
 def test_a_compiler_takes_all_of_it_as_one_graph(name, length, split, monkeypatch):
-    rule, module = deltalab.get_rule(name), sys.modules["deltalab.ops.scan"]
-    monkeypatch.setattr(module, "may_launch", lambda device: module.lacks_triton(device) is None)
+    rule = deltalab.get_rule(name)
+    monkeypatch.setattr("deltalab.ops.scan.automatic", available)
     x = draw(rule, batch=1, length=length, heads=1, key_dim=16, value_dim=16).map(lambda part: part.float().to(DEVICE))
 
     def scanned(*given):
@@ -172,8 +172,7 @@ def test_what_the_kernels_do_not_take_is_said_before_a_launch():
 def test_without_a_gpu_the_kernels_say_what_they_need(monkeypatch):
     rule = deltalab.get_rule("gated_deltanet")
     x = draw(rule, batch=1, length=4, heads=1, key_dim=16, value_dim=16).map(torch.Tensor.float)
-    module = sys.modules["deltalab.ops.scan"]
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    monkeypatch.setattr(module, "lacks_triton", module.lacks_triton.__wrapped__)
+    monkeypatch.setattr("deltalab.ops.scan.lacks_triton", lacks_triton.__wrapped__)
     with pytest.raises(InputError, match="backend 'triton' needs a GPU"):
         deltalab.scan(rule, x.q, x.k, x.v, x.gates, backend="triton")

@@ -61,7 +61,7 @@ def operands(transition: Transition, key_dim: int, value_dim: int, fit: Residual
 def filled(transition: Transition, x: Operands) -> State:
     """A state of each kind, in fp64."""
     shape = (BATCH, HEADS, x.k.shape[-1], x.u.shape[-1])
-    return normal(15, *shape) if x.fit is None else (normal(15, *shape), normal(16, *shape))
+    return (normal(15, *shape),) if x.fit is None else (normal(15, *shape), normal(16, *shape))
 
 
 def mapped(x: Operands, change: Callable[[str, Tensor], Tensor]) -> Operands:
@@ -71,13 +71,8 @@ def mapped(x: Operands, change: Callable[[str, Tensor], Tensor]) -> Operands:
     return replace(x, fit=None if x.fit is None else replace(x.fit, **part(x.fit)), **part(x))  # type: ignore[arg-type]
 
 
-def each(state: State | None) -> tuple[Tensor, ...]:
-    return state if isinstance(state, tuple) else () if state is None else (state,)
-
-
 def like(state: State | None, dtype: torch.dtype, device: str) -> State | None:
-    parts = tuple(part.to(device, dtype) for part in each(state))
-    return parts if isinstance(state, tuple) else parts[0] if parts else None
+    return None if state is None else tuple(part.to(device, dtype) for part in state)
 
 
 def error(got: Tensor, want: Tensor) -> float:
@@ -100,7 +95,7 @@ def assert_solves(
     )
     assert (o.dtype, o.shape) == (dtype, want.shape)
     assert error(o, want) < limit
-    for got, right in zip(each(after), each(want_after), strict=True):
+    for got, right in zip(after, want_after, strict=True):
         assert got.dtype == torch.float32
         assert error(got, right) < 1e-6
 
@@ -188,9 +183,9 @@ def test_strided_operands_are_read_where_they_stand() -> None:
 def test_the_state_that_is_given_is_left_as_it_is(fit: ResidualState | None) -> None:
     x = mapped(operands(IPLR, 16, 8, fit), lambda _, value: value.float().to(DEVICE))
     state = like(filled(IPLR, x), torch.float32, DEVICE)
-    before = [part.clone() for part in each(state)]
+    before = [part.clone() for part in state]
     decode(IPLR, x, scale=SCALE, state=state)
-    assert all(torch.equal(part, was) for part, was in zip(each(state), before, strict=True))
+    assert all(torch.equal(part, was) for part, was in zip(state, before, strict=True))
 
 
 @pytest.mark.parametrize("fit", [None, RDN], ids=str)
@@ -202,7 +197,7 @@ def test_vmap_folds_its_dimension_into_the_batch(fit: ResidualState | None) -> N
 
     def one(k: Tensor) -> tuple[Tensor, ...]:
         o, after = decode(IPLR, replace(x, k=k), scale=SCALE, state=state)
-        return (o, *each(after))
+        return (o, *after)
 
     together = torch.func.vmap(one, in_dims=2)(keys)
     for i, k in enumerate(keys.unbind(2)):
@@ -220,5 +215,5 @@ def test_the_operator_says_what_it_returns(fit: ResidualState | None) -> None:
     with FakeTensorMode() as mode:
         fake = mapped(x, lambda _, value: mode.from_tensor(value))
         fake_o, fake_after = decode(IPLR, fake, scale=SCALE, state=None)
-    for got, want in zip((fake_o, *each(fake_after)), (o, *each(after)), strict=True):
+    for got, want in zip((fake_o, *fake_after), (o, *after), strict=True):
         assert (got.shape, got.dtype, got.stride()) == (want.shape, want.dtype, want.stride())

@@ -52,8 +52,7 @@ def right(x: Operands, state: Tensor | None, *, late: bool, chunk: int) -> tuple
         name="this", decay="diagonal", low_rank="tied" if x.e is not None else "free" if x.a is not None else "none",
         reads="decayed_state" if late else "state",
     )  # fmt: skip
-    o, last = reference.recurrent(transition, x, scale=0.3, state=state)
-    assert isinstance(last, Tensor)
+    o, (last,) = reference.recurrent(transition, x, scale=0.3, state=None if state is None else (state,))
     return o, last
 
 

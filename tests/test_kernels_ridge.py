@@ -2,7 +2,6 @@
 
 import logging
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -21,6 +20,8 @@ from deltalab.authoring.inputs import Inputs, draw, parts
 from deltalab.errors import InputError
 from deltalab.gates import Gate
 from deltalab.kernels.ridge import launch as ridge_launch
+from deltalab.ops.backends import available
+from deltalab.ops.scan import _say
 from deltalab.ridge import fused_regression, lacks_kernel, regression
 from deltalab.rule import State, UpdateRule, knob
 from deltalab.structure import Ridge
@@ -208,9 +209,8 @@ def test_what_has_no_kernel_is_refused_by_name_and_else_said_once(rule, dtype, k
     with pytest.raises(InputError, match=says) as refused:
         deltalab.scan(rule, x.q, x.k, x.v, x.gates, backend="triton")
     assert "\n" not in str(refused.value)
-    module = sys.modules["deltalab.ops.scan"]
-    monkeypatch.setattr(module, "may_launch", lambda device: True)
-    module._say.cache_clear()
+    monkeypatch.setattr("deltalab.ops.scan.automatic", available)
+    _say.cache_clear()
     with caplog.at_level(logging.INFO, "deltalab"):
         outputs = [deltalab.scan(rule, x.q, x.k, x.v, x.gates, backend=backend)[0] for backend in ("auto", "auto")]
     assert len(caplog.records) == 1

@@ -1,5 +1,6 @@
 """The repository's shape, where it can go wrong without a word: a folder `platform` beside a module `platform`."""
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -102,6 +103,21 @@ print(sorted(set({BLOCKED!r}) & set(sys.modules)))
 def test_a_command_does_not_wait_for_a_compiler_that_it_does_not_use() -> None:
     out = python("import sys, deltalab.cli, deltalab.study.trial; print('torch._dynamo' in sys.modules)")
     assert out.strip() == "False", "half of all the time that a command starts in"
+
+
+def test_kernels_are_looked_up_at_run_time_in_one_file() -> None:
+    """What import-linter cannot see: operators and modules that are named by a string."""
+    lookups = re.compile(r"torch\.ops\.deltalab|sys\.modules\[|import_module\(|__import__\(")
+    package = ROOT / "platform" / "deltalab"
+    files = [file for folder in ("ops", "models", "training", "tasks") for file in package.glob(f"{folder}/**/*.py")]
+    files += [package / f"{name}.py" for name in ("fast_weights", "gates", "ridge", "rule", "softmax", "structure")]
+    found = [str(file.relative_to(package)) for file in files if lookups.search(file.read_text(encoding="utf-8"))]
+    assert found == ["ops/backends.py"]
+
+
+def test_a_command_loads_no_kernels_before_it_uses_them() -> None:
+    out = python("import sys, deltalab.cli, deltalab.study.trial; print('deltalab.ops.triton_kernels' in sys.modules)")
+    assert out.strip() == "False"
 
 
 def test_tests_on_a_gpu_are_found_where_the_platform_is_not_installed() -> None:

@@ -36,9 +36,9 @@ def apart(ours: Tensor, theirs: Tensor) -> bool:
 
 def agree(one: UpdateRule, x: Inputs, other: UpdateRule, y: Inputs) -> None:
     """The parallel form of one, token by token of the other, from a state that is given."""
-    state = normal(B, H, K, V, seed=97)
-    ours, after = scan(one, x, "chunked", state)
-    theirs, last = scan(other, y, "recurrent", state)
+    state = (normal(B, H, K, V, seed=97),)
+    ours, (after,) = scan(one, x, "chunked", state)
+    theirs, (last,) = scan(other, y, "recurrent", state)
     close(ours, theirs)
     close(after, last)
 
@@ -98,9 +98,9 @@ def test_delta_product_of_one_step_is_deltanet_and_of_n_is_deltanet_on_n_times_t
     x = draw(rule("delta_product", n_h=1))
     agree(rule("delta_product", n_h=1), x, rule("deltanet", beta=beta), x)
     x = draw(rule("delta_product", n_h=3))
-    o, state = scan(rule("delta_product", n_h=3), x, "chunked")
+    o, (state,) = scan(rule("delta_product", n_h=3), x, "chunked")
     longer = x | {"q": x["q"].repeat_interleave(3, dim=1)}
-    every, last = scan(rule("deltanet", beta=beta), longer, "recurrent")
+    every, (last,) = scan(rule("deltanet", beta=beta), longer, "recurrent")
     close(o, every[:, 2::3])
     close(state, last)
 

@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 
 from deltalab.kernels.step import loss as kernel
 from deltalab.models.spec import ModelSpec
+from deltalab.ops.backends import NONE, available
 from deltalab.ops.loss import labelled, linear_cross_entropy
 from deltalab.registry import get_task, list_tasks, task_plugin
 from deltalab.tasks import IGNORE
@@ -84,7 +85,7 @@ def test_one_label_of_each_sequence_lies_beside_what_is_none(monkeypatch: pytest
     x, weight = (torch.randn(2, n, 8, generator=torch.Generator().manual_seed(n)).to(DEVICE) for n in (6, 3))
     losses = []
     for fused in (False, True):
-        monkeypatch.setattr("deltalab.ops.loss.may_launch", lambda device, fused=fused: fused)
+        monkeypatch.setattr("deltalab.ops.loss.automatic", available if fused else lambda device: NONE)
         losses.append(linear_cross_entropy(x, weight, labels.to(DEVICE), ignore=IGNORE))
     torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
 
@@ -102,7 +103,7 @@ def test_the_loss_of_every_task_is_what_it_is_without_the_kernel(name: str, monk
     losses = []
     for fused in (False, True):
         for module in ("ops.loss", "training.stack"):
-            monkeypatch.setattr(f"deltalab.{module}.may_launch", lambda device, fused=fused: fused)
+            monkeypatch.setattr(f"deltalab.{module}.automatic", available if fused else lambda device: NONE)
         losses.append(stack.losses(stack.state.weights, *batch))
     torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
 
@@ -136,7 +137,7 @@ def test_the_loss_is_what_it_is_without_the_kernel(
     by = torch.tensor([0.5, 2.0, 1.0], device=DEVICE)
     found = {}
     for fused in (False, True):
-        monkeypatch.setattr("deltalab.ops.loss.may_launch", lambda device, fused=fused: fused)
+        monkeypatch.setattr("deltalab.ops.loss.automatic", available if fused else lambda device: NONE)
         inputs = [one.to(DEVICE, dtype, copy=True).requires_grad_() for one in (x, weight)]
         losses = linear_cross_entropy(*inputs, targets.to(DEVICE), ignore=IGNORE)
         found[fused] = losses, *torch.autograd.grad((losses * by)[:2].sum(), inputs)

@@ -244,7 +244,7 @@ def test_rule_is_its_papers_recurrence(name, knobs, step, given, backend):
     x = draw(rule)
     state = random(B, H, K, V, seed=99) if given else torch.zeros(B, H, K, V, dtype=torch.float64)
     o, last = by_paper(step, x, rule.steps, state.mT)
-    ours, after = scan(rule, x, backend, state if given else None)
+    ours, (after,) = scan(rule, x, backend, (state,) if given else None)
     close(ours, o)
     close(after, last.mT)
 
@@ -486,7 +486,7 @@ def test_combas_chunk_form_is_its_recurrence():
     comba = rule("comba")
     x = draw(comba)
     state = random(B, H, K, V, seed=96)
-    o, last = scan(comba, x, "recurrent", state)
+    o, (last,) = scan(comba, x, "recurrent", (state,))
     for b in range(B):
         for h in range(H):
             q, k, v = (x[name][b, :, h] for name in "qkv")

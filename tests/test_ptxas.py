@@ -14,6 +14,7 @@ import deltalab
 from deltalab.authoring.inputs import draw
 from deltalab.errors import InputError
 from deltalab.kernels import ptxas
+from deltalab.ops.backends import lacks_triton
 from deltalab.ops.scan import scan
 
 ROOT = Path(__file__).parents[1]
@@ -43,13 +44,11 @@ def test_the_first_that_is_new_enough(own, blackwell, chosen, lacking, monkeypat
 
 
 def test_without_one_kernels_are_refused(monkeypatch):
-    importlib.import_module("deltalab.kernels.dispatch")  # while Triton is still told to interpret
-    module = sys.modules["deltalab.ops.scan"]
-    monkeypatch.setattr(module, "lacks_triton", module.lacks_triton.__wrapped__)
+    importlib.import_module("deltalab.ops.triton_kernels")  # while Triton is still told to interpret
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.setattr(ptxas, "choose", lambda: "ptxas 12.9 or later, not 12.8, in TRITON_PTXAS_PATH")
-    assert module.lacks_triton("cuda") == "ptxas 12.9 or later, not 12.8, in TRITON_PTXAS_PATH"
-    monkeypatch.setattr(module, "lacks_triton", lambda device: "ptxas 12.9")
+    assert lacks_triton.__wrapped__("cuda") == "ptxas 12.9 or later, not 12.8, in TRITON_PTXAS_PATH"
+    monkeypatch.setattr("deltalab.ops.scan.lacks_triton", lambda device: "ptxas 12.9")
     rule = deltalab.get_rule("linear_attention")
     x = draw(rule, batch=1, length=4, heads=1, key_dim=16, value_dim=16).map(torch.Tensor.float)
     with pytest.raises(InputError, match=r"backend 'triton' needs ptxas 12\.9"):

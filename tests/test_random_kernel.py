@@ -17,6 +17,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from deltalab.kernels.step import random as kernels
+from deltalab.ops.backends import NONE, Kernels, available
 from deltalab.tasks import MQAR, Random
 from deltalab.tasks.batches import Feed
 from deltalab.tasks.randomness import Together, hashed
@@ -36,12 +37,12 @@ def on(device: torch.device, random: Random) -> Random:
     return replace(random, device=device, rows=rows)
 
 
-def both(random: Random, draw: Callable[[Random], Tensor]) -> Tensor:
-    """Without kernels on the CPU and with them: the same."""
+def both(random: Random, draw: Callable[[Random], Tensor], having: Callable[[str], Kernels] = available) -> Tensor:
+    """The same draws without kernels, on the CPU, and with them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("deltalab.tasks.randomness.may_launch", lambda device: False)
+        patch.setattr("deltalab.tasks.randomness.automatic", lambda device: NONE)
         wanted = draw(random)
-        patch.setattr("deltalab.tasks.randomness.may_launch", lambda device: True)
+        patch.setattr("deltalab.tasks.randomness.automatic", having)
         found = draw(on(DEVICE, random)).cpu()
     assert found.dtype == wanted.dtype
     assert torch.equal(found, wanted)
@@ -129,17 +130,20 @@ def test_choices_of_any_count(parts: int, rest: tuple[int, ...], spare: int, giv
 
 
 def test_a_choice_that_is_too_wide_is_made_by_operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "WIDEST", 4)
     monkeypatch.setattr(kernels, "distinct_kernel", None)
-    both(Random("a", CPU), lambda r: r.distinct("s", 9, 2, 5))
+
+    def narrow(device: str) -> Kernels:
+        return available(device)._replace(most_distinct=4)
+
+    both(Random("a", CPU), lambda r: r.distinct("s", 9, 2, 5), narrow)
     with pytest.raises(TypeError):
-        both(Random("a", CPU), lambda r: r.distinct("s", 9, 2, 4))
+        both(Random("a", CPU), lambda r: r.distinct("s", 9, 2, 4), narrow)
 
 
 @pytest.mark.parametrize("kernel", [False, True])
 def test_parts_that_are_not_equal_are_refused(kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the error that tells a feed that a task does not draw in rows."""
-    monkeypatch.setattr("deltalab.tasks.randomness.may_launch", lambda device: kernel)
+    monkeypatch.setattr("deltalab.tasks.randomness.automatic", available if kernel else lambda device: NONE)
     for count, rows in ((1, None), (3, None), (4, 3), (3, 3)):
         random = on(DEVICE, together(2, None if rows is None else torch.arange(rows)))
         for draw in (random.words, random.exponential):
@@ -150,11 +154,11 @@ def test_parts_that_are_not_equal_are_refused(kernel: bool, monkeypatch: pytest.
 @pytest.mark.parametrize("given", [{}, {"train_examples": 9}, {"mixture": ()}], ids=str)
 def test_a_feed_draws_the_same(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     task = MQAR(**{**MIXTURE, "random_non_queries": True, **given})
-    monkeypatch.setattr("deltalab.tasks.randomness.may_launch", lambda device: True)
+    monkeypatch.setattr("deltalab.tasks.randomness.automatic", available)
     feed = Feed(task, 3, [5, 7, 5], DEVICE, 2)
     feed.load(10, 12)
     inputs, targets = (x.cpu() for x in feed.draw(torch.tensor(1, device=DEVICE)))
-    monkeypatch.setattr("deltalab.tasks.randomness.may_launch", lambda device: False)
+    monkeypatch.setattr("deltalab.tasks.randomness.automatic", lambda device: NONE)
     for i, seed in enumerate([5, 7, 5]):
         batch = task.batch("train", 3, seed, step=11)
         assert torch.equal(inputs[i], batch.inputs)
@@ -166,6 +170,7 @@ import sys
 import torch, triton
 from triton.runtime import jit
 from deltalab.kernels.step import random
+from deltalab.ops.backends import NONE, available
 
 sys.path.insert(0, "benchmarks")
 import sass

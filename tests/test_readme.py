@@ -30,9 +30,8 @@ def balanced(tmp_path, monkeypatch):
     (tmp_path / "plugins").mkdir()
     (tmp_path / "plugins" / "balanced.py").write_text(_block("python"))
     monkeypatch.chdir(tmp_path)
-    registry._all.cache_clear()
-    yield tmp_path
-    registry._all.cache_clear()
+    with registry.isolated():
+        yield tmp_path
 
 
 def test_the_rule_of_the_readme_passes_its_checks(balanced):

@@ -86,9 +86,8 @@ class Drawn:
         self.operands = Operands(**x, fit=fit)
         self.state: State | None = None
         if given:
-            self.state = self.normal("state", b, h, k, v)
-            if fit is not None:
-                self.state = (self.state, self.normal("second state", b, h, k, v))
+            names = ("state",) if fit is None else ("state", "second state")
+            self.state = tuple(self.normal(name, b, h, k, v) for name in names)
 
     def leaf(self, name: str, value: Tensor) -> Tensor:
         self.leaves[name] = value.requires_grad_()
@@ -115,8 +114,7 @@ class Drawn:
 def results(form: Callable[[], tuple[Tensor, State]], leaves: dict[str, Tensor]) -> dict[str, Tensor]:
     """Outputs, states, and the gradients of a curved function of all of them."""
     o, state = form()
-    states = state if isinstance(state, tuple) else (state,)
-    found = {"o": o, **{f"S{i}": part for i, part in enumerate(states)}}
+    found = {"o": o, **{f"S{i}": part for i, part in enumerate(state)}}
     total = torch.stack([value.sin().sum() for value in found.values()]).sum()
     gradients = torch.autograd.grad(total, list(leaves.values()), retain_graph=True, materialize_grads=True)
     return found | {f"d {name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}

@@ -91,12 +91,10 @@ def rule(file: Path, name: str, trouble: str = "pass") -> Path:
 def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty folder, where the command is given."""
     monkeypatch.chdir(tmp_path)
-    registry._all.cache_clear()
     threads = torch.get_num_threads()
-    yield tmp_path
+    with registry.isolated():
+        yield tmp_path
     torch.set_num_threads(threads)
-    registry._named_files.clear()
-    registry._all.cache_clear()
 
 
 def write(file: Path, **given: Any) -> Path:

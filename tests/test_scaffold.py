@@ -18,15 +18,14 @@ torch.set_num_threads(1)
 def here(tmp_path, monkeypatch):
     """An empty directory to work in, whose plugins are found."""
     monkeypatch.chdir(tmp_path)
-    registry._all.cache_clear()
-    yield tmp_path
-    registry._all.cache_clear()
+    with registry.isolated():
+        yield tmp_path
 
 
 def test_it_passes_every_check_as_it_stands(here):
     file = new_rule("my_first_rule")
     assert file == here.relative_to(here) / "plugins/my_first_rule.py"
-    registry._all.cache_clear()
+    registry.refresh()
     rule = registry.get_rule("my_first_rule")
     results = check_rule(rule)
     assert [f"{result.name}: {result.message}" for result in results if not result.passed] == []
@@ -38,7 +37,7 @@ def test_it_passes_every_check_as_it_stands(here):
 
 def test_a_task_passes_every_check_as_it_stands(here):
     new_task("my_first_task")
-    registry._all.cache_clear()
+    registry.refresh()
     task = registry.get_task("my_first_task", **registry.task_plugin("my_first_task").kind.example)
     assert [f"{result.name}: {result.message}" for result in check_task(task) if not result.passed] == []
     assert type(task).__name__ == "MyFirstTask"
@@ -65,7 +64,6 @@ def test_it_is_a_tidy_file(here, new):
 @pytest.mark.parametrize("name", ["gate", "update_rule", "operands", "tensor", "Étude", "a1"])
 def test_any_name_makes_a_rule_that_imports(here, name):
     (plugin,) = registry.add_plugin(new_rule(name))
-    registry._named_files.remove(plugin.file)
     assert plugin.kind.name == name
     assert plugin.kind().gates["erase"].high == 1
 
@@ -73,7 +71,6 @@ def test_any_name_makes_a_rule_that_imports(here, name):
 @pytest.mark.parametrize("name", ["batch", "task", "random", "map", "a1"])
 def test_any_name_makes_a_task_that_imports(here, name):
     (plugin,) = registry.add_plugin(new_task(name))
-    registry._named_files.remove(plugin.file)
     assert plugin.kind.name == name
     assert plugin.kind(tokens=4).length == 8
 

@@ -1,7 +1,8 @@
 """The one door to every backend: what it takes, what it refuses in one line, and how it chooses."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import deltalab
 from deltalab.authoring.inputs import draw, parts
 from deltalab.errors import InputError
 from deltalab.ops import reference
+from deltalab.rule import UpdateRule
 
 B, T, H, K, V = 2, 5, 3, 4, 6
 
@@ -63,11 +65,14 @@ def with_(name: str, value: object) -> Callable[[dict[str, Any]], dict[str, Any]
         ({"gates": with_("g", torch.zeros(B, T, H, device="meta"))}, "on cpu, not [2, 5, 3] on meta"),
         ({"gates": with_("beta", 0.5)}, "on cpu, not a float"),
         (
-            {"state": torch.zeros(B, H, V, K)},
-            "the state of rule 'gated_deltanet' must be [B, H, K, V] = [2, 3, 4, 6] on cpu, not [2, 3, 6, 4] on cpu",
+            {"state": (torch.zeros(B, H, V, K),)},
+            "the state of rule 'gated_deltanet' must be a tuple of one [B, H, K, V] = [2, 3, 4, 6] on cpu, "
+            "not ([2, 3, 6, 4] on cpu)",
         ),
-        ({"state": (torch.zeros(B, H, K, V),)}, "[2, 3, 4, 6] on cpu, not a tuple"),
-        ({"state": torch.zeros(B, H, K, V, device="meta")}, "not [2, 3, 4, 6] on meta"),
+        ({"state": torch.zeros(B, H, K, V)}, "a tuple of one [B, H, K, V] = [2, 3, 4, 6] on cpu, not a Tensor"),
+        ({"state": (torch.zeros(B, H, K, V),) * 2}, "not ([2, 3, 4, 6] on cpu, [2, 3, 4, 6] on cpu)"),
+        ({"state": (torch.zeros(B, H, K, V, device="meta"),)}, "not ([2, 3, 4, 6] on meta)"),
+        ({"state": (None,)}, "not (a NoneType)"),
     ],
 )
 def test_wrong_input_is_refused_in_one_line(changes: dict[str, Any], message: str) -> None:
@@ -85,7 +90,8 @@ def test_wrong_input_is_refused_in_one_line(changes: dict[str, Any], message: st
         ("delta_product", {"gates": with_("beta", torch.zeros(B, T, H))}, "per step, must be [2, 10, 3] or [3]"),
         ("kda", {"gates": with_("g", torch.zeros(B, T, H))}, "'g', per channel, must be [2, 5, 3, 4] or [3, 4] on cpu"),
         ("rwkv7", {"gates": with_("xi", torch.zeros(H))}, "per head_channel, must be [2, 5, 3, 4] or [3, 4]"),
-        ("rla", {"state": torch.zeros(B, H, K, V)}, "must be a pair of [B, H, K, V] = [2, 3, 4, 6]"),
+        ("rla", {"state": (torch.zeros(B, H, K, V),)}, "must be a tuple of two [B, H, K, V] = [2, 3, 4, 6]"),
+        ("attention", {"state": torch.zeros(B, H, K, V)}, "a tuple of tensors, as an earlier call returned it, on cpu"),
         ("rla", {"state": (torch.zeros(B, H, K, V), torch.zeros(B, H, V, K))}, "not [2, 3, 4, 6] on cpu, [2, 3, 6, 4]"),
     ],
 )  # fmt: skip
@@ -122,6 +128,43 @@ def test_any_shape_that_fits_is_taken_and_any_that_does_not_is_refused(
                 deltalab.scan(rule, **(given_parts | {part: longer}), gates=x.gates, backend=backend)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sum(UpdateRule):
+    """S_t = S_{t-1} + k_t v_t^T, o_t = S_t^T q_t, with S as one tensor or in a tuple of one."""
+
+    name: ClassVar[str] = "sum"
+    in_a_tuple: bool
+
+    def initial_state(self, k: Tensor, v: Tensor) -> Any:
+        return self._formed(v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3]))
+
+    def mix(
+        self, q: Tensor, k: Tensor, v: Tensor, gates: Mapping[str, Tensor], *, scale: float, state: Any
+    ) -> tuple[Tensor, Any]:
+        assert isinstance(state, tuple) == self.in_a_tuple
+        S = state[0] if self.in_a_tuple else state
+        states = S[:, None] + torch.einsum("bthk,bthv->bthkv", k, v).cumsum(1)
+        return scale * torch.einsum("bthk,bthkv->bthv", q, states), self._formed(states[:, -1])
+
+    def _formed(self, S: Tensor) -> Any:
+        return (S,) if self.in_a_tuple else S
+
+
+@pytest.mark.parametrize("in_a_tuple", [False, True])
+@pytest.mark.parametrize("backend", ["recurrent", "chunked"])
+def test_a_rule_may_keep_one_tensor_or_a_tuple_and_scan_returns_a_tuple(in_a_tuple: bool, backend: Any) -> None:
+    x = arguments("linear_attention")
+    want, (last,) = deltalab.scan(**x)
+    x["rule"] = Sum(in_a_tuple=in_a_tuple)
+    o, after = deltalab.scan(**x, backend=backend)
+    assert isinstance(after, tuple)
+    torch.testing.assert_close((o, after), (want, (last,)))
+    first, state = deltalab.scan(**{n: z[:, :2] if n in "qkv" else z for n, z in x.items()}, backend=backend)
+    rest = {n: z[:, 2:] if n in "qkv" else z for n, z in x.items()}
+    second, after = deltalab.scan(**rest, state=state, backend=backend)
+    torch.testing.assert_close((torch.cat([first, second], dim=1), after), (want, (last,)))
+
+
 def test_constant_gates_may_be_given_or_left_out() -> None:
     rule = deltalab.get_rule("comba", b=1, d=0)
     x = draw(rule, batch=B, length=T, heads=H, key_dim=K, value_dim=V)
@@ -140,9 +183,8 @@ def test_the_scale_is_the_root_of_the_key_dimension() -> None:
 @pytest.mark.parametrize("backend", ["recurrent", "chunked"])
 @pytest.mark.parametrize("name", ["gated_deltanet", "linear_attention"])
 def test_a_state_of_higher_precision_is_not_rounded(name: str, backend: Any) -> None:
-    state = torch.full((B, H, K, V), 1 / 3, dtype=torch.float64)
-    o, after = deltalab.scan(**arguments(name), state=state, backend=backend)
-    assert isinstance(after, Tensor)
+    state = (torch.full((B, H, K, V), 1 / 3, dtype=torch.float64),)
+    o, (after,) = deltalab.scan(**arguments(name), state=state, backend=backend)
     assert (o.dtype, after.dtype) == (torch.float32, torch.float64)
 
 

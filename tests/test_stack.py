@@ -16,7 +16,7 @@ import deltalab
 from deltalab.errors import InputError
 from deltalab.models.model import build_model, parameter_groups
 from deltalab.models.spec import ModelSpec
-from deltalab.ops.backends import lacks_triton
+from deltalab.ops.backends import NONE, available
 from deltalab.ops.loss import linear_cross_entropy
 from deltalab.registry import task_plugin
 from deltalab.tasks import BUILTIN, IGNORE, MQAR, Batch, Random, Task
@@ -115,12 +115,11 @@ def test_losses_and_gradients_on_a_gpu_are_those_on_a_cpu(
 ) -> None:
     """The stack's own way there: kernels of embedding and loss, and the last norm at labelled places alone."""
     pytest.importorskip("triton")
-    lacks_triton("cpu")
     stack, found = stack_of(TASK, replace(TINY, tie_embeddings=tied), seeds=seeds), []
     inputs, targets = stack.feed.draw(torch.tensor(1))
     for fused in (False, True):
         for module in ("training.stack", "models.model", "ops.loss"):
-            monkeypatch.setattr(f"deltalab.{module}.may_launch", lambda device, fused=fused: fused)
+            monkeypatch.setattr(f"deltalab.{module}.automatic", available if fused else lambda device: NONE)
         weights = stack.state.weights.requires_grad_()
         losses = stack.losses(weights, inputs, targets)
         found.append((losses, *torch.autograd.grad(losses.sum(), weights)))

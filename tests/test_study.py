@@ -532,13 +532,12 @@ def test_code_numerics_version_and_corpus_change_the_identity(
     text = {"task": {"text": {"length": 16, "corpus": str(corpus)}}}
     before, of_text = key(plan()), key(plan(**text))
 
-    read = registry._read
-    with monkeypatch.context() as patch:
-        patch.setattr(registry, "_read", lambda file: read(file) + b"#" * (file.name == "comba.py"))
-        assert key(plan()) != before
-    with monkeypatch.context() as patch:
-        patch.setattr(registry, "_read", lambda file: read(file) + b"#" * (file.name == "deltanet.py"))
-        assert key(plan()) == before
+    kept = registry.Plugin.hash.fget
+    for edited, same in (("comba", False), ("deltanet", True)):
+        with monkeypatch.context() as patch:
+            changed = property(lambda one, edited=edited: "edited" if one.kind.name == edited else kept(one))
+            patch.setattr(registry.Plugin, "hash", changed)
+            assert (key(plan()) == before) == same
     with monkeypatch.context() as patch:
         patch.setattr("deltalab.study.plan.NUMERICS", 10**6)
         assert key(plan()) != before
@@ -559,14 +558,13 @@ def test_the_hash_is_of_the_code_that_was_imported(tmp_path: Path) -> None:
     file = tmp_path / "edited.py"
     source = (STUDIES.parent / "plugins/deltalab_rules/deltanet.py").read_text().replace('"deltanet"', '"edited"')
     file.write_text(source)
-    (plugin,) = registry.add_plugin(file)
-    before = plugin.hash, plugin.source
-    file.write_text(source + "# edited\n")
-    registry._all.cache_clear()
-    again = registry.rule_plugin("edited")
-    assert (again.hash, again.source) == before == (plugin.hash, source)
-    registry._named_files.remove(file.resolve())
-    registry._all.cache_clear()
+    with registry.isolated():
+        (plugin,) = registry.add_plugin(file)
+        before = plugin.hash, plugin.source
+        file.write_text(source + "# edited\n")
+        registry.refresh()
+        again = registry.rule_plugin("edited")
+        assert (again.hash, again.source) == before == (plugin.hash, source)
 
 
 # The schedule.

@@ -51,12 +51,10 @@ STUDY: dict[str, Any] = {
 @pytest.fixture
 def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
-    registry._all.cache_clear()
     threads = torch.get_num_threads()
-    yield tmp_path
+    with registry.isolated():
+        yield tmp_path
     torch.set_num_threads(threads)
-    registry._named_files.clear()
-    registry._all.cache_clear()
 
 
 @pytest.fixture

@@ -134,10 +134,8 @@ def test_what_a_task_is_evaluated_on_is_checked_too() -> None:
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder to work in, whose plugins are found."""
     monkeypatch.chdir(tmp_path)
-    registry._all.cache_clear()
-    yield tmp_path
-    registry._named_files.clear()
-    registry._all.cache_clear()
+    with registry.isolated():
+        yield tmp_path
 
 
 @pytest.fixture
@@ -146,7 +144,7 @@ def platform(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
     def run(*words: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["platform", *map(str, words)])
-        registry._all.cache_clear()
+        registry.refresh()
         with pytest.raises(SystemExit) as ended:
             cli.main()
         return (int(ended.value.code or 0), *capsys.readouterr())
@@ -189,7 +187,7 @@ def test_a_changed_task_is_another_trial(here: Path) -> None:
     (here / "study.yaml").write_text(STUDY)
 
     def planned() -> Job:
-        registry._all.cache_clear()
+        registry.refresh()
         plan = make_plan(load_study(here / "study.yaml"))
         return plan.job(plan.arms[0], "confirm", 0, {})
 
@@ -197,8 +195,8 @@ def test_a_changed_task_is_another_trial(here: Path) -> None:
     before = planned()
     assert planned().key == before.key
     file.write_text(file.read_text() + "\n# other data, same version\n")
-    registry._read.cache_clear()
-    assert planned().key != before.key
+    with registry.isolated():
+        assert planned().key != before.key
 
 
 def test_a_task_of_any_file_is_found_by_the_option(platform: Callable[..., Any], here: Path) -> None:
@@ -218,7 +216,7 @@ def test_a_task_of_an_installed_package_is_found_by_its_entry_point(
     (here / "theirs-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1\n")
     (here / "theirs-1.dist-info" / "entry_points.txt").write_text("[deltalab.tasks]\ntheirs = their_tasks\n")
     monkeypatch.syspath_prepend(here)
-    registry._all.cache_clear()
+    registry.refresh()
     assert "packaged" in registry.list_tasks()
     assert registry.task_plugin("packaged").file == here / "their_tasks" / "packaged.py"
 

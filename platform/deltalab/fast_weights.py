@@ -102,15 +102,14 @@ class FastWeights(UpdateRule):
         state = now + momentum * self.momentum
         if self.mini_batch > 1:
             state += (*begun, now[0].new_empty(*now[0].shape[:2], seen, 0))
-        return state if len(state) > 1 else state[0]
+        return state
 
     def _unpacked(self, state: State) -> tuple[Weights, Weights, Weights, int]:
-        parts = state if isinstance(state, tuple) else (state,)
         seen = 0
         if self.mini_batch > 1:
-            parts, seen = parts[:-1], parts[-1].shape[2]
-        count = len(parts) // (1 + self.momentum + (self.mini_batch > 1))
-        now, *others = (tuple(parts[i : i + count]) for i in range(0, len(parts), count))
+            state, seen = state[:-1], state[-1].shape[2]
+        count = len(state) // (1 + self.momentum + (self.mini_batch > 1))
+        now, *others = (state[i : i + count] for i in range(0, len(state), count))
         momentum = others[0] if self.momentum else ()
         return now, momentum, others[-1] if self.mini_batch > 1 else now, seen
 

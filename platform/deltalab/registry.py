@@ -7,7 +7,8 @@ import importlib.util
 import inspect
 import pkgutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
@@ -50,8 +51,30 @@ def add_plugin(file: str | Path) -> list[Plugin]:
         raise InputError(f"{file}: defines no UpdateRule and no Task with a name")
     if path not in _named_files:
         _named_files.append(path)
-        _all.cache_clear()
+        refresh()
     return found
+
+
+def refresh() -> None:
+    """Has plugins searched for again: after a change of folder, or of the files in ./plugins."""
+    _all.cache_clear()
+
+
+@contextmanager
+def isolated() -> Iterator[None]:
+    """Within it, plugins are searched for and their files are read as a new process would, less what is imported.
+
+    On leaving, files that `add_plugin` was given within are forgotten.
+    """
+    named = list(_named_files)
+    _read.cache_clear()
+    refresh()
+    try:
+        yield
+    finally:
+        _named_files[:] = named
+        _read.cache_clear()
+        refresh()
 
 
 def list_rules() -> list[str]:

@@ -4,8 +4,6 @@ Chebyshev iteration and conjugate gradient need products H_t x alone, and these 
 implicit differentiation, so that the iterations leave nothing behind (Gated KalmaNet, arXiv:2511.21016, 4.2).
 """
 
-import importlib
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deltalab.errors import InputError
-from deltalab.ops.backends import constant
+from deltalab.ops.backends import available, lacks_triton
 from deltalab.ops.reference import chunked, decays, from_chunks, into_chunks
 from deltalab.rule import Operands
 from deltalab.structure import DECAY, Ridge
@@ -43,9 +41,8 @@ def regression(
     gram, memory = state
     q, k, v, g = (x.to(memory.dtype) for x in (q, k, v, g.expand(k.shape[:3])))
     x, gram = solve(ridge, q, k, g, gram, chunk_size=chunk_size)
-    o, after = chunked(DECAY, Operands(r=x, k=k, u=v, g=g), scale=scale, state=memory, chunk_size=chunk_size)
-    assert isinstance(after, Tensor)
-    return o, (gram, after)
+    o, (memory,) = chunked(DECAY, Operands(r=x, k=k, u=v, g=g), scale=scale, state=(memory,), chunk_size=chunk_size)
+    return o, (gram, memory)
 
 
 def fused_regression(
@@ -62,18 +59,12 @@ def fused_regression(
 
     Raises `InputError` where `lacks_kernel` says why not.
     """
+    device = v.device.type
+    kernel = available(device).regression
     lacking = lacks_kernel(ridge, k, v)
-    if lacking:
-        raise InputError(f"{lacking}: use deltalab.ridge.regression")
-    op = sys.modules[_kernels()]
-    found: tuple[Tensor, tuple[Tensor, Tensor]] = op.regression(ridge, q, k, v, g, scale=scale, state=state)
-    return found
-
-
-@constant
-def _kernels() -> str:
-    """Loads them by name: an exported model carries this file without them, and torch.compile takes no import."""
-    return importlib.import_module("deltalab.kernels.ridge.op").__name__
+    if lacking or kernel is None:
+        raise InputError(f"{lacking or f'the kernels need {lacks_triton(device)}'}: use deltalab.ridge.regression")
+    return kernel(ridge, q, k, v, g, scale=scale, state=state)
 
 
 def lacks_kernel(ridge: Ridge, k: Tensor, v: Tensor) -> str | None:

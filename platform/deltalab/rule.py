@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self, TypeAlias, cast
+from typing import Any, ClassVar, Literal, Self, TypeAlias, cast, final
 
 import torch
 from torch import Tensor
@@ -25,7 +25,9 @@ from deltalab.errors import InputError, unknown
 from deltalab.gates import Gate
 from deltalab.structure import ResidualState, Transition
 
-State: TypeAlias = Tensor | tuple[Tensor, ...]
+State: TypeAlias = tuple[Tensor, ...]
+"""What a rule remembers of a sequence: S, or S and R for a rule of the algebra with a `Fit`, [B, H, K, V] each."""
+
 Option: TypeAlias = Transition | Gate | str | float | bool
 
 
@@ -150,28 +152,61 @@ class UpdateRule:
         raise NotImplementedError(f"rule '{self.name}' gives neither operands nor mix")
 
     def mix(
-        self, q: Tensor, k: Tensor, v: Tensor, gates: Mapping[str, Tensor], *, scale: float, state: State
-    ) -> tuple[Tensor, State]:
-        """For a rule outside the algebra: all of o [B, T, H, V] and the next state. Must accept any T >= 1."""
+        self, q: Tensor, k: Tensor, v: Tensor, gates: Mapping[str, Tensor], *, scale: float, state: Any
+    ) -> tuple[Tensor, State | Tensor]:
+        """For a rule outside the algebra: all of o [B, T, H, V] and the next state. Must accept any T >= 1.
+
+        state: one tensor or a tuple, as `initial_state` returns it; the next state has the same form.
+        """
         raise NotImplementedError(f"rule '{self.name}' gives neither operands nor mix")
 
     def fused(
-        self, q: Tensor, k: Tensor, v: Tensor, gates: Mapping[str, Tensor], *, scale: float, state: State
-    ) -> tuple[Tensor, State]:
-        """The rule's own kernel, where it brings one. Conformance holds it to the reference, where it takes fp64."""
+        self, q: Tensor, k: Tensor, v: Tensor, gates: Mapping[str, Tensor], *, scale: float, state: Any
+    ) -> tuple[Tensor, State | Tensor]:
+        """The rule's own kernel, with the arguments of `mix`. `rule check` compares it with the reference, in fp64 too
+        if it takes fp64.
+        """
         raise NotImplementedError(f"rule '{self.name}' brings no kernel of its own")
 
     def lacks_kernel(self, k: Tensor, v: Tensor) -> str | None:
         """Why `fused` is not for this setting of the rule, or for inputs like these, in words; None where it is."""
         return None if self.brings_kernel else f"rule '{self.name}' brings no Triton kernel"
 
-    def initial_state(self, k: Tensor, v: Tensor) -> State:
-        """An empty state for inputs like k [B, T, H, K] and v [B, T, H, V]: [B, H, K, V], or two, in at least fp32."""
+    def initial_state(self, k: Tensor, v: Tensor) -> State | Tensor:
+        """An empty state for inputs like k [B, T, H, K] and v [B, T, H, V], in at least fp32.
+
+        One tensor [B, H, K, V], or two in a tuple with a second state. A rule outside the algebra may return any
+        tensor or tuple of tensors that begin with [B, H].
+        """
         dtype = torch.promote_types(v.dtype, torch.float32)
         empty = v.new_zeros(v.shape[0], v.shape[2], k.shape[-1], v.shape[-1], dtype=dtype)
         return (empty, empty.clone()) if self.second_state else empty
 
     # What follows is derived from the declaration; a rule does not override it.
+
+    @final
+    def start(self, k: Tensor, v: Tensor) -> State:
+        """`initial_state` as a tuple."""
+        return _tuple(self.initial_state(k, v))
+
+    @final
+    def advance(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gates: Mapping[str, Tensor],
+        *,
+        scale: float,
+        state: State | None,
+        fused: bool = False,
+    ) -> tuple[Tensor, State]:
+        """`mix`, or `fused`, with states as tuples; from an empty state where it is None."""
+        # A state of one tensor alone does not tell whether the rule wants it in a tuple.
+        own = self.initial_state(k, v) if state is None or len(state) == 1 else state
+        given = own if state is None else state[0] if isinstance(own, Tensor) else state
+        o, after = (self.fused if fused else self.mix)(q, k, v, gates, scale=scale, state=given)
+        return o, _tuple(after)
 
     @property
     def brings_kernel(self) -> bool:
@@ -264,6 +299,10 @@ class UpdateRule:
             taken = list(inspect.signature(cls.operands).parameters)[1:4]
             if taken != ["q", "k", "v"]:
                 raise TypeError(f"{cls.__name__}.operands must take (self, q, k, v, ...), not {taken}")
+
+
+def _tuple(state: State | Tensor) -> State:
+    return (state,) if isinstance(state, Tensor) else state
 
 
 def _choose(given: object, options: tuple[Option, ...], *, where: str) -> Option:

@@ -34,8 +34,7 @@ class Inputs:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Inputs":
         gates = {name: change(value) for name, value in self.gates.items()}
-        state = tuple(map(change, self.state)) if isinstance(self.state, tuple) else self.state
-        state = change(state) if isinstance(state, Tensor) else state
+        state = None if self.state is None else tuple(map(change, self.state))
         return Inputs(change(self.q), change(self.k), change(self.v), gates, state)
 
     def rows(self, x: Tensor, start: int, stop: int | None = None) -> Tensor:
@@ -57,9 +56,9 @@ def moves(x: Tensor) -> bool:
 
 def parts(state: State | None) -> dict[str, Tensor]:
     """The tensors of a state by names that tell them apart."""
-    if isinstance(state, tuple):
-        return {f"state[{i}]": part for i, part in enumerate(state)}
-    return {} if state is None else {"state": state}
+    if state is None:
+        return {}
+    return {"state": state[0]} if len(state) == 1 else {f"state[{i}]": part for i, part in enumerate(state)}
 
 
 def learned(rule: UpdateRule) -> dict[str, Gate]:

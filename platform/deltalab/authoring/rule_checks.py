@@ -295,8 +295,7 @@ def eigenvalues(rule: UpdateRule) -> Iterator[Measured]:
 
 def _after(rule: UpdateRule, x: Inputs, states: list[Tensor], which: int) -> Tensor:
     """One of the states after the tokens, where these stand before them."""
-    before = states[0] if len(states) == 1 else tuple(states)
-    return list(parts(_scan(rule, x.span(0, state=before), "recurrent")[1]).values())[which]
+    return _scan(rule, x.span(0, state=tuple(states)), "recurrent")[1][which]
 
 
 def gate_liveness(rule: UpdateRule) -> Iterator[Measured]:
@@ -372,7 +371,7 @@ def sizes(rule: UpdateRule) -> Iterator[Measured]:
         found.append(("number of elements in the layer's cache", cache.numel(), convolved + count * math.prod(shape)))
         for dtype in (torch.bfloat16, torch.float32, torch.float64):
             x = _inputs(rule).map(lambda part, dtype=dtype: part.to(dtype))  # type: ignore[misc]
-            states = {"initial_state": rule.initial_state(x.k, x.v)}
+            states = {"initial_state": rule.start(x.k, x.v)}
             states |= {f"state from {backend}": _scan(rule, x, backend)[1] for backend in _backends(rule)}
             want = count * [(shape, torch.promote_types(dtype, torch.float32))]
             for source, state in states.items():

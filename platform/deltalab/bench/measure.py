@@ -308,8 +308,7 @@ def _ours(rule: UpdateRule, x: Inputs, now: Inputs, backend: Backend) -> Contest
         def run(q: Tensor, k: Tensor, v: Tensor, **rest: Tensor) -> tuple[Tensor, State]:
             nonlocal chosen
             states = tuple(rest.pop(name) for name in list(rest) if name.startswith("state"))
-            state = None if not states else states if isinstance(x.state, tuple) else states[0]
-            found = scan(rule, q, k, v, rest, state=state, backend=chosen)
+            found = scan(rule, q, k, v, rest, state=states or None, backend=chosen)
             if chosen == "triton" and q.is_cuda:
                 chosen = "auto"
             return found

@@ -126,8 +126,8 @@ def _fla(rule: UpdateRule, x: Inputs, now: Inputs) -> Contestant:
     _, next_given, _ = _linear(rule, now)
     if op == "gla":
         next_given["gk"] = next_given.pop("g")
-    assert isinstance(now.state, Tensor)
-    return Contestant("fla", Call(chunk, given), Call(recurrent, {**next_given, "initial_state": now.state}))
+    assert now.state is not None
+    return Contestant("fla", Call(chunk, given), Call(recurrent, {**next_given, "initial_state": now.state[0]}))
 
 
 _MODULES = {"dplr_delta_rule": "generalized_delta_rule"}

@@ -103,7 +103,7 @@ def _config(spec: ModelSpec, model: Model, provenance: Mapping[str, object]) -> 
 
 def _modules(spec: ModelSpec) -> dict[str, str]:
     """The folder's Python files by name: the model's code, its rules, and a registry of these."""
-    rules = [rule_plugin(name) for name in dict.fromkeys(_rules(spec))]
+    rules = [rule_plugin(name) for name in dict.fromkeys(rule.name for rule in spec.rules())]
     modules: dict[str, str] = {}
     wanted = [f"export.{MODELING}"]
     for plugin in rules:
@@ -122,10 +122,6 @@ def _modules(spec: ModelSpec) -> dict[str, str]:
     never = "".join(f"    from .{name} import *\n" for name in sorted(modules) if name != MODELING)
     modules[MODELING] += f"\n\nif False:  # names every file of this folder, for transformers to find\n{never}"
     return modules
-
-
-def _rules(spec: ModelSpec) -> list[str]:
-    return [spec.make_rule().name, *(["attention"] if spec.attention else [])]
 
 
 def _rule_module(plugin: Plugin) -> str:

@@ -14,7 +14,6 @@ from transformers.utils.generic import can_return_tuple
 from deltalab.models.layer import LayerCache, initialize
 from deltalab.models.model import Block, Model
 from deltalab.models.spec import ModelSpec
-from deltalab.rule import State
 
 
 class DeltaLabConfig(PretrainedConfig):
@@ -78,10 +77,7 @@ class StateCache(Cache):
         self._each(lambda part: part.repeat_interleave(repeats, dim=0))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> None:
-        def changed(state: State) -> State:
-            return tuple(map(change, state)) if isinstance(state, tuple) else change(state)
-
-        self.states = [LayerCache(change(now.conv), changed(now.state)) for now in self.states]
+        self.states = [LayerCache(change(now.conv), tuple(map(change, now.state))) for now in self.states]
 
 
 class DeltaLabForCausalLM(PreTrainedModel, GenerationMixin):
@@ -205,12 +201,8 @@ class DeltaLabForCausalLM(PreTrainedModel, GenerationMixin):
         for block, after in zip(self.model.blocks, states, strict=True):
             mixer = cast(Block, block).mixer
             k, v = (blank.new_zeros(1, 1, mixer.heads, size) for size in (mixer.key_dim, mixer.value_dim))
-            for empty, now in zip(_parts(mixer.rule.initial_state(k, v)), _parts(after.state), strict=True):
+            for empty, now in zip(mixer.rule.start(k, v), after.state, strict=True):
                 if empty.shape != now.shape:
                     return False
                 left.append(now - empty)
         return not any(part.any() for part in left)
-
-
-def _parts(state: State) -> tuple[Tensor, ...]:
-    return state if isinstance(state, tuple) else (state,)

@@ -172,11 +172,11 @@ register(_decode, shapes=_shapes)
 def decode(transition: Transition, x: Operands, *, scale: float, state: State | None) -> tuple[Tensor, State]:
     """`reference.recurrent` for one token, T = 1: o [B, 1, H, V] in u's dtype, and a new state in fp32.
 
-    x: `Operands` with B and H in full, and n rows where the transition takes n steps. state: [B, H, K, V], or two of
-    them with a fit; None for an empty one. Reads and writes each once. Without a gradient.
+    x: `Operands` with B and H in full, and n rows where the transition takes n steps. state: a tuple of one
+    [B, H, K, V], of two with a fit; None if empty. Each is read and written once. There is no gradient.
     """
     fit = x.fit
-    first, second = state if isinstance(state, tuple) else (state, None)
+    first, second = (*(state or ()), None, None)[:2]
     given: list[Tensor | None] = [x.r, x.k, x.u, x.g, x.e, x.a, x.b, x.beta, x.read, x.d]
     if fit is None:
         given += [None] * 6
@@ -192,4 +192,4 @@ def decode(transition: Transition, x: Operands, *, scale: float, state: State | 
         None if fit is None else fit.residual.loss,
         0.0 if fit is None else fit.residual.clip,
     )
-    return o, last if fit is None else (last, second_last)
+    return o, (last,) if fit is None else (last, second_last)

@@ -45,8 +45,7 @@ def scan(
     if x.r.shape[1] == 1 and cu_seqlens is None and not (torch.is_grad_enabled() and _needs_grad(x, state)):
         return decode(transition, x, scale=scale, state=state)
     x = _padded(x, max(16, triton.next_power_of_2(key_dim)) - key_dim, -value_dim % 16)
-    states = state if isinstance(state, tuple) else (state,)
-    first, second = (_grown(one, x) for one in (*states, None)[:2])
+    first, second = (_grown(one, x) for one in (*(state or ()), None, None)[:2])
     chunk_size = chunk_size or _chunk(x)
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens * transition.steps
@@ -59,7 +58,7 @@ def scan(
             )
         o, last = _pass(transition, x, scale, first, cu_seqlens, chunk_size)
         o = o[:, transition.steps - 1 :: transition.steps]
-        return o[..., :value_dim], last[..., :key_dim, :value_dim]
+        return o[..., :value_dim], (last[..., :key_dim, :value_dim],)
     o, last, second = _passes(transition, x, alike, scale, (first, second), cu_seqlens, chunk_size)
     return o[..., :value_dim], (last[..., :key_dim, :value_dim], second[..., :key_dim, :value_dim])
 
@@ -184,5 +183,5 @@ def _repeated(x: Tensor, steps: int) -> Tensor:
 def _needs_grad(x: Operands, state: State | None) -> bool:
     parts = [getattr(x, f.name) for f in dataclasses.fields(x)]
     parts += [getattr(x.fit, f.name) for f in dataclasses.fields(x.fit)] if x.fit is not None else []
-    parts += list(state) if isinstance(state, tuple) else [state]
+    parts += state or ()
     return any(isinstance(one, Tensor) and one.requires_grad for one in parts)

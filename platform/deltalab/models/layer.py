@@ -25,8 +25,7 @@ class LayerCache:
 
     def numel(self) -> int:
         """Elements held, counted on the tensors themselves."""
-        parts = self.state if isinstance(self.state, tuple) else (self.state,)
-        return self.conv.numel() + sum(part.numel() for part in parts)
+        return self.conv.numel() + sum(part.numel() for part in self.state)
 
 
 def parameter(start: Callable[[torch.Generator], Tensor]) -> nn.Parameter:

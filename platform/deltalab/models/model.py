@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from deltalab.errors import InputError
 from deltalab.models.layer import LayerCache, RuleLayer, initialize, linear, parameter
 from deltalab.models.spec import ModelSpec
-from deltalab.ops.backends import may_launch
+from deltalab.ops.backends import automatic
 from deltalab.ops.norm import ResidualNorm, RMSNorm
-from deltalab.registry import get_rule
 from deltalab.rule import UpdateRule
 
 
@@ -24,11 +23,10 @@ class Embedding(nn.Embedding):
         self.weight = parameter(lambda g: torch.empty(vocabulary, width).normal_(0.0, 1.0, generator=g))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        if not may_launch(self.weight.device.type):
+        embed = automatic(self.weight.device.type).embed
+        if embed is None:
             return super().forward(tokens)
-        # Not imported: an exported model has no kernels.
-        found: Tensor = torch.ops.deltalab.embed(self.weight[None], tokens.reshape(1, -1))
-        return found.view(*tokens.shape, -1)
+        return embed(self.weight[None], tokens.reshape(1, -1)).view(*tokens.shape, -1)
 
 
 class SwiGLU(nn.Module):
@@ -126,11 +124,10 @@ class Model(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.spec = spec
-        rule = spec.make_rule()
-        attention = get_rule("attention", window=spec.window) if spec.attention else rule
+        rule, *attention = spec.rules()
         self.embed: nn.Embedding = Embedding(spec.vocab_size, spec.d_model)
         self.blocks = nn.ModuleList(
-            Block(spec, attention if spec.is_attention(layer) else rule) for layer in range(spec.depth)
+            Block(spec, attention[0] if spec.is_attention(layer) else rule) for layer in range(spec.depth)
         )
         self.norm = ResidualNorm(spec.d_model)
         self.rebuild = Rebuild(spec.d_model) if spec.readout == "last" else None

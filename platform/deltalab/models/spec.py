@@ -10,6 +10,9 @@ from deltalab.rule import UpdateRule
 
 SECOND_TO_LAST_OF_EIGHT = "second_to_last_of_every_eight"
 
+ATTENTION = "attention"
+"""The rule of the layers that `ModelSpec.attention` lists."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
@@ -117,6 +120,10 @@ class ModelSpec:
             raise InputError(f"rule must be a name or {{name: ..., knob: ...}}, not {self.rule!r}")
         knobs = {key: value for key, value in self.rule.items() if key != "name"}
         return get_rule(self.rule["name"], **knobs)
+
+    def rules(self) -> list[UpdateRule]:
+        """The rules of the layers: `make_rule`, then that of the attention layers, if there are any."""
+        return [self.make_rule(), *([get_rule(ATTENTION, window=self.window)] if self.attention else [])]
 
     @property
     def depth(self) -> int:

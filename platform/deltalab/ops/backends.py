@@ -1,56 +1,195 @@
-"""Whether Triton kernels can run on this machine, asked once."""
+"""Which Triton kernels a device has: the one way from the platform to them."""
 
 import functools
 import importlib
 import logging
 import os
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from deltalab.rule import Operands, State
+from deltalab.structure import Ridge, Transition
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 OLDEST_TRITON = (3, 4)
-"""The first whose tensor descriptors the kernels' tiles are."""
+"""The first release with the tensor descriptors that the kernels load their tiles by."""
+
+ENTRIES = __name__.removesuffix("backends") + "triton_kernels"
+"""The module that imports the kernels. An exported model has a copy of this file but not of that one."""
 
 _log = logging.getLogger("deltalab")
 
 
+class Scan(Protocol):
+    def __call__(
+        self,
+        transition: Transition,
+        x: Operands,
+        /,
+        *,
+        dtype: torch.dtype,
+        scale: float,
+        state: State | None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, State]: ...
+
+
+class Regression(Protocol):
+    def __call__(
+        self,
+        ridge: Ridge,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        /,
+        *,
+        scale: float,
+        state: tuple[Tensor, Tensor],
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]: ...
+
+
+class CrossEntropy(Protocol):
+    def __call__(self, logits: Tensor, targets: Tensor, count: Tensor, /, *, ignore: int) -> Tensor: ...
+
+
+class AdamW(Protocol):
+    def __call__(
+        self,
+        weights: Tensor,
+        first: Tensor,
+        second: Tensor,
+        grad: Tensor,
+        losses: Tensor,
+        /,
+        *,
+        bad: Tensor,
+        loss: Tensor,
+        begin: Tensor,
+        row: Tensor,
+        rates: Tensor,
+        betas: Tensor,
+        new: Tensor,
+        clip: Tensor,
+        eps: float,
+        decayed: int,
+    ) -> None: ...
+
+
+class Integers(Protocol):
+    def __call__(
+        self,
+        starts: Tensor,
+        rows: Tensor | None,
+        shape: tuple[int, ...],
+        /,
+        *,
+        shift: int = 0,
+        below: int | Tensor | None = None,
+    ) -> Tensor: ...
+
+
+class Exponential(Protocol):
+    def __call__(self, starts: Tensor, rows: Tensor | None, shape: tuple[int, ...], /, *, terms: int) -> Tensor: ...
+
+
+class Distinct(Protocol):
+    def __call__(self, starts: Tensor, rows: Tensor | None, shape: tuple[int, ...], /, *, below: int) -> Tensor: ...
+
+
+class Kernels(NamedTuple):
+    """The kernels that a device has; None stands for one that it lacks.
+
+    triton: whether kernels run at all, so that a rule may take one of its own.
+    scan: a rule's operands to its output and next state, for the structures that `takes` says.
+    regression: `ridge.regression`. rms_norm, convolve: `ops.norm` and `ops.convolution`. embed: rows of an embedding.
+    cross_entropy: a chunk of `ops.loss`, in place. adamw: a step of `training.stack`, in place.
+    integers, exponential, distinct: draws of `tasks.randomness`; distinct takes a count of at most `most_distinct`.
+    """
+
+    triton: bool = False
+    scan: Scan | None = None
+    takes: Callable[[Transition, Operands, torch.dtype], bool] | None = None
+    regression: Regression | None = None
+    rms_norm: (
+        Callable[
+            [Tensor, Tensor | None, Tensor | None, Tensor | None, float, torch.dtype],
+            tuple[Tensor, Tensor],
+        ]
+        | None
+    ) = None
+    convolve: (
+        Callable[
+            [Tensor, Tensor | None, Tensor | None, Sequence[int], int, bool, bool],
+            tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+        ]
+        | None
+    ) = None
+    embed: Callable[[Tensor, Tensor], Tensor] | None = None
+    cross_entropy: CrossEntropy | None = None
+    adamw: AdamW | None = None
+    integers: Integers | None = None
+    exponential: Exponential | None = None
+    distinct: Distinct | None = None
+    most_distinct: int = 0
+
+
+NONE = Kernels()
+_loaded = NONE
+
+
 def constant(function: F) -> F:
-    """`torch.compiler.assume_constant_result`, which loads the compiler: half of all time that a command starts in."""
+    """Makes the function's result a constant of a compiled graph.
+
+    As `torch.compiler.assume_constant_result` does, which loads the compiler: half the time that a command starts in.
+    """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def once(function: Callable[[str], T]) -> "functools._lru_cache_wrapper[T]":
-    """For a look at the machine: cached, and a constant to torch.compile."""
+    """Caches what a function finds on the machine, and makes it a constant of compiled graphs."""
     return functools.cache(constant(function))
 
 
 @once
 def lacks_triton(device: str) -> str | None:
-    """What is missing for the kernels, if anything is."""
+    """What the kernels need and do not find for this type of device, or None; loads them where nothing is missing."""
+    global _loaded
     try:
         import triton
-
-        importlib.import_module("deltalab.kernels")
-    except ImportError as error:
-        return f"the package {(error.name or 'triton').split('.')[0]}"
+    except ImportError:
+        return "the package triton"
     if tuple(map(int, triton.__version__.split(".")[:2])) < OLDEST_TRITON:
         return f"Triton {'.'.join(map(str, OLDEST_TRITON))} or later, not {triton.__version__}"
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if device != "cuda" and not interpreted:
         return "a GPU, or TRITON_INTERPRET=1"
-    importlib.import_module("deltalab.kernels.dispatch")
-    importlib.import_module("deltalab.kernels.step.convolution")
-    importlib.import_module("deltalab.kernels.step.embedding")
-    importlib.import_module("deltalab.kernels.step.norm")
-    return None if interpreted else importlib.import_module("deltalab.kernels.ptxas").choose()
+    try:
+        entries = importlib.import_module(ENTRIES)
+    except ModuleNotFoundError as error:
+        if error.name != ENTRIES:
+            raise
+        return "deltalab itself, since an exported model has none"
+    if not interpreted and (missing := entries.lacks_assembler()):
+        return str(missing)
+    _loaded = entries.KERNELS
+    return None
+
+
+def available(device: str) -> Kernels:
+    """The kernels that run on this type of device, for who asks for them by name."""
+    return _loaded if lacks_triton(device) is None else NONE
 
 
 @once
-def may_launch(device: str) -> bool:
-    """Whether kernels are taken where nobody asked for them by name; on a GPU it says once why not."""
+def _unasked(device: str) -> bool:
+    """Whether kernels are taken where nobody asked for them by name; logs once why not."""
     if device != "cuda":
         _log.info("no GPU: backend 'auto' takes 'chunked'")
         return False
@@ -58,3 +197,8 @@ def may_launch(device: str) -> bool:
     if missing:
         _log.warning("backend 'auto' takes 'chunked': kernels need %s", missing)
     return missing is None
+
+
+def automatic(device: str) -> Kernels:
+    """The kernels that are taken where nobody asked for them by name: those of a GPU, none on a CPU."""
+    return available(device) if _unasked(device) else NONE

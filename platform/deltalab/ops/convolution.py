@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from deltalab.ops.backends import may_launch
+from deltalab.ops.backends import automatic
 from deltalab.ops.vmap import Stacked
 
 WIDEST = 8
@@ -80,7 +80,8 @@ def fuses(x: Tensor, taps: Tensor | None, channels: Channels) -> bool:
     """Whether `fused` takes it, and has something to do."""
     width = 0 if taps is None else taps.shape[0]
     idle = channels.features == "raw" and not width
-    return not idle and width <= WIDEST and x.dtype != torch.float64 and may_launch(x.device.type)
+    takes = width <= WIDEST and x.dtype != torch.float64
+    return not idle and takes and automatic(x.device.type).convolve is not None
 
 
 def fused(
@@ -103,9 +104,10 @@ def fused(
         past, tail = None, product[:, :0, : weight.shape[0]]
     else:
         tail = _last(product[..., : weight.shape[0]], past, taps.shape[0] - 1)
-    # By name: an exported model carries this file without the kernels.
-    q, k, v, first, rest = torch.ops.deltalab.convolve(
-        *(None if one is None else one[None] for one in (product, taps, past)),
+    convolve = automatic(x.device.type).convolve
+    assert convolve is not None
+    q, k, v, first, rest = convolve(
+        product[None], None if taps is None else taps[None], None if past is None else past[None],
         [*channels.widths, sum(sizes[:1]), sum(sizes[1:]) + spare],
         channels.key_dim, channels.features != "raw", channels.features == "unit",
     )  # fmt: skip

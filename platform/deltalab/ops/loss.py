@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from deltalab.ops.backends import may_launch
+from deltalab.ops.backends import automatic
 
 MOST_LOGITS = {"cpu": 2**18, "cuda": 2**28}
 """How many are held at a time: on a CPU what stays in its caches, on a GPU 0.5 GiB in bf16, gradients in place."""
@@ -47,7 +47,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, ignore: int) -> Tensor:
         models, positions, _ = x.shape
-        kernel = may_launch(x.device.type)
+        kernel = automatic(x.device.type).cross_entropy
         # Whole models before parts of them: a model's sums are then the same, however many there are.
         most = max(1, MOST_LOGITS[x.device.type] // weight.shape[1])
         together, size = max(1, most // positions), min(most, positions)
@@ -60,10 +60,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for begin in range(0, positions, size):
                 at = of, slice(begin, begin + size)
                 logits = x[at] @ weight[of].mT
-                if kernel:
-                    from deltalab.kernels.step.loss import cross_entropy_
-
-                    total[of] += cross_entropy_(logits, targets[at], count[of], ignore=ignore).sum(1)
+                if kernel is not None:
+                    total[of] += kernel(logits, targets[at], count[of], ignore=ignore).sum(1)
                     d_logits = logits
                 else:
                     loss, d_logits = _cross_entropy(logits.to(total.dtype), targets[at], counted[at], count[of])

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltalab.ops.backends import may_launch
+from deltalab.ops.backends import automatic
 
 EPS = 1e-5
 
@@ -16,7 +16,8 @@ class RMSNorm(nn.RMSNorm):
         super().__init__(width, eps=EPS)
 
     def forward(self, x: Tensor) -> Tensor:
-        return _fused(x, None, self.weight, None)[0].view(x.shape) if _fuses(x) else super().forward(x)
+        found = _fused(x, None, self.weight, None)
+        return super().forward(x) if found is None else found[0].view(x.shape)
 
 
 class ResidualNorm(nn.RMSNorm):
@@ -26,11 +27,12 @@ class ResidualNorm(nn.RMSNorm):
         super().__init__(width, eps=EPS)
 
     def forward(self, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        if _fuses(x):
-            y, total = _fused(x, branch, self.weight, None)
-            return x if branch is None else total.view(x.shape), y.view(x.shape)
-        x = x if branch is None else x + branch
-        return x, super().forward(x)
+        found = _fused(x, branch, self.weight, None)
+        if found is None:
+            x = x if branch is None else x + branch
+            return x, super().forward(x)
+        y, total = found
+        return x if branch is None else total.view(x.shape), y.view(x.shape)
 
 
 class HeadNorm(nn.Module):
@@ -46,22 +48,24 @@ class HeadNorm(nn.Module):
         self.register_parameter("weight", nn.Parameter(torch.ones(width)) if norm else None)
 
     def forward(self, o: Tensor, gate: Tensor | None) -> Tensor:
-        if _fuses(o) and not (self.weight is None and gate is None):
-            return _fused(o, None, self.weight, gate)[0].view(o.shape).flatten(-2)
+        found = None if self.weight is None and gate is None else _fused(o, None, self.weight, gate)
+        if found is not None:
+            return found[0].view(o.shape).flatten(-2)
         if self.weight is not None:
             o = F.rms_norm(o, self.weight.shape, self.weight, EPS)
         o = o.flatten(-2)
         return o if gate is None else o * gate.sigmoid()
 
 
-def _fuses(x: Tensor) -> bool:
-    return x.dtype != torch.float64 and may_launch(x.device.type)
-
-
-def _fused(x: Tensor, branch: Tensor | None, weight: Tensor | None, gate: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`kernels.norm.rms_norm` of one run, in the dtype that the next product is in."""
+def _fused(
+    x: Tensor, branch: Tensor | None, weight: Tensor | None, gate: Tensor | None
+) -> tuple[Tensor, Tensor] | None:
+    """The kernel's norm and sum, in the dtype of the next product; None where no kernel takes x."""
     device, rows = x.device.type, (1, -1, x.shape[-1])
-    found: tuple[Tensor, Tensor] = torch.ops.deltalab.rms_norm(  # not imported: an exported model has no kernels
+    rms_norm = automatic(device).rms_norm
+    if rms_norm is None or x.dtype == torch.float64:
+        return None
+    return rms_norm(
         x.reshape(rows),
         None if branch is None else branch.reshape(rows),
         None if weight is None else weight[None],
@@ -69,4 +73,3 @@ def _fused(x: Tensor, branch: Tensor | None, weight: Tensor | None, gate: Tensor
         EPS,
         torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype,
     )
-    return found

@@ -23,7 +23,7 @@ DIAGONAL_CHUNK = 16
 def recurrent(transition: Transition, x: Operands, *, scale: float, state: State | None) -> tuple[Tensor, State]:
     """The recurrence of `structure.Transition`, one token at a time.
 
-    x: `Operands` with B, T and H in full. state: [B, H, K, V], or two of them with a fit; None for an empty one.
+    x: `Operands` with B, T and H in full. state: a tuple of one [B, H, K, V], of two with a fit; None if empty.
     Returns o [B, T, H, V] and the next state, both in at least fp32.
     """
     x = _cast(x, state).resolved()
@@ -42,7 +42,7 @@ def recurrent(transition: Transition, x: Operands, *, scale: float, state: State
         learned = fit.strength[:, t, :, None] * fit.residual.pseudo_residual(error)
         second = _step(transition, fitting, t, second, learned)
         out.append(_read(x.r[:, t], before) + _read(fitting.r[:, t], second))
-    return scale * torch.stack(out, dim=1), first if fit is None else (first, second)
+    return scale * torch.stack(out, dim=1), (first,) if fit is None else (first, second)
 
 
 def _step(transition: Transition, x: Operands, t: int, state: Tensor, u: Tensor) -> Tensor:
@@ -75,9 +75,8 @@ def chunked(
     if x.fit is None:
         steps = transition.steps
         r = x.r if steps == 1 else x.r.repeat_interleave(steps, dim=1)
-        assert state is None or isinstance(state, Tensor)
-        (o,), after = _scan(transition, x, state, chunk_size, after=r)
-        return scale * o[:, steps - 1 :: steps], after
+        (o,), last = _scan(transition, x, None if state is None else state[0], chunk_size, after=r)
+        return scale * o[:, steps - 1 :: steps], (last,)
     first, second = _states(x, state)
     (base, predicted), first = _scan(transition, x, first, chunk_size, before=(x.r, x.k))
     error = x.fit.residual.pseudo_residual(x.fit.v - predicted)
@@ -261,11 +260,10 @@ class _Solve(Stacked):
 
 
 def _states(x: Operands, state: State | None) -> tuple[Tensor, Tensor]:
-    """The first state, and the second where there is a fit (else again an empty one)."""
+    """The first state and, with a fit, the second; without one the second is not used."""
     if state is None:
         return _empty(x), _empty(x)
-    first, second = (state, state) if isinstance(state, Tensor) else state
-    return first.to(x.u.dtype), second.to(x.u.dtype)
+    return state[0].to(x.u.dtype), state[-1].to(x.u.dtype)
 
 
 def _empty(x: Operands) -> Tensor:
@@ -273,9 +271,8 @@ def _empty(x: Operands) -> Tensor:
 
 
 def _cast(x: Operands, state: State | None) -> Operands:
-    states = () if state is None else (state,) if isinstance(state, Tensor) else state
     dtype = torch.promote_types(x.u.dtype, torch.float32)
-    for one in states:
+    for one in state or ():
         dtype = torch.promote_types(dtype, one.dtype)
 
     def cast(part: "Operands | Fit") -> dict[str, Any]:

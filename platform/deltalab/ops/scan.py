@@ -2,9 +2,9 @@
 
 import itertools
 import logging
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Literal, TypeAlias, get_args
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deltalab.errors import InputError, unknown
 from deltalab.ops import reference
-from deltalab.ops.backends import lacks_triton, may_launch, once
+from deltalab.ops.backends import NONE, Kernels, automatic, available, lacks_triton, once
 from deltalab.rule import Operands, State, UpdateRule
 
 Backend: TypeAlias = Literal["auto", "recurrent", "chunked", "triton"]
@@ -39,62 +39,81 @@ def scan(
         the rule takes n steps per token.
     gates: the value of each gate by its symbol, [B, T, H] or [H], with channels [B, T, H, K] or [H, K], per step
         [B, n T, H]; constant gates may be left out.
-    scale: of the output, K ** -0.5 where None. state: what an earlier call returned, empty where None.
+    scale: of the output, K ** -0.5 where None.
+    state: what an earlier call returned; None for an empty one.
     backend: `recurrent` is the equation, token by token; `chunked` is the parallel form, in chunks of `chunk_size`;
-        `triton` is the kernel of the rule's structure, or the rule's own; `auto` takes that on a GPU where there is
+        `triton` is the kernel of the rule's structure, or the rule's own; `auto` takes a kernel on a GPU where there is
         one, else the parallel form.
     cu_seqlens: [N + 1] whole numbers from 0 to T, where B = 1 and the tokens are N sequences one after another; states
         are [N, H, K, V] then.
-    Returns o [B, T, H, V] in v's dtype, and the state after the last token.
-    Raises `InputError` for shapes, gates or a backend that do not fit.
+    Returns o [B, T, H, V] in v's dtype, and the state after the last token: a tuple, of one [B, H, K, V] for most rules
+        of the algebra, of two where a second state fits the first one's error.
+    Raises `InputError` for shapes, gates, a state or a backend that do not fit.
 
     >>> import deltalab, torch
     >>> q = k = torch.nn.functional.normalize(torch.ones(1, 2, 1, 4), dim=-1)
-    >>> o, state = deltalab.scan(deltalab.get_rule("linear_attention"), q, k, torch.ones(1, 2, 1, 3), {}, scale=1.0)
-    >>> [round(value, 5) for value in o[0, :, 0, 0].tolist()]
-    [1.0, 2.0]
+    >>> o, (S,) = deltalab.scan(deltalab.get_rule("linear_attention"), q, k, torch.ones(1, 2, 1, 3), {}, scale=1.0)
+    >>> [round(value, 5) for value in o[0, :, 0, 0].tolist()], list(S.shape)
+    ([1.0, 2.0], [1, 1, 4, 3])
     """
     _check(rule, q, k, v, state, backend, chunk_size, cu_seqlens)
     scale = k.shape[-1] ** -0.5 if scale is None else scale
-    if backend == "triton" and (missing := lacks_triton(v.device.type)):
-        raise InputError(f"backend 'triton' needs {missing}: use 'auto', 'chunked' or 'recurrent'")
-    may_fuse = backend == "triton" or (backend == "auto" and may_launch(v.device.type))
     with torch.autocast(v.device.type, enabled=False):
-        lacking = rule.lacks_kernel(k, v)
-        if rule.transition is not None and lacking:
-            x = operands(rule, q, k, v, gates)
-            if may_fuse:
-                # By name: an exported model carries this file without the kernels. torch.compile takes no import here.
-                algebra = sys.modules["deltalab.kernels.dispatch"]
-                if backend == "triton":
-                    _no_growth(x.g)
-                if backend == "triton" or algebra.takes(rule.transition, x, v.dtype):
-                    o, state = algebra.scan(
-                        rule.transition, x, dtype=v.dtype, scale=scale, state=state, cu_seqlens=cu_seqlens
-                    )
-                    return o.to(v.dtype), state
-        if cu_seqlens is not None:
-            return _one_by_one(rule, q, k, v, gates, scale, state, backend, chunk_size, cu_seqlens)
-        before = rule.initial_state(k, v) if state is None else state
-        if backend == "triton" and lacking:
-            raise InputError(f"{lacking}: use backend 'auto', 'chunked' or 'recurrent'")
-        if may_fuse and lacking and rule.brings_kernel:
-            _say(lacking)
-        if may_fuse and not lacking:
-            values = _gates(rule, gates, q)
-            if backend == "triton":
-                _no_growth(values.get("g"))
-            o, state = rule.fused(q, k, v, values, scale=scale, state=before)
-        elif rule.transition is None:
-            values = _gates(rule, gates, q)
-            o, state = _mix(rule, q, k, v, values, scale, before, token_by_token=backend == "recurrent")
-        else:
-            x = operands(rule, q, k, v, gates)
-            if backend == "recurrent" or (backend == "auto" and k.shape[1] == 1):
-                o, state = reference.recurrent(rule.transition, x, scale=scale, state=state)
-            else:
-                o, state = reference.chunked(rule.transition, x, scale=scale, state=state, chunk_size=chunk_size)
+        run = _choose(rule, q, k, v, gates, scale, state, backend, chunk_size, cu_seqlens)
+        o, state = run()
     return o.to(v.dtype), state
+
+
+def _choose(
+    rule: UpdateRule,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Mapping[str, Tensor],
+    scale: float,
+    state: State | None,
+    backend: Backend,
+    chunk_size: int,
+    cu_seqlens: Tensor | None,
+) -> Callable[[], tuple[Tensor, State]]:
+    """The call that computes the scan: a kernel if `backend` allows one and one takes these inputs, else PyTorch."""
+    kernels = _allowed(backend, v.device.type)
+    lacking = rule.lacks_kernel(k, v)
+    own = kernels.triton and lacking is None
+    x = None if rule.transition is None or own else operands(rule, q, k, v, gates)
+    if x is not None and rule.transition is not None and kernels.scan is not None:
+        if backend == "triton":
+            _no_growth(x.g)
+        if backend == "triton" or (kernels.takes is not None and kernels.takes(rule.transition, x, v.dtype)):
+            return partial(
+                kernels.scan, rule.transition, x, dtype=v.dtype, scale=scale, state=state, cu_seqlens=cu_seqlens
+            )
+    if cu_seqlens is not None:  # only the kernels of structures take packed sequences
+        return partial(_one_by_one, rule, q, k, v, gates, scale, state, backend, chunk_size, cu_seqlens)
+    if lacking and backend == "triton":
+        raise InputError(f"{lacking}: use backend 'auto', 'chunked' or 'recurrent'")
+    if lacking and kernels.triton and rule.brings_kernel:
+        _say(lacking)
+    if x is None or rule.transition is None:
+        values = _gates(rule, gates, q)
+        if own and backend == "triton":
+            _no_growth(values.get("g"))
+        advance = _token_by_token if backend == "recurrent" else partial(UpdateRule.advance, fused=own)
+        return partial(advance, rule, q, k, v, values, scale=scale, state=state)
+    if backend == "recurrent" or (backend == "auto" and k.shape[1] == 1):
+        return partial(reference.recurrent, rule.transition, x, scale=scale, state=state)
+    return partial(reference.chunked, rule.transition, x, scale=scale, state=state, chunk_size=chunk_size)
+
+
+def _allowed(backend: Backend, device: str) -> Kernels:
+    """The kernels that a backend may take. Raises `InputError` where it asks for them and there are none."""
+    if backend == "auto":
+        return automatic(device)
+    if backend != "triton":
+        return NONE
+    if missing := lacks_triton(device):
+        raise InputError(f"backend 'triton' needs {missing}: use 'auto', 'chunked' or 'recurrent'")
+    return available(device)
 
 
 @once
@@ -129,20 +148,15 @@ def _one_by_one(
     bounds = cu_seqlens.tolist()
     for n, (start, stop) in enumerate(itertools.pairwise(bounds)):
         tokens, steps = slice(start, stop), slice(start * rule.steps, stop * rule.steps)
-        here = {
-            name: value if value.dim() < 3 else value[:, steps if rule.gates[name].per == "step" else tokens]
-            for name, value in gates.items()
-        }
-        parts = state if isinstance(state, tuple) else (state,)
-        before = tuple(None if part is None else part[n : n + 1] for part in parts)
+        here = _rows(rule, gates, tokens, steps)
+        before = None if state is None else tuple(part[n : n + 1] for part in state)
         o, after = scan(
-            rule, q[:, tokens], k[:, steps], v[:, steps], here, scale=scale, backend=backend, chunk_size=chunk_size,
-            state=None if state is None else before if isinstance(state, tuple) else before[0],  # type: ignore[arg-type]
+            rule, q[:, tokens], k[:, steps], v[:, steps], here,
+            scale=scale, state=before, backend=backend, chunk_size=chunk_size,
         )  # fmt: skip
         out.append(o)
-        states.append(after if isinstance(after, tuple) else (after,))
-    joined = tuple(torch.cat(parts) for parts in zip(*states, strict=True))
-    return torch.cat(out, dim=1), joined if len(joined) > 1 else joined[0]
+        states.append(after)
+    return torch.cat(out, dim=1), tuple(torch.cat(parts) for parts in zip(*states, strict=True))
 
 
 def _check(
@@ -182,17 +196,21 @@ def _check(
                 f"cu_seqlens must be whole numbers [N + 1] on {v.device} beside a batch of 1, "
                 f"not {cu_seqlens.dtype} {list(cu_seqlens.shape)} on {cu_seqlens.device} beside a batch of {batch}"
             )
-    expected = (batch if cu_seqlens is None else cu_seqlens.numel() - 1, heads, key_dim, v.shape[3])
-    count = 2 if rule.second_state else 1
-    states = state if count == 2 and isinstance(state, tuple) else (state,)
-    fits = len(states) == count and all(
-        isinstance(one, Tensor) and one.shape == expected and one.device == v.device for one in states
-    )
-    if rule.transition is not None and state is not None and not fits:
-        raise InputError(
-            f"the state of rule '{rule.name}' must be {'a pair of ' * (count == 2)}[B, H, K, V] = {list(expected)} "
-            f"on {v.device}, not {', '.join(map(_shown, states))}"
-        )
+    if state is not None:
+        expected = (batch if cu_seqlens is None else cu_seqlens.numel() - 1, heads, key_dim, v.shape[3])
+        _check_state(rule, state, expected, v.device)
+
+
+def _check_state(rule: UpdateRule, state: State, expected: tuple[int, ...], device: torch.device) -> None:
+    fits = isinstance(state, tuple) and all(isinstance(one, Tensor) and one.device == device for one in state)
+    what = "of tensors, as an earlier call returned it,"
+    if rule.transition is not None:
+        count = 2 if rule.second_state else 1
+        fits = fits and [one.shape for one in state] == count * [expected]
+        what = f"of {'two' if count == 2 else 'one'} [B, H, K, V] = {list(expected)}"
+    if not fits:
+        given = f"({', '.join(map(_shown, state))})" if isinstance(state, tuple) else _shown(state)
+        raise InputError(f"the state of rule '{rule.name}' must be a tuple {what} on {device}, not {given}")
 
 
 def _gates(rule: UpdateRule, given: Mapping[str, Tensor], q: Tensor) -> dict[str, Tensor]:
@@ -254,27 +272,30 @@ def operands(rule: UpdateRule, q: Tensor, k: Tensor, v: Tensor, gates: Mapping[s
     )
 
 
-def _mix(
+def _token_by_token(
     rule: UpdateRule,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     gates: Mapping[str, Tensor],
-    scale: float,
-    state: State,
     *,
-    token_by_token: bool,
+    scale: float,
+    state: State | None,
 ) -> tuple[Tensor, State]:
-    if not token_by_token:
-        return rule.mix(q, k, v, gates, scale=scale, state=state)
+    """`UpdateRule.mix` of each token by itself, for at least one token."""
     out = []
     for t in range(q.shape[1]):
-        one = slice(t, t + 1)
-        steps = slice(t * rule.steps, (t + 1) * rule.steps)
-        now = {
-            name: value if value.dim() < 3 else value[:, steps if rule.gates[name].per == "step" else one]
-            for name, value in gates.items()
-        }
-        o, state = rule.mix(q[:, one], k[:, steps], v[:, steps], now, scale=scale, state=state)
+        one, steps = slice(t, t + 1), slice(t * rule.steps, (t + 1) * rule.steps)
+        now = _rows(rule, gates, one, steps)
+        o, state = rule.advance(q[:, one], k[:, steps], v[:, steps], now, scale=scale, state=state)
         out.append(o)
+    assert state is not None
     return torch.cat(out, dim=1), state
+
+
+def _rows(rule: UpdateRule, gates: Mapping[str, Tensor], tokens: slice, steps: slice) -> dict[str, Tensor]:
+    """The gates of some tokens, and of their steps; one that no token changes stays whole."""
+    return {
+        name: value if value.dim() < 3 else value[:, steps if rule.gates[name].per == "step" else tokens]
+        for name, value in gates.items()
+    }

@@ -366,8 +366,8 @@ def _paths(config: Mapping[str, Any], under: str = "") -> list[str]:
 
 
 def _plugins(config: Mapping[str, Any], task: Task) -> list[tuple[str, str, str, str]]:
-    rules = [config["rule"]["name"], *(["attention"] if config["model"]["attention"] else [])]
-    found = [("rule", name, rule_plugin(name)) for name in rules]
+    rules = ModelSpec.of({**config["model"], "rule": config["rule"]}).rules()
+    found = [("rule", rule.name, rule_plugin(rule.name)) for rule in rules]
     found.append(("task", task.name, task_plugin(task.name)))
     # A task of ours is known by its version, which tests hold; a user's file may change and keep it.
     ours = BUILTIN.values()

@@ -13,7 +13,7 @@ from hashlib import sha256
 import torch
 from torch import Tensor
 
-from deltalab.ops.backends import may_launch
+from deltalab.ops.backends import automatic
 
 # SplitMix64 (Steele, Lea, Flood 2014), its constants as the signed 64-bit integers that torch has.
 _GAMMA = 0x9E3779B97F4A7C15 - 2**64
@@ -53,10 +53,9 @@ class Random:
     def words(self, stream: str, *shape: int) -> Tensor:
         """int64 `shape`, 64 random bits each: SplitMix64 from a hash of address and stream."""
         starts, rows = self._begin(stream, shape[0])
-        if may_launch(self.device.type):
-            from deltalab.kernels.step.random import integers
-
-            return integers(starts, rows, shape)
+        kernel = automatic(self.device.type).integers
+        if kernel is not None:
+            return kernel(starts, rows, shape)
         size, width = shape[0] // len(starts), math.prod(shape[1:])
         rows = torch.arange(size, device=self.device)[None] if rows is None else rows
         column = torch.arange(1, width + 1, device=self.device)
@@ -77,18 +76,16 @@ class Random:
 
     def integers(self, stream: str, below: int | Tensor, *shape: int) -> Tensor:
         """int64 `shape`, uniform in [0, below) to within below / 2^63; `below` may broadcast to `shape`."""
-        if may_launch(self.device.type):
-            from deltalab.kernels.step.random import integers
-
-            return integers(*self._begin(stream, shape[0]), shape, shift=1, below=below)
+        kernel = automatic(self.device.type).integers
+        if kernel is not None:
+            return kernel(*self._begin(stream, shape[0]), shape, shift=1, below=below)
         return _shift(self.words(stream, *shape), 1) % below
 
     def exponential(self, stream: str, *shape: int) -> Tensor:
         """float64 `shape`: -log u for u uniform in (0, 1), to within 1e-12."""
-        if may_launch(self.device.type):
-            from deltalab.kernels.step.random import exponential
-
-            return exponential(*self._begin(stream, shape[0]), shape, terms=_TERMS)
+        kernel = automatic(self.device.type).exponential
+        if kernel is not None:
+            return kernel(*self._begin(stream, shape[0]), shape, terms=_TERMS)
         uniform = (_shift(self.words(stream, *shape), 12).double() + 0.5) * 2.0**-52
         mantissa, exponent = torch.frexp(uniform)
         ratio = (mantissa - 1) / (mantissa + 1)
@@ -108,11 +105,9 @@ class Random:
         thousands per row.
         """
         count = shape[-1]
-        if may_launch(self.device.type) and len(shape) > 1:
-            from deltalab.kernels.step.random import WIDEST, distinct
-
-            if count <= WIDEST:
-                return distinct(*self._begin(stream, shape[0]), shape, below=below)
+        kernels = automatic(self.device.type)
+        if kernels.distinct is not None and count <= kernels.most_distinct and len(shape) > 1:
+            return kernels.distinct(*self._begin(stream, shape[0]), shape, below=below)
         step = torch.arange(count, device=self.device)
         swap = (step + self.integers(stream, below - step, *shape)).view(-1, count)
         step = step.expand_as(swap)

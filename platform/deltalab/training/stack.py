@@ -11,7 +11,7 @@ from torch.func import functional_call, vmap
 
 from deltalab.models.layer import RuleLayer
 from deltalab.models.model import Model, parameter_groups, places
-from deltalab.ops.backends import may_launch
+from deltalab.ops.backends import automatic
 from deltalab.ops.loss import labelled, linear_cross_entropy
 from deltalab.tasks import IGNORE
 from deltalab.tasks.batches import Feed
@@ -199,7 +199,7 @@ class Stack:
         if most < targets.shape[-1]:
             self.overfull |= ((targets != IGNORE).sum(-1) > most).any()
             at, targets = labelled(targets, most, ignore=IGNORE)
-        if at is None or may_launch(self.device.type):
+        if at is None or automatic(self.device.type).rms_norm is not None:
             features = self._features(parameters, inputs, at)
         else:
             # On a CPU the last norm's gradient is a sum over all places, whose order results depend on to the last bit.
@@ -225,10 +225,9 @@ class Stack:
 
     def _step(self, losses: Tensor, grad: Tensor) -> None:
         """AdamW with each run's own rates, on the gradient [n, P] clipped to each run's own norm."""
-        if may_launch(self.device.type):
-            from deltalab.kernels.step.adamw import adamw_
-
-            adamw_(
+        adamw = automatic(self.device.type).adamw
+        if adamw is not None:
+            adamw(
                 *self.state, grad, losses, bad=self.bad, loss=self.loss, begin=self.begin, row=self.row,
                 rates=self.rates, betas=self.betas, new=self.new, clip=self.clip, eps=EPS, decayed=self.layout.decayed,
             )  # fmt: skip

@@ -1,0 +1,30 @@
+"""The Triton kernels as entries of `backends.Kernels`: the only module that imports them.
+
+`backends` loads this module by name on first use, because Triton starts slowly.
+"""
+
+from deltalab.kernels import dispatch, ptxas
+from deltalab.kernels.ridge import op as ridge
+from deltalab.kernels.step import adamw, convolution, embedding, loss, norm, random
+from deltalab.ops.backends import Kernels
+
+KERNELS = Kernels(
+    triton=True,
+    scan=dispatch.scan,
+    takes=dispatch.takes,
+    regression=ridge.regression,
+    rms_norm=norm.rms_norm,
+    convolve=convolution.convolve,
+    embed=embedding.embed,
+    cross_entropy=loss.cross_entropy_,
+    adamw=adamw.adamw_,
+    integers=random.integers,
+    exponential=random.exponential,
+    distinct=random.distinct,
+    most_distinct=random.WIDEST,
+)
+
+
+def lacks_assembler() -> str | None:
+    """Has Triton assemble by a ptxas that makes right code; what to do where there is none."""
+    return ptxas.choose()
