@@ -207,7 +207,9 @@ def rule_check(name: Annotated[str, typer.Argument(metavar="NAME|FILE")], as_jso
     from deltalab.authoring.rule_checks import check_rule
     from deltalab.rule import UpdateRule
 
-    _print_checks({found: check_rule(get_rule(found)) for found in _named(name, UpdateRule)}, "rule", as_json)
+    forked = hasattr(os, "fork")  # a crash of compiled code then fails a check, where it would end this process
+    rules = [get_rule(found) for found in _named(name, UpdateRule)]
+    _print_checks({rule.name: check_rule(rule, forked=forked) for rule in rules}, "rule", as_json)
 
 
 @rule.command("bench")
