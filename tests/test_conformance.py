@@ -227,8 +227,8 @@ def raising(error: BaseException) -> Callable[..., Any]:
 
 @pytest.mark.parametrize(
     "method",
-    ["operands", "initial_state", "lacks_kernel", "eigenvalues", "features", "steps", "gates", "variants", "options", "knobs"],
-)  # fmt: skip
+    "operands initial_state lacks_kernel eigenvalues features steps gates variants options knobs".split(),
+)
 def test_an_error_in_any_method_is_a_failed_check(method: str) -> None:
     broken = raising(ValueError(f"in {method}"))
     kind = type(

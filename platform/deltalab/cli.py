@@ -229,8 +229,8 @@ def rule_bench(
     from deltalab.rule import UpdateRule
 
     for found in _named(name, UpdateRule):
-        report = bench(get_rule(found), shape=shape, dtype=dtype, lengths=lengths, against=against, out=out)
-        print(report.to_json() if as_json else report.to_text())
+        results = bench(get_rule(found), shape=shape, dtype=dtype, lengths=lengths, against=against, out=out)
+        print(results.to_json() if as_json else results.to_text())
 
 
 @rule.command("new")
