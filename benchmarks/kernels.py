@@ -1,11 +1,11 @@
-"""The figures of the kernels against their peers, at the shapes that targets are set for, and against length.
+"""Times the kernels and their peers at the shapes that have targets, and against sequence length.
 
-    python benchmarks/kernels.py --part ours --out out      # then, each in a process of its own, the peers
+    python benchmarks/kernels.py --part ours --out out      # then the peers, each in a process of its own
     python benchmarks/kernels.py --part fla_comba --out out
 
-Needs a GPU, and of Python no more than PyTorch, Triton and, for peers, these; figures of later parts join those in
-OUT/kernels.json after each contestant. One part by one, since a peer's autotuning takes minutes: benchmarks/NOTES.md
-says how long each. --seconds N begins no rule and shape after N seconds; what it leaves out is said at the end.
+It needs a GPU, PyTorch and Triton; a peer needs its own package too. The figures are saved in OUT/kernels.json after
+each contestant, beside those of earlier parts. Run one part at a time: the autotuning of a peer takes minutes. After
+--seconds N, no further rule and shape begins; the end of the output lists those left out.
 """
 
 import argparse
@@ -15,12 +15,15 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from deltalab.authoring.inputs import Inputs
 from deltalab.bench.measure import Bench
-from deltalab.bench.results import GPU_SHAPE, Report, Shape
+from deltalab.bench.peers import Call, Contestant, Peer, imported, installed
+from deltalab.bench.results import GPU_SHAPE, Results, Shape
 from deltalab.ops.scan import Backend
 from deltalab.rule import UpdateRule
 from deltalab_rules import comba, deltanet, gated_deltanet, gka, gla, rdn, rla, sgla
@@ -42,54 +45,69 @@ RULES: dict[str, UpdateRule] = {
 
 @dataclass
 class Run:
-    """One part: what it measures with, and when it begins nothing more."""
+    """The run of one part. until: the time after which nothing further begins."""
 
     bench: Bench
     until: float = math.inf
     left_out: list[str] = field(default_factory=list)
 
-    def add(self, name: str, shape: Shape, *peers: str, backend: Backend = "triton") -> None:
+    def add(self, name: str, shape: Shape, *peers: str | Peer, backend: Backend = "triton") -> None:
         start = time.perf_counter()
         if start > self.until:
-            self.left_out.append(f"left out: {', '.join([name, *peers])} at {shape}")
+            self.left_out.append(f"left out: {name} at {shape}")
             return
         self.bench.add(RULES[name], shape, backends=(backend,), against=peers, label=name)
         print(f"{name} at {shape}: {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
 
 
 def ours(run: Run) -> None:
-    """Everything of ours at the shape of the targets."""
+    """All our kernels at the shape of the targets."""
     for name in RULES:
         run.add(name, GPU_SHAPE)
 
 
 def shapes(run: Run) -> None:
-    """At the other two."""
+    """All our kernels at the other two shapes."""
     for shape in OTHER_SHAPES:
         for name in RULES:
             run.add(name, shape)
 
 
 def lengths(run: Run) -> None:
-    """As many tokens in all, from 64 sequences to 1."""
+    """Our kernels on the same number of tokens, from 64 short sequences to one long."""
     for name in ("comba", "gated_deltanet", "gla", "rdn", "gka_10"):
         for length in LENGTHS:
             run.add(name, LONG.at(length))
 
 
 def chunked(run: Run) -> None:
-    """The pure torch form that the kernels replace."""
+    """The PyTorch form that the kernels replace."""
     for name in RULES:
         run.add(name, GPU_SHAPE, backend="chunked")
 
 
-def beside(peer: str, name: str) -> Callable[[Run], None]:
-    """Ours and a peer at the shape of the targets, in one run."""
+def beside(peer: str | Peer, name: str) -> Callable[[Run], None]:
+    """Our kernel and a peer at the shape of the targets, in one run."""
     return lambda run: run.add(name, GPU_SHAPE, peer)
 
 
+def mesa_net(rule: UpdateRule, x: Inputs, now: Inputs) -> Contestant:
+    """FLA's MesaNet, the nearest published kernel to GKA: a ridge regression by as many steps of conjugate gradient.
+
+    It is another function, whose lambda is a constant for each channel.
+    """
+    installed("fla")
+    chunk = imported("fla", "fla.ops.mesa_net").chunk_mesa_net
+    heads, key_dim = x.k.shape[2:]
+    lamb = torch.ones(heads, key_dim, device=x.k.device)
+    g = x.gates["g"].contiguous()
+    given = {"q": x.q, "k": x.k, "v": x.v, "g": g, "beta": torch.ones_like(g), "lamb": lamb}
+    call = Call(partial(chunk, max_CG_iteration=rule.knobs()["iterations"]), given)
+    return Contestant("fla", call, same=False)
+
+
 def sdpa(run: Run) -> None:
-    """Attention, at the shapes of `lengths` too."""
+    """PyTorch's attention at the shape of the targets and at those of `lengths`."""
     for shape in (GPU_SHAPE, *map(LONG.at, LENGTHS)):
         run.add("comba", shape, "sdpa")
 
@@ -104,12 +122,12 @@ PARTS: dict[str, Callable[[Run], None]] = {
     "fla_deltanet": beside("fla", "deltanet"),
     "fla_gdn": beside("fla", "gated_deltanet"),
     "fla_gla": beside("fla", "gla"),
-    "fla_mesanet": beside("fla", "gka_10"),
+    "fla_mesanet": beside(mesa_net, "gka_10"),
     "flash_qla": beside("flash_qla", "gated_deltanet"),
 }
 
 TARGETS = (
-    # rule, by, its peer, by, what is compared, at least (times as fast) or at most (times the memory)
+    # rule, by, its peer, by, the figure, the limit: at least so many times as fast, or at most so many times the memory
     ("comba", "triton", "comba", "fla", "forward", 2.8),
     ("comba", "triton", "comba", "fla", "both", 2.0),
     ("comba", "triton", "comba", "fla", "both_memory", 0.5),
@@ -133,12 +151,12 @@ TARGETS = (
 FIRST_CALL = 10.0
 
 
-def targets(parts: dict[str, Report]) -> list[str]:
-    """A line for each target whose two sides were measured; both sides are of one run where there is one with both."""
+def targets(parts: dict[str, Results]) -> list[str]:
+    """A line for each target in each part that measured both of its sides."""
     lines = []
     for rule, by, other, peer, what, limit in TARGETS:
-        for part, report in parts.items():
-            at = {(f.rule, f.by): getattr(f, what) for f in report.figures if f.shape == str(GPU_SHAPE)}
+        for part, results in parts.items():
+            at = {(f.rule, f.by): getattr(f, what) for f in results.figures if f.shape == str(GPU_SHAPE)}
             one, two = at.get((rule, by)), at.get((other, peer))
             if one is None or two is None:
                 continue
@@ -147,8 +165,8 @@ def targets(parts: dict[str, Report]) -> list[str]:
             held = "" if limit is None else "held" if (ratio <= limit if memory else ratio >= limit) else "MISSED"
             asked = "" if limit is None else f"{'at most' if memory else 'at least'} {limit:.2f}"
             lines.append(f"{held:7} {rule} against {other} by {peer}, {what}: {ratio:.2f}  {asked}  [{part}]")
-    for part, report in parts.items():
-        for f in report.figures:
+    for part, results in parts.items():
+        for f in results.figures:
             if f.by == "triton" and f.shape == str(GPU_SHAPE) and (f.first_call or 0) > FIRST_CALL:
                 lines.append(f"MISSED  {f.rule}: first call {f.first_call:.1f} s  at most {FIRST_CALL:.0f}  [{part}]")
     return lines
@@ -156,31 +174,31 @@ def targets(parts: dict[str, Report]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=PARTS, action="append", help="may be given several times; all where left out")
-    parser.add_argument("--out", type=Path, required=True, help="folder of kernels.json and lengths.png")
-    parser.add_argument("--merge", type=Path, nargs="*", default=[], help="kernels.json of earlier runs, to join")
-    parser.add_argument("--cache", type=Path, help="keeps kernels for a later run; no first calls then")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="begins nothing more after so many")
+    parser.add_argument("--part", choices=PARTS, action="append", help="may be repeated; all by default")
+    parser.add_argument("--out", type=Path, required=True, help="folder for kernels.json and lengths.png")
+    parser.add_argument("--merge", type=Path, nargs="*", default=[], help="kernels.json of earlier runs to join")
+    parser.add_argument("--cache", type=Path, help="folder that keeps compiled kernels; no first calls then")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin nothing after so many seconds")
     given = parser.parse_args()
     until = time.perf_counter() + given.seconds
     if not torch.cuda.is_available():
         sys.exit("benchmarks/kernels.py needs a GPU")
     given.out.mkdir(parents=True, exist_ok=True)
     file = given.out / "kernels.json"
-    parts: dict[str, Report] = {}
+    parts: dict[str, Results] = {}
     for earlier in (*given.merge, file):
         if earlier.exists():
-            parts |= {part: Report.from_dict(one) for part, one in json.loads(earlier.read_text()).items()}
+            parts |= {part: Results.from_dict(one) for part, one in json.loads(earlier.read_text()).items()}
     fresh = given.part or list(PARTS)
     left_out = []
     for part in fresh:
 
-        def save(report: Report, part: str = part) -> None:
-            parts[part] = report
+        def save(results: Results, part: str = part) -> None:
+            parts[part] = results
             file.write_text(json.dumps({name: asdict(one) for name, one in parts.items()}, indent=2) + "\n")
 
         run = Run(Bench(after=save, cache=given.cache), until)
-        save(run.bench.report)
+        save(run.bench.results)
         PARTS[part](run)
         left_out += run.left_out
     if "lengths" in fresh:

@@ -1,4 +1,4 @@
-"""Timing a rule: what is measured, what it is held against, and what a peer is given to compute."""
+"""Timing a rule: the figures that are measured, the ceilings they are compared with, and the inputs of peers."""
 
 import importlib.util
 import json
@@ -17,14 +17,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import deltalab
 from deltalab import cli, registry
-from deltalab.authoring.inputs import draw
+from deltalab.authoring.inputs import Inputs, draw
 from deltalab.bench import measure as bench
 from deltalab.bench import peers
-from deltalab.bench.measure import CHUNK, Bench, attention_flops, flops
-from deltalab.bench.results import Figures, Report, Shape
+from deltalab.bench.flops import CHUNK, attention_flops, flops
+from deltalab.bench.measure import Bench
+from deltalab.bench.results import Figures, Results, Shape
 from deltalab.errors import InputError
 from deltalab.ops.reference import recurrent
-from deltalab.rule import Operands
+from deltalab.rule import Operands, UpdateRule
 from deltalab.structure import ADDITIVE, DECAY, DIAGONAL, HOUSEHOLDER, IPLR, SPLR, Transition
 
 TINY = Shape(1, 32, 2, 8, 4)
@@ -79,12 +80,12 @@ def test_what_cannot_run_leaves_its_reason_and_the_rest_goes_on(run: Bench) -> N
     assert failed.why.startswith("first_call: InputError: ")
     assert (failed.first_call, failed.forward, failed.both, failed.decode) == (None,) * 4
     assert found.forward is not None
-    assert "attention by triton at 1,32,2,8,4: first_call: InputError" in run.report.to_text()
+    assert "attention by triton at 1,32,2,8,4: first_call: InputError" in run.results.to_text()
 
 
 def test_figures_are_handed_on_one_by_one() -> None:
     seen: list[int] = []
-    run = Bench("fp32", after=lambda report: seen.append(len(report.figures)))
+    run = Bench("fp32", after=lambda results: seen.append(len(results.figures)))
     run.add(deltalab.get_rule("linear_attention"), TINY, backends=("chunked", "recurrent"))
     assert seen == [1, 2]
 
@@ -103,7 +104,7 @@ def test_long_sequences_repeat_what_is_drawn_and_keep_the_gates_ranges(run: Benc
 
 @pytest.mark.parametrize("name", ["linear_attention", "mamba2", "deltanet", "comba", "delta_product", "rla", "rdn"])
 def test_products_are_those_of_the_chunked_form(name: str) -> None:
-    """But for the inverse and what it is multiplied with: a solve there, which PyTorch does not count."""
+    """Apart from the inverse and its product, which are a solve there that PyTorch does not count."""
     rule, shape = deltalab.get_rule(name), Shape(1, 2 * CHUNK, 3, 16, 8)
     x = draw(rule, batch=1, length=shape.length, heads=3, key_dim=16, value_dim=8).map(lambda part: part.float())
     with FlopCounterMode(display=False) as counter:
@@ -130,10 +131,10 @@ def test_products_outside_the_algebra_grow_with_the_tokens_or_their_square() -> 
 def test_a_report_comes_back_from_its_json_and_is_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = Report("a GPU", "bf16", {"copy": 3e12, "matmul": 7e14}, {"torch": "2"}, "2026-01-01")
+    made = Results("a GPU", "bf16", {"copy": 3e12, "matmul": 7e14}, {"torch": "2"}, "2026-01-01")
     made.figures.append(Figures("comba", "triton", "8,4096,16,128,128", forward=0.5, both_memory=2**20))
     made.figures.append(Figures("comba", "triton", "4,8192,16,128,128", forward=0.5, why="both: out of memory"))
-    assert Report.from_dict(json.loads(made.to_json())) == made
+    assert Results.from_dict(json.loads(made.to_json())) == made
     assert "0.500" in made.to_text()
     assert "comba by triton at 4,8192,16,128,128: both: out of memory" in made.to_text()
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
@@ -163,7 +164,7 @@ OPS: dict[str, tuple[Transition, Callable[..., Operands]]] = {
         lambda q, k, v, a, b, gk: Operands(q, k, v, g=gk, a=b, b=a),
     ),
 }
-"""What each op of FLA computes of what it is given, as its naive version says (Comba's: as its kernel does)."""
+"""The function that each op of FLA computes, according to its naive version; Comba's according to its kernel."""
 
 
 @pytest.mark.parametrize(
@@ -183,28 +184,28 @@ OPS: dict[str, tuple[Transition, Callable[..., Operands]]] = {
 def test_a_peer_is_given_the_function_of_the_rule(name: str, op: str) -> None:
     rule = deltalab.get_rule(name)
     x = draw(rule, batch=2, length=5, heads=2, key_dim=4, value_dim=3)
-    found, given, scale = peers._linear(rule, x)
-    assert found == op
+    found, given = peers.op_for(rule, x)
+    assert found.name == op
     assert all(tensor.is_contiguous() for tensor in given.values())
     transition, operands = OPS[op]
-    got, _ = recurrent(transition, operands(**given), scale=scale, state=None)
+    got, _ = recurrent(transition, operands(**given), scale=4**-0.5, state=None)
     want, _ = deltalab.scan(rule, x.q, x.k, x.v, x.gates, backend="recurrent")
     assert torch.allclose(got, want, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["rla", "rdn", "delta_product", "attention"])
+@pytest.mark.parametrize("name", ["rla", "rdn", "delta_product", "attention", "gka"])
 def test_what_no_peer_has_is_refused(name: str) -> None:
     x = draw(deltalab.get_rule(name), batch=1, length=2, heads=1, key_dim=4, value_dim=4)
     with pytest.raises(InputError, match=f"no peer has an op for the structure of rule '{name}'"):
-        peers._linear(deltalab.get_rule(name), x)
+        peers.op_for(deltalab.get_rule(name), x)
     comba = deltalab.get_rule("comba", transition="iplr")
     with pytest.raises(InputError, match="erases and writes as rule 'comba'"):
-        peers._linear(comba, draw(comba, batch=1, length=2, heads=1, key_dim=4, value_dim=4))
+        peers.op_for(comba, draw(comba, batch=1, length=2, heads=1, key_dim=4, value_dim=4))
 
 
 @pytest.fixture
 def fla(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library with FLA's names, here."""
+    """A library with FLA's names that needs no GPU."""
 
     def op(name: str) -> Callable[..., tuple[Tensor, Any]]:
         def run(
@@ -258,6 +259,15 @@ def test_a_peer_that_fails_leaves_its_reason(run: Bench, fla: None, monkeypatch:
     ours, found = run.add(deltalab.get_rule("comba"), TINY, backends=("chunked",), against=["fla"])
     assert found.why == "first_call: RuntimeError: Triton >= 3.4.0 produces incorrect results"
     assert ours.both is not None
+
+
+def test_a_peer_may_be_any_function_of_the_rule_and_its_inputs(run: Bench) -> None:
+    def twice(rule: UpdateRule, x: Inputs, now: Inputs) -> peers.Contestant:
+        call = peers.Call(lambda v: 2 * v, {"v": x.v})
+        return peers.Contestant("twice", call, same=False, flops=0.0)
+
+    _, found = run.add(deltalab.get_rule("gka"), TINY, backends=("chunked",), against=[twice])
+    assert (found.by, found.why, found.error, found.forward_matmul) == ("twice", "", None, 0.0)
 
 
 # The command.
@@ -350,10 +360,10 @@ def kernels() -> Any:
     return module
 
 
-def planted(*figures: Figures) -> Report:
-    report = Report("a GPU", "bf16", {"copy": 3e12, "matmul": 7e14}, {"torch": "2"}, "2026-01-01")
-    report.figures.extend(figures)
-    return report
+def planted(*figures: Figures) -> Results:
+    results = Results("a GPU", "bf16", {"copy": 3e12, "matmul": 7e14}, {"torch": "2"}, "2026-01-01")
+    results.figures.extend(figures)
+    return results
 
 
 def test_targets_are_held_or_missed_in_one_run(kernels: Any) -> None:
@@ -374,25 +384,38 @@ def test_targets_are_held_or_missed_in_one_run(kernels: Any) -> None:
     ]
 
 
-def test_a_cache_that_stays_leaves_first_calls_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in ("TRITON_CACHE_DIR", "TILELANG_CACHE_DIR", "TRITON_CACHE_AUTOTUNING"):
-        monkeypatch.setenv(variable, "")
+def test_a_cache_that_stays_leaves_first_calls_out(tmp_path: Path) -> None:
     (found,) = Bench("fp32", cache=tmp_path).add(deltalab.get_rule("deltanet"), TINY, backends=["chunked"])
     assert found.first_call is None
     assert found.both is not None
-    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path)
+
+
+def test_the_environment_is_as_before_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only while a rule is timed do Triton and TileLang find the run's cache."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", "mine")
+    before, during = dict(os.environ), {}
+    run = Bench("fp32", after=lambda _: during.update(os.environ), cache=tmp_path)
+    assert dict(os.environ) == before
+    run.add(deltalab.get_rule("linear_attention"), TINY, backends=["chunked"])
+    assert dict(os.environ) == before
+    assert during == before | {
+        "TRITON_CACHE_DIR": str(tmp_path), "TILELANG_CACHE_DIR": str(tmp_path), "TRITON_CACHE_AUTOTUNING": "1",
+    }  # fmt: skip
+    with pytest.raises(InputError, match="unknown peer"):
+        run.add(deltalab.get_rule("linear_attention"), TINY, against=["none"])
+    assert dict(os.environ) == before
 
 
 def test_parts_join_those_of_earlier_runs(
     kernels: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Planted:
-        def __init__(self, after: Callable[[Report], None], cache: Path | None) -> None:
-            self.report, self.after = planted(), after
+        def __init__(self, after: Callable[[Results], None], cache: Path | None) -> None:
+            self.results, self.after = planted(), after
 
         def add(self, rule: Any, shape: Shape, *, backends: Any, against: Any, label: str) -> None:
-            self.report.figures.append(Figures(label, *backends, str(shape), forward=1.0))
-            self.after(self.report)
+            self.results.figures.append(Figures(label, *backends, str(shape), forward=1.0))
+            self.after(self.results)
 
     monkeypatch.setattr(kernels, "Bench", Planted)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -1,7 +1,12 @@
 """Each planted bug is caught by the check that is meant for it, and no check passes because it looks at nothing."""
 
+import json
 import math
+import os
 import runpy
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,13 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import deltalab
-from deltalab import gates
+from deltalab import gates, registry
 from deltalab.authoring import rule_checks as conformance
 from deltalab.authoring.rule_checks import CHECKS, CheckResult, check_rule
 from deltalab.ops import reference
 from deltalab.ops.convolution import features
 from deltalab.rule import Operands, State, UpdateRule, knob
-from deltalab.structure import ADDITIVE, IPLR, SPLR, Transition
+from deltalab.structure import ADDITIVE, HOUSEHOLDER, IPLR, SPLR, Transition
 
 PLANTED = Path(__file__).parent / "planted"
 
@@ -35,6 +40,10 @@ CAUGHT: dict[str, tuple[list[str], str]] = {
     "future_leak": (
         ["causality of values", "causality of gradients", "state carry", "token by token"],
         "by a change of inputs after it, layer,",
+    ),
+    "growing_state": (
+        ["eigenvalues", "extreme gates"],
+        "`operands` gives a log-decay g of up to inf; above 0 it makes",
     ),
     "gate_range": (["gate ranges"], "[beta=twice_sigmoid()]: distance of 'beta', measured"),
     "lost_state": (["state carry", "backends", "token by token"], "the given state is not used"),
@@ -188,6 +197,125 @@ def test_an_infinite_decay_times_nothing_is_caught() -> None:
     rule = Masked(g=gates.mamba2_decay())
     assert worst("extreme gates", deltalab.get_rule("delta_product", g="mamba2_decay")) <= 0
     assert worst("extreme gates", rule) > 0
+
+
+# --- a check ends with a line, whatever the rule does -------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sound(UpdateRule):
+    """A rule that passes all checks, for subclasses to break."""
+
+    name: ClassVar[str] = "sound"
+    transition: Transition = HOUSEHOLDER
+    beta: gates.Gate = knob(gates.sigmoid())
+
+    @property
+    def eigenvalues(self) -> tuple[float, float]:
+        return (0.0, 1.0)
+
+    def operands(self, q: Tensor, k: Tensor, v: Tensor, *, beta: Tensor) -> Operands:
+        return Operands(r=q, k=k, u=v, e=beta, beta=beta)
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def method(self: Any = None, q: Any = None, k: Any = None, v: Any = None, *_: Any, **__: Any) -> Any:
+        raise error
+
+    return method
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "operands",
+        "initial_state",
+        "lacks_kernel",
+        "eigenvalues",
+        "features",
+        "steps",
+        "gates",
+        "variants",
+        "options",
+        "knobs",
+    ],
+)
+def test_an_error_in_any_method_is_a_failed_check(method: str) -> None:
+    broken = raising(ValueError(f"in {method}"))
+    kind = type(
+        "Broken", (Sound,), {method: property(broken) if isinstance(getattr(Sound, method), property) else broken}
+    )
+    failed = failures(check_rule(kind()))
+    assert failed
+    assert any(f"raised ValueError: in {method}" in result.message for result in failed.values())
+
+
+def test_a_rule_that_exits_is_a_failed_check_and_ctrl_c_is_not() -> None:
+    class Exits(Sound):
+        operands = raising(SystemExit(0))
+
+    class Interrupted(Sound):
+        operands = raising(KeyboardInterrupt())
+
+    assert failures(check_rule(Exits()))["backends"].message == "sound [as declared]: raised SystemExit: 0"
+    with pytest.raises(KeyboardInterrupt):
+        check_rule(Interrupted())
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
+@pytest.mark.parametrize("field", ["r", "k", "u", "e", "beta"])
+def test_operands_that_are_not_finite_fail_with_their_cause(field: str, value: float) -> None:
+    class NotFinite(Sound):
+        def operands(self, q: Tensor, k: Tensor, v: Tensor, *, beta: Tensor) -> Operands:
+            x = super().operands(q, k, v, beta=beta)
+            return replace(x, **{field: value * getattr(x, field)})
+
+    [backends] = [check for check in CHECKS if check.name == "backends"]
+    found = conformance._run(NotFinite(), backends)
+    assert found is not None
+    assert (found.passed, found.figure) == (False, None)
+    assert found.message.endswith("likely cause: the rule computes values that are not finite")
+    assert worst("eigenvalues", NotFinite()) == (worst("eigenvalues", Sound()) if field == "r" else math.inf)
+
+
+def test_a_crash_fails_its_check_and_the_others_go_on() -> None:
+    class Crashes(Sound):
+        @property
+        def eigenvalues(self) -> tuple[float, float]:
+            os.kill(os.getpid(), signal.SIGKILL)
+            return (0.0, 1.0)
+
+    results = check_rule(Crashes(), forked=True)
+    [failed] = failures(results).values()
+    assert failed.name == "eigenvalues"
+    assert failed.message.startswith("sound: the process of this check was killed by SIGKILL; likely cause: a kernel")
+    assert [result.name for result in results] == [result.name for result in check_rule(Sound())]
+
+
+def test_the_command_ends_with_exit_1_and_valid_json_after_a_crash(tmp_path: Path) -> None:
+    source = (PLANTED / "raises.py").read_text()
+    (tmp_path / "crashes.py").write_text(source.replace("raise ZeroDivisionError", "__import__('os').abort() #"))
+    command = [sys.executable, "-c", "from deltalab.cli import main; main()", "rule", "check", "crashes.py", "--json"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (1, "")
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    checks = json.loads(ended.stdout, parse_constant=refuse)["checks"]
+    assert {check["name"]: check["passed"] for check in checks}["eigenvalues"] is False
+
+
+def test_a_rule_that_cannot_be_made_is_wrong_input(tmp_path: Path) -> None:
+    source = (PLANTED / "raises.py").read_text().replace("planted_raises", "planted_unmade")
+    (tmp_path / "unmade.py").write_text(source + "\n    def __post_init__(self) -> None:\n        1 / 0\n")
+    [plugin] = registry.add_plugin(tmp_path / "unmade.py")
+    try:
+        with pytest.raises(deltalab.InputError, match="rule 'planted_unmade' cannot be made: ZeroDivisionError"):
+            deltalab.get_rule("planted_unmade")
+    finally:
+        registry._named_files.remove(plugin.file)
+        registry._all.cache_clear()
 
 
 # --- mutations of what the rules stand on -------------------------------------------------------------------

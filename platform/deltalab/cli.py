@@ -207,7 +207,9 @@ def rule_check(name: Annotated[str, typer.Argument(metavar="NAME|FILE")], as_jso
     from deltalab.authoring.rule_checks import check_rule
     from deltalab.rule import UpdateRule
 
-    _print_checks({found: check_rule(get_rule(found)) for found in _named(name, UpdateRule)}, "rule", as_json)
+    forked = hasattr(os, "fork")  # a crash of compiled code then fails a check, where it would end this process
+    rules = [get_rule(found) for found in _named(name, UpdateRule)]
+    _print_checks({rule.name: check_rule(rule, forked=forked) for rule in rules}, "rule", as_json)
 
 
 @rule.command("bench")
@@ -227,8 +229,8 @@ def rule_bench(
     from deltalab.rule import UpdateRule
 
     for found in _named(name, UpdateRule):
-        report = bench(get_rule(found), shape=shape, dtype=dtype, lengths=lengths, against=against, out=out)
-        print(report.to_json() if as_json else report.to_text())
+        results = bench(get_rule(found), shape=shape, dtype=dtype, lengths=lengths, against=against, out=out)
+        print(results.to_json() if as_json else results.to_text())
 
 
 @rule.command("new")

@@ -111,7 +111,12 @@ def get_rule(name: str, /, **knobs: object) -> UpdateRule:
     """
     kind = rule_plugin(name).kind
     assert issubclass(kind, UpdateRule)
-    return kind.configured(knobs)
+    try:
+        return kind.configured(knobs)
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(f"rule '{name}' cannot be made: {type(error).__name__}: {_first_line(error)}") from error
 
 
 def get_task(name: str, /, **params: object) -> Task:

@@ -1,7 +1,7 @@
-"""The checks that every rule gets for free: each catches a defect that published code of such rules has had.
+"""The checks of a rule. Each catches a defect that published code of such rules has had.
 
-A check measures a rule in one setting of its knobs and yields figures; the table `CHECKS` at the end holds them to
-a limit. Sizes are tiny and the arithmetic is fp64, so that what fails is the function and not its rounding.
+A check measures a rule in one setting of its knobs and yields figures; the table `CHECKS` at the end gives each its
+limit. Sizes are tiny and the arithmetic is fp64, so that a failure is a wrong function and not rounding.
 """
 
 import dataclasses
@@ -11,12 +11,13 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from deltalab.authoring.check import Check, CheckResult, Measured
+from deltalab.authoring.check import Check, CheckResult, Measured, run_checks
 from deltalab.authoring.inputs import Inputs, corners, draw, draw_corners, learned, moves, normal, parts, within
 from deltalab.errors import InputError
 from deltalab.models.layer import Gates, LayerCache, RuleLayer, initialize
@@ -25,58 +26,68 @@ from deltalab.ops.scan import Backend, operands, scan
 from deltalab.rule import State, UpdateRule
 
 BATCH, LENGTH, HEADS, KEY, VALUE, CHUNK, WIDTH, CONV = 2, 13, 2, 4, 3, 4, 8, 4
-PREFIX = 5  # tokens that make an initial state: more than KEY, so that it has full rank
-CUTS = (1, 6, LENGTH - 1)  # where sequences are split
+PREFIX = 5  # tokens that make an initial state: more than KEY, so that the state has full rank
+CUTS = (1, 6, LENGTH - 1)  # tokens at which sequences are split
 MOST_SETTINGS = 96
 EXACT = 1e-10
 
 
 @dataclass(frozen=True)
 class RuleCheck(Check[UpdateRule]):
-    """A measurement of a rule in one setting. settings: those to measure, of which `only` keeps those it is for."""
+    """A check of a rule. settings: the settings of the rule to measure; only: whether the check applies to one."""
 
     settings: Callable[[UpdateRule], list[UpdateRule]] = lambda rule: rule.variants()
     only: Callable[[UpdateRule], bool] = lambda rule: True
 
 
-def check_rule(rule: UpdateRule) -> list[CheckResult]:
-    """Holds a rule, in all its variants, to the contract. What does not apply to the rule is left out.
+def check_rule(rule: UpdateRule, *, forked: bool = False) -> list[CheckResult]:
+    """Checks a rule in all its variants. Checks that do not apply to the rule are left out.
+
+    forked: run each check in a process of its own, so that a crash fails one check instead of ending this process.
 
     >>> from deltalab.registry import get_rule
     >>> all(result.passed for result in check_rule(get_rule("linear_attention")))
     True
     """
     threads = torch.get_num_threads()
-    # On tensors this small threads only wait for each other: 29 s instead of 2 s where another process runs.
+    # On tensors this small, threads only wait for each other: 29 s instead of 2 s beside another busy process.
     torch.set_num_threads(1)
     try:
         with torch.enable_grad():
-            results = [_run(check, rule) for check in CHECKS]
+            return run_checks(CHECKS, partial(_run, rule), where=rule.name, forked=forked)
     finally:
         torch.set_num_threads(threads)
-    return [result for result in results if result is not None]
 
 
-def _run(check: RuleCheck, rule: UpdateRule) -> CheckResult | None:
+def _run(rule: UpdateRule, check: RuleCheck) -> CheckResult | None:
     found: list[tuple[UpdateRule, Measured]] = []
     setting = rule
     try:
         settings = [s for s in check.settings(rule) if check.only(s)]
         for setting in settings:
             found += [(setting, measured) for measured in check.measure(setting)]
-    except Exception as error:
-        return check.raised(error, f"{rule.name} [{rule.turned(setting)}]")
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit too: it would end the command as if all checks had passed
+        return check.raised(error, _where(rule, setting))
     if not found:
         return None
     setting, worst = min(found, key=lambda pair: check.slack(pair[1].figure))
     combinations = math.prod(len(options) for options in rule.options().values())
     some = check.settings is _combinations and combinations > MOST_SETTINGS
     note = f"; tried {MOST_SETTINGS} of {combinations} settings" if some else ""
-    return check.judge(worst, f"{rule.name} [{rule.turned(setting)}]", note)
+    return check.judge(worst, _where(rule, setting), note)
+
+
+def _where(rule: UpdateRule, setting: UpdateRule) -> str:
+    try:
+        return f"{rule.name} [{rule.turned(setting)}]"
+    except Exception:  # the error to report may be in the very methods that describe a setting
+        return rule.name
 
 
 def _combinations(rule: UpdateRule) -> list[UpdateRule]:
-    """The rule and all combinations of options that it accepts, or `MOST_SETTINGS` of them."""
+    """The rule, and all combinations of options that it accepts or a sample of `MOST_SETTINGS` of them."""
     options = rule.options()
     count = math.prod(len(values) for values in options.values())
     settings = [rule]
@@ -100,7 +111,7 @@ def _inputs(
 
 
 def _started(rule: UpdateRule, x: Inputs) -> Inputs:
-    """The inputs from token `PREFIX` on, with the state that the tokens before it leave behind."""
+    """The inputs from token `PREFIX` on, and the state that the tokens before it make."""
     return x.span(PREFIX, state=_scan(rule, x.span(0, PREFIX), "recurrent")[1])
 
 
@@ -113,11 +124,11 @@ def _scan(rule: UpdateRule, x: Inputs, backend: Backend, chunk_size: int = CHUNK
 
 
 def _evaluate(rule: UpdateRule, x: Inputs, backend: Backend, chunk_size: int = CHUNK) -> dict[str, Tensor]:
-    """Output, states, and the gradient of a fixed weighted sum of all of them in every input."""
+    """The output, the states, and the gradients of a fixed weighted sum of both with respect to every input."""
     x = x.map(lambda part: part.detach().requires_grad_())
     o, state = _scan(rule, x, backend, chunk_size)
     results = {"o": o, **parts(state)}
-    # Signs, since they are the same weights in every dtype.
+    # The weights are signs, which are the same in every dtype.
     weighted = [(y * normal(*y.shape, seed=i).sign().to(y)).sum() for i, y in enumerate(results.values())]
     gradients = {
         f"gradient in {name}": value for name, value in _gradients(torch.stack(weighted).sum(), x.named()).items()
@@ -131,15 +142,18 @@ def _gradients(of: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _error(got: Tensor, want: Tensor) -> float:
-    """The relative difference in the Frobenius norm; what is near 0, like the gradient of a decay of nothing, is
-    held to 1e-3, or its rounding would count."""
+    """The difference in the Frobenius norm, relative to `want` or to 1e-3, whichever is larger.
+
+    Without the 1e-3, rounding would count where `want` is near 0, like the gradient of a decay of an empty state.
+    """
     got, want = got.detach().double(), want.detach().double()
     return float((got - want).norm() / want.norm().clamp_min(1e-3)) if got.shape == want.shape else math.inf
 
 
 def _errors(got: Mapping[str, Tensor], want: Mapping[str, Tensor], where: str) -> Iterator[Measured]:
     for name, value in want.items():
-        yield Measured(_error(got[name], value), f"relative difference of {name}, {where},")
+        cause = "" if value.isfinite().all() else "the rule computes values that are not finite"
+        yield Measured(_error(got[name], value), f"relative difference of {name}, {where},", cause)
 
 
 def _layer(rule: UpdateRule) -> RuleLayer:
@@ -152,7 +166,7 @@ def _layer(rule: UpdateRule) -> RuleLayer:
 
 
 def _cases(rule: UpdateRule) -> Iterator[tuple[Inputs, int, str]]:
-    """Lengths of 1, of one chunk, of several, and of several and a rest; with and without an initial state."""
+    """One token, less than a chunk, whole chunks, and chunks with a rest; each without and with an initial state."""
     for length, chunk_size in ((1, CHUNK), (7, 16), (3 * CHUNK, CHUNK), (3 * CHUNK + 1, CHUNK)):
         x = _inputs(rule, PREFIX + length)
         yield x.span(PREFIX), chunk_size, f"at T={length}, chunk {chunk_size}"
@@ -170,11 +184,11 @@ def kernel(rule: UpdateRule) -> Iterator[Measured]:
         got = _evaluate(rule, x, "triton", chunk_size)
         cause = _reads_the_other(rule, x, got["o"])
         for measured in _errors(got, _evaluate(rule, x, "recurrent"), f"kernel to recurrent {where}"):
-            yield measured._replace(cause=cause)
+            yield measured._replace(cause=cause or measured.cause)
 
 
 def _reads_the_other(rule: UpdateRule, x: Inputs, o: Tensor) -> str:
-    """The cause, where the output is the equation's with the erasure seeing the other state."""
+    """The likely cause if `o` is the output of the equation with the other choice of `reads`, else nothing."""
     if rule.transition is None or rule.transition.low_rank == "none" or rule.transition.decay == "none":
         return ""
     other: Literal["state", "decayed_state"] = "state" if rule.transition.reads == "decayed_state" else "decayed_state"
@@ -239,12 +253,12 @@ def extreme_gates(rule: UpdateRule) -> Iterator[Measured]:
         x = x.map(lambda part, dtype=dtype: part.to(dtype))  # type: ignore[misc]
         results = _evaluate(rule, _started(rule, x), backend)
         count = sum(int((~value.isfinite()).sum()) for value in results.values())
-        at = _broken(rule, results) if count else ""
-        yield Measured(float(count), f"number of values that are not finite{at}, {backend}, {dtype},")
+        at, cause = (_broken(rule, results), _growth(rule, x)) if count else ("", "")
+        yield Measured(float(count), f"number of values that are not finite{at}, {backend}, {dtype},", cause)
 
 
 def _broken(rule: UpdateRule, results: Mapping[str, Tensor]) -> str:
-    """Every head is a corner, so the first head that broke says which gates broke it."""
+    """The gates of the first head with values that are not finite: each head has one of `corners`."""
     heads = [
         v.movedim(2 if moves(v) else 0, 0).flatten(1) if v.dim() > 1 else v[:, None]
         for n, v in results.items()
@@ -254,6 +268,14 @@ def _broken(rule: UpdateRule, results: Mapping[str, Tensor]) -> str:
         if not head.isfinite().all():
             return " at " + ", ".join(f"{name}={value:g}" for name, value in corner.items())
     return ""
+
+
+def _growth(rule: UpdateRule, x: Inputs) -> str:
+    """The likely cause if `operands` gives a log-decay above 0, else nothing."""
+    g = None if rule.transition is None else operands(rule, x.q, x.k, x.v, x.gates).g
+    if g is None or not (g > 0).any():
+        return ""
+    return f"`operands` gives a log-decay g of up to {g.max():.3g}; above 0 it makes the state grow"
 
 
 def gate_ranges(rule: UpdateRule) -> Iterator[Measured]:
@@ -282,19 +304,23 @@ def eigenvalues(rule: UpdateRule) -> Iterator[Measured]:
         empty = [torch.zeros_like(basis)] * (2 if rule.second_state else 1)
         for i in range(len(empty)):
             after, offset = (_after(rule, x, [*empty[:i], s, *empty[i + 1 :]], i) for s in (basis, empty[i]))
-            measured = torch.linalg.eigvals(after - offset)
+            transition, which = after - offset, " of the second state" * i
+            if not transition.isfinite().all():  # LAPACK may crash the process on such values
+                cause = _growth(rule, x) or "the transition is not finite"
+                yield Measured(math.inf, f"largest of the eigenvalues{which}", cause)
+                continue
+            measured = torch.linalg.eigvals(transition)
             real = measured.real
-            # A product of several steps may turn what none of them turns, but not stretch it.
+            # The product of several steps may rotate, though no single step does, but it must not stretch.
             turning = measured.imag.abs() if rule.steps == 1 else measured.abs() - max(abs(low), abs(high))
             past = turning.clamp_min(0) + (low - real).clamp_min(0) + (real - high).clamp_min(0)
             shown = f"{real.min():.3g} to {real.max():.3g}"
-            which = " of the second state" * i
             what = f"distance of the eigenvalues{which}, measured {shown}, from the declared {low:g} to {high:g},"
             yield Measured(float(past.max()), what)
 
 
 def _after(rule: UpdateRule, x: Inputs, states: list[Tensor], which: int) -> Tensor:
-    """One of the states after the tokens, where these stand before them."""
+    """One of the states after the tokens of x, given the states before them."""
     return _scan(rule, x.span(0, state=tuple(states)), "recurrent")[1][which]
 
 
@@ -323,7 +349,7 @@ def gate_liveness(rule: UpdateRule) -> Iterator[Measured]:
 
 def knob_options(rule: UpdateRule) -> Iterator[Measured]:
     for name, options in rule.options().items():
-        # A window or a mini-batch shows only in sequences that are longer.
+        # A window or a mini-batch has an effect only in longer sequences.
         length = LENGTH + max((option for option in options if isinstance(option, int)), default=0)
         x = normal(BATCH, length, WIDTH, seed=1)
         outputs = []
@@ -331,18 +357,18 @@ def knob_options(rule: UpdateRule) -> Iterator[Measured]:
             with suppress(InputError), torch.no_grad():
                 changed: dict[str, Any] = {name: option}
                 layer = _layer(dataclasses.replace(rule, **changed))
-                # Gates that start alike may be trained apart.
+                # Two gates may start with equal values and differ once they are trained.
                 for i, parameter in enumerate(layer.gates.parameters()):
                     parameter.add_(0.1 * normal(*parameter.shape, seed=i))
                 outputs.append((option, layer(x)[0]))
-        # Against the full method's, as ablations are; two other options may be two ways to one result.
+        # Compare with the default only, as ablations do: two other options may compute the same.
         (a, y), *others = outputs
         for b, z in others:
             yield Measured(_error(z, y), f"difference of the layer's output between {name}={a} and {name}={b}")
 
 
 def bf16(rule: UpdateRule) -> Iterator[Measured]:
-    # Longer than elsewhere: in bf16 it is sums over many tokens that go wrong.
+    # Longer than in the other checks: bf16 goes wrong in sums over many tokens.
     x = _inputs(rule, PREFIX + 48)
     x = Inputs(x.q.bfloat16(), x.k.bfloat16(), x.v.bfloat16(), {name: gate.float() for name, gate in x.gates.items()})
     x = _started(rule, x)
@@ -404,7 +430,7 @@ def _has_gates(rule: UpdateRule) -> bool:
 
 
 def _has_kernel(rule: UpdateRule) -> bool:
-    """One for what the checks draw."""
+    """Whether the rule's own kernel takes the inputs of these checks."""
     x = _inputs(rule, 1)
     return rule.lacks_kernel(x.k, x.v) is None
 

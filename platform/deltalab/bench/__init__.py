@@ -1,1 +1,1 @@
-"""Benchmarks of rules: measuring, counting, the peers and the results."""
+"""Benchmarks of rules: measuring time and memory, counting operations and bytes, published peers, and the results."""

@@ -1,31 +1,30 @@
-"""What others have published for the same structures, to be timed beside ours: each op as its library wants it called.
+"""Published kernels to time beside ours.
 
-An op is found by what a rule's update is, not by its name, so that a stranger's rule has its peers too.
+A peer is found by the structure that a rule declares, so that a new rule of a known structure has its peers too.
 """
 
 import importlib
 import importlib.util
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from deltalab.authoring.inputs import Inputs
+from deltalab.bench.flops import attention_flops
+from deltalab.bench.results import Shape
 from deltalab.errors import InputError, unknown
 from deltalab.ops.scan import operands
 from deltalab.rule import Operands, UpdateRule
 
-PACKAGES = {"fla": "flash-linear-attention", "flash_qla": "flash-qla", "sdpa": "torch"}
-"""Peers and what is installed for them. `fla` takes FlashQLA by itself where that is installed and fits."""
-
 
 @dataclass(frozen=True)
 class Call:
-    """A function and the tensors that it is differentiated in; its result is o, or begins with it."""
+    """A function of tensors, differentiated with respect to all of them. It returns o, or a tuple that begins with o."""
 
     function: Callable[..., Any]
     tensors: dict[str, Tensor]
@@ -36,7 +35,10 @@ class Call:
             return self._o(self.tensors)
 
     def backward(self) -> Callable[[], list[Tensor]]:
-        """A call that gives the gradients of all tensors, for a gradient of o that is drawn in the first one."""
+        """A function that runs forward and backward and returns the gradients of all tensors.
+
+        Its first call draws the gradient of o, which later calls use again.
+        """
         leaves = {name: tensor.detach().requires_grad_() for name, tensor in self.tensors.items()}
         upstream: list[Tensor] = []
 
@@ -56,149 +58,174 @@ class Call:
         return o
 
     def fresh(self) -> "Call":
-        """The same call on copies."""
+        """The same call on copies of the tensors."""
         return Call(self.function, {name: tensor.clone() for name, tensor in self.tensors.items()})
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """sequence: the call over a whole sequence. token: over one more, with a state; None where there is none.
+    """One implementation to time.
 
-    same: whether the function is the rule's, so that outputs may be compared.
+    sequence: its call on a whole sequence; token: its call on one more token with a state, None if it has none.
+    same: whether it computes the rule's function, so that outputs can be compared.
+    flops: the operations of its forward call; None for those of the rule's chunked algorithm.
     """
 
     name: str
     sequence: Call
     token: Call | None = None
     same: bool = True
+    flops: float | None = None
 
 
-def installed(name: str) -> None:
-    """Raises `InputError` for a peer that is unknown, or not installed, or needs a GPU where there is none."""
-    if name not in PACKAGES:
-        raise unknown("peer", name, PACKAGES, where="--against")
-    if name == "sdpa":
-        return
-    if importlib.util.find_spec(name) is None:
-        raise InputError(f"--against {name}: not installed; pip install {PACKAGES[name]}")
-    if not torch.cuda.is_available():
-        raise InputError(f"--against {name}: needs a GPU")
+Peer: TypeAlias = Callable[[UpdateRule, Inputs, Inputs], Contestant]
+"""Makes the contestant for a rule, its inputs over a sequence, and its inputs for one more token with a state."""
 
 
-def peer(name: str, rule: UpdateRule, x: Inputs, now: Inputs) -> Contestant:
-    """A peer of a rule, for its inputs x and for those of one more token, `now`, with a state.
+@dataclass(frozen=True)
+class Op:
+    """A function of flash-linear-attention, `chunk_NAME` over sequences and `fused_recurrent_NAME` for tokens.
 
-    Raises `InputError` where the peer is not `installed`, or has no op for the rule.
+    takes: its arguments besides q and k, from the operands of a rule. module: its module, if not named like the op.
+    one_strength: whether it writes with the strength that it erases with. options: its further arguments.
+    for_tokens: the arguments that have another name in `fused_recurrent_NAME`.
     """
-    installed(name)
-    if name == "sdpa":
-        return _sdpa(x)
-    return _flash_qla(rule, x) if name == "flash_qla" else _fla(rule, x, now)
+
+    name: str
+    takes: Callable[[Operands], dict[str, Tensor | None]]
+    module: str = ""
+    one_strength: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+    for_tokens: Mapping[str, str] = field(default_factory=dict)
 
 
-def _sdpa(x: Inputs) -> Contestant:
-    """Causal softmax attention over as many heads, by PyTorch."""
+def _beta(x: Operands) -> Tensor:
+    assert x.e is not None
+    return torch.ones_like(x.e) if x.beta is None else x.beta
+
+
+def _write(x: Operands) -> dict[str, Tensor | None]:
+    return {"v": x.resolved().u}
+
+
+def _decay(x: Operands) -> dict[str, Tensor | None]:
+    return {**_write(x), "g": x.g}
+
+
+def _delta(x: Operands) -> dict[str, Tensor | None]:
+    return {"v": x.u, "beta": _beta(x)}
+
+
+def _gated_delta(x: Operands) -> dict[str, Tensor | None]:
+    return {**_delta(x), "g": x.g}
+
+
+def _feedback(x: Operands) -> dict[str, Tensor | None]:
+    assert x.e is not None
+    return {**_gated_delta(x), "p": (x.e / _beta(x))[..., None] * x.k}
+
+
+def _free(x: Operands) -> dict[str, Tensor | None]:
+    # Their a reads the state and their b is written, the reverse of ours.
+    return {**_write(x), "gk": x.g, "a": x.b, "b": x.a}
+
+
+OPS: dict[tuple[str, str, str], Op] = {
+    ("none", "none", "state"): Op("linear_attn", _write, options={"normalize": False}),
+    ("scalar", "none", "state"): Op("simple_gla", _decay),
+    ("diagonal", "none", "state"): Op("gla", _decay, for_tokens={"g": "gk"}),
+    ("none", "tied", "state"): Op("delta_rule", _delta, one_strength=True),
+    ("scalar", "tied", "decayed_state"): Op("gated_delta_rule", _gated_delta, one_strength=True),
+    ("diagonal", "tied", "decayed_state"): Op("kda", _gated_delta, one_strength=True),
+    ("scalar", "tied", "state"): Op("comba", _feedback),
+    ("diagonal", "free", "state"): Op("dplr_delta_rule", _free, module="generalized_delta_rule"),
+}
+"""The ops by the structure they compute: decay, low rank, and the state that the low rank reads."""
+
+
+def op_for(rule: UpdateRule, x: Inputs) -> tuple[Op, dict[str, Tensor]]:
+    """The published op for a rule's structure and its arguments. Raises `InputError` if there is none."""
+    t = rule.transition
+    reads = "state" if t is None or "none" in (t.decay, t.low_rank) else t.reads
+    op = None if t is None or t.steps > 1 or rule.second_state else OPS.get((t.decay, t.low_rank, reads))
+    if op is None:
+        raise InputError(f"no peer has an op for the structure of rule '{rule.name}'")
+    given = operands(rule, x.q, x.k, x.v, x.gates)
+    if op.one_strength and given.e is not None and not torch.equal(given.e, _beta(given)):
+        raise InputError(f"no peer has an op that erases and writes as rule '{rule.name}' does")
+    found = {"q": given.resolved().r, "k": given.k, **op.takes(given)}
+    kept = ("g", "gk", "beta")  # decays and strengths keep their precision
+    return op, {
+        name: (value if name in kept else value.to(x.v.dtype)).detach().contiguous()
+        for name, value in found.items()
+        if value is not None
+    }
+
+
+def _fla(rule: UpdateRule, x: Inputs, now: Inputs) -> Contestant:
+    """The op of flash-linear-attention for the rule's structure."""
+    op, given = op_for(rule, x)
+    module = imported("fla", f"fla.ops.{op.module or op.name}")
+    more = {"scale": float(x.k.shape[-1] ** -0.5), **op.options}
+    chunk = partial(getattr(module, f"chunk_{op.name}"), **more)
+    recurrent = partial(getattr(module, f"fused_recurrent_{op.name}"), **more, output_final_state=True)
+    token = {op.for_tokens.get(name, name): value for name, value in op_for(rule, now)[1].items()}
+    assert now.state is not None
+    return Contestant("fla", Call(chunk, given), Call(recurrent, {**token, "initial_state": now.state[0]}))
+
+
+def _flash_qla(rule: UpdateRule, x: Inputs, now: Inputs) -> Contestant:
+    """FlashQLA's kernel of the gated delta rule."""
+    op, given = op_for(rule, x)
+    if op.name != "gated_delta_rule":
+        raise InputError(f"--against flash_qla: has no op for rule '{rule.name}', only the gated delta rule's")
+    function = imported("flash_qla", "flash_qla").chunk_gated_delta_rule
+    return Contestant("flash_qla", Call(partial(function, scale=float(x.k.shape[-1] ** -0.5)), given))
+
+
+def _sdpa(rule: UpdateRule, x: Inputs, now: Inputs) -> Contestant:
+    """PyTorch's causal softmax attention with as many heads."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (z.transpose(1, 2) for z in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
-    k, v = (z[:, : x.q.shape[1]] for z in (x.k, x.v))
-    return Contestant("sdpa", Call(attend, {"q": x.q, "k": k, "v": v}), same=False)
+    batch, length, heads, key_dim = x.q.shape
+    k, v = (z[:, :length] for z in (x.k, x.v))
+    shape = Shape(batch, length, heads, key_dim, v.shape[-1])
+    return Contestant("sdpa", Call(attend, {"q": x.q, "k": k, "v": v}), same=False, flops=attention_flops(shape))
 
 
-def _flash_qla(rule: UpdateRule, x: Inputs) -> Contestant:
-    op, given, scale = _linear(rule, x)
-    if op != "gated_delta_rule":
-        raise InputError(f"--against flash_qla: has no op for rule '{rule.name}', only the gated delta rule's")
-    function = _imported("flash_qla", "flash_qla").chunk_gated_delta_rule
-    return Contestant("flash_qla", Call(partial(function, scale=scale), given))
+PEERS: dict[str, tuple[Peer, str]] = {
+    "fla": (_fla, "flash-linear-attention"),
+    "flash_qla": (_flash_qla, "flash-qla"),
+    "sdpa": (_sdpa, "torch"),
+}
+"""Each peer and the package to install for it. `fla` calls FlashQLA itself if that is installed and fits."""
 
 
-def _fla(rule: UpdateRule, x: Inputs, now: Inputs) -> Contestant:
-    if rule.transition is None and "iterations" in rule.options():
-        return _mesa(rule, x)
-    op, given, scale = _linear(rule, x)
-    module = _imported("fla", f"fla.ops.{_MODULES.get(op, op)}")
-    more = {"scale": scale, **({"normalize": False} if op == "linear_attn" else {})}
-    chunk = partial(getattr(module, f"chunk_{op}"), **more)
-    recurrent = partial(getattr(module, f"fused_recurrent_{op}"), **more, output_final_state=True)
-    _, next_given, _ = _linear(rule, now)
-    if op == "gla":
-        next_given["gk"] = next_given.pop("g")
-    assert now.state is not None
-    return Contestant("fla", Call(chunk, given), Call(recurrent, {**next_given, "initial_state": now.state[0]}))
+def installed(name: str) -> None:
+    """Raises `InputError` if the peer is unknown, is not installed, or needs a GPU and there is none."""
+    if name not in PEERS:
+        raise unknown("peer", name, PEERS, where="--against")
+    if name == "sdpa":
+        return
+    if importlib.util.find_spec(name) is None:
+        raise InputError(f"--against {name}: not installed; pip install {PEERS[name][1]}")
+    if not torch.cuda.is_available():
+        raise InputError(f"--against {name}: needs a GPU")
 
 
-_MODULES = {"dplr_delta_rule": "generalized_delta_rule"}
+def peer(name: str) -> Peer:
+    """The peer of a name. Raises `InputError` if it is not `installed`."""
+    installed(name)
+    return PEERS[name][0]
 
 
-def _imported(name: str, module: str) -> Any:
+def imported(name: str, module: str) -> Any:
+    """A module of the peer `name`. Raises `InputError` with the reason if it does not import."""
     try:
         return importlib.import_module(module)
     except Exception as error:
         said = " ".join(str(error).split())
         raise InputError(f"--against {name}: does not import: {type(error).__name__}: {said}") from error
-
-
-def _linear(rule: UpdateRule, x: Inputs) -> tuple[str, dict[str, Tensor], float]:
-    """FLA's name for the structure of a rule, what its op takes, and the scale."""
-    t = rule.transition
-    refused = InputError(f"no peer has an op for the structure of rule '{rule.name}'")
-    if t is None or t.steps > 1 or rule.second_state:
-        raise refused
-    given = operands(rule, x.q, x.k, x.v, x.gates)
-    plain = given.resolved()
-    scale = float(x.k.shape[-1] ** -0.5)
-    tensors = {"q": plain.r.to(x.q.dtype), "k": given.k}
-    if t.low_rank == "tied":
-        op, strengths = _delta(rule, given)
-        found = {**tensors, "v": given.u, **strengths}
-    else:
-        free = t.low_rank == "free"
-        names = {"none": "linear_attn", "scalar": "simple_gla", "diagonal": "dplr_delta_rule" if free else "gla"}
-        op = names[t.decay]
-        if free and (t.decay != "diagonal" or t.reads != "state"):
-            raise refused
-        found = {**tensors, "v": plain.u.to(x.v.dtype)}
-        if given.g is not None:
-            found["gk" if free else "g"] = given.g
-        if given.a is not None and given.b is not None:
-            # FLA's a reads the state, and its b writes.
-            found |= {"a": given.b.to(x.k.dtype), "b": given.a.to(x.k.dtype)}
-    return op, {name: value.detach().contiguous() for name, value in found.items()}, scale
-
-
-def _delta(rule: UpdateRule, given: Operands) -> tuple[str, dict[str, Tensor]]:
-    """Of the delta rules: the op, and its strengths and decays."""
-    t = rule.transition
-    assert t is not None
-    assert given.e is not None
-    beta = torch.ones_like(given.e) if given.beta is None else given.beta
-    decays = {} if given.g is None else {"g": given.g}
-    if t.decay == "scalar" and t.reads == "state":
-        p = (given.e / beta)[..., None] * given.k
-        return "comba", {"p": p.to(given.k.dtype), **decays, "beta": beta}
-    names = {("none", "state"): "delta_rule", ("scalar", "decayed_state"): "gated_delta_rule"}
-    names["diagonal", "decayed_state"] = "kda"
-    op = names.get((t.decay, t.reads if t.decay != "none" else "state"))
-    if op is None or not torch.equal(given.e, beta):
-        raise InputError(f"no peer has an op that erases and writes as rule '{rule.name}' does")
-    return op, {**decays, "beta": beta}
-
-
-def _mesa(rule: UpdateRule, x: Inputs) -> Contestant:
-    """MesaNet: ridge regression by conjugate gradient, with as many iterations and a lambda for each channel."""
-    chunk = _imported("fla", "fla.ops.mesa_net").chunk_mesa_net
-    g = x.gates.get("g", x.k.new_zeros(())).expand(x.k.shape[:3]).contiguous()
-    heads, key_dim = x.k.shape[2:]
-    given = {
-        "q": x.q,
-        "k": x.k,
-        "v": x.v,
-        "g": g,
-        "beta": torch.ones_like(g),
-        "lamb": torch.ones(heads, key_dim, device=x.k.device),
-    }
-    iterations = rule.knobs()["iterations"]
-    return Contestant("fla", Call(partial(chunk, max_CG_iteration=iterations), given), same=False)

@@ -1,4 +1,4 @@
-"""What a benchmark of rules finds: figures of each contestant at each shape, as a table, JSON and a plot."""
+"""The results of a benchmark: the figures of each contestant at each shape, as a table, as JSON and as a plot."""
 
 import dataclasses
 import importlib.util
@@ -14,7 +14,7 @@ from deltalab.errors import InputError
 
 @dataclass(frozen=True)
 class Shape:
-    """B, T, H, K, V."""
+    """The sizes B, T, H, K, V of a call."""
 
     batch: int
     length: int
@@ -27,7 +27,7 @@ class Shape:
 
     @classmethod
     def parse(cls, given: str) -> "Shape":
-        """Raises `InputError` unless it is B,T,H,K,V.
+        """A shape written as B,T,H,K,V. Raises `InputError` for anything else.
 
         >>> Shape.parse("8,4096,16,128,128").length
         4096
@@ -38,7 +38,7 @@ class Shape:
         return cls(*numbers)
 
     def at(self, length: int) -> "Shape":
-        """As many tokens, in sequences of another length.
+        """The same number of tokens in sequences of another length.
 
         >>> str(Shape(8, 4096, 16, 128, 128).at(1024))
         '32,1024,16,128,128'
@@ -51,7 +51,7 @@ CPU_SHAPE = Shape(1, 512, 2, 64, 64)
 
 
 def whole_numbers(given: str, *, where: str) -> list[int]:
-    """Those of a list with commas. Raises `InputError` for anything else, and for less than 1."""
+    """The numbers of a list like `1,2`. Raises `InputError` for anything but whole numbers of at least 1."""
     words = [word.strip() for word in given.split(",")]
     if not all(word.isascii() and word.isdigit() and int(word) > 0 for word in words):
         raise InputError(f"{where} {given}: give whole numbers of at least 1, with commas between them")
@@ -60,10 +60,11 @@ def whole_numbers(given: str, *, where: str) -> list[int]:
 
 @dataclass(frozen=True)
 class Figures:
-    """One contestant at one shape; None is what did not run here, for the reason in `why`, or does not apply.
+    """The figures of one contestant at one shape. None if it does not apply, or did not run, for the reason in `why`.
 
-    Times in ms, but the first call's in s; extra memory in bytes. The shares of `forward`, `both` and `decode` are of
-    this machine's `ceilings`. error: of o, relative to the first contestant's, where both compute the same.
+    Times are in ms, the first call's in s; extra memory is in bytes. `*_copy` and `*_matmul` are shares of this
+    machine's `ceilings`. error: the relative difference of o from that of the first contestant that computes the
+    rule's function.
     """
 
     rule: str
@@ -87,8 +88,8 @@ class Figures:
 
 
 @dataclass(frozen=True)
-class Report:
-    """All figures of a run, and what they were taken on. ceilings: of a copy in bytes/s, of a matmul in flop/s."""
+class Results:
+    """All figures of a run, and the machine. ceilings: the rates of a copy in bytes/s and of a matmul in flop/s."""
 
     device: str
     dtype: str
@@ -101,12 +102,12 @@ class Report:
         return json.dumps(asdict(self), indent=2)
 
     @classmethod
-    def from_dict(cls, given: dict[str, Any]) -> "Report":
-        """Of what `to_json` wrote."""
+    def from_dict(cls, given: dict[str, Any]) -> "Results":
+        """The results that `to_json` wrote."""
         return cls(**{**given, "figures": [Figures(**one) for one in given["figures"]]})
 
     def to_text(self) -> str:
-        """A line for each contestant, then why figures are missing, then the machine."""
+        """A line for each contestant, then the reasons for missing figures, then the machine."""
         rows = [tuple(_COLUMNS), *(tuple(show(one) for show in _COLUMNS.values()) for one in self.figures)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
