@@ -16,8 +16,9 @@ from deltalab.models.model import build_model
 from deltalab.models.spec import ModelSpec
 from deltalab.ops.backends import NONE, available
 from deltalab.tasks import MQAR
-from deltalab.tasks.batches import Feed
-from deltalab.training.stack import Adam, Layout, Moments, Stack
+from deltalab.tasks.batches import TrainingBatches
+from deltalab.training.optimizer import Adam, Layout, Moments
+from deltalab.training.stack import Stack
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TASK = MQAR(length=16, pairs=2, vocab_size=16)
@@ -40,9 +41,8 @@ def stack_of(runs: list[Adam], model: ModelSpec = TINY) -> Stack:
     layout = Layout(network)
     rows = torch.stack([layout.pack(build_model(model, seed=seed).state_dict()) for seed in range(len(runs))])
     state = Moments(*(rows.to(DEVICE) * factor for factor in (1, 0, 0)))
-    stack = Stack(network, layout, Feed(TASK, 2, [*range(len(runs))], DEVICE, 4), state, runs, bf16=False)
-    stack.rates[:4] = torch.tensor([stack._rates(step) for step in range(4)])[..., None]
-    stack.begin.fill_(100)
+    stack = Stack(network, layout, TrainingBatches(TASK, 2, [*range(len(runs))], DEVICE, 4), state, runs, bf16=False)
+    stack.optimizer.load(100, stack.optimizer.rates_of(0, 4))
     return stack
 
 
@@ -52,19 +52,21 @@ def both(stack: Stack, monkeypatch: pytest.MonkeyPatch, losses: list[Tensor], gr
     for fused in (False, True):
         one = copy.copy(stack)
         one.state = Moments(*(part.clone() for part in stack.state))
-        one.bad, one.loss, one.row = stack.bad.clone(), stack.loss.clone(), stack.row.clone()
-        monkeypatch.setattr("deltalab.training.stack.automatic", available if fused else lambda device: NONE)
+        one.optimizer = copy.copy(stack.optimizer)
+        for name in ("bad", "loss", "row"):
+            setattr(one.optimizer, name, getattr(stack.optimizer, name).clone())
+        monkeypatch.setattr("deltalab.training.optimizer.automatic", available if fused else lambda device: NONE)
         for loss, grad in zip(losses, grads, strict=True):
-            one._step(loss.to(DEVICE), grad.to(DEVICE))
+            one.optimizer.step(one.state, loss.to(DEVICE), grad.to(DEVICE))
         made.append(one)
     return made
 
 
 def assert_same(one: Stack, other: Stack, scale: float = 1.0) -> None:
     """scale: of gradients, whose rounding a moment may have."""
-    assert torch.equal(one.bad, other.bad)
-    assert torch.equal(one.row, other.row)
-    torch.testing.assert_close(one.loss, other.loss, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(one.optimizer.bad, other.optimizer.bad)
+    assert torch.equal(one.optimizer.row, other.optimizer.row)
+    torch.testing.assert_close(one.optimizer.loss, other.optimizer.loss, rtol=0, atol=0, equal_nan=True)
     for mine, its, size in zip(one.state, other.state, (1.0, scale, scale**2), strict=True):
         torch.testing.assert_close(mine, its, rtol=5e-6, atol=1e-6 * size)
 
@@ -90,7 +92,7 @@ def test_steps_are_those_without_kernels(runs: list[Adam], scale: float, block: 
         patch.setattr(adamw, "PARTS", parts)
         plain, fused = both(stack, patch, list(losses), drawn(stack, 4, scale, seed))
     assert not torch.equal(plain.state.weights, stack.state.weights)
-    assert plain.bad.eq(-1).all()
+    assert plain.optimizer.bad.eq(-1).all()
     assert_same(plain, fused, scale)
 
 
@@ -107,7 +109,7 @@ def test_what_is_not_finite_stops_its_run_alone(value: float, where: str, monkey
         grads[2][1, 0 if where == "first" else -1] = value
     stopped = where != "loss" or value != 1e30
     (_, before), (plain, fused) = (both(stack, monkeypatch, losses[:end], grads[:end]) for end in (2, 4))
-    assert fused.bad.tolist() == [-1, 102 if stopped else -1, -1]
+    assert fused.optimizer.bad.tolist() == [-1, 102 if stopped else -1, -1]
     assert torch.equal(fused.state.weights[1], before.state.weights[1]) == stopped
     assert not torch.equal(fused.state.weights[0], before.state.weights[0])
     assert all(part.isfinite().all() for part in fused.state)
@@ -130,5 +132,5 @@ def test_rows_of_real_size(monkeypatch: pytest.MonkeyPatch) -> None:
     losses = [torch.ones(9) for _ in range(3)]
     losses[1][4] = math.nan
     plain, fused = both(stack, monkeypatch, losses, drawn(stack, 3, 1.0, 0))
-    assert fused.bad.tolist() == [101 if i == 4 else -1 for i in range(9)]
+    assert fused.optimizer.bad.tolist() == [101 if i == 4 else -1 for i in range(9)]
     assert_same(plain, fused)

@@ -100,7 +100,9 @@ def test_a_stack_is_its_runs_alone(rule: str) -> None:
                 ours.copy_(theirs[i : i + 1])
         for trial in (together, *alone):
             trial.advance(step + 1)
-        torch.testing.assert_close(torch.cat([single.loss for single in singles]), stack.loss, rtol=1e-5, atol=0)
+        torch.testing.assert_close(
+            torch.cat([single.optimizer.loss for single in singles]), stack.optimizer.loss, rtol=1e-5, atol=0
+        )
         moved, moved_alone = (w - before for w in (stack.state.weights, torch.cat([s.state.weights for s in singles])))
         apart.append((moved_alone - moved).norm(dim=1) / moved.norm(dim=1))
     assert {trial.graph for trial in (together, *alone)} == {"whole step"}

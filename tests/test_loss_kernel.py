@@ -98,8 +98,8 @@ def test_the_loss_of_every_task_is_what_it_is_without_the_kernel(name: str, monk
         task, [(model, TrainSpec(steps=1, batch_size=2, lr=0.01, evaluations=1, precision="fp32"))], [1, 2], most=2
     )
     ((_, stack),) = trial.stacks
-    stack.feed.load(0, 1)
-    batch = stack.feed.draw(stack.row)
+    stack.batches.load(0, 1)
+    batch = stack.batches.draw(stack.optimizer.row)
     losses = []
     for fused in (False, True):
         for module in ("ops.loss", "training.stack"):

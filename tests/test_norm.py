@@ -236,13 +236,13 @@ def stack_of(seeds: tuple[int, ...], **more: Any) -> Stack:
         seeds,
         most=len(seeds),
     ).stacks
-    stack.feed.load(0, 4)
+    stack.batches.load(0, 4)
     return stack
 
 
 def losses(stack: Stack) -> tuple[Tensor, Tensor]:
     """Of each run, and the gradients of all."""
-    inputs, targets = stack.feed.draw(torch.tensor(1, device=stack.device))
+    inputs, targets = stack.batches.draw(torch.tensor(1, device=stack.device))
     weights = stack.state.weights.detach().requires_grad_()
     found = stack.losses(weights, inputs, targets)
     (grad,) = torch.autograd.grad(found.sum(), weights)
@@ -271,7 +271,7 @@ def test_stacked_models_learn_the_same_with_and_without_kernels(
     with torch.no_grad():
         # Weights of norms that differ from channel to channel and from run to run.
         stack.state.weights.mul_(1 + 0.3 * torch.randn_like(stack.state.weights))
-    tokens = stack.feed.draw(torch.tensor(1, device=stack.device))[0][0]
+    tokens = stack.batches.draw(torch.tensor(1, device=stack.device))[0][0]
     results = []
     for kernel in (False, True):
         monkeypatch.setattr("deltalab.ops.norm.automatic", available if kernel else lambda device: NONE)

@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 from deltalab.kernels.step import random as kernels
 from deltalab.ops.backends import NONE, Kernels, available
 from deltalab.tasks import MQAR, Random
-from deltalab.tasks.batches import Feed
+from deltalab.tasks.batches import TrainingBatches
 from deltalab.tasks.randomness import Together, hashed
 
 ROOT = Path(__file__).parents[1]
@@ -155,7 +155,7 @@ def test_parts_that_are_not_equal_are_refused(kernel: bool, monkeypatch: pytest.
 def test_a_feed_draws_the_same(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     task = MQAR(**{**MIXTURE, "random_non_queries": True, **given})
     monkeypatch.setattr("deltalab.tasks.randomness.automatic", available)
-    feed = Feed(task, 3, [5, 7, 5], DEVICE, 2)
+    feed = TrainingBatches(task, 3, [5, 7, 5], DEVICE, 2)
     feed.load(10, 12)
     inputs, targets = (x.cpu() for x in feed.draw(torch.tensor(1, device=DEVICE)))
     monkeypatch.setattr("deltalab.tasks.randomness.automatic", lambda device: NONE)
@@ -216,7 +216,7 @@ def test_choices_of_real_batches(count: int, spare: int) -> None:
 @pytest.mark.parametrize("given", [{}, {"train_examples": 1000}, MIXTURE], ids=str)
 def test_a_graph_draws_what_a_cpu_draws(given: dict[str, Any]) -> None:
     task = MQAR(**{"length": 64, "pairs": 4, **given})
-    feed, row = Feed(task, 128, [1, 2, 3], DEVICE, 4), torch.zeros((), dtype=torch.int64, device=DEVICE)
+    feed, row = TrainingBatches(task, 128, [1, 2, 3], DEVICE, 4), torch.zeros((), dtype=torch.int64, device=DEVICE)
     feed.load(0, 4)
     feed.draw(row)
     graph = torch.cuda.CUDAGraph()

@@ -20,8 +20,9 @@ from deltalab.ops.backends import NONE, available
 from deltalab.ops.loss import linear_cross_entropy
 from deltalab.registry import task_plugin
 from deltalab.tasks import BUILTIN, IGNORE, MQAR, Batch, Random, Task
-from deltalab.tasks.batches import Feed
-from deltalab.training.stack import Adam, Layout, Moments, Stack
+from deltalab.tasks.batches import TrainingBatches
+from deltalab.training.optimizer import Adam, AdamW, Layout, Moments
+from deltalab.training.stack import Stack
 from deltalab.training.train import RunResult, TrainSpec, stackable, train, train_together
 from deltalab.training.trainer import LockStep
 
@@ -54,8 +55,8 @@ def stack_of(task: Task, model: ModelSpec, *, seeds: tuple[int, ...] = (1, 2), *
     """Its runs, with the first steps loaded."""
     spec = replace(SPEC, **{"batch_size": 3, **given})
     ((_, stack),) = LockStep(task, [(model, spec)], seeds, most=len(seeds)).stacks
-    stack.feed.load(0, 4)
-    stack.rates.fill_(0.1)
+    stack.batches.load(0, 4)
+    stack.optimizer.rates.fill_(0.1)
     return stack
 
 
@@ -90,7 +91,7 @@ def test_losses_and_gradients_of_a_stack_are_those_of_its_runs(rule: dict[str, A
     task = deltalab.get_task("mqar", length=20, pairs=2, vocab_size=16)
     model = ModelSpec(rule=rule, vocab_size=16, d_model=16, layers=1, heads=2, chunk_size=8)
     stack = stack_of(task, model)
-    inputs, targets = stack.feed.draw(torch.tensor(1))
+    inputs, targets = stack.batches.draw(torch.tensor(1))
     weights = stack.state.weights.requires_grad_()
     losses = stack.losses(weights, inputs, targets)
     (grad,) = torch.autograd.grad(losses.sum(), weights)
@@ -116,7 +117,7 @@ def test_losses_and_gradients_on_a_gpu_are_those_on_a_cpu(
     """The stack's own way there: kernels of embedding and loss, and the last norm at labelled places alone."""
     pytest.importorskip("triton")
     stack, found = stack_of(TASK, replace(TINY, tie_embeddings=tied), seeds=seeds), []
-    inputs, targets = stack.feed.draw(torch.tensor(1))
+    inputs, targets = stack.batches.draw(torch.tensor(1))
     for fused in (False, True):
         for module in ("training.stack", "models.model", "ops.loss"):
             monkeypatch.setattr(f"deltalab.{module}.automatic", available if fused else lambda device: NONE)
@@ -176,12 +177,12 @@ def test_an_update_is_that_of_adamw_with_clipping() -> None:
     networks = [build_model(TINY, seed=seed) for seed in range(3)]
     rows = torch.stack([layout.pack(network.state_dict()) for network in networks])
     state = Moments(rows, torch.zeros_like(rows), torch.zeros_like(rows))
-    stack = Stack(model, layout, Feed(TASK, 2, [0, 1, 2], CPU, 5), state, runs, bf16=False)
+    stack = Stack(model, layout, TrainingBatches(TASK, 2, [0, 1, 2], CPU, 5), state, runs, bf16=False)
     optimizers = [
         torch.optim.AdamW(parameter_groups(network, run.weight_decay), betas=run.betas, fused=True)
         for network, run in zip(networks, runs, strict=True)
     ]
-    stack.rates[:5] = torch.tensor([stack._rates(step) for step in range(5)])[..., None]
+    stack.optimizer.load(0, stack.optimizer.rates_of(0, 5))
     for step in range(5):
         grads = torch.stack(
             [
@@ -189,7 +190,7 @@ def test_an_update_is_that_of_adamw_with_clipping() -> None:
                 for _ in runs
             ]
         )
-        stack._step(torch.zeros(3), grads)
+        stack.optimizer.step(state, torch.zeros(3), grads)
         for i, (network, optimizer, run) in enumerate(zip(networks, optimizers, runs, strict=True)):
             for name, p in network.named_parameters():
                 p.grad = layout.unpack(grads)[name][i].clone()
@@ -206,13 +207,13 @@ def test_the_rates_are_those_of_the_schedule(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("deltalab.training.stack.BLOCK", 5)
     monkeypatch.setattr("deltalab.training.trainer.BLOCK", 5)
     seen = []
-    step = Stack._step
+    step = AdamW.step
 
-    def recorded(self: Stack, losses: Tensor, grad: Tensor) -> None:
+    def recorded(self: AdamW, state: Moments, losses: Tensor, grad: Tensor) -> None:
         seen.append((int(self.begin + self.row), self.rates[int(self.row), 1, :, 0].tolist()))
-        step(self, losses, grad)
+        step(self, state, losses, grad)
 
-    monkeypatch.setattr(Stack, "_step", recorded)
+    monkeypatch.setattr(AdamW, "step", recorded)
     train_together(TASK, MEMBERS[:2], [1])
     assert [at for at, _ in seen] == list(range(SPEC.steps))
     for at, rates in seen:
@@ -229,7 +230,7 @@ def test_a_diverged_run_stays_where_it_is_and_hurts_no_other(monkeypatch: pytest
 
     def planted(self: Stack, *rest: Tensor) -> Tensor:
         states.append(self.state.weights.clone())
-        at = int(self.begin + self.row)
+        at = int(self.optimizer.begin + self.optimizer.row)
         return torch.where(torch.arange(len(self)) == (1 if at == 4 else -1), math.nan, 1.0) * losses(self, *rest)
 
     monkeypatch.setattr(Stack, "losses", planted)
@@ -324,8 +325,8 @@ def test_a_step_on_any_task_never_looks_at_the_device(name: str, given: dict[str
     stack.update()
     with NoLook():
         stack.update()
-    assert int(stack.row) == 2
-    assert stack.bad.tolist() == [-1, -1]
+    assert int(stack.optimizer.row) == 2
+    assert stack.optimizer.bad.tolist() == [-1, -1]
     assert not stack.overfull
 
 
@@ -353,7 +354,7 @@ def test_what_looks_is_seen() -> None:
 def test_a_feed_draws_what_the_task_draws(name: str, given: dict[str, Any]) -> None:
     task = deltalab.get_task(name, **given)
     seeds = [3, 9, 3, 4]
-    feed = Feed(task, 5, seeds, CPU, 6)
+    feed = TrainingBatches(task, 5, seeds, CPU, 6)
     for begin, end in ((0, 6), (10, 13)):
         feed.load(begin, end)
         for row in (0, end - begin - 1):
@@ -389,7 +390,7 @@ class TooMany(MQAR):
 
 def test_a_task_whose_rows_depend_on_each_other_is_drawn_seed_by_seed() -> None:
     task = Same(length=16, pairs=2, vocab_size=16)
-    feed = Feed(task, 3, [1, 2], CPU, 2)
+    feed = TrainingBatches(task, 3, [1, 2], CPU, 2)
     feed.load(0, 2)
     for i, seed in enumerate((1, 2)):
         assert torch.equal(feed.draw(torch.tensor(1))[0][i], task.batch("train", 3, seed, 1).inputs)
@@ -397,7 +398,7 @@ def test_a_task_whose_rows_depend_on_each_other_is_drawn_seed_by_seed() -> None:
 
 def test_a_task_that_reads_the_address_of_its_numbers_is_refused() -> None:
     with pytest.raises(InputError, match="depend on more than the numbers"):
-        Feed(Addressed(length=16, pairs=2, vocab_size=16), 3, [1, 2], CPU, 2)
+        TrainingBatches(Addressed(length=16, pairs=2, vocab_size=16), 3, [1, 2], CPU, 2)
 
 
 def test_a_task_that_scores_more_than_it_says_is_refused() -> None:
@@ -445,7 +446,7 @@ def out_of_memory(monkeypatch: pytest.MonkeyPatch, *, fits: int, at: int = 0) ->
     update = Stack.update
 
     def limited(self: Stack) -> None:
-        if int(self.begin + self.row) == at:
+        if int(self.optimizer.begin + self.optimizer.row) == at:
             tried.append(len(self))
             if len(self) > fits:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has less.")

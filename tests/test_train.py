@@ -17,7 +17,7 @@ from deltalab.models.model import build_model
 from deltalab.models.spec import ModelSpec
 from deltalab.ops.loss import linear_cross_entropy
 from deltalab.tasks import IGNORE, MQAR, Task
-from deltalab.tasks.batches import Feed
+from deltalab.tasks.batches import TrainingBatches
 from deltalab.training.train import RunResult, TrainSpec, TrialResult, train
 from deltalab.training.trainer import LockStep
 
@@ -208,19 +208,19 @@ def drawn(model: ModelSpec, given: TrainSpec) -> tuple[list[tuple[Any, ...]], li
     """What training and evaluation are given: the addresses of evaluations, and the inputs of training."""
     measured, trained = [], []
     with pytest.MonkeyPatch.context() as patch:
-        batch, draw = MQAR.batch, Feed.draw
+        batch, draw = MQAR.batch, TrainingBatches.draw
 
         def recorded(self: MQAR, split: str, size: int, seed: int, step: int, device: Any = "cpu") -> Any:
             if split != "train":
                 measured.append((split, size, seed, step))
             return batch(self, split, size, seed, step, device)
 
-        def recorded_draw(self: Feed, row: torch.Tensor) -> Any:
+        def recorded_draw(self: TrainingBatches, row: torch.Tensor) -> Any:
             trained.append(draw(self, row)[0])
             return draw(self, row)
 
         patch.setattr(MQAR, "batch", recorded)
-        patch.setattr(Feed, "draw", recorded_draw)
+        patch.setattr(TrainingBatches, "draw", recorded_draw)
         train(TASK, model, given, [1, 2], test=True)
     return measured, trained
 

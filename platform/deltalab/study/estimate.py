@@ -3,7 +3,9 @@
 import json
 import os
 import time
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 import torch
@@ -12,36 +14,35 @@ from rich.table import Table
 from rich.text import Text
 
 from deltalab.errors import InputError
-from deltalab.models.spec import ModelSpec
 from deltalab.study.plan import Arm, Plan
+from deltalab.study.sizes import Sizer, Sizes
 from deltalab.study.stats import seeds_needed, smallest_holm_p, smallest_p
-from deltalab.tasks import Task
-from deltalab.training.stack import Unstackable
-from deltalab.training.train import TrainSpec
-from deltalab.training.trainer import LockStep, most_stacked
+from deltalab.study.step_time import Training, gpu_rates, gpu_step, scaled_step, timed_step
 
 ALPHA = 0.05
-MOST_TIMED_TOKENS = 4096
-"""Larger batches are cut to this and the time scaled: planning the paper's grid must not take the paper's time."""
+
+TIMING_SECONDS = 1.0
+"""A CPU study's arms are timed for about this long in all; the other arms' times follow from their arithmetic."""
 
 
 @dataclass(frozen=True)
 class ArmCost:
-    """An arm on one task. seconds: of all its trials, one after another, on this machine."""
+    """An arm on one task. seconds: of all its trials, one after another, None where unknown."""
 
     task: str
     arm: str
     change: str
     parameters: int
     state_size: int
-    seconds: float
+    seconds: float | None
 
 
 @dataclass(frozen=True)
 class Estimate:
     """A study before it runs. smallest_p: of the sign-flip test, then after Holm over the arms.
 
-    workers: stacks at a time. stack: the most trials in one. seconds: of trials of which each trains alone.
+    workers: stacks at a time. stack: the most trials in one. seconds: of trials of which each trains alone, None where
+    unknown. where: what the times are for. how: what they rest on.
     """
 
     study: str
@@ -52,7 +53,9 @@ class Estimate:
     seeds: int
     workers: int
     stack: int | Literal["auto"]
-    seconds: float
+    seconds: float | None
+    where: str
+    how: str
     smallest_p: float
     smallest_holm_p: float
     seeds_needed: int
@@ -74,11 +77,16 @@ class Estimate:
             if self.smallest_holm_p <= ALPHA
             else f"too large to tell any arm from the base at {ALPHA}: that takes {self.seeds_needed} seeds"
         )
-        alone = self.stack == 1
+        time = (
+            "for a time that is unknown"
+            if self.seconds is None
+            else f"about {_duration(self.seconds)} on {self.where} with {self.workers} at a time"
+            + ("" if self.stack == 1 else "; less, where trials of one shape train as one")
+        )
+        name = self.study + (f" ({self.profile})" if self.profile else "")
         lines = [
-            f"{self.study}{f' ({self.profile})' if self.profile else ''}: {self.trials} trials, {self.runs} runs, "
-            f"about {_duration(self.seconds)} on this machine with {self.workers} at a time"
-            + ("" if alone else "; less, where trials of one shape train as one"),
+            f"{name}: {self.trials} trials, {self.runs} runs, {time}",
+            self.how,
             f"{self.seeds} paired seeds: the sign-flip test cannot go under p = {self.smallest_p:.3g}, after Holm over "
             f"{arms} arm{'s' * (arms != 1)} {self.smallest_holm_p:.3g}, {verdict}",
         ]
@@ -86,15 +94,33 @@ class Estimate:
 
 
 def estimate(plan: Plan, *, workers: int | None = None) -> Estimate:
-    """Builds every arm, times a few of its steps here, and adds up. Raises `InputError` for arms that do not build."""
+    """Counts every arm, finds how long its steps take, and adds up. It takes seconds, whatever the study's size.
+
+    On a CPU some arms are timed, for about `TIMING_SECONDS`; nothing is timed on a GPU, whose rates are data.
+    Raises `InputError` for arms that do not build or run.
+    """
     wanted = plan.spec.resources
     workers = workers or max(1, wanted.places(os.cpu_count() or 1, torch.cuda.device_count()))
     before = torch.get_num_threads()
     torch.set_num_threads(wanted.threads)
     try:
-        arms = [_cost(plan, arm) for arm in plan.arms]
+        sizes, trainings = _counted(plan)
+        times = _times(plan, trainings)
     finally:
         torch.set_num_threads(before)
+    runs = plan.runs / len(plan.arms)
+    arms = [
+        ArmCost(
+            task=arm.task,
+            arm=arm.name,
+            change=", ".join(f"{key}={_short(value[1])}" for key, value in arm.change.items()),
+            parameters=size.parameters,
+            state_size=size.state_size,
+            seconds=None if step is None else runs * step * _steps(training),
+        )
+        for arm, size, training, step in zip(plan.arms, sizes, trainings, times.steps, strict=True)
+    ]
+    whole = [arm.seconds for arm in arms if arm.seconds is not None]
     others = len(plan.names) - 1
     return Estimate(
         study=plan.spec.name,
@@ -105,16 +131,84 @@ def estimate(plan: Plan, *, workers: int | None = None) -> Estimate:
         seeds=plan.spec.seeds,
         workers=workers,
         stack=wanted.stack,
-        seconds=sum(arm.seconds for arm in arms) / workers,
+        seconds=sum(whole) / workers if len(whole) == len(arms) else None,
+        where=times.where,
+        how=times.how,
         smallest_p=smallest_p(plan.spec.seeds),
         smallest_holm_p=smallest_holm_p(plan.spec.seeds, max(others, 1)),
         seeds_needed=seeds_needed(max(others, 1), ALPHA),
     )
 
 
-def _cost(plan: Plan, arm: Arm) -> ArmCost:
+def _counted(plan: Plan) -> tuple[list[Sizes], list[Training]]:
+    """What each arm holds, and how it trains."""
+    sizer, sizes, trainings = Sizer(), [], []
+    for arm in plan.arms:
+        task = plan.tasks[arm.task]
+        model, spec = plan.job(arm, "confirm", 0, {}).specs
+        with _runs(plan, arm):
+            size = sizer.sizes(model, task.length)
+        sizes.append(size)
+        trainings.append(Training(task, model, spec, plan.spec.seeds, size.flops_per_token))
+    return sizes, trainings
+
+
+@dataclass(frozen=True)
+class _Times:
+    """steps: seconds of a step of each arm, None where unknown. where, how: as in `Estimate`."""
+
+    steps: list[float | None]
+    where: str
+    how: str
+
+
+def _times(plan: Plan, trainings: list[Training]) -> _Times:
+    if all(training.spec.device == "cpu" for training in trainings):
+        return _on_cpu(plan, trainings)
+    here = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    kind = here or next(iter(gpu_rates()))
+    if kind not in gpu_rates():
+        known = ", ".join(gpu_rates())
+        return _Times([None] * len(trainings), f"an {kind}", f"No rate was measured on {kind}, only on {known}.")
+    how = (
+        ("" if here else f"No GPU here: times assume an {kind}. ")
+        + "An arm's time is its arithmetic over the rate that Gated DeltaNet and Comba reached at its width; "
+        "expect a factor of 2 either way."
+    )
+    return _Times([gpu_step(training, kind) for training in trainings], f"an {kind}", how)
+
+
+def _on_cpu(plan: Plan, trainings: list[Training]) -> _Times:
+    """Times one arm of each rule first, the base before all, and then others while `TIMING_SECONDS` last."""
+    rules = [arm.config["rule"]["name"] for arm in plan.arms]
+    timed: dict[int, float] = {}
+    began = time.perf_counter()
+    for i in sorted(range(len(rules)), key=lambda i: rules.index(rules[i]) != i):
+        if timed and time.perf_counter() - began > TIMING_SECONDS:
+            break
+        with _runs(plan, plan.arms[i]):
+            timed[i] = timed_step(trainings[i])
+    known = [(trainings[i], seconds) for i, seconds in timed.items()]
+    steps = [timed[i] if i in timed else scaled_step(training, known) for i, training in enumerate(trainings)]
+    rest = len(trainings) - len(timed)
+    how = f"Times follow from a few steps of {len(timed)} of {len(trainings)} arms, timed here on a CPU" + (
+        "; the other arms' are scaled by their arithmetic." if rest else "."
+    )
+    return _Times([*steps], "this machine", how)
+
+
+def _steps(training: Training) -> float:
+    """The steps of a run, its evaluations as well: each batch is a forward pass, about a third of a step, per token."""
+    spec, task = training.spec, training.task
+    tokens = sum(other.length for other in task.evaluations().values()) / task.length
+    return spec.steps + (spec.evaluations + 1) * spec.eval_batches * tokens / 3
+
+
+@contextmanager
+def _runs(plan: Plan, arm: Arm) -> Iterator[None]:
+    """Names the arm in the error where it does not build or run."""
     try:
-        return _measured(plan, arm)
+        yield
     except InputError:
         raise
     except Exception as error:
@@ -126,41 +220,6 @@ def _cost(plan: Plan, arm: Arm) -> ArmCost:
         ) from error
 
 
-def _measured(plan: Plan, arm: Arm) -> ArmCost:
-    task = plan.tasks[arm.task]
-    model, whole = plan.job(arm, "confirm", 0, {}).specs
-    timed = replace(
-        whole, batch_size=min(whole.batch_size, max(1, MOST_TIMED_TOKENS // task.length)), steps=3, evaluations=1
-    )
-    try:
-        trial, run_step = _timed(task, model, timed, min(plan.spec.seeds, most_stacked(task, model, whole)))
-    except Unstackable:
-        trial, run_step = _timed(task, model, timed, 1)
-    step = run_step * whole.batch_size / timed.batch_size
-    # A batch of an evaluation is a forward pass, about a third of a step, at every length that is evaluated.
-    tokens = sum(other.length for other in task.evaluations().values()) / task.length
-    evaluations = (whole.evaluations + 1) * whole.eval_batches * tokens / 3
-    runs = plan.runs / len(plan.arms)
-    network = trial.network
-    return ArmCost(
-        task=arm.task,
-        arm=arm.name,
-        change=", ".join(f"{key}={_short(value[1])}" for key, value in arm.change.items()),
-        parameters=sum(p.numel() for p in network.parameters()),
-        state_size=network.state_size(task.length),
-        seconds=runs * step * (whole.steps + evaluations),
-    )
-
-
-def _timed(task: Task, model: ModelSpec, spec: TrainSpec, runs: int) -> tuple[LockStep, float]:
-    """Seconds for a step of one of so many runs, and what took them."""
-    trial = LockStep(task, [(model, spec)], range(runs), most=runs)
-    trial.advance(1)
-    began = time.perf_counter()
-    trial.advance(3)
-    return trial, (time.perf_counter() - began) / 2 / runs
-
-
 def _short(value: object) -> str:
     if isinstance(value, dict) and len(value) == 1:
         ((kind, options),) = value.items()
@@ -168,12 +227,14 @@ def _short(value: object) -> str:
     return str(value)
 
 
-def _duration(seconds: float) -> str:
-    """Of the right order: an estimate has no more digits.
+def _duration(seconds: float | None) -> str:
+    """With the few digits that an estimate has.
 
     >>> [_duration(s) for s in (0.3, 42, 300, 9000, 900000)]
     ['1 s', '42 s', '5 min', '2.5 h', '10.4 d']
     """
+    if seconds is None:
+        return "unknown"
     if seconds < 100:
         return f"{max(1, round(seconds))} s"
     if seconds < 5400:

@@ -16,6 +16,7 @@ from deltalab.errors import InputError
 from deltalab.registry import add_plugin, get_task, rule_plugin, task_plugin
 from deltalab.store import ArtifactRecord, RuleRecord, RunRecord, TrialRecord
 from deltalab.study.plan import Job
+from deltalab.training.device import keep_freed_memory
 from deltalab.training.train import RunResult, TrialResult, train_together
 
 
@@ -58,6 +59,7 @@ def _train(
     stack: Sequence[Job], runs: Path, threads: int, watch: Callable[[int], None] | None, started: float
 ) -> list[TrialResult]:
     torch.set_num_threads(threads)
+    keep_freed_memory()
     first = stack[0]
     for job in stack:
         _load_plugins(job)

@@ -10,7 +10,7 @@ from deltalab.tasks.randomness import Together, hashed
 from deltalab.tasks.task import Batch, Task
 
 
-class Feed:
+class TrainingBatches:
     """The training batches of n runs, one for each of `seeds`, which may come again.
 
     `draw` is a function of tensors that stay where they are, so that a CUDA graph can hold it; `load` writes them, for
@@ -22,7 +22,7 @@ class Feed:
 
     >>> from deltalab.tasks import MQAR
     >>> task = MQAR(length=8, pairs=1, vocab_size=8)
-    >>> feed = Feed(task, 2, seeds=[5, 7, 5], device=torch.device("cpu"), most=10)
+    >>> feed = TrainingBatches(task, 2, seeds=[5, 7, 5], device=torch.device("cpu"), most=10)
     >>> feed.load(20, 30)
     >>> inputs, targets = feed.draw(torch.tensor(3))
     >>> [bool((inputs[i] == task.batch("train", 2, seed, step=23).inputs).all()) for i, seed in enumerate([5, 7, 5])]

@@ -1,12 +1,11 @@
 """Trains configurations with all their seeds in lock-step, and measures them.
 
-A trial's seeds advance together and are judged together: what watches a trial sees all of them at every
-evaluation. `NUMERICS` is part of a trial's identity.
+The seeds of a trial advance together: a watcher sees all of them at every evaluation. `NUMERICS` is part of a trial's
+identity.
 """
 
 import gc
 import logging
-import os
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -18,9 +17,11 @@ import torch
 
 from deltalab.models.spec import ModelSpec
 from deltalab.tasks import Task
+from deltalab.training.device import hardware
+from deltalab.training.evaluation import Metric
 from deltalab.training.spec import TrainSpec, stackable
 from deltalab.training.stack import Unstackable
-from deltalab.training.trainer import LockStep, Metric, RunResult, most_stacked
+from deltalab.training.trainer import LockStep, RunResult, most_stacked
 
 __all__ = [
     "NUMERICS",
@@ -35,14 +36,14 @@ __all__ = [
 ]
 
 NUMERICS = 3
-"""Raise it with every change to what a trial computes: trials recorded under another number run again."""
+"""Raise it with every change to the numbers that a trial computes: trials recorded under another one run again."""
 
 _log = logging.getLogger("deltalab")
 
 
 @dataclass(frozen=True)
 class TrialResult:
-    """All seeds of one configuration, and what it cost. state_size: elements held after a whole sequence."""
+    """All seeds of one configuration, and its costs. state_size: elements held after a whole sequence."""
 
     runs: list[RunResult]
     parameters: int
@@ -62,7 +63,7 @@ def train(
     checkpoint_seconds: float = 60.0,
     watch: Callable[[int, list[RunResult]], bool | None] | None = None,
 ) -> TrialResult:
-    """Trains all seeds of one configuration: `train_together` with one member, and the same otherwise."""
+    """Trains all seeds of one configuration: `train_together` with one member."""
 
     def alone(_: int, step: int, runs: list[RunResult]) -> bool | None:
         return None if watch is None else watch(step, runs)
@@ -89,13 +90,15 @@ def train_together(
     checkpoint_seconds: float = 60.0,
     watch: Callable[[int, int, list[RunResult]], bool | None] | None = None,
 ) -> list[TrialResult]:
-    """Trains all seeds of each member, a configuration, as alone; members are pairwise `stackable`.
+    """Trains all seeds of several configurations, the members; each gets the results that it gets alone.
+
+    members: pairwise `stackable`.
 
     test: measure the test split at the end; tuning never does.
-    checkpoint: a file to go on from and to save to, at most every `checkpoint_seconds`; removed at the end.
+    checkpoint: a file to continue from, and to save to at most every `checkpoint_seconds`; removed at the end.
         On a CPU a continued training is bit-equal to an uninterrupted one.
-    watch: called after each evaluation with the member's number, the step and its runs so far, while the member goes
-        on; where it returns True the member ends there, and what it raises ends the training.
+    watch: called after each evaluation with a member's number, the step and the member's runs so far. The member ends
+        where it returns True; an exception that it raises ends the training.
     Returns the results in the members' order. Raises `InputError` for members that cannot train together.
     """
     if not members:
@@ -104,7 +107,7 @@ def train_together(
     told: dict[int, tuple[int, bool]] = {}
 
     def watched(member: int, step: int, runs: list[RunResult]) -> bool:
-        # A training that starts again with smaller stacks does not say again what it has said.
+        # A training that starts again with smaller stacks reports no step a second time.
         last, ended = told.get(member, (0, False))
         if step > last:
             ended = watch is not None and watch(member, step, runs) is True
@@ -129,7 +132,7 @@ def train_together(
                 ) from None
             _log.warning("out of GPU memory with %d runs at a time, which asked for %s more: halved", most, wanted)
             most = (most + 1) // 2
-        # Not before: the error's traceback held the tensors.
+        # Free memory only here: the traceback kept the tensors alive until now.
         del trial
         gc.collect()
         if torch.cuda.is_available():
@@ -181,17 +184,8 @@ def _trained(
     ]
 
 
-def hardware(device: torch.device) -> dict[str, str]:
-    """What the figures were measured on; gpu: the one of several, as `nvidia-smi -L` names it."""
-    machine = {"torch": torch.__version__, "host": os.uname().nodename}
-    if device.type != "cuda":
-        return {"device": f"CPU, {torch.get_num_threads()} thread(s)", **machine}
-    found = torch.cuda.get_device_properties(device)
-    return {"device": found.name, "gpu": f"GPU-{found.uuid}", **machine}
-
-
 def _save(state: dict[str, Any], file: Path) -> None:
-    """Whole or not at all: a kill while writing leaves the checkpoint before."""
+    """Writes a checkpoint atomically: a kill while writing leaves the previous one."""
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(".partial")
     torch.save(state, partial)

@@ -1,48 +1,43 @@
-"""Advances the runs of one or several trials together, in stacks, and measures them."""
+"""Advances the runs of one or several trials together, in stacks, and records what they show."""
 
-import ctypes
 import math
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from deltalab.errors import InputError
 from deltalab.models.layer import initialize
 from deltalab.models.model import build_model
 from deltalab.models.spec import ModelSpec
-from deltalab.tasks import IGNORE, Batch, Task
-from deltalab.tasks.batches import Feed
+from deltalab.tasks import Task
+from deltalab.tasks.batches import TrainingBatches
+from deltalab.training.device import chosen, moment, seconds_between
+from deltalab.training.evaluation import Evaluation, Metric, Sums, costs, means
+from deltalab.training.optimizer import Adam, Layout, Moments
 from deltalab.training.spec import TrainSpec, stackable
-from deltalab.training.stack import BLOCK, Adam, Layout, Moments, Stack
-
-EVALUATION_SEED = 0
-"""The seed of every validation and test batch: the split is fixed, whatever the run's own seed."""
+from deltalab.training.stack import BLOCK, Stack
 
 SATURATED = {"cpu": 3 * 2**17, "cuda": 2**28}
-"""Numbers of an activation [n, B, T, d] from which on a larger n does not pay.
+"""The elements of an activation [n, B, T, d] beyond which more runs n in a stack do not pay.
 
-On two CPU cores that train at a time, Comba in one layer, with freed memory kept, ms a step and run, alone and in
-stacks: 11.3, 7.3 of 5 and 6.9 of 9 at B T d = 2^15; 16.8, 15.6 of 4, 13.0 of 6 and 14.3 of 9 at 2^16; 28.0, 27.9 of 3
-and 26.3 of 4 at 2^17: operators that take longer than their dispatch gain little, and then leave the cache. On a GPU it
-bounds memory alone.
+Measured on two CPU cores that both train, Comba in one layer, freed memory kept, in ms per step and run:
+
+    B T d   alone   in stacks of n
+    2^15    11.3    7.3 (5), 6.9 (9)
+    2^16    16.8    15.6 (4), 13.0 (6), 14.3 (9)
+    2^17    28.0    27.9 (3), 26.3 (4)
+
+Stacking saves dispatch, so operators that take longer than their dispatch gain little, and large stacks leave the
+cache. On a GPU the bound is for memory alone.
 """
-
-Metric: TypeAlias = tuple[str, str, int, float]
-
-Sums: TypeAlias = tuple[list[tuple[int, list[str]]], Tensor]
-"""Of a stack's evaluation: totals and counts [N, 2] on its device; beside each the run's number and metrics' names."""
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """One seed. metrics: (split, name, step, value). diverged_at: the first step whose loss was not finite."""
+    """One seed of a trial. diverged_at: the first step whose loss was not finite, None for a run that is well."""
 
     seed: int
     diverged_at: int | None
@@ -57,7 +52,7 @@ class RunResult:
 
 @dataclass
 class _Run:
-    """One seed of one member: what it has shown, and what it is while it is in no stack."""
+    """One seed of one member: its metrics so far, and its weights while it is in no stack."""
 
     member: int
     seed: int
@@ -67,17 +62,18 @@ class _Run:
 
 
 def most_stacked(task: Task, model: ModelSpec, spec: TrainSpec) -> int:
-    """How many runs are best trained as one."""
-    return max(1, SATURATED[_device(spec.device)] // (spec.batch_size * task.length * model.d_model))
+    """The number of runs that train fastest as one stack."""
+    return max(1, SATURATED[chosen(spec.device)] // (spec.batch_size * task.length * model.d_model))
 
 
 class LockStep:
-    """The seeds of all members, advanced together.
+    """Trains all seeds of all members together. A member is a configuration: a model and how it is trained.
 
-    `advance(step, split)` takes all of them from their step to that one and evaluates them; `measure(split)` only that.
-    A diverged seed stops where it is and says so; `end(member)` stops a member's.
+    `advance(step, split)` trains every run up to a step and evaluates it; `measure(split)` evaluates alone. A run that
+    diverges stops and keeps the step in `diverged_at`; `end(member)` stops the runs of a member.
 
-    most: how many runs at most make a stack; where None what pays on the device.
+    most: the most runs in a stack; `most_stacked` where None.
+    Raises `InputError` for members that are not `stackable` or do not fit the task, and for equal seeds.
     """
 
     def __init__(
@@ -92,15 +88,15 @@ class LockStep:
         if not seeds or len(set(seeds)) != len(seeds):
             raise InputError(f"seeds must be distinct and at least one, not {list(seeds)}")
         if not all(stackable(members[0], member) for member in members):
-            raise InputError("members that train together differ in numbers alone: lr, weight_decay, ...")
+            raise InputError(
+                "members that train together may differ in lr, weight_decay, warmup, clip, betas and where gates start"
+            )
         if model.vocab_size != task.vocab_size:
             raise InputError(f"model.vocab_size {model.vocab_size} is not task '{task.name}''s {task.vocab_size}")
         if model.readout != task.readout:
             raise InputError(f"model.readout '{model.readout}' is not task '{task.name}''s '{task.readout}'")
         self.task, self.spec, self.specs = task, spec, [spec for _, spec in members]
-        self.device = torch.device(_device(spec.device))
-        if self.device.type == "cpu":
-            _keep_freed_memory()
+        self.device = torch.device(chosen(spec.device))
         self.bf16 = spec.precision == "bf16" or (spec.precision == "auto" and self.device.type == "cuda")
         self.step = 0
         self.seconds = 0.0
@@ -111,7 +107,7 @@ class LockStep:
         self.layout = Layout(self.network)
         self.most = most or most_stacked(task, model, spec)
         models = [one for one, _ in members]
-        # Members of one model start from the same weights, which are drawn once.
+        # Members with the same model start from the same weights: draw them once.
         starts = {number: self._started(models[number], seeds) for number in {models.index(one) for one in models}}
         self.runs = [
             _Run(number, seed, start)
@@ -119,7 +115,7 @@ class LockStep:
             for seed, start in zip(seeds, starts[models.index(one)], strict=True)
         ]
         self._rates = [list(map(spec.learning_rate, range(spec.steps))) for spec in self.specs]
-        self._batches: dict[tuple[str, str, int], tuple[Batch, Tensor]] = {}
+        self._evaluation = Evaluation(task, spec.batch_size, spec.eval_batches, self.device, bf16=self.bf16)
         self.stacks: list[tuple[list[_Run], Stack]] = []
         self._graphs = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         self._stack()
@@ -136,7 +132,7 @@ class LockStep:
         return run.diverged_at is None and not self.ended[run.member]
 
     def _stack(self) -> None:
-        """Makes stacks of the runs that still go, as even as can be, and always the same ones together."""
+        """Makes stacks of equal size from the runs that still go. The same runs always share a stack."""
         self.stacks = []
         size = math.ceil(len(self.runs) / math.ceil(len(self.runs) / self.most))
         for first in range(0, len(self.runs), size):
@@ -149,7 +145,7 @@ class LockStep:
         return Stack(
             self.network,
             self.layout,
-            Feed(self.task, self.spec.batch_size, [run.seed for run in runs], self.device, BLOCK),
+            TrainingBatches(self.task, self.spec.batch_size, [run.seed for run in runs], self.device, BLOCK),
             Moments(*map(torch.stack, zip(*(run.state for run in runs), strict=True))),
             [
                 Adam(self._rates[run.member], spec.weight_decay, spec.betas, spec.clip)
@@ -162,12 +158,12 @@ class LockStep:
     def advance(self, until: int, split: str | None = None) -> None:
         """Trains every run up to `until` updates, records the last training loss, and then measures `split`.
 
-        A GPU is given the evaluation before anything of the training is looked at, and goes on without a pause.
+        The evaluation is launched before any result of the training is read, so that a GPU does not wait for the host.
         """
-        begun = _moment(self.device)
+        begun = moment(self.device)
         for _, stack in self.stacks:
             stack.advance(self.step, until)
-        done = _moment(self.device)
+        done = moment(self.device)
         self.trained += sum(len(runs) for runs, _ in self.stacks) * (until - self.step)
         self.step = until
         measured = [] if split is None else self._measured(split)
@@ -177,25 +173,26 @@ class LockStep:
                     f"task '{self.task.name}' scores more positions of an example than its most_scored, "
                     f"{self.task.most_scored}"
                 )
-            for run, bad, loss in zip(runs, stack.bad.tolist(), stack.loss.tolist(), strict=True):
+            diverged, losses = stack.optimizer.bad.tolist(), stack.optimizer.loss.tolist()
+            for run, bad, loss in zip(runs, diverged, losses, strict=True):
                 if bad >= 0:
                     run.diverged_at = bad
                 else:
                     run.metrics.append(("train", "loss", until, loss))
             if self.device.type == "cuda":
                 self.graph = f"none: {stack.eager}" if stack.eager else "whole step"
-        self.seconds += _between(begun, done)
+        self.seconds += seconds_between(begun, done)
         if split is not None:
             self._record(split, measured)
         self._keep()
 
     def end(self, member: int) -> None:
-        """Trains and measures this member no more."""
+        """Stops the runs of a member."""
         self.ended[member] = True
         self._keep()
 
     def _keep(self) -> None:
-        """Takes what goes on no longer out of its stack."""
+        """Takes runs that have stopped out of their stacks."""
         stacks = []
         for runs, stack in self.stacks:
             if not all(map(self.going, runs)):
@@ -212,75 +209,26 @@ class LockStep:
             run.state = Moments(*(part[i].clone() for part in stack.state))
 
     def measure(self, split: str) -> None:
-        """Adds every metric of the task, over the fixed split, to each run that goes on: plain and by label,
-        as `Task.evaluations` says.
-
-        And `output_rms`: the largest root mean square of a layer's output before its norm, which an unstable rule
-        betrays itself by.
-        """
+        """Evaluates each run that still goes on a split, and adds the metrics to it; see `Evaluation`."""
         self._record(split, self._measured(split))
         self._keep()
 
-    @torch.no_grad()
     def _measured(self, split: str) -> list[Sums]:
-        """Of each stack, without a look at any of it."""
-        evaluations, found = self.task.evaluations(), []
-        for _, stack in self.stacks:
-            named: list[tuple[int, list[str]]] = []
-            values: list[Tensor] = []
-            for label, task in evaluations.items():
-                ends = [f"@{label}" if label else "", *([] if "" in evaluations else [""])]
-                for i in range(self.spec.eval_batches):
-                    for number, measured in enumerate(self._on_batch(stack, split, label, task, i)):
-                        for name, pair in measured.items():
-                            named.append((number, [name + end for end in ends]))
-                            values += pair
-            found.append((named, torch.stack([value.double() for value in values]).view(-1, 2)))
-        return found
+        return [self._evaluation.sums(stack, split) for _, stack in self.stacks]
 
     def _record(self, split: str, measured: list[Sums]) -> None:
-        for (runs, _), (named, values) in zip(self.stacks, measured, strict=True):
-            sums: list[dict[str, tuple[float, float]]] = [{} for _ in runs]
-            for (number, names), (total, count) in zip(named, values.tolist(), strict=True):
-                for name in names:
-                    before = sums[number].get(name, (0.0, 0.0))
-                    sums[number][name] = before[0] + total, before[1] + count
-            for run, found in zip(runs, sums, strict=True):
+        for (runs, _), sums in zip(self.stacks, measured, strict=True):
+            for run, found in zip(runs, means(sums, len(runs)), strict=True):
                 if run.diverged_at is not None:
                     continue
-                # A metric that nothing counted towards has no value.
-                means = {name: total / count for name, (total, count) in found.items() if count}
-                if all(map(math.isfinite, means.values())):
-                    run.metrics.extend((split, name, self.step, value) for name, value in means.items())
-                else:
+                if found is None:
                     run.diverged_at = self.step
-
-    def _on_batch(
-        self, stack: Stack, split: str, label: str, task: Task, i: int
-    ) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
-        """The metrics of each run of a stack on one batch, as (total, count)."""
-        if (split, label, i) not in self._batches:
-            batch = task.batch(split, self.spec.batch_size, EVALUATION_SEED, i, self.device)
-            self._batches[split, label, i] = batch, (batch.targets != IGNORE).flatten().nonzero().squeeze(1)
-        batch, scored = self._batches[split, label, i]
-        features, sizes = stack.measure(batch.inputs)
-        heads = stack.layout.unpack(stack.state.weights)[stack.layout.head]
-        for feature, head, size in zip(features, heads, sizes, strict=True):
-            with torch.autocast(self.device.type, torch.bfloat16, self.bf16):
-                logits = F.linear(feature.flatten(0, 1)[scored], head)
-            yield {**task.measure(batch, logits.float()), "output_rms": (size, torch.ones_like(size))}
+                else:
+                    run.metrics.extend((split, name, self.step, value) for name, value in found.items())
 
     def costs(self) -> list[Metric]:
-        """What a trained model asks of its user, exact and the same for all runs: state and arithmetic.
-
-        flops_per_token: of the matrix products of a forward pass over a sequence, without embeddings and logits.
-        """
-        tokens = torch.zeros(1, self.task.length, dtype=torch.long, device=self.device)
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            self.network.hidden(tokens)
-        flops = counter.get_total_flops() / self.task.length
-        state = self.network.state_size(self.task.length)
-        return [("cost", "flops_per_token", self.step, flops), ("cost", "state_size", self.step, float(state))]
+        """The costs of the trained model, equal for all runs; see `evaluation.costs`."""
+        return costs(self.network, self.task.length, self.step)
 
     def results(self, member: int, *, weights: bool = False) -> list[RunResult]:
         """The runs of a member so far, in the order of the seeds."""
@@ -301,7 +249,7 @@ class LockStep:
             self._store(runs, stack)
 
     def how(self) -> dict[str, str]:
-        """What the training's speed depends on besides the device."""
+        """How the training was run, apart from the device: it bears on the speed."""
         return {"stack": str(min(self.most, len(self.runs))), "cuda_graph": self.graph} if self.graph else {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -323,37 +271,3 @@ class LockStep:
             run.state, run.diverged_at = Moments(*one["state"]), one["diverged_at"]
             run.metrics = [tuple(metric) for metric in one["metrics"]]
         self._stack()
-
-
-def _moment(device: torch.device) -> float | torch.cuda.Event:
-    """When the device has done what it was given so far."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _between(begin: Any, end: Any) -> float:
-    """Seconds."""
-    seconds: float = begin.elapsed_time(end) / 1e3 if isinstance(begin, torch.cuda.Event) else end - begin
-    return seconds
-
-
-def _device(wanted: str) -> str:
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise InputError("train.device is cuda, and this machine has no GPU that torch can use")
-    return ("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted
-
-
-@cache
-def _keep_freed_memory() -> None:
-    """Has glibc keep what is freed for what is asked for next.
-
-    Each large tensor is otherwise given back to the system, and its pages are faults when it is made again: 500 to 1300
-    faults and 10 to 25% of a step's time in a stack of 5 (Comba, B T d = 2^15). Other C libraries have no such option.
-    """
-    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
-        trim_threshold, mmap_threshold = -1, -3
-        mallopt(trim_threshold, 2**31 - 1)
-        mallopt(mmap_threshold, 2**25)

@@ -1,0 +1,102 @@
+"""Counts what a model holds and computes on one block of each kind, so that hundreds of models take seconds."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from deltalab.models.layer import LayerCache
+from deltalab.models.model import Model
+from deltalab.models.spec import ModelSpec
+
+SAMPLE = 16
+"""Tokens that a block is run on."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A model on sequences of T tokens.
+
+    parameters: elements that are trained. state_size: elements held for one sequence after T tokens.
+    flops_per_token: of the matrix products of a forward pass, without embedding and logits.
+    """
+
+    parameters: int
+    state_size: int
+    flops_per_token: float
+
+
+class Sizer:
+    """Sizes of models; each kind of block is built and run once, and `built` counts them.
+
+    `parameters` and `state_size` are exact. A state is run to T only where one more token makes it larger.
+    `flops_per_token` leaves out what a chunk longer than `SAMPLE` adds.
+    """
+
+    def __init__(self) -> None:
+        self.built = 0
+        self._blocks: dict[tuple[str, int | None], _Blocks] = {}
+
+    def sizes(self, model: ModelSpec, length: int) -> Sizes:
+        """Counts a model at `length` tokens. Raises what the model raises when it is built or run."""
+        attention = sum(map(model.is_attention, range(model.depth)))
+        one = replace(model, vocab_size=1, layers=1, attention=(), window=0)
+        mixer = self._block(one, length)
+        kinds = [(model.depth - attention, mixer)]
+        if attention:
+            other = replace(one, attention=(*range(one.depth),), window=model.window)
+            kinds.append((attention, self._block(other, length)))
+        # Each token of the vocabulary has a row in the embedding, and one in the output matrix unless they are tied.
+        rows = (model.vocab_size - 1) * (1 if model.tie_embeddings else 2)
+        return Sizes(
+            parameters=mixer.ends + rows * model.d_model + sum(n * block.parameters for n, block in kinds),
+            state_size=sum(n * block.state_size for n, block in kinds),
+            flops_per_token=sum(n * block.flops_per_token for n, block in kinds),
+        )
+
+    def _block(self, model: ModelSpec, length: int) -> "_Blocks":
+        sample = self._counted(model, None if length > SAMPLE else length)
+        return self._counted(model, length) if sample.grows else sample
+
+    def _counted(self, model: ModelSpec, length: int | None) -> "_Blocks":
+        key = repr(model), length
+        if key not in self._blocks:
+            self.built += 1
+            self._blocks[key] = _count(model, length)
+        return self._blocks[key]
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """One of the equal blocks of a model.
+
+    ends: parameters outside of the blocks. grows: whether the state was larger one token later.
+    """
+
+    ends: int
+    parameters: int
+    state_size: int
+    flops_per_token: float
+    grows: bool
+
+
+@torch.no_grad()
+def _count(model: ModelSpec, length: int | None) -> _Blocks:
+    """Counts after `length` tokens, or after `SAMPLE` and one more where None."""
+    network = Model(model)
+    held, flops, cache = _run(network, length or SAMPLE)
+    grows = length is None and _held(network.hidden(torch.zeros(1, 1, dtype=torch.long), cache)[1]) != held
+    inside = sum(p.numel() for p in network.blocks.parameters())
+    ends = sum(p.numel() for p in network.parameters()) - inside
+    return _Blocks(ends, inside // model.depth, held // model.depth, flops / model.depth, grows)
+
+
+def _run(network: Model, length: int) -> tuple[int, float, list[LayerCache]]:
+    """Elements held after `length` tokens, the flops of each token, and what is held."""
+    with FlopCounterMode(display=False) as counter:
+        _, cache = network.hidden(torch.zeros(1, length, dtype=torch.long))
+    return _held(cache), counter.get_total_flops() / length, cache
+
+
+def _held(cache: list[LayerCache]) -> int:
+    return sum(layer.numel() for layer in cache)

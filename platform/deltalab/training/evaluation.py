@@ -1,0 +1,93 @@
+"""Measures stacks of runs on the fixed validation and test splits, and counts what a model costs."""
+
+import math
+from collections.abc import Iterator
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from deltalab.models.model import Model
+from deltalab.tasks import IGNORE, Batch, Task
+from deltalab.training.stack import Stack
+
+EVALUATION_SEED = 0
+"""The seed of every validation and test batch: the splits are the same for runs of all seeds."""
+
+Metric: TypeAlias = tuple[str, str, int, float]
+"""Split, name, step, value."""
+
+Sums: TypeAlias = tuple[list[tuple[int, list[str]]], Tensor]
+"""The sums of one stack: totals and counts [N, 2] on its device, and for each of the N its run and metrics' names."""
+
+
+class Evaluation:
+    """Measures every metric of a task, over all its `evaluations` and `batches` batches of each.
+
+    Also measures `output_rms`, the largest root mean square of a layer's output before its norm, which is large in an
+    unstable rule.
+    """
+
+    def __init__(self, task: Task, batch_size: int, batches: int, device: torch.device, *, bf16: bool) -> None:
+        self.task, self.batch_size, self.batches, self.device, self.bf16 = task, batch_size, batches, device, bf16
+        self._drawn: dict[tuple[str, str, int], tuple[Batch, Tensor]] = {}
+
+    @torch.no_grad()
+    def sums(self, stack: Stack, split: str) -> Sums:
+        """Measures a stack without waiting for the device."""
+        evaluations = self.task.evaluations()
+        named: list[tuple[int, list[str]]] = []
+        values: list[Tensor] = []
+        for label, task in evaluations.items():
+            ends = [f"@{label}" if label else "", *([] if "" in evaluations else [""])]
+            for i in range(self.batches):
+                for number, measured in enumerate(self._on_batch(stack, split, label, task, i)):
+                    for name, pair in measured.items():
+                        named.append((number, [name + end for end in ends]))
+                        values += pair
+        return named, torch.stack([value.double() for value in values]).view(-1, 2)
+
+    def _on_batch(
+        self, stack: Stack, split: str, label: str, task: Task, i: int
+    ) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
+        """The metrics of each run of a stack on batch i, as (total, count)."""
+        if (split, label, i) not in self._drawn:
+            batch = task.batch(split, self.batch_size, EVALUATION_SEED, i, self.device)
+            self._drawn[split, label, i] = batch, (batch.targets != IGNORE).flatten().nonzero().squeeze(1)
+        batch, scored = self._drawn[split, label, i]
+        features, sizes = stack.measure(batch.inputs)
+        heads = stack.layout.unpack(stack.state.weights)[stack.layout.head]
+        for feature, head, size in zip(features, heads, sizes, strict=True):
+            with torch.autocast(self.device.type, torch.bfloat16, self.bf16):
+                logits = F.linear(feature.flatten(0, 1)[scored], head)
+            yield {**task.measure(batch, logits.float()), "output_rms": (size, torch.ones_like(size))}
+
+
+def means(sums: Sums, runs: int) -> list[dict[str, float] | None]:
+    """The metrics of each run of a stack; None for a run of which one is not finite.
+
+    A metric whose count is 0 is left out.
+    """
+    named, values = sums
+    added: list[dict[str, tuple[float, float]]] = [{} for _ in range(runs)]
+    for (number, names), (total, count) in zip(named, values.tolist(), strict=True):
+        for name in names:
+            before = added[number].get(name, (0.0, 0.0))
+            added[number][name] = before[0] + total, before[1] + count
+    found = [{name: total / count for name, (total, count) in one.items() if count} for one in added]
+    return [one if all(map(math.isfinite, one.values())) else None for one in found]
+
+
+def costs(model: Model, length: int, step: int) -> list[Metric]:
+    """The costs of using a model on `length` tokens, which do not depend on its weights.
+
+    flops_per_token: of the matrix products of a forward pass, without embedding and logits. state_size: elements held
+    for one sequence.
+    """
+    tokens = torch.zeros(1, length, dtype=torch.long, device=model.embed.weight.device)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model.hidden(tokens)
+    flops = counter.get_total_flops() / length
+    return [("cost", "flops_per_token", step, flops), ("cost", "state_size", step, float(model.state_size(length)))]

@@ -1,0 +1,130 @@
+"""AdamW for many runs at once. The parameters of a run are one row of numbers, with its own rates and clipping."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from deltalab.models.model import parameter_groups
+from deltalab.ops.backends import automatic
+
+ALIGNED = 32
+"""Each parameter begins at a multiple of so many elements: 128 bytes, the widest alignment that a kernel asks for."""
+
+EPS = 1e-8
+
+
+class Adam(NamedTuple):
+    """How one run is optimized: AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), eps 1e-8, and clipping.
+
+    lr: of every step, from the first on. clip: largest norm of the gradient, 0 for none.
+    """
+
+    lr: Sequence[float]
+    weight_decay: float
+    betas: tuple[float, float]
+    clip: float
+
+
+class Layout:
+    """Where a model's parameters lie in a row of P numbers. Those that decay come first, in [0, `decayed`)."""
+
+    def __init__(self, model: nn.Module) -> None:
+        decaying, free = ({id(p) for p in group["params"]} for group in parameter_groups(model, 1.0))
+        named = dict(model.named_parameters())
+        self.names = [n for kind in (decaying, free) for n, p in named.items() if id(p) in kind]
+        self.shapes = [named[name].shape for name in self.names]
+        self.sizes = [-(-shape.numel() // ALIGNED) * ALIGNED for shape in self.shapes]
+        self.decayed = sum(
+            size for name, size in zip(self.names, self.sizes, strict=True) if id(named[name]) in decaying
+        )
+        self.width = sum(self.sizes)
+        self.head = next(name for name, p in named.items() if p is getattr(model, "head", None))
+
+    def pack(self, state: Mapping[str, Tensor]) -> Tensor:
+        """The row [P] of a model's state. Gaps between parameters are 0, and stay 0 in training."""
+        row = torch.zeros(self.width)
+        for name, part in zip(self.names, row.split(self.sizes), strict=True):
+            part[: state[name].numel()] = state[name].detach().flatten()
+        return row
+
+    def unpack(self, rows: Tensor) -> dict[str, Tensor]:
+        """Each parameter [n, ...] of rows [n, P], as views."""
+        parts = zip(self.names, self.shapes, rows.split(self.sizes, dim=1), strict=True)
+        return {name: part[:, : shape.numel()].unflatten(1, shape) for name, shape, part in parts}
+
+
+class Moments(NamedTuple):
+    """The state of n runs between two steps, [n, P] each: weights, and AdamW's averages of g and of g^2."""
+
+    weights: Tensor
+    first: Tensor
+    second: Tensor
+
+
+class AdamW:
+    """AdamW for n runs, with tensors that stay where they are, so that a CUDA graph can hold a step.
+
+    `load` makes ready at most `most` steps; `step` takes one of them, the one that `row` counts from `begin`.
+    `bad [n]`: the step at which a run's loss or gradient was not finite, -1 while all were; from that step on its
+    weights stay as they are. `loss [n]`: of the last step.
+    """
+
+    def __init__(self, runs: Sequence[Adam], decayed: int, device: torch.device, most: int) -> None:
+        self.runs, self.decayed = list(runs), decayed
+        n = len(runs)
+        with device:
+            self.bad = torch.full((n,), -1)
+            self.loss = torch.zeros(n)
+            self.begin, self.row = torch.zeros(2, dtype=torch.int64).unbind()
+            self.rates = torch.zeros(most, 3, n, 1)
+            self.clip = torch.tensor([run.clip or torch.inf for run in runs])
+            # Subtract in Python's precision: in fp32, 1 - 0.999 has a relative error of 1e-5.
+            betas = [*zip(*(run.betas for run in runs), strict=True)]
+            self.betas = torch.tensor(betas)[..., None]
+            self.new = torch.tensor([[1 - beta for beta in each] for each in betas])[..., None]
+
+    def rates_of(self, begin: int, end: int) -> Tensor:
+        """[end - begin, 3, n, 1]: lr weight_decay, lr / (1 - beta_1^t) and (1 - beta_2^t)^(1/2) of steps and runs."""
+        return torch.tensor([self._rates(step) for step in range(begin, end)])[..., None]
+
+    def load(self, begin: int, rates: Tensor) -> None:
+        """Makes ready the steps from `begin` on that `rates` holds."""
+        self.rates[: len(rates)] = rates
+        self.begin.fill_(begin)
+        self.row.zero_()
+
+    def _rates(self, step: int) -> list[list[float]]:
+        lr = [run.lr[step] for run in self.runs]
+        return [
+            [rate * run.weight_decay for rate, run in zip(lr, self.runs, strict=True)],
+            [rate / (1 - run.betas[0] ** (step + 1)) for rate, run in zip(lr, self.runs, strict=True)],
+            [(1 - run.betas[1] ** (step + 1)) ** 0.5 for run in self.runs],
+        ]
+
+    def step(self, state: Moments, losses: Tensor, grad: Tensor) -> None:
+        """Updates `state` with the gradient [n, P], clipped to each run's own norm; losses [n]."""
+        adamw = automatic(grad.device.type).adamw
+        if adamw is not None:
+            adamw(
+                *state, grad, losses, bad=self.bad, loss=self.loss, begin=self.begin, row=self.row,
+                rates=self.rates, betas=self.betas, new=self.new, clip=self.clip, eps=EPS, decayed=self.decayed,
+            )  # fmt: skip
+        else:
+            self._step(state, losses, grad)
+        self.row.add_(1)
+
+    def _step(self, state: Moments, losses: Tensor, grad: Tensor) -> None:
+        decay, rate, root = self.rates.index_select(0, self.row.view(1))[0]
+        norm = grad.norm(dim=1)
+        fine = (self.bad < 0) & losses.isfinite() & norm.isfinite()
+        self.bad.copy_(torch.where((self.bad < 0) & ~fine, self.begin + self.row, self.bad))
+        self.loss.copy_(losses)
+        moves = fine[:, None]
+        grad = torch.where(moves, grad * (self.clip / (norm + 1e-6)).clamp(max=1)[:, None], 0)
+        weights, first, second = state
+        first.lerp_(grad, self.new[0])
+        second.mul_(self.betas[1]).addcmul_(grad, grad * self.new[1])
+        weights[:, : self.decayed].mul_(torch.where(moves, 1 - decay, 1))
+        weights.sub_(torch.where(moves, first / (second.sqrt() / root + EPS) * rate, 0))
