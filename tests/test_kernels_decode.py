@@ -176,7 +176,7 @@ def test_strided_operands_are_read_where_they_stand() -> None:
     x = operands(SPLR, 16, 8)
     wide = mapped(x, lambda _, value: torch.stack([value, torch.full_like(value, math.nan)], dim=-1)[..., 0])
     assert not wide.k.is_contiguous()
-    assert_solves(SPLR, wide, filled(SPLR, x).mT.contiguous().mT)
+    assert_solves(SPLR, wide, tuple(one.mT.contiguous().mT for one in filled(SPLR, x)))
 
 
 @pytest.mark.parametrize("fit", [None, RDN], ids=str)
