@@ -13,7 +13,7 @@ from rich.text import Text
 
 from deltalab.errors import InputError
 from deltalab.models.spec import ModelSpec
-from deltalab.study.plan import Arm, Plan
+from deltalab.study.plan import Plan, PlannedArm
 from deltalab.study.stats import seeds_needed, smallest_holm_p, smallest_p
 from deltalab.tasks import Task
 from deltalab.training.stack import Unstackable
@@ -112,7 +112,7 @@ def estimate(plan: Plan, *, workers: int | None = None) -> Estimate:
     )
 
 
-def _cost(plan: Plan, arm: Arm) -> ArmCost:
+def _cost(plan: Plan, arm: PlannedArm) -> ArmCost:
     try:
         return _measured(plan, arm)
     except InputError:
@@ -126,7 +126,7 @@ def _cost(plan: Plan, arm: Arm) -> ArmCost:
         ) from error
 
 
-def _measured(plan: Plan, arm: Arm) -> ArmCost:
+def _measured(plan: Plan, arm: PlannedArm) -> ArmCost:
     task = plan.tasks[arm.task]
     model, whole = plan.job(arm, "confirm", 0, {}).specs
     timed = replace(
