@@ -14,7 +14,8 @@ from rich.console import Console
 from deltalab.errors import InputError
 from deltalab.store import ArmRecord, RuleRecord, RunRecord, Store, TrialRecord
 from deltalab.store.models import Stage
-from deltalab.study.report import Report, Row, report
+from deltalab.study.answer import Row
+from deltalab.study.report import Report, report
 
 TASKS: dict[str, dict[str, Any]] = {
     "mqar": {"metric": "accuracy", "maximize": True, "chance": 1 / 64, "version": 1},

@@ -282,7 +282,7 @@ def test_a_trial_that_raises_is_recorded_and_the_study_goes_on(lab: Path) -> Non
 
 def test_two_arms_that_share_a_failed_trial_can_retry_it(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once what they differ in is tuned, arms may coincide."""
-    monkeypatch.setattr(running.Schedule, "_suggest", lambda self, track, number: {"model.heads": 2})
+    monkeypatch.setattr("deltalab.study.schedule.suggest", lambda plan, task, before: {"model.heads": 2})
     file = write(lab / "s.yaml", ablate=[], tune={"trials": 2, "model.heads": {"integers": [1, 8]}})
     with monkeypatch.context() as patch:
         patch.setattr(trials, "train_together", lambda *args, **kwargs: 1 / 0)

@@ -112,7 +112,7 @@ TYPES = [
     ({"arms": {"x": {"train": {"lr": "fast"}}}}, "train.lr must be a finite number"),
     ({"arms": {"x": {"train": {"betas": 3}}}}, "train.betas"),
     ({"arms": {"x": {"model": {"attention": 0}}}}, "model.attention"),
-    ({"arms": {"x": {"model": {"vocab_size": 3}}}}, "model.vocab_size is task 'mqar''s"),
+    ({"arms": {"x": {"model": {"vocab_size": 3}}}}, "model.vocab_size is set by task 'mqar'"),
     ({"arms": {"x": {"model": {"rule": "deltanet"}}}}, "model.rule stands one level up"),
     ({"arms": {"x": {"rule": {"d": [0]}}}}, "comba.d: takes one gate"),
     ({"arms": {"x": {"rule": {"d": {"head": {"init": "x"}}}}}}, "head.init takes a finite number"),
@@ -840,7 +840,9 @@ def test_nothing_waits_for_more_than_it_needs(plan: Callable[..., Plan], store: 
 def test_candidates_that_coincide_run_once_for_all_who_wait(
     plan: Callable[..., Plan], store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Schedule, "_suggest", lambda self, track, number: {"model.heads": 1 + number % 2})
+    monkeypatch.setattr(
+        "deltalab.study.schedule.suggest", lambda plan, task, before: {"model.heads": 1 + len(before) % 2}
+    )
     found = plan(tune={"trials": 3, "model.heads": {"integers": [1, 8]}})
     one = schedule(found, store)
     flying: list[Job] = []

@@ -436,7 +436,7 @@ def test_gpus_that_no_stack_takes_are_told_of(
     monkeypatch.setattr(ray_tune, "_start", lambda address: None)
     monkeypatch.setattr(ray_tune.ray, "cluster_resources", lambda: {"CPU": 2.0, "GPU": 2.0})
     monkeypatch.setattr(ray_tune.ray, "shutdown", lambda: None)
-    monkeypatch.setattr(ray_tune, "Feed", start)
+    monkeypatch.setattr(ray_tune, "StackSearcher", start)
     for gpu in (1, 0):
         assert not caplog.records
         with pytest.raises(Started):

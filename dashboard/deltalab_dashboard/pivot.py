@@ -5,7 +5,8 @@ import io
 import math
 import re
 
-from deltalab.study.report import Report, Row, TaskTable
+from deltalab.study.answer import Row, TaskTable
+from deltalab.study.report import Report
 
 LEGEND = "mean (difference to the base); * p <= 0.05 after Holm; † some seeds did not finish"
 LATEX = str.maketrans(

@@ -9,7 +9,8 @@ import streamlit as st
 
 from deltalab.store import Store, Study
 from deltalab.store.models import Stage
-from deltalab.study.report import Report, TaskTable, caption, cells, failure_lines, headers, report
+from deltalab.study.answer import TaskTable
+from deltalab.study.report import Report, caption, cells, failure_lines, headers, report
 from deltalab_dashboard.chosen import badge, plain, show
 from deltalab_dashboard.pivot import LEGEND, arrow, pivot, to_csv, to_latex
 

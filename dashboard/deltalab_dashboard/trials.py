@@ -8,7 +8,7 @@ import pandas as pd
 import streamlit as st
 
 from deltalab.store import Store, Study, TrialRow
-from deltalab.study.report import SPLIT
+from deltalab.study.answer import SPLIT
 from deltalab_dashboard.chosen import plain, show
 
 COLUMNS = {

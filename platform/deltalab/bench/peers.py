@@ -24,7 +24,7 @@ from deltalab.rule import Operands, UpdateRule
 
 @dataclass(frozen=True)
 class Call:
-    """A function of tensors, differentiated with respect to all of them. It returns o, or a tuple that begins with o."""
+    """A function of tensors, differentiated with respect to all of them. It returns o, or a tuple beginning with o."""
 
     function: Callable[..., Any]
     tensors: dict[str, Tensor]

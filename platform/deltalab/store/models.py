@@ -8,7 +8,8 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.types import TypeDecorator
 
 StudyState = Literal["running", "done", "failed", "interrupted"]
-TrialState = Literal["done", "failed"]
+TrialState = Literal["done", "failed", "infeasible"]
+"""infeasible: a candidate whose values make no model, so that nothing ran; its `error` is the reason."""
 RunState = Literal["done", "diverged"]
 Stage = Literal["tune", "confirm"]
 

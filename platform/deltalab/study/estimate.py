@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deltalab.errors import InputError
-from deltalab.study.plan import Arm, Plan
+from deltalab.study.plan import Plan, PlannedArm
 from deltalab.study.sizes import Sizer, Sizes
 from deltalab.study.stats import seeds_needed, smallest_holm_p, smallest_p
 from deltalab.study.step_time import Training, gpu_rates, gpu_step, scaled_step, timed_step
@@ -205,7 +205,7 @@ def _steps(training: Training) -> float:
 
 
 @contextmanager
-def _runs(plan: Plan, arm: Arm) -> Iterator[None]:
+def _runs(plan: Plan, arm: PlannedArm) -> Iterator[None]:
     """Names the arm in the error where it does not build or run."""
     try:
         yield

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import random
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
@@ -12,7 +13,7 @@ from typing import Any, Literal
 from deltalab.errors import InputError, unknown
 from deltalab.models.spec import ModelSpec
 from deltalab.registry import get_rule, get_task, rule_plugin, task_plugin
-from deltalab.study.spec import Base, Change, StudySpec, Tune
+from deltalab.study.spec import Change, Method, Search, StudySpec, Tune
 from deltalab.tasks import BUILTIN, Task
 from deltalab.training.train import NUMERICS, TrainSpec
 
@@ -20,12 +21,15 @@ CONFIRM_SEEDS_FROM = 1
 TUNE_SEEDS_FROM = 1_000_001
 """Tuning's seeds and confirmation's never meet."""
 MOST_COMBINATIONS = 500
+"""Candidates that a plan tries to make, over all its arms."""
+INTEGERS = 16
+"""Values of a range of integers among them."""
 OF_THE_TASK = ("vocab_size", "readout")
 """What a task says of the model."""
 
 
 @dataclass(frozen=True)
-class Arm:
+class PlannedArm:
     """One arm on one task. config: rule, model and train, every default spelled out, before tuning.
 
     change: dotted key -> [base value, arm value], on any task.
@@ -75,13 +79,18 @@ class Job:
 
 @dataclass(frozen=True)
 class Plan:
-    """A study, expanded. arms: those of each task, the base first. where: what errors call it, its file."""
+    """A study, expanded.
+
+    arms: those of each task, the base first. where: the study's file, which errors name.
+    notes: what to know about the search space before the study runs.
+    """
 
     spec: StudySpec
     profile: str | None
-    arms: list[Arm]
+    arms: list[PlannedArm]
     tasks: dict[str, Task]
     where: str
+    notes: tuple[str, ...] = ()
 
     @property
     def identity(self) -> str:
@@ -102,7 +111,7 @@ class Plan:
         """What an arm that tunes has to spend."""
         return self.spec.search or self.spec.tune
 
-    def tunes(self, arm: Arm) -> bool:
+    def tunes(self, arm: PlannedArm) -> bool:
         """Whether an arm tunes by itself: with `search`, all of it is done from the base."""
         return self.budget is not None and (self.spec.search is None or arm.is_base)
 
@@ -117,15 +126,23 @@ class Plan:
         spent = self.budget.trials * self.budget.seeds if self.budget else 0
         return len(self.arms) * self.spec.seeds + tuning * spent
 
-    def job(self, arm: Arm, stage: Literal["tune", "confirm"], number: int, values: Mapping[str, Any]) -> Job:
-        """A trial of an arm with tuned values in place."""
+    def job(self, arm: PlannedArm, stage: Literal["tune", "confirm"], number: int, values: Mapping[str, Any]) -> Job:
+        """A trial of an arm with tuned values in place.
+
+        Raises `Infeasible` for values that make no model, `InputError` for settings that do not exist.
+        """
         if stage == "tune":
             assert self.budget is not None
             seeds = tuple(range(TUNE_SEEDS_FROM, TUNE_SEEDS_FROM + self.budget.seeds))
         else:
             seeds = tuple(range(CONFIRM_SEEDS_FROM, CONFIRM_SEEDS_FROM + self.spec.seeds))
         task = self.tasks[arm.task]
-        config = _with(arm.config, values, task, where=f"arm '{arm.name}'")
+        config = _with(arm.config, values, where=f"arm '{arm.name}'")
+        reason = None
+        try:
+            config = _resolve(config, task)
+        except InputError as error:
+            reason = str(error)
         params = json.loads(json.dumps(asdict(task)))  # a job is JSON: lists where a task has tuples
         plugins = tuple(_plugins(config, task))
         key = _hash(
@@ -137,9 +154,10 @@ class Plan:
                 "code": sorted(digest for _, _, _, digest in plugins),
                 "stage": stage,
                 "seeds": seeds,
+                **({} if reason is None else {"infeasible": reason}),
             }
         )
-        return Job(
+        job = Job(
             key=key,
             arm=arm.name,
             task=arm.task,
@@ -156,6 +174,20 @@ class Plan:
             gpu=self.spec.resources.gpu,
             deadline=self.spec.deadline,
         )
+        if reason is not None:
+            raise Infeasible(reason, job)
+        return job
+
+
+class Infeasible(InputError):
+    """A candidate that makes no model, or no training. The message is the reason.
+
+    job: the trial it would have been; `job.config` has the candidate's values in place.
+    """
+
+    def __init__(self, reason: str, job: Job) -> None:
+        super().__init__(reason)
+        self.job = job
 
 
 def make_plan(spec: StudySpec, *, profile: str | None = None, where: str = "study") -> Plan:
@@ -187,11 +219,10 @@ def _make_plan(spec: StudySpec, profile: str | None, file: str) -> Plan:
     changes = _changes(spec)
     arms = []
     for task_name, task in tasks.items():
-        base = _applied(spec.base, spec.for_task.get(task_name, Change()), where=f"for_task.{task_name}")
-        resolved = {"base": _resolve(base, task, where="base")}
+        base = _applied(spec.base, spec.for_task.get(task_name, Change()))
+        resolved = {"base": _resolve_method(base, task, where="base")}
         for name, change in changes.items():
-            where = f"arms.{name}"
-            resolved[name] = _resolve(_applied(base, change, where=where), task, where=where)
+            resolved[name] = _resolve_method(_applied(base, change), task, where=f"arms.{name}")
         seen: dict[str, str] = {}
         for name, config in resolved.items():
             twin = seen.setdefault(json.dumps(config, sort_keys=True), name)
@@ -200,43 +231,76 @@ def _make_plan(spec: StudySpec, profile: str | None, file: str) -> Plan:
                     f"arm '{name}' is the same as {twin if twin == 'base' else repr(twin)} on task '{task_name}'"
                 )
             change_of = difference(resolved["base"], config)
-            arms.append(Arm(name, task_name, name == "base", config, change_of))
+            arms.append(PlannedArm(name, task_name, name == "base", config, change_of))
         for i in range(spec.search.finalists if spec.search else 0):
-            arms.append(Arm(f"found_{i + 1}", task_name, False, resolved["base"], {}))
+            arms.append(PlannedArm(f"found_{i + 1}", task_name, False, resolved["base"], {}))
     plan = Plan(spec, profile, arms, tasks, file)
     if plan.budget is not None and (grid := plan.budget.grid()) is not None and plan.budget.trials > len(grid):
         key = "search" if spec.search else "tune"
         raise InputError(f"{key}.trials {plan.budget.trials}: there are only {len(grid)} choices to try")
-    if spec.tune is not None:
-        first = {path: search.extremes[0] for path, search in spec.tune.searched.items()}
-        tuned: dict[tuple[str, str], str] = {}
-        for arm in arms:
-            for path, search in spec.tune.searched.items():
-                for value in search.extremes:
-                    job = plan.job(arm, "tune", 0, {**first, path: value})
-            twin = tuned.setdefault((arm.task, json.dumps(job.config, sort_keys=True)), arm.name)
-            if twin != arm.name:
-                raise InputError(
-                    f"arm '{arm.name}' is the same as {twin if twin == 'base' else repr(twin)} on task '{arm.task}' "
-                    f"once {', '.join(first)} {'is' if len(first) == 1 else 'are'} tuned"
-                )
-    if spec.search is not None:
-        _check_search(plan)
-    return plan
+    if plan.budget is None:
+        return plan
+    note = _check_candidates(plan, "search" if spec.search else "tune")
+    return replace(plan, notes=(note,) if note else ())
 
 
-def _check_search(plan: Plan) -> None:
-    """Raises `InputError` for a candidate that cannot be built, of all combinations of choices, or of each alone."""
-    assert plan.spec.search is not None
-    searched = {path: search.extremes for path, search in plan.spec.search.searched.items()}
-    if math.prod(map(len, searched.values())) <= MOST_COMBINATIONS:
-        candidates = [dict(zip(searched, values, strict=True)) for values in product(*searched.values())]
-    else:
-        first = {path: values[0] for path, values in searched.items()}
-        candidates = [{**first, path: value} for path, values in searched.items() for value in values]
-    for arm in plan.arms:
-        for values in candidates if arm.is_base else []:
-            _with(arm.config, values, plan.tasks[arm.task], where=f"search, {values}")
+def _check_candidates(plan: Plan, key: str) -> str | None:
+    """A note on the combinations that make no model, None where all that are tried make one.
+
+    Raises `InputError` for settings that do not exist, for a choice or a bound that makes no model in any combination,
+    and for arms that are one and the same once tuned.
+    """
+    assert plan.budget is not None
+    tuned = [arm for arm in plan.arms if plan.tunes(arm)]
+    candidates = _combinations(plan.budget.searched, max(1, MOST_COMBINATIONS // len(tuned)))
+    note = None
+    seen: dict[tuple[str, str], str] = {}
+    for arm in tuned:
+        reasons: list[str | None] = []
+        first = None
+        for values in candidates:
+            config = _with(arm.config, values, where=key)
+            try:
+                config = _resolve(config, plan.tasks[arm.task])
+            except InputError as error:
+                reasons.append(str(error))
+            else:
+                first = first or json.dumps(config, sort_keys=True)
+                reasons.append(None)
+        for path, search in plan.budget.searched.items():
+            for value in search.extremes:
+                found = [why for values, why in zip(candidates, reasons, strict=True) if values[path] == value]
+                if None not in found:
+                    raise InputError(f"{key}.{path}: {value!r} makes no model on task '{arm.task}': {found[0]}")
+        bad = [i for i, why in enumerate(reasons) if why is not None]
+        if bad and note is None:
+            said = ", ".join(f"{path}={value}" for path, value in candidates[bad[0]].items())
+            note = (
+                f"{key}: {len(bad)} of {len(candidates)} combinations tried make no model, such as {said}: "
+                f"{reasons[bad[0]]}. The run records such a candidate as infeasible and draws another in its place."
+            )
+        twin = seen.setdefault((arm.task, first or ""), arm.name)
+        if twin != arm.name:
+            paths = list(plan.budget.searched)
+            raise InputError(
+                f"arm '{arm.name}' is the same as {twin if twin == 'base' else repr(twin)} on task '{arm.task}' "
+                f"once {', '.join(paths)} {'is' if len(paths) == 1 else 'are'} tuned"
+            )
+    return note
+
+
+def _combinations(searched: Mapping[str, Search], most: int) -> list[dict[str, Any]]:
+    """All combinations of choices, bounds and some integers between; a random sample where they are more than `most`.
+
+    Every choice and bound is in at least one.
+    """
+    points = {path: search.points(INTEGERS) for path, search in searched.items()}
+    if math.prod(map(len, points.values())) <= most:
+        return [dict(zip(points, values, strict=True)) for values in product(*points.values())]
+    draw = random.Random(0)
+    sample = [{path: draw.choice(values) for path, values in points.items()} for _ in range(most)]
+    first = {path: values[0] for path, values in points.items()}
+    return [*({**first, path: value} for path, values in points.items() for value in values), *sample]
 
 
 def _changes(spec: StudySpec) -> dict[str, Change]:
@@ -283,34 +347,42 @@ def _rule(given: str | Mapping[str, Any]) -> dict[str, Any]:
     return dict(given)
 
 
-def _applied(base: Base, change: Change, *, where: str) -> Base:
+def _applied(base: Method, change: Change) -> Method:
     rule = _rule(base.rule)
     if isinstance(change.rule, str):
         rule = {"name": change.rule}
     elif change.rule is not None:
         other = change.rule.get("name", rule["name"]) != rule["name"]
         rule = dict(change.rule) if other else {**rule, **change.rule}
-    return Base(rule=rule, model={**base.model, **change.model}, train={**base.train, **change.train})
+    return Method(rule=rule, model={**base.model, **change.model}, train={**base.train, **change.train})
 
 
-def _resolve(base: Base, task: Task, *, where: str) -> dict[str, Any]:
-    """Every setting spelled out, so that equal means equal. Raises `InputError` naming the arm and the key."""
+def _resolve_method(method: Method, task: Task, *, where: str) -> dict[str, Any]:
+    """Every setting of a method. Raises `InputError` naming the arm and the key."""
     try:
-        knobs = _rule(base.rule)
-        name = knobs.pop("name")
-        rule = get_rule(name, **knobs).spec()
-        of_the_task = {key: getattr(task, key) for key in OF_THE_TASK}
-        for key in of_the_task:
-            if key in base.model:
-                raise InputError(f"model.{key} is task '{task.name}''s: leave it out")
-        if "rule" in base.model:
+        if "rule" in method.model:
             raise InputError("model.rule stands one level up, beside model and train")
-        model = ModelSpec.of({**base.model, "rule": rule, **of_the_task})
-        train = TrainSpec(**_known(base.train, TrainSpec, "train"))
-        settings = {f.name: getattr(model, f.name) for f in fields(model) if f.name != "rule"}
-        return json.loads(json.dumps({"rule": rule, "model": settings, "train": asdict(train)}))  # type: ignore[no-any-return]
+        for key in OF_THE_TASK:
+            if key in method.model:
+                raise InputError(f"model.{key} is set by task '{task.name}': leave it out")
+        return _resolve({"rule": _rule(method.rule), "model": method.model, "train": method.train}, task)
     except InputError as error:
         raise InputError(f"{where}: {error}") from None
+
+
+def _resolve(config: Mapping[str, Any], task: Task) -> dict[str, Any]:
+    """Every setting spelled out, so that equal means equal. Raises `InputError` for settings that make no model."""
+    rule = _resolve_rule(config["rule"])
+    of_the_task = {key: getattr(task, key) for key in OF_THE_TASK}
+    model = ModelSpec.of({**config["model"], "rule": rule, **of_the_task})
+    train = TrainSpec(**_known(config["train"], TrainSpec, "train"))
+    settings = {f.name: getattr(model, f.name) for f in fields(model) if f.name != "rule"}
+    return json.loads(json.dumps({"rule": rule, "model": settings, "train": asdict(train)}))  # type: ignore[no-any-return]
+
+
+def _resolve_rule(rule: Mapping[str, Any]) -> dict[str, Any]:
+    """A rule with every knob spelled out. Raises `InputError` for a rule or knobs that do not exist."""
+    return get_rule(rule["name"], **{key: value for key, value in rule.items() if key != "name"}).spec()
 
 
 def _known(given: dict[str, Any], kind: type, what: str) -> dict[str, Any]:
@@ -327,20 +399,35 @@ def _known(given: dict[str, Any], kind: type, what: str) -> dict[str, Any]:
 _FIXED = ("rule.name", *(f"model.{key}" for key in OF_THE_TASK))
 
 
-def _with(config: Mapping[str, Any], values: Mapping[str, Any], task: Task, *, where: str) -> dict[str, Any]:
-    """The configuration with tuned values put in by their paths, resolved again."""
-    changed = json.loads(json.dumps(config))
+def _with(config: Mapping[str, Any], values: Mapping[str, Any], *, where: str) -> dict[str, Any]:
+    """The configuration with values put in by their paths, a whole rule first; not yet resolved.
+
+    Raises `InputError` for settings that do not exist, or that the rule tried with them does not have.
+    """
+    changed: dict[str, Any] = json.loads(json.dumps(config))
+    if "rule" in values:
+        try:
+            changed["rule"] = _resolve_rule(_rule(values["rule"]))
+        except InputError as error:
+            raise InputError(f"{where}.rule: {error}") from None
     for path, value in values.items():
+        if path == "rule":
+            continue
         *parents, last = path.split(".")
         here: Any = changed
         for part in parents:
             here = here.get(part) if isinstance(here, dict) else None
-        whole = path == "rule"
-        if not isinstance(here, dict) or last not in here or not (parents or whole) or path in _FIXED:
+        if isinstance(here, dict) and last in here and parents and path not in _FIXED:
+            here[last] = value
+        elif "rule" in values and parents[:1] == ["rule"]:
+            knob = path.removeprefix("rule.")
+            raise InputError(
+                f"{where}.{path} cannot be searched beside {where}.rule: rule '{changed['rule']['name']}', one of its "
+                f"choices, has no '{knob}'. Give it in the choices that have it: {{name: RULE, {knob}: VALUE}}"
+            )
+        else:
             raise unknown("setting", path, _paths(config), where=where)
-        here[last] = _rule(value) if whole else value
-    model = {key: value for key, value in changed["model"].items() if key not in OF_THE_TASK}
-    return _resolve(Base(rule=changed["rule"], model=model, train=changed["train"]), task, where=where)
+    return changed
 
 
 def difference(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, list[Any]]:

@@ -43,7 +43,7 @@ def run_all(schedule: Schedule, runs: Path, progress: Progress, *, workers: int 
             _log.warning(idle)
         fit = wanted.places(has["CPU"], has.get("GPU", 0))
         places = min(fit, workers or fit)
-        feed = Feed(schedule, places, progress)
+        searcher = StackSearcher(schedule, places, progress)
         scratch = runs / "ray" if address else Path(tempfile.mkdtemp(prefix="deltalab-ray-"))
         tuner = tune.Tuner(
             tune.with_resources(
@@ -51,7 +51,7 @@ def run_all(schedule: Schedule, runs: Path, progress: Progress, *, workers: int 
                 {"cpu": wanted.cpu, "gpu": wanted.gpu},
             ),
             tune_config=tune.TuneConfig(
-                search_alg=feed,
+                search_alg=searcher,
                 num_samples=-1,
                 reuse_actors=True,
                 max_concurrent_trials=places,
@@ -62,8 +62,8 @@ def run_all(schedule: Schedule, runs: Path, progress: Progress, *, workers: int 
             tuner.fit()
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-        if feed.error is not None:
-            raise feed.error
+        if searcher.error is not None:
+            raise searcher.error
     finally:
         ray.shutdown()
 
@@ -94,7 +94,7 @@ def _stack(config: dict[str, str], runs: str, threads: int) -> None:
     tune.report({"step": stack[0].config["train"]["steps"], "records": [to_json(record) for record in records]})
 
 
-class Feed(Searcher):
+class StackSearcher(Searcher):
     """Hands the schedule's stacks to Tune, and Tune's results to the schedule. places: stacks at a time."""
 
     def __init__(self, schedule: Schedule, places: int, progress: Progress) -> None:
@@ -142,7 +142,7 @@ class Feed(Searcher):
         # Tune pickles its searcher to be able to restore it, which a study never does.
         return {}
 
-    def __deepcopy__(self, memo: object) -> "Feed":
+    def __deepcopy__(self, memo: object) -> "StackSearcher":
         return self
 
     def save(self, checkpoint_path: str) -> None:

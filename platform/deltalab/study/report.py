@@ -1,12 +1,11 @@
-"""The answer of a study: each arm against the base, with error bars, corrected p-values and costs."""
+"""Shows a study's answer: as tables on a terminal, as Markdown, CSV or JSON."""
 
 import csv
 import io
 import json
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from itertools import combinations, product
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -14,111 +13,18 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from deltalab.store import Arm, Store, TrialRow
+from deltalab.store import Store
 from deltalab.store.models import Stage
-from deltalab.study.pareto import front
-from deltalab.study.stats import (
-    Difference,
-    Interval,
-    holm,
-    interaction,
-    mean_interval,
-    paired,
-    seeds_needed,
-    simultaneous_level,
-    smallest_holm_p,
-)
+from deltalab.study.answer import NO_DIFFERENCE, Answer, Failure, Row, TaskTable, answer, format_interval, format_p
+from deltalab.study.stats import paired
 
-ALPHA = 0.05
 # Columns of a row's cells. On a terminal the costs stand apart, or the answer would not fit in 80 columns.
-NO_DIFFERENCE = "no difference found at this budget"
 ANSWER, INTERVALS, COSTS = (0, 1, 2, 3, 4, 5), (2, 3), (0, 6, 7, 8, 9, 10)
 STYLE = {"better": "green", "worse": "red", "failed": "red", "diverged": "red"}
-# What times depend on besides the arm. Which of several GPUs it was is none of it.
-TIMED_WITH = {
-    "device": "device",
-    "host": "host",
-    "torch": "version of torch",
-    "stack": "runs trained as one",
-    "cuda_graph": "use of CUDA graphs",
-}
-SPLIT: dict[Stage, str] = {"tune": "validation", "confirm": "test"}
 
 
-@dataclass(frozen=True)
-class Row:
-    """One arm on one task. `difference` is arm minus base; its interval holds jointly over the task's arms.
-
-    seconds: of the trial with all its seeds. state_size: elements. tuned: the values that tuning chose.
-    """
-
-    arm: str
-    is_base: bool
-    verdict: str
-    score: Interval
-    diverged: int
-    difference: Difference | None
-    p_holm: float | None
-    seconds: float | None
-    microseconds_per_token: float | None
-    state_size: int | None
-    parameters: int | None
-    flops_per_token: float | None
-    tuned: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Interaction:
-    """What the changes of two arms do together beyond their sum, where an arm has exactly both."""
-
-    a: str
-    b: str
-    both: str
-    difference: Difference
-
-
-@dataclass(frozen=True)
-class TaskTable:
-    """All arms on one task, and what to know before reading it.
-
-    front: the arms that no other beats in the mean of the metric, arithmetic per token and state size at once.
-    """
-
-    task: str
-    version: int
-    metric: str
-    maximize: bool
-    chance: float
-    split: str
-    rows: list[Row]
-    front: list[str]
-    interactions: list[Interaction]
-    notes: list[str]
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A trial that raised, and the last line of its traceback."""
-
-    arm: str
-    task: str
-    stage: Stage
-    number: int
-    key: str
-    message: str
-
-
-@dataclass(frozen=True)
-class Report:
-    """A study's answer, and what it rests on."""
-
-    study: str
-    profile: str | None
-    state: str
-    stage: Stage
-    tables: list[TaskTable]
-    failures: list[Failure]
-    notes: list[str]
+class Report(Answer):
+    """An answer that can be shown."""
 
     @property
     def title(self) -> str:
@@ -160,203 +66,8 @@ class Report:
 
 
 def report(store: Store, study_id: int, *, which: Stage = "confirm") -> Report:
-    """The answer of a study.
-
-    "confirm" compares the confirmed trials on test. "tune" shows each arm's best tuning trial on validation,
-    to look in on a study that runs, and compares nothing: the best of a sweep is no estimate.
-    Raises InputError: no such study.
-    """
-    study = store.study(study_id)
-    arms = store.arms(study_id)
-    trials = store.trials(study_id)
-    finals: dict[tuple[str, str], dict[int, float]] = {}
-    flops: dict[str, float] = {}
-    for final in store.final_metrics(study_id, stage=which):
-        if (final.split, final.metric) == ("cost", "flops_per_token"):
-            flops[final.trial] = final.value
-        if final.split == SPLIT[which] and final.run_state == "done":
-            finals.setdefault((final.trial, final.metric), {})[final.seed] = final.value
-    tables = []
-    for task, about in study.provenance["tasks"].items():
-        chosen: dict[str, _Outcome] = {}
-        for trial in trials:
-            if (trial.task, trial.stage) != (task, which):
-                continue
-            outcome = _Outcome(trial, finals.get((trial.key, about["metric"]), {}), flops.get(trial.key))
-            before = chosen.get(trial.arm)
-            if before is None or outcome.rank(about["maximize"]) > before.rank(about["maximize"]):
-                chosen[trial.arm] = outcome
-        tables.append(_table(task, about, which, arms, chosen))
-    failures = [
-        Failure(trial.arm, trial.task, trial.stage, trial.number, trial.key, _exception(trial.error))
-        for trial in trials
-        if trial.state == "failed"
-    ]
-    return Report(study.name, study.profile, study.state, which, tables, failures, _notes(which))
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    """The trial that stands for an arm on a task, and its metric by seed, of the seeds that finished."""
-
-    trial: TrialRow
-    values: dict[int, float]
-    flops_per_token: float | None
-
-    def rank(self, maximize: bool) -> tuple[float, ...]:
-        """The largest of an arm's trials stands for it: the latest to confirm, the best in tuning."""
-        if self.trial.stage == "confirm":
-            return self.trial.number, self.trial.finished_at.timestamp()
-        if not self.values or len(self.values) < len(self.trial.runs):  # a diverged seed wins no tuning
-            return (-math.inf,)
-        mean = math.fsum(self.values.values()) / len(self.values)
-        return (mean if maximize else -mean,)
-
-
-def _table(
-    task: str, about: dict[str, Any], which: Stage, arms: Sequence[Arm], chosen: dict[str, _Outcome]
-) -> TaskTable:
-    base = next(arm.name for arm in arms if arm.is_base)
-    others = [arm.name for arm in arms if not arm.is_base]
-    seeds = sorted({seed for outcome in chosen.values() for seed in outcome.trial.runs})
-    values = {
-        arm.name: [chosen[arm.name].values.get(seed, math.nan) if arm.name in chosen else math.nan for seed in seeds]
-        for arm in arms
-    }
-    differences: dict[str, Difference] = {}
-    interactions = []
-    if which == "confirm":
-        level = simultaneous_level(len(others), 1 - ALPHA)
-        differences = {arm: paired(values[arm], values[base], level) for arm in others}
-        for a, b, both in _factorial(arms):
-            together = interaction(values[base], values[a], values[b], values[both], 1 - ALPHA)
-            interactions.append(Interaction(a, b, both, together))
-    corrected = dict(zip(differences, holm([d.p_exact for d in differences.values()]), strict=True))
-    rows = [
-        _row(arm, chosen.get(arm.name), differences.get(arm.name), corrected.get(arm.name), about["maximize"])
-        for arm in arms
-    ]
-    sign = -1 if about["maximize"] else 1
-    points = [(sign * row.score.mean, _known(row.flops_per_token), _known(row.state_size)) for row in rows]
-    best = [rows[i].arm for i in front(points)]
-    return TaskTable(
-        task=task,
-        version=about["version"],
-        metric=about["metric"],
-        maximize=about["maximize"],
-        chance=about["chance"],
-        split=SPLIT[which],
-        rows=rows,
-        front=best,
-        interactions=interactions,
-        notes=_table_notes(rows, best, interactions, [outcome.trial for outcome in chosen.values()]),
-    )
-
-
-def _row(
-    arm: Arm, outcome: _Outcome | None, difference: Difference | None, p_holm: float | None, maximize: bool
-) -> Row:
-    trial = outcome.trial if outcome else None
-    runs = trial.runs if trial else {}
-    score = mean_interval([outcome.values.get(seed, math.nan) for seed in runs] if outcome else [])
-    diverged = sum(state == "diverged" for state in runs.values())
-    if trial is None:
-        verdict = "not run"
-    elif trial.state == "failed":
-        verdict = "failed"
-    elif score.n == 0:
-        verdict = "diverged" if diverged else "not measured"
-    elif arm.is_base:
-        verdict = "base"
-    elif difference is None or p_holm is None:
-        verdict = "not compared"
-    elif difference.n == 0:
-        verdict = "no pair with the base"
-    elif p_holm <= ALPHA:
-        verdict = "better" if (difference.mean > 0) == maximize else "worse"
-    else:
-        verdict = NO_DIFFERENCE
-    return Row(
-        arm=arm.name,
-        is_base=arm.is_base,
-        verdict=verdict,
-        score=score,
-        diverged=diverged,
-        difference=difference,
-        p_holm=p_holm,
-        seconds=trial.seconds if trial else None,
-        microseconds_per_token=1e6 / trial.tokens_per_second if trial and trial.tokens_per_second else None,
-        state_size=trial.state_size if trial else None,
-        parameters=trial.parameters if trial else None,
-        flops_per_token=outcome.flops_per_token if outcome else None,
-        tuned=trial.values if trial else {},
-    )
-
-
-def _factorial(arms: Sequence[Arm]) -> Iterator[tuple[str, str, str]]:
-    """Arms (a, b, both) where both changes exactly what a and b, which share no key, change."""
-    changed = [arm for arm in arms if arm.change]
-    for (a, b), both in product(combinations(changed, 2), changed):
-        if not a.change.keys() & b.change.keys() and {**a.change, **b.change} == both.change:
-            yield a.name, b.name, both.name
-
-
-def _known(cost: float | None) -> float:
-    return math.nan if cost is None else cost
-
-
-def _table_notes(
-    rows: list[Row], best: list[str], interactions: list[Interaction], trials: list[TrialRow]
-) -> list[str]:
-    notes = []
-    if best:
-        notes.append(f"Pareto front of mean, flops per token and state: {', '.join(best)}.")
-    compared = [row for row in rows if row.difference is not None]
-    if compared:
-        pairs = max(row.difference.n for row in compared if row.difference)
-        least, needed = smallest_holm_p(pairs, len(compared)), seeds_needed(len(compared), ALPHA)
-        short = f", so no arm can be told from the base: {ALPHA} needs {needed} seeds" if least > ALPHA else ""
-        notes.append(f"No p can be below {least:.3g} ({pairs} pairs, Holm over {len(compared)}){short}.")
-    for row in compared:
-        if row.difference and row.difference.n and row.difference.missing:
-            whole = row.difference.n + row.difference.missing
-            notes.append(f"{row.arm} is compared on {row.difference.n} of {whole} seeds: the others lack a side.")
-    for found in interactions:
-        notes.append(
-            f"{found.a} and {found.b} together ({found.both}) make {_interval(found.difference, '+')} "
-            f"beyond their sum (p {_p(found.difference.p_exact)}, exact, not corrected)."
-        )
-    differ = [what for key, what in TIMED_WITH.items() if len({trial.hardware.get(key) for trial in trials}) > 1]
-    if differ:
-        notes.append(f"Times are not comparable: the arms differ in {', '.join(differ)}.")
-    return notes
-
-
-def _notes(which: Stage) -> list[str]:
-    small = "A proxy task of this size does not rank every method as training at scale does."
-    if which == "tune":
-        return [
-            "Each arm's best tuning trial on the validation split: optimistic, and no answer. "
-            "The answer is the confirmation, on the test split, with seeds that tuning never used.",
-            small,
-        ]
-    return [
-        "Means are over confirmation seeds, which tuning never used, at the last step on the test split, "
-        f"with a {1 - ALPHA:.0%} t interval.",
-        "Differences are arm minus base, paired by seed. Their t intervals assume normal differences "
-        f"and hold jointly over a task's arms at {1 - ALPHA:.0%} (Bonferroni).",
-        "p is of the exact two-sided sign-flip test, after Holm over a task's arms; "
-        f"better and worse mean p <= {ALPHA}.",
-        "Costs are those of the confirmed trial: time per trained token, elements of state, parameters.",
-        small,
-    ]
-
-
-def _exception(error: str | None) -> str:
-    """The line of a traceback that names the exception; its message may go on for lines that name nothing."""
-    lines = (error or "").strip().splitlines()
-    frames = [i for i, line in enumerate(lines) if line.startswith("  File ")]
-    return next((line for line in lines[frames[-1] + 1 if frames else 0 :] if line[:1].strip()), "")
+    """The answer of a study, as `answer` finds it, to be shown. Raises InputError: no such study."""
+    return Report(**vars(answer(store, study_id, which=which)))
 
 
 def caption(table: TaskTable) -> str:
@@ -396,9 +107,9 @@ def cells(row: Row) -> list[str]:
     return [
         row.arm,
         seeds,
-        _interval(row.score),
-        _interval(row.difference, "+") if row.difference else "",
-        _p(row.p_holm),
+        format_interval(row.score),
+        format_interval(row.difference, "+") if row.difference else "",
+        format_p(row.p_holm),
         row.verdict,
         "" if row.microseconds_per_token is None else f"{row.microseconds_per_token:.3g}",
         "" if row.flops_per_token is None else f"{row.flops_per_token:,.0f}",
@@ -406,19 +117,6 @@ def cells(row: Row) -> list[str]:
         "" if row.parameters is None else f"{row.parameters:,}",
         ", ".join(f"{key}={_value(value)}" for key, value in row.tuned.items()),
     ]
-
-
-def _interval(found: Interval | Difference, sign: str = "") -> str:
-    if not math.isfinite(found.mean):
-        return ""
-    bounds = f" [{found.low:{sign}.3f}, {found.high:{sign}.3f}]" if math.isfinite(found.low) else ""
-    return f"{found.mean:{sign}.3f}{bounds}"
-
-
-def _p(p: float | None) -> str:
-    if p is None or not math.isfinite(p):
-        return ""
-    return "<0.001" if p < 0.001 else f"{p:.3f}"
 
 
 def _value(value: object) -> str:

@@ -1,48 +1,60 @@
-"""Decides what a study runs next, from its plan and what the ledger already holds.
+"""Decides what a study runs next, from its plan and from what the ledger already holds.
 
-Each arm on each task first tunes, by Optuna, with the same budget and, before results tell them apart, the same
-candidates; then its best configuration is confirmed on fresh seeds. Trials that differ in numbers alone go out in
-stacks, to be trained as one. Neither stacks nor timing change what a study computes. The ledger is the only memory:
-a schedule made anew from the same plan goes on where the last one was killed.
+Each arm on each task first tunes, by Optuna, with the same budget and, until results differ, the same candidates; then
+its best configuration is confirmed on fresh seeds. Trials that differ only in numbers go out in stacks, to be trained
+as one. Neither stacks nor timing change what a study computes. The ledger is the only memory: a schedule made anew from
+the same plan goes on where the last one was killed.
+
+A candidate that makes no model is recorded as infeasible, and the next one is drawn in its place: the budget counts
+candidates that train.
 """
 
-import hashlib
 import json
-import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Literal
 
-import optuna
-
 from deltalab.errors import InputError
 from deltalab.store import Store, TrialRecord, TrialSummary
 from deltalab.study.pareto import front
-from deltalab.study.plan import Arm, Job, Plan
-from deltalab.study.spec import Search
+from deltalab.study.plan import Infeasible, Job, Plan, PlannedArm
+from deltalab.study.suggest import COSTS, Candidate, batch_start, suggest
+from deltalab.study.trial import infeasible
 from deltalab.training.train import stackable
 from deltalab.training.trainer import most_stacked
 
-BATCH = 10
-"""How many candidates an arm asks Optuna for at a time. The first ten are drawn without looking at any result."""
-COSTS = ("flops_per_token", "state_size")
-"""What a search weighs a score against; every trial measures them."""
-
-optuna.logging.set_verbosity(logging.ERROR)
+DRAWS_PER_TRIAL = 20
+"""An arm stops drawing after so many candidates per trial of its budget, however few of them made a model."""
 
 
 @dataclass
 class _Track:
-    """One arm on one task. scores, costs: of tuning trials by number, NaN where one failed or diverged."""
+    """One arm on one task. candidates: those drawn so far, by number."""
 
-    arm: Arm
-    scores: dict[int, float] = field(default_factory=dict)
-    costs: dict[int, tuple[float, ...]] = field(default_factory=dict)
-    values: dict[int, dict[str, Any]] = field(default_factory=dict)
-    issued: int = 0
+    arm: PlannedArm
+    candidates: list[Candidate] = field(default_factory=list)
     confirmed: Literal["no", "running", "yes"] = "no"
+
+    @property
+    def spent(self) -> int:
+        """Candidates that count against the budget."""
+        return sum(not candidate.infeasible for candidate in self.candidates)
+
+    @property
+    def scored(self) -> dict[int, float]:
+        """The scores of the candidates that have one, by number."""
+        return {
+            number: candidate.score
+            for number, candidate in enumerate(self.candidates)
+            if candidate.score is not None and not math.isnan(candidate.score)
+        }
+
+    @property
+    def waits(self) -> bool:
+        """Whether a candidate has yet to end."""
+        return any(candidate.score is None for candidate in self.candidates)
 
 
 class Schedule:
@@ -74,10 +86,18 @@ class Schedule:
 
     @property
     def total(self) -> int:
-        return self.plan.trials
+        """Trials of the whole study: those planned, less those for which a space has no more candidates."""
+        budget = self.plan.budget
+        drawn = [track for track in self.tracks if self.plan.tunes(track.arm) and not self._draws(track)]
+        return self.plan.trials - sum(budget.trials - track.spent for track in drawn if budget)
+
+    @property
+    def infeasible(self) -> int:
+        """Candidates drawn so far that make no model."""
+        return sum(len(track.candidates) - track.spent for track in self.tracks)
 
     def look(self) -> None:
-        """Finds all trials that can be told by now; those that the ledger has are taken from it."""
+        """Finds all trials that can be named by now; those that the ledger has are taken from it."""
         while asked := self._ask():
             known = self.store.known_trials(job.key for _, job in asked)
             for track, job in asked:
@@ -91,9 +111,10 @@ class Schedule:
                 self._awaited.setdefault(job.key, []).append((track, job))
 
     def next(self, places: int) -> list[Job]:
-        """Trials to train as one; `places` is how many such stacks there are at a time.
+        """Trials to train as one; `places` is how many such stacks run at a time.
 
-        Tuning goes first, as others wait for it, then what takes long, so that all workers end at about one time.
+        Tuning goes first, since confirmation waits for it; then what takes long, so that all workers end at about one
+        time. Raises `InputError` where no candidate of a search makes a model.
         """
         self.look()
         if not self._waiting:
@@ -111,14 +132,14 @@ class Schedule:
         del self._awaited[record.key]
 
     def part(self, stack: Sequence[Job]) -> None:
-        """Has trials wait again, each for a place of its own: together they came to nothing, and one is to blame."""
+        """Queues each trial of a stack again, alone: their worker died, and one of them is to blame."""
         self._alone.update(job.key for job in stack)
         self._waiting.update({job.key: job for job in stack})
 
     def _ask(self) -> list[tuple[_Track, Job]]:
-        """The trials that no one has asked for and that need no result that is awaited."""
+        """The trials that nobody has asked for yet and that depend on no result still awaited."""
         asked = []
-        for track in sorted(self.tracks, key=lambda track: track.issued):
+        for track in sorted(self.tracks, key=lambda track: len(track.candidates)):
             while (job := self._next_of(track)) is not None:
                 asked.append((track, job))
         return asked
@@ -135,7 +156,7 @@ class Schedule:
         first, *others = waiting
         wanted = self.plan.spec.resources
         if wanted.stack == "auto":
-            # By work and with what is in flight: other places will be free before a longer stack ends.
+            # Share all work, also what is in flight: other places will be free before a longer stack ends.
             out = sum(self._work(jobs[0][1]) for jobs in self._awaited.values())
             most = math.ceil(out / (places * self._work(first)))
             if not wanted.gpu:
@@ -148,7 +169,10 @@ class Schedule:
         return [first, *islice(fit, most - 1)]
 
     def _work(self, job: Job) -> float:
-        """Of matrix products, by what trials of its arm took a token; an arm of which nothing is known comes first."""
+        """Operations of matrix products that a trial takes, from those per token of its arm's earlier trials.
+
+        An arm without a trial yet counts as the heaviest arm, and so comes first.
+        """
         train = job.config["train"]
         per_token = self._flops.get((job.task, job.arm)) or max(self._flops.values(), default=1.0)
         tokens = train["steps"] * train["batch_size"] * self.plan.tasks[job.task].length * len(job.seeds)
@@ -160,90 +184,73 @@ class Schedule:
         return (one.task, one.seeds) == (other.task, other.seeds) and stackable(one.specs, other.specs)
 
     def _next_of(self, track: _Track) -> Job | None:
-        tune = self.plan.budget if self.plan.tunes(track.arm) else None
-        if tune is not None and track.issued < tune.trials and len(track.scores) >= _batch(track.issued).start:
-            number = track.issued
-            values = self._again.get((track.arm.name, track.arm.task, number)) or self._suggest(track, number)
-            track.issued += 1
-            track.values[number] = values
-            return self.plan.job(track.arm, "tune", number, values)
-        if track.confirmed == "no" and (tune is None or len(track.scores) == tune.trials):
+        while self._draws(track) and not any(
+            candidate.score is None for candidate in track.candidates[: batch_start(len(track.candidates))]
+        ):
+            if (job := self._draw(track)) is not None:
+                return job
+        if track.confirmed == "no" and not self._draws(track) and not track.waits:
             best = self._found(track) if self.plan.spec.search else self._best(track)
             if best is None:
                 return None
             track.confirmed = "running"
-            number = tune.trials if tune is not None else 0
+            number = self.plan.budget.trials if self.plan.budget and self.plan.tunes(track.arm) else 0
             return self.plan.job(track.arm, "confirm", number, best)
         return None
 
+    def _draws(self, track: _Track) -> bool:
+        """Whether an arm has budget left and candidates to spend it on."""
+        budget = self.plan.budget
+        if budget is None or not self.plan.tunes(track.arm):
+            return False
+        grid = budget.grid()
+        most = len(grid) if grid is not None and budget.trials == len(grid) else DRAWS_PER_TRIAL * budget.trials
+        return track.spent < budget.trials and len(track.candidates) < most
+
+    def _draw(self, track: _Track) -> Job | None:
+        """The trial of an arm's next candidate; None, and a record of the reason, where it makes no model."""
+        number = len(track.candidates)
+        values = self._again.get((track.arm.name, track.arm.task, number))
+        candidate = Candidate(values or suggest(self.plan, track.arm.task, track.candidates))
+        track.candidates.append(candidate)
+        try:
+            return self.plan.job(track.arm, "tune", number, candidate.values)
+        except Infeasible as error:
+            candidate.infeasible, candidate.score, candidate.costs = True, math.nan, (math.nan,) * len(COSTS)
+            record = infeasible(error.job, str(error))
+            self.store.record_trial(self.study_id, track.arm.name, record, number, candidate.values)
+            return None
+
     def _found(self, track: _Track) -> dict[str, Any] | None:
-        """What a search gives an arm: nothing to the base, which stands as written; a candidate to the others.
+        """The values that a search gives an arm: none to the base, which stands as written; a candidate to the others.
 
         Candidates on the Pareto front of score, arithmetic and state come first, then the rest, each by score.
-        None until the search has ended.
+        None until the search has ended. Raises `InputError` where no candidate made a model.
         """
-        search = self.plan.spec.search
-        assert search is not None
         if track.arm.is_base:
             return {}
         base = next(other for other in self.tracks if other.arm.is_base and other.arm.task == track.arm.task)
-        if len(base.scores) < search.trials:
+        if self._draws(base) or base.waits:
             return None
         sign = -1 if self.plan.tasks[track.arm.task].maximize else 1
-        different = {json.dumps(base.values[n], sort_keys=True): n for n in sorted(base.scores, reverse=True)}
+        trained = {n: candidate for n, candidate in enumerate(base.candidates) if not candidate.infeasible}
+        if not trained:
+            raise InputError(f"{self.plan.where}: search: none of {len(base.candidates)} candidates makes a model")
+        different = {json.dumps(trained[n].values, sort_keys=True): n for n in sorted(trained, reverse=True)}
         numbers = sorted(different.values())
-        first = set(front([(sign * base.scores[n], *base.costs[n]) for n in numbers]))
-
-        def rank(i: int) -> tuple[bool, bool, float]:
-            own = base.scores[numbers[i]]
-            return i not in first, math.isnan(own), sign * own
-
-        order = sorted(range(len(numbers)), key=rank)
+        scores = [base.scored.get(n, math.nan) for n in numbers]
+        first = set(front([(sign * own, *trained[n].costs) for own, n in zip(scores, numbers, strict=True)]))
+        order = sorted(range(len(numbers)), key=lambda i: (i not in first, math.isnan(scores[i]), sign * scores[i]))
         place = [arm.name for arm in self.plan.arms if arm.task == track.arm.task and not arm.is_base]
-        return base.values[numbers[order[place.index(track.arm.name) % len(order)]]]
-
-    def _suggest(self, track: _Track, number: int) -> dict[str, Any]:
-        """Optuna's next candidate, a function of the number and of what the batches before its own gave.
-
-        Those of its own batch are told as running, which the sampler keeps away from (its "constant liar"). It is
-        seeded by the number alone, so all arms start from the same candidates. A budget that covers every choice
-        there is takes them in order.
-        """
-        tune = self.plan.budget
-        assert tune is not None
-        grid = tune.grid()
-        if grid is not None and tune.trials == len(grid):
-            return grid[number]
-        maximize, minimize = optuna.study.StudyDirection.MAXIMIZE, optuna.study.StudyDirection.MINIMIZE
-        directions = [maximize if self.plan.tasks[track.arm.task].maximize else minimize]
-        directions += [minimize] * (len(COSTS) if self.plan.spec.search else 0)
-        spaces = {path: _distribution(search) for path, search in tune.searched.items()}
-        seed = int.from_bytes(hashlib.sha256(f"{self.plan.spec.name}/{number}".encode()).digest()[:4], "little")
-        sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=BATCH, constant_liar=True)
-        study = optuna.create_study(sampler=sampler, directions=directions)
-        for before in range(number):
-            params = {path: _said(given, tune.searched[path]) for path, given in track.values[before].items()}
-            if before in _batch(number):
-                running = optuna.trial.TrialState.RUNNING
-                study.add_trial(optuna.trial.create_trial(params=params, distributions=spaces, state=running))
-                continue
-            # A diverged trial says as much about its region as a trial that learned nothing.
-            score = track.scores[before]
-            value = self.plan.tasks[track.arm.task].chance if math.isnan(score) else score
-            costs = track.costs[before] if self.plan.spec.search else ()
-            if any(map(math.isnan, costs)):
-                continue  # nothing is known of what it would have cost
-            study.add_trial(optuna.trial.create_trial(params=params, distributions=spaces, values=[value, *costs]))
-        params = study.ask(spaces).params
-        return {path: json.loads(given) if tune.searched[path].choice else given for path, given in params.items()}
+        return trained[numbers[order[place.index(track.arm.name) % len(order)]]].values
 
     def _best(self, track: _Track) -> dict[str, Any]:
         """The values of the best tuning trial; those of the plan where none finished, so that the arm is judged."""
-        finished = {number: score for number, score in sorted(track.scores.items()) if not math.isnan(score)}
-        if not finished:
+        scores = track.scored
+        if not scores:
             return {}
         best = max if self.plan.tasks[track.arm.task].maximize else min
-        return track.values[best(finished, key=lambda number: finished[number])]
+        return track.candidates[best(scores, key=lambda number: scores[number])].values
 
     def _learn(self, track: _Track, job: Job, summary: TrialSummary) -> None:
         self.completed += 1
@@ -251,33 +258,21 @@ class Schedule:
         if job.stage == "confirm":
             track.confirmed = "yes"
             return
-        track.costs[job.number] = tuple(score(summary, cost, "cost", job.seeds) for cost in COSTS)
-        if track.costs[job.number][0] > 0:
-            self._flops[job.task, job.arm] = track.costs[job.number][0]
-        track.scores[job.number] = score(summary, self.plan.tasks[job.task].metric, "validation", job.seeds)
+        candidate = track.candidates[job.number]
+        candidate.costs = tuple(score(summary, cost, "cost", job.seeds) for cost in COSTS)
+        if candidate.costs[0] > 0:
+            self._flops[job.task, job.arm] = candidate.costs[0]
+        candidate.score = score(summary, self.plan.tasks[job.task].metric, "validation", job.seeds)
 
     def leader(self, task: str) -> tuple[str, float] | None:
         """The arm with the best score so far on a task, over its tuning trials."""
-        scores = {
-            track.arm.name: [score for score in track.scores.values() if not math.isnan(score)]
-            for track in self.tracks
-            if track.arm.task == task
-        }
         best = max if self.plan.tasks[task].maximize else min
-        tops = {name: best(values) for name, values in scores.items() if values}
+        tracks = [track for track in self.tracks if track.arm.task == task]
+        tops = {track.arm.name: best(track.scored.values()) for track in tracks if track.scored}
         if not tops:
             return None
         name = best(tops, key=lambda name: tops[name])
         return name, tops[name]
-
-
-def _batch(number: int) -> range:
-    """The numbers of the batch that a candidate is of.
-
-    >>> _batch(12)
-    range(10, 20)
-    """
-    return range(number // BATCH * BATCH, (number // BATCH + 1) * BATCH)
 
 
 def score(summary: TrialSummary, metric: str, split: str, seeds: tuple[int, ...]) -> float:
@@ -286,20 +281,3 @@ def score(summary: TrialSummary, metric: str, split: str, seeds: tuple[int, ...]
     if any(seed not in finals or seed in summary.diverged for seed in seeds):
         return math.nan
     return sum(finals[seed] for seed in seeds) / len(seeds)
-
-
-def _distribution(search: Search) -> optuna.distributions.BaseDistribution:
-    if search.log_uniform is not None:
-        return optuna.distributions.FloatDistribution(*search.log_uniform, log=True)
-    if search.uniform is not None:
-        return optuna.distributions.FloatDistribution(*search.uniform)
-    if search.integers is not None:
-        return optuna.distributions.IntDistribution(*search.integers)
-    if search.choice is None:
-        raise InputError("a search needs a range")
-    return optuna.distributions.CategoricalDistribution([json.dumps(value) for value in search.choice])
-
-
-def _said(value: Any, search: Search) -> Any:
-    """A value as its distribution has it: choices may be whole rules, which Optuna takes as text alone."""
-    return json.dumps(value) if search.choice else value

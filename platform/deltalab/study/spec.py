@@ -57,6 +57,18 @@ class Search(_Strict):
         assert found is not None
         return found
 
+    def points(self, integers: int) -> list[Any]:
+        """All choices, the bounds of a range, or up to so many integers spread over theirs.
+
+        >>> Search(integers=(16, 64)).points(4)
+        [16, 32, 48, 64]
+        """
+        if self.integers is None:
+            return [*self.extremes]
+        low, high = self.integers
+        gaps = min(integers - 1, high - low)
+        return [low + round(i * (high - low) / gaps) for i in range(gaps + 1)]
+
 
 def _is_plain(value: object) -> bool:
     """Whether JSON can say it: YAML knows dates too."""
@@ -131,8 +143,8 @@ class Change(_Strict):
     train: dict[str, Any] = {}
 
 
-class Base(_Strict):
-    """The full method."""
+class Method(_Strict):
+    """A rule, a model and a training, as `base` states them."""
 
     rule: str | dict[str, Any]
     model: dict[str, Any] = {}
@@ -196,7 +208,7 @@ class StudySpec(_Strict):
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]*$")]
     description: str = ""
     task: Annotated[dict[Name, dict[str, Any]], Field(min_length=1)]
-    base: Base
+    base: Method
     for_task: dict[str, Change] = {}
     ablate: tuple[str, ...] = ()
     factorial: tuple[tuple[str, str], ...] = ()
@@ -294,7 +306,7 @@ _SAYS = {
     "float_type": "must be a number",
 }
 _KINDS: dict[str, type[BaseModel]] = {
-    "base": Base,
+    "base": Method,
     "for_task": Change,
     "arms": Change,
     "tune": Search,

@@ -6,7 +6,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,11 @@ def execute(
 def failed(job: Job, error: str) -> TrialRecord:
     """The record of a trial whose worker died."""
     return _record(job, time.time(), 1, error=error)
+
+
+def infeasible(job: Job, reason: str) -> TrialRecord:
+    """The record of a candidate that makes no model, so that nothing ran."""
+    return replace(_record(job, time.time(), 1, error=reason), state="infeasible", seconds=0.0)
 
 
 def cut_off(runs: Path) -> list[tuple[str, ...]]:
