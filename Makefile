@@ -2,8 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STUDY ?= studies/comba_ablation.yaml
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: study test check picture clean
+.PHONY: study test check docs picture clean
 
 study: .venv/installed
 	$(BIN)/platform study run $(STUDY)
@@ -19,16 +20,23 @@ check: .venv/installed-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+docs: .venv/installed-docs
+	$(BIN)/mkdocs build --strict
+
 picture: .venv/installed-dev
 	$(BIN)/python -m deltalab_dashboard.picture --study comba_ablation docs/dashboard.png
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
+	$(INSTALL) .
 	touch $@
 
 .venv/installed-dev: .venv/installed
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[hf,postgres,dev]'
+	$(INSTALL) '.[hf,postgres,dev]'
+	touch $@
+
+.venv/installed-docs: .venv/installed
+	$(INSTALL) '.[docs]'
 	touch $@
 
 clean:
