@@ -4,7 +4,7 @@ BIN := .venv/bin
 STUDY ?= studies/comba_ablation.yaml
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: study test check docs picture clean
+.PHONY: study test check resolve smoke docs picture clean
 
 study: .venv/installed
 	$(BIN)/platform study run $(STUDY)
@@ -19,6 +19,15 @@ check: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/pytest tests/test_doctests.py
+
+# The pins, on PyPI alone: for Python 3.11, 3.12 and 3.13.
+resolve: .venv/installed-dev
+	.ci/pythons resolve
+
+# The wheel, on the Pythons that `make test` does not use. Each takes 5 GB while it runs, for torch with CUDA.
+smoke: .venv/installed-dev
+	.ci/pythons smoke 3.12 3.13
 
 docs: .venv/installed-docs
 	$(BIN)/mkdocs build --strict
