@@ -2,8 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STUDY ?= studies/comba_ablation.yaml
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: study test check picture clean
+.PHONY: study test check resolve smoke docs picture clean
 
 study: .venv/installed
 	$(BIN)/platform study run $(STUDY)
@@ -18,17 +19,33 @@ check: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/pytest tests/test_doctests.py
+
+# The pins, on PyPI alone: for Python 3.11, 3.12 and 3.13.
+resolve: .venv/installed-dev
+	.ci/pythons resolve
+
+# The wheel, on the Pythons that `make test` does not use. Each takes 5 GB while it runs, for torch with CUDA.
+smoke: .venv/installed-dev
+	.ci/pythons smoke 3.12 3.13
+
+docs: .venv/installed-docs
+	$(BIN)/mkdocs build --strict
 
 picture: .venv/installed-dev
 	$(BIN)/python -m deltalab_dashboard.picture --study comba_ablation docs/dashboard.png
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
+	$(INSTALL) .
 	touch $@
 
 .venv/installed-dev: .venv/installed
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[hf,postgres,dev]'
+	$(INSTALL) '.[hf,postgres,dev]'
+	touch $@
+
+.venv/installed-docs: .venv/installed
+	$(INSTALL) '.[docs]'
 	touch $@
 
 clean:

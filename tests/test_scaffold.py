@@ -1,4 +1,4 @@
-"""The file of a new rule or task passes every check as it stands, and nothing that is there is overwritten."""
+"""The file of a new rule, task or study works as it stands, and no existing file is overwritten."""
 
 import os
 import subprocess
@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from deltalab import check_rule, check_task, list_rules, registry
-from deltalab.authoring.scaffold import new_rule, new_task
+from deltalab.authoring.scaffold import new_rule, new_study, new_task
+from deltalab.authoring.shipped import shipped_studies, study_file
 from deltalab.errors import InputError
+from deltalab.study.plan import make_plan
+from deltalab.study.spec import load_study
 
 torch.set_num_threads(1)
 
@@ -41,6 +44,37 @@ def test_a_task_passes_every_check_as_it_stands(here):
     task = registry.get_task("my_first_task", **registry.task_plugin("my_first_task").kind.example)
     assert [f"{result.name}: {result.message}" for result in check_task(task) if not result.passed] == []
     assert type(task).__name__ == "MyFirstTask"
+
+
+def test_a_study_can_be_planned_as_it_stands(here):
+    file = new_study("my_first_study")
+    assert file == here.relative_to(here) / "studies/my_first_study.yaml"
+    assert "NAME" not in file.read_text()
+    for profile in (None, "longer"):
+        plan = make_plan(load_study(file, profile=profile), profile=profile, where=str(file))
+        assert plan.spec.name == "my_first_study"
+        assert plan.names == ["base", "without_g", "linear_attention", "one_head"]
+
+
+def test_a_name_that_no_study_can_have(here):
+    for name, says in (("My_study", "take lower case, as in my_study"), ("a b", "cannot name a study")):
+        with pytest.raises(InputError, match=says):
+            new_study(name)
+    with pytest.raises(InputError, match="there is a study 'quickstart' already"):
+        new_study("quickstart")
+
+
+def test_a_shipped_study_is_found_by_its_name_from_any_folder(here):
+    assert {"quickstart", "comba_ablation"} <= set(shipped_studies())
+    assert load_study("quickstart").name == "quickstart"
+    with pytest.raises(InputError, match="unknown study 'quickstar'; did you mean 'quickstart'"):
+        study_file("quickstar")
+
+
+def test_a_file_goes_before_a_shipped_study_of_its_name(here):
+    (here / "quickstart").write_text("a study without an ending")
+    assert study_file("quickstart") == here.relative_to(here) / "quickstart"
+    assert study_file("missing.yaml").name == "missing.yaml", "its reader says that it is missing"
 
 
 @pytest.mark.parametrize("new", [new_rule, new_task])

@@ -27,7 +27,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # A study brings in Ray, Optuna and SQL, which a machine that only trains need not have.
+    # Import late: a study needs Ray, Optuna and SQL, which a machine that only trains may lack.
     if name == "run_study":
         from deltalab.study.run import run_study
 

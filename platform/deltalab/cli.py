@@ -18,8 +18,8 @@ from deltalab.errors import InputError
 from deltalab.registry import add_plugin, get_rule, get_task, list_rules, list_tasks, task_plugin
 from deltalab.tasks import Task
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-study = typer.Typer(no_args_is_help=True, help="Run, plan and report studies.")
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+study = typer.Typer(no_args_is_help=True, help="Run, plan, report and start studies.")
 rule = typer.Typer(no_args_is_help=True, help="List, show, check, time and start update rules.")
 task = typer.Typer(no_args_is_help=True, help="List, show, check and start proxy tasks.")
 db = typer.Typer(no_args_is_help=True, help="Look after the database.")
@@ -34,7 +34,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Folder = Annotated[Path, typer.Option("--folder", help="Where to write it.")]
 Params = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")]
 Profile = Annotated[str | None, typer.Option("--profile", help="One of the study's profiles.")]
-StudyFile = Annotated[Path, typer.Argument(metavar="STUDY.yaml")]
+StudyFile = Annotated[Path, typer.Argument(metavar="FILE|NAME", help="A study's file, or the name of a shipped study.")]
 StudyName = Annotated[str, typer.Argument(metavar="STUDY", help="A study's name, file or id.")]
 
 console = Console()
@@ -112,8 +112,18 @@ def study_plan(
 
 
 @study.command("list")
-def study_list(db: Db = None, as_json: AsJson = False) -> None:
-    """List the studies in the database."""
+def study_list(
+    db: Db = None,
+    shipped: Annotated[bool, typer.Option("--shipped", help="Those that come with deltalab instead.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """List the studies in the database, or those that come with deltalab, which run by their names."""
+    if shipped:
+        from deltalab.authoring.shipped import shipped_studies
+        from deltalab.study.spec import load_study
+
+        _print_rows([{"name": s, "about": load_study(s).description} for s in shipped_studies()], as_json)
+        return
     from deltalab.store import Store
 
     with Store.open(db, create=False) as store:
@@ -164,6 +174,15 @@ def study_schema() -> None:
     from deltalab.study.spec import schema
 
     print(json.dumps(schema(), indent=2))
+
+
+@study.command("new")
+def study_new(name: str, folder: Folder = Path("studies")) -> None:
+    """Write a commented study file that can be planned and run, to start from."""
+    from deltalab.authoring.scaffold import new_study
+
+    file = new_study(name, folder)
+    print(f"{file}: change it, then: platform study plan {file}")
 
 
 @rule.command("list")

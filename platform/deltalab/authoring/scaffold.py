@@ -1,10 +1,11 @@
-"""What `platform rule new` and `platform task new` write: files that pass every check as they stand, to start from."""
+"""The files that `platform rule new`, `task new` and `study new` write: each works as it stands, to start from."""
 
 import keyword
 from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
 
+from deltalab.authoring.shipped import shipped_studies
 from deltalab.errors import InputError
 from deltalab.registry import list_rules, list_tasks
 
@@ -115,32 +116,75 @@ class CLASS(Task):
 '''
 
 
+STUDY = """# NAME: say in one line which question this study answers.
+name: NAME
+description: Does the decay of Gated DeltaNet matter for recall?
+
+# One task or several, each with its parameters. `platform task list` lists them.
+task:
+  mqar: {length: 32, pairs: 4, vocab_size: 64}
+
+# What every arm starts from. `platform rule list` lists the rules; `platform rule show gated_deltanet` shows the
+# knobs of one, set as in `rule: {name: gated_deltanet, g: gla_decay}`.
+base:
+  rule: gated_deltanet
+  model: {d_model: 32, layers: 1, heads: 2}
+  train: {steps: 300, batch_size: 32, lr: 2e-2}
+
+# Parts taken away one at a time, each an arm `without_PART`: knobs of the rule, or parts of the model.
+ablate: [g]
+
+# Further arms. Each states what it changes in the base.
+arms:
+  linear_attention: {rule: linear_attention}
+  one_head: {model: {heads: 1}}
+
+# Every arm tunes these settings with as many trials, on seeds that are not used again.
+tune:
+  train.lr: {log_uniform: [5e-3, 5e-2]}
+  trials: 3
+
+# Fresh seeds, on which every arm is compared with the base. 7 are the fewest with which 3 arms can reach p = 0.05.
+seeds: 7
+
+# A profile changes the study: `platform study run FILE --profile longer`.
+profiles:
+  longer: {base: {train: {steps: 1000}}}
+"""
+
+
 def new_rule(name: str, directory: Path = Path("plugins")) -> Path:
     """Writes a new rule's file, NAME.py, and returns its path. Rules in ./plugins are found by their names.
 
     Raises `InputError` for a name that Python or another rule has taken, a file that exists, and a directory that
     cannot be written to.
     """
-    return _write(name, directory, "rule", RULE, list_rules())
+    return _write(name, directory / f"{name}.py", "rule", RULE, list_rules())
 
 
 def new_task(name: str, directory: Path = Path("plugins")) -> Path:
     """Writes a new task's file, as `new_rule` does a rule's."""
-    return _write(name, directory, "task", TASK, list_tasks())
+    return _write(name, directory / f"{name}.py", "task", TASK, list_tasks())
 
 
-def _write(name: str, directory: Path, what: str, text: str, taken: list[str]) -> Path:
+def new_study(name: str, directory: Path = Path("studies")) -> Path:
+    """Writes a new study's file, NAME.yaml, as `new_rule` does a rule's. The name is in lower case."""
+    if name != name.lower():
+        raise InputError(f"'{name}' cannot name a study: take lower case, as in {name.lower()}")
+    return _write(name, directory / f"{name}.yaml", "study", STUDY, list(shipped_studies()))
+
+
+def _write(name: str, file: Path, what: str, text: str, taken: list[str]) -> Path:
     if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_"):
         raise InputError(f"'{name}' cannot name a {what}: take letters, digits and _, a letter first, as in my_{what}")
     if name in taken:
         raise InputError(f"there is a {what} '{name}' already: take another name")
-    file = directory / f"{name}.py"
-    partial = directory / f".{name}.{uuid4().hex[:8]}"
+    partial = file.with_name(f".{name}.{uuid4().hex[:8]}")
     kind = "".join(part[:1].upper() + part[1:] for part in name.split("_"))
     if kind in text:  # `gate` would shadow the Gate that the file imports
         kind += what.capitalize()
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         if file.exists():
             raise InputError(f"{file} exists already: take another name")
         partial.write_text(text.replace("NAME", name).replace("CLASS", kind), encoding="utf-8")

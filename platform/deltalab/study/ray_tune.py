@@ -7,7 +7,6 @@ behind are asked for again by the next.
 import json
 import logging
 import shutil
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,9 @@ def run_all(schedule: Schedule, runs: Path, progress: Progress, *, workers: int 
         fit = wanted.places(has["CPU"], has.get("GPU", 0))
         places = min(fit, workers or fit)
         searcher = StackSearcher(schedule, places, progress)
-        scratch = runs / "ray" if address else Path(tempfile.mkdtemp(prefix="deltalab-ray-"))
+        # One folder for each study, which its next driver empties: a killed driver leaves Tune's files behind.
+        scratch = runs / f".ray-{schedule.plan.identity[:16]}"
+        shutil.rmtree(scratch, ignore_errors=True)
         tuner = tune.Tuner(
             tune.with_resources(
                 tune.with_parameters(_stack, runs=str(runs), threads=wanted.threads),

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from deltalab.authoring.shipped import study_file
 from deltalab.errors import InputError, unknown
 
 
@@ -238,11 +239,11 @@ class StudySpec(_Strict):
 
 
 def load_study(file: str | Path, *, profile: str | None = None) -> StudySpec:
-    """Reads a study, with one of its profiles merged over it.
+    """Reads a study, with one of its profiles merged over it. file: a path, or the name of a shipped study.
 
     Raises `InputError` for a file that is missing, is not YAML, or says what a study cannot say.
     """
-    path = Path(file)
+    path = study_file(file)
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -1,0 +1,30 @@
+"""The studies that come with deltalab, found by their names from any folder."""
+
+from pathlib import Path
+
+from deltalab.errors import unknown
+
+
+def shipped_studies() -> dict[str, Path]:
+    """The files by name: `deltalab/studies` in an installed package, `studies` in a checkout."""
+    package = Path(__file__).parents[1]
+    installed = package / "studies"
+    folder = installed if installed.is_dir() else package.parents[1] / "studies"
+    return {file.stem: file for file in sorted(folder.glob("*.yaml"))}
+
+
+def study_file(given: str | Path) -> Path:
+    """The file that a path or the name of a shipped study stands for. A file in the working folder goes first.
+
+    Raises `InputError` for a name that no shipped study has. A path need not exist: its reader says what is wrong.
+
+    >>> study_file("quickstart").name
+    'quickstart.yaml'
+    """
+    path = Path(given)
+    if path.suffix in (".yaml", ".yml") or len(path.parts) > 1 or path.is_file():
+        return path
+    studies = shipped_studies()
+    if path.name not in studies:
+        raise unknown("study", given, studies)
+    return studies[path.name]
