@@ -1,13 +1,18 @@
-"""A MkDocs hook: makes the pages of the site that are written down elsewhere, so that nothing is said twice."""
+"""Makes the pages of the site that are written down elsewhere, so that nothing is said twice.
+
+The file is a MkDocs hook, and a griffe extension for docstrings.
+"""
 
 import json
 import re
 from pathlib import Path
 from typing import Any
 
+import griffe
 import typer
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 from typer.cli import get_docs_for_click
 
 from deltalab.cli import app
@@ -26,7 +31,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages = {to: copied(source, to) for to, source in COPIED.items()}
     pages["reference/cli.md"] = command_line()
     pages["reference/schema.md"] = study_schema()
-    pages["decisions/index.md"] = decisions()
     for name, text in pages.items():
         files.append(File.generated(config, name, content=text))
     return files
@@ -57,7 +61,15 @@ def study_schema() -> str:
         "[Study files](study.md) explains the keys.",
     ]
     for name, about in {"A study": found, **found["$defs"]}.items():
-        lines += ["", f"## {name}", "", about.get("description", ""), "", "| key | takes | default |", "| --- | --- | --- |"]
+        lines += [
+            "",
+            f"## {name}",
+            "",
+            markdown(about.get("description", "")),
+            "",
+            "| key | takes | default |",
+            "| --- | --- | --- |",
+        ]
         for key, value in about.get("properties", {}).items():
             default = "required" if key in about.get("required", ()) else f"`{json.dumps(value.get('default'))}`"
             lines.append(f"| `{key}` | {takes(value)} | {default} |")
@@ -85,16 +97,51 @@ def takes(value: dict[str, Any]) -> str:
     return " ".join([kind, ", ".join(limits)]).strip()
 
 
-def decisions() -> str:
-    """The list of the decision records, by their titles."""
-    lines = [
-        "# Decisions",
-        "",
-        "What was tried, what it gave, and what we do since. Records 0NN are of the platform, 1NN of the kernels, 2NN of",
-        "training.",
-        "",
-    ]
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Adds the list of the records to the page of decisions."""
+    if page.file.src_uri != "decisions/index.md":
+        return markdown
+    titles = []
     for file in sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md")):
-        title = re.match(r"# (.*)", file.read_text(encoding="utf-8"))
-        lines.append(f"- [{title[1] if title else file.stem}]({file.name})")
-    return "\n".join(lines) + "\n"
+        title = file.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
+        titles.append(f"- [{title}]({file.name})")
+    return markdown + "\n" + "\n".join(titles) + "\n"
+
+
+class Docstrings(griffe.Extension):
+    """Docstrings of this house are plain text; the site wants Markdown."""
+
+    def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
+        if obj.docstring is not None:
+            obj.docstring.value = markdown(obj.docstring.value)
+
+
+EXAMPLE = re.compile(r"(?:^>>> .*\n?)(?:^(?!\s*$).*\n?)*", flags=re.MULTILINE)
+PARAMETER = re.compile(r"\w[\w, ]*(?: \[[^\]]*\])?:|\w[\w, ]* \[[^\]]+\]|Raises |Returns ")
+SPECIAL = re.compile(r"[*_\[\]]")
+
+
+def markdown(text: str) -> str:
+    """Plain text as Markdown: examples are fenced, each parameter starts a line, `<`, `*` and `_` are themselves."""
+    parts, end = [], 0
+    for example in EXAMPLE.finditer(text):
+        parts += [prose(text[end : example.start()]), f"```pycon\n{example[0].rstrip()}\n```\n"]
+        end = example.end()
+    return "".join([*parts, prose(text[end:])])
+
+
+def prose(text: str) -> str:
+    blocks = re.split(r"(\n\s*\n)", text)
+    return "".join(block if block.startswith("    ") or not block.strip() else paragraph(block) for block in blocks)
+
+
+def paragraph(text: str) -> str:
+    lines: list[str] = []
+    for line in text.splitlines():
+        spans = re.split(r"(`[^`]*`)", line.strip())
+        shown = "".join(s if s.startswith("`") else SPECIAL.sub(r"\\\g<0>", s).replace("<", "&lt;") for s in spans)
+        if lines and not PARAMETER.match(line):
+            lines[-1] += f" {shown}"
+        else:
+            lines.append(shown)
+    return "  \n".join(lines)
