@@ -48,8 +48,9 @@ def commands(block: Block) -> list[list[str]]:
 
 
 def small(study: str) -> str:
-    """The same study with steps that a test can wait for."""
-    return re.sub(r"steps: \d+", "steps: 10", re.sub(r"batch_size: \d+", "batch_size: 4", study))
+    """The same study at a size that a test can wait for."""
+    study = re.sub(r"steps: \d+", "eval_batches: 1, steps: 10", study)
+    return re.sub(r"batch_size: \d+", "batch_size: 4", study)
 
 
 def forget() -> None:
