@@ -32,6 +32,11 @@ seeds: 1
 """
 
 
+def shown(page: Path) -> str:
+    """A page's path: its bare name may be that of a marker, such as gpu."""
+    return str(page.relative_to(ROOT))
+
+
 class Block(NamedTuple):
     language: str
     title: str
@@ -107,12 +112,12 @@ def test_the_tutorial_can_be_followed(folder, monkeypatch, capsys):
     assert "12 trials, 12 of them known before, 0 failed" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page not in TUTORIAL], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in TUTORIAL], ids=shown)
 def test_what_other_pages_show_runs(page, folder, monkeypatch):
     follow(page, folder, monkeypatch)
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=shown)
 def test_every_bash_block_is_made_of_commands_that_are_run(page):
     lines = [line for block in blocks(page) if block.language == "bash" for line in block.code.splitlines()]
     assert [line for line in lines if not line.startswith("platform ")] == [], "what is not run belongs into `sh`"
@@ -121,7 +126,7 @@ def test_every_bash_block_is_made_of_commands_that_are_run(page):
 SHOWN = [(page, block) for page in PAGES for block in blocks(page) if block.language == "yaml"]
 
 
-@pytest.mark.parametrize(("page", "block"), SHOWN, ids=[f"{page.stem}-{i}" for i, (page, _) in enumerate(SHOWN)])
+@pytest.mark.parametrize(("page", "block"), SHOWN, ids=[f"{shown(page)}-{i}" for i, (page, _) in enumerate(SHOWN)])
 def test_studies_are_ones(page, block, folder):
     """A whole study is planned; a fragment is read on top of a small one."""
     given = yaml.safe_load(block.code)
@@ -176,7 +181,7 @@ MADE = {"rules.md", "cli.md", "schema.md", "changelog.md", "contributing.md", "i
 """Pages that docs/generated.py makes: they are in the site, and not in the folder."""
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=shown)
 def test_links_between_pages_lead_somewhere(page):
     links = re.findall(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
     gone = [link for link in links if Path(link).name not in MADE and not (page.parent / link).exists()]
