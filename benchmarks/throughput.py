@@ -38,7 +38,7 @@ SEEDS = range(5)
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a model and its batches. target: milliseconds of a trial's step, as issue 5 demands."""
+    """A model and its batches. target: the milliseconds that a trial's step may take."""
 
     d_model: int
     length: int

@@ -1,0 +1,222 @@
+"""Writes the tables of docs/performance.md from the JSON files in this folder.
+
+    python benchmarks/tables.py            # writes them
+    python benchmarks/tables.py --check    # exits 1 if the page differs from what would be written
+
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`, where NAME is a function in `TABLES`.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from kernels import TARGETS
+
+HERE = Path(__file__).parent
+PAGE = HERE.parent / "docs" / "performance.md"
+MAIN_SHAPE = "8,4096,16,128,128"
+REGION = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
+LABELS = {
+    "comba": "Comba",
+    "deltanet": "DeltaNet",
+    "gated_deltanet": "Gated DeltaNet",
+    "gla": "GLA",
+    "sgla": "sGLA",
+    "rla": "RLA",
+    "rdn": "RDN",
+    "gka_10": "GKA, 10 iterations",
+    "linear_attention": "linear attention",
+    "mamba2": "Mamba2",
+    "attention": "attention",
+}
+PEERS = {
+    "comba": "FLA's Comba",
+    "deltanet": "FLA's DeltaNet",
+    "gated_deltanet": "FLA's Gated DeltaNet, by FlashQLA",
+    "gla": "FLA's GLA",
+    "gka_10": "FLA's MesaNet",
+}
+
+
+def load(name: str) -> dict[str, Any]:
+    return json.loads((HERE / f"{name}.json").read_text())
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    return ["| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows)]
+
+
+def ms(value: float) -> str:
+    return f"{value:.3f}" if value < 10 else f"{value:.1f}"
+
+
+def kernels_against_peers() -> list[str]:
+    """Each rule beside its peer, of one run; a goal is the least ratio of times, or the largest ratio of memory."""
+    parts = load("kernels_h200")
+    goals = {(one, other, what): goal for one, _, other, _, what, goal in TARGETS if goal is not None}
+    rows = []
+    for one, by, other, peer, what, _ in TARGETS:
+        if what != "forward" or (one, other, what) not in goals:
+            continue
+        for part in parts.values():
+            found = {(f["rule"], f["by"]): f for f in part["figures"] if f["shape"] == MAIN_SHAPE}
+            if (one, by) in found and (other, peer) in found:
+                ours, theirs = found[one, by], found[other, peer]
+                break
+        else:
+            raise SystemExit(f"kernels_h200.json: no part has both {one} by {by} and {other} by {peer}")
+        name = PEERS[other] if peer != "triton" else f"our {LABELS[other]}"
+        row = [f"{LABELS[one]} beside {name}"]
+        for pass_ in ("forward", "both"):
+            ratio = theirs[pass_] / ours[pass_]
+            row += [ms(ours[pass_]), ms(theirs[pass_]), judged(ratio, goals[one, other, pass_], least=True)]
+        memory = goals.get((one, other, "both_memory"))
+        row.append("" if memory is None else judged(ours["both_memory"] / theirs["both_memory"], memory, least=False))
+        rows.append(row)
+    header = ["", "forward, ms", "peer, ms", "times as fast"]
+    return table([*header, "with backward, ms", "peer, ms", "times as fast", "memory / peer's"], rows)
+
+
+def judged(ratio: float, goal: float, *, least: bool) -> str:
+    """A ratio with its goal; three digits where two would hide on which side of the goal it lies."""
+    held = ratio >= goal if least else ratio <= goal
+    digits = 2 if abs(ratio - goal) >= 0.005 else 3
+    return f"{ratio:.{digits}f} (goal {goal:.{digits}f}{'' if held else ', missed'})"
+
+
+def kernels_by_rule() -> list[str]:
+    parts = load("kernels_h200")
+    figures = {f["rule"]: f for part in ("fla_mesanet", "ours") for f in parts[part]["figures"] if f["by"] == "triton"}
+    rows = [
+        [
+            LABELS[rule],
+            ms(f["forward"]),
+            ms(f["both"]),
+            f"{f['decode'] * 1e3:.1f}",
+            f"{f['both_memory'] / 2**20:.0f}",
+            f"{f['forward_launch']:.1f}",
+            f"{f['both_launch']:.1f}",
+            "" if f["first_call"] is None else f"{f['first_call']:.1f}",
+        ]
+        for rule, f in sorted(figures.items(), key=lambda item: item[1]["both"])
+    ]
+    header = ["rule", "forward, ms", "with backward, ms", "decode, us a token", "extra memory, MiB"]
+    return table([*header, "host time forward, ms", "host time with backward, ms", "first call, s"], rows)
+
+
+def other_shapes() -> list[str]:
+    figures = load("kernels_h200")["shapes"]["figures"]
+    shapes = list(dict.fromkeys(f["shape"] for f in figures))
+    by = {(f["rule"], f["shape"]): f for f in figures}
+    rows = []
+    for rule in dict.fromkeys(f["rule"] for f in figures):
+        row = [LABELS[rule]]
+        for shape in shapes:
+            f = by.get((rule, shape))
+            row += ["", ""] if f is None else [ms(f["forward"]), ms(f["both"])]
+        rows.append(row)
+    titles = [f"({shape.replace(',', ', ')}) {what}" for shape in shapes for what in ("forward", "with backward")]
+    return table(["ms", *titles], rows)
+
+
+def against_length() -> list[str]:
+    figures = load("kernels_h200")["sdpa"]["figures"]
+    sizes = {f["shape"]: [int(n) for n in f["shape"].split(",")[:2]] for f in figures}
+    shapes = sorted((s for s, (batch, length) in sizes.items() if batch * length == 65536), key=lambda s: sizes[s][1])
+    by = {(f["by"], f["shape"]): f for f in figures}
+    rows = [
+        [name, *(ms(by[peer, shape][what]) for shape in shapes)]
+        for name, peer, what in (
+            ("Comba, forward", "triton", "forward"),
+            ("attention, forward", "sdpa", "forward"),
+            ("Comba, with backward", "triton", "both"),
+            ("attention, with backward", "sdpa", "both"),
+        )
+    ]
+    return table(["ms", *(f"{sizes[s][0]} x {sizes[s][1]:,}" for s in shapes)], rows)
+
+
+def training_step() -> list[str]:
+    rows: dict[str, dict[int, float]] = {}
+    for row in load("throughput_h200")["rows"]:
+        if row["part"] == "step":
+            rows.setdefault(row["what"], {})[row["stack"]] = row["ms_per_trial_and_step"]
+    sizes = sorted({size for found in rows.values() for size in found})
+    header = ["ms a trial and step", *("alone" if size == 1 else f"{size} as one" for size in sizes)]
+    return table(header, ([named(what), *(f"{found[size]:.2f}" for size in sizes)] for what, found in rows.items()))
+
+
+def training_stacks() -> list[str]:
+    rows: dict[str, dict[int, float]] = {}
+    for row in load("throughput_h200")["rows"]:
+        if row["part"] == "stacks" and "stack" in row:
+            rows.setdefault(row["what"], {})[row["stack"]] = row["ms_per_trial_and_step"]
+    header = ["ms a trial and step", "one after another", "20 as one", "times as fast"]
+    return table(header, ([named(w), f"{f[1]:.3f}", f"{f[20]:.3f}", f"{f[1] / f[20]:.1f}"] for w, f in rows.items()))
+
+
+def gpu_busy() -> list[str]:
+    rows = [
+        [named(row["what"]), f"{row['seconds']:.1f}", f"{row['busy']:.1%}", f"{row['in_trace']:.1%}"]
+        for row in load("throughput_h200")["rows"]
+        if row["part"] == "busy"
+    ]
+    return table(["20 runs of 1,000 steps", "wall time, s", "GPU busy", "busy while profiled"], rows)
+
+
+def named(what: str) -> str:
+    rule, _, rest = what.partition(", ")
+    return f"{LABELS[rule]}, {rest}"
+
+
+def parallel_form() -> list[str]:
+    places = {"16 CPU cores, 2 threads": load("scan_cpu"), "H100": load("scan_h100")}
+    rows: dict[tuple[str, str], list[str]] = {}
+    for found in places.values():
+        for f in found["figures"]:
+            slow, fast = f["seconds"]["recurrent"] * 1e3, f["seconds"]["chunked"] * 1e3
+            rows.setdefault((f["rule"], f["what"]), []).extend([f"{slow:.1f}", f"{fast:.2f}", f"{f['ratio']:.1f}"])
+    titles = [f"{place}: {what}" for place in places for what in ("token by token, ms", "chunked, ms", "times as fast")]
+    return table(["", *titles], ([f"{LABELS[rule]}, {what}", *cells] for (rule, what), cells in rows.items()))
+
+
+TABLES: dict[str, Callable[[], list[str]]] = {
+    make.__name__: make
+    for make in (
+        kernels_against_peers,
+        kernels_by_rule,
+        other_shapes,
+        against_length,
+        training_step,
+        training_stacks,
+        gpu_busy,
+        parallel_form,
+    )
+}
+
+
+def written(page: str) -> str:
+    """The page with every table made anew."""
+    return REGION.sub(lambda found: found[1] + "\n".join(TABLES[found[2]]()) + "\n" + found[3], page)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    given = parser.parse_args()
+    page = PAGE.read_text(encoding="utf-8")
+    names = [name for _, name, _ in REGION.findall(page)]
+    if sorted(names) != sorted(TABLES):
+        sys.exit(f"{PAGE.name} has the tables {sorted(names)}, and this script makes {sorted(TABLES)}")
+    if not given.check:
+        PAGE.write_text(written(page), encoding="utf-8")
+    elif written(page) != page:
+        sys.exit(f"{PAGE.name} differs from the JSON files: run python benchmarks/tables.py")
+
+
+if __name__ == "__main__":
+    main()
