@@ -1,10 +1,11 @@
-"""What ptxas makes of the kernels, without a GPU: registers, spills, shared memory, and operands that it loses.
+"""Shows what ptxas makes of the kernels, without a GPU: registers, spills, shared memory, and operands that it loses.
 
     python benchmarks/sass.py comba gla --key-dim 128 --value-dim 128 --length 130
 
-Runs a rule forward and backward on the CPU, where each launch compiles its kernel for an H100 instead. Exits with 1
-where a WGMMA in a loop takes its left operand from registers that the loop does not fill before, and writes after: from
-the second iteration on the result is wrong. ptxas 12.8 and 12.9 do that; `kernels.chunk.held` keeps them from it.
+Runs a rule forward and backward on the CPU, where each launch only compiles its kernel for an H100. Exits with 1 if a
+WGMMA in a loop takes its left operand from registers that the loop does not fill before it and overwrites after it: the
+result is wrong from the second iteration on. ptxas 12.8 and 12.9 do that; `kernels.chunk.held` prevents it. Works with
+Triton 3.6 (ptxas 12.9) and Triton 3.7 (ptxas 13.1).
 """
 
 import argparse
@@ -37,7 +38,7 @@ NO_REGISTER = ("ST", "BRA", "BAR", "SYNCS", "UTMA", "RED", "EXIT", "WARP", "FENC
 
 
 def lost(sass: str) -> list[str]:
-    """The WGMMA in a loop that find something else in their left operand's registers when they come again."""
+    """The WGMMA in loops whose left operand's registers hold something else in the next iteration."""
     instructions: list[str] = []
     labels: dict[str, int] = {}
     for line in sass.splitlines():
@@ -51,13 +52,13 @@ def lost(sass: str) -> list[str]:
         return labels[to.group(1)] if to else at + 1
 
     def leaves(at: int) -> bool:
-        """Whether nothing that follows is come to from here, and the program ends or begins anew."""
+        """Whether the program ends here or jumps back, so that the next instruction is not reached from here."""
         return bool(re.match(r"EXIT|RET|BRA", instructions[at])) and target(at) <= at + 1
 
     lines = []
     for end in range(len(instructions)):
         begin = target(end)
-        # Not the loops that wait for a barrier, which stand behind the program's end.
+        # Skip loops that wait for a barrier: they stand behind the program's end.
         if begin >= end or any(map(leaves, range(begin, end))):
             continue
         loop = instructions[begin : end + 1]
@@ -71,7 +72,7 @@ def lost(sass: str) -> list[str]:
 
 
 def _written(instruction: str) -> set[int]:
-    """The registers that an instruction fills."""
+    """The registers that an instruction writes."""
     operation, _, rest = re.sub(r"^@!?U?P\d+\s+", "", instruction).partition(" ")
     target = re.match(r"(?:U?P[\dT]+,\s*)*R(\d+)\b", rest)
     if target is None or operation.startswith(NO_REGISTER):
@@ -90,7 +91,7 @@ def _written(instruction: str) -> set[int]:
 
 @dataclasses.dataclass
 class Compiler:
-    """In place of `JITFunction.run`: compiles what would be launched, once, and prints what came of it."""
+    """Stands in for `JITFunction.run`: compiles each kernel that would be launched, once, and prints what it takes."""
 
     seen: set[str] = dataclasses.field(default_factory=set)
     bad: int = 0

@@ -1,4 +1,4 @@
-"""The optimizer's kernels against what a stack does without them, in Triton's interpreter or on a GPU."""
+"""The optimizer's kernels against a stack's step without them, in Triton's interpreter or on a GPU."""
 
 import copy
 import math
@@ -32,7 +32,7 @@ RUNS = [
 
 @pytest.fixture(autouse=True)
 def fewer_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    if DEVICE.type == "cpu":  # which the interpreter runs one after another
+    if DEVICE.type == "cpu":  # The interpreter runs programs one after another.
         monkeypatch.setattr(adamw, "PARTS", 4)
 
 
@@ -47,7 +47,7 @@ def stack_of(runs: list[Adam], model: ModelSpec = TINY) -> Stack:
 
 
 def both(stack: Stack, monkeypatch: pytest.MonkeyPatch, losses: list[Tensor], grads: list[Tensor]) -> list[Stack]:
-    """Without the kernels and with them, after a step with each gradient."""
+    """Two copies, without the kernels and with them, after one step for each gradient."""
     made = []
     for fused in (False, True):
         one = copy.copy(stack)
@@ -63,7 +63,7 @@ def both(stack: Stack, monkeypatch: pytest.MonkeyPatch, losses: list[Tensor], gr
 
 
 def assert_same(one: Stack, other: Stack, scale: float = 1.0) -> None:
-    """scale: of gradients, whose rounding a moment may have."""
+    """scale: size of the gradients, which bounds the rounding of moments."""
     assert torch.equal(one.optimizer.bad, other.optimizer.bad)
     assert torch.equal(one.optimizer.row, other.optimizer.row)
     torch.testing.assert_close(one.optimizer.loss, other.optimizer.loss, rtol=0, atol=0, equal_nan=True)
@@ -100,7 +100,7 @@ def test_steps_are_those_without_kernels(runs: list[Adam], scale: float, block: 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
 @pytest.mark.parametrize("where", ["first", "last", "loss"])
 def test_what_is_not_finite_stops_its_run_alone(value: float, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the step it comes at, for ever; 1e30 has no finite square, and is an honest loss."""
+    """From that step on. 1e30 stops a run as a gradient, because its square is infinite, but not as a loss."""
     stack = stack_of(RUNS)
     losses, grads = [torch.ones(3) for _ in range(4)], drawn(stack, 4, 1.0, 0)
     if where == "loss":
@@ -117,7 +117,7 @@ def test_what_is_not_finite_stops_its_run_alone(value: float, where: str, monkey
 
 
 def test_the_norm_is_that_of_fp64_and_always_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seen in the first moment of a run whose gradient is clipped to a norm of 1e-3."""
+    """Shown by the first moment of a run whose gradient is clipped to a norm of 1e-3."""
     stack = stack_of([Adam([0.1] * 4, 0.0, (0.0, 0.5), 1e-3)])
     grads = drawn(stack, 1, 1.0, 3)
     results = [both(stack, monkeypatch, [torch.ones(1)], grads)[1].state for _ in range(2)]

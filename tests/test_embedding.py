@@ -1,4 +1,4 @@
-"""The kernels of the embedding against fp64, interpreted or on a GPU: tokens that come once, never, always."""
+"""The kernels of the embedding against fp64, interpreted or on a GPU: tokens that occur once, never, always."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def drawn(runs: int, count: int, vocabulary: int, often: float, seed: int) -> Tensor:
-    """Tokens of which a share is 0, and as many are the last one."""
+    """Tokens of which a share `often` is 0, and as large a share the last token of the vocabulary."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(vocabulary, (runs, count), generator=generator)
     kind = torch.rand(runs, count, generator=generator)
@@ -36,7 +36,7 @@ def assert_right(tokens: Tensor, vocabulary: int, width: int, dtype: torch.dtype
     assert torch.equal(found.detach().cpu().double(), wanted.detach())
     grads = [torch.autograd.grad(found, given, d_out.to(DEVICE), retain_graph=True)[0] for _ in range(2)]
     assert torch.equal(*grads)
-    # Against what a row's summands add up to: they may cancel.
+    # Relative to the sum of absolute summands, because summands may cancel.
     size = torch.stack(
         [
             torch.zeros(vocabulary, width, dtype=torch.float64).index_add_(0, *one)
@@ -68,7 +68,7 @@ def test_tokens_of_any_frequency(
 
 
 def test_stacked_models_are_looked_up_where_they_lie() -> None:
-    """Weights that are columns of rows, as `Layout.unpack` has them, and tokens of each run or of all."""
+    """Weights that are columns of rows, as `Layout.unpack` makes them, and tokens of each run or of all."""
     rows = torch.randn(3, 100, device=DEVICE).requires_grad_()
     tokens = drawn(3, 40, 9, 0.3, 0).view(3, 5, 8).to(DEVICE)
 

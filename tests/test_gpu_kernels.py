@@ -3,8 +3,8 @@
     python3 -m pytest -m gpu tests/test_gpu_kernels.py                    # all of it
     python3 -m pytest -m gpu tests/test_gpu_kernels.py -k sharda          # a sixteenth, from a to p
 
-Compilation takes most of the time: what shares its kernels is in one shard, so that shards may run at once. A failure
-is one line with every error above its limit.
+Compilation takes most of the time. Cases that share kernels are in one shard, so that shards may run at once. A
+failure is one line with every error above its limit.
 """
 
 import dataclasses
@@ -37,14 +37,14 @@ LENGTHS = [1, 15, 64, 65, 1000, 4096]
 WIDTHS = [(16, 16), (16, 128), (32, 64), (48, 80), (64, 512), (128, 128), (256, 32), (256, 256)]
 HEADS = 3
 TOKEN_BY_TOKEN = 300
-"""Longest sequence whose oracle is `recurrent`; beyond it is `chunked`, which that holds at any shorter one."""
+"""The longest sequence whose oracle is `recurrent`. Longer ones take `chunked`, which a test holds equal to it."""
 
 
-# What is tested: a rule for each path through the kernels, and shards that keep one path's compilations together.
+# Cases: a rule for each path through the kernels, and shards that keep the compilations of one path together.
 
 
 def _given(rule: UpdateRule) -> tuple[str, ...]:
-    """The operands of a rule of the algebra that kernels branch on."""
+    """The operands that a rule of the algebra has, on which kernels branch."""
     x = draw(rule, batch=1, length=1, heads=1, key_dim=16, value_dim=16)
     found = operands(rule, x.q, x.k, x.v, x.gates)
     own = [f.name for f in dataclasses.fields(found) if isinstance(getattr(found, f.name), Tensor)]
@@ -89,7 +89,7 @@ def case(name: str, rule: UpdateRule, dtype: torch.dtype, *rest: object, widths:
     return pytest.param(rule, dtype, *rest, id=f"{said}, shard{shard}")
 
 
-# How: inputs with poison around them, memory with poison in it, and what rounding alone costs.
+# Method: NaN around inputs, NaN in unwritten memory, and the errors of rounding alone.
 
 
 def inputs(
@@ -116,16 +116,16 @@ def inputs(
 
 
 def rounded(rule: UpdateRule, x: Inputs, dtype: torch.dtype) -> Inputs:
-    """As a layer hands them on."""
+    """In the dtypes in which a layer passes them on."""
     wide = x.map(lambda part: part.to(DEVICE, torch.float32))
     narrow = {name: gate.to(dtype) for name, gate in wide.gates.items() if rule.gates[name].per == "channel"}
     return Inputs(wide.q.to(dtype), wide.k.to(dtype), wide.v.to(dtype), {**wide.gates, **narrow}, wide.state)
 
 
 def _off_the_clip(rule: UpdateRule, x: Inputs, cu_seqlens: Tensor | None = None) -> Inputs:
-    """With v moved where its residual is next to huber's clip: there, rounding turns its gradient on or off.
+    """Moves v where its residual is next to huber's clip, because rounding turns its gradient on or off there.
 
-    One such element in 10000 is an error of 1e-2 in the gradient of v, and no kernel's fault.
+    One such element in 10000 makes an error of 1e-2 in the gradient of v, which is not the kernel's.
     """
     if getattr(rule, "loss", None) != "huber":
         return x
@@ -143,7 +143,7 @@ def _off_the_clip(rule: UpdateRule, x: Inputs, cu_seqlens: Tensor | None = None)
 
 
 def embedded(x: Tensor) -> Tensor:
-    """The same between NaN: what is read beyond it shows."""
+    """A copy of x between NaN, so that a read beyond it shows."""
     room = torch.full((x.numel() + 1024,), math.nan, dtype=x.dtype, device=x.device)
     room[512:-512] = x.flatten()
     return room[512:-512].view(x.shape)
@@ -151,7 +151,7 @@ def embedded(x: Tensor) -> Tensor:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Memory that nobody has written to is NaN."""
+    """Fills new memory with NaN."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
@@ -160,7 +160,7 @@ def poisoned() -> Iterator[None]:
 
 
 class RoundedProducts(TorchDispatchMode):
-    """Operands of matrix products go through a dtype, and all else is exact: what that dtype costs any kernel."""
+    """Rounds operands of matrix products to a dtype and leaves all else exact: the error that no kernel can avoid."""
 
     PRODUCTS = frozenset({torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm, torch.ops.aten.baddbmm})
 
@@ -182,9 +182,9 @@ def _floor(
     dtypes: dict[str, torch.dtype],
     **more: Tensor,
 ) -> dict[str, float]:
-    """The errors of rounded operands alone; of a rule that divides, the largest that fp32 gives its parallel form.
+    """The errors of rounded operands alone; for a regression, the largest error of its parallel form in fp32.
 
-    Vectors that a rule makes of its gates (RWKV-7's that erase) are operands too: kernels are given them in that dtype.
+    Vectors that a rule computes from its gates (RWKV-7's erasing ones) are operands too: kernels get them rounded.
     """
     if rule.transition is None:
         found = run(rule, x.map(lambda part: part.detach().requires_grad_()), "chunked", **more)
@@ -204,11 +204,10 @@ def _floor(
 
 
 def hold(rule: UpdateRule, x: Inputs, *, slack: float = 1.0, **more: Tensor) -> None:
-    """Output, last state and every gradient against fp64, within the limit of the dtype of x.
+    """Asserts that output, last state and every gradient are within the limit of x's dtype of fp64.
 
-    Where a rule's update keeps its norm (DeltaProduct's reflections), rounding the operands of products is above it in
-    exact arithmetic too, and where a regression is ill-conditioned, fp32 is. 1.5 times that is allowed then, with a
-    warning that says so.
+    Rounded operands alone exceed the limit if an update keeps its norm (DeltaProduct's reflections), and fp32 exceeds
+    it if a regression is ill-conditioned. 1.5 times that error is then allowed, with a warning.
     """
     x = _off_the_clip(rule, x, **more)
     exact = x.map(lambda part: part.detach().double().requires_grad_())
@@ -229,7 +228,7 @@ def judge(
     slack: float = 1.0,
     **more: Tensor,
 ) -> None:
-    """Fails in one line where found misses wanted, and not by what rounding costs."""
+    """Fails in one line if `found` is further from `wanted` than the limit and than rounding explains."""
     dtype = x.q.dtype
     limit = slack * LIMITS[dtype]
     errors = {name: error(found[name], right) for name, right in wanted.items() if right is not None}
@@ -246,9 +245,9 @@ def judge(
 
 
 def _nothing(exact: Inputs, wanted: dict[str, Tensor], found: dict[str, Tensor], dtype: torch.dtype) -> bool:
-    """Whether d g is nothing, as where each step forgets all, and found to be beside the terms that cancel in it.
+    """Whether d g is 0 (as if each step forgets all), and the found d g is small beside the terms that cancel in it.
 
-    Those are q * d q and k * d k, which are summed in fp32 or in two parts of 16 bits.
+    These terms are q * d q and k * d k, which are summed in fp32 or in two parts of 16 bits.
     """
     read_and_written = [(part, wanted[name]) for name, part in (("d q", exact.q), ("d k", exact.k))]
     terms = sum(float((part * grad).detach().norm()) for part, grad in read_and_written if grad is not None)
@@ -256,7 +255,7 @@ def _nothing(exact: Inputs, wanted: dict[str, Tensor], found: dict[str, Tensor],
     return right <= 1e-12 * terms and ours <= max(LIMITS[torch.float32], torch.finfo(dtype).eps ** 2) * terms
 
 
-# The tests.
+# Tests.
 
 
 @pytest.mark.parametrize(("rule", "dtype"), [case(*one, dtype) for one in VARIANTS for dtype in LIMITS])
@@ -319,7 +318,7 @@ def test_one_sequence_in_parts(rule, dtype, width, monkeypatch):
     split, again = run(rule, leaves, "triton"), run(rule, leaves, "triton")
     assert all(torch.equal(it, again[name]) for name, it in split.items() if it is not None)
     monkeypatch.setattr(kernel_parts, "MOST", 1)
-    assert not torch.equal(split["o"], run(rule, leaves, "triton")["o"]), "it was in one part before"
+    assert not torch.equal(split["o"], run(rule, leaves, "triton")["o"]), "the sequence was not cut in parts"
 
 
 @pytest.mark.parametrize(("rule", "dtype"), [case(*one, torch.bfloat16) for one in SPLIT])
@@ -383,7 +382,7 @@ REPEATED = [(name, deltalab.get_rule(name)) for name in REPEATED if _has_kernel(
 
 @pytest.mark.parametrize(("rule", "dtype"), [case(*one, torch.bfloat16, widths=(128, 128)) for one in REPEATED])
 def test_200_repeats_are_the_same_to_the_bit(rule, dtype):
-    """What moves is a race."""
+    """A result that changes is a race."""
     x = inputs(rule, dtype, 1024, 128, 128, state=False).map(lambda part: part.requires_grad_())
     first = run(rule, x, "triton")
     for _ in range(199):
@@ -392,7 +391,7 @@ def test_200_repeats_are_the_same_to_the_bit(rule, dtype):
         assert not moved
 
 
-# Under what surrounds kernels in a training.
+# Kernels under vmap, torch.compile and CUDA graphs, as a training uses them.
 
 TRAINED = [case(name, deltalab.get_rule(name), dtype) for name in ("comba", "gla") for dtype in (torch.bfloat16,)]
 
@@ -451,7 +450,7 @@ def test_a_captured_graph_replays_on_new_inputs(rule, dtype):
     assert all(map(torch.equal, captured, eager))
 
 
-# What comes in.
+# Inputs.
 
 
 @pytest.mark.parametrize(("rule", "dtype"), TRAINED)
@@ -492,8 +491,8 @@ def test_wrong_tensors_are_named(rule, dtype):
 
 
 @pytest.mark.parametrize(("rule", "dtype"), TRAINED[:1])
-def test_what_no_kernel_takes_goes_the_parallel_way(rule, dtype):
-    """fp64, and keys over 256."""
+def test_inputs_without_a_kernel_take_the_parallel_form(rule, dtype):
+    """These are fp64, and keys wider than 256."""
     for kind, key_dim in ((torch.float64, 32), (dtype, 272)):
         x = draw(rule, batch=1, length=9, heads=1, key_dim=key_dim, value_dim=16)
         x = x.map(lambda part: part.to(DEVICE, kind if part.dim() == 4 else torch.float32))  # noqa: B023

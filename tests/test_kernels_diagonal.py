@@ -1,4 +1,4 @@
-"""Kernels with diagonal decay, in Triton's interpreter: the recurrence in fp64, and its gradients."""
+"""Kernels with diagonal decay, in Triton's interpreter, against the recurrence and its gradients in fp64."""
 
 import dataclasses
 import itertools
@@ -24,7 +24,7 @@ STRUCTURES = ["none", "tied", "free"]
 def drawn(
     structure: str, tokens: int, *, batch: int = 1, key: int = 16, value: int = 16, more: bool = True
 ) -> Operands:
-    """fp32 operands in the order that the kernel takes them; the scalars that a rule may leave out where `more`."""
+    """fp32 operands. more: with the scalars that a rule may leave out."""
     draw = torch.Generator().manual_seed(1)
 
     def normal(*width: int) -> Tensor:
@@ -57,7 +57,7 @@ def right(x: Operands, state: Tensor | None, *, late: bool, chunk: int) -> tuple
 
 
 def given(x: Operands, state: Tensor | None, dtype: torch.dtype) -> tuple[Operands, Tensor | None, dict[str, Tensor]]:
-    """A copy whose tensors want gradients, and these by name."""
+    """A copy of operands and state whose tensors require gradients, and these tensors by name."""
     leaves = {name: getattr(x, name) for name in NAMES} | {"state": state}
     leaves = {
         name: t.detach().clone().to(t.dtype if dtype == torch.float32 else dtype).requires_grad_()
@@ -69,7 +69,7 @@ def given(x: Operands, state: Tensor | None, dtype: torch.dtype) -> tuple[Operan
 
 
 def check(x: Operands, state: Tensor | None, *, late: bool, chunk: int = CHUNK, half: tuple[str, ...] = ()) -> None:
-    """Output, last state and every gradient; `half` names the operands that are in fp16."""
+    """Compares output, last state and every gradient. half: names of operands in fp16."""
     results = []
     x = dataclasses.replace(x, **{name: getattr(x, name).half() for name in half if getattr(x, name) is not None})
     for scan, dtype in ((fast, torch.float32), (right, torch.float64)):

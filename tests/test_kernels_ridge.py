@@ -31,7 +31,7 @@ torch.set_num_threads(1)
 BEFORE = 20  # tokens that make an initial state, which has full rank where K is 16
 
 GKA = deltalab.get_rule("gka", iterations=5)
-# Conjugate gradient forgets in fp32 what its directions were: few iterations, or until it has converged, are equal.
+# Conjugate gradient loses its directions in fp32, so results agree after few iterations or after convergence alone.
 CG = replace(GKA, solver="cg", iterations=3)
 RULES = {
     "chebyshev": GKA,
@@ -61,7 +61,7 @@ def given(
     started: bool = True,
     fade: float = 0.2,
 ) -> Inputs:
-    """fp64 inputs that are exact in `dtype`, after a state that earlier tokens left; fade: how fast all decays."""
+    """fp64 inputs that are exact in `dtype`, and a state that earlier tokens left. fade: factor of all gates."""
     x = draw(rule, batch=batch, length=BEFORE + length, heads=heads, key_dim=key_dim, value_dim=value_dim)
     x = replace(x, gates={name: fade * value for name, value in x.gates.items()})
     x = x.map(lambda part: part.to(dtype if part.dim() == 4 else torch.float32).double())
@@ -91,7 +91,7 @@ def placed(x: Inputs, dtype: torch.dtype) -> Inputs:
 def compare(
     rule: UpdateRule, x: Inputs, tolerance: float, dtype: torch.dtype = torch.float32, *, backward: bool = True
 ) -> None:
-    # Token by token is slow, and conformance holds the parallel form to it.
+    # The recurrence is slow, and other tests hold the parallel form equal to it.
     wanted = run(rule, x, "recurrent" if x.q.shape[1] < 50 else "chunked", backward=backward)
     found = run(rule, placed(x, dtype), "triton", backward=backward)
     errors = {name: error(found[name], right) for name, right in wanted.items()}
@@ -106,12 +106,12 @@ def test_output_states_and_gradients_are_those_of_the_recurrence(rule, length):
 
 
 @pytest.mark.parametrize("rule", [GKA, CG], ids=["chebyshev", "cg"])
-def test_widths_that_no_block_has(rule):
+def test_widths_that_are_no_multiple_of_a_block(rule):
     compare(rule, given(rule, 5, key_dim=12, value_dim=20), 2e-5)
 
 
 def test_keys_that_do_not_fill_their_blocks():
-    # Two chunks and heads: what lies behind a head's keys is the next one's, and would be in the second chunk's state.
+    # Two chunks and heads: the next head's keys lie behind a head's own, and would get into the second chunk's state.
     compare(GKA, given(GKA, 19, key_dim=48, heads=2), 2e-5)
 
 
@@ -228,7 +228,7 @@ def test_any_rule_that_reads_by_regression_reaches_the_kernels():
 
     @dataclass(frozen=True, kw_only=True)
     class Twice(UpdateRule):
-        """A rule of somebody's own, with values that are doubled."""
+        """A user's rule, which doubles its values."""
 
         name: ClassVar[str] = "twice"
         g: Gate = knob(forms.mamba2_decay())
@@ -259,7 +259,7 @@ def test_gradients_through_the_iterations_have_no_kernel():
         fused_regression(unrolled, x.q, x.k, x.v, x.gates["g"], scale=1.0, state=x.state)
 
 
-# On a GPU, most of the time is the compiler's: what is compiled anew only for another dtype is measured once.
+# On a GPU, compilation takes most of the time, so some cases run in one dtype alone.
 LIMITS = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 FULL = deltalab.get_rule("gka")
 
@@ -297,7 +297,7 @@ def test_errors_with_the_widest_keys_on_a_gpu():
 
 @pytest.mark.gpu
 def test_repeats_on_a_gpu_are_equal():
-    """A result that moves would be a race."""
+    """A result that changes would be a race."""
     x = placed(
         given(FULL, 1000, dtype=torch.bfloat16, batch=2, key_dim=64, value_dim=64, heads=2, fade=0.02), torch.bfloat16
     )

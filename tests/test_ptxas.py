@@ -1,4 +1,4 @@
-"""Kernels are never assembled by a ptxas that is known to get them wrong."""
+"""Kernels are never compiled by a ptxas that is known to compile them wrongly."""
 
 import importlib.util
 import os
@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
 
 import deltalab
 from deltalab.authoring.inputs import draw
@@ -36,15 +37,36 @@ OLD, NEW = (SimpleNamespace(path=f"/{version}/ptxas", version=version) for versi
         (SimpleNamespace(path="/ptxas", version="13.0"), None, SimpleNamespace(path="/ptxas", version="13.0"), None),
     ],
 )
-def test_the_first_that_is_new_enough(own, blackwell, chosen, lacking, monkeypatch):
+def test_the_first_that_is_new_enough_is_taken(own, blackwell, chosen, lacking, monkeypatch):
     tools = SimpleNamespace(ptxas=own) if blackwell is None else SimpleNamespace(ptxas=own, ptxas_blackwell=blackwell)
     monkeypatch.setattr(ptxas, "knobs", SimpleNamespace(nvidia=tools))
     assert ptxas.choose() == lacking
     assert tools.ptxas == chosen
 
 
+BROUGHT = {"3.6": ("12.8", "12.9"), "3.7": ("12.8", "13.1")}
+"""By Triton's version, the ptxas that it uses on Hopper GPUs and the one that it uses on Blackwell GPUs."""
+
+CHOSEN = """
+from triton import knobs
+from deltalab.kernels import ptxas
+
+print(knobs.nvidia.ptxas.version, knobs.nvidia.ptxas_blackwell.version, ptxas.choose(), knobs.nvidia.ptxas.version)
+"""
+
+
+def test_the_installed_triton_brings_one_that_is_new_enough():
+    version = ".".join(triton.__version__.split(".")[:2])
+    assert version in BROUGHT, "check the kernels with its ptxas, then add it here and to docs/kernels.md"
+    hopper, blackwell = BROUGHT[version]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_PTXAS_PATH"}
+    command = [sys.executable, "-c", CHOSEN]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    assert run.stdout.split() == [hopper, blackwell, "None", blackwell]
+
+
 def test_without_one_kernels_are_refused(monkeypatch):
-    importlib.import_module("deltalab.ops.triton_kernels")  # while Triton is still told to interpret
+    importlib.import_module("deltalab.ops.triton_kernels")  # Load it while TRITON_INTERPRET is still 1.
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.setattr(ptxas, "choose", lambda: "ptxas 12.9 or later, not 12.8, in TRITON_PTXAS_PATH")
     assert lacks_triton.__wrapped__("cuda") == "ptxas 12.9 or later, not 12.8, in TRITON_PTXAS_PATH"
@@ -77,7 +99,7 @@ def test_an_operand_that_a_loop_loses_is_seen(loop, count):
 
 
 def compiled(*arguments: str) -> str:
-    """What `benchmarks/sass.py` says of kernels that it compiles for an H100."""
+    """Returns what `benchmarks/sass.py` prints about kernels that it compiles for an H100."""
     command = [sys.executable, "benchmarks/sass.py", *arguments, "--length", "65"]
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
@@ -88,11 +110,11 @@ def compiled(*arguments: str) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("rules", [["linear_attention", "deltanet"], ["gla"]])
 def test_no_kernel_loses_an_operand(rules):
-    """Linear attention's d q was 1.2 off on an H100, from this alone."""
+    """On an H100, such a loss alone put linear attention's d q off by 1.2."""
     assert compiled(*rules, "--key-dim", "64", "--value-dim", "64").count("gradients") == len(rules)
 
 
 @pytest.mark.slow
 def test_a_loop_over_values_takes_no_shape_from_keys():
-    """A mask is a column where blocks are full; in a loop no name may change its shape, but for the interpreter."""
+    """The compiler lets no name change its shape in a loop, as a mask does if blocks are full; the interpreter does."""
     assert "gradients" in compiled("gka", "--dtype", "fp32", "--key-dim", "48", "--value-dim", "80")

@@ -1,4 +1,4 @@
-"""The kernels of random numbers give PyTorch's operators' bits, in Triton's interpreter or on a GPU."""
+"""The kernels of random numbers give the bits of PyTorch's operators, in Triton's interpreter or on a GPU."""
 
 import os
 import subprocess
@@ -38,7 +38,7 @@ def on(device: torch.device, random: Random) -> Random:
 
 
 def both(random: Random, draw: Callable[[Random], Tensor], having: Callable[[str], Kernels] = available) -> Tensor:
-    """The same draws without kernels, on the CPU, and with them."""
+    """Draws without kernels on the CPU and with them, and asserts that both are equal."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("deltalab.tasks.randomness.automatic", lambda device: NONE)
         wanted = draw(random)
@@ -50,7 +50,7 @@ def both(random: Random, draw: Callable[[Random], Tensor], having: Callable[[str
 
 
 def together(parts: int, rows: Tensor | None) -> Together:
-    """Their starts are a column of a table, as a feed has them."""
+    """Streams whose starts are a column of a table, as in a feed."""
     starts = torch.tensor([[0, hashed(str(part), "s")] for part in range(parts)])[:, 1]
     return Together("", CPU, rows=rows, starts={"s": starts})
 
@@ -87,7 +87,7 @@ def test_numbers_of_any_parts_and_rows(
 
 
 def start_of(word: int) -> int:
-    """Where a stream begins whose first word this is: SplitMix64 backwards."""
+    """The start of a stream whose first word this is: SplitMix64 backwards."""
     mask = 2**64 - 1
     for bits, factor in ((31, 0x94D049BB133111EB), (27, 0xBF58476D1CE4E5B9), (30, 1)):
         unmixed = word
@@ -98,8 +98,8 @@ def start_of(word: int) -> int:
     return start - 2**64 if start >> 63 else start
 
 
-def test_words_at_the_ends_of_what_there_is() -> None:
-    """And those whose uniform numbers are the least, the largest, and next to a power of 2."""
+def test_the_smallest_and_the_largest_words() -> None:
+    """Also words whose uniform numbers are the smallest, the largest, and next to a power of 2."""
     words = [0, 1, 2, 2**63 - 1, 2**63, 2**64 - 2, 2**64 - 1, 2**12, 2**12 - 1]
     words += [2**at + by for at in (13, 40, 62, 63) for by in (-(2**12), -1, 0, 2**12)]
     random = Together("", CPU, starts={"s": torch.tensor([start_of(word) for word in words])})
@@ -142,7 +142,7 @@ def test_a_choice_that_is_too_wide_is_made_by_operators(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("kernel", [False, True])
 def test_parts_that_are_not_equal_are_refused(kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the error that tells a feed that a task does not draw in rows."""
+    """The error tells a feed that a task does not draw in rows."""
     monkeypatch.setattr("deltalab.tasks.randomness.automatic", available if kernel else lambda device: NONE)
     for count, rows in ((1, None), (3, None), (4, 3), (3, 3)):
         random = on(DEVICE, together(2, None if rows is None else torch.arange(rows)))
@@ -185,12 +185,12 @@ print(made[0].metadata.enable_fp_fusion, made[0].asm["ptx"])
 
 @pytest.mark.slow
 def test_a_compiler_rounds_each_operation() -> None:
-    """For an H100: PyTorch's operators on a CPU round sums of products twice, and divide exactly."""
+    """Compiled for an H100. PyTorch's operators on a CPU round a product before they add to it, and divide exactly."""
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     command = [sys.executable, "-c", COMPILED]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
-    assert "\nFalse " in run.stdout  # what ptxas is told, too
+    assert "\nFalse " in run.stdout  # ptxas is told the same.
     assert "fma" not in run.stdout
     assert {word for word in run.stdout.split() if ".f64" in word} == {
         f"{operation}.rn.f64" for operation in ("add", "sub", "mul", "div")

@@ -1,4 +1,4 @@
-"""Triton kernels: one file for each structure of the algebra, and for each of what else a training step is.
+"""Triton kernels: a folder for each structure of the algebra, and one for the rest of a training step.
 
-Nothing is imported here: Triton only on first use.
+This module imports nothing, so that Triton is loaded on first use alone. docs/kernels.md explains the kernels.
 """

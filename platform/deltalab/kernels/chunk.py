@@ -1,4 +1,4 @@
-"""What kernels of every structure share: where a chunk lies in packed sequences, and the inverse that chunks need."""
+"""Kernel bodies that structures share: where a chunk lies, its loads and stores, its decays, and its inverse."""
 
 from typing import no_type_check
 
@@ -6,24 +6,24 @@ import triton
 import triton.language as tl
 
 LOWEST = tl.constexpr(-64.0)
-"""Log-decays are clamped to it: exp(-64) is nothing beside 1 in fp32, and sums of it stay exact enough to subtract."""
+"""The lower bound of a log-decay: exp(-64) added to 1 in fp32 is 1, and sums of -64 stay exact enough to subtract."""
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 MOVES = ("length", "chunks", "from_chunk", "to_chunk", "every", "segments", "span", "sequences", "H")
-"""Arguments that change from batch to batch: nothing is compiled anew for special values of theirs."""
+"""Arguments that change from batch to batch: no kernel is compiled again because one of them is 1 or 16 n."""
 
 
 @triton.jit
 @no_type_check
 def unit_lower_inverse(m, SIZE: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + m)^{-1} - I, m [SIZE, SIZE] strictly lower triangular, fp32: inverts blocks of 2, 4, 8 .. from those within.
+    """(I + m)^{-1} - I in fp32 for strictly lower triangular m [SIZE, SIZE], by blocks of 2, 4, 8 and so on.
 
-    Without I, since x is added, unrounded, to its product with rounded x.
-    Only products that block elimination would form: as stable as substitution, where powers of m would overflow.
-    Up to 16, blocks on the diagonal are a batch of their own: whole matrices would be mostly zeros.
+    I is left out because callers add x, unrounded, to the product with rounded x.
+    Forms only the products of block elimination, so it is as stable as substitution; powers of m would overflow.
+    Blocks up to 16 on the diagonal are computed as a batch, because whole matrices would be mostly zeros.
     """
     BLOCKS: tl.constexpr = SIZE // 16
     block = tl.arange(0, BLOCKS)
@@ -50,7 +50,7 @@ def unit_lower_inverse(m, SIZE: tl.constexpr, PRECISION: tl.constexpr):
 @triton.jit
 @no_type_check
 def locate(i, of, first, chunks, PACKED: tl.constexpr):
-    """Sequence and chunk of program i, for `chunks` chunks in each sequence or those of `chunk_map`."""
+    """Sequence and chunk of program i. Each sequence has `chunks` chunks; of packed ones, `launch.chunk_map` says."""
     if PACKED:
         sequence = tl.load(of + i)
         return sequence, i - tl.load(first + sequence)
@@ -60,7 +60,7 @@ def locate(i, of, first, chunks, PACKED: tl.constexpr):
 @triton.jit
 @no_type_check
 def bounds(sequence, cu_seqlens, length, PACKED: tl.constexpr):
-    """The row that a sequence starts at, and its length."""
+    """The first row of a sequence, and its length."""
     if PACKED:
         start = tl.load(cu_seqlens + sequence)
         return start, tl.load(cu_seqlens + sequence + 1) - start
@@ -70,7 +70,7 @@ def bounds(sequence, cu_seqlens, length, PACKED: tl.constexpr):
 @triton.jit
 @no_type_check
 def get_rows(x, row, valid, column, SIZE: tl.constexpr, RAGGED: tl.constexpr):
-    """A tile of the descriptor x from a row and a column on; ragged, 0 from its `valid`-th row on."""
+    """Loads the tile of descriptor x that begins at a row and a column. RAGGED: rows from `valid` on are 0."""
     found = x.load([row, column])
     if RAGGED:
         found = tl.where((tl.arange(0, SIZE) < valid)[:, None], found, 0.0)
@@ -80,7 +80,7 @@ def get_rows(x, row, valid, column, SIZE: tl.constexpr, RAGGED: tl.constexpr):
 @triton.jit
 @no_type_check
 def put_rows(x, tile, row, valid, column, columns, SIZE: tl.constexpr, WIDTH: tl.constexpr, RAGGED: tl.constexpr):
-    """Stores a tile where `get_rows` finds it. Ragged, x is no descriptor but a pointer to rows of `columns`."""
+    """Stores a tile where `get_rows` loads it. RAGGED: x is not a descriptor but a pointer to rows of `columns`."""
     if RAGGED:
         i = tl.arange(0, SIZE)
         at = x + row.to(tl.int64) * columns + column + i[:, None] * columns + tl.arange(0, WIDTH)[None, :]
@@ -106,7 +106,7 @@ def rows(x, row, valid, head, H, column, width, SIZE: tl.constexpr, FULL: tl.con
 @triton.jit
 @no_type_check
 def scalars(x, row, valid, head, heads, SIZE: tl.constexpr):
-    """[SIZE] of x [.., heads] from a row on, in fp32: 0 from the `valid`-th on."""
+    """Loads [SIZE] of x [.., heads] from a row on, in fp32. Elements from `valid` on are 0."""
     i = tl.arange(0, SIZE)
     return tl.load(x + row.to(tl.int64) * heads + head + i * heads, mask=i < valid, other=0.0).to(tl.float32)
 
@@ -114,7 +114,7 @@ def scalars(x, row, valid, head, heads, SIZE: tl.constexpr):
 @triton.jit
 @no_type_check
 def put_scalars(x, value, row, valid, head, heads, SIZE: tl.constexpr):
-    """Stores where `scalars` finds it."""
+    """Stores a value where `scalars` loads it."""
     i = tl.arange(0, SIZE)
     tl.store(x + row.to(tl.int64) * heads + head + i * heads, value.to(x.dtype.element_ty), mask=i < valid)
 
@@ -122,7 +122,7 @@ def put_scalars(x, value, row, valid, head, heads, SIZE: tl.constexpr):
 @triton.jit
 @no_type_check
 def decays(g, row, valid, head, heads, SIZE: tl.constexpr):
-    """g of a chunk's tokens and of those before each, to be loaded before anything waits and added up after."""
+    """Loads g of a chunk's tokens, and of the token before each. Call it early: `cumulative` waits for the loads."""
     i = tl.arange(0, SIZE)
     at = g + (row.to(tl.int64) + i) * heads + head
     return tl.load(at, mask=i < valid, other=0.0), tl.load(at - heads, mask=(i > 0) & (i <= valid), other=0.0)
@@ -131,12 +131,12 @@ def decays(g, row, valid, head, heads, SIZE: tl.constexpr):
 @triton.jit
 @no_type_check
 def cumulative(steps, SIZE: tl.constexpr, KIND: tl.constexpr):
-    """G_i, G_{i-1} and G_C of a chunk's `decays`, base 2; nothing decays beyond the sequence or without g."""
+    """G_i, G_{i-1} and G_C of a chunk's `decays`, base 2. Tokens beyond the sequence, and all without g, have g = 0."""
     if steps is None:
         sums = tl.zeros([SIZE], KIND)
         earlier = sums
     else:
-        # Not one by subtraction from the other: both are sums of the same terms in the same order.
+        # Two sums of the same terms in the same order: a subtraction would lose precision.
         sums = tl.cumsum(tl.maximum(steps[0].to(tl.float32), LOWEST).to(KIND) * LOG2_E, 0)
         earlier = tl.cumsum(tl.maximum(steps[1].to(tl.float32), LOWEST).to(KIND) * LOG2_E, 0)
     return sums, earlier, tl.min(sums, 0)
@@ -145,11 +145,11 @@ def cumulative(steps, SIZE: tl.constexpr, KIND: tl.constexpr):
 @triton.jit
 @no_type_check
 def held(x):
-    """x, the left operand of a product in a loop that leaves it as it is.
+    """Returns x. Wrap the left operand of a product in it if the loop around the product does not change x.
 
-    ptxas (12.8, 12.9) may give the registers of a WGMMA's left operand away after its last product of an iteration, so
-    that the next one reads what lies there then (`benchmarks/sass.py` finds it). It does not where anything else reads
-    them too: this looks for bits that no rounded number has.
+    ptxas (12.8, 12.9) may reuse the registers of a WGMMA's left operand after its last product of an iteration, so
+    that the next iteration reads other numbers (`benchmarks/sass.py` finds that). It does not if another instruction
+    reads them too: this one looks for bits that no rounded number has.
     """
     if not INTERPRETED and x.dtype != tl.float32:
         tl.inline_asm_elementwise(
@@ -171,9 +171,9 @@ def held(x):
 @triton.jit
 @no_type_check
 def apart(later, earlier, i, j, STRICT: tl.constexpr, DECAYS: tl.constexpr = True):
-    """exp2(later_i - earlier_j) where j <= i, or j < i; else 0. Given as [.., 1] and [1, ..], either way round.
+    """exp2(later_i - earlier_j) for j <= i, or for j < i if STRICT; else 0. Operands are [.., 1] and [1, ..].
 
-    Not DECAYS: both are 0, and an exponential for each pair would take up to a tenth of a kernel's time.
+    DECAYS: False if nothing decays, which saves an exponential for each pair, up to a tenth of a kernel's time.
     """
     there = i > j if STRICT else i >= j
     if DECAYS:

@@ -1,19 +1,21 @@
-"""The ptxas that Triton assembles our kernels with: 12.8, which it takes for a Hopper GPU, makes wrong code of them.
+"""Chooses a ptxas that compiles the kernels correctly: the 12.8 that Triton uses on a Hopper GPU does not.
 
-Seen with Triton 3.6, on an H100, in products of matrices (WGMMA) whose PTX is right: gradients off by 1e-2 to 1e37, and
-stores to addresses that are not ours. 12.9 and 13.5 made right code of the same PTX, 12.8 without optimizing it too.
-Published reports of wrong gradients on Hopper (flash-linear-attention 640, 984, 988) may be of this.
+Seen with Triton 3.6 on an H100, in products of matrices (WGMMA) whose PTX is right: gradients off by 1e-2 to 1e37, and
+stores to addresses outside of our tensors. 12.9 and 13.5 compile the same PTX correctly, and so does 12.8 without
+optimization. Published reports of wrong gradients on Hopper (flash-linear-attention 640, 984, 988) may have this cause.
 """
 
 from triton import knobs
 
 OLDEST = (12, 9)
+"""The oldest ptxas whose code was seen to be right. docs/kernels.md lists the versions that Triton brings."""
 
 
 def choose() -> str | None:
-    """Has Triton, in this process and what it starts, take a ptxas that is new enough; what to do if there is none.
+    """Makes Triton use a ptxas that is new enough, in this process and in processes that it starts.
 
-    That of TRITON_PTXAS_PATH or, where it is too old, what Triton brings for a Blackwell GPU, which knows older ones.
+    Takes the one of TRITON_PTXAS_PATH or Triton's default. If it is too old, takes the one that Triton brings for
+    Blackwell GPUs, which compiles for older GPUs too. Returns what the user must provide if that is too old as well.
     """
     if _version(knobs.nvidia.ptxas) >= OLDEST:
         return None

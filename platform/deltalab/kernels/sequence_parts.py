@@ -1,7 +1,7 @@
-"""One sequence by many programs: cut in parts, each a sequence of its own once the states between them are known.
+"""Cuts a long sequence into parts that run at a time, once the states between the parts are known.
 
-A part takes a state to T S + L, T what it makes of the identity where nothing is written and L its last state from
-zero. Both are found for all parts at once, so that a pass over the sequence becomes two over a part.
+A part takes a state S to T S + L. T is where it takes the identity if nothing is written, L where it takes zero. Both
+are computed for all parts at once, so that one pass over the sequence becomes two passes over a part.
 """
 
 from collections.abc import Sequence
@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 PROGRAMS = 132
-"""Programs of a scan that run at a time: parts are no more than that leaves room for."""
+"""Programs of a scan that run at a time. The programs of all parts together are no more."""
 
 SHORTEST = 32
-"""Chunks that a part has at least; a shorter one is over before its states are known."""
+"""The fewest chunks of a part. The scan of a shorter part takes less time than finding its first state."""
 
 MOST = 16
-"""Parts; states go from one to the next by a product of their own, about 10 us."""
+"""The most parts. The state goes from each part to the next by a product of its own, about 10 us."""
 
 
 def count(programs: int, chunks: int) -> int:
-    """Of parts, a power of two: of a sequence that is chunks long, where `programs` go through all sequences."""
+    """Number of parts for sequences of `chunks` chunks: a power of two. programs: of a scan of whole sequences."""
     parts = 1
     while (
         2 * parts <= MOST
@@ -33,15 +33,15 @@ def count(programs: int, chunks: int) -> int:
 
 
 def each(x: Tensor, parts: int) -> tuple[Tensor, ...]:
-    """[B parts, ..] as one [B, ..] for each part."""
+    """Splits [B parts, ...] into one [B, ...] for each part."""
     found: tuple[Tensor, ...] = x.unflatten(0, (-1, parts)).unbind(1)
     return found
 
 
 def chained(first: Tensor | None, maps: Sequence[Tensor], added: Sequence[Tensor]) -> list[Tensor]:
-    """The state [B, H, K, V] that each part starts with, S and then T S + L of the part before.
+    """The first state [B, H, K, V] of each part: S, and then T S + L of the part before.
 
-    first: zero where None. maps: T, [B, H, K, K], or [B, H, 1, 1] of a state that only decays. added: L.
+    first: S, None for zero. maps: T [B, H, K, K], or [B, H, 1, 1] if the state only decays. added: L [B, H, K, V].
     """
     states = [torch.zeros_like(added[0]) if first is None else first]
     with torch.autocast(added[0].device.type, enabled=False):

@@ -1,6 +1,6 @@
-"""The last kernel of `kernels.diagonal`'s backward: the gradients of a chunk's operands, parallel over chunks.
+"""The last kernel of the diagonal backward: the gradients of a chunk's operands, for all chunks at once.
 
-It goes through the keys in blocks, so that what a block needs stays in registers.
+It goes through the keys in blocks, so that all that a block needs stays in registers.
 """
 
 from typing import no_type_check
@@ -24,7 +24,7 @@ from deltalab.kernels.diagonal.forward import (
 @triton.jit
 @no_type_check
 def _both_ways(x, y, lower, upper, PRECISION: tl.constexpr):
-    """Adds x y^T to `lower` and y x^T to `upper`: of a product's result no transpose is ever taken."""
+    """Adds x y^T to `lower` and y x^T to `upper`, because transposing the result of a product is slow."""
     lower = tl.dot(x, tl.trans(y), lower, input_precision=PRECISION)
     return lower, tl.dot(y, tl.trans(x), upper, input_precision=PRECISION)
 
@@ -32,7 +32,7 @@ def _both_ways(x, y, lower, upper, PRECISION: tl.constexpr):
 @triton.jit
 @no_type_check
 def _across(x, pairs, pairs_near, level: tl.constexpr, PRECISION: tl.constexpr):
-    """pairs x, [blocks, 16, W], of the pairs in different halves of one block of a level."""
+    """pairs @ x, [blocks, 16, W], over the pairs in different halves of a block of this level."""
     if level < 4:
         found = tl.where(halves(level, 16)[None, :, :], pairs_near, 0.0).to(x.dtype)
         found = tl.dot(found, x, input_precision=PRECISION)
@@ -46,7 +46,7 @@ def _across(x, pairs, pairs_near, level: tl.constexpr, PRECISION: tl.constexpr):
 @triton.jit
 @no_type_check
 def _summed(x, KIND: tl.constexpr, PRECISION: tl.constexpr):
-    """sum_{j >= i} x_jc in fp32; beside a KIND of 16 bits x is two of these, since it has to cancel."""
+    """sum_{j >= i} x_jc in fp32. A KIND of 16 bits takes x in two parts, because its terms cancel."""
     N: tl.constexpr = x.shape[0]
     chosen = tl.arange(0, N)[:, None] <= tl.arange(0, N)[None, :]
     if PRECISION == "ieee":
@@ -68,10 +68,10 @@ def gradients(
     SIZE: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LATE: tl.constexpr,
     PACKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Of one chunk and head: d_u holds the gradient of beta u where the low rank is tied, and leaves with that of u.
+    """Computes the gradients of one chunk and head. d_u: if tied, of beta u before and of u after.
 
-    What is read or erased at i grows with G_i, what is written at j shrinks with G_j: the gradient of G is that of
-    each vector times the vector itself, and that of g its sum from the end.
+    What is read or erased at i grows with G_i, and what is written at j shrinks with G_j. So the gradient of G is each
+    vector times its own gradient, and the gradient of g is the sum of that from the last token on.
     """
     i, j = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
     kind: tl.constexpr = k.dtype
@@ -105,7 +105,7 @@ def gradients(
                     d_q, d_q_t = _both_ways(do, w, d_q, d_q_t, PRECISION)
                     d_n, d_n_t = _both_ways(seen, v, d_n, d_n_t, PRECISION)
                 else:
-                    # That of -e k S and of the system alike.
+                    # The gradient of -e k S, which the system needs as well.
                     seen = get_rows(d_u, row, valid, head * V + block, SIZE, RAGGED)
                 d_m, d_m_t = _both_ways(seen, w, d_m, d_m_t, PRECISION)
         p_here = tl.sum(tl.where(i == j, d_p, 0.0), 1)[:, None]
@@ -119,7 +119,7 @@ def gradients(
             m_near = near_squares(d_m, SIZE)
         if a is not None:
             q_here = tl.sum(tl.where(i == j, d_q, 0.0), 1)[:, None]
-            # For what x gets of y: readers against adders, and writers against erasers; and the other way round.
+            # d_q: readers against adders, and adders against readers. d_n: erasers against writers, and the reverse.
             d_q, d_n = tl.where(i > j, d_q, d_n_t), tl.where(i > j, d_n, d_q_t)
             q_near, n_near = near_squares(d_q, SIZE), near_squares(d_n, SIZE)
         if e is not None:
@@ -142,7 +142,7 @@ def gradients(
                 from_add = tl.zeros([SIZE, BK], tl.float32)
             for block in tl.static_range(0, V, BV):
                 before, after = states.load([slot * V + block, key]), states_after.load([slot * V + block, key])
-                # Whose diagonal is wanted: a product costs less than sums in registers.
+                # Only its diagonal is needed; a product costs less than sums in registers.
                 ended = tl.dot(tl.trans(before), after, ended, input_precision=PRECISION)
                 if V > BV:
                     do = get_rows(d_o, row, valid, head * V + block, SIZE, RAGGED)
@@ -174,7 +174,7 @@ def gradients(
             d_reader, d_writer = near(from_read) * since, near(from_write) * until
             d_end += tl.sum(flat(writer * d_writer), 0)
             if OWN:
-                # What is read of the same token cancels in what g gets.
+                # What a token reads of itself cancels in the gradient of g.
                 d_reader += near(p_here) * writer
                 d_writer += near(p_here) * reader
             if written is not None:
@@ -210,7 +210,7 @@ def gradients(
                         dy = _across(y, d_m, m_near, level, PRECISION)
                         d_eraser = tl.where(behind, d_eraser + dy * factor, d_eraser)
                         d_writer = tl.where(behind, d_writer, d_writer + dy * factor)
-            # What erases from the state before its token decays less by its g.
+            # Without LATE, an eraser sees the state before its own g.
             d_decay = reader * d_reader - writer * d_writer
             if written is not None:
                 from_eraser = eraser * d_eraser

@@ -1,20 +1,22 @@
-"""Kernels for a state that decays channel by channel, with a low rank or without.
+"""Kernels for a state that decays by channel, with or without a low rank.
 
-Per chunk that starts at S, with G the cumulative log-decay, y what erases (e k, or b) and G' = G or G_{i-1}:
+For a chunk with S before it, G the cumulative log-decay, y = e k (tied) or b (free), and G' = G or G_{i-1}:
 
-    w = beta u - ..., (I + M) w = beta u - exp(G') y S           M_ij = sum_c y_ic k_jc exp(G'_ic - G_jc), j < i, tied
-    (I - M) w = exp(G') y S + N u                                M of y and a, N of y and beta k, free
-    o = scale (exp(G) r S + P w), S <- exp(G_C) S + (k exp(G_C - G))^T w    tied; with u, and a beside k, free
+    (I + M) w = beta u - exp(G') y S         tied: M_ij = sum_c y_ic k_jc exp(G'_ic - G_jc), j < i
+    (I - M) w = exp(G') y S + N u            free: M so of y and a, N so of y and beta k
+    o = scale (exp(G) r S + P w)             tied; free: P of beta k times u, plus P of a times w
+    S <- exp(G_C) S + (k exp(G_C - G))^T w   tied; free: of beta k and u, plus of a and w
 
-`prepare` makes all that does not depend on S, so that `scan` and `reverse` are products alone: w = erasing S + given u,
-and beta u, tied: what is not rounded of an inverse, its diagonal, is not multiplied with rounded vectors either.
+`prepare` computes all that does not depend on S, so that `scan` and `reverse` are products alone: w = erasing S +
+given u, plus beta u if tied, because the inverse's identity is not rounded and should not meet rounded vectors.
 
-M, N, P are built from halves: in each block of 2 h tokens, rows are of its second half and columns of its first, with
-decays to and from the border between the two, which are both at most 1. Each is the exponential of a sum of g over
-tokens that `between` chooses: no differences, so that they are exact next to any g, and the sum is a product of
-matrices. A token is a row or a column, so that one factor serves both sides of a block. Up to h = 8 blocks of 16
-tokens are a batch, each within one warp; what is beyond them, `far`, takes whole products. One program does several
-chunks, which share the matrices that choose. K is a power of two; r, k, g, .. are descriptors (`chunk.tiles`).
+M, N and P are built from halves. In each block of 2 h tokens, rows are tokens of the second half and columns tokens of
+the first, each with its decay to or from the border between the halves, which is at most 1. The decay is the
+exponential of a sum of g over the tokens that `between` chooses. There are no differences, so the decay is exact next
+to any g, and the sum is a product of matrices. A token is either a row or a column of its block, so one factor for
+each token suffices. Up to h = 8, blocks of 16 tokens are a batch, each within one warp; `far` blocks beyond are whole
+products. One program takes several chunks, which share the choosing matrices. K is a power of two. r, k, g and their
+like are descriptors (`launch.tiles`).
 """
 
 from typing import no_type_check
@@ -28,9 +30,9 @@ from deltalab.kernels.chunk import LOG2_E, LOWEST, bounds, get_rows, held, locat
 @triton.jit
 @no_type_check
 def log_decays(g, row, valid, column, PRECISION: tl.constexpr, SIZE: tl.constexpr, RAGGED: tl.constexpr):
-    """g of a chunk, base 2: in fp16 beside operands of 16 bits, where exp(G) is off by 2^-12 |G| exp(G) < 1e-4 at most.
+    """g of a chunk in base 2, finite, because `decay` multiplies it by 0 and 1.
 
-    No infinity, which would meet a 0 in `summed`.
+    In fp16 beside 16-bit operands: the error of exp(G) is then at most 2^-12 |G| exp(G) < 1e-4.
     """
     found = tl.maximum(get_rows(g, row, valid, column, SIZE, RAGGED).to(tl.float32), LOWEST) * LOG2_E
     return found.to(tl.float32 if PRECISION == "ieee" else tl.float16)
@@ -39,7 +41,7 @@ def log_decays(g, row, valid, column, PRECISION: tl.constexpr, SIZE: tl.constexp
 @triton.jit
 @no_type_check
 def decay(chosen, g):
-    """exp2 of the sum of g_jc over the tokens j that [i, j] chooses for i, [.., N, W] in fp32."""
+    """exp2 of the sum of g_jc over the tokens j with chosen[i, j], [.., N, W] in fp32."""
     chosen = chosen.to(g.dtype)
     if len(g.shape) == 3:
         chosen = tl.broadcast_to(chosen[None, :, :], [g.shape[0], g.shape[1], g.shape[1]])
@@ -49,16 +51,16 @@ def decay(chosen, g):
 @triton.jit
 @no_type_check
 def second(level: tl.constexpr, N: tl.constexpr):
-    """[N, 1]: whether a token is in the second half of its block of two halves of 2**level."""
+    """[N, 1]: whether a token is in the second half of its block, whose halves have 2**level tokens."""
     return ((tl.arange(0, N) >> level) % 2 == 1)[:, None]
 
 
 @triton.jit
 @no_type_check
 def between(level: tl.constexpr, N: tl.constexpr, OWN: tl.constexpr):
-    """[i, j]: whether j lies between i and the border within its block of two halves.
+    """[i, j]: whether token j lies between token i and the border of its block's halves.
 
-    i itself does where OWN and it stands behind the border.
+    OWN: i itself counts if it is in the second half.
     """
     i, j = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
     behind = j <= i if OWN else j < i
@@ -68,7 +70,7 @@ def between(level: tl.constexpr, N: tl.constexpr, OWN: tl.constexpr):
 @triton.jit
 @no_type_check
 def halves(level: tl.constexpr, N: tl.constexpr):
-    """Whether i and j are in different halves of one block."""
+    """[i, j]: whether i and j are in different halves of one block."""
     i, j = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
     return (i >> level) ^ (j >> level) == 1
 
@@ -76,7 +78,7 @@ def halves(level: tl.constexpr, N: tl.constexpr):
 @triton.jit
 @no_type_check
 def near(x):
-    """[SIZE, W] as blocks of 16 rows: their products are cheaper than whole ones that are mostly masked."""
+    """[SIZE, W] as blocks of 16 rows, whose products cost less than whole ones that are mostly masked."""
     return tl.reshape(x, [x.shape[0] // 16, 16, x.shape[1]])
 
 
@@ -99,7 +101,7 @@ def near_squares(x, SIZE: tl.constexpr):
 @triton.jit
 @no_type_check
 def near_and_far(blocks, far, SIZE: tl.constexpr):
-    """[SIZE, SIZE] whose blocks of 16 on the diagonal are these; far is 0 there."""
+    """[SIZE, SIZE] with `blocks` of 16 on the diagonal; `far` is 0 there."""
     block = tl.arange(0, SIZE // 16)
     same = (block[:, None] == block[None, :])[:, None, :, None]
     return far + tl.reshape(tl.where(same, tl.expand_dims(blocks, 2), 0.0), [SIZE, SIZE])
@@ -108,7 +110,7 @@ def near_and_far(blocks, far, SIZE: tl.constexpr):
 @triton.jit
 @no_type_check
 def _pairs(sums, x, y, level: tl.constexpr, PRECISION: tl.constexpr):
-    """sums with x y^T where x is in the second half and y in the first."""
+    """Adds x y^T to `sums` where x is in the second half and y in the first."""
     N: tl.constexpr = x.shape[-2]
     i, j = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
     found = tl.dot(x, tl.trans(y), sums, input_precision=PRECISION)
@@ -118,7 +120,7 @@ def _pairs(sums, x, y, level: tl.constexpr, PRECISION: tl.constexpr):
 @triton.jit
 @no_type_check
 def _here(sums, x, y, PRECISION: tl.constexpr):
-    """`_pairs` of each token with itself."""
+    """Adds the diagonal of x y^T to `sums`: pairs of each token with itself."""
     i, j = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
     return tl.where(i == j, tl.dot(x, tl.trans(y), sums, input_precision=PRECISION), sums)
 
@@ -126,7 +128,7 @@ def _here(sums, x, y, PRECISION: tl.constexpr):
 @triton.jit
 @no_type_check
 def factor_and_half(g, g_near, level: tl.constexpr, OWN: tl.constexpr):
-    """Per token, in blocks of 16: its decay to or from the border within its block; whether it is behind that."""
+    """For each token, in blocks of 16: its decay to or from its block's border; whether it is in the second half."""
     if level < 4:
         factor, behind = decay(between(level, 16, OWN), g_near), second(level, 16)[None, :, :]
     else:
@@ -141,7 +143,7 @@ def _near_level(
     factor, reader, writer, eraser, adder, p, q, moved, system, level: tl.constexpr,
     KIND: tl.constexpr, TIED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What tokens have to do with each other across the borders of a level, added to p, q, moved and system."""
+    """Adds the pairs of tokens across the borders of a level to p (P), q (P of a), moved (N) and system (M)."""
     behind = second(level, 16)[None, :, :]
     if TIED:
         x, y = (reader * factor).to(KIND), (writer * factor).to(KIND)
@@ -164,7 +166,7 @@ def _far_level(
     factor, reader, writer, eraser, adder, p, q, moved, system, level: tl.constexpr,
     KIND: tl.constexpr, TIED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The same from whole products, block by block: what is masked is operands, fewer than what they make."""
+    """As `_near_level`, by whole products for each block. Masks the operands, which are smaller than the product."""
     SIZE: tl.constexpr = 16 * reader.shape[0]
     half = near((tl.arange(0, SIZE) >> level)[:, None])
     for block in tl.static_range(SIZE >> level + 1):
@@ -188,7 +190,7 @@ def _far_level(
 def read_and_written(
     r, k, e, beta, read, d, row, valid, head, H, column, scale, SIZE: tl.constexpr, RAGGED: tl.constexpr
 ):
-    """What reads and what is written along, [SIZE, W]. A tied low rank takes beta u for what is written, not beta k."""
+    """What reads, scale (read r - d k), and what is written along: k if tied, where u has the beta, else beta k."""
     writer = get_rows(k, row, valid, column, SIZE, RAGGED).to(tl.float32)
     reader = get_rows(r, row, valid, column, SIZE, RAGGED).to(tl.float32) * scale
     if read is not None:
@@ -209,10 +211,10 @@ def prepare(
     SIZE: tl.constexpr, BK: tl.constexpr, LATE: tl.constexpr,
     PACKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Per chunk and head, in tiles [SIZE, K] or [SIZE, SIZE]: with vectors as they meet the chunk's first state,
+    """For each chunk and head, stores what is not None, in tiles [SIZE, K] or [SIZE, SIZE].
 
-    reading (exp(G) r), writing (exp(G_C - G) k), adding (so of a), erasing and given as above, `within` [i, j] what of
-    j's value is read at i, `within_a` what of its erasure; kept [K] is exp(G_C), `inverse` (I + M)^{-1} - I or such.
+    reading: exp(G) r. writing: exp(G_C - G) k. adding: exp(G_C - G) a. erasing, given: as above. kept [K]: exp(G_C).
+    within: P. within_a: P of a. inverse: (I + M)^{-1} - I, or (I - M)^{-1} - I if free.
     """
     i, j = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
     kind: tl.constexpr = k.dtype
@@ -223,7 +225,7 @@ def prepare(
         program, head = index // H, index % H
         sequence, chunk = locate(program, of, first, span, PACKED)
         start, tokens = bounds(tl.minimum(sequence, sequences - 1), cu_seqlens, length, PACKED)
-        # Chunks beyond the last one, which packed sequences may leave, have no row.
+        # With packed sequences, the last programs may have no chunk: no row of theirs is valid.
         tokens = tl.where(sequence < sequences, tokens, 0)
         row, valid = start + (chunk + from_chunk) * SIZE, tokens - (chunk + from_chunk) * SIZE
         slot = program * H + head
@@ -306,10 +308,10 @@ def scan(
     SIZE: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FULL_V: tl.constexpr,
     PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One head's block of values through chunks from_chunk to to_chunk, the state transposed in registers, [V, K].
+    """Takes one head's block of values through chunks from_chunk to to_chunk, the state transposed to [V, K].
 
-    Writes what is not None: the output o; the last state; `states` that chunks start with, transposed, and w.
-    begin_states: [B, segments, H, V, K], the state before every `every`-th chunk; written where o is, else read.
+    Stores what is not None: the output o, the last state, the transposed state before each chunk (states), w (written).
+    begin_states: [B, segments, H, V, K], the state before every `every`-th chunk; stored if o is, else loaded.
     """
     value, head, sequence = tl.program_id(0) * BV + tl.arange(0, BV), tl.program_id(1), tl.program_id(2)
     start, length = bounds(sequence, cu_seqlens, length, PACKED)
@@ -378,11 +380,11 @@ def reverse(
     SIZE: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FULL_V: tl.constexpr,
     PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the state, from chunk to_chunk back to from_chunk, for one head's block of values.
+    """Takes the gradient of the state from chunk to_chunk back to from_chunk, for one head's block of values.
 
-    Starts from d_last [.., V, K] and leaves d_state [.., V, K]; writes the gradient of the state after each chunk,
-    transposed too; the gradient of u or, tied, of beta u to d_u; and that of erasing S, through the inverse, to d_seen
-    where the low rank is free.
+    Starts from d_last [.., V, K] and ends in d_state [.., V, K]. Stores states_after, the transposed gradient of the
+    state after each chunk; d_u, the gradient of u, or of beta u if tied; and d_seen, if the low rank is free, the
+    gradient of exp(G') y S, through the inverse.
     """
     value, head, sequence = tl.program_id(0) * BV + tl.arange(0, BV), tl.program_id(1), tl.program_id(2)
     start, length = bounds(sequence, cu_seqlens, length, PACKED)

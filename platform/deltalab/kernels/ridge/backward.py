@@ -1,10 +1,10 @@
-"""The backward of Gated KalmaNet's kernels: what reads of both states give them, then what each token is due.
+"""The backward of Gated KalmaNet's kernels: first the gradients of both states, then those of each token's operands.
 
-With x, and y that solves for dx, held, all gradients are those of
+With x, and y that solves for dx, held fixed, all gradients are those of
 
     sum_t do_t . o_t - y_t . H_t x_t + c_t ||H_t||^2 / 2
 
-(implicit differentiation; c is what lambda passes on to the norm).
+(implicit differentiation; c_t is half of the gradient that ||H_t||^2 gets through lambda).
 """
 
 from typing import no_type_check
@@ -24,10 +24,10 @@ def reverse(
     SIZE: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr, FULL: tl.constexpr, FULL_D: tl.constexpr,
     GRAM: tl.constexpr, PARTS: tl.constexpr, IN: tl.constexpr, KIND: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """dS <- exp(G_C) dS + what a chunk's reads of S give it; stores dS after each chunk, from the last to the first.
+    """dS <- exp(G_C) dS + the gradient from a chunk's reads of S, from the last chunk to the first; stores each dS.
 
-    U is read by o = scale U^T x. With GRAM it is H, which is read by -y . H x + sum c ||H_t||^2 / 2.
-    across: exp(G_C) <dS after, S before>, the part of dg that passes the chunk by.
+    S is U, read by o = scale U^T x; with GRAM it is H, read by -y . H x + sum c ||H_t||^2 / 2.
+    across: exp(G_C) <dS after, S before>, the part of dg that only passes through the chunk.
     """
     block, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     i, j = tl.arange(0, BK), block * BW + tl.arange(0, BW)
@@ -74,7 +74,7 @@ def differentiate(
     SIZE: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FULL: tl.constexpr, FULL_V: tl.constexpr,
     PARTS: tl.constexpr, IN: tl.constexpr, KIND: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Per chunk and head: dx, and what o's reading of U before the chunk gives the log-decay up to each token."""
+    """For each chunk and head: dx, and readers, the gradient of each cumulative log-decay from reading U."""
     program, head = tl.program_id(0) // H, tl.program_id(0) % H
     batch, chunk = program // span, from_chunk + program % span
     at = program * H + head
@@ -105,7 +105,7 @@ def differentiate(
 @triton.jit
 @no_type_check
 def _passing(matrix, i):
-    """For Z [j, t] of pairs j < t: the sum of each token's row, which counts after it, and of its column, till it."""
+    """Of pairs j < t of a matrix [j, t]: the sums of rows, due to decays after j, and of columns, due up to t."""
     matrix = tl.where(i[:, None] < i[None, :], matrix, 0.0)
     return tl.sum(matrix, 1), tl.sum(matrix, 0)
 
@@ -113,7 +113,7 @@ def _passing(matrix, i):
 @triton.jit
 @no_type_check
 def _put_d_g(d_g, reading, written, passing, row, valid, head, H, SIZE: tl.constexpr):
-    """Of what each token's reading gives the log-decays before it, and its being written those after it."""
+    """Stores d_g: the sum of `reading` of this and later tokens, and of `written` of earlier ones, plus `passing`."""
     i = tl.arange(0, SIZE)
     d_step = tl.where(i[:, None] >= i[None, :], reading[:, None], written[:, None])
     put_scalars(d_g, tl.sum(d_step, 0) + passing, row, valid, head, H, SIZE)
@@ -128,11 +128,11 @@ def pairs(
     PARTS: tl.constexpr, IN: tl.constexpr, KIND: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr,
     ADAPTIVE: tl.constexpr,
 ):  # fmt: skip
-    """Per chunk and head, of sum do . o - y . H x + c ||H||^2 / 2: what pairs of tokens give; dv, and of dg.
+    """For each chunk and head, gradients of sum do . o - y . H x + c ||H||^2 / 2 from pairs of tokens: dv, part of dg.
 
-    Token j writes, token t >= j reads: matrices are [j, t], so that none is transposed that a product left. What pair
-    (j, t) gives the decay between them is due to every g_s with j < s <= t. `for_x`, `for_y` and `for_key` times x, y
-    and k are parts of dk.
+    Token j writes and token t >= j reads. Matrices are [j, t], so that no result of a product is transposed. The
+    gradient of the decay between j and t is due to every g_s with j < s <= t. for_x, for_y and for_key, times x, y and
+    k, are parts of dk.
     """
     program, head = tl.program_id(0) // H, tl.program_id(0) % H
     batch, chunk = program // span, from_chunk + program % span
@@ -194,7 +194,7 @@ def gradients(
     PARTS: tl.constexpr, IN: tl.constexpr, KIND: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr,
     ADAPTIVE: tl.constexpr,
 ):  # fmt: skip
-    """Per chunk, head and block of keys: dk, with x, y and c held, and of dg what comes of it, d_g [block, ..]."""
+    """For each chunk, head and block of keys: dk, with x, y and c held fixed, and its part of dg, d_g [block, ..]."""
     blocks: tl.constexpr = BK // BG
     program, head = tl.program_id(0) // (H * blocks), tl.program_id(0) // blocks % H
     block = tl.program_id(0) % blocks

@@ -1,17 +1,17 @@
-"""Kernels for what a rule reads by ridge regression: every token's system is solved on chip, chunk by chunk.
+"""Kernels for reading by ridge regression: every token's system is solved on chip, chunk by chunk.
 
-Per chunk that starts at (H, U), with A_ij the decay from token j to token i and a_i that from the chunk's start,
+For a chunk with (H, U) before it, A_ij the decay from token j to token i, and a_i the decay from the chunk's start:
 
     H_i x = a_i H x + sum_j A_ij k_j (k_j . x)
     ||H_i||^2 = a_i^2 ||H||^2 + 2 a_i sum_j A_ij k_j^T H k_j + sum_jl A_ij A_il (k_j . k_l)^2
 
-(arXiv:2511.21016, 4.2). Rounding is what makes this hard: x is up to 1 / strength times larger across the keys than
-along them, and only what lies along them is read, so 16 bits of x are not enough anywhere. Hence
+(arXiv:2511.21016, 4.2). Rounding makes this hard: x is up to 1 / strength times larger across the keys than along them,
+and only the part along them is read, so 16 bits of x are not enough. Therefore
 
-- x moves by steps that are rounded before they are multiplied, and its residual by the very same steps: what
-  rounding does to a step, the steps after it undo;
-- states and what multiplies them are fp16 times a scale of their own, which is exact for keys in bf16;
-- x is read in two halves, and so are the states (PARTS = 2) where the demand or the condition is high.
+- x moves by steps that are rounded before they are multiplied, and its residual moves by the same rounded steps, so
+  that later steps undo the rounding of earlier ones;
+- states, and vectors that they are multiplied with, are fp16 times a scale of their own, which is exact for bf16 keys;
+- x is taken as two halves of 16 bits, and so are the states (PARTS = 2) where `Ridge.in_one_half` says no.
 """
 
 from typing import no_type_check
@@ -27,13 +27,13 @@ EMPTY = tl.constexpr(1e-31)
 kernel = triton.jit(
     do_not_specialize=["T", "H", "segment", "boundaries", "from_chunk", "to_chunk", "span", "iterations"]
 )
-"""Compiled once for all lengths and segments, whose counts would else be constants where they are 1 or 16 n."""
+"""Compiles a kernel once for all lengths and segments, which would be constants if they are 1 or 16 n."""
 
 
 @triton.jit
 @no_type_check
 def product(a, b, A: tl.constexpr, B: tl.constexpr, KIND: tl.constexpr):
-    """a @ b, each in as many parts of KIND as said; fp32 as it is."""
+    """a @ b, with a in A and b in B parts of dtype KIND; in one part if KIND is fp32."""
     high_a, high_b = held(a.to(KIND)), b.to(KIND)
     out = tl.dot(high_a, high_b, input_precision="ieee")
     if tl.float32 != KIND:
@@ -47,7 +47,7 @@ def product(a, b, A: tl.constexpr, B: tl.constexpr, KIND: tl.constexpr):
 @triton.jit
 @no_type_check
 def scaled(x, HALF: tl.constexpr):
-    """Rows of x [.., W] over a power of two each, so that none leaves fp16's range: what is exact there stays so."""
+    """Divides each row of x [.., W] by a power of two, so that it fits fp16. What fp16 holds exactly stays exact."""
     x = x.to(tl.float32)
     largest = tl.maximum(tl.max(tl.abs(x), 1), 1e-30)
     size = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
@@ -57,7 +57,7 @@ def scaled(x, HALF: tl.constexpr):
 @triton.jit
 @no_type_check
 def log_decays(g, row, valid, head, H, SIZE: tl.constexpr, WIDE: tl.constexpr):
-    """Cumulative log-decays of a chunk, base 2, and the last of them."""
+    """Cumulative log-decays of a chunk in base 2, and the last one."""
     step = tl.maximum(scalars(g, row, valid, head, H, SIZE), LOWEST) * LOG2_E
     if WIDE:
         step = step.to(tl.float64)
@@ -67,7 +67,7 @@ def log_decays(g, row, valid, head, H, SIZE: tl.constexpr, WIDE: tl.constexpr):
 @triton.jit
 @no_type_check
 def put_state(s, states, norms, at, block, blocks, BK: tl.constexpr, BW: tl.constexpr, PARTS: tl.constexpr):
-    """Stores a state's block [BK, BW] over its norm, in parts, beside the norm."""
+    """Stores a state's block [BK, BW], divided by its norm, in PARTS parts, and the norm."""
     largest = tl.max(tl.abs(s))
     within = s / tl.where(largest > 0, largest, 1.0)
     norm = largest * tl.sqrt(tl.sum(within * within))
@@ -86,7 +86,7 @@ def put_state(s, states, norms, at, block, blocks, BK: tl.constexpr, BW: tl.cons
 def stored(
     states, at, part, row, block, blocks, BK: tl.constexpr, BR: tl.constexpr, BW: tl.constexpr, PARTS: tl.constexpr
 ):
-    """Pointers to BR rows of a block of what `put_state` stored."""
+    """Pointers to BR rows of a block that `put_state` stored."""
     i, j = row + tl.arange(0, BR), block * BW + tl.arange(0, BW)
     return states + ((at.to(tl.int64) * PARTS + part) * BK + i[:, None]) * (blocks * BW) + j[None, :]
 
@@ -97,7 +97,7 @@ def times(
     a, a_low, states, at, row, block, blocks, BK: tl.constexpr, BR: tl.constexpr, BW: tl.constexpr,
     A: tl.constexpr, PARTS: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """a [.., BR] times BR rows of a block, or a [.., BW] times their transpose, before its norm; a in A parts."""
+    """a [.., BR] @ BR rows of a stored block, or a [.., BW] @ their transpose; without the norm. a: in A parts."""
     s = tl.load(stored(states, at, 0, row, block, blocks, BK, BR, BW, PARTS))
     s = tl.trans(s) if TRANSPOSED else s
     a = held(a)
@@ -117,7 +117,7 @@ def sweep(
     SIZE: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr, FULL: tl.constexpr, FULL_D: tl.constexpr,
     PARTS: tl.constexpr, IN: tl.constexpr, KIND: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """S <- exp(G_C) S + k^T (exp(G_C - G) u) over a segment's chunks; stores S before each, and after the last."""
+    """S <- exp(G_C) S + k^T (exp(G_C - G) u) over a segment's chunks; stores S before each chunk and after the last."""
     block, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     i, j = tl.arange(0, BK), block * BW + tl.arange(0, BW)
     bound = begin + ((batch * boundaries + segment).to(tl.int64) * H + head) * K * D + i[:, None] * D + j[None, :]
@@ -142,7 +142,7 @@ def sweep(
 def _less_product(
     rest, d, d_low, key, gram, gram_low, within, since, PARTS: tl.constexpr, ALONG: tl.constexpr
 ):  # fmt: skip
-    """rest - H_t d_t, for H and d [C, K] in PARTS, and k . d in ALONG."""
+    """rest - H_t d_t, with H and d [C, K] in PARTS parts, and k . d in ALONG parts."""
     along = tl.dot(d, tl.trans(key), input_precision="ieee")
     if PARTS == 2:
         along = tl.dot(d_low, tl.trans(key), along)
@@ -161,14 +161,14 @@ def _less_product(
 @triton.jit
 @no_type_check
 def _low(new, d, PARTS: tl.constexpr):
-    """What rounding new to d left, where that counts (d itself in its place where not)."""
+    """What rounding `new` to d lost, if PARTS is 2; else d, in its place."""
     return (new - d.to(tl.float32)).to(d.dtype) if PARTS == 2 else d
 
 
 @triton.jit
 @no_type_check
 def _taken(d, d_low, PARTS: tl.constexpr):
-    """The step that d in parts stands for."""
+    """The step that d and d_low add up to."""
     return d.to(tl.float32) + d_low.to(tl.float32) if PARTS == 2 else d.to(tl.float32)
 
 
@@ -177,7 +177,7 @@ def _taken(d, d_low, PARTS: tl.constexpr):
 def _chebyshev(
     rest, low, iterations, key, gram, gram_low, within, since, PARTS: tl.constexpr, ALONG: tl.constexpr,
 ):  # fmt: skip
-    """`deltalab.ridge.chebyshev` for eigenvalues in [low, 1], by steps d that are rounded: x += d, rest -= A d."""
+    """`deltalab.ridge.chebyshev` for eigenvalues in [low, 1], by rounded steps d: x += d, rest -= A d."""
     step = 2 / (1 + low)
     rho_squared = (1 - low) / (1 + low)
     rho_squared *= rho_squared
@@ -206,7 +206,7 @@ def _chebyshev(
 def _conjugate_gradient(
     rest, low, iterations, key, gram, gram_low, within, since, PARTS: tl.constexpr, ALONG: tl.constexpr,
 ):  # fmt: skip
-    """`deltalab.ridge.conjugate_gradient`, by directions that are rounded alike in x and its residual."""
+    """`deltalab.ridge.conjugate_gradient`, with the same rounded directions in x and in its residual."""
     x = tl.zeros(rest.shape, tl.float32)
     d = rest.to(key.dtype)
     d_low = _low(rest, d, PARTS)
@@ -237,7 +237,7 @@ def measure(
     SIZE: tl.constexpr, BK: tl.constexpr, BG: tl.constexpr, FULL: tl.constexpr,
     PARTS: tl.constexpr, IN: tl.constexpr, KIND: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Per chunk and head: ||H_t||, which is 0 where H_t counts as empty."""
+    """For each chunk and head: ||H_t||, or 0 if H_t counts as empty."""
     program, head = tl.program_id(0) // H, tl.program_id(0) % H
     batch, chunk = program // span, from_chunk + program % span
     at = program * H + head
@@ -272,11 +272,11 @@ def solve(
     PARTS: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr,
     ALONG: tl.constexpr, ADAPTIVE: tl.constexpr, CHEBYSHEV: tl.constexpr,
 ):  # fmt: skip
-    """Per chunk and head: x with (H_t + lambda_t I) x_t = rhs_t, in fp32.
+    """For each chunk and head: x with (H_t + lambda_t I) x_t = rhs_t, in fp32.
 
-    Backward rhs is dx, so this x is dq, given in q's dtype too; with the x of the forward it makes c_t, half of what
-    each ||H_t||^2 is due through lambda. Solved over its largest eigenvalue's bound and rhs's largest
-    element, so that all of it fits fp16.
+    In the backward, rhs is dx, so x is dq, which x_half [..] takes in q's dtype. With the forward's x it also stores
+    c_t, half of the gradient of each ||H_t||^2 through lambda. The system is divided by a bound of its largest
+    eigenvalue, and rhs by its largest element, so that all numbers fit fp16.
     """
     program, head = tl.program_id(0) // H, tl.program_id(0) % H
     batch, chunk = program // span, from_chunk + program % span
@@ -285,7 +285,7 @@ def solve(
     i, channel = tl.arange(0, SIZE), tl.arange(0, BK)
     where, there = rows(k, row, valid, head, H, channel, K, SIZE, FULL)
     key, key_size = scaled(tl.load(where, mask=there, other=0.0), HALF)
-    # One unit for all columns.
+    # One scale for all columns.
     norms = tl.load(gram_norms + at * (BK // BG) + channel // BG)
     unit = tl.max(norms, 0)
     norms /= tl.where(unit > 0, unit, 1.0)
@@ -331,7 +331,7 @@ def read(
     SIZE: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FULL: tl.constexpr, FULL_V: tl.constexpr,
     PARTS: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Per chunk and head: o = scale U_t^T x_t."""
+    """For each chunk and head: o = scale U_t^T x_t."""
     program, head = tl.program_id(0) // H, tl.program_id(0) % H
     batch, chunk = program // span, from_chunk + program % span
     at = program * H + head

@@ -1,9 +1,9 @@
 """The last kernel of `kernels.scalar`'s backward: the gradients of a chunk's operands, parallel over chunks.
 
-What is read or erased at i grows with G_i, what is written at j shrinks with G_j. Where both lie in the chunk the two
-come from one matrix, rounded once, so that they cancel as they should in the sum that g_t gets.
-It has few warps and goes through the keys in blocks, so that several chunks share a multiprocessor: one of them
-computes while the others wait for memory.
+What is read or erased at i grows with G_i, and what is written at j shrinks with G_j. If both lie in the chunk, both
+come from one matrix that is rounded once, so that they cancel in the sum that is the gradient of g_t.
+The kernel has few warps and goes through the keys in blocks, so that several chunks share a multiprocessor: one of
+them computes while the others wait for memory.
 """
 
 from typing import no_type_check
@@ -36,7 +36,7 @@ def _row_dot(x, y):
 @triton.jit
 @no_type_check
 def _write(u, written, row, here, valid, column, SIZE: tl.constexpr, RAGGED: tl.constexpr):
-    """What a chunk's tokens have written, [SIZE, BV]; where nothing is erased, before it is multiplied by beta."""
+    """w of a chunk, [SIZE, BV]. If nothing is erased, that is u, before its product with beta."""
     if written is not None:
         found = get_rows(written, here, valid, column, SIZE, RAGGED)
     else:
@@ -54,10 +54,12 @@ def gradients(
     FIT: tl.constexpr, OWN: tl.constexpr, LOSS: tl.constexpr, SUM: tl.constexpr,
     PACKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Of one chunk and head. d_u and new_d_u are one tensor, which holds the gradient of beta u and leaves with u's.
+    """Computes the gradients of one chunk and head.
 
-    more_r, more_k, more_g: d_r, d_k and d_g hold other gradients of theirs before. LOSS: u is a pseudo-residual, and
-    new_d_u is of its error. FIT: d_error is of the error that S_{t-1} predicts with; OWN: what is to be predicted is u.
+    d_u, new_d_u: one tensor, which holds the gradient of beta u before and the gradient of u after.
+    more_r, more_k, more_g: gradients to add to those of r, k and g, or None; they are d_r, d_k and d_g themselves.
+    LOSS: u is a pseudo-residual, and new_d_u becomes the gradient of its error.
+    FIT: the pass predicts from S_{t-1}, and d_error is the gradient of its error. OWN: it predicts u.
     """
     program, head = tl.program_id(0) // H, tl.program_id(0) % H
     sequence, chunk = locate(program, of, first, span, PACKED)
@@ -69,7 +71,7 @@ def gradients(
     i = tl.arange(0, SIZE)
     kind = k.dtype
     slot, column = (program * H + head) * V, head * V
-    # Where `written` and its like begin: they hold this span alone.
+    # First row in `written`, which holds this span alone.
     here = row if PACKED else (sequence * span + chunk - from_chunk) * SIZE
     steps = None if g is None else decays(g, row, valid, head, H, SIZE)
     strength = None
@@ -83,7 +85,7 @@ def gradients(
     if d is not None:
         correction = scalars(d, row, valid, head, H, SIZE)
 
-    # What each token has to do with each other one: as a reader, as a predictor, and as one that is erased.
+    # [i, j]: gradients of what token i reads, predicts and erases of what token j wrote.
     reads, reads_t = tl.zeros([SIZE, SIZE], tl.float32), tl.zeros([SIZE, SIZE], tl.float32)
     if FIT:
         fits, fits_t = reads, reads
@@ -128,7 +130,7 @@ def gradients(
         d_factor = tl.zeros([SIZE], tl.float32)
     if d is not None:
         d_correction = tl.zeros([SIZE], tl.float32)
-    # Of g: as what reads and predicts, as what erases, what is written inside the chunk, and what leaves it.
+    # Parts of the gradient of G: from reading and predicting, from erasing, from writing, and from the last state.
     grow, grow_e = tl.zeros([SIZE], tl.float32), tl.zeros([SIZE], tl.float32)
     shrink, ending = tl.zeros([SIZE], tl.float32), tl.zeros([SIZE], tl.float32)
     kept = tl.zeros([BK, BK], tl.float32)
@@ -139,7 +141,7 @@ def gradients(
             s = states.load([slot + block, key])
             if g is not None:
                 after = states_after.load([slot + block, key])
-                # Its diagonal alone is needed, but a product takes both where they are, in shared memory.
+                # Only the diagonal is needed, but a product takes both operands from shared memory, where they are.
                 kept += tl.dot(tl.trans(s), after, input_precision=PRECISION)
             if V > BV:
                 do_c = get_rows(d_o, row, valid, column + block, SIZE, RAGGED)
@@ -219,7 +221,7 @@ def gradients(
         key = tl.arange(0, BK)
         kept = tl.sum(tl.sum(tl.where(key[:, None] == key[None, :], kept, 0.0), 1), 0)
         dg += tl.sum(ending) + tl.exp2(total.to(tl.float32)) * kept
-        # A sum that stands before its token takes nothing of that token's own g.
+        # What sees G_{i-1} has no gradient for its own token's g.
         if FIT:
             dg -= grow
         if e is not None and not LATE:

@@ -1,16 +1,16 @@
-"""Kernels for a state that decays by a scalar or not at all, and erases along its key or not at all.
+"""Kernels for a state that may decay by a scalar, and may erase along its key.
 
-Per chunk that starts at S, with G the cumulative log-decay and A_ij = exp(G_i - G_j) (reference._scan says more):
+For a chunk with S before it, G the cumulative log-decay and A_ij = exp(G_i - G_j) (see reference._scan):
 
     (I + M) w = beta u - e exp(G') k S,   M_ij = e_i exp(G'_i - G_j) k_i . k_j,  j < i     G' = G or G_{i-1}
     o = scale (exp(G) r S + P w),   P_ij = A_ij r_i . k_j,  j <= i
     S <- exp(G_C) S + k^T (exp(G_C - G) w)
 
-where r stands for read r - d k. `prepare` makes what does not depend on S, for all chunks at once, times scale where
-it reads; `scan` goes through the chunks with the state in registers. It lies there transposed, [V, K]: then the left
-operand of every product is in registers already, and the right one is a tile that was loaded ahead. Where nothing is
-erased or corrected `scan` waits for memory alone and has the time to make P, which then need not be moved.
-K is a power of two and V a multiple of BV; r, k, u, .. are descriptors (`chunk.tiles`).
+where r stands for read r - d k. `prepare` computes what does not depend on S, for all chunks at once, and multiplies
+what reads by scale. `scan` goes through the chunks with the state in registers, transposed to [V, K]: the left operand
+of every product is then in registers already, and the right one is a tile that was loaded ahead. If nothing is erased
+or corrected, `scan` waits for memory alone and has time to compute P itself, so that P is neither stored nor loaded.
+K is a power of two and V a multiple of BV. r, k, u and their like are descriptors (`launch.tiles`).
 """
 
 from typing import no_type_check
@@ -32,9 +32,10 @@ from deltalab.kernels.chunk import (
 )
 
 READS, CORRECTS, ERASES, WRITES, ENDS, KEEPS, SINCE, READ, SUMS, SEEN = (tl.constexpr(n) for n in range(10))
-"""Rows of `vectors`, what each token of a chunk is multiplied by where it is read (exp(G) read, and exp(G) d), erased
-(exp(G') e), written (beta) and carried to the chunk's end (exp(G_C - G)); the first of the next one is exp(G_C); to
-predict, exp(G) alone; and for who makes P: read, G, base 2, and what a reader sees of it, G_i or G_{i-1}."""
+"""Rows of `vectors`, factors for each token of a chunk. READS: exp(G) read. CORRECTS: exp(G) d. ERASES: exp(G') e.
+WRITES: beta. ENDS: exp(G_C - G), from the token to the chunk's end. KEEPS: exp(G_C) in its first element. SINCE:
+exp(G), to predict. For kernels that compute P: READ is read, SUMS is G in base 2, and SEEN is the G that a reader sees,
+G_i or G_{i-1}."""
 
 ROWS = tl.constexpr(10)
 
@@ -59,7 +60,10 @@ def prepare(
     K: tl.constexpr, SIZE: tl.constexpr, LATE: tl.constexpr, FIT: tl.constexpr, SUM: tl.constexpr,
     PACKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Per chunk and head: `vectors` and, where wanted, (I + M)^{-1} - I, P, and, to predict, P of k in place of r."""
+    """For each chunk and head: stores `vectors` and, unless None, inverse (I + M)^{-1} - I and within, P.
+
+    FIT: the pass predicts its target from the state before each token. overlaps is then P with k in place of r.
+    """
     program, head = tl.program_id(0) // H, tl.program_id(0) % H
     sequence, chunk = locate(program, of, first, chunks, PACKED)
     if sequence >= sequences:
@@ -70,7 +74,7 @@ def prepare(
     at = program * H + head
     mine = vectors + at.to(tl.int64) * (ROWS * SIZE)
     there = tl.where(i < valid, 1.0, 0.0)
-    # All at once, before anything waits.
+    # Begin all loads before anything waits for one.
     steps = None if g is None else decays(g, row, valid, head, H, SIZE)
     strength = there if read is None else scalars(read, row, valid, head, H, SIZE)
     writes = there if beta is None else scalars(beta, row, valid, head, H, SIZE)
@@ -114,7 +118,7 @@ def prepare(
 @triton.jit
 @no_type_check
 def _decays(vectors, SIZE: tl.constexpr, FIT: tl.constexpr):
-    """What products of keys are multiplied by in P of k, and in P by what a reader is besides; and `SINCE`."""
+    """A_ij of what a reader sees, which P and P of k share, and `SINCE`."""
     i = tl.arange(0, SIZE)
     sums, seen = tl.load(vectors + SUMS * SIZE + i), tl.load(vectors + SEEN * SIZE + i)
     return apart(seen[:, None], sums[None, :], i[:, None], i[None, :], FIT), tl.exp2(seen.to(tl.float32))
@@ -123,14 +127,14 @@ def _decays(vectors, SIZE: tl.constexpr, FIT: tl.constexpr):
 @triton.jit
 @no_type_check
 def _along(x, y):
-    """x, which reaches an operand of a product, and y with it: a loop loads ahead what does that, and nothing else."""
+    """Returns x + 0 y. If x reaches an operand of a product, a loop loads y ahead as well."""
     return x + 0 * y
 
 
 @triton.jit
 @no_type_check
 def pseudo_residual(error, clip, LOSS: tl.constexpr):
-    """structure.ResidualState, of an error in fp32; tanh by exp of what is not positive, lest it overflow."""
+    """The pseudo-residual of `structure.ResidualState`, in fp32. tanh by exp(-2 |error|) cannot overflow."""
     if LOSS == "huber":
         error = tl.minimum(tl.maximum(error, -clip), clip)
     elif LOSS == "log_cosh":
@@ -142,7 +146,7 @@ def pseudo_residual(error, clip, LOSS: tl.constexpr):
 @triton.jit
 @no_type_check
 def through_residual(upstream, residual, clip, LOSS: tl.constexpr):
-    """The gradient of the error, from that of its pseudo-residual and the pseudo-residual's value."""
+    """The gradient of the error. upstream: gradient of its pseudo-residual. residual: the pseudo-residual."""
     if LOSS == "huber":
         upstream = tl.where(tl.abs(residual) < clip, upstream, 0.0)
     elif LOSS == "log_cosh":
@@ -159,13 +163,13 @@ def scan(
     K: tl.constexpr, SIZE: tl.constexpr, BV: tl.constexpr, CORRECTED: tl.constexpr, LOSS: tl.constexpr,
     MAPS: tl.constexpr, PACKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One head's block of values through chunks from_chunk to to_chunk.
+    """Takes one head's block of values through chunks from_chunk to to_chunk.
 
-    Writes what is not None: the output o, on top of `base`; `residual` of `target`, which is u where None, and reads
-    what its token has not written yet, as o then does; the last state; `states` that chunks start with, transposed, and
-    what they have `written`, of this span.
-    begin_states: [B, segments, H, V, K], the state before every `every`-th chunk; written where o is, else read.
-    MAPS: beyond V go K values more, of I in place of the state, to which nothing is written: last is [B, H, K, V + K].
+    Stores what is not None: o, the output plus `base`; `residual`, the pseudo-residual of `target` (u if None); last,
+    the last state; and for this span the transposed state before each chunk (states) and w (written).
+    With a residual, the prediction and o read the state before their token writes.
+    begin_states: [B, segments, H, V, K], the state before every `every`-th chunk; stored if o is, else loaded.
+    MAPS: K more columns follow the V values. They start as I and nothing is written to them: last [B, H, K, V + K].
     """
     block, head, sequence = tl.program_id(0) * BV, tl.program_id(1), tl.program_id(2)
     start, length = bounds(sequence, cu_seqlens, length, PACKED)
@@ -191,7 +195,7 @@ def scan(
     else:
         s = tl.zeros([BV, K], tl.float32)
     for begin in range(from_chunk, to_chunk, every):
-        # Not in the loop over chunks: what it is laid out anew by would take the room of tiles to come.
+        # Store outside of the loop over chunks: a layout conversion in it would take the room of tiles loaded ahead.
         if o is not None and begin_states is not None:
             tl.store(begin_states + begun + (begin // every).to(tl.int64) * H * K * V, s)
         for chunk in range(begin, tl.minimum(begin + every, to_chunk)):
@@ -238,7 +242,7 @@ def scan(
                 )
                 put_rows(written, tl.trans(w), at_span, valid, head * V + block, H * V, SIZE, BV, RAGGED)
             if LOSS is not None:
-                # Before what is read, so that it leaves its registers to that.
+                # Before the output is computed, so that its registers are free again.
                 error = tl.dot(w.to(kind), overlap_t, error, input_precision=PRECISION)
                 if target is not None:
                     more = tl.trans(get_rows(target, row, valid, head * V + block, SIZE, RAGGED)).to(tl.float32)
@@ -278,11 +282,11 @@ def reverse(
     K: tl.constexpr, SIZE: tl.constexpr, BV: tl.constexpr, CORRECTED: tl.constexpr,
     PACKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the state, d_state [.., V, K], from chunk to_chunk back to from_chunk, a head's block of values.
+    """Takes the gradient of the state, d_state [.., V, K], from chunk to_chunk back to from_chunk, one block of values.
 
-    Writes what is not None: the gradient of the state after each chunk, transposed too, and to d_u that of beta u
-    (through the inverse).
-    d_error: of what is predicted wrongly, with which its prediction falls.
+    Stores what is not None: states_after, the transposed gradient of the state after each chunk, and d_u, the gradient
+    of beta u, through the inverse.
+    d_error: gradient of target - prediction, if the pass predicts.
     """
     block, head, sequence = tl.program_id(0) * BV, tl.program_id(1), tl.program_id(2)
     start, length = bounds(sequence, cu_seqlens, length, PACKED)

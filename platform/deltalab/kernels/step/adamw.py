@@ -1,4 +1,4 @@
-"""A step of AdamW with clipping for many runs, in two launches: it reads a gradient twice, all else once."""
+"""A step of AdamW with clipping for many runs, in two launches. It reads the gradient twice and all else once."""
 
 from typing import no_type_check
 
@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 PARTS = 256
-"""Programs that sum the squares of a run's gradient, each in an order that is always the same."""
+"""Programs that sum the squares of a run's gradient, each in a fixed order."""
 
 BLOCK = 1024
 
@@ -31,14 +31,14 @@ def adamw_kernel(
     weights, first, second, grad, losses, squares, bad, loss, begin, row, rates, betas, new, clip, eps,
     width, decayed, runs, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program for each block of each run, which all find out for themselves whether the run is fine."""
+    """A program for each block of each run. Each finds out for itself whether the run is finite."""
     run, now = tl.program_id(1), tl.load(row)
     norm = tl.sqrt(tl.sum(tl.load(squares + run * PARTS + tl.arange(0, PARTS)), 0))
     was, new_loss = tl.load(bad + run), tl.load(losses + run)
     fine = (was < 0) & (tl.abs(new_loss) < float("inf")) & (norm < float("inf"))
     if tl.program_id(0) == 0:
         tl.store(loss + run, new_loss)
-        # Programs that read this instead of -1 find the run as bad as they would have anyway.
+        # A program that reads this instead of -1 would have found the run bad anyway.
         tl.store(bad + run, tl.load(begin) + now, mask=(was < 0) & (fine == 0))
     rates += now * 3 * runs + run
     decay, rate, root = tl.load(rates), tl.load(rates + runs), tl.load(rates + 2 * runs)
@@ -75,14 +75,15 @@ def adamw_(
     eps: float,
     decayed: int,
 ) -> None:
-    """In place, for weights, moments and gradient [n, P] in fp32, of which the first `decayed` of a row decay:
+    """Updates weights and moments [n, P] in place by a gradient [n, P], all fp32. The first `decayed` of a row decay:
 
     g = min(1, clip / (|grad| + 1e-6)) grad, m += (1 - beta_1) (g - m), v += (1 - beta_2) (g^2 - v),
     w <- (1 - decay) w - rate m / (v^(1/2) / root + eps).
 
-    losses [n] go to `loss`. A run whose loss or |grad| is not finite is bad [n] from step begin + row on, if it was
-    not before (-1): it has a gradient of 0, and its weights stay what they are.
-    decay, rate, root: rates[row], [.., 3, n, 1]. betas, new [2, n, 1]: both, and 1 - both. begin, row: 0-dim, int64.
+    losses [n] are copied to `loss`. bad [n]: the first step, begin + row, at which a run's loss or |grad| was not
+    finite, or -1. Such a run has a gradient of 0, and its weights stay as they are.
+    decay, rate, root: rates[row], of [.., 3, n, 1]. betas [2, n, 1]: beta_1 and beta_2. new [2, n, 1]: 1 - betas.
+    begin, row: 0-dim, int64.
     """
     runs, width = weights.shape
     squares = grad.new_empty(runs, PARTS)

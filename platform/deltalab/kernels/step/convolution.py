@@ -1,9 +1,9 @@
-"""From one product with x to q, k and v: short convolution, SiLU and unit norm, and the rest of it apart, in one pass.
+"""Splits one product of x into q, k, v, gate and rest in one pass: short convolution, SiLU and unit norm on the way.
 
-Every row of a program's tile walks along a part of a sequence, a token in each step. What the convolution needs of
-earlier tokens is then still in registers: each number is read once, and in the backward computed once.
+Every row of a program's tile walks along a part of a sequence, one token in each step. The earlier tokens that the
+convolution needs are then still in registers, so each number is loaded once, and in the backward computed once.
 """
-# ruff: noqa: RUF005  Triton takes no * in a tuple.
+# ruff: noqa: RUF005  Triton does not support * in a tuple.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,25 +18,25 @@ from deltalab.kernels.chunk import MOVES
 from deltalab.kernels.register import absent, existing, register
 
 EPS = tl.constexpr(1e-6)
-"""Below it a norm is taken for it."""
+"""The least norm that a vector is divided by."""
 
 AHEAD = tl.constexpr(2)
-"""Tokens that a row loads before it needs them."""
+"""Tokens that a row loads ahead."""
 
 LANES = 64
-"""Channels that a program holds at least, 128 bytes of each row in 16 bits; more where a head has more."""
+"""The fewest channels of a program, 128 bytes of a row in 16 bits. It holds a whole head if that is wider."""
 
 TILE = 4096
-"""Elements that a program holds of tokens that one convolution sees, of all its rows: 32 for each thread of 4 warps."""
+"""Elements of a program: the tokens that a convolution sees at a time, of all rows; 32 for each thread of 4 warps."""
 
 PROGRAMS = 1024
-"""That keep a GPU busy: rows walk at most 64 tokens, and fewer where there would be fewer programs."""
+"""Programs that keep a GPU busy. Rows walk along at most 64 tokens, and along fewer to make as many programs."""
 
 
 @triton.jit
 @no_type_check
 def columns(block, WIDTH: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr):
-    """[1, GROUPS, LANES] columns of a part that is WIDTH wide, in groups of GROUP, and which of them there are."""
+    """[1, GROUPS, LANES]: columns of a part of WIDTH columns, in groups of GROUP, and which of them exist."""
     group = block * GROUPS + tl.arange(0, GROUPS)[None, :, None]
     lane = tl.arange(0, LANES)[None, None, :]
     column = group * GROUP + lane
@@ -55,7 +55,7 @@ def weights(w, run, column, there, C: tl.constexpr, W: tl.constexpr):
 @triton.jit
 @no_type_check
 def earlier(at, past, begin, there, P: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
-    """The W - 1 tokens before those that `at` points to; before the sequence what `past` points to, or 0."""
+    """The W - 1 tokens before those that `at` points to. Before the sequence, those of `past`, or 0."""
     seen = ()
     for i in tl.static_range(1, W):
         t = begin - W + i
@@ -69,7 +69,7 @@ def earlier(at, past, begin, there, P: tl.constexpr, C: tl.constexpr, W: tl.cons
 @triton.jit
 @no_type_check
 def convolved(seen, taps, W: tl.constexpr):
-    """sum_i taps_i seen_i; the token itself where there is no convolution."""
+    """sum_i taps_i seen_i, or the token itself without a convolution."""
     if W == 0:
         z = seen[0]
     else:
@@ -86,7 +86,7 @@ def read(
     P: tl.constexpr, C: tl.constexpr, W: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
     GROUPS: tl.constexpr, LANES: tl.constexpr, SILU: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """One block of one part: out [.., WIDTH] of x's columns from FIRST on."""
+    """Computes one block of one part: out [.., WIDTH] from columns FIRST and on of x."""
     column, there = columns(block, WIDTH, GROUP, GROUPS, LANES)
     taps = weights(w, run, FIRST + column, there, C, W)
     there = there & valid
@@ -120,7 +120,7 @@ def read_backward(
     ROWS: tl.constexpr, P: tl.constexpr, C: tl.constexpr, W: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr, SILU: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """What `read` is to out. d x_s = sum_i w_i d z_{s + W - 1 - i}, so it walks W - 1 tokens on into what follows."""
+    """The backward of `read`. d x_s = sum_i w_i d z_{s + W - 1 - i}, so a row walks W - 1 tokens beyond its part."""
     MORE: tl.constexpr = W - 1 if W else 0
     column, there = columns(block, WIDTH, GROUP, GROUPS, LANES)
     taps = weights(w, run, FIRST + column, there, C, W)
@@ -188,7 +188,7 @@ def read_backward(
 @triton.jit
 @no_type_check
 def rows(at, run, length, segments, span, sequences, ROWS: tl.constexpr):
-    """Of a run's `at`-th rows, [ROWS, 1, 1]: the sequence, where in it they begin and end, and which of them there are.
+    """For a run's `at`-th ROWS rows, [ROWS, 1, 1]: sequence, first token, end, and which rows exist.
 
     A sequence is cut into `segments` of `span` tokens, the last ones shorter or empty.
     """
@@ -204,7 +204,7 @@ def forward(
     x, w, past, outs, length, segments, span, sequences,
     PARTS: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """A program for each block of each part, of ROWS rows of each run: all blocks of these rows next to each other."""
+    """A program for each block of each part of ROWS rows of a run. Blocks of the same rows are grid neighbours."""
     block, at, run = tl.program_id(0) % BLOCKS, tl.program_id(0) // BLOCKS, tl.program_id(1)
     sequence, begin, end, valid = rows(at, run, length, segments, span, sequences, ROWS)
     for i in tl.static_range(len(PARTS)):
@@ -221,7 +221,7 @@ def backward(
     x, w, past, d_outs, d_x, d_past, d_w, length, segments, span, sequences,
     PARTS: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """As `forward`; d_w [n, programs of a block, W, C]."""
+    """The backward of `forward`, on its grid. d_w [n, programs of a block, W, C]."""
     block, at, run = tl.program_id(0) % BLOCKS, tl.program_id(0) // BLOCKS, tl.program_id(1)
     sequence, begin, end, valid = rows(at, run, length, segments, span, sequences, ROWS)
     mine = run.to(tl.int64) * (tl.num_programs(0) // BLOCKS) + at
@@ -235,9 +235,9 @@ def backward(
 
 @dataclass(frozen=True)
 class Tiling:
-    """The plan of one problem: rows of tokens, and blocks of channels.
+    """How one problem is divided into rows of tokens and blocks of channels.
 
-    parts: of q, k, v, gate and rest the first block and the one after the last, and what `read` takes from W on.
+    parts: for q, k, v, gate and rest, the first block, the end of its blocks, and the arguments of `read` from W on.
     """
 
     runs: int
@@ -269,7 +269,7 @@ class Tiling:
 
     @property
     def programs(self) -> int:
-        """Of each block of each run."""
+        """Number of programs for each block of each run."""
         return -(-self.sequences * self.segments // self.rows)
 
     @property
@@ -288,11 +288,12 @@ class Tiling:
 def convolve(
     x: Tensor, w: Tensor | None, past: Tensor | None, widths: Sequence[int], key_dim: int, silu: bool, unit: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v, gate and rest of x [n, B, T, P] in bf16, fp16 or fp32, side by side with these widths: P in all.
+    """Splits x [n, B, T, P] in bf16, fp16 or fp32 into q, k, v, gate and rest with these widths, P in all.
 
-    q, k and v: sum_i w_i x_{t - W + 1 + i} for w [n, W, C], past [n, B, W - 1, C] before the first x or 0 without it;
-    x itself without w. Then SiLU, and each `key_dim` channels of q and k over their norm, at least 1e-6. The gate is as
-    in x, the rest in fp32. In fp32 within; each [n, B, T, its width], or [n, 0] in place of one of width 0.
+    q, k and v: sum_i w_i x_{t - W + 1 + i} for w [n, W, C], with past [n, B, W - 1, C], or 0, before the first x; x
+    itself without w. Then SiLU (silu), and each `key_dim` channels of q and k divided by their norm, which is at least
+    1e-6 (unit). The gate is unchanged, the rest in fp32. Computes in fp32.
+    Returns [n, B, T, width] for each, or [n, 0] for a width of 0.
     """
     q, k, v, gate, rest = found = _outputs(x=x, widths=widths)
     tiling = Tiling.of(x, w, widths, key_dim, silu, unit)

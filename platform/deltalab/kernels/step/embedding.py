@@ -1,7 +1,7 @@
-"""Rows of an embedding, and their gradient in time that does not depend on how often a token comes.
+"""Looks up rows of an embedding. The time of its gradient does not depend on how often a token occurs.
 
-PyTorch's own sums the parts of a token's gradient, of 10 rows each, one after another: in a batch of associative recall
-three of four tokens are 0, and all else waits for them.
+PyTorch's own gradient sums a token's rows in parts of 10, one after another. In a batch of associative recall, three of
+four tokens are 0, and all else waits for these.
 """
 
 from typing import Any, no_type_check
@@ -14,16 +14,16 @@ from torch import Tensor
 from deltalab.kernels.register import Named, register
 
 TILE = 1024
-"""Numbers that a warp holds at a time, in as many whole rows as that makes."""
+"""Numbers that a warp holds at a time, in whole rows."""
 
 CHUNK = 128
-"""Rows in the order of their tokens whose sums are taken first."""
+"""Rows, sorted by token, that one program sums first."""
 
 
 @triton.jit
 @no_type_check
 def rows_of(x, row, there, D: tl.constexpr, BD: tl.constexpr):
-    """Of x [.., D] the given rows [BR]: pointers, and the mask of what is there."""
+    """Pointers to given rows [BR] of x [.., D], and the mask of elements that exist."""
     column = tl.arange(0, BD)[None, :]
     return x + row.to(tl.int64)[:, None] * D + column, there[:, None] & (column < D)
 
@@ -46,7 +46,7 @@ def lookup_kernel(weight, tokens, out, rows, stride, D: tl.constexpr, BD: tl.con
 def ends_kernel(
     d_out, key, order, heads, tails, total, D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """A program for each chunk: the sums over rows of its first token, and over rows of its last."""
+    """A program for each chunk: sums the rows of its first token, and those of its last."""
     chunk = tl.program_id(0)
     begin = chunk * CHUNK
     first, last = tl.load(key + begin), tl.load(key + tl.minimum(begin + CHUNK, total) - 1)
@@ -71,7 +71,7 @@ def sum_kernel(
     d_out, order, bounds, heads, tails, d_weight,
     D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """A program for each token: over its rows where one chunk has them all, else over the ends of chunks."""
+    """A program for each token: sums its rows if they are all in one chunk, else the sums that `ends_kernel` made."""
     token, i, column = tl.program_id(0), tl.arange(0, BR), tl.arange(0, BD)
     begin, end = tl.load(bounds + token), tl.load(bounds + token + 1)
     from_chunk, to_chunk = begin // CHUNK, (end - 1) // CHUNK

@@ -1,4 +1,4 @@
-"""Cross-entropy of rows of logits and its gradient, which takes their place: each row is read once and written once."""
+"""Cross-entropy of rows of logits, and its gradient in their place: each row is read once and written once."""
 
 from typing import no_type_check
 
@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 WIDEST = 8192
-"""Logits that a program holds at once; wider rows are read twice."""
+"""The most logits that a program holds at once. Wider rows are read twice."""
 
 
 @triton.jit(do_not_specialize=["rows", "every", "apart"])
@@ -17,7 +17,7 @@ def row_kernel(
     logits, targets, count, losses, rows, every, apart,
     IGNORE: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """A program for each row. Where a block holds it, each loop is one turn, and the compiler reads once for both."""
+    """A program for each row. If a block holds the row, each loop runs once, and the compiler loads the row once."""
     row, i = tl.program_id(0), tl.arange(0, BLOCK)
     run = row // rows
     target = tl.load(targets + run * every + row % rows * apart)
@@ -29,7 +29,7 @@ def row_kernel(
     else:
         wanted = tl.load(logits + target).to(KIND)
         share = 1.0 / tl.load(count + run).to(KIND)
-        # Not from -inf, which would make NaN of a block that is all -inf.
+        # Begin with a finite number: -inf would make NaN of a block that is all -inf.
         top, total = tl.full([], -3e38, KIND), tl.zeros([], KIND)
         for begin in range(0, V, BLOCK):
             x = tl.load(logits + begin + i, mask=begin + i < V, other=float("-inf")).to(KIND)
@@ -47,8 +47,8 @@ def row_kernel(
 def cross_entropy_(logits: Tensor, targets: Tensor, count: Tensor, *, ignore: int) -> Tensor:
     """-log softmax(z_i)[y_i] for logits z [n, m, V] and targets y [n, m] in [0, V), at least fp32: [n, m].
 
-    In place of z it leaves (softmax(z_i) - onehot(y_i)) / count, the gradient of the sum over `count` [n], in the dtype
-    of z. Both are 0 where y_i is `ignore`. y may lie in a larger tensor: as it does where a sequence has one label.
+    Overwrites z with (softmax(z_i) - onehot(y_i)) / count, the gradient of the sum over `count` [n], in the dtype of z.
+    Loss and gradient are 0 where y_i is `ignore`. y may be strided, as it is if a sequence has one label.
     """
     runs, rows, width = logits.shape
     wide = logits.dtype == torch.float64

@@ -1,4 +1,4 @@
-"""RMS norm, between the residual addition before it and the gate after it: whatever there is of these in one pass."""
+"""Residual addition, RMS norm and gate in one pass; each of the three may be missing."""
 
 from collections.abc import Sequence
 from typing import Any, no_type_check
@@ -11,16 +11,16 @@ from torch import Tensor
 from deltalab.kernels.register import Named, absent, existing, register
 
 TILE = 2048
-"""Elements that a program holds at a time, in as many whole rows as that makes: 16 for each thread of 4 warps."""
+"""Elements that a program holds at a time, in whole rows: 16 for each thread of 4 warps."""
 
 PROGRAMS = 512
-"""Of the backward, which sum the weights' gradient over many tiles each: about 4 for each multiprocessor."""
+"""Programs of the backward, about 4 for each multiprocessor. Each sums the weights' gradient over many tiles."""
 
 
 @triton.jit
 @no_type_check
 def tile(x, run, i, rows, D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr):
-    """Of x [n, rows, D] the i-th BR rows of a run: pointers, and the mask of what is there."""
+    """Pointers to the i-th BR rows of a run in x [n, rows, D], and the mask of elements that exist."""
     row, column = tl.arange(0, BR)[:, None], tl.arange(0, BD)[None, :]
     first = i * BR
     return x + (run.to(tl.int64) * rows + first) * D + (row * D + column), (row < rows - first) & (column < D)
@@ -29,7 +29,7 @@ def tile(x, run, i, rows, D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr):
 @triton.jit
 @no_type_check
 def load(x, run, i, rows, D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr):
-    """`tile` in fp32; 0 where there is nothing."""
+    """Loads a `tile` in fp32; elements that do not exist are 0."""
     at, there = tile(x, run, i, rows, D, BD, BR)
     return tl.load(at, mask=there, other=0.0).to(tl.float32)
 
@@ -66,7 +66,7 @@ def forward(
     i, run = tl.program_id(0), tl.program_id(1)
     out = load(x, run, i, rows, D, BD, BR)
     if branch is not None:
-        # As it is stored, which is what the backward reads.
+        # Round as the stored sum is rounded, which the backward reads.
         out = (out + load(branch, run, i, rows, D, BD, BR)).to(total.dtype.element_ty).to(tl.float32)
         store(total, out, run, i, rows, D, BD, BR)
     if w is not None:
@@ -82,7 +82,7 @@ def backward(
     x, w, gate, d_y, d_total, d_x, d_branch, d_w, d_gate, rows, eps,
     D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """x is what the norm was of. A program has every `PROGRAMS`-th tile of a run, and a row of d_w [n, programs, D]."""
+    """x: the norm's input. Each program takes every `PROGRAMS`-th tile of a run and a row of d_w [n, programs, D]."""
     run = tl.program_id(1)
     sums = tl.zeros([BR, BD], dtype=tl.float32)
     for i in range(tl.program_id(0), tl.cdiv(rows, BR), tl.num_programs(0)):

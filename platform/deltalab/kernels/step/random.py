@@ -1,7 +1,7 @@
-"""Random numbers in one pass: by PyTorch's operators they are 20 launches at each use, in a step of small models most.
+"""Random numbers in one pass. PyTorch's operators take 20 launches at each use, most of a step of a small model.
 
-Bit for bit what `deltalab.tasks.randomness` gives without kernels: integers, and float64 operations that are rounded
-one by one, since no product is added to without a rounding in between.
+The bits are those of `deltalab.tasks.randomness` without kernels: integers, and float64 operations that are rounded one
+by one, because fused multiply-add is off.
 """
 
 import math
@@ -15,7 +15,7 @@ from torch import Tensor
 BLOCK = 256
 
 WIDEST = 256
-"""Integers that `distinct` chooses: each is compared with each."""
+"""The most integers that `distinct` chooses, because it compares each with each."""
 
 TILE = 1024
 """Comparisons that a program holds at a time."""
@@ -29,7 +29,7 @@ LOG_2 = tl.constexpr(math.log(2))
 @triton.jit
 @no_type_check
 def splitmix64(starts, rows, by_start, by_part, by_row, i, there, width):
-    """The words at i of this program's part, uint64."""
+    """Words i of this program's part, uint64."""
     row = i // width
     if rows is not None:
         at = tl.load(rows + tl.program_id(1).to(tl.int64) * by_part + row * by_row, mask=there, other=0)
@@ -42,7 +42,7 @@ def splitmix64(starts, rows, by_start, by_part, by_row, i, there, width):
     return z ^ (z >> 31)
 
 
-# Neither sizes nor where a column of a table begins make another kernel.
+# No kernel is compiled again because of a size, or of where a table's column begins.
 ANY = [
     "starts", "rows", "by_start", "by_part", "by_row", "total", "width", "count", "below", "below_row", "below_column",
 ]  # fmt: skip
@@ -54,7 +54,7 @@ def integers_kernel(
     starts, rows, below, out, by_start, by_part, by_row, below_row, below_column, total, width,
     SHIFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program for each block of each part. below: none, a number where it has no strides, or where it lies."""
+    """A program for each block of each part. below: None, a number if it has no strides, or a pointer."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = i < total
     words = splitmix64(starts, rows, by_start, by_part, by_row, i, there, width)
@@ -72,7 +72,7 @@ def integers_kernel(
 def exponential_kernel(
     starts, rows, out, by_start, by_part, by_row, total, width, TERMS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """In the order of `Random.exponential`."""
+    """-log u as `Random.exponential` computes it, operation by operation."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = i < total
     words = splitmix64(starts, rows, by_start, by_part, by_row, i, there, width)
@@ -92,7 +92,7 @@ def exponential_kernel(
 @triton.jit
 @no_type_check
 def swaps(starts, rows, by_start, by_part, by_row, choice, step, count, below, width):
-    """The places in [step, below) that steps swap with; -1 for steps that there are none of."""
+    """The places in [step, below) that steps swap with; -1 for steps beyond the last."""
     there = step < count
     words = splitmix64(starts, rows, by_start, by_part, by_row, choice * count + step, there, width)
     place = step + (words >> 1).to(tl.int64, bitcast=True) % tl.where(there, below - step, 1)
@@ -128,9 +128,9 @@ def distinct_kernel(
 def integers(
     starts: Tensor, rows: Tensor | None, shape: tuple[int, ...], *, shift: int = 0, below: int | Tensor | None = None
 ) -> Tensor:
-    """int64 `shape`: SplitMix64's words, shifted to the right with zeros, and modulo `below`, if it is given.
+    """int64 `shape`: SplitMix64's words, shifted right logically, and modulo `below` if it is given.
 
-    starts [n], rows [n, R]: as `Random._begin` gives them, for n R rows.
+    starts [n], rows [n, R]: as `Random._begin` returns them, for n R rows.
     """
     part = Parts.of(starts, rows, shape, torch.int64)
     below_row, below_column = None, None
