@@ -9,7 +9,7 @@ import argparse
 import math
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -23,7 +23,7 @@ from deltalab.authoring.inputs import normal
 from deltalab.models.layer import RuleLayer
 from deltalab.models.model import Model, build_model
 from deltalab.ops.reference import into_chunks
-from deltalab.ridge import SOLVERS, Grams, Product, System, regression, solve
+from deltalab.ridge import SOLVERS, Grams, Product, Solver, System, regression, solve
 from deltalab.rule import State
 from deltalab.structure import Ridge
 from deltalab_rules.gka import GKA
@@ -74,7 +74,7 @@ def padded_conjugate_gradient(times: Product, q: Tensor) -> Iterator[Tensor]:
         yield x
 
 
-def in_bf16(solver: Callable[[System, Tensor], Iterator[Tensor]]) -> Callable[[System, Tensor], Iterator[Tensor]]:
+def in_bf16(solver: Solver) -> Solver:
     """H and its bounds are built in fp32 and rounded once; the iterations see and keep nothing but bf16."""
 
     def iterates(system: System, q: Tensor) -> Iterator[Tensor]:
@@ -86,12 +86,21 @@ def in_bf16(solver: Callable[[System, Tensor], Iterator[Tensor]]) -> Callable[[S
     return iterates
 
 
-SOLVERS |= {
+ITERATIONS: dict[str, Solver] = {
+    **SOLVERS,
     "gd": lambda system, q: descent(system.times, q, system.low, system.high),
     "agd": lambda system, q: accelerated(system.times, q, system.low, system.high),
     "cg_eps": lambda system, q: padded_conjugate_gradient(system.times, q),
 }
-SOLVERS |= {f"{method}_bf16": in_bf16(SOLVERS[method]) for method in METHODS}
+ITERATIONS |= {f"{method}_bf16": in_bf16(ITERATIONS[method]) for method in METHODS}
+
+
+@dataclass(frozen=True)
+class Method:
+    """A ridge, and the solver that takes its iterations; the ridge's own where None."""
+
+    ridge: Ridge
+    solver: Solver | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,15 +108,19 @@ class Solved(GKA):
     """GKA with any of the solvers here, and either backward."""
 
     name: ClassVar[str] = "gka_solved"
-    how: Ridge
+    how: Method
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, gates: Any, *, scale: float, state: State) -> tuple[Tensor, State]:
-        return regression(self.how, q, k, v, gates["g"], scale=scale, state=cast(tuple[Tensor, Tensor], state))
+        held = cast(tuple[Tensor, Tensor], state)
+        return regression(self.how.ridge, q, k, v, gates["g"], scale=scale, state=held, solver=self.how.solver)
 
 
-def ridge(precision: str, method: str, iterations: int, backward: str) -> Ridge:
-    solver = method + ("_bf16" if precision == "bf16" else "")
-    return Ridge(solver=cast(Any, solver), iterations=iterations, backward=cast(Any, backward))
+EXACT = Method(Ridge(solver="exact"))
+
+
+def iterated(precision: str, method: str, iterations: int, backward: str) -> Method:
+    solver = ITERATIONS[method + ("_bf16" if precision == "bf16" else "")]
+    return Method(Ridge(iterations=iterations, backward=cast(Any, backward)), solver)
 
 
 def apart(got: Tensor, want: Tensor) -> float:
@@ -121,13 +134,13 @@ def one_layer(figures: Figures) -> None:
     g = F.logsigmoid(4 + normal(BATCH, LENGTH, HEADS, seed=3))
     dx, empty = normal(BATCH, LENGTH, HEADS, KEY, seed=4), torch.zeros(BATCH, HEADS, KEY, KEY).double()
 
-    def run(how: Ridge, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def run(how: Method, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         leaves = [x.to(dtype).requires_grad_() for x in (q, k)]
-        x, _ = solve(how, leaves[0], leaves[1], g.to(dtype), empty.to(dtype))
+        x, _ = solve(how.ridge, leaves[0], leaves[1], g.to(dtype), empty.to(dtype), solver=how.solver)
         gradients = torch.autograd.grad((x * dx.to(dtype)).sum(), leaves)
         return x.detach(), torch.cat([d.flatten() for d in gradients])
 
-    want = run(Ridge(solver="exact"), torch.float64)[1]
+    want = run(EXACT, torch.float64)[1]
     grams, _ = Grams.of(k, g, empty, 64)
     system = System.of(Ridge(), grams)
     chunks = into_chunks(q, 64)
@@ -137,13 +150,13 @@ def one_layer(figures: Figures) -> None:
         errors = system.times(into_chunks(x.double(), 64)) - chunks
         return float(errors.norm(dim=-1).mean())  # q has unit norm
 
-    exact, gradient = run(Ridge(solver="exact"), torch.float32)
+    exact, gradient = run(EXACT, torch.float32)
     for precision in ("fp32", "bf16"):
         figures[precision, PANELS[0], "exact", "implicit"] = dict.fromkeys(STEPS, residual(exact))
         figures[precision, PANELS[1], "exact", "implicit"] = dict.fromkeys(STEPS, apart(gradient, want))
         for method, backward in CURVES:
             for steps in STEPS:
-                x, gradient_ = run(ridge(precision, method, steps, backward), torch.float32)
+                x, gradient_ = run(iterated(precision, method, steps, backward), torch.float32)
                 figures.setdefault((precision, PANELS[1], method, backward), {})[steps] = apart(gradient_, want)
                 if backward == "implicit":
                     figures.setdefault((precision, PANELS[0], method, backward), {})[steps] = residual(x)
@@ -155,20 +168,20 @@ def five_layers(figures: Figures) -> None:
     model = build_model(spec, seed=0)
     tokens = torch.randint(64, (BATCH, LENGTH // 2 + 1), generator=torch.Generator().manual_seed(0))
 
-    def run(model: Model, how: Ridge) -> Tensor:
+    def run(model: Model, how: Method) -> Tensor:
         for layer in model.modules():
             if isinstance(layer, RuleLayer):
                 layer.rule = Solved(how=how)
         loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
         return torch.cat([d.flatten() for d in torch.autograd.grad(loss, list(model.parameters()))])
 
-    want = run(build_model(spec, seed=0).double(), Ridge(solver="exact"))
-    exact = apart(run(model, Ridge(solver="exact")), want)
+    want = run(build_model(spec, seed=0).double(), EXACT)
+    exact = apart(run(model, EXACT), want)
     for precision in ("fp32", "bf16"):
         figures[precision, PANELS[2], "exact", "implicit"] = dict.fromkeys(STEPS, exact)
         for method, backward in CURVES:
             for steps in STEPS:
-                found = apart(run(model, ridge(precision, method, steps, backward)), want)
+                found = apart(run(model, iterated(precision, method, steps, backward)), want)
                 figures.setdefault((precision, PANELS[2], method, backward), {})[steps] = found
 
 

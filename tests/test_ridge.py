@@ -1,6 +1,7 @@
 """Ridge regression per token: its chunk-wise form and its implicit gradients against what they stand for."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ import deltalab
 from deltalab.authoring.inputs import normal
 from deltalab.errors import InputError
 from deltalab.ops.reference import from_chunks
-from deltalab.ridge import Grams, chebyshev, conjugate_gradient, regression, solve
+from deltalab.ridge import SOLVERS, Grams, System, chebyshev, conjugate_gradient, regression, solve
 from deltalab.rule import UpdateRule
 from deltalab.structure import Ridge
 
@@ -269,3 +270,23 @@ def test_what_is_refused() -> None:
         deltalab.get_rule("gka", solver="exact", iterations=5)
     with pytest.raises(InputError, match="strength > 0"):
         Ridge(strength=0.0)
+
+
+def test_a_caller_brings_a_solver_of_its_own() -> None:
+    """Benchmarks compare solvers: they are given, and the library's table stays as it is."""
+    q, k, v = (normal(1, 20, 2, 4, seed=i) for i in (1, 2, 3))
+    g, state = -normal(1, 20, 2, seed=4).abs(), (torch.zeros(1, 2, 4, 4), torch.zeros(1, 2, 4, 4))
+    calls = []
+
+    def solver(system: System, rhs: Tensor) -> Iterator[Tensor]:
+        calls.append(rhs.shape)
+        return SOLVERS["cg"](system, rhs)
+
+    found = []
+    for ridge, own in ((Ridge(), solver), (Ridge(solver="cg"), None)):
+        queries = q.clone().requires_grad_()
+        o, _ = regression(ridge, queries, k, v, g, scale=1.0, state=state, solver=own)
+        found.append((o, torch.autograd.grad(o.sum(), queries)[0]))
+    assert len(calls) == 2, "forward and backward"
+    for mine, its in zip(*found, strict=True):
+        assert torch.equal(mine, its)

@@ -16,12 +16,23 @@ from deltalab.models.layer import RuleLayer
 from deltalab.models.model import build_model
 from deltalab.models.spec import ModelSpec
 from deltalab.ops.loss import linear_cross_entropy
+from deltalab.study.run import run_study
 from deltalab.tasks import IGNORE, MQAR, Task
 from deltalab.tasks.batches import TrainingBatches
+from deltalab.training import device
 from deltalab.training.train import RunResult, TrainSpec, TrialResult, train
 from deltalab.training.trainer import LockStep
 
 TASK = deltalab.get_task("mqar", length=16, pairs=2, vocab_size=16)
+STUDY = """
+name: tiny
+task: {mqar: {length: 16, pairs: 2, vocab_size: 16}}
+base:
+  rule: comba
+  model: {d_model: 16, layers: 1, heads: 1}
+  train: {steps: 2, batch_size: 2, lr: 1e-2, evaluations: 1}
+seeds: 1
+"""
 TINY = ModelSpec(rule="comba", vocab_size=16, d_model=16, layers=1, heads=1, chunk_size=16)
 SPEC = TrainSpec(steps=12, batch_size=8, lr=1e-2, evaluations=4, eval_batches=2)
 
@@ -322,6 +333,24 @@ def test_the_time_that_an_evaluation_takes_is_not_the_training_s(monkeypatch: py
     trial = LockStep(Slow(length=16, pairs=2, vocab_size=TASK.vocab_size), [(TINY, spec(eval_batches=1))], [1])
     trial.advance(1, "validation")
     assert 0 < trial.seconds < 3
+
+
+def test_only_a_study_s_worker_changes_how_the_process_frees_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[object] = []
+    monkeypatch.setattr("ctypes.CDLL", lambda library: loaded.append(library))
+    device.keep_freed_memory.cache_clear()
+    try:
+        train(TASK, TINY, SPEC, [1])
+        assert not loaded
+        study = tmp_path / "study.yaml"
+        study.write_text(STUDY)
+        result = run_study(study, db=tmp_path / "ledger.db", executor="inline")
+    finally:
+        device.keep_freed_memory.cache_clear()
+    assert result.failed == 0
+    assert loaded == [None]
 
 
 def test_a_metric_that_nothing_counted_towards_has_no_value() -> None:

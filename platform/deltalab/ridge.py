@@ -32,15 +32,17 @@ def regression(
     scale: float,
     state: tuple[Tensor, Tensor],
     chunk_size: int = CHUNK,
+    solver: "Solver | None" = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """o_t = scale U_t^T x_t, where (H_t + lambda_t I) x_t ~= q_t, with the states that `structure.Ridge` defines.
 
     q, k [B, T, H, K]; v [B, T, H, V]; g: log-decay, [B, T, H] or [H]; state: (H [B, H, K, K], U [B, H, K, V]).
+    solver: iterates to a solution; those of `ridge.solver` where None. The exact solver takes none.
     Computes in the dtype of the state. Returns o [B, T, H, V] and the next state. Differentiable once.
     """
     gram, memory = state
     q, k, v, g = (x.to(memory.dtype) for x in (q, k, v, g.expand(k.shape[:3])))
-    x, gram = solve(ridge, q, k, g, gram, chunk_size=chunk_size)
+    x, gram = solve(ridge, q, k, g, gram, chunk_size=chunk_size, solver=solver)
     o, (memory,) = chunked(DECAY, Operands(r=x, k=k, u=v, g=g), scale=scale, state=(memory,), chunk_size=chunk_size)
     return o, (gram, memory)
 
@@ -81,30 +83,39 @@ def lacks_kernel(ridge: Ridge, k: Tensor, v: Tensor) -> str | None:
 
 
 def solve(
-    ridge: Ridge, q: Tensor, k: Tensor, g: Tensor, gram: Tensor, *, chunk_size: int = CHUNK
+    ridge: Ridge,
+    q: Tensor,
+    k: Tensor,
+    g: Tensor,
+    gram: Tensor,
+    *,
+    chunk_size: int = CHUNK,
+    solver: "Solver | None" = None,
 ) -> tuple[Tensor, Tensor]:
     """x [B, T, H, K] with (H_t + lambda_t I) x_t ~= q_t, and the last H, for g [B, T, H] and H before [B, H, K, K].
 
     Computes in the dtype of its inputs. Where H_t is empty, and where it has faded until the square of its norm
     loses precision, there is nothing to read: x_t = 0, rather than the division by lambda_t = 0.
+    solver: as in `regression`.
     """
+    iterates = solver or SOLVERS.get(ridge.solver)
     batch, length = q.shape[:2]
     grams, last = Grams.of(k, g, gram, min(chunk_size, length))
     rhs = into_chunks(q, grams.k.shape[-2])
-    if ridge.solver == "exact":
+    if iterates is None:
         x = _exact(ridge, grams, rhs)
     elif ridge.backward == "autograd":
-        x = System.of(ridge, grams).solve(rhs)
+        x = System.of(ridge, grams).solve(rhs, iterates)
     else:
         with torch.no_grad():
             frozen = System.of(ridge, grams)
-            x = frozen.solve(rhs)
+            x = frozen.solve(rhs, iterates)
         if torch.is_grad_enabled():
             # d((H + lambda I) x) = dq for a fixed x is all of implicit differentiation: moving the product with x
             # to the right-hand side, at value zero, has autograd find dH, and dlambda through the norm (Lemma 1).
             product = System.of(ridge, grams).times(x)
             x = _Implicit.apply(  # type: ignore[no-untyped-call]
-                rhs - (product - product.detach()), x, ridge, *frozen.tensors()
+                rhs - (product - product.detach()), x, ridge, iterates, *frozen.tensors()
             )
     return from_chunks(x, batch, length), last
 
@@ -179,8 +190,8 @@ class System:
     def times(self, x: Tensor) -> Tensor:
         return self.grams.times(x) + self.low * x
 
-    def solve(self, rhs: Tensor) -> Tensor:
-        return _nth(SOLVERS[self.ridge.solver](self, rhs * self.live), self.ridge.iterations)
+    def solve(self, rhs: Tensor, iterates: "Solver") -> Tensor:
+        return _nth(iterates(self, rhs * self.live), self.ridge.iterations)
 
 
 def _bounds(ridge: Ridge, squares: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -210,12 +221,12 @@ class _Implicit(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(rhs: Tensor, x: Tensor, ridge: Ridge, *system: Tensor) -> Tensor:
+    def forward(rhs: Tensor, x: Tensor, ridge: Ridge, iterates: "Solver", *system: Tensor) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, _, ctx.ridge, *system = inputs
+        _, _, ctx.ridge, ctx.iterates, *system = inputs
         ctx.save_for_backward(*system)
 
     @staticmethod
@@ -223,7 +234,7 @@ class _Implicit(torch.autograd.Function):
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:
         *grams, low, high, live = ctx.saved_tensors
         system = System(ctx.ridge, Grams(*grams), low, high, live)
-        return system.solve(dx), None, None, *[None] * len(ctx.saved_tensors)
+        return system.solve(dx, ctx.iterates), None, None, None, *[None] * len(ctx.saved_tensors)
 
 
 def chebyshev(times: Product, q: Tensor, low: Tensor, high: Tensor) -> Iterator[Tensor]:
@@ -265,7 +276,10 @@ def conjugate_gradient(times: Product, q: Tensor) -> Iterator[Tensor]:
         yield size * x
 
 
-SOLVERS: dict[str, Callable[[System, Tensor], Iterator[Tensor]]] = {
+Solver = Callable[[System, Tensor], Iterator[Tensor]]
+"""Iterates x_1, x_2, ... to the solution of a system for a right-hand side."""
+
+SOLVERS: dict[str, Solver] = {
     "chebyshev": lambda system, q: chebyshev(system.times, q, system.low, system.high),
     "cg": lambda system, q: conjugate_gradient(system.times, q),
 }

@@ -1,4 +1,4 @@
-"""The proxy tasks: small, exactly defined problems on which update rules can be told apart in minutes."""
+"""The proxy tasks: small, exactly defined problems that tell update rules apart in minutes."""
 
 from deltalab.tasks.digits import Digits
 from deltalab.tasks.mad.compression import Compression

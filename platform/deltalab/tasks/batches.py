@@ -1,4 +1,4 @@
-"""Training batches of many runs at once, drawn on the device: the host only hashes addresses, many steps ahead."""
+"""Training batches of many runs at once. The device draws them; the host only hashes addresses, many steps ahead."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,14 +11,14 @@ from deltalab.tasks.task import Batch, Task
 
 
 class TrainingBatches:
-    """The training batches of n runs, one for each of `seeds`, which may come again.
+    """The training batches of n runs, one run for each of `seeds`, in which a seed may be repeated.
 
-    `draw` is a function of tensors that stay where they are, so that a CUDA graph can hold it; `load` writes them, for
-    at most `most` steps at a time. Runs that share a seed share the batch. Where the rows of a task's draw do not
-    depend on one another, which two seeds show at step 0, all runs are one draw; else each seed is one.
+    `load` prepares at most `most` steps; `draw` then draws one of them. `draw` is a function of tensors that stay where
+    they are, so that a CUDA graph can hold it. Runs with the same seed get the same batch. All runs are drawn at once
+    if the task draws each row by itself, which two seeds are tried for at step 0; otherwise each seed is drawn alone.
 
-    Raises `InputError` for a task whose batches depend on more than the numbers of `random`, the device among it, or
-    that asks for other streams of them at other steps.
+    Raises `InputError` for a task whose batches depend on anything but the numbers of `random`, such as the device, or
+    that draws other streams at later steps than at the first.
 
     >>> from deltalab.tasks import MQAR
     >>> task = MQAR(length=8, pairs=1, vocab_size=8)
@@ -38,7 +38,8 @@ class TrainingBatches:
             self._groups = [[seed] for seed in self.seeds]
         if len(self._groups) == len(self.seeds) and not self._agree([[seed] for seed in some]):
             raise InputError(
-                f"task '{task.name}': its batches depend on more than the numbers of `random`, as the CPU has them; "
+                f"task '{task.name}': its batches depend on more than the numbers of `random`: they are not those that "
+                "the CPU draws; "
                 f"`platform task check {task.name}` may say more"
             )
         self._pools = [_Starts(self._addresses("pool", group), device) for group in self._groups]
@@ -48,7 +49,7 @@ class TrainingBatches:
         self._table = torch.zeros(most, len(self.seeds), len(self._streams), dtype=torch.int64, device=device)
 
     def load(self, begin: int, end: int) -> None:
-        """Makes ready the steps from `begin` on and before `end`."""
+        """Prepares the steps from `begin` up to, but not including, `end`."""
         starts = [
             [[hashed(address, stream) for stream in self._streams] for address in self._addresses(step, self.seeds)]
             for step in range(begin, end)
@@ -57,7 +58,7 @@ class TrainingBatches:
         self._table[: end - begin].copy_(ready)
 
     def draw(self, row: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, [n, B, T] each, of step `row`, 0-dim on the device, counted from the first one loaded."""
+        """Inputs and targets, [n, B, T] each. row: 0-dim, on the device, counts steps from the first one loaded."""
         parts = self._table.index_select(0, row.view(1))[0].split([len(group) for group in self._groups])
         starts = [_Loaded(zip(self._streams, part.unbind(1), strict=True)) for part in parts]
         batch = self._drawn(starts, self._pools)
@@ -74,7 +75,7 @@ class TrainingBatches:
         return Batch(*(torch.cat([getattr(batch, name) for batch in batches]) for name in ("inputs", "targets")))
 
     def _agree(self, groups: Sequence[Sequence[int]]) -> bool:
-        """Whether draws for groups of seeds are the task's own batches, as the CPU has them, at step 0."""
+        """Whether draws for groups of seeds give, at step 0, the batches that the task draws on the CPU."""
         for group in groups:
             now, pool = (_Starts(self._addresses(at, group), self.device) for at in (0, "pool"))
             wanted = [self.task.batch("train", self.size, seed, 0) for seed in group]
@@ -83,7 +84,7 @@ class TrainingBatches:
             except RuntimeError:
                 if len(group) == 1:
                     raise
-                return False  # what it draws is not in rows
+                return False  # the task does not draw row by row
             for name in ("inputs", "targets"):
                 if not torch.equal(getattr(found, name).cpu(), torch.cat([getattr(batch, name) for batch in wanted])):
                     return False
@@ -99,7 +100,7 @@ class TrainingBatches:
 
 
 class _Starts(dict[str, Tensor]):
-    """Of each stream that was asked for where it begins at each address, int64 [n]."""
+    """Where each stream begins at each of n addresses, int64 [n]; hashed when a stream is first asked for."""
 
     def __init__(self, addresses: Sequence[str], device: torch.device) -> None:
         super().__init__()
@@ -111,6 +112,8 @@ class _Starts(dict[str, Tensor]):
 
 
 class _Loaded(dict[str, Tensor]):
+    """As `_Starts`, for the streams that were prepared."""
+
     def __missing__(self, stream: str) -> Tensor:
         raise InputError(
             f"a task draws '{stream}' at some steps and not at the first: all steps ask for the same streams"

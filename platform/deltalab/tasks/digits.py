@@ -1,4 +1,4 @@
-"""Handwritten digits read pixel by pixel, the check that a gain on language is one on images."""
+"""Handwritten digits, read pixel by pixel: shows whether a gain on language is also a gain on images."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -19,7 +19,7 @@ Repository, https://doi.org/10.24432/C50P49, licence CC BY 4.0): 64 pixels and t
 file that scikit-learn ships as sklearn/datasets/data/digits.csv.gz."""
 
 HELD_OUT = 300
-"""Images of the validation and of the test split each; the other 1,197 are for training."""
+"""Images in the validation split, and again in the test split; the other 1,197 are for training."""
 
 PIXELS, LEVELS, CLASSES = 64, 17, 10
 
@@ -29,13 +29,13 @@ class Digits(Task):
     """Sequential image classification: 8 x 8 pixels, tokens 0 (white) to 16, row by row; at the last one the target
     is the digit, token 17 + digit.
 
-    With `both_ways` the pixels follow once more, last to first, so that a causal layer meets each of them with
-    all others before it, as layers for vision do that scan both ways; L is then 128 instead of 64.
+    With `both_ways` the pixels follow once more, last to first, and L is 128 instead of 64. A causal layer then sees
+    all pixels before it reaches any of them for the second time, as vision layers do that scan in both directions.
 
-    The 1,797 images, all different, are split by the order of their SHA-256: 300 for validation, 300 for test, the
-    others for training. A batch draws with replacement.
+    The 1,797 different images are sorted by their SHA-256 and split: 300 for validation, 300 for test, the others for
+    training. A batch draws with replacement.
 
-    Metric: accuracy; `chance` is that of naming any digit, 1/10.
+    Metric: accuracy. `chance` is the accuracy of naming any digit, 1/10.
 
     >>> Digits().batch("train", 1, seed=0, step=0).targets[0, -1]
     tensor(17)

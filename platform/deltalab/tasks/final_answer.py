@@ -1,4 +1,4 @@
-"""Sequences of many lengths with one answer at their end: what parity and modular arithmetic have in common."""
+"""The common part of parity and modular arithmetic: sequences of many lengths with one answer at their end."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -16,16 +16,18 @@ SHORTEST = 3
 
 @dataclass(frozen=True, kw_only=True)
 class OneAnswer(Task):
-    """Training draws total lengths uniformly from `length_range`, both ends included; validation and test measure it
-    on those of `test_range`, and by the label of its range on those that it trained at.
+    """A task whose sequences end in one answer.
 
-    The total length counts the answer, which is a target at the last token before it and no input: `length` is
+    Training draws total lengths uniformly from `length_range`, both ends included. Validation and test draw them from
+    `test_range`, and also from `length_range`, under the label of that range.
+
+    The total length counts the answer, which is no input: it is the target at the last token. So `length` is
     `length_range[1] - 1`, and shorter sequences are padded on the right.
 
     Metric: scaled accuracy, (accuracy - r) / (1 - r) with r = 1 / `answers`, of which `chance` is 0.
 
-    A subclass provides `answers`, `padding`, `least` and `sequences`. `InputError` for a range that is empty or begins
-    below 3, a `length_range` that ends or a `test_range` that begins below `least`.
+    A subclass provides `answers`, `padding`, `least` and `sequences`. Raises `InputError` for a range that is empty or
+    begins below 3, for a `length_range` that ends below `least`, and for a `test_range` that begins below it.
     """
 
     metric: ClassVar[str] = "scaled_accuracy"
@@ -39,12 +41,11 @@ class OneAnswer(Task):
     @property
     @abstractmethod
     def least(self) -> int:
-        """The total length from which on sequences are shared out: validation and test have no shorter ones, and
-        training has them all."""
+        """The smallest total length in validation and test. Shorter sequences, which are few, are all training's."""
 
     @abstractmethod
     def sequences(self, total: Tensor, split: str, random: Random) -> tuple[Tensor, Tensor]:
-        """Tokens [B, `length`], whatever they are after the first `total - 1`, and answers [B], for `total [B]`."""
+        """Tokens [B, `length`] and answers [B] for `total [B]`; tokens after the first `total - 1` are ignored."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,7 +70,7 @@ class OneAnswer(Task):
         return 0.0
 
     def totals(self, low: int, high: int) -> range:
-        """The total lengths there are from `low` to `high`."""
+        """The total lengths from `low` to `high` that the task has."""
         return range(low, high + 1)
 
     def evaluations(self) -> Mapping[str, Task]:

@@ -1,4 +1,4 @@
-"""Arithmetic modulo 5: what is to be kept is a value under way, and with brackets a stack of them."""
+"""Arithmetic modulo 5: the state must hold an intermediate value, and with brackets a stack of such values."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -21,17 +21,17 @@ class ModArithmetic(OneAnswer):
     """A sequence of total length n is an expression of n - 2 tokens, `=` and, as the target at `=`, its value mod 5.
     Tokens: digits 0 to 4, + 5, - 6, * 7, = 8, 9 for padding; with `brackets` also ( 10 and ) 11.
 
-    Without brackets: uniform digits and operators take turns, * binds tighter; n is odd.
+    Without brackets, uniform digits and operators alternate, * binds tighter than + and -, and n is odd.
 
-    With `brackets`, by length: x, -x, (x), (-x) for a uniform digit x at 1 to 4 tokens; from 5 on (A o B), with
-    A's length uniform in [1, length - 4], a uniform operator o, and A and B made likewise (Deletang et al. 2022,
-    arXiv:2207.02098).
+    With `brackets`, an expression of 1 to 4 tokens is x, -x, (x) or (-x) with a uniform digit x. A longer one is
+    (A o B) with a uniform operator o, the length of A uniform in [1, length - 4], and A and B made in the same way
+    (Deletang et al. 2022, arXiv:2207.02098).
 
-    Lengths, evaluation and metric as in `OneAnswer`. From Grazzi et al. 2024 (arXiv:2411.12537, Section 5.1):
-    training on U[3, 40], test on 8,192 sequences of U[40, 256].
+    Lengths, evaluation and metric are those of `OneAnswer`. Grazzi et al. 2024 (arXiv:2411.12537, Section 5.1) train on
+    lengths U[3, 40] and test on 8,192 sequences of lengths U[40, 256].
 
-    Expressions of 4 digits and more (n >= 9, with brackets n >= 21) are shared out to training, validation and test
-    by a checksum of their digits (`share_out`).
+    A checksum of its digits decides whether an expression of 4 digits or more (n >= 9, with brackets n >= 21) belongs
+    to training, validation or test (`share_out`).
 
     >>> task = ModArithmetic(length_range=(11, 11), test_range=(11, 41))
     >>> batch = task.batch("train", 1, seed=0, step=0)
@@ -52,7 +52,7 @@ class ModArithmetic(OneAnswer):
 
     @property
     def least(self) -> int:
-        # A bracketed expression of d digits has at most 4 tokens to each of them and 3 to each of d - 1 operators.
+        # A bracketed expression of d digits has at most 4 tokens per digit and 3 per operator, of which it has d - 1.
         digits = shared_from(MODULUS)
         return 7 * (digits - 1) if self.brackets else 2 * digits + 1
 
@@ -74,8 +74,8 @@ class ModArithmetic(OneAnswer):
         tokens = digits.new_zeros(rows, width)
         tokens[:, 0::2], tokens[:, 1::2] = digits, operators
 
-        # Each + and - begins a product, which is 0 if a digit is, and else a power of 2, whose exponents mod 4 add up,
-        # as all that is not 0 mod 5 is: -1 = 2^2.
+        # Each + and - begins a product. Every digit but 0 is a power of 2 mod 5, and so is -1 = 2^2: the product is 0
+        # if one of its digits is, and else 2 to the sum of the exponents mod 4.
         power, logarithm = _powers(random.device)
         before = functional.pad(operators, (1, 0), value=PLUS)[:, : digits.shape[1]]
         product = (before != TIMES).long().cumsum(1) - 1
@@ -90,11 +90,12 @@ class ModArithmetic(OneAnswer):
     def _bracketed(self, length: Tensor, split: str, random: Random) -> tuple[Tensor, Tensor]:
         rows, width = len(length), self.length - 1
         place = torch.arange(width, device=random.device)
-        # A and B are shorter than (A o B) by 4 at least, and in (-x) there are two further levels.
+        # A and B are at least 4 tokens shorter than (A o B); (-x) adds two levels.
         levels = (width - 1) // 4 + 2
 
-        # size[p]: of the part that begins at p, 0 where none does; no two begin at one place. Each round finds what the
-        # known parts are made of: one that begins at p + 1, behind a bracket or a sign, and in (A o B) also B.
+        # size[p]: the size of the part that begins at place p, 0 where none begins; no two begin at one place. Each
+        # round finds the parts inside those that are known: one begins at p + 1, behind a bracket or a sign, and in
+        # (A o B) there is also B.
         draw = random.integers("split", 2**62, rows, width)
         size = root = functional.pad(length[:, None], (0, width - 1))
         for _ in range(levels):
@@ -125,11 +126,11 @@ class ModArithmetic(OneAnswer):
 
 @cache
 def _powers(device: torch.device) -> tuple[Tensor, Tensor]:
-    """2^0 to 2^3 mod 5; and the exponents of 1 to 4, behind a 0 in place of 0."""
+    """2^0 to 2^3 mod 5; and the exponent of each digit, with 0 in the place of the digit 0, which has none."""
     return torch.tensor([1, 2, 4, 3], device=device), torch.tensor([0, 0, 1, 3, 2], device=device)
 
 
 def _first(size: Tensor, draw: Tensor) -> Tensor:
-    """Of the part behind the bracket or the sign that a part begins with, the size; 0 where there is none."""
+    """The size of the first part inside each part, behind its bracket or sign; 0 where there is none."""
     cut = 1 + draw % (size - 4).clamp(min=1)
     return torch.where(size >= 5, cut, torch.where(size >= 2, (size - 2).clamp(min=1), 0))

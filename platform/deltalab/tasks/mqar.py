@@ -1,4 +1,4 @@
-"""Multi-query associative recall, the task that separates update rules by how much their state can hold."""
+"""Multi-query associative recall: separates update rules by how much their state can hold."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -23,21 +23,22 @@ class MQAR(Task):
     2n + 2 (i_j - 1); the target there is v_j. The other positions hold 0, or with `random_non_queries`
     uniform tokens from [0, V).
 
-    `mixture`: parts [length, pairs, weight]. A training example is of one of them, with a probability proportional
-    to its weight, and filled up with zeros to L; [L, n] is among them, and no part is longer.
-    `tests`: the [length, pairs] that are evaluated, each under the label LENGTHxPAIRS; without them it is what is
-    trained on.
+    `mixture`: parts [length, pairs, weight]. Each training example is drawn from one part, chosen with a probability
+    proportional to its weight, and filled up with zeros to L. [L, n] must be a part, and no part may be longer.
+    `tests`: the [length, pairs] that are evaluated, each under the label LENGTHxPAIRS. If empty, evaluation is on the
+    distribution of training.
     `train_examples`: how many examples a seed trains on; None for new ones in every batch.
 
     The paper's grid is (L, n) = (64, 4), (128, 8), (256, 16) and (512, 64), with 100,000 examples each. Later papers
     train on the mixture [64, 4, 100000] and 20,000 each of [128, 8], [256, 16], [256, 32] and [256, 64], and test
     at (64, 4), (64, 8), (64, 16), (128, 32), (256, 64), (512, 128) and (1024, 256).
 
-    Metric: accuracy, the mean over examples of the share of right answers. `chance` is that of naming any
+    Metric: accuracy, the mean over examples of the share of right answers. `chance` is the accuracy of naming any
     value, 2/V. Naming any value *of the context*, without knowing which belongs to the key, already gives
     1/n: the plateau that models learn first.
 
-    L = `length` is even, 4n <= L, n < V/2, of every part and test too, and `power` > 0 (`InputError` otherwise).
+    Raises `InputError` unless L = `length` is even, 4n <= L and n < V/2, for every part and test as well, and
+    `power` > 0.
 
     >>> task = MQAR(length=12, pairs=2, vocab_size=16)
     >>> batch = task.batch("train", 1, seed=0, step=0)
@@ -105,19 +106,19 @@ class MQAR(Task):
         parts = self.mixture or ((self.length, self.pairs, 1),)
         tables = _tables(parts, self.power, random.device)
         half, most, slots = self.vocab_size // 2, tables.key_at.shape[1], tables.patience.shape[1]
-        part: Tensor | slice = slice(None)  # the one row that there is
+        part: Tensor | slice = slice(None)  # the only row
         if len(parts) > 1:
             share = random.integers("parts", sum(weight for *_, weight in parts), size)
             part = torch.searchsorted(tables.until, share, right=True)
         keys = 1 + random.distinct("keys", half - 1, size, most)
         values = half + random.distinct("values", self.vocab_size - half, size, most)
 
-        # The first n to arrive of S independent exponential clocks: the same law as drawing slots one by one
-        # (and as Gumbel top-n). The sort is stable because topk breaks ties differently on each device.
+        # Take the first n of S independent exponential clocks to ring, which has the law of drawing slots one by one
+        # (and of Gumbel top-n). Sort stably: topk breaks ties differently on each device.
         arrival = random.exponential("slots", size, slots) * tables.patience[part]
         slot = arrival.sort(dim=1, stable=True).indices[:, :most]
 
-        # What an example has no pair for is written behind its end, and cut off.
+        # Write the pairs that an example does not have behind its end, which is cut off.
         key_at, value_at = (at[part].expand(size, -1) for at in (tables.key_at, tables.value_at))
         query_at = tables.query_at[part].add(slot, alpha=2).clamp(max=self.length)
         inputs = torch.zeros(size, self.length + (len(parts) > 1), dtype=torch.int64, device=random.device)
@@ -140,11 +141,11 @@ class MQAR(Task):
 
 
 class _Tables(NamedTuple):
-    """What the examples of each of P parts have in common.
+    """Tables that all examples of a part share, for P parts.
 
-    until [P]: the weights of the parts up to this one. patience [P, S]: mean waiting times of the slots, 1 / weight,
-    inf where there is none. key_at, value_at, query_at [P, n]: where pairs stand, and the query that is in the first
-    slot; L where there is no pair. there [P, L]: which positions there are.
+    until [P]: cumulated weights. patience [P, S]: mean waiting times of the slots, 1 / weight, inf for a slot that a
+    part lacks. key_at, value_at, query_at [P, n]: the positions of keys and values, and of the query if it is in the
+    first slot; L for a pair that a part lacks. there [P, L]: whether a position lies within the part.
     """
 
     until: Tensor
@@ -160,7 +161,7 @@ def _tables(parts: tuple[tuple[int, int, int], ...], power: float, device: torch
     length, pairs, weight = torch.tensor(parts).T[..., None]
     slots = length // 2 - pairs
     slot, pair, position = (torch.arange(int(most.max())) for most in (slots, pairs, length))
-    # From Python's pow: torch's differs between devices in the last bit.
+    # Use Python's pow: torch's differs between devices in the last bit.
     patience = torch.tensor([(i + 1) ** (1 - power) for i in slot.tolist()], dtype=torch.float64)
     tables = _Tables(
         until=weight[:, 0].cumsum(0),

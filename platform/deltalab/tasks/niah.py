@@ -1,4 +1,4 @@
-"""A single needle in a haystack: whether one thing is kept over a long distance, and through noise of which kind."""
+"""A single needle in a haystack: can a state keep one thing over a long distance, and through which kind of noise?"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -18,12 +18,12 @@ PERIOD = b"The grass is green. The sky is blue. The sun is yellow. Here we go. T
 MARK, QUERY, KEYS = 256, 257, 258
 
 VALUES = {1: (7, b"0123456789"), 2: (7, b"0123456789"), 3: (32, b"0123456789abcdef")}
-"""Of each variant: m, and the bytes that a value is made of."""
+"""Variant -> m, and the bytes that a value is made of."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NIAH(Task):
-    """S-NIAH-1, 2 and 3 of RULER (Hsieh et al. 2024, arXiv:2404.06654), in miniature, on the level of tokens.
+    """S-NIAH-1, 2 and 3 of RULER (Hsieh et al. 2024, arXiv:2404.06654), in miniature, on tokens instead of words.
 
     A sequence of L tokens is a filler of F = L - 2m - 3 bytes with the needle MARK key v1 ... vm in one of its
     F + 1 places, all equally likely; then QUERY key v1 ... v(m-1). The targets at the last m positions are
@@ -35,17 +35,18 @@ class NIAH(Task):
     | 2 | a window of real text | m = 7 digits |
     | 3 | a window of real text | m = 32 hexadecimal digits |
 
-    The text is what the task `text` has in its split of `corpus`. Values, uniform, are shared out to training,
-    validation and test by a checksum (`share_out`).
+    The text is that of the task `text`, from the same split of `corpus`. A checksum of the value, which is uniform,
+    decides whether a sequence belongs to training, validation or test (`share_out`).
 
-    Training has L = `length`. Validation and test are measured at each of `times` its length, by the label of that
-    length, and in the mean over them.
+    Training has L = `length`. Validation and test are measured at each multiple in `times` of this length, under the
+    label of the length, and in the mean over all.
 
-    Metrics: `exact_match`, the share of sequences with all of v1 ... vm right; that the right ones are read, and not
-    the model's own, makes no difference to it. `chance` is 10^-m or 16^-m. `accuracy`, the share of right tokens.
+    Metrics: `exact_match`, the share of sequences with all of v1 ... vm right, of which `chance` is 10^-m or 16^-m.
+    The model reads the right tokens, not its own: a sequence that is right throughout is the same with either.
+    `accuracy`, the share of right tokens.
 
-    `InputError` for a variant that is none, `length` below 2m + 4, fewer than 1 key, `times` that are none, below 1
-    or not distinct, and a `corpus` that is none or too small.
+    Raises `InputError` for another variant, `length` below 2m + 4, fewer than 1 key, `times` that are empty, below 1 or
+    not distinct, and a `corpus` that is missing or too small.
 
     >>> task = NIAH(variant=1, length=40)
     >>> batch = task.batch("train", 1, seed=0, step=0)
@@ -83,7 +84,7 @@ class NIAH(Task):
 
     @property
     def digits(self) -> int:
-        """m."""
+        """m, the length of a value."""
         return VALUES[self.variant][0]
 
     @property

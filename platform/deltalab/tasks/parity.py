@@ -1,4 +1,4 @@
-"""Parity, the smallest state that a rule must be able to flip: decay alone can only forget it."""
+"""Parity: one bit of state that a rule must be able to flip. Decay alone can only forget it."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,14 +12,14 @@ from deltalab.tasks.splits import share_out, shared_from
 
 @dataclass(frozen=True, kw_only=True)
 class Parity(OneAnswer):
-    """A sequence of total length n is n - 1 uniform bits and, as the target at the last of them, their sum mod 2.
+    """A sequence of total length n has n - 1 uniform bits; the target at the last of them is their sum mod 2.
     Tokens: 0, 1, and 2 for padding.
 
-    Lengths, evaluation and metric as in `OneAnswer`. From Grazzi et al. 2024 (arXiv:2411.12537, Section 5.1): training
-    on U[3, 40], test on 8,192 sequences of U[40, 256]. No finite-precision rule whose state transition has
-    positive real eigenvalues alone can solve it at all lengths (their Theorem 1).
+    Lengths, evaluation and metric are those of `OneAnswer`. Grazzi et al. 2024 (arXiv:2411.12537, Section 5.1) train on
+    lengths U[3, 40] and test on 8,192 sequences of lengths U[40, 256]. No finite-precision rule whose state transition
+    has only positive real eigenvalues solves parity at all lengths (their Theorem 1).
 
-    Sequences of 10 bits and more are shared out to training, validation and test by a checksum (`share_out`).
+    A checksum decides whether a sequence of 10 bits or more belongs to training, validation or test (`share_out`).
 
     >>> batch = Parity(length_range=(3, 12), test_range=(12, 16)).batch("train", 1, seed=0, step=0)
     >>> batch.inputs

@@ -1,8 +1,7 @@
-"""Random numbers as a function of an address: data must not depend on device, model or order of drawing.
+"""Random numbers as a function of an address, so that data depend on no device, model or order of drawing.
 
-Every value is computed in integers, or in float64 operations that IEEE 754 rounds in one way only (torch's
-`log` and `pow` differ between CPU and CUDA in the last bit): the same address gives the same values on every
-device.
+Every value is computed in integers, or in float64 operations that IEEE 754 rounds in one way only. So the same address
+gives the same values on every device; torch's `log` and `pow` differ between CPU and CUDA in the last bit.
 """
 
 import math
@@ -24,7 +23,7 @@ _TERMS = 12
 
 
 def hashed(address: str, stream: str) -> int:
-    """Where the words of a stream begin, a signed 64-bit integer."""
+    """The start of a stream's words, a signed 64-bit integer."""
     return int.from_bytes(sha256(f"{address}/{stream}".encode()).digest()[:8], "little", signed=True)
 
 
@@ -36,8 +35,8 @@ def _shift(words: Tensor, bits: int) -> Tensor:
 class Random:
     """The random numbers at `address`. Every use names its `stream`; streams are independent of each other.
 
-    `rows`, int64 `[B]`: what is drawn in the shape `[B, ...]` are these rows of a table without end, the first B
-    where None. A row is what it is, whichever others are drawn beside it.
+    `rows`, int64 `[B]`: a draw of shape `[B, ...]` gives these rows of an endless table, the first B rows where None. A
+    row does not depend on the others that are drawn with it.
 
     >>> Random("a", torch.device("cpu")).integers("dice", 6, 1, 8)
     tensor([[4, 4, 0, 2, 5, 2, 1, 4]])
@@ -65,8 +64,8 @@ class Random:
         return words.view(shape)
 
     def _begin(self, stream: str, count: int) -> tuple[Tensor, Tensor | None]:
-        """Of n equal parts of `count` rows where the words of each begin [n], and which rows [n, count / n] of the
-        table they are; None for the first ones."""
+        """The start of the words [n] of each of n equal parts of `count` rows, and the rows [n, count / n] of the table
+        that they are; None for the first rows."""
         starts = self._starts(stream)
         rows = None if self.rows is None else self.rows.view(-1, count // len(starts)).expand(len(starts), -1)
         return starts, rows
@@ -100,9 +99,8 @@ class Random:
         [0, below), all choices equally likely.
 
         These are the first `count` swaps of a Fisher-Yates shuffle of 0 ... below - 1: step j swaps the
-        places j and `swap[j]`, uniform in [j, below). Which content a step finds is resolved for all steps at
-        once, in O(log count) tensor operations and without the `below` places, of which there may be
-        thousands per row.
+        places j and `swap[j]`, uniform in [j, below). The contents that the steps find are resolved for all steps at
+        once, in O(log count) tensor operations, without storing the `below` places: a row may have thousands.
         """
         count = shape[-1]
         kernels = automatic(self.device.type)
@@ -112,16 +110,16 @@ class Random:
         swap = (step + self.integers(stream, below - step, *shape)).view(-1, count)
         step = step.expand_as(swap)
 
-        # Place j holds, when step j comes, what the last earlier step that swapped with j found in its own
-        # place. Following these origins to their root takes log2(count) doublings. The last column takes the
-        # swaps with places that no step begins at. A step that swaps with itself passes nothing on.
+        # At step j, place j holds the content that the last earlier step which swapped with j found in its own
+        # place. Following these origins to their root takes log2(count) doublings. The last column collects swaps with
+        # places at which no step begins. A step that swaps with itself passes nothing on.
         origin = torch.full((len(swap), count + 1), -1, device=self.device)
         origin = origin.scatter_reduce(1, swap.clamp(max=count), step, "amax")[:, :count]
         origin = torch.where(origin < 0, step, origin)
         for _ in range((count - 1).bit_length()):
             origin = origin.gather(1, origin)
 
-        # Place swap[j] holds what the last earlier step that swapped with it put there, if there was one.
+        # Place swap[j] holds the content that the last earlier step to swap with it put there, if there was one.
         place, time = swap.sort(dim=1, stable=True)
         earlier = torch.where(place[:, 1:] == place[:, :-1], time[:, :-1], -1)
         last = torch.full_like(swap, -1).scatter(1, time[:, 1:], earlier)
@@ -130,10 +128,10 @@ class Random:
 
 @dataclass(frozen=True)
 class Together(Random):
-    """The random numbers at n addresses: the first of n equal parts of the rows are those at the first, and so on.
+    """The random numbers at n addresses: the rows are n equal parts, one for each address.
 
-    `starts`: for each stream what `hashed` gives at the n addresses, int64 `[n]` on the device. What is drawn is a
-    function of these tensors, so a CUDA graph draws anew as often as they are written to.
+    `starts`: for each stream, `hashed` at the n addresses, int64 `[n]` on the device. Draws are functions of these
+    tensors, so that a CUDA graph draws new numbers whenever they are overwritten.
 
     >>> cpu = torch.device("cpu")
     >>> [Random(address, cpu).integers("dice", 6, 2, 2).tolist() for address in "ab"]

@@ -1,4 +1,4 @@
-"""Shares sequences out to training, validation and test by what they contain, so that none is in two of them."""
+"""Assigns sequences to training, validation and test by their content, so that none is in two splits."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ LEAST_CLASSES = 25
 
 
 def shared_from(base: int) -> int:
-    """The digits from which on sequences are shared out. Shorter ones, of which there are few, are all training's.
+    """The fewest digits of a sequence that is assigned to a split. All shorter ones, which are few, are training's.
 
     >>> [shared_from(base) for base in (2, 5, 6, 60)]
     [10, 4, 4, 2]
@@ -18,12 +18,12 @@ def shared_from(base: int) -> int:
 
 
 def share_out(digits: Tensor, count: Tensor, base: int, split: str, random: Random) -> Tensor:
-    """`digits [B, M]`, uniform in [0, base), with the first k of each row chosen anew such that it is of `split`.
+    """Replaces the first k of each row of `digits [B, M]`, uniform in [0, base), such that the row is of `split`.
 
     A row's class is sum_j w_j x_j mod base^k over its `count [B]` digits x, with w = 1, base, ... base^(k-1) and
-    then fixed random weights; k is the least with base^k >= 25. The last class is test's, the one before it
-    validation's, all others are training's. Rows stay uniform among the sequences of their split and count, and so
-    does each digit, nearly. Rows of fewer than `shared_from(base)` = 2 k digits stay as they are.
+    then fixed random weights; k is the smallest with base^k >= 25. The last class is test's, the one before it
+    validation's, all others are training's. Rows stay uniform among the sequences of their split and count, and each
+    digit stays nearly uniform. Rows of fewer than `shared_from(base)` = 2 k digits are left as they are.
     """
     checked = _checked(base)
     classes = base**checked

@@ -1,4 +1,4 @@
-"""The contract of a task: batches that depend on their address alone, and the metrics of an evaluation."""
+"""The contract of a task: batches that depend on nothing but their address, and the metrics of an evaluation."""
 
 import math
 from abc import ABC, abstractmethod
@@ -17,7 +17,7 @@ from deltalab.errors import InputError, unknown
 from deltalab.tasks.randomness import Random
 
 IGNORE = -100
-"""The target where nothing is scored."""
+"""The target at positions that are not scored."""
 
 SPLITS = ("train", "validation", "test")
 
@@ -28,15 +28,15 @@ _IN_WORDS: dict[type, str] = {
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """`inputs [B, T]` and `targets [B, T]`, int64; `targets[:, t]` is what the model is to predict at
-    position t (already shifted), `IGNORE` where nothing is scored."""
+    """`inputs [B, T]` and `targets [B, T]`, int64. The model is to predict `targets[:, t]` at position t (they are
+    shifted already); `IGNORE` marks positions that are not scored."""
 
     inputs: Tensor
     targets: Tensor
 
     @cached_property
     def labels(self) -> Tensor:
-        """The targets that are scored, [N], row-major. To count them a GPU is waited for: that is done once."""
+        """The targets that are scored, [N], row-major. Computed once: counting them waits for a GPU."""
         return self.targets[self.targets != IGNORE]
 
 
@@ -44,10 +44,10 @@ class Batch:
 class Task(ABC):
     """A proxy task. Its dataclass fields are its parameters, as a study file gives them.
 
-    A subclass states `name`, `version` (raise it whenever a batch or a metric changes), `metric` and whether
-    more of it is better, provides `vocab_size` and `length` (as parameters or as properties), `chance`,
-    `draw` and `measure`, and checks its parameters in `__post_init__` with `require`, after
-    `super().__post_init__()` checked their types.
+    A subclass states `name`, `version`, `metric` and `maximize`, whether a larger metric is better. It provides
+    `vocab_size` and `length` (as parameters or as properties), `chance`, `draw` and `measure`. It checks its parameters
+    with `require` in `__post_init__`, after `super().__post_init__()` has checked their types. Raise `version` whenever
+    a batch or a metric changes.
 
     Raises `InputError` for a parameter of the wrong type or against the task's rules.
     """
@@ -57,9 +57,9 @@ class Task(ABC):
     metric: ClassVar[str]
     maximize: ClassVar[bool]
     example: ClassVar[Mapping[str, object]] = {}
-    """Parameters to show the task with, where it cannot do without."""
+    """Parameters for showing and checking a task that cannot be made without any."""
     readout: ClassVar[str] = "position"
-    """What a model reads the logits of a position from: `ModelSpec.readout`."""
+    """The `ModelSpec.readout` that the task needs: where the logits of a position are read from."""
 
     if TYPE_CHECKING:  # a real property would stand in the way of a parameter of the same name
 
@@ -73,30 +73,29 @@ class Task(ABC):
 
         @property
         def train_examples(self) -> int | None:
-            """How many examples a seed trains on, each batch drawn from them with replacement; None where every
-            example is new. Then each row of `draw` must depend on its own row of `random` alone."""
+            """The number of examples that a seed trains on; each batch draws from them with replacement. None where
+            every example is new. With a number, each row of `draw` must depend on its own row of `random` alone."""
 
     else:
         train_examples = None
 
     @property
     def most_scored(self) -> int:
-        """At most so many positions of a training example are scored: what is known not to be costs no logits."""
+        """The most positions of a training example that are scored: no logits are computed for others."""
         return self.length
 
     @property
     @abstractmethod
     def chance(self) -> float:
-        """What `metric` is for a model that has learned nothing but which tokens can be answers."""
+        """The `metric` of a model that has learned only which tokens can be answers."""
 
     @abstractmethod
     def draw(self, split: str, size: int, random: Random) -> Batch:
-        """`size` examples on `random.device`, from `random` alone."""
+        """Draws `size` examples on `random.device`, from nothing but `random`."""
 
     @abstractmethod
     def measure(self, batch: Batch, logits: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """Metric -> (total, count), 0-dim; an evaluation is the sum of totals over the sum of counts of its
-        batches.
+        """Metric -> (total, count), 0-dim. An evaluation divides the sum of totals of its batches by that of counts.
 
         `logits [N, vocab_size]` belong to the positions where `batch.targets != IGNORE`, row-major. Among the
         keys are `metric` and "loss" (nats per scored token). A count may be 0 in a batch.
@@ -107,7 +106,7 @@ class Task(ABC):
         for parameter in fields(self):
             kind, value = hints[parameter.name], getattr(self, parameter.name)
             kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
-            # One value, one identity: 1 and 1.0 are the same trial, and so are a tuple and the list that JSON has.
+            # Equal values are one trial: 1 and 1.0, and a tuple and the list that JSON makes of it.
             value = float(value) if float in kinds and type(value) is int else _frozen(value)
             object.__setattr__(self, parameter.name, value)
             self.require(_fits(value, kind), parameter.name, f"must be {_in_words(kind)}")
@@ -119,8 +118,8 @@ class Task(ABC):
             raise InputError(f"task '{self.name}': parameter '{parameter}' {rule}, not {value!r}")
 
     def batch(self, split: str, size: int, seed: int, step: int, device: torch.device | str = "cpu") -> Batch:
-        """Batch number `step` of the stream `seed` of `split`: the same integers on every device, whatever
-        was drawn before.
+        """Batch number `step` of the stream `seed` of a split. The integers are the same on every device, and do not
+        depend on earlier draws.
 
         Raises `InputError` for an unknown split or a size below 1.
         """
@@ -132,27 +131,27 @@ class Task(ABC):
         return self.drawn(split, size, now, pool)
 
     def address(self, split: str, seed: int, step: int | str) -> str:
-        """Of a batch's random numbers; at "pool" of those of the `train_examples`."""
+        """The address of a batch's random numbers; with "pool" as the step, of those of the `train_examples`."""
         at = step if isinstance(step, str) else int(index(step))
         return f"{self.name}/{self.version}/{split}/{int(index(seed))}/{at}"
 
     def drawn(self, split: str, size: int, now: Random, pool: Random) -> Batch:
-        """What `draw` gives: new examples from `now`, or rows of the pool that `now` chooses."""
+        """Draws new examples from `now`, or, with `train_examples`, the examples of `pool` that `now` chooses."""
         if split != "train" or self.train_examples is None:
             return self.draw(split, size, now)
         return self.draw(split, size, replace(pool, rows=now.integers("examples", self.train_examples, size)))
 
     def evaluations(self) -> Mapping[str, "Task"]:
-        """What validation and test measure: label -> the task that they draw, of this one's `vocab_size`.
+        """Label -> the task that validation and test draw from, of the same `vocab_size`.
 
-        A task that is judged at other lengths or settings than it trains at says so here. A metric of what stands
-        under a label is recorded as METRIC@LABEL, such as accuracy@128, and as METRIC over all labels together.
-        What stands under "" is recorded as METRIC, which is then of that alone.
+        Override it for a task that is judged at other lengths or settings than it trains at. Metrics of a label are
+        recorded as METRIC@LABEL, such as accuracy@128, and METRIC is over all labels together. With a label "",
+        METRIC is over that one alone.
         """
         return {"": self}
 
     def fingerprint(self) -> str:
-        """SHA-256 of the data that the task reads, for a trial's identity; "" for generated data."""
+        """SHA-256 of the data that the task reads, which is part of a trial's identity; "" for generated data."""
         return ""
 
 

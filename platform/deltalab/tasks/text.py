@@ -1,4 +1,4 @@
-"""Language modelling on real bytes, the check that a gain on synthetic recall is one on text."""
+"""Language modelling on real bytes: shows whether a gain on synthetic recall is also a gain on text."""
 
 import math
 import os
@@ -18,15 +18,15 @@ from deltalab.tasks.randomness import Random
 from deltalab.tasks.task import SPLITS, Batch, Task, surprisal
 
 CAP = 8 * 2**20
-"""The bytes of each split that are used: the first, in the order of the files' relative paths."""
+"""The most bytes of a split that are used: the first ones, in the order of the files' relative paths."""
 
 RARE = 1e-3
-"""A bigram is rare if its share of the training split's bigrams is below this. Under it lie 97% of the
-bigrams that occur in the default corpus; they make up a quarter of its text."""
+"""A bigram is rare if its share of the training split's bigrams is below this. In the default corpus 97% of the
+bigrams that occur are rare, and they make up a quarter of the text."""
 
-# Left out of the default corpus: what is installed beside the library or not on every machine, and two
-# folders that are no source text, near-copies of one table (encodings) and one string of half a held-out
-# split (pydoc_data).
+# Folders that are left out of the default corpus. Some hold what is installed beside the library, or not on every
+# machine. Two hold no source text: `encodings` near-copies of one table, `pydoc_data` one string as long as half a
+# held-out split.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 
 
@@ -44,11 +44,15 @@ class Text(Task):
     """Byte-level language modelling: predict byte t + 1 from bytes 0 ... t, at every one of L = `length`
     positions.
 
-    `corpus`: a file, cut 80/10/10 by bytes into training, validation and test; or a folder, whose files
-    (hidden ones aside, at least 3) are split 80/10/10 by the order of the hashes of their relative paths,
-    each in one split only; or None, the Python standard library's own source files on this machine, split the
-    same way. At most `CAP` bytes of a split are used. Its files are joined in the order of their paths, and
-    windows start anywhere, uniformly.
+    `corpus` is one of three:
+
+    - a file, cut by bytes into training, validation and test, 80/10/10;
+    - a folder of at least 3 files, hidden ones not counted. Each file is in one split; the order of the hashes of
+      their relative paths decides, 80/10/10;
+    - None, for the source files of this machine's Python standard library, split as a folder is.
+
+    At most `CAP` bytes of a split are used. Its files are joined in the order of their paths; windows start at uniform
+    places.
 
     Metrics, in bits per byte (8 for a uniform guess, less is better):
 
@@ -58,7 +62,7 @@ class Text(Task):
       training, so that it can be recalled from the context but hardly known by heart. About 5% of positions
       at L = 128.
 
-    `InputError` for a corpus that is missing, unreadable, or has a split of `length` bytes or fewer.
+    Raises `InputError` for a corpus that is missing, unreadable, or has a split of `length` bytes or fewer.
     """
 
     name: ClassVar[str] = "text"
@@ -94,7 +98,7 @@ class Text(Task):
 
     @cached_property
     def _path(self) -> str:
-        # Resolved once: a task sent to a worker process keeps its corpus, whatever that process's folder is.
+        # Resolve once: a task that is sent to a worker process keeps its corpus, whatever that process's folder is.
         if self.corpus is None:
             return sysconfig.get_path("stdlib")
         return os.path.abspath(os.path.expanduser(self.corpus))
@@ -120,7 +124,7 @@ class Text(Task):
         }
 
     def recall_slice(self, batch: Batch) -> Tensor:
-        """bool `[B, T]`: the bigram (input, target) occurred earlier in the row and is rare in training."""
+        """bool `[B, T]`: whether the bigram (input, target) occurred earlier in the row and is rare in training."""
         bigram = batch.inputs * 256 + batch.targets
         by_kind, position = bigram.sort(dim=1, stable=True)
         again = torch.zeros_like(bigram, dtype=torch.bool)
@@ -130,7 +134,7 @@ class Text(Task):
 
 @cache
 def load(path: str, library: bool) -> Corpus:
-    """The corpus at `path`, read once per process; `library` keeps only the standard library's own source."""
+    """The corpus at `path`, read once per process. library: only the standard library's own source files."""
     root = Path(path)
     try:
         contents = _cut_file(root) if root.is_file() else _split_folder(root, library)

@@ -1,4 +1,4 @@
-"""Word problems of small groups: the state to be tracked is a permutation, and its steps do not commute."""
+"""Word problems of small groups: a model must track a permutation under steps that do not commute."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -20,23 +20,23 @@ GROUPS = {"S3": 3, "A5": 5, "S5": 5}
 
 @dataclass(frozen=True, kw_only=True)
 class WordProblem(Task):
-    """x_1 ... x_L uniform in a group G, and the running product y_i = y_{i-1} x_i, y_0 = 1, as the target at every
-    position i.
+    """Inputs x_1 ... x_L are uniform in a group G; the target at each position i is the product so far,
+    y_i = y_{i-1} x_i with y_0 = 1.
 
     `group`: S3 (6 elements), A5 (60) or S5 (120), the permutations of 3 or 5 points, in A5 the even ones. Token g is
-    the g-th of them in lexicographic order, so 0 is the identity; in a product the left factor acts first.
+    the g-th permutation in lexicographic order, so 0 is the identity. In a product the left factor acts first.
 
-    Training has L = `length`. Validation and test are measured at each of `test_lengths`, by its label, and in the mean
-    over them.
+    Training has L = `length`. Validation and test are measured at each of `test_lengths`, under the label of the
+    length, and in the mean over all.
 
-    Metrics: `sequence_accuracy`, the share of sequences with every y_i right, of which `chance` is |G|^-L in the
-    mean over `test_lengths`; `accuracy`, the share of positions.
+    Metrics: `sequence_accuracy`, the share of sequences with every y_i right, of which `chance` is the mean of |G|^-L
+    over `test_lengths`; `accuracy`, the share of right positions.
 
     Merrill, Petty and Sabharwal 2024 (arXiv:2404.08819). S3 is solvable; A5 and S5 are not, and their word problem
     is complete for NC1, out of reach for a fixed number of layers with diagonal transitions.
 
-    Sequences are shared out to training, validation and test by a checksum (`share_out`). `InputError` for a length
-    below 4 (S3) or 2 (A5, S5), and for `test_lengths` that are none or not distinct.
+    A checksum decides whether a sequence belongs to training, validation or test (`share_out`). Raises `InputError` for
+    a length below 4 (S3) or 2 (A5, S5), and for `test_lengths` that are empty or not distinct.
 
     >>> batch = WordProblem(group="S3", length=6).batch("train", 1, seed=0, step=0)
     >>> batch.inputs, batch.targets
@@ -78,7 +78,7 @@ class WordProblem(Task):
         words = random.integers("words", self.vocab_size, size, self.length)
         whole = torch.full((size,), self.length, device=random.device)
         words = share_out(words, whole, self.vocab_size, split, random)
-        # After the round of a span each place holds the product of the 2 span words that end there.
+        # After each round, every place holds the product of the last 2 span words up to it.
         table, products, span = _table(self.group, random.device), words.clone(), 1
         while span < self.length:
             products[:, span:] = table[products[:, :-span], products[:, span:]]
@@ -98,7 +98,7 @@ class WordProblem(Task):
 
 @cache
 def elements(group: str) -> list[tuple[int, ...]]:
-    """The permutations of a group in lexicographic order; point i goes to element[i].
+    """The permutations of a group in lexicographic order; each sends point i to element[i].
 
     >>> elements("S3")[:3], len(elements("A5")), len(elements("S5"))
     ([(0, 1, 2), (0, 2, 1), (1, 0, 2)], 60, 120)
@@ -113,7 +113,7 @@ def _is_even(element: tuple[int, ...]) -> bool:
 
 @cache
 def _table(group: str, device: torch.device) -> Tensor:
-    """[n, n]: the product, first the row's element, then the column's."""
+    """[n, n]: the product of the row's element, which acts first, and the column's."""
     found = elements(group)
     number = {element: i for i, element in enumerate(found)}
     rows = [[number[tuple(second[point] for point in first)] for second in found] for first in found]

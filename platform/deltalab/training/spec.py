@@ -1,4 +1,4 @@
-"""How a model is trained, as data, and which trainings differ in so little that they can be one."""
+"""How a model is trained, as data, and which trainings are alike enough to run as one."""
 
 import math
 from dataclasses import dataclass, replace
@@ -11,15 +11,15 @@ from deltalab.models.spec import ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSpec:
-    """How to train, as data: AdamW, linear warm-up, cosine to 0, clipping of the gradient's norm.
+    """How to train, as data: AdamW, linear warm-up, cosine decay to 0, clipping of the gradient's norm.
 
-    steps, batch_size, lr, weight_decay. warmup: share of the steps. clip: largest norm, 0 for none.
-    evaluations: how often the validation split is measured, evenly spaced, the last at the end.
+    warmup: share of the steps. clip: largest norm of the gradient, 0 for none. betas: AdamW's.
+    evaluations: how often the validation split is measured, evenly spaced, the last time at the end.
     eval_batches: batches of `batch_size` in the fixed validation split, and again in the test split.
-    precision: bf16 is autocast over fp32 weights; `auto` is bf16 on a GPU and fp32 on a CPU.
+    precision: `bf16` is autocast over fp32 weights; `auto` is bf16 on a GPU and fp32 on a CPU.
     device: `auto` is a GPU where there is one.
 
-    Raises `InputError` for values that make no training.
+    Raises `InputError` for values out of range, such as no steps or a negative rate.
     """
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
@@ -46,7 +46,7 @@ class TrainSpec:
             if not _is_number(value) or not 0 <= value <= high:
                 bounds = f"from 0 to {high}" if math.isfinite(high) else "of at least 0"
                 raise InputError(f"train.{name} must be a finite number {bounds}, not {value!r}")
-            # One value, one identity: 1 and 1.0 are the same trial.
+            # Equal values are one trial: 1 and 1.0.
             object.__setattr__(self, name, float(value))
         betas = self.betas
         if (
@@ -67,7 +67,7 @@ class TrainSpec:
         return [round(self.steps * (i + 1) / self.evaluations) for i in range(self.evaluations)]
 
     def learning_rate(self, step: int) -> float:
-        """Of the update that follows `step` updates.
+        """The learning rate of the update that follows `step` updates.
 
         >>> spec = TrainSpec(steps=100, batch_size=1, lr=1.0)
         >>> [round(spec.learning_rate(step), 3) for step in (0, 9, 10, 55, 100)]
@@ -80,9 +80,10 @@ class TrainSpec:
 
 
 def stackable(one: tuple[ModelSpec, TrainSpec], other: tuple[ModelSpec, TrainSpec]) -> bool:
-    """Whether two trials of a task can train together: they differ in nothing but numbers that each run has for itself.
+    """Whether two trials of a task can train together, as rows of one stack.
 
-    These are lr, weight_decay, warmup, clip and betas, and what gates start at.
+    They may differ only in numbers that each row has for itself: lr, weight_decay, warmup, clip, betas, and the values
+    that gates start at.
 
     >>> model, spec = ModelSpec(rule="comba", vocab_size=16), TrainSpec(steps=10, batch_size=4, lr=1e-2)
     >>> stackable((model, spec), (model, replace(spec, lr=1e-3)))
@@ -102,7 +103,7 @@ def stackable(one: tuple[ModelSpec, TrainSpec], other: tuple[ModelSpec, TrainSpe
 
 
 def _alike(one: object, other: object) -> bool:
-    """Whether knobs are equal but for what a gate's parameters start at: its value is the same function of them."""
+    """Whether two knobs are equal. Gates are, if they are the same function of parameters, wherever these start."""
     if not isinstance(one, Gate) or not isinstance(other, Gate):
         return one == other
 

@@ -1,4 +1,4 @@
-"""MAD's compression: a whole sequence out of one hidden state. Tests how much of it the state holds."""
+"""MAD's compression: rebuild a sequence from one hidden state. Tests how much of the sequence the state holds."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,11 +12,11 @@ from deltalab.tasks.task import Batch
 class Compression(MAD):
     """Compression of MAD.
 
-    L - 1 tokens, uniform in [0, V - 1), then V - 1. All L are to be named, each from the hidden state at the last
-    position: a 2-layer MLP is told this state and which position is asked for (`ModelSpec.readout` is `last`).
+    A sequence is L - 1 tokens, uniform in [0, V - 1), then V - 1. The model is to name all L tokens, each from the
+    hidden state at the last position: a 2-layer MLP gets this state and the position (`ModelSpec.readout` is `last`).
 
-    `chance` is that of naming any token, 1/(V - 1), at all positions but the last, which is known. L is at least 2,
-    V at least 3 (`InputError` otherwise).
+    `chance` is the accuracy of naming any token, 1/(V - 1), and of knowing the last one. Raises `InputError` unless L
+    is at least 2 and V at least 3.
 
     >>> batch = Compression(length=8).batch("test", 1, seed=0, step=0)
     >>> batch.inputs

@@ -1,4 +1,4 @@
-"""MAD's fuzzy recall: keys and values of several tokens. Tests whether tokens are bound together before being kept."""
+"""MAD's fuzzy recall: keys and values of several tokens. Tests whether a model binds tokens before it stores them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,20 +19,20 @@ MOTIF = 3
 class FuzzyRecall(MAD):
     """Fuzzy in-context recall of MAD.
 
-    A key is an ordered choice of 1 to 3 different tokens of [0, K), K = (V - 1)//2; its value one of [K, V - 1), the
-    same wherever the key stands in the sequence. Their sizes are uniform, and so is the choice at a size; keys of
-    validation and test all have 3 tokens.
+    A key is an ordered choice of 1 to 3 different tokens of [0, K), K = (V - 1)//2. Its value is such a choice of
+    [K, V - 1), the same wherever the key stands in the sequence. Sizes are uniform, and choices are uniform given the
+    size. Keys of validation and test all have 3 tokens.
 
-    The last pair, of s tokens, is drawn first. Before it, pairs follow one another as long as fewer than L - s - 6
-    tokens stand there. The last pair is put among them, before the first that begins at t or later, t uniform in
-    [0, L - s - 11), unless its key came by itself until then. The left is filled with V - 1 to L + 1 tokens: the inputs
-    and, shifted by one, what follows them. Training scores every next token; validation and test score the tokens of
+    The last pair, of s tokens, is drawn first. Before it, pairs follow one another while they hold fewer than
+    L - s - 6 tokens. The last pair is also put among them, before the first pair that begins at t or later, with t
+    uniform in [0, L - s - 11), unless its key occurs earlier anyway. V - 1 fills the left up to L + 1 tokens: the
+    inputs and, shifted by one, the targets. Training scores every next token; validation and test score the tokens of
     values whose key stood before.
 
     The authors draw t from [0, L - 2s), where a late one leaves the last key without its value.
 
-    `chance` is that of naming any token of values, 1/(V - 1 - K). L is at least 18, V at least 7 (`InputError`
-    otherwise).
+    `chance` is the accuracy of naming any token of values, 1/(V - 1 - K). Raises `InputError` unless L is at least 18
+    and V at least 7.
 
     >>> batch = FuzzyRecall(length=24, vocab_size=7).batch("test", 1, seed=0, step=0)
     >>> print(*batch.inputs[0].tolist())
@@ -60,7 +60,7 @@ class FuzzyRecall(MAD):
     def draw(self, split: str, size: int, random: Random) -> Batch:
         pad, half = self.vocab_size - 1, (self.vocab_size - 1) // 2
         shortest = 1 if split == "train" else MOTIF
-        # The last pair, and behind it as many others as can stand before it.
+        # Index 0 is the last pair; the others are as many as fit before it.
         pairs = 1 - (shortest + 1 + 2 * MOTIF - self.length) // (shortest + 1)
         order = torch.arange(pairs, device=random.device)
         token = torch.arange(MOTIF, device=random.device)
@@ -83,7 +83,7 @@ class FuzzyRecall(MAD):
         kept = start < room
         known = torch.where(is_last, late | (is_last.cumsum(dim=1) > 1), first[:, 1:] < order[1:])
 
-        # The others, the last pair where it is put among them, and at the end.
+        # In order: the others, the last pair where it is put among them, and the last pair at the end.
         where = torch.cat([order[1:], order[:1], order[:1]])
         key, value, key_size, value_size = (x[:, where] for x in (key, value, key_size, value_size))
         end = (others * kept).sum(dim=1, keepdim=True) + put * last
@@ -95,7 +95,7 @@ class FuzzyRecall(MAD):
         answers = torch.cat([torch.full_like(key, IGNORE), torch.where(known[..., None], value, IGNORE)], dim=2)
         used = torch.cat([token < key_size[..., None], token < value_size[..., None]], dim=2) & kept[..., None]
         column = start[..., None] + torch.cat([token.expand_as(key), key_size[..., None] + token], dim=2)
-        # What is not used goes to a column that is cut off.
+        # Write unused tokens to a column that is cut off.
         column = torch.where(used, column + (self.length + 1 - end - last)[..., None], self.length + 1).flatten(1)
 
         def laid_out(parts: Tensor, between: int) -> Tensor:

@@ -16,13 +16,14 @@ from deltalab.tasks.task import IGNORE, Batch
 class InContextRecall(MAD):
     """In-context recall of MAD.
 
-    L/2 pairs k v k v ... Keys are uniform in [0, V/2), with replacement; a key's value is uniform in [V/2, V) and the
-    same wherever the key stands in the sequence. The last key is one that stood before, each of these with the same
-    probability. Training scores every next token; validation and test score the values of keys that stood before.
+    A sequence is L/2 pairs k v k v ... Keys are uniform in [0, V/2), with replacement. A key's value is uniform in
+    [V/2, V), and the same wherever the key stands in the sequence. The last key is uniform among those that stood
+    before. Training scores every next token; validation and test score the values of keys that stood before.
 
     The authors leave the last token out of the inputs, as nothing follows it. Here it is an input without a target.
 
-    `chance` is that of naming any value, 1/(V - V//2). L is even and at least 4, V at least 4 (`InputError` otherwise).
+    `chance` is the accuracy of naming any value, 1/(V - V//2). Raises `InputError` unless L is even and at least 4, and
+    V at least 4.
 
     >>> batch = InContextRecall(length=12, vocab_size=4).batch("test", 1, seed=0, step=0)
     >>> batch.inputs
@@ -53,8 +54,8 @@ class InContextRecall(MAD):
 
 
 def recall(split: str, random: Random, vocab_size: int, noise: Tensor) -> Batch:
-    """Pairs from [0, vocab_size) under the law of `InContextRecall`, `noise` `[B, L/2, 2]` in place of a pair where it
-    is not negative; neither the last pair nor all others may be noise."""
+    """A batch of `InContextRecall` from tokens [0, vocab_size), in which `noise [B, L/2, 2]` replaces pairs where it is
+    not negative. The last pair must not be noise, nor all others at once."""
     size, pairs, _ = noise.shape
     half = vocab_size // 2
     is_noise = noise[..., 0] >= 0
@@ -62,7 +63,7 @@ def recall(split: str, random: Random, vocab_size: int, noise: Tensor) -> Batch:
 
     key = random.integers("keys", half, size, pairs)
     value = half + random.integers("values", vocab_size - half, size, half)
-    # What is no key has an id of its own: it has never stood before.
+    # Noise gets an id of its own, which has never stood before.
     ids = torch.where(is_noise, half + order, key)
     stood = torch.zeros(size, half + pairs, dtype=torch.bool, device=random.device)
     found = stood.scatter_(1, ids[:, :-1], True)[:, :half].cumsum(dim=1)

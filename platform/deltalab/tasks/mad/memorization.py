@@ -1,4 +1,4 @@
-"""MAD's memorization: facts that no context holds. Tests what the weights keep, whatever the state does."""
+"""MAD's memorization: facts that stand in no context. Tests what the weights keep, not the state."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -16,13 +16,14 @@ from deltalab.tasks.task import IGNORE, Batch
 class Memorization(MAD):
     """Memorization of MAD.
 
-    K = (V - 1)//2 keys [0, K) have each a value of its own in [K, V - 1), by a map that is the same in all sequences,
-    splits and seeds. L/2 times a key, uniform in [0, K), and after it V - 1, at which the key's value is to be named.
+    Each of K = (V - 1)//2 keys in [0, K) has a value of its own in [K, V - 1), by a map that is the same in all
+    sequences, splits and seeds. A sequence is L/2 keys, uniform in [0, K), each followed by V - 1, at which the model
+    is to name the key's value.
 
-    256 examples of L = 32 show each of 127 keys about 32 times; with larger V, not all keys need be among them.
+    256 examples of L = 32 show each of 127 keys about 32 times; with a larger V some keys may be missing.
 
-    `chance` is that of naming any value of a key, 1/K. L is even and at least 2, V at least 4 (`InputError`
-    otherwise).
+    `chance` is the accuracy of naming any key's value, 1/K. Raises `InputError` unless L is even and at least 2, and V
+    at least 4.
 
     >>> batch = Memorization(length=8).batch("test", 1, seed=0, step=0)
     >>> batch.inputs

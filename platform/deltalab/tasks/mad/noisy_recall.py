@@ -1,4 +1,4 @@
-"""MAD's noisy recall: in-context recall among pairs that mean nothing. Tests whether a state can leave things out."""
+"""MAD's noisy recall: in-context recall among meaningless pairs. Tests whether a state can leave things out."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ from deltalab.tasks.task import Batch
 class NoisyRecall(MAD):
     """Noisy in-context recall of MAD.
 
-    `mad_in_context_recall` over the first U = V - `noise_vocab` tokens, in which each pair but the last is with
-    probability `noise` replaced by two tokens, uniform in [U, V). One pair of these, chosen uniformly, is spared.
+    `mad_in_context_recall` over the first U = V - `noise_vocab` tokens. Each pair but the last is replaced, with
+    probability `noise`, by two tokens uniform in [U, V); one of these pairs, chosen uniformly, is always kept.
 
-    The authors' spare one of all pairs, the last among them, and fail where all others are noise.
+    The authors' code may keep the last pair instead, and then fails if all others are noise.
 
-    `chance` is that of naming any value, 1/(U - U//2). L is even and at least 4, U at least 4, `noise_vocab` at least
-    1, `noise` in [0, 1) (`InputError` otherwise).
+    `chance` is the accuracy of naming any value, 1/(U - U//2). Raises `InputError` unless L is even and at least 4, U
+    at least 4, `noise_vocab` at least 1, and `noise` in [0, 1).
 
     >>> batch = NoisyRecall(length=12, vocab_size=8, noise_vocab=4, noise=0.4).batch("test", 1, seed=0, step=0)
     >>> batch.inputs
@@ -55,7 +55,7 @@ class NoisyRecall(MAD):
 
     def draw(self, split: str, size: int, random: Random) -> Batch:
         pairs, used = self.length // 2, self.vocab_size - self.noise_vocab
-        # Compared as integers: a threshold in floating point may round differently on another device.
+        # Compare integers: a threshold in floating point may round differently on another device.
         replaced = random.integers("replaced", 2**53, size, pairs) < round(self.noise * 2**53)
         replaced.scatter_(1, random.integers("spared", pairs - 1, size, 1), False)
         replaced[:, -1] = False

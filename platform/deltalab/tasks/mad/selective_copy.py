@@ -1,4 +1,4 @@
-"""MAD's selective copy: repeat what was said, without the pauses. Tests whether a state keeps order, and no blanks."""
+"""MAD's selective copy: repeat tokens in order, without the blanks among them. Tests whether a state keeps order."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from deltalab.tasks.task import IGNORE, Batch
 class SelectiveCopy(MAD):
     """Selective copying of MAD.
 
-    n = `copies` data tokens, uniform in [0, V - 2) with replacement, with L - 2n - 1 blanks V - 2 among them: each
-    stands before one of the data tokens, chosen uniformly. Then the copy token V - 1 and n blanks, at which the data
-    tokens are to be named in order.
+    A sequence has n = `copies` data tokens, uniform in [0, V - 2) with replacement, and among them L - 2n - 1 blanks
+    V - 2, each before a uniformly chosen data token. The copy token V - 1 and n blanks follow, at which the model is to
+    name the data tokens in order.
 
-    `chance` is that of naming any data token, 1/(V - 2). n is at least 1, L at least 2n + 2, V at least 4
-    (`InputError` otherwise).
+    `chance` is the accuracy of naming any data token, 1/(V - 2). Raises `InputError` unless n is at least 1, L at least
+    2n + 2, and V at least 4.
 
     >>> batch = SelectiveCopy(length=12, vocab_size=8, copies=3).batch("test", 1, seed=0, step=0)
     >>> batch.inputs

@@ -1,4 +1,4 @@
-"""What the six tasks of MAD share: a training set of a fixed size, and the share of tokens that are right."""
+"""The common part of the six tasks of MAD: a training set of a fixed size, and accuracy over tokens."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -13,15 +13,15 @@ from deltalab.tasks.task import Batch, Task, surprisal
 class MAD(Task):
     """A task of Mechanistic Architecture Design (Poli et al. 2024, arXiv:2403.17844), V = `vocab_size`, L = `length`.
 
-    Where the paper leaves something open, the law is that of its authors' code (github.com/athms/mad-lab), from which
-    a task departs only as it says. Defaults are the paper's; it varies V, L, `train_examples` and a task's own
-    parameters one at a time, and tests on 1,280 examples.
+    Where the paper leaves something open, tasks follow its authors' code (github.com/athms/mad-lab), and say where they
+    depart from it. Defaults are the paper's. It varies V, L, `train_examples` and a task's own parameters one at a
+    time, and tests on 1,280 examples.
 
-    Metric: accuracy, the share of right answers among all scored tokens. (The authors' average it over the tokens that
-    can be answers, which are equally frequent.)
+    Metric: accuracy, the share of right answers among all scored tokens. (The authors average over the tokens that can
+    be answers, which are equally frequent.)
 
-    `train_examples`: how many examples a seed trains on; None for new ones without end. At least 1 (`InputError`
-    otherwise).
+    `train_examples`: the number of examples that a seed trains on; None for new ones at every step. Raises `InputError`
+    for a number below 1.
     """
 
     metric: ClassVar[str] = "accuracy"
@@ -41,7 +41,7 @@ class MAD(Task):
 
 
 def first_use(ids: Tensor) -> Tensor:
-    """For each place of each row `[B, n]`, the first place of that row with the same id.
+    """The first place in each row `[B, n]` that has the id of a place, for all places.
 
     >>> first_use(torch.tensor([[5, 7, 5, 5, 7]]))
     tensor([[0, 1, 0, 0, 1]])

@@ -1,0 +1,63 @@
+"""A trial is known by what it computes: the code of a user's rule and task is part of it."""
+
+from pathlib import Path
+
+import pytest
+
+from deltalab import registry
+from deltalab.study.plan import Plan, make_plan
+from deltalab.study.spec import StudySpec
+
+TASK = '''
+from dataclasses import dataclass
+from deltalab.tasks import MQAR
+
+@dataclass(frozen=True, kw_only=True)
+class Mine(MQAR):
+    """Recall, drawn as mqar draws it."""
+    name = "mine"
+    version = 1
+    metric = "accuracy"
+    maximize = True
+'''
+
+
+def planned(task: str, **resources: float) -> Plan:
+    train = {"steps": 2, "batch_size": 2, "lr": 1e-2, "evaluations": 1}
+    given = {
+        "name": "tiny",
+        "task": {task: {"length": 16, "pairs": 2, "vocab_size": 16}},
+        "base": {"rule": "comba", "model": {"d_model": 16, "layers": 1, "heads": 1}, "train": train},
+        "seeds": 1,
+        "resources": resources,
+    }
+    return make_plan(StudySpec.model_validate(given))
+
+
+def key(task: str, **resources: float) -> str:
+    plan = planned(task, **resources)
+    return plan.job(plan.arms[0], "confirm", 0, {}).key
+
+
+def test_the_code_of_a_users_task_is_in_a_trials_identity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_named_files", [])
+    keys = []
+    for folder, source in (("a", TASK), ("b", TASK), ("c", TASK.replace("as mqar draws it", "otherwise"))):
+        file = tmp_path / folder / "mine.py"
+        file.parent.mkdir()
+        file.write_text(source)
+        registry._named_files.clear()
+        registry._all.cache_clear()
+        registry.add_plugin(file)
+        keys.append(key("mine"))
+    registry._all.cache_clear()
+    assert keys[0] == keys[1], "wherever the file is"
+    assert keys[2] != keys[0], "the version is the same, and the code is not"
+
+
+def test_the_machine_is_not_in_a_trials_identity() -> None:
+    """docs/decisions/201-auto-device-identity.md says why, and how to tell the two apart."""
+    assert key("mqar") == key("mqar", gpu=1)
+    plans = planned("mqar"), planned("mqar", gpu=1)
+    on_cpu, wherever = (plan.job(plan.arms[0], "confirm", 0, {}).specs[1].device for plan in plans)
+    assert (on_cpu, wherever) == ("cpu", "auto")
