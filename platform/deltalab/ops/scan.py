@@ -1,4 +1,4 @@
-"""One door to every backend: checks the inputs, fills in constants, and picks the fastest that fits."""
+"""`scan` runs a rule on any backend: it checks the inputs, fills in constant gates and chooses the fastest form."""
 
 import itertools
 import logging
@@ -122,8 +122,11 @@ def _say(lacking: str) -> None:
 
 
 def _no_growth(g: Tensor | None) -> None:
-    """A look at the device, hence only where the kernel was asked for by name, and where one can look: not under vmap,
-    nor while a CUDA graph is being captured."""
+    """Raises `InputError` if a log-decay is positive.
+
+    Waits for the device, so only for a kernel that was asked for by name; and not under vmap or while a CUDA graph is
+    captured, where values cannot be read.
+    """
     if g is None or torch._C._functorch.is_batchedtensor(g):
         return
     capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
@@ -143,7 +146,7 @@ def _one_by_one(
     chunk_size: int,
     cu_seqlens: Tensor,
 ) -> tuple[Tensor, State]:
-    """Packed sequences, each for itself."""
+    """`scan` of each of the packed sequences by itself."""
     out, states = [], []
     bounds = cu_seqlens.tolist()
     for n, (start, stop) in enumerate(itertools.pairwise(bounds)):
@@ -242,9 +245,10 @@ def _shown(given: object) -> str:
 
 
 def operands(rule: UpdateRule, q: Tensor, k: Tensor, v: Tensor, gates: Mapping[str, Tensor]) -> Operands:
-    """What the references take of a rule of the algebra, for inputs like those of `scan`.
+    """The `Operands` of a rule of the algebra, for inputs like those of `scan`, in the shapes that the references take.
 
-    Constant gates are filled in, and gates of one value a head spread over batch, time and channels that decay.
+    Constant gates are filled in. Gates with one value for each head are expanded over batch and time, and a decay over
+    channels too where the transition is diagonal.
     """
     assert rule.transition is not None
     x = rule.operands(q, k, v, **_gates(rule, gates, q))
