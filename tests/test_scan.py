@@ -92,7 +92,11 @@ def test_wrong_input_is_refused_in_one_line(changes: dict[str, Any], message: st
         ("rwkv7", {"gates": with_("xi", torch.zeros(H))}, "per head_channel, must be [2, 5, 3, 4] or [3, 4]"),
         ("rla", {"state": (torch.zeros(B, H, K, V),)}, "must be a tuple of two [B, H, K, V] = [2, 3, 4, 6]"),
         ("attention", {"state": torch.zeros(B, H, K, V)}, "a tuple of tensors, as an earlier call returned it, on cpu"),
-        ("rla", {"state": (torch.zeros(B, H, K, V), torch.zeros(B, H, V, K))}, "not [2, 3, 4, 6] on cpu, [2, 3, 6, 4]"),
+        (
+            "rla",
+            {"state": (torch.zeros(B, H, K, V), torch.zeros(B, H, V, K))},
+            "not ([2, 3, 4, 6] on cpu, [2, 3, 6, 4] on cpu)",
+        ),
     ],
 )  # fmt: skip
 def test_steps_channels_and_pairs_have_shapes_of_their_own(name: str, changes: dict[str, Any], message: str) -> None:

@@ -212,7 +212,7 @@ def _check_state(rule: UpdateRule, state: State, expected: tuple[int, ...], devi
         fits = fits and [one.shape for one in state] == count * [expected]
         what = f"of {'two' if count == 2 else 'one'} [B, H, K, V] = {list(expected)}"
     if not fits:
-        given = f"({', '.join(map(_shown, state))})" if isinstance(state, tuple) else _shown(state)
+        given = f"({', '.join(map(_shown, state))})" if isinstance(state, tuple) else f"a {type(state).__name__}"
         raise InputError(f"the state of rule '{rule.name}' must be a tuple {what} on {device}, not {given}")
 
 
