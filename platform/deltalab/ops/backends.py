@@ -25,7 +25,7 @@ ENTRIES = __name__.removesuffix("backends") + "triton_kernels"
 _log = logging.getLogger("deltalab")
 
 
-class Scan(Protocol):
+class ScanKernel(Protocol):
     def __call__(
         self,
         transition: Transition,
@@ -39,7 +39,7 @@ class Scan(Protocol):
     ) -> tuple[Tensor, State]: ...
 
 
-class Regression(Protocol):
+class RegressionKernel(Protocol):
     def __call__(
         self,
         ridge: Ridge,
@@ -54,11 +54,11 @@ class Regression(Protocol):
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]: ...
 
 
-class CrossEntropy(Protocol):
+class CrossEntropyKernel(Protocol):
     def __call__(self, logits: Tensor, targets: Tensor, count: Tensor, /, *, ignore: int) -> Tensor: ...
 
 
-class AdamW(Protocol):
+class AdamWKernel(Protocol):
     def __call__(
         self,
         weights: Tensor,
@@ -81,7 +81,7 @@ class AdamW(Protocol):
     ) -> None: ...
 
 
-class Integers(Protocol):
+class IntegersKernel(Protocol):
     def __call__(
         self,
         starts: Tensor,
@@ -94,28 +94,33 @@ class Integers(Protocol):
     ) -> Tensor: ...
 
 
-class Exponential(Protocol):
+class ExponentialKernel(Protocol):
     def __call__(self, starts: Tensor, rows: Tensor | None, shape: tuple[int, ...], /, *, terms: int) -> Tensor: ...
 
 
-class Distinct(Protocol):
+class DistinctKernel(Protocol):
     def __call__(self, starts: Tensor, rows: Tensor | None, shape: tuple[int, ...], /, *, below: int) -> Tensor: ...
 
 
 class Kernels(NamedTuple):
     """The kernels that a device has; None stands for one that it lacks.
 
-    triton: whether kernels run at all, so that a rule may take one of its own.
-    scan: a rule's operands to its output and next state, for the structures that `takes` says.
-    regression: `ridge.regression`. rms_norm, convolve: `ops.norm` and `ops.convolution`. embed: rows of an embedding.
-    cross_entropy: a chunk of `ops.loss`, in place. adamw: a step of `training.stack`, in place.
-    integers, exponential, distinct: draws of `tasks.randomness`; distinct takes a count of at most `most_distinct`.
+    triton: whether kernels run at all, so that a rule may launch its own.
+    scan: the function of `reference.recurrent`. takes: whether `scan` has a kernel for a transition and its operands
+        with products in a dtype.
+    regression: the function of `ridge.regression`.
+    rms_norm: of x, branch, weight, gate, eps and the dtype of the result; returns the norm and the sum, as `ops.norm`.
+    convolve: of x, taps, past, widths, key_dim and whether SiLU and unit norm follow, as `ops.convolution`.
+    embed: the rows [n, N, d] of weights [n, V, d] for tokens [n, N].
+    cross_entropy: losses [n, m] of logits [n, m, V], which it replaces by their gradient, for `ops.loss`.
+    adamw: one step of a stack of runs, in place, for `training.stack`.
+    integers, exponential, distinct: draws for `tasks.randomness`; `distinct` draws at most `most_distinct` at a time.
     """
 
     triton: bool = False
-    scan: Scan | None = None
+    scan: ScanKernel | None = None
     takes: Callable[[Transition, Operands, torch.dtype], bool] | None = None
-    regression: Regression | None = None
+    regression: RegressionKernel | None = None
     rms_norm: (
         Callable[
             [Tensor, Tensor | None, Tensor | None, Tensor | None, float, torch.dtype],
@@ -131,11 +136,11 @@ class Kernels(NamedTuple):
         | None
     ) = None
     embed: Callable[[Tensor, Tensor], Tensor] | None = None
-    cross_entropy: CrossEntropy | None = None
-    adamw: AdamW | None = None
-    integers: Integers | None = None
-    exponential: Exponential | None = None
-    distinct: Distinct | None = None
+    cross_entropy: CrossEntropyKernel | None = None
+    adamw: AdamWKernel | None = None
+    integers: IntegersKernel | None = None
+    exponential: ExponentialKernel | None = None
+    distinct: DistinctKernel | None = None
     most_distinct: int = 0
 
 
@@ -175,7 +180,7 @@ def lacks_triton(device: str) -> str | None:
     except ModuleNotFoundError as error:
         if error.name != ENTRIES:
             raise
-        return "deltalab itself, since an exported model has none"
+        return "deltalab itself, since an exported model has no kernels"
     if not interpreted and (missing := entries.lacks_assembler()):
         return str(missing)
     _loaded = entries.KERNELS

@@ -70,7 +70,7 @@ def features(
         parts = qkv.split(channels.widths, dim=-1)
     else:
         given = qkv if past is None else torch.cat([past, qkv], dim=1)
-        parts = _Features.apply(given, taps, channels)[:3]  # type: ignore[no-untyped-call]
+        parts = _ConvolvedAndNormed.apply(given, taps, channels)[:3]  # type: ignore[no-untyped-call]
         if past is not None:
             parts = [part[:, past.shape[1] :] for part in parts]
     q, k, v = channels.split(*parts)
@@ -126,7 +126,7 @@ def _last(qkv: Tensor, past: Tensor | None, count: int) -> Tensor:
     return torch.cat([past, qkv], dim=1)
 
 
-class _Features(Stacked):
+class _ConvolvedAndNormed(Stacked):
     """Convolution, SiLU and unit norm of x [.., B, T, C], whose backward writes one gradient for q, k and v together.
 
     Returns q, k and v, [.., B, T, width] each, and what backward needs, which has no gradient: y, the input of SiLU;

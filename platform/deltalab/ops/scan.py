@@ -80,29 +80,32 @@ def _choose(
     kernels = _allowed(backend, v.device.type)
     lacking = rule.lacks_kernel(k, v)
     own = kernels.triton and lacking is None
-    x = None if rule.transition is None or own else operands(rule, q, k, v, gates)
-    if x is not None and rule.transition is not None and kernels.scan is not None:
-        if backend == "triton":
-            _no_growth(x.g)
-        if backend == "triton" or (kernels.takes is not None and kernels.takes(rule.transition, x, v.dtype)):
-            return partial(
-                kernels.scan, rule.transition, x, dtype=v.dtype, scale=scale, state=state, cu_seqlens=cu_seqlens
-            )
-    if cu_seqlens is not None:  # only the kernels of structures take packed sequences
-        return partial(_one_by_one, rule, q, k, v, gates, scale, state, backend, chunk_size, cu_seqlens)
-    if lacking and backend == "triton":
-        raise InputError(f"{lacking}: use backend 'auto', 'chunked' or 'recurrent'")
-    if lacking and kernels.triton and rule.brings_kernel:
-        _say(lacking)
-    if x is None or rule.transition is None:
+    if own or rule.transition is None:
+        if lacking and backend == "triton":
+            raise InputError(f"{lacking}: use backend 'auto', 'chunked' or 'recurrent'")
         values = _gates(rule, gates, q)
         if own and backend == "triton":
             _no_growth(values.get("g"))
         advance = _token_by_token if backend == "recurrent" else partial(UpdateRule.advance, fused=own)
-        return partial(advance, rule, q, k, v, values, scale=scale, state=state)
-    if backend == "recurrent" or (backend == "auto" and k.shape[1] == 1):
-        return partial(reference.recurrent, rule.transition, x, scale=scale, state=state)
-    return partial(reference.chunked, rule.transition, x, scale=scale, state=state, chunk_size=chunk_size)
+        run = partial(advance, rule, q, k, v, values, scale=scale, state=state)
+    else:
+        x = operands(rule, q, k, v, gates)
+        if kernels.scan is not None:
+            if backend == "triton":
+                _no_growth(x.g)
+            if backend == "triton" or (kernels.takes is not None and kernels.takes(rule.transition, x, v.dtype)):
+                return partial(
+                    kernels.scan, rule.transition, x, dtype=v.dtype, scale=scale, state=state, cu_seqlens=cu_seqlens
+                )
+        token_by_token = backend == "recurrent" or (backend == "auto" and k.shape[1] == 1)
+        form = reference.recurrent if token_by_token else partial(reference.chunked, chunk_size=chunk_size)
+        run = partial(form, rule.transition, x, scale=scale, state=state)
+    if lacking and kernels.triton and rule.brings_kernel:
+        _say(lacking)
+    if cu_seqlens is None:
+        return run
+    # Only the kernels of structures, above, take packed sequences.
+    return partial(_one_by_one, rule, q, k, v, gates, scale, state, backend, chunk_size, cu_seqlens)
 
 
 def _allowed(backend: Backend, device: str) -> Kernels:
