@@ -1,4 +1,4 @@
-"""The one door to every backend: what it takes, what it refuses in one line, and how it chooses."""
+"""`scan`: what it takes, what it refuses in one line, and which form it chooses."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ B, T, H, K, V = 2, 5, 3, 4, 6
 
 
 def arguments(of: str = "gated_deltanet", **changes: Any) -> dict[str, Any]:
-    """Right arguments of `scan`, with some of them replaced; a function replaces what it is given."""
+    """Valid arguments of `scan`, some of them replaced: by a value, or by a function of the valid one."""
     rule = deltalab.get_rule(of)
     x = draw(rule, batch=B, length=T, heads=H, key_dim=K, value_dim=V).map(Tensor.float)
     right: dict[str, Any] = {"rule": rule, "q": x.q, "k": x.k, "v": x.v, "gates": dict(x.gates)}
