@@ -17,6 +17,7 @@ from deltalab.structure import Transition
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MOST_KEYS = 256
+"""The largest K that the kernels take, padding included: a block holds all of it."""
 
 
 def scan(
