@@ -146,6 +146,7 @@ class Kernels(NamedTuple):
 
 NONE = Kernels()
 _loaded = NONE
+"""The kernels, once `lacks_triton` has loaded them. torch.compile reads a global; it takes no such constant."""
 
 
 def constant(function: F) -> F:
@@ -164,7 +165,7 @@ def once(function: Callable[[str], T]) -> "functools._lru_cache_wrapper[T]":
 
 @once
 def lacks_triton(device: str) -> str | None:
-    """What the kernels need and do not find for this type of device, or None; loads them where nothing is missing."""
+    """What the kernels need on this type of device and lack, or None; loads them where they lack nothing."""
     global _loaded
     try:
         import triton
@@ -188,13 +189,13 @@ def lacks_triton(device: str) -> str | None:
 
 
 def available(device: str) -> Kernels:
-    """The kernels that run on this type of device, for who asks for them by name."""
+    """The kernels that run on this type of device, for a caller that asks for them by name."""
     return _loaded if lacks_triton(device) is None else NONE
 
 
 @once
 def _unasked(device: str) -> bool:
-    """Whether kernels are taken where nobody asked for them by name; logs once why not."""
+    """Whether to take kernels that nobody asked for by name; logs once why not."""
     if device != "cuda":
         _log.info("no GPU: backend 'auto' takes 'chunked'")
         return False
@@ -205,5 +206,5 @@ def _unasked(device: str) -> bool:
 
 
 def automatic(device: str) -> Kernels:
-    """The kernels that are taken where nobody asked for them by name: those of a GPU, none on a CPU."""
+    """The kernels to take where nobody asks for them by name: those of a GPU, none on a CPU."""
     return available(device) if _unasked(device) else NONE
