@@ -60,7 +60,7 @@ class Fit:
 class Operands:
     """The vectors and scalars of every step of the recurrence.
 
-    With n steps per token, tensors other than r and read have n T rows in place of T: a token's steps follow each other.
+    With n steps per token, all but r and read have n T rows in place of T: a token's steps follow each other.
 
     r: read vector [B, T, H, K]; k: write key [B, T, H, K]; u: value to write [B, T, H, V].
     beta, read, d: [B, T, H], and 1, 1 and 0 where None. The step writes beta_t u_t and reads with read_t r_t - d_t k_t.
