@@ -1,4 +1,4 @@
-"""Short convolution, SiLU and unit norm as one kernel: held to fp64, in Triton's interpreter where there is no GPU."""
+"""Short convolution, SiLU and unit norm as one kernel, against fp64; in Triton's interpreter without a GPU."""
 
 import copy
 from typing import Any
@@ -37,7 +37,7 @@ def normal(seed: int, *shape: int) -> Tensor:
 
 
 def cosines(x: Tensor) -> Tensor:
-    """Gradients to come from above; bf16 holds them."""
+    """Upstream gradients that are exact in bf16."""
     return torch.arange(x.numel(), dtype=FP32, device=x.device).cos().bfloat16().view_as(x)
 
 
@@ -160,7 +160,7 @@ def test_vmap_makes_runs_of_what_it_maps_over(dims: tuple[int | None, int | None
 
 
 def test_the_operators_say_what_they_return() -> None:
-    """Shapes without data, as torch.compile asks for them."""
+    """The fake operators, which torch.compile asks for shapes."""
     x, w, past = normal(1, 2, 1, 2, 14).bfloat16(), normal(2, 2, 2, 12), normal(3, 2, 1, 1, 12).bfloat16()
     how = ([4, 4, 4, 2, 0], 4, True, True)
     checks = ("test_schema", "test_faketensor")
@@ -205,7 +205,7 @@ def layer_of(name: str, seed: int = 1) -> RuleLayer:
 
 
 def results(layer: RuleLayer, x: Tensor) -> dict[str, Tensor]:
-    """Of sequences in one piece with gradients, and of those that go on with a few tokens."""
+    """A layer's outputs and gradients for whole sequences, and its outputs where a few more tokens follow."""
     x = x.detach().requires_grad_()
     y, cache = layer(x)
     names, leaves = zip(("x", x), *layer.named_parameters(), strict=True)
@@ -241,7 +241,7 @@ def test_layers_are_the_same_with_and_without_the_kernels(name: str, monkeypatch
 @pytest.mark.usefixtures("launching")
 @pytest.mark.parametrize(("name", "tokens", "products"), [("unit", 56, 2), ("a low rank", 56, 3), ("unit", 7, 5)])
 def test_many_tokens_are_multiplied_once(name: str, tokens: int, products: int) -> None:
-    """And what comes out of the layer, and what comes of a low rank."""
+    """All projections of x are one product; the output and the second matrix of a low rank take one more each."""
     layer = layer_of(name)
     with Calls() as calls, torch.no_grad():
         layer(normal(1, tokens // 7, 7, 12))
@@ -266,7 +266,7 @@ def test_stacked_layers_are_what_they_are_alone() -> None:
 
 
 def test_what_the_kernels_do_not_take_goes_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    """fp64, wide convolutions, and where there would be nothing to do."""
+    """fp64, a convolution that is too wide, and a layer with nothing to fuse do without the kernel."""
     monkeypatch.setattr("deltalab.ops.convolution.automatic", available)
     wide = RuleLayer(deltalab.get_rule("comba"), 8, 1, key_dim=4, value_dim=4, conv=9).to(DEVICE)
     idle = RuleLayer(deltalab.get_rule("attention"), 8, 1, key_dim=4, value_dim=4, conv=0).to(DEVICE)
@@ -280,7 +280,7 @@ def test_what_the_kernels_do_not_take_goes_without(monkeypatch: pytest.MonkeyPat
 @pytest.mark.usefixtures("launching")
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_mixed_and_low_precision_reach_the_rule_as_they_should(dtype: torch.dtype) -> None:
-    """Under autocast over fp32 weights, and with all weights in bf16."""
+    """Dtypes under autocast with fp32 weights, and with all weights in bf16."""
     layer, x = layer_of("a low rank").to(dtype), normal(1, 8, 7, 12).to(dtype)
     with torch.autocast(DEVICE, BF16, enabled=dtype == FP32):
         y, cache = layer(x)
@@ -328,7 +328,7 @@ def test_without_kernels_it_is_what_pytorch_has() -> None:
 def test_real_sizes_are_those_in_fp64(
     shape: tuple[int, int, int], widths: list[int], key_dim: int, dtype: torch.dtype
 ) -> None:
-    """The oracle run by run, as large as it is."""
+    """The oracle run by run, since it needs much memory."""
     x, w = normal(1, *shape, sum(widths)).to(dtype), normal(2, shape[0], 4, sum(widths[:3]))
     how = (widths, key_dim, True, True)
     x.requires_grad_(), w.requires_grad_()

@@ -1,5 +1,6 @@
 """An exported model is our model: same logits, same gradients, and a state that does not grow, without deltalab."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -270,6 +271,17 @@ def test_all_of_it_loads_in_one_process_that_has_no_deltalab(tmp_path):
         assert result["difference"] < 1e-6
         assert result["saved again"] < 1e-6
         assert result["bfloat16"] == "torch.bfloat16"
+
+
+def test_an_export_has_no_kernels_even_beside_deltalab(tmp_path, monkeypatch):
+    pytest.importorskip("triton")
+    ours = trained(**MODELS["comba"])
+    export_hf(ours.spec, ours.state_dict(), tmp_path / "exported_alone", provenance={})
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.syspath_prepend(tmp_path)
+    backends = importlib.import_module("exported_alone.ops_backends")
+    assert backends.lacks_triton("cpu") == "deltalab itself, since an exported model has no kernels"
+    assert backends.available("cpu") == backends.Kernels()
 
 
 def test_the_folder_says_what_it_holds(tmp_path):

@@ -1,4 +1,4 @@
-"""Kernels through `scan`, as a rule's author reaches them: held to the recurrence in fp64, in Triton's interpreter."""
+"""The kernels through `scan`, against the recurrence in fp64, in Triton's interpreter."""
 
 import dataclasses
 import os
@@ -24,12 +24,12 @@ def error(found: torch.Tensor, right: torch.Tensor) -> float:
 
 
 def cosines(x: torch.Tensor) -> torch.Tensor:
-    """Gradients to come from above, the same in every dtype: bf16 holds them."""
+    """Upstream gradients, the same in every dtype: they are exact in bf16."""
     return torch.arange(x.numel(), dtype=torch.float64, device=x.device).cos().bfloat16().double().view_as(x)
 
 
 def run(rule, x: Inputs, backend: str, **more):
-    """o, the last state and the gradient of every input that wants one, by name."""
+    """o, the last state and the gradient of every input that requires one, by name."""
     o, state = deltalab.scan(rule, x.q, x.k, x.v, x.gates, state=x.state, backend=backend, **more)
     found = {"o": o, **{f"last {name}": part for name, part in parts(state).items()}}
     total = sum((part.double() * cosines(part)).sum() for part in found.values())
@@ -42,7 +42,7 @@ def compare(
     rule, *, length: int, tolerance: float, batch: int = 1, key_dim: int = 16, value_dim: int = 16,
     dtype: torch.dtype = torch.float32, slower: float = 1.0, state: bool = False, **more,
 ):  # fmt: skip
-    """slower: of log-decays."""
+    """slower: a factor of the log-decays."""
 
     def narrow(x: Inputs) -> Inputs:
         return dataclasses.replace(x, q=x.q.to(dtype), k=x.k.to(dtype), v=x.v.to(dtype))
@@ -78,12 +78,12 @@ def test_widths_that_no_block_has(name):
 
 @pytest.mark.parametrize("name", ["rla", "sgla", "comba"])
 def test_16_bits(name):
-    """RLA makes more where it scans, of operands of 16 bits."""
+    """In `scan`, RLA derives further operands from those of 16 bits."""
     compare(deltalab.get_rule(name), length=35, dtype=torch.float16, tolerance=1e-3)
 
 
 class Apart(type(deltalab.get_rule("rdn"))):
-    """A second state that shares neither reader nor decay, nor, but for l2, what is to be predicted."""
+    """A second state with a reader and a decay of its own, and, except for l2, a value of its own to predict."""
 
     name = "apart"
 
@@ -105,7 +105,7 @@ def test_packed_sequences_are_each_for_itself(name):
 
 @pytest.fixture
 def split(monkeypatch):
-    """Sequences of two chunks are two parts."""
+    """Splits a sequence of two chunks into two parts."""
     monkeypatch.setattr(kernel_parts, "SHORTEST", 1)
 
 

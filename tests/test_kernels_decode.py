@@ -111,7 +111,7 @@ def structures() -> Iterator[Transition]:
 
 @pytest.fixture(autouse=True)
 def _poisoned() -> Iterator[None]:
-    """What the kernel does not write is not a number."""
+    """Elements that the kernel does not write are NaN."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
@@ -190,7 +190,7 @@ def test_the_state_that_is_given_is_left_as_it_is(fit: ResidualState | None) -> 
 
 @pytest.mark.parametrize("fit", [None, RDN], ids=str)
 def test_vmap_folds_its_dimension_into_the_batch(fit: ResidualState | None) -> None:
-    """Wherever the dimension stands, and for operands without it."""
+    """vmap works with the dimension at any place, and with operands that lack it."""
     x = mapped(operands(IPLR, 16, 8, fit), lambda _, value: value.float().to(DEVICE))
     state = like(filled(IPLR, x), torch.float32, DEVICE)
     keys = torch.stack([x.k, x.k.flip(-1), x.k.roll(1, -1)], dim=2)
@@ -207,7 +207,7 @@ def test_vmap_folds_its_dimension_into_the_batch(fit: ResidualState | None) -> N
 
 @pytest.mark.parametrize("fit", [None, RDN], ids=str)
 def test_the_operator_says_what_it_returns(fit: ResidualState | None) -> None:
-    """Shapes without data, as torch.compile asks for them, are those of the data."""
+    """The fake operator returns the shapes of the real one."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     x = mapped(operands(IPLR, 16, 8, fit), lambda _, value: value.bfloat16().to(DEVICE))

@@ -123,12 +123,12 @@ def test_without_fitting_the_residual_rules_are_one_step_of_the_delta_rule():
     knobs = {"fitting": False, "loss": "l2"}
     x = draw(rule("rdn")) | {"g": torch.zeros(B, T, H, dtype=torch.float64)}
     o, (S, _) = scan(rule("rdn", **knobs), x | {"gamma": x["beta"]}, "chunked")
-    theirs, last = scan(rule("deltanet"), only(x, "beta"), "recurrent")
+    theirs, (last,) = scan(rule("deltanet"), only(x, "beta"), "recurrent")
     close(o, theirs)
     close(S, last)
 
     o, _ = scan(rule("rla", **knobs), x, "chunked")
-    before = torch.zeros(B, H, K, V, dtype=torch.float64)
+    before = (torch.zeros(B, H, K, V, dtype=torch.float64),)
     for t in range(T):
         now = {name: value[:, t : t + 1] for name, value in x.items()}
         one, _ = scan(rule("deltanet"), only(now, beta=now["gamma"]), "recurrent", before)

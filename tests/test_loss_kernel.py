@@ -20,7 +20,7 @@ from deltalab.training.trainer import LockStep
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 8e-3}
-"""And how far a gradient may be off, as a share of the largest of its row: in bf16 the interpreter does not round."""
+"""The largest error of a gradient over the largest gradient of its row; in bf16 the interpreter truncates."""
 
 
 def drawn(runs: int, rows: int, width: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -32,7 +32,7 @@ def drawn(runs: int, rows: int, width: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def reference(logits: Tensor, targets: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """In fp64."""
+    """The loss and its gradients in fp64."""
     logits = logits.double().requires_grad_()
     losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="none")
     losses = losses.view(targets.shape)
@@ -77,7 +77,7 @@ def test_a_vocabulary_of_its_size(width: int) -> None:
 
 
 def test_one_label_of_each_sequence_lies_beside_what_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`labelled` gives them as every second number; the kernel took the others for labels, too, and halved the loss."""
+    """`labelled` returns a strided view; the kernel once read the numbers between as labels, and halved the loss."""
     targets = torch.full((2, 6, 5), IGNORE)
     targets[..., 3] = torch.arange(12).view(2, 6) % 3
     labels = labelled(targets, 1, ignore=IGNORE)[1].flatten(1)
@@ -129,7 +129,7 @@ def test_logits_at_the_ends_of_what_there_is(widest: int, monkeypatch: pytest.Mo
 def test_the_loss_is_what_it_is_without_the_kernel(
     most: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One run of three scores nothing."""
+    """One of three runs has no target that counts: its loss is NaN."""
     monkeypatch.setattr("deltalab.ops.loss.MOST_LOGITS", {DEVICE: most})
     _, targets = drawn(3, 7, 20, 1)
     targets[2] = IGNORE

@@ -1,4 +1,4 @@
-"""What is built: decoding equals the whole sequence, layers stand where the layout says, nothing sees the future."""
+"""Models: decoding equals the whole sequence, layers stand where the layout says, nothing sees the future."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""Rules that learn in their state equal the plainest loop with autograd for the inner gradient, and their limits."""
+"""Rules that learn in their state equal a plain loop with autograd as the inner gradient, and their linear limits."""
 
 from typing import Any
 

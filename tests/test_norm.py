@@ -1,4 +1,4 @@
-"""RMS norms fused with what stands next to them: held to fp64, in Triton's interpreter where there is no GPU."""
+"""RMS norms fused with the addition before and the gate after them, against fp64; interpreted without a GPU."""
 
 from dataclasses import replace
 from typing import Any
@@ -38,7 +38,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> None:
 def draw(
     runs: int, rows: int, width: int, dtypes: tuple[torch.dtype | None, ...], device: str = DEVICE
 ) -> list[Tensor | None]:
-    """x, branch, w and gate, or None. No x is near 0, where the norm of a single number turns on its rounding."""
+    """x, branch, w and gate, or None. No x is near 0, where rounding decides the norm of a single number."""
     generator = torch.Generator(device).manual_seed(rows * width)
     shapes = [(runs, rows, width), (runs, rows, width), (runs, width), (runs, rows, width)]
     found = []
@@ -55,7 +55,7 @@ def draw(
 
 
 def cosines(x: Tensor) -> Tensor:
-    """Gradients to come from above; bf16 holds them."""
+    """Upstream gradients that are exact in bf16."""
     return torch.arange(x.numel(), dtype=FP32, device=x.device).cos().bfloat16().view_as(x)
 
 
@@ -67,7 +67,7 @@ def oracle(x: Tensor, branch: Tensor | None, w: Tensor | None, gate: Tensor | No
 
 
 def compare(inputs: list[Tensor | None], dtype: torch.dtype) -> None:
-    """What the kernels make of them, gradients included: within the rounding of what it is stored in."""
+    """The kernels' results and gradients are right to the rounding of the dtype that stores them."""
     exact = [None if one is None else one.detach().double().requires_grad_() for one in inputs]
     y, z = kernels.rms_norm(*inputs, EPS, dtype)
     found, wanted = [y, *([] if inputs[1] is None else [z])], [one for one in oracle(*exact) if one is not None]
@@ -241,7 +241,7 @@ def stack_of(seeds: tuple[int, ...], **more: Any) -> Stack:
 
 
 def losses(stack: Stack) -> tuple[Tensor, Tensor]:
-    """Of each run, and the gradients of all."""
+    """The loss of each run, and the gradients of all."""
     inputs, targets = stack.batches.draw(torch.tensor(1, device=stack.device))
     weights = stack.state.weights.detach().requires_grad_()
     found = stack.losses(weights, inputs, targets)

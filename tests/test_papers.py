@@ -529,8 +529,8 @@ def test_000_the_corrections_by_k_and_by_p_are_not_equivalent():
     """App. B.3 calls q - d k (Eq. 5, Listing 1) and q - d p with p = b k (Listing 2; Table 3's o = S q - d P(S)) the
     same. Their states are; their outputs are so for another d, d_k = b d_p. Both are knobs."""
     x = draw(rule("comba"))
-    by_k, S = scan(rule("comba"), x, "chunked")
-    by_p, S_p = scan(rule("comba", correction="p"), x, "chunked")
+    by_k, (S,) = scan(rule("comba"), x, "chunked")
+    by_p, (S_p,) = scan(rule("comba", correction="p"), x, "chunked")
     close(S, S_p)
     assert apart(by_k, by_p)
     close(scan(rule("comba"), x | {"d": x["b"] * x["d"]}, "chunked")[0], by_p)
@@ -565,7 +565,7 @@ def test_001_the_residual_reads_what_has_not_decayed_and_so_rdn_does_not_contain
     """Table 1 splits Gated DeltaNet into alpha S q + beta R q with R = (v - alpha S k) k^T; r_t of Section 3 and
     Listing 1 is v - S_{t-1} k. We follow the latter; the two meet at alpha = 1 alone."""
     x = draw(rule("gated_deltanet"))
-    theirs, S = scan(rule("gated_deltanet"), x, "recurrent")
+    theirs, (S,) = scan(rule("gated_deltanet"), x, "recurrent")
     unfitted = rule("rdn", fitting=False, loss="l2")
     ours, (S_rdn, _) = scan(unfitted, x | {"gamma": x["beta"]}, "chunked")
     close(S_rdn, S)
@@ -598,6 +598,6 @@ def test_001_table_1_lets_values_decay_in_gated_linear_attention():
 def test_002_prints_the_decay_of_gated_deltanets_wy_form_upside_down():
     """With gamma_t = prod alpha, what was written at i has decayed by gamma_t / gamma_i; printed gamma_i / gamma_t."""
     x = draw(rule("gated_deltanet"))
-    _, S = scan(rule("gated_deltanet"), x, "chunked")
+    _, (S,) = scan(rule("gated_deltanet"), x, "chunked")
     close(S.mT, gated_deltanet_by_wy(x, lambda then, now: now / then))
     assert apart(S.mT, gated_deltanet_by_wy(x, lambda then, now: then / now))

@@ -32,7 +32,7 @@ class Structure:
 
 
 def structures() -> Iterator[Structure]:
-    """All of them; a fit has a token's one key to predict for, and erases along it or not at all."""
+    """All structures. With a fit there is one step per token, which erases along its key or not at all."""
     kinds = (("none", "scalar", "diagonal"), ("none", "tied", "free"), ("state", "decayed_state"), (1, 2, 3))
     losses = ("l2", "huber", "log_cosh")
     for decay, low_rank, reads, steps in itertools.product(*kinds):
@@ -48,7 +48,7 @@ STRUCTURES = list(structures())
 
 
 class Drawn:
-    """Operands and a state; `leaves` is all that a gradient can go to."""
+    """Operands and a state; `leaves` are the tensors that get a gradient."""
 
     def __init__(self, of: Structure, *, tokens: int, extreme: bool, given: bool, seed: int, sizes: tuple[int, ...]):
         self.generator = torch.Generator().manual_seed(seed)
@@ -121,7 +121,7 @@ def results(form: Callable[[], tuple[Tensor, State]], leaves: dict[str, Tensor])
 
 
 def worst(transition: Transition, parallel: Transition, x: Drawn, chunk_size: int) -> tuple[float, str]:
-    """The largest difference between the two forms, relative where the values are large, and where it is."""
+    """The largest difference between the two forms, relative for values above 1, and the name of the result."""
     given: Any = {"x": x.operands, "scale": 0.5, "state": x.state}
     want = results(lambda: recurrent(transition, **given), x.leaves)
     got = results(lambda: chunked(parallel, **given, chunk_size=chunk_size), x.leaves)

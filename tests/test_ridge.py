@@ -1,4 +1,4 @@
-"""Ridge regression per token: its chunk-wise form and its implicit gradients against what they stand for."""
+"""Ridge regression for every token: the chunked form and the implicit gradients against direct computation."""
 
 import math
 from collections.abc import Iterator
@@ -68,7 +68,7 @@ def close(got: dict[str, Tensor], want: dict[str, Tensor], limit: float) -> None
 
 
 def grams_one_by_one(x: dict[str, Tensor]) -> Tensor:
-    """H_t as the recurrence says, [B, T, H, K, K]."""
+    """H_t by the recurrence, [B, T, H, K, K]."""
     gram, all_of_them = x["H"], []
     for k, g in zip(x["k"].unbind(1), x["g"].unbind(1), strict=True):
         gram = g.exp()[..., None, None] * gram + k.unsqueeze(-1) * k.unsqueeze(-2)
@@ -83,7 +83,7 @@ def in_time(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("chunk_size", [1, 5, 13])
 def test_products_and_norms_without_forming_a_matrix(chunk_size: int) -> None:
-    """Eq. 5 and its neighbours, next to a decay that forgets everything."""
+    """Products and norms (Eq. 5) beside a decay that forgets everything."""
     x = inputs()
     x["g"][:, 7] = -math.inf
     want = grams_one_by_one(x)
@@ -181,7 +181,7 @@ def test_conjugate_gradient_of_small_right_hand_sides(size: float) -> None:
 
 @pytest.mark.parametrize(("backward", "grows"), [("implicit", False), ("autograd", True)])
 def test_what_backward_keeps(backward: Any, grows: bool) -> None:
-    """Implicit differentiation keeps as much for 40 iterations as for 2."""
+    """Implicit differentiation saves as many tensors for 40 iterations as for 2."""
 
     def kept(iterations: int) -> int:
         x = {name: value.requires_grad_() for name, value in inputs().items()}
@@ -202,7 +202,7 @@ def test_what_backward_keeps(backward: Any, grows: bool) -> None:
 @pytest.mark.parametrize("solver", ["chebyshev", "cg", "exact"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_padding(solver: Any, adaptive: bool, dtype: torch.dtype) -> None:
-    """Zero keys before any other read nothing; after others they leave the state to its decay, until it is empty."""
+    """Before any other key, zero keys read nothing; after others, the state only decays, until it is empty."""
     ridge = Ridge(solver=solver, adaptive=adaptive)
     x = {name: value.to(dtype) for name, value in inputs(200).items()}
     x["H"], x["U"] = torch.zeros_like(x["H"]), torch.zeros_like(x["U"])
@@ -224,7 +224,7 @@ def rule(**knobs: Any) -> UpdateRule:
 
 @pytest.mark.parametrize("ridge", [0.2, 1.5])
 def test_the_kalman_filter_is_the_limit(ridge: float) -> None:
-    """Without gating and with a fixed ridge, given iterations enough."""
+    """They agree without gating, with a fixed ridge and with enough iterations."""
     x = inputs(40)
     want, _ = deltalab.scan(deltalab.get_rule("kalman", eta=1, ridge=ridge), x["q"], x["k"], x["v"], {})
     errors = []

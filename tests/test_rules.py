@@ -32,7 +32,7 @@ def inputs(rule: UpdateRule, **sizes: int) -> Inputs:
 
 
 class TestContract:
-    """What every rule is held to."""
+    """The law that every rule obeys."""
 
     @pytest.mark.parametrize("name", RULES)
     def test_conforms(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""The one door to every backend: what it takes, what it refuses in one line, and how it chooses."""
+"""`scan`: what it takes, what it refuses in one line, and which form it chooses."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ B, T, H, K, V = 2, 5, 3, 4, 6
 
 
 def arguments(of: str = "gated_deltanet", **changes: Any) -> dict[str, Any]:
-    """Right arguments of `scan`, with some of them replaced; a function replaces what it is given."""
+    """Valid arguments of `scan`, some of them replaced: by a value, or by a function of the valid one."""
     rule = deltalab.get_rule(of)
     x = draw(rule, batch=B, length=T, heads=H, key_dim=K, value_dim=V).map(Tensor.float)
     right: dict[str, Any] = {"rule": rule, "q": x.q, "k": x.k, "v": x.v, "gates": dict(x.gates)}
@@ -92,7 +92,11 @@ def test_wrong_input_is_refused_in_one_line(changes: dict[str, Any], message: st
         ("rwkv7", {"gates": with_("xi", torch.zeros(H))}, "per head_channel, must be [2, 5, 3, 4] or [3, 4]"),
         ("rla", {"state": (torch.zeros(B, H, K, V),)}, "must be a tuple of two [B, H, K, V] = [2, 3, 4, 6]"),
         ("attention", {"state": torch.zeros(B, H, K, V)}, "a tuple of tensors, as an earlier call returned it, on cpu"),
-        ("rla", {"state": (torch.zeros(B, H, K, V), torch.zeros(B, H, V, K))}, "not [2, 3, 4, 6] on cpu, [2, 3, 6, 4]"),
+        (
+            "rla",
+            {"state": (torch.zeros(B, H, K, V), torch.zeros(B, H, V, K))},
+            "not ([2, 3, 4, 6] on cpu, [2, 3, 6, 4] on cpu)",
+        ),
     ],
 )  # fmt: skip
 def test_steps_channels_and_pairs_have_shapes_of_their_own(name: str, changes: dict[str, Any], message: str) -> None:

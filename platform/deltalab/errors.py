@@ -1,15 +1,15 @@
-"""The one error that a user's input can cause, and the sentence that helps them mend it."""
+"""The one error that wrong input causes, and the sentence that helps to mend it."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
 
 
 class InputError(ValueError):
-    """What the user gave is wrong. The message is one line and says what is allowed."""
+    """The user's input is wrong. The message is one line that says what is allowed."""
 
 
 def unknown(what: str, given: object, allowed: Iterable[object], *, where: str = "") -> InputError:
-    """An `InputError` that lists what is allowed and the nearest right spelling.
+    """An `InputError` that lists what is allowed and suggests the nearest spelling.
 
     >>> print(unknown("rule", "comb", ["comba", "mamba2"]))
     unknown rule 'comb'; did you mean 'comba'? allowed: comba, mamba2

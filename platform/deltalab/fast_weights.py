@@ -1,7 +1,7 @@
-"""States that are the weights of a model and learn online: by gradient descent, with momentum and decay (TTT, Titans).
+"""States that are the weights of a model, trained online by gradient descent with momentum and decay (TTT, Titans).
 
-Not part of the algebra of `structure`, since the gradient need not be linear in the state. What is parallel is a
-mini-batch, whose gradients are all taken where it begins.
+These rules are outside the algebra of `structure`, since the gradient need not be linear in the state. The tokens of a
+mini-batch are computed in parallel: all their gradients are taken at the weights where the mini-batch begins.
 """
 
 import math
@@ -21,22 +21,23 @@ Weights = tuple[Tensor, ...]
 
 
 class Learner(Protocol):
-    """A model f of inputs x [.., n, K] to [.., n, V], and what it minimizes, with matrices W_j for weights."""
+    """A model f from x [.., n, K] to [.., n, V] with matrices W_j as weights, and its loss."""
 
     def start(self, heads: int, key_dim: int, value_dim: int) -> Weights:
-        """The weights that every sequence starts from, [H, rows, columns] each: not learned, and always the same."""
+        """The fixed weights that every sequence starts from, [H, rows, columns] each."""
 
     def predict(self, x: Tensor, times: Callable[[Tensor, int], Tensor]) -> Tensor:
-        """f(x), where times(y, j) is y W_j with the weights that belong to each of the n inputs."""
+        """f(x), where times(y, j) is y W_j, each of the n inputs with its own weights."""
 
     def gradients(self, k: Tensor, v: Tensor, weights: Weights) -> tuple[tuple[Tensor, Tensor], ...]:
-        """Of the loss of each (k_i, v_i) in each W_j, as (a, d), [.., n, rows] and [.., n, columns], for a_i d_i^T."""
+        """Each W_j's gradients a_i d_i^T of the loss of (k_i, v_i), as a [.., n, rows] and d [.., n, columns]."""
 
 
 class Descent(NamedTuple):
-    """How far each token goes, [B, T, H] or [H]: the step theta, and the factors alpha of W and eta of Z, if not 1, 0.
+    """The numbers of each token's update, [B, T, H] or [H] each.
 
-    late: the gradient is taken at alpha_t W_{t'}, not at W_{t'}; for mini-batches of one token.
+    theta: the step. alpha: the factor of W, 1 where None. eta: the factor of the momentum Z, 0 where None.
+    late: the gradient is taken at alpha_t W_{t'}, not at W_{t'}; only for mini-batches of one token.
     """
 
     theta: Tensor
@@ -52,12 +53,12 @@ class FastWeights(UpdateRule):
         Z_t = eta_t Z_{t-1} - theta_t grad loss(W_{t'}; k_t, v_t)
         W_t = alpha_t W_{t-1} + Z_t
 
-    t' is the last token before t's mini-batch: mini-batches of `mini_batch` tokens follow each other from the first
-    token on, whatever parts a sequence comes in. Subclasses say what the `learner` is and what the gates mean in
-    `descent`; `mini_batch` is theirs to declare as a knob.
+    t' is the last token before t's mini-batch. Mini-batches of `mini_batch` tokens follow each other from the first
+    token on, in whichever parts the sequence arrives. A subclass gives the `learner` and turns its gates into a
+    `descent`; it may declare `mini_batch` as a knob.
 
-    The state: each W_j [B, H, rows, columns]; with momentum each Z_j; with mini-batches of several tokens each
-    W_j where the mini-batch began, and a tensor [B, H, n, 0] whose length n says how many of its tokens have gone by.
+    The state: each W_j [B, H, rows, columns]; with momentum each Z_j; with mini-batches of several tokens each W_j as
+    it was where the mini-batch began, and a tensor [B, H, n, 0], where n is how many of its tokens have passed.
     """
 
     mini_batch: int = 1
@@ -118,7 +119,7 @@ class FastWeights(UpdateRule):
 def _start(
     rule: FastWeights, heads: int, key_dim: int, value_dim: int, device: torch.device, dtype: torch.dtype
 ) -> Weights:
-    """Once on each device: no CUDA graph can hold a draw on the host or a copy from it."""
+    """The start weights, made once for each device: a CUDA graph cannot hold a draw on the host, or a copy from it."""
     return tuple(w.to(device, dtype) for w in rule.learner.start(heads, key_dim, value_dim))
 
 
@@ -136,7 +137,7 @@ class _Path(NamedTuple):
 
 
 def _path(theta: Tensor | None, alpha: Tensor | None, eta: Tensor | None) -> _Path:
-    """The recurrence unrolled, without a division, so that factors may be 0. All [.., n]."""
+    """The recurrence unrolled over n tokens. Factors may be 0, since it does not divide. Arguments are [.., n]."""
     assert theta is not None
     steps = torch.diag_embed(theta)
     of_now, of_momentum, kept = torch.ones_like(theta[..., 0]), torch.zeros_like(theta[..., 0]), None
@@ -169,7 +170,7 @@ def _times(
 def _after(
     now: Weights, momentum: Weights, gradients: tuple[tuple[Tensor, Tensor], ...], path: _Path
 ) -> tuple[Weights, Weights]:
-    """W and Z behind the last token."""
+    """W and Z after the last token."""
     weights = []
     for j, (a, d) in enumerate(gradients):
         w = path.of_now[..., -1, None, None] * now[j] - (path.of_gradients[..., -1, :, None] * a).mT @ d
@@ -181,13 +182,14 @@ def _after(
 
 @dataclass(frozen=True)
 class Regression:
-    """What a learner makes of its last layer's z [.., n, V], and the slope of its loss there.
+    """The output and the loss of a learner, given z [.., n, V] of its last layer.
 
         f = x~ + LN(z),   loss = 1/p sum_c (e_c^2 + smooth)^(p/2),   e = f - v
 
-    norm: LN is the layer norm over V, without scale or shift, else z. residual: x~ is the input, cut or filled with
-    zeros to V channels, else 0. p = 2 is half the squared error; the slope e (e^2 + smooth)^(p/2 - 1) of any other p is
-    sign(e) |e|^(p - 1), rounded off at 0.
+    norm: whether LN is the layer norm over V, without scale or shift; else LN(z) = z.
+    residual: whether x~ is the input, cut or filled with zeros to V channels; else x~ = 0.
+    p, smooth: p = 2 is half the squared error, without smooth. Any other p has the slope e (e^2 + smooth)^(p/2 - 1),
+        which is sign(e) |e|^(p - 1) rounded off at 0.
     """
 
     norm: bool = False
@@ -200,7 +202,7 @@ class Regression:
         return f + F.pad(x, (0, z.shape[-1] - x.shape[-1])) if self.residual else f
 
     def slope(self, k: Tensor, v: Tensor, z: Tensor) -> Tensor:
-        """Of the loss in z, itself differentiable."""
+        """The gradient of the loss in z, which is differentiable itself."""
         e = self.predict(k, z) - v
         if self.p != 2:
             e = e * (e.square() + self.smooth) ** (self.p / 2 - 1)
@@ -219,7 +221,7 @@ def _layer_norm(z: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Linear:
-    """f of z = S^T x, with S [K, V]. Starts at 0, or with a norm, which 0 has no direction for, at a fixed draw."""
+    """f of z = S^T x, with S [K, V]. S starts at 0; with a norm, where 0 has no direction, at a fixed draw."""
 
     head: Regression
 
@@ -237,7 +239,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class MLP:
-    """f of z = W_2^T gelu(W_1^T x), with W_1 [K, 4K] and W_2 [4K, V]. Starts at a fixed draw: 0 has no gradient."""
+    """f of z = W_2^T gelu(W_1^T x), W_1 [K, 4K] and W_2 [4K, V]. They start at a fixed draw: 0 has no gradient."""
 
     head: Regression
 
@@ -257,13 +259,13 @@ class MLP:
 
 
 def _gelu_slope(x: Tensor) -> Tensor:
-    """Of x / 2 (1 + tanh(c (x + 0.044715 x^3))) with c = sqrt(2 / pi)."""
+    """The derivative of x / 2 (1 + tanh(c (x + 0.044715 x^3))) with c = sqrt(2 / pi)."""
     c = math.sqrt(2 / math.pi)
     tanh = (c * (x + 0.044715 * x.pow(3))).tanh()
     return (1 + tanh) / 2 + x / 2 * (1 - tanh.square()) * c * (1 + 3 * 0.044715 * x.square())
 
 
 def _drawn(heads: int, rows: int, columns: int, norm: float, *, seed: int = 0) -> Tensor:
-    """N(0, 0.02^2), TTT's start, times the norm^(1/2) that its inputs have there and ours do not; always the same."""
+    """TTT's start N(0, 0.02^2) from a fixed seed, times norm^(1/2), by which TTT's inputs are longer than ours."""
     generator = torch.Generator().manual_seed(seed)
     return 0.02 * math.sqrt(norm) * torch.empty(heads, rows, columns).normal_(generator=generator)

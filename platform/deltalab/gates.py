@@ -1,7 +1,10 @@
 """Gate parameterizations: how a symbol of an update rule is computed from the input, its range and its start.
 
-A gate is data and one function. `layer.Gates` turns it into parameters; an author adds one by writing a
-function that returns a `Gate` under `@parameterization`, in the rule's own file.
+A gate is data and one function. `models.layer.Gates` turns it into parameters. To add a gate, write a function that
+returns a `Gate` under `@parameterization`, in the file of the rule that needs it.
+
+Gates of a single built-in rule, such as `retnet_decay`, stay here: moving one would change the file of its rule, whose
+hash is part of the identity of every trial that was run with it.
 """
 
 import inspect
@@ -26,15 +29,16 @@ Value: TypeAlias = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 class Gate:
     """One parameterization of a gate.
 
-    per: `token` is projected from the input, [B, T, H], `step` for each of a token's n steps, [B, n T, H], and
-        `channel` for each channel of the key, [B, T, H, K]; `head` is learned for each head, [H], and
-        `head_channel` for its channels, [H, K]; `none` is fixed, [H].
+    per: `token` is projected from the input, [B, T, H]; `step` too, for each of a token's n steps, [B, n T, H];
+        `channel` too, for each channel of the key, [B, T, H, K]. `head` is learned for each head, [H], `head_channel`
+        for each of its channels, [H, K]. `none` is fixed, [H].
     low, high: the closed range of its values. Strengths are in linear space; g is log-decay, in [-inf, 0].
     parameters: name -> start(shape, generator), where shape is [H], or [H, K] with `per` channel or head_channel.
-        None of them is subject to weight decay.
-    value: (projection in the gate's shape, or zeros where nothing is projected; parameters) -> the gate's value.
-    rank: the projection is W_1 W_2 through this many channels, where it is not None.
-    of: the gate whose projection and parameters this one reuses, where it is not None.
+        Weight decay does not apply to them.
+    value: (z, parameters) -> the gate's value, where z is the projection in the gate's shape, or zeros without one.
+    rank: the width r of a projection W_1 W_2 x through r channels; None for one matrix.
+    of: the gate whose projection and parameters this one shares; None for its own.
+    kind, options, again: the name, the numbers and the function that made it; `parameterization` sets them.
     """
 
     per: Literal["token", "step", "channel", "head", "head_channel", "none"]
@@ -49,17 +53,17 @@ class Gate:
     again: "Callable[..., Gate] | None" = field(default=None, compare=False, repr=False)
 
     def shape(self, heads: int, key_dim: int) -> tuple[int, ...]:
-        """Of its value, less batch and time."""
+        """The shape of its value without batch and time."""
         return (heads, key_dim) if self.per in ("channel", "head_channel") else (heads,)
 
     @property
     def projected(self) -> bool:
-        """Whether it is a function of the input."""
+        """Whether it depends on the input."""
         return self.per in ("token", "step", "channel")
 
     @property
     def constant(self) -> bool:
-        """Whether no input and no parameter can change it."""
+        """Whether it depends on neither the input nor a parameter."""
         return self.per == "none"
 
     def __str__(self) -> str:
@@ -72,7 +76,7 @@ class Gate:
     def remade(self, given: Mapping[str, object], *, where: str) -> "Gate":
         """The same parameterization with other numbers.
 
-        Raises `InputError` for a number that it does not take, or a value that is no number.
+        Raises `InputError` for an option that it does not have, or a number that it does not take.
         """
         assert self.again is not None
         names = [name for name, _ in self.options]
@@ -88,7 +92,7 @@ class Gate:
 
 
 def parameterization(make: Callable[P, Gate]) -> Callable[P, Gate]:
-    """Names the gates that a function makes after it, so that YAML can say `d: {head: {init: 1.0}}`."""
+    """Names a gate after the function that makes it, so that YAML can say `d: {head: {init: 1.0}}`."""
 
     @wraps(make)
     def made(*args: P.args, **kwargs: P.kwargs) -> Gate:
@@ -112,7 +116,7 @@ def _full(number: float) -> Start:
 
 @parameterization
 def const(value: float) -> Gate:
-    """A fixed number, which no training moves.
+    """A fixed number.
 
     >>> const(1).low, const(1).constant
     (1.0, True)
@@ -129,7 +133,7 @@ def sigmoid(max: float = 1.0) -> Gate:
 
 @parameterization
 def head_sigmoid(init: float = 0.5) -> Gate:
-    """sigmoid(b) for a learned b of each head, in [0, 1], starting at `init`. Comba's b (arXiv:2506.02475, 3.1)."""
+    """sigmoid(b) with a learned b for each head, in [0, 1], starting at `init`. Comba's b (arXiv:2506.02475, 3.1)."""
     if not 0 < init < 1:
         raise InputError(f"head_sigmoid.init must lie between 0 and 1, not {init:g}")
     start = math.log(init / (1 - init))
@@ -140,7 +144,7 @@ def head_sigmoid(init: float = 0.5) -> Gate:
 
 @parameterization
 def head(init: float) -> Gate:
-    """A learned number of each head, without bounds, starting at `init`. Comba's d."""
+    """A learned number for each head, without bounds, starting at `init`. Comba's d."""
     return Gate(
         per="head", low=-math.inf, high=math.inf, parameters={"value": _full(init)}, value=lambda z, p: z + p["value"]
     )
@@ -207,7 +211,7 @@ def metala_input() -> Gate:
 
 @parameterization
 def like_beta() -> Gate:
-    """sigmoid(W x) with the W of the rule's beta: two strengths that are one."""
+    """sigmoid(W x) with the W of the rule's beta: the same value as a plain sigmoid beta."""
     return Gate(per="token", low=0.0, high=1.0, of="beta", value=lambda z, p: z.sigmoid())
 
 

@@ -1,4 +1,4 @@
-"""Finds rules and tasks: installed packages announce them, ./plugins holds the user's, --plugin names a file."""
+"""Finds rules and tasks: in installed packages that announce them, in ./plugins, and in files that --plugin names."""
 
 import dataclasses
 import hashlib
@@ -26,7 +26,7 @@ _OF_A_TASK = ("version", "metric", "maximize")
 
 @dataclass(frozen=True)
 class Plugin:
-    """Where a rule or a task is defined: enough to find the same one again in another process."""
+    """A rule's or a task's class and the file that defines it, by which another process finds the same one."""
 
     kind: type[UpdateRule] | type[Task]
     file: Path
@@ -41,7 +41,7 @@ class Plugin:
 
 
 def add_plugin(file: str | Path) -> list[Plugin]:
-    """Makes the rules and tasks of a Python file known to this process.
+    """Makes the rules and tasks of a Python file known to this process, and returns them.
 
     Raises `InputError` for a file that is missing, does not import, or defines neither.
     """
@@ -56,15 +56,15 @@ def add_plugin(file: str | Path) -> list[Plugin]:
 
 
 def refresh() -> None:
-    """Has plugins searched for again: after a change of folder, or of the files in ./plugins."""
+    """Searches for plugins again on the next use, as is needed after a change of folder or of ./plugins."""
     _all.cache_clear()
 
 
 @contextmanager
 def isolated() -> Iterator[None]:
-    """Within it, plugins are searched for and their files are read as a new process would, less what is imported.
+    """Searches for plugins and reads their files as a new process would, but keeps modules that are imported already.
 
-    On leaving, files that `add_plugin` was given within are forgotten.
+    On leaving, forgets the files that `add_plugin` was given inside.
     """
     named = list(_named_files)
     _read.cache_clear()
@@ -78,7 +78,7 @@ def isolated() -> Iterator[None]:
 
 
 def list_rules() -> list[str]:
-    """The names of all rules that can be found.
+    """The names of all rules.
 
     >>> "comba" in list_rules()
     True
@@ -87,17 +87,17 @@ def list_rules() -> list[str]:
 
 
 def list_tasks() -> list[str]:
-    """The names of all tasks that can be found."""
+    """The names of all tasks."""
     return sorted(_all(Task))
 
 
 def rule_plugin(name: str) -> Plugin:
-    """Where the rule is defined. Raises `InputError` for a name that no plugin has."""
+    """The rule's class and file. Raises `InputError` for a name that no plugin has."""
     return _find(UpdateRule, "rule", name)
 
 
 def task_plugin(name: str) -> Plugin:
-    """Where the task is defined. Raises `InputError` for a name that no plugin has."""
+    """The task's class and file. Raises `InputError` for a name that no plugin has."""
     return _find(Task, "task", name)
 
 
@@ -140,7 +140,7 @@ def get_task(name: str, /, **params: object) -> Task:
         raise
     except Exception as error:
         raise InputError(f"task '{name}' cannot be made: {type(error).__name__}: {_first_line(error)}") from error
-    for label, other in evaluations.items():  # what cannot be evaluated is refused before it is trained for
+    for label, other in evaluations.items():  # refuse before training what could not be evaluated
         if other.vocab_size != task.vocab_size:
             raise InputError(
                 f"task '{name}': has {task.vocab_size} tokens and is evaluated, at '{label}', on {other.vocab_size}"
@@ -198,7 +198,7 @@ def _in_module(module: ModuleType) -> list[Plugin]:
 
 @cache
 def _read(file: Path) -> bytes:
-    """What this process imported: a file that is edited later must not lend its hash to the code that runs."""
+    """The file as it was imported: an edit after the import must not change the hash of the code that runs."""
     return file.read_bytes()
 
 

@@ -1,7 +1,7 @@
-"""What a rule reads by ridge regression: a linear system for every token, solved chunk by chunk and never formed.
+"""Reading by ridge regression: a linear system for every token, solved chunk by chunk without forming its matrix.
 
-Chebyshev iteration and conjugate gradient need products H_t x alone, and these are linear attention's. Backward is
-implicit differentiation, so that the iterations leave nothing behind (Gated KalmaNet, arXiv:2511.21016, 4.2).
+Chebyshev iteration and conjugate gradient only need products H_t x, which have the form of linear attention. Backward
+is implicit differentiation, so that no iterate has to be kept (Gated KalmaNet, arXiv:2511.21016, 4.2).
 """
 
 from collections.abc import Callable, Iterator
@@ -34,7 +34,7 @@ def regression(
     chunk_size: int = CHUNK,
     solver: "Solver | None" = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """o_t = scale U_t^T x_t, where (H_t + lambda_t I) x_t ~= q_t, with the states that `structure.Ridge` defines.
+    """o_t = scale U_t^T x_t, where (H_t + lambda_t I) x_t ~= q_t, with the states of `structure.Ridge`.
 
     q, k [B, T, H, K]; v [B, T, H, V]; g: log-decay, [B, T, H] or [H]; state: (H [B, H, K, K], U [B, H, K, V]).
     solver: iterates to a solution; those of `ridge.solver` where None. The exact solver takes none.
@@ -59,7 +59,7 @@ def fused_regression(
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """`regression` by Triton kernels, for a rule's `fused`: fp32 within, o in v's dtype.
 
-    Raises `InputError` where `lacks_kernel` says why not.
+    Raises `InputError` where `lacks_kernel` gives a reason, and where no kernel can run.
     """
     device = v.device.type
     kernel = available(device).regression
@@ -70,13 +70,13 @@ def fused_regression(
 
 
 def lacks_kernel(ridge: Ridge, k: Tensor, v: Tensor) -> str | None:
-    """Why `fused_regression` does not take such inputs, if it does not: for a rule's `lacks_kernel`."""
+    """Why `fused_regression` does not take inputs like these, as a clause, or None; for a rule's `lacks_kernel`."""
     if ridge.solver == "exact" or ridge.backward == "autograd":
         what = "the exact solver" if ridge.solver == "exact" else "gradients through the iterations"
         return f"a ridge regression by {what} has no Triton kernel"
     if v.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"the Triton kernels take q, k and v in bf16, fp16 or fp32, not {v.dtype}"
-    most = 256 if ridge.in_one_half(v.dtype) else 128  # of H, on chip
+    most = 256 if ridge.in_one_half(v.dtype) else 128  # H must fit on the chip
     if k.shape[-1] > most:
         return f"the Triton kernels take q and k in {v.dtype}, with this ridge, with K up to {most}, not {k.shape[-1]}"
     return None
@@ -92,11 +92,11 @@ def solve(
     chunk_size: int = CHUNK,
     solver: "Solver | None" = None,
 ) -> tuple[Tensor, Tensor]:
-    """x [B, T, H, K] with (H_t + lambda_t I) x_t ~= q_t, and the last H, for g [B, T, H] and H before [B, H, K, K].
+    """x [B, T, H, K] with (H_t + lambda_t I) x_t ~= q_t, and the last H.
 
-    Computes in the dtype of its inputs. Where H_t is empty, and where it has faded until the square of its norm
-    loses precision, there is nothing to read: x_t = 0, rather than the division by lambda_t = 0.
-    solver: as in `regression`.
+    q, k [B, T, H, K]; g [B, T, H]; gram: H before the first token [B, H, K, K]; solver: as in `regression`. Computes in
+    the dtype of its inputs. x_t is 0 where H_t is empty, or so faded that the square of its norm loses precision: there
+    is nothing to read, and lambda_t would be 0.
     """
     iterates = solver or SOLVERS.get(ridge.solver)
     batch, length = q.shape[:2]
@@ -111,8 +111,8 @@ def solve(
             frozen = System.of(ridge, grams)
             x = frozen.solve(rhs, iterates)
         if torch.is_grad_enabled():
-            # d((H + lambda I) x) = dq for a fixed x is all of implicit differentiation: moving the product with x
-            # to the right-hand side, at value zero, has autograd find dH, and dlambda through the norm (Lemma 1).
+            # Implicit differentiation is d((H + lambda I) x) = dq at a fixed x. The product with x goes to the right-
+            # hand side with value zero; from it autograd finds dH, and dlambda through the norm (Lemma 1).
             product = System.of(ridge, grams).times(x)
             x = _Implicit.apply(  # type: ignore[no-untyped-call]
                 rhs - (product - product.detach()), x, ridge, iterates, *frozen.tensors()
@@ -122,11 +122,11 @@ def solve(
 
 @dataclass(frozen=True)
 class Grams:
-    """H_t = exp(g_t) H_{t-1} + k_t k_t^T at every token of N chunks, as products; C is a chunk's size.
+    """H_t = exp(g_t) H_{t-1} + k_t k_t^T at every token of N chunks of C tokens, as factors.
 
-    start: H before each chunk [N, B H, K, K]; k [N, B H, C, K].
-    within: decays from token j to token i of a chunk, lower triangular [N, B H, C, C]; since: from before the chunk
-        to each of its tokens [N, B H, C, 1]. The paper's M transposed, and zeta.
+    start: H before each chunk [N, B H, K, K]. k: [N, B H, C, K].
+    within: the decay from token j to token i of a chunk, lower triangular [N, B H, C, C]; the paper's M transposed.
+    since: the decay from before the chunk to each of its tokens [N, B H, C, 1]; the paper's zeta.
     """
 
     start: Tensor
@@ -136,7 +136,7 @@ class Grams:
 
     @classmethod
     def of(cls, k: Tensor, g: Tensor, gram: Tensor, chunk_size: int) -> "tuple[Grams, Tensor]":
-        """For k [B, T, H, K], g [B, T, H] and H before; also H after the last token."""
+        """The factors for k [B, T, H, K], g [B, T, H] and H before the first token, and H after the last."""
         k, g = into_chunks(k, chunk_size), into_chunks(g, chunk_size)
         within = decays(g)
         since = within[..., :1] * g[..., :1, None].exp()
@@ -152,7 +152,7 @@ class Grams:
         return self.since * (x @ self.start.transpose(-1, -2)) + (x @ self.k.transpose(-1, -2) * self.within) @ self.k
 
     def squares(self) -> Tensor:
-        """||H_t||_F ** 2, [N, B H, C, 1]: three sums of what is not negative, so nothing cancels (Eq. 5)."""
+        """||H_t||_F ** 2, [N, B H, C, 1], as three sums of squares, in which nothing cancels (Eq. 5)."""
         before = self.start.square().sum((-1, -2), keepdim=True)
         across = ((self.k @ self.start) * self.k).sum(-1, keepdim=True)
         overlaps = (self.k @ self.k.transpose(-1, -2)).square()
@@ -160,16 +160,17 @@ class Grams:
         return self.since.square() * before + 2 * self.since * (self.within @ across) + new
 
     def formed(self) -> Tensor:
-        """All of H_t, [N, B H, C, K, K]."""
+        """Every H_t as a matrix, [N, B H, C, K, K]."""
         new = torch.einsum("...ij,...jk,...jl->...ikl", self.within, self.k, self.k)
         return self.since[..., None] * self.start.unsqueeze(-3) + new
 
 
 @dataclass(frozen=True)
 class System:
-    """H_t + lambda_t I at every token: the eigenvalues lie in [low, high], which are [N, B H, C, 1].
+    """The matrices H_t + lambda_t I of all tokens.
 
-    live: where there is something to regress on.
+    low, high: bounds of their eigenvalues, [N, B H, C, 1] each; low is lambda_t.
+    live: whether H_t is more than empty, [N, B H, C, 1].
     """
 
     ridge: Ridge
@@ -183,7 +184,7 @@ class System:
         return cls(ridge, grams, *_bounds(ridge, grams.squares()))
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """All that it is made of besides `ridge`."""
+        """Its tensors."""
         grams = self.grams
         return grams.start, grams.k, grams.within, grams.since, self.low, self.high, self.live
 
@@ -195,7 +196,7 @@ class System:
 
 
 def _bounds(ridge: Ridge, squares: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """lambda, ||H||_F + lambda, and whether H counts as more than empty."""
+    """lambda, ||H||_F + lambda, and whether H is more than empty, from ||H||_F ** 2."""
     finfo = torch.finfo(squares.dtype)
     full = squares > finfo.tiny / finfo.eps
     norm = torch.where(full, squares.where(full, squares.new_ones(())).sqrt(), 0.0)
@@ -207,7 +208,7 @@ def _bounds(ridge: Ridge, squares: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _exact(ridge: Ridge, grams: Grams, rhs: Tensor) -> Tensor:
-    """The oracle: every H_t formed and factorized, its norm taken directly, and gradients by autograd."""
+    """The oracle: it forms and factorizes every H_t, takes its norm directly, and leaves gradients to autograd."""
     formed = grams.formed()
     low, _, live = _bounds(ridge, formed.square().sum((-1, -2)).unsqueeze(-1))
     eye = torch.eye(formed.shape[-1], dtype=formed.dtype, device=formed.device)
@@ -216,7 +217,7 @@ def _exact(ridge: Ridge, grams: Grams, rhs: Tensor) -> Tensor:
 
 
 class _Implicit(torch.autograd.Function):
-    """x, as if it were A^{-1} rhs for a symmetric A, that of a `System`: d rhs = A^{-1} dx (Table 1)."""
+    """Returns x. Its backward is that of A^{-1} rhs, for the symmetric A of a `System`: d rhs = A^{-1} dx (Table 1)."""
 
     generate_vmap_rule = True
 
@@ -240,7 +241,7 @@ class _Implicit(torch.autograd.Function):
 def chebyshev(times: Product, q: Tensor, low: Tensor, high: Tensor) -> Iterator[Tensor]:
     """Iterates xi_1, xi_2, ... to A xi = q (Algorithm 1), for eigenvalues of A within [low, high].
 
-    times: A x, for A symmetric. xi_r is a polynomial in A of degree r, times q, so linear in q.
+    times: x to A x, with A symmetric. xi_r is a polynomial of degree r in A, times q, and so linear in q.
     """
     rho_squared = ((high - low) / (high + low)).square()
     step = 2 / (high + low)
@@ -255,8 +256,8 @@ def chebyshev(times: Product, q: Tensor, low: Tensor, high: Tensor) -> Iterator[
 def conjugate_gradient(times: Product, q: Tensor) -> Iterator[Tensor]:
     """Iterates x_1, x_2, ... to A x = q, for A symmetric and positive definite.
 
-    Vectors are scaled by the largest element of q, or squares of small gradients would vanish in fp32; and an x whose
-    residual is at rounding is left alone, since what follows divides nothing by nothing.
+    Vectors are divided by the largest element of q, or squares of small gradients would vanish in fp32. An x whose
+    residual is as small as rounding stays as it is, since another step would divide 0 by 0.
     """
     finfo = torch.finfo(q.dtype)
     size = q.detach().abs().amax(-1, keepdim=True).clamp_min(finfo.tiny)
@@ -283,7 +284,7 @@ SOLVERS: dict[str, Solver] = {
     "chebyshev": lambda system, q: chebyshev(system.times, q, system.low, system.high),
     "cg": lambda system, q: conjugate_gradient(system.times, q),
 }
-"""Iterates to each of `Ridge.solver` but `exact`, from the first on."""
+"""The iterates of each `Ridge.solver` but `exact`, from the first on."""
 
 
 def _dot(x: Tensor, y: Tensor) -> Tensor:

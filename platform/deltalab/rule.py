@@ -1,13 +1,13 @@
-"""The contract that a plugin fills in: a rule is data (transition, gates, knobs) and one method.
+"""The contract of an update rule: data (transition, gates, knobs) and one method.
 
 Per head, with state S [K, V], keys of unit norm and a scale that defaults to K ** -0.5:
 
     S_t = D_t S_{t-1} + a_t (b_t^T X_{t-1}) + k_t u_t^T        X = S_{t-1} or D_t S_{t-1}
     o_t = scale * S_t^T r_t
 
-`UpdateRule.operands` says what the vectors are, `structure.Transition` how they act, and `Fit` adds a second state
-that learns from the first one's error. A rule outside this algebra overrides `mix` and `initial_state` instead, and
-keeps everything else.
+`UpdateRule.operands` returns the vectors, `structure.Transition` says how they act, and `Fit` adds a second state
+that learns from the first one's error. A rule outside this algebra overrides `mix` and `initial_state` instead; its
+knobs, gates, layer, checks and search space work the same.
 """
 
 import dataclasses
@@ -38,8 +38,8 @@ class Fit:
         R_t = D_t R_{t-1} - e_t k_t (k_t^T X) + strength_t k_t residual(v_t - S_{t-1}^T k_t)^T
         o_t = scale * (S_{t-1}^T r_t of the first + R_t^T r_t of this)
 
-    r: [B, T, H, K]; v: what S should have predicted [B, T, H, V]; strength [B, T, H].
-    read: as in `Operands`. g, e: of R, where they are not those of S.
+    r: [B, T, H, K]. v: the value that S should have predicted, [B, T, H, V]. strength: [B, T, H].
+    read: as in `Operands`. g, e: of R; those of S where None.
     """
 
     residual: ResidualState
@@ -51,22 +51,24 @@ class Fit:
     e: Tensor | None = None
 
     def operands(self, first: "Operands") -> "Operands":
-        """Those of R; its values to write are not known before the first state has been scanned."""
+        """The operands of R but for u, its values to write, which only the scan of the first state gives."""
         g = first.g if self.g is None else self.g
         return dataclasses.replace(first, r=self.r, g=g, e=self.e, beta=self.strength, read=self.read, d=None, fit=None)
 
 
 @dataclass(frozen=True)
 class Operands:
-    """What one step of the recurrence needs; with n steps per token, T is n T in all but r, in their order.
+    """The vectors and scalars of every step of the recurrence.
+
+    With n steps per token, all but r and read have n T rows in place of T: a token's steps follow each other.
 
     r: read vector [B, T, H, K]; k: write key [B, T, H, K]; u: value to write [B, T, H, V].
-    beta, read, d: [B, T, H]; what is written is beta_t u_t, what reads is read_t r_t - d_t k_t. They are 1, 1 and 0
-        where None, and apart from the vectors because a kernel applies them for nothing. No d with several steps.
+    beta, read, d: [B, T, H], and 1, 1 and 0 where None. The step writes beta_t u_t and reads with read_t r_t - d_t k_t.
+        They stand apart from the vectors because a kernel applies them at no cost. d needs a single step per token.
     g: log-decay, <= 0, where the transition decays: [B, T, H] if scalar, [B, T, H, K] if diagonal.
     e: erase strength [B, T, H], where the low rank is tied to k.
     a, b: [B, T, H, K] where the low rank is free: a_t (b_t^T X) is added.
-    fit: of a second state; the first one is then read before it is written.
+    fit: the operands of a second state, if there is one; the first state is then read before it is written.
     """
 
     r: Tensor
@@ -93,10 +95,10 @@ class Operands:
 
 
 def knob(default: Option, *others: Option) -> Any:
-    """A field of a rule that a study may vary; the first option is the full method's.
+    """A field of a rule that a study may vary. The default is the published method's; `rule check` tries every option.
 
-    A gate's numbers may be changed freely, its kind only to one that is listed; a number may be anything from
-    the smallest listed. What is listed is what conformance tries.
+    A study may choose a listed option. A gate of a listed kind may take other numbers, and a number may be anything
+    from the smallest that is listed on.
     """
     return dataclasses.field(default=cast(Any, default), metadata={"options": (default, *others)})
 
@@ -105,9 +107,11 @@ def knob(default: Option, *others: Option) -> Any:
 class UpdateRule:
     """A recurrent update rule. Subclass it as a frozen, keyword-only dataclass whose fields are `knob`s.
 
-    name, paper: what the rule is called and where it comes from, empty for a rule without a paper.
-    eigenvalues: the closed interval that the eigenvalues of each state's transition lie in, for unit-norm keys. They
-        are real, but for the product of several steps: their real parts lie in it, and none is larger in modulus.
+    name: how YAML names the rule. paper: where it comes from, empty for a rule without a paper.
+    per_step: gates with a value for each of a token's steps.
+    eigenvalues: the closed interval of the eigenvalues of each state's transition, for unit-norm keys. Those of one
+        step are real. The product of several steps may have complex ones: their real parts lie in the interval, and
+        no modulus exceeds its ends.
     """
 
     name: ClassVar[str]
@@ -120,7 +124,7 @@ class UpdateRule:
 
     @property
     def features(self) -> Literal["unit", "silu", "raw"]:
-        """What the layer makes of q and k: `unit` is SiLU and unit norm, `silu` is SiLU, `raw` is nothing.
+        """How the layer treats q and k: `unit` is SiLU and unit norm, `silu` is SiLU, `raw` leaves them as they are.
 
         v gets SiLU too, unless `raw`.
         """
@@ -133,21 +137,21 @@ class UpdateRule:
 
     @property
     def second_state(self) -> bool:
-        """Whether operands come with a `Fit`, so that the state is a pair."""
+        """Whether the operands have a `Fit`, so that the state is a pair."""
         return False
 
     @property
     def eigenvalues(self) -> tuple[float, float]:
-        """Without a low rank: 1, or anything in [0, 1] where the state decays. Others declare theirs."""
+        """[1, 1] without decay or low rank, [0, 1] with decay alone; a rule with a low rank declares its own."""
         if self.transition is None or self.transition.low_rank != "none":
             raise NotImplementedError(f"rule '{self.name}' has a low rank: declare its eigenvalues")
         return (1.0, 1.0) if self.transition.decay == "none" else (0.0, 1.0)
 
     def operands(self, q: Tensor, k: Tensor, v: Tensor, *_: Any, **gates: Any) -> Operands:
-        """The recurrence's operands.
+        """The operands of the recurrence.
 
         q, k [B, T, H, K] of unit norm; v [B, T, H, V]; each gate by its symbol in the shape of its `per`. With n
-        steps per token, k, v and gates `per` step have n T tokens.
+        steps per token, k, v and gates `per` step have n T rows.
         """
         raise NotImplementedError(f"rule '{self.name}' gives neither operands nor mix")
 
@@ -169,7 +173,7 @@ class UpdateRule:
         raise NotImplementedError(f"rule '{self.name}' brings no kernel of its own")
 
     def lacks_kernel(self, k: Tensor, v: Tensor) -> str | None:
-        """Why `fused` is not for this setting of the rule, or for inputs like these, in words; None where it is."""
+        """Why `fused` cannot take this setting of the rule, or inputs like these, as a clause; None if it can."""
         return None if self.brings_kernel else f"rule '{self.name}' brings no Triton kernel"
 
     def initial_state(self, k: Tensor, v: Tensor) -> State | Tensor:
@@ -182,7 +186,7 @@ class UpdateRule:
         empty = v.new_zeros(v.shape[0], v.shape[2], k.shape[-1], v.shape[-1], dtype=dtype)
         return (empty, empty.clone()) if self.second_state else empty
 
-    # What follows is derived from the declaration; a rule does not override it.
+    # The rest is derived from the declaration; a rule does not override it.
 
     @final
     def start(self, k: Tensor, v: Tensor) -> State:
@@ -216,8 +220,8 @@ class UpdateRule:
     def gates(self) -> dict[str, Gate]:
         """The gates by their symbols, in order of declaration.
 
-        A log-decay `g` is one for each channel where the transition decays diagonally, and what `per_step` names
-        is one for each of a token's steps.
+        A log-decay `g` has a value for each channel where the transition decays diagonally. A gate that `per_step`
+        names has one for each of a token's steps.
         """
         found = {name: value for name, value in self.knobs().items() if isinstance(value, Gate)}
         for name, gate in found.items():
@@ -228,13 +232,13 @@ class UpdateRule:
         return found
 
     def knobs(self) -> dict[str, Option]:
-        """What each knob is set to."""
+        """The value of each knob."""
         return {name: getattr(self, name) for name in self.options()}
 
     @classmethod
     def options(cls) -> dict[str, tuple[Option, ...]]:
         """The options of each knob, the default first."""
-        # Not dataclasses.fields(cls), which torch.compile does not take.
+        # dataclasses.fields(cls) would do, but torch.compile does not take it.
         return {f.name: f.metadata["options"] for f in cls.__dataclass_fields__.values() if "options" in f.metadata}
 
     def spec(self) -> dict[str, Any]:
@@ -246,17 +250,17 @@ class UpdateRule:
         return {"name": self.name, **plain}
 
     def variants(self) -> list[Self]:
-        """The rule itself, then each knob turned to each other option that it can honour alone."""
+        """The rule itself, then with one knob at another option, for all that the rule accepts."""
         turned = [self]
         for name, options in self.options().items():
             for option in options:
                 if option != getattr(self, name):
-                    with suppress(InputError):  # not with the rest as it is
+                    with suppress(InputError):  # an option that needs another knob turned too
                         turned.append(dataclasses.replace(self, **cast(Any, {name: option})))
         return turned
 
     def turned(self, other: Self) -> str:
-        """What differs between two settings of one rule, for people: `d=const(value=0)`."""
+        """The knobs of `other` that differ from this rule's, for people: `d=const(value=0)`."""
         changes = [f"{n}={getattr(other, n)}" for n in self.options() if getattr(self, n) != getattr(other, n)]
         return ", ".join(changes) or "as declared"
 
@@ -264,7 +268,7 @@ class UpdateRule:
     def configured(cls, knobs: Mapping[str, object]) -> Self:
         """The rule with knobs as YAML gives them.
 
-        Raises `InputError` for a knob, an option or a number that the rule does not have.
+        Raises `InputError` for a knob, an option or a number that the rule does not take.
         """
         options = cls.options()
         chosen: dict[str, Option] = {}

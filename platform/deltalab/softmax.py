@@ -1,4 +1,4 @@
-"""Softmax attention as one operator: under `torch.func.vmap` it is a larger batch, and where it can be it is flash."""
+"""Softmax attention as one operator, which `torch.func.vmap` batches; PyTorch takes flash attention where it can."""
 
 import re
 from typing import Any
@@ -7,17 +7,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# By the module's own name: an exported model carries a copy of this file, and PyTorch takes each name once.
+# Named after this module: an exported model has a copy of it, and PyTorch accepts each operator name only once.
 _NAMESPACE = re.sub(r"\W", "_", __name__)
 _library = torch.library.Library(_NAMESPACE, "FRAGMENT")
 _library.define("attend(Tensor q, Tensor k, Tensor v, int window, float scale) -> Tensor")
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, window: int = 0, scale: float) -> Tensor:
-    """o_t = sum_i softmax_i(scale q_t^T k_i) v_i, where the n queries belong to the last n of the N keys.
+    """o_t = sum_i softmax_i(scale q_t^T k_i) v_i over i <= t, or over the last `window` of these.
 
-    i goes to t's own key, from the first on or, with a window, over the last `window`. q [B, H, n, K], k [B, H, N, K],
-    v [B, H, N, V]; returns [B, H, n, V].
+    q [B, H, n, K], k [B, H, N, K], v [B, H, N, V]: the queries are those of the last n keys. window: 0 for none.
+    Returns [B, H, n, V].
     """
     o: Tensor = _op()(q, k, v, window, scale)
     return o
@@ -43,7 +43,7 @@ _library.impl("attend", _attend, "CompositeImplicitAutograd")
 
 
 def _folded(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
-    # PyTorch's own rule hands flash attention's backward misaligned sums where there is one head.
+    # With one head, PyTorch's own batching rule gives the backward of flash attention misaligned tensors.
     size = info.batch_size
     q, k, v = (
         (x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)

@@ -1,4 +1,4 @@
-"""What a state update may be, as data: the reference, the kernels and the checks all read it from here."""
+"""The structures of a state update, as data that the reference, the kernels and the checks read."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -19,7 +19,7 @@ class Transition:
     low_rank: `none` is a = 0; `tied` erases along the direction it writes, a_t = -e_t k_t and b_t = k_t, with
         strength e_t; `free` has a_t and b_t of its own.
     reads: the state that the low rank sees, `state` is X = S_{t-1}, `decayed_state` is X = D_t S_{t-1}.
-        Papers name the two IPLR or SPLR; the labels hide this choice, and published code disagrees on it.
+        With a scalar decay and a tied low rank, papers call these SPLR and IPLR; published code disagrees on which.
     steps: updates per token; the output reads the state after the last of them.
     """
 
@@ -35,10 +35,10 @@ class Transition:
 
 @dataclass(frozen=True, kw_only=True)
 class ResidualState:
-    """A second state R [K, V], which fits what the first one predicts wrongly (RLA and RDN).
+    """A second state R [K, V] that fits the error of the first one's prediction (RLA and RDN).
 
-    The output reads S_{t-1} and R_t; what R_t is given is the pseudo-residual of `v_t - S_{t-1}^T k_t`:
-    the error itself for `l2`, clipped to [-clip, clip] for `huber`, its tanh for `log_cosh`.
+    The output reads S_{t-1} and R_t. R_t is written with the pseudo-residual of the error v_t - S_{t-1}^T k_t: the
+    error itself for `l2`, clipped to [-clip, clip] for `huber`, its tanh for `log_cosh`.
     """
 
     loss: Literal["l2", "huber", "log_cosh"] = "huber"
@@ -52,20 +52,20 @@ class ResidualState:
 
 
 WELL_CONDITIONED = 0.01
-"""The least strength, relative to ||H||, at which one bf16 number is precise enough."""
+"""The least strength, relative to ||H||, at which the precision of one bf16 number suffices."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ridge:
-    """How the state is read where o_t is a regression on all the past (arXiv:2511.21016, Gated KalmaNet).
+    """The ridge regression that reads the state of Gated KalmaNet (arXiv:2511.21016).
 
         H_t = exp(g_t) H_{t-1} + k_t k_t^T,   U_t = exp(g_t) U_{t-1} + k_t v_t^T
         o_t = scale U_t^T x_t,   (H_t + lambda_t I) x_t = q_t
 
-    strength: a in lambda_t = a ||H_t||_F, so that the condition number is at most (a + 1) / a; where not adaptive,
-        lambda_t itself.
+    strength: a in lambda_t = a ||H_t||_F, so that the condition number is at most (a + 1) / a; lambda_t itself unless
+        adaptive.
     solver: `chebyshev` and `cg` (conjugate gradient) take `iterations` steps, `exact` forms and factorizes each H_t.
-    backward: `implicit` differentiates the equation, `autograd` the iterations, all of whose iterates it keeps.
+    backward: `implicit` differentiates the equation, `autograd` the iterations, which keeps every iterate.
     """
 
     solver: Literal["chebyshev", "cg", "exact"] = "chebyshev"
@@ -81,9 +81,9 @@ class Ridge:
             )
 
     def in_one_half(self, dtype: torch.dtype) -> bool:
-        """Whether the kernels keep states and steps in one bf16 number each, rather than in two, for inputs in dtype.
+        """Whether the kernels keep each element of states and iterates in one bf16 number rather than in two.
 
-        They then still keep the 5e-3 that bf16 inputs allow, if the system is conditioned well enough.
+        With bf16 inputs and a system that is conditioned well enough, the error stays below the 5e-3 that is allowed.
         """
         return dtype == torch.bfloat16 and self.adaptive and self.strength >= WELL_CONDITIONED
 

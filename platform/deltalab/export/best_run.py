@@ -1,4 +1,4 @@
-"""The weights of an arm, out of the ledger: which seed leaves is decided on validation, never on test."""
+"""Exports the weights of an arm from the ledger: of the seed that is best on validation, never on test."""
 
 import hashlib
 from pathlib import Path
@@ -15,8 +15,8 @@ from deltalab.store import Store
 def export_arm(store: Store, study_id: int, *, arm: str, task: str | None, directory: Path) -> int:
     """Exports the confirmed run of an arm that is best on validation, and returns its seed.
 
-    Raises `InputError` for an arm or a task that the study lacks, an arm without confirmed weights, weights that
-    are gone or changed, a rule that is no longer the one that was trained, and as `export_hf` does.
+    Raises `InputError` for an arm or a task that the study lacks, an arm without confirmed weights, weights that are
+    missing or changed, a rule whose file has changed since training, and as `export_hf` does.
     """
     study = store.study(study_id)
     arms = [row.name for row in store.arms(study_id)]

@@ -1,7 +1,8 @@
-"""A trained model as a folder that `transformers` loads on a machine that has never heard of deltalab.
+"""Writes a trained model as a folder that `transformers` loads on a machine without deltalab.
 
-The folder holds copies of the modules that compute the model and of its rules' plugin files, with deltalab's
-absolute imports made relative; a registry of these rules alone takes the place of the one that searches.
+The folder holds copies of the modules that compute the model and of its rules' plugin files, with imports from
+deltalab made relative, and a registry of these rules alone. No module imports `ops.triton_kernels`, so that the
+folder has no kernels and `ops.backends` finds none.
 """
 
 import ast
@@ -25,7 +26,7 @@ from deltalab.registry import Plugin, rule_plugin
 PACKAGE = Path(__file__).parents[1]
 MODELING = "modeling_deltalab"
 OF_A_RULE = ("errors", "fast_weights", "gates", "ridge", "rule", "softmax", "structure")
-"""What a plugin file may import from deltalab and still be exported."""
+"""The modules of deltalab that a plugin file may import and still be exported."""
 
 
 def export_hf(
@@ -33,12 +34,12 @@ def export_hf(
 ) -> None:
     """Writes a model for `AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)`.
 
-    weights: `Model(spec).state_dict()`, on any device. provenance: where they come from, for the model card.
-    The folder appears whole or not at all.
+    weights: `Model(spec).state_dict()`, on any device. provenance: their origin, for the model card.
+    The folder is written whole or not at all.
 
-    Raises `InputError` for a directory that holds something or cannot be written, for weights that do not fit the
-    model, for a rule whose file needs more than torch, the standard library and the contract of a rule, for a model
-    that is no causal one, and without the package safetensors.
+    Raises `InputError` for a directory that is not empty or cannot be written, for weights that do not fit the model,
+    for a rule whose file imports more than torch, the standard library and `OF_A_RULE`, for a model that is not causal,
+    and without the package safetensors.
     """
     try:
         from safetensors.torch import save
@@ -60,7 +61,7 @@ def export_hf(
         partial.mkdir(parents=True)
         for name, text in texts.items():
             (partial / name).write_text(text, encoding="utf-8")
-        # Not `save_file`, whose error on a full disk is no OSError.
+        # On a full disk `save_file` raises another error than OSError.
         (partial / "model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
         partial.replace(target)
     except OSError as error:
@@ -86,7 +87,7 @@ def _filled(spec: ModelSpec, weights: Mapping[str, Tensor]) -> Model:
 
 
 def _config(spec: ModelSpec, model: Model, provenance: Mapping[str, object]) -> dict[str, object]:
-    # Every knob is spelled out: a default that changes later must not change a model that was trained.
+    # Every knob is written out, so that a default that changes later does not change this model.
     model_fields = {f.name: getattr(spec, f.name) for f in fields(spec)} | {"rule": spec.make_rule().spec()}
     return {
         "architectures": ["DeltaLabForCausalLM"],
@@ -117,8 +118,8 @@ def _modules(spec: ModelSpec) -> dict[str, str]:
             modules[flat], needs = _relative((PACKAGE / f"{name.replace('.', '/')}.py").read_text(encoding="utf-8"))
             wanted += needs
     modules["registry"] = _registry(rules)
-    # transformers copies what such lines of the modeling code name. It overlooks `from . import x`, and its
-    # older versions overlook what an imported file imports.
+    # transformers copies the files that such lines of the modeling code name. It overlooks `from . import x`, and
+    # older versions do not follow the imports of an imported file.
     never = "".join(f"    from .{name} import *\n" for name in sorted(modules) if name != MODELING)
     modules[MODELING] += f"\n\nif False:  # names every file of this folder, for transformers to find\n{never}"
     return modules
@@ -133,7 +134,7 @@ def _flat(module: str) -> str:
 
 
 def _relative(source: str) -> tuple[str, list[str]]:
-    """The source with `from deltalab.x import` made `from .x import`, and the modules x that it names."""
+    """The source with `from .x import` for `from deltalab.x import`, and the modules x that it names."""
     lines = source.splitlines(keepends=True)
     needs = []
     for node in ast.walk(ast.parse(source)):
@@ -144,7 +145,7 @@ def _relative(source: str) -> tuple[str, list[str]]:
         line = lines[node.lineno - 1].encode()
         before, after = line[: node.col_offset].decode(), line[node.col_offset :].decode()
         if (PACKAGE / module.replace(".", "/")).is_dir():
-            # The names are modules, and the folder is flat.
+            # These names are modules, which stand in one flat folder.
             full = [f"{module}.{alias.name}".removeprefix(".") for alias in node.names]
             names = ", ".join(
                 f"{_flat(name)} as {alias.asname or alias.name}" for name, alias in zip(full, node.names, strict=True)

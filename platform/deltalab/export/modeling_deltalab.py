@@ -1,4 +1,4 @@
-"""A deltalab model as `transformers` knows one, whatever its rule; `export.hf` copies this file into each export."""
+"""A deltalab model with any rule as a model of `transformers`; `export.hf` copies this file into each export."""
 
 from collections.abc import Callable
 from dataclasses import fields
@@ -17,7 +17,7 @@ from deltalab.models.spec import ModelSpec
 
 
 class DeltaLabConfig(PretrainedConfig):
-    """The fields of `ModelSpec`, under its names and under those that `transformers` gives some of them."""
+    """The fields of `ModelSpec`, some of which have a second name that `transformers` expects."""
 
     model_type = "deltalab"
     has_no_defaults_at_init = True
@@ -34,9 +34,10 @@ class DeltaLabConfig(PretrainedConfig):
 
 
 class StateCache(Cache):
-    """What the layers remember of the tokens seen: the last inputs of their convolutions, and their states.
+    """The memory of all layers: the last inputs of their convolutions, and their states.
 
-    Its size is constant for a recurrent rule; layers of attention add their keys and values. It cannot go back.
+    Its size is constant for a recurrent rule; attention layers add the keys and values of every token. It cannot forget
+    the last tokens again.
     """
 
     def __init__(self) -> None:
@@ -88,7 +89,7 @@ class DeltaLabForCausalLM(PreTrainedModel, GenerationMixin):
     accepts_loss_kwargs = True
     _is_stateful = True
     _no_split_modules = ["Block"]  # noqa: RUF012
-    # A decay such as exp(-a dt) next to 1 is lost in half precision.
+    # Half precision would round a decay exp(-a dt) near 1 to 1.
     _keep_in_fp32_modules_strict = ["learned"]  # noqa: RUF012
 
     def __init__(self, config: DeltaLabConfig) -> None:
@@ -119,7 +120,7 @@ class DeltaLabForCausalLM(PreTrainedModel, GenerationMixin):
 
     @torch.no_grad()
     def initialize_weights(self) -> None:
-        """Starts what no checkpoint gave as deltalab does, from the seed that torch was last given."""
+        """Starts parameters that the checkpoint lacks as deltalab does, from the seed of torch."""
         missing = {n: p for n, p in self.model.named_parameters() if not getattr(p, "_is_hf_initialized", False)}
         if missing:
             with torch.device("cpu"):
@@ -144,11 +145,11 @@ class DeltaLabForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Logits [B, T, vocab] after tokens [B, T] or their embeddings [B, T, d].
 
-        logits_to_keep: only the last so many positions, 0 for all.
-        labels [B, T]: the tokens themselves; they are shifted here, and -100 is not counted.
-        past_key_values: what an earlier call returned; it is brought up to date in place.
-        attention_mask [B, T]: 0 marks padding. Before the text it leaves no trace in the state; after the text it
-            needs no care, unless a cache is kept.
+        logits_to_keep: how many of the last positions get logits, 0 for all.
+        labels [B, T]: the tokens themselves, which are shifted here; -100 does not count.
+        past_key_values: the cache that an earlier call returned; it is updated in place.
+        attention_mask [B, T]: 0 marks padding. Padding before the text is blanked and leaves no trace in the state.
+            Padding after the text is ignored, and refused where a cache is kept.
 
         Raises `ValueError` for padding that would reach the state, and for attentions or hidden states.
         """
@@ -174,7 +175,7 @@ class DeltaLabForCausalLM(PreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
 
     def _blank(self, x: Tensor, mask: Tensor, cache: StateCache | None) -> Tensor:
-        """Embeddings with zeros for padding that stands before the text."""
+        """Embeddings x with zeros where padding stands before the text."""
         if mask.dim() != 2:
             raise ValueError(f"attention_mask must be [B, T], not {list(mask.shape)}")
         mask = mask[:, -x.shape[1] :].bool()
@@ -193,7 +194,7 @@ class DeltaLabForCausalLM(PreTrainedModel, GenerationMixin):
 
     @cached_property
     def _blanks_leave_no_trace(self) -> bool:
-        """Whether zeros keep every layer's empty state as it is; then zeros are as good as no token there."""
+        """Whether a token of zeros leaves every layer's empty state as it is, so that it counts as no token."""
         blank = self.model.embed.weight.new_zeros(1, 1, self.config.d_model)
         with torch.no_grad():
             hidden, states = self.model.transform(blank)

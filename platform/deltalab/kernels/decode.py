@@ -1,4 +1,4 @@
-"""One token for every structure of the algebra, in one launch: its time is that of reading and writing the state."""
+"""One token for every structure of the algebra, in one launch that takes as long as reading and writing the state."""
 
 from typing import Any, no_type_check
 
@@ -13,13 +13,13 @@ from deltalab.rule import Operands, State
 from deltalab.structure import Transition
 
 WIDTH = 32
-"""Values that a program holds the state of: 128 bytes of each of its rows, and programs enough for a small batch."""
+"""Columns of the state that a program holds: 128 bytes of each row, and enough programs for a small batch."""
 
 
 @triton.jit
 @no_type_check
 def vector(x, row, at, size):
-    """x[row] of x [.., size], in fp32; 0 where there is none."""
+    """x[row] of x [.., size], in fp32, with zeros from `size` on."""
     return tl.load(x + row * size + at, mask=at < size, other=0.0).to(tl.float32)
 
 
@@ -32,7 +32,7 @@ def scalar(x, row):
 @triton.jit
 @no_type_check
 def block(state, head, key, value, K: tl.constexpr, V: tl.constexpr):
-    """Of a head's state [K, V]: pointers, and the mask of what is there."""
+    """Pointers to a block of a head's state [K, V], and the mask of the elements that exist."""
     at = state + head.to(tl.int64) * (K * V) + key[:, None] * V + value[None, :]
     return at, (key < K)[:, None] & (value < V)[None, :]
 
@@ -40,7 +40,7 @@ def block(state, head, key, value, K: tl.constexpr, V: tl.constexpr):
 @triton.jit
 @no_type_check
 def load(state, head, key, value, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
-    """`block` in fp32; an empty state where there is none."""
+    """The `block` of a state in fp32; zeros where state is None."""
     if state is None:
         return tl.zeros([BK, BV], dtype=tl.float32)
     at, there = block(state, head, key, value, K, V)
@@ -50,7 +50,7 @@ def load(state, head, key, value, K: tl.constexpr, V: tl.constexpr, BK: tl.const
 @triton.jit
 @no_type_check
 def step(s, k, u, g, e, a, b, row, key, K: tl.constexpr, DIAGONAL: tl.constexpr, LATE: tl.constexpr):
-    """s [BK, BV] after a step that writes u [BV] along k [BK]; g, e, a and b are pointers, or None."""
+    """The state s [BK, BV] after a step that writes u [BV] along k [BK]; g, e, a and b are pointers or None."""
     decayed = s
     if g is not None:
         decayed = tl.exp(vector(g, row, key, K))[:, None] * s if DIAGONAL else tl.exp(scalar(g, row)) * s
@@ -74,12 +74,12 @@ def decode_kernel(
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     STEPS: tl.constexpr, DIAGONAL: tl.constexpr, LATE: tl.constexpr, LOSS: tl.constexpr,
 ):  # fmt: skip
-    """A program for each block of BV values of each head of each sequence; it holds all of K."""
+    """One program for each block of BV values of each head of each sequence; it holds all K rows of the block."""
     head = tl.program_id(0)
     key = tl.arange(0, BK)
     value = tl.program_id(1) * BV + tl.arange(0, BV)
     s = load(state, head, key, value, K, V, BK, BV)
-    if LOSS is not None:  # Before anything is stored, which no load may overtake.
+    if LOSS is not None:  # Load before the first store: the compiler moves no load ahead of a store.
         fitted = load(second, head, key, value, K, V, BK, BV)
 
     first_row = head // H * (STEPS * H) + head % H

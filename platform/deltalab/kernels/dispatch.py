@@ -1,4 +1,4 @@
-"""From a rule's operands to the kernel of its structure: what `reference.chunked` is for PyTorch."""
+"""The recurrence by the Triton kernel of its structure, from the operands that `ops.reference.chunked` takes."""
 
 import dataclasses
 from typing import Any, cast
@@ -17,6 +17,7 @@ from deltalab.structure import Transition
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MOST_KEYS = 256
+"""The largest K that the kernels take, padding included: a block holds all of it."""
 
 
 def scan(
@@ -29,17 +30,18 @@ def scan(
     cu_seqlens: Tensor | None = None,
     chunk_size: int | None = None,
 ) -> tuple[Tensor, State]:
-    """o [B, T, H, V] in `dtype`, in which the products are, and the next state in fp32.
+    """The function of `reference.recurrent`: o [B, T, H, V] in `dtype`, and the next state in fp32.
 
-    chunk_size: what the kernels were measured to be fastest with, where None.
-    Raises `InputError` for a dtype or a key_dim that they do not take.
+    dtype: of the products: bf16, fp16 or fp32. chunk_size: None for the fastest that was measured.
+    cu_seqlens: [N + 1], the bounds of packed sequences, where B = 1; states are [N, H, K, V] then.
+    Raises `InputError` for a dtype, a key_dim or a structure that the kernels do not take.
     """
     key_dim, value_dim = x.k.shape[-1], x.u.shape[-1]
     if dtype not in DTYPES:
         raise InputError(f"the Triton kernels take q, k and v in bf16, fp16 or fp32, not {dtype}")
     if key_dim > MOST_KEYS:
         raise InputError(f"the Triton kernels take q and k with K up to {MOST_KEYS}, not {key_dim}")
-    # Before they are made ready: what both passes take is read once, and its gradient leaves as one.
+    # Compare before casts make copies: a tensor that both passes take is read once and has one gradient.
     alike = (False, False) if x.fit is None else (x.fit.v is x.u, x.fit.r is x.r)
     x = _in(dtype, x)
     if x.r.shape[1] == 1 and cu_seqlens is None and not (torch.is_grad_enabled() and _needs_grad(x, state)):
@@ -94,7 +96,10 @@ def _passes(
     cu_seqlens: Tensor | None,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """alike: whether the second pass's v and r are u and r of the first."""
+    """The scan with a second state: o and both last states.
+
+    alike: whether the second pass's v and r are u and r of the first, so that they need not be read again.
+    """
     if transition.decay == "diagonal" or x.a is not None:
         raise InputError(
             "a second state over a diagonal decay or a free low rank has no Triton kernel: use backend 'chunked'"
@@ -115,7 +120,7 @@ def _contiguous(*given: Tensor | None) -> list[Tensor | None]:
 
 
 def takes(transition: Transition, x: Operands, dtype: torch.dtype) -> bool:
-    """Whether there is a kernel for it."""
+    """Whether `scan` takes these operands with products in `dtype`."""
     diagonal = transition.decay == "diagonal"
     return (
         dtype in DTYPES
@@ -126,9 +131,10 @@ def takes(transition: Transition, x: Operands, dtype: torch.dtype) -> bool:
 
 
 def _chunk(x: Operands) -> int:
-    """64 beside operands of 16 bits, but for what does not fit, and where few keys are erased over and over.
+    """The chunk size: 16 for fp32, else 64, or 32 where 64 does not fit or is not precise enough.
 
-    Most of what they write cancels then: RDN's d g at K=16 is 7.6e-3 off in chunks of 64, in bf16, and 3.1e-3 of 32.
+    It is not with few channels of keys and an erasure, where most of the writes cancel: RDN's d g at K=16 in bf16 has
+    an error of 7.6e-3 in chunks of 64, and of 3.1e-3 in chunks of 32.
     """
     key_dim, erases = x.k.shape[-1], x.e is not None or x.a is not None
     if x.u.element_size() > 2:
@@ -137,7 +143,7 @@ def _chunk(x: Operands) -> int:
 
 
 def _in(dtype: torch.dtype, x: Operands) -> Operands:
-    """Vectors in the kernels' dtype, decays and strengths in fp32, but decays by channel in a dtype of their own."""
+    """Vectors in `dtype`, strengths and decays in fp32; a decay for each channel may stay in 16 bits."""
     vectors = ("r", "k", "u", "a", "b", "v")
 
     def kind(name: str, value: Tensor) -> torch.dtype:
@@ -154,7 +160,7 @@ def _in(dtype: torch.dtype, x: Operands) -> Operands:
 
 
 def _padded(x: Operands, keys: int, values: int) -> Operands:
-    """With zeros behind keys and values: they neither read, erase nor write."""
+    """The operands with so many zeros after keys and values, which neither read, erase nor write."""
 
     def wider(one: Tensor | None, more: int) -> Tensor | None:
         return one if one is None or not more else F.pad(one, (0, more))

@@ -1,4 +1,4 @@
-"""A token mixer: projections, short convolution, gates, the rule itself, output norm and gate."""
+"""A rule as a layer that mixes tokens: projections, short convolution, gates, the rule, output norm and gate."""
 
 import hashlib
 import itertools
@@ -18,32 +18,32 @@ from deltalab.rule import State, UpdateRule
 
 @dataclass(frozen=True)
 class LayerCache:
-    """What a mixer must remember to go on: the convolution's last inputs [B, conv - 1, C], and the rule's state."""
+    """The memory of a layer between calls: the convolution's last inputs [B, conv - 1, C], and the rule's state."""
 
     conv: Tensor
     state: State
 
     def numel(self) -> int:
-        """Elements held, counted on the tensors themselves."""
+        """The number of elements in these tensors."""
         return self.conv.numel() + sum(part.numel() for part in self.state)
 
 
 def parameter(start: Callable[[torch.Generator], Tensor]) -> nn.Parameter:
-    """A parameter that `initialize` can start again from a seed."""
+    """A parameter that `initialize` can start anew from a seed."""
     made = nn.Parameter(start(torch.Generator().manual_seed(0)))
     made.start = start  # type: ignore[attr-defined]
     return made
 
 
 def linear(inputs: int, outputs: int, *, std: float | None = None) -> nn.Linear:
-    """Without bias; weights normal with the given standard deviation, inputs ** -0.5 where None."""
+    """A projection without bias; weights are normal with standard deviation `std`, inputs ** -0.5 where None."""
     module = nn.Linear(inputs, outputs, bias=False)
     module.weight = parameter(lambda generator: _normal((outputs, inputs), std or inputs**-0.5, generator))
     return module
 
 
 def initialize(module: nn.Module, seed: int) -> None:
-    """Starts every parameter from (seed, its name) alone, so arms of a study share what they have in common."""
+    """Starts each parameter from the seed and its name alone, so that models start equal in what they share."""
     with torch.no_grad():
         for name, value in module.named_parameters():
             if start := getattr(value, "start", None):
@@ -56,7 +56,7 @@ def _normal(shape: tuple[int, ...], std: float, generator: torch.Generator) -> T
 
 
 class Gates(nn.Module):
-    """The gates of a rule: x [B, T, d] to the value of each by its symbol, in the shape of its `per`, at least fp32."""
+    """The gates of a rule: x [B, T, d] to each value by its symbol, in the shape of the gate's `per`, at least fp32."""
 
     def __init__(self, gates: dict[str, Gate], d_model: int, heads: int, key_dim: int, steps: int = 1) -> None:
         super().__init__()
@@ -76,11 +76,11 @@ class Gates(nn.Module):
             self.learned[name] = nn.ParameterDict({p: _started(start, shape) for p, start in gate.parameters.items()})
 
     def weights(self) -> list[Tensor]:
-        """What x is multiplied with, [.., d] each."""
+        """The matrices that x is multiplied by, [.., d] each."""
         return [_first(project).weight for project in self.project.values()]
 
     def forward(self, x: Tensor, products: Sequence[Tensor] = ()) -> dict[str, Tensor]:
-        """products: x times each of `weights`, where they are known."""
+        """products: x times each of `weights`, if the caller has them."""
         projected: dict[str, Tensor] = {}
         for (name, project), product in itertools.zip_longest(self.project.items(), products):
             z = _first(project)(x) if product is None else product
@@ -116,11 +116,10 @@ def _started(start: Start, shape: tuple[int, ...]) -> nn.Parameter:
 class RuleLayer(nn.Module):
     """A rule as a layer, x [B, T, d] to y [B, T, d].
 
-    q, k, v come from one projection and one causal depthwise convolution, k and v for each of the rule's steps; then
-    what the rule's `features` say. The unit norm comes before any gate scales k, never after.
+    q, k and v come from one projection and one causal depthwise convolution, k and v for each of the rule's steps, and
+    then get the activation and norm of the rule's `features`. The unit norm comes before any gate scales k.
 
-    shared_qk: all heads use one q and one k (multi-value, as in Mamba).
-    conv: the convolution's width, 0 for none.
+    shared_qk: all heads use one q and one k (multi-value, as in Mamba). conv: the convolution's width, 0 for none.
     """
 
     def __init__(
@@ -159,7 +158,7 @@ class RuleLayer(nn.Module):
         products: list[Tensor] = []
         if fuses(x, taps, self.channels):
             others = []
-            # For fewer tokens it is dearer to put the weights side by side than to read x again.
+            # With fewer tokens, copying the weights side by side costs more than reading x once for each.
             if x.shape[:2].numel() >= self.channels.total:
                 others = [*([] if self.gate is None else [self.gate.weight]), *self.gates.weights()]
             (q, k, v, tail), products = fused(x, self.qkv.weight, others, taps, past, self.channels)

@@ -1,4 +1,4 @@
-"""Language models made of rule layers: blocks, hybrid layouts, and what weight decay applies to."""
+"""Language models made of rule layers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -40,7 +40,7 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.device.type == "cpu":
-            # Halves of one product would be strided, and their gradients put side by side again.
+            # Two products: the halves of one would be strided, and backward would copy their gradients side by side.
             gate, up = (F.linear(x, half) for half in self.into.weight.chunk(2))
         else:
             gate, up = self.into(x).chunk(2, dim=-1)
@@ -51,12 +51,13 @@ class SwiGLU(nn.Module):
 class Block(nn.Module):
     """x + mixer(norm(x)), then x + mlp(norm(x)) where there is an MLP.
 
-    The last sum is left to the norm that comes next: x is given and returned as two summands, or with None for one.
+    The block leaves its last sum to the norm that follows it: it takes and returns x as two summands, x and branch. A
+    branch of None is zero.
     """
 
     def __init__(self, spec: ModelSpec, rule: UpdateRule) -> None:
         super().__init__()
-        # Both branches of every layer add to one stream; scaling keeps its variance independent of depth.
+        # The branches of all layers add up; the scale keeps the variance of the sum independent of depth.
         shrink = (2 * spec.depth) ** -0.5
         key_dim = spec.key_dim or spec.d_model // spec.heads
         value_dim = max(1, round(key_dim * spec.expand_v))
@@ -91,7 +92,7 @@ class Block(nn.Module):
 
 
 class Rebuild(nn.Module):
-    """norm(MLP(h_T + p_t)) at every position t, from the last hidden state h_T alone: [B, T, d] to [B, T, d].
+    """norm(MLP(h_T + p_t)) for every position t, from the last hidden state h_T alone: [B, T, d] to [B, T, d].
 
     The MLP is norm, linear, GELU, twice. p_t = [sin(t w), cos(t w)], w_i = 10000^(-i / (d/2 - 1)), i = 0 ... d/2 - 1
     (Poli et al. 2024, arXiv:2403.17844).
@@ -114,7 +115,7 @@ class Rebuild(nn.Module):
 
 
 def places(x: Tensor, at: Tensor | None) -> Tensor:
-    """Of x [.., T, d] the places `at` [.., m], [.., m, d]; all of them where None."""
+    """x [.., T, d] at the places `at` [.., m]: [.., m, d]; all of x where None."""
     return x if at is None else x.gather(-2, at[..., None].expand(*at.shape, x.shape[-1]))
 
 
@@ -134,12 +135,12 @@ class Model(nn.Module):
         self.unembed = None if spec.tie_embeddings else linear(spec.d_model, spec.vocab_size)
 
     def forward(self, tokens: Tensor, where: Tensor | None = None) -> Tensor:
-        """Logits [B, T, vocab]; or [N, vocab], row by row, where the mask `where` [B, T] is set."""
+        """Logits [B, T, vocab], or those of the N positions where the mask `where` [B, T] is true: [N, vocab]."""
         features = self.features(tokens)
         return F.linear(features if where is None else features[where], self.head)
 
     def features(self, tokens: Tensor, at: Tensor | None = None) -> Tensor:
-        """[B, T, d], whose products with the rows of `head` are the logits; at places `at` [B, m] alone [B, m, d]."""
+        """Vectors [B, T, d] whose products with the rows of `head` are the logits; [B, m, d] at places `at` [B, m]."""
         if self.rebuild is None:
             hidden, _ = self.transform(self.embed(tokens), at=at)
             return self._scaled(hidden)
@@ -148,13 +149,13 @@ class Model(nn.Module):
 
     @property
     def head(self) -> Tensor:
-        """[vocab, d]."""
+        """The output matrix, [vocab, d]."""
         return self.embed.weight if self.unembed is None else self.unembed.weight
 
     def step(self, tokens: Tensor, cache: list[LayerCache] | None = None) -> tuple[Tensor, list[LayerCache]]:
         """Logits [B, T, vocab] for tokens that follow what the cache has seen, and the new cache.
 
-        Raises `InputError` where these are not read from each position's own hidden state.
+        Raises `InputError` for a model with readout `last`, which needs the whole sequence.
         """
         if self.rebuild is not None:
             raise InputError("model.readout is 'last': a model that rebuilds whole sequences cannot go token by token")
@@ -162,6 +163,7 @@ class Model(nn.Module):
         return self.logits(hidden), cache
 
     def hidden(self, tokens: Tensor, cache: list[LayerCache] | None = None) -> tuple[Tensor, list[LayerCache]]:
+        """`transform` of tokens [B, T]."""
         return self.transform(self.embed(tokens), cache)
 
     def transform(
@@ -178,18 +180,18 @@ class Model(nn.Module):
         return F.linear(self._scaled(hidden), self.head)
 
     def _scaled(self, hidden: Tensor) -> Tensor:
-        # Embeddings start at unit scale, which recall learns from fastest; logits then start at unit scale too.
+        # Recall is learned fastest from embeddings of unit scale; the factor gives logits unit scale too.
         return hidden * self.spec.d_model**-0.5 if self.unembed is None else hidden
 
     def state_size(self, length: int) -> int:
-        """Elements that the model holds for one sequence after `length` tokens, counted on the tensors."""
+        """Elements that all layers hold for one sequence after `length` tokens, counted on the tensors."""
         with torch.no_grad():
             _, cache = self.hidden(torch.zeros(1, length, dtype=torch.long, device=self.embed.weight.device))
         return sum(layer.numel() for layer in cache)
 
 
 def build_model(spec: ModelSpec | Mapping[str, Any], *, seed: int = 0) -> Model:
-    """A model, initialized from the seed alone.
+    """A model whose parameters start from the seed alone.
 
     Raises `InputError` for keys or values that make no model.
 
@@ -203,7 +205,7 @@ def build_model(spec: ModelSpec | Mapping[str, Any], *, seed: int = 0) -> Model:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Optimizer groups: matrices decay; norms and what gates learn for each head (a, dt, b, d) do not."""
+    """Optimizer groups: weight decay applies to matrices, not to norms or what gates learn per head (a, dt, b, d)."""
     decayed = [p for p in model.parameters() if p.dim() > 1]
     free = [p for p in model.parameters() if p.dim() <= 1]
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": free, "weight_decay": 0.0}]

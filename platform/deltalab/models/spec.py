@@ -1,4 +1,4 @@
-"""What a model is, as data: the rule, its sizes, the layout of its layers."""
+"""A model as data: its rule, its sizes and the layout of its layers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -19,18 +19,18 @@ class ModelSpec:
     """A model, as data.
 
     rule: a rule's name, or {name: ..., knob: ...}.
-    d_model, layers, heads: width, depth and heads. key_dim: of each head, d_model / heads where None.
-    expand_v: the values' width over the keys'.
+    d_model, layers, heads: width, depth and heads of each layer. key_dim: width of a head's keys, d_model / heads where
+        None. expand_v: width of its values over that of its keys.
     conv: width of the short convolution over q, k and v, 0 for none.
-    output_norm, output_gate: RMS norm of each head's output; sigmoid(W x) on it.
+    output_norm: whether each head's output has an RMS norm. output_gate: whether it is multiplied by sigmoid(W x).
     block: `transformer` is [mixer, MLP]; `mamba` is [mixer] alone, q and k shared by all heads, twice the depth.
-    mlp: SwiGLU of width 8/3 d_model in `transformer` blocks; False in `mamba` blocks.
-    attention: layers (counted from 0) whose mixer is softmax attention instead, or
-        `second_to_last_of_every_eight`. window: how far these see, 0 for all.
-    tie_embeddings: input and output embeddings are one.
-    readout: what a position's logits are read from: its own hidden state, or `last`, the sequence's last one, told the
-        position, by an MLP.
-    chunk_size: of the parallel form.
+    mlp: whether `transformer` blocks have a SwiGLU of width 8/3 d_model; False in `mamba` blocks.
+    attention: the layers, counted from 0, that are softmax attention instead, or `second_to_last_of_every_eight`.
+        window: how many tokens these see, 0 for all.
+    tie_embeddings: whether input and output embeddings are one matrix.
+    readout: `position` reads a position's logits from its own hidden state, `last` by an MLP from the position and the
+        last hidden state of the sequence.
+    chunk_size: tokens in a chunk of the parallel form.
 
     Raises `InputError` for values that make no model.
     """
@@ -69,13 +69,13 @@ class ModelSpec:
                 raise InputError(f"model.{name} must be true or false, not {getattr(self, name)!r}")
         if isinstance(self.expand_v, bool) or not isinstance(self.expand_v, int | float) or not 0 < self.expand_v < 1e6:
             raise InputError(f"model.expand_v must be a positive number, not {self.expand_v!r}")
-        object.__setattr__(self, "expand_v", float(self.expand_v))  # one value, one identity: 2 and 2.0 are one model
+        object.__setattr__(self, "expand_v", float(self.expand_v))  # 2 and 2.0 are one model with one identity
         if self.block not in ("transformer", "mamba"):
             raise unknown("block", self.block, ("transformer", "mamba"), where="model.block")
         if self.readout not in ("position", "last"):
             raise unknown("readout", self.readout, ("position", "last"), where="model.readout")
         if self.block == "mamba":
-            object.__setattr__(self, "mlp", False)  # there is none that a study could take away
+            object.__setattr__(self, "mlp", False)  # the block has no MLP, so that no study can ablate it
         if isinstance(self.attention, str):
             if self.attention != SECOND_TO_LAST_OF_EIGHT:
                 raise unknown(
@@ -127,10 +127,11 @@ class ModelSpec:
 
     @property
     def depth(self) -> int:
-        """Layers as built: `mamba` blocks hold one mixer where `transformer` blocks hold a mixer and an MLP."""
+        """The number of blocks: twice `layers` for `mamba`, whose blocks hold a mixer and no MLP."""
         return self.layers * (2 if self.block == "mamba" else 1)
 
     def is_attention(self, layer: int) -> bool:
+        """Whether this layer, counted from 0, is softmax attention."""
         if isinstance(self.attention, str):
             return layer % 8 == 6
         return layer in self.attention

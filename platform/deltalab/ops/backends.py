@@ -25,7 +25,7 @@ ENTRIES = __name__.removesuffix("backends") + "triton_kernels"
 _log = logging.getLogger("deltalab")
 
 
-class Scan(Protocol):
+class ScanKernel(Protocol):
     def __call__(
         self,
         transition: Transition,
@@ -39,7 +39,7 @@ class Scan(Protocol):
     ) -> tuple[Tensor, State]: ...
 
 
-class Regression(Protocol):
+class RegressionKernel(Protocol):
     def __call__(
         self,
         ridge: Ridge,
@@ -54,11 +54,11 @@ class Regression(Protocol):
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]: ...
 
 
-class CrossEntropy(Protocol):
+class CrossEntropyKernel(Protocol):
     def __call__(self, logits: Tensor, targets: Tensor, count: Tensor, /, *, ignore: int) -> Tensor: ...
 
 
-class AdamW(Protocol):
+class AdamWKernel(Protocol):
     def __call__(
         self,
         weights: Tensor,
@@ -81,7 +81,7 @@ class AdamW(Protocol):
     ) -> None: ...
 
 
-class Integers(Protocol):
+class IntegersKernel(Protocol):
     def __call__(
         self,
         starts: Tensor,
@@ -94,28 +94,33 @@ class Integers(Protocol):
     ) -> Tensor: ...
 
 
-class Exponential(Protocol):
+class ExponentialKernel(Protocol):
     def __call__(self, starts: Tensor, rows: Tensor | None, shape: tuple[int, ...], /, *, terms: int) -> Tensor: ...
 
 
-class Distinct(Protocol):
+class DistinctKernel(Protocol):
     def __call__(self, starts: Tensor, rows: Tensor | None, shape: tuple[int, ...], /, *, below: int) -> Tensor: ...
 
 
 class Kernels(NamedTuple):
     """The kernels that a device has; None stands for one that it lacks.
 
-    triton: whether kernels run at all, so that a rule may take one of its own.
-    scan: a rule's operands to its output and next state, for the structures that `takes` says.
-    regression: `ridge.regression`. rms_norm, convolve: `ops.norm` and `ops.convolution`. embed: rows of an embedding.
-    cross_entropy: a chunk of `ops.loss`, in place. adamw: a step of `training.stack`, in place.
-    integers, exponential, distinct: draws of `tasks.randomness`; distinct takes a count of at most `most_distinct`.
+    triton: whether kernels run at all, so that a rule may launch its own.
+    scan: the function of `reference.recurrent`. takes: whether `scan` has a kernel for a transition and its operands
+        with products in a dtype.
+    regression: the function of `ridge.regression`.
+    rms_norm: of x, branch, weight, gate, eps and the dtype of the result; returns the norm and the sum, as `ops.norm`.
+    convolve: of x, taps, past, widths, key_dim and whether SiLU and unit norm follow, as `ops.convolution`.
+    embed: the rows [n, N, d] of weights [n, V, d] for tokens [n, N].
+    cross_entropy: losses [n, m] of logits [n, m, V], which it replaces by their gradient, for `ops.loss`.
+    adamw: one step of a stack of runs, in place, for `training.stack`.
+    integers, exponential, distinct: draws for `tasks.randomness`; `distinct` draws at most `most_distinct` at a time.
     """
 
     triton: bool = False
-    scan: Scan | None = None
+    scan: ScanKernel | None = None
     takes: Callable[[Transition, Operands, torch.dtype], bool] | None = None
-    regression: Regression | None = None
+    regression: RegressionKernel | None = None
     rms_norm: (
         Callable[
             [Tensor, Tensor | None, Tensor | None, Tensor | None, float, torch.dtype],
@@ -131,16 +136,17 @@ class Kernels(NamedTuple):
         | None
     ) = None
     embed: Callable[[Tensor, Tensor], Tensor] | None = None
-    cross_entropy: CrossEntropy | None = None
-    adamw: AdamW | None = None
-    integers: Integers | None = None
-    exponential: Exponential | None = None
-    distinct: Distinct | None = None
+    cross_entropy: CrossEntropyKernel | None = None
+    adamw: AdamWKernel | None = None
+    integers: IntegersKernel | None = None
+    exponential: ExponentialKernel | None = None
+    distinct: DistinctKernel | None = None
     most_distinct: int = 0
 
 
 NONE = Kernels()
 _loaded = NONE
+"""The kernels, once `lacks_triton` has loaded them. torch.compile reads a global; it takes no such constant."""
 
 
 def constant(function: F) -> F:
@@ -159,7 +165,7 @@ def once(function: Callable[[str], T]) -> "functools._lru_cache_wrapper[T]":
 
 @once
 def lacks_triton(device: str) -> str | None:
-    """What the kernels need and do not find for this type of device, or None; loads them where nothing is missing."""
+    """What the kernels need on this type of device and lack, or None; loads them where they lack nothing."""
     global _loaded
     try:
         import triton
@@ -175,7 +181,7 @@ def lacks_triton(device: str) -> str | None:
     except ModuleNotFoundError as error:
         if error.name != ENTRIES:
             raise
-        return "deltalab itself, since an exported model has none"
+        return "deltalab itself, since an exported model has no kernels"
     if not interpreted and (missing := entries.lacks_assembler()):
         return str(missing)
     _loaded = entries.KERNELS
@@ -183,13 +189,13 @@ def lacks_triton(device: str) -> str | None:
 
 
 def available(device: str) -> Kernels:
-    """The kernels that run on this type of device, for who asks for them by name."""
+    """The kernels that run on this type of device, for a caller that asks for them by name."""
     return _loaded if lacks_triton(device) is None else NONE
 
 
 @once
 def _unasked(device: str) -> bool:
-    """Whether kernels are taken where nobody asked for them by name; logs once why not."""
+    """Whether to take kernels that nobody asked for by name; logs once why not."""
     if device != "cuda":
         _log.info("no GPU: backend 'auto' takes 'chunked'")
         return False
@@ -200,5 +206,5 @@ def _unasked(device: str) -> bool:
 
 
 def automatic(device: str) -> Kernels:
-    """The kernels that are taken where nobody asked for them by name: those of a GPU, none on a CPU."""
+    """The kernels to take where nobody asks for them by name: those of a GPU, none on a CPU."""
     return available(device) if _unasked(device) else NONE

@@ -1,4 +1,4 @@
-"""What becomes of x's projections before a rule sees them: short convolution, SiLU and unit norm, or one kernel."""
+"""The features q, k and v of a rule layer: short convolution, SiLU and unit norm of x's projections, or one kernel."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,20 +13,20 @@ from deltalab.ops.backends import automatic
 from deltalab.ops.vmap import Stacked
 
 WIDEST = 8
-"""Convolution that the kernels take: it is in registers."""
+"""The widest convolution that the kernel takes, which holds it in registers."""
 
 LEAST_NORM = 1e-6
-"""What q and k are divided by at least."""
+"""The least norm that q and k are divided by."""
 
 ALIGNED = 8
-"""Columns of a product, that its rows begin at 16 bytes."""
+"""A product's columns are a multiple of this, so that in 16 bits each row begins at a multiple of 16 bytes."""
 
 
 @dataclass(frozen=True)
 class Channels:
-    """q, k and v of one token side by side: q of all heads, then k of all heads in each of n steps, then v so.
+    """The channels of one token, side by side: q of all heads, k of all heads for each of n steps, then v likewise.
 
-    qk_heads: that have a q and a k of their own. features: as `UpdateRule.features`.
+    qk_heads: how many heads have a q and a k of their own; one if all share them. features: as `UpdateRule.features`.
     """
 
     heads: int
@@ -46,7 +46,7 @@ class Channels:
         return sum(self.widths)
 
     def split(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q [B, T, H, K], k [B, n T, H, K] and v [B, n T, H, V] of [B, T, their width]."""
+        """q [B, T, H, K], k [B, n T, H, K] and v [B, n T, H, V], from [B, T, width] each."""
         q = q.unflatten(-1, (self.qk_heads, self.key_dim))
         k = k.unflatten(-1, (self.steps, self.qk_heads, self.key_dim)).flatten(1, 2)
         v = v.unflatten(-1, (self.steps, self.heads, self.value_dim)).flatten(1, 2)
@@ -56,9 +56,10 @@ class Channels:
 def features(
     qkv: Tensor, taps: Tensor | None, past: Tensor | None, channels: Channels
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k and v as `Channels.split` has them, of qkv [B, T, C], and the past of the tokens that follow.
+    """q, k and v in the shapes of `Channels.split`, and the past for the tokens that follow.
 
-    taps: the convolution's weights [W, C]. past: qkv of the W - 1 tokens before, [B, W - 1, C], zeros where None.
+    qkv: the projections [B, T, C]. taps: the convolution's weights [W, C]; None for no convolution.
+    past: qkv of the W - 1 tokens before, [B, W - 1, C]; None for zeros.
     """
     if taps is None:
         tail = qkv[:, :0]
@@ -69,7 +70,7 @@ def features(
         parts = qkv.split(channels.widths, dim=-1)
     else:
         given = qkv if past is None else torch.cat([past, qkv], dim=1)
-        parts = _Features.apply(given, taps, channels)[:3]  # type: ignore[no-untyped-call]
+        parts = _ConvolvedAndNormed.apply(given, taps, channels)[:3]  # type: ignore[no-untyped-call]
         if past is not None:
             parts = [part[:, past.shape[1] :] for part in parts]
     q, k, v = channels.split(*parts)
@@ -77,7 +78,7 @@ def features(
 
 
 def fuses(x: Tensor, taps: Tensor | None, channels: Channels) -> bool:
-    """Whether `fused` takes it, and has something to do."""
+    """Whether `fused` takes x, and has something to do beyond the projection."""
     width = 0 if taps is None else taps.shape[0]
     idle = channels.features == "raw" and not width
     takes = width <= WIDEST and x.dtype != torch.float64
@@ -92,9 +93,9 @@ def fused(
     past: Tensor | None,
     channels: Channels,
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], list[Tensor]]:
-    """`features` of x [B, T, d] times weight [C, d], and x times the others [.., d]: one product and one kernel.
+    """`features` of the projection of x [B, T, d] by weight [C, d], and x times each of `others` [.., d].
 
-    The first of the others is in the product's dtype, the rest in fp32.
+    All is one product and one kernel. The first of the other products keeps the product's dtype, the rest are in fp32.
     """
     sizes = [one.shape[0] for one in others]
     spare = -(weight.shape[0] + sum(sizes)) % ALIGNED if len(sizes) > 1 else 0
@@ -117,7 +118,7 @@ def fused(
 
 
 def _last(qkv: Tensor, past: Tensor | None, count: int) -> Tensor:
-    """The last `count` tokens of the past, zeros where None, and of qkv."""
+    """The last `count` tokens of the past followed by qkv; a past of None is zeros."""
     missing = count - qkv.shape[1]
     if missing <= 0:
         return qkv[:, qkv.shape[1] - count :]
@@ -125,11 +126,11 @@ def _last(qkv: Tensor, past: Tensor | None, count: int) -> Tensor:
     return torch.cat([past, qkv], dim=1)
 
 
-class _Features(Stacked):
-    """Convolution, SiLU and unit norm, whose gradients are written side by side.
+class _ConvolvedAndNormed(Stacked):
+    """Convolution, SiLU and unit norm of x [.., B, T, C], whose backward writes one gradient for q, k and v together.
 
-    q, k and v [.., B, T, their width] of x [.., B, T, C] and taps [.., W, C]; and what no gradient goes to: y, which
-    SiLU was taken of, and q and k side by side with their norms, where they have been divided by them.
+    Returns q, k and v, [.., B, T, width] each, and what backward needs, which has no gradient: y, the input of SiLU;
+    with unit norm also the unit vectors of q and k side by side, and their norms.
     """
 
     @staticmethod
@@ -141,7 +142,7 @@ class _Features(Stacked):
         *keys, values = channels.widths
         qk, v = z.split([sum(keys), values], dim=-1)
         z = qk.unflatten(-1, (-1, channels.key_dim))
-        # PyTorch's own norm takes twice as long on a CPU.
+        # torch.linalg.norm takes twice as long on a CPU.
         wide = z.to(torch.promote_types(z.dtype, torch.float32))
         norm = (wide * wide).sum(-1, keepdim=True).sqrt_().clamp_(min=LEAST_NORM)
         units = (z / norm).to(z.dtype).flatten(-2)
@@ -151,7 +152,7 @@ class _Features(Stacked):
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor | None, Channels], output: tuple[Tensor, ...]) -> None:
         x, taps, ctx.channels = inputs
         ctx.mark_non_differentiable(*output[3:])
-        ctx.set_materialize_grads(False)  # zeros for all of y
+        ctx.set_materialize_grads(False)  # or PyTorch would allocate zeros for the gradient of y
         ctx.save_for_backward(x, taps, *output[3:])
 
     @staticmethod
@@ -171,7 +172,7 @@ class _Features(Stacked):
 
 
 def _convolved(x: Tensor, taps: Tensor) -> Tensor:
-    """y_t = sum_j w_j x_{t-j}, j from 0 to W - 1, for x [.., B, T, C] and w_j the last but j of taps [.., W, C]."""
+    """y_t = sum_j w_j x_{t-j}, j from 0 to W - 1, for x [.., B, T, C]; w_0 is the last of taps [.., W, C]."""
     last, *others = _each(taps)
     y = x * last
     for j, weight in enumerate(others[: x.shape[-2] - 1], 1):
@@ -191,5 +192,5 @@ def _convolved_backward(x: Tensor, taps: Tensor, d_y: Tensor) -> tuple[Tensor, T
 
 
 def _each(taps: Tensor) -> tuple[Tensor, ...]:
-    """Of [.., W, C] the W weights, the last first, [.., 1, 1, C]."""
+    """The W weights of taps [.., W, C], from the last to the first, [.., 1, 1, C] each."""
     return taps.flip(-2)[..., None, None, :].unbind(-4)

@@ -1,4 +1,4 @@
-"""Cross-entropy over a vocabulary at the labelled positions alone, without ever holding the logits of all of them."""
+"""Cross-entropy over a vocabulary, chunk by chunk: the logits of all positions are never held at once."""
 
 from typing import Any
 
@@ -9,14 +9,14 @@ from torch.autograd.function import once_differentiable
 from deltalab.ops.backends import automatic
 
 MOST_LOGITS = {"cpu": 2**18, "cuda": 2**28}
-"""How many are held at a time: on a CPU what stays in its caches, on a GPU 0.5 GiB in bf16, gradients in place."""
+"""Logits held at a time: on a CPU what its caches hold, on a GPU 0.5 GiB in bf16, where gradients replace them."""
 
 
 def labelled(targets: Tensor, most: int, *, ignore: int) -> tuple[Tensor, Tensor]:
-    """Of each row [.., T] the places of the first `most` targets that are not `ignore`, and these targets, [.., most].
+    """The places of each row's first `most` targets that are not `ignore`, and these targets, both [.., most].
 
-    Rows with fewer are filled up with place 0 and `ignore`: shapes do not depend on the data, so that they can be part
-    of a CUDA graph.
+    targets: [.., T]. Rows with fewer are filled up with place 0 and target `ignore`. Shapes do not depend on the data,
+    as a CUDA graph requires.
 
     >>> labelled(torch.tensor([[-1, 7, -1, 8], [-1, -1, -1, 9]]), 2, ignore=-1)
     (tensor([[1, 3],
@@ -32,23 +32,23 @@ def labelled(targets: Tensor, most: int, *, ignore: int) -> tuple[Tensor, Tensor
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *, ignore: int) -> Tensor:
-    """-log softmax(W x_i)[y_i] in the mean over all i with y_i != `ignore`, for each of n models: [n], fp32.
+    """The mean of -log softmax(W x_i)[y_i] over all i with y_i != `ignore`, for each of n models: [n], at least fp32.
 
-    x [n, M, d], weight W [n, V, d], in the dtype that products are in; targets y [n, M] in [0, V). No y that counts is
-    no loss: 0 / 0. The gradient is that of the logits' softmax in fp32, rounded to the dtype of x for the products.
+    x [n, M, d] and weight W [n, V, d] in the dtype of the products; targets y [n, M] in [0, V). NaN if no target
+    counts. The gradient of the logits is computed in fp32 and rounded to the dtype of x for the products.
     """
     loss: Tensor = _LinearCrossEntropy.apply(x, weight, targets, ignore)  # type: ignore[no-untyped-call]
     return loss
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Gradients are made in the forward pass, while a chunk's logits are there."""
+    """The forward pass computes the gradients too, while it holds a chunk's logits."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, ignore: int) -> Tensor:
         models, positions, _ = x.shape
         kernel = automatic(x.device.type).cross_entropy
-        # Whole models before parts of them: a model's sums are then the same, however many there are.
+        # Chunks hold whole models where they can, so that a model's sums do not depend on how many train together.
         most = max(1, MOST_LOGITS[x.device.type] // weight.shape[1])
         together, size = max(1, most // positions), min(most, positions)
         counted = targets != ignore
@@ -69,7 +69,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     d_logits = d_logits.to(x.dtype)
                 d_x[at] = d_logits @ weight[of]
                 added = d_logits.mT @ x[at]
-                # Sums of many chunks are taken in fp32.
+                # Add up chunks in fp32.
                 d_weight = added if d_weight is None else d_weight.to(total.dtype) + added
             assert d_weight is not None
             d_weights.append(d_weight.to(weight.dtype))
@@ -80,16 +80,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor, Tensor, None, None]:
         d_x, d_weight = ctx.saved_tensors
-        # In one pass each, and in the precision of d_loss.
+        # One pass for each, which multiplies in the precision of d_loss.
         d_x, d_weight = (torch.mul(one, d_loss[:, None, None], out=torch.empty_like(one)) for one in (d_x, d_weight))
         return d_x, d_weight, None, None
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor, counted: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each model, the sum over positions that count [n] and the gradient of its mean [n, M, V], in place."""
+    """Each model's loss summed over the positions that count, [n], and the gradient of its mean [n, M, V].
+
+    The gradient takes the place of the logits.
+    """
     wanted = targets[..., None].clamp(min=0)
     right, top = logits.gather(-1, wanted), logits.amax(-1, keepdim=True)
-    # One exponential of each logit: log_softmax, and then its exponential, are two.
+    # This takes one exponential of each logit; log_softmax and its exponential would take two.
     weights = logits.sub_(top).exp_()
     mass = weights.sum(-1, keepdim=True)
     loss = torch.where(counted, (mass.log() + top - right)[..., 0], 0).sum(1)

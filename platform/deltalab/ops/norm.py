@@ -1,4 +1,4 @@
-"""RMS norms, each with what stands next to it: one kernel where kernels run, PyTorch's own operators elsewhere."""
+"""RMS norms with the residual addition before or the gate after them: one kernel, or PyTorch's operators."""
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class ResidualNorm(nn.RMSNorm):
-    """x + branch, or x where there is no branch, and `RMSNorm` of it."""
+    """x + branch, or x where branch is None, and `RMSNorm` of the sum."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width, eps=EPS)
@@ -38,7 +38,7 @@ class ResidualNorm(nn.RMSNorm):
 class HeadNorm(nn.Module):
     """`RMSNorm` of each head of o [.., H, V], times sigmoid(gate) for gate [.., H V]: [.., H V].
 
-    w is [V]. Without `norm` there is none, and o stays as it is; without a gate all of it passes.
+    w is [V]. Without `norm` only the gate applies; without a gate only the norm.
     """
 
     weight: nn.Parameter | None

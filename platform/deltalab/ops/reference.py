@@ -1,7 +1,7 @@
-"""Every rule in pure torch, twice: token by token as the equation stands, and chunk by chunk.
+"""The recurrence in pure PyTorch, in two forms: token by token as the equation stands, and chunk by chunk.
 
-`recurrent` is the ground truth that everything else is held to. `chunked` has no loop over tokens and is what
-trains on a CPU. Both compute in at least fp32.
+`recurrent` is the ground truth that every other form is compared with. `chunked` has no loop over tokens and trains on
+a CPU. Both compute in at least fp32.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from deltalab.rule import Fit, Operands, State
 from deltalab.structure import Transition
 
 DIAGONAL_CHUNK = 16
-"""Longest chunk with diagonal decay: decays between its tokens are [C, C, K], so that none is ever above 1."""
+"""The longest chunk with diagonal decay: its decays between tokens are formed, [C, C, K], so that none exceeds 1."""
 
 
 def recurrent(transition: Transition, x: Operands, *, scale: float, state: State | None) -> tuple[Tensor, State]:
@@ -67,9 +67,9 @@ def _read(vector: Tensor, state: Tensor) -> Tensor:
 def chunked(
     transition: Transition, x: Operands, *, scale: float, state: State | None, chunk_size: int
 ) -> tuple[Tensor, State]:
-    """The same function, parallel within chunks of `chunk_size` tokens; from chunk to chunk only the state goes.
+    """`recurrent`, parallel within chunks of `chunk_size` tokens; only the state passes from chunk to chunk.
 
-    With a fit it is two passes: the first also reads what it would have predicted, the second fits the error.
+    With a fit there are two passes: the first also reads its own predictions, the second fits their error.
     """
     x = _cast(x, state).resolved()
     if x.fit is None:
@@ -102,8 +102,8 @@ def _scan(
         (I + diag(e) (A' * K K^T)) w = u - diag(e a') K S             along k
         (I - A' * B A^T) w = (A' * B K^T) u + diag(a') B S            along a, beside u along k
 
-    (Comba, arXiv:2506.02475, Eq. 9-12, with erasure and write kept apart). It is solved for all chunks at once, with S
-    left open; from chunk to chunk only the state goes.
+    (Comba, arXiv:2506.02475, Eq. 9-12, with erasure and write kept apart). The system is solved for all chunks at once,
+    for any S; then a loop over chunks carries the state.
     """
     batch, tokens = x.k.shape[:2]
     diagonal = transition.decay == "diagonal"
@@ -119,7 +119,7 @@ def _scan(
     earlier, before_start = decay, from_start
     late = transition.reads == "decayed_state"
     if before or not (late or transition.low_rank == "none"):
-        # Up to the state before a token, which is a row later.
+        # Decays up to the state before a token are those of the row above.
         earlier, before_start = decay.earlier(), F.pad(from_start, (0, 0, 1, 0), value=1.0)[..., :-1, :]
     seen, seen_start = (decay, from_start) if late else (earlier, before_start)
 
@@ -139,13 +139,13 @@ def _scan(
     along_end = along * ends
 
     if state is None and k.shape[0] == 1:
-        # The common case of training on short sequences: no state to read.
+        # Training on short sequences: one chunk, and no state to read.
         w = right if system is None else _solve(system, right)
         w = w if wide == 1 else torch.cat([u, w], dim=-2)
         last = (along_end.mT @ w)[0].unflatten(0, (batch, -1))
         return [from_chunks(gram @ w, batch, tokens) for gram in grams], last
 
-    # Unbound at once: the gradient of an index into all chunks is a tensor of all chunks, for each of them.
+    # Unbind all chunks at once: indexing one by one would make a gradient as large as all chunks for each of them.
     parts = [u, along_end, from_start[..., -1, :, None].expand(*k.shape[:2], -1, -1)]
     if system is not None and erase is not None:
         parts += _solve(system, torch.cat([right, erase], dim=-1)).split([u.shape[-1], k.shape[-1]], dim=-1)
@@ -165,24 +165,24 @@ def _scan(
 
 
 class _Decay(NamedTuple):
-    """From token j to token i of a chunk, exp(sums_i - sums_j) in `within` [.., C, C], or [.., K, C, C] where channels
-    decay apart; 0 where i does not see j.
+    """The decay from token j to token i of a chunk, exp(sums_i - sums_j); 0 where i does not see j.
 
-    `within` has no gradient: sums [.., C, 1 or K], None where nothing decays, are there for theirs. Nothing else is
-    made of them, which are inaccurate where g is large, and may be -inf.
+    within: [.., C, C], or [.., K, C, C] where each channel has a decay of its own. It has no gradient.
+    sums: [.., C, 1 or K], None where nothing decays. They only carry the gradient: their values are inaccurate where g
+        is large, and may be -inf.
     """
 
     within: Tensor
     sums: Tensor | None = None
     rows_later: bool = False
-    """Whether row i is that of sums_{i-1}."""
+    """Whether row i of `within` belongs to sums_{i-1}."""
 
     def earlier(self) -> "_Decay":
         return _Decay(F.pad(self.within, (0, 0, 1, 0))[..., :-1, :], self.sums, rows_later=True)
 
 
 def _gram(x: Tensor, y: Tensor, decay: _Decay) -> Tensor:
-    """x_i^T diag(exp(sums_i - sums_j)) y_j: [.., C, K] and [.., n C, K], n columns of each token, to [.., C, n C]."""
+    """x_i^T diag(exp(sums_i - sums_j)) y_j, [.., C, n C], for x [.., C, K] and y [.., n C, K], n rows of each token."""
     within = decay.within
     if within.dim() <= x.dim():
         within = within.expand(*x.shape[:-2], -1, -1)
@@ -191,14 +191,14 @@ def _gram(x: Tensor, y: Tensor, decay: _Decay) -> Tensor:
 
 
 def _solve(system: Tensor, right: Tensor) -> Tensor:
-    """(I + L)^-1 right, of what lies below the diagonal of `system` as L."""
+    """(I + L)^-1 right, where L is the part of `system` below its diagonal."""
     solved: Tensor = _Solve.apply(system, right)  # type: ignore[no-untyped-call]
     return solved
 
 
 class _Gram(Stacked):
-    """A decay's gradient is that of the vectors beside it, d sums_i = x_i dx_i - y_i dy_i, summed where all channels
-    decay as one. So no pass over pairs of tokens is for it alone."""
+    """The gradient of a decay follows from those of x and y, d sums_i = x_i dx_i - y_i dy_i, summed over the channels
+    that share it. So it needs no pass over pairs of tokens of its own."""
 
     @staticmethod
     def forward(x: Tensor, y: Tensor, within: Tensor, sums: Tensor | None, rows_later: bool) -> Tensor:
@@ -234,13 +234,13 @@ class _Gram(Stacked):
 
 
 def _decayed(pairs: Tensor, within: Tensor) -> Tensor:
-    """[.., C, n C] times [.., C, C] for all n."""
+    """Each of the n blocks [.., C, C] of pairs [.., C, n C] times within [.., C, C]."""
     apart: Tensor = pairs.unflatten(-1, (-1, within.shape[-1]))
     return (apart * within.unsqueeze(-2)).flatten(-2)
 
 
 class _Solve(Stacked):
-    """From the right, X (I + L)^T = right^T, which PyTorch solves in half the time: rows stay rows."""
+    """Solves X (I + L)^T = right^T from the right: PyTorch takes half the time where rows stay rows."""
 
     @staticmethod
     def forward(system: Tensor, right: Tensor) -> Tensor:
@@ -284,7 +284,7 @@ def _cast(x: Operands, state: State | None) -> Operands:
 
 
 def into_chunks(x: Tensor, size: int) -> Tensor:
-    """[B, T, H, ...] to [N, B H, C, ...]. The zeros that fill the last chunk neither decay, erase nor write."""
+    """[B, T, H, ...] as N chunks [N, B H, C, ...]. Zeros fill the last chunk: they neither decay, erase nor write."""
     missing = -x.shape[1] % size
     if missing:
         x = F.pad(x, (0, 0) * (x.dim() - 2) + (0, missing))
@@ -301,7 +301,7 @@ def from_chunks(x: Tensor, batch: int, length: int) -> Tensor:
 def decays(g: Tensor) -> Tensor:
     """exp(g_{j+1} + ... + g_i) for i >= j, else 0; [.., C] to [.., C, C].
 
-    The sums are built up, not subtracted from one another: exact next to g = -1000, and finite at g = -inf.
+    Each sum is added up by itself, never a difference of two sums: it is exact beside g = -1000 and finite at g = -inf.
     """
     below = g.unsqueeze(-1).expand(*g.shape, g.shape[-1]).tril(-1)
     return below.cumsum(-2).exp().tril()

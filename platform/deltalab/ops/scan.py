@@ -1,4 +1,4 @@
-"""One door to every backend: checks the inputs, fills in constants, and picks the fastest that fits."""
+"""`scan` runs a rule on any backend: it checks the inputs, fills in constant gates and chooses the fastest form."""
 
 import itertools
 import logging
@@ -80,29 +80,32 @@ def _choose(
     kernels = _allowed(backend, v.device.type)
     lacking = rule.lacks_kernel(k, v)
     own = kernels.triton and lacking is None
-    x = None if rule.transition is None or own else operands(rule, q, k, v, gates)
-    if x is not None and rule.transition is not None and kernels.scan is not None:
-        if backend == "triton":
-            _no_growth(x.g)
-        if backend == "triton" or (kernels.takes is not None and kernels.takes(rule.transition, x, v.dtype)):
-            return partial(
-                kernels.scan, rule.transition, x, dtype=v.dtype, scale=scale, state=state, cu_seqlens=cu_seqlens
-            )
-    if cu_seqlens is not None:  # only the kernels of structures take packed sequences
-        return partial(_one_by_one, rule, q, k, v, gates, scale, state, backend, chunk_size, cu_seqlens)
-    if lacking and backend == "triton":
-        raise InputError(f"{lacking}: use backend 'auto', 'chunked' or 'recurrent'")
-    if lacking and kernels.triton and rule.brings_kernel:
-        _say(lacking)
-    if x is None or rule.transition is None:
+    if own or rule.transition is None:
+        if lacking and backend == "triton":
+            raise InputError(f"{lacking}: use backend 'auto', 'chunked' or 'recurrent'")
         values = _gates(rule, gates, q)
         if own and backend == "triton":
             _no_growth(values.get("g"))
         advance = _token_by_token if backend == "recurrent" else partial(UpdateRule.advance, fused=own)
-        return partial(advance, rule, q, k, v, values, scale=scale, state=state)
-    if backend == "recurrent" or (backend == "auto" and k.shape[1] == 1):
-        return partial(reference.recurrent, rule.transition, x, scale=scale, state=state)
-    return partial(reference.chunked, rule.transition, x, scale=scale, state=state, chunk_size=chunk_size)
+        run = partial(advance, rule, q, k, v, values, scale=scale, state=state)
+    else:
+        x = operands(rule, q, k, v, gates)
+        if kernels.scan is not None:
+            if backend == "triton":
+                _no_growth(x.g)
+            if backend == "triton" or (kernels.takes is not None and kernels.takes(rule.transition, x, v.dtype)):
+                return partial(
+                    kernels.scan, rule.transition, x, dtype=v.dtype, scale=scale, state=state, cu_seqlens=cu_seqlens
+                )
+        token_by_token = backend == "recurrent" or (backend == "auto" and k.shape[1] == 1)
+        form = reference.recurrent if token_by_token else partial(reference.chunked, chunk_size=chunk_size)
+        run = partial(form, rule.transition, x, scale=scale, state=state)
+    if lacking and kernels.triton and rule.brings_kernel:
+        _say(lacking)
+    if cu_seqlens is None:
+        return run
+    # Only the kernels of structures, above, take packed sequences.
+    return partial(_one_by_one, rule, q, k, v, gates, scale, state, backend, chunk_size, cu_seqlens)
 
 
 def _allowed(backend: Backend, device: str) -> Kernels:
@@ -122,8 +125,11 @@ def _say(lacking: str) -> None:
 
 
 def _no_growth(g: Tensor | None) -> None:
-    """A look at the device, hence only where the kernel was asked for by name, and where one can look: not under vmap,
-    nor while a CUDA graph is being captured."""
+    """Raises `InputError` if a log-decay is positive.
+
+    Waits for the device, so only for a kernel that was asked for by name; and not under vmap or while a CUDA graph is
+    captured, where values cannot be read.
+    """
     if g is None or torch._C._functorch.is_batchedtensor(g):
         return
     capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
@@ -143,7 +149,7 @@ def _one_by_one(
     chunk_size: int,
     cu_seqlens: Tensor,
 ) -> tuple[Tensor, State]:
-    """Packed sequences, each for itself."""
+    """`scan` of each of the packed sequences by itself."""
     out, states = [], []
     bounds = cu_seqlens.tolist()
     for n, (start, stop) in enumerate(itertools.pairwise(bounds)):
@@ -209,7 +215,7 @@ def _check_state(rule: UpdateRule, state: State, expected: tuple[int, ...], devi
         fits = fits and [one.shape for one in state] == count * [expected]
         what = f"of {'two' if count == 2 else 'one'} [B, H, K, V] = {list(expected)}"
     if not fits:
-        given = f"({', '.join(map(_shown, state))})" if isinstance(state, tuple) else _shown(state)
+        given = f"({', '.join(map(_shown, state))})" if isinstance(state, tuple) else f"a {type(state).__name__}"
         raise InputError(f"the state of rule '{rule.name}' must be a tuple {what} on {device}, not {given}")
 
 
@@ -242,9 +248,10 @@ def _shown(given: object) -> str:
 
 
 def operands(rule: UpdateRule, q: Tensor, k: Tensor, v: Tensor, gates: Mapping[str, Tensor]) -> Operands:
-    """What the references take of a rule of the algebra, for inputs like those of `scan`.
+    """The `Operands` of a rule of the algebra, for inputs like those of `scan`, in the shapes that the references take.
 
-    Constant gates are filled in, and gates of one value a head spread over batch, time and channels that decay.
+    Constant gates are filled in. Gates with one value for each head are expanded over batch and time, and a decay over
+    channels too where the transition is diagonal.
     """
     assert rule.transition is not None
     x = rule.operands(q, k, v, **_gates(rule, gates, q))

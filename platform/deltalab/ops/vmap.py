@@ -1,4 +1,4 @@
-"""Functions that bring their own gradients, for one run and for a stack of runs alike."""
+"""Functions with gradients of their own, for one run and for a stack of runs."""
 
 from typing import Any
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 class Stacked(torch.autograd.Function):
-    """Its tensors may have runs in front of all else: under `vmap` it is called once, with all of them.
+    """A function whose tensors may have one more leading dimension, of runs: `vmap` calls it once for all runs.
 
-    What PyTorch would generate goes through a stack run by run where an operator has no rule, as `addcmul_` has none.
+    The rule that PyTorch generates would call operators without a batching rule, such as `addcmul_`, run by run.
     """
 
     @classmethod
