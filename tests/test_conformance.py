@@ -35,11 +35,11 @@ CAUGHT: dict[str, tuple[list[str], str]] = {
     "dead_in_one_combination": (["gate liveness"], "[feedback=equal, output=plain]: gradient of the layer's output"),
     "dead_knob": (["knob options"], "between correction=on and correction=off is 0, must be at least"),
     "decay_overflow": (["extreme gates"], "not finite at g=-1000, triton"),
-    "decayed_read": (["kernel"], "it reads the decayed state; the rule declares reads='state'"),
+    "decayed_read": (["kernel"], "the kernel reads the decayed state, but the rule declares reads='state'"),
     "eigenvalue_range": (["eigenvalues"], "[beta=sigmoid(max=2)]: distance of the eigenvalues, measured -1 to 1, from"),
     "future_leak": (
         ["causality of values", "causality of gradients", "state carry", "token by token"],
-        "by a change of inputs after it, layer,",
+        "with other inputs after it, layer,",
     ),
     "growing_state": (
         ["eigenvalues", "extreme gates"],
