@@ -309,13 +309,10 @@ def test_the_command_ends_with_exit_1_and_valid_json_after_a_crash(tmp_path: Pat
 def test_a_rule_that_cannot_be_made_is_wrong_input(tmp_path: Path) -> None:
     source = (PLANTED / "raises.py").read_text().replace("planted_raises", "planted_unmade")
     (tmp_path / "unmade.py").write_text(source + "\n    def __post_init__(self) -> None:\n        1 / 0\n")
-    [plugin] = registry.add_plugin(tmp_path / "unmade.py")
-    try:
+    with registry.isolated():
+        registry.add_plugin(tmp_path / "unmade.py")
         with pytest.raises(deltalab.InputError, match="rule 'planted_unmade' cannot be made: ZeroDivisionError"):
             deltalab.get_rule("planted_unmade")
-    finally:
-        registry._named_files.remove(plugin.file)
-        registry._all.cache_clear()
 
 
 # --- mutations of what the rules stand on -------------------------------------------------------------------
