@@ -1,4 +1,4 @@
-"""Each planted bug is caught by the check that is meant for it, and no check passes because it looks at nothing."""
+"""Each planted bug of a rule fails its own check, and each check fails for some bug."""
 
 import json
 import math
@@ -28,7 +28,7 @@ from deltalab.structure import ADDITIVE, HOUSEHOLDER, IPLR, SPLR, Transition
 
 PLANTED = Path(__file__).parent / "planted"
 
-# File -> the checks that must fail, and what the first one's message must say. All others must pass.
+# File -> the checks that must fail, and a part of the first one's message. All others must pass.
 CAUGHT: dict[str, tuple[list[str], str]] = {
     "coarse_decay": (["bf16"], "triton in bf16 to fp64"),
     "dead_gate": (["gate liveness", "knob options"], "a later normalization cancels the gate"),
@@ -60,7 +60,7 @@ CAUGHT: dict[str, tuple[list[str], str]] = {
 
 
 def planted(file: Path) -> UpdateRule:
-    """The rule of a file, unknown to the registry."""
+    """The rule of a file, without the registry."""
     kinds = [x for x in runpy.run_path(str(file)).values() if isinstance(x, type) and issubclass(x, UpdateRule)]
     [kind] = [kind for kind in kinds if kind is not UpdateRule]
     return kind()
@@ -71,7 +71,7 @@ def failures(results: list[CheckResult]) -> dict[str, CheckResult]:
 
 
 def worst(check: str, rule: UpdateRule) -> float:
-    """How far one setting of a rule exceeds the limit of a check; above 0 it fails."""
+    """The distance of one setting of a rule beyond the limit of a check; above 0 the check fails."""
     [found] = [c for c in CHECKS if c.name == check]
     figures = [measured.figure for measured in found.measure(rule)]
     assert figures
@@ -315,7 +315,7 @@ def test_a_rule_that_cannot_be_made_is_wrong_input(tmp_path: Path) -> None:
             deltalab.get_rule("planted_unmade")
 
 
-# --- mutations of what the rules stand on -------------------------------------------------------------------
+# --- mutations of the code below the rules ------------------------------------------------------------------
 
 chunked = reference.chunked
 
@@ -365,7 +365,7 @@ def reads_the_other(transition: Transition, *given: Any, **rest: Any) -> tuple[T
 
 
 def drops_the_rest(transition: Transition, x: Operands, *, chunk_size: int, **rest: Any) -> tuple[Tensor, State]:
-    """The parallel form forgets to write the tokens of a last chunk that is not full."""
+    """The parallel form without the writes of the tokens in a last chunk that is not full."""
     whole = torch.arange(x.k.shape[1]) < max(x.k.shape[1] // chunk_size, 1) * chunk_size
     return chunked(transition, replace(x, u=x.u * whole[:, None, None]), chunk_size=chunk_size, **rest)
 
@@ -425,7 +425,7 @@ def test_decays_as_differences_of_sums_are_caught(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("check", ["causality of values", "causality of gradients"])
 def test_a_convolution_that_looks_ahead_is_caught(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A leak outside the rule shows only through the assembled layer."""
+    """Only the whole layer shows a leak outside the rule."""
 
     def ahead(qkv: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         return features(F.pad(qkv[:, 1:], (0, 0, 0, 1)), *rest)

@@ -1,4 +1,4 @@
-"""Each planted bug of a task is caught by the check that is meant for it; a stranger's task file goes all the way."""
+"""Each planted bug of a task fails its own check; a new task file goes from `task new` to a study's report."""
 
 import json
 import random
@@ -23,7 +23,7 @@ from deltalab.tasks import BUILTIN, IGNORE, MQAR, Batch, Random, Task
 
 PLANTED = Path(__file__).parent / "planted" / "tasks"
 
-# File -> the checks that must fail, and what the first one's message must say. All others must pass.
+# File -> the checks that must fail, and a part of the first one's message. All others must pass.
 CAUGHT: dict[str, tuple[list[str], str]] = {
     "beyond_vocabulary": (["token range"], "outside [0, vocab_size = 64) in train, [64], is 1"),
     "by_the_host": (
@@ -58,7 +58,7 @@ CAUGHT: dict[str, tuple[list[str], str]] = {
 
 
 def planted(name: str) -> Task:
-    """The task of a file, unknown to the registry."""
+    """The task of a file, without the registry."""
     kinds = [x for x in runpy.run_path(str(PLANTED / f"{name}.py")).values() if isinstance(x, type)]
     [kind] = [x for x in kinds if issubclass(x, Task) and getattr(x, "name", "").startswith("planted")]
     return kind(**({"length": 96} if kind.example == {} else kind.example))
@@ -112,7 +112,7 @@ def test_global_generators_are_left_as_they_were() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Longer(MQAR):
-    """Trains at one length and is judged at two; what one of them draws may be wrong."""
+    """A task with one training length and two evaluation lengths; the longer one has no targets if `wrong`."""
 
     name: ClassVar[str] = "longer"
     wrong: bool = False
@@ -138,7 +138,7 @@ def test_what_a_task_is_evaluated_on_is_checked_too() -> None:
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder to work in, whose plugins are found."""
+    """A working directory with its own plugins."""
     monkeypatch.chdir(tmp_path)
     with registry.isolated():
         yield tmp_path
@@ -146,7 +146,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def platform(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
-    """The command, in this process: its exit code, stdout and stderr."""
+    """Runs the command in this process; returns its exit code, stdout and stderr."""
 
     def run(*words: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["platform", *map(str, words)])

@@ -185,7 +185,8 @@ def catalogue(package: str) -> str:
         "| rule | elements of a head's state | multiply-adds per head and token | parameters of the gates |",
         "| --- " * 4 + "|",
         *(
-            f"| [{found.name}](#{found.name}) | {found.state if found.growth == '0' else f'{found.growth} per token'} | "
+            f"| [{found.name}](#{found.name}) | "
+            f"{found.state if found.growth == '0' else f'{found.growth} per token'} | "
             f"{found.cost.get('all', 'its own')} | {found.parameters} |"
             for found in cards
         ),
