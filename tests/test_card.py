@@ -1,4 +1,4 @@
-"""What a card says of a rule is what the tensors and the arithmetic say."""
+"""A card agrees with the tensors and the arithmetic of its rule."""
 
 import json
 import math
@@ -33,7 +33,7 @@ def number(formula: str, **sizes: int) -> int:
 
 
 class MultiplyAdds(TorchDispatchMode):
-    """Counts products of numbers, whether of elements or within a matrix product."""
+    """Counts the multiplications of elementwise and matrix products."""
 
     count = 0
 
@@ -73,21 +73,21 @@ def test_sizes_and_costs_are_those_of_the_tensors(rule):
     assert counted.count == sum(number(count, K=k, V=v) for part, count in found.cost.items() if part != "all")
 
 
-def test_a_state_that_grows_and_one_that_a_window_bounds():
+def test_a_growing_state_is_told_from_a_windows():
     assert card("attention").growth == "K + V"
     assert card(get_rule("attention", window=8)).state == "7 K + 7 V"
-    assert "grows by K + V numbers with every token" in card("attention").to_markdown()
-    assert "7 K + 7 V numbers" in card(get_rule("attention", window=8)).to_markdown()
+    assert "grows by K + V elements with every token" in card("attention").to_markdown()
+    assert "7 K + 7 V elements" in card(get_rule("attention", window=8)).to_markdown()
 
 
-def test_knobs_and_gates_are_as_set():
+def test_a_card_shows_the_settings_of_knobs_and_gates():
     found = card(get_rule("comba", d=0, transition="iplr"))
     knobs = {knob.name: knob for knob in found.knobs}
     assert knobs["d"].options == ("head(init=0.02)", "head(init=1)", "const(value=0)")
     assert (knobs["d"].setting, knobs["b"].setting) == ("const(value=0)", knobs["b"].options[0])
     gates = {gate.symbol: gate for gate in found.gates}
     assert [gates[symbol].range for symbol in ("g", "b", "d")] == ["(-inf, 0]", "[0, 1]", "[0, 0]"]
-    assert [gates[symbol].per for symbol in ("g", "b", "d")] == ["token and head", "head", "nothing: a constant"]
+    assert [gates[symbol].per for symbol in ("g", "b", "d")] == ["token and head", "head", "head, fixed"]
     assert found.transition == {
         "name": "iplr", "decay": "scalar", "low_rank": "tied", "reads": "decayed_state", "steps": 1,
     }  # fmt: skip
@@ -96,7 +96,7 @@ def test_knobs_and_gates_are_as_set():
 
 
 @pytest.mark.parametrize("name", list_rules())
-def test_both_forms_hold_all_of_it(name):
+def test_json_and_markdown_are_complete(name):
     found = card(name)
 
     def no_constant(value: str):
@@ -118,7 +118,7 @@ def test_both_forms_hold_all_of_it(name):
         assert len({line.count("|") for line in table.splitlines()}) == 1
 
 
-def test_a_rule_that_says_little_of_itself():
+def test_the_card_of_a_rule_without_docstring_and_eigenvalues():
     @dataclass(frozen=True, kw_only=True)
     class Mute(UpdateRule):
         name = "mute"
@@ -136,7 +136,7 @@ def test_a_rule_that_says_little_of_itself():
 def test_a_state_that_is_no_bilinear_form_is_counted():
     @dataclass(frozen=True, kw_only=True)
     class Squares(UpdateRule):
-        """The sum of (k k^T) v^T, which nothing reads."""
+        """A state that sums (k k^T) v^T and is never read."""
 
         name = "squares"
 
@@ -152,7 +152,7 @@ def test_a_state_that_is_no_bilinear_form_is_counted():
 @pytest.mark.parametrize(
     ("rule", "said"),
     [
-        (get_rule("rla"), ["| state of a head | 2 K V numbers |", "second state", "fit K V + V, read 2 K V + V"]),
+        (get_rule("rla"), ["| state of a head | 2 K V elements |", "second state", "fit K V + V, read 2 K V + V"]),
         (
             get_rule("delta_product", n_h=3),
             ["erase 3 K V + 3 V, write 3 K V, read K V + V", "step and head", "| 3 d H |"],
@@ -167,12 +167,12 @@ def test_second_states_steps_and_channels_are_counted(rule, said):
         assert part in text
 
 
-def test_the_written_cards_are_true():
+def test_the_written_cards_are_up_to_date():
     assert (Path(__file__).parents[1] / "plugins" / "RULES.md").read_text(encoding="utf-8") == catalogue(
         "deltalab_rules"
     )
 
 
-def test_an_unknown_rule():
+def test_an_unknown_rule_is_refused():
     with pytest.raises(InputError, match="did you mean 'comba'"):
         card("comb")

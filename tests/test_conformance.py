@@ -1,4 +1,4 @@
-"""Each planted bug is caught by the check that is meant for it, and no check passes because it looks at nothing."""
+"""Each planted bug of a rule fails its own check, and each check fails for some bug."""
 
 import json
 import math
@@ -28,18 +28,18 @@ from deltalab.structure import ADDITIVE, HOUSEHOLDER, IPLR, SPLR, Transition
 
 PLANTED = Path(__file__).parent / "planted"
 
-# File -> the checks that must fail, and what the first one's message must say. All others must pass.
+# File -> the checks that must fail, and a part of the first one's message. All others must pass.
 CAUGHT: dict[str, tuple[list[str], str]] = {
     "coarse_decay": (["bf16"], "triton in bf16 to fp64"),
     "dead_gate": (["gate liveness", "knob options"], "a later normalization cancels the gate"),
     "dead_in_one_combination": (["gate liveness"], "[feedback=equal, output=plain]: gradient of the layer's output"),
     "dead_knob": (["knob options"], "between correction=on and correction=off is 0, must be at least"),
     "decay_overflow": (["extreme gates"], "not finite at g=-1000, triton"),
-    "decayed_read": (["kernel"], "it reads the decayed state; the rule declares reads='state'"),
+    "decayed_read": (["kernel"], "the kernel reads the decayed state, but the rule declares reads='state'"),
     "eigenvalue_range": (["eigenvalues"], "[beta=sigmoid(max=2)]: distance of the eigenvalues, measured -1 to 1, from"),
     "future_leak": (
         ["causality of values", "causality of gradients", "state carry", "token by token"],
-        "by a change of inputs after it, layer,",
+        "with other inputs after it, layer,",
     ),
     "growing_state": (
         ["eigenvalues", "extreme gates"],
@@ -60,7 +60,7 @@ CAUGHT: dict[str, tuple[list[str], str]] = {
 
 
 def planted(file: Path) -> UpdateRule:
-    """The rule of a file, unknown to the registry."""
+    """The rule of a file, without the registry."""
     kinds = [x for x in runpy.run_path(str(file)).values() if isinstance(x, type) and issubclass(x, UpdateRule)]
     [kind] = [kind for kind in kinds if kind is not UpdateRule]
     return kind()
@@ -71,7 +71,7 @@ def failures(results: list[CheckResult]) -> dict[str, CheckResult]:
 
 
 def worst(check: str, rule: UpdateRule) -> float:
-    """How far one setting of a rule exceeds the limit of a check; above 0 it fails."""
+    """The distance of one setting of a rule beyond the limit of a check; above 0 the check fails."""
     [found] = [c for c in CHECKS if c.name == check]
     figures = [measured.figure for measured in found.measure(rule)]
     assert figures
@@ -309,16 +309,13 @@ def test_the_command_ends_with_exit_1_and_valid_json_after_a_crash(tmp_path: Pat
 def test_a_rule_that_cannot_be_made_is_wrong_input(tmp_path: Path) -> None:
     source = (PLANTED / "raises.py").read_text().replace("planted_raises", "planted_unmade")
     (tmp_path / "unmade.py").write_text(source + "\n    def __post_init__(self) -> None:\n        1 / 0\n")
-    [plugin] = registry.add_plugin(tmp_path / "unmade.py")
-    try:
+    with registry.isolated():
+        registry.add_plugin(tmp_path / "unmade.py")
         with pytest.raises(deltalab.InputError, match="rule 'planted_unmade' cannot be made: ZeroDivisionError"):
             deltalab.get_rule("planted_unmade")
-    finally:
-        registry._named_files.remove(plugin.file)
-        registry._all.cache_clear()
 
 
-# --- mutations of what the rules stand on -------------------------------------------------------------------
+# --- mutations of the code below the rules ------------------------------------------------------------------
 
 chunked = reference.chunked
 
@@ -368,7 +365,7 @@ def reads_the_other(transition: Transition, *given: Any, **rest: Any) -> tuple[T
 
 
 def drops_the_rest(transition: Transition, x: Operands, *, chunk_size: int, **rest: Any) -> tuple[Tensor, State]:
-    """The parallel form forgets to write the tokens of a last chunk that is not full."""
+    """The parallel form without the writes of the tokens in a last chunk that is not full."""
     whole = torch.arange(x.k.shape[1]) < max(x.k.shape[1] // chunk_size, 1) * chunk_size
     return chunked(transition, replace(x, u=x.u * whole[:, None, None]), chunk_size=chunk_size, **rest)
 
@@ -428,7 +425,7 @@ def test_decays_as_differences_of_sums_are_caught(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("check", ["causality of values", "causality of gradients"])
 def test_a_convolution_that_looks_ahead_is_caught(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A leak outside the rule shows only through the assembled layer."""
+    """Only the whole layer shows a leak outside the rule."""
 
     def ahead(qkv: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         return features(F.pad(qkv[:, 1:], (0, 0, 0, 1)), *rest)

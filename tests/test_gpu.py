@@ -1,4 +1,4 @@
-"""What a GPU must give: the CPU's answers in fp64, and a training that learns in bf16. Run with `pytest -m gpu`."""
+"""A GPU computes what the CPU does in fp64, and trains in bf16. Run with `pytest -m gpu`."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def _error(found: torch.Tensor, right: torch.Tensor) -> float:
 @pytest.mark.parametrize("rule", _variants())
 def test_chunked_on_the_gpu_is_the_recurrence_in_fp64(rule, dtype):
     if rule.transition is None and dtype != torch.float64:
-        pytest.skip("a rule that divides or learns online amplifies rounding: what it computes is held in fp64")
+        pytest.skip("a rule that divides or learns online amplifies rounding: only fp64 is compared")
     length = 150 if rule.transition is not None else 40  # weights that learn online are chaotic over long spans
     x = draw(rule, batch=2, length=length, heads=2, key_dim=32, value_dim=48)
     rounded = x.map(lambda tensor: tensor.to(dtype).double())
@@ -36,7 +36,7 @@ def test_chunked_on_the_gpu_is_the_recurrence_in_fp64(rule, dtype):
     outputs = []
     for inputs, backend in ((right, "recurrent"), (found, "chunked")):
         o, _ = deltalab.scan(rule, inputs.q, inputs.k, inputs.v, inputs.gates, backend=backend)
-        # No plain sum: over channels that a rule has normalized it is always 0.
+        # Weight the sum: the plain sum over channels that a rule normalizes is always 0.
         weights = torch.arange(o[0].numel(), dtype=torch.float64, device=o.device).cos().view_as(o[0])
         (o.double() * weights).sum().backward()
         outputs.append(o.detach())
@@ -55,7 +55,7 @@ def test_training_in_bf16_learns_recall():
     assert all(run.final("test", "accuracy") > 0.9 for run in result.runs)
 
 
-def test_a_diverged_run_says_its_step():
+def test_a_diverged_run_records_its_step():
     task = deltalab.get_task("mqar", length=16, pairs=2, vocab_size=32)
     model = ModelSpec(rule="comba", vocab_size=32, d_model=16, layers=1, heads=1)
     run = train(task, model, TrainSpec(steps=20, batch_size=8, lr=1e30, clip=0.0), [1]).runs[0]

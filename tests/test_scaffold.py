@@ -19,13 +19,13 @@ torch.set_num_threads(1)
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """An empty directory to work in, whose plugins are found."""
+    """An empty working directory with its own plugins."""
     monkeypatch.chdir(tmp_path)
     with registry.isolated():
         yield tmp_path
 
 
-def test_it_passes_every_check_as_it_stands(here):
+def test_a_rule_passes_every_check_as_it_stands(here):
     file = new_rule("my_first_rule")
     assert file == here.relative_to(here) / "plugins/my_first_rule.py"
     registry.refresh()
@@ -110,13 +110,13 @@ def test_any_name_makes_a_task_that_imports(here, name):
 
 
 @pytest.mark.parametrize("name", ["", "my-rule", "2nd", "class", "_hidden", "a/b", "../up", "a b"])
-def test_a_name_that_is_none(here, name):
+def test_an_invalid_name_is_refused(here, name):
     with pytest.raises(InputError, match="cannot name a rule: take letters, digits and _"):
         new_rule(name)
     assert not list(here.iterdir())
 
 
-def test_a_name_that_is_taken(here):
+def test_a_taken_name_is_refused(here):
     assert "comba" in list_rules()
     with pytest.raises(InputError, match="there is a rule 'comba' already"):
         new_rule("comba")
@@ -127,7 +127,7 @@ def test_a_name_that_is_taken(here):
     assert (here / "plugins/notes.py").read_text() == "kept = True\n"
 
 
-def test_a_place_that_cannot_be_written_to(here, monkeypatch):
+def test_an_unwritable_folder_is_refused(here, monkeypatch):
     (here / "plugins").write_text("a file\n")
     with pytest.raises(InputError, match=r"plugins/mine.py: cannot be written: (File exists|Not a directory)"):
         new_rule("mine")

@@ -1,4 +1,4 @@
-"""Each planted bug of a task is caught by the check that is meant for it; a stranger's task file goes all the way."""
+"""Each planted bug of a task fails its own check; a new task file goes from `task new` to a study's report."""
 
 import json
 import random
@@ -23,36 +23,42 @@ from deltalab.tasks import BUILTIN, IGNORE, MQAR, Batch, Random, Task
 
 PLANTED = Path(__file__).parent / "planted" / "tasks"
 
-# File -> the checks that must fail, and what the first one's message must say. All others must pass.
+# File -> the checks that must fail, and a part of the first one's message. All others must pass.
 CAUGHT: dict[str, tuple[list[str], str]] = {
     "beyond_vocabulary": (["token range"], "outside [0, vocab_size = 64) in train, [64], is 1"),
-    "by_the_host": (["device"], "train: RuntimeError: Tensor.item() cannot be called on meta tensors"),
-    "chance_of_a_word": (["chance"], "`chance` 0.25 from what guessing gives, 0.0155 to 0.0308"),
-    "counts_calls": (["repeatability"], "number of tokens that differ, "),
-    "global_generator": (["repeatability"], "`draw` uses other randomness than the `random` that it is given"),
-    "grows": (["parameters", "repeatability"], "a parameter is changed as it is read"),
-    "mean_of_means": (["sums"], "`measure` returns a mean where the contract wants a total"),
-    "next_token": (["perfect"], "difference of 'accuracy' of the right answers, 0, from 1 is 1"),
-    "no_loss": (["metrics", "perfect"], "metrics that are missing, ['loss']"),
-    "no_number": (["declaration"], "`version`, a whole number from 1, with '1.0'"),
+    "by_the_host": (
+        ["device"],
+        "drawing train on a device, RuntimeError: Tensor.item() cannot be called on meta tensors",
+    ),
+    "chance_of_a_word": (["chance"], "`chance` 0.25 from the metric of guesses, 0.0155 to 0.0308"),
+    "counts_calls": (["repeatability"], "number of tokens that differ in a batch drawn again from"),
+    "global_generator": (["repeatability"], "`draw` uses randomness other than its argument `random`"),
+    "grows": (["parameters", "repeatability"], "`__post_init__` changes a parameter"),
+    "mean_of_means": (["sums"], "`measure` returns a mean instead of a total"),
+    "next_token": (["perfect"], "difference of 'accuracy' for the right answers, 0, from 1 is 1"),
+    "no_loss": (["metrics", "perfect"], "missing metrics, ['loss']"),
+    "no_number": (["declaration"], "mismatch between `version` (a whole number of at least 1) and '1.0' is 1"),
     "no_targets": (["scored"], "every target is IGNORE"),
-    "one_longer": (["form"], "inputs of train, [1, 33] torch.int64 on cpu, with [1, 32] torch.int64 on cpu"),
+    "one_longer": (["form"], "the inputs of train ([1, 33] torch.int64 on cpu) and the required form ([1, 32] torch"),
     "other_vocabulary": (["declaration", "token range", "chance", "perfect", "metrics", "sums"], "`vocab_size`"),
     "raises": (
         ["form", "token range", "scored", "shift", "addresses", "splits", "sums", "perfect", "device"],
         "planted_raises: raised NotImplementedError: no test split yet",
     ),
-    "ranks_rows": (["pool"], "a row of a draw depends on more than its own row"),
-    "same_batches": (["addresses"], "`draw` does not use the `random` that it is given"),
-    "same_splits": (["splits"], "share of examples of validation that are in train too is 1"),
+    "ranks_rows": (["pool"], "`draw` lets a row depend on more than the same row"),
+    "same_batches": (["addresses"], "`draw` does not use its argument `random`"),
+    "same_splits": (["splits"], "share of examples of validation that are also in train is 1"),
     "scores_more": (["most scored"], "number of scored positions of a training example above 3 is 1"),
-    "shifted_twice": (["shift"], "the input 2 positions later is 1, must be at most 0.99; likely cause: it is shifted"),
-    "unshifted": (["shift"], "the target is the token that the model sees there: it is not shifted"),
+    "shifted_twice": (
+        ["shift"],
+        "2 positions later is 1, must be at most 0.99; likely cause: targets are shifted twice",
+    ),
+    "unshifted": (["shift"], "a target is the input token at its own position: targets are not shifted"),
 }
 
 
 def planted(name: str) -> Task:
-    """The task of a file, unknown to the registry."""
+    """The task of a file, without the registry."""
     kinds = [x for x in runpy.run_path(str(PLANTED / f"{name}.py")).values() if isinstance(x, type)]
     [kind] = [x for x in kinds if issubclass(x, Task) and getattr(x, "name", "").startswith("planted")]
     return kind(**({"length": 96} if kind.example == {} else kind.example))
@@ -106,7 +112,7 @@ def test_global_generators_are_left_as_they_were() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Longer(MQAR):
-    """Trains at one length and is judged at two; what one of them draws may be wrong."""
+    """A task with one training length and two evaluation lengths; the longer one has no targets if `wrong`."""
 
     name: ClassVar[str] = "longer"
     wrong: bool = False
@@ -132,7 +138,7 @@ def test_what_a_task_is_evaluated_on_is_checked_too() -> None:
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder to work in, whose plugins are found."""
+    """A working directory with its own plugins."""
     monkeypatch.chdir(tmp_path)
     with registry.isolated():
         yield tmp_path
@@ -140,7 +146,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def platform(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
-    """The command, in this process: its exit code, stdout and stderr."""
+    """Runs the command in this process; returns its exit code, stdout and stderr."""
 
     def run(*words: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["platform", *map(str, words)])
@@ -231,7 +237,7 @@ def test_a_failed_check_is_exit_1(platform: Callable[..., Any], here: Path) -> N
     code, out, err = platform("task", "check", "leaky.py")
     assert (code, err) == (1, "")
     assert "FAILED  shift" in out
-    assert "it is not shifted" in " ".join(out.split())
+    assert "targets are not shifted" in " ".join(out.split())
 
 
 RULE = """

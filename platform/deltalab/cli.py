@@ -38,6 +38,8 @@ StudyFile = Annotated[Path, typer.Argument(metavar="FILE|NAME", help="A study's 
 StudyName = Annotated[str, typer.Argument(metavar="STUDY", help="A study's name, file or id.")]
 
 console = Console()
+FORKED = hasattr(os, "fork")
+"""Whether each check runs in a process of its own: compiled code that crashes then fails the check alone."""
 INTERRUPTED = 130
 """The exit code that Typer turns Ctrl-C into, without a word."""
 
@@ -226,9 +228,8 @@ def rule_check(name: Annotated[str, typer.Argument(metavar="NAME|FILE")], as_jso
     from deltalab.authoring.rule_checks import check_rule
     from deltalab.rule import UpdateRule
 
-    forked = hasattr(os, "fork")  # a crash of compiled code then fails a check, where it would end this process
     rules = [get_rule(found) for found in _named(name, UpdateRule)]
-    _print_checks({rule.name: check_rule(rule, forked=forked) for rule in rules}, "rule", as_json)
+    _print_checks({rule.name: check_rule(rule, forked=FORKED) for rule in rules}, "rule", as_json)
 
 
 @rule.command("bench")
@@ -300,7 +301,8 @@ def task_check(
     """Hold a task to the contract. Exit 1 if a check fails."""
     from deltalab.authoring.task_checks import check_task
 
-    _print_checks({found.name: check_task(found) for found in _tasks(name, param)}, "task", as_json)
+    checks = {found.name: check_task(found, forked=FORKED) for found in _tasks(name, param)}
+    _print_checks(checks, "task", as_json)
 
 
 @task.command("new")

@@ -1,4 +1,4 @@
-"""Planted bug: the kernel sums the log-decay in the dtype of v, bf16 among them."""
+"""Planted bug: the kernel sums the log-decay in the dtype of v, which may be bf16."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Planted bug: p = b k is normalized, which cancels b (as in FLA's Comba: the gradient of b was 1e-7)."""
+"""Planted bug: p = b k is normalized, which cancels b. In FLA's Comba the gradient of b was 1e-7."""
 
 from dataclasses import dataclass
 from typing import ClassVar

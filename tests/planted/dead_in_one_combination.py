@@ -1,4 +1,4 @@
-"""Planted bug: b acts with either knob turned and has no effect with both, so no one-knob variant shows it."""
+"""Planted bug: b has no effect if both knobs are turned, but has one if either is, so no one-knob variant shows it."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""Planted bug: the knob is declared and nothing reads it (as the options that FLA's Comba never hands on)."""
+"""Planted bug: nothing reads a declared knob, as with options that FLA's Comba ignores."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""Planted bug: the kernel splits exp(G_i - G_j) into exp(G_i) and exp(-G_j), which is 0 * inf at g = -1000."""
+"""Planted bug: the kernel splits exp(G_i - G_j) into exp(G_i) exp(-G_j), which is 0 * inf at g = -1000."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Planted bug: the kernel erases from the decayed state, the rule declares the undecayed one (as in FLA's Comba)."""
+"""Planted bug: the kernel erases from the decayed state, but the rule declares the undecayed one (as FLA's Comba)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

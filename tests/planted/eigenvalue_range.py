@@ -1,4 +1,4 @@
-"""Planted bug: beta in [0, 2] puts an eigenvalue at -1, the rule still declares [0, 1]."""
+"""Planted bug: beta in [0, 2] allows an eigenvalue of -1, but the rule declares [0, 1]."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""Planted bug: each token writes the value of the next one."""
+"""Planted bug: each token writes the value of the next token."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""Planted bug: the gate says [0, 1] and reaches 2."""
+"""Planted bug: the gate declares [0, 1] and reaches 2."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""Planted bug: the rule's code raises, in one variant."""
+"""Planted bug: the rule raises an error in one variant."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""Planted bug: the state starts in the dtype of the inputs, bf16 among them."""
+"""Planted bug: the initial state has the dtype of the inputs, which may be bf16."""
 
 from dataclasses import dataclass
 from typing import ClassVar

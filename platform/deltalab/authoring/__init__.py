@@ -1,1 +1,1 @@
-"""What an author needs: new files to start from, checks that hold them to their word, and cards."""
+"""For authors of rules and tasks: files to start from, checks of the contract, and cards."""

@@ -1,6 +1,6 @@
-"""A rule on one page: its equation, its knobs and gates, and what its state and each of its tokens cost.
+"""Cards: a rule on one page, with its equation, knobs, gates, and the cost of its state and of a token.
 
-`python -m deltalab.authoring.card deltalab_rules > plugins/RULES.md` writes the pages of all rules of a package.
+`python -m deltalab.authoring.card deltalab_rules > plugins/RULES.md` writes the cards of all rules of a package.
 """
 
 import inspect
@@ -22,7 +22,7 @@ from deltalab.rule import UpdateRule
 from deltalab.structure import Transition
 
 LONG = 64
-"""Tokens after which a state is measured: more than a window that a rule lists as an option."""
+"""Tokens before a state is measured: more than any window that a rule lists as an option."""
 
 _PER = {
     "token": "token and head",
@@ -30,13 +30,13 @@ _PER = {
     "channel": "token, head and channel",
     "head": "head",
     "head_channel": "head and channel",
-    "none": "nothing: a constant",
+    "none": "head, fixed",
 }
 
 
 @dataclass(frozen=True)
 class KnobCard:
-    """A knob: its options, the default first, and what it is set to."""
+    """A knob: its options, the default first, and its setting."""
 
     name: str
     options: tuple[str, ...]
@@ -45,7 +45,7 @@ class KnobCard:
 
 @dataclass(frozen=True)
 class GateCard:
-    """A gate as set. low, high: its range, None where unbounded. parameters: their number, as in `Card`."""
+    """A gate. low, high: its range, None where unbounded. parameters: the number of parameters, as in `Card`."""
 
     symbol: str
     form: str
@@ -62,16 +62,16 @@ class GateCard:
 
 @dataclass(frozen=True)
 class Card:
-    """What `card` found out about a rule.
+    """The facts about a rule that `card` collects.
 
     equation, notes: the first paragraph of the class's docstring, and the rest.
     transition: the fields of its `Transition`; None outside the algebra.
-    second_state: whether another state fits the first one's error.
-    eigenvalues: the declared interval; None where the rule declares none.
-    state: numbers that one head holds after many tokens; growth: how many more with every token, "0" for a
-        recurrent rule. cost: multiply-adds of the recurrence per head and token, part by part and in "all"; empty
-        outside the algebra. All of them in the key size K and the value size V of a head.
-    parameters: of all gates together, for width d, H heads and K.
+    second_state: whether a second state learns from the error of the first.
+    eigenvalues: the declared interval; None if the rule declares none.
+    state: the number of elements that a head keeps after many tokens; growth: the elements that each token adds, "0"
+        for a recurrent rule. cost: the multiply-adds of the recurrence per head and token, by part and in "all"; empty
+        outside the algebra. These are formulas in the key size K and the value size V of a head.
+    parameters: the number of parameters of all gates, a formula in the width d, the heads H and K.
     """
 
     name: str
@@ -102,27 +102,27 @@ class Card:
             ]
             lines += [""]
         if self.gates:
-            lines += ["## Gates", "", "| gate | form | a value for each | range | parameters |", "| --- " * 5 + "|"]
+            lines += ["## Gates", "", "| gate | form | one value per | range | parameters |", "| --- " * 5 + "|"]
             lines += [
                 f"| {gate.symbol} | `{gate.form}` | {gate.per} | {gate.range} | {gate.parameters} |"
                 for gate in self.gates
             ]
-            lines += ["", f"All gates of a layer: {self.parameters} parameters, for width d and H heads of size K.", ""]
+            lines += ["", f"The gates of a layer have {self.parameters} parameters (width d, H heads of size K).", ""]
         lines += ["## Structure and cost", "", "| | |", "| --- | --- |"]
         lines += [f"| {what} | {said} |" for what, said in self._facts().items()]
         return "\n".join(lines) + "\n"
 
     def _facts(self) -> dict[str, str]:
-        facts = {"transition": "outside the algebra: the rule brings its own `mix`"}
+        facts = {"transition": "outside the algebra: the rule has its own `mix`"}
         if self.transition is not None:
             said = (f"{field} {value}" for field, value in self.transition.items() if field != "name")
             facts = {"transition": f"`{self.transition['name']}`: {', '.join(said)}"}
         if self.second_state:
-            facts["second state"] = "fits the first one's error, under the same transition"
+            facts["second state"] = "learns from the error of the first, with the same transition"
         if self.eigenvalues is not None:
             facts["eigenvalues"] = f"[{self.eigenvalues[0]:g}, {self.eigenvalues[1]:g}]"
         facts["state of a head"] = (
-            f"{self.state} numbers" if self.growth == "0" else f"grows by {self.growth} numbers with every token"
+            f"{self.state} elements" if self.growth == "0" else f"grows by {self.growth} elements with every token"
         )
         if self.cost:
             parts = ", ".join(f"{part} {count}" for part, count in self.cost.items() if part != "all")
@@ -131,9 +131,9 @@ class Card:
 
 
 def card(rule: str | UpdateRule) -> Card:
-    """The card of a rule as it is set, or of a rule by name.
+    """The card of a rule with its settings, or of a rule by name.
 
-    Raises `InputError` for a name that no plugin has.
+    Raises `InputError` for an unknown name.
 
     >>> comba = card("comba")
     >>> comba.state, comba.growth, comba.cost["all"]
@@ -179,13 +179,14 @@ def catalogue(package: str) -> str:
     lines = [
         f"# The rules of `{package}`",
         "",
-        f"Made by `python -m deltalab.authoring.card {package} > plugins/RULES.md`; a test holds it true.",
+        f"Written by `python -m deltalab.authoring.card {package} > plugins/RULES.md`; a test compares the two.",
         "K and V are the sizes of a head's key and value.",
         "",
-        "| rule | numbers in a head's state | multiply-adds per head and token | gates' parameters |",
+        "| rule | elements of a head's state | multiply-adds per head and token | parameters of the gates |",
         "| --- " * 4 + "|",
         *(
-            f"| [{found.name}](#{found.name}) | {found.state if found.growth == '0' else f'{found.growth} a token'} | "
+            f"| [{found.name}](#{found.name}) | "
+            f"{found.state if found.growth == '0' else f'{found.growth} per token'} | "
             f"{found.cost.get('all', 'its own')} | {found.parameters} |"
             for found in cards
         ),
@@ -196,7 +197,7 @@ def catalogue(package: str) -> str:
 
 def _doc(kind: type[UpdateRule]) -> str:
     doc = inspect.getdoc(kind) or ""
-    # A dataclass without a docstring gets its signature for one.
+    # Python gives a dataclass without a docstring its signature as one.
     return "the class has no docstring" if doc.startswith(f"{kind.__name__}(") else doc
 
 
@@ -213,10 +214,10 @@ def _eigenvalues(rule: UpdateRule) -> tuple[float, float] | None:
 
 
 def _cost(transition: Transition, *, second_state: bool) -> dict[str, str]:
-    """What each term of the recurrence, its operands given, multiplies for a token in all steps and states."""
+    """The multiply-adds of each term of the recurrence for a token, over all steps and states, given the operands."""
     step = {"decay": {"K V": 1}} if transition.decay != "none" else {}
     if transition.low_rank != "none":
-        # Tied, it is written with the value; free, along a direction of its own.
+        # A tied erase is written together with the value, a free one along its own direction.
         step["erase"] = {"K V": 1, "V": 1} if transition.low_rank == "tied" else {"K V": 2}
     step["write"] = {"K V": 1}
     times = transition.steps * (2 if second_state else 1)
@@ -229,7 +230,7 @@ def _cost(transition: Transition, *, second_state: bool) -> dict[str, str]:
 
 
 def _state(rule: UpdateRule, key_dim: int, value_dim: int) -> tuple[int, int]:
-    """Numbers that one head holds after `LONG` tokens and after one more, counted on what a layer hands on."""
+    """The elements that a head keeps after `LONG` tokens and after one more, counted in the cache of a layer."""
     layer = RuleLayer(rule, 8, 1, key_dim=key_dim, value_dim=value_dim, conv=0)
     initialize(layer, 0)
     with torch.no_grad():
@@ -239,7 +240,7 @@ def _state(rule: UpdateRule, key_dim: int, value_dim: int) -> tuple[int, int]:
 
 
 def _parameters(gate: Gate, steps: int) -> dict[str, int]:
-    """A projection from d and the gate's own, in its shape."""
+    """The number of parameters of a gate: those of its projection from width d, and its own in its shape."""
     each = "H K" if gate.per in ("channel", "head_channel") else "H"
     own = {each: len(gate.parameters)}
     if not gate.projected:
@@ -251,7 +252,7 @@ def _parameters(gate: Gate, steps: int) -> dict[str, int]:
 
 
 def _formula(count: Callable[[int, int], int], x: str, y: str) -> str:
-    """A count as a quadratic formula in two sizes, fitted to six counts and held to a seventh.
+    """A count as a quadratic formula in two sizes, fitted to six counts and checked on a seventh.
 
     >>> _formula(lambda k, v: k * v + 2 * v, "K", "V")
     'K V + 2 V'

@@ -1,4 +1,4 @@
-"""Inputs for a rule that no data stands behind: drawn from what its gates declare, for checks and timings."""
+"""Random inputs of a rule for checks and timings, with gates drawn from the ranges that the rule declares."""
 
 import itertools
 import math
@@ -18,7 +18,7 @@ MOST_CORNERS = 256
 
 @dataclass(frozen=True)
 class Inputs:
-    """What `scan` takes of a sequence. Constant gates are left out; the state is None or one that a scan returned.
+    """The inputs of `scan` for a sequence. Constant gates are left out; state: None, or one that a scan returned.
 
     With n steps per token, k, v and gates `per` step have n times as many rows as q.
     """
@@ -38,14 +38,14 @@ class Inputs:
         return Inputs(change(self.q), change(self.k), change(self.v), gates, state)
 
     def rows(self, x: Tensor, start: int, stop: int | None = None) -> Tensor:
-        """Some of the tokens of one of the tensors, or of one like it; what has no time is left whole."""
+        """The tokens from start to stop of an input, or of a tensor like one. An input without time stays whole."""
         if not moves(x):
             return x
         steps = x.shape[1] // self.q.shape[1]
         return x[:, steps * start : None if stop is None else steps * stop]
 
     def span(self, start: int, stop: int | None = None, state: State | None = None) -> "Inputs":
-        """Some of the tokens, after a state."""
+        """The tokens from start to stop, with a state before them."""
         return replace(replace(self, state=None).map(lambda x: self.rows(x, start, stop)), state=state)
 
 
@@ -71,7 +71,7 @@ def normal(*shape: int, seed: int) -> Tensor:
 
 
 def within(gate: Gate, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Uniform in the gate's range; where that has no end, up to 2 beyond the other end or 0."""
+    """Uniform values in the gate's range. An unbounded side ends 2 beyond the other end, or beyond 0."""
     low = gate.low if math.isfinite(gate.low) else min(gate.high, 0.0) - 2
     high = gate.high if math.isfinite(gate.high) else max(gate.low, 0.0) + 2
     return low + (high - low) * torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -80,7 +80,7 @@ def within(gate: Gate, shape: tuple[int, ...], seed: int) -> Tensor:
 def draw(
     rule: UpdateRule, *, batch: int, length: int, heads: int, key_dim: int, value_dim: int, seed: int = 0
 ) -> Inputs:
-    """fp64 inputs without a state: normal, q and k of unit norm for any rule of the algebra, gates `within`."""
+    """Inputs in fp64 without a state: normal q, k and v, of unit norm where the rule expects it, and gates `within`."""
     q = normal(batch, length, heads, key_dim, seed=100 * seed + 1)
     k = normal(batch, rule.steps * length, heads, key_dim, seed=100 * seed + 2)
     if rule.features == "unit" or rule.transition is not None:
@@ -98,9 +98,9 @@ def _shape(gate: Gate, batch: int, length: int, heads: int, key_dim: int, steps:
 
 
 def corners(rule: UpdateRule) -> list[dict[str, float]]:
-    """Every combination of extreme values of the gates, or `MOST_CORNERS` of them.
+    """All combinations of extreme values of the gates, or a sample of `MOST_CORNERS` of them.
 
-    A log-decay goes to -1000 and -inf; another gate without an end goes 2 beyond the other end or 0.
+    The low extremes of a log-decay are -1000 and -inf. Otherwise an unbounded side ends 2 beyond the other end, or 0.
     """
     extremes = []
     for gate in learned(rule).values():
@@ -111,9 +111,10 @@ def corners(rule: UpdateRule) -> list[dict[str, float]]:
 
 
 def draw_corners(rule: UpdateRule, *, batch: int, length: int, key_dim: int, value_dim: int) -> Inputs:
-    """A head for each of `corners`: for the first sequence everywhere, for the others at one of three tokens.
+    """Inputs with one head for each of `corners`, whose gates the head takes throughout the first sequence.
 
-    Gates with channels are extreme there in one of three channels, which are others at every token.
+    In the other sequences it takes them where the token's number plus the channel's is a multiple of 3; elsewhere
+    gates are as in `draw`.
     """
     at = corners(rule)
     x = draw(rule, batch=batch, length=length, heads=len(at), key_dim=key_dim, value_dim=value_dim)

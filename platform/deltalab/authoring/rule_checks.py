@@ -131,7 +131,7 @@ def _evaluate(rule: UpdateRule, x: Inputs, backend: Backend, chunk_size: int = C
     # The weights are signs, which are the same in every dtype.
     weighted = [(y * normal(*y.shape, seed=i).sign().to(y)).sum() for i, y in enumerate(results.values())]
     gradients = {
-        f"gradient in {name}": value for name, value in _gradients(torch.stack(weighted).sum(), x.named()).items()
+        f"gradient of {name}": value for name, value in _gradients(torch.stack(weighted).sum(), x.named()).items()
     }
     return {name: y.detach() for name, y in results.items()} | gradients
 
@@ -197,7 +197,7 @@ def _reads_the_other(rule: UpdateRule, x: Inputs, o: Tensor) -> str:
     if _error(o, reference.recurrent(flipped, given, scale=KEY**-0.5, state=x.state)[0]) > EXACT:
         return ""
     words = {"state": "undecayed state", "decayed_state": "decayed state"}
-    return f"it reads the {words[other]}; the rule declares reads='{rule.transition.reads}'"
+    return f"the kernel reads the {words[other]}, but the rule declares reads='{rule.transition.reads}'"
 
 
 def state_carry(rule: UpdateRule) -> Iterator[Measured]:
@@ -224,7 +224,7 @@ def causality_of_values(rule: UpdateRule) -> Iterator[Measured]:
             ("layer", layer(tokens)[0], layer(_joined(x, tokens, later_tokens, t))[0]),
         ]
         for name, o, turned_o in outputs:
-            what = f"change of outputs before token {t} by a change of inputs after it, {name},"
+            what = f"change of outputs before token {t} with other inputs after it, {name},"
             yield Measured(_error(turned_o[:, :t], o[:, :t]), what)
 
 
@@ -243,7 +243,7 @@ def causality_of_gradients(rule: UpdateRule) -> Iterator[Measured]:
     for (name, o, sources), t in itertools.product(outputs, CUTS):
         early = (o[:, :t] * normal(*o[:, :t].shape, seed=2)).sum()
         for source, gradient in _gradients(early, sources).items():
-            what = f"largest gradient of outputs before token {t} in {source} after it, {name},"
+            what = f"largest gradient of outputs before token {t} with respect to {source} after it, {name},"
             yield Measured(float(x.rows(gradient, t).abs().max()), what)
 
 
@@ -339,12 +339,13 @@ def gate_liveness(rule: UpdateRule) -> Iterator[Measured]:
     for path, parameter in layer.gates.named_parameters():
         sources[f"parameter {path}"] = parameter
     for source, gradient in _gradients((y * normal(*y.shape, seed=2)).sum(), sources).items():
-        yield Measured(float(gradient.norm() / y.detach().norm()), f"gradient of the layer's output in {source}")
+        what = f"gradient of the layer's output with respect to {source}, relative to the output,"
+        yield Measured(float(gradient.norm() / y.detach().norm()), what)
     for i, (name, gate) in enumerate(learned(rule).items()):
         turned.clear()
         turned[name] = within(gate, tuple(held[name].shape), seed=i)
         with torch.no_grad():
-            yield Measured(_error(layer(x)[0], y), f"change of the layer's output by other values of '{name}'")
+            yield Measured(_error(layer(x)[0], y), f"change of the layer's output with other values of '{name}'")
 
 
 def knob_options(rule: UpdateRule) -> Iterator[Measured]:
@@ -404,7 +405,7 @@ def sizes(rule: UpdateRule) -> Iterator[Measured]:
                 real = [(tuple(part.shape), part.dtype) for part in parts(state).values()]
                 found.append((f"shape and dtype of {source} for {dtype}", real, want))
     for what, got, declared in found:
-        yield Measured(float(got != declared), f"mismatch of the {what}, {got}, with the declared {declared},")
+        yield Measured(float(got != declared), f"mismatch between the {what} ({got}) and the declared one ({declared})")
 
 
 def token_by_token(rule: UpdateRule) -> Iterator[Measured]:
@@ -443,24 +444,24 @@ CHECKS = (
     RuleCheck("backends", backends, EXACT, "the parallel and the token-by-token form compute different functions"),
     RuleCheck("kernel", kernel, EXACT, "`fused` computes another function than the equation", only=_has_kernel),
     RuleCheck(
-        "state carry", state_carry, EXACT, "the given state is not used, or later tokens need more than it holds"
+        "state carry", state_carry, EXACT, "the given state is not used, or it lacks values that later tokens need"
     ),
-    RuleCheck("causality of values", causality_of_values, 1e-12, "what is computed for a token uses later ones"),
-    RuleCheck("causality of gradients", causality_of_gradients, 0.0, "what is computed for a token uses later ones"),
-    RuleCheck("extreme gates", extreme_gates, 0.0, "a decay is divided by, so its inverse overflows", only=_has_gates),
-    RuleCheck("gate ranges", gate_ranges, 0.0, "the parameterization declares another range than it computes"),
+    RuleCheck("causality of values", causality_of_values, 1e-12, "the output of a token depends on later tokens"),
+    RuleCheck("causality of gradients", causality_of_gradients, 0.0, "the output of a token depends on later tokens"),
+    RuleCheck("extreme gates", extreme_gates, 0.0, "the code divides by a decay, which overflows", only=_has_gates),
+    RuleCheck("gate ranges", gate_ranges, 0.0, "the parameterization computes values outside its declared range"),
     RuleCheck("eigenvalues", eigenvalues, 1e-9, "the erase strength exceeds what the range allows", only=_is_algebraic),
     RuleCheck(
         "gate liveness",
         gate_liveness,
-        1e-4,  # the weakest gate of the built-in rules has 6e-3, one that is normalized away at most 1e-6
+        1e-4,  # the weakest gate of the built-in rules has 6e-3; a gate that a normalization cancels has at most 1e-6
         "a later normalization cancels the gate, or the rule does not use it",
         at_least=True,
         settings=_combinations,
         only=_has_gates,
     ),
     RuleCheck("knob options", knob_options, 1e-6, "the rule does not use the knob", at_least=True, settings=_declared),
-    RuleCheck("bf16", bf16, 2e-2, "the state, a decay or a sum over tokens is kept in bf16"),
-    RuleCheck("sizes", sizes, 0.0, "a shape or a dtype is another than the contract says"),
-    RuleCheck("token by token", token_by_token, EXACT, "the state does not carry, or T = 1 is a special case"),
+    RuleCheck("bf16", bf16, 2e-2, "the rule keeps the state, a decay or a sum over tokens in bf16"),
+    RuleCheck("sizes", sizes, 0.0, "a shape or a dtype breaks the contract"),
+    RuleCheck("token by token", token_by_token, EXACT, "the state does not carry over, or T = 1 is a special case"),
 )

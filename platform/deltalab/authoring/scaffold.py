@@ -1,4 +1,4 @@
-"""The files that `platform rule new`, `task new` and `study new` write: each works as it stands, to start from."""
+"""The files that `platform rule new`, `task new` and `study new` write: starting points that work unchanged."""
 
 import keyword
 from contextlib import suppress
@@ -28,37 +28,37 @@ class CLASS(UpdateRule):
     r_t = q_t,   or q_t - k_t where correct_output
 
     A delta rule that erases with one strength and writes with another. Below the equations, say where the rule
-    comes from and what it is for: `platform rule show NAME` prints all of this.
+    comes from and what it is for. `platform rule show NAME` prints this docstring.
     """
 
     name: ClassVar[str] = "NAME"
-    paper: ClassVar[str] = ""  # "arXiv:2506.02475", where there is one
+    paper: ClassVar[str] = ""  # such as "arXiv:2506.02475"
 
-    # What the state does before it is written to. To let it decay, import SPLR from deltalab.structure, set it here,
-    # declare the log-decay `g: Gate = knob(gates.mamba2_decay())`, and take g in `operands` and give it to Operands.
+    # The change of the state before the write. For a state that decays: import SPLR from deltalab.structure and use it
+    # here, declare the log-decay `g: Gate = knob(gates.mamba2_decay())`, and pass g from `operands` to Operands.
     transition: Transition = HOUSEHOLDER
 
-    # Every symbol of the equation that is computed or learned is a gate. A knob lists what a study may choose from,
-    # the full method's choice first; `const` is what `ablate: [write]` turns it to.
+    # Every computed or learned symbol of the equation is a gate. A knob lists the options of a study, the default
+    # first. `ablate: [write]` in a study selects the option `const`.
     erase: Gate = knob(gates.sigmoid(max=1), gates.sigmoid(max=2))
     write: Gate = knob(gates.sigmoid(), gates.const(1))
 
-    # A knob may also be a switch, a word or a whole number, for `operands` to act on.
+    # A knob may also be a switch, a word or a number that `operands` uses.
     correct_output: bool = knob(False, True)
 
     @property
     def eigenvalues(self) -> tuple[float, float]:
-        """Of the transition, for any values of the gates: 1 off k_t, and 1 - erase_t along it."""
+        """The range of the transition's eigenvalues for all values of the gates: 1 - erase_t along k_t, else 1."""
         return (1 - self.erase.high, 1.0)
 
     def operands(self, q: Tensor, k: Tensor, v: Tensor, *, erase: Tensor, write: Tensor) -> Operands:
-        """q, k [B, T, H, K] of unit norm; v [B, T, H, V]; the gates by their symbols, [B, T, H] or [H]."""
+        """q, k: [B, T, H, K] of unit norm; v: [B, T, H, V]; each gate by its symbol: [B, T, H] or [H]."""
         r = q - k if self.correct_output else q
         return Operands(r=r, k=k, u=v, e=erase, beta=write)
 '''
 
 
-TASK = '''"""NAME: say in one line what a model must be able to do here."""
+TASK = '''"""NAME: say in one line what a model must learn in this task."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -72,23 +72,23 @@ from deltalab.tasks import IGNORE, Batch, Random, Task, surprisal
 
 @dataclass(frozen=True, kw_only=True)
 class CLASS(Task):
-    """Copying: `tokens` random tokens, then 0, and the tokens are to be said once more, in their order.
+    """Copying: the input is `tokens` random tokens and a 0; the model then repeats the tokens in order.
 
-    Metric: accuracy, the share of right tokens. Say here what follows which law, and where the task comes from.
+    Metric: accuracy, the share of correct tokens. Say here how examples are drawn and where the task comes from.
     """
 
     name: ClassVar[str] = "NAME"
-    version: ClassVar[int] = 1  # raise it whenever a batch or a metric changes: recorded trials are of the old one
+    version: ClassVar[int] = 1  # raise it when batches or metrics change: earlier trials do not compare with later
     metric: ClassVar[str] = "accuracy"
     maximize: ClassVar[bool] = True
-    example: ClassVar[Mapping[str, object]] = {"tokens": 8}  # for `platform task show` and `check`
+    example: ClassVar[Mapping[str, object]] = {"tokens": 8}  # the parameters of `platform task show` and `check`
 
-    # Parameters, as a study gives them: `task: {NAME: {tokens: 16}}`.
+    # The parameters. A study sets them, as in `task: {NAME: {tokens: 16}}`.
     tokens: int
     vocab_size: int = 32
 
     def __post_init__(self) -> None:
-        super().__post_init__()  # holds the parameters to their types
+        super().__post_init__()  # checks the types of the parameters
         self.require(self.tokens >= 1, "tokens", "must be at least 1")
         self.require(self.vocab_size >= 3, "vocab_size", "must be at least 3")
 
@@ -101,14 +101,14 @@ class CLASS(Task):
         return 1 / (self.vocab_size - 1)
 
     def draw(self, split: str, size: int, random: Random) -> Batch:
-        """From `random` alone, on its device: it differs by split, seed and step, and by nothing else."""
+        """A batch that depends on `random` alone, which differs by split, seed and step, and is on its device."""
         said = 1 + random.integers("tokens", self.vocab_size - 1, size, self.tokens)
         again = torch.cat([torch.zeros_like(said[:, :1]), said[:, :-1]], dim=1)
-        # The target at a position is what the model is to predict there, having read the inputs up to it.
+        # The target at a position is the prediction of a model that has read the inputs up to that position.
         return Batch(torch.cat([said, again], dim=1), torch.cat([torch.full_like(said, IGNORE), said], dim=1))
 
     def measure(self, batch: Batch, logits: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """logits [N, vocab_size] of the N positions that have a target; totals and counts, never means."""
+        """A total and a count for each metric, not a mean. logits: [N, vocab_size], at the N scored positions."""
         right = (logits.argmax(-1) == batch.labels).double()
         nats = surprisal(batch, logits).double()
         count = nats.new_tensor(len(nats))
@@ -124,14 +124,14 @@ description: Does the decay of Gated DeltaNet matter for recall?
 task:
   mqar: {length: 32, pairs: 4, vocab_size: 64}
 
-# What every arm starts from. `platform rule list` lists the rules; `platform rule show gated_deltanet` shows the
-# knobs of one, set as in `rule: {name: gated_deltanet, g: gla_decay}`.
+# The settings that every arm starts from. `platform rule list` lists the rules, and `platform rule show gated_deltanet`
+# the knobs of one. A study sets them as in `rule: {name: gated_deltanet, g: gla_decay}`.
 base:
   rule: gated_deltanet
   model: {d_model: 32, layers: 1, heads: 2}
   train: {steps: 300, batch_size: 32, lr: 2e-2}
 
-# Parts taken away one at a time, each an arm `without_PART`: knobs of the rule, or parts of the model.
+# Parts to remove, one in each arm `without_PART`: knobs of the rule, or parts of the model.
 ablate: [g]
 
 # Further arms. Each states what it changes in the base.
@@ -139,12 +139,12 @@ arms:
   linear_attention: {rule: linear_attention}
   one_head: {model: {heads: 1}}
 
-# Every arm tunes these settings with as many trials, on seeds that are not used again.
+# The settings to tune. Every arm gets the same number of trials, on seeds that are not used again.
 tune:
   train.lr: {log_uniform: [5e-3, 5e-2]}
   trials: 3
 
-# Fresh seeds, on which every arm is compared with the base. 7 are the fewest with which 3 arms can reach p = 0.05.
+# The number of fresh seeds for the comparison with the base. With 3 arms, p = 0.05 needs at least 7.
 seeds: 7
 
 # A profile changes the study: `platform study run FILE --profile longer`.
@@ -154,21 +154,21 @@ profiles:
 
 
 def new_rule(name: str, directory: Path = Path("plugins")) -> Path:
-    """Writes a new rule's file, NAME.py, and returns its path. Rules in ./plugins are found by their names.
+    """Writes the file of a new rule, NAME.py, and returns its path. The platform finds rules in ./plugins by name.
 
-    Raises `InputError` for a name that Python or another rule has taken, a file that exists, and a directory that
-    cannot be written to.
+    Raises `InputError` for a name that Python or another rule uses, a file that exists, and a directory that cannot be
+    written to.
     """
     return _write(name, directory / f"{name}.py", "rule", RULE, list_rules())
 
 
 def new_task(name: str, directory: Path = Path("plugins")) -> Path:
-    """Writes a new task's file, as `new_rule` does a rule's."""
+    """Writes the file of a new task, as `new_rule` does for a rule."""
     return _write(name, directory / f"{name}.py", "task", TASK, list_tasks())
 
 
 def new_study(name: str, directory: Path = Path("studies")) -> Path:
-    """Writes a new study's file, NAME.yaml, as `new_rule` does a rule's. The name is in lower case."""
+    """Writes the file of a new study, NAME.yaml, as `new_rule` does for a rule. The name must be in lower case."""
     if name != name.lower():
         raise InputError(f"'{name}' cannot name a study: take lower case, as in {name.lower()}")
     return _write(name, directory / f"{name}.yaml", "study", STUDY, list(shipped_studies()))

@@ -1,6 +1,6 @@
-"""The checks that every task gets for free: data that is not what it claims makes every comparison on it worthless.
+"""The checks of a task: a comparison on data that is not what the task declares is worthless.
 
-A check measures a task as it is parameterized and yields figures; the table `CHECKS` at the end holds them to a limit.
+A check measures a task with its parameters and yields figures; the table `CHECKS` at the end gives each its limit.
 """
 
 import itertools
@@ -10,35 +10,39 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from deltalab.authoring.check import Check, CheckResult, Measured
+from deltalab.authoring.check import Check, CheckResult, Measured, run_checks
 from deltalab.tasks.randomness import Random
 from deltalab.tasks.task import IGNORE, SPLITS, Batch, Task
 
-SIZE, STEPS = 64, 8
-ENOUGH, GUESSES = 2048, 16
+SIZE, STEPS = 64, 8  # examples in a batch, and batches of a split
+ENOUGH, GUESSES = 2048, 16  # scored positions for an estimate of chance, and guesses at each
 
 
-def check_task(task: Task) -> list[CheckResult]:
-    """Holds a task to the contract. What does not apply to the task is left out.
+def check_task(task: Task, *, forked: bool = False) -> list[CheckResult]:
+    """Checks a task. Checks that do not apply to the task are left out.
+
+    forked: run each check in a process of its own, so that a crash fails one check instead of ending this process.
 
     >>> from deltalab.tasks import MQAR
     >>> all(result.passed for result in check_task(MQAR(length=32, pairs=4, vocab_size=64)))
     True
     """
     with _generators_kept():
-        results = [_run(check, task) for check in CHECKS]
-    return [result for result in results if result is not None]
+        return run_checks(CHECKS, partial(_run, task), where=task.name, forked=forked)
 
 
-def _run(check: Check[Task], task: Task) -> CheckResult | None:
+def _run(task: Task, check: Check[Task]) -> CheckResult | None:
     try:
         found = list(check.measure(task))
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit too: it would end the command as if all checks had passed
         return check.raised(error, task.name)
     if not found:
         return None
@@ -47,7 +51,7 @@ def _run(check: Check[Task], task: Task) -> CheckResult | None:
 
 @contextmanager
 def _generators_kept() -> Iterator[None]:
-    """Leaves the global generators, which a check seeds, as they were."""
+    """Restores the global random generators, which a check seeds."""
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
     try:
         yield
@@ -62,7 +66,7 @@ def _generators_kept() -> Iterator[None]:
 
 def _mismatches(found: list[tuple[str, object, bool]]) -> Iterator[Measured]:
     for what, value, right in found:
-        yield Measured(float(not right), f"mismatch of {what} with {value!r},")
+        yield Measured(float(not right), f"mismatch between {what} and {value!r}")
 
 
 def _whole(value: object) -> bool:
@@ -74,27 +78,31 @@ def declaration(task: Task) -> Iterator[Measured]:
     labels = [*task.evaluations()]
     yield from _mismatches(
         [
-            ("`version`, a whole number from 1,", task.version, _whole(task.version)),
-            ("`metric`, a word,", task.metric, isinstance(task.metric, str) and task.metric.isidentifier()),
-            ("`maximize`, true or false,", task.maximize, isinstance(task.maximize, bool)),
-            ("`chance`, a finite number,", task.chance, chance),
-            ("`vocab_size`, a whole number from 1,", task.vocab_size, _whole(task.vocab_size)),
-            ("`length`, a whole number from 1,", task.length, _whole(task.length)),
-            ("`fingerprint()`, text,", task.fingerprint(), isinstance(task.fingerprint(), str)),
-            ("`evaluations()`, some,", labels, bool(labels) and all(isinstance(label, str) for label in labels)),
+            ("`version` (a whole number of at least 1)", task.version, _whole(task.version)),
+            ("`metric` (a word)", task.metric, isinstance(task.metric, str) and task.metric.isidentifier()),
+            ("`maximize` (True or False)", task.maximize, isinstance(task.maximize, bool)),
+            ("`chance` (a finite number)", task.chance, chance),
+            ("`vocab_size` (a whole number of at least 1)", task.vocab_size, _whole(task.vocab_size)),
+            ("`length` (a whole number of at least 1)", task.length, _whole(task.length)),
+            ("`fingerprint()` (a string)", task.fingerprint(), isinstance(task.fingerprint(), str)),
+            (
+                "`evaluations()` (at least one, with a string for each label)",
+                labels,
+                bool(labels) and all(isinstance(label, str) for label in labels),
+            ),
         ]
     )
     for label, other in task.evaluations().items():
         size = other.vocab_size
-        yield Measured(
-            float(size != task.vocab_size), f"mismatch of `vocab_size` at '{label}', {size}, with the task's,"
-        )
+        what = f"mismatch between `vocab_size` at '{label}' ({size}) and the task's ({task.vocab_size})"
+        yield Measured(float(size != task.vocab_size), what)
 
 
 def parameters(task: Task) -> Iterator[Measured]:
     given = asdict(task)
     other = type(task)(**json.loads(json.dumps(given)))
-    yield Measured(float(other != task), f"mismatch of the parameters {asdict(other)} of a worker's task with {given}")
+    what = f"mismatch between the parameters that a worker restores ({asdict(other)}) and the given ones ({given})"
+    yield Measured(float(other != task), what)
 
 
 def form(task: Task) -> Iterator[Measured]:
@@ -104,7 +112,8 @@ def form(task: Task) -> Iterator[Measured]:
             for name, tokens in (("inputs", batch.inputs), ("targets", batch.targets)):
                 shown = f"{list(tokens.shape)} {tokens.dtype} on {tokens.device}"
                 right = f"{[size, one.length]} torch.int64 on cpu"
-                yield Measured(float(shown != right), f"mismatch of the {name} of {split}, {shown}, with {right},")
+                what = f"mismatch between the {name} of {split} ({shown}) and the required form ({right})"
+                yield Measured(float(shown != right), what)
 
 
 def token_range(task: Task) -> Iterator[Measured]:
@@ -132,7 +141,10 @@ def most_scored(task: Task) -> Iterator[Measured]:
 
 
 def shift(task: Task) -> Iterator[Measured]:
-    causes = {0: "the target is the token that the model sees there: it is not shifted", 2: "it is shifted twice"}
+    causes = {
+        0: "a target is the input token at its own position: targets are not shifted",
+        2: "targets are shifted twice",
+    }
     for split, (ahead, cause) in itertools.product(SPLITS, causes.items()):
         same = total = 0
         for one, batch in _batches(task, split):
@@ -141,9 +153,9 @@ def shift(task: Task) -> Iterator[Measured]:
                 targets = batch.targets[:, : inputs.shape[1]]
                 same += int((targets == inputs).sum())
                 total += int((targets != IGNORE).sum())
-        where = f"the input {ahead} positions later" if ahead else "the input there"
+        where = f"{ahead} positions later" if ahead else "at the same position"
         if total:
-            yield Measured(same / total, f"share of targets of {split} that are {where}", cause)
+            yield Measured(same / total, f"share of targets of {split} that equal the input {where}", cause)
 
 
 def repeatability(task: Task) -> Iterator[Measured]:
@@ -152,11 +164,12 @@ def repeatability(task: Task) -> Iterator[Measured]:
     _seed_generators(2)
     task.batch("validation", SIZE + 1, 0, 1)
     before = _generators()
-    again = {"the same task": task, "another of the same parameters": replace(task)}
+    again = {"from the same task": task, "from an equal task": replace(task)}
     for name, other in again.items():
-        yield Measured(_different(other.batch("train", SIZE, 3, 5), first), f"number of tokens that differ, {name},")
+        what = f"number of tokens that differ in a batch drawn again {name}"
+        yield Measured(_different(other.batch("train", SIZE, 3, 5), first), what)
     moved = _generators() != before
-    yield Measured(float(moved), "number of global generators that were drawn from")
+    yield Measured(float(moved), "use of a global random generator, 1 for yes,")
     if torch.cuda.is_available():
         there = task.batch("train", SIZE, 3, 5, "cuda")
         there = replace(there, inputs=there.inputs.cpu(), targets=there.targets.cpu())
@@ -169,7 +182,7 @@ def pool(task: Task) -> Iterator[Measured]:
         forth, back = (task.draw("train", SIZE, Random("check", cpu, one)) for one in (rows, rows.flip(0)))
         back = replace(back, inputs=back.inputs.flip(0), targets=back.targets.flip(0))
         yield Measured(
-            _different(forth, back), "number of tokens of training examples that depend on the batch's others"
+            _different(forth, back), "number of tokens of training examples that depend on their place in the batch"
         )
 
 
@@ -178,26 +191,25 @@ def addresses(task: Task) -> Iterator[Measured]:
         for one in _drawn(task, split):
             seen = [_rows(one.batch(split, SIZE, seed, step)) for seed in (0, 1) for step in (0, 1)]
             same = len(seen) - len(set(seen))
-            yield Measured(
-                float(same), f"number of batches of {split}, of other seeds and steps, that are another again"
-            )
+            what = f"number of batches of {split} that are equal to a batch of another seed or step"
+            yield Measured(float(same), what)
 
 
 def splits(task: Task) -> Iterator[Measured]:
     seen = {split: {row for _, batch in _batches(task, split) for row in _rows(batch)} for split in SPLITS}
     for a, b in itertools.combinations(SPLITS, 2):
         both = len(seen[a] & seen[b]) / len(seen[b])
-        yield Measured(both, f"share of examples of {b} that are in {a} too")
+        yield Measured(both, f"share of examples of {b} that are also in {a}")
 
 
 def metrics(task: Task) -> Iterator[Measured]:
     for one, batch in _batches(task, "validation"):
         found = one.measure(batch, _near_uniform(batch, task.vocab_size, seed=0))
         missing = sorted({task.metric, "loss"} - set(found))
-        yield Measured(float(len(missing)), f"number of metrics that are missing, {missing},")
+        yield Measured(float(len(missing)), f"number of missing metrics, {missing},")
         for name, pair in found.items():
             right = len(pair) == 2 and all(isinstance(x, Tensor) and x.shape == () and bool(x.isfinite()) for x in pair)
-            yield Measured(float(not right), f"mismatch of '{name}', {pair}, with two finite 0-dim tensors,")
+            yield Measured(float(not right), f"mismatch between '{name}' ({pair}) and two finite 0-dim tensors")
 
 
 def sums(task: Task) -> Iterator[Measured]:
@@ -230,7 +242,7 @@ def chance(task: Task) -> Iterator[Measured]:
         always[one] &= scored.all(dim=0)
     for one, at in there.items():
         at[~always[one]] = anywhere
-    # Guesses among all tokens, among those that are an answer anywhere, and among those that are one at this position.
+    # Guess among all tokens, among those that are the answer anywhere, and among those that are it at this position.
     among = [
         [torch.ones_like(anywhere)] * len(batches),
         [anywhere] * len(batches),
@@ -238,10 +250,10 @@ def chance(task: Task) -> Iterator[Measured]:
     ]
     guesses = [_guessed(task, batches, allowed) for allowed in among]
     low, high = (edge(mean for mean, _ in guesses) for edge in (min, max))
-    # Of few examples the metric is known no better than to one of them.
+    # From few examples, the metric is known no better than to one example.
     error = max(*(error for _, error in guesses), 1 / (SIZE * len(batches)))
     outside = max(low - task.chance, task.chance - high, 0.0) / error
-    shown = f"`chance` {task.chance:.3g} from what guessing gives, {low:.3g} to {high:.3g},"
+    shown = f"`chance` {task.chance:.3g} from the metric of guesses, {low:.3g} to {high:.3g},"
     yield Measured(outside, f"distance, in standard errors, of {shown}")
 
 
@@ -254,26 +266,28 @@ def perfect(task: Task) -> Iterator[Measured]:
             logits = torch.full((len(targets), task.vocab_size), -1e4).scatter_(1, targets[:, None], 0.0)
             found.append(one.measure(batch, logits)[name])
         value = _mean(found)
-        yield Measured(abs(value - best), f"difference of '{name}' of the right answers, {value:.3g}, from {best:g}")
+        yield Measured(abs(value - best), f"difference of '{name}' for the right answers, {value:.3g}, from {best:g}")
 
 
 def device(task: Task) -> Iterator[Measured]:
-    # On this device tensors have no values: whatever looks at one, as a program does that waits for a GPU, raises.
+    # Tensors on the meta device have no values, so code that reads one, and would wait for a GPU, raises an error.
     for split in SPLITS:
         for one in _drawn(task, split):
             try:
                 batch = one.batch(split, SIZE, 0, 0, "meta")
-                problem = "" if batch.inputs.is_meta and batch.targets.is_meta else "the tokens are on another device"
+                problem = "" if batch.inputs.is_meta and batch.targets.is_meta else "the batch is on another device"
             except Exception as error:
                 problem = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
-            yield Measured(float(bool(problem)), f"number of detours, {split}: {problem or 'none'},")
+            yield Measured(
+                float(bool(problem)), f"number of problems in drawing {split} on a device, {problem or 'none'},"
+            )
 
 
-# --- what they share ----------------------------------------------------------------------------------------
+# --- batches and their comparison ---------------------------------------------------------------------------
 
 
 def _drawn(task: Task, split: str) -> list[Task]:
-    """What a split is drawn by."""
+    """The tasks that draw a split: for training the task itself, else the tasks that it is evaluated on."""
     return [task] if split == "train" else [*task.evaluations().values()]
 
 
@@ -282,7 +296,7 @@ def _batches(task: Task, split: str) -> list[tuple[Task, Batch]]:
 
 
 def _judged(task: Task, split: str) -> list[tuple[Task, Batch]]:
-    """Batches of a split that the plain metric is of, as many as hold `ENOUGH` scored positions."""
+    """Batches of a split with `ENOUGH` scored positions, of those evaluations that make the unlabelled metric."""
     evaluations = task.evaluations()
     found = []
     for one in [evaluations[""]] if "" in evaluations else evaluations.values():
@@ -319,7 +333,7 @@ def _scored(batch: Batch) -> int:
 
 
 def _near_uniform(batch: Batch, vocab_size: int, seed: int) -> Tensor:
-    """Logits that are equal but for what decides which is the largest."""
+    """Logits that are almost equal, so that the largest one is a random guess."""
     return 1e-4 * torch.rand(_scored(batch), vocab_size, generator=torch.Generator().manual_seed(seed))
 
 
@@ -329,7 +343,7 @@ def _mean(found: list[tuple[Tensor, Tensor]]) -> float:
 
 
 def _guessed(task: Task, batches: list[tuple[Task, Batch]], allowed: list[Tensor]) -> tuple[float, float]:
-    """The task's metric for guesses among the tokens `allowed` in each batch, and its standard error."""
+    """The mean of the task's metric for guesses among the tokens `allowed` in each batch, and its standard error."""
     values = []
     for guess in range(GUESSES):
         found = []
@@ -341,21 +355,21 @@ def _guessed(task: Task, batches: list[tuple[Task, Batch]], allowed: list[Tensor
 
 
 CHECKS: tuple[Check[Task], ...] = (
-    Check("declaration", declaration, 0.0, "the task does not say of itself what the platform records"),
-    Check("parameters", parameters, 0.0, "a parameter is changed as it is read, or is nothing that JSON can say"),
-    Check("form", form, 0.0, "`length` is not that of the sequences, or the tokens are no int64"),
+    Check("declaration", declaration, 0.0, "a declared value is missing or has the wrong type"),
+    Check("parameters", parameters, 0.0, "`__post_init__` changes a parameter, or JSON cannot store one"),
+    Check("form", form, 0.0, "`length` is not the length of the sequences, or the tokens are not int64"),
     Check("token range", token_range, 0.0, "`vocab_size` does not count all tokens"),
     Check("scored", scored, 1.0, "every target is IGNORE", at_least=True),
-    Check("most scored", most_scored, 0.0, "`most_scored` does not count all of them"),
+    Check("most scored", most_scored, 0.0, "`most_scored` is less than the scored positions of some examples"),
     Check("shift", shift, 0.99, ""),
-    Check("repeatability", repeatability, 0.0, "`draw` uses other randomness than the `random` that it is given"),
-    Check("pool", pool, 0.0, "a row of a draw depends on more than its own row of `random`"),
-    Check("addresses", addresses, 0.0, "`draw` does not use the `random` that it is given"),
-    # In a short window of text a line of dashes is no leak.
-    Check("splits", splits, 0.01, "`draw` makes no difference between splits, or there are too few examples"),
-    Check("metrics", metrics, 0.0, "`measure` returns something else than (total, count) of each metric"),
-    Check("sums", sums, 1e-6, "`measure` returns a mean where the contract wants a total"),
-    Check("chance", chance, 5.0, "`chance` is of another metric, or of other answers"),
+    Check("repeatability", repeatability, 0.0, "`draw` uses randomness other than its argument `random`"),
+    Check("pool", pool, 0.0, "`draw` lets a row depend on more than the same row of `random`"),
+    Check("addresses", addresses, 0.0, "`draw` does not use its argument `random`"),
+    # Two splits of text may share a few short windows, such as a line of dashes.
+    Check("splits", splits, 0.01, "`draw` treats all splits alike, or there are too few different examples"),
+    Check("metrics", metrics, 0.0, "`measure` does not return a pair (total, count) for each metric"),
+    Check("sums", sums, 1e-6, "`measure` returns a mean instead of a total"),
+    Check("chance", chance, 5.0, "`chance` is that of another metric, or assumes other answers"),
     Check("perfect", perfect, 1e-6, "`measure` compares logits with the wrong targets"),
-    Check("device", device, 0.0, "a value is looked at, a mask is an index, or a tensor stays on the CPU"),
+    Check("device", device, 0.0, "`draw` reads a value, indexes by a mask, or leaves a tensor on the CPU"),
 )

@@ -1,4 +1,4 @@
-"""Planted bug: a token that `vocab_size` does not count, which a GPU answers with a crash of its own."""
+"""Planted bug: a token is not below `vocab_size`, which crashes a GPU."""
 
 from typing import ClassVar
 

@@ -1,4 +1,4 @@
-"""Planted bug: a value is looked at while the batch is made, for which a GPU has to stop."""
+"""Planted bug: `draw` reads a value of a tensor, so a GPU has to wait."""
 
 from typing import ClassVar
 

@@ -1,4 +1,4 @@
-"""Planted bug: `chance` is that of naming any value of the context, which a model has to learn to do."""
+"""Planted bug: `chance` is the accuracy of naming any value of the context, which a model has to learn first."""
 
 from typing import ClassVar
 

@@ -1,4 +1,4 @@
-"""Planted bug: a batch depends on how many were drawn before it."""
+"""Planted bug: a batch depends on the number of batches drawn before it."""
 
 from itertools import count
 from typing import ClassVar

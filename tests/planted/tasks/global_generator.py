@@ -1,4 +1,4 @@
-"""Planted bug: the gaps are filled from the global generator, as in zoology: two models see different data."""
+"""Planted bug: `draw` fills gaps from the global generator, as zoology does, so two models see different data."""
 
 from typing import ClassVar
 

@@ -1,4 +1,4 @@
-"""Planted bug: a parameter is changed as it is read, so that a worker, who is sent the result, changes it again."""
+"""Planted bug: `__post_init__` changes a parameter, so a worker that restores the task changes it again."""
 
 from dataclasses import dataclass
 from typing import ClassVar

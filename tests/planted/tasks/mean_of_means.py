@@ -1,4 +1,4 @@
-"""Planted bug: a mean stands where the total belongs, so that a small batch counts as much as a large one."""
+"""Planted bug: `measure` returns a mean instead of a total, so a small batch counts as much as a large one."""
 
 from typing import ClassVar
 

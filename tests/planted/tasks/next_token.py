@@ -1,4 +1,4 @@
-"""Planted bug: the answer is read one token beside where the logits say it; guessing is as good as ever."""
+"""Planted bug: `measure` reads each prediction one token number off, which leaves chance unchanged."""
 
 from typing import ClassVar
 

@@ -1,4 +1,4 @@
-"""Planted bug: the loss, which tuning and the pages plot, is not measured."""
+"""Planted bug: `measure` returns no loss, which tuning and plots need."""
 
 from typing import ClassVar
 

@@ -1,4 +1,4 @@
-"""Planted bug: the version is a word, which no column of the database takes."""
+"""Planted bug: the version is a string, but the database stores an integer."""
 
 from typing import Any, ClassVar
 

@@ -1,4 +1,4 @@
-"""Planted bug: nothing is scored in training, whose loss is the mean of nothing."""
+"""Planted bug: training has no scored positions, so its loss is a mean over nothing."""
 
 from typing import ClassVar
 

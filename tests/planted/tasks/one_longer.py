@@ -1,4 +1,4 @@
-"""Planted bug: the sequences are one token longer than `length` says."""
+"""Planted bug: the sequences are one token longer than `length`."""
 
 from typing import ClassVar
 

@@ -1,4 +1,4 @@
-"""Planted bug: it is evaluated with more tokens than the model has words for."""
+"""Planted bug: an evaluation has more tokens than the model's vocabulary."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Planted bug: one split was forgotten."""
+"""Planted bug: `draw` has no test split."""
 
 from typing import ClassVar
 

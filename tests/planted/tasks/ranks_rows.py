@@ -1,4 +1,4 @@
-"""Planted bug: of a fixed number of training examples, one depends on which others are beside it in the batch."""
+"""Planted bug: a training example, of a fixed number, depends on its place in the batch."""
 
 from collections.abc import Mapping
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""Planted bug: the step is left out of the address, so that every batch of a seed is the first again."""
+"""Planted bug: the address leaves out the step, so all batches of a seed are equal."""
 
 from typing import ClassVar
 

@@ -1,4 +1,4 @@
-"""Planted bug: the split is left out of the address, so that the model is tested on what it was trained on."""
+"""Planted bug: the address leaves out the split, so the model is tested on its training data."""
 
 from typing import ClassVar
 

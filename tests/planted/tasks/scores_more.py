@@ -1,4 +1,4 @@
-"""Planted bug: more positions of an example are scored than it says, and their loss would be left out."""
+"""Planted bug: an example has more scored positions than `most_scored`, whose loss would be left out."""
 
 from typing import ClassVar
 

@@ -1,4 +1,4 @@
-"""Planted bug: the targets are moved once more, as by a trainer that shifts them itself."""
+"""Planted bug: the targets are shifted twice, as if a trainer shifted them again."""
 
 from dataclasses import replace
 from typing import ClassVar
