@@ -52,7 +52,7 @@ class Base(DeclarativeBase):
 
 
 class Study(Base):
-    """One study under one profile. `identity` is the hash of both, resolved."""
+    """One study under one profile, None for the default one. identity: the hash of all that it computes."""
 
     __tablename__ = "study"
 
@@ -65,6 +65,11 @@ class Study(Base):
     created_at: Mapped[datetime]
     finished_at: Mapped[datetime | None]
     provenance: Mapped[dict[str, Any]]
+
+    @property
+    def address(self) -> str:
+        """NAME:PROFILE, or NAME for the default profile: what commands take besides the id."""
+        return f"{self.name}:{self.profile}" if self.profile else self.name
 
 
 class Arm(Base):

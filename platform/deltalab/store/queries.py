@@ -7,7 +7,7 @@ from typing import TypeVar
 from sqlalchemy import ColumnElement, Engine, Select, Subquery, and_, func, or_, select
 from sqlalchemy.orm import Session
 
-from deltalab.errors import unknown
+from deltalab.errors import InputError, unknown
 from deltalab.store.database import shown, told
 from deltalab.store.models import (
     Arm,
@@ -49,23 +49,28 @@ class Ledger:
         with self._reading() as session:
             return list(session.scalars(select(Study).order_by(Study.created_at.desc(), Study.id.desc())))
 
-    def study(self, name_or_id: str | int, profile: str | None = None) -> Study:
-        """The latest study of this name (and profile, if given), or the study with this id.
+    def study(self, address: str | int, profile: str | None = None) -> Study:
+        """The study at an address: its id, NAME or NAME:PROFILE; `profile` says the same as :PROFILE.
 
-        Raises InputError: no such study or profile; lists what there is.
+        NAME alone is the run of the default profile; where there is none, the latest run of any profile. Of several
+        runs of one name and profile, the latest counts.
+        Raises `InputError` where there is no such study, and lists those that there are.
         """
         studies = self.studies()
-        named = [study for study in studies if study.name == name_or_id]
+        name, _, own = str(address).partition(":")
+        if own and profile not in (None, own):
+            raise InputError(f"study '{address}' names one profile, --profile '{profile}' another: give one of them")
+        profile = profile or own or None
+        named = [] if isinstance(address, int) else [study for study in studies if study.name == name]
         if not named:
-            named = [study for study in studies if str(study.id) == str(name_or_id)]
-        if not named:
-            names = sorted({study.name for study in studies})
-            raise unknown("study", name_or_id, names, where=shown(self._engine.url))
+            named = [study for study in studies if str(study.id) == str(address)]
+        elif profile is None:
+            named = [study for study in named if study.profile is None] or named
         for study in named:
             if profile is None or study.profile == profile:
                 return study
-        profiles = sorted({study.profile for study in named if study.profile})
-        raise unknown("profile", profile, profiles, where=f"study '{named[0].name}'")
+        asked = f"{named[0].name}:{profile}" if named else address
+        raise unknown("study", asked, sorted({study.address for study in studies}), where=shown(self._engine.url))
 
     def arms(self, study_id: int) -> list[Arm]:
         """A study's arms in the order of its plan."""
