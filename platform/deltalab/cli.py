@@ -35,7 +35,7 @@ Folder = Annotated[Path, typer.Option("--folder", help="Where to write it.")]
 Params = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")]
 Profile = Annotated[str | None, typer.Option("--profile", help="One of the study's profiles.")]
 StudyFile = Annotated[Path, typer.Argument(metavar="FILE|NAME", help="A study's file, or the name of a shipped study.")]
-StudyName = Annotated[str, typer.Argument(metavar="STUDY", help="A study's name, file or id.")]
+StudyName = Annotated[str, typer.Argument(metavar="STUDY", help="A study's NAME, NAME:PROFILE, id or file.")]
 
 console = Console()
 INTERRUPTED = 130
@@ -86,8 +86,9 @@ def study_run(
     if as_json:
         print(result.report.to_json())
     else:
-        console.print(result.report.to_rich())
-        print(f"{result.trials} trials, {result.known} of them known before, {result.failed} failed")
+        console.print(result.report)
+        infeasible = f", {result.infeasible} candidates made no model" if result.infeasible else ""
+        print(f"{result.trials} trials, {result.known} of them known before, {result.failed} failed{infeasible}")
     if result.failed:
         raise typer.Exit(1)
 
@@ -157,7 +158,7 @@ def study_report(
     if as_json + csv + markdown > 1:
         raise InputError("--json, --csv and --markdown: give one of them")
     with Store.open(db, create=False) as store:
-        found = report(store, _find_study(store, name, profile))
+        found = report(store, _find_study(store, name, profile).id)
     if as_json:
         print(found.to_json())
     elif csv:
@@ -165,7 +166,7 @@ def study_report(
     elif markdown:
         print(found.to_markdown())
     else:
-        console.print(found.to_rich())
+        console.print(found)
 
 
 @study.command("schema")
@@ -356,8 +357,9 @@ def export(
     if to != "hf":
         raise unknown("format", to, ["hf"], where="--to")
     with Store.open(db, create=False) as store:
-        seed = export_arm(store, _find_study(store, name, profile), arm=arm, task=task, directory=directory)
-    print(f"seed {seed}, the best on validation; load it with")
+        found = _find_study(store, name, profile)
+        seed = export_arm(store, found.id, arm=arm, task=task, directory=directory)
+    print(f"{found.address}, id {found.id}, arm {arm}: seed {seed}, the best on validation; load it with")
     print(f"AutoModelForCausalLM.from_pretrained('{directory}', trust_remote_code=True)")
 
 
@@ -410,13 +412,12 @@ def _print_checks(checks: dict[str, list[CheckResult]], what: str, as_json: bool
         raise typer.Exit(1)
 
 
-def _find_study(store: Any, name: str, profile: str | None) -> int:
+def _find_study(store: Any, name: str, profile: str | None) -> Any:
     if name.endswith((".yaml", ".yml")):
         from deltalab.study.spec import load_study
 
         name = load_study(name, profile=profile).name
-    found: int = store.study(name, profile).id
-    return found
+    return store.study(name, profile)
 
 
 def _about(kind: type) -> str:

@@ -107,6 +107,13 @@ class Plan:
         return list(dict.fromkeys(arm.name for arm in self.arms))
 
     @property
+    def rules(self) -> list[str]:
+        """The rules that its trials may run, those that a search chooses from among them."""
+        searched = self.spec.search.searched.get("rule") if self.spec.search else None
+        choices = [_rule(choice)["name"] for choice in (searched.choice or () if searched else ())]
+        return list(dict.fromkeys([*(arm.config["rule"]["name"] for arm in self.arms), *choices]))
+
+    @property
     def budget(self) -> Tune | None:
         """What an arm that tunes has to spend."""
         return self.spec.search or self.spec.tune
@@ -267,6 +274,9 @@ def _check_candidates(plan: Plan, key: str) -> str | None:
             else:
                 first = first or json.dumps(config, sort_keys=True)
                 reasons.append(None)
+        if None not in reasons:
+            said = ", ".join(f"{path}={value}" for path, value in candidates[0].items())
+            raise InputError(f"{key}: no combination makes a model on task '{arm.task}', such as {said}: {reasons[0]}")
         for path, search in plan.budget.searched.items():
             for value in search.extremes:
                 found = [why for values, why in zip(candidates, reasons, strict=True) if values[path] == value]

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 
 from deltalab.errors import InputError
+from deltalab.registry import rule_plugin
 from deltalab.store import ArmRecord, Store
 from deltalab.study.plan import Plan, make_plan
 from deltalab.study.progress import Progress
@@ -31,13 +32,17 @@ _log = logging.getLogger("deltalab")
 
 @dataclass(frozen=True)
 class StudyResult:
-    """How a study ended. failed: trials that raised. known: trials that the ledger already had."""
+    """How a study ended.
+
+    known: trials that the ledger already had. failed: trials that raised. infeasible: candidates that made no model.
+    """
 
     study_id: int
     name: str
     trials: int
     known: int
     failed: int
+    infeasible: int
     report: Report
 
 
@@ -105,8 +110,15 @@ def run_study(
                 state = "failed" if schedule.failures else "done"
             finally:
                 store.finish_study(study_id, state)
-        found = report(store, study_id)
-        return StudyResult(study_id, plan.spec.name, schedule.completed, schedule.known, schedule.failures, found)
+        return StudyResult(
+            study_id,
+            plan.spec.name,
+            trials=schedule.completed,
+            known=schedule.known,
+            failed=schedule.failures,
+            infeasible=schedule.infeasible,
+            report=report(store, study_id),
+        )
 
 
 @contextmanager
@@ -178,6 +190,8 @@ def _provenance(plan: Plan) -> dict[str, Any]:
             "cpus": os.cpu_count(),
             "gpus": torch.cuda.device_count(),
         },
+        # A page can show a rule's card only where it finds the rule's file.
+        "rule_files": {name: str(rule_plugin(name).file) for name in plan.rules},
         "command": [_without_password(word) for word in sys.argv],
         "tasks": {
             name: {
