@@ -1,4 +1,4 @@
-"""The command `platform`: what a user types, and one line on stderr for whatever is wrong with it."""
+"""The command `platform`. Whatever is wrong with what a user types is one line on stderr."""
 
 import json
 import os
@@ -39,7 +39,7 @@ StudyName = Annotated[str, typer.Argument(metavar="STUDY", help="A study's NAME,
 
 console = Console()
 INTERRUPTED = 130
-"""The exit code that Typer turns Ctrl-C into, without a word."""
+"""The exit code of Typer for Ctrl-C; it prints nothing."""
 
 
 @app.callback()
@@ -62,9 +62,9 @@ def study_run(
     file: StudyFile,
     db: Db = None,
     profile: Profile = None,
-    executor: Annotated[str, typer.Option(help="ray, or inline: in this process.")] = "ray",
+    executor: Annotated[str, typer.Option(help="ray, or inline for this process.")] = "ray",
     workers: Annotated[int | None, typer.Option(min=1, help="Stacks of trials at a time.")] = None,
-    address: Annotated[str | None, typer.Option(help="A Ray cluster.")] = None,
+    address: Annotated[str | None, typer.Option(help="Address of a Ray cluster.")] = None,
     storage: Annotated[str | None, typer.Option(help="Folder for weights; shared, on a cluster.")] = None,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run failed trials again.")] = False,
     as_json: AsJson = False,
@@ -333,8 +333,8 @@ def dashboard(db: Db = None, port: Annotated[int, typer.Option(min=1, max=65535)
     }
     flags = [f"--{name}={str(value).lower()}" for name, value in options.items()]
     command = [sys.executable, "-m", "streamlit", "run", str(Path(spec.origin).parent / "app.py"), *flags]
-    # A database's URL may hold a password, and everybody may read arguments: also those of this very process, which
-    # Streamlit therefore replaces.
+    # A database's URL may hold a password, and other users can read a process's arguments. So the URL goes through the
+    # environment, and Streamlit replaces this process, whose arguments may hold it too.
     environment = {**os.environ, **({"DELTALAB_DB": db} if db else {})}
     os.execve(sys.executable, command, environment)
 
@@ -372,7 +372,7 @@ def db_upgrade(db: Db = None) -> None:
 
 
 def _named(name: str, kind: type) -> list[str]:
-    """The rules, or tasks, that a name or a plugin file stands for."""
+    """The names of the rules, or tasks, that a name or a plugin file stands for."""
     if not name.endswith(".py"):
         return [name]
     found = [plugin.kind.name for plugin in add_plugin(name) if issubclass(plugin.kind, kind)]
@@ -382,7 +382,7 @@ def _named(name: str, kind: type) -> list[str]:
 
 
 def _tasks(name: str, given: list[str] | None) -> list[Task]:
-    """Those that a name or a plugin file stands for, with parameters over those of their examples."""
+    """The tasks that a name or a plugin file stands for: their examples, with the given parameters."""
     from deltalab.study.spec import read_yaml
 
     params: dict[str, Any] = {}
@@ -442,7 +442,7 @@ def main() -> None:
     try:
         sys.stdout.flush()
     except OSError as error:
-        # What cannot be written now would be tried again at exit, and end in a traceback.
+        # Drop what is left to write: Python would try again at exit, and end in a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not code and not isinstance(error, BrokenPipeError):
             code = _wrong(f"output: {error.strerror}")
@@ -459,7 +459,7 @@ def _run() -> int:
     except OSError as error:
         return _wrong(f"{error.filename or 'output'}: {error.strerror or error}")
     except Exception as error:
-        # Typer brings its own copy of click, whose exceptions cannot be named without reaching into it.
+        # Typer has its own copy of click; recognize its exceptions without importing its internals.
         if not hasattr(error, "format_message"):
             raise
         if type(error).__name__ == "NoArgsIsHelpError":
