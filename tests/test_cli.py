@@ -135,11 +135,14 @@ def test_run_list_and_report(platform: Platform, here: Path) -> None:
     assert second["profile"] == "longer"
     assert "longer" in platform("study", "list").out
 
-    latest = platform("study", "report", "tiny")
-    assert "tiny, profile longer (done)" in latest.out
-    for name in (first["id"], "study.yaml"):
-        found = json.loads(platform("study", "report", name, "--json").out)
-        assert found["profile"] == (None if name == first["id"] else "longer")
+    for addresses, title, profile in (
+        (("tiny", "study.yaml", first["id"]), f"tiny, default profile, id {first['id']} (done)", None),
+        (("tiny:longer", second["id"]), f"tiny, profile longer, id {second['id']} (done)", "longer"),
+    ):
+        for address in addresses:
+            assert title in platform("study", "report", address).out
+            found = json.loads(platform("study", "report", address, "--json").out)
+            assert (found["study"], found["profile"]) == ("tiny", profile)
     table = list(csv.DictReader(io.StringIO(platform("study", "report", first["id"], "--csv").out)))
     assert [(row["arm"], row["score_n"]) for row in table] == [("base", "2"), ("without_d", "2")]
     means = {row["arm"]: row["score"]["mean"] for row in whole["tables"][0]["rows"]}
@@ -324,11 +327,13 @@ WRONG_IN_A_LEDGER: list[tuple[str, tuple[str, ...]]] = [
     ("study report tny", ("unknown study 'tny'; did you mean 'tiny'?",)),
     ("study report 7", ("unknown study '7'",)),
     ("study report ²", ("unknown study '²'",)),
-    ("study report tiny --profile x", ("unknown profile 'x'",)),
+    ("study report tiny --profile x", ("unknown study 'tiny:x'", "allowed: tiny")),
+    ("study report tiny:x", ("unknown study 'tiny:x'", "allowed: tiny")),
     ("study report nope.yaml", ("nope.yaml: no such study",)),
     ("export tiny out --arm without_b", ("unknown arm 'without_b'; did you mean 'without_d'?",)),
     ("export tiny out --task txt", ("txt",)),
     ("export tny out", ("did you mean 'tiny'?",)),
+    ("export tiny:longer out", ("unknown study 'tiny:longer'", "allowed: tiny")),
     ("export tiny .", ("not an empty directory",)),
     ("export tiny study.yaml/out", ("study.yaml/out",)),
 ]

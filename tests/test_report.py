@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from deltalab.errors import InputError
 from deltalab.store import ArmRecord, RuleRecord, RunRecord, Store, TrialRecord
 from deltalab.store.models import Stage
 from deltalab.study.answer import Row
-from deltalab.study.report import Report, report
+from deltalab.study.report import Report, cells, report
 
 TASKS: dict[str, dict[str, Any]] = {
     "mqar": {"metric": "accuracy", "maximize": True, "chance": 1 / 64, "version": 1},
@@ -106,7 +107,7 @@ def whole(store: Store) -> Report:
 
 
 GOLDEN = """\
-## comba_ablation, profile cpu (failed)
+## comba_ablation, profile cpu, id 1 (failed)
 
 ### mqar (version 1): accuracy on test, higher is better, chance 0.0156
 
@@ -142,7 +143,7 @@ def rows(found: Report, table: int = 0) -> dict[str, Row]:
 
 def text(found: Report, width: int = 80) -> str:
     console = Console(width=width, file=io.StringIO(), record=True)
-    console.print(found.to_rich())
+    console.print(found)
     return console.export_text()
 
 
@@ -160,20 +161,45 @@ def test_the_figures_are_those_of_hand(whole: Report) -> None:
     assert row.microseconds_per_token == 20
 
 
-def test_a_terminal_of_80_columns_loses_nothing(whole: Report) -> None:
-    shown = text(whole)
-    assert all(len(line) <= 80 for line in shown.splitlines())
+WIDTHS = (60, 80, 100, 120, 160, 240)
+
+
+@pytest.fixture(params=["as it comes", "large"])
+def report_of_any_size(request: pytest.FixtureRequest, store: Store) -> Report:
+    """A report as it comes; and one with long names, many tuned values and the figures of a large model."""
+    if request.param == "as it comes":
+        found: Report = request.getfixturevalue("whole")
+        return found
+    arms = {"base": {}, "without_the_output_gate_of_each_head": {"g": [0, 1]}, "not_yet_run": {"h": [0, 1]}}
+    lab = Lab(store, arms, {"text": TASKS["text"]})
+    tuned = {"rule": {"name": "comba", "transition": "iplr"}, "train.lr": 0.000123, "model.conv": 4}
+    large = {"parameters": 1_234_567_890, "state_size": 16_777_216, "tokens_per_second": 12.3, "tuned": tuned}
+    lab.record("base", [-10 - x for x in BASE], "text", **large)
+    lab.record("without_the_output_gate_of_each_head", [100 + 50 * x for x in BASE], "text", **large)
+    return report(store, lab.id)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_no_width_loses_anything(report_of_any_size: Report, width: int) -> None:
+    shown = text(report_of_any_size, width)
+    assert all(len(line) <= width for line in shown.splitlines())
     assert "\u2026" not in shown
-    for piece in (
-        "odd|b",
-        "[-0.464, -0.406]",
-        "0.031",
-        "worse",
-        "train.lr=0.005",
-        "diverged",
-        "bad [value]",
-    ):
-        assert piece in " ".join(shown.split())
+    for table in report_of_any_size.tables:
+        for row in table.rows:
+            for cell in cells(row):
+                for number in re.findall(r"[-+]?\d[\d,.]*\d", cell.replace(row.arm, "")):
+                    assert number in shown, f"{row.arm} lacks {number}"
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_wide_terminal_shows_one_table_and_a_narrow_one_two(whole: Report, width: int) -> None:
+    rules = [line for line in text(whole, width).splitlines() if set(line.strip()) == {"\u2500"}]
+    assert len(rules) == (1 if width >= 120 else 2)
+
+
+def test_a_short_verdict_is_explained(whole: Report) -> None:
+    assert "no diff.: no difference found at this budget" in text(whole, 80)
+    assert "no diff." not in text(whole, 240)
 
 
 def test_json_has_every_figure_and_no_nan(whole: Report) -> None:
@@ -314,6 +340,42 @@ def test_times_that_say_nothing_of_the_arms_are_not_compared(
     lab.record("no_d", BASE, hardware={**same, **other})
     notes = [note for note in report(store, lab.id).tables[0].notes if note.startswith("Times")]
     assert notes == ([f"Times are not comparable: the arms differ in {differ}."] if differ else [])
+
+
+def test_a_trial_that_failed_has_no_times_to_compare(store: Store) -> None:
+    lab = Lab(store, {"base": {}, "no_d": {"x": [0, 1]}}, {"mqar": TASKS["mqar"]})
+    lab.record("base", BASE, hardware={"device": "H100", "host": "a"})
+    lab.fail("no_d", "OSError: gone", hardware={})
+    assert not [note for note in report(store, lab.id).tables[0].notes if note.startswith("Times")]
+
+
+def test_an_interaction_is_told_of_once_its_four_arms_have_finished(store: Store) -> None:
+    a, b = {"a": [0, 1]}, {"b": [0, 1]}
+    lab = Lab(store, {"base": {}, "A": a, "B": b, "AB": a | b}, {"mqar": TASKS["mqar"]})
+    for arm in ("base", "A", "B"):
+        lab.record(arm, BASE)
+        assert not [note for note in report(store, lab.id).tables[0].notes if "together" in note]
+    lab.record("AB", BASE)
+    assert [note for note in report(store, lab.id).tables[0].notes if note.startswith("A and B together (AB) make")]
+
+
+def test_a_candidate_that_makes_no_model_is_told_of_and_stands_for_no_arm(store: Store) -> None:
+    lab = Lab(store, {"base": {}}, {"mqar": TASKS["mqar"]})
+    reason = "model.d_model 17 must be a multiple of heads 2"
+    values = {"model.d_model": 17, "model.heads": 2}
+    nothing: dict[str, Any] = {"parameters": None, "state_size": None, "tokens_per_second": None, "hardware": {}}
+    lab.record("base", [], stage="tune", number=0, state="infeasible", error=reason, runs=[], tuned=values, **nothing)
+    lab.record("base", BASE, stage="tune", number=1, tuned={"model.d_model": 16, "model.heads": 2})
+    for which in ("tune", "confirm"):
+        found = report(store, lab.id, which=which)  # type: ignore[arg-type]
+        assert (
+            "1 of 2 candidates drawn for base make no model and did not run, "
+            f"such as model.d_model=17, model.heads=2: {reason}." in found.tables[0].notes
+        )
+        assert rows(found)["base"].verdict == {"tune": "base", "confirm": "not run"}[which]
+        assert found.failures == []
+        assert [(one.number, one.values, one.reason) for one in found.infeasible] == [(0, values, reason)]
+    assert json.loads(report(store, lab.id).to_json())["infeasible"][0]["reason"] == reason
 
 
 def test_an_unknown_study_is_one_line(store: Store) -> None:

@@ -1,5 +1,6 @@
 """A search: candidates by choice of whole rules, a front of what is worth its cost, finalists on fresh seeds."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,8 @@ import pytest
 import yaml
 
 from deltalab import InputError
-from deltalab.store import Store
+from deltalab.store import Store, TrialRecord
+from deltalab.study import run as running
 from deltalab.study.pareto import front
 from deltalab.study.plan import make_plan
 from deltalab.study.run import run_study
@@ -72,6 +74,7 @@ def test_a_search_confirms_what_it_found_and_nothing_runs_twice(written: Any, tm
     [
         ({"rule": {"choice": ["linear_attention", "comb"]}}, "did you mean 'comba'"),
         ({"rule": {"choice": ["mamba2", {"name": "comba", "transition": "dpl"}]}}, "did you mean 'dplr'"),
+        ({"rule": {"choice": ["mamba2", {"name": "comba", "transition": "dpl"}]}}, r"search\.rule: "),
         ({"model.layer": {"choice": [1, 2]}}, "model.layer"),
         ({"finalists": 7}, "finalists 7 exceed trials 6"),
     ],
@@ -79,6 +82,58 @@ def test_a_search_confirms_what_it_found_and_nothing_runs_twice(written: Any, tm
 def test_what_cannot_be_searched_is_refused_at_planning(written: Any, search: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
         make_plan(load_study(written(**search)))
+
+
+def drawn(db: Path) -> list[tuple[int, str, dict[str, Any], str | None]]:
+    """What became of the candidates that a ledger holds."""
+    with Store.open(db, create=False) as store:
+        rows = store.trials(store.study("tiny_search").id)
+    return [(row.number, row.state, row.values, row.error) for row in rows if row.stage == "tune"]
+
+
+class Killed(Exception):
+    """Stands for kill -9."""
+
+
+def dies_after(stacks: int) -> Callable[..., list[TrialRecord]]:
+    """Runs so many stacks, then dies."""
+    left, execute = iter(range(stacks)), running.execute
+
+    def run(*args: Any, **given: Any) -> list[TrialRecord]:
+        if next(left, None) is None:
+            raise Killed
+        return execute(*args, **given)
+
+    return run
+
+
+NARROW = {"model.d_model": {"integers": [16, 64]}, "model.heads": {"choice": [1, 2]}, "trials": 8}
+
+
+def test_a_candidate_that_makes_no_model_is_recorded_and_another_is_drawn(
+    written: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = written(**NARROW)
+    whole = run_study(file, db=tmp_path / "whole.db", executor="inline")
+    found = drawn(tmp_path / "whole.db")
+    assert [number for number, *_ in found] == list(range(len(found))), "each draw has a number"
+    assert [state for _, state, _, _ in found].count("done") == 8, "the budget counts candidates that train"
+    infeasible = [(values, error) for _, state, values, error in found if state == "infeasible"]
+    assert infeasible
+    for values, error in infeasible:
+        said = f"model.d_model {values['model.d_model']} must be a multiple of heads 2, or set key_dim"
+        assert (values["model.d_model"] % 2, values["model.heads"], error) == (1, 2, said)
+    assert (whole.trials, whole.failed, whole.infeasible) == (8 + 3, 0, len(infeasible))
+
+    for stacks in (0, 1):  # the driver dies before anything has trained, and after the first stack
+        with monkeypatch.context() as patch:
+            patch.setattr(running, "execute", dies_after(stacks))
+            with pytest.raises(Killed):
+                run_study(file, db=tmp_path / "cut.db", executor="inline")
+    resumed = run_study(file, db=tmp_path / "cut.db", executor="inline")
+    assert drawn(tmp_path / "cut.db") == found
+    assert resumed.report.tables[0].notes == whole.report.tables[0].notes
+    assert (resumed.infeasible, resumed.failed) == (len(infeasible), 0)
 
 
 def test_a_search_makes_its_own_arms(tmp_path: Path) -> None:

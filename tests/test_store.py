@@ -266,14 +266,50 @@ def test_a_study_is_found_by_name_profile_or_id(store: Store) -> None:
         begin(store, "ablation", "2", profile="gpu"),
         begin(store, "x"),
     )
-    assert store.study("ablation").id == large
     assert store.study("ablation", "gpu").id == large
     assert store.study(small).id == store.study(str(small)).id == small
     assert [study.id for study in store.studies()] == [latest, large, small]
     with pytest.raises(InputError, match="unknown study 'ablaton'; did you mean 'ablation'"):
         store.study("ablaton")
-    with pytest.raises(InputError, match=r"study 'ablation': unknown profile 'cpu'.*allowed: gpu"):
-        store.study("ablation", "cpu")
+
+
+def test_a_name_alone_is_the_default_profile(store: Store) -> None:
+    default, gpu = begin(store, "ablation", "1"), begin(store, "ablation", "2", profile="gpu")
+    assert store.study("ablation").id == default
+    assert store.study("ablation:gpu").id == store.study("ablation", "gpu").id == gpu
+    assert store.study("ablation:gpu", "gpu").id == gpu
+    assert (store.study(gpu).address, store.study(default).address) == ("ablation:gpu", "ablation")
+    again = begin(store, "ablation", "3")
+    assert store.study("ablation").id == again, "the latest run of the default profile"
+    begin(store, "never_by_default", "4", profile="gpu")
+    latest = begin(store, "never_by_default", "5", profile="paper")
+    assert store.study("never_by_default").id == latest
+
+
+def test_a_number_is_an_id_and_a_name_of_digits_is_a_name(store: Store) -> None:
+    first, named = begin(store, "ablation", "1"), begin(store, "1", "2")
+    assert store.study(first).id == first
+    assert store.study("1").id == named
+
+
+@pytest.mark.parametrize(
+    ("address", "profile", "says"),
+    [
+        ("ablation:cpu", None, "unknown study 'ablation:cpu'; did you mean 'ablation:gpu'? allowed: ablation, abl"),
+        ("ablation", "cpu", "unknown study 'ablation:cpu'; did you mean 'ablation:gpu'?"),
+        ("1", "cpu", "unknown study 'ablation:cpu'"),
+        ("3", None, "unknown study '3'; allowed: ablation, ablation:gpu"),
+        ("ablation:gpu", "cpu", "study 'ablation:gpu' names one profile, --profile 'cpu' another"),
+    ],
+)
+def test_an_unknown_address_lists_those_that_there_are(
+    store: Store, address: str, profile: str | None, says: str
+) -> None:
+    begin(store, "ablation", "1")
+    begin(store, "ablation", "2", profile="gpu")
+    with pytest.raises(InputError) as raised:
+        store.study(address, profile)
+    assert says in str(raised.value)
 
 
 def test_a_traceback_may_quote_anything(store: Store) -> None:

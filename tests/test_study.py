@@ -165,6 +165,14 @@ SEARCHING = [
     ({"rule": {"uniform": [0, 1]}}, "rule must be a name, or a mapping with a name"),
     ({"rule": "comba"}, "search.rule must be a mapping"),
     ({"model": {"choice": [1, 2]}}, "search: unknown key 'model'"),
+    (
+        {"rule": {"choice": ["comba", "deltanet"]}, "rule.d": {"choice": [0, "head"]}},
+        "s.yaml: search.rule.d cannot be searched beside search.rule: rule 'deltanet', one of its choices, has no 'd'. "
+        "Give it in the choices that have it: {name: RULE, d: VALUE}",
+    ),
+    ({"train.lr": LR, "model.heads": {"choice": [3, 5]}}, "search: no combination makes a model on task 'mqar', such"),
+    ({"train.lr": LR, "model.heads": {"choice": [2, 3]}}, "search.model.heads: 3 makes no model on task 'mqar': "),
+    ({"model.d_model": {"integers": [16, 63]}, "model.heads": {"choice": [2, 4]}}, "search.model.d_model: 63 makes no"),
 ]
 
 ARMS = [
@@ -813,6 +821,67 @@ def test_a_search_confirms_its_front_and_goes_on_where_it_was_killed(
     assert not [job for job in finalists if searched(job).state == "failed"]
     best = finalists[0].config["model"]["heads"]
     assert best == max(job.config["model"]["heads"] for job in tried if searched(job).state == "done")
+
+
+NARROW = {"model.d_model": {"integers": [16, 64]}, "model.heads": {"choice": [1, 2]}}
+
+
+def test_a_plan_says_which_candidates_make_no_model(plan: Callable[..., Plan]) -> None:
+    for key in ("tune", "search"):
+        (note,) = plan(**{key: {"trials": 4, **NARROW}}).notes
+        assert note.startswith(f"{key}: ")
+        assert "combinations tried make no model, such as model.d_model=19, model.heads=2: model.d_model 19" in note
+    assert plan(tune={"trials": 4, "train.lr": LR}).notes == ()
+
+
+def test_a_knob_may_be_searched_beside_rules_that_all_have_it(plan: Callable[..., Plan]) -> None:
+    found = plan(search={"rule": {"choice": ["comba", {"name": "comba", "d": 0}]}, "rule.b": {"choice": [0.5, 1]},
+                         "trials": 4})  # fmt: skip
+    values = {"rule.b": 1, "rule": {"name": "comba", "d": 0}}
+    rule = found.job(found.arms[0], "tune", 0, values).config["rule"]
+    assert (rule["b"], rule["d"]) == ({"const": {"value": 1.0}}, {"const": {"value": 0.0}})
+
+
+@pytest.mark.parametrize("killed_after", [0, 1, 12, 13])
+def test_every_arm_trains_its_budget_whatever_makes_no_model(
+    plan: Callable[..., Plan], tmp_path: Path, killed_after: int
+) -> None:
+    found = plan(ablate=["d"], tune={"trials": 12, **NARROW})
+    rows = {}
+    for name, limits in {"whole": [999], "cut": [killed_after, 999]}.items():
+        for limit in limits:
+            with Store.open(tmp_path / f"{name}.db") as store:
+                one = schedule(found, store)
+                finish(one, lambda job: job.config["model"]["d_model"] / 100, limit)
+                rows[name] = store.trials(one.study_id)
+    assert one.done
+    assert one.completed == one.total == found.trials == 2 * 13
+    places = [[(row.arm, row.stage, row.number, row.state, row.values) for row in of] for of in rows.values()]
+    assert places[0] == places[1]
+    for arm in found.names:
+        states = [row.state for row in rows["whole"] if (row.arm, row.stage) == (arm, "tune")]
+        assert states.count("done") == 12
+        assert states.count("infeasible") == len(states) - 12 > 0
+    assert one.infeasible == sum(row.state == "infeasible" for row in rows["whole"])
+
+
+def test_a_grid_with_candidates_that_make_no_model_ends_with_its_last(plan: Callable[..., Plan], store: Store) -> None:
+    grid = {"model.d_model": {"choice": [15, 16]}, "model.heads": {"choice": [1, 2]}}
+    one = schedule(plan(tune={"trials": 4, **grid}), store)
+    *tuned, confirmed = finish(one, lambda job: job.config["model"]["d_model"] / 100)
+    assert [tuple(job.values.values()) for job in tuned] == [(15, 1), (16, 1), (16, 2)]
+    assert (one.done, one.infeasible, one.completed, one.total) == (True, 1, 4, 4)
+    assert confirmed.values["model.d_model"] == 16
+
+
+def test_a_search_that_never_draws_a_model_ends_in_one_line(
+    plan: Callable[..., Plan], store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    never = {"model.d_model": 17, "model.heads": 2}
+    monkeypatch.setattr("deltalab.study.schedule.suggest", lambda plan, task, before: never)
+    one = schedule(plan(search={"trials": 2, "finalists": 1, **NARROW}), store)
+    with pytest.raises(InputError, match=r"s\.yaml: search: none of 40 candidates makes a model"):
+        finish(one, by_lr)
 
 
 def test_nothing_waits_for_more_than_it_needs(plan: Callable[..., Plan], store: Store) -> None:

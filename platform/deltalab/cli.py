@@ -1,4 +1,4 @@
-"""The command `platform`: what a user types, and one line on stderr for whatever is wrong with it."""
+"""The command `platform`. Whatever is wrong with what a user types is one line on stderr."""
 
 import json
 import os
@@ -35,13 +35,13 @@ Folder = Annotated[Path, typer.Option("--folder", help="Where to write it.")]
 Params = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")]
 Profile = Annotated[str | None, typer.Option("--profile", help="One of the study's profiles.")]
 StudyFile = Annotated[Path, typer.Argument(metavar="FILE|NAME", help="A study's file, or the name of a shipped study.")]
-StudyName = Annotated[str, typer.Argument(metavar="STUDY", help="A study's name, file or id.")]
+StudyName = Annotated[str, typer.Argument(metavar="STUDY", help="A study's NAME, NAME:PROFILE, id or file.")]
 
 console = Console()
 FORKED = hasattr(os, "fork")
 """Whether each check runs in a process of its own: compiled code that crashes then fails the check alone."""
 INTERRUPTED = 130
-"""The exit code that Typer turns Ctrl-C into, without a word."""
+"""The exit code of Typer for Ctrl-C; it prints nothing."""
 
 
 @app.callback()
@@ -64,9 +64,9 @@ def study_run(
     file: StudyFile,
     db: Db = None,
     profile: Profile = None,
-    executor: Annotated[str, typer.Option(help="ray, or inline: in this process.")] = "ray",
+    executor: Annotated[str, typer.Option(help="ray, or inline for this process.")] = "ray",
     workers: Annotated[int | None, typer.Option(min=1, help="Stacks of trials at a time.")] = None,
-    address: Annotated[str | None, typer.Option(help="A Ray cluster.")] = None,
+    address: Annotated[str | None, typer.Option(help="Address of a Ray cluster.")] = None,
     storage: Annotated[str | None, typer.Option(help="Folder for weights; shared, on a cluster.")] = None,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run failed trials again.")] = False,
     as_json: AsJson = False,
@@ -88,8 +88,9 @@ def study_run(
     if as_json:
         print(result.report.to_json())
     else:
-        console.print(result.report.to_rich())
-        print(f"{result.trials} trials, {result.known} of them known before, {result.failed} failed")
+        console.print(result.report)
+        infeasible = f", {result.infeasible} candidates made no model" if result.infeasible else ""
+        print(f"{result.trials} trials, {result.known} of them known before, {result.failed} failed{infeasible}")
     if result.failed:
         raise typer.Exit(1)
 
@@ -159,7 +160,7 @@ def study_report(
     if as_json + csv + markdown > 1:
         raise InputError("--json, --csv and --markdown: give one of them")
     with Store.open(db, create=False) as store:
-        found = report(store, _find_study(store, name, profile))
+        found = report(store, _find_study(store, name, profile).id)
     if as_json:
         print(found.to_json())
     elif csv:
@@ -167,7 +168,7 @@ def study_report(
     elif markdown:
         print(found.to_markdown())
     else:
-        console.print(found.to_rich())
+        console.print(found)
 
 
 @study.command("schema")
@@ -334,8 +335,8 @@ def dashboard(db: Db = None, port: Annotated[int, typer.Option(min=1, max=65535)
     }
     flags = [f"--{name}={str(value).lower()}" for name, value in options.items()]
     command = [sys.executable, "-m", "streamlit", "run", str(Path(spec.origin).parent / "app.py"), *flags]
-    # A database's URL may hold a password, and everybody may read arguments: also those of this very process, which
-    # Streamlit therefore replaces.
+    # A database's URL may hold a password, and other users can read a process's arguments. So the URL goes through the
+    # environment, and Streamlit replaces this process, whose arguments may hold it too.
     environment = {**os.environ, **({"DELTALAB_DB": db} if db else {})}
     os.execve(sys.executable, command, environment)
 
@@ -358,8 +359,9 @@ def export(
     if to != "hf":
         raise unknown("format", to, ["hf"], where="--to")
     with Store.open(db, create=False) as store:
-        seed = export_arm(store, _find_study(store, name, profile), arm=arm, task=task, directory=directory)
-    print(f"seed {seed}, the best on validation; load it with")
+        found = _find_study(store, name, profile)
+        seed = export_arm(store, found.id, arm=arm, task=task, directory=directory)
+    print(f"{found.address}, id {found.id}, arm {arm}: seed {seed}, the best on validation; load it with")
     print(f"AutoModelForCausalLM.from_pretrained('{directory}', trust_remote_code=True)")
 
 
@@ -372,7 +374,7 @@ def db_upgrade(db: Db = None) -> None:
 
 
 def _named(name: str, kind: type) -> list[str]:
-    """The rules, or tasks, that a name or a plugin file stands for."""
+    """The names of the rules, or tasks, that a name or a plugin file stands for."""
     if not name.endswith(".py"):
         return [name]
     found = [plugin.kind.name for plugin in add_plugin(name) if issubclass(plugin.kind, kind)]
@@ -382,7 +384,7 @@ def _named(name: str, kind: type) -> list[str]:
 
 
 def _tasks(name: str, given: list[str] | None) -> list[Task]:
-    """Those that a name or a plugin file stands for, with parameters over those of their examples."""
+    """The tasks that a name or a plugin file stands for: their examples, with the given parameters."""
     from deltalab.study.spec import read_yaml
 
     params: dict[str, Any] = {}
@@ -412,13 +414,12 @@ def _print_checks(checks: dict[str, list[CheckResult]], what: str, as_json: bool
         raise typer.Exit(1)
 
 
-def _find_study(store: Any, name: str, profile: str | None) -> int:
+def _find_study(store: Any, name: str, profile: str | None) -> Any:
     if name.endswith((".yaml", ".yml")):
         from deltalab.study.spec import load_study
 
         name = load_study(name, profile=profile).name
-    found: int = store.study(name, profile).id
-    return found
+    return store.study(name, profile)
 
 
 def _about(kind: type) -> str:
@@ -443,7 +444,7 @@ def main() -> None:
     try:
         sys.stdout.flush()
     except OSError as error:
-        # What cannot be written now would be tried again at exit, and end in a traceback.
+        # Drop what is left to write: Python would try again at exit, and end in a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not code and not isinstance(error, BrokenPipeError):
             code = _wrong(f"output: {error.strerror}")
@@ -460,7 +461,7 @@ def _run() -> int:
     except OSError as error:
         return _wrong(f"{error.filename or 'output'}: {error.strerror or error}")
     except Exception as error:
-        # Typer brings its own copy of click, whose exceptions cannot be named without reaching into it.
+        # Typer has its own copy of click; recognize its exceptions without importing its internals.
         if not hasattr(error, "format_message"):
             raise
         if type(error).__name__ == "NoArgsIsHelpError":

@@ -1,4 +1,4 @@
-"""The ledger of studies; the only package that contains SQL."""
+"""The ledger of studies. No other package contains SQL."""
 
 from deltalab.store.ledger import Store
 from deltalab.store.models import Arm, ArmTrial, Artifact, Metric, RuleVersion, Run, Study, Trial

@@ -1,4 +1,4 @@
-"""Opens the ledger's database: whether it is ours, whether it is current, and what to say when it fails."""
+"""Opens the ledger's database: checks that it is ours and current, and turns its failures into one line."""
 
 import json
 import re
@@ -20,14 +20,15 @@ from sqlalchemy.pool import ConnectionPoolEntry
 from deltalab.errors import InputError, unknown
 
 PATIENCE_SECONDS = 30  # how long a writer waits for another one
-WRITER_LOCK = 0x64656C7461  # PostgreSQL's advisory lock of our writers
+WRITER_LOCK = 0x64656C7461  # the advisory lock that our writers take in PostgreSQL
 NO_PERMISSION = {"42501", "25006"}  # PostgreSQL: insufficient privilege, read-only transaction
 
 
 def address(where: str | Path | None) -> URL:
-    """The URL of a path or URL; None is ./deltalab.db.
+    """The database URL for a path or a URL; None is ./deltalab.db.
 
-    Raises InputError: unreadable (not echoed: it may hold a password), not SQLite or PostgreSQL, no file.
+    Raises `InputError` for a URL that cannot be parsed (and does not repeat it: it may hold a password), for a database
+    other than SQLite or PostgreSQL, and for SQLite without a file.
 
     >>> address(None)
     sqlite:///deltalab.db
@@ -35,7 +36,7 @@ def address(where: str | Path | None) -> URL:
     postgresql://me:***@host/lab
     """
     text = "deltalab.db" if where is None else str(where)
-    # A `Path` made of a URL has lost one slash; it must not become a file named after a password.
+    # A URL that went through `Path` has lost a slash. Do not take it for a file, named after a password.
     if not re.match(r"[A-Za-z][\w+]+:/", text):
         url = URL.create("sqlite", database=text)
     else:
@@ -54,12 +55,15 @@ def address(where: str | Path | None) -> URL:
 
 
 def shown(url: URL) -> str:
-    """The URL without its password, also where the password stands in the query."""
+    """The URL without its password, and without its query, which may hold one too."""
     return url.set(query={}).render_as_string(hide_password=True)
 
 
 def connect(url: URL, *, migrating: bool = False) -> Engine:
-    """An engine that begins every transaction itself, with the write lock where `writes` is asked for."""
+    """An engine that begins each transaction itself, and takes the write lock for those with the option `writes`.
+
+    migrating: for migrations, which need foreign keys off and write-ahead logging on.
+    """
     sqlite = url.get_backend_name() == "sqlite"
     try:
         engine = create_engine(
@@ -74,16 +78,16 @@ def connect(url: URL, *, migrating: bool = False) -> Engine:
     def connected(connection: DBAPIConnection, _: ConnectionPoolEntry) -> None:
         cursor = connection.cursor()
         cursor.execute("PRAGMA synchronous=NORMAL")
-        # A batch migration drops tables that others refer to: it must not cascade. And WAL is written into
-        # the file, so only into one that is known to be ours.
+        # With foreign keys on, a batch migration, which drops and remakes tables, would delete rows that refer to them.
+        # Write-ahead logging changes the file, so it is switched on only in a file known to be ours.
         cursor.execute("PRAGMA journal_mode=WAL" if migrating else "PRAGMA foreign_keys=ON")
         cursor.close()
 
     def begun(connection: Connection) -> None:
         writes = connection.get_execution_options().get("writes", False)
         if sqlite:
-            # The driver's own BEGIN comes too late for DDL; and a transaction that reads and then writes
-            # fails at once where another one wrote in between.
+            # The driver's own BEGIN comes too late for DDL. A writer takes the lock first: a transaction that reads and
+            # then writes fails at once if another one wrote in between.
             connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
         elif writes:
             connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{PATIENCE_SECONDS}s'")
@@ -97,7 +101,7 @@ def connect(url: URL, *, migrating: bool = False) -> Engine:
 
 @contextmanager
 def told(url: URL) -> Iterator[None]:
-    """Turns what the machine or the user did to the database into an `InputError`; our own faults pass."""
+    """Turns failures caused by the machine or the user into an `InputError`; our own faults pass through."""
     try:
         yield
     except DBAPIError as error:
@@ -129,9 +133,9 @@ def _scripts() -> ScriptDirectory:
 
 
 def revision(connection: Connection, url: URL) -> str | None:
-    """The revision of a database of ours, None of an empty one.
+    """The revision of a deltalab database; None for an empty one.
 
-    Raises InputError: not a deltalab database, or one that a newer deltalab wrote.
+    Raises `InputError` for a database that is not deltalab's, or that a newer deltalab wrote.
     """
     tables = inspect(connection).get_table_names()
     if not tables:
@@ -145,13 +149,16 @@ def revision(connection: Connection, url: URL) -> str | None:
 
 
 def require_file(url: URL) -> None:
-    """Raises `InputError` where the URL is of a file that does not exist."""
+    """Raises `InputError` where the URL names a file that does not exist."""
     if url.get_backend_name() == "sqlite" and "uri" not in url.query and not Path(url.database or "").exists():
         raise InputError(f"{shown(url)}: no such database; `platform study run` makes one")
 
 
 def require_current(engine: Engine, *, create: bool) -> None:
-    """Checks that the database is ours and current; makes it where it is empty and `create`."""
+    """Checks that the database is ours and current; with `create`, fills an empty one with tables.
+
+    Raises `InputError` where it is not, and for an empty or missing one without `create`.
+    """
     url = engine.url
     if not create:
         require_file(url)
@@ -172,11 +179,13 @@ def migrate(url: URL) -> None:
         engine = connect(url)
         stack.callback(engine.dispose)
         with engine.connect() as connection:
-            revision(connection, url)  # a foreign file is refused before WAL is written into it
+            revision(connection, url)  # refuse a foreign file before changing it
         engine = connect(url, migrating=True)
         stack.callback(engine.dispose)
         with engine.execution_options(writes=True).begin() as connection:
-            if revision(connection, url) != _scripts().get_current_head():  # another process may have won
+            if (
+                revision(connection, url) != _scripts().get_current_head()
+            ):  # another process may have migrated it meanwhile
                 config = Config(attributes={"connection": connection})
                 config.set_main_option("script_location", _scripts().dir.replace("%", "%%"))
                 command.upgrade(config, "head")

@@ -1,4 +1,4 @@
-"""Writes the ledger. Each method is one transaction: what fails midway leaves nothing."""
+"""Writes the ledger. Each method is one transaction: if it fails midway, nothing of it stays."""
 
 import json
 import math
@@ -20,18 +20,18 @@ from deltalab.store.records import ArmRecord, RuleRecord, TrialRecord
 
 
 class Store(Ledger):
-    """The ledger, open. Only the driver holds one.
+    """The open ledger. Only the driver process has one.
 
-    Writers wait for each other up to 30 s, in SQLite as in PostgreSQL.
+    Writers wait for each other for up to 30 s, in SQLite as in PostgreSQL.
     """
 
     @classmethod
     def open(cls, where: str | Path | None = None, *, create: bool = True) -> Self:
         """Opens PATH, sqlite:///PATH or postgresql://USER@HOST/NAME; None is ./deltalab.db.
 
-        A new or empty database is made unless `create` is false.
-        Raises InputError: not a deltalab database, an older or newer one (all left as they were), locked,
-        no permission, no server, no such database and not `create`.
+        Makes a new database, or fills an empty one, unless `create` is false.
+        Raises `InputError` for a database that is not deltalab's, or an older or newer one (each is left as it was),
+        for one that is locked, may not be read or has no server, and without `create` for one that does not exist.
         """
         engine = database.connect(database.address(where))
         try:
@@ -43,14 +43,14 @@ class Store(Ledger):
 
     @staticmethod
     def upgrade(where: str | Path | None = None) -> None:
-        """Migrates an older database to this code's revision. Raises InputError as `open(create=False)` does."""
+        """Migrates an older database to this code's revision. Raises `InputError` as `open(create=False)` does."""
         url = database.address(where)
         database.require_file(url)
         database.migrate(url)
 
     @property
     def folder(self) -> Path:
-        """Where files that belong to the ledger go: beside an SQLite file, else the working folder."""
+        """The folder for files that belong to the ledger: that of an SQLite file, else the working folder."""
         url = self._engine.url
         local = url.get_backend_name() == "sqlite" and url.database
         return Path(str(url.database)).absolute().parent if local else Path.cwd()
@@ -79,10 +79,10 @@ class Store(Ledger):
         arms: Sequence[ArmRecord],
         provenance: dict[str, Any],
     ) -> int:
-        """The id of the study with this identity, now running; made at the first call.
+        """Marks the study with this identity as running, creates it at the first call, and returns its id.
 
-        A rerun's provenance takes the first place, and earlier ones that differ stay under its key "earlier".
-        Raises InputError: the identity is recorded with other arms.
+        The latest provenance counts; earlier ones that differ stay under its key "earlier".
+        Raises `InputError` where the identity is recorded with other arms.
         """
         with self._writing() as session:
             study = session.scalar(select(Study).where(Study.identity == identity))
@@ -110,15 +110,15 @@ class Store(Ledger):
                 )
             before = {key: value for key, value in study.provenance.items() if key != "earlier"}
             earlier = study.provenance.get("earlier", [])
-            if before != json.loads(json.dumps(provenance)):  # a tuple comes back as a list
+            if before != json.loads(json.dumps(provenance)):  # as it came out of the database: lists for tuples
                 study.provenance = {**provenance, "earlier": [*earlier, before]}
             study.state, study.finished_at = "running", None
             return study.id
 
     def record_trial(self, study_id: int, arm: str, record: TrialRecord, number: int, values: dict[str, Any]) -> None:
-        """Records a trial with its runs, metrics, artifacts and rule, and its place in the arm.
+        """Records a trial with its runs, metrics, artifacts and rule, and its number in the arm.
 
-        A trial that is already recorded, by whichever study, stays as it is and only gets the place.
+        A trial that any study has recorded already stays as it is, and only gets the number.
         """
         with self._writing() as session:
             trial_id = session.scalar(select(Trial.id).where(Trial.key == record.key))
@@ -127,15 +127,15 @@ class Store(Ledger):
             _place(session, study_id, arm, trial_id, number, values)
 
     def attach(self, study_id: int, arm: str, key: str, number: int, values: dict[str, Any]) -> None:
-        """Gives a recorded trial a place in an arm; again is harmless."""
+        """Gives a recorded trial a number in an arm; doing it again changes nothing."""
         with self._writing() as session:
             trial_id = session.scalars(select(Trial.id).where(Trial.key == key)).one()
             _place(session, study_id, arm, trial_id, number, values)
 
     def forget_trial(self, key: str) -> None:
-        """Deletes a failed trial so that it runs again; finished studies that held it become "interrupted".
+        """Deletes a failed trial so that it runs again; finished studies that have it become "interrupted".
 
-        Raises ValueError: the trial did not fail.
+        Raises `ValueError` for a trial that did not fail.
         """
         with self._writing() as session:
             trial = session.scalars(select(Trial).where(Trial.key == key)).one()
@@ -208,5 +208,5 @@ def _place(session: Session, study_id: int, arm: str, trial_id: int, number: int
 
 
 def _storable(text: str) -> str:
-    """A traceback may quote anything; PostgreSQL takes no NUL, and neither database a lone surrogate."""
+    """Text that both databases take: PostgreSQL refuses NUL, and both refuse lone surrogates."""
     return text.encode("utf-8", "backslashreplace").decode().replace("\x00", "\\x00")

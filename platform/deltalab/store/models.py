@@ -1,4 +1,4 @@
-"""What the ledger remembers, as typed tables: Study -> Arm -> Trial -> Run -> Metric."""
+"""The ledger's tables: Study -> Arm -> Trial -> Run -> Metric."""
 
 from datetime import UTC, datetime
 from typing import Annotated, Any, ClassVar, Literal
@@ -9,13 +9,13 @@ from sqlalchemy.types import TypeDecorator
 
 StudyState = Literal["running", "done", "failed", "interrupted"]
 TrialState = Literal["done", "failed", "infeasible"]
-"""infeasible: a candidate whose values make no model, so that nothing ran; its `error` is the reason."""
+"""infeasible: values that make no model, so that nothing ran."""
 RunState = Literal["done", "diverged"]
 Stage = Literal["tune", "confirm"]
 
 
 class UtcTime(TypeDecorator[datetime]):
-    """An aware time in UTC. SQLite forgets the zone, so it is put back on reading."""
+    """A time in UTC that knows its zone. SQLite does not store the zone, so reading puts it back."""
 
     impl = DateTime(timezone=True)
     cache_ok = True
@@ -28,11 +28,11 @@ class UtcTime(TypeDecorator[datetime]):
 
 
 Id = Annotated[int, mapped_column(primary_key=True)]
-Big = Annotated[int, mapped_column(BigInteger)]  # a seed or a size may pass 2^31, PostgreSQL's INTEGER
+Big = Annotated[int, mapped_column(BigInteger)]  # a seed or a size may be too large for PostgreSQL's INTEGER, 2^31
 
 
 class Base(DeclarativeBase):
-    # Constraints need names: a later migration can only change what it can name.
+    # Name the constraints: a migration can only change one that has a name.
     metadata = MetaData(
         naming_convention={
             "ix": "ix_%(table_name)s_%(column_0_N_name)s",
@@ -52,7 +52,7 @@ class Base(DeclarativeBase):
 
 
 class Study(Base):
-    """One study under one profile. `identity` is the hash of both, resolved."""
+    """One study under one profile, None for the default one. identity: the hash of all that it computes."""
 
     __tablename__ = "study"
 
@@ -66,9 +66,14 @@ class Study(Base):
     finished_at: Mapped[datetime | None]
     provenance: Mapped[dict[str, Any]]
 
+    @property
+    def address(self) -> str:
+        """NAME:PROFILE, or NAME for the default profile: what commands take besides the id."""
+        return f"{self.name}:{self.profile}" if self.profile else self.name
+
 
 class Arm(Base):
-    """One variant in a study. `change` maps dotted keys to [base value, arm value]."""
+    """One variant in a study. change: dotted key -> [base value, arm value]. config: by task."""
 
     __tablename__ = "arm"
     __table_args__ = (UniqueConstraint("study_id", "name"),)
@@ -95,7 +100,10 @@ class RuleVersion(Base):
 
 
 class Trial(Base):
-    """One resolved configuration, trained once for all its seeds, whichever arms and studies share it."""
+    """One configuration, trained once with all its seeds, however many arms and studies share it.
+
+    error: the traceback of a failed trial, the reason of an infeasible one.
+    """
 
     __tablename__ = "trial"
 
@@ -118,7 +126,7 @@ class Trial(Base):
 
 
 class ArmTrial(Base):
-    """A trial's place in an arm. A tuner may suggest the same trial twice, hence `number` in the key."""
+    """A trial's number in an arm. The key has the number too, since tuning may draw the same trial twice."""
 
     __tablename__ = "arm_trial"
 
@@ -145,7 +153,7 @@ class Metric(Base):
     """A finite value of a metric at a step of a run."""
 
     __tablename__ = "metric"
-    __table_args__ = ({"sqlite_with_rowid": False},)  # the key is most of the row: keep it once
+    __table_args__ = ({"sqlite_with_rowid": False},)  # store the key, most of the row, once and not twice
 
     run_id: Mapped[int] = mapped_column(ForeignKey("run.id", ondelete="CASCADE"), primary_key=True)
     split: Mapped[str] = mapped_column(primary_key=True)

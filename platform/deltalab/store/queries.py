@@ -1,4 +1,4 @@
-"""What can be asked of the ledger. Rows come out detached, so pages may keep them."""
+"""Reads the ledger. Rows come out detached from the database, so that pages may keep them."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from typing import TypeVar
 from sqlalchemy import ColumnElement, Engine, Select, Subquery, and_, func, or_, select
 from sqlalchemy.orm import Session
 
-from deltalab.errors import unknown
+from deltalab.errors import InputError, unknown
 from deltalab.store.database import shown, told
 from deltalab.store.models import (
     Arm,
@@ -24,11 +24,11 @@ from deltalab.store.models import (
 from deltalab.store.records import CurvePoint, FinalMetric, TrialRow, TrialSummary
 
 T = TypeVar("T")
-KEYS_AT_ONCE = 500  # databases limit the values of one statement
+KEYS_AT_ONCE = 500  # databases limit how many values a statement may have
 
 
 class Ledger:
-    """Reads the ledger. Every method raises InputError where the database is locked, full or gone."""
+    """The ledger, to be read. Every method raises `InputError` where the database is locked, full or gone."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -49,23 +49,28 @@ class Ledger:
         with self._reading() as session:
             return list(session.scalars(select(Study).order_by(Study.created_at.desc(), Study.id.desc())))
 
-    def study(self, name_or_id: str | int, profile: str | None = None) -> Study:
-        """The latest study of this name (and profile, if given), or the study with this id.
+    def study(self, address: str | int, profile: str | None = None) -> Study:
+        """The study at an address: its id, NAME or NAME:PROFILE; `profile` says the same as :PROFILE.
 
-        Raises InputError: no such study or profile; lists what there is.
+        NAME alone is the run of the default profile; where there is none, the latest run of any profile. Of several
+        runs of one name and profile, the latest counts.
+        Raises `InputError` where there is no such study, and lists those that there are.
         """
         studies = self.studies()
-        named = [study for study in studies if study.name == name_or_id]
+        name, _, own = str(address).partition(":")
+        if own and profile not in (None, own):
+            raise InputError(f"study '{address}' names one profile, --profile '{profile}' another: give one of them")
+        profile = profile or own or None
+        named = [] if isinstance(address, int) else [study for study in studies if study.name == name]
         if not named:
-            named = [study for study in studies if str(study.id) == str(name_or_id)]
-        if not named:
-            names = sorted({study.name for study in studies})
-            raise unknown("study", name_or_id, names, where=shown(self._engine.url))
+            named = [study for study in studies if str(study.id) == str(address)]
+        elif profile is None:
+            named = [study for study in named if study.profile is None] or named
         for study in named:
             if profile is None or study.profile == profile:
                 return study
-        profiles = sorted({study.profile for study in named if study.profile})
-        raise unknown("profile", profile, profiles, where=f"study '{named[0].name}'")
+        asked = f"{named[0].name}:{profile}" if named else address
+        raise unknown("study", asked, sorted({study.address for study in studies}), where=shown(self._engine.url))
 
     def arms(self, study_id: int) -> list[Arm]:
         """A study's arms in the order of its plan."""
@@ -73,7 +78,7 @@ class Ledger:
             return list(session.scalars(select(Arm).where(Arm.study_id == study_id).order_by(Arm.position)))
 
     def trials(self, study_id: int, *, limit: int | None = None, offset: int = 0) -> list[TrialRow]:
-        """A study's trials by arm, stage ("tune" last) and number; a shared trial is in each of its arms."""
+        """A study's trials by arm, stage ("tune" last) and number; a shared trial appears in each of its arms."""
         rows = (
             select(Arm.name, ArmTrial.number, ArmTrial.values, Trial, RuleVersion.name, RuleVersion.hash)
             .join_from(Arm, ArmTrial)
@@ -118,7 +123,7 @@ class Ledger:
         ]
 
     def known_trials(self, keys: Iterable[str]) -> dict[str, TrialSummary]:
-        """Those of these trials that any study has recorded."""
+        """Summaries of the trials among `keys` that any study has recorded, by key."""
         known: dict[str, TrialSummary] = {}
         with self._reading() as session:
             for group in _groups(keys):
@@ -137,7 +142,7 @@ class Ledger:
         return known
 
     def final_metrics(self, study_id: int, *, stage: Stage | None = None) -> list[FinalMetric]:
-        """Each run's metrics at their last step, diverged runs included: look at `run_state`."""
+        """Each run's metrics at their last step; `run_state` tells diverged runs from finished ones."""
         last, held = _last_steps(_runs_of(study_id, stage)), _held()
         rows = (
             select(
@@ -173,7 +178,7 @@ class Ledger:
         stage: Stage = "confirm",
         max_points: int = 2000,
     ) -> list[CurvePoint]:
-        """Learning curves, one line per arm and seed, thinned evenly in SQL; both ends are kept.
+        """Learning curves of each arm and seed, thinned evenly to `max_points`; both ends are kept.
 
         Of n points, point i = 0..n-1 is kept where floor(i (m-1) / (n-1)) grows: exactly m = max_points.
         """
@@ -192,7 +197,7 @@ class Ledger:
             .subquery()
         )
         i, n, m = points.c.i, points.c.n, max_points
-        gaps = func.nullif(n - 1, 0)  # SQL may divide before it looks at `n <= m`
+        gaps = func.nullif(n - 1, 0)  # SQL may divide before it evaluates `n <= m`
         kept = or_(n <= m, i == 0, (i * (m - 1)) // gaps > ((i - 1) * (m - 1)) // gaps)
         held = _held()
         rows = (
@@ -235,7 +240,7 @@ def _groups(values: Iterable[T]) -> Iterator[list[T]]:
 
 
 def _held() -> Subquery:
-    """Which arm holds which trial, once, though an arm may hold one under two numbers."""
+    """Pairs of arm and trial, each once, although an arm may have a trial under two numbers."""
     return select(ArmTrial.arm_id, ArmTrial.trial_id).distinct().subquery()
 
 

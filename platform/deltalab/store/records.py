@@ -1,4 +1,4 @@
-"""What the store is given and what it answers: plain values, safe to send between processes."""
+"""What the store takes and returns: plain values, which may be sent between processes."""
 
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -9,7 +9,7 @@ from deltalab.store.models import RunState, Stage, TrialState
 
 @dataclass(frozen=True)
 class ArmRecord:
-    """An arm as planned; `change` maps dotted keys to [base value, arm value]."""
+    """An arm as planned. change: dotted key -> [base value, arm value]. config: by task."""
 
     name: str
     is_base: bool
@@ -38,7 +38,7 @@ class ArtifactRecord:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One seed's outcome; `metrics` are (split, name, step, value), of which NaN and inf are not kept."""
+    """The outcome of one seed. metrics: (split, name, step, value); values that are not finite are not stored."""
 
     seed: int
     state: RunState = "done"
@@ -49,7 +49,11 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class TrialRecord:
-    """A finished trial; times are Unix seconds, `state_size` counts elements."""
+    """A trial that has ended.
+
+    started_at, finished_at: Unix seconds. seconds: its share of the training time. state_size: elements.
+    error: the traceback of a failed trial, the reason of an infeasible one.
+    """
 
     key: str
     task: str
@@ -71,7 +75,7 @@ class TrialRecord:
 
 @dataclass(frozen=True)
 class TrialSummary:
-    """What is already known of a trial.
+    """What the ledger already has of a trial.
 
     finals: (split, metric) -> seed -> value at the last step, of the seeds that finished.
     """
@@ -85,7 +89,7 @@ class TrialSummary:
 
 @dataclass(frozen=True)
 class TrialRow:
-    """A trial as one arm of a study sees it; `runs` maps each seed to its state."""
+    """A trial in one arm of a study. runs: seed -> state."""
 
     arm: str
     number: int
@@ -110,7 +114,7 @@ class TrialRow:
 
 
 class FinalMetric(NamedTuple):
-    """A metric at the last step where the run has it."""
+    """A metric at the last step at which the run has it."""
 
     arm: str
     task: str

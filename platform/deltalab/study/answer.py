@@ -1,8 +1,8 @@
 """The answer of a study: each arm against the base, with error bars, corrected p-values and costs."""
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import combinations, product
 from typing import Any
 
@@ -23,7 +23,7 @@ from deltalab.study.stats import (
 
 ALPHA = 0.05
 NO_DIFFERENCE = "no difference found at this budget"
-# What times depend on besides the arm. Which of several GPUs it was is none of it.
+# What times depend on besides the arm. It does not matter which of a host's GPUs was used.
 TIMED_WITH = {
     "device": "device",
     "host": "host",
@@ -36,9 +36,10 @@ SPLIT: dict[Stage, str] = {"tune": "validation", "confirm": "test"}
 
 @dataclass(frozen=True)
 class Row:
-    """One arm on one task. `difference` is arm minus base; its interval holds jointly over the task's arms.
+    """One arm on one task.
 
-    seconds: of the trial with all its seeds. state_size: elements. tuned: the values that tuning chose.
+    difference: arm minus base; its interval holds jointly over the task's arms. diverged: seeds that did.
+    seconds: the trial's training time, all seeds together. state_size: elements. tuned: the values that tuning chose.
     """
 
     arm: str
@@ -58,7 +59,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Interaction:
-    """What the changes of two arms do together beyond their sum, where an arm has exactly both."""
+    """How far the changes of arms a and b together, in arm `both`, are from the sum of the two differences."""
 
     a: str
     b: str
@@ -68,9 +69,9 @@ class Interaction:
 
 @dataclass(frozen=True)
 class TaskTable:
-    """All arms on one task, and what to know before reading it.
+    """All arms on one task. notes: what to know before reading it.
 
-    front: the arms that no other beats in the mean of the metric, arithmetic per token and state size at once.
+    front: the arms that no other arm beats in mean metric, arithmetic per token and state size at once.
     """
 
     task: str
@@ -98,24 +99,37 @@ class Failure:
 
 
 @dataclass(frozen=True)
+class InfeasibleCandidate:
+    """Values that tuning drew for an arm and that make no model, so that no trial ran."""
+
+    arm: str
+    task: str
+    number: int
+    values: dict[str, Any]
+    reason: str
+
+
+@dataclass(frozen=True)
 class Answer:
-    """A study's answer, and what it rests on."""
+    """A study's answer, and what it rests on. profile: None is the default one."""
 
     study: str
     profile: str | None
+    study_id: int
     state: str
     stage: Stage
     tables: list[TaskTable]
     failures: list[Failure]
+    infeasible: list[InfeasibleCandidate]
     notes: list[str]
 
 
 def answer(store: Store, study_id: int, *, which: Stage = "confirm") -> Answer:
     """The answer of a study.
 
-    "confirm" compares the confirmed trials on test. "tune" shows each arm's best tuning trial on validation,
-    to look in on a study that runs, and compares nothing: the best of a sweep is no estimate.
-    Raises InputError: no such study.
+    which: "confirm" compares the confirmed trials on the test split. "tune" shows each arm's best tuning trial on the
+    validation split, for a look at a study that runs; it compares nothing, since the best of a sweep is optimistic.
+    Raises `InputError` where there is no such study.
     """
     study = store.study(study_id)
     arms = store.arms(study_id)
@@ -131,31 +145,38 @@ def answer(store: Store, study_id: int, *, which: Stage = "confirm") -> Answer:
     for task, about in study.provenance["tasks"].items():
         chosen: dict[str, _Outcome] = {}
         for trial in trials:
-            if (trial.task, trial.stage) != (task, which):
+            if (trial.task, trial.stage) != (task, which) or trial.state == "infeasible":
                 continue
             outcome = _Outcome(trial, finals.get((trial.key, about["metric"]), {}), flops.get(trial.key))
             before = chosen.get(trial.arm)
             if before is None or outcome.rank(about["maximize"]) > before.rank(about["maximize"]):
                 chosen[trial.arm] = outcome
-        tables.append(_table(task, about, which, arms, chosen))
+        table = _table(task, about, which, arms, chosen)
+        drawn = [trial for trial in trials if (trial.task, trial.stage) == (task, "tune")]
+        tables.append(replace(table, notes=[*table.notes, *_infeasible_notes(drawn)]))
     failures = [
         Failure(trial.arm, trial.task, trial.stage, trial.number, trial.key, _exception(trial.error))
         for trial in trials
         if trial.state == "failed"
     ]
-    return Answer(study.name, study.profile, study.state, which, tables, failures, _notes(which))
+    infeasible = [
+        InfeasibleCandidate(trial.arm, trial.task, trial.number, trial.values, trial.error or "")
+        for trial in trials
+        if trial.state == "infeasible"
+    ]
+    return Answer(study.name, study.profile, study.id, study.state, which, tables, failures, infeasible, _notes(which))
 
 
 @dataclass(frozen=True)
 class _Outcome:
-    """The trial that stands for an arm on a task, and its metric by seed, of the seeds that finished."""
+    """The trial that stands for an arm on a task, and the metric of each seed that finished."""
 
     trial: TrialRow
     values: dict[int, float]
     flops_per_token: float | None
 
     def rank(self, maximize: bool) -> tuple[float, ...]:
-        """The largest of an arm's trials stands for it: the latest to confirm, the best in tuning."""
+        """The trial of the largest rank stands for its arm: the latest confirmation, or the best tuning trial."""
         if self.trial.stage == "confirm":
             return self.trial.number, self.trial.finished_at.timestamp()
         if not self.values or len(self.values) < len(self.trial.runs):  # a diverged seed wins no tuning
@@ -245,7 +266,7 @@ def _row(
 
 
 def _factorial(arms: Sequence[Arm]) -> Iterator[tuple[str, str, str]]:
-    """Arms (a, b, both) where both changes exactly what a and b, which share no key, change."""
+    """Arms (a, b, both) where `both` makes exactly the changes of a and b, which share no key."""
     changed = [arm for arm in arms if arm.change]
     for (a, b), both in product(combinations(changed, 2), changed):
         if not a.change.keys() & b.change.keys() and {**a.change, **b.change} == both.change:
@@ -273,14 +294,29 @@ def _table_notes(
             whole = row.difference.n + row.difference.missing
             notes.append(f"{row.arm} is compared on {row.difference.n} of {whole} seeds: the others lack a side.")
     for found in interactions:
+        if not found.difference.n:  # one of the four arms has not finished yet
+            continue
         notes.append(
             f"{found.a} and {found.b} together ({found.both}) make {format_interval(found.difference, '+')} "
             f"beyond their sum (p {format_p(found.difference.p_exact)}, exact, not corrected)."
         )
-    differ = [what for key, what in TIMED_WITH.items() if len({trial.hardware.get(key) for trial in trials}) > 1]
+    timed = [trial.hardware for trial in trials if trial.tokens_per_second]
+    differ = [what for key, what in TIMED_WITH.items() if len({hardware.get(key) for hardware in timed}) > 1]
     if differ:
         notes.append(f"Times are not comparable: the arms differ in {', '.join(differ)}.")
     return notes
+
+
+def _infeasible_notes(drawn: list[TrialRow]) -> Iterator[str]:
+    """A line for each arm that drew candidates that make no model."""
+    for arm in dict.fromkeys(trial.arm for trial in drawn):
+        own = [trial for trial in drawn if trial.arm == arm]
+        infeasible = [trial for trial in own if trial.state == "infeasible"]
+        if infeasible:
+            yield (
+                f"{len(infeasible)} of {len(own)} candidates drawn for {arm} make no model and did not run, "
+                f"such as {format_values(infeasible[0].values)}: {infeasible[0].error}."
+            )
 
 
 def _notes(which: Stage) -> list[str]:
@@ -311,6 +347,21 @@ def format_interval(found: Interval | Difference, sign: str = "") -> str:
     return f"{found.mean:{sign}.3f}{bounds}"
 
 
+def format_values(values: Mapping[str, Any]) -> str:
+    """Tuned values, a rule as its name with its knobs.
+
+    >>> format_values({"rule": {"name": "comba", "transition": "iplr"}, "train.lr": 0.0123456})
+    'rule=comba(transition=iplr), train.lr=0.0123'
+    """
+    said = []
+    for key, value in values.items():
+        if isinstance(value, dict) and "name" in value:
+            knobs = ", ".join(f"{knob}={given}" for knob, given in value.items() if knob != "name")
+            value = f"{value['name']}({knobs})" if knobs else value["name"]
+        said.append(f"{key}={value:.3g}" if isinstance(value, float) else f"{key}={value}")
+    return ", ".join(said)
+
+
 def format_p(p: float | None) -> str:
     """A p-value; "" where it is not known."""
     if p is None or not math.isfinite(p):
@@ -319,7 +370,7 @@ def format_p(p: float | None) -> str:
 
 
 def _exception(error: str | None) -> str:
-    """The line of a traceback that names the exception; its message may go on for lines that name nothing."""
+    """The line of a traceback that names the exception; its message may take up more lines below."""
     lines = (error or "").strip().splitlines()
     frames = [i for i, line in enumerate(lines) if line.startswith("  File ")]
     return next((line for line in lines[frames[-1] + 1 if frames else 0 :] if line[:1].strip()), "")

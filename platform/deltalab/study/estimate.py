@@ -59,6 +59,7 @@ class Estimate:
     smallest_p: float
     smallest_holm_p: float
     seeds_needed: int
+    notes: tuple[str, ...]
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -89,6 +90,7 @@ class Estimate:
             self.how,
             f"{self.seeds} paired seeds: the sign-flip test cannot go under p = {self.smallest_p:.3g}, after Holm over "
             f"{arms} arm{'s' * (arms != 1)} {self.smallest_holm_p:.3g}, {verdict}",
+            *self.notes,
         ]
         return Group(table, *map(Text, lines))
 
@@ -137,6 +139,7 @@ def estimate(plan: Plan, *, workers: int | None = None) -> Estimate:
         smallest_p=smallest_p(plan.spec.seeds),
         smallest_holm_p=smallest_holm_p(plan.spec.seeds, max(others, 1)),
         seeds_needed=seeds_needed(max(others, 1), ALPHA),
+        notes=plan.notes,
     )
 
 

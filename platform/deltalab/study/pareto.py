@@ -1,11 +1,13 @@
-"""The Pareto front: what no other candidate beats in one respect without losing in another."""
+"""The Pareto front: the points that no other point dominates."""
 
 import math
 from collections.abc import Sequence
 
 
 def front(points: Sequence[Sequence[float]]) -> list[int]:
-    """The indices of the points that no other dominates, every coordinate to be small; NaN is never on it.
+    """The indices of the points on the front, where smaller is better in every coordinate.
+
+    A point dominates another if it is as good in every coordinate and better in one. A point with a NaN is never on it.
 
     >>> front([(1.0, 9.0), (2.0, 2.0), (3.0, 2.0), (math.nan, 0.0)])
     [0, 1]

@@ -1,4 +1,4 @@
-"""What a study will run: its arms, and the trials of each, known by the hash of what they compute."""
+"""Expands a study into its arms, and each arm into trials, which are identified by a hash of what they compute."""
 
 import hashlib
 import json
@@ -19,20 +19,21 @@ from deltalab.training.train import NUMERICS, TrainSpec
 
 CONFIRM_SEEDS_FROM = 1
 TUNE_SEEDS_FROM = 1_000_001
-"""Tuning's seeds and confirmation's never meet."""
+"""Far from those of confirmation, so that no seed is used by both."""
 MOST_COMBINATIONS = 500
 """Candidates that a plan tries to make, over all its arms."""
 INTEGERS = 16
 """Values of a range of integers among them."""
 OF_THE_TASK = ("vocab_size", "readout")
-"""What a task says of the model."""
+"""Settings of the model that the task determines."""
 
 
 @dataclass(frozen=True)
 class PlannedArm:
-    """One arm on one task. config: rule, model and train, every default spelled out, before tuning.
+    """One arm on one task.
 
-    change: dotted key -> [base value, arm value], on any task.
+    config: rule, model and train before tuning, with every default spelled out.
+    change: dotted key -> [base value, arm value].
     """
 
     name: str
@@ -44,11 +45,11 @@ class PlannedArm:
 
 @dataclass(frozen=True)
 class Job:
-    """One trial, whole: everything that a worker needs, as JSON.
+    """Everything that a worker needs to run one trial, as JSON.
 
-    key: SHA-256 of what the trial computes. task: its name in the study; task_kind: what it is.
-    plugins: (kind, name, file, hash) of the code it runs. rule_source: for the record, which no worker can be
-    trusted with: its file may have changed.
+    key: SHA-256 of what the trial computes. task: its name in the study; task_kind: its name in the registry.
+    plugins: (kind, name, file, hash) of the code it runs.
+    rule_source: the source at planning time; a worker's file may have changed since.
     """
 
     key: str
@@ -69,10 +70,10 @@ class Job:
 
     @cached_property
     def specs(self) -> tuple[ModelSpec, TrainSpec]:
-        """What it trains and how, where its plugins are known."""
+        """The model and the training. Its plugins must have been loaded."""
         train = TrainSpec(**self.config["train"])
         if train.device == "auto" and not self.gpu:
-            # Ray leaves a worker that was given no GPU all of them, and every worker would take the first.
+            # A worker that asked Ray for no GPU still sees all of them, and every worker would take the first.
             train = replace(train, device="cpu")
         return ModelSpec.of({**self.config["model"], "rule": self.config["rule"]}), train
 
@@ -94,7 +95,7 @@ class Plan:
 
     @property
     def identity(self) -> str:
-        """SHA-256 of all that the study computes, rule sources and data among it: another one is another study."""
+        """SHA-256 of all that the study computes, with rule sources and data. Another identity is another study."""
         keys = [self.job(arm, "confirm", 0, {}).key for arm in self.arms]
         tune = self.budget.model_dump(mode="json") if self.budget else None
         return _hash(
@@ -107,12 +108,19 @@ class Plan:
         return list(dict.fromkeys(arm.name for arm in self.arms))
 
     @property
+    def rules(self) -> list[str]:
+        """The rules that its trials may run, those that a search chooses from among them."""
+        searched = self.spec.search.searched.get("rule") if self.spec.search else None
+        choices = [_rule(choice)["name"] for choice in (searched.choice or () if searched else ())]
+        return list(dict.fromkeys([*(arm.config["rule"]["name"] for arm in self.arms), *choices]))
+
+    @property
     def budget(self) -> Tune | None:
-        """What an arm that tunes has to spend."""
+        """The budget of every arm that tunes."""
         return self.spec.search or self.spec.tune
 
     def tunes(self, arm: PlannedArm) -> bool:
-        """Whether an arm tunes by itself: with `search`, all of it is done from the base."""
+        """Whether an arm draws candidates of its own: with `search`, only the base does."""
         return self.budget is not None and (self.spec.search is None or arm.is_base)
 
     @property
@@ -138,17 +146,18 @@ class Plan:
             seeds = tuple(range(CONFIRM_SEEDS_FROM, CONFIRM_SEEDS_FROM + self.spec.seeds))
         task = self.tasks[arm.task]
         config = _with(arm.config, values, where=f"arm '{arm.name}'")
-        reason = None
+        rules, reason = [config["rule"]["name"]], None
         try:
             config = _resolve(config, task)
+            rules = [rule.name for rule in ModelSpec.of({**config["model"], "rule": config["rule"]}).rules()]
         except InputError as error:
             reason = str(error)
         params = json.loads(json.dumps(asdict(task)))  # a job is JSON: lists where a task has tuples
-        plugins = tuple(_plugins(config, task))
+        plugins = tuple(_plugins(rules, task))
         key = _hash(
             {
                 "numerics": NUMERICS,
-                # The name too: a record can stand under one alone.
+                # The name as well, since a recorded trial belongs to one task name.
                 "task": [arm.task, task.name, task.version, params, task.fingerprint()],
                 "config": config,
                 "code": sorted(digest for _, _, _, digest in plugins),
@@ -193,7 +202,7 @@ class Infeasible(InputError):
 def make_plan(spec: StudySpec, *, profile: str | None = None, where: str = "study") -> Plan:
     """Expands a study.
 
-    Raises `InputError` for rules, knobs, tasks, models or trainings that do not exist or cannot be met, for arms
+    Raises `InputError` for rules, knobs, tasks and settings that do not exist, for values that make no model, for arms
     that equal the base or one another, and for parts to take away that the method does not have.
     """
     try:
@@ -211,7 +220,7 @@ def _make_plan(spec: StudySpec, profile: str | None, file: str) -> Plan:
         try:
             tasks[label] = get_task(kind, **{key: value for key, value in params.items() if key != "task"})
         except InputError as error:
-            # Where a task stands under several names, its own does not say which of them is meant.
+            # Where one task has several names in the study, say which of them is meant.
             raise error if label == kind else InputError(f"task.{label}: {error}") from None
     for name in spec.for_task:
         if name not in tasks:
@@ -267,6 +276,9 @@ def _check_candidates(plan: Plan, key: str) -> str | None:
             else:
                 first = first or json.dumps(config, sort_keys=True)
                 reasons.append(None)
+        if None not in reasons:
+            said = ", ".join(f"{path}={value}" for path, value in candidates[0].items())
+            raise InputError(f"{key}: no combination makes a model on task '{arm.task}', such as {said}: {reasons[0]}")
         for path, search in plan.budget.searched.items():
             for value in search.extremes:
                 found = [why for values, why in zip(candidates, reasons, strict=True) if values[path] == value]
@@ -304,7 +316,7 @@ def _combinations(searched: Mapping[str, Search], most: int) -> list[dict[str, A
 
 
 def _changes(spec: StudySpec) -> dict[str, Change]:
-    """Every arm but the base: those that `ablate` and `factorial` generate, then those that are written."""
+    """Every arm but the base: first those that `ablate` and `factorial` generate, then those of `arms`."""
     base = _rule(spec.base.rule)
     changes: dict[str, Change] = {}
     for part in spec.ablate:
@@ -322,7 +334,7 @@ def _changes(spec: StudySpec) -> dict[str, Change]:
     return changes
 
 
-# Parts of the model that can be taken away, and what is left then.
+# Parts of the model that can be taken away -> the value that takes them away.
 _MODEL_PARTS: dict[str, object] = {"output_gate": False, "output_norm": False, "conv": 0, "mlp": False}
 
 
@@ -431,7 +443,7 @@ def _with(config: Mapping[str, Any], values: Mapping[str, Any], *, where: str) -
 
 
 def difference(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """What two configurations differ in: dotted key -> [base value, other value]; a gate counts as one value.
+    """Where two configurations differ: dotted key -> [base value, other value]; a gate counts as one value.
 
     >>> difference({"train": {"lr": 1, "clip": 2}}, {"train": {"lr": 3, "clip": 2}})
     {'train.lr': [1, 3]}
@@ -452,11 +464,10 @@ def _paths(config: Mapping[str, Any], under: str = "") -> list[str]:
     return [path for path in found if path not in _FIXED]
 
 
-def _plugins(config: Mapping[str, Any], task: Task) -> list[tuple[str, str, str, str]]:
-    rules = ModelSpec.of({**config["model"], "rule": config["rule"]}).rules()
-    found = [("rule", rule.name, rule_plugin(rule.name)) for rule in rules]
+def _plugins(rules: list[str], task: Task) -> list[tuple[str, str, str, str]]:
+    found = [("rule", name, rule_plugin(name)) for name in rules]
     found.append(("task", task.name, task_plugin(task.name)))
-    # A task of ours is known by its version, which tests hold; a user's file may change and keep it.
+    # Tests hold a built-in task to its version; a user's file may change without a new version, so it is hashed.
     ours = BUILTIN.values()
     return [(kind, name, str(plugin.file), "" if plugin.kind in ours else plugin.hash) for kind, name, plugin in found]
 

@@ -1,4 +1,4 @@
-"""What a person sees while a study runs: a bar on a terminal, a line for each trial off it."""
+"""Shows a running study: a progress bar on a terminal, a line for each stack elsewhere."""
 
 import time
 from collections.abc import Sequence

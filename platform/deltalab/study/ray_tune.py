@@ -1,7 +1,7 @@
-"""A study's trials on Ray Tune: the schedule is its searcher, so one run of the tuner holds tuning and confirmation.
+"""Runs a study's trials on Ray Tune. The schedule is Tune's searcher, so one run holds tuning and confirmation.
 
-What Tune calls a trial is a stack of ours. Ray never sees SQL, and never restores: trials that a killed driver left
-behind are asked for again by the next.
+Tune's trial is a stack of ours. Ray never touches the database and never restores a run: the next driver asks again for
+the trials that a killed one left behind.
 """
 
 import json
@@ -25,9 +25,9 @@ _log = logging.getLogger("deltalab")
 
 
 def run_all(schedule: Schedule, runs: Path, progress: Progress, *, workers: int | None, address: str | None) -> None:
-    """Runs all that the schedule gives.
+    """Runs every stack that the schedule gives.
 
-    Raises `InputError` for a request that the cluster cannot ever meet, and what the ledger raises.
+    Raises `InputError` for resources that the cluster does not have, and whatever the ledger raises.
     """
     wanted = schedule.plan.spec.resources
     _start(address)
@@ -70,7 +70,7 @@ def run_all(schedule: Schedule, runs: Path, progress: Progress, *, workers: int 
 
 
 def _start(address: str | None) -> None:
-    # Tune warns that it finds no result files, which are off, since the ledger has the results.
+    # Tune would warn that it finds no result files; they are off, since the ledger has the results.
     for name in ("ray", "ray.tune", "ray.tune.analysis.experiment_analysis"):
         logging.getLogger(name).setLevel(logging.ERROR)
     if address is not None:
@@ -96,7 +96,7 @@ def _stack(config: dict[str, str], runs: str, threads: int) -> None:
 
 
 class StackSearcher(Searcher):
-    """Hands the schedule's stacks to Tune, and Tune's results to the schedule. places: stacks at a time."""
+    """Gives the schedule's stacks to Tune, and Tune's results to the schedule. places: stacks at a time."""
 
     def __init__(self, schedule: Schedule, places: int, progress: Progress) -> None:
         super().__init__(metric="step", mode="max")
@@ -136,11 +136,11 @@ class StackSearcher(Searcher):
                 self._schedule.finished(failed(stack[0], "the worker died before the trial ended"))
             self._progress.finished(stack)
         except Exception as caught:
-            # Tune would log it and go on; the study must end, with this as its reason.
+            # Tune would log the error and go on. Keep it: the study must end with it.
             self.error = caught
 
     def __getstate__(self) -> dict[str, Any]:
-        # Tune pickles its searcher to be able to restore it, which a study never does.
+        # Tune pickles its searcher in order to restore it later, which a study never does.
         return {}
 
     def __deepcopy__(self, memo: object) -> "StackSearcher":

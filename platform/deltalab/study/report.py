@@ -9,36 +9,60 @@ from dataclasses import asdict
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Group
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 from deltalab.store import Store
 from deltalab.store.models import Stage
-from deltalab.study.answer import NO_DIFFERENCE, Answer, Failure, Row, TaskTable, answer, format_interval, format_p
+from deltalab.study.answer import (
+    NO_DIFFERENCE,
+    Answer,
+    Failure,
+    Row,
+    TaskTable,
+    answer,
+    format_interval,
+    format_p,
+    format_values,
+)
 from deltalab.study.stats import paired
 
-# Columns of a row's cells. On a terminal the costs stand apart, or the answer would not fit in 80 columns.
-ANSWER, INTERVALS, COSTS = (0, 1, 2, 3, 4, 5), (2, 3), (0, 6, 7, 8, 9, 10)
 STYLE = {"better": "green", "worse": "red", "failed": "red", "diverged": "red"}
+ONE_TABLE = 120
+"""Columns of a terminal that shows the answer and its costs in one table; a narrower one shows two."""
+SHORT_VERDICT = "no diff."
+SHORTEST_NAME = 8
+"""Columns that are left to a name, or to a word among the tuned values, before it is folded."""
+# Positions in a row's `cells`.
+ARM, METRIC, DIFFERENCE, VERDICT, TUNED = 0, 2, 3, 5, 10
+ANSWER, COSTS = (0, 1, 2, 3, 4, 5), (0, 6, 7, 8, 9, 10)
 
 
 class Report(Answer):
-    """An answer that can be shown."""
+    """An answer that can be shown; `console.print(report)` fits it to the console's width."""
 
     @property
     def title(self) -> str:
-        profile = f", profile {self.profile}" if self.profile else ""
-        return f"{self.study}{profile} ({self.state})"
+        profile = f"profile {self.profile}" if self.profile else "default profile"
+        return f"{self.study}, {profile}, id {self.study_id} ({self.state})"
 
-    def to_rich(self) -> Group:
-        """For a terminal."""
-        parts: list[Table | Text] = [Text(self.title, style="bold")]
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(self.title, style="bold")
         for table in self.tables:
-            parts += [Text(f"\n{caption(table)}"), _grid(table, ANSWER), Text(""), _grid(table, COSTS)]
-            parts += [Text(f"- {note}") for note in table.notes]
-        parts += [Text(f"- {line}") for line in (*failure_lines(self.failures), *self.notes)]
-        return Group(*parts)
+            yield Text(f"\n{caption(table)}")
+            if options.max_width >= ONE_TABLE:
+                grids = [_grid(table, range(len(headers(table))), options.max_width)]
+            else:
+                grids = [_grid(table, ANSWER, options.max_width), _grid(table, COSTS, options.max_width)]
+            yield grids[0]
+            for grid in grids[1:]:
+                yield Text("")
+                yield grid
+            for note in table.notes:
+                yield Text(f"- {note}")
+        for line in (*failure_lines(self.failures), *self.notes):
+            yield Text(f"- {line}")
 
     def to_markdown(self) -> str:
         lines = [f"## {self.title}", ""]
@@ -51,11 +75,11 @@ class Report(Answer):
         return "\n".join(lines) + "\n"
 
     def to_json(self) -> str:
-        """Every figure; what is not defined is null."""
+        """Every figure; null where one is not defined."""
         return json.dumps(_without_nan(asdict(self)), indent=2, allow_nan=False)
 
     def to_csv(self) -> str:
-        """A line per task and arm; what is not defined is empty."""
+        """A line per task and arm; an empty field where a figure is not defined."""
         out = io.StringIO()
         lines = [_flat(table, row) for table in self.tables for row in table.rows]
         if lines:
@@ -66,7 +90,10 @@ class Report(Answer):
 
 
 def report(store: Store, study_id: int, *, which: Stage = "confirm") -> Report:
-    """The answer of a study, as `answer` finds it, to be shown. Raises InputError: no such study."""
+    """A study's answer as `deltalab.study.answer.answer` finds it, ready to be shown.
+
+    Raises `InputError` where there is no such study.
+    """
     return Report(**vars(answer(store, study_id, which=which)))
 
 
@@ -79,26 +106,14 @@ def caption(table: TaskTable) -> str:
     )
 
 
-def _grid(table: TaskTable, columns: Sequence[int]) -> Table:
-    grid = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    for i in columns:
-        grid.add_column(Text(headers(table)[i]), overflow="fold", no_wrap=i != COSTS[-1])
-    for row in table.rows:
-        said = [cell.replace(" [", "\n[") if i in INTERVALS else cell for i, cell in enumerate(cells(row))]
-        # A terminal may be 80 columns wide; everywhere else the verdict is whole.
-        said = ["no diff." if cell == NO_DIFFERENCE else cell for cell in said]
-        grid.add_row(*(Text(said[i]) for i in columns), style=STYLE.get(row.verdict, ""))
-    return grid
-
-
 def headers(table: TaskTable) -> list[str]:
-    """What stands above `cells`."""
+    """The headers of `cells`."""
     costs = ["us/token", "flops/token", "state", "parameters"]
     return ["arm", "seeds", table.metric, "difference", "p", "verdict", *costs, "tuned"]
 
 
 def cells(row: Row) -> list[str]:
-    """A row as it is read, on a terminal as on a page: "" for what is not defined."""
+    """A row as text, for a terminal as for a page: "" where a figure is not defined."""
     seeds = str(row.score.n)
     if row.score.missing:
         seeds += f" of {row.score.n + row.score.missing}"
@@ -115,17 +130,60 @@ def cells(row: Row) -> list[str]:
         "" if row.flops_per_token is None else f"{row.flops_per_token:,.0f}",
         "" if row.state_size is None else f"{row.state_size:,}",
         "" if row.parameters is None else f"{row.parameters:,}",
-        ", ".join(f"{key}={_value(value)}" for key, value in row.tuned.items()),
+        format_values(row.tuned),
     ]
-
-
-def _value(value: object) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def failure_lines(failures: Sequence[Failure]) -> list[str]:
     """A line for each trial that raised."""
     return [f"failed: {f.arm}, {f.stage} {f.number} on {f.task}: {f.message}" for f in failures]
+
+
+def _grid(table: TaskTable, columns: Sequence[int], width: int) -> Table:
+    """A table's columns, with cells broken into as few lines as fit into the width.
+
+    Where the narrowest form is too wide, names fold; figures fold only where that is not enough. Nothing is cut off.
+    """
+    shown = [headers(table), *map(cells, table.rows)]
+    for form in range(4):
+        broken = [[_broken(row[i], i, form) for i in columns] for row in shown]
+        widths = [
+            max(len(line) for cell in column for line in cell.split("\n")) for column in zip(*broken, strict=True)
+        ]
+        gap = 2 if form < 2 else 1
+        over = sum(widths) + gap * (len(columns) - 1) - width
+        if over <= 0:
+            break
+    names = [at for at, i in enumerate(columns) if i in (ARM, TUNED) and widths[at] > SHORTEST_NAME]
+    for _ in range(over):
+        names = [at for at in names if widths[at] > SHORTEST_NAME]
+        widths[max(names or range(len(columns)), key=widths.__getitem__)] -= 1
+    grid = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, gap - 1, 0, 0), caption_justify="left")
+    for header, size in zip(broken[0], widths, strict=True):
+        grid.add_column(Text(header), overflow="fold", min_width=size, max_width=size)
+    for row, said in zip(table.rows, broken[1:], strict=True):
+        grid.add_row(*map(Text, said), style=STYLE.get(row.verdict, ""))
+    if any(SHORT_VERDICT in said for said in broken):
+        grid.caption = Text(f"{SHORT_VERDICT}: {NO_DIFFERENCE}", style="")
+    return grid
+
+
+def _broken(cell: str, column: int, form: int) -> str:
+    """A cell broken into lines: not at all in form 0; an interval into two in forms 1 and 2, into three in form 3.
+
+    >>> _broken("0.928 [0.878, 0.977]", METRIC, 3).split("\\n")
+    ['0.928', '[0.878,', '0.977]']
+    """
+    if form == 0 or column == ARM:
+        return cell
+    if column == VERDICT:
+        return SHORT_VERDICT if cell == NO_DIFFERENCE else cell.replace(" ", "\n") if form == 3 else cell
+    if column in (METRIC, DIFFERENCE):
+        return cell.replace(" ", "\n") if form == 3 else cell.replace(" [", "\n[")
+    cell = cell.replace(", ", ",\n")
+    if column == TUNED:
+        return cell.replace("=", "=\n") if form > 1 else cell
+    return cell.replace("/", "/\n")
 
 
 def _markdown(cells: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Runs a study to its end: Ray Tune executes, the schedule decides, the ledger remembers."""
+"""Runs a study to its end: the schedule decides, Ray Tune executes, the ledger remembers."""
 
 import fcntl
 import logging
@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 
 from deltalab.errors import InputError
+from deltalab.registry import rule_plugin
 from deltalab.store import ArmRecord, Store
 from deltalab.study.plan import Plan, make_plan
 from deltalab.study.progress import Progress
@@ -31,13 +32,17 @@ _log = logging.getLogger("deltalab")
 
 @dataclass(frozen=True)
 class StudyResult:
-    """How a study ended. failed: trials that raised. known: trials that the ledger already had."""
+    """How a study ended.
+
+    known: trials that the ledger already had. failed: trials that raised. infeasible: candidates that made no model.
+    """
 
     study_id: int
     name: str
     trials: int
     known: int
     failed: int
+    infeasible: int
     report: Report
 
 
@@ -53,12 +58,12 @@ def run_study(
     retry_failed: bool = False,
     quiet: bool = True,
 ) -> StudyResult:
-    """Runs a study file, or goes on with it: what the ledger holds is never run again.
+    """Runs a study file, or goes on with it: a trial that the ledger holds never runs again.
 
     db: a file or an SQLAlchemy URL, ./deltalab.db where None. executor: `inline` runs in this process, without Ray.
-    workers: stacks of trials at a time, as many as the resources allow where None. address: of a Ray cluster, whose
-    machines must share the folder `storage`. retry_failed: run trials again that raised.
-    Raises `InputError` for a study that cannot be understood or met; a trial that raises is recorded instead.
+    workers: stacks of trials at a time; None is as many as the resources allow. address: a Ray cluster, whose machines
+    must share the folder `storage`. retry_failed: run the trials again that raised.
+    Raises `InputError` for a study that is not valid or that this machine cannot run; a trial that raises is recorded.
     """
     plan = make_plan(load_study(path, profile=profile), profile=profile, where=str(path))
     if executor not in ("ray", "inline"):
@@ -100,19 +105,27 @@ def run_study(
                         _inline(schedule, runs, progress)
                     else:
                         _with_ray(schedule, runs, progress, workers=workers, address=address)
-                if not schedule.done:  # Ray Tune takes Ctrl-C for itself, and ends in peace
+                if not schedule.done:  # Ray Tune catches Ctrl-C and returns as if all were done
                     raise KeyboardInterrupt
                 state = "failed" if schedule.failures else "done"
             finally:
                 store.finish_study(study_id, state)
-        found = report(store, study_id)
-        return StudyResult(study_id, plan.spec.name, schedule.completed, schedule.known, schedule.failures, found)
+        return StudyResult(
+            study_id,
+            plan.spec.name,
+            trials=schedule.completed,
+            known=schedule.known,
+            failed=schedule.failures,
+            infeasible=schedule.infeasible,
+            report=report(store, study_id),
+        )
 
 
 @contextmanager
 def _alone(runs: Path, plan: Plan) -> Iterator[None]:
-    """Makes the folder, and holds a lock in it that dies with the process: two drivers would do all work twice.
+    """Makes the folder and holds a lock in it, so that no second driver does the same work.
 
+    The lock dies with the process.
     Raises `InputError` where another process holds it, and where the folder cannot be made.
     """
     try:
@@ -129,7 +142,7 @@ def _alone(runs: Path, plan: Plan) -> Iterator[None]:
 
 
 def arm_records(plan: Plan) -> list[ArmRecord]:
-    """The arms as the ledger keeps them, with the configuration of each task."""
+    """The arms as the ledger keeps them, each with its configuration on each task."""
     records = []
     for name in plan.names:
         arms = [arm for arm in plan.arms if arm.name == name]
@@ -154,13 +167,13 @@ def _inline(schedule: Schedule, runs: Path, progress: Progress) -> None:
 
 
 def _with_ray(schedule: Schedule, runs: Path, progress: Progress, *, workers: int | None, address: str | None) -> None:
-    # Nothing left to do is no reason to start a cluster.
+    # Start no cluster where nothing is left to do.
     schedule.look()
     if schedule.done:
         return
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
     os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")
-    # Workers stay where the command was given: a study may name a corpus by a path from there.
+    # Workers stay in the working folder, since a study may name a corpus by a relative path.
     os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"
     from deltalab.study.ray_tune import run_all
 
@@ -168,7 +181,7 @@ def _with_ray(schedule: Schedule, runs: Path, progress: Progress, *, workers: in
 
 
 def _provenance(plan: Plan) -> dict[str, Any]:
-    """What a reader needs to judge and to repeat the study."""
+    """Where and with what the study ran: what a reader needs to judge and repeat it."""
     packages = ["deltalab", "torch", "numpy", "ray", "optuna", "sqlalchemy"]
     return {
         "git": _git(),
@@ -178,6 +191,8 @@ def _provenance(plan: Plan) -> dict[str, Any]:
             "cpus": os.cpu_count(),
             "gpus": torch.cuda.device_count(),
         },
+        # A page can show a rule's card only where it finds the rule's file.
+        "rule_files": {name: str(rule_plugin(name).file) for name in plan.rules},
         "command": [_without_password(word) for word in sys.argv],
         "tasks": {
             name: {
@@ -194,7 +209,7 @@ def _provenance(plan: Plan) -> dict[str, Any]:
 
 
 def _version(package: str) -> str | None:
-    """None of a package that is not there: Ray, on a GPU image that runs inline."""
+    """None for a package that is not installed, such as Ray where a study runs inline."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -210,7 +225,7 @@ def _without_password(word: str) -> str:
 
 
 def _git() -> dict[str, Any] | None:
-    """The commit that the command runs in, None outside a repository."""
+    """The commit of the working folder; None outside a repository."""
 
     def ask(*words: str) -> str:
         return subprocess.run(["git", *words], capture_output=True, text=True, check=True).stdout.strip()

@@ -1,4 +1,4 @@
-"""A study as its YAML file states it: refused where it is not understood, in one line that says how to mend it."""
+"""Reads a study's YAML file; refuses what it cannot understand, in one line that says how to mend it."""
 
 import difflib
 import itertools
@@ -20,15 +20,15 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-# Neither true nor "3" is a number.
+# Strict: neither true nor "3" counts as a number.
 Whole = Annotated[int, Field(strict=True)]
 Number = Annotated[float, Field(strict=True)]
-# Of an arm or a task: it stands in tables, files and addresses.
+# The name of an arm or a task, which appears in tables, file names and URLs.
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+=-]*$")]
 
 
 class Search(_Strict):
-    """Where a tuned number may lie; exactly one of the four."""
+    """The values that a setting may take: exactly one of the four."""
 
     log_uniform: tuple[Number, Number] | None = None
     uniform: tuple[Number, Number] | None = None
@@ -72,15 +72,16 @@ class Search(_Strict):
 
 
 def _is_plain(value: object) -> bool:
-    """Whether JSON can say it: YAML knows dates too."""
+    """Whether JSON can express it; YAML also has dates, for example."""
     if isinstance(value, dict):
         return all(isinstance(key, str) and _is_plain(inner) for key, inner in value.items())
     return all(map(_is_plain, value)) if isinstance(value, list) else isinstance(value, bool | int | float | str | None)
 
 
 class Tune(BaseModel):
-    """The same budget for every arm: `trials` configurations, each judged by the mean of `seeds` validation runs.
+    """The same budget for every arm: `trials` candidates, each judged by the mean of `seeds` validation runs.
 
+    A candidate that makes no model is recorded as infeasible; it uses up no trial, and another is drawn in its place.
     Every other key is a setting to search, by its path: `train.lr: {log_uniform: [1e-3, 1e-1]}`.
     """
 
@@ -97,7 +98,7 @@ class Tune(BaseModel):
         return self.__pydantic_extra__
 
     def grid(self) -> list[dict[str, Any]] | None:
-        """Every candidate, where all settings are searched by choice; None where there is no end of them."""
+        """Every candidate, where all settings are searched by choice; None where one is searched in a range."""
         choices = [search.choice for search in self.searched.values()]
         if None in choices:
             return None
@@ -119,10 +120,10 @@ class Tune(BaseModel):
 
 
 class Searching(Tune):
-    """A search for architectures, from the base: its task's metric against arithmetic per token and state size.
+    """A search for architectures, from the base: the task's metric against arithmetic per token and state size.
 
     Every other key is a setting to search, by its path, or `rule` as a whole: `rule: {choice: [comba, {name: gla}]}`.
-    finalists: candidates that are confirmed, each as an arm; those on the Pareto front first.
+    finalists: how many candidates are confirmed, each as an arm; those on the Pareto front come first.
     """
 
     sections: ClassVar[tuple[str, ...]] = ("rule",)
@@ -137,7 +138,7 @@ class Searching(Tune):
 
 
 class Change(_Strict):
-    """What an arm, or a task, changes in the base."""
+    """What an arm, or an entry of `for_task`, changes in the base."""
 
     rule: str | dict[str, Any] | None = None
     model: dict[str, Any] = {}
@@ -153,11 +154,11 @@ class Method(_Strict):
 
 
 class Resources(_Strict):
-    """What a stack takes: trials of one shape that train as one model, on a GPU or, with `gpu: 0`, on CPUs.
-    A fraction of a GPU is a share of its memory.
+    """What one stack takes: trials of one shape that train as one model, on a GPU or, with `gpu: 0`, on CPUs.
 
-    stack: the most trials in one. `auto`: what there is to do is shared over the places there are; on CPUs no more
-    than a core gains from. Whatever it is, a trial computes the same, on a GPU but for rounding.
+    cpu: cores. gpu: 0 to 1; a fraction is a share of a GPU's memory.
+    stack: the most trials in one. `auto` shares the trials over all places; on CPUs it takes no more than make a core
+    faster. It does not change what a trial computes, but for rounding on a GPU.
     """
 
     cpu: Annotated[Number, Field(gt=0)] = 1
@@ -173,11 +174,11 @@ class Resources(_Strict):
 
     @property
     def threads(self) -> int:
-        """Of one trial, wherever it runs: another number may round otherwise."""
+        """Threads of a trial, the same wherever it runs, since another number may round otherwise."""
         return max(1, math.floor(self.cpu))
 
     def idle(self, gpus: float) -> str | None:
-        """What to say of GPUs that nothing will use.
+        """A warning where there are GPUs that no stack will use.
 
         >>> Resources(cpu=1).idle(2)
         'no stack takes a GPU, and there are 2: resources: {gpu: 1} gives each stack one'
@@ -187,7 +188,7 @@ class Resources(_Strict):
         return f"no stack takes a GPU, and there are {gpus:g}: resources: {{gpu: 1}} gives each stack one"
 
     def places(self, cpus: float, gpus: float) -> int:
-        """Stacks that fit at a time; none is spread over two GPUs.
+        """How many stacks run at a time; none is spread over two GPUs.
 
         >>> Resources(cpu=4, gpu=0.4).places(32, 2)
         4
@@ -199,11 +200,11 @@ class Resources(_Strict):
 class StudySpec(_Strict):
     """A study: a base, arms that each change it, tuning with one budget for all, and confirmation on fresh seeds.
 
-    task: one or several, each with its parameters; `task: KIND` among them where one task is there under several
-    names. for_task: what a task changes in the base, for every arm.
-    ablate: parts taken away one at a time, each an arm `without_PART`: knobs of the rule, or parts of the model.
-    factorial: pairs of them, each an arm without both, whose interaction is reported.
-    arms: further arms by name. seeds: for confirmation. deadline: seconds a trial may take.
+    task: one or several, each with its parameters. A parameter `task: KIND` lets one task appear under several names.
+    for_task: what every arm changes in the base on one task.
+    ablate: parts to take away one at a time, each an arm `without_PART`: knobs of the rule, or parts of the model.
+    factorial: pairs of parts, each an arm without both; the report gives their interaction.
+    arms: further arms by name. seeds: how many, in confirmation. deadline: seconds that a trial may take.
     """
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]*$")]
@@ -241,7 +242,7 @@ class StudySpec(_Strict):
 def load_study(file: str | Path, *, profile: str | None = None) -> StudySpec:
     """Reads a study, with one of its profiles merged over it. file: a path, or the name of a shipped study.
 
-    Raises `InputError` for a file that is missing, is not YAML, or says what a study cannot say.
+    Raises `InputError` for a file that is missing, is not YAML, or is not a valid study.
     """
     path = study_file(file)
     try:
@@ -263,7 +264,7 @@ def load_study(file: str | Path, *, profile: str | None = None) -> StudySpec:
     if profile is not None and profile not in profiles:
         raise unknown("profile", profile, profiles, where=str(path))
     for name, change in profiles.items():
-        # Every profile is held to the same standard, also the one that is not asked for.
+        # Check every profile, not only the one asked for.
         merged = _validated(_merge(given, change), where=f"{path}: profiles.{name}")
         if name == profile:
             return merged
@@ -271,7 +272,7 @@ def load_study(file: str | Path, *, profile: str | None = None) -> StudySpec:
 
 
 def read_yaml(text: str, *, where: str) -> Any:
-    """YAML as studies are written in. Raises `InputError` for what is not YAML, and for a key given twice."""
+    """Reads YAML. Raises `InputError` for text that is not YAML, and for a key given twice."""
     try:
         return yaml.load(text, Loader=_UniqueKeys)
     except yaml.MarkedYAMLError as error:
@@ -318,7 +319,7 @@ _KINDS: dict[str, type[BaseModel]] = {
 
 def _first_line(error: ValidationError) -> str:
     errors = error.errors()
-    # A misspelled key is also a missing one: say the former.
+    # A misspelled key is also a missing key: report the misspelling.
     first = next((found for found in errors if found["type"] == "extra_forbidden"), errors[0])
     parts = [str(part) for part in first["loc"] if part not in ("str", "dict[str,any]", "[key]")]
     key = " ".join(".".join(parts).split())
@@ -334,12 +335,12 @@ def _first_line(error: ValidationError) -> str:
     return f"{key} {says}{given}"
 
 
-# How many levels of mappings merge key by key; what lies deeper, gates and searches among it, is replaced.
+# How many levels of mappings merge key by key. Deeper mappings, such as gates and ranges, are replaced whole.
 _LEVELS = {"task": 2, "base": 2, "for_task": 3, "arms": 3, "tune": 1, "search": 1, "resources": 1}
 
 
 def _merge(below: Mapping[str, Any], above: Mapping[str, Any], levels: Mapping[str, int] | int = _LEVELS) -> Any:
-    """Settings merge key by key, and null takes one away."""
+    """Merges `above` over `below` key by key; null takes a key away."""
     merged = dict(below)
     for key, value in above.items():
         deeper = levels - 1 if isinstance(levels, int) else levels.get(key, 0)
@@ -354,7 +355,7 @@ def _merge(below: Mapping[str, Any], above: Mapping[str, Any], levels: Mapping[s
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """YAML that refuses a key given twice, and reads 1e-3 as the number that it is."""
+    """A YAML loader that refuses a key given twice, and reads 1e-3 as a number."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()

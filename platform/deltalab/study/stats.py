@@ -1,6 +1,6 @@
-"""The statistics of an answer: arms against one base, paired by seed, few seeds, several arms.
+"""The statistics of an answer: several arms against one base, on few seeds, paired by seed.
 
-A value that is not finite is a seed that did not finish. It is left out and counted, never filled in.
+A value that is not finite is a seed that did not finish. It is left out and counted; nothing is filled in for it.
 """
 
 import math
@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 from scipy import stats
 from statsmodels.stats.multitest import multipletests
 
-EXACT_UP_TO = 16  # seeds; beyond, 2^16 random sign flips stand for all of them
+EXACT_UP_TO = 16  # seeds; with more, the test draws 2^16 random sign flips instead of all
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Difference:
 def mean_interval(x: ArrayLike, level: float = 0.95) -> Interval:
     """The mean of x [n] and its t interval, mean +- t_{n-1} s / sqrt(n). It assumes normal values.
 
-    No finished seed: all NaN. One: no interval (NaN).
+    All NaN where no seed finished. Where one did, low and high are NaN.
 
     >>> interval = mean_interval([1.0, 2.0, 3.0, float("nan")])
     >>> interval.mean, round(interval.high, 3), interval.n, interval.missing
@@ -67,9 +67,9 @@ def paired(x: ArrayLike, base: ArrayLike, level: float = 0.95) -> Difference:
 
     Only seeds that finished on both sides count. The exact test assumes that under "no difference" the sign
     of each difference is a coin flip; the t test and the interval, that the differences are normal.
-    No pair: all NaN. One pair: no interval, p_exact = 1. Differences that are all equal: an interval of
-    width zero, and p_t is NaN, for their spread is unknown rather than nil.
-    Raises ValueError: unequal lengths.
+    All NaN where there is no pair. With one pair, low and high are NaN and p_exact is 1. Where all differences are
+    equal, the interval has width zero and p_t is NaN, since their spread is unknown rather than zero.
+    Raises `ValueError` for unequal lengths.
 
     >>> difference = paired([0.9, 0.8, 0.7], [0.8, 0.6, 0.4])
     >>> round(difference.mean, 9), difference.p_exact, round(difference.p_t, 3), difference.n
@@ -81,13 +81,13 @@ def paired(x: ArrayLike, base: ArrayLike, level: float = 0.95) -> Difference:
     both = np.isfinite(left) & np.isfinite(right)
     left, right = left[both], right[both]
     n = len(left)
-    # What is equal but for rounding is equal: the tests would magnify the rounding.
+    # Take as equal what differs by rounding alone, which the tests would magnify.
     scale = np.abs([left, right]).max(initial=0)
     differences = np.where(np.abs(left - right) > 1e-12 * scale, left - right, 0.0)
     interval = mean_interval(differences, level)
     p_exact, p_t = (1.0 if n else math.nan), math.nan
     if n > 1:
-        # In whole numbers sums do not depend on their order, so that ties are ties.
+        # Sums of whole numbers do not depend on their order, so that equal sums compare as equal.
         largest = np.abs(differences).max() or 1.0
         test = stats.permutation_test(
             (np.rint(differences / largest * 2**40),),
@@ -114,9 +114,9 @@ def interaction(base: ArrayLike, a: ArrayLike, b: ArrayLike, ab: ArrayLike, leve
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """Holm's step-down correction of p-values that were asked together.
+    """Holm's step-down correction of p-values that are tested together.
 
-    NaN (an arm that could not be compared) stays NaN and still counts as asked.
+    NaN, for an arm that could not be compared, stays NaN and still counts as a test.
 
     >>> holm([0.01, 0.04, float("nan")])
     [0.03, 0.08, nan]
@@ -131,7 +131,7 @@ def holm(ps: Sequence[float]) -> list[float]:
 def simultaneous_level(comparisons: int, level: float = 0.95) -> float:
     """The level of each of several intervals such that all hold together with `level` (Bonferroni).
 
-    Holm has no simple intervals of its own; these are somewhat wider than its tests.
+    Holm has no simple intervals of its own; these are somewhat wider than its tests would give.
 
     >>> round(simultaneous_level(5), 9)
     0.99

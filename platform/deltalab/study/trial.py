@@ -1,4 +1,4 @@
-"""Runs a stack of trials where it is: in this process, or in a Ray worker that knows nothing but the jobs."""
+"""Runs a stack of trials in this process, which may be a Ray worker that knows nothing but the jobs."""
 
 import hashlib
 import json
@@ -27,16 +27,16 @@ class Deadline(RuntimeError):
 def execute(
     stack: Sequence[Job], runs: Path, *, threads: int = 1, watch: Callable[[int], None] | None = None
 ) -> list[TrialRecord]:
-    """Trains jobs as one and says how each went; an exception becomes a failed trial with its traceback.
+    """Trains jobs as one and returns a record of each; an exception becomes a failed trial with its traceback.
 
-    Where a stack raises, each of its jobs is trained alone, so that one takes no other along.
+    Where a stack raises, each of its jobs is trained again alone, so that only the faulty ones fail.
     runs: the folder of weights and checkpoints. watch: called at every evaluation with the step.
     """
     started = time.time()
     try:
         results = _train(stack, runs, threads, watch, started)
     except Exception as error:
-        # Of one shape, they need the same memory, and they had as much time as they would have alone.
+        # Retrying singly cannot help: each needs the same memory, and each had the time that it would have alone.
         if len(stack) == 1 or isinstance(error, Deadline | torch.OutOfMemoryError):
             return [_record(job, started, len(stack), error=traceback.format_exc()) for job in stack]
     else:
@@ -55,7 +55,7 @@ def infeasible(job: Job, reason: str) -> TrialRecord:
 
 
 def cut_off(runs: Path) -> list[tuple[str, ...]]:
-    """The stacks of several whose training left a checkpoint and no result, by the keys of their jobs."""
+    """Stacks of several jobs whose training left a checkpoint and no result, as the keys of their jobs."""
     listed = sorted((runs / "checkpoints").glob("*.json"))
     return [tuple(json.loads(file.read_text())) for file in listed if file.with_suffix(".pt").exists()]
 
@@ -77,7 +77,7 @@ def _train(
 
     def watched(member: int, step: int, so_far: list[RunResult]) -> None:
         nonlocal seen
-        # Trained together, trials share the time that they take.
+        # A stack has the deadlines of all its trials together.
         if first.deadline is not None and time.time() - started > first.deadline * len(stack):
             raise Deadline(
                 f"the trial is not done after its deadline of {first.deadline:g} s, "
@@ -100,7 +100,7 @@ def _train(
 
 @contextmanager
 def _checkpoint(stack: Sequence[Job], folder: Path) -> Iterator[Path]:
-    """Where a stack's checkpoint goes; a list of its jobs, where they are several, stands beside it until it ends."""
+    """The file for a stack's checkpoint. For several jobs, a list of their keys lies beside it until the stack ends."""
     keys = [job.key for job in stack]
     if len(keys) == 1:
         yield folder / f"{keys[0]}.pt"
@@ -121,7 +121,7 @@ def _checkpoint(stack: Sequence[Job], folder: Path) -> Iterator[Path]:
 
 
 def _load_plugins(job: Job) -> None:
-    """Finds the code that the study was planned with, and refuses any other."""
+    """Loads the plugins of a job. Raises `InputError` where one is not what the study was planned with."""
     for kind, name, file, digest in job.plugins:
         find = rule_plugin if kind == "rule" else task_plugin
         try:
@@ -141,7 +141,7 @@ def _finished(job: Job, started: float, sharing: int, result: TrialResult, runs:
 
 
 def _with_weights(job: Job, result: TrialResult, runs: Path) -> list[RunRecord]:
-    """The runs; those of a confirmation with their weights on disk, whole or not at all."""
+    """The records of the runs. Those of a confirmation get their weights on disk, whole or not at all."""
     records = []
     for run in result.runs:
         artifacts = []
@@ -191,7 +191,7 @@ def _record(
 
 
 def to_json(record: TrialRecord) -> str:
-    """A record as text, to cross from a worker to the driver."""
+    """A record as text, to be sent from a worker to the driver."""
     return json.dumps(asdict(record))
 
 
