@@ -1,5 +1,6 @@
-"""The repository's shape, where it can go wrong without a word: a folder `platform` beside a module `platform`."""
+"""The repository's shape, where a mistake gives no error: a folder `platform` beside a module `platform`."""
 
+import os
 import re
 import subprocess
 import sys
@@ -138,6 +139,30 @@ for module in {modules!r}:
 def test_starting_the_command_loads_nothing_that_only_a_study_needs() -> None:
     heavy = ["ray", "optuna", "sqlalchemy", "alembic", "pydantic", "scipy", "statsmodels", "pandas", "streamlit"]
     assert python(f"import sys, deltalab.cli; print(sorted(set({heavy!r}) & set(sys.modules)))") == "[]"
+
+
+def test_the_version_stands_in_one_place() -> None:
+    import deltalab
+
+    assert PROJECT["project"]["dynamic"] == ["version"]
+    text = (ROOT / PROJECT["tool"]["hatch"]["version"]["path"]).read_text()
+    assert f'__version__ = "{deltalab.__version__}"' in text
+    out = subprocess.run([sys.executable, "-m", "deltalab", "version"], cwd=ROOT, capture_output=True, text=True)
+    assert (out.returncode, out.stdout) == (0, f"{deltalab.__version__}\n"), "`python -m deltalab` is the command"
+
+
+def test_the_shell_completes_commands() -> None:
+    typed = {"_PLATFORM_COMPLETE": "complete_bash", "COMP_WORDS": "platform stu", "COMP_CWORD": "1"}
+    code = [sys.executable, "-m", "deltalab"]
+    out = subprocess.run(code, cwd=ROOT, capture_output=True, text=True, env={**os.environ, **typed})
+    assert out.stdout.split() == ["study"]
+
+
+def test_the_pins_are_exact_and_in_order() -> None:
+    pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    assert not [pin for pin in pins if not re.fullmatch(r"[\w.-]+==[\w.]+", pin)]
+    names = [re.sub("[-_.]+", "-", pin.partition("==")[0]).lower() for pin in pins]
+    assert names == sorted(set(names))
 
 
 def test_rules_announce_themselves_like_a_strangers() -> None:
