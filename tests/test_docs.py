@@ -58,31 +58,24 @@ def small(study: str) -> str:
     return re.sub(r"batch_size: \d+", "batch_size: 4", study)
 
 
-def forget() -> None:
-    """A command starts with no plugin loaded; here all of them share a process."""
-    registry._all.cache_clear()
-    registry._read.cache_clear()
-    registry._named_files.clear()
-    for name in [name for name in sys.modules if name.startswith("deltalab_plugin_")]:
-        del sys.modules[name]
-
-
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
-    forget()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield tmp_path
+    with registry.isolated():
+        yield tmp_path
     torch.set_num_threads(threads)
-    forget()
 
 
 def platform(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> int:
     # In this process: Ray would take seconds of its own for each study.
     inline = ["--executor", "inline"] if words[1:3] == ["study", "run"] else []
     monkeypatch.setattr(sys, "argv", [*words, *inline])
-    with pytest.raises(SystemExit) as exit:
+    # A new process would have imported no plugin.
+    for name in [name for name in sys.modules if name.startswith("deltalab_plugin_")]:
+        del sys.modules[name]
+    with registry.isolated(), pytest.raises(SystemExit) as exit:
         cli.main()
     return exit.value.code or 0
 
@@ -97,7 +90,6 @@ def follow(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
             file.write_text(small(block.code) if block.language == "yaml" else block.code, encoding="utf-8")
         elif block.language == "bash":
             for words in commands(block):
-                forget()
                 assert platform(monkeypatch, words) == 0, f"{page.name}: {shlex.join(words)}"
                 ran += 1
         elif block.language == "python":
