@@ -72,9 +72,6 @@ def platform(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> int:
     # In this process: Ray would take seconds of its own for each study.
     inline = ["--executor", "inline"] if words[1:3] == ["study", "run"] else []
     monkeypatch.setattr(sys, "argv", [*words, *inline])
-    # A new process would have imported no plugin.
-    for name in [name for name in sys.modules if name.startswith("deltalab_plugin_")]:
-        del sys.modules[name]
     with registry.isolated(), pytest.raises(SystemExit) as exit:
         cli.main()
     return exit.value.code or 0

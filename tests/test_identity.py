@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from deltalab import registry
 from deltalab.study.plan import Plan, make_plan
 from deltalab.study.spec import StudySpec
@@ -39,18 +37,15 @@ def key(task: str, **resources: float) -> str:
     return plan.job(plan.arms[0], "confirm", 0, {}).key
 
 
-def test_the_code_of_a_users_task_is_in_a_trials_identity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_named_files", [])
+def test_the_code_of_a_users_task_is_in_a_trials_identity(tmp_path: Path) -> None:
     keys = []
     for folder, source in (("a", TASK), ("b", TASK), ("c", TASK.replace("as mqar draws it", "otherwise"))):
         file = tmp_path / folder / "mine.py"
         file.parent.mkdir()
         file.write_text(source)
-        registry._named_files.clear()
-        registry._all.cache_clear()
-        registry.add_plugin(file)
-        keys.append(key("mine"))
-    registry._all.cache_clear()
+        with registry.isolated():
+            registry.add_plugin(file)
+            keys.append(key("mine"))
     assert keys[0] == keys[1], "wherever the file is"
     assert keys[2] != keys[0], "the version is the same, and the code is not"
 

@@ -21,6 +21,9 @@ from deltalab.rule import UpdateRule
 from deltalab.tasks import BUILTIN, Task
 
 _named_files: list[Path] = []
+_MODULE = "deltalab_plugin_"
+"""The names of modules that are imported from plugin files begin so."""
+
 _OF_A_TASK = ("version", "metric", "maximize")
 
 
@@ -62,19 +65,24 @@ def refresh() -> None:
 
 @contextmanager
 def isolated() -> Iterator[None]:
-    """Searches for plugins and reads their files as a new process would, but keeps modules that are imported already.
-
-    On leaving, forgets the files that `add_plugin` was given inside.
-    """
+    """Searches for plugins and imports their files as a new process would; on leaving, it forgets them again."""
     named = list(_named_files)
-    _read.cache_clear()
-    refresh()
+    modules = {name: module for name, module in sys.modules.items() if name.startswith(_MODULE)}
+    _forget()
     try:
         yield
     finally:
-        _named_files[:] = named
-        _read.cache_clear()
-        refresh()
+        _forget()
+        _named_files.extend(named)
+        sys.modules.update(modules)
+
+
+def _forget() -> None:
+    _named_files.clear()
+    _read.cache_clear()
+    refresh()
+    for name in [name for name in sys.modules if name.startswith(_MODULE)]:
+        del sys.modules[name]
 
 
 def list_rules() -> list[str]:
@@ -205,7 +213,7 @@ def _read(file: Path) -> bytes:
 def _load(path: Path) -> ModuleType:
     if not path.is_file():
         raise InputError(f"{path}: no such plugin file")
-    name = f"deltalab_plugin_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    name = f"{_MODULE}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
     for module in list(sys.modules.values()):
