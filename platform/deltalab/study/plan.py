@@ -108,13 +108,6 @@ class Plan:
         return list(dict.fromkeys(arm.name for arm in self.arms))
 
     @property
-    def rules(self) -> list[str]:
-        """The rules that its trials may run, those that a search chooses from among them."""
-        searched = self.spec.search.searched.get("rule") if self.spec.search else None
-        choices = [_rule(choice)["name"] for choice in (searched.choice or () if searched else ())]
-        return list(dict.fromkeys([*(arm.config["rule"]["name"] for arm in self.arms), *choices]))
-
-    @property
     def budget(self) -> Tune | None:
         """The budget of every arm that tunes."""
         return self.spec.search or self.spec.tune

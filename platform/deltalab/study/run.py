@@ -17,7 +17,6 @@ from typing import Any, Literal
 import torch
 
 from deltalab.errors import InputError
-from deltalab.registry import rule_plugin
 from deltalab.store import ArmRecord, Store
 from deltalab.study.plan import Plan, make_plan
 from deltalab.study.progress import Progress
@@ -191,8 +190,6 @@ def _provenance(plan: Plan) -> dict[str, Any]:
             "cpus": os.cpu_count(),
             "gpus": torch.cuda.device_count(),
         },
-        # A page can show a rule's card only where it finds the rule's file.
-        "rule_files": {name: str(rule_plugin(name).file) for name in plan.rules},
         "command": [_without_password(word) for word in sys.argv],
         "tasks": {
             name: {
