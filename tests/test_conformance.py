@@ -278,6 +278,14 @@ def test_operands_that_are_not_finite_fail_with_their_cause(field: str, value: f
     assert worst("eigenvalues", NotFinite()) == (worst("eigenvalues", Sound()) if field == "r" else math.inf)
 
 
+def test_an_error_whose_text_is_not_unicode_can_be_printed() -> None:
+    class Garbled(Sound):
+        operands = raising(ValueError("\n\ud800"))
+
+    message = failures(check_rule(Garbled()))["backends"].message
+    assert message.encode() == b"sound [as declared]: raised ValueError: \\ud800"
+
+
 def test_a_crash_fails_its_check_and_the_others_go_on() -> None:
     class Crashes(Sound):
         @property

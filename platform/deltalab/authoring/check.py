@@ -61,7 +61,7 @@ class Check(Generic[Subject]):
 
     def raised(self, error: BaseException, where: str) -> CheckResult:
         """The failure of a check whose rule or task raised an error: a finding, not a crash of the platform."""
-        text = " ".join(str(error).split())
+        text = " ".join(str(error).split()).encode(errors="backslashreplace").decode()  # printable everywhere
         return CheckResult(self.name, False, None, f"{where}: raised {type(error).__name__}: {text}")
 
 
