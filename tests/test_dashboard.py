@@ -1,23 +1,28 @@
-"""What the pages say, on a ledger whose every figure is known."""
+"""What the pages say of ledgers whose every figure is known."""
 
 import csv
+import hashlib
 import io
 import json
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from streamlit.testing.v1 import AppTest
 from streamlit.testing.v1.element_tree import Element
 
 import deltalab_dashboard
-from deltalab import cli
+from deltalab import cli, registry
+from deltalab.authoring.scaffold import new_rule
 from deltalab.store import ArmRecord, RuleRecord, RunRecord, Store, TrialRecord
+from deltalab.store.models import StudyState
 from deltalab.study.report import report
+from deltalab.study.run import run_study
 from deltalab_dashboard.pivot import pivot, to_csv, to_latex
 
 APP = Path(deltalab_dashboard.__file__).parent / "app.py"
@@ -32,10 +37,10 @@ TRACEBACK = "Traceback (most recent call last):\n  File 'x.py'\nRuntimeError: ou
 BASE = [0.90, 0.92, 0.94, 0.91, 0.93, 0.95, 0.90, 0.92]
 
 
-def begin(store: Store, name: str, profile: str | None = None) -> int:
+def begin(store: Store, name: str, profile: str | None = None, changes: Mapping[str, Any] = ARMS) -> int:
     arms = [
         ArmRecord(arm, not change, change, {task: {"rule": {"name": "comba"}} for task in TASKS})
-        for arm, change in ARMS.items()
+        for arm, change in changes.items()
     ]
     provenance = {
         "tasks": TASKS,
@@ -190,18 +195,45 @@ def test_arms_show_only_what_differs(ablation: int) -> None:
     table = shown("arms.py").table[0].value
     assert list(table.columns) == ["arm", "rule\\.d", "x"]
     plain = [[cell.replace("\\", "") for cell in row] for row in table.itertuples(index=False)]
-    assert plain == [["**base**", "head(init=0.02)", "1"], ["no_*d*", "const(value=0.0)", ""], ["late", "", "2"]]
+    assert plain == [["**base**", "head(init=0.02)", "1"], ["no_*d*", "const(value=0)", ""], ["late", "", "2"]]
 
 
-def test_the_rule_has_its_source_and_its_card(store: Store, ablation: int) -> None:
+def test_a_rule_that_is_installed_has_its_card_and_the_source_that_ran(ablation: int) -> None:
     app = shown("rule.py")
     assert app.code[0].value == "S = 'as it ran'"
     assert "9f" * 32 in texts(app)
     assert "multiply-adds per head and token" in texts(app)
-    record(store, ablation, "late", "text", BASE, rule=RuleRecord("gone", "77" * 32, "S = 'lost'"))
-    app.run().selectbox(key="rule").select("gone 777777777777").run()
-    assert app.code[0].value == "S = 'lost'"
-    assert "No card: unknown rule 'gone'" in texts(app)
+    assert "which differs from the source that ran" in app.warning[0].value
+
+
+@pytest.fixture
+def plugin(store: Store, ablation: int, tmp_path: Path) -> Iterator[Path]:
+    """The file of a rule that one arm of the study ran."""
+    file = new_rule("invented", tmp_path)
+    record(store, ablation, "late", "text", BASE, rule=RuleRecord("invented", digest(file), file.read_text()))
+    yield file
+    registry._named_files.clear()
+    registry._all.cache_clear()
+
+
+def digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def test_a_rule_whose_file_is_not_given_shows_the_source_that_the_ledger_recorded(plugin: Path) -> None:
+    app = shown("rule.py", rule=f"invented {digest(plugin)[:12]}")
+    assert [code.value for code in app.code] == [plugin.read_text().strip()]
+    assert digest(plugin) in texts(app)
+    assert "No card: unknown rule 'invented'" in texts(app)
+    assert "platform --plugin FILE dashboard" in texts(app)
+
+
+def test_a_rule_whose_file_is_given_has_its_card(plugin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DELTALAB_PLUGINS", str(plugin))
+    app = shown("rule.py", rule=f"invented {digest(plugin)[:12]}")
+    assert "A delta rule that erases with one strength and writes with another" in texts(app)
+    assert "whose source is the one that ran" in texts(app)
+    assert not app.info
 
 
 def test_the_url_names_the_study(store: Store, ablation: int) -> None:
@@ -214,6 +246,15 @@ def test_the_url_names_the_study(store: Store, ablation: int) -> None:
     assert "There is no study '7 gone' here" in texts(app)
     assert app.title[0].value == "later"
     assert app.selectbox(key="study").select(1).run().title[0].value == "ablation"
+
+
+def test_a_study_is_always_chosen(store: Store, ablation: int) -> None:
+    begin(store, "later")
+    picker = shown().selectbox(key="study")
+    assert picker.proto.HasField("default")  # without a default, Streamlit offers an x that clears the choice
+    app = picker.set_value(None).run()
+    assert not app.exception
+    assert app.query_params["study"] == "2 later"
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -234,15 +275,174 @@ def test_a_running_study_grows_and_ends(store: Store) -> None:
     assert ":green-badge[done]" in texts(app.run())
 
 
-def test_a_ledger_without_studies_says_how_to_fill_it(store: Store) -> None:
-    app = shown()
-    assert app.title[0].value == "No studies yet"
-    assert "platform study run" in texts(app)
-
-
 def test_a_ledger_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DELTALAB_DB", str(tmp_path / "gone.db"))
     assert "no such database" in shown().error[0].value
+
+
+SEARCH = {
+    "name": "search",
+    "task": {"mqar": {"length": 16, "pairs": 2, "vocab_size": 32}},
+    "base": {
+        "rule": "linear_attention",
+        "model": {"d_model": 8, "layers": 1, "heads": 1, "mlp": False},
+        "train": {"steps": 2, "batch_size": 4, "lr": 1e-2, "evaluations": 1, "eval_batches": 1},
+    },
+    "search": {
+        "rule": {"choice": ["linear_attention", {"name": "comba", "transition": "iplr"}]},
+        "model.conv": {"integers": [2, 4]},
+        "train.lr": {"log_uniform": [1e-3, 1e-2]},
+        "trials": 3,
+        "finalists": 1,
+    },
+    "seeds": 2,
+}
+MANY = {"base": {}, **{f"{part}_is_{i}": {f"model.{part}": [0, i]} for i in range(20) for part in ("gate", "normal")}}
+NEVER = [math.nan] * len(BASE)
+
+
+@pytest.fixture(scope="module")
+def ledgers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of ledgers, NAME.db, each with a study of the kind that its name says."""
+    folder = tmp_path_factory.mktemp("ledgers")
+    states: dict[str, StudyState] = {
+        "failed": "failed",
+        "diverged": "done",
+        "interrupted": "interrupted",
+        "many": "done",
+    }
+    for name in ("running", *states):
+        with Store.open(folder / f"{name}.db") as store:
+            study = begin(store, name, changes=MANY if name == "many" else ARMS)
+            stage = "tune" if name in ("running", "interrupted") else "confirm"
+            for task in TASKS:
+                for i, arm in enumerate(MANY if name == "many" else ["base", "no_*d*"]):
+                    record(store, study, arm, task, [value - 0.01 * i for value in BASE], stage)
+                if name == "failed":
+                    record(store, study, "late", task, [], state="failed", error=TRACEBACK, tokens_per_second=None)
+                if name == "diverged":
+                    record(store, study, "late", task, NEVER)
+            if name in states:
+                store.finish_study(study, states[name])
+    (folder / "search.yaml").write_text(yaml.safe_dump(SEARCH))
+    run_study(folder / "search.yaml", db=folder / "search.db", executor="inline")
+    Store.open(folder / "empty.db").close()
+    return folder
+
+
+# What a page says, by ledger.
+SAID = {
+    "search": {
+        "study.py": [":green-badge[done]", "mqar (version 1): accuracy on test"],
+        "curves.py": ["A thick one is a trial's mean"],
+        "trials.py": ["5 of 5 trials", "3 of 3 trials have a score"],
+        "arms.py": ["Found by the search"],
+        "rule.py": ["whose source is the one that ran", "multiply-adds per head and token"],
+    },
+    "failed": {
+        "study.py": [":red-badge[failed]", "failed: late, confirm 0 on text: RuntimeError: out of memory"],
+        "curves.py": ["No curve yet: late."],
+        "trials.py": ["6 of 6 trials"],
+        "arms.py": ["Only the settings in which an arm differs"],
+        "rule.py": ["Arms: base, no_*d*, late."],
+    },
+    "diverged": {
+        "study.py": [":green-badge[done]", "No p can be below"],
+        "curves.py": ["Diverged, dashed up to where they did: late (seed 100)", "late (seed 107)"],
+        "trials.py": ["6 of 6 trials"],
+        "arms.py": ["Only the settings in which an arm differs"],
+        "rule.py": ["Arms: base, no_*d*, late."],
+    },
+    "running": {
+        "study.py": [":blue-badge[running]", "4 trials recorded"],
+        "curves.py": [":blue-badge[running]", "Nothing is measured in the stage 'confirm' yet."],
+        "trials.py": [":blue-badge[running]", "4 of 4 trials", "2 of 2 trials have a score"],
+        "arms.py": [":blue-badge[running]"],
+        "rule.py": [":blue-badge[running]", "Arms: base, no_*d*."],
+    },
+    "interrupted": {page: [":orange-badge[interrupted]"] for page in PAGES},
+    "many": {
+        "study.py": ["82 trials recorded"],
+        "curves.py": ["A thick one is a trial's mean"],
+        "trials.py": ["82 of 82 trials"],
+        "arms.py": ["Only the settings in which an arm differs"],
+        "rule.py": ["gate_is_0, normal_is_0", "gate_is_19, normal_is_19"],
+    },
+    "empty": {page: ["No studies yet", "platform study run"] for page in PAGES},
+}
+
+
+@pytest.mark.parametrize(("ledger", "page"), [(ledger, page) for ledger in SAID for page in PAGES])
+def test_every_page_of_every_kind_of_study(
+    ledgers: Path, monkeypatch: pytest.MonkeyPatch, ledger: str, page: str
+) -> None:
+    monkeypatch.setenv("DELTALAB_DB", str(ledgers / f"{ledger}.db"))
+    said = texts(shown(page))
+    for text in SAID[ledger][page]:
+        assert text in said
+
+
+def cells(table: Any) -> dict[str, list[str]]:
+    """The columns of a table, without the backslashes that keep Markdown from reading it."""
+    return {key.replace("\\", ""): [str(cell).replace("\\", "") for cell in table[key]] for key in table}
+
+
+def test_a_search_shows_what_it_tried_and_what_it_found(ledgers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DELTALAB_DB", str(ledgers / "search.db"))
+    rules = {"linear_attention", "comba(transition=iplr)"}
+    app = shown("trials.py")
+    tried = app.dataframe[0].value.query("stage == 'tune'")
+    assert set(tried["rule"]) <= rules
+    # The first trial is the base's confirmation, which has no values: the columns stand beside the score all the same.
+    assert list(tried.columns)[5:9] == ["score", "model.conv", "rule", "train.lr"]
+    assert tried["train.lr"].between(1e-3, 1e-2).all()
+    for path, kind in (("rule", "nominal"), ("model.conv", "quantitative"), ("train.lr", "quantitative")):
+        [chart] = charts(app.selectbox(key="tuned").select(path).run())
+        assert not app.exception
+        assert chart["encoding"]["x"]["title"] == path
+        assert chart["encoding"]["x"]["type"] == kind
+    found = cells(shown("arms.py").table[1].value)
+    assert list(found) == ["arm", "task", "model.conv", "rule", "train.lr"]
+    assert found["arm"] == ["found_1"]
+    assert set(found["rule"]) <= rules
+
+
+def test_an_arm_that_failed_has_a_row_and_its_traceback(ledgers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DELTALAB_DB", str(ledgers / "failed.db"))
+    assert cells(shown().table[0].value)["verdict"][2] == ":red[failed]"
+    app = shown("trials.py", states="failed")
+    assert [code.value for code in app.code] == [TRACEBACK.strip()] * 2
+
+
+def test_an_arm_that_diverged_with_all_seeds_has_a_row_without_figures(
+    ledgers: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DELTALAB_DB", str(ledgers / "diverged.db"))
+    late = {name: column[2] for name, column in cells(shown().table[0].value).items()}
+    assert late["verdict"] == ":red[diverged]"
+    assert late["seeds"] == "0 of 8, 8 diverged"
+    assert (late["accuracy ↑"], late["difference"], late["p"]) == ("", "", "")
+    table = shown("trials.py", states="diverged").dataframe[0].value
+    assert list(table["arm"]) == ["late", "late"]
+    assert table["score"].isna().all()
+
+
+def test_a_study_without_confirmed_trials_compares_nothing(ledgers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DELTALAB_DB", str(ledgers / "running.db"))
+    app = shown()
+    assert [cells(table.value)["verdict"] for table in app.table[:2]] == [["not run"] * 3] * 2
+    assert charts(app) == []
+    assert cells(shown(stage="tune").table[0].value)["verdict"] == ["base", "not compared", "not run"]
+
+
+def test_forty_arms_are_all_there(ledgers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DELTALAB_DB", str(ledgers / "many.db"))
+    for table in shown().table:
+        assert cells(table.value)["arm"] == list(MANY)
+    [chart] = charts(shown("curves.py"))
+    color = chart["layer"][0]["encoding"]["color"]
+    assert color["scale"]["domain"] == list(MANY)
+    assert color["legend"]["symbolLimit"] == 41  # Vega-Lite would drop what comes after the 30th
 
 
 def test_no_page_shows_a_password(ablation: int) -> None:
@@ -251,16 +451,23 @@ def test_no_page_shows_a_password(ablation: int) -> None:
     assert "SECRET" not in said
 
 
-def test_the_database_reaches_the_server_outside_its_arguments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_database_and_the_plugins_reach_the_server_outside_its_arguments(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     url = f"sqlite:///{tmp_path}/lab.db"
     Store.open(url).close()
     replaced: list[Any] = []
     monkeypatch.setattr(os, "execve", lambda *given: replaced.extend(given))
-    monkeypatch.setattr(sys, "argv", ["platform", "dashboard", "--db", url, "--no-browser"])
+    file = new_rule("invented", tmp_path)
+    words = ["platform", "--plugin", str(file), "dashboard", "--db", url, "--no-browser"]
+    monkeypatch.setattr(sys, "argv", words)
     with pytest.raises(SystemExit) as ended:
         cli.main()
+    registry._named_files.clear()
+    registry._all.cache_clear()
     assert ended.value.code in (0, None)
     _, command, environment = replaced
     assert environment["DELTALAB_DB"] == url
+    assert environment["DELTALAB_PLUGINS"] == str(file)
     assert url not in " ".join(command)
     assert {"--server.address=127.0.0.1", "--browser.gatherUsageStats=false"} <= set(command)

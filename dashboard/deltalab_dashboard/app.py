@@ -1,4 +1,4 @@
-"""The frame of every page: opens the ledger, lets one choose a study, runs the page. `platform dashboard` starts it."""
+"""The frame around every page: opens the ledger, offers its studies, runs the page. `platform dashboard` starts it."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ PAGES = [
     st.Page("arms.py", title="Arms", icon=":material/call_split:"),
     st.Page("rule.py", title="Rule", icon=":material/function:"),
 ]
-ICON = Path(__file__).parent / "icon.svg"  # a Material icon would be fetched from the network
+ICON = Path(__file__).parent / "icon.svg"  # Streamlit would fetch a Material icon from the network
 NOTHING_YET = """
 A study is one YAML file. Run one, and it appears here while it runs:
 
@@ -26,20 +26,18 @@ platform study run studies/quickstart.yaml
 
 
 def choose(studies: dict[int, Study]) -> None:
-    """Puts the chosen study's id into the session and the URL: the one in the URL, else the latest."""
-    names = {study.id: label(study) for study in studies.values()}
-    asked = st.query_params.get(STUDY)
-    if asked and asked not in names.values():
-        st.warning(f"There is no study '{plain(asked)}' here; this is the latest.")
+    """Lets one choose a study, at first the URL's or the latest. The session keeps its id, the URL its label."""
+    labels = {study.id: label(study) for study in studies.values()}
     if st.session_state.get(STUDY) not in studies:
-        # Not the widget's default: that one stays out of the URL, which a new study would then point elsewhere.
-        st.session_state[STUDY] = next(iter(studies))
-        if asked not in names.values():
-            st.query_params[STUDY] = names[st.session_state[STUDY]]
-    st.sidebar.selectbox(
-        "Study", list(names), index=None, format_func=names.__getitem__, key=STUDY, bind="query-params"
-    )
-    st.sidebar.markdown(badge(studies[st.session_state[STUDY]]))
+        ids = {text: study_id for study_id, text in labels.items()}
+        asked = st.query_params.get(STUDY, "")
+        if asked and asked not in ids:
+            st.warning(f"There is no study '{plain(asked)}' here; this is the latest.")
+        st.session_state[STUDY] = ids.get(asked, next(iter(studies)))
+    chosen = st.sidebar.selectbox("Study", list(labels), format_func=labels.__getitem__, key=STUDY)
+    # A bound widget keeps its first option out of the URL, and a link would move on to the next study that begins.
+    st.query_params[STUDY] = labels[chosen]
+    st.sidebar.markdown(badge(studies[chosen]))
 
 
 def main() -> None:

@@ -1,11 +1,11 @@
-"""What makes an arm: the settings in which it differs from the base, and all of them."""
+"""The settings of every arm: those in which it differs from the base, and all of them."""
 
 from typing import Any
 
 import streamlit as st
 
 from deltalab.store import Store, Study
-from deltalab_dashboard.chosen import plain, show
+from deltalab_dashboard.chosen import plain, searched, setting, show
 
 
 def page(store: Store, study: Study) -> None:
@@ -19,13 +19,15 @@ def page(store: Store, study: Study) -> None:
         row = {"arm": f"**{plain(arm.name)}**" if arm.is_base else plain(arm.name)}
         for key, before in base.items():
             value = before if arm.is_base else arm.change[key][1] if key in arm.change else None
-            row[plain(key)] = said(value) if arm.is_base or key in arm.change else ""
+            row[plain(key)] = plain(setting(value)) if arm.is_base or key in arm.change else ""
         rows.append(row)
-    st.caption("Only the settings in which an arm differs; an empty cell is as in the base.")
     st.table(rows, border="horizontal", hide_header=False)
+    st.caption("Only the settings in which an arm differs from the base; an empty cell means: as in the base.")
+    if study.spec.get("search"):
+        found(store, study)
 
     st.subheader("Everything", anchor=False)
-    st.caption("Every default spelled out, before tuning.")
+    st.caption("Every setting, defaults included, before tuning or search.")
     left, right = st.columns(2)
     configs = {arm.name: arm.config for arm in arms}
     name = left.selectbox("Arm", list(configs), key="arm", bind="query-params")
@@ -34,20 +36,20 @@ def page(store: Store, study: Study) -> None:
         st.json(configs[name][task])
 
 
-def said(value: object) -> str:
-    """A setting as one would write it down.
-
-    >>> said({"head": {"init": 1}}), said({"metala_decay": {}}), said(None)
-    ('head\\\\(init=1\\\\)', 'metala\\\\_decay', 'absent')
-    """
-    if value is None:
-        return "absent"
-    if isinstance(value, dict) and len(value) == 1:
-        [(form, given)] = value.items()
-        if isinstance(given, dict):
-            arguments = ", ".join(f"{key}={item}" for key, item in given.items())
-            return plain(f"{form}({arguments})" if arguments else form)
-    return plain(str(value))
+def found(store: Store, study: Study) -> None:
+    """The settings that a search gave its arms, once they are confirmed."""
+    st.subheader("Found by the search", anchor=False)
+    paths = list(searched(study))
+    rows = [
+        {"arm": plain(trial.arm), "task": plain(trial.task)}
+        | {plain(path): plain(setting(trial.values[path])) for path in paths}
+        for trial in store.trials(study.id)
+        if trial.stage == "confirm" and trial.values
+    ]
+    if rows:
+        st.table(rows, border="horizontal", hide_header=False)
+    else:
+        st.info("The search has confirmed no arm yet.")
 
 
 if __name__ == "__main__":  # how Streamlit runs a page

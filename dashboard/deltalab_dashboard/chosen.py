@@ -1,8 +1,9 @@
-"""Gives the chosen study to its page, and again every few seconds while the study runs."""
+"""Draws a page of the chosen study, again every few seconds while it runs, and writes what the ledger holds as text."""
 
 import os
 import re
 from collections.abc import Callable
+from typing import Any
 
 import streamlit as st
 
@@ -10,9 +11,11 @@ from deltalab.errors import InputError
 from deltalab.store import Store, Study
 
 DATABASE = "DELTALAB_DB"
-"""Names the database. An argument would show a password in its URL to everybody who runs `ps`."""
+"""The environment variable with the database. In an argument, `ps` would show everybody a password in its URL."""
+PLUGINS = "DELTALAB_PLUGINS"
+"""The environment variable with the plugin files of `platform --plugin FILE dashboard`, separated as in PATH."""
 STUDY = "study"
-"""The key of the chosen study's id, in the session and in the URL."""
+"""The key of the chosen study: of its id in the session, of its label in the URL."""
 REFRESH_SECONDS = 3
 COLORS = {"running": "blue", "done": "green", "failed": "red", "interrupted": "orange"}
 
@@ -28,7 +31,7 @@ def _open(where: str | None) -> Store:
 
 
 def show(page: Callable[[Store, Study], None]) -> None:
-    """Draws a page of the chosen study, and again while the study runs."""
+    """Draws a page of the chosen study, again every `REFRESH_SECONDS` while the study runs."""
     store, chosen = ledger(), st.session_state[STUDY]
     running = store.study(chosen).state == "running"
 
@@ -45,7 +48,7 @@ def show(page: Callable[[Store, Study], None]) -> None:
 
 
 def label(study: Study) -> str:
-    """How a study is named where it is chosen, and in the URL."""
+    """A study's name in the list of studies and in the URL: its id, name and profile."""
     return " ".join(filter(None, (str(study.id), study.name, study.profile)))
 
 
@@ -54,8 +57,39 @@ def badge(study: Study) -> str:
     return f":{COLORS[study.state]}-badge[{study.state}]"
 
 
+def searched(study: Study) -> dict[str, dict[str, Any]]:
+    """The settings that a study tunes or searches, by path, and where their values lie."""
+    budget = study.spec.get("search") or study.spec.get("tune") or {}
+    return {path: space for path, space in budget.items() if isinstance(space, dict)}
+
+
+def setting(value: object) -> str:
+    """A setting as one would write it down.
+
+    >>> setting({"head": {"init": 1}}), setting({"metala_decay": {}}), setting(None)
+    ('head(init=1)', 'metala_decay', 'absent')
+    >>> setting({"name": "comba", "transition": "iplr", "d": {"const": {"value": 0.5}}})
+    'comba(transition=iplr, d=const(value=0.5))'
+    """
+    if value is None:
+        return "absent"
+    if isinstance(value, float):
+        return f"{value:g}"
+    if not isinstance(value, dict):
+        return str(value)
+    if "name" in value:  # a rule with its knobs
+        value = {value["name"]: {key: given for key, given in value.items() if key != "name"}}
+    if len(value) != 1:
+        return str(value)
+    [(form, given)] = value.items()
+    if not isinstance(given, dict):
+        return str(value)
+    arguments = ", ".join(f"{key}={setting(item)}" for key, item in given.items())
+    return f"{form}({arguments})" if arguments else form
+
+
 def plain(text: str) -> str:
-    """Text of the ledger as it is, where Streamlit would read it as Markdown.
+    """Escapes text that Streamlit would read as Markdown.
 
     >>> print(plain("a_b [1, 2]"))
     a\\_b \\[1, 2\\]

@@ -1,5 +1,6 @@
-"""Learning curves: a thin line for each seed, the arm's mean above them."""
+"""Learning curves: a thin line for each seed, a thick one for the mean of a trial's seeds."""
 
+import math
 from typing import get_args
 
 import altair as alt
@@ -11,6 +12,7 @@ from deltalab.store.models import Stage
 from deltalab_dashboard.chosen import plain, show
 
 POINTS = 500  # per seed; a screen shows no more
+LEGEND_ROWS = 30  # as many as the chart is high
 
 
 def page(store: Store, study: Study) -> None:
@@ -56,15 +58,22 @@ def page(store: Store, study: Study) -> None:
 def chart(points: pd.DataFrame, arms: list[str], title: str) -> alt.LayerChart | alt.FacetChart:
     base = alt.Chart(points).encode(
         x=alt.X("step:Q", title="step", axis=alt.Axis(tickCount=10), scale=alt.Scale(nice=False)),
-        # The whole study's arms: a colour stays an arm's when others are left out.
+        # All arms of the study: an arm keeps its colour when others are left out.
         color=alt.Color(
             "arm:N",
             scale=alt.Scale(domain=arms),
             sort=None,
-            legend=alt.Legend(title=None, labelLimit=0, symbolOpacity=1, symbolStrokeWidth=3),
+            legend=alt.Legend(
+                title=None,
+                labelLimit=0,
+                symbolLimit=len(arms),  # every arm; Vega-Lite stops at 30
+                columns=math.ceil(len(arms) / LEGEND_ROWS),
+                symbolOpacity=1,
+                symbolStrokeWidth=3,
+            ),
         ),
     )
-    dots = points["step"].nunique() == 1  # or a line of one point would not show
+    dots = points["step"].nunique() == 1  # a line needs two points to be seen
     seeds = base.mark_line(strokeWidth=1, opacity=0.35, point=dots).encode(
         y=alt.Y("value:Q", title=title, scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=10)),
         detail=["trial:N", "seed:N"],

@@ -1,4 +1,4 @@
-"""Takes the README's picture: the page of a study, as a browser shows it."""
+"""Takes a screenshot of a study's page in a browser: the picture in README."""
 
 import argparse
 import os
@@ -20,7 +20,7 @@ from deltalab.errors import InputError
 from deltalab.store import Store
 from deltalab_dashboard.chosen import DATABASE, STUDY, label
 
-CHROMIUM = Path("/usr/bin/chromium")  # Debian's; Playwright's own download is not wanted
+CHROMIUM = Path("/usr/bin/chromium")  # Debian's package; Playwright would download its own browser
 FLAGS = [
     "--no-sandbox",
     "--disable-gpu",
@@ -36,7 +36,7 @@ WIDTH = 1440  # pixels
 
 @contextmanager
 def served(db: str | Path) -> Iterator[str]:
-    """The address of a dashboard that lives as long as the block. Raises InputError: it does not start."""
+    """Runs a dashboard for the length of the block, and yields its address. Raises InputError if it does not start."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -56,7 +56,7 @@ def served(db: str | Path) -> Iterator[str]:
 
 @contextmanager
 def browser() -> Iterator[Page]:
-    """A page of a new browser."""
+    """Opens a new browser for the length of the block, and yields a page of it."""
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         try:
@@ -66,7 +66,7 @@ def browser() -> Iterator[Page]:
 
 
 def settle(page: Page) -> None:
-    """Waits until the page is drawn, its charts too."""
+    """Waits until the page and its charts are drawn."""
     page.locator("[data-testid=stMain] h1").wait_for()
     page.locator("[data-test-script-state=notRunning]").wait_for()
     for chart in page.locator("[data-testid=stVegaLiteChart]").all():
@@ -74,9 +74,9 @@ def settle(page: Page) -> None:
 
 
 def take(db: str | Path, study: str, out: Path) -> None:
-    """Writes the picture of a study's page, down to the chart of its first task.
+    """Writes a screenshot of a study's page, cut off below the first chart.
 
-    Raises InputError: no such database or study.
+    Raises InputError if there is no such database or study.
     """
     with Store.open(db, create=False) as store:
         query = urlencode({STUDY: label(store.study(study))})

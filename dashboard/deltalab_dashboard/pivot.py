@@ -1,4 +1,4 @@
-"""Arms by tasks, one cell each: the table that goes into a paper."""
+"""Arms by tasks, one cell for each pair: the table for a paper."""
 
 import csv
 import io
@@ -17,7 +17,7 @@ LATEX = str.maketrans(
 
 
 def pivot(found: Report) -> list[dict[str, str]]:
-    """A row per arm, a column per task; where there is no figure, the reason."""
+    """A row per arm, a column per task. A cell without a figure gives the verdict, such as `failed`."""
     cells: dict[str, dict[str, str]] = {}
     for table in found.tables:
         for row in table.rows:
@@ -57,7 +57,7 @@ def _header(table: TaskTable) -> str:
 
 
 def arrow(table: TaskTable) -> str:
-    """Where better is."""
+    """The direction in which the metric gets better."""
     return "↑" if table.maximize else "↓"
 
 

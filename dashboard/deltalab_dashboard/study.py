@@ -1,4 +1,4 @@
-"""A study's answer: every arm against the base, task by task."""
+"""The answer of a study: every arm against the base, task by task."""
 
 import math
 from typing import get_args
@@ -15,7 +15,7 @@ from deltalab_dashboard.chosen import badge, plain, show
 from deltalab_dashboard.pivot import LEGEND, arrow, pivot, to_csv, to_latex
 
 VERDICTS = {"better": "green", "worse": "red", "failed": "red", "diverged": "red"}
-SHOWN = 5  # failures; the page of the trials has all
+SHOWN = 5  # failures; the Trials page lists all
 COLORS = {"better": "#1a9850", "worse": "#d73027", "no difference found at this budget": "#8c96a3"}
 
 
@@ -62,16 +62,18 @@ def head(store: Store, study: Study) -> None:
 
 
 def draw(table: TaskTable) -> None:
-    """One task: the arms as a table, then their differences as a picture."""
+    """One task: a table of the arms, then a chart of their differences from the base."""
     st.subheader(plain(caption(table)), anchor=table.task)
     lines = [cells(row) for row in table.rows]
     rows: list[dict[str, str]] = [{} for _ in lines]
     for name, column in zip(headers(table), zip(*lines, strict=True), strict=True):
-        if not any(column):  # as the differences while tuning
+        if not any(column):  # nothing is compared while tuning, for one
             continue
         header = f"{name} {arrow(table)}" if name == table.metric else name
         for row, cell in zip(rows, column, strict=True):
-            row[plain(header)] = plain(cell.replace(" ", "\u00a0") if "[" in cell else cell)  # an interval: one line
+            row[plain(header)] = plain(
+                cell.replace(" ", "\u00a0") if "[" in cell else cell
+            )  # keep an interval on one line
     for row, about in zip(rows, table.rows, strict=True):
         if color := VERDICTS.get(about.verdict):
             row["verdict"] = f":{color}[{row['verdict']}]"
@@ -82,7 +84,7 @@ def draw(table: TaskTable) -> None:
 
 
 def forest(table: TaskTable) -> alt.LayerChart | alt.FacetChart | None:
-    """The differences with their intervals against 0; None where nothing is compared."""
+    """A chart of the differences from the base with their intervals; None if nothing is compared."""
     rows = [
         {
             "arm": row.arm,
@@ -139,8 +141,8 @@ def downloads(found: Report) -> None:
 
 
 def provenance(study: Study) -> None:
-    with st.expander("Where it comes from"):
-        # The command stays out: a database's URL in it may hold a password.
+    with st.expander("Provenance and settings"):
+        # Leave out the command: a database URL in it may hold a password.
         st.json({key: value for key, value in study.provenance.items() if key not in ("command", "earlier", "tasks")})
         st.json(study.spec, expanded=False)
 

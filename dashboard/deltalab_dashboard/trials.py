@@ -1,6 +1,7 @@
-"""Every trial, with its state and, where it raised, its traceback; and what tuning found."""
+"""Every trial with its state, the tracebacks of those that failed, and the scores of tuning."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import altair as alt
@@ -9,7 +10,7 @@ import streamlit as st
 
 from deltalab.store import Store, Study, TrialRow
 from deltalab.study.answer import SPLIT
-from deltalab_dashboard.chosen import plain, show
+from deltalab_dashboard.chosen import plain, searched, setting, show
 
 COLUMNS = {
     "score": st.column_config.NumberColumn(format="%.4f"),
@@ -36,7 +37,7 @@ def page(store: Store, study: Study) -> None:
         for column, (name, options) in zip(st.columns(4), offered.items(), strict=True)
     }
     scores = means(store, study)
-    rows = [(trial, line(trial, scores.get(trial.key))) for trial in every]
+    rows = [(trial, line(trial, scores.get(trial.key), searched(study))) for trial in every]
     rows = [(trial, row) for trial, row in rows if all(row[name] in (wanted[name] or offered[name]) for name in wanted)]
     st.caption(f"{len(rows)} of {len(every)} trials. The score is the mean of the seeds that finished.")
     st.dataframe(pd.DataFrame([row for _, row in rows]), hide_index=True, column_config=COLUMNS, placeholder="")
@@ -49,7 +50,7 @@ def page(store: Store, study: Study) -> None:
 
 
 def means(store: Store, study: Study) -> dict[str, float]:
-    """The score of each trial that has one, by its key: what the report judges it by."""
+    """The mean that the report compares, of each trial that has one, by its key."""
     values: dict[str, list[float]] = {}
     for final in store.final_metrics(study.id):
         judged = (study.provenance["tasks"][final.task]["metric"], SPLIT[final.stage])
@@ -58,7 +59,8 @@ def means(store: Store, study: Study) -> dict[str, float]:
     return {key: math.fsum(found) / len(found) for key, found in values.items()}
 
 
-def line(trial: TrialRow, score: float | None) -> dict[str, Any]:
+def line(trial: TrialRow, score: float | None, paths: Iterable[str]) -> dict[str, Any]:
+    """A row of the table. paths: the settings that the study tunes, empty where a trial has no value."""
     diverged = [str(seed) for seed, state in trial.runs.items() if state == "diverged"]
     state = "diverged" if diverged and trial.state == "done" else trial.state
     return {
@@ -68,19 +70,21 @@ def line(trial: TrialRow, score: float | None) -> dict[str, Any]:
         "number": trial.number,
         "state": state,
         "score": score,
-        **trial.values,
+        **dict.fromkeys(paths),
+        "rule": trial.rule,
+        # A search may choose the rule as a whole: that value names the rule and its knobs, and takes its place.
+        **{path: value if isinstance(value, int | float) else setting(value) for path, value in trial.values.items()},
         "seconds": trial.seconds,
         "seeds": len(trial.runs),
         "diverged seeds": ", ".join(diverged),
         "us/token": 1e6 / trial.tokens_per_second if trial.tokens_per_second else None,
-        "rule": trial.rule,
         "finished, UTC": trial.finished_at,
         "key": trial.key,
     }
 
 
 def tuning(study: Study, trials: list[TrialRow], scores: dict[str, float]) -> None:
-    """The score on one task against what was tuned."""
+    """The score of the tuning trials against one setting, on one task."""
     tuned = list(dict.fromkeys(name for trial in trials for name in trial.values))
     if not tuned:
         return
@@ -89,19 +93,18 @@ def tuning(study: Study, trials: list[TrialRow], scores: dict[str, float]) -> No
     name = left.selectbox("Tuned", tuned, key="tuned", bind="query-params")
     task = right.selectbox("On", list(dict.fromkeys(trial.task for trial in trials)), key="on", bind="query-params")
     meant = [trial for trial in trials if trial.task == task and name in trial.values]
-    points = [{**line(trial, scores[trial.key]), name: trial.values[name]} for trial in meant if trial.key in scores]
+    points = [line(trial, scores[trial.key], searched(study)) for trial in meant if trial.key in scores]
     st.caption(f"{len(points)} of {len(meant)} trials have a score.")
     if points:
-        st.altair_chart(sweep(pd.DataFrame(points), name, study), height=380)
+        st.altair_chart(sweep(pd.DataFrame(points), name, searched(study)[name]), height=380)
 
 
-def sweep(points: pd.DataFrame, name: str, study: Study) -> alt.Chart:
-    search = study.spec["tune"][name]
-    field = name.replace(".", "\\.")  # a dot would reach into an object
-    if search.get("choice"):
+def sweep(points: pd.DataFrame, name: str, space: dict[str, Any]) -> alt.Chart:
+    field = name.replace(".", "\\.")  # Vega-Lite reads an unescaped dot as a path into an object
+    if space.get("choice"):
         x = alt.X(f"{field}:N", title=name)
     else:
-        scale = alt.Scale(type="log" if search.get("log_uniform") else "linear", zero=False, nice=False)
+        scale = alt.Scale(type="log" if space.get("log_uniform") else "linear", zero=False, nice=False)
         x = alt.X(f"{field}:Q", title=name, scale=scale)
     chart: alt.Chart = (
         alt.Chart(points)

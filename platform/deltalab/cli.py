@@ -46,10 +46,12 @@ INTERRUPTED = 130
 
 @app.callback()
 def _plugins(
+    ctx: typer.Context,
     plugin: Annotated[list[Path] | None, typer.Option("--plugin", help="A Python file with rules or tasks.")] = None,
 ) -> None:
     """deltalab: does my change to a recurrent update rule help, by how much, and at what cost?"""
-    for file in plugin or []:
+    ctx.obj = plugin or []
+    for file in ctx.obj:
         add_plugin(file)
 
 
@@ -316,7 +318,12 @@ def task_new(name: str, folder: Folder = Path("plugins")) -> None:
 
 
 @app.command()
-def dashboard(db: Db = None, port: Annotated[int, typer.Option(min=1, max=65535)] = 8501, browser: bool = True) -> None:
+def dashboard(
+    ctx: typer.Context,
+    db: Db = None,
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8501,
+    browser: bool = True,
+) -> None:
     """Compare studies in the browser, on 127.0.0.1."""
     import importlib.util
 
@@ -332,12 +339,15 @@ def dashboard(db: Db = None, port: Annotated[int, typer.Option(min=1, max=65535)
         "server.port": port,
         "server.headless": not browser,
         "browser.gatherUsageStats": False,
+        "server.fileWatcherType": "none",  # a reloaded plugin would not be the source that this process hashed
     }
     flags = [f"--{name}={str(value).lower()}" for name, value in options.items()]
     command = [sys.executable, "-m", "streamlit", "run", str(Path(spec.origin).parent / "app.py"), *flags]
     # A database's URL may hold a password, and other users can read a process's arguments. So the URL goes through the
     # environment, and Streamlit replaces this process, whose arguments may hold it too.
     environment = {**os.environ, **({"DELTALAB_DB": db} if db else {})}
+    if ctx.obj:
+        environment["DELTALAB_PLUGINS"] = os.pathsep.join(map(str, ctx.obj))
     os.execve(sys.executable, command, environment)
 
 
