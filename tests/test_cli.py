@@ -247,7 +247,7 @@ def test_upgrade_leaves_a_current_database_alone(platform: Platform, done: Path)
 WRONG: list[tuple[str, tuple[str, ...]]] = [
     ("nonsense", ("No such command 'nonsense'",)),
     ("study rnu", ("Did you mean 'run'?",)),
-    ("study run", ("Missing argument 'STUDY.yaml'",)),
+    ("study run", ("Missing argument 'FILE|NAME'",)),
     ("study run study.yaml --exector inline", ("--exector", "--executor")),
     ("study run study.yaml --executor rey", ("ray or inline", "'rey'")),
     ("study run study.yaml --workers 0", ("--workers",)),

@@ -291,8 +291,10 @@ SEARCH = {
     "search": {
         "rule": {"choice": ["linear_attention", {"name": "comba", "transition": "iplr"}]},
         "model.conv": {"integers": [2, 4]},
+        "model.d_model": {"integers": [7, 9]},
+        "model.heads": {"choice": [1, 2]},  # 2 heads make no model of width 7 or 9
         "train.lr": {"log_uniform": [1e-3, 1e-2]},
-        "trials": 3,
+        "trials": 4,
         "finalists": 1,
     },
     "seeds": 2,
@@ -335,7 +337,7 @@ SAID = {
     "search": {
         "study.py": [":green-badge[done]", "mqar (version 1): accuracy on test"],
         "curves.py": ["A thick one is a trial's mean"],
-        "trials.py": ["5 of 5 trials", "3 of 3 trials have a score"],
+        "trials.py": ["7 of 7 trials", "3 of 3 trials have a score"],
         "arms.py": ["Found by the search"],
         "rule.py": ["whose source is the one that ran", "multiply-adds per head and token"],
     },
@@ -394,7 +396,8 @@ def test_a_search_shows_what_it_tried_and_what_it_found(ledgers: Path, monkeypat
     tried = app.dataframe[0].value.query("stage == 'tune'")
     assert set(tried["rule"]) <= rules
     # The first trial is the base's confirmation, which has no values: the columns stand beside the score all the same.
-    assert list(tried.columns)[5:9] == ["score", "model.conv", "rule", "train.lr"]
+    assert list(tried.columns)[5:11] == ["score", "model.conv", "model.d_model", "model.heads", "rule", "train.lr"]
+    assert set(tried["state"]) == {"done", "infeasible"}
     assert tried["train.lr"].between(1e-3, 1e-2).all()
     for path, kind in (("rule", "nominal"), ("model.conv", "quantitative"), ("train.lr", "quantitative")):
         [chart] = charts(app.selectbox(key="tuned").select(path).run())
@@ -402,7 +405,7 @@ def test_a_search_shows_what_it_tried_and_what_it_found(ledgers: Path, monkeypat
         assert chart["encoding"]["x"]["title"] == path
         assert chart["encoding"]["x"]["type"] == kind
     found = cells(shown("arms.py").table[1].value)
-    assert list(found) == ["arm", "task", "model.conv", "rule", "train.lr"]
+    assert list(found) == ["arm", "task", "model.conv", "model.d_model", "model.heads", "rule", "train.lr"]
     assert found["arm"] == ["found_1"]
     assert set(found["rule"]) <= rules
 

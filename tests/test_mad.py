@@ -517,7 +517,7 @@ def test_a_study_takes_the_readout_from_the_task(tmp_path: Path) -> None:
     assert {task for task, readout in readouts.items() if readout == "last"} == {"mad_compression"}
     text = "name: s\ntask: {mad_compression: {}}\nseeds: 1\nbase: {rule: gla, model: {readout: position}, train: {}}\n"
     (tmp_path / "s.yaml").write_text(text)
-    with pytest.raises(InputError, match=r"model.readout is task 'mad_compression''s: leave it out"):
+    with pytest.raises(InputError, match=r"model.readout is set by task 'mad_compression': leave it out"):
         make_plan(load_study(tmp_path / "s.yaml"))
 
 

@@ -535,7 +535,7 @@ def test_trials_that_differ_in_numbers_alone_train_together(model: Any, spec: An
     other = replace(TINY, **model), replace(SPEC, **spec)
     assert stackable((TINY, SPEC), other) is stackable(other, (TINY, SPEC)) is right
     if not right:
-        with pytest.raises(InputError, match="numbers alone"):
+        with pytest.raises(InputError, match="may differ in lr"):
             train_together(TASK, [(TINY, SPEC), other], [1])
 
 

@@ -27,7 +27,7 @@ def page(store: Store, study: Study) -> None:
         st.info("No trial is recorded yet.")
         return
     offered: dict[str, list[str]] = {
-        "state": ["done", "diverged", "failed"],
+        "state": ["done", "diverged", "failed", "infeasible"],
         "stage": sorted(set[str](trial.stage for trial in every)),
         "task": sorted({trial.task for trial in every}),
         "arm": list(dict.fromkeys(trial.arm for trial in every)),

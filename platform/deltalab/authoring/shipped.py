@@ -22,7 +22,7 @@ def study_file(given: str | Path) -> Path:
     'quickstart.yaml'
     """
     path = Path(given)
-    if path.suffix in (".yaml", ".yml") or len(path.parts) > 1 or path.is_file():
+    if not path.name or path.suffix in (".yaml", ".yml") or len(path.parts) > 1 or path.is_file():
         return path
     studies = shipped_studies()
     if path.name not in studies:

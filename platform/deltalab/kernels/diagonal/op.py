@@ -11,7 +11,7 @@ from deltalab.kernels.diagonal.launch import DiagonalLaunch
 from deltalab.kernels.register import absent, empty_like, existing, register
 
 
-class Given(NamedTuple):
+class DiagonalOperands(NamedTuple):
     """The operands as `rule.Operands` names them, or their gradients."""
 
     r: Tensor
@@ -63,7 +63,7 @@ class Prepared(NamedTuple):
             within_a=like.new_empty(*at, *square) if free else None,
         )
 
-    def fill(self, x: DiagonalLaunch, given: Given, scale: float, chunks: range) -> None:
+    def fill(self, x: DiagonalLaunch, given: DiagonalOperands, scale: float, chunks: range) -> None:
         """Launches `forward.prepare`."""
         bk = x.bk("prepare")
         x.launch(
@@ -107,7 +107,7 @@ def diagonal_scan(
     Returns (o, last state, and the state before each segment for the backward).
     """
     x = DiagonalLaunch.of(k, u, e, a, cu_seqlens, late, chunk_size)
-    given, prepared = Given(r, k, u, g, e, a, b, beta, read, d), Prepared.empty(x, u, x.chunks)
+    given, prepared = DiagonalOperands(r, k, u, g, e, a, b, beta, read, d), Prepared.empty(x, u, x.chunks)
     if beta is not None or a is not None:
         prepared = prepared._replace(inverse=None)
     prepared.fill(x, given, scale, range(x.chunks))
@@ -155,9 +155,9 @@ def _backward(
 ) -> list[Tensor]:
     """Gradients of r, k, u, g, e, a, b, beta, read, d and the state; `absent` for what was not given."""
     x = DiagonalLaunch.of(k, u, e, a, cu_seqlens, late, chunk_size)
-    given = Given(r, k, u, g, e, a, b, beta, read, d)
+    given = DiagonalOperands(r, k, u, g, e, a, b, beta, read, d)
     found = empty_like(given, u)
-    grads = Given._make(map(existing, found))
+    grads = DiagonalOperands._make(map(existing, found))
     d_o = torch.zeros_like(u) if d_o is None else d_o.contiguous()
     if d_last is None:
         d_state = begin.new_zeros(x.batch, x.heads, x.value_dim, x.key_dim)
@@ -201,7 +201,7 @@ def _backward(
 
 def _gradient_shapes(*, u: Tensor, begin: Tensor, **given: Any) -> list[Tensor]:
     given["u"] = u
-    grads = empty_like((given[name] for name in Given._fields), u)
+    grads = empty_like((given[name] for name in DiagonalOperands._fields), u)
     return [*grads, begin.new_empty(begin.shape[0], begin.shape[2], begin.shape[4], begin.shape[3])]
 
 

@@ -14,7 +14,7 @@ from deltalab.kernels.scalar.backward import gradients
 from deltalab.kernels.scalar.launch import ScalarLaunch
 
 
-class Given(NamedTuple):
+class ScalarOperands(NamedTuple):
     """The operands of one pass as `rule.Operands` names them, or their gradients."""
 
     r: Tensor
@@ -37,10 +37,10 @@ class Second(NamedTuple):
     strength: Tensor
     read: Tensor | None
 
-    def after(self, first: Given, u: Tensor) -> Given:
+    def after(self, first: ScalarOperands, u: Tensor) -> ScalarOperands:
         """All operands of the second pass, which writes u."""
         r, g = first.r if self.r is None else self.r, first.g if self.g is None else self.g
-        return Given(r=r, k=first.k, u=u, g=g, e=self.e, beta=self.strength, read=self.read, d=None)
+        return ScalarOperands(r=r, k=first.k, u=u, g=g, e=self.e, beta=self.strength, read=self.read, d=None)
 
 
 class Kept(NamedTuple):
@@ -84,7 +84,7 @@ def scalar_scan(
     """
     x = ScalarLaunch.of(k, u, cu_seqlens, chunk_size)
     o, last, kept = torch.empty_like(u), _last(x, u), _kept(x, k, e, d, keep)
-    _forward(x, Given(r, k, u, g, e, beta, read, d), state, o, last, kept, scale, late)
+    _forward(x, ScalarOperands(r, k, u, g, e, beta, read, d), state, o, last, kept, scale, late)
     return o, last, *kept
 
 
@@ -125,7 +125,7 @@ def residual_scan(
     x = ScalarLaunch.of(k, u, cu_seqlens, chunk_size)
     o, last, fit_last, residual = torch.empty_like(u), _last(x, u), _last(x, u), torch.empty_like(u)
     kept, fit_kept = _kept(x, k, e, d, keep, fit=True), _kept(x, k, fit_e, None, keep)
-    first = Given(r, k, u, g, e, beta, read, d)
+    first = ScalarOperands(r, k, u, g, e, beta, read, d)
     _forward(
         x, first, state, o, last, kept, scale, late, residual=residual, target=target, loss=loss, clip=clip
     )  # fmt: skip
@@ -158,7 +158,7 @@ def _kept(
 
 def _forward(
     x: ScalarLaunch,
-    given: Given,
+    given: ScalarOperands,
     state: Tensor | None,
     o: Tensor,
     last: Tensor,
@@ -195,7 +195,7 @@ def _forward(
         last.copy_(sequence_parts.each(ends, x.parts)[-1])
 
 
-def _starts(x: ScalarLaunch, given: Given, kept: Kept, state: Tensor | None) -> Tensor:
+def _starts(x: ScalarLaunch, given: ScalarOperands, kept: Kept, state: Tensor | None) -> Tensor:
     """The state that each part starts with; fills kept.maps."""
     maps, erases = kept.maps, given.e is not None
     x = replace(x, bv=min(x.bv, x.key_dim))
@@ -218,8 +218,8 @@ def _starts(x: ScalarLaunch, given: Given, kept: Kept, state: Tensor | None) -> 
 
 def _backward(
     x: ScalarLaunch,
-    given: Given,
-    grads: Given,
+    given: ScalarOperands,
+    grads: ScalarOperands,
     kept: Kept,
     d_o: Tensor,
     d_last: Tensor | None,
@@ -324,10 +324,10 @@ def _scalar_backward(
 ) -> list[Tensor]:
     """Gradients of r, k, u, g, e, beta, read, d and the state; `absent` for what was not given."""
     x = ScalarLaunch.of(k, u, cu_seqlens, chunk_size)
-    given, kept = Given(r, k, u, g, e, beta, read, d), Kept(vectors, inverse, within, overlaps, begin, maps)
+    given, kept = ScalarOperands(r, k, u, g, e, beta, read, d), Kept(vectors, inverse, within, overlaps, begin, maps)
     grads = empty_like(given, u)
     d_o = torch.zeros_like(u) if d_o is None else d_o.contiguous()
-    d_state = _backward(x, given, Given._make(map(existing, grads)), kept, d_o, d_last, has_state, scale, late)
+    d_state = _backward(x, given, ScalarOperands._make(map(existing, grads)), kept, d_o, d_last, has_state, scale, late)
     return [*grads, d_state]
 
 
@@ -374,11 +374,14 @@ def _residual_backward(
 ) -> list[Tensor]:
     """Gradients of r to fit_read and of both states; `absent` for what was not given."""
     x = ScalarLaunch.of(k, u, cu_seqlens, chunk_size)
-    first, second = Given(r, k, u, g, e, beta, read, d), Second(target, fit_r, fit_g, fit_e, strength, fit_read)
+    first, second = (
+        ScalarOperands(r, k, u, g, e, beta, read, d),
+        Second(target, fit_r, fit_g, fit_e, strength, fit_read),
+    )
     kept = Kept(vectors, inverse, within, overlaps, begin, maps)
     fit_kept = Kept(fit_vectors, fit_inverse, fit_within, fit_overlaps, fit_begin, fit_maps)
     grads, fit_grads = empty_like(first, u), empty_like(second, u)
-    d_first, d_second = Given._make(map(existing, grads)), Second._make(map(existing, fit_grads))
+    d_first, d_second = ScalarOperands._make(map(existing, grads)), Second._make(map(existing, fit_grads))
     d_o = torch.zeros_like(u) if d_o is None else d_o.contiguous()
     # The second pass goes back first. The first pass then adds to the gradients of operands that both have.
     d_error = torch.empty_like(u) if d_second.target is None else d_second.target
@@ -420,7 +423,7 @@ def _gradient_shapes(operands: Sequence[str], states: Sequence[str]) -> Callable
     return shapes
 
 
-FIRST = list(Given._fields)
+FIRST = list(ScalarOperands._fields)
 SECOND = ["target", "fit_r", "fit_g", "fit_e", "strength", "fit_read"]
 FIT_KEPT = [f"fit_{name}" for name in Kept._fields]
 
