@@ -337,7 +337,7 @@ SAID = {
     "search": {
         "study.py": [":green-badge[done]", "mqar (version 1): accuracy on test"],
         "curves.py": ["A thick one is a trial's mean"],
-        "trials.py": ["7 of 7 trials", "3 of 3 trials have a score"],
+        "trials.py": ["7 of 7 trials", "4 of 5 trials have a score"],
         "arms.py": ["Found by the search"],
         "rule.py": ["whose source is the one that ran", "multiply-adds per head and token"],
     },
