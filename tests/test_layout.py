@@ -106,6 +106,19 @@ def test_a_command_does_not_wait_for_a_compiler_that_it_does_not_use() -> None:
     assert out.strip() == "False", "half of all the time that a command starts in"
 
 
+def test_a_plan_loads_neither_the_compiler_nor_the_statistics() -> None:
+    out = python("""
+import sys
+from deltalab.study.estimate import estimate
+from deltalab.study.plan import make_plan
+from deltalab.study.spec import load_study
+
+estimate(make_plan(load_study("comba_ablation", profile="gpu"), profile="gpu"))
+print(sorted({"torch._dynamo", "scipy.stats", "statsmodels", "pandas"} & set(sys.modules)))
+""")
+    assert out.strip() == "[]", "these take longer to load than the plan takes"
+
+
 def test_kernels_are_looked_up_at_run_time_in_one_file() -> None:
     """What import-linter cannot see: operators and modules that are named by a string."""
     lookups = re.compile(r"torch\.ops\.deltalab|sys\.modules\[|import_module\(|__import__\(")

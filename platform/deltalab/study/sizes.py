@@ -1,9 +1,11 @@
 """Counts what a model holds and computes on one block of each kind, so that hundreds of models take seconds."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from deltalab.models.layer import LayerCache
 from deltalab.models.model import Model
@@ -93,9 +95,28 @@ def _count(model: ModelSpec, length: int | None) -> _Blocks:
 
 def _run(network: Model, length: int) -> tuple[int, float, list[LayerCache]]:
     """Elements held after `length` tokens, the flops of each token, and what is held."""
-    with FlopCounterMode(display=False) as counter:
+    with _Flops() as counter:
         _, cache = network.hidden(torch.zeros(1, length, dtype=torch.long))
-    return _held(cache), counter.get_total_flops() / length, cache
+    return _held(cache), counter.total / length, cache
+
+
+class _Flops(TorchDispatchMode):
+    """Counts what PyTorch's `FlopCounterMode` counts, without loading the compiler, which takes seconds."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # True would load the compiler, to tell it to leave this class alone.
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if (flops := flop_registry.get(func._overloadpacket)) is not None:
+            self.total += flops(*args, **kwargs, out_val=out)
+        return out
 
 
 def _held(cache: list[LayerCache]) -> int:

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy import stats
-from statsmodels.stats.multitest import multipletests
 
 EXACT_UP_TO = 16  # seeds; with more, the test draws 2^16 random sign flips instead of all
 
@@ -51,6 +49,8 @@ def mean_interval(x: ArrayLike, level: float = 0.95) -> Interval:
     >>> interval.mean, round(interval.high, 3), interval.n, interval.missing
     (2.0, 4.484, 3, 1)
     """
+    from scipy import stats  # Load it here, since a plan needs none of it and it takes a second.
+
     values = np.asarray(x, dtype=float)
     finished = values[np.isfinite(values)]
     n = len(finished)
@@ -75,6 +75,8 @@ def paired(x: ArrayLike, base: ArrayLike, level: float = 0.95) -> Difference:
     >>> round(difference.mean, 9), difference.p_exact, round(difference.p_t, 3), difference.n
     (0.2, 0.25, 0.074, 3)
     """
+    from scipy import stats
+
     left, right = np.asarray(x, dtype=float), np.asarray(base, dtype=float)
     if left.shape != right.shape:
         raise ValueError(f"paired by seed: {left.shape} values against {right.shape}")
@@ -123,6 +125,8 @@ def holm(ps: Sequence[float]) -> list[float]:
     """
     if not ps:
         return []
+    from statsmodels.stats.multitest import multipletests
+
     given = np.asarray(ps, dtype=float)
     corrected = multipletests(np.nan_to_num(given, nan=1.0), method="holm")[1]
     return [float(p) for p in np.where(np.isnan(given), math.nan, corrected)]
