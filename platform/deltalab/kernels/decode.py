@@ -149,10 +149,11 @@ def _decode(
     bk, bv = max(16, triton.next_power_of_2(key_dim)), min(WIDTH, max(16, triton.next_power_of_2(value_dim)))
     o, last, second_last = out
     decode_kernel[(batch * heads, triton.cdiv(value_dim, bv))](
-        r, k, u, g, e, a, b, beta, read, d, second_r, target, strength, second_read, second_g, second_e,
-        state, second, o, last, second_last if loss else None, scale, clip,
-        heads, key_dim, value_dim, bk, bv, steps, g is not None and g.dim() == 4, late, loss,
-        num_warps=8 if bk > 128 else 4,
+        r=r, k=k, u=u, g=g, e=e, a=a, b=b, beta=beta, read=read, d=d,
+        second_r=second_r, target=target, strength=strength, second_read=second_read, second_g=second_g,
+        second_e=second_e, state=state, second=second, o=o, last=last, second_last=second_last if loss else None,
+        scale=scale, clip=clip, H=heads, K=key_dim, V=value_dim, BK=bk, BV=bv, STEPS=steps,
+        DIAGONAL=g is not None and g.dim() == 4, LATE=late, LOSS=loss, num_warps=8 if bk > 128 else 4,
     )  # fmt: skip
     return out
 
@@ -177,19 +178,21 @@ def decode(transition: Transition, x: Operands, *, scale: float, state: State | 
     """
     fit = x.fit
     first, second = (*(state or ()), None, None)[:2]
-    given: list[Tensor | None] = [x.r, x.k, x.u, x.g, x.e, x.a, x.b, x.beta, x.read, x.d]
-    if fit is None:
-        given += [None] * 6
-    else:
+    given: dict[str, Tensor | None] = {
+        "r": x.r, "k": x.k, "u": x.u, "g": x.g, "e": x.e, "a": x.a, "b": x.b, "beta": x.beta, "read": x.read, "d": x.d,
+        "second_r": None, "target": None, "strength": None, "second_read": None, "second_g": None, "second_e": None,
+        "state": first, "second": second,
+    }  # fmt: skip
+    if fit is not None:
         own = fit.operands(x)
-        given += [own.r, fit.v, own.beta, own.read, own.g, own.e]
-    tensors = [None if one is None else one.contiguous() for one in (*given, first, second)]
+        given |= {"second_r": own.r, "target": fit.v, "strength": own.beta}
+        given |= {"second_read": own.read, "second_g": own.g, "second_e": own.e}
     o, last, second_last = _decode(
-        *tensors,
-        scale,
-        transition.reads == "decayed_state",
-        transition.steps,
-        None if fit is None else fit.residual.loss,
-        0.0 if fit is None else fit.residual.clip,
+        **{name: None if one is None else one.contiguous() for name, one in given.items()},
+        scale=scale,
+        late=transition.reads == "decayed_state",
+        steps=transition.steps,
+        loss=None if fit is None else fit.residual.loss,
+        clip=0.0 if fit is None else fit.residual.clip,
     )
     return o, (last,) if fit is None else (last, second_last)
