@@ -199,6 +199,7 @@ def test_a_rule_that_fails_a_check_is_exit_1(platform: Platform, here: Path) -> 
     wrong = source.replace('"linear_attention"', '"leaky"').replace("u=v)", "u=v.roll(-1, dims=1))")
     (here / "leaky.py").write_text(wrong)
     said = platform("rule", "check", "leaky.py")
+    assert " checks failed: " in " ".join(said.out.splitlines()[-2:])
     assert said.code == 1
     assert "FAILED" in said.out
     assert said.err == ""

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -75,6 +76,11 @@ def test_a_file_goes_before_a_shipped_study_of_its_name(here):
     (here / "quickstart").write_text("a study without an ending")
     assert study_file("quickstart") == here.relative_to(here) / "quickstart"
     assert study_file("missing.yaml").name == "missing.yaml", "its reader says that it is missing"
+
+
+def test_a_study_of_ones_own_is_found_by_its_name(here):
+    new_study("mine")
+    assert study_file("mine") == Path("studies/mine.yaml")
 
 
 @pytest.mark.parametrize("new", [new_rule, new_task])

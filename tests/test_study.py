@@ -944,3 +944,12 @@ def test_the_same_work_under_another_task_name_is_in_its_own_study(plan: Callabl
     one = schedule(plan(name="t", task={"recall": {**MQAR, "task": "mqar"}}), store)
     finish(one, lambda job: 0.5)
     assert {row.task for row in store.trials(one.study_id)} == {"recall"}
+
+
+def test_an_error_outside_of_the_profiles_is_not_blamed_on_one(tmp_path: Path) -> None:
+    file = tmp_path / "s.yaml"
+    file.write_text("name: s\ntask: mqar\nbase: {rule: comba}\nsedes: 3\nprofiles: {longer: {seeds: 9}}\n")
+    with pytest.raises(InputError) as error:
+        load_study(file)
+    assert "sedes" in str(error.value)
+    assert "profiles.longer" not in str(error.value)

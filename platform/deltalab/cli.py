@@ -420,6 +420,8 @@ def _print_checks(checks: dict[str, list[CheckResult]], what: str, as_json: bool
             figure = f"{result.figure:.3g}" if isinstance(result.figure, float) else str(result.figure or "")
             table.add_row(mark, result.name, figure, escape(result.message))
         console.print(table)
+        if failed := [result.name for result in results if not result.passed]:
+            console.print(f"[red]{len(failed)} of {len(results)} checks failed:[/] {', '.join(failed)}")
     if not all(result.passed for results in checks.values() for result in results):
         raise typer.Exit(1)
 

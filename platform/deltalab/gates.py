@@ -94,9 +94,11 @@ class Gate:
 def parameterization(make: Callable[P, Gate]) -> Callable[P, Gate]:
     """Names a gate after the function that makes it, so that YAML can say `d: {head: {init: 1.0}}`."""
 
+    signature = inspect.signature(make)
+
     @wraps(make)
     def made(*args: P.args, **kwargs: P.kwargs) -> Gate:
-        bound = inspect.signature(make).bind(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         options = tuple((name, float(number)) for name, number in bound.arguments.items() if number is not None)
         return replace(make(*args, **kwargs), kind=make.__name__.rstrip("_"), options=options, again=made)

@@ -1,4 +1,4 @@
-"""The studies that come with deltalab, found by their names from any folder."""
+"""Studies found by their names: those in ./studies, and those that come with deltalab."""
 
 from pathlib import Path
 
@@ -14,9 +14,9 @@ def shipped_studies() -> dict[str, Path]:
 
 
 def study_file(given: str | Path) -> Path:
-    """The file that a path or the name of a shipped study stands for. A file in the working folder goes first.
+    """The file that a path or a study's name stands for: a file, else one in ./studies, else a shipped study.
 
-    Raises `InputError` for a name that no shipped study has. A path need not exist: its reader says what is wrong.
+    Raises `InputError` for a name that none of them has. A path need not exist: its reader says what is wrong.
 
     >>> study_file("quickstart").name
     'quickstart.yaml'
@@ -24,6 +24,9 @@ def study_file(given: str | Path) -> Path:
     path = Path(given)
     if not path.name or path.suffix in (".yaml", ".yml") or len(path.parts) > 1 or path.is_file():
         return path
+    own = Path("studies", f"{path.name}.yaml")
+    if own.is_file():
+        return own
     studies = shipped_studies()
     if path.name not in studies:
         raise unknown("study", given, studies)

@@ -21,7 +21,7 @@ from deltalab.study.step_time import Training, gpu_rates, gpu_step, scaled_step,
 
 ALPHA = 0.05
 
-TIMING_SECONDS = 1.0
+TIMING_SECONDS = 0.5
 """A CPU study's arms are timed for about this long in all; the other arms' times follow from their arithmetic."""
 
 

@@ -263,12 +263,13 @@ def load_study(file: str | Path, *, profile: str | None = None) -> StudySpec:
         raise InputError(f"{path}: profiles: must be a mapping of names to what they change")
     if profile is not None and profile not in profiles:
         raise unknown("profile", profile, profiles, where=str(path))
+    found = _validated(given, where=str(path))
     for name, change in profiles.items():
         # Check every profile, not only the one asked for.
         merged = _validated(_merge(given, change), where=f"{path}: profiles.{name}")
         if name == profile:
-            return merged
-    return _validated(given, where=str(path))
+            found = merged
+    return found
 
 
 def read_yaml(text: str, *, where: str) -> Any:
