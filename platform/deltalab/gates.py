@@ -29,16 +29,21 @@ Value: TypeAlias = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 class Gate:
     """One parameterization of a gate.
 
-    per: `token` is projected from the input, [B, T, H]; `step` too, for each of a token's n steps, [B, n T, H];
-        `channel` too, for each channel of the key, [B, T, H, K]. `head` is learned for each head, [H], `head_channel`
-        for each of its channels, [H, K]. `none` is fixed, [H].
+    per: where its value comes from, and the value's shape.
+        token: W x, one per head, [B, T, H].
+        step: W x, one per head and each of a token's n steps, [B, n T, H].
+        channel: W x, one per head and channel of the key, [B, T, H, K].
+        head: learned, one per head, [H].
+        head_channel: learned, one per head and channel of the key, [H, K].
+        none: fixed, [H].
     low, high: the closed range of its values. Strengths are in linear space; g is log-decay, in [-inf, 0].
     parameters: name -> start(shape, generator), where shape is [H], or [H, K] with `per` channel or head_channel.
         Weight decay does not apply to them.
     value: (z, parameters) -> the gate's value, where z is the projection in the gate's shape, or zeros without one.
     rank: the width r of a projection W_1 W_2 x through r channels; None for one matrix.
     of: the gate whose projection and parameters this one shares; None for its own.
-    kind, options, again: the name, the numbers and the function that made it; `parameterization` sets them.
+    kind, options, again: set by `parameterization`: the function's name, its arguments, and the function itself, which
+        remakes the gate with other arguments.
     """
 
     per: Literal["token", "step", "channel", "head", "head_channel", "none"]
@@ -257,7 +262,7 @@ def rwkv7_decay(rank: float = 16) -> Gate:
 
 @parameterization
 def channel_sigmoid(rank: float = 16) -> Gate:
-    """sigmoid(W_1 W_2 x), one for each channel of the key, in [0, 1]: RWKV-7's learning rate, less its bias."""
+    """sigmoid(W_1 W_2 x), one for each channel of the key, in [0, 1]: RWKV-7's learning rate, without its bias."""
     _positive("channel_sigmoid", rank=rank)
     return Gate(per="channel", low=0.0, high=1.0, rank=int(rank), value=lambda z, p: z.sigmoid())
 

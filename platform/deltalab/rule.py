@@ -38,6 +38,8 @@ class Fit:
         R_t = D_t R_{t-1} - e_t k_t (k_t^T X) + strength_t k_t residual(v_t - S_{t-1}^T k_t)^T
         o_t = scale * (S_{t-1}^T r_t of the first + R_t^T r_t of this)
 
+    In o_t, r_t of the first is `Operands.r`, and r_t of this is the `r` below.
+
     r: [B, T, H, K]. v: the value that S should have predicted, [B, T, H, V]. strength: [B, T, H].
     read: as in `Operands`. g, e: of R; those of S where None.
     """
@@ -51,7 +53,7 @@ class Fit:
     e: Tensor | None = None
 
     def operands(self, first: "Operands") -> "Operands":
-        """The operands of R but for u, its values to write, which only the scan of the first state gives."""
+        """The operands of R, except u: u is the first state's prediction error, known only after its scan."""
         g = first.g if self.g is None else self.g
         return dataclasses.replace(first, r=self.r, g=g, e=self.e, beta=self.strength, read=self.read, d=None, fit=None)
 
@@ -64,7 +66,7 @@ class Operands:
 
     r: read vector [B, T, H, K]; k: write key [B, T, H, K]; u: value to write [B, T, H, V].
     beta, read, d: [B, T, H], and 1, 1 and 0 where None. The step writes beta_t u_t and reads with read_t r_t - d_t k_t.
-        They stand apart from the vectors because a kernel applies them at no cost. d needs a single step per token.
+        Kept as separate scalars: a kernel can apply them for free. d needs a single step per token.
     g: log-decay, <= 0, where the transition decays: [B, T, H] if scalar, [B, T, H, K] if diagonal.
     e: erase strength [B, T, H], where the low rank is tied to k.
     a, b: [B, T, H, K] where the low rank is free: a_t (b_t^T X) is added.
@@ -97,8 +99,8 @@ class Operands:
 def knob(default: Option, *others: Option) -> Any:
     """A field of a rule that a study may vary. The default is the published method's; `rule check` tries every option.
 
-    A study may choose a listed option. A gate of a listed kind may take other numbers, and a number may be anything
-    from the smallest that is listed on.
+    A study may choose a listed option. A gate of a listed kind may take other numbers. A study may set a number
+    knob to any value not below the smallest listed option.
     """
     return dataclasses.field(default=cast(Any, default), metadata={"options": (default, *others)})
 
@@ -109,9 +111,9 @@ class UpdateRule:
 
     name: how YAML names the rule. paper: where it comes from, empty for a rule without a paper.
     per_step: gates with a value for each of a token's steps.
-    eigenvalues: the closed interval of the eigenvalues of each state's transition, for unit-norm keys. Those of one
-        step are real. The product of several steps may have complex ones: their real parts lie in the interval, and
-        no modulus exceeds its ends.
+    eigenvalues: (low, high), the closed interval of the eigenvalues of each state's transition, for unit-norm keys.
+        With one step per token, eigenvalues must be real and in the interval. With several, only their real parts must
+        be in it, and no modulus may exceed max(|low|, |high|).
     """
 
     name: ClassVar[str]
@@ -158,7 +160,9 @@ class UpdateRule:
     def mix(
         self, q: Tensor, k: Tensor, v: Tensor, gates: Mapping[str, Tensor], *, scale: float, state: Any
     ) -> tuple[Tensor, State | Tensor]:
-        """For a rule outside the algebra: all of o [B, T, H, V] and the next state. Must accept any T >= 1.
+        """Computes o [B, T, H, V], scale included, and the next state.
+
+        For a rule outside the algebra. Must accept any T >= 1.
 
         state: one tensor or a tuple, as `initial_state` returns it; the next state has the same form.
         """
@@ -173,7 +177,7 @@ class UpdateRule:
         raise NotImplementedError(f"rule '{self.name}' brings no kernel of its own")
 
     def lacks_kernel(self, k: Tensor, v: Tensor) -> str | None:
-        """Why `fused` cannot take this setting of the rule, or inputs like these, as a clause; None if it can."""
+        """A reason for an error message if `fused` cannot handle this setting or these inputs; else None."""
         return None if self.brings_kernel else f"rule '{self.name}' brings no Triton kernel"
 
     def initial_state(self, k: Tensor, v: Tensor) -> State | Tensor:

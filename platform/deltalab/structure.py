@@ -57,13 +57,13 @@ WELL_CONDITIONED = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class Ridge:
-    """The ridge regression that reads the state of Gated KalmaNet (arXiv:2511.21016).
+    """How Gated KalmaNet reads its state: by ridge regression (arXiv:2511.21016).
 
         H_t = exp(g_t) H_{t-1} + k_t k_t^T,   U_t = exp(g_t) U_{t-1} + k_t v_t^T
         o_t = scale U_t^T x_t,   (H_t + lambda_t I) x_t = q_t
 
-    strength: a in lambda_t = a ||H_t||_F, so that the condition number is at most (a + 1) / a; lambda_t itself unless
-        adaptive.
+    adaptive: lambda_t = strength ||H_t||_F; otherwise lambda_t = strength.
+    strength: if adaptive, the condition number is at most (strength + 1) / strength.
     solver: `chebyshev` and `cg` (conjugate gradient) take `iterations` steps, `exact` forms and factorizes each H_t.
     backward: `implicit` differentiates the equation, `autograd` the iterations, which keeps every iterate.
     """
@@ -81,7 +81,7 @@ class Ridge:
             )
 
     def in_one_half(self, dtype: torch.dtype) -> bool:
-        """Whether the kernels keep each element of states and iterates in one bf16 number rather than in two.
+        """Whether the kernels store states as one 16-bit value (True), or as a sum of two (False).
 
         With bf16 inputs and a system that is conditioned well enough, the error stays below the 5e-3 that is allowed.
         """

@@ -111,10 +111,10 @@ def corners(rule: UpdateRule) -> list[dict[str, float]]:
 
 
 def draw_corners(rule: UpdateRule, *, batch: int, length: int, key_dim: int, value_dim: int) -> Inputs:
-    """Inputs with one head for each of `corners`, whose gates the head takes throughout the first sequence.
+    """Inputs with one head for each of `corners`.
 
-    In the other sequences it takes them where the token's number plus the channel's is a multiple of 3; elsewhere
-    gates are as in `draw`.
+    Sequence 0: every token has the corner's gate values. Other sequences: only where (token + channel) % 3 == 0,
+    random elsewhere, as in `draw`. Gates without a time axis have the corner's values.
     """
     at = corners(rule)
     x = draw(rule, batch=batch, length=length, heads=len(at), key_dim=key_dim, value_dim=value_dim)

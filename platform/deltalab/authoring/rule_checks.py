@@ -34,7 +34,10 @@ EXACT = 1e-10
 
 @dataclass(frozen=True)
 class RuleCheck(Check[UpdateRule]):
-    """A check of a rule. settings: the settings of the rule to measure; only: whether the check applies to one."""
+    """A check of a rule.
+
+    settings: the settings of the rule to measure. only: returns whether the check applies to a setting.
+    """
 
     settings: Callable[[UpdateRule], list[UpdateRule]] = lambda rule: rule.variants()
     only: Callable[[UpdateRule], bool] = lambda rule: True

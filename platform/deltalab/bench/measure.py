@@ -308,10 +308,11 @@ def bench(
 
 
 def _ours(rule: UpdateRule, x: Inputs, now: Inputs, backend: Backend) -> Contestant:
-    """Our own backend. A kernel is asked for by name in the first call, which refuses inputs that it does not take.
+    """Our own backend.
 
-    Later calls ask for `auto`, as users do: it takes the same kernel, and does not wait for the device in order to
-    check that the state does not grow.
+    For kernels on a GPU, the first call uses backend 'triton', which raises for unsupported inputs; later calls use
+    'auto', as users do: it takes the same kernel, and does not wait for the device in order to check that the state
+    does not grow.
     """
 
     def call(x: Inputs) -> Call:

@@ -96,11 +96,12 @@ def _scan(
 ) -> tuple[list[Tensor], Tensor]:
     """Reads S_{t-1} with each of `before` and S_t with `after`, all [B, T, H, K]; returns these and the last state.
 
-    With A_ij the decay from token j to token i, a_i that from the chunk's start, z_i that to its end, and A', a' the
-    same up to the state that token i sees, a chunk that starts at S writes what solves, for `tied` and for `free`,
+    Notation: A_ij = decay from token j to i; a_i = decay from the chunk's start to i; A', a' = the same, up to the
+    state that token i's low rank reads. In the products K K^T, B A^T and B K^T, the rows of K, A and B are k, a and b.
+    For a chunk with initial state S, the written values w solve:
 
-        (I + diag(e) (A' * K K^T)) w = u - diag(e a') K S             along k
-        (I - A' * B A^T) w = (A' * B K^T) u + diag(a') B S            along a, beside u along k
+        tied: (I + diag(e) (A' * K K^T)) w = u - diag(e a') K S;      w is written along k
+        free: (I - A' * B A^T) w = (A' * B K^T) u + diag(a') B S;     w is written along a, and u along k
 
     (Comba, arXiv:2506.02475, Eq. 9-12, with erasure and write kept apart). The system is solved for all chunks at once,
     for any S; then a loop over chunks carries the state.

@@ -35,8 +35,8 @@ def scan(
 ) -> tuple[Tensor, State]:
     """Runs a rule over a sequence.
 
-    q, k [B, T, H, K], of unit norm where the rule's `features` say so; v [B, T, H, V]; n T tokens in k and v where
-        the rule takes n steps per token.
+    q, k [B, T, H, K], of unit norm where the rule's `features` say so; v [B, T, H, V]. k and v have
+        n T rows if the rule takes n steps per token.
     gates: the value of each gate by its symbol, [B, T, H] or [H], with channels [B, T, H, K] or [H, K], per step
         [B, n T, H]; constant gates may be left out.
     scale: of the output, K ** -0.5 where None.
@@ -301,7 +301,7 @@ def _token_by_token(
 
 
 def _rows(rule: UpdateRule, gates: Mapping[str, Tensor], tokens: slice, steps: slice) -> dict[str, Tensor]:
-    """The gates of some tokens, and of their steps; one that no token changes stays whole."""
+    """The gates sliced to some tokens (or their steps); gates without a time axis are returned unchanged."""
     return {
         name: value if value.dim() < 3 else value[:, steps if rule.gates[name].per == "step" else tokens]
         for name, value in gates.items()

@@ -81,7 +81,7 @@ class Store(Ledger):
     ) -> int:
         """Marks the study with this identity as running, creates it at the first call, and returns its id.
 
-        The latest provenance counts; earlier ones that differ stay under its key "earlier".
+        The study's provenance is replaced; earlier, different ones are kept under "earlier".
         Raises `InputError` where the identity is recorded with other arms.
         """
         with self._writing() as session:
@@ -118,7 +118,7 @@ class Store(Ledger):
     def record_trial(self, study_id: int, arm: str, record: TrialRecord, number: int, values: dict[str, Any]) -> None:
         """Records a trial with its runs, metrics, artifacts and rule, and its number in the arm.
 
-        A trial that any study has recorded already stays as it is, and only gets the number.
+        If the trial is already in the ledger, only links it to this arm.
         """
         with self._writing() as session:
             trial_id = session.scalar(select(Trial.id).where(Trial.key == record.key))

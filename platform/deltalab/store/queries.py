@@ -50,10 +50,10 @@ class Ledger:
             return list(session.scalars(select(Study).order_by(Study.created_at.desc(), Study.id.desc())))
 
     def study(self, address: str | int, profile: str | None = None) -> Study:
-        """The study at an address: its id, NAME or NAME:PROFILE; `profile` says the same as :PROFILE.
+        """The study at an address: its id, NAME or NAME:PROFILE.
 
-        NAME alone is the run of the default profile; where there is none, the latest run of any profile. Of several
-        runs of one name and profile, the latest counts.
+        NAME alone is the run of the default profile; where there is none, the latest run of any profile.
+        profile: an alternative to writing NAME:PROFILE. Of several matches the latest is used.
         Raises `InputError` where there is no such study, and lists those that there are.
         """
         studies = self.studies()

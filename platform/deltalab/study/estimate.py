@@ -41,8 +41,9 @@ class ArmCost:
 class Estimate:
     """A study before it runs. smallest_p: of the sign-flip test, then after Holm over the arms.
 
-    workers: stacks at a time. stack: the most trials in one. seconds: of trials of which each trains alone, None where
-    unknown. where: what the times are for. how: what they rest on.
+    workers: stacks at a time. stack: the most trials in one.
+    seconds: total if no trials are stacked, None where unknown. where: the hardware assumed.
+    how: how the times were obtained.
     """
 
     study: str

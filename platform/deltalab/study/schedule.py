@@ -58,7 +58,8 @@ class _Track:
 
 
 class Schedule:
-    """`next` gives a stack of trials, empty while results are awaited, until `done`; `finished` records one trial.
+    """Call `next` for the next stack of trials (empty: wait for results) until `done`; report each finished trial by
+    `finished`.
 
     cut_off: stacks that a killed driver left behind with a checkpoint, by the keys of their trials.
     """
@@ -86,7 +87,7 @@ class Schedule:
 
     @property
     def total(self) -> int:
-        """Trials of the whole study: those planned, less those for which a space has no more candidates."""
+        """Trials of the whole study: those planned, minus those for which the space gave no feasible candidate."""
         budget = self.plan.budget
         drawn = [track for track in self.tracks if self.plan.tunes(track.arm) and not self._draws(track)]
         return self.plan.trials - sum(budget.trials - track.spent for track in drawn if budget)
@@ -97,7 +98,9 @@ class Schedule:
         return sum(len(track.candidates) - track.spent for track in self.tracks)
 
     def look(self) -> None:
-        """Finds all trials that can be named by now; those that the ledger has are taken from it."""
+        """Collects every trial whose configuration is determined by the results so far; takes known results from the
+        ledger.
+        """
         while asked := self._ask():
             known = self.store.known_trials(job.key for _, job in asked)
             for track, job in asked:
@@ -156,7 +159,8 @@ class Schedule:
         first, *others = waiting
         wanted = self.plan.spec.resources
         if wanted.stack == "auto":
-            # Share all work, also what is in flight: other places will be free before a longer stack ends.
+            # Size the stack so that all waiting and running work is split evenly over the places: others will be free
+            # before a longer stack ends.
             out = sum(self._work(jobs[0][1]) for jobs in self._awaited.values())
             most = math.ceil(out / (places * self._work(first)))
             if not wanted.gpu:
@@ -222,7 +226,7 @@ class Schedule:
             return None
 
     def _found(self, track: _Track) -> dict[str, Any] | None:
-        """The values that a search gives an arm: none to the base, which stands as written; a candidate to the others.
+        """The values that a search gives an arm: {} for the base, which is confirmed as written; else a candidate's.
 
         Candidates on the Pareto front of score, arithmetic and state come first, then the rest, each by score.
         None until the search has ended. Raises `InputError` where no candidate made a model.
@@ -245,7 +249,9 @@ class Schedule:
         return trained[numbers[order[place.index(track.arm.name) % len(order)]]].values
 
     def _best(self, track: _Track) -> dict[str, Any]:
-        """The values of the best tuning trial; those of the plan where none finished, so that the arm is judged."""
+        """The values of the best tuning trial; {} (the plan's values) if no tuning trial has a score, so that the arm
+        still gets a result.
+        """
         scores = track.scored
         if not scores:
             return {}

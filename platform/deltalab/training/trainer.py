@@ -21,7 +21,9 @@ from deltalab.training.spec import TrainSpec, stackable
 from deltalab.training.stack import BLOCK, Stack
 
 SATURATED = {"cpu": 3 * 2**17, "cuda": 2**28}
-"""The elements of an activation [n, B, T, d] beyond which more runs n in a stack do not pay.
+"""Largest useful stack: beyond n B T d elements, stacking more runs no longer saves time.
+
+n is the number of runs, and [n, B, T, d] the shape of an activation.
 
 Measured on two CPU cores that both train, Comba in one layer, freed memory kept, in ms per step and run:
 
@@ -37,7 +39,11 @@ cache. On a GPU the bound is for memory alone.
 
 @dataclass(frozen=True)
 class RunResult:
-    """One seed of a trial. diverged_at: the first step whose loss was not finite, None for a run that is well."""
+    """One seed of a trial.
+
+    diverged_at: the first step whose loss or gradient was not finite, or whose evaluation had a metric that was not
+        finite; None if the run did not diverge.
+    """
 
     seed: int
     diverged_at: int | None
@@ -67,7 +73,9 @@ def most_stacked(task: Task, model: ModelSpec, spec: TrainSpec) -> int:
 
 
 class LockStep:
-    """Trains all seeds of all members together. A member is a configuration: a model and how it is trained.
+    """Trains all seeds of all members together.
+
+    A member is a configuration, a run is a member with one seed, a stack is runs trained as one.
 
     `advance(step, split)` trains every run up to a step and evaluates it; `measure(split)` evaluates alone. A run that
     diverges stops and keeps the step in `diverged_at`; `end(member)` stops the runs of a member.
@@ -249,7 +257,7 @@ class LockStep:
             self._store(runs, stack)
 
     def how(self) -> dict[str, str]:
-        """How the training was run, apart from the device: it bears on the speed."""
+        """Settings that are there for speed only: stack size, and whether a CUDA graph was used; {} on a CPU."""
         return {"stack": str(min(self.most, len(self.runs))), "cuda_graph": self.graph} if self.graph else {}
 
     def state_dict(self) -> dict[str, Any]:
