@@ -34,7 +34,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Folder = Annotated[Path, typer.Option("--folder", help="Where to write it.")]
 Params = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")]
 Profile = Annotated[str | None, typer.Option("--profile", help="One of the study's profiles.")]
-StudyFile = Annotated[Path, typer.Argument(metavar="FILE|NAME", help="A study's file, or the name of one in ./studies or of a shipped one.")]
+StudyFile = Annotated[
+    Path, typer.Argument(metavar="FILE|NAME", help="A study's file, or the name of one in ./studies or shipped.")
+]
 StudyName = Annotated[str, typer.Argument(metavar="STUDY", help="A study's NAME, NAME:PROFILE, id or file.")]
 
 console = Console()
