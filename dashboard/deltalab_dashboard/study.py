@@ -78,6 +78,8 @@ def draw(table: TaskTable) -> None:
         if color := VERDICTS.get(about.verdict):
             row["verdict"] = f":{color}[{row['verdict']}]"
     st.table(rows, border="horizontal", hide_header=False)
+    if table.warnings:
+        st.warning("\n".join(f"- {plain(warning)}" for warning in table.warnings), icon=":material/warning:")
     if chart := forest(table):
         st.altair_chart(chart)
     st.caption("\n".join(f"- {plain(note)}" for note in table.notes))
@@ -92,7 +94,7 @@ def forest(table: TaskTable) -> alt.LayerChart | alt.FacetChart | None:
             "difference": row.difference.mean,
             "low": row.difference.low,
             "high": row.difference.high,
-            "p": row.p_holm,
+            "p": row.difference.p,
             "pairs": row.difference.n,
         }
         for row in table.rows

@@ -104,14 +104,27 @@ def study_plan(
     file: StudyFile,
     profile: Profile = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Stacks of trials at a time.")] = None,
+    db: Db = None,
+    sd: Annotated[
+        float | None, typer.Option(min=0.0, help="Standard deviation of a seed's score; else from the database.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show arms, trials, runs, the time they take here, and the smallest p-value in reach. Runs nothing."""
+    """Show arms, trials, runs, the time they take here, and the effect that the study can find. Runs nothing."""
+    from deltalab.store import Store
     from deltalab.study.estimate import estimate
     from deltalab.study.plan import make_plan
+    from deltalab.study.power import Spread, spreads
     from deltalab.study.spec import load_study
 
-    found = estimate(make_plan(load_study(file, profile=profile), profile=profile, where=str(file)), workers=workers)
+    plan = make_plan(load_study(file, profile=profile), profile=profile, where=str(file))
+    known: list[Spread] = []
+    if sd is not None:
+        known = [Spread(name, task.metric, sd, "given by --sd") for name, task in plan.tasks.items()]
+    elif Store.exists(db):
+        with Store.open(db, create=False) as store:
+            known = spreads(store, plan.tasks)
+    found = estimate(plan, workers=workers, spreads=known)
     if as_json:
         print(found.to_json())
     else:

@@ -81,6 +81,7 @@ class CLASS(Task):
     version: ClassVar[int] = 1  # raise it when batches or metrics change: earlier trials do not compare with later
     metric: ClassVar[str] = "accuracy"
     maximize: ClassVar[bool] = True
+    bounds: ClassVar[tuple[float, float] | None] = (0.0, 1.0)
     example: ClassVar[Mapping[str, object]] = {"tokens": 8}  # the parameters of `platform task show` and `check`
 
     # The parameters. A study sets them, as in `task: {NAME: {tokens: 16}}`.

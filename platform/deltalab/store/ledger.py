@@ -42,6 +42,12 @@ class Store(Ledger):
         return cls(engine)
 
     @staticmethod
+    def exists(where: str | Path | None = None) -> bool:
+        """Whether there is a file at the address; a database server counts as there."""
+        url = database.address(where)
+        return url.get_backend_name() != "sqlite" or Path(str(url.database)).exists()
+
+    @staticmethod
     def upgrade(where: str | Path | None = None) -> None:
         """Migrates an older database to this code's revision. Raises `InputError` as `open(create=False)` does."""
         url = database.address(where)

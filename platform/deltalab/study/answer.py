@@ -1,5 +1,6 @@
-"""The answer of a study: each arm against the base, with error bars, corrected p-values and costs."""
+"""The answer of a study: each arm against the base, with error bars, p-values and costs."""
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -8,21 +9,27 @@ from typing import Any
 
 from deltalab.store import Arm, Store, TrialRow
 from deltalab.store.models import Stage
-from deltalab.study.pareto import front
-from deltalab.study.stats import (
+from deltalab.study.candidates import edge
+from deltalab.study.choice import Run, Scores, outcomes
+from deltalab.study.joint import (
+    ALPHA,
+    UNKNOWN,
     Difference,
-    Interval,
-    holm,
-    interaction,
-    mean_interval,
-    paired,
+    Look,
+    Outcome,
+    compare,
+    one_look,
     seeds_needed,
-    simultaneous_level,
-    smallest_holm_p,
+    smallest_p,
+    spread_looks,
 )
+from deltalab.study.pareto import front
+from deltalab.study.spec import Search
+from deltalab.study.stats import Interval, Share, mean_interval, share_learned, within
 
-ALPHA = 0.05
 NO_DIFFERENCE = "no difference found at this budget"
+UNEVEN = 0.05
+"""An arm that differs from the base by more than this share in state, parameters or arithmetic is marked."""
 # What times depend on besides the arm. It does not matter which of a host's GPUs was used.
 TIMED_WITH = {
     "device": "device",
@@ -38,8 +45,11 @@ SPLIT: dict[Stage, str] = {"tune": "validation", "confirm": "test"}
 class Row:
     """One arm on one task.
 
-    difference: arm minus base; its interval holds jointly over the task's arms. diverged: seeds that did.
-    seconds: the trial's training time, all seeds together. state_size: elements. tuned: the values that tuning chose.
+    difference: arm minus base; its interval and p hold jointly over the family. diverged: runs that did.
+    learned: where some seeds of the table learned the task and some did not.
+    seconds: the training time of all its trials. state_size: elements.
+    tuned: the values that are best on validation over all seeds; chose: how many seeds chose them for themselves.
+    by_budget: the expected score if 1, 2, ... of the candidates had been tried.
     """
 
     arm: str
@@ -48,13 +58,15 @@ class Row:
     score: Interval
     diverged: int
     difference: Difference | None
-    p_holm: float | None
+    learned: Share | None
     seconds: float | None
     microseconds_per_token: float | None
     state_size: int | None
     parameters: int | None
     flops_per_token: float | None
     tuned: dict[str, Any]
+    chose: int
+    by_budget: list[float]
 
 
 @dataclass(frozen=True)
@@ -69,7 +81,7 @@ class Interaction:
 
 @dataclass(frozen=True)
 class TaskTable:
-    """All arms on one task. notes: what to know before reading it.
+    """All arms on one task. warnings: what to know before reading it. notes: what to know besides.
 
     front: the arms that no other arm beats in mean metric, arithmetic per token and state size at once.
     """
@@ -83,6 +95,7 @@ class TaskTable:
     rows: list[Row]
     front: list[str]
     interactions: list[Interaction]
+    warnings: list[str]
     notes: list[str]
 
 
@@ -127,33 +140,26 @@ class Answer:
 def answer(store: Store, study_id: int, *, which: Stage = "confirm") -> Answer:
     """The answer of a study.
 
-    which: "confirm" compares the confirmed trials on the test split. "tune" shows each arm's best tuning trial on the
+    which: "confirm" compares the arms on the test split. "tune" shows each arm's best candidate so far on the
     validation split, for a look at a study that runs; it compares nothing, since the best of a sweep is optimistic.
     Raises `InputError` where there is no such study.
     """
     study = store.study(study_id)
-    arms = store.arms(study_id)
-    trials = store.trials(study_id)
-    finals: dict[tuple[str, str], dict[int, float]] = {}
-    flops: dict[str, float] = {}
-    for final in store.final_metrics(study_id, stage=which):
-        if (final.split, final.metric) == ("cost", "flops_per_token"):
-            flops[final.trial] = final.value
-        if final.split == SPLIT[which] and final.run_state == "done":
-            finals.setdefault((final.trial, final.metric), {})[final.seed] = final.value
-    tables = []
-    for task, about in study.provenance["tasks"].items():
-        chosen: dict[str, _Outcome] = {}
-        for trial in trials:
-            if (trial.task, trial.stage) != (task, which) or trial.state == "infeasible":
-                continue
-            outcome = _Outcome(trial, finals.get((trial.key, about["metric"]), {}), flops.get(trial.key))
-            before = chosen.get(trial.arm)
-            if before is None or outcome.rank(about["maximize"]) > before.rank(about["maximize"]):
-                chosen[trial.arm] = outcome
-        table = _table(task, about, which, arms, chosen)
-        drawn = [trial for trial in trials if (trial.task, trial.stage) == (task, "tune")]
-        tables.append(replace(table, notes=[*table.notes, *_infeasible_notes(drawn)]))
+    arms, trials = store.arms(study_id), store.trials(study_id)
+    ledger = _Ledger(store, study_id, trials, study.spec)
+    tasks = study.provenance["tasks"]
+    if which == "tune":
+        tables = [_tuning_table(task, about, arms, ledger) for task, about in tasks.items()]
+    else:
+        scores = {task: ledger.scores(task, about, arms) for task, about in tasks.items()}
+        if study.spec.get("family") == "study":
+            compared = dict(zip(tasks, outcomes(list(scores.values()), ledger.looks), strict=True))
+        else:
+            compared = {task: outcomes([found], ledger.looks)[0] for task, found in scores.items()}
+        tables = [_table(task, about, arms, ledger, scores[task], compared[task]) for task, about in tasks.items()]
+    for at, table in enumerate(tables):
+        drawn = [trial for trial in trials if trial.task == table.task]
+        tables[at] = replace(table, notes=[*table.notes, *_infeasible_notes(drawn)])
     failures = [
         Failure(trial.arm, trial.task, trial.stage, trial.number, trial.key, _exception(trial.error))
         for trial in trials
@@ -164,105 +170,209 @@ def answer(store: Store, study_id: int, *, which: Stage = "confirm") -> Answer:
         for trial in trials
         if trial.state == "infeasible"
     ]
-    return Answer(study.name, study.profile, study.id, study.state, which, tables, failures, infeasible, _notes(which))
+    notes = _notes(which, study.spec)
+    return Answer(study.name, study.profile, study.id, study.state, which, tables, failures, infeasible, notes)
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    """The trial that stands for an arm on a task, and the metric of each seed that finished."""
+def results(store: Store, study_id: int) -> dict[str, Scores]:
+    """The scores of every arm on each task of a study, by seed."""
+    study, arms = store.study(study_id), store.arms(study_id)
+    ledger = _Ledger(store, study_id, store.trials(study_id), study.spec)
+    return {task: ledger.scores(task, about, arms) for task, about in study.provenance["tasks"].items()}
 
-    trial: TrialRow
-    values: dict[int, float]
-    flops_per_token: float | None
 
-    def rank(self, maximize: bool) -> tuple[float, ...]:
-        """The trial of the largest rank stands for its arm: the latest confirmation, or the best tuning trial."""
-        if self.trial.stage == "confirm":
-            return self.trial.number, self.trial.finished_at.timestamp()
-        if not self.values or len(self.values) < len(self.trial.runs):  # a diverged seed wins no tuning
-            return (-math.inf,)
-        mean = math.fsum(self.values.values()) / len(self.values)
-        return (mean if maximize else -mean,)
+class _Ledger:
+    """A study's trials and their metrics at the last step."""
+
+    def __init__(self, store: Store, study_id: int, trials: list[TrialRow], spec: Mapping[str, Any]) -> None:
+        self.trials, self.spec = [trial for trial in trials if trial.state != "infeasible"], spec
+        self.looks = looks_of(spec)
+        self.finals: dict[str, dict[tuple[str, str], dict[int, float]]] = {}
+        for final in store.final_metrics(study_id):
+            if final.run_state == "done":
+                metrics = self.finals.setdefault(final.trial, {})
+                metrics.setdefault((final.split, final.metric), {})[final.seed] = final.value
+
+    def of(self, arm: str, task: str, stage: Stage = "confirm") -> list[TrialRow]:
+        """An arm's trials; a second confirmation of one candidate follows the first."""
+        return [trial for trial in self.trials if (trial.arm, trial.task, trial.stage) == (arm, task, stage)]
+
+    def runs(self, trials: Sequence[TrialRow], metric: str) -> dict[int, dict[int, Run]]:
+        """Candidate number -> seed -> run."""
+        found: dict[int, dict[int, Run]] = {}
+        for trial in trials:
+            metrics = self.finals.get(trial.key, {})
+            validation, test = (metrics.get((split, metric), {}) for split in ("validation", "test"))
+            for seed in trial.runs:
+                run = Run(validation.get(seed, math.nan), test.get(seed, math.nan))
+                found.setdefault(trial.number, {})[seed] = run
+        return found
+
+    def scores(self, task: str, about: Mapping[str, Any], arms: Sequence[Arm]) -> Scores:
+        base = next(arm.name for arm in arms if arm.is_base)
+        runs, seeds = {}, {}
+        for arm in arms:
+            trials = self.of(arm.name, task)
+            runs[arm.name] = self.runs(trials, about["metric"])
+            own = sorted({seed for trial in trials for seed in trial.runs})
+            parts = max((sum(t.number == trial.number for t in trials) for trial in trials), default=0)
+            planned = range(1, self.looks[min(parts, len(self.looks)) - 1].seeds + 1) if own else []
+            seeds[arm.name] = [*planned, *(seed for seed in own if seed not in planned)]
+        return Scores(base, about["maximize"], about["chance"], runs, seeds)
+
+
+def looks_of(spec: Mapping[str, Any]) -> tuple[Look, ...]:
+    """The looks of a study as the ledger has it."""
+    seeds = spec["seeds"]
+    return spread_looks(**seeds) if isinstance(seeds, Mapping) else one_look(seeds)
 
 
 def _table(
-    task: str, about: dict[str, Any], which: Stage, arms: Sequence[Arm], chosen: dict[str, _Outcome]
+    task: str,
+    about: Mapping[str, Any],
+    arms: Sequence[Arm],
+    ledger: _Ledger,
+    scores: Scores,
+    found: Mapping[str, Outcome],
 ) -> TaskTable:
-    base = next(arm.name for arm in arms if arm.is_base)
-    others = [arm.name for arm in arms if not arm.is_base]
-    seeds = sorted({seed for outcome in chosen.values() for seed in outcome.trial.runs})
-    values = {
-        arm.name: [chosen[arm.name].values.get(seed, math.nan) if arm.name in chosen else math.nan for seed in seeds]
-        for arm in arms
-    }
-    differences: dict[str, Difference] = {}
+    bounds = tuple(about["bounds"]) if about.get("bounds") else None
+    rows = [_row(arm, task, bounds, ledger, scores, found.get(arm.name)) for arm in arms]
+    if bounds:
+        rows = _with_learned(rows, scores, (scores.chance + bounds[scores.maximize]) / 2)
     interactions = []
-    if which == "confirm":
-        level = simultaneous_level(len(others), 1 - ALPHA)
-        differences = {arm: paired(values[arm], values[base], level) for arm in others}
-        for a, b, both in _factorial(arms):
-            together = interaction(values[base], values[a], values[b], values[both], 1 - ALPHA)
-            interactions.append(Interaction(a, b, both, together))
-    corrected = dict(zip(differences, holm([d.p_exact for d in differences.values()]), strict=True))
-    rows = [
-        _row(arm, chosen.get(arm.name), differences.get(arm.name), corrected.get(arm.name), about["maximize"])
-        for arm in arms
-    ]
-    sign = -1 if about["maximize"] else 1
+    for a, b, both in _factorial(arms):
+        four = [scores.results[arm] for arm in (scores.base, a, b, both)]
+        seeds = [seed for seed in four[0] if all(seed in results for results in four)]
+        if seeds:
+            apart = [four[3][seed] - four[1][seed] - four[2][seed] + four[0][seed] for seed in seeds]
+            interactions.append(Interaction(a, b, both, compare([apart])[0]))
+    sign = -1 if scores.maximize else 1
     points = [(sign * row.score.mean, _known(row.flops_per_token), _known(row.state_size)) for row in rows]
     best = [rows[i].arm for i in front(points)]
+    shown = [trial for arm in arms for trial in ledger.of(arm.name, task)]
     return TaskTable(
         task=task,
         version=about["version"],
         metric=about["metric"],
         maximize=about["maximize"],
         chance=about["chance"],
-        split=SPLIT[which],
+        split=SPLIT["confirm"],
         rows=rows,
         front=best,
         interactions=interactions,
-        notes=_table_notes(rows, best, interactions, [outcome.trial for outcome in chosen.values()]),
+        warnings=_warnings(rows, about, arms, ledger, scores),
+        notes=_table_notes(rows, best, interactions, shown, found),
     )
+
+
+def _tuning_table(task: str, about: Mapping[str, Any], arms: Sequence[Arm], ledger: _Ledger) -> TaskTable:
+    """Each arm's best candidate on validation."""
+    rows = []
+    for arm in arms:
+        trials = ledger.of(arm.name, task, "tune") or ledger.of(arm.name, task)
+        best: tuple[float, TrialRow, list[float]] | None = None
+        for trial in trials:
+            found = ledger.finals.get(trial.key, {}).get(("validation", about["metric"]), {})
+            if found and len(found) == len(trial.runs):  # the best of a candidate without its diverged seeds misleads
+                mean = math.fsum(found.values()) / len(found) * (1 if about["maximize"] else -1)
+                if best is None or mean > best[0]:
+                    best = mean, trial, list(found.values())
+        values, trial_or_none = (best[2], best[1]) if best else ([], None)
+        rows.append(
+            Row(
+                arm=arm.name,
+                is_base=arm.is_base,
+                verdict="base" if arm.is_base else "not compared" if trials else "not run",
+                score=mean_interval(values, about.get("bounds")),
+                diverged=sum(state == "diverged" for trial in trials for state in trial.runs.values()),
+                difference=None,
+                learned=None,
+                **_costs(trial_or_none, trials, ledger),
+                tuned=trial_or_none.values if trial_or_none else {},
+                chose=0,
+                by_budget=[],
+            )
+        )
+    shown = {key: about[key] for key in ("version", "metric", "maximize", "chance")}
+    return TaskTable(
+        task=task, **shown, split=SPLIT["tune"], rows=rows, front=[], interactions=[], warnings=[], notes=[]
+    )
+
+
+def _costs(trial: TrialRow | None, trials: Sequence[TrialRow], ledger: _Ledger) -> dict[str, Any]:
+    """The costs of an arm's row, from one of its trials; the seconds are those of all."""
+    flops = ledger.finals.get(trial.key, {}).get(("cost", "flops_per_token"), {}) if trial else {}
+    return {
+        "seconds": math.fsum(trial.seconds for trial in trials) if trials else None,
+        "microseconds_per_token": 1e6 / trial.tokens_per_second if trial and trial.tokens_per_second else None,
+        "state_size": trial.state_size if trial else None,
+        "parameters": trial.parameters if trial else None,
+        "flops_per_token": next(iter(flops.values()), None),
+    }
 
 
 def _row(
-    arm: Arm, outcome: _Outcome | None, difference: Difference | None, p_holm: float | None, maximize: bool
+    arm: Arm,
+    task: str,
+    bounds: tuple[float, float] | None,
+    ledger: _Ledger,
+    scores: Scores,
+    outcome: Outcome | None,
 ) -> Row:
-    trial = outcome.trial if outcome else None
-    runs = trial.runs if trial else {}
-    score = mean_interval([outcome.values.get(seed, math.nan) for seed in runs] if outcome else [])
-    diverged = sum(state == "diverged" for state in runs.values())
-    if trial is None:
-        verdict = "not run"
-    elif trial.state == "failed":
-        verdict = "failed"
-    elif score.n == 0:
-        verdict = "diverged" if diverged else "not measured"
-    elif arm.is_base:
-        verdict = "base"
-    elif difference is None or p_holm is None:
-        verdict = "not compared"
-    elif difference.n == 0:
-        verdict = "no pair with the base"
-    elif p_holm <= ALPHA:
-        verdict = "better" if (difference.mean > 0) == maximize else "worse"
-    else:
-        verdict = NO_DIFFERENCE
+    trials = ledger.of(arm.name, task)
+    results = scores.results.get(arm.name, {})
+    choices = {seed: scores.choice(arm.name, seed) for seed in results}
+    best = scores.best(arm.name)
+    if best is None:  # no candidate finished all seeds
+        best = next((number for number in choices.values() if number is not None), None)
+    done = [trial for trial in trials if trial.state == "done"]
+    shown = next((trial for trial in done if trial.number == best), done[0] if done else None)
+    difference = None
+    if outcome is not None:
+        ends = (bounds[0] - bounds[1], bounds[1] - bounds[0]) if bounds else None
+        low, high = within(outcome.difference.low, outcome.difference.high, ends)
+        difference = replace(outcome.difference, low=low, high=high) if outcome.difference.n else UNKNOWN
     return Row(
         arm=arm.name,
         is_base=arm.is_base,
-        verdict=verdict,
-        score=score,
-        diverged=diverged,
+        verdict=_verdict(arm, trials, difference, bool(results), scores.maximize),
+        score=mean_interval(list(results.values()), bounds, sum(number is None for number in choices.values())),
+        diverged=sum(state == "diverged" for trial in trials for state in trial.runs.values()),
         difference=difference,
-        p_holm=p_holm,
-        seconds=trial.seconds if trial else None,
-        microseconds_per_token=1e6 / trial.tokens_per_second if trial and trial.tokens_per_second else None,
-        state_size=trial.state_size if trial else None,
-        parameters=trial.parameters if trial else None,
-        flops_per_token=outcome.flops_per_token if outcome else None,
-        tuned=trial.values if trial else {},
+        learned=None,
+        **_costs(shown, trials, ledger),
+        tuned=shown.values if shown else {},
+        chose=sum(number == best for number in choices.values()),
+        by_budget=scores.by_budget(arm.name) if len(scores.runs[arm.name]) > 1 else [],
     )
+
+
+def _verdict(arm: Arm, trials: Sequence[TrialRow], difference: Difference | None, trained: bool, maximize: bool) -> str:
+    if not trials:
+        return "not run"
+    if not trained:
+        return "failed" if any(trial.state == "failed" for trial in trials) else "not measured"
+    if arm.is_base:
+        return "base"
+    if difference is None or not difference.n:
+        return "not compared"
+    if difference.decided:
+        return "better" if (difference.mean > 0) == maximize else "worse"
+    if smallest_p(difference.n) > ALPHA:
+        return f"undecidable: needs {seeds_needed()} seeds"
+    return NO_DIFFERENCE
+
+
+def _with_learned(rows: list[Row], scores: Scores, threshold: float) -> list[Row]:
+    """Adds the share of seeds that learned, where some did and some did not: their mean is no seed's score."""
+    found = {
+        row.arm: share_learned([score if scores.maximize else -score for score in results.values()], threshold)
+        for row in rows
+        if (results := scores.results.get(row.arm))
+    }
+    if not any(0 < share.learned < share.n for share in found.values()):
+        return rows
+    return [replace(row, learned=found.get(row.arm)) for row in rows]
 
 
 def _factorial(arms: Sequence[Arm]) -> Iterator[tuple[str, str, str]]:
@@ -277,31 +387,104 @@ def _known(cost: float | None) -> float:
     return math.nan if cost is None else cost
 
 
+def _warnings(
+    rows: list[Row], about: Mapping[str, Any], arms: Sequence[Arm], ledger: _Ledger, scores: Scores
+) -> list[str]:
+    """What changes how the table is to be read."""
+    warnings = []
+    compared = [row for row in rows if row.difference is not None and row.difference.n]
+    short = next((row.verdict for row in compared if row.verdict.startswith("undecidable")), None)
+    if short:
+        pairs = max(row.difference.n for row in compared if row.difference)
+        warnings.append(f"No arm can be told from the base with {pairs} seeds: p is at least {smallest_p(pairs):.3g}.")
+    base = next(row for row in rows if row.is_base)
+    if bounds := about.get("bounds"):
+        end = bounds[1] if about["maximize"] else bounds[0]
+        learned = (base.score.mean - about["chance"]) / (end - about["chance"])
+        if learned < 0.1:
+            warnings.append(
+                f"The base has hardly learned the task (chance {about['chance']:.3g}): the differences say how fast "
+                "learning starts, not how far it gets."
+            )
+        elif learned > 0.99:
+            warnings.append("The base is at the end of the scale: an arm can be worse, and hardly better.")
+    warnings += _edges(arms, rows, ledger, scores)
+    for row in rows:
+        apart = []
+        for what, own, of_base in (
+            ("state", row.state_size, base.state_size),
+            ("parameters", row.parameters, base.parameters),
+            ("flops", row.flops_per_token, base.flops_per_token),
+        ):
+            if own and of_base and abs(own / of_base - 1) > UNEVEN:
+                apart.append(f"{own / of_base:.2f} times the {what}")
+        if apart and not row.is_base:
+            warnings.append(f"{row.arm} has {', '.join(apart)} of the base.")
+    return warnings
+
+
+def _edges(arms: Sequence[Arm], rows: list[Row], ledger: _Ledger, scores: Scores) -> Iterator[str]:
+    """Arms whose best value is the lowest or the highest that was tried."""
+    tune = ledger.spec.get("tune")
+    if not tune:
+        return
+    about = ("trials", "extend", "seeds")
+    searched = {path: Search.model_validate(search) for path, search in tune.items() if path not in about}
+    ends: dict[tuple[str, str, str], list[str]] = {}
+    for row in rows:
+        if scores.best(row.arm) is None:
+            continue
+        tried = [trial.values for trial in ledger.trials if trial.arm == row.arm and trial.values]
+        tried = [values for values in tried if values.keys() == searched.keys()]
+        if tried and row.tuned.keys() == searched.keys():
+            for path, end in edge(searched, tried, row.tuned).items():
+                ends.setdefault((path, end, f"{row.tuned[path]:.3g}"), []).append(row.arm)
+    for (path, end, value), names in ends.items():
+        several = len(names) > 1
+        yield (
+            f"The best {path} of {', '.join(names)} is the {end} that was tried, {value}: "
+            f"{'these arms' if several else 'the arm'} may do better beyond it (tune: {{extend: true}} looks)."
+        )
+
+
 def _table_notes(
-    rows: list[Row], best: list[str], interactions: list[Interaction], trials: list[TrialRow]
+    rows: list[Row],
+    best: list[str],
+    interactions: list[Interaction],
+    trials: list[TrialRow],
+    found: Mapping[str, Outcome],
 ) -> list[str]:
     notes = []
     if best:
         notes.append(f"Pareto front of mean, flops per token and state: {', '.join(best)}.")
-    compared = [row for row in rows if row.difference is not None]
-    if compared:
-        pairs = max(row.difference.n for row in compared if row.difference)
-        least, needed = smallest_holm_p(pairs, len(compared)), seeds_needed(len(compared), ALPHA)
-        short = f", so no arm can be told from the base: {ALPHA} needs {needed} seeds" if least > ALPHA else ""
-        notes.append(f"No p can be below {least:.3g} ({pairs} pairs, Holm over {len(compared)}){short}.")
-    for row in compared:
-        if row.difference and row.difference.n and row.difference.missing:
-            whole = row.difference.n + row.difference.missing
-            notes.append(f"{row.arm} is compared on {row.difference.n} of {whole} seeds: the others lack a side.")
-    for found in interactions:
-        if not found.difference.n:  # one of the four arms has not finished yet
-            continue
+    for row in rows:
+        if row.score.missing:
+            notes.append(
+                f"{row.arm}: {row.score.missing} of {row.score.n} seeds did not finish; each counts as the worst "
+                "outcome of its seed."
+            )
+    if shares := [row for row in rows if row.learned]:
+        told = (
+            f"{row.arm} {row.learned.learned} of {row.learned.n} [{row.learned.low:.2f}, {row.learned.high:.2f}]"
+            for row in shares
+            if row.learned
+        )
+        notes.append(f"Seeds that learned, past half way from chance to the best possible: {', '.join(told)}.")
+    hopeless = [arm for arm, outcome in found.items() if outcome.stopped == "hopeless"]
+    if hopeless:
+        notes.append(f"Stopped early, with little prospect of a verdict: {', '.join(hopeless)}.")
+    if budgets := [row for row in rows if len(row.by_budget) > 1]:
+        told = (f"{row.arm} {', '.join(f'{score:.3f}' for score in row.by_budget)}" for row in budgets)
+        most = max(len(row.by_budget) for row in budgets)
+        notes.append(f"Expected score with 1 to {most} candidates: {'; '.join(told)}.")
+    for found_one in interactions:
         notes.append(
-            f"{found.a} and {found.b} together ({found.both}) make {format_interval(found.difference, '+')} "
-            f"beyond their sum (p {format_p(found.difference.p_exact)}, exact, not corrected)."
+            f"{found_one.a} and {found_one.b} together ({found_one.both}) make "
+            f"{format_interval(found_one.difference, '+')} beyond their sum "
+            f"(p {format_p(found_one.difference.p)}, exact, not corrected)."
         )
     timed = [trial.hardware for trial in trials if trial.tokens_per_second]
-    differ = [what for key, what in TIMED_WITH.items() if len({hardware.get(key) for hardware in timed}) > 1]
+    differ = [what for key, what in TIMED_WITH.items() if len({json.dumps(found.get(key)) for found in timed}) > 1]
     if differ:
         notes.append(f"Times are not comparable: the arms differ in {', '.join(differ)}.")
     return notes
@@ -319,22 +502,21 @@ def _infeasible_notes(drawn: list[TrialRow]) -> Iterator[str]:
             )
 
 
-def _notes(which: Stage) -> list[str]:
+def _notes(which: Stage, spec: Mapping[str, Any]) -> list[str]:
     small = "A proxy task of this size does not rank every method as training at scale does."
     if which == "tune":
         return [
-            "Each arm's best tuning trial on the validation split: optimistic, and no answer. "
-            "The answer is the confirmation, on the test split, with seeds that tuning never used.",
+            "Each arm's best candidate on the validation split: optimistic, and no answer. "
+            "The answer is on the test split.",
             small,
         ]
+    family = "the study's" if spec.get("family") == "study" else "a task's"
     return [
-        "Means are over confirmation seeds, which tuning never used, at the last step on the test split, "
-        f"with a {1 - ALPHA:.0%} t interval.",
-        "Differences are arm minus base, paired by seed. Their t intervals assume normal differences "
-        f"and hold jointly over a task's arms at {1 - ALPHA:.0%} (Bonferroni).",
-        "p is of the exact two-sided sign-flip test, after Holm over a task's arms; "
-        f"better and worse mean p <= {ALPHA}.",
-        "Costs are those of the confirmed trial: time per trained token, elements of state, parameters.",
+        "A seed trains every candidate; its score is the test score, at the last step, of its run with the best "
+        "validation score. Means are over seeds, with a 95% t interval.",
+        f"Differences are arm minus base, paired by seed. Intervals and p are of one exact sign-flip test over {family}"
+        f" arms and hold jointly: better and worse mean p <= {ALPHA}, and an interval that leaves out 0.",
+        "Costs are those of the tuned candidate: time per trained token, elements of state, parameters.",
         small,
     ]
 

@@ -1,9 +1,10 @@
 """What a study will cost and what it can show, said before it runs."""
 
 import json
+import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Literal
@@ -14,12 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from deltalab.errors import InputError
+from deltalab.study.joint import ALPHA, seeds_needed, smallest_p
 from deltalab.study.plan import Plan, PlannedArm
+from deltalab.study.power import Spread, detectable
 from deltalab.study.sizes import Sizer, Sizes
-from deltalab.study.stats import seeds_needed, smallest_holm_p, smallest_p
 from deltalab.study.step_time import Training, gpu_rates, gpu_step, scaled_step, timed_step
-
-ALPHA = 0.05
 
 TIMING_SECONDS = 0.5
 """A CPU study's arms are timed for about this long in all; the other arms' times follow from their arithmetic."""
@@ -38,9 +38,23 @@ class ArmCost:
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """A study before it runs. smallest_p: of the sign-flip test, then after Holm over the arms.
+class Effect:
+    """The difference in a task's metric that is found with 80% probability, and where the spread of seeds is from."""
 
+    task: str
+    metric: str
+    effect: float
+    sd: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A study before it runs. trials, runs, seeds: the most that it takes, where seeds are added in looks.
+
+    smallest_p: the least p that the seeds can give. detectable: the effect on one arm that is found with 80%
+    probability, in standard deviations of a seed's score; None where none can be. effects: the same in the metric of
+    each task whose spread is known.
     workers: stacks at a time. stack: the most trials in one.
     seconds: total if no trials are stacked, None where unknown. where: the hardware assumed.
     how: how the times were obtained.
@@ -58,8 +72,8 @@ class Estimate:
     where: str
     how: str
     smallest_p: float
-    smallest_holm_p: float
-    seeds_needed: int
+    detectable: float | None
+    effects: list[Effect]
     notes: tuple[str, ...]
 
     def to_json(self) -> str:
@@ -73,12 +87,6 @@ class Estimate:
             table.add_row(
                 arm.task, arm.arm, arm.change, f"{arm.parameters:,}", f"{arm.state_size:,}", _duration(arm.seconds)
             )
-        arms = len({arm.arm for arm in self.arms}) - 1
-        verdict = (
-            f"enough to tell an arm from the base at {ALPHA}"
-            if self.smallest_holm_p <= ALPHA
-            else f"too large to tell any arm from the base at {ALPHA}: that takes {self.seeds_needed} seeds"
-        )
         time = (
             "for a time that is unknown"
             if self.seconds is None
@@ -89,14 +97,44 @@ class Estimate:
         lines = [
             f"{name}: {self.trials} trials, {self.runs} runs, {time}",
             self.how,
-            f"{self.seeds} paired seeds: the sign-flip test cannot go under p = {self.smallest_p:.3g}, after Holm over "
-            f"{arms} arm{'s' * (arms != 1)} {self.smallest_holm_p:.3g}, {verdict}",
+            *self._power(),
             *self.notes,
         ]
         return Group(table, *map(Text, lines))
 
+    def _power(self) -> list[str]:
+        """What the study can find."""
+        arms = len({arm.arm for arm in self.arms}) - 1
+        if not arms:
+            return ["There is no arm beside the base: the study compares nothing."]
+        if self.detectable is None:
+            return [
+                f"{self.seeds} paired seeds can find nothing: p is at least {self.smallest_p:.3g}. "
+                f"Give at least {seeds_needed()} seeds."
+            ]
+        if math.isinf(self.detectable):
+            found = f"find no effect on one of {arms} arms with 80% probability"
+        else:
+            found = (
+                f"find with 80% probability that one of {arms} arm{'s' * (arms != 1)} differs by {self.detectable:.2g} "
+                "standard deviations of a seed's score"
+            )
+        lines = [f"{self.seeds} paired seeds {found}."]
+        lines += [
+            f"On {effect.task} that is {effect.effect:.2g} in {effect.metric} (standard deviation {effect.sd:.2g}, "
+            f"{effect.source})."
+            for effect in self.effects
+        ]
+        known = {effect.task for effect in self.effects}
+        if unknown := [task for task in dict.fromkeys(arm.task for arm in self.arms) if task not in known]:
+            lines.append(
+                f"The spread of seeds on {', '.join(unknown)} is not known: --sd gives one, or --db a ledger with a "
+                "study of the task."
+            )
+        return lines
 
-def estimate(plan: Plan, *, workers: int | None = None) -> Estimate:
+
+def estimate(plan: Plan, *, workers: int | None = None, spreads: Sequence[Spread] = ()) -> Estimate:
     """Counts every arm, finds how long its steps take, and adds up. It takes seconds, whatever the study's size.
 
     On a CPU some arms are timed, for about `TIMING_SECONDS`; nothing is timed on a GPU, whose rates are data.
@@ -124,22 +162,29 @@ def estimate(plan: Plan, *, workers: int | None = None) -> Estimate:
         for arm, size, training, step in zip(plan.arms, sizes, trainings, times.steps, strict=True)
     ]
     whole = [arm.seconds for arm in arms if arm.seconds is not None]
-    others = len(plan.names) - 1
+    seeds, tested = plan.spec.looks[-1].seeds, len(plan.names) - 1
+    if plan.spec.family == "study":
+        tested *= len(plan.tasks)
+    found = detectable(seeds, tested) if tested and smallest_p(seeds) <= ALPHA else None
     return Estimate(
         study=plan.spec.name,
         profile=plan.profile,
         arms=arms,
         trials=plan.trials,
         runs=plan.runs,
-        seeds=plan.spec.seeds,
+        seeds=seeds,
         workers=workers,
         stack=wanted.stack,
         seconds=sum(whole) / workers if len(whole) == len(arms) else None,
         where=times.where,
         how=times.how,
-        smallest_p=smallest_p(plan.spec.seeds),
-        smallest_holm_p=smallest_holm_p(plan.spec.seeds, max(others, 1)),
-        seeds_needed=seeds_needed(max(others, 1), ALPHA),
+        smallest_p=smallest_p(seeds),
+        detectable=found,
+        effects=[
+            Effect(spread.task, spread.metric, found * spread.sd, spread.sd, spread.source)
+            for spread in spreads
+            if found is not None and math.isfinite(found)
+        ],
         notes=plan.notes,
     )
 
@@ -153,7 +198,7 @@ def _counted(plan: Plan) -> tuple[list[Sizes], list[Training]]:
         with _runs(plan, arm):
             size = sizer.sizes(model, task.length)
         sizes.append(size)
-        trainings.append(Training(task, model, spec, plan.spec.seeds, size.flops_per_token))
+        trainings.append(Training(task, model, spec, plan.spec.looks[-1].seeds, size.flops_per_token))
     return sizes, trainings
 
 

@@ -13,7 +13,8 @@ from typing import Any, Literal
 from deltalab.errors import InputError, unknown
 from deltalab.models.spec import ModelSpec
 from deltalab.registry import get_rule, get_task, rule_plugin, task_plugin
-from deltalab.study.spec import Change, Method, Search, StudySpec, Tune
+from deltalab.study.candidates import spread
+from deltalab.study.spec import Change, Method, Search, Searching, StudySpec, Tune
 from deltalab.tasks import BUILTIN, Task
 from deltalab.training.train import NUMERICS, TrainSpec
 
@@ -98,9 +99,18 @@ class Plan:
         """SHA-256 of all that the study computes, with rule sources and data. Another identity is another study."""
         keys = [self.job(arm, "confirm", 0, {}).key for arm in self.arms]
         tune = self.budget.model_dump(mode="json") if self.budget else None
-        return _hash(
-            {"name": self.spec.name, "profile": self.profile, "tune": tune, "arms": self.names, "trials": keys}
-        )
+        found: dict[str, Any] = {
+            "name": self.spec.name,
+            "profile": self.profile,
+            "tune": tune,
+            "arms": self.names,
+            "trials": keys,
+        }
+        if len(self.spec.looks) > 1:
+            found["looks"] = [look.seeds for look in self.spec.looks]
+        if self.spec.family != "task":
+            found["family"] = self.spec.family
+        return _hash(found)
 
     @property
     def names(self) -> list[str]:
@@ -108,35 +118,75 @@ class Plan:
         return list(dict.fromkeys(arm.name for arm in self.arms))
 
     @property
-    def budget(self) -> Tune | None:
-        """The budget of every arm that tunes."""
+    def budget(self) -> Tune | Searching | None:
+        """The settings that are searched, and how many candidates are tried."""
         return self.spec.search or self.spec.tune
 
-    def tunes(self, arm: PlannedArm) -> bool:
-        """Whether an arm draws candidates of its own: with `search`, only the base does."""
-        return self.budget is not None and (self.spec.search is None or arm.is_base)
+    def candidates(self, task: str) -> list[dict[str, Any]]:
+        """The candidates of tuning on a task, more than the budget: an arm tries the first that make it a model.
+
+        Those of the base's `train` settings, where a search is for architectures. [{}], the values as written, where
+        there is nothing to tune.
+        """
+        searched = self.budget.searched if self.budget else {}
+        if self.spec.search:
+            searched = {path: search for path, search in searched.items() if path.startswith("train.")}
+        if self.budget is None or not searched:
+            return [{}]
+        base = next(arm for arm in self.arms if arm.is_base and arm.task == task)
+        trials = self.budget.trials
+        if (whole := grid_size(searched)) is not None and self.spec.search:
+            trials = min(trials, whole)
+        return spread(searched, trials, {path: _setting(base.config, path, "tune") for path in searched})
+
+    @cached_property
+    def tried(self) -> int:
+        """Candidates of each arm that every seed trains."""
+        return self.budget.trials if self.spec.tune and self.budget else 1
+
+    @cached_property
+    def base_trials(self) -> int:
+        """Candidates for the base's training, on each task, where the study is a search."""
+        if not self.spec.search:
+            return 0
+        drawn = self.candidates(next(iter(self.tasks)))
+        return 0 if drawn == [{}] else min(self.spec.search.trials, len(drawn))
+
+    @property
+    def _searched(self) -> int:
+        """Trials of the search on all tasks."""
+        return len(self.tasks) * (self.base_trials + (self.spec.search.trials if self.spec.search else 0))
 
     @property
     def trials(self) -> int:
-        tuning = sum(self.tunes(arm) for arm in self.arms)
-        return len(self.arms) + tuning * (self.budget.trials if self.budget else 0)
+        """Trials, if no arm stops before the last look."""
+        return len(self.arms) * self.tried * len(self.spec.looks) + self._searched
 
     @property
     def runs(self) -> int:
-        tuning = sum(self.tunes(arm) for arm in self.arms)
-        spent = self.budget.trials * self.budget.seeds if self.budget else 0
-        return len(self.arms) * self.spec.seeds + tuning * spent
+        """Runs, if no arm stops before the last look."""
+        confirmed = len(self.arms) * self.tried * self.spec.looks[-1].seeds
+        seeds = self.spec.search.seeds if self.spec.search else 0
+        return confirmed + self._searched * seeds
 
-    def job(self, arm: PlannedArm, stage: Literal["tune", "confirm"], number: int, values: Mapping[str, Any]) -> Job:
-        """A trial of an arm with tuned values in place.
+    def job(
+        self,
+        arm: PlannedArm,
+        stage: Literal["tune", "confirm"],
+        number: int,
+        values: Mapping[str, Any],
+        look: int = 0,
+    ) -> Job:
+        """A trial of an arm with tuned values in place. look: which one its seeds are added for.
 
         Raises `Infeasible` for values that make no model, `InputError` for settings that do not exist.
         """
         if stage == "tune":
-            assert self.budget is not None
-            seeds = tuple(range(TUNE_SEEDS_FROM, TUNE_SEEDS_FROM + self.budget.seeds))
+            assert self.spec.search is not None
+            seeds = tuple(range(TUNE_SEEDS_FROM, TUNE_SEEDS_FROM + self.spec.search.seeds))
         else:
-            seeds = tuple(range(CONFIRM_SEEDS_FROM, CONFIRM_SEEDS_FROM + self.spec.seeds))
+            ends = [0, *(each.seeds for each in self.spec.looks)]
+            seeds = tuple(range(CONFIRM_SEEDS_FROM + ends[look], CONFIRM_SEEDS_FROM + ends[look + 1]))
         task = self.tasks[arm.task]
         config = _with(arm.config, values, where=f"arm '{arm.name}'")
         rules, reason = [config["rule"]["name"]], None
@@ -237,12 +287,18 @@ def _make_plan(spec: StudySpec, profile: str | None, file: str) -> Plan:
         for i in range(spec.search.finalists if spec.search else 0):
             arms.append(PlannedArm(f"found_{i + 1}", task_name, False, resolved["base"], {}))
     plan = Plan(spec, profile, arms, tasks, file)
-    if plan.budget is not None and (grid := plan.budget.grid()) is not None and plan.budget.trials > len(grid):
-        key = "search" if spec.search else "tune"
-        raise InputError(f"{key}.trials {plan.budget.trials}: there are only {len(grid)} choices to try")
     if plan.budget is None:
         return plan
-    note = _check_candidates(plan, "search" if spec.search else "tune")
+    key = "search" if spec.search else "tune"
+    size = grid_size(plan.budget.searched)
+    if size is not None and plan.budget.trials > size:
+        raise InputError(f"{key}.trials {plan.budget.trials}: there are only {size} choices to try")
+    note = _check_candidates(plan, key)
+    try:
+        for task_name in tasks:
+            plan.candidates(task_name)
+    except InputError as error:
+        raise InputError(f"{key}.{error}") from None
     return replace(plan, notes=(note,) if note else ())
 
 
@@ -253,7 +309,7 @@ def _check_candidates(plan: Plan, key: str) -> str | None:
     and for arms that are one and the same once tuned.
     """
     assert plan.budget is not None
-    tuned = [arm for arm in plan.arms if plan.tunes(arm)]
+    tuned = [arm for arm in plan.arms if arm.is_base or not plan.spec.search]
     candidates = _combinations(plan.budget.searched, max(1, MOST_COMBINATIONS // len(tuned)))
     note = None
     seen: dict[tuple[str, str], str] = {}
@@ -399,6 +455,21 @@ def _known(given: dict[str, Any], kind: type, what: str) -> dict[str, Any]:
         if key not in given:
             raise InputError(f"{what}: needs {key}")
     return given
+
+
+def grid_size(searched: Mapping[str, Search]) -> int | None:
+    """How many combinations there are, where all settings are searched by choice; None where one has a range."""
+    sizes = [len(search.choice) for search in searched.values() if search.choice is not None]
+    return math.prod(sizes) if len(sizes) == len(searched) else None
+
+
+def _setting(config: Mapping[str, Any], path: str, where: str) -> Any:
+    here: Any = config
+    for part in path.split("."):
+        if not isinstance(here, Mapping) or part not in here:
+            raise unknown("setting", path, _paths(config), where=where)
+        here = here[part]
+    return here
 
 
 _FIXED = ("rule.name", *(f"model.{key}" for key in OF_THE_TASK))

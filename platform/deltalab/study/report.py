@@ -26,7 +26,7 @@ from deltalab.study.answer import (
     format_p,
     format_values,
 )
-from deltalab.study.stats import paired
+from deltalab.study.joint import UNKNOWN
 
 STYLE = {"better": "green", "worse": "red", "failed": "red", "diverged": "red"}
 ONE_TABLE = 120
@@ -51,6 +51,8 @@ class Report(Answer):
         yield Text(self.title, style="bold")
         for table in self.tables:
             yield Text(f"\n{caption(table)}")
+            for warning in table.warnings:
+                yield Text(f"! {warning}", style="yellow")
             if options.max_width >= ONE_TABLE:
                 grids = [_grid(table, range(len(headers(table))), options.max_width)]
             else:
@@ -68,7 +70,9 @@ class Report(Answer):
         lines = [f"## {self.title}", ""]
         for table in self.tables:
             names = headers(table)
-            lines += [f"### {caption(table)}", "", _markdown(names), _markdown(["---"] * len(names))]
+            lines += [f"### {caption(table)}", ""]
+            lines += [*(f"- **{warning}**" for warning in table.warnings), *([""] if table.warnings else [])]
+            lines += [_markdown(names), _markdown(["---"] * len(names))]
             lines += [_markdown(cells(row)) for row in table.rows]
             lines += ["", *(f"- {note}" for note in table.notes), *([""] if table.notes else [])]
         lines += [f"- {line}" for line in (*failure_lines(self.failures), *self.notes)]
@@ -124,13 +128,13 @@ def cells(row: Row) -> list[str]:
         seeds,
         format_interval(row.score),
         format_interval(row.difference, "+") if row.difference else "",
-        format_p(row.p_holm),
+        format_p(row.difference.p if row.difference else None),
         row.verdict,
         "" if row.microseconds_per_token is None else f"{row.microseconds_per_token:.3g}",
         "" if row.flops_per_token is None else f"{row.flops_per_token:,.0f}",
         "" if row.state_size is None else f"{row.state_size:,}",
         "" if row.parameters is None else f"{row.parameters:,}",
-        format_values(row.tuned),
+        format_values(row.tuned) + (f" ({row.chose} of {row.score.n} seeds)" if len(row.by_budget) > 1 else ""),
     ]
 
 
@@ -191,7 +195,7 @@ def _markdown(cells: Sequence[str]) -> str:
 
 
 def _flat(table: TaskTable, row: Row) -> dict[str, Any]:
-    score, difference = asdict(row.score), asdict(row.difference or paired([], []))
+    score, difference = asdict(row.score), asdict(row.difference or UNKNOWN)
     own = asdict(row)
     del own["score"], own["difference"]
     return {

@@ -196,6 +196,7 @@ def _provenance(plan: Plan) -> dict[str, Any]:
                 "metric": task.metric,
                 "maximize": task.maximize,
                 "chance": task.chance,
+                "bounds": task.bounds,
                 "version": task.version,
                 "parameters": asdict(task),
                 "fingerprint": task.fingerprint(),

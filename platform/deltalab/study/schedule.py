@@ -1,60 +1,54 @@
 """Decides what a study runs next, from its plan and from what the ledger already holds.
 
-Each arm on each task first tunes, by Optuna, with the same budget and, until results differ, the same candidates; then
-its best configuration is confirmed on fresh seeds. Trials that differ only in numbers go out in stacks, to be trained
-as one. Neither stacks nor timing change what a study computes. The ledger is the only memory: a schedule made anew from
-the same plan goes on where the last one was killed.
+Every seed of each arm on each task trains every candidate of tuning; seeds are added in the looks that the study asks
+for, as long as an arm is undecided and has a prospect. A search first finds its candidates by Optuna, on seeds of its
+own. Trials that differ only in numbers go out in stacks, to be trained as one. Neither stacks nor timing change what a
+study computes. The ledger is the only memory: a schedule made anew from the same plan goes on where the last one was
+killed.
 
 A candidate that makes no model is recorded as infeasible, and the next one is drawn in its place: the budget counts
 candidates that train.
 """
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, Literal
+from typing import Any
 
-from deltalab.errors import InputError
 from deltalab.store import Store, TrialRecord, TrialSummary
-from deltalab.study.pareto import front
+from deltalab.study.candidates import beyond, edge
+from deltalab.study.choice import Run, Scores, outcomes
 from deltalab.study.plan import Infeasible, Job, Plan, PlannedArm
-from deltalab.study.suggest import COSTS, Candidate, batch_start, suggest
+from deltalab.study.search import SearchPhase, score
 from deltalab.study.trial import infeasible
 from deltalab.training.train import stackable
 from deltalab.training.trainer import most_stacked
 
-DRAWS_PER_TRIAL = 20
-"""An arm stops drawing after so many candidates per trial of its budget, however few of them made a model."""
+MOST_MOVES = 3
+"""How often `extend` moves the ranges of a task."""
 
 
 @dataclass
 class _Track:
-    """One arm on one task. candidates: those drawn so far, by number."""
+    """One arm on one task. tried: the values of the candidates that every seed trains, by number, None until known.
+
+    trials: (candidate, look) -> the trial, None while it runs.
+    """
 
     arm: PlannedArm
-    candidates: list[Candidate] = field(default_factory=list)
-    confirmed: Literal["no", "running", "yes"] = "no"
+    tried: dict[int, dict[str, Any]] | None = None
+    trials: dict[tuple[int, int], TrialSummary | None] = field(default_factory=dict)
+    stopped: bool = False
 
-    @property
-    def spent(self) -> int:
-        """Candidates that count against the budget."""
-        return sum(not candidate.infeasible for candidate in self.candidates)
 
-    @property
-    def scored(self) -> dict[int, float]:
-        """The scores of the candidates that have one, by number."""
-        return {
-            number: candidate.score
-            for number, candidate in enumerate(self.candidates)
-            if candidate.score is not None and not math.isnan(candidate.score)
-        }
+@dataclass
+class _Family:
+    """Tracks that are tested together. moves: how often each task's ranges were extended."""
 
-    @property
-    def waits(self) -> bool:
-        """Whether a candidate has yet to end."""
-        return any(candidate.score is None for candidate in self.candidates)
+    tracks: list[_Track]
+    look: int = 0
+    moves: dict[str, int] = field(default_factory=dict)
 
 
 class Schedule:
@@ -67,57 +61,66 @@ class Schedule:
     def __init__(self, plan: Plan, store: Store, study_id: int, cut_off: Iterable[tuple[str, ...]] = ()) -> None:
         self.plan, self.store, self.study_id = plan, store, study_id
         self.tracks = [_Track(arm) for arm in plan.arms]
+        of_tasks = [[track for track in self.tracks if track.arm.task == task] for task in plan.tasks]
+        one = plan.spec.family == "study"
+        self._families = [_Family(self.tracks)] if one else [_Family(tracks) for tracks in of_tasks]
+        self._searches = [
+            SearchPhase(plan, arm, store, study_id) for arm in plan.arms if arm.is_base and plan.spec.search
+        ]
+        self._infeasible = 0
         self.known = 0
         self.failures = 0
         self.completed = 0
         # Two arms, or two candidates of one, may come to the same trial: it runs once, for all who wait for it.
-        self._awaited: dict[str, list[tuple[_Track, Job]]] = {}
+        self._awaited: dict[str, list[tuple[_Track | SearchPhase, Job, int]]] = {}
         self._waiting: dict[str, Job] = {}
         self._alone: set[str] = set()
         self._flops: dict[tuple[str, str], float] = {}
         most = plan.spec.resources.stack
         self._cut_off = [keys for keys in cut_off if most == "auto" or len(keys) <= most]
-        self._again = {
-            (row.arm, row.task, row.number): row.values for row in store.trials(study_id) if row.stage == "tune"
-        }
 
     @property
     def done(self) -> bool:
-        return all(track.confirmed == "yes" for track in self.tracks)
+        return all(track.stopped for track in self.tracks)
 
     @property
     def total(self) -> int:
-        """Trials of the whole study: those planned, minus those for which the space gave no feasible candidate."""
-        budget = self.plan.budget
-        drawn = [track for track in self.tracks if self.plan.tunes(track.arm) and not self._draws(track)]
-        return self.plan.trials - sum(budget.trials - track.spent for track in drawn if budget)
+        """Trials of the whole study, if no arm that still runs stops before the last look."""
+        asked = sum(len(track.trials) for track in self.tracks)
+        asked += sum(search.total for search in self._searches)
+        for family in self._families:
+            for track in family.tracks:
+                if not track.stopped:
+                    number = self.plan.tried if track.tried is None else len(track.tried)
+                    asked += number * len(self.plan.spec.looks) - len(track.trials)
+        return asked
 
     @property
     def infeasible(self) -> int:
         """Candidates drawn so far that make no model."""
-        return sum(len(track.candidates) - track.spent for track in self.tracks)
+        return self._infeasible + sum(search.infeasible for search in self._searches)
 
     def look(self) -> None:
         """Collects every trial whose configuration is determined by the results so far; takes known results from the
         ledger.
         """
         while asked := self._ask():
-            known = self.store.known_trials(job.key for _, job in asked)
-            for track, job in asked:
+            known = self.store.known_trials(job.key for _, job, _ in asked)
+            for track, job, look in asked:
                 if job.key in known:
                     self.store.attach(self.study_id, job.arm, job.key, job.number, job.values)
                     self.known += 1
-                    self._learn(track, job, known[job.key])
+                    self._learn(track, job, look, known[job.key])
                     continue
                 if job.key not in self._awaited:
                     self._waiting[job.key] = job
-                self._awaited.setdefault(job.key, []).append((track, job))
+                self._awaited.setdefault(job.key, []).append((track, job, look))
 
     def next(self, places: int) -> list[Job]:
         """Trials to train as one; `places` is how many such stacks run at a time.
 
-        Tuning goes first, since confirmation waits for it; then what takes long, so that all workers end at about one
-        time. Raises `InputError` where no candidate of a search makes a model.
+        A search goes first, since confirmation waits for it; then what takes long, so that all workers end at about
+        one time. Raises `InputError` where no candidate of a search makes a model.
         """
         self.look()
         if not self._waiting:
@@ -129,9 +132,9 @@ class Schedule:
 
     def finished(self, record: TrialRecord) -> None:
         """Records a trial, whole, and learns from it."""
-        for track, job in self._awaited[record.key]:
+        for track, job, look in self._awaited[record.key]:
             self.store.record_trial(self.study_id, job.arm, record, job.number, job.values)
-            self._learn(track, job, self.store.known_trials([job.key])[job.key])
+            self._learn(track, job, look, self.store.known_trials([job.key])[job.key])
         del self._awaited[record.key]
 
     def part(self, stack: Sequence[Job]) -> None:
@@ -139,13 +142,123 @@ class Schedule:
         self._alone.update(job.key for job in stack)
         self._waiting.update({job.key: job for job in stack})
 
-    def _ask(self) -> list[tuple[_Track, Job]]:
+    def _ask(self) -> list[tuple[_Track | SearchPhase, Job, int]]:
         """The trials that nobody has asked for yet and that depend on no result still awaited."""
-        asked = []
-        for track in sorted(self.tracks, key=lambda track: len(track.candidates)):
-            while (job := self._next_of(track)) is not None:
-                asked.append((track, job))
+        asked: list[tuple[_Track | SearchPhase, Job, int]] = []
+        for search in self._searches:
+            asked += ((search, job, 0) for job in search.ask())
+        for family in self._families:
+            asked += self._confirmations(family)
         return asked
+
+    def _confirmations(self, family: _Family) -> list[tuple[_Track | SearchPhase, Job, int]]:
+        while not all(track.stopped for track in family.tracks):
+            running = [track for track in family.tracks if not track.stopped]
+            for track in running:
+                if track.tried is None:
+                    track.tried = self._to_try(track)
+            asked: list[tuple[_Track | SearchPhase, Job, int]] = []
+            for track in running:
+                for number, values in (track.tried or {}).items():
+                    for look in range(family.look + 1):
+                        if (number, look) not in track.trials:
+                            track.trials[number, look] = None
+                            asked.append((track, self.plan.job(track.arm, "confirm", number, values, look), look))
+            waits = any(track.tried is None or None in track.trials.values() for track in running)
+            if asked or waits:
+                return asked
+            if not self._extended(family):
+                self._judge(family)
+        return []
+
+    def _to_try(self, track: _Track) -> dict[int, dict[str, Any]] | None:
+        """The candidates that every seed of an arm trains, by number; None until a search has ended."""
+        if self.plan.spec.search:
+            search = next(search for search in self._searches if search.arm.task == track.arm.task)
+            if not search.done:
+                return None
+            finalists = [arm.name for arm in self.plan.arms if arm.task == track.arm.task and not arm.is_base]
+            return {0: search.base() if track.arm.is_base else search.finalist(finalists.index(track.arm.name))}
+        found: dict[int, dict[str, Any]] = {}
+        for number, values in enumerate(self.plan.candidates(track.arm.task)):
+            if len(found) == self.plan.tried:
+                break
+            if self._feasible(track.arm, number, values):
+                found[number] = values
+        return found or {0: {}}
+
+    def _feasible(self, arm: PlannedArm, number: int, values: Mapping[str, Any]) -> bool:
+        """Whether a candidate makes a model; the ledger records the reason where it does not."""
+        try:
+            self.plan.job(arm, "confirm", number, values)
+        except Infeasible as error:
+            self._infeasible += 1
+            record = infeasible(error.job, str(error))
+            self.store.record_trial(self.study_id, arm.name, record, number, dict(values))
+            return False
+        return True
+
+    def _extended(self, family: _Family) -> bool:
+        """Gives every arm of a task a candidate beyond the values tried, where the best value of one is at an end."""
+        tune = self.plan.spec.tune
+        if tune is None or not tune.extend or family.look:
+            return False
+        moved = False
+        for task in dict.fromkeys(track.arm.task for track in family.tracks):
+            if family.moves.get(task, 0) == MOST_MOVES:
+                continue
+            scores = self._scores(family, task)
+            tracks = [track for track in family.tracks if track.arm.task == task]
+            ranges = {path: search for path, search in tune.searched.items() if search.choice is None}
+            ends = set()
+            for track in tracks:
+                best = scores.best(track.arm.name)
+                tried = track.tried or {}
+                if best is not None:
+                    ends |= set(edge(ranges, list(tried.values()), tried[best]).items())
+            number = max(number for track in tracks for number in track.tried or {}) + 1
+            number = max(number, len(self.plan.candidates(task)))
+            for at, (path, end) in enumerate(sorted(ends)):
+                longest = max((list((track.tried or {}).values()) for track in tracks), key=len)
+                values = beyond(tune.searched, longest, path, above=end == "highest")
+                for track in tracks:
+                    if track.tried is not None and self._feasible(track.arm, number + at, values):
+                        track.tried[number + at] = values
+                        moved = True
+            family.moves[task] = family.moves.get(task, 0) + 1
+        return moved
+
+    def _judge(self, family: _Family) -> None:
+        """Tests the arms after a look and stops those that are decided, or have no prospect."""
+        tasks = list(dict.fromkeys(track.arm.task for track in family.tracks))
+        tables = [self._scores(family, task) for task in tasks]
+        found = dict(zip(tasks, outcomes(tables, self.plan.spec.looks), strict=True))
+        last = family.look == len(self.plan.spec.looks) - 1
+        for track in family.tracks:
+            outcome = found[track.arm.task].get(track.arm.name)
+            if not track.arm.is_base:
+                track.stopped = last or outcome is None or outcome.stopped is not None
+        for track in family.tracks:
+            if track.arm.is_base:
+                others = [other for other in family.tracks if other.arm.task == track.arm.task and other != track]
+                track.stopped = last or all(other.stopped for other in others)
+        family.look += 1
+
+    def _scores(self, family: _Family, task: str) -> Scores:
+        tracks = [track for track in family.tracks if track.arm.task == task]
+        kind, looks = self.plan.tasks[task], self.plan.spec.looks
+        runs: dict[str, dict[int, dict[int, Run]]] = {}
+        seeds: dict[str, list[int]] = {}
+        for track in tracks:
+            own = runs.setdefault(track.arm.name, {})
+            for (number, _), summary in track.trials.items():
+                if summary is not None and summary.state == "done":
+                    own.setdefault(number, {}).update(_runs(summary, kind.metric))
+            reached = max((look for _, look in track.trials), default=-1)
+            trained = any(own.values())
+            seeds[track.arm.name] = list(range(1, looks[reached].seeds + 1)) if trained else []
+        base = next(track.arm.name for track in tracks if track.arm.is_base)
+        return Scores(base, kind.maximize, kind.chance, runs, seeds)
 
     def _left_behind(self) -> list[Job]:
         for keys in self._cut_off:
@@ -187,103 +300,34 @@ class Schedule:
             return False
         return (one.task, one.seeds) == (other.task, other.seeds) and stackable(one.specs, other.specs)
 
-    def _next_of(self, track: _Track) -> Job | None:
-        while self._draws(track) and not any(
-            candidate.score is None for candidate in track.candidates[: batch_start(len(track.candidates))]
-        ):
-            if (job := self._draw(track)) is not None:
-                return job
-        if track.confirmed == "no" and not self._draws(track) and not track.waits:
-            best = self._found(track) if self.plan.spec.search else self._best(track)
-            if best is None:
-                return None
-            track.confirmed = "running"
-            number = self.plan.budget.trials if self.plan.budget and self.plan.tunes(track.arm) else 0
-            return self.plan.job(track.arm, "confirm", number, best)
-        return None
-
-    def _draws(self, track: _Track) -> bool:
-        """Whether an arm has budget left and candidates to spend it on."""
-        budget = self.plan.budget
-        if budget is None or not self.plan.tunes(track.arm):
-            return False
-        grid = budget.grid()
-        most = len(grid) if grid is not None and budget.trials == len(grid) else DRAWS_PER_TRIAL * budget.trials
-        return track.spent < budget.trials and len(track.candidates) < most
-
-    def _draw(self, track: _Track) -> Job | None:
-        """The trial of an arm's next candidate; None, and a record of the reason, where it makes no model."""
-        number = len(track.candidates)
-        values = self._again.get((track.arm.name, track.arm.task, number))
-        candidate = Candidate(values or suggest(self.plan, track.arm.task, track.candidates))
-        track.candidates.append(candidate)
-        try:
-            return self.plan.job(track.arm, "tune", number, candidate.values)
-        except Infeasible as error:
-            candidate.infeasible, candidate.score, candidate.costs = True, math.nan, (math.nan,) * len(COSTS)
-            record = infeasible(error.job, str(error))
-            self.store.record_trial(self.study_id, track.arm.name, record, number, candidate.values)
-            return None
-
-    def _found(self, track: _Track) -> dict[str, Any] | None:
-        """The values that a search gives an arm: {} for the base, which is confirmed as written; else a candidate's.
-
-        Candidates on the Pareto front of score, arithmetic and state come first, then the rest, each by score.
-        None until the search has ended. Raises `InputError` where no candidate made a model.
-        """
-        if track.arm.is_base:
-            return {}
-        base = next(other for other in self.tracks if other.arm.is_base and other.arm.task == track.arm.task)
-        if self._draws(base) or base.waits:
-            return None
-        sign = -1 if self.plan.tasks[track.arm.task].maximize else 1
-        trained = {n: candidate for n, candidate in enumerate(base.candidates) if not candidate.infeasible}
-        if not trained:
-            raise InputError(f"{self.plan.where}: search: none of {len(base.candidates)} candidates makes a model")
-        different = {json.dumps(trained[n].values, sort_keys=True): n for n in sorted(trained, reverse=True)}
-        numbers = sorted(different.values())
-        scores = [base.scored.get(n, math.nan) for n in numbers]
-        first = set(front([(sign * own, *trained[n].costs) for own, n in zip(scores, numbers, strict=True)]))
-        order = sorted(range(len(numbers)), key=lambda i: (i not in first, math.isnan(scores[i]), sign * scores[i]))
-        place = [arm.name for arm in self.plan.arms if arm.task == track.arm.task and not arm.is_base]
-        return trained[numbers[order[place.index(track.arm.name) % len(order)]]].values
-
-    def _best(self, track: _Track) -> dict[str, Any]:
-        """The values of the best tuning trial; {} (the plan's values) if no tuning trial has a score, so that the arm
-        still gets a result.
-        """
-        scores = track.scored
-        if not scores:
-            return {}
-        best = max if self.plan.tasks[track.arm.task].maximize else min
-        return track.candidates[best(scores, key=lambda number: scores[number])].values
-
-    def _learn(self, track: _Track, job: Job, summary: TrialSummary) -> None:
+    def _learn(self, who: _Track | SearchPhase, job: Job, look: int, summary: TrialSummary) -> None:
         self.completed += 1
         self.failures += summary.state == "failed"
-        if job.stage == "confirm":
-            track.confirmed = "yes"
-            return
-        candidate = track.candidates[job.number]
-        candidate.costs = tuple(score(summary, cost, "cost", job.seeds) for cost in COSTS)
-        if candidate.costs[0] > 0:
-            self._flops[job.task, job.arm] = candidate.costs[0]
-        candidate.score = score(summary, self.plan.tasks[job.task].metric, "validation", job.seeds)
+        flops = [value for value in summary.finals.get(("cost", "flops_per_token"), {}).values() if value > 0]
+        if flops:
+            self._flops[job.task, job.arm] = flops[0]
+        if isinstance(who, _Track):
+            who.trials[job.number, look] = summary
+        else:
+            who.learn(job, summary)
 
     def leader(self, task: str) -> tuple[str, float] | None:
-        """The arm with the best score so far on a task, over its tuning trials."""
-        best = max if self.plan.tasks[task].maximize else min
-        tracks = [track for track in self.tracks if track.arm.task == task]
-        tops = {track.arm.name: best(track.scored.values()) for track in tracks if track.scored}
+        """The arm whose best candidate so far has the best mean validation score on a task."""
+        metric, best = self.plan.tasks[task].metric, max if self.plan.tasks[task].maximize else min
+        tops: dict[str, float] = {}
+        for track in self.tracks:
+            found = [score(trial, metric, "validation") for trial in track.trials.values() if trial is not None]
+            found = [value for value in found if not math.isnan(value)]
+            if track.arm.task == task and found:
+                tops[track.arm.name] = best(found)
         if not tops:
             return None
         name = best(tops, key=lambda name: tops[name])
         return name, tops[name]
 
 
-def score(summary: TrialSummary, metric: str, split: str, seeds: tuple[int, ...]) -> float:
-    """The mean of a metric over all seeds; NaN where one of them failed or diverged."""
-    finals: Mapping[int, float] = summary.finals.get((split, metric), {})
-    if any(seed not in finals or seed in summary.diverged for seed in seeds):
-        return math.nan
-    return sum(finals[seed] for seed in seeds) / len(seeds)
+def _runs(summary: TrialSummary, metric: str) -> dict[int, Run]:
+    """The runs of a trial by seed; NaN for those that diverged."""
+    validation, test = summary.finals.get(("validation", metric), {}), summary.finals.get(("test", metric), {})
+    found = {seed: Run(value, test.get(seed, math.nan)) for seed, value in validation.items()}
+    return found | {seed: Run(math.nan, math.nan) for seed in summary.diverged}

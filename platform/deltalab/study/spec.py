@@ -1,7 +1,6 @@
 """Reads a study's YAML file; refuses what it cannot understand, in one line that says how to mend it."""
 
 import difflib
-import itertools
 import json
 import math
 import re
@@ -10,10 +9,11 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, field_validator, model_validator
 
 from deltalab.authoring.shipped import study_file
 from deltalab.errors import InputError, unknown
+from deltalab.study.joint import Look, one_look, spread_looks
 
 
 class _Strict(BaseModel):
@@ -78,11 +78,11 @@ def _is_plain(value: object) -> bool:
     return all(map(_is_plain, value)) if isinstance(value, list) else isinstance(value, bool | int | float | str | None)
 
 
-class Tune(BaseModel):
-    """The same budget for every arm: `trials` candidates, each judged by the mean of `seeds` validation runs.
+class Space(BaseModel):
+    """Settings to search, and `trials`, how many candidates are tried.
 
     A candidate that makes no model is recorded as infeasible; it uses up no trial, and another is drawn in its place.
-    Every other key is a setting to search, by its path: `train.lr: {log_uniform: [1e-3, 1e-1]}`.
+    Every key that is not listed is a setting to search, by its path: `train.lr: {log_uniform: [1e-3, 1e-1]}`.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True)
@@ -91,24 +91,18 @@ class Tune(BaseModel):
     sections: ClassVar[tuple[str, ...]] = ()
 
     trials: Annotated[Whole, Field(ge=1, le=10_000)]
-    seeds: Annotated[Whole, Field(ge=1, le=100)] = 1
 
     @property
     def searched(self) -> dict[str, Search]:
         return self.__pydantic_extra__
-
-    def grid(self) -> list[dict[str, Any]] | None:
-        """Every candidate, where all settings are searched by choice; None where one is searched in a range."""
-        choices = [search.choice for search in self.searched.values()]
-        if None in choices:
-            return None
-        return [dict(zip(self.searched, values, strict=True)) for values in itertools.product(*filter(None, choices))]
 
     @model_validator(mode="before")
     @classmethod
     def _a_path_has_a_dot(cls, given: Any) -> Any:
         for key in given if isinstance(given, dict) else ():
             if key not in cls.model_fields and "." not in str(key) and key not in cls.sections:
+                if key == "seeds":
+                    raise ValueError("leave out seeds: every seed of the study trains every candidate")
                 raise ValueError(str(unknown("key", key, [*cls.model_fields, "paths such as train.lr"])))
         return given
 
@@ -119,21 +113,56 @@ class Tune(BaseModel):
         return self
 
 
-class Searching(Tune):
+class Tune(Space):
+    """The same candidates for every arm, spread over the ranges, the base's own values among them.
+
+    Every seed of the study trains every candidate. A seed's result is the test score of its run with the best
+    validation score, so that the choice is part of what the error bars cover.
+    extend: moves the ranges, for all arms alike, while the best value of an arm is the lowest or the highest tried.
+    """
+
+    extend: Annotated[bool, Field(strict=True)] = False
+
+    @model_validator(mode="after")
+    def _holds_several_candidates(self) -> Self:
+        if self.trials < 2:
+            raise ValueError("trials 1 leaves one candidate and nothing to choose: give at least 2, or leave out tune")
+        if self.extend and not any(search.choice is None for search in self.searched.values()):
+            raise ValueError("extend moves a range, and every setting is searched by choice")
+        return self
+
+
+class Searching(Space):
     """A search for architectures, from the base: the task's metric against arithmetic per token and state size.
 
-    Every other key is a setting to search, by its path, or `rule` as a whole: `rule: {choice: [comba, {name: gla}]}`.
+    Each candidate is judged by the mean of `seeds` validation runs. The base tunes its `train` settings among those
+    searched, with as many candidates.
+    A key may also be `rule` as a whole: `rule: {choice: [comba, {name: gla}]}`.
     finalists: how many candidates are confirmed, each as an arm; those on the Pareto front come first.
     """
 
     sections: ClassVar[tuple[str, ...]] = ("rule",)
 
+    seeds: Annotated[Whole, Field(ge=1, le=100)] = 1
     finalists: Annotated[Whole, Field(ge=1, le=100)] = 4
 
     @model_validator(mode="after")
     def _enough_to_choose_from(self) -> Self:
         if self.finalists > self.trials:
             raise ValueError(f"finalists {self.finalists} exceed trials {self.trials}")
+        return self
+
+
+class Seeds(_Strict):
+    """Seeds that are added in up to four looks, until each arm is decided or has no prospect of it."""
+
+    at_least: Annotated[Whole, Field(ge=2, le=1000)]
+    at_most: Annotated[Whole, Field(ge=2, le=1000)]
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.at_most <= self.at_least:
+            raise ValueError(f"at_most {self.at_most} must be more than at_least {self.at_least}")
         return self
 
 
@@ -204,7 +233,8 @@ class StudySpec(_Strict):
     for_task: what every arm changes in the base on one task.
     ablate: parts to take away one at a time, each an arm `without_PART`: knobs of the rule, or parts of the model.
     factorial: pairs of parts, each an arm without both; the report gives their interaction.
-    arms: further arms by name. seeds: how many, in confirmation. deadline: seconds that a trial may take.
+    arms: further arms by name. seeds: how many, or {at_least, at_most}. deadline: seconds that a trial may take.
+    family: the arms that are tested together, those of a task or of the whole study.
     """
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]*$")]
@@ -217,7 +247,11 @@ class StudySpec(_Strict):
     arms: dict[Name, Change] = {}
     tune: Tune | None = None
     search: Searching | None = None
-    seeds: Annotated[Whole, Field(ge=1, le=1000)]
+    seeds: Annotated[
+        Annotated[Whole, Field(ge=1, le=1000), Tag("[number]")] | Annotated[Seeds, Tag("[looks]")],
+        Discriminator(lambda given: "[looks]" if isinstance(given, dict | Seeds) else "[number]"),
+    ]
+    family: Literal["task", "study"] = "task"
     resources: Resources = Resources()
     deadline: Annotated[Number, Field(gt=0)] | None = None
 
@@ -228,6 +262,13 @@ class StudySpec(_Strict):
                 if getattr(self, key):
                     raise ValueError(f"search makes its own arms and tunes them: leave out {key}")
         return self
+
+    @property
+    def looks(self) -> tuple[Look, ...]:
+        """When the arms are tested: once, with all seeds, or several times."""
+        if isinstance(self.seeds, Seeds):
+            return spread_looks(self.seeds.at_least, self.seeds.at_most)
+        return one_look(self.seeds)
 
     @model_validator(mode="before")
     @classmethod
@@ -308,12 +349,15 @@ _SAYS = {
     "int_type": "must be a whole number",
     "float_type": "must be a number",
 }
+# What pydantic puts into the path of an error besides keys.
+_NO_KEY = ("str", "dict[str,any]", "[key]", "[number]", "[looks]")
 _KINDS: dict[str, type[BaseModel]] = {
     "base": Method,
     "for_task": Change,
     "arms": Change,
     "tune": Search,
     "search": Search,
+    "seeds": Seeds,
     "resources": Resources,
 }
 
@@ -322,7 +366,7 @@ def _first_line(error: ValidationError) -> str:
     errors = error.errors()
     # A misspelled key is also a missing key: report the misspelling.
     first = next((found for found in errors if found["type"] == "extra_forbidden"), errors[0])
-    parts = [str(part) for part in first["loc"] if part not in ("str", "dict[str,any]", "[key]")]
+    parts = [str(part) for part in first["loc"] if part not in _NO_KEY]
     key = " ".join(".".join(parts).split())
     if first["type"] == "extra_forbidden":
         names = [*_KINDS[parts[0]].model_fields] if len(parts) > 1 else [*StudySpec.model_fields, "profiles"]

@@ -1,4 +1,4 @@
-"""Asks Optuna for the next candidate of a tuning or a search."""
+"""Asks Optuna for the next candidate of a search."""
 
 import hashlib
 import json
@@ -18,11 +18,12 @@ from optuna.distributions import (
 )
 from optuna.trial import TrialState
 
-from deltalab.study.plan import Plan
+from deltalab.study.candidates import spread
+from deltalab.study.plan import Plan, grid_size
 from deltalab.study.spec import Search
 
 BATCH = 10
-"""How many candidates an arm asks Optuna for at a time. The first ten are drawn without looking at any result."""
+"""How many candidates a search asks Optuna for at a time. The first ten are drawn without looking at any result."""
 COSTS = ("flops_per_token", "state_size")
 """The costs that a search weighs against the score; every trial measures them."""
 
@@ -31,7 +32,7 @@ optuna.logging.set_verbosity(logging.ERROR)
 
 @dataclass
 class Candidate:
-    """Values drawn for an arm. infeasible: they make no model, so that no trial runs.
+    """Values drawn. infeasible: they make no model, so that no trial runs.
 
     score, costs: None and () until the trial has ended; NaN where it failed or diverged, or could not run.
     """
@@ -43,20 +44,19 @@ class Candidate:
 
 
 def suggest(plan: Plan, task: str, candidates: Sequence[Candidate]) -> dict[str, Any]:
-    """The values of the candidate that comes after `candidates`, all of one arm.
+    """The values of the candidate that comes after `candidates`.
 
     They depend on the candidate's number and on the results of earlier batches alone. Optuna is told that the others
-    of the same batch are running, and keeps away from them (its "constant liar"). The number seeds it, so all arms
-    start from the same candidates. A budget that covers every combination of choices takes them in order.
+    of the same batch are running, and keeps away from them (its "constant liar"). A budget that covers every
+    combination of choices takes them in order.
     """
-    budget, number = plan.budget, len(candidates)
+    budget, number = plan.spec.search, len(candidates)
     assert budget is not None
-    grid = budget.grid()
-    if grid is not None and budget.trials == len(grid):
-        return grid[number]
+    if grid_size(budget.searched) == budget.trials:
+        return spread(budget.searched, budget.trials, {})[number]
     maximize, minimize = optuna.study.StudyDirection.MAXIMIZE, optuna.study.StudyDirection.MINIMIZE
     directions = [maximize if plan.tasks[task].maximize else minimize]
-    directions += [minimize] * (len(COSTS) if plan.spec.search else 0)
+    directions += [minimize] * len(COSTS)
     spaces = {path: _distribution(search) for path, search in budget.searched.items()}
     seed = int.from_bytes(hashlib.sha256(f"{plan.spec.name}/{number}".encode()).digest()[:4], "little")
     sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=BATCH, constant_liar=True)
@@ -72,7 +72,7 @@ def suggest(plan: Plan, task: str, candidates: Sequence[Candidate]) -> dict[str,
             assert candidate.score is not None
             # A diverged trial says as much about its region as a trial that learned nothing.
             score = plan.tasks[task].chance if math.isnan(candidate.score) else candidate.score
-            values = [score, *(candidate.costs if plan.spec.search else ())]
+            values = [score, *candidate.costs]
             if any(map(math.isnan, values)):
                 continue  # its costs are not known
         trial = optuna.trial.create_trial(params=params, distributions=spaces, state=state, values=values)

@@ -45,6 +45,7 @@ class Digits(Task):
     version: ClassVar[int] = 1
     metric: ClassVar[str] = "accuracy"
     maximize: ClassVar[bool] = True
+    bounds: ClassVar[tuple[float, float] | None] = (0.0, 1.0)
 
     both_ways: bool = False
 

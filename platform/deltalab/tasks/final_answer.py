@@ -32,6 +32,7 @@ class OneAnswer(Task):
 
     metric: ClassVar[str] = "scaled_accuracy"
     maximize: ClassVar[bool] = True
+    bounds: ClassVar[tuple[float, float] | None] = (-1.0, 1.0)
     answers: ClassVar[int]
     padding: ClassVar[int]
 

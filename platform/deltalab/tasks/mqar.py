@@ -52,6 +52,7 @@ class MQAR(Task):
     version: ClassVar[int] = 1
     metric: ClassVar[str] = "accuracy"
     maximize: ClassVar[bool] = True
+    bounds: ClassVar[tuple[float, float] | None] = (0.0, 1.0)
     example: ClassVar[Mapping[str, object]] = {"length": 32, "pairs": 4, "vocab_size": 64}
 
     length: int

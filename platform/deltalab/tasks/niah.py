@@ -58,6 +58,7 @@ class NIAH(Task):
     version: ClassVar[int] = 1
     metric: ClassVar[str] = "exact_match"
     maximize: ClassVar[bool] = True
+    bounds: ClassVar[tuple[float, float] | None] = (0.0, 1.0)
     example: ClassVar[Mapping[str, object]] = {"variant": 2, "length": 48}
 
     variant: int

@@ -56,6 +56,8 @@ class Task(ABC):
     version: ClassVar[int]
     metric: ClassVar[str]
     maximize: ClassVar[bool]
+    bounds: ClassVar[tuple[float, float] | None] = None
+    """The least and the greatest value of `metric`; None if it has no such. Intervals of the report stay inside."""
     example: ClassVar[Mapping[str, object]] = {}
     """Parameters for showing and checking a task that cannot be made without any."""
     readout: ClassVar[str] = "position"

@@ -47,6 +47,7 @@ class WordProblem(Task):
     version: ClassVar[int] = 1
     metric: ClassVar[str] = "sequence_accuracy"
     maximize: ClassVar[bool] = True
+    bounds: ClassVar[tuple[float, float] | None] = (0.0, 1.0)
     example: ClassVar[Mapping[str, object]] = {"group": "S3"}
 
     group: str

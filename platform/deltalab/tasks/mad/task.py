@@ -26,6 +26,7 @@ class MAD(Task):
 
     metric: ClassVar[str] = "accuracy"
     maximize: ClassVar[bool] = True
+    bounds: ClassVar[tuple[float, float] | None] = (0.0, 1.0)
 
     train_examples: int | None = 12_800
 

@@ -1,0 +1,121 @@
+"""The candidates of tuning: spread over the ranges, the same for all arms, whatever the study and its results."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from itertools import islice, product
+from typing import Any
+
+from deltalab.errors import InputError
+from deltalab.study.spec import Search
+
+MOST_DRAWN = 20
+"""Candidates drawn for each that is wanted, at the most: some make no model, and some are drawn twice."""
+
+
+def spread(searched: Mapping[str, Search], trials: int, own: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Candidates that depend on the ranges, their number and the base's own values alone.
+
+    A single range is a grid with both ends, whose value nearest to the base's own gives way to it. Several settings are
+    the base's own values, then the points of a scrambled Sobol sequence. All combinations of choices are taken in order
+    where the trials suffice for them. More candidates than `trials` follow, for those that make no model.
+    Raises `InputError` where there are fewer.
+
+    >>> spread({"train.lr": Search(log_uniform=(1e-3, 1e-1))}, 3, {"train.lr": 0.02})[:3]
+    [{'train.lr': 0.001}, {'train.lr': 0.02}, {'train.lr': 0.1}]
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for candidate in islice(_drawn(searched, trials, own), MOST_DRAWN * trials + trials):
+        found.setdefault(json.dumps(candidate, sort_keys=True), candidate)
+    if len(found) < trials:
+        raise InputError(f"trials {trials}: there are only {len(found)} candidates to try")
+    return list(found.values())
+
+
+def beyond(searched: Mapping[str, Search], tried: list[dict[str, Any]], path: str, *, above: bool) -> dict[str, Any]:
+    """The candidate after the lowest or the highest value tried of a range, as far from it as its neighbour is.
+
+    Other settings keep the values that they have beside that end.
+
+    >>> lr = {"train.lr": Search(log_uniform=(1e-3, 1e-1))}
+    >>> beyond(lr, [{"train.lr": 0.01}, {"train.lr": 0.1}], "train.lr", above=True)
+    {'train.lr': 1.0}
+    """
+    search = searched[path]
+    values = sorted({candidate[path] for candidate in tried})
+    end, neighbour = (values[-1], values[-2]) if above else (values[0], values[1])
+    value = end * end / neighbour if search.log_uniform else 2 * end - neighbour
+    beside = next(candidate for candidate in reversed(tried) if candidate[path] == end)
+    return {**beside, path: _rounded(value)}
+
+
+def edge(searched: Mapping[str, Search], tried: list[dict[str, Any]], best: Mapping[str, Any]) -> dict[str, str]:
+    """The searched ranges of which a candidate has the lowest or the highest value tried: path -> which.
+
+    >>> edge({"train.lr": Search(uniform=(0, 1))}, [{"train.lr": 0.1}, {"train.lr": 0.5}], {"train.lr": 0.5})
+    {'train.lr': 'highest'}
+    """
+    found = {}
+    for path, search in searched.items():
+        if search.choice is not None:
+            numbers = [value for value in search.choice if isinstance(value, int | float) and value is not True]
+            if len(numbers) < len(search.choice) or False in numbers:
+                continue
+        values = [candidate[path] for candidate in tried]
+        if best[path] in (min(values), max(values)) and min(values) < max(values):
+            found[path] = "lowest" if best[path] == min(values) else "highest"
+    return found
+
+
+def _drawn(searched: Mapping[str, Search], trials: int, own: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    choices = [search.choice for search in searched.values()]
+    if None not in choices and math.prod(len(choice or ()) for choice in choices) <= trials:
+        yield from (dict(zip(searched, values, strict=True)) for values in product(*filter(None, choices)))
+        return
+    if len(searched) == 1 and choices == [None]:
+        ((path, search),) = searched.items()
+        yield from ({path: value} for value in _grid(search, trials, own[path]))
+    else:
+        inside = all(search.choice is None or own[path] in search.choice for path, search in searched.items())
+        if inside:
+            yield {path: own[path] for path in searched}
+    from scipy.stats import qmc  # Load it here, since it takes a second and a single range rarely needs it.
+
+    points = qmc.Sobol(len(searched), scramble=True, rng=0).random_base2(math.ceil(math.log2(MOST_DRAWN * trials)))
+    for point in points:
+        yield {path: _at(search, float(x)) for (path, search), x in zip(searched.items(), point, strict=True)}
+
+
+def _grid(search: Search, trials: int, own: Any) -> list[Any]:
+    values = [_at(search, i / max(trials - 1, 1)) for i in range(trials)]
+    distance = [abs(_place(search, value) - _place(search, own)) for value in values]
+    values[distance.index(min(distance))] = own
+    return values
+
+
+def _place(search: Search, value: float) -> float:
+    """Where a value is on the scale of its range."""
+    if search.log_uniform:
+        return math.log(value) if value > 0 else -math.inf
+    return float(value)
+
+
+def _at(search: Search, x: float) -> Any:
+    """The value at x in [0, 1] of a setting's range or choices."""
+    if search.choice is not None:
+        return search.choice[min(int(x * len(search.choice)), len(search.choice) - 1)]
+    low, high = search.extremes
+    if search.integers:
+        return low + min(int(x * (high - low + 1)), high - low)
+    if search.log_uniform:
+        return _rounded(low * (high / low) ** x)
+    return _rounded(low + (high - low) * x)
+
+
+def _rounded(value: float) -> float:
+    """A value in four digits, the same on every processor.
+
+    >>> _rounded(0.0158113883)
+    0.01581
+    """
+    return float(f"{value:.4g}") if isinstance(value, float) else value

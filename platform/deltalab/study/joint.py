@@ -1,0 +1,283 @@
+"""Tests all arms of a family against the base at once, and inverts the test into intervals.
+
+d_js is the difference of arm j to the base at seed s. If the arm and the base perform alike, d_js and -d_js are equally
+likely, for all arms together: flip the sign e_s of whole seeds, the same for all arms, and compare
+
+    T_j(e) = sqrt(n_j) |mean_s(e_s d_js)| / (sd_s(e_s d_js) + c),    c: the median over the arms of rms_s(d_js)
+
+with the largest T of the family under every flip (max-T; Westfall and Young 1993). The test is exact for any number of
+seeds, whatever the distribution, and n seeds can reach p = 2 / 2^n however many arms there are. The constant c keeps an
+arm whose seeds hardly differ from ruling the maximum (Tusher, Tibshirani and Chu 2001); no flip changes it.
+
+The family steps down. An arm that was told from the base no longer competes as it is: only its spread around its own
+mean does, so that all intervals hold together.
+
+With several looks, an arm may be decided at each. Flips that an earlier look would have decided count as decided, and
+look k may decide a share A_k of all flips, so that the error is spent and no more (Lan and DeMets 1983).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+ALPHA = 0.05
+EXACT_UP_TO = 12
+"""Seeds. With more, 2^11 random flips stand for all 2^(n - 1)."""
+HOPELESS = 0.2
+"""An arm stops at a look where it would be decided by the last one with a lower probability."""
+
+Array = NDArray[np.float64]
+_EQUAL = 1 - 1e-9
+"""Statistics that differ by rounding alone count as equal."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """A test after `seeds` seeds. spent: the share of all flips that it and the looks before it may decide."""
+
+    seeds: int
+    spent: float
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The mean of n paired differences, and an interval that holds jointly with those of the family.
+
+    p: of "no difference", within the family. p <= 0.05 if and only if the interval leaves out 0. Where n seeds cannot
+    decide anything, low and high are infinite. All NaN where there is no pair.
+    """
+
+    mean: float
+    low: float
+    high: float
+    p: float
+    n: int
+
+    @property
+    def decided(self) -> bool:
+        return self.low > 0 or self.high < 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """An arm after the looks so far, and why it stopped: decided, hopeless or at the last look; None if it goes on."""
+
+    difference: Difference
+    stopped: Literal["decided", "hopeless", "last"] | None
+
+
+UNKNOWN = Difference(math.nan, math.nan, math.nan, math.nan, 0)
+
+
+def one_look(seeds: int, alpha: float = ALPHA) -> tuple[Look, ...]:
+    """A single look, at the end."""
+    return (Look(seeds, alpha),)
+
+
+def spread_looks(at_least: int, at_most: int, alpha: float = ALPHA) -> tuple[Look, ...]:
+    """Up to four looks from `at_least` to `at_most` seeds, with alpha sqrt(seeds / at_most) spent by each.
+
+    Of the power family of Kim and DeMets (1987), this member lets six seeds of fifteen decide.
+
+    >>> [(look.seeds, round(look.spent, 4)) for look in spread_looks(6, 15)]
+    [(6, 0.0316), (9, 0.0387), (12, 0.0447), (15, 0.05)]
+    """
+    step = max(1, math.ceil((at_most - at_least) / 3))
+    seeds = [*range(at_least, at_most, step), at_most]
+    return tuple(Look(n, alpha * math.sqrt(n / at_most)) for n in seeds)
+
+
+def smallest_p(n: int) -> float:
+    """The least p that n seeds can give: 2 / 2^n.
+
+    >>> smallest_p(5), smallest_p(8)
+    (0.0625, 0.0078125)
+    """
+    return min(1.0, 2.0 ** (1 - n))
+
+
+def seeds_needed(alpha: float = ALPHA) -> int:
+    """The fewest seeds with which p can reach alpha, for any number of arms.
+
+    >>> seeds_needed(), seeds_needed(0.01)
+    (6, 8)
+    """
+    return next(n for n in range(1, 64) if smallest_p(n) <= alpha)
+
+
+def compare(differences: Sequence[ArrayLike], units: Sequence[int] | None = None) -> list[Difference]:
+    """The difference of each arm, tested together with the others, on the same seeds.
+
+    differences: d_j [n] of each arm. units: arms of one number share a unit of measurement, and c; None if all do.
+
+    >>> found = compare([[0.1, 0.2, 0.1, 0.2, 0.1, 0.2], [0.1, -0.1, 0.1, -0.1, 0.2, -0.2]])
+    >>> [(round(arm.mean, 2), arm.p, arm.decided) for arm in found]
+    [(0.15, 0.03125, True), (0.0, 1.0, False)]
+    """
+    seeds = max((len(np.atleast_1d(d)) for d in differences), default=0)
+    return [outcome.difference for outcome in follow(differences, one_look(seeds), units)]
+
+
+def follow(
+    differences: Sequence[ArrayLike], looks: Sequence[Look], units: Sequence[int] | None = None
+) -> list[Outcome]:
+    """Goes from look to look until an arm that should go on lacks seeds for the next one.
+
+    differences: d_j [n_j] of each arm, by seed. Seeds beyond those at which an arm stops are not used.
+    """
+    given = [np.atleast_1d(np.asarray(d, dtype=float)) for d in differences]
+    family = _Family(given, list(units or [0] * len(given)))
+    outcomes = [Outcome(UNKNOWN, None)] * len(given)
+    for k, look in enumerate(looks):
+        running = [j for j, outcome in enumerate(outcomes) if outcome.stopped is None]
+        if not running or any(len(given[j]) < look.seeds for j in running) or not look.seeds:
+            break
+        found = family.tested(running, looks[: k + 1])
+        for j, difference in found.items():
+            stopped: Literal["decided", "hopeless", "last"] | None = None
+            if difference.decided:
+                stopped = "decided"
+            elif k == len(looks) - 1:
+                stopped = "last"
+            elif _prospect(given[j][: look.seeds], look.seeds / looks[-1].seeds, len(given)) < HOPELESS:
+                stopped = "hopeless"
+            outcomes[j] = Outcome(difference, stopped)
+            if stopped:
+                family.stop(j, look.seeds)
+    return outcomes
+
+
+def _prospect(d: Array, t: float, arms: int) -> float:
+    """The probability that an arm is decided at the end, if it goes on as it went: its conditional power.
+
+    With z the normal quantile of a t test at the share t of the seeds, Phi((z / sqrt(t) - z_end) / sqrt(1 - t)).
+    """
+    from scipy import stats
+
+    spread = d.std(ddof=1) if len(d) > 1 else 0.0
+    if not spread:
+        return float(d.any())
+    z = -stats.norm.ppf(stats.t.sf(math.sqrt(len(d)) * abs(d.mean()) / spread, len(d) - 1))
+    return float(stats.norm.cdf((z / math.sqrt(t) + stats.norm.ppf(ALPHA / (2 * arms))) / math.sqrt(1 - t)))
+
+
+def rejects(differences: Sequence[ArrayLike], shifts: ArrayLike, looks: Sequence[Look]) -> NDArray[np.bool_]:
+    """Whether the test rejects "the first arm differs by shift", for each of shifts [D]."""
+    family = _Family([np.asarray(d, dtype=float) for d in differences], [0] * len(differences))
+    return family.p(0, np.asarray(shifts, dtype=float), looks) <= ALPHA
+
+
+@cache
+def flips(n: int) -> Array:
+    """Signs e [E, n], the observed ones first. A global sign does not change T and is left out."""
+    signs: Array
+    if n <= EXACT_UP_TO:
+        signs = 1.0 - 2.0 * ((np.arange(2 ** (n - 1))[:, None] >> np.arange(n)) & 1)
+    else:
+        signs = np.random.default_rng(0).choice([-1.0, 1.0], size=(2 ** (EXACT_UP_TO - 1), n))
+        signs[0] = 1.0
+    signs.flags.writeable = False
+    return signs
+
+
+class _Family:
+    """The arms that are tested together. decided: those told from the base so far."""
+
+    def __init__(self, differences: list[Array], units: list[int]) -> None:
+        self.differences, self.units = differences, units
+        self.stopped: dict[int, int] = {}
+        self.decided: set[int] = set()
+
+    def stop(self, j: int, seeds: int) -> None:
+        self.stopped[j] = seeds
+
+    def tested(self, running: list[int], looks: Sequence[Look]) -> dict[int, Difference]:
+        """Steps down through the arms that run, and finds the difference of each."""
+        while left := [j for j in running if j not in self.decided]:
+            p, j = min((float(self.p(j, np.zeros(1), looks)[0]), j) for j in left)
+            if p > ALPHA:
+                break
+            self.decided.add(j)
+        return {j: self._difference(j, looks) for j in running}
+
+    def _difference(self, j: int, looks: Sequence[Look]) -> Difference:
+        """Accepts every value of the difference that the test does not reject; the interval is their hull."""
+        d = self.differences[j][: looks[-1].seeds]
+        mean, p = float(d.mean()), float(self.p(j, np.zeros(1), looks)[0])
+        if smallest_p(len(d)) > looks[-1].spent:
+            return Difference(mean, -math.inf, math.inf, p, len(d))
+        spread = max(float(d.std()), self._scale(j, len(d)))
+        bounds = []
+        for side in (-1.0, 1.0):
+            # 0 is among the values, so that p and the interval agree.
+            away = np.array(sorted({abs(mean), *(spread * 2.0 ** np.arange(-6, 12))})) if spread else np.zeros(1)
+            near, far = 0.0, math.inf
+            for _ in range(4):
+                ps = self.p(j, mean + side * away, looks)
+                accepted = np.flatnonzero(ps > ALPHA)
+                if mean * side < 0 < len(accepted) and away[accepted[-1]] >= abs(mean):
+                    p = max(p, float(ps[away >= abs(mean)].max()))
+                last = int(accepted[-1]) if len(accepted) else -1
+                near = float(away[last]) if last >= 0 else near
+                if last + 1 == len(away):
+                    break
+                far = float(away[last + 1])
+                away = np.linspace(near, far, 12)
+            bounds.append(mean + side * (near if far < math.inf or not spread else math.inf))
+        return Difference(mean, bounds[0], bounds[1], p, len(d))
+
+    def _scale(self, j: int, seeds: int) -> float:
+        same = [i for i, unit in enumerate(self.units) if unit == self.units[j]]
+        sizes = [math.sqrt(float(np.mean(d**2))) for i in same if len(d := self._seen(i, seeds))]
+        return float(np.median(sizes))
+
+    def _seen(self, i: int, seeds: int) -> Array:
+        """An arm's differences at a look: around their mean if the arm was decided."""
+        d = self.differences[i][: min(seeds, self.stopped.get(i, seeds))]
+        if i in self.decided and len(d) > 1:
+            d = (d - d.mean()) * math.sqrt(len(d) / (len(d) - 1))
+        return d
+
+    def p(self, j: int, shifts: Array, looks: Sequence[Look]) -> Array:
+        """p of "the difference of arm j is shift" for each of shifts [D]."""
+        signs = flips(looks[-1].seeds)
+        gone = np.zeros((len(shifts), len(signs)), dtype=bool)
+        for look in looks[:-1]:
+            largest, _ = self._largest(j, shifts, signs[:, : look.seeds])
+            # Decide the flips of the largest statistics, as many as the look may.
+            most = math.floor(look.spent * len(signs) * (1 + 1e-9)) - gone.sum(1)
+            left = -np.sort(-np.where(gone, -1.0, largest), axis=1)
+            bound = np.take_along_axis(left, np.clip(most, 0, len(signs) - 1)[:, None], axis=1)
+            gone |= largest * _EQUAL > bound
+        largest, own = self._largest(j, shifts, signs)
+        p: Array = (gone | (largest >= own[:, :1] * _EQUAL)).mean(1)
+        return np.minimum(p * ALPHA / looks[-1].spent, 1.0)
+
+    def _largest(self, j: int, shifts: Array, signs: Array) -> tuple[Array, Array]:
+        """The largest T of the family and that of arm j, each [D, E]."""
+        seeds = signs.shape[1]
+        own = self.differences[j][:seeds] - shifts[:, None]
+        arms = {i: self._seen(i, seeds)[None] for i in range(len(self.differences)) if i != j}
+        arms = {i: d for i, d in arms.items() if d.shape[1]}
+        arms[j] = own
+        sizes = {i: np.sqrt(np.mean(d**2, axis=1)) for i, d in arms.items()}
+        largest: Array | None = None
+        constant = {
+            unit: np.median([np.broadcast_to(sizes[i], len(shifts)) for i in arms if self.units[i] == unit], axis=0)
+            for unit in {self.units[i] for i in arms}
+        }
+        t = np.zeros(())
+        for i, d in arms.items():
+            n = d.shape[1]
+            mean = np.abs(d @ signs[:, :n].T) / n
+            spread = np.sqrt(np.maximum(sizes[i][:, None] ** 2 - mean**2, 0.0) * n / max(n - 1, 1))
+            size = spread + constant[self.units[i]][:, None]
+            t = math.sqrt(n) * np.divide(mean, size, out=np.zeros(np.broadcast(mean, size).shape), where=size > 0)
+            largest = t if largest is None else np.maximum(largest, t)
+        assert largest is not None
+        return largest, t  # arm j came last
