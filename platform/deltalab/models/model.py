@@ -59,8 +59,7 @@ class Block(nn.Module):
         super().__init__()
         # The branches of all layers add up; the scale keeps the variance of the sum independent of depth.
         shrink = (2 * spec.depth) ** -0.5
-        key_dim = spec.key_dim or spec.d_model // spec.heads
-        value_dim = max(1, round(key_dim * spec.expand_v))
+        key_dim, value_dim = spec.head_dims
         self.norm = ResidualNorm(spec.d_model)
         self.mixer = RuleLayer(
             rule,

@@ -130,6 +130,12 @@ class ModelSpec:
         """The number of blocks: twice `layers` for `mamba`, whose blocks hold a mixer and no MLP."""
         return self.layers * (2 if self.block == "mamba" else 1)
 
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        """The widths of a head's keys and values, K and V."""
+        key_dim = self.key_dim or self.d_model // self.heads
+        return key_dim, max(1, round(key_dim * self.expand_v))
+
     def is_attention(self, layer: int) -> bool:
         """Whether this layer, counted from 0, is softmax attention."""
         if isinstance(self.attention, str):

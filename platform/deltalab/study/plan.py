@@ -14,6 +14,7 @@ from deltalab.errors import InputError, unknown
 from deltalab.models.spec import ModelSpec
 from deltalab.registry import get_rule, get_task, rule_plugin, task_plugin
 from deltalab.study.candidates import spread
+from deltalab.study.match import Matcher
 from deltalab.study.spec import Change, Method, Search, Searching, StudySpec, Tune
 from deltalab.tasks import BUILTIN, Task
 from deltalab.training.train import NUMERICS, TrainSpec
@@ -269,12 +270,18 @@ def _make_plan(spec: StudySpec, profile: str | None, file: str) -> Plan:
         if name not in tasks:
             raise unknown("task", name, tasks, where="for_task")
     changes = _changes(spec)
+    matcher = Matcher(spec.tune.searched if spec.tune else {})
     arms = []
     for task_name, task in tasks.items():
         base = _applied(spec.base, spec.for_task.get(task_name, Change()))
         resolved = {"base": _resolve_method(base, task, where="base")}
         for name, change in changes.items():
             resolved[name] = _resolve_method(_applied(base, change), task, where=f"arms.{name}")
+            if change.match is not None:
+                try:
+                    resolved[name] = matcher.matched(change.match, resolved["base"], resolved[name], task.length)
+                except InputError as error:
+                    raise InputError(f"arms.{name}.match on task '{task_name}': {error}") from None
         seen: dict[str, str] = {}
         for name, config in resolved.items():
             twin = seen.setdefault(json.dumps(config, sort_keys=True), name)

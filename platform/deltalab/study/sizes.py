@@ -1,5 +1,6 @@
 """Counts what a model holds and computes on one block of each kind, so that hundreds of models take seconds."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +14,8 @@ from deltalab.models.spec import ModelSpec
 
 SAMPLE = 16
 """Tokens that a block is run on."""
+UNEVEN = 0.05
+"""The share of the base's state, parameters or flops by which an arm may differ without being marked."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,26 @@ class Sizes:
     parameters: int
     state_size: int
     flops_per_token: float
+
+    def named(self) -> dict[str, float]:
+        """
+        >>> Sizes(parameters=9, state_size=4, flops_per_token=2.5).named()
+        {'state': 4, 'parameters': 9, 'flops': 2.5}
+        """
+        return {"state": self.state_size, "parameters": self.parameters, "flops": self.flops_per_token}
+
+
+def uneven(base: Sizes, arm: Sizes) -> list[tuple[str, float]]:
+    """The quantities in which an arm differs from the base by more than `UNEVEN`, each with the arm's over the base's.
+
+    A quantity that only the arm has is infinitely many times the base's.
+
+    >>> uneven(Sizes(100, 800, 50.0), Sizes(104, 2624, 25.0))
+    [('state', 3.28), ('flops', 0.5)]
+    """
+    both = [(name, ours, arm.named()[name]) for name, ours in base.named().items()]
+    apart = [(name, ours, theirs) for name, ours, theirs in both if abs(theirs - ours) > UNEVEN * ours]
+    return [(name, theirs / ours if ours else math.inf) for name, ours, theirs in apart]
 
 
 class Sizer:

@@ -166,12 +166,40 @@ class Seeds(_Strict):
         return self
 
 
+class Match(_Strict):
+    """Scales one dimension of an arm until the arm has as much state, parameters or flops as the base, within 2%.
+
+    state, parameters, flops: the quantity; exactly one is true. scale: the dimension, by its path. Its default is
+    `model.key_dim` for the state, and `model.d_model` for parameters and flops.
+    """
+
+    state: Annotated[bool, Field(strict=True)] = False
+    parameters: Annotated[bool, Field(strict=True)] = False
+    flops: Annotated[bool, Field(strict=True)] = False
+    scale: str | None = None
+
+    @model_validator(mode="after")
+    def _one_quantity(self) -> Self:
+        if self.state + self.parameters + self.flops != 1:
+            raise ValueError("takes exactly one of state: true, parameters: true, flops: true")
+        return self
+
+    @property
+    def quantity(self) -> Literal["state", "parameters", "flops"]:
+        return "state" if self.state else "parameters" if self.parameters else "flops"
+
+    @property
+    def dimension(self) -> str:
+        return self.scale or ("model.key_dim" if self.state else "model.d_model")
+
+
 class Change(_Strict):
-    """What an arm, or an entry of `for_task`, changes in the base."""
+    """What an arm, or an entry of `for_task`, changes in the base. match: in arms only."""
 
     rule: str | dict[str, Any] | None = None
     model: dict[str, Any] = {}
     train: dict[str, Any] = {}
+    match: Match | None = None
 
 
 class Method(_Strict):
@@ -254,6 +282,14 @@ class StudySpec(_Strict):
     family: Literal["task", "study"] = "task"
     resources: Resources = Resources()
     deadline: Annotated[Number, Field(gt=0)] | None = None
+
+    @field_validator("for_task")
+    @classmethod
+    def _arms_match(cls, given: dict[str, Change]) -> dict[str, Change]:
+        for name, change in given.items():
+            if change.match is not None:
+                raise ValueError(f"{name}.match stands in an arm: the base has nothing to match")
+        return given
 
     @model_validator(mode="after")
     def _a_search_makes_its_own_arms(self) -> Self:
@@ -369,7 +405,8 @@ def _first_line(error: ValidationError) -> str:
     parts = [str(part) for part in first["loc"] if part not in _NO_KEY]
     key = " ".join(".".join(parts).split())
     if first["type"] == "extra_forbidden":
-        names = [*_KINDS[parts[0]].model_fields] if len(parts) > 1 else [*StudySpec.model_fields, "profiles"]
+        kind = Match if "match" in parts[2:-1] else _KINDS[parts[0]] if len(parts) > 1 else StudySpec
+        names = [*kind.model_fields, *(["profiles"] if kind is StudySpec else [])]
         return str(unknown("key", parts[-1], names, where=".".join(parts[:-1])))
     if first["type"] == "value_error":
         return f"{key}: {first['msg'].removeprefix('Value error, ')}"
