@@ -16,7 +16,7 @@ MOST_DRAWN = 20
 def spread(searched: Mapping[str, Search], trials: int, own: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Candidates that depend on the ranges, their number and the base's own values alone.
 
-    A single range is a grid with both ends, whose value nearest to the base's own gives way to it. Several settings are
+    A single range is a grid of both ends, the base's own value, and values evenly between them. Several settings are
     the base's own values, then the points of a scrambled Sobol sequence. All combinations of choices are taken in order
     where the trials suffice for them. More candidates than `trials` follow, for those that make no model.
     Raises `InputError` where there are fewer.
@@ -87,10 +87,27 @@ def _drawn(searched: Mapping[str, Search], trials: int, own: Mapping[str, Any]) 
 
 
 def _grid(search: Search, trials: int, own: Any) -> list[Any]:
-    values = [_at(search, i / max(trials - 1, 1)) for i in range(trials)]
-    distance = [abs(_place(search, value) - _place(search, own)) for value in values]
-    values[distance.index(min(distance))] = own
-    return values
+    """The base's own value, both ends, and values evenly between: of the ends the farther one, if there is but one."""
+
+    def even(count: int) -> list[Any]:
+        return [_at(search, i / max(count - 1, 1)) for i in range(count)]
+
+    if not isinstance(own, int | float) or isinstance(own, bool) or own in search.extremes:
+        return even(trials)
+    low, high = (_place(search, end) for end in search.extremes)
+    share = (_place(search, own) - low) / (high - low)
+    if not 0 < share < 1:
+        return [own, *even(trials - 1)]
+    if trials < 3:
+        return [own, _at(search, 1.0 if share < 0.5 else 0.0)][:trials]
+    below = above = 1
+    for _ in range(trials - 3):
+        if share / below >= (1 - share) / above:
+            below += 1
+        else:
+            above += 1
+    lower = [_at(search, share * i / below) for i in range(below)]
+    return [*lower, own, *(_at(search, share + (1 - share) * i / above) for i in range(1, above + 1))]
 
 
 def _place(search: Search, value: float) -> float:
