@@ -236,6 +236,9 @@ class Regression:
         method goes to the solution from 0 or from `start` without passing it.
         """
 
+        if self.p == 2:
+            return start / (1 + step)
+
         def newton(e: Tensor) -> Tensor:
             square = e.square()
             wide = square + self.smooth

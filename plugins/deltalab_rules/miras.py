@@ -24,8 +24,8 @@ class Miras(FastWeights):
     undecayed state: p = 2 is alpha S - beta k (S^T k - v)^T, the gated delta rule as SPLR.
 
     reads, for mini-batches of one token: `decayed_state` takes e_t of alpha_t S_{t-1}, so that p = 2 is Gated DeltaNet.
-    `written_state` takes e_t of S_t, where arXiv:2506.02475, Table 1, states the objective: S_t is the minimum over S
-    of beta_t/p |S^T k_t - v_t|_p^p + 1/2 |S - alpha_t S_{t-1}|^2, which no beta and no p makes diverge.
+    `written_state` takes e_t of S_t, at which arXiv:2506.02475, Table 1, states the objective: S_t is the minimum over
+    S of beta_t/p |S^T k_t - v_t|_p^p + 1/2 |S - alpha_t S_{t-1}|^2, which no beta makes diverge.
 
     p = 1 wants more smoothing than the paper's 1e-6, whose slope of 1000 at e = 0 blows the outer gradients up. p above
     2 is taken, but its steps outgrow the error: unless it reads the written state, it diverges where beta |e|^(p - 2)
