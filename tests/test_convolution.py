@@ -46,7 +46,7 @@ def error(found: Tensor, right: Tensor) -> float:
 
 
 def oracle(
-    x: Tensor, w: Tensor | None, past: Tensor | None, widths: list[int], key_dim: int, silu: bool, unit: bool
+    x: Tensor, w: Tensor | None, past: Tensor | None, widths: list[int], key_dim: int, silu: int, unit: bool
 ) -> list[Tensor]:
     """Run by run, with PyTorch's own depthwise convolution."""
     qkv, rest = x.split([sum(widths[:3]), sum(widths[3:])], dim=-1)
@@ -55,7 +55,7 @@ def oracle(
         padded = torch.cat([before, qkv], dim=2).mT
         runs = [F.conv1d(one, taps.T[:, None], groups=len(taps.T)) for one, taps in zip(padded, w, strict=True)]
         qkv = torch.stack(runs).mT
-    q, k, v = (F.silu(qkv) if silu else qkv).split(widths[:3], dim=-1)
+    q, k, v = (F.silu(z) if i < silu else z for i, z in enumerate(qkv.split(widths[:3], dim=-1)))
     if unit:
         q, k = (F.normalize(z.unflatten(-1, (-1, key_dim)), dim=-1, eps=1e-6).flatten(-2) for z in (q, k))
     return [q, k, v, *rest.split(widths[3:], dim=-1)]
@@ -86,62 +86,74 @@ def compare(
 
 @settings(max_examples=5, deadline=None)  # The interpreter takes a second for each.
 @example(
-    runs=2, batch=2, length=2, width=4, heads=1, key_dim=7, steps=2, value=3, gate=5, rest=3, kind="unit", past=True
+    runs=2,
+    batch=2,
+    length=2,
+    width=4,
+    heads=1,
+    key_dim=7,
+    steps=2,
+    value=3,
+    gate=5,
+    rest=3,
+    unit=True,
+    silu=3,
+    past=True,
 )
 @given(
     runs=st.integers(1, 2), batch=st.integers(1, 3), length=st.integers(1, 9), width=st.integers(0, 5),
     heads=st.integers(1, 2), key_dim=st.sampled_from([3, 4, 7, 16]), steps=st.integers(1, 2), value=st.integers(1, 9),
-    gate=st.integers(0, 5), rest=st.integers(0, 9), kind=st.sampled_from(["unit", "silu", "raw"]),
+    gate=st.integers(0, 5), rest=st.integers(0, 9), unit=st.booleans(), silu=st.sampled_from([0, 2, 3]),
     past=st.booleans(),
 )  # fmt: skip
 def test_a_fused_convolution_is_that_in_fp64(
     runs: int, batch: int, length: int, width: int, heads: int, key_dim: int, steps: int, value: int, gate: int,
-    rest: int, kind: str, past: bool,
+    rest: int, unit: bool, silu: int, past: bool,
 ) -> None:  # fmt: skip
     widths = [heads * key_dim, steps * heads * key_dim, value, gate, rest]
     x, channels = normal(1, runs, batch, length, sum(widths)), sum(widths[:3])
     w = normal(2, runs, width, channels) if width else None
     before = normal(3, runs, batch, width - 1, channels) if width and past else None
-    compare(x, w, before, widths, key_dim, kind != "raw", kind == "unit")
+    compare(x, w, before, widths, key_dim, silu, unit)
 
 
 @pytest.mark.parametrize(("dtype", "taps"), [(BF16, FP32), (FP16, FP16)])
 def test_only_what_is_stored_is_rounded(dtype: torch.dtype, taps: torch.dtype) -> None:
     widths = [32, 32, 16, 8, 8]
     x, w, past = normal(1, 1, 2, 4, sum(widths)), normal(2, 1, 3, 80), normal(3, 1, 2, 2, 80)
-    compare(x.to(dtype), w.to(taps), past.to(dtype), widths, 16, True, True)
+    compare(x.to(dtype), w.to(taps), past.to(dtype), widths, 16, 3, True)
 
 
 def test_many_blocks_of_channels_and_programs_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "TILE", 512)
     widths = [66, 33, 70, 0, 3]
     x, w = normal(1, 1, 2, 9, sum(widths)), normal(2, 1, 2, 169)
-    launch = kernels.Tiling.of(x, w, widths, 33, True, True)
+    launch = kernels.Tiling.of(x, w, widths, 33, 3, True)
     assert (launch.segments, launch.rows, launch.programs, launch.grid[0]) == (2, 2, 2, 12)
-    compare(x, w, None, widths, 33, True, True)
+    compare(x, w, None, widths, 33, 3, True)
 
 
 def test_where_there_is_enough_to_do_rows_walk_further(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "PROGRAMS", 1)
     widths = [16, 16, 16, 0, 0]
     x, w = normal(1, 1, 5, 12, 48), normal(2, 1, 2, 48)
-    assert kernels.Tiling.of(x, w, widths, 16, True, True).segments == 2
-    compare(x, w, None, widths, 16, True, True)
+    assert kernels.Tiling.of(x, w, widths, 16, 3, True).segments == 2
+    compare(x, w, None, widths, 16, 3, True)
     for batch, length, segments in ((99, 12, 1), (9, 1000, 16), (1, 1, 1)):
         x = torch.empty(1, 1, 1, 48).expand(1, batch, length, 48)
-        assert kernels.Tiling.of(x, w, widths, 16, True, True).segments == segments
+        assert kernels.Tiling.of(x, w, widths, 16, 3, True).segments == segments
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-9])
 def test_norms_below_the_least_one(scale: float) -> None:
     x, w = normal(1, 1, 1, 2, 24), normal(2, 1, 1, 24)
     x[..., :4] *= scale
-    compare(x, w, None, [8, 8, 8, 0, 0], 4, True, True)
+    compare(x, w, None, [8, 8, 8, 0, 0], 4, 3, True)
 
 
 @pytest.mark.parametrize("dims", [(0, 0), (1, None), (None, 0)])
 def test_vmap_makes_runs_of_what_it_maps_over(dims: tuple[int | None, int | None]) -> None:
-    how = ([8, 8, 8, 4, 2], 4, True, True)
+    how = ([8, 8, 8, 4, 2], 4, 3, True)
     x, w = normal(1, 2, 2, 2, 30), normal(2, 2, 2, 24)
     given = [None if dim is None else one[:, None].movedim(0, dim) for one, dim in zip((x, w), dims, strict=True)]
     given = [one[:1] if part is None else part for one, part in zip((x, w), given, strict=True)]
@@ -162,7 +174,7 @@ def test_vmap_makes_runs_of_what_it_maps_over(dims: tuple[int | None, int | None
 def test_the_operators_say_what_they_return() -> None:
     """The fake operators, which torch.compile asks for shapes."""
     x, w, past = normal(1, 2, 1, 2, 14).bfloat16(), normal(2, 2, 2, 12), normal(3, 2, 1, 1, 12).bfloat16()
-    how = ([4, 4, 4, 2, 0], 4, True, True)
+    how = ([4, 4, 4, 2, 0], 4, 3, True)
     checks = ("test_schema", "test_faketensor")
     for taps, before in ((w, past), (None, None)):
         torch.library.opcheck(kernels.convolve, (x, taps, before, *how), test_utils=checks)
@@ -193,13 +205,16 @@ LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     "a low rank": ("gla", {"key_dim": 5}),
     "raw": ("attention", {"conv": 3}),
     "no convolution": ("comba", {"conv": 0}),
+    "v without SiLU": ("rla", {"knobs": {"silu": "qk"}}),
+    "no norm, v without SiLU": ("comba", {"knobs": {"silu": "qk", "normalize": False}}),
     "no gates, a convolution of one": ("linear_attention", {"output_gate": False, "conv": 1}),
 }
 
 
 def layer_of(name: str, seed: int = 1) -> RuleLayer:
     rule, given = LAYERS[name]
-    layer = RuleLayer(deltalab.get_rule(rule), 12, 2, chunk_size=8, **{"key_dim": 4, "value_dim": 4, **given})
+    given = {"key_dim": 4, "value_dim": 4, "knobs": {}, **given}
+    layer = RuleLayer(deltalab.get_rule(rule, **given.pop("knobs")), 12, 2, chunk_size=8, **given)
     initialize(layer, seed)
     return layer.to(DEVICE)
 
@@ -298,11 +313,12 @@ def test_a_compiler_takes_it_as_one_graph() -> None:
     torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), x) for y in (found, wanted)))
 
 
-def test_without_kernels_it_is_what_pytorch_has() -> None:
+@pytest.mark.parametrize("silu", [2, 3])
+def test_without_kernels_it_is_what_pytorch_has(silu: int) -> None:
     x, w, past = normal(1, 2, 7, 24).double(), normal(2, 4, 24).double(), normal(3, 2, 3, 24).double()
     for before in (None, past):
-        *found, tail = features(x, w, before, Channels(2, 2, 4, 4, 1, "unit"))
-        batched = (None if before is None else before[None], [8, 8, 8, 0, 0], 4, True, True)
+        *found, tail = features(x, w, before, Channels(2, 2, 4, 4, 1, "unit", silu == 3))
+        batched = (None if before is None else before[None], [8, 8, 8, 0, 0], 4, silu, True)
         for one, right in zip(found, oracle(x[None], w[None], *batched), strict=False):
             torch.testing.assert_close(one.flatten(-2), right[0], rtol=1e-12, atol=1e-12)
         assert torch.equal(tail, x[:, -3:])
@@ -330,7 +346,7 @@ def test_real_sizes_are_those_in_fp64(
 ) -> None:
     """The oracle run by run, since it needs much memory."""
     x, w = normal(1, *shape, sum(widths)).to(dtype), normal(2, shape[0], 4, sum(widths[:3]))
-    how = (widths, key_dim, True, True)
+    how = (widths, key_dim, 3, True)
     x.requires_grad_(), w.requires_grad_()
     outputs = kernels.convolve(x, w, None, *how)
     above = [cosines(one).to(one.dtype) for one in outputs]
@@ -351,7 +367,7 @@ def test_gradients_are_the_same_bits_every_time() -> None:
     x, w = normal(1, 2, 64, 256, 392).bfloat16().requires_grad_(), normal(2, 2, 4, 384).requires_grad_()
 
     def gradients() -> tuple[Tensor, ...]:
-        q, k, v, *_ = kernels.convolve(x, w, None, [128, 128, 128, 0, 8], 64, True, True)
+        q, k, v, *_ = kernels.convolve(x, w, None, [128, 128, 128, 0, 8], 64, 3, True)
         return torch.autograd.grad([q, k, v], [x, w], [cosines(one) for one in (q, k, v)])
 
     first = gradients()
@@ -366,9 +382,9 @@ def test_offsets_go_beyond_32_bits() -> None:
     assert x.numel() > 2**31
     x[:, -1] = normal(1, 512, 392).to(BF16)
     w = normal(2, 1, 4, 384).requires_grad_()
-    found = kernels.convolve(x.requires_grad_(), w, None, widths, 64, True, True)
+    found = kernels.convolve(x.requires_grad_(), w, None, widths, 64, 3, True)
     last = x[:, -1:].detach().requires_grad_()
-    right = kernels.convolve(last, w, None, widths, 64, True, True)
+    right = kernels.convolve(last, w, None, widths, 64, 3, True)
     for i in (0, 1, 2, 4):
         torch.testing.assert_close(found[i][:, -1:], right[i], rtol=1e-6, atol=0)
     (d_x,) = torch.autograd.grad([found[2][:, -1:].float().sum(), found[0][:, -1:, :, 0].float().sum()], [x])
@@ -388,7 +404,7 @@ def test_another_batch_or_length_compiles_nothing() -> None:
     seen = []
     for batch, length in ((1, 1), (2, 16), (3, 17), (64, 64), (16, 256), (5, 1000)):
         x = normal(1, 1, batch, length, 264).bfloat16().requires_grad_()
-        sum(one.float().sum() for one in kernels.convolve(x, w, None, widths, 64, True, True)).backward()
+        sum(one.float().sum() for one in kernels.convolve(x, w, None, widths, 64, 3, True)).backward()
         seen.append(compiled())
     assert len(set(seen)) == 1
 

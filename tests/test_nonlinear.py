@@ -141,6 +141,51 @@ def test_limit(rule: tuple[str, dict[str, Any]], limit: str, fixed: dict[str, fl
         assert_close(with_gradients(o, [state[0]], x), with_gradients(want, [*after], x))
 
 
+@pytest.mark.parametrize("backend", ["recurrent", "chunked"])
+@pytest.mark.parametrize(
+    "knobs",
+    [{}, {"p": 1.0}, {"p": 1.0, "smooth": 1e-2}, {"p": 2.0}, {"p": 3.0}, {"g": 0}],
+    ids=lambda knobs: str(knobs),
+)
+def test_a_written_state_is_where_its_own_gradient_is_taken(knobs: dict[str, Any], backend: Any) -> None:
+    """S_t = alpha_t S_{t-1} - beta_t grad L(S_t), for each token."""
+    rule: Any = deltalab.get_rule("miras", reads="written_state", **knobs)
+    x = inputs(rule)
+    before = normal(2, 2, 4, 3, seed=5)
+    for t in range(LENGTH):
+        now = x.span(t, t + 1)
+        beta, g = (now.gates.get(name, torch.zeros(2, 1, 2, dtype=torch.float64)) for name in ("beta", "g"))
+        o, (after,) = deltalab.scan(rule, now.q, now.k, now.v, now.gates, scale=1.0, state=(before,), backend=backend)
+        written = after.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(loss([written], now.k[:, 0], now.v[:, 0], rule), written)
+        left = after + beta[:, 0, :, None, None] * gradient
+        torch.testing.assert_close(left, g[:, 0, :, None, None].exp() * before, rtol=0, atol=1e-12)
+        torch.testing.assert_close(o[:, 0], read([after], now.q[:, 0], rule))
+        before = after
+
+
+@pytest.mark.parametrize("p", [1.0, 1.5, 3.0])
+def test_a_written_state_has_the_gradient_of_the_exact_solution(p: float) -> None:
+    rule = deltalab.get_rule("miras", reads="written_state", p=p, smooth=1e-2)
+    x = inputs(rule).span(0, 3).map(lambda part: part.requires_grad_())
+    names = list(x.gates)
+
+    def written(q: Tensor, k: Tensor, v: Tensor, *gates: Tensor) -> Tensor:
+        return deltalab.scan(rule, q, k, v, dict(zip(names, gates, strict=True)))[0]
+
+    assert torch.autograd.gradcheck(written, (x.q, x.k, x.v, *x.gates.values()))
+
+
+def test_a_written_state_is_the_delta_rule_with_a_step_that_cannot_overshoot() -> None:
+    """For p = 2 and unit keys the minimum is Gated DeltaNet's, with beta / (1 + beta)."""
+    rule = deltalab.get_rule("miras", p=2.0, reads="written_state")
+    x = inputs(rule)
+    o, (state,) = deltalab.scan(rule, x.q, x.k, x.v, x.gates)
+    shorter = x.gates | {"beta": x.gates["beta"] / (1 + x.gates["beta"])}
+    want, (after,) = deltalab.scan(deltalab.get_rule("gated_deltanet"), x.q, x.k, x.v, shorter)
+    assert_close([o, state], [want, after])
+
+
 def test_titans_of_one_long_mini_batch_is_the_papers_sum() -> None:
     """M_t = beta_t M_0 - sum_i theta_i beta_t / beta_i grad(M_0; x_i): Eq. 16, without momentum."""
     rule = deltalab.get_rule("titans", eta=0, mini_batch=LENGTH)
@@ -191,6 +236,7 @@ def test_errors_of_zero_have_finite_gradients(p: float) -> None:
     ("knobs", "reason"),
     [
         ({"reads": "decayed_state", "mini_batch": 4}, "reads decayed_state takes mini_batch 1"),
+        ({"reads": "written_state", "mini_batch": 4}, "reads written_state takes mini_batch 1"),
         ({"p": 2.0, "smooth": 0.01}, "smooth has no effect with p 2"),
     ],
 )

@@ -175,9 +175,10 @@ def rwkv7(S, t):
 
 
 def comba_splr(S, t):
-    """000 Eq. 5."""
-    S = S @ (t.alpha * eye() - t.b * t.beta * outer(t.k, t.k)) + t.beta * outer(t.v, t.k)
-    return S, S @ (t.q - t.d * t.k)
+    """000 Eq. 5. Without gates: b = 1 (Table 6, beta~ = beta), d = 0, and beta = 1 (Table 5, GLA's input gate)."""
+    b, beta, d = (getattr(t, name, default) for name, default in (("b", 1.0), ("beta", 1.0), ("d", 0.0)))
+    S = S @ (t.alpha * eye() - b * beta * outer(t.k, t.k)) + beta * outer(t.v, t.k)
+    return S, S @ (t.q - d * t.k)
 
 
 def comba_iplr(S, t):
@@ -210,6 +211,41 @@ def comba_b3(S, t):
     return S.T, torch.einsum("d,dm->m", q_new, S)
 
 
+def miras(p, reads="state", smooth=1e-6):
+    """000 Table 1: S_t = alpha S_{t-1} - beta grad |S_{t-1} k - v|_p^p, with g and psi the identity.
+
+    Its factor p is in our beta, and |e| is (e^2 + smooth)^(1/2), as in arXiv:2504.13173. The column of objectives has
+    beta |v - S_t k|_p^p, of the state that is written: there, S_t is the minimum of beta/p |S k - v|_p^p +
+    1/2 |S - alpha S_{t-1}|^2. The column's alpha/2 |S_t|^2 would forget S_{t-1} altogether if S_t were its minimum.
+    """
+
+    def slope(e):
+        return e * (e**2 + (0 if p == 2 else smooth)) ** (p / 2 - 1)
+
+    def step(S, t):
+        if reads == "state":
+            leaf = S.detach().requires_grad_()
+            error = leaf @ t.k - t.v
+            size = (error**2 + (0 if p == 2 else smooth)) ** (p / 2) / p
+            (gradient,) = torch.autograd.grad(size.sum(), leaf)
+            S = t.alpha * S - t.beta * gradient
+        elif reads == "decayed":
+            S = t.alpha * S
+            S = S - t.beta * outer(slope(S @ t.k - t.v), t.k)
+        else:
+            # Setting the gradient to 0 leaves one equation for each channel's error: e + beta |k|^2 slope(e) = start.
+            start = t.alpha * S @ t.k - t.v
+            low, high = start.clamp(max=0), start.clamp(min=0)
+            for _ in range(80):
+                middle = (low + high) / 2
+                beyond = middle + t.beta * (t.k @ t.k) * slope(middle) > start
+                low, high = torch.where(beyond, low, middle), torch.where(beyond, middle, high)
+            S = t.alpha * S - t.beta * outer(slope((low + high) / 2), t.k)
+        return S, S @ t.q
+
+    return step
+
+
 ONE_STATE = [
     ("linear_attention", {}, linear_attention),
     ("retnet", {}, retnet),
@@ -233,6 +269,13 @@ ONE_STATE = [
     ("comba", {"correction": "p"}, comba_b3),
     ("comba", {"transition": "iplr"}, comba_iplr),
     ("comba", {"transition": "dplr"}, comba_dplr),
+    ("comba", {"transition": "dplr", "g": "low_rank_decay"}, comba_dplr),
+    ("comba", {"beta": 1}, comba_splr),
+    ("comba", {"beta": "mamba2_step"}, comba_splr),
+    ("comba", {"g": "metala_decay", "beta": "metala_input"}, comba_splr),
+    *[("miras", {"p": p}, miras(p)) for p in (1.0, 1.5, 2.0)],
+    *[("miras", {"p": p, "reads": "decayed_state"}, miras(p, "decayed")) for p in (1.5, 2.0)],
+    *[("miras", {"p": p, "reads": "written_state"}, miras(p, "written")) for p in (1.0, 1.5, 2.0, 3.0)],
 ]
 
 
@@ -282,6 +325,25 @@ def gated(S, R, t):
 def plain_sum(S, R, t):
     """001 Table 5."""
     return S @ t.q + R @ t.q
+
+
+def ungated(base):
+    """001 Section 3.1, App. B: R + r k^T and S + v k^T, or (App. A.2) a whole step of the delta rule; S q + R q."""
+
+    def update(S, R, t, pseudo_residual):
+        t = SimpleNamespace(**vars(t), alpha=1.0, beta=1.0, gamma=1.0)
+        return base(S, R, t, pseudo_residual)
+
+    return update
+
+
+def coupled(base):
+    """001 Section 3.2, before the correction factor: beta updates both states."""
+
+    def update(S, R, t, pseudo_residual):
+        return base(S, R, SimpleNamespace(**vars(t) | {"gamma": t.beta}), pseudo_residual)
+
+    return update
 
 
 def l2(error):
@@ -335,6 +397,41 @@ def test_residual_rule_is_its_papers_recurrence(update, knobs, pseudo_residual, 
     if not knobs.get("normalize", True):
         x["k"] = x["k"] / 2  # (I - gamma k k^T) is a contraction up to |k|^2 = 2
     residual_agrees(rule, pair(update, pseudo_residual, output), x, given=given)
+
+
+@pytest.mark.parametrize(("knobs", "pseudo_residual"), [({"loss": "l2"}, l2), ({}, clip(1))], ids=["3.1", "App. B"])
+@pytest.mark.parametrize("update", [rla, rdn])
+def test_without_gates_it_is_the_rule_of_section_3_1(update, knobs, pseudo_residual):
+    rule = deltalab.get_rule(update.__name__, g=0, beta=1, gamma=1, **knobs)
+    residual_agrees(rule, pair(ungated(update), pseudo_residual, plain_sum), draw(rule))
+
+
+@pytest.mark.parametrize(("name", "loss"), [("rla", "l2"), ("rla", "huber"), ("rdn", "l2"), ("rdn", "log_cosh")])
+def test_without_gates_it_is_gradient_boosting(name, loss):
+    """001 App. A.2: both states descend an inner loss, R on the pseudo-residual of an outer loss; f(x; S) = S x.
+
+    Inner: -<v, f(k)> (App. B), and half the squared error for the delta rule (Section 2.2). Outer: App. B.
+    """
+    outer_losses = {
+        "l2": lambda f, v: (f - v).square().sum() / 2,
+        "huber": lambda f, v: F.huber_loss(f, v, reduction="sum"),
+        "log_cosh": lambda f, v: (v - f).cosh().log().sum(),
+    }
+
+    def descended(W, k, v):
+        W = W.detach().requires_grad_()
+        inner = -(v @ (W @ k)) if name == "rla" else (W @ k - v).square().sum() / 2
+        return W.detach() - torch.autograd.grad(inner, W)[0]
+
+    def step(SR, t):
+        S, R = SR
+        f = (S @ t.k).requires_grad_()
+        r = -torch.autograd.grad(outer_losses[loss](f, t.v), f)[0]
+        R = descended(R, t.k, r)
+        return torch.stack([descended(S, t.k, t.v), R]), S @ t.q + R @ t.q
+
+    rule = deltalab.get_rule(name, g=0, beta=1, gamma=1, loss=loss)
+    residual_agrees(rule, step, draw(rule))
 
 
 @pytest.mark.parametrize("update", [rla, rdn])
@@ -410,7 +507,7 @@ GKA = [
     ({}, gka(chebyshev, 30)),
     ({"iterations": 1}, gka(chebyshev, 1)),
     ({"iterations": 10, "ridge": 0.2}, gka(chebyshev, 10, a=0.2)),
-    ({"iterations": 10, "adaptive": False, "ridge": 0.2}, gka(chebyshev, 10, a=0.2, adaptive=False)),
+    ({"iterations": 10, "adaptive": False, "ridge": 0.25}, gka(chebyshev, 10, a=0.25, adaptive=False)),
     ({"iterations": 10, "g": 0}, gka(chebyshev, 10)),
     ({"iterations": 3, "solver": "cg"}, gka(conjugate_gradient, 3)),
     ({"solver": "exact"}, gka(exact, 0)),

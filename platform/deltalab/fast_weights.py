@@ -19,6 +19,9 @@ from deltalab.rule import State, UpdateRule
 
 Weights = tuple[Tensor, ...]
 
+NEWTON = 16
+"""Steps of Newton's method for an implicit gradient: enough for fp64, with p from 1 to 4 and smooth from 1e-6."""
+
 
 class Learner(Protocol):
     """A model f from x [.., n, K] to [.., n, V] with matrices W_j as weights, and its loss."""
@@ -29,21 +32,28 @@ class Learner(Protocol):
     def predict(self, x: Tensor, times: Callable[[Tensor, int], Tensor]) -> Tensor:
         """f(x), where times(y, j) is y W_j, each of the n inputs with its own weights."""
 
-    def gradients(self, k: Tensor, v: Tensor, weights: Weights) -> tuple[tuple[Tensor, Tensor], ...]:
-        """Each W_j's gradients a_i d_i^T of the loss of (k_i, v_i), as a [.., n, rows] and d [.., n, columns]."""
+    def gradients(
+        self, k: Tensor, v: Tensor, weights: Weights, step: Tensor | None = None
+    ) -> tuple[tuple[Tensor, Tensor], ...]:
+        """Each W_j's gradients a_i d_i^T of the loss of (k_i, v_i), as a [.., n, rows] and d [.., n, columns].
+
+        step [.., n]: the gradients are taken where a descent by these steps along them ends; where it begins if None.
+        """
 
 
 class Descent(NamedTuple):
     """The numbers of each token's update, [B, T, H] or [H] each.
 
     theta: the step. alpha: the factor of W, 1 where None. eta: the factor of the momentum Z, 0 where None.
-    late: the gradient is taken at alpha_t W_{t'}, not at W_{t'}; only for mini-batches of one token.
+    late: the gradient is taken at alpha_t W_{t'}, not at W_{t'}. implicit: it is taken at W_t, after the step, which
+        takes `late`, no momentum, and a learner `Linear` without norm. Both only for mini-batches of one token.
     """
 
     theta: Tensor
     alpha: Tensor | None = None
     eta: Tensor | None = None
     late: bool = False
+    implicit: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +92,7 @@ class FastWeights(UpdateRule):
         self, q: Tensor, k: Tensor, v: Tensor, gates: Mapping[str, Tensor], *, scale: float, state: State
     ) -> tuple[Tensor, State]:
         dtype = torch.promote_types(v.dtype, torch.float32)
-        *factors, late = self.descent(gates)
+        *factors, late, implicit = self.descent(gates)
         theta, alpha, eta = (None if x is None else x.to(dtype).expand(k.shape[:3]).transpose(1, 2) for x in factors)
         q, k, v = (x.to(dtype).transpose(1, 2) for x in (q, k, v))
         now, momentum, begun, seen = self._unpacked(state)
@@ -90,7 +100,8 @@ class FastWeights(UpdateRule):
         while t < q.shape[2]:
             tokens = slice(t, t + self.mini_batch - seen)
             at = tuple(alpha[:, :, tokens, None] * w for w in begun) if late and alpha is not None else begun
-            gradients = self.learner.gradients(k[:, :, tokens], v[:, :, tokens], at)
+            step = theta[:, :, tokens] if implicit and theta is not None else None
+            gradients = self.learner.gradients(k[:, :, tokens], v[:, :, tokens], at, step)
             path = _path(*(None if x is None else x[:, :, tokens] for x in (theta, alpha, eta)))
             out.append(self.learner.predict(q[:, :, tokens], _times(now, momentum, gradients, path)))
             now, momentum = _after(now, momentum, gradients, path)
@@ -201,9 +212,15 @@ class Regression:
         f = _layer_norm(z)[0] if self.norm else z
         return f + F.pad(x, (0, z.shape[-1] - x.shape[-1])) if self.residual else f
 
-    def slope(self, k: Tensor, v: Tensor, z: Tensor) -> Tensor:
-        """The gradient of the loss in z, which is differentiable itself."""
+    def slope(self, k: Tensor, v: Tensor, z: Tensor, step: Tensor | None = None) -> Tensor:
+        """The gradient of the loss in z, which is differentiable itself.
+
+        step [.., n]: taken where z has moved by -step times it, which is found by Newton's method; not with a norm.
+        """
         e = self.predict(k, z) - v
+        if step is not None:
+            assert not self.norm
+            e = self._moved(e, step[..., None])
         if self.p != 2:
             e = e * (e.square() + self.smooth) ** (self.p / 2 - 1)
         if not self.norm:
@@ -211,6 +228,29 @@ class Regression:
         normed, deviation = _layer_norm(z)
         along = e - e.mean(-1, keepdim=True) - normed * (e * normed).mean(-1, keepdim=True)
         return along / deviation
+
+    def _moved(self, start: Tensor, step: Tensor) -> Tensor:
+        """e with e + step e (e^2 + smooth)^(p/2 - 1) = start.
+
+        The left side rises with e, for positive e concavely where p < 2 and convexly where p > 2, so that Newton's
+        method goes to the solution from 0 or from `start` without passing it.
+        """
+
+        if self.p == 2:
+            return start / (1 + step)
+
+        def newton(e: Tensor) -> Tensor:
+            square = e.square()
+            wide = square + self.smooth
+            excess = e + step * e * wide ** (self.p / 2 - 1) - start
+            return e - excess / (1 + step * wide ** (self.p / 2 - 2) * ((self.p - 1) * square + self.smooth))
+
+        with torch.no_grad():
+            e = start if self.p > 2 else torch.zeros_like(start)
+            for _ in range(NEWTON):
+                e = newton(e)
+        # The solution does not depend on where a step begins: this one alone has the gradient of an exact solution.
+        return newton(e)
 
 
 def _layer_norm(z: Tensor) -> tuple[Tensor, Tensor]:
@@ -233,8 +273,11 @@ class Linear:
     def predict(self, x: Tensor, times: Callable[[Tensor, int], Tensor]) -> Tensor:
         return self.head.predict(x, times(x, 0))
 
-    def gradients(self, k: Tensor, v: Tensor, weights: Weights) -> tuple[tuple[Tensor, Tensor], ...]:
-        return ((k, self.head.slope(k, v, k @ weights[0])),)
+    def gradients(
+        self, k: Tensor, v: Tensor, weights: Weights, step: Tensor | None = None
+    ) -> tuple[tuple[Tensor, Tensor], ...]:
+        along = None if step is None else step * k.square().sum(-1)  # how far a step moves S^T k, for a slope of 1
+        return ((k, self.head.slope(k, v, k @ weights[0], along)),)
 
 
 @dataclass(frozen=True)
@@ -250,7 +293,10 @@ class MLP:
     def predict(self, x: Tensor, times: Callable[[Tensor, int], Tensor]) -> Tensor:
         return self.head.predict(x, times(F.gelu(times(x, 0), approximate="tanh"), 1))
 
-    def gradients(self, k: Tensor, v: Tensor, weights: Weights) -> tuple[tuple[Tensor, Tensor], ...]:
+    def gradients(
+        self, k: Tensor, v: Tensor, weights: Weights, step: Tensor | None = None
+    ) -> tuple[tuple[Tensor, Tensor], ...]:
+        assert step is None
         first, second = weights
         z = k @ first
         inner = F.gelu(z, approximate="tanh")

@@ -126,11 +126,13 @@ class UpdateRule:
 
     @property
     def features(self) -> Literal["unit", "silu", "raw"]:
-        """How the layer treats q and k: `unit` is SiLU and unit norm, `silu` is SiLU, `raw` leaves them as they are.
-
-        v gets SiLU too, unless `raw`.
-        """
+        """How the layer treats q and k: `unit` is SiLU and unit norm, `silu` is SiLU, `raw` leaves them as they are."""
         return "unit"
+
+    @property
+    def silu_of_v(self) -> bool:
+        """Whether v gets SiLU where q and k do; with `raw` features it never does."""
+        return True
 
     @property
     def steps(self) -> int:

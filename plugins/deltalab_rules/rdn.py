@@ -23,25 +23,30 @@ class RDN(UpdateRule):
     "Enhancing linear attention with residual learning" (Section 3.4; losses in App. B). The residual
     reads the undecayed S_{t-1}. loss: huber clips the residual to [-clip, clip], log_cosh is its tanh, l2 leaves it as
     it is. output: `sum` reads without alpha and gamma (Table 5). fitting: without it R_t = k_t r_t^T holds the current
-    token alone (Section 4.3), and l2 at alpha = 1 corrects by one step of the delta rule on S_{t-1}.
+    token alone (Section 4.3, with l2: it does not clip), and l2 at alpha = 1 corrects by one step of the delta rule on
+    S_{t-1}. g 0, beta 1 and gamma 1 make the rule without gates (Section 3.1, App. B). silu: which of q, k and v get
+    SiLU; the paper names q and k alone (Section 3.4). normalize: whether q and k have unit norm (Section 3.3).
     """
 
     name: ClassVar[str] = "rdn"
     paper: ClassVar[str] = "Enhancing linear attention with residual learning"
 
     transition: Transition = IPLR
-    g: Gate = knob(gates.mamba2_decay())
-    beta: Gate = knob(gates.sigmoid())
-    gamma: Gate = knob(gates.sigmoid(), gates.like_beta())
+    g: Gate = knob(gates.mamba2_decay(), gates.const(0))
+    beta: Gate = knob(gates.sigmoid(), gates.const(1))
+    gamma: Gate = knob(gates.sigmoid(), gates.like_beta(), gates.const(1))
     loss: str = knob("huber", "log_cosh", "l2")
     clip: float = knob(1.0, 0.5, 2.0)
     output: str = knob("gated", "sum")
     fitting: bool = knob(True, False)
+    silu: str = knob("qkv", "qk")
     normalize: bool = knob(True, False)
 
     def __post_init__(self) -> None:
         if self.loss != "huber" and self.clip != 1.0:
             raise InputError(f"{self.name}.clip has no effect with loss {self.loss}: it is huber's")
+        if self.gamma.of is not None and self.beta.constant:
+            raise InputError(f"{self.name}.gamma like_beta shares beta's projection, which a constant beta lacks")
         if self.output == "sum" and not self.fitting:
             raise InputError(
                 f"{self.name}: without fitting, gamma acts in the output alone, which `sum` reads without it"
@@ -50,6 +55,10 @@ class RDN(UpdateRule):
     @property
     def features(self) -> Literal["unit", "silu", "raw"]:
         return "unit" if self.normalize else "silu"
+
+    @property
+    def silu_of_v(self) -> bool:
+        return self.silu == "qkv"
 
     @property
     def second_state(self) -> bool:

@@ -1,7 +1,7 @@
 """Scalar-gated linear attention: RLA's base, a decay and an input gate with unit-norm keys."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -15,7 +15,8 @@ from deltalab.structure import DECAY, Transition
 class SGLA(UpdateRule):
     """S_t = alpha_t S_{t-1} + beta_t k_t v_t^T,   o_t = scale S_t^T q_t,   alpha_t = exp(g_t).
 
-    The baseline of "Enhancing linear attention with residual learning" (Section 4.1, Listing 1).
+    The baseline of "Enhancing linear attention with residual learning" (Section 4.1, Listing 1). silu: which of q, k
+    and v get SiLU. normalize: whether q and k have unit norm, as in Section 4.1; Listing 1 does not normalize.
     """
 
     name: ClassVar[str] = "sgla"
@@ -24,6 +25,16 @@ class SGLA(UpdateRule):
     transition: Transition = DECAY
     g: Gate = knob(gates.mamba2_decay(), gates.metala_decay(), gates.const(0))
     beta: Gate = knob(gates.sigmoid(), gates.const(1))
+    silu: str = knob("qkv", "qk")
+    normalize: bool = knob(True, False)
+
+    @property
+    def features(self) -> Literal["unit", "silu", "raw"]:
+        return "unit" if self.normalize else "silu"
+
+    @property
+    def silu_of_v(self) -> bool:
+        return self.silu == "qkv"
 
     def operands(self, q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, beta: Tensor) -> Operands:
         return Operands(r=q, k=k, u=v, beta=beta, g=g)

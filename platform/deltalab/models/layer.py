@@ -142,7 +142,9 @@ class RuleLayer(nn.Module):
         self.rule = rule
         self.heads, self.key_dim, self.value_dim = heads, key_dim, value_dim
         self.width, self.chunk_size, self.backend = conv, chunk_size, backend
-        self.channels = Channels(heads, 1 if shared_qk else heads, key_dim, value_dim, rule.steps, rule.features)
+        self.channels = Channels(
+            heads, 1 if shared_qk else heads, key_dim, value_dim, rule.steps, rule.features, rule.silu_of_v
+        )
         channels = self.channels.total
         self.qkv = linear(d_model, channels)
         if conv:

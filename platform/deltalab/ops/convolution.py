@@ -1,6 +1,6 @@
 """The features q, k and v of a rule layer: short convolution, SiLU and unit norm of x's projections, or one kernel."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,7 +26,8 @@ ALIGNED = 8
 class Channels:
     """The channels of one token, side by side: q of all heads, k of all heads for each of n steps, then v likewise.
 
-    qk_heads: how many heads have a q and a k of their own; one if all share them. features: as `UpdateRule.features`.
+    qk_heads: how many heads have a q and a k of their own; one if all share them.
+    features, silu_of_v: as in `UpdateRule`.
     """
 
     heads: int
@@ -35,6 +36,12 @@ class Channels:
     value_dim: int
     steps: int
     features: Literal["unit", "silu", "raw"]
+    silu_of_v: bool = True
+
+    @property
+    def activated(self) -> int:
+        """How many of q, k and v get SiLU, counted from q on."""
+        return 0 if self.features == "raw" else 3 if self.silu_of_v else 2
 
     @property
     def widths(self) -> tuple[int, int, int]:
@@ -110,7 +117,7 @@ def fused(
     q, k, v, first, rest = convolve(
         product[None], None if taps is None else taps[None], None if past is None else past[None],
         [*channels.widths, sum(sizes[:1]), sum(sizes[1:]) + spare],
-        channels.key_dim, channels.features != "raw", channels.features == "unit",
+        channels.key_dim, channels.activated, channels.features == "unit",
     )  # fmt: skip
     split = [] if len(sizes) < 2 else rest.squeeze(0).split([*sizes[1:], spare], dim=-1)[:-1]
     products = [*([first.squeeze(0)] if sizes else []), *split]
@@ -136,7 +143,7 @@ class _ConvolvedAndNormed(Stacked):
     @staticmethod
     def forward(x: Tensor, taps: Tensor | None, channels: Channels) -> tuple[Tensor, ...]:
         y = x.view_as(x) if taps is None else _convolved(x, taps)
-        z = y if channels.features == "raw" else F.silu(y)
+        z = _activated(y, channels, F.silu)
         if channels.features != "unit":
             return *z.split(channels.widths, dim=-1), y
         *keys, values = channels.widths
@@ -167,8 +174,19 @@ class _ConvolvedAndNormed(Stacked):
             d, unit = (z.unflatten(-1, (-1, channels.key_dim)) for z in (d_z[..., : units.shape[-1]], units))
             along = (unit * d).sum(-1, keepdim=True, dtype=norm.dtype) * (norm > LEAST_NORM)
             d.addcmul_(unit, along.to(d.dtype), value=-1).div_(norm)
-        d_y = d_z if channels.features == "raw" else torch.ops.aten.silu_backward(d_z, y)
+        d_y = _activated(d_z, channels, torch.ops.aten.silu_backward, y)
         return (d_y, None, None) if taps is None else (*_convolved_backward(x, taps, d_y), None)
+
+
+def _activated(x: Tensor, channels: Channels, function: Callable[..., Tensor], *others: Tensor) -> Tensor:
+    """x [.., C] with function(x, *others) for those of q, k and v that get SiLU."""
+    if channels.activated == 0:
+        return x
+    if channels.activated == 3:
+        return function(x, *others)
+    *keys, values = channels.widths
+    (qk, v), *rest = (z.split([sum(keys), values], dim=-1) for z in (x, *others))
+    return torch.cat([function(qk, *(z[0] for z in rest)), v], dim=-1)
 
 
 def _convolved(x: Tensor, taps: Tensor) -> Tensor:

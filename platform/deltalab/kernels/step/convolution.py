@@ -249,7 +249,7 @@ class Tiling:
     channels: int
 
     @classmethod
-    def of(cls, x: Tensor, w: Tensor | None, widths: Sequence[int], key_dim: int, silu: bool, unit: bool) -> "Tiling":
+    def of(cls, x: Tensor, w: Tensor | None, widths: Sequence[int], key_dim: int, silu: int, unit: bool) -> "Tiling":
         runs, sequences, length, _ = x.shape
         head = triton.next_power_of_2(key_dim)
         lanes = max(LANES, head)
@@ -260,7 +260,7 @@ class Tiling:
                 group = own = min(lanes, triton.next_power_of_2(width or 1))
             last = block + triton.cdiv(width, group * groups)
             taps = 0 if w is None or i > 2 else w.shape[1]
-            parts.append((block, last, taps, column, width, group, groups, own, silu and i < 3, unit and i < 2))
+            parts.append((block, last, taps, column, width, group, groups, own, i < silu, unit and i < 2))
             column, block = column + width, last
         rows = max(1, TILE // (lanes * triton.next_power_of_2(max(4, parts[0][2]))))
         most = runs * sequences * length * block // (rows * PROGRAMS)
@@ -286,13 +286,14 @@ class Tiling:
 
 @torch.library.custom_op("deltalab::convolve", mutates_args=())
 def convolve(
-    x: Tensor, w: Tensor | None, past: Tensor | None, widths: Sequence[int], key_dim: int, silu: bool, unit: bool
+    x: Tensor, w: Tensor | None, past: Tensor | None, widths: Sequence[int], key_dim: int, silu: int, unit: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Splits x [n, B, T, P] in bf16, fp16 or fp32 into q, k, v, gate and rest with these widths, P in all.
 
     q, k and v: sum_i w_i x_{t - W + 1 + i} for w [n, W, C], with past [n, B, W - 1, C], or 0, before the first x; x
-    itself without w. Then SiLU (silu), and each `key_dim` channels of q and k divided by their norm, which is at least
-    1e-6 (unit). The gate is unchanged, the rest in fp32. Computes in fp32.
+    itself without w. silu: how many of them get SiLU then, counted from q on. unit: whether each `key_dim` channels of
+    q and k are then divided by their norm, which is at least 1e-6. The gate is unchanged, the rest in fp32. Computes in
+    fp32.
     Returns [n, B, T, width] for each, or [n, 0] for a width of 0.
     """
     q, k, v, gate, rest = found = _outputs(x=x, widths=widths)
@@ -326,7 +327,7 @@ def _backward(
     d_rest: Tensor | None,
     widths: Sequence[int],
     key_dim: int,
-    silu: bool,
+    silu: int,
     unit: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, w and past in their dtypes; [n, 0] for what was not given."""
