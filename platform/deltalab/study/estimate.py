@@ -185,7 +185,7 @@ def estimate(plan: Plan, *, workers: int | None = None, spreads: Sequence[Spread
             for spread in spreads
             if found is not None and math.isfinite(found)
         ],
-        notes=plan.notes,
+        notes=(*plan.notes, *_passes(trainings)),
     )
 
 
@@ -249,8 +249,23 @@ def _on_cpu(plan: Plan, trainings: list[Training]) -> _Times:
 def _steps(training: Training) -> float:
     """The steps of a run, its evaluations as well: each batch is a forward pass, about a third of a step, per token."""
     spec, task = training.spec, training.task
-    tokens = sum(other.length for other in task.evaluations().values()) / task.length
-    return spec.steps + (spec.evaluations + 1) * spec.eval_batches * tokens / 3
+    tokens = 0
+    for split, times in (("validation", spec.evaluations), ("test", 1)):
+        for other in task.evaluations().values():
+            size, batches = task.evaluated(other, split, spec.batch_size, spec.eval_batches)
+            tokens += times * size * batches * other.length
+    return spec.steps + tokens / (spec.batch_size * task.length) / 3
+
+
+def _passes(trainings: list[Training]) -> list[str]:
+    """How often a run reads the training data of its task, where they are finite; each line once."""
+    found: dict[str, None] = {}
+    for task, spec in ((training.task, training.spec) for training in trainings):
+        if task.train_tokens is not None:
+            passes = spec.steps * spec.batch_size * task.length / task.train_tokens
+            shown = f"{passes:,.0f}" if passes >= 10 else f"{passes:.2g}"
+            found[f"{task.name}: a run makes {shown} passes over {task.train_tokens:,} tokens of training data"] = None
+    return [*found]
 
 
 @contextmanager
