@@ -46,6 +46,7 @@ class Squared(UpdateRule):
 
 MODELS = {
     "comba": {"rule": {"name": "comba", "transition": "iplr", "d": {"head": {"init": 1.0}}}},
+    "a gate of the rule's own": {"rule": {"name": "comba", "transition": "dplr", "g": "low_rank_decay", "silu": "qk"}},
     "gated_deltanet": {"rule": "gated_deltanet", "tie_embeddings": False},
     "hybrid": {"rule": "comba", "attention": [1]},
     "mamba": {"rule": "mamba2", "block": "mamba"},

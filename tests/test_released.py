@@ -1,4 +1,4 @@
-"""A ledger made by a released version is taken on: the same trials have the same keys, and none runs again."""
+"""A recorded ledger is taken on: the same trials have the same keys, and none runs again."""
 
 import json
 import sqlite3

@@ -242,6 +242,22 @@ def test_the_tied_correction_factor_is_beta(arm, planned):
     assert torch.equal(gates["gamma"], gates["beta"])
 
 
+@pytest.mark.parametrize(
+    ("rule", "knobs", "reason"),
+    [
+        ("comba", {"beta": "mamba2_step", "g": "metala_decay"}, "shares the projection of g mamba2_decay"),
+        ("comba", {"beta": "metala_input"}, "shares the projection of g metala_decay"),
+        ("comba", {"beta": "mamba2_step", "transition": "dplr"}, "is one number for each head"),
+        ("comba", {"g": {"low_rank_decay": {"rank": 0}}}, "rank must be at least 1"),
+        ("rla", {"gamma": "like_beta", "beta": 1}, "shares beta's projection"),
+        ("rdn", {"gamma": "like_beta", "beta": 1}, "shares beta's projection"),
+    ],
+)
+def test_a_gate_that_shares_a_projection_needs_it(rule, knobs, reason):
+    with pytest.raises(deltalab.InputError, match=reason):
+        deltalab.get_rule(rule, **knobs)
+
+
 # --- Features and blocks
 
 
