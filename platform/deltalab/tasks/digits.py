@@ -21,6 +21,8 @@ file that scikit-learn ships as sklearn/datasets/data/digits.csv.gz."""
 HELD_OUT = 300
 """Images in the validation split, and again in the test split; the other 1,197 are for training."""
 
+IMAGE_COUNT = 1797
+
 PIXELS, LEVELS, CLASSES = 64, 17, 10
 
 
@@ -55,6 +57,10 @@ class Digits(Task):
     @property
     def length(self) -> int:
         return 2 * PIXELS if self.both_ways else PIXELS
+
+    @property
+    def train_tokens(self) -> int:
+        return (IMAGE_COUNT - 2 * HELD_OUT) * self.length
 
     @property
     def most_scored(self) -> int:

@@ -55,7 +55,7 @@ class NIAH(Task):
     """
 
     name: ClassVar[str] = "niah"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     metric: ClassVar[str] = "exact_match"
     maximize: ClassVar[bool] = True
     example: ClassVar[Mapping[str, object]] = {"variant": 2, "length": 48}
@@ -93,7 +93,7 @@ class NIAH(Task):
 
     @cached_property
     def _text(self) -> Text:
-        return Text(length=self._filled, corpus=self.corpus)
+        return Text(length=self._filled, corpus=self.corpus, times=())
 
     @property
     def vocab_size(self) -> int:
@@ -109,6 +109,9 @@ class NIAH(Task):
 
     def evaluations(self) -> Mapping[str, Task]:
         return {str(n * self.length): replace(self, length=n * self.length, times=(1,)) for n in self.times}
+
+    def fed_by_cpu(self, device: torch.device) -> bool:
+        return self.variant != 1 and self._text.fed_by_cpu(device)
 
     def fingerprint(self) -> str:
         return "" if self.variant == 1 else self._text.fingerprint()

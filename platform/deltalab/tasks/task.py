@@ -80,6 +80,11 @@ class Task(ABC):
         train_examples = None
 
     @property
+    def train_tokens(self) -> int | None:
+        """The tokens that a seed can train on, if they are finitely many. A plan divides a run's tokens by them."""
+        return None if self.train_examples is None else self.train_examples * self.length
+
+    @property
     def most_scored(self) -> int:
         """The most positions of a training example that are scored: no logits are computed for others."""
         return self.length
@@ -149,6 +154,15 @@ class Task(ABC):
         METRIC is over that one alone.
         """
         return {"": self}
+
+    def evaluated(self, other: "Task", size: int, batches: int) -> tuple[int, int]:
+        """The size and number of the batches of `other`, one of `evaluations`, where a study gives `size` and
+        `batches`. Override it to evaluate longer examples on fewer of them."""
+        return size, batches
+
+    def fed_by_cpu(self, device: torch.device) -> bool:
+        """Whether `device` cannot hold the data of the training split: the CPU then draws the batches and sends them."""
+        return False
 
     def fingerprint(self) -> str:
         """SHA-256 of the data that the task reads, which is part of a trial's identity; "" for generated data."""

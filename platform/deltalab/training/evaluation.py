@@ -24,7 +24,8 @@ Sums: TypeAlias = tuple[list[tuple[int, list[str]]], Tensor]
 
 
 class Evaluation:
-    """Measures every metric of a task, over all its `evaluations` and `batches` batches of each.
+    """Measures every metric of a task, over all its `evaluations` and `batches` batches of each, or fewer where
+    `Task.evaluated` says so.
 
     Also measures `output_rms`, the largest root mean square of a layer's output before its norm, which is large in an
     unstable rule.
@@ -42,19 +43,20 @@ class Evaluation:
         values: list[Tensor] = []
         for label, task in evaluations.items():
             ends = [f"@{label}" if label else "", *([] if "" in evaluations else [""])]
-            for i in range(self.batches):
-                for number, measured in enumerate(self._on_batch(stack, split, label, task, i)):
+            size, batches = self.task.evaluated(task, self.batch_size, self.batches)
+            for i in range(batches):
+                for number, measured in enumerate(self._on_batch(stack, split, label, task, i, size)):
                     for name, pair in measured.items():
                         named.append((number, [name + end for end in ends]))
                         values += pair
         return named, torch.stack([value.double() for value in values]).view(-1, 2)
 
     def _on_batch(
-        self, stack: Stack, split: str, label: str, task: Task, i: int
+        self, stack: Stack, split: str, label: str, task: Task, i: int, size: int
     ) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
         """The metrics of each run of a stack on batch i, as (total, count)."""
         if (split, label, i) not in self._drawn:
-            batch = task.batch(split, self.batch_size, EVALUATION_SEED, i, self.device)
+            batch = task.batch(split, size, EVALUATION_SEED, i, self.device)
             self._drawn[split, label, i] = batch, (batch.targets != IGNORE).flatten().nonzero().squeeze(1)
         batch, scored = self._drawn[split, label, i]
         features, sizes = stack.measure(batch.inputs)

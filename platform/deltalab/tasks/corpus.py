@@ -1,0 +1,203 @@
+"""The bytes of a corpus: mapped into memory, whatever their size, and divided among training, validation and test."""
+
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache, cached_property
+from hashlib import sha256
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from deltalab.errors import InputError
+from deltalab.tasks.kjv_jargon import FINGERPRINT, FOLDER
+from deltalab.tasks.task import SPLITS
+
+Bytes: TypeAlias = NDArray[np.uint8]
+
+PYTHON = "python"
+"""Names the source of this machine's Python standard library."""
+
+RARE = 2e-3
+"""A bigram is rare if its share of the training split's bigrams is below this. In the default corpus 97% of the
+bigrams that occur are rare, and they make up 28% of the text."""
+
+# Folders that are left out of the standard library. Some hold what is installed beside it, or not on every machine. Two
+# hold no source text: `encodings` near-copies of one table, `pydoc_data` one string as long as half a held-out split.
+_NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
+
+_BLOCK = 2**22
+"""Bytes that are hashed, joined or counted at a time."""
+
+_SHARE = 16
+"""A split of at most 1 / 16 of a GPU's memory is copied there: several processes may share the GPU, each with a copy."""
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """`data[split]`: uint8 `[N]`, mapped into memory. known: the fingerprint, where it is known already."""
+
+    data: Mapping[str, Bytes]
+    known: str = ""
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 over lines 'SPLIT BYTES SHA256', one for each split. The first call reads every byte."""
+        return self.known or fingerprint({split: [data] for split, data in self.data.items()})
+
+    @cached_property
+    def rare(self) -> Tensor:
+        """bool `[65536]`: whether the bigram `256 first + second` is `RARE`. The first call reads all training bytes."""
+        train, counts = self.data["train"], np.zeros(256 * 256, np.int64)
+        for begin in range(0, len(train) - 1, _BLOCK):
+            block = train[begin : begin + _BLOCK + 1].astype(np.int32)
+            counts += np.bincount((block[:-1] << 8) | block[1:], minlength=256 * 256)
+        return torch.tensor(counts < RARE * counts.sum())
+
+    def fits(self, split: str, device: torch.device) -> bool:
+        """Whether the device can hold a copy of a split. The CPU needs none."""
+        if device.type != "cuda":
+            return True
+        return len(self.data[split]) <= torch.cuda.get_device_properties(device).total_memory // _SHARE
+
+    def windows(self, split: str, places: Tensor) -> Tensor:
+        """The bytes at `places`, int64 on the device of `places`."""
+        device, data = places.device, self.data[split]
+        if device.type != "cpu" and self.fits(split, device):
+            return _copied(self, split, device)[places].long()
+        return torch.from_numpy(data[places.cpu().numpy()]).to(device).long()
+
+
+@cache
+def _copied(corpus: Corpus, split: str, device: torch.device) -> Tensor:
+    return torch.tensor(corpus.data[split], device=device)
+
+
+def located(corpus: str | None) -> str:
+    """The absolute path that a parameter `corpus` means."""
+    if corpus is None:
+        return str(FOLDER)
+    return sysconfig.get_path("stdlib") if corpus == PYTHON else os.path.abspath(os.path.expanduser(corpus))
+
+
+@cache
+def load(path: str, library: bool) -> Corpus:
+    """The corpus at `path`, mapped once per process. library: of a folder, only the standard library's own source.
+
+    Raises `InputError` where it cannot be read, or is a folder of fewer than 3 files.
+    """
+    try:
+        if path == str(FOLDER):
+            return _pinned()
+        if os.path.isfile(path):
+            return Corpus(_cut(Path(path)))
+        return _folder(Path(path), library)
+    except OSError as error:
+        raise InputError(f"task 'text': parameter 'corpus': cannot read '{path}': {error}{_hint(Path(path))}") from error
+
+
+def fingerprint(contents: Mapping[str, Iterable[Bytes | bytes]]) -> str:
+    """The `fingerprint` of a corpus whose splits come in blocks."""
+    lines = []
+    for split, blocks in contents.items():
+        digest, size = sha256(), 0
+        for block in blocks:
+            digest.update(block)
+            size += len(block)
+        lines.append(f"{split} {size} {digest.hexdigest()}\n")
+    return sha256("".join(lines).encode()).hexdigest()
+
+
+def _pinned() -> Corpus:
+    corpus = Corpus(_mapped(FOLDER))
+    if corpus.fingerprint != FINGERPRINT:
+        raise InputError(f"task 'text': the files in '{FOLDER}' are not those of the release: install deltalab again")
+    return corpus
+
+
+def _mapped(folder: Path) -> dict[str, Bytes]:
+    return {split: _map(folder / f"{split}.txt") for split in SPLITS}
+
+
+def _map(path: Path) -> Bytes:
+    if path.stat().st_size == 0:
+        return np.empty(0, np.uint8)  # an empty file cannot be mapped
+    return np.asarray(np.memmap(path, np.uint8, mode="r"))
+
+
+def _cut(path: Path) -> dict[str, Bytes]:
+    data = _map(path)
+    return dict(zip(SPLITS, np.split(data, [len(data) * 8 // 10, len(data) * 9 // 10]), strict=True))
+
+
+def _folder(root: Path, library: bool) -> Corpus:
+    """Joins each split's files in one file of the cache, named by its content, and maps that."""
+    members = _members(root, library)
+    known = fingerprint({split: _blocks(root, members[split]) for split in SPLITS})
+    folder = cache_folder() / known
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=folder.parent) as made:
+            joined = Path(made, "joined")
+            joined.mkdir()
+            for split in SPLITS:
+                with (joined / f"{split}.txt").open("wb") as file:
+                    file.writelines(_blocks(root, members[split]))
+            if Corpus(_mapped(joined)).fingerprint != known:
+                raise InputError(f"task 'text': parameter 'corpus': '{root}' changed while it was read")
+            try:
+                joined.rename(folder)
+            except OSError:
+                if not folder.is_dir():  # else another process was first
+                    raise
+    return Corpus(_mapped(folder), known)
+
+
+def cache_folder() -> Path:
+    """Where the joined files of folders are kept: $XDG_CACHE_HOME/deltalab/corpora, ~/.cache by default."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "deltalab" / "corpora"
+
+
+def _members(root: Path, library: bool) -> dict[str, list[Path]]:
+    def refuse(error: OSError) -> None:
+        raise error
+
+    paths = []
+    for folder, folders, files in os.walk(root, onerror=refuse):
+        folders[:] = [name for name in folders if name[0] != "." and not (library and name in _NOT_LIBRARY)]
+        names = [name for name in files if name[0] != "." and (name.endswith(".py") or not library)]
+        paths += [path.relative_to(root) for name in names if (path := Path(folder, name)).is_file()]
+    if len(paths) < 3:
+        raise InputError(
+            f"task 'text': parameter 'corpus': '{root}' holds {len(paths)} files; "
+            "a folder is split by file and needs at least 3, or name a single file"
+        )
+    paths.sort(key=lambda path: sha256(os.fsencode(path.as_posix())).digest())
+    tenth = max(1, len(paths) // 10)
+    held_out = {"validation": paths[:tenth], "test": paths[tenth : 2 * tenth]}
+    return {split: sorted(members) for split, members in {"train": paths[2 * tenth :], **held_out}.items()}
+
+
+def _blocks(root: Path, paths: list[Path]) -> Iterator[bytes]:
+    for path in paths:
+        with (root / path).open("rb") as file:
+            while block := file.read(_BLOCK):
+                yield block
+
+
+def _hint(path: Path) -> str:
+    """The nearest name in the same folder; in the working folder, also `PYTHON`."""
+    names = [PYTHON] if path.parent == Path.cwd() else []
+    with suppress(OSError):
+        names += sorted(entry for entry in os.listdir(path.parent) if entry != path.name)
+    near = get_close_matches(path.name, names, n=1)
+    meant = f" did you mean '{near[0]}'?" if near else ""
+    return f";{meant} a corpus is a file, a folder, '{PYTHON}' for the standard library, or null"
