@@ -140,7 +140,7 @@ def estimate(plan: Plan, *, workers: int | None = None) -> Estimate:
         smallest_p=smallest_p(plan.spec.seeds),
         smallest_holm_p=smallest_holm_p(plan.spec.seeds, max(others, 1)),
         seeds_needed=seeds_needed(max(others, 1), ALPHA),
-        notes=plan.notes,
+        notes=(*plan.notes, *_passes(trainings)),
     )
 
 
@@ -204,8 +204,22 @@ def _on_cpu(plan: Plan, trainings: list[Training]) -> _Times:
 def _steps(training: Training) -> float:
     """The steps of a run, its evaluations as well: each batch is a forward pass, about a third of a step, per token."""
     spec, task = training.spec, training.task
-    tokens = sum(other.length for other in task.evaluations().values()) / task.length
-    return spec.steps + (spec.evaluations + 1) * spec.eval_batches * tokens / 3
+    tokens = 0
+    for other in task.evaluations().values():
+        size, batches = task.evaluated(other, spec.batch_size, spec.eval_batches)
+        tokens += size * batches * other.length
+    return spec.steps + (spec.evaluations + 1) * tokens / (spec.batch_size * task.length) / 3
+
+
+def _passes(trainings: list[Training]) -> list[str]:
+    """How often a run reads the training data of its task, where they are finite; each line once."""
+    found: dict[str, None] = {}
+    for task, spec in ((training.task, training.spec) for training in trainings):
+        if task.train_tokens is not None:
+            passes = spec.steps * spec.batch_size * task.length / task.train_tokens
+            line = f"{task.name}: a run makes {passes:,.3g} passes over {task.train_tokens:,} tokens of training data"
+            found[line] = None
+    return [*found]
 
 
 @contextmanager

@@ -1,4 +1,5 @@
-"""Training batches of many runs at once. The device draws them; the host only hashes addresses, many steps ahead."""
+"""Training batches of many runs at once. The device draws them, and the host only hashes addresses, many steps ahead;
+or the host draws them, where the device cannot hold the data."""
 
 from collections.abc import Mapping, Sequence
 
@@ -97,6 +98,28 @@ class TrainingBatches:
 
     def _addresses(self, at: int | str, seeds: Sequence[int]) -> list[str]:
         return [self.task.address("train", seed, at) for seed in seeds]
+
+
+class SentBatches:
+    """As `TrainingBatches`, drawn by the CPU and sent: for a device that cannot hold the task's data.
+
+    `load` draws all the batches that `draw` then picks from, so that a CUDA graph can hold `draw` here too.
+    """
+
+    def __init__(self, task: Task, size: int, seeds: Sequence[int], device: torch.device, most: int) -> None:
+        self.task = task
+        self._here = TrainingBatches(task, size, seeds, torch.device("cpu"), most)
+        # int32 holds any vocabulary, in half the memory of int64.
+        self._sent = torch.empty(most, 2, len(seeds), size, task.length, dtype=torch.int32, device=device)
+
+    def load(self, begin: int, end: int) -> None:
+        self._here.load(begin, end)
+        drawn = [torch.stack(self._here.draw(torch.tensor(row))).int() for row in range(end - begin)]
+        self._sent[: end - begin].copy_(torch.stack(drawn))
+
+    def draw(self, row: Tensor) -> tuple[Tensor, Tensor]:
+        inputs, targets = self._sent.index_select(0, row.view(1))[0].long()
+        return inputs, targets
 
 
 class _Starts(dict[str, Tensor]):

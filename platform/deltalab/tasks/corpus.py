@@ -38,7 +38,7 @@ _BLOCK = 2**22
 """Bytes that are hashed, joined or counted at a time."""
 
 _SHARE = 16
-"""A split of at most 1 / 16 of a GPU's memory is copied there: several processes may share the GPU, each with a copy."""
+"""A split of at most 1 / 16 of a GPU's memory is copied there. Several processes may share it, each with a copy."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +55,7 @@ class Corpus:
 
     @cached_property
     def rare(self) -> Tensor:
-        """bool `[65536]`: whether the bigram `256 first + second` is `RARE`. The first call reads all training bytes."""
+        """bool `[65536]`: whether the bigram `256 first + second` is `RARE`. The first call reads all of training."""
         train, counts = self.data["train"], np.zeros(256 * 256, np.int64)
         for begin in range(0, len(train) - 1, _BLOCK):
             block = train[begin : begin + _BLOCK + 1].astype(np.int32)
@@ -101,7 +101,9 @@ def load(path: str, library: bool) -> Corpus:
             return Corpus(_cut(Path(path)))
         return _folder(Path(path), library)
     except OSError as error:
-        raise InputError(f"task 'text': parameter 'corpus': cannot read '{path}': {error}{_hint(Path(path))}") from error
+        raise InputError(
+            f"task 'text': parameter 'corpus': cannot read '{path}': {error}{_hint(Path(path))}"
+        ) from error
 
 
 def fingerprint(contents: Mapping[str, Iterable[Bytes | bytes]]) -> str:
@@ -110,7 +112,7 @@ def fingerprint(contents: Mapping[str, Iterable[Bytes | bytes]]) -> str:
     for split, blocks in contents.items():
         digest, size = sha256(), 0
         for block in blocks:
-            digest.update(block)
+            digest.update(memoryview(block))
             size += len(block)
         lines.append(f"{split} {size} {digest.hexdigest()}\n")
     return sha256("".join(lines).encode()).hexdigest()

@@ -161,7 +161,7 @@ class Task(ABC):
         return size, batches
 
     def fed_by_cpu(self, device: torch.device) -> bool:
-        """Whether `device` cannot hold the data of the training split: the CPU then draws the batches and sends them."""
+        """Whether `device` cannot hold the training data: the CPU then draws the batches and sends them."""
         return False
 
     def fingerprint(self) -> str:

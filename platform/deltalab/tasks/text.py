@@ -43,7 +43,7 @@ class Text(Task):
       longer context helps;
     - `recall_bits_per_byte` over the associative-recall slice (Arora et al. 2023, arXiv:2312.04927, section
       3): positions t whose bigram (byte t, byte t + 1) occurred before in the window and is `corpus.RARE` in
-      training, so that it can be recalled from the context but hardly known by heart. About SLICE of positions
+      training, so that it can be recalled from the context but hardly known by heart. About 5% of positions
       at L = 128.
 
     Raises `InputError` for a corpus that is missing, unreadable, or has a split too short for its windows, and for

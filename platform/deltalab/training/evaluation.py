@@ -43,20 +43,20 @@ class Evaluation:
         values: list[Tensor] = []
         for label, task in evaluations.items():
             ends = [f"@{label}" if label else "", *([] if "" in evaluations else [""])]
-            size, batches = self.task.evaluated(task, self.batch_size, self.batches)
+            rows, batches = self.task.evaluated(task, self.batch_size, self.batches)
             for i in range(batches):
-                for number, measured in enumerate(self._on_batch(stack, split, label, task, i, size)):
+                for number, measured in enumerate(self._on_batch(stack, split, label, task, i, rows)):
                     for name, pair in measured.items():
                         named.append((number, [name + end for end in ends]))
                         values += pair
         return named, torch.stack([value.double() for value in values]).view(-1, 2)
 
     def _on_batch(
-        self, stack: Stack, split: str, label: str, task: Task, i: int, size: int
+        self, stack: Stack, split: str, label: str, task: Task, i: int, rows: int
     ) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
         """The metrics of each run of a stack on batch i, as (total, count)."""
         if (split, label, i) not in self._drawn:
-            batch = task.batch(split, size, EVALUATION_SEED, i, self.device)
+            batch = task.batch(split, rows, EVALUATION_SEED, i, self.device)
             self._drawn[split, label, i] = batch, (batch.targets != IGNORE).flatten().nonzero().squeeze(1)
         batch, scored = self._drawn[split, label, i]
         features, sizes = stack.measure(batch.inputs)

@@ -14,7 +14,7 @@ from deltalab.models.model import Model, places
 from deltalab.ops.backends import automatic
 from deltalab.ops.loss import labelled, linear_cross_entropy
 from deltalab.tasks import IGNORE
-from deltalab.tasks.batches import TrainingBatches
+from deltalab.tasks.batches import SentBatches, TrainingBatches
 from deltalab.training.optimizer import Adam, AdamW, Layout, Moments
 
 BLOCK = 64
@@ -42,7 +42,7 @@ class Stack:
         self,
         model: Model,
         layout: Layout,
-        batches: TrainingBatches,
+        batches: TrainingBatches | SentBatches,
         state: Moments,
         runs: Sequence[Adam],
         *,

@@ -13,7 +13,7 @@ from deltalab.models.layer import initialize
 from deltalab.models.model import build_model
 from deltalab.models.spec import ModelSpec
 from deltalab.tasks import Task
-from deltalab.tasks.batches import TrainingBatches
+from deltalab.tasks.batches import SentBatches, TrainingBatches
 from deltalab.training.device import chosen, moment, seconds_between
 from deltalab.training.evaluation import Evaluation, Metric, Sums, costs, means
 from deltalab.training.optimizer import Adam, Layout, Moments
@@ -150,10 +150,11 @@ class LockStep:
 
     def _stacked(self, runs: list[_Run]) -> Stack:
         specs = [self.specs[run.member] for run in runs]
+        batches = SentBatches if self.task.fed_by_cpu(self.device) else TrainingBatches
         return Stack(
             self.network,
             self.layout,
-            TrainingBatches(self.task, self.spec.batch_size, [run.seed for run in runs], self.device, BLOCK),
+            batches(self.task, self.spec.batch_size, [run.seed for run in runs], self.device, BLOCK),
             Moments(*map(torch.stack, zip(*(run.state for run in runs), strict=True))),
             [
                 Adam(self._rates[run.member], spec.weight_decay, spec.betas, spec.clip)
