@@ -205,10 +205,11 @@ def _steps(training: Training) -> float:
     """The steps of a run, its evaluations as well: each batch is a forward pass, about a third of a step, per token."""
     spec, task = training.spec, training.task
     tokens = 0
-    for other in task.evaluations().values():
-        size, batches = task.evaluated(other, spec.batch_size, spec.eval_batches)
-        tokens += size * batches * other.length
-    return spec.steps + (spec.evaluations + 1) * tokens / (spec.batch_size * task.length) / 3
+    for split, times in (("validation", spec.evaluations), ("test", 1)):
+        for other in task.evaluations().values():
+            size, batches = task.evaluated(other, split, spec.batch_size, spec.eval_batches)
+            tokens += times * size * batches * other.length
+    return spec.steps + tokens / (spec.batch_size * task.length) / 3
 
 
 def _passes(trainings: list[Training]) -> list[str]:

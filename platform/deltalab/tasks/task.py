@@ -155,9 +155,10 @@ class Task(ABC):
         """
         return {"": self}
 
-    def evaluated(self, other: "Task", size: int, batches: int) -> tuple[int, int]:
-        """The size and number of the batches of `other`, one of `evaluations`, where a study gives `size` and
-        `batches`. Override it to evaluate longer examples on fewer of them."""
+    def evaluated(self, other: "Task", split: str, size: int, batches: int) -> tuple[int, int]:
+        """The size and number of the batches of a split that `other`, one of `evaluations`, is measured on, where a
+        study gives `size` and `batches`. Override it to measure longer examples on fewer of them, or with 0 batches
+        on the test split alone."""
         return size, batches
 
     def fed_by_cpu(self, device: torch.device) -> bool:

@@ -33,8 +33,8 @@ class Text(Task):
     Windows start at uniform places of a split. A corpus of any size is mapped into memory: leave it as it is while
     a study runs.
 
-    Evaluation is at L and at each multiple in `times` of it, under the label of the length. At n L, an n-th of the
-    batches are drawn with an n-th of the examples, so that longer ones take less time in all.
+    Validation is at L. The test is at L, without a label, and at each multiple in `times` of it, under the label of the
+    length; at n L on an n-th of the examples, and so on as many bytes.
 
     Metrics, in bits per byte (8 for a uniform guess, less is better):
 
@@ -104,9 +104,9 @@ class Text(Task):
         lengths = [n * self.length for n in self.times]
         return {"": self} | {str(length): replace(self, length=length, corpus=corpus, times=()) for length in lengths}
 
-    def evaluated(self, other: Task, size: int, batches: int) -> tuple[int, int]:
+    def evaluated(self, other: Task, split: str, size: int, batches: int) -> tuple[int, int]:
         n = other.length // self.length
-        return max(1, size // n), max(1, batches // n)
+        return max(1, size // n), batches if n == 1 or split == "test" else 0
 
     def fed_by_cpu(self, device: torch.device) -> bool:
         return not self._corpus.fits("train", device)

@@ -43,7 +43,7 @@ class Evaluation:
         values: list[Tensor] = []
         for label, task in evaluations.items():
             ends = [f"@{label}" if label else "", *([] if "" in evaluations else [""])]
-            rows, batches = self.task.evaluated(task, self.batch_size, self.batches)
+            rows, batches = self.task.evaluated(task, split, self.batch_size, self.batches)
             for i in range(batches):
                 for number, measured in enumerate(self._on_batch(stack, split, label, task, i, rows)):
                     for name, pair in measured.items():
