@@ -285,6 +285,7 @@ WRONG: list[tuple[str, tuple[str, ...]]] = [
     ("task show mqar length=-8", ("parameter 'length'",)),
     ("task show mqar length=true", ("must be an integer, not True",)),
     ("task show text corpus=nowhere", ("nowhere",)),
+    ("task show text corpus=pyton", ("pyton'", "did you mean 'python'? a corpus is a file, a folder, 'python' for")),
     ("--plugin nope.py rule list", ("nope.py: no such plugin file",)),
     ("--plugin study.yaml rule list", ("study.yaml",)),
     ("--plugin . rule list", ("no such plugin file",)),

@@ -1,7 +1,9 @@
 """Batches are a function of their address alone and follow the stated law; metrics equal a plain loop's."""
 
 import math
+import mmap
 import pickle
+import re
 from collections import Counter
 from hashlib import sha256
 from itertools import pairwise, permutations
@@ -16,8 +18,10 @@ from torch import Tensor
 
 from deltalab.errors import InputError
 from deltalab.tasks import BUILTIN, IGNORE, MQAR, NIAH, SPLITS, Batch, Random, Task, Text
-from deltalab.tasks import text as text_module
+from deltalab.tasks import corpus as corpus_module
+from deltalab.tasks.corpus import Corpus, load, located
 from deltalab.tasks.digits import Digits
+from deltalab.tasks.kjv_jargon import FINGERPRINT, FOLDER, cut
 from deltalab.tasks.mod_arithmetic import ModArithmetic
 from deltalab.tasks.word_problem import WordProblem
 
@@ -420,7 +424,7 @@ def test_mqar_at_its_limits() -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, joined: Path) -> Path:
     """20 files, each of one byte value of its own, in two folders, and a hidden one."""
     for i in range(20):
         path = tmp_path / f"sub{i % 2}" / f"file{i:02d}"
@@ -430,6 +434,14 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / ".git" / "config").write_bytes(b"\xff" * 500)
     (tmp_path / ".hidden").write_bytes(b"\xff" * 500)
     return tmp_path
+
+
+@pytest.fixture
+def joined(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the joined files of a folder are kept."""
+    cache = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    return cache / "deltalab" / "corpora"
 
 
 def seen(task: Text, split: str) -> set[int]:
@@ -447,7 +459,7 @@ def test_text_splits_a_folder_by_file(folder: Path) -> None:
 def test_text_cuts_a_file(tmp_path: Path) -> None:
     file = tmp_path / "corpus"
     file.write_bytes(bytes(range(200)))
-    task = Text(length=8, corpus=str(file))
+    task = Text(length=8, corpus=str(file), times=())
     assert {split: seen(task, split) for split in SPLITS} == {
         "train": set(range(160)),
         "validation": set(range(160, 180)),
@@ -458,7 +470,7 @@ def test_text_cuts_a_file(tmp_path: Path) -> None:
 def test_text_predicts_the_next_byte(tmp_path: Path) -> None:
     file = tmp_path / "corpus"
     file.write_bytes(bytes(range(250)))
-    batch = Text(length=8, corpus=str(file)).batch("train", 2000, seed=0, step=0)
+    batch = Text(length=8, corpus=str(file), times=()).batch("train", 2000, seed=0, step=0)
     assert torch.equal(batch.targets, batch.inputs + 1)
     assert torch.equal(batch.inputs[:, 1:], batch.targets[:, :-1])
     starts = np.bincount(batch.inputs[:, 0], minlength=192)
@@ -466,33 +478,138 @@ def test_text_predicts_the_next_byte(tmp_path: Path) -> None:
     assert stats.chisquare(starts).pvalue > RARE_EVENT
 
 
-def test_text_default_corpus_is_the_library_without_tests_and_tables() -> None:
-    task = Text()
-    contents = [data.numpy().tobytes() for data in text_module.load(task._path, True).data.values()]
+def test_text_default_corpus_is_pinned() -> None:
+    assert Text().fingerprint() == NIAH(variant=2).fingerprint() == FINGERPRINT
+    found = {split: sha256((FOLDER / f"{split}.txt").read_bytes()).hexdigest() for split in SPLITS}
+    assert all(f"| `{digest}` |" in (FOLDER / "SOURCE.md").read_text() for digest in found.values())
+
+
+def test_text_refuses_a_default_corpus_that_was_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for split in SPLITS:
+        (tmp_path / f"{split}.txt").write_bytes((FOLDER / f"{split}.txt").read_bytes().replace(b"\n", b"\r\n"))
+    monkeypatch.setattr(corpus_module, "FOLDER", tmp_path)
+    with pytest.raises(InputError, match="are not those of the release: install deltalab again"):
+        Text()
+
+
+def test_every_chapter_of_the_default_corpus_is_in_the_split_of_its_name() -> None:
+    chapters: dict[str, list[str]] = {}
+    entries: dict[str, list[str]] = {}
+    for split in SPLITS:
+        text = (FOLDER / f"{split}.txt").read_text(encoding="utf-8")
+        chapters[split] = re.findall(r"^(?!1st )((?:[123])?[A-Z][A-Za-z]+ \d+)\n\n(?=1 )", text, re.MULTILINE)
+        entries[split] = re.findall(r"^(:\S.*?:)(?= |$)", text, re.MULTILINE)
+        assert {cut.split_of(name) for name in chapters[split] + entries[split]} == {split}
+    sizes = {split: (len(chapters[split]), len(entries[split])) for split in SPLITS}
+    assert sizes == {"train": (939, 1838), "validation": (121, 244), "test": (129, 225)}
+    assert len({name for names in chapters.values() for name in names}) == 1189
+
+
+def test_cut_takes_chapters_and_entries_apart() -> None:
+    bible = "Ge1:1 In the beginning\nGe1:2 And the earth\n1Jn2:1 My little children: these\n"
+    assert cut.chapters(bible) == [
+        ("Ge 1", "Ge 1\n\n1 In the beginning\n2 And the earth\n\n"),
+        ("1Jn 2", "1Jn 2\n\n1 My little children: these\n\n"),
+    ]
+    jargon = (
+        "   Glossary\n\n   :a b: n.\n\n   See {c}:\n     deeper\n\n   :c:\n\n   Part III.\xa0Appendices\n\n   :d:\n"
+    )
+    assert cut.entries(jargon) == [(":a b:", ":a b: n.\n\nSee {c}:\n  deeper\n\n"), (":c:", ":c:\n\n")]
+
+
+def test_text_of_python_is_the_library_without_tests_and_tables(joined: Path) -> None:
+    task = Text(corpus="python")
+    contents = [data.tobytes() for data in load(task._path, True).data.values()]
     assert all(len(content) > 100_000 for content in contents)
     for name, times in ("abc.py", 1), ("json/decoder.py", 1), ("encodings/cp1250.py", 0):
         assert sum(Path(task._path, name).read_bytes() in content for content in contents) == times
 
 
-def test_text_caps_each_split(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_module, "CAP", 70)
-    for corpus in (folder, folder / "sub1" / "file19"):
-        text_module.load.cache_clear()
-        data = text_module.load(str(corpus), False).data
-        assert max(map(len, data.values())) <= 70
-    text_module.load.cache_clear()
+def test_text_maps_a_corpus_and_uses_all_of_it(folder: Path, joined: Path) -> None:
+    (folder / "sub1" / "file19").write_bytes(bytes([19]) * 9_000_000)  # more than was once read of a split
+    for corpus, expected in (folder / "sub1" / "file19", 9_000_000), (folder, 9_000_000 + sum(range(50, 69))):
+        data = load(str(corpus), False).data
+        assert sum(map(len, data.values())) == expected
+        assert all(mapped(part) for part in data.values())
+    assert [*joined.iterdir()] == [joined / Text(length=8, corpus=str(folder)).fingerprint()]
+
+
+def mapped(data: np.ndarray) -> bool:
+    owner: Any = data
+    while isinstance(owner, np.ndarray):
+        owner = owner.base
+    return isinstance(owner, mmap.mmap) and not data.flags.writeable
+
+
+def test_text_joins_a_folder_once_for_all_processes(folder: Path, joined: Path) -> None:
+    first = Text(length=8, corpus=str(folder)).batch("test", 4, 0, 0)
+    before = {path: path.stat().st_mtime_ns for path in joined.rglob("*")}
+    load.cache_clear()  # as in another process
+    assert same(Text(length=8, corpus=str(folder)).batch("test", 4, 0, 0), first)
+    assert {path: path.stat().st_mtime_ns for path in joined.rglob("*")} == before
+
+
+def test_text_refuses_a_folder_that_changes_while_it_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = corpus_module._blocks
+
+    def grows(root: Path, paths: list[Path]) -> Any:
+        yield from blocks(root, paths)
+        (root / paths[0]).write_bytes(b"more" * 50)
+
+    monkeypatch.setattr(corpus_module, "_blocks", grows)
+    with pytest.raises(InputError, match="changed while it was read"):
+        Text(length=8, corpus=str(folder))
+
+
+def test_rare_bigrams_are_counted_across_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = np.random.default_rng(0).integers(0, 3, 5000).astype(np.uint8)
+    data[[700, 701]] = 9, 10  # on both sides of a block's end
+    whole = Corpus({"train": data}).rare
+    monkeypatch.setattr(corpus_module, "_BLOCK", 701)
+    assert torch.equal(Corpus({"train": data}).rare, whole)
+    seen = sorted((256 * a + b for a, b in set(pairwise(data.tolist()))))
+    assert [pair for pair in seen if whole[pair]] == [pair for pair in seen if 9 in divmod(pair, 256) or pair >= 2560]
 
 
 def test_text_fingerprint_is_that_of_the_bytes(folder: Path) -> None:
     before = Text(length=8, corpus=str(folder)).fingerprint()
     (folder / ".hidden").write_bytes(b"other")
-    text_module.load.cache_clear()
-    assert Text(length=16, corpus=f"{folder}/.").fingerprint() == before
+    load.cache_clear()
+    assert Text(length=16, times=(), corpus=f"{folder}/.").fingerprint() == before
     (folder / "sub0" / "file00").write_bytes(b"\x01" + bytes(49))
     assert Text(length=8, corpus=str(folder)).fingerprint() == before  # read once per process
-    text_module.load.cache_clear()
+    load.cache_clear()
     assert Text(length=8, corpus=str(folder)).fingerprint() != before
     assert MQAR(length=16, pairs=4).fingerprint() == ""
+
+
+def test_text_is_tested_at_multiples_of_its_length_on_as_many_bytes() -> None:
+    task = Text(length=32, times=(2, 4))
+    found = task.evaluations()
+    assert {label: one.length for label, one in found.items()} == {"": 32, "64": 64, "128": 128}
+    sizes = {split: [task.evaluated(one, split, 16, 3) for one in found.values()] for split in ("validation", "test")}
+    assert sizes["test"] == [(16, 3), (8, 3), (4, 3)]
+    assert [batches for _, batches in sizes["validation"]] == [3, 0, 0]
+    assert task.evaluated(found["128"], "test", 2, 3) == (1, 3)
+
+
+def test_text_is_measured_by_quarters_of_the_positions() -> None:
+    task = Text(length=10)
+    batch = task.batch("test", 3, seed=0, step=0)
+    logits = torch.zeros(3, 10, 256)
+    for t in range(10):  # a bit more at each position
+        logits[:, t].scatter_(1, batch.targets[:, t, None], -math.log(2) * t)
+    quarters = [value(task, f"bits_per_byte_quarter_{i}", batch, logits.flatten(0, 1)) for i in (1, 2, 3, 4)]
+    bits = [t + math.log2(255 + 2.0**-t) for t in range(10)]
+    means = [sum(bits[a:b]) / (b - a) for a, b in ((0, 2), (2, 5), (5, 7), (7, 10))]
+    assert quarters == pytest.approx(means, rel=1e-5)
+
+
+def test_a_plan_can_count_passes_over_finite_data(folder: Path) -> None:
+    assert Text().train_tokens == (FOLDER / "train.txt").stat().st_size
+    assert Digits().train_tokens == 1197 * 64
+    assert MQAR(length=16, pairs=4).train_tokens is None
+    assert MQAR(length=16, pairs=4, train_examples=50).train_tokens == 800
 
 
 def test_text_keeps_its_corpus_in_another_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -500,7 +617,9 @@ def test_text_keeps_its_corpus_in_another_folder(folder: Path, monkeypatch: pyte
     task = Text(length=8, corpus="sub0")
     sent = pickle.dumps(task)
     monkeypatch.chdir("/")
-    assert pickle.loads(sent).fingerprint() == task.fingerprint()
+    arrived = pickle.loads(sent)
+    assert arrived.fingerprint() == task.fingerprint()
+    assert arrived.evaluations()["16"].fingerprint() == task.fingerprint()
     assert task.corpus == "sub0"
 
 
@@ -515,7 +634,7 @@ def test_uniform_logits_are_8_bits_everywhere() -> None:
 
 def test_text_measures_as_a_plain_loop() -> None:
     task = Text(length=96)
-    train = text_module.load(task._path, True).data["train"].tolist()
+    train = load(located(None), False).data["train"].tolist()
     counts = Counter(pairwise(train))
     batch = task.batch("test", 24, seed=0, step=0)
     logits = scored(batch, 256)
@@ -526,7 +645,7 @@ def test_text_measures_as_a_plain_loop() -> None:
     for row, (inputs, targets) in enumerate(zip(batch.inputs.tolist(), batch.targets.tolist(), strict=True)):
         before: set[tuple[int, int]] = set()
         for t, bigram in enumerate(zip(inputs, targets, strict=True)):
-            if bigram in before and counts[bigram] < 1e-3 * (len(train) - 1):
+            if bigram in before and counts[bigram] < 2e-3 * (len(train) - 1):
                 recalled.append(float(bits[row * 96 + t]))
             before.add(bigram)
     assert len(recalled) > 50
@@ -544,11 +663,18 @@ def test_text_measures_as_a_plain_loop() -> None:
         ({"corpus": 5}, "parameter 'corpus' must be text or null, not 5"),
         ({"corpus": " "}, "parameter 'corpus' must name a file or a folder, not ' '"),
         ({"corpus": "a\0b"}, "parameter 'corpus' must name a file or a folder, not 'a\\x00b'"),
+        ({"times": [1, 2]}, "parameter 'times' must all be at least 2, not (1, 2)"),
+        ({"times": [2, 2]}, "parameter 'times' must all be different, not (2, 2)"),
         ({"corpus": "/no/such"}, "parameter 'corpus': cannot read '/no/such': "),
         ({"corpus": "/dev/null"}, "parameter 'corpus': cannot read '/dev/null': "),
         ({"corpus": "/" + "long" * 100}, "parameter 'corpus': cannot read '/longlong"),
         ({"corpus": "{folder}/empty"}, "parameter 'corpus': the train split of "),
         ({"corpus": "{folder}/sub0", "length": 200}, "parameter 'corpus': the validation split of "),
+        (
+            {"corpus": "{folder}/sub1/file19", "length": 2},
+            "parameter 'corpus': the validation split of '{folder}/sub1/file19' has 7 bytes, it needs more than "
+            "4 (in `times`) x length = 8",
+        ),
         ({"corpus": "{folder}/two"}, "parameter 'corpus': '{folder}/two' holds 2 files; "),
     ],
 )
@@ -563,3 +689,14 @@ def test_text_refuses(folder: Path, parameters: dict[str, Any], message: str) ->
         Text(**parameters)
     assert str(error.value).startswith("task 'text': " + message.replace("{folder}", str(folder)))
     assert "\n" not in str(error.value)
+
+
+def test_text_says_the_nearest_corpus(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    allowed = "a corpus is a file, a folder, 'python' for the standard library, or null"
+    for given, meant in ("pyton", "'python'"), ("sub3", "'sub1'"), ("sub0/fil02", "'file02'"):
+        with pytest.raises(InputError) as error:
+            Text(corpus=given)
+        assert str(error.value).endswith(f"; did you mean {meant}? {allowed}")
+    with pytest.raises(InputError, match=r"No such file or directory.*; a corpus is a file"):
+        Text(corpus="sub0/python")
