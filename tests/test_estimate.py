@@ -179,6 +179,21 @@ def test_a_rate_between_two_widths_lies_between_theirs() -> None:
     assert rate(512) == pytest.approx(found[-1])
 
 
+def test_the_passes_over_finite_data_are_said_once(no_gpu: None) -> None:
+    assert [line for line in estimate(planned("text", "paper")).notes if "passes" in line] == [
+        "text: a run makes 1,492 passes over 4,393,403 tokens of training data"
+    ]
+    assert not [line for line in estimate(planned("niah", "gpu")).notes if "passes" in line]
+
+
+def test_evaluations_at_several_lengths_are_counted_once_for_the_test() -> None:
+    task = deltalab.get_task("text", length=64, times=[2, 4])
+    spec = TrainSpec(steps=100, batch_size=16, lr=1e-2, evaluations=5, eval_batches=3)
+    training = Training(task, COMBA, spec, 1, 1.0)
+    # 5 validations of 3 batches and a test of 9 as long ones; a batch's forward pass is a third of a step.
+    assert estimates._steps(training) == pytest.approx(100 + (5 * 3 + 9) / 3)
+
+
 def test_a_model_that_fails_is_named_with_its_arm(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> Any:
         raise RuntimeError("one\ntwo")

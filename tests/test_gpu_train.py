@@ -12,7 +12,7 @@ import torch
 import deltalab
 from deltalab.models.spec import ModelSpec
 from deltalab.registry import task_plugin
-from deltalab.tasks import BUILTIN
+from deltalab.tasks import BUILTIN, corpus
 from deltalab.training.stack import Stack
 from deltalab.training.train import TrainSpec, train, train_together
 from deltalab.training.trainer import LockStep
@@ -80,6 +80,18 @@ def test_training_on_any_task_is_that_on_a_cpu(name: str) -> None:
     for one, other in zip(on_gpu.runs, on_cpu.runs, strict=True):
         for split in ("train", "validation"):
             assert one.final(split, "loss") == pytest.approx(other.final(split, "loss"), rel=1e-3), split
+
+
+def test_a_corpus_that_a_gpu_cannot_hold_is_sent_window_by_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    task, spec = deltalab.get_task("text", length=32), model("gated_deltanet", vocab_size=256)
+    held = trained(task, spec, SPEC, graph=True)
+    held.measure("test")
+    monkeypatch.setattr(corpus, "_SHARE", 2**40)
+    sent = trained(task, spec, SPEC, graph=True)
+    sent.measure("test")
+    assert task.fed_by_cpu(held.device)
+    assert sent.graph == "whole step", sent.graph
+    assert [run.metrics for run in sent.results(0)] == [run.metrics for run in held.results(0)]
 
 
 @pytest.mark.parametrize("rule", RULES)

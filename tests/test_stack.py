@@ -20,7 +20,8 @@ from deltalab.ops.backends import NONE, available
 from deltalab.ops.loss import linear_cross_entropy
 from deltalab.registry import task_plugin
 from deltalab.tasks import BUILTIN, IGNORE, MQAR, Batch, Random, Task
-from deltalab.tasks.batches import TrainingBatches
+from deltalab.tasks.batches import SentBatches, TrainingBatches
+from deltalab.tasks.corpus import Corpus
 from deltalab.training.optimizer import Adam, AdamW, Layout, Moments
 from deltalab.training.stack import Stack
 from deltalab.training.train import RunResult, TrainSpec, stackable, train, train_together
@@ -365,6 +366,33 @@ def test_a_feed_draws_what_the_task_draws(name: str, given: dict[str, Any]) -> N
                 assert torch.equal(inputs[i], batch.inputs)
                 assert torch.equal(targets[i], batch.targets)
                 assert int((batch.targets != IGNORE).sum(1).max()) <= task.most_scored
+
+
+@pytest.mark.parametrize(("name", "given"), [("text", {"length": 12}), TASKS[0]], ids=lambda x: str(x))
+def test_batches_that_the_cpu_sends_are_those_that_a_device_draws(name: str, given: dict[str, Any]) -> None:
+    task = deltalab.get_task(name, **given)
+    drawn, sent = (kind(task, 5, [3, 9, 3], CPU, 6) for kind in (TrainingBatches, SentBatches))
+    for begin, end in ((0, 6), (10, 13)):
+        drawn.load(begin, end)
+        sent.load(begin, end)
+        for row in (0, end - begin - 1):
+            for one, other in zip(drawn.draw(torch.tensor(row)), sent.draw(torch.tensor(row)), strict=True):
+                assert torch.equal(one, other)
+
+
+def test_a_device_that_cannot_hold_the_data_is_sent_its_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    task, model, spec = deltalab.get_task("text", length=8), replace(TINY, vocab_size=256), replace(SPEC, steps=4)
+    monkeypatch.setattr(Corpus, "fits", lambda self, split, device: split != "train")
+    trial = LockStep(task, [(model, spec)], [1, 2])
+    assert isinstance(trial.stacks[0][1].batches, SentBatches)
+    monkeypatch.undo()
+    other = LockStep(task, [(model, spec)], [1, 2])
+    assert isinstance(other.stacks[0][1].batches, TrainingBatches)
+    for one in (trial, other):
+        one.advance(4)
+    for a, b in zip(trial.results(0, weights=True), other.results(0, weights=True), strict=True):
+        assert a.metrics == b.metrics
+        assert all(torch.equal(a.weights[name], b.weights[name]) for name in a.weights)
 
 
 @dataclass(frozen=True, kw_only=True)

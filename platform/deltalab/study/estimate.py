@@ -218,8 +218,8 @@ def _passes(trainings: list[Training]) -> list[str]:
     for task, spec in ((training.task, training.spec) for training in trainings):
         if task.train_tokens is not None:
             passes = spec.steps * spec.batch_size * task.length / task.train_tokens
-            line = f"{task.name}: a run makes {passes:,.3g} passes over {task.train_tokens:,} tokens of training data"
-            found[line] = None
+            shown = f"{passes:,.0f}" if passes >= 10 else f"{passes:.2g}"
+            found[f"{task.name}: a run makes {shown} passes over {task.train_tokens:,} tokens of training data"] = None
     return [*found]
 
 
