@@ -51,7 +51,7 @@ class Corpus:
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 over lines 'SPLIT BYTES SHA256', one for each split. The first call reads every byte."""
-        return self.known or fingerprint({split: [data] for split, data in self.data.items()})
+        return self.known or fingerprint({split: [data.data] for split, data in self.data.items()})
 
     @cached_property
     def rare(self) -> Tensor:
@@ -106,13 +106,13 @@ def load(path: str, library: bool) -> Corpus:
         ) from error
 
 
-def fingerprint(contents: Mapping[str, Iterable[Bytes | bytes]]) -> str:
+def fingerprint(contents: Mapping[str, Iterable[bytes | memoryview]]) -> str:
     """The `fingerprint` of a corpus whose splits come in blocks."""
     lines = []
     for split, blocks in contents.items():
         digest, size = sha256(), 0
         for block in blocks:
-            digest.update(memoryview(block))
+            digest.update(block)
             size += len(block)
         lines.append(f"{split} {size} {digest.hexdigest()}\n")
     return sha256("".join(lines).encode()).hexdigest()
