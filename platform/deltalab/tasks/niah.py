@@ -51,7 +51,7 @@ class NIAH(Task):
     >>> task = NIAH(variant=1, length=40)
     >>> batch = task.batch("train", 1, seed=0, step=0)
     >>> "".join(chr(token) if token < MARK else "[]k"[min(token - MARK, 2)] for token in batch.inputs[0].tolist())
-    'The grass is green. T[k5114115he]k511411'
+    '[k0481404The grass is green. The]k048140'
     """
 
     name: ClassVar[str] = "niah"
