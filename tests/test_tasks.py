@@ -698,10 +698,6 @@ def test_text_says_the_nearest_corpus(folder: Path, monkeypatch: pytest.MonkeyPa
         with pytest.raises(InputError) as error:
             Text(corpus=given)
         assert str(error.value).endswith(f"; did you mean {meant}? {allowed}")
-<<<<<<< HEAD
-    with pytest.raises(InputError, match=r"No such file or directory.*; a corpus is a file"):
-        Text(corpus="sub0/python")
-=======
     with pytest.raises(InputError, match=r"No such file or directory; a corpus is a file"):
         Text(corpus="sub0/python")
 
@@ -710,4 +706,3 @@ def test_text_says_where_it_cannot_join_the_files_of_a_folder(folder: Path, monk
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "sub0" / "file00"))
     with pytest.raises(InputError, match=r"cannot join the files of '.*' in '.*/sub0/file00/deltalab/corpora', which"):
         Text(length=8, corpus=str(folder))
->>>>>>> s15-text

@@ -178,7 +178,6 @@ def estimate(plan: Plan, *, workers: int | None = None, spreads: Sequence[Spread
         seconds=sum(whole) / workers if len(whole) == len(arms) else None,
         where=times.where,
         how=times.how,
-<<<<<<< HEAD
         smallest_p=smallest_p(seeds),
         detectable=found,
         effects=[
@@ -186,11 +185,6 @@ def estimate(plan: Plan, *, workers: int | None = None, spreads: Sequence[Spread
             for spread in spreads
             if found is not None and math.isfinite(found)
         ],
-=======
-        smallest_p=smallest_p(plan.spec.seeds),
-        smallest_holm_p=smallest_holm_p(plan.spec.seeds, max(others, 1)),
-        seeds_needed=seeds_needed(max(others, 1), ALPHA),
->>>>>>> s15-text
         notes=(*plan.notes, *_passes(trainings)),
     )
 

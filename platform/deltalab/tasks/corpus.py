@@ -34,13 +34,8 @@ bigrams that occur are rare, and they make up 28% of the text."""
 # hold no source text: `encodings` near-copies of one table, `pydoc_data` one string as long as half a held-out split.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 
-<<<<<<< HEAD
-_BLOCK = 2**22
-"""Bytes that are hashed, joined or counted at a time."""
-=======
 _BLOCK = 2**18
 """Bytes that are hashed, joined or counted at a time: counting 2^22 takes twice as long per byte."""
->>>>>>> s15-text
 
 _SHARE = 16
 """A split of at most 1 / 16 of a GPU's memory is copied there. Several processes may share it, each with a copy."""
@@ -106,15 +101,9 @@ def load(path: str, library: bool) -> Corpus:
             return Corpus(_cut(Path(path)))
         return _folder(Path(path), library)
     except OSError as error:
-<<<<<<< HEAD
-        raise InputError(
-            f"task 'text': parameter 'corpus': cannot read '{path}': {error}{_hint(Path(path))}"
-        ) from error
-=======
         said = error.strerror if str(error.filename) == path else error
         hint = "" if os.path.exists(path) else _hint(Path(path))
         raise InputError(f"task 'text': parameter 'corpus': cannot read '{path}': {said}{hint}") from error
->>>>>>> s15-text
 
 
 def fingerprint(contents: Mapping[str, Iterable[bytes | memoryview]]) -> str:
@@ -157,25 +146,6 @@ def _folder(root: Path, library: bool) -> Corpus:
     known = fingerprint({split: _blocks(root, members[split]) for split in SPLITS})
     folder = cache_folder() / known
     if not folder.is_dir():
-<<<<<<< HEAD
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=folder.parent) as made:
-            joined = Path(made, "joined")
-            joined.mkdir()
-            for split in SPLITS:
-                with (joined / f"{split}.txt").open("wb") as file:
-                    file.writelines(_blocks(root, members[split]))
-            if Corpus(_mapped(joined)).fingerprint != known:
-                raise InputError(f"task 'text': parameter 'corpus': '{root}' changed while it was read")
-            try:
-                joined.rename(folder)
-            except OSError:
-                if not folder.is_dir():  # else another process was first
-                    raise
-    return Corpus(_mapped(folder), known)
-
-
-=======
         try:
             _join(root, members, known, folder)
         except OSError as error:
@@ -203,7 +173,6 @@ def _join(root: Path, members: Mapping[str, list[Path]], known: str, folder: Pat
                 raise
 
 
->>>>>>> s15-text
 def cache_folder() -> Path:
     """Where the joined files of folders are kept: $XDG_CACHE_HOME/deltalab/corpora, ~/.cache by default."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "deltalab" / "corpora"

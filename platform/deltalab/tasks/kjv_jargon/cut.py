@@ -15,11 +15,7 @@ def split_of(chapter: str) -> str:
     by its hash, so that every chapter is in one split: 80/10/10.
 
     >>> split_of("Ge 1"), split_of(":foo:")
-<<<<<<< HEAD
-    ('train', 'train')
-=======
     ('validation', 'train')
->>>>>>> s15-text
     """
     tenth = int.from_bytes(sha256(chapter.encode()).digest()[:8], "big") % 10
     return {0: "validation", 1: "test"}.get(tenth, "train")
