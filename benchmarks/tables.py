@@ -1,7 +1,7 @@
-"""Writes the tables of docs/performance.md from the JSON files in this folder.
+"""Writes the tables of figures in docs/ from the JSON files in this folder.
 
     python benchmarks/tables.py            # writes them
-    python benchmarks/tables.py --check    # exits 1 if the page differs from what would be written
+    python benchmarks/tables.py --check    # exits 1 if a page differs from what would be written
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`, where NAME is a function in `TABLES`.
 """
@@ -17,7 +17,8 @@ from typing import Any
 from kernels import TARGETS
 
 HERE = Path(__file__).parent
-PAGE = HERE.parent / "docs" / "performance.md"
+DOCS = HERE.parent / "docs"
+PAGES = (DOCS / "performance.md", DOCS / "explanation" / "statistics.md")
 MAIN_SHAPE = "8,4096,16,128,128"
 REGION = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
 LABELS = {
@@ -81,10 +82,10 @@ def kernels_against_peers() -> list[str]:
     return table([*header, "with backward, ms", "peer, ms", "times as fast", "memory / peer's"], rows)
 
 
-def judged(ratio: float, goal: float, *, least: bool) -> str:
+def judged(ratio: float, goal: float, *, least: bool, digits: int = 2) -> str:
     """A ratio with its goal; three digits where two would hide on which side of the goal it lies."""
     held = ratio >= goal if least else ratio <= goal
-    digits = 2 if abs(ratio - goal) >= 0.005 else 3
+    digits = digits if abs(ratio - goal) >= 0.005 else 3
     return f"{ratio:.{digits}f} (goal {goal:.{digits}f}{'' if held else ', missed'})"
 
 
@@ -184,6 +185,85 @@ def parallel_form() -> list[str]:
     return table(["", *titles], ([f"{LABELS[rule]}, {what}", *cells] for (rule, what), cells in rows.items()))
 
 
+def calibration_goals() -> list[str]:
+    """What the statistics are held to."""
+    found = load("calibration")
+    old, new = (
+        [row for row in found["designs"] if row["design"] == design]
+        for design in (found["designs"][0]["design"], "each seed chooses among its own runs")
+    )
+    rows = []
+    for what, key, goal in (("false verdicts a study", "error", 0.055), ("joint coverage", "coverage", 0.94)):
+        for before, now in zip(old, new, strict=True):
+            name = f"{what}, where tuning has a noise of {now['noise']} sd"
+            rows.append([name, f"{before[key]:.3f}", judged(now[key], goal, least=key == "coverage", digits=3)])
+    powers = {(row["setting"], row["constant"]): row["power"] for row in found["powers"]}
+    for setting, goal in (
+        ("equal variances", 0.80),
+        ("one arm with 10 times the sd", 0.55),
+        ("two arms collapse on a fifth of the seeds", 0.70),
+        ("equal variances, 7 seeds", 0.65),
+    ):
+        before, power = powers[setting, "separate tests"], powers[setting, found["constant"]]
+        rows.append([f"power, {setting}", f"{before:.3f}", judged(power, goal, least=True, digits=3)])
+    for row in found["sequential"]:
+        if "ratio" in row:
+            name = f"runs at equal power, sequential over fixed, {effects(row)}"
+            asked = (row["effects"], row["size"]) == (1, found["effect"])
+            rows.append(
+                [name, "1", judged(row["ratio"], 0.67, least=False, digits=3) if asked else f"{row['ratio']:.3f}"]
+            )
+    checked = found["checked"]
+    rows.append([f"of {checked['rows']:,} rows, contradict", "", str(checked["contradictions"])])
+    return table(["", "one choice, separate tests", "now"], rows)
+
+
+def effects(row: dict[str, Any]) -> str:
+    if not row["effects"]:
+        return "no effect"
+    return f"{row['effects']} arm{'s' if row['effects'] > 1 else ''} off by {row['size']:g} sd"
+
+
+def calibration_of_designs() -> list[str]:
+    rows: dict[str, list[str]] = {}
+    found = load("calibration")["designs"]
+    for row in found:
+        cells = rows.setdefault(row["design"], [str(row["runs_per_arm"])])
+        cells.append(f"{row['error']:.3f} / {row['coverage']:.3f} / {row['power']:.2f}")
+    noises = [f"noise of {noise} sd" for noise in dict.fromkeys(row["noise"] for row in found)]
+    return table(["error / coverage / power", "runs an arm", *noises], ([name, *cells] for name, cells in rows.items()))
+
+
+def calibration_of_constants() -> list[str]:
+    rows: dict[str, list[str]] = {}
+    found = load("calibration")
+    for row in found["powers"]:
+        rows.setdefault(row["constant"], []).append(f"{row['power']:.3f}")
+    settings = list(dict.fromkeys(row["setting"] for row in found["powers"]))
+    named = {name: f"**c = {name}**" if name == found["constant"] else f"c = {name}" for name in rows}
+    named["separate tests"] = "separate tests, Holm"
+    return table(["power", *settings], ([named[name], *cells] for name, cells in rows.items()))
+
+
+def calibration_by_distribution() -> list[str]:
+    rows = [
+        [row["distribution"], str(row["seeds"])]
+        + [f"{row[key]:.3f}" for key in ("error_0", "coverage_0", "error_2", "coverage_2")]
+        for row in load("calibration")["distributions"]
+    ]
+    header = ["scores", "seeds", "no effect: error", "coverage"]
+    return table([*header, "two effects: error on the other arms", "coverage"], rows)
+
+
+def calibration_of_looks() -> list[str]:
+    rows = []
+    for row in load("calibration")["sequential"]:
+        cells = [f"{row[key]:.2f}" if key in row else "" for key in ("power", "seeds_per_arm", "fixed_seeds", "ratio")]
+        rows.append([effects(row), f"{row['error']:.3f}", *cells])
+    header = ["", "error", "power", "seeds an arm, on average", "seeds of a fixed design of that power"]
+    return table([*header, "runs, sequential over fixed"], rows)
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     make.__name__: make
     for make in (
@@ -195,6 +275,11 @@ TABLES: dict[str, Callable[[], list[str]]] = {
         training_stacks,
         gpu_busy,
         parallel_form,
+        calibration_goals,
+        calibration_of_designs,
+        calibration_of_constants,
+        calibration_by_distribution,
+        calibration_of_looks,
     )
 }
 
@@ -208,14 +293,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing")
     given = parser.parse_args()
-    page = PAGE.read_text(encoding="utf-8")
-    names = [name for _, name, _ in REGION.findall(page)]
+    pages = {page: page.read_text(encoding="utf-8") for page in PAGES}
+    names = [name for text in pages.values() for _, name, _ in REGION.findall(text)]
     if sorted(names) != sorted(TABLES):
-        sys.exit(f"{PAGE.name} has the tables {sorted(names)}, and this script makes {sorted(TABLES)}")
-    if not given.check:
-        PAGE.write_text(written(page), encoding="utf-8")
-    elif written(page) != page:
-        sys.exit(f"{PAGE.name} differs from the JSON files: run python benchmarks/tables.py")
+        sys.exit(f"the pages have the tables {sorted(names)}, and this script makes {sorted(TABLES)}")
+    for page, text in pages.items():
+        if not given.check:
+            page.write_text(written(text), encoding="utf-8")
+        elif written(text) != text:
+            sys.exit(f"{page.name} differs from the JSON files: run python benchmarks/tables.py")
 
 
 if __name__ == "__main__":

@@ -188,6 +188,39 @@ def study_report(
         console.print(found)
 
 
+@study.command("calibrate")
+def study_calibrate(
+    name: StudyName,
+    db: Db = None,
+    profile: Profile = None,
+    repeats: Annotated[int, typer.Option(min=1, help="A/A studies to simulate.")] = 400,
+    real: Annotated[
+        bool, typer.Option("--real", help="Train the base on a seed for every run of every arm, and split those.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure how often this study finds a difference between arms that are alike, and whether it keeps to 5%."""
+    from deltalab.store import Store
+    from deltalab.study import calibrate
+    from deltalab.study.spec import load_study
+
+    if real:
+        spec = load_study(name, profile=profile)
+        found = calibrate.real(spec, where=name, profile=profile, db=db, repeats=repeats, quiet=False)
+    else:
+        try:
+            with Store.open(db, create=False) as store:
+                study_id = _find_study(store, name, profile).id
+                found = calibrate.simulated(store, study_id, repeats=repeats, quiet=False)
+        except InputError as error:
+            raise InputError(f"{error}; run it first (platform study run {name}), or give --real") from None
+    if as_json:
+        print(json.dumps([asdict(row) for row in found]))
+    else:
+        for row in found:
+            print(row)
+
+
 @study.command("schema")
 def study_schema() -> None:
     """Print the JSON schema of a study file, for editors."""

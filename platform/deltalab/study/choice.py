@@ -124,12 +124,12 @@ def chosen(runs: Runs, seed: int, maximize: bool) -> int | None:
     return best(scores, key=lambda number: scores[number]) if scores else None
 
 
-def outcomes(tables: Sequence[Scores], looks: Sequence[Look]) -> list[dict[str, Outcome]]:
-    """The outcome of each arm but the base, of each task, all tested as one family."""
+def outcomes(tables: Sequence[Scores], looks: Sequence[Look], *, intervals: bool = True) -> list[dict[str, Outcome]]:
+    """The outcome of each arm but the base, of each task, all tested as one family. intervals: as of `follow`."""
     arms = [(unit, arm) for unit, table in enumerate(tables) for arm in table.others]
     differences = [tables[unit].differences(arm) for unit, arm in arms]
     found: list[dict[str, Outcome]] = [{} for _ in tables]
-    followed = follow(differences, looks, [unit for unit, _ in arms])
+    followed = follow(differences, looks, [unit for unit, _ in arms], intervals=intervals)
     for (unit, arm), outcome in zip(arms, followed, strict=True):
         found[unit][arm] = outcome
     return found

@@ -3,17 +3,20 @@
 d_js is the difference of arm j to the base at seed s. If the arm and the base perform alike, d_js and -d_js are equally
 likely, for all arms together: flip the sign e_s of whole seeds, the same for all arms, and compare
 
-    T_j(e) = sqrt(n_j) |mean_s(e_s d_js)| / (sd_s(e_s d_js) + c),    c: the median over the arms of rms_s(d_js)
+    T_j(e) = sqrt(n) |mean_s(e_s d_js)| / (sd_s(e_s d_js) + c),    c = median_j(rms_s(d_js)) / sqrt(2)
 
 with the largest T of the family under every flip (max-T; Westfall and Young 1993). The test is exact for any number of
 seeds, whatever the distribution, and n seeds can reach p = 2 / 2^n however many arms there are. The constant c keeps an
-arm whose seeds hardly differ from ruling the maximum (Tusher, Tibshirani and Chu 2001); no flip changes it.
+arm whose seeds hardly differ from ruling the maximum (Tusher, Tibshirani and Chu 2001); no flip changes it. It is about
+the sd of one seed's score. A larger c finds more where all arms are equally noisy, and less beside a noisy arm: see
+`benchmarks/calibration.py`.
 
 The family steps down. An arm that was told from the base no longer competes as it is: only its spread around its own
 mean does, so that all intervals hold together.
 
 With several looks, an arm may be decided at each. Flips that an earlier look would have decided count as decided, and
-look k may decide a share A_k of all flips, so that the error is spent and no more (Lan and DeMets 1983).
+look k may decide a share A_k of all flips, so that the error is spent and no more (Lan and DeMets 1983). An arm that
+stopped still competes, with its seeds repeated: without it, the others would be tested as if they were all there were.
 """
 
 import math
@@ -27,8 +30,8 @@ from numpy.typing import ArrayLike, NDArray
 
 ALPHA = 0.05
 EXACT_UP_TO = 12
-"""Seeds. With more, 2^11 random flips stand for all 2^(n - 1)."""
-HOPELESS = 0.2
+"""Seeds. With more, a subgroup of 2^11 flips stands for all 2^(n - 1), which keeps the test exact."""
+HOPELESS = 0.1
 """An arm stops at a look where it would be decided by the last one with a lower probability."""
 
 Array = NDArray[np.float64]
@@ -80,16 +83,16 @@ def one_look(seeds: int, alpha: float = ALPHA) -> tuple[Look, ...]:
 
 
 def spread_looks(at_least: int, at_most: int, alpha: float = ALPHA) -> tuple[Look, ...]:
-    """Up to four looks from `at_least` to `at_most` seeds, with alpha sqrt(seeds / at_most) spent by each.
+    """Up to four looks from `at_least` to `at_most` seeds, with alpha (seeds / at_most)^1.5 spent by each.
 
-    Of the power family of Kim and DeMets (1987), this member lets six seeds of fifteen decide.
+    Of the power family of Kim and DeMets (1987): it leaves most to the later looks, where it finds most. The first look
+    may only be able to stop arms without a prospect: 6 seeds of 15 cannot decide any.
 
     >>> [(look.seeds, round(look.spent, 4)) for look in spread_looks(6, 15)]
-    [(6, 0.0316), (9, 0.0387), (12, 0.0447), (15, 0.05)]
+    [(6, 0.0126), (8, 0.0195), (11, 0.0314), (15, 0.05)]
     """
-    step = max(1, math.ceil((at_most - at_least) / 3))
-    seeds = [*range(at_least, at_most, step), at_most]
-    return tuple(Look(n, alpha * math.sqrt(n / at_most)) for n in seeds)
+    seeds = dict.fromkeys(round(at_least * (at_most / at_least) ** (i / 3)) for i in range(4))
+    return tuple(Look(n, alpha * (n / at_most) ** 1.5) for n in seeds)
 
 
 def smallest_p(n: int) -> float:
@@ -124,14 +127,19 @@ def compare(differences: Sequence[ArrayLike], units: Sequence[int] | None = None
 
 
 def follow(
-    differences: Sequence[ArrayLike], looks: Sequence[Look], units: Sequence[int] | None = None
+    differences: Sequence[ArrayLike],
+    looks: Sequence[Look],
+    units: Sequence[int] | None = None,
+    *,
+    intervals: bool = True,
 ) -> list[Outcome]:
     """Goes from look to look until an arm that should go on lacks seeds for the next one.
 
     differences: d_j [n_j] of each arm, by seed. Seeds beyond those at which an arm stops are not used.
+    intervals: False leaves the interval of an undecided arm infinite, and takes a tenth of the time.
     """
     given = [np.atleast_1d(np.asarray(d, dtype=float)) for d in differences]
-    family = _Family(given, list(units or [0] * len(given)))
+    family = _Family(given, list(units or [0] * len(given)), intervals)
     outcomes = [Outcome(UNKNOWN, None)] * len(given)
     for k, look in enumerate(looks):
         running = [j for j, outcome in enumerate(outcomes) if outcome.stopped is None]
@@ -174,13 +182,17 @@ def rejects(differences: Sequence[ArrayLike], shifts: ArrayLike, looks: Sequence
 
 @cache
 def flips(n: int) -> Array:
-    """Signs e [E, n], the observed ones first. A global sign does not change T and is left out."""
-    signs: Array
-    if n <= EXACT_UP_TO:
-        signs = 1.0 - 2.0 * ((np.arange(2 ** (n - 1))[:, None] >> np.arange(n)) & 1)
-    else:
-        signs = np.random.default_rng(0).choice([-1.0, 1.0], size=(2 ** (EXACT_UP_TO - 1), n))
-        signs[0] = 1.0
+    """Signs e [E, n], the observed ones first. A global sign does not change T and is left out.
+
+    Beyond EXACT_UP_TO seeds, the sign of each further seed is the product of the signs of three or more of the first
+    seeds, chosen at random. So the flips form a group, and the first seeds take all their signs equally often, as
+    earlier looks assume.
+    """
+    exact = min(n, EXACT_UP_TO)
+    bits = (np.arange(2 ** (exact - 1))[:, None] >> np.arange(exact)) & 1
+    factors = np.random.default_rng(0).permutation(bits)
+    factors = factors[factors.sum(1) > 2][: n - exact]
+    signs: Array = 1.0 - 2.0 * np.hstack([bits, bits @ factors.T % 2])
     signs.flags.writeable = False
     return signs
 
@@ -188,8 +200,8 @@ def flips(n: int) -> Array:
 class _Family:
     """The arms that are tested together. decided: those told from the base so far."""
 
-    def __init__(self, differences: list[Array], units: list[int]) -> None:
-        self.differences, self.units = differences, units
+    def __init__(self, differences: list[Array], units: list[int], intervals: bool = True) -> None:
+        self.differences, self.units, self.intervals = differences, units, intervals
         self.stopped: dict[int, int] = {}
         self.decided: set[int] = set()
 
@@ -209,7 +221,7 @@ class _Family:
         """Accepts every value of the difference that the test does not reject; the interval is their hull."""
         d = self.differences[j][: looks[-1].seeds]
         mean, p = float(d.mean()), float(self.p(j, np.zeros(1), looks)[0])
-        if smallest_p(len(d)) > looks[-1].spent:
+        if smallest_p(len(d)) > looks[-1].spent or (p > ALPHA and not self.intervals):
             return Difference(mean, -math.inf, math.inf, p, len(d))
         spread = max(float(d.std()), self._scale(j, len(d)))
         bounds = []
@@ -233,15 +245,15 @@ class _Family:
 
     def _scale(self, j: int, seeds: int) -> float:
         same = [i for i, unit in enumerate(self.units) if unit == self.units[j]]
-        sizes = [math.sqrt(float(np.mean(d**2))) for i in same if len(d := self._seen(i, seeds))]
+        sizes = [math.sqrt(float(np.mean(self._seen(i, seeds) ** 2))) for i in same]
         return float(np.median(sizes))
 
     def _seen(self, i: int, seeds: int) -> Array:
-        """An arm's differences at a look: around their mean if the arm was decided."""
+        """An arm's differences at a look: around their mean if the arm was decided, repeated if it stopped before."""
         d = self.differences[i][: min(seeds, self.stopped.get(i, seeds))]
         if i in self.decided and len(d) > 1:
             d = (d - d.mean()) * math.sqrt(len(d) / (len(d) - 1))
-        return d
+        return np.resize(d, seeds)
 
     def p(self, j: int, shifts: Array, looks: Sequence[Look]) -> Array:
         """p of "the difference of arm j is shift" for each of shifts [D]."""
@@ -260,21 +272,20 @@ class _Family:
 
     def _largest(self, j: int, shifts: Array, signs: Array) -> tuple[Array, Array]:
         """The largest T of the family and that of arm j, each [D, E]."""
-        seeds = signs.shape[1]
-        own = self.differences[j][:seeds] - shifts[:, None]
-        arms = {i: self._seen(i, seeds)[None] for i in range(len(self.differences)) if i != j}
-        arms = {i: d for i, d in arms.items() if d.shape[1]}
+        n = signs.shape[1]
+        own = self.differences[j][:n] - shifts[:, None]
+        arms = {i: self._seen(i, n)[None] for i in range(len(self.differences)) if i != j}
         arms[j] = own
         sizes = {i: np.sqrt(np.mean(d**2, axis=1)) for i, d in arms.items()}
         largest: Array | None = None
         constant = {
             unit: np.median([np.broadcast_to(sizes[i], len(shifts)) for i in arms if self.units[i] == unit], axis=0)
+            / math.sqrt(2)
             for unit in {self.units[i] for i in arms}
         }
         t = np.zeros(())
         for i, d in arms.items():
-            n = d.shape[1]
-            mean = np.abs(d @ signs[:, :n].T) / n
+            mean = np.abs(d @ signs.T) / n
             spread = np.sqrt(np.maximum(sizes[i][:, None] ** 2 - mean**2, 0.0) * n / max(n - 1, 1))
             size = spread + constant[self.units[i]][:, None]
             t = math.sqrt(n) * np.divide(mean, size, out=np.zeros(np.broadcast(mean, size).shape), where=size > 0)

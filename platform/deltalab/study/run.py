@@ -64,7 +64,30 @@ def run_study(
     must share the folder `storage`. retry_failed: run the trials again that raised.
     Raises `InputError` for a study that is not valid or that this machine cannot run; a trial that raises is recorded.
     """
-    plan = make_plan(load_study(path, profile=profile), profile=profile, where=str(path))
+    return run_plan(
+        make_plan(load_study(path, profile=profile), profile=profile, where=str(path)),
+        db=db,
+        executor=executor,
+        workers=workers,
+        address=address,
+        storage=storage,
+        retry_failed=retry_failed,
+        quiet=quiet,
+    )
+
+
+def run_plan(
+    plan: Plan,
+    *,
+    db: str | Path | None = None,
+    executor: Literal["ray", "inline"] = "ray",
+    workers: int | None = None,
+    address: str | None = None,
+    storage: str | None = None,
+    retry_failed: bool = False,
+    quiet: bool = True,
+) -> StudyResult:
+    """Runs a study that has been planned, as `run_study` does."""
     if executor not in ("ray", "inline"):
         raise InputError(f"executor must be ray or inline, not {executor!r}")
     if address is not None and storage is None:
@@ -87,7 +110,7 @@ def run_study(
         with _alone(runs, plan):
             study_id = store.begin_study(
                 plan.spec.name,
-                profile,
+                plan.profile,
                 plan.identity,
                 plan.spec.model_dump(mode="json"),
                 arm_records(plan),
