@@ -18,7 +18,7 @@ Table = dict[str, dict[int, dict[int, Run]]]
 
 
 def scores(runs: Table, *, maximize: bool = True, chance: float = 0.0, seeds: tuple[int, ...] = (1, 2)) -> Scores:
-    return Scores("base", maximize, chance, runs, {arm: seeds for arm in runs})
+    return Scores("base", maximize, chance, runs, dict.fromkeys(runs, seeds))
 
 
 def test_a_seed_chooses_by_validation_and_reports_its_test_score() -> None:
