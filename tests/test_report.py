@@ -5,7 +5,7 @@ import io
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +19,21 @@ from deltalab.study.answer import Row
 from deltalab.study.report import Report, cells, report
 
 TASKS: dict[str, dict[str, Any]] = {
-    "mqar": {"metric": "accuracy", "maximize": True, "chance": 1 / 64, "version": 1},
+    "mqar": {"metric": "accuracy", "maximize": True, "chance": 1 / 64, "version": 1, "bounds": [0, 1]},
     "text": {"metric": "bits_per_byte", "maximize": False, "chance": 8.0, "version": 2},
 }
-SEEDS = range(100, 108)
+SEEDS = range(1, 9)
 
 
 class Lab:
     """A study being recorded."""
 
-    def __init__(self, store: Store, arms: dict[str, dict[str, Any]], tasks: dict[str, Any] = TASKS) -> None:
+    def __init__(
+        self, store: Store, arms: dict[str, dict[str, Any]], tasks: dict[str, Any] = TASKS, **spec: Any
+    ) -> None:
         self.store = store
         records = [ArmRecord(name, not change, change, {}) for name, change in arms.items()]
-        self.id = store.begin_study("comba_ablation", "cpu", "id", {}, records, {"tasks": tasks})
+        self.id = store.begin_study("comba_ablation", "cpu", "id", {"seeds": 8, **spec}, records, {"tasks": tasks})
 
     def record(
         self,
@@ -42,18 +44,21 @@ class Lab:
         stage: Stage = "confirm",
         number: int = 0,
         tuned: dict[str, Any] | None = None,
+        seeds: Sequence[int] = SEEDS,
         **given: Any,
     ) -> None:
-        """One trial whose run i has values[i] as its final metric; NaN is a diverged run."""
-        split = "test" if stage == "confirm" else "validation"
+        """One trial whose run i has values[i] as its final metric on both splits; NaN is a diverged run."""
+        splits = ("validation", "test") if stage == "confirm" else ("validation",)
         runs = []
-        for seed, value in zip(SEEDS, values, strict=False):
+        for seed, value in zip(seeds, values, strict=False):
             bad = math.isnan(value)
-            metrics = [(split, TASKS[task]["metric"], step, v) for step, v in ((50, 0.01), (100, value))]
+            metrics = [
+                (split, TASKS[task]["metric"], step, v) for split in splits for step, v in ((50, 0.01), (100, value))
+            ]
             metrics.append(("cost", "flops_per_token", 100, 1000.0))
             runs.append(RunRecord(seed, "diverged" if bad else "done", 70 if bad else None, metrics))
         record: dict[str, Any] = {
-            "key": f"{arm} {task} {stage} {number}",
+            "key": f"{arm} {task} {stage} {number} {seeds[0]}",
             "task": task,
             "task_version": TASKS[task]["version"],
             "stage": stage,
