@@ -1,6 +1,5 @@
 """The candidates of tuning: the same for whoever asks, spread over their ranges, and what lies beyond them."""
 
-import math
 from typing import Any
 
 import pytest
@@ -26,16 +25,22 @@ def rates(found: list[dict[str, Any]]) -> list[float]:
 
 def test_a_range_is_a_grid_with_both_ends_and_the_bases_own_value() -> None:
     assert rates(first({"train.lr": LR}, 5, {"train.lr": 0.01})) == [0.001, 0.003162, 0.01, 0.03162, 0.1]
-    assert rates(first({"train.lr": LR}, 5, {"train.lr": 0.02})) == [0.001, 0.003162, 0.01, 0.02, 0.1]
+    assert rates(first({"train.lr": LR}, 5, {"train.lr": 0.02})) == [0.001, 0.004472, 0.02, 0.04472, 0.1]
     even = first({"train.lr": Search(uniform=(0, 3))}, 4, {"train.lr": 1.2})
-    assert rates(even) == [0, 1.2, 2, 3]
+    assert rates(even) == [0, 1.2, 2.1, 3]
     whole = first({"model.conv": Search(integers=(2, 8))}, 3, {"model.conv": 4})
     assert whole == [{"model.conv": 2}, {"model.conv": 4}, {"model.conv": 8}]
 
 
-def test_a_base_outside_of_the_range_stands_in_for_the_nearer_end() -> None:
-    assert rates(first({"train.lr": LR}, 3, {"train.lr": 0.5})) == [0.001, 0.01, 0.5]
-    assert rates(first({"train.lr": LR}, 3, {"train.lr": 0.0})) == [0.0, 0.01, 0.1]
+def test_two_candidates_are_the_bases_own_value_and_the_farther_end() -> None:
+    assert rates(first({"train.lr": LR}, 2, {"train.lr": 0.02})) == [0.02, 0.001]
+    assert rates(first({"train.lr": LR}, 2, {"train.lr": 0.005})) == [0.005, 0.1]
+    assert rates(first({"train.lr": LR}, 2, {"train.lr": 0.1})) == [0.001, 0.1]
+
+
+def test_a_base_outside_of_the_range_comes_beside_the_grid() -> None:
+    assert rates(first({"train.lr": LR}, 3, {"train.lr": 0.5})) == [0.5, 0.001, 0.1]
+    assert rates(first({"train.lr": LR}, 4, {"train.lr": 0.0})) == [0.0, 0.001, 0.01, 0.1]
 
 
 def test_a_base_without_a_value_gives_none() -> None:
@@ -43,21 +48,23 @@ def test_a_base_without_a_value_gives_none() -> None:
     assert found == [{"model.key_dim": 8}, {"model.key_dim": 64}]
 
 
-@given(st.floats(1e-4, 1), st.floats(1.5, 100), st.integers(2, 12), st.floats(0, 1), st.booleans())
+def digits(x: float) -> float:
+    return float(f"{x:.4g}")
+
+
+@given(st.floats(1e-4, 1).map(digits), st.floats(1.5, 100), st.integers(2, 12), st.floats(0, 1), st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_candidates_differ_and_hold_the_ends_and_the_own_value(
+def test_candidates_differ_and_hold_the_own_value_and_the_ends(
     low: float, times: float, trials: int, x: float, log: bool
 ) -> None:
-    bounds = (low, low * times)
+    bounds = (low, digits(low * times))
     search = Search(log_uniform=bounds) if log else Search(uniform=bounds)
-    own = low + x * (low * times - low)
+    own = digits(low + x * (bounds[1] - low))
     found = rates(first({"train.lr": search}, trials, {"train.lr": own}))
     assert len(set(found)) == trials
     assert own in found
-    for end in (float(f"{bound:.4g}") for bound in bounds):
-        place = math.log if log else float
-        gap = (place(bounds[1]) - place(bounds[0])) / (trials - 1)
-        assert end in found or abs(place(end) - place(own)) <= gap / 2 * 1.01
+    ends = [end in found for end in bounds]
+    assert all(ends) if trials > 2 else any(ends)
 
 
 SPACES: list[dict[str, Search]] = [
