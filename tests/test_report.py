@@ -348,6 +348,18 @@ def test_a_best_value_between_others_warns_of_nothing(store: Store) -> None:
     assert (table.rows[0].tuned, table.rows[0].chose, table.warnings) == ({"train.lr": 0.01}, 8, [])
 
 
+def test_the_values_tried_are_those_of_the_task(store: Store) -> None:
+    """Only one task's range was extended."""
+    lab = Lab(store, {"base": {}}, tune={"trials": 2, "train.lr": LR})
+    for number, lr in enumerate((0.01, 0.1, 1.0)):
+        for task in TASKS:
+            if (task, lr) != ("mqar", 1.0):
+                lab.record("base", [lr / 2] * 8, task, number=number, tuned={"train.lr": lr})
+    of_mqar, of_text = report(store, lab.id).tables
+    assert "The best train.lr of base is the highest that was tried, 0.1: " in str(of_mqar.warnings)
+    assert "The best train.lr of base is the lowest that was tried, 0.01: " in str(of_text.warnings)
+
+
 def test_a_candidate_that_diverged_with_a_seed_is_not_that_seeds_choice(store: Store) -> None:
     lab = Lab(store, {"base": {}}, {"mqar": TASKS["mqar"]}, tune={"trials": 2, "train.lr": LR})
     lab.record("base", [0.9, math.nan] * 4, number=0, tuned={"train.lr": 0.1})
