@@ -88,7 +88,7 @@ def test_the_spread_of_a_task_is_that_of_its_latest_study(tmp_path: Path) -> Non
     file = tmp_path / "s.yaml"
     file.write_text(yaml.safe_dump({
         "name": "s", "task": {"mqar": {"length": 16, "pairs": 2, "vocab_size": 32}}, "seeds": 6,
-        "base": {"rule": "comba", "model": {"d_model": 16}, "train": {"steps": 2, "batch_size": 4, "lr": 0.01}},
+        "base": {"rule": "comba", "model": {"d_model": 16}, "train": {"steps": 20, "batch_size": 4, "lr": 0.01}},
         "arms": {"x": {"rule": {"d": 0}}},
     }))  # fmt: skip
     plan = make_plan(load_study(file))
