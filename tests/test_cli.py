@@ -28,7 +28,7 @@ base:
   model: {d_model: 16, layers: 1, heads: 1, mlp: false}
   train: {steps: 4, batch_size: 4, lr: 1e-2, evaluations: 2, eval_batches: 1}
 ablate: [d]
-tune: {train.lr: {log_uniform: [1e-3, 1e-1]}, trials: 1}
+tune: {train.lr: {log_uniform: [1e-3, 1e-1]}, trials: 2}
 seeds: 2
 profiles:
   longer: {base: {train: {steps: 6}}}
@@ -122,7 +122,7 @@ def test_run_list_and_report(platform: Platform, here: Path) -> None:
     assert ran.code == 0, ran
     assert ran.out.endswith("4 trials, 0 of them known before, 0 failed\n")
     assert "without_d" in ran.out
-    assert ran.err.count("\n") == 4, "a line for each trial, off a terminal"
+    assert ran.err.count("\n") == 2, "a line for each stack, off a terminal"
     again = platform("study", "run", "study.yaml", "--executor", "inline", "--json")
     assert again.err == ""
     whole = json.loads(again.out)
@@ -154,15 +154,23 @@ def test_plan_runs_nothing(platform: Platform, here: Path) -> None:
     before = contents(here)
     said = platform("study", "plan", "study.yaml")
     assert said.code == 0
-    assert "4 trials, 6 runs" in said.out
-    assert "2 paired seeds" in said.out
-    assert "that takes 6 seeds" in said.out
+    assert "4 trials, 8 runs" in said.out
+    assert "2 paired seeds can find nothing: p is at least 0.5. Give at least 6 seeds." in said.out
     found = json.loads(platform("study", "plan", "study.yaml", "--profile", "longer", "--workers", 2, "--json").out)
-    assert (found["trials"], found["runs"], found["seeds_needed"], found["smallest_p"]) == (4, 6, 6, 0.5)
+    assert (found["trials"], found["runs"], found["detectable"], found["smallest_p"]) == (4, 8, None, 0.5)
     assert (found["profile"], found["workers"]) == ("longer", 2)
     assert [arm["change"] for arm in found["arms"]] == ["", "rule.d=const(value=0)"]
     assert all(arm["parameters"] > 0 and arm["seconds"] > 0 for arm in found["arms"])
     assert contents(here) == before
+
+
+def test_a_plan_says_the_effect_in_the_tasks_metric(platform: Platform, here: Path) -> None:
+    (here / "study.yaml").write_text(STUDY.replace("seeds: 2", "seeds: 7"))
+    said = platform("study", "plan", "study.yaml", "--sd", 0.02)
+    assert (said.code, "standard deviation 0.02, given by --sd" in said.out) == (0, True)
+    (effect,) = json.loads(platform("study", "plan", "study.yaml", "--sd", 0.02, "--json").out)["effects"]
+    assert (effect["task"], effect["metric"], effect["sd"]) == ("mqar", "accuracy", 0.02)
+    assert "--sd gives one" in platform("study", "plan", "study.yaml").out
 
 
 def test_schema(platform: Platform) -> None:
@@ -303,6 +311,13 @@ STUDIES = [
     ("lr: 1e-2", "lr: -1", "train.lr must be a finite number of at least 0, not -1"),
     ("steps: 4", "steps: -4", "train.steps must be a whole number of at least 1, not -4"),
     ("seeds: 2", "seeds: true", "seeds must be a whole number"),
+    ("seeds: 2", "seeds: {at_least: 9, at_most: 6}", "seeds: at_most 6 must be more than at_least 9"),
+    ("seeds: 2", "seeds: {at_lest: 6, at_most: 9}", "seeds: unknown key 'at_lest'; did you mean 'at_least'?"),
+    ("trials: 2", "trials: 1", "tune: trials 1 leaves one candidate and nothing to choose"),
+    ("trials: 2", "trials: 2, seeds: 1", "tune: leave out seeds: every seed of the study trains every candidate"),
+    ("log_uniform: [1e-3, 1e-1]", "choice: [1e-3, 1e-1]}, extend: true, train.clip: {choice: [1, 2]", "extend moves a"),
+    ("log_uniform: [1e-3, 1e-1]", "log_uniform: [1e-2, 1.00001e-2]", "tune.trials 2: there are only 1 candidates"),
+    ("seeds: 2", "seeds: 2\nfamily: all", "family must be 'task' or 'study', not 'all'"),
     ("seeds: 2", "sedes: 2", "unknown key 'sedes'; did you mean 'seeds'?"),
     ("rule: comba", "rule: combo", "unknown rule 'combo'; did you mean 'comba'?"),
     ("rule: comba", "rule: {name: comba, dd: 0}", "unknown knob of rule 'comba' 'dd'; did you mean 'd'?"),

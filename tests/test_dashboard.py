@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -32,7 +33,8 @@ TASKS = {
     "text": {"metric": "bits_per_byte", "maximize": False, "chance": 8.0, "version": 1},
 }
 ARMS = {"base": {}, "no_*d*": {"rule.d": [{"head": {"init": 0.02}}, {"const": {"value": 0.0}}]}, "late": {"x": [1, 2]}}
-SPEC = {"description": "Two tasks", "tune": {"trials": 1, "train.lr": {"log_uniform": [1e-3, 1e-1]}}}
+TUNE = {"trials": 2, "train.lr": {"log_uniform": [1e-3, 1e-1]}}
+SPEC = {"description": "Two tasks", "tune": TUNE, "seeds": 8}
 TRACEBACK = "Traceback (most recent call last):\n  File 'x.py'\nRuntimeError: out of memory\n"
 BASE = [0.90, 0.92, 0.94, 0.91, 0.93, 0.95, 0.90, 0.92]
 
@@ -51,7 +53,15 @@ def begin(store: Store, name: str, profile: str | None = None, changes: Mapping[
 
 
 def record(
-    store: Store, study: int, arm: str, task: str, values: list[float], stage: str = "confirm", **given: Any
+    store: Store,
+    study: int,
+    arm: str,
+    task: str,
+    values: list[float],
+    stage: str = "confirm",
+    number: int = 0,
+    tuned: Mapping[str, Any] = MappingProxyType({"train.lr": 0.01}),
+    **given: Any,
 ) -> None:
     """One trial whose run i ends at values[i]; NaN is a diverged run."""
     metric, last = TASKS[task]["metric"], "test" if stage == "confirm" else "validation"
@@ -63,7 +73,7 @@ def record(
                 : 3 if stage == "confirm" else 2
             ],
         )
-        for seed, value in enumerate(values, 100)
+        for seed, value in enumerate(values, 1)
     ]
     about: dict[str, Any] = {
         "state": "done",
@@ -73,9 +83,17 @@ def record(
     }
     about |= given
     trial = TrialRecord(
-        f"{study} {arm} {task} {stage}", task, 1, stage, {}, started_at=1e9, finished_at=1e9, seconds=10.0, **about
+        f"{study} {arm} {task} {stage} {number}",
+        task,
+        1,
+        stage,
+        {},
+        started_at=1e9,
+        finished_at=1e9,
+        seconds=10.0,
+        **about,
     )  # type: ignore[arg-type]
-    store.record_trial(study, arm, trial, 0, {"train.lr": 0.01})
+    store.record_trial(study, arm, trial, number, dict(tuned))
 
 
 @pytest.fixture
@@ -125,7 +143,7 @@ def test_a_study_shows_each_arm_of_each_task(ablation: int) -> None:
     assert list(text["verdict"]) == ["base", ":green[better]", "not run"]
     assert "accuracy ↑" in mqar
     assert "bits\\_per\\_byte ↓" in text
-    assert mqar["difference"][1] == "-0.400\u00a0[-0.400,\u00a0-0.400]"
+    assert mqar["difference"][1] == "-0.400\u00a0[-0.440,\u00a0-0.360]"
     assert mqar["seeds"][2] == "7 of 8, 1 diverged"
     assert list(by_task["text\\: bits\\_per\\_byte ↓"]) == ["0.921", "0.521 (-0.400*)", "not run"]
     assert [chart["layer"][1]["encoding"]["x"]["title"] for chart in charts(app)] == [
@@ -140,8 +158,25 @@ def test_what_failed_is_said_first(ablation: int) -> None:
 
 def test_the_notes_of_the_report_stand_on_the_page(store: Store, ablation: int) -> None:
     said, found = texts(shown()), report(store, ablation)
-    for note in (*found.notes, *(note for table in found.tables for note in table.notes)):
+    for note in (*found.notes, *(said for table in found.tables for said in (*table.warnings, *table.notes))):
         assert note in said
+
+
+def test_warnings_of_the_report_stand_on_the_page(store: Store) -> None:
+    study = begin(store, "few")
+    record(store, study, "base", "mqar", BASE, state_size=10)
+    record(store, study, "no_*d*", "mqar", BASE, state_size=20)
+    assert "no_*d* has 2.00 times the state of the base." in texts(shown())
+
+
+def test_candidates_of_a_tuned_study_are_drawn_against_what_was_tuned(store: Store) -> None:
+    study = begin(store, "tuned", changes={"base": {}})
+    for number, lr in enumerate((0.01, 0.1)):
+        record(store, study, "base", "mqar", BASE, number=number, tuned={"train.lr": lr})
+    app = shown("trials.py")
+    assert "2 of 2 trials have a score" in texts(app)
+    [chart] = charts(app)
+    assert chart["encoding"]["x"]["title"] == "train.lr"
 
 
 def test_tuning_shows_no_differences(ablation: int) -> None:
@@ -161,7 +196,7 @@ def test_the_pivot_as_files(store: Store, ablation: int) -> None:
         r"\midrule",
         r"base & 0.921 & 0.921 \\",
         r"no\_$^*$d$^*$ & 0.521 ($-$0.400$^*$) & 0.521 ($-$0.400$^*$) \\",
-        r"late & 0.924 (+0.000)$^\dagger$ & not run \\",
+        r"late & 0.811 ($-$0.111)$^\dagger$ & not run \\",
         r"\bottomrule",
         r"\end{tabular}",
     ]
@@ -172,7 +207,7 @@ def test_curves_tell_seeds_that_diverged_and_arms_without_a_line(ablation: int) 
     assert "No curve yet: late." in texts(app)
     assert len(charts(app)) == 1
     app.selectbox(key="task").select("mqar").run()
-    assert "Diverged, dashed up to where they did: late (seed 100)." in texts(app)
+    assert "Diverged, dashed up to where they did: late (seed 1)." in texts(app)
     app.multiselect(key="arms").select("base").run()
     assert "Diverged" not in texts(app)
     app.selectbox(key="stage").select("tune").run()
@@ -337,7 +372,7 @@ SAID = {
     "search": {
         "study.py": [":green-badge[done]", "mqar (version 1): accuracy on test"],
         "curves.py": ["A thick one is a trial's mean"],
-        "trials.py": ["7 of 7 trials", "4 of 5 trials have a score"],
+        "trials.py": ["11 of 11 trials", "4 of 5 trials have a score"],
         "arms.py": ["Found by the search"],
         "rule.py": ["whose source is the one that ran", "multiply-adds per head and token"],
     },
@@ -349,8 +384,11 @@ SAID = {
         "rule.py": ["Arms: base, no_*d*, late."],
     },
     "diverged": {
-        "study.py": [":green-badge[done]", "No p can be below"],
-        "curves.py": ["Diverged, dashed up to where they did: late (seed 100)", "late (seed 107)"],
+        "study.py": [
+            ":green-badge[done]",
+            "8 of 8 seeds did not finish",
+        ],
+        "curves.py": ["Diverged, dashed up to where they did: late (seed 1)", "late (seed 8)"],
         "trials.py": ["6 of 6 trials"],
         "arms.py": ["Only the settings in which an arm differs"],
         "rule.py": ["Arms: base, no_*d*, late."],
@@ -406,8 +444,9 @@ def test_a_search_shows_what_it_tried_and_what_it_found(ledgers: Path, monkeypat
         assert chart["encoding"]["x"]["type"] == kind
     found = cells(shown("arms.py").table[1].value)
     assert list(found) == ["arm", "task", "model.conv", "model.d_model", "model.heads", "rule", "train.lr"]
-    assert found["arm"] == ["found_1"]
-    assert set(found["rule"]) <= rules
+    assert found["arm"] == ["base", "found_1"]
+    assert found["rule"][0] == "", "the base tunes its training alone"
+    assert found["rule"][1] in rules
 
 
 def test_an_arm_that_failed_has_a_row_and_its_traceback(ledgers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,14 +456,12 @@ def test_an_arm_that_failed_has_a_row_and_its_traceback(ledgers: Path, monkeypat
     assert [code.value for code in app.code] == [TRACEBACK.strip()] * 2
 
 
-def test_an_arm_that_diverged_with_all_seeds_has_a_row_without_figures(
-    ledgers: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_arm_that_always_diverges_counts_as_the_worst(ledgers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DELTALAB_DB", str(ledgers / "diverged.db"))
     late = {name: column[2] for name, column in cells(shown().table[0].value).items()}
-    assert late["verdict"] == ":red[diverged]"
+    assert late["verdict"] == ":red[worse]"
     assert late["seeds"] == "0 of 8, 8 diverged"
-    assert (late["accuracy ↑"], late["difference"], late["p"]) == ("", "", "")
+    assert (late["accuracy ↑"].split("\u00a0")[0], late["p"]) == ("0.016", "0.008"), "chance, with each seed"
     table = shown("trials.py", states="diverged").dataframe[0].value
     assert list(table["arm"]) == ["late", "late"]
     assert table["score"].isna().all()

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
+from deltalab.store import Store
 from deltalab.study import run
 from deltalab.study.plan import make_plan
+from deltalab.study.power import spreads
+from deltalab.study.report import report
 from deltalab.study.spec import load_study
 
 RELEASED = Path(__file__).parent / "released"
@@ -30,13 +33,60 @@ def test_trials_of_the_shipped_studies_keep_their_keys() -> None:
     assert identities() == json.loads((RELEASED / "identities.json").read_text())
 
 
-def test_a_released_ledger_answers_without_running_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with sqlite3.connect(tmp_path / "ledger.db") as ledger:
-        ledger.executescript((RELEASED / "ledger.sql").read_text())
+@pytest.fixture
+def ledger(tmp_path: Path) -> Path:
+    """Its study chose each arm's rate on one tuning seed, and confirmed it with two others."""
+    with sqlite3.connect(tmp_path / "ledger.db") as made:
+        made.executescript((RELEASED / "ledger.sql").read_text())
+    return tmp_path / "ledger.db"
 
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise AssertionError("a known trial was run again")
 
-    monkeypatch.setattr(run, "execute", refuse)
-    result = run.run_study(RELEASED / "study.yaml", db=tmp_path / "ledger.db", executor="inline")
-    assert (result.trials, result.known, result.failed) == (24, 24, 0)
+def test_a_trial_with_given_values_keeps_its_key(ledger: Path) -> None:
+    plan = make_plan(load_study(RELEASED / "study.yaml"))
+    arms = {(arm.name, arm.task): arm for arm in plan.arms}
+    with Store.open(ledger) as store:
+        trials = [trial for trial in store.trials(store.study("released").id) if trial.stage == "confirm"]
+    assert len(trials) == len(arms) == 8
+    for trial in trials:
+        job = plan.job(arms[trial.arm, trial.task], "confirm", 0, trial.values)
+        assert (job.key, job.seeds) == (trial.key, tuple(trial.runs))
+
+
+def test_a_released_ledger_is_reported(ledger: Path) -> None:
+    with Store.open(ledger) as store:
+        study = store.study("released")
+        found = report(store, study.id)
+        for table in found.tables:
+            assert [row.arm for row in table.rows] == ["base", "gka", "rdn", "hybrid"]
+            assert [row.verdict for row in table.rows] == ["base"] + 3 * ["undecidable: needs 6 seeds"]
+            for row in table.rows:
+                assert (row.score.n, row.score.missing, row.chose) == (2, 0, 2)
+                assert set(row.tuned) == {"train.lr"}
+        best = report(store, study.id, which="tune")
+        assert [row.tuned for row in best.tables[0].rows] == [row.tuned for row in found.tables[0].rows]
+        known = spreads(store, make_plan(load_study(RELEASED / "study.yaml")).tasks)
+    assert known == [], "two seeds say nothing of a spread"
+
+
+def test_a_study_without_tuning_takes_a_released_ledgers_trials_on(
+    ledger: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each arm with the rate that it was confirmed with."""
+    given = yaml.safe_load((RELEASED / "study.yaml").read_text())
+    del given["tune"]
+    with Store.open(ledger) as store:
+        rate = {
+            (trial.arm, trial.task): trial.values["train.lr"] for trial in store.trials(1) if trial.stage == "confirm"
+        }
+    for task in given["task"]:
+        for name, change in {"base": given["base"], **given["arms"]}.items():
+            change["train"] = {**given["base"]["train"], "lr": rate[name, task]}
+        file = tmp_path / f"{task}.yaml"
+        file.write_text(yaml.safe_dump({**given, "task": {task: given["task"][task]}}))
+        monkeypatch.setattr(run, "execute", refuse)
+        result = run.run_study(file, db=ledger, executor="inline")
+        assert (result.trials, result.known, result.failed) == (4, 4, 0)
+
+
+def refuse(*_: Any, **__: Any) -> Any:
+    raise AssertionError("a known trial was run again")

@@ -5,7 +5,7 @@ import io
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +19,21 @@ from deltalab.study.answer import Row
 from deltalab.study.report import Report, cells, report
 
 TASKS: dict[str, dict[str, Any]] = {
-    "mqar": {"metric": "accuracy", "maximize": True, "chance": 1 / 64, "version": 1},
+    "mqar": {"metric": "accuracy", "maximize": True, "chance": 1 / 64, "version": 1, "bounds": [0, 1]},
     "text": {"metric": "bits_per_byte", "maximize": False, "chance": 8.0, "version": 2},
 }
-SEEDS = range(100, 108)
+SEEDS = range(1, 9)
 
 
 class Lab:
     """A study being recorded."""
 
-    def __init__(self, store: Store, arms: dict[str, dict[str, Any]], tasks: dict[str, Any] = TASKS) -> None:
+    def __init__(
+        self, store: Store, arms: dict[str, dict[str, Any]], tasks: dict[str, Any] = TASKS, **spec: Any
+    ) -> None:
         self.store = store
         records = [ArmRecord(name, not change, change, {}) for name, change in arms.items()]
-        self.id = store.begin_study("comba_ablation", "cpu", "id", {}, records, {"tasks": tasks})
+        self.id = store.begin_study("comba_ablation", "cpu", "id", {"seeds": 8, **spec}, records, {"tasks": tasks})
 
     def record(
         self,
@@ -42,18 +44,21 @@ class Lab:
         stage: Stage = "confirm",
         number: int = 0,
         tuned: dict[str, Any] | None = None,
+        seeds: Sequence[int] = SEEDS,
         **given: Any,
     ) -> None:
-        """One trial whose run i has values[i] as its final metric; NaN is a diverged run."""
-        split = "test" if stage == "confirm" else "validation"
+        """One trial whose run i has values[i] as its final metric on both splits; NaN is a diverged run."""
+        splits = ("validation", "test") if stage == "confirm" else ("validation",)
         runs = []
-        for seed, value in zip(SEEDS, values, strict=False):
+        for seed, value in zip(seeds, values, strict=False):
             bad = math.isnan(value)
-            metrics = [(split, TASKS[task]["metric"], step, v) for step, v in ((50, 0.01), (100, value))]
+            metrics = [
+                (split, TASKS[task]["metric"], step, v) for split in splits for step, v in ((50, 0.01), (100, value))
+            ]
             metrics.append(("cost", "flops_per_token", 100, 1000.0))
             runs.append(RunRecord(seed, "diverged" if bad else "done", 70 if bad else None, metrics))
         record: dict[str, Any] = {
-            "key": f"{arm} {task} {stage} {number}",
+            "key": f"{arm} {task} {stage} {number} {seeds[0]}",
             "task": task,
             "task_version": TASKS[task]["version"],
             "stage": stage,
@@ -111,28 +116,30 @@ GOLDEN = """\
 
 ### mqar (version 1): accuracy on test, higher is better, chance 0.0156
 
+- **no_d has 2.00 times the state of the base.**
+
 | arm | seeds | accuracy | difference | p | verdict | us/token | flops/token | state | parameters | tuned |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
 | base | 8 | 0.921 [0.906, 0.936] |  |  | base | 20 | 1,000 | 2,048 | 12,345 | train.lr=0.005, rule.d=head |
-| no_d | 8 | 0.486 [0.463, 0.510] | -0.435 [-0.464, -0.406] | 0.031 | worse | 20 | 1,000 | 4,096 | 12,345 |  |
-| odd\\|b | 8 | 0.921 [0.905, 0.937] | +0.000 [-0.013, +0.013] | 1.000 | no difference found at this budget \
+| no_d | 8 | 0.486 [0.463, 0.510] | -0.435 [-0.466, -0.404] | 0.008 | worse | 20 | 1,000 | 4,096 | 12,345 |  |
+| odd\\|b | 8 | 0.921 [0.905, 0.937] | +0.000 [-0.018, +0.018] | 1.000 | no difference found at this budget \
 | 20 | 1,000 | 2,048 | 12,345 |  |
-| iplr | 6 of 8, 2 diverged | 0.925 [0.905, 0.945] | +0.000 [+0.000, +0.000] | 1.000 \
+| iplr | 6 of 8, 2 diverged | 0.698 [0.345, 1.000] | -0.224 [-0.596, +0.000] | 0.500 \
 | no difference found at this budget | 20 | 1,000 | 2,048 | 12,345 |  |
 | late | 0 |  |  |  | failed |  |  |  |  |  |
 
-- Pareto front of mean, flops per token and state: iplr.
-- No p can be below 0.0312 (8 pairs, Holm over 4).
-- iplr is compared on 6 of 8 seeds: the others lack a side.
+- Pareto front of mean, flops per token and state: base, odd|b.
+- iplr: 2 of 8 seeds did not finish; each counts as the worst outcome of its seed.
+- Seeds that learned, past half way from chance to the best possible: base 8 of 8 [0.63, 1.00], \
+no_d 2 of 8 [0.03, 0.65], odd|b 8 of 8 [0.63, 1.00], iplr 6 of 8 [0.35, 0.97].
 
 - failed: late, confirm 0 on mqar: RuntimeError: out of memory
 - failed: late, tune 3 on mqar: ValueError: bad [value]
-- Means are over confirmation seeds, which tuning never used, at the last step on the test split, \
-with a 95% t interval.
-- Differences are arm minus base, paired by seed. Their t intervals assume normal differences \
-and hold jointly over a task's arms at 95% (Bonferroni).
-- p is of the exact two-sided sign-flip test, after Holm over a task's arms; better and worse mean p <= 0.05.
-- Costs are those of the confirmed trial: time per trained token, elements of state, parameters.
+- A seed trains every candidate; its score is the test score, at the last step, of its run with the best validation \
+score. Means are over seeds, with a 95% t interval.
+- Differences are arm minus base, paired by seed. Intervals and p are of one exact sign-flip test over a task's arms \
+and hold jointly: better and worse mean p <= 0.05, and an interval that leaves out 0.
+- Costs are those of the tuned candidate: time per trained token, elements of state, parameters.
 - A proxy task of this size does not rank every method as training at scale does.
 """
 
@@ -152,13 +159,22 @@ def test_markdown(whole: Report) -> None:
 
 
 def test_the_figures_are_those_of_hand(whole: Report) -> None:
-    row = rows(whole)["no_d"]
+    found = rows(whole)
+    row = found["no_d"]
     assert row.difference is not None
     assert row.difference.mean == pytest.approx(-0.435)
-    # The spread is that of 0 to 0.07 in steps of 0.01, s = 0.0244949; 4 arms: t(1 - 0.05/8, 7) = 3.335320
-    assert row.difference.high == pytest.approx(-0.435 + 3.335320 * 0.0244949 / 8**0.5, abs=1e-6)
-    assert (row.difference.p_exact, row.p_holm) == (2 / 2**8, 4 * 2 / 2**8)
+    assert row.difference.p == pytest.approx(2 / 2**8), "the least that 8 seeds can give, for any number of arms"
+    assert (row.difference.n, row.score.n, row.score.missing) == (8, 8, 0)
     assert row.microseconds_per_token == 20
+    # Its seeds 1 and 2 diverged: each counts as chance, the worst there is.
+    iplr = found["iplr"]
+    assert iplr.score.mean == pytest.approx((2 / 64 + sum(BASE[2:])) / 8)
+    assert (iplr.score.n, iplr.score.missing, iplr.diverged) == (8, 2, 2)
+    assert iplr.difference is not None
+    assert iplr.difference.mean == pytest.approx((2 / 64 - sum(BASE[:2])) / 8)
+    assert iplr.difference.p == pytest.approx(0.5)
+    assert iplr.learned is not None
+    assert (iplr.learned.learned, iplr.learned.n) == (6, 8)
 
 
 WIDTHS = (60, 80, 100, 120, 160, 240)
@@ -207,9 +223,9 @@ def test_json_has_every_figure_and_no_nan(whole: Report) -> None:
     [table] = found["tables"]
     assert (found["state"], table["metric"], table["maximize"]) == ("failed", "accuracy", True)
     iplr = table["rows"][3]
-    assert iplr["difference"] == {
-        "mean": 0, "low": 0, "high": 0, "p_exact": 1, "p_t": None, "n": 6, "missing": 2,
-    }  # fmt: skip
+    assert set(iplr["difference"]) == {"mean", "low", "high", "p", "n"}
+    assert iplr["score"]["missing"] == 2
+    assert table["warnings"] == ["no_d has 2.00 times the state of the base."]
     assert table["rows"][0]["tuned"] == {"train.lr": 0.005, "rule.d": "head"}
     assert [failure["message"] for failure in found["failures"]] == [
         "RuntimeError: out of memory",
@@ -219,7 +235,7 @@ def test_json_has_every_figure_and_no_nan(whole: Report) -> None:
 
 def test_csv_has_a_line_per_arm(whole: Report) -> None:
     base, no_d, *_, late = csv.DictReader(io.StringIO(whole.to_csv()))
-    assert base["difference_mean"] == base["p_holm"] == late["score_mean"] == ""
+    assert base["difference_mean"] == base["difference_p"] == late["score_mean"] == ""
     assert float(no_d["difference_mean"]) == pytest.approx(-0.435)
     assert (no_d["verdict"], no_d["score_n"], no_d["state_size"]) == ("worse", "8", "4096")
     assert json.loads(base["tuned"])["train.lr"] == 0.005
@@ -239,37 +255,58 @@ def test_lower_is_better_where_the_task_says_so(store: Store) -> None:
 
 
 def test_few_seeds_are_told_what_they_cannot_show(store: Store) -> None:
-    lab = Lab(store, {"base": {}, "no_d": {"x": [0, 1]}}, {"mqar": TASKS["mqar"]})
+    lab = Lab(store, {"base": {}, "no_d": {"x": [0, 1]}}, {"mqar": TASKS["mqar"]}, seeds=5)
     lab.record("base", BASE[:5])
     lab.record("no_d", [0.1] * 5)
-    [table] = report(store, lab.id).tables
-    assert table.rows[1].verdict == "no difference found at this budget"
-    assert table.notes == [
-        "Pareto front of mean, flops per token and state: base.",
-        "No p can be below 0.0625 (5 pairs, Holm over 1), so no arm can be told from the base: 0.05 needs 6 seeds.",
-    ]
+    found = report(store, lab.id)
+    [table] = found.tables
+    assert table.rows[1].verdict == "undecidable: needs 6 seeds"
+    assert table.warnings == ["No arm can be told from the base with 5 seeds: p is at least 0.0625."]
+    assert table.rows[1].difference is not None
+    assert (table.rows[1].difference.low, table.rows[1].difference.high) == (-1, 1), "all that accuracy allows"
+    said = found.to_markdown()
+    assert said.index("No arm can be told") < said.index("| arm |") < said.index("Pareto front")
+    shown = text(found)
+    assert shown.index("! No arm can be told") < shown.index("verdict")
 
 
 def test_what_cannot_be_compared_says_why(store: Store) -> None:
-    names = ("no trial", "all bad", "elsewhere", "no metric", "raised")
-    lab = Lab(store, {"base": {}} | {name: {name: [0, 1]} for name in names}, {"mqar": TASKS["mqar"]})
+    names = ("no trial", "all bad", "some bad", "no metric", "raised")
+    lab = Lab(store, {"base": {}} | {name: {name: [0, 1]} for name in names}, {"mqar": TASKS["mqar"]}, seeds=6)
     assert {row.verdict for row in report(store, lab.id).tables[0].rows} == {"not run"}
-    lab.record("base", [0.9, 0.8, math.nan])
-    lab.record("all bad", [math.nan] * 3)
-    lab.record("elsewhere", [math.nan, math.nan, 0.7])
-    lab.record("no metric", [], runs=[RunRecord(seed) for seed in SEEDS[:3]])
+    lab.record("base", [0.9, 0.8, math.nan, 0.7, 0.9, 0.8])
+    lab.record("all bad", [math.nan] * 6)
+    lab.record("some bad", [math.nan, math.nan, 0.7, 0.9, 0.9, 0.9])
+    lab.record("no metric", [], runs=[RunRecord(seed) for seed in SEEDS[:6]])
     lab.fail("raised", "OSError: gone")
     found = report(store, lab.id)
     assert {row.arm: row.verdict for row in found.tables[0].rows} == {
         "base": "base",
         "no trial": "not run",
-        "all bad": "diverged",
-        "elsewhere": "no pair with the base",
-        "no metric": "not measured",
+        "all bad": "no difference found at this budget",
+        "some bad": "no difference found at this budget",
+        "no metric": "no difference found at this budget",
         "raised": "failed",
     }
+    bad = rows(found)["all bad"]
+    assert bad.score.mean == pytest.approx(1 / 64), "all at chance; so is the base where it diverged"
+    assert bad.difference is not None
+    assert bad.difference.p == pytest.approx(4 / 2**6)
     assert "OSError: gone" in text(found)
     json.loads(found.to_json(), parse_constant=pytest.fail)
+
+
+def test_an_arm_that_always_diverges_is_worse(store: Store) -> None:
+    lab = Lab(store, {"base": {}, "bad": {"x": [0, 1]}})
+    for task in TASKS:
+        lab.record("base", BASE, task)
+        lab.record("bad", [math.nan] * 8, task)
+    found = report(store, lab.id)
+    for at, worst in enumerate((1 / 64, 8.0)):
+        row = rows(found, at)["bad"]
+        assert (row.verdict, row.score.mean, row.score.missing) == ("worse", worst, 8)
+        assert cells(row)[1] == "0 of 8, 8 diverged"
+    assert "bad: 8 of 8 seeds did not finish; each counts as the worst outcome of its seed." in found.tables[0].notes
 
 
 def test_a_failed_base_leaves_the_arms_uncompared(store: Store) -> None:
@@ -278,15 +315,122 @@ def test_a_failed_base_leaves_the_arms_uncompared(store: Store) -> None:
     lab.record("no_d", BASE)
     assert [row.verdict for row in rows(report(store, lab.id)).values()] == [
         "failed",
-        "no pair with the base",
+        "not compared",
     ]
 
 
-def test_the_latest_confirmation_stands_for_an_arm(store: Store) -> None:
-    lab = Lab(store, {"base": {}}, {"mqar": TASKS["mqar"]})
-    lab.record("base", [0.9] * 8, number=1)
-    lab.record("base", [0.1] * 8, number=0)
-    assert rows(report(store, lab.id))["base"].score.mean == pytest.approx(0.9)
+def test_each_seed_is_scored_by_its_own_candidate(store: Store) -> None:
+    lab = Lab(store, {"base": {}, "A": {"a": [0, 1]}}, {"mqar": TASKS["mqar"]}, tune={"trials": 2, "train.lr": LR})
+    for arm, gain in (("base", 0.0), ("A", 0.05)):
+        lab.record(arm, [0.5 + gain, 0.8 + gain] * 4, number=0, tuned={"train.lr": 0.01})
+        lab.record(arm, [0.7 + gain, 0.6 + gain] * 4, number=1, tuned={"train.lr": 0.1}, state_size=999)
+    found = report(store, lab.id)
+    base, a = found.tables[0].rows
+    assert base.score.mean == pytest.approx(0.75)
+    assert (base.tuned, base.chose) == ({"train.lr": 0.01}, 4)
+    assert (base.by_budget, a.by_budget) == (pytest.approx([0.65, 0.75]), pytest.approx([0.7, 0.8]))
+    assert a.difference is not None
+    assert (a.difference.mean, a.verdict) == (pytest.approx(0.05), "better")
+    assert (base.state_size, base.seconds) == (2048, 20)
+    assert cells(base)[-1] == "train.lr=0.01 (4 of 8 seeds)"
+    assert "Expected score with 1 to 2 candidates: base 0.650, 0.750; A 0.700, 0.800." in found.tables[0].notes
+    assert (
+        "The best train.lr of base, A is the lowest that was tried, 0.01: these arms may do better beyond it "
+        "(tune: {extend: true} looks)."
+    ) in found.tables[0].warnings
+
+
+def test_a_best_value_between_others_warns_of_nothing(store: Store) -> None:
+    lab = Lab(store, {"base": {}}, {"mqar": TASKS["mqar"]}, tune={"trials": 3, "train.lr": LR})
+    for number, (lr, score) in enumerate({0.001: 0.5, 0.01: 0.7, 0.1: 0.6}.items()):
+        lab.record("base", [score] * 8, number=number, tuned={"train.lr": lr})
+    [table] = report(store, lab.id).tables
+    assert (table.rows[0].tuned, table.rows[0].chose, table.warnings) == ({"train.lr": 0.01}, 8, [])
+
+
+def test_the_values_tried_are_those_of_the_task(store: Store) -> None:
+    """Only one task's range was extended."""
+    lab = Lab(store, {"base": {}}, tune={"trials": 2, "train.lr": LR})
+    for number, lr in enumerate((0.01, 0.1, 1.0)):
+        for task in TASKS:
+            if (task, lr) != ("mqar", 1.0):
+                lab.record("base", [lr / 2] * 8, task, number=number, tuned={"train.lr": lr})
+    of_mqar, of_text = report(store, lab.id).tables
+    assert "The best train.lr of base is the highest that was tried, 0.1: " in str(of_mqar.warnings)
+    assert "The best train.lr of base is the lowest that was tried, 0.01: " in str(of_text.warnings)
+
+
+def test_a_candidate_that_diverged_with_a_seed_is_not_that_seeds_choice(store: Store) -> None:
+    lab = Lab(store, {"base": {}}, {"mqar": TASKS["mqar"]}, tune={"trials": 2, "train.lr": LR})
+    lab.record("base", [0.9, math.nan] * 4, number=0, tuned={"train.lr": 0.1})
+    lab.record("base", [0.7, 0.6] * 4, number=1, tuned={"train.lr": 0.01})
+    row = rows(report(store, lab.id))["base"]
+    assert (row.score.mean, row.score.missing, row.diverged) == (pytest.approx(0.75), 0, 4)
+    assert (row.tuned, row.chose) == ({"train.lr": 0.01}, 4), "of the candidates that finished all seeds"
+
+
+LR = {"log_uniform": [1e-3, 1e-1]}
+FIRST, MORE = range(1, 7), range(7, 10)
+
+
+def test_an_arm_keeps_the_seeds_at_which_it_stopped(store: Store) -> None:
+    """Looks at 6, 9, 12 and 15 seeds."""
+    lab = Lab(store, {"base": {}, "told": {"x": [0, 1]}, "on": {"x": [0, 2]}}, {"mqar": TASKS["mqar"]},
+              seeds={"at_least": 6, "at_most": 15})  # fmt: skip
+    on = [0.03, 0.05, -0.02, 0.04, 0.05, 0.03, 0.04, 0.02, 0.05]
+    for seeds in (FIRST, MORE):
+        base = [0.5 + 0.001 * seed for seed in seeds]
+        lab.record("base", base, seeds=seeds)
+        lab.record("on", [b + on[s - 1] for b, s in zip(base, seeds, strict=True)], seeds=seeds)
+        if seeds is FIRST:
+            lab.record("told", [b + 0.3 + 0.001 * s**2 for b, s in zip(base, seeds, strict=True)], seeds=seeds)
+    found = rows(report(store, lab.id))
+    assert {arm: row.score.n for arm, row in found.items()} == {"base": 9, "told": 6, "on": 9}
+    assert (found["told"].verdict, found["told"].difference and found["told"].difference.n) == ("better", 6)
+    assert found["on"].difference is not None
+    assert found["on"].difference.n == 9
+
+
+def test_seeds_that_no_trial_finished_count_as_the_worst(store: Store) -> None:
+    """A candidate that raised at the second look: its seeds are there, and empty."""
+    lab = Lab(store, {"base": {}, "A": {"x": [0, 1]}}, {"mqar": TASKS["mqar"]}, seeds={"at_least": 6, "at_most": 8})
+    gains = [0.03, 0.05, -0.02, 0.04, 0.05, 0.03]
+    lab.record("base", BASE[:6], seeds=FIRST)
+    lab.record("A", [x + gain for x, gain in zip(BASE, gains, strict=False)], seeds=FIRST)
+    lab.record("base", [0.9], seeds=[7])
+    lab.fail("A", "OSError: gone", seeds=[7])
+    row = rows(report(store, lab.id))["A"]
+    assert (row.score.n, row.score.missing) == (7, 1)
+    assert row.difference is not None
+    assert row.difference.mean == pytest.approx((sum(gains) + 1 / 64 - 0.9) / 7)
+
+
+@pytest.mark.parametrize(
+    ("values", "warning"),
+    [
+        ([0.05] * 8, "The base has hardly learned the task (chance 0.0156): "),
+        ([1.0] * 8, "The base is at the end of the scale: an arm can be worse, and hardly better."),
+        ([0.5] * 8, None),
+    ],
+)
+def test_a_base_at_an_end_of_the_scale_is_told_of(store: Store, values: list[float], warning: str | None) -> None:
+    lab = Lab(store, {"base": {}, "A": {"x": [0, 1]}}, {"mqar": TASKS["mqar"]})
+    lab.record("base", values)
+    lab.record("A", values)
+    [table] = report(store, lab.id).tables
+    assert len(table.warnings) == (warning is not None)
+    assert all(said.startswith(str(warning)) for said in table.warnings)
+
+
+def test_an_arm_of_another_size_is_marked(store: Store) -> None:
+    arms = {"base": {}, "even": {"x": [0, 1]}, "large": {"x": [0, 2]}}
+    lab = Lab(store, arms, {"mqar": TASKS["mqar"]})
+    lab.record("base", BASE)
+    lab.record("even", BASE, parameters=12345 + 600, state_size=2048 - 100)
+    lab.record("large", BASE, parameters=2 * 12345, state_size=1024)
+    assert report(store, lab.id).tables[0].warnings == [
+        "large has 0.50 times the state, 2.00 times the parameters of the base."
+    ]
 
 
 def test_tuning_shows_the_best_and_compares_nothing(store: Store) -> None:

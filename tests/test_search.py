@@ -52,21 +52,24 @@ def test_no_point_of_the_front_is_dominated() -> None:
 def test_a_search_confirms_what_it_found_and_nothing_runs_twice(written: Any, tmp_path: Path) -> None:
     file, db = written(), tmp_path / "lab.db"
     result = run_study(file, db=db, executor="inline")
-    assert (result.trials, result.failed) == (6 + 3, 0)
+    assert (result.trials, result.failed) == (6 + 6 + 3, 0)
     (table,) = result.report.tables
     assert [row.arm for row in table.rows] == ["base", "found_1", "found_2"]
-    assert table.rows[0].tuned == {}
+    assert set(table.rows[0].tuned) == {"train.lr"}, "the base tunes its training, with as many candidates"
     assert all(set(row.tuned) == {"rule", "model.layers", "train.lr"} for row in table.rows[1:])
     assert set(table.front) <= {"base", "found_1", "found_2"}
     with Store.open(db) as store:
-        tuning = {row.number: row for row in store.trials(result.study_id) if row.stage == "tune"}
-        tried = [row.values for row in tuning.values()]
-        assert len(tuning) == 6
-        assert all(row.tuned in tried for row in table.rows[1:])
+        tuning = [row.values for row in store.trials(result.study_id) if row.stage == "tune"]
+        drawn = [values for values in tuning if "rule" in values]
+        own = [values for values in tuning if "rule" not in values]
+        assert len(drawn) == len(own) == 6
+        assert {"train.lr": 1e-2} in own, "its own value among them"
+        assert all(row.tuned in drawn for row in table.rows[1:])
+        assert table.rows[0].tuned in own
         seeds = {seed for row in store.trials(result.study_id) if row.stage == "tune" for seed in row.runs}
         assert seeds.isdisjoint({1, 2})
     again = run_study(file, db=db, executor="inline")
-    assert again.known == again.trials == 9
+    assert again.known == again.trials == 15
 
 
 @pytest.mark.parametrize(
@@ -88,7 +91,8 @@ def drawn(db: Path) -> list[tuple[int, str, dict[str, Any], str | None]]:
     """What became of the candidates that a ledger holds."""
     with Store.open(db, create=False) as store:
         rows = store.trials(store.study("tiny_search").id)
-    return [(row.number, row.state, row.values, row.error) for row in rows if row.stage == "tune"]
+    drawn = [row for row in rows if row.stage == "tune" and "model.heads" in row.values]
+    return [(row.number, row.state, row.values, row.error) for row in drawn]
 
 
 class Killed(Exception):
@@ -123,7 +127,7 @@ def test_a_candidate_that_makes_no_model_is_recorded_and_another_is_drawn(
     for values, error in infeasible:
         said = f"model.d_model {values['model.d_model']} must be a multiple of heads 2, or set key_dim"
         assert (values["model.d_model"] % 2, values["model.heads"], error) == (1, 2, said)
-    assert (whole.trials, whole.failed, whole.infeasible) == (8 + 3, 0, len(infeasible))
+    assert (whole.trials, whole.failed, whole.infeasible) == (8 + 8 + 3, 0, len(infeasible))
 
     for stacks in (0, 1):  # the driver dies before anything has trained, and after the first stack
         with monkeypatch.context() as patch:

@@ -4,8 +4,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,8 @@ import yaml
 
 from deltalab import registry
 from deltalab.errors import InputError
-from deltalab.store import RuleRecord, RunRecord, Store, TrialRecord
-from deltalab.study.plan import Job, Plan, make_plan
+from deltalab.study.plan import Plan, make_plan
 from deltalab.study.ray_tune import stack_from_json
-from deltalab.study.run import arm_records
-from deltalab.study.schedule import Schedule
 from deltalab.study.spec import load_study, read_yaml, schema
 from deltalab.tasks import BUILTIN
 
@@ -76,6 +73,9 @@ NEAREST = [
     ({"ablate": ["bb"]}, "ablate: unknown part 'bb'; did you mean 'b'?"),
     ({"factorial": [["d", "convv"]]}, "factorial: unknown part 'convv'; did you mean 'conv'?"),
     ({"tune": {"trails": 3, "train.lr": LR}}, "tune: unknown key 'trails'; did you mean 'trials'?"),
+    ({"tune": {"trials": 3, "train.lr": LR, "exend": True}}, "tune: unknown key 'exend'; did you mean 'extend'?"),
+    ({"seeds": {"at_least": 6, "at_mots": 9}}, "seeds: unknown key 'at_mots'; did you mean 'at_most'?"),
+    ({"seeds": {"atleast": 6}}, "seeds: unknown key 'atleast'; did you mean 'at_least'?"),
     ({"tune": {"trials": 3, "train.lr": {"log_uniforms": [1, 2]}}}, "tune.train.lr: unknown key 'log_uniforms'; did"),
     ({"tune": {"trials": 3, "train.lrr": LR}}, "unknown setting 'train.lrr'; did you mean 'train.lr'?"),
     ({"profiles": {"gpu": {"sedes": 3}}}, "profiles.gpu: unknown key 'sedes'; did you mean 'seeds'?"),
@@ -87,6 +87,15 @@ TYPES = [
     ({"seeds": 3.0}, "seeds must be a whole number"),
     ({"seeds": 0}, "seeds must be greater than or equal to 1"),
     ({"seeds": None}, "seeds must be a whole number"),
+    ({"seeds": [6, 9]}, "seeds must be a whole number, not [6, 9]"),
+    ({"seeds": {}}, "seeds.at_least is missing"),
+    ({"seeds": {"at_least": 6}}, "seeds.at_most is missing"),
+    ({"seeds": {"at_least": 6.0, "at_most": 9}}, "seeds.at_least must be a whole number"),
+    ({"seeds": {"at_least": 1, "at_most": 9}}, "seeds.at_least must be greater than or equal to 2"),
+    ({"seeds": {"at_least": 6, "at_most": 1001}}, "seeds.at_most must be less than or equal to 1000"),
+    ({"seeds": {"at_least": 9, "at_most": 6}}, "seeds: at_most 6 must be more than at_least 9"),
+    ({"seeds": {"at_least": 6, "at_most": 6}}, "seeds: at_most 6 must be more than at_least 6"),
+    ({"family": "both"}, "family must be 'task' or 'study', not 'both'"),
     ({"name": 3}, "name must be text, not 3"),
     ({"name": "S x"}, "name must match pattern"),
     ({"task": {}}, "task must not be empty"),
@@ -150,6 +159,12 @@ TUNING = [
     ({"model.vocab_size": {"choice": [32, 64]}}, "unknown setting 'model.vocab_size'"),
     ({"train.": LR}, "unknown setting 'train.'"),
     ({"trials": 3, "train.lr": {"choice": [0.1, 0.2]}}, "tune.trials 3: there are only 2 choices"),
+    ({"trials": 3, "model.conv": {"integers": [3, 4]}}, "tune.trials 3: there are only 2 candidates to try"),
+    ({"trials": 1, "train.lr": LR}, "tune: trials 1 leaves one candidate and nothing to choose: give at least 2"),
+    ({"trials": 0, "train.lr": LR}, "tune.trials must be greater than or equal to 1, not 0"),
+    ({"seeds": 2, "train.lr": LR}, "tune: leave out seeds: every seed of the study trains every candidate"),
+    ({"extend": True, "train.lr": {"choice": [0.1, 0.2]}}, "extend moves a range, and every setting is searched by"),
+    ({"extend": "yes", "train.lr": LR}, "tune.extend must be a valid boolean, not 'yes'"),
 ]
 
 SEARCHING = [
@@ -385,15 +400,24 @@ def test_profiles_leave_the_study_itself_alone(plan: Callable[..., Plan]) -> Non
 )
 def test_the_studies_that_come_with_it_can_be_planned(name: str, profile: str | None) -> None:
     found = make_plan(load_study(STUDIES / f"{name}.yaml", profile=profile), profile=profile)
-    assert found.trials == len(found.tasks) * len(found.names) * (
-        1 + (found.spec.tune.trials if found.spec.tune else 0)
-    )
+    looks = found.spec.looks
+    assert found.trials == len(found.tasks) * len(found.names) * found.tried * len(looks)
+    assert found.runs == len(found.tasks) * len(found.names) * found.tried * looks[-1].seeds
 
 
 def test_the_schema_knows_every_key() -> None:
     found = schema()
     assert set(STUDY) | {"ablate", "factorial", "arms", "for_task", "tune", "profiles"} <= set(found["properties"])
     assert found["additionalProperties"] is False
+
+
+def test_an_error_outside_of_the_profiles_is_not_blamed_on_one(tmp_path: Path) -> None:
+    file = tmp_path / "s.yaml"
+    file.write_text("name: s\ntask: mqar\nbase: {rule: comba}\nsedes: 3\nprofiles: {longer: {seeds: 9}}\n")
+    with pytest.raises(InputError) as error:
+        load_study(file)
+    assert "sedes" in str(error.value)
+    assert "profiles.longer" not in str(error.value)
 
 
 # Arms and trials.
@@ -435,8 +459,8 @@ def test_a_task_changes_the_base_for_every_arm(plan: Callable[..., Plan]) -> Non
     assert found.arms[0].config["model"]["vocab_size"] == 32
 
 
-def test_seeds_of_tuning_and_confirmation_never_meet(plan: Callable[..., Plan]) -> None:
-    found = plan(seeds=1000, tune={"trials": 1, "seeds": 100, "train.lr": LR}, arms={"x": {"rule": {"d": 0}}})
+def test_seeds_of_a_search_and_of_confirmation_never_meet(plan: Callable[..., Plan]) -> None:
+    found = plan(seeds=1000, search={"trials": 4, "seeds": 100, "train.lr": LR})
     seeds = {
         stage: {found.job(arm, stage, 0, {}).seeds for arm in found.arms}  # type: ignore[arg-type]
         for stage in ("tune", "confirm")
@@ -448,9 +472,17 @@ def test_seeds_of_tuning_and_confirmation_never_meet(plan: Callable[..., Plan]) 
     assert 0 not in tune | confirm, "0 is the evaluation's"
 
 
+def test_looks_share_out_the_seeds(plan: Callable[..., Plan]) -> None:
+    found = plan(seeds={"at_least": 6, "at_most": 15}, ablate=["d"], tune={"trials": 2, "train.lr": LR})
+    parts = [found.job(found.arms[0], "confirm", 0, {}, look).seeds for look in range(len(found.spec.looks))]
+    assert parts == [(1, 2, 3, 4, 5, 6), (7, 8, 9), (10, 11, 12), (13, 14, 15)]
+    assert (found.trials, found.runs) == (2 * 2 * 4, 2 * 2 * 15)
+    assert len({found.job(found.arms[0], "confirm", 0, {}, look).key for look in range(4)}) == 4
+
+
 def test_a_job_survives_json(plan: Callable[..., Plan]) -> None:
-    found = plan(tune={"trials": 1, "train.lr": LR}, base={**STUDY["base"], "model": {"attention": [1]}}, deadline=9)
-    job = found.job(found.arms[0], "tune", 3, {"train.lr": 0.02})
+    found = plan(tune={"trials": 2, "train.lr": LR}, base={**STUDY["base"], "model": {"attention": [1]}}, deadline=9)
+    job = found.job(found.arms[0], "confirm", 3, {"train.lr": 0.02})
     assert stack_from_json(json.dumps([asdict(job)])) == [job]
     assert job.config["train"]["lr"] == 0.02
     assert {(kind, name) for kind, name, *_ in job.plugins} == {
@@ -458,6 +490,25 @@ def test_a_job_survives_json(plan: Callable[..., Plan]) -> None:
         ("rule", "attention"),
         ("task", "mqar"),
     }
+
+
+NARROW = {"model.d_model": {"integers": [16, 64]}, "model.heads": {"choice": [1, 2]}}
+
+
+def test_a_plan_says_which_candidates_make_no_model(plan: Callable[..., Plan]) -> None:
+    for key in ("tune", "search"):
+        (note,) = plan(**{key: {"trials": 4, **NARROW}}).notes
+        assert note.startswith(f"{key}: ")
+        assert "combinations tried make no model, such as model.d_model=19, model.heads=2: model.d_model 19" in note
+    assert plan(tune={"trials": 4, "train.lr": LR}).notes == ()
+
+
+def test_a_knob_may_be_searched_beside_rules_that_all_have_it(plan: Callable[..., Plan]) -> None:
+    found = plan(search={"rule": {"choice": ["comba", {"name": "comba", "d": 0}]}, "rule.b": {"choice": [0.5, 1]},
+                         "trials": 4})  # fmt: skip
+    values = {"rule.b": 1, "rule": {"name": "comba", "d": 0}}
+    rule = found.job(found.arms[0], "tune", 0, values).config["rule"]
+    assert (rule["b"], rule["d"]) == ({"const": {"value": 1.0}}, {"const": {"value": 0.0}})
 
 
 # Identity.
@@ -514,12 +565,16 @@ def test_every_ingredient_changes_the_identity(plan: Callable[..., Plan], given:
     assert plan(**given).identity != plan().identity
 
 
-def test_arms_tuning_name_and_profile_change_the_study_alone(plan: Callable[..., Plan]) -> None:
+def test_arms_tuning_family_name_and_profile_change_the_study_alone(plan: Callable[..., Plan]) -> None:
     studies = [
         plan(),
         plan(ablate=["d"]),
         plan(tune={"trials": 2, "train.lr": LR}),
         plan(tune={"trials": 3, "train.lr": LR}),
+        plan(tune={"trials": 2, "train.lr": LR, "extend": True}),
+        plan(seeds={"at_least": 2, "at_most": 3}),
+        plan(seeds={"at_least": 2, "at_most": 5}),
+        plan(family="study"),
         plan(name="t"),
         plan(profile="p", profiles={"p": {"description": "x"}}),
     ]
@@ -528,7 +583,7 @@ def test_arms_tuning_name_and_profile_change_the_study_alone(plan: Callable[...,
 
 
 def test_stage_is_part_of_a_trial(plan: Callable[..., Plan]) -> None:
-    found = plan(tune={"trials": 1, "train.lr": LR})
+    found = plan(search={"trials": 4, "seeds": 2, "train.lr": LR})
     assert found.job(found.arms[0], "tune", 0, {}).key != key(found)
 
 
@@ -573,383 +628,3 @@ def test_the_hash_is_of_the_code_that_was_imported(tmp_path: Path) -> None:
         registry.refresh()
         again = registry.rule_plugin("edited")
         assert (again.hash, again.source) == before == (plugin.hash, source)
-
-
-# The schedule.
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with Store.open(tmp_path / "lab.db") as opened:
-        yield opened
-
-
-def schedule(found: Plan, store: Store) -> Schedule:
-    study_id = store.begin_study(
-        found.spec.name, found.profile, found.identity, found.spec.model_dump(mode="json"), arm_records(found), {}
-    )
-    return Schedule(found, store, study_id)
-
-
-def alone(one: Schedule) -> Job | None:
-    """The next trial, of a study whose stacks are of one."""
-    stack = one.next(places=1)
-    assert len(stack) <= 1
-    return stack[0] if stack else None
-
-
-def record(job: Job, value: float | None, **given: Any) -> TrialRecord:
-    """A trial that reached this accuracy with all its seeds; None is a trial that raised."""
-    metrics = [
-        (split, "accuracy", step, value) for split in ("validation", "test") for step in (3, 6) if value is not None
-    ]
-    made = TrialRecord(
-        key=job.key,
-        task=job.task,
-        task_version=job.task_version,
-        stage=job.stage,
-        config=job.config,
-        state="failed" if value is None else "done",
-        started_at=0,
-        finished_at=1,
-        seconds=1,
-        rule=RuleRecord(job.config["rule"]["name"], "hash", "source"),
-        error="boom" if value is None else None,
-        runs=[] if value is None else [RunRecord(seed, metrics=metrics) for seed in job.seeds],  # type: ignore[arg-type]
-    )
-    return replace(made, **given)
-
-
-def finish(one: Schedule, score: Callable[[Job], float | None], limit: int = 1000) -> list[Job]:
-    """Runs trials one after another and returns them in order."""
-    jobs: list[Job] = []
-    while len(jobs) < limit and (job := alone(one)) is not None:
-        jobs.append(job)
-        one.finished(record(job, score(job)))
-    return jobs
-
-
-def by_lr(job: Job) -> float:
-    """Best at 0.02."""
-    return 1 / (1 + abs(job.config["train"]["lr"] - 0.02))
-
-
-def test_every_arm_has_the_same_budget_and_is_confirmed_once(plan: Callable[..., Plan], store: Store) -> None:
-    tasks = {"mqar": MQAR, "short": {**MQAR, "task": "mqar", "length": 8}}
-    found = plan(ablate=["d", "b"], tune={"trials": 4, "seeds": 2, "train.lr": LR}, task=tasks)
-    one = schedule(found, store)
-    jobs = finish(one, by_lr)
-    assert one.done
-    assert alone(one) is None
-    assert len(jobs) == one.total == one.completed == found.trials == 2 * 3 * 5
-    for arm in found.arms:
-        own = [job for job in jobs if (job.arm, job.task) == (arm.name, arm.task)]
-        assert [(job.stage, job.number) for job in own] == [*(("tune", n) for n in range(4)), ("confirm", 4)]
-        assert {len(job.seeds) for job in own} == {2}
-    assert len({job.key for job in jobs}) == len(jobs)
-    assert found.runs == sum(len(job.seeds) for job in jobs)
-
-
-def test_all_arms_start_from_the_same_candidates(plan: Callable[..., Plan], store: Store) -> None:
-    space = {"train.lr": LR, "rule.beta.sigmoid.max": {"uniform": [0.5, 2]}, "model.heads": {"choice": [1, 2, 4]}}
-    found = plan(ablate=["d"], arms={"iplr": {"rule": {"transition": "iplr"}}}, tune={"trials": 10, **space})
-    scores = iter(range(1000))
-    tuned = [job for job in finish(schedule(found, store), lambda job: next(scores) / 1000) if job.stage == "tune"]
-    of = {arm: [job.values for job in tuned if job.arm == arm] for arm in found.names}
-    assert of["base"] == of["without_d"] == of["iplr"]
-    assert len({json.dumps(values) for values in of["base"]}) == 10
-    assert all(1e-3 <= values["train.lr"] <= 1e-1 for values in of["base"])
-
-
-def test_suggestions_are_a_function_of_the_ledger(plan: Callable[..., Plan], tmp_path: Path) -> None:
-    found = plan(tune={"trials": 14, "train.lr": LR})
-    values = {}
-    for name, score in {"a": by_lr, "again": by_lr, "other": lambda job: 1 - by_lr(job)}.items():
-        with Store.open(tmp_path / f"{name}.db") as store:
-            values[name] = [job.values for job in finish(schedule(found, store), score)[:14]]
-    assert values["a"] == values["again"]
-    assert values["a"][:10] == values["other"][:10]
-    assert values["a"][10:] != values["other"][10:], "what comes after the start-up heeds the results"
-
-
-def test_a_budget_that_covers_every_choice_takes_them_in_order(plan: Callable[..., Plan], store: Store) -> None:
-    found = plan(
-        ablate=["d"], tune={"trials": 4, "train.lr": {"choice": [0.1, 0.2]}, "model.heads": {"choice": [1, 2]}}
-    )
-    jobs = [job for job in finish(schedule(found, store), by_lr) if job.stage == "tune" and job.arm == "base"]
-    grid = [(0.1, 1), (0.1, 2), (0.2, 1), (0.2, 2)]
-    assert [(job.values["train.lr"], job.values["model.heads"]) for job in jobs] == grid
-
-
-def test_the_best_on_validation_is_confirmed(plan: Callable[..., Plan], store: Store) -> None:
-    found = plan(tune={"trials": 5, "train.lr": LR})
-    *tuned, confirmed = finish(schedule(found, store), by_lr)
-    assert confirmed.stage == "confirm"
-    assert confirmed.values == max(tuned, key=by_lr).values
-    assert confirmed.config["train"]["lr"] == confirmed.values["train.lr"]
-
-
-def test_the_best_is_the_least_where_less_is_better(plan: Callable[..., Plan], store: Store) -> None:
-    found = plan(task={"text": {"length": 16}}, tune={"trials": 4, "train.lr": LR})
-    one = schedule(found, store)
-    bits = iter([5.0, 4.0, 4.5, 6.0, 1.0])
-    jobs = []
-    while (job := alone(one)) is not None:
-        jobs.append(job)
-        value = next(bits)
-        runs = [RunRecord(seed, metrics=[("validation", "bits_per_byte", 6, value)]) for seed in job.seeds]
-        one.finished(record(job, 0, runs=runs))
-        if len(jobs) == 3:
-            assert one.leader("text") == ("base", 4.0)
-    assert jobs[-1].values == jobs[1].values
-
-
-@pytest.mark.parametrize("how", ["failed", "diverged", "one seed diverged", "unmeasured"])
-def test_a_trial_without_all_its_scores_is_never_the_best(plan: Callable[..., Plan], store: Store, how: str) -> None:
-    found = plan(tune={"trials": 3, "seeds": 2, "train.lr": LR})
-    one = schedule(found, store)
-    jobs = []
-    while (job := alone(one)) is not None:
-        jobs.append(job)
-        good = record(job, 0.5)
-        if len(jobs) == 2:
-            high = [("validation", "accuracy", 6, 1.0)]
-            bad = {
-                "failed": record(job, None),
-                "diverged": replace(good, runs=[RunRecord(s, "diverged", 3, high) for s in job.seeds]),  # type: ignore[arg-type]
-                "one seed diverged": replace(
-                    good, runs=[RunRecord(job.seeds[0], "diverged", 3, high), RunRecord(job.seeds[1], metrics=high)]  # type: ignore[arg-type]
-                ),
-                "unmeasured": replace(good, runs=[RunRecord(s) for s in job.seeds]),
-            }  # fmt: skip
-            good = bad[how]
-        one.finished(good)
-    assert one.done
-    assert [job.stage for job in jobs] == ["tune"] * 3 + ["confirm"]
-    assert jobs[3].values in (jobs[0].values, jobs[2].values)
-    assert one.failures == (how == "failed")
-
-
-def test_an_arm_whose_tuning_came_to_nothing_is_confirmed_as_planned(plan: Callable[..., Plan], store: Store) -> None:
-    found = plan(tune={"trials": 2, "train.lr": LR})
-    one = schedule(found, store)
-    *_, confirmed = finish(one, lambda job: None if job.stage == "tune" else 0.5)
-    assert one.done
-    assert (one.failures, one.completed) == (2, 3)
-    assert confirmed.values == {}
-    assert confirmed.config["train"]["lr"] == 0.01
-
-
-@pytest.mark.parametrize("killed_after", [1, 13, 25])
-def test_a_schedule_made_anew_goes_on_and_repeats_nothing(
-    plan: Callable[..., Plan], tmp_path: Path, killed_after: int
-) -> None:
-    found = plan(ablate=["d"], tune={"trials": 12, "train.lr": LR})
-    with Store.open(tmp_path / "whole.db") as store:
-        whole = finish(schedule(found, store), by_lr)
-    with Store.open(tmp_path / "cut.db") as store:
-        first = schedule(found, store)
-        before = finish(first, by_lr, limit=killed_after)
-        alone(first)  # in flight when the driver dies
-    with Store.open(tmp_path / "cut.db") as store:
-        second = schedule(found, store)
-        after = finish(second, by_lr)
-        assert second.done
-        assert second.known == killed_after
-        assert second.completed == second.total == 26
-        third = schedule(found, store)
-        assert alone(third) is None
-        assert (third.done, third.known) == (True, 26)
-        assert len(store.trials(third.study_id)) == 26
-    assert sorted(job.key for job in before + after) == sorted(job.key for job in whole)
-
-
-def test_values_that_the_ledger_holds_win_over_new_suggestions(plan: Callable[..., Plan], store: Store) -> None:
-    """With several trials in flight a candidate depends on what was known then; the ledger knows what it was."""
-    found = plan(tune={"trials": 2, "train.lr": LR})
-    one = schedule(found, store)
-    job = found.job(found.arms[0], "tune", 0, {"train.lr": 0.0123})
-    store.record_trial(one.study_id, "base", record(job, 0.9), 0, job.values)
-    two = schedule(found, store)
-    rest = finish(two, lambda job: 0.1)
-    assert two.known == 1
-    assert rest[-1].values == {"train.lr": 0.0123}
-
-
-SEARCH = {
-    "rule": {"choice": ["comba", "deltanet", {"name": "comba", "d": 0}]},
-    "model.heads": {"choice": [1, 2, 4]},
-    "train.lr": LR,
-    "trials": 13,
-    "finalists": 3,
-}
-
-
-def searched(one: Job) -> TrialRecord:
-    """More heads score more and cost more; one rule fails, another gives the same for less."""
-    heads, name = one.config["model"]["heads"], one.config["rule"]["name"]
-    if name == "comba" and one.config["rule"]["d"] == {"const": {"value": 0.0}}:
-        return record(one, None)
-    made = record(one, heads / 10 + by_lr(one) / 100)
-    cost = [("cost", "flops_per_token", 6, 100.0 * heads), ("cost", "state_size", 6, 1.0 + (name == "comba"))]
-    return replace(made, runs=[replace(run, metrics=[*run.metrics, *cost]) for run in made.runs])
-
-
-@pytest.mark.parametrize("killed_after", [0, 12, 13, 15])
-def test_a_search_confirms_its_front_and_goes_on_where_it_was_killed(
-    plan: Callable[..., Plan], tmp_path: Path, killed_after: int
-) -> None:
-    found = plan(search=SEARCH)
-    ran: dict[str, list[Job]] = {"whole": [], "cut": []}
-    for name, limits in {"whole": [99], "cut": [killed_after, 99]}.items():
-        for limit in limits:
-            with Store.open(tmp_path / f"{name}.db") as store:
-                one = schedule(found, store)
-                while len(ran[name]) < limit and (job := alone(one)) is not None:
-                    ran[name].append(job)
-                    one.finished(searched(job))
-                done = one.done, one.completed
-        assert done == (True, found.trials) == (True, 13 + 1 + 3)
-    assert sorted(job.key for job in ran["cut"]) == sorted(job.key for job in ran["whole"])
-    tried = [job for job in ran["whole"] if job.stage == "tune"]
-    confirmed = {job.arm: job for job in ran["whole"] if job.stage == "confirm"}
-    assert set(confirmed) == {"base", "found_1", "found_2", "found_3"}
-    assert (confirmed["base"].values, len(tried)) == ({}, 13)
-    finalists = [confirmed[f"found_{i}"] for i in (1, 2, 3)]
-    assert len({json.dumps(job.values) for job in finalists}) == 3
-    assert all(job.values in [one.values for one in tried] for job in finalists)
-    assert not [job for job in finalists if searched(job).state == "failed"]
-    best = finalists[0].config["model"]["heads"]
-    assert best == max(job.config["model"]["heads"] for job in tried if searched(job).state == "done")
-
-
-NARROW = {"model.d_model": {"integers": [16, 64]}, "model.heads": {"choice": [1, 2]}}
-
-
-def test_a_plan_says_which_candidates_make_no_model(plan: Callable[..., Plan]) -> None:
-    for key in ("tune", "search"):
-        (note,) = plan(**{key: {"trials": 4, **NARROW}}).notes
-        assert note.startswith(f"{key}: ")
-        assert "combinations tried make no model, such as model.d_model=19, model.heads=2: model.d_model 19" in note
-    assert plan(tune={"trials": 4, "train.lr": LR}).notes == ()
-
-
-def test_a_knob_may_be_searched_beside_rules_that_all_have_it(plan: Callable[..., Plan]) -> None:
-    found = plan(search={"rule": {"choice": ["comba", {"name": "comba", "d": 0}]}, "rule.b": {"choice": [0.5, 1]},
-                         "trials": 4})  # fmt: skip
-    values = {"rule.b": 1, "rule": {"name": "comba", "d": 0}}
-    rule = found.job(found.arms[0], "tune", 0, values).config["rule"]
-    assert (rule["b"], rule["d"]) == ({"const": {"value": 1.0}}, {"const": {"value": 0.0}})
-
-
-@pytest.mark.parametrize("killed_after", [0, 1, 12, 13])
-def test_every_arm_trains_its_budget_whatever_makes_no_model(
-    plan: Callable[..., Plan], tmp_path: Path, killed_after: int
-) -> None:
-    found = plan(ablate=["d"], tune={"trials": 12, **NARROW})
-    rows = {}
-    for name, limits in {"whole": [999], "cut": [killed_after, 999]}.items():
-        for limit in limits:
-            with Store.open(tmp_path / f"{name}.db") as store:
-                one = schedule(found, store)
-                finish(one, lambda job: job.config["model"]["d_model"] / 100, limit)
-                rows[name] = store.trials(one.study_id)
-    assert one.done
-    assert one.completed == one.total == found.trials == 2 * 13
-    places = [[(row.arm, row.stage, row.number, row.state, row.values) for row in of] for of in rows.values()]
-    assert places[0] == places[1]
-    for arm in found.names:
-        states = [row.state for row in rows["whole"] if (row.arm, row.stage) == (arm, "tune")]
-        assert states.count("done") == 12
-        assert states.count("infeasible") == len(states) - 12 > 0
-    assert one.infeasible == sum(row.state == "infeasible" for row in rows["whole"])
-
-
-def test_a_grid_with_candidates_that_make_no_model_ends_with_its_last(plan: Callable[..., Plan], store: Store) -> None:
-    grid = {"model.d_model": {"choice": [15, 16]}, "model.heads": {"choice": [1, 2]}}
-    one = schedule(plan(tune={"trials": 4, **grid}), store)
-    *tuned, confirmed = finish(one, lambda job: job.config["model"]["d_model"] / 100)
-    assert [tuple(job.values.values()) for job in tuned] == [(15, 1), (16, 1), (16, 2)]
-    assert (one.done, one.infeasible, one.completed, one.total) == (True, 1, 4, 4)
-    assert confirmed.values["model.d_model"] == 16
-
-
-def test_a_search_that_never_draws_a_model_ends_in_one_line(
-    plan: Callable[..., Plan], store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    never = {"model.d_model": 17, "model.heads": 2}
-    monkeypatch.setattr("deltalab.study.schedule.suggest", lambda plan, task, before: never)
-    one = schedule(plan(search={"trials": 2, "finalists": 1, **NARROW}), store)
-    with pytest.raises(InputError, match=r"s\.yaml: search: none of 40 candidates makes a model"):
-        finish(one, by_lr)
-
-
-def test_nothing_waits_for_more_than_it_needs(plan: Callable[..., Plan], store: Store) -> None:
-    found = plan(ablate=["d"], tune={"trials": 2, "train.lr": LR})
-    one = schedule(found, store)
-    flying: list[Job] = []
-    while (job := alone(one)) is not None:
-        flying.append(job)
-    assert [(job.arm, job.number) for job in flying] == [("base", 0), ("without_d", 0), ("base", 1), ("without_d", 1)]
-    assert not one.done
-    for job in flying[:3]:
-        one.finished(record(job, by_lr(job)))
-    confirm = alone(one)
-    assert confirm is not None
-    assert (confirm.arm, confirm.stage) == ("base", "confirm")
-    assert alone(one) is None
-    one.finished(record(flying[3], 0.5))
-    last = alone(one)
-    assert last is not None
-    one.finished(record(last, 0.5))
-    one.finished(record(confirm, 0.5))
-    assert one.done
-
-
-def test_candidates_that_coincide_run_once_for_all_who_wait(
-    plan: Callable[..., Plan], store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        "deltalab.study.schedule.suggest", lambda plan, task, before: {"model.heads": 1 + len(before) % 2}
-    )
-    found = plan(tune={"trials": 3, "model.heads": {"integers": [1, 8]}})
-    one = schedule(found, store)
-    flying: list[Job] = []
-    while (job := alone(one)) is not None:
-        flying.append(job)
-    assert [job.number for job in flying] == [0, 1]
-    for job in flying:
-        one.finished(record(job, 0.5))
-    assert one.completed == 3
-    assert finish(one, lambda job: 0.5)[-1].stage == "confirm"
-    assert one.done
-    rows = store.trials(one.study_id)
-    assert sorted(row.number for row in rows if row.stage == "tune") == [0, 1, 2]
-    again = schedule(found, store)
-    assert alone(again) is None
-    assert again.done
-
-
-def test_a_trial_of_another_study_is_taken_over(plan: Callable[..., Plan], store: Store) -> None:
-    finish(schedule(plan(ablate=["d"]), store), lambda job: 0.5)
-    other = plan(name="t", ablate=["b"])
-    one = schedule(other, store)
-    assert [job.arm for job in finish(one, lambda job: 0.5)] == ["without_b"]
-    assert one.known == 1
-    assert {row.arm for row in store.trials(one.study_id)} == {"base", "without_b"}
-
-
-def test_the_same_work_under_another_task_name_is_in_its_own_study(plan: Callable[..., Plan], store: Store) -> None:
-    finish(schedule(plan(), store), lambda job: 0.5)
-    one = schedule(plan(name="t", task={"recall": {**MQAR, "task": "mqar"}}), store)
-    finish(one, lambda job: 0.5)
-    assert {row.task for row in store.trials(one.study_id)} == {"recall"}
-
-
-def test_an_error_outside_of_the_profiles_is_not_blamed_on_one(tmp_path: Path) -> None:
-    file = tmp_path / "s.yaml"
-    file.write_text("name: s\ntask: mqar\nbase: {rule: comba}\nsedes: 3\nprofiles: {longer: {seeds: 9}}\n")
-    with pytest.raises(InputError) as error:
-        load_study(file)
-    assert "sedes" in str(error.value)
-    assert "profiles.longer" not in str(error.value)

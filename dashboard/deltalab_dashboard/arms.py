@@ -42,7 +42,7 @@ def found(store: Store, study: Study) -> None:
     paths = list(searched(study))
     rows = [
         {"arm": plain(trial.arm), "task": plain(trial.task)}
-        | {plain(path): plain(setting(trial.values[path])) for path in paths}
+        | {plain(path): plain(setting(trial.values[path])) if path in trial.values else "" for path in paths}
         for trial in store.trials(study.id)
         if trial.stage == "confirm" and trial.values
     ]

@@ -8,7 +8,7 @@ import re
 from deltalab.study.answer import Row, TaskTable
 from deltalab.study.report import Report
 
-LEGEND = "mean (difference to the base); * p <= 0.05 after Holm; † some seeds did not finish"
+LEGEND = "mean (difference to the base); * p <= 0.05, tested together; † some seeds did not finish"
 LATEX = str.maketrans(
     {character: rf"\{character}" for character in "&%$#_{}"}
     | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}

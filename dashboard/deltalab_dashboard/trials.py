@@ -46,7 +46,8 @@ def page(store: Store, study: Study) -> None:
             last = trial.error.strip().rpartition("\n")[2]
             with st.expander(plain(f"{trial.arm}, {trial.stage} {trial.number} on {trial.task}: {last}")):
                 st.code(trial.error, language=None)
-    tuning(study, [trial for trial in every if trial.stage == "tune"], scores)
+    searches = [trial for trial in every if trial.stage == "tune"]
+    tuning(study, searches or [trial for trial in every if trial.values], scores)
 
 
 def means(store: Store, study: Study) -> dict[str, float]:
@@ -84,7 +85,7 @@ def line(trial: TrialRow, score: float | None, paths: Iterable[str]) -> dict[str
 
 
 def tuning(study: Study, trials: list[TrialRow], scores: dict[str, float]) -> None:
-    """The score of the tuning trials against one setting, on one task."""
+    """The score of the candidates against one setting, on one task."""
     tuned = list(dict.fromkeys(name for trial in trials for name in trial.values))
     if not tuned:
         return

@@ -260,7 +260,7 @@ def _table(
         rows=rows,
         front=best,
         interactions=interactions,
-        warnings=_warnings(rows, about, arms, ledger, scores),
+        warnings=_warnings(rows, task, about, ledger, scores),
         notes=_table_notes(rows, best, interactions, shown, found),
     )
 
@@ -387,9 +387,7 @@ def _known(cost: float | None) -> float:
     return math.nan if cost is None else cost
 
 
-def _warnings(
-    rows: list[Row], about: Mapping[str, Any], arms: Sequence[Arm], ledger: _Ledger, scores: Scores
-) -> list[str]:
+def _warnings(rows: list[Row], task: str, about: Mapping[str, Any], ledger: _Ledger, scores: Scores) -> list[str]:
     """What changes how the table is to be read."""
     warnings = []
     compared = [row for row in rows if row.difference is not None and row.difference.n]
@@ -408,7 +406,7 @@ def _warnings(
             )
         elif learned > 0.99:
             warnings.append("The base is at the end of the scale: an arm can be worse, and hardly better.")
-    warnings += _edges(arms, rows, ledger, scores)
+    warnings += _edges(rows, task, ledger, scores)
     for row in rows:
         apart = []
         for what, own, of_base in (
@@ -423,7 +421,7 @@ def _warnings(
     return warnings
 
 
-def _edges(arms: Sequence[Arm], rows: list[Row], ledger: _Ledger, scores: Scores) -> Iterator[str]:
+def _edges(rows: list[Row], task: str, ledger: _Ledger, scores: Scores) -> Iterator[str]:
     """Arms whose best value is the lowest or the highest that was tried."""
     tune = ledger.spec.get("tune")
     if not tune:
@@ -434,7 +432,7 @@ def _edges(arms: Sequence[Arm], rows: list[Row], ledger: _Ledger, scores: Scores
     for row in rows:
         if scores.best(row.arm) is None:
             continue
-        tried = [trial.values for trial in ledger.trials if trial.arm == row.arm and trial.values]
+        tried = [trial.values for trial in ledger.trials if (trial.arm, trial.task) == (row.arm, task)]
         tried = [values for values in tried if values.keys() == searched.keys()]
         if tried and row.tuned.keys() == searched.keys():
             for path, end in edge(searched, tried, row.tuned).items():

@@ -79,7 +79,12 @@ def _drawn(searched: Mapping[str, Search], trials: int, own: Mapping[str, Any]) 
         inside = all(search.choice is None or own[path] in search.choice for path, search in searched.items())
         if inside:
             yield {path: own[path] for path in searched}
-    from scipy.stats import qmc  # Load it here, since it takes a second and a single range rarely needs it.
+    if len(searched) == 1:
+        ((path, search),) = searched.items()
+        halves = (int(f"{i:b}"[::-1], 2) / 2 ** i.bit_length() for i in range(1, MOST_DRAWN * trials))
+        yield from ({path: _at(search, x)} for x in halves)  # 1/2, 1/4, 3/4, 1/8, ...
+        return
+    from scipy.stats import qmc  # Load it here, since it takes a second and a single setting needs none of it.
 
     points = qmc.Sobol(len(searched), scramble=True, rng=0).random_base2(math.ceil(math.log2(MOST_DRAWN * trials)))
     for point in points:

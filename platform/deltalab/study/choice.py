@@ -100,7 +100,7 @@ class Scores:
 
     def _rank(self, arm: str, number: int, seed: int) -> tuple[bool, float]:
         run = self.runs[arm][number].get(seed)
-        if run is None or not math.isfinite(run.validation):
+        if run is None or not (math.isfinite(run.validation) and math.isfinite(run.test)):
             return True, 0.0
         return False, -run.validation if self.maximize else run.validation
 

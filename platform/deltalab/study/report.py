@@ -120,7 +120,7 @@ def cells(row: Row) -> list[str]:
     """A row as text, for a terminal as for a page: "" where a figure is not defined."""
     seeds = str(row.score.n)
     if row.score.missing:
-        seeds += f" of {row.score.n + row.score.missing}"
+        seeds = f"{row.score.n - row.score.missing} of {row.score.n}"
     if row.diverged:
         seeds += f", {row.diverged} diverged"
     return [
