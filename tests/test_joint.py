@@ -184,7 +184,7 @@ def test_the_order_of_seeds_and_of_arms_does_not_matter(
     moved = compare([[family[j][s] for s in seeds] for j in arms])
     found = compare(family)
     for j, other in zip(arms, moved, strict=True):
-        spread = 1e-6 * (1 + max(map(abs, family[j])))
+        spread = 1e-3 * (1 + max(map(abs, family[j])))  # the resolution of the inversion
         assert list(vars(found[j]).values()) == pytest.approx(list(vars(other).values()), rel=1e-6, abs=spread)
 
 
