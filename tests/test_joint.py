@@ -51,7 +51,7 @@ def p_by_hand(arms: Sequence[Numbers], j: int, decided: set[int]) -> float:
     """p of "arm j does not differ", where other arms were decided."""
     shown = [around_the_mean(d) if i in decided and i != j else [*d] for i, d in enumerate(arms)]
     sizes = sorted(map(rms, shown))
-    c = (sizes[(len(sizes) - 1) // 2] + sizes[len(sizes) // 2]) / 2
+    c = (sizes[(len(sizes) - 1) // 2] + sizes[len(sizes) // 2]) / 2 / math.sqrt(2)
     own, count = statistic(shown[j], c), 0
     for signs in product([1, -1], repeat=len(arms[0])):
         largest = max(statistic([e * x for e, x in zip(signs, d, strict=True)], c) for d in shown)
@@ -184,7 +184,7 @@ def test_the_order_of_seeds_and_of_arms_does_not_matter(
     moved = compare([[family[j][s] for s in seeds] for j in arms])
     found = compare(family)
     for j, other in zip(arms, moved, strict=True):
-        spread = 1e-6 * (1 + max(map(abs, family[j])))
+        spread = 1e-3 * (1 + max(map(abs, family[j])))  # the resolution of the inversion
         assert list(vars(found[j]).values()) == pytest.approx(list(vars(other).values()), rel=1e-6, abs=spread)
 
 
@@ -356,24 +356,24 @@ def test_a_test_at_every_look_as_if_it_were_the_only_one_is_caught(without_inter
 
 STEADY = [1.0, 1.2, 0.9, 1.1, 1.3, 0.8, 1.0, 1.1, 0.9]
 NOISE = [1.0, -2.1, 0.3, -0.6, 1.9, -0.4, 1.0, -1.5, 0.1]
-LOOKS = spread_looks(6, 9)
+LOOKS = spread_looks(7, 9)
 
 
 def test_an_arm_that_is_decided_uses_no_later_seed() -> None:
-    first = follow([STEADY[:6], NOISE[:6]], LOOKS)
+    first = follow([STEADY[:7], NOISE[:7]], LOOKS)
     assert [outcome.stopped for outcome in first] == ["decided", "hopeless"]
     later = follow([STEADY, NOISE], LOOKS)
     assert later == first
-    assert [outcome.difference.n for outcome in later] == [6, 6]
+    assert [outcome.difference.n for outcome in later] == [7, 7]
 
 
 def test_an_arm_without_prospect_stops_and_one_with_prospect_goes_on() -> None:
-    near = [1.0, 1.2, 0.9, 1.1, 1.3, -0.4]
-    outcomes = follow([near, NOISE[:6]], LOOKS)
+    near = [1.0, 1.2, 0.9, 1.1, 1.3, -0.4, 0.8]
+    outcomes = follow([near, NOISE[:7]], LOOKS)
     assert [outcome.stopped for outcome in outcomes] == [None, "hopeless"]
-    assert outcomes[0].difference.n == 6, "its difference so far"
+    assert outcomes[0].difference.n == 7, "its difference so far"
     # It lacks the seeds of the next look; with them it goes on.
-    assert follow([[*near, 1.0], NOISE[:6]], LOOKS)[0].difference.n == 7
+    assert follow([[*near, -0.2], NOISE[:7]], LOOKS)[0].difference.n == 8
 
 
 def test_the_last_look_ends_every_arm() -> None:

@@ -289,7 +289,7 @@ def test_a_value_beyond_that_makes_no_training_ends_the_moves(plan: Callable[...
 
 # Looks.
 
-LOOKS = {"at_least": 6, "at_most": 12}  # 6, 8, 10, 12
+LOOKS = {"at_least": 8, "at_most": 12}  # 8, 9, 10, 12
 ARMS = {"better": {"rule": {"d": 0}}, "same": {"rule": {"b": 1}}, "close": {"model": {"conv": 0}}}
 
 
@@ -313,7 +313,7 @@ def test_an_arm_stops_when_it_is_decided_and_the_base_goes_on_while_any_arm_does
     one = schedule(plan(arms=ARMS, tune=TUNE, seeds=LOOKS), store)
     jobs = finish(one, figures)
     found = seeds_of(jobs)
-    assert found["better"] == 6
+    assert found["better"] == 8
     assert found["same"] < found["close"] == found["base"]
     assert one.done
     assert one.completed == one.total == len(jobs) < one.plan.trials
@@ -331,7 +331,7 @@ def test_an_arm_stops_when_it_is_decided_and_the_base_goes_on_while_any_arm_does
 
 def test_an_arm_without_a_rival_left_ends_the_study_early(plan: Callable[..., Plan], store: Store) -> None:
     one = schedule(plan(arms={"better": ARMS["better"]}, seeds=LOOKS), store)
-    assert seeds_of(finish(one, figures)) == {"base": 6, "better": 6}
+    assert seeds_of(finish(one, figures)) == {"base": 8, "better": 8}
     assert one.done
     assert one.total == one.completed == 2
 
@@ -414,7 +414,7 @@ def test_a_family_of_the_whole_study_goes_from_look_to_look_together(plan: Calla
     while len(jobs) < 4:
         job = alone(one)
         assert job is not None
-        assert job.seeds == (1, 2, 3, 4, 5, 6)
+        assert job.seeds == tuple(range(1, 9))
         jobs.append(job)
     for job in jobs[:3]:
         one.finished(record(job, figures))
@@ -465,8 +465,8 @@ def test_a_trial_of_another_study_is_taken_over(plan: Callable[..., Plan], store
 
 
 def test_more_seeds_take_over_nothing_and_looks_their_first(plan: Callable[..., Plan], store: Store) -> None:
-    """A study of six seeds that goes on as one of looks keeps its six."""
-    finish(schedule(plan(arms={"same": ARMS["same"]}, seeds=6), store), figures)
+    """A study of eight seeds that goes on as one of looks keeps its eight."""
+    finish(schedule(plan(arms={"same": ARMS["same"]}, seeds=8), store), figures)
     one = schedule(plan(arms={"same": ARMS["same"]}, seeds=LOOKS), store)
     finish(one, figures)
     assert one.known == 2

@@ -475,7 +475,7 @@ def test_seeds_of_a_search_and_of_confirmation_never_meet(plan: Callable[..., Pl
 def test_looks_share_out_the_seeds(plan: Callable[..., Plan]) -> None:
     found = plan(seeds={"at_least": 6, "at_most": 15}, ablate=["d"], tune={"trials": 2, "train.lr": LR})
     parts = [found.job(found.arms[0], "confirm", 0, {}, look).seeds for look in range(len(found.spec.looks))]
-    assert parts == [(1, 2, 3, 4, 5, 6), (7, 8, 9), (10, 11, 12), (13, 14, 15)]
+    assert parts == [(1, 2, 3, 4, 5, 6), (7, 8), (9, 10, 11), (12, 13, 14, 15)]
     assert (found.trials, found.runs) == (2 * 2 * 4, 2 * 2 * 15)
     assert len({found.job(found.arms[0], "confirm", 0, {}, look).key for look in range(4)}) == 4
 
