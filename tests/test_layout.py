@@ -45,7 +45,7 @@ def test_the_top_level_is_what_it_was_agreed_to_be() -> None:
 
 
 (BARE,) = [c for c in PROJECT["tool"]["importlinter"]["contracts"] if c["name"].startswith("Training runs")]
-BLOCKED = [*BARE["forbidden_modules"], "statsmodels", "yaml", "altair", "transformers"]
+BLOCKED = [*BARE["forbidden_modules"], "yaml", "altair", "transformers"]
 
 
 def without(blocked: list[str]) -> str:
@@ -114,7 +114,7 @@ from deltalab.study.plan import make_plan
 from deltalab.study.spec import load_study
 
 estimate(make_plan(load_study("comba_ablation", profile="gpu"), profile="gpu"))
-print(sorted({"torch._dynamo", "scipy.stats", "statsmodels", "pandas"} & set(sys.modules)))
+print(sorted({"torch._dynamo", "scipy.stats", "pandas"} & set(sys.modules)))
 """)
     assert out.strip() == "[]", "these take longer to load than the plan takes"
 
@@ -150,7 +150,7 @@ for module in {modules!r}:
 
 
 def test_starting_the_command_loads_nothing_that_only_a_study_needs() -> None:
-    heavy = ["ray", "optuna", "sqlalchemy", "alembic", "pydantic", "scipy", "statsmodels", "pandas", "streamlit"]
+    heavy = ["ray", "optuna", "sqlalchemy", "alembic", "pydantic", "scipy", "pandas", "streamlit"]
     assert python(f"import sys, deltalab.cli; print(sorted(set({heavy!r}) & set(sys.modules)))") == "[]"
 
 

@@ -140,12 +140,15 @@ arms:
   linear_attention: {rule: linear_attention}
   one_head: {model: {heads: 1}}
 
-# The settings to tune. Every arm gets the same number of trials, on seeds that are not used again.
+# The settings to tune. Every seed of every arm trains these candidates, here 3 learning rates, and chooses its best.
+# With extend, the range moves while the best value is the lowest or the highest tried.
 tune:
-  train.lr: {log_uniform: [5e-3, 5e-2]}
+  train.lr: {log_uniform: [7e-3, 6e-2]}
   trials: 3
+  extend: true
 
-# The number of fresh seeds for the comparison with the base. With 3 arms, p = 0.05 needs at least 7.
+# The number of seeds. It takes 6 to decide anything; more of them find smaller differences (`platform study plan`).
+# {at_least: 6, at_most: 15} adds seeds until each arm is decided or has little prospect of it.
 seeds: 7
 
 # A profile changes the study: `platform study run FILE --profile longer`.

@@ -17,6 +17,8 @@ mean does, so that all intervals hold together.
 With several looks, an arm may be decided at each. Flips that an earlier look would have decided count as decided, and
 look k may decide a share A_k of all flips, so that the error is spent and no more (Lan and DeMets 1983). An arm that
 stopped still competes, with its seeds repeated: without it, the others would be tested as if they were all there were.
+That arms stop for want of prospect depends on the data and is not part of the exact argument; benchmarks/calibration.py
+measures the error with it.
 """
 
 import math
