@@ -53,7 +53,7 @@ def test_the_readme_names_no_commit():
 def test_the_answer_of_the_readme_is_one_of_the_reports():
     rows = TEXT.split("| verdict |")[1].split("\n\n")[0].splitlines()[2:]
     report = (ROOT / "docs/studies.md").read_text(encoding="utf-8")
-    text = report.split("## comba_ablation")[1].split("### text")[1].split("\n## ")[0]
+    text = report.split("## comba_ablation")[1].split("### mqar")[1].split("### text")[0]
     reported = [[cell.strip() for cell in row.split("|")] for row in text.splitlines() if row.startswith("| ")][2:]
     assert len(rows) == len(reported)
     for row, cells in zip(rows, reported, strict=True):
