@@ -98,7 +98,7 @@ def follow(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
 def test_the_tutorial_can_be_followed(folder, monkeypatch, capsys):
     counts = [follow(page, folder, monkeypatch) for page in TUTORIAL]
     assert all(count > 1 for count in counts)
-    assert "12 trials, 12 of them known before, 0 failed" in capsys.readouterr().out
+    assert "9 trials, 9 of them known before, 0 failed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in TUTORIAL], ids=shown)
@@ -157,7 +157,7 @@ def test_the_fewest_seeds_are_those_of_the_statistics():
     number = seeds_needed()
     word = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"][number]
     assert re.search(rf"\b({number}|{word}) seeds\b", text), f"it names the fewest seeds that can decide, {number}"
-    assert "holm" not in text
+    assert "holm" not in text.split("## calibration")[0]
 
 
 def test_the_tables_of_figures_are_those_of_the_json_files(monkeypatch):
