@@ -24,7 +24,7 @@ def page(store: Store, study: Study) -> None:
     which: Stage = st.radio(
         "Stage",
         sorted(get_args(Stage)),
-        captions=["fresh seeds, test split: the answer", "the best of tuning, validation split: optimistic"],
+        captions=["test split: the answer", "the best candidates, validation split: optimistic"],
         horizontal=True,
         key="stage",
         bind="query-params",

@@ -67,10 +67,11 @@ class Progress:
     def _leaders(self) -> str:
         leaders = {task: self.schedule.leader(task) for task in self.schedule.plan.tasks}
         parts = [f"{task}: {found[0]} {found[1]:.3f}" for task, found in leaders.items() if found]
-        return "best so far (tuning) " + ", ".join(parts) if parts else ""
+        return "best so far on validation: " + ", ".join(parts) if parts else ""
 
 
 def _name(stack: Sequence[Job]) -> str:
     job, others = stack[0], len(stack) - 1
-    what = f"tune {job.number + 1}" if job.stage == "tune" else f"confirm, {len(job.seeds)} seeds"
+    kind, seeds = "search" if job.stage == "tune" else "candidate", len(job.seeds)
+    what = f"{kind} {job.number + 1}, {seeds} seed{'s' * (seeds != 1)}"
     return f"{job.task} / {job.arm} / {what}" + (f" and {others} more" if others else "")

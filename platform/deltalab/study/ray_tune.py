@@ -1,4 +1,4 @@
-"""Runs a study's trials on Ray Tune. The schedule is Tune's searcher, so one run holds tuning and confirmation.
+"""Runs a study's trials on Ray Tune. The schedule is Tune's searcher, so one run holds a search and what follows it.
 
 Tune's trial is a stack of ours. Ray never touches the database and never restores a run: the next driver asks again for
 the trials that a killed one left behind.

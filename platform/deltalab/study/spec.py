@@ -255,7 +255,7 @@ class Resources(_Strict):
 
 
 class StudySpec(_Strict):
-    """A study: a base, arms that each change it, tuning with one budget for all, and confirmation on fresh seeds.
+    """A study: a base, arms that each change it, the same candidates for all, and seeds that each choose their own.
 
     task: one or several, each with its parameters. A parameter `task: KIND` lets one task appear under several names.
     for_task: what every arm changes in the base on one task.
