@@ -10,19 +10,17 @@ from typing import Any
 from deltalab.store import Arm, Store, TrialRow
 from deltalab.store.models import Stage
 from deltalab.study.candidates import edge
-from deltalab.study.choice import Run, Scores, outcomes
+from deltalab.study.choice import Scores, outcomes
 from deltalab.study.joint import (
     ALPHA,
     UNKNOWN,
     Difference,
-    Look,
     Outcome,
     compare,
-    one_look,
     seeds_needed,
     smallest_p,
-    spread_looks,
 )
+from deltalab.study.measured import Measured
 from deltalab.study.pareto import front
 from deltalab.study.spec import Search
 from deltalab.study.stats import Interval, Share, mean_interval, share_learned, within
@@ -146,7 +144,7 @@ def answer(store: Store, study_id: int, *, which: Stage = "confirm") -> Answer:
     """
     study = store.study(study_id)
     arms, trials = store.arms(study_id), store.trials(study_id)
-    ledger = _Ledger(store, study_id, trials, study.spec)
+    ledger = Measured(store, study_id, trials, study.spec)
     tasks = study.provenance["tasks"]
     if which == "tune":
         tables = [_tuning_table(task, about, arms, ledger) for task, about in tasks.items()]
@@ -174,64 +172,11 @@ def answer(store: Store, study_id: int, *, which: Stage = "confirm") -> Answer:
     return Answer(study.name, study.profile, study.id, study.state, which, tables, failures, infeasible, notes)
 
 
-def results(store: Store, study_id: int) -> dict[str, Scores]:
-    """The scores of every arm on each task of a study, by seed."""
-    study, arms = store.study(study_id), store.arms(study_id)
-    ledger = _Ledger(store, study_id, store.trials(study_id), study.spec)
-    return {task: ledger.scores(task, about, arms) for task, about in study.provenance["tasks"].items()}
-
-
-class _Ledger:
-    """A study's trials and their metrics at the last step."""
-
-    def __init__(self, store: Store, study_id: int, trials: list[TrialRow], spec: Mapping[str, Any]) -> None:
-        self.trials, self.spec = [trial for trial in trials if trial.state != "infeasible"], spec
-        self.looks = looks_of(spec)
-        self.finals: dict[str, dict[tuple[str, str], dict[int, float]]] = {}
-        for final in store.final_metrics(study_id):
-            if final.run_state == "done":
-                metrics = self.finals.setdefault(final.trial, {})
-                metrics.setdefault((final.split, final.metric), {})[final.seed] = final.value
-
-    def of(self, arm: str, task: str, stage: Stage = "confirm") -> list[TrialRow]:
-        """An arm's trials; a second confirmation of one candidate follows the first."""
-        return [trial for trial in self.trials if (trial.arm, trial.task, trial.stage) == (arm, task, stage)]
-
-    def runs(self, trials: Sequence[TrialRow], metric: str) -> dict[int, dict[int, Run]]:
-        """Candidate number -> seed -> run."""
-        found: dict[int, dict[int, Run]] = {}
-        for trial in trials:
-            metrics = self.finals.get(trial.key, {})
-            validation, test = (metrics.get((split, metric), {}) for split in ("validation", "test"))
-            for seed in trial.runs:
-                run = Run(validation.get(seed, math.nan), test.get(seed, math.nan))
-                found.setdefault(trial.number, {})[seed] = run
-        return found
-
-    def scores(self, task: str, about: Mapping[str, Any], arms: Sequence[Arm]) -> Scores:
-        base = next(arm.name for arm in arms if arm.is_base)
-        runs, seeds = {}, {}
-        for arm in arms:
-            trials = self.of(arm.name, task)
-            runs[arm.name] = self.runs(trials, about["metric"])
-            own = sorted({seed for trial in trials for seed in trial.runs})
-            parts = max((sum(t.number == trial.number for t in trials) for trial in trials), default=0)
-            planned = range(1, self.looks[min(parts, len(self.looks)) - 1].seeds + 1) if own else []
-            seeds[arm.name] = [*planned, *(seed for seed in own if seed not in planned)]
-        return Scores(base, about["maximize"], about["chance"], runs, seeds)
-
-
-def looks_of(spec: Mapping[str, Any]) -> tuple[Look, ...]:
-    """The looks of a study as the ledger has it."""
-    seeds = spec["seeds"]
-    return spread_looks(**seeds) if isinstance(seeds, Mapping) else one_look(seeds)
-
-
 def _table(
     task: str,
     about: Mapping[str, Any],
     arms: Sequence[Arm],
-    ledger: _Ledger,
+    ledger: Measured,
     scores: Scores,
     found: Mapping[str, Outcome],
 ) -> TaskTable:
@@ -265,7 +210,7 @@ def _table(
     )
 
 
-def _tuning_table(task: str, about: Mapping[str, Any], arms: Sequence[Arm], ledger: _Ledger) -> TaskTable:
+def _tuning_table(task: str, about: Mapping[str, Any], arms: Sequence[Arm], ledger: Measured) -> TaskTable:
     """Each arm's best candidate on validation."""
     rows = []
     for arm in arms:
@@ -299,7 +244,7 @@ def _tuning_table(task: str, about: Mapping[str, Any], arms: Sequence[Arm], ledg
     )
 
 
-def _costs(trial: TrialRow | None, trials: Sequence[TrialRow], ledger: _Ledger) -> dict[str, Any]:
+def _costs(trial: TrialRow | None, trials: Sequence[TrialRow], ledger: Measured) -> dict[str, Any]:
     """The costs of an arm's row, from one of its trials; the seconds are those of all."""
     flops = ledger.finals.get(trial.key, {}).get(("cost", "flops_per_token"), {}) if trial else {}
     return {
@@ -315,7 +260,7 @@ def _row(
     arm: Arm,
     task: str,
     bounds: tuple[float, float] | None,
-    ledger: _Ledger,
+    ledger: Measured,
     scores: Scores,
     outcome: Outcome | None,
 ) -> Row:
@@ -387,7 +332,7 @@ def _known(cost: float | None) -> float:
     return math.nan if cost is None else cost
 
 
-def _warnings(rows: list[Row], task: str, about: Mapping[str, Any], ledger: _Ledger, scores: Scores) -> list[str]:
+def _warnings(rows: list[Row], task: str, about: Mapping[str, Any], ledger: Measured, scores: Scores) -> list[str]:
     """What changes how the table is to be read."""
     warnings = []
     compared = [row for row in rows if row.difference is not None and row.difference.n]
@@ -421,7 +366,7 @@ def _warnings(rows: list[Row], task: str, about: Mapping[str, Any], ledger: _Led
     return warnings
 
 
-def _edges(rows: list[Row], task: str, ledger: _Ledger, scores: Scores) -> Iterator[str]:
+def _edges(rows: list[Row], task: str, ledger: Measured, scores: Scores) -> Iterator[str]:
     """Arms whose best value is the lowest or the highest that was tried."""
     tune = ledger.spec.get("tune")
     if not tune:

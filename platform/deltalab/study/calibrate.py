@@ -17,9 +17,9 @@ from rich.progress import track
 
 from deltalab.errors import InputError
 from deltalab.store import Store
-from deltalab.study.answer import looks_of, results
 from deltalab.study.choice import Run, Scores, outcomes
 from deltalab.study.joint import ALPHA, Look, smallest_p
+from deltalab.study.measured import looks_of, results
 from deltalab.study.plan import Plan, make_plan
 from deltalab.study.run import run_plan
 from deltalab.study.spec import StudySpec

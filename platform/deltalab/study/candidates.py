@@ -32,6 +32,12 @@ def spread(searched: Mapping[str, Search], trials: int, own: Mapping[str, Any]) 
     return list(found.values())
 
 
+def grid_size(searched: Mapping[str, Search]) -> int | None:
+    """How many combinations there are, where all settings are searched by choice; None where one has a range."""
+    sizes = [len(search.choice) for search in searched.values() if search.choice is not None]
+    return math.prod(sizes) if len(sizes) == len(searched) else None
+
+
 def beyond(searched: Mapping[str, Search], tried: list[dict[str, Any]], path: str, *, above: bool) -> dict[str, Any]:
     """The candidate after the lowest or the highest value tried of a range, as far from it as its neighbour is.
 

@@ -5,17 +5,26 @@ import json
 import math
 import random
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import product
 from typing import Any, Literal
 
 from deltalab.errors import InputError, unknown
 from deltalab.models.spec import ModelSpec
-from deltalab.registry import get_rule, get_task, rule_plugin, task_plugin
-from deltalab.study.candidates import spread
+from deltalab.registry import get_task, rule_plugin, task_plugin
+from deltalab.study.candidates import grid_size, spread
 from deltalab.study.match import Matcher
-from deltalab.study.spec import Change, Method, Search, Searching, StudySpec, Tune
+from deltalab.study.settings import (
+    applied,
+    difference,
+    resolve,
+    resolve_method,
+    rule_of,
+    setting,
+    with_values,
+)
+from deltalab.study.spec import Change, Search, Searching, StudySpec, Tune
 from deltalab.tasks import BUILTIN, Task
 from deltalab.training.train import NUMERICS, TrainSpec
 
@@ -26,8 +35,6 @@ MOST_COMBINATIONS = 500
 """Candidates that a plan tries to make, over all its arms."""
 INTEGERS = 16
 """Values of a range of integers among them."""
-OF_THE_TASK = ("vocab_size", "readout")
-"""Settings of the model that the task determines."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +145,7 @@ class Plan:
         trials = self.budget.trials
         if (whole := grid_size(searched)) is not None and self.spec.search:
             trials = min(trials, whole)
-        return spread(searched, trials, {path: _setting(base.config, path, "tune") for path in searched})
+        return spread(searched, trials, {path: setting(base.config, path, "tune") for path in searched})
 
     @cached_property
     def tried(self) -> int:
@@ -189,10 +196,10 @@ class Plan:
             ends = [0, *(each.seeds for each in self.spec.looks)]
             seeds = tuple(range(CONFIRM_SEEDS_FROM + ends[look], CONFIRM_SEEDS_FROM + ends[look + 1]))
         task = self.tasks[arm.task]
-        config = _with(arm.config, values, where=f"arm '{arm.name}'")
+        config = with_values(arm.config, values, where=f"arm '{arm.name}'")
         rules, reason = [config["rule"]["name"]], None
         try:
-            config = _resolve(config, task)
+            config = resolve(config, task)
             rules = [rule.name for rule in ModelSpec.of({**config["model"], "rule": config["rule"]}).rules()]
         except InputError as error:
             reason = str(error)
@@ -273,10 +280,10 @@ def _make_plan(spec: StudySpec, profile: str | None, file: str) -> Plan:
     matcher = Matcher(spec.tune.searched if spec.tune else {})
     arms = []
     for task_name, task in tasks.items():
-        base = _applied(spec.base, spec.for_task.get(task_name, Change()))
-        resolved = {"base": _resolve_method(base, task, where="base")}
+        base = applied(spec.base, spec.for_task.get(task_name, Change()))
+        resolved = {"base": resolve_method(base, task, where="base")}
         for name, change in changes.items():
-            resolved[name] = _resolve_method(_applied(base, change), task, where=f"arms.{name}")
+            resolved[name] = resolve_method(applied(base, change), task, where=f"arms.{name}")
             if change.match is not None:
                 try:
                     resolved[name] = matcher.matched(change.match, resolved["base"], resolved[name], task.length)
@@ -324,9 +331,9 @@ def _check_candidates(plan: Plan, key: str) -> str | None:
         reasons: list[str | None] = []
         first = None
         for values in candidates:
-            config = _with(arm.config, values, where=key)
+            config = with_values(arm.config, values, where=key)
             try:
-                config = _resolve(config, plan.tasks[arm.task])
+                config = resolve(config, plan.tasks[arm.task])
             except InputError as error:
                 reasons.append(str(error))
             else:
@@ -373,7 +380,7 @@ def _combinations(searched: Mapping[str, Search], most: int) -> list[dict[str, A
 
 def _changes(spec: StudySpec) -> dict[str, Change]:
     """Every arm but the base: first those that `ablate` and `factorial` generate, then those of `arms`."""
-    base = _rule(spec.base.rule)
+    base = rule_of(spec.base.rule)
     changes: dict[str, Change] = {}
     for part in spec.ablate:
         if f"without_{part}" in changes:
@@ -405,134 +412,6 @@ def _without(rule: Mapping[str, Any], parts: list[str], key: str) -> Change:
         else:
             raise unknown("part", part, [*kind.options(), *_MODEL_PARTS], where=key)
     return Change(rule=knobs or None, model=model)
-
-
-def _rule(given: str | Mapping[str, Any]) -> dict[str, Any]:
-    if isinstance(given, str):
-        return {"name": given}
-    if not isinstance(given, Mapping) or not isinstance(given.get("name"), str):
-        raise InputError(f"rule must be a name, or a mapping with a name, not {given!r}")
-    return dict(given)
-
-
-def _applied(base: Method, change: Change) -> Method:
-    rule = _rule(base.rule)
-    if isinstance(change.rule, str):
-        rule = {"name": change.rule}
-    elif change.rule is not None:
-        other = change.rule.get("name", rule["name"]) != rule["name"]
-        rule = dict(change.rule) if other else {**rule, **change.rule}
-    return Method(rule=rule, model={**base.model, **change.model}, train={**base.train, **change.train})
-
-
-def _resolve_method(method: Method, task: Task, *, where: str) -> dict[str, Any]:
-    """Every setting of a method. Raises `InputError` naming the arm and the key."""
-    try:
-        if "rule" in method.model:
-            raise InputError("model.rule stands one level up, beside model and train")
-        for key in OF_THE_TASK:
-            if key in method.model:
-                raise InputError(f"model.{key} is set by task '{task.name}': leave it out")
-        return _resolve({"rule": _rule(method.rule), "model": method.model, "train": method.train}, task)
-    except InputError as error:
-        raise InputError(f"{where}: {error}") from None
-
-
-def _resolve(config: Mapping[str, Any], task: Task) -> dict[str, Any]:
-    """Every setting spelled out, so that equal means equal. Raises `InputError` for settings that make no model."""
-    rule = _resolve_rule(config["rule"])
-    of_the_task = {key: getattr(task, key) for key in OF_THE_TASK}
-    model = ModelSpec.of({**config["model"], "rule": rule, **of_the_task})
-    train = TrainSpec(**_known(config["train"], TrainSpec, "train"))
-    settings = {f.name: getattr(model, f.name) for f in fields(model) if f.name != "rule"}
-    return json.loads(json.dumps({"rule": rule, "model": settings, "train": asdict(train)}))  # type: ignore[no-any-return]
-
-
-def _resolve_rule(rule: Mapping[str, Any]) -> dict[str, Any]:
-    """A rule with every knob spelled out. Raises `InputError` for a rule or knobs that do not exist."""
-    return get_rule(rule["name"], **{key: value for key, value in rule.items() if key != "name"}).spec()
-
-
-def _known(given: dict[str, Any], kind: type, what: str) -> dict[str, Any]:
-    names = [f.name for f in fields(kind)]
-    for key in given:
-        if key not in names:
-            raise unknown(f"{what} key", key, names)
-    for key in ("steps", "batch_size", "lr"):
-        if key not in given:
-            raise InputError(f"{what}: needs {key}")
-    return given
-
-
-def grid_size(searched: Mapping[str, Search]) -> int | None:
-    """How many combinations there are, where all settings are searched by choice; None where one has a range."""
-    sizes = [len(search.choice) for search in searched.values() if search.choice is not None]
-    return math.prod(sizes) if len(sizes) == len(searched) else None
-
-
-def _setting(config: Mapping[str, Any], path: str, where: str) -> Any:
-    here: Any = config
-    for part in path.split("."):
-        if not isinstance(here, Mapping) or part not in here:
-            raise unknown("setting", path, _paths(config), where=where)
-        here = here[part]
-    return here
-
-
-_FIXED = ("rule.name", *(f"model.{key}" for key in OF_THE_TASK))
-
-
-def _with(config: Mapping[str, Any], values: Mapping[str, Any], *, where: str) -> dict[str, Any]:
-    """The configuration with values put in by their paths, a whole rule first; not yet resolved.
-
-    Raises `InputError` for settings that do not exist, or that the rule tried with them does not have.
-    """
-    changed: dict[str, Any] = json.loads(json.dumps(config))
-    if "rule" in values:
-        try:
-            changed["rule"] = _resolve_rule(_rule(values["rule"]))
-        except InputError as error:
-            raise InputError(f"{where}.rule: {error}") from None
-    for path, value in values.items():
-        if path == "rule":
-            continue
-        *parents, last = path.split(".")
-        here: Any = changed
-        for part in parents:
-            here = here.get(part) if isinstance(here, dict) else None
-        if isinstance(here, dict) and last in here and parents and path not in _FIXED:
-            here[last] = value
-        elif "rule" in values and parents[:1] == ["rule"]:
-            knob = path.removeprefix("rule.")
-            raise InputError(
-                f"{where}.{path} cannot be searched beside {where}.rule: rule '{changed['rule']['name']}', one of its "
-                f"choices, has no '{knob}'. Give it in the choices that have it: {{name: RULE, {knob}: VALUE}}"
-            )
-        else:
-            raise unknown("setting", path, _paths(config), where=where)
-    return changed
-
-
-def difference(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Where two configurations differ: dotted key -> [base value, other value]; a gate counts as one value.
-
-    >>> difference({"train": {"lr": 1, "clip": 2}}, {"train": {"lr": 3, "clip": 2}})
-    {'train.lr': [1, 3]}
-    """
-    before, after = _settings(base), _settings(other)
-    keys = [*before, *(key for key in after if key not in before)]
-    return {k: [before.get(k), after.get(k)] for k in keys if before.get(k) != after.get(k)}
-
-
-def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {f"{section}.{key}": value for section, part in config.items() for key, value in part.items()}
-
-
-def _paths(config: Mapping[str, Any], under: str = "") -> list[str]:
-    found = []
-    for key, value in config.items():
-        found += _paths(value, f"{under}{key}.") if isinstance(value, dict) else [f"{under}{key}"]
-    return [path for path in found if path not in _FIXED]
 
 
 def _plugins(rules: list[str], task: Task) -> list[tuple[str, str, str, str]]:

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from deltalab.store import Store
-from deltalab.study.answer import results
 from deltalab.study.joint import ALPHA, one_look, rejects, smallest_p
+from deltalab.study.measured import results
 from deltalab.tasks import Task
 
 POWER = 0.8

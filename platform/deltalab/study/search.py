@@ -11,9 +11,9 @@ from typing import Any
 
 from deltalab.errors import InputError
 from deltalab.store import Store, TrialSummary
-from deltalab.study.candidates import MOST_DRAWN
+from deltalab.study.candidates import MOST_DRAWN, grid_size
 from deltalab.study.pareto import front
-from deltalab.study.plan import Infeasible, Job, Plan, PlannedArm, grid_size
+from deltalab.study.plan import Infeasible, Job, Plan, PlannedArm
 from deltalab.study.suggest import COSTS, Candidate, batch_start, suggest
 from deltalab.study.trial import infeasible
 

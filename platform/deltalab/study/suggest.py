@@ -18,8 +18,8 @@ from optuna.distributions import (
 )
 from optuna.trial import TrialState
 
-from deltalab.study.candidates import spread
-from deltalab.study.plan import Plan, grid_size
+from deltalab.study.candidates import grid_size, spread
+from deltalab.study.plan import Plan
 from deltalab.study.spec import Search
 
 BATCH = 10

@@ -1,0 +1,63 @@
+"""What the ledger has of a study: its trials, and the score of every run at its last step."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from deltalab.store import Arm, Store, TrialRow
+from deltalab.store.models import Stage
+from deltalab.study.choice import Run, Scores
+from deltalab.study.joint import Look, one_look, spread_looks
+
+
+def results(store: Store, study_id: int) -> dict[str, Scores]:
+    """The scores of every arm on each task of a study, by seed."""
+    study, arms = store.study(study_id), store.arms(study_id)
+    ledger = Measured(store, study_id, store.trials(study_id), study.spec)
+    return {task: ledger.scores(task, about, arms) for task, about in study.provenance["tasks"].items()}
+
+
+class Measured:
+    """A study's trials and their metrics at the last step."""
+
+    def __init__(self, store: Store, study_id: int, trials: list[TrialRow], spec: Mapping[str, Any]) -> None:
+        self.trials, self.spec = [trial for trial in trials if trial.state != "infeasible"], spec
+        self.looks = looks_of(spec)
+        self.finals: dict[str, dict[tuple[str, str], dict[int, float]]] = {}
+        for final in store.final_metrics(study_id):
+            if final.run_state == "done":
+                metrics = self.finals.setdefault(final.trial, {})
+                metrics.setdefault((final.split, final.metric), {})[final.seed] = final.value
+
+    def of(self, arm: str, task: str, stage: Stage = "confirm") -> list[TrialRow]:
+        """An arm's trials; a second confirmation of one candidate follows the first."""
+        return [trial for trial in self.trials if (trial.arm, trial.task, trial.stage) == (arm, task, stage)]
+
+    def runs(self, trials: Sequence[TrialRow], metric: str) -> dict[int, dict[int, Run]]:
+        """Candidate number -> seed -> run."""
+        found: dict[int, dict[int, Run]] = {}
+        for trial in trials:
+            metrics = self.finals.get(trial.key, {})
+            validation, test = (metrics.get((split, metric), {}) for split in ("validation", "test"))
+            for seed in trial.runs:
+                run = Run(validation.get(seed, math.nan), test.get(seed, math.nan))
+                found.setdefault(trial.number, {})[seed] = run
+        return found
+
+    def scores(self, task: str, about: Mapping[str, Any], arms: Sequence[Arm]) -> Scores:
+        base = next(arm.name for arm in arms if arm.is_base)
+        runs, seeds = {}, {}
+        for arm in arms:
+            trials = self.of(arm.name, task)
+            runs[arm.name] = self.runs(trials, about["metric"])
+            own = sorted({seed for trial in trials for seed in trial.runs})
+            parts = max((sum(t.number == trial.number for t in trials) for trial in trials), default=0)
+            planned = range(1, self.looks[min(parts, len(self.looks)) - 1].seeds + 1) if own else []
+            seeds[arm.name] = [*planned, *(seed for seed in own if seed not in planned)]
+        return Scores(base, about["maximize"], about["chance"], runs, seeds)
+
+
+def looks_of(spec: Mapping[str, Any]) -> tuple[Look, ...]:
+    """The looks of a study as the ledger has it."""
+    seeds = spec["seeds"]
+    return spread_looks(**seeds) if isinstance(seeds, Mapping) else one_look(seeds)

@@ -1,0 +1,138 @@
+"""Every setting of a method, spelled out: rule, model and train, addressed by paths such as `train.lr`."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from typing import Any
+
+from deltalab.errors import InputError, unknown
+from deltalab.models.spec import ModelSpec
+from deltalab.registry import get_rule
+from deltalab.study.spec import Change, Method
+from deltalab.tasks import Task
+from deltalab.training.train import TrainSpec
+
+OF_THE_TASK = ("vocab_size", "readout")
+"""Settings of the model that the task determines."""
+
+
+def rule_of(given: str | Mapping[str, Any]) -> dict[str, Any]:
+    if isinstance(given, str):
+        return {"name": given}
+    if not isinstance(given, Mapping) or not isinstance(given.get("name"), str):
+        raise InputError(f"rule must be a name, or a mapping with a name, not {given!r}")
+    return dict(given)
+
+
+def applied(base: Method, change: Change) -> Method:
+    rule = rule_of(base.rule)
+    if isinstance(change.rule, str):
+        rule = {"name": change.rule}
+    elif change.rule is not None:
+        other = change.rule.get("name", rule["name"]) != rule["name"]
+        rule = dict(change.rule) if other else {**rule, **change.rule}
+    return Method(rule=rule, model={**base.model, **change.model}, train={**base.train, **change.train})
+
+
+def resolve_method(method: Method, task: Task, *, where: str) -> dict[str, Any]:
+    """Every setting of a method. Raises `InputError` naming the arm and the key."""
+    try:
+        if "rule" in method.model:
+            raise InputError("model.rule stands one level up, beside model and train")
+        for key in OF_THE_TASK:
+            if key in method.model:
+                raise InputError(f"model.{key} is set by task '{task.name}': leave it out")
+        return resolve({"rule": rule_of(method.rule), "model": method.model, "train": method.train}, task)
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
+
+
+def resolve(config: Mapping[str, Any], task: Task) -> dict[str, Any]:
+    """Every setting spelled out, so that equal means equal. Raises `InputError` for settings that make no model."""
+    rule = resolve_rule(config["rule"])
+    of_the_task = {key: getattr(task, key) for key in OF_THE_TASK}
+    model = ModelSpec.of({**config["model"], "rule": rule, **of_the_task})
+    train = TrainSpec(**_known(config["train"], TrainSpec, "train"))
+    settings = {f.name: getattr(model, f.name) for f in fields(model) if f.name != "rule"}
+    return json.loads(json.dumps({"rule": rule, "model": settings, "train": asdict(train)}))  # type: ignore[no-any-return]
+
+
+def resolve_rule(rule: Mapping[str, Any]) -> dict[str, Any]:
+    """A rule with every knob spelled out. Raises `InputError` for a rule or knobs that do not exist."""
+    return get_rule(rule["name"], **{key: value for key, value in rule.items() if key != "name"}).spec()
+
+
+def _known(given: dict[str, Any], kind: type, what: str) -> dict[str, Any]:
+    names = [f.name for f in fields(kind)]
+    for key in given:
+        if key not in names:
+            raise unknown(f"{what} key", key, names)
+    for key in ("steps", "batch_size", "lr"):
+        if key not in given:
+            raise InputError(f"{what}: needs {key}")
+    return given
+
+
+def setting(config: Mapping[str, Any], path: str, where: str) -> Any:
+    here: Any = config
+    for part in path.split("."):
+        if not isinstance(here, Mapping) or part not in here:
+            raise unknown("setting", path, _paths(config), where=where)
+        here = here[part]
+    return here
+
+
+_FIXED = ("rule.name", *(f"model.{key}" for key in OF_THE_TASK))
+
+
+def with_values(config: Mapping[str, Any], values: Mapping[str, Any], *, where: str) -> dict[str, Any]:
+    """The configuration with values put in by their paths, a whole rule first; not yet resolved.
+
+    Raises `InputError` for settings that do not exist, or that the rule tried with them does not have.
+    """
+    changed: dict[str, Any] = json.loads(json.dumps(config))
+    if "rule" in values:
+        try:
+            changed["rule"] = resolve_rule(rule_of(values["rule"]))
+        except InputError as error:
+            raise InputError(f"{where}.rule: {error}") from None
+    for path, value in values.items():
+        if path == "rule":
+            continue
+        *parents, last = path.split(".")
+        here: Any = changed
+        for part in parents:
+            here = here.get(part) if isinstance(here, dict) else None
+        if isinstance(here, dict) and last in here and parents and path not in _FIXED:
+            here[last] = value
+        elif "rule" in values and parents[:1] == ["rule"]:
+            knob = path.removeprefix("rule.")
+            raise InputError(
+                f"{where}.{path} cannot be searched beside {where}.rule: rule '{changed['rule']['name']}', one of its "
+                f"choices, has no '{knob}'. Give it in the choices that have it: {{name: RULE, {knob}: VALUE}}"
+            )
+        else:
+            raise unknown("setting", path, _paths(config), where=where)
+    return changed
+
+
+def difference(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Where two configurations differ: dotted key -> [base value, other value]; a gate counts as one value.
+
+    >>> difference({"train": {"lr": 1, "clip": 2}}, {"train": {"lr": 3, "clip": 2}})
+    {'train.lr': [1, 3]}
+    """
+    before, after = _settings(base), _settings(other)
+    keys = [*before, *(key for key in after if key not in before)]
+    return {k: [before.get(k), after.get(k)] for k in keys if before.get(k) != after.get(k)}
+
+
+def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{section}.{key}": value for section, part in config.items() for key, value in part.items()}
+
+
+def _paths(config: Mapping[str, Any], under: str = "") -> list[str]:
+    found = []
+    for key, value in config.items():
+        found += _paths(value, f"{under}{key}.") if isinstance(value, dict) else [f"{under}{key}"]
+    return [path for path in found if path not in _FIXED]
