@@ -20,7 +20,7 @@ PATIENCE_MILLISECONDS = 30_000
 def record(store: Store, study: int, arm: str, shift: float) -> None:
     runs = [
         RunRecord(seed, metrics=[("validation", "accuracy", step, 0.5 + 0.01 * seed + shift) for step in (1, 2)])
-        for seed in range(8)
+        for seed in range(1, 9)
     ]
     for run in runs:
         run.metrics.append(("test", "accuracy", 2, 0.5 + 0.01 * run.seed + shift))
@@ -34,7 +34,7 @@ def running(tmp_path: Path) -> Iterator[tuple[Store, int]]:
     with Store.open(tmp_path / "lab.db") as store:
         tasks = {"mqar": {"metric": "accuracy", "maximize": True, "chance": 0.1, "version": 1}}
         arms = [ArmRecord(arm, arm == "base", {} if arm == "base" else {arm: [0, 1]}, {}) for arm in ARMS]
-        study = store.begin_study("ablation", None, "id", {}, arms, {"tasks": tasks})
+        study = store.begin_study("ablation", None, "id", {"seeds": 8}, arms, {"tasks": tasks})
         record(store, study, "base", 0.0)
         record(store, study, "without_output_gate", -0.2)
         yield store, study

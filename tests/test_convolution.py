@@ -96,25 +96,24 @@ def compare(
     value=3,
     gate=5,
     rest=3,
-    unit=True,
-    silu=3,
+    how=(3, True),
     past=True,
 )
 @given(
     runs=st.integers(1, 2), batch=st.integers(1, 3), length=st.integers(1, 9), width=st.integers(0, 5),
     heads=st.integers(1, 2), key_dim=st.sampled_from([3, 4, 7, 16]), steps=st.integers(1, 2), value=st.integers(1, 9),
-    gate=st.integers(0, 5), rest=st.integers(0, 9), unit=st.booleans(), silu=st.sampled_from([0, 2, 3]),
-    past=st.booleans(),
+    gate=st.integers(0, 5), rest=st.integers(0, 9), past=st.booleans(),
+    how=st.sampled_from([(3, True), (2, True), (3, False), (2, False), (0, False)]),
 )  # fmt: skip
 def test_a_fused_convolution_is_that_in_fp64(
     runs: int, batch: int, length: int, width: int, heads: int, key_dim: int, steps: int, value: int, gate: int,
-    rest: int, unit: bool, silu: int, past: bool,
+    rest: int, how: tuple[int, bool], past: bool,
 ) -> None:  # fmt: skip
     widths = [heads * key_dim, steps * heads * key_dim, value, gate, rest]
     x, channels = normal(1, runs, batch, length, sum(widths)), sum(widths[:3])
     w = normal(2, runs, width, channels) if width else None
     before = normal(3, runs, batch, width - 1, channels) if width and past else None
-    compare(x, w, before, widths, key_dim, silu, unit)
+    compare(x, w, before, widths, key_dim, *how)
 
 
 @pytest.mark.parametrize(("dtype", "taps"), [(BF16, FP32), (FP16, FP16)])

@@ -143,7 +143,7 @@ def test_a_study_shows_each_arm_of_each_task(ablation: int) -> None:
     assert list(text["verdict"]) == ["base", ":green[better]", "not run"]
     assert "accuracy ↑" in mqar
     assert "bits\\_per\\_byte ↓" in text
-    assert mqar["difference"][1] == "-0.400\u00a0[-0.440,\u00a0-0.360]"
+    assert mqar["difference"][1] == "-0.400\u00a0[-0.431,\u00a0-0.369]"
     assert mqar["seeds"][2] == "7 of 8, 1 diverged"
     assert list(by_task["text\\: bits\\_per\\_byte ↓"]) == ["0.921", "0.521 (-0.400*)", "not run"]
     assert [chart["layer"][1]["encoding"]["x"]["title"] for chart in charts(app)] == [

@@ -203,7 +203,7 @@ ARMS = [
     ({"ablate": ["d"], "arms": {"without_d": {"rule": {"b": 1}}}}, "arms.without_d: there is such an arm already"),
     ({"ablate": ["d", "d"]}, "'d' is given twice"),
     ({"factorial": [["d", "d"]]}, "is the same as"),
-    ({"ablate": ["beta"]}, "'beta' has no option that takes it away"),
+    ({"base": {**STUDY["base"], "rule": "deltanet"}, "ablate": ["beta"]}, "'beta' has no option that takes it away"),
     ({"ablate": ["transition"]}, "'transition' has no option that takes it away"),
     ({"ablate": ["p"]}, "ablate: unknown part 'p'"),
     ({"base": {**STUDY["base"], "rule": {"name": "comba", "d": 0}}, "ablate": ["d"]}, "is the same as base"),

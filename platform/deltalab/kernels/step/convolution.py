@@ -292,8 +292,8 @@ def convolve(
 
     q, k and v: sum_i w_i x_{t - W + 1 + i} for w [n, W, C], with past [n, B, W - 1, C], or 0, before the first x; x
     itself without w. silu: how many of them get SiLU then, counted from q on. unit: whether each `key_dim` channels of
-    q and k are then divided by their norm, which is at least 1e-6. The gate is unchanged, the rest in fp32. Computes in
-    fp32.
+    q and k, which must get SiLU, are then divided by their norm, which is at least 1e-6. The gate is unchanged, the
+    rest in fp32. Computes in fp32.
     Returns [n, B, T, width] for each, or [n, 0] for a width of 0.
     """
     q, k, v, gate, rest = found = _outputs(x=x, widths=widths)
