@@ -109,7 +109,7 @@ def test_a_study_keeps_its_promise(tmp_path: Path) -> None:
     assert 0 < found.wrong <= 0.1
     assert found.low < found.wrong < found.high
     assert found.coverage == 1 - found.wrong
-    assert found.says.startswith("The promise holds")
+    assert found.says.startswith("No sign that the promise is broken")
 
 
 def test_looks_and_the_family_are_those_of_the_study(tmp_path: Path) -> None:

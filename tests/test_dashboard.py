@@ -144,7 +144,7 @@ def test_a_study_shows_each_arm_of_each_task(ablation: int) -> None:
     assert "accuracy ↑" in mqar
     assert "bits\\_per\\_byte ↓" in text
     assert mqar["difference"][1] == "-0.400\u00a0[-0.431,\u00a0-0.369]"
-    assert mqar["seeds"][2] == "7 of 8, 1 diverged"
+    assert mqar["seeds"][2] == "7 of 8, 1 runs diverged"
     assert list(by_task["text\\: bits\\_per\\_byte ↓"]) == ["0.921", "0.521 (-0.400*)", "not run"]
     assert [chart["layer"][1]["encoding"]["x"]["title"] for chart in charts(app)] == [
         "accuracy, arm minus base (higher is better →)",
@@ -460,7 +460,7 @@ def test_an_arm_that_always_diverges_counts_as_the_worst(ledgers: Path, monkeypa
     monkeypatch.setenv("DELTALAB_DB", str(ledgers / "diverged.db"))
     late = {name: column[2] for name, column in cells(shown().table[0].value).items()}
     assert late["verdict"] == ":red[worse]"
-    assert late["seeds"] == "0 of 8, 8 diverged"
+    assert late["seeds"] == "0 of 8, 8 runs diverged"
     assert (late["accuracy ↑"].split("\u00a0")[0], late["p"]) == ("0.016", "0.008"), "chance, with each seed"
     table = shown("trials.py", states="diverged").dataframe[0].value
     assert list(table["arm"]) == ["late", "late"]

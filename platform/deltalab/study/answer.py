@@ -154,6 +154,12 @@ def answer(store: Store, study_id: int, *, which: Stage = "confirm") -> Answer:
             compared = dict(zip(tasks, outcomes(list(scores.values()), ledger.looks), strict=True))
         else:
             compared = {task: outcomes([found], ledger.looks)[0] for task, found in scores.items()}
+        ended = study.state in ("done", "failed")
+        if not ended:  # an arm that seems to have stopped may go on when the range is extended
+            compared = {
+                task: {arm: replace(outcome, stopped=None) for arm, outcome in found.items()}
+                for task, found in compared.items()
+            }
         tables = [_table(task, about, arms, ledger, scores[task], compared[task]) for task, about in tasks.items()]
     for at, table in enumerate(tables):
         drawn = [trial for trial in trials if trial.task == table.task]
@@ -275,8 +281,10 @@ def _row(
     difference = None
     if outcome is not None:
         ends = (bounds[0] - bounds[1], bounds[1] - bounds[0]) if bounds else None
-        low, high = within(outcome.difference.low, outcome.difference.high, ends)
-        difference = replace(outcome.difference, low=low, high=high) if outcome.difference.n else UNKNOWN
+        difference = outcome.difference if outcome.difference.n else UNKNOWN
+        if math.isfinite(difference.low):
+            low, high = within(difference.low, difference.high, ends)
+            difference = replace(difference, low=low, high=high)
     return Row(
         arm=arm.name,
         is_base=arm.is_base,
@@ -384,9 +392,10 @@ def _edges(rows: list[Row], task: str, ledger: Measured, scores: Scores) -> Iter
                 ends.setdefault((path, end, f"{row.tuned[path]:.3g}"), []).append(row.arm)
     for (path, end, value), names in ends.items():
         several = len(names) > 1
+        hint = "tune.extend moved it as far as it does" if tune.get("extend") else "tune: {extend: true} tries further"
         yield (
             f"The best {path} of {', '.join(names)} is the {end} that was tried, {value}: "
-            f"{'these arms' if several else 'the arm'} may do better beyond it (tune: {{extend: true}} looks)."
+            f"{'these arms' if several else 'the arm'} may do better beyond it ({hint})."
         )
 
 
@@ -416,6 +425,15 @@ def _table_notes(
     hopeless = [arm for arm, outcome in found.items() if outcome.stopped == "hopeless"]
     if hopeless:
         notes.append(f"Stopped early, with little prospect of a verdict: {', '.join(hopeless)}.")
+    if len({row.score.n for row in rows if row.score.n}) > 1:
+        notes.append(
+            "Arms have different numbers of seeds: a mean is over an arm's own, a difference over those of both."
+        )
+    open_ended = [
+        row.arm for row in rows if row.difference and row.difference.n and not math.isfinite(row.difference.low)
+    ]
+    if open_ended:
+        notes.append(f"No interval for {', '.join(open_ended)}: so few seeds cannot exclude any difference.")
     if budgets := [row for row in rows if len(row.by_budget) > 1]:
         told = (f"{row.arm} {', '.join(f'{score:.3f}' for score in row.by_budget)}" for row in budgets)
         most = max(len(row.by_budget) for row in budgets)
@@ -454,9 +472,14 @@ def _notes(which: Stage, spec: Mapping[str, Any]) -> list[str]:
             small,
         ]
     family = "the study's" if spec.get("family") == "study" else "a task's"
-    return [
+    score = (
         "A seed trains every candidate; its score is the test score, at the last step, of its run with the best "
-        "validation score. Means are over seeds, with a 95% t interval.",
+        "validation score."
+        if spec.get("tune")
+        else "A seed's score is that on the test split at the last step."
+    )
+    return [
+        f"{score} Means are over seeds, with a 95% t interval.",
         f"Differences are arm minus base, paired by seed. Intervals and p are of one exact sign-flip test over {family}"
         f" arms and hold jointly: better and worse mean p <= {ALPHA}, and an interval that leaves out 0.",
         "Costs are those of the tuned candidate: time per trained token, elements of state, parameters.",

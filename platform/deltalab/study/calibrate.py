@@ -223,4 +223,4 @@ def _says(low: float, looks: Sequence[Look]) -> str:
     promise = f"at most {ALPHA:.0%} of studies may find a difference where there is none"
     if low > ALPHA:
         return f"The promise is broken: {promise}, and at least {low:.1%} do."
-    return f"The promise holds in these studies: {promise}."
+    return f"No sign that the promise is broken: {promise}."

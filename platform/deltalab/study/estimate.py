@@ -66,6 +66,7 @@ class Estimate:
     trials: int
     runs: int
     seeds: int
+    looks: list[int]
     workers: int
     stack: int | Literal["auto"]
     seconds: float | None
@@ -120,6 +121,9 @@ class Estimate:
                 "standard deviations of a seed's score"
             )
         lines = [f"{self.seeds} paired seeds {found}."]
+        if self.looks:
+            stops = ", ".join(map(str, self.looks))
+            lines.append(f"They are added in looks, after {stops} seeds: fewer runs, and somewhat less power.")
         lines += [
             f"On {effect.task} that is {effect.effect:.2g} in {effect.metric} (standard deviation {effect.sd:.2g}, "
             f"{effect.source})."
@@ -173,6 +177,7 @@ def estimate(plan: Plan, *, workers: int | None = None, spreads: Sequence[Spread
         trials=plan.trials,
         runs=plan.runs,
         seeds=seeds,
+        looks=[look.seeds for look in plan.spec.looks] if len(plan.spec.looks) > 1 else [],
         workers=workers,
         stack=wanted.stack,
         seconds=sum(whole) / workers if len(whole) == len(arms) else None,
@@ -185,8 +190,14 @@ def estimate(plan: Plan, *, workers: int | None = None, spreads: Sequence[Spread
             for spread in spreads
             if found is not None and math.isfinite(found)
         ],
-        notes=(*plan.notes, *_passes(trainings)),
+        notes=(*plan.notes, *_extended(plan), *_passes(trainings)),
     )
+
+
+def _extended(plan: Plan) -> list[str]:
+    if plan.spec.tune is None or not plan.spec.tune.extend:
+        return []
+    return ["tune.extend may add candidates, which are not counted here, where a best value is at the end of a range."]
 
 
 def _counted(plan: Plan) -> tuple[list[Sizes], list[Training]]:

@@ -45,7 +45,8 @@ class Report(Answer):
     @property
     def title(self) -> str:
         profile = f"profile {self.profile}" if self.profile else "default profile"
-        return f"{self.study}, {profile}, id {self.study_id} ({self.state})"
+        state = self.state if self.state in ("done", "failed") else f"{self.state}: verdicts may change"
+        return f"{self.study}, {profile}, id {self.study_id} ({state})"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield Text(self.title, style="bold")
@@ -122,7 +123,7 @@ def cells(row: Row) -> list[str]:
     if row.score.missing:
         seeds = f"{row.score.n - row.score.missing} of {row.score.n}"
     if row.diverged:
-        seeds += f", {row.diverged} diverged"
+        seeds += f", {row.diverged} runs diverged"
     return [
         row.arm,
         seeds,
