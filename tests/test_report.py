@@ -266,7 +266,7 @@ def test_few_seeds_are_told_what_they_cannot_show(store: Store) -> None:
     said = found.to_markdown()
     assert said.index("No arm can be told") < said.index("| arm |") < said.index("Pareto front")
     shown = text(found)
-    assert shown.index("! No arm can be told") < shown.index("verdict")
+    assert shown.index("! No arm can be told") < shown.index("difference")
 
 
 def test_what_cannot_be_compared_says_why(store: Store) -> None:
