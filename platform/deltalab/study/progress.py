@@ -74,4 +74,4 @@ def _name(stack: Sequence[Job]) -> str:
     job, others = stack[0], len(stack) - 1
     kind, seeds = "search" if job.stage == "tune" else "candidate", len(job.seeds)
     what = f"{kind} {job.number + 1}, {seeds} seed{'s' * (seeds != 1)}"
-    return f"{job.task} / {job.arm} / {what}" + (f" and {others} more trials" if others else "")
+    return f"{job.task} / {job.arm} / {what}" + (f" and {others} more trial{'s' * (others != 1)}" if others else "")
