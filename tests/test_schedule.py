@@ -110,6 +110,8 @@ def by_lr(job: Job, seed: int = 0) -> float:
 
 
 def shown(store: Store, one: Schedule) -> Report:
+    if one.done:
+        store.finish_study(one.study_id, "done")
     return report(store, one.study_id)
 
 
