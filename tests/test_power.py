@@ -15,7 +15,7 @@ from rich.console import Console
 from deltalab import get_task
 from deltalab.store import RunRecord, Store
 from deltalab.study.estimate import Estimate, estimate
-from deltalab.study.joint import compare
+from deltalab.study.joint import compare, one_look, spread_looks
 from deltalab.study.plan import Plan, make_plan
 from deltalab.study.power import Spread, detectable, spreads
 from deltalab.study.run import _provenance, arm_records
@@ -43,14 +43,15 @@ def test_few_seeds_find_nothing_and_the_plan_says_so() -> None:
 
 
 def test_more_seeds_find_less_and_more_arms_need_more() -> None:
-    assert detectable(5, 1) == math.inf
-    assert detectable(6, 1) > detectable(9, 1) > detectable(15, 1) > 0.5
-    assert detectable(9, 7) > detectable(9, 1)
+    assert detectable(one_look(5), 1) == math.inf
+    assert detectable(one_look(6), 1) > detectable(one_look(9), 1) > detectable(one_look(15), 1) > 0.5
+    assert detectable(one_look(9), 7) > detectable(one_look(9), 1)
+    assert detectable(spread_looks(6, 9), 7) > detectable(one_look(9), 7), "looks cost power"
 
 
 def test_the_detectable_effect_is_found_in_most_studies() -> None:
     """Counted on studies of their own."""
-    effect, random, told = detectable(9, 3), np.random.default_rng(7), 0
+    effect, random, told = detectable(one_look(9), 3), np.random.default_rng(7), 0
     for _ in range(60):
         scores = random.normal(size=(4, 9))
         scores[1] += effect

@@ -123,7 +123,7 @@ class Estimate:
         lines = [f"{self.seeds} paired seeds {found}."]
         if self.looks:
             stops = ", ".join(map(str, self.looks))
-            lines.append(f"They are added in looks, after {stops} seeds: fewer runs, and somewhat less power.")
+            lines.append(f"They are added in looks, after {stops} seeds, and an arm may stop before the last.")
         lines += [
             f"On {effect.task} that is {effect.effect:.2g} in {effect.metric} (standard deviation {effect.sd:.2g}, "
             f"{effect.source})."
@@ -169,7 +169,7 @@ def estimate(plan: Plan, *, workers: int | None = None, spreads: Sequence[Spread
     seeds, tested = plan.spec.looks[-1].seeds, len(plan.names) - 1
     if plan.spec.family == "study":
         tested *= len(plan.tasks)
-    found = detectable(seeds, tested) if tested and smallest_p(seeds) <= ALPHA else None
+    found = detectable(plan.spec.looks, tested) if tested and smallest_p(seeds) <= ALPHA else None
     return Estimate(
         study=plan.spec.name,
         profile=plan.profile,

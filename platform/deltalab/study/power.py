@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from deltalab.store import Store
-from deltalab.study.joint import ALPHA, one_look, rejects, smallest_p
+from deltalab.study.joint import ALPHA, Look, rejects, smallest_p
 from deltalab.study.measured import results
 from deltalab.tasks import Task
 
@@ -31,14 +31,16 @@ class Spread:
 
 
 @cache
-def detectable(seeds: int, arms: int) -> float:
+def detectable(looks: tuple[Look, ...], arms: int) -> float:
     """The effect on one arm that is found with 80% probability, in standard deviations of a seed's score.
 
-    From simulated studies with normal scores of equal variance. Infinite where so few seeds cannot find any.
+    From simulated studies with normal scores of equal variance, in which no arm stops for want of prospect. Infinite
+    where so few seeds cannot find any.
 
-    >>> round(detectable(9, 1), 1) < round(detectable(6, 7), 1)
+    >>> round(detectable(one_look(9), 1), 1) < round(detectable(one_look(6), 7), 1)
     True
     """
+    seeds = looks[-1].seeds
     if smallest_p(seeds) > ALPHA:
         return math.inf
     random = np.random.default_rng(0)
@@ -46,7 +48,8 @@ def detectable(seeds: int, arms: int) -> float:
     least = []
     for _ in range(STUDIES):
         scores = random.normal(size=(1 + min(arms, MOST_ARMS), seeds))
-        told = rejects(list(scores[1:] - scores[0]), -effects, one_look(seeds))
+        differences = list(scores[1:] - scores[0])
+        told = np.any([rejects(differences, -effects, looks[:k]) for k in range(1, len(looks) + 1)], axis=0)
         least.append(effects[np.argmax(told)] if told.any() else math.inf)
     return float(np.quantile(least, POWER))
 

@@ -207,6 +207,7 @@ def _flat(table: TaskTable, row: Row) -> dict[str, Any]:
         **own,
         **{f"score_{key}": value for key, value in score.items()},
         **{f"difference_{key}": value for key, value in difference.items()},
+        "learned": json.dumps(own["learned"]),
         "tuned": json.dumps(row.tuned),
     }
 
