@@ -21,7 +21,7 @@ from deltalab.study.choice import Run, Scores, outcomes
 from deltalab.study.joint import ALPHA, Look, smallest_p
 from deltalab.study.measured import looks_of, results
 from deltalab.study.plan import Plan, make_plan
-from deltalab.study.run import run_plan
+from deltalab.study.run import run_study
 from deltalab.study.spec import StudySpec
 
 Array = NDArray[np.float64]
@@ -94,7 +94,7 @@ def real(
     """
     plan = make_plan(spec, profile=profile, where=where)
     base = base_alone(plan)
-    result = run_plan(base, db=db, executor="inline", quiet=quiet)
+    result = run_study(base, db=db, executor="inline", quiet=quiet)
     with Store.open(db, create=False) as store:
         found = results(store, result.study_id)
     pools = {task: _runs(scores, scores.base) for task, scores in found.items()}

@@ -46,7 +46,7 @@ class StudyResult:
 
 
 def run_study(
-    path: str | Path,
+    path: str | Path | Plan,
     *,
     db: str | Path | None = None,
     profile: str | None = None,
@@ -57,37 +57,19 @@ def run_study(
     retry_failed: bool = False,
     quiet: bool = True,
 ) -> StudyResult:
-    """Runs a study file, or goes on with it: a trial that the ledger holds never runs again.
+    """Runs a study, or goes on with it: a trial that the ledger holds never runs again.
 
+    path: the file or the name of a study, with `profile` one of its own, or a plan.
     db: a file or an SQLAlchemy URL, ./deltalab.db where None. executor: `inline` runs in this process, without Ray.
     workers: stacks of trials at a time; None is as many as the resources allow. address: a Ray cluster, whose machines
     must share the folder `storage`. retry_failed: run the trials again that raised.
     Raises `InputError` for a study that is not valid or that this machine cannot run; a trial that raises is recorded.
     """
-    return run_plan(
-        make_plan(load_study(path, profile=profile), profile=profile, where=str(path)),
-        db=db,
-        executor=executor,
-        workers=workers,
-        address=address,
-        storage=storage,
-        retry_failed=retry_failed,
-        quiet=quiet,
+    plan = (
+        path
+        if isinstance(path, Plan)
+        else make_plan(load_study(path, profile=profile), profile=profile, where=str(path))
     )
-
-
-def run_plan(
-    plan: Plan,
-    *,
-    db: str | Path | None = None,
-    executor: Literal["ray", "inline"] = "ray",
-    workers: int | None = None,
-    address: str | None = None,
-    storage: str | None = None,
-    retry_failed: bool = False,
-    quiet: bool = True,
-) -> StudyResult:
-    """Runs a study that has been planned, as `run_study` does."""
     if executor not in ("ray", "inline"):
         raise InputError(f"executor must be ray or inline, not {executor!r}")
     if address is not None and storage is None:
