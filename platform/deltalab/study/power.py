@@ -37,6 +37,7 @@ def detectable(looks: tuple[Look, ...], arms: int) -> float:
     From simulated studies with normal scores of equal variance, in which no arm stops for want of prospect. Infinite
     where so few seeds cannot find any.
 
+    >>> from deltalab.study.joint import one_look
     >>> round(detectable(one_look(9), 1), 1) < round(detectable(one_look(6), 7), 1)
     True
     """
