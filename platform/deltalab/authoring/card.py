@@ -28,8 +28,12 @@ _PER = {
     "token": "token and head",
     "step": "step and head",
     "channel": "token, head and channel",
+    "value_channel": "token, head and channel of v",
+    "slot": "token, head and slot",
     "head": "head",
     "head_channel": "head and channel",
+    "head_value_channel": "head and channel of v",
+    "head_slot": "head and slot",
     "none": "head, fixed",
 }
 
@@ -241,7 +245,8 @@ def _state(rule: UpdateRule, key_dim: int, value_dim: int) -> tuple[int, int]:
 
 def _parameters(gate: Gate, steps: int) -> dict[str, int]:
     """The number of parameters of a gate: those of its projection from width d, and its own in its shape."""
-    each = "H K" if gate.per in ("channel", "head_channel") else "H"
+    widths = {"channel": "H K", "value_channel": "H V", "slot": f"{gate.slots} H"}
+    each = widths.get(gate.per.removeprefix("head_"), "H")
     own = {each: len(gate.parameters)}
     if not gate.projected:
         return own
