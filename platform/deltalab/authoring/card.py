@@ -119,7 +119,8 @@ class Card:
     def _facts(self) -> dict[str, str]:
         facts = {"transition": "outside the algebra: the rule has its own `mix`"}
         if self.transition is not None:
-            said = (f"{field} {value}" for field, value in self.transition.items() if field != "name")
+            plain = {"name": self.transition["name"], "output": "after"}
+            said = (f"{field} {value}" for field, value in self.transition.items() if plain.get(field) != value)
             facts = {"transition": f"`{self.transition['name']}`: {', '.join(said)}"}
         if self.second_state:
             facts["second state"] = "learns from the error of the first, with the same transition"
