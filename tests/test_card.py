@@ -90,6 +90,7 @@ def test_a_card_shows_the_settings_of_knobs_and_gates():
     assert [gates[symbol].per for symbol in ("g", "b", "d")] == ["token and head", "head", "head, fixed"]
     assert found.transition == {
         "name": "iplr", "decay": "scalar", "low_rank": "tied", "reads": "decayed_state", "steps": 1,
+        "output": "after",
     }  # fmt: skip
     assert found.eigenvalues == (-1.0, 1.0)
     assert card("mamba2").gates[1].parameters == "those of g"

@@ -16,7 +16,7 @@ D, H, K = 24, 3, 4
 
 
 def values(given: dict[str, Gate], heads: int = H, key_dim: int = K) -> tuple[Gates, Tensor, dict[str, Tensor]]:
-    module = Gates(given, D, heads, key_dim)
+    module = Gates(given, D, heads, key_dim, key_dim)
     initialize(module, 0)
     x = torch.randn(2, 64, D, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     return module.double(), x, module.double()(x)
@@ -108,7 +108,7 @@ def test_comba_has_its_own_beta_and_scalars_of_each_head():
 
 def test_delta_products_beta_is_one_for_each_step():
     rule = deltalab.get_rule("delta_product", n_h=3)
-    module = Gates(rule.gates, D, H, K, rule.steps)
+    module = Gates(rule.gates, D, H, K, K, rule.steps)
     x = torch.randn(2, 5, D)
     beta = module(x)["beta"]
     flat = 2 * (x @ module.project["beta"].weight.T).sigmoid()

@@ -140,7 +140,7 @@ def test_stacked_models_fold_into_the_batch(name, length, split):
 @pytest.mark.parametrize(("name", "length"), [("comba", 9), ("rdn", 32), ("gla", 9)])
 def test_a_compiler_takes_all_of_it_as_one_graph(name, length, split, monkeypatch):
     rule = deltalab.get_rule(name)
-    monkeypatch.setattr("deltalab.ops.scan.automatic", available)
+    monkeypatch.setattr("deltalab.ops.recurrence.automatic", available)
     x = draw(rule, batch=1, length=length, heads=1, key_dim=16, value_dim=16).map(lambda part: part.float().to(DEVICE))
 
     def scanned(*given):
@@ -173,6 +173,6 @@ def test_without_a_gpu_the_kernels_say_what_they_need(monkeypatch):
     rule = deltalab.get_rule("gated_deltanet")
     x = draw(rule, batch=1, length=4, heads=1, key_dim=16, value_dim=16).map(torch.Tensor.float)
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    monkeypatch.setattr("deltalab.ops.scan.lacks_triton", lacks_triton.__wrapped__)
+    monkeypatch.setattr("deltalab.ops.recurrence.lacks_triton", lacks_triton.__wrapped__)
     with pytest.raises(InputError, match="backend 'triton' needs a GPU"):
         deltalab.scan(rule, x.q, x.k, x.v, x.gates, backend="triton")

@@ -209,7 +209,7 @@ def test_what_has_no_kernel_is_refused_by_name_and_else_said_once(rule, dtype, k
     with pytest.raises(InputError, match=says) as refused:
         deltalab.scan(rule, x.q, x.k, x.v, x.gates, backend="triton")
     assert "\n" not in str(refused.value)
-    monkeypatch.setattr("deltalab.ops.scan.automatic", available)
+    monkeypatch.setattr("deltalab.ops.recurrence.automatic", available)
     _say.cache_clear()
     with caplog.at_level(logging.INFO, "deltalab"):
         outputs = [deltalab.scan(rule, x.q, x.k, x.v, x.gates, backend=backend)[0] for backend in ("auto", "auto")]

@@ -70,7 +70,7 @@ def test_without_one_kernels_are_refused(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.setattr(ptxas, "choose", lambda: "ptxas 12.9 or later, not 12.8, in TRITON_PTXAS_PATH")
     assert lacks_triton.__wrapped__("cuda") == "ptxas 12.9 or later, not 12.8, in TRITON_PTXAS_PATH"
-    monkeypatch.setattr("deltalab.ops.scan.lacks_triton", lambda device: "ptxas 12.9")
+    monkeypatch.setattr("deltalab.ops.recurrence.lacks_triton", lambda device: "ptxas 12.9")
     rule = deltalab.get_rule("linear_attention")
     x = draw(rule, batch=1, length=4, heads=1, key_dim=16, value_dim=16).map(torch.Tensor.float)
     with pytest.raises(InputError, match=r"backend 'triton' needs ptxas 12\.9"):

@@ -217,7 +217,7 @@ def test_gates_are_those_of_table_5(study, arm, forget, into, planned):
     """000 Table 5: GLA's sigmoid(W_1 W_2 x)^(1/tau) and 1, Mamba2's exp(-a softplus(W x + c)) and softplus(W x + c),
     MetaLA's sigmoid(W x) and 1 - sigmoid(W x), Comba's Mamba2's and sigmoid(W_beta x)."""
     rule = ModelSpec(vocab_size=1, rule=planned[study][arm].config["rule"]).make_rule()
-    gates = Gates(rule.gates, 6, H, K).double()
+    gates = Gates(rule.gates, 6, H, K, K).double()
     x = random(B, T, 6, seed=7)
     values = gates(x)
     close(values["g"].exp().flatten(2), forget(x, gates))
@@ -229,7 +229,7 @@ def test_the_diagonal_of_dplr_has_a_channels_decay_through_a_low_rank(planned):
     ranks = {}
     for arm in ("dplr", "dplr_full_rank"):
         rule = ModelSpec(vocab_size=1, rule=planned["transition"][arm].config["rule"]).make_rule()
-        ranks[arm] = torch.linalg.matrix_rank(weight(Gates(rule.gates, 64, 2, 16), "g")).item()
+        ranks[arm] = torch.linalg.matrix_rank(weight(Gates(rule.gates, 64, 2, 16, 16), "g")).item()
         assert rule.gates["g"].shape(2, 16) == (2, 16)
     assert ranks == {"dplr": 16, "dplr_full_rank": 32}
 
@@ -238,7 +238,7 @@ def test_the_diagonal_of_dplr_has_a_channels_decay_through_a_low_rank(planned):
 def test_the_tied_correction_factor_is_beta(arm, planned):
     """001 Section 4.3, Figure 3."""
     rule = ModelSpec(vocab_size=1, rule=planned["rla_ablation"][arm].config["rule"]).make_rule()
-    gates = Gates(rule.gates, 6, H, K)(torch.randn(B, T, 6))
+    gates = Gates(rule.gates, 6, H, K, K)(torch.randn(B, T, 6))
     assert torch.equal(gates["gamma"], gates["beta"])
 
 

@@ -23,6 +23,20 @@ from deltalab.errors import InputError, unknown
 P = ParamSpec("P")
 Start: TypeAlias = Callable[[tuple[int, ...], torch.Generator], Tensor]
 Value: TypeAlias = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
+Per: TypeAlias = Literal[
+    "token",
+    "step",
+    "channel",
+    "value_channel",
+    "slot",
+    "head",
+    "head_channel",
+    "head_value_channel",
+    "head_slot",
+    "none",
+]
+PROJECTED: tuple[Per, ...] = ("token", "step", "channel", "value_channel", "slot")
+"""The kinds of gates whose values depend on the input."""
 
 
 @dataclass(frozen=True)
@@ -33,38 +47,47 @@ class Gate:
         token: W x, one per head, [B, T, H].
         step: W x, one per head and each of a token's n steps, [B, n T, H].
         channel: W x, one per head and channel of the key, [B, T, H, K].
+        value_channel: W x, one per head and channel of the value, [B, T, H, V].
+        slot: W x, `slots` per head (of a memory, or of its levels), [B, T, H, slots].
         head: learned, one per head, [H].
-        head_channel: learned, one per head and channel of the key, [H, K].
+        head_channel, head_value_channel, head_slot: learned, [H, K], [H, V] and [H, slots].
         none: fixed, [H].
     low, high: the closed range of its values. Strengths are in linear space; g is log-decay, in [-inf, 0].
-    parameters: name -> start(shape, generator), where shape is [H], or [H, K] with `per` channel or head_channel.
+    parameters: name -> start(shape, generator), where shape is that of its value without batch and time.
         Weight decay does not apply to them.
     value: (z, parameters) -> the gate's value, where z is the projection in the gate's shape, or zeros without one.
     rank: the width r of a projection W_1 W_2 x through r channels; None for one matrix.
     of: the gate whose projection and parameters this one shares; None for its own.
+    slots: how many values a gate per slot has.
+    features: None for a gate. A projected vector besides q, k and v, per `channel` or `value_channel`, has `unit`,
+        `silu` or `raw`: after the layer's short convolution it gets SiLU and unit norm, SiLU, or nothing, like q and k.
     kind, options, again: set by `parameterization`: the function's name, its arguments, and the function itself, which
         remakes the gate with other arguments.
     """
 
-    per: Literal["token", "step", "channel", "head", "head_channel", "none"]
+    per: Per
     low: float
     high: float
     value: Value = field(compare=False, repr=False)
     parameters: Mapping[str, Start] = field(default_factory=dict, compare=False, repr=False)
     rank: int | None = None
     of: str | None = None
+    slots: int = 0
+    features: Literal["unit", "silu", "raw"] | None = None
     kind: str = ""
     options: tuple[tuple[str, float], ...] = ()
     again: "Callable[..., Gate] | None" = field(default=None, compare=False, repr=False)
 
-    def shape(self, heads: int, key_dim: int) -> tuple[int, ...]:
+    def shape(self, heads: int, key_dim: int, value_dim: int) -> tuple[int, ...]:
         """The shape of its value without batch and time."""
-        return (heads, key_dim) if self.per in ("channel", "head_channel") else (heads,)
+        widths = {"channel": key_dim, "value_channel": value_dim, "slot": self.slots}
+        width = widths.get(self.per.removeprefix("head_"))
+        return (heads,) if width is None else (heads, width)
 
     @property
     def projected(self) -> bool:
         """Whether it depends on the input."""
-        return self.per in ("token", "step", "channel")
+        return self.per in PROJECTED
 
     @property
     def constant(self) -> bool:
@@ -277,3 +300,31 @@ def head_channel(init: float) -> Gate:
         parameters={"value": _full(init)},
         value=lambda z, p: z + p["value"],
     )
+
+
+@parameterization
+def vector(rank: float = 0) -> Gate:
+    """W x, a vector beside q, k and v: convolved as they are, with neither SiLU nor norm. rank: 0 for a full matrix."""
+    return _vector("raw", rank, math.inf)
+
+
+@parameterization
+def unit_vector(rank: float = 0) -> Gate:
+    """W x, a vector beside q, k and v: convolved, with SiLU and of unit norm. rank: 0 for a full matrix.
+
+    The `w` of PaTH (arXiv:2505.16381), or a key that only erases.
+    """
+    return _vector("unit", rank, 1.0)
+
+
+def _vector(features: Literal["unit", "raw"], rank: float, most: float) -> Gate:
+    if rank < 0:
+        raise InputError(f"a vector's rank must be at least 0, not {rank:g}")
+    return Gate(per="channel", low=-most, high=most, rank=int(rank) or None, features=features, value=lambda z, p: z)
+
+
+@parameterization
+def value_sigmoid(rank: float = 16) -> Gate:
+    """sigmoid(W_1 W_2 x), one for each channel of the value, in [0, 1]."""
+    _positive("value_sigmoid", rank=rank)
+    return Gate(per="value_channel", low=0.0, high=1.0, rank=int(rank), value=lambda z, p: z.sigmoid())

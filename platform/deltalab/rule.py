@@ -3,17 +3,18 @@
 Per head, with state S [K, V], keys of unit norm and a scale that defaults to K ** -0.5:
 
     S_t = D_t S_{t-1} + a_t (b_t^T X_{t-1}) + k_t u_t^T        X = S_{t-1} or D_t S_{t-1}
-    o_t = scale * S_t^T r_t
+    o_t = scale * S_t^T r_t, or scale * (S_{t-1}^T r_t + bonus_t u_t)
 
 `UpdateRule.operands` returns the vectors, `structure.Transition` says how they act, and `Fit` adds a second state
-that learns from the first one's error. A rule outside this algebra overrides `mix` and `initial_state` instead; its
-knobs, gates, layer, checks and search space work the same.
+that learns from the first one's error. Vectors may depend on a small `carry` from token to token, and the state may
+have other widths than keys and values. A rule of several recurrences is a `passes.Passes`. Any other rule overrides
+`mix` and `initial_state` instead; its knobs, gates, layer, checks and search space work the same.
 """
 
 import dataclasses
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self, TypeAlias, cast, final
@@ -26,7 +27,7 @@ from deltalab.gates import Gate
 from deltalab.structure import ResidualState, Transition
 
 State: TypeAlias = tuple[Tensor, ...]
-"""What a rule remembers of a sequence: S, or S and R for a rule of the algebra with a `Fit`, [B, H, K, V] each."""
+"""What a rule remembers of a sequence. In the algebra: S [B, H, K, V], R like it where there is a `Fit`, the carry."""
 
 Option: TypeAlias = Transition | Gate | str | float | bool
 
@@ -62,15 +63,20 @@ class Fit:
 class Operands:
     """The vectors and scalars of every step of the recurrence.
 
-    With n steps per token, all but r and read have n T rows in place of T: a token's steps follow each other.
+    K and V are the widths of the state: `UpdateRule.key_width` and `value_width`. With n steps per token
+    (`Transition.steps`), all but r, read and bonus have n T rows in place of T: a token's steps follow each other.
 
     r: read vector [B, T, H, K]; k: write key [B, T, H, K]; u: value to write [B, T, H, V].
     beta, read, d: [B, T, H], and 1, 1 and 0 where None. The step writes beta_t u_t and reads with read_t r_t - d_t k_t.
         Kept as separate scalars: a kernel can apply them for free. d needs a single step per token.
     g: log-decay, <= 0, where the transition decays: [B, T, H] if scalar, [B, T, H, K] if diagonal.
+    sign: 1 or -1 in the shape of g, so that D_t = sign_t exp(g_t); 1 where None. Not with a fit.
     e: erase strength [B, T, H], where the low rank is tied to k.
     a, b: [B, T, H, K] where the low rank is free: a_t (b_t^T X) is added.
+    bonus: [B, T, H], where the output reads S_{t-1}: bonus_t u_t is added to it.
     fit: the operands of a second state, if there is one; the first state is then read before it is written.
+    carry: what `operands` needs for the tokens that follow, in the form of `UpdateRule.carried`.
+    output: makes o [B, T, H, v's width] of what is read, [B, T, H, V] with the scale; for a normalizer, say.
     """
 
     r: Tensor
@@ -84,6 +90,10 @@ class Operands:
     read: Tensor | None = None
     d: Tensor | None = None
     fit: Fit | None = None
+    sign: Tensor | None = None
+    bonus: Tensor | None = None
+    carry: tuple[Tensor, ...] = ()
+    output: Callable[[Tensor], Tensor] | None = None
 
     def resolved(self) -> "Operands":
         """The same with beta, read and d multiplied into the vectors."""
@@ -111,6 +121,7 @@ class UpdateRule:
 
     name: how YAML names the rule. paper: where it comes from, empty for a rule without a paper.
     per_step: gates with a value for each of a token's steps.
+    ignores: inputs of which some or all channels have no effect, such as "q" or a gate, so that `rule check` allows it.
     eigenvalues: (low, high), the closed interval of the eigenvalues of each state's transition, for unit-norm keys.
         With one step per token, eigenvalues must be real and in the interval. With several, only their real parts must
         be in it, and no modulus may exceed max(|low|, |high|).
@@ -120,6 +131,7 @@ class UpdateRule:
     paper: ClassVar[str] = ""
 
     per_step: ClassVar[frozenset[str]] = frozenset()
+    ignores: ClassVar[frozenset[str]] = frozenset()
 
     transition: Transition | None = None
     """None for a rule outside the algebra."""
@@ -136,8 +148,26 @@ class UpdateRule:
 
     @property
     def steps(self) -> int:
-        """Keys and values per token."""
+        """Keys and values that the layer projects for each token.
+
+        Those of the transition; fewer where `operands` makes several writes of one key.
+        """
         return self.transition.steps if self.transition is not None else 1
+
+    def key_width(self, key_dim: int) -> int:
+        """The width of the state's keys where `operands` maps keys of width `key_dim` to others."""
+        return key_dim
+
+    def value_width(self, value_dim: int) -> int:
+        """The width of the state's values where `operands` maps values of width `value_dim` to others."""
+        return value_dim
+
+    def carried(self, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """The carry of an empty sequence for inputs like k and v: tensors that begin with [B, H], none by default.
+
+        A rule that overrides it gets `carry=` in `operands`, and returns the next one in `Operands.carry`.
+        """
+        return ()
 
     @property
     def second_state(self) -> bool:
@@ -155,7 +185,7 @@ class UpdateRule:
         """The operands of the recurrence.
 
         q, k [B, T, H, K] of unit norm; v [B, T, H, V]; each gate by its symbol in the shape of its `per`. With n
-        steps per token, k, v and gates `per` step have n T rows.
+        `steps`, k, v and gates `per` step have n T rows. A rule with a carry also takes `carry`.
         """
         raise NotImplementedError(f"rule '{self.name}' gives neither operands nor mix")
 
@@ -169,6 +199,17 @@ class UpdateRule:
         state: one tensor or a tuple, as `initial_state` returns it; the next state has the same form.
         """
         raise NotImplementedError(f"rule '{self.name}' gives neither operands nor mix")
+
+    def step(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, state: Any, **gates: Tensor
+    ) -> tuple[Tensor, State | Tensor]:
+        """One token as the paper's equation stands: a second statement, which `rule check` holds all else to.
+
+        q [B, H, K], k [B, H, K], v [B, H, V], and gates without their time axis. With n `steps`, k and v are
+        [B, n, H, K] and [B, n, H, V], and gates `per` step [B, n, H].
+        state: the tuple that `scan` returns. Returns o [B, H, V], scale included, and the next state.
+        """
+        raise NotImplementedError(f"rule '{self.name}' gives no step")
 
     def fused(
         self, q: Tensor, k: Tensor, v: Tensor, gates: Mapping[str, Tensor], *, scale: float, state: Any
@@ -186,18 +227,19 @@ class UpdateRule:
         """An empty state for inputs like k [B, T, H, K] and v [B, T, H, V], in at least fp32.
 
         One tensor [B, H, K, V], or two in a tuple with a second state. A rule outside the algebra may return any
-        tensor or tuple of tensors that begin with [B, H].
+        tensor or tuple of tensors that begin with [B, H]. The carry is not in it.
         """
         dtype = torch.promote_types(v.dtype, torch.float32)
-        empty = v.new_zeros(v.shape[0], v.shape[2], k.shape[-1], v.shape[-1], dtype=dtype)
+        widths = self.key_width(k.shape[-1]), self.value_width(v.shape[-1])
+        empty = v.new_zeros(v.shape[0], v.shape[2], *widths, dtype=dtype)
         return (empty, empty.clone()) if self.second_state else empty
 
     # The rest is derived from the declaration; a rule does not override it.
 
     @final
     def start(self, k: Tensor, v: Tensor) -> State:
-        """`initial_state` as a tuple."""
-        return _tuple(self.initial_state(k, v))
+        """`initial_state` and the carry as a tuple."""
+        return _tuple(self.initial_state(k, v)) + self.carried(k, v)
 
     @final
     def advance(
@@ -217,6 +259,15 @@ class UpdateRule:
         given = own if state is None else state[0] if isinstance(own, Tensor) else state
         o, after = (self.fused if fused else self.mix)(q, k, v, gates, scale=scale, state=given)
         return o, _tuple(after)
+
+    @property
+    def states(self) -> int:
+        """How many tensors of a state are states of the recurrence; the rest is the carry."""
+        return 2 if self.second_state else 1
+
+    @property
+    def carries(self) -> bool:
+        return type(self).carried is not UpdateRule.carried
 
     @property
     def brings_kernel(self) -> bool:
@@ -303,6 +354,9 @@ class UpdateRule:
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
+        for name, value in vars(cls).items():
+            if isinstance(value, Gate):
+                raise TypeError(f"{cls.__name__}.{name} is a gate: declare it as `{name}: Gate = knob(...)`")
         if "transition" in vars(cls) and "transition" not in inspect.get_annotations(cls):
             raise TypeError(f"{cls.__name__}.transition must be annotated, as in `transition: Transition = SPLR`")
         if "operands" in vars(cls):

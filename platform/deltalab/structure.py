@@ -6,7 +6,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from deltalab.errors import InputError
+from deltalab.errors import InputError, unknown
+
+TRANSITION_OPTIONS = {
+    "decay": ("none", "scalar", "diagonal"),
+    "low_rank": ("none", "tied", "free"),
+    "reads": ("state", "decayed_state"),
+    "output": ("after", "before"),
+}
+"""What each field of a `Transition` may be."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +28,10 @@ class Transition:
         strength e_t; `free` has a_t and b_t of its own.
     reads: the state that the low rank sees, `state` is X = S_{t-1}, `decayed_state` is X = D_t S_{t-1}.
         With a scalar decay and a tied low rank, papers call these SPLR and IPLR; published code disagrees on which.
+    output: what o_t reads: `after` is S_t, `before` is S_{t-1} (RWKV-6), for one step per token.
     steps: updates per token; the output reads the state after the last of them.
+
+    Raises `InputError` for a value that a field does not take.
     """
 
     name: str
@@ -28,6 +39,16 @@ class Transition:
     low_rank: Literal["none", "tied", "free"] = "none"
     reads: Literal["state", "decayed_state"] = "state"
     steps: int = 1
+    output: Literal["after", "before"] = "after"
+
+    def __post_init__(self) -> None:
+        for name, allowed in TRANSITION_OPTIONS.items():
+            if getattr(self, name) not in allowed:
+                raise unknown(name, getattr(self, name), allowed, where=f"Transition(name={self.name!r})")
+        if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 1:
+            raise InputError(f"Transition(name={self.name!r}): steps must be a whole number >= 1, not {self.steps!r}")
+        if self.output == "before" and self.steps > 1:
+            raise InputError(f"Transition(name={self.name!r}): output 'before' takes one step per token")
 
     def __str__(self) -> str:
         return self.name

@@ -28,8 +28,12 @@ _PER = {
     "token": "token and head",
     "step": "step and head",
     "channel": "token, head and channel",
+    "value_channel": "token, head and channel of v",
+    "slot": "token, head and slot",
     "head": "head",
     "head_channel": "head and channel",
+    "head_value_channel": "head and channel of v",
+    "head_slot": "head and slot",
     "none": "head, fixed",
 }
 
@@ -115,7 +119,8 @@ class Card:
     def _facts(self) -> dict[str, str]:
         facts = {"transition": "outside the algebra: the rule has its own `mix`"}
         if self.transition is not None:
-            said = (f"{field} {value}" for field, value in self.transition.items() if field != "name")
+            plain = {"name": self.transition["name"], "output": "after"}
+            said = (f"{field} {value}" for field, value in self.transition.items() if plain.get(field) != value)
             facts = {"transition": f"`{self.transition['name']}`: {', '.join(said)}"}
         if self.second_state:
             facts["second state"] = "learns from the error of the first, with the same transition"
@@ -241,7 +246,8 @@ def _state(rule: UpdateRule, key_dim: int, value_dim: int) -> tuple[int, int]:
 
 def _parameters(gate: Gate, steps: int) -> dict[str, int]:
     """The number of parameters of a gate: those of its projection from width d, and its own in its shape."""
-    each = "H K" if gate.per in ("channel", "head_channel") else "H"
+    widths = {"channel": "H K", "value_channel": "H V", "slot": f"{gate.slots} H"}
+    each = widths.get(gate.per.removeprefix("head_"), "H")
     own = {each: len(gate.parameters)}
     if not gate.projected:
         return own

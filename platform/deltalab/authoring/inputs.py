@@ -71,7 +71,13 @@ def normal(*shape: int, seed: int) -> Tensor:
 
 
 def within(gate: Gate, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Uniform values in the gate's range. An unbounded side ends 2 beyond the other end, or beyond 0."""
+    """Uniform values in the gate's range. An unbounded side ends 2 beyond the other end, or beyond 0.
+
+    A projected vector is normal, of unit norm where it declares that.
+    """
+    if gate.features is not None:
+        x = normal(*shape, seed=seed)
+        return F.normalize(x, dim=-1) if gate.features == "unit" else x
     low = gate.low if math.isfinite(gate.low) else min(gate.high, 0.0) - 2
     high = gate.high if math.isfinite(gate.high) else max(gate.low, 0.0) + 2
     return low + (high - low) * torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -86,15 +92,17 @@ def draw(
     if rule.features == "unit" or rule.transition is not None:
         q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
     gates = {
-        name: within(gate, _shape(gate, batch, length, heads, key_dim, rule.steps), 100 * seed + 10 + i)
+        name: within(gate, _shape(gate, batch, length, heads, key_dim, value_dim, rule.steps), 100 * seed + 10 + i)
         for i, (name, gate) in enumerate(learned(rule).items())
     }
     return Inputs(q, k, normal(batch, rule.steps * length, heads, value_dim, seed=100 * seed + 3), gates)
 
 
-def _shape(gate: Gate, batch: int, length: int, heads: int, key_dim: int, steps: int) -> tuple[int, ...]:
+def _shape(
+    gate: Gate, batch: int, length: int, heads: int, key_dim: int, value_dim: int, steps: int
+) -> tuple[int, ...]:
     moving = (batch, length * (steps if gate.per == "step" else 1)) if gate.projected else ()
-    return (*moving, *gate.shape(heads, key_dim))
+    return (*moving, *gate.shape(heads, key_dim, value_dim))
 
 
 def corners(rule: UpdateRule) -> list[dict[str, float]]:
@@ -120,7 +128,7 @@ def draw_corners(rule: UpdateRule, *, batch: int, length: int, key_dim: int, val
     x = draw(rule, batch=batch, length=length, heads=len(at), key_dim=key_dim, value_dim=value_dim)
     gates = {}
     for name, gate in x.gates.items():
-        channels = rule.gates[name].shape(len(at), key_dim)[1:]
+        channels = rule.gates[name].shape(len(at), key_dim, value_dim)[1:]
         extreme = torch.tensor([corner[name] for corner in at], dtype=torch.float64)
         extreme = extreme.unflatten(0, (-1, *[1] * len(channels))).expand(-1, *channels)
         if moves(gate):

@@ -22,7 +22,8 @@ from deltalab.authoring.inputs import Inputs, corners, draw, draw_corners, learn
 from deltalab.errors import InputError
 from deltalab.models.layer import Gates, LayerCache, RuleLayer, initialize
 from deltalab.ops import reference
-from deltalab.ops.scan import Backend, operands, scan
+from deltalab.ops.recurrence import Backend
+from deltalab.ops.scan import operands, scan
 from deltalab.rule import State, UpdateRule
 
 BATCH, LENGTH, HEADS, KEY, VALUE, CHUNK, WIDTH, CONV = 2, 13, 2, 4, 3, 4, 8, 4
@@ -283,7 +284,7 @@ def _growth(rule: UpdateRule, x: Inputs) -> str:
 
 def gate_ranges(rule: UpdateRule) -> Iterator[Measured]:
     for spread in (0, 3, 30):
-        gates = Gates(rule.gates, WIDTH, HEADS, KEY, rule.steps).double()
+        gates = Gates(rule.gates, WIDTH, HEADS, KEY, VALUE, rule.steps).double()
         initialize(gates, seed=0)
         with torch.no_grad():
             for i, parameter in enumerate(gates.parameters()):
@@ -385,9 +386,9 @@ def sizes(rule: UpdateRule) -> Iterator[Measured]:
     layer = _layer(rule)
     cache: LayerCache = layer(normal(BATCH, LENGTH, WIDTH, seed=1))[1]
     of_gates = 0
-    for gate in rule.gates.values():
+    for gate in layer.gates.gates.values():
         if gate.of is None:
-            each = math.prod(gate.shape(HEADS, KEY))
+            each = math.prod(gate.shape(HEADS, KEY, VALUE))
             values = each * (rule.steps if gate.per == "step" else 1)
             of_gates += len(gate.parameters) * each
             of_gates += gate.projected * (WIDTH * values if gate.rank is None else (WIDTH + values) * gate.rank)
@@ -395,17 +396,19 @@ def sizes(rule: UpdateRule) -> Iterator[Measured]:
         ("number of the gates' parameters", sum(p.numel() for p in layer.gates.parameters()), of_gates)
     ]
     if rule.transition is not None:
-        shape = (BATCH, HEADS, KEY, VALUE)
-        count = 2 if rule.second_state else 1
-        convolved = BATCH * (CONV - 1) * HEADS * (KEY + rule.steps * (KEY + VALUE))
-        found.append(("number of elements in the layer's cache", cache.numel(), convolved + count * math.prod(shape)))
+        shape = (BATCH, HEADS, rule.key_width(KEY), rule.value_width(VALUE))
+        x = _inputs(rule)
+        carry = rule.carried(x.k, x.v)
+        convolved = layer.channels.total + (0 if layer.vectors is None else sum(layer.vectors.widths))
+        held = BATCH * (CONV - 1) * convolved + rule.states * math.prod(shape) + sum(one.numel() for one in carry)
+        found.append(("number of elements in the layer's cache", cache.numel(), held))
         for dtype in (torch.bfloat16, torch.float32, torch.float64):
             x = _inputs(rule).map(lambda part, dtype=dtype: part.to(dtype))  # type: ignore[misc]
             states = {"initial_state": rule.start(x.k, x.v)}
             states |= {f"state from {backend}": _scan(rule, x, backend)[1] for backend in _backends(rule)}
-            want = count * [(shape, torch.promote_types(dtype, torch.float32))]
+            want = rule.states * [(shape, torch.promote_types(dtype, torch.float32))]
             for source, state in states.items():
-                real = [(tuple(part.shape), part.dtype) for part in parts(state).values()]
+                real = [(tuple(part.shape), part.dtype) for part in parts(state).values()][: rule.states]
                 found.append((f"shape and dtype of {source} for {dtype}", real, want))
     for what, got, declared in found:
         yield Measured(float(got != declared), f"mismatch between the {what} ({got}) and the declared one ({declared})")

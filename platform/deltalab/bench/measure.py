@@ -32,7 +32,8 @@ from deltalab.bench.flops import CHUNK, decode_bytes, flops, forward_bytes, size
 from deltalab.bench.peers import Call, Contestant, Peer, installed, peer
 from deltalab.bench.results import CPU_SHAPE, GPU_SHAPE, Figures, Results, Shape, whole_numbers
 from deltalab.errors import unknown
-from deltalab.ops.scan import Backend, scan
+from deltalab.ops.recurrence import Backend
+from deltalab.ops.scan import scan
 from deltalab.rule import State, UpdateRule
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -3,16 +3,18 @@
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltalab.gates import Gate, Start
-from deltalab.ops.convolution import Channels, features, fused, fuses
+from deltalab.ops.convolution import LEAST_NORM, Channels, features, fused, fuses
 from deltalab.ops.norm import HeadNorm
-from deltalab.ops.scan import Backend, scan
+from deltalab.ops.recurrence import Backend
+from deltalab.ops.scan import scan
 from deltalab.rule import State, UpdateRule
 
 
@@ -56,18 +58,24 @@ def _normal(shape: tuple[int, ...], std: float, generator: torch.Generator) -> T
 
 
 class Gates(nn.Module):
-    """The gates of a rule: x [B, T, d] to each value by its symbol, in the shape of the gate's `per`, at least fp32."""
+    """The gates of a rule: x [B, T, d] to each value by its symbol, in the shape of the gate's `per`, at least fp32.
 
-    def __init__(self, gates: dict[str, Gate], d_model: int, heads: int, key_dim: int, steps: int = 1) -> None:
+    Projected vectors are not among them: `Vectors` makes these.
+    """
+
+    def __init__(
+        self, gates: Mapping[str, Gate], d_model: int, heads: int, key_dim: int, value_dim: int, steps: int = 1
+    ) -> None:
         super().__init__()
-        self.gates = gates
-        self.heads, self.key_dim, self.steps = heads, key_dim, steps
+        self.gates = {name: gate for name, gate in gates.items() if gate.features is None}
+        self.heads, self.steps = heads, steps
+        self.shapes = {name: gate.shape(heads, key_dim, value_dim) for name, gate in self.gates.items()}
         self.project = nn.ModuleDict()
         self.learned = nn.ModuleDict()
-        for name, gate in gates.items():
+        for name, gate in self.gates.items():
             if gate.of is not None:
                 continue
-            shape = gate.shape(heads, key_dim)
+            shape = self.shapes[name]
             width = math.prod(shape) * (steps if gate.per == "step" else 1)
             if gate.projected and gate.rank is None:
                 self.project[name] = linear(d_model, width)
@@ -89,8 +97,8 @@ class Gates(nn.Module):
             z = z.to(torch.promote_types(z.dtype, torch.float32))
             if self.gates[name].per == "step":
                 z = z.unflatten(-1, (self.steps, self.heads)).flatten(1, 2)
-            elif self.gates[name].per == "channel":
-                z = z.unflatten(-1, (self.heads, self.key_dim))
+            elif len(self.shapes[name]) > 1:
+                z = z.unflatten(-1, self.shapes[name])
             projected[name] = z
         dtype = torch.promote_types(x.dtype, torch.float32)
         values = {}
@@ -98,7 +106,7 @@ class Gates(nn.Module):
             source = gate.of or name
             z = projected.get(source)
             if z is None:
-                z = x.new_zeros(gate.shape(self.heads, self.key_dim), dtype=dtype)
+                z = x.new_zeros(self.shapes[name], dtype=dtype)
             values[name] = gate.value(z, self.learned[source])  # type: ignore[arg-type]
         return values
 
@@ -111,6 +119,50 @@ def _first(project: nn.Module) -> nn.Linear:
 
 def _started(start: Start, shape: tuple[int, ...]) -> nn.Parameter:
     return parameter(lambda generator: start(shape, generator))
+
+
+class Vectors(nn.Module):
+    """The vectors that a rule declares besides q, k and v: x [B, T, d] to each by its symbol, [B, T, H, K or V].
+
+    Each is projected, convolved over time, activated and normalized, as its `Gate.features` say.
+    conv: as in `RuleLayer`.
+    """
+
+    def __init__(
+        self, gates: Mapping[str, Gate], d_model: int, heads: int, key_dim: int, value_dim: int, conv: int
+    ) -> None:
+        super().__init__()
+        self.gates = {name: gate for name, gate in gates.items() if gate.features is not None}
+        self.shapes = {name: gate.shape(heads, key_dim, value_dim) for name, gate in self.gates.items()}
+        self.widths = [math.prod(shape) for shape in self.shapes.values()]
+        self.project = nn.ModuleDict()
+        for (name, gate), width in zip(self.gates.items(), self.widths, strict=True):
+            full = linear(d_model, width) if gate.rank is None else None
+            self.project[name] = full or nn.Sequential(linear(d_model, gate.rank or 0), linear(gate.rank or 0, width))
+        self.width = conv
+        if conv and self.gates:
+            bound, channels = conv**-0.5, sum(self.widths)
+            self.conv = parameter(lambda g: torch.empty(conv, channels).uniform_(-bound, bound, generator=g))
+
+    def forward(self, x: Tensor, past: Tensor | None) -> tuple[dict[str, Tensor], Tensor]:
+        """The vectors, and the past for the tokens that follow.
+
+        past: the projections of the conv - 1 tokens before, [B, conv - 1, C]; None for zeros.
+        """
+        z = torch.cat([project(x) for project in self.project.values()], dim=-1)
+        tail = z[:, :0]
+        if self.width:
+            before = z.new_zeros(z.shape[0], self.width - 1, z.shape[-1]) if past is None else past.to(z)
+            seen = torch.cat([before, z], dim=1)
+            tail = seen[:, z.shape[1] :]
+            z = sum(tap * seen[:, i : i + z.shape[1]] for i, tap in enumerate(self.conv.to(z)))
+        values = {}
+        for (name, gate), part in zip(self.gates.items(), z.split(self.widths, dim=-1), strict=True):
+            one = part if gate.features == "raw" else F.silu(part)
+            one = one.unflatten(-1, self.shapes[name])
+            one = F.normalize(one, dim=-1, eps=LEAST_NORM) if gate.features == "unit" else one
+            values[name] = gate.value(one, {})
+        return values, tail
 
 
 class RuleLayer(nn.Module):
@@ -150,13 +202,20 @@ class RuleLayer(nn.Module):
         if conv:
             bound = conv**-0.5
             self.conv = parameter(lambda g: torch.empty(conv, channels).uniform_(-bound, bound, generator=g))
-        self.gates = Gates(rule.gates, d_model, heads, key_dim, rule.steps)
+        self.gates = Gates(rule.gates, d_model, heads, key_dim, value_dim, rule.steps)
+        self.vectors = Vectors(rule.gates, d_model, heads, key_dim, value_dim, conv) if _has_vectors(rule) else None
         self.norm = HeadNorm(value_dim, norm=output_norm)
         self.gate = linear(d_model, heads * value_dim) if output_gate else None
         self.out = linear(heads * value_dim, d_model, std=out_std)
 
     def forward(self, x: Tensor, cache: LayerCache | None = None) -> tuple[Tensor, LayerCache]:
         taps, past = self.conv if self.width else None, None if cache is None else cache.conv
+        vectors: dict[str, Tensor] = {}
+        if self.vectors is not None:
+            of_qkv = self.channels.total
+            before = None if past is None else past[..., of_qkv:]
+            past = None if past is None else past[..., :of_qkv]
+            vectors, vectors_tail = self.vectors(x, before)
         products: list[Tensor] = []
         if fuses(x, taps, self.channels):
             others = []
@@ -173,11 +232,17 @@ class RuleLayer(nn.Module):
             q,
             k,
             v,
-            self.gates(x, products),
+            {**self.gates(x, products), **vectors},
             state=None if cache is None else cache.state,
             backend=self.backend,
             chunk_size=self.chunk_size,
         )
         if self.gate is not None and gate is None:
             gate = self.gate(x)
+        if self.vectors is not None:
+            tail = torch.cat([tail, vectors_tail.to(tail)], dim=-1)
         return self.out(self.norm(o, gate)), LayerCache(tail, state)
+
+
+def _has_vectors(rule: UpdateRule) -> bool:
+    return any(gate.features is not None for gate in rule.gates.values())

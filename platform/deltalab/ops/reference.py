@@ -24,9 +24,10 @@ def recurrent(transition: Transition, x: Operands, *, scale: float, state: State
     """The recurrence of `structure.Transition`, one token at a time.
 
     x: `Operands` with B, T and H in full. state: a tuple of one [B, H, K, V], of two with a fit; None if empty.
-    Returns o [B, T, H, V] and the next state, both in at least fp32.
+    Returns o [B, T, H, V] and the next state, both in at least fp32. `Operands.output` and the carry are the caller's.
     """
-    x = _cast(x, state).resolved()
+    x = _cast(x, state)
+    value, x = x.u, x.resolved()
     first, second = _states(x, state)
     fit, steps = x.fit, transition.steps
     fitting = x if fit is None else fit.operands(x)
@@ -35,6 +36,10 @@ def recurrent(transition: Transition, x: Operands, *, scale: float, state: State
         before = first
         for i in range(t * steps, (t + 1) * steps):
             first = _step(transition, x, i, first, x.u[:, i])
+        if fit is None and transition.output == "before":
+            o = _read(x.r[:, t], before)
+            out.append(o if x.bonus is None else o + x.bonus[:, t, :, None] * value[:, t])
+            continue
         if fit is None:
             out.append(_read(x.r[:, t], first))
             continue
@@ -50,7 +55,8 @@ def _step(transition: Transition, x: Operands, t: int, state: Tensor, u: Tensor)
     decayed = state
     if x.g is not None:
         g = x.g[:, t]
-        decayed = (g[..., None, None] if g.dim() == 2 else g[..., None]).exp() * state
+        alpha = g.exp() if x.sign is None else x.sign[:, t] * g.exp()
+        decayed = (alpha[..., None, None] if g.dim() == 2 else alpha[..., None]) * state
     seen = state if transition.reads == "state" else decayed
     if x.e is not None:
         u = u - x.e[:, t, :, None] * _read(x.k[:, t], seen)
@@ -69,7 +75,8 @@ def chunked(
 ) -> tuple[Tensor, State]:
     """`recurrent`, parallel within chunks of `chunk_size` tokens; only the state passes from chunk to chunk.
 
-    With a fit there are two passes: the first also reads its own predictions, the second fits their error.
+    With a fit there are two passes: the first also reads its own predictions, the second fits their error. It takes
+    neither signs nor an output before the write: see `ops.lowering`.
     """
     x = _cast(x, state).resolved()
     if x.fit is None:

@@ -5,17 +5,17 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Literal, TypeAlias, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from deltalab.errors import InputError, unknown
-from deltalab.ops import reference
-from deltalab.ops.backends import NONE, Kernels, automatic, available, lacks_triton, once
+from deltalab.ops.arguments import check_operands, check_state, check_tensors, shown
+from deltalab.ops.backends import once
+from deltalab.ops.recurrence import Backend, allowed, no_growth, packs, recurrence
 from deltalab.rule import Operands, State, UpdateRule
-
-Backend: TypeAlias = Literal["auto", "recurrent", "chunked", "triton"]
+from deltalab.structure import Transition
 
 _log = logging.getLogger("deltalab")
 
@@ -37,8 +37,8 @@ def scan(
 
     q, k [B, T, H, K], of unit norm where the rule's `features` say so; v [B, T, H, V]. k and v have
         n T rows if the rule takes n steps per token.
-    gates: the value of each gate by its symbol, [B, T, H] or [H], with channels [B, T, H, K] or [H, K], per step
-        [B, n T, H]; constant gates may be left out.
+    gates: the value of each gate by its symbol, [B, T, H] or [H], with channels [B, T, H, K] or [H, K], with channels
+        of the value V in place of K, with slots their number; per step [B, n T, H]. Constant gates may be left out.
     scale: of the output, K ** -0.5 where None.
     state: what an earlier call returned; None for an empty one.
     backend: `recurrent` is the equation, token by token; `chunked` is the parallel form, in chunks of `chunk_size`;
@@ -47,7 +47,7 @@ def scan(
     cu_seqlens: [N + 1] whole numbers from 0 to T, where B = 1 and the tokens are N sequences one after another; states
         are [N, H, K, V] then.
     Returns o [B, T, H, V] in v's dtype, and the state after the last token: a tuple, of one [B, H, K, V] for most rules
-        of the algebra, of two where a second state fits the first one's error.
+        of the algebra, of two where a second state fits the first one's error, and of the rule's carry.
     Raises `InputError` for shapes, gates, a state or a backend that do not fit.
 
     >>> import deltalab, torch
@@ -56,7 +56,13 @@ def scan(
     >>> [round(value, 5) for value in o[0, :, 0, 0].tolist()], list(S.shape)
     ([1.0, 2.0], [1, 1, 4, 3])
     """
-    _check(rule, q, k, v, state, backend, chunk_size, cu_seqlens)
+    if backend not in get_args(Backend):
+        raise unknown("backend", backend, get_args(Backend))
+    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
+        raise InputError(f"chunk_size must be a whole number of at least 1, not {chunk_size!r}")
+    check_tensors(rule, q, k, v, cu_seqlens)
+    if state is not None:
+        check_state(rule, state, k, v, q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1)
     scale = k.shape[-1] ** -0.5 if scale is None else scale
     with torch.autocast(v.device.type, enabled=False):
         run = _choose(rule, q, k, v, gates, scale, state, backend, chunk_size, cu_seqlens)
@@ -77,64 +83,45 @@ def _choose(
     cu_seqlens: Tensor | None,
 ) -> Callable[[], tuple[Tensor, State]]:
     """The call that computes the scan: a kernel if `backend` allows one and one takes these inputs, else PyTorch."""
-    kernels = _allowed(backend, v.device.type)
+    kernels = allowed(backend, v.device.type)
     lacking = rule.lacks_kernel(k, v)
     own = kernels.triton and lacking is None
+    # Only the kernels of structures, below, take packed sequences.
+    packed = partial(_one_by_one, rule, q, k, v, gates, scale, state, backend, chunk_size, cu_seqlens)
+    if lacking and kernels.triton and rule.brings_kernel:
+        _say(lacking)
     if own or rule.transition is None:
         if lacking and backend == "triton":
             raise InputError(f"{lacking}: use backend 'auto', 'chunked' or 'recurrent'")
-        values = _gates(rule, gates, q)
+        values = _gates(rule, gates, q, v)
         if own and backend == "triton":
-            _no_growth(values.get("g"))
+            no_growth(values.get("g"))
         advance = _token_by_token if backend == "recurrent" else partial(UpdateRule.advance, fused=own)
         run = partial(advance, rule, q, k, v, values, scale=scale, state=state)
-    else:
-        x = operands(rule, q, k, v, gates)
-        if kernels.scan is not None:
-            if backend == "triton":
-                _no_growth(x.g)
-            if backend == "triton" or (kernels.takes is not None and kernels.takes(rule.transition, x, v.dtype)):
-                return partial(
-                    kernels.scan, rule.transition, x, dtype=v.dtype, scale=scale, state=state, cu_seqlens=cu_seqlens
-                )
-        token_by_token = backend == "recurrent" or (backend == "auto" and k.shape[1] == 1)
-        form = reference.recurrent if token_by_token else partial(reference.chunked, chunk_size=chunk_size)
-        run = partial(form, rule.transition, x, scale=scale, state=state)
-    if lacking and kernels.triton and rule.brings_kernel:
-        _say(lacking)
-    if cu_seqlens is None:
-        return run
-    # Only the kernels of structures, above, take packed sequences.
-    return partial(_one_by_one, rule, q, k, v, gates, scale, state, backend, chunk_size, cu_seqlens)
+        return run if cu_seqlens is None else packed
+    if rule.carries and (cu_seqlens is not None or backend == "recurrent"):
+        values = _gates(rule, gates, q, v)
+        run = partial(_operands_by_token, rule, q, k, v, values, scale=scale, state=state)
+        return run if cu_seqlens is None else packed
+    x = operands(rule, q, k, v, gates, carry=None if state is None else state[rule.states :])
+    if cu_seqlens is not None and not packs(rule.transition, x, v.dtype, backend):
+        return packed
+    return partial(
+        _recurrence, rule.transition, x, dtype=v.dtype, scale=scale,
+        state=None if state is None else state[: rule.states],
+        backend=backend, chunk_size=chunk_size, cu_seqlens=cu_seqlens,
+    )  # fmt: skip
 
 
-def _allowed(backend: Backend, device: str) -> Kernels:
-    """The kernels that a backend may take. Raises `InputError` where it asks for them and there are none."""
-    if backend == "auto":
-        return automatic(device)
-    if backend != "triton":
-        return NONE
-    if missing := lacks_triton(device):
-        raise InputError(f"backend 'triton' needs {missing}: use 'auto', 'chunked' or 'recurrent'")
-    return available(device)
+def _recurrence(transition: Transition, x: Operands, **how: Any) -> tuple[Tensor, State]:
+    """`recurrence`, with the operands' own output and carry."""
+    o, state = recurrence(transition, x, **how)
+    return o if x.output is None else x.output(o), state + x.carry
 
 
 @once
 def _say(lacking: str) -> None:
     _log.info("backend 'auto' takes 'chunked': %s", lacking)
-
-
-def _no_growth(g: Tensor | None) -> None:
-    """Raises `InputError` if a log-decay is positive.
-
-    Waits for the device, so only for a kernel that was asked for by name; and not under vmap or while a CUDA graph is
-    captured, where values cannot be read.
-    """
-    if g is None or torch._C._functorch.is_batchedtensor(g):
-        return
-    capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    if not capturing and bool((g > 0).any()):
-        raise InputError("g is a log-decay and at most 0: the Triton kernels do not take a state that grows")
 
 
 def _one_by_one(
@@ -147,9 +134,10 @@ def _one_by_one(
     state: State | None,
     backend: Backend,
     chunk_size: int,
-    cu_seqlens: Tensor,
+    cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, State]:
     """`scan` of each of the packed sequences by itself."""
+    assert cu_seqlens is not None
     out, states = [], []
     bounds = cu_seqlens.tolist()
     for n, (start, stop) in enumerate(itertools.pairwise(bounds)):
@@ -165,61 +153,7 @@ def _one_by_one(
     return torch.cat(out, dim=1), tuple(torch.cat(parts) for parts in zip(*states, strict=True))
 
 
-def _check(
-    rule: UpdateRule,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: State | None,
-    backend: str,
-    chunk_size: int,
-    cu_seqlens: Tensor | None,
-) -> None:
-    if backend not in get_args(Backend):
-        raise unknown("backend", backend, get_args(Backend))
-    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
-        raise InputError(f"chunk_size must be a whole number of at least 1, not {chunk_size!r}")
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.dim() != 4 or not tensor.is_floating_point():
-            raise InputError(
-                f"{name} must be a floating [B, T, H, ...] tensor, not {tensor.dtype} {list(tensor.shape)}"
-            )
-    batch, length, heads, key_dim = q.shape
-    steps = rule.steps
-    fits = k.shape == (batch, steps * length, heads, key_dim) and v.shape[:3] == k.shape[:3]
-    if not fits or 0 in q.shape or 0 in v.shape:
-        tokens = "T" if steps == 1 else f"{steps} T"
-        raise InputError(
-            f"q must be [B, T, H, K], k [B, {tokens}, H, K] and v [B, {tokens}, H, V], none of them empty, "
-            f"not {list(q.shape)}, {list(k.shape)} and {list(v.shape)}"
-        )
-    if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
-        raise InputError(f"q, k and v must share dtype and device, not {q.dtype}, {k.dtype}, {v.dtype}")
-    if cu_seqlens is not None:
-        whole = cu_seqlens.dim() == 1 and cu_seqlens.dtype in (torch.int32, torch.int64)
-        if not whole or cu_seqlens.numel() < 2 or batch != 1 or cu_seqlens.device != v.device:
-            raise InputError(
-                f"cu_seqlens must be whole numbers [N + 1] on {v.device} beside a batch of 1, "
-                f"not {cu_seqlens.dtype} {list(cu_seqlens.shape)} on {cu_seqlens.device} beside a batch of {batch}"
-            )
-    if state is not None:
-        expected = (batch if cu_seqlens is None else cu_seqlens.numel() - 1, heads, key_dim, v.shape[3])
-        _check_state(rule, state, expected, v.device)
-
-
-def _check_state(rule: UpdateRule, state: State, expected: tuple[int, ...], device: torch.device) -> None:
-    fits = isinstance(state, tuple) and all(isinstance(one, Tensor) and one.device == device for one in state)
-    what = "of tensors, as an earlier call returned it,"
-    if rule.transition is not None:
-        count = 2 if rule.second_state else 1
-        fits = fits and [one.shape for one in state] == count * [expected]
-        what = f"of {'two' if count == 2 else 'one'} [B, H, K, V] = {list(expected)}"
-    if not fits:
-        given = f"({', '.join(map(_shown, state))})" if isinstance(state, tuple) else f"a {type(state).__name__}"
-        raise InputError(f"the state of rule '{rule.name}' must be a tuple {what} on {device}, not {given}")
-
-
-def _gates(rule: UpdateRule, given: Mapping[str, Tensor], q: Tensor) -> dict[str, Tensor]:
+def _gates(rule: UpdateRule, given: Mapping[str, Tensor], q: Tensor, v: Tensor) -> dict[str, Tensor]:
     batch, length, heads, key_dim = q.shape
     for name in given:
         if name not in rule.gates:
@@ -233,28 +167,39 @@ def _gates(rule: UpdateRule, given: Mapping[str, Tensor], q: Tensor) -> dict[str
         else:
             raise InputError(f"rule '{rule.name}' needs a value for its gate '{name}'")
         value = values[name]
-        learned = gate.shape(heads, key_dim)
+        learned = gate.shape(heads, key_dim, v.shape[-1])
         moving = (batch, length * (rule.steps if gate.per == "step" else 1), *learned)
         if not isinstance(value, Tensor) or value.shape not in (moving, learned) or value.device != q.device:
             raise InputError(
                 f"gate '{name}', per {gate.per}, must be {list(moving)} or {list(learned)} on {q.device}, "
-                f"not {_shown(value)}"
+                f"not {shown(value)}"
             )
     return values
 
 
-def _shown(given: object) -> str:
-    return f"{list(given.shape)} on {given.device}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
-
-
-def operands(rule: UpdateRule, q: Tensor, k: Tensor, v: Tensor, gates: Mapping[str, Tensor]) -> Operands:
+def operands(
+    rule: UpdateRule,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Mapping[str, Tensor],
+    *,
+    carry: tuple[Tensor, ...] | None = None,
+) -> Operands:
     """The `Operands` of a rule of the algebra, for inputs like those of `scan`, in the shapes that the references take.
 
     Constant gates are filled in. Gates with one value for each head are expanded over batch and time, and a decay over
-    channels too where the transition is diagonal.
+    channels too where the transition is diagonal. carry: what an earlier call returned, None for an empty one.
+
+    Raises `InputError` for operands that do not fit the transition.
     """
     assert rule.transition is not None
-    x = rule.operands(q, k, v, **_gates(rule, gates, q))
+    values: dict[str, Any] = dict(_gates(rule, gates, q, v))
+    if rule.carries:
+        values["carry"] = rule.carried(k, v) if carry is None else carry
+    x = rule.operands(q, k, v, **values)
+    check_operands(rule, x, q, v)
+    rows = x.k.shape
     diagonal = rule.transition.decay == "diagonal"
 
     def spread(value: Tensor | None, *, decays: bool = False) -> Tensor | None:
@@ -262,11 +207,11 @@ def operands(rule: UpdateRule, q: Tensor, k: Tensor, v: Tensor, gates: Mapping[s
             return None
         if decays and diagonal and value.dim() % 2:  # [B, T, H] or [H]
             value = value.unsqueeze(-1)
-        return value.expand(k.shape if decays and diagonal else k.shape[:3])
+        return value.expand(rows if decays and diagonal else rows[:3])
 
     fit = x.fit
     if fit is not None:
-        strength = fit.strength.expand(k.shape[:3])
+        strength = fit.strength.expand(rows[:3])
         fit = replace(fit, strength=strength, read=spread(fit.read), g=spread(fit.g, decays=True), e=spread(fit.e))
     return replace(
         x,
@@ -275,6 +220,7 @@ def operands(rule: UpdateRule, q: Tensor, k: Tensor, v: Tensor, gates: Mapping[s
         beta=spread(x.beta),
         read=None if x.read is None else x.read.expand(x.r.shape[:3]),
         d=spread(x.d),
+        sign=spread(x.sign, decays=True),
         fit=fit,
     )
 
@@ -295,6 +241,33 @@ def _token_by_token(
         one, steps = slice(t, t + 1), slice(t * rule.steps, (t + 1) * rule.steps)
         now = _rows(rule, gates, one, steps)
         o, state = rule.advance(q[:, one], k[:, steps], v[:, steps], now, scale=scale, state=state)
+        out.append(o)
+    assert state is not None
+    return torch.cat(out, dim=1), state
+
+
+def _operands_by_token(
+    rule: UpdateRule,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Mapping[str, Tensor],
+    *,
+    scale: float,
+    state: State | None,
+) -> tuple[Tensor, State]:
+    """The equation of each token by itself, with operands that are made from that token and the carry alone."""
+    out = []
+    for t in range(q.shape[1]):
+        one, steps = slice(t, t + 1), slice(t * rule.steps, (t + 1) * rule.steps)
+        now = _rows(rule, gates, one, steps)
+        carry = None if state is None else state[rule.states :]
+        x = operands(rule, q[:, one], k[:, steps], v[:, steps], now, carry=carry)
+        before = None if state is None else state[: rule.states]
+        assert rule.transition is not None
+        o, state = _recurrence(
+            rule.transition, x, dtype=v.dtype, scale=scale, state=before, backend="recurrent", chunk_size=1
+        )
         out.append(o)
     assert state is not None
     return torch.cat(out, dim=1), state
