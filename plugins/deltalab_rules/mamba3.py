@@ -1,0 +1,169 @@
+"""Mamba-3: a second-order discretization that writes two tokens at a time, and a complex state as a rotation."""
+
+from dataclasses import dataclass, replace
+from math import pi
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deltalab import gates
+from deltalab.errors import InputError
+from deltalab.gates import Gate, parameterization
+from deltalab.rule import Operands, State, UpdateRule, knob
+from deltalab.structure import DECAY, Transition
+
+TWO_WRITES = replace(DECAY, name="trapezoidal", steps=2)
+
+
+@parameterization
+def step_size(dt_min: float = 0.001, dt_max: float = 0.1) -> Gate:
+    """Delta = softplus(W x + c), where softplus(c) starts log-uniform in [dt_min, dt_max]."""
+    step = gates.mamba2_decay(dt_min=dt_min, dt_max=dt_max)
+    return replace(
+        step,
+        low=0.0,
+        high=torch.inf,
+        parameters={"dt_bias": step.parameters["dt_bias"]},
+        value=lambda z, p: F.softplus(z + p["dt_bias"]),
+    )
+
+
+@parameterization
+def rate() -> Gate:
+    """-A = softplus(W x), a decay rate that depends on the token, at least 1e-4."""
+    return Gate(per="token", low=1e-4, high=torch.inf, value=lambda z, p: F.softplus(z).clamp_min(1e-4))
+
+
+@parameterization
+def angular_velocity(pairs: float = 2) -> Gate:
+    """theta = pi tanh(W x), one for each of so many pairs of key channels. The paper has K / 4 pairs or K / 2."""
+    if pairs < 1 or pairs != int(pairs):
+        raise InputError(f"angular_velocity.pairs must be a whole number of at least 1, not {pairs:g}")
+    return Gate(per="slot", slots=int(pairs), low=-pi, high=pi, value=lambda z, p: pi * z.tanh())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mamba3(UpdateRule):
+    """h_t = alpha_t h_{t-1} + (1 - lambda_t) Delta_t alpha_t B_{t-1} v_{t-1}^T + lambda_t Delta_t B_t v_t^T
+    o_t = scale h_t^T C_t,   alpha_t = exp(-Delta_t a_t)
+    B_t = R_t (norm(k_t) + b),   C_t = R_t (norm(q_t) + c),   R_t turns pair p by phi_tp = phi_{t-1,p} + Delta_t theta_tp
+
+    Lahoti et al. 2026 (arXiv:2603.15569), SISO: the exponential-trapezoidal rule (Prop. 1), and a complex state as a
+    rotation of B and C that depends on the data (Prop. 4). norm is the root mean square norm of their Llama-like block,
+    without weights; b and c are learned for each head and channel. Their skip D x and the convolution that they drop
+    belong to the layer (`conv: 0`). phi and the last B and v are carried from token to token.
+
+    trapezoid: without it lambda = 1, Mamba-2's rule, with one write per token. theta: const(0) is the real state. Ours
+    turns channels p and p + pairs, theirs neighbours: a permutation of the channels.
+
+    Costs twice the rows of sgla, and what sgla costs without the trapezoid.
+    """
+
+    name: ClassVar[str] = "mamba3"
+    paper: ClassVar[str] = "arXiv:2603.15569"
+
+    dt: Gate = knob(step_size())
+    a: Gate = knob(rate(), gates.const(1))
+    lam: Gate = knob(gates.sigmoid(), gates.const(1))
+    theta: Gate = knob(angular_velocity(), gates.const(0))
+    b: Gate = knob(gates.head_channel(init=1), gates.const(0))
+    c: Gate = knob(gates.head_channel(init=1), gates.const(0))
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "transition", DECAY if self.lam.constant else TWO_WRITES)
+
+    @property
+    def steps(self) -> int:
+        return 1
+
+    @property
+    def features(self) -> Literal["unit", "silu", "raw"]:
+        return "raw"
+
+    def carried(self, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        dtype = torch.promote_types(v.dtype, torch.float32)
+        widths = [self.theta.slots] * (not self.theta.constant) + [k.shape[-1], v.shape[-1]] * (not self.lam.constant)
+        return tuple(v.new_zeros(v.shape[0], v.shape[2], width, dtype=dtype) for width in widths)
+
+    def operands(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        dt: Tensor,
+        a: Tensor,
+        lam: Tensor,
+        theta: Tensor,
+        b: Tensor,
+        c: Tensor,
+        carry: tuple[Tensor, ...],
+    ) -> Operands:
+        q, k, v, turned = *_normalized(dt, q, c, k, b), v.to(dt.dtype), []
+        if not self.theta.constant:
+            phase = carry[0][:, None] + (dt[..., None] * theta).cumsum(1)
+            q, k, turned = _turned(q, phase), _turned(k, phase), [phase[:, -1]]
+        g = -dt * a
+        if self.lam.constant:
+            return Operands(r=q, k=k, u=v, g=g, beta=dt, carry=tuple(turned))
+        last_k, last_v = (torch.cat([last[:, None], x[:, :-1]], 1) for last, x in zip(carry[-2:], (k, v), strict=True))
+        return Operands(
+            r=q,
+            k=_interleaved(last_k, k),
+            u=_interleaved(last_v, v),
+            g=_interleaved(g, torch.zeros_like(g)),
+            beta=_interleaved((1 - lam) * dt * g.exp(), lam * dt),
+            carry=(*turned, k[:, -1], v[:, -1]),
+        )
+
+    def step(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        state: State,
+        dt: Tensor,
+        a: Tensor,
+        lam: Tensor,
+        theta: Tensor,
+        b: Tensor,
+        c: Tensor,
+    ) -> tuple[Tensor, State]:
+        S, *carry = state
+        turned: list[Tensor] = []
+        q, k = _normalized(dt, q, c, k, b)
+        if not self.theta.constant:
+            turned = [carry[0] + dt[..., None] * theta]
+            q, k = _turned(q, turned[0]), _turned(k, turned[0])
+        alpha, dt, lam = (x[..., None, None] for x in ((-dt * a).exp(), dt, lam))
+        S = alpha * S + lam * dt * k[..., None] * v[..., None, :]
+        if not self.lam.constant:
+            S = S + (1 - lam) * dt * alpha * carry[-2][..., None] * carry[-1][..., None, :]
+            turned += [k, v]
+        return scale * torch.einsum("bhk,bhkv->bhv", q, S), (S, *turned)
+
+
+def _normalized(dt: Tensor, q: Tensor, c: Tensor, k: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """q and k in dt's dtype with a root mean square of 1, and their biases added."""
+    c, b = (bias if bias.dim() > 1 else bias[:, None] for bias in (c, b))
+    q, k = (x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() for x in (q.to(dt.dtype), k.to(dt.dtype)))
+    return q + c, k + b
+
+
+def _turned(x: Tensor, phase: Tensor) -> Tensor:
+    """x [.., K] with channels p and p + pairs turned by phase [.., pairs]; the channels beyond 2 pairs stay."""
+    pairs = phase.shape[-1]
+    if 2 * pairs > x.shape[-1]:
+        raise InputError(f"mamba3.theta turns {pairs} pairs of channels: keys of width {x.shape[-1]} have too few")
+    one, other, rest = x[..., :pairs], x[..., pairs : 2 * pairs], x[..., 2 * pairs :]
+    cos, sin = phase.cos(), phase.sin()
+    return torch.cat([cos * one - sin * other, sin * one + cos * other, rest], dim=-1)
+
+
+def _interleaved(first: Tensor, second: Tensor) -> Tensor:
+    """Two rows for each token, [B, T, ...] twice to [B, 2 T, ...]."""
+    return torch.stack([first, second], dim=2).flatten(1, 2)
