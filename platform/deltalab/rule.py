@@ -140,6 +140,15 @@ class UpdateRule:
         return self.transition.steps if self.transition is not None else 1
 
     @property
+    def grouped(self) -> bool:
+        """Whether `mix` takes k and v of fewer heads than q, and keeps them so; the layer repeats them otherwise.
+
+        The built-in attention does. It cannot say so in its own file, whose hash is part of the identity of every trial
+        that was run with it.
+        """
+        return self.name == "attention"
+
+    @property
     def second_state(self) -> bool:
         """Whether the operands have a `Fit`, so that the state is a pair."""
         return False

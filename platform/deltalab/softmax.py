@@ -53,7 +53,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor
 
 
 def _blocks(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:
-    """Query t sees keys t ... t + window - 1: blocks of `window` queries, each with the 2 window - 1 keys it can see."""
+    """Query t sees keys t ... t + window - 1: blocks of `window` queries, each with its 2 window - 1 keys."""
     batch, heads, count, _ = q.shape
     spare = -count % window
     q, k, v = (F.pad(x, (0, 0, 0, spare)) for x in (q, k, v))
@@ -63,7 +63,8 @@ def _blocks(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tenso
     after = torch.arange(reach, device=q.device) - torch.arange(window, device=q.device)[:, None]
     visible = (after >= 0) & (after < window)
     o = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale)
-    return o.flatten(1, 2).unflatten(0, (batch, heads))[:, :, :count]
+    together: Tensor = o.flatten(1, 2).unflatten(0, (batch, heads))
+    return together[:, :, :count]
 
 
 _library.impl("attend", _attend, "CompositeImplicitAutograd")

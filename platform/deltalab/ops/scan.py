@@ -37,6 +37,7 @@ def scan(
 
     q, k [B, T, H, K], of unit norm where the rule's `features` say so; v [B, T, H, V]. k and v have
         n T rows if the rule takes n steps per token.
+        A rule that is `grouped` takes k and v of fewer heads, whose number divides H.
     gates: the value of each gate by its symbol, [B, T, H] or [H], with channels [B, T, H, K] or [H, K], per step
         [B, n T, H]; constant gates may be left out.
     scale: of the output, K ** -0.5 where None.
@@ -186,7 +187,8 @@ def _check(
             )
     batch, length, heads, key_dim = q.shape
     steps = rule.steps
-    fits = k.shape == (batch, steps * length, heads, key_dim) and v.shape[:3] == k.shape[:3]
+    groups = heads // k.shape[2] if rule.grouped and k.shape[2] and heads % k.shape[2] == 0 else 1
+    fits = k.shape == (batch, steps * length, heads // groups, key_dim) and v.shape[:3] == k.shape[:3]
     if not fits or 0 in q.shape or 0 in v.shape:
         tokens = "T" if steps == 1 else f"{steps} T"
         raise InputError(
