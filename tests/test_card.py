@@ -50,6 +50,7 @@ class MultiplyAdds(TorchDispatchMode):
 def test_sizes_and_costs_are_those_of_the_tensors(rule):
     found = card(rule)
     d, heads, k, v = 10, 3, 5, 7
+    sizes = {"K": k, "V": v, "K'": rule.key_width(k), "V'": rule.value_width(v)}
     layer = RuleLayer(rule, d, heads, key_dim=k, value_dim=v, conv=0)
     assert number(found.parameters, d=d, H=heads, K=k) == sum(p.numel() for p in layer.gates.parameters())
     for gate in found.gates:
@@ -61,7 +62,7 @@ def test_sizes_and_costs_are_those_of_the_tensors(rule):
 
     assert held(200) - held(199) == heads * number(found.growth, K=k, V=v)
     if found.growth == "0":
-        assert held(200) == heads * number(found.state, K=k, V=v)
+        assert held(200) == heads * number(found.state, **sizes)
     if rule.transition is None:
         assert found.cost == {}
         return
@@ -69,8 +70,8 @@ def test_sizes_and_costs_are_those_of_the_tensors(rule):
     given, state = operands(rule, x.q, x.k, x.v, x.gates).resolved(), rule.start(x.k, x.v)
     with MultiplyAdds() as counted:
         reference.recurrent(rule.transition, given, scale=0.5, state=state)
-    assert number(found.cost["all"], K=k, V=v) == counted.count
-    assert counted.count == sum(number(count, K=k, V=v) for part, count in found.cost.items() if part != "all")
+    assert number(found.cost["all"], **sizes) == counted.count
+    assert counted.count == sum(number(count, **sizes) for part, count in found.cost.items() if part != "all")
 
 
 def test_a_growing_state_is_told_from_a_windows():

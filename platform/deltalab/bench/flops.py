@@ -30,6 +30,7 @@ def flops(rule: UpdateRule, shape: Shape) -> float | None:
         one, two = (_counted(rule, length, k, v) for length in (COUNTED, 2 * COUNTED))
         squared = (two - 2 * one) / (2 * COUNTED**2)
         return tokens * (one / COUNTED + squared * (shape.length - COUNTED)) or None
+    k, v = rule.key_width(k), rule.value_width(v)
     # Per token of a chunk. A read: r k^T, its product with the written values, and r S. A write: k^T times the values.
     read, write = 2 * (CHUNK * k + CHUNK * v + k * v), 2 * k * v
     # A tied erase costs a read and the inverse; a free one has two more products of each kind, for a beside k.
