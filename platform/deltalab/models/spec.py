@@ -326,6 +326,9 @@ def _entry(given: object, own: str) -> Layer:
     if name == RULE or (name == own and not knobs):
         return {"name": RULE, **settings} if settings else RULE
     try:
+        for key in knobs:
+            if key in OF_A_LAYER and key not in get_rule(name).options():
+                raise InputError(f"{key} is a setting of the layer: say {{name: {name}, layer: {{{key}: ...}}}}")
         return {**get_rule(name, **knobs).spec(), **settings}
     except InputError as error:
         raise InputError(f"model.layers: {error}") from None
