@@ -163,7 +163,11 @@ class ModelSpec:
         rule = self.make_rule()
         if isinstance(self.layers, int):
             return [rule, *([get_rule(ATTENTION, window=self.window)] if self.attention else [])]
-        return [rule, *(self.at(layer).make_rule() for layer, one in enumerate(self.layers) if _name(one) != RULE)]
+        found = [rule]
+        for layer in range(self.depth):
+            if (other := self.at(layer).make_rule()) not in found:
+                found.append(other)
+        return found
 
     def at(self, layer: int) -> "ModelSpec":
         """The model whose only blocks are like that of this layer, counted from 0."""
