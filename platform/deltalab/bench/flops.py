@@ -22,10 +22,12 @@ def flops(rule: UpdateRule, shape: Shape) -> float | None:
     """The operations in the matrix products of a rule's chunked algorithm, forward, with chunks of 64 tokens.
 
     A rule outside the algebra is counted on its PyTorch form at two lengths, and a cost that is linear or quadratic in
-    T is fitted to them. None if PyTorch counts no products there.
+    T is fitted to them; one with a window is counted at T itself. None if PyTorch counts no products there.
     """
     tokens, transition = shape.batch * shape.length * shape.heads, rule.transition
     k, v = shape.key_dim, shape.value_dim
+    if transition is None and getattr(rule, "window", False):
+        return tokens / shape.length * _counted(rule, shape.length, k, v) or None
     if transition is None:
         one, two = (_counted(rule, length, k, v) for length in (COUNTED, 2 * COUNTED))
         squared = (two - 2 * one) / (2 * COUNTED**2)
