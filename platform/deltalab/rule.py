@@ -201,7 +201,7 @@ class UpdateRule:
         raise NotImplementedError(f"rule '{self.name}' gives neither operands nor mix")
 
     def step(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, state: Any, **gates: Tensor
+        self, q: Tensor, k: Tensor, v: Tensor, *_: Any, scale: float, state: Any, **gates: Any
     ) -> tuple[Tensor, State | Tensor]:
         """One token as the paper's equation stands: a second statement, which `rule check` holds all else to.
 

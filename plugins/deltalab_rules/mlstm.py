@@ -69,9 +69,7 @@ class MLSTM(UpdateRule):
     def carried(self, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         return (v.new_zeros(v.shape[0], v.shape[2], dtype=torch.promote_types(v.dtype, torch.float32)),)
 
-    def operands(
-        self, q: Tensor, k: Tensor, v: Tensor, *, i: Tensor, g: Tensor, carry: tuple[Tensor, ...]
-    ) -> Operands:
+    def operands(self, q: Tensor, k: Tensor, v: Tensor, *, i: Tensor, g: Tensor, carry: tuple[Tensor, ...]) -> Operands:
         i = i.expand(k.shape[:3])
         m = _stabilizer(i, g, carry[0])
         before = torch.cat([carry[0][:, None], m[:, :-1]], dim=1)

@@ -22,9 +22,10 @@ class ReBased(UpdateRule):
     o_t = scale S_t^T phi(q'_t) / (scale n_t^T phi(q'_t) + 1e-5)
     q' = gamma_q * norm(q) + beta_q,   k' = gamma_k * norm(k) + beta_k
 
-    Aksenov et al. 2024 (arXiv:2402.10644): a parabola whose place is learned, in place of Based's Taylor series. norm is
-    a layer norm; gamma and beta are learned for each head and channel. phi holds the K (K + 1) / 2 products of two
-    channels. n is a last column of S, with value 1. normalize leaves norm out: the paper ablates norm, gamma and beta.
+    Aksenov et al. 2024 (arXiv:2402.10644): a parabola whose place is learned, in place of Based's Taylor series. norm
+    is a layer norm; gamma and beta are learned for each head and channel. phi holds the K (K + 1) / 2 products of two
+    channels. n is a last column of S, with value 1. normalize: False leaves norm out, const(1) and const(0) leave out
+    gamma and beta; the paper ablates all three.
 
     Costs what linear_attention costs with K (K + 1) / 2 key channels: 136 for K = 16.
     """
