@@ -1,17 +1,21 @@
 """The file of a new rule, task or study works as it stands, and no existing file is overwritten."""
 
 import os
+import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from deltalab import check_rule, check_task, list_rules, registry
+from deltalab.authoring.inputs import draw, normal
 from deltalab.authoring.scaffold import new_rule, new_study, new_task
 from deltalab.authoring.shipped import shipped_studies, study_file
 from deltalab.errors import InputError
+from deltalab.ops.scan import scan
 from deltalab.study.plan import make_plan
 from deltalab.study.spec import load_study
 
@@ -37,6 +41,70 @@ def test_a_rule_passes_every_check_as_it_stands(here):
     assert len(rule.gates) == 2
     assert len(rule.options()) == 3
     rule.without("write")
+
+
+@pytest.mark.slow
+def test_a_rule_with_its_own_kernel_works_as_it_stands(here):
+    new_rule("own", kernel=True)
+    registry.refresh()
+    rule = registry.get_rule("own")
+    results = check_rule(rule)
+    assert [f"{result.name}: {result.message}" for result in results if not result.passed] == []
+    assert "kernel" in [result.name for result in results]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_kernel_of_a_new_rule_computes_its_equation_in_its_own_dtype(here, dtype):
+    """K and V are no powers of 2, and V takes two programs."""
+    new_rule("own", kernel=True)
+    registry.refresh()
+    rule = registry.get_rule("own", bound=2.0)
+    x = draw(rule, batch=2, length=7, heads=3, key_dim=5, value_dim=33)
+    start = normal(2, 3, 5, 33, seed=7).float()
+    most = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2}[dtype]
+    found = []
+    for backend, kind in (("recurrent", torch.float64), ("triton", dtype)):
+        rounded = [part.to(dtype) for part in (x.q, x.k, x.v)]
+        given = [part.to(kind).requires_grad_() for part in rounded]
+        given += [part.to(torch.promote_types(kind, torch.float32)).requires_grad_() for part in (x.gates["g"], start)]
+        q, k, v, g, S = given
+        o, (last,) = scan(rule, q, k, v, {"g": g}, state=(S,), backend=backend)
+        found.append([o, last, *torch.autograd.grad(o.double().square().sum() + last.double().sin().sum(), given)])
+    for want, got in zip(*found, strict=True):
+        assert (got.double() - want).norm() < most * want.norm()
+
+
+def test_a_stack_of_runs_is_one_launch_of_the_kernel(here):
+    """vmap gives each run's output and gradients; a gate without a time axis is shared by all runs."""
+    new_rule("own", kernel=True)
+    registry.refresh()
+    rule = registry.get_rule("own")
+    q, k, v = (normal(3, 2, 4, 2, width, seed=width).requires_grad_() for width in (5, 5, 6))
+    k = q.detach().clone().requires_grad_()
+    g = -normal(2, seed=1).abs().requires_grad_()
+
+    def o(q, k, v):
+        return scan(rule, q, k, v, {"g": g}, backend="triton")[0]
+
+    stacked, single = torch.func.vmap(o)(q, k, v), torch.stack([o(q[i], k[i], v[i]) for i in range(3)])
+    torch.testing.assert_close(stacked, single)
+    for got, want in zip(*(torch.autograd.grad(y.sin().sum(), (q, k, v, g)) for y in (stacked, single)), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_the_kernel_says_what_it_does_not_take(here):
+    new_rule("own", kernel=True)
+    registry.refresh()
+    k, v = torch.ones(1, 2, 1, 257), torch.ones(1, 2, 1, 4)
+    with pytest.raises(InputError, match="the kernel of own takes K up to 256, not 257: use backend 'auto'"):
+        scan(registry.get_rule("own"), k, k, v, {"g": -torch.ones(1, 2, 1)}, backend="triton")
+
+
+def test_the_page_on_kernels_shows_the_whole_file(here):
+    file = new_rule("my_kernel", kernel=True)
+    page = (Path(__file__).parents[1] / "docs/how-to/own-kernel.md").read_text()
+    shown = "\n".join(re.findall(r"^```py\n(.*?)^```", page, re.M | re.S))
+    assert [line for line in shown.splitlines() if line] == [line for line in file.read_text().splitlines() if line]
 
 
 def test_a_task_passes_every_check_as_it_stands(here):
@@ -83,11 +151,15 @@ def test_a_study_of_ones_own_is_found_by_its_name(here):
     assert study_file("mine") == Path("studies/mine.yaml")
 
 
-@pytest.mark.parametrize("new", [new_rule, new_task])
-def test_it_is_a_tidy_file(here, new):
+@pytest.mark.parametrize(
+    ("new", "most"),
+    [(new_rule, 60), (new_task, 60), (partial(new_rule, kernel=True), 150)],
+    ids=["rule", "task", "kernel"],
+)
+def test_it_is_a_tidy_file(here, new, most):
     new("tidy")
     text = (here / "plugins/tidy.py").read_text()
-    assert len(text.splitlines()) < 60
+    assert len(text.splitlines()) < most
     assert "NAME" not in text
     assert "CLASS" not in text
     for command in (
@@ -106,6 +178,13 @@ def test_any_name_makes_a_rule_that_imports(here, name):
     (plugin,) = registry.add_plugin(new_rule(name))
     assert plugin.kind.name == name
     assert plugin.kind().gates["erase"].high == 1
+
+
+@pytest.mark.parametrize("name", ["scan", "folded", "triton", "mapping", "a1"])
+def test_any_name_makes_a_rule_with_a_kernel_that_imports(here, name):
+    (plugin,) = registry.add_plugin(new_rule(name, kernel=True))
+    assert plugin.kind.name == name
+    assert plugin.kind().brings_kernel
 
 
 @pytest.mark.parametrize("name", ["batch", "task", "random", "map", "a1"])

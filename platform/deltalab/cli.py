@@ -305,11 +305,15 @@ def rule_bench(
 
 
 @rule.command("new")
-def rule_new(name: str, folder: Folder = Path("plugins")) -> None:
+def rule_new(
+    name: str,
+    folder: Folder = Path("plugins"),
+    kernel: Annotated[bool, typer.Option("--kernel", help="A rule with a Triton kernel of its own.")] = False,
+) -> None:
     """Write a rule file that passes its checks, to start from."""
     from deltalab.authoring.scaffold import new_rule
 
-    file = new_rule(name, folder)
+    file = new_rule(name, folder, kernel=kernel)
     print(f"{file}: change it, then: platform rule check {file}")
 
 

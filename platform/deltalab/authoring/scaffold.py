@@ -58,6 +58,154 @@ class CLASS(UpdateRule):
 '''
 
 
+KERNEL = '''"""NAME: a memory whose entries saturate, with a Triton kernel of its own, forward and backward."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from deltalab import gates as forms
+from deltalab.gates import Gate
+from deltalab.ops.vmap import Folded
+from deltalab.rule import UpdateRule, knob
+
+
+@dataclass(frozen=True, kw_only=True)
+class CLASS(UpdateRule):
+    """S_t = squash(alpha_t S_{t-1} + k_t v_t^T),   o_t = scale S_t^T q_t,   alpha_t = exp(g_t)
+    squash(z) = z / sqrt(1 + (z / bound)^2), elementwise
+
+    No entry of the state leaves (-bound, bound). squash stands between the tokens, so no parallel form exists:
+    PyTorch launches ten kernels for each token, and the kernel below is one launch for the whole sequence.
+    """
+
+    name: ClassVar[str] = "NAME"
+
+    g: Gate = knob(forms.mamba2_decay(), forms.const(0))
+    bound: float = knob(1.0, 4.0)
+
+    def mix(
+        self, q: Tensor, k: Tensor, v: Tensor, gates: Mapping[str, Tensor], *, scale: float, state: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The equation in PyTorch: what `fused` is compared with, and what runs where it does not."""
+        q, k, v, g = (x.to(state.dtype) for x in (q, k, v, gates["g"].expand(k.shape[:3])))
+        out = []
+        for t in range(q.shape[1]):
+            z = g[:, t, :, None, None].exp() * state + k[:, t, :, :, None] * v[:, t, :, None, :]
+            state = z / (1 + (z / self.bound).square()).sqrt()
+            out.append(scale * torch.einsum("bhk,bhkv->bhv", q[:, t], state))
+        return torch.stack(out, dim=1), state
+
+    def fused(
+        self, q: Tensor, k: Tensor, v: Tensor, gates: Mapping[str, Tensor], *, scale: float, state: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The same by the kernels. A gate may be [B, T, H] or [H]: expand it."""
+        g = gates["g"].expand(k.shape[:3]).to(state.dtype)
+        o, last, _ = _Scan.apply(q, k, v, g, state, scale, self.bound, torch.is_grad_enabled())
+        return o, last
+
+    def lacks_kernel(self, k: Tensor, v: Tensor) -> str | None:
+        """Why `fused` does not take inputs like these: the platform then takes `mix` and logs this reason."""
+        return f"the kernel of NAME takes K up to 256, not {k.shape[-1]}" if k.shape[-1] > 256 else None
+
+
+class _Scan(Folded):
+    """The kernels as one differentiable function: o, the last state, and the states before each token if `keep`."""
+
+    @staticmethod
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor, start: Tensor, scale: float, bound: float, keep: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, g, start = (x.contiguous() for x in (q, k, v, g, start))
+        o, last = torch.empty_like(v), torch.empty_like(start)
+        before = start.new_empty(*v.shape[:3], *start.shape[2:]) if keep else start.new_empty(v.shape[0], 0)
+        sizes, grid = _sizes(k, v)
+        _forward[grid](q, k, v, g, start, o, last, before, scale, bound, **sizes, KEEP=keep)
+        return o, last, before
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        *tensors, _, ctx.scale, ctx.bound, _ = inputs
+        ctx.save_for_backward(*tensors, output[2])
+        ctx.mark_non_differentiable(output[2])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_o: Tensor, d_last: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        q, k, v, g, before, d_o, d_last = (x.contiguous() for x in (*ctx.saved_tensors, d_o, d_last))
+        sizes, grid = _sizes(k, v)
+        # Each program adds over its own channels of v: what q, k and g get is the sum over the programs.
+        d_q, d_k = (d_last.new_empty(grid[1], *k.shape) for _ in range(2))
+        d_g, d_v, d_start = d_last.new_empty(grid[1], *g.shape), torch.empty_like(v), torch.empty_like(d_last)
+        _backward[grid](q, k, v, g, before, d_o, d_last, d_q, d_k, d_v, d_g, d_start, ctx.scale, ctx.bound, **sizes)
+        return d_q.sum(0).to(q.dtype), d_k.sum(0).to(k.dtype), d_v, d_g.sum(0), d_start, None, None, None
+
+
+def _sizes(k: Tensor, v: Tensor) -> tuple[dict[str, int], tuple[int, int]]:
+    """The sizes that both kernels take, and the grid: heads of sequences by blocks of BV channels of v."""
+    batch, tokens, heads, key_dim = k.shape
+    value_dim, width = v.shape[-1], 32
+    sizes = {"T": tokens, "H": heads, "K": key_dim, "V": value_dim, "BK": triton.next_power_of_2(key_dim), "BV": width}
+    return sizes, (batch * heads, triton.cdiv(value_dim, width))
+
+
+@triton.jit
+def _forward(
+    q, k, v, g, start, o, last, before, scale, bound,
+    T, H, K, V, BK: tl.constexpr, BV: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0).to(tl.int64)  # of a sequence: sequence * H + head; 32 bits overflow for large tensors
+    i, j = tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)
+    tile, inside = i[:, None] * V + j[None, :], (i < K)[:, None] & (j < V)[None, :]  # blocks are powers of 2
+    S = tl.load(start + head * K * V + tile, inside, 0)  # fp32, or fp64 for inputs in fp64
+    for t in range(T):
+        row = (head // H * T + t) * H + head % H
+        q_t = tl.load(q + row * K + i, i < K, 0).to(S.dtype)[:, None]
+        k_t = tl.load(k + row * K + i, i < K, 0).to(S.dtype)[:, None]
+        v_t = tl.load(v + row * V + j, j < V, 0).to(S.dtype)[None, :]
+        if KEEP:
+            tl.store(before + row * K * V + tile, S, inside)
+        z = tl.exp(tl.load(g + row)) * S + k_t * v_t
+        S = z / tl.sqrt(1 + (z / bound) * (z / bound))
+        tl.store(o + row * V + j, scale * tl.sum(S * q_t, 0), j < V)
+    tl.store(last + head * K * V + tile, S, inside)
+
+
+@triton.jit
+def _backward(
+    q, k, v, g, before, d_o, d_last, d_q, d_k, d_v, d_g, d_start, scale, bound,
+    T, H, K, V, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    head, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i, j = tl.arange(0, BK), block * BV + tl.arange(0, BV)
+    tile, inside = i[:, None] * V + j[None, :], (i < K)[:, None] & (j < V)[None, :]
+    dS = tl.load(d_last + head * K * V + tile, inside, 0)
+    for back in range(T):
+        row = (head // H * T + T - 1 - back) * H + head % H
+        part = row + block * tl.num_programs(0) * T
+        q_t = tl.load(q + row * K + i, i < K, 0).to(dS.dtype)[:, None]
+        k_t = tl.load(k + row * K + i, i < K, 0).to(dS.dtype)[:, None]
+        v_t = tl.load(v + row * V + j, j < V, 0).to(dS.dtype)[None, :]
+        d_o_t = scale * tl.load(d_o + row * V + j, j < V, 0).to(dS.dtype)[None, :]
+        alpha, S = tl.exp(tl.load(g + row)), tl.load(before + row * K * V + tile, inside, 0)
+        z = alpha * S + k_t * v_t
+        slope = 1 / tl.sqrt(1 + (z / bound) * (z / bound))
+        tl.store(d_q + part * K + i, tl.sum(z * slope * d_o_t, 1), i < K)
+        dz = (dS + q_t * d_o_t) * slope * slope * slope
+        tl.store(d_k + part * K + i, tl.sum(dz * v_t, 1), i < K)
+        tl.store(d_v + row * V + j, tl.sum(dz * k_t, 0), j < V)
+        tl.store(d_g + part, alpha * tl.sum(dz * S))
+        dS = alpha * dz
+    tl.store(d_start + head * K * V + tile, dS, inside)
+'''
+
+
 TASK = '''"""NAME: say in one line what a model must learn in this task."""
 
 from collections.abc import Mapping
@@ -157,13 +305,14 @@ profiles:
 """
 
 
-def new_rule(name: str, directory: Path = Path("plugins")) -> Path:
+def new_rule(name: str, directory: Path = Path("plugins"), *, kernel: bool = False) -> Path:
     """Writes the file of a new rule, NAME.py, and returns its path. The platform finds rules in ./plugins by name.
 
+    kernel: write a rule with a Triton kernel of its own instead of a rule of the algebra.
     Raises `InputError` for a name that Python or another rule uses, a file that exists, and a directory that cannot be
     written to.
     """
-    return _write(name, directory / f"{name}.py", "rule", RULE, list_rules())
+    return _write(name, directory / f"{name}.py", "rule", KERNEL if kernel else RULE, list_rules())
 
 
 def new_task(name: str, directory: Path = Path("plugins")) -> Path:

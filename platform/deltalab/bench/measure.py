@@ -298,7 +298,8 @@ def bench(
         out.mkdir(parents=True, exist_ok=True)
     run = Bench(dtype or ("bf16" if gpu else "fp32"))
     if not gpu:
-        print("no GPU: timing the chunked and the recurrent form on the CPU, not the kernels", file=sys.stderr)
+        kernel = f"the kernel of '{rule.name}'" if rule.brings_kernel else "a kernel"
+        print(f"no GPU: times 'chunked' and 'recurrent' on the CPU; timing {kernel} takes a GPU", file=sys.stderr)
     for at in shapes:
         run.add(rule, at, against=peers)
     if out is not None:

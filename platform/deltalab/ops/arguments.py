@@ -1,13 +1,14 @@
 """Checks the arguments of a scan, and the operands that a rule makes of them; each message names a tensor's shape."""
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
 
 from deltalab.errors import InputError
 from deltalab.rule import Operands, State, UpdateRule
+from deltalab.structure import Transition
 
 
 def check_tensors(rule: UpdateRule, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> None:
@@ -60,10 +61,13 @@ def shown(given: object) -> str:
     return f"{list(given.shape)} on {given.device}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
 
 
-def check_operands(rule: UpdateRule, x: Operands, q: Tensor, v: Tensor) -> None:
-    """Raises `InputError` for operands that do not fit the rule's transition, or whose shapes are wrong."""
-    where, transition = f"rule '{rule.name}': operands", rule.transition
-    assert transition is not None
+def check_operands(
+    where: str, transition: Transition, x: Operands, sizes: tuple[int, int, int, int, int], *, second_state: bool
+) -> None:
+    """Raises `InputError` for operands that do not fit a transition, or whose shapes are wrong.
+
+    where: what the message begins with. sizes: B, T, H, and the widths K and V of the state.
+    """
     if not isinstance(x, Operands):
         raise InputError(f"{where} must return Operands(r=..., k=..., u=...), not {shown(x)}")
     decays, fit, n = transition.decay != "none", x.fit, "" if transition.steps == 1 else f"{transition.steps} "
@@ -72,7 +76,7 @@ def check_operands(rule: UpdateRule, x: Operands, q: Tensor, v: Tensor) -> None:
         "e": (x.e, transition.low_rank == "tied", f"a transition with low_rank '{transition.low_rank}'"),
         "a": (x.a, transition.low_rank == "free", f"a transition with low_rank '{transition.low_rank}'"),
         "b": (x.b, transition.low_rank == "free", f"a transition with low_rank '{transition.low_rank}'"),
-        "fit": (fit, rule.second_state, f"second_state {rule.second_state}"),
+        "fit": (fit, second_state, f"second_state {second_state}"),
     }
     for name, (value, needed, what) in due.items():
         if needed and value is None:
@@ -88,8 +92,8 @@ def check_operands(rule: UpdateRule, x: Operands, q: Tensor, v: Tensor) -> None:
         if value is not None and not fits:
             raise InputError(f"{where}: {name} takes {what}")
 
-    batch, length, heads, key_dim = q.shape
-    key, value_dim, rows = rule.key_width(key_dim), rule.value_width(v.shape[-1]), transition.steps * length
+    batch, length, heads, key, value_dim = sizes
+    rows = transition.steps * length
     keys, values = (batch, rows, heads, key), (batch, rows, heads, value_dim)
     reads, writes = (batch, length, heads), (batch, rows, heads)
     per_row, per_token = f"[B, {n}T, H]", "[B, T, H]"
@@ -113,7 +117,12 @@ def check_operands(rule: UpdateRule, x: Operands, q: Tensor, v: Tensor) -> None:
         of_fit = {"r": named["r"], "v": named["u"], "strength": named["e"]}
         of_fit |= {name: named[name] for name in ("read", "g", "e")}
         _check_shapes(f"{where}: fit", {f.name: getattr(fit, f.name) for f in fields(fit)}, of_fit)
-    if len(x.carry) and not rule.carries:
+
+
+def check_carry(rule: UpdateRule, x: Operands, q: Tensor, v: Tensor) -> None:
+    """Raises `InputError` for a carry in operands that is not like the rule's first one."""
+    where = f"rule '{rule.name}': operands"
+    if x.carry and not rule.carries:
         raise InputError(f"{where}: a carry is given: the rule needs a method `carried` for the first one")
     if rule.carries:
         empty = rule.carried(q, v)
@@ -136,3 +145,33 @@ def _check_shapes(
             raise InputError(f"{where}: {name} is {got}, must be {form}: {' or '.join(str(list(s)) for s in shapes)}")
         if not value.is_floating_point():
             raise InputError(f"{where}: {name} has dtype {value.dtype}, must be floating")
+
+
+def filled(transition: Transition, x: Operands) -> Operands:
+    """The operands with strengths and decays of one value for each head expanded over batch and time.
+
+    A decay is expanded over channels too where the transition is diagonal.
+    """
+    rows, diagonal = x.k.shape, transition.decay == "diagonal"
+
+    def spread(value: Tensor | None, *, decays: bool = False) -> Tensor | None:
+        if value is None:
+            return None
+        if decays and diagonal and value.dim() % 2:  # [B, T, H] or [H]
+            value = value.unsqueeze(-1)
+        return value.expand(rows if decays and diagonal else rows[:3])
+
+    fit = x.fit
+    if fit is not None:
+        strength = fit.strength.expand(rows[:3])
+        fit = replace(fit, strength=strength, read=spread(fit.read), g=spread(fit.g, decays=True), e=spread(fit.e))
+    return replace(
+        x,
+        g=spread(x.g, decays=True),
+        e=spread(x.e),
+        beta=spread(x.beta),
+        read=None if x.read is None else x.read.expand(x.r.shape[:3]),
+        d=spread(x.d),
+        sign=spread(x.sign, decays=True),
+        fit=fit,
+    )

@@ -3,7 +3,6 @@
 import itertools
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any, get_args
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deltalab.errors import InputError, unknown
-from deltalab.ops.arguments import check_operands, check_state, check_tensors, shown
+from deltalab.ops.arguments import check_carry, check_operands, check_state, check_tensors, filled, shown
 from deltalab.ops.backends import once
 from deltalab.ops.recurrence import Backend, allowed, no_growth, packs, recurrence
 from deltalab.rule import Operands, State, UpdateRule
@@ -198,31 +197,11 @@ def operands(
     if rule.carries:
         values["carry"] = rule.carried(k, v) if carry is None else carry
     x = rule.operands(q, k, v, **values)
-    check_operands(rule, x, q, v)
-    rows = x.k.shape
-    diagonal = rule.transition.decay == "diagonal"
-
-    def spread(value: Tensor | None, *, decays: bool = False) -> Tensor | None:
-        if value is None:
-            return None
-        if decays and diagonal and value.dim() % 2:  # [B, T, H] or [H]
-            value = value.unsqueeze(-1)
-        return value.expand(rows if decays and diagonal else rows[:3])
-
-    fit = x.fit
-    if fit is not None:
-        strength = fit.strength.expand(rows[:3])
-        fit = replace(fit, strength=strength, read=spread(fit.read), g=spread(fit.g, decays=True), e=spread(fit.e))
-    return replace(
-        x,
-        g=spread(x.g, decays=True),
-        e=spread(x.e),
-        beta=spread(x.beta),
-        read=None if x.read is None else x.read.expand(x.r.shape[:3]),
-        d=spread(x.d),
-        sign=spread(x.sign, decays=True),
-        fit=fit,
-    )
+    batch, length, heads, key_dim = q.shape
+    sizes = batch, length, heads, rule.key_width(key_dim), rule.value_width(v.shape[-1])
+    check_operands(f"rule '{rule.name}': operands", rule.transition, x, sizes, second_state=rule.second_state)
+    check_carry(rule, x, q, v)
+    return filled(rule.transition, x)
 
 
 def _token_by_token(
