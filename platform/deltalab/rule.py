@@ -200,13 +200,11 @@ class UpdateRule:
         """
         raise NotImplementedError(f"rule '{self.name}' gives neither operands nor mix")
 
-    def step(
-        self, q: Tensor, k: Tensor, v: Tensor, *_: Any, scale: float, state: Any, **gates: Any
-    ) -> tuple[Tensor, State | Tensor]:
+    def step(self, q: Tensor, k: Tensor, v: Tensor, *_: Any, **gates: Any) -> tuple[Tensor, State | Tensor]:
         """One token as the paper's equation stands: a second statement, which `rule check` holds all else to.
 
-        q [B, H, K], k [B, H, K], v [B, H, V], and gates without their time axis. With n `steps`, k and v are
-        [B, n, H, K] and [B, n, H, V], and gates `per` step [B, n, H].
+        It takes (q, k, v, *, scale, state, **gates): q [B, H, K], k [B, H, K], v [B, H, V], and gates without their time
+        axis. With n `steps`, k and v are [B, n, H, K] and [B, n, H, V], and gates `per` step [B, n, H].
         state: the tuple that `scan` returns. Returns o [B, H, V], scale included, and the next state.
         """
         raise NotImplementedError(f"rule '{self.name}' gives no step")

@@ -32,12 +32,15 @@ class MomentumDeltaNet(UpdateRule):
     """Z_t = eta Z_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T
     S_t = S_{t-1} + Z_t,   o_t = scale S_t^T q_t
 
-    Polyak's heavy ball on DeltaNet's loss, one step per token. Titans (arXiv:2501.00663, Eq. 9-10) has this momentum for
-    a memory that is an MLP, by mini-batches. eta is constant in time and learned for each head; eta = 0 is DeltaNet.
-    With c = eta / (1 - eta) and Y = S + c Z, the state [Y; Z] decays by the constants 1 and eta, and a gradient step is
-    a write of low rank: Y_t = Y_{t-1} + (1 + c) w_t and Z_t = eta Z_{t-1} + w_t with w_t = beta_t k_t (v_t - S_{t-1}^T
-    k_t)^T. Two eigenvalues are neither 1 nor eta: their sum is 1 + eta - beta, their product eta. As a complex pair they
-    turn, with modulus sqrt(eta).
+    Polyak's heavy ball on DeltaNet's loss, one step per token. Titans (arXiv:2501.00663, Eq. 9-10) has this momentum
+    for a memory that is an MLP, by mini-batches. eta is constant in time and learned for each head; eta = 0 is
+    DeltaNet. With c = eta / (1 - eta) and Y = S + c Z, the state [Y; Z] decays by the constants 1 and eta, and a
+    gradient step is a write of low rank, w_t = beta_t k_t (v_t - S_{t-1}^T k_t)^T, into both:
+
+        Y_t = Y_{t-1} + (1 + c) w_t,   Z_t = eta Z_{t-1} + w_t,   S_t = Y_t - c Z_t
+
+    Two eigenvalues are neither 1 nor eta: their sum is 1 + eta - beta, their product eta. As a complex pair they turn,
+    with modulus sqrt(eta).
 
     Costs what a delta rule with diagonal decay (kda) costs with keys of width 2 K.
     """

@@ -59,7 +59,8 @@ class ReBased(UpdateRule):
     def _placed(self, x: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
         gamma, beta = (one if one.dim() > 1 else one[:, None] for one in (gamma, beta))
         x = x.to(gamma.dtype)
-        return gamma * (F.layer_norm(x, x.shape[-1:]) if self.normalize else x) + beta
+        placed: Tensor = gamma * (F.layer_norm(x, x.shape[-1:]) if self.normalize else x) + beta
+        return placed
 
     def step(
         self,
