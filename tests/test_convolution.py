@@ -198,7 +198,9 @@ class Calls(TorchDispatchMode):
 
 LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     "unit": ("comba", {}),
-    "shared q and k": ("mamba2", {"shared_qk": True, "value_dim": 6}),
+    "shared q and k": ("mamba2", {"qk_heads": 1, "value_dim": 6}),
+    "grouped values": ("gated_deltanet", {"heads": 4, "qk_heads": 2, "qk_norm": True, "rope": 100.0}),
+    "grouped queries": ("delta_product", {"heads": 4, "kv_heads": 2, "output_norm": "group", "output_gate": "silu"}),
     "steps": ("delta_product", {}),
     "a channel's gates": ("kda", {}),
     "a low rank": ("gla", {"key_dim": 5}),
@@ -213,7 +215,8 @@ LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
 def layer_of(name: str, seed: int = 1) -> RuleLayer:
     rule, given = LAYERS[name]
     given = {"key_dim": 4, "value_dim": 4, "knobs": {}, **given}
-    layer = RuleLayer(deltalab.get_rule(rule, **given.pop("knobs")), 12, 2, chunk_size=8, **given)
+    made = deltalab.get_rule(rule, **given.pop("knobs"))
+    layer = RuleLayer(made, 12, given.pop("heads", 2), chunk_size=8, **given)
     initialize(layer, seed)
     return layer.to(DEVICE)
 

@@ -28,6 +28,29 @@ MODELS = {
         "tie_embeddings": False,
     },
     "conv of 1": {"rule": "deltanet", "conv": 1},
+    "rotary positions": {"rule": "gated_deltanet", "rope": True},
+    "rotary positions, several steps": {"rule": "delta_product", "rope": 50},
+    "grouped values": {"rule": "gated_deltanet", "heads": 4, "qk_heads": 2},
+    "grouped keys and values": {"rule": "gla", "heads": 4, "kv_heads": 2},
+    "qk norm": {"rule": "kda", "qk_norm": True},
+    "token shift": {"rule": "rwkv7", "token_shift": True, "conv": 0, "output_norm": "group"},
+    "gate before the norm": {"rule": "mamba2", "output_norm": "rms_all", "output_gate": "silu_before_norm"},
+    "Transformer++": {
+        "rule": "attention",
+        "heads": 4,
+        "kv_heads": 2,
+        "rope": True,
+        "conv": 0,
+        "output_norm": False,
+        "output_gate": False,
+    },
+    "a rule for each layer": {
+        "rule": "gated_deltanet",
+        "layers": [
+            {"repeat": 2, "pattern": ["rule", "kda"]},
+            {"name": "attention", "window": 4, "layer": {"rope": True, "heads": 4, "kv_heads": 2, "conv": 0}},
+        ],
+    },
     "wide values, narrow keys": {"rule": "gated_deltanet", "key_dim": 3, "expand_v": 1.5},
 }
 
@@ -82,7 +105,7 @@ def test_state_size_is_that_of_the_tensors_held(given: dict[str, object]) -> Non
         if isinstance(held, torch.Tensor):
             return held.numel()
         if isinstance(held, LayerCache):
-            return elements((held.conv, held.state))
+            return elements((held.conv, held.state, held.place, held.last))
         assert isinstance(held, list | tuple)
         return sum(map(elements, held))
 
@@ -95,6 +118,7 @@ def test_only_full_attention_remembers_more_the_longer_it_reads() -> None:
         "attention",
         "hybrid",
         "mamba block, hybrid",
+        "Transformer++",
     }
 
 

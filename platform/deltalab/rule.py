@@ -170,6 +170,15 @@ class UpdateRule:
         return ()
 
     @property
+    def grouped(self) -> bool:
+        """Whether `mix` takes k and v of fewer heads than q, and keeps them so; the layer repeats them otherwise.
+
+        The built-in attention does. It cannot say so in its own file, whose hash is part of the identity of every trial
+        that was run with it.
+        """
+        return self.name == "attention"
+
+    @property
     def second_state(self) -> bool:
         """Whether the operands have a `Fit`, so that the state is a pair."""
         return False
@@ -200,11 +209,11 @@ class UpdateRule:
         """
         raise NotImplementedError(f"rule '{self.name}' gives neither operands nor mix")
 
-    def step(self, q: Tensor, k: Tensor, v: Tensor, *_: Any, **gates: Any) -> tuple[Tensor, State | Tensor]:
+    def step(self, q: Tensor, k: Tensor, v: Tensor, *_: Any, **given: Any) -> tuple[Tensor, State | Tensor]:
         """One token as the paper's equation stands: a second statement, which `rule check` holds all else to.
 
-        It takes (q, k, v, *, scale, state, **gates): q [B, H, K], k [B, H, K], v [B, H, V], and gates without their time
-        axis. With n `steps`, k and v are [B, n, H, K] and [B, n, H, V], and gates `per` step [B, n, H].
+        Takes q [B, H, K], k [B, H, K], v [B, H, V], and by name scale, state and each gate without its time axis. With
+        n `steps`, k and v are [B, n, H, K] and [B, n, H, V], and gates `per` step [B, n, H].
         state: the tuple that `scan` returns. Returns o [B, H, V], scale included, and the next state.
         """
         raise NotImplementedError(f"rule '{self.name}' gives no step")

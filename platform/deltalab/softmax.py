@@ -16,7 +16,8 @@ _library.define("attend(Tensor q, Tensor k, Tensor v, int window, float scale) -
 def attend(q: Tensor, k: Tensor, v: Tensor, *, window: int = 0, scale: float) -> Tensor:
     """o_t = sum_i softmax_i(scale q_t^T k_i) v_i over i <= t, or over the last `window` of these.
 
-    q [B, H, n, K], k [B, H, N, K], v [B, H, N, V]: the queries are those of the last n keys. window: 0 for none.
+    q [B, H, n, K], k [B, G, N, K], v [B, G, N, V]: the queries are those of the last n keys. Query head h reads key
+    head h // (H / G). window: 0 for none; time and memory are then of order n * window.
     Returns [B, H, n, V].
     """
     o: Tensor = _op()(q, k, v, window, scale)
@@ -28,8 +29,20 @@ def _op() -> Any:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:
+    if (groups := q.shape[1] // k.shape[1]) > 1:
+        k, v = (x.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(1, 2) for x in (k, v))
+    if not window or q.shape[2] <= window:
+        return _dense(q, k, v, window, scale)
     past = k.shape[2] - q.shape[2]
-    if not window and not past:
+    first = _dense(q[:, :, :window], k[:, :, : past + window], v[:, :, : past + window], window, scale)
+    # The key before these is the last one that only the first block sees.
+    rest = _blocks(q[:, :, window:], k[:, :, past + 1 :], v[:, :, past + 1 :], window, scale)
+    return torch.cat([first, rest], dim=2)
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:
+    past = k.shape[2] - q.shape[2]
+    if not past and (not window or window >= q.shape[2]):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
     now = past + torch.arange(q.shape[2], device=q.device)[:, None]
     seen = torch.arange(k.shape[2], device=q.device)
@@ -37,6 +50,21 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tenso
     if window:
         visible &= seen > now - window
     return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale)
+
+
+def _blocks(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:
+    """Query t sees keys t ... t + window - 1: blocks of `window` queries, each with its 2 window - 1 keys."""
+    batch, heads, count, _ = q.shape
+    spare = -count % window
+    q, k, v = (F.pad(x, (0, 0, 0, spare)) for x in (q, k, v))
+    reach = 2 * window - 1
+    q = q.unflatten(2, (-1, window)).flatten(0, 1)
+    k, v = (x.unfold(2, reach, window).transpose(-1, -2).flatten(0, 1) for x in (k, v))
+    after = torch.arange(reach, device=q.device) - torch.arange(window, device=q.device)[:, None]
+    visible = (after >= 0) & (after < window)
+    o = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale)
+    together: Tensor = o.flatten(1, 2).unflatten(0, (batch, heads))
+    return together[:, :, :count]
 
 
 _library.impl("attend", _attend, "CompositeImplicitAutograd")

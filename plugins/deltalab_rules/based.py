@@ -63,7 +63,7 @@ def _taylor(x: Tensor) -> Tensor:
     width = x.shape[-1]
     i, j = torch.triu_indices(width, width, device=x.device)
     # A product of two different channels stands for two of the K^2, and gets the root of 2.
-    weights = torch.where(i == j, 0.5**0.5, 1.0).to(x) / width**0.5
+    weights = (1 + (0.5**0.5 - 1) * (i == j).to(x.dtype)) / width**0.5
     return torch.cat([torch.ones_like(x[..., :1]), x / width**0.25, weights * x[..., i] * x[..., j]], dim=-1)
 
 

@@ -53,14 +53,8 @@ class ReBased(UpdateRule):
     def operands(
         self, q: Tensor, k: Tensor, v: Tensor, *, gamma_q: Tensor, gamma_k: Tensor, beta_q: Tensor, beta_k: Tensor
     ) -> Operands:
-        r, key = _squares(self._placed(q, gamma_q, beta_q)), _squares(self._placed(k, gamma_k, beta_k))
+        r, key = _squares(_placed(q, gamma_q, beta_q, self.normalize)), _squares(_placed(k, gamma_k, beta_k, self.normalize))
         return Operands(r=r, k=key, u=F.pad(v, (0, 1), value=1.0), output=_normalized)
-
-    def _placed(self, x: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
-        gamma, beta = (one if one.dim() > 1 else one[:, None] for one in (gamma, beta))
-        x = x.to(gamma.dtype)
-        placed: Tensor = gamma * (F.layer_norm(x, x.shape[-1:]) if self.normalize else x) + beta
-        return placed
 
     def step(
         self,
@@ -76,16 +70,24 @@ class ReBased(UpdateRule):
         beta_k: Tensor,
     ) -> tuple[Tensor, State]:
         (S,) = state
-        r, key = _squares(self._placed(q, gamma_q, beta_q)), _squares(self._placed(k, gamma_k, beta_k))
+        r, key = _squares(_placed(q, gamma_q, beta_q, self.normalize)), _squares(_placed(k, gamma_k, beta_k, self.normalize))
         S = S + key[..., None] * torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)[..., None, :]
         return _normalized(scale * torch.einsum("bhk,bhkv->bhv", r, S)), (S,)
+
+
+def _placed(x: Tensor, gamma: Tensor, beta: Tensor, normalize: bool) -> Tensor:
+    """gamma * norm(x) + beta, in the dtype of gamma."""
+    gamma, beta = (one if one.dim() > 1 else one[:, None] for one in (gamma, beta))
+    x = x.to(gamma.dtype)
+    normal = F.layer_norm(x, x.shape[-1:]) if normalize else x
+    return gamma * normal + beta
 
 
 def _squares(x: Tensor) -> Tensor:
     """phi(x): [.., K] to [.., K (K + 1) / 2]."""
     width = x.shape[-1]
     i, j = torch.triu_indices(width, width, device=x.device)
-    weights = torch.where(i == j, 1.0, 2**0.5).to(x) / width**0.5
+    weights = (2**0.5 + (1 - 2**0.5) * (i == j).to(x.dtype)) / width**0.5
     return weights * x[..., i] * x[..., j]
 
 

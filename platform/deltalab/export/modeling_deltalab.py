@@ -78,7 +78,7 @@ class StateCache(Cache):
         self._each(lambda part: part.repeat_interleave(repeats, dim=0))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> None:
-        self.states = [LayerCache(change(now.conv), tuple(map(change, now.state))) for now in self.states]
+        self.states = [now.map(change) for now in self.states]
 
 
 class DeltaLabForCausalLM(PreTrainedModel, GenerationMixin):
@@ -188,7 +188,7 @@ class DeltaLabForCausalLM(PreTrainedModel, GenerationMixin):
         if not self._blanks_leave_no_trace:
             raise ValueError(
                 "attention_mask: some layers of this model would remember padding that stands before the text "
-                "(attention does): give prompts of one length"
+                "(attention and RoPE do): give prompts of one length"
             )
         return x * mask[..., None]
 
@@ -198,7 +198,7 @@ class DeltaLabForCausalLM(PreTrainedModel, GenerationMixin):
         blank = self.model.embed.weight.new_zeros(1, 1, self.config.d_model)
         with torch.no_grad():
             hidden, states = self.model.transform(blank)
-        left = [hidden, *(state.conv for state in states)]
+        left = [hidden, *(part for state in states for part in (state.conv, state.place, state.last))]
         for block, after in zip(self.model.blocks, states, strict=True):
             mixer = cast(Block, block).mixer
             k, v = (blank.new_zeros(1, 1, mixer.heads, size) for size in (mixer.key_dim, mixer.value_dim))

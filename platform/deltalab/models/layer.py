@@ -1,4 +1,4 @@
-"""A rule as a layer that mixes tokens: projections, short convolution, gates, the rule, output norm and gate."""
+"""A rule as a layer that mixes tokens: projections, convolution, positions, gates, the rule, output norm and gate."""
 
 import hashlib
 import itertools
@@ -12,22 +12,34 @@ from torch import Tensor, nn
 
 from deltalab.gates import Gate, Start
 from deltalab.ops.convolution import LEAST_NORM, Channels, features, fused, fuses
-from deltalab.ops.norm import HeadNorm
+from deltalab.ops.norm import HeadNorm, RMSNorm
 from deltalab.ops.recurrence import Backend
+from deltalab.ops.rotary import angles, rotate
 from deltalab.ops.scan import scan
 from deltalab.rule import State, UpdateRule
 
 
 @dataclass(frozen=True)
 class LayerCache:
-    """The memory of a layer between calls: the convolution's last inputs [B, conv - 1, C], and the rule's state."""
+    """The memory of a layer between calls.
+
+    conv: the convolution's last inputs, [B, conv - 1, C]. state: the rule's.
+    place: how many tokens were read, [B, 1] with RoPE, else [B, 0]; it counts as one element.
+    last: the last token's x, [B, 1, d] with token shift, else [B, 0, d].
+    """
 
     conv: Tensor
     state: State
+    place: Tensor
+    last: Tensor
 
     def numel(self) -> int:
         """The number of elements in these tensors."""
-        return self.conv.numel() + sum(part.numel() for part in self.state)
+        return sum(part.numel() for part in (self.conv, *self.state, self.place, self.last))
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "LayerCache":
+        """The cache with each tensor changed."""
+        return LayerCache(change(self.conv), tuple(map(change, self.state)), change(self.place), change(self.last))
 
 
 def parameter(start: Callable[[torch.Generator], Tensor]) -> nn.Parameter:
@@ -165,13 +177,38 @@ class Vectors(nn.Module):
         return values, tail
 
 
+class TokenShift(nn.Module):
+    """x_t + m (x_{t-1} - x_t) for each reader of x [B, T, d], with a learned m [d] of its own.
+
+    m starts as a ramp over the channels, from 0 to 1. The token before the first is zero.
+    Peng et al. 2023 (arXiv:2305.13048).
+    """
+
+    def __init__(self, d_model: int, readers: Sequence[str]) -> None:
+        super().__init__()
+        self.share = nn.ParameterDict(
+            {name: parameter(lambda generator: torch.linspace(0, 1, d_model)) for name in readers}
+        )
+
+    def forward(self, x: Tensor, last: Tensor | None) -> dict[str, Tensor]:
+        """last: the token before these, [B, 1, d]; None for zero."""
+        before = torch.cat([torch.zeros_like(x[:, :1]) if last is None else last, x[:, :-1]], dim=1)
+        return {name: x + share * (before - x) for name, share in self.share.items()}
+
+
 class RuleLayer(nn.Module):
     """A rule as a layer, x [B, T, d] to y [B, T, d].
 
     q, k and v come from one projection and one causal depthwise convolution, k and v for each of the rule's steps, and
     then get the activation and norm of the rule's `features`. The unit norm comes before any gate scales k.
 
-    shared_qk: all heads use one q and one k (multi-value, as in Mamba). conv: the convolution's width, 0 for none.
+    conv: the convolution's width, 0 for none.
+    qk_heads: how many heads have a q and a k of their own; groups of heads / qk_heads share them. kv_heads: likewise of
+        k and v. At most one of the two is less than `heads`.
+    qk_norm: RMS norm with weights [K] on each head's q and k after their activation; a unit norm comes after it.
+    rope: the base of rotary positions on q and k, None for none. A token's steps share its place.
+    token_shift: q, k, v, the gates and the output gate are each projected from a mean of x_t and x_{t-1}.
+    output_norm, output_gate: kinds of `HeadNorm`.
     """
 
     def __init__(
@@ -183,9 +220,13 @@ class RuleLayer(nn.Module):
         key_dim: int,
         value_dim: int,
         conv: int = 4,
-        output_norm: bool = True,
-        output_gate: bool = True,
-        shared_qk: bool = False,
+        qk_heads: int | None = None,
+        kv_heads: int | None = None,
+        qk_norm: bool = False,
+        rope: float | None = None,
+        token_shift: bool = False,
+        output_norm: bool | str = True,
+        output_gate: bool | str = True,
         out_std: float | None = None,
         chunk_size: int = 64,
         backend: Backend = "auto",
@@ -193,56 +234,90 @@ class RuleLayer(nn.Module):
         super().__init__()
         self.rule = rule
         self.heads, self.key_dim, self.value_dim = heads, key_dim, value_dim
-        self.width, self.chunk_size, self.backend = conv, chunk_size, backend
+        self.width, self.rope, self.chunk_size, self.backend = conv, rope, chunk_size, backend
         self.channels = Channels(
-            heads, 1 if shared_qk else heads, key_dim, value_dim, rule.steps, rule.features, rule.silu_of_v
+            heads, qk_heads or heads, key_dim, value_dim, rule.steps, rule.features, rule.silu_of_v, kv_heads
         )
         channels = self.channels.total
         self.qkv = linear(d_model, channels)
         if conv:
             bound = conv**-0.5
             self.conv = parameter(lambda g: torch.empty(conv, channels).uniform_(-bound, bound, generator=g))
+        self.q_norm = RMSNorm(key_dim) if qk_norm else None
+        self.k_norm = RMSNorm(key_dim) if qk_norm else None
         self.gates = Gates(rule.gates, d_model, heads, key_dim, value_dim, rule.steps)
-        self.vectors = Vectors(rule.gates, d_model, heads, key_dim, value_dim, conv) if _has_vectors(rule) else None
-        self.norm = HeadNorm(value_dim, norm=output_norm)
-        self.gate = linear(d_model, heads * value_dim) if output_gate else None
+        vectors = any(gate.features is not None for gate in rule.gates.values())
+        self.vectors = Vectors(rule.gates, d_model, heads, key_dim, value_dim, conv) if vectors else None
+        self.norm = HeadNorm(value_dim, heads=heads, norm=output_norm, gate=output_gate)
+        self.gate = None if output_gate in (False, "none") else linear(d_model, heads * value_dim)
+        others = [*(["gates"] if self.gates.weights() or vectors else []), *(["gate"] if self.gate is not None else [])]
+        self.shift = TokenShift(d_model, ["q", "k", "v", *others]) if token_shift else None
         self.out = linear(heads * value_dim, d_model, std=out_std)
 
     def forward(self, x: Tensor, cache: LayerCache | None = None) -> tuple[Tensor, LayerCache]:
         taps, past = self.conv if self.width else None, None if cache is None else cache.conv
+        products: list[Tensor] = []
+        shifted = {} if self.shift is None else self.shift(x, None if cache is None else cache.last)
         vectors: dict[str, Tensor] = {}
         if self.vectors is not None:
             of_qkv = self.channels.total
             before = None if past is None else past[..., of_qkv:]
             past = None if past is None else past[..., :of_qkv]
-            vectors, vectors_tail = self.vectors(x, before)
-        products: list[Tensor] = []
-        if fuses(x, taps, self.channels):
+            vectors, vectors_tail = self.vectors(shifted.get("gates", x), before)
+        if not shifted and fuses(x, taps, self.channels):
             others = []
             # With fewer tokens, copying the weights side by side costs more than reading x once for each.
             if x.shape[:2].numel() >= self.channels.total:
                 others = [*([] if self.gate is None else [self.gate.weight]), *self.gates.weights()]
             (q, k, v, tail), products = fused(x, self.qkv.weight, others, taps, past, self.channels)
         else:
-            q, k, v, tail = features(self.qkv(x), taps, past, self.channels)
+            q, k, v, tail = features(self._projected(x, shifted), taps, past, self.channels)
         gate = products.pop(0) if products and self.gate is not None else None
-        q, k = (z.expand(-1, -1, self.heads, -1) for z in (q, k))
+        place = x.new_zeros(x.shape[0], int(self.rope is not None), dtype=torch.long) if cache is None else cache.place
+        q, k = self._placed(*self._normed(q, k), place)
+        written = self.channels.v_heads if self.rule.grouped else self.heads
         o, state = scan(
             self.rule,
-            q,
-            k,
-            v,
-            {**self.gates(x, products), **vectors},
+            _shared(q, self.heads),
+            _shared(k, written),
+            _shared(v, written),
+            {**self.gates(shifted.get("gates", x), products), **vectors},
             state=None if cache is None else cache.state,
             backend=self.backend,
             chunk_size=self.chunk_size,
         )
         if self.gate is not None and gate is None:
-            gate = self.gate(x)
+            gate = self.gate(shifted.get("gate", x))
         if self.vectors is not None:
             tail = torch.cat([tail, vectors_tail.to(tail)], dim=-1)
-        return self.out(self.norm(o, gate)), LayerCache(tail, state)
+        last = x.new_zeros(x.shape[0], 0, x.shape[2]) if self.shift is None else x[:, -1:]
+        return self.out(self.norm(o, gate)), LayerCache(tail, state, place + x.shape[1], last)
+
+    def _projected(self, x: Tensor, shifted: dict[str, Tensor]) -> Tensor:
+        """q, k and v side by side, [B, T, C], each from its own shift of x where there is one."""
+        if not shifted:
+            projected: Tensor = self.qkv(x)
+            return projected
+        weights = self.qkv.weight.split(self.channels.widths)
+        return torch.cat([F.linear(shifted[name], weight) for name, weight in zip("qkv", weights, strict=True)], dim=-1)
+
+    def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        if self.q_norm is None or self.k_norm is None:
+            return q, k
+        q, k = self.q_norm(q), self.k_norm(k)
+        if self.rule.features == "unit":
+            q, k = F.normalize(q, dim=-1, eps=LEAST_NORM), F.normalize(k, dim=-1, eps=LEAST_NORM)
+        return q, k
+
+    def _placed(self, q: Tensor, k: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
+        """q and k turned by the angles of their tokens, the first of which has the number `place`."""
+        if self.rope is None:
+            return q, k
+        angle = angles(place + torch.arange(q.shape[1], device=q.device), self.key_dim, self.rope)
+        return rotate(q, angle), rotate(k, angle.repeat_interleave(self.channels.steps, dim=1))
 
 
-def _has_vectors(rule: UpdateRule) -> bool:
-    return any(gate.features is not None for gate in rule.gates.values())
+def _shared(x: Tensor, heads: int) -> Tensor:
+    """x [B, T, H, ..] for more heads: head h is head h // (heads / H) of x."""
+    groups = heads // x.shape[2]
+    return x if groups == 1 else x.unsqueeze(3).expand(-1, -1, -1, groups, -1).flatten(2, 3)

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 from deltalab.errors import InputError
 from deltalab.models.layer import LayerCache, RuleLayer, initialize, linear, parameter
-from deltalab.models.spec import ModelSpec
+from deltalab.models.spec import ROPE, ModelSpec
 from deltalab.ops.backends import automatic
 from deltalab.ops.norm import ResidualNorm, RMSNorm
-from deltalab.rule import UpdateRule
 
 
 class Embedding(nn.Embedding):
@@ -55,22 +54,27 @@ class Block(nn.Module):
     branch of None is zero.
     """
 
-    def __init__(self, spec: ModelSpec, rule: UpdateRule) -> None:
+    def __init__(self, spec: ModelSpec, depth: int) -> None:
+        """spec: `ModelSpec.at` of this layer. depth: the number of blocks of the whole model."""
         super().__init__()
         # The branches of all layers add up; the scale keeps the variance of the sum independent of depth.
-        shrink = (2 * spec.depth) ** -0.5
+        shrink = (2 * depth) ** -0.5
         key_dim, value_dim = spec.head_dims
         self.norm = ResidualNorm(spec.d_model)
         self.mixer = RuleLayer(
-            rule,
+            spec.make_rule(),
             spec.d_model,
             spec.heads,
             key_dim=key_dim,
             value_dim=value_dim,
             conv=spec.conv,
+            qk_heads=spec.own_qk_heads,
+            kv_heads=spec.kv_heads,
+            qk_norm=spec.qk_norm,
+            rope=(ROPE if spec.rope is True else spec.rope) if spec.rope else None,
+            token_shift=spec.token_shift,
             output_norm=spec.output_norm,
             output_gate=spec.output_gate,
-            shared_qk=spec.block == "mamba",
             out_std=shrink * (spec.heads * value_dim) ** -0.5,
             chunk_size=spec.chunk_size,
         )
@@ -124,11 +128,8 @@ class Model(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.spec = spec
-        rule, *attention = spec.rules()
         self.embed: nn.Embedding = Embedding(spec.vocab_size, spec.d_model)
-        self.blocks = nn.ModuleList(
-            Block(spec, attention[0] if spec.is_attention(layer) else rule) for layer in range(spec.depth)
-        )
+        self.blocks = nn.ModuleList(Block(spec.at(layer), spec.depth) for layer in range(spec.depth))
         self.norm = ResidualNorm(spec.d_model)
         self.rebuild = Rebuild(spec.d_model) if spec.readout == "last" else None
         self.unembed = None if spec.tie_embeddings else linear(spec.d_model, spec.vocab_size)

@@ -1,10 +1,11 @@
 """A model as data: its rule, its sizes and the layout of its layers."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from deltalab.errors import InputError, unknown
+from deltalab.ops.norm import HEAD_GATES, HEAD_NORMS
 from deltalab.registry import get_rule
 from deltalab.rule import UpdateRule
 
@@ -12,6 +13,32 @@ SECOND_TO_LAST_OF_EIGHT = "second_to_last_of_every_eight"
 
 ATTENTION = "attention"
 """The rule of the layers that `ModelSpec.attention` lists."""
+
+RULE = "rule"
+"""An entry of `ModelSpec.layers` that stands for `ModelSpec.rule`."""
+
+ROPE = 10000.0
+"""The base of rotary positions where none is given."""
+
+OF_A_LAYER = (
+    "heads",
+    "key_dim",
+    "expand_v",
+    "conv",
+    "qk_heads",
+    "kv_heads",
+    "qk_norm",
+    "rope",
+    "token_shift",
+    "output_norm",
+    "output_gate",
+)
+"""Settings that an entry of `ModelSpec.layers` may give its own layer."""
+
+LATER = {"since": "0.2"}
+"""Marks settings that the first release lacks: at their default they leave the key of a trial as it was."""
+
+Layer: TypeAlias = str | Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +48,20 @@ class ModelSpec:
     rule: a rule's name, or {name: ..., knob: ...}.
     d_model, layers, heads: width, depth and heads of each layer. key_dim: width of a head's keys, d_model / heads where
         None. expand_v: width of its values over that of its keys.
+        layers may list the layers, first to last. An entry is `rule`, which is the model's rule; another rule's name;
+        {name: ..., knob: ..., layer: {setting: ...}}, where `layer` has settings of `OF_A_LAYER` for this layer alone;
+        or {repeat: n, pattern: [entry, ...]}. With a list, each entry is one block, in `mamba` blocks too.
     conv: width of the short convolution over q, k and v, 0 for none.
-    output_norm: whether each head's output has an RMS norm. output_gate: whether it is multiplied by sigmoid(W x).
+    qk_heads: how many heads have a q and a k of their own, which groups of value heads share (grouped value attention);
+        `heads` where None, 1 in `mamba` blocks. kv_heads: how many have a k and a v of their own, which groups of
+        query heads share (grouped-query attention). Each divides `heads`; a layer takes one of them.
+    qk_norm: whether each head's q and k have an RMS norm with weights, before the unit norm of the rules that have one.
+    rope: whether q and k have rotary positions; a number is their base, 10000 where true.
+    token_shift: whether projections read a learned mean of x_t and x_{t-1}, one for each of q, k, v, gates and output
+        gate (RWKV).
+    output_norm: of each head's output, a kind of `ops.norm.HeadNorm`: none (or false), rms (or true), rms_unweighted,
+        rms_all, layer, group. output_gate: none (or false), or what of W x multiplies the normed output: sigmoid (or
+        true), silu (swish); sigmoid_before_norm and silu_before_norm multiply before the norm (Mamba2).
     block: `transformer` is [mixer, MLP]; `mamba` is [mixer] alone, q and k shared by all heads, twice the depth.
     mlp: whether `transformer` blocks have a SwiGLU of width 8/3 d_model; False in `mamba` blocks.
     attention: the layers, counted from 0, that are softmax attention instead, or `second_to_last_of_every_eight`.
@@ -40,13 +79,18 @@ class ModelSpec:
     vocab_size: int
     rule: str | Mapping[str, Any]
     d_model: int = 64
-    layers: int = 2
+    layers: int | tuple[Layer, ...] = 2
     heads: int = 2
     key_dim: int | None = None
     expand_v: float = 1.0
     conv: int = 4
-    output_norm: bool = True
-    output_gate: bool = True
+    qk_heads: int | None = field(default=None, metadata=LATER)
+    kv_heads: int | None = field(default=None, metadata=LATER)
+    qk_norm: bool = field(default=False, metadata=LATER)
+    rope: bool | float = field(default=False, metadata=LATER)
+    token_shift: bool = field(default=False, metadata=LATER)
+    output_norm: bool | str = True
+    output_gate: bool | str = True
     block: Literal["transformer", "mamba"] = "transformer"
     mlp: bool = True
     attention: tuple[int, ...] | Literal["second_to_last_of_every_eight"] = field(default=())
@@ -56,7 +100,7 @@ class ModelSpec:
     chunk_size: int = 64
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "d_model", "layers", "heads", "chunk_size"):
+        for name in ("vocab_size", "d_model", "heads", "chunk_size"):
             _whole(name, getattr(self, name), least=1)
         for name in ("conv", "window"):
             _whole(name, getattr(self, name), least=0)
@@ -64,37 +108,30 @@ class ModelSpec:
             _whole("key_dim", self.key_dim, least=1)
         elif self.d_model % self.heads:
             raise InputError(f"model.d_model {self.d_model} must be a multiple of heads {self.heads}, or set key_dim")
-        for name in ("output_norm", "output_gate", "mlp", "tie_embeddings"):
+        for name in ("qk_norm", "token_shift", "mlp", "tie_embeddings"):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"model.{name} must be true or false, not {getattr(self, name)!r}")
         if isinstance(self.expand_v, bool) or not isinstance(self.expand_v, int | float) or not 0 < self.expand_v < 1e6:
             raise InputError(f"model.expand_v must be a positive number, not {self.expand_v!r}")
         object.__setattr__(self, "expand_v", float(self.expand_v))  # 2 and 2.0 are one model with one identity
+        self._check_heads()
+        self._check_rope()
+        self._check_output()
         if self.block not in ("transformer", "mamba"):
             raise unknown("block", self.block, ("transformer", "mamba"), where="model.block")
         if self.readout not in ("position", "last"):
             raise unknown("readout", self.readout, ("position", "last"), where="model.readout")
         if self.block == "mamba":
             object.__setattr__(self, "mlp", False)  # the block has no MLP, so that no study can ablate it
-        if isinstance(self.attention, str):
-            if self.attention != SECOND_TO_LAST_OF_EIGHT:
-                raise unknown(
-                    "layout", self.attention, [SECOND_TO_LAST_OF_EIGHT, "[layer, ...]"], where="model.attention"
-                )
-            if self.depth < 7:
-                raise InputError(f"model.attention {self.attention} needs at least 7 layers, not {self.depth}")
-        elif not isinstance(self.attention, list | tuple):
-            raise InputError(
-                f"model.attention must be [layer, ...] or {SECOND_TO_LAST_OF_EIGHT}, not {self.attention!r}"
-            )
+        if isinstance(self.layers, list | tuple | Mapping):
+            object.__setattr__(self, "layers", self._listed())
         else:
-            object.__setattr__(self, "attention", tuple(self.attention))
-            for layer in self.attention:
-                if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < self.depth:
-                    raise InputError(f"model.attention names layer {layer!r}; there are 0 to {self.depth - 1}")
-        if self.window and not self.attention:
-            raise InputError("model.window has no effect without attention layers")
+            _whole("layers", self.layers, least=1)
+        self._check_attention()
         self.make_rule()
+        if not isinstance(self.layers, int):
+            for layer in range(self.depth):
+                self.at(layer)
 
     @classmethod
     def of(cls, given: "ModelSpec | Mapping[str, Any]") -> "ModelSpec":
@@ -122,12 +159,33 @@ class ModelSpec:
         return get_rule(self.rule["name"], **knobs)
 
     def rules(self) -> list[UpdateRule]:
-        """The rules of the layers: `make_rule`, then that of the attention layers, if there are any."""
-        return [self.make_rule(), *([get_rule(ATTENTION, window=self.window)] if self.attention else [])]
+        """The rules of the layers: `make_rule`, then the others."""
+        rule = self.make_rule()
+        if isinstance(self.layers, int):
+            return [rule, *([get_rule(ATTENTION, window=self.window)] if self.attention else [])]
+        return [rule, *(self.at(layer).make_rule() for layer, one in enumerate(self.layers) if _name(one) != RULE)]
+
+    def at(self, layer: int) -> "ModelSpec":
+        """The model whose only blocks are like that of this layer, counted from 0."""
+        plain = replace(self, layers=1, attention=(), window=0)
+        if isinstance(self.layers, int):
+            return (
+                replace(plain, rule={"name": ATTENTION, "window": self.window}) if self.is_attention(layer) else plain
+            )
+        entry = self.layers[layer]
+        if isinstance(entry, str):
+            return plain
+        knobs = {key: value for key, value in entry.items() if key != "layer"}
+        try:
+            return replace(plain, rule=self.rule if entry["name"] == RULE else knobs, **entry.get("layer", {}))
+        except InputError as error:
+            raise InputError(f"model.layers[{layer}]: {error}") from None
 
     @property
     def depth(self) -> int:
-        """The number of blocks: twice `layers` for `mamba`, whose blocks hold a mixer and no MLP."""
+        """The number of blocks: twice a number of `layers` for `mamba`, whose blocks hold a mixer and no MLP."""
+        if not isinstance(self.layers, int):
+            return len(self.layers)
         return self.layers * (2 if self.block == "mamba" else 1)
 
     @property
@@ -141,6 +199,136 @@ class ModelSpec:
         if isinstance(self.attention, str):
             return layer % 8 == 6
         return layer in self.attention
+
+    @property
+    def own_qk_heads(self) -> int:
+        """How many heads have a q of their own."""
+        return self.qk_heads or (1 if self.block == "mamba" else self.heads)
+
+    def _check_heads(self) -> None:
+        for name in ("qk_heads", "kv_heads"):
+            given = getattr(self, name)
+            if given is None:
+                continue
+            _whole(name, given, least=1)
+            if self.heads % given:
+                raise InputError(f"model.{name} must divide heads {self.heads}, not be {given}")
+        if self.kv_heads not in (None, self.heads) and self.own_qk_heads < self.heads:
+            raise InputError(
+                "model.kv_heads: a layer shares k and v, or q and k by qk_heads (1 in mamba blocks), and not both; "
+                f"leave one of them at heads {self.heads}"
+            )
+
+    def _check_rope(self) -> None:
+        if not isinstance(self.rope, bool):
+            if not isinstance(self.rope, int | float) or not 1 < self.rope < 1e12:
+                raise InputError(f"model.rope must be true, false or a base above 1, not {self.rope!r}")
+            object.__setattr__(self, "rope", True if self.rope == ROPE else float(self.rope))
+        if self.rope and self.head_dims[0] % 2:
+            raise InputError(f"model.rope turns pairs of channels: key_dim must be even, not {self.head_dims[0]}")
+
+    def _check_output(self) -> None:
+        kinds = {"output_norm": HEAD_NORMS, "output_gate": HEAD_GATES}
+        for name, allowed in kinds.items():
+            given = getattr(self, name)
+            if isinstance(given, bool):
+                continue
+            if given not in allowed:
+                raise unknown(f"{name[7:]}", given, [*allowed, "true", "false"], where=f"model.{name}")
+            # One form for one model: a plain true or false stands in the keys of earlier trials.
+            plain = {"none": False, "rms": True, "sigmoid": True}
+            object.__setattr__(self, name, plain.get(given, given))
+        if str(self.output_gate).endswith("before_norm") and self.output_norm is False:
+            raise InputError(
+                f"model.output_gate {self.output_gate} has no effect without output_norm: say sigmoid or silu"
+            )
+
+    def _check_attention(self) -> None:
+        if not isinstance(self.layers, int):
+            if self.attention or self.window:
+                what = "attention" if self.attention else "window"
+                raise InputError(
+                    f"model.{what} does not go with a list of layers: list {{name: {ATTENTION}, window: ...}} in layers"
+                )
+            object.__setattr__(self, "attention", ())
+            return
+        if isinstance(self.attention, str):
+            if self.attention != SECOND_TO_LAST_OF_EIGHT:
+                raise unknown(
+                    "layout", self.attention, [SECOND_TO_LAST_OF_EIGHT, "[layer, ...]"], where="model.attention"
+                )
+            if self.depth < 7:
+                raise InputError(f"model.attention {self.attention} needs at least 7 layers, not {self.depth}")
+        elif not isinstance(self.attention, list | tuple):
+            raise InputError(
+                f"model.attention must be [layer, ...] or {SECOND_TO_LAST_OF_EIGHT}, not {self.attention!r}"
+            )
+        else:
+            object.__setattr__(self, "attention", tuple(self.attention))
+            for layer in self.attention:
+                if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < self.depth:
+                    raise InputError(f"model.attention names layer {layer!r}; there are 0 to {self.depth - 1}")
+        if self.window and not self.attention:
+            raise InputError("model.window has no effect without attention layers")
+
+    def _listed(self) -> tuple[Layer, ...]:
+        """The entries of `layers` one by one, each rule's knobs spelled out, so that equal means equal."""
+        own = self.make_rule().name
+        found = tuple(_entry(one, own) for one in _repeated(self.layers, "model.layers"))
+        if RULE not in map(_name, found):
+            raise InputError(
+                f"model.layers: rule '{own}' stands in no layer; list `{RULE}`, which is the model's rule, or '{own}'"
+            )
+        return found
+
+
+def _name(entry: Layer) -> str:
+    return entry if isinstance(entry, str) else str(entry["name"])
+
+
+def _repeated(given: object, where: str) -> list[object]:
+    """The entries of a list with its patterns repeated."""
+    if isinstance(given, Mapping):
+        given = [given]
+    if not isinstance(given, list | tuple) or not given:
+        raise InputError(f"{where} must list at least one layer, not {given!r}")
+    found: list[object] = []
+    for one in given:
+        if not isinstance(one, Mapping) or "name" in one:
+            found.append(one)
+            continue
+        for key in one:
+            if key not in ("repeat", "pattern"):
+                raise unknown("key", key, ("name", "repeat", "pattern"), where=where)
+        if "pattern" not in one:
+            raise InputError(f"{where}: {{repeat: n}} needs pattern: [layer, ...]")
+        _whole("layers repeat", one.get("repeat", 1), least=1)
+        found += one.get("repeat", 1) * _repeated(one["pattern"], f"{where} pattern")
+    return found
+
+
+def _entry(given: object, own: str) -> Layer:
+    """An entry in its one form: `rule` where it is the model's rule as it stands. own: that rule's name."""
+    if isinstance(given, str):
+        given = {"name": given}
+    if not isinstance(given, Mapping) or not isinstance(given["name"], str):
+        raise InputError(f"model.layers: a layer is a rule's name or {{name: ..., knob: ...}}, not {given!r}")
+    name, settings = given["name"], given.get("layer") or {}
+    knobs = {key: value for key, value in given.items() if key not in ("name", "layer")}
+    if not isinstance(settings, Mapping):
+        raise InputError(f"model.layers: layer takes {{setting: ...}}, not {settings!r}")
+    for key in settings:
+        if key not in OF_A_LAYER:
+            raise unknown("setting of a layer", key, OF_A_LAYER, where="model.layers")
+    settings = {"layer": dict(settings)} if settings else {}
+    if name == RULE and knobs:
+        raise InputError(f"model.layers: `{RULE}` is the model's rule with its knobs, and takes no {next(iter(knobs))}")
+    if name == RULE or (name == own and not knobs):
+        return {"name": RULE, **settings} if settings else RULE
+    try:
+        return {**get_rule(name, **knobs).spec(), **settings}
+    except InputError as error:
+        raise InputError(f"model.layers: {error}") from None
 
 
 def _whole(name: str, value: object, *, least: int) -> None:

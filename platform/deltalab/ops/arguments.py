@@ -20,7 +20,8 @@ def check_tensors(rule: UpdateRule, q: Tensor, k: Tensor, v: Tensor, cu_seqlens:
             )
     batch, length, heads, key_dim = q.shape
     steps = rule.steps
-    fits = k.shape == (batch, steps * length, heads, key_dim) and v.shape[:3] == k.shape[:3]
+    groups = heads // k.shape[2] if rule.grouped and k.shape[2] and heads % k.shape[2] == 0 else 1
+    fits = k.shape == (batch, steps * length, heads // groups, key_dim) and v.shape[:3] == k.shape[:3]
     if not fits or 0 in q.shape or 0 in v.shape:
         tokens = "T" if steps == 1 else f"{steps} T"
         raise InputError(

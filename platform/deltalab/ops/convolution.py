@@ -26,8 +26,9 @@ ALIGNED = 8
 class Channels:
     """The channels of one token, side by side: q of all heads, k of all heads for each of n steps, then v likewise.
 
-    qk_heads: how many heads have a q and a k of their own; one if all share them.
+    qk_heads: how many q and k there are for `heads` v; groups of heads share them (grouped values).
     features, silu_of_v: as in `UpdateRule`.
+    kv_heads: how many k and v there are for `heads` q (grouped queries), `heads` where None.
     """
 
     heads: int
@@ -37,6 +38,15 @@ class Channels:
     steps: int
     features: Literal["unit", "silu", "raw"]
     silu_of_v: bool = True
+    kv_heads: int | None = None
+
+    @property
+    def k_heads(self) -> int:
+        return min(self.qk_heads, self.v_heads)
+
+    @property
+    def v_heads(self) -> int:
+        return self.kv_heads or self.heads
 
     @property
     def activated(self) -> int:
@@ -45,18 +55,18 @@ class Channels:
 
     @property
     def widths(self) -> tuple[int, int, int]:
-        keys = self.qk_heads * self.key_dim
-        return keys, self.steps * keys, self.steps * self.heads * self.value_dim
+        keys = self.steps * self.k_heads * self.key_dim
+        return self.qk_heads * self.key_dim, keys, self.steps * self.v_heads * self.value_dim
 
     @property
     def total(self) -> int:
         return sum(self.widths)
 
     def split(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q [B, T, H, K], k [B, n T, H, K] and v [B, n T, H, V], from [B, T, width] each."""
+        """q [B, T, heads of q, K], k [B, n T, heads of k, K], v [B, n T, heads of v, V], from [B, T, width] each."""
         q = q.unflatten(-1, (self.qk_heads, self.key_dim))
-        k = k.unflatten(-1, (self.steps, self.qk_heads, self.key_dim)).flatten(1, 2)
-        v = v.unflatten(-1, (self.steps, self.heads, self.value_dim)).flatten(1, 2)
+        k = k.unflatten(-1, (self.steps, self.k_heads, self.key_dim)).flatten(1, 2)
+        v = v.unflatten(-1, (self.steps, self.v_heads, self.value_dim)).flatten(1, 2)
         return q, k, v
 
 

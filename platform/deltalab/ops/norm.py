@@ -8,6 +8,10 @@ from deltalab.ops.backends import automatic
 
 EPS = 1e-5
 
+HEAD_NORMS = ("none", "rms", "rms_unweighted", "rms_all", "layer", "group")
+HEAD_GATES = ("none", "sigmoid", "silu", "sigmoid_before_norm", "silu_before_norm")
+"""The kinds of `HeadNorm`."""
+
 
 class RMSNorm(nn.RMSNorm):
     """w x / (mean(x^2) + 1e-5)^(1/2) for x [.., d]; w [d] starts at 1."""
@@ -36,25 +40,60 @@ class ResidualNorm(nn.RMSNorm):
 
 
 class HeadNorm(nn.Module):
-    """`RMSNorm` of each head of o [.., H, V], times sigmoid(gate) for gate [.., H V]: [.., H V].
+    """The norm and gate of o [.., H, V], with the gate's input z [.., H V] or None: [.., H V].
 
-    w is [V]. Without `norm` only the gate applies; without a gate only the norm.
+    norm: of each head, unless it says otherwise. w and b start at 1 and 0.
+        rms (or True): w o / (mean(o^2) + 1e-5)^(1/2), w [V]. rms_unweighted: without w.
+        rms_all: the mean is over all heads' channels, w [H V].
+        layer: w (o - mean(o)) / (var(o) + 1e-5)^(1/2) + b, w and b [V]. group: the same, w and b [H V].
+        none (or False).
+    gate: norm(o) sigmoid(z) for sigmoid, norm(o) z sigmoid(z) for silu; before the norm where it ends in before_norm.
     """
 
     weight: nn.Parameter | None
+    bias: nn.Parameter | None
 
-    def __init__(self, width: int, *, norm: bool = True) -> None:
+    def __init__(self, width: int, *, heads: int = 1, norm: bool | str = True, gate: bool | str = True) -> None:
         super().__init__()
-        self.register_parameter("weight", nn.Parameter(torch.ones(width)) if norm else None)
+        self.width = width
+        self.kind = _kind(norm, "rms")
+        kind = _kind(gate, "sigmoid")
+        self.gate_first = kind.endswith("before_norm")
+        self.activation = F.silu if kind.startswith("silu") else torch.sigmoid
+        self.has_kernel = self.kind in ("rms", "none") and kind in ("sigmoid", "none")
+        channels = heads * width if self.kind in ("rms_all", "group") else width
+        weighted, biased = self.kind not in ("none", "rms_unweighted"), self.kind in ("layer", "group")
+        self.register_parameter("weight", nn.Parameter(torch.ones(channels)) if weighted else None)
+        self.register_parameter("bias", nn.Parameter(torch.zeros(channels)) if biased else None)
 
     def forward(self, o: Tensor, gate: Tensor | None) -> Tensor:
-        found = None if self.weight is None and gate is None else _fused(o, None, self.weight, gate)
+        idle = self.weight is None and gate is None
+        found = None if idle or not self.has_kernel else _fused(o, None, self.weight, gate)
         if found is not None:
             return found[0].view(o.shape).flatten(-2)
-        if self.weight is not None:
-            o = F.rms_norm(o, self.weight.shape, self.weight, EPS)
-        o = o.flatten(-2)
-        return o if gate is None else o * gate.sigmoid()
+        if gate is None:
+            return self._normed(o).flatten(-2)
+        if self.gate_first:
+            return self._normed(o * self.activation(gate).view(o.shape)).flatten(-2)
+        return self._normed(o).flatten(-2) * self.activation(gate)
+
+    def _normed(self, o: Tensor) -> Tensor:
+        each = (self.width,)
+        if self.kind == "none":
+            return o
+        if self.kind in ("rms", "rms_unweighted"):
+            return F.rms_norm(o, each, self.weight, EPS)
+        if self.kind == "layer":
+            return F.layer_norm(o, each, self.weight, self.bias, EPS)
+        assert self.weight is not None
+        if self.kind == "rms_all":
+            return F.rms_norm(o.flatten(-2), self.weight.shape, self.weight, EPS).view(o.shape)
+        assert self.bias is not None
+        return F.layer_norm(o, each, eps=EPS) * self.weight.view(-1, self.width) + self.bias.view(-1, self.width)
+
+
+def _kind(given: bool | str, plain: str) -> str:
+    return given if isinstance(given, str) else plain if given else "none"
 
 
 def _fused(

@@ -35,7 +35,8 @@ def scan(
     """Runs a rule over a sequence.
 
     q, k [B, T, H, K], of unit norm where the rule's `features` say so; v [B, T, H, V]. k and v have
-        n T rows if the rule takes n steps per token.
+        n T rows if the rule takes n steps per token. A rule that is `grouped` takes k and v of fewer heads, whose
+        number divides H.
     gates: the value of each gate by its symbol, [B, T, H] or [H], with channels [B, T, H, K] or [H, K], with channels
         of the value V in place of K, with slots their number; per step [B, n T, H]. Constant gates may be left out.
     scale: of the output, K ** -0.5 where None.

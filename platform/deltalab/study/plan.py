@@ -5,13 +5,13 @@ import json
 import math
 import random
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from itertools import product
 from typing import Any, Literal
 
 from deltalab.errors import InputError, unknown
-from deltalab.models.spec import ModelSpec
+from deltalab.models.spec import LATER, ModelSpec
 from deltalab.registry import get_task, rule_plugin, task_plugin
 from deltalab.study.candidates import grid_size, spread
 from deltalab.study.match import Matcher
@@ -210,7 +210,7 @@ class Plan:
                 "numerics": NUMERICS,
                 # The name as well, since a recorded trial belongs to one task name.
                 "task": [arm.task, task.name, task.version, params, task.fingerprint()],
-                "config": config,
+                "config": _keyed(config),
                 "code": sorted(digest for _, _, _, digest in plugins),
                 "stage": stage,
                 "seeds": seeds,
@@ -237,6 +237,13 @@ class Plan:
         if reason is not None:
             raise Infeasible(reason, job)
         return job
+
+
+def _keyed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration as keys hash it: without settings of a later release that are at their default."""
+    later = {f.name: f.default for f in fields(ModelSpec) if f.metadata == LATER}
+    model = {name: value for name, value in config["model"].items() if name not in later or value != later[name]}
+    return {**config, "model": model}
 
 
 class Infeasible(InputError):

@@ -64,17 +64,15 @@ class Sizer:
 
     def sizes(self, model: ModelSpec, length: int) -> Sizes:
         """Counts a model at `length` tokens. Raises what the model raises when it is built or run."""
-        attention = sum(map(model.is_attention, range(model.depth)))
-        one = replace(model, vocab_size=1, layers=1, attention=(), window=0)
-        mixer = self._block(one, length)
-        kinds = [(model.depth - attention, mixer)]
-        if attention:
-            other = replace(one, attention=(*range(one.depth),), window=model.window)
-            kinds.append((attention, self._block(other, length)))
+        alike: dict[str, list[ModelSpec]] = {}
+        for layer in range(model.depth):
+            one = replace(model.at(layer), vocab_size=1)
+            alike.setdefault(repr(one), []).append(one)
+        kinds = [(len(same), self._block(same[0], length)) for same in alike.values()]
         # Each token of the vocabulary has a row in the embedding, and one in the output matrix unless they are tied.
         rows = (model.vocab_size - 1) * (1 if model.tie_embeddings else 2)
         return Sizes(
-            parameters=mixer.ends + rows * model.d_model + sum(n * block.parameters for n, block in kinds),
+            parameters=kinds[0][1].ends + rows * model.d_model + sum(n * block.parameters for n, block in kinds),
             state_size=sum(n * block.state_size for n, block in kinds),
             flops_per_token=sum(n * block.flops_per_token for n, block in kinds),
         )
