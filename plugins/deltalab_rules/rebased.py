@@ -53,7 +53,10 @@ class ReBased(UpdateRule):
     def operands(
         self, q: Tensor, k: Tensor, v: Tensor, *, gamma_q: Tensor, gamma_k: Tensor, beta_q: Tensor, beta_k: Tensor
     ) -> Operands:
-        r, key = _squares(_placed(q, gamma_q, beta_q, self.normalize)), _squares(_placed(k, gamma_k, beta_k, self.normalize))
+        r, key = (
+            _squares(_placed(q, gamma_q, beta_q, self.normalize)),
+            _squares(_placed(k, gamma_k, beta_k, self.normalize)),
+        )
         return Operands(r=r, k=key, u=F.pad(v, (0, 1), value=1.0), output=_normalized)
 
     def step(
@@ -70,7 +73,10 @@ class ReBased(UpdateRule):
         beta_k: Tensor,
     ) -> tuple[Tensor, State]:
         (S,) = state
-        r, key = _squares(_placed(q, gamma_q, beta_q, self.normalize)), _squares(_placed(k, gamma_k, beta_k, self.normalize))
+        r, key = (
+            _squares(_placed(q, gamma_q, beta_q, self.normalize)),
+            _squares(_placed(k, gamma_k, beta_k, self.normalize)),
+        )
         S = S + key[..., None] * torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)[..., None, :]
         return _normalized(scale * torch.einsum("bhk,bhkv->bhv", r, S)), (S,)
 
@@ -79,7 +85,7 @@ def _placed(x: Tensor, gamma: Tensor, beta: Tensor, normalize: bool) -> Tensor:
     """gamma * norm(x) + beta, in the dtype of gamma."""
     gamma, beta = (one if one.dim() > 1 else one[:, None] for one in (gamma, beta))
     x = x.to(gamma.dtype)
-    normal = F.layer_norm(x, x.shape[-1:]) if normalize else x
+    normal: Tensor = F.layer_norm(x, x.shape[-1:]) if normalize else x
     return gamma * normal + beta
 
 
