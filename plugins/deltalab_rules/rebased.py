@@ -85,15 +85,15 @@ def _placed(x: Tensor, gamma: Tensor, beta: Tensor, normalize: bool) -> Tensor:
     """gamma * norm(x) + beta, in the dtype of gamma."""
     gamma, beta = (one if one.dim() > 1 else one[:, None] for one in (gamma, beta))
     x = x.to(gamma.dtype)
-    normal: Tensor = F.layer_norm(x, x.shape[-1:]) if normalize else x
-    return gamma * normal + beta
+    placed: Tensor = gamma * (F.layer_norm(x, x.shape[-1:]) if normalize else x) + beta
+    return placed
 
 
 def _squares(x: Tensor) -> Tensor:
     """phi(x): [.., K] to [.., K (K + 1) / 2]."""
     width = x.shape[-1]
     i, j = torch.triu_indices(width, width, device=x.device)
-    weights = (2**0.5 + (1 - 2**0.5) * (i == j).to(x.dtype)) / width**0.5
+    weights: Tensor = (2**0.5 + (1 - 2**0.5) * (i == j).to(x.dtype)) / width**0.5
     return weights * x[..., i] * x[..., j]
 
 

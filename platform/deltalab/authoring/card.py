@@ -173,7 +173,7 @@ def card(rule: str | UpdateRule) -> Card:
         eigenvalues=_eigenvalues(rule),
         state=_formula(lambda k, v: held(k, v)[0], "K", "V"),
         growth=_formula(lambda k, v: held(k, v)[1] - held(k, v)[0], "K", "V"),
-        cost={} if rule.transition is None else _cost(rule.transition, second_state=rule.second_state),
+        cost={} if rule.transition is None else _cost(rule, rule.transition),
         parameters=_sum(_total(_parameters(gate, rule.steps) for gate in rule.gates.values() if not gate.of)),
     )
 
@@ -218,20 +218,31 @@ def _eigenvalues(rule: UpdateRule) -> tuple[float, float] | None:
         return None
 
 
-def _cost(transition: Transition, *, second_state: bool) -> dict[str, str]:
+def _cost(rule: UpdateRule, transition: Transition) -> dict[str, str]:
     """The multiply-adds of each term of the recurrence for a token, over all steps and states, given the operands."""
-    step = {"decay": {"K V": 1}} if transition.decay != "none" else {}
+    step = {"decay": (1, 0)} if transition.decay != "none" else {}
     if transition.low_rank != "none":
         # A tied erase is written together with the value, a free one along its own direction.
-        step["erase"] = {"K V": 1, "V": 1} if transition.low_rank == "tied" else {"K V": 2}
-    step["write"] = {"K V": 1}
-    times = transition.steps * (2 if second_state else 1)
-    parts = {part: {term: times * n for term, n in terms.items()} for part, terms in step.items()}
-    if second_state:
-        parts["fit"] = {"K V": 1, "V": 1}
-    parts["read"] = {"K V": 2 if second_state else 1, "V": 1}
-    parts["all"] = _total(list(parts.values()))
-    return {part: _sum(terms) for part, terms in parts.items()}
+        step["erase"] = (1, 1) if transition.low_rank == "tied" else (2, 0)
+    step["write"] = (1, 0)
+    times = transition.steps * rule.states
+    parts = {part: (times * matrices, times * vectors) for part, (matrices, vectors) in step.items()}
+    if rule.second_state:
+        parts["fit"] = (1, 1)
+    parts["read"] = (rule.states, 1)
+    if transition.output == "before":
+        parts["bonus"] = (0, 1)
+    parts["all"] = (sum(matrices for matrices, _ in parts.values()), sum(vectors for _, vectors in parts.values()))
+
+    def count(matrices: int, vectors: int) -> str:
+        """Of so many products with a state and with a value, in the widths that the rule maps keys and values to."""
+        return _formula(
+            lambda k, v: rule.value_width(v) * (matrices * rule.key_width(k) + vectors),
+            "K",
+            "V",
+        )
+
+    return {part: count(*found) for part, found in parts.items()}
 
 
 def _state(rule: UpdateRule, key_dim: int, value_dim: int) -> tuple[int, int]:
