@@ -52,9 +52,11 @@ def test_sizes_and_costs_are_those_of_the_tensors(rule):
     d, heads, k, v = 10, 3, 5, 7
     sizes = {"K": k, "V": v, "K'": rule.key_width(k), "V'": rule.value_width(v)}
     layer = RuleLayer(rule, d, heads, key_dim=k, value_dim=v, conv=0)
-    assert number(found.parameters, d=d, H=heads, K=k) == sum(p.numel() for p in layer.gates.parameters())
+    vectors = [] if layer.vectors is None else layer.vectors.named_parameters()
+    parameters = [*layer.gates.named_parameters(), *vectors]
+    assert number(found.parameters, d=d, H=heads, K=k) == sum(p.numel() for _, p in parameters)
     for gate in found.gates:
-        own = [p.numel() for name, p in layer.gates.named_parameters() if name.split(".")[1] == gate.symbol]
+        own = [p.numel() for name, p in parameters if name.split(".")[1] == gate.symbol]
         assert gate.parameters.startswith("those of") or number(gate.parameters, d=d, H=heads, K=k) == sum(own)
 
     def held(tokens: int) -> int:
@@ -67,7 +69,7 @@ def test_sizes_and_costs_are_those_of_the_tensors(rule):
         assert found.cost == {}
         return
     x = draw(rule, batch=1, length=1, heads=1, key_dim=k, value_dim=v)
-    given, state = operands(rule, x.q, x.k, x.v, x.gates).resolved(), rule.start(x.k, x.v)
+    given, state = operands(rule, x.q, x.k, x.v, x.gates).resolved(), rule.start(x.k, x.v)[: rule.states]
     with MultiplyAdds() as counted:
         reference.recurrent(rule.transition, given, scale=0.5, state=state)
     assert number(found.cost["all"], **sizes) == counted.count

@@ -8,6 +8,7 @@ kernel in fp32 at one small size.
 import math
 import os
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -43,9 +44,9 @@ def draw(rule: UpdateRule, *, key_dim: int = K, value_dim: int = V, length: int 
     for i, (name, gate) in enumerate(rule.gates.items()):
         if not gate.constant:
             low, high = max(gate.low, -2.0), min(gate.high, 2.0)
-            learned = {"head": (H,), "head_channel": (H, key_dim)}
-            moving = (B, length, H, key_dim) if gate.per == "channel" else (B, length, H)
-            x[name] = low + (high - low) * random(*learned.get(gate.per, moving), seed=4 + i).sigmoid()
+            moving = (B, length) if gate.projected else ()
+            shape = (*moving, *gate.shape(H, key_dim, value_dim))
+            x[name] = low + (high - low) * random(*shape, seed=4 + i).sigmoid()
     return x
 
 
@@ -131,6 +132,116 @@ def rodimus(S, t):
     return S, t.q @ S
 
 
+def rwkv6(S, t):
+    """arXiv:2404.05892: wkv = sum_{i<t} diag(prod w) k_i^T v_i + diag(u) k_t^T v_t, o = r wkv; w = exp(-exp(d))."""
+    u = getattr(t, "u", torch.ones(K, dtype=torch.float64))
+    o = t.q @ (S + torch.diag(u) @ outer(t.k, t.v))
+    return torch.diag(t.g.exp()) @ S + outer(t.k, t.v), o
+
+
+def rwkv6_without_bonus(S, t):
+    """u = 0."""
+    return torch.diag(t.g.exp()) @ S + outer(t.k, t.v), t.q @ S
+
+
+def lightnet(memory, t):
+    """arXiv:2405.21022: a_t = sum_{i<=t} exp(k_i), and row c of the state is sum exp(k_ic) v_i / a_tc."""
+    total, weighed = memory
+    total, weighed = total + t.k.exp(), weighed + outer(t.k.exp(), t.v)
+    return (total, weighed), F.silu(t.q) @ (weighed / total[:, None])
+
+
+def mlstm(memory, t):
+    """arXiv:2405.04517, Eq. 19-27: C = f C + i v k^T, n = f n + i k, h = C q / max(|n^T q|, 1), unstabilized."""
+    C, n = memory
+    f, i = t.g.exp(), getattr(t, "i", torch.zeros((), dtype=torch.float64)).exp()
+    C, n = f * C + i * outer(t.k, t.v), f * n + i * t.k
+    return (C, n), t.q @ C / torch.clamp((n @ t.q).abs(), min=1)
+
+
+def mlstm_stabilized(memory, t):
+    """Its stabilized form: m = max(log f + m, log i), and max(|n^T q|, exp(-m)) in the output."""
+    C, n, m = memory
+    after = torch.maximum(t.g + m, t.i)
+    f, i = torch.exp(t.g + m - after), torch.exp(t.i - after)
+    C, n = f * C + i * outer(t.k, t.v), f * n + i * t.k
+    return (C, n, after), t.q @ C / torch.maximum((n @ t.q).abs(), torch.exp(-after))
+
+
+def preconditioned(memory, t, squash=1.5):
+    """arXiv:2604.21100, the gated delta rule whose writing key is divided by the squashed curvature A = sum of k^2."""
+    S, A = memory
+    A = getattr(t, "g_p", torch.zeros(())).exp() * A + getattr(t, "beta_p", 1.0) * t.k**2
+    r = torch.log(A + 1e-6) - getattr(t, "center", 0.0)
+    key = t.k * torch.exp(-math.log(squash) * r / (1 + r.abs()))
+    S = t.g.exp() * S
+    S = S + t.beta * outer(key, t.v - t.k @ S)
+    return (S, A), t.q @ S
+
+
+def mamba3(memory, t):
+    """arXiv:2603.15569, Prop. 1 and 4: h = alpha R h + beta R B_{t-1} x_{t-1} + gamma B x, the state itself turning."""
+    S, last = memory
+    width = t.k.shape[-1]
+    B, C = (x / (x.square().mean() + 1e-5).sqrt() for x in (t.k, t.q))
+    B, C = B + getattr(t, "b", 0.0), C + getattr(t, "c", 0.0)
+    R = torch.eye(width, dtype=torch.float64)
+    for p, theta in enumerate(getattr(t, "theta", [])):
+        angle, other = theta * t.dt, p + len(t.theta)
+        R[p, p] = R[other, other] = torch.cos(angle)
+        R[p, other], R[other, p] = torch.sin(angle), -torch.sin(angle)
+    alpha, lam = torch.exp(-t.dt * getattr(t, "a", 1.0)), getattr(t, "lam", 1.0)
+    S = alpha * R @ S + (1 - lam) * t.dt * alpha * R @ last + lam * t.dt * outer(B, t.v)
+    return (S, outer(B, t.v)), C @ S
+
+
+# --- Feature maps
+
+
+def based(memory, t):
+    """arXiv:2402.18668, Section 4.1: weights 1 + x + x^2 / 2 with x = q^T k / sqrt(d), normalized."""
+    x = torch.stack([t.q @ k for k, _ in [*memory, (t.k, t.v)]]) / math.sqrt(K)
+    weights = 1 + x + x**2 / 2
+    memory = [*memory, (t.k, t.v)]
+    return memory, weights @ torch.stack([v for _, v in memory]) / weights.sum()
+
+
+def based_sum(memory, t):
+    """The same without a normalizer."""
+    memory = [*memory, (t.k, t.v)]
+    x = torch.stack([t.q @ k for k, _ in memory]) / math.sqrt(K)
+    return memory, (1 + x + x**2 / 2) @ torch.stack([v for _, v in memory])
+
+
+def rebased(normalize=True):
+    """arXiv:2402.10644: weights (q'^T k')^2 with x' = gamma norm(x) + beta, normalized with FLA's epsilon."""
+
+    def placed(x, gamma, beta):
+        x = (x - x.mean()) / (x.var(unbiased=False) + 1e-5).sqrt() if normalize else x
+        return gamma * x + beta
+
+    def step(memory, t):
+        q = placed(t.q, getattr(t, "gamma_q", 1.0), getattr(t, "beta_q", 0.0))
+        memory = [*memory, (placed(t.k, getattr(t, "gamma_k", 1.0), getattr(t, "beta_k", 0.0)), t.v)]
+        weights = torch.stack([(q @ k) ** 2 for k, _ in memory]) / K
+        return memory, weights @ torch.stack([v for _, v in memory]) / (weights.sum() + 1e-5)
+
+    return step
+
+
+def heavy_ball(memory, t, eta=0.5):
+    """Polyak 1964 on 1/2 |S^T k - v|^2: Z = eta Z - beta grad, S = S + Z, with the gradient by autograd."""
+    S, Z = memory
+    leaf = S.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad((t.k @ leaf - t.v).square().sum() / 2, leaf)
+    Z = getattr(t, "eta", eta) * Z - t.beta * gradient
+    return (S + Z, Z), t.q @ (S + Z)
+
+
+def deltanet(memory, t):
+    return heavy_ball(memory, t, eta=0.0)
+
+
 PAPERS = [
     ("efla", {}, efla),
     ("efla", {"g": "mamba2_decay", "beta": {"sigmoid": {"max": 2}}}, efla),
@@ -144,14 +255,41 @@ PAPERS = [
     ("mamba", {"a": 1}, mamba),
     ("rodimus", {}, rodimus),
     ("rodimus", {"tau": 1, "beta": 1}, rodimus),
+    ("rwkv6", {}, rwkv6),
+    ("rwkv6", {"u": 1}, rwkv6),
+    ("rwkv6", {"u": 0}, rwkv6_without_bonus),
+    ("lightnet", {}, lightnet),
+    ("mlstm", {}, mlstm),
+    ("mlstm", {"g": {"log_gate": {"init": 3}}}, mlstm),
+    ("mlstm", {"g": {"log_gate": {"init": 3}}}, mlstm_stabilized),
+    ("mlstm", {"i": 0}, mlstm),
+    ("preconditioned_gated_deltanet", {}, preconditioned),
+    ("preconditioned_gated_deltanet", {"squash": 2.0}, partial(preconditioned, squash=2.0)),
+    ("preconditioned_gated_deltanet", {"g_p": 0, "beta_p": 1, "center": 0}, preconditioned),
+    ("mamba3", {}, mamba3),
+    ("mamba3", {"lam": 1}, mamba3),
+    ("mamba3", {"theta": 0}, mamba3),
+    ("mamba3", {"lam": 1, "theta": 0, "a": 1, "b": 0, "c": 0}, mamba3),
+    ("based", {}, based),
+    ("based", {"normalize": False}, based_sum),
+    ("rebased", {}, rebased()),
+    ("rebased", {"normalize": False, "gamma_q": 1, "beta_k": 0}, rebased(normalize=False)),
+    ("momentum_deltanet", {}, heavy_ball),
+    ("momentum_deltanet", {"eta": 0.5, "beta": {"sigmoid": {"max": 2}}}, heavy_ball),
+    ("momentum_deltanet", {"eta": 0}, deltanet),
 ]
-"""Rules, knobs and steps whose memory starts as an empty S [K, V]."""
 
-START: dict[str, object] = {}
-"""The empty memory of a step that remembers more than S."""
+
+def empty(step: object) -> object:
+    """What a step remembers of nothing."""
+    S, more = zeros(K, V), {"lightnet": (zeros(K), zeros(K, V)), "mlstm": (zeros(K, V), zeros(K))}
+    more |= {"mlstm_stabilized": (S, zeros(K), torch.zeros((), dtype=torch.float64)), "preconditioned": (S, zeros(K))}
+    more |= {"mamba3": (S, S), "heavy_ball": (S, S), "deltanet": (S, S), "based": [], "based_sum": [], "step": []}
+    return more.get(named(step), S)
 
 
 def named(value: object) -> str:
+    value = getattr(value, "func", value)
     return getattr(value, "__name__", str(value or "full"))
 
 
@@ -160,7 +298,7 @@ def named(value: object) -> str:
 def test_rule_is_its_papers_recurrence(name, knobs, step, backend):
     rule = deltalab.get_rule(name, **knobs)
     x = draw(rule)
-    wanted = by_paper(step, x, START.get(name, zeros(K, V)))
+    wanted = by_paper(step, x, empty(step))
     whole, last = scan(rule, x, backend)
     close(whole, wanted)
     first, state = scan(rule, part(x, 0, 6), backend)
@@ -175,7 +313,7 @@ def test_rule_is_its_papers_recurrence(name, knobs, step, backend):
 def test_kernel_is_its_papers_recurrence(name, step):
     rule = deltalab.get_rule(name)
     x = draw(rule, length=5)
-    wanted = by_paper(step, x, START.get(name, zeros(K, V)))
+    wanted = by_paper(step, x, empty(step))
     single = {key: value.float().to(DEVICE) for key, value in x.items()}
     ours, _ = scan(rule, single, "triton")
     close(ours.double().cpu(), wanted, 1e-4 * float(wanted.abs().max()))

@@ -17,10 +17,10 @@ class Based(UpdateRule):
     o_t = scale S_t^T phi(q_t) / (scale n_t^T phi(q_t))
     phi(q)^T phi(k) = 1 + x + x^2 / 2,   x = q^T k / sqrt(K)
 
-    Arora et al. 2024 (arXiv:2402.18668, Section 4.1, with K = 16). phi(k) holds 1, k / K^(1/4), and the products k_i k_j
-    with i <= j, which are K (K + 1) / 2 and not K^2. n is a last column of S, with value 1, and the denominator is at
-    least 1/2 for each token. normalize: without it o_t = scale S_t^T phi(q_t). Without a normalizer the scale acts; with
-    one it cancels. The sliding-window attention of the paper's model is another layer (`attention`).
+    Arora et al. 2024 (arXiv:2402.18668, Section 4.1, with K = 16). phi(k) holds 1, k / K^(1/4) and the products k_i k_j
+    with i <= j, which are K (K + 1) / 2 in place of K^2. n is a last column of S, with value 1; every token adds at
+    least 1/2 to the denominator. normalize: without it o_t = scale S_t^T phi(q_t); with it the scale cancels. The
+    paper's model alternates with sliding-window attention, which is another rule (`attention`).
 
     Costs what linear_attention costs with 1 + K + K (K + 1) / 2 key channels: 153 for K = 16.
     """
@@ -63,7 +63,7 @@ def _taylor(x: Tensor) -> Tensor:
     width = x.shape[-1]
     i, j = torch.triu_indices(width, width, device=x.device)
     # A product of two different channels stands for two of the K^2, and gets the root of 2.
-    weights = torch.where(i == j, 0.5**0.5, 1.0).to(x) / width**0.5
+    weights = (1 + (0.5**0.5 - 1) * (i == j).to(x.dtype)) / width**0.5
     return torch.cat([torch.ones_like(x[..., :1]), x / width**0.25, weights * x[..., i] * x[..., j]], dim=-1)
 
 

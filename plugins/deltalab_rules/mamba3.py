@@ -12,7 +12,7 @@ from deltalab import gates
 from deltalab.errors import InputError
 from deltalab.gates import Gate, parameterization
 from deltalab.rule import Operands, State, UpdateRule, knob
-from deltalab.structure import DECAY, Transition
+from deltalab.structure import DECAY
 
 TWO_WRITES = replace(DECAY, name="trapezoidal", steps=2)
 
@@ -48,17 +48,17 @@ def angular_velocity(pairs: float = 2) -> Gate:
 class Mamba3(UpdateRule):
     """h_t = alpha_t h_{t-1} + (1 - lambda_t) Delta_t alpha_t B_{t-1} v_{t-1}^T + lambda_t Delta_t B_t v_t^T
     o_t = scale h_t^T C_t,   alpha_t = exp(-Delta_t a_t)
-    B_t = R_t (norm(k_t) + b),   C_t = R_t (norm(q_t) + c),   R_t turns pair p by phi_tp = phi_{t-1,p} + Delta_t theta_tp
+    B_t = R_t (norm(k_t) + b),   C_t = R_t (norm(q_t) + c),   R_t turns pair p by phi_tp
+    phi_t = phi_{t-1} + Delta_t theta_t
 
     Lahoti et al. 2026 (arXiv:2603.15569), SISO: the exponential-trapezoidal rule (Prop. 1), and a complex state as a
-    rotation of B and C that depends on the data (Prop. 4). norm is the root mean square norm of their Llama-like block,
-    without weights; b and c are learned for each head and channel. Their skip D x and the convolution that they drop
-    belong to the layer (`conv: 0`). phi and the last B and v are carried from token to token.
+    rotation of B and C that depends on the data (Prop. 4). lambda is `lam`; a is -A. norm divides by the root mean
+    square, without weights; b and c are learned for each head and channel. The skip D x is the layer's, and so is the
+    convolution, which they drop (`conv: 0`). phi and the last B and v are carried from token to token. lam: const(1)
+    takes the trapezoid away: Mamba-2's rule, with one write per token. theta: const(0) is the real state. Ours turns
+    channels p and p + pairs where theirs turns neighbours: a permutation of the channels.
 
-    trapezoid: without it lambda = 1, Mamba-2's rule, with one write per token. theta: const(0) is the real state. Ours
-    turns channels p and p + pairs, theirs neighbours: a permutation of the channels.
-
-    Costs twice the rows of sgla, and what sgla costs without the trapezoid.
+    Costs what sgla costs with two rows per token; with lam const(1), with one.
     """
 
     name: ClassVar[str] = "mamba3"

@@ -32,12 +32,15 @@ class MomentumDeltaNet(UpdateRule):
     """Z_t = eta Z_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T
     S_t = S_{t-1} + Z_t,   o_t = scale S_t^T q_t
 
-    Polyak's heavy ball on DeltaNet's loss, one step per token; Titans (arXiv:2501.00663, Eq. 9-10) has the same momentum
-    for a memory that is an MLP, by mini-batches. eta is constant in time and learned for each head; eta = 0 is DeltaNet.
-    With c = eta / (1 - eta) and Y = S + c Z, the state [Y; Z] decays by the constants 1 and eta, and the gradient is a
-    write of low rank: Y_t = Y_{t-1} + (1 + c) w_t and Z_t = eta Z_{t-1} + w_t, where w_t = beta_t k_t (v_t - (Y - c Z)^T
-    k_t)^T. Two eigenvalues leave 1 and eta, with sum 1 + eta - beta and product eta: as a complex pair they turn, and
-    their modulus is sqrt(eta).
+    Polyak's heavy ball on DeltaNet's loss, one step per token. Titans (arXiv:2501.00663, Eq. 9-10) has this momentum
+    for a memory that is an MLP, by mini-batches. eta is constant in time and learned for each head; eta = 0 is
+    DeltaNet. With c = eta / (1 - eta) and Y = S + c Z, the state [Y; Z] decays by the constants 1 and eta, and a
+    gradient step is a write of low rank, w_t = beta_t k_t (v_t - S_{t-1}^T k_t)^T, into both:
+
+        Y_t = Y_{t-1} + (1 + c) w_t,   Z_t = eta Z_{t-1} + w_t,   S_t = Y_t - c Z_t
+
+    Two eigenvalues are neither 1 nor eta: their sum is 1 + eta - beta, their product eta. As a complex pair they turn,
+    with modulus sqrt(eta).
 
     Costs what a delta rule with diagonal decay (kda) costs with keys of width 2 K.
     """
@@ -59,7 +62,7 @@ class MomentumDeltaNet(UpdateRule):
     def operands(self, q: Tensor, k: Tensor, v: Tensor, *, beta: Tensor, eta: Tensor) -> Operands:
         c = (eta / (1 - eta))[:, None]
         written = torch.cat([(1 + c) * k, k], dim=-1)
-        g = eta.log()[:, None].expand(-1, k.shape[-1])
+        g = eta.clamp_min(1e-30).log()[:, None].expand(-1, k.shape[-1])  # At eta = 0 the logarithm has no gradient.
         return Operands(
             r=torch.cat([q, -c * q], dim=-1),
             k=written,

@@ -22,9 +22,10 @@ class ReBased(UpdateRule):
     o_t = scale S_t^T phi(q'_t) / (scale n_t^T phi(q'_t) + 1e-5)
     q' = gamma_q * norm(q) + beta_q,   k' = gamma_k * norm(k) + beta_k
 
-    Aksenov et al. 2024 (arXiv:2402.10644): a parabola whose place is learned, in place of Based's Taylor series. norm is
-    a layer norm; gamma and beta are learned for each head and channel. phi holds the K (K + 1) / 2 products of two
-    channels. n is a last column of S, with value 1. normalize leaves norm out: the paper ablates norm, gamma and beta.
+    Aksenov et al. 2024 (arXiv:2402.10644): a parabola whose place is learned, in place of Based's Taylor series. norm
+    is a layer norm; gamma and beta are learned for each head and channel. phi holds the K (K + 1) / 2 products of two
+    channels. n is a last column of S, with value 1. normalize: False leaves norm out, const(1) and const(0) leave out
+    gamma and beta; the paper ablates all three.
 
     Costs what linear_attention costs with K (K + 1) / 2 key channels: 136 for K = 16.
     """
@@ -52,13 +53,11 @@ class ReBased(UpdateRule):
     def operands(
         self, q: Tensor, k: Tensor, v: Tensor, *, gamma_q: Tensor, gamma_k: Tensor, beta_q: Tensor, beta_k: Tensor
     ) -> Operands:
-        r, key = _squares(self._placed(q, gamma_q, beta_q)), _squares(self._placed(k, gamma_k, beta_k))
+        r, key = (
+            _squares(_placed(q, gamma_q, beta_q, self.normalize)),
+            _squares(_placed(k, gamma_k, beta_k, self.normalize)),
+        )
         return Operands(r=r, k=key, u=F.pad(v, (0, 1), value=1.0), output=_normalized)
-
-    def _placed(self, x: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
-        gamma, beta = (one if one.dim() > 1 else one[:, None] for one in (gamma, beta))
-        x = x.to(gamma.dtype)
-        return gamma * (F.layer_norm(x, x.shape[-1:]) if self.normalize else x) + beta
 
     def step(
         self,
@@ -74,16 +73,27 @@ class ReBased(UpdateRule):
         beta_k: Tensor,
     ) -> tuple[Tensor, State]:
         (S,) = state
-        r, key = _squares(self._placed(q, gamma_q, beta_q)), _squares(self._placed(k, gamma_k, beta_k))
+        r, key = (
+            _squares(_placed(q, gamma_q, beta_q, self.normalize)),
+            _squares(_placed(k, gamma_k, beta_k, self.normalize)),
+        )
         S = S + key[..., None] * torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)[..., None, :]
         return _normalized(scale * torch.einsum("bhk,bhkv->bhv", r, S)), (S,)
+
+
+def _placed(x: Tensor, gamma: Tensor, beta: Tensor, normalize: bool) -> Tensor:
+    """gamma * norm(x) + beta, in the dtype of gamma."""
+    gamma, beta = (one if one.dim() > 1 else one[:, None] for one in (gamma, beta))
+    x = x.to(gamma.dtype)
+    placed: Tensor = gamma * (F.layer_norm(x, x.shape[-1:]) if normalize else x) + beta
+    return placed
 
 
 def _squares(x: Tensor) -> Tensor:
     """phi(x): [.., K] to [.., K (K + 1) / 2]."""
     width = x.shape[-1]
     i, j = torch.triu_indices(width, width, device=x.device)
-    weights = torch.where(i == j, 1.0, 2**0.5).to(x) / width**0.5
+    weights: Tensor = (2**0.5 + (1 - 2**0.5) * (i == j).to(x.dtype)) / width**0.5
     return weights * x[..., i] * x[..., j]
 
 

@@ -33,9 +33,9 @@ class RWKV6(UpdateRule):
     """o_t = scale (S_{t-1} + (u * k_t) v_t^T)^T q_t
     S_t = diag(alpha_t) S_{t-1} + k_t v_t^T,   alpha_t = exp(g_t)
 
-    Peng et al. 2024 (arXiv:2404.05892, Section 4.2, with r as q): the state alone, without token shift. The output reads
-    the state before the token's write, and the token itself through u, learned for each head and channel. u: const(0)
-    leaves the token out of its own output, const(1) reads it as later tokens do.
+    Peng et al. 2024 (arXiv:2404.05892, Section 4.2, with r as q): the state alone, without token shift. The output
+    reads the state before the token's write, and the token itself through u, learned for each head and channel.
+    u: const(0) leaves the token out of its own output, const(1) reads it as later tokens do.
 
     Costs what gla costs, and one row more for each sequence.
     """

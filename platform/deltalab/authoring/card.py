@@ -237,7 +237,9 @@ def _cost(rule: UpdateRule, transition: Transition) -> dict[str, str]:
     parts = {part: (times * size, times * width) for part, (size, width) in step.items()}
     if rule.second_state:
         parts["fit"] = (1, 1)
-    parts["read"] = (rule.states, 2 if transition.output == "before" else 1)  # the bonus, and the scale
+    parts["read"] = (rule.states, 1)
+    if transition.output == "before":
+        parts["bonus"] = (0, 1)
     parts["all"] = (sum(size for size, _ in parts.values()), sum(width for _, width in parts.values()))
 
     keys, values = _names(rule)

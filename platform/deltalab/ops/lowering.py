@@ -92,3 +92,13 @@ def _unsigned(transition: Transition, x: Operands, sign: Tensor) -> tuple[Transi
     elif x.a is not None and x.b is not None:
         x = replace(x, a=product * x.a, b=(product if late else before) * x.b)
     return transition, replace(x, r=reads * x.r, k=k, sign=None), turned
+
+
+def by_channel(low: Lowered) -> Lowered:
+    """The same recurrence with a decay for each channel where the low rank is free: the kernels have no other form."""
+    transition, x = low.transition, low.x
+    if transition.low_rank != "free" or transition.decay == "diagonal":
+        return low
+    g = x.k.new_zeros(x.k.shape[:3]) if x.g is None else x.g
+    x = replace(x, g=g[..., None].expand(x.k.shape))
+    return low._replace(transition=replace(transition, decay="diagonal"), x=x)

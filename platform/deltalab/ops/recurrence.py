@@ -8,7 +8,7 @@ from torch import Tensor
 from deltalab.errors import InputError
 from deltalab.ops import reference
 from deltalab.ops.backends import NONE, Kernels, ScanKernel, automatic, available, lacks_triton
-from deltalab.ops.lowering import Lowered, lowered, lowers
+from deltalab.ops.lowering import Lowered, by_channel, lowered, lowers
 from deltalab.rule import Operands, State
 from deltalab.structure import Transition
 
@@ -35,7 +35,9 @@ def recurrence(
     """
     token_by_token = backend == "recurrent" or (backend == "auto" and x.k.shape[1] == 1)
     low = _lowered(transition, x)
-    if kernel := kernel_for(low, dtype, backend):
+    wide = by_channel(low)
+    if kernel := kernel_for(wide, dtype, backend):
+        low = wide
         if backend == "triton":
             no_growth(low.x.g)
         o, after = kernel(low.transition, low.x, dtype=dtype, scale=scale, state=state, cu_seqlens=cu_seqlens)
