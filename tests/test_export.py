@@ -53,6 +53,7 @@ MODELS = {
     "plugin": {"rule": "exported_squared"},
     "fast_weights": {"rule": {"name": "ttt_linear", "mini_batch": 4}},
     "ridge": {"rule": {"name": "gka", "iterations": 3}},
+    "carry": {"rule": "preconditioned_gated_deltanet"},
     "every part of a layer": {
         "rule": "gated_deltanet",
         "heads": 4,
@@ -288,6 +289,14 @@ def test_all_of_it_loads_in_one_process_that_has_no_deltalab(tmp_path):
         assert result["difference"] < 1e-6
         assert result["saved again"] < 1e-6
         assert result["bfloat16"] == "torch.bfloat16"
+
+
+@pytest.mark.parametrize("rule", sorted(set(registry.list_rules())))
+def test_every_shipped_rule_can_leave(rule, tmp_path):
+    """Its file imports nothing that an exported model lacks."""
+    ours = build_model({"vocab_size": 8, "d_model": 8, "layers": 1, "rule": rule})
+    export_hf(ours.spec, ours.state_dict(), tmp_path / "out", provenance={})
+    assert (tmp_path / f"out/rule_{rule}.py").exists()
 
 
 def test_an_export_has_no_kernels_even_beside_deltalab(tmp_path, monkeypatch):

@@ -25,7 +25,17 @@ from deltalab.registry import Plugin, rule_plugin
 
 PACKAGE = Path(__file__).parents[1]
 MODELING = "modeling_deltalab"
-OF_A_RULE = ("errors", "fast_weights", "gates", "ridge", "rule", "softmax", "structure")
+OF_A_RULE = (
+    "errors",
+    "fast_weights",
+    "gates",
+    "ops.recurrence",
+    "passes",
+    "ridge",
+    "rule",
+    "softmax",
+    "structure",
+)
 """The modules of deltalab that a plugin file may import and still be exported."""
 
 
