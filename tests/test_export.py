@@ -325,6 +325,7 @@ def test_the_folder_says_what_it_holds(tmp_path):
     export_hf(hybrid.spec, hybrid.state_dict(), tmp_path / "hybrid", provenance={})
     readme = (tmp_path / "hybrid/README.md").read_text()
     assert f"grows with it, as attention remembers every token: {hybrid.state_size(32):,} numbers after 32" in readme
+    assert "The layers, from first to last: comba, attention.\n" in readme
     windowed = trained(**MODELS["hybrid"], window=4)
     export_hf(windowed.spec, windowed.state_dict(), tmp_path / "windowed", provenance={})
     assert "however long" in (tmp_path / "windowed/README.md").read_text()

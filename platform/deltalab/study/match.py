@@ -97,6 +97,8 @@ class Matcher:
 def dimensions(config: Config) -> list[str]:
     """The paths of a configuration's dimensions: widths of the model, whole numbers of the rule, ranks of its gates."""
     found = ["model.key_dim", "model.expand_v", "model.d_model"]
+    if config["model"]["gate_rank"] is not None:
+        found.append("model.gate_rank")
     for knob, value in config["rule"].items():
         if isinstance(value, dict):
             found += [f"rule.{knob}.{kind}.rank" for kind, options in value.items() if "rank" in options]
