@@ -20,7 +20,7 @@ from torch import Tensor
 from deltalab.authoring.check import Check, CheckResult, Measured, run_checks
 from deltalab.authoring.inputs import Inputs, corners, draw, draw_corners, learned, moves, normal, parts, within
 from deltalab.errors import InputError
-from deltalab.models.layer import Gates, LayerCache, RuleLayer, initialize
+from deltalab.models.layer import Gates, LayerCache, RuleLayer, Vectors, initialize
 from deltalab.ops import reference
 from deltalab.ops.recurrence import Backend
 from deltalab.ops.scan import operands, scan
@@ -335,9 +335,15 @@ def gate_liveness(rule: UpdateRule) -> Iterator[Measured]:
 
     def hold(module: Gates, inputs: tuple[Tensor, ...], values: dict[str, Tensor]) -> dict[str, Tensor]:
         held.update(values)
-        return {**values, **turned}
+        return {name: turned.get(name, value) for name, value in values.items()}
+
+    def hold_vectors(module: Vectors, inputs: object, output: tuple[dict[str, Tensor], Tensor]) -> object:
+        held.update(output[0])
+        return {name: turned.get(name, value) for name, value in output[0].items()}, output[1]
 
     layer.gates.register_forward_hook(hold)
+    if layer.vectors is not None:
+        layer.vectors.register_forward_hook(hold_vectors)
     y = layer(x)[0]
     sources = {f"the value of '{name}'": held[name] for name in learned(rule)}
     for path, parameter in layer.gates.named_parameters():
