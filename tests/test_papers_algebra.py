@@ -195,6 +195,26 @@ def mamba3(memory, t):
     return (S, outer(B, t.v)), C @ S
 
 
+# --- Slots
+
+
+def gsa(memory, t):
+    """arXiv:2409.07146: K~ = diag(a) K~ + (1 - a) k^T, V~ the same of v, o = V~^T softmax(K~ q); a = exp(g)."""
+    keys, values = memory if isinstance(memory, tuple) else (zeros(len(t.g), K), zeros(len(t.g), V))
+    a = torch.diag(t.g.exp())
+    keys, values = a @ keys + outer(1 - t.g.exp(), t.k), a @ values + outer(1 - t.g.exp(), t.v)
+    return (keys, values), torch.softmax(keys @ t.q, dim=0) @ values
+
+
+def abc(memory, t):
+    """arXiv:2110.02488, Section 3.4: slots are sums of phi_i k_i^T with phi = exp(s), over the sum of all phi so far."""
+    memory = [*memory, (t.s.exp(), t.k, t.v)]
+    total = sum(phi for phi, _, _ in memory)
+    keys = sum(outer(phi / total, k) for phi, k, _ in memory)
+    values = sum(outer(phi / total, v) for phi, _, v in memory)
+    return memory, torch.softmax(keys @ t.q, dim=0) @ values
+
+
 # --- Feature maps
 
 
@@ -270,6 +290,9 @@ PAPERS = [
     ("mamba3", {"lam": 1}, mamba3),
     ("mamba3", {"theta": 0}, mamba3),
     ("mamba3", {"lam": 1, "theta": 0, "a": 1, "b": 0, "c": 0}, mamba3),
+    ("gsa", {}, gsa),
+    ("gsa", {"g": {"slot_decay": {"slots": 3, "tau": 1}}}, gsa),
+    ("abc", {}, abc),
     ("based", {}, based),
     ("based", {"normalize": False}, based_sum),
     ("rebased", {}, rebased()),
@@ -284,7 +307,15 @@ def empty(step: object) -> object:
     """What a step remembers of nothing."""
     S, more = zeros(K, V), {"lightnet": (zeros(K), zeros(K, V)), "mlstm": (zeros(K, V), zeros(K))}
     more |= {"mlstm_stabilized": (S, zeros(K), torch.zeros((), dtype=torch.float64)), "preconditioned": (S, zeros(K))}
-    more |= {"mamba3": (S, S), "heavy_ball": (S, S), "deltanet": (S, S), "based": [], "based_sum": [], "step": []}
+    more |= {
+        "mamba3": (S, S),
+        "heavy_ball": (S, S),
+        "deltanet": (S, S),
+        "abc": [],
+        "based": [],
+        "based_sum": [],
+        "step": [],
+    }
     return more.get(named(step), S)
 
 
