@@ -126,6 +126,10 @@ def test_products_outside_the_algebra_grow_with_the_tokens_or_their_square() -> 
     long = Shape(2, 1000, 3, 8, 4)
     assert attention_flops(long) == 6 * 1000**2 * (8 + 4), "half of 2 T T (K + V)"
     assert flops(deltalab.get_rule("attention"), long) == pytest.approx(2 * attention_flops(long)), "all of it"
+    near = [flops(deltalab.get_rule("attention", window=500), replace(long, length=n)) or 0 for n in (1000, 1500, 2000)]
+    assert near[2] - near[1] == pytest.approx(near[1] - near[0]), "a window's cost grows with the tokens"
+    each = 2 * (8 + 4) * 999
+    assert near[1] - near[0] == pytest.approx(6 * 500 * each), "each of 500 more tokens is multiplied with 999 keys"
 
 
 def test_a_report_comes_back_from_its_json_and_is_drawn(

@@ -50,20 +50,21 @@ class MultiplyAdds(TorchDispatchMode):
 def test_sizes_and_costs_are_those_of_the_tensors(rule):
     found = card(rule)
     d, heads, k, v = 10, 3, 5, 7
+    sizes = {"K": k, "V": v, "K'": rule.key_width(k), "V'": rule.value_width(v)}
     layer = RuleLayer(rule, d, heads, key_dim=k, value_dim=v, conv=0)
-    assert number(found.parameters, d=d, H=heads, K=k) == sum(p.numel() for p in layer.gates.parameters())
+    vectors = [] if layer.vectors is None else layer.vectors.named_parameters()
+    parameters = [*layer.gates.named_parameters(), *vectors]
+    assert number(found.parameters, d=d, H=heads, K=k) == sum(p.numel() for _, p in parameters)
     for gate in found.gates:
-        own = [p.numel() for name, p in layer.gates.named_parameters() if name.split(".")[1] == gate.symbol]
+        own = [p.numel() for name, p in parameters if name.split(".")[1] == gate.symbol]
         assert gate.parameters.startswith("those of") or number(gate.parameters, d=d, H=heads, K=k) == sum(own)
 
     def held(tokens: int) -> int:
         return layer(torch.randn(1, tokens, d))[1].numel()
 
     assert held(200) - held(199) == heads * number(found.growth, K=k, V=v)
-    if " where " in found.state:  # Quadratic features make it cubic.
-        assert rule.key_width(32) * rule.value_width(32) == int(found.state.split()[0].replace(",", ""))
-    elif found.growth == "0":
-        assert held(200) == heads * number(found.state, K=k, V=v)
+    if found.growth == "0":
+        assert held(200) == heads * number(found.state, **sizes)
     if rule.transition is None:
         assert found.cost == {}
         return
@@ -71,10 +72,8 @@ def test_sizes_and_costs_are_those_of_the_tensors(rule):
     given, state = operands(rule, x.q, x.k, x.v, x.gates).resolved(), rule.start(x.k, x.v)[: rule.states]
     with MultiplyAdds() as counted:
         reference.recurrent(rule.transition, given, scale=0.5, state=state)
-    if " where " in found.cost["all"]:
-        return
-    assert number(found.cost["all"], K=k, V=v) == counted.count
-    assert counted.count == sum(number(count, K=k, V=v) for part, count in found.cost.items() if part != "all")
+    assert number(found.cost["all"], **sizes) == counted.count
+    assert counted.count == sum(number(count, **sizes) for part, count in found.cost.items() if part != "all")
 
 
 def test_a_growing_state_is_told_from_a_windows():

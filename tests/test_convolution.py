@@ -204,6 +204,7 @@ LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     "steps": ("delta_product", {}),
     "a channel's gates": ("kda", {}),
     "a low rank": ("gla", {"key_dim": 5}),
+    "a gate of low rank": ("gla", {"gate_rank": 3}),
     "raw": ("attention", {"conv": 3}),
     "no convolution": ("comba", {"conv": 0}),
     "v without SiLU": ("rla", {"knobs": {"silu": "qk"}}),

@@ -72,7 +72,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         replace(COMBA, block="mamba", attention=(3,)),
         replace(COMBA, rule="attention"),
         replace(COMBA, qk_heads=1, rope=True, qk_norm=True, token_shift=True),
-        replace(COMBA, output_norm="group", output_gate="silu"),
+        replace(COMBA, output_norm="group", output_gate="silu", gate_rank=3),
         replace(COMBA, rule="attention", kv_heads=1, rope=True, conv=0, output_norm=False, output_gate=False),
         replace(COMBA, layers=("rule", {"name": "attention", "layer": {"kv_heads": 1, "rope": True}}, "gla", "rule")),
         replace(COMBA, layers=("rule", "kda"), block="mamba"),

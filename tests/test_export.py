@@ -53,6 +53,21 @@ MODELS = {
     "plugin": {"rule": "exported_squared"},
     "fast_weights": {"rule": {"name": "ttt_linear", "mini_batch": 4}},
     "ridge": {"rule": {"name": "gka", "iterations": 3}},
+    "every part of a layer": {
+        "rule": "gated_deltanet",
+        "heads": 4,
+        "qk_heads": 2,
+        "qk_norm": True,
+        "rope": 500,
+        "token_shift": True,
+        "output_norm": "group",
+        "output_gate": "silu",
+    },
+    "token shift": {"rule": "mamba2", "token_shift": True, "output_norm": "rms_all", "output_gate": "silu_before_norm"},
+    "a rule for each layer": {
+        "rule": "gated_deltanet",
+        "layers": ["rule", "kda", {"name": "attention", "layer": {"heads": 4, "kv_heads": 2, "rope": True, "conv": 0}}],
+    },
 }
 
 
@@ -130,7 +145,7 @@ def test_the_state_grows_only_with_attention(pair):
     # The last token that is generated is never read.
     assert [cache.get_seq_length() for cache in held] == [8, 44]
     assert [cache.numel() for cache in held] == [2 * ours.state_size(8), 2 * ours.state_size(44)]
-    assert (held[0].numel() == held[1].numel()) != bool(ours.spec.attention)
+    assert (held[0].numel() == held[1].numel()) != any(rule.name == "attention" for rule in ours.spec.rules())
 
 
 def test_a_kept_state_goes_on(pair):
@@ -153,8 +168,9 @@ def test_padding_before_the_text_leaves_no_trace_or_is_refused(pair):
     prompts = [tokens(1, 9, seed=1), tokens(1, 4, seed=2), tokens(1, 1, seed=3)]
     padded = torch.cat([torch.nn.functional.pad(p, (9 - p.shape[1], 0), value=7) for p in prompts])
     mask = torch.tensor([[0] * (9 - p.shape[1]) + [1] * p.shape[1] for p in prompts])
-    # Attention remembers a blank, and where a mini-batch ends depends on how many tokens there were.
-    if ours.spec.attention or getattr(ours.spec.make_rule(), "mini_batch", 1) > 1:
+    # Attention remembers a blank, positions count it, and the ends of mini-batches depend on the number of tokens.
+    remembers = any(rule.name == "attention" or getattr(rule, "mini_batch", 1) > 1 for rule in ours.spec.rules())
+    if remembers or ours.spec.rope:
         with pytest.raises(ValueError, match="prompts of one length"):
             theirs.generate(padded, attention_mask=mask, max_new_tokens=3)
         return

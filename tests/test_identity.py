@@ -50,6 +50,22 @@ def test_the_code_of_a_users_task_is_in_a_trials_identity(tmp_path: Path) -> Non
     assert keys[2] != keys[0], "the version is the same, and the code is not"
 
 
+def with_model(**model: object) -> str:
+    plan = planned("mqar")
+    return plan.job(plan.arms[0], "confirm", 0, {f"model.{name}": value for name, value in model.items()}).key
+
+
+def test_a_later_releases_setting_is_in_a_trials_identity_where_it_is_not_the_default() -> None:
+    """tests/test_released.py holds the keys that came before these settings."""
+    settings = {"rope": True, "qk_norm": True, "token_shift": True, "qk_heads": 1, "kv_heads": 1}
+    keys = [key("mqar"), *(with_model(**{name: value}) for name, value in settings.items())]
+    assert len(set(keys)) == len(keys)
+    assert with_model(rope=False, qk_heads=None) == keys[0]
+    listed = with_model(layers=["rule"])
+    assert listed != keys[0]
+    assert listed == with_model(layers=["comba"]) == with_model(layers={"repeat": 1, "pattern": ["rule"]})
+
+
 def test_the_machine_is_not_in_a_trials_identity() -> None:
     """docs/decisions/201-auto-device-identity.md says why, and how to tell the two apart."""
     assert key("mqar") == key("mqar", gpu=1)

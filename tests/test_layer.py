@@ -267,6 +267,15 @@ def test_output_norms_and_gates(norm: str, gate: str) -> None:
     )
 
 
+def test_a_gate_of_low_rank_is_the_product_of_its_matrices() -> None:
+    low, full = layer_of("gla", gate_rank=2), layer_of("gla")
+    assert isinstance(low.gate, torch.nn.Sequential)
+    first, second = (one.weight for one in low.gate)
+    rest = {name: value for name, value in low.state_dict().items() if not name.startswith("gate.")}
+    full.load_state_dict({**rest, "gate.weight": second @ first})
+    close(low(normal(2, T, D))[0], full(normal(2, T, D))[0])
+
+
 KNOBS: dict[str, dict[str, Any]] = {
     "rope": {"rope": 100.0},
     "grouped values": {"qk_heads": 2},
@@ -275,6 +284,7 @@ KNOBS: dict[str, dict[str, Any]] = {
     "token shift": {"token_shift": True},
     "silu before a norm of all": {"output_norm": "rms_all", "output_gate": "silu_before_norm"},
     "group norm": {"output_norm": "group"},
+    "a gate of low rank": {"gate_rank": 2},
     "all": {
         "rope": 100.0,
         "qk_heads": 2,

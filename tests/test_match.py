@@ -120,6 +120,16 @@ def test_a_dimension_stays_where_no_value_comes_nearer(plan: Callable[..., Plan]
     assert arm.change == {"model.mlp": [True, False]}
 
 
+def test_layers_with_heads_of_their_own_keep_their_keys_width(plan: Callable[..., Plan]) -> None:
+    listed = ["rule", {"name": "attention", "layer": {"heads": 4}}]
+    found = plan(arms={"x": {"model": {"layers": listed, "mlp": False}, "match": {"parameters": True}}})
+    base, arm = found.arms
+    model, _ = found.job(arm, "confirm", 0, {}).specs
+    assert [model.at(layer).head_dims[0] for layer in (0, 1)] == [16, 8]
+    assert model.d_model != 32
+    assert sizes(found, arm).parameters == pytest.approx(sizes(found, base).parameters, rel=0.02)
+
+
 def test_a_plan_shows_the_value_that_was_found(plan: Callable[..., Plan]) -> None:
     base, arm = estimate(plan(arms={"mamba": {**MAMBA, "match": {"state": True}}})).arms
     assert "model.key_dim=8" in arm.change

@@ -129,6 +129,33 @@ def test_second_to_last_of_every_eight() -> None:
     assert set(names) == {"attention", "comba"}
 
 
+def test_layers_are_listed_one_by_one_or_by_a_pattern() -> None:
+    attention = {"name": "attention", "window": 3, "layer": {"conv": 0, "heads": 4}}
+    pattern = [{"repeat": 2, "pattern": ["comba", "kda"]}, attention, {"pattern": ["rule"]}]
+    model = build_model({**SMALL, "rule": {"name": "comba", "d": 0}, "layers": pattern})
+    assert [block.mixer.rule.name for block in model.blocks] == ["comba", "kda", "comba", "kda", "attention", "comba"]
+    assert all(block.mixer.rule.d.kind == "const" for block in model.blocks if block.mixer.rule.name == "comba")
+    assert model.blocks[4].mixer.rule.window == 3
+    assert [block.mixer.width for block in model.blocks] == [4, 4, 4, 4, 0, 4]
+    assert [block.mixer.heads for block in model.blocks] == [2, 2, 2, 2, 4, 2]
+    one_by_one = ["rule", "kda", "rule", "kda", attention, "rule"]
+    assert model.spec == ModelSpec.of({**SMALL, "rule": {"name": "comba", "d": 0}, "layers": one_by_one})
+    assert model.spec == ModelSpec.of({**SMALL, "rule": {"name": "comba", "d": 0}, "layers": model.spec.layers})
+
+
+def test_a_list_is_the_hybrid_that_attention_and_window_say() -> None:
+    said = build_model({**SMALL, "rule": "comba", "attention": [1], "window": 3}, seed=1)
+    listed = build_model({**SMALL, "rule": "comba", "layers": ["rule", {"name": "attention", "window": 3}]}, seed=1)
+    assert said.state_dict().keys() == listed.state_dict().keys()
+    assert torch.equal(said(tokens(9)), listed(tokens(9)))
+
+
+def test_a_rules_knobs_are_its_own_in_an_entry() -> None:
+    """An entry with knobs is another rule than the model's, though it may have the same name."""
+    spec = ModelSpec.of({**SMALL, "rule": {"name": "comba", "d": 0}, "layers": ["rule", {"name": "comba", "d": 0.5}]})
+    assert [str(spec.at(layer).make_rule().d) for layer in (0, 1)] == ["const(value=0)", "const(value=0.5)"]
+
+
 def test_a_mamba_block_has_twice_the_depth_one_query_and_key_and_no_mlp() -> None:
     model = build_model({**SMALL, "rule": "mamba2", "block": "mamba"})
     assert len(model.blocks) == 4
@@ -220,6 +247,37 @@ REFUSED = [
     ({"rule": {"name": "comba", "d": [0]}}, "takes one gate"),
     ({"rule": {"name": "comba", "transition": True}}, "unknown option"),
     ({"rule": {"name": "attention", "window": -1}}, "at least 0"),
+    ({"qk_heads": 3}, "model.qk_heads must divide heads 2"),
+    ({"kv_heads": 0}, "model.kv_heads must be a whole number"),
+    ({"qk_heads": 1, "kv_heads": 1}, "model.kv_heads: a layer shares k and v, or q and k"),
+    ({"block": "mamba", "kv_heads": 1}, "1 in mamba blocks"),
+    ({"rope": "yes"}, "model.rope must be true, false or a base"),
+    ({"rope": 0}, "model.rope must be true, false or a base"),
+    ({"rope": True, "key_dim": 3}, "key_dim must be even, not 3"),
+    ({"qk_norm": 1}, "model.qk_norm must be true or false"),
+    ({"token_shift": "no"}, "model.token_shift must be true or false"),
+    ({"output_norm": "rsm"}, "model.output_norm: unknown norm 'rsm'; did you mean 'rms'?"),
+    ({"output_gate": "slu"}, "model.output_gate: unknown gate 'slu'; did you mean 'silu'?"),
+    ({"output_gate": "silu_before_norm", "output_norm": "none"}, "no effect without output_norm"),
+    ({"gate_rank": 0}, "model.gate_rank must be a whole number"),
+    ({"gate_rank": 2, "output_gate": False}, "model.gate_rank has no effect without output_gate"),
+    ({"layers": []}, "model.layers must list at least one layer"),
+    ({"layers": "comba"}, "model.layers must be a whole number"),
+    ({"layers": ["attention"]}, "rule 'comba' stands in no layer; list `rule`"),
+    ({"layers": ["rule", "atention"]}, "did you mean 'attention'?"),
+    ({"layers": ["rule", 3]}, "a layer is a rule's name"),
+    ({"layers": ["rule", {"nam": "kda"}]}, "did you mean 'name'?"),
+    ({"layers": ["rule", {"repeat": 2}]}, "needs pattern"),
+    ({"layers": {"repeat": 0, "pattern": ["rule"]}}, "model.layers repeat must be a whole number"),
+    ({"layers": {"repeat": 2, "pattern": []}}, "model.layers pattern must list at least one layer"),
+    ({"layers": ["rule", {"name": "attention", "windo": 3}]}, "did you mean 'window'?"),
+    ({"layers": ["rule", {"name": "attention", "rope": True}]}, "say {name: attention, layer: {rope: ...}}"),
+    ({"layers": ["rule", {"name": "attention", "layer": {"rop": True}}]}, "did you mean 'rope'?"),
+    ({"layers": ["rule", {"name": "attention", "layer": {"kv_heads": 3}}]}, "model.layers[1]: model.kv_heads must"),
+    ({"layers": ["rule", {"name": "attention", "layer": True}]}, "layer takes {setting: ...}"),
+    ({"layers": ["rule", {"name": "rule", "d": 0}]}, "takes no d"),
+    ({"layers": ["rule"], "attention": [0]}, "model.attention does not go with a list"),
+    ({"layers": ["rule"], "window": 3}, "model.window does not go with a list"),
 ]
 
 
@@ -237,6 +295,15 @@ def test_a_model_needs_a_mapping_with_rule_and_vocabulary(given: object) -> None
         build_model(given)  # type: ignore[arg-type]
 
 
-def test_numbers_that_are_equal_are_one_model() -> None:
-    specs = [repr(ModelSpec.of({**SMALL, "rule": "comba", "expand_v": value})) for value in (2, 2.0)]
-    assert specs[0] == specs[1]
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("expand_v", (2, 2.0)),
+        ("rope", (True, 10000, 1e4)),
+        ("output_norm", (True, "rms")),
+        ("output_norm", (False, "none")),
+        ("output_gate", (True, "sigmoid")),
+    ],
+)
+def test_values_that_are_equal_are_one_model(key: str, values: tuple[object, ...]) -> None:
+    assert len({repr(ModelSpec.of({**SMALL, "rule": "comba", key: value})) for value in values}) == 1

@@ -207,7 +207,7 @@ def gsa(memory, t):
 
 
 def abc(memory, t):
-    """arXiv:2110.02488, Section 3.4: slots are sums of phi_i k_i^T with phi = exp(s), over the sum of all phi so far."""
+    """arXiv:2110.02488, Section 3.4: slots are sums of phi_i k_i^T, phi = exp(s), over the sum of all phi so far."""
     memory = [*memory, (t.s.exp(), t.k, t.v)]
     total = sum(phi for phi, _, _ in memory)
     keys = sum(outer(phi / total, k) for phi, k, _ in memory)

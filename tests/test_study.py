@@ -438,6 +438,38 @@ def test_ablate_and_factorial_make_leave_one_out_arms(plan: Callable[..., Plan])
     }
 
 
+def test_parts_of_the_layer_that_the_base_has_are_taken_away(plan: Callable[..., Plan]) -> None:
+    model = {**STUDY["base"]["model"], "rope": 500, "qk_norm": True, "token_shift": True}
+    found = plan(base={**STUDY["base"], "model": model}, ablate=["rope", "qk_norm", "token_shift"])
+    assert [arm.change for arm in found.arms[1:]] == [
+        {"model.rope": [500.0, False]},
+        {"model.qk_norm": [True, False]},
+        {"model.token_shift": [True, False]},
+    ]
+
+
+def test_arms_list_other_rules_for_other_layers(plan: Callable[..., Plan]) -> None:
+    found = plan(
+        base={**STUDY["base"], "model": {**STUDY["base"]["model"], "layers": ["rule", "attention"]}},
+        arms={
+            "kda": {"rule": "kda"},
+            "alone": {"model": {"layers": 2}},
+            "again": {"model": {"layers": {"pattern": ["rule"]}}},
+        },
+    )
+    names = [
+        [model.at(i).make_rule().name for i in range(model.depth)]
+        for model in (found.job(arm, "confirm", 0, {}).specs[0] for arm in found.arms)
+    ]
+    assert names == [["comba", "attention"], ["kda", "attention"], ["comba", "comba"], ["comba"]]
+    plugins = [
+        {name for kind, name, *_ in found.job(arm, "confirm", 0, {}).plugins if kind == "rule"} for arm in found.arms
+    ]
+    assert plugins == [{"comba", "attention"}, {"kda", "attention"}, {"comba"}, {"comba"}]
+    with pytest.raises(InputError, match=r"arms\.x: model\.layers: rule 'kda' stands in no layer; list `rule`"):
+        plan(arms={"x": {"rule": "kda", "model": {"layers": ["comba", "attention"]}}})
+
+
 def test_an_arm_may_be_another_rule_altogether(plan: Callable[..., Plan]) -> None:
     base = {**STUDY["base"], "rule": {"name": "comba", "d": 0}}
     found = plan(base=base, arms={"delta": {"rule": {"name": "deltanet", "beta": {"sigmoid": {"max": 2}}}}})

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from deltalab import check_task, cli, registry
+from deltalab.authoring import task_checks
 from deltalab.authoring.check import CheckResult
 from deltalab.authoring.scaffold import new_task
 from deltalab.authoring.task_checks import CHECKS
@@ -25,6 +26,12 @@ PLANTED = Path(__file__).parent / "planted" / "tasks"
 
 # File -> the checks that must fail, and a part of the first one's message. All others must pass.
 CAUGHT: dict[str, tuple[list[str], str]] = {
+    "answer_before_the_query": (["near inputs"], "validation that the input 1 positions before names"),
+    "answer_in_code": (["near inputs"], "that the input at the same position decides, whatever precedes it, is 1"),
+    "answer_is_first": (["one input"], "that the input at position 1 names, beyond the share in other examples, is 1"),
+    "answers_by_place": (["fixed answers"], "for the most frequent answer at each position, 1, beyond `chance` 0.0312"),
+    "answers_of_another": (["knowable"], "give such positions the target IGNORE"),
+    "asks_for_what_was_not_said": (["knowable"], "the inputs up to a scored position do not decide its target"),
     "beyond_vocabulary": (["token range"], "outside [0, vocab_size = 64) in train, [64], is 1"),
     "by_the_host": (
         ["device"],
@@ -32,29 +39,56 @@ CAUGHT: dict[str, tuple[list[str], str]] = {
     ),
     "chance_of_a_word": (["chance"], "`chance` 0.25 from the metric of guesses, 0.0155 to 0.0308"),
     "counts_calls": (["repeatability"], "number of tokens that differ in a batch drawn again from"),
+    "easier_test": (["alike"], "`draw` makes the test split easier or harder than validation"),
+    "easier_than_training": (["alike"], "`draw` makes validation easier than training"),
+    "facts_of_a_split": (["knowable", "near inputs"], "the inputs up to a scored position do not decide its target"),
     "global_generator": (["repeatability"], "`draw` uses randomness other than its argument `random`"),
     "grows": (["parameters", "repeatability"], "`__post_init__` changes a parameter"),
+    "loss_in_bits": (["loss"], "'loss' is in bits: leave out the division by log 2"),
+    "loss_over_all": (["loss"], "'loss' counts positions whose target is IGNORE"),
     "mean_of_means": (["sums"], "`measure` returns a mean instead of a total"),
+    "mixed_rows": (["sums"], "relative difference of the total of 'accuracy'"),
+    "narrow_bounds": (["metrics"], "mismatch between `bounds` (0.5, 1.0) and the `metric` of a guess"),
+    "new_tokens_in_test": (["vocabulary"], "share of answers of test that training does not have is 0.5"),
     "next_token": (["perfect"], "difference of 'accuracy' for the right answers, 0, from 1 is 1"),
-    "no_loss": (["metrics", "perfect"], "missing metrics, ['loss']"),
+    "no_loss": (["metrics", "loss"], "missing metrics, ['loss']"),
     "no_number": (["declaration"], "mismatch between `version` (a whole number of at least 1) and '1.0' is 1"),
-    "no_targets": (["scored"], "every target is IGNORE"),
+    "no_targets": (["scored", "vocabulary"], "every target is IGNORE"),
+    "noisy_answers": (["knowable"], "the inputs up to a scored position do not decide its target"),
     "one_longer": (["form"], "the inputs of train ([1, 33] torch.int64 on cpu) and the required form ([1, 32] torch"),
-    "other_vocabulary": (["declaration", "token range", "chance", "perfect", "metrics", "sums"], "`vocab_size`"),
-    "raises": (
-        ["form", "token range", "scored", "shift", "addresses", "splits", "sums", "perfect", "device"],
-        "planted_raises: raised NotImplementedError: no test split yet",
+    "other_seed_for_test": (["streams"], "are those of training, moved by a number"),
+    "other_vocabulary": (
+        ["declaration", "token range", "metrics", "sums", "loss", "chance"],
+        "`vocab_size`",
     ),
+    "raises": (["form", "device"], "planted_raises: raised NotImplementedError: no test split yet (so did "),
     "ranks_rows": (["pool"], "`draw` lets a row depend on more than the same row"),
-    "same_batches": (["addresses"], "`draw` does not use its argument `random`"),
-    "same_splits": (["splits"], "share of examples of validation that are also in train is 1"),
+    "repeats_batches": (["streams"], "share of training examples that occur at other seeds or steps"),
+    "said_too_late": (["knowable"], "the inputs up to a scored position do not decide its target"),
+    "same_batches": (["addresses", "streams", "fixed answers"], "`draw` does not use its argument `random`"),
+    "same_splits": (["splits", "streams"], "share of examples of validation that are also in train is 1"),
     "scores_more": (["most scored"], "number of scored positions of a training example above 3 is 1"),
+    "scores_padding": (["fixed answers", "most scored"], "for the answer 0 everywhere, 0.833, beyond `chance`"),
+    "seed_plus_step": (["streams", "addresses", "fixed answers"], "training examples that occur at other seeds or"),
     "shifted_twice": (
         ["shift"],
         "2 positions later is 1, must be at most 0.99; likely cause: targets are shifted twice",
     ),
-    "unshifted": (["shift"], "a target is the input token at its own position: targets are not shifted"),
+    "skewed_answers": (["fixed answers"], "for the answer 63 everywhere"),
+    "small_pool": (["streams"], "`draw` takes examples from a small number of them"),
+    "smoothed_loss": (["loss", "perfect"], "`measure` computes another loss: take `surprisal(batch, logits)`"),
+    "squared_loss": (["loss"], "`measure` computes another loss: take `surprisal(batch, logits)`"),
+    "unshifted": (["shift", "near inputs"], "a target is the input token at its own position: targets are not shifted"),
 }
+IN_ANOTHER_PROCESS = "hashes_text"
+"""The planted task that is the same whenever this process draws it."""
+
+
+@pytest.fixture(autouse=True)
+def one_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spares other tests the seconds in which another process imports torch."""
+    if "process" not in request.node.name:
+        monkeypatch.setattr(task_checks, "CHECKS", tuple(check for check in CHECKS if check.name != "processes"))
 
 
 def planted(name: str) -> Task:
@@ -69,7 +103,7 @@ def failures(results: list[CheckResult]) -> dict[str, CheckResult]:
 
 
 def test_every_planted_file_is_expected_to_be_caught() -> None:
-    assert {file.stem for file in PLANTED.glob("*.py")} == set(CAUGHT)
+    assert {file.stem for file in PLANTED.glob("*.py")} == {*CAUGHT, IN_ANOTHER_PROCESS}
 
 
 @pytest.mark.parametrize("name", CAUGHT)
@@ -83,7 +117,18 @@ def test_planted_bug_is_caught_by_its_check_and_by_no_other(name: str) -> None:
 def test_every_check_has_a_bug_that_it_catches() -> None:
     assert {check for name, (checks, _) in CAUGHT.items() if name != "raises" for check in checks} == {
         check.name for check in CHECKS
-    }
+    } - {"processes"}
+
+
+def test_a_batch_that_another_process_draws_differently_is_caught() -> None:
+    failed = failures(check_task(planted(IN_ANOTHER_PROCESS)))
+    assert set(failed) == {"processes"}
+    assert "`draw` uses `hash` of a text or the order of a set" in failed["processes"].message
+
+
+def test_another_process_draws_the_same_batches_of_a_builtin_task() -> None:
+    parity = registry.get_task("parity")
+    assert "processes" in {result.name for result in check_task(parity) if result.passed}
 
 
 @pytest.mark.parametrize("name", BUILTIN)
@@ -95,7 +140,7 @@ def test_builtin_tasks_pass(name: str) -> None:
 
 def test_what_does_not_apply_is_left_out() -> None:
     listed = {result.name for result in check_task(MQAR(length=32, pairs=4, vocab_size=64))}
-    assert {check.name for check in CHECKS} - listed == {"pool"}
+    assert {check.name for check in CHECKS} - listed == {"pool", "processes"}
 
 
 def test_global_generators_are_left_as_they_were() -> None:

@@ -123,8 +123,8 @@ class UpdateRule:
     per_step: gates with a value for each of a token's steps.
     ignores: inputs of which some or all channels have no effect, such as "q" or a gate, so that `rule check` allows it.
     eigenvalues: (low, high), the closed interval of the eigenvalues of each state's transition, for unit-norm keys.
-        With one step per token, eigenvalues must be real and in the interval. With several, only their real parts must
-        be in it, and no modulus may exceed max(|low|, |high|).
+        With one step per token and no free low rank, eigenvalues must be real and in the interval. Otherwise only their
+        real parts must be in it, and no modulus may exceed max(|low|, |high|).
     """
 
     name: ClassVar[str]

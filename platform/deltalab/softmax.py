@@ -81,3 +81,13 @@ def _folded(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Ten
 
 
 torch.library.register_vmap(f"{_NAMESPACE}::attend", _folded, lib=_library)
+
+
+def sums_between(g: Tensor) -> Tensor:
+    """d_{ij} = g_{j+1} + ... + g_i [..., T, T] of g [..., T], -inf for j > i.
+
+    Each is added up by itself: a difference of two long sums would lose the short ones.
+    """
+    ones = torch.ones(g.shape[-1], g.shape[-1], dtype=torch.bool, device=g.device)
+    later = torch.where(ones.tril(-1), g[..., :, None], 0.0)
+    return later.cumsum(-2).masked_fill(~ones.tril(), -torch.inf)

@@ -21,6 +21,8 @@ from deltalab.registry import get_rule, list_rules, rule_plugin
 from deltalab.rule import UpdateRule
 from deltalab.structure import Transition
 
+WIDE = 32
+"""Keys and values of a head for which widths are said."""
 LONG = 64
 """Tokens before a state is measured: more than any window that a rule lists as an option."""
 
@@ -74,7 +76,8 @@ class Card:
     eigenvalues: the declared interval; None if the rule declares none.
     state: the number of elements that a head keeps after many tokens; growth: the elements that each token adds, "0"
         for a recurrent rule. cost: the multiply-adds of the recurrence per head and token, by part and in "all"; empty
-        outside the algebra. These are formulas in the key size K and the value size V of a head.
+        outside the algebra. These are formulas in the key size K and the value size V of a head. widths: those of the
+        state, K' and V', where they are others.
     parameters: the number of parameters of all gates, a formula in the width d, the heads H and K.
     """
 
@@ -90,6 +93,7 @@ class Card:
     state: str
     growth: str
     cost: dict[str, str]
+    widths: str
     parameters: str
 
     def to_json(self) -> str:
@@ -117,7 +121,7 @@ class Card:
         return "\n".join(lines) + "\n"
 
     def _facts(self) -> dict[str, str]:
-        facts = {"transition": "outside the algebra: the rule has its own `mix`"}
+        facts = {"transition": "none: the rule has its own `mix`, or passes of the algebra"}
         if self.transition is not None:
             plain = {"name": self.transition["name"], "output": "after"}
             said = (f"{field} {value}" for field, value in self.transition.items() if plain.get(field) != value)
@@ -132,6 +136,8 @@ class Card:
         if self.cost:
             parts = ", ".join(f"{part} {count}" for part, count in self.cost.items() if part != "all")
             facts["multiply-adds per head and token"] = f"{self.cost['all']} ({parts})"
+        if self.widths:
+            facts["widths of the state"] = self.widths
         return facts
 
 
@@ -171,9 +177,10 @@ def card(rule: str | UpdateRule) -> Card:
         transition=None if rule.transition is None else asdict(rule.transition),
         second_state=rule.second_state,
         eigenvalues=_eigenvalues(rule),
-        state=_formula(lambda k, v: held(k, v)[0], "K", "V"),
+        state=_held(rule, held),
         growth=_formula(lambda k, v: held(k, v)[1] - held(k, v)[0], "K", "V"),
         cost={} if rule.transition is None else _cost(rule, rule.transition),
+        widths="" if rule.transition is None else _widths(rule),
         parameters=_sum(_total(_parameters(gate, rule.steps) for gate in rule.gates.values() if not gate.of)),
     )
 
@@ -220,29 +227,44 @@ def _eigenvalues(rule: UpdateRule) -> tuple[float, float] | None:
 
 def _cost(rule: UpdateRule, transition: Transition) -> dict[str, str]:
     """The multiply-adds of each term of the recurrence for a token, over all steps and states, given the operands."""
+    # Each part's multiples of the state's size, and of the width of its values.
     step = {"decay": (1, 0)} if transition.decay != "none" else {}
     if transition.low_rank != "none":
         # A tied erase is written together with the value, a free one along its own direction.
         step["erase"] = (1, 1) if transition.low_rank == "tied" else (2, 0)
     step["write"] = (1, 0)
     times = transition.steps * rule.states
-    parts = {part: (times * matrices, times * vectors) for part, (matrices, vectors) in step.items()}
+    parts = {part: (times * size, times * width) for part, (size, width) in step.items()}
     if rule.second_state:
         parts["fit"] = (1, 1)
     parts["read"] = (rule.states, 1)
     if transition.output == "before":
         parts["bonus"] = (0, 1)
-    parts["all"] = (sum(matrices for matrices, _ in parts.values()), sum(vectors for _, vectors in parts.values()))
+    parts["all"] = (sum(size for size, _ in parts.values()), sum(width for _, width in parts.values()))
 
-    def count(matrices: int, vectors: int) -> str:
-        """Of so many products with a state and with a value, in the widths that the rule maps keys and values to."""
-        return _formula(
-            lambda k, v: rule.value_width(v) * (matrices * rule.key_width(k) + vectors),
-            "K",
-            "V",
-        )
+    keys, values = _names(rule)
+    return {part: _sum({f"{keys} {values}": size, values: width}) for part, (size, width) in parts.items()}
 
-    return {part: count(*found) for part, found in parts.items()}
+
+def _names(rule: UpdateRule) -> tuple[str, str]:
+    """The names of the state's widths: K and V, or K' and V' where they are others."""
+    return "K" + "'" * (rule.key_width(WIDE) != WIDE), "V" + "'" * (rule.value_width(WIDE) != WIDE)
+
+
+def _held(rule: UpdateRule, held: Callable[[int, int], tuple[int, int]]) -> str:
+    """The elements that a head keeps: those of the states, and of the carry."""
+    if rule.transition is None:
+        return _formula(lambda k, v: held(k, v)[0], "K", "V")
+    carried = _formula(lambda k, v: held(k, v)[0] - rule.states * rule.key_width(k) * rule.value_width(v), "K", "V")
+    states = _sum({" ".join(_names(rule)): rule.states})
+    return states if carried == "0" else f"{states} + {carried}"
+
+
+def _widths(rule: UpdateRule) -> str:
+    """The widths of the state for keys and values of width `WIDE`, where they differ from that."""
+    found = {"K'": rule.key_width(WIDE), "V'": rule.value_width(WIDE)}
+    said = " and ".join(f"{name} = {width}" for name, width in found.items() if width != WIDE)
+    return said and f"{said} where K = V = {WIDE}"
 
 
 def _state(rule: UpdateRule, key_dim: int, value_dim: int) -> tuple[int, int]:

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import random
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -14,14 +15,11 @@ from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from deltalab.authoring import task_answers, task_streams
 from deltalab.authoring.check import Check, CheckResult, Measured, run_checks
-from deltalab.tasks.randomness import Random
-from deltalab.tasks.task import IGNORE, SPLITS, Batch, Task
-
-SIZE, STEPS = 64, 8  # examples in a batch, and batches of a split
-ENOUGH, GUESSES = 2048, 16  # scored positions for an estimate of chance, and guesses at each
+from deltalab.authoring.task_batches import SIZE, batches, drawn, scored_in
+from deltalab.tasks.task import IGNORE, SPLITS, Task
 
 
 def check_task(task: Task, *, forked: bool = False) -> list[CheckResult]:
@@ -34,7 +32,20 @@ def check_task(task: Task, *, forked: bool = False) -> list[CheckResult]:
     True
     """
     with _generators_kept():
-        return run_checks(CHECKS, partial(_run, task), where=task.name, forked=forked)
+        return _once(run_checks(CHECKS, partial(_run, task), where=task.name, forked=forked))
+
+
+def _once(results: list[CheckResult]) -> list[CheckResult]:
+    """The results; of checks that raised the same error, the first alone, with the number of the others."""
+    raised = Counter(result.message for result in results if result.figure is None and not result.passed)
+    kept: dict[str, CheckResult] = {}
+    for result in results:
+        if raised[result.message] > 1:
+            others = f" (so did {raised[result.message] - 1} other checks)"
+            kept.setdefault(result.message, replace(result, message=result.message + others))
+        else:
+            kept[result.name] = result
+    return [*kept.values()]
 
 
 def _run(task: Task, check: Check[Task]) -> CheckResult | None:
@@ -107,7 +118,7 @@ def parameters(task: Task) -> Iterator[Measured]:
 
 def form(task: Task) -> Iterator[Measured]:
     for split in SPLITS:
-        for one, size in itertools.product(_drawn(task, split), (1, SIZE)):
+        for one, size in itertools.product(drawn(task, split), (1, SIZE)):
             batch = one.batch(split, size, 0, 0)
             for name, tokens in (("inputs", batch.inputs), ("targets", batch.targets)):
                 shown = f"{list(tokens.shape)} {tokens.dtype} on {tokens.device}"
@@ -118,7 +129,7 @@ def form(task: Task) -> Iterator[Measured]:
 
 def token_range(task: Task) -> Iterator[Measured]:
     for split in SPLITS:
-        for _, batch in _batches(task, split):
+        for _, batch in batches(task, split):
             tokens = {"inputs": batch.inputs, "targets": batch.labels}
             for name, values in tokens.items():
                 outside = values[(values < 0) | (values >= task.vocab_size)].unique().tolist()
@@ -128,12 +139,12 @@ def token_range(task: Task) -> Iterator[Measured]:
 
 def scored(task: Task) -> Iterator[Measured]:
     for split in SPLITS:
-        fewest = min(_scored(batch) for _, batch in _batches(task, split))
+        fewest = min(scored_in(batch) for _, batch in batches(task, split))
         yield Measured(float(fewest), f"number of scored positions in a batch of {split}")
 
 
 def most_scored(task: Task) -> Iterator[Measured]:
-    most = max(int((batch.targets != IGNORE).sum(1).max()) for _, batch in _batches(task, "train"))
+    most = max(int((batch.targets != IGNORE).sum(1).max()) for _, batch in batches(task, "train"))
     yield Measured(
         float(max(0, most - task.most_scored)),
         f"number of scored positions of a training example above {task.most_scored}",
@@ -147,7 +158,7 @@ def shift(task: Task) -> Iterator[Measured]:
     }
     for split, (ahead, cause) in itertools.product(SPLITS, causes.items()):
         same = total = 0
-        for one, batch in _batches(task, split):
+        for one, batch in batches(task, split):
             if one.readout == "position":
                 inputs = batch.inputs[:, ahead:]
                 targets = batch.targets[:, : inputs.shape[1]]
@@ -158,121 +169,10 @@ def shift(task: Task) -> Iterator[Measured]:
             yield Measured(same / total, f"share of targets of {split} that equal the input {where}", cause)
 
 
-def repeatability(task: Task) -> Iterator[Measured]:
-    _seed_generators(1)
-    first = task.batch("train", SIZE, 3, 5)
-    _seed_generators(2)
-    task.batch("validation", SIZE + 1, 0, 1)
-    before = _generators()
-    again = {"from the same task": task, "from an equal task": replace(task)}
-    for name, other in again.items():
-        what = f"number of tokens that differ in a batch drawn again {name}"
-        yield Measured(_different(other.batch("train", SIZE, 3, 5), first), what)
-    moved = _generators() != before
-    yield Measured(float(moved), "use of a global random generator, 1 for yes,")
-    if torch.cuda.is_available():
-        there = task.batch("train", SIZE, 3, 5, "cuda")
-        there = replace(there, inputs=there.inputs.cpu(), targets=there.targets.cpu())
-        yield Measured(_different(there, first), "number of tokens that differ between CPU and GPU")
-
-
-def pool(task: Task) -> Iterator[Measured]:
-    if task.train_examples is not None:
-        rows, cpu = torch.arange(SIZE), torch.device("cpu")
-        forth, back = (task.draw("train", SIZE, Random("check", cpu, one)) for one in (rows, rows.flip(0)))
-        back = replace(back, inputs=back.inputs.flip(0), targets=back.targets.flip(0))
-        yield Measured(
-            _different(forth, back), "number of tokens of training examples that depend on their place in the batch"
-        )
-
-
-def addresses(task: Task) -> Iterator[Measured]:
-    for split in SPLITS:
-        for one in _drawn(task, split):
-            seen = [_rows(one.batch(split, SIZE, seed, step)) for seed in (0, 1) for step in (0, 1)]
-            same = len(seen) - len(set(seen))
-            what = f"number of batches of {split} that are equal to a batch of another seed or step"
-            yield Measured(float(same), what)
-
-
-def splits(task: Task) -> Iterator[Measured]:
-    seen = {split: {row for _, batch in _batches(task, split) for row in _rows(batch)} for split in SPLITS}
-    for a, b in itertools.combinations(SPLITS, 2):
-        both = len(seen[a] & seen[b]) / len(seen[b])
-        yield Measured(both, f"share of examples of {b} that are also in {a}")
-
-
-def metrics(task: Task) -> Iterator[Measured]:
-    for one, batch in _batches(task, "validation"):
-        found = one.measure(batch, _near_uniform(batch, task.vocab_size, seed=0))
-        missing = sorted({task.metric, "loss"} - set(found))
-        yield Measured(float(len(missing)), f"number of missing metrics, {missing},")
-        for name, pair in found.items():
-            right = len(pair) == 2 and all(isinstance(x, Tensor) and x.shape == () and bool(x.isfinite()) for x in pair)
-            yield Measured(float(not right), f"mismatch between '{name}' ({pair}) and two finite 0-dim tensors")
-
-
-def sums(task: Task) -> Iterator[Measured]:
-    for one in _drawn(task, "test"):
-        batch = one.batch("test", SIZE, 0, 0)
-        logits = torch.randn(_scored(batch), task.vocab_size, generator=torch.Generator().manual_seed(0))
-        few = replace(batch, inputs=batch.inputs[: SIZE // 4], targets=batch.targets[: SIZE // 4])
-        rest = replace(batch, inputs=batch.inputs[SIZE // 4 :], targets=batch.targets[SIZE // 4 :])
-        parts = one.measure(few, logits[: _scored(few)]), one.measure(rest, logits[_scored(few) :])
-        for name, whole in one.measure(batch, logits).items():
-            for which, of_whole, *of_parts in zip(
-                ("total", "count"), whole, *(part[name] for part in parts), strict=True
-            ):
-                error = abs(float(sum(of_parts)) - float(of_whole)) / max(abs(float(of_whole)), 1.0)
-                what = (
-                    f"relative difference of the {which} of '{name}', summed over two parts of a batch, to the whole's"
-                )
-                yield Measured(error, what)
-
-
-def chance(task: Task) -> Iterator[Measured]:
-    batches = _judged(task, "validation")
-    anywhere = torch.zeros(task.vocab_size, dtype=torch.bool)
-    there = {one: torch.zeros(batch.inputs.shape[1], task.vocab_size, dtype=torch.bool) for one, batch in batches}
-    always = {one: torch.ones(batch.inputs.shape[1], dtype=torch.bool) for one, batch in batches}
-    for one, batch in batches:
-        scored = batch.targets != IGNORE
-        anywhere[batch.targets[scored]] = True
-        there[one][scored.nonzero()[:, 1], batch.targets[scored]] = True
-        always[one] &= scored.all(dim=0)
-    for one, at in there.items():
-        at[~always[one]] = anywhere
-    # Guess among all tokens, among those that are the answer anywhere, and among those that are it at this position.
-    among = [
-        [torch.ones_like(anywhere)] * len(batches),
-        [anywhere] * len(batches),
-        [there[one][(batch.targets != IGNORE).nonzero()[:, 1]] for one, batch in batches],
-    ]
-    guesses = [_guessed(task, batches, allowed) for allowed in among]
-    low, high = (edge(mean for mean, _ in guesses) for edge in (min, max))
-    # From few examples, the metric is known no better than to one example.
-    error = max(*(error for _, error in guesses), 1 / (SIZE * len(batches)))
-    outside = max(low - task.chance, task.chance - high, 0.0) / error
-    shown = f"`chance` {task.chance:.3g} from the metric of guesses, {low:.3g} to {high:.3g},"
-    yield Measured(outside, f"distance, in standard errors, of {shown}")
-
-
-def perfect(task: Task) -> Iterator[Measured]:
-    batches = _judged(task, "test")
-    for name, best in ((task.metric, float(task.maximize)), ("loss", 0.0)):
-        found = []
-        for one, batch in batches:
-            targets = batch.labels
-            logits = torch.full((len(targets), task.vocab_size), -1e4).scatter_(1, targets[:, None], 0.0)
-            found.append(one.measure(batch, logits)[name])
-        value = _mean(found)
-        yield Measured(abs(value - best), f"difference of '{name}' for the right answers, {value:.3g}, from {best:g}")
-
-
 def device(task: Task) -> Iterator[Measured]:
     # Tensors on the meta device have no values, so code that reads one, and would wait for a GPU, raises an error.
     for split in SPLITS:
-        for one in _drawn(task, split):
+        for one in drawn(task, split):
             try:
                 batch = one.batch(split, SIZE, 0, 0, "meta")
                 problem = "" if batch.inputs.is_meta and batch.targets.is_meta else "the batch is on another device"
@@ -283,77 +183,6 @@ def device(task: Task) -> Iterator[Measured]:
             )
 
 
-# --- batches and their comparison ---------------------------------------------------------------------------
-
-
-def _drawn(task: Task, split: str) -> list[Task]:
-    """The tasks that draw a split: for training the task itself, else the tasks that it is evaluated on."""
-    return [task] if split == "train" else [*task.evaluations().values()]
-
-
-def _batches(task: Task, split: str) -> list[tuple[Task, Batch]]:
-    return [(one, one.batch(split, SIZE, 0, step)) for one in _drawn(task, split) for step in range(STEPS)]
-
-
-def _judged(task: Task, split: str) -> list[tuple[Task, Batch]]:
-    """Batches of a split with `ENOUGH` scored positions, of those evaluations that make the unlabelled metric."""
-    evaluations = task.evaluations()
-    found = []
-    for one in [evaluations[""]] if "" in evaluations else evaluations.values():
-        positions = 0
-        for step in range(STEPS):
-            if positions < ENOUGH:
-                found.append((one, one.batch(split, SIZE, 0, step)))
-                positions += _scored(found[-1][1])
-    return found
-
-
-def _rows(batch: Batch) -> tuple[tuple[int, ...], ...]:
-    return tuple(map(tuple, torch.cat([batch.inputs, batch.targets], dim=1).tolist()))
-
-
-def _different(a: Batch, b: Batch) -> float:
-    if a.inputs.shape != b.inputs.shape:
-        return math.inf
-    return float((a.inputs != b.inputs).sum() + (a.targets != b.targets).sum())
-
-
-def _seed_generators(seed: int) -> None:
-    torch.manual_seed(seed)
-    np.random.seed(seed)
-    random.seed(seed)
-
-
-def _generators() -> tuple[object, ...]:
-    return torch.get_rng_state().tolist(), str(np.random.get_state(legacy=False)), random.getstate()
-
-
-def _scored(batch: Batch) -> int:
-    return int((batch.targets != IGNORE).sum())
-
-
-def _near_uniform(batch: Batch, vocab_size: int, seed: int) -> Tensor:
-    """Logits that are almost equal, so that the largest one is a random guess."""
-    return 1e-4 * torch.rand(_scored(batch), vocab_size, generator=torch.Generator().manual_seed(seed))
-
-
-def _mean(found: list[tuple[Tensor, Tensor]]) -> float:
-    count = sum(float(count) for _, count in found)
-    return sum(float(total) for total, _ in found) / count if count else math.nan
-
-
-def _guessed(task: Task, batches: list[tuple[Task, Batch]], allowed: list[Tensor]) -> tuple[float, float]:
-    """The mean of the task's metric for guesses among the tokens `allowed` in each batch, and its standard error."""
-    values = []
-    for guess in range(GUESSES):
-        found = []
-        for i, (one, batch) in enumerate(batches):
-            logits = _near_uniform(batch, task.vocab_size, seed=guess * len(batches) + i)
-            found.append(one.measure(batch, logits.masked_fill(~allowed[i], -math.inf))[task.metric])
-        values.append(_mean(found))
-    return float(np.mean(values)), float(np.std(values, ddof=1)) / GUESSES**0.5
-
-
 CHECKS: tuple[Check[Task], ...] = (
     Check("declaration", declaration, 0.0, "a declared value is missing or has the wrong type"),
     Check("parameters", parameters, 0.0, "`__post_init__` changes a parameter, or JSON cannot store one"),
@@ -362,14 +191,47 @@ CHECKS: tuple[Check[Task], ...] = (
     Check("scored", scored, 1.0, "every target is IGNORE", at_least=True),
     Check("most scored", most_scored, 0.0, "`most_scored` is less than the scored positions of some examples"),
     Check("shift", shift, 0.99, ""),
-    Check("repeatability", repeatability, 0.0, "`draw` uses randomness other than its argument `random`"),
-    Check("pool", pool, 0.0, "`draw` lets a row depend on more than the same row of `random`"),
-    Check("addresses", addresses, 0.0, "`draw` does not use its argument `random`"),
+    Check("repeatability", task_streams.repeatability, 0.0, "`draw` uses randomness other than its argument `random`"),
+    Check(
+        "processes",
+        task_streams.processes,
+        0.0,
+        "`draw` uses `hash` of a text or the order of a set: sort, or use hashlib",
+    ),
+    Check("pool", task_streams.pool, 0.0, "`draw` lets a row depend on more than the same row of `random`"),
+    Check("addresses", task_streams.addresses, 0.0, "`draw` does not use its argument `random`"),
+    Check(
+        "streams",
+        task_streams.streams,
+        0.01,
+        "`draw` takes examples from a small number of them: say so by `train_examples`, or draw each anew",
+    ),
     # Two splits of text may share a few short windows, such as a line of dashes.
-    Check("splits", splits, 0.01, "`draw` treats all splits alike, or there are too few different examples"),
-    Check("metrics", metrics, 0.0, "`measure` does not return a pair (total, count) for each metric"),
-    Check("sums", sums, 1e-6, "`measure` returns a mean instead of a total"),
-    Check("chance", chance, 5.0, "`chance` is that of another metric, or assumes other answers"),
-    Check("perfect", perfect, 1e-6, "`measure` compares logits with the wrong targets"),
+    Check(
+        "splits", task_streams.splits, 0.01, "`draw` treats all splits alike, or there are too few different examples"
+    ),
+    Check("vocabulary", task_streams.vocabulary, 0.05, "`draw` uses tokens in one split that it does not in training"),
+    Check("alike", task_answers.alike, 0.25, ""),
+    Check("metrics", task_answers.metrics, 0.0, "`measure` does not return a pair (total, count) for each metric"),
+    Check("sums", task_answers.sums, 1e-6, "`measure` returns a mean instead of a total"),
+    Check("loss", task_answers.loss, 1e-4, "`measure` computes another loss: take `surprisal(batch, logits)`"),
+    Check("perfect", task_answers.perfect, 1e-6, "`measure` compares logits with the wrong targets"),
+    Check("chance", task_answers.chance, 5.0, "`chance` is that of another metric, or assumes other answers"),
+    Check(
+        "fixed answers",
+        task_answers.fixed_answers,
+        5.0,
+        "answers are not equally frequent, or padding is scored: draw them evenly, or raise `chance` to this figure",
+    ),
+    Check(
+        "near inputs", task_answers.near_inputs, 0.4, "`draw` puts the answer into the inputs before it is asked for"
+    ),
+    Check("one input", task_answers.one_input, 0.6, "`draw` always puts the answer into the same place"),
+    Check(
+        "knowable",
+        task_answers.knowable,
+        0.01,
+        "the inputs up to a scored position do not decide its target: give such positions the target IGNORE",
+    ),
     Check("device", device, 0.0, "`draw` reads a value, indexes by a mask, or leaves a tensor on the CPU"),
 )

@@ -22,14 +22,17 @@ def flops(rule: UpdateRule, shape: Shape) -> float | None:
     """The operations in the matrix products of a rule's chunked algorithm, forward, with chunks of 64 tokens.
 
     A rule outside the algebra is counted on its PyTorch form at two lengths, and a cost that is linear or quadratic in
-    T is fitted to them. None if PyTorch counts no products there.
+    T is fitted to them; one with a window is counted at T itself. None if PyTorch counts no products there.
     """
     tokens, transition = shape.batch * shape.length * shape.heads, rule.transition
     k, v = shape.key_dim, shape.value_dim
+    if transition is None and getattr(rule, "window", False):
+        return tokens / shape.length * _counted(rule, shape.length, k, v) or None
     if transition is None:
         one, two = (_counted(rule, length, k, v) for length in (COUNTED, 2 * COUNTED))
         squared = (two - 2 * one) / (2 * COUNTED**2)
         return tokens * (one / COUNTED + squared * (shape.length - COUNTED)) or None
+    k, v = rule.key_width(k), rule.value_width(v)
     # Per token of a chunk. A read: r k^T, its product with the written values, and r S. A write: k^T times the values.
     read, write = 2 * (CHUNK * k + CHUNK * v + k * v), 2 * k * v
     # A tied erase costs a read and the inverse; a free one has two more products of each kind, for a beside k.

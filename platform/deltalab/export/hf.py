@@ -207,7 +207,7 @@ def _registry(rules: list[Plugin]) -> str:
 
 def _readme(spec: ModelSpec, model: Model, title: str, provenance: Mapping[str, object]) -> str:
     rule = spec.make_rule()
-    length = spec.window + 32
+    length = max(getattr(rule, "window", 0) for rule in spec.rules()) + 32
     short, long = model.state_size(length), model.state_size(2 * length)
     state = (
         f"The state of one sequence is {short:,} numbers, however long the sequence."

@@ -24,10 +24,14 @@ class DeltaLabConfig(PretrainedConfig):
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
     attribute_map = {  # noqa: RUF012
         "hidden_size": "d_model",
-        "num_hidden_layers": "layers",
         "num_attention_heads": "heads",
         "tie_word_embeddings": "tie_embeddings",
     }
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """The number of blocks, which `layers` may list."""
+        return self.spec().depth
 
     def spec(self) -> ModelSpec:
         return ModelSpec.of({f.name: getattr(self, f.name) for f in fields(ModelSpec)})

@@ -208,7 +208,8 @@ class RuleLayer(nn.Module):
     qk_norm: RMS norm with weights [K] on each head's q and k after their activation; a unit norm comes after it.
     rope: the base of rotary positions on q and k, None for none. A token's steps share its place.
     token_shift: q, k, v, the gates and the output gate are each projected from a mean of x_t and x_{t-1}.
-    output_norm, output_gate: kinds of `HeadNorm`.
+    output_norm, output_gate: kinds of `HeadNorm`. gate_rank: the width r of the gate's projection W_1 W_2 x through r
+        channels; None for one matrix.
     """
 
     def __init__(
@@ -227,6 +228,7 @@ class RuleLayer(nn.Module):
         token_shift: bool = False,
         output_norm: bool | str = True,
         output_gate: bool | str = True,
+        gate_rank: int | None = None,
         out_std: float | None = None,
         chunk_size: int = 64,
         backend: Backend = "auto",
@@ -249,7 +251,11 @@ class RuleLayer(nn.Module):
         vectors = any(gate.features is not None for gate in rule.gates.values())
         self.vectors = Vectors(rule.gates, d_model, heads, key_dim, value_dim, conv) if vectors else None
         self.norm = HeadNorm(value_dim, heads=heads, norm=output_norm, gate=output_gate)
-        self.gate = None if output_gate in (False, "none") else linear(d_model, heads * value_dim)
+        self.gate: nn.Linear | nn.Sequential | None = None
+        if output_gate not in (False, "none"):
+            width = heads * value_dim
+            low = None if gate_rank is None else nn.Sequential(linear(d_model, gate_rank), linear(gate_rank, width))
+            self.gate = low or linear(d_model, width)
         others = [*(["gates"] if self.gates.weights() or vectors else []), *(["gate"] if self.gate is not None else [])]
         self.shift = TokenShift(d_model, ["q", "k", "v", *others]) if token_shift else None
         self.out = linear(heads * value_dim, d_model, std=out_std)
@@ -268,11 +274,13 @@ class RuleLayer(nn.Module):
             others = []
             # With fewer tokens, copying the weights side by side costs more than reading x once for each.
             if x.shape[:2].numel() >= self.channels.total:
-                others = [*([] if self.gate is None else [self.gate.weight]), *self.gates.weights()]
+                others = [*([] if self.gate is None else [_first(self.gate).weight]), *self.gates.weights()]
             (q, k, v, tail), products = fused(x, self.qkv.weight, others, taps, past, self.channels)
         else:
             q, k, v, tail = features(self._projected(x, shifted), taps, past, self.channels)
         gate = products.pop(0) if products and self.gate is not None else None
+        if gate is not None and isinstance(self.gate, nn.Sequential):
+            gate = self.gate[1](gate)
         place = x.new_zeros(x.shape[0], int(self.rope is not None), dtype=torch.long) if cache is None else cache.place
         q, k = self._placed(*self._normed(q, k), place)
         written = self.channels.v_heads if self.rule.grouped else self.heads

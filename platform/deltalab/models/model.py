@@ -75,6 +75,7 @@ class Block(nn.Module):
             token_shift=spec.token_shift,
             output_norm=spec.output_norm,
             output_gate=spec.output_gate,
+            gate_rank=spec.gate_rank,
             out_std=shrink * (spec.heads * value_dim) ** -0.5,
             chunk_size=spec.chunk_size,
         )

@@ -32,6 +32,7 @@ OF_A_LAYER = (
     "token_shift",
     "output_norm",
     "output_gate",
+    "gate_rank",
 )
 """Settings that an entry of `ModelSpec.layers` may give its own layer."""
 
@@ -62,6 +63,7 @@ class ModelSpec:
     output_norm: of each head's output, a kind of `ops.norm.HeadNorm`: none (or false), rms (or true), rms_unweighted,
         rms_all, layer, group. output_gate: none (or false), or what of W x multiplies the normed output: sigmoid (or
         true), silu (swish); sigmoid_before_norm and silu_before_norm multiply before the norm (Mamba2).
+    gate_rank: the width r of the gate's projection W_1 W_2 x through r channels, None for one matrix.
     block: `transformer` is [mixer, MLP]; `mamba` is [mixer] alone, q and k shared by all heads, twice the depth.
     mlp: whether `transformer` blocks have a SwiGLU of width 8/3 d_model; False in `mamba` blocks.
     attention: the layers, counted from 0, that are softmax attention instead, or `second_to_last_of_every_eight`.
@@ -91,6 +93,7 @@ class ModelSpec:
     token_shift: bool = field(default=False, metadata=LATER)
     output_norm: bool | str = True
     output_gate: bool | str = True
+    gate_rank: int | None = field(default=None, metadata=LATER)
     block: Literal["transformer", "mamba"] = "transformer"
     mlp: bool = True
     attention: tuple[int, ...] | Literal["second_to_last_of_every_eight"] = field(default=())
@@ -163,7 +166,11 @@ class ModelSpec:
         rule = self.make_rule()
         if isinstance(self.layers, int):
             return [rule, *([get_rule(ATTENTION, window=self.window)] if self.attention else [])]
-        return [rule, *(self.at(layer).make_rule() for layer, one in enumerate(self.layers) if _name(one) != RULE)]
+        found = [rule]
+        for layer in range(self.depth):
+            if (other := self.at(layer).make_rule()) not in found:
+                found.append(other)
+        return found
 
     def at(self, layer: int) -> "ModelSpec":
         """The model whose only blocks are like that of this layer, counted from 0."""
@@ -238,6 +245,10 @@ class ModelSpec:
             # One form for one model: a plain true or false stands in the keys of earlier trials.
             plain = {"none": False, "rms": True, "sigmoid": True}
             object.__setattr__(self, name, plain.get(given, given))
+        if self.gate_rank is not None:
+            _whole("gate_rank", self.gate_rank, least=1)
+            if self.output_gate is False:
+                raise InputError("model.gate_rank has no effect without output_gate: say null, or a kind of gate")
         if str(self.output_gate).endswith("before_norm") and self.output_norm is False:
             raise InputError(
                 f"model.output_gate {self.output_gate} has no effect without output_norm: say sigmoid or silu"
@@ -326,6 +337,9 @@ def _entry(given: object, own: str) -> Layer:
     if name == RULE or (name == own and not knobs):
         return {"name": RULE, **settings} if settings else RULE
     try:
+        for key in knobs:
+            if key in OF_A_LAYER and key not in get_rule(name).options():
+                raise InputError(f"{key} is a setting of the layer: say {{name: {name}, layer: {{{key}: ...}}}}")
         return {**get_rule(name, **knobs).spec(), **settings}
     except InputError as error:
         raise InputError(f"model.layers: {error}") from None

@@ -55,7 +55,7 @@ def _step(transition: Transition, x: Operands, t: int, state: Tensor, u: Tensor)
     decayed = state
     if x.g is not None:
         g = x.g[:, t]
-        alpha = g.exp() if x.sign is None else x.sign[:, t] * g.exp()
+        alpha = g.exp() if x.sign is None else g.exp().copysign(x.sign[:, t])
         decayed = (alpha[..., None, None] if g.dim() == 2 else alpha[..., None]) * state
     seen = state if transition.reads == "state" else decayed
     if x.e is not None:

@@ -81,8 +81,9 @@ class Matcher:
 
     def _count(self, config: Config, what: str, length: int) -> float:
         model = _model(config)
-        # A default key_dim and the same number make one model, which is counted once.
-        model = replace(model, key_dim=model.head_dims[0])
+        if isinstance(model.layers, int):
+            # A default key_dim and the same number make one model, which is counted once.
+            model = replace(model, key_dim=model.head_dims[0])
         try:
             return self._sizer.sizes(model, length).named()[what]
         except InputError:
@@ -149,6 +150,7 @@ def _value(config: Config, path: str) -> int:
 def _scaled(config: Config, path: str, value: int) -> Config:
     """The configuration with a dimension at another value. `model.d_model` leaves the width of keys and values."""
     key_dim, _ = _model(config).head_dims
+    config = _with_own_key_dims(config)
     if path == "model.expand_v":
         # The shortest decimal that gives this width.
         ratios = (round(value / key_dim, digits) for digits in itertools.count(1))
@@ -156,6 +158,19 @@ def _scaled(config: Config, path: str, value: int) -> Config:
     if path == "model.d_model":
         config = _put(config, "model.key_dim", key_dim)
     return _put(config, path, value)
+
+
+def _with_own_key_dims(config: Config) -> Config:
+    """The configuration where each layer with a number of heads of its own says the width of its keys as well."""
+    model = _model(config)
+    if isinstance(model.layers, int):
+        return config
+    listed = []
+    for layer, entry in enumerate(model.layers):
+        if isinstance(entry, Mapping) and "heads" in entry.get("layer", {}):
+            entry = {**entry, "layer": {"key_dim": model.at(layer).head_dims[0], **entry["layer"]}}
+        listed.append(entry)
+    return _put(config, "model.layers", listed)
 
 
 def _model(config: Config) -> ModelSpec:

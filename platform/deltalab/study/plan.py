@@ -405,7 +405,15 @@ def _changes(spec: StudySpec) -> dict[str, Change]:
 
 
 # Parts of the model that can be taken away -> the value that takes them away.
-_MODEL_PARTS: dict[str, object] = {"output_gate": False, "output_norm": False, "conv": 0, "mlp": False}
+_MODEL_PARTS: dict[str, object] = {
+    "output_gate": False,
+    "output_norm": False,
+    "conv": 0,
+    "mlp": False,
+    "rope": False,
+    "qk_norm": False,
+    "token_shift": False,
+}
 
 
 def _without(rule: Mapping[str, Any], parts: list[str], key: str) -> Change:

@@ -1,0 +1,121 @@
+"""Papers on attention, written again from their equations, one head and one query at a time."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import deltalab
+from deltalab.authoring.inputs import Inputs, draw
+from deltalab.rule import UpdateRule
+
+B, T, H, K, V = 2, 11, 3, 5, 4
+Query = Callable[[list[SimpleNamespace], int], Tensor]
+
+
+def inputs(rule: UpdateRule) -> Inputs:
+    return draw(rule, batch=B, length=T, heads=H, key_dim=K, value_dim=V, seed=3)
+
+
+def by_paper(query: Query, rule: UpdateRule, x: Inputs) -> Tensor:
+    """o [B, T, H, V], each head of each sequence by itself. A constant g is no decay."""
+    gates = {"g": torch.zeros(H, dtype=torch.float64)} if rule.gates["g"].constant else {}
+    gates |= x.gates
+    o = torch.empty_like(x.v)
+    for b in range(B):
+        for h in range(H):
+            tokens = []
+            for t in range(T):
+                token = {name: z[b, t, h] for name, z in (("q", x.q), ("k", x.k), ("v", x.v))}
+                token |= {name: z[b, t, h] if z.dim() > 2 else z[h] for name, z in gates.items()}
+                tokens.append(SimpleNamespace(**token, t=t, head=h))
+            for t in range(T):
+                o[b, t, h] = query(tokens, t)
+    return o
+
+
+def softmax_of(logits: list[Tensor], tokens: list[SimpleNamespace]) -> Tensor:
+    weights = torch.stack(logits).exp()
+    return sum(w * token.v for w, token in zip(weights / weights.sum(), tokens, strict=False))
+
+
+def fox(tokens: list[SimpleNamespace], i: int) -> Tensor:
+    """arXiv:2503.02130: the logit q_i^T k_j gets D_ij, the sum of log f_l over l = j + 1 .. i."""
+    logits = []
+    for j in range(i + 1):
+        D = sum((tokens[n].g for n in range(j + 1, i + 1)), start=torch.zeros(()))
+        logits.append(tokens[i].q @ tokens[j].k + D)
+    return softmax_of(logits, tokens)
+
+
+def alibi(tokens: list[SimpleNamespace], i: int) -> Tensor:
+    """arXiv:2108.12409: slopes 2^(-8 h / H) for h = 1 .. H, times the distance."""
+    slope = 2.0 ** (-8 * (tokens[0].head + 1) / H)
+    return softmax_of([tokens[i].q @ tokens[j].k - slope * (i - j) for j in range(i + 1)], tokens)
+
+
+def path(tokens: list[SimpleNamespace], i: int) -> Tensor:
+    """arXiv:2505.16381: the logit is k_j^T (prod_{s = j+1 .. i} (I - beta_s w_s w_s^T)) q_i; PaTH-FoX adds FoX's D."""
+    logits = []
+    for j in range(i + 1):
+        row, D = tokens[j].k, torch.zeros(())
+        for s in tokens[j + 1 : i + 1]:
+            row = row @ (torch.eye(K, dtype=torch.float64) - s.beta * torch.outer(s.w, s.w))
+            D = D + s.g
+        logits.append(row @ tokens[i].q + D)
+    return softmax_of(logits, tokens)
+
+
+PAPERS: list[tuple[str, dict[str, Any], Query]] = [
+    *(("forgetting_attention", {"g": g}, fox) for g in ("metala_decay", "head_forget", 0)),
+    ("forgetting_attention", {"g": "lightning_decay"}, alibi),
+    *(("path_attention", knobs, path) for knobs in ({}, {"g": "metala_decay"}, {"beta": {"sigmoid": {"max": 1}}})),
+]
+
+
+@pytest.mark.parametrize("split", [None, 1, 6], ids=lambda split: f"split-{split}")
+@pytest.mark.parametrize("backend", ["recurrent", "chunked"])
+@pytest.mark.parametrize(
+    ("name", "knobs", "query"), PAPERS, ids=lambda part: part.__name__ if callable(part) else str(part)
+)
+def test_rule_equals_its_paper(name: str, knobs: dict[str, Any], query: Query, backend: Any, split: int | None) -> None:
+    rule = deltalab.get_rule(name, **knobs)
+    x = inputs(rule)
+    want = by_paper(query, rule, x)
+    outputs, state = [], None
+    for start, stop in [(0, T)] if split is None else [(0, split), (split, T)]:
+        part = x.span(start, stop)
+        o, state = deltalab.scan(rule, part.q, part.k, part.v, part.gates, scale=1.0, state=state, backend=backend)
+        outputs.append(o)
+    torch.testing.assert_close(torch.cat(outputs, dim=1), want, rtol=0, atol=1e-9)
+
+
+def test_forgetting_attention_without_forgetting_is_attention() -> None:
+    rule = deltalab.get_rule("forgetting_attention", g=0)
+    x = inputs(rule)
+    o, (keys, values, _) = deltalab.scan(rule, x.q, x.k, x.v, {})
+    want, state = deltalab.scan(deltalab.get_rule("attention"), x.q, x.k, x.v, {})
+    for got, known in zip((o, keys, values), (want, *state), strict=True):
+        torch.testing.assert_close(got, known)
+
+
+def test_path_attention_turns_nothing_without_beta() -> None:
+    rule = deltalab.get_rule("path_attention")
+    x = inputs(rule)
+    o, _ = deltalab.scan(rule, x.q, x.k, x.v, {**x.gates, "beta": torch.zeros(B, T, H, dtype=torch.float64)})
+    want, _ = deltalab.scan(deltalab.get_rule("attention"), x.q, x.k, x.v, {})
+    torch.testing.assert_close(o, want)
+
+
+def test_a_gate_of_minus_infinity_forgets_all_that_came_before() -> None:
+    rule = deltalab.get_rule("forgetting_attention")
+    x = inputs(rule)
+    g = x.gates["g"].clone()
+    g[:, 5] = -torch.inf
+    o, _ = deltalab.scan(rule, x.q, x.k, x.v, {"g": g})
+    later = x.span(5)
+    fresh, _ = deltalab.scan(rule, later.q, later.k, later.v, later.gates)
+    torch.testing.assert_close(o[:, 5:], fresh)

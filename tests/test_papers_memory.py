@@ -1,0 +1,126 @@
+"""Papers whose memory is outside of the algebra, written again from their equations, one head and token at a time.
+
+A state is the paper's, [V, K], the transpose of ours. K and V differ, so that a transposition cannot pass.
+"""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, outer
+
+import deltalab
+from deltalab.authoring.inputs import Inputs, draw, normal
+from deltalab.rule import UpdateRule
+
+B, T, H, K, V = 2, 11, 3, 5, 4
+Loop = Callable[[list[SimpleNamespace], tuple[Tensor, ...]], tuple[list[Tensor], tuple[Tensor, ...]]]
+
+
+def inputs(rule: UpdateRule) -> Inputs:
+    return draw(rule, batch=B, length=T, heads=H, key_dim=K, value_dim=V, seed=3)
+
+
+def by_paper(loop: Loop, rule: UpdateRule, x: Inputs, state: tuple[Tensor, ...]) -> tuple[Tensor, list[Tensor]]:
+    """Each head of each sequence by itself; state: tensors [B, H, ...]. Constant gates are 1, and no decay."""
+    gates = {"g": torch.zeros(H)} if "g" in rule.gates else {}
+    gates |= {name: torch.ones(H, dtype=torch.float64) for name in rule.gates if name != "g"} | dict(x.gates)
+    outputs, states = [], []
+    for b in range(B):
+        for h in range(H):
+            tokens = []
+            for t in range(T):
+                token = {name: z[b, t, h] for name, z in (("q", x.q), ("k", x.k), ("v", x.v))}
+                token |= {name: z[b, t, h] if z.dim() > 2 else z[h] for name, z in gates.items()}
+                tokens.append(SimpleNamespace(**token))
+            o, after = loop(tokens, tuple(part[b, h] for part in state))
+            outputs.append(torch.stack(o))
+            states.append(after)
+    o = torch.stack(outputs).unflatten(0, (B, H)).transpose(1, 2)
+    return o, [torch.stack(parts).unflatten(0, (B, H)) for parts in zip(*states, strict=True)]
+
+
+def mesa_net(tokens: list[SimpleNamespace], state: tuple[Tensor, ...]) -> Any:
+    """arXiv:2506.05233: o = G linsolve(H + Lambda, q), G = gamma G + beta v k^T, H = gamma H + beta k k^T."""
+    gram, G = state[0], state[1].T
+    o = []
+    for t in tokens:
+        gram = t.g.exp() * gram + t.beta * outer(t.k, t.k)
+        G = t.g.exp() * G + t.beta * outer(t.v, t.k)
+        o.append(G @ torch.linalg.solve(gram + torch.diag(t.ridge.expand(K)), t.q))
+    return o, (gram, G.T)
+
+
+def atlas(window: int) -> Loop:
+    """arXiv:2505.23735: M_t = alpha_t M_{t-1} - eta_t sum of gamma_i grad 1/2 |M_{t-1} k_i - v_i|^2 over the window."""
+
+    def loop(tokens: list[SimpleNamespace], state: tuple[Tensor, ...]) -> Any:
+        M = state[0].T
+        before = [SimpleNamespace(k=k, v=v, gamma=gamma[0]) for k, v, gamma in zip(*state[1:], strict=True)]
+        seen, o = [*before, *tokens], []
+        for n, t in enumerate(tokens):
+            at = M.detach().requires_grad_()
+            last = seen[: len(before) + n + 1][-window:]
+            error = sum(i.gamma * (at @ i.k - i.v).square().sum() / 2 for i in last)
+            (gradient,) = torch.autograd.grad(error, at)
+            M = t.g.exp() * M - t.eta / window * gradient
+            o.append(M @ t.q)
+        kept = seen[max(len(seen) + 1 - window, 0) :]
+        none = torch.zeros(0, dtype=torch.float64)
+        rows = [torch.stack([getattr(i, name) for i in kept]) if kept else none for name in ("k", "v", "gamma")]
+        return o, (M.T, *rows)
+
+    return loop
+
+
+PAPERS: list[tuple[str, dict[str, Any], Loop]] = [
+    *(("mesa_net", knobs, mesa_net) for knobs in ({}, {"g": 0}, {"beta": 1}, {"ridge": 1}, {"iterations": K})),
+    *(("atlas", {"window": n}, atlas(n)) for n in (1, 2, 4, 20)),
+    ("atlas", {"g": 0, "eta": 1, "gamma": 1}, atlas(4)),
+]
+
+
+@pytest.mark.parametrize("split", [None, 1, 6], ids=lambda split: f"split-{split}")
+@pytest.mark.parametrize("backend", ["recurrent", "chunked"])
+@pytest.mark.parametrize(("name", "knobs", "loop"), PAPERS, ids=lambda part: "" if callable(part) else str(part))
+def test_rule_equals_its_paper(name: str, knobs: dict[str, Any], loop: Loop, backend: Any, split: int | None) -> None:
+    rule = deltalab.get_rule(name, **knobs)
+    x = inputs(rule)
+    want, states = by_paper(loop, rule, x, rule.start(x.k, x.v))
+    outputs, state = [], None
+    for start, stop in [(0, T)] if split is None else [(0, split), (split, T)]:
+        part = x.span(start, stop)
+        o, state = deltalab.scan(rule, part.q, part.k, part.v, part.gates, scale=1.0, state=state, backend=backend)
+        outputs.append(o)
+    torch.testing.assert_close(torch.cat(outputs, dim=1), want, rtol=0, atol=1e-9)
+    for got, known in zip(state or (), states, strict=True):
+        torch.testing.assert_close(got, known.view(got.shape), rtol=0, atol=1e-9)
+
+
+def test_mesa_net_has_a_gradient_where_nothing_is_written() -> None:
+    """beta = 0 stands under a root; the output is smooth in it there."""
+    rule = deltalab.get_rule("mesa_net")
+    x = inputs(rule).span(0, 3)
+
+    def o(beta: Tensor) -> Tensor:
+        state = (torch.eye(K, dtype=torch.float64).expand(B, H, K, K), normal(B, H, K, V, seed=1))
+        return deltalab.scan(rule, x.q, x.k, x.v, {**x.gates, "beta": beta}, state=state)[0].sum()
+
+    beta = torch.zeros(B, 3, H, dtype=torch.float64).requires_grad_()
+    (got,) = torch.autograd.grad(o(beta), beta)
+    torch.testing.assert_close(got.sum(), (o(torch.full_like(beta, 1e-6)) - o(beta)) / 1e-6, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("window", [1, 4])
+def test_atlas_does_not_grow_for_unit_keys(window: int) -> None:
+    """The strongest steps on equal keys: what was stored along them is gone, and nothing overshoots."""
+    rule = deltalab.get_rule("atlas", window=window, g=0, eta=1, gamma=1)
+    k = torch.nn.functional.normalize(torch.ones(1, 6, 1, K, dtype=torch.float64), dim=-1)
+    start = rule.start(k, torch.zeros(1, 6, 1, V, dtype=torch.float64))
+    state = (torch.ones(1, 1, K, V, dtype=torch.float64), *start[1:])
+    o, _ = deltalab.scan(rule, k, k, torch.zeros(1, 6, 1, V, dtype=torch.float64), {}, state=state, scale=1.0)
+    norms = o.norm(dim=-1).flatten()
+    assert (norms.diff() <= 1e-12).all()
+    assert norms[-1] < 0.1 * K**0.5
