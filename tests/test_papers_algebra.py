@@ -115,6 +115,26 @@ def longhorn_exact(S, t):
     return S, t.q @ S
 
 
+def boosted(memory, t, stages=2, base="rla", residual=lambda e: torch.clip(e, -1, 1)):
+    """Residual linear attention, A.1, with more weak learners: each fits the residual of the sum before it."""
+    alpha, beta, gamma = t.g.exp() if "g" in vars(t) else 1.0, getattr(t, "beta", 1.0), getattr(t, "gamma", 1.0)
+    memory = memory if isinstance(memory, list) else [zeros(K, V)] * (1 + stages)
+    keep = [alpha * (torch.eye(K, dtype=torch.float64) - (base == "rdn") * x * outer(t.k, t.k)) for x in (beta, gamma)]
+    after = [keep[0] @ memory[0] + beta * outer(t.k, t.v)]
+    for i in range(1, stages + 1):
+        error = residual(t.v - t.k @ sum(memory[:i]))
+        after.append(keep[1] @ memory[i] + gamma * outer(t.k, error))
+    return after, alpha * t.q @ memory[0] + gamma * t.q @ sum(after[1:])
+
+
+def huber(S, t, c=1.0):
+    """The same paper, App. B: S - d Huber(v - S k) / d S, by autograd; without gates in print."""
+    leaf = S.clone().requires_grad_()
+    loss = F.huber_loss(t.k @ leaf, t.v, reduction="sum", delta=c)
+    S = (t.g.exp() if "g" in vars(t) else 1.0) * S - getattr(t, "beta", 1.0) * torch.autograd.grad(loss, leaf)[0]
+    return S, t.q @ S
+
+
 # --- Selective state spaces
 
 
@@ -195,6 +215,26 @@ def mamba3(memory, t):
     return (S, outer(B, t.v)), C @ S
 
 
+# --- Slots
+
+
+def gsa(memory, t):
+    """arXiv:2409.07146: K~ = diag(a) K~ + (1 - a) k^T, V~ the same of v, o = V~^T softmax(K~ q); a = exp(g)."""
+    keys, values = memory if isinstance(memory, tuple) else (zeros(len(t.g), K), zeros(len(t.g), V))
+    a = torch.diag(t.g.exp())
+    keys, values = a @ keys + outer(1 - t.g.exp(), t.k), a @ values + outer(1 - t.g.exp(), t.v)
+    return (keys, values), torch.softmax(keys @ t.q, dim=0) @ values
+
+
+def abc(memory, t):
+    """arXiv:2110.02488, Section 3.4: slots are sums of phi_i k_i^T, phi = exp(s), over the sum of all phi so far."""
+    memory = [*memory, (t.s.exp(), t.k, t.v)]
+    total = sum(phi for phi, _, _ in memory)
+    keys = sum(outer(phi / total, k) for phi, k, _ in memory)
+    values = sum(outer(phi / total, v) for phi, _, v in memory)
+    return memory, torch.softmax(keys @ t.q, dim=0) @ values
+
+
 # --- Feature maps
 
 
@@ -250,6 +290,12 @@ PAPERS = [
     ("longhorn", {}, longhorn),
     ("longhorn", {"normalize": True}, longhorn),
     ("longhorn", {"transition": "householder"}, longhorn_exact),
+    ("rla_stages", {}, boosted),
+    ("rla_stages", {"stages": 3, "base": "rdn"}, partial(boosted, stages=3, base="rdn")),
+    ("rla_stages", {"loss": "log_cosh", "g": 0, "gamma": 1}, partial(boosted, residual=torch.tanh)),
+    ("huber_deltanet", {"g": 0, "beta": 1}, huber),
+    ("huber_deltanet", {}, huber),
+    ("huber_deltanet", {"g": "mamba2_decay", "clip": 0.5}, partial(huber, c=0.5)),
     ("mamba", {}, mamba),
     ("mamba", {"dt": 1}, mamba),
     ("mamba", {"a": 1}, mamba),
@@ -270,6 +316,9 @@ PAPERS = [
     ("mamba3", {"lam": 1}, mamba3),
     ("mamba3", {"theta": 0}, mamba3),
     ("mamba3", {"lam": 1, "theta": 0, "a": 1, "b": 0, "c": 0}, mamba3),
+    ("gsa", {}, gsa),
+    ("gsa", {"g": {"slot_decay": {"slots": 3, "tau": 1}}}, gsa),
+    ("abc", {}, abc),
     ("based", {}, based),
     ("based", {"normalize": False}, based_sum),
     ("rebased", {}, rebased()),
@@ -284,7 +333,15 @@ def empty(step: object) -> object:
     """What a step remembers of nothing."""
     S, more = zeros(K, V), {"lightnet": (zeros(K), zeros(K, V)), "mlstm": (zeros(K, V), zeros(K))}
     more |= {"mlstm_stabilized": (S, zeros(K), torch.zeros((), dtype=torch.float64)), "preconditioned": (S, zeros(K))}
-    more |= {"mamba3": (S, S), "heavy_ball": (S, S), "deltanet": (S, S), "based": [], "based_sum": [], "step": []}
+    more |= {
+        "mamba3": (S, S),
+        "heavy_ball": (S, S),
+        "deltanet": (S, S),
+        "abc": [],
+        "based": [],
+        "based_sum": [],
+        "step": [],
+    }
     return more.get(named(step), S)
 
 
@@ -309,7 +366,7 @@ def test_rule_is_its_papers_recurrence(name, knobs, step, backend):
 
 
 @pytest.mark.skipif(lacks_triton(DEVICE) is not None, reason="no Triton")
-@pytest.mark.parametrize(("name", "step"), [(n, s) for n, k, s in PAPERS if not k], ids=named)
+@pytest.mark.parametrize(("name", "step"), [(n, s) for n, k, s in PAPERS if not k and n != "huber_deltanet"], ids=named)
 def test_kernel_is_its_papers_recurrence(name, step):
     rule = deltalab.get_rule(name)
     x = draw(rule, length=5)
@@ -317,6 +374,14 @@ def test_kernel_is_its_papers_recurrence(name, step):
     single = {key: value.float().to(DEVICE) for key, value in x.items()}
     ours, _ = scan(rule, single, "triton")
     close(ours.double().cpu(), wanted, 1e-4 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("base", ["rla", "rdn"])
+def test_one_stage_is_the_papers_own_rule(base):
+    stages = deltalab.get_rule("rla_stages", stages=1, base=base)
+    x = draw(stages)
+    for ours, theirs in zip(scan(stages, x, "chunked"), scan(deltalab.get_rule(base), x, "chunked"), strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("name", sorted({name for name, *_ in PAPERS}))

@@ -279,12 +279,12 @@ def _state(rule: UpdateRule, key_dim: int, value_dim: int) -> tuple[int, int]:
 
 def _parameters(gate: Gate, steps: int) -> dict[str, int]:
     """The number of parameters of a gate: those of its projection from width d, and its own in its shape."""
-    widths = {"channel": "H K", "value_channel": "H V", "slot": f"{gate.slots} H"}
-    each = widths.get(gate.per.removeprefix("head_"), "H")
-    own = {each: len(gate.parameters)}
+    each = {"channel": "H K", "value_channel": "H V"}.get(gate.per.removeprefix("head_"), "H")
+    slots = gate.slots if gate.per in ("slot", "head_slot") else 1
+    own = {each: slots * len(gate.parameters)}
     if not gate.projected:
         return own
-    times = steps if gate.per == "step" else 1
+    times = slots * (steps if gate.per == "step" else 1)
     if gate.rank is None:
         return {f"d {each}": times, **own}
     return _total([{"d": gate.rank, each: times * gate.rank}, own])
