@@ -32,3 +32,18 @@ def pytest_runtest_makereport() -> Iterator[Any]:
     report = yield
     report.sections = [(name, text.encode(errors="replace").decode()) for name, text in report.sections]
     return report
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keeps verdicts on the rules of tests out of the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def unchecked_studies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Studies of this process do not check their rules, which takes seconds; those of test_verdict.py do."""
+    if request.path.stem != "test_verdict":
+        monkeypatch.setattr("deltalab.authoring.verdict.demand", lambda rules, quiet=False: None)

@@ -53,6 +53,7 @@ MODELS = {
     "plugin": {"rule": "exported_squared"},
     "fast_weights": {"rule": {"name": "ttt_linear", "mini_batch": 4}},
     "ridge": {"rule": {"name": "gka", "iterations": 3}},
+    "carry": {"rule": "preconditioned_gated_deltanet"},
     "every part of a layer": {
         "rule": "gated_deltanet",
         "heads": 4,
@@ -290,6 +291,14 @@ def test_all_of_it_loads_in_one_process_that_has_no_deltalab(tmp_path):
         assert result["bfloat16"] == "torch.bfloat16"
 
 
+@pytest.mark.parametrize("rule", sorted(set(registry.list_rules())))
+def test_every_shipped_rule_can_leave(rule, tmp_path):
+    """Its file imports nothing that an exported model lacks."""
+    ours = build_model({"vocab_size": 8, "d_model": 8, "layers": 1, "rule": rule})
+    export_hf(ours.spec, ours.state_dict(), tmp_path / "out", provenance={})
+    assert (tmp_path / f"out/rule_{rule}.py").exists()
+
+
 def test_an_export_has_no_kernels_even_beside_deltalab(tmp_path, monkeypatch):
     pytest.importorskip("triton")
     ours = trained(**MODELS["comba"])
@@ -316,6 +325,7 @@ def test_the_folder_says_what_it_holds(tmp_path):
     export_hf(hybrid.spec, hybrid.state_dict(), tmp_path / "hybrid", provenance={})
     readme = (tmp_path / "hybrid/README.md").read_text()
     assert f"grows with it, as attention remembers every token: {hybrid.state_size(32):,} numbers after 32" in readme
+    assert "The layers, from first to last: comba, attention.\n" in readme
     windowed = trained(**MODELS["hybrid"], window=4)
     export_hf(windowed.spec, windowed.state_dict(), tmp_path / "windowed", provenance={})
     assert "however long" in (tmp_path / "windowed/README.md").read_text()

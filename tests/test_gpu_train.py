@@ -62,6 +62,30 @@ def test_a_step_of_any_rule_is_one_graph(rule: str, precision: Any) -> None:
     assert_close(graph, eager, 1e-3 if precision == "fp32" else 5e-2)
 
 
+LAYERS: dict[str, dict[str, Any]] = {
+    "grouped values": {"rule": "gated_deltanet", "heads": 4, "qk_heads": 2, "qk_norm": True, "rope": True},
+    "token shift": {"rule": "kda", "token_shift": True, "output_norm": "group", "output_gate": "silu"},
+    "gate of low rank": {"rule": "gated_deltanet", "gate_rank": 8},
+    "gate before the norm": {"rule": "mamba2", "output_norm": "rms_all", "output_gate": "silu_before_norm"},
+    "Transformer++": {"rule": "attention", "heads": 4, "kv_heads": 2, "rope": True, "conv": 0, "output_gate": False},
+    "a window": {"rule": {"name": "attention", "window": 24}},
+    "a rule for each layer": {
+        "rule": "gated_deltanet",
+        "layers": ["rule", {"name": "attention", "window": 24, "layer": {"kv_heads": 1, "rope": True, "conv": 0}}],
+    },
+}
+
+
+@pytest.mark.parametrize("given", LAYERS.values(), ids=LAYERS)
+def test_a_step_of_any_layer_is_one_graph_and_as_on_a_cpu(given: dict[str, Any]) -> None:
+    graph, eager = (trained(TASK, model(**given), SPEC, graph=wanted) for wanted in (True, False))
+    assert graph.graph == "whole step", graph.graph
+    assert_close(graph, eager, 1e-3)
+    on_cpu = train(TASK, model(**given), replace(SPEC, device="cpu"), [1, 2])
+    for one, other in zip(graph.results(0), on_cpu.runs, strict=True):
+        assert one.final("train", "loss") == pytest.approx(other.final("train", "loss"), rel=1e-3)
+
+
 @pytest.mark.parametrize("name", BUILTIN)
 def test_a_step_on_any_task_is_one_graph(name: str) -> None:
     task = deltalab.get_task(name, **task_plugin(name).kind.example)

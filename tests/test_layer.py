@@ -319,3 +319,15 @@ def test_stacked_layers_are_what_they_are_alone(rule: str, given: dict[str, Any]
     together = vmap(lambda weights, x: functional_call(layer, weights, (x,))[0])(stacked, x)
     for one, run, inputs in zip(together, runs, x, strict=True):
         close(one, functional_call(layer, run, (inputs,))[0])
+
+
+@pytest.mark.parametrize("given", KNOBS.values(), ids=KNOBS)
+def test_training_in_bf16_takes_every_part(given: dict[str, Any]) -> None:
+    layer, x = layer_of("kda", **given).float(), normal(2, T, D).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        y, cache = layer(x)
+        rest = layer(x[:, :1], cache)[0]
+    assert (y.dtype, rest.dtype) == (torch.bfloat16, torch.bfloat16)
+    torch.testing.assert_close(y.float(), layer(x)[0], rtol=0.1, atol=0.1)
+    y.float().square().mean().backward()
+    assert all(value.grad is not None and value.grad.isfinite().all() for value in layer.parameters())

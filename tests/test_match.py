@@ -68,6 +68,11 @@ def sizes(plan: Plan, arm: PlannedArm) -> Sizes:
         ({"model": {"layers": 2}}, {"parameters": True}, {"model.d_model": [32, 21], "model.key_dim": [None, 16]}),
         ({"model": {"mlp": False}}, {"flops": True, "scale": "model.key_dim"}, {"model.key_dim": [None, 32]}),
         ({"rule": "gated_deltanet"}, {"flops": True, "scale": "model.expand_v"}, {}),
+        (
+            {"model": {"gate_rank": 4}},
+            {"parameters": True, "scale": "model.gate_rank"},
+            {"model.gate_rank": [None, 16]},
+        ),
     ],
     ids=str,
 )

@@ -116,6 +116,8 @@ def test_only_full_attention_remembers_more_the_longer_it_reads() -> None:
     sizes = {name: [built(**given).state_size(n) for n in (8, 16)] for name, given in MODELS.items()}
     assert {name for name, (short, long) in sizes.items() if short != long} == {
         "attention",
+        "forgetting_attention",
+        "path_attention",
         "hybrid",
         "mamba block, hybrid",
         "Transformer++",

@@ -119,3 +119,24 @@ def test_a_gate_of_minus_infinity_forgets_all_that_came_before() -> None:
     later = x.span(5)
     fresh, _ = deltalab.scan(rule, later.q, later.k, later.v, later.gates)
     torch.testing.assert_close(o[:, 5:], fresh)
+
+
+SETTINGS = [
+    (name, setting)
+    for name in ("forgetting_attention", "path_attention")
+    for setting in deltalab.get_rule(name).variants()
+]
+
+
+@pytest.mark.parametrize(("name", "rule"), SETTINGS, ids=lambda part: part if isinstance(part, str) else "")
+def test_step_says_the_same_as_scan(name: str, rule: UpdateRule) -> None:
+    x = inputs(rule)
+    o, after = deltalab.scan(rule, x.q, x.k, x.v, x.gates)
+    constant = {n: gate.value(x.q.new_zeros(H), {}) for n, gate in rule.gates.items() if gate.constant}
+    state: Any = rule.start(x.k, x.v)
+    for t in range(T):
+        gates = {n: value[:, t] if value.dim() > 2 else value for n, value in x.gates.items()} | constant
+        got, state = rule.step(x.q[:, t], x.k[:, t], x.v[:, t], scale=K**-0.5, state=state, **gates)
+        torch.testing.assert_close(got, o[:, t])
+    for got, want in zip(state, after, strict=True):
+        torch.testing.assert_close(got, want)

@@ -75,9 +75,50 @@ def atlas(window: int) -> Loop:
     return loop
 
 
+def fenwick(t: int) -> list[list[int]]:
+    """arXiv:2506.04761, Section 3.1: the tokens of each level at time t, by stripping the lowest set bits of t."""
+    levels, b = [[t]], t
+    while b > 0:
+        lowest = (b & -b).bit_length() - 1
+        levels += [[] for _ in range(lowest + 2 - len(levels))]
+        levels[lowest + 1] = list(range(b - 2**lowest, b))
+        b -= 2**lowest
+    return levels
+
+
+def log_linear(erases: bool, levels: int = 12) -> Loop:
+    """arXiv:2506.04761: o_t = sum_l lambda_t^(l) S_t^(l) q_t, each state the plain rule's on the level's tokens."""
+
+    def loop(tokens: list[SimpleNamespace], _: tuple[Tensor, ...]) -> Any:
+        def state(t: int, members: list[int]) -> Tensor:
+            S = torch.zeros(V, K, dtype=torch.float64)
+            for i, token in enumerate(tokens[: t + 1]):
+                moved = token.g.exp() * torch.eye(K, dtype=torch.float64)
+                if erases:
+                    moved = moved - token.g.exp() * token.beta * outer(token.k, token.k)
+                S = S @ moved + (token.beta * outer(token.v, token.k) if i in members else 0)
+            return S
+
+        o = []
+        for t, token in enumerate(tokens):
+            now = fenwick(t)
+            now = [*now[: levels - 1], [i for members in now[levels - 1 :] for i in members]]
+            states = [state(t, members) for members in now]
+            strength = token.strength.expand(levels)
+            o.append(sum(weight * S @ token.q for weight, S in zip(strength, states, strict=False)))
+        last = [S.T for S in states] + [torch.zeros(K, V, dtype=torch.float64)] * (levels - len(states))
+        return o, (torch.stack(last), torch.zeros(len(tokens), 0, dtype=torch.float64))
+
+    return loop
+
+
 PAPERS: list[tuple[str, dict[str, Any], Loop]] = [
     *(("mesa_net", knobs, mesa_net) for knobs in ({}, {"g": 0}, {"beta": 1}, {"ridge": 1}, {"iterations": K})),
     *(("atlas", {"window": n}, atlas(n)) for n in (1, 2, 4, 20)),
+    *(("log_linear_attention", {"erases": erases}, log_linear(erases)) for erases in (False, True)),
+    ("log_linear_attention", {"g": 0, "beta": 1, "strength": "head_level_strength"}, log_linear(False)),
+    *(("log_linear_attention", {"strength": {"level_strength": {"levels": n}}}, log_linear(False, n)) for n in (2, 3)),
+    ("log_linear_attention", {"strength": 1, "erases": True}, log_linear(True, 2)),
     ("atlas", {"g": 0, "eta": 1, "gamma": 1}, atlas(4)),
 ]
 
@@ -124,3 +165,46 @@ def test_atlas_does_not_grow_for_unit_keys(window: int) -> None:
     norms = o.norm(dim=-1).flatten()
     assert (norms.diff() <= 1e-12).all()
     assert norms[-1] < 0.1 * K**0.5
+
+
+@pytest.mark.parametrize(("erases", "plain"), [(False, "sgla"), (True, "gated_deltanet")])
+def test_log_linear_attention_with_equal_strengths_is_the_plain_rule(erases: bool, plain: str) -> None:
+    """Over more than one chunk, and from a state in the middle of one."""
+    rule = deltalab.get_rule("log_linear_attention", erases=erases)
+    x = draw(rule, batch=1, length=150, heads=2, key_dim=K, value_dim=V, seed=1)
+    gates = {**x.gates, "strength": torch.ones(1, 150, 2, 12, dtype=torch.float64)}
+    o, (levels, tokens) = deltalab.scan(rule, x.q, x.k, x.v, gates)
+    want, (S,) = deltalab.scan(deltalab.get_rule(plain), x.q, x.k, x.v, {name: gates[name] for name in ("g", "beta")})
+    torch.testing.assert_close(o, want)
+    torch.testing.assert_close(levels.sum(2), S)
+    assert tokens.shape == (1, 2, 150, 0)
+
+
+def test_log_linear_attention_keeps_each_stretch_of_tokens_by_itself() -> None:
+    """After 7 tokens: the last, and stretches of 2 and 4 before it; 6 is 110 in binary."""
+    rule = deltalab.get_rule("log_linear_attention", g=0, beta=1)
+    k = torch.eye(8, dtype=torch.float64)[None, :7, None]
+    _, (levels, _) = deltalab.scan(
+        rule, k, k, torch.ones(1, 7, 1, 1, dtype=torch.float64), {"strength": torch.ones(1, 7, 1, 12)}
+    )
+    held = [level.nonzero()[:, 0].tolist() for level in levels[0, 0]]
+    assert held[:5] == [[6], [], [4, 5], [0, 1, 2, 3], []]
+
+
+SETTINGS = [
+    (name, setting) for name in ("atlas", "log_linear_attention") for setting in deltalab.get_rule(name).variants()
+]
+
+
+@pytest.mark.parametrize(("name", "rule"), SETTINGS, ids=lambda part: part if isinstance(part, str) else "")
+def test_step_says_the_same_as_scan(name: str, rule: UpdateRule) -> None:
+    x = inputs(rule)
+    o, after = deltalab.scan(rule, x.q, x.k, x.v, x.gates)
+    constant = {n: gate.value(x.q.new_zeros(H), {}) for n, gate in rule.gates.items() if gate.constant}
+    state: Any = rule.start(x.k, x.v)
+    for t in range(T):
+        gates = {n: value[:, t] if value.dim() > 2 else value for n, value in x.gates.items()} | constant
+        got, state = rule.step(x.q[:, t], x.k[:, t], x.v[:, t], scale=K**-0.5, state=state, **gates)
+        torch.testing.assert_close(got, o[:, t])
+    for got, want in zip(state, after, strict=True):
+        torch.testing.assert_close(got, want)

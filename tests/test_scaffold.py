@@ -104,7 +104,8 @@ def test_the_page_on_kernels_shows_the_whole_file(here):
     file = new_rule("my_kernel", kernel=True)
     page = (Path(__file__).parents[1] / "docs/how-to/own-kernel.md").read_text()
     shown = "\n".join(re.findall(r"^```py\n(.*?)^```", page, re.M | re.S))
-    assert [line for line in shown.splitlines() if line] == [line for line in file.read_text().splitlines() if line]
+    code, shown = ([line.strip() for line in text.splitlines() if line] for text in (file.read_text(), shown))
+    assert shown == code
 
 
 def test_a_task_passes_every_check_as_it_stands(here):

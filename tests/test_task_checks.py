@@ -68,7 +68,10 @@ CAUGHT: dict[str, tuple[list[str], str]] = {
     "same_batches": (["addresses", "streams", "fixed answers"], "`draw` does not use its argument `random`"),
     "same_splits": (["splits", "streams"], "share of examples of validation that are also in train is 1"),
     "scores_more": (["most scored"], "number of scored positions of a training example above 3 is 1"),
-    "scores_padding": (["fixed answers", "most scored"], "for the answer 0 everywhere, 0.833, beyond `chance`"),
+    "scores_padding": (
+        ["fixed answers", "most scored", "near inputs"],
+        "for the answer 0 everywhere, 0.833, beyond `chance`",
+    ),
     "seed_plus_step": (["streams", "addresses", "fixed answers"], "training examples that occur at other seeds or"),
     "shifted_twice": (
         ["shift"],

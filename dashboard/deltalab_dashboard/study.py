@@ -31,6 +31,8 @@ def page(store: Store, study: Study) -> None:
         label_visibility="collapsed",
     )
     found = report(store, study.id, which=which)
+    if found.warnings:
+        st.warning("\n".join(f"- {plain(warning)}" for warning in found.warnings), icon=":material/warning:")
     if found.failures:
         lines = failure_lines(found.failures)
         rest = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []

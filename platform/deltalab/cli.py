@@ -14,7 +14,7 @@ from rich.table import Table
 
 from deltalab import __version__
 from deltalab.authoring.check import CheckResult
-from deltalab.errors import InputError
+from deltalab.errors import InputError, WrongRules
 from deltalab.registry import add_plugin, get_rule, get_task, list_rules, list_tasks, task_plugin
 from deltalab.tasks import Task
 
@@ -73,9 +73,12 @@ def study_run(
     address: Annotated[str | None, typer.Option(help="Address of a Ray cluster.")] = None,
     storage: Annotated[str | None, typer.Option(help="Folder for weights; shared, on a cluster.")] = None,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run failed trials again.")] = False,
+    unchecked: Annotated[
+        bool, typer.Option("--unchecked", help="Run rules that fail their checks; the report says so.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run a study, or go on with one; print its report. Exit 1 if a trial failed."""
+    """Run a study, or go on with one; print its report. Exit 1 if a trial failed, 2 if a rule fails its checks."""
     from deltalab.study.run import run_study
 
     result = run_study(
@@ -88,6 +91,7 @@ def study_run(
         storage=storage,
         retry_failed=retry_failed,
         quiet=False,
+        unchecked=unchecked,
     )
     if as_json:
         print(result.report.to_json())
@@ -274,13 +278,22 @@ def rule_show(name: Annotated[str, typer.Argument(metavar="NAME|FILE")], as_json
 
 
 @rule.command("check")
-def rule_check(name: Annotated[str, typer.Argument(metavar="NAME|FILE")], as_json: AsJson = False) -> None:
-    """Hold a rule to the contract. Exit 1 if a check fails."""
-    from deltalab.authoring.rule_checks import check_rule
+def rule_check(
+    name: Annotated[str, typer.Argument(metavar="NAME|FILE")],
+    quick: Annotated[
+        bool, typer.Option("--quick", help="The checks of seconds, on the rule as it stands: no verdict for a study.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Hold a rule to the contract, and keep the verdict for studies. Exit 1 if a check fails."""
+    from deltalab.authoring.verdict import checked, keep
     from deltalab.rule import UpdateRule
 
-    rules = [get_rule(found) for found in _named(name, UpdateRule)]
-    _print_checks({rule.name: check_rule(rule, forked=FORKED) for rule in rules}, "rule", as_json)
+    found = {rule: checked(rule, quick=quick, quiet=as_json) for rule in _named(name, UpdateRule)}
+    if not quick:
+        for rule, results in found.items():
+            keep(rule, results)
+    _print_checks(found, "rule", as_json)
 
 
 @rule.command("bench")
@@ -519,7 +532,7 @@ def _run() -> int:
     try:
         code = app(prog_name="platform", standalone_mode=False)
     except InputError as error:
-        return _wrong(str(error))
+        return _wrong(*(error.lines if isinstance(error, WrongRules) else [str(error)]))
     except (typer.Abort, KeyboardInterrupt):
         code = INTERRUPTED
     except OSError as error:
@@ -537,6 +550,7 @@ def _run() -> int:
     return code if isinstance(code, int) else 0
 
 
-def _wrong(message: str) -> int:
-    print("error: " + " ".join(message.split()), file=sys.stderr)
+def _wrong(*messages: str) -> int:
+    for message in messages:
+        print("error: " + " ".join(message.split()), file=sys.stderr)
     return 2

@@ -1,11 +1,19 @@
-"""The one error that wrong input causes, and the sentence that helps to mend it."""
+"""The error that wrong input causes, and the sentence that helps to mend it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 
 class InputError(ValueError):
     """The user's input is wrong. The message is one line that says what is allowed."""
+
+
+class WrongRules(InputError):
+    """Rules of a study fail their checks. lines: one for each."""
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        super().__init__("\n".join(lines))
+        self.lines = tuple(lines)
 
 
 def unknown(what: str, given: object, allowed: Iterable[object], *, where: str = "") -> InputError:

@@ -33,8 +33,9 @@ class Inputs:
         return {"q": self.q, "k": self.k, "v": self.v, **self.gates, **parts(self.state)}
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Inputs":
+        """The same with every tensor changed, except for whole numbers in the state, such as a position."""
         gates = {name: change(value) for name, value in self.gates.items()}
-        state = None if self.state is None else tuple(map(change, self.state))
+        state = None if self.state is None else tuple(change(x) if x.is_floating_point() else x for x in self.state)
         return Inputs(change(self.q), change(self.k), change(self.v), gates, state)
 
     def rows(self, x: Tensor, start: int, stop: int | None = None) -> Tensor:

@@ -25,7 +25,17 @@ from deltalab.registry import Plugin, rule_plugin
 
 PACKAGE = Path(__file__).parents[1]
 MODELING = "modeling_deltalab"
-OF_A_RULE = ("errors", "fast_weights", "gates", "ridge", "rule", "softmax", "structure")
+OF_A_RULE = (
+    "errors",
+    "fast_weights",
+    "gates",
+    "ops.recurrence",
+    "passes",
+    "ridge",
+    "rule",
+    "softmax",
+    "structure",
+)
 """The modules of deltalab that a plugin file may import and still be exported."""
 
 
@@ -244,13 +254,19 @@ There is no tokenizer: the model takes the token ids of the task that it was tra
 ```
 
 As trained: `{json.dumps(rule.spec())}`
-
+{_layers(spec)}
 ## Where it comes from
 
 | | |
 | --- | --- |
 {chr(10).join(rows)}
 """
+
+
+def _layers(spec: ModelSpec) -> str:
+    """A sentence that names the rule of each layer, where they differ."""
+    names = [spec.at(layer).make_rule().name for layer in range(spec.depth)]
+    return f"\nThe layers, from first to last: {', '.join(names)}.\n" if len(set(names)) > 1 else ""
 
 
 def _cell(value: object) -> str:

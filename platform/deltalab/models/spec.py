@@ -49,9 +49,9 @@ class ModelSpec:
     rule: a rule's name, or {name: ..., knob: ...}.
     d_model, layers, heads: width, depth and heads of each layer. key_dim: width of a head's keys, d_model / heads where
         None. expand_v: width of its values over that of its keys.
-        layers may list the layers, first to last. An entry is `rule`, which is the model's rule; another rule's name;
-        {name: ..., knob: ..., layer: {setting: ...}}, where `layer` has settings of `OF_A_LAYER` for this layer alone;
-        or {repeat: n, pattern: [entry, ...]}. With a list, each entry is one block, in `mamba` blocks too.
+    layers: a number, or a list of the layers from first to last. An entry is `rule`, which is the model's rule; another
+        rule's name; {name: ..., knob: ..., layer: {setting: ...}}, where `layer` changes settings of `OF_A_LAYER` in
+        this layer alone; or {repeat: n, pattern: [entry, ...]}. A list has an entry for each block, also of `mamba`.
     conv: width of the short convolution over q, k and v, 0 for none.
     qk_heads: how many heads have a q and a k of their own, which groups of value heads share (grouped value attention);
         `heads` where None, 1 in `mamba` blocks. kv_heads: how many have a k and a v of their own, which groups of
@@ -67,7 +67,7 @@ class ModelSpec:
     block: `transformer` is [mixer, MLP]; `mamba` is [mixer] alone, q and k shared by all heads, twice the depth.
     mlp: whether `transformer` blocks have a SwiGLU of width 8/3 d_model; False in `mamba` blocks.
     attention: the layers, counted from 0, that are softmax attention instead, or `second_to_last_of_every_eight`.
-        window: how many tokens these see, 0 for all.
+        window: how many tokens these see, 0 for all. Both need a number of layers: a list says the same itself.
     tie_embeddings: whether input and output embeddings are one matrix.
     readout: `position` reads a position's logits from its own hidden state, `last` by an MLP from the position and the
         last hidden state of the sequence.

@@ -122,13 +122,14 @@ class InfeasibleCandidate:
 
 @dataclass(frozen=True)
 class Answer:
-    """A study's answer, and what it rests on. profile: None is the default one."""
+    """A study's answer, and what it rests on. profile: None is the default one. warnings: what makes it doubtful."""
 
     study: str
     profile: str | None
     study_id: int
     state: str
     stage: Stage
+    warnings: list[str]
     tables: list[TaskTable]
     failures: list[Failure]
     infeasible: list[InfeasibleCandidate]
@@ -174,8 +175,14 @@ def answer(store: Store, study_id: int, *, which: Stage = "confirm") -> Answer:
         for trial in trials
         if trial.state == "infeasible"
     ]
+    warnings = [
+        f"rule '{rule}': {reason} (the study ran with --unchecked), so its equation may not be what it trains"
+        for rule, reason in study.provenance.get("unchecked", {}).items()
+    ]
     notes = _notes(which, study.spec)
-    return Answer(study.name, study.profile, study.id, study.state, which, tables, failures, infeasible, notes)
+    return Answer(
+        study.name, study.profile, study.id, study.state, which, warnings, tables, failures, infeasible, notes
+    )
 
 
 def _table(

@@ -14,6 +14,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from deltalab.authoring import verdict
 from deltalab.errors import InputError
 from deltalab.study.joint import ALPHA, seeds_needed, smallest_p
 from deltalab.study.plan import Plan, PlannedArm
@@ -190,8 +191,17 @@ def estimate(plan: Plan, *, workers: int | None = None, spreads: Sequence[Spread
             for spread in spreads
             if found is not None and math.isfinite(found)
         ],
-        notes=(*plan.notes, *_extended(plan), *_passes(trainings)),
+        notes=(*plan.notes, *_extended(plan), *_passes(trainings), *_not_checked(plan)),
     )
+
+
+def _not_checked(plan: Plan) -> list[str]:
+    return [
+        f"not checked yet: {rule}; `platform study run` checks it first"
+        if reason == verdict.NOT_CHECKED
+        else f"rule '{rule}' {reason}: `platform study run` refuses it"
+        for rule, reason in verdict.unchecked(plan.rules).items()
+    ]
 
 
 def _extended(plan: Plan) -> list[str]:

@@ -97,6 +97,8 @@ class Matcher:
 def dimensions(config: Config) -> list[str]:
     """The paths of a configuration's dimensions: widths of the model, whole numbers of the rule, ranks of its gates."""
     found = ["model.key_dim", "model.expand_v", "model.d_model"]
+    if config["model"]["gate_rank"] is not None:
+        found.append("model.gate_rank")
     for knob, value in config["rule"].items():
         if isinstance(value, dict):
             found += [f"rule.{knob}.{kind}.rank" for kind, options in value.items() if "rank" in options]
@@ -113,29 +115,29 @@ def _sizes_near(target: float, start: int, count: Callable[[int], float]) -> dic
     """
     sizes = {start: count(start)}
 
-    def first_from(value: int) -> float:
-        """The size at the first value from this one that makes a model; infinite where none up to twice it does."""
-        for tried in range(value, 2 * value + 1):
+    def first_from(value: int, last: int, otherwise: float = math.inf) -> float:
+        """The size at the first value from this one that makes a model; `otherwise` where none up to the last does."""
+        for tried in range(value, last + 1):
             try:
                 sizes[tried] = sizes[tried] if tried in sizes else count(tried)
             except InputError:
                 continue
             return sizes[tried]
-        return math.inf
+        return otherwise
 
     low, high, below, above = 0, start, 0.0, sizes[start]
     while above < target and below < above:
-        low, high, below, above = high, 2 * high, above, first_from(2 * high)
+        low, high, below, above = high, 2 * high, above, first_from(2 * high, 4 * high)
     steps = 0
     while below < target < above and high - low > 1:
         # State and parameters are about quadratic in a width; halving bounds the steps for what is not.
         steps += 1
         share = 0.5 if steps % 3 == 0 else (target**0.5 - below**0.5) / (above**0.5 - below**0.5)
         guess = min(high - 1, low + max(1, round((high - low) * share)))
-        size = first_from(guess)
+        size = first_from(guess, high, above)
         low, high, below, above = (low, guess, below, size) if size >= target else (guess, high, size, above)
     if len(sizes) == 1:
-        first_from(2 * start)  # so that a size that does not grow is seen
+        first_from(2 * start, 4 * start)  # so that a size that does not grow is seen
     return sizes
 
 

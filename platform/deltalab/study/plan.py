@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from itertools import product
@@ -119,6 +119,20 @@ class Plan:
         if self.spec.family != "task":
             found["family"] = self.spec.family
         return _hash(found)
+
+    @cached_property
+    def rules(self) -> list[str]:
+        """The rules that the study may train, in the order of its arms."""
+        found: dict[str, None] = {}
+        for arm in self.arms:
+            try:
+                job = self.job(arm, "confirm", 0, {})
+            except Infeasible as infeasible:
+                job = infeasible.job
+            found |= dict.fromkeys(name for kind, name, _, _ in job.plugins if kind == "rule")
+        searched = self.budget.searched.get("rule") if self.budget else None
+        choices: Iterable[Any] = (searched.choice if searched else None) or ()
+        return [*(found | dict.fromkeys(each["name"] if isinstance(each, dict) else str(each) for each in choices))]
 
     @property
     def names(self) -> list[str]:

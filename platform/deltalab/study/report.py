@@ -50,6 +50,8 @@ class Report(Answer):
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield Text(self.title, style="bold")
+        for warning in self.warnings:
+            yield Text(f"! {warning}", style="yellow")
         for table in self.tables:
             yield Text(f"\n{caption(table)}")
             for warning in table.warnings:
@@ -69,6 +71,7 @@ class Report(Answer):
 
     def to_markdown(self) -> str:
         lines = [f"## {self.title}", ""]
+        lines += [*(f"- **{warning}**" for warning in self.warnings), *([""] if self.warnings else [])]
         for table in self.tables:
             names = headers(table)
             lines += [f"### {caption(table)}", ""]

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 
+from deltalab.authoring import verdict
 from deltalab.errors import InputError
 from deltalab.store import ArmRecord, Store
 from deltalab.study.plan import Plan, make_plan
@@ -56,6 +57,7 @@ def run_study(
     storage: str | None = None,
     retry_failed: bool = False,
     quiet: bool = True,
+    unchecked: bool = False,
 ) -> StudyResult:
     """Runs a study, or goes on with it: a trial that the ledger holds never runs again.
 
@@ -63,7 +65,9 @@ def run_study(
     db: a file or an SQLAlchemy URL, ./deltalab.db where None. executor: `inline` runs in this process, without Ray.
     workers: stacks of trials at a time; None is as many as the resources allow. address: a Ray cluster, whose machines
     must share the folder `storage`. retry_failed: run the trials again that raised.
-    Raises `InputError` for a study that is not valid or that this machine cannot run; a trial that raises is recorded.
+    unchecked: run rules that fail their checks or have not been checked, and say so in the report.
+    Raises `InputError` for a study that is not valid or that this machine cannot run, and for a rule that fails its
+    checks; a trial that raises is recorded.
     """
     plan = (
         path
@@ -87,6 +91,8 @@ def run_study(
             raise InputError(f"{plan.where}: resources: a stack wants {gpu:g} GPU; this machine has none")
         if not gpu and device == "cuda" and executor == "ray":
             raise InputError(f"{plan.where}: {where}: train.device: cuda needs resources: {{gpu: 1}}")
+    if not unchecked:
+        verdict.demand(plan.rules, quiet=quiet)
     with Store.open(db) as store:
         runs = Path(storage).resolve() if storage else store.folder / "runs"
         with _alone(runs, plan):
@@ -96,7 +102,7 @@ def run_study(
                 plan.identity,
                 plan.spec.model_dump(mode="json"),
                 arm_records(plan),
-                _provenance(plan),
+                _provenance(plan, verdict.unchecked(plan.rules) if unchecked else {}),
             )
             if retry_failed:
                 for key in {row.key for row in store.trials(study_id) if row.state == "failed"}:
@@ -184,11 +190,15 @@ def _with_ray(schedule: Schedule, runs: Path, progress: Progress, *, workers: in
     run_all(schedule, runs, progress, workers=workers, address=address)
 
 
-def _provenance(plan: Plan) -> dict[str, Any]:
-    """Where and with what the study ran: what a reader needs to judge and repeat it."""
+def _provenance(plan: Plan, unchecked: dict[str, str]) -> dict[str, Any]:
+    """Where and with what the study ran: what a reader needs to judge and repeat it.
+
+    unchecked: rules that have not passed their checks, with the reason.
+    """
     packages = ["deltalab", "torch", "numpy", "ray", "optuna", "sqlalchemy"]
     return {
         "git": _git(),
+        **({"unchecked": unchecked} if unchecked else {}),
         "versions": {"python": sys.version.split()[0], **{name: _version(name) for name in packages}},
         "hardware": {
             **hardware(torch.device("cuda" if torch.cuda.is_available() else "cpu")),

@@ -1,0 +1,289 @@
+"""Checks that all forms of a rule compute one function: chunks, tokens, its own kernel, its `step`, at any size."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from deltalab.authoring.check import Measured, Note
+from deltalab.authoring.inputs import Inputs, moves, normal, parts
+from deltalab.authoring.rule_runs import (
+    BATCH,
+    CHUNK,
+    CONV,
+    EXACT,
+    HEADS,
+    KEY,
+    LENGTH,
+    LONG,
+    PREFIX,
+    SCALE,
+    VALUE,
+    WIDTH,
+    backends_of,
+    error,
+    errors,
+    evaluate,
+    inputs,
+    layer_of,
+    outputs,
+    refuses,
+    run,
+    square,
+    started,
+)
+from deltalab.models.layer import LayerCache
+from deltalab.ops import reference
+from deltalab.ops.backends import lacks_triton
+from deltalab.ops.scan import operands
+from deltalab.rule import State, UpdateRule
+
+CUTS = (1, 6, LENGTH - 1)  # tokens at which sequences are split
+SIZES = (
+    {"heads": 8, "key_dim": 4, "value_dim": 4},
+    {"heads": 3, "key_dim": 6, "value_dim": 10},
+    {"heads": 1, "key_dim": 16, "value_dim": 8},
+    {"heads": 4, "key_dim": 12, "value_dim": 12},
+)
+"""Other sizes than the usual ones: many heads, one head, K = V, V > K, and a K that is not a power of 2."""
+
+
+def _cases(rule: UpdateRule) -> Iterator[tuple[Inputs, int, str]]:
+    """One token, less than a chunk, whole chunks, and chunks with a rest; each without and with an initial state."""
+    for length, chunk_size in ((1, CHUNK), (7, 16), (3 * CHUNK, CHUNK), (3 * CHUNK + 1, CHUNK)):
+        x = inputs(rule, PREFIX + length)
+        yield x.span(PREFIX), chunk_size, f"at T={length}, chunk {chunk_size}"
+        yield started(rule, x), chunk_size, f"at T={length}, chunk {chunk_size}, with an initial state"
+
+
+def backends(rule: UpdateRule) -> Iterator[Measured]:
+    for x, chunk_size, where in _cases(rule):
+        want = evaluate(rule, x, "recurrent")
+        yield from errors(evaluate(rule, x, "chunked", chunk_size), want, f"chunked to recurrent {where}")
+
+
+def lengths(rule: UpdateRule) -> Iterator[Measured]:
+    """Longer than any internal chunk, where `mix` may take another path."""
+    x = started(rule, inputs(rule, PREFIX + LONG, batch=1))
+    where = f"chunked to recurrent at T={LONG}, chunk 64, with an initial state"
+    yield from errors(outputs(rule, x, "chunked", 64), outputs(rule, x, "recurrent"), where)
+
+
+def together(rule: UpdateRule) -> Iterator[Measured]:
+    x = started(rule, inputs(rule, PREFIX + LENGTH))
+    want = evaluate(rule, x, "recurrent")
+    yield from errors(evaluate(rule, x, "chunked"), want, f"chunked to recurrent at T={LENGTH}")
+
+
+def other_sizes(rule: UpdateRule) -> Iterator[Measured | Note]:
+    for sizes in SIZES:
+        if square(rule) and sizes["key_dim"] != sizes["value_dim"]:
+            continue
+        shown = ", ".join(f"{name}={size}" for name, size in zip("HKV", sizes.values(), strict=True))
+        try:
+            x = inputs(rule, PREFIX + 10, **sizes)
+            x = started(rule, x)
+        except Exception as refused:
+            if rule.transition is not None and not refuses(rule, refused):
+                raise
+            yield Note(f"the rule does not take {shown}: {type(refused).__name__}: {refused}")
+            continue
+        want = outputs(rule, x, "recurrent")
+        yield from errors(outputs(rule, x, "chunked", 8), want, f"chunked to recurrent at {shown}")
+    if square(rule):
+        yield Note(f"the rule takes K = V alone: {square(rule)}")
+
+
+def step(rule: UpdateRule) -> Iterator[Measured]:
+    """All forms held to a loop over `UpdateRule.step`, the author's second statement of the equation."""
+    cases: list[dict[str, Any]] = [{"length": PREFIX + LENGTH}, {"length": PREFIX + 70, "batch": 1}]
+    cases += [{"length": PREFIX + 3, **sizes} for sizes in SIZES if not square(rule) or len(set(sizes.values())) < 3]
+    for sizes in cases:
+        x = started(rule, inputs(rule, **sizes))
+        shown = f"T={x.q.shape[1]}, H={x.q.shape[2]}, K={x.q.shape[3]}, V={x.v.shape[3]}"
+        for given, state in ((x, "a given"), (x.span(0), "an empty")):
+            want = _stepped(rule, given)
+            for backend in backends_of(rule):
+                yield from errors(
+                    outputs(rule, given, backend),
+                    want,
+                    f"{backend} to a loop over `step` at {shown} from {state} state",
+                )
+
+
+def _stepped(rule: UpdateRule, x: Inputs) -> dict[str, Tensor]:
+    values = every_gate(rule, x)
+    state = rule.start(x.k, x.v) if x.state is None else x.state
+    out = []
+    with torch.no_grad():
+        for t in range(x.q.shape[1]):
+            now = {name: _token(rule, x, gate, t, rule.gates[name].per == "step") for name, gate in values.items()}
+            k, v = (_token(rule, x, rows, t, rule.steps > 1) for rows in (x.k, x.v))
+            o, after = rule.step(x.q[:, t], k, v, scale=SCALE, state=state, **now)
+            state = (after,) if isinstance(after, Tensor) else after
+            out.append(o)
+    return {"o": torch.stack(out, dim=1), **parts(state)}
+
+
+def _token(rule: UpdateRule, x: Inputs, rows: Tensor, t: int, per_step: bool) -> Tensor:
+    """The value for token t, with an axis for the token's steps where each step has its own."""
+    if not moves(rows):
+        return rows
+    here = x.rows(rows, t, t + 1)
+    return here if per_step else here[:, 0]
+
+
+def every_gate(rule: UpdateRule, x: Inputs) -> dict[str, Tensor]:
+    """The values of all gates, constant ones too."""
+    heads = x.q.new_zeros(x.q.shape[2])
+    return {name: x.gates[name] if name in x.gates else gate.value(heads, {}) for name, gate in rule.gates.items()}
+
+
+def has_step(rule: UpdateRule) -> bool:
+    return type(rule).step is not UpdateRule.step
+
+
+def nothing_independent(rule: UpdateRule) -> Iterator[Note]:
+    yield Note(
+        "nothing independent was compared: all forms run the same `mix`. Give the rule a `step`, one token as the "
+        "equation stands, and every form is held to it"
+    )
+
+
+# --- kernels ------------------------------------------------------------------------------------------------
+
+ALLOWED = {torch.float64: EXACT, torch.float32: 1e-3, torch.bfloat16: 4e-2, torch.float16: 1e-2}
+"""The relative error that a kernel may have in each dtype against the equation in fp64 on the same inputs."""
+
+
+def kernel(rule: UpdateRule) -> Iterator[Measured | Note]:
+    device = "cuda" if lacks_triton("cpu") else "cpu"
+    if missing := lacks_triton(device):
+        yield Note(f"kernel not tried: it needs {missing}")
+        return
+    refusals: dict[str, None] = {}
+    for dtype, limit in ALLOWED.items():
+        for sizes in ({}, {"key_dim": 16, "value_dim": 16, "heads": 1}):
+            x = inputs(rule, PREFIX + 2 * CHUNK + 1, **sizes).map(lambda part, d=dtype: part.to(device, d))  # type: ignore[misc]
+            if lacking := rule.lacks_kernel(x.k, x.v):
+                refusals[lacking] = None
+                continue
+            gates = {name: gate.to(torch.promote_types(dtype, torch.float32)) for name, gate in x.gates.items()}
+            x = started(rule, dataclasses.replace(x, gates=gates))
+            for given, state in ((x, "with an initial state"), (x.span(0), "from an empty state")):
+                got = evaluate(rule, given, "triton")
+                want = evaluate(rule, given.map(Tensor.double), "recurrent")
+                shown = f"kernel to recurrent in {str(dtype).removeprefix('torch.')}, K={x.k.shape[3]}, {state}"
+                cause = _reads_the_other(rule, given.map(Tensor.double), got["o"], limit)
+                for measured in errors(got, want, shown, limit):
+                    yield measured._replace(cause=cause or measured.cause)
+            break
+    if len(refusals) == len(ALLOWED):
+        yield Note(f"kernel not tried: {'; '.join(refusals)}")
+
+
+def _reads_the_other(rule: UpdateRule, x: Inputs, o: Tensor, limit: float) -> str:
+    """The likely cause if `o` is the output of the equation with the other choice of `reads`, else nothing."""
+    if rule.transition is None or rule.transition.low_rank == "none" or rule.transition.decay == "none":
+        return ""
+    other: Literal["state", "decayed_state"] = "state" if rule.transition.reads == "decayed_state" else "decayed_state"
+    flipped = dataclasses.replace(rule.transition, reads=other)
+    given = operands(rule, x.q, x.k, x.v, x.gates)
+    if error(o, reference.recurrent(flipped, given, scale=SCALE, state=x.state)[0]) > limit:
+        return ""
+    words = {"state": "undecayed state", "decayed_state": "decayed state"}
+    return f"the kernel reads the {words[other]}, but the rule declares reads='{rule.transition.reads}'"
+
+
+# --- states -------------------------------------------------------------------------------------------------
+
+
+def state_carry(rule: UpdateRule) -> Iterator[Measured]:
+    x = inputs(rule)
+    for backend in backends_of(rule):
+        whole = outputs(rule, x, backend)
+        for split in CUTS:
+            first = outputs(rule, x.span(0, split), backend)
+            between = tuple(part for name, part in first.items() if name != "o")
+            second = outputs(rule, x.span(split, state=between), backend)
+            both = {**second, "o": torch.cat([first["o"], second["o"]], dim=1)}
+            yield from errors(both, whole, f"{backend}, two parts split at token {split} to one")
+
+
+def token_by_token(rule: UpdateRule) -> Iterator[Measured]:
+    layer, x = layer_of(rule), normal(BATCH, LENGTH, WIDTH, seed=1)
+    cache, out = None, []
+    with torch.no_grad():
+        whole, after = layer(x)
+        for token in x.split(1, dim=1):
+            y, cache = layer(token, cache)
+            out.append(y)
+    assert cache is not None
+    want = {"y": whole, **parts(after.state)}
+    got = {"y": torch.cat(out, dim=1), **parts(cache.state)}
+    yield from errors(got, want, "layer fed by tokens to layer fed at once")
+
+
+def sizes(rule: UpdateRule) -> Iterator[Measured]:
+    layer = layer_of(rule)
+    cache: LayerCache = layer(normal(BATCH, LENGTH, WIDTH, seed=1))[1]
+    of_gates = 0
+    value_dim = KEY if square(rule) else VALUE
+    for gate in layer.gates.gates.values():
+        if gate.of is None:
+            each = math.prod(gate.shape(HEADS, KEY, value_dim))
+            values = each * (rule.steps if gate.per == "step" else 1)
+            of_gates += len(gate.parameters) * each
+            of_gates += gate.projected * (WIDTH * values if gate.rank is None else (WIDTH + values) * gate.rank)
+    found: list[tuple[str, object, object]] = [
+        ("number of the gates' parameters", sum(p.numel() for p in layer.gates.parameters()), of_gates)
+    ]
+    if rule.transition is not None:
+        shape = (BATCH, HEADS, rule.key_width(KEY), rule.value_width(value_dim))
+        x = inputs(rule)
+        carry = rule.carried(x.k, x.v)
+        convolved = layer.channels.total + (0 if layer.vectors is None else sum(layer.vectors.widths))
+        held = BATCH * (CONV - 1) * convolved + rule.states * math.prod(shape) + sum(one.numel() for one in carry)
+        found.append(("number of elements in the layer's cache", cache.numel(), held))
+        for dtype in (torch.bfloat16, torch.float32, torch.float64):
+            x = inputs(rule).map(lambda part, dtype=dtype: part.to(dtype))  # type: ignore[misc]
+            states = {"initial_state": rule.start(x.k, x.v)}
+            states |= {f"state from {backend}": run(rule, x, backend)[1] for backend in backends_of(rule)}
+            want = rule.states * [(shape, torch.promote_types(dtype, torch.float32))]
+            for source, state in states.items():
+                real = [(tuple(part.shape), part.dtype) for part in parts(state).values()][: rule.states]
+                found.append((f"shape and dtype of {source} for {dtype}", real, want))
+    else:
+        found += _of_own_state(rule)
+    for what, got, declared in found:
+        yield Measured(float(got != declared), f"mismatch between the {what} ({got}) and the declared one ({declared})")
+
+
+def _of_own_state(rule: UpdateRule) -> Iterator[tuple[str, object, object]]:
+    """The state of a rule outside the algebra: [B, H, ..] each, and in fp32 where it sums.
+
+    A part that grows with the sequence, or that repeats inputs, sums nothing and may keep their dtype.
+    """
+    x = inputs(rule).map(Tensor.bfloat16)
+    x = dataclasses.replace(x, gates={name: gate.float() for name, gate in x.gates.items()})
+    first = rule.start(x.k, x.v)
+    short, after = (run(rule, x.span(0, stop), "chunked")[1] for stop in (PREFIX, LENGTH))
+    kinds = [[(part.dim() > 2, tuple(part.shape[:2])) for part in state] for state in (first, short, after)]
+    yield "number of tensors in the state, and their first sizes", kinds[2], kinds[0]
+    yield "first sizes of the state's tensors", [k[1] for k in kinds[2]], [(BATCH, HEADS)] * len(after)
+    given = torch.cat([part.flatten() for part in (x.q, x.k, x.v)]).unique()
+    for i, (before, part) in enumerate(zip(short, after, strict=True)):
+        low = part.is_floating_point() and part.element_size() < 4
+        if low and part.shape == before.shape and not torch.isin(part, given).all():
+            yield (
+                f"dtype of part {i} of the state, which sums over tokens, for inputs in bf16",
+                part.dtype,
+                torch.float32,
+            )
+
+
+def all_of(state: State) -> list[Tensor]:
+    return [part for part in state if part.is_floating_point() and part.numel()]

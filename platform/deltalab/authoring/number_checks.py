@@ -1,0 +1,359 @@
+"""Checks of numbers: gradients, dtypes, long sequences, zeros, and the ranges of gates and eigenvalues."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from deltalab.authoring.check import Measured, Note
+from deltalab.authoring.form_checks import SIZES
+from deltalab.authoring.inputs import Inputs, corners, draw_corners, moves, normal, parts
+from deltalab.authoring.rule_runs import (
+    BATCH,
+    KEY,
+    LENGTH,
+    LONG,
+    PREFIX,
+    VALUE,
+    WIDTH,
+    backends_of,
+    broken,
+    errors,
+    evaluate,
+    floats,
+    gradients_of,
+    inputs,
+    layer_of,
+    layered,
+    outputs,
+    run,
+    square,
+    started,
+    weighted,
+)
+from deltalab.ops.recurrence import Backend
+from deltalab.ops.scan import operands
+from deltalab.rule import UpdateRule
+
+# --- gradients ----------------------------------------------------------------------------------------------
+
+GRADIENTS = 1e-4
+STEPS = (1e-5, 1e-6, 1e-7)  # of finite differences: the first at which two of them agree
+
+
+def gradients(rule: UpdateRule) -> Iterator[Measured | Note]:
+    """Gradients of outputs and states held to finite differences, along a random direction of all inputs at once."""
+    x = started(rule, inputs(rule, PREFIX + LENGTH))
+    yield from _differences(rule, x, f"at T={LENGTH}")
+    layer, tokens = layer_of(rule), normal(BATCH, LENGTH, WIDTH, seed=1)
+
+    def output(given: Mapping[str, Tensor]) -> Tensor:
+        values = {name: value for name, value in given.items() if name != "x"}
+        y: Tensor = torch.func.functional_call(layer, values, (given["x"],))[0]
+        return (y * normal(*y.shape, seed=3)).sum()
+
+    parameters = {name: value.detach() for name, value in layer.named_parameters() if name.startswith("gates.")}
+    yield from _held(output, {"x": tokens, **parameters}, "of a layer with respect to {}")
+
+
+def gradients_at_other_sizes(rule: UpdateRule) -> Iterator[Measured | Note]:
+    for sizes in SIZES:
+        if not square(rule) or sizes["key_dim"] == sizes["value_dim"]:
+            shown = ", ".join(f"{name}={size}" for name, size in zip("HKV", sizes.values(), strict=True))
+            try:
+                x = started(rule, inputs(rule, PREFIX + 6, batch=1, **sizes))
+            except Exception:  # "other sizes" says which sizes the rule does not take
+                continue
+            yield from _differences(rule, x, f"at {shown}")
+    x = started(rule, inputs(rule, PREFIX + LONG, batch=1))
+    yield from _differences(rule, x, f"at T={LONG}")
+
+
+def _differences(rule: UpdateRule, x: Inputs, where: str) -> Iterator[Measured | Note]:
+    def output(given: Mapping[str, Tensor]) -> Tensor:
+        assert x.state is not None
+        state = tuple(given.get(name, part) for name, part in parts(x.state).items())
+        gates = {name: given[name] for name in x.gates}
+        o, after = run(rule, Inputs(given["q"], given["k"], given["v"], gates, state), "chunked", 16)
+        return weighted({"o": o, **parts(after)})
+
+    given = {name: value.detach() for name, value in floats(x).items() if value.numel()}
+    yield from _held(output, given, "with respect to {} " + where)
+
+
+def _held(
+    of: Callable[[Mapping[str, Tensor]], Tensor], given: dict[str, Tensor], where: str
+) -> Iterator[Measured | Note]:
+    leaves = {name: value.clone().requires_grad_() for name, value in given.items()}
+    result = of(leaves)
+    if said := _approximate(result):
+        yield Note(f"gradients are not held to finite differences: {said} says `approximate = True`")
+        return
+    found = {name: y.where(given[name].isfinite(), 0.0) for name, y in gradients_of(result, leaves).items()}
+    sizes = {name: float(y.norm()) for name, y in found.items()}
+    largest = max(max(sizes.values()), 1e-3)
+    # Each input takes part with the same weight, whatever the size of its gradient.
+    along = {
+        name: normal(*value.shape, seed=50).where(value.isfinite(), 0.0)
+        * (1e-3 * largest / max(sizes[name], 1e-3 * largest))
+        for name, value in given.items()
+    }
+    together = _off(of, given, along, found, list(given))
+    if together is None or together <= GRADIENTS:
+        if together is not None:
+            yield Measured(
+                together, f"relative difference of the gradient {where.format('all inputs')} from finite differences"
+            )
+        return
+    for name in given:
+        single = {name: normal(*given[name].shape, seed=51).where(given[name].isfinite(), 0.0)}
+        off = _off(of, given, single, found, [name], floor=largest / 10)
+        what = f"relative difference of the gradient {where.format(name)} from finite differences"
+        if off == math.inf:
+            yield Note(f"{name} moves nothing by small steps but has a gradient: taken as a straight-through estimate")
+        elif off is not None:
+            yield Measured(off, what)
+
+
+def _off(
+    of: Callable[[Mapping[str, Tensor]], Tensor],
+    given: dict[str, Tensor],
+    along: dict[str, Tensor],
+    found: dict[str, Tensor],
+    names: list[str],
+    floor: float = 0.0,
+) -> float | None:
+    """The relative error of the slope that gradients predict in a direction; None if the function is too steep to say.
+
+    inf: nothing moves at all, but the gradient is not 0.
+    """
+    expected = sum(float((found[name] * along[name]).sum()) for name in names)
+    for step in STEPS:
+        near, far = (_slope(of, given, along, size) for size in (step, 2 * step))
+        size = max(abs(near), abs(expected), 1e-3 * floor, 1e-6)
+        # near - far is three times the error of near; at a kink it is the size of the jump.
+        if abs(near - far) <= 1e-2 * size:
+            return (
+                math.inf
+                if near == far == 0 < abs(expected) and floor
+                else max(abs(expected - near) - abs(near - far), 0.0) / size
+            )
+    return math.nan if math.isnan(expected) or math.isnan(near) else None
+
+
+def _slope(
+    of: Callable[[Mapping[str, Tensor]], Tensor], given: dict[str, Tensor], along: dict[str, Tensor], step: float
+) -> float:
+    def moved(by: float) -> Tensor:
+        return of({**given, **{name: given[name] + by * direction for name, direction in along.items()}})
+
+    with torch.no_grad():
+        return float((moved(step) - moved(-step)) / (2 * step))
+
+
+def _approximate(result: Tensor) -> str:
+    """The name of an autograd.Function on the way to a result that says `approximate = True`, if there is one."""
+    seen, open_ = set(), [result.grad_fn]
+    while open_:
+        node = open_.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        kind = getattr(node, "_forward_cls", None)
+        if getattr(kind, "approximate", False):
+            return str(kind.__name__)  # type: ignore[union-attr]
+        open_ += [before for before, _ in node.next_functions]
+    return ""
+
+
+# --- dtypes -------------------------------------------------------------------------------------------------
+
+FP32, BF16, BF16_STATE = 1e-3, 2e-2, 5e-3
+
+
+def precision(rule: UpdateRule) -> Iterator[Measured]:
+    """fp32 and bf16 inputs against fp64 on the same values."""
+    yield from _rounded(rule, inputs(rule, PREFIX + LONG, batch=1), torch.float32, "chunked", FP32)
+    # bf16 goes wrong in sums over many tokens.
+    for backend in backends_of(rule):
+        yield from _rounded(rule, inputs(rule, PREFIX + 48), torch.bfloat16, backend, BF16)
+    x = _in(layered(rule, LONG), torch.bfloat16)
+    exact = x.map(Tensor.double)
+
+    def states(of: Inputs) -> dict[str, Tensor]:
+        return {name: part for name, part in outputs(rule, of, "recurrent").items() if name != "o"}
+
+    where = f"recurrent in bf16 to fp64 at T={LONG}, from a layer"
+    yield from _held_to(states(x), states(exact), where, BF16_STATE, lambda: states(_noisy(exact)))
+
+
+def _rounded(rule: UpdateRule, x: Inputs, dtype: torch.dtype, backend: Backend, limit: float) -> Iterator[Measured]:
+    x = started(rule, _in(x, dtype))
+    exact = x.map(Tensor.double)
+    got, want = (evaluate(rule, y, backend, 16) for y in (x, exact))
+    where = f"{backend} in {'bf16' if dtype == torch.bfloat16 else 'fp32'} to fp64"
+    yield from _held_to(got, want, where, limit, lambda: evaluate(rule, _noisy(exact), backend, 16))
+
+
+def _held_to(
+    got: dict[str, Tensor], want: dict[str, Tensor], where: str, limit: float, near: Callable[[], dict[str, Tensor]]
+) -> Iterator[Measured]:
+    """The errors, which may be as large as those that `near`, rounded inputs, cause: a steep function enlarges any."""
+    found = list(errors(got, want, where, limit))
+    if any(not measured.figure <= limit for measured in found):
+        noise = errors(near(), want, where)
+        found = [m._replace(limit=max(limit, 30 * n.figure)) for m, n in zip(found, noise, strict=True)]
+    yield from found
+
+
+def _noisy(x: Inputs) -> Inputs:
+    """x with errors as large as those of rounding to fp32."""
+    return x.map(lambda part: part * (1 + 2**-23 * normal(*part.shape, seed=7).sign()))
+
+
+def _in(x: Inputs, dtype: torch.dtype) -> Inputs:
+    wide = torch.promote_types(dtype, torch.float32)
+    return Inputs(x.q.to(dtype), x.k.to(dtype), x.v.to(dtype), {name: gate.to(wide) for name, gate in x.gates.items()})
+
+
+# --- long sequences -----------------------------------------------------------------------------------------
+
+LONGEST = 2048
+MOST_GROWTH = 16.0  # of the state while the sequence doubles: a sum over tokens has 2, a sum of sums 4
+
+
+def long_sequences(rule: UpdateRule) -> Iterator[Measured]:
+    """fp32 at 2048 tokens, as an untrained layer makes them: nothing overflows, no state grows exponentially."""
+    x = _in(layered(rule, LONGEST), torch.float32)
+    whole = outputs(rule, x, "chunked", 64)
+    count = sum(broken(name, value) for name, value in whole.items())
+    cause = "a sum or a product over many tokens overflows, as exp(-g.cumsum(1)) does, or the state explodes"
+    yield Measured(float(count), f"number of values that are not finite at T={LONGEST} in fp32", cause)
+    sizes, state = [], None
+    for start, stop in ((0, LONGEST // 4), (LONGEST // 4, LONGEST // 2)):
+        found = outputs(rule, x.span(start, stop, state=state), "chunked", 64)
+        state = tuple(part for name, part in found.items() if name != "o")
+        sizes.append([_size(part) for part in state])
+    sizes.append([_size(part) for name, part in whole.items() if name != "o"])
+    for i, (first, second, third) in enumerate(zip(*sizes, strict=True)):
+        # Growth that slows down, as of a state that was almost empty, is no explosion.
+        before, growth = (b / max(a, 1e-3) for a, b in ((first, second), (second, third)))
+        growth = growth if growth >= before or not math.isfinite(growth) else 0.0
+        what = f"growth of part {i} of the state while T doubles to {LONGEST}, in a layer,"
+        yield Measured(growth, what, "the state grows exponentially", MOST_GROWTH)
+
+
+def _size(part: Tensor) -> float:
+    return float(part.double().where(part != -math.inf, 0.0).norm()) if part.is_floating_point() else 0.0
+
+
+def zeros(rule: UpdateRule) -> Iterator[Measured]:
+    """Tokens of zeros, as padding makes them: everything must be finite, gradients too."""
+    x = inputs(rule, PREFIX + LENGTH)
+    for names in (("q",), ("k",), ("v",), ("k", "v"), ("q", "k", "v")):
+        # One token of zeros among others, and nothing but zeros.
+        for tokens in (slice(3 * rule.steps, 4 * rule.steps), slice(None)):
+            given = {name: getattr(x, name).clone() for name in names}
+            for value in given.values():
+                value[:, tokens] = 0.0
+            results = evaluate(rule, dataclasses.replace(x, **given), "chunked")
+            bad = [name for name, value in results.items() if broken(name, value)]
+            which = f"{' and '.join(names)} of {'one token' if tokens.stop else 'all tokens'} are 0"
+            what = f"number of results that are not finite where {which}{': ' * bool(bad)}{', '.join(bad)},"
+            cause = "a division by a norm of 0, or the root or logarithm of 0: add an eps, as F.normalize does"
+            yield Measured(float(len(bad)), what, cause)
+
+
+# --- ranges -------------------------------------------------------------------------------------------------
+
+
+def extreme_gates(rule: UpdateRule) -> Iterator[Measured]:
+    for dtype, backend in itertools.product((torch.float32, torch.float64), backends_of(rule)):
+        value_dim = KEY if square(rule) else VALUE
+        x = draw_corners(rule, batch=BATCH, length=PREFIX + LENGTH, key_dim=KEY, value_dim=value_dim)
+        x = x.map(lambda part, dtype=dtype: part.to(dtype))  # type: ignore[misc]
+        results = evaluate(rule, started(rule, x), backend)
+        count = sum(broken(name, value) for name, value in results.items())
+        at, cause = (_corner(rule, results), _growth(rule, x)) if count else ("", "")
+        yield Measured(float(count), f"number of values that are not finite{at}, {backend}, {dtype},", cause)
+
+
+def _corner(rule: UpdateRule, results: Mapping[str, Tensor]) -> str:
+    """The gates of the first head with values that are not finite: each head has one of `corners`."""
+    heads = [
+        v.movedim(2 if moves(v) else 0, 0).flatten(1) if v.dim() > 1 else v[:, None]
+        for n, v in results.items()
+        if "state" not in n
+    ]
+    for corner, head in zip(corners(rule), torch.cat(heads, dim=1), strict=True):
+        if not head.isfinite().all():
+            return " at " + ", ".join(f"{name}={value:g}" for name, value in corner.items())
+    return ""
+
+
+def _growth(rule: UpdateRule, x: Inputs) -> str:
+    """The likely cause if `operands` gives a log-decay above 0, else nothing."""
+    g = None if rule.transition is None else operands(rule, x.q, x.k, x.v, x.gates).g
+    if g is None or not (g > 0).any():
+        return ""
+    return f"`operands` gives a log-decay g of up to {g.max():.3g}; above 0 it makes the state grow"
+
+
+def gate_ranges(rule: UpdateRule) -> Iterator[Measured]:
+    for spread in (0, 3, 30):
+        gates = layer_of(rule).gates
+        with torch.no_grad():
+            for i, parameter in enumerate(gates.parameters()):
+                parameter.add_(spread * normal(*parameter.shape, seed=i))
+            for scale in (1, 10, 100):
+                for name, value in gates(scale * normal(BATCH, 8 * LENGTH, WIDTH, seed=1)).items():
+                    low, high = rule.gates[name].low, rule.gates[name].high
+                    outside = value[~((value >= low) & (value <= high))]
+                    past = (outside - outside.clamp(low, high)).abs().max() if outside.numel() else torch.zeros(())
+                    measured = f"{value.min():.3g} to {value.max():.3g}"
+                    what = f"distance of '{name}', measured {measured}, from its declared {low:g} to {high:g},"
+                    yield Measured(float(past), what)
+
+
+def eigenvalues(rule: UpdateRule) -> Iterator[Measured]:
+    """The eigenvalues of one token's transition, for the keys that the rule's features make.
+
+    A rule that has unit norms by default and lets a knob take them away is measured with unit norms there too.
+    """
+    low, high = rule.eigenvalues
+    width = rule.key_width(KEY)
+    value_dim = max(width, KEY)  # wide enough for the columns of a basis
+    extreme = draw_corners(rule, batch=BATCH, length=1, key_dim=KEY, value_dim=value_dim)
+    many = inputs(rule, 1, heads=128, value_dim=value_dim)
+    longer = dataclasses.replace(many, q=2 * many.q, k=2 * many.k)
+    unbounded = f"keys need unit norm here, and features '{rule.features}' leave them longer: normalize in `operands`"
+    raw = [(longer, unbounded)] if type(rule)().features != "unit" else []
+    for x, likely in [(extreme, ""), (many, ""), *raw]:
+        x = dataclasses.replace(x, v=torch.zeros_like(x.v))
+        states = rule.start(x.k, x.v)
+        basis = torch.eye(width, states[0].shape[3], dtype=torch.float64).expand(*states[0].shape)
+        for i in range(rule.states):
+            after, offset = (
+                run(rule, x.span(0, state=(*states[:i], s, *states[i + 1 :])), "recurrent")[1][i]
+                for s in (basis, torch.zeros_like(basis))
+            )
+            transition, which = (after - offset)[..., :width], " of the second state" * i
+            wrong = int((~transition.isfinite()).sum())
+            if wrong:  # LAPACK may crash the process on such values
+                cause = _growth(rule, x) or "an operand is not finite: a division by 0, an overflow, or 0 * inf"
+                yield Measured(
+                    float(wrong), f"number of elements of the transition{which} that are not finite", cause, 0.0
+                )
+                continue
+            measured = torch.linalg.eigvals(transition)
+            real = measured.real
+            # A free low rank may rotate, and so may several steps, though no single one does. None may stretch.
+            turns = rule.transition is not None and (rule.transition.steps > 1 or rule.transition.low_rank == "free")
+            turning = measured.abs() - max(abs(low), abs(high)) if turns else measured.imag.abs()
+            past = turning.clamp_min(0) + (low - real).clamp_min(0) + (real - high).clamp_min(0)
+            shown = f"{real.min():.3g} to {real.max():.3g}"
+            what = f"distance of the eigenvalues{which}, measured {shown}, from the declared {low:g} to {high:g},"
+            yield Measured(float(past.max()), what, likely)
