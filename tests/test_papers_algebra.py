@@ -115,6 +115,25 @@ def longhorn_exact(S, t):
     return S, t.q @ S
 
 
+def gated_deltanet2(S, t):
+    """arXiv:2605.22791: S = (I - k (b * k)^T) Diag(alpha) S + k (w * v)^T."""
+    S = torch.diag(t.g.exp()) @ S
+    S = S - outer(t.k, t.b * t.k) @ S + outer(t.k, getattr(t, "w", 1.0) * t.v)
+    return S, t.q @ S
+
+
+def mixture_of_memories(memory, t, top=2, shared=True):
+    """arXiv:2502.13685: gated delta rules, each on the tokens that are sent to it; softmax weights of the top ones."""
+    memory = memory if isinstance(memory, list) else [zeros(K, V)] * (len(t.p) + 1)
+    chosen = t.p.argsort(descending=True)[:top].tolist()
+    weights = dict(zip(chosen, torch.softmax(t.p[chosen], dim=0), strict=True)) | ({len(t.p): 1.0} if shared else {})
+    after = list(memory)
+    for m in weights:
+        S = t.g.exp() * memory[m]
+        after[m] = S + t.beta * outer(t.k, t.v - t.k @ S)
+    return after, sum(weight * (t.q @ after[m]) for m, weight in weights.items())
+
+
 def boosted(memory, t, stages=2, base="rla", residual=lambda e: torch.clip(e, -1, 1)):
     """Residual linear attention, A.1, with more weak learners: each fits the residual of the sum before it."""
     alpha, beta, gamma = t.g.exp() if "g" in vars(t) else 1.0, getattr(t, "beta", 1.0), getattr(t, "gamma", 1.0)
@@ -194,7 +213,7 @@ def preconditioned(memory, t, squash=1.5):
     A = getattr(t, "g_p", torch.zeros(())).exp() * A + getattr(t, "beta_p", 1.0) * t.k**2
     r = torch.log(A + 1e-6) - getattr(t, "center", 0.0)
     key = t.k * torch.exp(-math.log(squash) * r / (1 + r.abs()))
-    S = t.g.exp() * S
+    S = t.g.exp().reshape(-1, 1) * S  # one decay, or one for each channel (PKDA)
     S = S + t.beta * outer(key, t.v - t.k @ S)
     return (S, A), t.q @ S
 
@@ -224,6 +243,17 @@ def gsa(memory, t):
     a = torch.diag(t.g.exp())
     keys, values = a @ keys + outer(1 - t.g.exp(), t.k), a @ values + outer(1 - t.g.exp(), t.v)
     return (keys, values), torch.softmax(keys @ t.q, dim=0) @ values
+
+
+def raven(memory, t, top=4):
+    """Raven, as FLA's layer: GSA whose log-decays are those of the chosen slots, times their share of the scores."""
+    keys, values = memory if isinstance(memory, tuple) else (zeros(len(t.p), K), zeros(len(t.p), V))
+    chosen, f = t.p.argsort(descending=True)[:top], zeros(len(t.p))
+    f[chosen] = t.g * t.p[chosen] / (t.p[chosen].sum() + 1e-9)
+    q, k = (x / (x.square().mean() + 1e-5).sqrt() for x in (t.q, t.k))
+    a = torch.diag(f.exp())
+    keys, values = a @ keys + outer(1 - f.exp(), k), a @ values + outer(1 - f.exp(), t.v)
+    return (keys, values), torch.softmax(keys @ q, dim=0) @ values
 
 
 def abc(memory, t):
@@ -290,6 +320,13 @@ PAPERS = [
     ("longhorn", {}, longhorn),
     ("longhorn", {"normalize": True}, longhorn),
     ("longhorn", {"transition": "householder"}, longhorn_exact),
+    ("preconditioned_gated_deltanet", {"transition": "channel"}, preconditioned),
+    ("gated_deltanet2", {}, gated_deltanet2),
+    ("gated_deltanet2", {"b": {"sigmoid": {"max": 2}}, "w": 1}, gated_deltanet2),
+    ("mom", {}, mixture_of_memories),
+    ("mom", {"top": 3, "shared": False}, partial(mixture_of_memories, top=3, shared=False)),
+    ("raven", {}, raven),
+    ("raven", {"top": 2, "p": {"router": {"slots": 8}}}, partial(raven, top=2)),
     ("rla_stages", {}, boosted),
     ("rla_stages", {"stages": 3, "base": "rdn"}, partial(boosted, stages=3, base="rdn")),
     ("rla_stages", {"loss": "log_cosh", "g": 0, "gamma": 1}, partial(boosted, residual=torch.tanh)),

@@ -1,6 +1,6 @@
 """Preconditioned Gated DeltaNet: the writing key is scaled by how much each of its channels was used."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log
 from typing import ClassVar
 
@@ -12,6 +12,9 @@ from deltalab.gates import Gate
 from deltalab.ops.recurrence import recurrence
 from deltalab.rule import Operands, State, UpdateRule, knob
 from deltalab.structure import DECAY, Transition
+
+SCALAR = Transition(name="scalar", decay="scalar", low_rank="free", reads="decayed_state")
+CHANNEL = replace(SCALAR, name="channel", decay="diagonal")
 
 LEAST = 1e-6
 """What is added to the sum of squares before its logarithm is taken."""
@@ -36,7 +39,7 @@ class PreconditionedGatedDeltaNet(UpdateRule):
     name: ClassVar[str] = "preconditioned_gated_deltanet"
     paper: ClassVar[str] = "arXiv:2604.21100"
 
-    transition: Transition = Transition(name="iplr_free", decay="scalar", low_rank="free", reads="decayed_state")
+    transition: Transition = knob(SCALAR, CHANNEL)
     g: Gate = knob(gates.mamba2_decay())
     beta: Gate = knob(gates.sigmoid(), gates.sigmoid(max=2))
     g_p: Gate = knob(gates.mamba2_decay(), gates.const(0))
@@ -93,7 +96,8 @@ class PreconditionedGatedDeltaNet(UpdateRule):
         a = g_p.exp()[..., None] * a + beta_p[..., None] * k**2
         away = torch.log(a + LEAST) - center[..., None]
         key = k * self.squash ** (-away / (1 + away.abs()))
-        S = g.exp()[..., None, None] * S
+        alpha = g.exp()[..., None, None] if self.transition == SCALAR else g.exp()[..., None]
+        S = alpha * S
         error = v - torch.einsum("bhk,bhkv->bhv", k, S)
         S = S + beta[..., None, None] * key[..., None] * error[..., None, :]
         return scale * torch.einsum("bhk,bhkv->bhv", q, S), (S, a)
