@@ -389,6 +389,18 @@ PLUGINS = [
         "A.operands must take (self, q, k, v, ...)",
     ),
     ("from deltalab.rule import UpdateRule\nclass A(UpdateRule):\n    name = 'comba'", "'comba' is defined twice"),
+    (
+        "from deltalab.rule import UpdateRule\nclass A(UpdateRule):\n    name = 'a'\nclass B(A): ...",
+        "broken.py, line 4: rename one",
+    ),
+    ("x = 1\nx = y", "broken.py, line 2: does not import: NameError: name 'y' is not defined"),
+    ("x = 1\nx = (", "broken.py, line 2: does not import: SyntaxError: '(' was never closed"),
+    (
+        "from dataclasses import dataclass\nfrom deltalab import gates\nfrom deltalab.rule import UpdateRule, knob\n"
+        "@dataclass(frozen=True, kw_only=True)\nclass A(UpdateRule):\n    name = 'a'\n"
+        "    beta: gates.Gate = knob(gates.sigmoid(), 3)",
+        "broken.py, line 4: A.beta: the option 3 must be a Gate, as sigmoid(max=1) is: for a number, write gates.const",
+    ),
 ]
 
 

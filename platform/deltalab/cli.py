@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from deltalab import __version__
-from deltalab.authoring.check import CheckResult
+from deltalab.authoring.check import CheckResult, author_line
 from deltalab.errors import InputError, WrongRules
 from deltalab.registry import add_plugin, get_rule, get_task, list_rules, list_tasks, task_plugin
 from deltalab.tasks import Task
@@ -267,8 +267,9 @@ def rule_show(name: Annotated[str, typer.Argument(metavar="NAME|FILE")], as_json
         except InputError:
             raise
         except Exception as error:
+            at = f" ({line})" if (line := author_line(error)) else ""
             raise InputError(
-                f"rule '{rule_name}' does not run: {type(error).__name__}: {error}; "
+                f"rule '{rule_name}'{at} does not run: {type(error).__name__}: {error}; "
                 f"`platform rule check {name}` says more"
             ) from error
         if as_json:
@@ -289,7 +290,7 @@ def rule_check(
     from deltalab.authoring.verdict import checked, keep
     from deltalab.rule import UpdateRule
 
-    found = {rule: checked(rule, quick=quick, quiet=as_json) for rule in _named(name, UpdateRule)}
+    found = {rule: checked(rule, quick=quick) for rule in _named(name, UpdateRule)}
     if not quick:
         for rule, results in found.items():
             keep(rule, results)

@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import pkgutil
 import sys
+import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from deltalab.errors import InputError, unknown
+from deltalab.gates import Gate
 from deltalab.rule import UpdateRule
 from deltalab.tasks import BUILTIN, Task
 
@@ -49,9 +51,14 @@ def add_plugin(file: str | Path) -> list[Plugin]:
     Raises `InputError` for a file that is missing, does not import, or defines neither.
     """
     path = Path(file).resolve()
-    found = _in_module(_load(path))
+    module = _load(path)
+    found = _in_module(module)
     if not found:
-        raise InputError(f"{file}: defines no UpdateRule and no Task with a name")
+        unnamed = "".join(
+            f'; {kind.__name__}{_line_of(kind)} needs `name: ClassVar[str] = "{kind.__name__.lower()}"`'
+            for kind in _kinds(module)
+        )
+        raise InputError(f"{file}: defines no UpdateRule and no Task with a name{unnamed}")
     if path not in _named_files:
         _named_files.append(path)
         refresh()
@@ -124,7 +131,7 @@ def get_rule(name: str, /, **knobs: object) -> UpdateRule:
     except InputError:
         raise
     except Exception as error:
-        raise InputError(f"rule '{name}' cannot be made: {type(error).__name__}: {_first_line(error)}") from error
+        raise _not_made("rule", rule_plugin(name), error) from error
 
 
 def get_task(name: str, /, **params: object) -> Task:
@@ -147,13 +154,21 @@ def get_task(name: str, /, **params: object) -> Task:
     except InputError:
         raise
     except Exception as error:
-        raise InputError(f"task '{name}' cannot be made: {type(error).__name__}: {_first_line(error)}") from error
+        raise _not_made("task", task_plugin(name), error) from error
     for label, other in evaluations.items():  # refuse before training what could not be evaluated
         if other.vocab_size != task.vocab_size:
             raise InputError(
                 f"task '{name}': has {task.vocab_size} tokens and is evaluated, at '{label}', on {other.vocab_size}"
             )
     return task
+
+
+def _not_made(what: str, plugin: Plugin, error: Exception) -> InputError:
+    at = _line_in(plugin.file, error)
+    where = f" ({plugin.file}{at})" if at else ""
+    return InputError(
+        f"{what} '{plugin.kind.name}'{where} cannot be made: {type(error).__name__}: {_first_line(error)}"
+    )
 
 
 def _find(kind: type, what: str, name: str) -> Plugin:
@@ -170,8 +185,9 @@ def _all(kind: type) -> dict[str, Plugin]:
         if not issubclass(plugin.kind, kind):
             continue
         name = plugin.kind.name
-        if name in found and found[name].file != plugin.file:
-            raise InputError(f"'{name}' is defined twice, in {found[name].file} and in {plugin.file}: rename one")
+        if name in found and found[name].kind is not plugin.kind:
+            places = [f"{each.file}{_line_of(each.kind)}" for each in (found[name], plugin)]
+            raise InputError(f"'{name}' is defined twice, in {places[0]} and in {places[1]}: rename one")
         found[name] = plugin
     return found
 
@@ -190,18 +206,52 @@ def _everything() -> Iterable[Plugin]:
 
 def _in_module(module: ModuleType) -> list[Plugin]:
     found = []
-    for value in vars(module).values():
-        if inspect.isclass(value) and issubclass(value, UpdateRule | Task) and value.__module__ == module.__name__:
-            file = Path(inspect.getfile(value)).resolve()
-            _read(file)
-            if any(isinstance(field, dataclasses.Field) for field in vars(value).values()):
-                raise InputError(f"{file}: {value.__name__} needs @dataclass(frozen=True, kw_only=True)")
-            if hasattr(value, "name"):
-                lacks = [name for name in _OF_A_TASK if issubclass(value, Task) and not hasattr(value, name)]
-                if lacks:
-                    raise InputError(f"{file}: {value.__name__} needs {', '.join(lacks)}")
-                found.append(Plugin(value, file))
+    for kind in _kinds(module):
+        file = Path(inspect.getfile(kind)).resolve()
+        _read(file)
+        if wrong := _wrong(kind):
+            raise InputError(f"{file}{_line_of(kind)}: {kind.__name__}{wrong}")
+        if hasattr(kind, "name"):
+            found.append(Plugin(kind, file))
     return found
+
+
+def _wrong(kind: type[UpdateRule] | type[Task]) -> str:
+    """What is wrong with the declaration of a rule or a task; nothing if it is right."""
+    if any(isinstance(field, dataclasses.Field) for field in vars(kind).values()):
+        return " needs @dataclass(frozen=True, kw_only=True)"
+    if issubclass(kind, Task):
+        lacks = [name for name in _OF_A_TASK if hasattr(kind, "name") and not hasattr(kind, name)]
+        return f" needs {', '.join(lacks)}" if lacks else ""
+    for knob, options in kind.options().items():
+        for option in options:
+            if not _alike(option, options[0]):
+                hint = ": for a number, write gates.const(...)" if isinstance(options[0], Gate) else ""
+                return f".{knob}: the option {option!r} must be a {type(options[0]).__name__}, as {options[0]} is{hint}"
+    return ""
+
+
+def _kinds(module: ModuleType) -> list[type[UpdateRule] | type[Task]]:
+    """The classes of rules and tasks that a module defines."""
+    return [
+        value
+        for value in vars(module).values()
+        if inspect.isclass(value) and issubclass(value, UpdateRule | Task) and value.__module__ == module.__name__
+    ]
+
+
+def _alike(option: object, default: object) -> bool:
+    """Whether a knob can have both: values of one type, or numbers."""
+    numbers = (type(option), type(default)) in ((int, float), (float, int))
+    return numbers or isinstance(option, type(default)) or isinstance(default, type(option))
+
+
+def _line_of(kind: type) -> str:
+    """`, line N` where a class is defined; nothing where its source is not known."""
+    try:
+        return f", line {inspect.getsourcelines(kind)[1]}"
+    except OSError:
+        return ""
 
 
 @cache
@@ -228,8 +278,17 @@ def _load(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise InputError(f"{path}: does not import: {type(error).__name__}: {_first_line(error)}") from error
+        at, said = _line_in(path, error), error.msg if isinstance(error, SyntaxError) else _first_line(error)
+        raise InputError(f"{path}{at}: does not import: {type(error).__name__}: {said}") from error
     return module
+
+
+def _line_in(path: Path, error: BaseException) -> str:
+    """`, line N`: where an error came up in a file; nothing where it did not."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    if isinstance(error, SyntaxError) and error.filename == str(path):
+        lines.append(error.lineno)
+    return f", line {lines[-1]}" if lines else ""
 
 
 def _first_line(error: BaseException) -> str:

@@ -59,6 +59,7 @@ class LogLinearAttention(UpdateRule):
 
     name: ClassVar[str] = "log_linear_attention"
     paper: ClassVar[str] = "arXiv:2506.04761"
+    ignores: ClassVar[frozenset[str]] = frozenset({"strength"})  # of the levels that a sequence is too short for
 
     strength: Gate = knob(level_strength(), head_level_strength(), forms.const(1))
     g: Gate = knob(forms.mamba2_decay(), forms.const(0))

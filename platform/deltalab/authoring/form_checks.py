@@ -1,6 +1,7 @@
 """Checks that all forms of a rule compute one function: chunks, tokens, its own kernel, its `step`, at any size."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -39,7 +40,7 @@ from deltalab.models.layer import LayerCache
 from deltalab.ops import reference
 from deltalab.ops.backends import lacks_triton
 from deltalab.ops.scan import operands
-from deltalab.rule import State, UpdateRule
+from deltalab.rule import UpdateRule
 
 CUTS = (1, 6, LENGTH - 1)  # tokens at which sequences are split
 SIZES = (
@@ -155,7 +156,7 @@ def nothing_independent(rule: UpdateRule) -> Iterator[Note]:
 
 # --- kernels ------------------------------------------------------------------------------------------------
 
-ALLOWED = {torch.float64: EXACT, torch.float32: 1e-3, torch.bfloat16: 4e-2, torch.float16: 1e-2}
+ALLOWED = {torch.float64: EXACT, torch.float32: 1e-3, torch.bfloat16: 4e-2}
 """The relative error that a kernel may have in each dtype against the equation in fp64 on the same inputs."""
 
 
@@ -164,25 +165,32 @@ def kernel(rule: UpdateRule) -> Iterator[Measured | Note]:
     if missing := lacks_triton(device):
         yield Note(f"kernel not tried: it needs {missing}")
         return
-    refusals: dict[str, None] = {}
-    for dtype, limit in ALLOWED.items():
-        for sizes in ({}, {"key_dim": 16, "value_dim": 16, "heads": 1}):
-            x = inputs(rule, PREFIX + 2 * CHUNK + 1, **sizes).map(lambda part, d=dtype: part.to(device, d))  # type: ignore[misc]
-            if lacking := rule.lacks_kernel(x.k, x.v):
-                refusals[lacking] = None
-                continue
-            gates = {name: gate.to(torch.promote_types(dtype, torch.float32)) for name, gate in x.gates.items()}
-            x = started(rule, dataclasses.replace(x, gates=gates))
-            for given, state in ((x, "with an initial state"), (x.span(0), "from an empty state")):
-                got = evaluate(rule, given, "triton")
-                want = evaluate(rule, given.map(Tensor.double), "recurrent")
-                shown = f"kernel to recurrent in {str(dtype).removeprefix('torch.')}, K={x.k.shape[3]}, {state}"
-                cause = _reads_the_other(rule, given.map(Tensor.double), got["o"], limit)
-                for measured in errors(got, want, shown, limit):
-                    yield measured._replace(cause=cause or measured.cause)
-            break
-    if len(refusals) == len(ALLOWED):
-        yield Note(f"kernel not tried: {'; '.join(refusals)}")
+    refusals: dict[torch.dtype, str] = {}
+    taken: list[tuple[torch.dtype, Inputs]] = []
+    for dtype, key_dim in itertools.product(ALLOWED, (KEY, 16)):
+        if any(dtype == done for done, _ in taken):
+            continue
+        wide = torch.promote_types(dtype, torch.float32)
+        x = inputs(rule, PREFIX + 2 * CHUNK + 1, batch=1, heads=1, key_dim=key_dim)
+        x = x.map(lambda part, d=dtype: part.to(device, d))  # type: ignore[misc]
+        refused = rule.lacks_kernel(x.k, x.v)
+        if refused:
+            refusals[dtype] = refused
+        else:
+            taken.append((dtype, dataclasses.replace(x, gates={name: gate.to(wide) for name, gate in x.gates.items()})))
+    if not taken:
+        yield Note(f"kernel not tried: {'; '.join(dict.fromkeys(refusals.values()))}")
+    declared = rule == type(rule)()
+    # The interpreter takes half a second for a gradient: turned knobs are tried in the widest and in the least dtype.
+    for dtype, x in taken if declared else dict([taken[0], taken[-1]] if taken else []).items():
+        x = started(rule, x)
+        for given, state in ((x, "with an initial state"), (x.span(0), "from an empty state"))[: 1 + declared]:
+            exact = given.map(Tensor.double)
+            got, want = evaluate(rule, given, "triton"), evaluate(rule, exact, "recurrent")
+            shown = f"kernel to recurrent in {str(dtype).removeprefix('torch.')}, {state}"
+            cause = _reads_the_other(rule, exact, got["o"], ALLOWED[dtype])
+            for measured in errors(got, want, shown, ALLOWED[dtype]):
+                yield measured._replace(cause=cause or measured.cause)
 
 
 def _reads_the_other(rule: UpdateRule, x: Inputs, o: Tensor, limit: float) -> str:
@@ -283,7 +291,3 @@ def _of_own_state(rule: UpdateRule) -> Iterator[tuple[str, object, object]]:
                 part.dtype,
                 torch.float32,
             )
-
-
-def all_of(state: State) -> list[Tensor]:
-    return [part for part in state if part.is_floating_point() and part.numel()]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from deltalab.authoring.check import Measured, Note
 from deltalab.authoring.form_checks import CUTS, every_gate
-from deltalab.authoring.inputs import Inputs, moves, normal, parts
+from deltalab.authoring.inputs import Inputs, moves, normal
 from deltalab.authoring.rule_runs import (
     BATCH,
     LENGTH,
@@ -168,8 +168,3 @@ def _repeated(rule: UpdateRule, x: Inputs, backend: Backend) -> Iterator[Measure
         for name, y in found[0].items():
             same = torch.equal(torch.nan_to_num(other[name]), torch.nan_to_num(y))
             yield Measured(float(not same), f"difference of {name} between a call and {when}, {backend},")
-
-
-def first_state(rule: UpdateRule) -> dict[str, Tensor]:
-    x = inputs(rule, 1)
-    return parts(rule.start(x.k, x.v))

@@ -171,7 +171,7 @@ def _approximate(result: Tensor) -> str:
 
 # --- dtypes -------------------------------------------------------------------------------------------------
 
-FP32, BF16, BF16_STATE = 1e-3, 2e-2, 5e-3
+FP32, BF16, BF16_STATE = 1e-3, 2e-2, 4e-3
 
 
 def precision(rule: UpdateRule) -> Iterator[Measured]:
@@ -180,7 +180,7 @@ def precision(rule: UpdateRule) -> Iterator[Measured]:
     # bf16 goes wrong in sums over many tokens.
     for backend in backends_of(rule):
         yield from _rounded(rule, inputs(rule, PREFIX + 48), torch.bfloat16, backend, BF16)
-    x = _in(layered(rule, LONG), torch.bfloat16)
+    x = _in(layered(rule, LONG, heads=MANY), torch.bfloat16)
     exact = x.map(Tensor.double)
 
     def states(of: Inputs) -> dict[str, Tensor]:
@@ -222,16 +222,19 @@ def _in(x: Inputs, dtype: torch.dtype) -> Inputs:
 # --- long sequences -----------------------------------------------------------------------------------------
 
 LONGEST = 2048
+MANY = 8  # heads: a decay that starts at random is slow in some of them
 MOST_GROWTH = 16.0  # of the state while the sequence doubles: a sum over tokens has 2, a sum of sums 4
 
 
 def long_sequences(rule: UpdateRule) -> Iterator[Measured]:
     """fp32 at 2048 tokens, as an untrained layer makes them: nothing overflows, no state grows exponentially."""
-    x = _in(layered(rule, LONGEST), torch.float32)
+    x = _in(layered(rule, LONGEST, heads=MANY), torch.float32)
     whole = outputs(rule, x, "chunked", 64)
     count = sum(broken(name, value) for name, value in whole.items())
     cause = "a sum or a product over many tokens overflows, as exp(-g.cumsum(1)) does, or the state explodes"
-    yield Measured(float(count), f"number of values that are not finite at T={LONGEST} in fp32", cause)
+    yield Measured(float(count), f"number of values that are not finite at T={LONGEST} in fp32, in a layer,", cause)
+    if count:
+        return
     sizes, state = [], None
     for start, stop in ((0, LONGEST // 4), (LONGEST // 4, LONGEST // 2)):
         found = outputs(rule, x.span(start, stop, state=state), "chunked", 64)

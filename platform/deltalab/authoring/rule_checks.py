@@ -221,18 +221,21 @@ CHECKS = (
         form_checks.state_carry,
         EXACT,
         "the given state is not used, or it lacks values that later tokens need",
+        settings=combinations,
     ),
     RuleCheck(
         "causality of values",
         independence_checks.causality_of_values,
         1e-12,
         "the output of a token depends on later tokens",
+        settings=combinations,
     ),
     RuleCheck(
         "causality of gradients",
         independence_checks.causality_of_gradients,
         0.0,
         "the output of a token depends on later tokens",
+        settings=combinations,
     ),
     RuleCheck(
         "rows of the batch",
@@ -240,6 +243,7 @@ CHECKS = (
         1e-12,
         "a sum, mean, norm or index goes over the batch",
         mend="reduce over channels alone: dimension 0 is the batch",
+        settings=combinations,
     ),
     RuleCheck(
         "heads",
@@ -247,6 +251,7 @@ CHECKS = (
         1e-12,
         "a value of one head is used for another, or a sum, mean or norm goes over the heads",
         mend="keep dimension 2 of q, k, v and of gates; what differs between heads is a constant gate",
+        settings=combinations,
     ),
     RuleCheck(
         "repetition",
@@ -254,6 +259,7 @@ CHECKS = (
         0.0,
         "the code draws random numbers, or keeps something between calls",
         mend="draw fixed numbers from a generator with a seed of its own",
+        settings=combinations,
     ),
     RuleCheck(
         "gradients",
@@ -276,6 +282,7 @@ CHECKS = (
         0.0,
         "the code divides by a decay, which overflows",
         only=_has_gates,
+        settings=combinations,
     ),
     RuleCheck(
         "gate ranges",
@@ -290,6 +297,7 @@ CHECKS = (
         1e-9,
         "the erase strength exceeds what the range allows",
         only=_is_algebraic,
+        settings=combinations,
     ),
     RuleCheck(
         "channels",
@@ -361,8 +369,9 @@ CHECKS = (
         0.0,
         "a division by a norm of 0, or the root or logarithm of 0",
         mend="add an eps, as F.normalize does",
+        settings=combinations,
     ),
-    RuleCheck("sizes", form_checks.sizes, 0.0, "a shape or a dtype breaks the contract"),
+    RuleCheck("sizes", form_checks.sizes, 0.0, "a shape or a dtype breaks the contract", settings=combinations),
     RuleCheck(
         "token by token",
         form_checks.token_by_token,

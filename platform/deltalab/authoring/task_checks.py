@@ -7,17 +7,16 @@ import itertools
 import json
 import math
 import random
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 
 import numpy as np
 import torch
 
 from deltalab.authoring import task_answers, task_streams
-from deltalab.authoring.check import Check, CheckResult, Measured, run_checks
+from deltalab.authoring.check import Check, CheckResult, Measured, run_checks, told_once
 from deltalab.authoring.task_batches import SIZE, batches, drawn, scored_in
 from deltalab.tasks.task import IGNORE, SPLITS, Task
 
@@ -32,20 +31,7 @@ def check_task(task: Task, *, forked: bool = False) -> list[CheckResult]:
     True
     """
     with _generators_kept():
-        return _once(run_checks(CHECKS, partial(_run, task), where=task.name, forked=forked))
-
-
-def _once(results: list[CheckResult]) -> list[CheckResult]:
-    """The results; of checks that raised the same error, the first alone, with the number of the others."""
-    raised = Counter(result.message for result in results if result.figure is None and not result.passed)
-    kept: dict[str, CheckResult] = {}
-    for result in results:
-        if raised[result.message] > 1:
-            others = f" (so did {raised[result.message] - 1} other checks)"
-            kept.setdefault(result.message, replace(result, message=result.message + others))
-        else:
-            kept[result.name] = result
-    return [*kept.values()]
+        return told_once(run_checks(CHECKS, partial(_run, task), where=task.name, forked=forked))
 
 
 def _run(task: Task, check: Check[Task]) -> CheckResult | None:

@@ -185,7 +185,7 @@ def spec(rule: UpdateRule) -> Iterator[Measured]:
         return
     assert isinstance(again, UpdateRule)
     lost = [name for name in rule.options() if getattr(again, name) != getattr(rule, name)]
-    cause = f"the spec does not tell the options of {', '.join(lost)} apart: name them differently" if lost else ""
+    cause = f"`__post_init__` changes {', '.join(lost)}, or two of its options have the same text" if lost else ""
     what = f"mismatch of the rule with the one that its spec {said} makes"
     yield Measured(float(again != rule or again.spec() != said), what, cause)
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -79,10 +80,16 @@ def demand(rules: Sequence[str], *, quiet: bool = False) -> None:
 
     Raises `WrongRules`, with a line for each rule that fails.
     """
+    verdicts = {rule: known(rule) for rule in rules}
+    missing = [rule for rule, verdict in verdicts.items() if verdict is None]
+    for number, rule in enumerate(missing, start=1):
+        if not quiet:
+            which = f"checking rule '{rule}', {number} of {len(missing)}"
+            print(f"{which}: up to a minute, once for each version of its file", file=sys.stderr)
+        verdicts[rule] = keep(rule, checked(rule))
     wrong = []
-    for rule in rules:
-        if (verdict := known(rule)) is None:
-            verdict = keep(rule, checked(rule, quiet=quiet))
+    for rule, verdict in verdicts.items():
+        assert verdict is not None
         if not verdict.passed:
             check, message = verdict.failed[0]
             more = f", and {len(verdict.failed) - 1} other checks" if len(verdict.failed) > 1 else ""
@@ -94,11 +101,11 @@ def demand(rules: Sequence[str], *, quiet: bool = False) -> None:
         raise WrongRules(wrong)
 
 
-def checked(rule: str, *, quick: bool = False, quiet: bool = False) -> list[CheckResult]:
-    """The results of all checks of a rule. quiet: do not show on stderr how far they are."""
+def checked(rule: str, *, quick: bool = False) -> list[CheckResult]:
+    """The results of all checks of a rule; of those that take seconds, where `quick`."""
     from deltalab.authoring.rule_checks import check_rule  # late: a study of checked rules does not need it
 
-    return check_rule(get_rule(rule), forked=FORKED)
+    return check_rule(get_rule(rule), forked=FORKED, quick=quick)
 
 
 def _file(rule: str) -> Path:
@@ -116,9 +123,10 @@ def _file(rule: str) -> Path:
 
 
 def ship(package: str) -> list[str]:
-    """Checks the rules of a package that `SHIPPED` beside them does not have, writes it, and returns those that fail.
+    """Writes `SHIPPED` beside the rules of a package, and returns the rules that fail and are left out.
 
-    Delete the file first to check all rules again, as after a change of the checks. For those of deltalab:
+    It checks the rules that the file does not have, and those whose files have changed. Delete the file first to check
+    all rules, as after a change of the checks. For the rules of deltalab:
     python -c "from deltalab.authoring.verdict import ship; print(ship('deltalab_rules'))"
     """
     rules = [rule for rule in list_rules() if rule_plugin(rule).kind.__module__.startswith(f"{package}.")]

@@ -172,7 +172,7 @@ class Vectors(nn.Module):
         for (name, gate), part in zip(self.gates.items(), z.split(self.widths, dim=-1), strict=True):
             one = part if gate.features == "raw" else F.silu(part)
             one = one.unflatten(-1, self.shapes[name])
-            one = F.normalize(one, dim=-1, eps=LEAST_NORM) if gate.features == "unit" else one
+            one = _unit(one) if gate.features == "unit" else one
             values[name] = gate.value(one, {})
         return values, tail
 
@@ -312,10 +312,9 @@ class RuleLayer(nn.Module):
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         if self.q_norm is None or self.k_norm is None:
             return q, k
-        q, k = self.q_norm(q), self.k_norm(k)
-        if self.rule.features == "unit":
-            q, k = F.normalize(q, dim=-1, eps=LEAST_NORM), F.normalize(k, dim=-1, eps=LEAST_NORM)
-        return q, k
+        # A norm may return fp32 under autocast.
+        normed = self.q_norm(q).to(q.dtype), self.k_norm(k).to(k.dtype)
+        return (_unit(normed[0]), _unit(normed[1])) if self.rule.features == "unit" else normed
 
     def _placed(self, q: Tensor, k: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
         """q and k turned by the angles of their tokens, the first of which has the number `place`."""
@@ -323,6 +322,11 @@ class RuleLayer(nn.Module):
             return q, k
         angle = angles(place + torch.arange(q.shape[1], device=q.device), self.key_dim, self.rope)
         return rotate(q, angle), rotate(k, angle.repeat_interleave(self.channels.steps, dim=1))
+
+
+def _unit(x: Tensor) -> Tensor:
+    """x [.., K] over its norm, in x's dtype."""
+    return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1, eps=LEAST_NORM).to(x.dtype)
 
 
 def _shared(x: Tensor, heads: int) -> Tensor:

@@ -1,0 +1,28 @@
+"""Planted bug: with 8 heads or more, beta is halved."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from deltalab import gates as forms
+from deltalab.gates import Gate
+from deltalab.rule import Operands, UpdateRule, knob
+from deltalab.structure import HOUSEHOLDER, Transition
+
+
+@dataclass(frozen=True, kw_only=True)
+class ManyHeads(UpdateRule):
+    name: ClassVar[str] = "planted_many_heads"
+    paper: ClassVar[str] = "none"
+
+    transition: Transition = HOUSEHOLDER
+    beta: Gate = knob(forms.sigmoid())
+
+    @property
+    def eigenvalues(self) -> tuple[float, float]:
+        return (0.0, 1.0)
+
+    def operands(self, q: Tensor, k: Tensor, v: Tensor, *, beta: Tensor) -> Operands:
+        beta = beta / 2 if q.shape[2] >= 8 else beta
+        return Operands(r=q, k=k, u=v, e=beta, beta=beta)

@@ -1,0 +1,28 @@
+"""Planted bug: a zero key is divided by its norm of 0."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from deltalab import gates as forms
+from deltalab.gates import Gate
+from deltalab.rule import Operands, UpdateRule, knob
+from deltalab.structure import HOUSEHOLDER, Transition
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormAtZero(UpdateRule):
+    name: ClassVar[str] = "planted_norm_at_zero"
+    paper: ClassVar[str] = "none"
+
+    transition: Transition = HOUSEHOLDER
+    beta: Gate = knob(forms.sigmoid())
+
+    @property
+    def eigenvalues(self) -> tuple[float, float]:
+        return (0.0, 1.0)
+
+    def operands(self, q: Tensor, k: Tensor, v: Tensor, *, beta: Tensor) -> Operands:
+        k = k / k.norm(dim=-1, keepdim=True)
+        return Operands(r=q, k=k, u=v, e=beta, beta=beta)

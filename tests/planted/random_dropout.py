@@ -1,0 +1,28 @@
+"""Planted bug: the values are dropped at random."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from deltalab import gates as forms
+from deltalab.gates import Gate
+from deltalab.rule import Operands, UpdateRule, knob
+from deltalab.structure import HOUSEHOLDER, Transition
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomDropout(UpdateRule):
+    name: ClassVar[str] = "planted_random_dropout"
+    paper: ClassVar[str] = "none"
+
+    transition: Transition = HOUSEHOLDER
+    beta: Gate = knob(forms.sigmoid())
+
+    @property
+    def eigenvalues(self) -> tuple[float, float]:
+        return (0.0, 1.0)
+
+    def operands(self, q: Tensor, k: Tensor, v: Tensor, *, beta: Tensor) -> Operands:
+        return Operands(r=q, k=k, u=F.dropout(v, 0.1), e=beta, beta=beta)
