@@ -155,7 +155,7 @@ def _normalized(dt: Tensor, q: Tensor, c: Tensor, k: Tensor, b: Tensor) -> tuple
 
 
 def _turned(x: Tensor, phase: Tensor) -> Tensor:
-    """x [.., K] with channels p and p + pairs turned by phase [.., pairs], as many pairs as fit; other channels stay."""
+    """x [.., K] with channels p and p + pairs turned by phase [.., pairs], as many pairs as fit; the rest stays."""
     pairs = min(phase.shape[-1], x.shape[-1] // 2)
     one, other, rest = x[..., :pairs], x[..., pairs : 2 * pairs], x[..., 2 * pairs :]
     cos, sin = phase[..., :pairs].cos(), phase[..., :pairs].sin()
