@@ -15,7 +15,7 @@ from rich.table import Table
 from deltalab import __version__
 from deltalab.authoring.check import CheckResult, author_line
 from deltalab.errors import InputError, WrongRules
-from deltalab.registry import add_plugin, get_rule, get_task, list_rules, list_tasks, task_plugin
+from deltalab.registry import add_plugin, get_rule, get_task, list_rules, list_tasks, rule_plugin, task_plugin
 from deltalab.tasks import Task
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -264,8 +264,9 @@ def rule_show(name: Annotated[str, typer.Argument(metavar="NAME|FILE")], as_json
     for rule_name in _named(name, UpdateRule):
         try:
             found = card(rule_name)
-        except InputError:
-            raise
+        except InputError as error:
+            file = str(rule_plugin(rule_name).file)
+            raise error if file in str(error) else InputError(f"{file}: {error}") from error
         except Exception as error:
             at = f" ({line})" if (line := author_line(error)) else ""
             raise InputError(

@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -92,6 +93,7 @@ def demand(rules: Sequence[str], *, quiet: bool = False) -> None:
         assert verdict is not None
         if not verdict.passed:
             check, message = verdict.failed[0]
+            message = re.sub(r"; \d+ checks raised it: .*", "", message)
             more = f", and {len(verdict.failed) - 1} other checks" if len(verdict.failed) > 1 else ""
             wrong.append(
                 f"rule '{rule}' ({rule_plugin(rule).file}) fails the check '{check}'{more}: {message}; "
