@@ -22,7 +22,8 @@ class Based(UpdateRule):
     least 1/2 to the denominator. normalize: without it o_t = scale S_t^T phi(q_t); with it the scale cancels. The
     paper's model alternates with sliding-window attention, which is another rule (`attention`).
 
-    Costs what linear_attention costs with 1 + K + K (K + 1) / 2 key channels: 153 for K = 16.
+    Costs what linear_attention costs with 1 + K + K (K + 1) / 2 key channels: 153 for K = 16. The
+    kernels take up to 256 of them, K = 21.
     """
 
     name: ClassVar[str] = "based"

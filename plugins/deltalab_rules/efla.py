@@ -42,7 +42,7 @@ class EFLA(UpdateRule):
         return (0.0, 1.0)
 
     def operands(self, q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, beta: Tensor) -> Operands:
-        e = _exact(beta, k.to(beta.dtype).square().sum(-1))
+        e = _exact(beta, k.to(torch.promote_types(k.dtype, torch.float32)).square().sum(-1))
         return Operands(r=q, k=k, u=v, g=g, e=e, beta=e)
 
     def step(

@@ -42,7 +42,7 @@ class Longhorn(UpdateRule):
         return (0.0, 1.0)
 
     def operands(self, q: Tensor, k: Tensor, v: Tensor, *, beta: Tensor) -> Operands:
-        squares = k.to(beta.dtype).square()
+        squares = k.to(torch.promote_types(k.dtype, torch.float32)).square()
         norm = squares.sum(-1)
         delta = beta / (1 + beta * norm)
         if self.transition == HOUSEHOLDER:

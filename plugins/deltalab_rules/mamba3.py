@@ -38,7 +38,7 @@ def rate() -> Gate:
 
 @parameterization
 def angular_velocity(pairs: float = 2) -> Gate:
-    """theta = pi tanh(W x), one for each of so many pairs of key channels. The paper has K / 4 pairs or K / 2."""
+    """theta = pi tanh(W x), one for each pair of key channels, at most K / 2 pairs. The paper has K / 4 or K / 2."""
     if pairs < 1 or pairs != int(pairs):
         raise InputError(f"angular_velocity.pairs must be a whole number of at least 1, not {pairs:g}")
     return Gate(per="slot", slots=int(pairs), low=-pi, high=pi, value=lambda z, p: pi * z.tanh())
@@ -155,12 +155,10 @@ def _normalized(dt: Tensor, q: Tensor, c: Tensor, k: Tensor, b: Tensor) -> tuple
 
 
 def _turned(x: Tensor, phase: Tensor) -> Tensor:
-    """x [.., K] with channels p and p + pairs turned by phase [.., pairs]; the channels beyond 2 pairs stay."""
-    pairs = phase.shape[-1]
-    if 2 * pairs > x.shape[-1]:
-        raise InputError(f"mamba3.theta turns {pairs} pairs of channels: keys of width {x.shape[-1]} have too few")
+    """x [.., K] with channels p and p + pairs turned by phase [.., pairs], as many pairs as fit; the rest stays."""
+    pairs = min(phase.shape[-1], x.shape[-1] // 2)
     one, other, rest = x[..., :pairs], x[..., pairs : 2 * pairs], x[..., 2 * pairs :]
-    cos, sin = phase.cos(), phase.sin()
+    cos, sin = phase[..., :pairs].cos(), phase[..., :pairs].sin()
     return torch.cat([cos * one - sin * other, sin * one + cos * other, rest], dim=-1)
 
 

@@ -49,7 +49,7 @@ class MomentumDeltaNet(UpdateRule):
     paper: ClassVar[str] = "arXiv:2501.00663"
 
     transition: Transition = Transition(name="momentum", decay="diagonal", low_rank="free", reads="state")
-    beta: Gate = knob(gates.sigmoid(), gates.sigmoid(max=2))
+    beta: Gate = knob(gates.sigmoid(), gates.const(0.5))
     eta: Gate = knob(momentum(), gates.const(0.5), gates.const(0))
 
     @property
