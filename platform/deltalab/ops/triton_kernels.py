@@ -3,10 +3,12 @@
 `backends` loads this module by name on first use, because Triton starts slowly.
 """
 
-from deltalab.kernels import dispatch, ptxas
+from deltalab.kernels import dispatch, interpreter, ptxas
 from deltalab.kernels.ridge import op as ridge
 from deltalab.kernels.step import adamw, convolution, embedding, loss, norm, random
 from deltalab.ops.backends import Kernels
+
+interpreter.mend()
 
 KERNELS = Kernels(
     triton=True,
