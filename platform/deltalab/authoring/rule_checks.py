@@ -23,7 +23,7 @@ from deltalab.authoring.rule_runs import EXACT, combinations
 from deltalab.ops.backends import lacks_triton
 from deltalab.rule import UpdateRule
 
-MOST_SECONDS = 15
+MOST_SECONDS = 10
 """The time on a core after which a check turns no further knobs: all checks of a rule shall take a minute on two."""
 
 

@@ -126,12 +126,15 @@ def knob_options(rule: UpdateRule) -> Iterator[Measured | Note]:
     """The difference between each two options of a knob, at the defaults of the others or where another is turned."""
     for name, options in rule.options().items():
         found: dict[tuple[Option, Option], float] = {}
+        accepted: dict[Option, list[UpdateRule]] = {option: [] for option in options}
         for setting in rule.variants():
             if found and min(found.values()) > SAME:
                 break
             if getattr(setting, name) != getattr(rule, name):
                 continue
             made = [(option, y) for option in options if (y := _answer(setting, name, option)) is not None]
+            for option, _ in made:
+                accepted[option].append(setting)
             for (a, y), (b, z) in itertools.combinations(made, 2):
                 found[a, b] = max(found.get((a, b), 0.0), error(z, y))
         numbers = all(type(option) in (int, float) for option in options)
@@ -140,6 +143,10 @@ def knob_options(rule: UpdateRule) -> Iterator[Measured | Note]:
             if difference <= SAME and numbers and _counts(rule, name, found):
                 yield Note(
                     f"{name}={a} and {name}={b} differ by {difference:.1g}: it has converged before, or does not bind"
+                )
+            elif 0 < difference <= SAME and accepted[a] != accepted[b]:
+                yield Note(
+                    f"{name}={a} and {name}={b} differ by {difference:.1g}, but take other options of other knobs"
                 )
             else:
                 yield Measured(
