@@ -305,3 +305,10 @@ def test_repeats_on_a_gpu_are_equal():
     for _ in range(50):
         for name, part in run(FULL, x, "triton").items():
             assert torch.equal(part, first[name]), name
+
+
+def test_the_interpreter_is_not_trusted_with_16_bits() -> None:
+    """Triton's interpreter multiplies the bit patterns of matrices in bf16."""
+    q = torch.ones(1, 2, 1, 16, dtype=torch.bfloat16)
+    assert "Triton's interpreter multiplies matrices in torch.bfloat16 wrongly" in str(GKA.lacks_kernel(q, q))
+    assert GKA.lacks_kernel(q.float(), q.float()) is None

@@ -79,6 +79,8 @@ def lacks_kernel(ridge: Ridge, k: Tensor, v: Tensor) -> str | None:
     most = 256 if ridge.in_one_half(v.dtype) else 128  # H must fit on the chip
     if k.shape[-1] > most:
         return f"the Triton kernels take q and k in {v.dtype}, with this ridge, with K up to {most}, not {k.shape[-1]}"
+    if v.device.type == "cpu" and v.dtype != torch.float32:
+        return f"on a CPU, Triton's interpreter multiplies matrices in {v.dtype} wrongly"
     return None
 
 

@@ -50,7 +50,7 @@ class MesaNet(UpdateRule):
     name: ClassVar[str] = "mesa_net"
     paper: ClassVar[str] = "arXiv:2506.05233"
 
-    g: Gate = knob(forms.mamba2_decay(), forms.const(0))
+    g: Gate = knob(forms.mamba2_decay(), forms.gla_decay(), forms.const(0))
     beta: Gate = knob(forms.sigmoid(), forms.const(1))
     ridge: Gate = knob(channel_ridge(), forms.const(1))
     iterations: int = knob(30, 2, 1)

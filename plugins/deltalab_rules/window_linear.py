@@ -19,12 +19,13 @@ class WindowLinear(UpdateRule):
     """S_t = alpha_t S_{t-1} + k_t v_t^T - (alpha_{t-w+1} ... alpha_t) k_{t-w} v_{t-w}^T,   o_t = scale S_t^T q_t
 
     So S_t is the sum over the last w = `window` tokens, each decayed since: linear attention on the window of softmax
-    attention, for an ablation of what the rest of the past is worth. alpha_t = exp(g_t). The last w keys, values and
-    decays are carried. A token costs two writes.
+    attention, for an ablation of what the rest of the past is worth. alpha_t = exp(g_t). The recurrence is that of
+    Katharopoulos et al. 2020 (arXiv:2006.16236); the window is ours. The last w keys, values and decays are carried.
+    A token costs two writes.
     """
 
     name: ClassVar[str] = "window_linear"
-    paper: ClassVar[str] = ""
+    paper: ClassVar[str] = "arXiv:2006.16236"
 
     transition: Transition = WRITE_AND_TAKE_BACK
     g: Gate = knob(gates.const(0), gates.mamba2_decay(), gates.retnet_decay())

@@ -18,7 +18,7 @@ class Solver(UpdateRule):
     paper: ClassVar[str] = "none"
 
     eta: Gate = knob(forms.sigmoid())
-    iterations: int = knob(40, 60, 30)
+    iterations: int = knob(100, 200, 50)
 
     def initial_state(self, k: Tensor, v: Tensor) -> State:
         dtype = torch.promote_types(v.dtype, torch.float32)
@@ -31,13 +31,16 @@ class Solver(UpdateRule):
 
         gram, memory = state
         q, k, v, eta = (x.to(memory.dtype) for x in (q, k, v, gates["eta"].expand(k.shape[:3])))
-        out = []
+        grams, memories = [], []
         for t in range(q.shape[1]):
             write = eta[:, t, :, None, None] * k[:, t, :, :, None]
             gram = 0.9 * gram + 0.1 * torch.eye(k.shape[3], dtype=gram.dtype) + write * k[:, t, :, None, :]
             memory = 0.9 * memory + write * v[:, t, :, None, :]
-            x, step = torch.zeros_like(q[:, t]), 1 / gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None]
-            for _ in range(self.iterations):
-                x = x + step * (q[:, t] - torch.einsum("bhij,bhj->bhi", gram, x))
-            out.append(torch.einsum("bhk,bhkv->bhv", x, memory))
-        return scale * torch.stack(out, dim=1), (gram, memory)
+            grams.append(gram)
+            memories.append(memory)
+        system = torch.stack(grams, dim=1)
+        x, step = torch.zeros_like(q), 1 / system.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None]
+        for _ in range(self.iterations):
+            x = x + step * (q - (system @ x[..., None]).squeeze(-1))
+        o = (x[..., None, :] @ torch.stack(memories, dim=1)).squeeze(-2)
+        return scale * o, (gram, memory)

@@ -9,6 +9,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +22,9 @@ from deltalab.authoring.inputs import learned
 from deltalab.authoring.rule_runs import EXACT, combinations
 from deltalab.ops.backends import lacks_triton
 from deltalab.rule import UpdateRule
+
+MOST_SECONDS = 15
+"""The time on a core after which a check turns no further knobs: all checks of a rule shall take a minute on two."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +67,14 @@ def _run(rule: UpdateRule, quick: bool, check: RuleCheck) -> CheckResult | None:
     found: list[tuple[UpdateRule, Measured]] = []
     notes: dict[str, None] = {}
     setting, settings = rule, []
+    began, tried = time.process_time(), 0
     try:
         settings = [rule] if quick else check.settings(rule)
         for setting in settings:
+            if tried and time.process_time() - began > MOST_SECONDS:
+                notes[f"tried the first {tried} of {len(settings)} settings, which took {MOST_SECONDS} s"] = None
+                break
+            tried += 1
             if check.only(setting):
                 for measured in check.measure(setting):
                     if isinstance(measured, Note):
