@@ -54,10 +54,10 @@ def test_sizes_and_costs_are_those_of_the_tensors(rule):
     layer = RuleLayer(rule, d, heads, key_dim=k, value_dim=v, conv=0)
     vectors = [] if layer.vectors is None else layer.vectors.named_parameters()
     parameters = [*layer.gates.named_parameters(), *vectors]
-    assert number(found.parameters, d=d, H=heads, K=k) == sum(p.numel() for _, p in parameters)
+    assert number(found.parameters, d=d, H=heads, K=k, V=v) == sum(p.numel() for _, p in parameters)
     for gate in found.gates:
         own = [p.numel() for name, p in parameters if name.split(".")[1] == gate.symbol]
-        assert gate.parameters.startswith("those of") or number(gate.parameters, d=d, H=heads, K=k) == sum(own)
+        assert gate.parameters.startswith("those of") or number(gate.parameters, d=d, H=heads, K=k, V=v) == sum(own)
 
     def held(tokens: int) -> int:
         return layer(torch.randn(1, tokens, d))[1].numel()
