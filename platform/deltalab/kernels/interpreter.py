@@ -1,7 +1,7 @@
 """Mends Triton's interpreter, which computes with the bit patterns of bf16 numbers as if they were whole numbers.
 
-Seen with Triton 3.4 to 3.7: it keeps bf16 as uint16, converts it on a cast and in a reduction alone, and so returns
-garbage for a product of matrices or a sum of two bf16 tensors.
+Seen with Triton 3.4 to 3.7: it keeps bf16 as uint16, and converts it on a cast from or to another float and in a
+reduction alone. So it returns garbage for a product of matrices, a sum of two bf16 tensors, or a mask cast to bf16.
 """
 
 from typing import Any
@@ -24,6 +24,8 @@ def mend() -> None:
         method = getattr(InterpreterBuilder, name)
         if not hasattr(method, "of_triton"):
             setattr(InterpreterBuilder, name, _in_fp32(method))
+    if not hasattr(InterpreterBuilder.cast_impl, "of_triton"):
+        InterpreterBuilder.cast_impl = _by_fp32(InterpreterBuilder.cast_impl)
 
 
 def _in_fp32(method: Any) -> Any:
@@ -31,12 +33,25 @@ def _in_fp32(method: Any) -> Any:
         wide = [_widened(x) for x in given]
         found = method(self, *wide)
         narrow = any(a is not b for a, b in zip(given, wide, strict=True)) and method.__name__ != "create_dot"
-        if narrow and found.data.dtype == np.float32:
-            return TensorHandle(torch.from_numpy(found.data).bfloat16().view(torch.uint16).numpy(), tl.bfloat16)
-        return found
+        return _narrowed(found) if narrow and found.data.dtype == np.float32 else found
 
     computed.of_triton = method  # type: ignore[attr-defined]
     return computed
+
+
+def _by_fp32(cast: Any) -> Any:
+    def converted(self: Any, x: Any, kind: Any) -> Any:
+        if kind.scalar == tl.bfloat16 and x.dtype.scalar != tl.bfloat16:
+            return _narrowed(cast(self, x, tl.float32) if x.dtype.scalar != tl.float32 else x)
+        return cast(self, _widened(x), kind) if kind.scalar not in (tl.bfloat16, tl.float32) else cast(self, x, kind)
+
+    converted.of_triton = cast  # type: ignore[attr-defined]
+    return converted
+
+
+def _narrowed(x: Any) -> Any:
+    bits = torch.from_numpy(np.ascontiguousarray(x.data, dtype=np.float32)).bfloat16().view(torch.uint16)
+    return TensorHandle(bits.numpy(), tl.bfloat16)
 
 
 def _widened(x: Any) -> Any:
