@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from deltalab import check_rule, check_task, list_rules, registry
+from deltalab.authoring.check import Measured
+from deltalab.authoring.form_checks import kernel
 from deltalab.authoring.inputs import draw, normal
 from deltalab.authoring.scaffold import new_rule, new_study, new_task
 from deltalab.authoring.shipped import shipped_studies, study_file
@@ -90,6 +92,34 @@ def test_a_stack_of_runs_is_one_launch_of_the_kernel(here):
     torch.testing.assert_close(stacked, single)
     for got, want in zip(*(torch.autograd.grad(y.sin().sum(), (q, k, v, g)) for y in (stacked, single)), strict=True):
         torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "said"),
+    [
+        ("part = row + block * tl.num_programs(0) * T", "part = row", "H=3, K=20, V=40"),
+        ("S = z / tl.sqrt(1", "S = (z / tl.sqrt(1", "all of it rounded to bf16"),
+        ("row = (head // H * T + t) * H + head % H", "row = (head // H * T + t) * H", "H=3, K=20, V=40"),
+        (
+            "tl.store(d_v + row * V + j, tl.sum(dz * k_t, 0)",
+            "tl.store(d_v + row * V + j, -tl.sum(dz * k_t, 0)",
+            "gradient of v",
+        ),
+    ],
+    ids=["blocks overwrite each other", "rounded state", "one head for all", "sign"],
+)
+def test_bugs_in_a_kernel_are_caught(here, right, wrong, said):
+    file = new_rule("own", kernel=True)
+    text = file.read_text().replace(right, wrong, 1)
+    if "rounded" in said:
+        at = "(z / bound) * (z / bound))\n        tl.store(o +"
+        text = text.replace(at, at.replace("bound))", "bound))).to(v.dtype.element_ty).to(tl.float32)"), 1)
+    file.write_text(text)
+    (plugin,) = registry.add_plugin(file)
+    found = [measured for measured in kernel(plugin.kind()) if isinstance(measured, Measured)]
+    wrong_ones = [m.what for m in found if m.figure > (1e-2 if m.limit is None else m.limit)]
+    assert wrong_ones
+    assert any(said in what for what in wrong_ones)
 
 
 def test_the_kernel_says_what_it_does_not_take(here):

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -191,6 +191,40 @@ def kernel(rule: UpdateRule) -> Iterator[Measured | Note]:
             cause = _reads_the_other(rule, exact, got["o"], ALLOWED[dtype])
             for measured in errors(got, want, shown, ALLOWED[dtype]):
                 yield measured._replace(cause=cause or measured.cause)
+            if dtype == torch.bfloat16:
+                yield from _rounded(got, want)
+    if declared and taken:
+        yield from _wide_kernel(rule, device, torch.float32 if torch.float32 in dict(taken) else taken[-1][0])
+
+
+def _rounded(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> Iterator[Measured]:
+    """A state all of whose elements are bf16 numbers, where those of the equation are not: the error alone hides it."""
+    for name, state in got.items():
+        if (
+            name.startswith("state")
+            and state.is_floating_point()
+            and want[name].float().bfloat16().ne(want[name]).any()
+        ):
+            rounded = float(state.bfloat16().eq(state).all())
+            cause = "the kernel keeps the state in the dtype of its inputs: keep it in fp32"
+            yield Measured(rounded, f"{name} from bf16 inputs, all of it rounded to bf16 (1) or not (0),", cause, 0.0)
+
+
+WIDE_KEY, WIDE_VALUE = 20, 40
+"""Keys whose number is no power of two, and values of more than one block of 32: a kernel needs masks and offsets."""
+
+
+def _wide_kernel(rule: UpdateRule, device: str, dtype: torch.dtype) -> Iterator[Measured]:
+    """Several sequences and heads, and widths that do not fill blocks."""
+    value_dim = None if square(rule) else WIDE_VALUE
+    x = inputs(rule, PREFIX + 4, batch=2, heads=3, key_dim=WIDE_KEY, value_dim=value_dim)
+    x = x.map(lambda part: part.to(device, dtype))
+    if rule.lacks_kernel(x.k, x.v):
+        return
+    wide = torch.promote_types(dtype, torch.float32)
+    x = started(rule, dataclasses.replace(x, gates={name: gate.to(wide) for name, gate in x.gates.items()}))
+    got, want = evaluate(rule, x, "triton"), evaluate(rule, x.map(Tensor.double), "recurrent")
+    yield from errors(got, want, f"kernel to recurrent at H=3, K={WIDE_KEY}, V={x.v.shape[-1]}", ALLOWED[dtype])
 
 
 def _reads_the_other(rule: UpdateRule, x: Inputs, o: Tensor, limit: float) -> str:
