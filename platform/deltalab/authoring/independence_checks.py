@@ -31,8 +31,6 @@ from deltalab.authoring.rule_runs import (
 from deltalab.ops.recurrence import Backend
 from deltalab.rule import UpdateRule
 
-MANY = 8
-
 
 def causality_of_values(rule: UpdateRule) -> Iterator[Measured]:
     x, later, layer = inputs(rule), inputs(rule, seed=1), layer_of(rule)
@@ -69,14 +67,15 @@ def causality_of_gradients(rule: UpdateRule) -> Iterator[Measured]:
             yield Measured(float(x.rows(gradient, t).abs().max()), what)
 
 
-def rows_of_the_batch(rule: UpdateRule) -> Iterator[Measured]:
-    x, other = (started(rule, inputs(rule, PREFIX + LENGTH, batch=3, seed=seed)) for seed in (0, 1))
+def rows_of_the_batch(rule: UpdateRule, batch: int = 3) -> Iterator[Measured]:
+    x, other = (started(rule, inputs(rule, PREFIX + LENGTH, batch=batch, seed=seed)) for seed in (0, 1))
+    last = batch - 1
     for backend in backends_of(rule):
         want = outputs(rule, x, backend)
-        swapped = _mixed(x, other, 2, dim=0)
+        swapped = _mixed(x, other, last, dim=0)
         # Changing one sequence must leave the others as they are, and so must leaving it out.
         for got, rows, what in (
-            (outputs(rule, swapped, backend), [0, 1], "with another last sequence in the batch"),
+            (outputs(rule, swapped, backend), [*range(last)], "with another last sequence in the batch"),
             (outputs(rule, selected(x, [1], 0), backend), [1], "of a sequence by itself"),
         ):
             kept = got if len(got["o"]) == 1 else {n: y[: len(rows)] for n, y in got.items()}
@@ -84,34 +83,34 @@ def rows_of_the_batch(rule: UpdateRule) -> Iterator[Measured]:
                 yield Measured(error(kept[name], value[rows]), f"change of {name} {what}, {backend},")
 
 
-def heads(rule: UpdateRule) -> Iterator[Measured | Note]:
+def heads(rule: UpdateRule, many: int = 8) -> Iterator[Measured | Note]:
     """One head must not see another, and the number of heads and their order must not matter.
 
     What a rule fixes for each head, like the slopes of a decay, is passed as a value here, and the order goes with it.
     """
-    x, other = (inputs(rule, PREFIX + 7, heads=MANY, seed=seed) for seed in (0, 1))
+    x, other = (inputs(rule, PREFIX + 7, heads=many, seed=seed) for seed in (0, 1))
     x, other = (started(rule, dataclasses.replace(y, gates=every_gate(rule, y))) for y in (x, other))
     for backend in backends_of(rule):
         want = outputs(rule, x, backend)
-        for head in (0, MANY - 1):
-            rest = [h for h in range(MANY) if h != head]
+        for head in (0, many - 1):
+            rest = [h for h in range(many) if h != head]
             got = outputs(rule, _mixed(x, other, head, dim=2), backend)
             for name, value in want.items():
                 y, z = (_heads(name, one, rest) for one in (got[name], value))
                 yield Measured(error(y, z), f"change of {name} of the other heads with another head {head}, {backend},")
-    groups = _groups(rule, x)
-    if len(set(groups)) == MANY:
+    groups = _groups(rule, x, many)
+    if len(set(groups)) == many:
         yield Note(
             "each head computes a function of its own even with equal inputs, so that their order is not checked"
         )
         return
-    what = f"number of functions that {MANY} heads with equal inputs and gates compute, beyond one,"
+    what = f"number of functions that {many} heads with equal inputs and gates compute, beyond one,"
     yield Measured(float(len(set(groups)) - 1), what, f"the code treats heads differently: they fall into {groups}")
     chosen = [5, 0, 2]
     for backend in backends_of(rule):
         few, want = outputs(rule, selected(x, chosen, 2), backend), outputs(rule, x, backend)
         for name, value in want.items():
-            what = f"change of {name} of heads {chosen} of {MANY} when they are alone and in this order, {backend},"
+            what = f"change of {name} of heads {chosen} of {many} when they are alone and in this order, {backend},"
             yield Measured(error(few[name], _heads(name, value, chosen)), what)
 
 
@@ -119,10 +118,10 @@ def _heads(name: str, value: Tensor, index: list[int]) -> Tensor:
     return value.index_select(2 if name == "o" else 1, torch.tensor(index))
 
 
-def _groups(rule: UpdateRule, x: Inputs) -> list[int]:
+def _groups(rule: UpdateRule, x: Inputs, many: int) -> list[int]:
     """For each head the first head that has the same output where all have the inputs and the state of head 0."""
-    o = outputs(rule, selected(x, [0] * MANY, 2), "chunked")["o"]
-    return [next(j for j in range(MANY) if error(o[:, :, i], o[:, :, j]) < 1e-9) for i in range(MANY)]
+    o = outputs(rule, selected(x, [0] * many, 2), "chunked")["o"]
+    return [next(j for j in range(many) if error(o[:, :, i], o[:, :, j]) < 1e-9) for i in range(many)]
 
 
 def _mixed(x: Inputs, other: Inputs, index: int, dim: int) -> Inputs:

@@ -47,7 +47,7 @@ STEPS = (1e-5, 1e-6, 1e-7)  # of finite differences: the first at which two of t
 def gradients(rule: UpdateRule) -> Iterator[Measured | Note]:
     """Gradients of outputs and states held to finite differences, along a random direction of all inputs at once."""
     x = started(rule, inputs(rule, PREFIX + LENGTH))
-    found = list(_differences(rule, x, f"at T={LENGTH}"))
+    found = list(differences(rule, x, f"at T={LENGTH}"))
     yield from found
     if any(isinstance(measured, Note) for measured in found):  # x goes through q and k too
         return
@@ -70,12 +70,12 @@ def gradients_at_other_sizes(rule: UpdateRule) -> Iterator[Measured | Note]:
                 x = started(rule, inputs(rule, PREFIX + 6, batch=1, **sizes))
             except Exception:  # "other sizes" says which sizes the rule does not take
                 continue
-            yield from _differences(rule, x, f"at {shown}")
+            yield from differences(rule, x, f"at {shown}")
     x = started(rule, inputs(rule, PREFIX + LONG, batch=1))
-    yield from _differences(rule, x, f"at T={LONG}")
+    yield from differences(rule, x, f"at T={LONG}")
 
 
-def _differences(rule: UpdateRule, x: Inputs, where: str) -> Iterator[Measured | Note]:
+def differences(rule: UpdateRule, x: Inputs, where: str) -> Iterator[Measured | Note]:
     def output(given: Mapping[str, Tensor]) -> Tensor:
         assert x.state is not None
         state = tuple(given.get(name, part) for name, part in parts(x.state).items())

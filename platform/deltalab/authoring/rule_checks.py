@@ -16,7 +16,7 @@ from functools import partial
 
 import torch
 
-from deltalab.authoring import form_checks, independence_checks, number_checks, use_checks
+from deltalab.authoring import form_checks, independence_checks, number_checks, use_checks, wide_checks
 from deltalab.authoring.check import Check, CheckResult, Measured, Note, run_checks, told_once
 from deltalab.authoring.inputs import learned
 from deltalab.authoring.rule_runs import EXACT, combinations
@@ -178,6 +178,52 @@ def _says_nothing_twice(rule: UpdateRule) -> bool:
 
 CHECKS = (
     RuleCheck(
+        "repetition",
+        independence_checks.repetition,
+        0.0,
+        "the code draws random numbers, or keeps something between calls",
+        mend="draw fixed numbers from a generator with a seed of its own",
+        settings=combinations,
+    ),
+    RuleCheck(
+        "rows of the batch",
+        independence_checks.rows_of_the_batch,
+        1e-12,
+        "a sum, mean, norm or index goes over the batch",
+        mend="reduce over channels alone: dimension 0 is the batch",
+        settings=combinations,
+    ),
+    RuleCheck(
+        "heads",
+        independence_checks.heads,
+        1e-12,
+        "a value of one head is used for another, or a sum, mean or norm goes over the heads",
+        mend="keep dimension 2 of q, k, v and of gates; what differs between heads is a constant gate",
+        settings=combinations,
+    ),
+    RuleCheck(
+        "causality of values",
+        independence_checks.causality_of_values,
+        1e-12,
+        "the output of a token depends on later tokens",
+        settings=combinations,
+    ),
+    RuleCheck(
+        "causality of gradients",
+        independence_checks.causality_of_gradients,
+        0.0,
+        "the output of a token depends on later tokens",
+        settings=combinations,
+    ),
+    RuleCheck(
+        "initial state",
+        use_checks.initial_state,
+        use_checks.FAINT,
+        "the given state is not read",
+        at_least=True,
+        settings=_declared,
+    ),
+    RuleCheck(
         "backends",
         form_checks.backends,
         EXACT,
@@ -233,44 +279,6 @@ CHECKS = (
         settings=combinations,
     ),
     RuleCheck(
-        "causality of values",
-        independence_checks.causality_of_values,
-        1e-12,
-        "the output of a token depends on later tokens",
-        settings=combinations,
-    ),
-    RuleCheck(
-        "causality of gradients",
-        independence_checks.causality_of_gradients,
-        0.0,
-        "the output of a token depends on later tokens",
-        settings=combinations,
-    ),
-    RuleCheck(
-        "rows of the batch",
-        independence_checks.rows_of_the_batch,
-        1e-12,
-        "a sum, mean, norm or index goes over the batch",
-        mend="reduce over channels alone: dimension 0 is the batch",
-        settings=combinations,
-    ),
-    RuleCheck(
-        "heads",
-        independence_checks.heads,
-        1e-12,
-        "a value of one head is used for another, or a sum, mean or norm goes over the heads",
-        mend="keep dimension 2 of q, k, v and of gates; what differs between heads is a constant gate",
-        settings=combinations,
-    ),
-    RuleCheck(
-        "repetition",
-        independence_checks.repetition,
-        0.0,
-        "the code draws random numbers, or keeps something between calls",
-        mend="draw fixed numbers from a generator with a seed of its own",
-        settings=combinations,
-    ),
-    RuleCheck(
         "gradients",
         number_checks.gradients,
         number_checks.GRADIENTS,
@@ -282,7 +290,7 @@ CHECKS = (
         "gradients at other sizes",
         number_checks.gradients_at_other_sizes,
         number_checks.GRADIENTS,
-        "a backward that is right at some sizes alone",
+        "a backward that is wrong at these sizes or values",
         slow=True,
     ),
     RuleCheck(
@@ -319,8 +327,8 @@ CHECKS = (
     RuleCheck(
         "gate liveness",
         use_checks.gate_liveness,
-        1e-4,  # the weakest gate of the built-in rules has 6e-3; a gate that a normalization cancels has at most 1e-6
-        "a later normalization cancels the gate, or the rule does not use it",
+        5e-6,  # the weakest gate of the built-in rules has 6e-3; a gate that a normalization cancels has at most 1e-6
+        "a later normalization cancels the gate, or the rule does not use it, or it hardly changes",
         at_least=True,
         mend="use it, or refuse this combination of options with an InputError in `__post_init__`",
         settings=combinations,
@@ -330,7 +338,7 @@ CHECKS = (
         "knob options",
         use_checks.knob_options,
         use_checks.SAME,
-        "the rule does not use the knob",
+        "the rule does not use the knob, or both options are one function",
         at_least=True,
         settings=_declared,
     ),
@@ -348,14 +356,6 @@ CHECKS = (
         "`mix` does not use `scale`, or has K ** -0.5 in its place",
         at_least=True,
         only=lambda rule: rule.transition is None,
-    ),
-    RuleCheck(
-        "initial state",
-        use_checks.initial_state,
-        use_checks.FAINT,
-        "the given state is not read",
-        at_least=True,
-        settings=_declared,
     ),
     RuleCheck(
         "precision",
@@ -380,6 +380,31 @@ CHECKS = (
         mend="add an eps, as F.normalize does",
         settings=combinations,
     ),
+    RuleCheck(
+        "long forms",
+        wide_checks.long_forms,
+        1e-8,
+        "the code takes another path in long sequences, or an internal chunk is wrong",
+        settings=_declared,
+        slow=True,
+    ),
+    RuleCheck(
+        "wide channels",
+        wide_checks.wide_channels,
+        use_checks.FAINT,
+        "the code does not read all channels at these widths",
+        at_least=True,
+        slow=True,
+    ),
+    RuleCheck(
+        "many rows and heads",
+        wide_checks.many_rows_and_heads,
+        1e-12,
+        "the code takes another path with many sequences or heads, and mixes them there",
+        settings=_declared,
+        slow=True,
+    ),
+    RuleCheck("other numbers", wide_checks.other_numbers, 0.0, "the code takes the listed numbers alone"),
     RuleCheck("sizes", form_checks.sizes, 0.0, "a shape or a dtype breaks the contract", settings=combinations),
     RuleCheck(
         "token by token",

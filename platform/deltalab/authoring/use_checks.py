@@ -39,9 +39,9 @@ FORMS: tuple[Backend, ...] = ("recurrent", "chunked")
 FAINT = 1e-9  # of the largest gradient: what moves results by less is not read
 
 
-def channels(rule: UpdateRule) -> Iterator[Measured | Note]:
+def channels(rule: UpdateRule, **sizes: int) -> Iterator[Measured | Note]:
     """The largest gradient of outputs and states in each channel of q, k and v, and in each head of each gate."""
-    x = started(rule, inputs(rule, PREFIX + LENGTH)).map(lambda part: part.detach().requires_grad_())
+    x = started(rule, inputs(rule, PREFIX + LENGTH, **sizes)).map(lambda part: part.detach().requires_grad_())
     given = {name: value for name, value in floats(x).items() if not name.startswith("state")}
     o, state = run(rule, x, "chunked")
     found = gradients_of(weighted({"o": o, **{f"state[{i}]": s for i, s in enumerate(state)}}), given)
