@@ -107,6 +107,8 @@ def gate_liveness(rule: UpdateRule) -> Iterator[Measured]:
     for path, parameter in layer.gates.named_parameters():
         if any(name in live for name, gate in rule.gates.items() if path.split(".")[1] in (name, gate.of)):
             sources[f"parameter {path}"] = parameter
+    if not live:
+        return
     for source, gradient in gradients_of((y * normal(*y.shape, seed=2)).sum(), sources).items():
         what = f"gradient of the layer's output with respect to {source}, relative to the output,"
         yield Measured(float(gradient.norm() / y.detach().norm()), what)
