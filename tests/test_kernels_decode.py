@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 import deltalab
 from deltalab.authoring.inputs import draw
 from deltalab.kernels.decode import decode
+from deltalab.ops.lowering import lowered
 from deltalab.ops.reference import recurrent
 from deltalab.ops.scan import operands as operands_of
 from deltalab.rule import Fit, Operands, State
@@ -172,7 +173,8 @@ def test_every_rule_in_every_setting(name: str) -> None:
         before, now = x.span(0, 4), x.span(4)
         _, state = deltalab.scan(rule, before.q, before.k, before.v, before.gates, backend="recurrent")
         assert rule.transition is not None
-        assert_solves(rule.transition, operands_of(rule, now.q, now.k, now.v, now.gates), state, limit=2e-6)
+        low = lowered(rule.transition, operands_of(rule, now.q, now.k, now.v, now.gates))
+        assert_solves(low.transition, low.x, state, limit=2e-6)
 
 
 def test_strided_operands_are_read_where_they_stand() -> None:

@@ -98,7 +98,7 @@ def test_the_spread_of_a_task_is_that_of_its_latest_study(tmp_path: Path) -> Non
     with Store.open(tmp_path / "lab.db") as store:
         assert spreads(store, plan.tasks) == []
         spec = plan.spec.model_dump(mode="json")
-        study = store.begin_study("s", None, plan.identity, spec, arm_records(plan), _provenance(plan))
+        study = store.begin_study("s", None, plan.identity, spec, arm_records(plan), _provenance(plan, {}))
         for arm in plan.arms:
             job = plan.job(arm, "confirm", 0, {})
             runs = [

@@ -188,13 +188,13 @@ def test_one_thread_or_what_resources_say_whatever_torch_was_set_to(lab: Path, m
 def test_provenance_has_versions_and_no_password(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url = "--db=postgresql://me:s3cret@host/lab?password=s3cret"
     monkeypatch.setattr(sys, "argv", ["platform", "study", "run", url])
-    found = running._provenance(planned(write(lab / "s.yaml")))
+    found = running._provenance(planned(write(lab / "s.yaml")), {})
     assert "s3cret" not in json.dumps(found)
     assert found["command"][-1] == "--db=postgresql://me:***@host/lab?password=***"
     assert found["versions"]["torch"].startswith(torch.__version__.partition("+")[0])
     assert found["tasks"]["mqar"]["chance"] == 1 / 16
     monkeypatch.setattr(running, "version", partial(_missing, {"ray"}, running.version))
-    assert running._provenance(planned(lab / "s.yaml"))["versions"]["ray"] is None
+    assert running._provenance(planned(lab / "s.yaml"), {})["versions"]["ray"] is None
 
 
 def _missing(names: set[str], version: Callable[[str], str], name: str) -> str:

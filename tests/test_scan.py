@@ -127,6 +127,8 @@ def test_any_shape_that_fits_is_taken_and_any_that_does_not_is_refused(
     for part in ("q", "k", "v"):
         given_parts = {"q": x.q, "k": x.k, "v": x.v}
         for dim in range(4) if part != "v" else range(3):
+            if rule.grouped and (part, dim, sizes["heads"]) == ("q", 2, 1):
+                continue  # two queries share one key
             longer = torch.cat([given_parts[part], given_parts[part].narrow(dim, 0, 1)], dim)
             with pytest.raises(InputError):
                 deltalab.scan(rule, **(given_parts | {part: longer}), gates=x.gates, backend=backend)

@@ -55,7 +55,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 def schedule(found: Plan, store: Store) -> Schedule:
     spec = found.spec.model_dump(mode="json")
     study_id = store.begin_study(
-        found.spec.name, found.profile, found.identity, spec, arm_records(found), _provenance(found)
+        found.spec.name, found.profile, found.identity, spec, arm_records(found), _provenance(found, {})
     )
     return Schedule(found, store, study_id)
 

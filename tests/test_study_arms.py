@@ -230,7 +230,7 @@ def test_the_diagonal_of_dplr_has_a_channels_decay_through_a_low_rank(planned):
     for arm in ("dplr", "dplr_full_rank"):
         rule = ModelSpec(vocab_size=1, rule=planned["transition"][arm].config["rule"]).make_rule()
         ranks[arm] = torch.linalg.matrix_rank(weight(Gates(rule.gates, 64, 2, 16, 16), "g")).item()
-        assert rule.gates["g"].shape(2, 16) == (2, 16)
+        assert rule.gates["g"].shape(2, 16, 16) == (2, 16)
     assert ranks == {"dplr": 16, "dplr_full_rank": 32}
 
 

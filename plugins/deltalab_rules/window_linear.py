@@ -44,7 +44,7 @@ class WindowLinear(UpdateRule):
     def operands(self, q: Tensor, k: Tensor, v: Tensor, *, carry: tuple[Tensor, ...], g: Tensor) -> Operands:
         length = k.shape[1]
         g = g.expand(k.shape[:3])
-        alpha = g.exp()
+        alpha = g.to(carry[-1].dtype).exp()
         seen_k, seen_v, seen_alpha = (
             torch.cat([past.transpose(1, 2), now.to(past.dtype)], dim=1)
             for past, now in zip(carry, (k, v, alpha), strict=True)

@@ -397,6 +397,14 @@ CHECKS = (
         slow=True,
     ),
     RuleCheck(
+        "wide precision",
+        wide_checks.wide_precision,
+        5e-4,
+        "the code rounds to another dtype at these widths",
+        settings=_declared,
+        slow=True,
+    ),
+    RuleCheck(
         "many rows and heads",
         wide_checks.many_rows_and_heads,
         1e-12,

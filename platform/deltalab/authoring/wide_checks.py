@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from deltalab.authoring.check import Measured, Note
 from deltalab.authoring.independence_checks import heads, rows_of_the_batch
@@ -55,6 +56,17 @@ def wide_channels(rule: UpdateRule) -> Iterator[Measured | Note]:
         for measured in channels(rule, key_dim=key_dim, value_dim=value_dim):
             if isinstance(measured, Measured):
                 yield measured._replace(what=f"{measured.what} at K={key_dim}, V={value_dim}")
+
+
+def wide_precision(rule: UpdateRule) -> Iterator[Measured]:
+    """fp32 held to fp64 on the same values, at keys and values above 32."""
+    try:
+        x = started(rule, inputs(rule, PREFIX + LENGTH, key_dim=40, value_dim=40)).map(Tensor.float)
+    except Exception:  # "other sizes" says which sizes the rule does not take
+        return
+    yield from errors(
+        outputs(rule, x, "chunked"), outputs(rule, x.map(Tensor.double), "chunked"), "fp32 to fp64 at K=40"
+    )
 
 
 def many_rows_and_heads(rule: UpdateRule) -> Iterator[Measured | Note]:
