@@ -64,6 +64,7 @@ CAUGHT: dict[str, tuple[str, str]] = {
     "same_options": ("knob options", "between form=unit and form=normed is 0"),
     "scale_twice": ("scale", "the power of the scale in the output, 2, from 1"),
     "single_precision_branch": ("precision", "in fp32 to fp64"),
+    "softmax_scale_twice": ("scale", "1 minus the change by a scale that is applied twice"),
     "softmax_without_scale": ("scale", "change of the output at twice the scale"),
     "spec_lost": ("spec", "`__post_init__` changes gain"),
     "square_state": ("other sizes", "at H=8, K=4, V=4"),

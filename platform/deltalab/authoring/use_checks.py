@@ -215,6 +215,11 @@ def scale(rule: UpdateRule) -> Iterator[Measured | Note]:
         # A power of the scale other than 1 is a scale that is applied twice. A softmax of it is no power.
         factor = float((double * o).sum() / o.square().sum().clamp_min(1e-300))
         power = error(double, factor * o) < SAME and error(fourth, factor**2 * o) < SAME and factor > 0
+        for times, how in ((4.0, "twice"), (2**0.5, "by its root")):  # inside a softmax, where it acts on q
+            scaled = outputs(rule, Inputs(times * x.q, x.k, x.v, x.gates, x.state), form, scale=SCALE)["o"]
+            if not power and error(scaled, o) > SAME and error(double, scaled) < SAME:
+                what = f"1 minus the change by a scale that is applied {how}, {form},"
+                yield Measured(0.0, what, f"the scale is applied {how}", 1 - SAME)
         if power and change > SAME:
             exponent = math.log2(factor)
             what = f"1 minus the distance of the power of the scale in the output, {exponent:.3g}, from 1, {form},"

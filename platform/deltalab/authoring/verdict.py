@@ -94,7 +94,7 @@ def demand(rules: Sequence[str], *, quiet: bool = False) -> None:
         if not verdict.passed:
             check, message = verdict.failed[0]
             message = re.sub(r"; \d+ checks raised it: .*", "", message)
-            more = f", and {len(verdict.failed) - 1} other checks" if len(verdict.failed) > 1 else ""
+            more = f", and {others} other check{'s' * (others > 1)}" if (others := len(verdict.failed) - 1) else ""
             wrong.append(
                 f"rule '{rule}' ({rule_plugin(rule).file}) fails the check '{check}'{more}: {message}; "
                 f"`platform rule check {rule}` says more, --unchecked runs the study all the same"
