@@ -140,7 +140,14 @@ def test_what_does_not_apply_is_left_out() -> None:
     of_gates = {"extreme gates", "gate ranges", "gate liveness"}
     of_knobs = {"knob options", "knobs together"}
     alone = {"kernel", "step"}
-    assert every - listed["linear_attention"] == {*of_gates, *of_knobs, *alone, "scale", "nothing independent"}
+    assert every - listed["linear_attention"] == {
+        *of_gates,
+        *of_knobs,
+        *alone,
+        "scale",
+        "nothing independent",
+        "other numbers",
+    }
     assert every - listed["attention"] == {*of_gates, *alone, "knobs together", "eigenvalues"}
 
 
@@ -295,7 +302,7 @@ def test_a_rule_that_exits_is_a_failed_check_and_ctrl_c_is_not() -> None:
 
     [failed] = failures(check_rule(Exits())).values()
     assert failed.message.startswith("sound [as declared]: raised SystemExit: 0 (test_rule_checks.py:")
-    assert "checks raised it: backends, " in failed.message
+    assert "checks raised it: repetition, " in failed.message
     with pytest.raises(KeyboardInterrupt):
         check_rule(Interrupted())
 
@@ -320,7 +327,7 @@ def test_an_error_whose_text_is_not_unicode_can_be_printed() -> None:
     class Garbled(Sound):
         operands = raising(ValueError("\n\ud800"))
 
-    message = failures(check_rule(Garbled()))["backends"].message
+    message = failures(check_rule(Garbled()))["repetition"].message
     assert message.encode().startswith(b"sound [as declared]: raised ValueError: \\ud800 (test_rule_checks.py:")
 
 

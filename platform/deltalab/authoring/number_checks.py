@@ -174,7 +174,7 @@ def _approximate(result: Tensor) -> str:
 
 # --- dtypes -------------------------------------------------------------------------------------------------
 
-FP32, BF16, BF16_STATE = 1e-3, 2e-2, 4e-3
+FP32, BF16, BF16_STATE = 1e-3, 3e-2, 4e-3
 
 
 def precision(rule: UpdateRule) -> Iterator[Measured]:
