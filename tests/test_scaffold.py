@@ -98,7 +98,7 @@ def test_a_stack_of_runs_is_one_launch_of_the_kernel(here):
     ("right", "wrong", "said"),
     [
         ("part = row + block * tl.num_programs(0) * T", "part = row", "H=3, K=20, V=40"),
-        ("S = z / tl.sqrt(1", "S = (z / tl.sqrt(1", "all of it rounded to bf16"),
+        ("S = z / tl.sqrt(1", "S = (z / tl.sqrt(1", "all rounded to bf16"),
         ("row = (head // H * T + t) * H + head % H", "row = (head // H * T + t) * H", "H=3, K=20, V=40"),
         (
             "tl.store(d_v + row * V + j, tl.sum(dz * k_t, 0)",
