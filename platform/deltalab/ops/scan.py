@@ -101,7 +101,7 @@ def _choose(
         return run if cu_seqlens is None else packed
     if rule.carries and (cu_seqlens is not None or backend == "recurrent"):
         values = _gates(rule, gates, q, v)
-        run = partial(_operands_by_token, rule, q, k, v, values, scale=scale, state=state)
+        run = partial(_token_by_token, rule, q, k, v, values, scale=scale, state=state)
         return run if cu_seqlens is None else packed
     x = operands(rule, q, k, v, gates, carry=None if state is None else state[rule.states :])
     if cu_seqlens is not None and not packs(rule.transition, x, v.dtype, backend):
@@ -215,18 +215,18 @@ def _token_by_token(
     scale: float,
     state: State | None,
 ) -> tuple[Tensor, State]:
-    """`UpdateRule.mix` of each token by itself, for at least one token."""
-    out = []
+    """Each token by itself, for at least one token: by `mix`, or by operands of that token and the carry alone."""
+    out, advance = [], rule.advance if rule.transition is None else partial(_advance, rule)
     for t in range(q.shape[1]):
         one, steps = slice(t, t + 1), slice(t * rule.steps, (t + 1) * rule.steps)
         now = _rows(rule, gates, one, steps)
-        o, state = rule.advance(q[:, one], k[:, steps], v[:, steps], now, scale=scale, state=state)
+        o, state = advance(q[:, one], k[:, steps], v[:, steps], now, scale=scale, state=state)
         out.append(o)
     assert state is not None
     return torch.cat(out, dim=1), state
 
 
-def _operands_by_token(
+def _advance(
     rule: UpdateRule,
     q: Tensor,
     k: Tensor,
@@ -236,21 +236,11 @@ def _operands_by_token(
     scale: float,
     state: State | None,
 ) -> tuple[Tensor, State]:
-    """The equation of each token by itself, with operands that are made from that token and the carry alone."""
-    out = []
-    for t in range(q.shape[1]):
-        one, steps = slice(t, t + 1), slice(t * rule.steps, (t + 1) * rule.steps)
-        now = _rows(rule, gates, one, steps)
-        carry = None if state is None else state[rule.states :]
-        x = operands(rule, q[:, one], k[:, steps], v[:, steps], now, carry=carry)
-        before = None if state is None else state[: rule.states]
-        assert rule.transition is not None
-        o, state = _recurrence(
-            rule.transition, x, dtype=v.dtype, scale=scale, state=before, backend="recurrent", chunk_size=1
-        )
-        out.append(o)
-    assert state is not None
-    return torch.cat(out, dim=1), state
+    """One token of a rule of the algebra."""
+    assert rule.transition is not None
+    x = operands(rule, q, k, v, gates, carry=None if state is None else state[rule.states :])
+    before = None if state is None else state[: rule.states]
+    return _recurrence(rule.transition, x, dtype=v.dtype, scale=scale, state=before, backend="recurrent", chunk_size=1)
 
 
 def _rows(rule: UpdateRule, gates: Mapping[str, Tensor], tokens: slice, steps: slice) -> dict[str, Tensor]:
