@@ -91,3 +91,11 @@ def sums_between(g: Tensor) -> Tensor:
     ones = torch.ones(g.shape[-1], g.shape[-1], dtype=torch.bool, device=g.device)
     later = torch.where(ones.tril(-1), g[..., :, None], 0.0)
     return later.cumsum(-2).masked_fill(~ones.tril(), -torch.inf)
+
+
+def nothing_seen(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The keys, the values and the fade of each since it was seen, of no token yet: [B, H, 0, K], V and 1, in fp32."""
+    batch, _, heads, _ = k.shape
+    dtype = torch.promote_types(v.dtype, torch.float32)
+    keys, values, since = (v.new_empty(batch, heads, 0, width, dtype=dtype) for width in (k.shape[-1], v.shape[-1], 1))
+    return keys, values, since

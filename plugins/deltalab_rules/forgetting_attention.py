@@ -11,7 +11,7 @@ from torch import Tensor
 from deltalab import gates as forms
 from deltalab.gates import Gate, parameterization
 from deltalab.rule import State, UpdateRule, knob
-from deltalab.softmax import sums_between
+from deltalab.softmax import nothing_seen, sums_between
 
 LEAST = -1e4
 """The least g: a key that has faded this much has no weight, and its sum of g stays finite."""
@@ -49,11 +49,7 @@ class ForgettingAttention(UpdateRule):
         return "raw"
 
     def initial_state(self, k: Tensor, v: Tensor) -> State:
-        batch, _, heads, _ = k.shape
-        dtype = torch.promote_types(v.dtype, torch.float32)
-        widths = k.shape[-1], v.shape[-1], 1
-        keys, values, since = (v.new_empty(batch, heads, 0, width, dtype=dtype) for width in widths)
-        return keys, values, since
+        return nothing_seen(k, v)
 
     def mix(
         self, q: Tensor, k: Tensor, v: Tensor, gates: Mapping[str, Tensor], *, scale: float, state: State
