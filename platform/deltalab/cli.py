@@ -14,6 +14,7 @@ from rich.table import Table
 
 from deltalab import __version__
 from deltalab.authoring.check import CheckResult, author_line
+from deltalab.cli_options import AsJson, Db, Folder, Params, Profile, StudyFile, StudyName
 from deltalab.errors import InputError, WrongRules
 from deltalab.registry import add_plugin, get_rule, get_task, list_rules, list_tasks, rule_plugin, task_plugin
 from deltalab.tasks import Task
@@ -25,19 +26,6 @@ task = typer.Typer(no_args_is_help=True, help="List, show, check and start proxy
 db = typer.Typer(no_args_is_help=True, help="Look after the database.")
 for name, group in (("study", study), ("rule", rule), ("task", task), ("db", db)):
     app.add_typer(group, name=name)
-
-Db = Annotated[
-    str | None,
-    typer.Option("--db", envvar="DELTALAB_DB", help="A file or a database URL; ./deltalab.db by default."),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Folder = Annotated[Path, typer.Option("--folder", help="Where to write it.")]
-Params = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")]
-Profile = Annotated[str | None, typer.Option("--profile", help="One of the study's profiles.")]
-StudyFile = Annotated[
-    Path, typer.Argument(metavar="FILE|NAME", help="A study's file, or the name of one in ./studies or shipped.")
-]
-StudyName = Annotated[str, typer.Argument(metavar="STUDY", help="A study's NAME, NAME:PROFILE, id or file.")]
 
 console = Console()
 FORKED = hasattr(os, "fork")
