@@ -1,6 +1,7 @@
 """Language models made of rule layers."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -8,18 +9,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltalab.errors import InputError
-from deltalab.models.layer import LayerCache, RuleLayer, initialize, linear, parameter
+from deltalab.models.layer import LayerCache, RuleLayer
 from deltalab.models.spec import ROPE, ModelSpec
+from deltalab.models.start import Normal, Started, initialize, linear
 from deltalab.ops.backends import automatic
 from deltalab.ops.norm import ResidualNorm, RMSNorm
 
 
-class Embedding(nn.Embedding):
+class Embedding(Started, nn.Embedding):
     """Rows of a matrix [V, d], started normal: tokens [B, T] to [B, T, d]."""
 
-    def __init__(self, vocabulary: int, width: int) -> None:
-        super().__init__(vocabulary, width)
-        self.weight = parameter(lambda g: torch.empty(vocabulary, width).normal_(0.0, 1.0, generator=g))
+    starts = MappingProxyType({"weight": Normal(1.0)})
 
     def forward(self, tokens: Tensor) -> Tensor:
         embed = automatic(self.weight.device.type).embed
@@ -123,7 +123,7 @@ def places(x: Tensor, at: Tensor | None) -> Tensor:
     return x if at is None else x.gather(-2, at[..., None].expand(*at.shape, x.shape[-1]))
 
 
-class Model(nn.Module):
+class Model(Started):
     """Tokens [B, T] to logits [B, T, vocab]."""
 
     def __init__(self, spec: ModelSpec) -> None:
