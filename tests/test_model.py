@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import deltalab
 from deltalab.errors import InputError
@@ -309,3 +310,24 @@ def test_a_model_needs_a_mapping_with_rule_and_vocabulary(given: object) -> None
 )
 def test_values_that_are_equal_are_one_model(key: str, values: tuple[object, ...]) -> None:
     assert len({repr(ModelSpec.of({**SMALL, "rule": "comba", key: value})) for value in values}) == 1
+
+
+@pytest.mark.parametrize("width", [128, 512, 1024])
+@pytest.mark.parametrize("tied", [True, False])
+def test_no_width_starts_worse_than_a_narrow_model(width: int, tied: bool) -> None:
+    """The token that was just read gets the largest logit of a tied model: sqrt(d), if it grows with the width d."""
+    losses = []
+    for d_model in (64, width):
+        sizes = {"vocab_size": 512, "d_model": d_model, "heads": d_model // 32, "layers": 1}
+        model = build_model({"rule": "gated_deltanet", "tie_embeddings": tied, **sizes})
+        read = torch.randint(512, (4, 33), generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            losses.append(F.cross_entropy(model(read[:, :-1]).flatten(0, 1), read[:, 1:].flatten()).item())
+    assert losses[1] < losses[0] + 0.1
+
+
+def test_tied_logits_of_width_64_and_less_have_the_factor_of_the_first_release() -> None:
+    for d_model in (16, 48, 64):
+        model = build_model({"rule": "gated_deltanet", "vocab_size": 16, "d_model": d_model})
+        hidden = torch.randn(3, d_model)
+        assert torch.equal(model.logits(hidden), F.linear(hidden * d_model**-0.5, model.embed.weight))

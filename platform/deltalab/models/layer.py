@@ -1,6 +1,5 @@
 """A rule as a layer that mixes tokens: projections, convolution, positions, gates, the rule, output norm and gate."""
 
-import hashlib
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltalab.gates import Gate, Start
+from deltalab.gates import Gate
+from deltalab.models.start import OfGate, Parameters, Ramp, Started, Uniform, linear
+from deltalab.models.start import initialize as initialize
 from deltalab.ops.convolution import LEAST_NORM, Channels, features, fused, fuses
 from deltalab.ops.norm import HeadNorm, RMSNorm
 from deltalab.ops.recurrence import Backend
@@ -42,33 +43,6 @@ class LayerCache:
         return LayerCache(change(self.conv), tuple(map(change, self.state)), change(self.place), change(self.last))
 
 
-def parameter(start: Callable[[torch.Generator], Tensor]) -> nn.Parameter:
-    """A parameter that `initialize` can start anew from a seed."""
-    made = nn.Parameter(start(torch.Generator().manual_seed(0)))
-    made.start = start  # type: ignore[attr-defined]
-    return made
-
-
-def linear(inputs: int, outputs: int, *, std: float | None = None) -> nn.Linear:
-    """A projection without bias; weights are normal with standard deviation `std`, inputs ** -0.5 where None."""
-    module = nn.Linear(inputs, outputs, bias=False)
-    module.weight = parameter(lambda generator: _normal((outputs, inputs), std or inputs**-0.5, generator))
-    return module
-
-
-def initialize(module: nn.Module, seed: int) -> None:
-    """Starts each parameter from the seed and its name alone, so that models start equal in what they share."""
-    with torch.no_grad():
-        for name, value in module.named_parameters():
-            if start := getattr(value, "start", None):
-                digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-                value.copy_(start(torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))))
-
-
-def _normal(shape: tuple[int, ...], std: float, generator: torch.Generator) -> Tensor:
-    return torch.empty(shape).normal_(0.0, std, generator=generator)
-
-
 class Gates(nn.Module):
     """The gates of a rule: x [B, T, d] to each value by its symbol, in the shape of the gate's `per`, at least fp32.
 
@@ -93,7 +67,7 @@ class Gates(nn.Module):
                 self.project[name] = linear(d_model, width)
             elif gate.projected and gate.rank is not None:
                 self.project[name] = nn.Sequential(linear(d_model, gate.rank), linear(gate.rank, width))
-            self.learned[name] = nn.ParameterDict({p: _started(start, shape) for p, start in gate.parameters.items()})
+            self.learned[name] = Parameters({p: OfGate(gate, p) for p in gate.parameters}, shape)
 
     def weights(self) -> list[Tensor]:
         """The matrices that x is multiplied by, [.., d] each."""
@@ -129,11 +103,7 @@ def _first(project: nn.Module) -> nn.Linear:
     return first
 
 
-def _started(start: Start, shape: tuple[int, ...]) -> nn.Parameter:
-    return parameter(lambda generator: start(shape, generator))
-
-
-class Vectors(nn.Module):
+class Vectors(Started):
     """The vectors that a rule declares besides q, k and v: x [B, T, d] to each by its symbol, [B, T, H, K or V].
 
     Each is projected, convolved over time, activated and normalized, as its `Gate.features` say.
@@ -153,8 +123,7 @@ class Vectors(nn.Module):
             self.project[name] = full or nn.Sequential(linear(d_model, gate.rank or 0), linear(gate.rank or 0, width))
         self.width = conv
         if conv and self.gates:
-            bound, channels = conv**-0.5, sum(self.widths)
-            self.conv = parameter(lambda g: torch.empty(conv, channels).uniform_(-bound, bound, generator=g))
+            self.conv = self.drawn("conv", Uniform(conv**-0.5), conv, sum(self.widths))
 
     def forward(self, x: Tensor, past: Tensor | None) -> tuple[dict[str, Tensor], Tensor]:
         """The vectors, and the past for the tokens that follow.
@@ -186,9 +155,7 @@ class TokenShift(nn.Module):
 
     def __init__(self, d_model: int, readers: Sequence[str]) -> None:
         super().__init__()
-        self.share = nn.ParameterDict(
-            {name: parameter(lambda generator: torch.linspace(0, 1, d_model)) for name in readers}
-        )
+        self.share = Parameters(dict.fromkeys(readers, Ramp()), (d_model,))
 
     def forward(self, x: Tensor, last: Tensor | None) -> dict[str, Tensor]:
         """last: the token before these, [B, 1, d]; None for zero."""
@@ -196,7 +163,7 @@ class TokenShift(nn.Module):
         return {name: x + share * (before - x) for name, share in self.share.items()}
 
 
-class RuleLayer(nn.Module):
+class RuleLayer(Started):
     """A rule as a layer, x [B, T, d] to y [B, T, d].
 
     q, k and v come from one projection and one causal depthwise convolution, k and v for each of the rule's steps, and
@@ -240,11 +207,9 @@ class RuleLayer(nn.Module):
         self.channels = Channels(
             heads, qk_heads or heads, key_dim, value_dim, rule.steps, rule.features, rule.silu_of_v, kv_heads
         )
-        channels = self.channels.total
-        self.qkv = linear(d_model, channels)
+        self.qkv = linear(d_model, self.channels.total)
         if conv:
-            bound = conv**-0.5
-            self.conv = parameter(lambda g: torch.empty(conv, channels).uniform_(-bound, bound, generator=g))
+            self.conv = self.drawn("conv", Uniform(conv**-0.5), conv, self.channels.total)
         self.q_norm = RMSNorm(key_dim) if qk_norm else None
         self.k_norm = RMSNorm(key_dim) if qk_norm else None
         self.gates = Gates(rule.gates, d_model, heads, key_dim, value_dim, rule.steps)

@@ -1,6 +1,7 @@
 """Language models made of rule layers."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -8,18 +9,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltalab.errors import InputError
-from deltalab.models.layer import LayerCache, RuleLayer, initialize, linear, parameter
-from deltalab.models.spec import ROPE, ModelSpec
+from deltalab.models.layer import LayerCache, RuleLayer
+from deltalab.models.spec import ROPE, TIED_WIDTH, ModelSpec
+from deltalab.models.start import Normal, Started, initialize, linear
 from deltalab.ops.backends import automatic
 from deltalab.ops.norm import ResidualNorm, RMSNorm
 
 
-class Embedding(nn.Embedding):
+class Embedding(Started, nn.Embedding):
     """Rows of a matrix [V, d], started normal: tokens [B, T] to [B, T, d]."""
 
-    def __init__(self, vocabulary: int, width: int) -> None:
-        super().__init__(vocabulary, width)
-        self.weight = parameter(lambda g: torch.empty(vocabulary, width).normal_(0.0, 1.0, generator=g))
+    starts = MappingProxyType({"weight": Normal(1.0)})
 
     def forward(self, tokens: Tensor) -> Tensor:
         embed = automatic(self.weight.device.type).embed
@@ -123,7 +123,7 @@ def places(x: Tensor, at: Tensor | None) -> Tensor:
     return x if at is None else x.gather(-2, at[..., None].expand(*at.shape, x.shape[-1]))
 
 
-class Model(nn.Module):
+class Model(Started):
     """Tokens [B, T] to logits [B, T, vocab]."""
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -181,8 +181,14 @@ class Model(nn.Module):
         return F.linear(self._scaled(hidden), self.head)
 
     def _scaled(self, hidden: Tensor) -> Tensor:
-        # Recall is learned fastest from embeddings of unit scale; the factor gives logits unit scale too.
-        return hidden * self.spec.d_model**-0.5 if self.unembed is None else hidden
+        if self.unembed is not None:
+            return hidden
+        # Recall is learned fastest from embeddings of unit scale; the factor gives logits unit scale too. At the start,
+        # the logit of the token that was just read is d times the factor. Wide models bound it, since e^sqrt(d) would
+        # outweigh the whole vocabulary.
+        width = self.spec.d_model
+        factor: float = width**-0.5 if width <= TIED_WIDTH else TIED_WIDTH**0.5 / width
+        return hidden * factor
 
     def state_size(self, length: int) -> int:
         """Elements that all layers hold for one sequence after `length` tokens, counted on the tensors."""

@@ -36,6 +36,9 @@ OF_A_LAYER = (
 )
 """Settings that an entry of `ModelSpec.layers` may give its own layer."""
 
+TIED_WIDTH = 64
+"""The width up to which tied logits have the factor d_model ** -0.5; above it, the factor is 8 / d_model."""
+
 LATER = {"since": "0.2"}
 """Marks settings that the first release lacks: at their default they leave the key of a trial as it was."""
 

@@ -63,8 +63,16 @@ class HeadNorm(nn.Module):
         self.has_kernel = self.kind in ("rms", "none") and kind in ("sigmoid", "none")
         channels = heads * width if self.kind in ("rms_all", "group") else width
         weighted, biased = self.kind not in ("none", "rms_unweighted"), self.kind in ("layer", "group")
-        self.register_parameter("weight", nn.Parameter(torch.ones(channels)) if weighted else None)
-        self.register_parameter("bias", nn.Parameter(torch.zeros(channels)) if biased else None)
+        self.register_parameter("weight", nn.Parameter(torch.empty(channels)) if weighted else None)
+        self.register_parameter("bias", nn.Parameter(torch.empty(channels)) if biased else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Starts the weights at 1 and the biases at 0."""
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def forward(self, o: Tensor, gate: Tensor | None) -> Tensor:
         idle = self.weight is None and gate is None
