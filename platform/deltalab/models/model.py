@@ -1,6 +1,6 @@
 """Language models made of rule layers."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -14,6 +14,7 @@ from deltalab.models.spec import ROPE, TIED_WIDTH, ModelSpec
 from deltalab.models.start import Normal, Started, initialize, linear
 from deltalab.ops.backends import automatic
 from deltalab.ops.norm import ResidualNorm, RMSNorm
+from deltalab.ops.packing import Packing, Sequences
 
 
 class Embedding(Started, nn.Embedding):
@@ -85,10 +86,14 @@ class Block(nn.Module):
             self.mlp = SwiGLU(spec.d_model, out_std=shrink * (8 * spec.d_model / 3) ** -0.5)
 
     def forward(
-        self, x: Tensor, branch: Tensor | None, cache: LayerCache | None = None
+        self,
+        x: Tensor,
+        branch: Tensor | None,
+        cache: LayerCache | None = None,
+        cu_seqlens: "Tensor | Sequences | None" = None,
     ) -> tuple[Tensor, Tensor, LayerCache]:
         x, normed = self.norm(x, branch)
-        branch, cache = self.mixer(normed, cache)
+        branch, cache = self.mixer.advance(normed, cache, cu_seqlens=cu_seqlens)
         if self.mlp is not None:
             x, normed = self.mlp_norm(x, branch)
             branch = self.mlp(normed)
@@ -135,16 +140,43 @@ class Model(Started):
         self.rebuild = Rebuild(spec.d_model) if spec.readout == "last" else None
         self.unembed = None if spec.tie_embeddings else linear(spec.d_model, spec.vocab_size)
 
-    def forward(self, tokens: Tensor, where: Tensor | None = None) -> Tensor:
-        """Logits [B, T, vocab], or those of the N positions where the mask `where` [B, T] is true: [N, vocab]."""
-        features = self.features(tokens)
+    def forward(
+        self,
+        tokens: Tensor,
+        where: Tensor | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Logits [B, T, vocab], or those of the N positions where the mask `where` [B, T] is true: [N, vocab].
+
+        cu_seqlens, attention_mask: as in `RuleLayer`. Logits of padding are 0.
+        """
+        features = self.features(tokens, cu_seqlens=cu_seqlens, attention_mask=attention_mask)
         return F.linear(features if where is None else features[where], self.head)
 
-    def features(self, tokens: Tensor, at: Tensor | None = None) -> Tensor:
-        """Vectors [B, T, d] whose products with the rows of `head` are the logits; [B, m, d] at places `at` [B, m]."""
+    def features(
+        self,
+        tokens: Tensor,
+        at: Tensor | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Vectors [B, T, d] whose products with the rows of `head` are the logits; [B, m, d] at places `at` [B, m].
+
+        Raises `InputError` for packed or padded sequences where the readout is `last`.
+        """
         if self.rebuild is None:
-            hidden, _ = self.transform(self.embed(tokens), at=at)
-            return self._scaled(hidden)
+            packing = Packing.of_padded(tokens, attention_mask, cu_seqlens)
+            if packing is None:
+                return self._scaled(self.transform(self.embed(tokens), at=at, cu_seqlens=cu_seqlens)[0])
+            hidden, _ = self.transform(self.embed(packing.pack(tokens)), cu_seqlens=packing.cu_seqlens)
+            return places(self._scaled(packing.unpack(hidden)), at)
+        if cu_seqlens is not None or attention_mask is not None:
+            raise InputError(
+                "model.readout is 'last': a model that rebuilds whole sequences takes none packed or padded"
+            )
         hidden, _ = self.hidden(tokens)
         return places(self._scaled(self.rebuild(hidden)), at)
 
@@ -153,14 +185,17 @@ class Model(Started):
         """The output matrix, [vocab, d]."""
         return self.embed.weight if self.unembed is None else self.unembed.weight
 
-    def step(self, tokens: Tensor, cache: list[LayerCache] | None = None) -> tuple[Tensor, list[LayerCache]]:
+    def step(
+        self, tokens: Tensor, cache: list[LayerCache] | None = None, *, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, list[LayerCache]]:
         """Logits [B, T, vocab] for tokens that follow what the cache has seen, and the new cache.
 
+        cu_seqlens: as in `RuleLayer.advance`.
         Raises `InputError` for a model with readout `last`, which needs the whole sequence.
         """
         if self.rebuild is not None:
             raise InputError("model.readout is 'last': a model that rebuilds whole sequences cannot go token by token")
-        hidden, cache = self.hidden(tokens, cache)
+        hidden, cache = self.transform(self.embed(tokens), cache, cu_seqlens=cu_seqlens)
         return self.logits(hidden), cache
 
     def hidden(self, tokens: Tensor, cache: list[LayerCache] | None = None) -> tuple[Tensor, list[LayerCache]]:
@@ -168,12 +203,24 @@ class Model(Started):
         return self.transform(self.embed(tokens), cache)
 
     def transform(
-        self, x: Tensor, cache: list[LayerCache] | None = None, *, at: Tensor | None = None
+        self,
+        x: Tensor,
+        cache: list[LayerCache] | None = None,
+        *,
+        at: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        checkpoint: Callable[..., Any] | None = None,
     ) -> tuple[Tensor, list[LayerCache]]:
-        """Hidden states [B, T, d] for embedded tokens [B, T, d], and the new cache; `at` as in `features`."""
+        """Hidden states [B, T, d] for embedded tokens [B, T, d], and the new cache; `at` as in `features`.
+
+        cu_seqlens: as in `RuleLayer.advance`. checkpoint: calls a block, as its first argument, with the others; it may
+        compute the block again in backward, as `torch.utils.checkpoint.checkpoint` does.
+        """
+        packed = None if cu_seqlens is None else Sequences.of(cu_seqlens, x)
         branch, seen = None, []
         for i, block in enumerate(self.blocks):
-            x, branch, now = block(x, branch, None if cache is None else cache[i])
+            given = (x, branch, None if cache is None else cache[i], packed)
+            x, branch, now = block(*given) if checkpoint is None else checkpoint(block, *given)
             seen.append(now)
         return self.norm(places(x, at), None if branch is None else places(branch, at))[1], seen
 
