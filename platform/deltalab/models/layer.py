@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltalab.gates import Gate, Start
-from deltalab.ops.convolution import LEAST_NORM, Channels, features, fused, fuses
-from deltalab.ops.norm import HeadNorm, RMSNorm
+from deltalab.ops.convolution import FEATURES, LEAST_NORM, Channels, features, fused, fuses
+from deltalab.ops.norm import EPS, HeadNorm, RMSNorm
 from deltalab.ops.recurrence import Backend
 from deltalab.ops.rotary import angles, rotate
 from deltalab.ops.scan import scan
@@ -49,9 +49,11 @@ def parameter(start: Callable[[torch.Generator], Tensor]) -> nn.Parameter:
     return made
 
 
-def linear(inputs: int, outputs: int, *, std: float | None = None) -> nn.Linear:
-    """A projection without bias; weights are normal with standard deviation `std`, inputs ** -0.5 where None."""
-    module = nn.Linear(inputs, outputs, bias=False)
+def linear(inputs: int, outputs: int, *, std: float | None = None, bias: bool = False) -> nn.Linear:
+    """A projection; weights are normal with standard deviation `std`, inputs ** -0.5 where None; a bias is zero."""
+    module = nn.Linear(inputs, outputs, bias=bias)
+    if bias:
+        module.bias = parameter(lambda generator: torch.zeros(outputs))
     module.weight = parameter(lambda generator: _normal((outputs, inputs), std or inputs**-0.5, generator))
     return module
 
@@ -72,11 +74,19 @@ def _normal(shape: tuple[int, ...], std: float, generator: torch.Generator) -> T
 class Gates(nn.Module):
     """The gates of a rule: x [B, T, d] to each value by its symbol, in the shape of the gate's `per`, at least fp32.
 
-    Projected vectors are not among them: `Vectors` makes these.
+    Projected vectors are not among them: `Vectors` makes these. bias: of the second matrix of a gate with a rank.
     """
 
     def __init__(
-        self, gates: Mapping[str, Gate], d_model: int, heads: int, key_dim: int, value_dim: int, steps: int = 1
+        self,
+        gates: Mapping[str, Gate],
+        d_model: int,
+        heads: int,
+        key_dim: int,
+        value_dim: int,
+        steps: int = 1,
+        *,
+        bias: bool = False,
     ) -> None:
         super().__init__()
         self.gates = {name: gate for name, gate in gates.items() if gate.features is None}
@@ -92,7 +102,7 @@ class Gates(nn.Module):
             if gate.projected and gate.rank is None:
                 self.project[name] = linear(d_model, width)
             elif gate.projected and gate.rank is not None:
-                self.project[name] = nn.Sequential(linear(d_model, gate.rank), linear(gate.rank, width))
+                self.project[name] = nn.Sequential(linear(d_model, gate.rank), linear(gate.rank, width, bias=bias))
             self.learned[name] = nn.ParameterDict({p: _started(start, shape) for p, start in gate.parameters.items()})
 
     def weights(self) -> list[Tensor]:
@@ -210,6 +220,9 @@ class RuleLayer(nn.Module):
     token_shift: q, k, v, the gates and the output gate are each projected from a mean of x_t and x_{t-1}.
     output_norm, output_gate: kinds of `HeadNorm`. gate_rank: the width r of the gate's projection W_1 W_2 x through r
         channels; None for one matrix.
+    features: a kind of `FEATURES`; None for the rule's own. scale: of the output, None for K ** -0.5.
+    low_rank_bias: whether the second matrix of a projection through few channels has a bias.
+    norm_eps: what the norms add to a mean square.
     """
 
     def __init__(
@@ -229,6 +242,10 @@ class RuleLayer(nn.Module):
         output_norm: bool | str = True,
         output_gate: bool | str = True,
         gate_rank: int | None = None,
+        features: str | None = None,
+        scale: float | None = None,
+        low_rank_bias: bool = False,
+        norm_eps: float = EPS,
         out_std: float | None = None,
         chunk_size: int = 64,
         backend: Backend = "auto",
@@ -237,25 +254,28 @@ class RuleLayer(nn.Module):
         self.rule = rule
         self.heads, self.key_dim, self.value_dim = heads, key_dim, value_dim
         self.width, self.rope, self.chunk_size, self.backend = conv, rope, chunk_size, backend
-        self.channels = Channels(
-            heads, qk_heads or heads, key_dim, value_dim, rule.steps, rule.features, rule.silu_of_v, kv_heads
-        )
+        self.scale = scale
+        kind, silu_of_v = (rule.features, rule.silu_of_v) if features is None else FEATURES[features]
+        self.channels = Channels(heads, qk_heads or heads, key_dim, value_dim, rule.steps, kind, silu_of_v, kv_heads)
         channels = self.channels.total
         self.qkv = linear(d_model, channels)
         if conv:
             bound = conv**-0.5
             self.conv = parameter(lambda g: torch.empty(conv, channels).uniform_(-bound, bound, generator=g))
-        self.q_norm = RMSNorm(key_dim) if qk_norm else None
-        self.k_norm = RMSNorm(key_dim) if qk_norm else None
-        self.gates = Gates(rule.gates, d_model, heads, key_dim, value_dim, rule.steps)
+        self.q_norm = RMSNorm(key_dim, norm_eps) if qk_norm else None
+        self.k_norm = RMSNorm(key_dim, norm_eps) if qk_norm else None
+        self.gates = Gates(rule.gates, d_model, heads, key_dim, value_dim, rule.steps, bias=low_rank_bias)
         vectors = any(gate.features is not None for gate in rule.gates.values())
         self.vectors = Vectors(rule.gates, d_model, heads, key_dim, value_dim, conv) if vectors else None
-        self.norm = HeadNorm(value_dim, heads=heads, norm=output_norm, gate=output_gate)
+        self.norm = HeadNorm(value_dim, heads=heads, norm=output_norm, gate=output_gate, eps=norm_eps)
         self.gate: nn.Linear | nn.Sequential | None = None
         if output_gate not in (False, "none"):
             width = heads * value_dim
-            low = None if gate_rank is None else nn.Sequential(linear(d_model, gate_rank), linear(gate_rank, width))
-            self.gate = low or linear(d_model, width)
+            if gate_rank is None:
+                self.gate = linear(d_model, width)
+            else:
+                second = linear(gate_rank, width, bias=low_rank_bias)
+                self.gate = nn.Sequential(linear(d_model, gate_rank), second)
         others = [*(["gates"] if self.gates.weights() or vectors else []), *(["gate"] if self.gate is not None else [])]
         self.shift = TokenShift(d_model, ["q", "k", "v", *others]) if token_shift else None
         self.out = linear(heads * value_dim, d_model, std=out_std)
@@ -290,6 +310,7 @@ class RuleLayer(nn.Module):
             _shared(k, written),
             _shared(v, written),
             {**self.gates(shifted.get("gates", x), products), **vectors},
+            scale=self.scale,
             state=None if cache is None else cache.state,
             backend=self.backend,
             chunk_size=self.chunk_size,
@@ -314,7 +335,7 @@ class RuleLayer(nn.Module):
             return q, k
         # A norm may return fp32 under autocast.
         normed = self.q_norm(q).to(q.dtype), self.k_norm(k).to(k.dtype)
-        return (_unit(normed[0]), _unit(normed[1])) if self.rule.features == "unit" else normed
+        return (_unit(normed[0]), _unit(normed[1])) if self.channels.features == "unit" else normed
 
     def _placed(self, q: Tensor, k: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
         """q and k turned by the angles of their tokens, the first of which has the number `place`."""

@@ -29,11 +29,11 @@ class Embedding(nn.Embedding):
 
 
 class SwiGLU(nn.Module):
-    """W_3 (SiLU(W_1 x) * W_2 x), hidden width 8/3 d rounded up to a multiple of 8."""
+    """W_3 (SiLU(W_1 x) * W_2 x). hidden: the width of W_1 x, 8/3 d rounded up to a multiple of 8 where None."""
 
-    def __init__(self, d_model: int, *, out_std: float) -> None:
+    def __init__(self, d_model: int, *, hidden: int | None = None, out_std: float) -> None:
         super().__init__()
-        hidden = -(-8 * d_model // 24) * 8
+        hidden = hidden or -(-8 * d_model // 24) * 8
         self.into = linear(d_model, 2 * hidden)
         self.out = linear(hidden, d_model, std=out_std)
 
@@ -60,7 +60,7 @@ class Block(nn.Module):
         # The branches of all layers add up; the scale keeps the variance of the sum independent of depth.
         shrink = (2 * depth) ** -0.5
         key_dim, value_dim = spec.head_dims
-        self.norm = ResidualNorm(spec.d_model)
+        self.norm = ResidualNorm(spec.d_model, spec.norm_eps)
         self.mixer = RuleLayer(
             spec.make_rule(),
             spec.d_model,
@@ -76,13 +76,18 @@ class Block(nn.Module):
             output_norm=spec.output_norm,
             output_gate=spec.output_gate,
             gate_rank=spec.gate_rank,
+            features=spec.features,
+            scale=spec.scale,
+            low_rank_bias=spec.low_rank_bias,
+            norm_eps=spec.norm_eps,
             out_std=shrink * (spec.heads * value_dim) ** -0.5,
             chunk_size=spec.chunk_size,
         )
         self.mlp: nn.Module | None = None
         if spec.mlp and spec.block == "transformer":
-            self.mlp_norm = ResidualNorm(spec.d_model)
-            self.mlp = SwiGLU(spec.d_model, out_std=shrink * (8 * spec.d_model / 3) ** -0.5)
+            self.mlp_norm = ResidualNorm(spec.d_model, spec.norm_eps)
+            width = spec.mlp_width or 8 * spec.d_model / 3
+            self.mlp = SwiGLU(spec.d_model, hidden=spec.mlp_width, out_std=shrink * width**-0.5)
 
     def forward(
         self, x: Tensor, branch: Tensor | None, cache: LayerCache | None = None
@@ -131,7 +136,7 @@ class Model(nn.Module):
         self.spec = spec
         self.embed: nn.Embedding = Embedding(spec.vocab_size, spec.d_model)
         self.blocks = nn.ModuleList(Block(spec.at(layer), spec.depth) for layer in range(spec.depth))
-        self.norm = ResidualNorm(spec.d_model)
+        self.norm = ResidualNorm(spec.d_model, spec.norm_eps)
         self.rebuild = Rebuild(spec.d_model) if spec.readout == "last" else None
         self.unembed = None if spec.tie_embeddings else linear(spec.d_model, spec.vocab_size)
 
