@@ -28,12 +28,17 @@ class Embedding(nn.Embedding):
         return embed(self.weight[None], tokens.reshape(1, -1)).view(*tokens.shape, -1)
 
 
+def swiglu_width(d_model: int) -> int:
+    """The hidden width of `SwiGLU` where none is given: 8/3 d rounded up to a multiple of 8."""
+    return -(-8 * d_model // 24) * 8
+
+
 class SwiGLU(nn.Module):
-    """W_3 (SiLU(W_1 x) * W_2 x). hidden: the width of W_1 x, 8/3 d rounded up to a multiple of 8 where None."""
+    """W_3 (SiLU(W_1 x) * W_2 x). hidden: the width of W_1 x, `swiglu_width` where None."""
 
     def __init__(self, d_model: int, *, hidden: int | None = None, out_std: float) -> None:
         super().__init__()
-        hidden = hidden or -(-8 * d_model // 24) * 8
+        hidden = hidden or swiglu_width(d_model)
         self.into = linear(d_model, 2 * hidden)
         self.out = linear(hidden, d_model, std=out_std)
 
