@@ -52,11 +52,52 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         {"rule": {"name": "deltanet", "beta": {"sigmoid": {"max": 2}}}},
         "DeltaNet", {"num_heads": 4, "use_gate": False, "expand_v": 2.0, "allow_neg_eigval": True},
     ),
+    "comba": (
+        {"rule": {"name": "comba", "b": 1, "d": 0}, "output_gate": "silu"},
+        "Comba", {"head_dim": 32, "num_heads": 2},
+    ),
+    "kda": ({}, "KDA", {"head_dim": 32, "num_heads": 2, "allow_neg_eigval": True}),
+    "gla": (
+        {"rule": "gla", "features": "silu", "output_gate": "silu", "low_rank_bias": True},
+        "GLA", {"num_heads": 2},
+    ),
+    "gla_raw": (
+        {"rule": "gla", "features": "silu_qk", "conv": 0, "output_gate": False},
+        "GLA", {"num_heads": 2, "use_short_conv": True},
+    ),
+    "retnet": (
+        {"rule": "retnet", "features": "raw", "conv": 0, "rope": True, "output_gate": "silu", "kv_heads": 1},
+        "RetNet", {"num_heads": 2},
+    ),
+    "hgrn2": (
+        {"rule": "hgrn2", "features": "silu_qk", "conv": 0, "output_norm": "rms_all", "output_gate": False},
+        "HGRN2", {"expand_ratio": 32, "use_lower_bound": False, "norm_eps": 1e-5},
+    ),
+    "linear_attention": (
+        {"rule": "linear_attention", "features": "raw", "conv": 0, "output_gate": False},
+        "LinearAttention", {"num_heads": 2, "feature_map": "identity"},
+    ),
+    "delta_product": (
+        {"rule": {"name": "delta_product", "g": "mamba2_decay"}, "output_gate": "silu"},
+        "GatedDeltaProduct", {"head_dim": 32, "num_heads": 2, "num_householder": 3},
+    ),
+    "transformer": (
+        {"rule": "attention", "conv": 0, "rope": True, "output_norm": False, "output_gate": False, "qk_norm": True},
+        "Transformer", {"num_heads": 2, "num_kv_heads": 1, "window_size": 20},
+    ),
+    "hybrid": (
+        {
+            "rule": "gated_deltanet",
+            "layers": ["rule", {"name": "attention", "window": 20, "layer": {
+                "conv": 0, "rope": 5e4, "output_norm": False, "output_gate": False, "kv_heads": 1}}],
+        },
+        "GLA", {"num_heads": 2, "attn": {"layers": [1], "num_heads": 4, "num_kv_heads": 2}},
+    ),
 }  # fmt: skip
-"""A model of ours to export, and a model of FLA to take back: its class's name and options."""
+"""A model of ours to export, none where it must come from FLA, and one of FLA to take back: its class and options."""
 
-LENGTHS = {"cuda": (48, 160), "cpu": (9, 65)}
-"""FLA goes token by token up to 64 tokens, and in chunks beyond."""
+LENGTHS = {"cuda": (48, 160), "cpu": (9, 40)}
+"""FLA goes token by token up to 64 tokens, and in chunks beyond, which Triton's interpreter does not take."""
 
 
 def main() -> None:
@@ -159,8 +200,11 @@ def exported(fla: Any, case: str, device: str) -> dict[str, float]:
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
 
-    model = build_model({**SIZES, **CASES[case][0]}, seed=1)
-    shaken(model, 2)
+    if not CASES[case][0]:
+        model = from_theirs(fla_model(fla, case))
+    else:
+        model = build_model({**SIZES, **CASES[case][0]}, seed=1)
+        shaken(model, 2)
     config, weights = to_fla(model.spec, model.state_dict())
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config))
@@ -174,19 +218,27 @@ def exported(fla: Any, case: str, device: str) -> dict[str, float]:
 
 def taken_back(fla: Any, case: str, device: str) -> dict[str, float]:
     theirs = fla_model(fla, case)
-    shaken(theirs, 3)
+    return errors(from_theirs(theirs), theirs, device)
+
+
+def from_theirs(theirs: Any) -> Model:
     with tempfile.TemporaryDirectory() as folder:
         theirs.save_pretrained(folder)
         spec, weights, _ = from_fla(Path(folder))
     model = Model(spec)
     model.load_state_dict(weights)
-    return errors(model, theirs, device)
+    return model
 
 
 def fla_model(fla: Any, case: str) -> Any:
     _, kind, options = CASES[case]
     torch.manual_seed(0)
-    return getattr(fla, f"{kind}ForCausalLM")(getattr(fla, f"{kind}Config")(**{**THEIRS, **options}))
+    model = getattr(fla, f"{kind}ForCausalLM")(getattr(fla, f"{kind}Config")(**{**THEIRS, **options}))
+    shaken(model, 3)
+    if kind == "Comba":  # its correction of q has no equal of ours
+        for layer in model.model.layers:
+            torch.nn.init.zeros_(layer.attn.D)
+    return model
 
 
 def errors(ours: Model, theirs: Any, device: str) -> dict[str, float]:

@@ -161,7 +161,7 @@ def _spec_of(config: Mapping[str, Any], file: Path) -> tuple[Form, ModelSpec]:
     for name, value in config.items():
         if name in options:
             options[name] = value
-        elif name not in WITHOUT_EFFECT:
+        elif name not in WITHOUT_EFFECT and name not in form.idle:
             raise InputError(f"{file}: option '{name}' ({value!r}) has no equal here")
     for name, value in {**FIXED, **form.fixed}.items():
         if options[name] != value:
@@ -171,15 +171,14 @@ def _spec_of(config: Mapping[str, Any], file: Path) -> tuple[Form, ModelSpec]:
     if hidden is None:
         # FLA's own: 2/3 of the ratio, rounded up to a multiple of 256.
         hidden = -(-int(d_model * (options["hidden_ratio"] or 4) * 2 / 3) // 256) * 256
-    settings = {
-        "vocab_size": options["vocab_size"],
-        "d_model": d_model,
-        "layers": depth,
-        "norm_eps": options["norm_eps"],
-        "tie_embeddings": False,
-        **form.settings(options),
-    }
     try:
+        settings = {
+            "vocab_size": options["vocab_size"],
+            "d_model": d_model,
+            "norm_eps": options["norm_eps"],
+            "tie_embeddings": False,
+            **form.settings(options),
+        }
         spec = ModelSpec.of({**settings, "layers": _layers(options["attn"], depth, settings)})
         if hidden != _mlp_width(spec):
             spec = replace(spec, mlp_width=hidden)

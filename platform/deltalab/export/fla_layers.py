@@ -10,14 +10,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from deltalab import gates
 from deltalab.errors import InputError
 from deltalab.gates import Gate
 from deltalab.models.spec import ROPE, ModelSpec
 from deltalab.ops.convolution import FEATURES
 from deltalab.ops.norm import EPS
 from deltalab.rule import UpdateRule
+from deltalab.structure import SPLR
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class Form:
     config: Callable[[ModelSpec], dict[str, Any]]
     settings: Callable[[Mapping[str, Any]], dict[str, Any]]
     parts: Callable[[ModelSpec], list[Part]]
+    idle: tuple[str, ...] = ()
 
 
 def same(ours: str, theirs: str) -> Part:
@@ -76,6 +80,11 @@ def fixed(theirs: str, value: Tensor, why: str) -> Part:
         return []
 
     return Part((), (theirs,), lambda _: [value], join)
+
+
+def idle(theirs: str, value: Tensor) -> Part:
+    """A parameter of FLA that has no effect. value: what an exported model gets."""
+    return Part((), (theirs,), lambda _: [value], lambda _: [])
 
 
 def projections(spec: ModelSpec, theirs: Sequence[str | None], taps: Sequence[str]) -> list[Part]:
@@ -466,5 +475,424 @@ TRANSFORMER = Form(
     parts=attention_parts,
 )
 
-FORMS = (GATED_DELTANET, DELTANET, UNDECAYED, TRANSFORMER)
+# Comba, without what FLA computes in another way.
+
+
+def _comba(spec: ModelSpec) -> dict[str, Any]:
+    name = "comba"
+    plain(spec, name)
+    needs_features(spec, name, "unit")
+    rule = of_rule(spec, name, transition=(SPLR,), g=("mamba2_decay",))
+    # FLA normalizes p = b k, which cancels b, and takes q - d p before the norm of q.
+    of_rule(spec, f"{name} (it normalizes b k to k)", b=(gates.const(1),))
+    of_rule(spec, f"{name} (it corrects q before the norm of q)", d=(gates.const(0),))
+    if twice(rule.beta, name):  # type: ignore[attr-defined]
+        raise InputError("export to fla: FLA's comba has no equal of beta sigmoid(max=2); it needs sigmoid(max=1)")
+    return {**_heads_of(spec), "use_output_gate": _gate_of(spec, name, "silu")}
+
+
+def _from_comba(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **_heads_from(options),
+        "rule": {"name": "comba", "b": {"const": {"value": 1.0}}, "d": {"const": {"value": 0.0}}},
+        "output_gate": "silu" if options["use_output_gate"] else False,
+    }
+
+
+COMBA = Form(
+    "comba",
+    "CombaForCausalLM",
+    "comba",
+    options={
+        "head_dim": 256,
+        "num_heads": 6,
+        "num_v_heads": None,
+        "expand_v": 2.0,
+        "use_short_conv": True,
+        "conv_size": 4,
+        "use_output_gate": True,
+    },
+    fixed={},
+    config=_comba,
+    settings=_from_comba,
+    parts=lambda spec: [
+        *projections(spec, QKV, CONVS),
+        *_decay(),
+        _beta(),
+        fixed("D", torch.zeros(spec.own_qk_heads), "FLA takes q - D b k before the norm of q, ours after it"),
+        idle("decay", torch.ones(spec.own_qk_heads)),
+        *_norm_and_gate(spec),
+    ],
+    # FLA's layer has these, but its model does not pass them on.
+    idle=("use_output_correction", "use_inner_decay", "correction_factor"),
+)
+
+
+# KDA: FLA's decay has one a for each head and a projection through head_v_dim channels.
+
+
+def _kda(spec: ModelSpec) -> dict[str, Any]:
+    name, (_, value_dim) = "kda", spec.head_dims
+    plain(spec, name, gate_rank=(value_dim,), output_gate=(True,))
+    needs_features(spec, name, "unit")
+    rule = of_rule(spec, name, g=("mamba2_decay",))
+    return {**_heads_of(spec), "allow_neg_eigval": twice(rule.beta, name)}  # type: ignore[attr-defined]
+
+
+def _from_kda(options: Mapping[str, Any]) -> dict[str, Any]:
+    heads = _heads_from(options)
+    return {
+        **heads,
+        "rule": {"name": "kda", "beta": beta_of(options["allow_neg_eigval"])},
+        "gate_rank": int(options["head_dim"] * options["expand_v"]),
+        "low_rank_bias": True,
+    }
+
+
+def _kda_decay(spec: ModelSpec) -> list[Part]:
+    key_dim, value_dim = spec.head_dims
+
+    def factors(given: Sequence[Tensor]) -> Sequence[Tensor]:
+        """W = W_2 W_1 with the rank of FLA's projection."""
+        u, s, v = torch.linalg.svd(given[0].double(), full_matrices=False)
+        if (s[value_dim:] > 1e-5 * s[0]).any():
+            raise InputError(
+                f"export to fla: FLA's kda projects its decay through {value_dim} channels (the width of a head's "
+                f"values), and the projection of g has a higher rank"
+            )
+        root = F.pad(s[:value_dim], (0, max(0, value_dim - len(s)))).sqrt()
+        first, second = (F.pad(x[:value_dim], (0, 0, 0, max(0, value_dim - len(s)))) for x in (v, u.t()))
+        return [(first * root[:, None]).to(given[0].dtype), (second.t() * root).to(given[0].dtype)]
+
+    def one_a(given: Sequence[Tensor]) -> Sequence[Tensor]:
+        if not torch.equal(given[0], given[0][:, :1].expand_as(given[0])):
+            raise InputError(
+                "export to fla: FLA's kda has one a for each head, and these differ from channel to channel"
+            )
+        return [given[0][:, 0]]
+
+    bias = torch.zeros(spec.heads * value_dim)
+    return [
+        Part(
+            ("gates.project.g.weight",),
+            ("f_proj.0.weight", "f_proj.1.weight"),
+            factors,
+            lambda given: [(given[1].double() @ given[0].double()).float()],
+        ),
+        Part(("gates.learned.g.log_a",), ("A_log",), one_a, lambda given: [given[0][:, None].repeat(1, key_dim)]),
+        shaped("gates.learned.g.dt_bias", "dt_bias", (spec.heads, key_dim), (spec.heads * key_dim,)),
+        same("gate.0.weight", "g_proj.0.weight"),
+        same("gate.1.weight", "g_proj.1.weight"),
+        same("gate.1.bias", "g_proj.1.bias")
+        if spec.low_rank_bias
+        else fixed("g_proj.1.bias", bias, "the output gate has no bias without low_rank_bias"),
+        same("norm.weight", "o_norm.weight"),
+        same("out.weight", "o_proj.weight"),
+    ]
+
+
+KDA = Form(
+    "kda",
+    "KDAForCausalLM",
+    "kda",
+    options={
+        "head_dim": 128,
+        "num_heads": 16,
+        "num_v_heads": None,
+        "expand_v": 1.0,
+        "use_short_conv": True,
+        "conv_size": 4,
+        "allow_neg_eigval": False,
+        "safe_gate": False,
+        "lower_bound": None,
+    },
+    fixed={"safe_gate": False, "lower_bound": None},
+    config=_kda,
+    settings=_from_kda,
+    parts=lambda spec: [*projections(spec, QKV, CONVS), _beta(), *_kda_decay(spec)],
+)
+
+
+# Linear attention without and with decay: q and k as they are, or through SiLU.
+
+
+def _maps_of(spec: ModelSpec, model_type: str) -> dict[str, Any]:
+    """FLA's convolution has SiLU; without one, its feature map is that of q and k alone."""
+    kinds = ("silu",) if spec.conv else ("raw", "silu_qk")
+    needs_features(spec, model_type, *kinds)
+    return {**_conv_of(spec), "feature_map": "swish" if features(spec) == "silu_qk" else None}
+
+
+def _maps_from(options: Mapping[str, Any]) -> dict[str, Any]:
+    given = options["feature_map"]
+    if given not in (None, "swish", "silu") or (given and options["use_short_conv"]):
+        raise InputError(
+            f"option 'feature_map' {given!r} has no equal here; it needs null, or swish without convolution"
+        )
+    return {"features": "silu" if options["use_short_conv"] else "silu_qk" if given else "raw"}
+
+
+def _shares_of(spec: ModelSpec) -> dict[str, Any]:
+    key_dim, value_dim = spec.head_dims
+    return {
+        "num_heads": spec.heads,
+        "expand_k": ratio(spec.heads * key_dim, spec.d_model),
+        "expand_v": ratio(spec.heads * value_dim, spec.d_model),
+    }
+
+
+def _swish_parts(spec: ModelSpec) -> list[Part]:
+    return _norm_and_gate(spec, "g_norm_swish_gate" if spec.output_gate else "g_norm")
+
+
+def _gla(spec: ModelSpec) -> dict[str, Any]:
+    name = "gla"
+    plain(spec, name, qk_heads=(None, spec.heads))
+    rule = of_rule(spec, name, g=("gla_decay",))
+    numbers = dict(rule.g.options)  # type: ignore[attr-defined]
+    if numbers["tau"] != 16.0 or numbers["rank"] != 16.0:
+        raise InputError(f"export to fla: FLA's gla has no equal of {rule.name}.g {rule.g}; it needs tau and rank 16")  # type: ignore[attr-defined]
+    return {**_shares_of(spec), **_maps_of(spec, name), "use_output_gate": _gate_of(spec, name, "silu")}
+
+
+def _from_gla(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **_widths_from(options),
+        **_maps_from(options),
+        "rule": "gla",
+        "low_rank_bias": True,
+        "output_gate": "silu" if options["use_output_gate"] else False,
+    }
+
+
+def _gla_decay(spec: ModelSpec) -> list[Part]:
+    key_dim, _ = spec.head_dims
+    bias = torch.zeros(spec.heads * key_dim)
+    return [
+        same("gates.project.g.0.weight", "gk_proj.0.weight"),
+        same("gates.project.g.1.weight", "gk_proj.1.weight"),
+        same("gates.project.g.1.bias", "gk_proj.1.bias")
+        if spec.low_rank_bias
+        else fixed("gk_proj.1.bias", bias, "the decay has no bias without low_rank_bias"),
+    ]
+
+
+GLA = Form(
+    "gla",
+    "GLAForCausalLM",
+    "gla",
+    options={
+        "num_heads": 4,
+        "num_kv_heads": None,
+        "expand_k": 0.5,
+        "expand_v": 1.0,
+        "use_short_conv": False,
+        "conv_size": 4,
+        "feature_map": None,
+        "use_output_gate": True,
+        "clamp_min": None,
+        "use_gk": True,
+        "use_gv": False,
+        "fuse_norm": True,
+    },
+    fixed={"num_kv_heads": None, "clamp_min": None, "use_gk": True, "use_gv": False, "fuse_norm": True},
+    config=_gla,
+    settings=_from_gla,
+    parts=lambda spec: [*projections(spec, QKV, CONVS), *_gla_decay(spec), *_swish_parts(spec)],
+)
+
+
+def _retnet(spec: ModelSpec) -> dict[str, Any]:
+    name = "retnet"
+    plain(spec, name, qk_heads=(None, spec.heads), kv_heads=(spec.kv_heads,), rope=(True,), conv=(0,))
+    of_rule(spec, name, g=("retnet_decay",))
+    return {
+        **_shares_of(spec),
+        **_maps_of(spec, name),
+        "num_kv_heads": spec.kv_heads,
+        "use_output_gate": _gate_of(spec, name, "silu"),
+    }
+
+
+def _from_retnet(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **_widths_from(options),
+        **_maps_from(options),
+        "rule": "retnet",
+        "rope": True,
+        "kv_heads": options["num_kv_heads"],
+        "output_gate": "silu" if options["use_output_gate"] else False,
+    }
+
+
+RETNET = Form(
+    "retnet",
+    "RetNetForCausalLM",
+    "retnet",
+    options={
+        "hidden_ratio": 2,
+        "num_heads": 8,
+        "num_kv_heads": None,
+        "expand_k": 1.0,
+        "expand_v": 2.0,
+        "use_short_conv": False,
+        "feature_map": None,
+        "use_output_gate": True,
+        "fuse_norm": True,
+    },
+    # FLA's layer has a short convolution, but its model does not pass the option on.
+    fixed={"use_short_conv": False, "fuse_norm": True},
+    config=_retnet,
+    settings=_from_retnet,
+    parts=lambda spec: [*projections(spec, QKV, CONVS), *_swish_parts(spec)],
+    idle=("conv_size",),
+)
+
+
+def _linear_attention(spec: ModelSpec) -> dict[str, Any]:
+    name = "linear_attn"
+    plain(spec, name, qk_heads=(None, spec.heads), kv_heads=(spec.kv_heads,), conv=(0,), output_gate=(False,))
+    needs_features(spec, name, "raw")
+    return {**_shares_of(spec), "num_kv_heads": spec.kv_heads, "feature_map": "identity"}
+
+
+LINEAR_ATTENTION = Form(
+    "linear_attn",
+    "LinearAttentionForCausalLM",
+    "linear_attention",
+    options={
+        "num_heads": 4,
+        "num_kv_heads": None,
+        "expand_k": 1.0,
+        "expand_v": 1.0,
+        "feature_map": "elementwise_product",
+        "tie_feature_map_qk": False,
+        "norm_q": False,
+        "norm_k": False,
+        "norm_feature_map": False,
+    },
+    fixed={"feature_map": "identity", "norm_q": False, "norm_k": False, "norm_feature_map": False},
+    config=_linear_attention,
+    settings=lambda options: {
+        **_widths_from({**options, "use_short_conv": False}),
+        "rule": "linear_attention",
+        "features": "raw",
+        "kv_heads": options["num_kv_heads"],
+        "output_gate": False,
+    },
+    parts=lambda spec: [*projections(spec, QKV, CONVS), *_norm_and_gate(spec, "norm")],
+    idle=("tie_feature_map_qk",),
+)
+
+
+def _hgrn2(spec: ModelSpec) -> dict[str, Any]:
+    name, (key_dim, value_dim) = "hgrn2", spec.head_dims
+    plain(
+        spec, name, qk_heads=(None, spec.heads), conv=(0,), output_norm=("rms_all",), output_gate=(False,),
+        norm_eps=(EPS,),
+    )  # fmt: skip
+    needs_features(spec, name, "silu_qk")
+    of_rule(spec, name, g=("metala_decay",))
+    if (spec.heads * key_dim, value_dim) != (spec.d_model, key_dim):
+        raise InputError(
+            f"export to fla: the heads of FLA's hgrn2 share the model's width: {spec.heads} of {key_dim} and "
+            f"{value_dim} are not {spec.d_model}"
+        )
+    return {"num_heads": spec.heads, "expand_ratio": key_dim, "use_lower_bound": False}
+
+
+def _from_hgrn2(options: Mapping[str, Any]) -> dict[str, Any]:
+    width = options["expand_ratio"] or options["hidden_size"] // options["num_heads"]
+    if options["hidden_size"] % width:
+        raise InputError(f"option 'expand_ratio' {width} has no equal here where it does not divide hidden_size")
+    return {
+        "heads": options["hidden_size"] // width,
+        "key_dim": width,
+        "conv": 0,
+        "rule": "hgrn2",
+        "features": "silu_qk",
+        "output_norm": "rms_all",
+        "output_gate": False,
+    }
+
+
+HGRN2 = Form(
+    "hgrn2",
+    "HGRN2ForCausalLM",
+    "hgrn2",
+    options={
+        "num_heads": None,
+        "expand_ratio": 128,
+        "use_short_conv": False,
+        "conv_size": 4,
+        "use_lower_bound": True,
+    },
+    # The norm of its heads has this eps whatever the option says.
+    fixed={"use_short_conv": False, "use_lower_bound": False, "norm_eps": EPS},
+    config=_hgrn2,
+    settings=_from_hgrn2,
+    parts=lambda spec: [
+        *projections(spec, ("q_proj", None, "i_proj"), CONVS),
+        same("gates.project.g.weight", "f_proj.weight"),
+        *_norm_and_gate(spec, "g_norm"),
+    ],
+    idle=("conv_size",),
+)
+
+
+def _delta_product(spec: ModelSpec) -> dict[str, Any]:
+    name = "gated_deltaproduct"
+    plain(spec, name, qk_heads=(None, spec.heads))
+    needs_features(spec, name, "unit")
+    rule = of_rule(spec, name, g=("mamba2_decay", gates.const(0)))
+    heads = _heads_of(spec)
+    del heads["num_v_heads"]
+    return {
+        **heads,
+        "use_output_gate": _gate_of(spec, name, "silu"),
+        "use_forget_gate": not rule.g.constant,  # type: ignore[attr-defined]
+        "allow_neg_eigval": twice(rule.beta, name),  # type: ignore[attr-defined]
+        "num_householder": rule.steps,
+    }
+
+
+def _from_delta_product(options: Mapping[str, Any]) -> dict[str, Any]:
+    decay: dict[str, Any] = {"mamba2_decay": {}} if options["use_forget_gate"] else {"const": {"value": 0.0}}
+    beta = beta_of(options["allow_neg_eigval"])
+    return {
+        **_heads_from(options),
+        "rule": {"name": "delta_product", "n_h": options["num_householder"], "beta": beta, "g": decay},
+        "output_gate": "silu" if options["use_output_gate"] else False,
+    }
+
+
+def _delta_product_parts(spec: ModelSpec) -> list[Part]:
+    decays = not spec.make_rule().gates["g"].constant
+    return [*projections(spec, QKV, CONVS), *(_decay() if decays else []), _beta(), *_norm_and_gate(spec)]
+
+
+DELTA_PRODUCT = Form(
+    "gated_deltaproduct",
+    "GatedDeltaProductForCausalLM",
+    "delta_product",
+    options={
+        "head_dim": 256,
+        "num_heads": 6,
+        "expand_v": 2.0,
+        "use_short_conv": True,
+        "conv_size": 4,
+        "use_output_gate": True,
+        "use_forget_gate": False,
+        "allow_neg_eigval": False,
+        "num_householder": 1,
+    },
+    fixed={},
+    config=_delta_product,
+    settings=_from_delta_product,
+    parts=_delta_product_parts,
+)
+
+FORMS = (
+    GATED_DELTANET, DELTANET, UNDECAYED, COMBA, KDA, GLA, RETNET, HGRN2, LINEAR_ATTENTION, DELTA_PRODUCT, TRANSFORMER,
+)  # fmt: skip
 WHY_NOT: dict[str, str] = {}
