@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from deltalab.gates import Gate
 from deltalab.models.start import OfGate, Parameters, Ramp, Started, Uniform, linear
 from deltalab.models.start import initialize as initialize
-from deltalab.ops.convolution import LEAST_NORM, Channels, features, fused, fuses, tail_of
-from deltalab.ops.norm import HeadNorm, RMSNorm
+from deltalab.ops.convolution import FEATURES, LEAST_NORM, Channels, features, fused, fuses, tail_of
+from deltalab.ops.norm import EPS, HeadNorm, RMSNorm
 from deltalab.ops.packing import Packing, Sequences
 from deltalab.ops.recurrence import Backend
 from deltalab.ops.rotary import angles, rotate
@@ -55,11 +55,19 @@ class LayerCache:
 class Gates(nn.Module):
     """The gates of a rule: x [B, T, d] to each value by its symbol, in the shape of the gate's `per`, at least fp32.
 
-    Projected vectors are not among them: `Vectors` makes these.
+    Projected vectors are not among them: `Vectors` makes these. bias: of the second matrix of a gate with a rank.
     """
 
     def __init__(
-        self, gates: Mapping[str, Gate], d_model: int, heads: int, key_dim: int, value_dim: int, steps: int = 1
+        self,
+        gates: Mapping[str, Gate],
+        d_model: int,
+        heads: int,
+        key_dim: int,
+        value_dim: int,
+        steps: int = 1,
+        *,
+        bias: bool = False,
     ) -> None:
         super().__init__()
         self.gates = {name: gate for name, gate in gates.items() if gate.features is None}
@@ -75,7 +83,7 @@ class Gates(nn.Module):
             if gate.projected and gate.rank is None:
                 self.project[name] = linear(d_model, width)
             elif gate.projected and gate.rank is not None:
-                self.project[name] = nn.Sequential(linear(d_model, gate.rank), linear(gate.rank, width))
+                self.project[name] = nn.Sequential(linear(d_model, gate.rank), linear(gate.rank, width, bias=bias))
             self.learned[name] = Parameters({p: OfGate(gate, p) for p in gate.parameters}, shape)
 
     def weights(self) -> list[Tensor]:
@@ -190,6 +198,9 @@ class RuleLayer(Started):
     token_shift: q, k, v, the gates and the output gate are each projected from a mean of x_t and x_{t-1}.
     output_norm, output_gate: kinds of `HeadNorm`. gate_rank: the width r of the gate's projection W_1 W_2 x through r
         channels; None for one matrix.
+    features: a kind of `FEATURES`; None for the rule's own. scale: of the output, None for K ** -0.5.
+    low_rank_bias: whether the second matrix of a projection through few channels has a bias.
+    norm_eps: what the norms add to a mean square.
     """
 
     def __init__(
@@ -209,6 +220,10 @@ class RuleLayer(Started):
         output_norm: bool | str = True,
         output_gate: bool | str = True,
         gate_rank: int | None = None,
+        features: str | None = None,
+        scale: float | None = None,
+        low_rank_bias: bool = False,
+        norm_eps: float = EPS,
         out_std: float | None = None,
         chunk_size: int = 64,
         backend: Backend = "auto",
@@ -217,23 +232,26 @@ class RuleLayer(Started):
         self.rule = rule
         self.heads, self.key_dim, self.value_dim = heads, key_dim, value_dim
         self.width, self.rope, self.chunk_size, self.backend = conv, rope, chunk_size, backend
-        self.channels = Channels(
-            heads, qk_heads or heads, key_dim, value_dim, rule.steps, rule.features, rule.silu_of_v, kv_heads
-        )
+        self.scale = scale
+        kind, silu_of_v = (rule.features, rule.silu_of_v) if features is None else FEATURES[features]
+        self.channels = Channels(heads, qk_heads or heads, key_dim, value_dim, rule.steps, kind, silu_of_v, kv_heads)
         self.qkv = linear(d_model, self.channels.total)
         if conv:
             self.conv = self.drawn("conv", Uniform(conv**-0.5), conv, self.channels.total)
-        self.q_norm = RMSNorm(key_dim) if qk_norm else None
-        self.k_norm = RMSNorm(key_dim) if qk_norm else None
-        self.gates = Gates(rule.gates, d_model, heads, key_dim, value_dim, rule.steps)
+        self.q_norm = RMSNorm(key_dim, norm_eps) if qk_norm else None
+        self.k_norm = RMSNorm(key_dim, norm_eps) if qk_norm else None
+        self.gates = Gates(rule.gates, d_model, heads, key_dim, value_dim, rule.steps, bias=low_rank_bias)
         vectors = any(gate.features is not None for gate in rule.gates.values())
         self.vectors = Vectors(rule.gates, d_model, heads, key_dim, value_dim, conv) if vectors else None
-        self.norm = HeadNorm(value_dim, heads=heads, norm=output_norm, gate=output_gate)
+        self.norm = HeadNorm(value_dim, heads=heads, norm=output_norm, gate=output_gate, eps=norm_eps)
         self.gate: nn.Linear | nn.Sequential | None = None
         if output_gate not in (False, "none"):
             width = heads * value_dim
-            low = None if gate_rank is None else nn.Sequential(linear(d_model, gate_rank), linear(gate_rank, width))
-            self.gate = low or linear(d_model, width)
+            if gate_rank is None:
+                self.gate = linear(d_model, width)
+            else:
+                second = linear(gate_rank, width, bias=low_rank_bias)
+                self.gate = nn.Sequential(linear(d_model, gate_rank), second)
         others = [*(["gates"] if self.gates.weights() or vectors else []), *(["gate"] if self.gate is not None else [])]
         self.shift = TokenShift(d_model, ["q", "k", "v", *others]) if token_shift else None
         self.out = linear(heads * value_dim, d_model, std=out_std)
@@ -320,7 +338,7 @@ class RuleLayer(Started):
         packed: Sequences | None,
     ) -> tuple[Tensor, State, tuple[State, ...]]:
         """`scan`, and the new states as `LayerCache` holds them: together, or apart."""
-        how: dict[str, Any] = {"backend": self.backend, "chunk_size": self.chunk_size}
+        how: dict[str, Any] = {"scale": self.scale, "backend": self.backend, "chunk_size": self.chunk_size}
         given = () if cache is None else cache.apart
         if given:
             rows = [(slice(n, n + 1), slice(None)) for n in range(len(given))]
@@ -348,7 +366,7 @@ class RuleLayer(Started):
             return q, k
         # A norm may return fp32 under autocast.
         normed = self.q_norm(q).to(q.dtype), self.k_norm(k).to(k.dtype)
-        return (_unit(normed[0]), _unit(normed[1])) if self.rule.features == "unit" else normed
+        return (_unit(normed[0]), _unit(normed[1])) if self.channels.features == "unit" else normed
 
     def _placed(
         self, q: Tensor, k: Tensor, cache: LayerCache | None, packed: Sequences | None

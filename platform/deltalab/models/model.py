@@ -29,12 +29,17 @@ class Embedding(Started, nn.Embedding):
         return embed(self.weight[None], tokens.reshape(1, -1)).view(*tokens.shape, -1)
 
 
-class SwiGLU(nn.Module):
-    """W_3 (SiLU(W_1 x) * W_2 x), hidden width 8/3 d rounded up to a multiple of 8."""
+def swiglu_width(d_model: int) -> int:
+    """The hidden width of `SwiGLU` where none is given: 8/3 d rounded up to a multiple of 8."""
+    return -(-8 * d_model // 24) * 8
 
-    def __init__(self, d_model: int, *, out_std: float) -> None:
+
+class SwiGLU(nn.Module):
+    """W_3 (SiLU(W_1 x) * W_2 x). hidden: the width of W_1 x, `swiglu_width` where None."""
+
+    def __init__(self, d_model: int, *, hidden: int | None = None, out_std: float) -> None:
         super().__init__()
-        hidden = -(-8 * d_model // 24) * 8
+        hidden = hidden or swiglu_width(d_model)
         self.into = linear(d_model, 2 * hidden)
         self.out = linear(hidden, d_model, std=out_std)
 
@@ -61,7 +66,7 @@ class Block(nn.Module):
         # The branches of all layers add up; the scale keeps the variance of the sum independent of depth.
         shrink = (2 * depth) ** -0.5
         key_dim, value_dim = spec.head_dims
-        self.norm = ResidualNorm(spec.d_model)
+        self.norm = ResidualNorm(spec.d_model, spec.norm_eps)
         self.mixer = RuleLayer(
             spec.make_rule(),
             spec.d_model,
@@ -77,13 +82,18 @@ class Block(nn.Module):
             output_norm=spec.output_norm,
             output_gate=spec.output_gate,
             gate_rank=spec.gate_rank,
+            features=spec.features,
+            scale=spec.scale,
+            low_rank_bias=spec.low_rank_bias,
+            norm_eps=spec.norm_eps,
             out_std=shrink * (spec.heads * value_dim) ** -0.5,
             chunk_size=spec.chunk_size,
         )
         self.mlp: nn.Module | None = None
         if spec.mlp and spec.block == "transformer":
-            self.mlp_norm = ResidualNorm(spec.d_model)
-            self.mlp = SwiGLU(spec.d_model, out_std=shrink * (8 * spec.d_model / 3) ** -0.5)
+            self.mlp_norm = ResidualNorm(spec.d_model, spec.norm_eps)
+            width = spec.mlp_width or 8 * spec.d_model / 3
+            self.mlp = SwiGLU(spec.d_model, hidden=spec.mlp_width, out_std=shrink * width**-0.5)
 
     def forward(
         self,
@@ -136,7 +146,7 @@ class Model(Started):
         self.spec = spec
         self.embed: nn.Embedding = Embedding(spec.vocab_size, spec.d_model)
         self.blocks = nn.ModuleList(Block(spec.at(layer), spec.depth) for layer in range(spec.depth))
-        self.norm = ResidualNorm(spec.d_model)
+        self.norm = ResidualNorm(spec.d_model, spec.norm_eps)
         self.rebuild = Rebuild(spec.d_model) if spec.readout == "last" else None
         self.unembed = None if spec.tie_embeddings else linear(spec.d_model, spec.vocab_size)
 

@@ -36,6 +36,14 @@ class Uniform:
 
 
 @dataclass(frozen=True)
+class Zeros:
+    """Zeros."""
+
+    def __call__(self, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+        return torch.zeros(shape)
+
+
+@dataclass(frozen=True)
 class Ramp:
     """From 0 to 1 in equal steps: shape [n]."""
 
@@ -73,11 +81,12 @@ class Started(nn.Module):
 
 
 class Linear(Started, nn.Linear):
-    """A projection without bias, whose weights start normal."""
+    """A projection whose weights start normal, and whose bias, if any, starts at zero."""
 
-    def __init__(self, inputs: int, outputs: int, std: float) -> None:
-        self.starts = {"weight": Normal(std)}  # nn.Linear calls reset_parameters
-        super().__init__(inputs, outputs, bias=False)
+    def __init__(self, inputs: int, outputs: int, std: float, *, bias: bool = False) -> None:
+        # nn.Linear calls reset_parameters
+        self.starts = {"weight": Normal(std), **({"bias": Zeros()} if bias else {})}
+        super().__init__(inputs, outputs, bias=bias)
 
 
 class Parameters(Started, nn.ParameterDict):
@@ -89,9 +98,9 @@ class Parameters(Started, nn.ParameterDict):
             self[name] = self.drawn(name, starts[name], *shape)
 
 
-def linear(inputs: int, outputs: int, *, std: float | None = None) -> nn.Linear:
-    """A projection without bias; weights are normal with standard deviation `std`, inputs ** -0.5 where None."""
-    return Linear(inputs, outputs, std or inputs**-0.5)
+def linear(inputs: int, outputs: int, *, std: float | None = None, bias: bool = False) -> nn.Linear:
+    """A projection; weights are normal with standard deviation `std`, inputs ** -0.5 where None; a bias is zero."""
+    return Linear(inputs, outputs, std or inputs**-0.5, bias=bias)
 
 
 def initialize(module: nn.Module, seed: int | None = None) -> None:

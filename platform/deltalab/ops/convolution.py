@@ -23,6 +23,16 @@ ALIGNED = 8
 """A product's columns are a multiple of this, so that in 16 bits each row begins at a multiple of 16 bytes."""
 
 
+FEATURES: dict[str, tuple[Literal["unit", "silu", "raw"], bool]] = {
+    "unit": ("unit", True),
+    "unit_qk": ("unit", False),
+    "silu": ("silu", True),
+    "silu_qk": ("silu", False),
+    "raw": ("raw", False),
+}
+"""What a layer's `features` say: `UpdateRule.features` and `UpdateRule.silu_of_v`."""
+
+
 @dataclass(frozen=True)
 class Channels:
     """The channels of one token, side by side: q of all heads, k of all heads for each of n steps, then v likewise.
