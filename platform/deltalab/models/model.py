@@ -11,6 +11,7 @@ from deltalab.errors import InputError
 from deltalab.models.layer import LayerCache, RuleLayer, initialize, linear, parameter
 from deltalab.models.spec import ROPE, ModelSpec
 from deltalab.ops.backends import automatic
+from deltalab.ops.loss import linear_cross_entropy
 from deltalab.ops.norm import ResidualNorm, RMSNorm
 
 
@@ -41,10 +42,19 @@ class SwiGLU(nn.Module):
         if x.device.type == "cpu":
             # Two products: the halves of one would be strided, and backward would copy their gradients side by side.
             gate, up = (F.linear(x, half) for half in self.into.weight.chunk(2))
+            hidden = F.silu(gate) * up
         else:
-            gate, up = self.into(x).chunk(2, dim=-1)
-        out: Tensor = self.out(F.silu(gate) * up)
+            hidden = _swiglu(self.into(x))
+        out: Tensor = self.out(hidden)
         return out
+
+
+def _swiglu(x: Tensor) -> Tensor:
+    kernel = automatic(x.device.type).swiglu
+    if kernel is not None and x.dtype != torch.float64:
+        return kernel(x)
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 class Block(nn.Module):
@@ -140,6 +150,13 @@ class Model(nn.Module):
         features = self.features(tokens)
         return F.linear(features if where is None else features[where], self.head)
 
+    def loss(self, tokens: Tensor, targets: Tensor, *, ignore: int = -100) -> Tensor:
+        """The mean cross-entropy of the logits after tokens [B, T] with targets [B, T], in at least fp32.
+
+        Targets that are `ignore` do not count. The logits of all positions are never held at once.
+        """
+        return head_loss(self.features(tokens), self.head, targets, ignore=ignore)
+
     def features(self, tokens: Tensor, at: Tensor | None = None) -> Tensor:
         """Vectors [B, T, d] whose products with the rows of `head` are the logits; [B, m, d] at places `at` [B, m]."""
         if self.rebuild is None:
@@ -189,6 +206,13 @@ class Model(nn.Module):
         with torch.no_grad():
             _, cache = self.hidden(torch.zeros(1, length, dtype=torch.long, device=self.embed.weight.device))
         return sum(layer.numel() for layer in cache)
+
+
+def head_loss(features: Tensor, head: Tensor, targets: Tensor, *, ignore: int = -100) -> Tensor:
+    """`linear_cross_entropy` of features [B, T, d] and targets [B, T], in the dtype that autocast gives products."""
+    device = features.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else features.dtype
+    return linear_cross_entropy(features.flatten(0, 1).to(dtype), head.to(dtype), targets.flatten(), ignore=ignore)
 
 
 def build_model(spec: ModelSpec | Mapping[str, Any], *, seed: int = 0) -> Model:
