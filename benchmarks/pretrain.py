@@ -9,7 +9,7 @@
 Models (--model, again and again):
 
 - ours:RULE: a deltalab `Model` with any rule; ours:transformer is softmax attention (SDPA) with RoPE and SwiGLU.
-- export:FOLDER: what `platform export` wrote, loaded by transformers in a process that cannot import deltalab.
+- export:FOLDER: what `platform export` wrote, loaded by transformers where deltalab cannot be imported.
 - fla:comba, fla:gated_deltanet, fla:transformer: models of flash-linear-attention with the same sizes and its chunked
   linear cross-entropy.
 
@@ -73,11 +73,11 @@ def age() -> float:
 class Contestant:
     """A model, its loss, and its blocks, which FSDP and checkpointing wrap one by one.
 
-    loss: tokens [B, T] and targets [B, T] to the mean cross-entropy.
+    vocabulary: how many tokens there are. loss: tokens [B, T] and targets [B, T] to the mean cross-entropy.
     """
 
-    def __init__(self, model: Any, blocks: Any, loss: Callable[[Any, Any], Any]) -> None:
-        self.model, self.blocks, self.loss = model, blocks, loss
+    def __init__(self, model: Any, blocks: Any, vocabulary: int, loss: Callable[[Any, Any], Any]) -> None:
+        self.model, self.blocks, self.vocabulary, self.loss = model, blocks, vocabulary, loss
 
 
 def ours(rule: str, sizes: dict[str, int]) -> Contestant:
@@ -90,16 +90,17 @@ def ours(rule: str, sizes: dict[str, int]) -> Contestant:
             add_plugin(file)
     spec = TRANSFORMER if rule == "transformer" else {"rule": rule}
     model = build_model({**spec, **sizes, "tie_embeddings": False})
-    return Contestant(model, model.blocks, lambda tokens, targets: model.loss(tokens, targets))
+    return Contestant(model, model.blocks, sizes["vocab_size"], lambda tokens, targets: model.loss(tokens, targets))
 
 
 def exported(folder: str, sizes: dict[str, int]) -> Contestant:
     """The exported folder's own code and configuration; sizes are those of the folder."""
+    sys.modules["deltalab"] = None  # type: ignore[assignment]  # an import fails as where it is not installed
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
     model = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
-    return Contestant(model, model.model.blocks, _of_transformers(model))
+    return Contestant(model, model.model.blocks, config.vocab_size, _of_transformers(model))
 
 
 def fla(name: str, sizes: dict[str, int]) -> Contestant:
@@ -119,7 +120,7 @@ def fla(name: str, sizes: dict[str, int]) -> Contestant:
         "transformer": lambda: models.TransformerConfig(**of_all),
     }[name]()
     model = AutoModelForCausalLM.from_config(config)
-    return Contestant(model, model.model.layers, _of_transformers(model))
+    return Contestant(model, model.model.layers, sizes["vocab_size"], _of_transformers(model))
 
 
 def _of_transformers(model: Any) -> Callable[[Any, Any], Any]:
@@ -188,21 +189,19 @@ def rows(given: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
         [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
         lr=1e-4, betas=(0.9, 0.95), fused=True,
     )  # fmt: skip
-    vocabulary = SIZES[given.size]["vocab_size"]
     gpu = torch.cuda.get_device_name() if on_gpu else "CPU"
     peak = next((rate for part, rate in PEAKS.items() if part in gpu), None)
     first: float | None = None
-    importable = "deltalab" in sys.modules
     for shape in given.shape:
         batch, length = map(int, shape.split("x"))
         row = {
             "model": name if kind != "export" else "export", "size": given.size, "shape": shape, "gpus": world,
             "precision": given.precision, "checkpoint": given.checkpoint, "parameters": count, "device": gpu,
-            "torch": torch.__version__, "imports_deltalab": importable,
+            "torch": torch.__version__,
         }  # fmt: skip
 
         def step(batch: int = batch, length: int = length) -> Any:
-            tokens = torch.randint(vocabulary, (batch, length + 1), device=device)
+            tokens = torch.randint(contestant.vocabulary, (batch, length + 1), device=device)
             with torch.autocast(device.type, torch.bfloat16, enabled=given.precision == "autocast"):
                 loss = contestant.loss(tokens[:, :-1], tokens[:, 1:])
             loss.backward()
@@ -324,9 +323,6 @@ def measure(given: argparse.Namespace, name: str) -> None:
 def apart(given: argparse.Namespace, name: str) -> None:
     """`measure` in a process of its own, with an empty cache of Triton, ended after --limit seconds."""
     environment = dict(os.environ)
-    if name.startswith("export:"):
-        paths = environment.get("PYTHONPATH", "").split(os.pathsep)
-        environment["PYTHONPATH"] = os.pathsep.join(p for p in paths if p and not (Path(p) / "deltalab").exists())
     command = [sys.executable, __file__, "--here", "--model", name, "--out", str(given.out), "--size", given.size]
     command += [part for shape in given.shape for part in ("--shape", shape)]
     command += ["--precision", given.precision, "--steps", str(given.steps), "--warm", str(given.warm)]

@@ -150,12 +150,13 @@ class Model(nn.Module):
         features = self.features(tokens)
         return F.linear(features if where is None else features[where], self.head)
 
-    def loss(self, tokens: Tensor, targets: Tensor, *, ignore: int = -100) -> Tensor:
+    def loss(self, tokens: Tensor, targets: Tensor, *, ignore: int = -100, **packing: Tensor | None) -> Tensor:
         """The mean cross-entropy of the logits after tokens [B, T] with targets [B, T], in at least fp32.
 
-        Targets that are `ignore` do not count. The logits of all positions are never held at once.
+        Targets that are `ignore` do not count. The logits of all positions are never held at once, and their gradient
+        is made in the forward pass. packing: keyword arguments of `features`.
         """
-        return head_loss(self.features(tokens), self.head, targets, ignore=ignore)
+        return head_loss(self.features(tokens, **packing), self.head, targets, ignore=ignore)
 
     def features(self, tokens: Tensor, at: Tensor | None = None) -> Tensor:
         """Vectors [B, T, d] whose products with the rows of `head` are the logits; [B, m, d] at places `at` [B, m]."""
