@@ -25,6 +25,7 @@ of its own, which --limit ends after so many seconds. OUT/pretrain.json gets a r
 
 import argparse
 import gc
+import importlib.abc
 import json
 import os
 import subprocess
@@ -93,9 +94,20 @@ def ours(rule: str, sizes: dict[str, int]) -> Contestant:
     return Contestant(model, model.blocks, sizes["vocab_size"], lambda tokens, targets: model.loss(tokens, targets))
 
 
+class NotInstalled(importlib.abc.MetaPathFinder):
+    """Importing a package fails as where it is not installed."""
+
+    def __init__(self, package: str) -> None:
+        self.package = package
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> None:
+        if name.partition(".")[0] == self.package:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
 def exported(folder: str, sizes: dict[str, int]) -> Contestant:
     """The exported folder's own code and configuration; sizes are those of the folder."""
-    sys.modules["deltalab"] = None  # type: ignore[assignment]  # an import fails as where it is not installed
+    sys.meta_path.insert(0, NotInstalled("deltalab"))
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
