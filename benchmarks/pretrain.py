@@ -364,6 +364,8 @@ def main() -> None:
     parser.add_argument("--limit", type=float, help="seconds that a model may take")
     parser.add_argument("--here", action="store_true", help="in this process")
     given = parser.parse_args()
+    # transformers looks for a package `kernels`, and must not find benchmarks/kernels.py.
+    sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parent]
     for name in given.model:
         if name.partition(":")[0] not in MAKERS:
             parser.error(f"--model {name}: must start with one of {', '.join(MAKERS)}")
