@@ -209,11 +209,14 @@ class Model(nn.Module):
         return sum(layer.numel() for layer in cache)
 
 
-def head_loss(features: Tensor, head: Tensor, targets: Tensor, *, ignore: int = -100) -> Tensor:
+def head_loss(
+    features: Tensor, head: Tensor, targets: Tensor, *, ignore: int = -100, count: Tensor | int | None = None
+) -> Tensor:
     """`linear_cross_entropy` of features [B, T, d] and targets [B, T], in the dtype that autocast gives products."""
     device = features.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else features.dtype
-    return linear_cross_entropy(features.flatten(0, 1).to(dtype), head.to(dtype), targets.flatten(), ignore=ignore)
+    x = features.flatten(0, 1).to(dtype)
+    return linear_cross_entropy(x, head.to(dtype), targets.flatten(), ignore=ignore, count=count)
 
 
 def build_model(spec: ModelSpec | Mapping[str, Any], *, seed: int = 0) -> Model:

@@ -31,17 +31,28 @@ def labelled(targets: Tensor, most: int, *, ignore: int) -> tuple[Tensor, Tensor
     return at[..., :most], wanted[..., :most]
 
 
-def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *, ignore: int = -100) -> Tensor:
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, *, ignore: int = -100, count: Tensor | int | None = None
+) -> Tensor:
     """The mean of -log softmax(W x_i)[y_i] over all i with y_i != `ignore`, in at least fp32.
 
     x [M, d] and weight W [V, d] in the dtype of the products; targets y [M] in [0, V). With one more leading dimension
-    n on all three: the means of n models, [n]. NaN if no target counts. The gradient of the logits is computed in fp32
-    and rounded to the dtype of x for the products.
+    n on all three: the means of n models, [n]. The gradient of the logits is computed in fp32 and rounded to the dtype
+    of x for the products.
+
+    count: divides the sum, for a batch that is a part of a larger one; the number of targets that count where None,
+        which gives NaN if there are none.
     """
     if x.dim() == 2:
-        return linear_cross_entropy(x[None], weight[None], targets[None], ignore=ignore).sum()
+        return linear_cross_entropy(x[None], weight[None], targets[None], ignore=ignore, count=count).sum()
+    if count is None:
+        number = (targets != ignore).sum(1)
+    elif isinstance(count, Tensor):
+        number = count.to(x.device).expand(len(x)).contiguous()
+    else:
+        number = torch.full((len(x),), count, device=x.device)
     differentiate = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    loss: Tensor = _LinearCrossEntropy.apply(x, weight, targets, ignore, differentiate)  # type: ignore[no-untyped-call]
+    loss: Tensor = _LinearCrossEntropy.apply(x, weight, targets, number, ignore, differentiate)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -49,14 +60,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """The forward pass computes the gradients too, while it holds a chunk's logits, unless nobody will ask for them."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, ignore: int, differentiate: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, count: Tensor, ignore: int, differentiate: bool
+    ) -> Tensor:
         models, positions, _ = x.shape
         kernel = automatic(x.device.type).cross_entropy
         # Chunks hold whole models where they can, so that a model's sums do not depend on how many train together.
         most = max(1, MOST_LOGITS[x.device.type] // weight.shape[1])
         together, size = max(1, most // positions), min(most, positions)
         counted = targets != ignore
-        count = counted.sum(1)
         total = x.new_zeros(models, dtype=torch.promote_types(x.dtype, torch.float32))
         d_x, d_weights = torch.empty_like(x) if differentiate else x, []
         for of in (slice(first, first + together) for first in range(0, models, together)):
@@ -85,11 +97,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
         d_x, d_weight = ctx.saved_tensors
         # One pass for each, which multiplies in the precision of d_loss.
         d_x, d_weight = (torch.mul(one, d_loss[:, None, None], out=torch.empty_like(one)) for one in (d_x, d_weight))
-        return d_x, d_weight, None, None, None
+        return d_x, d_weight, None, None, None, None
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor, counted: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
