@@ -13,6 +13,7 @@ from deltalab.models.layer import LayerCache, RuleLayer
 from deltalab.models.spec import ROPE, TIED_WIDTH, ModelSpec
 from deltalab.models.start import Normal, Started, initialize, linear
 from deltalab.ops.backends import automatic
+from deltalab.ops.loss import linear_cross_entropy
 from deltalab.ops.norm import ResidualNorm, RMSNorm
 from deltalab.ops.packing import Packing, Sequences
 
@@ -47,10 +48,19 @@ class SwiGLU(nn.Module):
         if x.device.type == "cpu":
             # Two products: the halves of one would be strided, and backward would copy their gradients side by side.
             gate, up = (F.linear(x, half) for half in self.into.weight.chunk(2))
+            hidden = F.silu(gate) * up
         else:
-            gate, up = self.into(x).chunk(2, dim=-1)
-        out: Tensor = self.out(F.silu(gate) * up)
+            hidden = _swiglu(self.into(x))
+        out: Tensor = self.out(hidden)
         return out
+
+
+def _swiglu(x: Tensor) -> Tensor:
+    kernel = automatic(x.device.type).swiglu
+    if kernel is not None and x.dtype != torch.float64:
+        return kernel(x)
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 class Block(nn.Module):
@@ -165,6 +175,14 @@ class Model(Started):
         features = self.features(tokens, cu_seqlens=cu_seqlens, attention_mask=attention_mask)
         return F.linear(features if where is None else features[where], self.head)
 
+    def loss(self, tokens: Tensor, targets: Tensor, *, ignore: int = -100, **packing: Tensor | None) -> Tensor:
+        """The mean cross-entropy of the logits after tokens [B, T] with targets [B, T], in at least fp32.
+
+        Targets that are `ignore` do not count. The logits of all positions are never held at once, and their gradient
+        is made in the forward pass. packing: keyword arguments of `features`.
+        """
+        return head_loss(self.features(tokens, **packing), self.head, targets, ignore=ignore)
+
     def features(
         self,
         tokens: Tensor,
@@ -252,6 +270,16 @@ class Model(Started):
         with torch.no_grad():
             _, cache = self.hidden(torch.zeros(1, length, dtype=torch.long, device=self.embed.weight.device))
         return sum(layer.numel() for layer in cache)
+
+
+def head_loss(
+    features: Tensor, head: Tensor, targets: Tensor, *, ignore: int = -100, count: Tensor | int | None = None
+) -> Tensor:
+    """`linear_cross_entropy` of features [B, T, d] and targets [B, T], in the dtype that autocast gives products."""
+    device = features.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else features.dtype
+    x = features.flatten(0, 1).to(dtype)
+    return linear_cross_entropy(x, head.to(dtype), targets.flatten(), ignore=ignore, count=count)
 
 
 def build_model(spec: ModelSpec | Mapping[str, Any], *, seed: int = 0) -> Model:
