@@ -173,7 +173,10 @@ def _not_made(what: str, plugin: Plugin, error: Exception) -> InputError:
     )
 
 
-def _find(kind: type, what: str, name: str) -> Plugin:
+def _find(kind: type, what: str, name: object) -> Plugin:
+    if not isinstance(name, str):
+        hint = f"; make one: {name.__name__}()" if isinstance(name, type) else ""
+        raise InputError(f"takes a {what} or the name of one, such as '{min(_all(kind))}', not {name!r}{hint}")
     found = _all(kind)
     if name not in found:
         raise unknown(what, name, sorted(found))
