@@ -170,6 +170,18 @@ def test_a_layer_made_on_the_meta_device_starts_once_it_has_memory(name: str) ->
     assert equal(values(layer), values(right))
 
 
+def test_rules_that_compute_numbers_are_found_on_the_meta_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "plugins").mkdir()
+    (tmp_path / "plugins" / "mine.py").write_text(f"{PLUGIN}\nimport torch\n\nHALF = torch.tensor(0.5).item()\n")
+    monkeypatch.chdir(tmp_path)
+    with registry.isolated(), torch.device("meta"):
+        assert RuleLayer("mine", D, H).qkv.weight.is_meta
+    with torch.device("meta"):
+        assert deltalab.get_rule("log_linear_attention", strength={"level_strength": {"levels": 4}}).gates
+
+
 def test_initialize_keeps_a_parameters_dtype() -> None:
     layer, right = layer_of().bfloat16(), layer_of()
     for module in (layer, right):
@@ -462,6 +474,7 @@ def study() -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_run_study_takes_the_mapping_that_a_file_would_hold(tmp_path: Path) -> None:
     given = study()
     result = deltalab.run_study(given, db=tmp_path / "ledger.db", executor="inline", unchecked=True)

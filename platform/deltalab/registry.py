@@ -19,6 +19,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from deltalab.errors import InputError, unknown
 from deltalab.gates import Gate
 from deltalab.rule import UpdateRule
@@ -129,7 +131,8 @@ def get_rule(name: str, /, **knobs: object) -> UpdateRule:
     kind = rule_plugin(name).kind
     assert issubclass(kind, UpdateRule)
     try:
-        return kind.configured(knobs)
+        with torch.device("cpu"):  # gates may compute numbers, which the meta device of a caller has none of
+            return kind.configured(knobs)
     except InputError:
         raise
     except Exception as error:
@@ -186,7 +189,9 @@ def _find(kind: type, what: str, name: object) -> Plugin:
 @cache
 def _all(kind: type) -> dict[str, Plugin]:
     found: dict[str, Plugin] = {}
-    for plugin in _everything():
+    with torch.device("cpu"):  # as in get_rule
+        plugins = list(_everything())
+    for plugin in plugins:
         if not issubclass(plugin.kind, kind):
             continue
         name = plugin.kind.name
