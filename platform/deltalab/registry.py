@@ -131,7 +131,7 @@ def get_rule(name: str, /, **knobs: object) -> UpdateRule:
     kind = rule_plugin(name).kind
     assert issubclass(kind, UpdateRule)
     try:
-        with torch.device("cpu"):  # gates may compute numbers, which the meta device of a caller has none of
+        with torch.device("cpu"):  # gates compute numbers, and a tensor on the meta device has none
             return kind.configured(knobs)
     except InputError:
         raise
