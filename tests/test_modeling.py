@@ -190,6 +190,25 @@ def test_checkpointing_changes_no_gradient(model: DeltaLabForCausalLM, every: in
         assert torch.equal(one, other)
 
 
+def test_the_loss_of_training_needs_no_logits(model: DeltaLabForCausalLM) -> None:
+    row, mask = padded(texts(5, 9), left=False)
+    leaves = [p for p in model.parameters() if p.dim() > 1]
+    for given in ({}, {"num_items_in_batch": torch.tensor(7)}, {"num_items_in_batch": 7}):
+        found = []
+        for training in (True, False):
+            out = model.train(training)(row, attention_mask=mask, labels=row, **given)
+            assert (out.logits is None) == training
+            found.append([out.loss, *torch.autograd.grad(out.loss, leaves, allow_unused=True)])
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, check_dtype=False)
+    model.loss_function = lambda logits, **_: logits.sum()
+    try:
+        assert model.train()(row, labels=row).logits is not None
+    finally:
+        del model._loss_function
+        model.eval()
+
+
 def test_a_compiled_model_gives_the_same() -> None:
     model = made(rule="comba", layers=1)
     compiled = torch.compile(model, backend="aot_eager")
@@ -198,6 +217,8 @@ def test_a_compiled_model_gives_the_same() -> None:
     close(found.logits, right.logits)
     close(found.loss, right.loss)
     close(*(torch.autograd.grad(one.loss, model.model.embed.weight)[0] for one in (found, right)))
+    model.train()
+    close(*(torch.autograd.grad(one(row, labels=row).loss, model.model.embed.weight)[0] for one in (compiled, model)))
 
 
 @pytest.mark.filterwarnings("ignore")
