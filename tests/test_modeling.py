@@ -210,7 +210,7 @@ def test_the_loss_of_training_needs_no_logits(model: DeltaLabForCausalLM) -> Non
 
 
 def test_a_compiled_model_gives_the_same() -> None:
-    model = made(rule="comba", layers=1)
+    model = made(rule="deltanet", layers=1)
     compiled = torch.compile(model, backend="aot_eager")
     row = tokens(2, 5)
     found, right = (one(row, attention_mask=torch.ones_like(row), labels=row) for one in (compiled, model))
