@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
@@ -118,8 +119,11 @@ class DeltaLabForCausalLM(PreTrainedModel, GenerationMixin):
     def _supports_default_dynamic_cache(cls) -> bool:
         return False  # `forward` makes a StateCache
 
-    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        inputs: dict[str, Any] = super().prepare_inputs_for_generation(*args, **kwargs)
+    def prepare_inputs_for_generation(
+        self, *args: Any, inputs_embeds: Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        # `generate` takes embeddings where this method names them.
+        inputs: dict[str, Any] = super().prepare_inputs_for_generation(*args, inputs_embeds=inputs_embeds, **kwargs)
         # Layers count tokens by themselves. transformers 5.0 gives cache_position to every model.
         for name in ("position_ids", "cache_position"):
             inputs.pop(name, None)
@@ -173,6 +177,8 @@ class DeltaLabForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Logits [B, T, vocab] after tokens [B, T] or their embeddings [B, T, d].
 
+        With labels in training mode there are no logits: the loss is computed chunk by chunk, which saves their memory.
+
         logits_to_keep: how many of the last positions get logits, 0 for all.
         labels [B, T]: the tokens themselves, which are shifted here; -100 does not count, and neither does the first
             token of a sequence. num_items_in_batch: what the sum of the losses is divided by, None for their number.
@@ -215,6 +221,9 @@ class DeltaLabForCausalLM(PreTrainedModel, GenerationMixin):
             logits, loss = self.model.logits(spread(hidden)[:, -logits_to_keep:]), None
         else:
             targets = _targets(labels if packing is None else packing.pack(labels), bounds)
+            if self.training and self.loss_function is ForCausalLMLoss:
+                loss = self.model.hidden_loss(hidden, targets, count=num_items_in_batch)
+                return CausalLMOutputWithPast(loss=loss, past_key_values=cache)
             logits = self.model.logits(hidden)
             loss = self.loss_function(
                 logits=logits,
