@@ -488,14 +488,14 @@ def _comba(spec: ModelSpec) -> dict[str, Any]:
     of_rule(spec, f"{name} (it corrects q before the norm of q)", d=(gates.const(0),))
     if twice(rule.beta, name):  # type: ignore[attr-defined]
         raise InputError("export to fla: FLA's comba has no equal of beta sigmoid(max=2); it needs sigmoid(max=1)")
-    return {**_heads_of(spec), "use_output_gate": _gate_of(spec, name, "silu")}
+    return {**_heads_of(spec), "use_output_gate": _gate_of(spec, name, True)}
 
 
 def _from_comba(options: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **_heads_from(options),
         "rule": {"name": "comba", "b": {"const": {"value": 1.0}}, "d": {"const": {"value": 0.0}}},
-        "output_gate": "silu" if options["use_output_gate"] else False,
+        "output_gate": options["use_output_gate"],
     }
 
 
