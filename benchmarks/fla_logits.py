@@ -74,6 +74,13 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         {"rule": "hgrn2", "features": "silu_qk", "conv": 0, "output_norm": "rms_all", "output_gate": False},
         "HGRN2", {"expand_ratio": 32, "use_lower_bound": False, "norm_eps": 1e-5},
     ),
+    "mamba2": (
+        {
+            "rule": "mamba2", "block": "mamba", "features": "silu", "scale": 1.0, "output_norm": "rms_all",
+            "output_gate": "silu_before_norm", "key_dim": 16, "expand_v": 2.0,
+        },
+        "Mamba2", {"head_dim": 32, "state_size": 16, "use_conv_bias": False, "chunk_size": 32},
+    ),
     "linear_attention": (
         {"rule": "linear_attention", "features": "raw", "conv": 0, "output_gate": False},
         "LinearAttention", {"num_heads": 2, "feature_map": "identity"},
@@ -237,11 +244,12 @@ def from_theirs(theirs: Any) -> Model:
 def fla_model(fla: Any, case: str) -> Any:
     _, kind, options = CASES[case]
     torch.manual_seed(0)
-    model = getattr(fla, f"{kind}ForCausalLM")(getattr(fla, f"{kind}Config")(**{**THEIRS, **options}))
+    sizes = {name: value for name, value in THEIRS.items() if kind != "Mamba2" or name != "intermediate_size"}
+    model = getattr(fla, f"{kind}ForCausalLM")(getattr(fla, f"{kind}Config")(**{**sizes, **options}))
     shaken(model, 3)
-    if kind == "Comba":  # its correction of q has no equal of ours
-        for layer in model.model.layers:
-            torch.nn.init.zeros_(layer.attn.D)
+    for name, value in model.named_parameters():
+        if name.endswith(".D"):  # Comba's correction of q and Mamba-2's skip have no equal of ours
+            torch.nn.init.zeros_(value)
     return model
 
 
