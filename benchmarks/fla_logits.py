@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from deltalab.errors import InputError
-from deltalab.export.fla import from_fla, to_fla
+from deltalab.export.fla import FORMS, SHARED, from_fla, to_fla
 from deltalab.models.model import Model, build_model
 
 SIZES: dict[str, Any] = {"vocab_size": 64, "d_model": 64, "layers": 2, "heads": 2}
@@ -275,13 +275,19 @@ def errors(ours: Model, theirs: Any, device: str) -> dict[str, float]:
 
 
 def names(folder: Path) -> None:
+    """For each case: the options of FLA's model, its parameters, and the defaults of what we read."""
     fla = imported()
     folder.mkdir(parents=True, exist_ok=True)
-    for case in CASES:
+    for case, (_, kind, _) in CASES.items():
         model = fla_model(fla, case)
-        config = model.config.to_diff_dict()
-        shapes = {name: list(value.shape) for name, value in model.state_dict().items()}
-        (folder / f"{case}.json").write_text(json.dumps({"config": config, "parameters": shapes}, indent=1) + "\n")
+        (form,) = {form.model_type: form for form in FORMS if form.model_type == model.config.model_type}.values()
+        plain = getattr(fla, f"{kind}Config")().to_dict()
+        found = {
+            "config": json.loads(model.config.to_json_string()),
+            "parameters": {name: list(value.shape) for name, value in model.state_dict().items()},
+            "defaults": {name: plain[name] for name in {**SHARED, **form.options} if name in plain},
+        }
+        (folder / f"{case}.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

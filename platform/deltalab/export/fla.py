@@ -1,6 +1,6 @@
 """Models of ours as models of flash-linear-attention (FLA 0.6), and the way back.
 
-`fla_layers` holds what is particular to each of FLA's layers; here stands what all its models share.
+`fla_delta` and `fla_linear` hold what is particular to each of FLA's layers; here stands what all its models share.
 """
 
 import json
@@ -13,9 +13,38 @@ import torch
 from torch import Tensor
 
 from deltalab.errors import InputError, unknown
-from deltalab.export.fla_layers import FORMS, TRANSFORMER, WHY_NOT, Form, Part, attention, from_attention, needs, same
+from deltalab.export.fla_delta import COMBA, DELTA_PRODUCT, DELTANET, GATED_DELTANET, KDA, UNDECAYED
+from deltalab.export.fla_linear import (
+    GLA,
+    HGRN2,
+    LINEAR_ATTENTION,
+    MAMBA2,
+    RETNET,
+    TRANSFORMER,
+    attention,
+    from_attention,
+)
+from deltalab.export.fla_parts import Form, Part, needs, same
 from deltalab.models.model import Model, swiglu_width
 from deltalab.models.spec import ModelSpec
+
+FORMS = (
+    GATED_DELTANET,
+    DELTANET,
+    UNDECAYED,
+    COMBA,
+    KDA,
+    DELTA_PRODUCT,
+    GLA,
+    RETNET,
+    HGRN2,
+    LINEAR_ATTENTION,
+    MAMBA2,
+    TRANSFORMER,
+)
+"""Forms of one rule are tried in this order."""
+
+WHY_NOT: dict[str, str] = {}
 
 SHARED: dict[str, Any] = {
     "hidden_size": 2048,
