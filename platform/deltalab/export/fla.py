@@ -44,7 +44,29 @@ FORMS = (
 )
 """Forms of one rule are tried in this order."""
 
-WHY_NOT: dict[str, str] = {}
+WHY_NOT = {
+    "abc": "FLA's ABC applies SiLU after the SiLU of its convolution, or RoPE by default: not translated",
+    "based": "FLA has this layer, and no model of it",
+    "forgetting_attention": "FLA's forget gate has a bias, ours none",
+    "gated_deltanet2": "FLA has this layer, and no model of it",
+    "gsa": "FLA's GSA takes SiLU of its output before a norm over all heads, which no output norm of ours does",
+    "lightnet": "FLA's convolution has no SiLU for one of q, k and v: not translated",
+    "log_linear_attention": "FLA's is a Mamba-2 block with a skip from v to the output, and decays in other units",
+    "mamba": "FLA's Mamba has one state for each channel of the model, and no heads",
+    "mamba3": "FLA's normalizes q and k with biases, turns them by angles of its own and skips from v to the output",
+    "mesa_net": "FLA's gates have biases, and its v neither convolution nor SiLU",
+    "mom": "FLA's routes a token's keys and values to its memories by projections of their own",
+    "momentum_deltanet": "FLA has this layer, and no model of it",
+    "path_attention": "FLA's gates have biases, and its w has a projection of low rank before its convolution",
+    "preconditioned_gated_deltanet": "FLA's preconditioner squashes its input and starts from learned scales",
+    "raven": "FLA's router adds noise and a learned bias before it chooses slots",
+    "rebased": "FLA has this layer, and no model of it",
+    "rodimus": "FLA's gates read a convolution of twice the model's width, with a residual weight of its own",
+    "rwkv6": "FLA's shifts tokens by a mix that depends on the input, and its blocks have LayerNorm and another MLP",
+    "rwkv7": "FLA's blocks have LayerNorm, a squared-ReLU MLP, a tanh in the decay, a bonus and the first layer's v",
+    "sgla": "FLA has this layer (simple GLA), and no model of it",
+}
+"""Why no model of FLA computes a rule; the other rules are not in FLA 0.6."""
 
 SHARED: dict[str, Any] = {
     "hidden_size": 2048,
@@ -127,7 +149,7 @@ def from_fla(folder: Path) -> tuple[ModelSpec, dict[str, Tensor], dict[str, Any]
 
 def why_not(rule: str) -> str | None:
     """The reason that no model of FLA computes a rule; None where some settings of it have an equal."""
-    return None if any(form.rule == rule for form in FORMS) else WHY_NOT.get(rule, "FLA 0.6 has no such model")
+    return None if any(form.rule == rule for form in FORMS) else WHY_NOT.get(rule, "FLA 0.6 lacks this rule")
 
 
 def _form_of(spec: ModelSpec) -> tuple[Form, dict[str, Any]]:

@@ -103,6 +103,7 @@ GATED_DELTANET = Form(
     "GatedDeltaNetForCausalLM",
     "gated_deltanet",
     options={
+        "num_hidden_layers": 21,
         "head_dim": 256,
         "num_heads": 6,
         "num_v_heads": None,
@@ -218,6 +219,7 @@ COMBA = Form(
     "CombaForCausalLM",
     "comba",
     options={
+        "num_hidden_layers": 21,
         "head_dim": 256,
         "num_heads": 6,
         "num_v_heads": None,
@@ -363,6 +365,7 @@ DELTA_PRODUCT = Form(
     "GatedDeltaProductForCausalLM",
     "delta_product",
     options={
+        "num_hidden_layers": 21,
         "head_dim": 256,
         "num_heads": 6,
         "expand_v": 2.0,

@@ -318,7 +318,7 @@ HGRN2 = Form(
     "HGRN2ForCausalLM",
     "hgrn2",
     options={
-        "num_heads": None,
+        "num_heads": 16,
         "expand_ratio": 128,
         "use_short_conv": False,
         "conv_size": 4,
