@@ -89,6 +89,18 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         {"rule": {"name": "delta_product", "g": "mamba2_decay"}, "output_gate": "silu"},
         "GatedDeltaProduct", {"head_dim": 32, "num_heads": 2, "num_householder": 3},
     ),
+    "lightnet": (
+        {"rule": "lightnet", "output_norm": "rms_all", "output_gate": "silu", "gate_rank": 8, "norm_eps": 1e-6},
+        "LightNet", {"num_heads": 2, "expand_ratio": 16, "gate_low_rank_dim": 16},
+    ),
+    "abc": (
+        {"rule": "abc", "output_gate": "silu", "rope": True},
+        "ABC", {"num_heads": 2, "num_slots": 16},
+    ),
+    "forgetting_attention": (
+        {"rule": "forgetting_attention", "conv": 0, "output_norm": False, "kv_heads": 1},
+        "ForgettingTransformer", {"num_heads": 2},
+    ),
     "transformer": (
         {"rule": "attention", "conv": 0, "rope": True, "output_norm": False, "output_gate": False, "qk_norm": True},
         "Transformer", {"num_heads": 2, "num_kv_heads": 1, "window_size": 20},
@@ -248,7 +260,8 @@ def fla_model(fla: Any, case: str) -> Any:
     model = getattr(fla, f"{kind}ForCausalLM")(getattr(fla, f"{kind}Config")(**{**sizes, **options}))
     shaken(model, 3)
     for name, value in model.named_parameters():
-        if name.endswith(".D"):  # Comba's correction of q and Mamba-2's skip have no equal of ours
+        # Comba's correction of q, Mamba-2's skip and the forget gate's bias have no equal of ours.
+        if name.endswith((".D", "f_proj.bias")):
             torch.nn.init.zeros_(value)
     return model
 

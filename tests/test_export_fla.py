@@ -44,6 +44,11 @@ OURS: dict[str, dict[str, Any]] = {
         "rule": "mamba2", "block": "mamba", "features": "silu", "scale": 1.0, "output_norm": "rms_all",
         "output_gate": "silu_before_norm",
     },
+    "lightnet": {
+        "rule": "lightnet", "output_norm": "rms_all", "output_gate": "silu", "gate_rank": 3, "norm_eps": 1e-6,
+    },
+    "abc": {"rule": {"name": "abc", "s": {"slot_logit": {"slots": 8}}}, "output_gate": "silu", "rope": True},
+    "forgetting attention": {"rule": "forgetting_attention", "conv": 0, "output_norm": False, "kv_heads": 1},
     "transformer": {"rule": "attention", **ATTENTION, "qk_norm": True, "kv_heads": 1},
     "hybrid": {
         "rule": "gla", "features": "silu", "output_gate": "silu", "low_rank_bias": True,
@@ -72,8 +77,10 @@ def of_fla(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(0)
     shapes = THEIRS[name]["parameters"]
     weights = {key: torch.randn(shape, generator=generator) for key, shape in shapes.items()}
-    # Comba's correction of q and Mamba-2's skip have no equal here.
-    return THEIRS[name]["config"], {key: 0 * x if key.endswith(".D") else x for key, x in weights.items()}
+    # Comba's correction of q, Mamba-2's skip and the bias of the forget gate have no equal here.
+    return THEIRS[name]["config"], {
+        key: 0 * x if key.endswith((".D", "f_proj.bias")) else x for key, x in weights.items()
+    }
 
 
 def loaded(folder: Path) -> Model:

@@ -15,8 +15,11 @@ from torch import Tensor
 from deltalab.errors import InputError, unknown
 from deltalab.export.fla_delta import COMBA, DELTA_PRODUCT, DELTANET, GATED_DELTANET, KDA, UNDECAYED
 from deltalab.export.fla_linear import (
+    ABC,
+    FORGETTING,
     GLA,
     HGRN2,
+    LIGHTNET,
     LINEAR_ATTENTION,
     MAMBA2,
     RETNET,
@@ -29,28 +32,15 @@ from deltalab.models.model import Model, swiglu_width
 from deltalab.models.spec import ModelSpec
 
 FORMS = (
-    GATED_DELTANET,
-    DELTANET,
-    UNDECAYED,
-    COMBA,
-    KDA,
-    DELTA_PRODUCT,
-    GLA,
-    RETNET,
-    HGRN2,
-    LINEAR_ATTENTION,
-    MAMBA2,
-    TRANSFORMER,
-)
+    GATED_DELTANET, DELTANET, UNDECAYED, COMBA, KDA, DELTA_PRODUCT,
+    GLA, RETNET, HGRN2, LINEAR_ATTENTION, LIGHTNET, ABC, MAMBA2, FORGETTING, TRANSFORMER,
+)  # fmt: skip
 """Forms of one rule are tried in this order."""
 
 WHY_NOT = {
-    "abc": "FLA's ABC applies SiLU after the SiLU of its convolution, or RoPE by default: not translated",
     "based": "FLA has this layer, and no model of it",
-    "forgetting_attention": "FLA's forget gate has a bias, ours none",
     "gated_deltanet2": "FLA has this layer, and no model of it",
     "gsa": "FLA's GSA takes SiLU of its output before a norm over all heads, which no output norm of ours does",
-    "lightnet": "FLA's convolution has no SiLU for one of q, k and v: not translated",
     "log_linear_attention": "FLA's is a Mamba-2 block with a skip from v to the output, and decays in other units",
     "mamba": "FLA's Mamba has one state for each channel of the model, and no heads",
     "mamba3": "FLA's normalizes q and k with biases, turns them by angles of its own and skips from v to the output",

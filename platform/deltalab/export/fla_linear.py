@@ -14,6 +14,7 @@ from deltalab.export.fla_parts import (
     Form,
     Part,
     channels,
+    conv_from,
     conv_of,
     expanded,
     features,
@@ -334,6 +335,190 @@ HGRN2 = Form(
         *norm_and_gate(spec, "g_norm"),
     ],
     idle=("conv_size",),
+)
+
+
+# Memories that need no decay of their own, and attention that fades.
+
+
+def _lightnet(spec: ModelSpec) -> dict[str, Any]:
+    name, (key_dim, value_dim) = "lightnet", spec.head_dims
+    # FLA's gated norm has this eps whatever the option says.
+    plain(
+        spec, name, qk_heads=(None, spec.heads), output_norm=("rms_all",), output_gate=("silu",),
+        gate_rank=(spec.gate_rank,), norm_eps=(LIGHTNET_EPS,),
+    )  # fmt: skip
+    needs_features(spec, name, "raw")
+    if spec.gate_rank is None or spec.low_rank_bias:
+        raise InputError(
+            "export to fla: FLA's lightnet gates its output through model.gate_rank channels, without bias"
+        )
+    if spec.heads * value_dim != spec.d_model:
+        raise InputError(
+            f"export to fla: the heads of FLA's lightnet share the model's width: {spec.heads} of {value_dim} are not "
+            f"{spec.d_model}"
+        )
+    return {
+        "num_heads": spec.heads,
+        "expand_ratio": key_dim,
+        "gate_low_rank_dim": spec.gate_rank,
+        **conv_of(spec),
+    }
+
+
+def _from_lightnet(options: Mapping[str, Any]) -> dict[str, Any]:
+    d_model, heads, width = options["hidden_size"], options["num_heads"], options["expand_ratio"]
+    heads = heads or d_model // width
+    width = width or d_model // heads
+    return {
+        "heads": heads,
+        "key_dim": width,
+        "expand_v": d_model // heads / width,
+        "conv": conv_from(options),
+        "rule": "lightnet",
+        "output_norm": "rms_all",
+        "output_gate": "silu",
+        "gate_rank": options["gate_low_rank_dim"],
+    }
+
+
+LIGHTNET_EPS = 1e-6
+
+LIGHTNET = Form(
+    "lightnet",
+    "LightNetForCausalLM",
+    "lightnet",
+    options={
+        "num_heads": None,
+        "expand_ratio": 128,
+        "gate_low_rank_dim": 128,
+        "use_short_conv": False,
+        "conv_size": 4,
+    },
+    fixed={"norm_eps": LIGHTNET_EPS},
+    config=_lightnet,
+    settings=_from_lightnet,
+    parts=lambda spec: [
+        *projections(spec, QKV, CONVS),
+        same("gate.0.weight", "g_proj.0.weight"),
+        same("gate.1.weight", "g_proj.1.weight"),
+        same("norm.weight", "g_norm.weight"),
+        same("out.weight", "o_proj.weight"),
+    ],
+)
+
+
+def _abc(spec: ModelSpec) -> dict[str, Any]:
+    name = "abc"
+    plain(spec, name, qk_heads=(None, spec.heads), rope=(True, False), output_gate=("silu",))
+    needs_features(spec, name, "silu" if spec.conv else "raw")
+    numbers = dict(spec.make_rule().s.options)  # type: ignore[attr-defined]
+    return {
+        **shares_of(spec),
+        **conv_of(spec),
+        "num_slots": int(numbers["slots"]),
+        "clamp_min": -numbers["bound"],
+        "clamp_max": numbers["bound"],
+        "use_rope": bool(spec.rope),
+    }
+
+
+def _from_abc(options: Mapping[str, Any]) -> dict[str, Any]:
+    if options["clamp_min"] != -options["clamp_max"]:
+        raise InputError(
+            f"option 'clamp_min' {options['clamp_min']} has no equal here; only -clamp_max, "
+            f"{-options['clamp_max']}, has"
+        )
+    slots = {"slots": options["num_slots"], "bound": options["clamp_max"]}
+    return {
+        **widths_from(options),
+        "rule": {"name": "abc", "s": {"slot_logit": slots}},
+        "features": "silu" if options["use_short_conv"] else "raw",
+        "rope": options["use_rope"],
+        "output_gate": "silu",
+    }
+
+
+ABC = Form(
+    "abc",
+    "ABCForCausalLM",
+    "abc",
+    options={
+        "num_heads": 4,
+        "expand_k": 0.5,
+        "expand_v": 1,
+        "num_slots": 64,
+        "clamp_min": -32,
+        "clamp_max": 32,
+        "use_short_conv": False,
+        "conv_size": 4,
+        "use_rope": True,
+        "fuse_norm": True,
+    },
+    fixed={"fuse_norm": True},
+    config=_abc,
+    settings=_from_abc,
+    parts=lambda spec: [
+        *projections(spec, QKV, CONVS),
+        same("gates.project.s.weight", "s_proj.weight"),
+        *norm_and_gate(spec, "g_norm"),
+    ],
+    idle=("gate_low_rank_dim",),
+)
+
+
+def _fading(spec: ModelSpec) -> dict[str, Any]:
+    name, (key_dim, value_dim) = "forgetting_transformer", spec.head_dims
+    plain(
+        spec, name, qk_heads=(None, spec.heads), conv=(0,), output_norm=(False,), output_gate=(False, True),
+        kv_heads=(spec.kv_heads,),
+    )  # fmt: skip
+    needs_features(spec, name, "raw")
+    of_rule(spec, name, g=("metala_decay",))
+    if (spec.heads * key_dim, value_dim) != (spec.d_model, key_dim):
+        raise InputError(
+            f"export to fla: the heads of FLA's {name} share the model's width: {spec.heads} of {key_dim} and "
+            f"{value_dim} are not {spec.d_model}"
+        )
+    return {
+        "num_heads": spec.heads,
+        "num_kv_heads": spec.kv_heads,
+        "use_output_gate": spec.output_gate is True,
+    }
+
+
+def _from_fading(options: Mapping[str, Any]) -> dict[str, Any]:
+    _, settings = from_attention(options, options["hidden_size"])
+    return {
+        **settings,
+        "rule": "forgetting_attention",
+        "rope": False,
+        "output_gate": options["use_output_gate"],
+    }
+
+
+FORGETTING = Form(
+    "forgetting_transformer",
+    "ForgettingTransformerForCausalLM",
+    "forgetting_attention",
+    options={
+        "num_heads": 32,
+        "num_kv_heads": None,
+        "qkv_bias": False,
+        "qk_norm": False,
+        "window_size": None,
+        "use_output_gate": False,
+    },
+    fixed={"qkv_bias": False, "qk_norm": False, "window_size": None},
+    config=_fading,
+    settings=_from_fading,
+    parts=lambda spec: [
+        *projections(spec, QKV, CONVS),
+        same("gates.project.g.weight", "f_proj.weight"),
+        fixed("f_proj.bias", torch.zeros(spec.heads), "the forget gate has no bias here"),
+        *([same("gate.weight", "g_proj.weight")] if spec.output_gate else []),
+        same("out.weight", "o_proj.weight"),
+    ],
 )
 
 
