@@ -25,6 +25,7 @@ from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -49,22 +50,21 @@ Call = Callable[[], Any]
 def stub() -> None:
     """Has Triton compile for an H100 and launch nothing, and the platform take its kernels on the CPU."""
     from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia import driver as nvidia
     from triton.runtime.driver import driver
 
-    class Launcher:
-        def __init__(self, source: Any, metadata: Any) -> None: ...
-
-        def __call__(self, *args: Any) -> None: ...
-
-    class Utils:
-        def get_device_properties(self, device: int) -> dict[str, int]:
-            return {"max_shared_mem": 232448, "multiprocessor_count": 132}
-
-        def load_binary(self, *args: Any) -> tuple[Any, ...]:
-            return object(), 1, 64, 0, 1024
+    def nothing(*args: Any, **given: Any) -> None: ...
 
     class Driver:
-        utils, launcher_cls = Utils(), Launcher
+        launcher_cls = nvidia.CudaLauncher
+        utils = SimpleNamespace(
+            get_device_properties=lambda device: {"max_shared_mem": 232448, "multiprocessor_count": 132},
+            load_binary=lambda *args: (object(), 1, 64, 0, 1024),
+            launch=nothing,
+            build_signature_metadata=nothing,
+            fill_tma_descriptor=nothing,
+            fill_tma_descriptor_tiled=nothing,
+        )
 
         def get_current_target(self) -> GPUTarget:
             return GPUTarget("cuda", 90, 32)
@@ -75,6 +75,9 @@ def stub() -> None:
         def get_current_stream(self, device: int) -> int:
             return 0
 
+    nvidia.PyKernelArg = nothing
+    nvidia.compile_module_from_src = lambda *args, **given: SimpleNamespace(launch=lambda *args: None)
+    nvidia.library_dirs = nothing
     driver.set_active(Driver())
     backends._unasked = lambda device: True  # type: ignore[assignment]
     backends.lacks_triton = lambda device: None  # type: ignore[assignment]
