@@ -10,8 +10,8 @@ Models (--model, again and again):
 
 - ours:RULE: a deltalab `Model` with any rule; ours:transformer is softmax attention (SDPA) with RoPE and SwiGLU.
 - export:FOLDER: what `platform export` wrote, loaded by transformers where deltalab cannot be imported.
-- fla:comba, fla:gated_deltanet, fla:transformer: models of flash-linear-attention with the same sizes and its chunked
-  linear cross-entropy.
+- fla:comba, fla:gated_deltanet: models of flash-linear-attention with the same sizes and its chunked linear
+  cross-entropy.
 
 A step is forward, backward, clipping to norm 1 and fused AdamW on given random tokens. --precision says how:
 
@@ -129,7 +129,6 @@ def fla(name: str, sizes: dict[str, int]) -> Contestant:
     config = {
         "comba": lambda: models.CombaConfig(**of_all, **recurrent),
         "gated_deltanet": lambda: models.GatedDeltaNetConfig(**of_all, **recurrent),
-        "transformer": lambda: models.TransformerConfig(**of_all),
     }[name]()
     model = AutoModelForCausalLM.from_config(config)
     return Contestant(model, model.model.layers, sizes["vocab_size"], _of_transformers(model))

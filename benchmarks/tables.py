@@ -231,7 +231,6 @@ WHOLE_MODELS = {
     "export": "Comba, exported, without deltalab",
     "fla:comba": "FLA's Comba",
     "fla:gated_deltanet": "FLA's Gated DeltaNet",
-    "fla:transformer": "FLA's Transformer",
 }
 
 
