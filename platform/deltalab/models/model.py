@@ -252,12 +252,11 @@ class Model(Started):
             seen.append(now)
         return self.norm(places(x, at), None if branch is None else places(branch, at))[1], seen
 
-    def hidden_loss(self, hidden: Tensor, targets: Tensor, *, count: Tensor | int | None = None) -> Tensor:
-        """`loss` from what `transform` returns; count as in `linear_cross_entropy`."""
-        return head_loss(self._scaled(hidden), self.head, targets, count=count)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(self._scaled(hidden), self.head)
+    def cross_entropy(
+        self, hidden: Tensor, targets: Tensor, *, ignore: int = -100, count: Tensor | int | None = None
+    ) -> Tensor:
+        """`linear_cross_entropy` of the logits of hidden states [B, T, d] with targets [B, T]."""
+        return head_loss(self._scaled(hidden), self.head, targets, ignore=ignore, count=count)
 
     def _scaled(self, hidden: Tensor) -> Tensor:
         if self.unembed is not None:
