@@ -25,9 +25,11 @@ def spec(**given: object) -> ModelSpec:
 
 def source(model: ModelSpec | None = None, *, trained: bool = True) -> Source:
     model = model or spec()
-    weights = build_model(model, seed=1).state_dict() if trained else None
+    weights = build_model(model, seed=1).state_dict
     recipe = {**of_trial(TRAIN, length=24, seed=3, key="abc"), "trial": {"seed": 3}}
-    return Source(model, weights, recipe, {"study": "s", "arm": "base"}, {"validation accuracy": 0.994}, None)
+    return Source(
+        model, weights if trained else None, recipe, {"study": "s", "arm": "base"}, {"validation accuracy": 0.994}, None
+    )
 
 
 def recipe_of(folder: Path) -> dict:
@@ -163,7 +165,7 @@ def test_weights_go_through_a_second_export_unchanged(tmp_path):
     assert again.scores == {"validation accuracy": 0.994}
     assert given.weights is not None
     assert again.weights is not None
-    assert all(torch.equal(again.weights[name], value) for name, value in given.weights.items())
+    assert all(torch.equal(again.weights()[name], value) for name, value in given.weights().items())
     written = export(again, tmp_path / "two", weights=False)
     assert not written.trained
     assert "validation accuracy" not in recipe_of(tmp_path / "two")["provenance"]
