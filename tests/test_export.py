@@ -163,35 +163,26 @@ def test_a_kept_state_goes_on(pair):
         cache.crop(1)
 
 
-def test_padding_before_the_text_leaves_no_trace_or_is_refused(pair):
-    ours, theirs = pair
-    prompts = [tokens(1, 9, seed=1), tokens(1, 4, seed=2), tokens(1, 1, seed=3)]
-    padded = torch.cat([torch.nn.functional.pad(p, (9 - p.shape[1], 0), value=7) for p in prompts])
-    mask = torch.tensor([[0] * (9 - p.shape[1]) + [1] * p.shape[1] for p in prompts])
-    # Attention remembers a blank, positions count it, and the ends of mini-batches depend on the number of tokens.
-    remembers = any(rule.name == "attention" or getattr(rule, "mini_batch", 1) > 1 for rule in ours.spec.rules())
-    if remembers or ours.spec.rope:
-        with pytest.raises(ValueError, match="prompts of one length"):
-            theirs.generate(padded, attention_mask=mask, max_new_tokens=3)
-        return
-    together = theirs.generate(padded, attention_mask=mask, max_new_tokens=6)
-    for i, prompt in enumerate(prompts):
-        assert torch.equal(together[i, 9:], theirs.generate(prompt, max_new_tokens=6)[0, prompt.shape[1] :])
-        alone = theirs(prompt).logits
-        torch.testing.assert_close(
-            theirs(padded, attention_mask=mask).logits[i, -prompt.shape[1] :], alone[0], rtol=1e-4, atol=1e-5
-        )
-
-
-def test_padding_after_the_text_is_for_training_alone(pair):
+def test_padding_changes_nothing_for_the_text(pair):
     _, theirs = pair
-    text = tokens(2, 6)
-    mask = torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
-    assert torch.equal(theirs(text, attention_mask=mask).logits, theirs(text).logits)
-    with pytest.raises(ValueError, match="before the text"):
-        theirs(text, attention_mask=mask, use_cache=True)
-    with pytest.raises(ValueError, match="before the text"):
-        theirs(text, attention_mask=torch.tensor([[1, 0, 1, 1, 1, 1]] * 2))
+    lengths = [9, 4, 1]
+    prompts = [tokens(1, length, seed=length) for length in lengths]
+    for side in ("left", "right"):
+        pads = [(9 - n, 0) if side == "left" else (0, 9 - n) for n in lengths]
+        padded = torch.cat([torch.nn.functional.pad(p, pad, value=7) for p, pad in zip(prompts, pads, strict=True)])
+        ones = [torch.ones(1, n, dtype=torch.long) for n in lengths]
+        mask = torch.cat([torch.nn.functional.pad(one, pad) for one, pad in zip(ones, pads, strict=True)])
+        logits = theirs(padded, attention_mask=mask).logits
+        for row, there, prompt in zip(logits, mask.bool(), prompts, strict=True):
+            torch.testing.assert_close(row[there], theirs(prompt).logits[0], rtol=1e-4, atol=1e-5)
+        for use_cache in (True, False) if side == "left" else (True,):
+            text = theirs.generate(padded, attention_mask=mask, max_new_tokens=6, do_sample=False, use_cache=use_cache)
+            for row, prompt in zip(text, prompts, strict=True):
+                alone = theirs.generate(prompt, max_new_tokens=6, do_sample=False)
+                assert torch.equal(row[9:], alone[0, prompt.shape[1] :])
+    beams = {"num_beams": 2, "num_return_sequences": 2, "max_new_tokens": 3, "do_sample": False}
+    text = theirs.generate(padded, attention_mask=mask, **beams)
+    assert torch.equal(text[:, 9:], torch.cat([theirs.generate(prompt, **beams)[:, -3:] for prompt in prompts]))
 
 
 def test_what_a_model_cannot_do_is_refused(pair):

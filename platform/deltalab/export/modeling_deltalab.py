@@ -118,8 +118,11 @@ class DeltaLabForCausalLM(PreTrainedModel, GenerationMixin):
     def _supports_default_dynamic_cache(cls) -> bool:
         return False  # `forward` makes a StateCache
 
-    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        inputs: dict[str, Any] = super().prepare_inputs_for_generation(*args, **kwargs)
+    def prepare_inputs_for_generation(
+        self, *args: Any, inputs_embeds: Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        # `generate` takes embeddings where this method names them.
+        inputs: dict[str, Any] = super().prepare_inputs_for_generation(*args, inputs_embeds=inputs_embeds, **kwargs)
         # Layers count tokens by themselves. transformers 5.0 gives cache_position to every model.
         for name in ("position_ids", "cache_position"):
             inputs.pop(name, None)
