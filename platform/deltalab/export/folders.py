@@ -7,9 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file
 from torch import Tensor
 
 from deltalab.errors import InputError
+from deltalab.export.fla import from_fla
 from deltalab.export.recipe import of_paper
 from deltalab.export.retrain import load_rules, read_recipe
 from deltalab.export.source import Source
@@ -83,12 +85,12 @@ def _of_a_run(run: Path, folder: Path) -> Source:
 
 
 def _of_fla(folder: Path) -> Source:
-    model, weights, _ = importlib.import_module("deltalab.export.fla").from_fla(folder)
+    model, weights, provenance = from_fla(folder)
     return Source(
         model=model,
         weights=lambda: weights,
         recipe=of_paper(model),
-        provenance={"fla": str(folder), "model_type": _json(folder / CONFIG).get("model_type")},
+        provenance=provenance,
         scores={},
         tokenizer=str(folder) if (folder / TOKENIZER).is_file() else None,
     )
@@ -104,10 +106,6 @@ def _files(folder: Path) -> list[Path]:
 
 def _safetensors(folder: Path) -> dict[str, Tensor]:
     """The weights of an exported folder, as `Model(spec).state_dict()` names them."""
-    try:
-        from safetensors.torch import load_file
-    except ImportError:
-        raise InputError("weights in safetensors need the package: pip install 'deltalab[hf]'") from None
     found: dict[str, Tensor] = {}
     for file in _files(folder):
         try:
