@@ -1,6 +1,5 @@
 """An exported model is our model: same logits, same gradients, and a state that does not grow, without deltalab."""
 
-import importlib
 import json
 import os
 import subprocess
@@ -299,17 +298,6 @@ def test_every_shipped_rule_can_leave(rule, tmp_path):
     assert (tmp_path / f"out/rule_{rule}.py").exists()
 
 
-def test_an_export_has_no_kernels_even_beside_deltalab(tmp_path, monkeypatch):
-    pytest.importorskip("triton")
-    ours = trained(**MODELS["comba"])
-    export_hf(ours.spec, ours.state_dict(), tmp_path / "exported_alone", provenance={})
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.syspath_prepend(tmp_path)
-    backends = importlib.import_module("exported_alone.ops_backends")
-    assert backends.lacks_triton("cpu") == "deltalab itself, since an exported model has no kernels"
-    assert backends.available("cpu") == backends.Kernels()
-
-
 def test_the_folder_says_what_it_holds(tmp_path):
     ours = trained(**MODELS["comba"])
     export_hf(ours.spec, ours.state_dict(), tmp_path / "out", provenance={"study": "a|b", "seeds": [1, 2]})
@@ -389,7 +377,7 @@ class TestNothingIsHalfWritten:
         ],
     )
     def test_a_rule_that_would_not_import_there(self, line, tmp_path):
-        from deltalab.export.hf import _refuse_other_imports
+        from deltalab.export.modules import _refuse_other_imports
         from deltalab.registry import Plugin, rule_plugin
 
         file = tmp_path / "rule.py"

@@ -14,8 +14,13 @@ from rich.table import Table
 
 from deltalab import __version__
 from deltalab.authoring.check import CheckResult, author_line
+<<<<<<< HEAD
 from deltalab.cli_data import data
 from deltalab.cli_options import AsJson, Db, Folder, Params, Profile, StudyFile, StudyName
+=======
+from deltalab.cli_export import export
+from deltalab.cli_options import AsJson, Db, Folder, Params, Profile, StudyFile, StudyName, find_study
+>>>>>>> h17-export
 from deltalab.errors import InputError, WrongRules
 from deltalab.registry import add_plugin, get_rule, get_task, list_rules, list_tasks, rule_plugin, task_plugin
 from deltalab.tasks import Task
@@ -170,7 +175,7 @@ def study_report(
     if as_json + csv + markdown > 1:
         raise InputError("--json, --csv and --markdown: give one of them")
     with Store.open(db, create=False) as store:
-        found = report(store, _find_study(store, name, profile).id)
+        found = report(store, find_study(store, name, profile).id)
     if as_json:
         print(found.to_json())
     elif csv:
@@ -203,7 +208,7 @@ def study_calibrate(
     else:
         try:
             with Store.open(db, create=False) as store:
-                study_id = _find_study(store, name, profile).id
+                study_id = find_study(store, name, profile).id
                 found = calibrate.simulated(store, study_id, repeats=repeats, quiet=False)
         except InputError as error:
             raise InputError(f"{error}; run it first (platform study run {name}), or give --real") from None
@@ -407,28 +412,7 @@ def dashboard(
     os.execve(sys.executable, command, environment)
 
 
-@app.command()
-def export(
-    name: StudyName,
-    directory: Path,
-    arm: Annotated[str, typer.Option("--arm", help="Which arm.")] = "base",
-    to: Annotated[str, typer.Option("--to", help="The format: hf.")] = "hf",
-    task: Annotated[str | None, typer.Option("--task", help="Which task, where the study has several.")] = None,
-    db: Db = None,
-    profile: Profile = None,
-) -> None:
-    """Export a study's winner, with its weights, for training."""
-    from deltalab.errors import unknown
-    from deltalab.export import export_arm
-    from deltalab.store import Store
-
-    if to != "hf":
-        raise unknown("format", to, ["hf"], where="--to")
-    with Store.open(db, create=False) as store:
-        found = _find_study(store, name, profile)
-        seed = export_arm(store, found.id, arm=arm, task=task, directory=directory)
-    print(f"{found.address}, id {found.id}, arm {arm}: seed {seed}, the best on validation; load it with")
-    print(f"AutoModelForCausalLM.from_pretrained('{directory}', trust_remote_code=True)")
+app.command()(export)
 
 
 @db.command("upgrade")
@@ -495,14 +479,6 @@ def _print_checks(checks: dict[str, list[CheckResult]], what: str, as_json: bool
             console.print(f"[red]{len(failed)} of {len(results)} checks failed:[/] {', '.join(failed)}")
     if not all(result.passed for results in checks.values() for result in results):
         raise typer.Exit(1)
-
-
-def _find_study(store: Any, name: str, profile: str | None) -> Any:
-    if name.endswith((".yaml", ".yml")):
-        from deltalab.study.spec import load_study
-
-        name = load_study(name, profile=profile).name
-    return store.study(name, profile)
 
 
 def _about(kind: type) -> str:

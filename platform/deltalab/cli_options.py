@@ -1,7 +1,7 @@
-"""Options and arguments that several commands take."""
+"""Options and arguments that several commands take, and what they name."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -17,3 +17,12 @@ StudyFile = Annotated[
     Path, typer.Argument(metavar="FILE|NAME", help="A study's file, or the name of one in ./studies or shipped.")
 ]
 StudyName = Annotated[str, typer.Argument(metavar="STUDY", help="A study's NAME, NAME:PROFILE, id or file.")]
+
+
+def find_study(store: Any, name: str, profile: str | None) -> Any:
+    """The study that `StudyName` names. Raises `InputError` where the database has none."""
+    if name.endswith((".yaml", ".yml")):
+        from deltalab.study.spec import load_study
+
+        name = load_study(name, profile=profile).name
+    return store.study(name, profile)

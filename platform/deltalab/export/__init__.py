@@ -1,6 +1,6 @@
-"""Exports a trained model as a folder that needs nothing of this platform."""
+"""Exports a model as a folder that needs nothing of this platform, for training and for use."""
 
-from deltalab.export.best_run import export_arm
 from deltalab.export.hf import export_hf
+from deltalab.export.retrain import rebuild
 
-__all__ = ["export_arm", "export_hf"]
+__all__ = ["export_hf", "rebuild"]

@@ -20,7 +20,7 @@ OLDEST_TRITON = (3, 4)
 """The first release with the tensor descriptors that the kernels load their tiles by."""
 
 ENTRIES = __name__.removesuffix("backends") + "triton_kernels"
-"""The module that imports the kernels. An exported model has a copy of this file but not of that one."""
+"""The module that imports the kernels; in an exported folder, the copy that lies beside that of this file."""
 
 _log = logging.getLogger("deltalab")
 
@@ -176,12 +176,7 @@ def lacks_triton(device: str) -> str | None:
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if device != "cuda" and not interpreted:
         return "a GPU, or TRITON_INTERPRET=1"
-    try:
-        entries = importlib.import_module(ENTRIES)
-    except ModuleNotFoundError as error:
-        if error.name != ENTRIES:
-            raise
-        return "deltalab itself, since an exported model has no kernels"
+    entries = importlib.import_module(ENTRIES)
     if not interpreted and (missing := entries.lacks_assembler()):
         return str(missing)
     _loaded = entries.KERNELS

@@ -94,12 +94,12 @@ def record(store: Store, run_folder: str | Path) -> int:
 def trainings(store: Ledger, study: Study | None = None) -> list[TrainingRow]:
     """The trainings of a study, or all of them, in the order of their start.
 
-    A study's trainings name it as theirs. Where one names the trial that was exported, too, and the ledger holds this
-    trial, it belongs to the studies that have the trial: of one name there may be several, by profile.
+    A study's trainings name its address. Where one names the trial that was exported, too, and the ledger holds this
+    trial, it belongs to the studies that have the trial: there may be several at one address.
     """
     chosen = select(Training).order_by(Training.started_at, Training.id)
     if study is not None:
-        chosen = chosen.where(Training.study == study.name)
+        chosen = chosen.where(Training.study == study.address)
     with store._reading() as session:
         found = list(session.scalars(chosen))
         if study is not None:

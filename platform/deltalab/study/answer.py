@@ -293,9 +293,7 @@ def _row(
     trials = ledger.of(arm.name, task)
     results = scores.results.get(arm.name, {})
     choices = {seed: scores.choice(arm.name, seed) for seed in results}
-    best = scores.best(arm.name)
-    if best is None:  # no candidate finished all seeds
-        best = next((number for number in choices.values() if number is not None), None)
+    best = scores.shown(arm.name)
     done = [trial for trial in trials if trial.state == "done"]
     shown = next((trial for trial in done if trial.number == best), done[0] if done else None)
     difference = None

@@ -80,6 +80,14 @@ class Scores:
         best = max if self.maximize else min
         return best(means, key=lambda number: means[number]) if means else None
 
+    def shown(self, arm: str) -> int | None:
+        """The candidate that stands for an arm: the best, or the first that a seed chose where none finished all."""
+        best = self.best(arm)
+        if best is not None:
+            return best
+        choices = (self.choice(arm, seed) for seed in self.results.get(arm, {}))
+        return next((number for number in choices if number is not None), None)
+
     def by_budget(self, arm: str) -> list[float]:
         """The expected result if 1, 2, ... of the candidates had been tried (Dodge et al. 2019, arXiv:1909.03004).
 

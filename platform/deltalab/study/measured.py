@@ -21,7 +21,8 @@ class Measured:
     """A study's trials and their metrics at the last step."""
 
     def __init__(self, store: Store, study_id: int, trials: list[TrialRow], spec: Mapping[str, Any]) -> None:
-        self.trials, self.spec = [trial for trial in trials if trial.state != "infeasible"], spec
+        self.trials = current([trial for trial in trials if trial.state != "infeasible"])
+        self.spec = spec
         self.looks = looks_of(spec)
         self.finals: dict[str, dict[tuple[str, str], dict[int, float]]] = {}
         for final in store.final_metrics(study_id):
@@ -55,6 +56,21 @@ class Measured:
             planned = range(1, self.looks[min(parts, len(self.looks)) - 1].seeds + 1) if own else []
             seeds[arm.name] = [*planned, *(seed for seed in own if seed not in planned)]
         return Scores(base, about["maximize"], about["chance"], runs, seeds)
+
+
+def current(trials: Sequence[TrialRow]) -> list[TrialRow]:
+    """The trials without those that a later one of the same number has superseded.
+
+    The trials of a number are one candidate, whose values they share, with other seeds at each look. Where failed
+    trials ran again, a search may have come to another finalist, or an extended range to another value: the trials of
+    both candidates then have one number in the ledger, and the later ones count.
+    """
+    latest: dict[tuple[str, str, Stage, int], TrialRow] = {}
+    for trial in trials:
+        at = trial.arm, trial.task, trial.stage, trial.number
+        if at not in latest or trial.finished_at > latest[at].finished_at:
+            latest[at] = trial
+    return [t for t in trials if t.values == latest[t.arm, t.task, t.stage, t.number].values]
 
 
 def looks_of(spec: Mapping[str, Any]) -> tuple[Look, ...]:

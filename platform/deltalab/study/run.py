@@ -18,6 +18,7 @@ import torch
 
 from deltalab.authoring import verdict
 from deltalab.errors import InputError
+from deltalab.registry import rule_plugin
 from deltalab.store import ArmRecord, Store
 from deltalab.study.plan import Plan, make_plan
 from deltalab.study.progress import Progress
@@ -206,6 +207,7 @@ def _provenance(plan: Plan, unchecked: dict[str, str]) -> dict[str, Any]:
             "gpus": torch.cuda.device_count(),
         },
         "command": [_without_password(word) for word in sys.argv],
+        "rules": {name: rule_plugin(name).hash for name in plan.rules},
         "tasks": {
             name: {
                 "metric": task.metric,

@@ -1,0 +1,135 @@
+"""What a folder holds that can be exported again: an exported model, a checkpoint of `platform train`, a FLA model."""
+
+import importlib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from deltalab.errors import InputError
+from deltalab.export.recipe import of_paper
+from deltalab.export.retrain import load_rules, read_recipe
+from deltalab.export.source import Source
+from deltalab.models.spec import ModelSpec
+from deltalab.text_tokenizers import FILE as TOKENIZER
+
+CONFIG, RUN, WEIGHTS = "config.json", "run.json", "model.safetensors"
+OF_THE_RECIPE = ("model", "tokenizer", "provenance")
+"""The parts of a recipe that an export writes anew."""
+
+
+def holds_a_model(folder: Path) -> bool:
+    """Whether a folder has the files of an exported model, of a FLA model, or of a run of `platform train`."""
+    return any((each / name).is_file() for each in (folder, _run(folder)) for name in (CONFIG, RUN))
+
+
+def from_folder(folder: Path) -> Source:
+    """The model of a folder.
+
+    folder: one that `platform export` or a loaded model's `save_pretrained` wrote; a run of `platform train`, of which
+    the newest checkpoint counts; one of its `checkpoints/step-N`; or a model of FLA.
+
+    Raises `InputError` for any other folder, for a run without a checkpoint, and for files that cannot be read.
+    """
+    run = _run(folder)
+    if (run / RUN).is_file():
+        return _of_a_run(run, folder)
+    config = _json(folder / CONFIG)
+    if config.get("model_type") != "deltalab":
+        return _of_fla(folder)
+    return _exported(folder, config, _safetensors(folder))
+
+
+def _exported(folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor] | None) -> Source:
+    load_rules(folder)
+    fields = ModelSpec.__dataclass_fields__
+    model = ModelSpec.of({name: value for name, value in config.items() if name in fields})
+    recipe = read_recipe(folder) if (folder / "recipe.yaml").is_file() else of_paper(model)
+    provenance = dict(recipe.get("provenance") or config.get("provenance") or {})
+    scores = {name: value for name, value in provenance.items() if name.startswith("validation ")}
+    return Source(
+        model=model,
+        weights=weights,
+        recipe={name: value for name, value in recipe.items() if name not in OF_THE_RECIPE},
+        provenance={name: value for name, value in provenance.items() if name not in (*scores, "weights")},
+        scores=scores,
+        tokenizer=str(folder) if (folder / TOKENIZER).is_file() else None,
+    )
+
+
+def _run(folder: Path) -> Path:
+    """The folder of the run that a checkpoint belongs to; the folder itself where it is no checkpoint."""
+    return folder.parent.parent if folder.parent.name == "checkpoints" else folder
+
+
+def _of_a_run(run: Path, folder: Path) -> Source:
+    about = _json(run / RUN)
+    checkpoint = folder if folder != run else _newest(run)
+    exported = Path(str(about.get("export")))
+    if not (exported / CONFIG).is_file():
+        raise InputError(f"{run / RUN}: trained {exported}, which is not there any more")
+    # The engines read exported folders, so they stand above this package, which loads them by name.
+    weights = importlib.import_module("deltalab.engines").read_checkpoint(checkpoint)
+    found = _exported(exported, _json(exported / CONFIG), weights)
+    trained = {"training": about.get("id"), "checkpoint": checkpoint.name, "data": about.get("data")}
+    return Source(found.model, weights, found.recipe, {**found.provenance, **trained}, {}, found.tokenizer)
+
+
+def _newest(run: Path) -> Path:
+    numbered = {
+        int(match[1]): each
+        for each in (run / "checkpoints").glob("step-*")
+        if (match := re.fullmatch(r"step-(\d+)", each.name))
+    }
+    if not numbered:
+        raise InputError(f"{run}: has no checkpoint yet: {run / 'checkpoints'} holds no step-N")
+    return numbered[max(numbered)]
+
+
+def _of_fla(folder: Path) -> Source:
+    model, weights, _ = importlib.import_module("deltalab.export.fla").from_fla(folder)
+    return Source(
+        model=model,
+        weights=weights,
+        recipe=of_paper(model),
+        provenance={"fla": str(folder), "model_type": _json(folder / CONFIG).get("model_type")},
+        scores={},
+        tokenizer=str(folder) if (folder / TOKENIZER).is_file() else None,
+    )
+
+
+def _safetensors(folder: Path) -> dict[str, Tensor] | None:
+    """The weights of an exported folder as `Model(spec).state_dict()` names them; None where it has none."""
+    index = folder / f"{WEIGHTS}.index.json"
+    files = sorted(set(_json(index)["weight_map"].values())) if index.is_file() else [WEIGHTS]
+    if not index.is_file() and not (folder / WEIGHTS).is_file():
+        return None
+    try:
+        from safetensors.torch import load_file
+    except ImportError:
+        raise InputError("weights in safetensors need the package: pip install 'deltalab[hf]'") from None
+    found: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            found |= load_file(folder / file)
+        except Exception as error:
+            raise InputError(f"{folder / file}: cannot be read: {' '.join(str(error).split())}") from None
+    return {name.removeprefix("model."): value for name, value in found.items()}
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except OSError:
+        raise InputError(
+            f"{file.parent}: neither an exported folder, a run of platform train, one of its checkpoints, nor a model "
+            f"of FLA: it has no {file.name}"
+        ) from None
+    except ValueError as error:
+        raise InputError(f"{file}: not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise InputError(f"{file}: not a configuration")
+    return found

@@ -1,0 +1,177 @@
+"""The Python files of an exported folder: copies of the modules that compute the model, its kernels and its rules.
+
+All of them lie in one folder under flat names, such as `ops_scan.py`, and import one another relatively. A registry of
+the model's own rules stands in for the one that searches for plugins.
+"""
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+from deltalab.errors import InputError
+from deltalab.models.spec import ModelSpec
+from deltalab.registry import Plugin, rule_plugin
+
+PACKAGE = Path(__file__).parents[1]
+MODELING = "modeling_deltalab"
+KERNELS = "ops.triton_kernels"
+"""The module that imports all kernels. `ops.backends` loads it by name, so no import statement names it."""
+
+OF_A_RULE = (
+    "errors",
+    "fast_weights",
+    "gates",
+    "ops.recurrence",
+    "ops.vmap",
+    "passes",
+    "ridge",
+    "rule",
+    "softmax",
+    "structure",
+)
+"""The modules of deltalab that a plugin file may import and still be exported."""
+
+
+def plugins(spec: ModelSpec) -> list[Plugin]:
+    """The rules of a model's layers, each once."""
+    return [rule_plugin(name) for name in dict.fromkeys(rule.name for rule in spec.rules())]
+
+
+def modules(spec: ModelSpec) -> dict[str, str]:
+    """The folder's Python files by their names without `.py`.
+
+    Raises `InputError` for a rule whose file imports more than torch, triton, the standard library and `OF_A_RULE`.
+    """
+    rules = plugins(spec)
+    found: dict[str, str] = {}
+    wanted = [f"export.{MODELING}", KERNELS]
+    for plugin in rules:
+        _refuse_other_imports(plugin)
+        found[_rule_module(plugin)], needs = _relative(plugin.source)
+        wanted += needs
+    while wanted:
+        name = wanted.pop()
+        flat = _flat(name)
+        if flat not in found and name != "registry":
+            text, needs = _relative((PACKAGE / f"{name.replace('.', '/')}.py").read_text(encoding="utf-8"))
+            found[flat] = _own_operators(_triton_if_needed(text))
+            wanted += needs
+    found["registry"] = _registry(rules)
+    # transformers copies the files that such lines of the modeling code name. It overlooks `from . import x`, and
+    # older versions do not follow the imports of an imported file.
+    never = "".join(f"    from .{name} import *\n" for name in sorted(found) if name != MODELING)
+    found[MODELING] += f"\n\nif False:  # names every file of this folder, for transformers to find\n{never}"
+    return found
+
+
+def _rule_module(plugin: Plugin) -> str:
+    return "rule_" + re.sub(r"\W", "_", plugin.kind.name)
+
+
+def _flat(module: str) -> str:
+    return module.removeprefix("export.").replace(".", "_")
+
+
+def _relative(source: str) -> tuple[str, list[str]]:
+    """The source with `from .x import` for `from deltalab.x import`, and the modules x that it names."""
+    lines = source.splitlines(keepends=True)
+    needs = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.ImportFrom) or (node.module or "").split(".")[0] != "deltalab":
+            continue
+        assert node.module is not None
+        assert node.end_lineno is not None
+        module = node.module.removeprefix("deltalab").removeprefix(".")
+        line = lines[node.lineno - 1].encode()
+        before, after = line[: node.col_offset].decode(), line[node.col_offset :].decode()
+        if (PACKAGE / module.replace(".", "/")).is_dir():
+            # These names are modules, which stand in one flat folder.
+            full = [f"{module}.{alias.name}".removeprefix(".") for alias in node.names]
+            names = ", ".join(
+                f"{_flat(name)} as {alias.asname or alias.name}" for name, alias in zip(full, node.names, strict=True)
+            )
+            lines[node.lineno - 1] = f"{before}from . import {names}\n"
+            for at in range(node.lineno, node.end_lineno):
+                lines[at] = ""
+            needs += full
+            continue
+        lines[node.lineno - 1] = before + re.sub(r"^from\s+[\w.]+", f"from .{_flat(module)}", after)
+        needs.append(module)
+    return "".join(lines), needs
+
+
+def _triton_if_needed(source: str) -> str:
+    """The source with each import of Triton in a `try`.
+
+    A file is imported only where its kernels run. But transformers refuses to load a folder where any file imports a
+    package that the machine lacks, unless the import stands in a `try`.
+    """
+    lines = source.splitlines(keepends=True)
+    for node in ast.parse(source).body:
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+        if any(name.split(".")[0] == "triton" for name in names):
+            assert node.end_lineno is not None
+            inside = "".join(f"    {line}" for line in lines[node.lineno - 1 : node.end_lineno])
+            lines[node.lineno - 1 : node.end_lineno] = [
+                f"try:\n{inside}finally:\n    pass\n",
+                *[""] * (node.end_lineno - node.lineno),
+            ]
+    return "".join(lines)
+
+
+def _own_operators(source: str) -> str:
+    """The source with PyTorch operators named after the module that defines them, not `deltalab::`.
+
+    PyTorch has one operator of a name in a process, and the last definition wins: those of another folder, or of
+    deltalab itself, would be replaced.
+    """
+    return re.sub(r'"deltalab::(\w+)"', r'__name__.replace(".", "_") + "::\1"', source)
+
+
+def _refuse_other_imports(plugin: Plugin) -> None:
+    def refuse(line: int, name: str) -> InputError:
+        return InputError(
+            f"{plugin.file}:{line}: imports '{name}'; the rule of an exported model may import torch, triton, the "
+            f"standard library and names from deltalab.{', deltalab.'.join(OF_A_RULE)}"
+        )
+
+    for node in ast.walk(ast.parse(plugin.source)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if not _everywhere(alias.name):
+                    raise refuse(node.lineno, alias.name)
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            full = [f"deltalab.{alias.name}" for alias in node.names] if module == "deltalab" else [module]
+            for name in full:
+                if not _everywhere(name) and name not in [f"deltalab.{mine}" for mine in OF_A_RULE]:
+                    raise refuse(node.lineno, name)
+
+
+def _everywhere(module: str) -> bool:
+    top = module.split(".")[0]
+    return top in ("torch", "triton") or top in sys.stdlib_module_names
+
+
+def _registry(rules: list[Plugin]) -> str:
+    lines = [
+        '"""The rules of this model, in place of the registry that searches for them; written by deltalab."""',
+        "",
+        "from .errors import unknown",
+        "from .rule import UpdateRule",
+        *(f"from .{_rule_module(plugin)} import {plugin.kind.__name__}" for plugin in rules),
+        "",
+        "RULES: dict[str, type[UpdateRule]] = {",
+        *(f"    {plugin.kind.name!r}: {plugin.kind.__name__}," for plugin in rules),
+        "}",
+        "",
+        "",
+        "def get_rule(name: str, /, **knobs: object) -> UpdateRule:",
+        "    if name not in RULES:",
+        '        raise unknown("rule", name, RULES)',
+        "    return RULES[name].configured(knobs)",
+        "",
+    ]
+    return "\n".join(lines)
