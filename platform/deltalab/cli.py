@@ -14,13 +14,10 @@ from rich.table import Table
 
 from deltalab import __version__
 from deltalab.authoring.check import CheckResult, author_line
-<<<<<<< HEAD
 from deltalab.cli_data import data
-from deltalab.cli_options import AsJson, Db, Folder, Params, Profile, StudyFile, StudyName
-=======
+from deltalab.cli_eval import evaluate
 from deltalab.cli_export import export
 from deltalab.cli_options import AsJson, Db, Folder, Params, Profile, StudyFile, StudyName, find_study
->>>>>>> h17-export
 from deltalab.errors import InputError, WrongRules
 from deltalab.registry import add_plugin, get_rule, get_task, list_rules, list_tasks, rule_plugin, task_plugin
 from deltalab.tasks import Task
@@ -413,6 +410,7 @@ def dashboard(
 
 
 app.command()(export)
+app.command("eval")(evaluate)
 
 
 @db.command("upgrade")
