@@ -30,7 +30,7 @@ from deltalab.models.spec import ModelSpec
 from deltalab.packed import SPLITS, Packed, _scrambled
 from deltalab.registry import get_task
 from deltalab.tasks.corpus import RARE
-from deltalab.tasks.text import Text, _opened
+from deltalab.tasks.text import Text, opened
 from deltalab.training.spec import TrainSpec
 from deltalab.training.train import train
 
@@ -466,7 +466,7 @@ def test_text_packed_as_bytes_is_text_for_both_tasks(story: Path, packed_bpe: Pa
     with pytest.raises(InputError, match="task 'niah': parameter 'corpus' must be bytes, or packed as bytes, not '"):
         get_task("niah", variant=2, length=60, corpus=str(packed_bpe))
     os.truncate(tmp_path / "bytes" / "train-00000.bin", 10)
-    _opened.cache_clear()
+    opened.cache_clear()
     with pytest.raises(InputError, match=r"task 'text': parameter 'corpus': .*train-00000.bin: has 10 bytes"):
         get_task("text", corpus=str(tmp_path / "bytes"), length=32)
 

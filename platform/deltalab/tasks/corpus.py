@@ -98,9 +98,8 @@ def located(corpus: str | None) -> str:
     return sysconfig.get_path("stdlib") if corpus == PYTHON else os.path.abspath(os.path.expanduser(corpus))
 
 
-@cache
 def load(path: str, library: bool) -> Corpus:
-    """The corpus at `path`, mapped once per process. library: of a folder, only the standard library's own source.
+    """The corpus at `path`. library: of a folder, only the standard library's own source.
 
     Raises `InputError` where it cannot be read, or is a folder of fewer than 3 files.
     """

@@ -1,8 +1,8 @@
 """Packed data as the corpus of the task `text`: tokens of any tokenizer, in the splits that they were packed in."""
 
+import os
 from dataclasses import dataclass
 from functools import cache, cached_property
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -95,7 +95,7 @@ def load_packed(path: str) -> PackedCorpus:
 
 def is_packed(path: str) -> bool:
     """Whether a folder holds packed data, rather than text."""
-    return Path(path, META).is_file() and Path(path, TOKENIZER).is_file()
+    return all(os.path.isfile(os.path.join(path, name)) for name in (META, TOKENIZER))
 
 
 @cache

@@ -101,7 +101,7 @@ class Text(Task):
 
     @property
     def _corpus(self) -> Corpus | PackedCorpus:
-        return _opened(self._path, self.corpus == PYTHON)
+        return opened(self._path, self.corpus == PYTHON)
 
     def evaluations(self) -> Mapping[str, Task]:
         corpus = self.corpus if self.corpus in (None, PYTHON) else self._path
@@ -145,6 +145,6 @@ class Text(Task):
 
 
 @cache
-def _opened(path: str, library: bool) -> Corpus | PackedCorpus:
+def opened(path: str, library: bool) -> Corpus | PackedCorpus:
     """The corpus at a path, opened once per process. Raises `InputError` as `load` and `load_packed` do."""
     return load_packed(path) if is_packed(path) and not library else load(path, library)
