@@ -15,6 +15,7 @@ from rich.table import Table
 from deltalab import __version__
 from deltalab.authoring.check import CheckResult, author_line
 from deltalab.cli_data import data
+from deltalab.cli_eval import evaluate
 from deltalab.cli_export import export
 from deltalab.cli_options import AsJson, Db, Folder, Params, Profile, StudyFile, StudyName, find_study
 from deltalab.errors import InputError, WrongRules
@@ -409,6 +410,7 @@ def dashboard(
 
 
 app.command()(export)
+app.command("eval")(evaluate)
 
 
 @db.command("upgrade")
@@ -417,6 +419,21 @@ def db_upgrade(db: Db = None) -> None:
     from deltalab.store import Store
 
     Store.upgrade(db)
+
+
+@db.command("import")
+def db_import(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs of `platform train`.")],
+    db: Db = None,
+) -> None:
+    """Record trainings that ran on another machine, from their folders; again, to bring them up to date."""
+    from deltalab.store import Store
+    from deltalab.store.trainings import record
+
+    with Store.open(db) as store:
+        for run in runs:
+            record(store, run)
+            print(f"{run}: recorded")
 
 
 def _named(name: str, kind: type) -> list[str]:

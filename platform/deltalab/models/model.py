@@ -252,6 +252,9 @@ class Model(Started):
             seen.append(now)
         return self.norm(places(x, at), None if branch is None else places(branch, at))[1], seen
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(self._scaled(hidden), self.head)
+
     def cross_entropy(
         self, hidden: Tensor, targets: Tensor, *, ignore: int = -100, count: Tensor | int | None = None
     ) -> Tensor:
