@@ -1,0 +1,1 @@
+"""Real training of exported folders, by torchtitan or by transformers' Trainer under Accelerate."""
