@@ -14,6 +14,7 @@ from rich.table import Table
 
 from deltalab import __version__
 from deltalab.authoring.check import CheckResult, author_line
+from deltalab.cli_data import data
 from deltalab.cli_export import export
 from deltalab.cli_options import AsJson, Db, Folder, Params, Profile, StudyFile, StudyName, find_study
 from deltalab.errors import InputError, WrongRules
@@ -25,7 +26,7 @@ study = typer.Typer(no_args_is_help=True, help="Run, plan, report and start stud
 rule = typer.Typer(no_args_is_help=True, help="List, show, check, time and start update rules.")
 task = typer.Typer(no_args_is_help=True, help="List, show, check and start proxy tasks.")
 db = typer.Typer(no_args_is_help=True, help="Look after the database.")
-for name, group in (("study", study), ("rule", rule), ("task", task), ("db", db)):
+for name, group in (("study", study), ("rule", rule), ("task", task), ("data", data), ("db", db)):
     app.add_typer(group, name=name)
 
 console = Console()

@@ -1,0 +1,1 @@
+"""Packs text into memory-mapped shards of tokens, which `deltalab.packed` reads."""

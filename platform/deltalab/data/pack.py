@@ -1,0 +1,295 @@
+"""Packs documents into shards of tokens. The same sources give the same bytes, and the same command goes on."""
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltalab.data.seen import Seen
+from deltalab.data.shards import PARTIAL, Shards, write_json
+from deltalab.data.sources import Reading, Source, find
+from deltalab.errors import InputError
+from deltalab.packed import META, SPLITS, VERSION
+from deltalab.text_tokenizers import BYTES, load_tokenizer, tokenizer_files
+
+STATE = "packing.json"
+"""The settings and the finished shards of a packing that goes on; `meta.json` takes its place at the end."""
+
+LOCK = ".lock"
+
+SHARES = {"train": 0.98, "validation": 0.01, "test": 0.01}
+SHARD_TOKENS = 2**27
+BATCH_BYTES, BATCH_DOCUMENTS = 2**23, 2**13
+"""A batch of documents, which are tokenized together, ends at the first of these."""
+
+
+class Watch(Protocol):
+    """Is told how far a packing is."""
+
+    def __call__(self, read: int, tokens: int) -> None:
+        """read: bytes of the sources. tokens: those of finished shards counted."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """A document of a batch. split: where its hash puts it. read: bytes of all sources that were read by its end."""
+
+    text: bytes
+    digest: bytes
+    split: str
+    source: int
+    read: int
+
+
+def pack(
+    names: list[str],
+    out: Path,
+    *,
+    tokenizer: str = BYTES,
+    reading: Reading = Reading(),  # noqa: B008
+    shares: Mapping[str, float] = SHARES,
+    workers: int = 1,
+    shard_tokens: int = SHARD_TOKENS,
+    watch: Watch = lambda read, tokens: None,
+) -> dict[str, Any]:
+    """Packs sources into the folder `out`, or goes on where a killed packing stopped; returns `meta.json`.
+
+    The SHA-256 of a document's text decides its split, so that splits share no text: the first 64 bits as a fraction of
+    2^64 lie in the split's share of [0, 1). Of equal documents the first is kept; an empty one is left out. A document
+    ends with the tokenizer's end-of-document token, if it has one. workers: threads that tokenize.
+
+    Raises `InputError` for sources that cannot be read or hold no text, for a tokenizer that there is not, for a text
+    that it cannot take, for a folder with other contents or packed with other settings, for sources that changed before
+    the same command went on, and for a full disk.
+    """
+    # The library reads both variables when it first tokenizes.
+    os.environ["RAYON_NUM_THREADS"] = str(workers)
+    os.environ["TOKENIZERS_PARALLELISM"] = "true" if workers > 1 else "false"
+    sources = find(names, reading)
+    encoder, about = load_tokenizer(tokenizer)
+    if about["vocab_size"] > 2**32:
+        raise InputError(f"tokenizer '{tokenizer}': {about['vocab_size']} ids are more than 2^32")
+    described = {key: about[key] for key in ("kind", "name", "vocab_size", "sha256", "eos")}
+    settings = {
+        "tokenizer": described,
+        "sources": names,
+        "files": _listing(sources),
+        "shares": dict(shares),
+        **asdict(reading),
+        "shard_tokens": shard_tokens,
+    }
+    try:
+        with _held(out):
+            finished = _earlier(out, settings)
+            if "splits" in finished and "sha256" in finished:
+                return finished
+            dtype = "uint16" if about["vocab_size"] <= 2**16 else "uint32"
+            shards = {
+                split: Shards(out, split, dtype, shard_tokens, finished["splits"].get(split, [])) for split in SPLITS
+            }
+            for name, text in tokenizer_files(encoder, about).items():
+                (out / name).write_text(text, encoding="utf-8")
+            counts = _write(sources, reading, encoder, described, shards, shares, watch, out, settings)
+            meta = _meta(settings, dtype, shards, counts)
+            write_json(out / META, meta)
+            (out / STATE).unlink(missing_ok=True)
+            return meta
+    except OSError as error:
+        raise InputError(
+            f"{out}: cannot be written: {error.strerror or error}; the same command goes on from the last whole shard"
+        ) from None
+
+
+def _write(
+    sources: list[Source],
+    reading: Reading,
+    encoder: Any,
+    tokenizer: Mapping[str, Any],
+    shards: Mapping[str, Shards],
+    shares: Mapping[str, float],
+    watch: Watch,
+    out: Path,
+    settings: Mapping[str, Any],
+) -> list[dict[str, int]]:
+    """Writes every document that is not in a finished shard. For each source, counts what it gave."""
+    seen, counts = Seen(), [{"documents": 0, "duplicates": 0, "bytes": 0} for _ in sources]
+    tokens = sum(shard["tokens"] for split in shards.values() for shard in split.finished)
+    for batch in _batches(sources, reading, shares):
+        fresh = seen.new(np.array([int.from_bytes(document.digest[8:16]) for document in batch], np.uint64))
+        new = []
+        for document, first in zip(batch, fresh, strict=True):
+            count = counts[document.source]
+            count["documents"] += 1
+            count["bytes"] += len(document.text)
+            if not first:
+                count["duplicates"] += 1
+            elif _passed(shards[document.split], document.digest, out):
+                new.append((document, shards[document.split].chain()))
+        for (document, chain), ids in zip(new, _tokens([d for d, _ in new], encoder, tokenizer, sources), strict=True):
+            tokens += len(ids)
+            if shards[document.split].add(ids, len(document.text), chain):
+                write_json(out / STATE, _state(settings, shards))
+        watch(batch[-1].read, tokens)
+    if any(split.skip for split in shards.values()):
+        raise _changed(out)
+    if not any(count["documents"] for count in counts):
+        raise InputError(f"{', '.join(source.name for source in sources)}: no text to pack")
+    for split in shards.values():
+        split.finish(split.chain())
+    return counts
+
+
+def _batches(sources: list[Source], reading: Reading, shares: Mapping[str, float]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    size = before = 0
+    for number, source in enumerate(sources):
+        for text, read in source.documents(reading):
+            if not text:
+                continue
+            digest = hashlib.sha256(text).digest()
+            batch.append(Document(text, digest, _split(digest, shares), number, before + read))
+            size += len(text)
+            if size >= BATCH_BYTES or len(batch) >= BATCH_DOCUMENTS:
+                yield batch
+                batch, size = [], 0
+        before += source.size or 0
+    if batch:
+        yield batch
+
+
+def _split(digest: bytes, shares: Mapping[str, float]) -> str:
+    place, edge = int.from_bytes(digest[:8]) / 2**64, 0.0
+    for split, share in shares.items():
+        edge += share
+        if place < edge:
+            return split
+    return "train"  # rounding left the sum just below 1
+
+
+def _tokens(
+    documents: list[Document], encoder: Any, tokenizer: Mapping[str, Any], sources: list[Source]
+) -> Iterator[NDArray[Any]]:
+    end = [] if tokenizer["eos"] is None else [tokenizer["eos"]]
+    if tokenizer["kind"] == BYTES:
+        for document in documents:
+            yield np.append(np.frombuffer(document.text, np.uint8), np.array(end, np.uint8))
+        return
+    texts = []
+    for document in documents:
+        try:
+            texts.append(document.text.decode())
+        except UnicodeDecodeError as error:
+            start = document.text[:40].decode(errors="replace")
+            raise InputError(
+                f"{sources[document.source].name}: the document that starts with {start!r} is not UTF-8: byte "
+                f"{error.start} is {document.text[error.start]:#04x}; --tokenizer bytes takes any bytes"
+            ) from None
+    encoder.no_truncation()
+    encoder.no_padding()
+    encoder.encode_special_tokens = True  # "</s>" in a text is text, and ends no document
+    for encoding in encoder.encode_batch_fast(texts, add_special_tokens=False):
+        yield np.array(encoding.ids + end, np.int64)
+
+
+def _passed(shards: Shards, digest: bytes, out: Path) -> bool:
+    try:
+        return shards.passed(digest)
+    except ValueError:
+        raise _changed(out) from None
+
+
+def _changed(out: Path) -> InputError:
+    return InputError(f"{out}: the sources have changed since its first shards were packed; give another --out")
+
+
+def _state(settings: Mapping[str, Any], shards: Mapping[str, Shards]) -> dict[str, Any]:
+    return {"settings": settings, "splits": {name: split.finished for name, split in shards.items()}}
+
+
+def _meta(
+    settings: Mapping[str, Any], dtype: str, shards: Mapping[str, Shards], counts: list[dict[str, int]]
+) -> dict[str, Any]:
+    splits: dict[str, Any] = {}
+    for name, split in shards.items():
+        kept = [{key: value for key, value in shard.items() if key != "chain"} for shard in split.finished]
+        totals = {key: sum(shard[key] for shard in kept) for key in ("tokens", "documents", "bytes")}
+        splits[name] = {**totals, "shards": kept}
+    tokenizer = settings["tokenizer"]
+    content = {key: tokenizer[key] for key in ("vocab_size", "sha256", "eos")}
+    identity = json.dumps({"version": VERSION, "tokenizer": content, "dtype": dtype, "splits": splits}, sort_keys=True)
+    return {
+        "version": VERSION,
+        "tokenizer": tokenizer,
+        "dtype": dtype,
+        "splits": splits,
+        "sources": [{"source": name, **count} for name, count in zip(settings["sources"], counts, strict=True)],
+        "settings": settings,
+        "sha256": hashlib.sha256(identity.encode()).hexdigest(),
+    }
+
+
+def _earlier(out: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What an earlier packing left: `meta.json` where it is whole, else the finished shards of each split.
+
+    Raises `InputError` where it was packed with other settings, or the folder holds something else.
+    """
+    held = [entry for entry in out.iterdir() if not entry.name.endswith(PARTIAL) and entry.name != LOCK]
+    file = next((out / name for name in (META, STATE) if (out / name).exists()), None)
+    if file is None:
+        if held:
+            raise InputError(f"{out}: exists, and holds something else than packed data")
+        return _begun(out, settings)
+    try:
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        before = found["settings"]
+    except (ValueError, KeyError, TypeError):
+        raise InputError(f"{file}: is no packed data of this deltalab") from None
+    if not any(found["splits"].values()):
+        return _begun(out, settings)
+    mine, theirs = settings["tokenizer"], before["tokenizer"]
+    if (mine["sha256"], mine["eos"]) != (theirs["sha256"], theirs["eos"]):
+        raise InputError(
+            f"{out}: is packed with another tokenizer: '{theirs['name']}' of {theirs['vocab_size']} ids, not "
+            f"'{mine['name']}' of {mine['vocab_size']}; give another --out"
+        )
+    for key, value in settings.items():
+        if key != "tokenizer" and value != before[key]:
+            if key == "files":
+                raise _changed(out)
+            raise InputError(f"{out}: is packed with {key} {before[key]!r}, not {value!r}; give another --out")
+    return found
+
+
+def _begun(out: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    found = {"settings": settings, "splits": {}}
+    write_json(out / STATE, found)
+    return found
+
+
+def _listing(sources: list[Source]) -> str:
+    """The hash of the files' names and sizes."""
+    lines = [f"{file} {size}" for source in sources for file, size in source.files or ()]
+    return hashlib.sha256("\n".join(lines).encode(errors="surrogateescape")).hexdigest()
+
+
+@contextmanager
+def _held(out: Path) -> Iterator[None]:
+    """Makes the folder, and keeps other packings out of it."""
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / LOCK).open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(f"{out}: another process is packing into it") from None
+        try:
+            yield
+        finally:
+            (out / LOCK).unlink(missing_ok=True)

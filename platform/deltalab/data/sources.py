@@ -1,0 +1,200 @@
+"""Documents of text files, folders, JSONL, Parquet and data sets of the Hugging Face Hub, always in the same order."""
+
+import gzip
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from deltalab.errors import InputError
+
+JSONL = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
+PARQUET = ".parquet"
+BLOCK = 2**20
+"""Bytes that are read at a time."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How sources are read.
+
+    field: the field or column that holds a document. separator: what ends a document within a text file; None for one
+    document a file. pattern: which files of a folder are read, by name, as a shell would match it.
+    """
+
+    field: str = "text"
+    separator: str | None = None
+    pattern: str = "*"
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a user named. files: (path, bytes), in the order in which they are read; None for a data set of the Hub."""
+
+    name: str
+    files: tuple[tuple[Path, int], ...] | None
+
+    @property
+    def size(self) -> int | None:
+        """The bytes on disk; None where they are not known."""
+        return None if self.files is None else sum(size for _, size in self.files)
+
+    def documents(self, reading: Reading) -> Iterator[tuple[bytes, int]]:
+        """Each document, and how many bytes of the source have been read by then.
+
+        Raises `InputError` for what cannot be read, with the file and the line.
+        """
+        if self.files is None:
+            for document in _of_hub(self.name, reading.field):
+                yield document, 0
+            return
+        before = 0
+        for file, size in self.files:
+            try:
+                for document, place in _of_file(file, size, reading):
+                    yield document, before + min(place, size)
+            except (OSError, EOFError) as error:
+                raise InputError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+            before += size
+
+
+def find(names: list[str], reading: Reading) -> list[Source]:
+    """The sources that a user named. A name that is no path is one of the Hugging Face Hub, NAME or NAME:CONFIG.
+
+    Raises `InputError` for a path that does not exist, and for a folder without files that match.
+    """
+    return [_found(name, reading) for name in names]
+
+
+def _found(name: str, reading: Reading) -> Source:
+    path = Path(name).expanduser()
+    try:
+        if path.is_dir():
+            files = _members(path, reading.pattern)
+            if not files:
+                raise InputError(f"{name}: holds no files that match '{reading.pattern}', hidden ones not counted")
+            return Source(name, tuple((file, file.stat().st_size) for file in files))
+        if path.exists():
+            return Source(name, ((path, path.stat().st_size),))
+    except OSError as error:
+        raise InputError(f"{error.filename or name}: cannot be read: {error.strerror}") from None
+    if path.is_absolute() or name.count("/") > 1 or path.suffix in (".txt", ".json", ".gz", PARQUET, *JSONL):
+        beside = sorted(entry.name for entry in path.parent.iterdir()) if path.parent.is_dir() else []
+        near = get_close_matches(path.name, beside, n=1)
+        raise InputError(f"{name}: no such file or folder{f'; did you mean {path.parent / near[0]}?' if near else ''}")
+    return Source(name, None)
+
+
+def _members(root: Path, pattern: str) -> list[Path]:
+    def refuse(error: OSError) -> None:
+        raise error
+
+    found = []
+    for folder, folders, files in os.walk(root, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        names = [name for name in files if not name.startswith(".") and fnmatch(name, pattern)]
+        found += [path for name in names if (path := Path(folder, name)).is_file()]
+    return sorted(found, key=lambda path: path.relative_to(root).parts)
+
+
+def _of_file(file: Path, size: int, reading: Reading) -> Iterator[tuple[bytes, int]]:
+    name = file.name.lower()
+    if name.endswith(PARQUET):
+        yield from _of_parquet(file, size, reading.field)
+        return
+    with file.open("rb") as raw:
+        opened = cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if name.endswith(".gz") else raw
+        documents = _of_jsonl(opened, file, reading.field) if name.endswith(JSONL) else _of_text(opened, reading)
+        for document in documents:
+            yield document, raw.tell()
+
+
+def _of_text(file: BinaryIO, reading: Reading) -> Iterator[bytes]:
+    if reading.separator is None:
+        yield file.read()
+        return
+    separator, rest = reading.separator.encode(), bytearray()
+    while block := file.read(BLOCK):
+        begin, searched = 0, max(0, len(rest) - len(separator) + 1)
+        rest += block
+        while (end := rest.find(separator, searched)) >= 0:
+            yield bytes(rest[begin:end])
+            begin = searched = end + len(separator)
+        del rest[:begin]
+    yield bytes(rest)
+
+
+def _of_jsonl(lines: BinaryIO, file: Path, field: str) -> Iterator[bytes]:
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise InputError(f"{file}:{number}: is not JSON: {error}") from None
+        if not isinstance(row, dict):
+            raise InputError(f"{file}:{number}: is no JSON object with a field '{field}'")
+        yield _text(row, field, f"{file}:{number}")
+
+
+def _of_parquet(file: Path, size: int, column: str) -> Iterator[tuple[bytes, int]]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise InputError(f"{file}: needs pyarrow: pip install 'deltalab[data]'") from None
+    try:
+        table = parquet.ParquetFile(file)
+        if column not in table.schema_arrow.names:
+            raise InputError(_missing(str(file), column, table.schema_arrow.names))
+        done, rows = 0, max(1, table.metadata.num_rows)
+        for batch in table.iter_batches(batch_size=1024, columns=[column]):
+            for text in batch.column(0).to_pylist():
+                done += 1
+                yield _text({column: text}, column, f"{file}: row {done}"), size * done // rows
+    except pyarrow.ArrowException as error:
+        raise InputError(f"{file}: is no readable Parquet file: {error}") from None
+
+
+def _of_hub(name: str, field: str) -> Iterator[bytes]:
+    try:
+        import datasets
+    except ImportError:
+        raise InputError(
+            f"{name}: is no file or folder, and a data set of the Hub needs the package datasets: "
+            "pip install 'deltalab[data]'"
+        ) from None
+    dataset, _, config = name.partition(":")
+    try:
+        rows: Any = datasets.load_dataset(dataset, config or None, split="train", streaming=True)
+        for number, row in enumerate(rows, 1):
+            yield _text(row, field, f"{name}: row {number}")
+    except InputError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise InputError(f"{name}: is no file or folder, and datasets cannot load it: {reason}") from None
+
+
+def _text(row: dict[str, Any], field: str, where: str) -> bytes:
+    if field not in row:
+        raise InputError(_missing(where, field, list(row)))
+    text = row[field]
+    if text is None:
+        return b""
+    if not isinstance(text, str):
+        raise InputError(f"{where}: '{field}' is no text but {type(text).__name__}")
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{where}: '{field}' is not Unicode text: {error.reason}") from None
+
+
+def _missing(where: str, field: str, fields: list[str]) -> str:
+    near = get_close_matches(field, fields, n=1)
+    meant = f" did you mean '{near[0]}'?" if near else ""
+    return f"{where}: has no '{field}';{meant} --field names one of: {', '.join(map(str, fields)) or 'nothing'}"
