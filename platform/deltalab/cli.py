@@ -17,6 +17,7 @@ from deltalab.authoring.check import CheckResult, author_line
 from deltalab.cli_data import data
 from deltalab.cli_export import export
 from deltalab.cli_options import AsJson, Db, Folder, Params, Profile, StudyFile, StudyName, find_study
+from deltalab.cli_train import train
 from deltalab.errors import InputError, WrongRules
 from deltalab.registry import add_plugin, get_rule, get_task, list_rules, list_tasks, rule_plugin, task_plugin
 from deltalab.tasks import Task
@@ -409,6 +410,7 @@ def dashboard(
 
 
 app.command()(export)
+app.command()(train)
 
 
 @db.command("upgrade")

@@ -2,14 +2,12 @@
 
 import os
 from collections.abc import Iterator
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import yaml
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -17,18 +15,18 @@ from torch.utils.checkpoint import checkpoint
 from torchtitan.components.metrics import BaseLogger
 
 from deltalab.models.model import Model, build_model
-from deltalab.models.spec import ModelSpec
 from deltalab.ops.loss import linear_cross_entropy
 from deltalab.packed import Packed
 
-from . import FOLDER, lines, recipe
+from . import FOLDER, folder, lines, lock, recipe
 from .batches import IGNORE, Batches, Rows, held_out
 
 RECIPE = recipe.read()
+HELD = lock.share(Path(os.environ["DELTALAB_RUN"]))
 
 
 def run_folder() -> Path:
-    return Path(os.environ.get("DELTALAB_RUN") or FOLDER / "runs" / "torchtitan")
+    return Path(os.environ["DELTALAB_RUN"])
 
 
 def precision(device_type: str) -> str:
@@ -38,7 +36,7 @@ def precision(device_type: str) -> str:
 
 def weights_to_load() -> str | None:
     """The exported folder if it has weights to start from."""
-    return str(FOLDER) if (FOLDER / "model.safetensors").exists() else None
+    return str(FOLDER) if folder.weights() else None
 
 
 def packed() -> Packed:
@@ -51,8 +49,7 @@ class Pretraining(nn.Module):
     model: Model
 
     def make(self) -> None:
-        config = yaml.safe_load((FOLDER / "config.json").read_text(encoding="utf-8"))
-        self.model = Model(ModelSpec.of({field.name: config[field.name] for field in fields(ModelSpec)}))
+        self.model = Model(folder.spec())
 
     def forward(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """The sum of -log p of the targets [B, T] that are not `IGNORE`, after tokens [B, T]."""

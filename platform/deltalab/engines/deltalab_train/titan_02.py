@@ -1,6 +1,6 @@
 """The training as torchtitan 0.2.2 takes it: a `TrainSpec`, and defaults of its configuration.
 
-    torchrun -m torchtitan.train --job.custom_config_module deltalab_train.titan_02
+torchrun -m torchtitan.train --job.custom_config_module deltalab_train.titan_02
 """
 
 from collections.abc import Callable, Iterator

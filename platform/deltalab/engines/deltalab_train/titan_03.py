@@ -1,6 +1,6 @@
 """The training as torchtitan 0.3 takes it: a `ModelSpec`, and a configuration.
 
-    torchrun -m torchtitan.train --module deltalab_train.titan_03 --config pretrain
+torchrun -m torchtitan.train --module deltalab_train.titan_03 --config pretrain
 """
 
 import re
