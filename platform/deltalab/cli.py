@@ -421,6 +421,21 @@ def db_upgrade(db: Db = None) -> None:
     Store.upgrade(db)
 
 
+@db.command("import")
+def db_import(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs of `platform train`.")],
+    db: Db = None,
+) -> None:
+    """Record trainings that ran on another machine, from their folders; again, to bring them up to date."""
+    from deltalab.store import Store
+    from deltalab.store.trainings import record
+
+    with Store.open(db) as store:
+        for run in runs:
+            record(store, run)
+            print(f"{run}: recorded")
+
+
 def _named(name: str, kind: type) -> list[str]:
     """The names of the rules, or tasks, that a name or a plugin file stands for."""
     if not name.endswith(".py"):
