@@ -353,7 +353,7 @@ WRONG_IN_A_LEDGER: list[tuple[str, tuple[str, ...]]] = [
     ("export tiny out --best --to onnx", ("unknown format 'onnx'", "allowed: hf, torchtitan, fla")),
     ("export tiny out --best --scale 350M", ("unknown scale '350M'; did you mean '340M'?", "340M, 1.3B, 2.7B")),
     ("export tiny out --best --set model.d_modl=8", ("unknown setting 'model.d_modl'; did you mean 'model.d_model'?",)),
-    ("export tiny out --best --set rule.bta=x", ("unknown knob 'bta'; did you mean 'beta'?",)),
+    ("export tiny out --best --set rule.bta=x", ("unknown knob of rule 'comba' 'bta'; did you mean 'beta'?",)),
     ("export tiny out --best --set recipe.stps=9", ("unknown setting 'recipe.stps'; did you mean 'recipe.steps'?",)),
     ("export tiny out --best --set recipe.steps=0", ("recipe.steps must be a whole number of at least 1",)),
     ("export tiny out --best --set steps", ("give settings as KEY=VALUE",)),

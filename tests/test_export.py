@@ -331,11 +331,11 @@ class TestNothingIsHalfWritten:
         (tmp_path / "empty").mkdir()
         self.export(model, tmp_path / "empty")
         assert (tmp_path / "empty/model.safetensors").stat().st_size > 0
-        before = {file: file.read_bytes() for file in (tmp_path / "empty").iterdir()}
+        before = {file: file.read_bytes() for file in (tmp_path / "empty").glob("*.*")}
         for target in (tmp_path / "empty", tmp_path / "empty/README.md"):
             with pytest.raises(InputError, match="exists and is not an empty directory"):
                 self.export(model, target)
-        assert {file: file.read_bytes() for file in (tmp_path / "empty").iterdir()} == before
+        assert {file: file.read_bytes() for file in (tmp_path / "empty").glob("*.*")} == before
         assert [entry.name for entry in tmp_path.iterdir()] == ["empty"]
 
     def test_a_place_where_nothing_can_be_written(self, model, tmp_path):

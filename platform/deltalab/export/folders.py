@@ -3,7 +3,8 @@
 import importlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,10 @@ def from_folder(folder: Path) -> Source:
     config = _json(folder / CONFIG)
     if config.get("model_type") != "deltalab":
         return _of_fla(folder)
-    return _exported(folder, config, _safetensors(folder))
+    return _exported(folder, config, partial(_safetensors, folder) if _files(folder) else None)
 
 
-def _exported(folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor] | None) -> Source:
+def _exported(folder: Path, config: Mapping[str, Any], weights: Callable[[], Mapping[str, Tensor]] | None) -> Source:
     load_rules(folder)
     fields = ModelSpec.__dataclass_fields__
     model = ModelSpec.of({name: value for name, value in config.items() if name in fields})
@@ -71,8 +72,12 @@ def _of_a_run(run: Path, folder: Path) -> Source:
     exported = Path(str(about.get("export")))
     if not (exported / CONFIG).is_file():
         raise InputError(f"{run / RUN}: trained {exported}, which is not there any more")
-    # The engines read exported folders, so they stand above this package, which loads them by name.
-    weights = importlib.import_module("deltalab.engines").read_checkpoint(checkpoint)
+
+    def weights() -> Mapping[str, Tensor]:
+        # The engines read exported folders, so they stand above this package, which loads them by name.
+        found: Mapping[str, Tensor] = importlib.import_module("deltalab.engines").read_checkpoint(checkpoint)
+        return found
+
     found = _exported(exported, _json(exported / CONFIG), weights)
     trained = {"training": about.get("id"), "checkpoint": checkpoint.name, "data": about.get("data")}
     return Source(found.model, weights, found.recipe, {**found.provenance, **trained}, {}, found.tokenizer)
@@ -93,7 +98,7 @@ def _of_fla(folder: Path) -> Source:
     model, weights, _ = importlib.import_module("deltalab.export.fla").from_fla(folder)
     return Source(
         model=model,
-        weights=weights,
+        weights=lambda: weights,
         recipe=of_paper(model),
         provenance={"fla": str(folder), "model_type": _json(folder / CONFIG).get("model_type")},
         scores={},
@@ -101,22 +106,26 @@ def _of_fla(folder: Path) -> Source:
     )
 
 
-def _safetensors(folder: Path) -> dict[str, Tensor] | None:
-    """The weights of an exported folder as `Model(spec).state_dict()` names them; None where it has none."""
+def _files(folder: Path) -> list[Path]:
+    """The files of an exported folder's weights; none where it is untrained."""
     index = folder / f"{WEIGHTS}.index.json"
-    files = sorted(set(_json(index)["weight_map"].values())) if index.is_file() else [WEIGHTS]
-    if not index.is_file() and not (folder / WEIGHTS).is_file():
-        return None
+    if index.is_file():
+        return [folder / name for name in sorted(set(_json(index)["weight_map"].values()))]
+    return [folder / WEIGHTS] if (folder / WEIGHTS).is_file() else []
+
+
+def _safetensors(folder: Path) -> dict[str, Tensor]:
+    """The weights of an exported folder, as `Model(spec).state_dict()` names them."""
     try:
         from safetensors.torch import load_file
     except ImportError:
         raise InputError("weights in safetensors need the package: pip install 'deltalab[hf]'") from None
     found: dict[str, Tensor] = {}
-    for file in files:
+    for file in _files(folder):
         try:
-            found |= load_file(folder / file)
+            found |= load_file(file)
         except Exception as error:
-            raise InputError(f"{folder / file}: cannot be read: {' '.join(str(error).split())}") from None
+            raise InputError(f"{file}: cannot be read: {' '.join(str(error).split())}") from None
     return {name.removeprefix("model."): value for name, value in found.items()}
 
 

@@ -74,7 +74,7 @@ def export(
         raise InputError("--weights: the weights are those of another model; without --scale and --set they fit")
     if weights and source.weights is None:
         raise InputError("--weights: the source has none, since it is untrained")
-    kept = None if resized or weights is False else source.weights
+    kept = None if resized or weights is False or source.weights is None else source.weights()
     provenance = {
         **source.provenance,
         **(source.scores if kept is not None else {}),

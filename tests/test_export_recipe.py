@@ -1,0 +1,225 @@
+"""A trial's model at a paper's size: its parameters, its recipe, and what each number comes from."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from deltalab.errors import InputError
+from deltalab.export.recipe import of_paper, of_trial
+from deltalab.export.scales import SCALES, at_scale, deepened, parameters
+from deltalab.export.source import Source
+from deltalab.export.write import export
+from deltalab.models.model import build_model
+from deltalab.models.spec import ModelSpec
+from deltalab.training.spec import TrainSpec
+
+TRAIN = TrainSpec(steps=200, batch_size=8, lr=4e-3, weight_decay=0.05, warmup=0.1, evaluations=1)
+ATTENTION = {"name": "attention", "layer": {"heads": 4, "kv_heads": 2, "rope": True, "conv": 0}}
+
+
+def spec(**given: object) -> ModelSpec:
+    return ModelSpec.of({"rule": "comba", "vocab_size": 32, "d_model": 64, "layers": 2, "heads": 2, **given})
+
+
+def source(model: ModelSpec | None = None, *, trained: bool = True) -> Source:
+    model = model or spec()
+    weights = build_model(model, seed=1).state_dict
+    recipe = {**of_trial(TRAIN, length=24, seed=3, key="abc"), "trial": {"seed": 3}}
+    return Source(
+        model, weights if trained else None, recipe, {"study": "s", "arm": "base"}, {"validation accuracy": 0.994}, None
+    )
+
+
+def recipe_of(folder: Path) -> dict:
+    return yaml.safe_load((folder / "recipe.yaml").read_text())
+
+
+@pytest.mark.parametrize(
+    ("scale", "model"),
+    [
+        ("340M", {}),
+        ("1.3B", {}),
+        pytest.param("2.7B", {}, marks=pytest.mark.slow),
+        ("340M", {"tie_embeddings": False}),
+        ("340M", {"rule": "mamba2", "block": "mamba"}),
+        ("340M", {"rule": "gated_deltanet", "attention": "second_to_last_of_every_eight", "layers": 8}),
+        ("340M", {"rule": "gated_deltanet", "layers": ["rule", "kda", ATTENTION], "d_model": 32, "heads": 4}),
+        ("340M", {"attention": [1], "key_dim": 16, "expand_v": 2.0, "gate_rank": 8}),
+        ("340M", {"heads": 4, "qk_heads": 2}),
+    ],
+)
+def test_a_scale_has_the_parameters_of_its_name(scale, model):
+    found, _ = at_scale(spec(**model), scale, None, {})
+    assert abs(parameters(found) / SCALES[scale].parameters - 1) <= 0.03
+    assert (found.d_model, found.vocab_size) == (SCALES[scale].d_model, 32_000)
+    assert found.d_model // found.heads == 128
+
+
+def test_ratios_of_the_trial_stay(monkeypatch):
+    hybrid = spec(layers=["rule", ATTENTION, "kda"], d_model=32, heads=4, key_dim=4, gate_rank=8)
+    found, said = at_scale(hybrid, "340M", None, {})
+    assert found.key_dim == 64  # half of the width over the heads, as 4 is of 32 / 4
+    assert found.gate_rank == 256
+    assert found.layers[1]["layer"] == {"heads": 8, "kv_heads": 4, "rope": True, "conv": 0}
+    assert [found.at(i).make_rule().name for i in range(5)] == ["comba", "attention", "kda", "comba", "attention"]
+    assert f"the list of 3 layers is repeated to {found.depth}" in said[-1]
+    places, said = at_scale(spec(attention=[1], layers=2), "340M", None, {})
+    assert places.attention == tuple(range(1, places.depth, 2))
+    assert said[-1] == f"attention in {len(places.attention)} of {places.depth} layers, as in every 2"
+    with pytest.raises(InputError, match="qk_heads 1 of 3 heads are groups of 3, which do not divide 8 heads"):
+        at_scale(spec(heads=3, qk_heads=1, d_model=24), "340M", None, {})
+
+
+def test_a_list_that_does_not_fit_is_cut_and_said():
+    model = spec(layers=["rule", "kda", "rule", "gla", "rule"])
+    assert [deepened(model, 7).at(i).make_rule().name for i in (5, 6)] == ["comba", "kda"]
+    found, said = at_scale(model, "340M", None, {})
+    whole, rest = divmod(found.depth, 5)
+    assert rest
+    cut = f"{whole} times, and the last time cut after {rest} of its layers"
+    assert said == [f"the list of 5 layers is repeated to {found.depth}: {cut}"]
+
+
+def test_the_vocabulary_follows_the_tokenizer_padded_to_64():
+    found, _ = at_scale(spec(), "340M", 50_257, {})
+    assert found.vocab_size == 50_304
+    found, _ = at_scale(spec(), "340M", 256, {})
+    assert found.vocab_size == 256
+
+
+def test_what_the_user_sets_stays_and_a_size_that_misses_the_name_is_refused():
+    found, _ = at_scale(spec(), "340M", None, {"d_model": 768, "heads": 6})
+    assert (found.d_model, found.heads) == (768, 6)
+    assert abs(parameters(found) / 3.4e8 - 1) <= 0.03
+    with pytest.raises(
+        InputError, match=r"--scale 340M: the nearest model has [\d,]+ parameters, -[\d.]+%, and a scale"
+    ):
+        at_scale(spec(), "340M", None, {"layers": 3})
+
+
+def test_a_scaled_folder_is_untrained_and_says_so(tmp_path):
+    written = export(source(), tmp_path / "out", given=["model.d_model=128", "recipe.optimizer.betas=[0.9, 0.99]"])
+    assert not written.trained
+    assert not (tmp_path / "out/model.safetensors").exists()
+    recipe = recipe_of(tmp_path / "out")
+    assert recipe["provenance"] == {"study": "s", "arm": "base", "weights": "initial"}
+    text = (tmp_path / "out/README.md").read_text() + (tmp_path / "out/config.json").read_text()
+    assert "It is untrained" in text
+    assert "0.994" not in text
+    assert "validation" not in text
+    assert recipe["model"]["d_model"] == 128
+    assert recipe["origin"]["model.d_model"] == {"from": "--set", "value": 64}
+    assert recipe["optimizer"]["betas"] == [0.9, 0.99]
+
+
+def test_the_recipe_says_what_each_number_comes_from(tmp_path):
+    export(source(), tmp_path / "own")
+    own = recipe_of(tmp_path / "own")
+    assert own["optimizer"] == {"name": "adamw", "lr": 4e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.05}
+    assert own["schedule"] == {"kind": "cosine", "warmup_steps": 20, "final": 0.0}
+    assert (own["batch"], own["steps"], own["clip"]) == ({"sequences": 8, "length": 24}, 200, 1.0)
+    assert (own["seed"], own["precision"], own["tokenizer"]) == (3, "bf16", None)
+    assert own["provenance"]["validation accuracy"] == 0.994
+    assert own["provenance"]["weights"] == "trained"
+    assert set(map(json.dumps, own["origin"].values())) == {'{"from": "trial abc"}'}
+
+    export(source(), tmp_path / "scaled", scale="340M", given=["recipe.steps=1000"])
+    scaled, origin = recipe_of(tmp_path / "scaled"), recipe_of(tmp_path / "scaled")["origin"]
+    assert scaled["optimizer"]["lr"] == 4e-3 * 64 / 1024
+    assert origin["lr"]["value"] == 4e-3
+    assert origin["lr"]["scaled"].startswith("lr x (64 / 1024), by width; a rule of thumb")
+    assert scaled["batch"] == {"sequences": 256, "length": 2048}
+    assert origin["batch"]["from"].startswith("scale 340M: Comba")
+    assert (scaled["steps"], origin["steps"]) == (1000, {"from": "--set"})
+    assert scaled["schedule"]["warmup_steps"] == 100
+    assert origin["warmup_steps"] == {"from": "trial abc", "value": 20, "scaled": "0.1 of the steps"}
+    assert scaled["trial"] == {"seed": 3}
+
+
+def test_a_folder_exports_again_from_its_own_size(tmp_path):
+    from deltalab.export.folders import from_folder
+
+    export(source(), tmp_path / "one", given=["model.d_model=128"])
+    found = from_folder(tmp_path / "one")
+    assert found.model.d_model == 128
+    assert found.weights is None
+    export(found, tmp_path / "two", given=["model.d_model=256", "model.vocab_size=256"], tokenizer="bytes")
+    two = recipe_of(tmp_path / "two")
+    assert two["optimizer"]["lr"] == 4e-3 * 64 / 256
+    assert two["tokenizer"]["kind"] == "bytes"
+    assert (tmp_path / "two/tokenizer_config.json").exists()
+    config = json.loads((tmp_path / "two/config.json").read_text())
+    assert (config["eos_token_id"], config["pad_token_id"], config["vocab_size"]) == (0, 0, 256)
+
+
+def test_weights_go_through_a_second_export_unchanged(tmp_path):
+    import torch
+
+    from deltalab.export.folders import from_folder
+
+    given = source()
+    export(given, tmp_path / "one")
+    again = from_folder(tmp_path / "one")
+    assert again.scores == {"validation accuracy": 0.994}
+    assert given.weights is not None
+    assert again.weights is not None
+    assert all(torch.equal(again.weights()[name], value) for name, value in given.weights().items())
+    written = export(again, tmp_path / "two", weights=False)
+    assert not written.trained
+    assert "validation accuracy" not in recipe_of(tmp_path / "two")["provenance"]
+
+
+def test_a_model_without_a_trial_gets_the_papers_recipe():
+    recipe = of_paper(spec(d_model=512, vocab_size=32_000, heads=4, layers=8))
+    assert recipe["optimizer"]["lr"] == 3e-4
+    assert recipe["origin"]["lr"]["from"].startswith("Comba")
+    assert recipe["steps"] == round(15e9 / 2**19)
+
+
+WRONG = [
+    ({"to": "onnx"}, "--to: unknown format 'onnx'; allowed: hf, torchtitan, fla"),
+    ({"scale": "1.3b"}, "--scale: unknown scale '1.3b'; did you mean '1.3B'?"),
+    ({"given": ["model.rule=gla"]}, "--set: unknown setting 'model.rule'"),
+    ({"given": ["recipe.optimizer.betas=0.9"]}, "must be two numbers in [0, 1)"),
+    ({"given": ["recipe.optimizer.name=adam"]}, "unknown optimizer.name 'adam'; did you mean 'adamw'?"),
+    ({"given": ["recipe.optimizer.lr=-1"]}, "must be a number of at least 0, not -1"),
+    ({"given": ["recipe.schedule.warmup_steps=201"]}, "warmup_steps 201 exceed recipe.steps 200"),
+    ({"given": ["recipe.clip=no number"]}, "must be a number of at least 0, not 'no number'"),
+    ({"given": ["model.d_model=65"]}, "model.d_model 65 must be a multiple of heads 2"),
+    ({"tokenizer": "bytes"}, "--tokenizer bytes has 256 tokens, the model 32: give --scale, or --set model.vocab_size"),
+    ({"weights": True, "given": ["rule.transition=iplr"]}, "--weights: the weights are those of another model"),
+]
+
+
+@pytest.mark.parametrize(("given", "said"), WRONG, ids=[said[:30] for _, said in WRONG])
+def test_what_cannot_be_exported_is_one_line_and_leaves_nothing(given, said, tmp_path):
+    with pytest.raises(InputError) as error:
+        export(source(), tmp_path / "out", **given)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_that_do_not_exist_cannot_be_asked_for(tmp_path):
+    with pytest.raises(InputError, match="--weights: the source has none"):
+        export(source(trained=False), tmp_path / "out", weights=True)
+
+
+def test_a_folder_that_is_no_export_is_named(tmp_path):
+    from deltalab.export import rebuild
+    from deltalab.export.folders import from_folder
+
+    (tmp_path / "config.json").write_text("[1")
+    with pytest.raises(InputError, match=r"config\.json: not JSON"):
+        from_folder(tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match="neither an exported folder, a run of platform train"):
+        from_folder(tmp_path / "empty")
+    with pytest.raises(InputError, match=r"not an exported folder: it has no recipe\.yaml"):
+        rebuild(tmp_path / "empty")
+    export(source(), tmp_path / "out")
+    (tmp_path / "out/rules/comba.py").write_text("# another\n")
+    with pytest.raises(InputError, match=r"rules/comba.py: not rule 'comba' of .*comba.py: use the release"):
+        from_folder(tmp_path / "out")
