@@ -225,7 +225,7 @@ def layer_of(name: str, seed: int = 1) -> RuleLayer:
 def results(layer: RuleLayer, x: Tensor) -> dict[str, Tensor]:
     """A layer's outputs and gradients for whole sequences, and its outputs where a few more tokens follow."""
     x = x.detach().requires_grad_()
-    y, cache = layer(x)
+    y, cache = layer.advance(x)
     names, leaves = zip(("x", x), *layer.named_parameters(), strict=True)
     found = {"y": y, "conv": cache.conv}
     grads = torch.autograd.grad(y, leaves, cosines(y), allow_unused=True)
@@ -233,7 +233,7 @@ def results(layer: RuleLayer, x: Tensor) -> dict[str, Tensor]:
     with torch.no_grad():
         cache = None
         for i, part in enumerate(x.split([2, 1, 4], dim=1)):
-            found[f"part {i}"], cache = layer(part, cache)
+            found[f"part {i}"], cache = layer.advance(part, cache)
             assert isinstance(cache, LayerCache)
             found[f"conv {i}"] = cache.conv
     return found
@@ -272,10 +272,10 @@ def test_stacked_layers_are_what_they_are_alone() -> None:
     runs = [dict(layer_of("unit", seed).named_parameters()) for seed in (1, 2)]
     weights = {key: torch.stack([run[key].detach() for run in runs]).requires_grad_() for key in runs[0]}
     with Calls() as calls:
-        together = vmap(lambda w, x: functional_call(layer, w, (x,))[0])(weights, x)
+        together = vmap(lambda w, x: functional_call(layer, w, (x,)))(weights, x)
         grads = torch.autograd.grad(together, list(weights.values()), cosines(together))
     assert calls.seen.count("deltalab::convolve") == calls.seen.count("deltalab::convolve_backward") == 1
-    alone = torch.stack([functional_call(layer, run, (one,))[0] for run, one in zip(runs, x, strict=True)])
+    alone = torch.stack([functional_call(layer, run, (one,)) for run, one in zip(runs, x, strict=True)])
     torch.testing.assert_close(together, alone)
     for i, run in enumerate(runs):
         wanted = torch.autograd.grad(alone, list(run.values()), cosines(alone), retain_graph=True)
@@ -301,7 +301,7 @@ def test_mixed_and_low_precision_reach_the_rule_as_they_should(dtype: torch.dtyp
     """Dtypes under autocast with fp32 weights, and with all weights in bf16."""
     layer, x = layer_of("a low rank").to(dtype), normal(1, 8, 7, 12).to(dtype)
     with torch.autocast(DEVICE, BF16, enabled=dtype == FP32):
-        y, cache = layer(x)
+        y, cache = layer.advance(x)
     y.float().sum().backward()
     assert (y.dtype, cache.conv.dtype) == (BF16, BF16)
     assert all(p.grad is not None and p.grad.dtype == dtype and p.grad.isfinite().all() for p in layer.parameters())
@@ -311,7 +311,7 @@ def test_mixed_and_low_precision_reach_the_rule_as_they_should(dtype: torch.dtyp
 @pytest.mark.filterwarnings("ignore:.*torch.compile")
 def test_a_compiler_takes_it_as_one_graph() -> None:
     layer, x = layer_of("no gates, a convolution of one"), normal(1, 8, 7, 12).requires_grad_()
-    found, wanted = torch.compile(lambda x: layer(x)[0], fullgraph=True, backend="aot_eager")(x), layer(x)[0]
+    found, wanted = torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer(x)
     torch.testing.assert_close(found, wanted)
     torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), x) for y in (found, wanted)))
 
@@ -422,7 +422,7 @@ def test_a_layer_under_autocast_is_as_near_with_the_kernels_as_without(
     def all_of(layer: RuleLayer, x: Tensor, *, kernel: bool, narrow: bool) -> Tensor:
         monkeypatch.setattr("deltalab.ops.convolution.automatic", available if kernel else lambda device: NONE)
         with torch.autocast("cuda", BF16, enabled=narrow):
-            y, _ = layer(x)
+            y = layer(x)
         grads = torch.autograd.grad(y, list(layer.parameters()), cosines(y).to(y.dtype), allow_unused=True)
         return torch.cat([one.double().flatten() for one in (y, *grads) if one is not None])
 

@@ -97,7 +97,7 @@ def scanned(layer: RuleLayer, x: Tensor, monkeypatch: pytest.MonkeyPatch, *given
     scan = layers.scan
     with monkeypatch.context() as patch:
         patch.setattr(layers, "scan", spy)
-        seen["y"] = layer(x, *given)[0]
+        seen["y"] = layer.advance(x, *given)[0]
     return seen
 
 
@@ -140,8 +140,8 @@ def test_attention_with_rotary_positions_sees_distances_alone() -> None:
     layer = layer_of("attention", rope=100.0, conv=0)
     layer.rule = deltalab.get_rule("attention", window=4)
     x = normal(1, T, D)
-    late = layer(torch.cat([normal(1, 17, D, seed=1), x], dim=1))[0][:, 17:]
-    close(late[:, 3:], layer(x)[0][:, 3:])
+    late = layer(torch.cat([normal(1, 17, D, seed=1), x], dim=1))[:, 17:]
+    close(late[:, 3:], layer(x)[:, 3:])
 
 
 @pytest.mark.parametrize("rule", ["gated_deltanet", "kda", "delta_product", "comba", "attention", "titans"])
@@ -164,12 +164,12 @@ def test_shared_heads_are_heads_with_equal_weights(rule: str, fewer: str, repeat
     plain.load_state_dict(rest)
     assert grouped.channels.total < channels.total
     x = normal(2, T, D)
-    close(grouped(x)[0], plain(x)[0])
+    close(grouped(x), plain(x))
 
 
 def test_grouped_queries_keep_fewer_keys_and_values() -> None:
     x = normal(1, T, D)
-    sizes = [layer_of("attention", conv=0, kv_heads=heads)(x)[1].numel() for heads in (4, 2, 1)]
+    sizes = [layer_of("attention", conv=0, kv_heads=heads).advance(x)[1].numel() for heads in (4, 2, 1)]
     assert sizes == [T * heads * (K + V) for heads in (4, 2, 1)]
 
 
@@ -194,7 +194,7 @@ def test_each_projection_reads_its_own_mean_of_two_tokens(last: Tensor | None, m
     layer, x = layer_of("gated_deltanet", conv=0, token_shift=True), normal(2, T, D)
     assert layer.shift is not None
     assert layer.gate is not None
-    cache = layer(x[:, :1])[1]
+    cache = layer.advance(x[:, :1])[1]
     cache = None if last is None else LayerCache(cache.conv, cache.state, cache.place, last)
     found = scanned(layer, x, monkeypatch, cache)
 
@@ -273,7 +273,7 @@ def test_a_gate_of_low_rank_is_the_product_of_its_matrices() -> None:
     first, second = (one.weight for one in low.gate)
     rest = {name: value for name, value in low.state_dict().items() if not name.startswith("gate.")}
     full.load_state_dict({**rest, "gate.weight": second @ first})
-    close(low(normal(2, T, D))[0], full(normal(2, T, D))[0])
+    close(low(normal(2, T, D)), full(normal(2, T, D)))
 
 
 KNOBS: dict[str, dict[str, Any]] = {
@@ -303,7 +303,7 @@ def test_gradients_are_those_of_finite_differences(rule: str, given: dict[str, A
     names = [name for name, _ in layer.named_parameters()]
 
     def output(x: Tensor, *values: Tensor) -> Tensor:
-        y: Tensor = functional_call(layer, dict(zip(names, values, strict=True)), (x,))[0]
+        y: Tensor = functional_call(layer, dict(zip(names, values, strict=True)), (x,))
         return y
 
     inputs = (normal(1, 5, D).requires_grad_(), *(value.detach().requires_grad_() for value in layer.parameters()))
@@ -316,18 +316,18 @@ def test_stacked_layers_are_what_they_are_alone(rule: str, given: dict[str, Any]
     layer, x = layer_of(rule, **given), normal(2, 2, T, D)
     runs = [{name: value + 0.1 * seed for name, value in layer.named_parameters()} for seed in (0, 1)]
     stacked = {name: torch.stack([run[name] for run in runs]) for name in runs[0]}
-    together = vmap(lambda weights, x: functional_call(layer, weights, (x,))[0])(stacked, x)
+    together = vmap(lambda weights, x: functional_call(layer, weights, (x,)))(stacked, x)
     for one, run, inputs in zip(together, runs, x, strict=True):
-        close(one, functional_call(layer, run, (inputs,))[0])
+        close(one, functional_call(layer, run, (inputs,)))
 
 
 @pytest.mark.parametrize("given", KNOBS.values(), ids=KNOBS)
 def test_training_in_bf16_takes_every_part(given: dict[str, Any]) -> None:
     layer, x = layer_of("kda", **given).float(), normal(2, T, D).float()
     with torch.autocast("cpu", torch.bfloat16):
-        y, cache = layer(x)
-        rest = layer(x[:, :1], cache)[0]
+        y, cache = layer.advance(x)
+        rest = layer.advance(x[:, :1], cache)[0]
     assert (y.dtype, rest.dtype) == (torch.bfloat16, torch.bfloat16)
-    torch.testing.assert_close(y.float(), layer(x)[0], rtol=0.1, atol=0.1)
+    torch.testing.assert_close(y.float(), layer(x), rtol=0.1, atol=0.1)
     y.float().square().mean().backward()
     assert all(value.grad is not None and value.grad.isfinite().all() for value in layer.parameters())

@@ -1,14 +1,17 @@
 """Models: decoding equals the whole sequence, layers stand where the layout says, nothing sees the future."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import deltalab
 from deltalab.errors import InputError
 from deltalab.models.layer import LayerCache
-from deltalab.models.model import Model, build_model, parameter_groups
+from deltalab.models.model import Model, build_model, head_loss, parameter_groups
 from deltalab.models.spec import ModelSpec
 
 SMALL = {"vocab_size": 16, "d_model": 16, "layers": 2, "heads": 2, "chunk_size": 8}
@@ -174,6 +177,38 @@ def test_logits_where_asked_are_those_of_the_whole() -> None:
     torch.testing.assert_close(model(x, where=where), model(x)[where], rtol=1e-12, atol=1e-12)
 
 
+def test_the_loss_is_the_cross_entropy_of_the_logits() -> None:
+    """Targets of -100 do not count, also not in the mean."""
+    model = build_model({"rule": "comba", "vocab_size": 11, "d_model": 8, "heads": 2}).double()
+    tokens, targets = torch.randint(11, (2, 2, 7), generator=torch.Generator().manual_seed(0)).unbind()
+    targets[0, :3] = -100
+    wanted = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+    found = model.loss(tokens, targets)
+    torch.testing.assert_close(found, wanted)
+    parameters = list(model.parameters())
+    for one, other in zip(*(torch.autograd.grad(x, parameters) for x in (found, wanted)), strict=True):
+        torch.testing.assert_close(one, other)
+    with torch.no_grad():
+        torch.testing.assert_close(model.loss(tokens, targets), wanted)
+
+
+def test_the_loss_computes_no_gradient_that_nobody_asks_for() -> None:
+    class Products(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)
+            return func(*args, **(kwargs or {}))
+
+    features, head = torch.randn(1, 5, 4, requires_grad=True), torch.randn(9, 4)
+    targets = torch.zeros(1, 5, dtype=torch.long)
+    with Products() as asked:
+        head_loss(features, head, targets)
+    with Products() as unasked, torch.no_grad():
+        head_loss(features, head, targets)
+    assert (asked.count, unasked.count) == (3, 1)
+
+
 def test_one_seed_one_start() -> None:
     a, b, c = (build_model({**SMALL, "rule": "comba"}, seed=seed).state_dict() for seed in (1, 1, 2))
     assert all(torch.equal(a[name], b[name]) for name in a)
@@ -309,3 +344,24 @@ def test_a_model_needs_a_mapping_with_rule_and_vocabulary(given: object) -> None
 )
 def test_values_that_are_equal_are_one_model(key: str, values: tuple[object, ...]) -> None:
     assert len({repr(ModelSpec.of({**SMALL, "rule": "comba", key: value})) for value in values}) == 1
+
+
+@pytest.mark.parametrize("width", [128, 512, 1024])
+@pytest.mark.parametrize("tied", [True, False])
+def test_no_width_starts_worse_than_a_narrow_model(width: int, tied: bool) -> None:
+    """The token that was just read gets the largest logit of a tied model: sqrt(d), if it grows with the width d."""
+    losses = []
+    for d_model in (64, width):
+        sizes = {"vocab_size": 512, "d_model": d_model, "heads": d_model // 32, "layers": 1}
+        model = build_model({"rule": "gated_deltanet", "tie_embeddings": tied, **sizes})
+        read = torch.randint(512, (4, 33), generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            losses.append(F.cross_entropy(model(read[:, :-1]).flatten(0, 1), read[:, 1:].flatten()).item())
+    assert losses[1] < losses[0] + 0.1
+
+
+def test_tied_logits_of_width_64_and_less_have_the_factor_of_the_first_release() -> None:
+    for d_model in (16, 48, 64):
+        model = build_model({"rule": "gated_deltanet", "vocab_size": 16, "d_model": d_model})
+        hidden = torch.randn(3, d_model)
+        assert torch.equal(model.logits(hidden), F.linear(hidden * d_model**-0.5, model.embed.weight))

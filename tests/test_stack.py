@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -457,6 +458,18 @@ def test_the_loss_is_cross_entropy(most: int, dtype: torch.dtype, monkeypatch: p
     for one, other in zip(grads, torch.autograd.grad((wanted * by).sum(), exact), strict=True):
         assert one.dtype == dtype
         assert float((one.double() - other).norm() / other.norm()) < tolerance
+
+
+@pytest.mark.parametrize("kind", [int, torch.tensor])
+def test_parts_of_a_batch_add_up_to_its_mean(kind: Callable[[int], int | torch.Tensor]) -> None:
+    """The second part has no label that counts, and adds 0."""
+    x, weight = torch.randn(6, 4).requires_grad_(), torch.randn(9, 4).requires_grad_()
+    targets = torch.tensor([3, IGNORE, 8, IGNORE, IGNORE, IGNORE])
+    whole = linear_cross_entropy(x, weight, targets)
+    parts = sum(linear_cross_entropy(x[i : i + 3], weight, targets[i : i + 3], count=kind(2)) for i in (0, 3))
+    torch.testing.assert_close(parts, whole)
+    for one, other in zip(*(torch.autograd.grad(y, (x, weight)) for y in (parts, whole)), strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_no_label_is_no_loss() -> None:

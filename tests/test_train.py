@@ -272,18 +272,18 @@ def test_divergence_is_reported_with_its_step(monkeypatch: pytest.MonkeyPatch) -
     """A NaN planted in one seed's layer at one step: that seed stops there, the others do not notice."""
     monkeypatch.setattr("deltalab.training.trainer.SATURATED", {"cpu": 0})
     alone = train(TASK, TINY, SPEC, [1], test=True).runs[0]
-    forward = RuleLayer.forward
+    forward = RuleLayer.advance
     calls = {"n": 0}
 
-    def planted(self: RuleLayer, x: torch.Tensor, *rest: Any) -> Any:
-        y, cache = forward(self, x, *rest)
+    def planted(self: RuleLayer, x: torch.Tensor, *rest: Any, **how: Any) -> Any:
+        y, cache = forward(self, x, *rest, **how)
         if self.training and torch.is_grad_enabled():
             calls["n"] += 1
             if calls["n"] == 3 + 3 + 3 + 2:  # the fifth update of the second seed
                 y = y * math.nan
         return y, cache
 
-    monkeypatch.setattr(RuleLayer, "forward", planted)
+    monkeypatch.setattr(RuleLayer, "advance", planted)
     good, bad = train(TASK, TINY, SPEC, [1, 2], test=True).runs
     assert bad.diverged_at == 4
     assert math.isnan(bad.final("test", "accuracy"))

@@ -203,10 +203,10 @@ def test_a_layer_with_a_vector_goes_token_by_token(conv: int) -> None:
     layer = RuleLayer(Widened(), 8, H, key_dim=K, value_dim=V, conv=conv).double()
     initialize(layer, 0)
     x = normal(B, T, 8, seed=1)
-    y, after = layer(x)
+    y, after = layer.advance(x)
     cache, outputs = None, []
     for token in x.split(1, dim=1):
-        o, cache = layer(token, cache)
+        o, cache = layer.advance(token, cache)
         outputs.append(o)
     torch.testing.assert_close(torch.cat(outputs, dim=1), y)
     torch.testing.assert_close((after.conv, *after.state), (cache.conv, *cache.state))

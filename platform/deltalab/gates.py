@@ -10,9 +10,10 @@ hash is part of the identity of every trial that was run with it.
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import wraps
-from typing import Literal, ParamSpec, TypeAlias
+from pickle import PicklingError
+from typing import Any, Literal, ParamSpec, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,7 @@ from torch import Tensor
 from deltalab.errors import InputError, unknown
 
 P = ParamSpec("P")
-Start: TypeAlias = Callable[[tuple[int, ...], torch.Generator], Tensor]
+Start: TypeAlias = Callable[[tuple[int, ...], torch.Generator | None], Tensor]
 Value: TypeAlias = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 Per: TypeAlias = Literal[
     "token",
@@ -54,7 +55,7 @@ class Gate:
         none: fixed, [H].
     low, high: the closed range of its values. Strengths are in linear space; g is log-decay, in [-inf, 0].
     parameters: name -> start(shape, generator), where shape is that of its value without batch and time.
-        Weight decay does not apply to them.
+        generator is None for torch's global one. Weight decay does not apply to them.
     value: (z, parameters) -> the gate's value, where z is the projection in the gate's shape, or zeros without one.
     rank: the width r of a projection W_1 W_2 x through r channels; None for one matrix.
     of: the gate whose projection and parameters this one shares; None for its own.
@@ -94,6 +95,16 @@ class Gate:
         """Whether it depends on neither the input nor a parameter."""
         return self.per == "none"
 
+    def __deepcopy__(self, memo: object) -> "Gate":
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled as its parameterization and plain fields, since functions made inside others do not pickle."""
+        if self.again is None:
+            raise PicklingError(f"a gate pickles if @parameterization made it, unlike {self!r}")
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.compare}
+        return _unpickled, (self.again, plain)
+
     def __str__(self) -> str:
         return f"{self.kind}({', '.join(f'{name}={value:g}' for name, value in self.options)})"
 
@@ -117,6 +128,10 @@ class Gate:
             return self.again(**{**dict(self.options), **given})
         except InputError as error:
             raise InputError(f"{where}: {error}") from None
+
+
+def _unpickled(again: Callable[..., Gate], plain: Mapping[str, Any]) -> Gate:
+    return replace(again(**dict(plain["options"])), **plain)
 
 
 def parameterization(make: Callable[P, Gate]) -> Callable[P, Gate]:
@@ -181,7 +196,7 @@ def head(init: float) -> Gate:
 
 
 def _log_uniform(low: float, high: float) -> Start:
-    def draw(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    def draw(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
         return torch.empty(shape).uniform_(math.log(low), math.log(high), generator=generator).exp()
 
     return draw

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
@@ -200,8 +202,13 @@ def _everything() -> Iterable[Plugin]:
         yield from _in_module(package)
         for info in pkgutil.iter_modules(getattr(package, "__path__", [])):
             yield from _in_module(importlib.import_module(f"{package.__name__}.{info.name}"))
-    for path in [*sorted(Path("plugins").resolve().glob("*.py")), *_named_files]:
+    for path in _files():
         yield from _in_module(_load(path))
+
+
+def _files() -> list[Path]:
+    """The files of ./plugins, and those that were named."""
+    return [*sorted(Path("plugins").resolve().glob("*.py")), *_named_files]
 
 
 def _in_module(module: ModuleType) -> list[Plugin]:
@@ -263,7 +270,7 @@ def _read(file: Path) -> bytes:
 def _load(path: Path) -> ModuleType:
     if not path.is_file():
         raise InputError(f"{path}: no such plugin file")
-    name = f"{_MODULE}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    name = _module_name(path)
     if name in sys.modules:
         return sys.modules[name]
     for module in list(sys.modules.values()):
@@ -281,6 +288,35 @@ def _load(path: Path) -> ModuleType:
         at, said = _line_in(path, error), error.msg if isinstance(error, SyntaxError) else _first_line(error)
         raise InputError(f"{path}{at}: does not import: {type(error).__name__}: {said}") from error
     return module
+
+
+def _module_name(path: Path) -> str:
+    return f"{_MODULE}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+
+
+class _Unpickled(MetaPathFinder, Loader):
+    """Imports the modules of plugin files by name, as unpickling does: a known file, which may have moved since."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self) if name.startswith(_MODULE) else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        stem = spec.name.removeprefix(_MODULE).rpartition("_")[0]
+        found = [path for path in _files() if path.stem == stem]
+        exact = [path for path in found if _module_name(path) == spec.name]
+        if len(exact or found) != 1:
+            known = "which is not known here" if not found else f"which may be any of {', '.join(map(str, found))}"
+            raise ModuleNotFoundError(
+                f"needs the plugin file {stem}.py, {known}: call deltalab.registry.add_plugin(FILE) first",
+                name=spec.name,
+            )
+        return _load((exact or found)[0])
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Does nothing: `create_module` returns a module that has run."""
+
+
+sys.meta_path.append(_Unpickled())
 
 
 def _line_in(path: Path, error: BaseException) -> str:

@@ -305,6 +305,12 @@ class UpdateRule:
         # dataclasses.fields(cls) would do, but torch.compile does not take it.
         return {f.name: f.metadata["options"] for f in cls.__dataclass_fields__.values() if "options" in f.metadata}
 
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled, (type(self), {f.name: getattr(self, f.name) for f in dataclasses.fields(self)})
+
     def spec(self) -> dict[str, Any]:
         """The rule as YAML says it, every knob spelled out."""
         plain = {
@@ -370,6 +376,17 @@ class UpdateRule:
             taken = list(inspect.signature(cls.operands).parameters)[1:4]
             if taken != ["q", "k", "v"]:
                 raise TypeError(f"{cls.__name__}.operands must take (self, q, k, v, ...), not {taken}")
+
+
+def _unpickled(kind: type[UpdateRule], given: Mapping[str, Option]) -> UpdateRule:
+    """The rule with its own options where equal ones were pickled: a rule may ask whether its transition `is` SPLR."""
+    own = {}
+    for field in dataclasses.fields(kind):
+        if field.name in given:
+            value = given[field.name]
+            options = field.metadata.get("options", (field.default,))
+            own[field.name] = next((o for o in options if type(o) is type(value) and o == value), value)
+    return kind(**cast(Any, own))
 
 
 def _tuple(state: State | Tensor) -> State:

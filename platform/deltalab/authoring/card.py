@@ -272,8 +272,8 @@ def _state(rule: UpdateRule, key_dim: int, value_dim: int) -> tuple[int, int]:
     layer = RuleLayer(rule, 8, 1, key_dim=key_dim, value_dim=value_dim, conv=0)
     initialize(layer, 0)
     with torch.no_grad():
-        _, before = layer(torch.ones(1, LONG, 8))
-        _, after = layer(torch.ones(1, 1, 8), before)
+        _, before = layer.advance(torch.ones(1, LONG, 8))
+        _, after = layer.advance(torch.ones(1, 1, 8), before)
     return before.numel(), after.numel()
 
 

@@ -261,9 +261,9 @@ def token_by_token(rule: UpdateRule) -> Iterator[Measured]:
     layer, x = layer_of(rule), normal(BATCH, LENGTH, WIDTH, seed=1)
     cache, out = None, []
     with torch.no_grad():
-        whole, after = layer(x)
+        whole, after = layer.advance(x)
         for token in x.split(1, dim=1):
-            y, cache = layer(token, cache)
+            y, cache = layer.advance(token, cache)
             out.append(y)
     assert cache is not None
     want = {"y": whole, **parts(after.state)}
@@ -273,7 +273,7 @@ def token_by_token(rule: UpdateRule) -> Iterator[Measured]:
 
 def sizes(rule: UpdateRule) -> Iterator[Measured]:
     layer = layer_of(rule)
-    cache: LayerCache = layer(normal(BATCH, LENGTH, WIDTH, seed=1))[1]
+    cache: LayerCache = layer.advance(normal(BATCH, LENGTH, WIDTH, seed=1))[1]
     of_gates = 0
     value_dim = KEY if square(rule) else VALUE
     for gate in layer.gates.gates.values():

@@ -39,7 +39,7 @@ def causality_of_values(rule: UpdateRule) -> Iterator[Measured]:
         turned = replaced(x, later, t)
         found: list[tuple[str, Tensor, Tensor]] = [
             *((name, outputs(rule, x, name)["o"], outputs(rule, turned, name)["o"]) for name in backends_of(rule)),
-            ("layer", layer(tokens)[0], layer(joined(x, tokens, later_tokens, t))[0]),
+            ("layer", layer(tokens), layer(joined(x, tokens, later_tokens, t))),
         ]
         for name, o, turned_o in found:
             what = f"change of outputs before token {t} with other inputs after it, {name},"

@@ -55,7 +55,7 @@ def gradients(rule: UpdateRule) -> Iterator[Measured | Note]:
 
     def output(given: Mapping[str, Tensor]) -> Tensor:
         values = {name: value for name, value in given.items() if name != "x"}
-        y: Tensor = torch.func.functional_call(layer, values, (given["x"],))[0]
+        y: Tensor = torch.func.functional_call(layer, values, (given["x"],))
         return (y * normal(*y.shape, seed=3)).sum()
 
     parameters = {name: value.detach() for name, value in layer.named_parameters() if name.startswith("gates.")}

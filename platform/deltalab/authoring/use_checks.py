@@ -101,7 +101,7 @@ def gate_liveness(rule: UpdateRule) -> Iterator[Measured]:
     layer.gates.register_forward_hook(hold)
     if layer.vectors is not None:
         layer.vectors.register_forward_hook(hold_vectors)
-    y = layer(x)[0]
+    y = layer(x)
     live = [name for name in learned(rule) if name not in unread(rule)]
     sources = {f"the value of '{name}'": held[name] for name in live}
     for path, parameter in layer.gates.named_parameters():
@@ -116,7 +116,7 @@ def gate_liveness(rule: UpdateRule) -> Iterator[Measured]:
         turned.clear()
         turned[name] = within(rule.gates[name], tuple(held[name].shape), seed=i)
         with torch.no_grad():
-            yield Measured(error(layer(x)[0], y), f"change of the layer's output with other values of '{name}'")
+            yield Measured(error(layer(x), y), f"change of the layer's output with other values of '{name}'")
 
 
 # --- knobs --------------------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ def _answer(rule: UpdateRule, name: str, option: Option) -> Tensor | None:
         # Two gates may start with equal values and differ once they are trained.
         for i, parameter in enumerate(layer.gates.parameters()):
             parameter.add_(0.1 * normal(*parameter.shape, seed=i))
-        y: Tensor = layer(x)[0]
+        y: Tensor = layer(x)
         return y
     return None
 

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import fields
-from functools import cached_property
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import Cache, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
@@ -14,6 +15,7 @@ from transformers.utils.generic import can_return_tuple
 from deltalab.models.layer import LayerCache, initialize
 from deltalab.models.model import Block, Model
 from deltalab.models.spec import ModelSpec
+from deltalab.ops.packing import Packing
 
 
 class DeltaLabConfig(PretrainedConfig):
@@ -38,10 +40,10 @@ class DeltaLabConfig(PretrainedConfig):
 
 
 class StateCache(Cache):
-    """The memory of all layers: the last inputs of their convolutions, and their states.
+    """The memory of all layers, of each row by itself: the last inputs of their convolutions, and their states.
 
     Its size is constant for a recurrent rule; attention layers add the keys and values of every token. It cannot forget
-    the last tokens again.
+    the last tokens again. seen: the columns that were read, padding among them; `generate` counts by these.
     """
 
     def __init__(self) -> None:
@@ -73,16 +75,13 @@ class StateCache(Cache):
         self.states, self.seen = [], 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._each(lambda part: part.index_select(0, beam_idx.to(part.device)))
+        self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self._each(lambda part: part[indices.to(part.device)])
+        self.states = [now.rows(indices) for now in self.states]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._each(lambda part: part.repeat_interleave(repeats, dim=0))
-
-    def _each(self, change: Callable[[Tensor], Tensor]) -> None:
-        self.states = [now.map(change) for now in self.states]
+        self.states = [now.rows(torch.arange(len(now.conv)).repeat_interleave(repeats)) for now in self.states]
 
 
 class DeltaLabForCausalLM(PreTrainedModel, GenerationMixin):
@@ -91,6 +90,7 @@ class DeltaLabForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = DeltaLabConfig
     base_model_prefix = "model"
     accepts_loss_kwargs = True
+    supports_gradient_checkpointing = True
     _is_stateful = True
     _no_split_modules = ["Block"]  # noqa: RUF012
     # Half precision would round a decay exp(-a dt) near 1 to 1.
@@ -99,6 +99,7 @@ class DeltaLabForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: DeltaLabConfig) -> None:
         super().__init__(config)
         self.model = Model(config.spec())
+        self.gradient_checkpointing = False
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -119,8 +120,24 @@ class DeltaLabForCausalLM(PreTrainedModel, GenerationMixin):
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         inputs: dict[str, Any] = super().prepare_inputs_for_generation(*args, **kwargs)
-        inputs.pop("cache_position", None)  # transformers 5.0 gives it to every model
+        # Layers count tokens by themselves. transformers 5.0 gives cache_position to every model.
+        for name in ("position_ids", "cache_position"):
+            inputs.pop(name, None)
         return inputs
+
+    def _set_gradient_checkpointing(
+        self,
+        enable: bool = True,
+        gradient_checkpointing_func: Callable[..., Any] = checkpoint,
+        every_n_layers: int = 1,
+    ) -> None:
+        self.gradient_checkpointing = enable
+        self._checkpoint, self._every_n_layers = gradient_checkpointing_func, every_n_layers
+
+    def _call(self, block: Block, *given: Any) -> Any:
+        """A call of a block, computed again in backward where its number is a multiple of `every_n_layers`."""
+        number = next(i for i, one in enumerate(self.model.blocks) if one is block)
+        return block(*given) if number % self._every_n_layers else self._checkpoint(block.__call__, *given)
 
     @torch.no_grad()
     def initialize_weights(self) -> None:
@@ -144,18 +161,31 @@ class DeltaLabForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int = 0,
         num_items_in_batch: Tensor | int | None = None,
+        position_ids: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None,
+        max_length_q: int | None = None,
+        max_length_k: int | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
     ) -> CausalLMOutputWithPast:
         """Logits [B, T, vocab] after tokens [B, T] or their embeddings [B, T, d].
 
         logits_to_keep: how many of the last positions get logits, 0 for all.
-        labels [B, T]: the tokens themselves, which are shifted here; -100 does not count.
+        labels [B, T]: the tokens themselves, which are shifted here; -100 does not count, and neither does the first
+            token of a sequence. num_items_in_batch: what the sum of the losses is divided by, None for their number.
         past_key_values: the cache that an earlier call returned; it is updated in place.
-        attention_mask [B, T]: 0 marks padding. Padding before the text is blanked and leaves no trace in the state.
-            Padding after the text is ignored, and refused where a cache is kept.
+        attention_mask [B, T] or [B, all columns so far]: 0 marks padding, wherever it stands. The tokens of a row give
+            what they give without it. Padding has the logits of the token before it in its row, so that `generate`
+            goes on from there; 0 where there is none.
+        position_ids, seq_idx [B, T]: another sequence starts where the first does not rise, or where the second
+            changes. Nothing else is read from them, and nothing where a cache is kept.
+        cu_seqlens or cu_seq_lens_q: the bounds [N + 1] of sequences packed in one row. cu_seq_lens_k, max_length_q and
+            max_length_k, which come with it for attention kernels, say nothing more.
 
-        Raises `ValueError` for padding that would reach the state, and for attentions or hidden states.
+        Raises `ValueError` for inputs that contradict each other, and for attentions or hidden states.
         """
         if output_attentions or output_hidden_states:
             raise ValueError("a deltalab model returns neither attentions nor hidden states")
@@ -165,49 +195,67 @@ class DeltaLabForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError("give either input_ids or inputs_embeds")
         x = self.model.embed(input_ids) if inputs_embeds is None else inputs_embeds
         cache = StateCache() if use_cache and past_key_values is None else past_key_values
-        if attention_mask is not None:
-            x = self._blank(x, attention_mask, cache)
-        hidden, states = self.model.transform(x, cache.states if cache is not None and cache.states else None)
+        bounds = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
+        if bounds is not None and cache is not None:
+            raise ValueError("packed sequences (cu_seqlens) keep no cache: give use_cache=False")
+        starts = None if cache is not None or bounds is not None else _starts(position_ids, seq_idx)
+        packing = self._packing(x, attention_mask, starts, bounds, rows=cache is not None)
+        if packing is not None:
+            x, bounds = packing.pack(x), packing.cu_seqlens
+        hidden, states = self.model.transform(
+            x,
+            cache.states if cache is not None and cache.states else None,
+            cu_seqlens=bounds,
+            checkpoint=self._call if self.gradient_checkpointing and self.training else None,
+        )
         if cache is not None:
-            cache.states, cache.seen = states, cache.seen + x.shape[1]
-        logits = self.model.logits(hidden[:, -logits_to_keep:])
-        loss = None
-        if labels is not None:
+            cache.states, cache.seen = states, cache.seen + (x.shape[1] if packing is None else packing.shape[1])
+        spread = (lambda y: y) if packing is None else packing.spread
+        if labels is None:
+            logits, loss = self.model.logits(spread(hidden)[:, -logits_to_keep:]), None
+        else:
+            targets = _targets(labels if packing is None else packing.pack(labels), bounds)
+            logits = self.model.logits(hidden)
             loss = self.loss_function(
-                logits=logits, labels=labels, vocab_size=logits.shape[-1], num_items_in_batch=num_items_in_batch
+                logits=logits,
+                labels=None,
+                shift_labels=targets,
+                vocab_size=logits.shape[-1],
+                num_items_in_batch=num_items_in_batch,
             )
+            logits = spread(logits)[:, -logits_to_keep:]
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
 
-    def _blank(self, x: Tensor, mask: Tensor, cache: StateCache | None) -> Tensor:
-        """Embeddings x with zeros where padding stands before the text."""
-        if mask.dim() != 2:
-            raise ValueError(f"attention_mask must be [B, T], not {list(mask.shape)}")
-        mask = mask[:, -x.shape[1] :].bool()
-        if mask.all():
-            return x
-        if cache is None and (mask[:, 1:] <= mask[:, :-1]).all():
-            return x
-        if not (mask[:, 1:] >= mask[:, :-1]).all() or (cache is not None and cache.seen):
-            raise ValueError("attention_mask: padding must stand before the text, or after it where no cache is kept")
-        if not self._blanks_leave_no_trace:
-            raise ValueError(
-                "attention_mask: some layers of this model would remember padding that stands before the text "
-                "(attention and RoPE do): give prompts of one length"
-            )
-        return x * mask[..., None]
+    def _packing(
+        self, x: Tensor, mask: Tensor | None, starts: Tensor | None, bounds: Tensor | None, *, rows: bool
+    ) -> Packing | None:
+        """How x becomes one row, None where it stays as it is. rows: whether each row must stay one sequence."""
+        if mask is None and starts is None:
+            return None
+        starts = None if starts is None else starts.expand(x.shape[:2])
+        packing = Packing.of(x, None if mask is None else mask[:, -x.shape[1] :], starts)
+        if packing is None:
+            return None
+        if bounds is not None:
+            raise ValueError("give cu_seqlens or padding in attention_mask, not both")
+        if rows and len(packing.cu_seqlens) != len(x) + 1:
+            raise ValueError("attention_mask: where a cache is kept, each row needs a token that is no padding")
+        return packing
 
-    @cached_property
-    def _blanks_leave_no_trace(self) -> bool:
-        """Whether a token of zeros leaves every layer's empty state as it is, so that it counts as no token."""
-        blank = self.model.embed.weight.new_zeros(1, 1, self.config.d_model)
-        with torch.no_grad():
-            hidden, states = self.model.transform(blank)
-        left = [hidden, *(part for state in states for part in (state.conv, state.place, state.last))]
-        for block, after in zip(self.model.blocks, states, strict=True):
-            mixer = cast(Block, block).mixer
-            k, v = (blank.new_zeros(1, 1, mixer.heads, size) for size in (mixer.key_dim, mixer.value_dim))
-            for empty, now in zip(mixer.rule.start(k, v), after.state, strict=True):
-                if empty.shape != now.shape:
-                    return False
-                left.append(now - empty)
-        return not any(part.any() for part in left)
+
+def _starts(position_ids: Tensor | None, seq_idx: Tensor | None) -> Tensor | None:
+    """Where sequences start after the first token of a row, [B, T]; None where nothing says."""
+    if position_ids is None and seq_idx is None:
+        return None
+    anew = []
+    if position_ids is not None:
+        anew.append(position_ids[:, 1:] <= position_ids[:, :-1])
+    if seq_idx is not None:
+        anew.append(seq_idx[:, 1:] != seq_idx[:, :-1])
+    return F.pad(torch.stack(anew).any(0), (1, 0))
+
+
+def _targets(labels: Tensor, bounds: Tensor | None) -> Tensor:
+    """The token that follows each, [B, T]; -100 after the last of a sequence."""
+    targets = F.pad(labels[:, 1:], (0, 1), value=-100)
+    return targets if bounds is None else targets.index_fill(1, bounds[1:].long() - 1, -100)

@@ -1,82 +1,73 @@
 """A rule as a layer that mixes tokens: projections, convolution, positions, gates, the rule, output norm and gate."""
 
-import hashlib
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltalab.gates import Gate, Start
-from deltalab.ops.convolution import LEAST_NORM, Channels, features, fused, fuses
-from deltalab.ops.norm import HeadNorm, RMSNorm
+from deltalab.gates import Gate
+from deltalab.models.start import OfGate, Parameters, Ramp, Started, Uniform, linear
+from deltalab.models.start import initialize as initialize
+from deltalab.ops.convolution import FEATURES, LEAST_NORM, Channels, features, fused, fuses, tail_of
+from deltalab.ops.norm import EPS, HeadNorm, RMSNorm
+from deltalab.ops.packing import Packing, Sequences
 from deltalab.ops.recurrence import Backend
 from deltalab.ops.rotary import angles, rotate
-from deltalab.ops.scan import scan
+from deltalab.ops.scan import apart, joined, scan
 from deltalab.rule import State, UpdateRule
 
 
 @dataclass(frozen=True)
 class LayerCache:
-    """The memory of a layer between calls.
+    """The memory of a layer between calls, of B sequences.
 
     conv: the convolution's last inputs, [B, conv - 1, C]. state: the rule's.
     place: how many tokens were read, [B, 1] with RoPE, else [B, 0]; it counts as one element.
     last: the last token's x, [B, 1, d] with token shift, else [B, 0, d].
+    apart: the rule's state of each sequence, where they differ in size, as those of attention do after sequences of
+        several lengths; `state` is empty then.
     """
 
     conv: Tensor
     state: State
     place: Tensor
     last: Tensor
+    apart: tuple[State, ...] = ()
 
     def numel(self) -> int:
         """The number of elements in these tensors."""
-        return sum(part.numel() for part in (self.conv, *self.state, self.place, self.last))
+        return sum(part.numel() for part in (self.conv, *self.state, self.place, self.last, *sum(self.apart, ())))
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> "LayerCache":
-        """The cache with each tensor changed."""
-        return LayerCache(change(self.conv), tuple(map(change, self.state)), change(self.place), change(self.last))
-
-
-def parameter(start: Callable[[torch.Generator], Tensor]) -> nn.Parameter:
-    """A parameter that `initialize` can start anew from a seed."""
-    made = nn.Parameter(start(torch.Generator().manual_seed(0)))
-    made.start = start  # type: ignore[attr-defined]
-    return made
-
-
-def linear(inputs: int, outputs: int, *, std: float | None = None) -> nn.Linear:
-    """A projection without bias; weights are normal with standard deviation `std`, inputs ** -0.5 where None."""
-    module = nn.Linear(inputs, outputs, bias=False)
-    module.weight = parameter(lambda generator: _normal((outputs, inputs), std or inputs**-0.5, generator))
-    return module
-
-
-def initialize(module: nn.Module, seed: int) -> None:
-    """Starts each parameter from the seed and its name alone, so that models start equal in what they share."""
-    with torch.no_grad():
-        for name, value in module.named_parameters():
-            if start := getattr(value, "start", None):
-                digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-                value.copy_(start(torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))))
-
-
-def _normal(shape: tuple[int, ...], std: float, generator: torch.Generator) -> Tensor:
-    return torch.empty(shape).normal_(0.0, std, generator=generator)
+    def rows(self, at: Tensor) -> "LayerCache":
+        """The memory of the sequences `at` [n]."""
+        conv, place, last, *state = (
+            one.index_select(0, at.to(one.device)) for one in (self.conv, self.place, self.last, *self.state)
+        )
+        apart = tuple(self.apart[i] for i in at.tolist()) if self.apart else ()
+        return LayerCache(conv, tuple(state), place, last, apart)
 
 
 class Gates(nn.Module):
     """The gates of a rule: x [B, T, d] to each value by its symbol, in the shape of the gate's `per`, at least fp32.
 
-    Projected vectors are not among them: `Vectors` makes these.
+    Projected vectors are not among them: `Vectors` makes these. bias: of the second matrix of a gate with a rank.
     """
 
     def __init__(
-        self, gates: Mapping[str, Gate], d_model: int, heads: int, key_dim: int, value_dim: int, steps: int = 1
+        self,
+        gates: Mapping[str, Gate],
+        d_model: int,
+        heads: int,
+        key_dim: int,
+        value_dim: int,
+        steps: int = 1,
+        *,
+        bias: bool = False,
     ) -> None:
         super().__init__()
         self.gates = {name: gate for name, gate in gates.items() if gate.features is None}
@@ -92,8 +83,8 @@ class Gates(nn.Module):
             if gate.projected and gate.rank is None:
                 self.project[name] = linear(d_model, width)
             elif gate.projected and gate.rank is not None:
-                self.project[name] = nn.Sequential(linear(d_model, gate.rank), linear(gate.rank, width))
-            self.learned[name] = nn.ParameterDict({p: _started(start, shape) for p, start in gate.parameters.items()})
+                self.project[name] = nn.Sequential(linear(d_model, gate.rank), linear(gate.rank, width, bias=bias))
+            self.learned[name] = Parameters({p: OfGate(gate, p) for p in gate.parameters}, shape)
 
     def weights(self) -> list[Tensor]:
         """The matrices that x is multiplied by, [.., d] each."""
@@ -129,11 +120,7 @@ def _first(project: nn.Module) -> nn.Linear:
     return first
 
 
-def _started(start: Start, shape: tuple[int, ...]) -> nn.Parameter:
-    return parameter(lambda generator: start(shape, generator))
-
-
-class Vectors(nn.Module):
+class Vectors(Started):
     """The vectors that a rule declares besides q, k and v: x [B, T, d] to each by its symbol, [B, T, H, K or V].
 
     Each is projected, convolved over time, activated and normalized, as its `Gate.features` say.
@@ -153,21 +140,23 @@ class Vectors(nn.Module):
             self.project[name] = full or nn.Sequential(linear(d_model, gate.rank or 0), linear(gate.rank or 0, width))
         self.width = conv
         if conv and self.gates:
-            bound, channels = conv**-0.5, sum(self.widths)
-            self.conv = parameter(lambda g: torch.empty(conv, channels).uniform_(-bound, bound, generator=g))
+            self.conv = self.drawn("conv", Uniform(conv**-0.5), conv, sum(self.widths))
 
-    def forward(self, x: Tensor, past: Tensor | None) -> tuple[dict[str, Tensor], Tensor]:
+    def forward(
+        self, x: Tensor, past: Tensor | None, packed: Sequences | None = None
+    ) -> tuple[dict[str, Tensor], Tensor]:
         """The vectors, and the past for the tokens that follow.
 
-        past: the projections of the conv - 1 tokens before, [B, conv - 1, C]; None for zeros.
+        past: the projections of the conv - 1 tokens before, [B, conv - 1, C]; None for zeros. packed: as in `features`.
         """
         z = torch.cat([project(x) for project in self.project.values()], dim=-1)
-        tail = z[:, :0]
+        past = None if past is None else past.to(z)
+        tail = tail_of(z, past, max(self.width - 1, 0), packed)
         if self.width:
-            before = z.new_zeros(z.shape[0], self.width - 1, z.shape[-1]) if past is None else past.to(z)
-            seen = torch.cat([before, z], dim=1)
-            tail = seen[:, z.shape[1] :]
-            z = sum(tap * seen[:, i : i + z.shape[1]] for i, tap in enumerate(self.conv.to(z)))
+            before = z.new_zeros(z.shape[0], self.width - 1, z.shape[-1]) if past is None else past
+            seen, length, taps = torch.cat([before, z], dim=1), z.shape[1], self.conv.to(z).unbind()
+            parts = [tap * _shifted(seen, length, self.width - 1 - i, packed) for i, tap in enumerate(taps)]
+            z = sum(parts[1:], start=parts[0])
         values = {}
         for (name, gate), part in zip(self.gates.items(), z.split(self.widths, dim=-1), strict=True):
             one = part if gate.features == "raw" else F.silu(part)
@@ -186,17 +175,16 @@ class TokenShift(nn.Module):
 
     def __init__(self, d_model: int, readers: Sequence[str]) -> None:
         super().__init__()
-        self.share = nn.ParameterDict(
-            {name: parameter(lambda generator: torch.linspace(0, 1, d_model)) for name in readers}
-        )
+        self.share = Parameters(dict.fromkeys(readers, Ramp()), (d_model,))
 
-    def forward(self, x: Tensor, last: Tensor | None) -> dict[str, Tensor]:
-        """last: the token before these, [B, 1, d]; None for zero."""
-        before = torch.cat([torch.zeros_like(x[:, :1]) if last is None else last, x[:, :-1]], dim=1)
+    def forward(self, x: Tensor, last: Tensor | None, packed: Sequences | None = None) -> dict[str, Tensor]:
+        """last: the token before these, [B, 1, d]; None for zero. packed: as in `features`."""
+        seen = torch.cat([torch.zeros_like(x[:, :1]) if last is None else last, x], dim=1)
+        before = _shifted(seen, x.shape[1], 1, packed)
         return {name: x + share * (before - x) for name, share in self.share.items()}
 
 
-class RuleLayer(nn.Module):
+class RuleLayer(Started):
     """A rule as a layer, x [B, T, d] to y [B, T, d].
 
     q, k and v come from one projection and one causal depthwise convolution, k and v for each of the rule's steps, and
@@ -210,6 +198,9 @@ class RuleLayer(nn.Module):
     token_shift: q, k, v, the gates and the output gate are each projected from a mean of x_t and x_{t-1}.
     output_norm, output_gate: kinds of `HeadNorm`. gate_rank: the width r of the gate's projection W_1 W_2 x through r
         channels; None for one matrix.
+    features: a kind of `FEATURES`; None for the rule's own. scale: of the output, None for K ** -0.5.
+    low_rank_bias: whether the second matrix of a projection through few channels has a bias.
+    norm_eps: what the norms add to a mean square.
     """
 
     def __init__(
@@ -229,6 +220,10 @@ class RuleLayer(nn.Module):
         output_norm: bool | str = True,
         output_gate: bool | str = True,
         gate_rank: int | None = None,
+        features: str | None = None,
+        scale: float | None = None,
+        low_rank_bias: bool = False,
+        norm_eps: float = EPS,
         out_std: float | None = None,
         chunk_size: int = 64,
         backend: Backend = "auto",
@@ -237,69 +232,126 @@ class RuleLayer(nn.Module):
         self.rule = rule
         self.heads, self.key_dim, self.value_dim = heads, key_dim, value_dim
         self.width, self.rope, self.chunk_size, self.backend = conv, rope, chunk_size, backend
-        self.channels = Channels(
-            heads, qk_heads or heads, key_dim, value_dim, rule.steps, rule.features, rule.silu_of_v, kv_heads
-        )
-        channels = self.channels.total
-        self.qkv = linear(d_model, channels)
+        self.scale = scale
+        kind, silu_of_v = (rule.features, rule.silu_of_v) if features is None else FEATURES[features]
+        self.channels = Channels(heads, qk_heads or heads, key_dim, value_dim, rule.steps, kind, silu_of_v, kv_heads)
+        self.qkv = linear(d_model, self.channels.total)
         if conv:
-            bound = conv**-0.5
-            self.conv = parameter(lambda g: torch.empty(conv, channels).uniform_(-bound, bound, generator=g))
-        self.q_norm = RMSNorm(key_dim) if qk_norm else None
-        self.k_norm = RMSNorm(key_dim) if qk_norm else None
-        self.gates = Gates(rule.gates, d_model, heads, key_dim, value_dim, rule.steps)
+            self.conv = self.drawn("conv", Uniform(conv**-0.5), conv, self.channels.total)
+        self.q_norm = RMSNorm(key_dim, norm_eps) if qk_norm else None
+        self.k_norm = RMSNorm(key_dim, norm_eps) if qk_norm else None
+        self.gates = Gates(rule.gates, d_model, heads, key_dim, value_dim, rule.steps, bias=low_rank_bias)
         vectors = any(gate.features is not None for gate in rule.gates.values())
         self.vectors = Vectors(rule.gates, d_model, heads, key_dim, value_dim, conv) if vectors else None
-        self.norm = HeadNorm(value_dim, heads=heads, norm=output_norm, gate=output_gate)
+        self.norm = HeadNorm(value_dim, heads=heads, norm=output_norm, gate=output_gate, eps=norm_eps)
         self.gate: nn.Linear | nn.Sequential | None = None
         if output_gate not in (False, "none"):
             width = heads * value_dim
-            low = None if gate_rank is None else nn.Sequential(linear(d_model, gate_rank), linear(gate_rank, width))
-            self.gate = low or linear(d_model, width)
+            if gate_rank is None:
+                self.gate = linear(d_model, width)
+            else:
+                second = linear(gate_rank, width, bias=low_rank_bias)
+                self.gate = nn.Sequential(linear(d_model, gate_rank), second)
         others = [*(["gates"] if self.gates.weights() or vectors else []), *(["gate"] if self.gate is not None else [])]
         self.shift = TokenShift(d_model, ["q", "k", "v", *others]) if token_shift else None
         self.out = linear(heads * value_dim, d_model, std=out_std)
 
-    def forward(self, x: Tensor, cache: LayerCache | None = None) -> tuple[Tensor, LayerCache]:
+    def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None, attention_mask: Tensor | None = None) -> Tensor:
+        """y [B, T, d].
+
+        cu_seqlens: the bounds [N + 1] of N sequences in a row, 0 first and T last, where B = 1.
+        attention_mask [B, T]: 0 for padding, wherever it stands; the others of a row are one sequence. y is 0 there.
+
+        Raises `InputError` for both, or for one that does not fit x.
+        """
+        packing = Packing.of_padded(x, attention_mask, cu_seqlens)
+        if packing is None:
+            return self.advance(x, cu_seqlens=cu_seqlens)[0]
+        return packing.unpack(self.advance(packing.pack(x), cu_seqlens=packing.cu_seqlens)[0])
+
+    def advance(
+        self, x: Tensor, cache: LayerCache | None = None, *, cu_seqlens: "Tensor | Sequences | None" = None
+    ) -> tuple[Tensor, LayerCache]:
+        """y [B, T, d] for x that follows what the cache has seen, and the new cache.
+
+        cu_seqlens: as in `forward`; the caches are those of the N sequences then. A model makes their `Sequences` once
+        for all layers.
+        """
+        packed = None if cu_seqlens is None else Sequences.of(cu_seqlens, x)
+        if packed is not None and cache is not None:
+            return self._one_by_one(x, cache, packed)
         taps, past = self.conv if self.width else None, None if cache is None else cache.conv
         products: list[Tensor] = []
-        shifted = {} if self.shift is None else self.shift(x, None if cache is None else cache.last)
+        shifted = {} if self.shift is None else self.shift(x, None if cache is None else cache.last, packed)
         vectors: dict[str, Tensor] = {}
         if self.vectors is not None:
             of_qkv = self.channels.total
             before = None if past is None else past[..., of_qkv:]
             past = None if past is None else past[..., :of_qkv]
-            vectors, vectors_tail = self.vectors(shifted.get("gates", x), before)
+            vectors, vectors_tail = self.vectors(shifted.get("gates", x), before, packed)
         if not shifted and fuses(x, taps, self.channels):
             others = []
             # With fewer tokens, copying the weights side by side costs more than reading x once for each.
             if x.shape[:2].numel() >= self.channels.total:
                 others = [*([] if self.gate is None else [_first(self.gate).weight]), *self.gates.weights()]
-            (q, k, v, tail), products = fused(x, self.qkv.weight, others, taps, past, self.channels)
+            (q, k, v, tail), products = fused(x, self.qkv.weight, others, taps, past, self.channels, packed)
         else:
-            q, k, v, tail = features(self._projected(x, shifted), taps, past, self.channels)
+            q, k, v, tail = features(self._projected(x, shifted), taps, past, self.channels, packed)
         gate = products.pop(0) if products and self.gate is not None else None
         if gate is not None and isinstance(self.gate, nn.Sequential):
             gate = self.gate[1](gate)
-        place = x.new_zeros(x.shape[0], int(self.rope is not None), dtype=torch.long) if cache is None else cache.place
-        q, k = self._placed(*self._normed(q, k), place)
+        q, k = self._placed(*self._normed(q, k), cache, packed)
         written = self.channels.v_heads if self.rule.grouped else self.heads
-        o, state = scan(
-            self.rule,
+        o, state, unlike = self._scanned(
             _shared(q, self.heads),
             _shared(k, written),
             _shared(v, written),
             {**self.gates(shifted.get("gates", x), products), **vectors},
-            state=None if cache is None else cache.state,
-            backend=self.backend,
-            chunk_size=self.chunk_size,
+            cache,
+            packed,
         )
         if self.gate is not None and gate is None:
             gate = self.gate(shifted.get("gate", x))
         if self.vectors is not None:
             tail = torch.cat([tail, vectors_tail.to(tail)], dim=-1)
-        last = x.new_zeros(x.shape[0], 0, x.shape[2]) if self.shift is None else x[:, -1:]
-        return self.out(self.norm(o, gate)), LayerCache(tail, state, place + x.shape[1], last)
+        last = x.new_zeros(len(tail), 0, x.shape[2]) if self.shift is None else tail_of(x, None, 1, packed)
+        return self.out(self.norm(o, gate)), LayerCache(tail, state, self._places(x, cache, packed), last, unlike)
+
+    def _one_by_one(self, x: Tensor, cache: LayerCache, packed: Sequences) -> tuple[Tensor, LayerCache]:
+        """`advance` of each of the packed sequences by itself, from its own cache."""
+        y, after = [], []
+        for n, (start, stop) in enumerate(itertools.pairwise(packed.cu_seqlens.tolist())):
+            one, now = self.advance(x[:, start:stop], cache.rows(torch.tensor([n])))
+            y.append(one)
+            after.append(now)
+        conv, place, last = (torch.cat([getattr(one, name) for one in after]) for name in ("conv", "place", "last"))
+        state, unlike = joined([one.state for one in after])
+        return torch.cat(y, dim=1), LayerCache(conv, state, place, last, unlike)
+
+    def _scanned(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gates: Mapping[str, Tensor],
+        cache: LayerCache | None,
+        packed: Sequences | None,
+    ) -> tuple[Tensor, State, tuple[State, ...]]:
+        """`scan`, and the new states as `LayerCache` holds them: together, or apart."""
+        how: dict[str, Any] = {"scale": self.scale, "backend": self.backend, "chunk_size": self.chunk_size}
+        given = () if cache is None else cache.apart
+        if given:
+            rows = [(slice(n, n + 1), slice(None)) for n in range(len(given))]
+            out, after = apart(self.rule, q, k, v, gates, rows, given, **how)
+            return torch.cat(out), *joined(after)
+        if packed is not None and self.rule.transition is None:
+            # `scan` would go one by one too, and join states that may differ in size.
+            bounds = packed.cu_seqlens.tolist()
+            tokens = [(slice(None), slice(*ends)) for ends in itertools.pairwise(bounds)]
+            out, after = apart(self.rule, q, k, v, gates, tokens, [None] * len(tokens), **how)
+            return torch.cat(out, dim=1), *joined(after)
+        state, cu_seqlens = None if cache is None else cache.state, None if packed is None else packed.cu_seqlens
+        return *scan(self.rule, q, k, v, gates, state=state, cu_seqlens=cu_seqlens, **how), ()
 
     def _projected(self, x: Tensor, shifted: dict[str, Tensor]) -> Tensor:
         """q, k and v side by side, [B, T, C], each from its own shift of x where there is one."""
@@ -314,14 +366,32 @@ class RuleLayer(nn.Module):
             return q, k
         # A norm may return fp32 under autocast.
         normed = self.q_norm(q).to(q.dtype), self.k_norm(k).to(k.dtype)
-        return (_unit(normed[0]), _unit(normed[1])) if self.rule.features == "unit" else normed
+        return (_unit(normed[0]), _unit(normed[1])) if self.channels.features == "unit" else normed
 
-    def _placed(self, q: Tensor, k: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
-        """q and k turned by the angles of their tokens, the first of which has the number `place`."""
+    def _placed(
+        self, q: Tensor, k: Tensor, cache: LayerCache | None, packed: Sequences | None
+    ) -> tuple[Tensor, Tensor]:
+        """q and k turned by the angles of their tokens, each counted from the first of its sequence."""
         if self.rope is None:
             return q, k
-        angle = angles(place + torch.arange(q.shape[1], device=q.device), self.key_dim, self.rope)
+        place = torch.arange(q.shape[1], device=q.device)[None] if packed is None else packed.place
+        angle = angles(place if cache is None else cache.place + place, self.key_dim, self.rope)
         return rotate(q, angle), rotate(k, angle.repeat_interleave(self.channels.steps, dim=1))
+
+    def _places(self, x: Tensor, cache: LayerCache | None, packed: Sequences | None) -> Tensor:
+        """How many tokens each sequence has had after x, as `LayerCache.place` holds it."""
+        if self.rope is None:
+            return x.new_zeros(len(x) if packed is None else len(packed.lengths), 0, dtype=torch.long)
+        if packed is not None:
+            return packed.lengths[:, None].long()
+        return x.new_full((x.shape[0], 1), x.shape[1], dtype=torch.long) + (0 if cache is None else cache.place)
+
+
+def _shifted(seen: Tensor, length: int, back: int, packed: Sequences | None) -> Tensor:
+    """The tokens `back` before the last `length` of `seen` [B, T, C], zeros where they are of another sequence."""
+    first = seen.shape[1] - length - back
+    before = seen[:, first : first + length]
+    return before if packed is None else torch.where((packed.place >= back).unsqueeze(-1), before, 0)
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Language models made of rule layers."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -8,18 +9,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltalab.errors import InputError
-from deltalab.models.layer import LayerCache, RuleLayer, initialize, linear, parameter
-from deltalab.models.spec import ROPE, ModelSpec
+from deltalab.models.layer import LayerCache, RuleLayer
+from deltalab.models.spec import ROPE, TIED_WIDTH, ModelSpec
+from deltalab.models.start import Normal, Started, initialize, linear
 from deltalab.ops.backends import automatic
+from deltalab.ops.loss import linear_cross_entropy
 from deltalab.ops.norm import ResidualNorm, RMSNorm
+from deltalab.ops.packing import Packing, Sequences
 
 
-class Embedding(nn.Embedding):
+class Embedding(Started, nn.Embedding):
     """Rows of a matrix [V, d], started normal: tokens [B, T] to [B, T, d]."""
 
-    def __init__(self, vocabulary: int, width: int) -> None:
-        super().__init__(vocabulary, width)
-        self.weight = parameter(lambda g: torch.empty(vocabulary, width).normal_(0.0, 1.0, generator=g))
+    starts = MappingProxyType({"weight": Normal(1.0)})
 
     def forward(self, tokens: Tensor) -> Tensor:
         embed = automatic(self.weight.device.type).embed
@@ -28,12 +30,17 @@ class Embedding(nn.Embedding):
         return embed(self.weight[None], tokens.reshape(1, -1)).view(*tokens.shape, -1)
 
 
-class SwiGLU(nn.Module):
-    """W_3 (SiLU(W_1 x) * W_2 x), hidden width 8/3 d rounded up to a multiple of 8."""
+def swiglu_width(d_model: int) -> int:
+    """The hidden width of `SwiGLU` where none is given: 8/3 d rounded up to a multiple of 8."""
+    return -(-8 * d_model // 24) * 8
 
-    def __init__(self, d_model: int, *, out_std: float) -> None:
+
+class SwiGLU(nn.Module):
+    """W_3 (SiLU(W_1 x) * W_2 x). hidden: the width of W_1 x, `swiglu_width` where None."""
+
+    def __init__(self, d_model: int, *, hidden: int | None = None, out_std: float) -> None:
         super().__init__()
-        hidden = -(-8 * d_model // 24) * 8
+        hidden = hidden or swiglu_width(d_model)
         self.into = linear(d_model, 2 * hidden)
         self.out = linear(hidden, d_model, std=out_std)
 
@@ -41,10 +48,19 @@ class SwiGLU(nn.Module):
         if x.device.type == "cpu":
             # Two products: the halves of one would be strided, and backward would copy their gradients side by side.
             gate, up = (F.linear(x, half) for half in self.into.weight.chunk(2))
+            hidden = F.silu(gate) * up
         else:
-            gate, up = self.into(x).chunk(2, dim=-1)
-        out: Tensor = self.out(F.silu(gate) * up)
+            hidden = _swiglu(self.into(x))
+        out: Tensor = self.out(hidden)
         return out
+
+
+def _swiglu(x: Tensor) -> Tensor:
+    kernel = automatic(x.device.type).swiglu
+    if kernel is not None and x.dtype != torch.float64:
+        return kernel(x)
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 class Block(nn.Module):
@@ -60,7 +76,7 @@ class Block(nn.Module):
         # The branches of all layers add up; the scale keeps the variance of the sum independent of depth.
         shrink = (2 * depth) ** -0.5
         key_dim, value_dim = spec.head_dims
-        self.norm = ResidualNorm(spec.d_model)
+        self.norm = ResidualNorm(spec.d_model, spec.norm_eps)
         self.mixer = RuleLayer(
             spec.make_rule(),
             spec.d_model,
@@ -76,19 +92,28 @@ class Block(nn.Module):
             output_norm=spec.output_norm,
             output_gate=spec.output_gate,
             gate_rank=spec.gate_rank,
+            features=spec.features,
+            scale=spec.scale,
+            low_rank_bias=spec.low_rank_bias,
+            norm_eps=spec.norm_eps,
             out_std=shrink * (spec.heads * value_dim) ** -0.5,
             chunk_size=spec.chunk_size,
         )
         self.mlp: nn.Module | None = None
         if spec.mlp and spec.block == "transformer":
-            self.mlp_norm = ResidualNorm(spec.d_model)
-            self.mlp = SwiGLU(spec.d_model, out_std=shrink * (8 * spec.d_model / 3) ** -0.5)
+            self.mlp_norm = ResidualNorm(spec.d_model, spec.norm_eps)
+            width = spec.mlp_width or 8 * spec.d_model / 3
+            self.mlp = SwiGLU(spec.d_model, hidden=spec.mlp_width, out_std=shrink * width**-0.5)
 
     def forward(
-        self, x: Tensor, branch: Tensor | None, cache: LayerCache | None = None
+        self,
+        x: Tensor,
+        branch: Tensor | None,
+        cache: LayerCache | None = None,
+        cu_seqlens: "Tensor | Sequences | None" = None,
     ) -> tuple[Tensor, Tensor, LayerCache]:
         x, normed = self.norm(x, branch)
-        branch, cache = self.mixer(normed, cache)
+        branch, cache = self.mixer.advance(normed, cache, cu_seqlens=cu_seqlens)
         if self.mlp is not None:
             x, normed = self.mlp_norm(x, branch)
             branch = self.mlp(normed)
@@ -123,7 +148,7 @@ def places(x: Tensor, at: Tensor | None) -> Tensor:
     return x if at is None else x.gather(-2, at[..., None].expand(*at.shape, x.shape[-1]))
 
 
-class Model(nn.Module):
+class Model(Started):
     """Tokens [B, T] to logits [B, T, vocab]."""
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -131,20 +156,55 @@ class Model(nn.Module):
         self.spec = spec
         self.embed: nn.Embedding = Embedding(spec.vocab_size, spec.d_model)
         self.blocks = nn.ModuleList(Block(spec.at(layer), spec.depth) for layer in range(spec.depth))
-        self.norm = ResidualNorm(spec.d_model)
+        self.norm = ResidualNorm(spec.d_model, spec.norm_eps)
         self.rebuild = Rebuild(spec.d_model) if spec.readout == "last" else None
         self.unembed = None if spec.tie_embeddings else linear(spec.d_model, spec.vocab_size)
 
-    def forward(self, tokens: Tensor, where: Tensor | None = None) -> Tensor:
-        """Logits [B, T, vocab], or those of the N positions where the mask `where` [B, T] is true: [N, vocab]."""
-        features = self.features(tokens)
+    def forward(
+        self,
+        tokens: Tensor,
+        where: Tensor | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Logits [B, T, vocab], or those of the N positions where the mask `where` [B, T] is true: [N, vocab].
+
+        cu_seqlens, attention_mask: as in `RuleLayer`. Logits of padding are 0.
+        """
+        features = self.features(tokens, cu_seqlens=cu_seqlens, attention_mask=attention_mask)
         return F.linear(features if where is None else features[where], self.head)
 
-    def features(self, tokens: Tensor, at: Tensor | None = None) -> Tensor:
-        """Vectors [B, T, d] whose products with the rows of `head` are the logits; [B, m, d] at places `at` [B, m]."""
+    def loss(self, tokens: Tensor, targets: Tensor, *, ignore: int = -100, **packing: Tensor | None) -> Tensor:
+        """The mean cross-entropy of the logits after tokens [B, T] with targets [B, T], in at least fp32.
+
+        Targets that are `ignore` do not count. The logits of all positions are never held at once, and their gradient
+        is made in the forward pass. packing: keyword arguments of `features`.
+        """
+        return head_loss(self.features(tokens, **packing), self.head, targets, ignore=ignore)
+
+    def features(
+        self,
+        tokens: Tensor,
+        at: Tensor | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Vectors [B, T, d] whose products with the rows of `head` are the logits; [B, m, d] at places `at` [B, m].
+
+        Raises `InputError` for packed or padded sequences where the readout is `last`.
+        """
         if self.rebuild is None:
-            hidden, _ = self.transform(self.embed(tokens), at=at)
-            return self._scaled(hidden)
+            packing = Packing.of_padded(tokens, attention_mask, cu_seqlens)
+            if packing is None:
+                return self._scaled(self.transform(self.embed(tokens), at=at, cu_seqlens=cu_seqlens)[0])
+            hidden, _ = self.transform(self.embed(packing.pack(tokens)), cu_seqlens=packing.cu_seqlens)
+            return places(self._scaled(packing.unpack(hidden)), at)
+        if cu_seqlens is not None or attention_mask is not None:
+            raise InputError(
+                "model.readout is 'last': a model that rebuilds whole sequences takes none packed or padded"
+            )
         hidden, _ = self.hidden(tokens)
         return places(self._scaled(self.rebuild(hidden)), at)
 
@@ -153,14 +213,17 @@ class Model(nn.Module):
         """The output matrix, [vocab, d]."""
         return self.embed.weight if self.unembed is None else self.unembed.weight
 
-    def step(self, tokens: Tensor, cache: list[LayerCache] | None = None) -> tuple[Tensor, list[LayerCache]]:
+    def step(
+        self, tokens: Tensor, cache: list[LayerCache] | None = None, *, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, list[LayerCache]]:
         """Logits [B, T, vocab] for tokens that follow what the cache has seen, and the new cache.
 
+        cu_seqlens: as in `RuleLayer.advance`.
         Raises `InputError` for a model with readout `last`, which needs the whole sequence.
         """
         if self.rebuild is not None:
             raise InputError("model.readout is 'last': a model that rebuilds whole sequences cannot go token by token")
-        hidden, cache = self.hidden(tokens, cache)
+        hidden, cache = self.transform(self.embed(tokens), cache, cu_seqlens=cu_seqlens)
         return self.logits(hidden), cache
 
     def hidden(self, tokens: Tensor, cache: list[LayerCache] | None = None) -> tuple[Tensor, list[LayerCache]]:
@@ -168,12 +231,24 @@ class Model(nn.Module):
         return self.transform(self.embed(tokens), cache)
 
     def transform(
-        self, x: Tensor, cache: list[LayerCache] | None = None, *, at: Tensor | None = None
+        self,
+        x: Tensor,
+        cache: list[LayerCache] | None = None,
+        *,
+        at: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        checkpoint: Callable[..., Any] | None = None,
     ) -> tuple[Tensor, list[LayerCache]]:
-        """Hidden states [B, T, d] for embedded tokens [B, T, d], and the new cache; `at` as in `features`."""
+        """Hidden states [B, T, d] for embedded tokens [B, T, d], and the new cache; `at` as in `features`.
+
+        cu_seqlens: as in `RuleLayer.advance`. checkpoint: calls a block, as its first argument, with the others; it may
+        compute the block again in backward, as `torch.utils.checkpoint.checkpoint` does.
+        """
+        packed = None if cu_seqlens is None else Sequences.of(cu_seqlens, x)
         branch, seen = None, []
         for i, block in enumerate(self.blocks):
-            x, branch, now = block(x, branch, None if cache is None else cache[i])
+            given = (x, branch, None if cache is None else cache[i], packed)
+            x, branch, now = block(*given) if checkpoint is None else checkpoint(block, *given)
             seen.append(now)
         return self.norm(places(x, at), None if branch is None else places(branch, at))[1], seen
 
@@ -181,14 +256,30 @@ class Model(nn.Module):
         return F.linear(self._scaled(hidden), self.head)
 
     def _scaled(self, hidden: Tensor) -> Tensor:
-        # Recall is learned fastest from embeddings of unit scale; the factor gives logits unit scale too.
-        return hidden * self.spec.d_model**-0.5 if self.unembed is None else hidden
+        if self.unembed is not None:
+            return hidden
+        # Recall is learned fastest from embeddings of unit scale; the factor gives logits unit scale too. At the start,
+        # the logit of the token that was just read is d times the factor. Wide models bound it, since e^sqrt(d) would
+        # outweigh the whole vocabulary.
+        width = self.spec.d_model
+        factor: float = width**-0.5 if width <= TIED_WIDTH else TIED_WIDTH**0.5 / width
+        return hidden * factor
 
     def state_size(self, length: int) -> int:
         """Elements that all layers hold for one sequence after `length` tokens, counted on the tensors."""
         with torch.no_grad():
             _, cache = self.hidden(torch.zeros(1, length, dtype=torch.long, device=self.embed.weight.device))
         return sum(layer.numel() for layer in cache)
+
+
+def head_loss(
+    features: Tensor, head: Tensor, targets: Tensor, *, ignore: int = -100, count: Tensor | int | None = None
+) -> Tensor:
+    """`linear_cross_entropy` of features [B, T, d] and targets [B, T], in the dtype that autocast gives products."""
+    device = features.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else features.dtype
+    x = features.flatten(0, 1).to(dtype)
+    return linear_cross_entropy(x, head.to(dtype), targets.flatten(), ignore=ignore, count=count)
 
 
 def build_model(spec: ModelSpec | Mapping[str, Any], *, seed: int = 0) -> Model:

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, TypeAlias
 
 from deltalab.errors import InputError, unknown
-from deltalab.ops.norm import HEAD_GATES, HEAD_NORMS
+from deltalab.ops.convolution import FEATURES
+from deltalab.ops.norm import EPS, HEAD_GATES, HEAD_NORMS
 from deltalab.registry import get_rule
 from deltalab.rule import UpdateRule
 
@@ -33,8 +34,14 @@ OF_A_LAYER = (
     "output_norm",
     "output_gate",
     "gate_rank",
+    "features",
+    "scale",
+    "low_rank_bias",
 )
 """Settings that an entry of `ModelSpec.layers` may give its own layer."""
+
+TIED_WIDTH = 64
+"""The width up to which tied logits have the factor d_model ** -0.5; above it, the factor is 8 / d_model."""
 
 LATER = {"since": "0.2"}
 """Marks settings that the first release lacks: at their default they leave the key of a trial as it was."""
@@ -65,7 +72,14 @@ class ModelSpec:
         true), silu (swish); sigmoid_before_norm and silu_before_norm multiply before the norm (Mamba2).
     gate_rank: the width r of the gate's projection W_1 W_2 x through r channels, None for one matrix.
     block: `transformer` is [mixer, MLP]; `mamba` is [mixer] alone, q and k shared by all heads, twice the depth.
-    mlp: whether `transformer` blocks have a SwiGLU of width 8/3 d_model; False in `mamba` blocks.
+    features: what q, k and v get after their convolution, a kind of `FEATURES` instead of the rule's own: unit (SiLU
+        and unit norm on q and k, SiLU on v), silu (SiLU on all three), unit_qk and silu_qk (the same without SiLU on
+        v), raw (nothing). scale: of each head's output, K ** -0.5 where None.
+    low_rank_bias: whether the second matrix of a projection through few channels (a gate's rank, `gate_rank`) has a
+        bias.
+    mlp: whether `transformer` blocks have a SwiGLU; False in `mamba` blocks. mlp_width: its hidden width, 8/3 d_model
+        rounded up to a multiple of 8 where None.
+    norm_eps: the number that all norms add to a mean square.
     attention: the layers, counted from 0, that are softmax attention instead, or `second_to_last_of_every_eight`.
         window: how many tokens these see, 0 for all. Both need a number of layers: a list says the same itself.
     tie_embeddings: whether input and output embeddings are one matrix.
@@ -94,8 +108,13 @@ class ModelSpec:
     output_norm: bool | str = True
     output_gate: bool | str = True
     gate_rank: int | None = field(default=None, metadata=LATER)
+    features: Literal["unit", "unit_qk", "silu", "silu_qk", "raw"] | None = field(default=None, metadata=LATER)
+    scale: float | None = field(default=None, metadata=LATER)
+    low_rank_bias: bool = field(default=False, metadata=LATER)
     block: Literal["transformer", "mamba"] = "transformer"
     mlp: bool = True
+    mlp_width: int | None = field(default=None, metadata=LATER)
+    norm_eps: float = field(default=EPS, metadata=LATER)
     attention: tuple[int, ...] | Literal["second_to_last_of_every_eight"] = field(default=())
     window: int = 0
     tie_embeddings: bool = True
@@ -111,7 +130,7 @@ class ModelSpec:
             _whole("key_dim", self.key_dim, least=1)
         elif self.d_model % self.heads:
             raise InputError(f"model.d_model {self.d_model} must be a multiple of heads {self.heads}, or set key_dim")
-        for name in ("qk_norm", "token_shift", "mlp", "tie_embeddings"):
+        for name in ("qk_norm", "token_shift", "low_rank_bias", "mlp", "tie_embeddings"):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"model.{name} must be true or false, not {getattr(self, name)!r}")
         if isinstance(self.expand_v, bool) or not isinstance(self.expand_v, int | float) or not 0 < self.expand_v < 1e6:
@@ -120,6 +139,7 @@ class ModelSpec:
         self._check_heads()
         self._check_rope()
         self._check_output()
+        self._check_numbers()
         if self.block not in ("transformer", "mamba"):
             raise unknown("block", self.block, ("transformer", "mamba"), where="model.block")
         if self.readout not in ("position", "last"):
@@ -253,6 +273,21 @@ class ModelSpec:
             raise InputError(
                 f"model.output_gate {self.output_gate} has no effect without output_norm: say sigmoid or silu"
             )
+
+    def _check_numbers(self) -> None:
+        if self.features not in (None, *FEATURES):
+            raise unknown("features", self.features, FEATURES, where="model.features")
+        for name in ("scale", "norm_eps"):
+            given = getattr(self, name)
+            if given is None and name == "scale":
+                continue
+            if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < 1e6:
+                raise InputError(f"model.{name} must be a positive number, not {given!r}")
+            object.__setattr__(self, name, float(given))
+        if self.mlp_width is not None:
+            _whole("mlp_width", self.mlp_width, least=1)
+            if not self.mlp or self.block == "mamba":
+                raise InputError("model.mlp_width has no effect without an MLP")
 
     def _check_attention(self) -> None:
         if not isinstance(self.layers, int):

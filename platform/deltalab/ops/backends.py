@@ -110,7 +110,9 @@ class Kernels(NamedTuple):
         with products in a dtype.
     regression: the function of `ridge.regression`.
     rms_norm: of x, branch, weight, gate, eps and the dtype of the result; returns the norm and the sum, as `ops.norm`.
-    convolve: of x, taps, past, widths, key_dim, how many of q, k and v get SiLU, and whether unit norm follows.
+    convolve: of x, taps, past, widths, key_dim, how many of q, k and v get SiLU, whether unit norm follows, and each
+        token's place within its sequence where sequences are packed.
+    swiglu: SiLU(a) * b for [.., 2 D], a and b side by side.
     embed: the rows [n, N, d] of weights [n, V, d] for tokens [n, N].
     cross_entropy: losses [n, m] of logits [n, m, V], which it replaces by their gradient, for `ops.loss`.
     adamw: one step of a stack of runs, in place, for `training.stack`.
@@ -130,11 +132,12 @@ class Kernels(NamedTuple):
     ) = None
     convolve: (
         Callable[
-            [Tensor, Tensor | None, Tensor | None, Sequence[int], int, int, bool],
+            [Tensor, Tensor | None, Tensor | None, Sequence[int], int, int, bool, Tensor | None],
             tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
         ]
         | None
     ) = None
+    swiglu: Callable[[Tensor], Tensor] | None = None
     embed: Callable[[Tensor, Tensor], Tensor] | None = None
     cross_entropy: CrossEntropyKernel | None = None
     adamw: AdamWKernel | None = None

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deltalab.ops.backends import automatic
+from deltalab.ops.packing import Sequences
 from deltalab.ops.vmap import Stacked
 
 WIDEST = 8
@@ -20,6 +21,16 @@ LEAST_NORM = 1e-6
 
 ALIGNED = 8
 """A product's columns are a multiple of this, so that in 16 bits each row begins at a multiple of 16 bytes."""
+
+
+FEATURES: dict[str, tuple[Literal["unit", "silu", "raw"], bool]] = {
+    "unit": ("unit", True),
+    "unit_qk": ("unit", False),
+    "silu": ("silu", True),
+    "silu_qk": ("silu", False),
+    "raw": ("raw", False),
+}
+"""What a layer's `features` say: `UpdateRule.features` and `UpdateRule.silu_of_v`."""
 
 
 @dataclass(frozen=True)
@@ -71,23 +82,21 @@ class Channels:
 
 
 def features(
-    qkv: Tensor, taps: Tensor | None, past: Tensor | None, channels: Channels
+    qkv: Tensor, taps: Tensor | None, past: Tensor | None, channels: Channels, packed: Sequences | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, k and v in the shapes of `Channels.split`, and the past for the tokens that follow.
 
     qkv: the projections [B, T, C]. taps: the convolution's weights [W, C]; None for no convolution.
     past: qkv of the W - 1 tokens before, [B, W - 1, C]; None for zeros.
+    packed: the sequences in the row, where B = 1 and there is no past; each has a past of its own, [N, W - 1, C].
     """
-    if taps is None:
-        tail = qkv[:, :0]
-    else:
-        tail = _last(qkv, past, taps.shape[0] - 1)
-        taps = taps.to(qkv.dtype)
+    tail = tail_of(qkv, past, 0 if taps is None else taps.shape[0] - 1, packed)
+    taps = None if taps is None else taps.to(qkv.dtype)
     if taps is None and channels.features == "raw":
         parts = qkv.split(channels.widths, dim=-1)
     else:
         given = qkv if past is None else torch.cat([past, qkv], dim=1)
-        parts = _ConvolvedAndNormed.apply(given, taps, channels)[:3]  # type: ignore[no-untyped-call]
+        parts = _ConvolvedAndNormed.apply(given, taps, channels, packed)[:3]  # type: ignore[no-untyped-call]
         if past is not None:
             parts = [part[:, past.shape[1] :] for part in parts]
     q, k, v = channels.split(*parts)
@@ -109,6 +118,7 @@ def fused(
     taps: Tensor | None,
     past: Tensor | None,
     channels: Channels,
+    packed: Sequences | None = None,
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], list[Tensor]]:
     """`features` of the projection of x [B, T, d] by weight [C, d], and x times each of `others` [.., d].
 
@@ -118,29 +128,33 @@ def fused(
     spare = -(weight.shape[0] + sum(sizes)) % ALIGNED if len(sizes) > 1 else 0
     weights = [weight, *others, *([weight.new_zeros(spare, weight.shape[1])] if spare else [])]
     product = F.linear(x, torch.cat(weights) if len(weights) > 1 else weight)
-    if taps is None:
-        past, tail = None, product[:, :0, : weight.shape[0]]
-    else:
-        tail = _last(product[..., : weight.shape[0]], past, taps.shape[0] - 1)
+    past = None if taps is None else past
+    tail = tail_of(product[..., : weight.shape[0]], past, 0 if taps is None else taps.shape[0] - 1, packed)
+    place = None if packed is None or taps is None else packed.place[None]
     convolve = automatic(x.device.type).convolve
     assert convolve is not None
     q, k, v, first, rest = convolve(
         product[None], None if taps is None else taps[None], None if past is None else past[None],
         [*channels.widths, sum(sizes[:1]), sum(sizes[1:]) + spare],
-        channels.key_dim, channels.activated, channels.features == "unit",
+        channels.key_dim, channels.activated, channels.features == "unit", place,
     )  # fmt: skip
     split = [] if len(sizes) < 2 else rest.squeeze(0).split([*sizes[1:], spare], dim=-1)[:-1]
     products = [*([first.squeeze(0)] if sizes else []), *split]
     return (*channels.split(q.squeeze(0), k.squeeze(0), v.squeeze(0)), tail), products
 
 
-def _last(qkv: Tensor, past: Tensor | None, count: int) -> Tensor:
-    """The last `count` tokens of the past followed by qkv; a past of None is zeros."""
-    missing = count - qkv.shape[1]
+def tail_of(x: Tensor, past: Tensor | None, count: int, packed: Sequences | None) -> Tensor:
+    """The last `count` tokens of the past followed by x [B, T, C]; of each sequence where x is packed.
+
+    A past of None is zeros.
+    """
+    if packed is not None:
+        return packed.last(x, count)
+    missing = count - x.shape[1]
     if missing <= 0:
-        return qkv[:, qkv.shape[1] - count :]
-    past = qkv.new_zeros(qkv.shape[0], missing, qkv.shape[-1]) if past is None else past[:, -missing:]
-    return torch.cat([past, qkv], dim=1)
+        return x[:, x.shape[1] - count :]
+    past = x.new_zeros(x.shape[0], missing, x.shape[-1]) if past is None else past[:, -missing:]
+    return torch.cat([past, x], dim=1)
 
 
 class _ConvolvedAndNormed(Stacked):
@@ -151,8 +165,8 @@ class _ConvolvedAndNormed(Stacked):
     """
 
     @staticmethod
-    def forward(x: Tensor, taps: Tensor | None, channels: Channels) -> tuple[Tensor, ...]:
-        y = x.view_as(x) if taps is None else _convolved(x, taps)
+    def forward(x: Tensor, taps: Tensor | None, channels: Channels, packed: Sequences | None) -> tuple[Tensor, ...]:
+        y = x.view_as(x) if taps is None else _convolved(x, taps, packed)
         z = _activated(y, channels, F.silu)
         if channels.features != "unit":
             return *z.split(channels.widths, dim=-1), y
@@ -166,15 +180,17 @@ class _ConvolvedAndNormed(Stacked):
         return *units.split(keys, dim=-1), v, y, units, norm
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor | None, Channels], output: tuple[Tensor, ...]) -> None:
-        x, taps, ctx.channels = inputs
+    def setup_context(
+        ctx: Any, inputs: tuple[Tensor, Tensor | None, Channels, Sequences | None], output: tuple[Tensor, ...]
+    ) -> None:
+        x, taps, ctx.channels, ctx.packed = inputs
         ctx.mark_non_differentiable(*output[3:])
         ctx.set_materialize_grads(False)  # or PyTorch would allocate zeros for the gradient of y
         ctx.save_for_backward(x, taps, *output[3:])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor | None, None, None]:
         x, taps, y, *divided = ctx.saved_tensors
         channels = ctx.channels
         parts = zip(grads, y.split(channels.widths, dim=-1), strict=False)
@@ -185,7 +201,8 @@ class _ConvolvedAndNormed(Stacked):
             along = (unit * d).sum(-1, keepdim=True, dtype=norm.dtype) * (norm > LEAST_NORM)
             d.addcmul_(unit, along.to(d.dtype), value=-1).div_(norm)
         d_y = _activated(d_z, channels, torch.ops.aten.silu_backward, y)
-        return (d_y, None, None) if taps is None else (*_convolved_backward(x, taps, d_y), None)
+        d_x, d_taps = (d_y, None) if taps is None else _convolved_backward(x, taps, d_y, ctx.packed)
+        return d_x, d_taps, None, None
 
 
 def _activated(x: Tensor, channels: Channels, function: Callable[..., Tensor], *others: Tensor) -> Tensor:
@@ -199,23 +216,27 @@ def _activated(x: Tensor, channels: Channels, function: Callable[..., Tensor], *
     return torch.cat([function(qk, *(z[0] for z in rest)), v], dim=-1)
 
 
-def _convolved(x: Tensor, taps: Tensor) -> Tensor:
-    """y_t = sum_j w_j x_{t-j}, j from 0 to W - 1, for x [.., B, T, C]; w_0 is the last of taps [.., W, C]."""
+def _convolved(x: Tensor, taps: Tensor, packed: Sequences | None) -> Tensor:
+    """y_t = sum_j w_j x_{t-j}, j from 0 to W - 1, for x [.., B, T, C]; w_0 is the last of taps [.., W, C].
+
+    Only tokens of t's own sequence count where x is packed.
+    """
     last, *others = _each(taps)
     y = x * last
     for j, weight in enumerate(others[: x.shape[-2] - 1], 1):
-        y[..., j:, :].addcmul_(x[..., :-j, :], weight)
+        y[..., j:, :].addcmul_(x[..., :-j, :] if packed is None else packed.reached(x[..., :-j, :], j), weight)
     return y
 
 
-def _convolved_backward(x: Tensor, taps: Tensor, d_y: Tensor) -> tuple[Tensor, Tensor]:
+def _convolved_backward(x: Tensor, taps: Tensor, d_y: Tensor, packed: Sequences | None) -> tuple[Tensor, Tensor]:
     last, *others = _each(taps)
     d_x, d_taps = d_y * last, torch.zeros_like(taps)
     for j in range(min(taps.shape[-2], x.shape[-2])):
         length = x.shape[-2] - j
+        later = d_y[..., j:, :] if packed is None else packed.reached(d_y[..., j:, :], j)
         if j:
-            d_x[..., :length, :].addcmul_(d_y[..., j:, :], others[j - 1])
-        d_taps[..., -1 - j, :] = (x[..., :length, :] * d_y[..., j:, :]).sum((-3, -2))
+            d_x[..., :length, :].addcmul_(later, others[j - 1])
+        d_taps[..., -1 - j, :] = (x[..., :length, :] * later).sum((-3, -2))
     return d_x, d_taps
 
 

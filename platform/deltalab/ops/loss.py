@@ -31,30 +31,46 @@ def labelled(targets: Tensor, most: int, *, ignore: int) -> tuple[Tensor, Tensor
     return at[..., :most], wanted[..., :most]
 
 
-def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *, ignore: int) -> Tensor:
-    """The mean of -log softmax(W x_i)[y_i] over all i with y_i != `ignore`, for each of n models: [n], at least fp32.
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, *, ignore: int = -100, count: Tensor | int | None = None
+) -> Tensor:
+    """The mean of -log softmax(W x_i)[y_i] over all i with y_i != `ignore`, in at least fp32.
 
-    x [n, M, d] and weight W [n, V, d] in the dtype of the products; targets y [n, M] in [0, V). NaN if no target
-    counts. The gradient of the logits is computed in fp32 and rounded to the dtype of x for the products.
+    x [M, d] and weight W [V, d] in the dtype of the products; targets y [M] in [0, V). With one more leading dimension
+    n on all three: the means of n models, [n]. The gradient of the logits is computed in fp32 and rounded to the dtype
+    of x for the products.
+
+    count: divides the sum, for a batch that is a part of a larger one; the number of targets that count where None,
+        which gives NaN if there are none.
     """
-    loss: Tensor = _LinearCrossEntropy.apply(x, weight, targets, ignore)  # type: ignore[no-untyped-call]
+    if x.dim() == 2:
+        return linear_cross_entropy(x[None], weight[None], targets[None], ignore=ignore, count=count).sum()
+    if count is None:
+        number = (targets != ignore).sum(1)
+    elif isinstance(count, Tensor):
+        number = count.to(x.device).expand(len(x)).contiguous()
+    else:
+        number = torch.full((len(x),), count, device=x.device)
+    differentiate = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    loss: Tensor = _LinearCrossEntropy.apply(x, weight, targets, number, ignore, differentiate)  # type: ignore[no-untyped-call]
     return loss
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The forward pass computes the gradients too, while it holds a chunk's logits."""
+    """The forward pass computes the gradients too, while it holds a chunk's logits, unless nobody will ask for them."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, ignore: int) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, count: Tensor, ignore: int, differentiate: bool
+    ) -> Tensor:
         models, positions, _ = x.shape
         kernel = automatic(x.device.type).cross_entropy
         # Chunks hold whole models where they can, so that a model's sums do not depend on how many train together.
         most = max(1, MOST_LOGITS[x.device.type] // weight.shape[1])
         together, size = max(1, most // positions), min(most, positions)
         counted = targets != ignore
-        count = counted.sum(1)
         total = x.new_zeros(models, dtype=torch.promote_types(x.dtype, torch.float32))
-        d_x, d_weights = torch.empty_like(x), []
+        d_x, d_weights = torch.empty_like(x) if differentiate else x, []
         for of in (slice(first, first + together) for first in range(0, models, together)):
             d_weight = None
             for begin in range(0, positions, size):
@@ -67,22 +83,25 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     loss, d_logits = _cross_entropy(logits.to(total.dtype), targets[at], counted[at], count[of])
                     total[of] += loss
                     d_logits = d_logits.to(x.dtype)
+                if not differentiate:
+                    continue
                 d_x[at] = d_logits @ weight[of]
                 added = d_logits.mT @ x[at]
                 # Add up chunks in fp32.
                 d_weight = added if d_weight is None else d_weight.to(total.dtype) + added
-            assert d_weight is not None
-            d_weights.append(d_weight.to(weight.dtype))
-        ctx.save_for_backward(d_x, torch.cat(d_weights) if len(d_weights) > 1 else d_weights[0])
+            if d_weight is not None:
+                d_weights.append(d_weight.to(weight.dtype))
+        if differentiate:
+            ctx.save_for_backward(d_x, torch.cat(d_weights) if len(d_weights) > 1 else d_weights[0])
         return total / count
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
         d_x, d_weight = ctx.saved_tensors
         # One pass for each, which multiplies in the precision of d_loss.
         d_x, d_weight = (torch.mul(one, d_loss[:, None, None], out=torch.empty_like(one)) for one in (d_x, d_weight))
-        return d_x, d_weight, None, None
+        return d_x, d_weight, None, None, None, None
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor, counted: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:

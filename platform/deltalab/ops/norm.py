@@ -14,24 +14,28 @@ HEAD_GATES = ("none", "sigmoid", "silu", "sigmoid_before_norm", "silu_before_nor
 
 
 class RMSNorm(nn.RMSNorm):
-    """w x / (mean(x^2) + 1e-5)^(1/2) for x [.., d]; w [d] starts at 1."""
+    """w x / (mean(x^2) + eps)^(1/2) for x [.., d]; w [d] starts at 1."""
 
-    def __init__(self, width: int) -> None:
-        super().__init__(width, eps=EPS)
+    eps: float
+
+    def __init__(self, width: int, eps: float = EPS) -> None:
+        super().__init__(width, eps=eps)
 
     def forward(self, x: Tensor) -> Tensor:
-        found = _fused(x, None, self.weight, None)
+        found = _fused(x, None, self.weight, None, self.eps)
         return super().forward(x) if found is None else found[0].view(x.shape)
 
 
 class ResidualNorm(nn.RMSNorm):
     """x + branch, or x where branch is None, and `RMSNorm` of the sum."""
 
-    def __init__(self, width: int) -> None:
-        super().__init__(width, eps=EPS)
+    eps: float
+
+    def __init__(self, width: int, eps: float = EPS) -> None:
+        super().__init__(width, eps=eps)
 
     def forward(self, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        found = _fused(x, branch, self.weight, None)
+        found = _fused(x, branch, self.weight, None, self.eps)
         if found is None:
             x = x if branch is None else x + branch
             return x, super().forward(x)
@@ -43,9 +47,9 @@ class HeadNorm(nn.Module):
     """The norm and gate of o [.., H, V], with the gate's input z [.., H V] or None: [.., H V].
 
     norm: of each head, unless it says otherwise. w and b start at 1 and 0.
-        rms (or True): w o / (mean(o^2) + 1e-5)^(1/2), w [V]. rms_unweighted: without w.
+        rms (or True): w o / (mean(o^2) + eps)^(1/2), w [V]. rms_unweighted: without w.
         rms_all: the mean is over all heads' channels, w [H V].
-        layer: w (o - mean(o)) / (var(o) + 1e-5)^(1/2) + b, w and b [V]. group: the same, w and b [H V].
+        layer: w (o - mean(o)) / (var(o) + eps)^(1/2) + b, w and b [V]. group: the same, w and b [H V].
         none (or False).
     gate: norm(o) sigmoid(z) for sigmoid, norm(o) z sigmoid(z) for silu; before the norm where it ends in before_norm.
     """
@@ -53,9 +57,11 @@ class HeadNorm(nn.Module):
     weight: nn.Parameter | None
     bias: nn.Parameter | None
 
-    def __init__(self, width: int, *, heads: int = 1, norm: bool | str = True, gate: bool | str = True) -> None:
+    def __init__(
+        self, width: int, *, heads: int = 1, norm: bool | str = True, gate: bool | str = True, eps: float = EPS
+    ) -> None:
         super().__init__()
-        self.width = width
+        self.width, self.eps = width, eps
         self.kind = _kind(norm, "rms")
         kind = _kind(gate, "sigmoid")
         self.gate_first = kind.endswith("before_norm")
@@ -63,12 +69,20 @@ class HeadNorm(nn.Module):
         self.has_kernel = self.kind in ("rms", "none") and kind in ("sigmoid", "none")
         channels = heads * width if self.kind in ("rms_all", "group") else width
         weighted, biased = self.kind not in ("none", "rms_unweighted"), self.kind in ("layer", "group")
-        self.register_parameter("weight", nn.Parameter(torch.ones(channels)) if weighted else None)
-        self.register_parameter("bias", nn.Parameter(torch.zeros(channels)) if biased else None)
+        self.register_parameter("weight", nn.Parameter(torch.empty(channels)) if weighted else None)
+        self.register_parameter("bias", nn.Parameter(torch.empty(channels)) if biased else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Starts the weights at 1 and the biases at 0."""
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def forward(self, o: Tensor, gate: Tensor | None) -> Tensor:
         idle = self.weight is None and gate is None
-        found = None if idle or not self.has_kernel else _fused(o, None, self.weight, gate)
+        found = None if idle or not self.has_kernel else _fused(o, None, self.weight, gate, self.eps)
         if found is not None:
             return found[0].view(o.shape).flatten(-2)
         if gate is None:
@@ -82,14 +96,14 @@ class HeadNorm(nn.Module):
         if self.kind == "none":
             return o
         if self.kind in ("rms", "rms_unweighted"):
-            return F.rms_norm(o, each, self.weight, EPS)
+            return F.rms_norm(o, each, self.weight, self.eps)
         if self.kind == "layer":
-            return F.layer_norm(o, each, self.weight, self.bias, EPS)
+            return F.layer_norm(o, each, self.weight, self.bias, self.eps)
         assert self.weight is not None
         if self.kind == "rms_all":
-            return F.rms_norm(o.flatten(-2), self.weight.shape, self.weight, EPS).view(o.shape)
+            return F.rms_norm(o.flatten(-2), self.weight.shape, self.weight, self.eps).view(o.shape)
         assert self.bias is not None
-        return F.layer_norm(o, each, eps=EPS) * self.weight.view(-1, self.width) + self.bias.view(-1, self.width)
+        return F.layer_norm(o, each, eps=self.eps) * self.weight.view(-1, self.width) + self.bias.view(-1, self.width)
 
 
 def _kind(given: bool | str, plain: str) -> str:
@@ -97,7 +111,7 @@ def _kind(given: bool | str, plain: str) -> str:
 
 
 def _fused(
-    x: Tensor, branch: Tensor | None, weight: Tensor | None, gate: Tensor | None
+    x: Tensor, branch: Tensor | None, weight: Tensor | None, gate: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor] | None:
     """The kernel's norm and sum, in the dtype of the next product; None where no kernel takes x."""
     device, rows = x.device.type, (1, -1, x.shape[-1])
@@ -109,6 +123,6 @@ def _fused(
         None if branch is None else branch.reshape(rows),
         None if weight is None else weight[None],
         None if gate is None else gate.reshape(rows),
-        EPS,
+        eps,
         torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype,
     )

@@ -2,7 +2,7 @@
 
 import itertools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, get_args
 
@@ -136,21 +136,47 @@ def _one_by_one(
     chunk_size: int,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, State]:
-    """`scan` of each of the packed sequences by itself."""
+    """`scan` of each of the packed sequences by itself, whose states must be of one size."""
     assert cu_seqlens is not None
-    out, states = [], []
-    bounds = cu_seqlens.tolist()
-    for n, (start, stop) in enumerate(itertools.pairwise(bounds)):
-        tokens, steps = slice(start, stop), slice(start * rule.steps, stop * rule.steps)
-        here = _rows(rule, gates, tokens, steps)
-        before = None if state is None else tuple(part[n : n + 1] for part in state)
-        o, after = scan(
-            rule, q[:, tokens], k[:, steps], v[:, steps], here,
-            scale=scale, state=before, backend=backend, chunk_size=chunk_size,
-        )  # fmt: skip
+    parts = [(slice(None), slice(*bounds)) for bounds in itertools.pairwise(cu_seqlens.tolist())]
+    before = [None if state is None else tuple(one[n : n + 1] for one in state) for n in range(len(parts))]
+    out, after = apart(rule, q, k, v, gates, parts, before, scale=scale, backend=backend, chunk_size=chunk_size)
+    together, unlike = joined(after)
+    if unlike:
+        raise InputError(
+            f"rule '{rule.name}' has states of several sizes after sequences of several lengths: scan them one by one"
+        )
+    return torch.cat(out, dim=1), together
+
+
+def apart(
+    rule: UpdateRule,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Mapping[str, Tensor],
+    parts: Sequence[tuple[slice, slice]],
+    states: Sequence[State | None],
+    **how: Any,
+) -> tuple[list[Tensor], list[State]]:
+    """`scan` of several parts of its tensors, each by itself: some rows and some tokens, with a state of their own.
+
+    how: the other arguments of `scan`. Returns what each part gives, so that states may differ in size.
+    """
+    out, after = [], []
+    for (rows, tokens), state in zip(parts, states, strict=True):
+        steps = slice(*(None if end is None else end * rule.steps for end in (tokens.start, tokens.stop)))
+        here = {name: one if one.dim() < 3 else one[rows] for name, one in _rows(rule, gates, tokens, steps).items()}
+        o, state = scan(rule, q[rows, tokens], k[rows, steps], v[rows, steps], here, state=state, **how)
         out.append(o)
-        states.append(after)
-    return torch.cat(out, dim=1), tuple(torch.cat(parts) for parts in zip(*states, strict=True))
+        after.append(state)
+    return out, after
+
+
+def joined(states: Sequence[State]) -> tuple[State, tuple[State, ...]]:
+    """The states as one state of a batch and (), or () and the states where they differ in size."""
+    shapes = {tuple(one.shape for one in state) for state in states}
+    return (tuple(map(torch.cat, zip(*states, strict=True))), ()) if len(shapes) == 1 else ((), tuple(states))
 
 
 def _gates(rule: UpdateRule, given: Mapping[str, Tensor], q: Tensor, v: Tensor) -> dict[str, Tensor]:

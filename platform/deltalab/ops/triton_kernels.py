@@ -5,7 +5,7 @@
 
 from deltalab.kernels import dispatch, interpreter, ptxas
 from deltalab.kernels.ridge import op as ridge
-from deltalab.kernels.step import adamw, convolution, embedding, loss, norm, random
+from deltalab.kernels.step import adamw, convolution, embedding, loss, norm, random, swiglu
 from deltalab.ops.backends import Kernels
 
 interpreter.mend()
@@ -17,6 +17,7 @@ KERNELS = Kernels(
     regression=ridge.regression,
     rms_norm=norm.rms_norm,
     convolve=convolution.convolve,
+    swiglu=swiglu.swiglu,
     embed=embedding.embed,
     cross_entropy=loss.cross_entropy_,
     adamw=adamw.adamw_,

@@ -11,7 +11,7 @@ from itertools import product
 from typing import Any, Literal
 
 from deltalab.errors import InputError, unknown
-from deltalab.models.spec import LATER, ModelSpec
+from deltalab.models.spec import LATER, TIED_WIDTH, ModelSpec
 from deltalab.registry import get_task, rule_plugin, task_plugin
 from deltalab.study.candidates import grid_size, spread
 from deltalab.study.match import Matcher
@@ -211,10 +211,11 @@ class Plan:
             seeds = tuple(range(CONFIRM_SEEDS_FROM + ends[look], CONFIRM_SEEDS_FROM + ends[look + 1]))
         task = self.tasks[arm.task]
         config = with_values(arm.config, values, where=f"arm '{arm.name}'")
-        rules, reason = [config["rule"]["name"]], None
+        rules, wide, reason = [config["rule"]["name"]], False, None
         try:
             config = resolve(config, task)
-            rules = [rule.name for rule in ModelSpec.of({**config["model"], "rule": config["rule"]}).rules()]
+            model = ModelSpec.of({**config["model"], "rule": config["rule"]})
+            rules, wide = [rule.name for rule in model.rules()], model.tie_embeddings and model.d_model > TIED_WIDTH
         except InputError as error:
             reason = str(error)
         params = json.loads(json.dumps(asdict(task)))  # a job is JSON: lists where a task has tuples
@@ -228,6 +229,8 @@ class Plan:
                 "code": sorted(digest for _, _, _, digest in plugins),
                 "stage": stage,
                 "seeds": seeds,
+                # The factor changed after the first release. The trials of narrow models keep their keys.
+                **({"tied logits": f"{TIED_WIDTH**0.5:g} / d_model"} if wide else {}),
                 **({} if reason is None else {"infeasible": reason}),
             }
         )

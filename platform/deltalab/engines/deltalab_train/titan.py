@@ -10,12 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 from torchtitan.components.metrics import BaseLogger
 
-from deltalab.models.model import Model, build_model
-from deltalab.ops.loss import linear_cross_entropy
+from deltalab.models.model import Model, head_loss
+from deltalab.models.start import initialize
 from deltalab.packed import Packed
 
 from . import FOLDER, folder, lines, lock, recipe
@@ -53,26 +52,12 @@ class Pretraining(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """The sum of -log p of the targets [B, T] that are not `IGNORE`, after tokens [B, T]."""
-        bounds = {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}
-        features, head = self.model.features(tokens, **bounds), self.model.head
-        device = features.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else features.dtype
-        with torch.autocast(device, enabled=False):
-            mean = linear_cross_entropy(
-                features.flatten(0, 1)[None].to(dtype), head[None].to(dtype), targets.reshape(1, -1), ignore=IGNORE
-            )[0]
-        count = (targets != IGNORE).sum()
-        return torch.where(count > 0, mean * count, 0.0)
+        features = self.model.features(tokens, cu_seqlens=cu_seqlens)
+        return head_loss(features, self.model.head, targets, ignore=IGNORE, count=1)
 
     def init_weights(self, buffer_device: torch.device | None = None, **_: Any) -> None:
         """Starts each parameter as deltalab does, from the recipe's seed and its name."""
-        with torch.device("cpu"):
-            values = build_model(self.model.spec, seed=RECIPE["seed"]).state_dict()
-        for name, parameter in self.model.named_parameters():
-            value = values[name].to(parameter.device)
-            if isinstance(parameter, DTensor):
-                value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
-            parameter.copy_(value)
+        initialize(self.model, RECIPE["seed"])
 
 
 def parameters_and_flops(model: nn.Module) -> tuple[int, int]:

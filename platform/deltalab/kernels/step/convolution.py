@@ -68,21 +68,26 @@ def earlier(at, past, begin, there, P: tl.constexpr, C: tl.constexpr, W: tl.cons
 
 @triton.jit
 @no_type_check
-def convolved(seen, taps, W: tl.constexpr):
-    """sum_i taps_i seen_i, or the token itself without a convolution."""
+def convolved(seen, taps, place, i, there, W: tl.constexpr):
+    """sum_i taps_i seen_i over the tokens of one sequence, or the token itself without a convolution."""
     if W == 0:
         z = seen[0]
-    else:
+    elif place is None:
         z = taps[0] * seen[0]
-        for i in tl.static_range(1, W):
-            z += taps[i] * seen[i]
+        for j in tl.static_range(1, W):
+            z += taps[j] * seen[j]
+    else:
+        at = tl.load(place + i, mask=there, other=0)
+        z = taps[W - 1] * seen[W - 1]
+        for j in tl.static_range(1, W):
+            z += tl.where(at >= j, taps[W - 1 - j] * seen[W - 1 - j], 0.0)
     return z
 
 
 @triton.jit
 @no_type_check
 def read(
-    x, w, past, out, run, sequence, begin, end, valid, length, span, block,
+    x, w, past, place, out, run, sequence, begin, end, valid, length, span, block,
     P: tl.constexpr, C: tl.constexpr, W: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
     GROUPS: tl.constexpr, LANES: tl.constexpr, SILU: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
@@ -93,6 +98,8 @@ def read(
     row = sequence * length + begin
     x += row * P + FIRST + column
     out += row * WIDTH + column
+    if place is not None:
+        place += row
     if past is not None:
         past += sequence * ((W - 1) * C) + FIRST + column
     seen = earlier(x, past, begin, there, P, C, W)
@@ -104,7 +111,7 @@ def read(
         coming = coming + (tl.load(x + (i + AHEAD) * P, mask=later, other=0.0),)
         seen = seen + (coming[0].to(tl.float32),)
         coming = coming[1:]
-        y = convolved(seen, taps, W)
+        y = convolved(seen, taps, place, i, valid & (begin + i < end), W)
         if SILU:
             y *= tl.sigmoid(y)
         if UNIT:
@@ -116,7 +123,7 @@ def read(
 @triton.jit
 @no_type_check
 def read_backward(
-    x, w, past, d_out, d_x, d_past, d_w, run, mine, sequence, begin, end, valid, length, span, block,
+    x, w, past, place, d_out, d_x, d_past, d_w, run, mine, sequence, begin, end, valid, length, span, block,
     ROWS: tl.constexpr, P: tl.constexpr, C: tl.constexpr, W: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr, SILU: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
@@ -129,6 +136,8 @@ def read_backward(
     x += row * P + FIRST + column
     d_x += row * P + FIRST + column
     d_out += row * WIDTH + column
+    if place is not None:
+        place += row
     if past is not None:
         past += sequence * (MORE * C) + FIRST + column
         d_past += sequence * (MORE * C) + FIRST + column
@@ -137,6 +146,10 @@ def read_backward(
     after = ()
     for _ in tl.static_range(1, W):
         after = after + (none,)
+    stood = ()
+    if place is not None:
+        for _ in tl.static_range(1, W):
+            stood = stood + (tl.zeros([ROWS, 1, 1], dtype=tl.int32),)
     sums = ()
     for _ in tl.static_range(W):
         sums = sums + (none,)
@@ -154,7 +167,7 @@ def read_backward(
         d_z = d_coming[0].to(tl.float32)
         coming, d_coming = coming[1:], d_coming[1:]
         if SILU:
-            z = convolved(seen, taps, W)
+            z = convolved(seen, taps, place, i, valid & (begin + i < last), W)
             share = tl.sigmoid(z)
             if UNIT:
                 y = z * share
@@ -166,14 +179,26 @@ def read_backward(
             d_z *= share * (1 + z * (1 - share))
         if W > 0:
             here = tl.where(begin + i < end, d_z, 0.0)
-            more = ()
-            for j in tl.static_range(W):
-                more = more + (sums[j] + here * seen[j],)
-            sums = more
-            after = after + (d_z,)
-            d_z = taps[0] * after[W - 1]
-            for j in tl.static_range(1, W):
-                d_z += taps[j] * after[W - 1 - j]
+            if place is None:
+                more = ()
+                for j in tl.static_range(W):
+                    more = more + (sums[j] + here * seen[j],)
+                sums = more
+                after = after + (d_z,)
+                d_z = taps[0] * after[W - 1]
+                for j in tl.static_range(1, W):
+                    d_z += taps[j] * after[W - 1 - j]
+            else:
+                at = tl.load(place + i, mask=valid & (begin + i < last), other=0)
+                more = ()
+                for j in tl.static_range(W):
+                    more = more + (sums[j] + tl.where(at >= W - 1 - j, here * seen[j], 0.0),)
+                sums = more
+                after, stood = after + (d_z,), stood + (at,)
+                d_z = taps[W - 1] * after[0]
+                for j in tl.static_range(1, W):
+                    d_z += tl.where(stood[j] >= j, taps[W - 1 - j] * after[j], 0.0)
+                stood = stood[1:]
             after = after[1:]
         seen = seen[1:]
         s = begin + (i - MORE)
@@ -201,7 +226,7 @@ def rows(at, run, length, segments, span, sequences, ROWS: tl.constexpr):
 @triton.jit(do_not_specialize=MOVES)
 @no_type_check
 def forward(
-    x, w, past, outs, length, segments, span, sequences,
+    x, w, past, place, outs, length, segments, span, sequences,
     PARTS: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """A program for each block of each part of ROWS rows of a run. Blocks of the same rows are grid neighbours."""
@@ -210,7 +235,7 @@ def forward(
     for i in tl.static_range(len(PARTS)):
         if (block >= PARTS[i][0]) & (block < PARTS[i][1]):
             read(
-                x, w, past, outs[i], run, sequence, begin, end, valid, length, span, block - PARTS[i][0],
+                x, w, past, place, outs[i], run, sequence, begin, end, valid, length, span, block - PARTS[i][0],
                 P, C, *PARTS[i][2:],
             )  # fmt: skip
 
@@ -218,7 +243,7 @@ def forward(
 @triton.jit(do_not_specialize=MOVES)
 @no_type_check
 def backward(
-    x, w, past, d_outs, d_x, d_past, d_w, length, segments, span, sequences,
+    x, w, past, place, d_outs, d_x, d_past, d_w, length, segments, span, sequences,
     PARTS: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """The backward of `forward`, on its grid. d_w [n, programs of a block, W, C]."""
@@ -228,7 +253,7 @@ def backward(
     for i in tl.static_range(len(PARTS)):
         if (block >= PARTS[i][0]) & (block < PARTS[i][1]):
             read_backward(
-                x, w, past, d_outs[i], d_x, d_past, d_w, run, mine, sequence, begin, end, valid, length, span,
+                x, w, past, place, d_outs[i], d_x, d_past, d_w, run, mine, sequence, begin, end, valid, length, span,
                 block - PARTS[i][0], ROWS, P, C, *PARTS[i][2:],
             )  # fmt: skip
 
@@ -286,7 +311,14 @@ class Tiling:
 
 @torch.library.custom_op("deltalab::convolve", mutates_args=())
 def convolve(
-    x: Tensor, w: Tensor | None, past: Tensor | None, widths: Sequence[int], key_dim: int, silu: int, unit: bool
+    x: Tensor,
+    w: Tensor | None,
+    past: Tensor | None,
+    widths: Sequence[int],
+    key_dim: int,
+    silu: int,
+    unit: bool,
+    place: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Splits x [n, B, T, P] in bf16, fp16 or fp32 into q, k, v, gate and rest with these widths, P in all.
 
@@ -294,12 +326,14 @@ def convolve(
     itself without w. silu: how many of them get SiLU then, counted from q on. unit: whether each `key_dim` channels of
     q and k, which must get SiLU, are then divided by their norm, which is at least 1e-6. The gate is unchanged, the
     rest in fp32. Computes in fp32.
+    place: the number of each token within its sequence, int32 [n, B, T], where rows hold several sequences without a
+    past: the convolution of each sees its own tokens alone.
     Returns [n, B, T, width] for each, or [n, 0] for a width of 0.
     """
     q, k, v, gate, rest = found = _outputs(x=x, widths=widths)
     tiling = Tiling.of(x, w, widths, key_dim, silu, unit)
-    x, w, past = x.contiguous(), _contiguous(w), _contiguous(past)
-    forward[tiling.grid](x=x, w=w, past=past, outs=found, **tiling.sizes(x))
+    x, w, past, place = x.contiguous(), _contiguous(w), _contiguous(past), _contiguous(place)
+    forward[tiling.grid](x=x, w=w, past=past, place=place, outs=found, **tiling.sizes(x))
     return q, k, v, gate, rest
 
 
@@ -329,6 +363,7 @@ def _backward(
     key_dim: int,
     silu: int,
     unit: bool,
+    place: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, w and past in their dtypes; [n, 0] for what was not given."""
     tiling = Tiling.of(x, w, widths, key_dim, silu, unit)
@@ -338,9 +373,9 @@ def _backward(
         torch.zeros_like(out) if given is None else given.contiguous()
         for given, out in zip((d_q, d_k, d_v, d_gate, d_rest), _outputs(x=x, widths=widths), strict=True)
     )
-    x, w, past = x.contiguous(), _contiguous(w), _contiguous(past)
+    x, w, past, place = x.contiguous(), _contiguous(w), _contiguous(past), _contiguous(place)
     backward[tiling.grid](
-        x=x, w=w, past=past, d_outs=d_outs, d_x=d_x, d_past=existing(d_past), d_w=parts, **tiling.sizes(x)
+        x=x, w=w, past=past, place=place, d_outs=d_outs, d_x=d_x, d_past=existing(d_past), d_w=parts, **tiling.sizes(x)
     )  # fmt: skip
     return d_x, d_w if parts is None else parts.sum(1).to(d_w.dtype), d_past
 

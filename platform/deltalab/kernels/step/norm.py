@@ -58,7 +58,7 @@ def over_rms(x, eps, D: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 @no_type_check
-def forward(
+def norm_kernel(
     x, branch, w, gate, y, total, rows, eps,
     D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
@@ -78,7 +78,7 @@ def forward(
 
 @triton.jit(do_not_specialize=["rows"])
 @no_type_check
-def backward(
+def norm_backward_kernel(
     x, w, gate, d_y, d_total, d_x, d_branch, d_w, d_gate, rows, eps,
     D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
@@ -134,7 +134,7 @@ def rms_norm(
     """
     y, total = found = _outputs(x=x, branch=branch, dtype=dtype)
     how = _how(x)
-    forward[(triton.cdiv(x.shape[1], how["BR"]), x.shape[0])](
+    norm_kernel[(triton.cdiv(x.shape[1], how["BR"]), x.shape[0])](
         x=x.contiguous(), branch=_contiguous(branch), w=_contiguous(w), gate=_contiguous(gate), y=y, total=total,
         eps=eps, **how,
     )  # fmt: skip
@@ -168,7 +168,7 @@ def _backward(
     programs = min(triton.cdiv(z.shape[1], how["BR"]), triton.cdiv(PROGRAMS, z.shape[0]))
     d_x, _, d_gate, d_branch = _gradients(z=z, w=w, gate=gate, x_dtype=x_dtype, branch_dtype=branch_dtype)
     d_w = None if w is None else z.new_empty(z.shape[0], programs, z.shape[2], dtype=torch.float32)
-    backward[(programs, z.shape[0])](
+    norm_backward_kernel[(programs, z.shape[0])](
         x=z.contiguous(), w=_contiguous(w), gate=_contiguous(gate), d_y=d_y,
         d_total=None if branch_dtype is None else _contiguous(d_total),
         d_x=d_x, d_branch=existing(d_branch), d_w=d_w, d_gate=existing(d_gate), eps=eps, **how,

@@ -1,0 +1,378 @@
+"""How fast whole language models train: tokens a second, share of the peak, memory, and time to the first step.
+
+    export PYTHONPATH=platform:plugins
+    python3 benchmarks/pretrain.py --out out --model ours:comba --shape 8x2048 --shape 8x4096
+    python3 benchmarks/pretrain.py --out out --model ours:comba --model fla:comba --model export:FOLDER --shape 8x2048
+    torchrun --nproc-per-node 4 benchmarks/pretrain.py --out out --model ours:comba --shape 8x4096   # a GPU each
+    python3 benchmarks/pretrain.py --out out --model ours:comba --size toy --shape 2x64              # on a CPU
+
+Models (--model, again and again):
+
+- ours:RULE: a deltalab `Model` with any rule; ours:transformer is softmax attention (SDPA) with RoPE and SwiGLU.
+- export:FOLDER: what `platform export` wrote, loaded by transformers where deltalab cannot be imported.
+- fla:comba, fla:gated_deltanet, fla:transformer: models of flash-linear-attention with the same sizes and its chunked
+  linear cross-entropy.
+
+A step is forward, backward, clipping to norm 1 and fused AdamW on given random tokens. --precision says how:
+
+- fsdp (default): fp32 weights and optimizer, FSDP2 (also on one GPU) with bf16 parameters and fp32 reduction, as
+  torchtitan trains. bf16: weights, gradients and optimizer in bf16, as a plain loop has it. autocast: fp32 weights.
+
+The share of the peak is 6 N tokens/s over the dense bf16 rate of the GPU, N all parameters. Memory is the allocator's
+peak. The first step is counted from the start of the process, with an empty cache of Triton. Each model has a process
+of its own, which --limit ends after so many seconds. OUT/pretrain.json gets a row after each shape.
+"""
+
+import argparse
+import gc
+import importlib.abc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+SIZES: dict[str, dict[str, int]] = {
+    "394M": {"vocab_size": 32000, "d_model": 1024, "layers": 24, "heads": 8},
+    "1.3B": {"vocab_size": 32000, "d_model": 2048, "layers": 21, "heads": 16},
+    "toy": {"vocab_size": 64, "d_model": 32, "layers": 2, "heads": 2},
+}
+TRANSFORMER = {"rule": "attention", "rope": True, "conv": 0, "output_norm": False, "output_gate": False}
+PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
+"""Dense bf16 operations a second, by a part of the GPU's name."""
+
+KINDS = {
+    "products": ("nvjet", "gemm", "cutlass", "xmma", "cublas", "splitK"),
+    "flash attention": ("flash_", "fmha", "cudnn"),
+    "norm": ("norm",),
+    "SwiGLU": ("swiglu",),
+    "loss": ("row_kernel", "cross_entropy"),
+    "optimizer and clipping": ("adam", "multi_tensor", "lpnorm"),
+    "embedding": ("lookup_kernel", "ends_kernel", "sum_kernel", "embedding", "radix", "RadixSort"),
+    "communication and its copies": ("nccl", "split_with_sizes", "chunk_cat"),
+    "concatenation": ("CatArray",),
+    "elementwise": ("elementwise", "reduce_kernel"),
+    "copies": ("Memcpy", "Memset"),
+    "convolution": ("convolve", "causal_conv", "forward", "backward"),
+}
+"""Kernels by parts of their names, in this order; the rest is the mixer's."""
+
+
+def age() -> float:
+    """Seconds since this process began."""
+    began = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - began
+
+
+class Contestant:
+    """A model, its loss, and its blocks, which FSDP and checkpointing wrap one by one.
+
+    vocabulary: how many tokens there are. loss: tokens [B, T] and targets [B, T] to the mean cross-entropy.
+    """
+
+    def __init__(self, model: Any, blocks: Any, vocabulary: int, loss: Callable[[Any, Any], Any]) -> None:
+        self.model, self.blocks, self.vocabulary, self.loss = model, blocks, vocabulary, loss
+
+
+def ours(rule: str, sizes: dict[str, int]) -> Contestant:
+    import deltalab
+    from deltalab.models.model import build_model
+    from deltalab.registry import add_plugin
+
+    if not deltalab.list_rules():  # not installed, as on a bare GPU image
+        for file in sorted((ROOT / "plugins" / "deltalab_rules").glob("[!_]*.py")):
+            add_plugin(file)
+    spec = TRANSFORMER if rule == "transformer" else {"rule": rule}
+    model = build_model({**spec, **sizes, "tie_embeddings": False})
+    return Contestant(model, model.blocks, sizes["vocab_size"], lambda tokens, targets: model.loss(tokens, targets))
+
+
+class NotInstalled(importlib.abc.MetaPathFinder):
+    """Importing a package fails as where it is not installed."""
+
+    def __init__(self, package: str) -> None:
+        self.package = package
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> None:
+        if name.partition(".")[0] == self.package:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def exported(folder: str, sizes: dict[str, int]) -> Contestant:
+    """The exported folder's own code and configuration; sizes are those of the folder."""
+    sys.meta_path.insert(0, NotInstalled("deltalab"))
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    model = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+    return Contestant(model, model.model.blocks, config.vocab_size, _of_transformers(model))
+
+
+def fla(name: str, sizes: dict[str, int]) -> Contestant:
+    import fla.models as models
+    from transformers import AutoModelForCausalLM
+
+    width, heads = sizes["d_model"], sizes["heads"]
+    of_all = {
+        "hidden_size": width, "num_heads": heads, "num_hidden_layers": sizes["layers"],
+        "vocab_size": sizes["vocab_size"], "intermediate_size": -(-8 * width // 24) * 8, "tie_word_embeddings": False,
+        "fuse_cross_entropy": False, "fuse_linear_cross_entropy": True, "use_cache": False,
+    }  # fmt: skip
+    recurrent = {"expand_v": 1.0, "head_dim": width // heads}
+    config = {
+        "comba": lambda: models.CombaConfig(**of_all, **recurrent),
+        "gated_deltanet": lambda: models.GatedDeltaNetConfig(**of_all, **recurrent),
+        "transformer": lambda: models.TransformerConfig(**of_all),
+    }[name]()
+    model = AutoModelForCausalLM.from_config(config)
+    return Contestant(model, model.model.layers, sizes["vocab_size"], _of_transformers(model))
+
+
+def _of_transformers(model: Any) -> Callable[[Any, Any], Any]:
+    """Models of transformers shift labels by themselves: targets are put one place to the right."""
+
+    def loss(tokens: Any, targets: Any) -> Any:
+        labels = tokens.new_full(tokens.shape, -100)
+        labels[:, 1:] = targets[:, :-1]
+        return model(input_ids=tokens, labels=labels, use_cache=False).loss
+
+    return loss
+
+
+MAKERS = {"ours": ours, "export": exported, "fla": fla}
+
+
+def prepared(contestant: Contestant, device: Any, precision: str, checkpoint: bool) -> Contestant:
+    """The model on its device in a precision, sharded over all processes."""
+    import torch
+
+    model, blocks = contestant.model, contestant.blocks
+    if precision == "bf16":
+        model.to(torch.bfloat16)
+    model.to(device).train()
+    if checkpoint:
+        from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+        for i, block in enumerate(blocks):
+            blocks[i] = checkpoint_wrapper(block)
+    if precision == "fsdp":
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for block in blocks:
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+        if hasattr(model, "loss"):
+            register_fsdp_forward_method(model, "loss")
+    return contestant
+
+
+def rows(given: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
+    """Trains one model at each shape, in this process."""
+    import torch
+    import torch.distributed as dist
+
+    on_gpu = torch.cuda.is_available()
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    if given.precision == "fsdp":
+        alone = {} if world > 1 else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group("nccl" if on_gpu else "gloo", **alone)
+    kind, _, what = name.partition(":")
+    torch.manual_seed(0)
+    contestant = MAKERS[kind](what, SIZES[given.size])
+    count = sum(p.numel() for p in contestant.model.parameters())
+    contestant = prepared(contestant, device, given.precision, given.checkpoint)
+    matrices = [p for p in contestant.model.parameters() if p.dim() > 1]
+    others = [p for p in contestant.model.parameters() if p.dim() <= 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
+        lr=1e-4, betas=(0.9, 0.95), fused=True,
+    )  # fmt: skip
+    gpu = torch.cuda.get_device_name() if on_gpu else "CPU"
+    peak = next((rate for part, rate in PEAKS.items() if part in gpu), None)
+    first: float | None = None
+    for shape in given.shape:
+        batch, length = map(int, shape.split("x"))
+        row = {
+            "model": name if kind != "export" else "export", "size": given.size, "shape": shape, "gpus": world,
+            "precision": given.precision, "checkpoint": given.checkpoint, "parameters": count, "device": gpu,
+            "torch": torch.__version__,
+        }  # fmt: skip
+
+        def step(batch: int = batch, length: int = length) -> Any:
+            tokens = torch.randint(contestant.vocabulary, (batch, length + 1), device=device)
+            with torch.autocast(device.type, torch.bfloat16, enabled=given.precision == "autocast"):
+                loss = contestant.loss(tokens[:, :-1], tokens[:, 1:])
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(contestant.model.parameters(), 1.0, foreach=True)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        try:
+            loss = float(step())
+            first = first or age()
+            for _ in range(given.warm):
+                step()
+            if on_gpu:
+                torch.cuda.reset_peak_memory_stats()
+            seconds = min(_timed(step, given.steps, device) for _ in range(3))
+        except torch.OutOfMemoryError as error:
+            yield {**row, "error": str(error).split(". ")[1]}
+            optimizer.zero_grad()
+            gc.collect()
+            torch.cuda.empty_cache()
+            continue
+        rate = batch * length * world / seconds
+        row |= {"first_loss": loss, "ms": seconds * 1e3, "tokens_per_second": rate, "first_step_s": first}
+        if peak:
+            row["share_of_peak"] = 6 * count * rate / (peak * world)
+        if on_gpu:
+            row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        if given.profile and rank == 0 and world == 1:
+            row |= profiled(step, device)
+        yield row
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _timed(step: Callable[[], Any], steps: int, device: Any) -> float:
+    """Seconds of a step."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(steps):
+        step()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - began) / steps
+
+
+def profiled(step: Callable[[], Any], device: Any, steps: int = 2) -> dict[str, Any]:
+    """Milliseconds of a step in each kernel of the device and in each kind, and how many kernels a step launches."""
+    import torch
+
+    activity = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[activity.CUDA if device.type == "cuda" else activity.CPU]) as profiler:
+        for _ in range(steps):
+            step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    taken: Counter[str] = Counter()
+    launches: Counter[str] = Counter()
+    for event in profiler.events():
+        if device.type == "cuda" and event.device_type != torch.autograd.DeviceType.CUDA:
+            continue
+        own = event.self_device_time_total if device.type == "cuda" else event.self_cpu_time_total
+        taken[event.name] += own / 1e3
+        launches[event.name] += 1
+    kinds: Counter[str] = Counter()
+    for name, ms in taken.items():
+        kinds[kind_of(name)] += ms / steps
+    kernels = [
+        {"kernel": name[:140], "ms": ms / steps, "launches": launches[name] / steps}
+        for name, ms in taken.most_common(40)
+    ]
+    return {"device_ms": sum(kinds.values()), "kinds": dict(kinds.most_common()), "kernels": kernels}
+
+
+def kind_of(kernel: str) -> str:
+    """The entry of `KINDS` for a kernel's name.
+
+    >>> kind_of("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT"), kind_of("output_kernel")
+    ('products', 'mixer')
+    """
+    return next((kind for kind, parts in KINDS.items() if any(part in kernel for part in parts)), "mixer")
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row as text; a profile follows on lines of its own."""
+    said = f"{row['model']:20} {row['size']} {row['shape']:>8} {row['gpus']} GPU {row['precision']:8}"
+    if row["checkpoint"]:
+        said += " checkpointed"
+    if "error" in row:
+        return f"{said} {row['error']}"
+    said += f" {row['ms']:8.1f} ms {row['tokens_per_second'] / 1e3:8.1f} thousand tokens/s"
+    if "share_of_peak" in row:
+        said += f" {row['share_of_peak']:.3f} of peak"
+    if "peak_gib" in row:
+        said += f" {row['peak_gib']:.1f} GiB"
+    said += f" first step {row['first_step_s']:.1f} s, loss {row['first_loss']:.3f}"
+    if "kinds" in row:
+        said += f"\n  device {row['device_ms']:.1f} ms a step: "
+        said += ", ".join(f"{kind} {ms:.1f}" for kind, ms in row["kinds"].items())
+        for one in row["kernels"]:
+            said += f"\n  {one['ms']:8.2f} ms {one['launches']:6.0f} x {one['kernel']}"
+    return said
+
+
+def measure(given: argparse.Namespace, name: str) -> None:
+    """Trains one model and appends its rows to the file."""
+    file = given.out / "pretrain.json"
+    for row in rows(given, name):
+        if int(os.environ.get("RANK", 0)):
+            continue
+        print(line(row), flush=True)
+        seen = json.loads(file.read_text())["rows"] if file.exists() else []
+        file.write_text(json.dumps({"rows": [*seen, row]}, indent=1))
+
+
+def apart(given: argparse.Namespace, name: str) -> None:
+    """`measure` in a process of its own, with an empty cache of Triton, ended after --limit seconds."""
+    environment = dict(os.environ)
+    command = [sys.executable, __file__, "--here", "--model", name, "--out", str(given.out), "--size", given.size]
+    command += [part for shape in given.shape for part in ("--shape", shape)]
+    command += ["--precision", given.precision, "--steps", str(given.steps), "--warm", str(given.warm)]
+    command += [f"--{flag}" for flag in ("checkpoint", "profile") if getattr(given, flag)]
+    with tempfile.TemporaryDirectory() as cache:
+        environment["TRITON_CACHE_DIR"] = cache
+        try:
+            code = subprocess.run(command, env=environment, timeout=given.limit, check=False).returncode
+        except subprocess.TimeoutExpired:
+            print(f"{name}: ended after {given.limit:g} s", flush=True)
+        else:
+            if code:
+                print(f"{name}: exit {code}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--model", action="append", required=True, metavar="KIND:NAME")
+    parser.add_argument("--size", choices=SIZES, default="394M")
+    parser.add_argument("--shape", action="append", required=True, metavar="SEQUENCESxTOKENS")
+    parser.add_argument("--precision", choices=("fsdp", "bf16", "autocast"), default="fsdp")
+    parser.add_argument("--checkpoint", action="store_true", help="recompute each block's activations in the backward")
+    parser.add_argument("--profile", action="store_true", help="print where the device's time goes")
+    parser.add_argument("--steps", type=int, default=8, help="steps of one timing; the fastest of 3 counts")
+    parser.add_argument("--warm", type=int, default=3)
+    parser.add_argument("--limit", type=float, help="seconds that a model may take")
+    parser.add_argument("--here", action="store_true", help="in this process")
+    given = parser.parse_args()
+    # transformers looks for a package `kernels`, and must not find benchmarks/kernels.py.
+    sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parent]
+    for name in given.model:
+        if name.partition(":")[0] not in MAKERS:
+            parser.error(f"--model {name}: must start with one of {', '.join(MAKERS)}")
+    given.out.mkdir(parents=True, exist_ok=True)
+    for name in given.model:
+        (measure if given.here or "RANK" in os.environ else apart)(given, name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,259 @@
+"""Models of ours as models of flash-linear-attention (FLA 0.6), and the way back.
+
+`fla_layers` holds what is particular to each of FLA's layers; here stands what all its models share.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltalab.errors import InputError, unknown
+from deltalab.export.fla_layers import FORMS, TRANSFORMER, WHY_NOT, Form, Part, attention, from_attention, needs, same
+from deltalab.models.model import Model, swiglu_width
+from deltalab.models.spec import ModelSpec
+
+SHARED: dict[str, Any] = {
+    "hidden_size": 2048,
+    "num_hidden_layers": 24,
+    "vocab_size": 32000,
+    "norm_eps": 1e-6,
+    "hidden_ratio": 4,
+    "intermediate_size": None,
+    "hidden_act": "swish",
+    "elementwise_affine": True,
+    "tie_word_embeddings": False,
+    "attn": None,
+    "attnres_block_size": None,
+}
+"""Options that models of FLA share and that change logits, with the defaults of most."""
+
+FIXED = {"hidden_act": "swish", "elementwise_affine": True, "attnres_block_size": None}
+
+# fmt: off
+WITHOUT_EFFECT = frozenset({
+    "_name_or_path", "architectures", "attn_mode", "auto_map", "bos_token_id", "chunk_size_feed_forward", "dtype",
+    "eos_token_id", "fuse_cross_entropy", "fuse_linear_cross_entropy", "fuse_norm", "fuse_swiglu", "id2label",
+    "initializer_range", "is_encoder_decoder", "label2id", "max_position_embeddings", "model_type",
+    "output_attentions", "output_hidden_states", "pad_token_id", "problem_type", "return_dict", "torch_dtype",
+    "transformers_version", "use_cache", "use_l2warp",
+})
+# fmt: on
+"""Options that change how FLA computes, starts or stores a model, and not its logits."""
+
+
+def to_fla(spec: ModelSpec, weights: Mapping[str, Tensor] | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The `config.json` of a model of FLA with the same logits, and its weights; no weights where ours are None.
+
+    weights: `Model(spec).state_dict()`. With tied embeddings ours multiplies the last hidden states by d_model ** -0.5.
+    FLA does not, so its output matrix is not tied and holds the factor.
+
+    Raises `InputError` with the reason where FLA has no equal.
+    """
+    form, config = _form_of(spec)
+    if weights is None:
+        return config, {}
+    found: dict[str, Tensor] = {}
+    for part in _parts(spec, form):
+        given = [weights[name].detach() for name in part.ours]
+        found.update(zip(part.theirs, (value.contiguous() for value in part.split(given)), strict=True))
+    embed = weights["embed.weight"].detach()
+    found["lm_head.weight"] = embed * spec.d_model**-0.5 if spec.tie_embeddings else weights["unembed.weight"].detach()
+    return config, found
+
+
+def from_fla(folder: Path) -> tuple[ModelSpec, dict[str, Tensor], dict[str, Any]]:
+    """A checkpoint of FLA as a model of ours with the same logits: its settings, weights in fp32 and provenance.
+
+    folder: holds `config.json` and `model.safetensors`, or its shards with their index.
+
+    Raises `InputError` for a model type, an option or a parameter's value without an equal, and for weights that are
+    missing, left over or of another shape.
+    """
+    config = _read_config(folder)
+    form, spec = _spec_of(config, folder / "config.json")
+    theirs = _read_weights(folder)
+    if config.get("tie_word_embeddings"):
+        theirs["lm_head.weight"] = theirs["model.embeddings.weight"]
+    weights: dict[str, Tensor] = {}
+    try:
+        for part in _parts(spec, form):
+            weights.update(zip(part.ours, part.join([theirs.pop(name).float() for name in part.theirs]), strict=True))
+        weights["unembed.weight"] = theirs.pop("lm_head.weight").float().clone()
+        Model(spec).load_state_dict(weights)
+    except KeyError as error:
+        raise InputError(f"{folder}: the weights lack {error.args[0]}") from None
+    except RuntimeError as error:
+        raise InputError(f"{folder}: the weights do not fit config.json: {' '.join(str(error).split())}") from None
+    except InputError as error:
+        raise InputError(f"{folder}: {error}") from None
+    if theirs:
+        raise InputError(f"{folder}: the weights have {next(iter(theirs))}, which config.json does not call for")
+    return spec, weights, {"source": f"flash-linear-attention {form.model_type}", "folder": folder.name}
+
+
+def why_not(rule: str) -> str | None:
+    """The reason that no model of FLA computes a rule; None where some settings of it have an equal."""
+    return None if any(form.rule == rule for form in FORMS) else WHY_NOT.get(rule, "FLA 0.6 has no such model")
+
+
+def _form_of(spec: ModelSpec) -> tuple[Form, dict[str, Any]]:
+    """The first form that takes the model, and its config; the first refusal where none does."""
+    layers = [spec.at(layer) for layer in range(spec.depth)]
+    mixers = [layer for layer in layers if layer.make_rule().name != "attention"] or layers
+    rule = mixers[0].make_rule().name
+    if (reason := why_not(rule)) is not None:
+        raise InputError(f"export to fla: rule '{rule}': {reason}")
+    for layer in mixers:
+        if layer != mixers[0]:
+            raise InputError("export to fla: FLA's layers are alike, but for those of attention; these differ")
+    refusals = []
+    for form in FORMS:
+        if form.rule != rule:
+            continue
+        try:
+            return form, {**_shared(spec, form, layers), **form.config(mixers[0])}
+        except InputError as error:
+            refusals.append(error)
+    raise refusals[0]
+
+
+def _shared(spec: ModelSpec, form: Form, layers: list[ModelSpec]) -> dict[str, Any]:
+    needs(spec, form.model_type, readout=("position",), block=("transformer",), mlp=(True,))
+    attn: list[dict[str, Any]] = []
+    for i, layer in enumerate(layers):
+        if form is not TRANSFORMER and layer.make_rule().name == "attention":
+            options = attention(layer, form.model_type)
+            like = next((one for one in attn if {**one, "layers": 0} == {**options, "layers": 0}), None)
+            if like is None:
+                attn.append({**options, "layers": [i]})
+            else:
+                like["layers"].append(i)
+    return {
+        "architectures": [form.architecture],
+        "model_type": form.model_type,
+        "hidden_size": spec.d_model,
+        "num_hidden_layers": spec.depth,
+        "vocab_size": spec.vocab_size,
+        "norm_eps": spec.norm_eps,
+        "hidden_ratio": None,
+        "intermediate_size": _mlp_width(spec),
+        "hidden_act": "swish",
+        "attn": (attn[0] if len(attn) == 1 else attn) or None,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "dtype": "float32",
+    }
+
+
+def _spec_of(config: Mapping[str, Any], file: Path) -> tuple[Form, ModelSpec]:
+    kinds = {form.model_type: form for form in reversed(FORMS)}
+    if config.get("model_type") not in kinds:
+        raise unknown("model_type with an equal here", config.get("model_type"), sorted(kinds), where=str(file))
+    form = kinds[config["model_type"]]
+    options = {**SHARED, **form.options}
+    for name, value in config.items():
+        if name in options:
+            options[name] = value
+        elif name not in WITHOUT_EFFECT and name not in form.idle:
+            raise InputError(f"{file}: option '{name}' ({value!r}) has no equal here")
+    for name, value in {**FIXED, **form.fixed}.items():
+        if options[name] != value:
+            raise InputError(f"{file}: option '{name}' {options[name]!r} has no equal here; only {value!r} has")
+    depth, d_model = options["num_hidden_layers"], options["hidden_size"]
+    hidden = options["intermediate_size"]
+    if hidden is None:
+        # FLA's own: 2/3 of the ratio, rounded up to a multiple of 256.
+        hidden = -(-int(d_model * (options["hidden_ratio"] or 4) * 2 / 3) // 256) * 256
+    try:
+        settings = {
+            "vocab_size": options["vocab_size"],
+            "d_model": d_model,
+            "norm_eps": options["norm_eps"],
+            "tie_embeddings": False,
+            **form.settings(options),
+        }
+        spec = ModelSpec.of({**settings, "layers": _layers(options["attn"], depth, settings)})
+        if hidden != _mlp_width(spec):
+            spec = replace(spec, mlp_width=hidden)
+    except InputError as error:
+        raise InputError(f"{file}: {error}") from None
+    return form, spec
+
+
+def _layers(attn: Any, depth: int, settings: Mapping[str, Any]) -> Any:
+    """`ModelSpec.layers` of a model with layers of attention."""
+    if not attn:
+        return depth
+    layers: list[Any] = ["rule"] * depth
+    inherited = {"features": None, "scale": None, "low_rank_bias": False, "gate_rank": None, "token_shift": False}
+    for options in attn if isinstance(attn, list) else [attn]:
+        if options.get("qkv_bias"):
+            raise InputError("option 'attn.qkv_bias' True has no equal here; only False has")
+        rule, given = from_attention(options, settings["d_model"])
+        for layer in options["layers"]:
+            reset = {name: value for name, value in inherited.items() if settings.get(name, value) != value}
+            layers[layer] = {**rule, "layer": {**given, **reset}}
+    return layers
+
+
+def _mlp_width(spec: ModelSpec) -> int:
+    return spec.mlp_width or swiglu_width(spec.d_model)
+
+
+def _parts(spec: ModelSpec, form: Form) -> list[Part]:
+    """The parameters of the whole model but for the output matrix."""
+    found = [same("embed.weight", "model.embeddings.weight"), same("norm.weight", "model.norm.weight")]
+    for i in range(spec.depth):
+        layer = spec.at(i)
+        is_attention = layer.make_rule().name == "attention"
+        mlp = Part(
+            ("mlp.into.weight",),
+            ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+            lambda given: given[0].chunk(2),
+            lambda given: [torch.cat(list(given))],
+        )
+        parts = [
+            same("norm.weight", "attn_norm.weight"),
+            *(part.within("mixer.", "attn.") for part in (TRANSFORMER if is_attention else form).parts(layer)),
+            same("mlp_norm.weight", "mlp_norm.weight"),
+            mlp,
+            same("mlp.out.weight", "mlp.down_proj.weight"),
+        ]
+        found += [part.within(f"blocks.{i}.", f"model.layers.{i}.") for part in parts]
+    return found
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    file = folder / "config.json"
+    try:
+        config = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(f"{file}: cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise InputError(f"{file}: holds no options")
+    return config
+
+
+def _read_weights(folder: Path) -> dict[str, Tensor]:
+    try:
+        from safetensors.torch import load_file
+    except ImportError:
+        raise InputError("import from fla needs safetensors: pip install 'deltalab[hf]'") from None
+    index = folder / "model.safetensors.index.json"
+    files = (
+        sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]
+    )
+    found: dict[str, Tensor] = {}
+    for name in files:
+        try:
+            found.update(load_file(folder / name))
+        except Exception as error:
+            raise InputError(f"{folder / name}: the weights cannot be read: {error}") from None
+    return found

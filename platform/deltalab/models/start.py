@@ -1,0 +1,146 @@
+"""How parameters start. Modules keep it as data by name, so that it lasts through copies, pickles and other devices."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import Tensor, nn
+
+from deltalab.gates import Gate, Start
+from deltalab.ops.norm import HeadNorm, ResidualNorm, RMSNorm
+
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+"""What torch.compile and activation checkpointing put into the names of the parameters that they wrap."""
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Normal numbers of mean 0."""
+
+    std: float
+
+    def __call__(self, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+        return torch.empty(shape).normal_(0.0, self.std, generator=generator)
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Numbers uniform in [-bound, bound]."""
+
+    bound: float
+
+    def __call__(self, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+        return torch.empty(shape).uniform_(-self.bound, self.bound, generator=generator)
+
+
+@dataclass(frozen=True)
+class Zeros:
+    """Zeros."""
+
+    def __call__(self, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+        return torch.zeros(shape)
+
+
+@dataclass(frozen=True)
+class Ramp:
+    """From 0 to 1 in equal steps: shape [n]."""
+
+    def __call__(self, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+        return torch.linspace(0, 1, *shape)
+
+
+@dataclass(frozen=True)
+class OfGate:
+    """As a gate says of its parameter `name`."""
+
+    gate: Gate
+    name: str
+
+    def __call__(self, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+        return self.gate.parameters[self.name](shape, generator)
+
+
+class Started(nn.Module):
+    """A module that knows how its own parameters start.
+
+    starts: the start of each, by its name in this module.
+    """
+
+    starts: Mapping[str, Start] = MappingProxyType({})
+
+    def reset_parameters(self) -> None:
+        """Starts all parameters anew, those of submodules too, from torch's global generator."""
+        initialize(self)
+
+    def drawn(self, name: str, start: Start, *shape: int) -> nn.Parameter:
+        """A new parameter for the attribute `name`, started from torch's global generator."""
+        self.starts = {**self.starts, name: start}
+        return nn.Parameter(start(shape, None))
+
+
+class Linear(Started, nn.Linear):
+    """A projection whose weights start normal, and whose bias, if any, starts at zero."""
+
+    def __init__(self, inputs: int, outputs: int, std: float, *, bias: bool = False) -> None:
+        # nn.Linear calls reset_parameters
+        self.starts = {"weight": Normal(std), **({"bias": Zeros()} if bias else {})}
+        super().__init__(inputs, outputs, bias=bias)
+
+
+class Parameters(Started, nn.ParameterDict):
+    """Parameters of one shape by name."""
+
+    def __init__(self, starts: Mapping[str, Start], shape: tuple[int, ...]) -> None:
+        super().__init__()
+        for name in sorted(starts):  # as nn.ParameterDict orders a mapping
+            self[name] = self.drawn(name, starts[name], *shape)
+
+
+def linear(inputs: int, outputs: int, *, std: float | None = None, bias: bool = False) -> nn.Linear:
+    """A projection; weights are normal with standard deviation `std`, inputs ** -0.5 where None; a bias is zero."""
+    return Linear(inputs, outputs, std or inputs**-0.5, bias=bias)
+
+
+def initialize(module: nn.Module, seed: int | None = None) -> None:
+    """Starts the parameters of every layer and model of deltalab in a module anew.
+
+    seed: each parameter starts from the seed and its name alone, so that models start equal in what they share, on any
+        device and however sharded. None takes torch's global generator, as torch's own modules do: call
+        `torch.manual_seed` before it, with the same seed in all processes that share the parameters.
+    """
+    seen: set[int] = set()
+    with torch.no_grad():
+        for path, part in module.named_modules():
+            if isinstance(part, RMSNorm | ResidualNorm | HeadNorm):
+                part.reset_parameters()
+            if not isinstance(part, Started):
+                continue
+            for name, value in part.named_parameters(recurse=False):
+                # Tied parameters start by their first name.
+                if name in part.starts and id(value) not in seen:
+                    seen.add(id(value))
+                    _fill(value, part.starts[name], None if seed is None else _stream(seed, path, name))
+
+
+def _stream(seed: int, path: str, name: str) -> torch.Generator:
+    full = ".".join([part for part in path.split(".") if part and part not in WRAPPERS] + [name])
+    digest = hashlib.sha256(f"{seed}/{full}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+
+
+def _fill(value: Tensor, start: Start, generator: torch.Generator | None) -> None:
+    # A seed gives the same numbers on any device; torch's global generator is one for each device.
+    with value.device if generator is None else torch.device("cpu"):
+        drawn = start(tuple(value.shape), generator)
+    if not hasattr(value, "device_mesh"):
+        value.copy_(drawn)
+        return
+    # Import late: it takes a second, and parameters are sharded nowhere else.
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    assert isinstance(value, DTensor)
+    # Every process draws the whole tensor and keeps its own part, so that none waits for another.
+    part = distribute_tensor(drawn.to(value.dtype), value.device_mesh, value.placements, src_data_rank=None)
+    value.to_local().copy_(part.to_local())

@@ -1,0 +1,394 @@
+"""deltalab's layers in somebody's own model: they start as torch's do, and last through copies, pickles and shards."""
+
+import copy
+import dataclasses
+import io
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import deltalab
+from deltalab import gates, registry
+from deltalab.gates import Gate
+from deltalab.models.layer import RuleLayer, initialize
+from deltalab.models.start import Linear
+from deltalab.ops.norm import HeadNorm
+from deltalab.structure import IPLR, Transition
+
+D, H, K = 12, 2, 4
+RULES = {
+    "comba iplr": ("comba", {"transition": "iplr"}),
+    "low rank": ("gla", {}),
+    "shared projection": ("mamba2", {}),
+    "no gates": ("attention", {}),
+    "gate per channel": ("kda", {}),
+    "vectors": ("path_attention", {}),
+    "several steps": ("delta_product", {}),
+}
+
+
+def layer_of(name: str = "comba", **given: Any) -> RuleLayer:
+    rule, knobs = RULES.get(name, (name, {}))
+    settings = {"token_shift": True, "gate_rank": 2, "qk_norm": True, **given}
+    return RuleLayer(deltalab.get_rule(rule, **knobs), D, H, key_dim=K, value_dim=K, **settings)
+
+
+class Own(nn.Module):
+    """A model of the user's, with two layers and a parameter that deltalab knows nothing of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = layer_of(), layer_of("vectors")
+        self.own = nn.Parameter(torch.full((3,), 7.0))
+
+
+def values(module: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in module.named_parameters()}
+
+
+def equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
+    return list(ours) == list(theirs) and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def spoil(module: nn.Module) -> None:
+    with torch.no_grad():
+        for value in module.parameters():
+            value.fill_(torch.nan)
+
+
+def seeded(make: Callable[[], Any], seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return make()
+
+
+# --- starts -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_new_layer_is_random_and_torchs_seed_makes_it_again(name: str) -> None:
+    layer = seeded(lambda: layer_of(name))
+    assert equal(values(layer), values(seeded(lambda: layer_of(name))))
+    other = layer_of(name)
+    for key in ("qkv.weight", "conv", "gate.0.weight", "gate.1.weight", "out.weight"):
+        mine = layer.get_parameter(key)
+        assert not torch.equal(mine, other.get_parameter(key)), f"{key} of two layers"
+        assert len(mine.unique(dim=0)) == len(mine), f"rows of {key}"
+        assert not torch.equal(layer.qkv.weight[: len(mine)], mine) or key == "qkv.weight"
+
+
+def test_a_new_layers_weights_have_the_spread_of_a_seeded_one() -> None:
+    torch.manual_seed(0)
+    layer = RuleLayer(deltalab.get_rule("comba"), 256, 4, key_dim=64, value_dim=64, out_std=0.01)
+    for name, std in {
+        "qkv.weight": 256**-0.5,
+        "conv": 4**-0.5 / 3**0.5,
+        "gate.weight": 256**-0.5,
+        "out.weight": 0.01,
+    }.items():
+        assert layer.get_parameter(name).std().item() == pytest.approx(std, rel=0.05)
+
+
+def test_resetting_draws_from_torchs_generator_and_starts_every_parameter() -> None:
+    layer = seeded(layer_of)
+    spoil(layer)
+    seeded(layer.reset_parameters, 1)
+    first = values(layer)
+    assert all(value.isfinite().all() for value in first.values())
+    layer.reset_parameters()
+    assert not equal(values(layer), first)
+    seeded(layer.reset_parameters, 1)
+    assert equal(values(layer), first)
+
+
+def test_every_module_with_parameters_can_reset_its_own() -> None:
+    """FSDP2 and other tools walk the modules of a model and call `reset_parameters` of each."""
+    model = deltalab.build_model({"rule": "comba", "vocab_size": 16, "d_model": 8, "readout": "last"})
+    spoil(model)
+    for module in model.modules():
+        if list(module.parameters(recurse=False)):
+            module.reset_parameters()
+    assert all(value.isfinite().all() for value in model.parameters())
+
+
+def test_initialize_depends_on_the_seed_and_the_name_alone() -> None:
+    one, two = seeded(Own, 1), seeded(Own, 2)
+    for module in (one, two):
+        initialize(module, 5)
+    assert equal(values(one), values(two))
+    before = torch.get_rng_state()
+    initialize(two, 6)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not torch.equal(one.first.qkv.weight, two.first.qkv.weight)
+    assert not torch.equal(one.first.qkv.weight[:D], one.first.out.weight[:, :D])
+    assert (two.own == 7).all(), "a parameter of the user's stays"
+
+
+def test_initialize_gives_a_tied_weight_the_start_of_its_first_name() -> None:
+    tied, plain = (nn.ModuleDict({"a": Linear(4, 4, 1.0), "b": Linear(4, 4, 1.0)}) for _ in range(2))
+    tied["b"].weight = tied["a"].weight
+    for module in (tied, plain):
+        initialize(module, 0)
+    assert torch.equal(tied["b"].weight, plain["a"].weight)
+
+
+@pytest.mark.slow
+def test_initialize_sees_through_compilation_and_checkpointing() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    plain = Own()
+    for wrap in (torch.compile, checkpoint_wrapper):
+        wrapped = Own()
+        wrapped.first = wrap(wrapped.first)
+        for module in (plain, wrapped):
+            initialize(module, 3)
+        assert torch.equal(plain.first.qkv.weight, wrapped.first.qkv.weight)
+
+
+@pytest.mark.parametrize("name", ["comba iplr", "vectors", "several steps"])
+def test_a_layer_made_on_the_meta_device_starts_once_it_has_memory(name: str) -> None:
+    right = layer_of(name, output_norm="group")
+    with torch.device("meta"):
+        layer = layer_of(name, output_norm="group")
+    assert all(value.is_meta for value in layer.parameters())
+    layer.to_empty(device="cpu")
+    spoil(layer)
+    for module in (layer, right):
+        initialize(module, 4)
+    assert equal(values(layer), values(right))
+    spoil(layer)
+    for module in (layer, right):
+        seeded(module.reset_parameters)
+    assert equal(values(layer), values(right))
+
+
+def test_initialize_keeps_a_parameters_dtype() -> None:
+    layer, right = layer_of().bfloat16(), layer_of()
+    for module in (layer, right):
+        initialize(module, 4)
+    assert layer.qkv.weight.dtype == torch.bfloat16
+    assert torch.equal(layer.qkv.weight, right.qkv.weight.bfloat16())
+
+
+def test_head_norms_start_at_one_and_zero() -> None:
+    norm = HeadNorm(3, heads=2, norm="layer")
+    spoil(norm)
+    norm.reset_parameters()
+    assert (norm.weight == 1).all()
+    assert (norm.bias == 0).all()
+
+
+# --- copies and pickles -------------------------------------------------------------------------------------
+
+
+def saved(module: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda x: pickle.loads(pickle.dumps(x)), "torch.save": saved}
+
+
+@pytest.mark.parametrize("again", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("name", RULES)
+def test_a_copied_layer_computes_the_same_and_starts_the_same(name: str, again: Callable[[Any], Any]) -> None:
+    layer, x = layer_of(name), torch.randn(1, 9, D)
+    other = again(layer)
+    assert equal(values(layer), values(other))
+    spoil(layer)
+    initialize(layer, 9)
+    assert not equal(values(layer), values(other)), "the copy has memory of its own"
+    initialize(other, 9)
+    assert equal(values(layer), values(other))
+    torch.testing.assert_close(first(other(x)), first(layer(x)), rtol=0, atol=0)
+
+
+def first(found: Any) -> Tensor:
+    return found if isinstance(found, Tensor) else found[0]
+
+
+@pytest.mark.parametrize("again", COPIES.values(), ids=COPIES)
+def test_a_copied_model_computes_the_same(again: Callable[[Any], Any]) -> None:
+    model = deltalab.build_model({"rule": "comba", "vocab_size": 16, "d_model": 8, "layers": ["rule", "attention"]})
+    tokens = torch.arange(12).view(1, 12)
+    torch.testing.assert_close(again(model)(tokens), model(tokens), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", deltalab.list_rules())
+def test_every_rule_pickles_in_all_its_variants(name: str) -> None:
+    for rule in deltalab.get_rule(name).variants():
+        other = pickle.loads(pickle.dumps(rule))
+        assert other == rule
+        assert other.transition == rule.transition
+        for field in dataclasses.fields(rule):  # a rule may ask whether its transition `is` SPLR
+            value = getattr(rule, field.name)
+            if any(value is option for option in field.metadata.get("options", (field.default,))):
+                assert getattr(other, field.name) is value or not isinstance(value, Transition)
+        assert other.spec() == rule.spec()
+        for symbol, gate in rule.gates.items():
+            assert pickle.loads(pickle.dumps(gate)) == gate, symbol
+
+
+def test_a_rule_keeps_its_own_transition_when_it_is_copied() -> None:
+    """Comba asks whether its transition `is` IPLR."""
+    rule = deltalab.get_rule("comba", transition="iplr")
+    for again in COPIES.values():
+        assert again(rule).transition is IPLR
+
+
+def test_a_pickled_gate_keeps_its_numbers_and_where_its_value_comes_from() -> None:
+    gate = deltalab.get_rule("kda", g={"mamba2_decay": {"a_max": 3}}).gates["g"]
+    other = pickle.loads(pickle.dumps(gate))
+    assert (other.per, other.options) == ("channel", gate.options)
+    z, given = torch.randn(2, 3), {"log_a": torch.randn(3), "dt_bias": torch.randn(3)}
+    assert torch.equal(other.value(z, given), gate.value(z, given))
+
+
+def test_a_gate_without_a_parameterization_says_that_it_cannot_be_pickled() -> None:
+    gate = Gate(per="token", low=0, high=1, value=lambda z, p: z.sigmoid())
+    with pytest.raises(pickle.PicklingError, match="a gate pickles if @parameterization made it"):
+        pickle.dumps(gate)
+    assert copy.deepcopy(gate) is gate
+    assert pickle.loads(pickle.dumps(gates.sigmoid(max=2))).high == 2
+
+
+PLUGIN = '''
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from deltalab import gates
+from deltalab.gates import Gate
+from deltalab.rule import Operands, UpdateRule, knob
+from deltalab.structure import SPLR, Transition
+
+
+@gates.parameterization
+def odd(most: float = 2.0) -> Gate:
+    """most sigmoid(W x)."""
+    return Gate(per="token", low=0.0, high=most, value=lambda z, p: most * z.sigmoid())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mine(UpdateRule):
+    """A rule of the user's."""
+
+    name: ClassVar[str] = "mine"
+    transition: Transition = knob(SPLR)
+    g: Gate = knob(gates.mamba2_decay())
+    beta: Gate = knob(odd())
+
+    @property
+    def eigenvalues(self) -> tuple[float, float]:
+        return (-1.0, 1.0)
+
+    def operands(self, q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, beta: Tensor) -> Operands:
+        return Operands(r=q, k=k, u=v, g=g, e=beta)
+'''
+
+
+@pytest.fixture
+def pickled(tmp_path: Path) -> bytes:
+    """A layer with the rule of a plugin's file, pickled by another process."""
+    (tmp_path / "mine.py").write_text(PLUGIN)
+    with registry.isolated():
+        registry.add_plugin(tmp_path / "mine.py")
+        return pickle.dumps(RuleLayer(deltalab.get_rule("mine"), D, H, key_dim=K, value_dim=K))
+
+
+def test_the_rule_of_a_plugins_file_is_unpickled_where_the_file_is_known(
+    pickled: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "mine.py").write_text(PLUGIN)
+    for file in (tmp_path / "mine.py", tmp_path / "elsewhere" / "mine.py"):
+        with registry.isolated():
+            registry.add_plugin(file)
+            rule = pickle.loads(pickled).rule
+            assert rule == deltalab.get_rule("mine")
+            assert type(rule) is type(deltalab.get_rule("mine"))
+    (tmp_path / "plugins").mkdir()
+    (tmp_path / "plugins" / "mine.py").write_text(PLUGIN)
+    monkeypatch.chdir(tmp_path)
+    with registry.isolated():
+        assert pickle.loads(pickled).rule.name == "mine"
+
+
+def test_the_rule_of_an_unknown_plugin_is_asked_for_by_its_file(pickled: bytes) -> None:
+    with registry.isolated(), pytest.raises(ModuleNotFoundError) as raised:
+        pickle.loads(pickled)
+    assert str(raised.value) == (
+        "needs the plugin file mine.py, which is not known here: call deltalab.registry.add_plugin(FILE) first"
+    )
+
+
+# --- shards -------------------------------------------------------------------------------------------------
+
+SHARDED = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import deltalab
+from deltalab.models.layer import initialize
+from deltalab.models.model import Model
+from deltalab.models.spec import ModelSpec
+
+rank, world, file = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
+mesh = init_device_mesh("cpu", (world,))
+# Odd widths, so that the shards are unequal.
+spec = ModelSpec(rule="comba", vocab_size=17, d_model=9, heads=3, layers=1, output_norm="layer", token_shift=True)
+right = Model(spec)
+with torch.device("meta"):
+    model = Model(spec)
+for block in model.blocks:
+    fully_shard(block, mesh=mesh)
+fully_shard(model, mesh=mesh)
+model.to_empty(device="cpu")
+
+
+def compare() -> None:
+    for (name, value), want in zip(model.named_parameters(), right.parameters(), strict=True):
+        assert type(value.data).__name__ == "DTensor"
+        torch.testing.assert_close(value.full_tensor(), want, rtol=0, atol=0, msg=name)
+
+
+for seed in (3, 4):
+    for one in (right, model):
+        initialize(one, seed)
+    compare()
+for one in (right, model):
+    torch.manual_seed(7)
+    one.reset_parameters()
+compare()
+tokens = torch.arange(10).view(1, 10)
+torch.testing.assert_close(model(tokens), right(tokens))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_model_sharded_by_fsdp2_starts_as_a_whole_one(world: int, tmp_path: Path) -> None:
+    (tmp_path / "shard.py").write_text(SHARDED)
+    group = str(tmp_path / "group")
+    command = [sys.executable, str(tmp_path / "shard.py")]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(world), group], stderr=subprocess.PIPE, text=True)
+        for rank in range(world)
+    ]
+    for rank in ranks:
+        _, errors = rank.communicate(timeout=120)
+        assert rank.returncode == 0, errors
