@@ -23,6 +23,7 @@ from typing import Any
 from uuid import uuid4
 
 import torch
+import yaml
 
 from deltalab import __version__
 from deltalab.engines import checkpoints
@@ -253,7 +254,7 @@ def _installed(engine: str) -> str:
         have = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
         if have <= (2, 11):
             raise InputError(
-                f"torchtitan {version} needs torch above 2.11, here is {torch.__version__}: pip install torchtitan==0.2.2"
+                f"torchtitan {version} needs torch above 2.11, not {torch.__version__}: pip install torchtitan==0.2.2"
             )
     return version
 
@@ -339,7 +340,7 @@ def _enough_rows(recipe: dict[str, Any], data: Path, packed: Packed) -> None:
     rows = packed.split("train").rows(length)
     if not rows:
         raise InputError(
-            f"--data {data}: its {packed.split('train').tokens:,} training tokens make no row of batch.length {length} + 1"
+            f"--data {data}: its {packed.split('train').tokens:,} training tokens make no row of batch.length {length}"
         )
     recipe["validation"]["sequences"] = min(recipe["validation"]["sequences"], packed.split("validation").rows(length))
 
@@ -365,7 +366,8 @@ def _room(run: Path, size: int) -> None:
     free, needed = shutil.disk_usage(there).free, 2 * BYTES_A_PARAMETER * size
     if free < needed:
         raise InputError(
-            f"{there}: {free / 2**30:.1f} GiB are free; two checkpoints of {size:,} parameters take {needed / 2**30:.1f}"
+            f"{there}: {free / 2**30:.1f} GiB are free; two checkpoints of {size:,} parameters take "
+            f"{needed / 2**30:.1f}"
         )
 
 
@@ -425,9 +427,13 @@ def _write(launch: Launch) -> None:
         code.mkdir(parents=True, exist_ok=True)
         for name, text in package().items():
             (code / name).write_text(text, encoding="utf-8")
-    for name, value in (("recipe.yaml", launch.recipe), ("run.json", launch.about)):
+    texts = {
+        "recipe.yaml": yaml.safe_dump(launch.recipe, sort_keys=False),
+        "run.json": json.dumps(launch.about, indent=2, default=str) + "\n",
+    }
+    for name, text in texts.items():
         partial = launch.run / f".{name}"
-        partial.write_text(json.dumps(value, indent=2, default=str) + "\n", encoding="utf-8")
+        partial.write_text(text, encoding="utf-8")
         partial.replace(launch.run / name)
 
 
@@ -446,7 +452,7 @@ def _alone(run: Path) -> Iterator[None]:
 def _follow(launch: Launch, say: Callable[[str], None], record: Callable[[Path], None] | None) -> int:
     """Runs the command, with its output in `log.txt`, and says how far it is."""
     metrics = launch.run / "metrics.jsonl"
-    place = metrics.stat().st_size if metrics.exists() else 0
+    place = _whole_lines(metrics)
     device = {} if launch.gpus else {"CUDA_VISIBLE_DEVICES": ""}
     with (launch.run / "log.txt").open("ab") as log:
         child = subprocess.Popen(
@@ -475,6 +481,15 @@ def _follow(launch: Launch, say: Callable[[str], None], record: Callable[[Path],
             child.wait()
             raise
     return child.returncode
+
+
+def _whole_lines(file: Path) -> int:
+    """Cuts off a last line that a killed process did not finish, and returns the file's size."""
+    if not file.exists():
+        return 0
+    size = file.read_bytes().rfind(b"\n") + 1
+    os.truncate(file, size)
+    return size
 
 
 class _Progress:
