@@ -80,6 +80,8 @@ def parallelize(
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         if backend is not None:
             block.compile(backend=backend)
+    if mesh is None and backend is None and RECIPE["graphs"] and not RECIPE["activation_checkpointing"]:
+        module.model.graph_blocks()
     if mesh is not None:
         options: dict[str, Any] = {
             "mesh": mesh,
