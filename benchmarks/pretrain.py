@@ -199,9 +199,10 @@ def rows(given: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
     contestant = prepared(contestant, device, given.precision, given.checkpoint, given.compile)
     matrices = [p for p in contestant.model.parameters() if p.dim() > 1]
     others = [p for p in contestant.model.parameters() if p.dim() <= 1]
+    capturable = {"capturable": True} if given.graph else {}
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
-        lr=1e-4, betas=(0.9, 0.95), fused=True,
+        lr=1e-4, betas=(0.9, 0.95), fused=True, **capturable,
     )  # fmt: skip
     gpu = torch.cuda.get_device_name() if on_gpu else "CPU"
     peak = next((rate for part, rate in PEAKS.items() if part in gpu), None)
@@ -211,7 +212,7 @@ def rows(given: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
         row = {
             "model": name if kind != "export" else "export", "size": given.size, "shape": shape, "gpus": world,
             "precision": given.precision, "checkpoint": given.checkpoint, "compiled": given.compile,
-            "parameters": count, "device": gpu, "torch": torch.__version__,
+            "graph": given.graph, "parameters": count, "device": gpu, "torch": torch.__version__,
         }  # fmt: skip
 
         def step(batch: int = batch, length: int = length) -> Any:
@@ -231,7 +232,8 @@ def rows(given: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
                 step()
             if on_gpu:
                 torch.cuda.reset_peak_memory_stats()
-            seconds = min(_timed(step, given.steps, device) for _ in range(3))
+            again = _captured(step) if given.graph else step
+            seconds = min(_timed(again, given.steps, device) for _ in range(3))
         except torch.OutOfMemoryError as error:
             yield {**row, "error": str(error).split(". ")[1]}
             optimizer.zero_grad()
@@ -249,6 +251,18 @@ def rows(given: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
         yield row
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _captured(step: Callable[[], Any]) -> Callable[[], Any]:
+    """The step as one CUDA graph. Gradients must be None before it, so that they lie in the graph's memory."""
+    import torch
+
+    gc.collect()
+    torch.cuda.empty_cache()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
 
 
 def _timed(step: Callable[[], Any], steps: int, device: Any) -> float:
@@ -305,7 +319,7 @@ def kind_of(kernel: str) -> str:
 def line(row: dict[str, Any]) -> str:
     """A row as text; a profile follows on lines of its own."""
     said = f"{row['model']:20} {row['size']} {row['shape']:>8} {row['gpus']} GPU {row['precision']:8}"
-    said += " checkpointed" * row["checkpoint"] + " compiled" * row["compiled"]
+    said += " checkpointed" * row["checkpoint"] + " compiled" * row["compiled"] + " in a graph" * row["graph"]
     if "error" in row:
         return f"{said} {row['error']}"
     said += f" {row['ms']:8.1f} ms {row['tokens_per_second'] / 1e3:8.1f} thousand tokens/s"
@@ -339,7 +353,7 @@ def apart(given: argparse.Namespace, name: str) -> None:
     command = [sys.executable, __file__, "--here", "--model", name, "--out", str(given.out), "--size", given.size]
     command += [part for shape in given.shape for part in ("--shape", shape)]
     command += ["--precision", given.precision, "--steps", str(given.steps), "--warm", str(given.warm)]
-    command += [f"--{flag}" for flag in ("checkpoint", "compile", "profile") if getattr(given, flag)]
+    command += [f"--{flag}" for flag in ("checkpoint", "compile", "graph", "profile") if getattr(given, flag)]
     with tempfile.TemporaryDirectory() as cache:
         environment["TRITON_CACHE_DIR"] = cache
         try:
@@ -360,6 +374,7 @@ def main() -> None:
     parser.add_argument("--precision", choices=("fsdp", "bf16", "autocast"), default="fsdp")
     parser.add_argument("--checkpoint", action="store_true", help="recompute each block's activations in the backward")
     parser.add_argument("--compile", action="store_true", help="torch.compile each block")
+    parser.add_argument("--graph", action="store_true", help="capture a whole step as a CUDA graph (not with fsdp)")
     parser.add_argument("--profile", action="store_true", help="print where the device's time goes")
     parser.add_argument("--steps", type=int, default=8, help="steps of one timing; the fastest of 3 counts")
     parser.add_argument("--warm", type=int, default=3)
