@@ -283,8 +283,16 @@ def results(layer: RuleLayer, x: Tensor) -> dict[str, Tensor]:
     return found
 
 
+LARGE = pytest.mark.parametrize("large", [2**24, 1], ids=["one product", "the gate apart"])
+"""From how many numbers on the output gate's projection is a product of its own."""
+
+
+@LARGE
 @pytest.mark.parametrize("name", LAYERS)
-def test_layers_are_the_same_with_and_without_the_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_are_the_same_with_and_without_the_kernels(
+    name: str, large: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deltalab.ops.convolution.APART", large)
     layer, x = layer_of(name), normal(1, 8, 7, 12)
     monkeypatch.setattr("deltalab.ops.convolution.automatic", lambda device: NONE)
     right = results(layer, x)
@@ -317,6 +325,17 @@ def test_packed_layers_are_the_same_with_and_without_the_kernels(name: str, monk
 
 
 @pytest.mark.usefixtures("launching")
+@pytest.mark.parametrize("needs", ["x", "a weight"])
+def test_products_apart_give_the_gradients_that_are_asked_for(needs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltalab.ops.convolution.APART", 1)
+    layer, x = layer_of("unit").requires_grad_(False), normal(1, 8, 7, 12)
+    leaf = (x if needs == "x" else layer.qkv.weight).requires_grad_()
+    (found,) = torch.autograd.grad(layer(x).sum(), leaf)
+    monkeypatch.setattr("deltalab.ops.convolution.APART", 2**24)
+    torch.testing.assert_close(found, torch.autograd.grad(layer(x).sum(), leaf)[0])
+
+
+@pytest.mark.usefixtures("launching")
 @pytest.mark.parametrize(("name", "tokens", "products"), [("unit", 56, 2), ("a low rank", 56, 3), ("unit", 7, 5)])
 def test_many_tokens_are_multiplied_once(name: str, tokens: int, products: int) -> None:
     """All projections of x are one product; the output and the second matrix of a low rank take one more each."""
@@ -326,8 +345,10 @@ def test_many_tokens_are_multiplied_once(name: str, tokens: int, products: int) 
     assert calls.seen.count("aten::mm") == products
 
 
+@LARGE
 @pytest.mark.usefixtures("launching")
-def test_stacked_layers_are_what_they_are_alone() -> None:
+def test_stacked_layers_are_what_they_are_alone(large: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltalab.ops.convolution.APART", large)
     layer, x = layer_of("unit"), normal(1, 2, 8, 7, 12)
     runs = [dict(layer_of("unit", seed).named_parameters()) for seed in (1, 2)]
     weights = {key: torch.stack([run[key].detach() for run in runs]).requires_grad_() for key in runs[0]}

@@ -128,6 +128,27 @@ def test_logits_loss_and_gradients_are_ours(pair):
         torch.testing.assert_close(gradients[name], value.grad, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("count", [None, 100], ids=["mean", "part of a larger batch"])
+def test_training_gives_the_loss_without_the_logits(pair, count):
+    _, theirs = pair
+    inputs = tokens(3, 21)
+    labels = inputs.masked_fill(tokens(3, 21, seed=1) < 5, -100)
+    whole = theirs(inputs, labels=labels, num_items_in_batch=count)
+    asked = theirs(inputs, labels=labels, num_items_in_batch=count, skip_logits=True)
+    theirs.train()
+    try:
+        training = theirs(inputs, labels=labels, num_items_in_batch=count)
+        logits = theirs(inputs, labels=labels, skip_logits=False).logits
+    finally:
+        theirs.eval()
+    assert asked.logits is training.logits is None
+    torch.testing.assert_close(logits, whole.logits)
+    torch.testing.assert_close(training.loss, whole.loss)
+    parameters = list(theirs.parameters())
+    for one, other in zip(*(torch.autograd.grad(out.loss, parameters) for out in (training, whole)), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}])
 def test_generating_with_the_state_equals_recomputing_everything(pair, how):
     _, theirs = pair

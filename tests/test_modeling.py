@@ -172,7 +172,7 @@ def test_checkpointing_changes_no_gradient(model: DeltaLabForCausalLM, every: in
         ]
 
     model.train()
-    handles = [block.mlp.register_forward_hook(count) for block in model.model.blocks]
+    handles = [block.mlp.register_forward_pre_hook(count) for block in model.model.blocks]
     try:
         right = gradients()
         assert calls["n"] == 2
@@ -190,25 +190,41 @@ def test_checkpointing_changes_no_gradient(model: DeltaLabForCausalLM, every: in
         assert torch.equal(one, other)
 
 
-def test_a_compiled_model_gives_the_same(model: DeltaLabForCausalLM) -> None:
+def test_the_loss_of_training_needs_no_logits(model: DeltaLabForCausalLM) -> None:
+    row, mask = padded(texts(5, 9), left=False)
+    leaves = [p for p in model.parameters() if p.dim() > 1]
+    for given in ({}, {"num_items_in_batch": torch.tensor(7)}, {"num_items_in_batch": 7}):
+        found = []
+        for training in (True, False):
+            out = model.train(training)(row, attention_mask=mask, labels=row, **given)
+            assert (out.logits is None) == training
+            found.append([out.loss, *torch.autograd.grad(out.loss, leaves, allow_unused=True)])
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, check_dtype=False)
+    model.loss_function = lambda logits, **_: logits.sum()
+    try:
+        assert model.train()(row, labels=row).logits is not None
+    finally:
+        del model._loss_function
+        model.eval()
+
+
+def test_a_compiled_model_gives_the_same() -> None:
+    model = made(rule="deltanet", layers=1)
     compiled = torch.compile(model, backend="aot_eager")
-    row = tokens(2, 9)
-    for given in ({}, {"attention_mask": torch.ones_like(row)}, {"labels": row}):
-        found, right = compiled(row, **given), model(row, **given)
-        close(found.logits, right.logits)
-        if "labels" in given:
-            close(found.loss, right.loss)
-            grads = [torch.autograd.grad(one.loss, model.model.embed.weight)[0] for one in (found, right)]
-            close(*grads)
+    row = tokens(2, 5)
+    found, right = (one(row, attention_mask=torch.ones_like(row), labels=row) for one in (compiled, model))
+    close(found.logits, right.logits)
+    close(found.loss, right.loss)
+    close(*(torch.autograd.grad(one.loss, model.model.embed.weight)[0] for one in (found, right)))
+    model.train()
+    close(*(torch.autograd.grad(one(row, labels=row).loss, model.model.embed.weight)[0] for one in (compiled, model)))
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_trainer_trains_and_counts_tokens(tmp_path: Any) -> None:
     """Steps of two small batches are those of one large one, with checkpointing and padding."""
     rows = [{"input_ids": row[0].tolist()} for row in texts(9, 3, 6, 12, 5, 8, 2, 10)]
-
-    class Tokenizer:
-        pad_token_id = 0
 
     def collate(given: list[dict[str, list[int]]]) -> dict[str, Tensor]:
         batch, mask = padded([torch.tensor([one["input_ids"]]) for one in given], left=False)
@@ -219,13 +235,13 @@ def test_the_trainer_trains_and_counts_tokens(tmp_path: Any) -> None:
         model = made(rule="comba").float()
         arguments = transformers.TrainingArguments(
             output_dir=str(tmp_path), per_device_train_batch_size=size, gradient_accumulation_steps=accumulated,
-            max_steps=4, learning_rate=1e-2, report_to=[], save_strategy="no", logging_steps=1, use_cpu=True,
+            max_steps=2, learning_rate=1e-2, report_to=[], save_strategy="no", logging_steps=1, use_cpu=True,
             gradient_checkpointing=size == 2, disable_tqdm=True, seed=1, remove_unused_columns=False,
         )  # fmt: skip
         trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows, data_collator=collate)
         trainer.train()
         trained.append([line["loss"] for line in trainer.state.log_history if "loss" in line])
-    assert len(trained[0]) == 4
+    assert len(trained[0]) == 2
     assert trained[0] == pytest.approx(trained[1], rel=1e-3)
     assert trained[0][-1] < trained[0][0]
 

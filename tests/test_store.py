@@ -382,15 +382,15 @@ def test_an_older_database_asks_for_upgrade_and_keeps_its_rows(
     store.close()
     scripts = tmp_path / "scripts"
     shutil.copytree(Path(database.__file__).parent / "migrations", scripts)
-    (scripts / "versions" / "0002.py").write_text(
-        "import sqlalchemy as sa\nfrom alembic import op\nrevision, down_revision = '0002', '0001'\n"
+    (scripts / "versions" / "0003.py").write_text(
+        "import sqlalchemy as sa\nfrom alembic import op\nrevision, down_revision = '0003', '0002'\n"
         "def upgrade():\n"
         "    with op.batch_alter_table('trial', recreate='auto') as batch:\n"
         "        batch.alter_column('task', type_=sa.Text())\n"
         "        batch.add_column(sa.Column('note', sa.String()))\n"
     )
     monkeypatch.setattr(database, "_scripts", lambda: ScriptDirectory(str(scripts)))
-    with pytest.raises(InputError, match="revision '0001' is old; run `platform db upgrade` first"):
+    with pytest.raises(InputError, match="revision '0002' is old; run `platform db upgrade` first"):
         Store.open(url)
     Store.upgrade(url)
     Store.upgrade(url)
@@ -407,8 +407,8 @@ def test_a_failed_migration_leaves_the_database_as_it_was(
     store.close()
     scripts = tmp_path / "scripts"
     shutil.copytree(Path(database.__file__).parent / "migrations", scripts)
-    (scripts / "versions" / "0002.py").write_text(
-        "from alembic import op\nrevision, down_revision = '0002', '0001'\n"
+    (scripts / "versions" / "0003.py").write_text(
+        "from alembic import op\nrevision, down_revision = '0003', '0002'\n"
         "def upgrade():\n    op.drop_table('metric')\n    raise RuntimeError('halfway')\n"
     )
     with monkeypatch.context() as patch:

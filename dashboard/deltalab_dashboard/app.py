@@ -14,6 +14,7 @@ PAGES = [
     st.Page("trials.py", title="Trials", icon=":material/list:"),
     st.Page("arms.py", title="Arms", icon=":material/call_split:"),
     st.Page("rule.py", title="Rule", icon=":material/function:"),
+    st.Page("training.py", title="Training", icon=":material/trending_down:"),
 ]
 ICON = Path(__file__).parent / "icon.svg"  # Streamlit would fetch a Material icon from the network
 NOTHING_YET = """
@@ -47,6 +48,8 @@ def main() -> None:
         studies = {study.id: study for study in ledger().studies()}
         if studies:
             choose(studies)
+            page.run()
+        elif page.url_path == "training":  # a ledger may hold trainings alone
             page.run()
         else:
             st.title("No studies yet")

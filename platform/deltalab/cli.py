@@ -15,8 +15,10 @@ from rich.table import Table
 from deltalab import __version__
 from deltalab.authoring.check import CheckResult, author_line
 from deltalab.cli_data import data
+from deltalab.cli_eval import evaluate
 from deltalab.cli_export import export
 from deltalab.cli_options import AsJson, Db, Folder, Params, Profile, StudyFile, StudyName, find_study
+from deltalab.cli_train import train
 from deltalab.errors import InputError, WrongRules
 from deltalab.registry import add_plugin, get_rule, get_task, list_rules, list_tasks, rule_plugin, task_plugin
 from deltalab.tasks import Task
@@ -409,6 +411,8 @@ def dashboard(
 
 
 app.command()(export)
+app.command()(train)
+app.command("eval")(evaluate)
 
 
 @db.command("upgrade")
@@ -417,6 +421,21 @@ def db_upgrade(db: Db = None) -> None:
     from deltalab.store import Store
 
     Store.upgrade(db)
+
+
+@db.command("import")
+def db_import(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs of `platform train`.")],
+    db: Db = None,
+) -> None:
+    """Record trainings that ran on another machine, from their folders; again, to bring them up to date."""
+    from deltalab.store import Store
+    from deltalab.store.trainings import record
+
+    with Store.open(db) as store:
+        for run in runs:
+            record(store, run)
+            print(f"{run}: recorded")
 
 
 def _named(name: str, kind: type) -> list[str]:

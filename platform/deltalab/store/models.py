@@ -1,4 +1,4 @@
-"""The ledger's tables: Study -> Arm -> Trial -> Run -> Metric."""
+"""The ledger's tables: Study -> Arm -> Trial -> Run -> Metric; and Training -> TrainingMetric."""
 
 from datetime import UTC, datetime
 from typing import Annotated, Any, ClassVar, Literal
@@ -173,3 +173,37 @@ class Artifact(Base):
     path: Mapped[str]
     sha256: Mapped[str]
     bytes: Mapped[Big]
+
+
+class Training(Base):
+    """A training of an exported folder, one run of `platform train`.
+
+    run: its id. study, arm: what was exported, by address and name; a ledger may hold a training without its study.
+    about: the run's `run.json`.
+    """
+
+    __tablename__ = "training"
+
+    id: Mapped[Id]
+    run: Mapped[str] = mapped_column(unique=True)
+    name: Mapped[str]
+    study: Mapped[str | None] = mapped_column(index=True)
+    arm: Mapped[str | None]
+    rule: Mapped[str]
+    parameters: Mapped[Big | None]
+    tokens_per_step: Mapped[Big]
+    started_at: Mapped[datetime]
+    about: Mapped[dict[str, Any]]
+
+
+class TrainingMetric(Base):
+    """A finite value of a metric at a step of a training. split: "evaluation" for what `platform eval` measured."""
+
+    __tablename__ = "training_metric"
+    __table_args__ = ({"sqlite_with_rowid": False},)
+
+    training_id: Mapped[int] = mapped_column(ForeignKey("training.id", ondelete="CASCADE"), primary_key=True)
+    split: Mapped[str] = mapped_column(primary_key=True)
+    name: Mapped[str] = mapped_column(primary_key=True)
+    step: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    value: Mapped[float]

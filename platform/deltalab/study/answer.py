@@ -3,12 +3,13 @@
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations, product
 from typing import Any
 
 from deltalab.store import Arm, Store, TrialRow
 from deltalab.store.models import Stage
+from deltalab.store.trainings import TrainingRow, trainings
 from deltalab.study.candidates import edge
 from deltalab.study.choice import Scores, outcomes
 from deltalab.study.joint import (
@@ -122,7 +123,8 @@ class InfeasibleCandidate:
 
 @dataclass(frozen=True)
 class Answer:
-    """A study's answer, and what it rests on. profile: None is the default one. warnings: what makes it doubtful."""
+    """A study's answer, and what it rests on. profile: None is the default one. warnings: what makes it doubtful.
+    trainings: of what was exported from the study."""
 
     study: str
     profile: str | None
@@ -134,6 +136,7 @@ class Answer:
     failures: list[Failure]
     infeasible: list[InfeasibleCandidate]
     notes: list[str]
+    trainings: list[TrainingRow] = field(default_factory=list)
 
 
 def answer(store: Store, study_id: int, *, which: Stage = "confirm") -> Answer:
@@ -181,7 +184,17 @@ def answer(store: Store, study_id: int, *, which: Stage = "confirm") -> Answer:
     ]
     notes = _notes(which, study.spec)
     return Answer(
-        study.name, study.profile, study.id, study.state, which, warnings, tables, failures, infeasible, notes
+        study.name,
+        study.profile,
+        study.id,
+        study.state,
+        which,
+        warnings,
+        tables,
+        failures,
+        infeasible,
+        notes,
+        trainings(store, study),
     )
 
 

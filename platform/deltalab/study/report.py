@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
+from datetime import datetime
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -15,6 +16,7 @@ from rich.text import Text
 
 from deltalab.store import Store
 from deltalab.store.models import Stage
+from deltalab.store.trainings import TrainingRow
 from deltalab.study.answer import (
     NO_DIFFERENCE,
     Answer,
@@ -34,6 +36,11 @@ ONE_TABLE = 120
 SHORT_VERDICT = "no diff."
 SHORTEST_NAME = 8
 """Columns that are left to a name, or to a word among the tuned values, before it is folded."""
+TRAININGS = "Trainings of exported folders"
+TRAINING_HEADERS = (
+    "training", "arm", "rule", "parameters", "steps", "tokens", "train loss", "validation loss", "tokens/s",
+    "evaluations",
+)  # fmt: skip
 # Positions in a row's `cells`.
 ARM, METRIC, DIFFERENCE, VERDICT, TUNED = 0, 2, 3, 5, 10
 ANSWER, COSTS = (0, 1, 2, 3, 4, 5), (0, 6, 7, 8, 9, 10)
@@ -68,6 +75,14 @@ class Report(Answer):
                 yield Text(f"- {note}")
         for line in (*failure_lines(self.failures), *self.notes):
             yield Text(f"- {line}")
+        if self.trainings:
+            yield Text(f"\n{TRAININGS}")
+            grid = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+            for header in TRAINING_HEADERS:
+                grid.add_column(Text(header), overflow="fold")
+            for row in self.trainings:
+                grid.add_row(*map(Text, training_cells(row)))
+            yield grid
 
     def to_markdown(self) -> str:
         lines = [f"## {self.title}", ""]
@@ -80,21 +95,31 @@ class Report(Answer):
             lines += [_markdown(cells(row)) for row in table.rows]
             lines += ["", *(f"- {note}" for note in table.notes), *([""] if table.notes else [])]
         lines += [f"- {line}" for line in (*failure_lines(self.failures), *self.notes)]
+        if self.trainings:
+            lines += ["", f"### {TRAININGS}", ""]
+            lines += [_markdown(TRAINING_HEADERS), _markdown(["---"] * len(TRAINING_HEADERS))]
+            lines += [_markdown(training_cells(row)) for row in self.trainings]
         return "\n".join(lines) + "\n"
 
     def to_json(self) -> str:
         """Every figure; null where one is not defined."""
-        return json.dumps(_without_nan(asdict(self)), indent=2, allow_nan=False)
+        return json.dumps(_without_nan(asdict(self)), indent=2, allow_nan=False, default=datetime.isoformat)
 
     def to_csv(self) -> str:
-        """A line per task and arm; an empty field where a figure is not defined."""
-        out = io.StringIO()
-        lines = [_flat(table, row) for table in self.tables for row in table.rows]
-        if lines:
+        """A line per task and arm; an empty field where a figure is not defined. Where there are trainings, an empty
+        line and a second table follow, with a line per training."""
+        tables = [
+            [_flat(table, row) for table in self.tables for row in table.rows],
+            [*map(_flat_training, self.trainings)],
+        ]
+        parts = []
+        for lines in filter(None, tables):
+            out = io.StringIO()
             writer = csv.DictWriter(out, fieldnames=list(lines[0]), lineterminator="\n")
             writer.writeheader()
             writer.writerows(_without_nan(lines))
-        return out.getvalue()
+            parts.append(out.getvalue())
+        return "\n".join(parts)
 
 
 def report(store: Store, study_id: int, *, which: Stage = "confirm") -> Report:
@@ -139,6 +164,22 @@ def cells(row: Row) -> list[str]:
         "" if row.state_size is None else f"{row.state_size:,}",
         "" if row.parameters is None else f"{row.parameters:,}",
         format_values(row.tuned) + (f" ({row.chose} of {row.score.n} seeds)" if len(row.by_budget) > 1 else ""),
+    ]
+
+
+def training_cells(row: TrainingRow) -> list[str]:
+    """A training as text under `TRAINING_HEADERS`: "" where a figure is not known."""
+    losses = [f"{row.losses[split]:.4f}" if split in row.losses else "" for split in ("train", "validation")]
+    return [
+        row.name,
+        row.arm or "",
+        row.rule,
+        "" if row.parameters is None else f"{row.parameters:,}",
+        f"{row.steps:,}",
+        f"{row.tokens:,}",
+        *losses,
+        "" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
+        ", ".join(f"{name} {value:.4g}" for name, value in row.evaluations.items()),
     ]
 
 
@@ -212,6 +253,17 @@ def _flat(table: TaskTable, row: Row) -> dict[str, Any]:
         **{f"difference_{key}": value for key, value in difference.items()},
         "learned": json.dumps(own["learned"]),
         "tuned": json.dumps(row.tuned),
+    }
+
+
+def _flat_training(row: TrainingRow) -> dict[str, Any]:
+    flat = {key: value for key, value in asdict(row).items() if key not in ("losses", "evaluations", "about")}
+    return {
+        **flat,
+        "started_at": row.started_at.isoformat(),
+        "train_loss": row.losses.get("train"),
+        "validation_loss": row.losses.get("validation"),
+        "evaluations": json.dumps(row.evaluations),
     }
 
 
