@@ -100,7 +100,7 @@ class Folder:
             raise InputError(f"{self.path}: has no tokenizer; export it with --tokenizer")
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(self.path)
+        return AutoTokenizer.from_pretrained(self.path, trust_remote_code=True)
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
