@@ -260,6 +260,10 @@ def test_a_run_is_measured_by_its_newest_checkpoint(
     rows = json.loads((run / "evaluations.json").read_text())["evaluations"]
     assert {row["step"] for row in rows} == {12}
     Store.open("lab.db").close()
+    assert platform("export", run, "hf") == 0  # which names its run, and the data of the training
+    assert platform("eval", "hf", "--tasks", "loss", "--limit", 1) == 0
+    [first, *_] = json.loads(Path("hf", "evaluations.json").read_text())["evaluations"]
+    assert (first["step"], first["value"], first["data"]) == (12, rows[0]["value"], str(data))
     assert platform("eval", run / "checkpoints" / "step-12", "--tasks", "needle", "--limit", 1, "--db", "lab.db") == 0
     with Store.open("lab.db") as store:
         [training] = trainings(store)
