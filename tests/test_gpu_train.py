@@ -113,7 +113,7 @@ def test_a_corpus_that_a_gpu_cannot_hold_is_sent_window_by_window(monkeypatch: p
     task, spec = deltalab.get_task("text", length=32), model("gated_deltanet", vocab_size=256)
     held = trained(task, spec, SPEC, graph=True)
     held.measure("test")
-    monkeypatch.setattr(corpus, "_SHARE", 2**40)
+    monkeypatch.setattr(corpus, "SHARE", 2**40)
     sent = trained(task, spec, SPEC, graph=True)
     sent.measure("test")
     assert task.fed_by_cpu(held.device)

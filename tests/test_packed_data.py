@@ -7,6 +7,7 @@ import pickle
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,7 +26,13 @@ from deltalab.data.seen import Seen
 from deltalab.data.sources import BLOCK, Reading, find
 from deltalab.data.vocabulary import train_tokenizer
 from deltalab.errors import InputError
+from deltalab.models.spec import ModelSpec
 from deltalab.packed import SPLITS, Packed, _scrambled
+from deltalab.registry import get_task
+from deltalab.tasks.corpus import RARE
+from deltalab.tasks.text import Text, opened
+from deltalab.training.spec import TrainSpec
+from deltalab.training.train import train
 
 HALVES = {"train": 0.5, "validation": 0.25, "test": 0.25}
 WORDS = ["the", "king", "of", "ten", "ships", "told", "them", "a", "story", "about", "gold", "and", "another", "sea"]
@@ -401,3 +409,80 @@ def test_ids_above_16_bits_take_32(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     meta = pack([str(write_jsonl(tmp_path / "a.jsonl", ["a"]))], tmp_path / "p", shares={"train": 1.0})
     assert meta["dtype"] == "uint32"
     assert Packed(tmp_path / "p").split("train").read(0, 2).tolist() == [1, 2**16 + 5]
+
+
+@pytest.fixture
+def packed_bpe(story: Path, tmp_path: Path) -> Path:
+    """Of a vocabulary above 256, in shards that a window may cross."""
+    train_tokenizer([str(story)], tmp_path / "bpe.json", vocab_size=300)
+    thirds = {"train": 0.4, "validation": 0.3, "test": 0.3}
+    pack([str(story)], tmp_path / "bpe", tokenizer=str(tmp_path / "bpe.json"), shares=thirds, shard_tokens=500)
+    return tmp_path / "bpe"
+
+
+def test_the_task_text_reads_packed_tokens(packed_bpe: Path, tmp_path: Path) -> None:
+    task = get_task("text", corpus=str(packed_bpe), length=32)
+    assert isinstance(task, Text)
+    packed = Packed(packed_bpe)
+    assert task.vocab_size == 300
+    assert task.fingerprint() == packed.meta["sha256"]
+    assert task.train_tokens == packed.split("train").tokens
+    batch = task.batch("train", 64, 0, 0)
+    stream = packed.split("train").read(0, packed.split("train").tokens).tolist()
+    windows = {tuple(stream[i : i + 33]) for i in range(len(stream) - 32)}
+    for inputs, targets in zip(batch.inputs.tolist(), batch.targets.tolist(), strict=True):
+        assert (*inputs, targets[-1]) in windows
+        assert inputs[1:] == targets[:-1]
+
+    uniform = task.measure(batch, torch.zeros(64 * 32, 300))
+    total, count = uniform["bits_per_byte"]
+    splits = [packed.split(name) for name in SPLITS]
+    ratio = sum(split.bytes for split in splits) / sum(split.tokens for split in splits)
+    assert (total / count).item() == pytest.approx(np.log2(300) / ratio)
+    assert task.chance == pytest.approx(np.log2(300) / ratio)
+
+    moved = packed_bpe.rename(tmp_path / "moved")
+    assert get_task("text", corpus=str(moved), length=32).fingerprint() == task.fingerprint()
+
+
+def test_rare_bigrams_of_packed_tokens_are_those_that_a_count_finds(packed_bpe: Path) -> None:
+    task = get_task("text", corpus=str(packed_bpe), length=32)
+    assert isinstance(task, Text)
+    split = Packed(packed_bpe).split("train")
+    stream = split.read(0, split.tokens)
+    pairs = Counter(pairwise(stream.tolist()))
+    frequent = {pair for pair, count in pairs.items() if count >= RARE * (len(stream) - 1)}
+    assert 10 < len(frequent) < len(pairs)
+    first, second = torch.cartesian_prod(torch.arange(300), torch.arange(300)).T
+    rare = task._corpus.is_rare(first, second).reshape(300, 300)
+    assert {tuple(pair) for pair in (~rare).nonzero().tolist()} == frequent
+
+
+def test_text_packed_as_bytes_is_text_for_both_tasks(story: Path, packed_bpe: Path, tmp_path: Path) -> None:
+    thirds = {"train": 0.4, "validation": 0.3, "test": 0.3}
+    pack([str(story)], tmp_path / "bytes", shares=thirds)
+    assert get_task("text", corpus=str(tmp_path / "bytes"), length=32).vocab_size == 256
+    get_task("niah", variant=2, length=60, corpus=str(tmp_path / "bytes")).batch("train", 2, 0, 0)
+    with pytest.raises(InputError, match="task 'niah': parameter 'corpus' must be bytes, or packed as bytes, not '"):
+        get_task("niah", variant=2, length=60, corpus=str(packed_bpe))
+    os.truncate(tmp_path / "bytes" / "train-00000.bin", 10)
+    opened.cache_clear()
+    with pytest.raises(InputError, match=r"task 'text': parameter 'corpus': .*train-00000.bin: has 10 bytes"):
+        get_task("text", corpus=str(tmp_path / "bytes"), length=32)
+
+
+def test_a_folder_of_text_with_a_meta_json_stays_text(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.txt", "meta.json"):
+        (tmp_path / name).write_text(f"{name} " * 100)
+    assert get_task("text", corpus=str(tmp_path), length=16).vocab_size == 256
+
+
+def test_a_model_learns_packed_tokens(packed_bpe: Path) -> None:
+    task = get_task("text", corpus=str(packed_bpe), length=32, times=[2])
+    spec = ModelSpec.of(
+        {"rule": {"name": "linear_attention"}, "vocab_size": 300, "d_model": 16, "layers": 1, "heads": 2}
+    )
+    result = train(task, spec, TrainSpec(steps=80, batch_size=8, lr=2e-2, eval_batches=2), [0], test=True)
+    before, after = task.chance, result.runs[0].final("test", "bits_per_byte")
+    assert after < 0.8 * before
+    assert result.runs[0].final("test", "bits_per_byte@64") < 0.8 * before

@@ -38,6 +38,7 @@ def ledger(tmp_path: Path) -> Path:
     """Its study chose each arm's rate on one tuning seed, and confirmed it with two others."""
     with sqlite3.connect(tmp_path / "ledger.db") as made:
         made.executescript((RELEASED / "ledger.sql").read_text())
+    Store.upgrade(tmp_path / "ledger.db")
     return tmp_path / "ledger.db"
 
 

@@ -23,6 +23,7 @@ from deltalab.tasks.corpus import Corpus, load, located
 from deltalab.tasks.digits import Digits
 from deltalab.tasks.kjv_jargon import FINGERPRINT, FOLDER, cut
 from deltalab.tasks.mod_arithmetic import ModArithmetic
+from deltalab.tasks.text import opened
 from deltalab.tasks.word_problem import WordProblem
 
 RARE_EVENT = 1e-4  # every draw here is fixed, so a test below this p-value fails always or never
@@ -544,7 +545,7 @@ def mapped(data: np.ndarray) -> bool:
 def test_text_joins_a_folder_once_for_all_processes(folder: Path, joined: Path) -> None:
     first = Text(length=8, corpus=str(folder)).batch("test", 4, 0, 0)
     before = {path: path.stat().st_mtime_ns for path in joined.rglob("*")}
-    load.cache_clear()  # as in another process
+    opened.cache_clear()  # as in another process
     assert same(Text(length=8, corpus=str(folder)).batch("test", 4, 0, 0), first)
     assert {path: path.stat().st_mtime_ns for path in joined.rglob("*")} == before
 
@@ -574,11 +575,11 @@ def test_rare_bigrams_are_counted_across_blocks(monkeypatch: pytest.MonkeyPatch)
 def test_text_fingerprint_is_that_of_the_bytes(folder: Path) -> None:
     before = Text(length=8, corpus=str(folder)).fingerprint()
     (folder / ".hidden").write_bytes(b"other")
-    load.cache_clear()
+    opened.cache_clear()
     assert Text(length=16, times=(), corpus=f"{folder}/.").fingerprint() == before
     (folder / "sub0" / "file00").write_bytes(b"\x01" + bytes(49))
     assert Text(length=8, corpus=str(folder)).fingerprint() == before  # read once per process
-    load.cache_clear()
+    opened.cache_clear()
     assert Text(length=8, corpus=str(folder)).fingerprint() != before
     assert MQAR(length=16, pairs=4).fingerprint() == ""
 

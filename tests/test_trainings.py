@@ -127,13 +127,15 @@ def test_what_is_no_run_is_one_line(store: Store, tmp_path: Path) -> None:
 
 def test_a_study_shows_its_own_trainings_alone(store: Store, tmp_path: Path) -> None:
     gpu, plain = begin(store, profile="gpu"), begin(store)
-    record(store, run_folder(tmp_path / "named", "r1"))
-    record(store, run_folder(tmp_path / "of_gpu", "r2", provenance={"trial": "key gpu"}))
-    record(store, run_folder(tmp_path / "from_elsewhere", "r3", provenance={"trial": "of another ledger"}))
-    record(store, run_folder(tmp_path / "other", "r4", study="other"))
+    record(store, run_folder(tmp_path / "plain", "r1"))
+    record(store, run_folder(tmp_path / "gpu", "r2", study="ablation:gpu"))
+    record(store, run_folder(tmp_path / "trial", "r3", provenance={"trial": "key None"}))
+    record(store, run_folder(tmp_path / "other_trial", "r4", provenance={"trial": "key gpu"}))
+    record(store, run_folder(tmp_path / "elsewhere", "r5", provenance={"trial": "of another ledger"}))
+    record(store, run_folder(tmp_path / "other", "r6", study="other"))
     names = {study: [row.name for row in trainings(store, store.study(study))] for study in (gpu, plain)}
-    assert names == {gpu: ["named", "of_gpu", "from_elsewhere"], plain: ["named", "from_elsewhere"]}
-    assert len(trainings(store)) == 4
+    assert names == {gpu: ["gpu"], plain: ["plain", "trial", "elsewhere"]}
+    assert len(trainings(store)) == 6
 
 
 def test_the_report_ends_with_the_trainings(store: Store, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from rich.table import Table
 from deltalab import __version__
 from deltalab.authoring.check import CheckResult, author_line
 from deltalab.cli_data import data
+from deltalab.cli_eval import evaluate
 from deltalab.cli_export import export
 from deltalab.cli_options import AsJson, Db, Folder, Params, Profile, StudyFile, StudyName, find_study
 from deltalab.cli_train import train
@@ -411,6 +412,7 @@ def dashboard(
 
 app.command()(export)
 app.command()(train)
+app.command("eval")(evaluate)
 
 
 @db.command("upgrade")

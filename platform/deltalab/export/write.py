@@ -8,6 +8,7 @@ from typing import Any
 
 from deltalab.errors import InputError, unknown
 from deltalab.export import recipe as recipes
+from deltalab.export.fla import to_fla
 from deltalab.export.hf import export_hf, write_folder
 from deltalab.export.scales import PADDED, at_scale, find, parameters
 from deltalab.export.source import Source, model_fields
@@ -91,8 +92,8 @@ def export(
         recipe["origin"] = {**recipe["origin"], **_resized(source.model, model, scale, fixed)}
     texts = {} if loaded is None else tokenizer_files(*loaded)
     if to == "fla":
-        config, theirs = importlib.import_module("deltalab.export.fla").to_fla(model, kept)
-        write_folder(directory, {"config.json": config, recipes.FILE: recipe, **texts}, theirs)
+        config, theirs = to_fla(model, kept)
+        write_folder(directory, {"config.json": config, recipes.FILE: recipe, **texts}, theirs if kept else None)
     else:
         if to == "torchtitan":
             # The engines read exported folders, so they stand above this package, which loads them by name.

@@ -178,8 +178,8 @@ class Artifact(Base):
 class Training(Base):
     """A training of an exported folder, one run of `platform train`.
 
-    run: its id. study, arm: what was exported, by name; a ledger may hold a training without its study. about: the
-    run's `run.json`.
+    run: its id. study, arm: what was exported, by address and name; a ledger may hold a training without its study.
+    about: the run's `run.json`.
     """
 
     __tablename__ = "training"

@@ -91,15 +91,25 @@ def record(store: Store, run_folder: str | Path) -> int:
         return training.id
 
 
+def add_evaluations(store: Store, run: str, found: Iterable[Mapping[str, Any]]) -> bool:
+    """Adds evaluations, each with step, task, metric and value, to the training of a run's id. False without such."""
+    metrics = {_evaluation(row): float(row["value"]) for row in found if math.isfinite(row["value"])}
+    with store._writing() as session:
+        training = session.scalar(select(Training.id).where(Training.run == run))
+        if training is not None:
+            _write(session, training, metrics)
+    return training is not None
+
+
 def trainings(store: Ledger, study: Study | None = None) -> list[TrainingRow]:
     """The trainings of a study, or all of them, in the order of their start.
 
-    A study's trainings name it as theirs. Where one names the trial that was exported, too, and the ledger holds this
-    trial, it belongs to the studies that have the trial: of one name there may be several, by profile.
+    A study's trainings name its address. Where one names the trial that was exported, too, and the ledger holds this
+    trial, it belongs to the studies that have the trial: there may be several at one address.
     """
     chosen = select(Training).order_by(Training.started_at, Training.id)
     if study is not None:
-        chosen = chosen.where(Training.study == study.name)
+        chosen = chosen.where(Training.study == study.address)
     with store._reading() as session:
         found = list(session.scalars(chosen))
         if study is not None:
@@ -172,12 +182,16 @@ def _metrics(file: Path) -> Metrics:
 def _evaluations(file: Path) -> Metrics:
     try:
         return {
-            (EVALUATION, f"{row['task']} {row['metric']}", int(row["step"] or 0)): float(row["value"])
+            _evaluation(row): float(row["value"])
             for row in _json(file)["evaluations"]
             if row["value"] is not None and math.isfinite(row["value"])
         }
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"{file}: holds no evaluations: {type(error).__name__}: {error}") from None
+
+
+def _evaluation(row: Mapping[str, Any]) -> tuple[str, str, int]:
+    return EVALUATION, f"{row['task']} {row['metric']}", int(row["step"] or 0)
 
 
 def _json(file: Path) -> dict[str, Any]:
@@ -193,7 +207,7 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def _write(session: Session, training_id: int, metrics: Metrics) -> None:
-    """Brings a training's metrics to `metrics`, and touches only the rows that differ."""
+    """Adds metrics to a training's, and touches only the rows that differ."""
     table = TrainingMetric
     known = {
         (split, name, step): value
@@ -201,7 +215,7 @@ def _write(session: Session, training_id: int, metrics: Metrics) -> None:
             select(table.split, table.name, table.step, table.value).where(table.training_id == training_id)
         )
     }
-    stale = [key for key, value in known.items() if metrics.get(key) != value]
+    stale = [key for key, value in metrics.items() if known.get(key, value) != value]
     for at in range(0, len(stale), ROWS_AT_ONCE):
         gone = tuple_(table.split, table.name, table.step).in_(stale[at : at + ROWS_AT_ONCE])
         session.execute(delete(table).where(table.training_id == training_id, gone))

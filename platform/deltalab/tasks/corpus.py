@@ -37,7 +37,7 @@ _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", 
 _BLOCK = 2**18
 """Bytes that are hashed, joined or counted at a time: counting 2^22 takes twice as long per byte."""
 
-_SHARE = 16
+SHARE = 16
 """A split of at most 1 / 16 of a GPU's memory is copied there. Several processes may share it, each with a copy."""
 
 
@@ -47,6 +47,12 @@ class Corpus:
 
     data: Mapping[str, Bytes]
     known: str = ""
+    unit = "bytes"
+    vocab_size = 256
+    bytes_per_token = 1.0
+
+    def size(self, split: str) -> int:
+        return len(self.data[split])
 
     @cached_property
     def fingerprint(self) -> str:
@@ -62,11 +68,15 @@ class Corpus:
             counts += np.bincount((block[:-1] << 8) | block[1:], minlength=256 * 256)
         return torch.tensor(counts < RARE * counts.sum())
 
+    def is_rare(self, first: Tensor, second: Tensor) -> Tensor:
+        """Whether the bigrams (first, second) are rare."""
+        return self.rare.to(first.device)[first * 256 + second]
+
     def fits(self, split: str, device: torch.device) -> bool:
         """Whether the device can hold a copy of a split. The CPU needs none."""
         if device.type != "cuda":
             return True
-        return len(self.data[split]) <= torch.cuda.get_device_properties(device).total_memory // _SHARE
+        return len(self.data[split]) <= torch.cuda.get_device_properties(device).total_memory // SHARE
 
     def windows(self, split: str, places: Tensor) -> Tensor:
         """The bytes at `places`, int64 on the device of `places`."""
@@ -88,9 +98,8 @@ def located(corpus: str | None) -> str:
     return sysconfig.get_path("stdlib") if corpus == PYTHON else os.path.abspath(os.path.expanduser(corpus))
 
 
-@cache
 def load(path: str, library: bool) -> Corpus:
-    """The corpus at `path`, mapped once per process. library: of a folder, only the standard library's own source.
+    """The corpus at `path`. library: of a folder, only the standard library's own source.
 
     Raises `InputError` where it cannot be read, or is a folder of fewer than 3 files.
     """

@@ -82,6 +82,7 @@ class NIAH(Task):
                 self._text.fingerprint()
             except InputError as error:
                 raise InputError(f"task 'niah': filler of {self._filled} bytes: {error}") from None
+            self.require(self._text.vocab_size == MARK, "corpus", "must be bytes, or packed as bytes")
 
     @property
     def digits(self) -> int:

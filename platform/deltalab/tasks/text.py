@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import ClassVar
 
 import torch
@@ -11,16 +11,17 @@ from torch import Tensor
 
 from deltalab.errors import InputError
 from deltalab.tasks.corpus import PYTHON, Corpus, load, located
+from deltalab.tasks.packed_corpus import PackedCorpus, is_packed, load_packed
 from deltalab.tasks.randomness import Random
-from deltalab.tasks.task import Batch, Task, surprisal
+from deltalab.tasks.task import SPLITS, Batch, Task, surprisal
 
 
 @dataclass(frozen=True, kw_only=True)
 class Text(Task):
-    """Byte-level language modelling: predict byte t + 1 from bytes 0 ... t, at every one of L = `length`
-    positions.
+    """Language modelling: predict byte t + 1 from bytes 0 ... t, at every one of L = `length` positions; with packed
+    data, tokens instead of bytes.
 
-    `corpus` is one of four:
+    `corpus` is one of five:
 
     - None, for the King James Bible and the Jargon File, 5.6 MB that come with deltalab, the same on every machine.
       Each chapter of the Bible and each entry of the Jargon File is in one split, about 80/10/10;
@@ -28,7 +29,9 @@ class Text(Task):
     - a folder of at least 3 files, hidden ones not counted. Each file is in one split; the order of the hashes of
       their relative paths decides, 80/10/10. The files of a split are joined in the order of their paths;
     - `python`, for the source files of this machine's Python standard library, split as a folder is. A folder of
-      that name is `./python`.
+      that name is `./python`;
+    - a folder of packed data, as `platform data pack` writes it: its tokens, in its splits. `vocab_size` is that of its
+      tokenizer. Metrics in bits per byte divide the bits of a token by its mean number of bytes in all of the data.
 
     Windows start at uniform places of a split. A corpus of any size is mapped into memory: leave it as it is while
     a study runs.
@@ -36,7 +39,7 @@ class Text(Task):
     Validation is at L. The test is at L, without a label, and at each multiple in `times` of it, under the label of the
     length; at n L on an n-th of the examples, and so on as many bytes.
 
-    Metrics, in bits per byte (8 for a uniform guess, less is better):
+    Metrics, in bits per byte (8 for a uniform guess of bytes, less is better):
 
     - `bits_per_byte` over all positions;
     - `bits_per_byte_quarter_1` to `_4` over a quarter of the positions each, first to last: they fall as far as a
@@ -46,8 +49,8 @@ class Text(Task):
       training, so that it can be recalled from the context but hardly known by heart. About 5% of positions
       at L = 128.
 
-    Raises `InputError` for a corpus that is missing, unreadable, or has a split too short for its windows, and for
-    `times` that are below 2 or not distinct.
+    Raises `InputError` for a corpus that is missing, unreadable, not whole, or has a split too short for its windows,
+    and for `times` that are below 2 or not distinct.
     """
 
     name: ClassVar[str] = "text"
@@ -66,26 +69,27 @@ class Text(Task):
         self.require(len(set(self.times)) == len(self.times), "times", "must all be different")
         named = self.corpus is None or (self.corpus.strip() != "" and "\0" not in self.corpus)
         self.require(named, "corpus", "must name a file or a folder")
-        for split, data in self._corpus.data.items():
+        for split in SPLITS:
             times = 1 if split == "train" else max(self.times, default=1)
-            if len(data) <= times * self.length:
+            size, least = self._corpus.size(split), times * self.length
+            if size <= least:
                 factor = "length" if times == 1 else f"{times} (in `times`) x length"
                 raise InputError(
-                    f"task 'text': parameter 'corpus': the {split} split of '{self._path}' has {len(data)} "
-                    f"bytes, it needs more than {factor} = {times * self.length}"
+                    f"task 'text': parameter 'corpus': the {split} split of '{self._path}' has {size} "
+                    f"{self._corpus.unit}, it needs more than {factor} = {least}"
                 )
 
     @property
     def vocab_size(self) -> int:
-        return 256
+        return self._corpus.vocab_size
 
     @property
     def chance(self) -> float:
-        return 8.0
+        return math.log2(self.vocab_size) / self._corpus.bytes_per_token
 
     @property
     def train_tokens(self) -> int:
-        return len(self._corpus.data["train"])
+        return self._corpus.size("train")
 
     def fingerprint(self) -> str:
         return self._corpus.fingerprint
@@ -96,8 +100,8 @@ class Text(Task):
         return located(self.corpus)
 
     @property
-    def _corpus(self) -> Corpus:
-        return load(self._path, self.corpus == PYTHON)
+    def _corpus(self) -> Corpus | PackedCorpus:
+        return opened(self._path, self.corpus == PYTHON)
 
     def evaluations(self) -> Mapping[str, Task]:
         corpus = self.corpus if self.corpus in (None, PYTHON) else self._path
@@ -112,7 +116,7 @@ class Text(Task):
         return not self._corpus.fits("train", device)
 
     def draw(self, split: str, size: int, random: Random) -> Batch:
-        starts = random.integers("starts", len(self._corpus.data[split]) - self.length, size, 1)
+        starts = random.integers("starts", self._corpus.size(split) - self.length, size, 1)
         windows = self._corpus.windows(split, starts + torch.arange(self.length + 1, device=random.device))
         return Batch(windows[:, :-1].contiguous(), windows[:, 1:].contiguous())
 
@@ -126,14 +130,21 @@ class Text(Task):
             **{f"bits_per_byte_quarter_{i + 1}": bits[:, cuts[i] : cuts[i + 1]] for i in range(4)},
             "recall_bits_per_byte": bits[recalled],
         }
-        return {name: (part.sum(), part.new_tensor(part.numel())) for name, part in parts.items()} | {
+        size = self._corpus.bytes_per_token
+        return {name: (part.sum(), part.new_tensor(part.numel() * size)) for name, part in parts.items()} | {
             "loss": (nats.sum(), nats.new_tensor(len(nats)))
         }
 
     def recall_slice(self, batch: Batch) -> Tensor:
         """bool `[B, T]`: whether the bigram (input, target) occurred earlier in the row and is rare in training."""
-        bigram = batch.inputs * 256 + batch.targets
+        bigram = batch.inputs * self.vocab_size + batch.targets
         by_kind, position = bigram.sort(dim=1, stable=True)
         again = torch.zeros_like(bigram, dtype=torch.bool)
         again.scatter_(1, position[:, 1:], by_kind[:, 1:] == by_kind[:, :-1])
-        return again & self._corpus.rare.to(bigram.device)[bigram]
+        return again & self._corpus.is_rare(batch.inputs, batch.targets)
+
+
+@cache
+def opened(path: str, library: bool) -> Corpus | PackedCorpus:
+    """The corpus at a path, opened once per process. Raises `InputError` as `load` and `load_packed` do."""
+    return load_packed(path) if is_packed(path) and not library else load(path, library)
