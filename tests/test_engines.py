@@ -1,0 +1,358 @@
+"""Training of exported folders: what the launcher refuses, the stream of batches, and the five commands at toy size."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+import yaml
+
+from deltalab.engines import checkpoints, launch
+from deltalab.engines.deltalab_train import recipe as recipes
+from deltalab.engines.deltalab_train.batches import IGNORE, Batches, Rows, held_out
+from deltalab.engines.torchtitan import files
+from deltalab.errors import InputError
+from deltalab.export.recipe import of_paper
+from deltalab.export.source import Source
+from deltalab.export.write import export
+from deltalab.models.spec import ModelSpec
+from deltalab.packed import Packed
+
+STUDY = {
+    "name": "s",
+    "task": {"mqar": {"length": 16, "pairs": 2, "vocab_size": 32}},
+    "base": {
+        "rule": "comba",
+        "model": {"d_model": 16, "layers": 1, "heads": 2},
+        "train": {"steps": 4, "batch_size": 4, "lr": 0.01, "evaluations": 2, "eval_batches": 1},
+    },
+    "arms": {"wide": {"model": {"conv": 2}}},
+    "seeds": 1,
+}
+RECIPE = recipes.complete({"steps": 4, "batch": {"sequences": 8, "length": 16}, "validation": {"sequences": 5}})
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with packed bytes and an exported model for both engines."""
+    lab = tmp_path_factory.mktemp("lab")
+    words = "".join(f"line {n}: {'abcdefghij'[n % 10] * (n % 7 + 3)}\n\n" for n in range(600))
+    (lab / "text.txt").write_text(words)
+    platform(lab, "data", "pack", "text.txt", "--out", "packed", "--separator", "\n\n", "--split", SPLIT)
+    spec = ModelSpec.of({"rule": "comba", "vocab_size": 256, "d_model": 16, "heads": 2, "layers": 1})
+    source = Source(spec, None, of_paper(spec), {"study": "s", "arm": "a"}, {}, "bytes")
+    export(source, lab / "model", to="torchtitan", given=["recipe.steps=4", "recipe.batch.sequences=8"])
+    export(source, lab / "plain", given=["recipe.steps=4", "recipe.batch.sequences=8"])
+    return lab
+
+
+SPLIT = "train=0.7,validation=0.2,test=0.1"
+
+
+def platform(lab: Path, *command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "deltalab", *command], cwd=lab, env=_environment(lab), capture_output=True, text=True
+    )
+    assert not check or done.returncode == 0, done.stderr + done.stdout
+    return done
+
+
+def _environment(lab: Path) -> dict[str, str]:
+    return {**os.environ, "DELTALAB_DB": str(lab / "lab.db"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
+def prepared(lab: Path, folder: str = "model", **given: Any) -> launch.Launch:
+    settings = {"gpus": 0, "given": ["batch.length=16"], **given}
+    return launch.prepare(lab / folder, lab / "packed", **settings)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The stream of batches
+
+
+def test_processes_share_one_stream_of_rows(lab: Path) -> None:
+    def tokens(world: int) -> list[torch.Tensor]:
+        """The batches of 8 rows that all processes see together, three steps of them."""
+        readers = [
+            iter(Batches(Rows(Packed(lab / "packed").split("train"), 16, 0), RECIPE, 8 // world, rank, world))
+            for rank in range(world)
+        ]
+        return [torch.cat([next(reader)[0]["tokens"] for reader in readers]) for _ in range(3)]
+
+    for one, two, four in zip(tokens(1), tokens(2), tokens(4), strict=True):
+        assert torch.equal(one, two)
+        assert torch.equal(one, four)
+
+
+def test_a_reader_goes_on_from_its_state_with_another_number_of_processes(lab: Path) -> None:
+    rows = Rows(Packed(lab / "packed").split("train"), 16, 0)
+    alone = Batches(rows, RECIPE, 8, 0, 1)
+    steps = iter(alone)
+    next(steps)
+    seen = alone.seen
+    expected = next(steps)[0]["tokens"]
+    halves = []
+    for rank in range(2):
+        again = Batches(rows, RECIPE, 4, rank, 2)
+        again.seen = seen
+        halves.append(next(iter(again))[0]["tokens"])
+    assert torch.equal(torch.cat(halves), expected)
+
+
+def test_an_epoch_reads_every_row_once_and_the_next_in_another_order(lab: Path) -> None:
+    rows = Rows(Packed(lab / "packed").split("train"), 16, 0)
+    first = [rows[index][0].tobytes() for index in range(rows.size)]
+    second = [rows[index][0].tobytes() for index in range(rows.size, 2 * rows.size)]
+    assert first != second
+    assert sorted(first) == sorted(second)
+
+
+def test_documents_that_reset_bound_the_sequences_and_have_no_first_target(lab: Path) -> None:
+    split = Packed(lab / "packed").split("train")
+    reset = {**RECIPE, "batch": {**RECIPE["batch"], "documents": "reset"}}
+    inputs, targets = next(iter(Batches(Rows(split, 16, 0), reset, 8, 0, 1)))
+    bounds = inputs["cu_seqlens"].tolist()
+    assert inputs["tokens"].shape == targets.shape == (1, 8 * 16)
+    assert bounds[0] == 0
+    assert bounds[-1] == 8 * 16
+    assert bounds == sorted(set(bounds))
+    assert {16 * row for row in range(8)} <= set(bounds), "rows never run into each other"
+    inside = [bound for bound in bounds if bound % 16]
+    assert inside
+    assert all(targets[0, bound - 1] == IGNORE for bound in inside)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_validation_counts_each_row_once_on_any_number_of_processes(lab: Path, world: int) -> None:
+    split = Packed(lab / "packed").split("validation")
+    batches = [list(held_out(split, RECIPE, 1, rank, world)) for rank in range(world)]
+    assert len({len(each) for each in batches}) == 1, "every process takes part in every collective"
+    counted = [row for each in batches for _, targets in each for row in targets if (row != IGNORE).any()]
+    assert sorted(row.tolist() for row in counted) == sorted(split.row(n, 16)[0][1:].tolist() for n in range(5))
+
+
+def test_a_process_takes_at_once_what_fits_and_divides_its_share() -> None:
+    given = recipes.complete({"batch": {"sequences": 96, "length": 2048}})
+    assert recipes.micro(given, 1) == 16, "32768 tokens"
+    assert recipes.micro(given, 8) == 12
+    with pytest.raises(ValueError, match="multiple of the 7 processes"):
+        recipes.micro(given, 7)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"folder": "nothing"}, "not an exported folder"),
+        ({"folder": "plain"}, "has no files for torchtitan: export it with --to torchtitan"),
+        ({"engine": "titan"}, "--engine: unknown engine 'titan'; did you mean 'torchtitan'"),
+        ({"gpus": 64}, "--gpus 64: this machine has 0"),
+        ({"processes": 3}, "batch.sequences 8 must be a multiple of the 3 processes"),
+        ({"given": ["optimiser.lr=1"]}, "--set: unknown setting 'optimiser.lr'; did you mean 'optimizer.lr'"),
+        ({"given": ["optimizer.lr=fast"]}, "optimizer.lr must be a number of at least 0, not 'fast'"),
+        ({"given": ["schedule.kind=cosin"]}, "did you mean 'cosine'"),
+        ({"given": ["checkpoint.keep=1"]}, "checkpoint.keep must be at least 2"),
+        ({"given": ["steps"]}, "give settings as KEY=VALUE"),
+        ({"given": ["batch.length=100000"]}, "make no row of batch.length 100000"),
+        ({"nodes": launch.Nodes(2)}, "--nodes: give --address HOST:PORT"),
+    ],
+)
+def test_wrong_inputs_are_one_line_and_write_nothing(lab: Path, given: dict[str, Any], message: str) -> None:
+    before = sorted(lab.rglob("*"))
+    if not torch.cuda.is_available() or "gpus" not in given:
+        with pytest.raises(InputError, match=message) as refused:
+            prepared(lab, **given)
+        assert "\n" not in str(refused.value)
+    assert sorted(lab.rglob("*")) == before
+
+
+def test_data_of_another_tokenizer_are_refused(lab: Path, tmp_path: Path) -> None:
+    meta = json.loads((lab / "packed" / "meta.json").read_text())
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in (lab / "packed").iterdir():
+        (other / file.name).symlink_to(file)
+    (other / "meta.json").unlink()
+    meta["tokenizer"] = {**meta["tokenizer"], "name": "mine", "sha256": "f" * 64}
+    (other / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(InputError, match="packed with another tokenizer"):
+        launch.prepare(lab / "model", other, gpus=0)
+
+
+def test_an_engine_that_is_not_installed_is_named_with_its_extra(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"engine torchtitan is not installed: pip install 'deltalab\[train\]'"):
+        prepared(lab)
+
+
+def test_torchtitan_refuses_models_that_predict_no_next_token() -> None:
+    spec = ModelSpec.of({"rule": "comba", "vocab_size": 16, "d_model": 16, "heads": 2, "readout": "last"})
+    with pytest.raises(InputError, match="predicts no next token"):
+        files(spec, {})
+
+
+def test_a_run_of_another_model_is_refused(lab: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    identity = prepared(lab).about["identity"]
+    about = {
+        "identity": {**identity, "model": "0" * 64},
+        "export": "/there",
+        "data": {"folder": "/d"},
+        "engine": "torchtitan",
+    }
+    (run / "run.json").write_text(json.dumps(about))
+    with pytest.raises(InputError, match="its checkpoints are of another model"):
+        prepared(lab, run=run)
+
+
+def test_a_run_that_another_process_trains_is_refused(lab: Path, tmp_path: Path) -> None:
+    from deltalab.engines.deltalab_train import lock
+
+    (tmp_path / "run").mkdir()
+    ready = prepared(lab, run=tmp_path / "run")
+    held = lock.share(tmp_path / "run")
+    with pytest.raises(InputError, match="another process is training it"):
+        launch.start(ready)
+    held.close()
+
+
+def test_a_full_disk_is_one_line_and_the_last_good_checkpoint_stays(lab: Path, tmp_path: Path) -> None:
+    ready = prepared(lab, run=tmp_path / "run")
+    good, torn = (tmp_path / "run" / "checkpoints" / name for name in ("step-2", "step-4"))
+    for each in (good, torn):
+        each.mkdir(parents=True)
+    (good / ".metadata").write_text("")
+    ready.command = [sys.executable, "-c", "raise OSError(28, 'No space left on device')"]
+    with pytest.raises(InputError, match=r"the disk is full, .*step-2 is whole") as refused:
+        launch.start(ready, say=lambda line: None)
+    assert "\n" not in str(refused.value)
+    assert checkpoints.complete(tmp_path / "run") == [good]
+    assert not torn.exists()
+
+
+def test_the_command_says_nodes_as_torchrun_does(lab: Path) -> None:
+    text = prepared(lab, nodes=launch.Nodes(2, 1, "host:1234"), processes=4).text()
+    assert "--nnodes 2 --node-rank 1 --master-addr host --master-port 1234" in text
+    assert f"DELTALAB_DATA={lab / 'packed'}" in text
+
+
+def test_the_same_command_means_the_same_run(lab: Path) -> None:
+    assert prepared(lab).run == prepared(lab).run
+    assert prepared(lab).run != prepared(lab, given=["batch.length=16", "optimizer.lr=0.1"]).run
+
+
+def test_a_recipe_written_for_a_run_is_the_one_that_was_asked_for(lab: Path, tmp_path: Path) -> None:
+    ready = prepared(lab, run=tmp_path / "run", steps=7, given=["batch.length=16", "optimizer.eps=1e-8"])
+    ready.command = [sys.executable, "-c", ""]
+    launch.start(ready, say=lambda line: None)
+    written = recipes.complete(yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text()))
+    assert written == ready.recipe
+    assert written["steps"] == 7
+    assert written["optimizer"]["eps"] == 1e-8
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The five commands
+
+
+def losses(run: Path) -> dict[tuple[int, str], float]:
+    """(step, split) -> loss; the last line counts."""
+    text = (run / "metrics.jsonl").read_text() if (run / "metrics.jsonl").exists() else ""
+    rows = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return {(row["step"], row["split"]): row["value"] for row in rows if row["name"] == "loss"}
+
+
+def train(run: str, engine: str, *more: str) -> list[str]:
+    settings = {"checkpoint.every": 4, "log.every": 1, "validation.every": 4, "validation.sequences": 4}
+    return [
+        "train", "model", "--data", "packed", "--out", run, "--engine", engine, "--gpus", "0", "--processes", "2",
+        *(each for key, value in settings.items() for each in ("--set", f"{key}={value}")), *more,
+    ]  # fmt: skip
+
+
+def kill_after(lab: Path, step: int, run: str, command: list[str]) -> None:
+    """Starts a command, and ends all of its processes by SIGKILL once the run has come to a step."""
+    started = subprocess.Popen(
+        [sys.executable, "-m", "deltalab", *command], cwd=lab, env=_environment(lab), stdout=subprocess.DEVNULL
+    )
+    until = time.monotonic() + 300
+    while (step, "train") not in losses(lab / run):
+        assert started.poll() is None, (lab / run / "log.txt").read_text()[-3000:]
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    family = [psutil.Process(started.pid), *psutil.Process(started.pid).children(recursive=True)]
+    for process in family:
+        if process.is_running():
+            process.send_signal(signal.SIGKILL)
+    psutil.wait_procs(family)
+    started.wait()
+
+
+@pytest.mark.slow
+def test_five_commands_take_a_winner_to_an_evaluated_model(tmp_path: Path) -> None:
+    lab = tmp_path
+    (lab / "s.yaml").write_text(yaml.safe_dump(STUDY))
+    words = "".join(f"line {n}: {'abcdefghij'[n % 10] * (n % 7 + 3)}\n\n" for n in range(600))
+    (lab / "text.txt").write_text(words)
+    platform(lab, "study", "run", "s.yaml", "--executor", "inline", "--unchecked")
+
+    sizes = ["model.vocab_size=256", "recipe.batch.length=32", "recipe.batch.sequences=8", "recipe.steps=12"]
+    given = [each for size in sizes for each in ("--set", size)]
+    platform(lab, "export", "s", "model", "--best", "--to", "torchtitan", "--tokenizer", "bytes", *given)
+    platform(lab, "data", "pack", "text.txt", "--out", "packed", "--separator", "\n\n", "--split", SPLIT)
+
+    kill_after(lab, 6, "run", train("run", "torchtitan"))
+    before = losses(lab / "run")
+    done = platform(lab, *train("run", "torchtitan"))
+    assert "from step-4" in done.stdout
+    assert "torch.distributed.run" in done.stdout, "the engine's own command is printed"
+    after = losses(lab / "run")
+    assert max(after) == (12, "validation")
+    again = [key for key in before if key[0] > 4]
+    assert again
+    for key in again:
+        assert after[key] == pytest.approx(before[key], rel=1e-5), "resumed training has the losses of the unbroken one"
+    assert after[12, "train"] < after[1, "train"] < 1.3 * math.log(256)
+
+    platform(lab, "export", "run", "hf")
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(lab / "hf", trust_remote_code=True)
+    rows = [Packed(lab / "packed").split("validation").row(index, 32)[0] for index in range(4)]
+    tokens = torch.from_numpy(np.stack(rows))
+    with torch.no_grad():
+        logits = model(tokens[:, :-1]).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    assert float(loss) == pytest.approx(after[12, "validation"], rel=1e-4), (
+        "the folder holds the weights that were trained"
+    )
+
+    report = json.loads(platform(lab, "study", "report", "s", "--json").stdout)
+    assert report
+
+
+@pytest.mark.slow
+def test_the_trainer_of_transformers_goes_on_where_it_was_killed(lab: Path) -> None:
+    command = train("trainer", "accelerate", "--set", "batch.length=16", "--steps", "8")
+    kill_after(lab, 6, "trainer", command)
+    before = losses(lab / "trainer")
+    assert "from step-4" in platform(lab, *command).stdout
+    after = losses(lab / "trainer")
+    assert max(after)[0] == 8
+    for step in (5, 6):
+        assert after[step, "train"] == pytest.approx(before[step, "train"], rel=1e-4)
+    weights = checkpoints.read_checkpoint(checkpoints.complete(lab / "trainer")[-1])
+    assert weights["embed.weight"].shape == (256, 16)
