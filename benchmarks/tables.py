@@ -234,6 +234,21 @@ WHOLE_MODELS = {
 }
 
 
+def host_times() -> list[str]:
+    """What the host takes for a call, beside what it took before decision 112, in the same run."""
+    found = load("host_h100")
+    rows = []
+    for name, now in found["ms"].items():
+        before = found["before"].get(name)
+        row = [name.replace("gated_deltanet", "Gated DeltaNet").replace("comba", "Comba").replace("fla's", "FLA's")]
+        for what in ("forward", "both"):
+            row += ["" if before is None else ms(before[what]["median"]), ms(now[what]["median"])]
+        rows.append([*row, str(now["launches"]["both"])])
+    return table(
+        ["", "forward before, ms", "forward, ms", "with backward before, ms", "with backward, ms", "launches"], rows
+    )
+
+
 def whole_models() -> list[str]:
     """Every row of the benchmark of whole models."""
     rows = []
@@ -352,6 +367,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
         training_step,
         training_stacks,
         gpu_busy,
+        host_times,
         parallel_form,
         whole_models,
         whole_model_goals,
