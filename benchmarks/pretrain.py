@@ -75,23 +75,40 @@ class Contestant:
     """A model, its loss, and its blocks, which FSDP and checkpointing wrap one by one.
 
     vocabulary: how many tokens there are. loss: tokens [B, T] and targets [B, T] to the mean cross-entropy.
+    start: draws the parameters of a model that was made without memory; None for one that has its own.
     """
 
-    def __init__(self, model: Any, blocks: Any, vocabulary: int, loss: Callable[[Any, Any], Any]) -> None:
-        self.model, self.blocks, self.vocabulary, self.loss = model, blocks, vocabulary, loss
+    def __init__(
+        self,
+        model: Any,
+        blocks: Any,
+        vocabulary: int,
+        loss: Callable[[Any, Any], Any],
+        start: Callable[[], None] | None = None,
+    ) -> None:
+        self.model, self.blocks, self.vocabulary, self.loss, self.start = model, blocks, vocabulary, loss, start
 
 
 def ours(rule: str, sizes: dict[str, int]) -> Contestant:
+    import torch
+
     import deltalab
-    from deltalab.models.model import build_model
+    from deltalab.models.layer import initialize
+    from deltalab.models.model import Model
+    from deltalab.models.spec import ModelSpec
     from deltalab.registry import add_plugin
 
     if not deltalab.list_rules():  # not installed, as on a bare GPU image
         for file in sorted((ROOT / "plugins" / "deltalab_rules").glob("[!_]*.py")):
             add_plugin(file)
     spec = TRANSFORMER if rule == "transformer" else {"rule": rule}
-    model = build_model({**spec, **sizes, "tie_embeddings": False})
-    return Contestant(model, model.blocks, sizes["vocab_size"], lambda tokens, targets: model.loss(tokens, targets))
+    with torch.device("meta"):
+        model = Model(ModelSpec.of({**spec, **sizes, "tie_embeddings": False}))
+
+    def loss(tokens: Any, targets: Any) -> Any:
+        return model.loss(tokens, targets)
+
+    return Contestant(model, model.blocks, sizes["vocab_size"], loss, lambda: initialize(model, 0))
 
 
 class NotInstalled(importlib.abc.MetaPathFinder):
@@ -155,7 +172,12 @@ def prepared(contestant: Contestant, device: Any, precision: str, checkpoint: bo
     model, blocks = contestant.model, contestant.blocks
     if precision == "bf16":
         model.to(torch.bfloat16)
-    model.to(device).train()
+    if contestant.start is None:
+        model.to(device)
+    else:
+        model.to_empty(device=device)
+        contestant.start()
+    model.train()
     if checkpoint:
         from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
