@@ -41,7 +41,7 @@ picture: .venv/installed-dev
 	touch $@
 
 .venv/installed-dev: .venv/installed
-	$(INSTALL) '.[hf,postgres,dev]'
+	$(INSTALL) '.[train,eval,postgres,dev]'
 	touch $@
 
 .venv/installed-docs: .venv/installed

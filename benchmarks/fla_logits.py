@@ -7,10 +7,13 @@
 
 `to`: our model, exported by `to_fla`, against the model that `transformers` loads from the folder with FLA's code.
 `back`: a model of FLA, saved, against ours from `from_fla`. An error is |a - b| / |b| over all logits, where b are our
-logits in fp64. FLA's kernels are not tuned here: the first of their configurations is taken.
+logits in fp64. FLA goes token by token up to 64 tokens, and in chunks beyond; its chunks are measured in bf16 alone,
+since in fp32 they are computed in TF32 or refused. FLA's kernels are not tuned here: the first of their configurations
+is taken.
 """
 
 import argparse
+import copy
 import json
 import os
 import subprocess
@@ -23,13 +26,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # FLA's products in fp32 are in TF32 otherwise
-
 import torch
 from torch import Tensor
 
 from deltalab.errors import InputError
-from deltalab.export.fla import from_fla, to_fla
+from deltalab.export.fla import FORMS, SHARED, from_fla, to_fla
 from deltalab.models.model import Model, build_model
 
 SIZES: dict[str, Any] = {"vocab_size": 64, "d_model": 64, "layers": 2, "heads": 2}
@@ -53,7 +54,7 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         "DeltaNet", {"num_heads": 4, "use_gate": False, "expand_v": 2.0, "allow_neg_eigval": True},
     ),
     "comba": (
-        {"rule": {"name": "comba", "b": 1, "d": 0}, "output_gate": "silu"},
+        {"rule": {"name": "comba", "b": 1, "d": 0}},
         "Comba", {"head_dim": 32, "num_heads": 2},
     ),
     "kda": ({}, "KDA", {"head_dim": 32, "num_heads": 2, "allow_neg_eigval": True}),
@@ -73,6 +74,13 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         {"rule": "hgrn2", "features": "silu_qk", "conv": 0, "output_norm": "rms_all", "output_gate": False},
         "HGRN2", {"expand_ratio": 32, "use_lower_bound": False, "norm_eps": 1e-5},
     ),
+    "mamba2": (
+        {
+            "rule": "mamba2", "block": "mamba", "features": "silu", "scale": 1.0, "output_norm": "rms_all",
+            "output_gate": "silu_before_norm", "key_dim": 16, "expand_v": 2.0,
+        },
+        "Mamba2", {"head_dim": 32, "state_size": 16, "use_conv_bias": False, "chunk_size": 32},
+    ),
     "linear_attention": (
         {"rule": "linear_attention", "features": "raw", "conv": 0, "output_gate": False},
         "LinearAttention", {"num_heads": 2, "feature_map": "identity"},
@@ -80,6 +88,18 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "delta_product": (
         {"rule": {"name": "delta_product", "g": "mamba2_decay"}, "output_gate": "silu"},
         "GatedDeltaProduct", {"head_dim": 32, "num_heads": 2, "num_householder": 3},
+    ),
+    "lightnet": (
+        {"rule": "lightnet", "output_norm": "rms_all", "output_gate": "silu", "gate_rank": 8, "norm_eps": 1e-6},
+        "LightNet", {"num_heads": 2, "expand_ratio": 16, "gate_low_rank_dim": 16},
+    ),
+    "abc": (
+        {"rule": "abc", "output_gate": "silu", "rope": True},
+        "ABC", {"num_heads": 2, "num_slots": 16},
+    ),
+    "forgetting_attention": (
+        {"rule": "forgetting_attention", "conv": 0, "output_norm": False, "kv_heads": 1},
+        "ForgettingTransformer", {"num_heads": 2},
     ),
     "transformer": (
         {"rule": "attention", "conv": 0, "rope": True, "output_norm": False, "output_gate": False, "qk_norm": True},
@@ -96,8 +116,7 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
 }  # fmt: skip
 """A model of ours to export, none where it must come from FLA, and one of FLA to take back: its class and options."""
 
-LENGTHS = {"cuda": (48, 160), "cpu": (9, 40)}
-"""FLA goes token by token up to 64 tokens, and in chunks beyond, which Triton's interpreter does not take."""
+RUNS = (("fp32", 48), ("bf16", 160))
 
 
 def main() -> None:
@@ -111,7 +130,7 @@ def main() -> None:
     if given.names:
         names(given.names)
     elif given.case and len(given.case) == 1:
-        print(json.dumps(guarded(given.case[0], given.device)))
+        measure(given.case[0], given.device)
     else:
         table(given.case or list(CASES), given)
 
@@ -119,15 +138,17 @@ def main() -> None:
 def table(cases: list[str], given: argparse.Namespace) -> None:
     def run(case: str) -> dict[str, Any]:
         command = [sys.executable, __file__, "--case", case, "--device", given.device]
+        late = {}
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=given.seconds, check=False)
-        except subprocess.TimeoutExpired:
-            return {"case": case, "error": f"took over {given.seconds:g} s"}
+            out, err = done.stdout, done.stderr
+        except subprocess.TimeoutExpired as error:
+            out, err = (error.stdout or b"").decode(), (error.stderr or b"").decode()
+            late = {"late": f"not done after {given.seconds:g} s"}
         try:
-            row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+            return {**json.loads(out.splitlines()[-1]), **late}
         except (IndexError, ValueError):
-            return {"case": case, "error": done.stderr[-2000:]}
-        return row
+            return {"case": case, "seconds": given.seconds, **late, "error": err[-1000:]}
 
     rows = []
     with ThreadPoolExecutor(given.at_once) as pool:
@@ -140,27 +161,25 @@ def table(cases: list[str], given: argparse.Namespace) -> None:
 
 
 def line(row: dict[str, Any]) -> str:
-    if "error" in row:
-        return f"{row['case']:24} failed: {row['error']}"
-    parts = [f"{way}: " + " ".join(f"{k} {v:.1e}" for k, v in row[way].items()) for way in ("to", "back") if way in row]
-    failed = "".join(f" | {key}: {row[key]}" for key in ("to_error", "back_error") if key in row)
-    return f"{row['case']:24} {row['seconds']:5.0f} s  " + " | ".join(parts) + failed
+    parts = [
+        f"{way}: " + ", ".join(f"{k} {v:.1e}" for k, v in row[way].items()) for way in ("to", "back") if way in row
+    ]
+    parts += [f"{key}: {row[key]}" for key in ("late", "error", "to_error", "back_error") if key in row]
+    return f"{row['case']:24} {row['seconds']:4.0f} s  " + " | ".join(parts)
 
 
-def guarded(case: str, device: str) -> dict[str, Any]:
+def measure(case: str, device: str) -> None:
+    """Prints what is known of a case after each way, the last line being all of it."""
     row: dict[str, Any] = {"case": case}
     start = time.time()
-    try:
-        fla = imported()
-        for way, measure in (("to", exported), ("back", taken_back)):
-            try:
-                row[way] = measure(fla, case, device)
-            except Exception:
-                row[f"{way}_error"] = traceback.format_exc(limit=-3)
-    except Exception:
-        row["error"] = traceback.format_exc(limit=-3)
-    row["seconds"] = time.time() - start
-    return row
+    fla = imported()
+    for way, compare in (("to", exported), ("back", taken_back)):
+        try:
+            row[way] = compare(fla, case, device)
+        except Exception:
+            row[f"{way}_error"] = traceback.format_exc(limit=-3)
+        row["seconds"] = time.time() - start
+        print(json.dumps(row), flush=True)
 
 
 def imported() -> Any:
@@ -187,13 +206,17 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window_size: tuple[in
 
 
 def shaken(module: torch.nn.Module, seed: int) -> None:
-    """Moves parameters of one dimension away from their starts, so that no gate or norm is idle."""
+    """Moves what starts constant, or near it, so that no gate or norm is idle, and gives matrices a trained scale."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, value in module.named_parameters():
-            if value.dim() <= 2 and "embed" not in name and not ("proj" in name and value.dim() == 2):
-                noise = torch.randn(value.shape, generator=generator)
-                value.add_((0.3 * noise * (1.0 if value.dim() == 1 else 0.1)).to(value))
+        for value in module.parameters():
+            noise = torch.randn(value.shape, generator=generator)
+            if value.dim() == 1:
+                value.add_(0.3 * noise)
+            elif min(value.shape) > 4:
+                value.copy_(noise * value.shape[1] ** -0.5)
+            elif value.dim() == 3:  # FLA starts a convolution's taps around 0.02
+                value.copy_(0.5 * noise)
 
 
 def exported(fla: Any, case: str, device: str) -> dict[str, float]:
@@ -233,11 +256,13 @@ def from_theirs(theirs: Any) -> Model:
 def fla_model(fla: Any, case: str) -> Any:
     _, kind, options = CASES[case]
     torch.manual_seed(0)
-    model = getattr(fla, f"{kind}ForCausalLM")(getattr(fla, f"{kind}Config")(**{**THEIRS, **options}))
+    sizes = {name: value for name, value in THEIRS.items() if kind != "Mamba2" or name != "intermediate_size"}
+    model = getattr(fla, f"{kind}ForCausalLM")(getattr(fla, f"{kind}Config")(**{**sizes, **options}))
     shaken(model, 3)
-    if kind == "Comba":  # its correction of q has no equal of ours
-        for layer in model.model.layers:
-            torch.nn.init.zeros_(layer.attn.D)
+    for name, value in model.named_parameters():
+        # Comba's correction of q, Mamba-2's skip and the forget gate's bias have no equal of ours.
+        if name.endswith((".D", "f_proj.bias")):
+            torch.nn.init.zeros_(value)
     return model
 
 
@@ -245,32 +270,37 @@ def errors(ours: Model, theirs: Any, device: str) -> dict[str, float]:
     """Relative errors of FLA's logits and of ours, by precision and length."""
     found = {}
     theirs = theirs.to(device).eval()
+    exact = copy.deepcopy(ours).double()
+    ours = ours.to(device)
     with torch.no_grad():
-        for length in LENGTHS[device]:
+        for precision, length in RUNS[:1] if device == "cpu" else RUNS:
             tokens = torch.randint(0, SIZES["vocab_size"], (2, length), generator=torch.Generator().manual_seed(length))
-            exact = ours.double().cpu()(tokens)
-            ours = ours.float().to(device)
-            for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-                if device == "cpu" and dtype != torch.float32:
-                    continue
-                with torch.autocast(device, dtype, enabled=dtype != torch.float32):
-                    for whose, logits in (
-                        ("fla", theirs(tokens.to(device), use_cache=False).logits),
-                        ("ours", ours(tokens.to(device))),
-                    ):
-                        error = (logits.double().cpu() - exact).norm() / exact.norm()
-                        found[f"{whose} {name} {length}"] = error.item()
+            wanted = exact(tokens)
+            with torch.autocast(device, torch.bfloat16, enabled=precision == "bf16"):
+                both = {
+                    "fla": theirs(tokens.to(device), use_cache=False).logits,
+                    "ours": ours(tokens.to(device)),
+                }
+            for whose, logits in both.items():
+                error = (logits.double().cpu() - wanted).norm() / wanted.norm()
+                found[f"{whose} {precision} {length}"] = error.item()
     return found
 
 
 def names(folder: Path) -> None:
+    """For each case: the options of FLA's model, its parameters, and the defaults of what we read."""
     fla = imported()
     folder.mkdir(parents=True, exist_ok=True)
-    for case in CASES:
+    for case, (_, kind, _) in CASES.items():
         model = fla_model(fla, case)
-        config = model.config.to_diff_dict()
-        shapes = {name: list(value.shape) for name, value in model.state_dict().items()}
-        (folder / f"{case}.json").write_text(json.dumps({"config": config, "parameters": shapes}, indent=1) + "\n")
+        (form,) = {form.model_type: form for form in FORMS if form.model_type == model.config.model_type}.values()
+        plain = getattr(fla, f"{kind}Config")().to_dict()
+        found = {
+            "config": json.loads(model.config.to_json_string()),
+            "parameters": {name: list(value.shape) for name, value in model.state_dict().items()},
+            "defaults": {name: plain[name] for name in {**SHARED, **form.options} if name in plain},
+        }
+        (folder / f"{case}.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

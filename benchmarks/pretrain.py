@@ -10,8 +10,8 @@ Models (--model, again and again):
 
 - ours:RULE: a deltalab `Model` with any rule; ours:transformer is softmax attention (SDPA) with RoPE and SwiGLU.
 - export:FOLDER: what `platform export` wrote, loaded by transformers where deltalab cannot be imported.
-- fla:comba, fla:gated_deltanet, fla:transformer: models of flash-linear-attention with the same sizes and its chunked
-  linear cross-entropy.
+- fla:comba, fla:gated_deltanet: models of flash-linear-attention with the same sizes and its chunked linear
+  cross-entropy.
 
 A step is forward, backward, clipping to norm 1 and fused AdamW on given random tokens. --precision says how:
 
@@ -129,7 +129,6 @@ def fla(name: str, sizes: dict[str, int]) -> Contestant:
     config = {
         "comba": lambda: models.CombaConfig(**of_all, **recurrent),
         "gated_deltanet": lambda: models.GatedDeltaNetConfig(**of_all, **recurrent),
-        "transformer": lambda: models.TransformerConfig(**of_all),
     }[name]()
     model = AutoModelForCausalLM.from_config(config)
     return Contestant(model, model.model.layers, sizes["vocab_size"], _of_transformers(model))
@@ -149,8 +148,8 @@ def _of_transformers(model: Any) -> Callable[[Any, Any], Any]:
 MAKERS = {"ours": ours, "export": exported, "fla": fla}
 
 
-def prepared(contestant: Contestant, device: Any, precision: str, checkpoint: bool) -> Contestant:
-    """The model on its device in a precision, sharded over all processes."""
+def prepared(contestant: Contestant, device: Any, precision: str, checkpoint: bool, compiled: bool) -> Contestant:
+    """The model on its device in a precision, each block compiled if asked for, sharded over all processes."""
     import torch
 
     model, blocks = contestant.model, contestant.blocks
@@ -162,6 +161,9 @@ def prepared(contestant: Contestant, device: Any, precision: str, checkpoint: bo
 
         for i, block in enumerate(blocks):
             blocks[i] = checkpoint_wrapper(block)
+    if compiled:
+        for block in blocks:
+            block.compile()
     if precision == "fsdp":
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
@@ -194,7 +196,7 @@ def rows(given: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
     torch.manual_seed(0)
     contestant = MAKERS[kind](what, SIZES[given.size])
     count = sum(p.numel() for p in contestant.model.parameters())
-    contestant = prepared(contestant, device, given.precision, given.checkpoint)
+    contestant = prepared(contestant, device, given.precision, given.checkpoint, given.compile)
     matrices = [p for p in contestant.model.parameters() if p.dim() > 1]
     others = [p for p in contestant.model.parameters() if p.dim() <= 1]
     optimizer = torch.optim.AdamW(
@@ -208,8 +210,8 @@ def rows(given: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
         batch, length = map(int, shape.split("x"))
         row = {
             "model": name if kind != "export" else "export", "size": given.size, "shape": shape, "gpus": world,
-            "precision": given.precision, "checkpoint": given.checkpoint, "parameters": count, "device": gpu,
-            "torch": torch.__version__,
+            "precision": given.precision, "checkpoint": given.checkpoint, "compiled": given.compile,
+            "parameters": count, "device": gpu, "torch": torch.__version__,
         }  # fmt: skip
 
         def step(batch: int = batch, length: int = length) -> Any:
@@ -303,8 +305,7 @@ def kind_of(kernel: str) -> str:
 def line(row: dict[str, Any]) -> str:
     """A row as text; a profile follows on lines of its own."""
     said = f"{row['model']:20} {row['size']} {row['shape']:>8} {row['gpus']} GPU {row['precision']:8}"
-    if row["checkpoint"]:
-        said += " checkpointed"
+    said += " checkpointed" * row["checkpoint"] + " compiled" * row["compiled"]
     if "error" in row:
         return f"{said} {row['error']}"
     said += f" {row['ms']:8.1f} ms {row['tokens_per_second'] / 1e3:8.1f} thousand tokens/s"
@@ -338,7 +339,7 @@ def apart(given: argparse.Namespace, name: str) -> None:
     command = [sys.executable, __file__, "--here", "--model", name, "--out", str(given.out), "--size", given.size]
     command += [part for shape in given.shape for part in ("--shape", shape)]
     command += ["--precision", given.precision, "--steps", str(given.steps), "--warm", str(given.warm)]
-    command += [f"--{flag}" for flag in ("checkpoint", "profile") if getattr(given, flag)]
+    command += [f"--{flag}" for flag in ("checkpoint", "compile", "profile") if getattr(given, flag)]
     with tempfile.TemporaryDirectory() as cache:
         environment["TRITON_CACHE_DIR"] = cache
         try:
@@ -358,6 +359,7 @@ def main() -> None:
     parser.add_argument("--shape", action="append", required=True, metavar="SEQUENCESxTOKENS")
     parser.add_argument("--precision", choices=("fsdp", "bf16", "autocast"), default="fsdp")
     parser.add_argument("--checkpoint", action="store_true", help="recompute each block's activations in the backward")
+    parser.add_argument("--compile", action="store_true", help="torch.compile each block")
     parser.add_argument("--profile", action="store_true", help="print where the device's time goes")
     parser.add_argument("--steps", type=int, default=8, help="steps of one timing; the fastest of 3 counts")
     parser.add_argument("--warm", type=int, default=3)

@@ -223,10 +223,17 @@ def test_tasks(platform: Platform, here: Path) -> None:
 
 
 def test_export(platform: Platform, done: Path) -> None:
-    pytest.importorskip("safetensors")
     said = platform("export", "tiny", "out", "--arm", "without_d")
     assert said.code == 0, said
     assert {"config.json", "model.safetensors"} <= {path.name for path in (done / "out").iterdir()}
+    assert "arm without_d: seed " in said.out
+    resized = platform("export", "out", "wide", "--set", "model.d_model=64", "--set", "recipe.steps=7")
+    assert resized.code == 0, resized
+    assert "parameters, untrained" in resized.out
+    assert "steps: 7\n" in (done / "wide/recipe.yaml").read_text()
+    assert_refused(platform("export", "out", "again", "--arm", "base"), "--arm is for a study; out is a folder")
+    (done / "data").mkdir()
+    assert_refused(platform("export", "./data", "again", "--best"), "./data: neither an exported folder, a run of")
 
 
 def test_dashboard(platform: Platform, done: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,8 +379,6 @@ WRONG_IN_A_LEDGER: list[tuple[str, tuple[str, ...]]] = [
 def test_what_a_ledger_does_not_have_is_one_line(
     platform: Platform, done: Path, words: str, says: tuple[str, ...]
 ) -> None:
-    if "export" in words:
-        pytest.importorskip("safetensors")
     before = contents(done)
     assert_refused(platform(*words.split()), *says)
     assert contents(done) == before

@@ -1,6 +1,7 @@
 """Short convolution, SiLU and unit norm as one kernel, against fp64; in Triton's interpreter without a GPU."""
 
 import copy
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from deltalab.kernels.step import convolution as kernels
 from deltalab.models.layer import LayerCache, RuleLayer, initialize
 from deltalab.ops.backends import NONE, available
 from deltalab.ops.convolution import Channels, features
+from deltalab.ops.packing import Sequences
 
 # What PyTorch has no rule for, `vmap` does run by run.
 pytestmark = pytest.mark.filterwarnings("error:There is a performance drop")
@@ -46,9 +48,22 @@ def error(found: Tensor, right: Tensor) -> float:
 
 
 def oracle(
-    x: Tensor, w: Tensor | None, past: Tensor | None, widths: list[int], key_dim: int, silu: int, unit: bool
+    x: Tensor,
+    w: Tensor | None,
+    past: Tensor | None,
+    widths: list[int],
+    key_dim: int,
+    silu: int,
+    unit: bool,
+    place: Tensor | None = None,
 ) -> list[Tensor]:
-    """Run by run, with PyTorch's own depthwise convolution."""
+    """Run by run, with PyTorch's own depthwise convolution; sequence by sequence where rows hold several."""
+    if place is not None:
+        starts = (place.flatten(0, 1).amax(0) == 0).nonzero().flatten().tolist()
+        assert (place[..., starts] == 0).all()
+        parts = x.split([b - a for a, b in pairwise([*starts, x.shape[2]])], dim=2)
+        found = [oracle(part, w, None, widths, key_dim, silu, unit) for part in parts]
+        return [torch.cat(one, dim=2) for one in zip(*found, strict=True)]
     qkv, rest = x.split([sum(widths[:3]), sum(widths[3:])], dim=-1)
     if w is not None:
         before = x.new_zeros(*x.shape[:2], w.shape[1] - 1, w.shape[2]) if past is None else past
@@ -116,6 +131,34 @@ def test_a_fused_convolution_is_that_in_fp64(
     compare(x, w, before, widths, key_dim, *how)
 
 
+def places(runs: int, batch: int, lengths: list[int]) -> Tensor:
+    """The places of the tokens of rows that all hold sequences of these lengths."""
+    one = torch.cat([torch.arange(length, dtype=torch.int32, device=DEVICE) for length in lengths])
+    return one.expand(runs, batch, -1)
+
+
+@settings(max_examples=4, deadline=None)
+@example(lengths=[1, 2, 5, 1], width=4, key_dim=7, how=(3, True), batch=2, runs=2)
+@given(
+    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=4), width=st.integers(0, 5), batch=st.integers(1, 2),
+    key_dim=st.sampled_from([3, 4]), how=st.sampled_from([(3, True), (2, False), (0, False)]), runs=st.integers(1, 2),
+)  # fmt: skip
+def test_the_convolution_of_a_packed_sequence_sees_no_other(
+    lengths: list[int], width: int, key_dim: int, how: tuple[int, bool], batch: int, runs: int
+) -> None:
+    widths = [key_dim, 2 * key_dim, 5, 3, 2]
+    x, w = normal(1, runs, batch, sum(lengths), sum(widths)), normal(2, runs, width, 3 * key_dim + 5)
+    compare(x, w if width else None, None, widths, key_dim, *how, places(runs, batch, lengths))
+
+
+def test_a_packed_sequence_may_be_walked_by_several_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "TILE", 512)
+    widths, lengths = [8, 8, 8, 0, 3], [3, 1, 6, 5, 2]
+    x, w = normal(1, 1, 1, 17, sum(widths)), normal(2, 1, 4, 24)
+    assert kernels.Tiling.of(x, w, widths, 4, 3, True).segments == 3
+    compare(x, w, None, widths, 4, 3, True, places(1, 1, lengths))
+
+
 @pytest.mark.parametrize(("dtype", "taps"), [(BF16, FP32), (FP16, FP16)])
 def test_only_what_is_stored_is_rounded(dtype: torch.dtype, taps: torch.dtype) -> None:
     widths = [32, 32, 16, 8, 8]
@@ -175,10 +218,11 @@ def test_the_operators_say_what_they_return() -> None:
     x, w, past = normal(1, 2, 1, 2, 14).bfloat16(), normal(2, 2, 2, 12), normal(3, 2, 1, 1, 12).bfloat16()
     how = ([4, 4, 4, 2, 0], 4, 3, True)
     checks = ("test_schema", "test_faketensor")
-    for taps, before in ((w, past), (None, None)):
-        torch.library.opcheck(kernels.convolve, (x, taps, before, *how), test_utils=checks)
-        d_outs = kernels.convolve(x, taps, before, *how)
-        torch.library.opcheck(kernels._backward, (x, taps, before, *d_outs, *how), test_utils=checks)
+    for taps, before, place in ((w, past, None), (None, None, None), (w, None, places(2, 1, [1, 1]))):
+        given = (x, taps, before, *how, place)
+        torch.library.opcheck(kernels.convolve, given, test_utils=checks)
+        d_outs = kernels.convolve(*given)
+        torch.library.opcheck(kernels._backward, (x, taps, before, *d_outs, *how, place), test_utils=checks)
 
 
 # --- layers -----------------------------------------------------------------------------------------------------
@@ -239,8 +283,16 @@ def results(layer: RuleLayer, x: Tensor) -> dict[str, Tensor]:
     return found
 
 
+LARGE = pytest.mark.parametrize("large", [2**24, 1], ids=["one product", "the gate apart"])
+"""From how many numbers on the output gate's projection is a product of its own."""
+
+
+@LARGE
 @pytest.mark.parametrize("name", LAYERS)
-def test_layers_are_the_same_with_and_without_the_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_are_the_same_with_and_without_the_kernels(
+    name: str, large: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deltalab.ops.convolution.APART", large)
     layer, x = layer_of(name), normal(1, 8, 7, 12)
     monkeypatch.setattr("deltalab.ops.convolution.automatic", lambda device: NONE)
     right = results(layer, x)
@@ -256,6 +308,33 @@ def test_layers_are_the_same_with_and_without_the_kernels(name: str, monkeypatch
     torch.testing.assert_close(torch.cat([found[f"part {i}"] for i in range(3)], dim=1), found["y"])
 
 
+@pytest.mark.parametrize("name", ["unit", "steps", "a low rank", "no convolution", "raw"])
+def test_packed_layers_are_the_same_with_and_without_the_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x, bounds = layer_of(name), normal(1, 1, 12, 12), torch.tensor([0, 1, 6, 8, 12], device=DEVICE)
+    found: dict[bool, list[Tensor]] = {}
+    for kernel in (True, False):
+        monkeypatch.setattr("deltalab.ops.convolution.automatic", available if kernel else lambda device: NONE)
+        given = x.clone().requires_grad_()
+        y, cache = layer.advance(given, cu_seqlens=bounds)
+        leaves = [given, *layer.parameters()]
+        grads = torch.autograd.grad(y, leaves, cosines(y), allow_unused=True)
+        found[kernel] = [y, cache.conv, *(one for one in grads if one is not None)]
+    assert cache.conv.shape[0] == 4
+    for one, right in zip(found[True], found[False], strict=True):
+        assert not one.numel() or error(one, right) < 2e-5
+
+
+@pytest.mark.usefixtures("launching")
+@pytest.mark.parametrize("needs", ["x", "a weight"])
+def test_products_apart_give_the_gradients_that_are_asked_for(needs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltalab.ops.convolution.APART", 1)
+    layer, x = layer_of("unit").requires_grad_(False), normal(1, 8, 7, 12)
+    leaf = (x if needs == "x" else layer.qkv.weight).requires_grad_()
+    (found,) = torch.autograd.grad(layer(x).sum(), leaf)
+    monkeypatch.setattr("deltalab.ops.convolution.APART", 2**24)
+    torch.testing.assert_close(found, torch.autograd.grad(layer(x).sum(), leaf)[0])
+
+
 @pytest.mark.usefixtures("launching")
 @pytest.mark.parametrize(("name", "tokens", "products"), [("unit", 56, 2), ("a low rank", 56, 3), ("unit", 7, 5)])
 def test_many_tokens_are_multiplied_once(name: str, tokens: int, products: int) -> None:
@@ -266,8 +345,10 @@ def test_many_tokens_are_multiplied_once(name: str, tokens: int, products: int) 
     assert calls.seen.count("aten::mm") == products
 
 
+@LARGE
 @pytest.mark.usefixtures("launching")
-def test_stacked_layers_are_what_they_are_alone() -> None:
+def test_stacked_layers_are_what_they_are_alone(large: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltalab.ops.convolution.APART", large)
     layer, x = layer_of("unit"), normal(1, 2, 8, 7, 12)
     runs = [dict(layer_of("unit", seed).named_parameters()) for seed in (1, 2)]
     weights = {key: torch.stack([run[key].detach() for run in runs]).requires_grad_() for key in runs[0]}
@@ -319,8 +400,16 @@ def test_a_compiler_takes_it_as_one_graph() -> None:
 @pytest.mark.parametrize("silu", [2, 3])
 def test_without_kernels_it_is_what_pytorch_has(silu: int) -> None:
     x, w, past = normal(1, 2, 7, 24).double(), normal(2, 4, 24).double(), normal(3, 2, 3, 24).double()
+    channels = Channels(2, 2, 4, 4, 1, "unit", silu == 3)
+    packed = Sequences.of(torch.tensor([0, 1, 7]), x[:1])
+    *found, tail = features(x[:1], w, None, channels, packed)
+    for one, right in zip(
+        found, oracle(x[None, :1], w[None], None, [8, 8, 8, 0, 0], 4, silu, True, packed.place[None]), strict=False
+    ):
+        torch.testing.assert_close(one.flatten(-2), right[0], rtol=1e-12, atol=1e-12)
+    assert torch.equal(tail, torch.stack([F.pad(x[0, :1], (0, 0, 2, 0)), x[0, 4:]]))
     for before in (None, past):
-        *found, tail = features(x, w, before, Channels(2, 2, 4, 4, 1, "unit", silu == 3))
+        *found, tail = features(x, w, before, channels)
         batched = (None if before is None else before[None], [8, 8, 8, 0, 0], 4, silu, True)
         for one, right in zip(found, oracle(x[None], w[None], *batched), strict=False):
             torch.testing.assert_close(one.flatten(-2), right[0], rtol=1e-12, atol=1e-12)
@@ -363,6 +452,28 @@ def test_real_sizes_are_those_in_fp64(
             ("q", "k", "v", "gate", "rest", "d x", "d w"), (*outputs, d_x, d_w), wanted, strict=True
         ):
             assert error(one[i : i + 1], right) <= limits[one.dtype], (name, i, error(one[i : i + 1], right))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("lengths", [[1, 2, 3, 700, 1, 1, 64, 65, 1000, 5], [8192, 4096, 3, 4093], [1] * 513])
+def test_packed_sequences_of_real_sizes_are_those_in_fp64(lengths: list[int], dtype: torch.dtype) -> None:
+    widths = [512, 512, 512, 512, 16]
+    x, w = normal(1, 1, 1, sum(lengths), sum(widths)).to(dtype), normal(2, 1, 4, 1536)
+    compare(x, w, None, widths, 128, 3, True, places(1, 1, lengths), limits={BF16: 2e-3, FP32: 1e-5})
+
+
+@pytest.mark.gpu
+def test_one_sequence_is_the_same_packed_and_not() -> None:
+    """Products are added in another order."""
+    widths = [128, 128, 128, 0, 8]
+    x, w = normal(1, 1, 1, 3000, 392).requires_grad_(), normal(2, 1, 4, 384).requires_grad_()
+    found, right = (kernels.convolve(x, w, None, widths, 64, 3, True, at) for at in (places(1, 1, [3000]), None))
+    for one, other in zip(found, right, strict=True):
+        torch.testing.assert_close(one, other)
+    above = [cosines(one) for one in right]
+    for one, other in zip(*(torch.autograd.grad(y, [x, w], above) for y in (found, right)), strict=True):
+        assert error(one, other) < 1e-5
 
 
 @pytest.mark.gpu

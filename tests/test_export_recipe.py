@@ -25,9 +25,11 @@ def spec(**given: object) -> ModelSpec:
 
 def source(model: ModelSpec | None = None, *, trained: bool = True) -> Source:
     model = model or spec()
-    weights = build_model(model, seed=1).state_dict() if trained else None
+    weights = build_model(model, seed=1).state_dict
     recipe = {**of_trial(TRAIN, length=24, seed=3, key="abc"), "trial": {"seed": 3}}
-    return Source(model, weights, recipe, {"study": "s", "arm": "base"}, {"validation accuracy": 0.994}, None)
+    return Source(
+        model, weights if trained else None, recipe, {"study": "s", "arm": "base"}, {"validation accuracy": 0.994}, None
+    )
 
 
 def recipe_of(folder: Path) -> dict:
@@ -163,10 +165,56 @@ def test_weights_go_through_a_second_export_unchanged(tmp_path):
     assert again.scores == {"validation accuracy": 0.994}
     assert given.weights is not None
     assert again.weights is not None
-    assert all(torch.equal(again.weights[name], value) for name, value in given.weights.items())
+    assert all(torch.equal(again.weights()[name], value) for name, value in given.weights().items())
     written = export(again, tmp_path / "two", weights=False)
     assert not written.trained
     assert "validation accuracy" not in recipe_of(tmp_path / "two")["provenance"]
+
+
+def test_a_model_goes_to_fla_and_comes_back(tmp_path):
+    import torch
+
+    from deltalab.export.folders import from_folder
+
+    export(source(spec(rule="gated_deltanet", vocab_size=64)), tmp_path / "fla", to="fla")
+    assert json.loads((tmp_path / "fla/config.json").read_text())["model_type"] == "gated_deltanet"
+    assert not list((tmp_path / "fla").glob("*.py"))
+    back = from_folder(tmp_path / "fla")
+    assert back.weights is not None
+    ours, theirs = (build_model(model) for model in (spec(rule="gated_deltanet", vocab_size=64), back.model))
+    ours.load_state_dict(build_model(ours.spec, seed=1).state_dict())
+    theirs.load_state_dict(dict(back.weights()))
+    tokens = torch.arange(11)[None]
+    torch.testing.assert_close(theirs(tokens), ours(tokens), rtol=1e-4, atol=1e-5)
+    assert back.recipe["optimizer"]["lr"] == 3e-4
+    export(source(spec(rule="gated_deltanet"), trained=False), tmp_path / "untrained", to="fla")
+    assert sorted(file.name for file in (tmp_path / "untrained").iterdir()) == ["config.json", "recipe.yaml"]
+
+
+def test_a_run_gives_its_newest_complete_checkpoint(tmp_path):
+    pytest.importorskip("deltalab.engines")
+    import torch
+    from safetensors.torch import save_file
+
+    from deltalab.export.folders import from_folder
+
+    export(source(), tmp_path / "out")
+    run = tmp_path / "out/runs/first"
+    for step in (2, 10, 12):
+        (run / f"checkpoints/step-{step}").mkdir(parents=True)
+        weights = {f"model.{name}": torch.full_like(w, step) for name, w in build_model(spec()).state_dict().items()}
+        save_file(weights, run / f"checkpoints/step-{step}/model.safetensors")
+        if step != 12:  # killed while it was written
+            (run / f"checkpoints/step-{step}/trainer_state.json").write_text("{}")
+    (run / "run.json").write_text(json.dumps({"id": "r1", "export": str(tmp_path / "out"), "data": {"sha256": "s"}}))
+    found = from_folder(run)
+    assert found.weights is not None
+    assert found.weights()["norm.weight"].unique().tolist() == [10]
+    assert found.provenance["checkpoint"] == "step-10"
+    assert found.scores == {}, "the study's scores are those of other weights"
+    assert from_folder(run / "checkpoints/step-2").weights()["norm.weight"].unique().tolist() == [2]
+    with pytest.raises(InputError, match="is no complete checkpoint"):
+        from_folder(run / "checkpoints/step-12").weights()
 
 
 def test_a_model_without_a_trial_gets_the_papers_recipe():

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import io
+import json
 import pickle
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from deltalab.models.layer import RuleLayer, initialize
 from deltalab.models.start import Linear
 from deltalab.ops.norm import HeadNorm
 from deltalab.structure import IPLR, Transition
+from deltalab.study.spec import load_study
 
 D, H, K = 12, 2, 4
 RULES = {
@@ -168,6 +170,18 @@ def test_a_layer_made_on_the_meta_device_starts_once_it_has_memory(name: str) ->
     assert equal(values(layer), values(right))
 
 
+def test_rules_that_compute_numbers_are_found_on_the_meta_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "plugins").mkdir()
+    (tmp_path / "plugins" / "mine.py").write_text(f"{PLUGIN}\nimport torch\n\nHALF = torch.tensor(0.5).item()\n")
+    monkeypatch.chdir(tmp_path)
+    with registry.isolated(), torch.device("meta"):
+        assert RuleLayer("mine", D, H).qkv.weight.is_meta
+    with torch.device("meta"):
+        assert deltalab.get_rule("log_linear_attention", strength={"level_strength": {"levels": 4}}).gates
+
+
 def test_initialize_keeps_a_parameters_dtype() -> None:
     layer, right = layer_of().bfloat16(), layer_of()
     for module in (layer, right):
@@ -182,6 +196,25 @@ def test_head_norms_start_at_one_and_zero() -> None:
     norm.reset_parameters()
     assert (norm.weight == 1).all()
     assert (norm.bias == 0).all()
+
+
+def test_layers_in_a_sequence_train_the_same_from_the_same_seed() -> None:
+    def trained() -> tuple[dict[str, Tensor], list[float]]:
+        net = nn.Sequential(nn.Linear(3, D), layer_of(), nn.RMSNorm(D), layer_of("vectors"), nn.Linear(D, 1))
+        x, losses = torch.randn(4, 9, 3), []
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+        for _ in range(10):
+            loss = (net(x)[..., 0] - x.cumsum(1)[..., 0].sin()).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return values(net), losses
+
+    one, two = seeded(trained), seeded(trained)
+    assert equal(one[0], two[0])
+    assert one[1][-1] < 0.9 * one[1][0]
+    assert not equal(one[0], trained()[0])
 
 
 # --- copies and pickles -------------------------------------------------------------------------------------
@@ -208,11 +241,7 @@ def test_a_copied_layer_computes_the_same_and_starts_the_same(name: str, again: 
     assert not equal(values(layer), values(other)), "the copy has memory of its own"
     initialize(other, 9)
     assert equal(values(layer), values(other))
-    torch.testing.assert_close(first(other(x)), first(layer(x)), rtol=0, atol=0)
-
-
-def first(found: Any) -> Tensor:
-    return found if isinstance(found, Tensor) else found[0]
+    torch.testing.assert_close(other(x), layer(x), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("again", COPIES.values(), ids=COPIES)
@@ -392,3 +421,88 @@ def test_a_model_sharded_by_fsdp2_starts_as_a_whole_one(world: int, tmp_path: Pa
     for rank in ranks:
         _, errors = rank.communicate(timeout=120)
         assert rank.returncode == 0, errors
+
+
+# --- names and mappings as arguments ------------------------------------------------------------------------
+
+
+def test_a_layer_takes_a_rules_name_and_finds_its_widths() -> None:
+    layer = deltalab.RuleLayer("comba", 8, 2)
+    assert layer.rule == deltalab.get_rule("comba")
+    assert (layer.key_dim, layer.value_dim) == (4, 4)
+    assert deltalab.RuleLayer("comba", 8, 2, key_dim=3).value_dim == 3
+    with pytest.raises(deltalab.InputError, match="d_model 9 must be a multiple of heads 2, or give key_dim"):
+        deltalab.RuleLayer("comba", 9, 2)
+
+
+def test_scan_takes_a_rules_name() -> None:
+    q, k, v = (torch.nn.functional.normalize(torch.randn(1, 5, H, K), dim=-1) for _ in range(3))
+    given = {"g": torch.zeros(1, 5, H), "beta": torch.ones(1, 5, H)}
+    named = deltalab.scan("gated_deltanet", q, k, v, given, chunk_size=4)
+    made = deltalab.scan(deltalab.get_rule("gated_deltanet"), q, k, v, given, chunk_size=4)
+    assert torch.equal(named[0], made[0])
+
+
+def test_check_rule_takes_a_rules_name() -> None:
+    results = deltalab.check_rule("linear_attention", quick=True)
+    assert results
+    assert all(result.passed for result in results)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [deltalab.check_rule, lambda rule: deltalab.scan(rule, *3 * [torch.ones(1, 2, 1, 4)], {}),
+     lambda rule: deltalab.RuleLayer(rule, 8, 2)],
+    ids=["check_rule", "scan", "RuleLayer"],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [("comb", "unknown rule 'comb'; did you mean 'comba'?"),
+     (3, "takes a rule or the name of one, such as 'abc', not 3"),
+     (type(deltalab.get_rule("comba")), "not <class 'deltalab_rules.comba.Comba'>; make one: Comba()")],
+)  # fmt: skip
+def test_what_is_no_rule_is_refused_in_one_line(use: Callable[[Any], Any], given: Any, says: str) -> None:
+    with pytest.raises(deltalab.InputError) as raised:
+        use(given)
+    assert says in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_check_task_takes_a_name_where_no_parameter_is_due() -> None:
+    with pytest.raises(deltalab.InputError, match="task 'mqar': needs length, pairs"):
+        deltalab.check_task("mqar")
+    with pytest.raises(deltalab.InputError, match="takes a task or the name of one"):
+        deltalab.check_task(3)  # type: ignore[arg-type]
+
+
+def study() -> dict[str, Any]:
+    return {
+        "name": "mapped",
+        "task": {"mqar": {"length": 8, "pairs": 2, "vocab_size": 16}},
+        "base": {
+            "rule": "deltanet",
+            "model": {"d_model": 8, "layers": 1, "heads": 1},
+            "train": {"steps": 2, "lr": 0.1, "batch_size": 2, "evaluations": 1, "eval_batches": 1},
+        },
+        "seeds": 1,
+        "profiles": {"longer": {"seeds": 2}},
+    }
+
+
+@pytest.mark.slow
+def test_run_study_takes_the_mapping_that_a_file_would_hold(tmp_path: Path) -> None:
+    given = study()
+    result = deltalab.run_study(given, db=tmp_path / "ledger.db", executor="inline", unchecked=True)
+    assert (result.name, result.trials, result.failed) == ("mapped", 1, 0)
+    assert given == study(), "the mapping is left as it was"
+    (tmp_path / "mapped.yaml").write_text(json.dumps(given))
+    again = deltalab.run_study(tmp_path / "mapped.yaml", db=tmp_path / "ledger.db", executor="inline", unchecked=True)
+    assert again.known == 1, "it is the same study"
+    assert load_study(given, profile="longer").seeds == 2
+
+
+def test_run_study_says_what_it_takes() -> None:
+    with pytest.raises(deltalab.InputError, match="a study is a file, the name of a shipped study or a mapping, not 3"):
+        deltalab.run_study(3)  # type: ignore[arg-type]
+    with pytest.raises(deltalab.InputError, match=r"study: unknown key 'arm'; did you mean 'arms'\?"):
+        deltalab.run_study({**study(), "arm": {}})

@@ -224,3 +224,20 @@ def test_scanning_says_what_it_cannot_join() -> None:
     q = normal(1, 5, 2, 4)
     with pytest.raises(InputError, match="states of several sizes"):
         deltalab.scan(deltalab.get_rule("attention"), q, q, q, {}, cu_seqlens=torch.tensor([0, 2, 5]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_gpu_packs_as_a_cpu_does_in_fp64(name: str) -> None:
+    """With the kernels, forward and backward."""
+    lengths, layer = [1, 70, 3, 130, 64], layer_of(name)
+    x, above = normal(1, sum(lengths), D), normal(1, sum(lengths), D, seed=1)
+    found = []
+    for device, dtype in (("cpu", torch.float64), ("cuda", torch.float32)):
+        layer, given = layer.to(device, dtype), x.to(device, dtype).requires_grad_()
+        y = layer(given, cu_seqlens=bounds_of(lengths).to(device))
+        leaves = [given, *layer.parameters()]
+        grads = torch.autograd.grad(y, leaves, above.to(y), allow_unused=True)
+        found.append([one.double().cpu() for one in (y, *grads) if one is not None])
+    for right, one in zip(*found, strict=True):
+        assert float((one - right).norm() / right.norm().clamp_min(1e-9)) < 1e-3

@@ -18,6 +18,7 @@ from deltalab.cli_data import data
 from deltalab.cli_eval import evaluate
 from deltalab.cli_export import export
 from deltalab.cli_options import AsJson, Db, Folder, Params, Profile, StudyFile, StudyName, find_study
+from deltalab.cli_train import train
 from deltalab.errors import InputError, WrongRules
 from deltalab.registry import add_plugin, get_rule, get_task, list_rules, list_tasks, rule_plugin, task_plugin
 from deltalab.tasks import Task
@@ -410,6 +411,7 @@ def dashboard(
 
 
 app.command()(export)
+app.command()(train)
 app.command("eval")(evaluate)
 
 

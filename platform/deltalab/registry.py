@@ -19,6 +19,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from deltalab.errors import InputError, unknown
 from deltalab.gates import Gate
 from deltalab.rule import UpdateRule
@@ -129,7 +131,8 @@ def get_rule(name: str, /, **knobs: object) -> UpdateRule:
     kind = rule_plugin(name).kind
     assert issubclass(kind, UpdateRule)
     try:
-        return kind.configured(knobs)
+        with torch.device("cpu"):  # gates compute numbers, and a tensor on the meta device has none
+            return kind.configured(knobs)
     except InputError:
         raise
     except Exception as error:
@@ -173,7 +176,10 @@ def _not_made(what: str, plugin: Plugin, error: Exception) -> InputError:
     )
 
 
-def _find(kind: type, what: str, name: str) -> Plugin:
+def _find(kind: type, what: str, name: object) -> Plugin:
+    if not isinstance(name, str):
+        hint = f"; make one: {name.__name__}()" if isinstance(name, type) else ""
+        raise InputError(f"takes a {what} or the name of one, such as '{min(_all(kind))}', not {name!r}{hint}")
     found = _all(kind)
     if name not in found:
         raise unknown(what, name, sorted(found))
@@ -183,7 +189,9 @@ def _find(kind: type, what: str, name: str) -> Plugin:
 @cache
 def _all(kind: type) -> dict[str, Plugin]:
     found: dict[str, Plugin] = {}
-    for plugin in _everything():
+    with torch.device("cpu"):  # as in get_rule
+        plugins = list(_everything())
+    for plugin in plugins:
         if not issubclass(plugin.kind, kind):
             continue
         name = plugin.kind.name

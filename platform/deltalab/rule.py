@@ -95,6 +95,14 @@ class Operands:
     carry: tuple[Tensor, ...] = ()
     output: Callable[[Tensor], Tensor] | None = None
 
+    def changed(self, **changes: Any) -> "Operands":
+        """`dataclasses.replace` in a tenth of the time: operands check nothing when they are made."""
+        if torch.compiler.is_compiling():
+            return dataclasses.replace(self, **changes)
+        new = object.__new__(type(self))
+        vars(new).update(vars(self), **changes)
+        return new
+
     def resolved(self) -> "Operands":
         """The same with beta, read and d multiplied into the vectors."""
         u = self.u if self.beta is None else self.beta[..., None] * self.u

@@ -58,7 +58,7 @@ def causality_of_gradients(rule: UpdateRule) -> Iterator[Measured]:
     tokens = normal(BATCH, LENGTH, WIDTH, seed=1).requires_grad_()
     found: list[tuple[str, Tensor, dict[str, Tensor]]] = [
         *((backend, run(rule, x, backend)[0], given) for backend in backends_of(rule)),
-        ("layer", layer_of(rule)(tokens)[0], {"its input": tokens}),
+        ("layer", layer_of(rule)(tokens), {"its input": tokens}),
     ]
     for (name, o, sources), t in itertools.product(found, CUTS):
         early = (o[:, :t] * normal(*o[:, :t].shape, seed=2)).sum()

@@ -21,6 +21,7 @@ from deltalab.authoring.check import Check, CheckResult, Measured, Note, run_che
 from deltalab.authoring.inputs import learned
 from deltalab.authoring.rule_runs import EXACT, combinations
 from deltalab.ops.backends import lacks_triton
+from deltalab.registry import get_rule
 from deltalab.rule import UpdateRule
 
 MOST_SECONDS = 10
@@ -40,16 +41,18 @@ class RuleCheck(Check[UpdateRule]):
     slow: bool = False
 
 
-def check_rule(rule: UpdateRule, *, forked: bool = False, quick: bool = False) -> list[CheckResult]:
+def check_rule(rule: UpdateRule | str, *, forked: bool = False, quick: bool = False) -> list[CheckResult]:
     """Checks a rule in all its variants. Checks that do not apply to the rule are left out.
 
+    rule: the rule, or the name of one.
     forked: run each check in a process of its own, so that a crash fails one check instead of ending this process.
     quick: check the rule as it stands, without turning its knobs, and leave the slow checks out.
+    Raises `InputError` for a name that no rule has.
 
-    >>> from deltalab.registry import get_rule
-    >>> all(result.passed for result in check_rule(get_rule("linear_attention"), quick=True))
+    >>> all(result.passed for result in check_rule("linear_attention", quick=True))
     True
     """
+    rule = rule if isinstance(rule, UpdateRule) else get_rule(rule)
     if not quick and _wants_interpreter(rule) and (found := _interpreted(rule, forked)) is not None:
         return found
     threads = torch.get_num_threads()

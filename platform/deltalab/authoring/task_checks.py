@@ -18,18 +18,22 @@ import torch
 from deltalab.authoring import task_answers, task_streams
 from deltalab.authoring.check import Check, CheckResult, Measured, run_checks, told_once
 from deltalab.authoring.task_batches import SIZE, batches, drawn, scored_in
+from deltalab.registry import get_task
 from deltalab.tasks.task import IGNORE, SPLITS, Task
 
 
-def check_task(task: Task, *, forked: bool = False) -> list[CheckResult]:
+def check_task(task: Task | str, *, forked: bool = False) -> list[CheckResult]:
     """Checks a task. Checks that do not apply to the task are left out.
 
+    task: the task, or the name of one whose parameters all have defaults.
     forked: run each check in a process of its own, so that a crash fails one check instead of ending this process.
+    Raises `InputError` for a name that no task has, or that needs parameters.
 
     >>> from deltalab.tasks import MQAR
     >>> all(result.passed for result in check_task(MQAR(length=32, pairs=4, vocab_size=64)))
     True
     """
+    task = task if isinstance(task, Task) else get_task(task)
     with _generators_kept():
         return told_once(run_checks(CHECKS, partial(_run, task), where=task.name, forked=forked))
 

@@ -7,10 +7,12 @@ import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from deltalab.errors import InputError, unknown
 from deltalab.export.recipe import of_trial
@@ -18,6 +20,7 @@ from deltalab.export.source import Source, model_fields
 from deltalab.models.spec import ModelSpec
 from deltalab.registry import get_task, rule_plugin
 from deltalab.store import Store, TrialRow
+from deltalab.store.models import Artifact
 from deltalab.study.answer import answer, format_interval
 from deltalab.study.measured import Measured
 from deltalab.tasks import Task
@@ -80,10 +83,11 @@ def best_run(store: Store, study_id: int, *, arm: str | None, best: bool, task: 
     model = ModelSpec.of({**trial.config["model"], "rule": trial.config["rule"]})
     _refuse_changed(trial, model, study.provenance)
     kind = str(study.spec["task"][task].get("task", task))
+    kept = {(trial.key, run.seed): artifact for trial, run, artifact in store.artifacts(study_id, arm)}
     train, made = _train(trial), get_task(kind, **about["parameters"])
     source = Source(
         model=model,
-        weights=_weights(store, study_id, arm, key, seed),
+        weights=partial(_weights, kept[key, seed]) if (key, seed) in kept else None,
         recipe={**of_trial(train, made.length, seed, key), "trial": _trial(trial, made, model, train, seed)},
         provenance={
             "study": study.address,
@@ -129,11 +133,8 @@ def _refuse_changed(trial: TrialRow, model: ModelSpec, provenance: Mapping[str, 
             raise InputError(f"rule '{name}' has changed since it was trained: run the study again, then export")
 
 
-def _weights(store: Store, study_id: int, arm: str, key: str, seed: int) -> dict[str, Any] | None:
-    kept = {(trial.key, run.seed): artifact for trial, run, artifact in store.artifacts(study_id, arm)}
-    if (key, seed) not in kept:
-        return None
-    artifact = kept[key, seed]
+def _weights(artifact: Artifact) -> dict[str, Tensor]:
+    """Raises `InputError` for a file that is missing, or is not the one that was recorded."""
     file = Path(artifact.path)
     try:
         digest = hashlib.sha256(file.read_bytes()).hexdigest()
@@ -141,7 +142,7 @@ def _weights(store: Store, study_id: int, arm: str, key: str, seed: int) -> dict
         raise InputError(f"{file}: the weights cannot be read: {error.strerror}") from None
     if digest != artifact.sha256:
         raise InputError(f"{file}: the weights are not those that were recorded")
-    found: dict[str, Any] = torch.load(file, weights_only=True, map_location="cpu")
+    found: dict[str, Tensor] = torch.load(file, weights_only=True, map_location="cpu")
     return found
 
 

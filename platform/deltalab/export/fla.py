@@ -1,6 +1,6 @@
 """Models of ours as models of flash-linear-attention (FLA 0.6), and the way back.
 
-`fla_layers` holds what is particular to each of FLA's layers; here stands what all its models share.
+`fla_delta` and `fla_linear` hold what is particular to each of FLA's layers; here stands what all its models share.
 """
 
 import json
@@ -13,9 +13,50 @@ import torch
 from torch import Tensor
 
 from deltalab.errors import InputError, unknown
-from deltalab.export.fla_layers import FORMS, TRANSFORMER, WHY_NOT, Form, Part, attention, from_attention, needs, same
+from deltalab.export.fla_delta import COMBA, DELTA_PRODUCT, DELTANET, GATED_DELTANET, KDA, UNDECAYED
+from deltalab.export.fla_linear import (
+    ABC,
+    FORGETTING,
+    GLA,
+    HGRN2,
+    LIGHTNET,
+    LINEAR_ATTENTION,
+    MAMBA2,
+    RETNET,
+    TRANSFORMER,
+    attention,
+    from_attention,
+)
+from deltalab.export.fla_parts import Form, Part, needs, same
 from deltalab.models.model import Model, swiglu_width
 from deltalab.models.spec import ModelSpec
+
+FORMS = (
+    GATED_DELTANET, DELTANET, UNDECAYED, COMBA, KDA, DELTA_PRODUCT,
+    GLA, RETNET, HGRN2, LINEAR_ATTENTION, LIGHTNET, ABC, MAMBA2, FORGETTING, TRANSFORMER,
+)  # fmt: skip
+"""Forms of one rule are tried in this order."""
+
+WHY_NOT = {
+    "based": "FLA has this layer, and no model of it",
+    "gated_deltanet2": "FLA has this layer, and no model of it",
+    "gsa": "FLA's GSA takes SiLU of its output before a norm over all heads, which no output norm of ours does",
+    "log_linear_attention": "FLA's is a Mamba-2 block with a skip from v to the output, and decays in other units",
+    "mamba": "FLA's Mamba has one state for each channel of the model, and no heads",
+    "mamba3": "FLA's normalizes q and k with biases, turns them by angles of its own and skips from v to the output",
+    "mesa_net": "FLA's gates have biases, and its v neither convolution nor SiLU",
+    "mom": "FLA's routes a token's keys and values to its memories by projections of their own",
+    "momentum_deltanet": "FLA has this layer, and no model of it",
+    "path_attention": "FLA's gates have biases, and its w has a projection of low rank before its convolution",
+    "preconditioned_gated_deltanet": "FLA's preconditioner squashes its input and starts from learned scales",
+    "raven": "FLA's router adds noise and a learned bias before it chooses slots",
+    "rebased": "FLA has this layer, and no model of it",
+    "rodimus": "FLA's gates read a convolution of twice the model's width, with a residual weight of its own",
+    "rwkv6": "FLA's shifts tokens by a mix that depends on the input, and its blocks have LayerNorm and another MLP",
+    "rwkv7": "FLA's blocks have LayerNorm, a squared-ReLU MLP, a tanh in the decay, a bonus and the first layer's v",
+    "sgla": "FLA has this layer (simple GLA), and no model of it",
+}
+"""Why no model of FLA computes a rule; the other rules are not in FLA 0.6."""
 
 SHARED: dict[str, Any] = {
     "hidden_size": 2048,
@@ -78,7 +119,7 @@ def from_fla(folder: Path) -> tuple[ModelSpec, dict[str, Tensor], dict[str, Any]
     form, spec = _spec_of(config, folder / "config.json")
     theirs = _read_weights(folder)
     if config.get("tie_word_embeddings"):
-        theirs["lm_head.weight"] = theirs["model.embeddings.weight"]
+        theirs["lm_head.weight"] = theirs[f"{_trunk(form)}.embeddings.weight"]
     weights: dict[str, Tensor] = {}
     try:
         for part in _parts(spec, form):
@@ -98,7 +139,7 @@ def from_fla(folder: Path) -> tuple[ModelSpec, dict[str, Tensor], dict[str, Any]
 
 def why_not(rule: str) -> str | None:
     """The reason that no model of FLA computes a rule; None where some settings of it have an equal."""
-    return None if any(form.rule == rule for form in FORMS) else WHY_NOT.get(rule, "FLA 0.6 has no such model")
+    return None if any(form.rule == rule for form in FORMS) else WHY_NOT.get(rule, "FLA 0.6 lacks this rule")
 
 
 def _form_of(spec: ModelSpec) -> tuple[Form, dict[str, Any]]:
@@ -123,7 +164,8 @@ def _form_of(spec: ModelSpec) -> tuple[Form, dict[str, Any]]:
 
 
 def _shared(spec: ModelSpec, form: Form, layers: list[ModelSpec]) -> dict[str, Any]:
-    needs(spec, form.model_type, readout=("position",), block=("transformer",), mlp=(True,))
+    has_mlp = form.block == "transformer"
+    needs(spec, form.model_type, readout=("position",), block=(form.block,), mlp=(has_mlp,))
     attn: list[dict[str, Any]] = []
     for i, layer in enumerate(layers):
         if form is not TRANSFORMER and layer.make_rule().name == "attention":
@@ -140,10 +182,8 @@ def _shared(spec: ModelSpec, form: Form, layers: list[ModelSpec]) -> dict[str, A
         "num_hidden_layers": spec.depth,
         "vocab_size": spec.vocab_size,
         "norm_eps": spec.norm_eps,
-        "hidden_ratio": None,
-        "intermediate_size": _mlp_width(spec),
-        "hidden_act": "swish",
-        "attn": (attn[0] if len(attn) == 1 else attn) or None,
+        **({"hidden_ratio": None, "intermediate_size": _mlp_width(spec), "hidden_act": "swish"} if has_mlp else {}),
+        **({"attn": attn[0] if len(attn) == 1 else attn} if attn else {}),
         "tie_word_embeddings": False,
         "bos_token_id": None,
         "eos_token_id": None,
@@ -160,7 +200,7 @@ def _spec_of(config: Mapping[str, Any], file: Path) -> tuple[Form, ModelSpec]:
     options = {**SHARED, **form.options}
     for name, value in config.items():
         if name in options:
-            options[name] = value
+            options[name] = list(value) if isinstance(value, tuple) else value
         elif name not in WITHOUT_EFFECT and name not in form.idle:
             raise InputError(f"{file}: option '{name}' ({value!r}) has no equal here")
     for name, value in {**FIXED, **form.fixed}.items():
@@ -180,7 +220,7 @@ def _spec_of(config: Mapping[str, Any], file: Path) -> tuple[Form, ModelSpec]:
             **form.settings(options),
         }
         spec = ModelSpec.of({**settings, "layers": _layers(options["attn"], depth, settings)})
-        if hidden != _mlp_width(spec):
+        if spec.mlp and hidden != _mlp_width(spec):
             spec = replace(spec, mlp_width=hidden)
     except InputError as error:
         raise InputError(f"{file}: {error}") from None
@@ -188,10 +228,11 @@ def _spec_of(config: Mapping[str, Any], file: Path) -> tuple[Form, ModelSpec]:
 
 
 def _layers(attn: Any, depth: int, settings: Mapping[str, Any]) -> Any:
-    """`ModelSpec.layers` of a model with layers of attention."""
-    if not attn:
-        return depth
+    """`ModelSpec.layers`: a number where all are alike, which `mamba` blocks take twice."""
     layers: list[Any] = ["rule"] * depth
+    if not attn:
+        twice = settings.get("block") == "mamba"
+        return layers if twice and depth % 2 else depth // 2 if twice else depth
     inherited = {"features": None, "scale": None, "low_rank_bias": False, "gate_rank": None, "token_shift": False}
     for options in attn if isinstance(attn, list) else [attn]:
         if options.get("qkv_bias"):
@@ -207,8 +248,21 @@ def _mlp_width(spec: ModelSpec) -> int:
     return spec.mlp_width or swiglu_width(spec.d_model)
 
 
+def _trunk(form: Form) -> str:
+    return "backbone" if form.block == "mamba" else "model"
+
+
 def _parts(spec: ModelSpec, form: Form) -> list[Part]:
     """The parameters of the whole model but for the output matrix."""
+    if form.block == "mamba":
+        found = [same("embed.weight", "embeddings.weight"), same("norm.weight", "norm_f.weight")]
+        for i in range(spec.depth):
+            parts = [
+                same("norm.weight", "norm.weight"),
+                *(part.within("mixer.", "mixer.") for part in form.parts(spec.at(i))),
+            ]
+            found += [part.within(f"blocks.{i}.", f"layers.{i}.") for part in parts]
+        return [part.within("", "backbone.") for part in found]
     found = [same("embed.weight", "model.embeddings.weight"), same("norm.weight", "model.norm.weight")]
     for i in range(spec.depth):
         layer = spec.at(i)
@@ -233,12 +287,17 @@ def _parts(spec: ModelSpec, form: Form) -> list[Part]:
 def _read_config(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
     try:
-        config = json.loads(file.read_text())
+        config = json.loads(file.read_text(), object_hook=_number)
     except (OSError, ValueError) as error:
         raise InputError(f"{file}: cannot be read: {error}") from None
     if not isinstance(config, dict):
         raise InputError(f"{file}: holds no options")
     return config
+
+
+def _number(given: dict[str, Any]) -> Any:
+    """`transformers` writes infinity as {"__float__": "Infinity"}."""
+    return float(given["__float__"]) if given.keys() == {"__float__"} else given
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:

@@ -2,14 +2,16 @@
 
 import importlib
 import json
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file
 from torch import Tensor
 
 from deltalab.errors import InputError
+from deltalab.export.fla import from_fla
 from deltalab.export.recipe import of_paper
 from deltalab.export.retrain import load_rules, read_recipe
 from deltalab.export.source import Source
@@ -40,10 +42,10 @@ def from_folder(folder: Path) -> Source:
     config = _json(folder / CONFIG)
     if config.get("model_type") != "deltalab":
         return _of_fla(folder)
-    return _exported(folder, config, _safetensors(folder))
+    return _exported(folder, config, partial(_safetensors, folder) if _files(folder) else None)
 
 
-def _exported(folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor] | None) -> Source:
+def _exported(folder: Path, config: Mapping[str, Any], weights: Callable[[], Mapping[str, Tensor]] | None) -> Source:
     load_rules(folder)
     fields = ModelSpec.__dataclass_fields__
     model = ModelSpec.of({name: value for name, value in config.items() if name in fields})
@@ -67,56 +69,49 @@ def _run(folder: Path) -> Path:
 
 def _of_a_run(run: Path, folder: Path) -> Source:
     about = _json(run / RUN)
-    checkpoint = folder if folder != run else _newest(run)
+    # The engines read exported folders, so they stand above this package, which loads them by name.
+    checkpoints = importlib.import_module("deltalab.engines.checkpoints")
+    whole = checkpoints.complete(run)
+    if folder == run and not whole:
+        raise InputError(f"{run}: has no complete checkpoint yet")
+    checkpoint = folder if folder != run else whole[-1]
     exported = Path(str(about.get("export")))
     if not (exported / CONFIG).is_file():
         raise InputError(f"{run / RUN}: trained {exported}, which is not there any more")
-    # The engines read exported folders, so they stand above this package, which loads them by name.
-    weights = importlib.import_module("deltalab.engines").read_checkpoint(checkpoint)
+    weights = partial(checkpoints.read_checkpoint, checkpoint)
     found = _exported(exported, _json(exported / CONFIG), weights)
     trained = {"training": about.get("id"), "checkpoint": checkpoint.name, "data": about.get("data")}
     return Source(found.model, weights, found.recipe, {**found.provenance, **trained}, {}, found.tokenizer)
 
 
-def _newest(run: Path) -> Path:
-    numbered = {
-        int(match[1]): each
-        for each in (run / "checkpoints").glob("step-*")
-        if (match := re.fullmatch(r"step-(\d+)", each.name))
-    }
-    if not numbered:
-        raise InputError(f"{run}: has no checkpoint yet: {run / 'checkpoints'} holds no step-N")
-    return numbered[max(numbered)]
-
-
 def _of_fla(folder: Path) -> Source:
-    model, weights, _ = importlib.import_module("deltalab.export.fla").from_fla(folder)
+    model, weights, provenance = from_fla(folder)
     return Source(
         model=model,
-        weights=weights,
+        weights=lambda: weights,
         recipe=of_paper(model),
-        provenance={"fla": str(folder), "model_type": _json(folder / CONFIG).get("model_type")},
+        provenance=provenance,
         scores={},
         tokenizer=str(folder) if (folder / TOKENIZER).is_file() else None,
     )
 
 
-def _safetensors(folder: Path) -> dict[str, Tensor] | None:
-    """The weights of an exported folder as `Model(spec).state_dict()` names them; None where it has none."""
+def _files(folder: Path) -> list[Path]:
+    """The files of an exported folder's weights; none where it is untrained."""
     index = folder / f"{WEIGHTS}.index.json"
-    files = sorted(set(_json(index)["weight_map"].values())) if index.is_file() else [WEIGHTS]
-    if not index.is_file() and not (folder / WEIGHTS).is_file():
-        return None
-    try:
-        from safetensors.torch import load_file
-    except ImportError:
-        raise InputError("weights in safetensors need the package: pip install 'deltalab[hf]'") from None
+    if index.is_file():
+        return [folder / name for name in sorted(set(_json(index)["weight_map"].values()))]
+    return [folder / WEIGHTS] if (folder / WEIGHTS).is_file() else []
+
+
+def _safetensors(folder: Path) -> dict[str, Tensor]:
+    """The weights of an exported folder, as `Model(spec).state_dict()` names them."""
     found: dict[str, Tensor] = {}
-    for file in files:
+    for file in _files(folder):
         try:
-            found |= load_file(folder / file)
+            found |= load_file(file)
         except Exception as error:
-            raise InputError(f"{folder / file}: cannot be read: {' '.join(str(error).split())}") from None
+            raise InputError(f"{file}: cannot be read: {' '.join(str(error).split())}") from None
     return {name.removeprefix("model."): value for name, value in found.items()}
 
 

@@ -11,6 +11,7 @@ from uuid import uuid4
 
 import torch
 import yaml
+from safetensors.torch import save
 from torch import Tensor
 
 from deltalab.errors import InputError
@@ -40,8 +41,7 @@ def export_hf(
     The folder is written whole or not at all.
 
     Raises `InputError` for a directory that is not empty or cannot be written, for weights that do not fit the model,
-    for a rule whose file imports what an exported folder lacks, for a model that is not causal, and without the package
-    safetensors.
+    for a rule whose file imports what an exported folder lacks, and for a model that is not causal.
     """
     if spec.readout != "position":
         raise InputError(f"export to hf takes causal models: one with readout '{spec.readout}' predicts no next token")
@@ -61,14 +61,10 @@ def write_folder(directory: Path, files: Mapping[str, object], tensors: Mapping[
     """Writes files by relative path, and tensors as `model.safetensors`: all of it or nothing.
 
     files: text, or what a file ending in .json or .yaml holds.
-    Raises `InputError` for a directory that is not empty or cannot be written, and without the package safetensors.
+    Raises `InputError` for a directory that is not empty or cannot be written.
     """
     contents = {name: _bytes(name, file) for name, file in files.items()}
     if tensors is not None:
-        try:
-            from safetensors.torch import save
-        except ImportError:
-            raise InputError("export of weights needs safetensors: pip install 'deltalab[hf]'") from None
         # `save_file` raises another error than OSError on a full disk.
         ready = {name: value.cpu().contiguous() for name, value in tensors.items()}
         contents["model.safetensors"] = save(ready, metadata={"format": "pt"})

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
@@ -118,8 +119,11 @@ class DeltaLabForCausalLM(PreTrainedModel, GenerationMixin):
     def _supports_default_dynamic_cache(cls) -> bool:
         return False  # `forward` makes a StateCache
 
-    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        inputs: dict[str, Any] = super().prepare_inputs_for_generation(*args, **kwargs)
+    def prepare_inputs_for_generation(
+        self, *args: Any, inputs_embeds: Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        # `generate` takes embeddings where this method names them.
+        inputs: dict[str, Any] = super().prepare_inputs_for_generation(*args, inputs_embeds=inputs_embeds, **kwargs)
         # Layers count tokens by themselves. transformers 5.0 gives cache_position to every model.
         for name in ("position_ids", "cache_position"):
             inputs.pop(name, None)
@@ -161,6 +165,7 @@ class DeltaLabForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int = 0,
         num_items_in_batch: Tensor | int | None = None,
+        skip_logits: bool | None = None,
         position_ids: Tensor | None = None,
         seq_idx: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
@@ -173,9 +178,13 @@ class DeltaLabForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Logits [B, T, vocab] after tokens [B, T] or their embeddings [B, T, d].
 
+        With labels in training mode there are no logits: the loss is computed chunk by chunk, which saves their memory.
+
         logits_to_keep: how many of the last positions get logits, 0 for all.
         labels [B, T]: the tokens themselves, which are shifted here; -100 does not count, and neither does the first
             token of a sequence. num_items_in_batch: what the sum of the losses is divided by, None for their number.
+        skip_logits: whether to return the loss alone, which then never needs the logits of all tokens at once; None for
+            yes in training with labels.
         past_key_values: the cache that an earlier call returned; it is updated in place.
         attention_mask [B, T] or [B, all columns so far]: 0 marks padding, wherever it stands. The tokens of a row give
             what they give without it. Padding has the logits of the token before it in its row, so that `generate`
@@ -211,19 +220,24 @@ class DeltaLabForCausalLM(PreTrainedModel, GenerationMixin):
         if cache is not None:
             cache.states, cache.seen = states, cache.seen + (x.shape[1] if packing is None else packing.shape[1])
         spread = (lambda y: y) if packing is None else packing.spread
+        logits: Tensor | None
         if labels is None:
             logits, loss = self.model.logits(spread(hidden)[:, -logits_to_keep:]), None
         else:
             targets = _targets(labels if packing is None else packing.pack(labels), bounds)
-            logits = self.model.logits(hidden)
-            loss = self.loss_function(
-                logits=logits,
-                labels=None,
-                shift_labels=targets,
-                vocab_size=logits.shape[-1],
-                num_items_in_batch=num_items_in_batch,
-            )
-            logits = spread(logits)[:, -logits_to_keep:]
+            own = self.loss_function is ForCausalLMLoss
+            if (self.training and own) if skip_logits is None else skip_logits:
+                logits, loss = None, self.model.cross_entropy(hidden, targets, count=num_items_in_batch)
+            else:
+                logits = self.model.logits(hidden)
+                loss = self.loss_function(
+                    logits=logits,
+                    labels=None,
+                    shift_labels=targets,
+                    vocab_size=logits.shape[-1],
+                    num_items_in_batch=num_items_in_batch,
+                )
+                logits = spread(logits)[:, -logits_to_keep:]
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
 
     def _packing(

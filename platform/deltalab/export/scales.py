@@ -73,13 +73,13 @@ def parameters(model: ModelSpec, sizer: Sizer | None = None) -> int:
 def widened(model: ModelSpec, scale: Scale, vocabulary: int) -> dict[str, Any]:
     """What a scale changes in a model besides its depth: the fields of `ModelSpec`, with their new values.
 
-    Heads get the scale's width; widths of keys, shared heads and the rank of gates keep their ratios to it.
+    Heads get the scale's width. Widths of keys and of the MLP, shared heads and the rank of gates keep their ratios.
 
     Raises `InputError` where heads that are shared in groups do not divide the new number of heads.
     """
     heads = scale.d_model // scale.head_dim
     changed: dict[str, Any] = {"vocab_size": vocabulary, "d_model": scale.d_model, "heads": heads}
-    own = {name: getattr(model, name) for name in ("key_dim", "qk_heads", "kv_heads", "gate_rank")}
+    own = {name: getattr(model, name) for name in ("key_dim", "qk_heads", "kv_heads", "gate_rank", "mlp_width")}
     changed |= _proportional(own, model, model.heads, heads, scale)
     if not isinstance(model.layers, int):
         changed["layers"] = tuple(_entry(entry, model, scale) for entry in model.layers)
@@ -113,8 +113,9 @@ def _proportional(given: Mapping[str, Any], model: ModelSpec, before: int, heads
             found[name] = heads // (before // shared)
     if key_dim := given.get("key_dim"):
         found["key_dim"] = max(1, round(key_dim * before / model.d_model * scale.d_model / heads))
-    if rank := given.get("gate_rank"):
-        found["gate_rank"] = max(1, round(rank * scale.d_model / model.d_model))
+    for name in ("gate_rank", "mlp_width"):
+        if width := given.get(name):
+            found[name] = max(1, round(width * scale.d_model / model.d_model))
     return found
 
 

@@ -1,6 +1,6 @@
 """What is exported, wherever it comes from."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -13,13 +13,13 @@ from deltalab.models.spec import ModelSpec
 class Source:
     """A model, and how it was or is to be trained.
 
-    weights: `Model(model).state_dict()`; None where it is untrained. recipe: as `recipe.yaml`, without `model`,
+    weights: reads `Model(model).state_dict()`; None where it is untrained. recipe: as `recipe.yaml`, without `model`,
     `tokenizer` and `provenance`. provenance: where the model comes from. scores: what its weights reached, which counts
     for these weights alone. tokenizer: what `load_tokenizer` takes, None for a task's own tokens.
     """
 
     model: ModelSpec
-    weights: Mapping[str, Tensor] | None
+    weights: Callable[[], Mapping[str, Tensor]] | None
     recipe: Mapping[str, Any]
     provenance: Mapping[str, Any]
     scores: Mapping[str, float]

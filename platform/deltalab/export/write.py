@@ -8,6 +8,7 @@ from typing import Any
 
 from deltalab.errors import InputError, unknown
 from deltalab.export import recipe as recipes
+from deltalab.export.fla import to_fla
 from deltalab.export.hf import export_hf, write_folder
 from deltalab.export.scales import PADDED, at_scale, find, parameters
 from deltalab.export.source import Source, model_fields
@@ -74,7 +75,7 @@ def export(
         raise InputError("--weights: the weights are those of another model; without --scale and --set they fit")
     if weights and source.weights is None:
         raise InputError("--weights: the source has none, since it is untrained")
-    kept = None if resized or weights is False else source.weights
+    kept = None if resized or weights is False or source.weights is None else source.weights()
     provenance = {
         **source.provenance,
         **(source.scores if kept is not None else {}),
@@ -91,8 +92,8 @@ def export(
         recipe["origin"] = {**recipe["origin"], **_resized(source.model, model, scale, fixed)}
     texts = {} if loaded is None else tokenizer_files(*loaded)
     if to == "fla":
-        config, theirs = importlib.import_module("deltalab.export.fla").to_fla(model, kept)
-        write_folder(directory, {"config.json": config, recipes.FILE: recipe, **texts}, theirs)
+        config, theirs = to_fla(model, kept)
+        write_folder(directory, {"config.json": config, recipes.FILE: recipe, **texts}, theirs if kept else None)
     else:
         if to == "torchtitan":
             # The engines read exported folders, so they stand above this package, which loads them by name.

@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltalab.kernels.register import absent, register
+from deltalab.kernels.compiled import launch
+from deltalab.kernels.register import absent, eager, register
 from deltalab.kernels.scalar.forward import pseudo_residual
 from deltalab.rule import Operands, State
 from deltalab.structure import Transition
@@ -148,13 +149,18 @@ def _decode(
     value_dim = u.shape[-1]
     bk, bv = max(16, triton.next_power_of_2(key_dim)), min(WIDTH, max(16, triton.next_power_of_2(value_dim)))
     o, last, second_last = out
-    decode_kernel[(batch * heads, triton.cdiv(value_dim, bv))](
-        r=r, k=k, u=u, g=g, e=e, a=a, b=b, beta=beta, read=read, d=d,
-        second_r=second_r, target=target, strength=strength, second_read=second_read, second_g=second_g,
-        second_e=second_e, state=state, second=second, o=o, last=last, second_last=second_last if loss else None,
-        scale=scale, clip=clip, H=heads, K=key_dim, V=value_dim, BK=bk, BV=bv, STEPS=steps,
-        DIAGONAL=g is not None and g.dim() == 4, LATE=late, LOSS=loss, num_warps=8 if bk > 128 else 4,
-    )  # fmt: skip
+    operands = {
+        "r": r, "k": k, "u": u, "g": g, "e": e, "a": a, "b": b, "beta": beta, "read": read, "d": d,
+        "second_r": second_r, "target": target, "strength": strength, "second_read": second_read,
+        "second_g": second_g, "second_e": second_e, "state": state, "second": second, "o": o, "last": last,
+        "second_last": second_last if loss else None, "scale": scale, "clip": clip,
+    }  # fmt: skip
+    sizes = {
+        "H": heads, "K": key_dim, "V": value_dim, "BK": bk, "BV": bv, "STEPS": steps,
+        "DIAGONAL": g is not None and g.dim() == 4, "LATE": late, "LOSS": loss,
+    }  # fmt: skip
+    grid = batch * heads, triton.cdiv(value_dim, bv)
+    launch(decode_kernel, grid, operands, sizes, num_warps=8 if bk > 128 else 4)
     return out
 
 
@@ -168,6 +174,7 @@ def _shapes(*, r: Tensor, k: Tensor, u: Tensor, loss: str | None, **_: Any) -> l
 
 
 register(_decode, shapes=_shapes)
+_eagerly = eager(_decode)
 
 
 def decode(transition: Transition, x: Operands, *, scale: float, state: State | None) -> tuple[Tensor, State]:
@@ -178,7 +185,7 @@ def decode(transition: Transition, x: Operands, *, scale: float, state: State | 
     """
     fit = x.fit
     first, second = (*(state or ()), None, None)[:2]
-    given: dict[str, Tensor | None] = {
+    given: dict[str, Tensor | None] = {  # in the order of the operator
         "r": x.r, "k": x.k, "u": x.u, "g": x.g, "e": x.e, "a": x.a, "b": x.b, "beta": x.beta, "read": x.read, "d": x.d,
         "second_r": None, "target": None, "strength": None, "second_read": None, "second_g": None, "second_e": None,
         "state": first, "second": second,
@@ -187,12 +194,12 @@ def decode(transition: Transition, x: Operands, *, scale: float, state: State | 
         own = fit.operands(x)
         given |= {"second_r": own.r, "target": fit.v, "strength": own.beta}
         given |= {"second_read": own.read, "second_g": own.g, "second_e": own.e}
-    o, last, second_last = _decode(
-        **{name: None if one is None else one.contiguous() for name, one in given.items()},
-        scale=scale,
-        late=transition.reads == "decayed_state",
-        steps=transition.steps,
-        loss=None if fit is None else fit.residual.loss,
-        clip=0.0 if fit is None else fit.residual.clip,
+    o, last, second_last = _eagerly(
+        *(None if one is None else one.contiguous() for one in given.values()),
+        scale,
+        transition.reads == "decayed_state",
+        transition.steps,
+        None if fit is None else fit.residual.loss,
+        0.0 if fit is None else fit.residual.clip,
     )
     return o, (last,) if fit is None else (last, second_last)

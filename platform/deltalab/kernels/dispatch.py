@@ -10,12 +10,17 @@ from torch import Tensor
 
 from deltalab.errors import InputError
 from deltalab.kernels.decode import decode
-from deltalab.kernels.diagonal.op import diagonal_scan
-from deltalab.kernels.scalar.op import residual_scan, scalar_scan
+from deltalab.kernels.diagonal import op as diagonal
+from deltalab.kernels.register import eager
+from deltalab.kernels.scalar import op as scalar
 from deltalab.rule import Fit, Operands, State
 from deltalab.structure import Transition
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+diagonal_scan, residual_scan, scalar_scan = map(
+    eager, (diagonal.diagonal_scan, scalar.residual_scan, scalar.scalar_scan)
+)
+
 MOST_KEYS = 256
 """The largest K that the kernels take, padding included: a block holds all of it."""
 
@@ -47,7 +52,7 @@ def scan(
     if x.r.shape[1] == 1 and cu_seqlens is None and not (torch.is_grad_enabled() and _needs_grad(x, state)):
         return decode(transition, x, scale=scale, state=state)
     x = _padded(x, max(16, triton.next_power_of_2(key_dim)) - key_dim, -value_dim % 16)
-    first, second = (_grown(one, x) for one in (*(state or ()), None, None)[:2])
+    first, second = (None, None) if state is None else [_grown(one, x) for one in (*state, None)[:2]]
     chunk_size = chunk_size or _chunk(x)
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens * transition.steps
@@ -58,11 +63,16 @@ def scan(
                 r=_repeated(x.r, transition.steps),
                 read=None if x.read is None else _repeated(x.read, transition.steps),
             )
-        o, last = _pass(transition, x, scale, first, cu_seqlens, chunk_size)
-        o = o[:, transition.steps - 1 :: transition.steps]
-        return o[..., :value_dim], (last[..., :key_dim, :value_dim],)
-    o, last, second = _passes(transition, x, alike, scale, (first, second), cu_seqlens, chunk_size)
-    return o[..., :value_dim], (last[..., :key_dim, :value_dim], second[..., :key_dim, :value_dim])
+            o, last = _pass(transition, x, scale, first, cu_seqlens, chunk_size)
+            o = o[:, transition.steps - 1 :: transition.steps]
+        else:
+            o, last = _pass(transition, x, scale, first, cu_seqlens, chunk_size)
+        after = [last]
+    else:
+        o, *after = _passes(transition, x, alike, scale, (first, second), cu_seqlens, chunk_size)
+    if o.shape[-1] > value_dim:
+        o = o[..., :value_dim]
+    return o, tuple(_cut(one, key_dim, value_dim) for one in after)
 
 
 def _pass(
@@ -151,16 +161,22 @@ def _in(dtype: torch.dtype, x: Operands) -> Operands:
             return dtype
         return value.dtype if name == "g" and value.dim() == 4 and value.dtype in DTYPES else torch.float32
 
-    def cast_all(part: Any) -> dict[str, Tensor]:
-        values = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
-        return {name: value.to(kind(name, value)) for name, value in values.items() if isinstance(value, Tensor)}
+    def others(part: Any) -> dict[str, Tensor]:
+        found = {}
+        for name, value in vars(part).items():
+            if isinstance(value, Tensor) and value.dtype != kind(name, value):
+                found[name] = value.to(kind(name, value))
+        return found
 
-    fit = None if x.fit is None else dataclasses.replace(x.fit, **cast(Any, cast_all(x.fit)))
-    return dataclasses.replace(x, fit=fit, **cast(Any, cast_all(x)))
+    fit = None if x.fit is None else dataclasses.replace(x.fit, **cast(Any, others(x.fit)))
+    more = others(x)
+    return x.changed(fit=fit, **more) if more or fit is not None else x
 
 
 def _padded(x: Operands, keys: int, values: int) -> Operands:
     """The operands with so many zeros after keys and values, which neither read, erase nor write."""
+    if not keys and not values:
+        return x
 
     def wider(one: Tensor | None, more: int) -> Tensor | None:
         return one if one is None or not more else F.pad(one, (0, more))
@@ -175,6 +191,10 @@ def _padded(x: Operands, keys: int, values: int) -> Operands:
     )
 
 
+def _cut(state: Tensor, keys: int, values: int) -> Tensor:
+    return state if state.shape[-2:] == (keys, values) else state[..., :keys, :values]
+
+
 def _grown(state: Tensor | None, x: Operands) -> Tensor | None:
     if state is None:
         return None
@@ -187,7 +207,5 @@ def _repeated(x: Tensor, steps: int) -> Tensor:
 
 
 def _needs_grad(x: Operands, state: State | None) -> bool:
-    parts = [getattr(x, f.name) for f in dataclasses.fields(x)]
-    parts += [getattr(x.fit, f.name) for f in dataclasses.fields(x.fit)] if x.fit is not None else []
-    parts += state or ()
+    parts = [*vars(x).values(), *(vars(x.fit).values() if x.fit is not None else ()), *(state or ())]
     return any(isinstance(one, Tensor) and one.requires_grad for one in parts)

@@ -1,15 +1,22 @@
 """How the kernels of every structure are launched: the sequences, chunks and segments of one problem."""
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
+
+from deltalab.kernels.compiled import Launcher, Tile
+
+Found = TypeVar("Found")
 
 PRECISIONS = {torch.bfloat16: "tf32", torch.float16: "tf32x3", torch.float32: "ieee"}
 """Precision of products of fp32 operands, by the dtype of q, k and v. The hardware truncates tf32 operands to 10 bits
 instead of rounding them, so tf32 costs an inverse more accuracy than rounding it to fp16 afterwards does."""
+
+MOST = 256
+"""Plans that are remembered. With more, all are forgotten."""
 
 ALL_REGISTERS = 255
 """The most that a thread may have. By itself, ptxas gives kernels of fp32 products 32 and spills up to 10 KiB."""
@@ -30,7 +37,7 @@ class Launch:
     batch: number of sequences, packed ones counted singly.
     tokens, chunks: length of each sequence; of packed sequences, length and bound on the chunks of all together.
     size: tokens of a chunk. every: chunks of a segment, after which the forward keeps the state for the backward.
-    dtype: of q, k and v.
+    dtype: of q, k and v. known: what `once` found.
     """
 
     batch: int
@@ -43,6 +50,7 @@ class Launch:
     every: int
     dtype: torch.dtype
     packing: Packing | None = None
+    known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def segments(self) -> int:
@@ -85,11 +93,36 @@ class Launch:
 
     def launch(self, kernel: Any, grid: tuple[int, ...], chunks: range, /, **operands: Any) -> None:
         """Launches a kernel over `chunks` of each sequence, with named operands and those of `sizes` that it takes."""
-        name = kernel.__name__
-        sizes = self.sizes(name)
-        sizes.update(from_chunk=chunks.start, to_chunk=chunks.stop, span=len(chunks))
-        taken = {one: sizes[one] for one in kernel.arg_names if one in sizes and one not in operands}
-        kernel[grid](**operands, **taken, **self.resources(name))
+        self.once((kernel.__name__, chunks, *operands), lambda: self._launcher(kernel, chunks, operands))(
+            grid, operands
+        )
+
+    def _launcher(self, kernel: Any, chunks: range, operands: Mapping[str, Any]) -> Launcher:
+        name, among = kernel.__name__, set(kernel.arg_names) - set(operands)
+        sizes = {**self.sizes(name), "from_chunk": chunks.start, "to_chunk": chunks.stop, "span": len(chunks)}
+        return Launcher(kernel, {one: size for one, size in sizes.items() if one in among}, self.resources(name))
+
+    def once(self, key: Any, make: Callable[[], Found]) -> Found:
+        """What `make` returned when it was first called for this plan and key."""
+        found: Found | None = self.known.get(key)
+        if found is None:
+            found = self.known[key] = make()
+        return found
+
+
+_plans: dict[Any, Any] = {}
+
+
+def planned(make: Callable[..., Found], *sizes: Any) -> Found:
+    """make(*sizes), from memory where it was called before, unless a size is a compiler's symbol."""
+    if torch.SymInt in map(type, sizes):
+        return make(*sizes)
+    found: Found | None = _plans.get((make, sizes))
+    if found is None:
+        if len(_plans) >= MOST:
+            _plans.clear()
+        found = _plans[make, sizes] = make(*sizes)
+    return found
 
 
 def chunk_map(cu_seqlens: Tensor, tokens: int, chunk_size: int) -> tuple[Packing, int]:
@@ -106,14 +139,9 @@ def chunk_map(cu_seqlens: Tensor, tokens: int, chunk_size: int) -> tuple[Packing
     return Packing(cu_seqlens.to(torch.int32), of, first), bound
 
 
-def tiles(x: Tensor | None, rows: int, columns: int, *, store: bool = False, ragged: bool = False) -> Any:
-    """A tensor descriptor that views x [B, T, ...] as a matrix [B T, ...] in tiles of [rows, columns].
+def tiles(x: Tensor | None, width: int, rows: int, columns: int, *, store: bool = False, ragged: bool = False) -> Any:
+    """Views contiguous x as a matrix with rows of `width` in tiles of [rows, columns].
 
     Returns x itself where a kernel stores at ragged ends, for which `chunk.put_rows` takes a pointer.
     """
-    if x is None or (store and ragged):
-        return x
-    if x.data_ptr() % 16:
-        # A view of something else: a descriptor must begin at a multiple of 16 bytes.
-        x = x.clone()
-    return TensorDescriptor.from_tensor(x.view(x.shape[0] * x.shape[1], -1), [rows, columns])
+    return x if x is None or (store and ragged) else Tile(x, width, (rows, columns))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.library import CustomOpDef  # type: ignore[attr-defined]
+from torch.nn import Parameter
 
 from deltalab.errors import InputError
 
@@ -39,6 +40,7 @@ def register(
     outputs: Sequence[str] = (),
     saved: Callable[[Named], Named] | None = None,
     arranged: Callable[[Sequence[Tensor], Named], Sequence[Tensor]] | None = None,
+    results: int | None = None,
     fold: bool = True,
 ) -> None:
     """Registers an operator's output shapes, its gradient if `backward` is given, and its rule for `torch.func.vmap`.
@@ -50,6 +52,7 @@ def register(
         has_<argument> for whether an argument was given. Gradients of arguments that were None are dropped.
     saved: returns, for arguments and outputs by name, what else backward names.
     arranged: puts what backward returns, given its arguments by name, into the order of op's arguments.
+    results: how many of the outputs callers of `eager(op)` use; all where None. The rest is for the backward alone.
     fold: whether vmap folds its dimension into the batch (see `fold_into_batch`).
     """
     names = arguments(op)
@@ -61,33 +64,126 @@ def register(
     if fold:
         fold_into_batch(op)
     if backward is None:
+        _plain[op] = Plain(op, None)
         return
-    taken = arguments(backward)
+    gradient = Gradient(op, backward, outputs, saved, arranged)
+    op.register_autograd(gradient.differentiate, setup_context=gradient.remember)
+    _plain[op] = Plain(op, gradient, results)
 
-    def remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        output = (output,) if isinstance(output, Tensor) else output
-        known = dict(zip(names, inputs, strict=True))
-        known.update(zip(outputs, output, strict=True))
-        if saved is not None:
-            known.update(saved(known))
+
+class Gradient:
+    """Where `backward` gets its arguments from, by position, and who gets what it returns; see `register`."""
+
+    def __init__(
+        self,
+        op: CustomOpDef,
+        backward: CustomOpDef,
+        outputs: Sequence[str],
+        saved: Callable[[Named], Named] | None,
+        arranged: Callable[[Sequence[Tensor], Named], Sequence[Tensor]] | None,
+    ) -> None:
+        self.names, self.saved, self.arranged = [*arguments(op), *outputs], saved, arranged
+        self.backward, self.taken, self.inputs = eager(backward), arguments(backward), len(arguments(op))
+        upstream = [f"d_{name}" for name in outputs]
+        tensors: list[str] = []
+        others: list[str] = []
+        has: list[str] = []
+        for name, argument in zip(self.taken, backward._opoverload._schema.arguments, strict=True):
+            if name in upstream and name not in self.names:
+                continue
+            if name.removeprefix("has_") in self.names and name not in self.names:
+                has.append(name)
+            else:
+                (tensors if "Tensor" in str(argument.type) else others).append(name)
+        self.more = [name for name in (*tensors, *others) if name not in self.names]
+        at = [*self.names, *self.more]
+        self.tensors, self.others = [at.index(name) for name in tensors], [at.index(name) for name in others]
+        self.has = [self.names.index(name.removeprefix("has_")) for name in has]
+        pool = [*tensors, *others, *has, *upstream]
+        self.order = [pool.index(name) for name in self.taken]
+
+    def remember(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        known = (*inputs, output) if isinstance(output, Tensor) else (*inputs, *output)
+        if self.saved is not None:
+            more = self.saved(dict(zip(self.names, known, strict=True)))
+            known = (*known, *[more[name] for name in self.more])
+        ctx.save_for_backward(*[known[i] for i in self.tensors])
+        ctx.others = [*[known[i] for i in self.others], *[known[i] is not None for i in self.has]]
         ctx.given = [one is not None for one in inputs]
-        kept = {name: known[name] for name in taken if name in known}
-        ctx.tensors = [name for name, one in kept.items() if isinstance(one, Tensor)]
-        ctx.save_for_backward(*map(kept.pop, ctx.tensors))
-        kept.update((f"has_{name}", given) for name, given in zip(names, ctx.given, strict=True))
-        ctx.kept = kept
         ctx.set_materialize_grads(False)
 
-    def differentiate(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        known = dict(zip((f"d_{name}" for name in outputs), gradients, strict=True))
-        known.update(zip(ctx.tensors, ctx.saved_tensors, strict=True))
-        known.update(ctx.kept)
-        found = backward(*[known[name] for name in taken])
-        found = [found] if isinstance(found, Tensor) else found if arranged is None else arranged(found, known)
+    def differentiate(self, ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        pool = (*ctx.saved_tensors, *ctx.others, *gradients)
+        given = [pool[i] for i in self.order]
+        found = self.backward(*given)
+        found = [found] if isinstance(found, Tensor) else found
+        if self.arranged is not None:
+            found = self.arranged(found, dict(zip(self.taken, given, strict=True)))
         due = [one if given else None for one, given in zip(found, ctx.given, strict=False)]
-        return (*due, *[None] * (len(ctx.given) - len(due)))
+        return (*due, *[None] * (self.inputs - len(due)))
 
-    op.register_autograd(differentiate, setup_context=remember)
+
+class Plain:
+    """An operator's own function with its gradient, without PyTorch's dispatcher, which takes 50 to 150 us each way."""
+
+    def __init__(self, op: CustomOpDef, gradient: Gradient | None, results: int | None = None) -> None:
+        self.function = op._init_fn
+        self.apply = None if gradient is None else _differentiated(op._init_fn, gradient, results)
+
+
+def _differentiated(function: Callable[..., Any], gradient: Gradient, results: int | None) -> Callable[..., Any]:
+    """The function with its gradient; it returns the first `results` outputs."""
+
+    class Direct(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            found = function(*args)
+            gradient.remember(ctx, args, found)
+            return found if isinstance(found, Tensor) else tuple(found[:results])
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+            return gradient.differentiate(ctx, *gradients)
+
+    # Past Function.apply, which looks for what transforms of torch.func left behind: `eager` sees these.
+    found: Callable[..., Any] = super(torch.autograd.Function, Direct).apply
+    return found
+
+
+_plain: dict[CustomOpDef, Plain] = {}
+"""Of each registered operator."""
+
+
+def eager(op: CustomOpDef) -> Callable[..., Any]:
+    """The operator, called without PyTorch's dispatcher where nothing needs to see it.
+
+    A compiler, `torch.func`, a mode (fake tensors, selective checkpointing, counters of operators) and subclasses of
+    Tensor do. It takes arguments by position, and returns the first `results` outputs at least (see `register`).
+    """
+
+    defaults = [argument.default_value for argument in op._opoverload._schema.arguments]
+
+    def call(*args: Any) -> Any:
+        args = (*args, *defaults[len(args) :])
+        if torch.compiler.is_compiling() or _watched():
+            return op(*args)
+        differentiated = False
+        for one in args:
+            if type(one) is Tensor or type(one) is Parameter:
+                differentiated = differentiated or one.requires_grad
+            elif isinstance(one, Tensor):
+                return op(*args)
+        plain = _plain[op]
+        if not (differentiated and torch.is_grad_enabled()):
+            return plain.function(*args)
+        return op(*args) if plain.apply is None else plain.apply(*args)
+
+    return call
+
+
+def _watched() -> bool:
+    """Whether a transform of `torch.func` or a mode wants to see operators."""
+    return torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def arguments(op: CustomOpDef) -> list[str]:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deltalab.errors import InputError
 from deltalab.gates import Gate
 from deltalab.models.start import OfGate, Parameters, Ramp, Started, Uniform, linear
 from deltalab.models.start import initialize as initialize
@@ -19,6 +20,7 @@ from deltalab.ops.packing import Packing, Sequences
 from deltalab.ops.recurrence import Backend
 from deltalab.ops.rotary import angles, rotate
 from deltalab.ops.scan import apart, joined, scan
+from deltalab.registry import get_rule
 from deltalab.rule import State, UpdateRule
 
 
@@ -185,11 +187,13 @@ class TokenShift(nn.Module):
 
 
 class RuleLayer(Started):
-    """A rule as a layer, x [B, T, d] to y [B, T, d].
+    """A rule as a layer, x [B, T, d] to y [B, T, d], which starts from torch's global generator as torch's layers do.
 
     q, k and v come from one projection and one causal depthwise convolution, k and v for each of the rule's steps, and
     then get the activation and norm of the rule's `features`. The unit norm comes before any gate scales k.
 
+    rule: the rule, or the name of one. key_dim: width of a head's keys, d_model / heads where None. value_dim: width of
+        its values, key_dim where None.
     conv: the convolution's width, 0 for none.
     qk_heads: how many heads have a q and a k of their own; groups of heads / qk_heads share them. kv_heads: likewise of
         k and v. At most one of the two is less than `heads`.
@@ -201,16 +205,19 @@ class RuleLayer(Started):
     features: a kind of `FEATURES`; None for the rule's own. scale: of the output, None for K ** -0.5.
     low_rank_bias: whether the second matrix of a projection through few channels has a bias.
     norm_eps: what the norms add to a mean square.
+    out_std: of the output projection's start, (heads value_dim) ** -0.5 where None.
+
+    Raises `InputError` for a name that no rule has, and where `heads` does not divide d_model and there is no key_dim.
     """
 
     def __init__(
         self,
-        rule: UpdateRule,
+        rule: UpdateRule | str,
         d_model: int,
         heads: int,
         *,
-        key_dim: int,
-        value_dim: int,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
         conv: int = 4,
         qk_heads: int | None = None,
         kv_heads: int | None = None,
@@ -229,6 +236,11 @@ class RuleLayer(Started):
         backend: Backend = "auto",
     ) -> None:
         super().__init__()
+        if key_dim is None and d_model % heads:
+            raise InputError(f"d_model {d_model} must be a multiple of heads {heads}, or give key_dim")
+        rule = rule if isinstance(rule, UpdateRule) else get_rule(rule)
+        key_dim = key_dim or d_model // heads
+        value_dim = value_dim or key_dim
         self.rule = rule
         self.heads, self.key_dim, self.value_dim = heads, key_dim, value_dim
         self.width, self.rope, self.chunk_size, self.backend = conv, rope, chunk_size, backend

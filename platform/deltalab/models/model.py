@@ -255,6 +255,12 @@ class Model(Started):
     def logits(self, hidden: Tensor) -> Tensor:
         return F.linear(self._scaled(hidden), self.head)
 
+    def cross_entropy(
+        self, hidden: Tensor, targets: Tensor, *, ignore: int = -100, count: Tensor | int | None = None
+    ) -> Tensor:
+        """`linear_cross_entropy` of the logits of hidden states [B, T, d] with targets [B, T]."""
+        return head_loss(self._scaled(hidden), self.head, targets, ignore=ignore, count=count)
+
     def _scaled(self, hidden: Tensor) -> Tensor:
         if self.unembed is not None:
             return hidden

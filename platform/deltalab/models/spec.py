@@ -82,7 +82,8 @@ class ModelSpec:
     norm_eps: the number that all norms add to a mean square.
     attention: the layers, counted from 0, that are softmax attention instead, or `second_to_last_of_every_eight`.
         window: how many tokens these see, 0 for all. Both need a number of layers: a list says the same itself.
-    tie_embeddings: whether input and output embeddings are one matrix.
+    tie_embeddings: whether input and output embeddings are one matrix. Logits have the factor d_model ** -0.5 then, and
+        8 / d_model above width 64, so that the logit of the token that was just read starts below 8.
     readout: `position` reads a position's logits from its own hidden state, `last` by an MLP from the position and the
         last hidden state of the sequence.
     chunk_size: tokens in a chunk of the parallel form.

@@ -77,7 +77,9 @@ class Started(nn.Module):
     def drawn(self, name: str, start: Start, *shape: int) -> nn.Parameter:
         """A new parameter for the attribute `name`, started from torch's global generator."""
         self.starts = {**self.starts, name: start}
-        return nn.Parameter(start(shape, None))
+        value = nn.Parameter(torch.empty(shape))
+        _fill(value, start, None)
+        return value
 
 
 class Linear(Started, nn.Linear):
@@ -111,17 +113,16 @@ def initialize(module: nn.Module, seed: int | None = None) -> None:
         `torch.manual_seed` before it, with the same seed in all processes that share the parameters.
     """
     seen: set[int] = set()
-    with torch.no_grad():
-        for path, part in module.named_modules():
-            if isinstance(part, RMSNorm | ResidualNorm | HeadNorm):
-                part.reset_parameters()
-            if not isinstance(part, Started):
-                continue
-            for name, value in part.named_parameters(recurse=False):
-                # Tied parameters start by their first name.
-                if name in part.starts and id(value) not in seen:
-                    seen.add(id(value))
-                    _fill(value, part.starts[name], None if seed is None else _stream(seed, path, name))
+    for path, part in module.named_modules():
+        if isinstance(part, RMSNorm | ResidualNorm | HeadNorm):
+            part.reset_parameters()
+        if not isinstance(part, Started):
+            continue
+        for name, value in part.named_parameters(recurse=False):
+            # Tied parameters start by their first name.
+            if name in part.starts and id(value) not in seen:
+                seen.add(id(value))
+                _fill(value, part.starts[name], None if seed is None else _stream(seed, path, name))
 
 
 def _stream(seed: int, path: str, name: str) -> torch.Generator:
@@ -130,7 +131,10 @@ def _stream(seed: int, path: str, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
 
 
+@torch.no_grad()
 def _fill(value: Tensor, start: Start, generator: torch.Generator | None) -> None:
+    if value.is_meta:
+        return
     # A seed gives the same numbers on any device; torch's global generator is one for each device.
     with value.device if generator is None else torch.device("cpu"):
         drawn = start(tuple(value.shape), generator)

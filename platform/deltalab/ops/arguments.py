@@ -1,14 +1,69 @@
 """Checks the arguments of a scan, and the operands that a rule makes of them; each message names a tensor's shape."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deltalab.errors import InputError
+from deltalab.gates import Gate
 from deltalab.rule import Operands, State, UpdateRule
 from deltalab.structure import Transition
+
+MOST = 256
+"""Rules, and forms of arguments of each, that are remembered. With more, all are forgotten."""
+
+
+class _Known:
+    """What is known of a rule: its gates, and the forms of arguments that passed a check."""
+
+    def __init__(self, rule: UpdateRule) -> None:
+        self.rule, self.gates = rule, rule.gates
+        self.passed: set[tuple[Any, ...]] = set()
+
+
+_known: dict[int, _Known] = {}
+"""By the id of the rule, as its hash takes longer than a check. `_Known` keeps the rule, and so the id its meaning."""
+
+
+def _of(rule: UpdateRule) -> _Known:
+    found = _known.get(id(rule))
+    if found is None:
+        if len(_known) >= MOST:
+            _known.clear()
+        found = _known[id(rule)] = _Known(rule)
+    return found
+
+
+def gates_of(rule: UpdateRule) -> dict[str, Gate]:
+    """`rule.gates`, which makes them anew each time."""
+    return rule.gates if torch.compiler.is_compiling() else _of(rule).gates
+
+
+def once_for(rule: UpdateRule, what: str, given: Iterable[object], check: Callable[[], None]) -> None:
+    """Calls `check`, but only once for a rule and arguments of the same shapes, dtypes and devices.
+
+    what: names the check. A check takes as long as launching a kernel.
+    """
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():  # where sizes may be symbols
+        check()
+        return
+    passed = _of(rule).passed
+    form = (what, *[(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else type(x) for x in given])
+    if form not in passed:
+        check()
+        if len(passed) >= MOST:
+            passed.clear()
+        passed.add(form)
+
+
+def parts(x: Operands) -> Iterable[object]:
+    """The fields of operands, and those of their fit."""
+    yield from vars(x).values()
+    if x.fit is not None:
+        yield from vars(x.fit).values()
 
 
 def check_tensors(rule: UpdateRule, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> None:
@@ -156,23 +211,25 @@ def filled(transition: Transition, x: Operands) -> Operands:
     rows, diagonal = x.k.shape, transition.decay == "diagonal"
 
     def spread(value: Tensor | None, *, decays: bool = False) -> Tensor | None:
-        if value is None:
-            return None
+        shape = rows if decays and diagonal else rows[:3]
+        if value is None or value.shape == shape:
+            return value
         if decays and diagonal and value.dim() % 2:  # [B, T, H] or [H]
             value = value.unsqueeze(-1)
-        return value.expand(rows if decays and diagonal else rows[:3])
+        return value.expand(shape)
 
     fit = x.fit
     if fit is not None:
         strength = fit.strength.expand(rows[:3])
         fit = replace(fit, strength=strength, read=spread(fit.read), g=spread(fit.g, decays=True), e=spread(fit.e))
-    return replace(
-        x,
-        g=spread(x.g, decays=True),
-        e=spread(x.e),
-        beta=spread(x.beta),
-        read=None if x.read is None else x.read.expand(x.r.shape[:3]),
-        d=spread(x.d),
-        sign=spread(x.sign, decays=True),
-        fit=fit,
-    )
+    full = {
+        "g": spread(x.g, decays=True),
+        "e": spread(x.e),
+        "beta": spread(x.beta),
+        "read": x.read if x.read is None or x.read.dim() > 1 else x.read.expand(x.r.shape[:3]),
+        "d": spread(x.d),
+        "sign": spread(x.sign, decays=True),
+        "fit": fit,
+    }
+    changes = {name: value for name, value in full.items() if value is not getattr(x, name)}
+    return x.changed(**changes) if changes else x

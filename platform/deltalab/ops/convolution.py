@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from deltalab.ops.backends import automatic
 from deltalab.ops.packing import Sequences
+from deltalab.ops.products import products
 from deltalab.ops.vmap import Stacked
 
 WIDEST = 8
@@ -18,6 +19,9 @@ WIDEST = 8
 
 LEAST_NORM = 1e-6
 """The least norm that q and k are divided by."""
+
+APART = 2**24
+"""With as many numbers, the first other product is a product of its own: the kernel would copy it twice."""
 
 ALIGNED = 8
 """A product's columns are a multiple of this, so that in 16 bits each row begins at a multiple of 16 bytes."""
@@ -122,12 +126,17 @@ def fused(
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], list[Tensor]]:
     """`features` of the projection of x [B, T, d] by weight [C, d], and x times each of `others` [.., d].
 
-    All is one product and one kernel. The first of the other products keeps the product's dtype, the rest are in fp32.
+    All is one product and one kernel; only a large first of the others is a product of its own. The first one keeps
+    the dtype of the product, the rest are in fp32.
     """
     sizes = [one.shape[0] for one in others]
-    spare = -(weight.shape[0] + sum(sizes)) % ALIGNED if len(sizes) > 1 else 0
-    weights = [weight, *others, *([weight.new_zeros(spare, weight.shape[1])] if spare else [])]
-    product = F.linear(x, torch.cat(weights) if len(weights) > 1 else weight)
+    apart = bool(sizes) and x.shape[:-1].numel() * sizes[0] >= APART
+    together = [weight, *others[apart:]]
+    spare = -sum(one.shape[0] for one in together) % ALIGNED if len(sizes) > 1 else 0
+    if spare:
+        together.append(weight.new_zeros(spare, weight.shape[1]))
+    matrix = torch.cat(together) if len(together) > 1 else weight
+    product, *alone = products(x, matrix, others[0]) if apart else (F.linear(x, matrix),)
     past = None if taps is None else past
     tail = tail_of(product[..., : weight.shape[0]], past, 0 if taps is None else taps.shape[0] - 1, packed)
     place = None if packed is None or taps is None else packed.place[None]
@@ -135,12 +144,13 @@ def fused(
     assert convolve is not None
     q, k, v, first, rest = convolve(
         product[None], None if taps is None else taps[None], None if past is None else past[None],
-        [*channels.widths, sum(sizes[:1]), sum(sizes[1:]) + spare],
+        [*channels.widths, 0 if apart else sum(sizes[:1]), sum(sizes[1:]) + spare],
         channels.key_dim, channels.activated, channels.features == "unit", place,
     )  # fmt: skip
     split = [] if len(sizes) < 2 else rest.squeeze(0).split([*sizes[1:], spare], dim=-1)[:-1]
-    products = [*([first.squeeze(0)] if sizes else []), *split]
-    return (*channels.split(q.squeeze(0), k.squeeze(0), v.squeeze(0)), tail), products
+    if sizes and not apart:
+        alone = [first.squeeze(0)]
+    return (*channels.split(q.squeeze(0), k.squeeze(0), v.squeeze(0)), tail), [*alone, *split]
 
 
 def tail_of(x: Tensor, past: Tensor | None, count: int, packed: Sequences | None) -> Tensor:

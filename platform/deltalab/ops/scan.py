@@ -3,6 +3,7 @@
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, get_args
 
@@ -10,11 +11,23 @@ import torch
 from torch import Tensor
 
 from deltalab.errors import InputError, unknown
-from deltalab.ops.arguments import check_carry, check_operands, check_state, check_tensors, filled, shown
+from deltalab.ops.arguments import (
+    check_carry,
+    check_operands,
+    check_state,
+    check_tensors,
+    filled,
+    gates_of,
+    once_for,
+    parts,
+    shown,
+)
 from deltalab.ops.backends import once
 from deltalab.ops.recurrence import Backend, allowed, no_growth, packs, recurrence
 from deltalab.rule import Operands, State, UpdateRule
 from deltalab.structure import Transition
+
+BACKENDS = get_args(Backend)
 
 _log = logging.getLogger("deltalab")
 
@@ -56,15 +69,15 @@ def scan(
     >>> [round(value, 5) for value in o[0, :, 0, 0].tolist()], list(S.shape)
     ([1.0, 2.0], [1, 1, 4, 3])
     """
-    if backend not in get_args(Backend):
-        raise unknown("backend", backend, get_args(Backend))
+    if backend not in BACKENDS:
+        raise unknown("backend", backend, BACKENDS)
     if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
         raise InputError(f"chunk_size must be a whole number of at least 1, not {chunk_size!r}")
-    check_tensors(rule, q, k, v, cu_seqlens)
+    once_for(rule, "tensors", (q, k, v, cu_seqlens), lambda: check_tensors(rule, q, k, v, cu_seqlens))
     if state is not None:
         check_state(rule, state, k, v, q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1)
     scale = k.shape[-1] ** -0.5 if scale is None else scale
-    with torch.autocast(v.device.type, enabled=False):
+    with torch.autocast(v.device.type, enabled=False) if torch.is_autocast_enabled(v.device.type) else nullcontext():
         run = _choose(rule, q, k, v, gates, scale, state, backend, chunk_size, cu_seqlens)
         o, state = run()
     return o.to(v.dtype), state
@@ -180,18 +193,25 @@ def joined(states: Sequence[State]) -> tuple[State, tuple[State, ...]]:
 
 
 def _gates(rule: UpdateRule, given: Mapping[str, Tensor], q: Tensor, v: Tensor) -> dict[str, Tensor]:
-    batch, length, heads, key_dim = q.shape
+    declared = gates_of(rule)
     for name in given:
-        if name not in rule.gates:
-            raise unknown(f"gate of rule '{rule.name}'", name, rule.gates)
+        if name not in declared:
+            raise unknown(f"gate of rule '{rule.name}'", name, declared)
     values = {}
-    for name, gate in rule.gates.items():
+    for name, gate in declared.items():
         if name in given:
             values[name] = given[name]
         elif gate.constant:
-            values[name] = gate.value(q.new_zeros(heads), {})
+            values[name] = gate.value(q.new_zeros(q.shape[2]), {})
         else:
             raise InputError(f"rule '{rule.name}' needs a value for its gate '{name}'")
+    once_for(rule, "gates", (q, v, *values.values()), lambda: _check_gates(rule, values, q, v))
+    return values
+
+
+def _check_gates(rule: UpdateRule, values: Mapping[str, Tensor], q: Tensor, v: Tensor) -> None:
+    batch, length, heads, key_dim = q.shape
+    for name, gate in rule.gates.items():
         value = values[name]
         learned = gate.shape(heads, key_dim, v.shape[-1])
         moving = (batch, length * (rule.steps if gate.per == "step" else 1), *learned)
@@ -200,7 +220,6 @@ def _gates(rule: UpdateRule, given: Mapping[str, Tensor], q: Tensor, v: Tensor) 
                 f"gate '{name}', per {gate.per}, must be {list(moving)} or {list(learned)} on {q.device}, "
                 f"not {shown(value)}"
             )
-    return values
 
 
 def operands(
@@ -226,9 +245,14 @@ def operands(
     x = rule.operands(q, k, v, **values)
     batch, length, heads, key_dim = q.shape
     sizes = batch, length, heads, rule.key_width(key_dim), rule.value_width(v.shape[-1])
-    check_operands(f"rule '{rule.name}': operands", rule.transition, x, sizes, second_state=rule.second_state)
-    check_carry(rule, x, q, v)
-    return filled(rule.transition, x)
+    where, transition, second_state = f"rule '{rule.name}': operands", rule.transition, rule.second_state
+    given = (q, v, *parts(x)) if isinstance(x, Operands) else (x,)
+    once_for(
+        rule, "operands", given, lambda: check_operands(where, transition, x, sizes, second_state=second_state)
+    )  # fmt: skip
+    if rule.carries or x.carry:
+        check_carry(rule, x, q, v)
+    return filled(transition, x)
 
 
 def _token_by_token(

@@ -4,6 +4,7 @@
 """
 
 from deltalab.kernels import dispatch, interpreter, ptxas
+from deltalab.kernels.register import eager
 from deltalab.kernels.ridge import op as ridge
 from deltalab.kernels.step import adamw, convolution, embedding, loss, norm, random, swiglu
 from deltalab.ops.backends import Kernels
@@ -15,10 +16,10 @@ KERNELS = Kernels(
     scan=dispatch.scan,
     takes=dispatch.takes,
     regression=ridge.regression,
-    rms_norm=norm.rms_norm,
-    convolve=convolution.convolve,
-    swiglu=swiglu.swiglu,
-    embed=embedding.embed,
+    rms_norm=eager(norm.rms_norm),
+    convolve=eager(convolution.convolve),
+    swiglu=eager(swiglu.swiglu),
+    embed=eager(embedding.embed),
     cross_entropy=loss.cross_entropy_,
     adamw=adamw.adamw_,
     integers=random.integers,

@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -48,7 +48,7 @@ class StudyResult:
 
 
 def run_study(
-    path: str | Path | Plan,
+    path: str | Path | Mapping[str, Any] | Plan,
     *,
     db: str | Path | None = None,
     profile: str | None = None,
@@ -62,7 +62,8 @@ def run_study(
 ) -> StudyResult:
     """Runs a study, or goes on with it: a trial that the ledger holds never runs again.
 
-    path: the file or the name of a study, with `profile` one of its own, or a plan.
+    path: the file of a study, the name of a shipped one, or the mapping that a file would hold, with `profile` one of
+    its own; or a plan.
     db: a file or an SQLAlchemy URL, ./deltalab.db where None. executor: `inline` runs in this process, without Ray.
     workers: stacks of trials at a time; None is as many as the resources allow. address: a Ray cluster, whose machines
     must share the folder `storage`. retry_failed: run the trials again that raised.
@@ -70,11 +71,11 @@ def run_study(
     Raises `InputError` for a study that is not valid or that this machine cannot run, and for a rule that fails its
     checks; a trial that raises is recorded.
     """
-    plan = (
-        path
-        if isinstance(path, Plan)
-        else make_plan(load_study(path, profile=profile), profile=profile, where=str(path))
-    )
+    if isinstance(path, Plan):
+        plan = path
+    else:
+        where = "study" if isinstance(path, Mapping) else str(path)
+        plan = make_plan(load_study(path, profile=profile), profile=profile, where=where)
     if executor not in ("ray", "inline"):
         raise InputError(f"executor must be ray or inline, not {executor!r}")
     if address is not None and storage is None:

@@ -1,5 +1,6 @@
 """Reads a study's YAML file; refuses what it cannot understand, in one line that says how to mend it."""
 
+import copy
 import difflib
 import json
 import math
@@ -316,11 +317,36 @@ class StudySpec(_Strict):
         return given
 
 
-def load_study(file: str | Path, *, profile: str | None = None) -> StudySpec:
-    """Reads a study, with one of its profiles merged over it. file: a path, or the name of a shipped study.
+def load_study(study: str | Path | Mapping[str, Any], *, profile: str | None = None) -> StudySpec:
+    """Reads a study, with one of its profiles merged over it.
 
+    study: the path of its file, the name of a shipped one, or the mapping that a file would hold.
     Raises `InputError` for a file that is missing, is not YAML, or is not a valid study.
     """
+    if isinstance(study, Mapping):
+        path, given = "study", copy.deepcopy(dict(study))
+    elif isinstance(study, str | Path):
+        path, given = _read(study)
+    else:
+        raise InputError(f"a study is a file, the name of a shipped study or a mapping, not {study!r}")
+    profiles = given.pop("profiles", None) or {}
+    if not isinstance(profiles, dict) or not all(
+        isinstance(name, str) and isinstance(change, dict) for name, change in profiles.items()
+    ):
+        raise InputError(f"{path}: profiles: must be a mapping of names to what they change")
+    if profile is not None and profile not in profiles:
+        raise unknown("profile", profile, profiles, where=path)
+    found = _validated(given, where=path)
+    for name, change in profiles.items():
+        # Check every profile, not only the one asked for.
+        merged = _validated(_merge(given, change), where=f"{path}: profiles.{name}")
+        if name == profile:
+            found = merged
+    return found
+
+
+def _read(file: str | Path) -> tuple[str, dict[str, Any]]:
+    """The path of a study's file and the mapping in it."""
     path = study_file(file)
     try:
         text = path.read_text(encoding="utf-8")
@@ -333,20 +359,7 @@ def load_study(file: str | Path, *, profile: str | None = None) -> StudySpec:
     given = read_yaml(text, where=str(path))
     if not isinstance(given, dict):
         raise InputError(f"{path}: a study is a mapping with name, task, base and seeds")
-    profiles = given.pop("profiles", None) or {}
-    if not isinstance(profiles, dict) or not all(
-        isinstance(name, str) and isinstance(change, dict) for name, change in profiles.items()
-    ):
-        raise InputError(f"{path}: profiles: must be a mapping of names to what they change")
-    if profile is not None and profile not in profiles:
-        raise unknown("profile", profile, profiles, where=str(path))
-    found = _validated(given, where=str(path))
-    for name, change in profiles.items():
-        # Check every profile, not only the one asked for.
-        merged = _validated(_merge(given, change), where=f"{path}: profiles.{name}")
-        if name == profile:
-            found = merged
-    return found
+    return str(path), given
 
 
 def read_yaml(text: str, *, where: str) -> Any:

@@ -1,12 +1,14 @@
 """How `kernels.diagonal` is launched: blocks, segments, warps and stages."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor
 
-from deltalab.kernels.launch import ALL_REGISTERS, Launch, chunk_map, tiles
+from deltalab.kernels.launch import ALL_REGISTERS, Launch, Packing, chunk_map, planned, tiles
 
 WORKSPACE = 640 * 2**20
 """Bytes that the intermediate tensors of a segment may take in the backward, unless there are MOST_SEGMENTS already."""
@@ -37,20 +39,27 @@ class DiagonalLaunch(Launch):
     def of(
         cls, k: Tensor, u: Tensor, e: Tensor | None, a: Tensor | None, cu_seqlens: Tensor | None, late: bool, size: int
     ) -> "DiagonalLaunch":
-        batch, tokens, heads, key_dim = k.shape
-        value_dim = u.shape[-1]
-        packing, chunks, segments = None, triton.cdiv(tokens, size), 1
-        tied, free = e is not None, a is not None
+        make: Callable[..., DiagonalLaunch] = cls._of
+        sizes = *k.shape, u.shape[-1], u.dtype, e is not None, a is not None, late, size
         if cu_seqlens is None:
+            return planned(make, *sizes)
+        packing, bound = chunk_map(cu_seqlens, k.shape[1], size)
+        return make(*sizes, sequences=cu_seqlens.numel() - 1, packing=packing, bound=bound)
+
+    @classmethod
+    def _of(
+        cls, batch: int, tokens: int, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype, tied: bool,
+        free: bool, late: bool, size: int, sequences: int = 0, packing: Packing | None = None, bound: int = 0,
+    ) -> "DiagonalLaunch":  # fmt: skip
+        """tied, free: kinds of low rank. sequences, bound: number of packed sequences and of their chunks."""
+        chunks, segments, batch = bound or triton.cdiv(tokens, size), 1, sequences or batch
+        if packing is None:
             each = 2 * key_dim * value_dim + size * (2 * key_dim + size)
             each += (tied + free) * size * (key_dim + 2 * size + value_dim) + free * size * (key_dim + size + value_dim)
-            segments = min(MOST_SEGMENTS, triton.cdiv(batch * chunks * heads * each * u.element_size(), WORKSPACE))
-        else:
-            batch = cu_seqlens.numel() - 1
-            packing, chunks = chunk_map(cu_seqlens, tokens, size)
+            segments = min(MOST_SEGMENTS, triton.cdiv(batch * chunks * heads * each * dtype.itemsize, WORKSPACE))
         return cls(
             batch=batch, tokens=tokens, heads=heads, key_dim=key_dim, value_dim=value_dim, size=size, chunks=chunks,
-            every=triton.cdiv(chunks, segments), dtype=u.dtype, packing=packing, late=late,
+            every=triton.cdiv(chunks, segments), dtype=dtype, packing=packing, late=late,
             low_rank="tied" if tied else "free" if free else "none",
         )  # fmt: skip
 
@@ -100,11 +109,11 @@ class DiagonalLaunch(Launch):
         return {"num_warps": 8 if wide else 4, "num_stages": stages, **registers}
 
     def keys(self, x: Tensor | None, kernel: str, *, store: bool = False) -> Any:
-        return tiles(x, self.size, self.bk(kernel), store=store, ragged=self.ragged)
+        return tiles(x, self.heads * self.key_dim, self.size, self.bk(kernel), store=store, ragged=self.ragged)
 
     def values(self, x: Tensor | None, *, store: bool = False) -> Any:
-        return tiles(x, self.size, self.bv("gradients"), store=store, ragged=self.ragged)
+        return tiles(x, self.heads * self.value_dim, self.size, self.bv("gradients"), store=store, ragged=self.ragged)
 
     def slabs(self, x: Tensor | None, rows: int, columns: int) -> Any:
         """x [slots, H, ...], one matrix for each chunk and head, in tiles of [rows, columns]."""
-        return None if x is None else tiles(x.flatten(0, 1), rows, columns)
+        return None if x is None else tiles(x, x.shape[-1], rows, columns)

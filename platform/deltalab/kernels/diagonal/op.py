@@ -206,4 +206,4 @@ def _gradient_shapes(*, u: Tensor, begin: Tensor, **given: Any) -> list[Tensor]:
 
 
 register(_backward, shapes=_gradient_shapes)
-register(diagonal_scan, shapes=_shapes, backward=_backward, outputs=["o", "last", "begin"])
+register(diagonal_scan, shapes=_shapes, backward=_backward, outputs=["o", "last", "begin"], results=2)

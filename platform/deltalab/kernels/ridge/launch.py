@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltalab.kernels.launch import Launch
+from deltalab.kernels.launch import Launch, planned
 from deltalab.structure import Ridge
 
 WORKSPACE = 160 * 2**20
@@ -49,21 +49,26 @@ class RidgeLaunch(Launch):
 
     @classmethod
     def of(cls, k: Tensor, v: Tensor, strength: float, adaptive: bool, chunk_size: int) -> "RidgeLaunch":
-        batch, tokens, heads, key_dim = k.shape
-        value_dim = v.shape[-1]
-        wide = k.dtype == torch.float32
+        return planned(cls._of, *k.shape, v.shape[-1], k.dtype, strength, adaptive, chunk_size)
+
+    @classmethod
+    def _of(
+        cls, batch: int, tokens: int, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype, strength: float,
+        adaptive: bool, chunk_size: int,
+    ) -> "RidgeLaunch":  # fmt: skip
+        wide = dtype == torch.float32
         bk = max(16, triton.next_power_of_2(key_dim))
         bg = min(bk, 16 if wide else 64)
         bv = max(16, min(16 if wide else 64, triton.next_power_of_2(value_dim)))
         size = max(16, triton.next_power_of_2(min(chunk_size, tokens, 16 if wide else 64)))
-        one_half = Ridge(strength=strength, adaptive=adaptive).in_one_half(k.dtype)
+        one_half = Ridge(strength=strength, adaptive=adaptive).in_one_half(dtype)
         parts = 1 if wide or one_half else 2
         chunks = triton.cdiv(tokens, size)
         each = batch * heads * bk * (bk + triton.cdiv(value_dim, bv) * bv) * parts * (4 if wide else 2)
         every = min(chunks, max(WORKSPACE // each, triton.cdiv(BUSY, batch * heads)))
         return cls(
             batch=batch, tokens=tokens, heads=heads, key_dim=key_dim, value_dim=value_dim, size=size, chunks=chunks,
-            every=every, dtype=k.dtype, bk=bk, bg=bg, bv=bv, parts=parts,
+            every=every, dtype=dtype, bk=bk, bg=bg, bv=bv, parts=parts,
         )  # fmt: skip
 
     @property

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltalab.kernels.register import absent, register
+from deltalab.kernels.register import absent, eager, register
 from deltalab.kernels.ridge.backward import differentiate, gradients, pairs, reverse
 from deltalab.kernels.ridge.forward import measure, read, solve, sweep
 from deltalab.kernels.ridge.launch import Both, RidgeLaunch
@@ -27,10 +27,9 @@ def regression(
     gram, memory = (x.float().contiguous() for x in state)
     q, k, v = (x.to(v.dtype).contiguous() for x in (q, k, v))
     g = g.float().expand(k.shape[:3]).contiguous()
-    o, gram, memory, *_ = ridge_regression(
-        q=q, k=k, v=v, g=g, gram=gram, memory=memory, scale=scale, strength=ridge.strength,
-        iterations=ridge.iterations, adaptive=ridge.adaptive, chebyshev=ridge.solver == "chebyshev",
-        chunk_size=chunk_size, keep=torch.is_grad_enabled(),
+    o, gram, memory, *_ = _eagerly(
+        q, k, v, g, gram, memory, scale, ridge.strength, ridge.iterations, ridge.adaptive,
+        ridge.solver == "chebyshev", chunk_size, torch.is_grad_enabled(),
     )  # fmt: skip
     return o, (gram, memory)
 
@@ -205,3 +204,4 @@ OUTPUTS = ["o", "last_gram", "last_memory", "x", "norm", "grams", "memories"]
 
 register(_backward, shapes=_gradient_shapes)
 register(ridge_regression, shapes=_shapes, backward=_backward, outputs=OUTPUTS)
+_eagerly = eager(ridge_regression)

@@ -1,5 +1,6 @@
 """How `kernels.scalar` is launched: blocks, segments, parts of a sequence, warps and stages."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deltalab.kernels import sequence_parts
-from deltalab.kernels.launch import ALL_REGISTERS, Launch, chunk_map, tiles
+from deltalab.kernels.launch import ALL_REGISTERS, Launch, Packing, chunk_map, planned, tiles
 from deltalab.kernels.register import existing
 
 WORKSPACE = 128 * 2**20
@@ -37,45 +38,58 @@ class ScalarLaunch(Launch):
 
     @classmethod
     def of(cls, k: Tensor, u: Tensor, cu_seqlens: Tensor | None, size: int) -> "ScalarLaunch":
-        batch, tokens, heads, key_dim = k.shape
-        value_dim = u.shape[-1]
-        chunks, packing, parts = triton.cdiv(tokens, size), None, 1
+        make: Callable[..., ScalarLaunch] = cls._of
+        sizes = *k.shape, u.shape[-1], size, u.dtype
         if cu_seqlens is not None:
-            packing, chunks = chunk_map(cu_seqlens, tokens, size)
-            batch = cu_seqlens.numel() - 1
-        bv = _widest(value_dim, u.dtype)
+            packing, bound = chunk_map(cu_seqlens, k.shape[1], size)
+            return make(*sizes, sequences=cu_seqlens.numel() - 1, packing=packing, bound=bound)
+        return planned(make, *sizes)
+
+    @classmethod
+    def _of(
+        cls, batch: int, tokens: int, heads: int, key_dim: int, value_dim: int, size: int, dtype: torch.dtype,
+        sequences: int = 0, packing: Packing | None = None, bound: int = 0,
+    ) -> "ScalarLaunch":  # fmt: skip
+        """sequences, bound: number of packed sequences and of their chunks, with a packing."""
+        chunks, parts, batch = bound or triton.cdiv(tokens, size), 1, sequences or batch
+        bv = _widest(value_dim, dtype)
         if bv == 128 and (key_dim > 128 or batch * heads * value_dim < ENOUGH * bv):
             bv = 64
         if packing is None and tokens % size == 0:
             parts = sequence_parts.count(batch * heads * (value_dim // bv), chunks)
             batch, tokens, chunks = batch * parts, tokens // parts, chunks // parts
-        each = batch * heads * key_dim * value_dim * k.element_size()
+        each = batch * heads * key_dim * value_dim * dtype.itemsize
         every = chunks if packing else min(chunks, max(WORKSPACE // each, 8, triton.cdiv(1024, batch * heads)))
         return cls(
             batch=batch, tokens=tokens, heads=heads, key_dim=key_dim, value_dim=value_dim, size=size, chunks=chunks,
-            every=every, dtype=u.dtype, packing=packing, bk=key_dim, bv=bv, parts=parts,
+            every=every, dtype=dtype, packing=packing, bk=key_dim, bv=bv, parts=parts,
         )  # fmt: skip
 
     def per_chunk(self, erases: bool) -> "ScalarLaunch":
         """The same with the blocks of `gradients`: some keys, and all values."""
-        return replace(self, bk=min(self.key_dim, 32), bv=_widest(self.value_dim, self.dtype), erases=erases)
+        bk, bv = min(self.key_dim, 32), _widest(self.value_dim, self.dtype)
+        return self.once(("per chunk", erases), lambda: replace(self, bk=bk, bv=bv, erases=erases))
+
+    def narrowed(self, bv: int) -> "ScalarLaunch":
+        """The same with at most so many values in a block."""
+        return self if self.bv <= bv else self.once(("narrowed", bv), lambda: replace(self, bv=bv))
 
     @property
     def grid(self) -> tuple[int, int, int]:
         return self.value_dim // self.bv, self.heads, self.batch
 
     def keys(self, x: Tensor | None, *, store: bool = False) -> Any:
-        return tiles(x, self.size, self.bk, store=store, ragged=self.ragged)
+        return tiles(x, self.heads * self.key_dim, self.size, self.bk, store=store, ragged=self.ragged)
 
     def values(self, x: Tensor | None, *, store: bool = False) -> Any:
-        return tiles(x, self.size, self.bv, store=store, ragged=self.ragged)
+        return tiles(x, self.heads * self.value_dim, self.size, self.bv, store=store, ragged=self.ragged)
 
     def squares(self, x: Tensor) -> Any:
         """Of one square for each chunk and head."""
-        return None if existing(x) is None else tiles(x.flatten(0, 1), self.size, self.size)
+        return None if existing(x) is None else tiles(x, self.size, self.size, self.size)
 
     def states(self, x: Tensor) -> Any:
-        return tiles(x.flatten(0, 1), self.bv, self.bk)
+        return tiles(x, self.key_dim, self.bv, self.bk)
 
     def sizes(self, kernel: str) -> dict[str, Any]:
         return {**super().sizes(kernel), "BK": self.bk, "BV": self.bv, "SUM": tl.float64 if self.wide else tl.float32}

@@ -1,7 +1,6 @@
 """`kernels.scalar` as PyTorch operators: launches, gradients, `torch.func.vmap` and `torch.compile`."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -198,7 +197,7 @@ def _forward(
 def _starts(x: ScalarLaunch, given: ScalarOperands, kept: Kept, state: Tensor | None) -> Tensor:
     """The state that each part starts with; fills kept.maps."""
     maps, erases = kept.maps, given.e is not None
-    x = replace(x, bv=min(x.bv, x.key_dim))
+    x = x.narrowed(x.key_dim)
     found = maps.new_empty(x.batch, x.heads, x.key_dim, x.value_dim + (x.key_dim if erases else 0))
     x.launch(
         forward.scan, (found.shape[-1] // x.bv, x.heads, x.batch), range(x.chunks),
@@ -251,7 +250,7 @@ def _backward(
         written = given.u.new_empty(shape)
     wide = x.per_chunk(erases=given.e is not None)
     # A narrower block: with d_error, what is loaded ahead must fit beside the states that are stored.
-    back = x if d_error is None else replace(x, bv=min(x.bv, 64))
+    back = x if d_error is None else x.narrowed(64)
     per_chunk = {
         "r": wide.keys(given.r), "k": wide.keys(given.k), "u": wide.values(given.u),
         "g": given.g, "e": given.e, "beta": given.beta, "read": given.read, "d": given.d,
@@ -428,9 +427,11 @@ SECOND = ["target", "fit_r", "fit_g", "fit_e", "strength", "fit_read"]
 FIT_KEPT = [f"fit_{name}" for name in Kept._fields]
 
 register(_scalar_backward, shapes=_gradient_shapes(FIRST, ["state"]))
-register(scalar_scan, shapes=_scalar_shapes, backward=_scalar_backward, outputs=["o", "last", *Kept._fields])
+register(
+    scalar_scan, shapes=_scalar_shapes, backward=_scalar_backward, outputs=["o", "last", *Kept._fields], results=2
+)  # fmt: skip
 register(_residual_backward, shapes=_gradient_shapes(FIRST + SECOND, ["state", "fit_state"]))
 register(
     residual_scan, shapes=_residual_shapes, backward=_residual_backward,
-    outputs=["o", "last", "fit_last", "residual", *Kept._fields, *FIT_KEPT],
+    outputs=["o", "last", "fit_last", "residual", *Kept._fields, *FIT_KEPT], results=3,
 )  # fmt: skip

@@ -15,6 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from deltalab.kernels.chunk import MOVES
+from deltalab.kernels.compiled import launch
+from deltalab.kernels.launch import planned
 from deltalab.kernels.register import absent, existing, register
 
 EPS = tl.constexpr(1e-6)
@@ -275,7 +277,14 @@ class Tiling:
 
     @classmethod
     def of(cls, x: Tensor, w: Tensor | None, widths: Sequence[int], key_dim: int, silu: int, unit: bool) -> "Tiling":
-        runs, sequences, length, _ = x.shape
+        return planned(cls._of, *x.shape[:3], 0 if w is None else w.shape[1], tuple(widths), key_dim, silu, unit)
+
+    @classmethod
+    def _of(
+        cls, runs: int, sequences: int, length: int, window: int, widths: tuple[int, ...], key_dim: int, silu: int,
+        unit: bool,
+    ) -> "Tiling":  # fmt: skip
+        """window: width of the convolution, 0 without one."""
         head = triton.next_power_of_2(key_dim)
         lanes = max(LANES, head)
         parts, column, block = [], 0, 0
@@ -284,7 +293,7 @@ class Tiling:
             if i == 4:
                 group = own = min(lanes, triton.next_power_of_2(width or 1))
             last = block + triton.cdiv(width, group * groups)
-            taps = 0 if w is None or i > 2 else w.shape[1]
+            taps = 0 if i > 2 else window
             parts.append((block, last, taps, column, width, group, groups, own, i < silu, unit and i < 2))
             column, block = column + width, last
         rows = max(1, TILE // (lanes * triton.next_power_of_2(max(4, parts[0][2]))))
@@ -333,7 +342,7 @@ def convolve(
     q, k, v, gate, rest = found = _outputs(x=x, widths=widths)
     tiling = Tiling.of(x, w, widths, key_dim, silu, unit)
     x, w, past, place = x.contiguous(), _contiguous(w), _contiguous(past), _contiguous(place)
-    forward[tiling.grid](x=x, w=w, past=past, place=place, outs=found, **tiling.sizes(x))
+    launch(forward, tiling.grid, {"x": x, "w": w, "past": past, "place": place, "outs": found}, tiling.sizes(x))
     return q, k, v, gate, rest
 
 
@@ -374,9 +383,11 @@ def _backward(
         for given, out in zip((d_q, d_k, d_v, d_gate, d_rest), _outputs(x=x, widths=widths), strict=True)
     )
     x, w, past, place = x.contiguous(), _contiguous(w), _contiguous(past), _contiguous(place)
-    backward[tiling.grid](
-        x=x, w=w, past=past, place=place, d_outs=d_outs, d_x=d_x, d_past=existing(d_past), d_w=parts, **tiling.sizes(x)
-    )  # fmt: skip
+    operands = {
+        "x": x, "w": w, "past": past, "place": place,
+        "d_outs": d_outs, "d_x": d_x, "d_past": existing(d_past), "d_w": parts,
+    }  # fmt: skip
+    launch(backward, tiling.grid, operands, tiling.sizes(x))
     return d_x, d_w if parts is None else parts.sum(1).to(d_w.dtype), d_past
 
 

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deltalab.kernels.compiled import launch
 from deltalab.kernels.register import Named, register
 
 TILE = 1024
@@ -91,11 +92,11 @@ def sum_kernel(
     tl.store(d_weight + token.to(tl.int64) * D + column, total, mask=column < D)
 
 
-def _how(width: int, warps: int) -> dict[str, int]:
+def _how(width: int, warps: int) -> tuple[dict[str, int], int]:
     """Sizes for rows of `width`, and warps, more than asked for if rows are long."""
     padded = triton.next_power_of_2(width)
     warps = max(warps, min(8, padded // TILE))
-    return {"D": width, "BD": padded, "BR": min(CHUNK, max(1, warps * TILE // padded)), "num_warps": warps}
+    return {"D": width, "BD": padded, "BR": min(CHUNK, max(1, warps * TILE // padded))}, warps
 
 
 @torch.library.custom_op("deltalab::embed", mutates_args=())
@@ -104,10 +105,10 @@ def embed(weight: Tensor, tokens: Tensor) -> Tensor:
     out = _outputs(weight=weight, tokens=tokens)
     if weight.stride()[1:] != (weight.shape[2], 1):
         weight = weight.contiguous()
-    how = _how(weight.shape[2], 4)
-    lookup_kernel[(triton.cdiv(tokens.shape[1], how["BR"]), len(tokens))](
-        weight=weight, tokens=tokens.contiguous(), out=out, rows=tokens.shape[1], stride=weight.stride(0), **how
-    )
+    how, warps = _how(weight.shape[2], 4)
+    operands = {"weight": weight, "tokens": tokens.contiguous(), "out": out}
+    sizes = {"rows": tokens.shape[1], "stride": weight.stride(0), **how}
+    launch(lookup_kernel, (triton.cdiv(tokens.shape[1], how["BR"]), len(tokens)), operands, sizes, num_warps=warps)
     return out
 
 
@@ -127,13 +128,14 @@ def _backward(d_out: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
     kind = torch.promote_types(d_out.dtype, torch.float32)
     heads, tails = d_out.new_empty(2, chunks, width, dtype=kind).unbind()
     d_out = d_out.contiguous()
-    ends_kernel[(chunks,)](
-        d_out=d_out, key=key, order=order, heads=heads, tails=tails, total=len(key), CHUNK=CHUNK, **_how(width, 4)
-    )
-    sum_kernel[(runs * vocabulary,)](
-        d_out=d_out, order=order, bounds=bounds, heads=heads, tails=tails, d_weight=d_weight, CHUNK=CHUNK,
-        **_how(width, 1),
-    )  # fmt: skip
+    operands = {"d_out": d_out, "order": order, "heads": heads, "tails": tails}
+    sizes, warps = _how(width, 4)
+    sizes |= {"total": len(key), "CHUNK": CHUNK}
+    launch(ends_kernel, (chunks,), {**operands, "key": key}, sizes, num_warps=warps)
+    sizes, warps = _how(width, 1)
+    sizes |= {"CHUNK": CHUNK}
+    operands |= {"bounds": bounds, "d_weight": d_weight}
+    launch(sum_kernel, (runs * vocabulary,), operands, sizes, num_warps=warps)
     return d_weight
 
 

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deltalab.kernels.compiled import launch
 from deltalab.kernels.register import Named, absent, existing, register
 
 TILE = 2048
@@ -112,11 +113,11 @@ def norm_backward_kernel(
         tl.store(at, tl.sum(sums, 0), mask=column < D)
 
 
-def _how(x: Tensor) -> dict[str, int]:
+def _how(x: Tensor) -> tuple[dict[str, int], dict[str, int]]:
     """Sizes and warps for rows of x [n, R, D]."""
     width = triton.next_power_of_2(x.shape[-1])
-    warps = min(16, max(4, width // 512))
-    return {"rows": x.shape[1], "D": x.shape[2], "BD": width, "BR": max(1, TILE // width), "num_warps": warps}
+    sizes = {"rows": x.shape[1], "D": x.shape[2], "BD": width, "BR": max(1, TILE // width)}
+    return sizes, {"num_warps": min(16, max(4, width // 512))}
 
 
 def _contiguous(x: Tensor | None) -> Tensor | None:
@@ -133,11 +134,12 @@ def rms_norm(
     without a gate y is not gated, and without a branch z is x, in whose place [n, 0] is returned.
     """
     y, total = found = _outputs(x=x, branch=branch, dtype=dtype)
-    how = _how(x)
-    norm_kernel[(triton.cdiv(x.shape[1], how["BR"]), x.shape[0])](
-        x=x.contiguous(), branch=_contiguous(branch), w=_contiguous(w), gate=_contiguous(gate), y=y, total=total,
-        eps=eps, **how,
-    )  # fmt: skip
+    how, resources = _how(x)
+    operands = {
+        "x": x.contiguous(), "branch": _contiguous(branch), "w": _contiguous(w), "gate": _contiguous(gate),
+        "y": y, "total": total, "eps": eps,
+    }  # fmt: skip
+    launch(norm_kernel, (triton.cdiv(x.shape[1], how["BR"]), x.shape[0]), operands, how, **resources)
     return found
 
 
@@ -164,15 +166,16 @@ def _backward(
     branch_dtype: None without a branch.
     """
     d_y = torch.zeros_like(z) if d_y is None else d_y.contiguous()
-    how = _how(z)
+    how, resources = _how(z)
     programs = min(triton.cdiv(z.shape[1], how["BR"]), triton.cdiv(PROGRAMS, z.shape[0]))
     d_x, _, d_gate, d_branch = _gradients(z=z, w=w, gate=gate, x_dtype=x_dtype, branch_dtype=branch_dtype)
     d_w = None if w is None else z.new_empty(z.shape[0], programs, z.shape[2], dtype=torch.float32)
-    norm_backward_kernel[(programs, z.shape[0])](
-        x=z.contiguous(), w=_contiguous(w), gate=_contiguous(gate), d_y=d_y,
-        d_total=None if branch_dtype is None else _contiguous(d_total),
-        d_x=d_x, d_branch=existing(d_branch), d_w=d_w, d_gate=existing(d_gate), eps=eps, **how,
-    )  # fmt: skip
+    operands = {
+        "x": z.contiguous(), "w": _contiguous(w), "gate": _contiguous(gate), "d_y": d_y,
+        "d_total": None if branch_dtype is None else _contiguous(d_total),
+        "d_x": d_x, "d_branch": existing(d_branch), "d_w": d_w, "d_gate": existing(d_gate), "eps": eps,
+    }  # fmt: skip
+    launch(norm_backward_kernel, (programs, z.shape[0]), operands, how, **resources)
     return [d_x, absent(z) if d_w is None else d_w.sum(1), d_gate, d_branch]
 
 

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deltalab.kernels.compiled import launch
 from deltalab.kernels.register import register
 
 COLUMNS = 1024
@@ -56,7 +57,8 @@ def _launch(kernel: Any, *tensors: Tensor) -> None:
     rows = tensors[0].numel() // (2 * width)
     block = min(COLUMNS, triton.next_power_of_2(width))
     grid = triton.cdiv(rows, ROWS), triton.cdiv(width, block)
-    kernel[grid](*tensors, rows=rows, D=width, BD=block, BR=ROWS)
+    operands = dict(zip(kernel.arg_names, tensors, strict=False))
+    launch(kernel, grid, operands, {"rows": rows, "D": width, "BD": block, "BR": ROWS})
 
 
 @torch.library.custom_op("deltalab::swiglu", mutates_args=())

@@ -1,0 +1,85 @@
+"""Rows of packed data as batches: the same stream whatever the number of processes."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deltalab.packed import Split
+
+IGNORE = -100
+
+
+def batch(rows: list[tuple[Any, Any]], length: int, documents: str) -> tuple[dict[str, Tensor], Tensor]:
+    """Inputs and targets [n, length] of n rows of length + 1 tokens and the places where documents start in them.
+
+    With documents `reset` the rows become one, [1, n length], with the bounds of its sequences as `cu_seqlens`; the
+    first token of a document is then no target, since nothing precedes it.
+    """
+    tokens = torch.from_numpy(np.stack([row for row, _ in rows]))
+    inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
+    if documents == "cross":
+        return {"tokens": inputs.contiguous()}, targets
+    bounds = [np.array([0])]
+    for index, (_, starts) in enumerate(rows):
+        first = starts[starts > 0]
+        targets[index, first - 1] = IGNORE
+        bounds += [first[first < length] + index * length, np.array([(index + 1) * length])]
+    cu_seqlens = torch.from_numpy(np.concatenate(bounds)).to(torch.int32)
+    return {"tokens": inputs.reshape(1, -1), "cu_seqlens": cu_seqlens}, targets.reshape(1, -1)
+
+
+class Rows:
+    """An endless sequence of rows: the split in a new order every epoch."""
+
+    def __init__(self, split: Split, length: int, seed: int) -> None:
+        self.split, self.length, self.seed = split, length, seed
+        self.size = split.rows(length)
+        self.epoch = -1
+        self.order = np.empty(0, np.int64)
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        epoch, place = divmod(index, self.size)
+        if epoch != self.epoch:
+            self.epoch, self.order = epoch, self.split.order(self.seed, epoch, self.length)
+        return self.split.row(int(self.order[place]), self.length)
+
+
+class Batches:
+    """The batches of one process, from row `seen` of the stream on.
+
+    Of every world x micro rows in a row, process `rank` takes the micro from rank x micro on. So all processes together
+    see the rows in one order, and training goes on from the same place with another number of processes.
+    """
+
+    def __init__(self, rows: Rows, recipe: Mapping[str, Any], micro: int, rank: int, world: int) -> None:
+        self.rows, self.recipe = rows, recipe
+        self.micro, self.rank, self.world = micro, rank, world
+        self.seen = 0
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        while True:
+            first = self.seen + self.rank * self.micro
+            rows = [self.rows[index] for index in range(first, first + self.micro)]
+            self.seen += self.world * self.micro
+            yield batch(rows, self.rows.length, self.recipe["batch"]["documents"])
+
+
+def held_out(
+    split: Split, recipe: Mapping[str, Any], micro: int, rank: int, world: int
+) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+    """The first `validation.sequences` rows of a split, shared among the processes.
+
+    All processes get the same number of batches: FSDP's collectives need it. Rows that fill up count no target.
+    """
+    length, documents = recipe["batch"]["length"], recipe["batch"]["documents"]
+    count = min(recipe["validation"]["sequences"], split.rows(length))
+    for begin in range(0, count, micro * world):
+        mine = range(begin + rank * micro, begin + (rank + 1) * micro)
+        inputs, targets = batch([split.row(min(index, count - 1), length) for index in mine], length, documents)
+        missing = max(0, min(micro, mine.stop - count))
+        if missing:
+            targets.view(micro, length)[micro - missing :] = IGNORE
+        yield inputs, targets

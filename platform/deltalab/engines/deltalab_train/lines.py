@@ -1,0 +1,19 @@
+"""Appends measured values to `metrics.jsonl`, one line each: {step, split, name, value}."""
+
+import json
+import math
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def append(step: int, values: Iterable[tuple[str, str, float]]) -> None:
+    """values: (split, name, value) each. A value that is not finite is written as null."""
+    file = Path(os.environ["DELTALAB_RUN"]) / "metrics.jsonl"
+    text = "".join(
+        json.dumps({"step": step, "split": split, "name": name, "value": value if math.isfinite(value) else None})
+        + "\n"
+        for split, name, value in values
+    )
+    with file.open("a", encoding="utf-8") as stream:
+        stream.write(text)

@@ -1,0 +1,197 @@
+"""The parts of a training by torchtitan that do not depend on its version."""
+
+import os
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+from torchtitan.components.metrics import BaseLogger
+
+from deltalab.models.model import Model, head_loss
+from deltalab.models.start import initialize
+from deltalab.packed import Packed
+
+from . import FOLDER, folder, lines, lock, recipe
+from .batches import IGNORE, Batches, Rows, held_out
+
+RECIPE = recipe.read()
+HELD = lock.share(Path(os.environ["DELTALAB_RUN"]))
+
+
+def run_folder() -> Path:
+    return Path(os.environ["DELTALAB_RUN"])
+
+
+def precision(device_type: str) -> str:
+    """The dtype of products, as torchtitan names it. A CPU trains in float32."""
+    return "bfloat16" if RECIPE["precision"] == "bf16" and device_type != "cpu" else "float32"
+
+
+def weights_to_load() -> str | None:
+    """The exported folder if it has weights to start from."""
+    return str(FOLDER) if folder.weights() else None
+
+
+def packed() -> Packed:
+    return Packed(os.environ["DELTALAB_DATA"])
+
+
+class Pretraining(nn.Module):
+    """The exported model with its loss. Its parameters have the names of the folder's `model.safetensors`."""
+
+    model: Model
+
+    def make(self) -> None:
+        self.model = Model(folder.spec())
+
+    def forward(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        """The sum of -log p of the targets [B, T] that are not `IGNORE`, after tokens [B, T]."""
+        features = self.model.features(tokens, cu_seqlens=cu_seqlens)
+        return head_loss(features, self.model.head, targets, ignore=IGNORE, count=1)
+
+    def init_weights(self, buffer_device: torch.device | None = None, **_: Any) -> None:
+        """Starts each parameter as deltalab does, from the recipe's seed and its name."""
+        initialize(self.model, RECIPE["seed"])
+
+
+def parameters_and_flops(model: nn.Module) -> tuple[int, int]:
+    """The number of parameters N, and the operations of a token's forward and backward pass: 6 N."""
+    count = sum(parameter.numel() for parameter in model.parameters())
+    return count, 6 * count
+
+
+def parallelize(
+    module: Pretraining, mesh: Any, *, dtypes: tuple[torch.dtype, torch.dtype], backend: str | None, offload: bool
+) -> Pretraining:
+    """Activation checkpointing and compilation of each block, then FSDP2 of each block and of the rest.
+
+    mesh: of the processes that share the parameters, None for one process. dtypes: of products, and of sums of
+    gradients. backend: of `torch.compile`, None for none.
+    """
+    for block in module.model.blocks:
+        if RECIPE["activation_checkpointing"]:
+            # A wrapper around the block would change the names of its parameters.
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        if backend is not None:
+            block.compile(backend=backend)
+    if mesh is not None:
+        options: dict[str, Any] = {
+            "mesh": mesh,
+            "mp_policy": MixedPrecisionPolicy(param_dtype=dtypes[0], reduce_dtype=dtypes[1]),
+        }
+        if offload:
+            options["offload_policy"] = CPUOffloadPolicy()
+        for block in module.model.blocks:
+            fully_shard(block, **options)
+        fully_shard(module, **options)
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.set_gradient_divide_factor(1.0)  # the loss is divided by the tokens of all processes
+                part.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply
+    return module
+
+
+class SameNames:
+    """torchtitan's adapter of state dicts: the folder's `model.safetensors` has the model's own names."""
+
+    @staticmethod
+    def to_hf(state_dict: dict[str, Any]) -> dict[str, Any]:
+        return state_dict
+
+    @staticmethod
+    def from_hf(hf_state_dict: dict[str, Any]) -> dict[str, Any]:
+        return hf_state_dict
+
+
+def free_names(model: nn.Module) -> list[str]:
+    """The parameters without weight decay: norms, and what gates learn per head."""
+    return [name for name, parameter in model.named_parameters() if parameter.dim() <= 1]
+
+
+class Loader:
+    """The training rows as torchtitan's dataloader. Its state is the number of rows that all processes have seen."""
+
+    def start(self, rank: int, world: int) -> None:
+        rows = Rows(packed().split("train"), RECIPE["batch"]["length"], RECIPE["seed"])
+        self.batches = Batches(rows, RECIPE, recipe.micro(RECIPE, world), rank, world)
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        return map(_with_targets, self.batches)  # type: ignore[arg-type]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rows": self.batches.seen}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if state_dict:
+            self.batches.seen = state_dict["rows"]
+
+
+def _with_targets(pair: tuple[dict[str, Tensor], Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+    inputs, targets = pair
+    # The model computes its own loss, chunk by chunk, so that logits of all positions are never held at once.
+    rest = {name: value for name, value in inputs.items() if name != "tokens"}
+    return {"input": inputs["tokens"], "targets": targets, **rest}, targets
+
+
+@torch.no_grad()
+def validation_loss(model: nn.Module, rank: int, world: int, device: str, context: Any) -> float:
+    """The mean loss of the validation rows, over all processes."""
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    for pair in held_out(packed().split("validation"), RECIPE, recipe.micro(RECIPE, world), rank, world):
+        inputs, targets = _with_targets(pair)
+        tokens = inputs.pop("input")
+        with context():
+            loss = model(tokens.to(device), **{name: value.to(device) for name, value in inputs.items()})
+        sums += torch.stack([loss.double(), (targets != IGNORE).sum().to(device).double()])
+    dist.all_reduce(sums)
+    return float(sums[0] / sums[1])
+
+
+def due(step: int) -> bool:
+    return step % RECIPE["validation"]["every"] == 0 or step == RECIPE["steps"]
+
+
+class Lines(BaseLogger):  # type: ignore[misc]
+    """torchtitan's metrics as lines of `metrics.jsonl`, written by the first process."""
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        found = []
+        for name, value in metrics.items():
+            known = "lr" if name.startswith("lr/") else name
+            if known in NAMES:
+                split, short, factor = NAMES[known]
+                found.append((split, short, float(value) * factor * (dist.get_world_size() if known in PER_GPU else 1)))
+        if dist.get_rank() == 0:
+            lines.append(step, {(split, short): (split, short, value) for split, short, value in found}.values())
+
+
+NAMES = {
+    "loss_metrics/global_avg_loss": ("train", "loss", 1.0),
+    "grad_norm": ("train", "grad_norm", 1.0),
+    "lr": ("train", "lr", 1.0),
+    "throughput(tps)": ("train", "tokens_per_second", 1.0),
+    "mfu(%)": ("train", "mfu", 0.01),
+    "memory/max_active(GiB)": ("train", "memory_gib", 1.0),
+    "validation_metrics/loss": ("validation", "loss", 1.0),
+}
+"""torchtitan's name -> split, name and factor."""
+PER_GPU = ("throughput(tps)",)
+
+
+def decay() -> tuple[str, float | None, float]:
+    """The schedule as torchtitan's decay_type, decay_ratio and min_lr_factor."""
+    kind, final = RECIPE["schedule"]["kind"], RECIPE["schedule"]["final"]
+    if kind == "constant":
+        return "linear", 0.0, 1.0
+    return ("linear", 0.1, final) if kind == "wsd" else (kind, None, final)
+
+
+def world() -> int:
+    """The number of processes."""
+    return int(os.environ.get("WORLD_SIZE", "1"))

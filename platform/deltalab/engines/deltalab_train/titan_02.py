@@ -1,0 +1,195 @@
+"""The training as torchtitan 0.2.2 takes it: a `TrainSpec`, and defaults of its configuration.
+
+torchrun -m torchtitan.train --job.custom_config_module deltalab_train.titan_02
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, make_dataclass
+from typing import Any
+
+import torch
+import torchtitan.config.job_config as settings
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.lr_scheduler import build_lr_schedulers
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.components.validate import BaseValidator
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.protocols.model import BaseModelArgs, ModelProtocol
+from torchtitan.protocols.state_dict_adapter import StateDictAdapter
+from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
+from torchtitan.tools.utils import device_type
+
+from . import FOLDER, recipe, titan
+from .titan import RECIPE
+
+NAME = "deltalab"
+
+
+@dataclass
+class ModelArgs(BaseModelArgs):  # type: ignore[misc]
+    def update_from_config(self, job_config: Any, **_: Any) -> None:
+        """The exported folder alone says what the model is."""
+
+    def get_nparams_and_flops(self, model: torch.nn.Module, seq_len: int) -> tuple[int, int]:
+        return titan.parameters_and_flops(model)
+
+
+class Pretraining(titan.Pretraining, ModelProtocol):  # type: ignore[misc]
+    def __init__(self, model_args: ModelArgs) -> None:
+        super().__init__(model_args)
+        self.make()
+
+
+class Adapter(titan.SameNames, StateDictAdapter):  # type: ignore[misc]
+    pass
+
+
+class Loader(titan.Loader, BaseDataLoader):  # type: ignore[misc]
+    def __init__(self, dp_world_size: int, dp_rank: int, **_: Any) -> None:
+        self.start(dp_rank, dp_world_size)
+
+
+class Validator(BaseValidator):  # type: ignore[misc]
+    def __init__(self, *, job_config: Any, dp_world_size: int, dp_rank: int, **given: Any) -> None:
+        super().__init__(job_config)
+        self.rank, self.world = dp_rank, dp_world_size
+        self.context, self.amp = given["validation_context"], given["maybe_enable_amp"]
+        self.metrics = given["metrics_processor"]
+
+    def should_validate(self, step: int) -> bool:
+        return titan.due(step)
+
+    def validate(self, model_parts: list[torch.nn.Module], step: int) -> None:
+        with self.amp:
+            loss = titan.validation_loss(model_parts[0], self.rank, self.world, device_type, self.context)
+        self.metrics.log_validation(loss=loss, step=step)
+
+
+def _parallelize(model: Pretraining, parallel_dims: Any, job_config: Any) -> titan.Pretraining:
+    names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
+    training = job_config.training
+    return titan.parallelize(
+        model,
+        parallel_dims.get_mesh(names) if parallel_dims.fsdp_enabled else None,
+        dtypes=(TORCH_DTYPE_MAP[training.mixed_precision_param], TORCH_DTYPE_MAP[training.mixed_precision_reduce]),
+        backend=job_config.compile.backend if job_config.compile.enable else None,
+        offload=training.enable_cpu_offload,
+    )
+
+
+class _Grouped(OptimizersContainer):  # type: ignore[misc]
+    """AdamW whose weight decay spares norms and what gates learn per head."""
+
+    def __init__(self, model_parts: list[torch.nn.Module], optimizer_config: Any) -> None:
+        free = set(titan.free_names(model_parts[0]))
+        named = list(model_parts[0].named_parameters())
+        groups = [
+            {"params": [p for n, p in named if n not in free], "weight_decay": optimizer_config.weight_decay},
+            {"params": [p for n, p in named if n in free], "weight_decay": 0.0},
+        ]
+        kind = optimizer_config.implementation
+        options = {
+            "lr": optimizer_config.lr,
+            "betas": (optimizer_config.beta1, optimizer_config.beta2),
+            "eps": optimizer_config.eps,
+            "fused": kind == "fused",
+            "foreach": kind == "foreach",
+        }
+        self.model_parts = model_parts
+        self.optimizers = [torch.optim.AdamW([group for group in groups if group["params"]], **options)]
+        self._post_init([p for _, p in named], options)
+
+
+def _metrics(job_config: Any, parallel_dims: Any, model_args: Any = None, tag: str | None = None) -> MetricsProcessor:
+    made = MetricsProcessor(job_config, parallel_dims, tag)
+    made.logger = titan.Lines()
+    return made
+
+
+def _sum(loss: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return loss
+
+
+register_train_spec(
+    NAME,
+    TrainSpec(
+        model_cls=Pretraining,
+        model_args={"exported": ModelArgs()},
+        parallelize_fn=_parallelize,
+        pipelining_fn=None,
+        build_optimizers_fn=lambda parts, config, parallel_dims: _Grouped(parts, config),
+        build_lr_schedulers_fn=build_lr_schedulers,
+        build_dataloader_fn=Loader,
+        build_tokenizer_fn=None,
+        build_loss_fn=lambda job_config, **_: _sum,
+        build_validator_fn=Validator,
+        build_metrics_processor_fn=_metrics,
+        state_dict_adapter=Adapter,
+    ),
+)
+
+
+def _section(kind: type, /, **values: Any) -> tuple[type, Any]:
+    """A section of the configuration with other defaults, and the factory of its default."""
+    fields = [(name, kind.__dataclass_fields__[name].type, value) for name, value in values.items()]  # type: ignore[attr-defined]
+    made = make_dataclass(kind.__name__, fields, bases=(kind,))
+    return made, field(default_factory=made)
+
+
+def _sections() -> Iterator[tuple[str, tuple[type, Any]]]:
+    optimizer, batch = RECIPE["optimizer"], RECIPE["batch"]
+    decay_type, decay_ratio, least = titan.decay()
+    dtype = titan.precision(device_type)
+
+    def section(name: str, /, **values: Any) -> tuple[str, tuple[type, Any]]:
+        kind: Callable[[], Any] = settings.JobConfig.__dataclass_fields__[name].type
+        return name, _section(kind, **values)  # type: ignore[arg-type]
+
+    yield section("job", dump_folder=str(titan.run_folder()), description=f"{FOLDER.name} by deltalab")
+    yield section("model", name=NAME, flavor="exported", hf_assets_path=str(FOLDER))
+    yield section("metrics", log_freq=RECIPE["log"]["every"], disable_color_printing=True)
+    yield section(
+        "optimizer",
+        name="AdamW",
+        lr=optimizer["lr"],
+        beta1=optimizer["betas"][0],
+        beta2=optimizer["betas"][1],
+        eps=optimizer["eps"],
+        weight_decay=optimizer["weight_decay"],
+        implementation="fused" if device_type != "cpu" else "foreach",
+    )
+    yield section(
+        "lr_scheduler",
+        warmup_steps=RECIPE["schedule"]["warmup_steps"],
+        decay_type=decay_type,
+        decay_ratio=decay_ratio,
+        min_lr_factor=least,
+    )
+    yield section(
+        "training",
+        local_batch_size=recipe.micro(RECIPE, titan.world()),
+        global_batch_size=batch["sequences"],
+        seq_len=batch["length"],
+        max_norm=RECIPE["clip"] or float("inf"),
+        steps=RECIPE["steps"],
+        mixed_precision_param=dtype,
+    )
+    yield section(
+        "checkpoint",
+        enable=True,
+        folder="checkpoints",
+        interval=RECIPE["checkpoint"]["every"],
+        keep_latest_k=RECIPE["checkpoint"]["keep"],
+        async_mode="async",
+        last_save_model_only=False,
+        initial_load_path=titan.weights_to_load(),
+        initial_load_in_hf=titan.weights_to_load() is not None,
+    )
+    yield section("activation_checkpoint", mode="none")  # `titan.parallelize` does it
+    yield section("compile", enable=RECIPE["compile"], components=field(default_factory=lambda: ["model"]))
+    yield section("comm", trace_buf_size=0)
+    yield section("validation", enable=RECIPE["validation"]["sequences"] > 0, freq=RECIPE["validation"]["every"])
+
+
+JobConfig = make_dataclass("JobConfig", [(name, *made) for name, made in _sections()])

@@ -1,0 +1,218 @@
+"""The training as torchtitan 0.3 takes it: a `ModelSpec`, and a configuration.
+
+torchrun -m torchtitan.train --module deltalab_train.titan_03 --config pretrain
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.loss import BaseLoss
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.components.validate import Validator
+from torchtitan.config import TORCH_DTYPE_MAP, CommConfig, CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.config.configs import DebugConfig
+from torchtitan.protocols import BaseModel
+from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.protocols.state_dict_adapter import StateDictAdapter
+from torchtitan.tools.utils import device_type
+from torchtitan.trainer import Trainer
+
+from . import FOLDER, recipe, titan
+from .titan import RECIPE
+
+if not hasattr(dist, "set_timeout"):
+    # torchtitan 0.3.0 calls this function, which torch 2.13 does not have yet.
+    dist.set_timeout = dist.distributed_c10d._set_pg_timeout
+
+
+class Pretraining(titan.Pretraining, BaseModel):  # type: ignore[misc]
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseModel.Config):  # type: ignore[misc]
+        def update_from_config(self, *, config: Any, **_: Any) -> None:
+            """The exported folder alone says what the model is."""
+
+        def get_nparams_and_flops(self, model: torch.nn.Module, seq_len: int) -> tuple[int, int]:
+            return titan.parameters_and_flops(model)
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.make()
+
+    def verify_module_protocol(self) -> None:
+        """The model starts its own parameters, so that its parts need not be torchtitan's modules."""
+
+
+class Adapter(titan.SameNames, StateDictAdapter):  # type: ignore[misc]
+    pass
+
+
+class Loader(titan.Loader, BaseDataLoader):  # type: ignore[misc]
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):  # type: ignore[misc]
+        pass
+
+    def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, **_: Any) -> None:
+        self.start(dp_rank, dp_world_size)
+
+
+class Validation(Validator):  # type: ignore[misc]
+    @dataclass(kw_only=True, slots=True)
+    class Config(Validator.Config):  # type: ignore[misc]
+        pass
+
+    def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, **given: Any) -> None:
+        self.config, self.rank, self.world = config, dp_rank, dp_world_size
+        self.context, self.metrics = given["validation_context"], given["metrics_processor"]
+
+    def should_validate(self, step: int) -> bool:
+        return titan.due(step)
+
+    def validate(self, model_parts: list[torch.nn.Module], step: int) -> None:
+        loss = titan.validation_loss(model_parts[0], self.rank, self.world, device_type, self.context)
+        self.metrics.log_validation(loss=loss, step=step)
+
+
+class Loss(BaseLoss):  # type: ignore[misc]
+    """The sum that the model returns, over the tokens of all processes."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseLoss.Config):  # type: ignore[misc]
+        pass
+
+    def __init__(self, config: Config, **_: Any) -> None:
+        pass
+
+    def __call__(
+        self, loss: torch.Tensor, labels: torch.Tensor, global_valid_tokens: Any = None, **_: Any
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return (loss if global_valid_tokens is None else loss / global_valid_tokens), {}
+
+
+class Metrics(MetricsProcessor):  # type: ignore[misc]
+    @dataclass(kw_only=True, slots=True)
+    class Config(MetricsProcessor.Config):  # type: ignore[misc]
+        pass
+
+    def __init__(self, config: Config, **given: Any) -> None:
+        super().__init__(config, **given)
+        self.logger = titan.Lines()
+
+
+class NoTokenizer(BaseTokenizer):  # type: ignore[misc]
+    """Packed data holds tokens already."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseTokenizer.Config):  # type: ignore[misc]
+        pass
+
+    def __init__(self, config: Config, **_: Any) -> None:
+        super().__init__()
+
+    def encode(self, *args: Any, **kwargs: Any) -> list[int]:
+        raise NotImplementedError
+
+    def decode(self, *args: Any, **kwargs: Any) -> str:
+        raise NotImplementedError
+
+    def get_vocab_size(self) -> int:
+        raise NotImplementedError
+
+
+def _parallelize(
+    model: Pretraining,
+    *,
+    parallel_dims: Any,
+    training: TrainingConfig,
+    compile_config: CompileConfig,
+    **_: Any,
+) -> titan.Pretraining:
+    names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
+    return titan.parallelize(
+        model,
+        parallel_dims.get_mesh(names),
+        dtypes=(TORCH_DTYPE_MAP[training.mixed_precision_param], TORCH_DTYPE_MAP[training.mixed_precision_reduce]),
+        backend=compile_config.backend if compile_config.enable else None,
+        offload=training.enable_cpu_offload,
+    )
+
+
+def _optimizer() -> OptimizersContainer.Config:
+    """AdamW whose weight decay spares norms and what gates learn per head."""
+    given = RECIPE["optimizer"]
+    options = {"lr": given["lr"], "betas": tuple(given["betas"]), "eps": given["eps"]}
+    with torch.device("meta"):
+        model = Pretraining(Pretraining.Config())
+    free = titan.free_names(model)
+    groups = [(f"^({'|'.join(map(re.escape, free))})$", 0.0)] if free else []
+    return OptimizersContainer.Config(
+        param_groups=[
+            ParamGroupConfig(
+                pattern=pattern, optimizer_name="AdamW", optimizer_kwargs={**options, "weight_decay": weight_decay}
+            )
+            for pattern, weight_decay in [*groups, (".*", given["weight_decay"])]
+        ],
+        implementation="fused" if device_type != "cpu" else "foreach",
+    )
+
+
+def pretrain() -> Trainer.Config:
+    """The configuration of this folder's recipe."""
+    decay_type, decay_ratio, least = titan.decay()
+    return Trainer.Config(
+        model_spec=ModelSpec(
+            name="deltalab",
+            flavor="exported",
+            model=Pretraining.Config(),
+            parallelize_fn=_parallelize,
+            pipelining_fn=None,
+            post_optimizer_build_fn=None,
+            state_dict_adapter=Adapter,
+        ),
+        hf_assets_path=str(FOLDER),
+        dump_folder=str(titan.run_folder()),
+        metrics=Metrics.Config(log_freq=RECIPE["log"]["every"], disable_color_printing=True),
+        tokenizer=NoTokenizer.Config(),
+        dataloader=Loader.Config(),
+        loss=Loss.Config(),
+        optimizer=_optimizer(),
+        lr_scheduler=LRSchedulersContainer.Config(
+            warmup_steps=RECIPE["schedule"]["warmup_steps"],
+            decay_type=decay_type,
+            decay_ratio=decay_ratio,
+            min_lr_factor=least,
+        ),
+        training=TrainingConfig(
+            local_batch_size=recipe.micro(RECIPE, titan.world()),
+            global_batch_size=RECIPE["batch"]["sequences"],
+            seq_len=RECIPE["batch"]["length"],
+            max_norm=RECIPE["clip"] or float("inf"),
+            steps=RECIPE["steps"],
+            mixed_precision_param=titan.precision(device_type),
+            disable_cuda_graphs=True,
+        ),
+        parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
+        checkpoint=CheckpointManager.Config(
+            enable=True,
+            folder="checkpoints",
+            interval=RECIPE["checkpoint"]["every"],
+            keep_latest_k=RECIPE["checkpoint"]["keep"],
+            async_mode="async",
+            last_save_model_only=False,
+            initial_load_path=titan.weights_to_load(),
+            initial_load_in_hf=titan.weights_to_load() is not None,
+        ),
+        activation_checkpoint=None,  # `titan.parallelize` does it
+        compile=CompileConfig(enable=RECIPE["compile"], components=["model"]),
+        comm=CommConfig(trace_buf_size=0),
+        validator=Validation.Config(
+            enable=RECIPE["validation"]["sequences"] > 0, freq=RECIPE["validation"]["every"], steps=1
+        ),
+        debug=DebugConfig(enable_structured_logging=False),
+    )

@@ -1,0 +1,41 @@
+"""The files that make an exported folder a training of torchtitan 0.2.2 and 0.3."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from deltalab.errors import InputError
+from deltalab.models.spec import ModelSpec
+
+HERE = Path(__file__).parent
+PACKAGE = "deltalab_train"
+WHERE = f"engines/{PACKAGE}"
+"""Where the package lies in an exported folder."""
+
+
+def files(spec: ModelSpec, recipe: Mapping[str, object]) -> dict[str, str]:
+    """Relative path -> text of the package that trains the folder.
+
+    Raises `InputError` for a model that is not causal: torchtitan trains next-token prediction.
+    """
+    if spec.readout != "position":
+        raise InputError(f"torchtitan takes causal models: one with readout '{spec.readout}' predicts no next token")
+    return {f"{WHERE}/{name}": text for name, text in package().items()}
+
+
+def package() -> dict[str, str]:
+    """File name -> text of the package, which imports the exported folder in place of deltalab."""
+    texts = {file.name: file.read_text(encoding="utf-8") for file in sorted((HERE / PACKAGE).glob("*.py"))}
+    texts["packed.py"] = (HERE.parent / "packed.py").read_text(encoding="utf-8")
+    return {name: _of_the_folder(text) for name, text in texts.items()}
+
+
+def _of_the_folder(text: str) -> str:
+    """The source with `from exported.x_y import` for `from deltalab.x.y import`; `packed` lies beside it."""
+    text = re.sub(r"^from deltalab\.packed import", "from .packed import", text, flags=re.MULTILINE)
+    return re.sub(
+        r"^from deltalab\.([\w.]+) import",
+        lambda found: f"from exported.{found[1].replace('.', '_')} import",
+        text,
+        flags=re.MULTILINE,
+    )

@@ -1,0 +1,300 @@
+"""The class for `transformers`: packed and padded inputs, losses, checkpointing, compiling, generating, its Trainer."""
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+transformers = pytest.importorskip("transformers")
+
+from deltalab.export.modeling_deltalab import DeltaLabConfig, DeltaLabForCausalLM, StateCache  # noqa: E402
+from deltalab.models.spec import ModelSpec  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.compile", "ignore:Mismatch dtype")
+
+VOCABULARY = 23
+MODELS: dict[str, dict[str, Any]] = {
+    "recurrent": {"rule": "comba"},
+    "hybrid": {"rule": "gated_deltanet", "attention": [1], "rope": True},
+    "token shift": {"rule": "rwkv7", "token_shift": True},
+}
+
+
+def made(**given: Any) -> DeltaLabForCausalLM:
+    spec = ModelSpec.of({"vocab_size": VOCABULARY, "d_model": 16, "layers": 2, "heads": 2, "chunk_size": 8, **given})
+    config = {f.name: getattr(spec, f.name) for f in fields(ModelSpec)} | {"rule": spec.make_rule().spec()}
+    torch.manual_seed(5)
+    return DeltaLabForCausalLM(DeltaLabConfig(**config)).double().eval()
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest) -> DeltaLabForCausalLM:
+    return made(**MODELS[request.param])
+
+
+def tokens(batch: int, length: int, seed: int = 0) -> Tensor:
+    return torch.randint(VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def texts(*lengths: int) -> list[Tensor]:
+    return [tokens(1, length, seed=i) for i, length in enumerate(lengths)]
+
+
+def padded(rows: list[Tensor], *, left: bool) -> tuple[Tensor, Tensor]:
+    """The rows as a batch, and its mask."""
+    longest = max(row.shape[1] for row in rows)
+
+    def pad(row: Tensor, value: int) -> Tensor:
+        missing = longest - row.shape[1]
+        return F.pad(row, (missing, 0) if left else (0, missing), value=value)
+
+    return torch.cat([pad(row, 3) for row in rows]), torch.cat([pad(torch.ones_like(row), 0) for row in rows])
+
+
+def close(found: Tensor, right: Tensor) -> None:
+    torch.testing.assert_close(found, right, rtol=1e-9, atol=1e-10)
+
+
+def loss_of(model: DeltaLabForCausalLM, rows: list[Tensor]) -> Tensor:
+    """The mean loss of all tokens but the first of each row, each row by itself."""
+    logits = torch.cat([model(row).logits[0, :-1] for row in rows])
+    return F.cross_entropy(logits.float(), torch.cat([row[0, 1:] for row in rows]))
+
+
+# --- packed and padded ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"return_flash_attn_kwargs": True}, {"return_flash_attn_kwargs": True, "return_position_ids": False},
+     {"return_seq_idx": True, "return_position_ids": False}, {"position_ids_start": 2}],
+)  # fmt: skip
+def test_what_the_collator_flattens_stays_apart(model: DeltaLabForCausalLM, how: dict[str, Any]) -> None:
+    rows = texts(4, 1, 7)
+    collator = transformers.DataCollatorWithFlattening(return_tensors="pt", **how)
+    batch = collator([{"input_ids": row[0].tolist()} for row in rows])
+    out = model(**batch)
+    close(out.logits, torch.cat([model(row).logits for row in rows], dim=1))
+    torch.testing.assert_close(out.loss, loss_of(model, rows))
+
+
+def test_the_first_token_of_a_sequence_is_predicted_by_no_other(model: DeltaLabForCausalLM) -> None:
+    rows = texts(4, 1, 7)
+    row = torch.cat(rows, dim=1)
+    out = model(row, labels=row, cu_seqlens=torch.tensor([0, 4, 5, 12]))
+    torch.testing.assert_close(out.loss, loss_of(model, rows))
+    total = model(row, labels=row, cu_seqlens=torch.tensor([0, 4, 5, 12]), num_items_in_batch=5).loss
+    torch.testing.assert_close(total, loss_of(model, rows) * 9 / 5)
+
+
+def test_rows_may_hold_several_sequences_and_padding(model: DeltaLabForCausalLM) -> None:
+    rows = texts(3, 4, 5, 2)
+    batch = torch.stack([torch.cat([rows[0], rows[1]], 1)[0], torch.cat([rows[2], rows[3]], 1)[0]])
+    places = torch.stack([torch.cat([torch.arange(3), torch.arange(4)]), torch.cat([torch.arange(5), torch.arange(2)])])
+    right = [torch.cat([model(row).logits[0] for row in pair]) for pair in (rows[:2], rows[2:])]
+    close(model(batch, position_ids=places).logits, torch.stack(right))
+    mask = torch.ones(2, 7, dtype=torch.long)
+    mask[1, 6] = 0
+    found = model(batch, position_ids=places, attention_mask=mask, labels=batch)
+    close(found.logits[1, :6], right[1][:6])
+    torch.testing.assert_close(found.loss, loss_of(model, [*rows[:3], rows[3][:, :1]]))
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_the_loss_of_a_padded_batch_is_that_of_its_rows(model: DeltaLabForCausalLM, left: bool) -> None:
+    rows = texts(6, 2, 9)
+    batch, mask = padded(rows, left=left)
+    out = model(batch, attention_mask=mask, labels=batch)
+    torch.testing.assert_close(out.loss, loss_of(model, rows))
+    for logits, there, row in zip(out.logits, mask.bool(), rows, strict=True):
+        close(logits[there], model(row).logits[0])
+    last = model(batch, attention_mask=mask, logits_to_keep=1).logits
+    close(last[:, 0], torch.stack([model(row).logits[0, -1] for row in rows]))
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_a_padded_batch_goes_on_from_its_cache(model: DeltaLabForCausalLM, left: bool) -> None:
+    first, second = texts(6, 2, 9), texts(3, 3, 1)[::-1]
+    batch, mask = padded(first, left=left)
+    cache = model(batch, attention_mask=mask, use_cache=True).past_key_values
+    assert cache.get_seq_length() == 9
+    more, more_mask = padded(second, left=left)
+    out = model(more, attention_mask=torch.cat([mask, more_mask], dim=1), past_key_values=cache)
+    for logits, there, begin, end in zip(out.logits, more_mask.bool(), first, second, strict=True):
+        close(logits[there], model(torch.cat([begin, end], dim=1)).logits[0, begin.shape[1] :])
+    order = torch.tensor([2, 2, 0])
+    cache.batch_select_indices(order)
+    token = tokens(3, 1, seed=7)
+    out = model(token, attention_mask=torch.ones(3, 13), past_key_values=cache)
+    for logits, i, end in zip(out.logits, order.tolist(), token, strict=True):
+        close(logits[0], model(torch.cat([first[i], second[i], end[None]], dim=1)).logits[0, -1])
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"cu_seqlens": torch.tensor([0, 5]), "use_cache": True}, "keep no cache"),
+        ({"cu_seqlens": torch.tensor([0, 5]), "attention_mask": torch.tensor([[0, 1, 1, 1, 1]])}, "not both"),
+        ({"attention_mask": torch.zeros(1, 5), "use_cache": True}, "holds no token"),
+        ({"attention_mask": torch.ones(1, 1, 5, 5)}, r"attention_mask must be \[B, T\]"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        made(rule="comba")(tokens(1, 5), **given)
+
+
+def test_a_row_of_padding_alone_keeps_no_cache() -> None:
+    mask = torch.tensor([[0, 0], [1, 1]])
+    with pytest.raises(ValueError, match="each row needs a token"):
+        made(rule="comba")(tokens(2, 2), attention_mask=mask, use_cache=True)
+
+
+# --- training ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_checkpointing_changes_no_gradient(model: DeltaLabForCausalLM, every: int) -> None:
+    row, mask = padded(texts(5, 9), left=True)
+    calls = {"n": 0}
+
+    def count(*_: Any) -> None:
+        calls["n"] += 1
+
+    def gradients() -> list[Tensor]:
+        calls["n"] = 0
+        loss = model(row, attention_mask=mask, labels=row).loss
+        return [
+            one for one in torch.autograd.grad(loss, list(model.parameters()), allow_unused=True) if one is not None
+        ]
+
+    model.train()
+    handles = [block.mlp.register_forward_pre_hook(count) for block in model.model.blocks]
+    try:
+        right = gradients()
+        assert calls["n"] == 2
+        model._set_gradient_checkpointing(
+            True, lambda f, *x: torch.utils.checkpoint.checkpoint(f, *x, use_reentrant=False), every
+        )
+        found = gradients()
+        assert calls["n"] == 2 + 2 // every
+    finally:
+        model._set_gradient_checkpointing(False)
+        model.eval()
+        for handle in handles:
+            handle.remove()
+    for one, other in zip(found, right, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_the_loss_of_training_needs_no_logits(model: DeltaLabForCausalLM) -> None:
+    row, mask = padded(texts(5, 9), left=False)
+    leaves = [p for p in model.parameters() if p.dim() > 1]
+    for given in ({}, {"num_items_in_batch": torch.tensor(7)}, {"num_items_in_batch": 7}):
+        found = []
+        for training in (True, False):
+            out = model.train(training)(row, attention_mask=mask, labels=row, **given)
+            assert (out.logits is None) == training
+            found.append([out.loss, *torch.autograd.grad(out.loss, leaves, allow_unused=True)])
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, check_dtype=False)
+    model.loss_function = lambda logits, **_: logits.sum()
+    try:
+        assert model.train()(row, labels=row).logits is not None
+    finally:
+        del model._loss_function
+        model.eval()
+
+
+def test_a_compiled_model_gives_the_same() -> None:
+    model = made(rule="deltanet", layers=1)
+    compiled = torch.compile(model, backend="aot_eager")
+    row = tokens(2, 5)
+    found, right = (one(row, attention_mask=torch.ones_like(row), labels=row) for one in (compiled, model))
+    close(found.logits, right.logits)
+    close(found.loss, right.loss)
+    close(*(torch.autograd.grad(one.loss, model.model.embed.weight)[0] for one in (found, right)))
+    model.train()
+    close(*(torch.autograd.grad(one(row, labels=row).loss, model.model.embed.weight)[0] for one in (compiled, model)))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_trainer_trains_and_counts_tokens(tmp_path: Any) -> None:
+    """Steps of two small batches are those of one large one, with checkpointing and padding."""
+    rows = [{"input_ids": row[0].tolist()} for row in texts(9, 3, 6, 12, 5, 8, 2, 10)]
+
+    def collate(given: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+        batch, mask = padded([torch.tensor([one["input_ids"]]) for one in given], left=False)
+        return {"input_ids": batch, "attention_mask": mask, "labels": batch.masked_fill(mask == 0, -100)}
+
+    trained = []
+    for size, accumulated in ((4, 1), (2, 2)):
+        model = made(rule="comba").float()
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path), per_device_train_batch_size=size, gradient_accumulation_steps=accumulated,
+            max_steps=2, learning_rate=1e-2, report_to=[], save_strategy="no", logging_steps=1, use_cpu=True,
+            gradient_checkpointing=size == 2, disable_tqdm=True, seed=1, remove_unused_columns=False,
+        )  # fmt: skip
+        trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows, data_collator=collate)
+        trainer.train()
+        trained.append([line["loss"] for line in trainer.state.log_history if "loss" in line])
+    assert len(trained[0]) == 2
+    assert trained[0] == pytest.approx(trained[1], rel=1e-3)
+    assert trained[0][-1] < trained[0][0]
+
+
+# --- generating -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"do_sample": True}, {"do_sample": True, "num_beams": 2}, {"do_sample": True, "num_return_sequences": 3},
+     {"num_beams": 2}],
+    ids=str,
+)  # fmt: skip
+def test_generating_with_and_without_the_cache_is_the_same(model: DeltaLabForCausalLM, how: dict[str, Any]) -> None:
+    batch, mask = padded(texts(5, 2), left=True)
+    found = []
+    for use_cache in (True, False):
+        torch.manual_seed(1)
+        found.append(model.generate(batch, attention_mask=mask, max_new_tokens=5, use_cache=use_cache, **how))
+    assert torch.equal(*found)
+
+
+def test_generating_from_embeddings_and_in_two_turns(model: DeltaLabForCausalLM) -> None:
+    batch, mask = padded(texts(5, 2), left=True)
+    right = model.generate(batch, attention_mask=mask, max_new_tokens=6, do_sample=False)
+    given = {"inputs_embeds": model.model.embed(batch), "attention_mask": mask}
+    assert torch.equal(model.generate(**given, max_new_tokens=6, do_sample=False), right[:, 5:])
+    cache = StateCache()
+    first = model.generate(batch, attention_mask=mask, max_new_tokens=3, do_sample=False, past_key_values=cache)
+    mask = torch.cat([mask, torch.ones(2, 3)], dim=1)
+    assert torch.equal(
+        model.generate(first, attention_mask=mask, max_new_tokens=3, do_sample=False, past_key_values=cache), right
+    )
+
+
+@pytest.mark.parametrize("how", [{"prompt_lookup_num_tokens": 2}])
+def test_generating_that_takes_tokens_back_is_refused(model: DeltaLabForCausalLM, how: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="not supported with stateful models"):
+        model.generate(tokens(1, 5), max_new_tokens=3, **how)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_pipeline_takes_prompts_of_several_lengths(model: DeltaLabForCausalLM) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {f"w{i}": i for i in range(VOCABULARY)}
+    made = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="w3", padding_side="left")
+    write = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
+    prompts = [" ".join(f"w{i}" for i in row[0].tolist()) for row in texts(7, 3, 5)]
+    how = {"max_new_tokens": 4, "do_sample": False}
+    together = write(prompts, batch_size=3, **how)
+    assert [one[0]["generated_text"] for one in together] == [
+        write(prompt, **how)[0]["generated_text"] for prompt in prompts
+    ]
