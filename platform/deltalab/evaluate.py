@@ -282,7 +282,7 @@ def proxy(folder: Folder) -> list[Result]:
     found = from_folder(folder.path)
     assert found.weights is not None
     model = Model(found.model)
-    model.load_state_dict(dict(found.weights))
+    model.load_state_dict(dict(found.weights()))
     model.to(folder.device).eval()
     train = folder.recipe["trial"]["train"]
     sums: dict[str, tuple[float, float]] = {}
