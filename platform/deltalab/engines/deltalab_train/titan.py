@@ -71,8 +71,8 @@ def parallelize(
 ) -> Pretraining:
     """Activation checkpointing and compilation of each block, then FSDP2 of each block and of the rest.
 
-    mesh: of the processes that share the parameters, None for one process. dtypes: of products, and of sums of
-    gradients. backend: of `torch.compile`, None for none.
+    mesh: of the processes that share the parameters, or of one process, to which FSDP2 gives the precision alone.
+    dtypes: of products, and of sums of gradients. backend: of `torch.compile`, None for none.
     """
     for block in module.model.blocks:
         if RECIPE["activation_checkpointing"]:
@@ -80,20 +80,19 @@ def parallelize(
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         if backend is not None:
             block.compile(backend=backend)
-    if mesh is not None:
-        options: dict[str, Any] = {
-            "mesh": mesh,
-            "mp_policy": MixedPrecisionPolicy(param_dtype=dtypes[0], reduce_dtype=dtypes[1]),
-        }
-        if offload:
-            options["offload_policy"] = CPUOffloadPolicy()
-        for block in module.model.blocks:
-            fully_shard(block, **options)
-        fully_shard(module, **options)
-        for part in module.modules():
-            if isinstance(part, FSDPModule):
-                part.set_gradient_divide_factor(1.0)  # the loss is divided by the tokens of all processes
-                part.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=dtypes[0], reduce_dtype=dtypes[1]),
+    }
+    if offload:
+        options["offload_policy"] = CPUOffloadPolicy()
+    for block in module.model.blocks:
+        fully_shard(block, **options)
+    fully_shard(module, **options)
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.set_gradient_divide_factor(1.0)  # the loss is divided by the tokens of all processes
+            part.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply
     return module
 
 
