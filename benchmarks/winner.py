@@ -18,6 +18,7 @@ DIR/lab.db is the ledger of all of it; DIR/winner.json holds what was measured. 
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -103,6 +104,7 @@ class Lab:
         recipe = [f"recipe.steps={self.given.steps}", *(f"recipe.batch.{key}={value}" for key, value in batch.items())]
         settings = [each for pair in recipe for each in ("--set", pair)]
         for folder, chosen in (("winner", ["--best"]), *((name, ["--arm", name]) for name in BASELINES)):
+            shutil.rmtree(self.out / folder, ignore_errors=True)
             self.run(
                 "export", name, self.out / folder, *chosen, "--to", "torchtitan", *size, *settings, "--no-weights",
                 "--tokenizer", self.out / "packed",
@@ -172,13 +174,14 @@ class Lab:
             self.note(**{name: _speed(self.out / "runs" / name)})
 
     def hf(self) -> None:
+        shutil.rmtree(self.out / "hf", ignore_errors=True)
         self.run("export", self.out / "runs" / "one", self.out / "hf")
 
     def eval(self) -> None:
         tasks = self.out / "tasks"
         tasks.mkdir(exist_ok=True)
         verses = (self.out / "text" / "test.txt").read_text(encoding="utf-8").split("\n\n")
-        cloze = [words for verse in verses if len(words := verse.split()) > 12][:100]
+        cloze = [words[-40:] for verse in verses if len(words := verse.split()) > 12][:100]
         (tasks / "cloze.jsonl").write_text(
             "".join(json.dumps({"text": " ".join(w[:-1]), "last": " " + w[-1]}) + "\n" for w in cloze), encoding="utf-8"
         )
@@ -196,14 +199,9 @@ class Lab:
             ],
         }
         (tasks / "last_word.yaml").write_text(yaml.safe_dump(local))
-        self.run(
-            "eval",
-            self.out / "hf",
-            "--tasks",
-            f"loss,{tasks / 'last_word.yaml'}",
-            "--limit",
-            20 if self.given.toy else 100,
-        )
+        limit = 20 if self.given.toy else 100
+        tasks_given = f"loss,{tasks / 'last_word.yaml'}"
+        self.run("eval", self.out / "hf", "--tasks", tasks_given, "--data", self.out / "packed", "--limit", limit)
         self.run("study", "report", "winner:toy" if self.given.toy else "winner")
 
 

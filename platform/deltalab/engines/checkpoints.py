@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import warnings
 from pathlib import Path
 
 import torch
@@ -63,7 +64,9 @@ def _distributed(folder: Path) -> dict[str, Tensor]:
     }
     if not found:
         raise InputError(f"{folder}: holds no weights of a model")
-    dcp.load(found, checkpoint_id=folder, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is one process, which is meant
+        dcp.load(found, checkpoint_id=folder, no_dist=True)
     # Accelerate names the model's state dict "model" once more.
     twice = all(name.startswith("model.model.") for name in found)
     return {name.removeprefix("model.") if twice else name: value for name, value in found.items()}

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torchtitan.config.job_config as settings
+from torch.distributed.device_mesh import init_device_mesh
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.components.metrics import MetricsProcessor
@@ -40,6 +41,11 @@ class Pretraining(titan.Pretraining, ModelProtocol):  # type: ignore[misc]
         super().__init__(model_args)
         self.make()
 
+    def forward(self, *tokens: torch.Tensor, **given: torch.Tensor) -> torch.Tensor:
+        # With one process torchtitan trains under autocast; FSDP2 sets the precision here, as with several.
+        with torch.autocast(device_type, enabled=False):
+            return super().forward(*tokens, **given)
+
 
 class Adapter(titan.SameNames, StateDictAdapter):  # type: ignore[misc]
     pass
@@ -68,10 +74,11 @@ class Validator(BaseValidator):  # type: ignore[misc]
 
 def _parallelize(model: Pretraining, parallel_dims: Any, job_config: Any) -> titan.Pretraining:
     names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
+    alone = not parallel_dims.fsdp_enabled
     training = job_config.training
     return titan.parallelize(
         model,
-        parallel_dims.get_mesh(names) if parallel_dims.fsdp_enabled else None,
+        init_device_mesh(device_type, (1,)) if alone else parallel_dims.get_mesh(names),
         dtypes=(TORCH_DTYPE_MAP[training.mixed_precision_param], TORCH_DTYPE_MAP[training.mixed_precision_reduce]),
         backend=job_config.compile.backend if job_config.compile.enable else None,
         offload=training.enable_cpu_offload,
