@@ -234,6 +234,7 @@ def rows(given: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
         row = {
             "model": name if kind != "export" else "export", "size": given.size, "shape": shape, "gpus": world,
             "precision": given.precision, "checkpoint": given.checkpoint, "compiled": given.compile,
+            "graphs": given.graphs,
             "graph": given.graph, "parameters": count, "device": gpu, "torch": torch.__version__,
         }  # fmt: skip
 
@@ -247,6 +248,8 @@ def rows(given: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
             optimizer.zero_grad()
             return loss.detach()
 
+        if given.graphs:
+            getattr(contestant.model, "model", contestant.model).graph_blocks()
         try:
             loss = float(step())
             first = first or age()
@@ -341,7 +344,12 @@ def kind_of(kernel: str) -> str:
 def line(row: dict[str, Any]) -> str:
     """A row as text; a profile follows on lines of its own."""
     said = f"{row['model']:20} {row['size']} {row['shape']:>8} {row['gpus']} GPU {row['precision']:8}"
-    said += " checkpointed" * row["checkpoint"] + " compiled" * row["compiled"] + " in a graph" * row["graph"]
+    said += (
+        " checkpointed" * row["checkpoint"]
+        + " compiled" * row["compiled"]
+        + " in a graph" * row["graph"]
+        + " blocks in graphs" * row["graphs"]
+    )
     if "error" in row:
         return f"{said} {row['error']}"
     said += f" {row['ms']:8.1f} ms {row['tokens_per_second'] / 1e3:8.1f} thousand tokens/s"
@@ -375,7 +383,7 @@ def apart(given: argparse.Namespace, name: str) -> None:
     command = [sys.executable, __file__, "--here", "--model", name, "--out", str(given.out), "--size", given.size]
     command += [part for shape in given.shape for part in ("--shape", shape)]
     command += ["--precision", given.precision, "--steps", str(given.steps), "--warm", str(given.warm)]
-    command += [f"--{flag}" for flag in ("checkpoint", "compile", "graph", "profile") if getattr(given, flag)]
+    command += [f"--{flag}" for flag in ("checkpoint", "compile", "graph", "graphs", "profile") if getattr(given, flag)]
     with tempfile.TemporaryDirectory() as cache:
         environment["TRITON_CACHE_DIR"] = cache
         try:
@@ -396,6 +404,7 @@ def main() -> None:
     parser.add_argument("--precision", choices=("fsdp", "bf16", "autocast"), default="fsdp")
     parser.add_argument("--checkpoint", action="store_true", help="recompute each block's activations in the backward")
     parser.add_argument("--compile", action="store_true", help="torch.compile each block")
+    parser.add_argument("--graphs", action="store_true", help="each block of ours as CUDA graphs (not with fsdp)")
     parser.add_argument("--graph", action="store_true", help="capture a whole step as a CUDA graph (not with fsdp)")
     parser.add_argument("--profile", action="store_true", help="print where the device's time goes")
     parser.add_argument("--steps", type=int, default=8, help="steps of one timing; the fastest of 3 counts")

@@ -69,14 +69,14 @@ class BlockGraphs:
         self.captured = Captured.of(x)
         parts = tuple(_Part(block) for block in self.blocks)
         given, now = [], (x,)
-        with torch.no_grad():
-            for part in parts:
-                given.append(tuple(torch.zeros_like(one, requires_grad=True) for one in now))
-                now = part(*now)
         # Casts that autocast keeps would be freed while the graph still reads them.
         with torch.autocast(
             x.device.type, self.captured.products, enabled=self.captured.products is not None, cache_enabled=False
         ):
+            for part in parts:
+                given.append(tuple(torch.zeros_like(one, requires_grad=True) for one in now))
+                with torch.no_grad():
+                    now = part(*now)
             calls = torch.cuda.make_graphed_callables(parts, tuple(given), num_warmup_iters=WARM_UP)
         self.calls = tuple(calls)
         for part in parts:
