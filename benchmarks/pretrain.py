@@ -53,7 +53,7 @@ KINDS = {
     "flash attention": ("flash_", "fmha", "cudnn"),
     "norm": ("norm",),
     "SwiGLU": ("swiglu",),
-    "loss": ("row_kernel", "cross_entropy"),
+    "loss": ("row_kernel", "cross_entropy", "SoftMax"),
     "optimizer and clipping": ("adam", "multi_tensor", "lpnorm"),
     "embedding": ("lookup_kernel", "ends_kernel", "sum_kernel", "embedding", "radix", "RadixSort"),
     "communication and its copies": ("nccl", "split_with_sizes", "chunk_cat"),
