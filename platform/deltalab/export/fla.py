@@ -114,10 +114,10 @@ def from_fla(folder: Path) -> tuple[ModelSpec, dict[str, Tensor], dict[str, Any]
     config = _read_config(folder)
     form, spec = _spec_of(config, folder / "config.json")
     theirs = _read_weights(folder)
-    if config.get("tie_word_embeddings"):
-        theirs["lm_head.weight"] = theirs[f"{_trunk(form)}.embeddings.weight"]
     weights: dict[str, Tensor] = {}
     try:
+        if config.get("tie_word_embeddings"):
+            theirs["lm_head.weight"] = theirs[f"{_trunk(form)}.embeddings.weight"]
         for part in _parts(spec, form):
             weights.update(zip(part.ours, part.join([theirs.pop(name).float() for name in part.theirs]), strict=True))
         weights["unembed.weight"] = theirs.pop("lm_head.weight").float().clone()
@@ -197,7 +197,7 @@ def _spec_of(config: Mapping[str, Any], file: Path) -> tuple[Form, ModelSpec]:
     for name, value in config.items():
         if name in options:
             options[name] = list(value) if isinstance(value, tuple) else value
-        elif name not in WITHOUT_EFFECT and name not in form.idle:
+        elif name not in WITHOUT_EFFECT and name not in form.idle and value not in (None, False):
             raise InputError(f"{file}: option '{name}' ({value!r}) has no equal here")
     for name, value in {**FIXED, **form.fixed}.items():
         if options[name] != value:

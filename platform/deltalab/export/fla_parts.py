@@ -34,7 +34,7 @@ class Part:
     join: Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
     def within(self, ours: str, theirs: str) -> "Part":
-        """The part with names inside of modules."""
+        """The part with these prefixes before its names."""
         return replace(self, ours=tuple(ours + x for x in self.ours), theirs=tuple(theirs + x for x in self.theirs))
 
 
@@ -45,7 +45,7 @@ class Form:
     rule: the rule of ours that it computes. options: its options that change logits, with their defaults.
     config: our model to options; settings: options to settings of `ModelSpec`. Options that neither names must have
     their values in `fixed`.
-    parts: the parameters of a layer of our model.
+    parts: the parameters of a layer of our model. idle: options that FLA's model ignores. block: of `ModelSpec`.
     """
 
     model_type: str
@@ -61,10 +61,12 @@ class Form:
 
 
 def same(ours: str, theirs: str) -> Part:
+    """A parameter that both have in one form."""
     return Part((ours,), (theirs,), list, list)
 
 
 def shaped(ours: str, theirs: str, our_shape: tuple[int, ...], their_shape: tuple[int, ...]) -> Part:
+    """A parameter whose values stand in another shape."""
     return Part((ours,), (theirs,), lambda x: [x[0].reshape(their_shape)], lambda x: [x[0].reshape(our_shape)])
 
 
@@ -190,11 +192,6 @@ def needs_features(spec: ModelSpec, model_type: str, *kinds: str) -> None:
             f"export to fla: FLA's {model_type} has no equal of features {given!r}{conv}; "
             f"set model.features={' or '.join(kinds)}"
         )
-
-
-def own(spec: ModelSpec, kind: str) -> str | None:
-    """`ModelSpec.features` for a kind: None where it is the rule's own."""
-    return None if features(spec) == kind else kind
 
 
 def expanded(width: int, by: float) -> int:
