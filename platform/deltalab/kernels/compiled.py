@@ -3,7 +3,8 @@
 Triton binds all arguments of a launch anew, 60 to 150 us for kernels that take as many as ours. Here the first launch
 for arguments of some kind goes through Triton, which compiles the kernel or finds it. Later ones call Triton's launcher
 of that kernel themselves. Triton compiles a kernel for the types of its arguments, whether pointers are multiples of 16
-bytes, the shapes of tiles, and the values of all else: these make the key. It works with Triton 3.4 to 3.7, of which 3.6 was tried on a GPU.
+bytes, the shapes of tiles, and the values of all else: these make the key. It works with Triton 3.4 to 3.7, of which
+3.6 was tried on a GPU.
 """
 
 import copy
