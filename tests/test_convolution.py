@@ -153,6 +153,7 @@ def test_the_convolution_of_a_packed_sequence_sees_no_other(
 
 def test_a_packed_sequence_may_be_walked_by_several_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "TILE", 512)
+    monkeypatch.setattr("deltalab.kernels.launch._plans", {})
     widths, lengths = [8, 8, 8, 0, 3], [3, 1, 6, 5, 2]
     x, w = normal(1, 1, 1, 17, sum(widths)), normal(2, 1, 4, 24)
     assert kernels.Tiling.of(x, w, widths, 4, 3, True).segments == 3
@@ -168,6 +169,7 @@ def test_only_what_is_stored_is_rounded(dtype: torch.dtype, taps: torch.dtype) -
 
 def test_many_blocks_of_channels_and_programs_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "TILE", 512)
+    monkeypatch.setattr("deltalab.kernels.launch._plans", {})
     widths = [66, 33, 70, 0, 3]
     x, w = normal(1, 1, 2, 9, sum(widths)), normal(2, 1, 2, 169)
     launch = kernels.Tiling.of(x, w, widths, 33, 3, True)
@@ -178,6 +180,7 @@ def test_many_blocks_of_channels_and_programs_of_rows(monkeypatch: pytest.Monkey
 def test_where_there_is_enough_to_do_rows_walk_further(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "PROGRAMS", 1)
     monkeypatch.setattr(kernels, "TILE", 4096)
+    monkeypatch.setattr("deltalab.kernels.launch._plans", {})
     widths = [16, 16, 16, 0, 0]
     x, w = normal(1, 1, 5, 12, 48), normal(2, 1, 2, 48)
     assert kernels.Tiling.of(x, w, widths, 16, 3, True).segments == 2

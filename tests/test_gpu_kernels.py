@@ -313,17 +313,20 @@ SPLIT = [
 def test_one_sequence_in_parts(rule, dtype, width, monkeypatch):
     x = inputs(rule, dtype, 4096, width, width, state=True, batch=1)
     monkeypatch.setattr(kernel_parts, "SHORTEST", 4)
+    monkeypatch.setattr("deltalab.kernels.launch._plans", {})
     hold(rule, x)
     leaves = x.map(lambda part: part.requires_grad_())
     split, again = run(rule, leaves, "triton"), run(rule, leaves, "triton")
     assert all(torch.equal(it, again[name]) for name, it in split.items() if it is not None)
     monkeypatch.setattr(kernel_parts, "MOST", 1)
+    monkeypatch.setattr("deltalab.kernels.launch._plans", {})
     assert not torch.equal(split["o"], run(rule, leaves, "triton")["o"]), "the sequence was not cut in parts"
 
 
 @pytest.mark.parametrize(("rule", "dtype"), [case(*one, torch.bfloat16) for one in SPLIT])
 def test_extreme_gates_in_parts(rule, dtype, monkeypatch):
     monkeypatch.setattr(kernel_parts, "SHORTEST", 1)
+    monkeypatch.setattr("deltalab.kernels.launch._plans", {})
     hold(rule, rounded(rule, draw_corners(rule, batch=2, length=256, key_dim=64, value_dim=64), dtype), slack=2)
 
 

@@ -107,6 +107,7 @@ def test_packed_sequences_are_each_for_itself(name):
 def split(monkeypatch):
     """Splits a sequence of two chunks into two parts."""
     monkeypatch.setattr(kernel_parts, "SHORTEST", 1)
+    monkeypatch.setattr("deltalab.kernels.launch._plans", {})
 
 
 @pytest.mark.parametrize(("name", "length"), [("comba", 64), ("deltanet", 32), ("sgla", 64), ("rdn", 32)])

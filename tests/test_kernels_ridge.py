@@ -120,6 +120,7 @@ def test_segments_whose_states_do_not_fit_the_workspace(monkeypatch):
     whole = run(GKA, placed(x, torch.float32), "triton")
     monkeypatch.setattr(ridge_launch, "WORKSPACE", 1)
     monkeypatch.setattr(ridge_launch, "BUSY", 1)
+    monkeypatch.setattr("deltalab.kernels.launch._plans", {})
     assert ridge_launch.RidgeLaunch.of(placed(x, torch.float32).k, x.v, 0.02, True, 64).boundaries == 4
     compare(GKA, x, 2e-5)
     for name, part in run(GKA, placed(x, torch.float32), "triton").items():

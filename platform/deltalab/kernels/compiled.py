@@ -3,11 +3,13 @@
 Triton binds all arguments of a launch anew, 60 to 150 us for kernels that take as many as ours. Here the first launch
 for arguments of some kind goes through Triton, which compiles the kernel or finds it. Later ones call Triton's launcher
 of that kernel themselves. Triton compiles a kernel for the types of its arguments, whether pointers are multiples of 16
-bytes, the shapes of tiles, and the values of all else: these make the key. Seen to work with Triton 3.4 to 3.7.
+bytes, the shapes of tiles, and the values of all else: these make the key. It works with Triton 3.4 to 3.7, of which
+3.6 was tried on a GPU.
 """
 
 import copy
 import functools
+import importlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -51,9 +53,8 @@ class Compiled:
         self.function, self.metadata, self.run = made.function, made.packed_metadata, made.run
         kinds: list[Any] = []
         if any(type(x) is Tile for x in operands.values()):
-            from triton.backends.nvidia.driver import make_tensordesc_arg
-
-            self.make, kinds = make_tensordesc_arg, list(made.metadata.tensordesc_meta or [])
+            self.make = importlib.import_module("triton.backends.nvidia.driver").make_tensordesc_arg
+            kinds = list(made.metadata.tensordesc_meta or [])
             self.run = copy.copy(self.run)
             self.run.launch = _inner(self.run.launch)
         self.values: list[Any] = []
