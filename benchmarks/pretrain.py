@@ -20,7 +20,8 @@ A step is forward, backward, clipping to norm 1 and fused AdamW on given random 
 
 The share of the peak is 6 N tokens/s over the dense bf16 rate of the GPU, N all parameters. Memory is the allocator's
 peak. The first step is counted from the start of the process, with an empty cache of Triton. Each model has a process
-of its own, which --limit ends after so many seconds. OUT/pretrain.json gets a row after each shape.
+of its own, which --limit ends after so many seconds. --graphs and --step-graph replay CUDA graphs. OUT/pretrain.json
+gets a row after each shape.
 """
 
 import argparse
@@ -221,7 +222,7 @@ def rows(given: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
     contestant = prepared(contestant, device, given.precision, given.checkpoint, given.compile)
     matrices = [p for p in contestant.model.parameters() if p.dim() > 1]
     others = [p for p in contestant.model.parameters() if p.dim() <= 1]
-    capturable = {"capturable": True} if given.graph else {}
+    capturable = {"capturable": True} if given.step_graph else {}
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
         lr=1e-4, betas=(0.9, 0.95), fused=True, **capturable,
@@ -234,8 +235,8 @@ def rows(given: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
         row = {
             "model": name if kind != "export" else "export", "size": given.size, "shape": shape, "gpus": world,
             "precision": given.precision, "checkpoint": given.checkpoint, "compiled": given.compile,
-            "graphs": given.graphs,
-            "graph": given.graph, "parameters": count, "device": gpu, "torch": torch.__version__,
+            "graphs": given.graphs, "step_graph": given.step_graph, "parameters": count,
+            "device": gpu, "torch": torch.__version__,
         }  # fmt: skip
 
         def step(batch: int = batch, length: int = length) -> Any:
@@ -257,7 +258,7 @@ def rows(given: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
                 step()
             if on_gpu:
                 torch.cuda.reset_peak_memory_stats()
-            again = _captured(step) if given.graph else step
+            again = _captured(step) if given.step_graph else step
             seconds = min(_timed(again, given.steps, device) for _ in range(3))
         except torch.OutOfMemoryError as error:
             yield {**row, "error": str(error).split(". ")[1]}
@@ -266,7 +267,9 @@ def rows(given: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
             torch.cuda.empty_cache()
             continue
         rate = batch * length * world / seconds
-        row |= {"first_loss": loss, "ms": seconds * 1e3, "tokens_per_second": rate, "first_step_s": first}
+        row |= {"first_loss": loss, "ms": seconds * 1e3, "tokens_per_second": rate}
+        if given.cold:
+            row["first_step_s"] = first
         if peak:
             row["share_of_peak"] = 6 * count * rate / (peak * world)
         if on_gpu:
@@ -347,7 +350,7 @@ def line(row: dict[str, Any]) -> str:
     said += (
         " checkpointed" * row["checkpoint"]
         + " compiled" * row["compiled"]
-        + " in a graph" * row["graph"]
+        + " a step as one graph" * row["step_graph"]
         + " blocks in graphs" * row["graphs"]
     )
     if "error" in row:
@@ -357,7 +360,9 @@ def line(row: dict[str, Any]) -> str:
         said += f" {row['share_of_peak']:.3f} of peak"
     if "peak_gib" in row:
         said += f" {row['peak_gib']:.1f} GiB"
-    said += f" first step {row['first_step_s']:.1f} s, loss {row['first_loss']:.3f}"
+    if "first_step_s" in row:
+        said += f" first step {row['first_step_s']:.1f} s"
+    said += f", loss {row['first_loss']:.3f}"
     if "kinds" in row:
         said += f"\n  device {row['device_ms']:.1f} ms a step: "
         said += ", ".join(f"{kind} {ms:.1f}" for kind, ms in row["kinds"].items())
@@ -380,10 +385,22 @@ def measure(given: argparse.Namespace, name: str) -> None:
 def apart(given: argparse.Namespace, name: str) -> None:
     """`measure` in a process of its own, with an empty cache of Triton, ended after --limit seconds."""
     environment = dict(os.environ)
-    command = [sys.executable, __file__, "--here", "--model", name, "--out", str(given.out), "--size", given.size]
+    command = [
+        sys.executable,
+        __file__,
+        "--here",
+        "--cold",
+        "--model",
+        name,
+        "--out",
+        str(given.out),
+        "--size",
+        given.size,
+    ]
     command += [part for shape in given.shape for part in ("--shape", shape)]
     command += ["--precision", given.precision, "--steps", str(given.steps), "--warm", str(given.warm)]
-    command += [f"--{flag}" for flag in ("checkpoint", "compile", "graph", "graphs", "profile") if getattr(given, flag)]
+    flags = ("checkpoint", "compile", "graphs", "step_graph", "profile")
+    command += [f"--{flag.replace('_', '-')}" for flag in flags if getattr(given, flag)]
     with tempfile.TemporaryDirectory() as cache:
         environment["TRITON_CACHE_DIR"] = cache
         try:
@@ -405,12 +422,13 @@ def main() -> None:
     parser.add_argument("--checkpoint", action="store_true", help="recompute each block's activations in the backward")
     parser.add_argument("--compile", action="store_true", help="torch.compile each block")
     parser.add_argument("--graphs", action="store_true", help="each block of ours as CUDA graphs (not with fsdp)")
-    parser.add_argument("--graph", action="store_true", help="capture a whole step as a CUDA graph (not with fsdp)")
+    parser.add_argument("--step-graph", action="store_true", help="a whole step as one CUDA graph (not with fsdp)")
     parser.add_argument("--profile", action="store_true", help="print where the device's time goes")
     parser.add_argument("--steps", type=int, default=8, help="steps of one timing; the fastest of 3 counts")
     parser.add_argument("--warm", type=int, default=3)
     parser.add_argument("--limit", type=float, help="seconds that a model may take")
-    parser.add_argument("--here", action="store_true", help="in this process")
+    parser.add_argument("--here", action="store_true", help="in this process; the first step is not timed")
+    parser.add_argument("--cold", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     # transformers looks for a package `kernels`, and must not find benchmarks/kernels.py.
     sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parent]
