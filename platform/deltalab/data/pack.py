@@ -27,7 +27,7 @@ LOCK = ".lock"
 
 SHARES = {"train": 0.98, "validation": 0.01, "test": 0.01}
 SHARD_TOKENS = 2**27
-BATCH_BYTES, BATCH_DOCUMENTS = 2**23, 2**13
+BATCH_BYTES, BATCH_DOCUMENTS = 2**21, 2**13
 """A batch of documents, which are tokenized together, ends at the first of these."""
 
 
