@@ -101,6 +101,10 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         {"rule": "forgetting_attention", "conv": 0, "output_norm": False, "kv_heads": 1},
         "ForgettingTransformer", {"num_heads": 2},
     ),
+    "preconditioned": (
+        {"rule": "preconditioned_gated_deltanet", "output_gate": "silu"},
+        "PrecondGatedDeltaNet", {"head_dim": 32, "num_heads": 2},
+    ),
     "transformer": (
         {"rule": "attention", "conv": 0, "rope": True, "output_norm": False, "output_gate": False, "qk_norm": True},
         "Transformer", {"num_heads": 2, "num_kv_heads": 1, "window_size": 20},

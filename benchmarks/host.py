@@ -205,20 +205,14 @@ def subjects() -> dict[str, Callable[[], tuple[Call, Call]]]:
     }
 
 
-def counts(run: Call) -> dict[str, int]:
-    """How often PyTorch's operators and, on a GPU, launches and copies happen in a call."""
+def launches(run: Call) -> int:
+    """Kernels and copies that a call launches on a GPU; without one, PyTorch's operators, and those that they call."""
     kinds = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] if ON_GPU else [])]
     with torch.profiler.profile(activities=kinds) as profile:
         run()
         synchronize()
-    shown = ("aten::", "cudaLaunch", "cuLaunch", "cudaMem")
-    return {one.key: one.count for one in profile.key_averages() if one.key.startswith(shown)}
-
-
-def launches(found: dict[str, int]) -> str:
-    """Launches on a GPU; PyTorch's operators, those that operators call included, on a CPU."""
-    kernels = sum(count for name, count in found.items() if not name.startswith("aten"))
-    return f"{kernels} launches" if ON_GPU else f"{sum(found.values())} operators"
+    shown = ("cudaLaunch", "cuLaunch", "cudaMem") if ON_GPU else ("aten::",)
+    return sum(one.count for one in profile.key_averages() if one.key.startswith(shown))
 
 
 def profiled(run: Call, calls: int, rows: int) -> None:
@@ -280,11 +274,11 @@ def main() -> None:
         figures[name] = {
             "forward": host_ms(forward, repeats),
             "both": host_ms(both, repeats),
-            "counts": {"forward": counts(forward), "both": counts(both)},
+            "launches": {"forward": launches(forward), "both": launches(both)},
         }
         line = "   ".join(
             f"{what} {figures[name][what]['median']:.3f} ms (least {figures[name][what]['least']:.3f}), "
-            f"{launches(figures[name]['counts'][what])}"
+            f"{figures[name]['launches'][what]} {'launches' if ON_GPU else 'operators'}"
             for what in ("forward", "both")
         )
         print(f"{name:28} {line}   (start {first:.1f} s)", flush=True)

@@ -53,7 +53,7 @@ KINDS = {
     "flash attention": ("flash_", "fmha", "cudnn"),
     "norm": ("norm",),
     "SwiGLU": ("swiglu",),
-    "loss": ("row_kernel", "cross_entropy"),
+    "loss": ("row_kernel", "cross_entropy", "SoftMax"),
     "optimizer and clipping": ("adam", "multi_tensor", "lpnorm"),
     "embedding": ("lookup_kernel", "ends_kernel", "sum_kernel", "embedding", "radix", "RadixSort"),
     "communication and its copies": ("nccl", "split_with_sizes", "chunk_cat"),
@@ -75,23 +75,40 @@ class Contestant:
     """A model, its loss, and its blocks, which FSDP and checkpointing wrap one by one.
 
     vocabulary: how many tokens there are. loss: tokens [B, T] and targets [B, T] to the mean cross-entropy.
+    start: draws the parameters of a model that was made without memory; None for one that has its own.
     """
 
-    def __init__(self, model: Any, blocks: Any, vocabulary: int, loss: Callable[[Any, Any], Any]) -> None:
-        self.model, self.blocks, self.vocabulary, self.loss = model, blocks, vocabulary, loss
+    def __init__(
+        self,
+        model: Any,
+        blocks: Any,
+        vocabulary: int,
+        loss: Callable[[Any, Any], Any],
+        start: Callable[[], None] | None = None,
+    ) -> None:
+        self.model, self.blocks, self.vocabulary, self.loss, self.start = model, blocks, vocabulary, loss, start
 
 
 def ours(rule: str, sizes: dict[str, int]) -> Contestant:
+    import torch
+
     import deltalab
-    from deltalab.models.model import build_model
+    from deltalab.models.layer import initialize
+    from deltalab.models.model import Model
+    from deltalab.models.spec import ModelSpec
     from deltalab.registry import add_plugin
 
     if not deltalab.list_rules():  # not installed, as on a bare GPU image
         for file in sorted((ROOT / "plugins" / "deltalab_rules").glob("[!_]*.py")):
             add_plugin(file)
     spec = TRANSFORMER if rule == "transformer" else {"rule": rule}
-    model = build_model({**spec, **sizes, "tie_embeddings": False})
-    return Contestant(model, model.blocks, sizes["vocab_size"], lambda tokens, targets: model.loss(tokens, targets))
+    with torch.device("meta"):
+        model = Model(ModelSpec.of({**spec, **sizes, "tie_embeddings": False}))
+
+    def loss(tokens: Any, targets: Any) -> Any:
+        return model.loss(tokens, targets)
+
+    return Contestant(model, model.blocks, sizes["vocab_size"], loss, lambda: initialize(model, 0))
 
 
 class NotInstalled(importlib.abc.MetaPathFinder):
@@ -155,7 +172,12 @@ def prepared(contestant: Contestant, device: Any, precision: str, checkpoint: bo
     model, blocks = contestant.model, contestant.blocks
     if precision == "bf16":
         model.to(torch.bfloat16)
-    model.to(device).train()
+    if contestant.start is None:
+        model.to(device)
+    else:
+        model.to_empty(device=device)
+        contestant.start()
+    model.train()
     if checkpoint:
         from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -199,9 +221,10 @@ def rows(given: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
     contestant = prepared(contestant, device, given.precision, given.checkpoint, given.compile)
     matrices = [p for p in contestant.model.parameters() if p.dim() > 1]
     others = [p for p in contestant.model.parameters() if p.dim() <= 1]
+    capturable = {"capturable": True} if given.graph else {}
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
-        lr=1e-4, betas=(0.9, 0.95), fused=True,
+        lr=1e-4, betas=(0.9, 0.95), fused=True, **capturable,
     )  # fmt: skip
     gpu = torch.cuda.get_device_name() if on_gpu else "CPU"
     peak = next((rate for part, rate in PEAKS.items() if part in gpu), None)
@@ -211,7 +234,8 @@ def rows(given: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
         row = {
             "model": name if kind != "export" else "export", "size": given.size, "shape": shape, "gpus": world,
             "precision": given.precision, "checkpoint": given.checkpoint, "compiled": given.compile,
-            "parameters": count, "device": gpu, "torch": torch.__version__,
+            "graphs": given.graphs,
+            "graph": given.graph, "parameters": count, "device": gpu, "torch": torch.__version__,
         }  # fmt: skip
 
         def step(batch: int = batch, length: int = length) -> Any:
@@ -224,6 +248,8 @@ def rows(given: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
             optimizer.zero_grad()
             return loss.detach()
 
+        if given.graphs:
+            getattr(contestant.model, "model", contestant.model).graph_blocks()
         try:
             loss = float(step())
             first = first or age()
@@ -231,7 +257,8 @@ def rows(given: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
                 step()
             if on_gpu:
                 torch.cuda.reset_peak_memory_stats()
-            seconds = min(_timed(step, given.steps, device) for _ in range(3))
+            again = _captured(step) if given.graph else step
+            seconds = min(_timed(again, given.steps, device) for _ in range(3))
         except torch.OutOfMemoryError as error:
             yield {**row, "error": str(error).split(". ")[1]}
             optimizer.zero_grad()
@@ -249,6 +276,18 @@ def rows(given: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
         yield row
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _captured(step: Callable[[], Any]) -> Callable[[], Any]:
+    """The step as one CUDA graph. Gradients must be None before it, so that they lie in the graph's memory."""
+    import torch
+
+    gc.collect()
+    torch.cuda.empty_cache()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
 
 
 def _timed(step: Callable[[], Any], steps: int, device: Any) -> float:
@@ -305,7 +344,12 @@ def kind_of(kernel: str) -> str:
 def line(row: dict[str, Any]) -> str:
     """A row as text; a profile follows on lines of its own."""
     said = f"{row['model']:20} {row['size']} {row['shape']:>8} {row['gpus']} GPU {row['precision']:8}"
-    said += " checkpointed" * row["checkpoint"] + " compiled" * row["compiled"]
+    said += (
+        " checkpointed" * row["checkpoint"]
+        + " compiled" * row["compiled"]
+        + " in a graph" * row["graph"]
+        + " blocks in graphs" * row["graphs"]
+    )
     if "error" in row:
         return f"{said} {row['error']}"
     said += f" {row['ms']:8.1f} ms {row['tokens_per_second'] / 1e3:8.1f} thousand tokens/s"
@@ -339,7 +383,7 @@ def apart(given: argparse.Namespace, name: str) -> None:
     command = [sys.executable, __file__, "--here", "--model", name, "--out", str(given.out), "--size", given.size]
     command += [part for shape in given.shape for part in ("--shape", shape)]
     command += ["--precision", given.precision, "--steps", str(given.steps), "--warm", str(given.warm)]
-    command += [f"--{flag}" for flag in ("checkpoint", "compile", "profile") if getattr(given, flag)]
+    command += [f"--{flag}" for flag in ("checkpoint", "compile", "graph", "graphs", "profile") if getattr(given, flag)]
     with tempfile.TemporaryDirectory() as cache:
         environment["TRITON_CACHE_DIR"] = cache
         try:
@@ -360,6 +404,8 @@ def main() -> None:
     parser.add_argument("--precision", choices=("fsdp", "bf16", "autocast"), default="fsdp")
     parser.add_argument("--checkpoint", action="store_true", help="recompute each block's activations in the backward")
     parser.add_argument("--compile", action="store_true", help="torch.compile each block")
+    parser.add_argument("--graphs", action="store_true", help="each block of ours as CUDA graphs (not with fsdp)")
+    parser.add_argument("--graph", action="store_true", help="capture a whole step as a CUDA graph (not with fsdp)")
     parser.add_argument("--profile", action="store_true", help="print where the device's time goes")
     parser.add_argument("--steps", type=int, default=8, help="steps of one timing; the fastest of 3 counts")
     parser.add_argument("--warm", type=int, default=3)

@@ -233,7 +233,7 @@ def test_export(platform: Platform, done: Path) -> None:
     assert "steps: 7\n" in (done / "wide/recipe.yaml").read_text()
     assert_refused(platform("export", "out", "again", "--arm", "base"), "--arm is for a study; out is a folder")
     (done / "data").mkdir()
-    assert_refused(platform("export", "./data", "again", "--best"), "./data: neither an exported folder, a run of")
+    assert_refused(platform("export", "./data", "again", "--best"), "data: neither an exported folder, a run of")
 
 
 def test_dashboard(platform: Platform, done: Path, monkeypatch: pytest.MonkeyPatch) -> None:

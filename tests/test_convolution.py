@@ -177,6 +177,7 @@ def test_many_blocks_of_channels_and_programs_of_rows(monkeypatch: pytest.Monkey
 
 def test_where_there_is_enough_to_do_rows_walk_further(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "PROGRAMS", 1)
+    monkeypatch.setattr(kernels, "TILE", 4096)
     widths = [16, 16, 16, 0, 0]
     x, w = normal(1, 1, 5, 12, 48), normal(2, 1, 2, 48)
     assert kernels.Tiling.of(x, w, widths, 16, 3, True).segments == 2

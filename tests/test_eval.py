@@ -37,10 +37,10 @@ MODEL = ModelSpec.of(
 
 def exported(folder: Path, model: ModelSpec = MODEL, tokenizer: str | None = "bytes", **recipe: Any) -> Path:
     """An export with random weights, trained on rows of `LENGTH` as its recipe says."""
-    weights = build_model(model, seed=1).state_dict()
+    trained = build_model(model, seed=1)
     about = {**of_paper(model), "batch": {"sequences": 2, "length": LENGTH}, **recipe}
     provenance = {"study": "s", "arm": "base", "training": "r1", "checkpoint": "step-30"}
-    export(Source(model, weights, about, provenance, {}, tokenizer), folder)
+    export(Source(model, trained.state_dict, about, provenance, {}, tokenizer), folder)
     return folder
 
 
@@ -244,22 +244,31 @@ def test_results_stand_in_the_folder_and_in_the_ledger(
     assert training.evaluations == {f"loss {row['metric']}": row["value"] for row in rows}
 
 
-def test_a_run_is_measured_by_its_newest_checkpoint(
-    platform: Callable[..., int], tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_run_is_measured_by_its_newest_whole_checkpoint(
+    platform: Callable[..., int], tmp_path: Path, data: Path
 ) -> None:
+    from safetensors.torch import save_file
+
     folder, run = exported(tmp_path / "model"), tmp_path / "run"
     about = {
         "id": "r7", "rule": "gated_deltanet", "started": 0, "study": None, "export": str(folder),
         "recipe": {"batch": {"sequences": 2, "length": LENGTH}}, "data": {"folder": str(data)},
     }  # fmt: skip
-    (run / "checkpoints" / "step-12").mkdir(parents=True)
+    whole, torn = (run / "checkpoints" / name for name in ("step-12", "step-20"))
+    for checkpoint in (whole, torn):
+        checkpoint.mkdir(parents=True)
+    weights = {f"model.{name}": value for name, value in build_model(MODEL, seed=5).state_dict().items()}
+    save_file(weights, whole / "model.safetensors")
+    (whole / "trainer_state.json").write_text("{}")
     (run / "run.json").write_text(json.dumps(about))
-    engines = type("Engines", (), {"read_checkpoint": staticmethod(lambda _: build_model(MODEL, seed=5).state_dict())})
-    monkeypatch.setitem(sys.modules, "deltalab.engines", engines)
     assert platform("eval", run, "--tasks", "loss", "--limit", 1, "--db", "lab.db") == 0
     rows = json.loads((run / "evaluations.json").read_text())["evaluations"]
     assert {row["step"] for row in rows} == {12}
     Store.open("lab.db").close()
+    assert platform("export", run, "hf") == 0  # which names its run, and the data of the training
+    assert platform("eval", "hf", "--tasks", "loss", "--limit", 1) == 0
+    [first, *_] = json.loads(Path("hf", "evaluations.json").read_text())["evaluations"]
+    assert (first["step"], first["value"], first["data"]) == (12, rows[0]["value"], str(data))
     assert platform("eval", run / "checkpoints" / "step-12", "--tasks", "needle", "--limit", 1, "--db", "lab.db") == 0
     with Store.open("lab.db") as store:
         [training] = trainings(store)

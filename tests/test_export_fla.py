@@ -49,6 +49,7 @@ OURS: dict[str, dict[str, Any]] = {
     },
     "abc": {"rule": {"name": "abc", "s": {"slot_logit": {"slots": 8}}}, "output_gate": "silu", "rope": True},
     "forgetting attention": {"rule": "forgetting_attention", "conv": 0, "output_norm": False, "kv_heads": 1},
+    "preconditioned": {"rule": "preconditioned_gated_deltanet", "output_gate": "silu"},
     "transformer": {"rule": "attention", **ATTENTION, "qk_norm": True, "kv_heads": 1},
     "hybrid": {
         "rule": "gla", "features": "silu", "output_gate": "silu", "low_rank_bias": True,

@@ -1,6 +1,7 @@
 """A trial's model at a paper's size: its parameters, its recipe, and what each number comes from."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -163,6 +164,8 @@ def test_weights_go_through_a_second_export_unchanged(tmp_path):
     export(given, tmp_path / "one")
     again = from_folder(tmp_path / "one")
     assert again.scores == {"validation accuracy": 0.994}
+    shutil.copytree(tmp_path / "one", tmp_path / "saved", ignore=shutil.ignore_patterns("recipe.yaml", "rules"))
+    assert from_folder(tmp_path / "saved").scores == {}, "Trainer writes such a folder, with other weights"
     assert given.weights is not None
     assert again.weights is not None
     assert all(torch.equal(again.weights()[name], value) for name, value in given.weights().items())

@@ -212,3 +212,29 @@ def test_members_diverge_and_end_apart() -> None:
     assert all(run.diverged_at is None for run in calm.runs)
     assert all(run.diverged_at is not None for run in mad.runs)
     assert {step for run in ended.runs for split, _, step, _ in run.metrics if split == "train"} == {6}
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("late", [False, True], ids=["each backward at once", "all backwards at the end"])
+def test_graphs_of_blocks_give_the_gradients_of_blocks(autocast: bool, late: bool) -> None:
+    """Over batches whose gradients add up, of which a smaller one takes no graph."""
+    batches = [torch.randint(0, 32, (rows, 65), device="cuda") for rows in (4, 3, 4)]
+
+    def gradients(graphed: bool) -> list[torch.Tensor]:
+        net = deltalab.build_model(model("comba", layers=3)).cuda()
+        if graphed:
+            net.graph_blocks()
+        losses = []
+        for tokens in batches:
+            with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+                losses.append(net.loss(tokens[:, :-1], tokens[:, 1:]))
+            if not late:
+                losses[-1].backward()
+        if late:
+            torch.stack(losses).sum().backward()
+        assert (net.graphs is not None and net.graphs.captured is not None) == graphed
+        found = [parameter.grad for parameter in net.parameters()]
+        return [*losses, *[one for one in found if one is not None]]
+
+    for one, other in zip(gradients(True), gradients(False), strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2 if autocast else 1e-3, atol=1e-4)

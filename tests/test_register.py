@@ -5,10 +5,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
-from deltalab.kernels.register import absent, register
+from deltalab.kernels.register import absent, eager, register
 
 SEEN: list[tuple[bool, bool]] = []
 
@@ -40,7 +41,8 @@ def gradient_shapes(*, x: Tensor, has_w: bool, **_: Any) -> list[Tensor]:
 
 
 register(power_backward, shapes=gradient_shapes)
-register(power, shapes=shapes, backward=power_backward, outputs=["y", "less"])
+register(power, shapes=shapes, backward=power_backward, outputs=["y", "less"], results=1)
+direct = eager(power)
 
 
 @pytest.mark.parametrize("given", [True, False])
@@ -76,3 +78,64 @@ def test_a_compiler_takes_an_operator_by_keywords() -> None:
 
     compiled = torch.compile(twice, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(*(torch.autograd.grad(f(x).sum(), x)[0] for f in (compiled, twice)))
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_called_directly_it_is_the_same_function(given: bool) -> None:
+    x, w = (torch.rand(2, 3, 1, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    leaves = [x, w] if given else [x]
+    found = [one(x, w if given else None, 3)[0] for one in (direct, power)]
+    assert found[0].grad_fn is not None
+    assert "Direct" in found[0].grad_fn.name()
+    torch.testing.assert_close(*found)
+    torch.testing.assert_close(*(torch.autograd.grad(y.sum(), leaves) for y in found))
+
+
+def test_without_gradients_nothing_is_kept() -> None:
+    x = torch.rand(2, 3, 1, requires_grad=True)
+    with torch.no_grad():
+        y, less = direct(x, None, 3)
+    assert not y.requires_grad
+    assert less.shape == x.shape
+    with torch.inference_mode():
+        assert direct(x, None, 3)[0].is_inference()
+
+
+def test_what_backward_needs_is_saved_where_checkpoints_find_it() -> None:
+    x = torch.rand(2, 3, 1, requires_grad=True)
+    kept: list[Tensor] = []
+
+    def keep(saved: Tensor) -> int:
+        kept.append(saved)
+        return len(kept) - 1
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, kept.__getitem__):
+        y, *_ = direct(x, None, 3)
+    assert len(kept) == 2
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], 3 * x.detach() ** 2)
+
+
+class Seen(TorchDispatchMode):
+    names: tuple[str, ...] = ()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names += (str(func),)
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_and_transforms_see_the_operator() -> None:
+    x = torch.rand(2, 3, 1, requires_grad=True)
+    with Seen() as seen:  # type: ignore[no-untyped-call]
+        direct(x, None, 3)
+    assert "deltalab_tests.power.default" in seen.names
+    xs = torch.rand(4, 2, 3, 1)
+    torch.testing.assert_close(torch.func.vmap(lambda x: direct(x, None, 3)[0])(xs), xs**3)
+    compiled = torch.compile(lambda x: direct(x, None, 3)[0] * 2, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), 2 * x**3)
+
+
+def test_a_second_derivative_is_refused_as_ever() -> None:
+    x = torch.rand(2, 3, 1, requires_grad=True)
+    (d_x,) = torch.autograd.grad(direct(x, None, 3)[0].sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="no autograd formula was registered"):
+        torch.autograd.grad(d_x.sum(), x)

@@ -207,10 +207,10 @@ def shown(**query: str) -> AppTest:
 def test_the_page_draws_the_chosen_studys_trainings_and_others_when_asked(store: Store, tmp_path: Path) -> None:
     begin(store)
     for name, study in (("comba", "ablation"), ("transformer", "ablation"), ("stray", "not here")):
-        record(store, run_folder(tmp_path / name, name, study=study))
+        record(store, run_folder(tmp_path / name, name, study=study, arm=None if name == "stray" else "no_d"))
     app = shown()
     table = app.table[0].value
-    assert list(table["training"]) == ["comba", "transformer"]
+    assert list(table["training"]) == ["no\\_d, comba", "no\\_d, transformer"]
     [chart] = [json.loads(chart.proto.spec) for chart in app.get("vega_lite_chart")]
     encoding = chart["layer"][0]["encoding"]
     assert (encoding["x"]["title"], encoding["x"]["field"], encoding["y"]["title"]) == (
@@ -218,9 +218,9 @@ def test_the_page_draws_the_chosen_studys_trainings_and_others_when_asked(store:
         "tokens",
         "loss, train",
     )
-    assert encoding["color"]["scale"]["domain"] == ["comba", "transformer", "stray"]
-    app.multiselect(key="trainings").set_value(["stray"]).run()
-    assert list(app.table[0].value["training"]) == ["stray"]
+    assert encoding["color"]["scale"]["domain"] == ["no_d, comba", "no_d, transformer", "comba, stray"]
+    app.multiselect(key="trainings").set_value(["comba, stray"]).run()
+    assert list(app.table[0].value["training"]) == ["comba, stray"]
     app.selectbox(key="axis").set_value("seconds of training").run()
     assert not app.exception
     assert any("by the measured tokens per second" in caption.value for caption in app.caption)
@@ -230,4 +230,4 @@ def test_the_page_shows_trainings_of_a_ledger_without_studies(store: Store, tmp_
     assert any("platform db import" in element.value for element in shown().markdown)
     record(store, run_folder(tmp_path / "run", "r1"))
     record(store, run_folder(tmp_path / "more" / "run", "r2", steps=1))
-    assert list(shown().table[0].value["training"]) == ["run r1", "run r2"]
+    assert list(shown().table[0].value["training"]) == ["no\\_d, run r1", "no\\_d, run r2"]

@@ -65,9 +65,11 @@ def page(store: Store) -> None:
 
 
 def label(row: TrainingRow, rows: list[TrainingRow]) -> str:
-    """A training's name; with the start of its run's id where others have the name."""
-    alike = [other for other in rows if other.name == row.name]
-    return row.name if len(alike) == 1 else f"{row.name} {row.run[:8]}"
+    """The arm, or the rule where there is none, and the training's name; where others have them too, also the start
+    of its run's id."""
+    names = [f"{other.arm or other.rule}, {other.name}" for other in rows]
+    name = names[rows.index(row)]
+    return name if names.count(name) == 1 else f"{name} {row.run[:8]}"
 
 
 def table(rows: list[TrainingRow], labels: dict[int, str]) -> None:

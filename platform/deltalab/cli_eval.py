@@ -47,8 +47,7 @@ def evaluate(
     if split not in SPLITS:
         raise unknown("split", split, SPLITS, where="--split")
     with evaluating.opened(directory) as folder:
-        if data is None:
-            data = _training_data(folder.run)
+        data = data or folder.data
         chosen = [task.strip() for task in (tasks or "").split(",") if task.strip()]
         results = evaluating.evaluate(
             folder,
@@ -84,12 +83,3 @@ def evaluate(
     console = Console()
     console.print(table)
     console.print(said, markup=False, highlight=False, soft_wrap=True)
-
-
-def _training_data(run: Path | None) -> Path | None:
-    """The packed data of a run of `platform train`, where they are still there."""
-    if run is None:
-        return None
-    about = json.loads((run / "run.json").read_text(encoding="utf-8"))
-    found = (about.get("data") or {}).get("folder")
-    return Path(found) if found and Path(found).is_dir() else None

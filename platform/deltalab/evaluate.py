@@ -59,6 +59,7 @@ class Folder:
     """A folder that transformers loads. training: the id of the run that trained it, and step, where they are known.
 
     run: the folder of this run, if it is that what a user named, else None. recipe: of the export, empty without one.
+    data: the packed data that it was trained on, where they are known and still there.
     """
 
     path: Path
@@ -66,6 +67,7 @@ class Folder:
     training: str | None
     step: int | None
     run: Path | None
+    data: Path | None
 
     @property
     def length(self) -> int | None:
@@ -98,7 +100,7 @@ class Folder:
             raise InputError(f"{self.path}: has no tokenizer; export it with --tokenizer")
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(self.path)
+        return AutoTokenizer.from_pretrained(self.path, trust_remote_code=True)
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -125,7 +127,8 @@ def opened(folder: Path) -> Iterator[Folder]:
             path = Path(made) / "exported"
             export(source, path)
             step = int(str(source.provenance["checkpoint"]).removeprefix("step-"))
-            yield Folder(path, source.recipe, str(source.provenance["training"]), step, run)
+            origin = source.provenance
+            yield Folder(path, source.recipe, str(origin["training"]), step, run, _trained_on(origin))
         return
     config = _config(folder)
     recipe = read_recipe(folder) if (folder / "recipe.yaml").is_file() else {}
@@ -133,7 +136,9 @@ def opened(folder: Path) -> Iterator[Folder]:
         raise InputError(f"{folder}: is exported without weights: train it first")
     origin = {**(config.get("provenance") or {}), **(recipe.get("provenance") or {})}
     checkpoint = re.fullmatch(r"step-(\d+)", str(origin.get("checkpoint")))
-    yield Folder(folder, recipe, origin.get("training"), int(checkpoint[1]) if checkpoint else None, None)
+    yield Folder(
+        folder, recipe, origin.get("training"), int(checkpoint[1]) if checkpoint else None, None, _trained_on(origin)
+    )
 
 
 def evaluate(
@@ -277,7 +282,7 @@ def proxy(folder: Folder) -> list[Result]:
     found = from_folder(folder.path)
     assert found.weights is not None
     model = Model(found.model)
-    model.load_state_dict(dict(found.weights))
+    model.load_state_dict(dict(found.weights()))
     model.to(folder.device).eval()
     train = folder.recipe["trial"]["train"]
     sums: dict[str, tuple[float, float]] = {}
@@ -378,6 +383,12 @@ def packed(folder: Path) -> Packed:
         return Packed(folder)
     except ValueError as error:
         raise InputError(str(error)) from None
+
+
+def _trained_on(provenance: Mapping[str, Any]) -> Path | None:
+    data = provenance.get("data")
+    folder = Path(str(data.get("folder"))) if isinstance(data, Mapping) else None
+    return folder if folder is not None and folder.is_dir() else None
 
 
 def _proxy_task(folder: Folder) -> Any:

@@ -173,7 +173,8 @@ def const(value: float) -> Gate:
 def sigmoid(max: float = 1.0) -> Gate:
     """max * sigmoid(W x), in [0, max]. DeltaNet's beta; max = 2 lets its eigenvalues reach -1."""
     _positive("sigmoid", max=max)
-    return Gate(per="token", low=0.0, high=float(max), value=lambda z, p: max * z.sigmoid())
+    value = (lambda z, p: z.sigmoid()) if max == 1 else (lambda z, p: max * z.sigmoid())
+    return Gate(per="token", low=0.0, high=float(max), value=value)
 
 
 @parameterization

@@ -317,7 +317,7 @@ def _check(recipe: Mapping[str, Any]) -> None:
         elif key == "checkpoint.keep":
             if not _whole(value) or value < 2:
                 raise InputError(f"{key} must be at least 2, not {value!r}: the newest may still be being written")
-        elif key in ("activation_checkpointing", "compile"):
+        elif key in ("activation_checkpointing", "compile", "graphs"):
             if not isinstance(value, bool):
                 raise InputError(f"{key} must be true or false, not {value!r}")
         elif key == "optimizer.betas":

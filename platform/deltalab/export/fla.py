@@ -1,6 +1,7 @@
 """Models of ours as models of flash-linear-attention (FLA 0.6), and the way back.
 
-`fla_delta` and `fla_linear` hold what is particular to each of FLA's layers; here stands what all its models share.
+`fla_delta`, `fla_linear` and `fla_attention` hold what is particular to each of FLA's layers; here stands what all its
+models share.
 """
 
 import json
@@ -13,26 +14,22 @@ import torch
 from torch import Tensor
 
 from deltalab.errors import InputError, unknown
-from deltalab.export.fla_delta import COMBA, DELTA_PRODUCT, DELTANET, GATED_DELTANET, KDA, UNDECAYED
+from deltalab.export.fla_attention import ABC, FORGETTING, TRANSFORMER, attention, from_attention
+from deltalab.export.fla_delta import COMBA, DELTA_PRODUCT, DELTANET, GATED_DELTANET, KDA, PRECONDITIONED, UNDECAYED
 from deltalab.export.fla_linear import (
-    ABC,
-    FORGETTING,
     GLA,
     HGRN2,
     LIGHTNET,
     LINEAR_ATTENTION,
     MAMBA2,
     RETNET,
-    TRANSFORMER,
-    attention,
-    from_attention,
 )
 from deltalab.export.fla_parts import Form, Part, needs, same
 from deltalab.models.model import Model, swiglu_width
 from deltalab.models.spec import ModelSpec
 
 FORMS = (
-    GATED_DELTANET, DELTANET, UNDECAYED, COMBA, KDA, DELTA_PRODUCT,
+    GATED_DELTANET, DELTANET, UNDECAYED, COMBA, KDA, DELTA_PRODUCT, PRECONDITIONED,
     GLA, RETNET, HGRN2, LINEAR_ATTENTION, LIGHTNET, ABC, MAMBA2, FORGETTING, TRANSFORMER,
 )  # fmt: skip
 """Forms of one rule are tried in this order."""
@@ -41,19 +38,18 @@ WHY_NOT = {
     "based": "FLA has this layer, and no model of it",
     "gated_deltanet2": "FLA has this layer, and no model of it",
     "gsa": "FLA's GSA takes SiLU of its output before a norm over all heads, which no output norm of ours does",
-    "log_linear_attention": "FLA's is a Mamba-2 block with a skip from v to the output, and decays in other units",
-    "mamba": "FLA's Mamba has one state for each channel of the model, and no heads",
-    "mamba3": "FLA's normalizes q and k with biases, turns them by angles of its own and skips from v to the output",
+    "log_linear_attention": "FLA has it as a Mamba-2 block with a skip from v to the output",
+    "mamba": "FLA's Mamba has a step for each channel of the model, and no heads",
+    "mamba3": "FLA's Mamba-3 normalizes q and k, adds biases to them, and skips from v to the output",
     "mesa_net": "FLA's gates have biases, and its v neither convolution nor SiLU",
-    "mom": "FLA's routes a token's keys and values to its memories by projections of their own",
+    "mom": "FLA's router belongs to the layer, ours to each head",
     "momentum_deltanet": "FLA has this layer, and no model of it",
-    "path_attention": "FLA's gates have biases, and its w has a projection of low rank before its convolution",
-    "preconditioned_gated_deltanet": "FLA's preconditioner squashes its input and starts from learned scales",
-    "raven": "FLA's router adds noise and a learned bias before it chooses slots",
+    "path_attention": "FLA's beta has a bias, ours none",
+    "raven": "FLA's Raven takes SiLU of its output before a norm over all heads, which no output norm of ours does",
     "rebased": "FLA has this layer, and no model of it",
-    "rodimus": "FLA's gates read a convolution of twice the model's width, with a residual weight of its own",
-    "rwkv6": "FLA's shifts tokens by a mix that depends on the input, and its blocks have LayerNorm and another MLP",
-    "rwkv7": "FLA's blocks have LayerNorm, a squared-ReLU MLP, a tanh in the decay, a bonus and the first layer's v",
+    "rodimus": "FLA's gates read a short convolution of twice the model's width, which is also a residual",
+    "rwkv6": "FLA's blocks have LayerNorm, a squared-ReLU MLP and token shifts that depend on the input",
+    "rwkv7": "FLA's blocks have LayerNorm, a squared-ReLU MLP, a bonus for the token and the first layer's v",
     "sgla": "FLA has this layer (simple GLA), and no model of it",
 }
 """Why no model of FLA computes a rule; the other rules are not in FLA 0.6."""

@@ -62,12 +62,12 @@ def _heads_from(options: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _decay(options: str = "g") -> list[Part]:
-    learned = f"gates.learned.{options}"
+def _decay(gate: str = "g", suffix: str = "") -> list[Part]:
+    learned = f"gates.learned.{gate}"
     return [
-        same(f"gates.project.{options}.weight", "a_proj.weight"),
-        same(f"{learned}.log_a", "A_log"),
-        same(f"{learned}.dt_bias", "dt_bias"),
+        same(f"gates.project.{gate}.weight", f"a{suffix}_proj.weight"),
+        same(f"{learned}.log_a", f"A_log{suffix}"),
+        same(f"{learned}.dt_bias", f"dt_bias{suffix}"),
     ]
 
 
@@ -166,6 +166,63 @@ DELTANET = Form(
     config=_deltanet,
     settings=_from_deltanet,
     parts=lambda spec: [*projections(spec, QKV, CONVS), _beta(), *norm_and_gate(spec)],
+)
+
+
+def _preconditioned(spec: ModelSpec) -> dict[str, Any]:
+    name = "precond_gated_deltanet"
+    plain(spec, name, qk_heads=(None, spec.heads))
+    needs_features(spec, name, "unit")
+    rule = of_rule(
+        spec, name, transition=("scalar",), g_p=("mamba2_decay",), beta_p=(gates.sigmoid(),), center=("head",)
+    )  # fmt: skip
+    return {
+        **_heads_of(spec),
+        "use_gate": gate_of(spec, name, "silu"),
+        "allow_neg_eigval": twice(rule.beta, name),  # type: ignore[attr-defined]
+        "squash_x": rule.squash,  # type: ignore[attr-defined]
+    }
+
+
+def _from_preconditioned(options: Mapping[str, Any]) -> dict[str, Any]:
+    beta = beta_of(options["allow_neg_eigval"])
+    return {
+        **_heads_from(options),
+        "rule": {"name": "preconditioned_gated_deltanet", "beta": beta, "squash": float(options["squash_x"])},
+        "output_gate": "silu" if options["use_gate"] else False,
+    }
+
+
+PRECONDITIONED = Form(
+    "precond_gated_deltanet",
+    "PrecondGatedDeltaNetForCausalLM",
+    "preconditioned_gated_deltanet",
+    options={
+        "num_hidden_layers": 21,
+        "head_dim": 256,
+        "num_heads": 6,
+        "num_v_heads": None,
+        "expand_v": 2.0,
+        "use_short_conv": True,
+        "conv_size": 4,
+        "use_gate": True,
+        "allow_neg_eigval": False,
+        "squash_x": 1.5,
+        "squash_eps": 1e-6,
+    },
+    fixed={"num_v_heads": None, "squash_eps": 1e-6},
+    config=_preconditioned,
+    settings=_from_preconditioned,
+    parts=lambda spec: [
+        *projections(spec, QKV, CONVS),
+        *_decay(),
+        *_decay("g_p", "_atk"),
+        _beta(),
+        same("gates.project.beta_p.weight", "b_atk_proj.weight"),
+        same("gates.learned.center.value", "log_atk_scale"),
+        *norm_and_gate(spec),
+    ],
+    idle=("log_atk_scale_init", "a_log_init_lower"),
 )
 
 

@@ -153,7 +153,7 @@ def of_rule(spec: ModelSpec, model_type: str, **allowed: tuple[object, ...]) -> 
     rule = spec.make_rule()
     for name, values in allowed.items():
         given = getattr(rule, name)
-        kind = given.kind if isinstance(given, Gate) else given
+        kind = given.kind if isinstance(given, Gate) else str(given)
         if given not in values and kind not in values:
             wants = " or ".join(map(str, values))
             raise InputError(

@@ -49,7 +49,8 @@ def _exported(folder: Path, config: Mapping[str, Any], weights: Callable[[], Map
     load_rules(folder)
     fields = ModelSpec.__dataclass_fields__
     model = ModelSpec.of({name: value for name, value in config.items() if name in fields})
-    recipe = read_recipe(folder) if (folder / "recipe.yaml").is_file() else of_paper(model)
+    ours = (folder / "recipe.yaml").is_file()
+    recipe = read_recipe(folder) if ours else of_paper(model)
     provenance = dict(recipe.get("provenance") or config.get("provenance") or {})
     scores = {name: value for name, value in provenance.items() if name.startswith("validation ")}
     return Source(
@@ -57,7 +58,8 @@ def _exported(folder: Path, config: Mapping[str, Any], weights: Callable[[], Map
         weights=weights,
         recipe={name: value for name, value in recipe.items() if name not in OF_THE_RECIPE},
         provenance={name: value for name, value in provenance.items() if name not in (*scores, "weights")},
-        scores=scores,
+        # A folder that `save_pretrained` wrote may have been trained since, and holds no recipe.
+        scores=scores if ours else {},
         tokenizer=str(folder) if (folder / TOKENIZER).is_file() else None,
     )
 

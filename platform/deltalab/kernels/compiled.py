@@ -122,8 +122,7 @@ class Launcher:
 
         operands: tensors, tiles, numbers, constants, None, or tuples of these; always in the same order.
         """
-        hook = knobs.runtime.launch_enter_hook
-        if INTERPRETED or getattr(hook, "calls", hook):
+        if INTERPRETED or _hooks():
             self._by_triton(grid, operands)
             return
         device = driver.active.get_current_device()
@@ -172,6 +171,12 @@ def _launcher(kernel: Any, operands: tuple[str, ...], sizes: Any, resources: Any
 
 
 INTERPRETED = knobs.runtime.interpret
+
+
+def _hooks() -> Any:
+    """What a profiler has Triton call at each launch, if anything."""
+    hook = knobs.runtime.launch_enter_hook
+    return getattr(hook, "calls", hook)
 
 
 def _kind(x: Any) -> Any:

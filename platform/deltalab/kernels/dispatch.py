@@ -5,7 +5,6 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 
 from deltalab.errors import InputError
@@ -51,7 +50,7 @@ def scan(
     x = _in(dtype, x)
     if x.r.shape[1] == 1 and cu_seqlens is None and not (torch.is_grad_enabled() and _needs_grad(x, state)):
         return decode(transition, x, scale=scale, state=state)
-    x = _padded(x, max(16, triton.next_power_of_2(key_dim)) - key_dim, -value_dim % 16)
+    x = _padded(x, max(16, 1 << (key_dim - 1).bit_length()) - key_dim, -value_dim % 16)
     first, second = (None, None) if state is None else [_grown(one, x) for one in (*state, None)[:2]]
     chunk_size = chunk_size or _chunk(x)
     if cu_seqlens is not None:

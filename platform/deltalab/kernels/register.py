@@ -113,7 +113,8 @@ class Gradient:
         ctx.set_materialize_grads(False)
 
     def differentiate(self, ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        pool = (*ctx.saved_tensors, *ctx.others, *gradients)
+        missing = len(self.names) - self.inputs - len(gradients)
+        pool = (*ctx.saved_tensors, *ctx.others, *gradients, *[None] * missing)
         given = [pool[i] for i in self.order]
         found = self.backward(*given)
         found = [found] if isinstance(found, Tensor) else found

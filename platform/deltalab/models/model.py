@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltalab.errors import InputError
+from deltalab.models.graphs import BlockGraphs
 from deltalab.models.layer import LayerCache, RuleLayer
 from deltalab.models.spec import ROPE, TIED_WIDTH, ModelSpec
 from deltalab.models.start import Normal, Started, initialize, linear
@@ -159,6 +160,7 @@ class Model(Started):
         self.norm = ResidualNorm(spec.d_model, spec.norm_eps)
         self.rebuild = Rebuild(spec.d_model) if spec.readout == "last" else None
         self.unembed = None if spec.tie_embeddings else linear(spec.d_model, spec.vocab_size)
+        self.graphs: BlockGraphs | None = None
 
     def forward(
         self,
@@ -242,15 +244,29 @@ class Model(Started):
         """Hidden states [B, T, d] for embedded tokens [B, T, d], and the new cache; `at` as in `features`.
 
         cu_seqlens: as in `RuleLayer.advance`. checkpoint: calls a block, as its first argument, with the others; it may
-        compute the block again in backward, as `torch.utils.checkpoint.checkpoint` does.
+        compute the block again in backward, as `torch.utils.checkpoint.checkpoint` does. After `graph_blocks`, a
+        step of training returns no cache.
         """
+        branch: Tensor | None = None
+        seen: list[LayerCache] = []
+        plain = cache is None and cu_seqlens is None and checkpoint is None
+        if plain and self.graphs is not None and self.graphs.take(x):
+            x, branch = self.graphs(x)
+            return self.norm(places(x, at), places(branch, at))[1], seen
         packed = None if cu_seqlens is None else Sequences.of(cu_seqlens, x)
-        branch, seen = None, []
         for i, block in enumerate(self.blocks):
             given = (x, branch, None if cache is None else cache[i], packed)
             x, branch, now = block(*given) if checkpoint is None else checkpoint(block, *given)
             seen.append(now)
         return self.norm(places(x, at), None if branch is None else places(branch, at))[1], seen
+
+    def graph_blocks(self) -> None:
+        """Trains with `BlockGraphs`: on one GPU, where the host cannot launch small batches' kernels fast enough.
+
+        Batches of other shapes than the first, packed rows, activation checkpointing, and a forward pass before the
+        last one's backward go on without graphs.
+        """
+        self.graphs = BlockGraphs(self.blocks)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return F.linear(self._scaled(hidden), self.head)

@@ -243,16 +243,17 @@ def operands(
     if rule.carries:
         values["carry"] = rule.carried(k, v) if carry is None else carry
     x = rule.operands(q, k, v, **values)
-    batch, length, heads, key_dim = q.shape
-    sizes = batch, length, heads, rule.key_width(key_dim), rule.value_width(v.shape[-1])
-    where, transition, second_state = f"rule '{rule.name}': operands", rule.transition, rule.second_state
-    given = (q, v, *parts(x)) if isinstance(x, Operands) else (x,)
-    once_for(
-        rule, "operands", given, lambda: check_operands(where, transition, x, sizes, second_state=second_state)
-    )  # fmt: skip
+
+    def check() -> None:
+        assert rule.transition is not None
+        sizes = *q.shape[:3], rule.key_width(q.shape[3]), rule.value_width(v.shape[-1])
+        where = f"rule '{rule.name}': operands"
+        check_operands(where, rule.transition, x, sizes, second_state=rule.second_state)
+
+    once_for(rule, "operands", (q, v, *parts(x)) if isinstance(x, Operands) else (x,), check)
     if rule.carries or x.carry:
         check_carry(rule, x, q, v)
-    return filled(transition, x)
+    return filled(rule.transition, x)
 
 
 def _token_by_token(

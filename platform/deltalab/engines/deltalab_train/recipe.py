@@ -20,6 +20,7 @@ KEYS: dict[str, Any] = {
     "seed": 0,
     "activation_checkpointing": False,
     "compile": False,
+    "graphs": True,
     "log": {"every": None},
     "checkpoint": {"every": None, "keep": 3},
     "validation": {"every": None, "sequences": 64},
@@ -29,7 +30,8 @@ KEYS: dict[str, Any] = {
 clip: largest norm of the gradient, 0 for none. batch: `sequences` over all processes together, `micro` sequences a
 process and pass; documents: `cross` lets the state run on from one document to the next in a row, `reset` empties it.
 schedule: linear warm-up, then kind `cosine`, `linear`, `constant` or `wsd` (constant, and linear over the last tenth)
-down to `final`, a share of lr. The three `every` count steps; null chooses by the number of steps.
+down to `final`, a share of lr. graphs: one GPU replays blocks as CUDA graphs, unless it checkpoints or compiles them.
+The three `every` count steps; null chooses by the number of steps.
 """
 
 CHOICES = {

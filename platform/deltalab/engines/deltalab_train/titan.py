@@ -46,14 +46,17 @@ class Pretraining(nn.Module):
     """The exported model with its loss. Its parameters have the names of the folder's `model.safetensors`."""
 
     model: Model
+    products: torch.dtype | None = None
+    """The dtype of autocast, None where FSDP2 sets the precision."""
 
     def make(self) -> None:
         self.model = Model(folder.spec())
 
     def forward(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """The sum of -log p of the targets [B, T] that are not `IGNORE`, after tokens [B, T]."""
-        features = self.model.features(tokens, cu_seqlens=cu_seqlens)
-        return head_loss(features, self.model.head, targets, ignore=IGNORE, count=1)
+        with torch.autocast(tokens.device.type, self.products, enabled=self.products is not None):
+            features = self.model.features(tokens, cu_seqlens=cu_seqlens)
+            return head_loss(features, self.model.head, targets, ignore=IGNORE, count=1)
 
     def init_weights(self, buffer_device: torch.device | None = None, **_: Any) -> None:
         """Starts each parameter as deltalab does, from the recipe's seed and its name."""
@@ -71,7 +74,9 @@ def parallelize(
 ) -> Pretraining:
     """Activation checkpointing and compilation of each block, then FSDP2 of each block and of the rest.
 
-    mesh: of the processes that share the parameters, or of one process, to which FSDP2 gives the precision alone.
+    One GPU has nothing to share: autocast gives the precision there, and blocks are CUDA graphs.
+
+    mesh: of the processes that share the parameters, which may be one.
     dtypes: of products, and of sums of gradients. backend: of `torch.compile`, None for none.
     """
     for block in module.model.blocks:
@@ -80,6 +85,12 @@ def parallelize(
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         if backend is not None:
             block.compile(backend=backend)
+    if mesh.size() == 1 and dtypes[0] != torch.float32 and torch.cuda.is_available() and not offload:
+        # FSDP2 would gather a copy of all weights in each step, and forbid the graphs.
+        module.products = dtypes[0]
+        if backend is None and RECIPE["graphs"] and not RECIPE["activation_checkpointing"]:
+            module.model.graph_blocks()
+        return module
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtypes[0], reduce_dtype=dtypes[1]),

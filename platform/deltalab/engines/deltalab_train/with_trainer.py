@@ -160,6 +160,8 @@ def main() -> None:
     else:
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
         model.model.load_state_dict(build_model(folder.spec(), seed=given["seed"]).state_dict())
+    if world == 1 and given["graphs"] and not given["activation_checkpointing"] and not given["compile"]:
+        model.model.graph_blocks()
     validation = FirstRows(data.split("validation"), length, given["validation"]["sequences"])
     optimizer = given["optimizer"]
     record = Record(run, count * length, given["checkpoint"]["keep"])

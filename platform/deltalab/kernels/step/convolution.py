@@ -23,13 +23,14 @@ EPS = tl.constexpr(1e-6)
 """The least norm that a vector is divided by."""
 
 AHEAD = tl.constexpr(2)
-"""Tokens that a row loads ahead."""
+AHEAD_BACKWARD = tl.constexpr(6)
+"""Tokens that a row loads ahead. The backward has fewer warps at a time, whose loads must hide each other's wait."""
 
 LANES = 64
 """The fewest channels of a program, 128 bytes of a row in 16 bits. It holds a whole head if that is wider."""
 
-TILE = 4096
-"""Elements of a program: the tokens that a convolution sees at a time, of all rows; 32 for each thread of 4 warps."""
+TILE = 2048
+"""Elements of a program: the tokens that a convolution sees at a time, of all rows; 16 for each thread of 4 warps."""
 
 PROGRAMS = 1024
 """Programs that keep a GPU busy. Rows walk along at most 64 tokens, and along fewer to make as many programs."""
@@ -157,14 +158,14 @@ def read_backward(
         sums = sums + (none,)
     last = tl.minimum(end + MORE, length)
     coming, d_coming = (), ()
-    for i in tl.static_range(AHEAD):
+    for i in tl.static_range(AHEAD_BACKWARD):
         later = own & (begin + i < last)
         coming = coming + (tl.load(x + i * P, mask=later, other=0.0),)
         d_coming = d_coming + (tl.load(d_out + i * WIDTH, mask=later, other=0.0),)
     for i in range(span + MORE):
-        later = own & (begin + i + AHEAD < last)
-        coming = coming + (tl.load(x + (i + AHEAD) * P, mask=later, other=0.0),)
-        d_coming = d_coming + (tl.load(d_out + (i + AHEAD) * WIDTH, mask=later, other=0.0),)
+        later = own & (begin + i + AHEAD_BACKWARD < last)
+        coming = coming + (tl.load(x + (i + AHEAD_BACKWARD) * P, mask=later, other=0.0),)
+        d_coming = d_coming + (tl.load(d_out + (i + AHEAD_BACKWARD) * WIDTH, mask=later, other=0.0),)
         seen = seen + (coming[0].to(tl.float32),)
         d_z = d_coming[0].to(tl.float32)
         coming, d_coming = coming[1:], d_coming[1:]
