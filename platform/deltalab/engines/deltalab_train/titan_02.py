@@ -41,13 +41,6 @@ class Pretraining(titan.Pretraining, ModelProtocol):  # type: ignore[misc]
         super().__init__(model_args)
         self.make()
 
-    def forward(
-        self, tokens: torch.Tensor, targets: torch.Tensor, cu_seqlens: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        # With one process torchtitan trains under autocast; FSDP2 sets the precision here, as with several.
-        with torch.autocast(device_type, enabled=False):
-            return super().forward(tokens, targets, cu_seqlens)
-
 
 class Adapter(titan.SameNames, StateDictAdapter):  # type: ignore[misc]
     pass
