@@ -123,6 +123,7 @@ class Lab:
         return [
             "train", str(self.out / folder), "--data", str(self.out / "packed"), "--out", str(self.out / "runs" / run),
             *device, *(each for key, value in settings.items() for each in ("--set", f"{key}={value}")),
+            *(each for pair in self.given.set for each in ("--set", pair)),
         ]  # fmt: skip
 
     def train(self) -> None:
@@ -254,6 +255,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="of each training: 200, or 12 at toy size")
     parser.add_argument("--limit", type=float, default=600, help="seconds that a command may take")
     parser.add_argument("--stages", default=",".join(STAGES))
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of every training's recipe")
     given = parser.parse_args()
     given.steps = given.steps or (12 if given.toy else 200)
     lab = Lab(given)

@@ -53,10 +53,11 @@ def read_checkpoint(checkpoint: Path) -> dict[str, Tensor]:
 
 
 def _distributed(folder: Path) -> dict[str, Tensor]:
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
 
-    known = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    known = FileSystemReader(folder).read_metadata().state_dict_metadata
     found = {
         name: torch.empty(about.size, dtype=about.properties.dtype)
         for name, about in known.items()
@@ -66,7 +67,7 @@ def _distributed(folder: Path) -> dict[str, Tensor]:
         raise InputError(f"{folder}: holds no weights of a model")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is one process, which is meant
-        dcp.load(found, checkpoint_id=folder, no_dist=True)
+        load(found, checkpoint_id=folder, no_dist=True)
     # Accelerate names the model's state dict "model" once more.
     twice = all(name.startswith("model.model.") for name in found)
     return {name.removeprefix("model.") if twice else name: value for name, value in found.items()}

@@ -28,11 +28,15 @@ class Cpu(types.ModuleType):
 
 
 def main() -> None:
-    torch._utils._get_available_device_type = lambda: "cpu"  # type: ignore[attr-defined]
-    torch._utils._get_device_module = lambda kind: Cpu("cpu")  # type: ignore[attr-defined]
+    torch._utils._get_available_device_type = lambda: "cpu"
+    torch._utils._get_device_module = lambda kind: Cpu("cpu")  # type: ignore[assignment]
     os.environ["LOCAL_RANK"] = "0"  # there is one device "cpu:0"
     barrier = dist.barrier
-    dist.barrier = lambda group=None, async_op=False, device_ids=None: barrier(group, async_op)  # gloo takes no devices
+
+    def without_devices(*given: Any, device_ids: Any = None, **more: Any) -> Any:
+        return barrier(*given, **more)  # gloo takes none
+
+    dist.barrier = without_devices
     runpy.run_module("torchtitan.train", run_name="__main__", alter_sys=True)
 
 

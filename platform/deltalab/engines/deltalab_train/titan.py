@@ -132,7 +132,7 @@ class Loader:
         self.batches = Batches(rows, RECIPE, recipe.micro(RECIPE, world), rank, world)
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-        return map(_with_targets, self.batches)  # type: ignore[arg-type]
+        return map(_with_targets, self.batches)
 
     def state_dict(self) -> dict[str, Any]:
         return {"rows": self.batches.seen}
@@ -164,7 +164,7 @@ def validation_loss(model: nn.Module, rank: int, world: int, device: str, contex
 
 
 def due(step: int) -> bool:
-    return step % RECIPE["validation"]["every"] == 0 or step == RECIPE["steps"]
+    return step == RECIPE["steps"] or not step % RECIPE["validation"]["every"]
 
 
 class Lines(BaseLogger):  # type: ignore[misc]

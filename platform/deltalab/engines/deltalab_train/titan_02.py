@@ -41,11 +41,6 @@ class Pretraining(titan.Pretraining, ModelProtocol):  # type: ignore[misc]
         super().__init__(model_args)
         self.make()
 
-    def forward(self, *tokens: torch.Tensor, **given: torch.Tensor) -> torch.Tensor:
-        # With one process torchtitan trains under autocast; FSDP2 sets the precision here, as with several.
-        with torch.autocast(device_type, enabled=False):
-            return super().forward(*tokens, **given)
-
 
 class Adapter(titan.SameNames, StateDictAdapter):  # type: ignore[misc]
     pass
