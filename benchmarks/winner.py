@@ -45,8 +45,6 @@ class Lab:
         self.given, self.out = given, given.out.resolve()
         self.out.mkdir(parents=True, exist_ok=True)
         self.measured: dict[str, Any] = {}
-        if (self.out / "winner.json").exists():
-            self.measured = json.loads((self.out / "winner.json").read_text())
 
     def run(self, *command: object, check: bool = True) -> float:
         """Runs a command of the platform; returns its seconds."""
@@ -66,8 +64,11 @@ class Lab:
         return {**os.environ, "DELTALAB_DB": str(self.out / "lab.db"), "PYTHONPATH": os.pathsep.join([*paths, *given])}
 
     def note(self, **values: Any) -> None:
+        file = self.out / "winner.json"
+        if file.exists():  # stages may run at once on different GPUs
+            self.measured = json.loads(file.read_text())
         self.measured |= values
-        (self.out / "winner.json").write_text(json.dumps(self.measured, indent=2) + "\n")
+        file.write_text(json.dumps(self.measured, indent=2) + "\n")
 
     # ------------------------------------------------------------------------------------------------------------------
 

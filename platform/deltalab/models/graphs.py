@@ -1,13 +1,14 @@
-"""Blocks replayed as CUDA graphs: the host launches two graphs a block where it would launch a hundred kernels."""
+"""Blocks replayed as CUDA graphs: the host launches two graphs a step where it would launch thousands of kernels."""
 
 import weakref
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-WARM_UP = 3
+WARM_UP = 2
 """Forward and backward passes before the capture, in which kernels are compiled."""
 
 
@@ -25,7 +26,7 @@ class Captured(NamedTuple):
 
 
 class BlockGraphs:
-    """The blocks of a model as CUDA graphs, forward and backward, captured for the first x [B, T, d] that trains.
+    """The blocks of a model as two CUDA graphs, forward and backward, captured for the first x [B, T, d] that trains.
 
     They hold activations in memory of their own, as large as what a step takes without them. Weights must keep their
     place in memory: FSDP gathers them anew for each step, so that its blocks cannot be captured.
@@ -34,7 +35,7 @@ class BlockGraphs:
     def __init__(self, blocks: nn.ModuleList) -> None:
         self.blocks = blocks
         self.captured: Captured | None = None
-        self.calls: tuple[Any, ...] = ()
+        self.replay: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
         self.before: weakref.ref[_Pass] | None = None
 
     def take(self, x: Tensor) -> bool:
@@ -50,14 +51,11 @@ class BlockGraphs:
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x and the last branch, as the blocks one after another return them."""
-        if self.captured is None:
-            self._capture(x)
+        if self.replay is None:
+            self.replay = self._captured(x)
         now = _Pass()
         self.before = weakref.ref(now)
-        given: tuple[Tensor, ...] = (_Watched.apply(x, now),)  # type: ignore[no-untyped-call]
-        for call in self.calls:
-            given = call(*given)
-        return given[0], given[1]
+        return self.replay(_Watched.apply(x, now))  # type: ignore[no-untyped-call]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.blocks,)  # a copy captures for itself
@@ -65,24 +63,18 @@ class BlockGraphs:
     def __deepcopy__(self, memo: dict[int, Any]) -> "BlockGraphs":
         return type(self)(deepcopy(self.blocks, memo))
 
-    def _capture(self, x: Tensor) -> None:
+    def _captured(self, x: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
         self.captured = Captured.of(x)
-        parts = tuple(_Part(block) for block in self.blocks)
-        given, now = [], (x,)
         # Casts that autocast keeps would be freed while the graph still reads them.
         with torch.autocast(
             x.device.type, self.captured.products, enabled=self.captured.products is not None, cache_enabled=False
         ):
-            for part in parts:
-                given.append(tuple(torch.zeros_like(one, requires_grad=True) for one in now))
-                with torch.no_grad():
-                    now = part(*now)
-            calls = torch.cuda.make_graphed_callables(parts, tuple(given), num_warmup_iters=WARM_UP)
-        self.calls = tuple(calls)
-        for part in parts:
-            for parameter in part.parameters():
-                # The gradient is the graph's own memory, which the next replay overwrites.
-                parameter.register_hook(torch.clone)
+            given = (torch.zeros_like(x, requires_grad=True),)
+            replay: Any = torch.cuda.make_graphed_callables(_All(self.blocks), given, num_warmup_iters=WARM_UP)
+        for parameter in self.blocks.parameters():
+            # The gradient is the graph's own memory, which the next replay overwrites.
+            parameter.register_hook(torch.clone)
+        return replay  # type: ignore[no-any-return]
 
 
 class _Pass:
@@ -105,13 +97,16 @@ class _Watched(torch.autograd.Function):
         return gradient, None
 
 
-class _Part(nn.Module):
-    """A block with tensors alone for arguments and results. The first has no branch."""
+class _All(nn.Module):
+    """The blocks one after another, from x alone."""
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, blocks: nn.ModuleList) -> None:
         super().__init__()
-        self.block = block
+        self.blocks = blocks
 
-    def forward(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        x, branch, _ = self.block(x, branch)
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        branch: Tensor | None = None
+        for block in self.blocks:
+            x, branch, _ = block(x, branch)
+        assert branch is not None
         return x, branch
