@@ -273,7 +273,9 @@ def rows(given: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
         if peak:
             row["share_of_peak"] = 6 * count * rate / (peak * world)
         if on_gpu:
-            row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+            # What graphs hold is reserved, and not counted as allocated.
+            graphs = given.graphs or given.step_graph
+            row["peak_gib"] = (torch.cuda.max_memory_reserved if graphs else torch.cuda.max_memory_allocated)() / 2**30
         if given.profile and rank == 0 and world == 1:
             row |= profiled(step, device)
         yield row
