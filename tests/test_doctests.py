@@ -11,10 +11,14 @@ import deltalab_dashboard
 import deltalab_rules
 
 
+ELSEWHERE = ("migrations", "modeling_", "deltalab_dashboard.app", "deltalab_train.titan")
+"""Modules that are loaded by another program: Alembic, transformers, Streamlit, torchtitan."""
+
+
 def _modules():
     for package in (deltalab, deltalab_rules, deltalab_dashboard):
         for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            if not any(part in info.name for part in ("migrations", "modeling_", "deltalab_dashboard.app")):
+            if not any(part in info.name for part in ELSEWHERE):
                 yield info.name
 
 
