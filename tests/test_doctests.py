@@ -10,7 +10,6 @@ import deltalab
 import deltalab_dashboard
 import deltalab_rules
 
-
 ELSEWHERE = ("migrations", "modeling_", "deltalab_dashboard.app", "deltalab_train.titan")
 """Modules that are loaded by another program: Alembic, transformers, Streamlit, torchtitan."""
 
