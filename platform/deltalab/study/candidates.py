@@ -7,7 +7,7 @@ from itertools import islice, product
 from typing import Any
 
 from deltalab.errors import InputError
-from deltalab.study.spec import Search
+from deltalab.study.space import Search
 
 MOST_DRAWN = 20
 """Candidates drawn for each that is wanted, at the most: some make no model, and some are drawn twice."""

@@ -12,7 +12,7 @@ from typing import Any
 from deltalab.errors import InputError, unknown
 from deltalab.models.spec import ModelSpec
 from deltalab.study.sizes import Sizer
-from deltalab.study.spec import Match, Search
+from deltalab.study.space import Match, Search
 
 WITHIN = 0.02
 """The share of the base's quantity by which a matched arm may differ."""

@@ -24,7 +24,8 @@ from deltalab.study.settings import (
     setting,
     with_values,
 )
-from deltalab.study.spec import Change, Search, Searching, StudySpec, Tune
+from deltalab.study.space import Search, Searching, Tune
+from deltalab.study.spec import Change, StudySpec
 from deltalab.tasks import BUILTIN, Task
 from deltalab.training.train import NUMERICS, TrainSpec
 

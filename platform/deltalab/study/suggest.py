@@ -20,7 +20,7 @@ from optuna.trial import TrialState
 
 from deltalab.study.candidates import grid_size, spread
 from deltalab.study.plan import Plan
-from deltalab.study.spec import Search
+from deltalab.study.space import Search
 
 BATCH = 10
 """How many candidates a search asks Optuna for at a time. The first ten are drawn without looking at any result."""
