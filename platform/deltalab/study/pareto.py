@@ -73,6 +73,40 @@ def chosen(points: Points, reference: Sequence[float], most: int) -> list[int]:
     return taken
 
 
+def ranked(points: Points, reference: Sequence[float]) -> list[int]:
+    """The indices of all points, the best first: those of the front, then those of the front of the others, and so on.
+
+    Within one front, those come first that add the most. Points with a NaN come last.
+
+    >>> ranked([(0.0, 2.0), (1.0, 0.0), (1.0, 2.5), (math.nan, 0.0)], (2.0, 3.0))
+    [1, 0, 2, 3]
+    """
+    table = _table(points)
+    left, order = [*range(len(table))], []
+    while left:
+        first = [left[i] for i in front(table[left])]
+        if not first:
+            return order + left
+        adds = contributions(table[first], reference)
+        order += [first[i] for i in sorted(range(len(first)), key=lambda i: (-adds[i], i))]
+        left = [i for i in left if i not in set(first)]
+    return order
+
+
+def beyond_worst(points: Points) -> tuple[float, ...]:
+    """A reference for the hypervolume: the worst of each coordinate, and a tenth of its range more.
+
+    >>> beyond_worst([(0.0, 2.0), (1.0, 0.0), (math.nan, 9.0)])
+    (1.1, 2.2)
+    """
+    table = _table(points)
+    table = table[~np.isnan(table).any(axis=1)]
+    if not len(table):
+        return tuple(np.zeros(table.shape[1]))
+    worst, range_ = table.max(axis=0), np.ptp(table, axis=0)
+    return tuple(float(each) for each in worst + 0.1 * np.where(range_ > 0, range_, 1.0))
+
+
 def _table(points: Points) -> npt.NDArray[np.float64]:
     return np.asarray(points, dtype=np.float64).reshape(len(points), -1)
 

@@ -64,9 +64,7 @@ class Schedule:
         of_tasks = [[track for track in self.tracks if track.arm.task == task] for task in plan.tasks]
         one = plan.spec.family == "study"
         self._families = [_Family(self.tracks)] if one else [_Family(tracks) for tracks in of_tasks]
-        self._searches = [
-            SearchPhase(plan, arm, store, study_id) for arm in plan.arms if arm.is_base and plan.spec.search
-        ]
+        self._search = SearchPhase(plan, store, study_id) if plan.spec.search else None
         self._infeasible = 0
         self.known = 0
         self.failures = 0
@@ -87,7 +85,7 @@ class Schedule:
     def total(self) -> int:
         """Trials of the whole study, if no arm that still runs stops before the last look."""
         asked = sum(len(track.trials) for track in self.tracks)
-        asked += sum(search.total for search in self._searches)
+        asked += self._search.total if self._search else 0
         for family in self._families:
             for track in family.tracks:
                 if not track.stopped:
@@ -98,7 +96,7 @@ class Schedule:
     @property
     def infeasible(self) -> int:
         """Candidates drawn so far that make no model."""
-        return self._infeasible + sum(search.infeasible for search in self._searches)
+        return self._infeasible + (self._search.infeasible if self._search else 0)
 
     def look(self) -> None:
         """Collects every trial whose configuration is determined by the results so far; takes known results from the
@@ -145,8 +143,8 @@ class Schedule:
     def _ask(self) -> list[tuple[_Track | SearchPhase, Job, int]]:
         """The trials that nobody has asked for yet and that depend on no result still awaited."""
         asked: list[tuple[_Track | SearchPhase, Job, int]] = []
-        for search in self._searches:
-            asked += ((search, job, 0) for job in search.ask())
+        if self._search:
+            asked += ((self._search, job, rung) for job, rung in self._search.ask())
         for family in self._families:
             asked += self._confirmations(family)
         return asked
@@ -173,12 +171,13 @@ class Schedule:
 
     def _to_try(self, track: _Track) -> dict[int, dict[str, Any]] | None:
         """The candidates that every seed of an arm trains, by number; None until a search has ended."""
-        if self.plan.spec.search:
-            search = next(search for search in self._searches if search.arm.task == track.arm.task)
-            if not search.done:
+        if self._search:
+            if not self._search.done:
                 return None
+            if track.arm.is_base:
+                return {0: self._search.base(track.arm.task)}
             finalists = [arm.name for arm in self.plan.arms if arm.task == track.arm.task and not arm.is_base]
-            return {0: search.base() if track.arm.is_base else search.finalist(finalists.index(track.arm.name))}
+            return {0: self._search.finalist(finalists.index(track.arm.name))}
         found: dict[int, dict[str, Any]] = {}
         for number, values in enumerate(self.plan.candidates(track.arm.task)):
             if len(found) == self.plan.tried:
@@ -309,7 +308,7 @@ class Schedule:
         if isinstance(who, _Track):
             who.trials[job.number, look] = summary
         else:
-            who.learn(job, summary)
+            who.learn(job, look, summary)
 
     def leader(self, task: str) -> tuple[str, float] | None:
         """The arm whose best candidate so far has the best mean validation score on a task."""
