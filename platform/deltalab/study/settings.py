@@ -96,10 +96,12 @@ def with_values(config: Mapping[str, Any], values: Mapping[str, Any], *, where: 
             changed["rule"] = resolve_rule(rule_of(values["rule"]))
         except InputError as error:
             raise InputError(f"{where}.rule: {error}") from None
-    for path, value in values.items():
+    for path, value in sorted(values.items(), key=lambda item: item[0].count(".")):
         if path == "rule":
             continue
         *parents, last = path.split(".")
+        if parents[:1] == ["rule"] and len(parents) > 1:
+            changed["rule"] = resolve_rule(changed["rule"])  # Spell out a gate whose options follow.
         here: Any = changed
         for part in parents:
             here = here.get(part) if isinstance(here, dict) else None
@@ -109,7 +111,8 @@ def with_values(config: Mapping[str, Any], values: Mapping[str, Any], *, where: 
             knob = path.removeprefix("rule.")
             raise InputError(
                 f"{where}.{path} cannot be searched beside {where}.rule: rule '{changed['rule']['name']}', one of its "
-                f"choices, has no '{knob}'. Give it in the choices that have it: {{name: RULE, {knob}: VALUE}}"
+                f"choices, has no '{knob}'. Give it in the choices that have it, {{name: RULE, {knob}: VALUE}}, or add "
+                f"when: {{rule: [RULE, ...]}}"
             )
         else:
             raise unknown("setting", path, _paths(config), where=where)

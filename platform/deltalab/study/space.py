@@ -6,11 +6,11 @@ Samplers draw knobs. A knob is a setting, or a part of one: of a pattern of laye
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import (
@@ -32,6 +32,8 @@ Number = Annotated[float, Field(strict=True)]
 LAYERS = "model.layers"
 """The setting that takes a pattern."""
 MOST_TRIALS = 10_000
+INTEGERS = 16
+"""Values of a range of integers that stand for all of them."""
 
 Sampler = Literal["tpe", "nsga2", "nsga3", "gp", "random"]
 Quantity = Literal["state", "parameters", "flops"]
@@ -338,14 +340,7 @@ class Space(BaseModel):
     @cached_property
     def whole(self) -> int | None:
         """How many candidates there are, where all knobs are choices; None where one is a range, or for over 10,000."""
-        if any(knob.choice is None for knob in self.knobs.values()):
-            return None
-        count = 0
-        for _ in self.combinations():
-            count += 1
-            if count > MOST_TRIALS:
-                return None
-        return count
+        return count(self.knobs)
 
     def draw(self, ask: Callable[[str, Search], Any]) -> dict[str, Any]:
         """A candidate. ask: gives the value of a knob, by its name; it is asked for those that exist."""
@@ -357,7 +352,7 @@ class Space(BaseModel):
 
     def combinations(self) -> Iterator[dict[str, Any]]:
         """All candidates in order, where all knobs are choices."""
-        return (self.settings(drawn) for drawn in _combined([*self.knobs.items()], {}))
+        return map(self.settings, combinations(self.knobs))
 
     def settings(self, drawn: Mapping[str, Any]) -> dict[str, Any]:
         """The candidate that drawn knobs make, its settings in the order in which the study lists them."""
@@ -456,15 +451,44 @@ def _knobs(path: str, search: Search) -> Iterator[tuple[str, Search]]:
         yield f"{path}[{place}]", Search(choice=search.pattern, when={**above, **longer} or None)
 
 
-def _combined(knobs: list[tuple[str, Search]], drawn: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    if not knobs:
-        yield drawn
-        return
-    (name, knob), *rest = knobs
-    for value in knob.extremes if knob.exists(drawn) else ():
-        yield from _combined(rest, {**drawn, name: value})
-    if not knob.exists(drawn):
-        yield from _combined(rest, drawn)
+def combinations(
+    knobs: Mapping[str, Search], values: Callable[[Search], Iterable[Any]] = lambda knob: knob.extremes
+) -> Iterator[dict[str, Any]]:
+    """The knobs that may be drawn together, in order. values: which of a knob's, all of its choices by default.
+
+    >>> knobs = {"a": Search(choice=(1, 2)), "b": Search(choice=(3, 4), when={"a": [2]})}
+    >>> [*combinations(knobs)]
+    [{'a': 1}, {'a': 2, 'b': 3}, {'a': 2, 'b': 4}]
+    """
+
+    def onwards(left: list[tuple[str, Search]], drawn: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        while left and not left[0][1].exists(drawn):
+            left = left[1:]
+        if not left:
+            yield drawn
+            return
+        for value in values(left[0][1]):
+            yield from onwards(left[1:], {**drawn, left[0][0]: value})
+
+    return onwards([*knobs.items()], {})
+
+
+def count(knobs: Mapping[str, Search]) -> int | None:
+    """How many combinations of knobs there are; None where one is a range, and for more than `MOST_TRIALS`."""
+    if any(knob.choice is None for knob in knobs.values()):
+        return None
+    found = sum(1 for _ in islice(combinations(knobs), MOST_TRIALS + 1))
+    return found if found <= MOST_TRIALS else None
+
+
+def example(knobs: Mapping[str, Search], name: str) -> dict[str, Any] | None:
+    """Knobs drawn under which a knob exists, only those that its condition needs; None where it never exists."""
+    needed = [name]
+    for one in needed:
+        needed += [parent for parent in knobs[one].when or () if parent not in needed]
+    above = {one: knob for one, knob in knobs.items() if one in needed and one != name}
+    drawn = combinations(above, lambda knob: knob.points(INTEGERS))
+    return next((one for one in drawn if knobs[name].exists(one)), None)
 
 
 class Tune(Space):
@@ -556,7 +580,9 @@ class Searching(Space):
         for path, search in self.searched.items():
             if search.pattern is not None and path != LAYERS:
                 raise ValueError(f".{path}: only {LAYERS} takes a pattern")
-        self.knobs  # noqa: B018 raises for conditions that cannot hold
+        for name in self.knobs:
+            if example(self.knobs, name) is None:
+                raise ValueError(f".{name}.when: never holds, since the settings in it need others that exclude them")
         if not self.random and self.sampler != "random" and self.whole != self.trials:
             raise ValueError(
                 ".random: must be above 0 and below 1: random search is the control of what the sampler finds"
@@ -566,6 +592,10 @@ class Searching(Space):
         for path in self.fidelity.values if self.fidelity else ():
             if path in self.searched:
                 raise ValueError(f".fidelity.{path}: is searched already")
+        if self.finalists > self.halved[-1]:
+            raise ValueError(
+                f".fidelity: {self.halved[-1]} candidates reach its last values, fewer than finalists {self.finalists}"
+            )
         return self
 
     @model_serializer(mode="wrap")
@@ -579,6 +609,20 @@ class Searching(Space):
     def enumerated(self) -> bool:
         """Whether every candidate of the space is tried, so that nothing samples."""
         return self.whole == self.trials
+
+    @property
+    def rungs(self) -> list[dict[str, int]]:
+        """The settings that each rung of successive halving changes; a single one without any, where there is none."""
+        return self.fidelity.rungs if self.fidelity else [{}]
+
+    @property
+    def halved(self) -> list[int]:
+        """How many candidates train at each rung, where only the best go on."""
+        keep = self.fidelity.keep if self.fidelity else 1
+        found = [self.trials]
+        for _ in self.rungs[1:]:
+            found.append(math.ceil(keep * found[-1] - 1e-9))
+        return found
 
     @property
     def controls(self) -> int:
