@@ -43,8 +43,8 @@ class Halving:
 
     def __str__(self) -> str:
         """
-        >>> print(Halving({"train.steps": 200}, {"train.steps": 600}, 64, 17, 5, 6, 1, 0.005, 0.716))
-        train.steps 200: dropped 42 of 64. Of 5 others that went on by lot, 1 came among the best 6 at train.steps 600: \
+        >>> print(Halving({"train.steps": 20}, {"train.steps": 60}, 64, 17, 5, 6, 1, 0.005, 0.716))
+        train.steps 20: dropped 42 of 64. Of 5 others that went on by lot, 1 came among the best 6 at train.steps 60: \
 a dropped one would have with a probability of 0.005 to 0.72 (95%)
         """
         said = f"{_said(self.settings)}: dropped {self.dropped} of {self.trained}."

@@ -1,9 +1,9 @@
 """A search for architectures: its candidates, the base's training, and who is confirmed.
 
-A candidate trains on every task of the study. Named rules and candidates of other studies come first, then those of the
-random control and of the sampler, in an order that is fixed beforehand. Beside them the base tries as many values of the
-`train` settings that are searched, on each task, so that it is tuned with the budget of its rivals. All run on seeds
-that confirmation never uses.
+A candidate trains on every task of the study. Named rules and candidates of other studies come first, then those of
+the random control and of the sampler, in an order that is fixed beforehand. Beside them the base tries as many values
+of the `train` settings that are searched, on each task, so that it is tuned with the budget of its rivals. All run on
+seeds that confirmation never uses.
 
 At most `WINDOW` candidates run at a time. A candidate is drawn once all those at least `WINDOW` places before it have
 ended, and the sampler knows the results of these alone, even where later ones have ended too. So it does not matter how
@@ -19,9 +19,9 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from deltalab.errors import InputError
+from deltalab.registry import rule_plugin
 from deltalab.store import Store, TrialRow, TrialSummary
 from deltalab.study.candidates import MOST_DRAWN
-from deltalab.registry import rule_plugin
 from deltalab.study.halving import Halving, by_lot, going_on, halving
 from deltalab.study.pareto import beyond_worst, chosen, ranked
 from deltalab.study.plan import Infeasible, Job, Plan, PlannedArm
@@ -31,8 +31,8 @@ from deltalab.study.spec import StudySpec
 from deltalab.study.suggest import START, Live
 from deltalab.study.trial import infeasible
 
-WINDOW = 10
-"""How many candidates of a search run at a time."""
+WINDOW = 8
+"""How many candidates of a search run at a time. With more, the sampler knows less at each draw: decision 205."""
 RANDOM_FROM = 1_000_000
 """The number of the control's first candidate; the sampler's begin at 0."""
 WARM_FROM = 2_000_000
@@ -112,7 +112,8 @@ class SearchPhase:
     @property
     def done(self) -> bool:
         """Whether every candidate has ended, at every rung."""
-        return not self._waiting and not self._draws and all(len(own) == self.plan.base_trials for own in self.own.values())
+        tuned = all(len(own) == self.plan.base_trials for own in self.own.values())
+        return tuned and not self._waiting and not self._draws
 
     @property
     def total(self) -> int:
@@ -213,7 +214,7 @@ class SearchPhase:
         return Candidate(number, values)
 
     def _train(self, candidate: Candidate, rung: int) -> Iterator[tuple[Job, int]]:
-        """The trials of a candidate at a rung. None, and a record of the reason, where it makes no model on some task."""
+        """The trials of a candidate at a rung; none where it makes no model on one of the tasks."""
         jobs = self._jobs(self.arms, candidate, rung if self.space.fidelity else None)
         if rung == 0:
             kind = drawn_by(candidate.number, self.space)
@@ -265,9 +266,9 @@ class SearchPhase:
 
 
 def controls_by(drawn: int, trials: int, controls: int) -> int:
-    """How many of the first `drawn` + 1 candidates are the control's: the first `START`, then evenly many of the others.
+    """How many of the first `drawn` + 1 candidates are the control's: the first `START`, then a fixed share.
 
-    >>> [controls_by(n, 64, 13) for n in (0, 9, 10, 27, 28, 63)]
+    >>> [controls_by(n, 64, 13) for n in (0, 9, 10, 26, 27, 63)]
     [1, 10, 10, 10, 11, 13]
     """
     controls = min(controls, trials)
@@ -384,9 +385,7 @@ def _objectives(space: Searching, store: Store, study_id: int) -> tuple[Objectiv
     return space.weighed({task: (about["metric"], about["maximize"]) for task, about in tasks.items()})
 
 
-def _points(
-    objectives: Sequence[Objective], found: Mapping[int, Mapping[str, float]]
-) -> dict[int, list[float]]:
+def _points(objectives: Sequence[Objective], found: Mapping[int, Mapping[str, float]]) -> dict[int, list[float]]:
     return {number: point(objectives, each) for number, each in found.items()}
 
 

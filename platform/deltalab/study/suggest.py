@@ -33,8 +33,6 @@ GENETIC = ("nsga2", "nsga3")
 """Samplers that cross whole candidates: they draw every knob, also those that do not exist beside the others drawn."""
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
-# Optuna marks TPE's groups, NSGA-III and GP as experimental.
-warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
 
 
 class Live:
@@ -141,9 +139,12 @@ class Live:
             return optuna.samplers.GPSampler(seed=seed, n_startup_trials=START)
         if name == "random":
             return optuna.samplers.RandomSampler(seed=seed)
-        return optuna.samplers.TPESampler(
-            seed=seed, n_startup_trials=START, multivariate=True, group=True, constant_liar=True
-        )
+        with warnings.catch_warnings():
+            # Optuna marks groups as experimental.
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            return optuna.samplers.TPESampler(
+                seed=seed, n_startup_trials=START, multivariate=True, group=True, constant_liar=True
+            )
 
     def _suggested(self, trial: Trial, name: str) -> Any:
         """The value that a sampler gives a knob."""
@@ -160,9 +161,7 @@ class Live:
 def _best(trials: list[FrozenTrial], directions: Sequence[StudyDirection], most: int) -> list[FrozenTrial]:
     """The best trials in their own order: those of the front, then those of the front of the others, and so on."""
     signs = [-1.0 if direction == StudyDirection.MAXIMIZE else 1.0 for direction in directions]
-    points = {
-        trial.number: [sign * value for sign, value in zip(signs, trial.values, strict=True)] for trial in trials
-    }
+    points = {trial.number: [sign * value for sign, value in zip(signs, trial.values, strict=True)] for trial in trials}
     kept: set[int] = set()
     while points and len(kept) < most:
         numbers = [*points]
