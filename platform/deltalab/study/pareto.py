@@ -42,11 +42,13 @@ def contributions(points: Points, reference: Sequence[float]) -> list[float]:
     [1.0, 2.0, 0.0]
     """
     table, limit = _table(points), np.asarray(reference, dtype=np.float64)
-    first = front(points)
+    inside = (table < limit).all(axis=1)
     found = [0.0] * len(table)
-    for i in first:
-        if (table[i] < limit).all():
-            found[i] = _added(table[i], table[[j for j in first if j != i]], limit)
+    for i in front(points):
+        if inside[i]:
+            others = inside.copy()
+            others[i] = False
+            found[i] = _added(table[i], table[others], limit)
     return found
 
 
@@ -108,7 +110,7 @@ def beyond_worst(points: Points) -> tuple[float, ...]:
 
 
 def _table(points: Points) -> npt.NDArray[np.float64]:
-    return np.asarray(points, dtype=np.float64).reshape(len(points), -1)
+    return np.asarray(points, dtype=np.float64).reshape(len(points), -1 if len(points) else 0)
 
 
 def _inside(points: Points, reference: Sequence[float]) -> npt.NDArray[np.float64]:

@@ -94,12 +94,12 @@ class Live:
             self._study.tell(number, state=TrialState.FAIL)
         else:
             self._study.tell(number, list(values))
-        if self._trials >= 4 * SHOWN and self._space.sampler in ("tpe", "gp"):
+        if self._shown >= 2 * SHOWN and self._space.sampler in ("tpe", "gp"):
             self._renew()
 
     def _begin(self, trials: Sequence[FrozenTrial]) -> None:
         self._study = optuna.create_study(directions=self._directions)
-        self._trials = 0
+        self._trials = self._shown = 0
         self._running: deque[int] = deque()
         for trial in trials:
             self._show(trial)
@@ -109,6 +109,7 @@ class Live:
         if trial.state == TrialState.RUNNING:
             self._running.append(self._trials)
         self._trials += 1
+        self._shown += 1
 
     def _asked(self, seed: str, sampler: Sampler) -> Trial:
         self._study.sampler = self._sampler(sampler, _seed(f"{self._name}/{seed}"))
@@ -131,17 +132,17 @@ class Live:
 
     def _sampler(self, name: Sampler, seed: int) -> BaseSampler:
         population = min(max(self._space.trials // 8, POPULATION[0]), POPULATION[1])
-        if name == "nsga2":
-            return optuna.samplers.NSGAIISampler(seed=seed, population_size=population)
-        if name == "nsga3":
-            return optuna.samplers.NSGAIIISampler(seed=seed, population_size=population)
-        if name == "gp":
-            return optuna.samplers.GPSampler(seed=seed, n_startup_trials=START)
         if name == "random":
             return optuna.samplers.RandomSampler(seed=seed)
         with warnings.catch_warnings():
-            # Optuna marks groups as experimental.
+            # Optuna marks NSGA-III, GP and the groups of TPE as experimental.
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            if name == "nsga2":
+                return optuna.samplers.NSGAIISampler(seed=seed, population_size=population)
+            if name == "nsga3":
+                return optuna.samplers.NSGAIIISampler(seed=seed, population_size=population)
+            if name == "gp":
+                return optuna.samplers.GPSampler(seed=seed, n_startup_trials=START)
             return optuna.samplers.TPESampler(
                 seed=seed, n_startup_trials=START, multivariate=True, group=True, constant_liar=True
             )
