@@ -11,7 +11,8 @@ candidates that train.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -40,6 +41,39 @@ class _Track:
     tried: dict[int, dict[str, Any]] | None = None
     trials: dict[tuple[int, int], TrialSummary | None] = field(default_factory=dict)
     stopped: bool = False
+
+
+class _Queue:
+    """Trials that wait for a worker: those of a search before those of confirmation, each by their number.
+
+    A stack takes the first few of many: those of one place alone are sorted, once they are reached.
+    """
+
+    def __init__(self) -> None:
+        self.jobs: dict[str, Job] = {}
+        self._order: list[tuple[bool, int]] = []
+        self._at: dict[tuple[bool, int], dict[str, Job]] = {}
+
+    def add(self, job: Job) -> None:
+        place = _place(job)
+        if place not in self._at:
+            insort(self._order, place)
+        self._at.setdefault(place, {})[job.key] = self.jobs[job.key] = job
+
+    def remove(self, job: Job) -> None:
+        place = _place(job)
+        del self.jobs[job.key], self._at[place][job.key]
+        if not self._at[place]:
+            del self._at[place], self._order[bisect_left(self._order, place)]
+
+    def ordered(self, work: Callable[[Job], float]) -> Iterator[Job]:
+        """All trials. Those with one number follow one another by how long they take, the longest first."""
+        for place in self._order:
+            yield from sorted(self._at[place].values(), key=work, reverse=True)
+
+
+def _place(job: Job) -> tuple[bool, int]:
+    return job.stage == "confirm", job.number
 
 
 @dataclass
@@ -71,7 +105,7 @@ class Schedule:
         self.completed = 0
         # Two arms, or two candidates of one, may come to the same trial: it runs once, for all who wait for it.
         self._awaited: dict[str, list[tuple[_Track | SearchPhase, Job, int]]] = {}
-        self._waiting: dict[str, Job] = {}
+        self._waiting = _Queue()
         self._alone: set[str] = set()
         self._flops: dict[tuple[str, str], float] = {}
         most = plan.spec.resources.stack
@@ -111,7 +145,7 @@ class Schedule:
                     self._learn(track, job, look, known[job.key])
                     continue
                 if job.key not in self._awaited:
-                    self._waiting[job.key] = job
+                    self._waiting.add(job)
                 self._awaited.setdefault(job.key, []).append((track, job, look))
 
     def next(self, places: int) -> list[Job]:
@@ -121,11 +155,11 @@ class Schedule:
         one time. Raises `InputError` where no candidate of a search makes a model.
         """
         self.look()
-        if not self._waiting:
+        if not self._waiting.jobs:
             return []
         stack = self._left_behind() or self._stack(places)
         for job in stack:
-            del self._waiting[job.key]
+            self._waiting.remove(job)
         return stack
 
     def finished(self, record: TrialRecord) -> None:
@@ -138,7 +172,8 @@ class Schedule:
     def part(self, stack: Sequence[Job]) -> None:
         """Queues each trial of a stack again, alone: their worker died, and one of them is to blame."""
         self._alone.update(job.key for job in stack)
-        self._waiting.update({job.key: job for job in stack})
+        for job in stack:
+            self._waiting.add(job)
 
     def _ask(self) -> list[tuple[_Track | SearchPhase, Job, int]]:
         """The trials that nobody has asked for yet and that depend on no result still awaited."""
@@ -261,14 +296,14 @@ class Schedule:
 
     def _left_behind(self) -> list[Job]:
         for keys in self._cut_off:
-            if all(key in self._waiting for key in keys):
+            if all(key in self._waiting.jobs for key in keys):
                 self._cut_off.remove(keys)
-                return [self._waiting[key] for key in keys]
+                return [self._waiting.jobs[key] for key in keys]
         return []
 
     def _stack(self, places: int) -> list[Job]:
-        waiting = sorted(self._waiting.values(), key=lambda job: (job.stage == "confirm", job.number, -self._work(job)))
-        first, *others = waiting
+        others = self._waiting.ordered(self._work)
+        first = next(others)
         wanted = self.plan.spec.resources
         if wanted.stack == "auto":
             # Size the stack so that all waiting and running work is split evenly over the places: others will be free
