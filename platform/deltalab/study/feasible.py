@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from deltalab.errors import InputError
 from deltalab.study.match import Bounded
-from deltalab.study.settings import resolve, with_values
+from deltalab.study.settings import resolve
 from deltalab.study.space import INTEGERS, Search, Space, combinations, example
+from deltalab.study.warm import named
 
 if TYPE_CHECKING:
     from deltalab.study.plan import Plan, PlannedArm
@@ -33,6 +34,7 @@ def check_space(plan: "Plan") -> list[str]:
     found = _check_models(plan, space, key)
     try:
         plan.objectives  # noqa: B018 raises for those that do not exist
+        named(plan)
         for task in plan.tasks:
             plan.candidates(task)
     except InputError as error:
@@ -52,7 +54,7 @@ def _check_models(plan: "Plan", space: Space, key: str) -> list[str]:
         reasons: list[str | None] = []
         first = None
         for knobs in drawn:
-            config = with_values(arm.config, space.settings(knobs), where=key)
+            config = plan.with_values(arm, space.settings(knobs))
             try:
                 config = resolve(config, plan.tasks[arm.task])
             except InputError as error:
