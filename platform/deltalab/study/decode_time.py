@@ -7,9 +7,9 @@ from deltalab.models.spec import ModelSpec
 from deltalab.training.device import chosen, moment, seconds_between
 from deltalab.training.spec import TrainSpec
 
-TOKENS = 16
+TOKENS = 8
 """Tokens in a timed stretch."""
-STRETCHES = 5
+STRETCHES = 3
 """Stretches that are timed; the fastest counts, since other work on the machine only adds to a time."""
 
 _known: dict[tuple[str, int, str, bool], float] = {}

@@ -164,9 +164,11 @@ class Plan:
         """The settings of the training that a search varies, where conditions on rule and model hold for the base."""
         found = {}
         for path, knob in self.budget.knobs.items() if self.budget else ():
+            if not path.startswith("train."):
+                continue
             above = {one: values for one, values in (knob.when or {}).items() if not one.startswith("train.")}
             own = {one: base.config["rule"] if one == "rule" else setting(base.config, one, "search") for one in above}
-            if path.startswith("train.") and knob.model_copy(update={"when": above}).exists(own):
+            if knob.model_copy(update={"when": above}).exists(own):
                 inner = {one: values for one, values in (knob.when or {}).items() if one not in above}
                 found[path] = knob.model_copy(update={"when": inner or None})
         return found
