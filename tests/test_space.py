@@ -286,6 +286,7 @@ def test_rungs_change_what_a_trial_costs_and_leave_its_values(plan: Callable[...
     base, confirmed = found.base_trials, 2
     assert found.trials == 9 + 3 + 1 + base + confirmed
     assert found.runs == 9 * 1 + 3 * 2 + (1 + base) * 3 + confirmed * 2
+    assert found.whole_runs == 9 * 1 / 4 + 3 * 2 / 2 + (1 + base) * 3 + confirmed * 2
 
 
 # Where a search begins.

@@ -211,6 +211,14 @@ class Plan:
         confirmed = len(self.arms) * self.tried * self.spec.looks[-1].seeds
         return confirmed + sum(n * self._seeds(rung) for rung, n in enumerate(self._searched))
 
+    @property
+    def whole_runs(self) -> float:
+        """Runs, where one at a lower rung of successive halving counts as its share of the steps."""
+        rungs = self.spec.search.rungs if self.spec.search else []
+        steps = [rung.get("train.steps", 1) for rung in rungs]
+        saved = [1 - each / steps[-1] for each in steps]
+        return self.runs - sum(n * self._seeds(rung) * saved[rung] for rung, n in enumerate(self._searched))
+
     def _seeds(self, rung: int | None) -> int:
         """Seeds of a candidate of a search, at a rung or at the last one."""
         assert self.spec.search is not None
