@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from deltalab.errors import InputError
 from deltalab.study.match import Bounded
-from deltalab.study.settings import resolve, with_values
+from deltalab.study.settings import resolve
 from deltalab.study.space import INTEGERS, Search, Space, combinations, example
+from deltalab.study.warm import named
 
 if TYPE_CHECKING:
     from deltalab.study.plan import Plan, PlannedArm
@@ -33,6 +34,7 @@ def check_space(plan: "Plan") -> list[str]:
     found = _check_models(plan, space, key)
     try:
         plan.objectives  # noqa: B018 raises for those that do not exist
+        named(plan)
         for task in plan.tasks:
             plan.candidates(task)
     except InputError as error:
@@ -52,7 +54,7 @@ def _check_models(plan: "Plan", space: Space, key: str) -> list[str]:
         reasons: list[str | None] = []
         first = None
         for knobs in drawn:
-            config = with_values(arm.config, space.settings(knobs), where=key)
+            config = plan.with_values(arm, space.settings(knobs))
             try:
                 config = resolve(config, plan.tasks[arm.task])
             except InputError as error:
@@ -89,10 +91,13 @@ def _check_sizes(plan: "Plan", space: Space) -> list[str]:
     """Draws candidates until one fits on every task. A note on those before it, if there were any."""
     bases = [arm for arm in plan.arms if arm.is_base]
     draw = random.Random(0)
+    drawn = [space.draw(lambda _, knob: draw.choice(knob.points(INTEGERS))) for _ in range(MOST_SIZED)]
+    # The training changes no size, so that models count once.
+    models = [{path: value for path, value in one.items() if not path.startswith("train.")} for one in drawn]
+    different = {_said(model): values for model, values in zip(models, drawn, strict=True)}
     nearest: dict[str, tuple[Bounded, str]] = {}
     reasons: list[str] = []
-    for _ in range(MOST_SIZED):
-        values = space.draw(lambda _, knob: draw.choice(knob.points(INTEGERS)))
+    for values in different.values():
         why = next(filter(None, (_misfit(plan, arm, values, nearest) for arm in bases)), None)
         if why is None:
             if not reasons:
@@ -105,10 +110,10 @@ def _check_sizes(plan: "Plan", space: Space) -> list[str]:
     for what, (bounded, said) in nearest.items():
         if not bounded.holds:
             raise InputError(
-                f"search.constrain.{what}: none of {MOST_SIZED} candidates drawn has {bounded.bound}: "
+                f"search.constrain.{what}: none of {len(reasons)} candidates drawn has {bounded.bound}: "
                 f"the nearest has {bounded.size:,.0f}, with {said}"
             )
-    raise InputError(f"search: none of {MOST_SIZED} candidates drawn is feasible, such as {reasons[0]}")
+    raise InputError(f"search: none of {len(reasons)} candidates drawn is feasible, such as {reasons[0]}")
 
 
 def _misfit(

@@ -164,9 +164,11 @@ class Plan:
         """The settings of the training that a search varies, where conditions on rule and model hold for the base."""
         found = {}
         for path, knob in self.budget.knobs.items() if self.budget else ():
+            if not path.startswith("train."):
+                continue
             above = {one: values for one, values in (knob.when or {}).items() if not one.startswith("train.")}
             own = {one: base.config["rule"] if one == "rule" else setting(base.config, one, "search") for one in above}
-            if path.startswith("train.") and knob.model_copy(update={"when": above}).exists(own):
+            if knob.model_copy(update={"when": above}).exists(own):
                 inner = {one: values for one, values in (knob.when or {}).items() if one not in above}
                 found[path] = knob.model_copy(update={"when": inner or None})
         return found
@@ -209,6 +211,14 @@ class Plan:
         confirmed = len(self.arms) * self.tried * self.spec.looks[-1].seeds
         return confirmed + sum(n * self._seeds(rung) for rung, n in enumerate(self._searched))
 
+    @property
+    def whole_runs(self) -> float:
+        """Runs, where one at a lower rung of successive halving counts as its share of the steps."""
+        rungs = self.spec.search.rungs if self.spec.search else []
+        steps = [rung.get("train.steps", 1) for rung in rungs]
+        saved = [1 - each / steps[-1] for each in steps]
+        return self.runs - sum(n * self._seeds(rung) * saved[rung] for rung, n in enumerate(self._searched))
+
     def _seeds(self, rung: int | None) -> int:
         """Seeds of a candidate of a search, at a rung or at the last one."""
         assert self.spec.search is not None
@@ -235,11 +245,11 @@ class Plan:
             ends = [0, *(each.seeds for each in self.spec.looks)]
             seeds = tuple(range(CONFIRM_SEEDS_FROM + ends[look], CONFIRM_SEEDS_FROM + ends[look + 1]))
         task = self.tasks[arm.task]
-        config = with_values(arm.config, values, where=f"arm '{arm.name}'")
+        config = self.with_values(arm, values)
         rules, wide, reason = [config["rule"]["name"]], False, None
         try:
             config = self.sized(arm, values)
-            if any(not path.startswith("train.") for path in values):
+            if self._finds(values):
                 for what, bound in self.bounded(arm, config).items():
                     if not bound.holds:
                         raise InputError(f"constrain.{what}: {bound}")
@@ -296,6 +306,19 @@ class Plan:
     def _decodes(self) -> bool:
         return any(one.name == "decode_us" for one in self.objectives)
 
+    def with_values(self, arm: PlannedArm, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The configuration of an arm with tuned values in place, not yet resolved.
+
+        Raises `InputError` for settings that do not exist.
+        """
+        searched = self.spec.search.searched if self.spec.search else {}
+        absent = [path for path in searched if path not in values] if self._finds(values) else []
+        return with_values(arm.config, values, where="search" if self.spec.search else "tune", absent=absent)
+
+    def _finds(self, values: Mapping[str, Any]) -> bool:
+        """Whether values are a candidate of a search, not of its base, which tunes its training alone."""
+        return self.spec.search is not None and any(not path.startswith("train.") for path in values)
+
     def sized(self, arm: PlannedArm, values: Mapping[str, Any], rung: int | None = None) -> dict[str, Any]:
         """The configuration of an arm with tuned values in place, every setting spelled out, as large as the base where
         a search matches its candidates; at a rung, as large as the base is there.
@@ -306,8 +329,8 @@ class Plan:
         if search and rung is not None:
             changes = {path: value for path, value in search.rungs[rung].items() if path != "train.seeds"}
             base = resolve(with_values(base, changes, where="search.fidelity"), task)
-        config = resolve(with_values(base, values, where=f"arm '{arm.name}'"), task)
-        if search is None or search.match is None or all(path.startswith("train.") for path in values):
+        config = resolve(self.with_values(replace(arm, config=base), values), task)
+        if search is None or search.match is None or not self._finds(values):
             return config
         try:
             return self._matcher.matched(search.match, base, config, task.length)

@@ -650,9 +650,8 @@ class Searching(Space):
                 whose = [other for other in metrics if other.startswith(f"{name}@")]
                 if whose:
                     raise InputError(f"objectives: '{name}' is the metric of several tasks: say {' or '.join(whose)}")
-                raise unknown(
-                    "objective", name, [n for n in known if "@" not in n or len(tasks) > 1], where="objectives"
-                )
+                short = [other for other in known if "@" not in other and other not in COSTS]
+                raise unknown("objective", name, [*short, *metrics, *COSTS], where="objectives")
             if known[name] in found:
                 raise InputError(f"objectives: '{name}' is given twice")
             found.append(known[name])
