@@ -19,14 +19,13 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from deltalab.errors import InputError
-from deltalab.registry import rule_plugin
 from deltalab.store import Store, TrialRow, TrialSummary
+from deltalab.study import warm
 from deltalab.study.candidates import MOST_DRAWN
 from deltalab.study.halving import Halving, by_lot, going_on, halving
 from deltalab.study.pareto import beyond_worst, chosen, ranked
 from deltalab.study.plan import Infeasible, Job, Plan, PlannedArm
-from deltalab.study.settings import rule_of
-from deltalab.study.space import COSTS, Objective, Search, Searching
+from deltalab.study.space import COSTS, Objective, Searching
 from deltalab.study.spec import StudySpec
 from deltalab.study.suggest import START, Live
 from deltalab.study.trial import infeasible
@@ -102,7 +101,7 @@ class SearchPhase:
             for row in store.trials(study_id)
             if row.stage == "tune" and not _is_own(row.number, self.space)
         }
-        self._warm = warm_starts(plan, store)
+        self._warm = [*warm.named(plan), *warm.recorded(plan, store)]
         # Numbers of the base's candidates follow those of every draw.
         self._own = {
             arm.task: enumerate(plan.candidates(arm.task), MOST_DRAWN * self.space.trials) for arm in self.arms
@@ -406,56 +405,3 @@ def _rung(row: TrialRow, space: Searching) -> int:
         if all(own[path] in (value, None) for path, value in settings.items()):
             return rung
     return 0
-
-
-def warm_starts(plan: Plan, store: Store) -> list[dict[str, Any]]:
-    """The candidates that a search begins with, at most a quarter of its trials: named rules, then other studies' best.
-
-    A named rule has the knobs that it names; its other knobs, and the settings of the model and the training, are the
-    base's or the rule's own where the space has them, otherwise the first that the space has.
-    Raises `InputError` for a rule that the space does not have, and for a study that is no search.
-    """
-    space = plan.spec.search
-    assert space is not None
-    where = f"{plan.where}: search.warm"
-    base = next(arm for arm in plan.arms if arm.is_base).config
-    found = [_named(entry, space, base, where) for entry in space.warm if not _study_of(entry)]
-    for name in filter(None, map(_study_of, space.warm)):
-        other = store.study(name)
-        if not other.spec.get("search"):
-            raise InputError(f"{where}: study '{name}' is no search")
-        ended = {
-            each.number: each
-            for each in candidates(other.spec, store, other.id)
-            if each.infeasible is None and space.drawn(each.values) is not None
-        }
-        theirs = StudySpec.model_validate(other.spec).search
-        assert theirs is not None
-        points = _points(_objectives(theirs, store, other.id), {n: each.scores for n, each in ended.items()})
-        numbers = [*points]
-        found += [ended[numbers[i]].values for i in ranked([*points.values()], beyond_worst([*points.values()]))]
-    different = {json.dumps(each, sort_keys=True): each for each in reversed(found)}
-    return [*reversed(different.values())][: max(1, space.trials // 4)]
-
-
-def _study_of(entry: object) -> str | None:
-    return str(entry["study"]) if isinstance(entry, Mapping) and "study" in entry else None
-
-
-def _named(entry: str | Mapping[str, Any], space: Searching, base: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The candidate that a rule names."""
-    asked = rule_of(entry)
-    own = rule_plugin(asked["name"]).kind().spec()
-
-    def value(name: str, knob: Search) -> Any:
-        if name == "rule":
-            fits = [one for one in knob.choice or () if rule_of(one) == asked]
-            fits += [one for one in knob.choice or () if rule_of(one)["name"] == asked["name"]]
-            if not fits:
-                raise InputError(f"{where}: rule '{asked['name']}' is none of search.rule: {knob.said}")
-            return fits[0]
-        section, _, rest = name.partition(".")
-        values = {**own, **asked} if section == "rule" else base[section]
-        return values[rest] if rest in values and knob.holds(values[rest]) else knob.points(2)[0]
-
-    return space.draw(value)
