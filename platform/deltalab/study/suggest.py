@@ -24,7 +24,7 @@ from deltalab.study.space import Sampler, Search, Searching
 
 START = 10
 """Candidates that TPE and GP draw at random before they look at results. Those of the control count among them."""
-SHOWN = 256
+SHOWN = 128
 """TPE and GP look at every result of their study at every draw. A study that holds twice as many results is replaced by
 one that holds the latest half of `SHOWN`, and the best of the others. docs/decisions/205 has the figures."""
 POPULATION = (8, 50)
