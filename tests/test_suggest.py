@@ -19,7 +19,8 @@ SPACE: dict[str, Any] = {
 
 
 def searching(sampler: str, trials: int = 64) -> Searching:
-    return Searching.model_validate({**SPACE, "sampler": sampler, "trials": trials})
+    space = {path: knob for path, knob in SPACE.items() if sampler != "gp" or "when" not in knob}
+    return Searching.model_validate({**space, "sampler": sampler, "trials": trials})
 
 
 def result(candidate: dict[str, Any]) -> list[float]:
@@ -79,6 +80,19 @@ def test_an_old_study_gives_way_to_one_with_the_best_and_the_latest_results(monk
     values = [trial.values for trial in one._study.get_trials(deepcopy=False) if trial.values]
     best = min(result(c) for n, c in enumerate(before) if n % 7 != 3 and n % 5 != 4)
     assert best in values, "the best result of all is still shown"
+
+
+def test_gp_refuses_conditions() -> None:
+    with pytest.raises(ValueError, match="gp draws what every candidate has, and rule.decay exists in some"):
+        Searching.model_validate({**SPACE, "sampler": "gp", "trials": 64})
+
+
+def test_choices_of_numbers_are_drawn_by_their_order() -> None:
+    live = Live("order", searching("tpe"), [False, False])
+    go_on(live, "tpe", 0, 12)
+    shown = live._study.get_trials(deepcopy=False)[-1]
+    assert shown.distributions["model.layers"].high == 2, "the places of 1, 2 and 4"
+    assert isinstance(shown.params["rule"], str)
 
 
 def test_a_sampler_learns() -> None:

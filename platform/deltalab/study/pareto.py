@@ -42,7 +42,7 @@ def contributions(points: Points, reference: Sequence[float]) -> list[float]:
     [1.0, 2.0, 0.0]
     """
     table, limit = _table(points), np.asarray(reference, dtype=np.float64)
-    inside = (table < limit).all(axis=1)
+    inside = np.asarray((table < limit).all(axis=1))
     found = [0.0] * len(table)
     for i in front(points):
         if inside[i]:
@@ -84,7 +84,8 @@ def ranked(points: Points, reference: Sequence[float]) -> list[int]:
     [1, 0, 2, 3]
     """
     table = _table(points)
-    left, order = [*range(len(table))], []
+    left = [*range(len(table))]
+    order: list[int] = []
     while left:
         first = [left[i] for i in front(table[left])]
         if not first:
@@ -124,7 +125,7 @@ def _inside(points: Points, reference: Sequence[float]) -> npt.NDArray[np.float6
 def _nondominated(table: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """The points on the front, each once, by their first coordinate."""
     table = np.unique(table, axis=0)
-    no_worse = (table[:, None] <= table[None]).all(axis=2)
+    no_worse = np.asarray((table[:, None] <= table[None]).all(axis=2))
     np.fill_diagonal(no_worse, False)
     return table[~no_worse.any(axis=0)]
 
