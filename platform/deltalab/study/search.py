@@ -216,8 +216,7 @@ class SearchPhase:
         """The trials of a candidate at a rung; none where it makes no model on one of the tasks."""
         jobs = self._jobs(self.arms, candidate, rung if self.space.fidelity else None)
         if rung == 0:
-            kind = drawn_by(candidate.number, self.space)
-            kind = kind if candidate.number >= RANDOM_FROM else "sampler"
+            kind: str = drawn_by(candidate.number, self.space) if candidate.number >= RANDOM_FROM else "sampler"
             self.drawn.append(candidate)
             self._drawn[kind] += 1
             self._spent[kind] += bool(jobs)
