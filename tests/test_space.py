@@ -159,6 +159,15 @@ def test_the_base_tunes_the_training_that_exists_for_it(plan: Callable[..., Plan
     assert found.base_trials == 4
 
 
+def test_a_condition_may_name_any_integer(plan: Callable[..., Plan]) -> None:
+    search = {
+        "model.mlp_width": {"integers": [1, 1000]},
+        "model.token_shift": {"choice": [True, False], "when": {"model.mlp_width": 37}},
+    }
+    found = plan(search, base={**STUDY["base"], "model": {"d_model": 8, "layers": 1, "heads": 1}})
+    assert found.job(found.arms[0], "tune", 0, {"model.mlp_width": 37, "model.token_shift": True}).config
+
+
 # Patterns of layers.
 
 
@@ -290,6 +299,15 @@ def test_rungs_change_what_a_trial_costs_and_leave_its_values(plan: Callable[...
     assert found.whole_runs == 9 * 1 / 4 + 3 * 2 / 2 + (1 + base) * 3 + confirmed * 2
 
 
+def test_a_rung_must_be_a_training(plan: Callable[..., Plan]) -> None:
+    base = {**STUDY["base"], "train": {**STUDY["base"]["train"], "evaluations": 3}}
+    with pytest.raises(InputError, match=r"search\.fidelity: train\.evaluations 3 exceed steps 2"):
+        plan({**HEADS, "finalists": 1, "fidelity": {"train.steps": [2, 4]}}, base=base)
+    (note,) = plan({**HEADS, "fidelity": {"train.steps": [2, 8]}}).notes
+    assert note.startswith("search.fidelity.train.steps ends at 8: ")
+    assert "confirmed at the base's 4 on task 'mqar'" in note
+
+
 # Where a search begins.
 
 
@@ -405,6 +423,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**HEADS, "fidelity": {"train.steps": [4, 1]}}, "search.fidelity.train.steps: takes at least two"),
     ({**HEADS, "fidelity": {"train.step": [1, 4]}}, "search.fidelity: unknown key 'train.step'; did you mean"),
     ({**HEADS, "fidelity": {"train.steps": [1, 2], "model.d_model": [4, 8, 16]}}, "all keys need as many values"),
+    ({**HEADS, "model.heads": {"choice": [2, 4]}, "fidelity": {"model.d_model": [7, 8]}},
+     "search: none of 4 candidates drawn is feasible, such as model.expand_v="),
     ({**HEADS, "fidelity": {"keep": 0.5}}, "search.fidelity: needs a key such as"),
     ({**HEADS, "finalists": 3, "fidelity": {"train.steps": [1, 4]}}, "fewer than finalists 3"),
     ({"train.steps": {"choice": [2, 4]}, "fidelity": {"train.steps": [1, 4]}}, "fidelity.train.steps: is searched"),
