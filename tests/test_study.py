@@ -642,9 +642,9 @@ def test_code_numerics_version_and_corpus_change_the_identity(
     assert key(plan()) == before
 
     corpus.write_bytes(bytes(range(256)) * 4 + b"!")
-    from deltalab.tasks.text import load
+    from deltalab.tasks.text import opened
 
-    load.cache_clear()
+    opened.cache_clear()
     assert key(plan(**text)) != of_text
 
 
