@@ -284,7 +284,7 @@ def train(run: str, engine: str, *more: str) -> list[str]:
 
 
 def kill_after(lab: Path, steps: int, run: str, command: list[str]) -> int:
-    """Starts a command, and ends all of its processes by SIGKILL once a checkpoint is whole and `steps` more were taken.
+    """Starts a command; ends its processes by SIGKILL once a checkpoint is whole and `steps` more were taken.
 
     Returns the step of the newest whole checkpoint.
     """
