@@ -126,6 +126,8 @@ def test_the_factor_of_tied_embeddings_goes_into_an_output_matrix() -> None:
     config, weights = to_fla(model.spec, model.state_dict())
     assert config["tie_word_embeddings"] is False
     assert torch.equal(weights["lm_head.weight"], model.embed.weight / 4)
+    wide = shaken({"rule": "gated_deltanet", "d_model": 128})
+    assert torch.equal(to_fla(wide.spec, wide.state_dict())[1]["lm_head.weight"], wide.embed.weight / 16)
 
 
 def test_no_weights_give_the_options_alone() -> None:

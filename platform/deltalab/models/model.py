@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from deltalab.errors import InputError
 from deltalab.models.graphs import BlockGraphs
 from deltalab.models.layer import LayerCache, RuleLayer
-from deltalab.models.spec import ROPE, TIED_WIDTH, ModelSpec
+from deltalab.models.spec import ROPE, ModelSpec
 from deltalab.models.start import Normal, Started, initialize, linear
 from deltalab.ops.backends import automatic
 from deltalab.ops.loss import linear_cross_entropy
@@ -280,12 +280,7 @@ class Model(Started):
     def _scaled(self, hidden: Tensor) -> Tensor:
         if self.unembed is not None:
             return hidden
-        # Recall is learned fastest from embeddings of unit scale; the factor gives logits unit scale too. At the start,
-        # the logit of the token that was just read is d times the factor. Wide models bound it, since e^sqrt(d) would
-        # outweigh the whole vocabulary.
-        width = self.spec.d_model
-        factor: float = width**-0.5 if width <= TIED_WIDTH else TIED_WIDTH**0.5 / width
-        return hidden * factor
+        return hidden * self.spec.tied_factor
 
     def state_size(self, length: int) -> int:
         """Elements that all layers hold for one sequence after `length` tokens, counted on the tensors."""
