@@ -16,8 +16,8 @@ import pytest
 import torch
 import yaml
 
+from deltalab import recipe as recipes
 from deltalab.engines import checkpoints, launch
-from deltalab.engines.deltalab_train import recipe as recipes
 from deltalab.engines.deltalab_train.batches import IGNORE, Batches, Rows, held_out
 from deltalab.engines.torchtitan import files
 from deltalab.errors import InputError
@@ -161,9 +161,10 @@ def test_a_process_takes_at_once_what_fits_and_divides_its_share() -> None:
         ({"gpus": 64}, "--gpus 64: this machine has 0"),
         ({"processes": 3}, "batch.sequences 8 must be a multiple of the 3 processes"),
         ({"given": ["optimiser.lr=1"]}, "--set: unknown setting 'optimiser.lr'; did you mean 'optimizer.lr'"),
-        ({"given": ["optimizer.lr=fast"]}, "optimizer.lr must be a number of at least 0, not 'fast'"),
+        ({"given": ["optimizer.lr=fast"]}, "--set optimizer.lr: must be a number of at least 0, not 'fast'"),
         ({"given": ["schedule.kind=cosin"]}, "did you mean 'cosine'"),
-        ({"given": ["checkpoint.keep=1"]}, "checkpoint.keep must be at least 2"),
+        ({"given": ["checkpoint.keep=1"]}, "--set checkpoint.keep: must be a whole number of at least 2"),
+        ({"given": ["schedule.warmup_steps=9"]}, "schedule.warmup_steps 9 exceed steps 4"),
         ({"given": ["steps"]}, "give settings as KEY=VALUE"),
         ({"given": ["batch.length=100000"]}, "make no row of batch.length 100000"),
         ({"nodes": launch.Nodes(2)}, "--nodes: give --address HOST:PORT"),

@@ -5,7 +5,6 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
-import math
 import os
 import platform
 import shlex
@@ -28,13 +27,14 @@ import yaml
 from deltalab import __version__
 from deltalab.engines import checkpoints
 from deltalab.engines.deltalab_train.lock import FILE as LOCK
-from deltalab.engines.deltalab_train.recipe import CHOICES, KEYS, complete, micro
 from deltalab.engines.torchtitan import PACKAGE, WHERE, package
 from deltalab.errors import InputError, unknown
+from deltalab.export.recipe import changed, check, flat
 from deltalab.export.retrain import load_rules, read_recipe
 from deltalab.export.scales import parameters
 from deltalab.models.spec import ModelSpec
 from deltalab.packed import Packed
+from deltalab.recipe import KEYS, complete, micro, settings
 from deltalab.study.spec import read_yaml
 
 ENGINES = {"torchtitan": ("torchtitan",), "accelerate": ("accelerate", "transformers")}
@@ -113,7 +113,7 @@ def prepare(
     gpus = found if gpus is None else gpus
     if gpus > found:
         raise InputError(f"--gpus {gpus}: this machine has {found}; --gpus 0 trains on its CPUs")
-    recipe = _settled(written, steps, given)
+    recipe = _settled(folder, written, steps, given)
     _enough_rows(recipe, data, packed)
     world = (gpus or processes) * nodes.count
     try:
@@ -259,8 +259,17 @@ def _installed(engine: str) -> str:
     return version
 
 
-def _settled(written: Mapping[str, Any], steps: int | None, given: Sequence[str]) -> dict[str, Any]:
-    """The recipe with what the user asks for. Raises `InputError` for keys and values that no recipe has."""
+def _settled(folder: Path, written: Mapping[str, Any], steps: int | None, given: Sequence[str]) -> dict[str, Any]:
+    """The folder's recipe with what the user asks for.
+
+    Raises `InputError` for keys that no recipe has, and for values that they do not take.
+    """
+    for part, default in KEYS.items():
+        for name in (written.get(part) or {}) if isinstance(default, Mapping) else ():
+            if name not in default:
+                raise unknown("setting", f"{part}.{name}", settings(), where=str(folder / "recipe.yaml"))
+    for key, value in flat(written).items():
+        check(key, value, where=f"{folder / 'recipe.yaml'}: {key}")
     asked: dict[str, Any] = {}
     for pair in given:
         key, equals, text = pair.partition("=")
@@ -269,70 +278,7 @@ def _settled(written: Mapping[str, Any], steps: int | None, given: Sequence[str]
         asked[key] = read_yaml(text, where=f"--set {key}")
     if steps is not None:
         asked["steps"] = steps
-    recipe = {
-        key: dict(value) if isinstance(value, Mapping) else value for key, value in written.items() if key in KEYS
-    }
-    known = [f"{name}.{key}" for name, part in KEYS.items() if isinstance(part, dict) for key in part]
-    known += [name for name, part in KEYS.items() if not isinstance(part, dict)]
-    for key, value in asked.items():
-        if key not in known:
-            raise unknown("setting", key, known, where="--set")
-        part, dot, name = key.partition(".")
-        if dot:
-            recipe.setdefault(part, {})[name] = value
-        else:
-            recipe[part] = value
-    if "steps" in asked and "schedule.warmup_steps" not in asked and written.get("steps"):
-        share = (written.get("schedule") or {}).get("warmup_steps", 0) / written["steps"]
-        recipe.setdefault("schedule", {})["warmup_steps"] = (
-            round(share * asked["steps"]) if _whole(asked["steps"]) else 0
-        )
-    whole = complete({key: value for key, value in recipe.items() if key != "steps"} | {"steps": _steps(recipe)})
-    _check(whole)
-    return whole
-
-
-def _steps(recipe: Mapping[str, Any]) -> int:
-    steps = recipe.get("steps", KEYS["steps"])
-    if not _whole(steps):
-        raise InputError(f"steps must be a whole number of at least 1, not {steps!r}")
-    return int(steps)
-
-
-def _check(recipe: Mapping[str, Any]) -> None:
-    flat = {
-        f"{name}.{key}" if key else name: value
-        for name, part in recipe.items()
-        for key, value in (part.items() if isinstance(part, Mapping) else [("", part)])
-    }
-    for key, value in flat.items():
-        if key in CHOICES:
-            if value not in CHOICES[key]:
-                raise unknown(key.split(".")[-1], value, CHOICES[key], where=key)
-        elif key in ("batch.sequences", "batch.length", "log.every", "checkpoint.every", "validation.every") or (
-            key == "batch.micro" and value is not None
-        ):
-            if not _whole(value):
-                raise InputError(f"{key} must be a whole number of at least 1, not {value!r}")
-        elif key == "checkpoint.keep":
-            if not _whole(value) or value < 2:
-                raise InputError(f"{key} must be at least 2, not {value!r}: the newest may still be being written")
-        elif key in ("activation_checkpointing", "compile", "graphs"):
-            if not isinstance(value, bool):
-                raise InputError(f"{key} must be true or false, not {value!r}")
-        elif key == "optimizer.betas":
-            if not isinstance(value, list) or len(value) != 2 or not all(_number(beta) and beta < 1 for beta in value):
-                raise InputError(f"{key} must be two numbers in [0, 1), not {value!r}")
-        elif key not in ("steps", "batch.micro") and not _number(value):
-            raise InputError(f"{key} must be a number of at least 0, not {value!r}")
-
-
-def _whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+    return complete(changed({key: value for key, value in written.items() if key in KEYS}, asked))
 
 
 def _enough_rows(recipe: dict[str, Any], data: Path, packed: Packed) -> None:

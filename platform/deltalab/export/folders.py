@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deltalab.errors import InputError
 from deltalab.export.fla import from_fla
-from deltalab.export.recipe import of_paper
+from deltalab.export.recipe import of_paper, of_run
 from deltalab.export.retrain import load_rules, read_recipe
 from deltalab.export.source import Source
 from deltalab.models.spec import ModelSpec
@@ -82,8 +82,11 @@ def _of_a_run(run: Path, folder: Path) -> Source:
         raise InputError(f"{run / RUN}: trained {exported}, which is not there any more")
     weights = partial(checkpoints.read_checkpoint, checkpoint)
     found = _exported(exported, _json(exported / CONFIG), weights)
+    if not isinstance(about.get("recipe"), dict):
+        raise InputError(f"{run / RUN}: is not that of a run: it has no recipe")
+    recipe = of_run(found.recipe, about["recipe"], run.name)
     trained = {"training": about.get("id"), "checkpoint": checkpoint.name, "data": about.get("data")}
-    return Source(found.model, weights, found.recipe, {**found.provenance, **trained}, {}, found.tokenizer)
+    return Source(found.model, weights, recipe, {**found.provenance, **trained}, {}, found.tokenizer)
 
 
 def _of_fla(folder: Path) -> Source:

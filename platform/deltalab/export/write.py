@@ -72,7 +72,11 @@ def export(
         )
     resized = model != source.model
     if weights and resized:
-        raise InputError("--weights: the weights are those of another model; without --scale and --set they fit")
+        by = [option for option, used in (("--scale", scale), ("--set", fixed)) if used]
+        raise InputError(
+            f"--weights: the study's weights do not fit a model changed by {' and '.join(by)}; leave "
+            f"{'those' if len(by) > 1 else 'that'} out"
+        )
     if weights and source.weights is None:
         raise InputError("--weights: the source has none, since it is untrained")
     kept = None if resized or weights is False or source.weights is None else source.weights()
@@ -141,5 +145,5 @@ def _resized(before: ModelSpec, after: ModelSpec, scale: str | None, fixed: Mapp
         old, new = getattr(before, f.name), getattr(after, f.name)
         if old != new and f.name != "rule":
             by = "--set" if f.name in fixed else f"scale {scale}"
-            found[f"model.{f.name}"] = {"from": by, "value": list(old) if isinstance(old, tuple) else old}
+            found[f"model.{f.name}"] = {"from": by, "was": list(old) if isinstance(old, tuple) else old}
     return found
