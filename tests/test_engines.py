@@ -1,5 +1,6 @@
 """Training of exported folders: what the launcher refuses, the stream of batches, and the five commands at toy size."""
 
+import io
 import json
 import math
 import os
@@ -155,7 +156,8 @@ def test_a_process_takes_at_once_what_fits_and_divides_its_share() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"folder": "nothing"}, "not an exported folder"),
+        ({"folder": "nothing"}, "nothing: no such folder"),
+        ({"folder": "packed"}, "packed: not an exported folder: it has no recipe.yaml"),
         ({"folder": "plain"}, "has no files for torchtitan: export it with --to torchtitan"),
         ({"engine": "titan"}, "--engine: unknown engine 'titan'; did you mean 'torchtitan'"),
         ({"gpus": 64}, "--gpus 64: this machine has 0"),
@@ -263,6 +265,55 @@ def test_a_recipe_written_for_a_run_is_the_one_that_was_asked_for(lab: Path, tmp
     assert written == ready.recipe
     assert written["steps"] == 7
     assert written["optimizer"]["eps"] == 1e-8
+
+
+def test_the_ledger_has_a_run_from_its_start_and_also_after_an_interruption(lab: Path, tmp_path: Path) -> None:
+    recorded = []
+
+    def record(run: Path) -> None:
+        recorded.append(sum(1 for _ in (run / "metrics.jsonl").open()) if (run / "metrics.jsonl").exists() else None)
+
+    def interrupt(line: str) -> None:
+        if line.startswith("step 3"):
+            raise KeyboardInterrupt
+
+    ready = prepared(lab, run=tmp_path / "run")
+    lines = [{"step": 3, "split": "validation", "name": "loss", "value": 2.0}]
+    script = f"open({str(tmp_path / 'run/metrics.jsonl')!r}, 'w').write({json.dumps(lines[0])!r} + chr(10))"
+    ready.command = [sys.executable, "-c", f"{script}; import time; time.sleep(60)"]
+    with pytest.raises(KeyboardInterrupt):
+        launch.start(ready, say=interrupt, record=record)
+    assert recorded == [None, 1]
+
+
+def test_a_ledger_that_is_away_for_a_while_does_not_end_a_training(
+    lab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said, calls = [], []
+
+    def record(run: Path) -> None:
+        calls.append(run)
+        if len(calls) == 2:
+            raise ConnectionError("the server is away")
+
+    monkeypatch.setattr(launch, "RECORD_SECONDS", 0.0)
+    ready = prepared(lab, run=tmp_path / "run")
+    ready.command = [sys.executable, "-c", "import time; time.sleep(1)"]
+    assert launch.start(ready, say=said.append, record=record) == 0
+    assert "the ledger was not brought up to date: the server is away" in said
+
+
+def test_progress_names_the_step_of_a_loss_that_is_older_than_the_line() -> None:
+    progress = launch._Progress({"steps": 40, "batch": {"sequences": 2, "length": 16}})
+
+    def line(*rows: tuple[int, str, float]) -> str:
+        found = [{"name": "loss", "step": step, "split": split, "value": value} for step, split, value in rows]
+        progress.read(io.StringIO("".join(json.dumps(row) + "\n" for row in found)))
+        return progress.line()
+
+    assert line((10, "train", 3.0), (10, "validation", 3.5)) == "step 10/40, loss 3.0000, validation 3.5000"
+    assert line((15, "validation", 3.25)) == "step 15/40, loss 3.0000 (step 10), validation 3.2500"
+    assert line((20, "train", 2.5)) == "step 20/40, loss 2.5000, validation 3.2500 (step 15)"
 
 
 # ----------------------------------------------------------------------------------------------------------------------

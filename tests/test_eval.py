@@ -226,7 +226,7 @@ def platform(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., i
 def test_what_a_folder_cannot_be_asked_is_left_out_with_its_reason(
     platform: Callable[..., int], tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Rows of 16 tokens hold no needle, and a model that was given the vocabulary of bytes cannot do a task of 64 ids."""
+    """Rows of 16 tokens hold no needle, and a model over bytes cannot do a task of 64 ids."""
     task = {"name": "mqar", "version": 1, "parameters": {"length": 32, "pairs": 4, "vocab_size": 64}}
     folder = exported(tmp_path / "model", batch={"sequences": 2, "length": 16}, trial={"task": task})
     assert platform("eval", folder, "--data", data, "--limit", 1) == 0

@@ -196,6 +196,12 @@ def test_a_model_goes_to_fla_and_comes_back(tmp_path):
     assert sorted(file.name for file in (tmp_path / "untrained").iterdir()) == ["config.json", "recipe.yaml"]
 
 
+def test_a_model_of_fla_knows_the_special_tokens_of_its_tokenizer(tmp_path):
+    export(source(spec(rule="gated_deltanet", vocab_size=256)), tmp_path / "fla", to="fla", tokenizer="bytes")
+    config = json.loads((tmp_path / "fla/config.json").read_text())
+    assert (config["eos_token_id"], config["pad_token_id"], config["bos_token_id"]) == (0, 0, None)
+
+
 def test_a_run_gives_its_newest_complete_checkpoint(tmp_path):
     pytest.importorskip("deltalab.engines")
     import torch
@@ -277,7 +283,7 @@ WRONG = [
         "--weights: the study's weights do not fit a model changed by --set; leave that out",
     ),
     (
-        {"weights": True, "scale": "340M", "given": ["model.d_model=512", "model.layers=88"]},
+        {"weights": True, "scale": "340M", "given": ["rule.transition=iplr"]},
         "--weights: the study's weights do not fit a model changed by --scale and --set; leave those out",
     ),
     ({"given": ["recipe.checkpoint.keep=1"]}, "--set recipe.checkpoint.keep: must be a whole number of at least 2"),

@@ -131,8 +131,8 @@ def opened(folder: Path) -> Iterator[Folder]:
         with tempfile.TemporaryDirectory() as made:
             path = Path(made) / "exported"
             export(source, path)
-            step = int(str(source.provenance["checkpoint"]).removeprefix("step-"))
             origin = source.provenance
+            step = int(str(origin["checkpoint"]).removeprefix("step-"))
             yield Folder(path, folder, source.recipe, str(origin["training"]), step, run, _trained_on(origin))
         return
     config = _config(folder)
@@ -465,7 +465,8 @@ def _config(folder: Path) -> dict[str, Any]:
             return dict(config)
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    raise InputError(f"{folder}: neither a folder of `platform export` nor a run of `platform train`")
+    why = "neither a folder of `platform export` nor a run of `platform train`" if folder.is_dir() else "no such folder"
+    raise InputError(f"{folder}: {why}")
 
 
 def _task_of(file: Path) -> str:

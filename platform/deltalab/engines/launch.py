@@ -170,10 +170,12 @@ def prepare(
 def start(launch: Launch, *, say: Callable[[str], None] = print, record: Callable[[Path], None] | None = None) -> int:
     """Trains to the end, from the newest complete checkpoint where there is one. Returns the engine's exit status.
 
-    say: takes each line of progress. record: is called with the run's folder while training goes on, and at its end.
+    say: takes each line of progress. record: is called with the run's folder at the start, while training goes on, and
+    at the end, however it ends.
 
     Raises `InputError` while another process trains the run, and for a disk that is full.
     """
+    record = record or (lambda run: None)
     run = launch.run
     run.mkdir(parents=True, exist_ok=True)
     with _alone(run):
@@ -183,10 +185,12 @@ def start(launch: Launch, *, say: Callable[[str], None] = print, record: Callabl
         whole = checkpoints.complete(run)
         say(f"from {whole[-1].name}" if whole else "from the start")
         _write(launch)
-        say(launch.text())
-        status = _follow(launch, say, record)
-    if record is not None:
         record(run)
+        say(launch.text())
+        try:
+            status = _follow(launch, say, record)
+        finally:
+            record(run)
     if status:
         raise_from_log(launch)
     return status
@@ -216,7 +220,10 @@ def _config(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         raise InputError(f"{folder}: not an exported folder: it has no readable config.json") from None
     if not isinstance(config, dict) or config.get("model_type") != "deltalab":
-        raise InputError(f"{folder / 'config.json'}: not a model of deltalab")
+        raise InputError(
+            f"{folder / 'config.json'}: not a model of deltalab; one of FLA becomes such by `platform export {folder} "
+            "FOLDER --to torchtitan`"
+        )
     return config
 
 
@@ -254,7 +261,8 @@ def _installed(engine: str) -> str:
         have = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
         if have <= (2, 11):
             raise InputError(
-                f"torchtitan {version} needs torch above 2.11, not {torch.__version__}: pip install torchtitan==0.2.2"
+                f"torchtitan {version} needs torch above 2.11, not {torch.__version__}; for older torch, install "
+                "torchtitan 0.2.2"
             )
     return version
 
@@ -395,8 +403,8 @@ def _alone(run: Path) -> Iterator[None]:
         yield
 
 
-def _follow(launch: Launch, say: Callable[[str], None], record: Callable[[Path], None] | None) -> int:
-    """Runs the command, with its output in `log.txt`, and says how far it is."""
+def _follow(launch: Launch, say: Callable[[str], None], record: Callable[[Path], None]) -> int:
+    """Runs the command, with its output in `log.txt`, says how far it is, and records it now and then."""
     metrics = launch.run / "metrics.jsonl"
     place = _whole_lines(metrics)
     device = {} if launch.gpus else {"CUDA_VISIBLE_DEVICES": ""}
@@ -416,9 +424,9 @@ def _follow(launch: Launch, say: Callable[[str], None], record: Callable[[Path],
                     if progress.news and (now - said > EVERY_SECONDS or progress.news_is_validation):
                         said = now
                         say(progress.line())
-                    if record is not None and now - recorded > RECORD_SECONDS:
+                    if now - recorded > RECORD_SECONDS:
                         recorded = now
-                        record(launch.run)
+                        _try(record, launch.run, say)
                 progress.read(lines)
                 if progress.news:
                     say(progress.line())
@@ -427,6 +435,14 @@ def _follow(launch: Launch, say: Callable[[str], None], record: Callable[[Path],
             child.wait()
             raise
     return child.returncode
+
+
+def _try(record: Callable[[Path], None], run: Path, say: Callable[[str], None]) -> None:
+    """Records a run that goes on. An error, such as of a database that is away, must not end the training."""
+    try:
+        record(run)
+    except Exception as error:
+        say(f"the ledger was not brought up to date: {' '.join(str(error).split())}")
 
 
 def _whole_lines(file: Path) -> int:
@@ -445,7 +461,8 @@ class _Progress:
         self.steps = recipe["steps"]
         self.tokens = recipe["batch"]["sequences"] * recipe["batch"]["length"]
         self.step = 0
-        self.values: dict[tuple[str, str], float | None] = {}
+        self.values: dict[tuple[str, str], tuple[int, float | None]] = {}
+        """(split, name) -> the last step that has a value, and the value."""
         self.news = self.news_is_validation = False
         self.rest = ""
 
@@ -455,11 +472,12 @@ class _Progress:
         for each in whole:
             found = json.loads(each)
             self.step = found["step"]
-            self.values[found["split"], found["name"]] = found["value"]
+            self.values[found["split"], found["name"]] = found["step"], found["value"]
             self.news = True
             self.news_is_validation |= found["split"] == "validation"
 
     def line(self) -> str:
+        """The last values. A loss of an earlier step than the last names its step."""
         self.news = self.news_is_validation = False
         parts = [f"step {self.step}/{self.steps}"]
         for key, form in (
@@ -469,10 +487,11 @@ class _Progress:
             (("train", "mfu"), "{:.1%} of peak"),
             (("train", "memory_gib"), "{:.1f} GiB"),
         ):
-            value = self.values.get(key)
+            step, value = self.values.get(key, (0, None))
             if value is not None and not (key[1] == "mfu" and value < 0.001):
-                parts.append(form.format(value))
-        speed = self.values.get(("train", "tokens_per_second"))
+                earlier = f" (step {step})" if key[1] == "loss" and step != self.step else ""
+                parts.append(form.format(value) + earlier)
+        _, speed = self.values.get(("train", "tokens_per_second"), (0, None))
         if speed and self.step < self.steps:
             parts.append(f"{_duration((self.steps - self.step) * self.tokens / speed)} to go")
         return ", ".join(parts)

@@ -124,6 +124,8 @@ def _json(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except OSError:
+        if not file.parent.is_dir():
+            raise InputError(f"{file.parent}: no such folder") from None
         raise InputError(
             f"{file.parent}: neither an exported folder, a run of platform train, one of its checkpoints, nor a model "
             f"of FLA: it has no {file.name}"

@@ -1,4 +1,4 @@
-"""How an exported model is to be trained: `recipe.yaml`, made of a trial's training, a scale's and a user's settings."""
+"""How an exported model is to be trained: `recipe.yaml`, made of a trial's training, a scale and a user's settings."""
 
 import json
 import math

@@ -95,14 +95,15 @@ def export(
     if resized:
         recipe["origin"] = {**recipe["origin"], **_resized(source.model, model, scale, fixed)}
     texts = {} if loaded is None else tokenizer_files(*loaded)
+    special = {} if loaded is None else _ids(*loaded)
     if to == "fla":
         config, theirs = to_fla(model, kept)
+        config |= {name: value for name, value in special.items() if name in config}
         write_folder(directory, {"config.json": config, recipes.FILE: recipe, **texts}, theirs if kept else None)
     else:
         if to == "torchtitan":
             # The engines read exported folders, so they stand above this package, which loads them by name.
             texts |= importlib.import_module("deltalab.engines.torchtitan").files(model, recipe)
-        special = {} if loaded is None else _ids(*loaded)
         export_hf(model, kept, directory, provenance=provenance, recipe=recipe, files=texts, special=special)
     return Exported(model, parameters(model), kept is not None, notes)
 

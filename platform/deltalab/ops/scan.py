@@ -196,7 +196,7 @@ def _gates(rule: UpdateRule, given: Mapping[str, Tensor], q: Tensor, v: Tensor) 
     declared = gates_of(rule)
     for name in given:
         if name not in declared:
-            raise unknown(f"gate of rule '{rule.name}'", name, declared)
+            raise unknown("gate", name, declared, where=f"rule '{rule.name}'")
     values = {}
     for name, gate in declared.items():
         if name in given:
