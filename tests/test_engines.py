@@ -16,6 +16,7 @@ import psutil
 import pytest
 import torch
 import yaml
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 from deltalab import recipe as recipes
 from deltalab.engines import checkpoints, launch
@@ -25,6 +26,7 @@ from deltalab.errors import InputError
 from deltalab.export.recipe import of_paper
 from deltalab.export.source import Source
 from deltalab.export.write import export
+from deltalab.models.model import Model, build_model
 from deltalab.models.spec import ModelSpec
 from deltalab.packed import Packed
 
@@ -265,6 +267,35 @@ def test_a_recipe_written_for_a_run_is_the_one_that_was_asked_for(lab: Path, tmp
     assert written == ready.recipe
     assert written["steps"] == 7
     assert written["optimizer"]["eps"] == 1e-8
+
+
+def test_a_tied_model_trains_where_fsdp2_shards_its_embeddings_by_themselves() -> None:
+    """As Accelerate does; they are then gathered only in calls of their own module, and the loss reads them, too."""
+    spec = ModelSpec.of({"rule": "comba", "vocab_size": 32, "d_model": 16, "heads": 2, "layers": 1})
+    tokens, targets = torch.arange(24).view(2, 12), torch.arange(1, 25).view(2, 12)
+
+    def update(model: Model) -> list[float]:
+        losses = []
+        for _ in range(2):
+            loss = model.cross_entropy(model.hidden(tokens)[0], targets) + model.step(tokens)[0].square().mean()
+            loss.backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+            model.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    expected = update(build_model(spec))
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        model = build_model(spec)
+        for part in (*model.blocks, model.embed, model):
+            fully_shard(part, mesh=mesh, reshard_after_forward=True)
+        for method in ("hidden", "step"):
+            register_fsdp_forward_method(model, method)
+        assert update(model) == pytest.approx(expected)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_the_ledger_has_a_run_from_its_start_and_also_after_an_interruption(lab: Path, tmp_path: Path) -> None:

@@ -327,7 +327,7 @@ def test_what_cannot_be_evaluated_is_one_line(
     refused(folder, "--tasks", "loss", saying="task 'loss': it needs packed data: give --data PACKED")
     refused(folder, "--tasks", "loss", "--data", tmp_path / "empty", saying="is no packed data")
     refused(folder, "--tasks", "loss", "--data", data, "--split", "tests", saying="did you mean 'test'?")
-    refused(folder, "--tasks", "loss", "--data", data, "--length", 10**6, saying="a row of 1000000 needs one more")
+    refused(folder, "--tasks", "loss", "--data", data, "--length", 10**6, saying="a row takes 1000001: give --length")
     refused(folder, "--tasks", "needle", "--length", 8, saying="do not fit into 32 tokens")
     meta = json.loads((data / "meta.json").read_text())
     for file in data.iterdir():

@@ -435,7 +435,7 @@ def _proxy_task(folder: Folder) -> Task | str:
 
 
 def _too_short(split: Split, length: int) -> str:
-    return f"the split has {split.tokens} tokens, and a row of {length} needs one more: give --length"
+    return f"the split has {split.tokens} tokens, and a row takes {length + 1}: give --length, or another --split"
 
 
 def _no_room(length: int, filler: Split | None) -> str:

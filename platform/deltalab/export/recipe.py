@@ -63,7 +63,8 @@ def of_run(recipe: Mapping[str, Any], used: Mapping[str, Any], name: str) -> dic
     # `every` follows the number of steps: compare with what it would be for the run's.
     before = {**flat(complete({**recipe, "steps": asked.get("steps", own["steps"])})), "steps": own["steps"]}
     for key, value in asked.items():
-        if value != before[key]:
+        # A run measures no more validation rows than its data have, which says nothing of other data.
+        if value != before[key] and key != "validation.sequences":
             _put(new, key, value)
             new.setdefault("origin", {})[_name(key)] = {"from": f"platform train, run {name}", "was": before[key]}
     return new

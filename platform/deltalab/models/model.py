@@ -20,11 +20,13 @@ from deltalab.ops.packing import Packing, Sequences
 
 
 class Embedding(Started, nn.Embedding):
-    """Rows of a matrix [V, d], started normal: tokens [B, T] to [B, T, d]."""
+    """Rows of a matrix [V, d], started normal: tokens [B, T] to [B, T, d]; a function to its value of the matrix."""
 
     starts = MappingProxyType({"weight": Normal(1.0)})
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor | Callable[[Tensor], Tensor]) -> Tensor:
+        if not isinstance(tokens, Tensor):
+            return tokens(self.weight)
         embed = automatic(self.weight.device.type).embed
         if embed is None:
             return super().forward(tokens)
@@ -269,13 +271,21 @@ class Model(Started):
         self.graphs = BlockGraphs(self.blocks)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(self._scaled(hidden), self.head)
+        return self._by_head(lambda head: F.linear(self._scaled(hidden), head))
 
     def cross_entropy(
         self, hidden: Tensor, targets: Tensor, *, ignore: int = -100, count: Tensor | int | None = None
     ) -> Tensor:
         """`linear_cross_entropy` of the logits of hidden states [B, T, d] with targets [B, T]."""
-        return head_loss(self._scaled(hidden), self.head, targets, ignore=ignore, count=count)
+        return self._by_head(lambda head: head_loss(self._scaled(hidden), head, targets, ignore=ignore, count=count))
+
+    def _by_head(self, function: Callable[[Tensor], Tensor]) -> Tensor:
+        """A function's value of the output matrix.
+
+        Accelerate's FSDP2 shards embeddings by themselves, and has their weights only while the module is called.
+        """
+        found: Tensor = self.embed(function) if self.unembed is None else function(self.unembed.weight)
+        return found
 
     def _scaled(self, hidden: Tensor) -> Tensor:
         if self.unembed is not None:
