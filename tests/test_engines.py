@@ -55,6 +55,9 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = Source(spec, None, of_paper(spec), {"study": "s", "arm": "a"}, {}, "bytes")
     export(source, lab / "model", to="torchtitan", given=["recipe.steps=4", "recipe.batch.sequences=8"])
     export(source, lab / "plain", given=["recipe.steps=4", "recipe.batch.sequences=8"])
+    (lab / "fla").mkdir()
+    (lab / "fla/config.json").write_text('{"model_type": "gated_deltanet"}')
+    (lab / "fla/recipe.yaml").write_text("optimizer: {}")
     return lab
 
 
@@ -160,6 +163,7 @@ def test_a_process_takes_at_once_what_fits_and_divides_its_share() -> None:
     [
         ({"folder": "nothing"}, "nothing: no such folder"),
         ({"folder": "packed"}, "packed: not an exported folder: it has no recipe.yaml"),
+        ({"folder": "fla"}, "not a model of deltalab; a checkpoint of FLA becomes such by `platform export .*/fla DIR"),
         ({"folder": "plain"}, "has no files for torchtitan: export it with --to torchtitan"),
         ({"engine": "titan"}, "--engine: unknown engine 'titan'; did you mean 'torchtitan'"),
         ({"gpus": 64}, "--gpus 64: this machine has 0"),
@@ -296,6 +300,16 @@ def test_a_tied_model_trains_where_fsdp2_shards_its_embeddings_by_themselves() -
         assert update(model) == pytest.approx(expected)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_a_run_that_has_all_its_steps_does_not_start_the_engine(lab: Path, tmp_path: Path) -> None:
+    ready = prepared(lab, run=tmp_path / "run")
+    (tmp_path / "run/checkpoints/step-4").mkdir(parents=True)
+    (tmp_path / "run/checkpoints/step-4/.metadata").write_text("")
+    ready.command = [sys.executable, "-c", "raise SystemExit(1)"]
+    said: list[str] = []
+    assert launch.start(ready, say=said.append) == 0
+    assert said == ["from step-4"]
 
 
 def test_the_ledger_has_a_run_from_its_start_and_also_after_an_interruption(lab: Path, tmp_path: Path) -> None:

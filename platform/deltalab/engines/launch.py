@@ -186,6 +186,8 @@ def start(launch: Launch, *, say: Callable[[str], None] = print, record: Callabl
         say(f"from {whole[-1].name}" if whole else "from the start")
         _write(launch)
         record(run)
+        if whole and int(whole[-1].name.removeprefix("step-")) >= launch.recipe["steps"]:
+            return 0  # starting the engine would take minutes
         say(launch.text())
         try:
             status = _follow(launch, say, record)
@@ -221,8 +223,8 @@ def _config(folder: Path) -> dict[str, Any]:
         raise InputError(f"{folder}: not an exported folder: it has no readable config.json") from None
     if not isinstance(config, dict) or config.get("model_type") != "deltalab":
         raise InputError(
-            f"{folder / 'config.json'}: not a model of deltalab; one of FLA becomes such by `platform export {folder} "
-            "FOLDER --to torchtitan`"
+            f"{folder / 'config.json'}: not a model of deltalab; a checkpoint of FLA becomes such by `platform export "
+            f"{folder} DIR --to torchtitan`"
         )
     return config
 

@@ -198,7 +198,7 @@ def main() -> None:
             remove_unused_columns=False,
             report_to=[],
             disable_tqdm=True,
-            **_sharded(world),
+            **_sharded(world, on_gpu),
         ),
         train_dataset=TrainingRows(Rows(data.split("train"), length, given["seed"]), given["steps"] * count),
         eval_dataset=validation if len(validation) else None,
@@ -213,8 +213,8 @@ def main() -> None:
     held.close()
 
 
-def _sharded(world: int) -> dict[str, Any]:
-    if world == 1:
+def _sharded(world: int, on_gpu: bool) -> dict[str, Any]:
+    if world == 1 or not on_gpu:  # Accelerate has no FSDP on CPUs
         return {}
     shards = {"version": 2, "transformer_layer_cls_to_wrap": ["Block"], "state_dict_type": "SHARDED_STATE_DICT"}
     return {"fsdp": "full_shard auto_wrap", "fsdp_config": shards}
