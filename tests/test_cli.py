@@ -370,7 +370,7 @@ WRONG_IN_A_LEDGER: list[tuple[str, tuple[str, ...]]] = [
         ("weights do not fit a model changed by --scale; leave that out",),
     ),
     ("export tiny out --best --scale 340M --set model.layers=3", ("--scale 340M: the nearest model has",)),
-    ("export ./nothing out --best", ("./nothing: no such folder",)),
+    ("export ./nothing out --best", ("nothing: no such folder",)),
     ("export . out --best", (".: the folder holds no model, and no study is found: ", "unknown study '.'")),
     ("export tny out --best", ("did you mean 'tiny'?",)),
     ("export tiny:longer out --best", ("unknown study 'tiny:longer'", "allowed: tiny")),

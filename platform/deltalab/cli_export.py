@@ -63,14 +63,14 @@ def export(
         from deltalab.store import Store
 
         try:
-            store = Store.open(db, create=False)
-            study = find_study(store, source, profile)
+            with Store.open(db, create=False) as store:
+                study = find_study(store, source, profile).id
         except InputError as error:
             if folder.is_dir():
                 raise InputError(f"{source}: the folder holds no model, and no study is found: {error}") from None
             raise
-        with store:
-            chosen = best_run(store, study.id, arm=arm, best=best, task=task)
+        with Store.open(db, create=False) as store:
+            chosen = best_run(store, study, arm=arm, best=best, task=task)
         found, said = chosen.source, chosen.said
     written = write(found, directory, to=to, scale=scale, given=settings or [], weights=weights, tokenizer=tokenizer)
     print(said)

@@ -29,7 +29,7 @@ def holds_a_model(folder: Path) -> bool:
 
 
 def from_folder(folder: Path) -> Source:
-    """The model of a folder.
+    """The model of a folder, with the recipe that it was or is to be trained by.
 
     folder: one that `platform export` or a loaded model's `save_pretrained` wrote; a run of `platform train`, of which
     the newest checkpoint counts; one of its `checkpoints/step-N`; or a model of FLA.
