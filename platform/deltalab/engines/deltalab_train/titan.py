@@ -13,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.utils.checkpoint import checkpoint
 from torchtitan.components.metrics import BaseLogger
 
+from deltalab.models.layer import shard_gates
 from deltalab.models.model import Model, head_loss
 from deltalab.models.start import initialize
 from deltalab.packed import Packed
@@ -92,12 +93,11 @@ def parallelize(
         if backend is None and RECIPE["graphs"] and not RECIPE["activation_checkpointing"]:
             module.model.graph_blocks()
         return module
-    options: dict[str, Any] = {
-        "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=dtypes[0], reduce_dtype=dtypes[1]),
-    }
+    options: dict[str, Any] = {"mesh": mesh}
     if offload:
         options["offload_policy"] = CPUOffloadPolicy()
+    shard_gates(module, **options)
+    options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtypes[0], reduce_dtype=dtypes[1])
     for block in module.model.blocks:
         fully_shard(block, **options)
     fully_shard(module, **options)

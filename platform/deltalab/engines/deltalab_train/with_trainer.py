@@ -205,6 +205,8 @@ def main() -> None:
         data_collator=Collate(length, given["batch"]["documents"]),
         callbacks=[record],
     )
+    if trainer.is_fsdp_enabled:
+        model.shard_gates()
     record.trainer = trainer
     found = complete(run / CHECKPOINTS)
     trainer.train(resume_from_checkpoint=str(found[-1]) if found else None)
