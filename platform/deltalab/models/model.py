@@ -184,6 +184,8 @@ class Model(Started):
 
         Targets that are `ignore` do not count. The logits of all positions are never held at once, and their gradient
         is made in the forward pass. packing: keyword arguments of `features`.
+
+        Raises `InputError` as `features`, and for targets of another shape than tokens.
         """
         return head_loss(self.features(tokens, **packing), self.head, targets, ignore=ignore)
 
@@ -197,8 +199,9 @@ class Model(Started):
     ) -> Tensor:
         """Vectors [B, T, d] whose products with the rows of `head` are the logits; [B, m, d] at places `at` [B, m].
 
-        Raises `InputError` for packed or padded sequences where the readout is `last`.
+        Raises `InputError` for tokens of another form, and for packed or padded sequences where the readout is `last`.
         """
+        _check_tokens(tokens)
         if self.rebuild is None:
             packing = Packing.of_padded(tokens, attention_mask, cu_seqlens)
             if packing is None:
@@ -223,8 +226,10 @@ class Model(Started):
         """Logits [B, T, vocab] for tokens that follow what the cache has seen, and the new cache.
 
         cu_seqlens: as in `RuleLayer.advance`.
-        Raises `InputError` for a model with readout `last`, which needs the whole sequence.
+        Raises `InputError` for tokens or a cache that do not fit, and for a model with readout `last`, which needs the
+        whole sequence.
         """
+        _check_tokens(tokens)
         if self.rebuild is not None:
             raise InputError("model.readout is 'last': a model that rebuilds whole sequences cannot go token by token")
         hidden, cache = self.transform(self.embed(tokens), cache, cu_seqlens=cu_seqlens)
@@ -299,10 +304,22 @@ class Model(Started):
         return sum(layer.numel() for layer in cache)
 
 
+def _check_tokens(tokens: Tensor) -> None:
+    whole = isinstance(tokens, Tensor) and tokens.dtype in (torch.int32, torch.int64)
+    if not whole or tokens.dim() != 2 or 0 in tokens.shape:
+        given = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, Tensor) else f"a {type(tokens).__name__}"
+        raise InputError(f"tokens must be a non-empty tensor [B, T] of whole numbers, not {given}")
+
+
 def head_loss(
     features: Tensor, head: Tensor, targets: Tensor, *, ignore: int = -100, count: Tensor | int | None = None
 ) -> Tensor:
-    """`linear_cross_entropy` of features [B, T, d] and targets [B, T], in the dtype that autocast gives products."""
+    """`linear_cross_entropy` of features [B, T, d] and targets [B, T], in the dtype that autocast gives products.
+
+    Raises `InputError` for targets of another shape.
+    """
+    if targets.shape != features.shape[:-1]:
+        raise InputError(f"targets must be {list(features.shape[:-1])}, one for each token, not {list(targets.shape)}")
     device = features.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else features.dtype
     x = features.flatten(0, 1).to(dtype)
