@@ -150,9 +150,10 @@ def shard_gates(model: nn.Module, **options: Any) -> None:
     fully_shard(learned, reshard_after_forward=False, **options)
     group = learned[0]
     assert isinstance(group, FSDPModule)
-    model.register_forward_pre_hook(lambda *_: group.unshard())
+    untraced: Any = torch.compiler.disable  # as FSDP2's own hooks are
+    model.register_forward_pre_hook(untraced(lambda *_: group.unshard()))
     # After a backward pass, FSDP2 reshards by itself.
-    model.register_forward_hook(lambda *_: None if torch.is_grad_enabled() else group.reshard())
+    model.register_forward_hook(untraced(lambda *_: None if torch.is_grad_enabled() else group.reshard()))
 
 
 def _first(project: nn.Module) -> nn.Linear:
