@@ -12,7 +12,7 @@ study: .venv/installed
 	@echo "The same as a page, with learning curves: $(BIN)/platform dashboard"
 
 test: .venv/installed-dev check
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --dist worksteal --ignore tests/test_doctests.py
 
 check: .venv/installed-dev
 	$(BIN)/ruff format --check .

@@ -27,6 +27,7 @@ import deltalab
 from deltalab import ridge
 from deltalab.authoring.inputs import draw
 from deltalab.kernels import dispatch, ptxas
+from deltalab.kernels.compiled import Launcher
 from deltalab.ops.scan import operands
 from deltalab.ops.triton_kernels import KERNELS
 
@@ -137,6 +138,7 @@ def main() -> None:
     compiler = Compiler()
     ridge.available = lambda device: KERNELS  # type: ignore[attr-defined]  # CPU tensors stand for those of a GPU.
     jit.JITFunction.run = lambda kernel, *args, **options: compiler.run(kernel, *args, **options)  # type: ignore[method-assign]
+    Launcher.__call__ = Launcher._by_triton  # type: ignore[method-assign]  # Its own way asks for a GPU.
     for name in given.rules:
         rule = deltalab.get_rule(name)
         shape = {"length": given.length, "heads": given.heads, "key_dim": given.key_dim, "value_dim": given.value_dim}

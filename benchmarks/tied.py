@@ -17,24 +17,24 @@ from statistics import mean
 import torch
 
 import deltalab
-from deltalab.models import model as models
+from deltalab.models import spec as specs
 from deltalab.models.spec import ModelSpec
 from deltalab.tasks import IGNORE
 from deltalab.training.train import TrainSpec, train
 
 SEEDS = range(6)
-FACTORS = {"before": 2**62, "after": models.TIED_WIDTH}
+FACTORS = {"before": 2**62, "after": specs.TIED_WIDTH}
 """The width up to which the factor is d ** -0.5."""
 
 
 @contextmanager
 def factor(name: str) -> Iterator[None]:
-    kept = models.TIED_WIDTH
-    models.TIED_WIDTH = FACTORS[name]
+    kept = specs.TIED_WIDTH
+    specs.TIED_WIDTH = FACTORS[name]
     try:
         yield
     finally:
-        models.TIED_WIDTH = kept
+        specs.TIED_WIDTH = kept
 
 
 def first_loss(task: deltalab.tasks.Task, spec: ModelSpec) -> float:

@@ -31,6 +31,8 @@ import psutil
 import torch
 import yaml
 
+from deltalab.engines.checkpoints import complete
+
 ROOT = Path(__file__).resolve().parents[1]
 STUDY = ROOT / "benchmarks" / "winner.yaml"
 PLATFORM = [sys.executable, "-m", "deltalab"]
@@ -135,7 +137,8 @@ class Lab:
         print("$ platform", *command, flush=True)
         child = subprocess.Popen([*PLATFORM, *command], cwd=self.out, env=self.environment())
         began = time.monotonic()
-        while not (last := _losses(run)) or max(last) < every + max(2, every // 2):
+        more = 1 if self.given.toy else 5
+        while not (whole := complete(run)) or _losses(run).keys() <= set(range(_step(whole[0]) + more)):
             if child.poll() is not None or time.monotonic() - began > self.given.limit:
                 raise SystemExit("winner.py: the training did not come to the point where it is killed")
             time.sleep(0.05)
@@ -144,13 +147,14 @@ class Lab:
             process.send_signal(signal.SIGKILL)
         psutil.wait_procs(family)
         child.wait()
-        before = _losses(run)
+        before, newest = _losses(run), _step(complete(run)[-1])
         print(f"killed {len(family)} processes after step {max(before)}", flush=True)
         seconds = self.run(*command)
         after = _losses(run)
         twice = _twice(run)
         self.note(
             killed_after=max(before),
+            whole_checkpoint=newest,
             trained_on_seconds=seconds,
             steps_trained_twice=len(twice),
             largest_difference=max((abs(one - other) for one, other in twice), default=None),
@@ -222,6 +226,10 @@ def _lines(run: Path) -> list[dict[str, Any]]:
     if not file.exists():
         return []
     return [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def _losses(run: Path) -> dict[int, float]:

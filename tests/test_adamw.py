@@ -97,8 +97,10 @@ def test_steps_are_those_without_kernels(runs: list[Adam], scale: float, block: 
 
 
 @pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
-@pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
-@pytest.mark.parametrize("where", ["first", "last", "loss"])
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [("first", math.nan), ("last", math.inf), ("last", 1e30), *(("loss", v) for v in (math.nan, math.inf, 1e30))],
+)
 def test_what_is_not_finite_stops_its_run_alone(value: float, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """From that step on. 1e30 stops a run as a gradient, because its square is infinite, but not as a loss."""
     stack = stack_of(RUNS)

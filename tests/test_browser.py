@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.skipif(not CHROMIUM.exists(), reason=f"{CHROMIUM} is not installed: apt-get install chromium"),
 ]
 ARMS = ["base", "without_output_gate", "alpha_not_near_1"]
-PATIENCE_MILLISECONDS = 30_000
+PATIENCE_MILLISECONDS = 120_000  # on a busy machine, torch alone takes 20 s to load
 
 
 def record(store: Store, study: int, arm: str, shift: float) -> None:

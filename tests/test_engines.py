@@ -1,5 +1,6 @@
 """Training of exported folders: what the launcher refuses, the stream of batches, and the five commands at toy size."""
 
+import io
 import json
 import math
 import os
@@ -15,15 +16,17 @@ import psutil
 import pytest
 import torch
 import yaml
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
+from deltalab import recipe as recipes
 from deltalab.engines import checkpoints, launch
-from deltalab.engines.deltalab_train import recipe as recipes
 from deltalab.engines.deltalab_train.batches import IGNORE, Batches, Rows, held_out
 from deltalab.engines.torchtitan import files
 from deltalab.errors import InputError
 from deltalab.export.recipe import of_paper
 from deltalab.export.source import Source
 from deltalab.export.write import export
+from deltalab.models.model import Model, build_model
 from deltalab.models.spec import ModelSpec
 from deltalab.packed import Packed
 
@@ -52,6 +55,9 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = Source(spec, None, of_paper(spec), {"study": "s", "arm": "a"}, {}, "bytes")
     export(source, lab / "model", to="torchtitan", given=["recipe.steps=4", "recipe.batch.sequences=8"])
     export(source, lab / "plain", given=["recipe.steps=4", "recipe.batch.sequences=8"])
+    (lab / "fla").mkdir()
+    (lab / "fla/config.json").write_text('{"model_type": "gated_deltanet"}')
+    (lab / "fla/recipe.yaml").write_text("optimizer: {}")
     return lab
 
 
@@ -155,15 +161,18 @@ def test_a_process_takes_at_once_what_fits_and_divides_its_share() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"folder": "nothing"}, "not an exported folder"),
+        ({"folder": "nothing"}, "nothing: no such folder"),
+        ({"folder": "packed"}, "packed: not an exported folder: it has no recipe.yaml"),
+        ({"folder": "fla"}, "not a model of deltalab; a checkpoint of FLA becomes such by `platform export .*/fla DIR"),
         ({"folder": "plain"}, "has no files for torchtitan: export it with --to torchtitan"),
         ({"engine": "titan"}, "--engine: unknown engine 'titan'; did you mean 'torchtitan'"),
         ({"gpus": 64}, "--gpus 64: this machine has 0"),
         ({"processes": 3}, "batch.sequences 8 must be a multiple of the 3 processes"),
         ({"given": ["optimiser.lr=1"]}, "--set: unknown setting 'optimiser.lr'; did you mean 'optimizer.lr'"),
-        ({"given": ["optimizer.lr=fast"]}, "optimizer.lr must be a number of at least 0, not 'fast'"),
+        ({"given": ["optimizer.lr=fast"]}, "--set optimizer.lr: must be a number of at least 0, not 'fast'"),
         ({"given": ["schedule.kind=cosin"]}, "did you mean 'cosine'"),
-        ({"given": ["checkpoint.keep=1"]}, "checkpoint.keep must be at least 2"),
+        ({"given": ["checkpoint.keep=1"]}, "--set checkpoint.keep: must be a whole number of at least 2"),
+        ({"given": ["schedule.warmup_steps=9"]}, "schedule.warmup_steps 9 exceed steps 4"),
         ({"given": ["steps"]}, "give settings as KEY=VALUE"),
         ({"given": ["batch.length=100000"]}, "make no row of batch.length 100000"),
         ({"nodes": launch.Nodes(2)}, "--nodes: give --address HOST:PORT"),
@@ -264,6 +273,94 @@ def test_a_recipe_written_for_a_run_is_the_one_that_was_asked_for(lab: Path, tmp
     assert written["optimizer"]["eps"] == 1e-8
 
 
+def test_a_tied_model_trains_where_fsdp2_shards_its_embeddings_by_themselves() -> None:
+    """As Accelerate does; they are then gathered only in calls of their own module, and the loss reads them, too."""
+    spec = ModelSpec.of({"rule": "comba", "vocab_size": 32, "d_model": 16, "heads": 2, "layers": 1})
+    tokens, targets = torch.arange(24).view(2, 12), torch.arange(1, 25).view(2, 12)
+
+    def update(model: Model) -> list[float]:
+        losses = []
+        for _ in range(2):
+            loss = model.cross_entropy(model.hidden(tokens)[0], targets) + model.step(tokens)[0].square().mean()
+            loss.backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+            model.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    expected = update(build_model(spec))
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        model = build_model(spec)
+        for part in (*model.blocks, model.embed, model):
+            fully_shard(part, mesh=mesh, reshard_after_forward=True)
+        for method in ("hidden", "step"):
+            register_fsdp_forward_method(model, method)
+        assert update(model) == pytest.approx(expected)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_run_that_has_all_its_steps_does_not_start_the_engine(lab: Path, tmp_path: Path) -> None:
+    ready = prepared(lab, run=tmp_path / "run")
+    (tmp_path / "run/checkpoints/step-4").mkdir(parents=True)
+    (tmp_path / "run/checkpoints/step-4/.metadata").write_text("")
+    ready.command = [sys.executable, "-c", "raise SystemExit(1)"]
+    said: list[str] = []
+    assert launch.start(ready, say=said.append) == 0
+    assert said == ["from step-4"]
+
+
+def test_the_ledger_has_a_run_from_its_start_and_also_after_an_interruption(lab: Path, tmp_path: Path) -> None:
+    recorded = []
+
+    def record(run: Path) -> None:
+        recorded.append(sum(1 for _ in (run / "metrics.jsonl").open()) if (run / "metrics.jsonl").exists() else None)
+
+    def interrupt(line: str) -> None:
+        if line.startswith("step 3"):
+            raise KeyboardInterrupt
+
+    ready = prepared(lab, run=tmp_path / "run")
+    lines = [{"step": 3, "split": "validation", "name": "loss", "value": 2.0}]
+    script = f"open({str(tmp_path / 'run/metrics.jsonl')!r}, 'w').write({json.dumps(lines[0])!r} + chr(10))"
+    ready.command = [sys.executable, "-c", f"{script}; import time; time.sleep(60)"]
+    with pytest.raises(KeyboardInterrupt):
+        launch.start(ready, say=interrupt, record=record)
+    assert recorded == [None, 1]
+
+
+def test_a_ledger_that_is_away_for_a_while_does_not_end_a_training(
+    lab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said, calls = [], []
+
+    def record(run: Path) -> None:
+        calls.append(run)
+        if len(calls) == 2:
+            raise ConnectionError("the server is away")
+
+    monkeypatch.setattr(launch, "RECORD_SECONDS", 0.0)
+    ready = prepared(lab, run=tmp_path / "run")
+    ready.command = [sys.executable, "-c", "import time; time.sleep(1)"]
+    assert launch.start(ready, say=said.append, record=record) == 0
+    assert "the ledger was not brought up to date: the server is away" in said
+
+
+def test_progress_names_the_step_of_a_loss_that_is_older_than_the_line() -> None:
+    progress = launch._Progress({"steps": 40, "batch": {"sequences": 2, "length": 16}})
+
+    def line(*rows: tuple[int, str, float]) -> str:
+        found = [{"name": "loss", "step": step, "split": split, "value": value} for step, split, value in rows]
+        progress.read(io.StringIO("".join(json.dumps(row) + "\n" for row in found)))
+        return progress.line()
+
+    assert line((10, "train", 3.0), (10, "validation", 3.5)) == "step 10/40, loss 3.0000, validation 3.5000"
+    assert line((15, "validation", 3.25)) == "step 15/40, loss 3.0000 (step 10), validation 3.2500"
+    assert line((20, "train", 2.5)) == "step 20/40, loss 2.5000, validation 3.2500 (step 15)"
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The five commands
 
@@ -284,7 +381,7 @@ def train(run: str, engine: str, *more: str) -> list[str]:
 
 
 def kill_after(lab: Path, steps: int, run: str, command: list[str]) -> int:
-    """Starts a command, and ends all of its processes by SIGKILL once a checkpoint is whole and `steps` more were taken.
+    """Starts a command; ends its processes by SIGKILL once a checkpoint is whole and `steps` more were taken.
 
     Returns the step of the newest whole checkpoint.
     """

@@ -151,8 +151,14 @@ def test_a_folder_of_a_proxy_task_has_the_tasks_metrics(tmp_path: Path) -> None:
     }
     folder = exported(tmp_path / "model", model, tokenizer=None, trial=trial)
     with opened(folder) as found:
-        assert evaluating.askable(found, None) == ["proxy"]
-        values = by_name(evaluate(found, []))
+        tasks, left_out = evaluating.askable(found, None)
+        assert tasks == ["proxy"]
+        assert left_out == {
+            "loss": "it needs packed data: give --data PACKED",
+            "needle": "the folder has no tokenizer: export it with --tokenizer",
+            "needle_text": "the folder has no tokenizer: export it with --tokenizer",
+        }
+        values = by_name(evaluate(found, tasks))
     weights = build_model(model, seed=1)
     right = count = 0
     for i in range(2):
@@ -217,6 +223,24 @@ def platform(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., i
     return run
 
 
+def test_what_a_folder_cannot_be_asked_is_left_out_with_its_reason(
+    platform: Callable[..., int], tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows of 16 tokens hold no needle, and a model over bytes cannot do a task of 64 ids."""
+    task = {"name": "mqar", "version": 1, "parameters": {"length": 32, "pairs": 4, "vocab_size": 64}}
+    folder = exported(tmp_path / "model", batch={"sequences": 2, "length": 16}, trial={"task": task})
+    assert platform("eval", folder, "--data", data, "--limit", 1) == 0
+    said = capsys.readouterr()
+    assert "loss@64" in said.out
+    assert "needle" not in said.out
+    assert [line for line in said.err.splitlines() if line.startswith("left out")] == [
+        "left out needle: a needle and its question do not fit into 64 tokens: give --length",
+        "left out needle_text: a needle and its question do not fit into 64 tokens, or the split is too short to fill "
+        "them: give --length",
+        "left out proxy: the model's vocabulary has 256 ids now, and that of task 'mqar' 64",
+    ]
+
+
 def test_results_stand_in_the_folder_and_in_the_ledger(
     platform: Callable[..., int], tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -252,7 +276,7 @@ def test_a_run_is_measured_by_its_newest_whole_checkpoint(
     folder, run = exported(tmp_path / "model"), tmp_path / "run"
     about = {
         "id": "r7", "rule": "gated_deltanet", "started": 0, "study": None, "export": str(folder),
-        "recipe": {"batch": {"sequences": 2, "length": LENGTH}}, "data": {"folder": str(data)},
+        "recipe": {"batch": {"sequences": 2, "length": 72}}, "data": {"folder": str(data)},
     }  # fmt: skip
     whole, torn = (run / "checkpoints" / name for name in ("step-12", "step-20"))
     for checkpoint in (whole, torn):
@@ -264,6 +288,9 @@ def test_a_run_is_measured_by_its_newest_whole_checkpoint(
     assert platform("eval", run, "--tasks", "loss", "--limit", 1, "--db", "lab.db") == 0
     rows = json.loads((run / "evaluations.json").read_text())["evaluations"]
     assert {row["step"] for row in rows} == {12}
+    assert {"loss@72", "loss@288"} <= {row["metric"] for row in rows}, "the length is the run's, not the export's"
+    with opened(run) as found, pytest.raises(InputError, match=f"task 'proxy': {run}: the model does not come from"):
+        evaluate(found, ["proxy"])
     Store.open("lab.db").close()
     assert platform("export", run, "hf") == 0  # which names its run, and the data of the training
     assert platform("eval", "hf", "--tasks", "loss", "--limit", 1) == 0
@@ -272,7 +299,7 @@ def test_a_run_is_measured_by_its_newest_whole_checkpoint(
     assert platform("eval", run / "checkpoints" / "step-12", "--tasks", "needle", "--limit", 1, "--db", "lab.db") == 0
     with Store.open("lab.db") as store:
         [training] = trainings(store)
-    assert {"loss loss@64", "needle exact_match@256"} <= set(training.evaluations)
+    assert {"loss loss@72", "needle exact_match@288"} <= set(training.evaluations)
 
 
 def test_what_cannot_be_evaluated_is_one_line(
@@ -294,13 +321,13 @@ def test_what_cannot_be_evaluated_is_one_line(
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", saying="neither a folder of `platform export` nor a run of `platform train`")
     refused(tmp_path / "untrained", saying="is exported without weights: train it first")
-    refused(bare, saying="has no tokenizer and comes from no proxy task")
-    refused(bare, "--tasks", "needle", saying="has no tokenizer; export it with --tokenizer")
-    refused(bare, "--tasks", "proxy", saying="comes from no proxy task")
-    refused(folder, "--tasks", "loss", saying="task 'loss' needs packed data: give --data PACKED")
+    refused(bare, saying="bare: none of our tasks can be asked of it: loss: it needs packed data: give --data PACKED; ")
+    refused(bare, "--tasks", "needle", saying="has no tokenizer: export it with --tokenizer")
+    refused(bare, "--tasks", "proxy", saying="bare: the model does not come from a study")
+    refused(folder, "--tasks", "loss", saying="task 'loss': it needs packed data: give --data PACKED")
     refused(folder, "--tasks", "loss", "--data", tmp_path / "empty", saying="is no packed data")
     refused(folder, "--tasks", "loss", "--data", data, "--split", "tests", saying="did you mean 'test'?")
-    refused(folder, "--tasks", "loss", "--data", data, "--length", 10**6, saying="a row of 1000000 needs one more")
+    refused(folder, "--tasks", "loss", "--data", data, "--length", 10**6, saying="a row takes 1000001: give --length")
     refused(folder, "--tasks", "needle", "--length", 8, saying="do not fit into 32 tokens")
     meta = json.loads((data / "meta.json").read_text())
     for file in data.iterdir():

@@ -149,7 +149,7 @@ def test_training_gives_the_loss_without_the_logits(pair, count):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}])
+@pytest.mark.parametrize("how", [{}, {"num_beams": 3, "num_return_sequences": 2}])
 def test_generating_with_the_state_equals_recomputing_everything(pair, how):
     _, theirs = pair
     prompt = tokens(2, 7)
@@ -161,11 +161,11 @@ def test_generating_with_the_state_equals_recomputing_everything(pair, how):
 def test_the_state_grows_only_with_attention(pair):
     ours, theirs = pair
     held = [
-        theirs.generate(tokens(2, 5), max_new_tokens=n, return_dict_in_generate=True).past_key_values for n in (4, 40)
+        theirs.generate(tokens(2, 5), max_new_tokens=n, return_dict_in_generate=True).past_key_values for n in (4, 12)
     ]
     # The last token that is generated is never read.
-    assert [cache.get_seq_length() for cache in held] == [8, 44]
-    assert [cache.numel() for cache in held] == [2 * ours.state_size(8), 2 * ours.state_size(44)]
+    assert [cache.get_seq_length() for cache in held] == [8, 16]
+    assert [cache.numel() for cache in held] == [2 * ours.state_size(8), 2 * ours.state_size(16)]
     assert (held[0].numel() == held[1].numel()) != any(rule.name == "attention" for rule in ours.spec.rules())
 
 
@@ -188,6 +188,7 @@ def test_padding_changes_nothing_for_the_text(pair):
     _, theirs = pair
     lengths = [9, 4, 1]
     prompts = [tokens(1, length, seed=length) for length in lengths]
+    alone = [theirs.generate(prompt, max_new_tokens=6, do_sample=False)[0, prompt.shape[1] :] for prompt in prompts]
     for side in ("left", "right"):
         pads = [(9 - n, 0) if side == "left" else (0, 9 - n) for n in lengths]
         padded = torch.cat([torch.nn.functional.pad(p, pad, value=7) for p, pad in zip(prompts, pads, strict=True)])
@@ -198,9 +199,7 @@ def test_padding_changes_nothing_for_the_text(pair):
             torch.testing.assert_close(row[there], theirs(prompt).logits[0], rtol=1e-4, atol=1e-5)
         for use_cache in (True, False) if side == "left" else (True,):
             text = theirs.generate(padded, attention_mask=mask, max_new_tokens=6, do_sample=False, use_cache=use_cache)
-            for row, prompt in zip(text, prompts, strict=True):
-                alone = theirs.generate(prompt, max_new_tokens=6, do_sample=False)
-                assert torch.equal(row[9:], alone[0, prompt.shape[1] :])
+            assert torch.equal(text[:, 9:], torch.stack(alone))
     beams = {"num_beams": 2, "num_return_sequences": 2, "max_new_tokens": 3, "do_sample": False}
     text = theirs.generate(padded, attention_mask=mask, **beams)
     assert torch.equal(text[:, 9:], torch.cat([theirs.generate(prompt, **beams)[:, -3:] for prompt in prompts]))

@@ -81,7 +81,7 @@ TRAINER = """
 from transformers import Trainer, TrainingArguments
 
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained(folder)
+tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 ids = tokenizer("so it goes, and so it goes, and so it goes on and on!").input_ids
 rows = [{"input_ids": ids[:32], "labels": ids[:32]}] * 64
 arguments = TrainingArguments(

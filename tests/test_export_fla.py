@@ -126,6 +126,8 @@ def test_the_factor_of_tied_embeddings_goes_into_an_output_matrix() -> None:
     config, weights = to_fla(model.spec, model.state_dict())
     assert config["tie_word_embeddings"] is False
     assert torch.equal(weights["lm_head.weight"], model.embed.weight / 4)
+    wide = shaken({"rule": "gated_deltanet", "d_model": 128})
+    assert torch.equal(to_fla(wide.spec, wide.state_dict())[1]["lm_head.weight"], wide.embed.weight / 16)
 
 
 def test_no_weights_give_the_options_alone() -> None:
@@ -173,13 +175,16 @@ def test_each_rule_has_an_equal_in_fla_or_a_reason_in_one_line() -> None:
             {"rule": "gla", "output_gate": "silu"},
             "FLA's gla has no equal of features 'unit' where conv is 4; set model.f",
         ),
-        ({"rule": "kda"}, "FLA's kda has no equal of model.gate_rank None; it needs 8"),
-        ({"rule": "gated_deltanet", "output_norm": "layer"}, "no equal of model.output_norm 'layer'; it needs true"),
-        ({"rule": "gated_deltanet", "mlp": False}, "no equal of model.mlp False; it needs true"),
+        ({"rule": "kda"}, "FLA's kda has no equal of model.gate_rank null; add `--set model.gate_rank=8`"),
+        (
+            {"rule": "gated_deltanet", "output_norm": "layer"},
+            "no equal of model.output_norm layer; add `--set model.output",
+        ),
+        ({"rule": "gated_deltanet", "mlp": False}, "no equal of model.mlp false; add `--set model.mlp=true`, and"),
         ({"rule": {"name": "gated_deltanet", "g": "gla_decay"}}, "no equal of gated_deltanet.g gla_decay"),
         ({"rule": "gated_deltanet", "layers": ["rule", "deltanet"]}, "FLA's layers are alike, but for those of att"),
         ({"rule": "attention", **ATTENTION, "key_dim": 4}, "the heads of FLA's attention share the model's width"),
-        ({"rule": "retnet", **RAW}, "no equal of model.rope False; it needs true"),
+        ({"rule": "retnet", **RAW}, "no equal of model.rope false; add `--set model.rope=true`"),
     ],
 )
 def test_settings_without_an_equal_are_named(spec: dict[str, Any], message: str) -> None:

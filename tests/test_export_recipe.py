@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from deltalab.data.pack import pack
+from deltalab.data.sources import Reading
 from deltalab.errors import InputError
 from deltalab.export.recipe import of_paper, of_trial
 from deltalab.export.scales import SCALES, at_scale, deepened, parameters
@@ -111,7 +113,7 @@ def test_a_scaled_folder_is_untrained_and_says_so(tmp_path):
     assert "0.994" not in text
     assert "validation" not in text
     assert recipe["model"]["d_model"] == 128
-    assert recipe["origin"]["model.d_model"] == {"from": "--set", "value": 64}
+    assert recipe["origin"]["model.d_model"] == {"from": "--set", "was": 64}
     assert recipe["optimizer"]["betas"] == [0.9, 0.99]
 
 
@@ -129,13 +131,13 @@ def test_the_recipe_says_what_each_number_comes_from(tmp_path):
     export(source(), tmp_path / "scaled", scale="340M", given=["recipe.steps=1000"])
     scaled, origin = recipe_of(tmp_path / "scaled"), recipe_of(tmp_path / "scaled")["origin"]
     assert scaled["optimizer"]["lr"] == 4e-3 * 64 / 1024
-    assert origin["lr"]["value"] == 4e-3
+    assert origin["lr"]["was"] == 4e-3
     assert origin["lr"]["scaled"].startswith("lr x (64 / 1024), by width; a rule of thumb")
     assert scaled["batch"] == {"sequences": 256, "length": 2048}
     assert origin["batch"]["from"].startswith("scale 340M: Comba")
     assert (scaled["steps"], origin["steps"]) == (1000, {"from": "--set"})
     assert scaled["schedule"]["warmup_steps"] == 100
-    assert origin["warmup_steps"] == {"from": "trial abc", "value": 20, "scaled": "0.1 of the steps"}
+    assert origin["warmup_steps"] == {"from": "trial abc", "was": 20, "scaled": "0.1 of the steps"}
     assert scaled["trial"] == {"seed": 3}
 
 
@@ -194,6 +196,12 @@ def test_a_model_goes_to_fla_and_comes_back(tmp_path):
     assert sorted(file.name for file in (tmp_path / "untrained").iterdir()) == ["config.json", "recipe.yaml"]
 
 
+def test_a_model_of_fla_knows_the_special_tokens_of_its_tokenizer(tmp_path):
+    export(source(spec(rule="gated_deltanet", vocab_size=256)), tmp_path / "fla", to="fla", tokenizer="bytes")
+    config = json.loads((tmp_path / "fla/config.json").read_text())
+    assert (config["eos_token_id"], config["pad_token_id"], config["bos_token_id"]) == (0, 0, None)
+
+
 def test_a_run_gives_its_newest_complete_checkpoint(tmp_path):
     pytest.importorskip("deltalab.engines")
     import torch
@@ -209,7 +217,8 @@ def test_a_run_gives_its_newest_complete_checkpoint(tmp_path):
         save_file(weights, run / f"checkpoints/step-{step}/model.safetensors")
         if step != 12:  # killed while it was written
             (run / f"checkpoints/step-{step}/trainer_state.json").write_text("{}")
-    (run / "run.json").write_text(json.dumps({"id": "r1", "export": str(tmp_path / "out"), "data": {"sha256": "s"}}))
+    about = {"id": "r1", "export": str(tmp_path / "out"), "data": {"sha256": "s"}, "recipe": {}}
+    (run / "run.json").write_text(json.dumps(about))
     found = from_folder(run)
     assert found.weights is not None
     assert found.weights()["norm.weight"].unique().tolist() == [10]
@@ -218,6 +227,34 @@ def test_a_run_gives_its_newest_complete_checkpoint(tmp_path):
     assert from_folder(run / "checkpoints/step-2").weights()["norm.weight"].unique().tolist() == [2]
     with pytest.raises(InputError, match="is no complete checkpoint"):
         from_folder(run / "checkpoints/step-12").weights()
+
+
+def test_a_run_gives_the_recipe_that_it_trained_by(tmp_path):
+    from deltalab.engines.launch import prepare
+    from deltalab.export.folders import from_folder
+
+    given = ["recipe.batch.documents=reset", "recipe.log.every=3"]
+    export(source(spec(vocab_size=256)), tmp_path / "out", tokenizer="bytes", given=given)
+    assert recipe_of(tmp_path / "out")["batch"] == {"sequences": 8, "length": 24, "documents": "reset"}
+    (tmp_path / "text.txt").write_text("\n".join(f"document {n} is of some length" for n in range(200)))
+    pack([str(tmp_path / "text.txt")], tmp_path / "packed", reading=Reading(separator="\n"), shares={"train": 1.0})
+    ready = prepare(
+        tmp_path / "out", tmp_path / "packed", run=tmp_path / "run", engine="accelerate", gpus=0, steps=100,
+        given=["batch.length=16", "optimizer.lr=1e-3", "validation.sequences=0"],
+    )  # fmt: skip
+    assert (ready.recipe["log"]["every"], ready.recipe["schedule"]["warmup_steps"]) == (3, 10)
+    (tmp_path / "run/checkpoints/step-2").mkdir(parents=True)
+    (tmp_path / "run/checkpoints/step-2/trainer_state.json").write_text("{}")
+    (tmp_path / "run/run.json").write_text(json.dumps(ready.about))
+    found = from_folder(tmp_path / "run").recipe
+    assert found["batch"] == {"sequences": 8, "length": 16, "documents": "reset"}
+    assert (found["steps"], found["optimizer"]["lr"], found["schedule"]["warmup_steps"]) == (100, 1e-3, 10)
+    assert "checkpoint" not in found, "its defaults follow the number of steps"
+    run = {"from": "platform train, run run"}
+    assert found["origin"]["lr"] == {**run, "was": 4e-3}
+    assert found["origin"]["batch.length"] == {**run, "was": 24}
+    assert found["origin"]["steps"] == {**run, "was": 200}
+    assert found["origin"]["clip"] == {"from": "trial abc"}
 
 
 def test_a_model_without_a_trial_gets_the_papers_recipe():
@@ -232,13 +269,25 @@ WRONG = [
     ({"scale": "1.3b"}, "--scale: unknown scale '1.3b'; did you mean '1.3B'?"),
     ({"given": ["model.rule=gla"]}, "--set: unknown setting 'model.rule'"),
     ({"given": ["recipe.optimizer.betas=0.9"]}, "must be two numbers in [0, 1)"),
-    ({"given": ["recipe.optimizer.name=adam"]}, "unknown optimizer.name 'adam'; did you mean 'adamw'?"),
+    (
+        {"given": ["recipe.optimizer.name=adam"]},
+        "--set recipe.optimizer.name: unknown value 'adam'; did you mean 'adamw'?",
+    ),
     ({"given": ["recipe.optimizer.lr=-1"]}, "must be a number of at least 0, not -1"),
     ({"given": ["recipe.schedule.warmup_steps=201"]}, "warmup_steps 201 exceed recipe.steps 200"),
     ({"given": ["recipe.clip=no number"]}, "must be a number of at least 0, not 'no number'"),
     ({"given": ["model.d_model=65"]}, "model.d_model 65 must be a multiple of heads 2"),
     ({"tokenizer": "bytes"}, "--tokenizer bytes has 256 tokens, the model 32: give --scale, or --set model.vocab_size"),
-    ({"weights": True, "given": ["rule.transition=iplr"]}, "--weights: the weights are those of another model"),
+    (
+        {"weights": True, "given": ["rule.transition=iplr"]},
+        "--weights: the study's weights do not fit a model changed by --set; leave that out",
+    ),
+    (
+        {"weights": True, "scale": "340M", "given": ["rule.transition=iplr"]},
+        "--weights: the study's weights do not fit a model changed by --scale and --set; leave those out",
+    ),
+    ({"given": ["recipe.checkpoint.keep=1"]}, "--set recipe.checkpoint.keep: must be a whole number of at least 2"),
+    ({"given": ["recipe.compil=true"]}, "--set: unknown setting 'recipe.compil'; did you mean 'recipe.compile'?"),
 ]
 
 

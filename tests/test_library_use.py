@@ -132,6 +132,16 @@ def test_initialize_depends_on_the_seed_and_the_name_alone() -> None:
     assert (two.own == 7).all(), "a parameter of the user's stays"
 
 
+def test_initialize_starts_the_wanted_parameters_alone() -> None:
+    layer, right = layer_of(output_norm="layer"), layer_of(output_norm="layer")
+    initialize(right, 5)
+    spoil(layer)
+    wanted = {id(layer.qkv.weight), id(layer.norm.bias)}
+    initialize(layer, 5, wanted=lambda value: id(value) in wanted)
+    for name, value in layer.named_parameters():
+        assert torch.equal(value, right.get_parameter(name)) if id(value) in wanted else value.isnan().all(), name
+
+
 def test_initialize_gives_a_tied_weight_the_start_of_its_first_name() -> None:
     tied, plain = (nn.ModuleDict({"a": Linear(4, 4, 1.0), "b": Linear(4, 4, 1.0)}) for _ in range(2))
     tied["b"].weight = tied["a"].weight
@@ -370,7 +380,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import deltalab
-from deltalab.models.layer import initialize
+from deltalab.models.layer import initialize, shard_gates
 from deltalab.models.model import Model
 from deltalab.models.spec import ModelSpec
 
@@ -382,6 +392,7 @@ spec = ModelSpec(rule="comba", vocab_size=17, d_model=9, heads=3, layers=1, outp
 right = Model(spec)
 with torch.device("meta"):
     model = Model(spec)
+shard_gates(model, mesh=mesh)
 for block in model.blocks:
     fully_shard(block, mesh=mesh)
 fully_shard(model, mesh=mesh)
@@ -506,3 +517,131 @@ def test_run_study_says_what_it_takes() -> None:
         deltalab.run_study(3)  # type: ignore[arg-type]
     with pytest.raises(deltalab.InputError, match=r"study: unknown key 'arm'; did you mean 'arms'\?"):
         deltalab.run_study({**study(), "arm": {}})
+
+
+# --- wrong settings and inputs ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"heads": 0}, "heads must be a whole number of at least 1, not 0"),
+        ({"heads": 2.0}, "heads must be a whole number of at least 1, not 2.0"),
+        ({"d_model": -8}, "d_model must be a whole number of at least 1, not -8"),
+        ({"key_dim": 0}, "key_dim must be a whole number of at least 1, not 0"),
+        ({"value_dim": 0}, "value_dim must be a whole number of at least 1, not 0"),
+        ({"conv": -1}, "conv must be a whole number of at least 0, not -1"),
+        ({"gate_rank": 0}, "gate_rank must be a whole number of at least 1, not 0"),
+        ({"chunk_size": 0}, "chunk_size must be a whole number of at least 1, not 0"),
+        ({"qk_heads": 3}, "qk_heads must divide heads 2, not be 3"),
+        ({"qk_heads": 1, "kv_heads": 1}, "qk_heads 1 and kv_heads 1: at most one may be less than heads 2"),
+        ({"output_norm": "RMS"}, "unknown output_norm 'RMS'; allowed: none, rms"),
+        ({"output_gate": "silo"}, "unknown output_gate 'silo'; did you mean 'silu'?"),
+        ({"features": "units"}, "unknown features 'units'; did you mean 'unit'?"),
+        ({"backend": "cuda"}, "unknown backend 'cuda'; allowed: auto, recurrent, chunked, triton"),
+        ({"rope": -1.0}, "rope takes a base above 1 and an even key_dim, not -1.0 and 4"),
+        ({"rope": 1e4, "key_dim": 3}, "rope takes a base above 1 and an even key_dim, not 10000.0 and 3"),
+        ({"norm_eps": -1.0}, "norm_eps must be at least 0, not -1.0"),
+    ],
+)
+def test_settings_that_make_no_layer_are_refused_in_one_line(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(deltalab.InputError) as raised:
+        RuleLayer("comba", **{"d_model": 8, "heads": 2, **given})
+    assert says in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+X, ROW = torch.ones(2, 5, 8), torch.ones(1, 5, 8)
+
+
+@pytest.mark.parametrize(
+    ("x", "given", "says"),
+    [
+        (X[..., 1:], {}, "x must be a non-empty floating tensor [B, T, 8], not torch.float32 [2, 5, 7]"),
+        (X[0], {}, "[B, T, 8], not torch.float32 [5, 8]"),
+        (X[None], {}, "[B, T, 8], not torch.float32 [1, 2, 5, 8]"),
+        (X.long(), {}, "[B, T, 8], not torch.int64 [2, 5, 8]"),
+        (X[:0], {}, "[B, T, 8], not torch.float32 [0, 5, 8]"),
+        (X[:, :0], {}, "[B, T, 8], not torch.float32 [2, 0, 8]"),
+        ([1.0], {}, "[B, T, 8], not a list"),
+        (ROW, {"cu_seqlens": torch.tensor([0, 2, 4])}, "cu_seqlens must rise from 0 to the number of tokens, 5"),
+        (ROW, {"cu_seqlens": [0, 2, 5]}, "cu_seqlens must be a tensor of whole numbers [N + 1], not a list"),
+        (X, {"cu_seqlens": torch.tensor([0, 2, 5])}, "not torch.int64 [3] on cpu beside a batch of 2"),
+        (X, {"attention_mask": X[:, 1:, 0]}, "attention_mask must be [B, T] = [2, 5] on cpu, not [2, 4] on cpu"),
+        (X, {"attention_mask": [[1] * 5] * 2}, "attention_mask must be a tensor [B, T], not a list"),
+        (X, {"attention_mask": torch.zeros(2, 5)}, "attention_mask holds no token"),
+    ],
+)  # fmt: skip
+def test_inputs_that_a_layer_does_not_take_are_refused_in_one_line(x: Any, given: dict[str, Any], says: str) -> None:
+    with pytest.raises(deltalab.InputError) as raised:
+        RuleLayer("comba", 8, 2)(x, **given)
+    assert says in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_cache_of_another_batch_is_refused() -> None:
+    layer = RuleLayer("comba", 8, 2)
+    _, cache = layer.advance(ROW)
+    with pytest.raises(deltalab.InputError, match="the cache is of 1 sequences, but x holds 2"):
+        layer.advance(X, cache)
+
+
+@pytest.mark.parametrize(
+    "tokens", [torch.zeros(5, dtype=torch.long), torch.zeros(2, 5), torch.zeros(2, 0, dtype=torch.long), [[1, 2]]]
+)
+def test_a_model_refuses_what_is_no_batch_of_tokens(tokens: Any) -> None:
+    model = deltalab.build_model({"rule": "comba", "vocab_size": 16, "d_model": 8})
+    for use in (model, model.step):
+        with pytest.raises(deltalab.InputError, match=r"tokens must be a non-empty tensor \[B, T\] of whole numbers"):
+            use(tokens)
+
+
+def test_a_loss_refuses_targets_of_another_shape() -> None:
+    """Targets beyond the tokens would be left out silently."""
+    model = deltalab.build_model({"rule": "comba", "vocab_size": 16, "d_model": 8})
+    tokens = torch.zeros(2, 5, dtype=torch.long)
+    with pytest.raises(deltalab.InputError, match=r"targets must be \[2, 5\], one for each token, not \[2, 6\]"):
+        model.loss(tokens, torch.zeros(2, 6, dtype=torch.long))
+
+
+# --- precisions, devices and compilers ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float16, 0.01), (torch.bfloat16, 0.05)])
+@pytest.mark.parametrize("rule", ["comba", "attention", "kda"])
+def test_layers_train_in_half_precision_and_under_autocast(rule: str, dtype: torch.dtype, most: float) -> None:
+    layer, x = seeded(lambda: RuleLayer(rule, 16, 2)), torch.randn(2, 70, 16)
+    right = layer(x)
+    low = copy.deepcopy(layer).to(dtype)
+    with torch.autocast("cpu", dtype):
+        mixed = layer(x)
+    for y, used in ((low(x.to(dtype)), low), (mixed, layer)):
+        assert y.dtype == dtype
+        assert (y - right).norm() < most * right.norm()
+        y.float().square().mean().backward()
+        assert all(value.grad is not None and value.grad.isfinite().all() for value in used.parameters())
+
+
+def test_the_meta_device_gives_shapes() -> None:
+    with torch.device("meta"):
+        layer = RuleLayer("comba", 8, 2)
+        assert layer(torch.empty(2, 5, 8)).shape == (2, 5, 8)
+
+
+def test_an_output_projection_may_start_at_zero() -> None:
+    assert not RuleLayer("comba", 8, 2, out_std=0.0).out.weight.any()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.compile")
+@pytest.mark.parametrize("rule", ["comba", "abc"])
+def test_a_compiled_model_has_the_gradients_of_the_model(rule: str) -> None:
+    """AOT autograd fixes strides when it traces. A rule of passes differentiates within its forward pass."""
+    model = deltalab.build_model({"rule": rule, "vocab_size": 16, "d_model": 8, "layers": 1, "mlp": False})
+    tokens = torch.arange(40).view(2, 20) % 16
+    found = []
+    for one in (model, torch.compile(model, backend="aot_eager")):
+        model.zero_grad()
+        one(tokens).square().mean().backward()
+        found.append({name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None})
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)

@@ -209,6 +209,20 @@ def test_the_loss_of_training_needs_no_logits(model: DeltaLabForCausalLM) -> Non
         model.eval()
 
 
+def test_parameters_that_a_checkpoint_lacks_are_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their start depends on torch's seed and on their names; no second model is made to copy from."""
+    model = made(rule="comba", output_norm="layer")
+    right = {name: value.clone() for name, value in model.named_parameters()}
+    lacks = ["model.blocks.0.mixer.qkv.weight", "model.blocks.1.mixer.norm.bias"]
+    for name, value in model.named_parameters():
+        value.data.fill_(7.0)
+        value._is_hf_initialized = name not in lacks
+    monkeypatch.setattr("deltalab.export.modeling_deltalab.Model", None)
+    model.initialize_weights()
+    for name, value in model.named_parameters():
+        assert torch.equal(value, right[name] if name in lacks else torch.full_like(value, 7.0)), name
+
+
 def test_a_compiled_model_gives_the_same() -> None:
     model = made(rule="deltanet", layers=1)
     compiled = torch.compile(model, backend="aot_eager")

@@ -327,6 +327,19 @@ def test_a_wrong_line_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert run("data", "pack", "--out", tmp_path / "p", tmp_path / "bad.jsonl") == 0
 
 
+def test_documents_in_another_encoding_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for name, encoding in (("a", "utf-8"), ("b", "latin-1"), ("c", "utf-16")):
+        (texts / f"{name}.txt").write_bytes(f"größer {name}".encode(encoding))
+    assert run("data", "pack", "--out", tmp_path / "p", texts) == 0
+    assert f"{texts}: 2 of 3 documents are not UTF-8 text" in capsys.readouterr().err
+    (texts / "b.txt").unlink()
+    (texts / "c.txt").unlink()
+    assert run("data", "pack", "--out", tmp_path / "q", texts) == 0
+    assert "UTF-8" not in capsys.readouterr().err
+
+
 def test_what_cannot_be_packed_is_one_line(
     story: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

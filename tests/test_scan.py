@@ -56,7 +56,7 @@ def with_(name: str, value: object) -> Callable[[dict[str, Any]], dict[str, Any]
         ({"v": lambda v: v[..., :0]}, "none of them empty"),
         ({"k": lambda k: k.double()}, "q, k and v must share dtype and device, not torch.float32, torch.float64"),
         ({"v": lambda v: v.to("meta")}, "q, k and v must share dtype and device"),
-        ({"gates": with_("bet", torch.ones(H))}, "unknown gate of rule 'gated_deltanet' 'bet'; did you mean 'beta'?"),
+        ({"gates": with_("bet", torch.ones(H))}, "rule 'gated_deltanet': unknown gate 'bet'; did you mean 'beta'?"),
         ({"gates": without("beta")}, "rule 'gated_deltanet' needs a value for its gate 'beta'"),
         (
             {"gates": with_("g", torch.zeros(B, T))},

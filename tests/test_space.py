@@ -11,6 +11,8 @@ import yaml
 
 from deltalab import InputError
 from deltalab.store import RunRecord, Store
+from deltalab.study.estimate import estimate
+from deltalab.study.measured import Measured
 from deltalab.study.plan import Infeasible, Plan, make_plan
 from deltalab.study.run import arm_records
 from deltalab.study.space import Bound, Match, Objective, Search, Searching
@@ -158,6 +160,15 @@ def test_the_base_tunes_the_training_that_exists_for_it(plan: Callable[..., Plan
     assert found.base_trials == 4
 
 
+def test_a_condition_may_name_any_integer(plan: Callable[..., Plan]) -> None:
+    search = {
+        "model.mlp_width": {"integers": [1, 1000]},
+        "model.token_shift": {"choice": [True, False], "when": {"model.mlp_width": 37}},
+    }
+    found = plan(search, base={**STUDY["base"], "model": {"d_model": 8, "layers": 1, "heads": 1}})
+    assert found.job(found.arms[0], "tune", 0, {"model.mlp_width": 37, "model.token_shift": True}).config
+
+
 # Patterns of layers.
 
 
@@ -289,6 +300,32 @@ def test_rungs_change_what_a_trial_costs_and_leave_its_values(plan: Callable[...
     assert found.whole_runs == 9 * 1 / 4 + 3 * 2 / 2 + (1 + base) * 3 + confirmed * 2
 
 
+def test_a_rung_must_be_a_training(plan: Callable[..., Plan]) -> None:
+    base = {**STUDY["base"], "train": {**STUDY["base"]["train"], "evaluations": 3}}
+    with pytest.raises(InputError, match=r"search\.fidelity: train\.evaluations 3 exceed steps 2"):
+        plan({**HEADS, "finalists": 1, "fidelity": {"train.steps": [2, 4]}}, base=base)
+    (note,) = plan({**HEADS, "fidelity": {"train.steps": [2, 8]}}).notes
+    assert note.startswith("search.fidelity.train.steps ends at 8: ")
+    assert "confirmed at the base's 4 on task 'mqar'" in note
+
+
+def test_a_plan_says_what_a_search_draws_bounds_and_weighs(plan: Callable[..., Plan]) -> None:
+    given = {
+        **CONDITIONS,
+        "constrain": {"state": {"at_most": 10**6}},
+        "objectives": ["accuracy", "decode_us"],
+        "fidelity": {"train.steps": [2, 4]},
+        "warm": ["gla"],
+    }
+    assert estimate(plan(given)).notes[:5] == (
+        "search: 5 settings, of which 3 exist only beside others; state at most 1,000,000.",
+        "search: weighs accuracy@mqar (more), decode_us (less).",
+        "search: tpe draws 6 of 8 candidates, random search 2 as a control.",
+        "search: successive halving trains 8 at train.steps 2, 3 at train.steps 4.",
+        "search: begins with gla.",
+    )
+
+
 # Where a search begins.
 
 
@@ -301,6 +338,22 @@ def test_a_named_rule_is_the_candidate_that_makes_it(plan: Callable[..., Plan]) 
     ]
 
 
+def recorded_study(store: Store, plan: Plan, trials: list[tuple[dict[str, Any], int | None, float]]) -> int:
+    """A study with a trial for each of the values, rungs and scores; values that come again keep their number."""
+    (task,) = plan.tasks
+    about = {task: {"metric": "accuracy", "maximize": True}}
+    assert plan.spec.search is not None
+    spec = {"seeds": 2, "search": plan.spec.search.model_dump(mode="json")}
+    study = store.begin_study(plan.spec.name, None, "id", spec, arm_records(plan), {"tasks": about})
+    numbers = [values for i, (values, *_) in enumerate(trials) if values not in [one[0] for one in trials[:i]]]
+    for values, rung, score in trials:
+        job = plan.job(plan.arms[0], "tune", numbers.index(values), values, rung=rung)
+        run = RunRecord(job.seeds[0], "done", None, [("validation", "accuracy", 4, score)])
+        record = replace(failed(job, ""), state="done", error=None, runs=[run])
+        store.record_trial(study, "base", record, job.number, values)
+    return study
+
+
 def test_an_earlier_studys_candidates_are_taken_where_they_fit(plan: Callable[..., Plan], tmp_path: Path) -> None:
     earlier = plan(
         {**HEADS, "model.heads": {"choice": [1, 2, 4, 16]}},
@@ -308,16 +361,10 @@ def test_an_earlier_studys_candidates_are_taken_where_they_fit(plan: Callable[..
         task={"recall": {**MQAR, "task": "mqar"}},
         base={**STUDY["base"], "model": {"d_model": 8, "layers": 1, "key_dim": 4}},
     )
-    about = {"recall": {"metric": "accuracy", "maximize": True}}
     scores = {1: 0.2, 2: 0.9, 4: 0.5, 16: 1.0}
+    trials = [({"model.heads": heads, "model.expand_v": 1}, None, score) for heads, score in scores.items()]
     with Store.open(tmp_path / "lab.db") as store:
-        study = store.begin_study("earlier", None, "id", {"seeds": 2}, arm_records(earlier), {"tasks": about})
-        for number, (heads, score) in enumerate(scores.items()):
-            values = {"model.heads": heads, "model.expand_v": 1}
-            job = earlier.job(earlier.arms[0], "tune", number, values)
-            run = RunRecord(job.seeds[0], "done", None, [("validation", "accuracy", 4, score)])
-            record = replace(failed(job, ""), state="done", error=None, runs=[run])
-            store.record_trial(study, "base", record, number, values)
+        recorded_study(store, earlier, trials)
         fits = recorded(plan({**HEADS, "trials": 8, "warm": [{"study": "earlier"}]}), store)
         assert [values["model.heads"] for values in fits] == [2, 4], (
             "the best first, as many as a quarter of the trials"
@@ -326,6 +373,18 @@ def test_an_earlier_studys_candidates_are_taken_where_they_fit(plan: Callable[..
             recorded(plan({"train.lr": LR, **HEADS, "warm": [{"study": "earlier"}]}), store)
         with pytest.raises(InputError, match="did you mean 'earlier'"):
             recorded(plan({**HEADS, "warm": [{"study": "earlyer"}]}), store)
+
+
+def test_a_candidate_counts_at_the_last_rung_that_it_reached(plan: Callable[..., Plan], tmp_path: Path) -> None:
+    found = plan({**HEADS, "trials": 8, "fidelity": {"train.steps": [1, 4]}})
+    one, other = ({"model.heads": heads, "model.expand_v": 1} for heads in (1, 2))
+    with Store.open(tmp_path / "lab.db") as store:
+        study = recorded_study(store, found, [(one, 1, 0.9), (one, 0, 0.3), (other, 0, 0.4)])
+        ledger = Measured(store, study, store.trials(study), store.study("s").spec)
+        trials = ledger.of("base", "mqar", "tune")
+        assert [(trial.number, trial.config["train"]["steps"]) for trial in trials] == [(0, 4), (1, 1)]
+        runs = ledger.runs(trials, "accuracy")
+        assert [run.validation for number in runs for run in runs[number].values()] == [0.9, 0.4]
 
 
 # Bad input.
@@ -382,6 +441,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**HEADS, "fidelity": {"train.steps": [4, 1]}}, "search.fidelity.train.steps: takes at least two"),
     ({**HEADS, "fidelity": {"train.step": [1, 4]}}, "search.fidelity: unknown key 'train.step'; did you mean"),
     ({**HEADS, "fidelity": {"train.steps": [1, 2], "model.d_model": [4, 8, 16]}}, "all keys need as many values"),
+    ({**HEADS, "model.heads": {"choice": [2, 4]}, "fidelity": {"model.d_model": [7, 8]}},
+     "search: none of 4 candidates drawn is feasible, such as model.expand_v="),
     ({**HEADS, "fidelity": {"keep": 0.5}}, "search.fidelity: needs a key such as"),
     ({**HEADS, "finalists": 3, "fidelity": {"train.steps": [1, 4]}}, "fewer than finalists 3"),
     ({"train.steps": {"choice": [2, 4]}, "fidelity": {"train.steps": [1, 4]}}, "fidelity.train.steps: is searched"),

@@ -60,7 +60,7 @@ NEAREST = [
     ({"arms": {"x": {"modle": {}}}}, "arms.x: unknown key 'modle'; did you mean 'model'?"),
     ({"arms": {"x": {"model": {"d_modl": 8}}}}, "arms.x: unknown model key 'd_modl'; did you mean 'd_model'?"),
     ({"arms": {"x": {"train": {"step": 8}}}}, "arms.x: unknown train key 'step'; did you mean 'steps'?"),
-    ({"arms": {"x": {"rule": {"dd": 0}}}}, "arms.x: unknown knob of rule 'comba' 'dd'; did you mean 'd'?"),
+    ({"arms": {"x": {"rule": {"dd": 0}}}}, "arms.x: rule 'comba': unknown knob 'dd'; did you mean 'd'?"),
     ({"arms": {"x": {"rule": {"d": "heads"}}}}, "comba.d: unknown gate 'heads'; did you mean 'head'?"),
     ({"arms": {"x": {"rule": {"d": {"head": {"int": 1}}}}}}, "did you mean 'init'?"),
     ({"arms": {"x": {"rule": {"transition": "ipl"}}}}, "unknown option 'ipl'; did you mean 'iplr'?"),
@@ -642,9 +642,9 @@ def test_code_numerics_version_and_corpus_change_the_identity(
     assert key(plan()) == before
 
     corpus.write_bytes(bytes(range(256)) * 4 + b"!")
-    from deltalab.tasks.text import load
+    from deltalab.tasks.text import opened
 
-    load.cache_clear()
+    opened.cache_clear()
     assert key(plan(**text)) != of_text
 
 

@@ -18,7 +18,7 @@ import deltalab_dashboard
 from deltalab import cli
 from deltalab.errors import InputError
 from deltalab.store import ArmRecord, RuleRecord, Store, TrialRecord, database
-from deltalab.store.trainings import curves, measured, record, trainings
+from deltalab.store.trainings import add_evaluations, curves, measured, record, trainings
 from deltalab.study.report import report
 
 APP = Path(deltalab_dashboard.__file__).parent / "app.py"
@@ -156,6 +156,18 @@ def test_the_report_ends_with_the_trainings(store: Store, tmp_path: Path) -> Non
     console.print(found)
     said = console.export_text()
     assert said.index("Trainings of exported folders") < said.index("394,000,000")
+
+
+def test_a_narrow_terminal_shows_whole_headings_and_figures_of_a_training(store: Store, tmp_path: Path) -> None:
+    study = begin(store)
+    record(store, run_folder(tmp_path / "comba-340M-with-a-long-name"))
+    add_evaluations(store, "r1", [{"step": 4, "task": "loss", "metric": "bits_per_byte@2048", "value": 1.25}])
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(report(store, study))
+    said = console.export_text()
+    words = said[said.index("Trainings of exported folders") :].split()
+    assert {"parameters", "tokens", "validation", "tokens/s", "394,000,000", "4.7500"} <= set(words)
+    assert "- comba-340M-with-a-long-name: loss bits_per_byte@2048 1.25" in said
 
 
 def test_a_ledger_of_the_first_revision_is_upgraded_and_keeps_its_rows(tmp_path: Path) -> None:

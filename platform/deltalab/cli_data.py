@@ -76,6 +76,13 @@ def data_pack(
     for name in SPLITS[1:]:
         if not found.split(name).documents:
             print(f"note: no document fell into {name}: more documents, or --separator, would help", file=sys.stderr)
+    for source in found.meta["sources"]:
+        if other := source.get("not_utf8"):  # folders of earlier versions do not count them
+            print(
+                f"note: {source['source']}: {other:,} of {source['documents']:,} documents are not UTF-8 text; their "
+                "bytes were packed as they are",
+                file=sys.stderr,
+            )
     _show(found, as_json)
 
 

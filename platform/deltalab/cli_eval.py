@@ -1,6 +1,7 @@
 """The command `platform eval`."""
 
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -49,10 +50,14 @@ def evaluate(
     with evaluating.opened(directory) as folder:
         data = data or folder.data
         chosen = [task.strip() for task in (tasks or "").split(",") if task.strip()]
+        read = None if data is None else evaluating.packed(data)
+        left_out: dict[str, str] = {}
+        if not chosen:
+            chosen, left_out = evaluating.askable(folder, read, split=split, length=length)
         results = evaluating.evaluate(
             folder,
             chosen,
-            data=None if data is None else evaluating.packed(data),
+            data=read,
             split=split,
             length=length,
             limit=limit,
@@ -70,6 +75,8 @@ def evaluate(
                 said += ", also in the ledger"
             else:
                 said += f"; the ledger has no training {folder.training}: `platform db import RUN` records it"
+    for task, reason in left_out.items():
+        print(f"left out {task}: {reason}", file=sys.stderr)
     if as_json:
         print(json.dumps([asdict(result) for result in results]))
         return

@@ -52,23 +52,30 @@ def export(
     from deltalab.export.write import export as write
 
     folder = Path(source)
-    if folder.is_dir() and holds_a_model(folder):
+    is_path = "/" in source and not source.endswith((".yaml", ".yml"))
+    if is_path or (folder.is_dir() and holds_a_model(folder)):
+        found, said = from_folder(folder), source
         for option, given in (("--arm", arm), ("--best", best), ("--task", task), ("--profile", profile)):
             if given:
                 raise InputError(f"{option} is for a study; {source} is a folder, which holds one model")
-        found, said = from_folder(folder), source
     else:
         from deltalab.export.best_run import best_run
         from deltalab.store import Store
 
-        if folder.is_dir() and "/" in source:
-            from_folder(folder)
+        try:
+            with Store.open(db, create=False) as store:
+                study = find_study(store, source, profile).id
+        except InputError as error:
+            if folder.is_dir():
+                raise InputError(f"{source}: the folder holds no model, and no study is found: {error}") from None
+            raise
         with Store.open(db, create=False) as store:
-            chosen = best_run(store, find_study(store, source, profile).id, arm=arm, best=best, task=task)
+            chosen = best_run(store, study, arm=arm, best=best, task=task)
         found, said = chosen.source, chosen.said
     written = write(found, directory, to=to, scale=scale, given=settings or [], weights=weights, tokenizer=tokenizer)
     print(said)
     for note in written.notes:
         print(f"- {note}")
     trained = "with its weights" if written.trained else "untrained"
-    print(f"{directory}: {written.parameters:,} parameters, {trained}; recipe.yaml says how to train it")
+    how = "a model of FLA, which platform train does not take" if to == "fla" else "recipe.yaml says how to train it"
+    print(f"{directory}: {written.parameters:,} parameters, {trained}; {how}")

@@ -14,7 +14,8 @@ def train(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that platform export wrote.")],
     data: Annotated[Path | None, typer.Option("--data", help="Packed data, from platform data pack.")] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", help="The run's folder; DIR/runs/NAME by default, the same for one command.")
+        Path | None,
+        typer.Option("--out", help="The run's folder; by default DIR/runs/NAME, with a NAME derived from the command."),
     ] = None,
     engine: Annotated[
         str, typer.Option("--engine", help="torchtitan, or accelerate (transformers' Trainer).")
@@ -30,7 +31,9 @@ def train(
     settings: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="KEY=VALUE", help="Change a key of the recipe, such as optimizer.lr; repeatable."
+            "--set",
+            metavar="KEY=VALUE",
+            help="Change a key of the recipe for this run, such as optimizer.lr; repeatable.",
         ),
     ] = None,
     trial: Annotated[

@@ -22,11 +22,10 @@ from deltalab.export.folders import from_folder
 from deltalab.export.retrain import load_rules, read_recipe
 from deltalab.export.write import export
 from deltalab.models.model import Model
-from deltalab.models.spec import ModelSpec
 from deltalab.needles import questions
 from deltalab.packed import Packed, Split
 from deltalab.registry import get_task
-from deltalab.tasks import IGNORE
+from deltalab.tasks import IGNORE, Task
 from deltalab.training.evaluation import EVALUATION_SEED
 
 OWN = ("loss", "needle", "needle_text", "proxy")
@@ -37,6 +36,10 @@ TIMES = (1, 2, 4)
 
 LIMIT = 64
 """Examples of each of our tasks and lengths, unless a user asks for others."""
+
+NO_DATA = "it needs packed data: give --data PACKED"
+NO_LENGTH = "no recipe says how long a training sequence is: give --length"
+NO_TOKENIZER = "export it with --tokenizer"
 
 FILE = "evaluations.json"
 TOKENS_AT_ONCE = 2**14
@@ -56,13 +59,15 @@ class Result:
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder that transformers loads. training: the id of the run that trained it, and step, where they are known.
+    """A folder that transformers loads. named: the folder that the user named, for messages.
 
-    run: the folder of this run, if it is that what a user named, else None. recipe: of the export, empty without one.
-    data: the packed data that it was trained on, where they are known and still there.
+    recipe: of the export, empty without one. training, step: the id of the run that trained it, and of how many steps,
+    where they are known. run: the folder of this run where the user named it or its checkpoint, else None. data: the
+    packed data that it was trained on, where they are known and still there.
     """
 
     path: Path
+    named: Path
     recipe: Mapping[str, Any]
     training: str | None
     step: int | None
@@ -90,14 +95,14 @@ class Folder:
         try:
             model = AutoModelForCausalLM.from_pretrained(self.path, trust_remote_code=True, dtype=dtype)
         except (OSError, ValueError, RuntimeError) as error:
-            raise InputError(f"{self.path}: cannot be loaded: {' '.join(str(error).split())}") from None
+            raise InputError(f"{self.named}: cannot be loaded: {' '.join(str(error).split())}") from None
         return model.to(self.device).eval()
 
     @cached_property
     def tokenizer(self) -> Any:
         """The folder's tokenizer. Raises `InputError` where it has none."""
         if not (self.path / "tokenizer.json").is_file():
-            raise InputError(f"{self.path}: has no tokenizer; export it with --tokenizer")
+            raise InputError(f"{self.named}: has no tokenizer: {NO_TOKENIZER}")
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(self.path, trust_remote_code=True)
@@ -126,9 +131,9 @@ def opened(folder: Path) -> Iterator[Folder]:
         with tempfile.TemporaryDirectory() as made:
             path = Path(made) / "exported"
             export(source, path)
-            step = int(str(source.provenance["checkpoint"]).removeprefix("step-"))
             origin = source.provenance
-            yield Folder(path, source.recipe, str(origin["training"]), step, run, _trained_on(origin))
+            step = int(str(origin["checkpoint"]).removeprefix("step-"))
+            yield Folder(path, folder, source.recipe, str(origin["training"]), step, run, _trained_on(origin))
         return
     config = _config(folder)
     recipe = read_recipe(folder) if (folder / "recipe.yaml").is_file() else {}
@@ -137,7 +142,13 @@ def opened(folder: Path) -> Iterator[Folder]:
     origin = {**(config.get("provenance") or {}), **(recipe.get("provenance") or {})}
     checkpoint = re.fullmatch(r"step-(\d+)", str(origin.get("checkpoint")))
     yield Folder(
-        folder, recipe, origin.get("training"), int(checkpoint[1]) if checkpoint else None, None, _trained_on(origin)
+        folder,
+        folder,
+        recipe,
+        origin.get("training"),
+        int(checkpoint[1]) if checkpoint else None,
+        None,
+        _trained_on(origin),
     )
 
 
@@ -151,27 +162,25 @@ def evaluate(
     limit: int | None = None,
     include: Path | None = None,
 ) -> list[Result]:
-    """Measures the tasks, of which the empty list means those of ours that can be asked of the folder.
+    """Measures the tasks.
 
-    `loss` needs packed data; `needle` a tokenizer; `needle_text` both; `proxy` a folder exported from a study and not
-    resized. Other names are tasks of lm-evaluation-harness, or its YAML files. length: tokens of a training
-    sequence, where the folder's recipe does not say. limit: examples of each task. include: a folder with YAML files of
-    further tasks.
+    `loss` needs packed data; `needle` a tokenizer; `needle_text` both; `proxy` a folder that was exported from a study
+    and whose vocabulary is still the task's. Other names are tasks of lm-evaluation-harness, or its YAML files. length:
+    tokens of a training sequence; by default, what the folder's recipe says. limit: examples of each task. include: a
+    folder with YAML files of further tasks.
 
     Raises `InputError` for a task that there is not, and for one that lacks what it needs.
     """
     if data is not None:
         _require_same_tokenizer(folder, data)
     length = length or folder.length
-    if not tasks:
-        tasks = askable(folder, data)
     results: list[Result] = []
     needs_length = [task for task in tasks if task in ("loss", "needle", "needle_text")]
     if needs_length and length is None:
-        raise InputError(f"{folder.path}: no recipe says how long a training sequence is: give --length")
+        raise InputError(f"{folder.named}: {NO_LENGTH}")
     for task in tasks:
         if task in ("loss", "needle_text") and data is None:
-            raise InputError(f"task '{task}' needs packed data: give --data PACKED")
+            raise InputError(f"task '{task}': {NO_DATA}")
         examples = limit or LIMIT
         if task == "loss" and data is not None:
             results += loss(folder, data.split(split), f"{task}", length or 0, examples)
@@ -186,21 +195,37 @@ def evaluate(
     return results
 
 
-def askable(folder: Folder, data: Packed | None) -> list[str]:
-    """Our tasks that a folder can be asked. Raises `InputError` where there is none."""
+def askable(
+    folder: Folder, data: Packed | None, *, split: str = "validation", length: int | None = None
+) -> tuple[list[str], dict[str, str]]:
+    """Our tasks that a folder can be asked, and why not for each of the others.
+
+    Raises `InputError` where there is none.
+    """
+    length = length or folder.length
     tokenizer = (folder.path / "tokenizer.json").is_file()
-    able = {
-        "loss": data is not None,
-        "needle": tokenizer,
-        "needle_text": tokenizer and data is not None,
-        "proxy": _proxy_task(folder) is not None,
-    }
-    if not any(able.values()):
-        raise InputError(
-            f"{folder.path}: has no tokenizer and comes from no proxy task: give --data PACKED, or export it with "
-            "--tokenizer"
-        )
-    return [task for task in OWN if able[task]]
+    texts = None if data is None else data.split(split)
+    why_not: dict[str, str] = {}
+    if length is None:
+        why_not = dict.fromkeys(("loss", "needle", "needle_text"), NO_LENGTH)
+    else:
+        if texts is None:
+            why_not["loss"] = NO_DATA
+        elif not texts.rows(length):
+            why_not["loss"] = _too_short(texts, length)
+        for task, filler in (("needle", None), ("needle_text", texts)):
+            if not tokenizer:
+                why_not[task] = f"the folder has no tokenizer: {NO_TOKENIZER}"
+            elif task == "needle_text" and texts is None:
+                why_not[task] = NO_DATA
+            elif not any(q for times in TIMES for q in questions(folder.encode, times * length, 1, filler=filler)):
+                why_not[task] = _no_room(length, filler)
+    if isinstance(found := _proxy_task(folder), str):
+        why_not["proxy"] = found
+    if len(why_not) == len(OWN):
+        reasons = "; ".join(f"{task}: {reason}" for task, reason in why_not.items())
+        raise InputError(f"{folder.named}: none of our tasks can be asked of it: {reasons}")
+    return [task for task in OWN if task not in why_not], why_not
 
 
 def loss(folder: Folder, split: Split, task: str, length: int, examples: int) -> list[Result]:
@@ -214,7 +239,7 @@ def loss(folder: Folder, split: Split, task: str, length: int, examples: int) ->
     Raises `InputError` where it is too short for a single row of the training's length.
     """
     if not split.rows(length):
-        raise InputError(f"the split has {split.tokens} tokens, and a row of {length} needs one more: give --length")
+        raise InputError(f"task '{task}': {_too_short(split, length)}")
     results: list[Result] = []
     bits = split.tokens / (math.log(2) * split.bytes)
     by_place = torch.zeros(0)
@@ -252,7 +277,7 @@ def needle(folder: Folder, task: str, length: int, examples: int, filler: Split 
     """`exact_match`, the share of numbers that greedy decoding gets right, and `accuracy`, the share of their tokens
     that are right after the right ones before; at 1, 2 and 4 times the training's length.
 
-    Raises `InputError` where the training's length is too short for a needle and its question.
+    Raises `InputError` where even the longest text is too short for a needle and its question.
     """
     results: list[Result] = []
     for times in TIMES:
@@ -267,18 +292,18 @@ def needle(folder: Folder, task: str, length: int, examples: int, filler: Split 
             results.append(Result(folder.step, task, f"exact_match@{times * length}", whole / asked, asked))
             results.append(Result(folder.step, task, f"accuracy@{times * length}", right / tokens, asked))
     if not results:
-        raise InputError(f"task '{task}': a needle and its question do not fit into {TIMES[-1] * length} tokens")
+        raise InputError(f"task '{task}': {_no_room(length, filler)}")
     return results
 
 
 def proxy(folder: Folder) -> list[Result]:
     """The metrics on the test split of the proxy task that the folder comes from, over as many batches as its trial.
 
-    Raises `InputError` where it comes from none, or was resized for another vocabulary.
+    Raises `InputError` where it comes from none, or its vocabulary is another.
     """
     task = _proxy_task(folder)
-    if task is None:
-        raise InputError(f"{folder.path}: comes from no proxy task, or was given another vocabulary")
+    if isinstance(task, str):
+        raise InputError(f"task 'proxy': {folder.named}: {task}")
     found = from_folder(folder.path)
     assert found.weights is not None
     model = Model(found.model)
@@ -391,15 +416,31 @@ def _trained_on(provenance: Mapping[str, Any]) -> Path | None:
     return folder if folder is not None and folder.is_dir() else None
 
 
-def _proxy_task(folder: Folder) -> Any:
+def _proxy_task(folder: Folder) -> Task | str:
+    """The proxy task that a folder comes from, or why its model cannot be asked it."""
     trial = folder.recipe.get("trial")
     if not isinstance(trial, Mapping):
-        return None
+        return "the model does not come from a study"
     load_rules(folder.path)
-    config = _config(folder.path)
-    task = get_task(trial["task"]["name"], **trial["task"]["parameters"])
-    same = task.vocab_size == ModelSpec.of(trial["model"]).vocab_size == config["vocab_size"]
-    return task if same and task.readout == "position" else None
+    vocabulary = int(_config(folder.path)["vocab_size"])
+    try:
+        task = get_task(trial["task"]["name"], **trial["task"]["parameters"])
+    except InputError as error:  # such as for a task of a plugin that this machine lacks
+        return str(error)
+    if task.readout != "position":
+        return f"task '{task.name}' asks for one answer at the end, and the model gives one at each position"
+    if vocabulary != task.vocab_size:
+        return f"the model's vocabulary has {vocabulary} ids now, and that of task '{task.name}' {task.vocab_size}"
+    return task
+
+
+def _too_short(split: Split, length: int) -> str:
+    return f"the split has {split.tokens} tokens, and a row takes {length + 1}: give --length, or another --split"
+
+
+def _no_room(length: int, filler: Split | None) -> str:
+    or_else = "" if filler is None else ", or the split is too short to fill them"
+    return f"a needle and its question do not fit into {TIMES[-1] * length} tokens{or_else}: give --length"
 
 
 def _require_same_tokenizer(folder: Folder, data: Packed) -> None:
@@ -407,12 +448,12 @@ def _require_same_tokenizer(folder: Folder, data: Packed) -> None:
     if isinstance(own, Mapping) and own.get("sha256") not in (None, data.tokenizer["sha256"]):
         raise InputError(
             f"{data.folder}: is packed with another tokenizer, '{data.tokenizer['name']}' of "
-            f"{data.tokenizer['vocab_size']} ids, than {folder.path}: '{own.get('name', own.get('kind'))}' of "
+            f"{data.tokenizer['vocab_size']} ids, than {folder.named}: '{own.get('name', own.get('kind'))}' of "
             f"{own.get('vocab_size')}"
         )
     if data.tokenizer["vocab_size"] > int(_config(folder.path)["vocab_size"]):
         raise InputError(
-            f"{data.folder}: has {data.tokenizer['vocab_size']} token ids, and the model of {folder.path} "
+            f"{data.folder}: has {data.tokenizer['vocab_size']} token ids, and the model of {folder.named} "
             f"{_config(folder.path)['vocab_size']}"
         )
 
@@ -424,7 +465,8 @@ def _config(folder: Path) -> dict[str, Any]:
             return dict(config)
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    raise InputError(f"{folder}: neither a folder of `platform export` nor a run of `platform train`")
+    why = "neither a folder of `platform export` nor a run of `platform train`" if folder.is_dir() else "no such folder"
+    raise InputError(f"{folder}: {why}")
 
 
 def _task_of(file: Path) -> str:

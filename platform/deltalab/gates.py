@@ -121,7 +121,7 @@ class Gate:
         names = [name for name, _ in self.options]
         for name, number in given.items():
             if name not in names:
-                raise unknown(f"option of gate '{self.kind}'", name, names, where=where)
+                raise unknown("option", name, names, where=f"{where}: gate '{self.kind}'")
             if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
                 raise InputError(f"{where}: {self.kind}.{name} takes a finite number, not {number!r}")
         try:

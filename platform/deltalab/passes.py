@@ -101,8 +101,15 @@ def read_values(run: Run, transition: Transition, x: Operands, *, state: State |
     x = filled(transition, x)
     given = {f.name: value for f in fields(x) if f.name != "r" and isinstance(value := getattr(x, f.name), Tensor)}
     first = x.u.new_zeros(x.k.shape[0], x.k.shape[2], x.k.shape[3], x.u.shape[3]) if state is None else state[0]
-    o, last = _ReadValues.apply(run, transition, tuple(given), x.r, first, *given.values())  # type: ignore[no-untyped-call]
+    o, last = _read_values(run, transition, tuple(given), x.r, first, *given.values())
     return o, (last,)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _read_values(*given: Any) -> tuple[Tensor, Tensor]:
+    """`_ReadValues` outside of compiled code, which cannot differentiate within its forward pass."""
+    found: tuple[Tensor, Tensor] = _ReadValues.apply(*given)  # type: ignore[no-untyped-call]
+    return found
 
 
 class _ReadValues(torch.autograd.Function):

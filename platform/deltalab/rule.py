@@ -352,7 +352,7 @@ class UpdateRule:
         chosen: dict[str, Option] = {}
         for name, given in knobs.items():
             if name not in options:
-                raise unknown(f"knob of rule '{cls.name}'", name, options)
+                raise unknown("knob", name, options, where=f"rule '{cls.name}'")
             chosen[name] = _choose(given, options[name], where=f"{cls.name}.{name}")
         return cls(**cast(Any, chosen))
 
@@ -364,7 +364,7 @@ class UpdateRule:
         """
         options = cls.options()
         if name not in options:
-            raise unknown(f"knob of rule '{cls.name}'", name, options)
+            raise unknown("knob", name, options, where=f"rule '{cls.name}'")
         for option in options[name]:
             if option is False or (isinstance(option, Gate) and option.constant):
                 return option

@@ -64,7 +64,8 @@ def pack(
 
     The SHA-256 of a document's text decides its split, so that splits share no text: the first 64 bits as a fraction of
     2^64 lie in the split's share of [0, 1). Of equal documents the first is kept; an empty one is left out. A document
-    ends with the tokenizer's end-of-document token, if it has one. workers: threads that tokenize.
+    ends with the tokenizer's end-of-document token, if it has one. The tokenizer `bytes` takes text in any encoding;
+    `meta.json` counts the documents of each source that are not UTF-8. workers: threads that tokenize.
 
     Raises `InputError` for sources that cannot be read or hold no text, for a tokenizer that there is not, for a text
     that it cannot take, for a folder with other contents or packed with other settings, for sources that changed before
@@ -120,7 +121,7 @@ def _write(
     settings: Mapping[str, Any],
 ) -> list[dict[str, int]]:
     """Writes every document that is not in a finished shard. For each source, counts what it gave."""
-    seen, counts = Seen(), [{"documents": 0, "duplicates": 0, "bytes": 0} for _ in sources]
+    seen, counts = Seen(), [{"documents": 0, "duplicates": 0, "bytes": 0, "not_utf8": 0} for _ in sources]
     tokens = sum(shard["tokens"] for split in shards.values() for shard in split.finished)
     for batch in _batches(sources, reading, shares):
         fresh = seen.new(np.array([int.from_bytes(document.digest[8:16]) for document in batch], np.uint64))
@@ -129,6 +130,7 @@ def _write(
             count = counts[document.source]
             count["documents"] += 1
             count["bytes"] += len(document.text)
+            count["not_utf8"] += not _is_utf8(document.text)
             if not first:
                 count["duplicates"] += 1
             elif _passed(shards[document.split], document.digest, out):
@@ -163,6 +165,14 @@ def _batches(sources: list[Source], reading: Reading, shares: Mapping[str, float
         before += source.size or 0
     if batch:
         yield batch
+
+
+def _is_utf8(text: bytes) -> bool:
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _split(digest: bytes, shares: Mapping[str, float]) -> str:

@@ -66,7 +66,7 @@ def _distributed(folder: Path) -> dict[str, Tensor]:
     if not found:
         raise InputError(f"{folder}: holds no weights of a model")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is one process, which is meant
+        warnings.simplefilter("ignore")  # it warns that there is one process, as intended
         load(found, checkpoint_id=folder, no_dist=True)
     # Accelerate names the model's state dict "model" once more.
     twice = all(name.startswith("model.model.") for name in found)

@@ -5,7 +5,6 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
-import math
 import os
 import platform
 import shlex
@@ -28,13 +27,14 @@ import yaml
 from deltalab import __version__
 from deltalab.engines import checkpoints
 from deltalab.engines.deltalab_train.lock import FILE as LOCK
-from deltalab.engines.deltalab_train.recipe import CHOICES, KEYS, complete, micro
 from deltalab.engines.torchtitan import PACKAGE, WHERE, package
 from deltalab.errors import InputError, unknown
+from deltalab.export.recipe import changed, check, flat
 from deltalab.export.retrain import load_rules, read_recipe
 from deltalab.export.scales import parameters
 from deltalab.models.spec import ModelSpec
 from deltalab.packed import Packed
+from deltalab.recipe import KEYS, complete, micro, settings
 from deltalab.study.spec import read_yaml
 
 ENGINES = {"torchtitan": ("torchtitan",), "accelerate": ("accelerate", "transformers")}
@@ -113,7 +113,7 @@ def prepare(
     gpus = found if gpus is None else gpus
     if gpus > found:
         raise InputError(f"--gpus {gpus}: this machine has {found}; --gpus 0 trains on its CPUs")
-    recipe = _settled(written, steps, given)
+    recipe = _settled(folder, written, steps, given)
     _enough_rows(recipe, data, packed)
     world = (gpus or processes) * nodes.count
     try:
@@ -170,10 +170,12 @@ def prepare(
 def start(launch: Launch, *, say: Callable[[str], None] = print, record: Callable[[Path], None] | None = None) -> int:
     """Trains to the end, from the newest complete checkpoint where there is one. Returns the engine's exit status.
 
-    say: takes each line of progress. record: is called with the run's folder while training goes on, and at its end.
+    say: takes each line of progress. record: is called with the run's folder at the start, while training goes on, and
+    at the end, however it ends.
 
     Raises `InputError` while another process trains the run, and for a disk that is full.
     """
+    record = record or (lambda run: None)
     run = launch.run
     run.mkdir(parents=True, exist_ok=True)
     with _alone(run):
@@ -183,10 +185,14 @@ def start(launch: Launch, *, say: Callable[[str], None] = print, record: Callabl
         whole = checkpoints.complete(run)
         say(f"from {whole[-1].name}" if whole else "from the start")
         _write(launch)
-        say(launch.text())
-        status = _follow(launch, say, record)
-    if record is not None:
         record(run)
+        if whole and int(whole[-1].name.removeprefix("step-")) >= launch.recipe["steps"]:
+            return 0  # starting the engine would take minutes
+        say(launch.text())
+        try:
+            status = _follow(launch, say, record)
+        finally:
+            record(run)
     if status:
         raise_from_log(launch)
     return status
@@ -216,7 +222,10 @@ def _config(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         raise InputError(f"{folder}: not an exported folder: it has no readable config.json") from None
     if not isinstance(config, dict) or config.get("model_type") != "deltalab":
-        raise InputError(f"{folder / 'config.json'}: not a model of deltalab")
+        raise InputError(
+            f"{folder / 'config.json'}: not a model of deltalab; a checkpoint of FLA becomes such by `platform export "
+            f"{folder} DIR --to torchtitan`"
+        )
     return config
 
 
@@ -254,13 +263,23 @@ def _installed(engine: str) -> str:
         have = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
         if have <= (2, 11):
             raise InputError(
-                f"torchtitan {version} needs torch above 2.11, not {torch.__version__}: pip install torchtitan==0.2.2"
+                f"torchtitan {version} needs torch above 2.11, not {torch.__version__}; for older torch, install "
+                "torchtitan 0.2.2"
             )
     return version
 
 
-def _settled(written: Mapping[str, Any], steps: int | None, given: Sequence[str]) -> dict[str, Any]:
-    """The recipe with what the user asks for. Raises `InputError` for keys and values that no recipe has."""
+def _settled(folder: Path, written: Mapping[str, Any], steps: int | None, given: Sequence[str]) -> dict[str, Any]:
+    """The folder's recipe with what the user asks for.
+
+    Raises `InputError` for keys that no recipe has, and for values that they do not take.
+    """
+    for part, default in KEYS.items():
+        for name in (written.get(part) or {}) if isinstance(default, Mapping) else ():
+            if name not in default:
+                raise unknown("setting", f"{part}.{name}", settings(), where=str(folder / "recipe.yaml"))
+    for key, value in flat(written).items():
+        check(key, value, where=f"{folder / 'recipe.yaml'}: {key}")
     asked: dict[str, Any] = {}
     for pair in given:
         key, equals, text = pair.partition("=")
@@ -269,70 +288,7 @@ def _settled(written: Mapping[str, Any], steps: int | None, given: Sequence[str]
         asked[key] = read_yaml(text, where=f"--set {key}")
     if steps is not None:
         asked["steps"] = steps
-    recipe = {
-        key: dict(value) if isinstance(value, Mapping) else value for key, value in written.items() if key in KEYS
-    }
-    known = [f"{name}.{key}" for name, part in KEYS.items() if isinstance(part, dict) for key in part]
-    known += [name for name, part in KEYS.items() if not isinstance(part, dict)]
-    for key, value in asked.items():
-        if key not in known:
-            raise unknown("setting", key, known, where="--set")
-        part, dot, name = key.partition(".")
-        if dot:
-            recipe.setdefault(part, {})[name] = value
-        else:
-            recipe[part] = value
-    if "steps" in asked and "schedule.warmup_steps" not in asked and written.get("steps"):
-        share = (written.get("schedule") or {}).get("warmup_steps", 0) / written["steps"]
-        recipe.setdefault("schedule", {})["warmup_steps"] = (
-            round(share * asked["steps"]) if _whole(asked["steps"]) else 0
-        )
-    whole = complete({key: value for key, value in recipe.items() if key != "steps"} | {"steps": _steps(recipe)})
-    _check(whole)
-    return whole
-
-
-def _steps(recipe: Mapping[str, Any]) -> int:
-    steps = recipe.get("steps", KEYS["steps"])
-    if not _whole(steps):
-        raise InputError(f"steps must be a whole number of at least 1, not {steps!r}")
-    return int(steps)
-
-
-def _check(recipe: Mapping[str, Any]) -> None:
-    flat = {
-        f"{name}.{key}" if key else name: value
-        for name, part in recipe.items()
-        for key, value in (part.items() if isinstance(part, Mapping) else [("", part)])
-    }
-    for key, value in flat.items():
-        if key in CHOICES:
-            if value not in CHOICES[key]:
-                raise unknown(key.split(".")[-1], value, CHOICES[key], where=key)
-        elif key in ("batch.sequences", "batch.length", "log.every", "checkpoint.every", "validation.every") or (
-            key == "batch.micro" and value is not None
-        ):
-            if not _whole(value):
-                raise InputError(f"{key} must be a whole number of at least 1, not {value!r}")
-        elif key == "checkpoint.keep":
-            if not _whole(value) or value < 2:
-                raise InputError(f"{key} must be at least 2, not {value!r}: the newest may still be being written")
-        elif key in ("activation_checkpointing", "compile", "graphs"):
-            if not isinstance(value, bool):
-                raise InputError(f"{key} must be true or false, not {value!r}")
-        elif key == "optimizer.betas":
-            if not isinstance(value, list) or len(value) != 2 or not all(_number(beta) and beta < 1 for beta in value):
-                raise InputError(f"{key} must be two numbers in [0, 1), not {value!r}")
-        elif key not in ("steps", "batch.micro") and not _number(value):
-            raise InputError(f"{key} must be a number of at least 0, not {value!r}")
-
-
-def _whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+    return complete(changed({key: value for key, value in written.items() if key in KEYS}, asked))
 
 
 def _enough_rows(recipe: dict[str, Any], data: Path, packed: Packed) -> None:
@@ -449,8 +405,8 @@ def _alone(run: Path) -> Iterator[None]:
         yield
 
 
-def _follow(launch: Launch, say: Callable[[str], None], record: Callable[[Path], None] | None) -> int:
-    """Runs the command, with its output in `log.txt`, and says how far it is."""
+def _follow(launch: Launch, say: Callable[[str], None], record: Callable[[Path], None]) -> int:
+    """Runs the command, with its output in `log.txt`, says how far it is, and records it now and then."""
     metrics = launch.run / "metrics.jsonl"
     place = _whole_lines(metrics)
     device = {} if launch.gpus else {"CUDA_VISIBLE_DEVICES": ""}
@@ -470,9 +426,9 @@ def _follow(launch: Launch, say: Callable[[str], None], record: Callable[[Path],
                     if progress.news and (now - said > EVERY_SECONDS or progress.news_is_validation):
                         said = now
                         say(progress.line())
-                    if record is not None and now - recorded > RECORD_SECONDS:
+                    if now - recorded > RECORD_SECONDS:
                         recorded = now
-                        record(launch.run)
+                        _try(record, launch.run, say)
                 progress.read(lines)
                 if progress.news:
                     say(progress.line())
@@ -481,6 +437,14 @@ def _follow(launch: Launch, say: Callable[[str], None], record: Callable[[Path],
             child.wait()
             raise
     return child.returncode
+
+
+def _try(record: Callable[[Path], None], run: Path, say: Callable[[str], None]) -> None:
+    """Records a run that goes on. An error, such as of a database that is away, must not end the training."""
+    try:
+        record(run)
+    except Exception as error:
+        say(f"the ledger was not brought up to date: {' '.join(str(error).split())}")
 
 
 def _whole_lines(file: Path) -> int:
@@ -499,7 +463,8 @@ class _Progress:
         self.steps = recipe["steps"]
         self.tokens = recipe["batch"]["sequences"] * recipe["batch"]["length"]
         self.step = 0
-        self.values: dict[tuple[str, str], float | None] = {}
+        self.values: dict[tuple[str, str], tuple[int, float | None]] = {}
+        """(split, name) -> the last step that has a value, and the value."""
         self.news = self.news_is_validation = False
         self.rest = ""
 
@@ -509,11 +474,12 @@ class _Progress:
         for each in whole:
             found = json.loads(each)
             self.step = found["step"]
-            self.values[found["split"], found["name"]] = found["value"]
+            self.values[found["split"], found["name"]] = found["step"], found["value"]
             self.news = True
             self.news_is_validation |= found["split"] == "validation"
 
     def line(self) -> str:
+        """The last values. A loss of an earlier step than the last names its step."""
         self.news = self.news_is_validation = False
         parts = [f"step {self.step}/{self.steps}"]
         for key, form in (
@@ -523,10 +489,11 @@ class _Progress:
             (("train", "mfu"), "{:.1%} of peak"),
             (("train", "memory_gib"), "{:.1f} GiB"),
         ):
-            value = self.values.get(key)
+            step, value = self.values.get(key, (0, None))
             if value is not None and not (key[1] == "mfu" and value < 0.001):
-                parts.append(form.format(value))
-        speed = self.values.get(("train", "tokens_per_second"))
+                earlier = f" (step {step})" if key[1] == "loss" and step != self.step else ""
+                parts.append(form.format(value) + earlier)
+        _, speed = self.values.get(("train", "tokens_per_second"), (0, None))
         if speed and self.step < self.steps:
             parts.append(f"{_duration((self.steps - self.step) * self.tokens / speed)} to go")
         return ", ".join(parts)

@@ -86,8 +86,8 @@ WITHOUT_EFFECT = frozenset({
 def to_fla(spec: ModelSpec, weights: Mapping[str, Tensor] | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The `config.json` of a model of FLA with the same logits, and its weights; no weights where ours are None.
 
-    weights: `Model(spec).state_dict()`. With tied embeddings ours multiplies the last hidden states by d_model ** -0.5.
-    FLA does not, so its output matrix is not tied and holds the factor.
+    weights: `Model(spec).state_dict()`. With tied embeddings ours multiplies the last hidden states by a
+    factor (`ModelSpec.tied_factor`). FLA does not, so its output matrix is not tied and holds the factor.
 
     Raises `InputError` with the reason where FLA has no equal.
     """
@@ -99,7 +99,7 @@ def to_fla(spec: ModelSpec, weights: Mapping[str, Tensor] | None) -> tuple[dict[
         given = [weights[name].detach() for name in part.ours]
         found.update(zip(part.theirs, (value.contiguous() for value in part.split(given)), strict=True))
     embed = weights["embed.weight"].detach()
-    found["lm_head.weight"] = embed * spec.d_model**-0.5 if spec.tie_embeddings else weights["unembed.weight"].detach()
+    found["lm_head.weight"] = embed * spec.tied_factor if spec.tie_embeddings else weights["unembed.weight"].detach()
     return config, found
 
 

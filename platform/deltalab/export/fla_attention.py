@@ -50,8 +50,8 @@ def attention(spec: ModelSpec, model_type: str = "transformer") -> dict[str, Any
         )
     if spec.qk_norm and (model_type != "transformer" or spec.norm_eps != EPS):
         raise InputError(
-            "export to fla: FLA's attention has no equal of model.qk_norm true; it needs false, or attention alone "
-            f"with norm_eps {EPS:g}"
+            "export to fla: FLA's attention has no equal of model.qk_norm true; add `--set model.qk_norm=false`, "
+            f"or let all layers be attention with model.norm_eps {EPS:g}"
         )
     window = getattr(spec.make_rule(), "window")  # noqa: B009
     return {

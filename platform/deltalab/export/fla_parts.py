@@ -129,10 +129,15 @@ def needs(spec: ModelSpec, model_type: str, **allowed: tuple[object, ...]) -> No
     for name, values in allowed.items():
         given = getattr(spec, name)
         if given not in values:
-            wants = " or ".join("null" if value is None else str(value).lower() for value in values)
+            add = " or ".join(f"`--set model.{name}={_yaml(value)}`" for value in values)
             raise InputError(
-                f"export to fla: FLA's {model_type} has no equal of model.{name} {given!r}; it needs {wants}"
+                f"export to fla: FLA's {model_type} has no equal of model.{name} {_yaml(given)}; add {add}, and the "
+                "model starts untrained"
             )
+
+
+def _yaml(value: object) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def plain(spec: ModelSpec, model_type: str, **others: tuple[object, ...]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deltalab.errors import InputError
 from deltalab.export.fla import from_fla
-from deltalab.export.recipe import of_paper
+from deltalab.export.recipe import of_paper, of_run
 from deltalab.export.retrain import load_rules, read_recipe
 from deltalab.export.source import Source
 from deltalab.models.spec import ModelSpec
@@ -29,7 +29,7 @@ def holds_a_model(folder: Path) -> bool:
 
 
 def from_folder(folder: Path) -> Source:
-    """The model of a folder.
+    """The model of a folder, with the recipe that it was or is to be trained by.
 
     folder: one that `platform export` or a loaded model's `save_pretrained` wrote; a run of `platform train`, of which
     the newest checkpoint counts; one of its `checkpoints/step-N`; or a model of FLA.
@@ -82,8 +82,11 @@ def _of_a_run(run: Path, folder: Path) -> Source:
         raise InputError(f"{run / RUN}: trained {exported}, which is not there any more")
     weights = partial(checkpoints.read_checkpoint, checkpoint)
     found = _exported(exported, _json(exported / CONFIG), weights)
+    if not isinstance(about.get("recipe"), dict):
+        raise InputError(f"{run / RUN}: is not that of a run: it has no recipe")
+    recipe = of_run(found.recipe, about["recipe"], run.name)
     trained = {"training": about.get("id"), "checkpoint": checkpoint.name, "data": about.get("data")}
-    return Source(found.model, weights, found.recipe, {**found.provenance, **trained}, {}, found.tokenizer)
+    return Source(found.model, weights, recipe, {**found.provenance, **trained}, {}, found.tokenizer)
 
 
 def _of_fla(folder: Path) -> Source:
@@ -121,6 +124,8 @@ def _json(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except OSError:
+        if not file.parent.is_dir():
+            raise InputError(f"{file.parent}: no such folder") from None
         raise InputError(
             f"{file.parent}: neither an exported folder, a run of platform train, one of its checkpoints, nor a model "
             f"of FLA: it has no {file.name}"

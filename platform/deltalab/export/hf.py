@@ -175,7 +175,7 @@ def _what(spec: ModelSpec, model: Model | None) -> str:
 
 def _how_to_load(model: Model | None, tokenizer: bool) -> str:
     tokens = (
-        "The tokenizer goes along: `AutoTokenizer.from_pretrained(folder)`."
+        "The tokenizer goes along: `AutoTokenizer.from_pretrained(folder, trust_remote_code=True)`."
         if tokenizer
         else "There is no tokenizer: the model takes the token ids of the task or the data that it is trained on."
     )

@@ -13,7 +13,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from deltalab.models.layer import LayerCache, initialize
+from deltalab.models.layer import LayerCache, initialize, shard_gates
 from deltalab.models.model import Block, Model
 from deltalab.models.spec import ModelSpec
 from deltalab.ops.packing import Packing
@@ -143,16 +143,19 @@ class DeltaLabForCausalLM(PreTrainedModel, GenerationMixin):
         number = next(i for i, one in enumerate(self.model.blocks) if one is block)
         return block(*given) if number % self._every_n_layers else self._checkpoint(block.__call__, *given)
 
+    def shard_gates(self) -> None:
+        """Keeps what gates learn in fp32 under FSDP2 with mixed precision; see `models.layer.shard_gates`.
+
+        Call it before `accelerator.prepare`; with a `Trainer`, once that is made and before it trains.
+        """
+        shard_gates(self)
+
     @torch.no_grad()
     def initialize_weights(self) -> None:
         """Starts parameters that the checkpoint lacks as deltalab does, from the seed of torch."""
-        missing = {n: p for n, p in self.model.named_parameters() if not getattr(p, "_is_hf_initialized", False)}
-        if missing:
-            with torch.device("cpu"):
-                fresh = Model(self.config.spec())
-            initialize(fresh, torch.initial_seed())
-            for name, value in missing.items():
-                value.copy_(fresh.get_parameter(name))
+        initialize(
+            self.model, torch.initial_seed(), wanted=lambda value: not getattr(value, "_is_hf_initialized", False)
+        )
 
     @can_return_tuple
     def forward(

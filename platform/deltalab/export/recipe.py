@@ -1,4 +1,4 @@
-"""How an exported model is to be trained: `recipe.yaml`, made of a trial's own training and of a scale's."""
+"""How an exported model is to be trained: `recipe.yaml`, made of a trial's training, a scale and a user's settings."""
 
 import json
 import math
@@ -6,19 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from deltalab.errors import InputError, unknown
-from deltalab.export.scales import COMBA, SCALES, Scale, parameters
+from deltalab.export.scales import COMBA, SCALES, parameters
 from deltalab.models.spec import ModelSpec
+from deltalab.recipe import CHOICES, LEAST, complete, settings
 from deltalab.training.optimizer import EPS
 from deltalab.training.spec import TrainSpec
 
 FILE = "recipe.yaml"
-
-ALLOWED: Mapping[str, Any] = {
-    "optimizer.name": ("adamw",),
-    "schedule.kind": ("cosine",),
-    "precision": ("bf16", "fp32"),
-}
-"""The values of settings that are words."""
 
 
 def of_trial(train: TrainSpec, length: int, seed: int, key: str) -> dict[str, Any]:
@@ -59,6 +53,23 @@ def of_paper(model: ModelSpec) -> dict[str, Any]:
     return rescaled(base, model, model, name, {})
 
 
+def of_run(recipe: Mapping[str, Any], used: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The recipe of an exported folder with the settings that a run of `platform train` had instead.
+
+    used: the recipe in `run.json`. name: of the run, which `origin` names.
+    """
+    new: dict[str, Any] = json.loads(json.dumps(recipe))
+    own, asked = whole(recipe), flat(used)
+    # `every` follows the number of steps: compare with what it would be for the run's.
+    before = {**flat(complete({**recipe, "steps": asked.get("steps", own["steps"])})), "steps": own["steps"]}
+    for key, value in asked.items():
+        # A run measures no more validation rows than its data have, which says nothing of other data.
+        if value != before[key] and key != "validation.sequences":
+            _put(new, key, value)
+            new.setdefault("origin", {})[_name(key)] = {"from": f"platform train, run {name}", "was": before[key]}
+    return new
+
+
 def rescaled(
     recipe: Mapping[str, Any], before: ModelSpec, after: ModelSpec, scale: str | None, given: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -74,76 +85,115 @@ def rescaled(
 
     Raises `InputError` for keys and values that no recipe has.
     """
-    new: dict[str, Any] = json.loads(json.dumps(recipe))
-    origin = new["origin"]
-    share = recipe["schedule"]["warmup_steps"] / recipe["steps"]
+    asked, origin, own = dict(given), dict(recipe.get("origin") or {}), whole(recipe)
     if scale is not None:
-        _to(SCALES[scale], scale, new)
-    if after.d_model != before.d_model:
-        lr = recipe["optimizer"]["lr"]
-        new["optimizer"]["lr"] = lr * before.d_model / after.d_model
+        found, said = _of_scale(scale, own)
+        asked, origin = {**found, **asked}, {**origin, **said}
+    if after.d_model != before.d_model and "optimizer.lr" not in given:
+        asked["optimizer.lr"] = own["optimizer.lr"] * before.d_model / after.d_model
         origin["lr"] = {
             "from": origin.get("lr", {}).get("from", "the source's recipe"),
-            "value": lr,
+            "was": own["optimizer.lr"],
             "scaled": f"lr x ({before.d_model} / {after.d_model}), by width; a rule of thumb, not measured here",
         }
-    for path, value in given.items():
-        _put(new, path, value)
-        origin[path.split(".")[-1] if path.startswith(("optimizer", "schedule")) else path] = {"from": "--set"}
-    if new["steps"] != recipe["steps"] and "schedule.warmup_steps" not in given:
-        new["schedule"]["warmup_steps"] = round(share * new["steps"])
+    new = changed(recipe, asked, prefix="recipe.")
+    if whole(new)["steps"] != own["steps"] and "schedule.warmup_steps" not in given:
         origin["warmup_steps"] = {
             "from": origin.get("warmup_steps", {}).get("from", "the source's recipe"),
-            "value": recipe["schedule"]["warmup_steps"],
-            "scaled": f"{share:.3g} of the steps",
+            "was": own["schedule.warmup_steps"],
+            "scaled": f"{own['schedule.warmup_steps'] / own['steps']:.3g} of the steps",
         }
-    if new["schedule"]["warmup_steps"] > new["steps"]:
-        raise InputError(
-            f"recipe.schedule.warmup_steps {new['schedule']['warmup_steps']} exceed recipe.steps {new['steps']}"
-        )
+    return {**new, "origin": {**origin, **{_name(key): {"from": "--set"} for key in given}}}
+
+
+def changed(recipe: Mapping[str, Any], given: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:
+    """A recipe with other settings, by dotted key. The warm-up keeps its share of the steps, unless it is given.
+
+    prefix: of the keys as a user spells them after `--set`.
+
+    Raises `InputError` for keys that no recipe has, and for values that they do not take.
+    """
+    new: dict[str, Any] = json.loads(json.dumps(recipe))
+    for key, value in given.items():
+        if key not in settings():
+            raise unknown("setting", prefix + key, [prefix + each for each in settings()], where="--set")
+        check(key, value, where=f"--set {prefix}{key}")
+        _put(new, key, value)
+    before, after = whole(recipe), whole(new)
+    if after["steps"] != before["steps"] and "schedule.warmup_steps" not in given:
+        after["schedule.warmup_steps"] = round(before["schedule.warmup_steps"] / before["steps"] * after["steps"])
+        _put(new, "schedule.warmup_steps", after["schedule.warmup_steps"])
+    if after["schedule.warmup_steps"] > after["steps"]:
+        warmup, steps = after["schedule.warmup_steps"], after["steps"]
+        raise InputError(f"{prefix}schedule.warmup_steps {warmup} exceed {prefix}steps {steps}")
     return new
 
 
-def _to(scale: Scale, name: str, recipe: dict[str, Any]) -> None:
-    batch, steps = dict(recipe["batch"]), recipe["steps"]
-    recipe["batch"] = {"sequences": scale.batch // scale.length, "length": scale.length}
-    recipe["steps"] = round(scale.tokens / scale.batch)
-    origin = {"from": f"scale {name}: {scale.source}"}
-    recipe["origin"]["batch"] = {**origin, "value": batch, "scaled": f"{scale.batch:,} tokens a step"}
-    recipe["origin"]["steps"] = {**origin, "value": steps, "scaled": f"{scale.tokens:,.0f} tokens in all"}
+def check(key: str, value: object, *, where: str) -> None:
+    """Raises `InputError` if a setting does not take the value. where: the option or the file that gives it."""
+    default = settings()[key]
+    if value is None and default is None:
+        return
+    if key in CHOICES:
+        if value not in CHOICES[key]:
+            raise unknown("value", value, CHOICES[key], where=where)
+    elif key in LEAST:
+        if not isinstance(value, int) or isinstance(value, bool) or value < LEAST[key]:
+            raise InputError(f"{where}: must be a whole number of at least {LEAST[key]}, not {value!r}")
+    elif isinstance(default, bool):
+        if not isinstance(value, bool):
+            raise InputError(f"{where}: must be true or false, not {value!r}")
+    elif key == "optimizer.betas":
+        if not isinstance(value, list) or len(value) != 2 or not all(_number(beta) and beta < 1 for beta in value):
+            raise InputError(f"{where}: must be two numbers in [0, 1), not {value!r}")
+    elif not _number(value):
+        raise InputError(f"{where}: must be a number of at least 0, not {value!r}")
 
 
-def _put(recipe: dict[str, Any], path: str, value: Any) -> None:
-    known = paths(recipe)
-    if path not in known:
-        raise unknown("setting", f"recipe.{path}", [f"recipe.{each}" for each in known], where="--set")
-    if path in ALLOWED:
-        if value not in ALLOWED[path]:
-            raise unknown(path, value, ALLOWED[path], where=f"--set recipe.{path}")
-    elif path == "optimizer.betas":
-        if not isinstance(value, list) or len(value) != 2 or not all(_number(beta) and 0 <= beta < 1 for beta in value):
-            raise InputError(f"--set recipe.{path} must be two numbers in [0, 1), not {value!r}")
-    elif path in ("steps", "seed", "schedule.warmup_steps", "batch.sequences", "batch.length"):
-        least = 0 if path in ("seed", "schedule.warmup_steps") else 1
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise InputError(f"--set recipe.{path} must be a whole number of at least {least}, not {value!r}")
-    elif not _number(value) or value < 0:
-        raise InputError(f"--set recipe.{path} must be a number of at least 0, not {value!r}")
-    *parents, last = path.split(".")
-    here = recipe
-    for part in parents:
-        here = here[part]
-    here[last] = value
-
-
-def paths(recipe: Mapping[str, Any]) -> list[str]:
-    """The dotted keys of a recipe that a user may set."""
-    found = []
-    for name in ("optimizer", "schedule", "clip", "batch", "steps", "precision", "seed"):
-        part = recipe[name]
-        found += [f"{name}.{key}" for key in part] if isinstance(part, Mapping) else [name]
+def flat(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that a recipe names, by dotted key."""
+    found: dict[str, Any] = {}
+    for key in settings():
+        part, dot, name = key.partition(".")
+        if dot and name in (recipe.get(part) or {}):
+            found[key] = recipe[part][name]
+        elif not dot and part in recipe:
+            found[key] = recipe[part]
     return found
 
 
+def whole(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """All settings by dotted key, with defaults for those that a recipe leaves out."""
+    return {**settings(), **flat(recipe)}
+
+
+def _of_scale(name: str, own: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The settings that a scale changes, and their origin. own: the settings of the source."""
+    scale = SCALES[name]
+    found: dict[str, Any] = {
+        "batch.sequences": scale.batch // scale.length,
+        "batch.length": scale.length,
+        "steps": round(scale.tokens / scale.batch),
+    }
+    if own["batch.micro"] is not None:
+        found["batch.micro"] = None  # it fits the smaller model
+    batch = {"sequences": own["batch.sequences"], "length": own["batch.length"]}
+    origin = {"from": f"scale {name}: {scale.source}"}
+    return found, {
+        "batch": {**origin, "was": batch, "scaled": f"{scale.batch:,} tokens a step"},
+        "steps": {**origin, "was": own["steps"], "scaled": f"{scale.tokens:,.0f} tokens in all"},
+    }
+
+
+def _put(recipe: dict[str, Any], key: str, value: Any) -> None:
+    part, dot, name = key.partition(".")
+    recipe[part] = {**(recipe.get(part) or {}), name: value} if dot else value
+
+
+def _name(key: str) -> str:
+    """What `origin` calls a setting."""
+    return key.removeprefix("optimizer.").removeprefix("schedule.")
+
+
 def _number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0

@@ -57,7 +57,8 @@ def read_recipe(folder: Path) -> Mapping[str, Any]:
     try:
         found = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
     except OSError:
-        raise InputError(f"{folder}: not an exported folder: it has no recipe.yaml") from None
+        why = "not an exported folder: it has no recipe.yaml" if folder.is_dir() else "no such folder"
+        raise InputError(f"{folder}: {why}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise InputError(f"{folder / 'recipe.yaml'}: not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(found, Mapping) or "optimizer" not in found:

@@ -72,7 +72,11 @@ def export(
         )
     resized = model != source.model
     if weights and resized:
-        raise InputError("--weights: the weights are those of another model; without --scale and --set they fit")
+        by = [option for option, used in (("--scale", scale), ("--set", fixed)) if used]
+        raise InputError(
+            f"--weights: the study's weights do not fit a model changed by {' and '.join(by)}; leave "
+            f"{'those' if len(by) > 1 else 'that'} out"
+        )
     if weights and source.weights is None:
         raise InputError("--weights: the source has none, since it is untrained")
     kept = None if resized or weights is False or source.weights is None else source.weights()
@@ -91,14 +95,15 @@ def export(
     if resized:
         recipe["origin"] = {**recipe["origin"], **_resized(source.model, model, scale, fixed)}
     texts = {} if loaded is None else tokenizer_files(*loaded)
+    special = {} if loaded is None else _ids(*loaded)
     if to == "fla":
         config, theirs = to_fla(model, kept)
+        config |= {name: value for name, value in special.items() if name in config}
         write_folder(directory, {"config.json": config, recipes.FILE: recipe, **texts}, theirs if kept else None)
     else:
         if to == "torchtitan":
             # The engines read exported folders, so they stand above this package, which loads them by name.
             texts |= importlib.import_module("deltalab.engines.torchtitan").files(model, recipe)
-        special = {} if loaded is None else _ids(*loaded)
         export_hf(model, kept, directory, provenance=provenance, recipe=recipe, files=texts, special=special)
     return Exported(model, parameters(model), kept is not None, notes)
 
@@ -141,5 +146,5 @@ def _resized(before: ModelSpec, after: ModelSpec, scale: str | None, fixed: Mapp
         old, new = getattr(before, f.name), getattr(after, f.name)
         if old != new and f.name != "rule":
             by = "--set" if f.name in fixed else f"scale {scale}"
-            found[f"model.{f.name}"] = {"from": by, "value": list(old) if isinstance(old, tuple) else old}
+            found[f"model.{f.name}"] = {"from": by, "was": list(old) if isinstance(old, tuple) else old}
     return found

@@ -10,16 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltalab.errors import InputError
+from deltalab.errors import InputError, unknown
 from deltalab.gates import Gate
 from deltalab.models.start import OfGate, Parameters, Ramp, Started, Uniform, linear
 from deltalab.models.start import initialize as initialize
 from deltalab.ops.convolution import FEATURES, LEAST_NORM, Channels, features, fused, fuses, tail_of
-from deltalab.ops.norm import EPS, HeadNorm, RMSNorm
+from deltalab.ops.norm import EPS, HEAD_GATES, HEAD_NORMS, HeadNorm, RMSNorm
 from deltalab.ops.packing import Packing, Sequences
 from deltalab.ops.recurrence import Backend
 from deltalab.ops.rotary import angles, rotate
-from deltalab.ops.scan import apart, joined, scan
+from deltalab.ops.scan import BACKENDS, apart, joined, scan
 from deltalab.registry import get_rule
 from deltalab.rule import State, UpdateRule
 
@@ -112,8 +112,48 @@ class Gates(nn.Module):
             z = projected.get(source)
             if z is None:
                 z = x.new_zeros(self.shapes[name], dtype=dtype)
-            values[name] = gate.value(z, self.learned[source])  # type: ignore[arg-type]
+            value = gate.value(z, self.learned[source])  # type: ignore[arg-type]
+            values[name] = _Contiguous.apply(value) if torch.compiler.is_compiling() else value  # type: ignore[no-untyped-call]
         return values
+
+
+class _Contiguous(torch.autograd.Function):
+    """x itself, whose gradient is contiguous.
+
+    PyTorch's compiler takes the gradient of softplus to be contiguous, which it is only where its upstream gradient is.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.contiguous()
+
+
+def shard_gates(model: nn.Module, **options: Any) -> None:
+    """Shards what the gates of a model's layers learn by FSDP2, in fp32 and as one group. Call it before `fully_shard`.
+
+    These numbers need fp32: the mixed precision of the matrices would round a decay near 1 to 1. Forward passes of the
+    model gather the group when they begin.
+
+    model: the outermost module that is sharded. options: `mesh` and `offload_policy` of `fully_shard`.
+    """
+    # Import late: it takes a second, and few models are sharded.
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    parts = [part for gates in model.modules() if isinstance(gates, Gates) for part in gates.learned.values()]
+    learned = [part for part in parts if any(True for _ in part.parameters())]
+    if not learned:
+        return
+    fully_shard(learned, reshard_after_forward=False, **options)
+    group = learned[0]
+    assert isinstance(group, FSDPModule)
+    untraced: Any = torch.compiler.disable  # as FSDP2's own hooks are
+    model.register_forward_pre_hook(untraced(lambda *_: group.unshard()))
+    # After a backward pass, FSDP2 reshards by itself.
+    model.register_forward_hook(untraced(lambda *_: None if torch.is_grad_enabled() else group.reshard()))
 
 
 def _first(project: nn.Module) -> nn.Linear:
@@ -207,7 +247,8 @@ class RuleLayer(Started):
     norm_eps: what the norms add to a mean square.
     out_std: of the output projection's start, (heads value_dim) ** -0.5 where None.
 
-    Raises `InputError` for a name that no rule has, and where `heads` does not divide d_model and there is no key_dim.
+    Raises `InputError` for a name that no rule has, for settings out of these ranges, and where `heads` does not divide
+    d_model and there is no key_dim.
     """
 
     def __init__(
@@ -236,11 +277,24 @@ class RuleLayer(Started):
         backend: Backend = "auto",
     ) -> None:
         super().__init__()
+        rule = rule if isinstance(rule, UpdateRule) else get_rule(rule)
+        _whole(1, d_model=d_model, heads=heads, key_dim=key_dim, value_dim=value_dim, gate_rank=gate_rank)
+        _whole(1, qk_heads=qk_heads, kv_heads=kv_heads, chunk_size=chunk_size)
+        _whole(0, conv=conv)
+        _kinds(output_norm=output_norm, output_gate=output_gate, features=features, backend=backend)
         if key_dim is None and d_model % heads:
             raise InputError(f"d_model {d_model} must be a multiple of heads {heads}, or give key_dim")
-        rule = rule if isinstance(rule, UpdateRule) else get_rule(rule)
         key_dim = key_dim or d_model // heads
         value_dim = value_dim or key_dim
+        for name, own in (("qk_heads", qk_heads), ("kv_heads", kv_heads)):
+            if own is not None and heads % own:
+                raise InputError(f"{name} must divide heads {heads}, not be {own}")
+        if (qk_heads or heads) < heads and (kv_heads or heads) < heads:
+            raise InputError(f"qk_heads {qk_heads} and kv_heads {kv_heads}: at most one may be less than heads {heads}")
+        if norm_eps < 0:
+            raise InputError(f"norm_eps must be at least 0, not {norm_eps!r}")
+        if rope is not None and (isinstance(rope, bool) or rope <= 1 or key_dim % 2):
+            raise InputError(f"rope takes a base above 1 and an even key_dim, not {rope!r} and {key_dim}")
         self.rule = rule
         self.heads, self.key_dim, self.value_dim = heads, key_dim, value_dim
         self.width, self.rope, self.chunk_size, self.backend = conv, rope, chunk_size, backend
@@ -274,8 +328,9 @@ class RuleLayer(Started):
         cu_seqlens: the bounds [N + 1] of N sequences in a row, 0 first and T last, where B = 1.
         attention_mask [B, T]: 0 for padding, wherever it stands; the others of a row are one sequence. y is 0 there.
 
-        Raises `InputError` for both, or for one that does not fit x.
+        Raises `InputError` for x of another form, for both masks, or for one that does not fit x.
         """
+        self._check(x)
         packing = Packing.of_padded(x, attention_mask, cu_seqlens)
         if packing is None:
             return self.advance(x, cu_seqlens=cu_seqlens)[0]
@@ -289,7 +344,11 @@ class RuleLayer(Started):
         cu_seqlens: as in `forward`; the caches are those of the N sequences then. A model makes their `Sequences` once
         for all layers.
         """
+        self._check(x)
         packed = None if cu_seqlens is None else Sequences.of(cu_seqlens, x)
+        held, due = len(x) if cache is None else len(cache.conv), len(x if packed is None else packed.lengths)
+        if cache is not None and held != due:
+            raise InputError(f"the cache is of {held} sequences, but x holds {due}")
         if packed is not None and cache is not None:
             return self._one_by_one(x, cache, packed)
         taps, past = self.conv if self.width else None, None if cache is None else cache.conv
@@ -328,6 +387,18 @@ class RuleLayer(Started):
             tail = torch.cat([tail, vectors_tail.to(tail)], dim=-1)
         last = x.new_zeros(len(tail), 0, x.shape[2]) if self.shift is None else tail_of(x, None, 1, packed)
         return self.out(self.norm(o, gate)), LayerCache(tail, state, self._places(x, cache, packed), last, unlike)
+
+    def _check(self, x: Tensor) -> None:
+        width = self.qkv.in_features
+        if (
+            not isinstance(x, Tensor)
+            or x.dim() != 3
+            or x.shape[2] != width
+            or 0 in x.shape
+            or not x.is_floating_point()
+        ):
+            given = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+            raise InputError(f"x must be a non-empty floating tensor [B, T, {width}], not {given}")
 
     def _one_by_one(self, x: Tensor, cache: LayerCache, packed: Sequences) -> tuple[Tensor, LayerCache]:
         """`advance` of each of the packed sequences by itself, from its own cache."""
@@ -397,6 +468,19 @@ class RuleLayer(Started):
         if packed is not None:
             return packed.lengths[:, None].long()
         return x.new_full((x.shape[0], 1), x.shape[1], dtype=torch.long) + (0 if cache is None else cache.place)
+
+
+def _whole(least: int, **given: int | None) -> None:
+    for name, value in given.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            raise InputError(f"{name} must be a whole number of at least {least}, not {value!r}")
+
+
+def _kinds(**given: bool | str | None) -> None:
+    allowed = {"output_norm": HEAD_NORMS, "output_gate": HEAD_GATES, "features": FEATURES, "backend": BACKENDS}
+    for name, value in given.items():
+        if not isinstance(value, bool | None) and value not in allowed[name]:
+            raise unknown(name, value, allowed[name])
 
 
 def _shifted(seen: Tensor, length: int, back: int, packed: Sequences | None) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from deltalab.errors import InputError
 from deltalab.models.graphs import BlockGraphs
 from deltalab.models.layer import LayerCache, RuleLayer
-from deltalab.models.spec import ROPE, TIED_WIDTH, ModelSpec
+from deltalab.models.spec import ROPE, ModelSpec
 from deltalab.models.start import Normal, Started, initialize, linear
 from deltalab.ops.backends import automatic
 from deltalab.ops.loss import linear_cross_entropy
@@ -20,11 +20,13 @@ from deltalab.ops.packing import Packing, Sequences
 
 
 class Embedding(Started, nn.Embedding):
-    """Rows of a matrix [V, d], started normal: tokens [B, T] to [B, T, d]."""
+    """Rows of a matrix [V, d], started normal: tokens [B, T] to [B, T, d]; a function to its value of the matrix."""
 
     starts = MappingProxyType({"weight": Normal(1.0)})
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor | Callable[[Tensor], Tensor]) -> Tensor:
+        if not isinstance(tokens, Tensor):
+            return tokens(self.weight)
         embed = automatic(self.weight.device.type).embed
         if embed is None:
             return super().forward(tokens)
@@ -182,6 +184,8 @@ class Model(Started):
 
         Targets that are `ignore` do not count. The logits of all positions are never held at once, and their gradient
         is made in the forward pass. packing: keyword arguments of `features`.
+
+        Raises `InputError` as `features`, and for targets of another shape than tokens.
         """
         return head_loss(self.features(tokens, **packing), self.head, targets, ignore=ignore)
 
@@ -195,8 +199,9 @@ class Model(Started):
     ) -> Tensor:
         """Vectors [B, T, d] whose products with the rows of `head` are the logits; [B, m, d] at places `at` [B, m].
 
-        Raises `InputError` for packed or padded sequences where the readout is `last`.
+        Raises `InputError` for tokens of another form, and for packed or padded sequences where the readout is `last`.
         """
+        _check_tokens(tokens)
         if self.rebuild is None:
             packing = Packing.of_padded(tokens, attention_mask, cu_seqlens)
             if packing is None:
@@ -221,8 +226,10 @@ class Model(Started):
         """Logits [B, T, vocab] for tokens that follow what the cache has seen, and the new cache.
 
         cu_seqlens: as in `RuleLayer.advance`.
-        Raises `InputError` for a model with readout `last`, which needs the whole sequence.
+        Raises `InputError` for tokens or a cache that do not fit, and for a model with readout `last`, which needs the
+        whole sequence.
         """
+        _check_tokens(tokens)
         if self.rebuild is not None:
             raise InputError("model.readout is 'last': a model that rebuilds whole sequences cannot go token by token")
         hidden, cache = self.transform(self.embed(tokens), cache, cu_seqlens=cu_seqlens)
@@ -269,23 +276,26 @@ class Model(Started):
         self.graphs = BlockGraphs(self.blocks)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(self._scaled(hidden), self.head)
+        return self._by_head(lambda head: F.linear(self._scaled(hidden), head))
 
     def cross_entropy(
         self, hidden: Tensor, targets: Tensor, *, ignore: int = -100, count: Tensor | int | None = None
     ) -> Tensor:
         """`linear_cross_entropy` of the logits of hidden states [B, T, d] with targets [B, T]."""
-        return head_loss(self._scaled(hidden), self.head, targets, ignore=ignore, count=count)
+        return self._by_head(lambda head: head_loss(self._scaled(hidden), head, targets, ignore=ignore, count=count))
+
+    def _by_head(self, function: Callable[[Tensor], Tensor]) -> Tensor:
+        """A function's value of the output matrix.
+
+        Accelerate's FSDP2 shards embeddings by themselves, and has their weights only while the module is called.
+        """
+        found: Tensor = self.embed(function) if self.unembed is None else function(self.unembed.weight)
+        return found
 
     def _scaled(self, hidden: Tensor) -> Tensor:
         if self.unembed is not None:
             return hidden
-        # Recall is learned fastest from embeddings of unit scale; the factor gives logits unit scale too. At the start,
-        # the logit of the token that was just read is d times the factor. Wide models bound it, since e^sqrt(d) would
-        # outweigh the whole vocabulary.
-        width = self.spec.d_model
-        factor: float = width**-0.5 if width <= TIED_WIDTH else TIED_WIDTH**0.5 / width
-        return hidden * factor
+        return hidden * self.spec.tied_factor
 
     def state_size(self, length: int) -> int:
         """Elements that all layers hold for one sequence after `length` tokens, counted on the tensors."""
@@ -294,10 +304,22 @@ class Model(Started):
         return sum(layer.numel() for layer in cache)
 
 
+def _check_tokens(tokens: Tensor) -> None:
+    whole = isinstance(tokens, Tensor) and tokens.dtype in (torch.int32, torch.int64)
+    if not whole or tokens.dim() != 2 or 0 in tokens.shape:
+        given = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, Tensor) else f"a {type(tokens).__name__}"
+        raise InputError(f"tokens must be a non-empty tensor [B, T] of whole numbers, not {given}")
+
+
 def head_loss(
     features: Tensor, head: Tensor, targets: Tensor, *, ignore: int = -100, count: Tensor | int | None = None
 ) -> Tensor:
-    """`linear_cross_entropy` of features [B, T, d] and targets [B, T], in the dtype that autocast gives products."""
+    """`linear_cross_entropy` of features [B, T, d] and targets [B, T], in the dtype that autocast gives products.
+
+    Raises `InputError` for targets of another shape.
+    """
+    if targets.shape != features.shape[:-1]:
+        raise InputError(f"targets must be {list(features.shape[:-1])}, one for each token, not {list(targets.shape)}")
     device = features.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else features.dtype
     x = features.flatten(0, 1).to(dtype)

@@ -222,6 +222,14 @@ class ModelSpec:
         key_dim = self.key_dim or self.d_model // self.heads
         return key_dim, max(1, round(key_dim * self.expand_v))
 
+    @property
+    def tied_factor(self) -> float:
+        """The factor of logits from tied embeddings, on embeddings of unit scale."""
+        # Recall is learned fastest from embeddings of unit scale; the factor gives logits unit scale too. At the start,
+        # the logit of the token that was just read is d times the factor. Wide models bound it, since e^sqrt(d) would
+        # outweigh the whole vocabulary.
+        return float(self.d_model**-0.5 if self.d_model <= TIED_WIDTH else TIED_WIDTH**0.5 / self.d_model)
+
     def is_attention(self, layer: int) -> bool:
         """Whether this layer, counted from 0, is softmax attention."""
         if isinstance(self.attention, str):

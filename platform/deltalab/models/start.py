@@ -1,7 +1,7 @@
 """How parameters start. Modules keep it as data by name, so that it lasts through copies, pickles and other devices."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -102,25 +102,29 @@ class Parameters(Started, nn.ParameterDict):
 
 def linear(inputs: int, outputs: int, *, std: float | None = None, bias: bool = False) -> nn.Linear:
     """A projection; weights are normal with standard deviation `std`, inputs ** -0.5 where None; a bias is zero."""
-    return Linear(inputs, outputs, std or inputs**-0.5, bias=bias)
+    return Linear(inputs, outputs, inputs**-0.5 if std is None else std, bias=bias)
 
 
-def initialize(module: nn.Module, seed: int | None = None) -> None:
+def initialize(
+    module: nn.Module, seed: int | None = None, *, wanted: Callable[[nn.Parameter], bool] = lambda parameter: True
+) -> None:
     """Starts the parameters of every layer and model of deltalab in a module anew.
 
     seed: each parameter starts from the seed and its name alone, so that models start equal in what they share, on any
         device and however sharded. None takes torch's global generator, as torch's own modules do: call
         `torch.manual_seed` before it, with the same seed in all processes that share the parameters.
+    wanted: whether a parameter is started; the others stay as they are.
     """
     seen: set[int] = set()
     for path, part in module.named_modules():
-        if isinstance(part, RMSNorm | ResidualNorm | HeadNorm):
-            part.reset_parameters()
-        if not isinstance(part, Started):
-            continue
+        norm = isinstance(part, RMSNorm | ResidualNorm | HeadNorm)
         for name, value in part.named_parameters(recurse=False):
             # Tied parameters start by their first name.
-            if name in part.starts and id(value) not in seen:
+            if id(value) in seen or not wanted(value):
+                continue
+            if norm:
+                nn.init.constant_(value, 0.0 if name == "bias" else 1.0)
+            elif isinstance(part, Started) and name in part.starts:
                 seen.add(id(value))
                 _fill(value, part.starts[name], None if seed is None else _stream(seed, path, name))
 

@@ -29,6 +29,8 @@ class Sequences:
         """
         if isinstance(cu_seqlens, Sequences):
             return cu_seqlens
+        if not isinstance(cu_seqlens, Tensor):
+            raise InputError(f"cu_seqlens must be a tensor of whole numbers [N + 1], not a {type(cu_seqlens).__name__}")
         length = x.shape[1]
         whole = cu_seqlens.dim() == 1 and cu_seqlens.dtype in (torch.int32, torch.int64) and cu_seqlens.numel() > 1
         if not whole or x.shape[0] != 1 or cu_seqlens.device != x.device:
@@ -89,6 +91,8 @@ class Packing:
         Raises `InputError` for a mask of another shape, or without any token.
         """
         batch, length = x.shape[:2]
+        if mask is not None and not isinstance(mask, Tensor):
+            raise InputError(f"attention_mask must be a tensor [B, T], not a {type(mask).__name__}")
         if mask is not None and (mask.shape != (batch, length) or mask.device != x.device):
             raise InputError(
                 f"attention_mask must be [B, T] = [{batch}, {length}] on {x.device}, "

@@ -77,7 +77,8 @@ def scan(
     if state is not None:
         check_state(rule, state, k, v, q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1)
     scale = k.shape[-1] ** -0.5 if scale is None else scale
-    with torch.autocast(v.device.type, enabled=False) if torch.is_autocast_enabled(v.device.type) else nullcontext():
+    autocast = not v.is_meta and torch.is_autocast_enabled(v.device.type)  # PyTorch knows none of the meta device
+    with torch.autocast(v.device.type, enabled=False) if autocast else nullcontext():
         run = _choose(rule, q, k, v, gates, scale, state, backend, chunk_size, cu_seqlens)
         o, state = run()
     return o.to(v.dtype), state
@@ -196,7 +197,7 @@ def _gates(rule: UpdateRule, given: Mapping[str, Tensor], q: Tensor, v: Tensor) 
     declared = gates_of(rule)
     for name in given:
         if name not in declared:
-            raise unknown(f"gate of rule '{rule.name}'", name, declared)
+            raise unknown("gate", name, declared, where=f"rule '{rule.name}'")
     values = {}
     for name, gate in declared.items():
         if name in given:

@@ -2,13 +2,14 @@
 
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from deltalab.errors import InputError
 from deltalab.study.match import Bounded
-from deltalab.study.settings import resolve
-from deltalab.study.space import INTEGERS, Search, Space, combinations, example
+from deltalab.study.settings import resolve, setting
+from deltalab.study.space import INTEGERS, Search, Searching, Space, combinations, example
 from deltalab.study.warm import named
 
 if TYPE_CHECKING:
@@ -39,8 +40,29 @@ def check_space(plan: "Plan") -> list[str]:
             plan.candidates(task)
     except InputError as error:
         raise InputError(f"{key}.{error}") from None
-    if plan.spec.search and (plan.spec.search.match or plan.spec.search.constrain.bounds or plan.spec.search.fidelity):
+    search = plan.spec.search
+    if search and search.fidelity:
+        found += _check_rungs(plan, search)
+    if search and (search.match or search.constrain.bounds or search.fidelity):
         found += _check_sizes(plan, space)
+    return found
+
+
+def _check_rungs(plan: "Plan", search: Searching) -> list[str]:
+    """A note where the last rung is another training than the base's. Raises `InputError` for one that is none."""
+    found = []
+    for arm in plan.arms:
+        if arm.is_base:
+            try:
+                *_, last = (plan.sized(arm, {}, rung) for rung in range(len(search.rungs)))
+            except InputError as error:
+                raise InputError(f"search.fidelity: {error}") from None
+            for path in search.rungs[-1]:
+                if path != "train.seeds" and setting(last, path, "") != (own := setting(arm.config, path, "")):
+                    found.append(
+                        f"search.fidelity.{path} ends at {setting(last, path, '')}: candidates are judged there, and "
+                        f"confirmed at the base's {own} on task '{arm.task}'."
+                    )
     return found
 
 
@@ -141,23 +163,24 @@ def _drawn(knobs: Mapping[str, Search], most: int) -> list[dict[str, Any]]:
 
     Every choice and bound is in at least one.
     """
-    found: list[dict[str, Any]] = []
-    for one in combinations(knobs, lambda knob: knob.points(INTEGERS)):
-        found.append(one)
-        if len(found) > most:
-            break
-    else:
-        return found
+    found = [*islice(combinations(knobs, lambda knob: knob.points(INTEGERS)), most + 1)]
+    if len(found) <= most:
+        # A condition may name an integer that is not among the points.
+        drawn = {name for one in found for name in one}
+        return [*found, *_covering(knobs, [name for name in knobs if name not in drawn])]
     draw = random.Random(0)
     sample = [next(combinations(knobs, lambda knob: [draw.choice(knob.points(INTEGERS))])) for _ in range(most)]
-    covering = []
-    for name, knob in knobs.items():
+    return [*_covering(knobs, knobs), *sample]
+
+
+def _covering(knobs: Mapping[str, Search], names: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """For each point of the knobs named, a combination that has it; other knobs have their first one."""
+    for name in names:
         above = example(knobs, name) or {}
-        for value in knob.points(INTEGERS):
+        for value in knobs[name].points(INTEGERS):
             wanted = {**above, name: value}
             drawn: dict[str, Any] = {}
-            for other, each in knobs.items():
-                if each.exists(drawn):
-                    drawn[other] = wanted.get(other, each.points(INTEGERS)[0])
-            covering.append(drawn)
-    return [*covering, *sample]
+            for other, knob in knobs.items():
+                if knob.exists(drawn):
+                    drawn[other] = wanted.get(other, knob.points(INTEGERS)[0])
+            yield drawn

@@ -77,12 +77,10 @@ class Report(Answer):
             yield Text(f"- {line}")
         if self.trainings:
             yield Text(f"\n{TRAININGS}")
-            grid = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-            for header in TRAINING_HEADERS:
-                grid.add_column(Text(header), overflow="fold")
+            yield _training_grid(self.trainings)
             for row in self.trainings:
-                grid.add_row(*map(Text, training_cells(row)))
-            yield grid
+                if row.evaluations:
+                    yield Text(f"- {row.name}: {training_cells(row)[-1]}")
 
     def to_markdown(self) -> str:
         lines = [f"## {self.title}", ""]
@@ -181,6 +179,19 @@ def training_cells(row: TrainingRow) -> list[str]:
         "" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
         ", ".join(f"{name} {value:.4g}" for name, value in row.evaluations.items()),
     ]
+
+
+def _training_grid(rows: Sequence[TrainingRow]) -> Table:
+    """Trainings without their evaluations. Figures and the words of headings stay whole; names fold."""
+    grid = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for header in TRAINING_HEADERS[:-1]:
+        if header in ("training", "arm", "rule"):
+            grid.add_column(Text(header), overflow="fold", min_width=len(header))
+        else:
+            grid.add_column(Text(header.replace(" ", "\n")), no_wrap=True)
+    for row in rows:
+        grid.add_row(*map(Text, training_cells(row)[:-1]))
+    return grid
 
 
 def failure_lines(failures: Sequence[Failure]) -> list[str]:

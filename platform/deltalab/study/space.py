@@ -477,6 +477,8 @@ def count(knobs: Mapping[str, Search]) -> int | None:
     """How many combinations of knobs there are; None where one is a range, and for more than `MOST_TRIALS`."""
     if any(knob.choice is None for knob in knobs.values()):
         return None
+    if math.prod(len(knob.extremes) for knob in knobs.values() if not knob.when) > MOST_TRIALS:
+        return None  # There are at least as many as of the knobs that always exist.
     found = sum(1 for _ in islice(combinations(knobs), MOST_TRIALS + 1))
     return found if found <= MOST_TRIALS else None
 
@@ -486,9 +488,16 @@ def example(knobs: Mapping[str, Search], name: str) -> dict[str, Any] | None:
     needed = [name]
     for one in needed:
         needed += [parent for parent in knobs[one].when or () if parent not in needed]
-    above = {one: knob for one, knob in knobs.items() if one in needed and one != name}
-    drawn = combinations(above, lambda knob: knob.points(INTEGERS))
-    return next((one for one in drawn if knobs[name].exists(one)), None)
+    named: dict[str, list[Any]] = {}
+    for parent, values in (item for knob in knobs.values() for item in (knob.when or {}).items()):
+        named.setdefault(parent, []).extend(values)
+    # Of a range of integers, its bounds and the values that conditions name.
+    above = {
+        one: knob if knob.choice else Search(choice=(*{*knob.extremes, *named[one]},), when=knob.when)
+        for one, knob in knobs.items()
+        if one in needed and one != name
+    }
+    return next((one for one in combinations(above) if knobs[name].exists(one)), None)
 
 
 class Tune(Space):

@@ -13,14 +13,16 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.utils.checkpoint import checkpoint
 from torchtitan.components.metrics import BaseLogger
 
+from deltalab.models.layer import shard_gates
 from deltalab.models.model import Model, head_loss
 from deltalab.models.start import initialize
 from deltalab.packed import Packed
+from deltalab.recipe import micro
 
-from . import FOLDER, folder, lines, lock, recipe
+from . import FOLDER, folder, lines, lock
 from .batches import IGNORE, Batches, Rows, held_out
 
-RECIPE = recipe.read()
+RECIPE = folder.recipe()
 HELD = lock.share(Path(os.environ["DELTALAB_RUN"]))
 
 
@@ -91,12 +93,11 @@ def parallelize(
         if backend is None and RECIPE["graphs"] and not RECIPE["activation_checkpointing"]:
             module.model.graph_blocks()
         return module
-    options: dict[str, Any] = {
-        "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=dtypes[0], reduce_dtype=dtypes[1]),
-    }
+    options: dict[str, Any] = {"mesh": mesh}
     if offload:
         options["offload_policy"] = CPUOffloadPolicy()
+    shard_gates(module, **options)
+    options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtypes[0], reduce_dtype=dtypes[1])
     for block in module.model.blocks:
         fully_shard(block, **options)
     fully_shard(module, **options)
@@ -129,7 +130,7 @@ class Loader:
 
     def start(self, rank: int, world: int) -> None:
         rows = Rows(packed().split("train"), RECIPE["batch"]["length"], RECIPE["seed"])
-        self.batches = Batches(rows, RECIPE, recipe.micro(RECIPE, world), rank, world)
+        self.batches = Batches(rows, RECIPE, micro(RECIPE, world), rank, world)
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
         return map(_with_targets, self.batches)
@@ -153,7 +154,7 @@ def _with_targets(pair: tuple[dict[str, Tensor], Tensor]) -> tuple[dict[str, Ten
 def validation_loss(model: nn.Module, rank: int, world: int, device: str, context: Any) -> float:
     """The mean loss of the validation rows, over all processes."""
     sums = torch.zeros(2, dtype=torch.float64, device=device)
-    for pair in held_out(packed().split("validation"), RECIPE, recipe.micro(RECIPE, world), rank, world):
+    for pair in held_out(packed().split("validation"), RECIPE, micro(RECIPE, world), rank, world):
         inputs, targets = _with_targets(pair)
         tokens = inputs.pop("input")
         with context():

@@ -21,7 +21,9 @@ from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 from torchtitan.tools.utils import device_type
 
-from . import FOLDER, recipe, titan
+from deltalab.recipe import micro
+
+from . import FOLDER, titan
 from .titan import RECIPE
 
 NAME = "deltalab"
@@ -170,7 +172,7 @@ def _sections() -> Iterator[tuple[str, tuple[type, Any]]]:
     )
     yield section(
         "training",
-        local_batch_size=recipe.micro(RECIPE, titan.world()),
+        local_batch_size=micro(RECIPE, titan.world()),
         global_batch_size=batch["sequences"],
         seq_len=batch["length"],
         max_norm=RECIPE["clip"] or float("inf"),

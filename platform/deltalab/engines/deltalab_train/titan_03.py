@@ -24,7 +24,9 @@ from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 from torchtitan.tools.utils import device_type
 from torchtitan.trainer import Trainer
 
-from . import FOLDER, recipe, titan
+from deltalab.recipe import micro
+
+from . import FOLDER, titan
 from .titan import RECIPE
 
 if not hasattr(dist, "set_timeout"):
@@ -189,7 +191,7 @@ def pretrain() -> Trainer.Config:
             min_lr_factor=least,
         ),
         training=TrainingConfig(
-            local_batch_size=recipe.micro(RECIPE, titan.world()),
+            local_batch_size=micro(RECIPE, titan.world()),
             global_batch_size=RECIPE["batch"]["sequences"],
             seq_len=RECIPE["batch"]["length"],
             max_norm=RECIPE["clip"] or float("inf"),

@@ -18,8 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallb
 
 from deltalab.models.model import build_model
 from deltalab.packed import Packed, Split
+from deltalab.recipe import micro
 
-from . import FOLDER, folder, lines, lock, recipe
+from . import FOLDER, folder, lines, lock
 from .batches import Rows, batch
 
 CHECKPOINTS = "checkpoints"
@@ -149,10 +150,10 @@ def schedule(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    given, run = recipe.read(), Path(os.environ["DELTALAB_RUN"])
+    given, run = folder.recipe(), Path(os.environ["DELTALAB_RUN"])
     held = lock.share(run)
     world, on_gpu = int(os.environ.get("WORLD_SIZE", "1")), torch.cuda.is_available()
-    size, length, count = recipe.micro(given, world), given["batch"]["length"], given["batch"]["sequences"]
+    size, length, count = micro(given, world), given["batch"]["length"], given["batch"]["sequences"]
     data = Packed(os.environ["DELTALAB_DATA"])
     config = AutoConfig.from_pretrained(FOLDER, trust_remote_code=True)
     if folder.weights():
@@ -204,6 +205,8 @@ def main() -> None:
         data_collator=Collate(length, given["batch"]["documents"]),
         callbacks=[record],
     )
+    if trainer.is_fsdp_enabled:
+        model.shard_gates()
     record.trainer = trainer
     found = complete(run / CHECKPOINTS)
     trainer.train(resume_from_checkpoint=str(found[-1]) if found else None)
@@ -213,7 +216,7 @@ def main() -> None:
 
 
 def _sharded(world: int, on_gpu: bool) -> dict[str, Any]:
-    if world == 1 or not on_gpu:
+    if world == 1 or not on_gpu:  # Accelerate has no FSDP on CPUs
         return {}
     shards = {"version": 2, "transformer_layer_cls_to_wrap": ["Block"], "state_dict_type": "SHARDED_STATE_DICT"}
     return {"fsdp": "full_shard auto_wrap", "fsdp_config": shards}

@@ -1,11 +1,7 @@
-"""The recipe of a training: `recipe.yaml`, with defaults for what it leaves out."""
+"""What a training's `recipe.yaml` says, with defaults for what it leaves out. Exported folders hold a copy."""
 
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
-
-import yaml
 
 TOKENS_AT_ONCE = 32768
 """Tokens that a GPU takes in one pass, unless `batch.micro` says how many sequences: more are accumulated."""
@@ -42,6 +38,31 @@ CHOICES = {
 }
 
 
+LEAST = {
+    "schedule.warmup_steps": 0,
+    "batch.sequences": 1,
+    "batch.length": 1,
+    "batch.micro": 1,
+    "steps": 1,
+    "seed": 0,
+    "log.every": 1,
+    "checkpoint.every": 1,
+    "checkpoint.keep": 2,
+    "validation.every": 1,
+    "validation.sequences": 0,
+}
+"""The settings that are whole numbers, with the smallest. Two checkpoints stay: the newest may still be written."""
+
+
+def settings() -> dict[str, Any]:
+    """The dotted keys of `KEYS`, such as `optimizer.lr`, with their defaults."""
+    return {
+        f"{name}.{key}" if key else name: default
+        for name, part in KEYS.items()
+        for key, default in (part.items() if isinstance(part, Mapping) else [("", part)])
+    }
+
+
 def complete(given: Mapping[str, Any]) -> dict[str, Any]:
     """The parts of a recipe that `KEYS` lists, with defaults for what is missing."""
     whole: dict[str, Any] = {}
@@ -53,14 +74,6 @@ def complete(given: Mapping[str, Any]) -> dict[str, Any]:
         if whole[part]["every"] is None:
             whole[part]["every"] = min(most, max(1, steps // share))
     return whole
-
-
-def read() -> dict[str, Any]:
-    """The recipe of this process, completed."""
-    from . import FOLDER
-
-    file = Path(os.environ.get("DELTALAB_RECIPE") or FOLDER / "recipe.yaml")
-    return complete(yaml.safe_load(file.read_text(encoding="utf-8")))
 
 
 def micro(recipe: Mapping[str, Any], world: int) -> int:
