@@ -282,7 +282,7 @@ def test_a_search_begins_with_named_rules_and_with_what_another_search_found(wri
     run_study(written(), db=db, executor="inline")
     best = {str(each.values) for each in found(db)}
     file = tmp_path / "warm.yaml"
-    warm = ["comba", {"study": "tiny_search"}]
+    warm = [{"name": "comba", "transition": "iplr"}, {"study": "tiny_search"}]
     file.write_text(
         yaml.safe_dump({**STUDY, "name": "warm", "search": {**STUDY["search"], "trials": 16, "warm": warm}})
     )
