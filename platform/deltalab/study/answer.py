@@ -21,8 +21,10 @@ from deltalab.study.joint import (
     seeds_needed,
     smallest_p,
 )
+from deltalab.study.ladder import Ladder, ladders
 from deltalab.study.measured import Measured
 from deltalab.study.pareto import front
+from deltalab.study.scales import families
 from deltalab.study.spec import Search
 from deltalab.study.stats import Interval, Share, mean_interval, share_learned, within
 
@@ -124,7 +126,7 @@ class InfeasibleCandidate:
 @dataclass(frozen=True)
 class Answer:
     """A study's answer, and what it rests on. profile: None is the default one. warnings: what makes it doubtful.
-    trainings: of what was exported from the study."""
+    trainings: of what was exported from the study. ladders: of a study with `scales`, of each task."""
 
     study: str
     profile: str | None
@@ -137,6 +139,7 @@ class Answer:
     infeasible: list[InfeasibleCandidate]
     notes: list[str]
     trainings: list[TrainingRow] = field(default_factory=list)
+    ladders: list[Ladder] = field(default_factory=list)
 
 
 def answer(store: Store, study_id: int, *, which: Stage = "confirm") -> Answer:
@@ -150,14 +153,16 @@ def answer(store: Store, study_id: int, *, which: Stage = "confirm") -> Answer:
     arms, trials = store.arms(study_id), store.trials(study_id)
     ledger = Measured(store, study_id, trials, study.spec)
     tasks = study.provenance["tasks"]
+    climbed: list[Ladder] = []
     if which == "tune":
         tables = [_tuning_table(task, about, arms, ledger) for task, about in tasks.items()]
     else:
         scores = {task: ledger.scores(task, about, arms) for task, about in tasks.items()}
-        if study.spec.get("family") == "study":
-            compared = dict(zip(tasks, outcomes(list(scores.values()), ledger.looks), strict=True))
-        else:
-            compared = {task: outcomes([found], ledger.looks)[0] for task, found in scores.items()}
+        compared: dict[str, dict[str, Outcome]] = {}
+        for family in families(study.spec, list(tasks)):
+            found = outcomes([scores[task] for task in family], ledger.looks)
+            compared |= dict(zip(family, found, strict=True))
+        climbed = ladders(study.spec, tasks, arms, ledger, scores, compared)
         ended = study.state in ("done", "failed")
         if not ended:  # an arm that seems to have stopped may go on when the range is extended
             compared = {
@@ -195,6 +200,7 @@ def answer(store: Store, study_id: int, *, which: Stage = "confirm") -> Answer:
         infeasible,
         notes,
         trainings(store, study),
+        climbed,
     )
 
 
