@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from deltalab.errors import InputError
 from deltalab.study.candidates import MOST_DRAWN, beyond, edge, spread
-from deltalab.study.spec import Search
+from deltalab.study.space import Search
 
 LR = Search(log_uniform=(1e-3, 1e-1))
 CLIP = Search(uniform=(0.5, 2))

@@ -183,7 +183,7 @@ SEARCHING = [
     (
         {"rule": {"choice": ["comba", "deltanet"]}, "rule.d": {"choice": [0, "head"]}},
         "s.yaml: search.rule.d cannot be searched beside search.rule: rule 'deltanet', one of its choices, has no 'd'. "
-        "Give it in the choices that have it: {name: RULE, d: VALUE}",
+        "Give it in the choices that have it, {name: RULE, d: VALUE}, or add when: {rule: [RULE, ...]}",
     ),
     ({"train.lr": LR, "model.heads": {"choice": [3, 5]}}, "search: no combination makes a model on task 'mqar', such"),
     ({"train.lr": LR, "model.heads": {"choice": [2, 3]}}, "search.model.heads: 3 makes no model on task 'mqar': "),

@@ -25,7 +25,7 @@ from deltalab.study.ladder import Ladder, ladders
 from deltalab.study.measured import Measured
 from deltalab.study.pareto import front
 from deltalab.study.scales import families
-from deltalab.study.spec import Search
+from deltalab.study.space import Search
 from deltalab.study.stats import Interval, Share, mean_interval, share_learned, within
 
 NO_DIFFERENCE = "no difference found at this budget"

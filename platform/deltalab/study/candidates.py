@@ -3,11 +3,11 @@
 import json
 import math
 from collections.abc import Iterator, Mapping
-from itertools import islice, product
+from itertools import islice
 from typing import Any
 
 from deltalab.errors import InputError
-from deltalab.study.spec import Search
+from deltalab.study.space import Search, combinations, count
 
 MOST_DRAWN = 20
 """Candidates drawn for each that is wanted, at the most: some make no model, and some are drawn twice."""
@@ -25,17 +25,21 @@ def spread(searched: Mapping[str, Search], trials: int, own: Mapping[str, Any]) 
     [{'train.lr': 0.001}, {'train.lr': 0.02}, {'train.lr': 0.1}]
     """
     found: dict[str, dict[str, Any]] = {}
-    for candidate in islice(_drawn(searched, trials, own), MOST_DRAWN * trials + trials):
+    for drawn in islice(_drawn(searched, trials, own), MOST_DRAWN * trials + trials):
+        candidate = _existing(searched, drawn)
         found.setdefault(json.dumps(candidate, sort_keys=True), candidate)
     if len(found) < trials:
         raise InputError(f"trials {trials}: there are only {len(found)} candidates to try")
     return list(found.values())
 
 
-def grid_size(searched: Mapping[str, Search]) -> int | None:
-    """How many combinations there are, where all settings are searched by choice; None where one has a range."""
-    sizes = [len(search.choice) for search in searched.values() if search.choice is not None]
-    return math.prod(sizes) if len(sizes) == len(searched) else None
+def _existing(searched: Mapping[str, Search], drawn: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of the settings whose condition holds. A setting comes in `searched` after those in its condition."""
+    found: dict[str, Any] = {}
+    for path, search in searched.items():
+        if search.exists(found):
+            found[path] = drawn[path]
+    return found
 
 
 def beyond(searched: Mapping[str, Search], tried: list[dict[str, Any]], path: str, *, above: bool) -> dict[str, Any]:
@@ -75,8 +79,8 @@ def edge(searched: Mapping[str, Search], tried: list[dict[str, Any]], best: Mapp
 
 def _drawn(searched: Mapping[str, Search], trials: int, own: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     choices = [search.choice for search in searched.values()]
-    if None not in choices and math.prod(len(choice or ()) for choice in choices) <= trials:
-        yield from (dict(zip(searched, values, strict=True)) for values in product(*filter(None, choices)))
+    if (size := count(searched)) is not None and size <= trials:
+        yield from combinations(searched)
         return
     if len(searched) == 1 and choices == [None]:
         ((path, search),) = searched.items()

@@ -155,7 +155,7 @@ def estimate(plan: Plan, *, workers: int | None = None, spreads: Sequence[Spread
         times = _times(plan, trainings)
     finally:
         torch.set_num_threads(before)
-    runs = plan.runs / len(plan.arms)
+    runs = plan.whole_runs / len(plan.arms)
     arms = [
         ArmCost(
             task=arm.task,
@@ -191,7 +191,7 @@ def estimate(plan: Plan, *, workers: int | None = None, spreads: Sequence[Spread
             for spread in spreads
             if found is not None and math.isfinite(found)
         ],
-        notes=(*plan.notes, *_extended(plan), *_passes(trainings), *_not_checked(plan)),
+        notes=(*_searched(plan), *plan.notes, *_extended(plan), *_passes(trainings), *_not_checked(plan)),
     )
 
 
@@ -202,6 +202,36 @@ def _not_checked(plan: Plan) -> list[str]:
         else f"rule '{rule}' {reason}: `platform study run` refuses it"
         for rule, reason in verdict.unchecked(plan.rules).items()
     ]
+
+
+def _searched(plan: Plan) -> list[str]:
+    """What a search draws, what bounds it and what it weighs."""
+    search = plan.spec.search
+    if search is None:
+        return []
+    conditional = sum(one.when is not None for one in search.searched.values())
+    found = f"search: {len(search.searched)} settings"
+    found += f", of which {conditional} exist only beside others" if conditional else ""
+    found += f"; {search.whole:,} candidates, all tried" if search.enumerated else ""
+    if search.match:
+        found += f"; each candidate is as large as the base in {search.match.quantity}, by its {search.match.dimension}"
+    found += "".join(f"; {what} {bound}" for what, bound in search.constrain.bounds.items())
+    weighed = ", ".join(f"{one} ({'more' if one.maximize else 'less'})" for one in plan.objectives)
+    lines = [f"{found}.", f"search: weighs {weighed}."]
+    if not search.enumerated:
+        rest = search.trials - search.controls
+        random = f", random search {search.controls} as a control" if search.controls else ""
+        lines.append(f"search: {search.sampler} draws {rest} of {search.trials} candidates{random}.")
+    if search.fidelity:
+        rungs = [
+            f"{count} at {' and '.join(f'{path} {value}' for path, value in rung.items())}"
+            for count, rung in zip(search.halved, search.rungs, strict=True)
+        ]
+        lines.append(f"search: successive halving trains {', '.join(rungs)}.")
+    if search.warm:
+        begins = [json.dumps(entry) if isinstance(entry, dict) else entry for entry in search.warm]
+        lines.append(f"search: begins with {', '.join(begins)}.")
+    return lines
 
 
 def _extended(plan: Plan) -> list[str]:

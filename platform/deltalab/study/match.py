@@ -6,18 +6,48 @@ import json
 import math
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from deltalab.errors import InputError, unknown
 from deltalab.models.spec import ModelSpec
 from deltalab.study.sizes import Sizer
-from deltalab.study.spec import Match, Search
+from deltalab.study.space import Bound, Match, Search
 
 WITHIN = 0.02
 """The share of the base's quantity by which a matched arm may differ."""
 
 Config = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Bounded:
+    """A quantity of an arm, and the least and the most that it may be."""
+
+    size: float
+    bound: Bound
+    least: float
+    most: float
+
+    @property
+    def holds(self) -> bool:
+        return self.least <= self.size <= self.most
+
+    @property
+    def apart(self) -> float:
+        """How far it is from what is allowed.
+
+        >>> Bounded(9, Bound(at_most=4), 0, 4).apart
+        5
+        """
+        return max(0.0, self.least - self.size, self.size - self.most)
+
+    def __str__(self) -> str:
+        """
+        >>> str(Bounded(8192, Bound(at_most=4096), 0, 4096))
+        '8,192 is not at most 4,096'
+        """
+        return f"{self.size:,.0f} is not {self.bound}"
 
 
 class Matcher:
@@ -67,6 +97,17 @@ class Matcher:
                 f"scale another: {others}"
             )
         return _scaled(arm, path, best)
+
+    def bounded(self, bounds: Mapping[str, Bound], base: Config, arm: Config, length: int) -> dict[str, "Bounded"]:
+        """The quantities of an arm that are bounded. base, arm, length: as in `matched`.
+
+        Raises `InputError` for a model that does not run.
+        """
+        found = {}
+        for what, bound in bounds.items():
+            of_base = self._count(base, what, length) if bound.within is not None else 0.0
+            found[what] = Bounded(self._count(arm, what, length), bound, *bound.limits(of_base))
+        return found
 
     def _holds(self, what: str, configs: list[Config], count: Callable[[Config], float]) -> None:
         """Raises `InputError` if a bound or a choice of a tuned setting changes the quantity."""

@@ -31,8 +31,13 @@ class Measured:
                 metrics.setdefault((final.split, final.metric), {})[final.seed] = final.value
 
     def of(self, arm: str, task: str, stage: Stage = "confirm") -> list[TrialRow]:
-        """An arm's trials; a second confirmation of one candidate follows the first."""
-        return [trial for trial in self.trials if (trial.arm, trial.task, trial.stage) == (arm, task, stage)]
+        """An arm's trials; a second confirmation of one candidate follows the first.
+
+        Those of a search are at the last rung of successive halving that each candidate reached.
+        """
+        found = [trial for trial in self.trials if (trial.arm, trial.task, trial.stage) == (arm, task, stage)]
+        fidelity = (self.spec.get("search") or {}).get("fidelity")
+        return _at_last_rungs(found, fidelity) if fidelity and stage == "tune" else found
 
     def runs(self, trials: Sequence[TrialRow], metric: str) -> dict[int, dict[int, Run]]:
         """Candidate number -> seed -> run."""
@@ -71,6 +76,20 @@ def current(trials: Sequence[TrialRow]) -> list[TrialRow]:
         if at not in latest or trial.finished_at > latest[at].finished_at:
             latest[at] = trial
     return [t for t in trials if t.values == latest[t.arm, t.task, t.stage, t.number].values]
+
+
+def _at_last_rungs(trials: Sequence[TrialRow], fidelity: Mapping[str, Any]) -> list[TrialRow]:
+    """The trial of each number that took most. fidelity: the settings that increase with the rung, and `keep`."""
+    paths = [path.split(".") for path in fidelity if path != "keep"]
+
+    def taken(trial: TrialRow) -> list[int]:
+        return [len(trial.runs) if key == "seeds" else trial.config[section][key] for section, key in paths]
+
+    last: dict[int, TrialRow] = {}
+    for trial in trials:
+        if trial.number not in last or taken(trial) > taken(last[trial.number]):
+            last[trial.number] = trial
+    return [*last.values()]
 
 
 def looks_of(spec: Mapping[str, Any]) -> tuple[Look, ...]:

@@ -2,19 +2,17 @@
 
 import hashlib
 import json
-import math
-import random
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
-from itertools import product
 from typing import Any, Literal
 
 from deltalab.errors import InputError, unknown
-from deltalab.models.spec import LATER, TIED_WIDTH, ModelSpec
+from deltalab.models.spec import LATER, RULE, TIED_WIDTH, ModelSpec
 from deltalab.registry import get_task, rule_plugin, task_plugin
-from deltalab.study.candidates import grid_size, spread
-from deltalab.study.match import Matcher
+from deltalab.study.candidates import spread
+from deltalab.study.feasible import check_space
+from deltalab.study.match import Bounded, Matcher
 from deltalab.study.scales import sized
 from deltalab.study.settings import (
     applied,
@@ -25,17 +23,14 @@ from deltalab.study.settings import (
     setting,
     with_values,
 )
-from deltalab.study.spec import Change, Search, Searching, StudySpec, Tune
+from deltalab.study.space import LAYERS, Objective, Search, Searching, Tune, count
+from deltalab.study.spec import Change, StudySpec
 from deltalab.tasks import BUILTIN, Task
 from deltalab.training.train import NUMERICS, TrainSpec
 
 CONFIRM_SEEDS_FROM = 1
 TUNE_SEEDS_FROM = 1_000_001
 """Far from those of confirmation, so that no seed is used by both."""
-MOST_COMBINATIONS = 500
-"""Candidates that a plan tries to make, over all its arms."""
-INTEGERS = 16
-"""Values of a range of integers among them."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +55,7 @@ class Job:
     key: SHA-256 of what the trial computes. task: its name in the study; task_kind: its name in the registry.
     plugins: (kind, name, file, hash) of the code it runs.
     rule_source: the source at planning time; a worker's file may have changed since.
+    decode: whether the time of a decoding step is measured.
     """
 
     key: str
@@ -77,6 +73,7 @@ class Job:
     rule_source: str
     gpu: float = 0.0
     deadline: float | None = None
+    decode: bool = False
 
     @cached_property
     def specs(self) -> tuple[ModelSpec, TrainSpec]:
@@ -131,9 +128,11 @@ class Plan:
             except Infeasible as infeasible:
                 job = infeasible.job
             found |= dict.fromkeys(name for kind, name, _, _ in job.plugins if kind == "rule")
-        searched = self.budget.searched.get("rule") if self.budget else None
-        choices: Iterable[Any] = (searched.choice if searched else None) or ()
-        return [*(found | dict.fromkeys(each["name"] if isinstance(each, dict) else str(each) for each in choices))]
+        for name, knob in self.budget.knobs.items() if self.budget else ():
+            if name == "rule" or name.startswith(f"{LAYERS}["):
+                choices: Iterable[Any] = knob.choice or ()
+                found |= dict.fromkeys(each["name"] if isinstance(each, dict) else str(each) for each in choices)
+        return [name for name in found if name != RULE]
 
     @property
     def names(self) -> list[str]:
@@ -151,16 +150,35 @@ class Plan:
         Those of the base's `train` settings, where a search is for architectures. [{}], the values as written, where
         there is nothing to tune.
         """
+        base = next(arm for arm in self.arms if arm.is_base and arm.task == task)
         searched = self.budget.searched if self.budget else {}
         if self.spec.search:
-            searched = {path: search for path, search in searched.items() if path.startswith("train.")}
+            searched = self._trained(base)
         if self.budget is None or not searched:
             return [{}]
-        base = next(arm for arm in self.arms if arm.is_base and arm.task == task)
         trials = self.budget.trials
-        if (whole := grid_size(searched)) is not None and self.spec.search:
+        if (whole := count(searched)) is not None and self.spec.search:
             trials = min(trials, whole)
         return spread(searched, trials, {path: setting(base.config, path, "tune") for path in searched})
+
+    def _trained(self, base: PlannedArm) -> dict[str, Search]:
+        """The settings of the training that a search varies, where conditions on rule and model hold for the base."""
+        found = {}
+        for path, knob in self.budget.knobs.items() if self.budget else ():
+            if not path.startswith("train."):
+                continue
+            above = {one: values for one, values in (knob.when or {}).items() if not one.startswith("train.")}
+            own = {one: base.config["rule"] if one == "rule" else setting(base.config, one, "search") for one in above}
+            if knob.model_copy(update={"when": above}).exists(own):
+                inner = {one: values for one, values in (knob.when or {}).items() if one not in above}
+                found[path] = knob.model_copy(update={"when": inner or None})
+        return found
+
+    @cached_property
+    def objectives(self) -> tuple[Objective, ...]:
+        """What a search weighs; () where the study is none."""
+        metrics = {name: (task.metric, task.maximize) for name, task in self.tasks.items()}
+        return self.spec.search.weighed(metrics) if self.spec.search else ()
 
     @cached_property
     def tried(self) -> int:
@@ -176,21 +194,36 @@ class Plan:
         return 0 if drawn == [{}] else min(self.spec.search.trials, len(drawn))
 
     @property
-    def _searched(self) -> int:
-        """Trials of the search on all tasks."""
-        return len(self.tasks) * (self.base_trials + (self.spec.search.trials if self.spec.search else 0))
+    def _searched(self) -> list[int]:
+        """Trials of the search on all tasks, by the rung of successive halving; those of the base are at the last."""
+        if not self.spec.search:
+            return []
+        *lower, last = self.spec.search.halved
+        return [len(self.tasks) * trials for trials in (*lower, last + self.base_trials)]
 
     @property
     def trials(self) -> int:
         """Trials, if no arm stops before the last look."""
-        return len(self.arms) * self.tried * len(self.spec.looks) + self._searched
+        return len(self.arms) * self.tried * len(self.spec.looks) + sum(self._searched)
 
     @property
     def runs(self) -> int:
         """Runs, if no arm stops before the last look."""
         confirmed = len(self.arms) * self.tried * self.spec.looks[-1].seeds
-        seeds = self.spec.search.seeds if self.spec.search else 0
-        return confirmed + self._searched * seeds
+        return confirmed + sum(n * self._seeds(rung) for rung, n in enumerate(self._searched))
+
+    @property
+    def whole_runs(self) -> float:
+        """Runs, where one at a lower rung of successive halving counts as its share of the steps."""
+        rungs = self.spec.search.rungs if self.spec.search else []
+        steps = [rung.get("train.steps", 1) for rung in rungs]
+        saved = [1 - each / steps[-1] for each in steps]
+        return self.runs - sum(n * self._seeds(rung) * saved[rung] for rung, n in enumerate(self._searched))
+
+    def _seeds(self, rung: int | None) -> int:
+        """Seeds of a candidate of a search, at a rung or at the last one."""
+        assert self.spec.search is not None
+        return self.spec.search.rungs[-1 if rung is None else rung].get("train.seeds", self.spec.search.seeds)
 
     def job(
         self,
@@ -199,22 +232,30 @@ class Plan:
         number: int,
         values: Mapping[str, Any],
         look: int = 0,
+        rung: int | None = None,
     ) -> Job:
-        """A trial of an arm with tuned values in place. look: which one its seeds are added for.
+        """A trial of an arm with tuned values in place.
 
-        Raises `Infeasible` for values that make no model, `InputError` for settings that do not exist.
+        look: which one its seeds are added for. rung: of successive halving; the whole training where None.
+        Raises `Infeasible` for values that make no model, or none that a search's `match` and `constrain` allow, and
+        `InputError` for settings that do not exist.
         """
         if stage == "tune":
-            assert self.spec.search is not None
-            seeds = tuple(range(TUNE_SEEDS_FROM, TUNE_SEEDS_FROM + self.spec.search.seeds))
+            seeds = tuple(range(TUNE_SEEDS_FROM, TUNE_SEEDS_FROM + self._seeds(rung)))
         else:
             ends = [0, *(each.seeds for each in self.spec.looks)]
             seeds = tuple(range(CONFIRM_SEEDS_FROM + ends[look], CONFIRM_SEEDS_FROM + ends[look + 1]))
         task = self.tasks[arm.task]
-        config = with_values(arm.config, values, where=f"arm '{arm.name}'")
+        config = self.with_values(arm, values)
         rules, wide, reason = [config["rule"]["name"]], False, None
         try:
-            config = resolve(config, task)
+            config = self.sized(arm, values)
+            if self._finds(values):
+                for what, bound in self.bounded(arm, config).items():
+                    if not bound.holds:
+                        raise InputError(f"constrain.{what}: {bound}")
+            if rung is not None:
+                config = self.sized(arm, values, rung)
             model = ModelSpec.of({**config["model"], "rule": config["rule"]})
             rules, wide = [rule.name for rule in model.rules()], model.tie_embeddings and model.d_model > TIED_WIDTH
         except InputError as error:
@@ -233,6 +274,7 @@ class Plan:
                 # The factor changed after the first release. The trials of narrow models keep their keys.
                 **({"tied logits": f"{TIED_WIDTH**0.5:g} / d_model"} if wide else {}),
                 **({} if reason is None else {"infeasible": reason}),
+                **({"decode": True} if self._decodes else {}),
             }
         )
         job = Job(
@@ -251,10 +293,58 @@ class Plan:
             rule_source=rule_plugin(config["rule"]["name"]).source,
             gpu=self.spec.resources.gpu,
             deadline=self.spec.deadline,
+            decode=self._decodes,
         )
         if reason is not None:
             raise Infeasible(reason, job)
         return job
+
+    @cached_property
+    def _matcher(self) -> Matcher:
+        return Matcher({})
+
+    @property
+    def _decodes(self) -> bool:
+        return any(one.name == "decode_us" for one in self.objectives)
+
+    def with_values(self, arm: PlannedArm, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The configuration of an arm with tuned values in place, not yet resolved.
+
+        Raises `InputError` for settings that do not exist.
+        """
+        searched = self.spec.search.searched if self.spec.search else {}
+        absent = [path for path in searched if path not in values] if self._finds(values) else []
+        return with_values(arm.config, values, where="search" if self.spec.search else "tune", absent=absent)
+
+    def _finds(self, values: Mapping[str, Any]) -> bool:
+        """Whether values are a candidate of a search, not of its base, which tunes its training alone."""
+        return self.spec.search is not None and any(not path.startswith("train.") for path in values)
+
+    def sized(self, arm: PlannedArm, values: Mapping[str, Any], rung: int | None = None) -> dict[str, Any]:
+        """The configuration of an arm with tuned values in place, every setting spelled out, as large as the base where
+        a search matches its candidates; at a rung, as large as the base is there.
+
+        Raises `InputError` for values that make no model, and where none is as large as the base.
+        """
+        task, base, search = self.tasks[arm.task], arm.config, self.spec.search
+        if search and rung is not None:
+            changes = {path: value for path, value in search.rungs[rung].items() if path != "train.seeds"}
+            base = resolve(with_values(base, changes, where="search.fidelity"), task)
+        config = resolve(self.with_values(replace(arm, config=base), values), task)
+        if search is None or search.match is None or not self._finds(values):
+            return config
+        try:
+            return self._matcher.matched(search.match, base, config, task.length)
+        except InputError as error:
+            raise InputError(f"match: {error}") from None
+
+    def bounded(self, arm: PlannedArm, config: dict[str, Any]) -> dict[str, Bounded]:
+        """What a search constrains, in the configuration of a candidate.
+
+        Raises `InputError` for a model that does not run.
+        """
+        bounds = self.spec.search.constrain.bounds if self.spec.search else {}
+        return self._matcher.bounded(bounds, arm.config, config, self.tasks[arm.task].length)
 
 
 def _keyed(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -265,7 +355,7 @@ def _keyed(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Infeasible(InputError):
-    """A candidate that makes no model, or no training. The message is the reason.
+    """A candidate that makes no model or no training, or breaks a constraint. The message is the reason.
 
     job: the trial it would have been; `job.config` has the candidate's values in place.
     """
@@ -332,79 +422,7 @@ def _make_plan(spec: StudySpec, profile: str | None, file: str) -> Plan:
     plan = Plan(spec, profile, arms, tasks, file)
     if plan.budget is None:
         return plan
-    key = "search" if spec.search else "tune"
-    size = grid_size(plan.budget.searched)
-    if size is not None and plan.budget.trials > size:
-        raise InputError(f"{key}.trials {plan.budget.trials}: there are only {size} choices to try")
-    note = _check_candidates(plan, key)
-    try:
-        for task_name in tasks:
-            plan.candidates(task_name)
-    except InputError as error:
-        raise InputError(f"{key}.{error}") from None
-    return replace(plan, notes=(note,) if note else ())
-
-
-def _check_candidates(plan: Plan, key: str) -> str | None:
-    """A note on the combinations that make no model, None where all that are tried make one.
-
-    Raises `InputError` for settings that do not exist, for a choice or a bound that makes no model in any combination,
-    and for arms that are one and the same once tuned.
-    """
-    assert plan.budget is not None
-    tuned = [arm for arm in plan.arms if arm.is_base or not plan.spec.search]
-    candidates = _combinations(plan.budget.searched, max(1, MOST_COMBINATIONS // len(tuned)))
-    note = None
-    seen: dict[tuple[str, str], str] = {}
-    for arm in tuned:
-        reasons: list[str | None] = []
-        first = None
-        for values in candidates:
-            config = with_values(arm.config, values, where=key)
-            try:
-                config = resolve(config, plan.tasks[arm.task])
-            except InputError as error:
-                reasons.append(str(error))
-            else:
-                first = first or json.dumps(config, sort_keys=True)
-                reasons.append(None)
-        if None not in reasons:
-            said = ", ".join(f"{path}={value}" for path, value in candidates[0].items())
-            raise InputError(f"{key}: no combination makes a model on task '{arm.task}', such as {said}: {reasons[0]}")
-        for path, search in plan.budget.searched.items():
-            for value in search.extremes:
-                found = [why for values, why in zip(candidates, reasons, strict=True) if values[path] == value]
-                if None not in found:
-                    raise InputError(f"{key}.{path}: {value!r} makes no model on task '{arm.task}': {found[0]}")
-        bad = [i for i, why in enumerate(reasons) if why is not None]
-        if bad and note is None:
-            said = ", ".join(f"{path}={value}" for path, value in candidates[bad[0]].items())
-            note = (
-                f"{key}: {len(bad)} of {len(candidates)} combinations tried make no model, such as {said}: "
-                f"{reasons[bad[0]]}. The run records such a candidate as infeasible and draws another in its place."
-            )
-        twin = seen.setdefault((arm.task, first or ""), arm.name)
-        if twin != arm.name:
-            paths = list(plan.budget.searched)
-            raise InputError(
-                f"arm '{arm.name}' is the same as {twin if twin == 'base' else repr(twin)} on task '{arm.task}' "
-                f"once {', '.join(paths)} {'is' if len(paths) == 1 else 'are'} tuned"
-            )
-    return note
-
-
-def _combinations(searched: Mapping[str, Search], most: int) -> list[dict[str, Any]]:
-    """All combinations of choices, bounds and some integers between; a random sample where they are more than `most`.
-
-    Every choice and bound is in at least one.
-    """
-    points = {path: search.points(INTEGERS) for path, search in searched.items()}
-    if math.prod(map(len, points.values())) <= most:
-        return [dict(zip(points, values, strict=True)) for values in product(*points.values())]
-    draw = random.Random(0)
-    sample = [{path: draw.choice(values) for path, values in points.items()} for _ in range(most)]
-    first = {path: values[0] for path, values in points.items()}
-    return [*({**first, path: value} for path, values in points.items() for value in values), *sample]
+    return replace(plan, notes=tuple(check_space(plan)))
 
 
 def _changes(spec: StudySpec) -> dict[str, Change]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from deltalab.errors import InputError
 from deltalab.store import Store, TrialSummary
-from deltalab.study.candidates import MOST_DRAWN, grid_size
+from deltalab.study.candidates import MOST_DRAWN
 from deltalab.study.pareto import front
 from deltalab.study.plan import Infeasible, Job, Plan, PlannedArm
 from deltalab.study.suggest import COSTS, Candidate, batch_start, suggest
@@ -104,8 +104,7 @@ class SearchPhase:
     @property
     def _draws(self) -> bool:
         """Whether there is budget left and candidates to spend it on."""
-        whole = grid_size(self.space.searched) == self.space.trials
-        most = self.space.trials if whole else MOST_DRAWN * self.space.trials
+        most = self.space.trials if self.space.enumerated else MOST_DRAWN * self.space.trials
         return self._spent < self.space.trials and len(self.drawn) < most
 
     def _job(self, number: int, values: Mapping[str, Any]) -> Job | None:

@@ -1,7 +1,7 @@
 """Every setting of a method, spelled out: rule, model and train, addressed by paths such as `train.lr`."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -85,31 +85,43 @@ def setting(config: Mapping[str, Any], path: str, where: str) -> Any:
 _FIXED = ("rule.name", *(f"model.{key}" for key in OF_THE_TASK))
 
 
-def with_values(config: Mapping[str, Any], values: Mapping[str, Any], *, where: str) -> dict[str, Any]:
+def with_values(
+    config: Mapping[str, Any], values: Mapping[str, Any], *, where: str, absent: Collection[str] = ()
+) -> dict[str, Any]:
     """The configuration with values put in by their paths, a whole rule first; not yet resolved.
 
-    Raises `InputError` for settings that do not exist, or that the rule tried with them does not have.
+    absent: knobs of the rule that it takes at its own defaults, by their paths, unless `values` give a rule that sets
+    them. Raises `InputError` for settings that do not exist, or that the rule tried with them does not have.
     """
     changed: dict[str, Any] = json.loads(json.dumps(config))
-    if "rule" in values:
-        try:
-            changed["rule"] = resolve_rule(rule_of(values["rule"]))
-        except InputError as error:
-            raise InputError(f"{where}.rule: {error}") from None
-    for path, value in values.items():
+    given = rule_of(values.get("rule", changed["rule"]))
+    try:
+        plain = resolve_rule({"name": given["name"]})
+        spelled = resolve_rule(given)
+    except InputError as error:
+        raise InputError(f"{where}.rule: {error}") from None
+    if "rule" not in values:
+        # Knobs at their defaults are left out, since a rule may refuse one that has no effect beside the new values.
+        given = {k: v for k, v in given.items() if k == "name" or (v != plain[k] and f"rule.{k}" not in absent)}
+    changed["rule"] = given
+    for path, value in sorted(values.items(), key=lambda item: item[0].count(".")):
         if path == "rule":
             continue
         *parents, last = path.split(".")
+        if len(parents) > 1 and parents[0] == "rule":
+            changed["rule"] = resolve_rule(changed["rule"])  # Spell out the gate whose options follow.
         here: Any = changed
         for part in parents:
             here = here.get(part) if isinstance(here, dict) else None
-        if isinstance(here, dict) and last in here and parents and path not in _FIXED:
+        known = spelled if parents == ["rule"] else here
+        if isinstance(here, dict) and last in known and parents and path not in _FIXED:
             here[last] = value
         elif "rule" in values and parents[:1] == ["rule"]:
             knob = path.removeprefix("rule.")
             raise InputError(
-                f"{where}.{path} cannot be searched beside {where}.rule: rule '{changed['rule']['name']}', one of its "
-                f"choices, has no '{knob}'. Give it in the choices that have it: {{name: RULE, {knob}: VALUE}}"
+                f"{where}.{path} cannot be searched beside {where}.rule: rule '{given['name']}', one of its "
+                f"choices, has no '{knob}'. Give it in the choices that have it, {{name: RULE, {knob}: VALUE}}, or add "
+                f"when: {{rule: [RULE, ...]}}"
             )
         else:
             raise unknown("setting", path, _paths(config), where=where)

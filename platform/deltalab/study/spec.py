@@ -2,157 +2,28 @@
 
 import copy
 import difflib
-import json
 import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Discriminator, Field, Tag, ValidationError, field_validator, model_validator
 
 from deltalab.authoring.shipped import study_file
 from deltalab.errors import InputError, unknown
 from deltalab.study.joint import Look, one_look, spread_looks
 from deltalab.study.scales import Scales, refuse_both
+from deltalab.study.space import STRICT, Bound, Constrain, Match, Number, Search, Searching, Tune, Whole
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = STRICT
 
 
-# Strict: neither true nor "3" counts as a number.
-Whole = Annotated[int, Field(strict=True)]
-Number = Annotated[float, Field(strict=True)]
 # The name of an arm or a task, which appears in tables, file names and URLs.
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+=-]*$")]
-
-
-class Search(_Strict):
-    """The values that a setting may take: exactly one of the four."""
-
-    log_uniform: tuple[Number, Number] | None = None
-    uniform: tuple[Number, Number] | None = None
-    integers: tuple[Whole, Whole] | None = None
-    choice: tuple[Any, ...] | None = None
-
-    @model_validator(mode="after")
-    def _one_that_is_not_empty(self) -> Self:
-        given = {name: value for name, value in self if value is not None}
-        if len(given) != 1:
-            raise ValueError("takes exactly one of log_uniform, uniform, integers, choice")
-        ((name, value),) = given.items()
-        if name == "choice" and not all(map(_is_plain, value)):
-            raise ValueError(f"choice takes numbers, words, lists and mappings, not {list(value)}")
-        if name == "choice" and (len(value) < 2 or len(set(map(json.dumps, value))) < len(value)):
-            raise ValueError(f"choice needs at least two values, all different, not {list(value)}")
-        if name != "choice" and not value[0] < value[1]:
-            raise ValueError(f"{name} needs [low, high] with low < high, not {list(value)}")
-        if name == "log_uniform" and value[0] <= 0:
-            raise ValueError(f"log_uniform needs positive bounds, not {list(value)}")
-        return self
-
-    @property
-    def extremes(self) -> tuple[Any, ...]:
-        """Its bounds, or all of its choices."""
-        found = self.log_uniform or self.uniform or self.integers or self.choice
-        assert found is not None
-        return found
-
-    def points(self, integers: int) -> list[Any]:
-        """All choices, the bounds of a range, or up to so many integers spread over theirs.
-
-        >>> Search(integers=(16, 64)).points(4)
-        [16, 32, 48, 64]
-        """
-        if self.integers is None:
-            return [*self.extremes]
-        low, high = self.integers
-        gaps = min(integers - 1, high - low)
-        return [low + round(i * (high - low) / gaps) for i in range(gaps + 1)]
-
-
-def _is_plain(value: object) -> bool:
-    """Whether JSON can express it; YAML also has dates, for example."""
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_plain(inner) for key, inner in value.items())
-    return all(map(_is_plain, value)) if isinstance(value, list) else isinstance(value, bool | int | float | str | None)
-
-
-class Space(BaseModel):
-    """Settings to search, and `trials`, how many candidates are tried.
-
-    A candidate that makes no model is recorded as infeasible; it uses up no trial, and another is drawn in its place.
-    Every key that is not listed is a setting to search, by its path: `train.lr: {log_uniform: [1e-3, 1e-1]}`.
-    """
-
-    model_config = ConfigDict(extra="allow", frozen=True)
-    __pydantic_extra__: dict[str, Search] = Field(init=False)
-
-    sections: ClassVar[tuple[str, ...]] = ()
-
-    trials: Annotated[Whole, Field(ge=1, le=10_000)]
-
-    @property
-    def searched(self) -> dict[str, Search]:
-        return self.__pydantic_extra__
-
-    @model_validator(mode="before")
-    @classmethod
-    def _a_path_has_a_dot(cls, given: Any) -> Any:
-        for key in given if isinstance(given, dict) else ():
-            if key not in cls.model_fields and "." not in str(key) and key not in cls.sections:
-                if key == "seeds":
-                    raise ValueError("leave out seeds: every seed of the study trains every candidate")
-                raise ValueError(str(unknown("key", key, [*cls.model_fields, "paths such as train.lr"])))
-        return given
-
-    @model_validator(mode="after")
-    def _searches_something(self) -> Self:
-        if not self.searched:
-            raise ValueError("searches nothing: add a key such as 'train.lr: {log_uniform: [1e-3, 1e-1]}'")
-        return self
-
-
-class Tune(Space):
-    """The same candidates for every arm, spread over the ranges, the base's own values among them.
-
-    Every seed of the study trains every candidate. A seed's result is the test score of its run with the best
-    validation score, so that the choice is part of what the error bars cover.
-    extend: moves the ranges, for all arms alike, while the best value of an arm is the lowest or the highest tried.
-    """
-
-    extend: Annotated[bool, Field(strict=True)] = False
-
-    @model_validator(mode="after")
-    def _holds_several_candidates(self) -> Self:
-        if self.trials < 2:
-            raise ValueError("trials 1 leaves one candidate and nothing to choose: give at least 2, or leave out tune")
-        if self.extend and not any(search.choice is None for search in self.searched.values()):
-            raise ValueError("extend moves a range, and every setting is searched by choice")
-        return self
-
-
-class Searching(Space):
-    """A search for architectures, from the base: the task's metric against arithmetic per token and state size.
-
-    Each candidate is judged by the mean of `seeds` validation runs. The base tunes its `train` settings among those
-    searched, with as many candidates.
-    A key may also be `rule` as a whole: `rule: {choice: [comba, {name: gla}]}`.
-    finalists: how many candidates are confirmed, each as an arm; those on the Pareto front come first.
-    """
-
-    sections: ClassVar[tuple[str, ...]] = ("rule",)
-
-    seeds: Annotated[Whole, Field(ge=1, le=100)] = 1
-    finalists: Annotated[Whole, Field(ge=1, le=100)] = 4
-
-    @model_validator(mode="after")
-    def _enough_to_choose_from(self) -> Self:
-        if self.finalists > self.trials:
-            raise ValueError(f"finalists {self.finalists} exceed trials {self.trials}")
-        return self
 
 
 class Seeds(_Strict):
@@ -166,33 +37,6 @@ class Seeds(_Strict):
         if self.at_most <= self.at_least:
             raise ValueError(f"at_most {self.at_most} must be more than at_least {self.at_least}")
         return self
-
-
-class Match(_Strict):
-    """Scales one dimension of an arm until the arm has as much state, parameters or flops as the base, within 2%.
-
-    state, parameters, flops: the quantity; exactly one is true. scale: the dimension, by its path. Its default is
-    `model.key_dim` for the state, and `model.d_model` for parameters and flops.
-    """
-
-    state: Annotated[bool, Field(strict=True)] = False
-    parameters: Annotated[bool, Field(strict=True)] = False
-    flops: Annotated[bool, Field(strict=True)] = False
-    scale: str | None = None
-
-    @model_validator(mode="after")
-    def _one_quantity(self) -> Self:
-        if self.state + self.parameters + self.flops != 1:
-            raise ValueError("takes exactly one of state: true, parameters: true, flops: true")
-        return self
-
-    @property
-    def quantity(self) -> Literal["state", "parameters", "flops"]:
-        return "state" if self.state else "parameters" if self.parameters else "flops"
-
-    @property
-    def dimension(self) -> str:
-        return self.scale or ("model.key_dim" if self.state else "model.d_model")
 
 
 class Change(_Strict):
@@ -439,16 +283,28 @@ def _first_line(error: ValidationError) -> str:
     parts = [str(part) for part in first["loc"] if part not in _NO_KEY]
     key = " ".join(".".join(parts).split())
     if first["type"] == "extra_forbidden":
-        kind = Match if "match" in parts[2:-1] else _KINDS[parts[0]] if len(parts) > 1 else StudySpec
+        kind = _kind(parts)
         names = [*kind.model_fields, *(["profiles"] if kind is StudySpec else [])]
         return str(unknown("key", parts[-1], names, where=".".join(parts[:-1])))
     if first["type"] == "value_error":
-        return f"{key}: {first['msg'].removeprefix('Value error, ')}"
+        said = first["msg"].removeprefix("Value error, ")
+        return f"{key}{said}" if said.startswith(".") else f"{key}: {said}"  # .KEY: the error is of a key below
     says = _SAYS.get(first["type"], first["msg"].replace("Input should", "must").replace("String should", "must"))
     if key.endswith(".rule") and first["type"] == "string_type":
         says = "must be a rule's name or a mapping"
     given = "" if first["type"] == "missing" else f", not {first['input']!r:.80}"
     return f"{key} {says}{given}"
+
+
+def _kind(parts: list[str]) -> type[BaseModel]:
+    """What holds the key at this path."""
+    if len(parts) == 1:
+        return StudySpec
+    if "match" in parts[2:-1] or parts[:-1] == ["search", "match"]:
+        return Match
+    if parts[:2] == ["search", "constrain"]:
+        return Constrain if len(parts) == 3 else Bound
+    return _KINDS[parts[0]]
 
 
 # How many levels of mappings merge key by key. Deeper mappings, such as gates and ranges, are replaced whole.

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import optuna
@@ -18,9 +19,8 @@ from optuna.distributions import (
 )
 from optuna.trial import TrialState
 
-from deltalab.study.candidates import grid_size, spread
 from deltalab.study.plan import Plan
-from deltalab.study.spec import Search
+from deltalab.study.space import Search
 
 BATCH = 10
 """How many candidates a search asks Optuna for at a time. The first ten are drawn without looking at any result."""
@@ -52,8 +52,8 @@ def suggest(plan: Plan, task: str, candidates: Sequence[Candidate]) -> dict[str,
     """
     budget, number = plan.spec.search, len(candidates)
     assert budget is not None
-    if grid_size(budget.searched) == budget.trials:
-        return spread(budget.searched, budget.trials, {})[number]
+    if budget.enumerated:
+        return next(islice(budget.combinations(), number, None))
     maximize, minimize = optuna.study.StudyDirection.MAXIMIZE, optuna.study.StudyDirection.MINIMIZE
     directions = [maximize if plan.tasks[task].maximize else minimize]
     directions += [minimize] * len(COSTS)

@@ -15,6 +15,7 @@ import torch
 from deltalab.errors import InputError
 from deltalab.registry import add_plugin, get_task, rule_plugin, task_plugin
 from deltalab.store import ArtifactRecord, RuleRecord, RunRecord, TrialRecord
+from deltalab.study.decode_time import decode_us
 from deltalab.study.plan import Job
 from deltalab.training.device import keep_freed_memory
 from deltalab.training.train import RunResult, TrialResult, train_together
@@ -87,15 +88,23 @@ def _train(
             watch(step)
         seen = max(seen, step)
 
+    task = get_task(first.task_kind, **first.task_params)
     with _checkpoint(stack, runs / "checkpoints") as checkpoint:
-        return train_together(
-            get_task(first.task_kind, **first.task_params),
+        results = train_together(
+            task,
             [job.specs for job in stack],
             first.seeds,
             test=first.stage == "confirm",
             checkpoint=checkpoint,
             watch=watched,
         )
+    if first.decode:
+        # One time for the stack: its trials differ only in numbers.
+        cost = "cost", "decode_us", first.specs[1].steps, decode_us(*first.specs, task.length)
+        for result in results:
+            for run in result.runs:
+                run.metrics.append(cost)
+    return results
 
 
 @contextmanager

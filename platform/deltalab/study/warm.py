@@ -1,0 +1,122 @@
+"""The candidates that a search begins with: named rules, and the best of an earlier study."""
+
+import json
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from deltalab.errors import InputError, unknown
+from deltalab.models.spec import RULE
+from deltalab.study.settings import resolve_rule, rule_of, setting, with_values
+from deltalab.study.space import LAYERS, Search, Searching
+
+if TYPE_CHECKING:
+    from deltalab.store import Store
+    from deltalab.study.plan import Plan
+
+MOST_RECORDED = 0.25
+"""The candidates of an earlier study that a search takes at the most, as a share of its trials."""
+
+
+def named(plan: "Plan") -> list[dict[str, Any]]:
+    """The candidates of the rules that `warm` names. Model and training are the base's, where the space has its values.
+
+    Raises `InputError` for a rule that does not exist, and for one outside of the space.
+    """
+    space = plan.spec.search
+    entries = [entry for entry in space.warm if not _study(entry)] if space else []
+    return [_of_rule(plan, space, entry) for entry in entries if space]
+
+
+def recorded(plan: "Plan", store: "Store") -> list[dict[str, Any]]:
+    """The candidates of the studies that `warm` names that the space has, the best of each study first.
+
+    Raises `InputError` for a study that the ledger does not have, and for one without such a candidate.
+    """
+    found: list[dict[str, Any]] = []
+    for study in filter(None, map(_study, plan.spec.search.warm if plan.spec.search else ())):
+        assert plan.spec.search is not None
+        fits = [values for values in _ranked(store, study) if plan.spec.search.drawn(values) is not None]
+        if not fits:
+            raise InputError(f"{plan.where}: search.warm: no candidate of study '{study}' is in the space")
+        most = max(1, math.floor(MOST_RECORDED * plan.spec.search.trials))
+        found += [values for values in fits[:most] if values not in found]
+    return found
+
+
+def _study(entry: str | Mapping[str, Any]) -> str | None:
+    return entry["study"] if isinstance(entry, Mapping) and "study" in entry else None
+
+
+def _of_rule(plan: "Plan", space: Searching, entry: str | Mapping[str, Any]) -> dict[str, Any]:
+    base = next(arm for arm in plan.arms if arm.is_base)
+    wanted = resolve_rule(rule_of(entry))
+    choices = space.searched["rule"].choice or () if "rule" in space.searched else (base.config["rule"],)
+    alike = [choice for choice in choices if rule_of(choice)["name"] == wanted["name"]]
+    if not alike:
+        raise unknown("rule", wanted["name"], dict.fromkeys(rule_of(one)["name"] for one in choices), where="warm")
+    missed = ""
+    for choice in alike:
+
+        def ask(name: str, knob: Search, choice: Any = choice) -> Any:
+            if name == "rule":
+                return choice
+            return _in_rule(wanted, name, knob) if name.startswith("rule.") else _as_in(base.config, name, knob)
+
+        candidate = space.draw(ask)
+        try:
+            found = resolve_rule(plan.with_values(base, candidate)["rule"])
+        except InputError as error:
+            missed = str(error)
+            continue
+        if found == wanted:
+            return candidate
+        apart = next(knob for knob in wanted if found[knob] != wanted[knob])
+        missed = f"it has {apart} {_said(wanted[apart])}, and the space {_said(found[apart])}"
+    raise InputError(f"warm: rule '{wanted['name']}' is outside of the space: {missed}")
+
+
+def _in_rule(wanted: Mapping[str, Any], path: str, knob: Search) -> Any:
+    """The value that a knob has in a rule, as the space spells it; the first one where it has none of them."""
+    if knob.choice is None:
+        own = setting({"rule": wanted}, path, "warm")
+        return own if knob.holds(own) else knob.extremes[0]
+    for value in knob.choice:
+        try:
+            changed = with_values({"rule": wanted}, {path: value}, where="warm")["rule"]
+            if resolve_rule(changed) == wanted:
+                return value
+        except InputError:
+            continue  # The rule refuses the value beside its others.
+    return knob.choice[0]
+
+
+def _as_in(config: Mapping[str, Any], name: str, knob: Search) -> Any:
+    """The value that a knob of the model or the training has in a configuration; the first one where it has none."""
+    own: Any = RULE if name.startswith(f"{LAYERS}[") else setting(config, name.removesuffix(".length"), "warm")
+    return own if knob.holds(own) else knob.extremes[0]
+
+
+def _said(value: object) -> str:
+    return json.dumps(value) if isinstance(value, dict | list) else str(value)
+
+
+def _ranked(store: "Store", name: str) -> list[dict[str, Any]]:
+    """The candidates of a study's search, by their mean rank over its tasks."""
+    study = store.study(name)
+    scores: dict[str, dict[str, float]] = {task: {} for task in study.provenance["tasks"]}
+    validation: dict[tuple[str, str], list[float]] = {}
+    for final in store.final_metrics(study.id, stage="tune"):
+        if final.split == "validation":
+            validation.setdefault((final.trial, final.metric), []).append(final.value)
+    for trial in sorted(store.trials(study.id), key=lambda trial: trial.finished_at):
+        about = study.provenance["tasks"][trial.task]
+        if found := validation.get((trial.key, about["metric"])):
+            mean = math.fsum(found) / len(found)
+            scores[trial.task][json.dumps(trial.values)] = -mean if about["maximize"] else mean
+    ranks: dict[str, list[int]] = {}
+    for of_task in scores.values():
+        for rank, candidate in enumerate(sorted(of_task, key=of_task.__getitem__)):
+            ranks.setdefault(candidate, []).append(rank)
+    order = sorted(ranks, key=lambda candidate: sum(ranks[candidate]) / len(ranks[candidate]))
+    return [json.loads(candidate) for candidate in order]
