@@ -123,7 +123,9 @@ def summary(given: dict[str, Any], found: dict[str, dict[str, float | None]]) ->
                 "parametrization": by,
                 "best": best,
                 "spread": max(inside) / min(inside) if whole else None,
-                "least_loss": {width: min(v for v in found[key].values() if v is not None) for width, key in keys.items()},
+                "least_loss": {
+                    width: min(v for v in found[key].values() if v is not None) for width, key in keys.items()
+                },
             }
         )
     return rows
@@ -163,7 +165,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "best": summary(given, out["losses"]),
             "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
             "hardware": hardware(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
-            "versions": {"deltalab": deltalab.__version__, "torch": torch.__version__, "python": platform.python_version()},
+            "versions": {
+                "deltalab": deltalab.__version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
         }
         options.out.write_text(json.dumps(out, indent=1) + "\n")
     left = sum("/".join(map(str, cell)) not in out["losses"] for cell in cells(given))

@@ -23,6 +23,7 @@ from deltalab.study.joint import (
 )
 from deltalab.study.measured import Measured
 from deltalab.study.pareto import front
+from deltalab.study.scales import families
 from deltalab.study.spec import Search
 from deltalab.study.stats import Interval, Share, mean_interval, share_learned, within
 
@@ -154,10 +155,10 @@ def answer(store: Store, study_id: int, *, which: Stage = "confirm") -> Answer:
         tables = [_tuning_table(task, about, arms, ledger) for task, about in tasks.items()]
     else:
         scores = {task: ledger.scores(task, about, arms) for task, about in tasks.items()}
-        if study.spec.get("family") == "study":
-            compared = dict(zip(tasks, outcomes(list(scores.values()), ledger.looks), strict=True))
-        else:
-            compared = {task: outcomes([found], ledger.looks)[0] for task, found in scores.items()}
+        compared = {}
+        for family in families(study.spec, list(tasks)):
+            found = outcomes([scores[task] for task in family], ledger.looks)
+            compared |= dict(zip(family, found, strict=True))
         ended = study.state in ("done", "failed")
         if not ended:  # an arm that seems to have stopped may go on when the range is extended
             compared = {

@@ -218,6 +218,7 @@ def _provenance(plan: Plan, unchecked: dict[str, str]) -> dict[str, Any]:
                 "version": task.version,
                 "parameters": asdict(task),
                 "fingerprint": task.fingerprint(),
+                **({"length": task.length} if plan.spec.scales else {}),
             }
             for name, task in plan.tasks.items()
         },
