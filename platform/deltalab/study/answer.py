@@ -21,6 +21,7 @@ from deltalab.study.joint import (
     seeds_needed,
     smallest_p,
 )
+from deltalab.study.ladder import Ladder, ladders
 from deltalab.study.measured import Measured
 from deltalab.study.pareto import front
 from deltalab.study.scales import families
@@ -125,7 +126,7 @@ class InfeasibleCandidate:
 @dataclass(frozen=True)
 class Answer:
     """A study's answer, and what it rests on. profile: None is the default one. warnings: what makes it doubtful.
-    trainings: of what was exported from the study."""
+    trainings: of what was exported from the study. ladders: of a study with `scales`, of each task."""
 
     study: str
     profile: str | None
@@ -138,6 +139,7 @@ class Answer:
     infeasible: list[InfeasibleCandidate]
     notes: list[str]
     trainings: list[TrainingRow] = field(default_factory=list)
+    ladders: list[Ladder] = field(default_factory=list)
 
 
 def answer(store: Store, study_id: int, *, which: Stage = "confirm") -> Answer:
@@ -151,6 +153,7 @@ def answer(store: Store, study_id: int, *, which: Stage = "confirm") -> Answer:
     arms, trials = store.arms(study_id), store.trials(study_id)
     ledger = Measured(store, study_id, trials, study.spec)
     tasks = study.provenance["tasks"]
+    climbed: list[Ladder] = []
     if which == "tune":
         tables = [_tuning_table(task, about, arms, ledger) for task, about in tasks.items()]
     else:
@@ -159,6 +162,7 @@ def answer(store: Store, study_id: int, *, which: Stage = "confirm") -> Answer:
         for family in families(study.spec, list(tasks)):
             found = outcomes([scores[task] for task in family], ledger.looks)
             compared |= dict(zip(family, found, strict=True))
+        climbed = ladders(study.spec, tasks, arms, ledger, scores, compared)
         ended = study.state in ("done", "failed")
         if not ended:  # an arm that seems to have stopped may go on when the range is extended
             compared = {
@@ -196,6 +200,7 @@ def answer(store: Store, study_id: int, *, which: Stage = "confirm") -> Answer:
         infeasible,
         notes,
         trainings(store, study),
+        climbed,
     )
 
 

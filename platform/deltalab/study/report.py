@@ -29,6 +29,7 @@ from deltalab.study.answer import (
     format_values,
 )
 from deltalab.study.joint import UNKNOWN
+from deltalab.study.ladder import Ladder
 
 STYLE = {"better": "green", "worse": "red", "failed": "red", "diverged": "red"}
 ONE_TABLE = 120
@@ -73,6 +74,16 @@ class Report(Answer):
                 yield grid
             for note in table.notes:
                 yield Text(f"- {note}")
+        for ladder in self.ladders:
+            yield Text(f"\n{ladder_caption(ladder)}")
+            grid = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+            for header in ladder_headers(ladder):
+                grid.add_column(Text(header), overflow="fold")
+            for cells_of_arm in ladder_cells(ladder):
+                grid.add_row(*(Text(cell.replace(" [", "\n[")) for cell in cells_of_arm))
+            yield grid
+            for note in ladder_notes(ladder):
+                yield Text(f"- {note}")
         for line in (*failure_lines(self.failures), *self.notes):
             yield Text(f"- {line}")
         if self.trainings:
@@ -92,6 +103,11 @@ class Report(Answer):
             lines += [_markdown(names), _markdown(["---"] * len(names))]
             lines += [_markdown(cells(row)) for row in table.rows]
             lines += ["", *(f"- {note}" for note in table.notes), *([""] if table.notes else [])]
+        for ladder in self.ladders:
+            names = ladder_headers(ladder)
+            lines += [f"### {ladder_caption(ladder)}", "", _markdown(names), _markdown(["---"] * len(names))]
+            lines += [_markdown(row) for row in ladder_cells(ladder)]
+            lines += ["", *(f"- {note}" for note in ladder_notes(ladder)), ""]
         lines += [f"- {line}" for line in (*failure_lines(self.failures), *self.notes)]
         if self.trainings:
             lines += ["", f"### {TRAININGS}", ""]
@@ -192,6 +208,56 @@ def _training_grid(rows: Sequence[TrainingRow]) -> Table:
     for row in rows:
         grid.add_row(*map(Text, training_cells(row)[:-1]))
     return grid
+
+
+def ladder_caption(ladder: Ladder) -> str:
+    direction = "higher" if ladder.maximize else "lower"
+    return f"Ladder of {ladder.task}: differences to the base in {ladder.metric}, {direction} is better"
+
+
+def ladder_headers(ladder: Ladder) -> list[str]:
+    """The headers of `ladder_cells`."""
+    sizes = [size.label.removeprefix(f"{ladder.task}.") for size in ladder.sizes]
+    return ["arm", *sizes, "slope", "p", "verdict"]
+
+
+def ladder_cells(ladder: Ladder) -> list[list[str]]:
+    """A row of text for each arm beside the base."""
+    return [
+        [
+            row.arm,
+            *(format_interval(difference, "+") for difference in row.differences),
+            format_interval(row.slope, "+"),
+            format_p(row.slope.p),
+            row.verdict,
+        ]
+        for row in ladder.arms
+        if row.slope is not None
+    ]
+
+
+def ladder_notes(ladder: Ladder) -> list[str]:
+    """What the fits say, and how to read the table."""
+    computes = ", ".join(f"{size.compute:.2g}" for size in ladder.sizes)
+    notes = [
+        f"Operations of the base's training, by size: {computes}. The slope is per tenfold of them, tested over all "
+        "arms by flips of whole seeds; intervals of differences hold jointly over sizes and arms.",
+        *ladder.notes,
+    ]
+    for row in ladder.arms:
+        if row.fit:
+            a, b, c = (
+                f"{value:.3g} [{low:.3g}, {high:.3g}]"
+                for value, low, high in zip((row.fit.a, row.fit.b, row.fit.c), row.fit.low, row.fit.high, strict=True)
+            )
+            notes.append(f"{row.arm}: loss = a + b C^-c with a {a}, b {b}, c {c}; C 1 is the base's smallest size.")
+        for found in row.predictions:
+            notes.append(
+                f"{row.arm} at {found.label}, which the fits left out: predicted difference in loss "
+                f"{format_interval(found.predicted, '+')}, measured {format_interval(found.measured, '+')}: "
+                + ("they agree." if found.agrees else "the prediction misses.")
+            )
+    return notes
 
 
 def failure_lines(failures: Sequence[Failure]) -> list[str]:
