@@ -35,12 +35,12 @@ PARAMETRIZATIONS = ("none", "mup")
 GPU: dict[str, Any] = {
     "rules": ["gated_deltanet", "mamba2", "attention"],
     "widths": [64, 128, 256, 512],
-    "rates": [1e-3 * 2 ** (i / 2) for i in range(12)],
+    "rates": [1e-3 * 2 ** (i / 2) for i in range(14)],
     "layers": 2,
-    "seeds": 3,
+    "seeds": 2,
     "tasks": {
-        "mqar": {"params": {"length": 64, "pairs": 8, "vocab_size": 256}, "steps": 1500, "batch_size": 64},
-        "text": {"params": {"length": 128}, "steps": 1500, "batch_size": 64},
+        "mqar": {"params": {"length": 64, "pairs": 8, "vocab_size": 256}, "steps": 1000, "batch_size": 32},
+        "text": {"params": {"length": 128}, "steps": 1000, "batch_size": 32},
     },
 }
 TOY: dict[str, Any] = {

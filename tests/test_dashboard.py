@@ -511,3 +511,32 @@ def test_the_database_and_the_plugins_reach_the_server_outside_its_arguments(
     assert environment["DELTALAB_PLUGINS"] == str(file)
     assert url not in " ".join(command)
     assert {"--server.address=127.0.0.1", "--browser.gatherUsageStats=false"} <= set(command)
+
+
+def test_a_ladder_shows_its_trends(store: Store) -> None:
+    """Arms by sizes, and what each trend says."""
+    widths = [8, 16, 32]
+    spec = {**SPEC, "tune": None, "task": {"text": {}}, "scales": {"model.d_model": widths}}
+    tasks = {f"text.d_model={width}": {**TASKS["text"], "length": 16} for width in widths}
+    arms = [ArmRecord(name, name == "base", {} if name == "base" else {"x": [1, 2]}, {}) for name in ("base", "no_d")]
+    study = store.begin_study("rungs", None, "rungs", spec, arms, {"tasks": tasks, "git": None})
+    for size, task in enumerate(tasks):
+        for arm, apart in (("base", 0.0), ("no_d", 0.5)):
+            figures = [[(split, name, 10, 3 - size + apart + 0.01 * seed) for split in ("validation", "test")
+                        for name in ("bits_per_byte", "loss")] for seed in range(8)]  # fmt: skip
+            runs = [
+                RunRecord(seed, metrics=[*found, ("cost", "flops_per_token", 10, 1e3 * 4.0**size)])
+                for seed, found in enumerate(figures, 1)
+            ]
+            trial = TrialRecord(
+                f"{arm} {task}", task, 1, "confirm", {"train": {"steps": 10, "batch_size": 4}}, "done", 1e9, 1e9, 1.0,
+                RuleRecord("comba", "9f" * 32, "S"), runs=runs,
+            )  # fmt: skip
+            store.record_trial(study, arm, trial, 0, {})
+    store.finish_study(study, "done")
+    page = shown(study="rungs")
+    assert not page.exception
+    assert "Ladder of text: differences to the base in bits\\_per\\_byte, lower is better" in {
+        header.value for header in page.subheader
+    }
+    assert any("no\\_d" in str(table.value) and "holds" in str(table.value) for table in page.table)

@@ -90,7 +90,10 @@ def best_run(store: Store, study_id: int, *, arm: str | None, best: bool, task: 
     source = Source(
         model=model,
         weights=partial(_weights, kept[key, seed]) if (key, seed) in kept else None,
-        recipe={**of_trial(train, made.length, seed, key), "trial": _trial(trial, made, model, train, seed)},
+        recipe={
+            **of_trial(train, made.length, seed, key, model.width_share),
+            "trial": _trial(trial, made, model, train, seed),
+        },
         provenance={
             "study": study.address,
             "id": study.id,

@@ -163,7 +163,7 @@ class Model(Started):
         self.rebuild = Rebuild(spec.d_model) if spec.readout == "last" else None
         self.unembed = None
         if not spec.tie_embeddings:
-            self.unembed = linear(spec.d_model, spec.vocab_size, std=spec.d_model**-0.5 * width_share(spec) ** 0.5)
+            self.unembed = linear(spec.d_model, spec.vocab_size, std=spec.d_model**-0.5 * spec.width_share ** 0.5)
         self.graphs: BlockGraphs | None = None
 
     def forward(
@@ -342,11 +342,6 @@ def build_model(spec: ModelSpec | Mapping[str, Any], *, seed: int = 0) -> Model:
     return model
 
 
-def width_share(spec: ModelSpec) -> float:
-    """W / d_model for `ModelSpec.base_width` W: what the width multiplies matrices' learning rates by; 1 without W."""
-    return 1.0 if spec.base_width is None else spec.base_width / spec.d_model
-
-
 def parameter_groups(model: nn.Module, weight_decay: float, lr: float | None = None) -> list[dict[str, Any]]:
     """Optimizer groups: weight decay applies to matrices, not to norms or what gates learn per head (a, dt, b, d).
 
@@ -355,11 +350,10 @@ def parameter_groups(model: nn.Module, weight_decay: float, lr: float | None = N
 
     Raises `InputError` for such a model without `lr`.
     """
-    spec = getattr(model, "spec", None)
-    share = 1.0 if spec is None else width_share(spec)
+    share = model.spec.width_share if isinstance(model, Model) else 1.0
     scaled = [] if share == 1 else widening(model)
     if scaled and lr is None:
-        raise InputError(f"a model with base_width {spec.base_width} needs lr: its matrices have {share:g} times that")
+        raise InputError(f"a model with a base_width needs lr: its matrices have {share:g} times that rate")
     own = {id(p) for p in scaled}
     decayed = [p for p in model.parameters() if p.dim() > 1 and id(p) not in own]
     free = [p for p in model.parameters() if p.dim() <= 1]

@@ -229,10 +229,18 @@ class ModelSpec:
     @property
     def tied_factor(self) -> float:
         """The factor of logits from tied embeddings, on embeddings of unit scale."""
+        width = self.base_width or self.d_model
         # Recall is learned fastest from embeddings of unit scale; the factor gives logits unit scale too. At the start,
         # the logit of the token that was just read is d times the factor. Wide models bound it, since e^sqrt(d) would
         # outweigh the whole vocabulary.
-        return float(self.d_model**-0.5 if self.d_model <= TIED_WIDTH else TIED_WIDTH**0.5 / self.d_model)
+        factor = float(width**-0.5 if width <= TIED_WIDTH else TIED_WIDTH**0.5 / width)
+        # Training aligns hidden states with embeddings, so that their products grow with the width itself.
+        return factor * self.width_share
+
+    @property
+    def width_share(self) -> float:
+        """W / d_model for a `base_width` W: what training multiplies the rate of matrices by; 1 without one."""
+        return 1.0 if self.base_width is None else self.base_width / self.d_model
 
     def is_attention(self, layer: int) -> bool:
         """Whether this layer, counted from 0, is softmax attention."""

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -116,7 +117,7 @@ def linear(
 
 def widening(module: nn.Module) -> list[nn.Parameter]:
     """The matrices of a module that have more inputs in a wider model, in the order of its parameters."""
-    return [part.weight for part in module.modules() if isinstance(part, Linear) and part.widens]
+    return [cast(nn.Parameter, part.weight) for part in module.modules() if isinstance(part, Linear) and part.widens]
 
 
 def initialize(

@@ -158,7 +158,7 @@ def answer(store: Store, study_id: int, *, which: Stage = "confirm") -> Answer:
         tables = [_tuning_table(task, about, arms, ledger) for task, about in tasks.items()]
     else:
         scores = {task: ledger.scores(task, about, arms) for task, about in tasks.items()}
-        compared = {}
+        compared: dict[str, dict[str, Outcome]] = {}
         for family in families(study.spec, list(tasks)):
             found = outcomes([scores[task] for task in family], ledger.looks)
             compared |= dict(zip(family, found, strict=True))

@@ -256,18 +256,16 @@ def _ladder(
         )
     resampled = _Resampled(losses, computes, left_out)
     rows = []
-    for arm in arms:
-        if arm.name != base and arm.name not in rungs.complete:
-            notes.append(f"{arm.name} has no results at every size.")
-            continue
-        own_fit = resampled.fits.get(arm.name)
-        if arm.name == base:
+    for name in (arm.name for arm in arms):
+        own_fit = resampled.fits.get(name)
+        if name == base:
             rows.append(ArmLadder(base, "base", [], None, own_fit, []))
-            continue
-        differences = [compared[label][arm.name].difference for label in labels]
-        slope = trends[task, arm.name]
-        predictions = resampled.predictions(arm.name, base, labels)
-        rows.append(ArmLadder(arm.name, verdict(differences, slope), differences, slope, own_fit, predictions))
+        elif name in rungs.complete:
+            differences = [compared[label][name].difference for label in labels]
+            slope, predictions = trends[task, name], resampled.predictions(name, base, labels)
+            rows.append(ArmLadder(name, verdict(differences, slope), differences, slope, own_fit, predictions))
+        else:
+            notes.append(f"{name} has no results at every size.")
     return Ladder(task, about["metric"], about["maximize"], rungs.sizes, rows, notes)
 
 
@@ -329,7 +327,8 @@ def _compute(ledger: Measured, about: Mapping[str, Any], arm: str, label: str) -
         flops = ledger.finals.get(trial.key, {}).get(("cost", "flops_per_token"), {})
         if flops:
             train = trial.config["train"]
-            return BACKWARD * next(iter(flops.values())) * train["steps"] * train["batch_size"] * about["length"]
+            tokens = train["steps"] * train["batch_size"] * about["length"]
+            return BACKWARD * float(next(iter(flops.values()))) * float(tokens)
     return None
 
 

@@ -307,9 +307,9 @@ def _make_plan(spec: StudySpec, profile: str | None, file: str) -> Plan:
     matcher = Matcher(spec.tune.searched if spec.tune else {})
     arms = []
     for task_name, task in tasks.items():
-        size = sizes[task_name]
-        base = applied(spec.base, spec.for_task.get(size.task, Change()))
-        base = applied(base, Change(model=size.model, train=size.train))
+        at = sizes[task_name]
+        base = applied(spec.base, spec.for_task.get(at.task, Change()))
+        base = applied(base, Change(model=at.model, train=at.train))
         resolved = {"base": resolve_method(base, task, where="base")}
         for name, change in changes.items():
             resolved[name] = resolve_method(applied(base, change), task, where=f"arms.{name}")

@@ -177,5 +177,5 @@ def families(spec: Mapping[str, Any], labels: Sequence[str]) -> list[list[str]]:
         return [list(labels)]
     found: dict[str, list[str]] = {}
     for label in labels:
-        found.setdefault(task_of(label, spec.get("scales"), list(spec["task"])), []).append(label)
+        found.setdefault(task_of(label, spec.get("scales"), list(spec.get("task", ()))), []).append(label)
     return list(found.values())
