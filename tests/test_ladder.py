@@ -52,26 +52,19 @@ def test_verdicts_are_as_defined(differences: list[Difference], slope: Differenc
     assert verdict(differences, slope) == says
 
 
-@pytest.mark.parametrize("effect", [0.0, 6.0])
-def test_without_a_trend_few_families_shrink_or_reverse(effect: float) -> None:
-    """Arms that differ from the base by a constant, which is told where it is 6; noise falls with size."""
+def test_without_a_trend_few_families_shrink_or_reverse() -> None:
+    """Arms that differ from the base by a constant that is told at every size; noise falls with size."""
     studies, arms, compute, look = 400, 3, [1.0, 4.0, 16.0], one_look(7)
     spread, random = np.array([3.0, 1.5, 0.75])[:, None], np.random.default_rng(1)
-    trends = wrong = 0
+    wrong = 0
     for _ in range(studies):
         scores = random.normal(size=(arms + 1, 3, 7)) * spread
-        differences = scores[1:] - scores[0] + effect
-        slope = follow([slopes(arm, compute) for arm in differences], look, intervals=False)
-        trends += any(one.difference.decided for one in slope)
-        if effect and any(one.difference.decided for one in slope):
-            at = follow([size for arm in differences for size in arm], look, intervals=False)
-            says = [
-                verdict([one.difference for one in at[3 * i : 3 * i + 3]], slope[i].difference) for i in range(arms)
-            ]
-            wrong += bool({"shrinks", "reverses"} & {*says})
-    most = 0.05 + 2.5 * math.sqrt(0.05 * 0.95 / studies)
-    assert trends / studies <= most
-    assert wrong <= trends
+        differences = scores[1:] - scores[0] + random.choice([-9.0, 9.0], size=(arms, 1, 1))
+        found = follow([slopes(arm, compute) for arm in differences], look, intervals=False)
+        sides = np.sign(differences.mean((1, 2)))
+        says = [verdict([told(s)] * 3, one.difference) for s, one in zip(sides, found, strict=True)]
+        wrong += bool({"shrinks", "reverses"} & {*says})
+    assert wrong / studies <= 0.05 + 2.5 * math.sqrt(0.05 * 0.95 / studies)
 
 
 def test_a_trend_is_found() -> None:
@@ -89,7 +82,7 @@ def test_a_fit_finds_the_law_that_made_the_losses(law: tuple[float, float, float
     compute = np.array([1, 4, 16, 64, 256.0])
     found = fit(compute, a + b * compute**-c)
     far = 1024.0
-    assert found[0] + found[1] * far ** -found[2] == pytest.approx(a + b * far**-c, abs=2e-3)
+    assert found[0] + found[1] * far ** -found[2] == pytest.approx(a + b * far**-c, abs=5e-3)
 
 
 def test_fits_of_several_losses_are_those_of_each() -> None:

@@ -23,7 +23,7 @@ def of_trial(train: TrainSpec, length: int, seed: int, key: str, share: float = 
     origin = {"from": f"trial {key}"}
     matrices = {
         "value": train.lr,
-        "scaled": f"lr x {share:g}, the rate of matrices by base_width; the trial's embeddings and vectors had all of lr",
+        "scaled": f"lr x {share:g}, by base_width: that of the trial's matrices; its embeddings and vectors had lr",
     }
     return {
         "optimizer": {
@@ -89,9 +89,9 @@ def rescaled(
     asks for, which nothing overrides.
 
     The learning rate of another width is lr x (width before / width after), as the best rate of AdamW for a matrix
-    falls with its width (Yang et al. 2022, arXiv:2203.03466): the rule of `ModelSpec.base_width`, but for embeddings and
-    vectors. These get the same rate, though their best rate does not fall. No run at the new width measured it. The warm-up keeps its
-    share of the steps.
+    falls with its width (Yang et al. 2022, arXiv:2203.03466). `ModelSpec.base_width` follows the same rule for
+    matrices. It leaves the rate of embeddings and vectors, whose best rate does not fall; a recipe has one rate for
+    all. No run at the new width measured it. The warm-up keeps its share of the steps.
 
     Raises `InputError` for keys and values that no recipe has.
     """
