@@ -72,14 +72,14 @@ def test_for_task_match_and_tune_go_with_a_ladder(plan: Callable[..., Plan]) -> 
         for_task={"text": {"train": {"batch_size": 2}}},
         arms={"local": {"rule": "attention", "match": {"state": True, "scale": "rule.window"}}},
         tune={"train.lr": {"log_uniform": [1e-3, 1e-1]}, "trials": 2},
-        scales={"model.d_model": [16, 32]},
+        scales={"model.d_model": [12, 16]},
     )
     assert {arm.task: arm.config["train"]["batch_size"] for arm in made.arms} == {
-        "mqar.d_model=16": 4, "mqar.d_model=32": 4, "text.d_model=16": 2, "text.d_model=32": 2,
+        "mqar.d_model=12": 4, "mqar.d_model=16": 4, "text.d_model=12": 2, "text.d_model=16": 2,
     }  # fmt: skip
-    # Each size is matched to the base of its own size.
+    # Each size is matched to the base of its own size: d_model^2 elements, and 2 d_model for each token but the last.
     windows = {arm.task: arm.config["rule"]["window"] for arm in made.arms if arm.name == "local"}
-    assert (windows["mqar.d_model=16"], windows["mqar.d_model=32"]) == (8, 16)
+    assert (windows["mqar.d_model=12"], windows["mqar.d_model=16"]) == (7, 9)
     assert made.trials == 2 * 2 * 2 * 2
 
 

@@ -4,7 +4,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from typing import Any
@@ -76,11 +76,12 @@ class Report(Answer):
                 yield Text(f"- {note}")
         for ladder in self.ladders:
             yield Text(f"\n{ladder_caption(ladder)}")
+            wide = options.max_width >= ONE_TABLE
             grid = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-            for header in ladder_headers(ladder):
+            for header in ladder_headers(ladder) if wide else ("arm", "size", "difference"):
                 grid.add_column(Text(header), overflow="fold")
-            for cells_of_arm in ladder_cells(ladder):
-                grid.add_row(*(Text(cell.replace(" [", "\n[")) for cell in cells_of_arm))
+            for line in ladder_cells(ladder) if wide else _ladder_lines(ladder):
+                grid.add_row(*(Text(cell.replace(" [", "\n[") if wide else cell) for cell in line))
             yield grid
             for note in ladder_notes(ladder):
                 yield Text(f"- {note}")
@@ -234,6 +235,15 @@ def ladder_cells(ladder: Ladder) -> list[list[str]]:
         for row in ladder.arms
         if row.slope is not None
     ]
+
+
+def _ladder_lines(ladder: Ladder) -> Iterator[list[str]]:
+    """The cells of `ladder_cells` in three columns: a line for each size and the slope, the verdict under the arm."""
+    _, *sizes, _, _, _ = ladder_headers(ladder)
+    for arm, *differences, slope, p, said in ladder_cells(ladder):
+        names = [arm, said, *[""] * (len(sizes) - 1)]
+        for name, size, difference in zip(names, [*sizes, f"slope, p {p}"], [*differences, slope], strict=True):
+            yield [name, size, difference]
 
 
 def ladder_notes(ladder: Ladder) -> list[str]:
