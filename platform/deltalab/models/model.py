@@ -163,7 +163,7 @@ class Model(Started):
         self.rebuild = Rebuild(spec.d_model) if spec.readout == "last" else None
         self.unembed = None
         if not spec.tie_embeddings:
-            self.unembed = linear(spec.d_model, spec.vocab_size, std=spec.d_model**-0.5 * spec.width_share ** 0.5)
+            self.unembed = linear(spec.d_model, spec.vocab_size, std=spec.d_model**-0.5 * spec.width_share**0.5)
         self.graphs: BlockGraphs | None = None
 
     def forward(

@@ -80,8 +80,8 @@ class Report(Answer):
             grid = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
             for header in ladder_headers(ladder) if wide else ("arm", "size", "difference"):
                 grid.add_column(Text(header), overflow="fold")
-            for line in ladder_cells(ladder) if wide else _ladder_lines(ladder):
-                grid.add_row(*(Text(cell.replace(" [", "\n[") if wide else cell) for cell in line))
+            for shown in ladder_cells(ladder) if wide else _ladder_lines(ladder):
+                grid.add_row(*(Text(cell.replace(" [", "\n[") if wide else cell) for cell in shown))
             yield grid
             for note in ladder_notes(ladder):
                 yield Text(f"- {note}")
