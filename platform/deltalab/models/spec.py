@@ -80,9 +80,9 @@ class ModelSpec:
     mlp: whether `transformer` blocks have a SwiGLU; False in `mamba` blocks. mlp_width: its hidden width, 8/3 d_model
         rounded up to a multiple of 8 where None.
     norm_eps: the number that all norms add to a mean square.
-    base_width: the d_model W that `train.lr` is meant for, so that one rate serves all widths: training scales the
-        rate of every matrix that d_model channels enter by W / d_model, and logits shrink with W / d_model (muP). The
-        model of width W is the model without a base_width. None scales nothing.
+    base_width: the d_model W that `train.lr` is meant for. So that a step moves activations of all widths alike,
+        training scales the rate of every matrix that d_model channels enter by W / d_model, and logits shrink with
+        W / d_model (muP). The model of width W is the model without a base_width. None scales nothing.
     attention: the layers, counted from 0, that are softmax attention instead, or `second_to_last_of_every_eight`.
         window: how many tokens these see, 0 for all. Both need a number of layers: a list says the same itself.
     tie_embeddings: whether input and output embeddings are one matrix. Logits have the factor d_model ** -0.5 then, and

@@ -34,8 +34,8 @@ class Scales(BaseModel):
 
     Every key besides the two is a setting by its path: `model.d_model: [32, 64, 128]`. The first list rises from size
     to size, and no other falls.
-    transfer: `mup` gives the models a `base_width`, the d_model that the base states, so that the learning rates of
-        that width serve all widths.
+    transfer: `mup` gives the models a `base_width`, the d_model that the base states: learning rates are those of that
+        width, and scaled at the others.
     keep_out: how many of the largest sizes the fit of loss against compute leaves out, to be predicted. By default 1,
         and no fit with fewer than 4 sizes.
     """
