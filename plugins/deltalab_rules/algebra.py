@@ -88,7 +88,7 @@ WHEN: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "d": {"micro_steps": (1,)},
     "bonus": {"pre_state": (True,)},
     "gamma": {"residual": ("huber", "log_cosh", "l2")},
-    "gated": {"residual": ("huber", "log_cosh", "l2")},
+    "gated": {"gamma": ("sigmoid", "like_beta")},
     "silu_v": {"qk": ("unit", "silu")},
 }
 """Where a knob has an effect: where each of these others has one of these values, a gate by its kind.
@@ -313,15 +313,15 @@ class Algebra(UpdateRule):
         bonus: Tensor,
         gamma: Tensor,
     ) -> Operands:
-        key, write, sign = k, beta, None
+        key, write, log_alpha, sign = k, beta, g, None
         if self.decay_by == "step":
-            g, write = -dt[..., None] * a, dt
+            log_alpha, write = -dt[..., None] * a, dt
         elif self.decay_by == "selection":
-            g, key = -s * tau, F.normalize(k, dim=-1) * _power(s, tau)
+            log_alpha, key = -s * tau, F.normalize(k, dim=-1) * _power(s, tau)
         elif self.decay_by == "key":
-            g, write = _kept(beta, k), _implicit(beta, k)
+            log_alpha, write = _kept(beta, k), _implicit(beta, k)
         elif self.signed:
-            g, sign = _signed(g)
+            log_alpha, sign = _signed(g)
         if self.strength != "euler":
             write = _exact(beta, k) if self.strength == "exact" else _implicit(beta, k)
 
@@ -345,7 +345,8 @@ class Algebra(UpdateRule):
         if not self.rho.constant:
             key = key * (1 + (b - 1) * rho)
         if self.micro_steps > 1 and self.decay != "none":
-            g = _first(g.expand(q.shape[:3] if self.decay == "scalar" else q.shape), self.micro_steps)
+            rows = q.shape[:3] if self.decay == "scalar" else q.shape
+            log_alpha = _first(log_alpha.expand(rows), self.micro_steps)
         token = fit = None
         if self.pre_state and self.bonus.high:
             token = (q * k if self.bonus.constant else q * bonus * k).sum(-1)
@@ -363,7 +364,7 @@ class Algebra(UpdateRule):
             k=key,
             u=v if self.value.constant else value * v,
             beta=write,
-            g=g if self.decay != "none" else None,
+            g=log_alpha if self.decay != "none" else None,
             sign=sign,
             e=e,
             a=left,
