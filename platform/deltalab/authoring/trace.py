@@ -38,22 +38,25 @@ class Untraceable(Exception):
 class Symbol:
     """A tensor, or a size, as an expression of others.
 
-    form: name, number, attribute, item, method, call, pick (of what a call returns), minus, or a sign of `SIGNS`. parts: what it is made of. vector:
-    whether it has a channel axis, by which an equation tells a * b from a b.
+    form: name, number, attribute, item, method, call, pick (one of several results of a call), minus, or a sign of
+    `SIGNS`. parts: what it is made of. vector: whether it has a channel axis, by which an equation tells a * b from
+    a b. axes: how many it has, where that is known.
     """
 
-    def __init__(self, form: str, *parts: Any, vector: bool = False) -> None:
-        self.form, self.parts, self.vector = form, parts, vector
+    def __init__(self, form: str, *parts: Any, vector: bool = False, axes: int | None = None) -> None:
+        self.form, self.parts, self.vector, self.axes = form, parts, vector, axes
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         return Symbol("attribute", self, name)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> "Symbol":
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.form != "attribute":
             raise Untraceable("it calls a tensor")
         given, name = self.parts
+        if name == "dim" and given.axes is not None:
+            return given.axes
         if given.form == "number":  # a constant, whatever its shape
             return given if name in UNSEEN else _called(getattr(torch, name), args=(given, *args), kwargs=kwargs)
         return Symbol("method", given, name, args, kwargs, vector=given.vector and name not in ("sum", "mean", "norm"))
@@ -62,7 +65,9 @@ class Symbol:
         return self if self.form == "number" else Symbol("item", self, index, vector=self.vector)
 
     def __neg__(self) -> "Symbol":
-        return number(-self.parts[0]) if self.form == "number" else Symbol("minus", self, vector=self.vector)
+        if self.form == "number":
+            return number(-self.parts[0])
+        return self.parts[0] if self.form == "minus" else Symbol("minus", self, vector=self.vector)
 
     def __bool__(self) -> bool:
         raise Untraceable("it decides by the values or the shapes of tensors")
@@ -86,7 +91,7 @@ def _called(function: Any, args: Any, kwargs: Any) -> Symbol:
 
 def number(value: float, name: str = "") -> Symbol:
     """A constant. name: of the gate that it is the value of."""
-    return Symbol("number", value, name)
+    return Symbol("number", value, name, axes=1)
 
 
 def _signed(sign: str, swapped: bool) -> Callable[[Symbol, Any], Symbol]:
@@ -116,7 +121,8 @@ def of_gate(name: str, gate: Gate) -> Symbol:
     """The symbol of a gate: its number where it is a `const`."""
     if gate.kind == "const":
         return number(gate.low, name)
-    return Symbol("name", name, vector=gate.shape(1, 7, 7)[1:] == (7,))
+    shape = gate.shape(1, 7, 7)
+    return Symbol("name", name, vector=shape[1:] == (7,), axes=len(shape) + 2 * gate.projected)
 
 
 @contextmanager
@@ -308,18 +314,19 @@ def _index(index: Any) -> str:
 class Equation:
     """Writes symbols as a paper does: k_t, alpha_t = exp(g_t), a b for products with a number, a * b by channel.
 
-    of: the name of each leaf. lines: the names of other symbols, by id. where: what these names and functions mean.
+    of: the name of each leaf. lines: the names of other symbols, by id, each with the index t. where: what these names
+    and functions mean.
     """
 
-    def __init__(self, of: Mapping[str, str], lines: Mapping[int, str]) -> None:
-        self.of, self.lines = of, lines
+    def __init__(self, of: Mapping[str, str], lines: Mapping[int, str], t: str) -> None:
+        self.of, self.lines, self.t = of, lines, t
         self.where: dict[str, None] = {}
 
     def __call__(self, one: Any, place: int = 0) -> str:
         if not isinstance(one, Symbol):
             return str(one)
         if id(one) in self.lines and one.form not in ("number", "pick"):
-            name = f"{self.lines[id(one)]}_t"
+            name = f"{self.lines[id(one)]}_{self.t}"
             self.where[f"{name} = {self._expression(one)[0]}"] = None
             return name
         text, level = self._expression(one)
@@ -359,7 +366,7 @@ class Equation:
         name = function.__name__.removeprefix("_")
         if name != function.__name__ and function.__doc__:  # a function of the rule's own file, which says what it is
             given = ", ".join(inspect.signature(function).parameters)
-            meaning = " ".join(function.__doc__.split("\n\n")[0].split()).removesuffix(".")
+            meaning = " ".join(function.__doc__.split("\n\n")[0].split()).removesuffix(".").split(": ")[0]
             self.where[f"{name}({given}): {meaning}"] = None
         return self._function(name, args)
 

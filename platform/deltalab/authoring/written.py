@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from deltalab import gates, structure
+from deltalab.authoring.scaffold import class_name
 from deltalab.authoring.trace import TIMES, Equation, Symbol, Untraceable, Writer, helpers_kept, locals_of, of_gate
 from deltalab.errors import InputError
 from deltalab.gates import Gate
@@ -72,18 +73,16 @@ class _Written:
         code = "\n\n\n".join([*helpers, body, *self._functions(body)])
         title = f'"""{self.name}: {self.rule.name} at one setting of its knobs, as a rule of its own."""'
         after = "\n\n" if code.startswith(("@", "def", "class")) else "\n"
-        return f"{title}\n\n{self._imports(code)}{after}{code}\n"
+        text = f"{title}\n\n{self._imports(code)}{after}{code}\n"
+        return text.replace("class CLASS(", f"class {class_name(self.name, 'rule', text)}(", 1)
 
     # --- the class ------------------------------------------------------------------------------------------
 
     def _class(self) -> str:
         operands = self._operands()
-        kind = "".join(part[:1].upper() + part[1:] for part in self.name.split("_"))
-        if kind in {"Gate", "Operands", "UpdateRule", "Transition", "Fit", "Tensor", "ResidualState", "ClassVar"}:
-            kind += "Rule"
         lines = [
             "@dataclass(frozen=True, kw_only=True)",
-            f"class {kind}(UpdateRule):",
+            "class CLASS(UpdateRule):",
             *self._docstring(),
             "",
             f'    name: ClassVar[str] = "{self.name}"',
@@ -100,7 +99,8 @@ class _Written:
     def _docstring(self) -> list[str]:
         equation = self._equation()
         lines = [line for one in equation for line in _filled(one, hanging="    ")]
-        lines += ["", *[line for part in self.about.split("\n") for line in _filled(part)]]
+        about = self.about.replace("\\", "/").replace('"', "'")  # neither ends a docstring
+        lines += ["", *[line for part in about.split("\n") for line in _filled(part)]]
         lines[0] = f'    """{lines[0].strip()}'
         return [line.rstrip() for line in [*lines, '    """']]
 
@@ -273,11 +273,12 @@ class _Written:
         for symbol, gate in self.gates.items():
             own = t if symbol in self.rule.per_step else "t"
             of[symbol] = f"{symbol}_{own}" if gate.projected else symbol
-        return _equation(self.transition, self.fields, self.fit, Equation(of, self.writer.written), t)
+        return _equation(self.transition, self.fields, self.fit, Equation(of, self.writer.written, t))
 
 
-def _equation(transition: Transition, x: dict[str, Any], fit: dict[str, Any], say: Equation, t: str) -> list[str]:
+def _equation(transition: Transition, x: dict[str, Any], fit: dict[str, Any], say: Equation) -> list[str]:
     """The recurrence in the notation of the papers: a line for each state, the output, and what has a name."""
+    t = say.t
     alpha, k, u = f"alpha_{t}", say(x["k"]), say(x["u"])
     if x["k"].form != "name":
         say.where[f"k'_{t} = {k}"] = None
