@@ -24,7 +24,7 @@ from deltalab.rule import UpdateRule
 from deltalab.store import Store
 from deltalab.study.from_search import found
 from deltalab.study.run import run_study
-from deltalab_rules.algebra import POINTS
+from deltalab_rules.algebra import OUTSIDE, POINTS
 
 EXACT = 1e-10
 ROOT = Path(__file__).parents[1]
@@ -62,6 +62,12 @@ def renamed(name: str, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class TestPoints:
+    def test_every_rule_is_a_point_or_says_why_not(self) -> None:
+        rules = [
+            name for name in deltalab.list_rules() if registry.rule_plugin(name).file.parent.name == "deltalab_rules"
+        ]
+        assert sorted([*POINTS, *OUTSIDE, "algebra"]) == rules
+
     @pytest.mark.parametrize("backend", ["recurrent", "chunked"])
     # The beta of metala is a gate that shares g's projection: only a layer makes it 1 - alpha, as it is here.
     @pytest.mark.parametrize("name", [name for name in POINTS if name != "metala"])

@@ -64,7 +64,7 @@ def s4d_real() -> Gate:
 
 DECAYS, ERASES = ("scalar", "diagonal"), ("tied", "free")
 WHEN: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
-    "decay_by": {"decay": ("diagonal",)},
+    "decay_by": {"decay": ("diagonal",), "low_rank": ("none",)},
     "g": {"decay": DECAYS, "decay_by": ("gate",)},
     "dt": {"decay_by": ("step",)},
     "a": {"decay_by": ("step",)},
@@ -203,9 +203,9 @@ class Algebra(UpdateRule):
         if given == default:
             object.__setattr__(self, name, rest)
         elif given != rest:
-            where = f"{lacking[0]} {_word(getattr(self, lacking[0]))}"
-            allowed = " or ".join(map(str, WHEN[name][lacking[0]]))
-            raise InputError(f"{self.name}.{name} has no effect with {where}: it takes {lacking[0]} {allowed}")
+            parent, value = lacking[0], _word(getattr(self, lacking[0]))
+            allowed = " or ".join(map(str, WHEN[name][parent]))
+            raise InputError(f"{self.name}.{name} {given} takes {parent} {allowed}, not {value}")
 
     def _refusals(self) -> list[tuple[bool, str]]:
         """What the algebra cannot express or keep stable, each with the reason."""
@@ -213,10 +213,6 @@ class Algebra(UpdateRule):
         along_k = self.low_rank == "tied" or (self.low_rank == "free" and self.direction == "k")
         shared, channels = self.beta.of is not None, self.b.per == "channel"
         return [
-            (
-                erases and self.decay_by != "gate",
-                f"decay_by {self.decay_by} takes low_rank none",
-            ),
             (
                 self.decay == "diagonal" and self.g.kind in ("retnet_decay", "lightning_decay"),
                 f"g {self.g.kind} has one number for each head: it takes decay scalar",
@@ -233,7 +229,10 @@ class Algebra(UpdateRule):
                 erases and self.erase == "beta" and (shared or self.write == "forgotten"),
                 "erase beta needs a beta of its own between 0 and 2: take erase own",
             ),
-            (channels and self.low_rank == "tied", "b channel_sigmoid takes low_rank free"),
+            (
+                channels and (self.low_rank == "tied" or self.reflects),
+                "b channel_sigmoid takes low_rank free, and not reflects",
+            ),
             (
                 self.low_rank == "free" and along_k and not channels,
                 "low_rank free along k with one strength for each head is low_rank tied",
@@ -263,7 +262,7 @@ class Algebra(UpdateRule):
                 self.gamma.of is not None and (self.beta.constant or shared),
                 "gamma like_beta shares the projection of beta: it takes a beta that has one",
             ),
-        ]  # fmt: skip
+        ]
 
     def _most_erased(self) -> float:
         """The largest e, for a key of unit norm."""
@@ -349,7 +348,7 @@ class Algebra(UpdateRule):
             log_alpha = _first(log_alpha.expand(rows), self.micro_steps)
         token = fit = None
         if self.pre_state and self.bonus.high:
-            token = (q * k if self.bonus.constant else q * bonus * k).sum(-1)
+            token = (q * key if self.bonus.constant else q * bonus * key).sum(-1)
         if self.second_state:
             fit = Fit(
                 residual=ResidualState(loss=cast(Any, self.residual)),
@@ -461,3 +460,24 @@ POINTS: Mapping[str, Mapping[str, Any]] = {
     "rdn": {"read": "decayed", "residual": "huber", "gamma": "sigmoid"},
 }  # fmt: skip
 """The published rules, each at its defaults, as knobs of `algebra`."""
+
+OUTSIDE: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("attention", "forgetting_attention", "path_attention"),
+        "softmax over the keys of all tokens: no state of a fixed size",
+    ),
+    **dict.fromkeys(("gka", "mesa_net", "kalman"), "solves a system for each token: no recurrence of one state"),
+    **dict.fromkeys(
+        ("ttt_linear", "ttt_mlp", "titans", "miras", "atlas"), "learns by mini-batches, windows or nonlinear losses"
+    ),
+    "huber_deltanet": "clips the error of the state itself, so that it is not linear in it",
+    **dict.fromkeys(("gsa", "abc", "raven", "mom", "rla_stages"), "several recurrences, one after another"),
+    "log_linear_attention": "a state for each level of a tree",
+    **dict.fromkeys(("based", "rebased"), "features of another width, and a normalizer of the output"),
+    "momentum_deltanet": "a state of twice the width, for the momentum",
+    **dict.fromkeys(
+        ("lightnet", "mlstm", "mamba3", "preconditioned_gated_deltanet", "window_linear"),
+        "carries more than its state from token to token: a running sum, a stabilizer, a phase, a window",
+    ),
+}
+"""The rules that are no points of `algebra`, and why."""
