@@ -17,9 +17,12 @@ from typer.testing import CliRunner
 import deltalab
 from deltalab import InputError, registry
 from deltalab.authoring.inputs import Inputs, draw, parts
+from deltalab.authoring.rule_checks import check_rule
 from deltalab.authoring.written import write_rule
 from deltalab.cli import app
+from deltalab.export.modules import modules
 from deltalab.models.layer import RuleLayer, initialize
+from deltalab.models.spec import ModelSpec
 from deltalab.rule import UpdateRule
 from deltalab.store import Store
 from deltalab.study.from_search import found
@@ -103,6 +106,74 @@ class TestPoints:
             gradients = torch.autograd.grad(y.square().sum(), [x, *weights.values()])
             results.append(found | dict(zip(["x", *weights], gradients, strict=True)))
         near(results[1], {names.get(key, key): value for key, value in results[0].items()})
+
+
+NEW: list[dict[str, Any]] = [
+    {
+        "decay": "diagonal",
+        "low_rank": "free",
+        "direction": "w",
+        "erase": "own",
+        "b": "sigmoid",
+        "d": {"head": {"init": 1}},
+    },
+    {"decay": "diagonal", "g": "gla_decay", "micro_steps": 2, "reflects": True},
+    {"reads": "state", "b": "sigmoid", "pre_state": True, "bonus": 1, "value": "value_sigmoid"},
+    {"decay": "diagonal", "decay_by": "selection", "low_rank": "none", "d": {"head": {"init": 1}}},
+    {"residual": "log_cosh", "gamma": "sigmoid", "strength": "exact", "d": {"head": {"init": 1}}, "reads": "state"},
+    {"signed": True, "low_rank": "none"},
+]
+"""Settings that no published rule has."""
+
+
+class TestOthers:
+    @pytest.mark.parametrize("knobs", NEW, ids=str)
+    def test_runs_on_the_kernels(self, knobs: Mapping[str, Any]) -> None:
+        """Outputs, states and gradients of the kernels in fp32, against the recurrence in fp64."""
+        rule = deltalab.get_rule("algebra", **knobs)
+        x = draw(rule, batch=1, length=5, heads=1, key_dim=16, value_dim=16)
+        first = x.span(0, 2)
+        x = x.span(2, state=deltalab.scan(rule, first.q, first.k, first.v, first.gates)[1])
+        x = x.map(Tensor.float).map(Tensor.double)
+        want, got = evaluated(rule, x, "recurrent"), evaluated(rule, x.map(Tensor.float), "triton")
+        for name, value in want.items():
+            assert (got[name].double() - value).norm() <= 2e-5 * value.norm().clamp_min(1e-3), name
+
+    @pytest.mark.parametrize("knobs", NEW, ids=str)
+    def test_passes_the_quick_checks(self, knobs: Mapping[str, Any]) -> None:
+        found = check_rule(deltalab.get_rule("algebra", **knobs), quick=True)
+        # A needed gate has one form, and its constant option stands for that: the two are one function here.
+        assert [result.message for result in found if not result.passed and result.name != "knob options"] == []
+
+    @pytest.mark.parametrize(
+        ("knobs", "said"),
+        [
+            ({"decay": "none", "g": "gla_decay"}, r"algebra\.g gla_decay.* takes decay scalar or diagonal, not none"),
+            ({"g": 0}, r"algebra\.g const\(value=0\) forgets nothing: take decay none"),
+            ({"low_rank": "none", "b": "sigmoid"}, r"algebra\.b .* takes low_rank tied or free, not none"),
+            ({"b": "channel_sigmoid"}, "b channel_sigmoid takes low_rank free"),
+            ({"low_rank": "free"}, "along k with one strength for each head is low_rank tied"),
+            ({"beta": "mamba2_step"}, "erase beta needs a beta of its own"),
+            ({"qk": "raw"}, "erasing along k needs its norm to be 1"),
+            ({"beta": {"sigmoid": {"max": 2}}, "reflects": True}, "erases up to 4 of what it reads"),
+            ({"reads": "state", "reflects": True}, "erases up to 2 of what it reads"),
+            ({"decay": "diagonal", "g": "retnet_decay"}, "one number for each head"),
+            ({"micro_steps": 2, "value": "value_sigmoid"}, "micro_steps above 1 take no"),
+            ({"residual": "l2", "pre_state": True}, "residual takes"),
+            ({"residual": "l2", "decay": "diagonal"}, "has no kernel with a diagonal decay"),
+        ],
+    )
+    def test_refuses_what_has_no_effect_or_would_grow_in_one_line(self, knobs: Mapping[str, Any], said: str) -> None:
+        with pytest.raises(InputError, match=said) as refused:
+            deltalab.get_rule("algebra", **knobs)
+        assert "\n" not in str(refused.value)
+
+    def test_settings_that_are_one_rule_are_said_alike(self) -> None:
+        """Without effect a knob rests, so that a search tries no rule twice."""
+        some = deltalab.get_rule("algebra", decay="none", low_rank="none", beta=1)
+        again = deltalab.get_rule("algebra", **{n: v for n, v in some.spec().items() if n != "name"})
+        assert some == again
+        assert some.gates["g"].kind == "const"
 
 
 def _ours(rule: str, parameter: str) -> str:
@@ -198,6 +269,15 @@ class TestWritten:
         text = write_rule(deltalab.get_rule("algebra", **POINTS["comba"]), "mine", "Found.")
         assert "S_t = (alpha_t I - b beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T" in text
         assert "o_t = scale S_t^T (q_t - d k_t)" in text
+
+    def test_a_file_passes_the_quick_checks_and_is_exported(self, tmp_path: Path) -> None:
+        file = tmp_path / "winner.py"
+        file.write_text(write_rule(deltalab.get_rule("algebra", **NEW[4]), "winner", "Found by a test."))
+        with registry.isolated():
+            registry.add_plugin(file)
+            assert [result.message for result in check_rule("winner", quick=True) if not result.passed] == []
+            exported = modules(ModelSpec.of({"rule": "winner", "d_model": 8, "heads": 1, "layers": 1, "vocab_size": 8}))
+        assert "def _exact(beta" in exported["rule_winner"]
 
     @pytest.mark.parametrize("name", ["gka", "lightnet"])
     def test_a_rule_that_cannot_be_written_says_what_to_do(self, name: str) -> None:

@@ -259,6 +259,14 @@ class Algebra(UpdateRule):
                 "residual takes low_rank tied or none, and neither pre_state nor signed",
             ),
             (
+                self.residual != "none" and self.decay == "diagonal",
+                "residual takes decay scalar or none: a second state has no kernel with a diagonal decay",
+            ),
+            (
+                self.residual != "none" and self.low_rank == "tied" and self.qk != "unit",
+                f"residual with low_rank tied erases along k: take qk unit, not {self.qk}",
+            ),
+            (
                 self.gamma.of is not None and (self.beta.constant or shared),
                 "gamma like_beta shares the projection of beta: it takes a beta that has one",
             ),
