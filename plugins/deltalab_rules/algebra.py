@@ -281,7 +281,7 @@ class Algebra(UpdateRule):
 
     @property
     def features(self) -> Literal["unit", "silu", "raw"]:
-        return cast(Any, self.qk)
+        return cast(Literal["unit", "silu", "raw"], self.qk)
 
     @property
     def silu_of_v(self) -> bool:
@@ -335,13 +335,15 @@ class Algebra(UpdateRule):
         e = left = right = None
         if self.low_rank != "none":
             channels = self.b.per == "channel"
-            e = b if self.erase == "own" else b * (write[..., None] if channels else write)
-            e = 2 * e if self.reflects else e
-        if self.low_rank == "free":
-            x = w if self.direction == "w" else k
-            x = F.normalize(xi * k, dim=-1, eps=1e-6) if self.direction == "kappa" else x
-            erased, e = (e if channels else e[..., None]) * x, None
-            left, right = (-x, erased) if channels and self.b_on == "read" else (-erased, x)
+            strength = b if self.erase == "own" else b * (write[..., None] if channels else write)
+            strength = 2 * strength if self.reflects else strength
+            if self.low_rank == "tied":
+                e = strength
+            else:
+                x = w if self.direction == "w" else k
+                x = F.normalize(xi * k, dim=-1, eps=1e-6) if self.direction == "kappa" else x
+                erased = (strength if channels else strength[..., None]) * x
+                left, right = (-x, erased) if channels and self.b_on == "read" else (-erased, x)
 
         if self.write == "forgotten":
             forgotten = -torch.expm1(g)

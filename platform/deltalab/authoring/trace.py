@@ -165,7 +165,9 @@ def locals_of(function: Any) -> Iterator[dict[int, str]]:
 
     def returned(frame: FrameType, event: str, _: Any) -> None:
         if event == "return" and frame.f_code is code:
-            names.update({id(value): name for name, value in frame.f_locals.items() if isinstance(value, Symbol)})
+            own = {name: value for name, value in frame.f_locals.items() if isinstance(value, Symbol)}
+            for name in sorted(own, key=len, reverse=True):  # of several names the shortest
+                names[id(own[name])] = name
 
     before = sys.getprofile()
     sys.setprofile(returned)

@@ -194,7 +194,8 @@ class _Written:
             self.writer.functions[value.__name__] = value
             return value.__name__
         if dataclasses.is_dataclass(value):
-            default = type(value)()  # type: ignore[operator]
+            kind: Any = type(value)
+            default = kind()
             turned = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
             said = [f"{n}={_quoted(v)}" for n, v in turned.items() if v != getattr(default, n)]
             return f"{type(value).__name__}({', '.join(said)})"
