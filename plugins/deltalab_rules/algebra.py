@@ -104,23 +104,40 @@ NEEDED = ("g", "dt", "a", "s", "tau", "xi", "w")
 class Algebra(UpdateRule):
     """S_t = D_t S_{t-1} + a_t (b_t^T X_{t-1}) + k'_t u_t^T,   X = S_{t-1} or D_t S_{t-1},   o_t = scale S_t^T r_t
 
-    Each knob is a choice of the contract, and `POINTS` says which choices make which published rule; the default is
-    Gated DeltaNet. `WHEN` says where a knob has an effect.
+    Each knob is a choice of the contract; the default is Gated DeltaNet. `POINTS` has the knobs of the published rules.
+    `WHEN` says where a knob has an effect.
 
-    D: none, or alpha = exp(g) with one g for each head (scalar) or channel of the key (diagonal). decay_by: what sets a
-    diagonal g. gate is g itself; key is Longhorn's, alpha = 1 - delta k^2 with delta = beta / (1 + beta |k|^2); step is
-    Mamba's -dt a; selection is Rodimus' -s tau, whose s^tau scales the key. signed: alpha = 2 exp(g) - 1.
-    Low rank: tied erases e k' k'^T; free has a = -e x, b = x along x = k (direction k), x = xi * k to unit norm
-    (kappa), or a projected w. e is b beta (erase beta) or b alone (own), and twice that where it reflects. A b for each
-    channel acts on b_t (b_on read) or a_t (write). reads: whether X is decayed.
-    Write: k' = k and u = beta v. write forgotten has 1 - alpha in the place of beta, by channel where the decay is
-    diagonal; with key none, k' = 1 - alpha, and k has no effect. rho: k' = k (1 + (b - 1) rho). value: a gate for each
-    channel of v. strength: beta itself (euler), or what the delta rule's differential equation (exact, EFLA) or the
-    implicit step (Longhorn) makes of it for a key of any norm. micro_steps: keys, values and betas of a token, of which
-    the first decays.
-    Read: r = q - d k, or alpha r (read decayed). pre_state reads S_{t-1}, and the token by its bonus. residual: a
-    second state learns the first one's error by gamma (RLA, RDN), and is read by gamma where gated.
-    qk: SiLU and unit norm, SiLU, or neither, for q and k. silu_v: whether v has SiLU too.
+    The decay D_t:
+
+    - decay: none; scalar, alpha = exp(g) with one g for each head; diagonal, with one for each channel of the key.
+    - decay_by: what sets a diagonal alpha. gate: g. key: alpha = 1 - delta k^2 with delta = beta / (1 + beta |k|^2), as
+      in Longhorn, which writes by delta. step: alpha = exp(-dt a), as in Mamba, which writes by dt. selection:
+      alpha = exp(-s tau), as in Rodimus, where s^tau scales the key.
+    - signed: alpha = 2 exp(g) - 1, which reaches -1.
+
+    The low rank, of strength e:
+
+    - low_rank: tied has a = -e k' and b = k'; free has a = -e x and b = x.
+    - direction: x is k; kappa, which is xi * k to unit norm; or w, a vector that the layer projects.
+    - erase: e is b beta (beta), or b alone (own). reflects: twice that, for eigenvalues down to -1.
+    - b_on: whether a b for each channel scales the x that reads, or the x that is written to.
+    - reads: X is the decayed state or the state.
+
+    What is written:
+
+    - write: u = beta v (beta), or 1 - alpha in the place of beta (forgotten). A diagonal 1 - alpha scales the key.
+    - key: k' = k. none: k' = 1 - alpha and k has no effect, as in HGRN2. rho: k' = k (1 + (b - 1) rho), as in RWKV-7.
+    - strength: beta as it is (euler), or bounded for keys of any norm: exact as in EFLA, or implicit, delta.
+    - value: a gate for each channel of v. micro_steps: writes of a token, each with its k, v and beta; the first decays.
+
+    What is read:
+
+    - read: r = q, or alpha q (decayed). d: r = q - d k. pre_state: o reads S_{t-1}, and the token itself by its bonus.
+    - residual: a second state learns the first one's error by gamma, as in RLA and RDN, and is read by gamma if gated.
+
+    The inputs:
+
+    - qk: q and k have SiLU and unit norm (unit), SiLU (silu), or neither (raw). silu_v: whether v has SiLU too.
     """
 
     name: ClassVar[str] = "algebra"
