@@ -128,7 +128,8 @@ class Algebra(UpdateRule):
     - write: u = beta v (beta), or 1 - alpha in the place of beta (forgotten). A diagonal 1 - alpha scales the key.
     - key: k' = k. none: k' = 1 - alpha and k has no effect, as in HGRN2. rho: k' = k (1 + (b - 1) rho), as in RWKV-7.
     - strength: beta as it is (euler), or bounded for keys of any norm: exact as in EFLA, or implicit, delta.
-    - value: a gate for each channel of v. micro_steps: writes of a token, each with its k, v and beta; the first decays.
+    - value: a gate for each channel of v. micro_steps: writes of a token, each with its own k, v and beta, of which the
+      first decays.
 
     What is read:
 
