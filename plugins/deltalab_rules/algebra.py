@@ -346,7 +346,7 @@ class Algebra(UpdateRule):
         elif self.decay_by == "key":
             log_alpha, write = _kept(beta, k), _implicit(beta, k)
         elif self.signed:
-            log_alpha, sign = _signed(g)
+            log_alpha, sign = _signed(g.expand(q.shape[:3] if self.decay == "scalar" else q.shape))
         if self.strength != "euler":
             write = _exact(beta, k) if self.strength == "exact" else _implicit(beta, k)
 
