@@ -70,7 +70,7 @@ WHEN: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "a": {"decay_by": ("step",)},
     "s": {"decay_by": ("selection",)},
     "tau": {"decay_by": ("selection",)},
-    "signed": {"decay": DECAYS, "decay_by": ("gate",), "low_rank": ("none",)},
+    "signed": {"decay": DECAYS, "decay_by": ("gate",), "low_rank": ("none",), "micro_steps": (1,)},
     "reads": {"decay": DECAYS, "low_rank": ERASES},
     "direction": {"low_rank": ("free",)},
     "xi": {"direction": ("kappa",)},
