@@ -539,7 +539,7 @@ def test_a_search_confirms_its_front_and_goes_on_where_it_was_killed(
     assert len({json.dumps(job.values) for job in finalists}) == 3
     assert all(job.values in [one.values for one in drawn] for job in finalists)
     assert not [job for job in finalists if searched(job).state == "failed"]
-    best = finalists[0].config["model"]["heads"]
+    best = max(job.config["model"]["heads"] for job in finalists)
     assert best == max(job.config["model"]["heads"] for job in drawn if searched(job).state == "done")
     assert {seed for job in tried for seed in job.seeds}.isdisjoint(confirmed["base"].seeds)
 
@@ -572,16 +572,16 @@ def test_a_candidate_of_a_search_without_all_its_scores_is_no_first_finalist(
 
 
 def test_suggestions_of_a_search_are_a_function_of_the_ledger(plan: Callable[..., Plan], tmp_path: Path) -> None:
-    found = plan(search={"trials": 14, "train.lr": LR})
+    found = plan(search={"trials": 24, "train.lr": LR})
     values = {}
     for name, score in {"a": by_lr, "again": by_lr, "other": lambda job, seed: 1 - by_lr(job)}.items():
         with Store.open(tmp_path / f"{name}.db") as store:
             jobs = finish(schedule(found, store), score)
-            drawn = {job.number: job.values for job in jobs if job.stage == "tune" and job.number < 14}
-            values[name] = [drawn[number] for number in range(14)]
+            drawn = {job.number: job.values for job in jobs if job.stage == "tune" and job.number < 24}
+            values[name] = [drawn[number] for number in range(19)]  # five more are random search's
     assert values["a"] == values["again"]
-    assert values["a"][:10] == values["other"][:10]
-    assert values["a"][10:] != values["other"][10:], "what comes after the start-up heeds the results"
+    assert values["a"][:5] == values["other"][:5]
+    assert values["a"][15:] != values["other"][15:], "what comes after the start-up heeds the results"
 
 
 def test_values_that_the_ledger_holds_win_over_new_suggestions(plan: Callable[..., Plan], store: Store) -> None:
@@ -600,7 +600,7 @@ def test_a_search_that_never_draws_a_model_ends_in_one_line(
     plan: Callable[..., Plan], store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     never = {"model.d_model": 17, "model.heads": 2}
-    monkeypatch.setattr(search, "suggest", lambda plan, task, before: never)
+    monkeypatch.setattr(search.Live, "draw", lambda live, number, sampler: never)
     one = schedule(plan(search={"trials": 2, "finalists": 1, **NARROW}), store)
     with pytest.raises(InputError, match=r"s\.yaml: search: none of 40 candidates makes a model"):
         finish(one, by_lr)

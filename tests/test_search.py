@@ -1,6 +1,9 @@
 """A search: candidates by choice of whole rules, a front of what is worth its cost, finalists on fresh seeds."""
 
-from collections.abc import Callable
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +11,16 @@ import pytest
 import yaml
 
 from deltalab import InputError
-from deltalab.store import Store, TrialRecord
+from deltalab.store import RunRecord, Store, TrialRecord
 from deltalab.study import run as running
+from deltalab.study.halving import Halving, going_on
 from deltalab.study.pareto import front
-from deltalab.study.plan import make_plan
-from deltalab.study.run import run_study
+from deltalab.study.plan import Job, make_plan
+from deltalab.study.run import arm_records, run_study
+from deltalab.study.schedule import Schedule
+from deltalab.study.search import Found, candidates, finalists, halvings
 from deltalab.study.spec import load_study
+from deltalab.study.trial import _record
 
 STUDY: dict[str, Any] = {
     "name": "tiny_search",
@@ -120,7 +127,9 @@ def test_a_candidate_that_makes_no_model_is_recorded_and_another_is_drawn(
     file = written(**NARROW)
     whole = run_study(file, db=tmp_path / "whole.db", executor="inline")
     found = drawn(tmp_path / "whole.db")
-    assert [number for number, *_ in found] == list(range(len(found))), "each draw has a number"
+    numbers = sorted(number for number, *_ in found)
+    controls = [number for number in numbers if number >= 1_000_000]
+    assert numbers == [*range(len(found) - len(controls)), *range(1_000_000, 1_000_000 + len(controls))]
     assert [state for _, state, _, _ in found].count("done") == 8, "the budget counts candidates that train"
     infeasible = [(values, error) for _, state, values, error in found if state == "infeasible"]
     assert infeasible
@@ -145,3 +154,164 @@ def test_a_search_makes_its_own_arms(tmp_path: Path) -> None:
     file.write_text(yaml.safe_dump({**STUDY, "ablate": ["conv"]}))
     with pytest.raises(InputError, match="leave out ablate"):
         load_study(file)
+
+
+MQAR = {"length": 16, "pairs": 2, "vocab_size": 32}
+
+
+def computed(job: Job) -> TrialRecord:
+    """The record of a trial whose results follow from its settings. Candidates of two layers learn late."""
+    model, train = job.specs
+    late = 0.5 if model.layers == 2 and train.steps < 8 else 0.0
+    score = 1 - abs(math.log(train.lr / 4e-3)) / 5 - late
+    figures = {
+        ("validation", "accuracy"): score,
+        ("test", "accuracy"): score,
+        ("cost", "flops_per_token"): float(model.layers) + (0.5 if job.config["rule"]["name"] == "mamba2" else 0),
+        ("cost", "state_size"): float(model.d_model),
+    }
+    metrics = [(*name, train.steps, value) for name, value in figures.items()]
+    return _record(job, time.time(), 1, runs=[RunRecord(seed, "done", None, metrics, []) for seed in job.seeds])
+
+
+def executed(stack: Sequence[Job], *_: Any, **__: Any) -> list[TrialRecord]:
+    return [computed(job) for job in stack]
+
+
+@pytest.fixture
+def untrained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials compute their results instead of training."""
+    monkeypatch.setattr(running, "execute", executed)
+
+
+def found(db: Path, name: str = "tiny_search") -> list[Found]:
+    with Store.open(db, create=False) as store:
+        study = store.study(name)
+        return candidates(study.spec, store, study.id)
+
+
+@pytest.mark.usefixtures("untrained")
+@pytest.mark.parametrize("sampler", ["tpe", "nsga2"])
+def test_candidates_do_not_depend_on_when_trials_end(written: Any, tmp_path: Path, sampler: str) -> None:
+    """With other numbers of trials at a time, which end in another order, a search draws the same candidates."""
+    file = written(trials=24, sampler=sampler)
+    run_study(file, db=tmp_path / "inline.db", executor="inline")
+    expected = found(tmp_path / "inline.db")
+    assert len(expected) == 24
+    plan = make_plan(load_study(file), where=str(file))
+    for places in (2, 5):
+        draw = random.Random(places)
+        db = tmp_path / f"{places}.db"
+        with Store.open(db) as store:
+            tasks = {"mqar": {"metric": "accuracy", "maximize": True}}
+            study_id = store.begin_study(
+                "tiny_search",
+                None,
+                plan.identity,
+                plan.spec.model_dump(mode="json"),
+                arm_records(plan),
+                {"tasks": tasks},
+            )
+            schedule = Schedule(plan, store, study_id)
+            out: list[Job] = []
+            while not schedule.done:
+                while len(out) < places and (stack := schedule.next(places)):
+                    out += stack
+                if out:
+                    schedule.finished(computed(out.pop(draw.randrange(len(out)))))
+        assert found(db) == expected
+
+
+@pytest.mark.usefixtures("untrained")
+def test_a_fifth_of_the_candidates_is_drawn_at_random_whatever_the_results(written: Any, tmp_path: Path) -> None:
+    run_study(written(trials=24), db=tmp_path / "lab.db", executor="inline")
+    drawn = found(tmp_path / "lab.db")
+    control = [each for each in drawn if each.drawn_by == "random"]
+    assert [each.number for each in control] == [*range(1_000_000, 1_000_005)]
+    assert [each.number for each in drawn if each.drawn_by == "tpe"] == [*range(19)]
+    run_study(written(trials=24, sampler="nsga2"), db=tmp_path / "other.db", executor="inline")
+    other = [each for each in found(tmp_path / "other.db") if each.drawn_by == "random"]
+    assert [each.values for each in other] == [each.values for each in control]
+
+
+@pytest.mark.usefixtures("untrained")
+def test_successive_halving_says_how_likely_it_dropped_a_late_learner(written: Any, tmp_path: Path) -> None:
+    file = written(trials=24, finalists=3, fidelity={"train.steps": [2, 4, 8], "keep": 0.5})
+    for stacks in (2, 3, 3):  # dies while candidates are drawn, and while they go on
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(running, "execute", dies_after(stacks))
+            with pytest.raises(Killed):
+                run_study(file, db=tmp_path / "cut.db", executor="inline")
+    result = run_study(file, db=tmp_path / "lab.db", executor="inline")
+    run_study(file, db=tmp_path / "cut.db", executor="inline")
+    drawn = found(tmp_path / "lab.db")
+    assert drawn == found(tmp_path / "cut.db")
+    assert [sum(each.rung == rung for each in drawn) for rung in range(3)] == [24, 12, 6]
+    with Store.open(tmp_path / "lab.db") as store:
+        first, second = halvings(store.study("tiny_search").spec, store, result.study_id)
+        steps = {row.key: row.config["train"]["steps"] for row in store.trials(result.study_id) if row.stage == "tune"}
+    assert set(steps.values()) == {2, 4, 8}, "the trials of lower rungs are trials of their own"
+    assert (first.trained, first.by_rank, first.by_lot, first.dropped) == (24, 9, 3, 12)
+    assert (second.trained, second.by_rank, second.by_lot, second.best) == (12, 4, 2, 3)
+    assert second.late is not None
+    assert 0 <= second.low <= second.late / 2 <= second.high <= 1
+    assert "train.steps 4: dropped 6 of 12" in str(second)
+    last = [each.values for each in drawn if each.rung == 2]
+    assert all(row.tuned in last for row in result.report.tables[0].rows[1:]), "finalists come from the last rung"
+
+
+def test_places_by_lot_go_to_candidates_that_did_not_earn_one() -> None:
+    points = {number: (float(number),) for number in range(40)} | {40: (math.nan,)}
+    by_rank, by_lot = going_on("name", points, 12)
+    assert by_rank == [*range(9)]
+    assert len(by_lot) == 3
+    assert set(by_lot) <= set(range(9, 40))
+    others = {number for lot in range(60) for number in going_on(f"{lot}", points, 12)[1]}
+    assert len(others) > 25, "any of the others may be drawn"
+    assert going_on("name", {1: (0.0,), 2: (1.0,)}, 4) == ([1, 2], [])
+
+
+def test_a_halving_that_has_not_ended_says_so() -> None:
+    halving = Halving({"train.steps": 2}, {"train.steps": 4}, 8, 3, 1, 2)
+    assert str(halving) == "train.steps 2: dropped 4 of 8. train.steps 4 has not ended"
+
+
+@pytest.mark.usefixtures("untrained")
+def test_a_search_begins_with_named_rules_and_with_what_another_search_found(written: Any, tmp_path: Path) -> None:
+    db = tmp_path / "lab.db"
+    run_study(written(), db=db, executor="inline")
+    best = {str(each.values) for each in found(db)}
+    file = tmp_path / "warm.yaml"
+    warm = ["comba", {"study": "tiny_search"}]
+    file.write_text(
+        yaml.safe_dump({**STUDY, "name": "warm", "search": {**STUDY["search"], "trials": 16, "warm": warm}})
+    )
+    run_study(file, db=db, executor="inline")
+    first = [each for each in found(db, "warm") if each.drawn_by == "warm"]
+    assert [each.number for each in first] == [*range(2_000_000, 2_000_004)], "at most a quarter of the trials"
+    assert first[0].values == {"rule": {"name": "comba", "transition": "iplr"}, "model.layers": 1, "train.lr": 1e-2}
+    assert {str(each.values) for each in first[1:]} <= best
+    file.write_text(yaml.safe_dump({**STUDY, "search": {**STUDY["search"], "warm": ["gla"]}}))
+    with pytest.raises(InputError, match=r"warm: unknown rule 'gla'"):
+        run_study(file, db=tmp_path / "none.db", executor="inline")
+
+
+@pytest.mark.usefixtures("untrained")
+def test_a_candidate_trains_on_every_task(tmp_path: Path) -> None:
+    tasks = {"mqar": MQAR, "longer": {**MQAR, "task": "mqar", "length": 24}}
+    file = tmp_path / "study.yaml"
+    file.write_text(yaml.safe_dump({**STUDY, "task": tasks}))
+    result = run_study(file, db=tmp_path / "lab.db", executor="inline")
+    drawn = found(tmp_path / "lab.db")
+    assert len(drawn) == 6
+    assert {*drawn[0].scores} == {"accuracy@mqar", "accuracy@longer", "flops_per_token", "state_size"}
+    assert result.trials == 2 * (6 + 6 + 3)
+    tuned = [[row.tuned for row in table.rows[1:]] for table in result.report.tables]
+    assert tuned[0] == tuned[1], "a finalist is one candidate on all tasks"
+
+
+def test_finalists_are_those_that_add_the_most_hypervolume() -> None:
+    """Of two near points of the front and a far one, two finalists are the far one and one of the near."""
+    points = [(0.0, 1.0), (0.01, 0.99), (0.9, 0.0), (1.0, 1.0), (math.nan, 0.0)]
+    assert finalists(points, 2) == [2, 1]
+    assert finalists(points, 5) == [2, 1, 0, 3, 4]

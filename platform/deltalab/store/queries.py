@@ -129,7 +129,7 @@ class Ledger:
             for group in _groups(keys):
                 chosen = Trial.key.in_(group)
                 for trial in session.scalars(select(Trial).where(chosen)):
-                    known[trial.key] = TrialSummary(trial.key, trial.state, trial.error, [], {})
+                    known[trial.key] = TrialSummary(trial.key, trial.state, trial.error, [], {}, trial.parameters)
                 diverged = select(Trial.key, Run.seed).join(Run).where(chosen, Run.state == "diverged")
                 for key, seed in session.execute(diverged.order_by(Run.seed)):
                     known[key].diverged.append(seed)

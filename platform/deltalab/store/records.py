@@ -85,6 +85,7 @@ class TrialSummary:
     error: str | None
     diverged: list[int]
     finals: dict[tuple[str, str], dict[int, float]]
+    parameters: int | None = None
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from rich.progress import Progress as Bars
 
 from deltalab.study.plan import Job
 from deltalab.study.schedule import Schedule
+from deltalab.study.search import RANDOM_FROM, WARM_FROM
 
 
 class Progress:
@@ -72,6 +73,7 @@ class Progress:
 
 def _name(stack: Sequence[Job]) -> str:
     job, others = stack[0], len(stack) - 1
-    kind, seeds = "search" if job.stage == "tune" else "candidate", len(job.seeds)
-    what = f"{kind} {job.number + 1}, {seeds} seed{'s' * (seeds != 1)}"
+    kinds = {WARM_FROM: "warm start", RANDOM_FROM: "random", 0: "search" if job.stage == "tune" else "candidate"}
+    kind, seeds = next(kind for first, kind in kinds.items() if job.number >= first), len(job.seeds)
+    what = f"{kind} {job.number % RANDOM_FROM + 1}, {seeds} seed{'s' * (seeds != 1)}"
     return f"{job.task} / {job.arm} / {what}" + (f" and {others} more trial{'s' * (others != 1)}" if others else "")

@@ -11,7 +11,8 @@ candidates that train.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -42,6 +43,39 @@ class _Track:
     stopped: bool = False
 
 
+class _Queue:
+    """Trials that wait for a worker: those of a search before those of confirmation, each by their number.
+
+    A stack takes the first few of many: those of one place alone are sorted, once they are reached.
+    """
+
+    def __init__(self) -> None:
+        self.jobs: dict[str, Job] = {}
+        self._order: list[tuple[bool, int]] = []
+        self._at: dict[tuple[bool, int], dict[str, Job]] = {}
+
+    def add(self, job: Job) -> None:
+        place = _place(job)
+        if place not in self._at:
+            insort(self._order, place)
+        self._at.setdefault(place, {})[job.key] = self.jobs[job.key] = job
+
+    def remove(self, job: Job) -> None:
+        place = _place(job)
+        del self.jobs[job.key], self._at[place][job.key]
+        if not self._at[place]:
+            del self._at[place], self._order[bisect_left(self._order, place)]
+
+    def ordered(self, work: Callable[[Job], float]) -> Iterator[Job]:
+        """All trials. Those with one number follow one another by how long they take, the longest first."""
+        for place in self._order:
+            yield from sorted(self._at[place].values(), key=work, reverse=True)
+
+
+def _place(job: Job) -> tuple[bool, int]:
+    return job.stage == "confirm", job.number
+
+
 @dataclass
 class _Family:
     """Tracks that are tested together. moves: how often each task's ranges were extended."""
@@ -64,16 +98,14 @@ class Schedule:
         of_tasks = [[track for track in self.tracks if track.arm.task == task] for task in plan.tasks]
         one = plan.spec.family == "study"
         self._families = [_Family(self.tracks)] if one else [_Family(tracks) for tracks in of_tasks]
-        self._searches = [
-            SearchPhase(plan, arm, store, study_id) for arm in plan.arms if arm.is_base and plan.spec.search
-        ]
+        self._search = SearchPhase(plan, store, study_id) if plan.spec.search else None
         self._infeasible = 0
         self.known = 0
         self.failures = 0
         self.completed = 0
         # Two arms, or two candidates of one, may come to the same trial: it runs once, for all who wait for it.
         self._awaited: dict[str, list[tuple[_Track | SearchPhase, Job, int]]] = {}
-        self._waiting: dict[str, Job] = {}
+        self._waiting = _Queue()
         self._alone: set[str] = set()
         self._flops: dict[tuple[str, str], float] = {}
         most = plan.spec.resources.stack
@@ -87,7 +119,7 @@ class Schedule:
     def total(self) -> int:
         """Trials of the whole study, if no arm that still runs stops before the last look."""
         asked = sum(len(track.trials) for track in self.tracks)
-        asked += sum(search.total for search in self._searches)
+        asked += self._search.total if self._search else 0
         for family in self._families:
             for track in family.tracks:
                 if not track.stopped:
@@ -98,7 +130,7 @@ class Schedule:
     @property
     def infeasible(self) -> int:
         """Candidates drawn so far that make no model."""
-        return self._infeasible + sum(search.infeasible for search in self._searches)
+        return self._infeasible + (self._search.infeasible if self._search else 0)
 
     def look(self) -> None:
         """Collects every trial whose configuration is determined by the results so far; takes known results from the
@@ -113,7 +145,7 @@ class Schedule:
                     self._learn(track, job, look, known[job.key])
                     continue
                 if job.key not in self._awaited:
-                    self._waiting[job.key] = job
+                    self._waiting.add(job)
                 self._awaited.setdefault(job.key, []).append((track, job, look))
 
     def next(self, places: int) -> list[Job]:
@@ -123,11 +155,11 @@ class Schedule:
         one time. Raises `InputError` where no candidate of a search makes a model.
         """
         self.look()
-        if not self._waiting:
+        if not self._waiting.jobs:
             return []
         stack = self._left_behind() or self._stack(places)
         for job in stack:
-            del self._waiting[job.key]
+            self._waiting.remove(job)
         return stack
 
     def finished(self, record: TrialRecord) -> None:
@@ -140,13 +172,14 @@ class Schedule:
     def part(self, stack: Sequence[Job]) -> None:
         """Queues each trial of a stack again, alone: their worker died, and one of them is to blame."""
         self._alone.update(job.key for job in stack)
-        self._waiting.update({job.key: job for job in stack})
+        for job in stack:
+            self._waiting.add(job)
 
     def _ask(self) -> list[tuple[_Track | SearchPhase, Job, int]]:
         """The trials that nobody has asked for yet and that depend on no result still awaited."""
         asked: list[tuple[_Track | SearchPhase, Job, int]] = []
-        for search in self._searches:
-            asked += ((search, job, 0) for job in search.ask())
+        if self._search:
+            asked += ((self._search, job, rung) for job, rung in self._search.ask())
         for family in self._families:
             asked += self._confirmations(family)
         return asked
@@ -173,12 +206,13 @@ class Schedule:
 
     def _to_try(self, track: _Track) -> dict[int, dict[str, Any]] | None:
         """The candidates that every seed of an arm trains, by number; None until a search has ended."""
-        if self.plan.spec.search:
-            search = next(search for search in self._searches if search.arm.task == track.arm.task)
-            if not search.done:
+        if self._search:
+            if not self._search.done:
                 return None
+            if track.arm.is_base:
+                return {0: self._search.base(track.arm.task)}
             finalists = [arm.name for arm in self.plan.arms if arm.task == track.arm.task and not arm.is_base]
-            return {0: search.base() if track.arm.is_base else search.finalist(finalists.index(track.arm.name))}
+            return {0: self._search.finalist(finalists.index(track.arm.name))}
         found: dict[int, dict[str, Any]] = {}
         for number, values in enumerate(self.plan.candidates(track.arm.task)):
             if len(found) == self.plan.tried:
@@ -262,14 +296,14 @@ class Schedule:
 
     def _left_behind(self) -> list[Job]:
         for keys in self._cut_off:
-            if all(key in self._waiting for key in keys):
+            if all(key in self._waiting.jobs for key in keys):
                 self._cut_off.remove(keys)
-                return [self._waiting[key] for key in keys]
+                return [self._waiting.jobs[key] for key in keys]
         return []
 
     def _stack(self, places: int) -> list[Job]:
-        waiting = sorted(self._waiting.values(), key=lambda job: (job.stage == "confirm", job.number, -self._work(job)))
-        first, *others = waiting
+        others = self._waiting.ordered(self._work)
+        first = next(others)
         wanted = self.plan.spec.resources
         if wanted.stack == "auto":
             # Size the stack so that all waiting and running work is split evenly over the places: others will be free
@@ -309,7 +343,7 @@ class Schedule:
         if isinstance(who, _Track):
             who.trials[job.number, look] = summary
         else:
-            who.learn(job, summary)
+            who.learn(job, look, summary)
 
     def leader(self, task: str) -> tuple[str, float] | None:
         """The arm whose best candidate so far has the best mean validation score on a task."""

@@ -1,120 +1,288 @@
-"""A search for architectures on one task: its candidates, the base's training, and who is confirmed.
+"""A search for architectures: its candidates, the base's training, and who is confirmed.
 
-Optuna draws candidates from the whole space. Beside them the base tries as many values of the `train` settings that are
-searched, so that it is tuned with the budget of its rivals. All run on seeds that confirmation never uses.
+A candidate trains on every task of the study. Named rules and candidates of other studies come first, then those of
+the random control and of the sampler, in an order that is fixed beforehand. Beside them the base tries as many values
+of the `train` settings that are searched, on each task, so that it is tuned with the budget of its rivals. All run on
+seeds that confirmation never uses.
+
+At most `WINDOW` candidates run at a time. A candidate is drawn once all those at least `WINDOW` places before it have
+ended, and the sampler knows the results of these alone, even where later ones have ended too. So it does not matter how
+long a trial takes and how many run at a time: any executor draws the same candidates.
 """
 
 import json
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Literal
 
 from deltalab.errors import InputError
-from deltalab.store import Store, TrialSummary
+from deltalab.store import Store, TrialRow, TrialSummary
+from deltalab.study import warm
 from deltalab.study.candidates import MOST_DRAWN
-from deltalab.study.pareto import front
+from deltalab.study.halving import Halving, by_lot, going_on, halving
+from deltalab.study.pareto import beyond_worst, chosen, ranked
 from deltalab.study.plan import Infeasible, Job, Plan, PlannedArm
-from deltalab.study.suggest import COSTS, Candidate, batch_start, suggest
+from deltalab.study.space import COSTS, Objective, Searching
+from deltalab.study.spec import StudySpec
+from deltalab.study.suggest import START, Live
 from deltalab.study.trial import infeasible
+
+WINDOW = 8
+"""How many candidates of a search run at a time. With more, the sampler knows less at each draw: decision 205."""
+RANDOM_FROM = 1_000_000
+"""The number of the control's first candidate; the sampler's begin at 0."""
+WARM_FROM = 2_000_000
+"""The number of the first candidate that the study names."""
+
+Drawn = Literal["tpe", "nsga2", "nsga3", "gp", "random", "warm", "all"]
+"""Where a candidate comes from: a sampler, `warm`, or a list of all that there are."""
+
+
+@dataclass
+class Candidate:
+    """Settings, and their trials by task: one mapping for each rung that they train at. A trial that runs is None.
+
+    infeasible: the settings make no model, so that no trial runs.
+    """
+
+    number: int
+    values: dict[str, Any]
+    rungs: list[dict[str, TrialSummary | None]] = field(default_factory=list)
+    infeasible: bool = False
+
+    @property
+    def waits(self) -> bool:
+        return any(trial is None for trials in self.rungs for trial in trials.values())
+
+    def scores(self, objectives: Sequence[Objective], rung: int = -1) -> dict[str, float]:
+        """By objective, at one of the rungs that it trains at; NaN where a trial failed or diverged."""
+        known = {task: trial for task, trial in self.rungs[rung].items() if trial is not None}
+        return scores(objectives, known)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the ledger says of a candidate at one rung. infeasible: why it makes no model.
+
+    scores: by objective; NaN where a trial has not ended, has failed or has diverged.
+    """
+
+    number: int
+    values: dict[str, Any]
+    scores: dict[str, float]
+    drawn_by: Drawn
+    rung: int = 0
+    infeasible: str | None = None
 
 
 class SearchPhase:
-    """arm: the base. drawn: the candidates of the search, by number. own: those of the base's training, by number."""
+    """drawn: the candidates, in the order in which they were drawn. own: those of the base's training, by task."""
 
-    def __init__(self, plan: Plan, arm: PlannedArm, store: Store, study_id: int) -> None:
+    def __init__(self, plan: Plan, store: Store, study_id: int) -> None:
         assert plan.spec.search is not None
-        self.plan, self.arm, self.space = plan, arm, plan.spec.search
+        self.plan, self.space = plan, plan.spec.search
+        self.arms = [arm for arm in plan.arms if arm.is_base]
         self.drawn: list[Candidate] = []
-        self.own: dict[int, Candidate] = {}
+        self.own: dict[str, list[Candidate]] = {arm.task: [] for arm in self.arms}
         self._store, self._study_id = store, study_id
+        self._by_number: dict[tuple[int, str], Candidate] = {}
+        self._waiting = 0
+        self._spent = {"warm": 0, "random": 0, "sampler": 0}
+        self._drawn = {"warm": 0, "random": 0, "sampler": 0}
+        # Feasible candidates whose results the sampler has not been told, in the order in which they were drawn.
+        self._untold: deque[Candidate] = deque()
+        self._live = Live(plan.spec.name, self.space, [each.maximize for each in plan.objectives])
+        self._every = self.space.combinations() if self.space.enumerated else None
         self._again = {
             row.number: row.values
             for row in store.trials(study_id)
-            if (row.stage, row.arm, row.task) == ("tune", arm.name, arm.task)
+            if row.stage == "tune" and not _is_own(row.number, self.space)
         }
+        self._warm = [*warm.named(plan), *warm.recorded(plan, store)]
         # Numbers of the base's candidates follow those of every draw.
-        self._own = enumerate(plan.candidates(arm.task), MOST_DRAWN * self.space.trials)
+        self._own = {
+            arm.task: enumerate(plan.candidates(arm.task), MOST_DRAWN * self.space.trials) for arm in self.arms
+        }
+        self._order: list[Candidate] | None = None
 
     @property
     def done(self) -> bool:
-        """Whether every candidate has ended."""
-        return not (self._draws or any(candidate.score is None for candidate in (*self.drawn, *self.own.values())))
+        """Whether every candidate has ended, at every rung."""
+        tuned = all(len(own) == self.plan.base_trials for own in self.own.values())
+        return tuned and not self._waiting and not self._draws
 
     @property
     def total(self) -> int:
         """Trials of the search, if the space gives enough candidates that make a model."""
-        return (self.space.trials if self._draws else self._spent) + self.plan.base_trials
+        trained = self.space.trials if self._draws else self._trained
+        each = sum(min(places, trained) for places in self.space.halved)
+        return len(self.arms) * (each + self.plan.base_trials)
 
     @property
     def infeasible(self) -> int:
         """Candidates drawn so far that make no model."""
-        return len(self.drawn) - self._spent
+        return len(self.drawn) - self._trained
 
-    def ask(self) -> Iterator[Job]:
-        """The trials that depend on no result still awaited and were not asked for before."""
-        while len(self.own) < self.plan.base_trials:
-            number, values = next(self._own)
-            if (job := self._job(number, values)) is not None:
-                self.own[number] = Candidate(values)
-                yield job
-        while self._draws and not any(
-            candidate.score is None for candidate in self.drawn[: batch_start(len(self.drawn))]
-        ):
-            number = len(self.drawn)
-            candidate = Candidate(self._again.get(number) or suggest(self.plan, self.arm.task, self.drawn))
-            self.drawn.append(candidate)
-            if (job := self._job(number, candidate.values)) is not None:
-                yield job
-            else:
-                candidate.infeasible, candidate.score, candidate.costs = True, math.nan, (math.nan,) * len(COSTS)
+    def ask(self) -> Iterator[tuple[Job, int]]:
+        """The trials that depend on no result still awaited and were not asked for before, each with its rung."""
+        yield from self._of_the_base()
+        while self._draws and self._ready():
+            yield from self._train(self._next(), 0)
+        if not self._draws:
+            for rung, _ in enumerate(self.space.rungs[1:]):
+                if self._waiting:
+                    break
+                yield from self._go_on(rung)
 
-    def learn(self, job: Job, summary: TrialSummary) -> None:
-        candidate = self.own[job.number] if job.number in self.own else self.drawn[job.number]
-        candidate.costs = tuple(score(summary, cost, "cost") for cost in COSTS)
-        candidate.score = score(summary, self.plan.tasks[job.task].metric, "validation")
+    def learn(self, job: Job, rung: int, summary: TrialSummary) -> None:
+        self._by_number[job.number, job.task].rungs[rung][job.task] = summary
+        self._waiting -= 1
 
-    def base(self) -> dict[str, Any]:
-        """The values of the base's best candidate; {}, as it is written, where none has a score."""
-        scored = [candidate for candidate in self.own.values() if not math.isnan(candidate.score or 0.0)]
-        best = max if self.plan.tasks[self.arm.task].maximize else min
-        return best(scored, key=lambda candidate: candidate.score or 0.0).values if scored else {}
+    def base(self, task: str) -> dict[str, Any]:
+        """The values of the base's best candidate on a task; {}, as it is written, where none has a score."""
+        metric, best = self.plan.tasks[task].metric, max if self.plan.tasks[task].maximize else min
+        scored = [(score(trial, metric, "validation"), own) for own in self.own[task] if (trial := own.rungs[0][task])]
+        scored = [(value, own) for value, own in scored if not math.isnan(value)]
+        return best(scored, key=lambda found: found[0])[1].values if scored else {}
 
     def finalist(self, place: int) -> dict[str, Any]:
-        """The values of a finalist.
+        """The values of a finalist, of those that trained at the last rung.
 
-        Candidates on the Pareto front of score, arithmetic and state come first, then the rest, each by score.
-        Raises `InputError` where no candidate made a model.
+        Each adds to the hypervolume of those before it the most that a candidate can; where none adds to it any more,
+        the best of the others follow. Raises `InputError` where no candidate made a model.
         """
-        sign = -1 if self.plan.tasks[self.arm.task].maximize else 1
-        trained = {n: candidate for n, candidate in enumerate(self.drawn) if not candidate.infeasible}
-        if not trained:
-            raise InputError(f"{self.plan.where}: search: none of {len(self.drawn)} candidates makes a model")
-        different = {json.dumps(trained[n].values, sort_keys=True): n for n in sorted(trained, reverse=True)}
-        numbers = sorted(different.values())
-        scores = [math.nan if (own := trained[n].score) is None else own for n in numbers]
-        first = set(front([(sign * own, *trained[n].costs) for own, n in zip(scores, numbers, strict=True)]))
-        order = sorted(range(len(numbers)), key=lambda i: (i not in first, math.isnan(scores[i]), sign * scores[i]))
-        return trained[numbers[order[place % len(order)]]].values
+        if self._order is None:
+            last = [each for each in self.drawn if len(each.rungs) == len(self.space.rungs)]
+            if not last:
+                raise InputError(f"{self.plan.where}: search: none of {len(self.drawn)} candidates makes a model")
+            different = list({json.dumps(each.values, sort_keys=True): each for each in reversed(last)}.values())[::-1]
+            points = [point(self.plan.objectives, each.scores(self.plan.objectives)) for each in different]
+            self._order = [different[i] for i in finalists(points, self.space.finalists)]
+        return self._order[place % len(self._order)].values
 
     @property
-    def _spent(self) -> int:
-        """Draws that count against the budget."""
-        return sum(not candidate.infeasible for candidate in self.drawn)
+    def _trained(self) -> int:
+        """Candidates drawn that count against the budget."""
+        return sum(self._spent.values())
 
     @property
     def _draws(self) -> bool:
         """Whether there is budget left and candidates to spend it on."""
         most = self.space.trials if self.space.enumerated else MOST_DRAWN * self.space.trials
-        return self._spent < self.space.trials and len(self.drawn) < most
+        return self._trained < self.space.trials and len(self.drawn) < most
 
-    def _job(self, number: int, values: Mapping[str, Any]) -> Job | None:
-        """The trial of a candidate; None, and a record of the reason, where it makes no model."""
-        try:
-            return self.plan.job(self.arm, "tune", number, values)
-        except Infeasible as error:
-            record = infeasible(error.job, str(error))
-            self._store.record_trial(self._study_id, self.arm.name, record, number, dict(values))
-            return None
+    def _ready(self) -> bool:
+        """Whether the next candidate may be drawn. Tells the sampler the results that it may know."""
+        while len(self._untold) >= WINDOW:
+            first = self._untold[0]
+            if None in first.rungs[0].values():
+                return False
+            self._live.tell(self._told(self._untold.popleft()))
+        return True
+
+    def _told(self, candidate: Candidate) -> list[float] | None:
+        """The result that the sampler is told; None where a cost is not known."""
+        found = candidate.scores(self.plan.objectives, 0)
+        for objective in self.plan.objectives:
+            if math.isnan(found[str(objective)]) and objective.task is not None and objective.name not in COSTS:
+                # A diverged trial says as much about its region as a trial that learned nothing.
+                found[str(objective)] = self.plan.tasks[objective.task].chance
+        return None if any(map(math.isnan, found.values())) else list(found.values())
+
+    def _next(self) -> Candidate:
+        """The next candidate, as the ledger has it, or drawn."""
+        if self._every is not None:
+            return Candidate(len(self.drawn), next(self._every))
+        if self._drawn["warm"] < len(self._warm):
+            kind, first = "warm", WARM_FROM
+        elif self._spent["random"] < controls_by(
+            self._trained - self._spent["warm"], self.space.trials - self._spent["warm"], self.space.controls
+        ):
+            kind, first = "random", RANDOM_FROM
+        else:
+            kind, first = "sampler", 0
+        number = first + self._drawn[kind]
+        values = self._again.get(number)
+        if values is None and kind == "warm":
+            values = self._warm[number - first]
+        elif values is None:
+            values = self._live.draw(number, "random" if kind == "random" else self.space.sampler)
+        return Candidate(number, values)
+
+    def _train(self, candidate: Candidate, rung: int) -> Iterator[tuple[Job, int]]:
+        """The trials of a candidate at a rung; none where it makes no model on one of the tasks."""
+        jobs = self._jobs(self.arms, candidate, rung if self.space.fidelity else None)
+        if rung == 0:
+            kind: str = drawn_by(candidate.number, self.space) if candidate.number >= RANDOM_FROM else "sampler"
+            self.drawn.append(candidate)
+            self._drawn[kind] += 1
+            self._spent[kind] += bool(jobs)
+            candidate.infeasible = not jobs
+            if self._every is None:
+                self._live.add(candidate.values, feasible=bool(jobs))
+                self._untold += [candidate] if jobs else []
+        if jobs or rung:
+            candidate.rungs.append({job.task: None for job in jobs})
+        yield from ((job, rung) for job in jobs)
+
+    def _of_the_base(self) -> Iterator[tuple[Job, int]]:
+        for arm in self.arms:
+            while len(self.own[arm.task]) < self.plan.base_trials:
+                number, values = next(self._own[arm.task])
+                candidate = Candidate(number, values)
+                if jobs := self._jobs([arm], candidate, None):
+                    self.own[arm.task].append(candidate)
+                    candidate.rungs.append({arm.task: None})
+                    yield jobs[0], 0
+
+    def _go_on(self, rung: int) -> Iterator[tuple[Job, int]]:
+        """The trials of the next rung, once all of this rung have ended. Nothing where they were asked for before."""
+        if any(len(each.rungs) > rung + 1 for each in self.drawn):
+            return
+        trained = {each.number: each for each in self.drawn if len(each.rungs) > rung}
+        points = _points(self.plan.objectives, {n: each.scores(self.plan.objectives) for n, each in trained.items()})
+        by_rank, lots = going_on(_lot(self.plan.spec.name, rung), points, self.space.halved[rung + 1])
+        for number in (*by_rank, *lots):
+            yield from self._train(trained[number], rung + 1)
+
+    def _jobs(self, arms: Sequence[PlannedArm], candidate: Candidate, rung: int | None) -> list[Job]:
+        """The trials of a candidate; none, and a record of the reason, where it makes no model on one of the tasks."""
+        jobs = []
+        for arm in arms:
+            try:
+                jobs.append(self.plan.job(arm, "tune", candidate.number, candidate.values, rung=rung))
+            except Infeasible as error:
+                record = infeasible(error.job, str(error))
+                self._store.record_trial(self._study_id, arm.name, record, candidate.number, dict(candidate.values))
+                return []
+        self._by_number |= {(candidate.number, job.task): candidate for job in jobs}
+        self._waiting += len(jobs)
+        return jobs
+
+
+def controls_by(drawn: int, trials: int, controls: int) -> int:
+    """How many of the first `drawn` + 1 candidates are the control's: the first `START`, then a fixed share.
+
+    >>> [controls_by(n, 64, 13) for n in (0, 9, 10, 26, 27, 63)]
+    [1, 10, 10, 10, 11, 13]
+    """
+    controls = min(controls, trials)
+    first = min(controls, START)
+    if drawn < first or trials == first:
+        return min(drawn + 1, first)
+    return first + (drawn + 1 - first) * (controls - first) // (trials - first)
+
+
+def drawn_by(number: int, space: Searching) -> Drawn:
+    """Where the candidate with a number comes from."""
+    if number >= WARM_FROM:
+        return "warm"
+    if number >= RANDOM_FROM:
+        return "random"
+    return "all" if space.enumerated else space.sampler
 
 
 def score(summary: TrialSummary, metric: str, split: str) -> float:
@@ -123,3 +291,116 @@ def score(summary: TrialSummary, metric: str, split: str) -> float:
     if summary.diverged or not finals:
         return math.nan
     return math.fsum(finals.values()) / len(finals)
+
+
+def scores(objectives: Sequence[Objective], trials: Mapping[str, TrialSummary]) -> dict[str, float]:
+    """What a candidate reached, by objective. trials: by task.
+
+    The metric of a task is the mean validation score over the seeds. A cost that names no task is the largest of all
+    tasks. NaN where a trial is missing, failed or diverged.
+    """
+    found = {}
+    for each in objectives:
+        if each.name not in COSTS:
+            trial = trials.get(each.task or "")
+            found[str(each)] = math.nan if trial is None else score(trial, each.name, "validation")
+            continue
+        costs = [_cost(trial, each.name) for task, trial in trials.items() if each.task in (None, task)]
+        found[str(each)] = math.nan if not costs or any(map(math.isnan, costs)) else max(costs)
+    return found
+
+
+def _cost(trial: TrialSummary, name: str) -> float:
+    if name == "parameters":
+        return math.nan if trial.parameters is None else float(trial.parameters)
+    return score(trial, name, "cost")
+
+
+def point(objectives: Sequence[Objective], found: Mapping[str, float]) -> list[float]:
+    """The scores of a candidate as a point, of which less is better."""
+    return [-found[str(each)] if each.maximize else found[str(each)] for each in objectives]
+
+
+def finalists(points: Sequence[Sequence[float]], most: int) -> list[int]:
+    """The indices of the candidates to confirm, in order.
+
+    Each adds to the hypervolume of those before it the most that a candidate can. Where none adds to it any more, the
+    best of the others follow, then those without a result. points: less is better.
+    """
+    limit = beyond_worst(points)
+    first = chosen(points, limit, most)
+    return [*first, *(i for i in ranked(points, limit) if i not in first)][:most]
+
+
+def candidates(spec: StudySpec | Mapping[str, Any], store: Store, study_id: int) -> list[Found]:
+    """What the ledger says of a search: each candidate at each rung that it has trained at, in the order of numbers.
+
+    spec: of the study, as the ledger has it. Those of the base's training are left out.
+    """
+    spec = spec if isinstance(spec, StudySpec) else StudySpec.model_validate(spec)
+    assert spec.search is not None
+    space, objectives = spec.search, _objectives(spec.search, store, study_id)
+    rows: dict[tuple[int, int], list[TrialRow]] = {}
+    for row in store.trials(study_id):
+        if row.stage == "tune" and not _is_own(row.number, space):
+            rows.setdefault((row.number, _rung(row, space)), []).append(row)
+    known = store.known_trials(row.key for each in rows.values() for row in each)
+    found = []
+    for (number, rung), trained in sorted(rows.items()):
+        trials = {row.task: known[row.key] for row in trained if row.state != "infeasible"}
+        reached = scores(objectives, trials)
+        if len(trials) < len(spec.task):
+            reached = dict.fromkeys(reached, math.nan)
+        reason = next((row.error for row in trained if row.state == "infeasible"), None)
+        found.append(Found(number, trained[0].values, reached, drawn_by(number, space), rung, reason))
+    return found
+
+
+def halvings(spec: StudySpec | Mapping[str, Any], store: Store, study_id: int) -> list[Halving]:
+    """What successive halving dropped at each rung but the last, as far as the ledger has it."""
+    spec = spec if isinstance(spec, StudySpec) else StudySpec.model_validate(spec)
+    assert spec.search is not None
+    space, objectives = spec.search, _objectives(spec.search, store, study_id)
+    everything = [each for each in candidates(spec, store, study_id) if each.infeasible is None]
+    rungs = [
+        _points(objectives, {each.number: each.scores for each in everything if each.rung == rung})
+        for rung in range(len(space.rungs))
+    ]
+    found = []
+    for rung, (points, after) in enumerate(pairwise(rungs)):
+        if not after:
+            break
+        went = going_on(_lot(spec.name, rung), points, space.halved[rung + 1])
+        last = rung + 2 == len(rungs)
+        best = space.finalists if last else space.halved[rung + 2] - by_lot(space.halved[rung + 2])
+        ended = set(after) >= {*went[0], *went[1]}
+        found.append(halving(space.rungs[rung : rung + 2], points, went, after if ended else None, best))
+    return found
+
+
+def _objectives(space: Searching, store: Store, study_id: int) -> tuple[Objective, ...]:
+    tasks = store.study(study_id).provenance["tasks"]
+    return space.weighed({task: (about["metric"], about["maximize"]) for task, about in tasks.items()})
+
+
+def _points(objectives: Sequence[Objective], found: Mapping[int, Mapping[str, float]]) -> dict[int, list[float]]:
+    return {number: point(objectives, each) for number, each in found.items()}
+
+
+def _lot(name: str, rung: int) -> str:
+    return f"{name}/rung {rung}"
+
+
+def _is_own(number: int, space: Searching) -> bool:
+    """Whether it is the number of a candidate of the base's training."""
+    return MOST_DRAWN * space.trials <= number < RANDOM_FROM
+
+
+def _rung(row: TrialRow, space: Searching) -> int:
+    """The rung at which a trial trained: the first that its configuration and its number of seeds agree with."""
+    for rung, settings in enumerate(space.rungs):
+        own = {path: row.config.get(path.split(".")[0], {}).get(path.split(".")[1]) for path in settings}
+        own |= {"train.seeds": len(row.runs)} if row.runs and "train.seeds" in own else {}
+        if all(own[path] in (value, None) for path, value in settings.items()):
+            return rung
+    return 0

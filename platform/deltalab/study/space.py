@@ -596,6 +596,10 @@ class Searching(Space):
             raise ValueError(
                 ".random: must be above 0 and below 1: random search is the control of what the sampler finds"
             )
+        if self.sampler == "gp" and (bound := [name for name, knob in self.knobs.items() if knob.when]):
+            raise ValueError(
+                f".sampler: gp draws only what every candidate has, and {bound[0]} exists in some: take tpe"
+            )
         if self.match is not None and self.match.dimension in self.searched:
             raise ValueError(f".match scales {self.match.dimension}, which is searched: scale another, or leave it out")
         for path in self.fidelity.values if self.fidelity else ():

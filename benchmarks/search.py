@@ -1,0 +1,293 @@
+"""Measures the search itself on scores that are computed, not trained: what it finds, what it keeps, what it costs.
+
+    python benchmarks/search.py --out search.json            # all of it, about an hour of one core
+    python benchmarks/search.py --only regret --samplers tpe,random --repeats 40
+
+`regret`: the share of the hypervolume of the true front that the candidates have missed after 64 and 256 trials. The
+space is 192 layouts (rule, layers, key_dim, d_model) and a learning rate; the score, the arithmetic and the state of a
+layout are formulas (`evaluate`). The true front has the best learning rate of each layout. `search` is what a study
+runs, the control's fifth included; the other names are a sampler alone. `before` is what stood until 2026-11-23:
+independent TPE in batches of ten, choices of numbers without their order.
+`kept`: the share of the hypervolume of 64 random candidates that 8 finalists keep, chosen by noisy scores and measured
+without noise; `before` takes the front by noisy scores first, then the others by score.
+`draw`: ms of a draw with 500 and 5,000 results known, all that it takes: drawing, adding, telling.
+`trials`: ms of a trial that does nothing, in a study of 5,000: what the schedule, the ledger and the executor take.
+CPU seconds are the process's own; wall seconds say how busy the machine was besides.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import os
+import platform
+import random
+import statistics
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import optuna
+
+from deltalab.store import RunRecord
+from deltalab.study import ray_tune, run, trial
+from deltalab.study.pareto import front, hypervolume
+from deltalab.study.plan import Job
+from deltalab.study.search import RANDOM_FROM, WINDOW, controls_by, finalists
+from deltalab.study.space import Searching
+from deltalab.study.suggest import Live
+
+Layout = dict[str, Any]
+Point = tuple[float, float, float]
+
+RULES = {"linear": (0.55, 1.0), "gated": (0.7, 1.35), "delta": (0.8, 1.7), "comba": (0.9, 2.6)}
+"""Name -> how much a rule gains from state and width, and the operations of one element of its state."""
+LAYERS, KEYS, WIDTHS = (1, 2, 4), (16, 32, 64, 128), (32, 64, 128, 256)
+LAYOUTS: list[Layout] = [
+    {"rule": rule, "model.layers": layers, "model.key_dim": keys, "model.d_model": width}
+    for rule, layers, keys, width in itertools.product(RULES, LAYERS, KEYS, WIDTHS)
+]
+SPACE: dict[str, Any] = {
+    "rule": {"choice": [*RULES]},
+    "model.layers": {"choice": [*LAYERS]},
+    "model.key_dim": {"choice": [*KEYS]},
+    "model.d_model": {"choice": [*WIDTHS]},
+    "train.lr": {"log_uniform": [1e-3, 1e-1]},
+}
+
+
+def best_lr(layout: Layout) -> float:
+    return float(1e-2 * (64 / layout["model.d_model"]) ** 0.5 / layout["model.layers"] ** 0.25)
+
+
+def evaluate(candidate: Layout) -> Point:
+    """Minus the score, the operations per token and the state. The constants make random search reach 0.056 and 0.021
+    after 64 and 256 trials, as on the front of issue 18.
+    """
+    gain, price = RULES[candidate["rule"]]
+    layers, keys, width = (candidate[f"model.{name}"] for name in ("layers", "key_dim", "d_model"))
+    memory = 1 - math.exp(-gain * (layers * keys) ** 0.5 / 2)
+    capacity = 1 - math.exp(-gain * layers**0.5 * width / 64)
+    off = math.log10(candidate["train.lr"] / best_lr(candidate)) / 1.5
+    score = memory * capacity * math.exp(-(off**2))
+    return -score, float(2 * layers * width * (2 * width + price * keys)), float(layers * keys * width)
+
+
+TRUE = [evaluate({**layout, "train.lr": best_lr(layout)}) for layout in LAYOUTS]
+REFERENCE = (0.0, *(1.1 * max(column) - 0.1 * min(column) for column in [*zip(*TRUE, strict=True)][1:]))
+WHOLE = hypervolume(TRUE, REFERENCE)
+
+
+def regret(points: Sequence[Point]) -> float:
+    return 1 - hypervolume(points, REFERENCE) / WHOLE
+
+
+def found(name: str, trials: int, repeat: int) -> list[Point]:
+    """The points of the candidates, in the order of a study's search (`search`), or of one sampler alone."""
+    if name == "before":
+        return found_before(trials, repeat)
+    sampler = "tpe" if name == "search" else name
+    space = Searching.model_validate({**SPACE, "trials": trials, "sampler": sampler})
+    live = Live(f"regret {repeat}", space, [False, False, False])
+    points: list[Point] = []
+    running: deque[Point] = deque()
+    drawn = {"control": 0, "sampler": 0}
+    for number in range(trials):
+        while len(running) >= WINDOW:
+            live.tell(running.popleft())
+        control = name == "search" and drawn["control"] < controls_by(number, trials, space.controls)
+        kind, first = ("control", RANDOM_FROM) if control else ("sampler", 0)
+        candidate = live.draw(first + drawn[kind], "random" if control else space.sampler)
+        drawn[kind] += 1
+        live.add(candidate)
+        points.append(evaluate(candidate))
+        running.append(points[-1])
+    return points
+
+
+def found_before(trials: int, repeat: int) -> list[Point]:
+    study = optuna.create_study(
+        directions=["minimize"] * 3,
+        sampler=optuna.samplers.TPESampler(seed=repeat, n_startup_trials=10, multivariate=False, constant_liar=True),
+    )
+    distributions: dict[str, Any] = {
+        path: optuna.distributions.FloatDistribution(*search["log_uniform"], log=True)
+        if "log_uniform" in search
+        else optuna.distributions.CategoricalDistribution(search["choice"])
+        for path, search in SPACE.items()
+    }
+    points: list[Point] = []
+    while len(points) < trials:
+        batch = [study.ask(distributions) for _ in range(min(10, trials - len(points)))]
+        points += [evaluate(asked.params) for asked in batch]
+        for asked, point in zip(batch, points[-len(batch) :], strict=True):
+            study.tell(asked, point)
+    return points
+
+
+def measure_regret(samplers: Sequence[str], repeats: int, lengths: Sequence[int] = (64, 256)) -> dict[str, Any]:
+    """A search of 64 trials is another search than the first 64 of 256: the control's share is spread over all."""
+    result: dict[str, Any] = {}
+    for name in samplers:
+        for trials in lengths:
+            if name == "gp" and trials > 64:
+                continue
+            started = time.process_time()
+            regrets = [regret(found(name, trials, repeat)) for repeat in range(repeats)]
+            took = time.process_time() - started
+            result.setdefault(name, {})[str(trials)] = {
+                "mean": statistics.fmean(regrets),
+                "standard error": statistics.stdev(regrets) / repeats**0.5,
+                "repeats": repeats,
+                "ms a draw, CPU": 1e3 * took / repeats / trials,
+            }
+            print("regret", name, trials, result[name][str(trials)], flush=True)
+    return result
+
+
+def measure_kept(repeats: int) -> dict[str, Any]:
+    """noise: the standard deviation added to scores between 0 and 1."""
+
+    def before(noisy: Sequence[Point], most: int) -> list[int]:
+        first = set(front(noisy))
+        return sorted(range(len(noisy)), key=lambda i: (i not in first, noisy[i][0]))[:most]
+
+    ways: dict[str, Callable[[Sequence[Point], int], list[int]]] = {"before": before, "contributions": finalists}
+    result: dict[str, Any] = {}
+    for noise in (0.02, 0.05, 0.1):
+        kept: dict[str, list[float]] = {name: [] for name in ways}
+        for repeat in range(repeats):
+            draw = random.Random(repeat)
+            drawn = [{**draw.choice(LAYOUTS), "train.lr": 10 ** draw.uniform(-3, -1)} for _ in range(64)]
+            points = [evaluate(candidate) for candidate in drawn]
+            noisy = [(point[0] + draw.gauss(0, noise), *point[1:]) for point in points]
+            for name, choose in ways.items():
+                chosen = [points[i] for i in choose(noisy, 8)]
+                kept[name].append(hypervolume(chosen, REFERENCE) / hypervolume(points, REFERENCE))
+        for name, shares in kept.items():
+            figures = {"mean": statistics.fmean(shares), "standard error": statistics.stdev(shares) / repeats**0.5}
+            result.setdefault(f"noise {noise}", {})[name] = figures
+        print("kept", noise, result[f"noise {noise}"], flush=True)
+    return {"repeats": repeats, **result}
+
+
+def measure_draws(counts: Sequence[int] = (500, 5000), draws: int = 300) -> dict[str, Any]:
+    """The mean over more draws than there are between two renewals of the study."""
+    result: dict[str, Any] = {}
+    for sampler in ("tpe", "nsga2", "nsga3"):
+        for count in counts:
+            space = Searching.model_validate({**SPACE, "trials": 10_000, "sampler": sampler})
+            live = Live("draws", space, [False, False, False])
+            ready = time.process_time()
+            for number in range(count):
+                candidate = live.draw(number, "random")
+                live.add(candidate)
+                live.tell(evaluate(candidate))
+            started = time.process_time()
+            for number in range(count, count + draws):
+                candidate = live.draw(number, space.sampler)
+                live.add(candidate)
+                live.tell(evaluate(candidate))
+            ended = time.process_time()
+            figures = {"ms a draw, CPU": 1e3 * (ended - started) / draws, "s to begin with, CPU": started - ready}
+            result.setdefault(sampler, {})[str(count)] = figures
+            print("draw", sampler, count, figures, flush=True)
+    return result
+
+
+STUDY: dict[str, Any] = {
+    "name": "nothing",
+    "task": {"mqar": {"length": 16, "pairs": 2, "vocab_size": 32}},
+    "base": {
+        "rule": "linear_attention",
+        "model": {"d_model": 64, "layers": 1, "heads": 1, "key_dim": 16, "mlp": False},
+        "train": {"steps": 4, "batch_size": 4, "lr": 1e-2, "evaluations": 1, "eval_batches": 1},
+    },
+    "search": {
+        "model.d_model": {"integers": [32, 1023]},
+        "model.key_dim": {"integers": [8, 255]},
+        "model.layers": {"choice": [1, 2, 3, 4]},
+        "finalists": 1,
+    },
+    "seeds": 2,
+}
+
+
+def nothing(stack: Sequence[Job], *_: Any, **__: Any) -> list[trial.TrialRecord]:
+    """Records trials whose score, arithmetic and state follow from their settings."""
+    records = []
+    for job in stack:
+        model, _ = job.specs
+        size = float(model.d_model * model.key_dim) if model.key_dim else 1.0
+        figures = {
+            ("validation", "accuracy"): 1 - 1 / math.log(size + 3),
+            ("cost", "flops_per_token"): size * model.d_model,
+            ("cost", "state_size"): size,
+        }
+        metrics = [(*name, 4, value) for name, value in figures.items()]
+        runs = [RunRecord(seed, "done", None, metrics, []) for seed in job.seeds]
+        records.append(trial._record(job, time.time(), 1, runs=runs))
+    return records
+
+
+def nothing_by_ray(config: dict[str, str], runs: str, threads: int) -> None:
+    from ray import tune
+
+    records = nothing(ray_tune.stack_from_json(config["stack"]))
+    tune.report({"step": 4, "records": [trial.to_json(record) for record in records]})
+
+
+def measure_trials(trials: int) -> dict[str, Any]:
+    run.execute, ray_tune._stack = nothing, nothing_by_ray  # type: ignore[assignment]
+    study = {**STUDY, "search": {**STUDY["search"], "trials": trials}}
+    result: dict[str, Any] = {"trials": trials}
+    for executor, given in {"inline": {}, "ray": {"workers": 2}}.items():
+        with tempfile.TemporaryDirectory() as folder:
+            wall, cpu = time.perf_counter(), time.process_time()
+            ended = run.run_study(study, db=Path(folder) / "lab.db", executor=executor, unchecked=True, **given)  # type: ignore[arg-type]
+            assert not ended.failed
+            wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        figures = {"ms a trial": 1e3 * wall / ended.trials, "ms a trial, CPU of the driver": 1e3 * cpu / ended.trials}
+        result[executor] = figures
+        print("trials", executor, figures, flush=True)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = ("regret", "kept", "draw", "trials")
+    parser.add_argument("--only", choices=parts, nargs="+", default=parts)
+    parser.add_argument("--samplers", default="before,random,tpe,search,nsga2,nsga3")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--trials", type=int, default=5000)
+    parser.add_argument("--out", type=Path, help="figures are added to those in the file")
+    given = parser.parse_args()
+    measured: dict[str, Callable[[], dict[str, Any]]] = {
+        "regret": lambda: measure_regret(given.samplers.split(","), given.repeats),
+        "kept": lambda: measure_kept(10 * given.repeats),
+        "draw": measure_draws,
+        "trials": lambda: measure_trials(given.trials),
+    }
+    before = json.loads(given.out.read_text()) if given.out and given.out.exists() else {}
+    for part in given.only:
+        figures = measured[part]()
+        figures = {**before.get(part, {}), **figures} if part == "regret" else figures
+        before[part] = figures
+        before["about"] = {
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("optuna", "ray", "sqlalchemy")},
+            "cpus": os.cpu_count(),
+            "load": os.getloadavg()[0],
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        if given.out:
+            given.out.write_text(json.dumps(before, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
