@@ -94,7 +94,9 @@ def _importances(found: Discovery, most: int | None) -> Section:
             f"95% of the trees of its forest, each of a resample of the candidates. {NOTHING} is a setting drawn at "
             "random and never used. Of a setting that only some candidates have, it is the share among these."
         ]
-    if found.unknown and found.importances:
+    if found.importances and sum(found.drawn.values()) < FEWEST:
+        notes.append(f"Fewer than {FEWEST} candidates have trained: too few to say.")
+    elif found.unknown and found.importances:
         notes.append(
             f"Fewer than {FEWEST} candidates have {', '.join(found.unknown)}: too few to say what it explains."
         )
