@@ -11,6 +11,7 @@ import yaml
 
 from deltalab import InputError
 from deltalab.store import RunRecord, Store
+from deltalab.study.estimate import estimate
 from deltalab.study.measured import Measured
 from deltalab.study.plan import Infeasible, Plan, make_plan
 from deltalab.study.run import arm_records
@@ -306,6 +307,23 @@ def test_a_rung_must_be_a_training(plan: Callable[..., Plan]) -> None:
     (note,) = plan({**HEADS, "fidelity": {"train.steps": [2, 8]}}).notes
     assert note.startswith("search.fidelity.train.steps ends at 8: ")
     assert "confirmed at the base's 4 on task 'mqar'" in note
+
+
+def test_a_plan_says_what_a_search_draws_bounds_and_weighs(plan: Callable[..., Plan]) -> None:
+    given = {
+        **CONDITIONS,
+        "constrain": {"state": {"at_most": 10**6}},
+        "objectives": ["accuracy", "decode_us"],
+        "fidelity": {"train.steps": [2, 4]},
+        "warm": ["gla"],
+    }
+    assert estimate(plan(given)).notes[:5] == (
+        "search: 5 settings, of which 3 exist only beside others; state at most 1,000,000.",
+        "search: weighs accuracy@mqar (more), decode_us (less).",
+        "search: tpe draws 6 of 8 candidates, random search 2 as a control.",
+        "search: successive halving trains 8 at train.steps 2, 3 at train.steps 4.",
+        "search: begins with gla.",
+    )
 
 
 # Where a search begins.
