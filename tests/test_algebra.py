@@ -139,6 +139,13 @@ class TestOthers:
         for name, value in want.items():
             assert (got[name].double() - value).norm() <= 2e-5 * value.norm().clamp_min(1e-3), name
 
+    def test_forms_agree_at_many_settings(self) -> None:
+        for rule in random_points(30, seed=2):
+            x = draw(rule, batch=2, length=9, heads=2, key_dim=4, value_dim=3)
+            first = x.span(0, 4)
+            x = x.span(4, state=deltalab.scan(rule, first.q, first.k, first.v, first.gates)[1])
+            near(evaluated(rule, x, "chunked"), evaluated(rule, x, "recurrent"))
+
     @pytest.mark.parametrize("knobs", NEW, ids=str)
     def test_passes_the_quick_checks(self, knobs: Mapping[str, Any]) -> None:
         found = check_rule(deltalab.get_rule("algebra", **knobs), quick=True)

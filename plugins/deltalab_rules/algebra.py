@@ -70,7 +70,7 @@ WHEN: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "a": {"decay_by": ("step",)},
     "s": {"decay_by": ("selection",)},
     "tau": {"decay_by": ("selection",)},
-    "signed": {"decay": DECAYS, "decay_by": ("gate",), "low_rank": ("none",)},
+    "signed": {"decay": DECAYS, "decay_by": ("gate",), "low_rank": ("none",), "micro_steps": (1,)},
     "reads": {"decay": DECAYS, "low_rank": ERASES},
     "direction": {"low_rank": ("free",)},
     "xi": {"direction": ("kappa",)},
@@ -346,7 +346,7 @@ class Algebra(UpdateRule):
         elif self.decay_by == "key":
             log_alpha, write = _kept(beta, k), _implicit(beta, k)
         elif self.signed:
-            log_alpha, sign = _signed(g)
+            log_alpha, sign = _signed(g.expand(q.shape[:3] if self.decay == "scalar" else q.shape))
         if self.strength != "euler":
             write = _exact(beta, k) if self.strength == "exact" else _implicit(beta, k)
 
