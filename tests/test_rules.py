@@ -19,8 +19,7 @@ from deltalab.rule import Option, UpdateRule
 
 EXACT = 1e-9
 RULES = sorted(deltalab.list_rules())
-# Most settings of `algebra` are those of another rule, and test_algebra.py has the others.
-VARIANTS = [variant for name in RULES if name != "algebra" for variant in deltalab.get_rule(name).variants()]
+VARIANTS = [variant for name in RULES for variant in deltalab.get_rule(name).variants()]
 SHAPES = 3
 MOST = {"batch": 3, "heads": 3, "key_dim": 8, "value_dim": 8, "seed": 1000}
 
