@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -79,13 +80,16 @@ def drawn(stack: Stack, steps: int, scale: float, seed: int) -> list[Tensor]:
 @settings(max_examples=8, deadline=None)
 @given(
     runs=st.lists(st.sampled_from(RUNS), min_size=1, max_size=4),
+    model=st.sampled_from([TINY, replace(TINY, base_width=4)]),
     scale=st.sampled_from([1e-12, 1e-3, 1.0, 1e4]),
     block=st.sampled_from([256, 1024, 4096]),
     parts=st.sampled_from([1, 4]),
     seed=st.integers(0, 99),
 )
-def test_steps_are_those_without_kernels(runs: list[Adam], scale: float, block: int, parts: int, seed: int) -> None:
-    stack = stack_of(runs)
+def test_steps_are_those_without_kernels(
+    runs: list[Adam], model: ModelSpec, scale: float, block: int, parts: int, seed: int
+) -> None:
+    stack = stack_of(runs, model)
     losses = torch.rand(4, len(runs), generator=torch.Generator().manual_seed(seed))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adamw, "BLOCK", block)

@@ -61,6 +61,7 @@ def record(
     stage: str = "confirm",
     number: int = 0,
     tuned: Mapping[str, Any] = MappingProxyType({"train.lr": 0.01}),
+    look: int = 0,
     **given: Any,
 ) -> None:
     """One trial whose run i ends at values[i]; NaN is a diverged run."""
@@ -83,7 +84,7 @@ def record(
     }
     about |= given
     trial = TrialRecord(
-        f"{study} {arm} {task} {stage} {number}",
+        f"{study} {arm} {task} {stage} {number} {look}",
         task,
         1,
         stage,
@@ -372,8 +373,9 @@ SAID = {
     "search": {
         "study.py": [":green-badge[done]", "mqar (version 1): accuracy on test"],
         "curves.py": ["A thick one is a trial's mean"],
-        "trials.py": ["11 of 11 trials", "4 of 5 trials have a score"],
+        "trials.py": ["trials. The score is the mean", "trials have a score"],
         "arms.py": ["Found by the search"],
+        "search.py": ["found_1: ", "The front of 4 candidates", "infeasible"],
         "rule.py": ["whose source is the one that ran", "multiply-adds per head and token"],
     },
     "failed": {
@@ -381,6 +383,7 @@ SAID = {
         "curves.py": ["No curve yet: late."],
         "trials.py": ["6 of 6 trials"],
         "arms.py": ["Only the settings in which an arm differs"],
+        "search.py": ["This study searches nothing"],
         "rule.py": ["Arms: base, no_*d*, late."],
     },
     "diverged": {
@@ -412,7 +415,7 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize(("ledger", "page"), [(ledger, page) for ledger in SAID for page in PAGES])
+@pytest.mark.parametrize(("ledger", "page"), [(ledger, page) for ledger in SAID for page in SAID[ledger]])
 def test_every_page_of_every_kind_of_study(
     ledgers: Path, monkeypatch: pytest.MonkeyPatch, ledger: str, page: str
 ) -> None:
@@ -447,6 +450,28 @@ def test_a_search_shows_what_it_tried_and_what_it_found(ledgers: Path, monkeypat
     assert found["arm"] == ["base", "found_1"]
     assert found["rule"][0] == "", "the base tunes its training alone"
     assert found["rule"][1] in rules
+
+
+def test_the_page_of_a_search_draws_the_front_and_random_search(ledgers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DELTALAB_DB", str(ledgers / "search.db"))
+    app = shown("search.py")
+    front, growth = charts(app)
+    assert front["encoding"]["y"]["title"] == "accuracy"
+    assert front["encoding"]["x"]["title"] == "flops_per_token"
+    assert growth["encoding"]["x"]["field"] == "candidates"
+    assert "base" in cells(app.table[0].value)["candidate"]
+    app.selectbox(key="objective").select("state_size").run()
+    assert charts(app)[0]["encoding"]["y"]["title"] == "state_size"
+
+
+def test_an_arm_that_a_search_found_has_one_row_however_many_looks_it_had(store: Store) -> None:
+    spec = {"search": {"trials": 1, "finalists": 1, "train.lr": {"log_uniform": [1e-3, 1e-1]}}, "seeds": 8}
+    arms = [ArmRecord(arm, arm == "base", {}, {}) for arm in ("base", "found_1")]
+    study = store.begin_study("looks", None, "looks", spec, arms, {"tasks": TASKS})
+    for arm in ("base", "found_1"):
+        record(store, study, arm, "mqar", BASE)
+        record(store, study, arm, "mqar", BASE, look=1)
+    assert cells(shown("arms.py").table[1].value)["arm"] == ["base", "found_1"]
 
 
 def test_an_arm_that_failed_has_a_row_and_its_traceback(ledgers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -511,3 +536,32 @@ def test_the_database_and_the_plugins_reach_the_server_outside_its_arguments(
     assert environment["DELTALAB_PLUGINS"] == str(file)
     assert url not in " ".join(command)
     assert {"--server.address=127.0.0.1", "--browser.gatherUsageStats=false"} <= set(command)
+
+
+def test_a_ladder_shows_its_trends(store: Store) -> None:
+    """Arms by sizes, and what each trend says."""
+    widths = [8, 16, 32]
+    spec = {**SPEC, "tune": None, "task": {"text": {}}, "scales": {"model.d_model": widths}}
+    tasks = {f"text.d_model={width}": {**TASKS["text"], "length": 16} for width in widths}
+    arms = [ArmRecord(name, name == "base", {} if name == "base" else {"x": [1, 2]}, {}) for name in ("base", "no_d")]
+    study = store.begin_study("rungs", None, "rungs", spec, arms, {"tasks": tasks, "git": None})
+    for size, task in enumerate(tasks):
+        for arm, apart in (("base", 0.0), ("no_d", 0.5)):
+            figures = [[(split, name, 10, 3 - size + apart + 0.01 * seed) for split in ("validation", "test")
+                        for name in ("bits_per_byte", "loss")] for seed in range(8)]  # fmt: skip
+            runs = [
+                RunRecord(seed, metrics=[*found, ("cost", "flops_per_token", 10, 1e3 * 4.0**size)])
+                for seed, found in enumerate(figures, 1)
+            ]
+            trial = TrialRecord(
+                f"{arm} {task}", task, 1, "confirm", {"train": {"steps": 10, "batch_size": 4}}, "done", 1e9, 1e9, 1.0,
+                RuleRecord("comba", "9f" * 32, "S"), runs=runs,
+            )  # fmt: skip
+            store.record_trial(study, arm, trial, 0, {})
+    store.finish_study(study, "done")
+    page = shown(study="rungs")
+    assert not page.exception
+    headers = [header.value.replace("\\", "") for header in page.subheader]
+    assert "Ladder of text: differences to the base in bits_per_byte, lower is better" in headers
+    tables = [table.value.to_string().replace("\\", "") for table in page.table]
+    assert any("no_d" in table and "holds" in table for table in tables)

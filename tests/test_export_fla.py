@@ -27,6 +27,8 @@ RAW = {"features": "raw", "conv": 0, "output_gate": False}
 
 OURS: dict[str, dict[str, Any]] = {
     "gated deltanet": {"rule": "gated_deltanet", "output_gate": "silu"},
+    "wide, tied": {"rule": "gated_deltanet", "d_model": 128},
+    "tied, of a base width": {"rule": "gated_deltanet", "base_width": 4},
     "gated deltanet of width": {"rule": "gated_deltanet", "mlp_width": 24, "norm_eps": 1e-6, "tie_embeddings": False},
     "shared keys": {"rule": {"name": "gated_deltanet", "beta": {"sigmoid": {"max": 2}}}, "qk_heads": 1, "expand_v": 2},
     "without convolution": {"rule": "gated_deltanet", "conv": 0, "output_gate": False},

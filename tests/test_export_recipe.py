@@ -141,6 +141,15 @@ def test_the_recipe_says_what_each_number_comes_from(tmp_path):
     assert scaled["trial"] == {"seed": 3}
 
 
+def test_a_recipe_has_the_rate_of_the_trials_matrices():
+    """A trial with a base_width has another rate for embeddings and vectors, which `origin` names."""
+    recipe = of_trial(TRAIN, length=24, seed=3, key="abc", share=0.25)
+    assert recipe["optimizer"]["lr"] == 1e-3
+    assert recipe["origin"]["lr"]["value"] == 4e-3
+    assert "by base_width" in recipe["origin"]["lr"]["scaled"]
+    assert "value" not in of_trial(TRAIN, length=24, seed=3, key="abc")["origin"]["lr"]
+
+
 def test_a_folder_exports_again_from_its_own_size(tmp_path):
     from deltalab.export.folders import from_folder
 

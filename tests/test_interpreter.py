@@ -30,3 +30,23 @@ def test_bf16_is_computed_in_fp32() -> None:
     assert torch.equal(less.bool(), x < y)
     chosen = (x < y).float()
     torch.testing.assert_close(count, chosen @ (3 * chosen))
+
+
+@triton.jit
+def doubled(x):
+    return x + x
+
+
+@triton.jit
+def four_times_the_sum(x, out, SIZE: tl.constexpr):
+    tl.store(out, tl.sum(doubled(doubled(tl.load(x + tl.arange(0, SIZE)))), 0))
+
+
+@pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs the interpreter")
+def test_the_language_is_interpreted_in_each_launch_and_in_no_other_place() -> None:
+    interpreter.mend()
+    load, x, out = tl.load, torch.arange(8.0), torch.empty(1)
+    for factor in (1.0, 2.0):
+        four_times_the_sum[(1,)](factor * x, out, SIZE=8)
+        assert out.item() == 4 * factor * 28
+        assert tl.load is load

@@ -16,6 +16,7 @@ from deltalab.registry import add_plugin
 from deltalab.study.estimate import estimate
 from deltalab.study.match import _sizes_near
 from deltalab.study.plan import Plan, PlannedArm, make_plan
+from deltalab.study.run import arm_records
 from deltalab.study.sizes import Sizer, Sizes, uneven
 from deltalab.study.spec import load_study, schema
 
@@ -114,6 +115,10 @@ def test_an_arm_matches_the_base_on_each_task(plan: Callable[..., Plan]) -> None
         "narrow": 8,
         "wide": 32,
     }
+    _, recorded = arm_records(found)
+    changes = {key: after for key, (_, after) in recorded.change.items() if "key_dim" in key}
+    assert changes == {"model.key_dim@narrow": 8, "model.key_dim@wide": 32}
+    assert recorded.change["model.block"][1] == "mamba", "what is the same on all tasks stands once"
 
 
 def test_a_dimension_stays_where_no_value_comes_nearer(plan: Callable[..., Plan]) -> None:

@@ -13,6 +13,7 @@ PAGES = [
     st.Page("curves.py", title="Curves", icon=":material/show_chart:"),
     st.Page("trials.py", title="Trials", icon=":material/list:"),
     st.Page("arms.py", title="Arms", icon=":material/call_split:"),
+    st.Page("search.py", title="Search", icon=":material/search:"),
     st.Page("rule.py", title="Rule", icon=":material/function:"),
     st.Page("training.py", title="Training", icon=":material/trending_down:"),
 ]

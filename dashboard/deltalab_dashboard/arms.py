@@ -5,6 +5,7 @@ from typing import Any
 import streamlit as st
 
 from deltalab.store import Store, Study
+from deltalab.study.measured import current
 from deltalab_dashboard.chosen import plain, searched, setting, show
 
 
@@ -37,15 +38,16 @@ def page(store: Store, study: Study) -> None:
 
 
 def found(store: Store, study: Study) -> None:
-    """The settings that a search gave its arms, once they are confirmed."""
+    """The settings that a search gave its arms, once they are confirmed: a row for each arm, not for each look."""
     st.subheader("Found by the search", anchor=False)
     paths = list(searched(study))
-    rows = [
-        {"arm": plain(trial.arm), "task": plain(trial.task)}
-        | {plain(path): plain(setting(trial.values[path])) if path in trial.values else "" for path in paths}
-        for trial in store.trials(study.id)
-        if trial.stage == "confirm" and trial.values
-    ]
+    rows = []
+    for trial in current(store.trials(study.id)):
+        row = {"arm": plain(trial.arm), "task": plain(trial.task)} | {
+            plain(path): plain(setting(trial.values[path])) if path in trial.values else "" for path in paths
+        }
+        if trial.stage == "confirm" and trial.values and row not in rows:
+            rows.append(row)
     if rows:
         st.table(rows, border="horizontal", hide_header=False)
     else:

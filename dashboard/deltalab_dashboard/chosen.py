@@ -3,12 +3,12 @@
 import os
 import re
 from collections.abc import Callable
-from typing import Any
 
 import streamlit as st
 
 from deltalab.errors import InputError
 from deltalab.store import Store, Study
+from deltalab.study.space import Search, Searching, Tune
 
 DATABASE = "DELTALAB_DB"
 """The environment variable with the database. In an argument, `ps` would show everybody a password in its URL."""
@@ -57,10 +57,12 @@ def badge(study: Study) -> str:
     return f":{COLORS[study.state]}-badge[{study.state}]"
 
 
-def searched(study: Study) -> dict[str, dict[str, Any]]:
+def searched(study: Study) -> dict[str, Search]:
     """The settings that a study tunes or searches, by path, and where their values lie."""
-    budget = study.spec.get("search") or study.spec.get("tune") or {}
-    return {path: space for path, space in budget.items() if isinstance(space, dict)}
+    for kind, key in ((Searching, "search"), (Tune, "tune")):
+        if study.spec.get(key):
+            return kind.model_validate(study.spec[key]).searched
+    return {}
 
 
 def setting(value: object) -> str:

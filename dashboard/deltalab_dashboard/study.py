@@ -10,7 +10,19 @@ import streamlit as st
 from deltalab.store import Store, Study
 from deltalab.store.models import Stage
 from deltalab.study.answer import TaskTable
-from deltalab.study.report import Report, caption, cells, failure_lines, headers, report
+from deltalab.study.ladder import Ladder
+from deltalab.study.report import (
+    Report,
+    caption,
+    cells,
+    failure_lines,
+    headers,
+    ladder_caption,
+    ladder_cells,
+    ladder_headers,
+    ladder_notes,
+    report,
+)
 from deltalab_dashboard.chosen import badge, plain, show
 from deltalab_dashboard.pivot import LEGEND, arrow, pivot, to_csv, to_latex
 
@@ -46,6 +58,8 @@ def page(store: Store, study: Study) -> None:
             [{plain(name): plain(cell) for name, cell in row.items()} for row in pivot(found)], border="horizontal"
         )
         st.caption(plain(LEGEND))
+    for ladder in found.ladders:
+        climb(ladder)
     downloads(found)
     st.caption("\n".join(f"- {plain(note)}" for note in found.notes))
     provenance(study)
@@ -128,6 +142,44 @@ def forest(table: TaskTable) -> alt.LayerChart | alt.FacetChart | None:
     )
     points = base.mark_point(filled=True, size=90, opacity=1).encode(x="difference:Q")
     return alt.layer(zero, lines, points).properties(height=alt.Step(30))
+
+
+def climb(ladder: Ladder) -> None:
+    """A ladder: a chart of the arms' differences from the base against size, then the table of trends."""
+    st.subheader(plain(ladder_caption(ladder)), anchor=f"ladder-{ladder.task}")
+    rows = [
+        {
+            "arm": f"{row.arm}: {row.verdict}",
+            "compute": size.compute,
+            "size": size.label,
+            "difference": difference.mean,
+            "low": difference.low,
+            "high": difference.high,
+        }
+        for row in ladder.arms
+        for size, difference in zip(ladder.sizes, row.differences, strict=False)
+        if math.isfinite(difference.low)
+    ]
+    if rows:
+        base = alt.Chart(pd.DataFrame(rows)).encode(
+            x=alt.X("compute:Q", title="operations of the base's training", scale=alt.Scale(type="log")),
+            color=alt.Color("arm:N", sort=None, legend=alt.Legend(orient="top", title=None, labelLimit=0, columns=2)),
+            tooltip=["arm:N", "size:N", *(alt.Tooltip(f"{n}:Q", format=".4f") for n in ("difference", "low", "high"))],
+        )
+        zero = alt.Chart(pd.DataFrame({"zero": [0.0]})).mark_rule(strokeDash=[4, 4], color="#8c96a3").encode(y="zero:Q")
+        intervals = base.mark_rule(strokeWidth=2, opacity=0.5).encode(
+            y=alt.Y("low:Q", title=f"{ladder.metric}, arm minus base"), y2="high:Q"
+        )
+        st.altair_chart(alt.layer(zero, intervals, base.mark_line(point=True).encode(y="difference:Q")))
+    names = ladder_headers(ladder)
+    st.table(
+        [
+            {plain(name): plain(cell.replace(" ", "\u00a0")) for name, cell in zip(names, row, strict=True)}
+            for row in ladder_cells(ladder)
+        ],
+        border="horizontal",
+    )
+    st.caption("\n".join(f"- {plain(note)}" for note in ladder_notes(ladder)))
 
 
 def downloads(found: Report) -> None:

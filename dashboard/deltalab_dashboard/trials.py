@@ -10,6 +10,7 @@ import streamlit as st
 
 from deltalab.store import Store, Study, TrialRow
 from deltalab.study.answer import SPLIT
+from deltalab.study.space import Search
 from deltalab_dashboard.chosen import plain, searched, setting, show
 
 COLUMNS = {
@@ -100,12 +101,12 @@ def tuning(study: Study, trials: list[TrialRow], scores: dict[str, float]) -> No
         st.altair_chart(sweep(pd.DataFrame(points), name, searched(study)[name]), height=380)
 
 
-def sweep(points: pd.DataFrame, name: str, space: dict[str, Any]) -> alt.Chart:
+def sweep(points: pd.DataFrame, name: str, space: Search) -> alt.Chart:
     field = name.replace(".", "\\.")  # Vega-Lite reads an unescaped dot as a path into an object
-    if space.get("choice"):
+    if space.choice or space.pattern:
         x = alt.X(f"{field}:N", title=name)
     else:
-        scale = alt.Scale(type="log" if space.get("log_uniform") else "linear", zero=False, nice=False)
+        scale = alt.Scale(type="log" if space.log_uniform else "linear", zero=False, nice=False)
         x = alt.X(f"{field}:Q", title=name, scale=scale)
     chart: alt.Chart = (
         alt.Chart(points)

@@ -324,6 +324,24 @@ def rule_new(
     print(f"{file}: change it, then: platform rule check {file}")
 
 
+@rule.command("from-search")
+def rule_from_search(
+    study: StudyName,
+    arm: Annotated[str, typer.Option("--arm", help="What the search found, such as found_1.")],
+    name: Annotated[str, typer.Option("--name", help="The name of the new rule.")],
+    out: Annotated[Path | None, typer.Option("--out", help="The file to write; plugins/NAME.py by default.")] = None,
+    db: Db = None,
+    profile: Profile = None,
+) -> None:
+    """Write the rule that a search found as a file of its own, with only what it uses and with its equation."""
+    from deltalab.store import Store
+    from deltalab.study.from_search import rule_from_search as write
+
+    with Store.open(db, create=False) as store:
+        file = write(store, find_study(store, study, profile).id, arm=arm, name=name, out=out)
+    print(f"{file}: read its equation, then: platform rule check {file}")
+
+
 @task.command("list")
 def task_list(as_json: AsJson = False) -> None:
     """List the proxy tasks."""

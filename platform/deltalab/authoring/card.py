@@ -15,8 +15,10 @@ from functools import cache, partial
 
 import torch
 
+from deltalab.authoring.inputs import draw
 from deltalab.gates import Gate
 from deltalab.models.layer import RuleLayer, initialize
+from deltalab.ops.scan import operands
 from deltalab.registry import get_rule, list_rules, rule_plugin
 from deltalab.rule import UpdateRule
 from deltalab.structure import Transition
@@ -238,12 +240,18 @@ def _cost(rule: UpdateRule, transition: Transition) -> dict[str, str]:
     if rule.second_state:
         parts["fit"] = (1, 1)
     parts["read"] = (rule.states, 1)
-    if transition.output == "before":
+    if transition.output == "before" and _has_bonus(rule):
         parts["bonus"] = (0, 1)
     parts["all"] = (sum(size for size, _ in parts.values()), sum(width for _, width in parts.values()))
 
     keys, values = _names(rule)
     return {part: _sum({f"{keys} {values}": size, values: width}) for part, (size, width) in parts.items()}
+
+
+def _has_bonus(rule: UpdateRule) -> bool:
+    """Whether an output that reads the state before the token's write reads the token itself, too."""
+    x = draw(rule, batch=1, length=1, heads=1, key_dim=2, value_dim=2)
+    return operands(rule, x.q, x.k, x.v, x.gates).bonus is not None
 
 
 def _names(rule: UpdateRule) -> tuple[str, str]:

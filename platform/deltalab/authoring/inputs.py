@@ -123,12 +123,15 @@ def draw_corners(rule: UpdateRule, *, batch: int, length: int, key_dim: int, val
     """Inputs with one head for each of `corners`.
 
     Sequence 0: every token has the corner's gate values. Other sequences: only where (token + channel) % 3 == 0,
-    random elsewhere, as in `draw`. Gates without a time axis have the corner's values.
+    random elsewhere, as in `draw`. Gates without a time axis have the corner's values. Vectors of unit norm keep it.
     """
     at = corners(rule)
     x = draw(rule, batch=batch, length=length, heads=len(at), key_dim=key_dim, value_dim=value_dim)
     gates = {}
     for name, gate in x.gates.items():
+        if rule.gates[name].features == "unit":
+            gates[name] = gate
+            continue
         channels = rule.gates[name].shape(len(at), key_dim, value_dim)[1:]
         extreme = torch.tensor([corner[name] for corner in at], dtype=torch.float64)
         extreme = extreme.unflatten(0, (-1, *[1] * len(channels))).expand(-1, *channels)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -59,6 +60,9 @@ def check_rule(rule: UpdateRule | str, *, forked: bool = False, quick: bool = Fa
     # On tensors this small, threads only wait for each other: 29 s instead of 2 s beside another busy process.
     torch.set_num_threads(1)
     checks = [check for check in CHECKS if not (quick and check.slow)]
+    if forked and not quick:
+        with suppress(Exception):  # a rule that fails here fails its checks
+            combinations(rule)  # found once, for all processes
     try:
         with torch.enable_grad():
             return told_once(run_checks(checks, partial(_run, rule, quick), where=rule.name, forked=forked))

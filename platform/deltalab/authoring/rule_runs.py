@@ -36,6 +36,7 @@ MOST_COMBINATIONS = 24
 # --- settings -----------------------------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=16)
 def combinations(rule: UpdateRule) -> list[UpdateRule]:
     """The rule and all combinations of its options, or settings in which each pair of options occurs.
 
@@ -65,9 +66,18 @@ def _pairs(rule: UpdateRule) -> list[UpdateRule]:
     }
     settings = [rule]
 
+    place = {name: i for i, name in enumerate(names)}
+
     def pairs(chosen: Mapping[str, int]) -> set[tuple[tuple[str, int], tuple[str, int]]]:
-        placed = sorted(chosen.items(), key=lambda item: names.index(item[0]))
+        placed = sorted(chosen.items(), key=lambda item: place[item[0]])
         return set(itertools.combinations(placed, 2))
+
+    def adds(chosen: Mapping[str, int], name: str, i: int) -> int:
+        """How many of the missing pairs one more choice brings."""
+        one = (name, i)
+        return sum(
+            ((one, other) if place[name] < place[other[0]] else (other, one)) in missing for other in chosen.items()
+        )
 
     def filled(start: Mapping[str, int], greedy: bool) -> dict[str, int]:
         chosen = dict(start)
@@ -75,7 +85,7 @@ def _pairs(rule: UpdateRule) -> list[UpdateRule]:
             if name not in chosen:
                 # A rule may refuse most combinations of several turned knobs: leave the others as they are then.
                 places = chance.sample(range(len(options[name])), len(options[name])) if greedy else [0]
-                chosen[name] = max(places, key=lambda i, n=name: len(pairs({**chosen, n: i}) & missing))  # type: ignore[misc]
+                chosen[name] = max(places, key=lambda i, n=name: adds(chosen, n, i))  # type: ignore[misc]
         return chosen
 
     for pair in sorted(missing):

@@ -328,19 +328,32 @@ def new_study(name: str, directory: Path = Path("studies")) -> Path:
 
 
 def _write(name: str, file: Path, what: str, text: str, taken: list[str]) -> Path:
+    free_name(name, what, taken)
+    return write_file(file, text.replace("NAME", name).replace("CLASS", class_name(name, what, text)))
+
+
+def free_name(name: str, what: str, taken: list[str]) -> None:
+    """Raises `InputError` for a name that Python or another rule, task or study uses."""
     if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_"):
         raise InputError(f"'{name}' cannot name a {what}: take letters, digits and _, a letter first, as in my_{what}")
     if name in taken:
         raise InputError(f"there is a {what} '{name}' already: take another name")
-    partial = file.with_name(f".{name}.{uuid4().hex[:8]}")
+
+
+def class_name(name: str, what: str, text: str) -> str:
+    """The name of a class in a file's text: MyRule for my_rule."""
     kind = "".join(part[:1].upper() + part[1:] for part in name.split("_"))
-    if kind in text:  # `gate` would shadow the Gate that the file imports
-        kind += what.capitalize()
+    return kind + what.capitalize() if kind in text else kind  # `gate` would shadow the Gate that the file imports
+
+
+def write_file(file: Path, text: str) -> Path:
+    """Writes a new file as a whole. Raises `InputError` for one that exists, or that cannot be written."""
+    partial = file.with_name(f".{file.stem}.{uuid4().hex[:8]}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         if file.exists():
             raise InputError(f"{file} exists already: take another name")
-        partial.write_text(text.replace("NAME", name).replace("CLASS", kind), encoding="utf-8")
+        partial.write_text(text, encoding="utf-8")
         partial.replace(file)
     except OSError as error:
         raise InputError(f"{file}: cannot be written: {error.strerror or error}") from None

@@ -23,6 +23,7 @@ from deltalab.store import Store, TrialRow
 from deltalab.store.models import Artifact
 from deltalab.study.answer import answer, format_interval
 from deltalab.study.measured import Measured
+from deltalab.study.scales import task_of
 from deltalab.tasks import Task
 from deltalab.text_tokenizers import BYTES
 from deltalab.training.spec import TrainSpec
@@ -82,13 +83,17 @@ def best_run(store: Store, study_id: int, *, arm: str | None, best: bool, task: 
     name = trial.config["rule"]["name"]
     model = ModelSpec.of({**trial.config["model"], "rule": trial.config["rule"]})
     _refuse_changed(trial, model, study.provenance)
-    kind = str(study.spec["task"][task].get("task", task))
+    named = task_of(task, study.spec.get("scales"), list(study.spec["task"]))
+    kind = str(study.spec["task"][named].get("task", named))
     kept = {(trial.key, run.seed): artifact for trial, run, artifact in store.artifacts(study_id, arm)}
     train, made = _train(trial), get_task(kind, **about["parameters"])
     source = Source(
         model=model,
         weights=partial(_weights, kept[key, seed]) if (key, seed) in kept else None,
-        recipe={**of_trial(train, made.length, seed, key), "trial": _trial(trial, made, model, train, seed)},
+        recipe={
+            **of_trial(train, made.length, seed, key, model.width_share),
+            "trial": _trial(trial, made, model, train, seed),
+        },
         provenance={
             "study": study.address,
             "id": study.id,

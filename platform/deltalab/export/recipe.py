@@ -15,13 +15,20 @@ from deltalab.training.spec import TrainSpec
 FILE = "recipe.yaml"
 
 
-def of_trial(train: TrainSpec, length: int, seed: int, key: str) -> dict[str, Any]:
-    """The recipe that trains as a trial did. length: of its sequences. key: of the trial, which `origin` names."""
+def of_trial(train: TrainSpec, length: int, seed: int, key: str, share: float = 1.0) -> dict[str, Any]:
+    """The recipe that trains as a trial did. length: of its sequences. key: of the trial, which `origin` names.
+
+    share: `width_share` of its model. A recipe has one learning rate for all parameters: that of the trial's matrices.
+    """
     origin = {"from": f"trial {key}"}
+    matrices = {
+        "value": train.lr,
+        "scaled": f"lr x {share:g}, by base_width: that of the trial's matrices; its embeddings and vectors had lr",
+    }
     return {
         "optimizer": {
             "name": "adamw",
-            "lr": train.lr,
+            "lr": train.lr * share,
             "betas": list(train.betas),
             "eps": EPS,
             "weight_decay": train.weight_decay,
@@ -32,7 +39,10 @@ def of_trial(train: TrainSpec, length: int, seed: int, key: str) -> dict[str, An
         "steps": train.steps,
         "precision": "fp32" if train.precision == "fp32" else "bf16",
         "seed": seed,
-        "origin": {name: dict(origin) for name in ("lr", "weight_decay", "warmup_steps", "clip", "batch", "steps")},
+        "origin": {
+            "lr": {**origin, **(matrices if share != 1 else {})},
+            **{name: dict(origin) for name in ("weight_decay", "warmup_steps", "clip", "batch", "steps")},
+        },
     }
 
 
@@ -79,9 +89,9 @@ def rescaled(
     asks for, which nothing overrides.
 
     The learning rate of another width is lr x (width before / width after), as the best rate of AdamW for a matrix
-    falls with its width (Yang et al. 2022, arXiv:2203.03466). That is a rule of thumb here: no run at the new width
-    measured it, and the same rate goes to embeddings and vectors, whose best rate does not fall. The warm-up keeps its
-    share of the steps.
+    falls with its width (Yang et al. 2022, arXiv:2203.03466). `ModelSpec.base_width` follows the same rule for
+    matrices. It leaves the rate of embeddings and vectors, whose best rate does not fall; a recipe has one rate for
+    all. No run at the new width measured it. The warm-up keeps its share of the steps.
 
     Raises `InputError` for keys and values that no recipe has.
     """

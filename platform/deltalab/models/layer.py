@@ -85,7 +85,9 @@ class Gates(nn.Module):
             if gate.projected and gate.rank is None:
                 self.project[name] = linear(d_model, width)
             elif gate.projected and gate.rank is not None:
-                self.project[name] = nn.Sequential(linear(d_model, gate.rank), linear(gate.rank, width, bias=bias))
+                self.project[name] = nn.Sequential(
+                    linear(d_model, gate.rank), linear(gate.rank, width, bias=bias, widens=False)
+                )
             self.learned[name] = Parameters({p: OfGate(gate, p) for p in gate.parameters}, shape)
 
     def weights(self) -> list[Tensor]:
@@ -179,7 +181,9 @@ class Vectors(Started):
         self.project = nn.ModuleDict()
         for (name, gate), width in zip(self.gates.items(), self.widths, strict=True):
             full = linear(d_model, width) if gate.rank is None else None
-            self.project[name] = full or nn.Sequential(linear(d_model, gate.rank or 0), linear(gate.rank or 0, width))
+            self.project[name] = full or nn.Sequential(
+                linear(d_model, gate.rank or 0), linear(gate.rank or 0, width, widens=False)
+            )
         self.width = conv
         if conv and self.gates:
             self.conv = self.drawn("conv", Uniform(conv**-0.5), conv, sum(self.widths))
@@ -316,7 +320,7 @@ class RuleLayer(Started):
             if gate_rank is None:
                 self.gate = linear(d_model, width)
             else:
-                second = linear(gate_rank, width, bias=low_rank_bias)
+                second = linear(gate_rank, width, bias=low_rank_bias, widens=False)
                 self.gate = nn.Sequential(linear(d_model, gate_rank), second)
         others = [*(["gates"] if self.gates.weights() or vectors else []), *(["gate"] if self.gate is not None else [])]
         self.shift = TokenShift(d_model, ["q", "k", "v", *others]) if token_shift else None

@@ -12,7 +12,7 @@ from deltalab.errors import InputError
 from deltalab.models.graphs import BlockGraphs
 from deltalab.models.layer import LayerCache, RuleLayer
 from deltalab.models.spec import ROPE, ModelSpec
-from deltalab.models.start import Normal, Started, initialize, linear
+from deltalab.models.start import Normal, Started, initialize, linear, widening
 from deltalab.ops.backends import automatic
 from deltalab.ops.loss import linear_cross_entropy
 from deltalab.ops.norm import ResidualNorm, RMSNorm
@@ -161,7 +161,9 @@ class Model(Started):
         self.blocks = nn.ModuleList(Block(spec.at(layer), spec.depth) for layer in range(spec.depth))
         self.norm = ResidualNorm(spec.d_model, spec.norm_eps)
         self.rebuild = Rebuild(spec.d_model) if spec.readout == "last" else None
-        self.unembed = None if spec.tie_embeddings else linear(spec.d_model, spec.vocab_size)
+        self.unembed = None
+        if not spec.tie_embeddings:
+            self.unembed = linear(spec.d_model, spec.vocab_size, std=spec.d_model**-0.5 * spec.width_share**0.5)
         self.graphs: BlockGraphs | None = None
 
     def forward(
@@ -340,8 +342,25 @@ def build_model(spec: ModelSpec | Mapping[str, Any], *, seed: int = 0) -> Model:
     return model
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Optimizer groups: weight decay applies to matrices, not to norms or what gates learn per head (a, dt, b, d)."""
-    decayed = [p for p in model.parameters() if p.dim() > 1]
+def parameter_groups(model: nn.Module, weight_decay: float, lr: float | None = None) -> list[dict[str, Any]]:
+    """Optimizer groups: weight decay applies to matrices, not to norms or what gates learn per head (a, dt, b, d).
+
+    A model with a `base_width` has a third group, which comes first: the matrices whose learning rate is lr
+    `width_share`. What a step decays them by does not fall with their rate (Wortsman et al. 2023, arXiv:2309.14322).
+
+    Raises `InputError` for such a model without `lr`.
+    """
+    share = model.spec.width_share if isinstance(model, Model) else 1.0
+    scaled = [] if share == 1 else widening(model)
+    if scaled and lr is None:
+        raise InputError(f"a model with a base_width needs lr: its matrices have {share:g} times that rate")
+    own = {id(p) for p in scaled}
+    decayed = [p for p in model.parameters() if p.dim() > 1 and id(p) not in own]
     free = [p for p in model.parameters() if p.dim() <= 1]
-    return [{"params": decayed, "weight_decay": weight_decay}, {"params": free, "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": free, "weight_decay": 0.0},
+    ]
+    if lr is None or not scaled:
+        return groups
+    return [{"params": scaled, "weight_decay": weight_decay / share, "lr": lr * share}, *groups]

@@ -80,6 +80,9 @@ class ModelSpec:
     mlp: whether `transformer` blocks have a SwiGLU; False in `mamba` blocks. mlp_width: its hidden width, 8/3 d_model
         rounded up to a multiple of 8 where None.
     norm_eps: the number that all norms add to a mean square.
+    base_width: the d_model W that `train.lr` is meant for. So that a step moves activations of all widths alike,
+        training scales the rate of every matrix that d_model channels enter by W / d_model, and logits shrink with
+        W / d_model (muP). The model of width W is the model without a base_width. None scales nothing.
     attention: the layers, counted from 0, that are softmax attention instead, or `second_to_last_of_every_eight`.
         window: how many tokens these see, 0 for all. Both need a number of layers: a list says the same itself.
     tie_embeddings: whether input and output embeddings are one matrix. Logits have the factor d_model ** -0.5 then, and
@@ -116,6 +119,7 @@ class ModelSpec:
     mlp: bool = True
     mlp_width: int | None = field(default=None, metadata=LATER)
     norm_eps: float = field(default=EPS, metadata=LATER)
+    base_width: int | None = field(default=None, metadata=LATER)
     attention: tuple[int, ...] | Literal["second_to_last_of_every_eight"] = field(default=())
     window: int = 0
     tie_embeddings: bool = True
@@ -225,10 +229,18 @@ class ModelSpec:
     @property
     def tied_factor(self) -> float:
         """The factor of logits from tied embeddings, on embeddings of unit scale."""
+        width = self.base_width or self.d_model
         # Recall is learned fastest from embeddings of unit scale; the factor gives logits unit scale too. At the start,
         # the logit of the token that was just read is d times the factor. Wide models bound it, since e^sqrt(d) would
         # outweigh the whole vocabulary.
-        return float(self.d_model**-0.5 if self.d_model <= TIED_WIDTH else TIED_WIDTH**0.5 / self.d_model)
+        factor = float(width**-0.5 if width <= TIED_WIDTH else TIED_WIDTH**0.5 / width)
+        # Training aligns hidden states with embeddings, so that their products grow with the width itself.
+        return factor * self.width_share
+
+    @property
+    def width_share(self) -> float:
+        """W / d_model for a `base_width` W: what training multiplies the rate of matrices by; 1 without one."""
+        return 1.0 if self.base_width is None else self.base_width / self.d_model
 
     def is_attention(self, layer: int) -> bool:
         """Whether this layer, counted from 0, is softmax attention."""
@@ -293,6 +305,8 @@ class ModelSpec:
             if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < 1e6:
                 raise InputError(f"model.{name} must be a positive number, not {given!r}")
             object.__setattr__(self, name, float(given))
+        if self.base_width is not None:
+            _whole("base_width", self.base_width, least=1)
         if self.mlp_width is not None:
             _whole("mlp_width", self.mlp_width, least=1)
             if not self.mlp or self.block == "mamba":

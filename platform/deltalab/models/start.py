@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -83,9 +84,13 @@ class Started(nn.Module):
 
 
 class Linear(Started, nn.Linear):
-    """A projection whose weights start normal, and whose bias, if any, starts at zero."""
+    """A projection whose weights start normal, and whose bias, if any, starts at zero.
 
-    def __init__(self, inputs: int, outputs: int, std: float, *, bias: bool = False) -> None:
+    widens: whether it has more inputs in a wider model. The best learning rate of AdamW falls with them then.
+    """
+
+    def __init__(self, inputs: int, outputs: int, std: float, *, bias: bool = False, widens: bool = True) -> None:
+        self.widens = widens
         # nn.Linear calls reset_parameters
         self.starts = {"weight": Normal(std), **({"bias": Zeros()} if bias else {})}
         super().__init__(inputs, outputs, bias=bias)
@@ -100,9 +105,19 @@ class Parameters(Started, nn.ParameterDict):
             self[name] = self.drawn(name, starts[name], *shape)
 
 
-def linear(inputs: int, outputs: int, *, std: float | None = None, bias: bool = False) -> nn.Linear:
-    """A projection; weights are normal with standard deviation `std`, inputs ** -0.5 where None; a bias is zero."""
-    return Linear(inputs, outputs, inputs**-0.5 if std is None else std, bias=bias)
+def linear(
+    inputs: int, outputs: int, *, std: float | None = None, bias: bool = False, widens: bool = True
+) -> nn.Linear:
+    """A projection; weights are normal with standard deviation `std`, inputs ** -0.5 where None; a bias is zero.
+
+    widens: as of `Linear`.
+    """
+    return Linear(inputs, outputs, inputs**-0.5 if std is None else std, bias=bias, widens=widens)
+
+
+def widening(module: nn.Module) -> list[nn.Parameter]:
+    """The matrices of a module that have more inputs in a wider model, in the order of its parameters."""
+    return [cast(nn.Parameter, part.weight) for part in module.modules() if isinstance(part, Linear) and part.widens]
 
 
 def initialize(

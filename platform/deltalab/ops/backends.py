@@ -78,6 +78,8 @@ class AdamWKernel(Protocol):
         clip: Tensor,
         eps: float,
         decayed: int,
+        scaled: int,
+        share: float,
     ) -> None: ...
 
 

@@ -160,7 +160,8 @@ class Store(Ledger):
 
 
 def _as_json(arms: Sequence[ArmRecord]) -> str:
-    return json.dumps([asdict(arm) for arm in arms], sort_keys=True)
+    """What tells arms apart. Their changes follow from it, and another release may spell them otherwise."""
+    return json.dumps([[arm.name, arm.is_base, arm.config] for arm in arms], sort_keys=True)
 
 
 def _add_trial(session: Session, record: TrialRecord) -> int:

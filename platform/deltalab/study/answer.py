@@ -5,9 +5,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from deltalab.store import Arm, Store, TrialRow
+from deltalab.store import Arm, Store, Study, TrialRow
 from deltalab.store.models import Stage
 from deltalab.store.trainings import TrainingRow, trainings
 from deltalab.study.candidates import edge
@@ -21,10 +21,15 @@ from deltalab.study.joint import (
     seeds_needed,
     smallest_p,
 )
+from deltalab.study.ladder import Ladder, ladders
 from deltalab.study.measured import Measured
 from deltalab.study.pareto import front
+from deltalab.study.scales import families
 from deltalab.study.space import Search
 from deltalab.study.stats import Interval, Share, mean_interval, share_learned, within
+
+if TYPE_CHECKING:
+    from deltalab.study.found import Discovery
 
 NO_DIFFERENCE = "no difference found at this budget"
 UNEVEN = 0.05
@@ -124,7 +129,9 @@ class InfeasibleCandidate:
 @dataclass(frozen=True)
 class Answer:
     """A study's answer, and what it rests on. profile: None is the default one. warnings: what makes it doubtful.
-    trainings: of what was exported from the study."""
+    trainings: of what was exported from the study. ladders: of a study with `scales`, of each task. search: what a
+    search found, where the study is one.
+    """
 
     study: str
     profile: str | None
@@ -137,6 +144,8 @@ class Answer:
     infeasible: list[InfeasibleCandidate]
     notes: list[str]
     trainings: list[TrainingRow] = field(default_factory=list)
+    ladders: list[Ladder] = field(default_factory=list)
+    search: "Discovery | None" = None
 
 
 def answer(store: Store, study_id: int, *, which: Stage = "confirm") -> Answer:
@@ -150,14 +159,16 @@ def answer(store: Store, study_id: int, *, which: Stage = "confirm") -> Answer:
     arms, trials = store.arms(study_id), store.trials(study_id)
     ledger = Measured(store, study_id, trials, study.spec)
     tasks = study.provenance["tasks"]
+    climbed: list[Ladder] = []
     if which == "tune":
         tables = [_tuning_table(task, about, arms, ledger) for task, about in tasks.items()]
     else:
         scores = {task: ledger.scores(task, about, arms) for task, about in tasks.items()}
-        if study.spec.get("family") == "study":
-            compared = dict(zip(tasks, outcomes(list(scores.values()), ledger.looks), strict=True))
-        else:
-            compared = {task: outcomes([found], ledger.looks)[0] for task, found in scores.items()}
+        compared: dict[str, dict[str, Outcome]] = {}
+        for family in families(study.spec, list(tasks)):
+            found = outcomes([scores[task] for task in family], ledger.looks)
+            compared |= dict(zip(family, found, strict=True))
+        climbed = ladders(study.spec, tasks, arms, ledger, scores, compared)
         ended = study.state in ("done", "failed")
         if not ended:  # an arm that seems to have stopped may go on when the range is extended
             compared = {
@@ -165,7 +176,7 @@ def answer(store: Store, study_id: int, *, which: Stage = "confirm") -> Answer:
                 for task, found in compared.items()
             }
         tables = [_table(task, about, arms, ledger, scores[task], compared[task]) for task, about in tasks.items()]
-    for at, table in enumerate(tables):
+    for at, table in enumerate(tables if not study.spec.get("search") else ()):
         drawn = [trial for trial in trials if trial.task == table.task]
         tables[at] = replace(table, notes=[*table.notes, *_infeasible_notes(drawn)])
     failures = [
@@ -195,7 +206,17 @@ def answer(store: Store, study_id: int, *, which: Stage = "confirm") -> Answer:
         infeasible,
         notes,
         trainings(store, study),
+        climbed,
+        _searched(store, study, arms, trials),
     )
+
+
+def _searched(store: Store, study: Study, arms: Sequence[Arm], trials: Sequence[TrialRow]) -> "Discovery | None":
+    if not study.spec.get("search"):
+        return None
+    from deltalab.study.found import discovery  # It brings Optuna, which takes a second to load.
+
+    return discovery(store, study, arms, trials)
 
 
 def _table(
@@ -514,18 +535,31 @@ def format_interval(found: Interval | Difference, sign: str = "") -> str:
 
 
 def format_values(values: Mapping[str, Any]) -> str:
-    """Tuned values, a rule as its name with its knobs.
+    """Tuned values, a rule as its name with its knobs and a gate as its form with its numbers.
 
-    >>> format_values({"rule": {"name": "comba", "transition": "iplr"}, "train.lr": 0.0123456})
-    'rule=comba(transition=iplr), train.lr=0.0123'
+    >>> format_values({"rule": {"name": "comba", "d": {"head": {"init": 0.02}}}, "train.lr": 0.0123456})
+    'rule=comba(d=head(init=0.02)), train.lr=0.0123'
     """
-    said = []
-    for key, value in values.items():
-        if isinstance(value, dict) and "name" in value:
-            knobs = ", ".join(f"{knob}={given}" for knob, given in value.items() if knob != "name")
-            value = f"{value['name']}({knobs})" if knobs else value["name"]
-        said.append(f"{key}={value:.3g}" if isinstance(value, float) else f"{key}={value}")
-    return ", ".join(said)
+    return ", ".join(f"{key}={_written(value)}" for key, value in values.items())
+
+
+def _written(value: Any) -> str:
+    """
+    >>> _written({"head": {}}), _written([{"name": "attention", "window": 8}]), _written(None)
+    ('head', '[attention(window=8)]', 'None')
+    """
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_written, value))}]"
+    if not isinstance(value, Mapping):
+        return str(value)
+    if "name" in value:
+        value = {value["name"]: {key: given for key, given in value.items() if key != "name"}}
+    if len(value) != 1 or not isinstance(next(iter(value.values())), Mapping):
+        return str(value)
+    ((form, given),) = value.items()
+    return f"{form}({format_values(given)})" if given else str(form)
 
 
 def format_p(p: float | None) -> str:

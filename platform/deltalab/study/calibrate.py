@@ -22,6 +22,7 @@ from deltalab.study.joint import ALPHA, Look, smallest_p
 from deltalab.study.measured import looks_of, results
 from deltalab.study.plan import Plan, make_plan
 from deltalab.study.run import run_study
+from deltalab.study.scales import families
 from deltalab.study.spec import StudySpec
 
 Array = NDArray[np.float64]
@@ -75,7 +76,7 @@ def simulated(store: Store, study_id: int, *, repeats: int = 400, quiet: bool = 
             raise InputError(f"study '{study.address}' has too few runs on task '{task}' to draw from")
         pools[task] = pool
     arms = sum(not arm.is_base for arm in store.arms(study_id))
-    return _calibrated(pools, found, arms, looks_of(study.spec), study.spec["family"], repeats, quiet, real=False)
+    return _calibrated(pools, found, arms, looks_of(study.spec), study.spec, repeats, quiet, real=False)
 
 
 def real(
@@ -102,7 +103,8 @@ def real(
     for task, pool in pools.items():
         if len(pool) < wanted:
             raise InputError(f"{where}: {wanted - len(pool)} of {wanted} runs on task '{task}' failed")
-    return _calibrated(pools, found, len(plan.names) - 1, spec.looks, spec.family, repeats, quiet, real=True)
+    about = spec.model_dump(mode="json")
+    return _calibrated(pools, found, len(plan.names) - 1, spec.looks, about, repeats, quiet, real=True)
 
 
 def base_alone(plan: Plan) -> Plan:
@@ -158,13 +160,16 @@ def _calibrated(
     like: Mapping[str, Scores],
     arms: int,
     looks: Sequence[Look],
-    family: str,
+    spec: Mapping[str, Any],
     repeats: int,
     quiet: bool,
     *,
     real: bool,
 ) -> list[Calibration]:
-    """Simulates A/A studies of each family. like: a study's scores by task, for their direction and chance."""
+    """Simulates A/A studies of each family.
+
+    like: a study's scores by task, for their direction and chance. spec: of the study as the ledger has it.
+    """
     from scipy import stats
 
     if not arms:
@@ -173,7 +178,7 @@ def _calibrated(
     console = Console(stderr=True)
     shape = (arms + 1, looks[-1].seeds)
     found = []
-    for tasks in [list(pools)] if family == "study" else [[task] for task in pools]:
+    for tasks in families(spec, list(pools)):
         wrong = held = 0
         hidden = quiet or not console.is_terminal
         for _ in track(range(repeats), f"A/A studies, {', '.join(tasks)}", console=console, disable=hidden):

@@ -19,6 +19,7 @@ from deltalab.errors import InputError
 from deltalab.study.joint import ALPHA, seeds_needed, smallest_p
 from deltalab.study.plan import Plan, PlannedArm
 from deltalab.study.power import Spread, detectable
+from deltalab.study.scales import families
 from deltalab.study.sizes import Sizer, Sizes
 from deltalab.study.step_time import Training, gpu_rates, gpu_step, scaled_step, timed_step
 
@@ -168,8 +169,7 @@ def estimate(plan: Plan, *, workers: int | None = None, spreads: Sequence[Spread
     ]
     whole = [arm.seconds for arm in arms if arm.seconds is not None]
     seeds, tested = plan.spec.looks[-1].seeds, len(plan.names) - 1
-    if plan.spec.family == "study":
-        tested *= len(plan.tasks)
+    tested *= len(families(plan.spec.model_dump(include={"family", "scales", "task"}), list(plan.tasks))[0])
     found = detectable(plan.spec.looks, tested) if tested and smallest_p(seeds) <= ALPHA else None
     return Estimate(
         study=plan.spec.name,

@@ -13,6 +13,7 @@ from deltalab.registry import get_task, rule_plugin, task_plugin
 from deltalab.study.candidates import spread
 from deltalab.study.feasible import check_space
 from deltalab.study.match import Bounded, Matcher
+from deltalab.study.scales import sized
 from deltalab.study.settings import (
     applied,
     difference,
@@ -378,23 +379,27 @@ def make_plan(spec: StudySpec, *, profile: str | None = None, where: str = "stud
 
 def _make_plan(spec: StudySpec, profile: str | None, file: str) -> Plan:
     tasks = {}
-    for label, params in spec.task.items():
-        kind = params.get("task", label)
+    base_width = spec.base.model.get("base_width") or spec.base.model.get("d_model", ModelSpec.d_model)
+    sizes = {one.label: one for one in sized(spec.scales, spec.task, base_width)}
+    for label, one in sizes.items():
+        kind = one.params.get("task", one.task)
         if not isinstance(kind, str):
-            raise InputError(f"task.{label}.task must be a task's name, not {kind!r}")
+            raise InputError(f"task.{one.task}.task must be a task's name, not {kind!r}")
         try:
-            tasks[label] = get_task(kind, **{key: value for key, value in params.items() if key != "task"})
+            tasks[label] = get_task(kind, **{key: value for key, value in one.params.items() if key != "task"})
         except InputError as error:
             # Where one task has several names in the study, say which of them is meant.
             raise error if label == kind else InputError(f"task.{label}: {error}") from None
     for name in spec.for_task:
-        if name not in tasks:
-            raise unknown("task", name, tasks, where="for_task")
+        if name not in spec.task:
+            raise unknown("task", name, spec.task, where="for_task")
     changes = _changes(spec)
     matcher = Matcher(spec.tune.searched if spec.tune else {})
     arms = []
     for task_name, task in tasks.items():
-        base = applied(spec.base, spec.for_task.get(task_name, Change()))
+        at = sizes[task_name]
+        base = applied(spec.base, spec.for_task.get(at.task, Change()))
+        base = applied(base, Change(model=at.model, train=at.train))
         resolved = {"base": resolve_method(base, task, where="base")}
         for name, change in changes.items():
             resolved[name] = resolve_method(applied(base, change), task, where=f"arms.{name}")

@@ -4,10 +4,10 @@ import csv
 import io
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -29,8 +29,14 @@ from deltalab.study.answer import (
     format_values,
 )
 from deltalab.study.joint import UNKNOWN
+from deltalab.study.ladder import Ladder
+
+if TYPE_CHECKING:
+    from deltalab.study.found_report import Section
 
 STYLE = {"better": "green", "worse": "red", "failed": "red", "diverged": "red"}
+SHORT = 8
+"""Rows of a search's tables on a terminal."""
 ONE_TABLE = 120
 """Columns of a terminal that shows the answer and its costs in one table; a narrower one shows two."""
 SHORT_VERDICT = "no diff."
@@ -64,15 +70,35 @@ class Report(Answer):
             for warning in table.warnings:
                 yield Text(f"! {warning}", style="yellow")
             if options.max_width >= ONE_TABLE:
-                grids = [_grid(table, range(len(headers(table))), options.max_width)]
+                grids = [_grid(table, self._columns, options.max_width)]
             else:
-                grids = [_grid(table, ANSWER, options.max_width), _grid(table, COSTS, options.max_width)]
+                costs = [column for column in COSTS if column in self._columns]
+                grids = [_grid(table, ANSWER, options.max_width), _grid(table, costs, options.max_width)]
             yield grids[0]
             for grid in grids[1:]:
                 yield Text("")
                 yield grid
             for note in table.notes:
                 yield Text(f"- {note}")
+        for ladder in self.ladders:
+            yield Text(f"\n{ladder_caption(ladder)}")
+            wide = options.max_width >= ONE_TABLE
+            grid = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+            for header in ladder_headers(ladder) if wide else ("arm", "size", "difference"):
+                grid.add_column(Text(header), overflow="fold")
+            for shown in ladder_cells(ladder) if wide else _ladder_lines(ladder):
+                grid.add_row(*(Text(cell.replace(" [", "\n[") if wide else cell) for cell in shown))
+            yield grid
+            for note in ladder_notes(ladder):
+                yield Text(f"- {note}")
+        for section in self._sections(SHORT):
+            yield Text(f"\n{section.title}")
+            if section.rows:
+                yield _section_grid(section.headers, section.rows)
+            for line in section.notes:
+                yield Text(f"- {line}")
+        if self.search:
+            yield Text("")
         for line in (*failure_lines(self.failures), *self.notes):
             yield Text(f"- {line}")
         if self.trainings:
@@ -82,16 +108,39 @@ class Report(Answer):
                 if row.evaluations:
                     yield Text(f"- {row.name}: {training_cells(row)[-1]}")
 
+    @property
+    def _columns(self) -> list[int]:
+        """The columns of a table. The values of a search's arms are too many for one, and have lines of their own."""
+        return [column for column in range(TUNED + 1) if column != TUNED or self.search is None]
+
+    def _sections(self, most: int | None = None) -> "list[Section]":
+        if self.search is None:
+            return []
+        from deltalab.study.found_report import sections  # It brings Optuna, which takes a second to load.
+
+        return sections(self.search, most)
+
     def to_markdown(self) -> str:
         lines = [f"## {self.title}", ""]
         lines += [*(f"- **{warning}**" for warning in self.warnings), *([""] if self.warnings else [])]
         for table in self.tables:
-            names = headers(table)
+            names = [headers(table)[column] for column in self._columns]
             lines += [f"### {caption(table)}", ""]
             lines += [*(f"- **{warning}**" for warning in table.warnings), *([""] if table.warnings else [])]
             lines += [_markdown(names), _markdown(["---"] * len(names))]
-            lines += [_markdown(cells(row)) for row in table.rows]
+            lines += [_markdown([cells(row)[column] for column in self._columns]) for row in table.rows]
             lines += ["", *(f"- {note}" for note in table.notes), *([""] if table.notes else [])]
+        for ladder in self.ladders:
+            names = ladder_headers(ladder)
+            lines += [f"### {ladder_caption(ladder)}", "", _markdown(names), _markdown(["---"] * len(names))]
+            lines += [_markdown(row) for row in ladder_cells(ladder)]
+            lines += ["", *(f"- {note}" for note in ladder_notes(ladder)), ""]
+        for section in self._sections():
+            lines += [f"### {section.title}", ""]
+            if section.rows:
+                lines += [_markdown(section.headers), _markdown(["---"] * len(section.headers))]
+                lines += [*map(_markdown, section.rows), ""]
+            lines += [*(f"- {line}" for line in section.notes), ""]
         lines += [f"- {line}" for line in (*failure_lines(self.failures), *self.notes)]
         if self.trainings:
             lines += ["", f"### {TRAININGS}", ""]
@@ -194,6 +243,65 @@ def _training_grid(rows: Sequence[TrainingRow]) -> Table:
     return grid
 
 
+def ladder_caption(ladder: Ladder) -> str:
+    direction = "higher" if ladder.maximize else "lower"
+    return f"Ladder of {ladder.task}: differences to the base in {ladder.metric}, {direction} is better"
+
+
+def ladder_headers(ladder: Ladder) -> list[str]:
+    """The headers of `ladder_cells`."""
+    sizes = [size.label.removeprefix(f"{ladder.task}.") for size in ladder.sizes]
+    return ["arm", *sizes, "slope", "p", "verdict"]
+
+
+def ladder_cells(ladder: Ladder) -> list[list[str]]:
+    """A row of text for each arm beside the base."""
+    return [
+        [
+            row.arm,
+            *(format_interval(difference, "+") for difference in row.differences),
+            format_interval(row.slope, "+"),
+            format_p(row.slope.p),
+            row.verdict,
+        ]
+        for row in ladder.arms
+        if row.slope is not None
+    ]
+
+
+def _ladder_lines(ladder: Ladder) -> Iterator[list[str]]:
+    """The cells of `ladder_cells` in three columns: a line for each size and the slope, the verdict under the arm."""
+    _, *sizes, _, _, _ = ladder_headers(ladder)
+    for arm, *differences, slope, p, said in ladder_cells(ladder):
+        names = [arm, said, *[""] * (len(sizes) - 1)]
+        for name, size, difference in zip(names, [*sizes, f"slope, p {p}"], [*differences, slope], strict=True):
+            yield [name, size, difference]
+
+
+def ladder_notes(ladder: Ladder) -> list[str]:
+    """What the fits say, and how to read the table."""
+    computes = ", ".join(f"{size.compute:.2g}" for size in ladder.sizes)
+    notes = [
+        f"Operations of the base's training, by size: {computes}. The slope is per tenfold of them, tested over all "
+        "arms by flips of whole seeds; intervals of differences hold jointly over sizes and arms.",
+        *ladder.notes,
+    ]
+    for row in ladder.arms:
+        if row.fit:
+            a, b, c = (
+                f"{value:.3g} [{low:.3g}, {high:.3g}]"
+                for value, low, high in zip((row.fit.a, row.fit.b, row.fit.c), row.fit.low, row.fit.high, strict=True)
+            )
+            notes.append(f"{row.arm}: loss = a + b C^-c with a {a}, b {b}, c {c}; C 1 is the base's smallest size.")
+        for found in row.predictions:
+            notes.append(
+                f"{row.arm} at {found.label}, which the fits left out: predicted difference in loss "
+                f"{format_interval(found.predicted, '+')}, measured {format_interval(found.measured, '+')}: "
+                + ("they agree." if found.agrees else "the prediction misses.")
+            )
+    return notes
+
+
 def failure_lines(failures: Sequence[Failure]) -> list[str]:
     """A line for each trial that raised."""
     return [f"failed: {f.arm}, {f.stage} {f.number} on {f.task}: {f.message}" for f in failures]
@@ -244,6 +352,16 @@ def _broken(cell: str, column: int, form: int) -> str:
     if column == TUNED:
         return cell.replace("=", "=\n") if form > 1 else cell
     return cell.replace("/", "/\n")
+
+
+def _section_grid(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table about a search. A task's name stands below its metric; what is too wide all the same folds."""
+    grid = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for header in headers:
+        grid.add_column(Text(header.replace("@", "\n@")), overflow="fold")
+    for row in rows:
+        grid.add_row(*map(Text, row))
+    return grid
 
 
 def _markdown(cells: Sequence[str]) -> str:

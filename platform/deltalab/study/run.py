@@ -154,11 +154,20 @@ def _alone(runs: Path, plan: Plan) -> Iterator[None]:
 
 
 def arm_records(plan: Plan) -> list[ArmRecord]:
-    """The arms as the ledger keeps them, each with its configuration on each task."""
+    """The arms as the ledger keeps them, each with its configuration on each task.
+
+    A change that is not the same on all tasks, such as the width of a matched arm, stands under KEY@TASK.
+    """
     records = []
     for name in plan.names:
         arms = [arm for arm in plan.arms if arm.name == name]
-        change = {key: value for arm in reversed(arms) for key, value in arm.change.items()}
+        change = {}
+        for key in dict.fromkeys(key for arm in arms for key in arm.change):
+            by_task = {arm.task: arm.change.get(key) for arm in arms}
+            if all(value == arms[0].change.get(key) for value in by_task.values()):
+                change[key] = arms[0].change[key]
+            else:
+                change |= {f"{key}@{task}": value for task, value in by_task.items() if value is not None}
         records.append(ArmRecord(name, arms[0].is_base, change, {arm.task: arm.config for arm in arms}))
     return records
 
@@ -218,6 +227,7 @@ def _provenance(plan: Plan, unchecked: dict[str, str]) -> dict[str, Any]:
                 "version": task.version,
                 "parameters": asdict(task),
                 "fingerprint": task.fingerprint(),
+                **({"length": task.length} if plan.spec.scales else {}),
             }
             for name, task in plan.tasks.items()
         },

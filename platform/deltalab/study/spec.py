@@ -14,6 +14,7 @@ from pydantic import BaseModel, Discriminator, Field, Tag, ValidationError, fiel
 from deltalab.authoring.shipped import study_file
 from deltalab.errors import InputError, unknown
 from deltalab.study.joint import Look, one_look, spread_looks
+from deltalab.study.scales import Scales, refuse_both
 from deltalab.study.space import STRICT, Bound, Constrain, Match, Number, Search, Searching, Tune, Whole
 
 
@@ -106,6 +107,7 @@ class StudySpec(_Strict):
     for_task: what every arm changes in the base on one task.
     ablate: parts to take away one at a time, each an arm `without_PART`: knobs of the rule, or parts of the model.
     factorial: pairs of parts, each an arm without both; the report gives their interaction.
+    scales: sizes at which every arm runs, each against the base of its size.
     arms: further arms by name. seeds: how many, or {at_least, at_most}. deadline: seconds that a trial may take.
     family: the arms that are tested together, those of a task or of the whole study.
     """
@@ -120,6 +122,7 @@ class StudySpec(_Strict):
     arms: dict[Name, Change] = {}
     tune: Tune | None = None
     search: Searching | None = None
+    scales: Scales | None = None
     seeds: Annotated[
         Annotated[Whole, Field(ge=1, le=1000), Tag("[number]")] | Annotated[Seeds, Tag("[looks]")],
         Discriminator(lambda given: "[looks]" if isinstance(given, dict | Seeds) else "[number]"),
@@ -142,6 +145,24 @@ class StudySpec(_Strict):
             for key in ("ablate", "factorial", "arms", "tune"):
                 if getattr(self, key):
                     raise ValueError(f"search makes its own arms and tunes them: leave out {key}")
+        return self
+
+    @model_validator(mode="after")
+    def _a_ladder_sets_its_sizes(self) -> Self:
+        if self.scales is None:
+            return self
+        if self.search is not None:
+            raise ValueError("scales: a search runs at one size: leave out scales or search")
+        if isinstance(self.seeds, Seeds):
+            raise ValueError("scales: all sizes of an arm share their seeds: give seeds a number, not looks")
+        for kind, changes in (("arms", self.arms), ("for_task", self.for_task)):
+            for name, change in changes.items():
+                refuse_both(self.scales, {"model": change.model, "train": change.train}, f"{kind}.{name}")
+        tuned: dict[str, dict[str, Any]] = {}
+        for path in self.tune.searched if self.tune else ():
+            section, _, key = path.partition(".")
+            tuned.setdefault(section, {})[key] = None
+        refuse_both(self.scales, tuned, "tune")
         return self
 
     @property
@@ -287,7 +308,7 @@ def _kind(parts: list[str]) -> type[BaseModel]:
 
 
 # How many levels of mappings merge key by key. Deeper mappings, such as gates and ranges, are replaced whole.
-_LEVELS = {"task": 2, "base": 2, "for_task": 3, "arms": 3, "tune": 1, "search": 1, "resources": 1}
+_LEVELS = {"task": 2, "base": 2, "for_task": 3, "arms": 3, "tune": 1, "search": 1, "scales": 1, "resources": 1}
 
 
 def _merge(below: Mapping[str, Any], above: Mapping[str, Any], levels: Mapping[str, int] | int = _LEVELS) -> Any:

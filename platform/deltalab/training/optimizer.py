@@ -28,18 +28,22 @@ class Adam(NamedTuple):
 
 
 class Layout:
-    """Where a model's parameters lie in a row of P numbers. Those that decay come first, in [0, `decayed`)."""
+    """Where a model's parameters lie in a row of P numbers.
+
+    Those that decay come first, in [0, `decayed`). Of these, [0, `scaled`) have `share` times the learning rate.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        decaying, free = ({id(p) for p in group["params"]} for group in parameter_groups(model, 1.0))
+        *scaled, decaying, free = parameter_groups(model, 1.0, 1.0)
         named = dict(model.named_parameters())
-        self.names = [n for kind in (decaying, free) for n, p in named.items() if id(p) in kind]
+        names = {id(p): name for name, p in named.items()}
+        kinds = [[names[id(p)] for p in group["params"]] for group in (*scaled, decaying, free)]
+        self.names = [name for kind in kinds for name in kind]
         self.shapes = [named[name].shape for name in self.names]
         self.sizes = [-(-shape.numel() // ALIGNED) * ALIGNED for shape in self.shapes]
-        self.decayed = sum(
-            size for name, size in zip(self.names, self.sizes, strict=True) if id(named[name]) in decaying
-        )
-        self.width = sum(self.sizes)
+        ends = [sum(self.sizes[: sum(map(len, kinds[: i + 1]))]) for i in range(len(kinds))]
+        self.decayed, self.width = ends[-2:]
+        self.scaled, self.share = (ends[0], float(scaled[0]["lr"])) if scaled else (0, 1.0)
         self.head = next(name for name, p in named.items() if p is getattr(model, "head", None))
 
     def pack(self, state: Mapping[str, Tensor]) -> Tensor:
@@ -71,8 +75,8 @@ class AdamW:
     weights stay as they are. `loss [n]`: of the last step.
     """
 
-    def __init__(self, runs: Sequence[Adam], decayed: int, device: torch.device, most: int) -> None:
-        self.runs, self.decayed = list(runs), decayed
+    def __init__(self, runs: Sequence[Adam], layout: Layout, device: torch.device, most: int) -> None:
+        self.runs, self.layout = list(runs), layout
         n = len(runs)
         with device:
             self.bad = torch.full((n,), -1)
@@ -109,7 +113,8 @@ class AdamW:
         if adamw is not None:
             adamw(
                 *state, grad, losses, bad=self.bad, loss=self.loss, begin=self.begin, row=self.row,
-                rates=self.rates, betas=self.betas, new=self.new, clip=self.clip, eps=EPS, decayed=self.decayed,
+                rates=self.rates, betas=self.betas, new=self.new, clip=self.clip, eps=EPS,
+                decayed=self.layout.decayed, scaled=self.layout.scaled, share=self.layout.share,
             )  # fmt: skip
         else:
             self._step(state, losses, grad)
@@ -126,5 +131,8 @@ class AdamW:
         weights, first, second = state
         first.lerp_(grad, self.new[0])
         second.mul_(self.betas[1]).addcmul_(grad, grad * self.new[1])
-        weights[:, : self.decayed].mul_(torch.where(moves, 1 - decay, 1))
-        weights.sub_(torch.where(moves, first / (second.sqrt() / root + EPS) * rate, 0))
+        weights[:, : self.layout.decayed].mul_(torch.where(moves, 1 - decay, 1))
+        change = first / (second.sqrt() / root + EPS) * rate
+        if self.layout.scaled:
+            change[:, : self.layout.scaled] *= self.layout.share
+        weights.sub_(torch.where(moves, change, 0))

@@ -52,7 +52,7 @@ class Stack:
         self.model, self.layout, self.batches, self.state = model, layout, batches, state
         self.bf16, self.pool = bf16, pool
         self.device = state.weights.device
-        self.optimizer = AdamW(runs, layout.decayed, self.device, BLOCK)
+        self.optimizer = AdamW(runs, layout, self.device, BLOCK)
         self.overfull = torch.zeros((), dtype=torch.bool, device=self.device)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.eager: str | None = None

@@ -29,7 +29,7 @@ def squares_kernel(grad, squares, width, BLOCK: tl.constexpr):
 @no_type_check
 def adamw_kernel(
     weights, first, second, grad, losses, squares, bad, loss, begin, row, rates, betas, new, clip, eps,
-    width, decayed, runs, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    width, decayed, scaled, share, runs, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A program for each block of each run. Each finds out for itself whether the run is finite."""
     run, now = tl.program_id(1), tl.load(row)
@@ -53,6 +53,7 @@ def adamw_kernel(
     tl.store(first + at, m, mask=there)
     tl.store(second + at, v, mask=there)
     w = tl.load(weights + at, mask=there & fine, other=0.0)
+    rate = tl.where(i < scaled, rate * share, rate)
     w = tl.where(i < decayed, w * (1 - decay), w) - m / (tl.sqrt(v) / root + eps) * rate
     tl.store(weights + at, w, mask=there & fine)
 
@@ -74,8 +75,11 @@ def adamw_(
     clip: Tensor,
     eps: float,
     decayed: int,
+    scaled: int,
+    share: float,
 ) -> None:
-    """Updates weights and moments [n, P] in place by a gradient [n, P], all fp32. The first `decayed` of a row decay:
+    """Updates weights and moments [n, P] in place by a gradient [n, P], all fp32. The first `decayed` of a row decay,
+    and the first `scaled` have `share` times the rate:
 
     g = min(1, clip / (|grad| + 1e-6)) grad, m += (1 - beta_1) (g - m), v += (1 - beta_2) (g^2 - v),
     w <- (1 - decay) w - rate m / (v^(1/2) / root + eps).
@@ -91,5 +95,5 @@ def adamw_(
     adamw_kernel[(triton.cdiv(width, BLOCK), runs)](
         weights=weights, first=first, second=second, grad=grad, losses=losses, squares=squares, bad=bad, loss=loss,
         begin=begin, row=row, rates=rates, betas=betas, new=new, clip=clip, eps=eps,
-        width=width, decayed=decayed, runs=runs, PARTS=PARTS, BLOCK=BLOCK,
+        width=width, decayed=decayed, scaled=scaled, share=share, runs=runs, PARTS=PARTS, BLOCK=BLOCK,
     )  # fmt: skip

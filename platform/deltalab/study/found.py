@@ -1,0 +1,228 @@
+"""What a search found, which settings mattered, and what random search found beside it: from the ledger alone."""
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from deltalab.errors import InputError
+from deltalab.store import Arm, Store, Study, TrialRow
+from deltalab.study.candidates import MOST_DRAWN
+from deltalab.study.control import Control, compare, worst_of
+from deltalab.study.importance import FEWEST, Importance, importance
+from deltalab.study.measured import current
+from deltalab.study.pareto import front
+from deltalab.study.search import RANDOM_FROM, Found, candidates, halvings, point, scores
+from deltalab.study.settings import setting
+from deltalab.study.space import COSTS, Objective, Searching
+
+
+@dataclass(frozen=True)
+class Point:
+    """A candidate that trained, or the base.
+
+    name: its arm, if it is a finalist or the base, else its number. scores: by objective, on validation, at the last
+    fidelity that it trained at; those of the base with its tuned values. values: where it differs from the base.
+    rung: that fidelity, from 0. on_front: no other candidate of the last fidelity beats it in all objectives.
+    """
+
+    name: str
+    number: int | None
+    drawn_by: str
+    rung: int
+    scores: dict[str, float]
+    values: dict[str, Any]
+    on_front: bool = False
+
+    @property
+    def is_arm(self) -> bool:
+        return not self.name.isdigit()
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why candidates are infeasible. reason, example: of the first of them, and its values."""
+
+    reason: str
+    count: int
+    example: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Discovery:
+    """A search in figures.
+
+    objectives: name -> whether more is better. drawn: how many candidates trained, by who drew them.
+    importances: metric -> what each setting explains of it; empty while the study runs. unknown: settings that too few
+    candidates have. control: None where random search drew nothing. Both are of the scores at the lowest fidelity,
+    which all candidates have; fidelity: its settings. dropped: a sentence on each fidelity but the last.
+    """
+
+    objectives: dict[str, bool]
+    drawn: dict[str, int]
+    candidates: list[Point]
+    importances: dict[str, list[Importance]]
+    unknown: list[str]
+    control: Control | None
+    fidelity: dict[str, int]
+    dropped: list[str]
+    infeasible: list[Reason]
+
+
+def discovery(store: Store, study: Study, arms: Sequence[Arm], trials: Sequence[TrialRow]) -> Discovery:
+    """What a study's search has found so far."""
+    space = Searching.model_validate(study.spec["search"])
+    tasks = study.provenance["tasks"]
+    weighed = space.weighed({task: (about["metric"], about["maximize"]) for task, about in tasks.items()})
+    found = candidates(study.spec, store, study.id)
+    first = [each for each in found if each.infeasible is None and each.rung == 0]
+    chance = {str(one): float(tasks[one.task]["chance"]) for one in weighed if one.task and one.name not in COSTS}
+    knobs = [space.drawn(each.values) or dict(each.values) for each in first]
+    held = Counter(path for values in knobs for path in values)
+    importances = {}
+    if study.state != "running":  # it takes seconds, and another candidate ends before they have passed
+        logarithmic = frozenset(path for path, knob in space.knobs.items() if knob.log_uniform)
+        for metric, worst in chance.items():
+            # A diverged run says as much about its region as one that learned nothing.
+            reached = (each.scores[metric] for each in first)
+            known = tuple(worst if math.isnan(score) else score for score in reached)
+            importances[metric] = _importance(json.dumps(knobs), known, logarithmic)
+    return Discovery(
+        objectives={str(one): one.maximize for one in weighed},
+        drawn=dict(Counter(each.drawn_by for each in first)),
+        candidates=_points(store, space, weighed, found, arms, trials),
+        importances=importances,
+        unknown=[path for path in space.knobs if held[path] < FEWEST],
+        control=_control(weighed, first, chance),
+        fidelity=space.rungs[0],
+        dropped=[str(each) for each in halvings(study.spec, store, study.id)],
+        infeasible=_reasons(found),
+    )
+
+
+@lru_cache(maxsize=16)
+def _importance(knobs: str, scores: tuple[float, ...], logarithmic: frozenset[str]) -> list[Importance]:
+    """`importance`, once for each study that a process shows. knobs: JSON."""
+    return importance(json.loads(knobs), scores, logarithmic)
+
+
+def _control(weighed: Sequence[Objective], first: Sequence[Found], chance: Mapping[str, float]) -> Control | None:
+    sides: dict[bool, list[tuple[float, ...]]] = {True: [], False: []}
+    for each in first:
+        sides[each.drawn_by == "random"].append(tuple(point(weighed, each.scores)))
+    if not all(sides.values()):
+        return None
+    worst = tuple(worst_of(chance.get(str(one), math.nan), one.maximize) for one in weighed)
+    return _compared(tuple(sides[False]), tuple(sides[True]), worst)
+
+
+_compared = lru_cache(maxsize=16)(compare)
+
+
+def _points(
+    store: Store,
+    space: Searching,
+    weighed: Sequence[Objective],
+    found: Sequence[Found],
+    arms: Sequence[Arm],
+    trials: Sequence[TrialRow],
+) -> list[Point]:
+    """The base, the finalists in the order of their arms, the rest of the front, all others by the first objective."""
+    base = next(arm for arm in arms if arm.is_base)
+    configs = {trial.number: (trial.task, trial.config) for trial in trials if trial.stage == "tune"}
+    final = [trial for trial in current(trials) if trial.stage == "confirm"]
+    confirmed = {trial.arm: trial.values for trial in final}
+    tuned = [trial.values for trial in final if trial.arm == base.name]
+    names: dict[str, str] = {}
+    for arm in arms:
+        if arm.name in confirmed and not arm.is_base:
+            names.setdefault(_same(confirmed[arm.name]), arm.name)
+    points = _base(store, space, weighed, base, trials) + [
+        Point(
+            name=names.get(_same(each.values), str(each.number)),
+            number=each.number,
+            drawn_by=each.drawn_by,
+            rung=each.rung,
+            scores=each.scores,
+            values=changed(base.config[configs[each.number][0]], configs[each.number][1], tuned, each.values),
+        )
+        # Rungs are in order, and the last one counts.
+        for each in {each.number: each for each in found if each.infeasible is None}.values()
+    ]
+    ended = [at for at, each in enumerate(points) if each.rung == len(space.rungs) - 1]
+    for at in front([point(weighed, points[at].scores) for at in ended]) if ended else ():
+        points[ended[at]] = replace(points[ended[at]], on_front=True)
+    ranks = {arm.name: rank for rank, arm in enumerate(arms)}
+    main = weighed[0]
+
+    def place(each: Point) -> tuple[int, bool, float]:
+        (score,) = point([main], each.scores)
+        return ranks.get(each.name, len(ranks)), not each.on_front, math.inf if math.isnan(score) else score
+
+    return sorted(points, key=place)
+
+
+def _base(
+    store: Store, space: Searching, weighed: Sequence[Objective], base: Arm, trials: Sequence[TrialRow]
+) -> list[Point]:
+    """The base with its tuned values, as its own training in the search scored them; nothing where it was not tuned."""
+    tuned = {trial.task: trial.values for trial in trials if trial.arm == base.name and trial.stage == "confirm"}
+    own = {
+        trial.task: trial.key
+        for trial in trials
+        if trial.stage == "tune"
+        and MOST_DRAWN * space.trials <= trial.number < RANDOM_FROM
+        and trial.values == tuned.get(trial.task)
+    }
+    if not own or own.keys() != base.config.keys():
+        return []
+    known = store.known_trials(own.values())
+    reached = scores(weighed, {task: known[key] for task, key in own.items()})
+    return [Point(base.name, None, "tuning", len(space.rungs) - 1, reached, {})]
+
+
+def changed(
+    base: Mapping[str, Any], config: Mapping[str, Any], tuned: Sequence[Mapping[str, Any]], values: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The values that differ from the base's.
+
+    base, config: the configurations of the base and of the candidate, every setting spelled out, so that two spellings
+    of a gate are one. tuned: the base's tuned values on each task.
+
+    >>> base = {"rule": {"name": "gla", "beta": {"const": {"value": 1}}}, "train": {"lr": 0.1}}
+    >>> changed(base, base, [{"train.lr": 0.2}], {"rule": "gla", "rule.beta": 1, "train.lr": 0.1})
+    {'train.lr': 0.1}
+    """
+    found = {}
+    for path, value in values.items():
+        if any(path in own for own in tuned):
+            same = all(own.get(path) == value for own in tuned)
+        elif path == "rule":
+            same = base["rule"] == config["rule"]
+        else:
+            try:
+                same = setting(base, path, "base") == setting(config, path, "candidate")
+            except InputError:  # a knob that the base's rule does not have
+                same = False
+        if not same:
+            found[path] = value
+    return found
+
+
+def _same(values: Mapping[str, Any]) -> str:
+    return json.dumps(values, sort_keys=True)
+
+
+def _reasons(found: Sequence[Found]) -> list[Reason]:
+    """The reasons of infeasible candidates, the most frequent first; those that differ in numbers alone are one."""
+    groups: dict[str, list[tuple[str, Found]]] = {}
+    for each in found:
+        if each.infeasible is not None:
+            reason, _, _ = each.infeasible.partition("; ")  # what follows is advice
+            groups.setdefault(re.sub(r"\d[\d.,]*(e[+-]?\d+)?", "#", reason), []).append((reason, each))
+    reasons = [Reason(own[0][0], len(own), dict(own[0][1].values)) for own in groups.values()]
+    return sorted(reasons, key=lambda each: -each.count)
