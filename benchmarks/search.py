@@ -225,7 +225,7 @@ def nothing(stack: Sequence[Job], *_: Any, **__: Any) -> list[trial.TrialRecord]
         model, _ = job.specs
         size = float(model.d_model * model.key_dim) if model.key_dim else 1.0
         figures = {
-            ("validation", "accuracy"): 1 - 1 / math.log(size + 3),
+            ("validation", "accuracy"): 0.5 + 0.5 * math.sin(size),
             ("cost", "flops_per_token"): size * model.d_model,
             ("cost", "state_size"): size,
         }

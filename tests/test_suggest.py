@@ -95,6 +95,15 @@ def test_choices_of_numbers_are_drawn_by_their_order() -> None:
     assert isinstance(shown.params["rule"], str)
 
 
+def test_integers_of_a_wide_range_reach_both_ends() -> None:
+    space = {"model.heads": {"integers": [1, 17]}, "model.layers": {"integers": [1, 3]}}
+    live = Live("wide", Searching.model_validate({**space, "sampler": "random", "trials": 64}), [False, False])
+    drawn = [live.draw(number, "random") for number in range(200)]
+    assert {candidate["model.heads"] for candidate in drawn} == {*range(1, 18)}
+    assert {candidate["model.layers"] for candidate in drawn} == {1, 2, 3}
+    live.add(drawn[0])
+
+
 def test_a_sampler_learns() -> None:
     """TPE draws better candidates than random search does, on average over its later draws."""
     live = Live("learns", searching("tpe"), [False, False])

@@ -29,6 +29,9 @@ SHOWN = 128
 one that holds the latest half of `SHOWN`, and the best of the others. docs/decisions/205 has the figures."""
 POPULATION = (8, 50)
 """The least and the most candidates of a generation of NSGA-II and III: an eighth of the trials between them."""
+WIDE = 16
+"""Integers from a range this wide are drawn as numbers and rounded. TPE would take the share of each integer in each of
+its kernels, and need several times as long for a draw."""
 GENETIC = ("nsga2", "nsga3")
 """Samplers that cross whole candidates: they draw every knob, also those that do not exist beside the others drawn."""
 
@@ -156,7 +159,8 @@ class Live:
             drawn = trial.suggest_int(name, distribution.low, distribution.high)
             return drawn if knob.choice is None else sorted(knob.choice)[drawn]
         assert isinstance(distribution, FloatDistribution)
-        return trial.suggest_float(name, distribution.low, distribution.high, log=distribution.log)
+        value = trial.suggest_float(name, distribution.low, distribution.high, log=distribution.log)
+        return value if knob.integers is None else min(max(round(value), knob.integers[0]), knob.integers[1])
 
 
 def _best(trials: list[FrozenTrial], directions: Sequence[StudyDirection], most: int) -> list[FrozenTrial]:
@@ -182,7 +186,8 @@ def _distribution(knob: Search) -> BaseDistribution:
     if knob.uniform is not None:
         return FloatDistribution(*knob.uniform)
     if knob.integers is not None:
-        return IntDistribution(*knob.integers)
+        low, high = knob.integers
+        return FloatDistribution(low - 0.5, high + 0.5) if high - low >= WIDE else IntDistribution(low, high)
     assert knob.choice is not None
     if _in_order(knob):
         return IntDistribution(0, len(knob.choice) - 1)
