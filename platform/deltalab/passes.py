@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 from deltalab.ops.arguments import check_operands, filled
@@ -105,7 +106,7 @@ def read_values(run: Run, transition: Transition, x: Operands, *, state: State |
     return o, (last,)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@_disable_dynamo  # `torch.compiler.disable` would load the compiler here, at import.
 def _read_values(*given: Any) -> tuple[Tensor, Tensor]:
     """`_ReadValues` outside of compiled code, which cannot differentiate within its forward pass."""
     found: tuple[Tensor, Tensor] = _ReadValues.apply(*given)  # type: ignore[no-untyped-call]
