@@ -489,12 +489,7 @@ def test_a_search_without_the_new_keys_keeps_its_dump() -> None:
 
 @pytest.mark.parametrize("given", [CONDITIONS, LAYERS], ids=["when", "pattern"])
 def test_a_search_is_read_back_from_the_ledger(given: dict[str, Any]) -> None:
-    new = {
-        "match": {"state": True},
-        "constrain": {"state": {"at_most": 9}},
-        "warm": [{"study": "x"}],
-        "sampler": "nsga2",
-    }
+    new = {"match": {"state": True}, "constrain": {"state": {"at_most": 9}}, "warm": [{"study": "x"}]}
     space = searching(
         **given, **new, sampler="nsga2", random=0.3, objectives=["accuracy"], fidelity={"train.steps": [1, 2]}
     )
