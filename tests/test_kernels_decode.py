@@ -169,6 +169,8 @@ TRANSITIONS = {name: deltalab.get_rule(name).transition for name in deltalab.lis
 def test_every_rule_in_every_setting(name: str) -> None:
     """From the state that earlier tokens leave, with gates as `scan` hands them on: expanded, and constant ones."""
     for rule in deltalab.get_rule(name).variants():
+        if rule.transition is not None and rule.transition.output == "before":
+            continue  # It is lowered to two tokens, which the scan takes.
         x = draw(rule, batch=BATCH, length=5, heads=HEADS, key_dim=8, value_dim=4)
         before, now = x.span(0, 4), x.span(4)
         _, state = deltalab.scan(rule, before.q, before.k, before.v, before.gates, backend="recurrent")
