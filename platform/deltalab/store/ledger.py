@@ -1,7 +1,10 @@
 """Writes the ledger. Each method is one transaction: if it fails midway, nothing of it stays."""
 
 import json
+import logging
 import math
+import time
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -9,27 +12,37 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
-from sqlalchemy import delete, insert, select, update
+from sqlalchemy import Engine, delete, insert, select, update
 from sqlalchemy.orm import Session
 
 from deltalab.errors import InputError
-from deltalab.store import database
-from deltalab.store.models import Arm, ArmTrial, Artifact, Metric, RuleVersion, Run, Study, StudyState, Trial
+from deltalab.store import database, drivers
+from deltalab.store.models import Arm, ArmTrial, Artifact, Driver, Metric, RuleVersion, Run, Study, StudyState, Trial
+from deltalab.store.outage import PATIENCE_SECONDS, waited
 from deltalab.store.queries import Ledger
 from deltalab.store.records import ArmRecord, RuleRecord, TrialRecord
+
+_log = logging.getLogger("deltalab")
 
 
 class Store(Ledger):
     """The open ledger. Only the driver process has one.
 
-    Writers wait for each other for up to 30 s, in SQLite as in PostgreSQL.
+    Writers wait for each other for up to 30 s, in SQLite as in PostgreSQL. Every operation waits for a database that is
+    gone, full or locked (`deltalab.store.outage`), and raises `InputError` where it is not back in time.
     """
 
+    def __init__(self, engine: Engine, patience: float = PATIENCE_SECONDS) -> None:
+        super().__init__(engine, patience)
+        self._uuid = uuid.uuid4().hex
+        self._claims: dict[int, str] = {}
+
     @classmethod
-    def open(cls, where: str | Path | None = None, *, create: bool = True) -> Self:
+    def open(cls, where: str | Path | None = None, *, create: bool = True, patience: float = PATIENCE_SECONDS) -> Self:
         """Opens PATH, sqlite:///PATH or postgresql://USER@HOST/NAME; None is ./deltalab.db.
 
-        Makes a new database, or fills an empty one, unless `create` is false.
+        Makes a new database, or fills an empty one, unless `create` is false. Opening does not wait for a database that
+        is gone: its address may be mistyped. patience: the seconds that later operations wait for one.
         Raises `InputError` for a database that is not deltalab's, or an older or newer one (each is left as it was),
         for one that is locked, may not be read or has no server, and without `create` for one that does not exist.
         """
@@ -39,7 +52,7 @@ class Store(Ledger):
         except InputError:
             engine.dispose()
             raise
-        return cls(engine)
+        return cls(engine, patience)
 
     @staticmethod
     def exists(where: str | Path | None = None) -> bool:
@@ -62,6 +75,8 @@ class Store(Ledger):
         return Path(str(url.database)).absolute().parent if local else Path.cwd()
 
     def close(self) -> None:
+        """Whoever wants a study that this store still claims may take it over from now on."""
+        drivers.HERE.difference_update(self._claims.values())
         self._engine.dispose()
 
     def __enter__(self) -> Self:
@@ -84,12 +99,65 @@ class Store(Ledger):
         spec: dict[str, Any],
         arms: Sequence[ArmRecord],
         provenance: dict[str, Any],
+        *,
+        runs: str = "",
     ) -> int:
-        """Marks the study with this identity as running, creates it at the first call, and returns its id.
+        """Claims the study with this identity, marks it as running, creates it at the first call, and returns its id.
 
-        The study's provenance is replaced; earlier, different ones are kept under "earlier".
-        Raises `InputError` where the identity is recorded with other arms.
+        The claim lasts until `finish_study` or `close`, as long as `beat` is called. A study whose driver is gone is
+        taken over, with a word in the log; where that cannot be seen at once, its heartbeat is watched for a minute.
+        The study's provenance is replaced; earlier, different ones are kept under "earlier". A deleted study is brought
+        back.
+        runs: the folder of weights, for drivers that join.
+        Raises `Busy` where another driver runs the study, and `InputError` where the identity is recorded with other
+        arms.
         """
+        still = self._watched(identity)
+        study_id, before = self._begin(name, profile, identity, spec, arms, provenance, runs, still)
+        if before is not None:
+            _log.warning(f"study '{name}': took over from a driver that is gone, {before.where}")
+        return study_id
+
+    def _watched(self, identity: str) -> tuple[str, int] | None:
+        """The study's holder and its counter, once that has stood still for `LEASE_SECONDS`.
+
+        None where there is no holder, and where this process can see whether the holder lives. Raises `Busy`.
+        """
+        first, until = None, time.monotonic() + drivers.LEASE_SECONDS
+        while True:
+            study, driver = self.held(identity)
+            if study is None or driver is None or drivers.lives(driver) is not None:
+                return None
+            if first is None:
+                first = driver
+                _log.warning(f"study '{study.name}': watching for up to {drivers.LEASE_SECONDS:.0f} s whether its "
+                             f"driver {driver.where} still runs")  # fmt: skip
+            if (driver.id, driver.beat) != (first.id, first.beat):
+                raise drivers.Busy(study.name, driver)
+            if time.monotonic() > until:
+                return driver.id, driver.beat
+            time.sleep(min(1.0, drivers.LEASE_SECONDS / 10))
+
+    @waited
+    def held(self, identity: str) -> tuple[Study | None, Driver | None]:
+        """The study with this identity, and the driver that holds it, alive or not."""
+        with self._reading() as session:
+            study = session.scalar(select(Study).where(Study.identity == identity))
+            return study, drivers.holder(session, study.id) if study else None
+
+    @waited
+    def _begin(
+        self,
+        name: str,
+        profile: str | None,
+        identity: str,
+        spec: dict[str, Any],
+        arms: Sequence[ArmRecord],
+        provenance: dict[str, Any],
+        runs: str,
+        still: tuple[str, int] | None,
+    ) -> tuple[int, Driver | None]:
+        """The study's id, and the dead driver that held it."""
         with self._writing() as session:
             study = session.scalar(select(Study).where(Study.identity == identity))
             if study is None:
@@ -106,7 +174,7 @@ class Store(Ledger):
                 session.flush()
                 for position, arm in enumerate(arms):
                     session.add(Arm(study_id=study.id, position=position, **asdict(arm)))
-                return study.id
+                return study.id, self._claim(session, study, runs, still)
             rows = session.scalars(select(Arm).where(Arm.study_id == study.id).order_by(Arm.position))
             recorded = [ArmRecord(row.name, row.is_base, row.change, row.config) for row in rows]
             if _as_json(recorded) != _as_json(arms):
@@ -118,45 +186,84 @@ class Store(Ledger):
             earlier = study.provenance.get("earlier", [])
             if before != json.loads(json.dumps(provenance)):  # as it came out of the database: lists for tuples
                 study.provenance = {**provenance, "earlier": [*earlier, before]}
-            study.state, study.finished_at = "running", None
-            return study.id
+            before_it = self._claim(session, study, runs, still)
+            study.state, study.finished_at, study.deleted_at, study.best = "running", None, None, None
+            return study.id, before_it
 
+    def _claim(self, session: Session, study: Study, runs: str, still: tuple[str, int] | None) -> Driver | None:
+        # The id is the same when a commit was lost and is tried again: it finds its own claim.
+        driver_id = f"{self._uuid}-{study.id}"
+        before = drivers.claim(session, study, driver_id, runs, still)
+        self._claims[study.id] = driver_id
+        return before
+
+    @waited
+    def beat(self, study_id: int, progress: dict[str, Any]) -> bool:
+        """Shows others that this driver lives, and what it does. False where it lost its claim."""
+        driver_id = self._claims.get(study_id)
+        if driver_id is None:
+            return False
+        with self._writing() as session:
+            return drivers.beat(session, driver_id, progress)
+
+    @waited
     def record_trial(self, study_id: int, arm: str, record: TrialRecord, number: int, values: dict[str, Any]) -> None:
         """Records a trial with its runs, metrics, artifacts and rule, and its number in the arm.
 
         If the trial is already in the ledger, only links it to this arm.
+        Raises `TakenOver` where this store lost its claim to the study.
         """
         with self._writing() as session:
+            self._require(session, study_id)
             trial_id = session.scalar(select(Trial.id).where(Trial.key == record.key))
             if trial_id is None:
                 trial_id = _add_trial(session, record)
             _place(session, study_id, arm, trial_id, number, values)
 
+    @waited
     def attach(self, study_id: int, arm: str, key: str, number: int, values: dict[str, Any]) -> None:
-        """Gives a recorded trial a number in an arm; doing it again changes nothing."""
+        """Gives a recorded trial a number in an arm; doing it again changes nothing. Raises as `record_trial` does."""
         with self._writing() as session:
+            self._require(session, study_id)
             trial_id = session.scalars(select(Trial.id).where(Trial.key == key)).one()
             _place(session, study_id, arm, trial_id, number, values)
 
+    @waited
     def forget_trial(self, key: str) -> None:
         """Deletes a failed trial so that it runs again; finished studies that have it become "interrupted".
 
-        Raises `ValueError` for a trial that did not fail.
+        Doing it again changes nothing. Raises `ValueError` for a trial that did not fail.
         """
         with self._writing() as session:
-            trial = session.scalars(select(Trial).where(Trial.key == key)).one()
+            trial = session.scalar(select(Trial).where(Trial.key == key))
+            if trial is None:
+                return
             if trial.state != "failed":
                 raise ValueError(f"trial {key} is {trial.state}: only a failed one is forgotten")
             holders = select(Arm.study_id).join(ArmTrial).where(ArmTrial.trial_id == trial.id)
             finished = Study.id.in_(holders), Study.state != "running"
-            session.execute(update(Study).where(*finished).values(state="interrupted"))
+            session.execute(update(Study).where(*finished).values(state="interrupted", best=None))
             session.execute(delete(Trial).where(Trial.id == trial.id))
 
-    def finish_study(self, study_id: int, state: StudyState) -> None:
-        """Closes a study as "done", "failed" (some trials did) or "interrupted"."""
+    @waited
+    def finish_study(self, study_id: int, state: StudyState, total: int | None = None) -> None:
+        """Closes a study and ends this store's claim to it; a study that another driver took over is left to that.
+
+        total: the trials of the whole study, where they were counted.
+        """
+        driver_id = self._claims.get(study_id)
         with self._writing() as session:
-            session.get_one(Study, study_id).state = state
-            session.get_one(Study, study_id).finished_at = datetime.now(UTC)
+            if driver_id is not None and session.get(Driver, driver_id) is None:
+                return
+            study = session.get_one(Study, study_id)
+            study.state, study.finished_at, study.total = state, datetime.now(UTC), total or study.total
+            if driver_id is not None:
+                drivers.end(session, study_id, driver_id)
+        self._claims.pop(study_id, None)
+
+    def _require(self, session: Session, study_id: int) -> None:
+        if study_id in self._claims:
+            drivers.require(session, self._claims[study_id])
 
 
 def _as_json(arms: Sequence[ArmRecord]) -> str:

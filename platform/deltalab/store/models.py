@@ -1,4 +1,4 @@
-"""The ledger's tables: Study -> Arm -> Trial -> Run -> Metric; and Training -> TrainingMetric."""
+"""The ledger's tables: Study -> Arm -> Trial -> Run -> Metric; Training -> TrainingMetric; and Driver -> Stack."""
 
 from datetime import UTC, datetime
 from typing import Annotated, Any, ClassVar, Literal
@@ -7,11 +7,16 @@ from sqlalchemy import JSON, BigInteger, DateTime, Dialect, ForeignKey, MetaData
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.types import TypeDecorator
 
-StudyState = Literal["running", "done", "failed", "interrupted"]
+from deltalab.reading import pairs
+
+StudyState = Literal["running", "done", "failed", "incomplete", "interrupted"]
+"""incomplete: the machine or the disk failed several times under some trials, which the next run tries again."""
 TrialState = Literal["done", "failed", "infeasible"]
 """infeasible: values that make no model, so that nothing ran."""
 RunState = Literal["done", "diverged"]
 Stage = Literal["tune", "confirm"]
+TRANSIENT = frozenset({"driver", "stack"})
+"""Tables about processes that run now: worth nothing in a copy of the ledger."""
 
 
 class UtcTime(TypeDecorator[datetime]):
@@ -43,6 +48,7 @@ class Base(DeclarativeBase):
     )
     type_annotation_map: ClassVar = {
         dict[str, Any]: JSON,
+        list[str]: JSON,
         datetime: UtcTime,
         StudyState: String,
         TrialState: String,
@@ -52,7 +58,12 @@ class Base(DeclarativeBase):
 
 
 class Study(Base):
-    """One study under one profile, None for the default one. identity: the hash of all that it computes."""
+    """One study under one profile, None for the default one. identity: the hash of all that it computes.
+
+    tags, notes, hidden, deleted_at: what its readers write down; deleted_at hides a study everywhere until it is
+    restored. total: the trials of the whole study, as its last driver counted them in the end; None before that.
+    best: its best arm in a few words, kept when it ended (`deltalab.study.best`).
+    """
 
     __tablename__ = "study"
 
@@ -65,11 +76,27 @@ class Study(Base):
     created_at: Mapped[datetime]
     finished_at: Mapped[datetime | None]
     provenance: Mapped[dict[str, Any]]
+    tags: Mapped[list[str]] = mapped_column(default=list)
+    notes: Mapped[str] = mapped_column(default="")
+    hidden: Mapped[bool] = mapped_column(default=False)
+    deleted_at: Mapped[datetime | None]
+    total: Mapped[int | None]
+    best: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
 
     @property
     def address(self) -> str:
         """NAME:PROFILE, or NAME for the default profile: what commands take besides the id."""
         return f"{self.name}:{self.profile}" if self.profile else self.name
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """Settings given beside the study's file, by their keys; `spec` has them in place."""
+        return dict(self.provenance.get("overrides", {}))
+
+    @property
+    def overridden(self) -> str:
+        """`overrides` as words KEY=VALUE; "" where there are none."""
+        return pairs(self.overrides)
 
 
 class Arm(Base):
@@ -207,3 +234,55 @@ class TrainingMetric(Base):
     name: Mapped[str] = mapped_column(primary_key=True)
     step: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     value: Mapped[float]
+
+
+class Driver(Base):
+    """A process that runs a study.
+
+    holds: whether it decides what runs; else it joined, and takes stacks from the queue.
+    machine: the system and the space of process ids in which `pid` means this process. started: when, in that system's
+    terms; it tells the process from a later one with its number. runs: the folder of weights. places: stacks at a time.
+    beat: a counter that grows as long as the process lives. beat_at: when it last grew, in Unix seconds of the
+    database's clock, in order to show how old it is; nothing is decided by it.
+    completed, total: the study's trials, as its holder counts them. progress: what the driver does now, as its last
+    heartbeat wrote it (`deltalab.store.progress`).
+    """
+
+    __tablename__ = "driver"
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    study_id: Mapped[int] = mapped_column(ForeignKey("study.id", ondelete="CASCADE"), index=True)
+    holds: Mapped[bool]
+    host: Mapped[str]
+    machine: Mapped[str]
+    pid: Mapped[int]
+    started: Mapped[str]
+    runs: Mapped[str]
+    places: Mapped[int]
+    beat: Mapped[Big]
+    beat_at: Mapped[float]
+    completed: Mapped[int]
+    total: Mapped[int]
+    progress: Mapped[dict[str, Any]] = mapped_column(default=dict)
+
+    @property
+    def where(self) -> str:
+        return f"on {self.host}, process {self.pid}"
+
+
+class Stack(Base):
+    """A stack of trials in a study's queue, which a joined driver may take. driver_id: who took it.
+
+    jobs: as JSON. step: the step that its training has reached. records: the trials' records as JSON, once they have
+    ended. lost: why no worker could train them to the end, as JSON.
+    """
+
+    __tablename__ = "stack"
+
+    id: Mapped[Id]
+    study_id: Mapped[int] = mapped_column(ForeignKey("study.id", ondelete="CASCADE"), index=True)
+    jobs: Mapped[str]
+    driver_id: Mapped[str | None] = mapped_column(ForeignKey("driver.id", ondelete="SET NULL"), index=True)
+    step: Mapped[int]
+    records: Mapped[str | None]
+    lost: Mapped[str | None]

@@ -114,6 +114,15 @@ class TrialRow:
     runs: dict[int, RunState]
 
 
+class Placed(NamedTuple):
+    """A trial's number in an arm. A failed trial that ran again has its key, and finished later."""
+
+    arm: str
+    number: int
+    key: str
+    finished_at: datetime
+
+
 class FinalMetric(NamedTuple):
     """A metric at the last step at which the run has it."""
 

@@ -3,7 +3,7 @@
 import json
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -16,6 +16,7 @@ from sqlalchemy.orm import Session
 from deltalab.errors import InputError
 from deltalab.store.ledger import Store
 from deltalab.store.models import Arm, ArmTrial, Study, Training, TrainingMetric, Trial
+from deltalab.store.outage import waited
 from deltalab.store.queries import Ledger
 
 RUN, METRICS, EVALUATIONS = "run.json", "metrics.jsonl", "evaluations.json"
@@ -64,6 +65,7 @@ class TrainingPoint:
     value: float
 
 
+@waited
 def record(store: Store, run_folder: str | Path) -> int:
     """Writes a run's folder into the ledger, or brings the ledger up to it, and returns the training's number there.
 
@@ -91,7 +93,8 @@ def record(store: Store, run_folder: str | Path) -> int:
         return training.id
 
 
-def add_evaluations(store: Store, run: str, found: Iterable[Mapping[str, Any]]) -> bool:
+@waited
+def add_evaluations(store: Store, run: str, found: Sequence[Mapping[str, Any]]) -> bool:
     """Adds evaluations, each with step, task, metric and value, to the training of a run's id. False without such."""
     metrics = {_evaluation(row): float(row["value"]) for row in found if math.isfinite(row["value"])}
     with store._writing() as session:
@@ -101,6 +104,7 @@ def add_evaluations(store: Store, run: str, found: Iterable[Mapping[str, Any]]) 
     return training is not None
 
 
+@waited
 def trainings(store: Ledger, study: Study | None = None) -> list[TrainingRow]:
     """The trainings of a study, or all of them, in the order of their start.
 
@@ -117,6 +121,7 @@ def trainings(store: Ledger, study: Study | None = None) -> list[TrainingRow]:
         return [_row(session, training) for training in found]
 
 
+@waited
 def measured(store: Ledger) -> list[tuple[str, str]]:
     """The (split, metric) of which there are curves, without what `platform eval` measured."""
     rows = select(TrainingMetric.split, TrainingMetric.name).distinct().where(TrainingMetric.split != EVALUATION)
@@ -124,7 +129,8 @@ def measured(store: Ledger) -> list[tuple[str, str]]:
         return sorted((split, name) for split, name in session.execute(rows))
 
 
-def curves(store: Ledger, ids: Iterable[int], split: str, name: str, *, max_points: int = 2000) -> list[TrainingPoint]:
+@waited
+def curves(store: Ledger, ids: Sequence[int], split: str, name: str, *, max_points: int = 2000) -> list[TrainingPoint]:
     """The curves of a metric, of each training thinned to at most `max_points`, of which the last is its last."""
     points = []
     with store._reading() as session:

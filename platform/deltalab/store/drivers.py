@@ -1,0 +1,175 @@
+"""Who drives a study: its claim in the ledger, and whether the process behind a claim still lives.
+
+A driver's row in the table `driver` is its claim. A thread of the driver raises the row's counter every `BEAT_SECONDS`.
+Clocks decide nothing, since they jump and differ between machines. A claim is void where
+
+- the driver ran on this machine and its process is gone: seen at once, by the process's number and start; or
+- it runs where its process cannot be seen from here, and its counter stood still for `LEASE_SECONDS` while this process
+  watched, by its own monotonic clock.
+
+A driver that was cut off and lost its claim learns so from the ledger: its heartbeat and its records are refused.
+Only what is shown (`shown`, `living`) goes by the age of the last heartbeat, written and read by the database's clock.
+"""
+
+import threading
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any, Self
+
+from sqlalchemy import delete, func, select, update
+from sqlalchemy.orm import Session
+from sqlalchemy.orm.attributes import set_committed_value
+
+from deltalab.errors import InputError
+from deltalab.store.models import Driver, Stack, Study
+from deltalab.store.process import Process
+
+BEAT_SECONDS = 5.0
+LEASE_SECONDS = 60.0
+HERE: set[str] = set()
+"""Ids of the drivers of this process."""
+
+
+class Busy(InputError):
+    """Another driver runs the study. driver: which one."""
+
+    def __init__(self, study: str, driver: Driver) -> None:
+        super().__init__(f"study '{study}' is running already, {driver.where}; --join takes part in it")
+        self.driver = driver
+
+
+class TakenOver(InputError):
+    """This driver no longer holds its study."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "another driver has taken the study over, since this one gave no sign of life; it goes on there"
+        )
+
+
+class Heartbeat:
+    """Calls `beat` every `BEAT_SECONDS` from a thread, until it returns False: the claim is lost.
+
+    What `beat` raises is left for the driver's next own call: a database that is gone fails that one, too.
+    """
+
+    def __init__(self, beat: Callable[[], bool]) -> None:
+        self._beat, self._stop = beat, threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join(1.0)  # longer only where the database is gone
+
+    def _run(self) -> None:
+        while not self._stop.wait(BEAT_SECONDS):
+            try:
+                if not self._beat():
+                    return
+            except InputError:
+                continue
+
+
+def lives(driver: Driver) -> bool | None:
+    """None where this process cannot tell."""
+    process = Process(driver.host, driver.machine, driver.pid, driver.started)
+    return driver.id in HERE if process == Process.here() else process.lives
+
+
+def holder(session: Session, study_id: int) -> Driver | None:
+    """The driver that holds a study, alive or not."""
+    return session.scalar(select(Driver).where(Driver.study_id == study_id, Driver.holds))
+
+
+def claim(session: Session, study: Study, driver_id: str, runs: str, still: tuple[str, int] | None) -> Driver | None:
+    """Makes a driver of this process the holder of a study. Returns the dead holder whose place it took.
+
+    still: the holder, and its counter, that the caller has watched for `LEASE_SECONDS`. Raises `Busy`.
+    """
+    before = holder(session, study.id)
+    if before is not None and before.id != driver_id:
+        alive = lives(before)
+        if alive or (alive is None and (before.id, before.beat) != still):
+            raise Busy(study.name, before)
+    session.execute(delete(Driver).where(Driver.study_id == study.id, Driver.holds))
+    add(session, study.id, driver_id, runs, holds=True)
+    return before if before is not None and before.id != driver_id else None
+
+
+def add(session: Session, study_id: int, driver_id: str, runs: str, *, holds: bool, places: int = 1) -> None:
+    here = Process.here()
+    session.add(
+        Driver(
+            id=driver_id,
+            study_id=study_id,
+            holds=holds,
+            host=here.host,
+            machine=here.machine,
+            pid=here.pid,
+            started=here.started,
+            runs=runs,
+            places=places,
+            beat=0,
+            beat_at=_seconds(session),
+            completed=0,
+            total=0,
+        )
+    )
+    session.flush()
+    HERE.add(driver_id)
+
+
+def beat(session: Session, driver_id: str, progress: dict[str, Any]) -> bool:
+    """Raises the counter, and writes down what the driver does. False where the claim is lost."""
+    row = update(Driver).where(Driver.id == driver_id).returning(Driver.id)
+    written = row.values(beat=Driver.beat + 1, beat_at=_seconds(session), progress=progress)
+    return session.scalar(written) is not None
+
+
+def require(session: Session, driver_id: str) -> None:
+    """Raises `TakenOver` where the claim is lost."""
+    if session.get(Driver, driver_id) is None:
+        raise TakenOver
+
+
+def end(session: Session, study_id: int, driver_id: str) -> None:
+    """Ends a holder's claim, and the queue with it."""
+    session.execute(delete(Stack).where(Stack.study_id == study_id))
+    session.execute(delete(Driver).where(Driver.id == driver_id))
+    HERE.discard(driver_id)
+
+
+def shown(session: Session, studies: Iterable[Study]) -> None:
+    """Makes "interrupted" of "running" in what was read, where nobody runs the study."""
+    running = {study.id: study for study in studies if study.state == "running"}
+    if not running:
+        return
+    rows = session.scalars(select(Driver).where(Driver.holds, Driver.study_id.in_(running)))
+    alive = {row.study_id for row in living(session, rows)}
+    for study in running.values():
+        if study.id not in alive:
+            set_committed_value(study, "state", "interrupted")
+
+
+def living(session: Session, rows: Iterable[Driver]) -> list[Driver]:
+    """The drivers that live. Where this process cannot tell, a recent heartbeat counts, so use it only to show."""
+    now = _seconds(session)
+
+    def alive(driver: Driver) -> bool:
+        known = lives(driver)
+        return 0 <= now - driver.beat_at < LEASE_SECONDS if known is None else known
+
+    return [row for row in rows if alive(row)]
+
+
+def _seconds(session: Session) -> float:
+    """The time of the database's machine, in Unix seconds."""
+    if session.get_bind().dialect.name == "sqlite":
+        return float(session.execute(select((func.julianday("now") - 2440587.5) * 86400.0)).scalar_one())
+    return float(session.execute(select(func.date_part("epoch", func.clock_timestamp()))).scalar_one())

@@ -1,0 +1,112 @@
+"""Waits for a database that is gone for a while: a server that restarts, a full disk, a lock that others hold."""
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import wraps
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+from deltalab.errors import InputError
+
+PATIENCE_SECONDS = 300.0
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0
+
+
+class Outage(InputError):
+    """The database cannot be used now, and may be later."""
+
+
+class Patience:
+    """How long the operations of a ledger wait for its database. Of several threads that wait, the first one says so.
+
+    seconds: 0 to try each operation once. gave_up: an operation has waited in vain; the next ones do not wait, until
+    one succeeds.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.gave_up = False
+        self._lock = threading.Lock()
+        self._waiting = 0
+
+    def began(self, outage: Outage) -> None:
+        """Counts an operation that waits."""
+        with self._lock:
+            self._waiting += 1
+            if self._waiting == 1 and self.seconds and not self.gave_up:
+                _say(f"{outage}; waiting for the database, up to {_shown(self.seconds)}")
+
+    def ended(self, after: float | None) -> None:
+        """Counts an operation that waits no more. after: the seconds until it succeeded; None where it did not."""
+        with self._lock:
+            self._waiting -= 1
+            if after is not None and not self._waiting:
+                _say(f"the database is back after {after:.0f} s")
+
+
+class Patient(Protocol):
+    """What an operation that waits has as its first argument."""
+
+    @property
+    def patience(self) -> Patience: ...
+
+
+L = TypeVar("L", bound=Patient)
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def waited(operation: Callable[Concatenate[L, P], T]) -> Callable[Concatenate[L, P], T]:
+    """Makes an operation of a ledger wait for its database: it runs again until it succeeds or patience ends.
+
+    The operation is one transaction, and its second run changes nothing: where the connection was lost during the
+    commit, nobody knows whether the first run was kept.
+    Raises `InputError` where patience ends.
+    """
+
+    @wraps(operation)
+    def patient(ledger: L, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            result = operation(ledger, *args, **kwargs)
+        except Outage as outage:
+            result = _again(ledger.patience, outage, lambda: operation(ledger, *args, **kwargs))
+        ledger.patience.gave_up = False
+        return result
+
+    return patient
+
+
+def _again(patience: Patience, outage: Outage, operation: Callable[[], T]) -> T:
+    start, pause, after = time.monotonic(), FIRST_PAUSE, None
+    patience.began(outage)
+    try:
+        while True:
+            left = 0.0 if patience.gave_up else start + patience.seconds - time.monotonic()
+            if left <= 0:
+                patience.gave_up = True
+                waiting = f"; waited {_shown(patience.seconds)} for the database" if patience.seconds else ""
+                raise InputError(f"{outage}{waiting}") from None
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, LONGEST_PAUSE)
+            try:
+                result = operation()
+            except Outage as error:
+                outage = error
+            else:
+                after = time.monotonic() - start
+                return result
+    finally:
+        patience.ended(after)
+
+
+def _shown(seconds: float) -> str:
+    """
+    >>> _shown(300), _shown(0.5)
+    ('5 min', '0.5 s')
+    """
+    return f"{seconds / 60:g} min" if seconds >= 60 else f"{seconds:g} s"
+
+
+def _say(message: str) -> None:
+    print(" ".join(message.split()), file=sys.stderr, flush=True)
