@@ -166,8 +166,13 @@ def _of_transformers(model: Any) -> Callable[[Any, Any], Any]:
 MAKERS = {"ours": ours, "export": exported, "fla": fla}
 
 
-def prepared(contestant: Contestant, device: Any, precision: str, checkpoint: bool, compiled: bool) -> Contestant:
-    """The model on its device in a precision, each block compiled if asked for, sharded over all processes."""
+def prepared(
+    contestant: Contestant, device: Any, precision: str, checkpoint: bool, compiled: bool, keep: bool
+) -> Contestant:
+    """The model on its device in a precision, each block compiled if asked for, sharded over all processes.
+
+    keep: gathered weights stay from a block's forward to its backward.
+    """
     import torch
 
     model, blocks = contestant.model, contestant.blocks
@@ -195,7 +200,7 @@ def prepared(contestant: Contestant, device: Any, precision: str, checkpoint: bo
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for block in blocks:
-            fully_shard(block, mesh=mesh, mp_policy=policy)
+            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep)
         fully_shard(model, mesh=mesh, mp_policy=policy)
         if hasattr(model, "loss"):
             register_fsdp_forward_method(model, "loss")
@@ -208,7 +213,7 @@ def rows(given: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
     import torch.distributed as dist
 
     on_gpu = torch.cuda.is_available()
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    world = int(os.environ.get("WORLD_SIZE", 1))
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
@@ -219,7 +224,7 @@ def rows(given: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
     torch.manual_seed(0)
     contestant = MAKERS[kind](what, SIZES[given.size])
     count = sum(p.numel() for p in contestant.model.parameters())
-    contestant = prepared(contestant, device, given.precision, given.checkpoint, given.compile)
+    contestant = prepared(contestant, device, given.precision, given.checkpoint, given.compile, given.keep)
     matrices = [p for p in contestant.model.parameters() if p.dim() > 1]
     others = [p for p in contestant.model.parameters() if p.dim() <= 1]
     capturable = {"capturable": True} if given.step_graph else {}
@@ -235,7 +240,7 @@ def rows(given: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
         row = {
             "model": name if kind != "export" else "export", "size": given.size, "shape": shape, "gpus": world,
             "precision": given.precision, "checkpoint": given.checkpoint, "compiled": given.compile,
-            "graphs": given.graphs, "step_graph": given.step_graph, "parameters": count,
+            "keep": given.keep, "graphs": given.graphs, "step_graph": given.step_graph, "parameters": count,
             "device": gpu, "torch": torch.__version__,
         }  # fmt: skip
 
@@ -276,7 +281,7 @@ def rows(given: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
             # What graphs hold is reserved, and not counted as allocated.
             graphs = given.graphs or given.step_graph
             row["peak_gib"] = (torch.cuda.max_memory_reserved if graphs else torch.cuda.max_memory_allocated)() / 2**30
-        if given.profile and rank == 0 and world == 1:
+        if given.profile:
             row |= profiled(step, device)
         yield row
     if dist.is_initialized():
@@ -423,6 +428,7 @@ def main() -> None:
     parser.add_argument("--precision", choices=("fsdp", "bf16", "autocast"), default="fsdp")
     parser.add_argument("--checkpoint", action="store_true", help="recompute each block's activations in the backward")
     parser.add_argument("--compile", action="store_true", help="torch.compile each block")
+    parser.add_argument("--keep", action="store_true", help="keep FSDP2's gathered weights until the backward")
     parser.add_argument("--graphs", action="store_true", help="each block of ours as CUDA graphs (not with fsdp)")
     parser.add_argument("--step-graph", action="store_true", help="a whole step as one CUDA graph (not with fsdp)")
     parser.add_argument("--profile", action="store_true", help="print where the device's time goes")

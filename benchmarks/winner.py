@@ -85,12 +85,13 @@ class Lab:
         most = 60_000 if self.given.toy else None
         for file in bundled:
             (text / file.name).write_text(file.read_text(encoding="utf-8")[:most], encoding="utf-8")
-        library = [] if self.given.toy else [*_library(), "--files", "*.[pt][yx]*"]
+        texts = [text / file.name for file in bundled]
+        library = [] if self.given.toy else [*_library(), "--files", "*.py"]
         tokenizer = self.out / "tokenizer"
-        self.run("data", "tokenizer", text, *library, "--out", tokenizer, "--vocab", 512 if self.given.toy else 32000)
+        self.run("data", "tokenizer", *texts, *library, "--out", tokenizer, "--vocab", 512 if self.given.toy else 32000)
         shares = "train=0.9,validation=0.05,test=0.05"
         seconds = self.run(
-            "data", "pack", text, *library, "--out", self.out / "packed", "--tokenizer", tokenizer, "--split", shares,
+            "data", "pack", *texts, *library, "--out", self.out / "packed", "--tokenizer", tokenizer, "--split", shares,
             "--separator", "\n\n",
         )  # fmt: skip
         splits = json.loads((self.out / "packed" / "meta.json").read_text())["splits"]
@@ -106,7 +107,7 @@ class Lab:
         batch = {"sequences": 8, "length": 64} if self.given.toy else {"sequences": 16, "length": 4096}
         recipe = [f"recipe.steps={self.given.steps}", *(f"recipe.batch.{key}={value}" for key, value in batch.items())]
         settings = [each for pair in recipe for each in ("--set", pair)]
-        for folder, chosen in (("winner", ["--best"]), *((name, ["--arm", name]) for name in BASELINES)):
+        for folder, chosen in (("best", ["--best"]), *((name, ["--arm", name]) for name in BASELINES)):
             shutil.rmtree(self.out / folder, ignore_errors=True)
             self.run(
                 "export", name, self.out / folder, *chosen, "--to", "torchtitan", *size, *settings, "--no-weights",
@@ -133,7 +134,7 @@ class Lab:
         """Trains, kills every process, trains on, and compares the losses of the steps that were trained twice."""
         run = self.out / "runs" / "one"
         every = max(2, self.given.steps // 4)
-        command = self.training("winner", "one", 2 if self.given.toy else 1, every=every)
+        command = self.training("best", "one", 2 if self.given.toy else 1, every=every)
         print("$ platform", *command, flush=True)
         child = subprocess.Popen([*PLATFORM, *command], cwd=self.out, env=self.environment())
         began = time.monotonic()
@@ -166,7 +167,7 @@ class Lab:
         if not self.given.toy and torch.cuda.device_count() < 2:
             print("winner.py: one GPU here, no training on two", flush=True)
             return
-        self.run(*self.training("winner", "two", 1 if self.given.toy else 2, every=self.given.steps))
+        self.run(*self.training("best", "two", 1 if self.given.toy else 2, every=self.given.steps))
         one, two = _losses(self.out / "runs" / "one"), _losses(self.out / "runs" / "two")
         both = sorted(set(one) & set(two))
         self.note(

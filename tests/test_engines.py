@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from deltalab.errors import InputError
 from deltalab.export.recipe import of_paper
 from deltalab.export.source import Source
 from deltalab.export.write import export
-from deltalab.models.model import Model, build_model
+from deltalab.models.model import Model, build_model, parameter_groups
 from deltalab.models.spec import ModelSpec
 from deltalab.packed import Packed
 
@@ -35,7 +36,7 @@ STUDY = {
     "task": {"mqar": {"length": 16, "pairs": 2, "vocab_size": 32}},
     "base": {
         "rule": "comba",
-        "model": {"d_model": 16, "layers": 1, "heads": 2},
+        "model": {"d_model": 16, "layers": 1, "heads": 2, "base_width": 4},
         "train": {"steps": 4, "batch_size": 4, "lr": 0.01, "evaluations": 2, "eval_batches": 1},
     },
     "arms": {"wide": {"model": {"conv": 2}}},
@@ -51,9 +52,10 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = "".join(f"line {n}: {'abcdefghij'[n % 10] * (n % 7 + 3)}\n\n" for n in range(600))
     (lab / "text.txt").write_text(words)
     platform(lab, "data", "pack", "text.txt", "--out", "packed", "--separator", "\n\n", "--split", SPLIT)
-    spec = ModelSpec.of({"rule": "comba", "vocab_size": 256, "d_model": 16, "heads": 2, "layers": 1})
+    spec = ModelSpec.of({"rule": "comba", "vocab_size": 256, "d_model": 16, "heads": 2, "layers": 1, "base_width": 4})
     source = Source(spec, None, of_paper(spec), {"study": "s", "arm": "a"}, {}, "bytes")
-    export(source, lab / "model", to="torchtitan", given=["recipe.steps=4", "recipe.batch.sequences=8"])
+    given = ["recipe.steps=4", "recipe.batch.sequences=8", "recipe.optimizer.lr=0.02"]
+    export(source, lab / "model", to="torchtitan", given=given)
     export(source, lab / "plain", given=["recipe.steps=4", "recipe.batch.sequences=8"])
     (lab / "fla").mkdir()
     (lab / "fla/config.json").write_text('{"model_type": "gated_deltanet"}')
@@ -348,6 +350,24 @@ def test_a_ledger_that_is_away_for_a_while_does_not_end_a_training(
     assert "the ledger was not brought up to date: the server is away" in said
 
 
+def test_the_trainer_shards_blocks_without_words_that_transformers_drops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import TrainingArguments
+
+    from deltalab.engines.deltalab_train.with_trainer import _sharded
+
+    def refused(*_: Any) -> None:
+        raise AssertionError("fsdp is given as words")
+
+    monkeypatch.setattr(TrainingArguments, "_apply_legacy_fsdp_to_config", staticmethod(refused))
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **_sharded(2, on_gpu=True))
+    assert args.fsdp_plugin_args["fsdp_version"] == 2
+    assert args.fsdp_plugin_args["transformer_cls_names_to_wrap"] == "Block"
+    assert args.fsdp_plugin_args["reshard_after_forward"] is True
+    assert _sharded(1, on_gpu=True) == _sharded(2, on_gpu=False) == {}
+
+
 def test_progress_names_the_step_of_a_loss_that_is_older_than_the_line() -> None:
     progress = launch._Progress({"steps": 40, "batch": {"sequences": 2, "length": 16}})
 
@@ -370,6 +390,39 @@ def losses(run: Path) -> dict[tuple[int, str], float]:
     text = (run / "metrics.jsonl").read_text() if (run / "metrics.jsonl").exists() else ""
     rows = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
     return {(row["step"], row["split"]): row["value"] for row in rows if row["name"] == "loss"}
+
+
+def as_a_study_trains(lab: Path, run: str, *, shifted: bool = False) -> dict[int, float]:
+    """The losses of the first 3 steps of a run, by a study's own learning rates of every parameter.
+
+    shifted: the last token of a row is no target. The rates of steps are those that the engine says.
+    """
+    about = json.loads((lab / run / "run.json").read_text())
+    recipe = about["recipe"]
+    config = json.loads((Path(about["export"]) / "config.json").read_text())
+    model = build_model({field.name: config[field.name] for field in fields(ModelSpec)}, seed=recipe["seed"])
+    given, length, size = recipe["optimizer"], recipe["batch"]["length"], recipe["batch"]["sequences"]
+    groups = parameter_groups(model, given["weight_decay"], given["lr"])
+    assert len(groups) == 3, "matrices have a rate of their own"
+    optimizer = torch.optim.AdamW(groups, lr=given["lr"], betas=given["betas"], eps=given["eps"])
+    shares = [group["lr"] for group in optimizer.param_groups]
+    lines = map(json.loads, (lab / run / "metrics.jsonl").read_text().splitlines())
+    factors = {line["step"]: line["value"] / given["lr"] for line in lines if line["name"] == "lr"}
+    rows, found = Rows(Packed(lab / "packed").split("train"), length, recipe["seed"]), {}
+    for step in (1, 2, 3):
+        tokens = torch.from_numpy(np.stack([rows[index][0] for index in range((step - 1) * size, step * size)]))
+        inputs = tokens[:, :-1]
+        targets = inputs[:, 1:] if shifted else tokens[:, 1:]
+        logits = model(inputs)[:, : targets.shape[1]]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), recipe["clip"])
+        for group, lr in zip(optimizer.param_groups, shares, strict=True):
+            group["lr"] = lr * factors[step]
+        optimizer.step()
+        optimizer.zero_grad()
+        found[step] = loss.item()
+    return found
 
 
 def train(run: str, engine: str, *more: str) -> list[str]:
@@ -430,6 +483,8 @@ def test_five_commands_take_a_winner_to_an_evaluated_model(tmp_path: Path) -> No
     assert again
     for key in again:
         assert after[key] == pytest.approx(before[key], rel=1e-5), "resumed training has the losses of the unbroken one"
+    for step, loss in as_a_study_trains(lab, "run").items():
+        assert after[step, "train"] == pytest.approx(loss, rel=1e-5), "base_width scales the rates as in the study"
     assert after[12, "train"] < after[1, "train"] < 1.3 * math.log(256)
 
     platform(lab, "export", "run", "hf")
@@ -459,5 +514,7 @@ def test_the_trainer_of_transformers_goes_on_where_it_was_killed(lab: Path) -> N
     assert max(after)[0] == 8
     for step in range(newest + 1, max(before)[0] + 1):
         assert after[step, "train"] == pytest.approx(before[step, "train"], rel=1e-4)
+    for step, loss in as_a_study_trains(lab, "trainer", shifted=True).items():
+        assert after[step, "train"] == pytest.approx(loss, rel=1e-4), "base_width scales the rates as in the study"
     weights = checkpoints.read_checkpoint(checkpoints.complete(lab / "trainer")[-1])
     assert weights["embed.weight"].shape == (256, 16)

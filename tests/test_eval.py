@@ -338,7 +338,9 @@ def test_what_cannot_be_evaluated_is_one_line(
 
     pytest.importorskip("lm_eval")
     refused(folder, "--tasks", "x.yaml", saying="x.yaml: cannot be read: No such file")
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)  # its index takes 20 s of a core
     refused(folder, "--tasks", "arc_esay", saying="unknown task 'arc_esay'; did you mean 'arc_easy'?")
+    refused(folder, "--tasks", "loss,neddle", saying="unknown task 'neddle'; did you mean 'needle'?")
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     refused(folder, "--tasks", "arc_easy", saying="need lm-evaluation-harness: pip install 'deltalab[eval]'")
     with pytest.raises(InputError), opened(tmp_path / "nowhere"):

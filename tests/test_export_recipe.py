@@ -141,13 +141,37 @@ def test_the_recipe_says_what_each_number_comes_from(tmp_path):
     assert scaled["trial"] == {"seed": 3}
 
 
-def test_a_recipe_has_the_rate_of_the_trials_matrices():
-    """A trial with a base_width has another rate for embeddings and vectors, which `origin` names."""
-    recipe = of_trial(TRAIN, length=24, seed=3, key="abc", share=0.25)
-    assert recipe["optimizer"]["lr"] == 1e-3
-    assert recipe["origin"]["lr"]["value"] == 4e-3
-    assert "by base_width" in recipe["origin"]["lr"]["scaled"]
-    assert "value" not in of_trial(TRAIN, length=24, seed=3, key="abc")["origin"]["lr"]
+def test_a_batch_that_is_set_does_not_come_from_the_trial(tmp_path):
+    export(source(), tmp_path / "both", given=["recipe.batch.sequences=4", "recipe.batch.length=12"])
+    origin = recipe_of(tmp_path / "both")["origin"]
+    assert origin["batch"] == {"from": "--set"}
+    assert not {"batch.sequences", "batch.length"} & {*origin}
+    export(source(), tmp_path / "one", given=["recipe.batch.length=12"])
+    origin = recipe_of(tmp_path / "one")["origin"]
+    assert (origin["batch"], origin["batch.length"]) == ({"from": "trial abc"}, {"from": "--set"})
+
+
+def test_the_rate_of_a_model_with_a_base_width_is_meant_for_that_width(tmp_path):
+    """It stays at every width, and `origin` says what the matrices get; without one it falls with the width."""
+    transferred = source(spec(base_width=16))
+
+    def exported(name: str, given: list[str]) -> tuple[float, dict[str, object]]:
+        export(transferred, tmp_path / name, given=given)
+        recipe = recipe_of(tmp_path / name)
+        return recipe["optimizer"]["lr"], recipe["origin"]["lr"]
+
+    assert exported("own", []) == (4e-3, {"from": "trial abc", "matrices": "lr x 0.25: base_width 16 / d_model 64"})
+    lr, origin = exported("wide", ["model.d_model=128"])
+    assert (lr, origin["matrices"]) == (4e-3, "lr x 0.125: base_width 16 / d_model 128")
+    lr, origin = exported("one rate", ["model.base_width=null"])
+    assert (lr, "matrices" in origin, origin["was"]) == (1e-3, False, 4e-3)
+
+
+def test_fla_cannot_train_by_a_base_width(tmp_path):
+    transferred = source(spec(base_width=16))
+    with pytest.raises(InputError, match="--to fla: FLA trains all parameters at one rate, and base_width 16 gives"):
+        export(transferred, tmp_path / "fla", to="fla", weights=False)
+    assert not (tmp_path / "fla").exists()
 
 
 def test_a_folder_exports_again_from_its_own_size(tmp_path):

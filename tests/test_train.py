@@ -4,7 +4,7 @@ import math
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from deltalab.study.run import run_study
 from deltalab.tasks import IGNORE, MQAR, Task
 from deltalab.tasks.batches import TrainingBatches
 from deltalab.training import device
-from deltalab.training.train import RunResult, TrainSpec, TrialResult, train
+from deltalab.training.train import RunResult, TrainSpec, TrialResult, save, train
 from deltalab.training.trainer import LockStep
 
 TASK = deltalab.get_task("mqar", length=16, pairs=2, vocab_size=16)
@@ -182,6 +182,23 @@ def test_it_goes_on_from_the_checkpoint_and_does_not_start_again(tmp_path: Path)
     assert trained == [3, 6, 9, 12]
 
 
+def test_checkpoints_take_no_more_than_a_twentieth_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock in which an evaluation takes 4 s and a save 1 s: one every 20 s, and not every 5."""
+    now, saved = [0.0], []
+
+    def slow(state: object, file: Path) -> None:
+        saved.append(now[0])
+        now[0] += 1
+
+    def evaluated(step: int, so_far: list[RunResult]) -> None:
+        now[0] += 4
+
+    monkeypatch.setattr("deltalab.training.train.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("deltalab.training.train.save", slow)
+    train(TASK, TINY, spec(steps=16, evaluations=16), [1], checkpoint=tmp_path / "trial.pt", watch=evaluated)
+    assert saved == [8, 29, 50]
+
+
 def test_a_diverged_seed_stays_diverged_when_the_training_goes_on(tmp_path: Path) -> None:
     whole = train(TASK, TINY, spec(lr=1e30, clip=0.0), [1, 2], test=True)
     assert all(run.diverged_at is not None for run in whole.runs)
@@ -196,15 +213,35 @@ def test_a_checkpoint_that_is_half_written_is_never_read(tmp_path: Path, monkeyp
     file = tmp_path / "trial.pt"
     save = torch.save
 
-    def torn(state: object, to: Path) -> None:
+    def torn(state: object, to: IO[bytes]) -> None:
         save(state, to)
-        to.write_bytes(to.read_bytes()[:100])
+        to.truncate(100)
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("torch.save", torn)
     with pytest.raises(OSError, match="No space"):
         train(TASK, TINY, SPEC, [1], checkpoint=file, checkpoint_seconds=0)
     assert not file.exists()
+
+
+def test_a_checkpoint_that_is_damaged_is_thrown_away(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "trial.pt"
+    with pytest.raises(KeyboardInterrupt):
+        train(TASK, TINY, SPEC, [1], checkpoint=file, checkpoint_seconds=0, watch=interrupt)
+    file.write_bytes(file.read_bytes()[:1000])
+    assert_same(train(TASK, TINY, SPEC, [1], checkpoint=file).runs[0], train(TASK, TINY, SPEC, [1]).runs[0])
+    assert f"{file} is damaged, so the training starts over" in caplog.text
+
+
+def test_what_a_killed_process_left_of_a_file_goes_with_the_next_save(tmp_path: Path) -> None:
+    for name in ("trial.123.partial", "other.123.partial"):
+        (tmp_path / name).touch()
+    save({"a": torch.ones(2)}, tmp_path / "trial.pt")
+    assert {file.name for file in tmp_path.iterdir()} == {"trial.pt", "other.123.partial"}
+
+
+def interrupt(step: int, runs: list[RunResult]) -> None:
+    raise KeyboardInterrupt
 
 
 def test_seeds_that_are_not_stacked_equal_each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,6 +372,7 @@ def test_the_time_that_an_evaluation_takes_is_not_the_training_s(monkeypatch: py
     assert 0 < trial.seconds < 3
 
 
+@pytest.mark.usefixtures("in_process")
 def test_only_a_study_s_worker_changes_how_the_process_frees_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

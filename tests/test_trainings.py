@@ -177,7 +177,7 @@ def test_a_ledger_of_the_first_revision_is_upgraded_and_keeps_its_rows(tmp_path:
     engine = database.connect(database.address(file), migrating=True)
     with engine.execution_options(writes=True).begin() as connection:
         config = Config(attributes={"connection": connection})
-        config.set_main_option("script_location", database._scripts().dir)
+        config.set_main_option("script_location", str(database.MIGRATIONS))
         command.downgrade(config, "0001")
         assert connection.execute(text("SELECT name FROM sqlite_master WHERE name LIKE 'training%'")).all() == []
     engine.dispose()

@@ -22,6 +22,9 @@ from torch import Tensor
 from deltalab.errors import InputError, unknown
 
 P = ParamSpec("P")
+MOST_WIDTH = 2**16
+"""The most that a gate's rank or slots may be."""
+
 Start: TypeAlias = Callable[[tuple[int, ...], torch.Generator | None], Tensor]
 Value: TypeAlias = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 Per: TypeAlias = Literal[
@@ -125,9 +128,12 @@ class Gate:
             if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
                 raise InputError(f"{where}: {self.kind}.{name} takes a finite number, not {number!r}")
         try:
-            return self.again(**{**dict(self.options), **given})
+            found = self.again(**{**dict(self.options), **given})
         except InputError as error:
             raise InputError(f"{where}: {error}") from None
+        if (width := max(found.rank or 0, found.slots)) > MOST_WIDTH:
+            raise InputError(f"{where}: gate '{self.kind}' is {width:,} wide; a gate is at most {MOST_WIDTH:,} wide")
+        return found
 
 
 def _unpickled(again: Callable[..., Gate], plain: Mapping[str, Any]) -> Gate:

@@ -27,6 +27,8 @@ from deltalab.gates import Gate
 from deltalab.structure import ResidualState, Transition
 
 State: TypeAlias = tuple[Tensor, ...]
+MOST_KNOB = 2**20
+"""The most that a whole number among a rule's knobs may be."""
 """What a rule remembers of a sequence. In the algebra: S [B, H, K, V], R like it where there is a `Fit`, the carry."""
 
 Option: TypeAlias = Transition | Gate | str | float | bool
@@ -410,6 +412,9 @@ def _choose(given: object, options: tuple[Option, ...], *, where: str) -> Option
     if type(options[0]) in (int, float) and type(given) in (int, type(options[0])):
         smallest = min(option for option in options if isinstance(option, int | float))
         what = "whole number" if isinstance(options[0], int) else "number"
+        most = MOST_KNOB if what == "whole number" else math.inf
+        if isinstance(given, int | float) and given > most:
+            raise InputError(f"{where}: is at most {most:,}, not {given:,}")
         if isinstance(given, int | float) and smallest <= given < math.inf:
             return type(options[0])(given)  # type: ignore[call-arg, arg-type]
         raise InputError(f"{where}: takes a {what} of at least {smallest}, not {given}")

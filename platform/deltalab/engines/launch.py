@@ -34,8 +34,8 @@ from deltalab.export.retrain import load_rules, read_recipe
 from deltalab.export.scales import parameters
 from deltalab.models.spec import ModelSpec
 from deltalab.packed import Packed
+from deltalab.reading import read_json, read_yaml
 from deltalab.recipe import KEYS, complete, micro, settings
-from deltalab.study.spec import read_yaml
 
 ENGINES = {"torchtitan": ("torchtitan",), "accelerate": ("accelerate", "transformers")}
 """Engine -> the packages that it needs."""
@@ -218,10 +218,10 @@ def last_error(run: Path) -> str:
 
 def _config(folder: Path) -> dict[str, Any]:
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        config = read_json(folder / "config.json")
+    except (OSError, InputError):
         raise InputError(f"{folder}: not an exported folder: it has no readable config.json") from None
-    if not isinstance(config, dict) or config.get("model_type") != "deltalab":
+    if config.get("model_type") != "deltalab":
         raise InputError(
             f"{folder / 'config.json'}: not a model of deltalab; a checkpoint of FLA becomes such by `platform export "
             f"{folder} DIR --to torchtitan`"

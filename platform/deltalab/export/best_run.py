@@ -4,11 +4,11 @@ The test split chooses nothing.
 """
 
 import hashlib
+import io
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from deltalab.models.spec import ModelSpec
 from deltalab.registry import get_task, rule_plugin
 from deltalab.store import Store, TrialRow
 from deltalab.store.models import Artifact
+from deltalab.study import storage
 from deltalab.study.answer import answer, format_interval
 from deltalab.study.measured import Measured
 from deltalab.study.scales import task_of
@@ -91,7 +92,7 @@ def best_run(store: Store, study_id: int, *, arm: str | None, best: bool, task: 
         model=model,
         weights=partial(_weights, kept[key, seed]) if (key, seed) in kept else None,
         recipe={
-            **of_trial(train, made.length, seed, key, model.width_share),
+            **of_trial(train, made.length, seed, key),
             "trial": _trial(trial, made, model, train, seed),
         },
         provenance={
@@ -140,14 +141,17 @@ def _refuse_changed(trial: TrialRow, model: ModelSpec, provenance: Mapping[str, 
 
 def _weights(artifact: Artifact) -> dict[str, Tensor]:
     """Raises `InputError` for a file that is missing, or is not the one that was recorded."""
-    file = Path(artifact.path)
+    file = artifact.path
     try:
-        digest = hashlib.sha256(file.read_bytes()).hexdigest()
-    except OSError as error:
-        raise InputError(f"{file}: the weights cannot be read: {error.strerror}") from None
-    if digest != artifact.sha256:
+        data = storage.read(file)
+    except InputError:
+        raise
+    except Exception as error:  # each kind of URL has errors of its own
+        says = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise InputError(f"{file}: the weights cannot be read: {says}") from None
+    if hashlib.sha256(data).hexdigest() != artifact.sha256:
         raise InputError(f"{file}: the weights are not those that were recorded")
-    found: dict[str, Tensor] = torch.load(file, weights_only=True, map_location="cpu")
+    found: dict[str, Tensor] = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
     return found
 
 

@@ -1,7 +1,6 @@
 """What a folder holds that can be exported again: an exported model, a checkpoint of `platform train`, a FLA model."""
 
 import importlib
-import json
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ from deltalab.export.recipe import of_paper, of_run
 from deltalab.export.retrain import load_rules, read_recipe
 from deltalab.export.source import Source
 from deltalab.models.spec import ModelSpec
+from deltalab.reading import read_json
 from deltalab.text_tokenizers import FILE as TOKENIZER
 
 CONFIG, RUN, WEIGHTS = "config.json", "run.json", "model.safetensors"
@@ -122,16 +122,11 @@ def _safetensors(folder: Path) -> dict[str, Tensor]:
 
 def _json(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except OSError:
+        return read_json(file)
+    except (FileNotFoundError, NotADirectoryError):
         if not file.parent.is_dir():
             raise InputError(f"{file.parent}: no such folder") from None
         raise InputError(
             f"{file.parent}: neither an exported folder, a run of platform train, one of its checkpoints, nor a model "
             f"of FLA: it has no {file.name}"
         ) from None
-    except ValueError as error:
-        raise InputError(f"{file}: not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise InputError(f"{file}: not a configuration")
-    return found

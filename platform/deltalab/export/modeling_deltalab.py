@@ -14,7 +14,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from deltalab.models.layer import LayerCache, initialize, shard_gates
-from deltalab.models.model import Block, Model
+from deltalab.models.model import Block, Model, parameter_groups
 from deltalab.models.spec import ModelSpec
 from deltalab.ops.packing import Packing
 
@@ -149,6 +149,10 @@ class DeltaLabForCausalLM(PreTrainedModel, GenerationMixin):
         Call it before `accelerator.prepare`; with a `Trainer`, once that is made and before it trains.
         """
         shard_gates(self)
+
+    def parameter_groups(self, weight_decay: float, lr: float) -> list[dict[str, Any]]:
+        """The groups of an optimizer with the rates and decays of a study; see `models.model.parameter_groups`."""
+        return parameter_groups(self.model, weight_decay, lr)
 
     @torch.no_grad()
     def initialize_weights(self) -> None:

@@ -15,20 +15,13 @@ from deltalab.training.spec import TrainSpec
 FILE = "recipe.yaml"
 
 
-def of_trial(train: TrainSpec, length: int, seed: int, key: str, share: float = 1.0) -> dict[str, Any]:
-    """The recipe that trains as a trial did. length: of its sequences. key: of the trial, which `origin` names.
-
-    share: `width_share` of its model. A recipe has one learning rate for all parameters: that of the trial's matrices.
-    """
+def of_trial(train: TrainSpec, length: int, seed: int, key: str) -> dict[str, Any]:
+    """The recipe that trains as a trial did. length: of its sequences. key: of the trial, which `origin` names."""
     origin = {"from": f"trial {key}"}
-    matrices = {
-        "value": train.lr,
-        "scaled": f"lr x {share:g}, by base_width: that of the trial's matrices; its embeddings and vectors had lr",
-    }
     return {
         "optimizer": {
             "name": "adamw",
-            "lr": train.lr * share,
+            "lr": train.lr,
             "betas": list(train.betas),
             "eps": EPS,
             "weight_decay": train.weight_decay,
@@ -39,10 +32,7 @@ def of_trial(train: TrainSpec, length: int, seed: int, key: str, share: float = 
         "steps": train.steps,
         "precision": "fp32" if train.precision == "fp32" else "bf16",
         "seed": seed,
-        "origin": {
-            "lr": {**origin, **(matrices if share != 1 else {})},
-            **{name: dict(origin) for name in ("weight_decay", "warmup_steps", "clip", "batch", "steps")},
-        },
+        "origin": {name: dict(origin) for name in ("lr", "weight_decay", "warmup_steps", "clip", "batch", "steps")},
     }
 
 
@@ -89,9 +79,9 @@ def rescaled(
     asks for, which nothing overrides.
 
     The learning rate of another width is lr x (width before / width after), as the best rate of AdamW for a matrix
-    falls with its width (Yang et al. 2022, arXiv:2203.03466). `ModelSpec.base_width` follows the same rule for
-    matrices. It leaves the rate of embeddings and vectors, whose best rate does not fall; a recipe has one rate for
-    all. No run at the new width measured it. The warm-up keeps its share of the steps.
+    falls with its width (Yang et al. 2022, arXiv:2203.03466). No run at the new width measured it. A model with a
+    `base_width` keeps its rate, which is meant for this width: training follows the same rule for the matrices, and
+    leaves the rate of embeddings and vectors, whose best rate does not fall. The warm-up keeps its share of the steps.
 
     Raises `InputError` for keys and values that no recipe has.
     """
@@ -99,12 +89,13 @@ def rescaled(
     if scale is not None:
         found, said = _of_scale(scale, own)
         asked, origin = {**found, **asked}, {**origin, **said}
-    if after.d_model != before.d_model and "optimizer.lr" not in given:
-        asked["optimizer.lr"] = own["optimizer.lr"] * before.d_model / after.d_model
+    old, width = (model.base_width or model.d_model for model in (before, after))
+    if old != width and "optimizer.lr" not in given:
+        asked["optimizer.lr"] = own["optimizer.lr"] * old / width
         origin["lr"] = {
             "from": origin.get("lr", {}).get("from", "the source's recipe"),
             "was": own["optimizer.lr"],
-            "scaled": f"lr x ({before.d_model} / {after.d_model}), by width; a rule of thumb, not measured here",
+            "scaled": f"lr x ({old} / {width}), by width; a rule of thumb, not measured here",
         }
     new = changed(recipe, asked, prefix="recipe.")
     if whole(new)["steps"] != own["steps"] and "schedule.warmup_steps" not in given:
@@ -113,7 +104,14 @@ def rescaled(
             "was": own["schedule.warmup_steps"],
             "scaled": f"{own['schedule.warmup_steps'] / own['steps']:.3g} of the steps",
         }
-    return {**new, "origin": {**origin, **{_name(key): {"from": "--set"} for key in given}}}
+    origin |= {_name(key): {"from": "--set"} for key in given}
+    both = "batch.sequences", "batch.length"
+    if all(key in given for key in both):
+        origin = {**{name: said for name, said in origin.items() if name not in both}, "batch": {"from": "--set"}}
+    lr = {key: value for key, value in origin.get("lr", {}).items() if key != "matrices"}
+    if after.width_share != 1:
+        lr["matrices"] = f"lr x {after.width_share:g}: base_width {after.base_width} / d_model {after.d_model}"
+    return {**new, "origin": {**origin, **({"lr": lr} if lr else {})}}
 
 
 def changed(recipe: Mapping[str, Any], given: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:

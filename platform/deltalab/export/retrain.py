@@ -5,11 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from deltalab.errors import InputError
 from deltalab.export.hf import RULES, rule_hashes
 from deltalab.models.spec import ModelSpec
+from deltalab.reading import read_text, read_yaml
 from deltalab.registry import add_plugin, get_task, list_rules, rule_plugin
 from deltalab.training.spec import TrainSpec
 from deltalab.training.trainer import LockStep
@@ -55,12 +54,10 @@ def trial_of(folder: Path) -> Mapping[str, Any]:
 def read_recipe(folder: Path) -> Mapping[str, Any]:
     """A folder's recipe. Raises `InputError` for a folder that has none."""
     try:
-        found = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
-    except OSError:
+        found = read_yaml(read_text(folder / "recipe.yaml"), where=str(folder / "recipe.yaml"))
+    except FileNotFoundError:
         why = "not an exported folder: it has no recipe.yaml" if folder.is_dir() else "no such folder"
         raise InputError(f"{folder}: {why}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"{folder / 'recipe.yaml'}: not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(found, Mapping) or "optimizer" not in found:
         raise InputError(f"{folder / 'recipe.yaml'}: not a recipe: it has no optimizer")
     return found

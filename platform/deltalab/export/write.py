@@ -13,8 +13,8 @@ from deltalab.export.hf import export_hf, write_folder
 from deltalab.export.scales import PADDED, at_scale, find, parameters
 from deltalab.export.source import Source, model_fields
 from deltalab.models.spec import ModelSpec
+from deltalab.reading import read_yaml
 from deltalab.registry import get_rule
-from deltalab.study.spec import read_yaml
 from deltalab.text_tokenizers import load_tokenizer, tokenizer_files
 
 FORMATS = ("hf", "torchtitan", "fla")
@@ -49,7 +49,8 @@ def export(
     A model that is resized, or whose rule is changed, is untrained: the source's weights and scores are not its own.
 
     Raises `InputError` for formats, scales and settings that do not exist, for weights that are asked for and do not
-    fit, for a tokenizer with more tokens than the model, and as `export_hf` does.
+    fit, for a tokenizer with more tokens than the model, for an untrained model that FLA cannot train as `base_width`
+    asks, and as `export_hf` does.
     """
     if to not in FORMATS:
         raise unknown("format", to, FORMATS, where="--to")
@@ -86,8 +87,15 @@ def export(
         **({"scale": scale} if scale else {}),
         "weights": "initial" if kept is None else "trained",
     }
+    if to == "fla" and kept is None and model.width_share != 1:
+        raise InputError(
+            f"--to fla: FLA trains all parameters at one rate, and base_width {model.base_width} gives matrices "
+            f"{model.width_share:g} of it: take --to torchtitan, or --set model.base_width=null"
+        )
+    # FLA's configuration has no base_width: the recipe has the rate of the matrices.
+    trained = replace(model, base_width=None) if to == "fla" else model
     recipe = {
-        **recipes.rescaled(source.recipe, source.model, model, scale, settings["recipe"]),
+        **recipes.rescaled(source.recipe, source.model, trained, scale, settings["recipe"]),
         "model": model_fields(model),
         "tokenizer": None if loaded is None else {k: v for k, v in loaded[1].items() if k != "special"},
         "provenance": provenance,

@@ -48,6 +48,25 @@ LATER = {"since": "0.2"}
 
 Layer: TypeAlias = str | Mapping[str, Any]
 
+MOST = {
+    "vocab_size": 2**24,
+    "d_model": 2**16,
+    "layers": 1000,
+    "heads": 2**12,
+    "key_dim": 2**16,
+    "conv": 2**10,
+    "qk_heads": 2**12,
+    "kv_heads": 2**12,
+    "gate_rank": 2**16,
+    "mlp_width": 2**20,
+    "base_width": 2**16,
+    "window": 2**31 - 1,
+    "chunk_size": 2**16,
+}
+"""The most that a whole number of a model may be; of `layers`, also the most blocks. No published model comes near."""
+MOST_EXPANDED = 256
+"""The most that `expand_v` may be."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
@@ -138,8 +157,14 @@ class ModelSpec:
         for name in ("qk_norm", "token_shift", "low_rank_bias", "mlp", "tie_embeddings"):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"model.{name} must be true or false, not {getattr(self, name)!r}")
-        if isinstance(self.expand_v, bool) or not isinstance(self.expand_v, int | float) or not 0 < self.expand_v < 1e6:
-            raise InputError(f"model.expand_v must be a positive number, not {self.expand_v!r}")
+        if (
+            isinstance(self.expand_v, bool)
+            or not isinstance(self.expand_v, int | float)
+            or not 0 < self.expand_v <= MOST_EXPANDED
+        ):
+            raise InputError(
+                f"model.expand_v must be a number above 0, and at most {MOST_EXPANDED}, not {self.expand_v!r}"
+            )
         object.__setattr__(self, "expand_v", float(self.expand_v))  # 2 and 2.0 are one model with one identity
         self._check_heads()
         self._check_rope()
@@ -372,8 +397,16 @@ def _repeated(given: object, where: str) -> list[object]:
         if "pattern" not in one:
             raise InputError(f"{where}: {{repeat: n}} needs pattern: [layer, ...]")
         _whole("layers repeat", one.get("repeat", 1), least=1)
-        found += one.get("repeat", 1) * _repeated(one["pattern"], f"{where} pattern")
+        pattern = _repeated(one["pattern"], f"{where} pattern")
+        _few_blocks(len(found) + one.get("repeat", 1) * len(pattern))
+        found += one.get("repeat", 1) * pattern
+    _few_blocks(len(found))
     return found
+
+
+def _few_blocks(count: int) -> None:
+    if count > MOST["layers"]:
+        raise InputError(f"model.layers lists {count:,} blocks; a model has at most {MOST['layers']:,}")
 
 
 def _entry(given: object, own: str) -> Layer:
@@ -406,3 +439,5 @@ def _entry(given: object, own: str) -> Layer:
 def _whole(name: str, value: object, *, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise InputError(f"model.{name} must be a whole number of at least {least}, not {value!r}")
+    if value > (most := MOST.get(name, MOST["layers"])):
+        raise InputError(f"model.{name} must be at most {most:,}, not {value:,}")

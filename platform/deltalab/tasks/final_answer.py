@@ -24,7 +24,8 @@ class OneAnswer(Task):
     The total length counts the answer, which is no input: it is the target at the last token. So `length` is
     `length_range[1] - 1`, and shorter sequences are padded on the right.
 
-    Metric: scaled accuracy, (accuracy - r) / (1 - r) with r = 1 / `answers`, of which `chance` is 0.
+    Metric: scaled accuracy, (accuracy - r) / (1 - r) with r = 1 / `answers`. `chance` is 0, unless a subclass says
+    otherwise: answers are equally frequent.
 
     A subclass provides `answers`, `padding`, `least` and `sequences`. Raises `InputError` for a range that is empty or
     begins below 3, for a `length_range` that ends below `least`, and for a `test_range` that begins below it.

@@ -28,7 +28,8 @@ class ModArithmetic(OneAnswer):
     (Deletang et al. 2022, arXiv:2207.02098).
 
     Lengths, evaluation and metric are those of `OneAnswer`. Grazzi et al. 2024 (arXiv:2411.12537, Section 5.1) train on
-    lengths U[3, 40] and test on 8,192 sequences of lengths U[40, 256].
+    lengths U[3, 40] and test on 8,192 sequences of lengths U[40, 256]. Products make 0 the most frequent value with
+    `brackets`: `chance` is then the metric of always answering 0 at the lengths of `test_range`.
 
     A checksum of its digits decides whether an expression of 4 digits or more (n >= 9, with brackets n >= 21) belongs
     to training, validation or test (`share_out`).
@@ -55,6 +56,15 @@ class ModArithmetic(OneAnswer):
         # A bracketed expression of d digits has at most 4 tokens per digit and 3 per operator, of which it has d - 1.
         digits = shared_from(MODULUS)
         return 7 * (digits - 1) if self.brackets else 2 * digits + 1
+
+    @property
+    def chance(self) -> float:
+        if not self.brackets:
+            return 0.0
+        totals = self.totals(*self.test_range)
+        zeros = _zeros(totals[-1])
+        accuracy = sum(zeros[total - 2] for total in totals) / len(totals)
+        return (accuracy - 1 / MODULUS) / (1 - 1 / MODULUS)
 
     def totals(self, low: int, high: int) -> range:
         return range(low, high + 1) if self.brackets else range(low | 1, high + 1, 2)
@@ -122,6 +132,22 @@ class ModArithmetic(OneAnswer):
             inner = torch.where(joins, joined, torch.where(size == 2, -x, x))
             value = torch.where(leaf, digit, inner % MODULUS)
         return tokens, value[:, 0]
+
+
+@cache
+def _zeros(longest: int) -> list[float]:
+    """The share of bracketed expressions whose value is 0, by length up to `longest`.
+
+    The other values are equally frequent, so that x + y and x - y are 0 with p_x p_y + (1 - p_x) (1 - p_y) / 4, and
+    x y with 1 - (1 - p_x) (1 - p_y).
+    """
+    found = [1 / MODULUS] * 5
+    for length in range(5, longest + 1):
+        parts = [(found[a], found[length - 3 - a]) for a in range(1, length - 3)]
+        both = sum(x * y for x, y in parts) / len(parts)
+        neither = sum((1 - x) * (1 - y) for x, y in parts) / len(parts)
+        found.append(2 / 3 * (both + neither / (MODULUS - 1)) + 1 / 3 * (1 - neither))
+    return found
 
 
 @cache

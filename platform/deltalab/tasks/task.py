@@ -21,6 +21,13 @@ IGNORE = -100
 
 SPLITS = ("train", "validation", "test")
 
+MOST = 2**31 - 1
+"""The most that a whole number among a task's parameters may be, without its sign."""
+MOST_LENGTH = 2**20
+"""The most tokens of a sequence, in training and in evaluation."""
+MOST_VOCABULARY = 2**24
+"""The most tokens that a task may tell apart."""
+
 _IN_WORDS: dict[type, str] = {
     bool: "true or false", int: "an integer", float: "a finite number", str: "text", NoneType: "null",
 }  # fmt: skip
@@ -117,6 +124,10 @@ class Task(ABC):
             value = float(value) if float in kinds and type(value) is int else _frozen(value)
             object.__setattr__(self, parameter.name, value)
             self.require(_fits(value, kind), parameter.name, f"must be {_in_words(kind)}")
+            self.require(_small(value), parameter.name, f"must be between -{MOST:,} and {MOST:,}")
+            if parameter.name in ("length", "vocab_size"):
+                most = MOST_LENGTH if parameter.name == "length" else MOST_VOCABULARY
+                self.require(not isinstance(value, int) or value <= most, parameter.name, f"must be at most {most:,}")
 
     def require(self, right: bool, parameter: str, rule: str) -> None:
         """Raises `InputError` naming the task, the parameter, the rule that it breaks and its value."""
@@ -174,6 +185,11 @@ class Task(ABC):
 
 def _frozen(value: object) -> object:
     return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
+
+
+def _small(value: object) -> bool:
+    """Whether no whole number in it is larger than `MOST`."""
+    return all(map(_small, value)) if isinstance(value, tuple) else not isinstance(value, int) or abs(value) <= MOST
 
 
 def _fits(value: object, kind: Any) -> bool:

@@ -1,9 +1,11 @@
 """The device that a training runs on: which one, its name, its clock, and its memory."""
 
+import contextlib
 import ctypes
 import os
 import time
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +27,19 @@ def hardware(device: torch.device) -> dict[str, str]:
         return {"device": f"CPU, {torch.get_num_threads()} thread(s)", **machine}
     found = torch.cuda.get_device_properties(device)
     return {"device": found.name, "gpu": f"GPU-{found.uuid}", **machine}
+
+
+def named(device: torch.device) -> str:
+    """A device's name and its machine's, for people; the first digits of a GPU's UUID tell it from its like."""
+    on = f"on {os.uname().nodename}"
+    if device.type == "cuda":
+        found = torch.cuda.get_device_properties(device)
+        return f"{found.name} {str(found.uuid)[:8]} {on}"
+    with contextlib.suppress(OSError):  # Linux has this file
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return f"{line.partition(':')[2].strip()} {on}"
+    return f"CPU {on}"
 
 
 def moment(device: torch.device) -> float | torch.cuda.Event:

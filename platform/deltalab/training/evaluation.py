@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from deltalab.models.model import Model
 from deltalab.tasks import IGNORE, Batch, Task
+from deltalab.training.beat import Beat, unheard
 from deltalab.training.stack import Stack
 
 EVALUATION_SEED = 0
@@ -29,10 +30,22 @@ class Evaluation:
 
     Also measures `output_rms`, the largest root mean square of a layer's output before its norm, which is large in an
     unstable rule.
+
+    beat: called before each batch.
     """
 
-    def __init__(self, task: Task, batch_size: int, batches: int, device: torch.device, *, bf16: bool) -> None:
+    def __init__(
+        self,
+        task: Task,
+        batch_size: int,
+        batches: int,
+        device: torch.device,
+        *,
+        bf16: bool,
+        beat: Beat = unheard,
+    ) -> None:
         self.task, self.batch_size, self.batches, self.device, self.bf16 = task, batch_size, batches, device, bf16
+        self.beat = beat
         self._drawn: dict[tuple[str, str, int], tuple[Batch, Tensor]] = {}
 
     @torch.no_grad()
@@ -45,6 +58,7 @@ class Evaluation:
             ends = [f"@{label}" if label else "", *([] if "" in evaluations else [""])]
             rows, batches = self.task.evaluated(task, split, self.batch_size, self.batches)
             for i in range(batches):
+                self.beat("evaluation")
                 for number, measured in enumerate(self._on_batch(stack, split, label, task, i, rows)):
                     for name, pair in measured.items():
                         named.append((number, [name + end for end in ends]))

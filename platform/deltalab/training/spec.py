@@ -8,11 +8,17 @@ from deltalab.errors import InputError, unknown
 from deltalab.gates import Gate
 from deltalab.models.spec import ModelSpec
 
+MOST = {"steps": 10**9, "batch_size": 2**20, "evaluations": 10**5, "eval_batches": 10**6}
+"""The most that a whole number of a training may be."""
+MOST_RATE = 1e38
+"""The most that lr, weight_decay and clip may be."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSpec:
     """How to train, as data: AdamW, linear warm-up, cosine decay to 0, clipping of the gradient's norm.
 
+    steps: batches to train on. batch_size: sequences of a batch. lr: the largest learning rate. weight_decay: AdamW's.
     warmup: share of the steps. clip: largest norm of the gradient, 0 for none. betas: AdamW's.
     evaluations: how often the validation split is measured, evenly spaced, the last time at the end.
     eval_batches: batches of `batch_size` in the fixed validation split, and again in the test split.
@@ -41,11 +47,12 @@ class TrainSpec:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise InputError(f"train.{name} must be a whole number of at least 1, not {value!r}")
-        for name, high in (("lr", math.inf), ("weight_decay", math.inf), ("warmup", 1), ("clip", math.inf)):
+            if value > MOST[name]:
+                raise InputError(f"train.{name} must be at most {MOST[name]:,}, not {value:,}")
+        for name, high in (("lr", MOST_RATE), ("weight_decay", MOST_RATE), ("warmup", 1), ("clip", MOST_RATE)):
             value = getattr(self, name)
             if not _is_number(value) or not 0 <= value <= high:
-                bounds = f"from 0 to {high}" if math.isfinite(high) else "of at least 0"
-                raise InputError(f"train.{name} must be a finite number {bounds}, not {value!r}")
+                raise InputError(f"train.{name} must be a finite number from 0 to {high:g}, not {value!r}")
             # Equal values are one trial: 1 and 1.0.
             object.__setattr__(self, name, float(value))
         betas = self.betas

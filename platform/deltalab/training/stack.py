@@ -15,6 +15,7 @@ from deltalab.ops.backends import automatic
 from deltalab.ops.loss import labelled, linear_cross_entropy
 from deltalab.tasks import IGNORE
 from deltalab.tasks.batches import SentBatches, TrainingBatches
+from deltalab.training.beat import STEP, Beat, unheard
 from deltalab.training.optimizer import Adam, AdamW, Layout, Moments
 
 BLOCK = 64
@@ -35,7 +36,7 @@ class Stack:
 
     `advance` takes them from step to step; `optimizer.bad` and `optimizer.loss` say how each went. Steps run without
     reading anything back from the device, on a GPU as one CUDA graph. `eager` says why there is no graph where it could
-    not be captured.
+    not be captured. beat: see `training.beat`.
     """
 
     def __init__(
@@ -48,9 +49,10 @@ class Stack:
         *,
         bf16: bool,
         pool: Any = None,
+        beat: Beat = unheard,
     ) -> None:
         self.model, self.layout, self.batches, self.state = model, layout, batches, state
-        self.bf16, self.pool = bf16, pool
+        self.bf16, self.pool, self.beat = bf16, pool, beat
         self.device = state.weights.device
         self.optimizer = AdamW(runs, layout, self.device, BLOCK)
         self.overfull = torch.zeros((), dtype=torch.bool, device=self.device)
@@ -69,10 +71,13 @@ class Stack:
             rates = self.optimizer.rates_of(first, last)
             self.batches.load(first, last)
             self.optimizer.load(first, rates)
-            self._run(last - first)
+            self._run(first, last)
 
-    def _run(self, count: int) -> None:
-        for _ in range(count):
+    def _run(self, first: int, last: int) -> None:
+        for step in range(first, last):
+            # A GPU's steps are launched ahead of time: it is known to have done those before a block's copies alone.
+            if step == first or self.device.type == "cpu":
+                self.beat(STEP if self._warm >= WARM_UP else "first steps", step)
             if self.graph is None and self._warm >= WARM_UP and self.eager is None and self.device.type == "cuda":
                 self._capture()
             if self.graph is not None:

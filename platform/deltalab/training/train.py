@@ -4,19 +4,23 @@ The seeds of a trial advance together: a watcher sees all of them at every evalu
 identity.
 """
 
+import errno
 import gc
 import logging
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 
 from deltalab.models.spec import ModelSpec
 from deltalab.tasks import Task
+from deltalab.training.beat import Beat, unheard
 from deltalab.training.device import hardware
 from deltalab.training.evaluation import Metric
 from deltalab.training.spec import TrainSpec, stackable
@@ -37,6 +41,9 @@ __all__ = [
 
 NUMERICS = 3
 """Raise it with every change to the numbers that a trial computes: trials recorded under another one run again."""
+
+CHECKPOINT_SECONDS = 5.0
+"""The least time between two checkpoints: what a kill may cost, beside the way to the next evaluation."""
 
 _log = logging.getLogger("deltalab")
 
@@ -60,7 +67,7 @@ def train(
     *,
     test: bool = False,
     checkpoint: Path | None = None,
-    checkpoint_seconds: float = 60.0,
+    checkpoint_seconds: float | None = None,
     watch: Callable[[int, list[RunResult]], bool | None] | None = None,
 ) -> TrialResult:
     """Trains all seeds of one configuration: `train_together` with one member."""
@@ -87,18 +94,21 @@ def train_together(
     *,
     test: bool = False,
     checkpoint: Path | None = None,
-    checkpoint_seconds: float = 60.0,
+    checkpoint_seconds: float | None = None,
     watch: Callable[[int, int, list[RunResult]], bool | None] | None = None,
+    beat: Beat = unheard,
 ) -> list[TrialResult]:
     """Trains all seeds of several configurations, the members; each gets the results that it gets alone.
 
     members: pairwise `stackable`.
 
     test: measure the test split at the end; tuning never does.
-    checkpoint: a file to continue from, and to save to at most every `checkpoint_seconds`; removed at the end.
+    checkpoint: a file to continue from, and to save to after evaluations; removed at the end.
         On a CPU a continued training is bit-equal to an uninterrupted one.
+    checkpoint_seconds: the least time between two saves; None: `CHECKPOINT_SECONDS`, or 20 times what the last took.
     watch: called after each evaluation with a member's number, the step and the member's runs so far. The member ends
         where it returns True; an exception that it raises ends the training.
+    beat: called before each step, so that a supervisor sees a training that hangs.
     Returns the results in the members' order. Raises `InputError` for members that cannot train together.
     """
     if not members:
@@ -116,7 +126,7 @@ def train_together(
 
     while True:
         try:
-            trial = LockStep(task, members, seeds, most=most)
+            trial = LockStep(task, members, seeds, most=most, beat=beat)
             return _trained(trial, test, checkpoint, checkpoint_seconds, watched)
         except Unstackable as error:
             name = members[0][0].make_rule().name
@@ -143,13 +153,13 @@ def _trained(
     trial: LockStep,
     test: bool,
     checkpoint: Path | None,
-    checkpoint_seconds: float,
+    checkpoint_seconds: float | None,
     watch: Callable[[int, int, list[RunResult]], bool],
 ) -> list[TrialResult]:
     if checkpoint is not None and checkpoint.exists():
-        trial.load_state_dict(torch.load(checkpoint, map_location=trial.device, weights_only=True))
+        _resume(trial, checkpoint)
     members = range(len(trial.specs))
-    saved = time.monotonic()
+    saved, pause = time.monotonic(), CHECKPOINT_SECONDS if checkpoint_seconds is None else checkpoint_seconds
     for step in trial.spec.evaluated_at():
         if step <= trial.step:
             continue
@@ -157,9 +167,11 @@ def _trained(
         if not going:
             break
         trial.advance(step, "validation")
-        if checkpoint is not None and time.monotonic() - saved >= checkpoint_seconds:
-            _save(trial.state_dict(), checkpoint)
+        if checkpoint is not None and (now := time.monotonic()) - saved >= pause:
+            save(trial.state_dict(), checkpoint)
             saved = time.monotonic()
+            if checkpoint_seconds is None:
+                pause = max(CHECKPOINT_SECONDS, 20 * (saved - now))
         for i in going:
             if watch(i, step, trial.results(i)):
                 trial.end(i)
@@ -184,9 +196,70 @@ def _trained(
     ]
 
 
-def _save(state: dict[str, Any], file: Path) -> None:
-    """Writes a checkpoint atomically: a kill while writing leaves the previous one."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(".partial")
-    torch.save(state, partial)
-    partial.replace(file)
+class DiskError(OSError):
+    """Weights or a checkpoint could not be read or written."""
+
+
+def save(state: Mapping[str, Any], file: Path) -> None:
+    """Writes tensors to a file atomically: a kill while writing leaves the previous file. Raises `DiskError`.
+
+    A process that writes the same file at the same time fails: it has been replaced, as this one is the later one.
+    """
+    partial = file.with_suffix(f".{uuid4().hex}.partial")
+    with disk():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with partial.open("wb") as opened:  # torch reports a full disk as such only for a file that Python writes
+                torch.save(state, opened)
+            partial.replace(file)
+        finally:
+            forget_partial(file)
+
+
+def forget_partial(file: Path) -> None:
+    """Removes what processes that were killed have left of `save`."""
+    for left in file.parent.glob(f"{file.stem}.*.partial"):
+        left.unlink(missing_ok=True)
+
+
+@contextmanager
+def disk() -> Iterator[None]:
+    """Turns an error of the disk, or one raised because of it, into `DiskError`."""
+    try:
+        yield
+    except Exception as error:
+        for cause in _causes(error):
+            if isinstance(cause, OSError):
+                raise DiskError(str(cause)) from error
+        raise
+
+
+def is_of_disk(error: BaseException) -> bool:
+    """Whether weights or a checkpoint could not be read or written, or a disk or quota is full."""
+    full = errno.ENOSPC, errno.EDQUOT
+    return any(
+        isinstance(cause, DiskError) or (isinstance(cause, OSError) and cause.errno in full) for cause in _causes(error)
+    )
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """An error, what it was raised because of, and so on."""
+    seen: BaseException | None = error
+    while seen is not None:
+        yield seen
+        seen = seen.__cause__ or seen.__context__
+
+
+def _resume(trial: LockStep, checkpoint: Path) -> None:
+    """Goes on from a checkpoint; from the start, and says so, where the file is damaged, as after a power cut."""
+    try:
+        with disk():
+            saved = torch.load(checkpoint, map_location=trial.device, weights_only=True)
+    except (DiskError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        said = (str(error).splitlines() or [type(error).__name__])[0]
+        _log.warning("%s is damaged, so the training starts over: %s", checkpoint, said)
+        checkpoint.unlink()
+        return
+    trial.load_state_dict(saved)

@@ -14,6 +14,7 @@ from deltalab.models.model import build_model
 from deltalab.models.spec import ModelSpec
 from deltalab.tasks import Task
 from deltalab.tasks.batches import SentBatches, TrainingBatches
+from deltalab.training.beat import Beat, unheard
 from deltalab.training.device import chosen, moment, seconds_between
 from deltalab.training.evaluation import Evaluation, Metric, Sums, costs, means
 from deltalab.training.optimizer import Adam, Layout, Moments
@@ -80,7 +81,7 @@ class LockStep:
     `advance(step, split)` trains every run up to a step and evaluates it; `measure(split)` evaluates alone. A run that
     diverges stops and keeps the step in `diverged_at`; `end(member)` stops the runs of a member.
 
-    most: the most runs in a stack; `most_stacked` where None.
+    most: the most runs in a stack; `most_stacked` where None. beat: called before each step and batch of an evaluation.
     Raises `InputError` for members that are not `stackable` or do not fit the task, and for equal seeds.
     """
 
@@ -91,6 +92,7 @@ class LockStep:
         seeds: Sequence[int],
         *,
         most: int | None = None,
+        beat: Beat = unheard,
     ) -> None:
         model, spec = members[0]
         if not seeds or len(set(seeds)) != len(seeds):
@@ -106,6 +108,7 @@ class LockStep:
         self.task, self.spec, self.specs = task, spec, [spec for _, spec in members]
         self.device = torch.device(chosen(spec.device))
         self.bf16 = spec.precision == "bf16" or (spec.precision == "auto" and self.device.type == "cuda")
+        self.beat = beat
         self.step = 0
         self.seconds = 0.0
         self.trained = 0
@@ -123,7 +126,7 @@ class LockStep:
             for seed, start in zip(seeds, starts[models.index(one)], strict=True)
         ]
         self._rates = [list(map(spec.learning_rate, range(spec.steps))) for spec in self.specs]
-        self._evaluation = Evaluation(task, spec.batch_size, spec.eval_batches, self.device, bf16=self.bf16)
+        self._evaluation = Evaluation(task, spec.batch_size, spec.eval_batches, self.device, bf16=self.bf16, beat=beat)
         self.stacks: list[tuple[list[_Run], Stack]] = []
         self._graphs = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         self._stack()
@@ -162,6 +165,7 @@ class LockStep:
             ],
             bf16=self.bf16,
             pool=self._graphs,
+            beat=self.beat,
         )
 
     def advance(self, until: int, split: str | None = None) -> None:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torchtitan.components.metrics import BaseLogger
 
 from deltalab.models.layer import shard_gates
-from deltalab.models.model import Model, head_loss
+from deltalab.models.model import Model, head_loss, parameter_groups
 from deltalab.models.start import initialize
 from deltalab.packed import Packed
 from deltalab.recipe import micro
@@ -24,6 +24,10 @@ from .batches import IGNORE, Batches, Rows, held_out
 
 RECIPE = folder.recipe()
 HELD = lock.share(Path(os.environ["DELTALAB_RUN"]))
+
+KEPT_BYTES = 4 * 2**30
+"""Gathered weights of at most so many bytes stay on each GPU from the forward to the backward. Gathering them again
+costs the host more time than the GPUs: a step of 394M parameters on two H200 takes 215 ms with it and 187 without."""
 
 
 def run_folder() -> Path:
@@ -98,6 +102,8 @@ def parallelize(
         options["offload_policy"] = CPUOffloadPolicy()
     shard_gates(module, **options)
     options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtypes[0], reduce_dtype=dtypes[1])
+    gathered = parameters_and_flops(module)[0] * dtypes[0].itemsize
+    options["reshard_after_forward"] = gathered > KEPT_BYTES
     for block in module.model.blocks:
         fully_shard(block, **options)
     fully_shard(module, **options)
@@ -120,9 +126,19 @@ class SameNames:
         return hf_state_dict
 
 
-def free_names(model: nn.Module) -> list[str]:
-    """The parameters without weight decay: norms, and what gates learn per head."""
-    return [name for name, parameter in model.named_parameters() if parameter.dim() <= 1]
+def groups(module: Pretraining) -> list[tuple[list[str], dict[str, float]]]:
+    """Names of parameters, and their lr and weight_decay, as a study trains them. The last group has the recipe's lr,
+    which torchtitan's metrics then show."""
+    given, names = RECIPE["optimizer"], {id(parameter): name for name, parameter in module.named_parameters()}
+    found = parameter_groups(module.model, given["weight_decay"], given["lr"])
+    return [
+        (
+            [names[id(parameter)] for parameter in group["params"]],
+            {"lr": group.get("lr", given["lr"]), "weight_decay": group["weight_decay"]},
+        )
+        for group in found
+        if group["params"]
+    ]
 
 
 class Loader:
@@ -188,7 +204,7 @@ NAMES = {
     "lr": ("train", "lr", 1.0),
     "throughput(tps)": ("train", "tokens_per_second", 1.0),
     "mfu(%)": ("train", "mfu", 0.01),
-    "memory/max_active(GiB)": ("train", "memory_gib", 1.0),
+    "memory/max_reserved(GiB)": ("train", "memory_gib", 1.0),  # what CUDA graphs hold is not active
     "validation_metrics/loss": ("validation", "loss", 1.0),
 }
 """torchtitan's name -> split, name and factor."""

@@ -83,14 +83,12 @@ def _parallelize(model: Pretraining, parallel_dims: Any, job_config: Any) -> tit
 
 
 class _Grouped(OptimizersContainer):  # type: ignore[misc]
-    """AdamW whose weight decay spares norms and what gates learn per head."""
+    """AdamW with a study's rates and weight decays; the first group has the recipe's rate, which metrics show."""
 
-    def __init__(self, model_parts: list[torch.nn.Module], optimizer_config: Any) -> None:
-        free = set(titan.free_names(model_parts[0]))
-        named = list(model_parts[0].named_parameters())
+    def __init__(self, model_parts: list[Pretraining], optimizer_config: Any) -> None:
+        named = dict(model_parts[0].named_parameters())
         groups = [
-            {"params": [p for n, p in named if n not in free], "weight_decay": optimizer_config.weight_decay},
-            {"params": [p for n, p in named if n in free], "weight_decay": 0.0},
+            {"params": [named[name] for name in names], **own} for names, own in titan.groups(model_parts[0])[::-1]
         ]
         kind = optimizer_config.implementation
         options = {
@@ -101,8 +99,8 @@ class _Grouped(OptimizersContainer):  # type: ignore[misc]
             "foreach": kind == "foreach",
         }
         self.model_parts = model_parts
-        self.optimizers = [torch.optim.AdamW([group for group in groups if group["params"]], **options)]
-        self._post_init([p for _, p in named], options)
+        self.optimizers = [torch.optim.AdamW(groups, **options)]
+        self._post_init([*named.values()], options)
 
 
 def _metrics(job_config: Any, parallel_dims: Any, model_args: Any = None, tag: str | None = None) -> MetricsProcessor:

@@ -146,19 +146,19 @@ def _parallelize(
 
 
 def _optimizer() -> OptimizersContainer.Config:
-    """AdamW whose weight decay spares norms and what gates learn per head."""
+    """AdamW with a study's rates and weight decays."""
     given = RECIPE["optimizer"]
-    options = {"lr": given["lr"], "betas": tuple(given["betas"]), "eps": given["eps"]}
+    options = {"betas": tuple(given["betas"]), "eps": given["eps"]}
     with torch.device("meta"):
         model = Pretraining(Pretraining.Config())
-    free = titan.free_names(model)
-    groups = [(f"^({'|'.join(map(re.escape, free))})$", 0.0)] if free else []
     return OptimizersContainer.Config(
         param_groups=[
             ParamGroupConfig(
-                pattern=pattern, optimizer_name="AdamW", optimizer_kwargs={**options, "weight_decay": weight_decay}
+                pattern=f"^({'|'.join(map(re.escape, names))})$",
+                optimizer_name="AdamW",
+                optimizer_kwargs={**options, **own},
             )
-            for pattern, weight_decay in [*groups, (".*", given["weight_decay"])]
+            for names, own in titan.groups(model)
         ],
         implementation="fused" if device_type != "cpu" else "foreach",
     )

@@ -72,13 +72,26 @@ class Collate:
 
 
 class Deterministic(Trainer):  # type: ignore[misc]
-    """A Trainer that takes rows in their order, and decays matrices alone."""
+    """A Trainer that takes rows in their order, decays matrices alone, and trains them as `base_width` asks."""
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         return SequentialSampler(train_dataset if train_dataset is not None else self.train_dataset)
 
     def get_decay_parameter_names(self, model: nn.Module, *_: Any) -> list[str]:
         return [name for name, parameter in model.named_parameters() if parameter.dim() > 1]
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        made: torch.optim.Optimizer = super().create_optimizer(model)
+        groups = (self.model if model is None else model).parameter_groups(
+            self.args.weight_decay, self.args.learning_rate
+        )
+        for own in groups:
+            scaled = set(map(id, own["params"])) if "lr" in own else set()
+            for group in [group for group in made.param_groups if any(id(p) in scaled for p in group["params"])]:
+                parts = [[p for p in group["params"] if (id(p) in scaled) == wanted] for wanted in (True, False)]
+                group["params"] = parts[1]
+                made.add_param_group({**group, **own, "params": parts[0]})
+        return made
 
 
 class Record(TrainerCallback):  # type: ignore[misc]
@@ -108,7 +121,7 @@ class Record(TrainerCallback):  # type: ignore[misc]
             self.since, self.step = now, state.global_step
             values.append(("train", "tokens_per_second", speed))
             if torch.cuda.is_available():
-                values.append(("train", "memory_gib", torch.cuda.max_memory_allocated() / 2**30))
+                values.append(("train", "memory_gib", torch.cuda.max_memory_reserved() / 2**30))
         lines.append(state.global_step, values)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -219,7 +232,9 @@ def _sharded(world: int, on_gpu: bool) -> dict[str, Any]:
     if world == 1 or not on_gpu:  # Accelerate has no FSDP on CPUs
         return {}
     shards = {"version": 2, "transformer_layer_cls_to_wrap": ["Block"], "state_dict_type": "SHARDED_STATE_DICT"}
-    return {"fsdp": "full_shard auto_wrap", "fsdp_config": shards}
+    # Older releases wrap no layers where fsdp is True; those that translate its words warn that they will go.
+    translated = hasattr(TrainingArguments, "_apply_legacy_fsdp_to_config")
+    return {"fsdp": True if translated else "full_shard auto_wrap", "fsdp_config": shards}
 
 
 if __name__ == "__main__":
