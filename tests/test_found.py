@@ -104,8 +104,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
         yield opened
 
 
-@pytest.fixture
-def searched(store: Store) -> Report:
+def record_search(store: Store) -> int:
     """32 candidates of the sampler and 8 of random search, of which 3 train on; a decay is worth 0.5."""
     lab, draw = Lab(store), random.Random(0)
     for number in [*range(1, 32), *range(RANDOM_FROM, RANDOM_FROM + 8)]:
@@ -122,7 +121,12 @@ def searched(store: Store) -> Report:
     lab.record(0, BEST, 0.88, steps=60, arm="found_1")
     lab.record(0, CHEAP, 0.31, steps=60, arm="found_2")
     store.finish_study(lab.id, "done")
-    return report(store, lab.id)
+    return lab.id
+
+
+@pytest.fixture
+def searched(store: Store) -> Report:
+    return report(store, record_search(store))
 
 
 def search_of(found: Report) -> Discovery:
@@ -144,6 +148,16 @@ def test_finalists_and_the_base_stand_first_and_say_what_they_are(searched: Repo
     ], "only where they differ from the tuned base"
     assert [each.scores["accuracy@mqar"] for each in first] == [0.7, 0.9, 0.3], "at the last fidelity"
     assert [each.on_front for each in first] == [False, True, True], "found_1 beats the base at its costs"
+    assert first[0].settings == {"rule.decay": "scalar", "rule.start": "slow", "train.lr": 0.02}, (
+        "the base's own values"
+    )
+    assert first[2].settings == CHEAP
+    assert [each.first.get("accuracy@mqar") for each in first] == [None, 0.8, 0.25], "at the lowest fidelity"
+
+
+def test_candidates_are_named_by_what_they_are(searched: Report) -> None:
+    front = sections(search_of(searched))[1]
+    assert [row[:2] for row in front.rows] == [["base", ""], ["found_1", "fast start"], ["found_2", "no decay"]]
 
 
 def test_what_mattered_is_judged_at_the_fidelity_that_all_have(searched: Report) -> None:

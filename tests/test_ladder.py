@@ -1,5 +1,7 @@
 """What a ladder says of its arms: trends, fits and predictions, on figures that are known."""
 
+import csv
+import io
 import json
 import math
 from collections.abc import Iterator
@@ -216,5 +218,20 @@ def test_every_form_of_the_report_has_the_ladder(store: Store, width: int) -> No
         assert "Ladder of text: differences to the base in bits_per_byte" in text
         assert "not decidable" in text
         assert "predicted difference in loss" in text
+    _, ladder = found.to_csv().split("\n\n")
+    lines = [*csv.DictReader(io.StringIO(ladder))]
+    assert [(line["arm"], line["size"]) for line in lines[:5]] == [
+        *(("steady", f"text.d_model={width}") for width in WIDTHS),
+        ("fading", "text.d_model=16"),
+    ]
+    fading = arm(found, "fading")
+    assert fading.slope is not None
+    assert float(lines[4]["difference_mean"]) == fading.differences[0].mean
+    assert (float(lines[4]["difference_low"]), float(lines[4]["difference_p"])) == (
+        fading.differences[0].low,
+        fading.differences[0].p,
+    )
+    assert (float(lines[4]["slope_mean"]), float(lines[4]["slope_p"])) == (fading.slope.mean, fading.slope.p)
+    assert {line["arm"]: line["verdict"] for line in lines}["turning"] == "reverses"
     rows = json.loads(found.to_json())["ladders"][0]["arms"]
     assert {row["arm"]: row["verdict"] for row in rows}["turning"] == "reverses"

@@ -17,8 +17,9 @@ from deltalab.study.estimate import estimate
 from deltalab.study.match import _sizes_near
 from deltalab.study.plan import Plan, PlannedArm, make_plan
 from deltalab.study.run import arm_records
+from deltalab.study.schema import schema
 from deltalab.study.sizes import Sizer, Sizes, uneven
-from deltalab.study.spec import load_study, schema
+from deltalab.study.spec import load_study
 
 STUDY: dict[str, Any] = {
     "name": "s",

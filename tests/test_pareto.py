@@ -56,3 +56,9 @@ def test_ranks_go_front_by_front_and_points_without_a_result_come_last() -> None
     assert set(order[:2]) == {1, 3}
     assert order[2:] == [0, 4, 2]
     assert ranked([], ()) == []
+
+
+def test_without_points_nothing_is_on_the_front_and_nothing_is_dominated() -> None:
+    assert front([]) == chosen([], (), 3) == contributions([], ()) == ranked([], ()) == []
+    assert beyond_worst([]) == ()
+    assert hypervolume([], (1.0, 2.0)) == 0

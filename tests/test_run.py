@@ -3,10 +3,12 @@
 import hashlib
 import json
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -24,11 +26,14 @@ from deltalab import cli, registry
 from deltalab.errors import InputError
 from deltalab.store import ArtifactRecord, RunRecord, Store, TrialRecord
 from deltalab.study import run as running
+from deltalab.study import schedule as scheduling
 from deltalab.study import trial as trials
-from deltalab.study.plan import Job, Plan, make_plan
+from deltalab.study.job import Job, from_json, to_json
+from deltalab.study.plan import Plan, make_plan
 from deltalab.study.run import run_study
 from deltalab.study.spec import load_study
-from deltalab.study.trial import execute, failed, from_json, to_json
+from deltalab.study.trial import execute, failed
+from deltalab.study.worker import Worker
 from deltalab.training.train import train_together
 
 STUDY: dict[str, Any] = {
@@ -175,13 +180,18 @@ def test_a_study_runs_and_its_report_compares_the_arms(lab: Path) -> None:
     assert rows[0] == rows[1]
 
 
-def test_one_thread_or_what_resources_say_whatever_torch_was_set_to(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    monkeypatch.setattr(trials, "train_together", lambda *args, **kwargs: seen.append(torch.get_num_threads()) or 1 / 0)
+def test_one_thread_or_what_resources_say_whatever_torch_was_set_to(lab: Path) -> None:
+    notes = f'os.getpid() != {os.getpid()} and Path(str(__import__("torch").get_num_threads()) + ".n").touch()'
+    registry.add_plugin(rule(lab / "counts.py", "counts", notes))
     torch.set_num_threads(2)
-    run_study(write(lab / "s.yaml", ablate=[], tune=None), executor="inline")
-    run_study(write(lab / "t.yaml", name="t", ablate=[], resources={"cpu": 3.5}), executor="inline", retry_failed=True)
-    assert set(seen) == {1, 3}
+    given = {"base": {**STUDY["base"], "rule": "counts"}, "ablate": [], "tune": None}
+    for name, resources in {"s": {}, "t": {"cpu": 3.5}}.items():
+        run_study(
+            write(lab / f"{name}.yaml", **given, name=name, resources=resources), executor="inline", db=f"{name}.db"
+        )
+        (seen,) = lab.glob("*.n")
+        assert seen.name == f"{3 if resources else 1}.n"
+        seen.unlink()
     assert torch.get_num_threads() == 2
 
 
@@ -227,16 +237,32 @@ def test_what_cannot_be_met_is_refused_before_anything_is_written(
     assert [path.name for path in lab.iterdir()] == ["s.yaml"]
 
 
-def test_ray_refuses_what_the_cluster_can_never_meet(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would wait forever."""
-    from deltalab.study import ray_tune
+class Cluster:
+    """What `on_ray` sees of Ray's process, on machines of these CPUs and GPUs."""
 
-    monkeypatch.setattr(ray_tune, "_start", lambda address: None)
-    monkeypatch.setattr(ray_tune.ray, "cluster_resources", lambda: {"CPU": 2.0})
-    monkeypatch.setattr(ray_tune.ray, "shutdown", lambda: None)
-    for resources in ({"cpu": 3}, {"cpu": 1, "gpu": 0.5}):
-        with pytest.raises(InputError, match=r"s\.yaml: resources: a stack wants"):
-            run_study(write(lab / "s.yaml", resources=resources), address="a:1", storage=str(lab))
+    def __init__(self, *machines: tuple[float, float]) -> None:
+        self.machines = [{"CPU": cpus, "GPU": gpus, "memory": 4.0 * 2**30} for cpus, gpus in machines]
+
+    def send(self, message: dict[str, Any]) -> None:
+        raise AssertionError(message)
+
+    @contextmanager
+    def __call__(self, address: str | None, folder: Path) -> Iterator["Cluster"]:
+        yield self
+
+
+@pytest.mark.parametrize(
+    "resources", [{"cpu": 3}, {"cpu": 1, "gpu": 0.5}, {"memory": 5}], ids=["cores", "a GPU", "memory"]
+)
+def test_ray_refuses_what_no_machine_of_the_cluster_has(
+    lab: Path, monkeypatch: pytest.MonkeyPatch, resources: dict[str, float]
+) -> None:
+    """It would wait forever. Three cores of two machines are no place for a stack, either."""
+    from deltalab.study import on_ray
+
+    monkeypatch.setattr(on_ray, "_started", Cluster((2, 0), (2, 0)))
+    with pytest.raises(InputError, match=r"s\.yaml: resources: a stack wants .* of one machine; Ray's .* 2 CPU, 0 GPU"):
+        run_study(write(lab / "s.yaml", resources=resources), address="a:1", storage=str(lab))
     with Store.open(lab / "deltalab.db") as store:
         assert store.study("s").state == "interrupted"
 
@@ -276,6 +302,7 @@ def test_a_trial_that_raises_is_recorded_and_the_study_goes_on(lab: Path) -> Non
     assert_whole(lab / "deltalab.db", planned(file))
 
 
+@pytest.mark.usefixtures("in_process")
 def test_two_candidates_that_share_a_failed_trial_can_retry_it(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block of Mamba has no MLP, with or without one."""
     space = {"model.block": {"choice": ["transformer", "mamba"]}, "model.mlp": {"choice": [True, False]}}
@@ -293,7 +320,7 @@ def test_a_deadline_ends_a_trial(lab: Path) -> None:
     with Store.open(lab / "deltalab.db") as store:
         (row,) = store.trials(result.study_id)
     assert row.error is not None
-    assert "deadline of 0.001 s, at step 2 of 6" in row.error.splitlines()[-1]
+    assert "deadline of 0.001 s, at step 0 of 6" in row.error.splitlines()[-1]
 
 
 def test_a_diverged_trial_is_no_failure(lab: Path) -> None:
@@ -368,15 +395,30 @@ def test_a_trial_that_was_cut_off_goes_on_from_its_checkpoint(lab: Path, monkeyp
     assert not list((lab / "cut" / "checkpoints").iterdir())
 
 
-def test_a_full_disk_under_the_weights_is_a_failed_trial(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(state: object, to: Path) -> None:
-        raise OSError(28, "No space left on device", str(to))
+@pytest.mark.usefixtures("in_process")
+def test_a_full_disk_under_the_weights_is_no_result(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The study is incomplete until there is space; then it goes on, with the same figures."""
+    save, tries = torch.save, []
 
+    def full(state: object, to: Any) -> None:
+        tries.append(to.name)
+        raise OSError(28, "No space left on device", to.name)
+
+    file = write(lab / "s.yaml", ablate=[], tune=None)
+    monkeypatch.setattr(scheduling, "PAUSES", (0.0, 0.0, 0.0))
     monkeypatch.setattr("torch.save", full)
-    result = run_study(write(lab / "s.yaml", ablate=[], tune=None), executor="inline")
-    assert result.failed == 1
-    found = ledger(lab / "deltalab.db")
-    assert (found["runs"], found["weights"]) == ([], [])
+    result = run_study(file, executor="inline")
+    assert (result.trials, result.failed, len(tries)) == (0, 0, 4)
+    assert list(result.missing.values()) == [
+        f"weights and checkpoints in {lab / 'runs'}: [Errno 28] No space left on device: '{tries[-1]}'"
+    ]
+    assert recorded(lab / "deltalab.db") == 0
+    with Store.open(lab / "deltalab.db") as store:
+        assert store.study("s").state == "incomplete"
+    monkeypatch.setattr("torch.save", save)
+    again = run_study(file, executor="inline")
+    assert (again.trials, again.known, again.missing) == (1, 0, {})
+    assert_whole(lab / "deltalab.db", planned(file))
 
 
 # A driver that is killed: between any two writes of the ledger, and in the middle of each.
@@ -386,7 +428,7 @@ class Killed(BaseException):
     pass
 
 
-def quick(stack: Sequence[Job], runs: Path, **_: Any) -> list[TrialRecord]:
+def quick(worker: Worker, stack: Sequence[Job], *_: Any) -> list[TrialRecord]:
     """Trials in no time, with figures of their own."""
     return [measured(planned_job) for planned_job in stack]
 
@@ -403,7 +445,7 @@ def measured(planned_job: Job) -> TrialRecord:
 def test_a_driver_killed_at_any_write_goes_on_with_the_same_command(
     lab: Path, monkeypatch: pytest.MonkeyPatch, committed: bool
 ) -> None:
-    monkeypatch.setattr(running, "execute", quick)
+    monkeypatch.setattr(Worker, "execute", quick)
     file = write(lab / "s.yaml")
     whole = run_study(file, db=lab / "whole.db", executor="inline")
     right = ledger(lab / "whole.db")
@@ -445,41 +487,43 @@ def test_a_driver_killed_at_any_write_goes_on_with_the_same_command(
 
 
 def test_two_drivers_of_one_study_would_do_it_twice(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running, "execute", quick)
+    monkeypatch.setattr(Worker, "execute", quick)
     file = write(lab / "s.yaml")
     second: list[object] = []
 
-    def meanwhile(stack: Sequence[Job], runs: Path, **given: Any) -> list[TrialRecord]:
+    def meanwhile(worker: Worker, stack: Sequence[Job], *_: Any) -> list[TrialRecord]:
         if not second:
             second.append("tried")
-            with pytest.raises(InputError, match="study 's' is running already, in another process"):
+            with pytest.raises(InputError, match=f"study 's' is running already, on .*, process {os.getpid()}"):
                 run_study(file, executor="inline")
             other = run_study(write(lab / "t.yaml", name="t", ablate=["b"]), executor="inline")
             assert (other.trials, other.failed) == (4, 0)
-        return quick(stack, runs, **given)
+        return quick(worker, stack)
 
-    monkeypatch.setattr(running, "execute", meanwhile)
+    monkeypatch.setattr(Worker, "execute", meanwhile)
     assert run_study(file, executor="inline").failed == 0
     assert_ledger_is_of(lab / "deltalab.db", planned(file))
 
 
-def test_ctrl_c_says_how_to_go_on(
-    lab: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_study_in_order_and_says_how_to_go_on(
+    lab: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: signal.Signals, code: int
 ) -> None:
     done = []
 
-    def interrupted(stack: Sequence[Job], runs: Path, **_: Any) -> list[TrialRecord]:
+    def interrupted(worker: Worker, stack: Sequence[Job], *_: Any) -> list[TrialRecord]:
         if done:
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), number)
         done.append(stack)
-        return quick(stack, runs)
+        return quick(worker, stack)
 
-    monkeypatch.setattr(running, "execute", interrupted)
+    monkeypatch.setattr(Worker, "execute", interrupted)
     monkeypatch.setattr(sys, "argv", ["platform", "study", "run", str(write(lab / "s.yaml")), "--executor", "inline"])
     with pytest.raises(SystemExit) as ended:
         cli.main()
-    assert ended.value.code == 130
+    assert ended.value.code == code
     assert capsys.readouterr().err.splitlines()[-1] == "interrupted: the same command goes on from here"
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     with Store.open(lab / "deltalab.db") as store:
         study = store.study("s")
         assert study.state == "interrupted"
@@ -487,7 +531,6 @@ def test_ctrl_c_says_how_to_go_on(
 
 
 def test_ray_that_ended_early_is_no_success(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tune takes Ctrl-C for itself, stops its trials and returns as if all were done."""
     monkeypatch.setattr(running, "_with_ray", lambda *args, **kwargs: None)
     with pytest.raises(KeyboardInterrupt):
         run_study(write(lab / "s.yaml"))
@@ -574,15 +617,20 @@ def test_kill_9_inline(lab: Path, uninterrupted: dict[str, list[tuple[Any, ...]]
 
 
 @pytest.mark.slow
-def test_kill_9_with_ray(lab: Path, uninterrupted: dict[str, list[tuple[Any, ...]]]) -> None:
+def test_kill_9_with_ray(
+    lab: Path, uninterrupted: dict[str, list[tuple[Any, ...]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = write(lab / "s.yaml", base=LONGER, resources={"stack": 1})
     db = lab / "deltalab.db"
+    monkeypatch.setenv("RAY_TMPDIR", str(short := Path(tempfile.mkdtemp())))  # a socket's path has at most 107 bytes
     kill_when(start(lab), lambda: recorded(db) >= 2 and not time.sleep(0.1))
     before = recorded(db)
     assert 2 <= before < 4
-    assert len(list((lab / "runs").glob(".ray-*"))) == 1, "Tune's files, of a driver that could not remove them"
+    with Store.open(db) as store:
+        assert store.study("s").state == "interrupted"
     assert run_study(file).known == before
-    assert not list((lab / "runs").glob(".ray-*"))
+    assert not list(short.glob("deltalab-*"))
+    shutil.rmtree(short)
     assert_whole(db, planned(file))
     assert ledger(db) == uninterrupted
 
@@ -609,7 +657,8 @@ def test_ray_gives_what_inline_gives_and_survives_its_workers(lab: Path) -> None
     assert (alone.trials, alone.failed) == (4, 1)
 
     (lab / "deadly").touch()
-    edited.write_text(edited.read_text() + "\n# edited after the plan\n")
+    original = edited.read_text()
+    edited.write_text(original + "\n# edited after the plan\n")
     troubled = {"dies": {"rule": "dies"}, "edited": {"rule": "edited"}}
     file = write(lab / "s.yaml", **{**given, "arms": {**given["arms"], **troubled}})
     result = run_study(file, db=lab / "ray.db")
@@ -629,12 +678,17 @@ def test_ray_gives_what_inline_gives_and_survives_its_workers(lab: Path) -> None
         }
     assert {arm for arm, _ in last} == {"raises_in_ray", "dies", "edited"}
     for arm, line in last:
-        says = {"raises_in_ray": "RuntimeError: boom", "dies": "the worker died", "edited": "not what the study was"}
+        says = {
+            "raises_in_ray": "RuntimeError: boom",
+            "dies": "ended the process with os._exit(",
+            "edited": "not what the study was",
+        }
         assert says[arm] in line
 
     # The same ledger goes on inline, without the trouble.
     (lab / "broken").unlink()
     (lab / "deadly").unlink()
+    edited.write_text(original)
     again = run_study(file, db=lab / "ray.db", executor="inline", retry_failed=True)
     assert (again.trials, again.known, again.failed) == (6, 3, 0)
     assert_whole(lab / "ray.db", planned(file))

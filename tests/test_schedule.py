@@ -13,7 +13,8 @@ import yaml
 from deltalab.errors import InputError
 from deltalab.store import RuleRecord, RunRecord, Store, TrialRecord
 from deltalab.study import search
-from deltalab.study.plan import Job, Plan, make_plan
+from deltalab.study.job import Job
+from deltalab.study.plan import Plan, make_plan
 from deltalab.study.report import Report, report
 from deltalab.study.run import _provenance, arm_records
 from deltalab.study.schedule import MOST_MOVES, Schedule

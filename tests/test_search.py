@@ -12,15 +12,16 @@ import yaml
 
 from deltalab import InputError
 from deltalab.store import RunRecord, Store, TrialRecord
-from deltalab.study import run as running
 from deltalab.study.halving import Halving, going_on
+from deltalab.study.job import Job
 from deltalab.study.pareto import front
-from deltalab.study.plan import Job, make_plan
+from deltalab.study.plan import make_plan
 from deltalab.study.run import arm_records, run_study
 from deltalab.study.schedule import Schedule
 from deltalab.study.search import Found, candidates, finalists, halvings
 from deltalab.study.spec import load_study
 from deltalab.study.trial import _record
+from deltalab.study.worker import Worker
 
 STUDY: dict[str, Any] = {
     "name": "tiny_search",
@@ -108,7 +109,7 @@ class Killed(Exception):
 
 def dies_after(stacks: int) -> Callable[..., list[TrialRecord]]:
     """Runs so many stacks, then dies."""
-    left, execute = iter(range(stacks)), running.execute
+    left, execute = iter(range(stacks)), Worker.execute
 
     def run(*args: Any, **given: Any) -> list[TrialRecord]:
         if next(left, None) is None:
@@ -140,7 +141,7 @@ def test_a_candidate_that_makes_no_model_is_recorded_and_another_is_drawn(
 
     for stacks in (0, 1):  # the driver dies before anything has trained, and after the first stack
         with monkeypatch.context() as patch:
-            patch.setattr(running, "execute", dies_after(stacks))
+            patch.setattr(Worker, "execute", dies_after(stacks))
             with pytest.raises(Killed):
                 run_study(file, db=tmp_path / "cut.db", executor="inline")
     resumed = run_study(file, db=tmp_path / "cut.db", executor="inline")
@@ -174,14 +175,14 @@ def computed(job: Job) -> TrialRecord:
     return _record(job, time.time(), 1, runs=[RunRecord(seed, "done", None, metrics, []) for seed in job.seeds])
 
 
-def executed(stack: Sequence[Job], *_: Any, **__: Any) -> list[TrialRecord]:
+def executed(worker: Worker, stack: Sequence[Job], *_: Any) -> list[TrialRecord]:
     return [computed(job) for job in stack]
 
 
 @pytest.fixture
 def untrained(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trials compute their results instead of training."""
-    monkeypatch.setattr(running, "execute", executed)
+    monkeypatch.setattr(Worker, "execute", executed)
 
 
 def found(db: Path, name: str = "tiny_search") -> list[Found]:
@@ -239,7 +240,7 @@ def test_successive_halving_says_how_likely_it_dropped_a_late_learner(written: A
     file = written(trials=24, finalists=3, fidelity={"train.steps": [2, 4, 8], "keep": 0.5})
     for stacks in (2, 3, 3):  # dies while candidates are drawn, and while they go on
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(running, "execute", dies_after(stacks))
+            patch.setattr(Worker, "execute", dies_after(stacks))
             with pytest.raises(Killed):
                 run_study(file, db=tmp_path / "cut.db", executor="inline")
     result = run_study(file, db=tmp_path / "lab.db", executor="inline")

@@ -15,8 +15,9 @@ from deltalab.study.estimate import estimate
 from deltalab.study.measured import Measured
 from deltalab.study.plan import Infeasible, Plan, make_plan
 from deltalab.study.run import arm_records
+from deltalab.study.schema import schema
 from deltalab.study.space import Bound, Match, Objective, Search, Searching
-from deltalab.study.spec import load_study, schema
+from deltalab.study.spec import load_study
 from deltalab.study.trial import execute, failed
 from deltalab.study.warm import named, recorded
 
@@ -38,6 +39,12 @@ CONDITIONS: dict[str, Any] = {
     "rule.b": {"choice": ["head_sigmoid", 1], "when": {"rule.d": "head", "rule": ["comba"]}},
     "model.mlp": {"choice": [True, False]},
     "model.mlp_width": {"integers": [8, 16], "when": {"model.mlp": True}},
+    "trials": 8,
+}
+EITHER: dict[str, Any] = {
+    "rule": {"choice": ["comba", "gla", "deltanet"]},
+    "model.mlp": {"choice": [True, False]},
+    "model.mlp_width": {"choice": [8, 16], "when": [{"rule": "gla", "model.mlp": True}, {"rule": ["comba"]}]},
     "trials": 8,
 }
 LAYERS: dict[str, Any] = {
@@ -77,6 +84,38 @@ def test_a_setting_is_drawn_where_its_condition_holds_and_nowhere_else() -> None
         assert ("model.mlp_width" in candidate) == candidate["model.mlp"]
 
 
+def test_of_a_list_of_conditions_one_must_hold() -> None:
+    space = searching(**EITHER)
+    for candidate in space.combinations():
+        either = candidate["rule"] == "comba" or (candidate["rule"] == "gla" and candidate["model.mlp"])
+        assert ("model.mlp_width" in candidate) == either
+    assert space.whole == 9
+    backwards = [*searching(**dict(reversed(EITHER.items()))).knobs]
+    assert backwards[-1] == "model.mlp_width", "it comes after the settings of all its conditions"
+
+
+def test_a_list_of_one_condition_is_that_condition() -> None:
+    one, listed = (
+        {"model.mlp": {"choice": [True, False], "when": when}} for when in ({"rule": "gla"}, [{"rule": "gla"}])
+    )
+    rule = {"rule": EITHER["rule"]}
+    assert searching(**rule, **one).model_dump() == searching(**rule, **listed).model_dump()
+
+
+def test_the_base_tunes_what_one_of_its_conditions_allows(plan: Callable[..., Plan]) -> None:
+    rule = {"rule": {"choice": ["comba", "gla", "deltanet"]}, "train.clip": {"choice": [0, 1]}}
+
+    def tuned(when: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        found = plan({**rule, "train.lr": {"choice": [1e-3, 1e-1], "when": when}, "trials": 8})
+        return sorted(found.candidates("mqar"), key=str)
+
+    none = [{"train.clip": 0}, {"train.clip": 1}]
+    rates = [{"train.clip": clip, "train.lr": lr} for clip in (0, 1) for lr in (1e-1, 1e-3)]
+    assert tuned([{"rule": "gla"}, {"rule": "deltanet", "train.clip": 0}]) == none
+    assert tuned([{"rule": "gla"}, {"rule": "comba"}]) == sorted(rates, key=str)
+    assert tuned([{"rule": "gla"}, {"rule": "comba", "train.clip": 0}]) == sorted([none[1], *rates[:2]], key=str)
+
+
 def test_knobs_come_after_those_in_their_conditions_whatever_the_order_of_the_file() -> None:
     backwards = dict(reversed(CONDITIONS.items()))
     knobs = [*searching(**backwards).knobs]
@@ -84,7 +123,9 @@ def test_knobs_come_after_those_in_their_conditions_whatever_the_order_of_the_fi
     assert knobs.index("model.mlp") < knobs.index("model.mlp_width")
 
 
-@pytest.mark.parametrize("given", [CONDITIONS, LAYERS, {**LAYERS, **CONDITIONS}], ids=["when", "pattern", "both"])
+@pytest.mark.parametrize(
+    "given", [CONDITIONS, EITHER, LAYERS, {**LAYERS, **CONDITIONS}], ids=["when", "or", "pattern", "both"]
+)
 def test_a_candidate_tells_its_knobs(given: dict[str, Any]) -> None:
     space = searching(**given)
     for candidate in draws(space):
@@ -408,7 +449,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model.heads": {"choice": [1, 2], "when": {"model.heads": 1}}}, "in a circle: model.heads needs model.heads"),
     ({**CONDITIONS, "rule.b": {"choice": [0, 1], "when": {"rule.d": 0, "rule": "gla"}}},
      "search.rule.b.when: never holds"),
-    ({"model.heads": {"choice": [1, 2], "when": []}}, "search.model.heads.when: takes {SETTING: [value, ...]}, not []"),
+    ({"model.heads": {"choice": [1, 2], "when": []}},
+     "search.model.heads.when: takes {SETTING: [value, ...]}, or a list of such mappings, not []"),
+    ({**EITHER, "model.mlp_width": {"choice": [8, 16], "when": [{"rule": "gla"}, {"model.conv": 4}]}},
+     "search.model.mlp_width.when[1]: unknown searched setting 'model.conv'; "),
+    ({**EITHER, "model.mlp_width": {"choice": [8, 16], "when": [{"rule": "gla"}, {"rule": "combo"}]}},
+     "search.model.mlp_width.when[1].rule: unknown value 'combo'; did you mean 'comba'?"),
+    ({**CONDITIONS, "rule.b": {"choice": [0, 1], "when": [{"rule": "comba"}, {"rule.d": 0, "rule": "gla"}]}},
+     "search.rule.b.when[1]: never holds"),
+    ({**EITHER, "model.mlp_width": {"choice": [8, 16], "when": [{"rule": "gla"}, "comba"]}},
+     "search.model.mlp_width.when: takes {SETTING: [value, ...]}, or a list of such mappings, not ["),
     ({"model.layers": {"pattern": ["rule", "attenton"], "lengths": [2]}}, "did you mean 'attention'?"),
     ({"model.layers": {"pattern": ["rule", {"name": "attention", "windw": 3}], "lengths": [2]}},
      "did you mean 'window'?"),
@@ -423,6 +473,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**HEADS, "objectives": ["accuracy", "accuracy@mqar"]}, "search.objectives: 'accuracy@mqar' is given twice"),
     ({**HEADS, "objectives": ["state_size"]}, "search.objectives: weighs costs alone: add accuracy@mqar"),
     ({**HEADS, "constrain": {"stat": {"at_most": 3}}}, "search.constrain: unknown key 'stat'; did you mean 'state'?"),
+    ({**HEADS, "constrain": {"decode_us": {"at_most": 50}}},
+     "search.constrain: decode_us cannot be bounded: candidates are refused before they train, and it is timed after"),
     ({**HEADS, "constrain": {"state": {"atmost": 3}}},
      "search.constrain.state: unknown key 'atmost'; did you mean 'at_most'?"),
     ({**HEADS, "constrain": {"state": {}}}, "search.constrain.state: takes at_most: NUMBER"),
@@ -487,7 +539,7 @@ def test_a_search_without_the_new_keys_keeps_its_dump() -> None:
     assert [*found["model.heads"]] == ["log_uniform", "uniform", "integers", "choice"]
 
 
-@pytest.mark.parametrize("given", [CONDITIONS, LAYERS], ids=["when", "pattern"])
+@pytest.mark.parametrize("given", [CONDITIONS, EITHER, LAYERS], ids=["when", "or", "pattern"])
 def test_a_search_is_read_back_from_the_ledger(given: dict[str, Any]) -> None:
     new = {"match": {"state": True}, "constrain": {"state": {"at_most": 9}}, "warm": [{"study": "x"}]}
     space = searching(

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,11 @@ import yaml
 
 from deltalab import registry
 from deltalab.errors import InputError
+from deltalab.reading import read_yaml
+from deltalab.study.job import stack_from_json
 from deltalab.study.plan import Plan, make_plan
-from deltalab.study.ray_tune import stack_from_json
-from deltalab.study.spec import load_study, read_yaml, schema
+from deltalab.study.schema import schema
+from deltalab.study.spec import load_study
 from deltalab.tasks import BUILTIN
 
 MQAR = {"length": 16, "pairs": 2, "vocab_size": 32}
@@ -112,7 +113,7 @@ TYPES = [
     ({"base": {**STUDY["base"], "train": {"steps": 1}}}, "train: needs batch_size"),
     ({"arms": ["x"]}, "arms must be a mapping"),
     ({"arms": {"x": None}}, "arms.x must be a mapping, not None"),
-    ({"arms": {1: {"train": {"lr": 1}}}}, "arms.1 must be text"),
+    ({"arms": {1: {"train": {"lr": 1}}}}, "key 1 must be text: write it in quotes"),
     ({"arms": {"[/x]": {"train": {"lr": 1}}}}, "arms.[/x] must match pattern"),
     ({"arms": {"": {"train": {"lr": 1}}}}, "must match pattern"),
     ({"task": {"a\nb": {**MQAR, "task": "mqar"}}}, "must match pattern"),
@@ -128,7 +129,7 @@ TYPES = [
     ({"ablate": "d"}, "ablate must be a list"),
     ({"factorial": [["d"]]}, "factorial.0.1 is missing"),
     ({"resources": {"cpu": True}}, "resources.cpu must be a number, not True"),
-    ({"resources": {"cpu": float("inf")}}, "resources.cpu must be a finite number"),
+    ({"resources": {"cpu": float("inf")}}, "inf is not a finite number"),
     ({"resources": {"gpu": -1}}, "resources.gpu must be greater than or equal to 0"),
     ({"resources": {"gpu": 2}}, "resources.gpu must be less than or equal to 1"),
     ({"deadline": 0}, "deadline must be greater than 0"),
@@ -144,8 +145,8 @@ TUNING = [
     ({"train.lr": {**LR, "uniform": [1, 2]}}, "takes exactly one of"),
     ({"train.lr": {"uniform": [2, 1]}}, "low < high"),
     ({"train.lr": {"uniform": ["low", 1]}}, "tune.train.lr.uniform.0 must be a number"),
-    ({"train.lr": {"uniform": [0.1, float("inf")]}}, "must be a finite number"),
-    ({"train.lr": {"uniform": [-5, 1]}}, "train.lr must be a finite number of at least 0, not -5.0"),
+    ({"train.lr": {"uniform": [0.1, float("inf")]}}, "inf is not a finite number"),
+    ({"train.lr": {"uniform": [-5, 1]}}, "train.lr must be a finite number from 0 to 1e+38, not -5.0"),
     ({"train.lr": {"log_uniform": [0, 1]}}, "positive bounds"),
     ({"train.lr": {"choice": [0.1]}}, "at least two values, all different"),
     ({"train.lr": {"choice": [0.1, 0.2, 0.1]}}, "at least two values, all different"),
@@ -176,7 +177,6 @@ SEARCHING = [
     ({"rule": {"choice": ["comba", {"d": 0}]}}, "rule must be a name, or a mapping with a name"),
     ({"rule": {"choice": ["comba", "combo"]}}, "unknown rule 'combo'; did you mean 'comba'?"),
     ({"rule": {"choice": ["comba", None]}}, "rule must be a name, or a mapping with a name, not None"),
-    ({"rule": {"choice": ["comba", date(2024, 1, 1)]}}, "choice takes numbers, words, lists and mappings"),
     ({"rule": {"uniform": [0, 1]}}, "rule must be a name, or a mapping with a name"),
     ({"rule": "comba"}, "search.rule must be a mapping"),
     ({"model": {"choice": [1, 2]}}, "search: unknown key 'model'"),
@@ -296,7 +296,7 @@ TEXTS = [
     ("base: {rule: comba, rule: deltanet}", "key 'rule' is given twice"),
     ("arms:\n  x: {}\n  y: {}\n  x: {}\n", "s.yaml, line 4: key 'x' is given twice"),
     ("? [a, b]\n: 3\n", "a key must be a word"),
-    ("name: !!python/object:os.system {}", "could not determine a constructor"),
+    ("name: !!python/object:os.system {}", "line 1: takes no tag !!python/object:os.system"),
     ("\x00", "not YAML"),
 ]
 
@@ -314,7 +314,7 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "quickstart.yaml").write_text("")
     with pytest.raises(InputError, match=r"no such study; did you mean .*quickstart\.yaml"):
         load_study(tmp_path / "quikstart.yaml")
-    with pytest.raises(InputError, match="cannot be read"):
+    with pytest.raises(InputError, match="cannot be read: it is a folder"):
         load_study(tmp_path)
     (tmp_path / "latin.yaml").write_bytes(b"name: \xe9")
     with pytest.raises(InputError, match="cannot be read"):

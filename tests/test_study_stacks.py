@@ -5,10 +5,10 @@ import os
 import random
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,14 +17,16 @@ import yaml
 from deltalab import registry
 from deltalab.errors import InputError
 from deltalab.store import RuleRecord, RunRecord, Store, TrialRecord
-from deltalab.study import run as running
+from deltalab.study import schedule as scheduling
 from deltalab.study import trial as trials
 from deltalab.study.estimate import estimate
-from deltalab.study.plan import Job, Plan, make_plan
+from deltalab.study.job import Job, Lost, cut_off
+from deltalab.study.plan import Plan, make_plan
 from deltalab.study.run import arm_records, run_study
 from deltalab.study.schedule import Schedule
 from deltalab.study.spec import load_study
-from deltalab.study.trial import cut_off, execute
+from deltalab.study.trial import execute
+from deltalab.study.worker import Worker
 from deltalab.training import trainer
 from deltalab.training.train import train_together
 
@@ -217,6 +219,7 @@ def ledger(db: Path) -> tuple[list[Any], dict[Any, float]]:
         )
 
 
+@pytest.mark.usefixtures("in_process")
 def test_training_in_stacks_records_what_training_alone_does(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
 
@@ -260,6 +263,7 @@ def choices(*values: float) -> dict[str, Any]:
     }
 
 
+@pytest.mark.usefixtures("in_process")
 def test_a_member_that_raises_takes_no_other_along(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def picky(task: Any, members: Any, *args: Any, **given: Any) -> Any:
         if any(spec.lr == 0.02 for _, spec in members):
@@ -274,14 +278,14 @@ def test_a_member_that_raises_takes_no_other_along(lab: Path, monkeypatch: pytes
     assert not list((lab / "runs" / "checkpoints").glob("*"))
 
 
-def test_a_member_whose_weights_cannot_be_written_takes_no_other_along(
-    lab: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_cannot_be_written_are_no_fault_of_a_member(lab: Path) -> None:
     found = planned(lab)
     stack = [found.job(arm, "confirm", 0, {}) for arm in found.arms[:2]]
     (lab / "runs" / "weights").mkdir(parents=True)
     (lab / "runs" / "weights" / stack[0].key).write_text("a file where a folder should be")
-    assert [one.state for one in execute(stack, lab / "runs")] == ["failed", "done"]
+    with pytest.raises(Lost, match=r"weights and checkpoints in .*File exists") as lost:
+        execute(stack, lab / "runs")
+    assert lost.value.of == "infrastructure"
 
 
 def test_a_member_that_diverges_takes_no_other_along(lab: Path) -> None:
@@ -296,13 +300,13 @@ def test_a_member_that_diverges_takes_no_other_along(lab: Path) -> None:
 
 def test_a_deadline_is_for_each_of_those_who_share_the_time(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(trials.time, "time", lambda: now[0])
+    monkeypatch.setattr(trials.time, "monotonic", lambda: now[0])
 
-    def slow(task: Any, members: Any, seeds: Any, *, watch: Any, **given: Any) -> Any:
+    def slow(task: Any, members: Any, seeds: Any, *, beat: Any, **given: Any) -> Any:
         now[0] += 25
-        watch(0, 2, [])
+        beat("step", 2)
         now[0] += 10
-        watch(1, 2, [])
+        beat("step", 3)
 
     monkeypatch.setattr(trials, "train_together", slow)
     found = planned(lab, deadline=10)
@@ -311,10 +315,11 @@ def test_a_deadline_is_for_each_of_those_who_share_the_time(lab: Path, monkeypat
     assert {one.state for one in records} == {"failed"}
     for one in records:
         assert one.error is not None
-        assert one.error.splitlines()[-1].endswith("deadline of 10 s, at step 2 of 6")
+        assert one.error.splitlines()[-1].endswith("deadline of 10 s, at step 3 of 6")
     assert now == [35.0], "none of them is tried again alone"
 
 
+@pytest.mark.usefixtures("in_process")
 def test_what_does_not_fit_on_the_gpu_fails_with_what_it_needed(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train = trainer.LockStep.advance
 
@@ -345,6 +350,44 @@ def test_who_is_parted_waits_alone(lab: Path, store: Store) -> None:
     assert [names(each) for each in parted] == [[place] for place in names(stack)] + [[]]
 
 
+def test_a_stack_that_is_lost_runs_again_as_it_was_and_others_meanwhile(
+    lab: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(scheduling.time, "monotonic", lambda: now[0])
+    one = schedule(planned(lab, arms={}, resources={"stack": 2}), store)
+    stack = one.next(places=1)
+    one.unfinished(stack, Lost("a trace\nthe node is gone", "infrastructure"))
+    (other,) = one.next(places=1)
+    one.finished(record(other))
+    assert (one.next(places=1), one.ended) == ([], False)
+    for pause in (1, 5, 25):
+        now[0] += 0.9 * pause
+        assert one.next(places=1) == []
+        now[0] += 0.2 * pause
+        assert one.next(places=1) == stack
+        assert one.next(places=1) == []
+        assert not one.ended
+        one.lost(stack, "the node is gone again")
+    assert one.missing == dict.fromkeys((job.key for job in stack), "the node is gone again")
+    assert (one.next(places=1), one.ended, one.done) == ([], True, False)
+    assert store.known_trials(job.key for job in stack) == {}
+    again = schedule(planned(lab, arms={}, resources={"stack": 2}), store)
+    assert again.next(places=1) == stack
+
+
+def test_who_is_lost_by_its_own_fault_fails_alone(lab: Path, store: Store) -> None:
+    one = schedule(planned(lab, arms={}, resources={"stack": 3}), store)
+    one.unfinished(one.next(places=1), Lost("os._exit(1)", "trial"))
+    guilty, *others = [one.next(places=1) for _ in range(3)]
+    one.unfinished(guilty, Lost("os._exit(1)", "trial"))
+    for (job,) in others:
+        one.finished(record(job))
+    assert (one.next(places=1), one.done) == ([], True)
+    states = {row.number: (row.state, row.error) for row in store.trials(one.study_id)}
+    assert states == {0: ("failed", "os._exit(1)"), 1: ("done", None), 2: ("done", None)}
+
+
 # A driver that is killed.
 
 
@@ -357,23 +400,23 @@ def test_a_stack_that_was_cut_off_goes_on_from_its_checkpoint(lab: Path, monkeyp
         return train_together(*args, **given, checkpoint_seconds=0)
 
     def until(last: int) -> Callable[..., list[TrialRecord]]:
-        def cut(stack: Sequence[Job], runs: Path, **given: Any) -> list[TrialRecord]:
+        def cut(worker: Worker, stack: Sequence[Job], *_: Any) -> list[TrialRecord]:
             def watch(step: int) -> None:
                 steps.append(step)
                 if step == last:
                     raise KeyboardInterrupt
 
-            return execute(stack, runs, watch=watch)
+            return execute(stack, worker.runs, watch=watch)
 
         return cut
 
     monkeypatch.setattr(trials, "train_together", impatient)
-    monkeypatch.setattr(running, "execute", until(4))
+    monkeypatch.setattr(Worker, "execute", until(4))
     with pytest.raises(KeyboardInterrupt):
         run_study(file, executor="inline")
     (left,) = cut_off(lab / "runs")
     assert len(left) == 3
-    monkeypatch.setattr(running, "execute", until(99))
+    monkeypatch.setattr(Worker, "execute", until(99))
     steps.clear()
     # It goes on together even where trials would by now be shared out otherwise.
     changed = write(lab, **{**choices(0.01, 0.02, 0.03), "resources": {}})
@@ -429,18 +472,18 @@ def test_a_gpu_that_torch_cannot_use_is_not_a_cpu(lab: Path, monkeypatch: pytest
 def test_gpus_that_no_stack_takes_are_told_of(
     lab: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from deltalab.study import ray_tune
+    from deltalab.study import on_ray
 
     class Started(Exception):
         pass
 
-    def start(*_: object) -> None:
-        raise Started
+    class Ray:
+        machines: ClassVar = [{"CPU": 1.0, "GPU": 1.0, "memory": 1.0}, {"CPU": 1.0, "GPU": 1.0, "memory": 1.0}]
 
-    monkeypatch.setattr(ray_tune, "_start", lambda address: None)
-    monkeypatch.setattr(ray_tune.ray, "cluster_resources", lambda: {"CPU": 2.0, "GPU": 2.0})
-    monkeypatch.setattr(ray_tune.ray, "shutdown", lambda: None)
-    monkeypatch.setattr(ray_tune, "StackSearcher", start)
+        def send(self, message: dict[str, Any]) -> None:
+            raise Started
+
+    monkeypatch.setattr(on_ray, "_started", lambda address, folder: nullcontext(Ray()))
     for gpu in (1, 0):
         assert not caplog.records
         with pytest.raises(Started):
@@ -501,10 +544,7 @@ def own_rule(**more: Any) -> dict[str, Any]:
 @pytest.mark.slow
 def test_on_four_gpus_four_stacks_run_at_once(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four that are given out, on a machine without any: each worker waits until there is one on each."""
-    from deltalab.study import ray_tune
-
-    start = ray_tune.ray.init
-    monkeypatch.setattr(ray_tune.ray, "init", lambda **given: start(**given, num_cpus=4, num_gpus=4))
+    monkeypatch.setenv("RAY_OVERRIDE_RESOURCES", '{"CPU": 4, "GPU": 4}')
     plug_in(lab, MEETS)
     given = own_rule(tune={"trials": 8, "train.lr": LR}, resources={"cpu": 1, "gpu": 1})
     given["base"]["train"] = {**STUDY["base"]["train"], "device": "cpu"}

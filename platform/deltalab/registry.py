@@ -5,11 +5,16 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import os
 import pkgutil
+import re
+import select
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.abc import Loader, MetaPathFinder
@@ -25,11 +30,20 @@ from deltalab.errors import InputError, unknown
 from deltalab.gates import Gate
 from deltalab.rule import UpdateRule
 from deltalab.tasks import BUILTIN, Task
+from deltalab.tasks.task import MOST_LENGTH, MOST_VOCABULARY
 
 _named_files: list[Path] = []
 _MODULE = "deltalab_plugin_"
 """The names of modules that are imported from plugin files begin so."""
 
+IMPORT_SECONDS = 20.0
+"""How long the import of a plugin file may take."""
+
+_broken: list[str] = []
+"""What is wrong with the plugins that were left out, a line for each."""
+_twice: dict[str, str] = {}
+"""Names that two plugins have -> which."""
+_NAME = re.compile(r"\w[\w.-]{0,99}")
 _OF_A_TASK = ("version", "metric", "maximize")
 
 
@@ -72,6 +86,14 @@ def add_plugin(file: str | Path) -> list[Plugin]:
 def refresh() -> None:
     """Searches for plugins again on the next use, as is needed after a change of folder or of ./plugins."""
     _all.cache_clear()
+    _everything.cache_clear()
+    _broken.clear()
+    _twice.clear()
+
+
+def left_out() -> list[str]:
+    """What is wrong with the plugins that were left out, a line for each; none before rules or tasks were asked for."""
+    return list(dict.fromkeys([*_broken, *_twice.values()]))
 
 
 @contextmanager
@@ -160,7 +182,11 @@ def get_task(name: str, /, **params: object) -> Task:
         raise
     except Exception as error:
         raise _not_made("task", task_plugin(name), error) from error
-    for label, other in evaluations.items():  # refuse before training what could not be evaluated
+    for label, other in {"": task, **evaluations}.items():  # refuse before training what could not be evaluated
+        for what, most in (("length", MOST_LENGTH), ("vocab_size", MOST_VOCABULARY)):
+            if (size := getattr(other, what)) > most:
+                at = f", at '{label}'," if label else ""
+                raise InputError(f"task '{name}': {what}{at} is {size:,}, and at most {most:,}")
         if other.vocab_size != task.vocab_size:
             raise InputError(
                 f"task '{name}': has {task.vocab_size} tokens and is evaluated, at '{label}', on {other.vocab_size}"
@@ -181,37 +207,80 @@ def _find(kind: type, what: str, name: object) -> Plugin:
         hint = f"; make one: {name.__name__}()" if isinstance(name, type) else ""
         raise InputError(f"takes a {what} or the name of one, such as '{min(_all(kind))}', not {name!r}{hint}")
     found = _all(kind)
+    if name in _twice:
+        raise InputError(_twice[name])
     if name not in found:
-        raise unknown(what, name, sorted(found))
+        more = "".join(f"; left out: {line}" for line in left_out())
+        raise InputError(f"{unknown(what, name, sorted(found))}{more}")
     return found[name]
 
 
 @cache
 def _all(kind: type) -> dict[str, Plugin]:
     found: dict[str, Plugin] = {}
-    with torch.device("cpu"):  # as in get_rule
-        plugins = list(_everything())
-    for plugin in plugins:
+    twice: dict[str, str] = {}
+    for plugin in _everything():
         if not issubclass(plugin.kind, kind):
             continue
         name = plugin.kind.name
         if name in found and found[name].kind is not plugin.kind:
             places = [f"{each.file}{_line_of(each.kind)}" for each in (found[name], plugin)]
-            raise InputError(f"'{name}' is defined twice, in {places[0]} and in {places[1]}: rename one")
-        found[name] = plugin
-    return found
+            twice[name] = f"'{name}' is defined twice, in {places[0]} and in {places[1]}: rename one"
+            if plugin.file in _named_files:
+                raise InputError(twice[name])
+        found.setdefault(name, plugin)
+    _twice.update(twice)
+    return {name: plugin for name, plugin in found.items() if name not in twice}
 
 
-def _everything() -> Iterable[Plugin]:
-    for task in BUILTIN.values():
-        yield Plugin(task, Path(inspect.getfile(task)))
+@cache
+def _everything() -> tuple[Plugin, ...]:
+    """All rules and tasks. `_broken` gets what is wrong with the others: a broken plugin must not stop the rest."""
+    found = [Plugin(task, Path(inspect.getfile(task))) for task in BUILTIN.values()]
     for point in [*entry_points(group="deltalab.rules"), *entry_points(group="deltalab.tasks")]:
-        package = point.load()
-        yield from _in_module(package)
-        for info in pkgutil.iter_modules(getattr(package, "__path__", [])):
-            yield from _in_module(importlib.import_module(f"{package.__name__}.{info.name}"))
+        with _noted(f"package {point.value}"), _apart():
+            package = point.load()
+            found += _in_module(package)
+            names = [
+                f"{package.__name__}.{info.name}" for info in pkgutil.iter_modules(getattr(package, "__path__", []))
+            ]
+            for name in names:
+                with _noted(f"module {name}"):
+                    found += _in_module(importlib.import_module(name))
     for path in _files():
-        yield from _in_module(_load(path))
+        with nullcontext() if path in _named_files else _noted(str(path)):
+            found += _in_module(_load(path))
+    return tuple(found)
+
+
+@contextmanager
+def _noted(source: str) -> Iterator[None]:
+    """Notes in `_broken` what goes wrong. source: what it goes wrong with."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        said = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {_first_line(error)}"
+        _broken.append(said if said.startswith(source) else f"{source}: {said}")
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """For the import of a plugin: what it prints goes to stderr, and modules that it takes away come back."""
+    before = dict(sys.modules)
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    try:
+        os.dup2(2, 1)  # for what prints without Python
+        with redirect_stdout(sys.stderr), torch.device("cpu"):  # as in get_rule
+            yield
+            sys.stderr.flush()
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+        for name, module in before.items():
+            sys.modules.setdefault(name, module)
 
 
 def _files() -> list[Path]:
@@ -227,6 +296,9 @@ def _in_module(module: ModuleType) -> list[Plugin]:
         if wrong := _wrong(kind):
             raise InputError(f"{file}{_line_of(kind)}: {kind.__name__}{wrong}")
         if hasattr(kind, "name"):
+            if not isinstance(kind.name, str) or not _NAME.fullmatch(kind.name):
+                at = f"{file}{_line_of(kind)}: {kind.__name__}"
+                raise InputError(f"{at}: a name has letters, digits, '_', '.' and '-', and not {kind.name!r:.100}")
             found.append(Plugin(kind, file))
     return found
 
@@ -282,20 +354,96 @@ def _load(path: Path) -> ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     for module in list(sys.modules.values()):
-        if getattr(module, "__file__", None) == str(path):
+        if isinstance(module, ModuleType) and vars(module).get("__file__") == str(path):
             return module
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise InputError(f"{path}: not a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
+
+    def execute() -> None:
+        sys.modules[name] = module
+        with _apart():
+            spec.loader.exec_module(module)  # type: ignore[union-attr]
+
+    _require_end(path, execute)
     try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[name]
+        execute()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        sys.modules.pop(name, None)
         at, said = _line_in(path, error), error.msg if isinstance(error, SyntaxError) else _first_line(error)
         raise InputError(f"{path}{at}: does not import: {type(error).__name__}: {said}") from error
+    sys.modules[name] = module
     return module
+
+
+watched = False
+"""Whether somebody watches this process, and ends it where an import does not: a worker's child sets it."""
+
+
+def _require_end(path: Path, execute: Callable[[], None]) -> None:
+    """Raises `InputError` for a file whose import does not end, or ends the process.
+
+    A forked process imports it first, once for each version of the file. Not where there are threads, which a fork may
+    stop while they hold a lock, as in a notebook.
+    """
+    if watched or not hasattr(os, "fork") or threading.active_count() > 1 or "ray" in sys.modules:
+        return
+    kept = _kept(path)
+    try:
+        found = kept.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        found = _tried(execute)
+        with suppress(OSError):
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            kept.write_text(found, encoding="utf-8")
+    if found:
+        raise InputError(f"{path}: does not import: {found} (to try it again, delete {kept})")
+
+
+def _tried(execute: Callable[[], None]) -> str:
+    """What is wrong with an import in a forked process: "" where it ends, with or without an exception."""
+    reader, writer = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    child = os.fork()
+    if not child:
+        said = b"ended"
+        try:
+            os.close(reader)
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            for stream in range(3):
+                os.dup2(nowhere, stream)
+            execute()
+        except KeyboardInterrupt:
+            said = b"KeyboardInterrupt"
+        finally:
+            os.write(writer, said)
+            os._exit(0)
+    os.close(writer)
+    try:
+        late = not select.select([reader], [], [], IMPORT_SECONDS)[0]
+        said = b"" if late else os.read(reader, 100)
+    finally:
+        os.close(reader)
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+    if late:
+        return f"it takes over {IMPORT_SECONDS:g} s"
+    if said:
+        return "" if said == b"ended" else said.decode()
+    code = os.waitstatus_to_exitcode(status)
+    return f"it ends the process, with {f'exit code {code}' if code >= 0 else signal.Signals(-code).name}"
+
+
+def _kept(path: Path) -> Path:
+    """The file of the verdict on an import: $XDG_CACHE_HOME/deltalab/imports/KEY, in ~/.cache by default."""
+    rested_on = f"{sys.version} {path}\n".encode("utf-8", "surrogateescape") + path.read_bytes()
+    key = hashlib.sha256(rested_on).hexdigest()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "deltalab" / "imports" / key
 
 
 def _module_name(path: Path) -> str:

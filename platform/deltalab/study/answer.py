@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from deltalab.store import Arm, Store, Study, TrialRow
 from deltalab.store.models import Stage
 from deltalab.store.trainings import TrainingRow, trainings
-from deltalab.study.candidates import edge
 from deltalab.study.choice import Scores, outcomes
 from deltalab.study.joint import (
     ALPHA,
@@ -19,13 +18,14 @@ from deltalab.study.joint import (
     Outcome,
     compare,
     seeds_needed,
+    seeds_to_decide,
     smallest_p,
 )
 from deltalab.study.ladder import Ladder, ladders
 from deltalab.study.measured import Measured
 from deltalab.study.pareto import front
 from deltalab.study.scales import families
-from deltalab.study.space import Search
+from deltalab.study.sensitivity import ends, sweep
 from deltalab.study.stats import Interval, Share, mean_interval, share_learned, within
 
 if TYPE_CHECKING:
@@ -49,7 +49,9 @@ SPLIT: dict[Stage, str] = {"tune": "validation", "confirm": "test"}
 class Row:
     """One arm on one task.
 
-    difference: arm minus base; its interval and p hold jointly over the family. diverged: runs that did.
+    difference: arm minus base; its interval and p hold jointly over the family. by_seed: the difference of each seed.
+    seeds_needed: about how many seeds would decide an undecided difference; None where it is decided, or unknown.
+    diverged: runs that did.
     learned: where some seeds of the table learned the task and some did not.
     seconds: the training time of all its trials. state_size: elements.
     tuned: the values that are best on validation over all seeds; chose: how many seeds chose them for themselves.
@@ -71,6 +73,8 @@ class Row:
     tuned: dict[str, Any]
     chose: int
     by_budget: list[float]
+    by_seed: dict[int, float] = field(default_factory=dict)
+    seeds_needed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -130,7 +134,7 @@ class InfeasibleCandidate:
 class Answer:
     """A study's answer, and what it rests on. profile: None is the default one. warnings: what makes it doubtful.
     trainings: of what was exported from the study. ladders: of a study with `scales`, of each task. search: what a
-    search found, where the study is one.
+    search found, where the study is one. overrides: settings given beside the study's file, by their keys.
     """
 
     study: str
@@ -146,13 +150,15 @@ class Answer:
     trainings: list[TrainingRow] = field(default_factory=list)
     ladders: list[Ladder] = field(default_factory=list)
     search: "Discovery | None" = None
+    overrides: dict[str, Any] = field(default_factory=dict)
 
 
-def answer(store: Store, study_id: int, *, which: Stage = "confirm") -> Answer:
+def answer(store: Store, study_id: int, *, which: Stage = "confirm", intervals: bool = True) -> Answer:
     """The answer of a study.
 
     which: "confirm" compares the arms on the test split. "tune" shows each arm's best candidate so far on the
     validation split, for a look at a study that runs; it compares nothing, since the best of a sweep is optimistic.
+    intervals: False leaves the intervals of undecided arms infinite, and takes a tenth of the time.
     Raises `InputError` where there is no such study.
     """
     study = store.study(study_id)
@@ -166,7 +172,7 @@ def answer(store: Store, study_id: int, *, which: Stage = "confirm") -> Answer:
         scores = {task: ledger.scores(task, about, arms) for task, about in tasks.items()}
         compared: dict[str, dict[str, Outcome]] = {}
         for family in families(study.spec, list(tasks)):
-            found = outcomes([scores[task] for task in family], ledger.looks)
+            found = outcomes([scores[task] for task in family], ledger.looks, intervals=intervals)
             compared |= dict(zip(family, found, strict=True))
         climbed = ladders(study.spec, tasks, arms, ledger, scores, compared)
         ended = study.state in ("done", "failed")
@@ -208,6 +214,7 @@ def answer(store: Store, study_id: int, *, which: Stage = "confirm") -> Answer:
         trainings(store, study),
         climbed,
         _searched(store, study, arms, trials),
+        study.overrides,
     )
 
 
@@ -324,6 +331,12 @@ def _row(
         if math.isfinite(difference.low):
             low, high = within(difference.low, difference.high, ends)
             difference = replace(difference, low=low, high=high)
+    by_seed: dict[int, float] = {}
+    needed = None
+    if difference is not None and difference.n:
+        by_seed = dict([*scores.by_seed(arm.name).items()][: difference.n])
+        if not difference.decided:
+            needed = seeds_to_decide(list(by_seed.values()), len(scores.others))
     return Row(
         arm=arm.name,
         is_base=arm.is_base,
@@ -336,6 +349,8 @@ def _row(
         tuned=shown.values if shown else {},
         chose=sum(number == best for number in choices.values()),
         by_budget=scores.by_budget(arm.name) if len(scores.runs[arm.name]) > 1 else [],
+        by_seed=by_seed,
+        seeds_needed=needed,
     )
 
 
@@ -398,7 +413,7 @@ def _warnings(rows: list[Row], task: str, about: Mapping[str, Any], ledger: Meas
             )
         elif learned > 0.99:
             warnings.append("The base is at the end of the scale: an arm can be worse, and hardly better.")
-    warnings += _edges(rows, task, ledger, scores)
+    warnings += ends([sweep(row.arm, task, about, ledger, scores) for row in rows], ledger.spec)
     for row in rows:
         apart = []
         for what, own, of_base in (
@@ -411,31 +426,6 @@ def _warnings(rows: list[Row], task: str, about: Mapping[str, Any], ledger: Meas
         if apart and not row.is_base:
             warnings.append(f"{row.arm} has {', '.join(apart)} of the base.")
     return warnings
-
-
-def _edges(rows: list[Row], task: str, ledger: Measured, scores: Scores) -> Iterator[str]:
-    """Arms whose best value is the lowest or the highest that was tried."""
-    tune = ledger.spec.get("tune")
-    if not tune:
-        return
-    about = ("trials", "extend", "seeds")
-    searched = {path: Search.model_validate(search) for path, search in tune.items() if path not in about}
-    ends: dict[tuple[str, str, str], list[str]] = {}
-    for row in rows:
-        if scores.best(row.arm) is None:
-            continue
-        tried = [trial.values for trial in ledger.trials if (trial.arm, trial.task) == (row.arm, task)]
-        tried = [values for values in tried if values.keys() == searched.keys()]
-        if tried and row.tuned.keys() == searched.keys():
-            for path, end in edge(searched, tried, row.tuned).items():
-                ends.setdefault((path, end, f"{row.tuned[path]:.3g}"), []).append(row.arm)
-    for (path, end, value), names in ends.items():
-        several = len(names) > 1
-        hint = "tune.extend moved it as far as it does" if tune.get("extend") else "tune: {extend: true} tries further"
-        yield (
-            f"The best {path} of {', '.join(names)} is the {end} that was tried, {value}: "
-            f"{'these arms' if several else 'the arm'} may do better beyond it ({hint})."
-        )
 
 
 def _table_notes(

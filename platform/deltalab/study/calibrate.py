@@ -7,7 +7,7 @@ chooses its candidate on validation, and the arms are tested in the study's look
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from deltalab.study.measured import looks_of, results
 from deltalab.study.plan import Plan, make_plan
 from deltalab.study.run import run_study
 from deltalab.study.scales import families
-from deltalab.study.spec import StudySpec
+from deltalab.study.stats import share_interval
 
 Array = NDArray[np.float64]
 
@@ -80,10 +80,8 @@ def simulated(store: Store, study_id: int, *, repeats: int = 400, quiet: bool = 
 
 
 def real(
-    spec: StudySpec,
+    plan: Plan,
     *,
-    where: str,
-    profile: str | None = None,
     db: str | None = None,
     repeats: int = 400,
     quiet: bool = True,
@@ -93,8 +91,7 @@ def real(
     The runs go to the ledger as a study of their own, so that they are trained once. A search is left out: its base is
     trained as written.
     """
-    plan = make_plan(spec, profile=profile, where=where)
-    base = base_alone(plan)
+    spec, base = plan.spec, base_alone(plan)
     result = run_study(base, db=db, executor="inline", quiet=quiet, unchecked=True)
     with Store.open(db, create=False) as store:
         found = results(store, result.study_id)
@@ -102,7 +99,7 @@ def real(
     wanted = len(plan.names) * spec.looks[-1].seeds
     for task, pool in pools.items():
         if len(pool) < wanted:
-            raise InputError(f"{where}: {wanted - len(pool)} of {wanted} runs on task '{task}' failed")
+            raise InputError(f"{plan.where}: {wanted - len(pool)} of {wanted} runs on task '{task}' failed")
     about = spec.model_dump(mode="json")
     return _calibrated(pools, found, len(plan.names) - 1, spec.looks, about, repeats, quiet, real=True)
 
@@ -118,7 +115,8 @@ def base_alone(plan: Plan) -> Plan:
         "search": None,
         "seeds": len(plan.names) * plan.spec.looks[-1].seeds,
     }
-    return make_plan(plan.spec.model_copy(update=alone), profile=plan.profile, where=plan.where)
+    base = make_plan(plan.spec.model_copy(update=alone), profile=plan.profile, where=plan.where)
+    return replace(base, overrides=plan.overrides)
 
 
 def residuals(scores: Scores, bounds: Sequence[float] | None = None) -> Array:
@@ -170,8 +168,6 @@ def _calibrated(
 
     like: a study's scores by task, for their direction and chance. spec: of the study as the ledger has it.
     """
-    from scipy import stats
-
     if not arms:
         raise InputError("the study has no arm beside its base: there is nothing to compare")
     random = np.random.default_rng(0)
@@ -193,7 +189,7 @@ def _calibrated(
             differences = [outcome.difference for outcome in outcomes_of_all]
             wrong += any(difference.p <= ALPHA for difference in differences)
             held += all(difference.low <= 0 <= difference.high for difference in differences)
-        interval = stats.binomtest(wrong, repeats).proportion_ci(0.95, "exact")
+        low, high = share_interval(wrong, repeats)
         found.append(
             Calibration(
                 tasks=tasks,
@@ -202,10 +198,10 @@ def _calibrated(
                 pool=min(len(pools[task]) for task in tasks),
                 studies=repeats,
                 wrong=wrong / repeats,
-                low=float(interval.low),
-                high=float(interval.high),
+                low=low,
+                high=high,
                 coverage=held / repeats,
-                says=_says(float(interval.low), looks),
+                says=_says(low, looks),
             )
         )
     return found

@@ -8,6 +8,8 @@ finished counts as the worst outcome of that seed: the worst of all arms, or cha
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from operator import mul
 
 from deltalab.study.joint import Look, Outcome, follow
 
@@ -38,6 +40,7 @@ class Scores:
     seeds: Mapping[str, Sequence[int]]
     results: dict[str, dict[int, float]] = field(init=False)
     """Arm -> seed -> the test score of the chosen run, with the worst outcome where none finished."""
+    _worst: dict[int, float] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         own = {arm: {seed: self.choice(arm, seed) for seed in seeds} for arm, seeds in self.seeds.items()}
@@ -53,22 +56,28 @@ class Scores:
 
     def worst(self, seed: int) -> float:
         """The worst outcome of a seed."""
-        tests = [run[seed].test for runs in self.runs.values() for run in runs.values() if seed in run]
-        worst = min if self.maximize else max
-        return worst([self.chance, *(test for test in tests if math.isfinite(test))])
+        if seed not in self._worst:
+            tests = [run[seed].test for runs in self.runs.values() for run in runs.values() if seed in run]
+            worst = min if self.maximize else max
+            self._worst[seed] = worst([self.chance, *(test for test in tests if math.isfinite(test))])
+        return self._worst[seed]
 
     @property
     def others(self) -> list[str]:
         return [arm for arm in self.results if arm != self.base and self.seeds[arm]]
 
     def differences(self, arm: str) -> list[float]:
-        """The arm's results minus the base's, by seed; 0 where they differ by rounding alone."""
-        pairs = [(self.results[arm][seed], self.results[self.base].get(seed)) for seed in self.seeds[arm]]
-        return [
-            0.0 if abs(own - base) <= 1e-12 * max(abs(own), abs(base)) else own - base
-            for own, base in pairs
+        """The arm's results minus the base's, in the order of its seeds; 0 where they differ by rounding alone."""
+        return list(self.by_seed(arm).values())
+
+    def by_seed(self, arm: str) -> dict[int, float]:
+        """The same differences by seed."""
+        pairs = {seed: (self.results[arm][seed], self.results[self.base].get(seed)) for seed in self.seeds[arm]}
+        return {
+            seed: 0.0 if abs(own - base) <= 1e-12 * max(abs(own), abs(base)) else own - base
+            for seed, (own, base) in pairs.items()
             if base is not None
-        ]
+        }
 
     def best(self, arm: str) -> int | None:
         """The candidate with the best mean of validation scores over all seeds; None where none finished them all."""
@@ -94,15 +103,13 @@ class Scores:
         Of C candidates in order of a seed's validation scores, number r (from 0) is the best of b drawn without
         replacement with probability C(C - 1 - r, b - 1) / C(C, b).
         """
-        numbers, seeds = list(self.runs[arm]), self.seeds[arm]
-        total, found = len(numbers), []
-        for budget in range(1, total + 1):
-            chance = [math.comb(total - 1 - r, budget - 1) / math.comb(total, budget) for r in range(total)]
-            sums = []
-            for seed in seeds:
-                order = sorted(numbers, key=lambda number: self._rank(arm, number, seed))
-                tests = [self._test(arm, number, seed) for number in order]
-                sums.append(math.fsum(p * test for p, test in zip(chance, tests, strict=True)))
+        numbers, found = list(self.runs[arm]), []
+        ranked = []
+        for seed in self.seeds[arm]:
+            order = sorted(numbers, key=lambda number: self._rank(arm, number, seed))
+            ranked.append([self._test(arm, number, seed) for number in order])
+        for chance in _chances(len(numbers)):
+            sums = [math.fsum(map(mul, chance, tests)) for tests in ranked]
             found.append(math.fsum(sums) / len(sums) if sums else math.nan)
         return found
 
@@ -115,6 +122,15 @@ class Scores:
     def _test(self, arm: str, number: int, seed: int) -> float:
         run = self.runs[arm][number].get(seed)
         return run.test if run is not None and math.isfinite(run.test) else self.worst(seed)
+
+
+@cache
+def _chances(total: int) -> list[list[float]]:
+    """Of b = 1, 2, ... `total` candidates drawn, the probability that number r = 0, 1, ... is the best of them."""
+    return [
+        [math.comb(total - 1 - r, budget - 1) / math.comb(total, budget) for r in range(total)]
+        for budget in range(1, total + 1)
+    ]
 
 
 def chosen(runs: Runs, seed: int, maximize: bool) -> int | None:

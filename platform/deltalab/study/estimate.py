@@ -6,8 +6,8 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 import torch
 from rich.console import Group
@@ -16,6 +16,8 @@ from rich.text import Text
 
 from deltalab.authoring import verdict
 from deltalab.errors import InputError
+from deltalab.reading import pairs
+from deltalab.store.progress import duration
 from deltalab.study.joint import ALPHA, seeds_needed, smallest_p
 from deltalab.study.plan import Plan, PlannedArm
 from deltalab.study.power import Spread, detectable
@@ -78,6 +80,7 @@ class Estimate:
     detectable: float | None
     effects: list[Effect]
     notes: tuple[str, ...]
+    overrides: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -88,15 +91,16 @@ class Estimate:
             table.add_column(column, overflow="fold")
         for arm in self.arms:
             table.add_row(
-                arm.task, arm.arm, arm.change, f"{arm.parameters:,}", f"{arm.state_size:,}", _duration(arm.seconds)
+                arm.task, arm.arm, arm.change, f"{arm.parameters:,}", f"{arm.state_size:,}", duration(arm.seconds)
             )
         time = (
             "for a time that is unknown"
             if self.seconds is None
-            else f"about {_duration(self.seconds)} on {self.where} with {self.workers} at a time"
+            else f"about {duration(self.seconds)} on {self.where} with {self.workers} at a time"
             + ("" if self.stack == 1 else "; less, where trials of one shape train as one")
         )
         name = self.study + (f" ({self.profile})" if self.profile else "")
+        name += f" with {pairs(self.overrides)}" if self.overrides else ""
         lines = [
             f"{name}: {self.trials} trials, {self.runs} runs, {time}",
             self.how,
@@ -149,7 +153,7 @@ def estimate(plan: Plan, *, workers: int | None = None, spreads: Sequence[Spread
     wanted = plan.spec.resources
     workers = workers or max(1, wanted.places(os.cpu_count() or 1, torch.cuda.device_count()))
     before = torch.get_num_threads()
-    torch.set_num_threads(wanted.threads)
+    torch.set_num_threads(min(wanted.threads, os.cpu_count() or 1))
     try:
         sizes, trainings = _counted(plan)
         times = _times(plan, trainings)
@@ -192,6 +196,7 @@ def estimate(plan: Plan, *, workers: int | None = None, spreads: Sequence[Spread
             if found is not None and math.isfinite(found)
         ],
         notes=(*_searched(plan), *plan.notes, *_extended(plan), *_passes(trainings), *_not_checked(plan)),
+        overrides=plan.overrides,
     )
 
 
@@ -287,7 +292,12 @@ def _on_cpu(plan: Plan, trainings: list[Training]) -> _Times:
         if timed and time.perf_counter() - began > TIMING_SECONDS:
             break
         with _runs(plan, plan.arms[i]):
-            timed[i] = timed_step(trainings[i])
+            seconds = timed_step(trainings[i])
+        if seconds is not None:
+            timed[i] = seconds
+    if not timed:
+        how = "No time is known: a step of each arm takes more memory or arithmetic than a plan spends."
+        return _Times([None] * len(trainings), "this machine", how)
     known = [(trainings[i], seconds) for i, seconds in timed.items()]
     steps = [timed[i] if i in timed else scaled_step(training, known) for i, training in enumerate(trainings)]
     rest = len(trainings) - len(timed)
@@ -340,18 +350,3 @@ def _short(value: object) -> str:
         ((kind, options),) = value.items()
         return f"{kind}({', '.join(f'{name}={number:g}' for name, number in options.items())})"
     return str(value)
-
-
-def _duration(seconds: float | None) -> str:
-    """With the few digits that an estimate has.
-
-    >>> [_duration(s) for s in (0.3, 42, 300, 9000, 900000)]
-    ['1 s', '42 s', '5 min', '2.5 h', '10.4 d']
-    """
-    if seconds is None:
-        return "unknown"
-    if seconds < 100:
-        return f"{max(1, round(seconds))} s"
-    if seconds < 5400:
-        return f"{round(seconds / 60)} min"
-    return f"{seconds / 3600:.1f} h" if seconds < 200000 else f"{seconds / 86400:.1f} d"

@@ -5,18 +5,18 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
 from deltalab.errors import InputError
 from deltalab.store import Arm, Store, Study, TrialRow
-from deltalab.study.candidates import MOST_DRAWN
 from deltalab.study.control import Control, compare, worst_of
 from deltalab.study.importance import FEWEST, Importance, importance
 from deltalab.study.measured import current
 from deltalab.study.pareto import front
-from deltalab.study.search import RANDOM_FROM, Found, candidates, halvings, point, scores
+from deltalab.study.search import Found, candidates, halvings, is_own, point, scores
 from deltalab.study.settings import setting
 from deltalab.study.space import COSTS, Objective, Searching
 
@@ -28,6 +28,8 @@ class Point:
     name: its arm, if it is a finalist or the base, else its number. scores: by objective, on validation, at the last
     fidelity that it trained at; those of the base with its tuned values. values: where it differs from the base.
     rung: that fidelity, from 0. on_front: no other candidate of the last fidelity beats it in all objectives.
+    settings: all that the search chose for it; of the base, its own values that the space holds too. first: its scores
+    at the lowest fidelity, which all candidates have; those of the base are known only where there is no other.
     """
 
     name: str
@@ -37,6 +39,8 @@ class Point:
     scores: dict[str, float]
     values: dict[str, Any]
     on_front: bool = False
+    settings: dict[str, Any] = field(default_factory=dict)
+    first: dict[str, float] = field(default_factory=dict)
 
     @property
     def is_arm(self) -> bool:
@@ -94,7 +98,7 @@ def discovery(store: Store, study: Study, arms: Sequence[Arm], trials: Sequence[
     return Discovery(
         objectives={str(one): one.maximize for one in weighed},
         drawn=dict(Counter(each.drawn_by for each in first)),
-        candidates=_points(store, space, weighed, found, arms, trials),
+        candidates=points(store, space, weighed, found, arms, trials),
         importances=importances,
         unknown=[path for path in space.knobs if held[path] < FEWEST],
         control=_control(weighed, first, chance),
@@ -123,7 +127,7 @@ def _control(weighed: Sequence[Objective], first: Sequence[Found], chance: Mappi
 _compared = lru_cache(maxsize=16)(compare)
 
 
-def _points(
+def points(
     store: Store,
     space: Searching,
     weighed: Sequence[Objective],
@@ -137,11 +141,12 @@ def _points(
     final = [trial for trial in current(trials) if trial.stage == "confirm"]
     confirmed = {trial.arm: trial.values for trial in final}
     tuned = [trial.values for trial in final if trial.arm == base.name]
+    first = {each.number: each.scores for each in found if each.rung == 0}
     names: dict[str, str] = {}
     for arm in arms:
         if arm.name in confirmed and not arm.is_base:
             names.setdefault(_same(confirmed[arm.name]), arm.name)
-    points = _base(store, space, weighed, base, trials) + [
+    every = _base(store, space, weighed, base, trials) + [
         Point(
             name=names.get(_same(each.values), str(each.number)),
             number=each.number,
@@ -149,13 +154,15 @@ def _points(
             rung=each.rung,
             scores=each.scores,
             values=changed(base.config[configs[each.number][0]], configs[each.number][1], tuned, each.values),
+            settings=dict(each.values),
+            first=first.get(each.number, {}),
         )
         # Rungs are in order, and the last one counts.
         for each in {each.number: each for each in found if each.infeasible is None}.values()
     ]
-    ended = [at for at, each in enumerate(points) if each.rung == len(space.rungs) - 1]
-    for at in front([point(weighed, points[at].scores) for at in ended]) if ended else ():
-        points[ended[at]] = replace(points[ended[at]], on_front=True)
+    ended = [at for at, each in enumerate(every) if each.rung == len(space.rungs) - 1]
+    for at in front([point(weighed, every[at].scores) for at in ended]) if ended else ():
+        every[ended[at]] = replace(every[ended[at]], on_front=True)
     ranks = {arm.name: rank for rank, arm in enumerate(arms)}
     main = weighed[0]
 
@@ -163,7 +170,7 @@ def _points(
         (score,) = point([main], each.scores)
         return ranks.get(each.name, len(ranks)), not each.on_front, math.inf if math.isnan(score) else score
 
-    return sorted(points, key=place)
+    return sorted(every, key=place)
 
 
 def _base(
@@ -174,15 +181,28 @@ def _base(
     own = {
         trial.task: trial.key
         for trial in trials
-        if trial.stage == "tune"
-        and MOST_DRAWN * space.trials <= trial.number < RANDOM_FROM
-        and trial.values == tuned.get(trial.task)
+        if trial.stage == "tune" and is_own(trial.number, space) and trial.values == tuned.get(trial.task)
     }
     if not own or own.keys() != base.config.keys():
         return []
     known = store.known_trials(own.values())
     reached = scores(weighed, {task: known[key] for task, key in own.items()})
-    return [Point(base.name, None, "tuning", len(space.rungs) - 1, reached, {})]
+    last = len(space.rungs) - 1
+    settings = _settings_of_base(space, base, next(iter(tuned.values())))
+    return [Point(base.name, None, "tuning", last, reached, {}, settings=settings, first={} if last else reached)]
+
+
+def _settings_of_base(space: Searching, base: Arm, tuned: Mapping[str, Any]) -> dict[str, Any]:
+    """The base's own values that the space holds too. tuned: on its first task."""
+    config = next(iter(base.config.values()))
+    found: dict[str, Any] = dict(tuned)
+    for path, search in space.searched.items():
+        if path not in tuned:
+            with suppress(InputError):  # a knob that the base's rule does not have
+                own = config["rule"]["name"] if path == "rule" else setting(config, path, base.name)
+                if search.pattern is None and search.holds(own):
+                    found[path] = own
+    return found
 
 
 def changed(

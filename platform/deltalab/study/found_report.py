@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from deltalab.study.answer import format_interval, format_values
 from deltalab.study.found import Discovery, Point
 from deltalab.study.importance import FEWEST, NOTHING, Importance
+from deltalab.study.named import titles
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,12 @@ def label(found: Discovery, objective: str) -> str:
 def figure(value: float) -> str:
     """A score or a cost as text; "" where it is not known.
 
-    >>> figure(0.51234), figure(34560.0), figure(math.nan)
-    ('0.512', '34,560', '')
+    >>> figure(0.51234), figure(34560.0), figure(76.0), figure(math.nan)
+    ('0.512', '34,560', '76', '')
     """
     if math.isnan(value):
         return ""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3f}"
+    return f"{value:,.0f}" if abs(value) >= 100 or (abs(value) > 1 and value.is_integer()) else f"{value:.3f}"
 
 
 def about(point: Point) -> str:
@@ -54,16 +55,18 @@ def _finalists(found: Discovery) -> Section:
 def _front(found: Discovery, most: int | None) -> Section:
     best = [point for point in found.candidates if point.on_front or point.is_arm]
     points = best[:most]
+    what = titles([(point.name, point.values) for point in best])
     rows = [
         [
             point.name,
+            "" if point.number is None else what[point.name],
             point.drawn_by,
             *(figure(point.scores[name]) for name in found.objectives),
             "yes" if point.on_front else "no",
         ]
         for point in points
     ]
-    headers = ["candidate", "by", *(label(found, name) for name in found.objectives), "front"]
+    headers = ["candidate", "what it is", "by", *(label(found, name) for name in found.objectives), "front"]
     notes = ["Scores are on validation, from the seeds of the search: optimistic. The answer is the table of the arms."]
     if hidden := len(best) - len(points):
         notes.append(f"{hidden} more candidates are on the front: see --json or the dashboard.")

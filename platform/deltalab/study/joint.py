@@ -115,6 +115,30 @@ def seeds_needed(alpha: float = ALPHA) -> int:
     return next(n for n in range(1, 64) if smallest_p(n) <= alpha)
 
 
+def seeds_to_decide(differences: ArrayLike, arms: int, power: float = 0.8) -> int | None:
+    """About how many seeds would decide a difference like this one, tested together with `arms` arms.
+
+    differences: d [n] of one arm, undecided so far. power: the probability that so many seeds decide it. None where
+    the seeds agree on 0, or are fewer than two. It takes the mean and sd of d for the true ones, so it is a guide:
+
+        n = ((z_{1 - alpha / 2m} + z_power) sd / mean)^2 + z_{1 - alpha / 2m}^2 / 2    for m arms
+
+    which is a t test with Bonferroni's correction (Guenther 1981), and at least one seed more than n.
+
+    >>> seeds_to_decide([0.1, -0.1, 0.2, 0.0, 0.1, 0.0], arms=1), seeds_to_decide([0.0, 0.0, 0.0], arms=1)
+    (37, None)
+    """
+    from scipy import stats
+
+    d = np.asarray(differences, dtype=float)
+    if len(d) < 2 or not d.mean():
+        return None
+    z = float(stats.norm.ppf(1 - ALPHA / (2 * max(arms, 1))))
+    effect = float(d.std(ddof=1) / abs(d.mean()))
+    n = math.ceil(((z + float(stats.norm.ppf(power))) * effect) ** 2 + z**2 / 2)
+    return max(n, len(d) + 1, seeds_needed())
+
+
 def compare(differences: Sequence[ArrayLike], units: Sequence[int] | None = None) -> list[Difference]:
     """The difference of each arm, tested together with the others, on the same seeds.
 
@@ -167,13 +191,13 @@ def _prospect(d: Array, t: float, arms: int) -> float:
 
     With z the normal quantile of a t test at the share t of the seeds, Phi((z / sqrt(t) - z_end) / sqrt(1 - t)).
     """
-    from scipy import stats
+    from scipy.special import ndtr, ndtri, stdtr
 
     spread = d.std(ddof=1) if len(d) > 1 else 0.0
     if not spread:
         return float(d.any())
-    z = -stats.norm.ppf(stats.t.sf(math.sqrt(len(d)) * abs(d.mean()) / spread, len(d) - 1))
-    return float(stats.norm.cdf((z / math.sqrt(t) + stats.norm.ppf(ALPHA / (2 * arms))) / math.sqrt(1 - t)))
+    z = -ndtri(stdtr(len(d) - 1, -math.sqrt(len(d)) * abs(d.mean()) / spread))
+    return float(ndtr((z / math.sqrt(t) + ndtri(ALPHA / (2 * arms))) / math.sqrt(1 - t)))
 
 
 def rejects(differences: Sequence[ArrayLike], shifts: ArrayLike, looks: Sequence[Look]) -> NDArray[np.bool_]:
@@ -204,11 +228,13 @@ class _Family:
 
     def __init__(self, differences: list[Array], units: list[int], intervals: bool = True) -> None:
         self.differences, self.units, self.intervals = differences, units, intervals
+        self._kept: dict[tuple[int, ...], _Flipped] = {}
         self.stopped: dict[int, int] = {}
         self.decided: set[int] = set()
 
     def stop(self, j: int, seeds: int) -> None:
         self.stopped[j] = seeds
+        self._kept.clear()
 
     def tested(self, running: list[int], looks: Sequence[Look]) -> dict[int, Difference]:
         """Steps down through the arms that run, and finds the difference of each."""
@@ -217,6 +243,7 @@ class _Family:
             if p > ALPHA:
                 break
             self.decided.add(j)
+            self._kept.clear()
         return {j: self._difference(j, looks) for j in running}
 
     def _difference(self, j: int, looks: Sequence[Look]) -> Difference:
@@ -274,23 +301,40 @@ class _Family:
 
     def _largest(self, j: int, shifts: Array, signs: Array) -> tuple[Array, Array]:
         """The largest T of the family and that of arm j, each [D, E]."""
-        n = signs.shape[1]
-        own = self.differences[j][:n] - shifts[:, None]
-        arms = {i: self._seen(i, n)[None] for i in range(len(self.differences)) if i != j}
-        arms[j] = own
-        sizes = {i: np.sqrt(np.mean(d**2, axis=1)) for i, d in arms.items()}
-        largest: Array | None = None
-        constant = {
-            unit: np.median([np.broadcast_to(sizes[i], len(shifts)) for i in arms if self.units[i] == unit], axis=0)
-            / math.sqrt(2)
-            for unit in {self.units[i] for i in arms}
-        }
-        t = np.zeros(())
-        for i, d in arms.items():
-            mean = np.abs(d @ signs.T) / n
-            spread = np.sqrt(np.maximum(sizes[i][:, None] ** 2 - mean**2, 0.0) * n / max(n - 1, 1))
-            size = spread + constant[self.units[i]][:, None]
-            t = math.sqrt(n) * np.divide(mean, size, out=np.zeros(np.broadcast(mean, size).shape), where=size > 0)
-            largest = t if largest is None else np.maximum(largest, t)
-        assert largest is not None
-        return largest, t  # arm j came last
+        own = _Flipped(self.differences[j][: signs.shape[1]] - shifts[:, None], signs)
+        family = self._flipped(signs)
+        largest = np.zeros((1, 1))
+        for unit in dict.fromkeys(self.units):
+            others = [i for i, of in enumerate(self.units) if of == unit and i != j]
+            sizes = family.size[others][:, None]
+            if unit == self.units[j]:
+                sizes = np.vstack([np.broadcast_to(sizes, (len(others), len(shifts))), own.size])
+            constant = np.median(sizes, axis=0) / math.sqrt(2)
+            if others:
+                largest = np.maximum(largest, family.t(constant[:, None, None], others).max(axis=1))
+            if unit == self.units[j]:
+                t = own.t(constant[:, None])
+        return np.maximum(largest, t), t
+
+    def _flipped(self, signs: Array) -> "_Flipped":
+        """All arms as they compete with another one, kept until one more is decided or stops."""
+        if signs.shape not in self._kept:
+            seen = [self._seen(i, signs.shape[1]) for i in range(len(self.differences))]
+            self._kept[signs.shape] = _Flipped(np.array(seen), signs)
+        return self._kept[signs.shape]
+
+
+class _Flipped:
+    """Rows of differences d [R, n] under every flip: rms size [R], |mean| and sd [R, E]."""
+
+    def __init__(self, d: Array, signs: Array) -> None:
+        self.n = d.shape[1]
+        self.size = np.sqrt(np.mean(d**2, axis=1))
+        self.mean = np.abs(d @ signs.T) / self.n
+        self.sd = np.sqrt(np.maximum(self.size[:, None] ** 2 - self.mean**2, 0.0) * self.n / max(self.n - 1, 1))
+
+    def t(self, constant: Array, rows: Sequence[int] | slice = slice(None)) -> Array:
+        """T of rows for each constant: [R, E] for [R, 1], [D, R, E] for [D, 1, 1]; 0 where d is 0."""
+        size = self.sd[rows] + constant
+        t: Array = math.sqrt(self.n) * np.divide(self.mean[rows], size, out=np.zeros(size.shape), where=size > 0)
+        return t

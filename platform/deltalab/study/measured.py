@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
 
 from deltalab.store import Arm, Store, TrialRow
@@ -25,7 +26,11 @@ class Measured:
         self.spec = spec
         self.looks = looks_of(spec)
         self.finals: dict[str, dict[tuple[str, str], dict[int, float]]] = {}
-        for final in store.final_metrics(study_id):
+        names = {about["metric"] for about in store.study(study_id).provenance["tasks"].values()}
+        if spec.get("scales"):
+            names.add("loss")  # ladders fit it
+        read = {*product(("validation", "test"), names), ("cost", "flops_per_token")}
+        for final in store.final_metrics(study_id, metrics=read):
             if final.run_state == "done":
                 metrics = self.finals.setdefault(final.trial, {})
                 metrics.setdefault((final.split, final.metric), {})[final.seed] = final.value

@@ -3,20 +3,23 @@
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 from deltalab.errors import InputError, unknown
 from deltalab.models.spec import LATER, RULE, TIED_WIDTH, ModelSpec
 from deltalab.registry import get_task, rule_plugin, task_plugin
 from deltalab.study.candidates import spread
+from deltalab.study.difference import difference
 from deltalab.study.feasible import check_space
+from deltalab.study.job import Job
 from deltalab.study.match import Bounded, Matcher
+from deltalab.study.overrides import Given, read_overrides, where_given
 from deltalab.study.scales import sized
 from deltalab.study.settings import (
     applied,
-    difference,
     resolve,
     resolve_method,
     rule_of,
@@ -24,9 +27,9 @@ from deltalab.study.settings import (
     with_values,
 )
 from deltalab.study.space import LAYERS, Objective, Search, Searching, Tune, count
-from deltalab.study.spec import Change, StudySpec
+from deltalab.study.spec import MOST_ARMS, Change, StudySpec, load_study
 from deltalab.tasks import BUILTIN, Task
-from deltalab.training.train import NUMERICS, TrainSpec
+from deltalab.training.train import NUMERICS
 
 CONFIRM_SEEDS_FROM = 1
 TUNE_SEEDS_FROM = 1_000_001
@@ -49,48 +52,12 @@ class PlannedArm:
 
 
 @dataclass(frozen=True)
-class Job:
-    """Everything that a worker needs to run one trial, as JSON.
-
-    key: SHA-256 of what the trial computes. task: its name in the study; task_kind: its name in the registry.
-    plugins: (kind, name, file, hash) of the code it runs.
-    rule_source: the source at planning time; a worker's file may have changed since.
-    decode: whether the time of a decoding step is measured.
-    """
-
-    key: str
-    arm: str
-    task: str
-    task_kind: str
-    task_version: int
-    stage: Literal["tune", "confirm"]
-    number: int
-    values: dict[str, Any]
-    config: dict[str, Any]
-    task_params: dict[str, Any]
-    seeds: tuple[int, ...]
-    plugins: tuple[tuple[str, str, str, str], ...]
-    rule_source: str
-    gpu: float = 0.0
-    deadline: float | None = None
-    decode: bool = False
-
-    @cached_property
-    def specs(self) -> tuple[ModelSpec, TrainSpec]:
-        """The model and the training. Its plugins must have been loaded."""
-        train = TrainSpec(**self.config["train"])
-        if train.device == "auto" and not self.gpu:
-            # A worker that asked Ray for no GPU still sees all of them, and every worker would take the first.
-            train = replace(train, device="cpu")
-        return ModelSpec.of({**self.config["model"], "rule": self.config["rule"]}), train
-
-
-@dataclass(frozen=True)
 class Plan:
     """A study, expanded.
 
     arms: those of each task, the base first. where: the study's file, which errors name.
     notes: what to know about the search space before the study runs.
+    overrides: settings given beside the file, by their keys; `spec` has them in place.
     """
 
     spec: StudySpec
@@ -99,6 +66,7 @@ class Plan:
     tasks: dict[str, Task]
     where: str
     notes: tuple[str, ...] = ()
+    overrides: dict[str, Any] = field(default_factory=dict)
 
     @property
     def identity(self) -> str:
@@ -167,11 +135,16 @@ class Plan:
         for path, knob in self.budget.knobs.items() if self.budget else ():
             if not path.startswith("train."):
                 continue
-            above = {one: values for one, values in (knob.when or {}).items() if not one.startswith("train.")}
-            own = {one: base.config["rule"] if one == "rule" else setting(base.config, one, "search") for one in above}
-            if knob.model_copy(update={"when": above}).exists(own):
-                inner = {one: values for one, values in (knob.when or {}).items() if one not in above}
-                found[path] = knob.model_copy(update={"when": inner or None})
+            ways = []
+            for way in knob.ways:
+                above = {one: values for one, values in way.items() if not one.startswith("train.")}
+                own = {
+                    one: base.config["rule"] if one == "rule" else setting(base.config, one, "search") for one in above
+                }
+                if knob.model_copy(update={"when": above}).exists(own):
+                    ways.append({one: values for one, values in way.items() if one not in above})
+            if ways:
+                found[path] = knob.model_copy(update={"when": tuple(ways) if all(ways) else None})
         return found
 
     @cached_property
@@ -365,6 +338,21 @@ class Infeasible(InputError):
         self.job = job
 
 
+def plan_study(study: str | Path | Mapping[str, Any], *, profile: str | None = None, overrides: Given = None) -> Plan:
+    """Reads a study as `load_study` does, and expands it as `make_plan` does; errors say whether the file or an
+    override is wrong.
+    """
+    file = "study" if isinstance(study, Mapping) else str(study)
+    spec = load_study(study, profile=profile, overrides=overrides)
+    try:
+        plan = make_plan(spec, profile=profile, where=where_given(file, overrides))
+    except InputError:
+        if overrides:  # The file may be wrong by itself: then this raises what is wrong there.
+            make_plan(load_study(study, profile=profile), profile=profile, where=file)
+        raise
+    return replace(plan, where=file, overrides=read_overrides(overrides))
+
+
 def make_plan(spec: StudySpec, *, profile: str | None = None, where: str = "study") -> Plan:
     """Expands a study.
 
@@ -394,6 +382,9 @@ def _make_plan(spec: StudySpec, profile: str | None, file: str) -> Plan:
         if name not in spec.task:
             raise unknown("task", name, spec.task, where="for_task")
     changes = _changes(spec)
+    finalists = spec.search.finalists if spec.search else 0
+    if (count := len(tasks) * (1 + len(changes) + finalists)) > MOST_ARMS:
+        raise InputError(f"has {count:,} arms, counted on each task; a study has at most {MOST_ARMS:,}")
     matcher = Matcher(spec.tune.searched if spec.tune else {})
     arms = []
     for task_name, task in tasks.items():
@@ -417,7 +408,7 @@ def _make_plan(spec: StudySpec, profile: str | None, file: str) -> Plan:
                 )
             change_of = difference(resolved["base"], config)
             arms.append(PlannedArm(name, task_name, name == "base", config, change_of))
-        for i in range(spec.search.finalists if spec.search else 0):
+        for i in range(finalists):
             arms.append(PlannedArm(f"found_{i + 1}", task_name, False, resolved["base"], {}))
     plan = Plan(spec, profile, arms, tasks, file)
     if plan.budget is None:

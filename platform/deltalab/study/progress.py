@@ -1,36 +1,56 @@
-"""Shows a running study: a progress bar on a terminal, a line for each stack elsewhere."""
+"""Shows a running study: progress bars on a terminal, a line for each stack elsewhere. Both say when it will end."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
+from rich.text import Text
 
-from deltalab.study.plan import Job
-from deltalab.study.schedule import Schedule
-from deltalab.study.search import RANDOM_FROM, WARM_FROM
+from deltalab.store.progress import duration
+from deltalab.study.account import Account
+from deltalab.study.job import Job
+from deltalab.study.schedule import Stacks, named
+
+
+class _Eta(ProgressColumn):
+    """When the study will end, beside its own bar."""
+
+    max_refresh = 1.0
+
+    def __init__(self, eta: Callable[[], float | None]) -> None:
+        super().__init__()
+        self._eta = eta
+
+    def render(self, task: Task) -> Text:
+        return Text("" if task.id or task.finished else f"ETA {duration(self._eta())}")
 
 
 class Progress:
-    """Counts trials, shows those in flight, and names the best arm so far on each task."""
+    """Counts trials, shows those that run, names the best arm so far on each task, and says when the study will end.
 
-    def __init__(self, schedule: Schedule, *, quiet: bool) -> None:
-        self.schedule, self.quiet = schedule, quiet
+    account: takes in all that the executor tells.
+    """
+
+    def __init__(self, schedule: Stacks, account: Account, *, quiet: bool) -> None:
+        self.schedule, self.account, self.quiet = schedule, account, quiet
         self.console = Console(stderr=True)
         self._bars = Bars(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
+            _Eta(self.eta),
             console=self.console,
             disable=quiet or not self.console.is_terminal,
         )
         self._all = self._bars.add_task(schedule.plan.spec.name, total=schedule.total)
-        self._flying: dict[str, TaskID] = {}
+        self._running: dict[str, TaskID] = {}
         self._began = time.monotonic()
+        self.account.counted(schedule.stages())
 
     def __enter__(self) -> Self:
         self._bars.start()
@@ -40,40 +60,49 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._bars.stop()
+        if error is None:  # else another thread may hold the schedule, and wait for a database that is gone
+            self.account.counted(self.schedule.stages())
 
-    def started(self, stack: Sequence[Job]) -> None:
+    def eta(self) -> float | None:
+        """Seconds until the study ends; None where nobody can tell."""
+        return self.account.eta()
+
+    def started(self, stack: Sequence[Job], *, here: bool = True) -> None:
+        """here: whether this driver trains the stack, and not one that has joined it."""
         steps = stack[0].config["train"]["steps"]
-        self._flying[stack[0].key] = self._bars.add_task(f"  {_name(stack)}", total=steps)
+        self.account.started(stack, named(stack), here=here)
+        self._running[stack[0].key] = self._bars.add_task(f"  {named(stack)}", total=steps)
         self._show()
 
-    def advanced(self, stack: Sequence[Job], step: int) -> None:
-        self._bars.update(self._flying[stack[0].key], completed=step)
+    def advanced(self, stack: Sequence[Job], step: int, device: str | None = None) -> None:
+        self.account.advanced(stack, step, device)
+        self._bars.update(self._running[stack[0].key], completed=step)
 
-    def finished(self, stack: Sequence[Job]) -> None:
-        self._bars.remove_task(self._flying.pop(stack[0].key))
+    def finished(self, stack: Sequence[Job], device: str | None = None, *, lost: bool = False) -> None:
+        """lost: the stack has ended without results."""
+        self.account.ended(stack, device, lost=lost)
+        self._bars.remove_task(self._running.pop(stack[0].key))
         self._show()
         if not self.quiet and not self.console.is_terminal:
             done, total = self.schedule.completed, self.schedule.total
+            eta = f"ETA {duration(self.eta())}" if done < total else ""
+            parts = [f"{time.monotonic() - self._began:.0f} s", eta, named(stack), self._stages(), self._leaders()]
             self.console.print(
-                f"[{done}/{total}] {time.monotonic() - self._began:.0f} s  {_name(stack)}  {self._leaders()}",
-                markup=False,
-                highlight=False,
-                soft_wrap=True,
+                f"[{done}/{total}] {'  '.join(filter(None, parts))}", markup=False, highlight=False, soft_wrap=True
             )
 
     def _show(self) -> None:
-        text = "  ".join(filter(None, [self.schedule.plan.spec.name, self._leaders()]))
-        self._bars.update(self._all, completed=self.schedule.completed, description=text)
+        self.account.counted(self.schedule.stages())
+        text = "  ".join(filter(None, [self.schedule.plan.spec.name, self._stages(), self._leaders()]))
+        self._bars.update(self._all, completed=self.schedule.completed, total=self.schedule.total, description=text)
+
+    def _stages(self) -> str:
+        """How far each stage is, where there are two."""
+        stages = self.account.stages
+        counts = (f"{stage} {count.ended}/{count.total}" for stage, count in stages.items())
+        return ", ".join(counts) if len(stages) > 1 else ""
 
     def _leaders(self) -> str:
         leaders = {task: self.schedule.leader(task) for task in self.schedule.plan.tasks}
         parts = [f"{task}: {found[0]} {found[1]:.3f}" for task, found in leaders.items() if found]
         return "best so far on validation: " + ", ".join(parts) if parts else ""
-
-
-def _name(stack: Sequence[Job]) -> str:
-    job, others = stack[0], len(stack) - 1
-    kinds = {WARM_FROM: "warm start", RANDOM_FROM: "random", 0: "search" if job.stage == "tune" else "candidate"}
-    kind, seeds = next(kind for first, kind in kinds.items() if job.number >= first), len(job.seeds)
-    what = f"{kind} {job.number % RANDOM_FROM + 1}, {seeds} seed{'s' * (seeds != 1)}"
-    return f"{job.task} / {job.arm} / {what}" + (f" and {others} more trial{'s' * (others != 1)}" if others else "")

@@ -5,15 +5,17 @@ import io
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from deltalab.errors import unknown
+from deltalab.reading import pairs
 from deltalab.store import Store
 from deltalab.store.models import Stage
 from deltalab.store.trainings import TrainingRow
@@ -28,11 +30,17 @@ from deltalab.study.answer import (
     format_p,
     format_values,
 )
-from deltalab.study.joint import UNKNOWN
+from deltalab.study.joint import UNKNOWN, Difference
 from deltalab.study.ladder import Ladder
+from deltalab.study.stats import Interval
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from deltalab.study.found_report import Section
+
+Part = Literal["arms", "ladders", "trainings"]
+"""A table of a report's figures: a line per task and arm; per ladder, arm and size; or per training."""
 
 STYLE = {"better": "green", "worse": "red", "failed": "red", "diverged": "red"}
 SHORT = 8
@@ -47,6 +55,14 @@ TRAINING_HEADERS = (
     "training", "arm", "rule", "parameters", "steps", "tokens", "train loss", "validation loss", "tokens/s",
     "evaluations",
 )  # fmt: skip
+DTYPES: dict[Any, str] = {
+    int: "Int64",
+    int | None: "Int64",
+    float: "float64",
+    float | None: "float64",
+    bool: "bool",
+}
+"""pandas' type for the figures of a dataclass, by their annotation."""
 # Positions in a row's `cells`.
 ARM, METRIC, DIFFERENCE, VERDICT, TUNED = 0, 2, 3, 5, 10
 ANSWER, COSTS = (0, 1, 2, 3, 4, 5), (0, 6, 7, 8, 9, 10)
@@ -59,7 +75,8 @@ class Report(Answer):
     def title(self) -> str:
         profile = f"profile {self.profile}" if self.profile else "default profile"
         state = self.state if self.state in ("done", "failed") else f"{self.state}: verdicts may change"
-        return f"{self.study}, {profile}, id {self.study_id} ({state})"
+        given = f", with {pairs(self.overrides)}" if self.overrides else ""
+        return f"{self.study}, {profile}{given}, id {self.study_id} ({state})"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield Text(self.title, style="bold")
@@ -153,20 +170,47 @@ class Report(Answer):
         return json.dumps(_without_nan(asdict(self)), indent=2, allow_nan=False, default=datetime.isoformat)
 
     def to_csv(self) -> str:
-        """A line per task and arm; an empty field where a figure is not defined. Where there are trainings, an empty
-        line and a second table follow, with a line per training."""
-        tables = [
-            [_flat(table, row) for table in self.tables for row in table.rows],
-            [*map(_flat_training, self.trainings)],
-        ]
+        """A line per task and arm; an empty field where a figure is not defined.
+
+        Where there are ladders, an empty line and a table with a line per arm and size follow; where there are
+        trainings, another with a line per training.
+        """
         parts = []
-        for lines in filter(None, tables):
+        for lines in filter(None, (self._lines("arms"), self._lines("ladders"), self._lines("trainings"))):
             out = io.StringIO()
             writer = csv.DictWriter(out, fieldnames=list(lines[0]), lineterminator="\n")
             writer.writeheader()
-            writer.writerows(_without_nan(lines))
+            writer.writerows({key: _field(value) for key, value in line.items()} for line in lines)
             parts.append(out.getvalue())
         return "\n".join(parts)
+
+    def to_frame(self, part: Part = "arms") -> "pd.DataFrame":
+        """The figures as a pandas DataFrame: the lines and columns of `to_csv`, as numbers, dicts and lists.
+
+        part: "arms" has a line per task and arm, "ladders" one per arm and size, "trainings" one per training. Whole
+        numbers have the type Int64, which knows missing ones; other figures are float64, NaN where not defined. The
+        frame is empty where the report has no such part.
+        Raises `InputError` for another part.
+        """
+        import pandas as pd  # It takes half a second to load.
+
+        lines = self._lines(part)
+        dtypes = {column: dtype for column, dtype in _dtypes().items() if lines and column in lines[0]}
+        return pd.DataFrame(lines).astype(dtypes)
+
+    def _lines(self, part: Part) -> list[dict[str, Any]]:
+        if part == "arms":
+            return [_flat(table, row) for table in self.tables for row in table.rows]
+        if part == "ladders":
+            return [line for ladder in self.ladders for line in _flat_ladder(ladder)]
+        if part == "trainings":
+            return [_flat_training(row) for row in self.trainings]
+        raise unknown("part of a report", part, get_args(Part))
+
+    def _repr_html_(self) -> str:
+        from deltalab.study.notebook import to_html
+
+        return to_html(self)
 
 
 def report(store: Store, study_id: int, *, which: Stage = "confirm") -> Report:
@@ -380,20 +424,55 @@ def _flat(table: TaskTable, row: Row) -> dict[str, Any]:
         **own,
         **{f"score_{key}": value for key, value in score.items()},
         **{f"difference_{key}": value for key, value in difference.items()},
-        "learned": json.dumps(own["learned"]),
-        "tuned": json.dumps(row.tuned),
     }
+
+
+def _flat_ladder(ladder: Ladder) -> Iterator[dict[str, Any]]:
+    """A line for each arm beside the base and each size. Slope and verdict, which are of all sizes, stand in each."""
+    for row in ladder.arms:
+        if row.slope is not None:
+            for size, difference in zip(ladder.sizes, row.differences, strict=True):
+                yield {
+                    "ladder": ladder.task,
+                    "metric": ladder.metric,
+                    "maximize": ladder.maximize,
+                    "arm": row.arm,
+                    "size": size.label,
+                    "compute": size.compute,
+                    **{f"difference_{key}": value for key, value in asdict(difference).items()},
+                    **{f"slope_{key}": value for key, value in asdict(row.slope).items()},
+                    "verdict": row.verdict,
+                }
 
 
 def _flat_training(row: TrainingRow) -> dict[str, Any]:
     flat = {key: value for key, value in asdict(row).items() if key not in ("losses", "evaluations", "about")}
     return {
         **flat,
-        "started_at": row.started_at.isoformat(),
         "train_loss": row.losses.get("train"),
         "validation_loss": row.losses.get("validation"),
-        "evaluations": json.dumps(row.evaluations),
+        "evaluations": row.evaluations,
     }
+
+
+def _dtypes() -> dict[str, str]:
+    """The type of each figure of `to_frame`, by its column."""
+    prefixes = ((Row, ""), (TrainingRow, ""), (Interval, "score_"), (Difference, "difference_"), (Difference, "slope_"))
+    found = {f"{prefix}{field.name}": DTYPES.get(field.type) for kind, prefix in prefixes for field in fields(kind)}
+    found |= {"maximize": "bool", **dict.fromkeys(("compute", "train_loss", "validation_loss"), "float64")}
+    return {column: dtype for column, dtype in found.items() if dtype}
+
+
+def _field(value: Any) -> Any:
+    """A value as a field of a CSV file: dicts and lists as JSON, a time in ISO 8601, None where it is not defined.
+
+    >>> _field({"train.lr": 0.01}), _field([0.5, math.nan]), _field(math.inf)
+    ('{"train.lr": 0.01}', '[0.5, null]', None)
+    """
+    value = _without_nan(value)
+    if isinstance(value, dict | list):
+        return json.dumps(value)
+    return value.isoformat() if isinstance(value, datetime) else value
 
 
 def _without_nan(value: Any) -> Any:

@@ -26,6 +26,9 @@ SIZES = (
 PARAMETERS = 3
 """Of the power law with an offset, a + b C^-c, which is fitted to the losses of an arm."""
 
+MOST_SIZES = 100
+"""The most sizes of a ladder."""
+
 Size = Annotated[int, Field(strict=True, ge=1)]
 
 
@@ -80,6 +83,8 @@ class Scales(BaseModel):
                     f"{first} lists {len(self)} sizes and {path} {len(self.lists[path])}: the lists go together, and "
                     "need one length"
                 )
+        if len(self) > MOST_SIZES:
+            raise ValueError(f"{first} lists {len(self)} sizes; a ladder has at most {MOST_SIZES}")
         if len(self) < 2:
             raise ValueError(f"{first} lists one size: a ladder needs at least 2")
         for path, values in self.lists.items():

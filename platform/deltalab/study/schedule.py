@@ -10,21 +10,34 @@ A candidate that makes no model is recorded as infeasible, and the next one is d
 candidates that train.
 """
 
+import logging
 import math
+import time
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
-from typing import Any
+from functools import wraps
+from itertools import islice, pairwise
+from threading import RLock
+from typing import Any, Protocol, TypeVar, cast
 
 from deltalab.store import Store, TrialRecord, TrialSummary
+from deltalab.store.models import Stage
+from deltalab.study.account import Count
 from deltalab.study.candidates import beyond, edge
 from deltalab.study.choice import Run, Scores, outcomes
-from deltalab.study.plan import Infeasible, Job, Plan, PlannedArm
-from deltalab.study.search import SearchPhase, score
-from deltalab.study.trial import infeasible
+from deltalab.study.job import Job, Lost
+from deltalab.study.plan import Infeasible, Plan, PlannedArm
+from deltalab.study.search import RANDOM_FROM, WARM_FROM, SearchPhase, score
+from deltalab.study.trial import failed, infeasible
 from deltalab.training.train import stackable
 from deltalab.training.trainer import most_stacked
+
+_log = logging.getLogger("deltalab")
+
+PAUSES = (1.0, 5.0, 25.0)
+"""Seconds before a stack that was lost runs again, for the first loss, the second and the third."""
 
 MOST_MOVES = 3
 """How often `extend` moves the ranges of a task."""
@@ -72,6 +85,15 @@ class _Queue:
             yield from sorted(self._at[place].values(), key=work, reverse=True)
 
 
+def named(stack: Sequence[Job]) -> str:
+    """The first trial of a stack and the number of the others, for a message."""
+    job, others = stack[0], len(stack) - 1
+    kinds = {WARM_FROM: "warm start", RANDOM_FROM: "random", 0: "search" if job.stage == "tune" else "candidate"}
+    kind, seeds = next(kind for first, kind in kinds.items() if job.number >= first), len(job.seeds)
+    what = f"{kind} {job.number % RANDOM_FROM + 1}, {seeds} seed{'s' * (seeds != 1)}"
+    return f"{job.task} / {job.arm} / {what}" + (f" and {others} more trial{'s' * (others != 1)}" if others else "")
+
+
 def _place(job: Job) -> tuple[bool, int]:
     return job.stage == "confirm", job.number
 
@@ -85,15 +107,53 @@ class _Family:
     moves: dict[str, int] = field(default_factory=dict)
 
 
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _alone(method: Method) -> Method:
+    """A method that one thread of the driver calls at a time."""
+
+    @wraps(method)
+    def alone(self: "Schedule", *args: Any, **given: Any) -> Any:
+        with self.lock:
+            return method(self, *args, **given)
+
+    return cast(Method, alone)
+
+
+class Stacks(Protocol):
+    """What an executor asks for stacks and tells of results: a `Schedule`, or the queue of another driver's."""
+
+    plan: Plan
+    missing: dict[str, str]
+
+    @property
+    def completed(self) -> int: ...
+    @property
+    def total(self) -> int: ...
+    def stages(self) -> dict[Stage, Count]: ...
+    @property
+    def done(self) -> bool: ...
+    @property
+    def ended(self) -> bool: ...
+    def look(self) -> None: ...
+    def next(self, places: int) -> list[Job]: ...
+    def finished(self, record: TrialRecord) -> None: ...
+    def unfinished(self, stack: Sequence[Job], lost: Lost) -> None: ...
+    def leader(self, task: str) -> tuple[str, float] | None: ...
+
+
 class Schedule:
-    """Call `next` for the next stack of trials (empty: wait for results) until `done`; report each finished trial by
-    `finished`.
+    """Call `next` for the next stack of trials (empty: wait) until `ended`; report each trial of it by `finished`, or
+    the stack by `unfinished`.
 
     cut_off: stacks that a killed driver left behind with a checkpoint, by the keys of their trials.
+    missing: why each trial, by its key, could not run although it was tried several times. Nothing is recorded of it.
     """
 
     def __init__(self, plan: Plan, store: Store, study_id: int, cut_off: Iterable[tuple[str, ...]] = ()) -> None:
         self.plan, self.store, self.study_id = plan, store, study_id
+        self.lock = RLock()
         self.tracks = [_Track(arm) for arm in plan.arms]
         of_tasks = [[track for track in self.tracks if track.arm.task == task] for task in plan.tasks]
         one = plan.spec.family == "study"
@@ -103,10 +163,16 @@ class Schedule:
         self.known = 0
         self.failures = 0
         self.completed = 0
+        self._ended: Counter[Stage] = Counter()
         # Two arms, or two candidates of one, may come to the same trial: it runs once, for all who wait for it.
         self._awaited: dict[str, list[tuple[_Track | SearchPhase, Job, int]]] = {}
         self._waiting = _Queue()
         self._alone: set[str] = set()
+        self._out: set[str] = set()
+        self._again: list[tuple[float, list[Job]]] = []
+        self._losses: Counter[tuple[str, ...]] = Counter()
+        self.missing: dict[str, str] = {}
+        self.fault: Exception | None = None
         self._flops: dict[tuple[str, str], float] = {}
         most = plan.spec.resources.stack
         self._cut_off = [keys for keys in cut_off if most == "auto" or len(keys) <= most]
@@ -114,6 +180,11 @@ class Schedule:
     @property
     def done(self) -> bool:
         return all(track.stopped for track in self.tracks)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the study is done, or only missing trials keep it from it. Ask where `next` has given nothing."""
+        return self.done or not (self._waiting.jobs or self._out or self._again)
 
     @property
     def total(self) -> int:
@@ -126,6 +197,24 @@ class Schedule:
                     number = self.plan.tried if track.tried is None else len(track.tried)
                     asked += number * len(self.plan.spec.looks) - len(track.trials)
         return asked
+
+    @_alone
+    def stages(self) -> dict[Stage, Count]:
+        """How many trials each stage has, with the assumption of `total`."""
+        ends = [0, *(look.seeds for look in self.plan.spec.looks)]
+        seeds = [after - before for before, after in pairwise(ends)]
+        left = 0
+        for track in self.tracks:
+            if not track.stopped:
+                numbers = range(self.plan.tried) if track.tried is None else track.tried
+                awaited = ((n, look) for n in numbers for look in range(len(seeds)))
+                own = sum(seeds[look] for n, look in awaited if track.trials.get((n, look)) is None)
+                left += own * track.arm.config["train"]["steps"]
+        searched = self._search.total if self._search else 0
+        found: dict[Stage, Count] = {}
+        if self._search:
+            found["tune"] = Count(self._ended["tune"], searched, self._search.left)
+        return {**found, "confirm": Count(self._ended["confirm"], self.total - searched, left)}
 
     @property
     def infeasible(self) -> int:
@@ -148,32 +237,80 @@ class Schedule:
                     self._waiting.add(job)
                 self._awaited.setdefault(job.key, []).append((track, job, look))
 
+    @_alone
     def next(self, places: int) -> list[Job]:
         """Trials to train as one; `places` is how many such stacks run at a time.
 
         A search goes first, since confirmation waits for it; then what takes long, so that all workers end at about
-        one time. Raises `InputError` where no candidate of a search makes a model.
+        one time. Raises `InputError` where no candidate of a search makes a model, and `fault`, what another thread of
+        the driver failed with.
         """
+        if self.fault is not None:
+            raise self.fault
         self.look()
-        if not self._waiting.jobs:
+        if self._again and self._again[0][0] <= time.monotonic():
+            _, stack = self._again.pop(0)
+        elif self._waiting.jobs:
+            stack = self._left_behind() or self._stack(places)
+            for job in stack:
+                self._waiting.remove(job)
+        else:
             return []
-        stack = self._left_behind() or self._stack(places)
-        for job in stack:
-            self._waiting.remove(job)
+        self._out.update(job.key for job in stack)
         return stack
 
+    @_alone
     def finished(self, record: TrialRecord) -> None:
         """Records a trial, whole, and learns from it."""
         for track, job, look in self._awaited[record.key]:
             self.store.record_trial(self.study_id, job.arm, record, job.number, job.values)
             self._learn(track, job, look, self.store.known_trials([job.key])[job.key])
         del self._awaited[record.key]
+        self._out.discard(record.key)
 
+    @_alone
+    def returned(self, stack: Sequence[Job]) -> None:
+        """Takes back a stack that nobody has begun."""
+        for job in stack:
+            self._out.discard(job.key)
+            self._waiting.add(job)
+
+    def unfinished(self, stack: Sequence[Job], lost: Lost) -> None:
+        """Takes back a stack that ended without results: to fail, to run in parts, or to run again."""
+        if lost.of == "infrastructure":
+            self.lost(stack, str(lost))
+        elif len(stack) > 1:
+            self.part(stack)
+        else:
+            self.finished(failed(stack[0], str(lost)))
+
+    @_alone
     def part(self, stack: Sequence[Job]) -> None:
-        """Queues each trial of a stack again, alone: their worker died, and one of them is to blame."""
+        """Queues each trial of a stack again, alone: they ended their process, and one of them is to blame."""
         self._alone.update(job.key for job in stack)
         for job in stack:
+            self._out.discard(job.key)
             self._waiting.add(job)
+
+    @_alone
+    def lost(self, stack: Sequence[Job], reason: str) -> None:
+        """Queues the same stack again, which no trial of it is to blame for, after a pause that grows.
+
+        After the last of `PAUSES` its trials are missing, and the rest of the study goes on.
+        """
+        keys = tuple(job.key for job in stack)
+        why = reason.strip().splitlines()[-1]
+        self._out.difference_update(keys)
+        tries = self._losses[keys]
+        self._losses[keys] += 1
+        if tries == len(PAUSES):
+            self.missing |= dict.fromkeys(keys, why)
+            _log.warning(
+                "%s: given up after %d tries: %s; the next `study run` tries again", named(stack), tries + 1, why
+            )
+            return
+        _log.warning("%s: runs again in %g s: %s", named(stack), PAUSES[tries], why)
+        insort(self._again, (time.monotonic() + PAUSES[tries], list(stack)), key=lambda again: again[0])
 
     def _ask(self) -> list[tuple[_Track | SearchPhase, Job, int]]:
         """The trials that nobody has asked for yet and that depend on no result still awaited."""
@@ -336,6 +473,7 @@ class Schedule:
 
     def _learn(self, who: _Track | SearchPhase, job: Job, look: int, summary: TrialSummary) -> None:
         self.completed += 1
+        self._ended[job.stage] += 1
         self.failures += summary.state == "failed"
         flops = [value for value in summary.finals.get(("cost", "flops_per_token"), {}).values() if value > 0]
         if flops:

@@ -15,6 +15,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -23,8 +24,9 @@ from deltalab.store import Store, TrialRow, TrialSummary
 from deltalab.study import warm
 from deltalab.study.candidates import MOST_DRAWN
 from deltalab.study.halving import Halving, by_lot, going_on, halving
+from deltalab.study.job import Job
 from deltalab.study.pareto import beyond_worst, chosen, ranked
-from deltalab.study.plan import Infeasible, Job, Plan, PlannedArm
+from deltalab.study.plan import Infeasible, Plan, PlannedArm
 from deltalab.study.space import COSTS, Objective, Searching
 from deltalab.study.spec import StudySpec
 from deltalab.study.suggest import START, Live
@@ -74,8 +76,10 @@ class Found:
     values: dict[str, Any]
     scores: dict[str, float]
     drawn_by: Drawn
-    rung: int = 0
-    infeasible: str | None = None
+    rung: int
+    infeasible: str | None
+    started_at: datetime
+    finished_at: datetime
 
 
 class SearchPhase:
@@ -99,7 +103,7 @@ class SearchPhase:
         self._again = {
             row.number: row.values
             for row in store.trials(study_id)
-            if row.stage == "tune" and not _is_own(row.number, self.space)
+            if row.stage == "tune" and not is_own(row.number, self.space)
         }
         self._warm = [*warm.named(plan), *warm.recorded(plan, store)]
         # Numbers of the base's candidates follow those of every draw.
@@ -120,6 +124,27 @@ class SearchPhase:
         trained = self.space.trials if self._draws else self._trained
         each = sum(min(places, trained) for places in self.space.halved)
         return len(self.arms) * (each + self.plan.base_trials)
+
+    @property
+    def left(self) -> float:
+        """Seeds times steps of the trials that have not ended."""
+        found = 0.0
+        trained = self.space.trials if self._draws else self._trained
+        for rung, (places, settings) in enumerate(zip(self.space.halved, self.space.rungs, strict=True)):
+            seeds = settings.get("train.seeds", self.space.seeds)
+            ended = sum(
+                trial is not None
+                for each in self.drawn
+                if len(each.rungs) > rung
+                for trial in each.rungs[rung].values()
+            )
+            steps = [settings.get("train.steps", arm.config["train"]["steps"]) for arm in self.arms]
+            found += seeds * (min(places, trained) - ended / len(steps)) * sum(steps)
+        for arm in self.arms:
+            ended = sum(each.rungs[0][arm.task] is not None for each in self.own[arm.task])
+            seeds = self.space.rungs[-1].get("train.seeds", self.space.seeds)
+            found += seeds * (self.plan.base_trials - ended) * arm.config["train"]["steps"]
+        return max(0.0, found)
 
     @property
     def infeasible(self) -> int:
@@ -339,10 +364,10 @@ def candidates(spec: StudySpec | Mapping[str, Any], store: Store, study_id: int)
     """
     spec = spec if isinstance(spec, StudySpec) else StudySpec.model_validate(spec)
     assert spec.search is not None
-    space, objectives = spec.search, _objectives(spec.search, store, study_id)
+    space, objectives = spec.search, objectives_of(spec.search, store, study_id)
     rows: dict[tuple[int, int], list[TrialRow]] = {}
     for row in store.trials(study_id):
-        if row.stage == "tune" and not _is_own(row.number, space):
+        if row.stage == "tune" and not is_own(row.number, space):
             rows.setdefault((row.number, _rung(row, space)), []).append(row)
     known = store.known_trials(row.key for each in rows.values() for row in each)
     found = []
@@ -352,7 +377,10 @@ def candidates(spec: StudySpec | Mapping[str, Any], store: Store, study_id: int)
         if len(trials) < len(spec.task):
             reached = dict.fromkeys(reached, math.nan)
         reason = next((row.error for row in trained if row.state == "infeasible"), None)
-        found.append(Found(number, trained[0].values, reached, drawn_by(number, space), rung, reason))
+        started, finished = min(row.started_at for row in trained), max(row.finished_at for row in trained)
+        found.append(
+            Found(number, trained[0].values, reached, drawn_by(number, space), rung, reason, started, finished)
+        )
     return found
 
 
@@ -360,7 +388,7 @@ def halvings(spec: StudySpec | Mapping[str, Any], store: Store, study_id: int) -
     """What successive halving dropped at each rung but the last, as far as the ledger has it."""
     spec = spec if isinstance(spec, StudySpec) else StudySpec.model_validate(spec)
     assert spec.search is not None
-    space, objectives = spec.search, _objectives(spec.search, store, study_id)
+    space, objectives = spec.search, objectives_of(spec.search, store, study_id)
     everything = [each for each in candidates(spec, store, study_id) if each.infeasible is None]
     rungs = [
         _points(objectives, {each.number: each.scores for each in everything if each.rung == rung})
@@ -378,7 +406,8 @@ def halvings(spec: StudySpec | Mapping[str, Any], store: Store, study_id: int) -
     return found
 
 
-def _objectives(space: Searching, store: Store, study_id: int) -> tuple[Objective, ...]:
+def objectives_of(space: Searching, store: Store, study_id: int) -> tuple[Objective, ...]:
+    """What a study's search weighs."""
     tasks = store.study(study_id).provenance["tasks"]
     return space.weighed({task: (about["metric"], about["maximize"]) for task, about in tasks.items()})
 
@@ -391,7 +420,7 @@ def _lot(name: str, rung: int) -> str:
     return f"{name}/rung {rung}"
 
 
-def _is_own(number: int, space: Searching) -> bool:
+def is_own(number: int, space: Searching) -> bool:
     """Whether it is the number of a candidate of the base's training."""
     return MOST_DRAWN * space.trials <= number < RANDOM_FROM
 

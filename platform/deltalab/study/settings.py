@@ -12,6 +12,9 @@ from deltalab.study.spec import Change, Method
 from deltalab.tasks import Task
 from deltalab.training.train import TrainSpec
 
+MOST_TOKENS = 2**26
+"""The most tokens of a batch: inputs and targets of so many take 1 GiB."""
+
 OF_THE_TASK = ("vocab_size", "readout")
 """Settings of the model that the task determines."""
 
@@ -53,6 +56,11 @@ def resolve(config: Mapping[str, Any], task: Task) -> dict[str, Any]:
     of_the_task = {key: getattr(task, key) for key in OF_THE_TASK}
     model = ModelSpec.of({**config["model"], "rule": rule, **of_the_task})
     train = TrainSpec(**_known(config["train"], TrainSpec, "train"))
+    if (tokens := train.batch_size * task.length) > MOST_TOKENS:
+        raise InputError(
+            f"train.batch_size {train.batch_size:,} x {task.length:,} tokens of task '{task.name}' make a batch of "
+            f"{tokens:,} tokens; a batch has at most {MOST_TOKENS:,}"
+        )
     settings = {f.name: getattr(model, f.name) for f in fields(model) if f.name != "rule"}
     return json.loads(json.dumps({"rule": rule, "model": settings, "train": asdict(train)}))  # type: ignore[no-any-return]
 
@@ -126,21 +134,6 @@ def with_values(
         else:
             raise unknown("setting", path, _paths(config), where=where)
     return changed
-
-
-def difference(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Where two configurations differ: dotted key -> [base value, other value]; a gate counts as one value.
-
-    >>> difference({"train": {"lr": 1, "clip": 2}}, {"train": {"lr": 3, "clip": 2}})
-    {'train.lr': [1, 3]}
-    """
-    before, after = _settings(base), _settings(other)
-    keys = [*before, *(key for key in after if key not in before)]
-    return {k: [before.get(k), after.get(k)] for k in keys if before.get(k) != after.get(k)}
-
-
-def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {f"{section}.{key}": value for section, part in config.items() for key, value in part.items()}
 
 
 def _paths(config: Mapping[str, Any], under: str = "") -> list[str]:

@@ -14,6 +14,9 @@ from deltalab.models.spec import ModelSpec
 
 SAMPLE = 16
 """Tokens that a block is run on."""
+MOST_COMPUTED = 2**21
+"""Elements of one matrix of a block, or of the products of its queries and keys. A block with larger ones is counted
+without numbers, on PyTorch's device `meta`, which takes longer for small blocks and no memory for large ones."""
 UNEVEN = 0.05
 """The share of the base's state, parameters or flops by which an arm may differ without being marked."""
 
@@ -106,18 +109,25 @@ class _Blocks:
 @torch.no_grad()
 def _count(model: ModelSpec, length: int | None) -> _Blocks:
     """Counts after `length` tokens, or after `SAMPLE` and one more where None."""
-    network = Model(model)
-    held, flops, cache = _run(network, length or SAMPLE)
-    grows = length is None and _held(network.hidden(torch.zeros(1, 1, dtype=torch.long), cache)[1]) != held
+    width = model.heads * sum(model.head_dims)
+    largest = max(
+        model.d_model * max(width, model.mlp_width or 3 * model.d_model), model.heads * (length or 0) ** 2 // 8
+    )
+    device = torch.device("meta" if largest > MOST_COMPUTED else "cpu")
+    with device:
+        network = Model(model)
+    held, flops, cache = _run(network, length or SAMPLE, device)
+    token = torch.zeros(1, 1, dtype=torch.long, device=device)
+    grows = length is None and _held(network.hidden(token, cache)[1]) != held
     inside = sum(p.numel() for p in network.blocks.parameters())
     ends = sum(p.numel() for p in network.parameters()) - inside
     return _Blocks(ends, inside // model.depth, held // model.depth, flops / model.depth, grows)
 
 
-def _run(network: Model, length: int) -> tuple[int, float, list[LayerCache]]:
+def _run(network: Model, length: int, device: torch.device) -> tuple[int, float, list[LayerCache]]:
     """Elements held after `length` tokens, the flops of each token, and what is held."""
     with _Flops() as counter:
-        _, cache = network.hidden(torch.zeros(1, length, dtype=torch.long))
+        _, cache = network.hidden(torch.zeros(1, length, dtype=torch.long, device=device))
     return _held(cache), counter.total / length, cache
 
 

@@ -32,6 +32,12 @@ Number = Annotated[float, Field(strict=True)]
 LAYERS = "model.layers"
 """The setting that takes a pattern."""
 MOST_TRIALS = 10_000
+MOST_SETTINGS = 100
+"""The most settings that a space may have, each place of a pattern counted."""
+MOST_CHOICES = 100
+"""The most values of a choice or a pattern."""
+MOST_PLACES = 100
+"""The most places of a pattern, and the most times that they follow one another."""
 INTEGERS = 16
 """Values of a range of integers that stand for all of them."""
 
@@ -50,23 +56,30 @@ class _Strict(BaseModel):
     model_config = STRICT
 
 
+Condition = dict[str, tuple[Any, ...]]
+"""Setting -> its values, one of which it must have."""
+
+
 class Search(_Strict):
     """The values that a setting may take: exactly one of the first five.
 
+    log_uniform: a range [low, high], spread over its logarithm. uniform: a range [low, high].
+    integers: whole numbers from low to high. choice: at least two values.
     pattern: the layers that may stand at each place of `model.layers`, spelled as there. lengths: how many places.
     repeat: how often the places follow one another.
     when: setting -> the values of it, one of which it must have; without them, this setting does not exist. All must
-    hold. A rule is compared by its name, or as a whole where the condition is a mapping.
+    hold. Of a list of such mappings, one must hold. A rule is compared by its name, or as a whole where the
+    condition is a mapping.
     """
 
     log_uniform: tuple[Number, Number] | None = None
     uniform: tuple[Number, Number] | None = None
     integers: tuple[Whole, Whole] | None = None
-    choice: tuple[Any, ...] | None = None
-    pattern: tuple[Any, ...] | None = None
-    lengths: tuple[Annotated[Whole, Field(ge=1)], ...] | None = None
-    repeat: Annotated[Whole, Field(ge=1)] | None = None
-    when: dict[str, tuple[Any, ...]] | None = None
+    choice: Annotated[tuple[Any, ...], Field(max_length=MOST_CHOICES)] | None = None
+    pattern: Annotated[tuple[Any, ...], Field(max_length=MOST_CHOICES)] | None = None
+    lengths: tuple[Annotated[Whole, Field(ge=1, le=MOST_PLACES)], ...] | None = None
+    repeat: Annotated[Whole, Field(ge=1, le=MOST_PLACES)] | None = None
+    when: Condition | tuple[Condition, ...] | None = None
 
     @field_validator("lengths", mode="before")
     @classmethod
@@ -78,11 +91,16 @@ class Search(_Strict):
     def _one_value_or_several(cls, given: Any) -> Any:
         if given is None:
             return None
-        if not isinstance(given, dict) or not given:
-            raise ValueError(f"takes {{SETTING: [value, ...]}}, not {given!r}")
-        return {
-            path: tuple(values) if isinstance(values, list | tuple) else (values,) for path, values in given.items()
-        }
+        ways = given if isinstance(given, list | tuple) else [given]
+        if not ways or not all(
+            isinstance(way, dict) and way and all(isinstance(key, str) for key in way) for way in ways
+        ):
+            raise ValueError(f"takes {{SETTING: [value, ...]}}, or a list of such mappings, not {given!r}")
+        found = [
+            {path: tuple(values) if isinstance(values, list | tuple) else (values,) for path, values in way.items()}
+            for way in ways
+        ]
+        return found[0] if len(found) == 1 else tuple(found)
 
     @model_validator(mode="after")
     def _one_that_is_not_empty(self) -> Self:
@@ -161,10 +179,27 @@ class Search(_Strict):
         >>> Search(choice=(1, 2), when={"rule": ["gla"]}).exists({"rule": {"name": "gla"}})
         True
         """
-        return all(
-            path in drawn and any(_meets(path, drawn[path], value) for value in values)
-            for path, values in (self.when or {}).items()
+        return any(
+            all(
+                path in drawn and any(_meets(path, drawn[path], value) for value in values)
+                for path, values in way.items()
+            )
+            for way in self.ways
         )
+
+    @property
+    def ways(self) -> tuple[Condition, ...]:
+        """The conditions of which one must hold; one that asks nothing, where the setting always exists.
+
+        >>> Search(choice=(1, 2), when={"a": 3}).ways, Search(choice=(1, 2)).ways
+        (({'a': (3,)},), ({},))
+        """
+        return self.when if isinstance(self.when, tuple) else (self.when or {},)
+
+    @property
+    def parents(self) -> list[str]:
+        """The settings in its condition."""
+        return [*dict.fromkeys(path for way in self.ways for path in way)]
 
 
 def _is_plain(value: object) -> bool:
@@ -213,7 +248,11 @@ class Match(_Strict):
 
 
 class Bound(_Strict):
-    """What a quantity of a candidate may be: at_most, at_least, or within a share of the base's."""
+    """What a quantity of a candidate may be: at_most, at_least, or within a share of the base's.
+
+    at_most: the largest value. at_least: the smallest value. within: the share by which it may differ from the base's.
+    of: whose quantity `within` refers to.
+    """
 
     at_most: Annotated[Number, Field(gt=0)] | None = None
     at_least: Annotated[Number, Field(gt=0)] | None = None
@@ -263,6 +302,16 @@ class Constrain(_Strict):
     parameters: Bound | None = None
     flops: Bound | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _known_before_training(cls, given: Any) -> Any:
+        if isinstance(given, dict) and "decode_us" in given:
+            raise ValueError(
+                "decode_us cannot be bounded: candidates are refused before they train, and it is timed after that; "
+                "bound state, parameters or flops, and add decode_us to objectives"
+            )
+        return given
+
     @property
     def bounds(self) -> dict[str, Bound]:
         return {name: bound for name, bound in self if bound is not None}
@@ -273,6 +322,7 @@ class Fidelity(BaseModel):
 
     Every other key is `train.steps`, `train.seeds` (seeds of one candidate) or `model.d_model`, with values that
     increase. Several keys go up together.
+    keep: the share that goes on.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True)
@@ -402,6 +452,8 @@ class Space(BaseModel):
     def _searches_something(self) -> Self:
         if not self.searched:
             raise ValueError("searches nothing: add a key such as 'train.lr: {log_uniform: [1e-3, 1e-1]}'")
+        if (knobs := sum(max(one.lengths or (1,)) for one in self.searched.values())) > MOST_SETTINGS:
+            raise ValueError(f"has {knobs} settings; at most {MOST_SETTINGS} can be searched")
         return self
 
 
@@ -411,28 +463,37 @@ def _in_order(searched: Mapping[str, Search]) -> list[str]:
     Raises `ValueError` for a condition that cannot hold, and for a cycle.
     """
     for path, search in searched.items():
-        for parent, values in (search.when or {}).items():
-            others = [other for other in searched if other != path]
-            if parent not in searched:
-                raise ValueError(f".{path}.when: {unknown('searched setting', parent, others)}")
-            above = searched[parent]
-            if above.choice is None and above.integers is None:
-                raise ValueError(f".{path}.when: {parent} is no choice: a condition needs one, or integers")
-            taken = above.choice if above.choice is not None else range(above.extremes[0], above.extremes[1] + 1)
-            for value in values:
-                if not any(_meets(parent, one, value) for one in taken):
-                    allowed = dict.fromkeys(_said(parent, one) for one in above.choice or [above.said])
-                    raise ValueError(f".{path}.when.{parent}: {unknown('value', _said(parent, value), allowed)}")
+        for number, way in enumerate(search.ways):
+            where = f".{path}.when[{number}]" if len(search.ways) > 1 else f".{path}.when"
+            for parent, values in way.items():
+                _check_condition(searched, path, parent, values, where)
     try:
-        [*TopologicalSorter({path: search.when or () for path, search in searched.items()}).static_order()]
+        [*TopologicalSorter({path: search.parents for path, search in searched.items()}).static_order()]
     except CycleError as error:
         circle = [*reversed(error.args[1])]
         said = ", ".join(f"{one} needs {other}" for one, other in pairwise(circle))
         raise ValueError(f".{circle[0]}.when: the conditions go in a circle: {said}") from None
     found: list[str] = []
     while len(found) < len(searched):
-        found.append(next(p for p in searched if p not in found and all(q in found for q in searched[p].when or ())))
+        found.append(next(p for p in searched if p not in found and all(q in found for q in searched[p].parents)))
     return found
+
+
+def _check_condition(
+    searched: Mapping[str, Search], path: str, parent: str, values: tuple[Any, ...], where: str
+) -> None:
+    if parent not in searched:
+        raise ValueError(
+            f"{where}: {unknown('searched setting', parent, [other for other in searched if other != path])}"
+        )
+    above = searched[parent]
+    if above.choice is None and above.integers is None:
+        raise ValueError(f"{where}: {parent} is no choice: a condition needs one, or integers")
+    taken = above.choice if above.choice is not None else range(above.extremes[0], above.extremes[1] + 1)
+    for value in values:
+        if not any(_meets(parent, one, value) for one in taken):
+            allowed = dict.fromkeys(_said(parent, one) for one in above.choice or [above.said])
+            raise ValueError(f"{where}.{parent}: {unknown('value', _said(parent, value), allowed)}")
 
 
 def _said(path: str, value: object) -> str:
@@ -443,12 +504,13 @@ def _knobs(path: str, search: Search) -> Iterator[tuple[str, Search]]:
     if search.pattern is None:
         yield path, search
         return
-    lengths, above = search.lengths or (), search.when or {}
+    lengths = search.lengths or ()
     if len(lengths) > 1:
         yield f"{path}.length", Search(choice=lengths, when=search.when)
     for place in range(max(lengths)):
         longer = {f"{path}.length": tuple(n for n in lengths if n > place)} if len(lengths) > 1 else {}
-        yield f"{path}[{place}]", Search(choice=search.pattern, when={**above, **longer} or None)
+        ways = tuple({**way, **longer} for way in search.ways)
+        yield f"{path}[{place}]", Search(choice=search.pattern, when=ways if any(ways) else None)
 
 
 def combinations(
@@ -484,12 +546,12 @@ def count(knobs: Mapping[str, Search]) -> int | None:
 
 
 def example(knobs: Mapping[str, Search], name: str) -> dict[str, Any] | None:
-    """Knobs drawn under which a knob exists, only those that its condition needs; None where it never exists."""
+    """Knobs drawn under which a knob exists, only those that its condition names; None where it never exists."""
     needed = [name]
     for one in needed:
-        needed += [parent for parent in knobs[one].when or () if parent not in needed]
+        needed += [parent for parent in knobs[one].parents if parent not in needed]
     named: dict[str, list[Any]] = {}
-    for parent, values in (item for knob in knobs.values() for item in (knob.when or {}).items()):
+    for parent, values in (item for knob in knobs.values() for way in knob.ways for item in way.items()):
         named.setdefault(parent, []).extend(values)
     # Of a range of integers, its bounds and the values that conditions name.
     above = {
@@ -505,6 +567,7 @@ class Tune(Space):
 
     Every seed of the study trains every candidate. A seed's result is the test score of its run with the best
     validation score, so that the choice is part of what the error bars cover.
+    trials: how many candidates are tried.
     extend: moves the ranges, for all arms alike, while the best value of an arm is the lowest or the highest tried.
     """
 
@@ -544,6 +607,7 @@ class Searching(Space):
     Each candidate is judged by the mean of `seeds` validation runs. The base tunes its `train` settings among those
     searched, with as many candidates. Where the study has several tasks, a candidate is trained on each.
     A key may also be `rule` as a whole: `rule: {choice: [comba, {name: gla}]}`.
+    trials: how many candidates are tried. seeds: of one candidate.
     finalists: how many candidates are confirmed, each as an arm.
     sampler: what draws candidates. random: the share of the trials that random search draws instead, as a control.
     objectives: what is weighed, as METRIC, METRIC@TASK or one of `COSTS`, which may name their task as well. By default
@@ -589,9 +653,11 @@ class Searching(Space):
         for path, search in self.searched.items():
             if search.pattern is not None and path != LAYERS:
                 raise ValueError(f".{path}: only {LAYERS} takes a pattern")
-        for name in self.knobs:
-            if example(self.knobs, name) is None:
-                raise ValueError(f".{name}.when: never holds, since the settings in it need others that exclude them")
+        for name, knob in self.knobs.items():
+            for number, way in enumerate(knob.ways):
+                if example({**self.knobs, name: knob.model_copy(update={"when": way})}, name) is None:
+                    where = f".{name}.when[{number}]" if len(knob.ways) > 1 else f".{name}.when"
+                    raise ValueError(f"{where}: never holds, since the settings in it need others that exclude them")
         if not self.random and self.sampler != "random" and self.whole != self.trials:
             raise ValueError(
                 ".random: must be above 0 and below 1: random search is the control of what the sampler finds"

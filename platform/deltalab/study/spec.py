@@ -3,19 +3,19 @@
 import copy
 import difflib
 import math
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import yaml
 from pydantic import BaseModel, Discriminator, Field, Tag, ValidationError, field_validator, model_validator
 
 from deltalab.authoring.shipped import study_file
 from deltalab.errors import InputError, unknown
+from deltalab.reading import read_text, read_yaml
 from deltalab.study.joint import Look, one_look, spread_looks
+from deltalab.study.overrides import Given, overridden, read_overrides, where_given
 from deltalab.study.scales import Scales, refuse_both
-from deltalab.study.space import STRICT, Bound, Constrain, Match, Number, Search, Searching, Tune, Whole
+from deltalab.study.space import MOST_TRIALS, STRICT, Bound, Constrain, Match, Number, Search, Searching, Tune, Whole
 
 
 class _Strict(BaseModel):
@@ -23,11 +23,20 @@ class _Strict(BaseModel):
 
 
 # The name of an arm or a task, which appears in tables, file names and URLs.
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+=-]*$")]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+=-]*$", max_length=100)]
+
+
+LEAST_SHARE = 0.01
+"""The least share of a core or a GPU that a stack may take."""
+MOST_ARMS = 1000
+"""The most arms of a study, counted on each task and at each size."""
 
 
 class Seeds(_Strict):
-    """Seeds that are added in up to four looks, until each arm is decided or has no prospect of it."""
+    """Seeds that are added in up to four looks, until each arm is decided or has no prospect of it.
+
+    at_least: seeds of the first look. at_most: seeds of the last look.
+    """
 
     at_least: Annotated[Whole, Field(ge=2, le=1000)]
     at_most: Annotated[Whole, Field(ge=2, le=1000)]
@@ -40,7 +49,11 @@ class Seeds(_Strict):
 
 
 class Change(_Strict):
-    """What an arm, or an entry of `for_task`, changes in the base. match: in arms only."""
+    """What an arm, or an entry of `for_task`, changes in the base.
+
+    rule: another rule, or knobs of the base's. model, train: the settings that differ.
+    match: makes an arm as large as the base; in arms only.
+    """
 
     rule: str | dict[str, Any] | None = None
     model: dict[str, Any] = {}
@@ -49,7 +62,11 @@ class Change(_Strict):
 
 
 class Method(_Strict):
-    """A rule, a model and a training, as `base` states them."""
+    """A rule, a model and a training, as `base` states them.
+
+    rule: a rule's name, or a mapping with `name` and knobs. model: settings of the model. train: settings of the
+    training; steps, batch_size and lr are required.
+    """
 
     rule: str | dict[str, Any]
     model: dict[str, Any] = {}
@@ -60,13 +77,15 @@ class Resources(_Strict):
     """What one stack takes: trials of one shape that train as one model, on a GPU or, with `gpu: 0`, on CPUs.
 
     cpu: cores. gpu: 0 to 1; a fraction is a share of a GPU's memory.
+    memory: the most that a stack may use, in GiB; None for an equal share of the machine's memory for every place.
     stack: the most trials in one. `auto` shares the trials over all places; on CPUs it takes no more than make a core
     faster. It does not change what a trial computes, but for rounding on a GPU.
     """
 
-    cpu: Annotated[Number, Field(gt=0)] = 1
+    cpu: Annotated[Number, Field(ge=LEAST_SHARE, le=4096)] = 1
     gpu: Annotated[Number, Field(ge=0, le=1)] = 0
-    stack: Annotated[Whole, Field(ge=1)] | Literal["auto"] = "auto"
+    memory: Annotated[Number, Field(gt=0, le=2**20)] | None = None
+    stack: Annotated[Whole, Field(ge=1, le=MOST_TRIALS)] | Literal["auto"] = "auto"
 
     @field_validator("stack", mode="before")
     @classmethod
@@ -75,10 +94,22 @@ class Resources(_Strict):
             raise ValueError(f"must be auto or a whole number of at least 1, not {given!r}")
         return given
 
+    @field_validator("gpu")
+    @classmethod
+    def _none_or_a_share(cls, given: float) -> float:
+        if 0 < given < LEAST_SHARE:
+            raise ValueError(f"must be 0, or at least {LEAST_SHARE}, not {given}")
+        return given
+
     @property
     def threads(self) -> int:
         """Threads of a trial, the same wherever it runs, since another number may round otherwise."""
         return max(1, math.floor(self.cpu))
+
+    @property
+    def bytes(self) -> int | None:
+        """The most memory that a stack may use; None for an equal share."""
+        return None if self.memory is None else int(self.memory * 2**30)
 
     def idle(self, gpus: float) -> str | None:
         """A warning where there are GPUs that no stack will use.
@@ -103,16 +134,20 @@ class Resources(_Strict):
 class StudySpec(_Strict):
     """A study: a base, arms that each change it, the same candidates for all, and seeds that each choose their own.
 
+    name: of the study in the ledger. description: what it asks, in one line.
+    base: the full method, which every arm changes.
     task: one or several, each with its parameters. A parameter `task: KIND` lets one task appear under several names.
     for_task: what every arm changes in the base on one task.
     ablate: parts to take away one at a time, each an arm `without_PART`: knobs of the rule, or parts of the model.
     factorial: pairs of parts, each an arm without both; the report gives their interaction.
     scales: sizes at which every arm runs, each against the base of its size.
-    arms: further arms by name. seeds: how many, or {at_least, at_most}. deadline: seconds that a trial may take.
+    arms: further arms by name. tune: settings to tune, the same candidates for every arm.
+    search: a search for architectures, in place of arms. resources: what one stack of trials takes.
+    seeds: how many, or {at_least, at_most}. deadline: seconds that a trial may take.
     family: the arms that are tested together, those of a task or of the whole study.
     """
 
-    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]*$")]
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]*$", max_length=100)]
     description: str = ""
     task: Annotated[dict[Name, dict[str, Any]], Field(min_length=1)]
     base: Method
@@ -129,7 +164,7 @@ class StudySpec(_Strict):
     ]
     family: Literal["task", "study"] = "task"
     resources: Resources = Resources()
-    deadline: Annotated[Number, Field(gt=0)] | None = None
+    deadline: Annotated[Number, Field(gt=0, le=1e9)] | None = None
 
     @field_validator("for_task")
     @classmethod
@@ -182,11 +217,15 @@ class StudySpec(_Strict):
         return given
 
 
-def load_study(study: str | Path | Mapping[str, Any], *, profile: str | None = None) -> StudySpec:
-    """Reads a study, with one of its profiles merged over it.
+def load_study(
+    study: str | Path | Mapping[str, Any], *, profile: str | None = None, overrides: Given = None
+) -> StudySpec:
+    """Reads a study, with one of its profiles merged over it, and overrides put in after that.
 
     study: the path of its file, the name of a shipped one, or the mapping that a file would hold.
-    Raises `InputError` for a file that is missing, is not YAML, or is not a valid study.
+    overrides: a mapping of dotted keys, or words KEY=VALUE, as `deltalab.study.overrides` explains them.
+    Raises `InputError` for a file that is missing, is not YAML, or is not a valid study, and for overrides that make
+    none of it.
     """
     if isinstance(study, Mapping):
         path, given = "study", copy.deepcopy(dict(study))
@@ -201,49 +240,36 @@ def load_study(study: str | Path | Mapping[str, Any], *, profile: str | None = N
         raise InputError(f"{path}: profiles: must be a mapping of names to what they change")
     if profile is not None and profile not in profiles:
         raise unknown("profile", profile, profiles, where=path)
-    found = _validated(given, where=path)
+    found, chosen = _validated(given, where=path), given
     for name, change in profiles.items():
         # Check every profile, not only the one asked for.
-        merged = _validated(_merge(given, change), where=f"{path}: profiles.{name}")
+        merged = _merge(given, change)
+        checked = _validated(merged, where=f"{path}: profiles.{name}")
         if name == profile:
-            found = merged
-    return found
+            found, chosen = checked, merged
+    if not overrides:
+        return found
+    where = where_given(path, overrides)
+    try:
+        changed = overridden(chosen, read_overrides(overrides), [*StudySpec.model_fields])
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
+    return _validated(changed, where=where)
 
 
 def _read(file: str | Path) -> tuple[str, dict[str, Any]]:
     """The path of a study's file and the mapping in it."""
     path = study_file(file)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except FileNotFoundError:
         near = difflib.get_close_matches(path.stem, [p.stem for p in path.parent.glob("*.yaml")], n=1)
         hint = f"; did you mean {path.parent / near[0]}.yaml?" if near else ""
         raise InputError(f"{path}: no such study{hint}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read: {error}") from None
     given = read_yaml(text, where=str(path))
     if not isinstance(given, dict):
         raise InputError(f"{path}: a study is a mapping with name, task, base and seeds")
     return str(path), given
-
-
-def read_yaml(text: str, *, where: str) -> Any:
-    """Reads YAML. Raises `InputError` for text that is not YAML, and for a key given twice."""
-    try:
-        return yaml.load(text, Loader=_UniqueKeys)
-    except yaml.MarkedYAMLError as error:
-        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise InputError(f"{where}{line}: {error.problem}") from None
-    except yaml.YAMLError as error:
-        raise InputError(f"{where}: not YAML: {' '.join(str(error).split())}") from None
-
-
-def schema() -> dict[str, Any]:
-    """The JSON schema of a study file."""
-    found = StudySpec.model_json_schema()
-    profiles = {"type": "object", "additionalProperties": {"type": "object"}, "title": "Changes by name"}
-    found["properties"]["profiles"] = profiles
-    return found
 
 
 def _validated(given: Mapping[str, Any], *, where: str) -> StudySpec:
@@ -288,7 +314,9 @@ def _first_line(error: ValidationError) -> str:
         return str(unknown("key", parts[-1], names, where=".".join(parts[:-1])))
     if first["type"] == "value_error":
         said = first["msg"].removeprefix("Value error, ")
-        return f"{key}{said}" if said.startswith(".") else f"{key}: {said}"  # .KEY: the error is of a key below
+        return (
+            f"{key}{said}" if said.startswith(".") or not key else f"{key}: {said}"
+        )  # .KEY: the error is of a key below
     says = _SAYS.get(first["type"], first["msg"].replace("Input should", "must").replace("String should", "must"))
     if key.endswith(".rule") and first["type"] == "string_type":
         says = "must be a rule's name or a mapping"
@@ -324,24 +352,3 @@ def _merge(below: Mapping[str, Any], above: Mapping[str, Any], levels: Mapping[s
         else:
             merged[key] = value
     return merged
-
-
-class _UniqueKeys(yaml.SafeLoader):
-    """A YAML loader that refuses a key given twice, and reads 1e-3 as a number."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                raise yaml.constructor.ConstructorError(None, None, "a key must be a word", key.start_mark)
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key '{key.value}' is given twice", key.start_mark)
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-_UniqueKeys.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$"),
-    list("-+0123456789."),
-)

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 LEVEL = 0.95
 
@@ -42,16 +42,26 @@ def mean_interval(x: ArrayLike, bounds: tuple[float, float] | None = None, missi
     >>> interval.mean, round(interval.low, 3), interval.high, interval.n
     (0.75, 0.129, 1, 3)
     """
-    from scipy import stats  # Load it here, since a plan needs none of it and it takes a second.
-
     values = np.asarray(x, dtype=float)
     n = len(values)
     mean = float(values.mean()) if n else math.nan
     low = high = math.nan
     if n > 1:
-        margin = float(stats.t.ppf((1 + LEVEL) / 2, n - 1) * stats.sem(values))
+        margin = float(t_quantile(n) * values.std(ddof=1) / math.sqrt(n))
         low, high = within(mean - margin, mean + margin, bounds)
     return Interval(mean, low, high, n, missing)
+
+
+def t_quantile(n: ArrayLike) -> NDArray[np.float64]:
+    """t_{n-1}, the factor of the standard error in the 95% interval of a mean of n values.
+
+    >>> t_quantile([2, 8]).round(3)
+    array([12.706,  2.365])
+    """
+    from scipy.special import stdtrit  # scipy.stats would take two seconds to load, and a plan needs neither
+
+    found: NDArray[np.float64] = stdtrit(np.asarray(n) - 1.0, (1 + LEVEL) / 2)
+    return found
 
 
 def within(low: float, high: float, bounds: tuple[float, float] | None) -> tuple[float, float]:
@@ -66,9 +76,16 @@ def share_learned(x: ArrayLike, threshold: float) -> Share:
     >>> share.learned, share.n, round(share.low, 3), round(share.high, 3)
     (3, 4, 0.194, 0.994)
     """
-    from scipy import stats
-
     values = np.asarray(x, dtype=float)
     learned = int((values > threshold).sum())
-    found = stats.binomtest(learned, len(values)).proportion_ci(LEVEL, "exact")
-    return Share(learned, len(values), float(found.low), float(found.high))
+    return Share(learned, len(values), *share_interval(learned, len(values)))
+
+
+def share_interval(k: int, n: int) -> tuple[float, float]:
+    """The exact 95% interval of a share of which k of n were seen (Clopper and Pearson 1934)."""
+    from scipy.special import betaincinv
+
+    tail = (1 - LEVEL) / 2
+    low = float(betaincinv(k, n - k + 1, tail)) if k else 0.0
+    high = float(betaincinv(k + 1, n - k, 1 - tail)) if k < n else 1.0
+    return low, high

@@ -25,6 +25,16 @@ The flops are `Training.flops`. The first kind is the one that a plan assumes wh
 MOST_TIMED_TOKENS = 2048
 """Tokens in a timed batch of one run; the time of a larger batch is scaled up."""
 
+MOST_TIMED_FLOPS = 1e11
+"""Arithmetic of a step of a timed stack: 1 to 10 s on a core. A stack with more is not timed."""
+
+MOST_TIMED_BYTES = 2**28
+"""Memory of a timed stack: 4 numbers for each parameter, and for each token of the batch 40 d_model in each layer and 3
+logits. A stack with more is not timed."""
+
+MOST_TIMED_LENGTH = 2**14
+"""Tokens of a sequence. A longer one is not timed: a rule may take its chunks one by one."""
+
 MOST_TIMED_RUNS = 3
 """Runs in a timed stack."""
 
@@ -46,16 +56,32 @@ class Training:
         return 3 * self.spec.batch_size * (self.flops_per_token * self.task.length + logits)
 
 
-def timed_step(training: Training) -> float:
-    """Seconds that a step takes here, for each run of a small stack. Raises what the training raises."""
+def timed_step(training: Training) -> float | None:
+    """Seconds that a step takes here, for each run of a small stack; None for one that is too large to be timed.
+
+    Raises what the training raises.
+    """
     spec, length = training.spec, training.task.length
     short = replace(spec, batch_size=min(spec.batch_size, max(1, MOST_TIMED_TOKENS // length)), steps=3, evaluations=1)
-    runs = min(training.seeds, most_stacked(training.task, training.model, spec), MOST_TIMED_RUNS)
+    most = _timeable(replace(training, spec=short))
+    if not most:
+        return None
+    runs = min(training.seeds, most_stacked(training.task, training.model, spec), MOST_TIMED_RUNS, most)
     try:
         seconds = _timed(training.task, training.model, short, runs)
     except Unstackable:
         seconds = _timed(training.task, training.model, short, 1)
     return seconds * spec.batch_size / short.batch_size
+
+
+def _timeable(training: Training) -> int:
+    """How many runs are few enough to be timed."""
+    model, tokens = training.model, training.spec.batch_size * training.task.length
+    if training.task.length > MOST_TIMED_LENGTH:
+        return 0
+    parameters = training.flops_per_token / 2 + model.vocab_size * model.d_model
+    numbers = 4 * parameters + tokens * (40 * model.d_model * model.depth + 3 * model.vocab_size)
+    return int(min(MOST_TIMED_FLOPS / training.flops, MOST_TIMED_BYTES / (4 * numbers)))
 
 
 def _timed(task: Task, model: ModelSpec, spec: TrainSpec, runs: int) -> float:

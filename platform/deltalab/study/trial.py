@@ -1,14 +1,14 @@
-"""Runs a stack of trials in this process, which may be a Ray worker that knows nothing but the jobs."""
+"""Runs a stack of trials in this process, which is a worker's child and knows nothing but the jobs."""
 
 import hashlib
 import json
+import math
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -16,9 +16,10 @@ from deltalab.errors import InputError
 from deltalab.registry import add_plugin, get_task, rule_plugin, task_plugin
 from deltalab.store import ArtifactRecord, RuleRecord, RunRecord, TrialRecord
 from deltalab.study.decode_time import decode_us
-from deltalab.study.plan import Job
-from deltalab.training.device import keep_freed_memory
-from deltalab.training.train import RunResult, TrialResult, train_together
+from deltalab.study.job import IMPORTING, Job, Lost, checkpoint_file, forget_checkpoint, late
+from deltalab.training.beat import Beat, unheard
+from deltalab.training.device import chosen, keep_freed_memory, named
+from deltalab.training.train import RunResult, TrialResult, disk, is_of_disk, save, train_together
 
 
 class Deadline(RuntimeError):
@@ -26,23 +27,40 @@ class Deadline(RuntimeError):
 
 
 def execute(
-    stack: Sequence[Job], runs: Path, *, threads: int = 1, watch: Callable[[int], None] | None = None
+    stack: Sequence[Job],
+    runs: Path,
+    *,
+    threads: int = 1,
+    watch: Callable[[int], None] | None = None,
+    on: Callable[[str], None] = lambda device: None,
+    beat: Beat = unheard,
 ) -> list[TrialRecord]:
     """Trains jobs as one and returns a record of each; an exception becomes a failed trial with its traceback.
 
     Where a stack raises, each of its jobs is trained again alone, so that only the faulty ones fail.
-    runs: the folder of weights and checkpoints. watch: called at every evaluation with the step.
+    runs: the folder of weights and checkpoints. watch: called at every evaluation with the step. on: called with
+    the name of the device. beat: see `Beat`.
+    Raises `Lost` where weights or checkpoints cannot be read or written.
     """
     started = time.time()
     try:
-        results = _train(stack, runs, threads, watch, started)
-    except Exception as error:
+        results = _train(stack, runs, threads, watch, on, beat)
+        beat("saving weights")
+        return [_finished(job, started, len(stack), result, runs) for job, result in zip(stack, results, strict=True)]
+    except (Exception, SystemExit) as error:
+        if is_of_disk(error):
+            reason = f"{traceback.format_exc()}weights and checkpoints in {runs}: {error}"
+            raise Lost(reason, "infrastructure") from error
         # Retrying singly cannot help: each needs the same memory, and each had the time that it would have alone.
         if len(stack) == 1 or isinstance(error, Deadline | torch.OutOfMemoryError):
-            return [_record(job, started, len(stack), error=traceback.format_exc()) for job in stack]
-    else:
-        return [_finished(job, started, len(stack), result, runs) for job, result in zip(stack, results, strict=True)]
-    return [record for job in stack for record in execute([job], runs, threads=threads, watch=watch)]
+            return [_record(job, started, len(stack), error=_told(error)) for job in stack]
+    return [record for job in stack for record in execute([job], runs, threads=threads, watch=watch, on=on, beat=beat)]
+
+
+def _told(error: BaseException) -> str:
+    """The traceback of an error; a last line says what `SystemExit` is, which has no message."""
+    said = "".join(traceback.format_exception(error))
+    return f"{said}the rule or the task called sys.exit({error.code!r})" if isinstance(error, SystemExit) else said
 
 
 def failed(job: Job, error: str) -> TrialRecord:
@@ -55,18 +73,20 @@ def infeasible(job: Job, reason: str) -> TrialRecord:
     return replace(_record(job, time.time(), 1, error=reason), state="infeasible", seconds=0.0)
 
 
-def cut_off(runs: Path) -> list[tuple[str, ...]]:
-    """Stacks of several jobs whose training left a checkpoint and no result, as the keys of their jobs."""
-    listed = sorted((runs / "checkpoints").glob("*.json"))
-    return [tuple(json.loads(file.read_text())) for file in listed if file.with_suffix(".pt").exists()]
-
-
 def _train(
-    stack: Sequence[Job], runs: Path, threads: int, watch: Callable[[int], None] | None, started: float
+    stack: Sequence[Job],
+    runs: Path,
+    threads: int,
+    watch: Callable[[int], None] | None,
+    on: Callable[[str], None],
+    beat: Beat,
 ) -> list[TrialResult]:
+    # A stack has the deadlines of all its trials together.
+    ends = math.inf if stack[0].deadline is None else time.monotonic() + stack[0].deadline * len(stack)
     torch.set_num_threads(threads)
     keep_freed_memory()
     first = stack[0]
+    beat(IMPORTING, 0)
     for job in stack:
         _load_plugins(job)
     if first.gpu and first.specs[1].device != "cpu":
@@ -74,22 +94,25 @@ def _train(
             raise InputError("resources.gpu: the worker was given a GPU that torch cannot use")
         if first.gpu < 1:
             torch.cuda.set_per_process_memory_fraction(first.gpu)
-    seen = 0
+    on(named(torch.device(chosen(first.specs[1].device))))
+    seen, done = 0, 0
 
     def watched(member: int, step: int, so_far: list[RunResult]) -> None:
         nonlocal seen
-        # A stack has the deadlines of all its trials together.
-        if first.deadline is not None and time.time() - started > first.deadline * len(stack):
-            raise Deadline(
-                f"the trial is not done after its deadline of {first.deadline:g} s, "
-                f"at step {step} of {first.specs[1].steps}"
-            )
         if watch is not None and step > seen:
             watch(step)
         seen = max(seen, step)
 
+    def timed(what: str, step: int | None = None, ends: float = ends) -> None:
+        nonlocal done
+        done = done if step is None else step
+        if time.monotonic() > ends:
+            raise Deadline(late(first, done))
+        beat(what, step, ends)
+
+    timed("making the task and the model")
     task = get_task(first.task_kind, **first.task_params)
-    with _checkpoint(stack, runs / "checkpoints") as checkpoint:
+    with _checkpoint(stack, runs) as checkpoint:
         results = train_together(
             task,
             [job.specs for job in stack],
@@ -97,8 +120,10 @@ def _train(
             test=first.stage == "confirm",
             checkpoint=checkpoint,
             watch=watched,
+            beat=timed,
         )
     if first.decode:
+        timed("timing a decoding step")
         # One time for the stack: its trials differ only in numbers.
         cost = "cost", "decode_us", first.specs[1].steps, decode_us(*first.specs, task.length)
         for result in results:
@@ -108,25 +133,23 @@ def _train(
 
 
 @contextmanager
-def _checkpoint(stack: Sequence[Job], folder: Path) -> Iterator[Path]:
+def _checkpoint(stack: Sequence[Job], runs: Path) -> Iterator[Path]:
     """The file for a stack's checkpoint. For several jobs, a list of their keys lies beside it until the stack ends."""
-    keys = [job.key for job in stack]
-    if len(keys) == 1:
-        yield folder / f"{keys[0]}.pt"
+    file = checkpoint_file(stack, runs)
+    if len(stack) == 1:
+        yield file
         return
-    file = folder / f"{hashlib.sha256(''.join(keys).encode()).hexdigest()}.pt"
     listed = file.with_suffix(".json")
-    folder.mkdir(parents=True, exist_ok=True)
-    listed.write_text(json.dumps(keys))
+    with disk():
+        listed.parent.mkdir(parents=True, exist_ok=True)
+        listed.write_text(json.dumps([job.key for job in stack]))
     try:
         yield file
-    except Deadline:
+    except (Exception, SystemExit) as error:
+        if not isinstance(error, Deadline) and not is_of_disk(error):
+            forget_checkpoint(stack, runs)
         raise
-    except Exception:
-        listed.unlink()
-        file.unlink(missing_ok=True)
-        raise
-    listed.unlink()
+    listed.unlink(missing_ok=True)
 
 
 def _load_plugins(job: Job) -> None:
@@ -145,7 +168,9 @@ def _load_plugins(job: Job) -> None:
 def _finished(job: Job, started: float, sharing: int, result: TrialResult, runs: Path) -> TrialRecord:
     try:
         return _record(job, started, sharing, result=result, runs=_with_weights(job, result, runs))
-    except Exception:
+    except Exception as error:
+        if is_of_disk(error):
+            raise
         return _record(job, started, sharing, error=traceback.format_exc())
 
 
@@ -156,11 +181,9 @@ def _with_weights(job: Job, result: TrialResult, runs: Path) -> list[RunRecord]:
         artifacts = []
         if job.stage == "confirm" and run.diverged_at is None:
             file = runs / "weights" / job.key / f"seed_{run.seed}.pt"
-            file.parent.mkdir(parents=True, exist_ok=True)
-            partial = file.with_suffix(".partial")
-            torch.save(run.weights, partial)
-            partial.replace(file)
-            digest = hashlib.sha256(file.read_bytes()).hexdigest()
+            save(run.weights, file)
+            with disk():
+                digest = hashlib.sha256(file.read_bytes()).hexdigest()
             artifacts.append(ArtifactRecord("weights", str(file), digest, file.stat().st_size))
         state = "done" if run.diverged_at is None else "diverged"
         records.append(RunRecord(run.seed, state, run.diverged_at, run.metrics, artifacts))  # type: ignore[arg-type]
@@ -197,24 +220,3 @@ def _record(
         rule=RuleRecord(rule, digest, job.rule_source),
         runs=runs or [],
     )
-
-
-def to_json(record: TrialRecord) -> str:
-    """A record as text, to be sent from a worker to the driver."""
-    return json.dumps(asdict(record))
-
-
-def from_json(text: str) -> TrialRecord:
-    """The record that `to_json` wrote."""
-    given: dict[str, Any] = json.loads(text)
-    runs = [
-        RunRecord(
-            **{
-                **run,
-                "metrics": [tuple(metric) for metric in run["metrics"]],
-                "artifacts": [ArtifactRecord(**artifact) for artifact in run["artifacts"]],
-            }
-        )
-        for run in given["runs"]
-    ]
-    return TrialRecord(**{**given, "rule": RuleRecord(**given["rule"]), "runs": runs})

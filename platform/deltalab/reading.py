@@ -1,0 +1,212 @@
+"""Reads YAML and JSON that a user wrote. What is larger than the limits here is refused before it costs time or memory.
+
+The limits are listed in docs/reference/limits.md.
+"""
+
+import json
+import math
+import re
+import stat
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from deltalab.errors import InputError
+
+MOST_BYTES = 2**18
+"""Of a file of YAML, whose letters PyYAML reads one by one."""
+MOST_JSON = 2**24
+"""Bytes of a file of JSON."""
+MOST_VALUES = 10_000
+"""Keys and values of a YAML text, with what an alias stands for counted each time. PyYAML reads 20,000 in a second."""
+MOST_DEPTH = 32
+"""Mappings and lists inside of each other."""
+MOST_LETTERS = 10_000
+"""Of one text, and of one number as it is written."""
+LARGEST = 2**63 - 1
+"""A whole number, without its sign: what fits into 64 bits."""
+
+_TAGS = ("str", "int", "float", "bool", "null", "seq", "map", "merge")
+_HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
+"""Control characters, halves of surrogate pairs, and marks that change the order in which a terminal shows a line."""
+
+
+def read_text(file: Path, *, most: int = MOST_BYTES) -> str:
+    """The text of a file, in UTF-8.
+
+    Raises `FileNotFoundError` or `NotADirectoryError` for a missing file, and `InputError` for one that is a folder, a
+    pipe or a device, has over `most` bytes, or is not text.
+    """
+    try:
+        if not stat.S_ISREG(file.stat().st_mode):
+            raise InputError(f"{file}: cannot be read: it is {'a folder' if file.is_dir() else 'a pipe or a device'}")
+        with file.open("rb") as opened:
+            found = opened.read(most + 1)
+        if len(found) > most:
+            size = file.stat().st_size
+            raise InputError(f"{file}: cannot be read: it has {size:,} bytes, and at most {most:,} are read")
+        return found.decode("utf-8-sig")
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except (OSError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        said = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"{file}: cannot be read: {said}") from None
+
+
+def read_yaml(text: str, *, where: str) -> Any:
+    """Reads YAML of texts, numbers, true, false, null, lists and mappings whose keys are texts.
+
+    where: what holds the text, for errors. Raises `InputError` for text that is not YAML, for a key given twice, and
+    for what exceeds the limits of this module.
+    """
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise InputError(f"{where}{line}: {error.problem}") from None
+    except yaml.YAMLError as error:
+        raise InputError(f"{where}: not YAML: {' '.join(str(error).split())}") from None
+    except (ValueError, OverflowError, IndexError, KeyError) as error:  # %YAML 9.9, for example
+        raise InputError(f"{where}: not YAML: {_one_line(error)}") from None
+
+
+def read_pairs(words: Iterable[str]) -> dict[str, Any]:
+    """The values of words KEY=VALUE by their keys, each read as YAML.
+
+    Raises as `read_yaml` does, and `InputError` for a word without `=`.
+
+    >>> read_pairs(["train.steps=100", "seeds={at_least: 6, at_most: 15}", "deadline="])
+    {'train.steps': 100, 'seeds': {'at_least': 6, 'at_most': 15}, 'deadline': None}
+    """
+    found: dict[str, Any] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise InputError(f"'{_cut(word)}': give settings as KEY=VALUE")
+        if key in found:
+            raise InputError(f"'{_cut(key)}' is given twice")
+        found[key] = read_yaml(value, where=f"'{_cut(word)}'")
+    return found
+
+
+def pairs(values: Mapping[str, Any]) -> str:
+    """The words that `read_pairs` reads as these values, with spaces between them.
+
+    >>> pairs({"train.steps": 100, "rule": "gla", "base.model": {"mlp": False}, "deadline": None})
+    'train.steps=100 rule=gla base.model={"mlp": false} deadline='
+    """
+    return " ".join(f"{key}={_written(value)}" for key, value in values.items())
+
+
+def _written(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, str) and re.fullmatch(r"[A-Za-z0-9_./+-]+", value) and read_yaml(value, where="") == value:
+        return value
+    return json.dumps(value, ensure_ascii=False)
+
+
+def read_json(file: Path, *, most: int = MOST_JSON) -> dict[str, Any]:
+    """The mapping in a file of JSON. Raises as `read_text` does, and `InputError` for a file that holds no mapping."""
+    try:
+        found = json.loads(read_text(file, most=most))
+    except RecursionError:
+        raise InputError(f"{file}: not JSON: it nests too deep") from None
+    except InputError:
+        raise
+    except ValueError as error:
+        raise InputError(f"{file}: not JSON: {_one_line(error)}") from None
+    if not isinstance(found, dict):
+        raise InputError(f"{file}: holds no mapping")
+    return found
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's loader, with limits. It reads 1e-3 as a number, and a date as text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = 0
+        self._values = 0
+        self._sizes: dict[int, int] = {}  # node -> the values in it, for its aliases
+        self._held: list[yaml.Node] = []  # keeps the ids of `_sizes` unique
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+        alias = isinstance(event, yaml.AliasEvent)
+        self._depth += 1
+        if self._depth > MOST_DEPTH:
+            self._refuse(f"nests more than {MOST_DEPTH} mappings and lists", event)
+        before = self._values
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if alias and id(node) not in self._sizes:
+            self._refuse("an alias stands inside of what it names", event)
+        self._values += self._sizes[id(node)] if alias else 1
+        if self._values > MOST_VALUES:
+            self._refuse(f"has more than {MOST_VALUES:,} values", event)
+        if node is not None and not alias:
+            self._sizes[id(node)] = self._values - before
+            self._held.append(node)
+        return node
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        if not isinstance(node, yaml.MappingNode):  # !!map [1]
+            self._refuse("is no mapping", node)
+        seen = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                self._refuse("a key must be a word", key)
+            if key.value in seen:
+                self._refuse(f"key '{_cut(key.value)}' is given twice", key)
+            seen.add(key.value)
+        found = super().construct_mapping(node, deep)
+        for key in found:
+            if not isinstance(key, str):
+                self._refuse(f"key {key!r} must be text: write it in quotes", node)
+        return found
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        if node.tag.removeprefix("tag:yaml.org,2002:") not in _TAGS:
+            self._refuse(f"takes no tag {_cut(node.tag.replace('tag:yaml.org,2002:', '!!'))}", node)
+        if not isinstance(node, yaml.ScalarNode):
+            return super().construct_object(node, deep)
+        if len(node.value) > MOST_LETTERS:
+            self._refuse(f"has {len(node.value):,} letters in one text; at most {MOST_LETTERS:,} are read", node)
+        if found := _HIDDEN.search(node.value):
+            self._refuse(f"has the character U+{ord(found[0]):04X} in a text", node)
+        try:
+            value = super().construct_object(node, deep)
+        except (ValueError, OverflowError, KeyError, AttributeError):
+            self._refuse(f"'{_cut(node.value)}' is no {node.tag.rpartition(':')[2]}", node)
+        if isinstance(value, int) and abs(value) > LARGEST:
+            self._refuse(f"{_cut(node.value)} is not between -2^63 and 2^63", node)
+        if isinstance(value, float) and not math.isfinite(value):
+            self._refuse(f"{_cut(node.value)} is not a finite number", node)
+        return value
+
+    def _refuse(self, problem: str, at: Any) -> Any:
+        raise yaml.constructor.ConstructorError(None, None, problem, at.start_mark)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 40 else f"{text[:40]}..."
+
+
+_Loader.yaml_implicit_resolvers = {
+    letter: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for letter, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$"),
+    list("-+0123456789."),
+)

@@ -1,0 +1,136 @@
+"""What the driver and a worker say to each other: stacks of jobs, records, and why a stack is lost.
+
+torch is not imported: processes that only pass these on start without it.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from deltalab.store import ArtifactRecord, RuleRecord, RunRecord, TrialRecord
+
+if TYPE_CHECKING:
+    from deltalab.models.spec import ModelSpec
+    from deltalab.training.train import TrainSpec
+
+IMPORTING = "importing the rule and the task"
+"""The beat before plugins are imported."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that a worker needs to run one trial, as JSON.
+
+    key: SHA-256 of what the trial computes. task: its name in the study; task_kind: its name in the registry.
+    plugins: (kind, name, file, hash) of the code it runs.
+    rule_source: the source at planning time; a worker's file may have changed since.
+    decode: whether the time of a decoding step is measured.
+    """
+
+    key: str
+    arm: str
+    task: str
+    task_kind: str
+    task_version: int
+    stage: Literal["tune", "confirm"]
+    number: int
+    values: dict[str, Any]
+    config: dict[str, Any]
+    task_params: dict[str, Any]
+    seeds: tuple[int, ...]
+    plugins: tuple[tuple[str, str, str, str], ...]
+    rule_source: str
+    gpu: float = 0.0
+    deadline: float | None = None
+    decode: bool = False
+
+    @cached_property
+    def specs(self) -> "tuple[ModelSpec, TrainSpec]":
+        """The model and the training. Its plugins must have been loaded."""
+        from deltalab.models.spec import ModelSpec
+        from deltalab.training.train import TrainSpec
+
+        train = TrainSpec(**self.config["train"])
+        if train.device == "auto" and not self.gpu:
+            # A worker that asked Ray for no GPU still sees all of them, and every worker would take the first.
+            train = replace(train, device="cpu")
+        return ModelSpec.of({**self.config["model"], "rule": self.config["rule"]}), train
+
+
+class Lost(Exception):
+    """A stack ended without results. The message says why; its last line is the reason, in a few words.
+
+    of: "trial" if the rule or the task caused it; "infrastructure" if the process, machine or disk did, so that the
+    same stack may well succeed when it is run again.
+    """
+
+    def __init__(self, reason: str, of: Literal["trial", "infrastructure"]) -> None:
+        super().__init__(reason)
+        self.of = of
+
+
+def late(job: Job, step: int) -> str:
+    """Says that a trial was not done in time."""
+    steps = job.config["train"]["steps"]
+    return f"the trial is not done after its deadline of {job.deadline:g} s, at step {step} of {steps}"
+
+
+def cut_off(runs: Path) -> list[tuple[str, ...]]:
+    """Stacks of several jobs whose training left a checkpoint and no result, as the keys of their jobs."""
+    listed = sorted((runs / "checkpoints").glob("*.json"))
+    return [tuple(json.loads(file.read_text())) for file in listed if file.with_suffix(".pt").exists()]
+
+
+def checkpoint_file(stack: Sequence[Job], runs: Path) -> Path:
+    """Where a stack's checkpoint lies."""
+    keys = [job.key for job in stack]
+    name = keys[0] if len(keys) == 1 else hashlib.sha256("".join(keys).encode()).hexdigest()
+    return runs / "checkpoints" / f"{name}.pt"
+
+
+def forget_checkpoint(stack: Sequence[Job], runs: Path) -> None:
+    """Removes what a stack left behind whose process was killed, and which will not run again as it was."""
+    from deltalab.training.train import forget_partial
+
+    file = checkpoint_file(stack, runs)
+    forget_partial(file)
+    for suffix in (".json", ".pt"):
+        file.with_suffix(suffix).unlink(missing_ok=True)
+
+
+def stack_to_json(stack: Sequence[Job]) -> str:
+    """A stack as text, to be sent from the driver to a worker."""
+    return json.dumps([asdict(job) for job in stack])
+
+
+def stack_from_json(text: str) -> list[Job]:
+    """The stack that `stack_to_json` wrote."""
+    return [
+        Job(**{**given, "seeds": tuple(given["seeds"]), "plugins": tuple(map(tuple, given["plugins"]))})
+        for given in json.loads(text)
+    ]
+
+
+def to_json(record: TrialRecord) -> str:
+    """A record as text, to be sent from a worker to the driver."""
+    return json.dumps(asdict(record))
+
+
+def from_json(text: str) -> TrialRecord:
+    """The record that `to_json` wrote."""
+    given: dict[str, Any] = json.loads(text)
+    runs = [
+        RunRecord(
+            **{
+                **run,
+                "metrics": [tuple(metric) for metric in run["metrics"]],
+                "artifacts": [ArtifactRecord(**artifact) for artifact in run["artifacts"]],
+            }
+        )
+        for run in given["runs"]
+    ]
+    return TrialRecord(**{**given, "rule": RuleRecord(**given["rule"]), "runs": runs})

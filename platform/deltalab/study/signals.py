@@ -1,0 +1,41 @@
+"""What SIGINT and SIGTERM do to a driver: the first ends the study in order, a second ends the process at once."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+_seen: list[int] = []
+
+
+@contextmanager
+def in_order() -> Iterator[None]:
+    """In this block the first SIGINT raises `KeyboardInterrupt` and the first SIGTERM `SystemExit(143)`.
+
+    They are raised in the main thread, wherever it is, so that every `finally` runs: workers end, checkpoints stay, the
+    study becomes "interrupted". A second signal ends the process at once, with 130 or 143; the next run then finds
+    the claim of a dead driver. Outside the main thread, where Python has no signals, the block changes nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    _seen.clear()
+    for number in before:
+        signal.signal(number, _stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    if _seen:
+        os._exit(128 + number)
+    _seen.append(number)
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    raise SystemExit(128 + number)
