@@ -3,150 +3,47 @@
 import csv
 import hashlib
 import io
-import json
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
-from streamlit.testing.v1 import AppTest
 from streamlit.testing.v1.element_tree import Element
+from tests.pages import ARMS, BASE, SPEC, TASKS, TRACEBACK, begin, cells, charts, record, shown, texts
 
-import deltalab_dashboard
 from deltalab import cli, registry
 from deltalab.authoring.scaffold import new_rule
 from deltalab.store import ArmRecord, RuleRecord, RunRecord, Store, TrialRecord
 from deltalab.store.models import StudyState
 from deltalab.study.report import report
 from deltalab.study.run import run_study
-from deltalab_dashboard.pivot import pivot, to_csv, to_latex
+from deltalab_dashboard.chosen import COLORS
+from deltalab_dashboard.pivot import pivot
+from deltalab_dashboard.shown import to_csv, to_latex
 
-APP = Path(deltalab_dashboard.__file__).parent / "app.py"
 PAGES = ["study.py", "curves.py", "trials.py", "arms.py", "rule.py"]
-TASKS = {
-    "mqar": {"metric": "accuracy", "maximize": True, "chance": 1 / 64, "version": 1},
-    "text": {"metric": "bits_per_byte", "maximize": False, "chance": 8.0, "version": 1},
-}
-ARMS = {"base": {}, "no_*d*": {"rule.d": [{"head": {"init": 0.02}}, {"const": {"value": 0.0}}]}, "late": {"x": [1, 2]}}
-TUNE = {"trials": 2, "train.lr": {"log_uniform": [1e-3, 1e-1]}}
-SPEC = {"description": "Two tasks", "tune": TUNE, "seeds": 8}
-TRACEBACK = "Traceback (most recent call last):\n  File 'x.py'\nRuntimeError: out of memory\n"
-BASE = [0.90, 0.92, 0.94, 0.91, 0.93, 0.95, 0.90, 0.92]
-
-
-def begin(store: Store, name: str, profile: str | None = None, changes: Mapping[str, Any] = ARMS) -> int:
-    arms = [
-        ArmRecord(arm, not change, change, {task: {"rule": {"name": "comba"}} for task in TASKS})
-        for arm, change in changes.items()
-    ]
-    provenance = {
-        "tasks": TASKS,
-        "git": {"commit": "abc"},
-        "command": ["platform", "--db", "postgresql://me:SECRET@h/l"],
-    }
-    return store.begin_study(name, profile, f"{name} {profile}", SPEC, arms, provenance)
-
-
-def record(
-    store: Store,
-    study: int,
-    arm: str,
-    task: str,
-    values: list[float],
-    stage: str = "confirm",
-    number: int = 0,
-    tuned: Mapping[str, Any] = MappingProxyType({"train.lr": 0.01}),
-    look: int = 0,
-    **given: Any,
-) -> None:
-    """One trial whose run i ends at values[i]; NaN is a diverged run."""
-    metric, last = TASKS[task]["metric"], "test" if stage == "confirm" else "validation"
-    runs = [
-        RunRecord(
-            seed,
-            "diverged" if math.isnan(value) else "done",
-            metrics=[("validation", metric, 50, 0.01), ("validation", metric, 100, value), (last, metric, 100, value)][
-                : 3 if stage == "confirm" else 2
-            ],
-        )
-        for seed, value in enumerate(values, 1)
-    ]
-    about: dict[str, Any] = {
-        "state": "done",
-        "rule": RuleRecord("comba", "9f" * 32, "S = 'as it ran'"),
-        "runs": runs,
-        "tokens_per_second": 5e4,
-    }
-    about |= given
-    trial = TrialRecord(
-        f"{study} {arm} {task} {stage} {number} {look}",
-        task,
-        1,
-        stage,
-        {},
-        started_at=1e9,
-        finished_at=1e9,
-        seconds=10.0,
-        **about,
-    )  # type: ignore[arg-type]
-    store.record_trial(study, arm, trial, number, dict(tuned))
-
-
-@pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    monkeypatch.setenv("DELTALAB_DB", str(tmp_path / "lab.db"))
-    with Store.open(tmp_path / "lab.db") as opened:
-        yield opened
-
-
-@pytest.fixture
-def ablation(store: Store) -> int:
-    study = begin(store, "ablation")
-    for task in TASKS:
-        record(store, study, "base", task, BASE)
-        record(store, study, "base", task, BASE[:1], "tune")
-        record(store, study, "no_*d*", task, [value - 0.4 for value in BASE])
-    record(store, study, "late", "mqar", [math.nan, *BASE[1:]])
-    record(store, study, "late", "mqar", [], "tune", state="failed", error=TRACEBACK)
-    store.finish_study(study, "failed")
-    return study
-
-
-def shown(page: str = "study.py", **query: Any) -> AppTest:
-    """A page as a URL with this query opens it."""
-    app = AppTest.from_file(APP, default_timeout=60)
-    app.query_params.update(query)
-    app.switch_page(page).run()
-    assert not app.exception
-    return app
-
-
-def texts(app: AppTest) -> str:
-    """What the page says in words, without the backslashes that keep Markdown from reading it."""
-    kinds = (app.title, app.subheader, app.markdown, app.caption, app.info, app.warning, app.error)
-    return "\n".join(str(element.value) for kind in kinds for element in kind).replace("\\", "")
-
-
-def charts(app: AppTest) -> list[Any]:
-    return [json.loads(chart.proto.spec) for chart in app.get("vega_lite_chart")]
 
 
 def test_a_study_shows_each_arm_of_each_task(ablation: int) -> None:
     app = shown()
-    mqar, text, by_task = (table.value.map(lambda cell: str(cell).replace("\\", "")) for table in app.table)
-    assert list(mqar["arm"]) == list(text["arm"]) == list(by_task["arm"]) == list(ARMS)
-    assert list(mqar["verdict"]) == ["base", ":red[worse]", "no difference found at this budget"]
-    assert list(text["verdict"]) == ["base", ":green[better]", "not run"]
+    mqar, text = (table.value for table in app.dataframe)
+    assert list(mqar["arm"]) == list(text["arm"]) == cells(app.table[0].value)["arm"] == list(ARMS)
+    assert list(mqar["verdict"]) == ["base", "▼ worse", "○ undecided: needs 79 seeds"]
+    assert list(text["verdict"]) == ["base", "▲ better", "not run"]
+    assert list(mqar["best"]) == ["★ best", "", ""]
+    assert list(text["best"]) == ["", "★ best", ""]
     assert "accuracy ↑" in mqar
-    assert "bits\\_per\\_byte ↓" in text
-    assert mqar["difference"][1] == "-0.400\u00a0[-0.431,\u00a0-0.369]"
+    assert "bits_per_byte ↓" in text
+    assert mqar["difference"][1] == pytest.approx(-0.4)
+    assert mqar["interval"][1] == "[-0.431, -0.369]"
     assert mqar["seeds"][2] == "7 of 8, 1 runs diverged"
-    assert list(by_task["text\\: bits\\_per\\_byte ↓"]) == ["0.921", "0.521 (-0.400*)", "not run"]
+    by_task = cells(app.table[0].value)
+    assert by_task["text: bits_per_byte ↓"] == ["0.921", "0.521 (-0.400 ▲) ★", "not run"]
     assert [chart["layer"][1]["encoding"]["x"]["title"] for chart in charts(app)] == [
         "accuracy, arm minus base (higher is better →)",
         "bits_per_byte, arm minus base (← lower is better)",
@@ -170,33 +67,23 @@ def test_warnings_of_the_report_stand_on_the_page(store: Store) -> None:
     assert "no_*d* has 2.00 times the state of the base." in texts(shown())
 
 
-def test_candidates_of_a_tuned_study_are_drawn_against_what_was_tuned(store: Store) -> None:
-    study = begin(store, "tuned", changes={"base": {}})
-    for number, lr in enumerate((0.01, 0.1)):
-        record(store, study, "base", "mqar", BASE, number=number, tuned={"train.lr": lr})
-    app = shown("trials.py")
-    assert "2 of 2 trials have a score" in texts(app)
-    [chart] = charts(app)
-    assert chart["encoding"]["x"]["title"] == "train.lr"
-
-
 def test_tuning_shows_no_differences(ablation: int) -> None:
     app = shown(stage="tune")
     assert "optimistic, and no answer" in texts(app)
-    assert "difference" not in app.table[0].value
+    assert "difference" not in app.dataframe[0].value
     assert charts(app) == []
 
 
 def test_the_pivot_as_files(store: Store, ablation: int) -> None:
     rows = pivot(report(store, ablation))
     assert list(csv.DictReader(io.StringIO(to_csv(rows)))) == rows
-    assert to_latex(rows).splitlines()[1:] == [
+    assert to_latex(rows).splitlines() == [
         r"\begin{tabular}{lrr}",
         r"\toprule",
         r"arm & mqar: accuracy $\uparrow$ & text: bits\_per\_byte $\downarrow$ \\",
         r"\midrule",
-        r"base & 0.921 & 0.921 \\",
-        r"no\_$^*$d$^*$ & 0.521 ($-$0.400$^*$) & 0.521 ($-$0.400$^*$) \\",
+        r"base & 0.921 $\star$ & 0.921 \\",
+        r"no\_$^*$d$^*$ & 0.521 ($-$0.400 $\blacktriangledown$) & 0.521 ($-$0.400 $\blacktriangle$) $\star$ \\",
         r"late & 0.811 ($-$0.111)$^\dagger$ & not run \\",
         r"\bottomrule",
         r"\end{tabular}",
@@ -223,21 +110,21 @@ def test_trials_are_filtered_by_the_url_and_counted(ablation: int) -> None:
     [table] = app.dataframe
     assert (list(table.value["arm"]), list(table.value["stage"])) == (["late"], ["tune"])
     assert "1 of 8 trials" in texts(app)
-    assert [code.value for code in app.code] == [TRACEBACK.strip()]
-    assert "1 of 2 trials have a score" in texts(app)
+    assert list(table.value["why not done"]) == ["RuntimeError: out of memory"]
 
 
 def test_arms_show_only_what_differs(ablation: int) -> None:
     table = shown("arms.py").table[0].value
     assert list(table.columns) == ["arm", "rule\\.d", "x"]
     plain = [[cell.replace("\\", "") for cell in row] for row in table.itertuples(index=False)]
-    assert plain == [["**base**", "head(init=0.02)", "1"], ["no_*d*", "const(value=0)", ""], ["late", "", "2"]]
+    assert plain == [["base", "head(init=0.02)", "1"], ["no_*d*", "const(value=0)", ""], ["late", "", "2"]]
 
 
 def test_a_rule_that_is_installed_has_its_card_and_the_source_that_ran(ablation: int) -> None:
     app = shown("rule.py")
     assert app.code[0].value == "S = 'as it ran'"
     assert "9f" * 32 in texts(app)
+    app.selectbox(key="show").select("card").run()
     assert "multiply-adds per head and token" in texts(app)
     assert "which differs from the source that ran" in app.warning[0].value
 
@@ -257,7 +144,7 @@ def digest(file: Path) -> str:
 
 
 def test_a_rule_whose_file_is_not_given_shows_the_source_that_the_ledger_recorded(plugin: Path) -> None:
-    app = shown("rule.py", rule=f"invented {digest(plugin)[:12]}")
+    app = shown("rule.py", show="card", rule=f"invented {digest(plugin)[:12]}")
     assert [code.value for code in app.code] == [plugin.read_text().strip()]
     assert digest(plugin) in texts(app)
     assert "No card: unknown rule 'invented'" in texts(app)
@@ -266,7 +153,7 @@ def test_a_rule_whose_file_is_not_given_shows_the_source_that_the_ledger_recorde
 
 def test_a_rule_whose_file_is_given_has_its_card(plugin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DELTALAB_PLUGINS", str(plugin))
-    app = shown("rule.py", rule=f"invented {digest(plugin)[:12]}")
+    app = shown("rule.py", show="card", rule=f"invented {digest(plugin)[:12]}")
     assert "A delta rule that erases with one strength and writes with another" in texts(app)
     assert "whose source is the one that ran" in texts(app)
     assert not app.info
@@ -340,7 +227,7 @@ NEVER = [math.nan] * len(BASE)
 
 
 @pytest.fixture(scope="module")
-def ledgers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def ledgers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder of ledgers, NAME.db, each with a study of the kind that its name says."""
     folder = tmp_path_factory.mktemp("ledgers")
     states: dict[str, StudyState] = {
@@ -349,8 +236,9 @@ def ledgers(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "interrupted": "interrupted",
         "many": "done",
     }
-    for name in ("running", *states):
-        with Store.open(folder / f"{name}.db") as store:
+    with ExitStack() as open_stores:  # a study whose driver closed the ledger does not run
+        for name in ("running", *states):
+            store = open_stores.enter_context(Store.open(folder / f"{name}.db"))
             study = begin(store, name, changes=MANY if name == "many" else ARMS)
             stage = "tune" if name in ("running", "interrupted") else "confirm"
             for task in TASKS:
@@ -362,10 +250,14 @@ def ledgers(tmp_path_factory: pytest.TempPathFactory) -> Path:
                     record(store, study, "late", task, NEVER)
             if name in states:
                 store.finish_study(study, states[name])
-    (folder / "search.yaml").write_text(yaml.safe_dump(SEARCH))
-    run_study(folder / "search.yaml", db=folder / "search.db", executor="inline")
-    Store.open(folder / "empty.db").close()
-    return folder
+        (folder / "search.yaml").write_text(yaml.safe_dump(SEARCH))
+        run_study(folder / "search.yaml", db=folder / "search.db", executor="inline")
+        Store.open(folder / "empty.db").close()
+        yield folder
+
+
+def test_every_state_of_a_study_has_a_color() -> None:
+    assert set(COLORS) == set(get_args(StudyState))
 
 
 # What a page says, by ledger.
@@ -373,10 +265,10 @@ SAID = {
     "search": {
         "study.py": [":green-badge[done]", "mqar (version 1): accuracy on test"],
         "curves.py": ["A thick one is a trial's mean"],
-        "trials.py": ["trials. The score is the mean", "trials have a score"],
+        "trials.py": ["trials. The score is the mean"],
         "arms.py": ["Found by the search"],
         "search.py": ["found_1: ", "The front of 4 candidates", "infeasible"],
-        "rule.py": ["whose source is the one that ran", "multiply-adds per head and token"],
+        "rule.py": ["Arms: base, found_1."],
     },
     "failed": {
         "study.py": [":red-badge[failed]", "failed: late, confirm 0 on text: RuntimeError: out of memory"],
@@ -399,7 +291,7 @@ SAID = {
     "running": {
         "study.py": [":blue-badge[running]", "4 trials recorded"],
         "curves.py": [":blue-badge[running]", "Nothing is measured in the stage 'confirm' yet."],
-        "trials.py": [":blue-badge[running]", "4 of 4 trials", "2 of 2 trials have a score"],
+        "trials.py": [":blue-badge[running]", "4 of 4 trials"],
         "arms.py": [":blue-badge[running]"],
         "rule.py": [":blue-badge[running]", "Arms: base, no_*d*."],
     },
@@ -425,26 +317,15 @@ def test_every_page_of_every_kind_of_study(
         assert text in said
 
 
-def cells(table: Any) -> dict[str, list[str]]:
-    """The columns of a table, without the backslashes that keep Markdown from reading it."""
-    return {key.replace("\\", ""): [str(cell).replace("\\", "") for cell in table[key]] for key in table}
-
-
 def test_a_search_shows_what_it_tried_and_what_it_found(ledgers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DELTALAB_DB", str(ledgers / "search.db"))
     rules = {"linear_attention", "comba(transition=iplr)"}
-    app = shown("trials.py")
-    tried = app.dataframe[0].value.query("stage == 'tune'")
+    tried = shown("trials.py").dataframe[0].value.query("stage == 'tune'")
     assert set(tried["rule"]) <= rules
     # The first trial is the base's confirmation, which has no values: the columns stand beside the score all the same.
     assert list(tried.columns)[5:11] == ["score", "model.conv", "model.d_model", "model.heads", "rule", "train.lr"]
     assert set(tried["state"]) == {"done", "infeasible"}
     assert tried["train.lr"].between(1e-3, 1e-2).all()
-    for path, kind in (("rule", "nominal"), ("model.conv", "quantitative"), ("train.lr", "quantitative")):
-        [chart] = charts(app.selectbox(key="tuned").select(path).run())
-        assert not app.exception
-        assert chart["encoding"]["x"]["title"] == path
-        assert chart["encoding"]["x"]["type"] == kind
     found = cells(shown("arms.py").table[1].value)
     assert list(found) == ["arm", "task", "model.conv", "model.d_model", "model.heads", "rule", "train.lr"]
     assert found["arm"] == ["base", "found_1"]
@@ -474,19 +355,20 @@ def test_an_arm_that_a_search_found_has_one_row_however_many_looks_it_had(store:
     assert cells(shown("arms.py").table[1].value)["arm"] == ["base", "found_1"]
 
 
-def test_an_arm_that_failed_has_a_row_and_its_traceback(ledgers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_arm_that_failed_has_a_row_and_says_why(ledgers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DELTALAB_DB", str(ledgers / "failed.db"))
-    assert cells(shown().table[0].value)["verdict"][2] == ":red[failed]"
-    app = shown("trials.py", states="failed")
-    assert [code.value for code in app.code] == [TRACEBACK.strip()] * 2
+    assert cells(shown().table[0].value)["text: bits_per_byte ↓"][2] == "failed"
+    table = shown("trials.py", states="failed").dataframe[0].value
+    assert list(table["why not done"]) == ["RuntimeError: out of memory"] * 2
 
 
 def test_an_arm_that_always_diverges_counts_as_the_worst(ledgers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DELTALAB_DB", str(ledgers / "diverged.db"))
-    late = {name: column[2] for name, column in cells(shown().table[0].value).items()}
-    assert late["verdict"] == ":red[worse]"
+    late = shown().dataframe[0].value.iloc[2]
+    assert late["verdict"] == "▼ worse"
     assert late["seeds"] == "0 of 8, 8 runs diverged"
-    assert (late["accuracy ↑"].split("\u00a0")[0], late["p"]) == ("0.016", "0.008"), "chance, with each seed"
+    assert late["accuracy ↑"] == pytest.approx(1 / 64), "chance, with each seed"
+    assert late["p"] == pytest.approx(1 / 128)
     table = shown("trials.py", states="diverged").dataframe[0].value
     assert list(table["arm"]) == ["late", "late"]
     assert table["score"].isna().all()
@@ -495,15 +377,21 @@ def test_an_arm_that_always_diverges_counts_as_the_worst(ledgers: Path, monkeypa
 def test_a_study_without_confirmed_trials_compares_nothing(ledgers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DELTALAB_DB", str(ledgers / "running.db"))
     app = shown()
-    assert [cells(table.value)["verdict"] for table in app.table[:2]] == [["not run"] * 3] * 2
+    assert app.radio(key="stage").value == "tune"
+    assert list(app.dataframe[0].value["verdict"]) == ["base", "not compared", "not run"]
+    assert "on validation base leads on mqar" in texts(app)
+    app.radio(key="stage").set_value("confirm").run()
+    assert [list(table.value["verdict"]) for table in app.dataframe] == [["not run"] * 3] * 2
     assert charts(app) == []
-    assert cells(shown(stage="tune").table[0].value)["verdict"] == ["base", "not compared", "not run"]
+    assert "confirmation has not begun" in texts(app)
 
 
 def test_forty_arms_are_all_there(ledgers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DELTALAB_DB", str(ledgers / "many.db"))
-    for table in shown().table:
-        assert cells(table.value)["arm"] == list(MANY)
+    app = shown()
+    assert cells(app.table[0].value)["arm"] == list(MANY)
+    for table in app.dataframe:
+        assert list(table.value["arm"]) == list(MANY)
     [chart] = charts(shown("curves.py"))
     color = chart["layer"][0]["encoding"]["color"]
     assert color["scale"]["domain"] == list(MANY)
@@ -523,7 +411,7 @@ def test_the_database_and_the_plugins_reach_the_server_outside_its_arguments(
     Store.open(url).close()
     replaced: list[Any] = []
     monkeypatch.setattr(os, "execve", lambda *given: replaced.extend(given))
-    file = new_rule("invented", tmp_path)
+    file = new_rule("distant", tmp_path)
     words = ["platform", "--plugin", str(file), "dashboard", "--db", url, "--no-browser"]
     monkeypatch.setattr(sys, "argv", words)
     with pytest.raises(SystemExit) as ended:

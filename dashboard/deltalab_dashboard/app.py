@@ -5,18 +5,31 @@ from pathlib import Path
 import streamlit as st
 
 from deltalab.errors import InputError
-from deltalab.store import Study
+from deltalab.store import shelf
+from deltalab.store.shelf import Listed
+from deltalab_dashboard import addressed
 from deltalab_dashboard.chosen import STUDY, badge, label, ledger, plain
 
-PAGES = [
-    st.Page("study.py", title="Study", icon=":material/forest:", default=True),
-    st.Page("curves.py", title="Curves", icon=":material/show_chart:"),
-    st.Page("trials.py", title="Trials", icon=":material/list:"),
-    st.Page("arms.py", title="Arms", icon=":material/call_split:"),
-    st.Page("search.py", title="Search", icon=":material/search:"),
-    st.Page("rule.py", title="Rule", icon=":material/function:"),
-    st.Page("training.py", title="Training", icon=":material/trending_down:"),
-]
+PAGES = {
+    "Study": [
+        st.Page("study.py", title="Answer", icon=":material/forest:", default=True),
+        st.Page("curves.py", title="Curves", icon=":material/show_chart:"),
+        st.Page("search.py", title="Search", icon=":material/search:"),
+        st.Page("sensitivity.py", title="Sensitivity", icon=":material/tune:"),
+        st.Page("ladder.py", title="Ladder", icon=":material/stairs:"),
+        st.Page("trials.py", title="Trials", icon=":material/list:"),
+        st.Page("trial.py", title="Trial", icon=":material/description:"),
+        st.Page("arms.py", title="Arms", icon=":material/call_split:"),
+        st.Page("rule.py", title="Rule", icon=":material/function:"),
+    ],
+    "All": [
+        st.Page("studies.py", title="Studies", icon=":material/inventory_2:"),
+        st.Page("compare.py", title="Compare", icon=":material/compare_arrows:"),
+        st.Page("training.py", title="Trainings", icon=":material/trending_down:"),
+    ],
+}
+# Pages that have something to show in a ledger without studies: deleted ones, and trainings.
+WITHOUT_STUDIES = ("studies", "training")
 ICON = Path(__file__).parent / "icon.svg"  # Streamlit would fetch a Material icon from the network
 NOTHING_YET = """
 A study is one YAML file. Run one, and it appears here while it runs:
@@ -25,33 +38,44 @@ A study is one YAML file. Run one, and it appears here while it runs:
 platform study run studies/quickstart.yaml
 ```
 """
+# The key of the session with the label that the address has had; another one there means that a link was followed.
+ADDRESSED = "study in the address"
 
 
-def choose(studies: dict[int, Study]) -> None:
-    """Lets one choose a study, at first the URL's or the latest. The session keeps its id, the URL its label."""
-    labels = {study.id: label(study) for study in studies.values()}
-    if st.session_state.get(STUDY) not in studies:
-        ids = {text: study_id for study_id, text in labels.items()}
-        asked = st.query_params.get(STUDY, "")
-        if asked and asked not in ids:
+def choose(studies: list[Listed]) -> None:
+    """Lets one choose a study, at first the address's or the latest. The session keeps its id, the URL its label."""
+    rows = {row.id: row for row in studies}
+    labels = {row.id: label(row) for row in studies}
+    asked = st.query_params.get(STUDY, "")
+    if asked and asked != st.session_state.get(ADDRESSED):
+        # An address that somebody wrote may have an id or NAME:PROFILE. Of several studies the latest is meant.
+        ids = {name: row.id for row in reversed(studies) for name in (str(row.id), row.address, labels[row.id])}
+        if asked in ids:
+            st.session_state[STUDY] = ids[asked]
+        else:
             st.warning(f"There is no study '{plain(asked)}' here; this is the latest.")
-        st.session_state[STUDY] = ids.get(asked, next(iter(studies)))
-    chosen = st.sidebar.selectbox("Study", list(labels), format_func=labels.__getitem__, key=STUDY)
+            st.session_state.pop(STUDY, None)
+    if st.session_state.get(STUDY) not in rows:
+        st.session_state[STUDY] = next((row.id for row in studies if not row.hidden), studies[0].id)
+    offered = [row.id for row in studies if not row.hidden or row.id == st.session_state[STUDY]]
+    chosen = st.sidebar.selectbox("Study", offered, format_func=labels.__getitem__, key=STUDY)
     # A bound widget keeps its first option out of the URL, and a link would move on to the next study that begins.
-    st.query_params[STUDY] = labels[chosen]
-    st.sidebar.markdown(badge(studies[chosen]))
+    st.query_params[STUDY] = st.session_state[ADDRESSED] = labels[chosen]
+    st.sidebar.markdown(badge(rows[chosen]))
 
 
 def main() -> None:
     st.set_page_config(page_title="deltalab", page_icon=ICON, layout="wide")
     page = st.navigation(PAGES)
     try:
-        studies = {study.id: study for study in ledger().studies()}
+        studies = shelf.listed(ledger())
         if studies:
             choose(studies)
+        if studies or page.url_path in WITHOUT_STUDIES:
+            asked, told = addressed.asked(), st.container()
             page.run()
-        elif page.url_path == "training":  # a ledger may hold trainings alone
-            page.run()
+            for line in addressed.refused(asked):
+                told.warning(plain(line))
         else:
             st.title("No studies yet")
             st.markdown(NOTHING_YET)

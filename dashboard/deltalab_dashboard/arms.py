@@ -4,37 +4,64 @@ from typing import Any
 
 import streamlit as st
 
-from deltalab.store import Store, Study
+from deltalab.store import Arm, Store, Study
+from deltalab.study.difference import flat
 from deltalab.study.measured import current
-from deltalab_dashboard.chosen import plain, searched, setting, show
+from deltalab_dashboard.chosen import searched, setting, show
+from deltalab_dashboard.shown import table
+
+DIFFERENT = "what differs from the base"
+SHOWN = [DIFFERENT, "everything"]
 
 
 def page(store: Store, study: Study) -> None:
     st.title("Arms", anchor=False)
     arms = store.arms(study.id)
+    table(changes(arms), f"{study.name} arms")
+    st.caption("Only the settings in which an arm differs from the base; an empty cell means: as in the base.")
+    if study.spec.get("search"):
+        found(store, study)
+
+    st.subheader("One arm", anchor=False)
+    left, middle, right = st.columns(3)
+    configs = {arm.name: arm.config for arm in arms}
+    name = left.selectbox("Arm", list(configs), key="arm", bind="query-params")
+    if not configs[name]:
+        return
+    task = middle.selectbox("Task", list(configs[name]), key="task", bind="query-params")
+    part = right.selectbox("Settings", SHOWN, key="settings", bind="query-params")
+    base = next(arm for arm in arms if arm.is_base)
+    rows = settings(configs[name].get(task, {}), base.config.get(task, {}), whole=part != DIFFERENT)
+    if rows:
+        table(rows, f"{study.name} {name} {task}")
+        st.caption("Defaults are included. Values that tuning or a search chose are on the pages of the trials.")
+    else:
+        st.info("Every setting is that of the base.")
+
+
+def changes(arms: list[Arm]) -> list[dict[str, str]]:
+    """A row per arm and a column per setting that some arm changes."""
     base: dict[str, Any] = {}
     for arm in arms:
         base |= {key: before for key, (before, _) in arm.change.items()}
     rows = []
     for arm in arms:
-        row = {"arm": f"**{plain(arm.name)}**" if arm.is_base else plain(arm.name)}
+        row = {"arm": arm.name}
         for key, before in base.items():
             value = before if arm.is_base else arm.change[key][1] if key in arm.change else None
-            row[plain(key)] = plain(setting(value)) if arm.is_base or key in arm.change else ""
+            row[key] = setting(value) if arm.is_base or key in arm.change else ""
         rows.append(row)
-    st.table(rows, border="horizontal", hide_header=False)
-    st.caption("Only the settings in which an arm differs from the base; an empty cell means: as in the base.")
-    if study.spec.get("search"):
-        found(store, study)
+    return rows
 
-    st.subheader("Everything", anchor=False)
-    st.caption("Every setting, defaults included, before tuning or search.")
-    left, right = st.columns(2)
-    configs = {arm.name: arm.config for arm in arms}
-    name = left.selectbox("Arm", list(configs), key="arm", bind="query-params")
-    if configs[name]:
-        task = right.selectbox("Task", list(configs[name]), key="task", bind="query-params")
-        st.json(configs[name][task])
+
+def settings(config: dict[str, Any], base: dict[str, Any], *, whole: bool) -> list[dict[str, str]]:
+    """A row per setting of an arm, with that of the base beside it. whole: also those that are alike."""
+    own, others = flat(config), flat(base)
+    return [
+        {"setting": path, "base": setting(others.get(path)), "this arm": setting(own.get(path))}
+        for path in dict.fromkeys([*own, *others])
+        if whole or own.get(path) != others.get(path)
+    ]
 
 
 def found(store: Store, study: Study) -> None:
@@ -43,13 +70,13 @@ def found(store: Store, study: Study) -> None:
     paths = list(searched(study))
     rows = []
     for trial in current(store.trials(study.id)):
-        row = {"arm": plain(trial.arm), "task": plain(trial.task)} | {
-            plain(path): plain(setting(trial.values[path])) if path in trial.values else "" for path in paths
+        row = {"arm": trial.arm, "task": trial.task} | {
+            path: setting(trial.values[path]) if path in trial.values else "" for path in paths
         }
         if trial.stage == "confirm" and trial.values and row not in rows:
             rows.append(row)
     if rows:
-        st.table(rows, border="horizontal", hide_header=False)
+        table(rows, f"{study.name} found")
     else:
         st.info("The search has confirmed no arm yet.")
 

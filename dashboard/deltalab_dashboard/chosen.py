@@ -1,4 +1,4 @@
-"""Draws a page of the chosen study, again every few seconds while it runs, and writes what the ledger holds as text."""
+"""Draws a page of the chosen study, again whenever it has something new, and writes what the ledger holds as text."""
 
 import os
 import re
@@ -8,7 +8,9 @@ import streamlit as st
 
 from deltalab.errors import InputError
 from deltalab.store import Store, Study
+from deltalab.store.shelf import Listed
 from deltalab.study.space import Search, Searching, Tune
+from deltalab_dashboard.recorded import Recorded
 
 DATABASE = "DELTALAB_DB"
 """The environment variable with the database. In an argument, `ps` would show everybody a password in its URL."""
@@ -16,8 +18,11 @@ PLUGINS = "DELTALAB_PLUGINS"
 """The environment variable with the plugin files of `platform --plugin FILE dashboard`, separated as in PATH."""
 STUDY = "study"
 """The key of the chosen study: of its id in the session, of its label in the URL."""
+LISTED = "listed"
+"""The key, in the session, of the URL's parameters under which the list of trials was left for one of them."""
 REFRESH_SECONDS = 3
-COLORS = {"running": "blue", "done": "green", "failed": "red", "interrupted": "orange"}
+"""Seconds between two looks at a running study."""
+COLORS = {"running": "blue", "done": "green", "failed": "red", "incomplete": "orange", "interrupted": "orange"}
 
 
 def ledger() -> Store:
@@ -27,32 +32,40 @@ def ledger() -> Store:
 
 @st.cache_resource(show_spinner=False)
 def _open(where: str | None) -> Store:
-    return Store.open(where, create=False)
+    return Recorded.open(where, create=False, patience=0)  # a page says at once what is wrong
 
 
 def show(page: Callable[[Store, Study], None]) -> None:
-    """Draws a page of the chosen study, again every `REFRESH_SECONDS` while the study runs."""
+    """Draws a page of the chosen study, and again whenever the study has something new while it runs."""
     store, chosen = ledger(), st.session_state[STUDY]
+    drawn = store.mark(chosen)
     running = store.study(chosen).state == "running"
 
     def draw() -> None:
         try:
-            study = store.study(chosen)
-            if running and study.state != "running":
-                st.rerun()
-            page(store, study)
+            page(store, store.study(chosen))
         except InputError as error:
             st.error(plain(str(error)))
 
-    st.fragment(draw, run_every=REFRESH_SECONDS if running else None)()
+    def watch() -> None:
+        try:
+            new = store.mark(chosen) != drawn
+        except InputError:  # the page says so where it reads the ledger itself
+            return
+        if new:
+            st.rerun()
+
+    st.fragment(draw)()
+    if running:
+        st.fragment(watch, run_every=REFRESH_SECONDS)()
 
 
-def label(study: Study) -> str:
+def label(study: Study | Listed) -> str:
     """A study's name in the list of studies and in the URL: its id, name and profile."""
     return " ".join(filter(None, (str(study.id), study.name, study.profile)))
 
 
-def badge(study: Study) -> str:
+def badge(study: Study | Listed) -> str:
     """A study's state, in Markdown."""
     return f":{COLORS[study.state]}-badge[{study.state}]"
 
@@ -90,10 +103,18 @@ def setting(value: object) -> str:
     return f"{form}({arguments})" if arguments else form
 
 
+LINKED = re.compile(r"(?<=http)(?=s?://)|(?<=ww)(?=w\.)|(?=@[-\w]+\.)", re.IGNORECASE)
+"""Where a word joiner keeps `http://x`, `www.x` and `me@x.y` from being a link."""
+
+
 def plain(text: str) -> str:
     """Escapes text that Streamlit would read as Markdown.
 
+    Streamlit makes links of addresses in spite of backslashes: a word joiner, which has no width, keeps it from that.
+
     >>> print(plain("a_b [1, 2]"))
     a\\_b \\[1, 2\\]
+    >>> plain("accuracy@text.d")
+    'accuracy\\u2060@text\\\\.d'
     """
-    return re.sub(r"([\\`*_{}\[\]()#+\-.!|~$:<>])", r"\\\1", text)
+    return re.sub(r"([\\`*_{}\[\]()#+\-.!|~$:<>])", r"\\\1", LINKED.sub("\u2060", text))

@@ -14,7 +14,7 @@ from urllib.error import URLError
 from urllib.parse import urlencode
 from urllib.request import urlopen
 
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Browser, Page, sync_playwright
 
 from deltalab.errors import InputError
 from deltalab.store import Store
@@ -32,6 +32,8 @@ FLAGS = [
 ]
 PATIENCE_SECONDS = 60
 WIDTH = 1440  # pixels
+DRAWN = """() => [...document.querySelectorAll('[data-testid=stVegaLiteChart]')]
+    .every(chart => chart.querySelector('canvas, svg')?.getBoundingClientRect().height > 0)"""
 
 
 @contextmanager
@@ -55,32 +57,33 @@ def served(db: str | Path) -> Iterator[str]:
 
 
 @contextmanager
-def browser() -> Iterator[Page]:
-    """Opens a new browser for the length of the block, and yields a page of it."""
+def browser() -> Iterator[Browser]:
+    """Opens a new browser for the length of the block. Raises InputError if none is installed."""
+    if not CHROMIUM.exists():
+        raise InputError(f"{CHROMIUM} is missing: apt-get install chromium")
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         try:
-            yield chromium.new_page(viewport={"width": WIDTH, "height": 1000})
+            yield chromium
         finally:
             chromium.close()
 
 
 def settle(page: Page) -> None:
     """Waits until the page and its charts are drawn."""
-    page.locator("[data-testid=stMain] h1").wait_for()
+    page.locator("[data-testid=stMain] h1").first.wait_for()
     page.locator("[data-test-script-state=notRunning]").wait_for()
-    for chart in page.locator("[data-testid=stVegaLiteChart]").all():
-        chart.locator("canvas, svg").first.wait_for()
+    page.wait_for_function(DRAWN)
 
 
-def take(db: str | Path, study: str, out: Path) -> None:
+def take(chromium: Browser, db: str | Path, study: str, out: Path) -> None:
     """Writes a screenshot of a study's page, cut off below the first chart.
 
     Raises InputError if there is no such database or study.
     """
     with Store.open(db, create=False) as store:
         query = urlencode({STUDY: label(store.study(study))})
-    with served(db) as url, browser() as page:
+    with served(db) as url, chromium.new_page(viewport={"width": WIDTH, "height": 1000}) as page:
         page.goto(f"{url}/?{query}")
         settle(page)
         chart = page.locator("[data-testid=stVegaLiteChart]").first.bounding_box()
@@ -105,6 +108,7 @@ if __name__ == "__main__":
     parser.add_argument("out", type=Path)
     given = parser.parse_args()
     try:
-        take(given.db, given.study, given.out)
+        with browser() as chromium:
+            take(chromium, given.db, given.study, given.out)
     except InputError as error:
         sys.exit(f"error: {error}")

@@ -7,7 +7,8 @@ import streamlit as st
 from deltalab.store import Store
 from deltalab.store.trainings import TrainingRow, curves, measured, trainings
 from deltalab.study.report import TRAINING_HEADERS, training_cells
-from deltalab_dashboard.chosen import REFRESH_SECONDS, STUDY, ledger, plain
+from deltalab_dashboard import colors, shown
+from deltalab_dashboard.chosen import REFRESH_SECONDS, STUDY, ledger
 
 POINTS = 500  # per training; a screen shows no more
 AXES = {"tokens": "tokens", "steps": "step", "seconds of training": "seconds"}
@@ -40,8 +41,8 @@ def page(store: Store) -> None:
         bind="query-params",
     )
     chosen = chosen or own or list(labels.values())
-    shown = [row for row in rows if labels[row.id] in chosen]
-    table(shown, labels)
+    shown_rows = [row for row in rows if labels[row.id] in chosen]
+    table(shown_rows, labels)
     found = measured(store)
     if not found:
         st.info("Nothing is measured yet.")
@@ -53,13 +54,16 @@ def page(store: Store) -> None:
     points = [
         {"training": labels[point.training], "step": point.step, "tokens": point.tokens, "seconds": point.seconds,
          "value": point.value}
-        for point in curves(store, [row.id for row in shown], *names[metric], max_points=POINTS)
+        for point in curves(store, [row.id for row in shown_rows], *names[metric], max_points=POINTS)
         if point.seconds is not None or AXES[axis] != "seconds"
     ]  # fmt: skip
     if not points:
         st.info("These trainings have no such curve yet.")
         return
-    st.altair_chart(chart(pd.DataFrame(points), list(labels.values()), AXES[axis], axis, metric), height=520)
+    frame = pd.DataFrame(points)
+    about = f"{metric} of {len(shown_rows)} trainings over {axis}"
+    drawn = chart(frame, list(labels.values()), AXES[axis], axis, metric)
+    shown.chart(drawn, "trainings curves", rows=frame, about=about, height=520)
     if AXES[axis] == "seconds":
         st.caption("The time of steps alone, by the measured tokens per second: without start, evaluations and stops.")
 
@@ -77,21 +81,23 @@ def table(rows: list[TrainingRow], labels: dict[int, str]) -> None:
     lines = []
     for row in rows:
         cells = dict(zip(TRAINING_HEADERS, training_cells(row), strict=True)) | {"training": labels[row.id]}
-        lines.append({plain(name): plain(cell) for name, cell in {**cells, "study": row.study or ""}.items()})
-    st.table(lines, border="horizontal")
+        lines.append({**cells, "study": row.study or ""})
+    shown.table(lines, "trainings")
 
 
 def chart(
     points: pd.DataFrame, labels: list[str], field: str, axis: str, metric: str
 ) -> alt.LayerChart | alt.FacetChart:
     # All trainings of the ledger are the colours' domain: one keeps its colour when others are left out.
+    own = colors.arms(labels, None, highlighted=list(points["training"].unique()))
+    colored = alt.Scale(domain=list(own), range=list(own.values()))
     base = alt.Chart(points).encode(
         x=alt.X(f"{field}:Q", title=axis, axis=alt.Axis(tickCount=10, format="~s"), scale=alt.Scale(nice=False)),
         y=alt.Y("value:Q", title=metric, scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=10)),
-        color=alt.Color("training:N", scale=alt.Scale(domain=labels), sort=None, legend=alt.Legend(title=None)),
+        color=alt.Color("training:N", scale=colored, sort=None, legend=alt.Legend(title=None, labelLimit=0)),
         tooltip=["training:N", "step:Q", "tokens:Q", "seconds:Q", alt.Tooltip("value:Q", format=".4f")],
     )
-    return alt.layer(base.mark_line(strokeWidth=2, point=points["step"].nunique() == 1)).interactive()
+    return alt.layer(base.mark_line(strokeWidth=2, point=points["step"].nunique() == 1)).add_params(shown.zoom())
 
 
 def _of_chosen_study(store: Store, rows: list[TrainingRow]) -> list[TrainingRow]:

@@ -4,15 +4,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import expect
+from playwright.sync_api import Browser, expect
 
 from deltalab.store import ArmRecord, RuleRecord, RunRecord, Store, TrialRecord
-from deltalab_dashboard.picture import CHROMIUM, WIDTH, browser, served, take
+from deltalab_dashboard.picture import WIDTH, served, take
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not CHROMIUM.exists(), reason=f"{CHROMIUM} is not installed: apt-get install chromium"),
-]
+pytestmark = pytest.mark.browser
 ARMS = ["base", "without_output_gate", "alpha_not_near_1"]
 PATIENCE_MILLISECONDS = 120_000  # on a busy machine, torch alone takes 20 s to load
 
@@ -40,10 +37,10 @@ def running(tmp_path: Path) -> Iterator[tuple[Store, int]]:
         yield store, study
 
 
-def test_a_study_shows_its_arms_as_they_come(running: tuple[Store, int], tmp_path: Path) -> None:
+def test_a_study_shows_its_arms_as_they_come(running: tuple[Store, int], chromium: Browser, tmp_path: Path) -> None:
     store, study = running
     asked: list[str] = []
-    with served(tmp_path / "lab.db") as url, browser() as page:
+    with served(tmp_path / "lab.db") as url, chromium.new_page(viewport={"width": WIDTH, "height": 1000}) as page:
         expect.set_options(timeout=PATIENCE_MILLISECONDS)
         page.on("request", lambda request: asked.append(request.url))
         page.goto(url)
@@ -73,8 +70,8 @@ def test_a_study_shows_its_arms_as_they_come(running: tuple[Store, int], tmp_pat
     assert [address for address in asked if not address.startswith((url, "data:", "blob:"))] == []
 
 
-def test_the_picture_of_a_study(running: tuple[Store, int], tmp_path: Path) -> None:
-    take(tmp_path / "lab.db", "ablation", tmp_path / "study.png")
+def test_the_picture_of_a_study(running: tuple[Store, int], chromium: Browser, tmp_path: Path) -> None:
+    take(chromium, tmp_path / "lab.db", "ablation", tmp_path / "study.png")
     header = (tmp_path / "study.png").read_bytes()[:24]
     assert header.startswith(b"\x89PNG")
     width, height = int.from_bytes(header[16:20]), int.from_bytes(header[20:24])

@@ -1,0 +1,226 @@
+"""Measures the dashboard on large ledgers: the first page of a server, every page's script, and the server's memory.
+
+    python benchmarks/dashboard.py --out benchmarks/dashboard_cpu.json  # 10 minutes, 300 MB in --folder
+
+The ledger has 200 studies, 20,000 trials and 3 million rows of metrics in SQLite. One study, `large`, has 2,000 trials:
+20 arms with 100 candidates and 6 seeds, whose curves of one metric have 72,000 points. The others have 8 arms.
+`first page`: seconds from the browser's request to a drawn page, of a server that was just started.
+`pages`: seconds of a page's script in this process, by Streamlit's AppTest: for the first time, and once more.
+`server, MB`: resident memory of the server after a browser visited every page of `large` and of two other studies.
+"""
+
+import argparse
+import json
+import os
+import platform
+import random
+import sqlite3
+import tempfile
+import time
+from contextlib import closing
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+from streamlit.testing.v1 import AppTest
+
+import deltalab_dashboard
+from deltalab.store import Store
+from deltalab.study.plan import Plan, make_plan
+from deltalab.study.run import _provenance, arm_records
+from deltalab.study.spec import load_study
+from deltalab_dashboard.chosen import DATABASE, STUDY, label
+from deltalab_dashboard.picture import browser, served, settle
+
+APP = Path(deltalab_dashboard.__file__).parent / "app.py"
+PAGES = (
+    "study.py", "curves.py", "trials.py", "arms.py", "search.py", "sensitivity.py", "rule.py", "training.py",
+    "studies.py", "compare.py",
+)  # fmt: skip
+
+SPEC: dict[str, Any] = {
+    "task": {"mqar": {"length": 32, "pairs": 4, "vocab_size": 64}},
+    "base": {
+        "rule": "comba",
+        "model": {"d_model": 32, "layers": 1, "heads": 2},
+        "train": {"steps": 600, "batch_size": 32, "lr": 2e-2},
+    },
+    "seeds": 6,
+}
+STUDIES, TRIALS = 200, 20_000
+LARGE, LARGE_ARMS, LARGE_SEEDS, LARGE_POINTS = 2_000, 20, 6, 6
+ARMS, SEEDS = 8, 4
+
+
+def spec(name: str, arms: int, candidates: int, seeds: int) -> dict[str, Any]:
+    return {
+        **SPEC,
+        "name": name,
+        "arms": {f"decay_{i}": {"train": {"weight_decay": 0.1 + i / 100}} for i in range(1, arms)},
+        "tune": {"train.lr": {"log_uniform": [7e-3, 6e-2]}, "trials": candidates},
+        "seeds": seeds,
+    }
+
+
+def metrics(draw: random.Random, at: int, points: int, others: int) -> list[tuple[str, str, int, float]]:
+    """A run's metrics: `points` of validation accuracy and loss each, `others` of the training loss, and the last."""
+    rate, noise = 2e-3 * (1 + at / 10), 0.05 * draw.random()
+    found = []
+    for i in range(1, points + 1):
+        step = 600 * i // points
+        accuracy = 1 - 0.9 * 2 ** (-step * rate) - noise
+        found += [("validation", "accuracy", step, accuracy), ("validation", "loss", step, 4 * (1 - accuracy))]
+    found += [("train", "loss", 600 * i // others, 4 * 2 ** (-i / others)) for i in range(1, others + 1)]
+    found += [("test", "accuracy", 600, accuracy - 0.01), ("test", "loss", 600, 4 * (1 - accuracy))]
+    return [*found, ("cost", "flops_per_token", 600, 1e5 + at), ("cost", "state_size", 600, 64.0)]
+
+
+def build(file: Path) -> None:
+    """Writes the ledger: studies by the store, their trials in bulk."""
+    draw = random.Random(0)
+    with Store.open(file) as store, closing(sqlite3.connect(file)) as connection:
+        for number in range(STUDIES):
+            large = number == STUDIES // 2
+            trials = LARGE if large else (TRIALS - LARGE) // (STUDIES - 1) + (number < (TRIALS - LARGE) % (STUDIES - 1))
+            arms, seeds, points = (LARGE_ARMS, LARGE_SEEDS, LARGE_POINTS) if large else (ARMS, SEEDS, 12)
+            given = spec("large" if large else f"study_{number}", arms, -(-trials // arms), seeds)
+            plan = make_plan(load_study(given))
+            study = store.begin_study(
+                given["name"], None, plan.identity, plan.spec.model_dump(mode="json"), arm_records(plan),
+                _provenance(plan, {}),
+            )  # fmt: skip
+            add(connection, plan, study, [(i % arms, i // arms) for i in range(trials)], seeds, points, draw)
+            store.finish_study(study, "done")
+
+
+def add(
+    connection: sqlite3.Connection,
+    plan: Plan,
+    study: int,
+    trials: list[tuple[int, int]],
+    seeds: int,
+    points: int,
+    draw: random.Random,
+) -> None:
+    """The trials (arm, number) of a study, as `Store.record_trial` writes them."""
+    [first] = connection.execute("SELECT min(id) FROM arm WHERE study_id = ?", [study]).fetchone()
+    [last] = connection.execute("SELECT coalesce(max(id), 0) FROM trial").fetchone()
+    [run] = connection.execute("SELECT coalesce(max(id), 0) FROM run").fetchone()
+    sha = "0" * 64
+    connection.execute("INSERT OR IGNORE INTO rule_version VALUES (1, 'comba', ?, 'class Comba: ...')", [sha])
+    configs = [plan.job(arm, "confirm", 0, {"train.lr": 0.01}).config for arm in plan.arms]
+    hardware, day = json.dumps({"device": "NVIDIA H100", "host": "here", "torch": "2.13", "stack": 6}), "2026-01-01"
+    rows: dict[str, list[tuple[Any, ...]]] = {"trial": [], "arm_trial": [], "run": [], "metric": []}
+    for trial, (arm, number) in enumerate(trials, last + 1):
+        lr = 7e-3 * 8.6 ** draw.random()
+        config = configs[arm] | {"train": configs[arm]["train"] | {"lr": lr}}
+        time_of_day = f"{trial // 3600 % 24:02d}:{trial // 60 % 60:02d}:{trial % 60:02d}.000000"
+        rows["trial"].append(
+            (trial, f"{trial:064x}", "mqar", 1, "confirm", json.dumps(config), "done", None,
+             f"{day} 00:00:00.000000", f"{day} {time_of_day}", 60.0, 10_000, 64, 1e5, hardware, 1)
+        )  # fmt: skip
+        rows["arm_trial"].append((first + arm, trial, number, json.dumps({"train.lr": lr})))
+        for seed in range(1, seeds + 1):
+            run += 1
+            diverged = draw.random() < 0.002
+            rows["run"].append((run, trial, seed, "diverged" if diverged else "done", 300 if diverged else None))
+            found = metrics(draw, arm, points, others=8)
+            rows["metric"] += [(run, *row) for row in found if not diverged or row[2] <= 300]
+    for table, values in rows.items():
+        connection.executemany(f"INSERT INTO {table} VALUES ({', '.join('?' * len(values[0]))})", values)
+    connection.commit()
+
+
+def by_script(file: Path, study: str) -> dict[str, dict[str, float]]:
+    """Seconds of each page's script in this process: the first run, and a second one."""
+    os.environ[DATABASE] = str(file)
+    found = {}
+    for page in PAGES:
+        if not (APP.parent / page).exists():
+            continue
+        seconds, cpu = [], []
+        for _ in range(2):
+            start = time.perf_counter(), time.process_time()
+            app = AppTest.from_file(APP, default_timeout=300)
+            app.query_params[STUDY] = study
+            app.switch_page(page).run()
+            seconds.append(time.perf_counter() - start[0])
+            cpu.append(time.process_time() - start[1])
+            assert not app.exception, (page, app.exception)
+        found[page] = {
+            "first": round(seconds[0], 2), "first, CPU": round(cpu[0], 2),
+            "again": round(seconds[1], 2), "again, CPU": round(cpu[1], 2),
+        }  # fmt: skip
+        print(page, found[page], flush=True)
+    return found
+
+
+def by_browser(file: Path, studies: list[str]) -> dict[str, Any]:
+    """Seconds of the first page of a new server in a browser, and the server's memory after every page of `studies`."""
+    with served(file) as url, browser() as page:
+        start = time.perf_counter()
+        page.goto(url)
+        settle(page)
+        first = time.perf_counter() - start
+        loaded = resident()
+        for study in studies:
+            for name in PAGES:
+                if (APP.parent / name).exists():
+                    path = "" if name == "study.py" else Path(name).stem
+                    page.goto(f"{url}/{path}?{urlencode({STUDY: study})}", timeout=120_000)
+                    page.locator("[data-test-script-state=notRunning]").wait_for(timeout=120_000)
+        return {
+            "first page": round(first, 2),
+            "server, MB, after it": round(loaded),
+            "server, MB, after every page": round(resident()),
+        }
+
+
+def resident() -> float:
+    """MB of the one dashboard that this process runs."""
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            stat = (folder / "stat").read_text() if (folder / "stat").exists() else ""
+            if stat and int(stat.rpartition(")")[2].split()[1]) == os.getpid():
+                command = (folder / "cmdline").read_text()
+                if str(APP) in command:
+                    pages = int((folder / "statm").read_text().split()[1])
+                    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+    raise RuntimeError("no dashboard runs")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="needs 300 MB")
+    parser.add_argument("--db", type=Path, help="a ledger that this script built; None builds one")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+        file = given.db or Path(folder) / "lab.db"
+        if not given.db:
+            build(file)
+        with Store.open(file, create=False) as store, closing(sqlite3.connect(file)) as connection:
+            labels = {study.name: label(study) for study in store.studies()}
+            tables = ("study", "trial", "run", "metric")
+            count = {table: connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0] for table in tables}
+        figures: dict[str, Any] = {"rows": count}
+        figures["browser"] = by_browser(file, [labels["large"], labels["study_7"], labels["study_8"]])
+        print(figures["browser"], flush=True)
+        figures["pages of large"] = by_script(file, labels["large"])
+        figures["pages of a study of 90 trials"] = by_script(file, labels["study_7"])
+        figures["about"] = {
+            "python": platform.python_version(),
+            "sqlite": sqlite3.sqlite_version,
+            "streamlit": version("streamlit"),
+            "cpus": os.cpu_count(),
+            "load": os.getloadavg()[0],
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        if given.out:
+            given.out.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

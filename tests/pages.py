@@ -1,0 +1,106 @@
+"""Ledgers whose every figure is known, and what the dashboard's pages say of them."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from streamlit.testing.v1 import AppTest
+
+import deltalab_dashboard
+from deltalab.store import ArmRecord, RuleRecord, RunRecord, Store, TrialRecord
+
+APP = Path(deltalab_dashboard.__file__).parent / "app.py"
+TASKS = {
+    "mqar": {"metric": "accuracy", "maximize": True, "chance": 1 / 64, "version": 1},
+    "text": {"metric": "bits_per_byte", "maximize": False, "chance": 8.0, "version": 1},
+}
+ARMS = {"base": {}, "no_*d*": {"rule.d": [{"head": {"init": 0.02}}, {"const": {"value": 0.0}}]}, "late": {"x": [1, 2]}}
+TUNE = {"trials": 2, "train.lr": {"log_uniform": [1e-3, 1e-1]}}
+SPEC = {"description": "Two tasks", "tune": TUNE, "seeds": 8}
+TRACEBACK = "Traceback (most recent call last):\n  File 'x.py'\nRuntimeError: out of memory\n"
+BASE = [0.90, 0.92, 0.94, 0.91, 0.93, 0.95, 0.90, 0.92]
+
+
+def begin(store: Store, name: str, profile: str | None = None, changes: Mapping[str, Any] = ARMS) -> int:
+    arms = [
+        ArmRecord(arm, not change, change, {task: {"rule": {"name": "comba"}} for task in TASKS})
+        for arm, change in changes.items()
+    ]
+    provenance = {
+        "tasks": TASKS,
+        "git": {"commit": "abc"},
+        "command": ["platform", "--db", "postgresql://me:SECRET@h/l"],
+    }
+    return store.begin_study(name, profile, f"{name} {profile}", SPEC, arms, provenance)
+
+
+def record(
+    store: Store,
+    study: int,
+    arm: str,
+    task: str,
+    values: list[float],
+    stage: str = "confirm",
+    number: int = 0,
+    tuned: Mapping[str, Any] = MappingProxyType({"train.lr": 0.01}),
+    look: int = 0,
+    **given: Any,
+) -> None:
+    """One trial whose run i ends at values[i]; NaN is a diverged run."""
+    metric, last = TASKS[task]["metric"], "test" if stage == "confirm" else "validation"
+    runs = [
+        RunRecord(
+            seed,
+            "diverged" if math.isnan(value) else "done",
+            metrics=[("validation", metric, 50, 0.01), ("validation", metric, 100, value), (last, metric, 100, value)][
+                : 3 if stage == "confirm" else 2
+            ],
+        )
+        for seed, value in enumerate(values, 1)
+    ]
+    about: dict[str, Any] = {
+        "state": "done",
+        "rule": RuleRecord("comba", "9f" * 32, "S = 'as it ran'"),
+        "runs": runs,
+        "tokens_per_second": 5e4,
+    }
+    about |= given
+    trial = TrialRecord(
+        f"{study} {arm} {task} {stage} {number} {look}",
+        task,
+        1,
+        stage,
+        {},
+        started_at=1e9,
+        finished_at=1e9,
+        seconds=10.0,
+        **about,
+    )  # type: ignore[arg-type]
+    store.record_trial(study, arm, trial, number, dict(tuned))
+
+
+def shown(page: str = "study.py", **query: Any) -> AppTest:
+    """A page as a URL with this query opens it."""
+    app = AppTest.from_file(APP, default_timeout=60)
+    app.query_params.update(query)
+    app.switch_page(page).run()
+    assert not app.exception
+    return app
+
+
+def texts(app: AppTest) -> str:
+    """What the page says in words, without the backslashes that keep Markdown from reading it."""
+    kinds = (app.title, app.subheader, app.markdown, app.caption, app.info, app.warning, app.error)
+    return "\n".join(str(element.value) for kind in kinds for element in kind).replace("\\", "")
+
+
+def charts(app: AppTest) -> list[Any]:
+    return [json.loads(chart.proto.spec) for chart in app.get("vega_lite_chart")]
+
+
+def cells(table: Any) -> dict[str, list[str]]:
+    """The columns of a table, without the backslashes that keep Markdown from reading it."""
+    return {key.replace("\\", ""): [str(cell).replace("\\", "") for cell in table[key]] for key in table}
