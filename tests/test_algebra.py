@@ -1,5 +1,6 @@
 """The rule `algebra`: every published rule of the algebra is one of its points, and its other points are sound."""
 
+import itertools
 import random
 import subprocess
 import sys
@@ -27,6 +28,8 @@ from deltalab.rule import UpdateRule
 from deltalab.store import Store
 from deltalab.study.from_search import found
 from deltalab.study.run import run_study
+from deltalab.study.space import combinations
+from deltalab.study.spec import load_study
 from deltalab_rules.algebra import OUTSIDE, POINTS
 
 EXACT = 1e-10
@@ -290,6 +293,34 @@ class TestWritten:
     def test_a_rule_that_cannot_be_written_says_what_to_do(self, name: str) -> None:
         with pytest.raises(InputError, match="copy its file, or take it in a study as"):
             write_rule(deltalab.get_rule(name), "mine", "Found.")
+
+
+class TestDiscover:
+    def test_no_two_candidates_are_the_same_model(self) -> None:
+        """Neither two names of one rule, nor rules of the same gates that compute the same."""
+        space = load_study(ROOT / "studies" / "discover.yaml").search
+        assert space is not None
+        # These are in no condition but pre_state, and each of their values computes something else.
+        aside = {"rule.value": 1, "rule.d": 0, "rule.read": "q", "rule.pre_state": False}
+        knobs = {
+            name: knob.model_copy(update={"choice": (aside[name],)}) if name in aside else knob
+            for name, knob in space.knobs.items()
+            if name.startswith("rule.")
+        }
+        made: dict[str, list[UpdateRule]] = {}
+        for candidate in combinations(knobs):
+            with suppress(InputError):
+                rule = deltalab.get_rule("algebra", **{path.removeprefix("rule."): v for path, v in candidate.items()})
+                gates = {name: gate.spec() for name, gate in rule.gates.items() if not gate.constant}
+                made.setdefault(str((rule.transition, rule.features, rule.second_state, gates)), []).append(rule)
+        assert sum(map(len, made.values())) > 500
+        for alike in made.values():
+            outputs = []
+            for rule in alike:
+                x = draw(rule, batch=1, length=6, heads=1, key_dim=4, value_dim=2)
+                outputs.append(deltalab.scan(rule, x.q, x.k, x.v, x.gates, backend="recurrent")[0])
+            for (one, y), (other, z) in itertools.combinations(zip(alike, outputs, strict=True), 2):
+                assert not torch.allclose(y, z), f"{one.spec()} and {other.spec()} are one"
 
 
 class TestFromSearch:

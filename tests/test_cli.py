@@ -19,6 +19,7 @@ import torch
 
 import deltalab
 from deltalab import cli, registry
+from deltalab.store import Store
 
 STUDY = """
 name: tiny
@@ -294,7 +295,7 @@ WRONG: list[tuple[str, tuple[str, ...]]] = [
     ("rule new mine --folder study.yaml", ("study.yaml", "cannot be written")),
     ("task show mqr", ("unknown task 'mqr'; did you mean 'mqar'?",)),
     ("task show mqar lenth=3", ("unknown parameter 'lenth'; did you mean 'length'?",)),
-    ("task show mqar length", ("give parameters as KEY=VALUE",)),
+    ("task show mqar length", ("give settings as KEY=VALUE",)),
     ("task show mqar length=[", ("'length=['",)),
     ("task show mqar length=-8", ("parameter 'length'",)),
     ("task show mqar length=true", ("must be an integer, not True",)),
@@ -314,7 +315,7 @@ def test_wrong_input_is_one_line(platform: Platform, here: Path, words: str, say
 
 
 STUDIES = [
-    ("lr: 1e-2", "lr: -1", "train.lr must be a finite number of at least 0, not -1"),
+    ("lr: 1e-2", "lr: -1", "train.lr must be a finite number from 0 to 1e+38, not -1"),
     ("steps: 4", "steps: -4", "train.steps must be a whole number of at least 1, not -4"),
     ("seeds: 2", "seeds: true", "seeds must be a whole number"),
     ("seeds: 2", "seeds: {at_least: 9, at_most: 6}", "seeds: at_most 6 must be more than at_least 9"),
@@ -427,7 +428,7 @@ PLUGINS = [
 
 @pytest.mark.parametrize(("source", "says"), PLUGINS, ids=[says for _, says in PLUGINS])
 @pytest.mark.parametrize("where", ["--plugin", "./plugins"])
-def test_a_broken_plugin_is_one_line_that_names_the_file(
+def test_a_broken_plugin_is_named_in_one_line_and_the_others_are_listed(
     platform: Platform, here: Path, where: str, source: str, says: str
 ) -> None:
     file = here / "plugins" / "broken.py" if where == "./plugins" else here / "broken.py"
@@ -436,6 +437,18 @@ def test_a_broken_plugin_is_one_line_that_names_the_file(
     words = ("rule", "list") if where == "./plugins" else ("--plugin", "broken.py", "rule", "list")
     if where == "./plugins" and source == "x = 1":
         assert platform(*words).code == 0, "a file beside the rules may be anything"
+    elif where == "./plugins":
+        said = platform(*words, "--json")
+        assert said.code == 0, said
+        assert (
+            {"comba", "deltanet"}
+            >= {row["name"] for row in json.loads(said.out)} & {"comba", "deltanet"}
+            >= {"deltanet"}
+        )
+        assert said.err.startswith("warning: left out: ")
+        assert said.err.count("\n") == 1
+        assert "broken.py" in said.err
+        assert says in said.err
     else:
         assert_refused(platform(*words), "broken.py", says)
 
@@ -508,7 +521,8 @@ def test_a_newer_database_stays_as_it_is(platform: Platform, done: Path, command
 
 
 def test_a_locked_database(platform: Platform, done: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltalab.store.database.PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr("deltalab.store.database.LOCK_SECONDS", 0.2)
+    monkeypatch.setitem(Store.open.__func__.__kwdefaults__, "patience", 0.0)  # type: ignore[attr-defined]
     with closing(sqlite3.connect(done / "deltalab.db")) as other:
         other.execute("BEGIN IMMEDIATE")
         assert_refused(platform("study", "run", "study.yaml", "--executor", "inline"), "locked by another process")

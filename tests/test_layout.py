@@ -101,6 +101,11 @@ print(sorted(set({BLOCKED!r}) & set(sys.modules)))
     assert out.splitlines() == [f"{len(deltalab.list_rules())} True", "True", "[]"]
 
 
+def test_a_process_that_only_passes_on_stacks_starts_without_torch() -> None:
+    """Ray has one for the study and one for each place; torch would cost each 4 s of a core."""
+    assert python("import sys, deltalab.study.ray_places; print('torch' in sys.modules)") == "False"
+
+
 def test_a_command_does_not_wait_for_a_compiler_that_it_does_not_use() -> None:
     out = python("import sys, deltalab.cli, deltalab.study.trial; print('torch._dynamo' in sys.modules)")
     assert out.strip() == "False", "half of all the time that a command starts in"

@@ -14,6 +14,7 @@ from deltalab.study.plan import make_plan
 from deltalab.study.power import spreads
 from deltalab.study.report import report
 from deltalab.study.spec import load_study
+from deltalab.study.worker import Worker
 
 RELEASED = Path(__file__).parent / "released"
 STUDIES = Path(__file__).parents[1] / "studies"
@@ -84,7 +85,7 @@ def test_a_study_without_tuning_takes_a_released_ledgers_trials_on(
             change["train"] = {**given["base"]["train"], "lr": rate[name, task]}
         file = tmp_path / f"{task}.yaml"
         file.write_text(yaml.safe_dump({**given, "task": {task: given["task"][task]}}))
-        monkeypatch.setattr(run, "execute", refuse)
+        monkeypatch.setattr(Worker, "execute", refuse)
         result = run.run_study(file, db=ledger, executor="inline")
         assert (result.trials, result.known, result.failed) == (4, 4, 0)
 

@@ -18,7 +18,8 @@ from deltalab.authoring import task_checks
 from deltalab.authoring.check import CheckResult
 from deltalab.authoring.scaffold import new_task
 from deltalab.authoring.task_checks import CHECKS
-from deltalab.study.plan import Job, make_plan
+from deltalab.study.job import Job
+from deltalab.study.plan import make_plan
 from deltalab.study.spec import load_study
 from deltalab.tasks import BUILTIN, IGNORE, MQAR, Batch, Random, Task
 

@@ -1,22 +1,27 @@
 """deltalab: does my change to a recurrent update rule help, by how much, and at what cost?"""
 
+import importlib
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-from deltalab.errors import InputError
-from deltalab.models.layer import RuleLayer
-from deltalab.models.model import build_model
-from deltalab.models.start import initialize
-from deltalab.ops.scan import scan as _scan
-from deltalab.registry import get_rule, get_task, list_rules
-from deltalab.rule import State, UpdateRule
-
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
     from deltalab.authoring.rule_checks import check_rule
     from deltalab.authoring.task_checks import check_task
+    from deltalab.errors import InputError
+    from deltalab.models.layer import RuleLayer
+    from deltalab.models.model import build_model
+    from deltalab.models.start import initialize
+    from deltalab.registry import get_rule, get_task, list_rules
+    from deltalab.rule import State, UpdateRule
+    from deltalab.study.notebook import report
     from deltalab.study.run import run_study
+
+    def scan(rule: "UpdateRule | str", *args: Any, **kwargs: Any) -> "tuple[Tensor, State]": ...
+
 
 __version__ = "0.1.0"
 __all__ = [
@@ -29,28 +34,45 @@ __all__ = [
     "get_task",
     "initialize",
     "list_rules",
+    "report",
     "run_study",
     "scan",
 ]
 
 
-@wraps(_scan)
-def scan(rule: UpdateRule | str, *args: Any, **kwargs: Any) -> tuple[Tensor, State]:
-    return _scan(rule if isinstance(rule, UpdateRule) else get_rule(rule), *args, **kwargs)
+_HOMES = {
+    "InputError": "errors",
+    "RuleLayer": "models.layer",
+    "build_model": "models.model",
+    "check_rule": "authoring.rule_checks",
+    "check_task": "authoring.task_checks",
+    "get_rule": "registry",
+    "get_task": "registry",
+    "initialize": "models.start",
+    "list_rules": "registry",
+    "report": "study.notebook",
+    "run_study": "study.run",
+}
+
+
+def _scan() -> "Callable[..., tuple[Tensor, State]]":
+    """`deltalab.ops.scan.scan`, which here takes the name of a rule, too."""
+    from deltalab.ops.scan import scan as of_rule
+    from deltalab.registry import get_rule
+    from deltalab.rule import UpdateRule
+
+    @wraps(of_rule)
+    def scan(rule: "UpdateRule | str", *args: Any, **kwargs: Any) -> "tuple[Tensor, State]":
+        return of_rule(rule if isinstance(rule, UpdateRule) else get_rule(rule), *args, **kwargs)
+
+    return scan
 
 
 def __getattr__(name: str) -> Any:
-    # Import late: a study needs Ray, Optuna and SQL, which a machine that only trains may lack.
-    if name == "run_study":
-        from deltalab.study.run import run_study
-
-        return run_study
-    if name == "check_rule":
-        from deltalab.authoring.rule_checks import check_rule
-
-        return check_rule
-    if name == "check_task":
-        from deltalab.authoring.task_checks import check_task
-
-        return check_task
+    # Import on first use: a study needs Ray, Optuna and SQL, which a machine that only trains may lack, and processes
+    # that only pass on messages start without torch.
+    if name == "scan":
+        return globals().setdefault(name, _scan())
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"deltalab.{_HOMES[name]}"), name)
     raise AttributeError(f"module 'deltalab' has no attribute '{name}'")

@@ -5,7 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
 
-from deltalab.authoring.shipped import shipped_studies
+from deltalab.authoring.shipped import SCHEMA, shipped_studies
 from deltalab.errors import InputError
 from deltalab.registry import list_rules, list_tasks
 
@@ -265,7 +265,8 @@ class CLASS(Task):
 '''
 
 
-STUDY = """# NAME: say in one line which question this study answers.
+STUDY = """# yaml-language-server: $schema=study.schema.json
+# NAME: say in one line which question this study answers.
 name: NAME
 description: Does the decay of Gated DeltaNet matter for recall?
 
@@ -321,10 +322,18 @@ def new_task(name: str, directory: Path = Path("plugins")) -> Path:
 
 
 def new_study(name: str, directory: Path = Path("studies")) -> Path:
-    """Writes the file of a new study, NAME.yaml, as `new_rule` does for a rule. The name must be in lower case."""
+    """Writes the file of a new study, NAME.yaml, as `new_rule` does for a rule. The name must be in lower case.
+
+    Beside it goes the schema of study files, which the first line names for editors, in place of an older one.
+    """
     if name != name.lower():
         raise InputError(f"'{name}' cannot name a study: take lower case, as in {name.lower()}")
-    return _write(name, directory / f"{name}.yaml", "study", STUDY, list(shipped_studies()))
+    file = _write(name, directory / f"{name}.yaml", "study", STUDY, list(shipped_studies()))
+    schema = directory / SCHEMA.name
+    with suppress(OSError):  # an editor lacks it, and the study does not
+        if not schema.exists() or not schema.samefile(SCHEMA):
+            schema.write_text(SCHEMA.read_text(encoding="utf-8"), encoding="utf-8")
+    return file
 
 
 def _write(name: str, file: Path, what: str, text: str, taken: list[str]) -> Path:

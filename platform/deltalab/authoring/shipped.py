@@ -4,13 +4,16 @@ from pathlib import Path
 
 from deltalab.errors import unknown
 
+_PACKAGE = Path(__file__).parents[1]
+FOLDER = _PACKAGE / "studies" if (_PACKAGE / "studies").is_dir() else _PACKAGE.parents[1] / "studies"
+"""`deltalab/studies` in an installed package, `studies` in a checkout."""
+SCHEMA = FOLDER / "study.schema.json"
+"""The JSON schema of a study file."""
+
 
 def shipped_studies() -> dict[str, Path]:
-    """The files by name: `deltalab/studies` in an installed package, `studies` in a checkout."""
-    package = Path(__file__).parents[1]
-    installed = package / "studies"
-    folder = installed if installed.is_dir() else package.parents[1] / "studies"
-    return {file.stem: file for file in sorted(folder.glob("*.yaml"))}
+    """The files of the shipped studies by name."""
+    return {file.stem: file for file in sorted(FOLDER.glob("*.yaml"))}
 
 
 def study_file(given: str | Path) -> Path:

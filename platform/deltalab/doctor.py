@@ -1,0 +1,178 @@
+"""Looks at this machine: what deltalab finds, what does not work, and the command that mends it."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from deltalab.errors import InputError
+from deltalab.ops.backends import lacks_triton
+from deltalab.ops.scan import scan
+from deltalab.registry import get_rule, list_rules, list_tasks
+from deltalab.store import Store
+from deltalab.store.database import address, shown
+
+PACKAGES = ("torch", "ray", "optuna", "sqlalchemy", "streamlit")
+EXTRAS = {
+    "train": ("torchtitan", "transformers", "accelerate"),
+    "eval": ("lm-eval", "transformers", "datasets"),
+    "data": ("tokenizers", "pyarrow", "datasets"),
+    "postgres": ("psycopg",),
+}
+"""The packages that each extra of deltalab brings."""
+
+CUDA_WHEELS = "https://download.pytorch.org/whl/cu130"
+RAY_SECONDS = 90
+TOLERANCE = 2e-2
+"""The largest relative error of a kernel in bf16 beside the parallel form in fp32."""
+
+RAY = """
+import logging, ray
+ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+print(ray.get(ray.remote(lambda: 6 * 7).remote()))
+"""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One part of the installation.
+
+    state: `works`; `broken`: studies need it; `absent`: only some commands need it. mend: what to do about it.
+    """
+
+    part: str
+    state: Literal["works", "broken", "absent"]
+    found: str
+    mend: str = ""
+
+
+def examine(db: str | Path | None = None) -> Iterator[Finding]:
+    """Every part in turn; starting Ray takes some seconds. db: the database to look at, ./deltalab.db where None."""
+    place = Path(__file__).parent
+    yield Finding("deltalab", "works", f"{version('deltalab')} in {place}, Python {sys.version.split()[0]}")
+    yield from map(_package, PACKAGES)
+    yield _gpu()
+    yield _kernels()
+    yield Finding("plugins", "works", f"{len(list_rules())} rules, {len(list_tasks())} tasks")
+    yield _ray()
+    yield _database(db)
+    yield _space()
+    yield from (_extra(name, packages) for name, packages in EXTRAS.items())
+
+
+def kernel_error(device: str) -> float:
+    """The largest relative error of a kernel in bf16 beside the parallel form in fp32, by norm, with gradients."""
+    rule, draw = get_rule("gated_deltanet"), torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 128, 2, 64, generator=draw) for _ in range(3))
+    q, k = torch.nn.functional.normalize(q, dim=-1), torch.nn.functional.normalize(k, dim=-1)
+    g, beta = -torch.rand(1, 128, 2, generator=draw), torch.rand(1, 128, 2, generator=draw)
+    gates = {"g": g.to(device), "beta": beta.to(device)}
+
+    def run(backend: Literal["triton", "chunked"], dtype: torch.dtype) -> list[Tensor]:
+        given = [x.to(device, dtype).requires_grad_() for x in (q, k, v)]
+        o, _ = scan(rule, given[0], given[1], given[2], gates, backend=backend)
+        return [o.detach(), *torch.autograd.grad(o.float().square().sum(), given)]
+
+    pairs = zip(run("triton", torch.bfloat16), run("chunked", torch.float32), strict=True)
+    return max(float((one.float() - other).norm() / other.norm()) for one, other in pairs)
+
+
+def _package(name: str) -> Finding:
+    if found := _version(name):
+        return Finding(name, "works", found)
+    asked = next((line for line in requires("deltalab") or () if line.startswith(name)), name)
+    return Finding(name, "broken", "not installed", f"pip install '{asked}'")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _gpu() -> Finding:
+    if torch.cuda.is_available():
+        gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+        return Finding("gpu", "works", ", ".join(f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in gpus))
+    driver = _printed("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+    if driver is None:
+        return Finding("gpu", "absent", "none: studies train on the CPU")
+    if torch.version.cuda is None:
+        mend = f"pip install --force-reinstall torch --index-url {CUDA_WHEELS}"
+        return Finding("gpu", "broken", f"{driver}; this torch is built for CPUs", mend)
+    found = f"{driver}; torch, built for CUDA {torch.version.cuda}, does not see it"
+    return Finding("gpu", "broken", found, "take a newer driver or a torch for an older CUDA; see CUDA_VISIBLE_DEVICES")
+
+
+def _printed(*command: str) -> str | None:
+    """What a command prints; None where it is missing or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return ", ".join(done.stdout.split("\n")[:-1])
+
+
+def _kernels() -> Finding:
+    if not torch.cuda.is_available():
+        return Finding("kernels", "absent", "need a GPU; the parallel form in PyTorch runs in their place")
+    if missing := lacks_triton("cuda"):
+        return Finding("kernels", "broken", f"need {missing}", "pip install --upgrade triton")
+    began = time.monotonic()
+    try:
+        error = kernel_error("cuda")
+    except Exception as failure:  # whatever a compiler or a driver raises
+        return Finding("kernels", "broken", f"{type(failure).__name__}: {str(failure).splitlines()[0]}")
+    found = f"Gated DeltaNet: error {error:.1e} beside the parallel form, after {time.monotonic() - began:.0f} s"
+    if error < TOLERANCE:
+        return Finding("kernels", "works", f"{found}; Triton {_version('triton')}")
+    return Finding("kernels", "broken", found, "name another ptxas in TRITON_PTXAS_PATH, and report GPU and Triton")
+
+
+def _ray() -> Finding:
+    began = time.monotonic()
+    mend = "platform study run --executor inline runs studies without Ray"
+    try:
+        done = subprocess.run([sys.executable, "-c", RAY], capture_output=True, text=True, timeout=RAY_SECONDS)
+    except subprocess.TimeoutExpired:
+        return Finding("ray starts", "broken", f"not within {RAY_SECONDS} s", mend)
+    if done.returncode == 0:
+        return Finding("ray starts", "works", f"in {time.monotonic() - began:.0f} s, on {os.cpu_count()} CPUs")
+    reason = (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]
+    return Finding("ray starts", "broken", reason[:200], mend)
+
+
+def _database(db: str | Path | None) -> Finding:
+    try:
+        where = shown(address(db))
+        if not Store.exists(db):
+            return Finding("database", "absent", f"{where}: made by the first study", "platform study run quickstart")
+        with Store.open(db, create=False) as store:
+            return Finding("database", "works", f"{where}: {len(store.studies())} studies")
+    except InputError as error:
+        return Finding("database", "broken", str(error))
+
+
+def _space() -> Finding:
+    memory, free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), shutil.disk_usage(Path.cwd()).free
+    found = f"{memory / 2**30:.0f} GiB of memory, {free / 2**30:.0f} GiB free on this folder's disk"
+    if free < 2**30:
+        return Finding("space", "broken", found, "free some, or give --storage a folder on another disk")
+    return Finding("space", "works", found)
+
+
+def _extra(name: str, packages: tuple[str, ...]) -> Finding:
+    found = {package: _version(package) for package in packages}
+    if missing := [package for package, number in found.items() if number is None]:
+        return Finding(f"[{name}]", "absent", f"without {', '.join(missing)}", f"pip install 'deltalab[{name}]'")
+    return Finding(f"[{name}]", "works", ", ".join(f"{package} {number}" for package, number in found.items()))
