@@ -35,12 +35,13 @@ from typing import Any
 import optuna
 
 from deltalab.store import RunRecord
-from deltalab.study import ray_tune, run, trial
+from deltalab.study import run, trial
+from deltalab.study.job import Job
 from deltalab.study.pareto import front, hypervolume
-from deltalab.study.plan import Job
 from deltalab.study.search import RANDOM_FROM, WINDOW, controls_by, finalists
 from deltalab.study.space import Searching
 from deltalab.study.suggest import Live
+from deltalab.study.worker import Worker
 
 Layout = dict[str, Any]
 Point = tuple[float, float, float]
@@ -218,8 +219,8 @@ STUDY: dict[str, Any] = {
 }
 
 
-def nothing(stack: Sequence[Job], *_: Any, **__: Any) -> list[trial.TrialRecord]:
-    """Records trials whose score, arithmetic and state follow from their settings."""
+def nothing(worker: Worker, stack: Sequence[Job], *_: Any) -> list[trial.TrialRecord]:
+    """In the place of `Worker.execute`: records trials whose score, arithmetic and state follow from their settings."""
     records = []
     for job in stack:
         model, _ = job.specs
@@ -235,19 +236,24 @@ def nothing(stack: Sequence[Job], *_: Any, **__: Any) -> list[trial.TrialRecord]
     return records
 
 
-def nothing_by_ray(config: dict[str, str], runs: str, threads: int) -> None:
-    from ray import tune
-
-    records = nothing(ray_tune.stack_from_json(config["stack"]))
-    tune.report({"step": 4, "records": [trial.to_json(record) for record in records]})
+IN_RAY = """
+import sys
+if any("default_worker.py" in word for word in sys.orig_argv):
+    import search
+    search.Worker.execute = search.nothing
+"""
+"""What Python imports first in Ray's workers, with this file's folder on its path."""
 
 
 def measure_trials(trials: int) -> dict[str, Any]:
-    run.execute, ray_tune._stack = nothing, nothing_by_ray  # type: ignore[assignment]
+    Worker.execute = nothing  # type: ignore[method-assign, assignment]
     study = {**STUDY, "search": {**STUDY["search"], "trials": trials}}
     result: dict[str, Any] = {"trials": trials}
     for executor, given in {"inline": {}, "ray": {"workers": 2}}.items():
         with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "sitecustomize.py").write_text(IN_RAY)
+            paths = [folder, str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+            os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
             wall, cpu = time.perf_counter(), time.process_time()
             ended = run.run_study(study, db=Path(folder) / "lab.db", executor=executor, unchecked=True, **given)  # type: ignore[arg-type]
             assert not ended.failed

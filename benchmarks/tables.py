@@ -19,7 +19,7 @@ from kernels import TARGETS
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent / "docs"
-PAGES = (DOCS / "performance.md", DOCS / "explanation" / "statistics.md")
+PAGES = (DOCS / "performance.md", DOCS / "explanation" / "statistics.md", DOCS / "how-to" / "train.md")
 MAIN_SHAPE = "8,4096,16,128,128"
 REGION = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
 LABELS = {
@@ -279,6 +279,41 @@ def whole_models() -> list[str]:
     return table([*header, "share of peak", "memory, GiB", "first step, s"], rows)
 
 
+def sharded_models() -> list[str]:
+    """394M parameters by FSDP2 on one GPU and on two."""
+    rows = []
+    one = next(row for row in load("sharded_h200")["rows"] if row["gpus"] == 1)
+    for row in load("sharded_h200")["rows"]:
+        kept = "to the backward" if row["keep"] else "for a block's forward"
+        times = row["tokens_per_second"] / one["tokens_per_second"]
+        measured = [
+            f"{row['ms']:.1f}",
+            f"{row['tokens_per_second'] / 1e3:.1f}",
+            f"{times:.2f}",
+            f"{row['peak_gib']:.1f}",
+        ]
+        rows.append([str(row["gpus"]), "" if row["gpus"] == 1 else kept, *measured])
+    header = ["GPUs", "gathered weights stay", "ms a step", "thousand tokens/s", "over one GPU", "memory, GiB a GPU"]
+    return table(header, rows)
+
+
+def trained_winner() -> list[str]:
+    """The trainings of benchmarks/winner.py."""
+    found = load("winner_h200")
+    names = {
+        "one": "Comba without b, killed after step {killed_after} and trained on",
+        "two": "Comba without b, two GPUs",
+        "gated_deltanet": "Gated DeltaNet",
+        "transformer": "Transformer++",
+    }
+    rows = []
+    for name, said in names.items():
+        losses = found["losses"][name]
+        last = [f"{list(losses[split].values())[-1]:.3f}" for split in ("train", "validation")]
+        rows.append([said.format(**found), *last, f"{found[name]['tokens_per_second'] / 1e3:.0f}"])
+    return table(["340M, 13.1 million tokens", "loss of the last step", "validation", "thousand tokens/s"], rows)
+
+
 def whole_model_kinds() -> list[str]:
     """Milliseconds of a step in each kind of kernel, before decision 204 and after."""
     found = load("pretrain_h100")
@@ -317,7 +352,10 @@ def whole_model_goals() -> list[str]:
             key: str, shape: str, model: str = "ours:comba", gpus: int = 1, size: str = "394M", precision: str = "bf16"
         ) -> float:
             graphs = (False, False) if model.startswith("fla:") else how
-            return float(found.get((model, size, shape, gpus, precision, graphs), {}).get(key, math.nan))
+            row = found.get((model, size, shape, gpus, precision, graphs))
+            if row is None and model == "ours:comba":  # the export is the same model
+                row = found.get(("export", size, shape, gpus, precision, graphs), {})
+            return float((row or {}).get(key, math.nan))
 
         rate, memory = "tokens_per_second", "peak_gib"
         return [
@@ -406,6 +444,8 @@ TABLES: dict[str, Callable[[], list[str]]] = {
         whole_models,
         whole_model_kinds,
         whole_model_goals,
+        sharded_models,
+        trained_winner,
         calibration_goals,
         calibration_of_designs,
         calibration_of_constants,

@@ -16,7 +16,7 @@ from mkdocs.structure.pages import Page
 from typer.cli import get_docs_for_click
 
 from deltalab.cli import app
-from deltalab.study.spec import schema
+from deltalab.study.schema import schema
 
 ROOT = Path(__file__).parents[1]
 COPIED = {
