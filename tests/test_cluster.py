@@ -152,7 +152,7 @@ class FakeRay:
                 self.inbox += [{"place": 0, "lost": lost, "of": "infrastructure"}, {"free": 0}]
             else:
                 records = [to_json(record) for record in execute(stack_from_json(message["stack"]), self.runs)]
-                self.inbox += [{"place": 0, "records": records}, {"free": 0}]
+                self.inbox += [{"place": 0, "records": records, "device": "cpu"}, {"free": 0}]
 
     def receive(self, patience: float) -> dict[str, Any]:
         message = self.inbox.pop(0) if self.inbox else {}

@@ -70,6 +70,7 @@ class Found:
     """What the ledger says of a candidate at one rung. infeasible: why it makes no model.
 
     scores: by objective; NaN where a trial has not ended, has failed or has diverged.
+    Two are equal whenever they were trained.
     """
 
     number: int
@@ -78,8 +79,8 @@ class Found:
     drawn_by: Drawn
     rung: int
     infeasible: str | None
-    started_at: datetime
-    finished_at: datetime
+    started_at: datetime = field(compare=False)
+    finished_at: datetime = field(compare=False)
 
 
 class SearchPhase:
