@@ -63,7 +63,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     from deltalab.study import trial
 
     def execute(
-        worker: "Worker", stack: "Sequence[Job]", watch: Callable[[int], None] | None = None
+        worker: "Worker", stack: "Sequence[Job]", watch: Callable[[int], None] | None = None, *_: object
     ) -> "list[TrialRecord]":
         return trial.execute(stack, worker.runs, threads=worker.threads, watch=watch)
 

@@ -310,7 +310,7 @@ def test_a_stack_that_was_cut_off_goes_on_on_another_machine(
     stack = [plan.job(arm, "confirm", 0, {}) for arm in plan.arms]
     seen = []
 
-    def dies(worker: Worker, stack: Sequence[Job], watch: Callable[[int], None]) -> list[TrialRecord]:
+    def dies(worker: Worker, stack: Sequence[Job], watch: Callable[[int], None], *_: object) -> list[TrialRecord]:
         file = storage.checkpoint_file(stack, worker.runs)
         seen.append(file.read_bytes() if file.exists() else None)
         file.parent.mkdir(parents=True, exist_ok=True)

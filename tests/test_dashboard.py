@@ -264,7 +264,7 @@ def test_every_state_of_a_study_has_a_color() -> None:
 SAID = {
     "search": {
         "study.py": [":green-badge[done]", "mqar (version 1): accuracy on test"],
-        "curves.py": ["A thick one is a trial's mean"],
+        "curves.py": ["A thick line is an arm's mean"],
         "trials.py": ["trials. The score is the mean"],
         "arms.py": ["Found by the search"],
         "search.py": ["found_1: ", "The front of 4 candidates", "infeasible"],
@@ -298,7 +298,7 @@ SAID = {
     "interrupted": {page: [":orange-badge[interrupted]"] for page in PAGES},
     "many": {
         "study.py": ["82 trials recorded"],
-        "curves.py": ["A thick one is a trial's mean"],
+        "curves.py": ["A thick line is an arm's mean"],
         "trials.py": ["82 of 82 trials"],
         "arms.py": ["Only the settings in which an arm differs"],
         "rule.py": ["gate_is_0, normal_is_0", "gate_is_19, normal_is_19"],
@@ -336,13 +336,15 @@ def test_a_search_shows_what_it_tried_and_what_it_found(ledgers: Path, monkeypat
 def test_the_page_of_a_search_draws_the_front_and_random_search(ledgers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DELTALAB_DB", str(ledgers / "search.db"))
     app = shown("search.py")
-    front, growth = charts(app)
-    assert front["encoding"]["y"]["title"] == "accuracy"
-    assert front["encoding"]["x"]["title"] == "flops_per_token"
+    front, *settings, growth = charts(app)
+    assert len(settings) == 3, "all settings side by side, one, two"
+    points = front["layer"][1]["encoding"]
+    assert points["y"]["title"] == "accuracy (higher is better)"
+    assert points["x"]["title"] == "flops_per_token (lower is better)"
     assert growth["encoding"]["x"]["field"] == "candidates"
     assert "base" in cells(app.table[0].value)["candidate"]
     app.selectbox(key="objective").select("state_size").run()
-    assert charts(app)[0]["encoding"]["y"]["title"] == "state_size"
+    assert charts(app)[0]["layer"][1]["encoding"]["y"]["title"] == "state_size (lower is better)"
 
 
 def test_an_arm_that_a_search_found_has_one_row_however_many_looks_it_had(store: Store) -> None:
@@ -392,7 +394,7 @@ def test_forty_arms_are_all_there(ledgers: Path, monkeypatch: pytest.MonkeyPatch
     assert cells(app.table[0].value)["arm"] == list(MANY)
     for table in app.dataframe:
         assert list(table.value["arm"]) == list(MANY)
-    [chart] = charts(shown("curves.py"))
+    [chart] = charts(shown("curves.py").toggle(key="others").set_value(True).run())
     color = chart["layer"][0]["encoding"]["color"]
     assert color["scale"]["domain"] == list(MANY)
     assert color["legend"]["symbolLimit"] == 41  # Vega-Lite would drop what comes after the 30th
