@@ -15,6 +15,7 @@ import pytest
 import yaml
 from streamlit.testing.v1.element_tree import Element
 from tests.pages import ARMS, BASE, SPEC, TASKS, TRACEBACK, begin, cells, charts, record, shown, texts
+from vl_convert import vegalite_to_svg
 
 from deltalab import cli, registry
 from deltalab.authoring.scaffold import new_rule
@@ -312,9 +313,12 @@ def test_every_page_of_every_kind_of_study(
     ledgers: Path, monkeypatch: pytest.MonkeyPatch, ledger: str, page: str
 ) -> None:
     monkeypatch.setenv("DELTALAB_DB", str(ledgers / f"{ledger}.db"))
-    said = texts(shown(page))
+    app = shown(page)
+    said = texts(app)
     for text in SAID[ledger][page]:
         assert text in said
+    for chart in charts(app):
+        assert vegalite_to_svg(chart).startswith("<svg"), "as a browser draws it, which reports errors to its console"
 
 
 def test_a_search_shows_what_it_tried_and_what_it_found(ledgers: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,7 +116,7 @@ def test_the_base_and_the_best_arms_are_drawn_at_first(store: Store) -> None:
 
 
 def test_a_click_in_the_legend_switches_an_arm(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = {"chart": {"selection": {"switch": [{"arm": "b"}, {"arm": "c"}]}}}
+    state = {"chart": {"selection": {"clicked": [{"arm": "b"}, {"arm": "c"}]}}}
     monkeypatch.setattr(curves.st, "session_state", state)
     curves.switch("chart", ["a", "b"])
     assert state["arms"] == ["a", "c"]  # type: ignore[comparison-overlap]

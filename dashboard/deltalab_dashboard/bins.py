@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import altair as alt
@@ -62,15 +63,15 @@ class Axis:
         at = min(int(self.share(value) * count), count - 1)
         return self._at(at / count), self._at((at + 1) / count)
 
-    def between(self, low: Any, high: Any) -> Any:
-        """The middle of a part of the range; the text of a word.
+    def mean(self, values: Sequence[Any]) -> Any:
+        """The mean of the values of one part, as the axis spaces them; the text of a word.
 
-        >>> Axis((), 0.01, 100, logarithmic=True).between(1.0, 100.0)
+        >>> Axis((), 0.01, 100, logarithmic=True).mean([1.0, 100.0])
         10.0
         """
         if self.words:
-            return low
-        return math.sqrt(low * high) if self.logarithmic else (low + high) / 2
+            return self.text(values[0])
+        return math.exp(fmean(map(math.log, values))) if self.logarithmic else fmean(values)
 
     def encoding(self, field: str, title: str, *, vertical: bool = False) -> Any:
         """The channel x, or y, of a chart."""

@@ -17,7 +17,7 @@ POINTS = 500  # of a line; a screen shows no more
 ROWS = 20_000  # of a chart; a browser takes seconds for more
 BEST = 5  # arms beside the base that are drawn at first
 FEW = 10  # arms that each have a colour
-SWITCH = "switch"  # the name of the selection that a click in the legend makes
+SWITCH = "clicked"  # the selection that a click in the legend makes; "switch" is a reserved word of Vega
 RUNS: dict[Stage, str] = {
     "confirm": "the run that each seed chose on validation, as in the report",
     "tune": "the runs of each arm's best candidate on validation, which is optimistic",
@@ -170,7 +170,6 @@ def chart(
             orient="right",
             labelLimit=0,
             symbolLimit=len(palette),  # every arm; Vega-Lite stops at 30
-            symbolOpacity=1,
             symbolStrokeWidth=3,
             labelExpr=f"indexof({off}, datum.label) < 0 ? datum.label : datum.label + ' (off)'",
         ),
@@ -231,7 +230,7 @@ def captions(
     lines = [
         f"A thick line is an arm's mean over the seeds that finished, of {RUNS[stage]}. A thin line is {thin}.",
         "The band is the 95% t interval of that mean at each point by itself, as in the report's column of means. "
-        "Whether two arms differ is tested on the page Study, not by whether their bands overlap.",
+        "Whether two arms differ is tested on the page Answer, not by whether their bands overlap.",
     ]
     if smoothing:
         lines.append(

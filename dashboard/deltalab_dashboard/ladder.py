@@ -13,8 +13,8 @@ from deltalab.study.report import ladder_caption, ladder_cells, ladder_headers, 
 from deltalab_dashboard import colors, recorded, shown
 from deltalab_dashboard.chosen import plain, show
 
-# Points of the line of a fit.
-FITTED = 60
+FITTED = 60  # points of the line of a fit
+HEIGHT = 380  # pixels
 
 
 def page(store: Store, study: Study) -> None:
@@ -33,7 +33,8 @@ def page(store: Store, study: Study) -> None:
         rows = differences(ladder)
         if not rows.empty:
             about = f"The differences of the arms to the base on {ladder.task}, by operations of the base's training"
-            shown.chart(climb(rows, ladder, own), f"{study.name} {ladder.task} ladder", rows=rows, about=about)
+            drawn = climb(rows, ladder, own)
+            shown.chart(drawn, f"{study.name} {ladder.task} ladder", rows=rows, about=about, height=HEIGHT)
             st.caption("A band is the interval at each size; the intervals hold jointly over sizes and arms.")
         names = ladder_headers(ladder)
         cells = [dict(zip(names, row, strict=True)) for row in ladder_cells(ladder)]
@@ -41,7 +42,8 @@ def page(store: Store, study: Study) -> None:
         fits, kept_out = fitted(ladder), predictions(ladder)
         if not fits.empty:
             st.markdown("**Fits of the loss against compute**")
-            shown.chart(losses(fits, ladder, own), f"{study.name} {ladder.task} fits", rows=fits, about="Fits of loss")
+            name = f"{study.name} {ladder.task} fits"
+            shown.chart(losses(fits, ladder, own), name, rows=fits, about="Fits of loss", height=HEIGHT)
             st.caption("Each line is a + b C^-c. Dashed: sizes that the fits left out, which they predict.")
         if not kept_out.empty:
             st.markdown("**Predicted and measured at the sizes that the fits left out**")
@@ -115,7 +117,7 @@ def predictions(ladder: Ladder) -> pd.DataFrame:
 
 def climb(rows: pd.DataFrame, ladder: Ladder, own: dict[str, str]) -> alt.LayerChart | alt.FacetChart:
     base = alt.Chart(rows).encode(
-        x=alt.X("compute:Q", title="operations of the base's training", scale=alt.Scale(type="log")),
+        x=_compute(),
         color=_color(own, list(rows["arm"].unique())),
         tooltip=[
             "arm:N",
@@ -139,7 +141,7 @@ def losses(rows: pd.DataFrame, ladder: Ladder, own: dict[str, str]) -> alt.Chart
         alt.Chart(rows)
         .mark_line(strokeWidth=2)
         .encode(
-            x=alt.X("compute:Q", title="operations of the base's training", scale=alt.Scale(type="log")),
+            x=_compute(),
             y=alt.Y("loss:Q", title=f"fitted loss on {ladder.task}", scale=alt.Scale(zero=False)),
             color=_color(own, list(rows["arm"].unique())),
             strokeDash=alt.StrokeDash(
@@ -169,6 +171,11 @@ def foretold(rows: pd.DataFrame) -> alt.LayerChart | alt.FacetChart:
     bars = base.mark_rule(strokeWidth=2.5).encode(x=alt.X("low:Q", title="difference in loss to the base"), x2="high:Q")
     points = base.mark_point(filled=True, size=90, opacity=1).encode(x="difference:Q", shape="which:N")
     return alt.layer(bars, points)
+
+
+def _compute() -> alt.X:
+    scale = alt.Scale(type="log", nice=False, padding=15)
+    return alt.X("compute:Q", title="operations of the base's training", scale=scale, axis=alt.Axis(format="~s"))
 
 
 def _color(own: dict[str, str], drawn: list[str]) -> alt.Color:

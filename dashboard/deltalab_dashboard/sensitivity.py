@@ -1,6 +1,7 @@
 """The score of each arm against every value that it tuned: the best value, and a warning where it is an extreme."""
 
 import math
+from statistics import fmean
 from typing import Any, Literal
 
 import altair as alt
@@ -136,14 +137,14 @@ def chart(
 
 
 def trend(frame: pd.DataFrame, along: Axis) -> pd.DataFrame:
-    """The mean score of each arm's candidates in each part of a range."""
-    cells: dict[tuple[str, Any, Any], list[float]] = {}
+    """The mean score, at their mean value, of each arm's candidates in each part of a range."""
+    cells: dict[tuple[str, Any, Any], list[tuple[Any, float]]] = {}
     for arm, value, score in zip(frame["arm"], frame["value"], frame["score"], strict=True):
-        cells.setdefault((arm, *along.cell(value, PARTS)), []).append(score)
+        cells.setdefault((arm, *along.cell(value, PARTS)), []).append((value, score))
     return pd.DataFrame(
         [
-            {"arm": arm, "value": along.between(low, high), "score": math.fsum(scores) / len(scores)}
-            for (arm, low, high), scores in cells.items()
+            {"arm": arm, "value": along.mean([value for value, _ in part]), "score": fmean(score for _, score in part)}
+            for (arm, _, _), part in cells.items()
         ]
     )
 

@@ -40,6 +40,7 @@ def chart(
     holds; None leaves the CSV out. about: what a screen reader says of the chart. height: pixels; None: the chart's.
     given: further arguments of `st.altair_chart`.
     """
+    drawn = drawn.configure_legend(symbolOpacity=1)  # else the keys of bands are as faint as these
     st.altair_chart(drawn, height=height or "content", alt=about, **given)
     files: dict[str, Callable[[], str | bytes]] = {}
     if rows is not None:
