@@ -19,6 +19,18 @@ OWN = (
         "st.json colours numbers and words by a theme of its own, which no option reaches",
     ),
     (
+        "color-contrast",
+        '<span class="token ',
+        "st.code colours the words of a language by a theme of its own, which no option reaches",
+    ),
+    ("list", 'data-testid="stSidebarNavItems"', "the navigation puts its sections' names between its links"),
+    ("listitem", '<li class="st-emotion-cache', "the same; a list of ours has no class"),
+    (
+        "scrollable-region-focusable",
+        '<div class="st-emotion-cache',
+        "a table scrolls sideways where it is wider than the page, and takes no attributes",
+    ),
+    (
         "scrollable-region-focusable",
         'data-testid="stMarkdownContainer"',
         "a cell of st.table scrolls by itself where a word is wider than the page, and cells take no attributes",
