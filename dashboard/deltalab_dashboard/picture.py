@@ -35,6 +35,14 @@ WIDTH = 1440  # pixels
 DRAWN = """() => [...document.querySelectorAll('[data-testid=stVegaLiteChart]')]
     .every(chart => chart.querySelector('canvas, svg')?.getBoundingClientRect().height > 0)"""
 
+QUIET = """() => {
+    const state = document.querySelector('[data-test-script-state]').dataset.testScriptState
+    const now = state + document.querySelector('[data-testid=stMain]').innerHTML.length
+    if (now !== window.settling?.now) window.settling = {now, since: performance.now()}
+    return state === 'notRunning' && performance.now() - window.settling.since > 300
+}"""
+"""A page whose script does not run may be about to run it: a choice reaches the server a moment later."""
+
 
 @contextmanager
 def served(db: str | Path) -> Iterator[str]:
@@ -72,7 +80,7 @@ def browser() -> Iterator[Browser]:
 def settle(page: Page) -> None:
     """Waits until the page and its charts are drawn."""
     page.locator("[data-testid=stMain] h1").first.wait_for()
-    page.locator("[data-test-script-state=notRunning]").wait_for()
+    page.wait_for_function(QUIET, polling=50)
     page.wait_for_function(DRAWN)
 
 

@@ -47,7 +47,8 @@
     note: () => {
         const focused = document.activeElement
         const reached = focused.type === 'radio' ? focused.name : focused
-        const again = window.reached.has(reached) && focused !== document.body
+        const again = window.reached.has(reached) && focused !== document.body &&
+            !focused.closest('[data-testid=stDataFrame]')  // Tab goes from cell to cell, and out at the last column
         window.reached.add(reached)
         return again
     },

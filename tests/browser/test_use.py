@@ -1,5 +1,6 @@
 """How a person works the pages: by address, by keyboard, by wheel, in the dark, and with files to take along."""
 
+import ast
 import csv
 import io
 from collections.abc import Callable
@@ -13,7 +14,6 @@ from deltalab_dashboard.picture import served, settle
 
 pytestmark = pytest.mark.browser
 RICH = ("tuned", "search")  # they have a figure on every page
-SLOWEST_SECONDS = 20  # on a busy machine; the benchmarks measure speed
 BEGINNINGS = {".png": b"\x89PNG\r\n\x1a\n", ".svg": b"<svg", ".json": b"{", ".md": b"#", ".html": b"<"}
 
 
@@ -106,6 +106,8 @@ def _empty(file: Path) -> str:
         return "" if len(rows) > 1 and len(set(map(len, rows))) == 1 else f"no table: {rows[:3]}"
     if file.suffix == ".tex":
         return "" if b"\\begin{tabular}" in content else "no tabular"
+    if file.suffix == ".py":
+        return "" if ast.parse(content).body else "no Python"
     return "" if content.startswith(BEGINNINGS[file.suffix]) else f"begins with {content[:20]!r}"
 
 

@@ -129,7 +129,6 @@ class Visit:
         for key in pressed:
             self.page.keyboard.press(key)
             self.page.wait_for_timeout(50)
-        self.page.wait_for_timeout(200)
         settle(self.page)
 
     def pale(self) -> list[str]:
