@@ -78,10 +78,12 @@ def front(rows: Table) -> None:
     names = list(rows.objectives)
     left, right = st.columns(2)
     down = left.selectbox("Objective", names, key="objective", format_func=rows.labels.__getitem__, bind="query-params")
-    others = [name for name in names if name != down] or names
-    others.sort(key=lambda name: name.partition("@")[0] not in COSTS)  # a score is weighed against a cost first
+    # A score is weighed against a cost first. Options that depend on another choice would get lost in the address.
+    others = [*sorted(names[1:], key=lambda name: name.partition("@")[0] not in COSTS), names[0]]
     across = right.selectbox("Against", others, key="against", format_func=rows.labels.__getitem__, bind="query-params")
-    if (drawn := scatter(rows, down, across)) is not None:
+    if across == down and len(names) > 1:
+        st.info("Choose two objectives.")
+    elif (drawn := scatter(rows, down, across)) is not None:
         shown.chart(drawn[0], "front", rows=drawn[1], about="Every candidate of the search by two objectives")
         if len(names) > 2:
             st.caption(
@@ -127,8 +129,10 @@ def settings(rows: Table, found: "Discovery") -> None:
     st.subheader("Two settings", anchor=False)
     first, second = st.columns(2)
     across = first.selectbox("Across", paths, key="across", bind="query-params")
-    down = second.selectbox("Down", [one for one in paths if one != across], key="down", bind="query-params")
-    if (found_two := two(rows, across, down, score)) is None:
+    down = second.selectbox("Down", [*paths[1:], paths[0]], key="down", bind="query-params")
+    if across == down:
+        st.info("Choose two settings.")
+    elif (found_two := two(rows, across, down, score)) is None:
         st.info("No candidate has both settings.")
     else:
         shown.chart(found_two[0], "two settings", rows=found_two[1], about="The mean score by two settings")
