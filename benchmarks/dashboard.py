@@ -4,7 +4,8 @@
 
 The ledger has 200 studies, 20,000 trials and 3 million rows of metrics in SQLite. One study, `large`, has 2,000 trials:
 20 arms with 100 candidates and 6 seeds, whose curves of one metric have 72,000 points. The others have 8 arms.
-`first page`: seconds from the browser's request to a drawn page, of a server that was just started.
+`first page`: seconds from the browser's request until the answer is read and until all is drawn, of a server that was
+just started and still imports; then of another tab without a cache; then of two headings alone.
 `pages`: seconds of a page's script in this process, by Streamlit's AppTest: for the first time, and once more.
 `server, MB`: resident memory of the server after a browser visited every page of `large` and of two other studies.
 """
@@ -14,7 +15,10 @@ import json
 import os
 import platform
 import random
+import socket
 import sqlite3
+import subprocess
+import sys
 import tempfile
 import time
 from contextlib import closing
@@ -24,6 +28,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
+from playwright.sync_api import Browser, Page
 from streamlit.testing.v1 import AppTest
 
 import deltalab_dashboard
@@ -33,11 +38,12 @@ from deltalab.study.run import _provenance, arm_records
 from deltalab.study.spec import load_study
 from deltalab_dashboard.chosen import DATABASE, STUDY, label
 from deltalab_dashboard.picture import browser, served, settle
+from deltalab_dashboard.serve import load
 
 APP = Path(deltalab_dashboard.__file__).parent / "app.py"
 PAGES = (
-    "study.py", "curves.py", "trials.py", "arms.py", "search.py", "sensitivity.py", "rule.py", "training.py",
-    "studies.py", "compare.py",
+    "study.py", "curves.py", "trials.py", "trial.py", "arms.py", "search.py", "sensitivity.py", "ladder.py", "rule.py",
+    "training.py", "studies.py", "compare.py",
 )  # fmt: skip
 
 SPEC: dict[str, Any] = {
@@ -133,18 +139,19 @@ def add(
     connection.commit()
 
 
-def by_script(file: Path, study: str) -> dict[str, dict[str, float]]:
-    """Seconds of each page's script in this process: the first run, and a second one."""
+def by_script(file: Path, study: str, trial: str) -> dict[str, dict[str, float]]:
+    """Seconds of each page's script in this process: the first run, and a second one. trial: the key of one."""
     os.environ[DATABASE] = str(file)
+    load()
     found = {}
     for page in PAGES:
-        if not (APP.parent / page).exists():
-            continue
         seconds, cpu = [], []
         for _ in range(2):
             start = time.perf_counter(), time.process_time()
             app = AppTest.from_file(APP, default_timeout=300)
             app.query_params[STUDY] = study
+            if page == "trial.py":
+                app.query_params["trial"] = trial
             app.switch_page(page).run()
             seconds.append(time.perf_counter() - start[0])
             cpu.append(time.process_time() - start[1])
@@ -159,23 +166,52 @@ def by_script(file: Path, study: str) -> dict[str, dict[str, float]]:
 
 def by_browser(file: Path, studies: list[str]) -> dict[str, Any]:
     """Seconds of the first page of a new server in a browser, and the server's memory after every page of `studies`."""
-    with served(file) as url, browser() as page:
-        start = time.perf_counter()
-        page.goto(url)
-        settle(page)
-        first = time.perf_counter() - start
+    with served(file) as url, browser() as opened, opened.new_page() as page:
+        first = opening(page, url)
         loaded = resident()
+        with opened.new_page() as another:
+            again = opening(another, url)
         for study in studies:
             for name in PAGES:
-                if (APP.parent / name).exists():
-                    path = "" if name == "study.py" else Path(name).stem
-                    page.goto(f"{url}/{path}?{urlencode({STUDY: study})}", timeout=120_000)
-                    page.locator("[data-test-script-state=notRunning]").wait_for(timeout=120_000)
+                path = "" if name == "study.py" else Path(name).stem
+                page.goto(f"{url}/{path}?{urlencode({STUDY: study})}", timeout=120_000)
+                settle(page)
         return {
-            "first page": round(first, 2),
+            "first page": first,
+            "first page of another tab": again,
+            "a title alone in Streamlit, another tab": empty(opened),
             "server, MB, after it": round(loaded),
             "server, MB, after every page": round(resident()),
         }
+
+
+def opening(page: Page, url: str) -> dict[str, float]:
+    """Seconds until the first heading below the title is seen, and until the page's last change."""
+    page.goto(url)
+    page.locator("[data-testid=stHeading]").nth(1).wait_for()
+    seen = page.evaluate("() => performance.now() / 1000")
+    settle(page)
+    return {"answer": round(seen, 2), "all": round(page.evaluate("() => window.settling.since / 1000"), 2)}
+
+
+def empty(opened: Browser) -> dict[str, float]:
+    """The same of a page of two headings, by a server that has drawn it before."""
+    with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
+        file = Path(folder) / "empty.py"
+        file.write_text("import streamlit as st\nst.title('title')\nst.header('heading')\n")
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+        free.close()
+        options = ["--server.port", port, "--server.headless", "true", "--browser.gatherUsageStats", "false"]
+        server = subprocess.Popen([sys.executable, "-m", "streamlit", "run", str(file), *options])
+        try:
+            time.sleep(10)
+            for _ in range(2):
+                with opened.new_page() as page:
+                    found = opening(page, f"http://127.0.0.1:{port}")
+            return found
+        finally:
+            server.terminate()
 
 
 def resident() -> float:
@@ -203,13 +239,14 @@ def main() -> None:
             build(file)
         with Store.open(file, create=False) as store, closing(sqlite3.connect(file)) as connection:
             labels = {study.name: label(study) for study in store.studies()}
+            trials = {name: store.trials(store.study(name).id)[0].key for name in ("large", "study_7")}
             tables = ("study", "trial", "run", "metric")
             count = {table: connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0] for table in tables}
         figures: dict[str, Any] = {"rows": count}
         figures["browser"] = by_browser(file, [labels["large"], labels["study_7"], labels["study_8"]])
         print(figures["browser"], flush=True)
-        figures["pages of large"] = by_script(file, labels["large"])
-        figures["pages of a study of 90 trials"] = by_script(file, labels["study_7"])
+        for what, name in (("large", "large"), ("a study of 90 trials", "study_7")):
+            figures[f"pages of {what}"] = by_script(file, labels[name], trials[name])
         figures["about"] = {
             "python": platform.python_version(),
             "sqlite": sqlite3.sqlite_version,

@@ -236,8 +236,9 @@ def means(
         for trial in store.trials(which.study.id)
         if trial.task == task and trial.stage == "confirm" and trial.values == tuned.get(trial.arm)
     }
+    trials = [key for _, key in keys]
     values: dict[tuple[str, int], list[float]] = {}
-    for point in store.curves(which.study.id, task, metric, split, max_points=POINTS):
+    for point in store.curves(which.study.id, task, metric, split, max_points=POINTS, trials=trials):
         if (point.arm, point.trial) in keys:
             values.setdefault((point.arm, point.step), []).append(point.value)
     for (arm, step), found in values.items():

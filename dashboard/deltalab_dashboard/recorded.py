@@ -12,8 +12,8 @@ from deltalab.store.models import Stage
 from deltalab.store.records import Placed
 from deltalab.study.report import Report, report
 
-KEPT = 150_000
-"""Rows that a server remembers: about 100 MB."""
+KEPT = 120_000
+"""Rows that a server remembers: about 80 MB."""
 REPORTS = 20
 """Reports that a server remembers."""
 
