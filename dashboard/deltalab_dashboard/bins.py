@@ -66,8 +66,8 @@ class Axis:
     def mean(self, values: Sequence[Any]) -> Any:
         """The mean of the values of one part, as the axis spaces them; the text of a word.
 
-        >>> Axis((), 0.01, 100, logarithmic=True).mean([1.0, 100.0])
-        10.0
+        >>> round(Axis((), 0.01, 100, logarithmic=True).mean([1.0, 100.0]), 6), Axis((), 0, 4).mean([1.0, 4.0])
+        (10.0, 2.5)
         """
         if self.words:
             return self.text(values[0])
