@@ -392,6 +392,29 @@ def test_a_study_without_confirmed_trials_compares_nothing(ledgers: Path, monkey
     assert "confirmation has not begun" in texts(app)
 
 
+def test_the_stage_follows_the_study_until_it_is_chosen(store: Store) -> None:
+    study = begin(store, "new")
+    record(store, study, "base", "mqar", BASE, "tune")
+    app = shown()
+    assert app.radio(key="stage").value == "tune"
+    record(store, study, "base", "mqar", BASE)
+    assert app.run().radio(key="stage").value == "confirm"
+    app.radio(key="stage").set_value("tune").run()
+    record(store, study, "no_*d*", "mqar", BASE)
+    assert app.run().radio(key="stage").value == "tune"
+
+
+def test_each_study_opens_with_its_own_stage(store: Store, ablation: int) -> None:
+    record(store, begin(store, "new"), "base", "mqar", BASE, "tune")
+    app = shown()
+    assert app.radio(key="stage").value == "tune"
+    app.selectbox(key="study").select(ablation).run()
+    assert app.radio(key="stage").value == "confirm"
+    app.selectbox(key="study").select(ablation + 1).run()
+    assert app.radio(key="stage").value == "tune"
+    assert not app.exception
+
+
 def test_forty_arms_are_all_there(ledgers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DELTALAB_DB", str(ledgers / "many.db"))
     app = shown()

@@ -64,13 +64,23 @@ def head(store: Store, study: Study) -> None:
     progress(store, study)
 
 
+# The key of the session with the study that the page showed last, and the stage that it opened with.
+OPENED = "stage at first"
+
+
 def view(store: Store, study: Study) -> tuple[Stage, str, bool]:
     """What the page shows, as its URL keeps it: the stage, the order of the arms, whether with costs."""
+    first = first_stage(store, study)
+    opened = st.session_state.get(OPENED)
+    if opened not in (None, (study.id, first)) and st.session_state.get("stage") == opened[1]:
+        st.session_state.pop("stage")  # nobody chose it, and it is not this study's, or no longer
+        st.query_params.pop("stage", None)
+    st.session_state[OPENED] = study.id, first
     with st.container(horizontal=True, vertical_alignment="bottom", gap="large"):
         stage: Stage = st.radio(
             "Stage",
             sorted(get_args(Stage)),
-            index=sorted(get_args(Stage)).index(first_stage(store, study)),
+            index=sorted(get_args(Stage)).index(first),
             help="confirm: the test split, the answer. tune: the best candidates on the validation split, optimistic.",
             horizontal=True,
             key="stage",
