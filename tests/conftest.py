@@ -92,6 +92,7 @@ def postgres(postgres_server: Any) -> Callable[[], str]:
 
     def fresh() -> str:
         name = f"lab{next(names)}"
+        postgres_server.start()  # does nothing where it runs: in one suite of several it had gone
         postgres_server.psql(f"CREATE DATABASE {name};")
         return str(postgres_server.get_uri(database=name))
 

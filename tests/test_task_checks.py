@@ -305,7 +305,7 @@ WRONG = [
     ("task check nope.py", "", "", "nope.py: no such plugin file"),
     ("task check mqar length=30 pairs=8", "", "", "parameter 'length' must be at least 4 x pairs = 32, not 30"),
     ("task check mqar pair=8", "", "", "unknown parameter 'pair'; did you mean 'pairs'?"),
-    ("task check mqar pairs", "", "", "'pairs': give parameters as KEY=VALUE"),
+    ("task check mqar pairs", "", "", "'pairs': give settings as KEY=VALUE"),
     ("task new mqar", "", "", "there is a task 'mqar' already: take another name"),
     ("task new 3x", "", "", "'3x' cannot name a task: take letters, digits and _, a letter first, as in my_task"),
     ("task new mine", "", "", "mine.py exists already"),
