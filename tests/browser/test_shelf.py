@@ -1,0 +1,84 @@
+"""The list of studies is worked in a browser: tags, notes, hiding and deleting reach the ledger."""
+
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from sqlite3 import connect
+
+import pytest
+from playwright.sync_api import Page
+from tests.browser.ledgers import Ledgers
+from tests.browser.visit import Visit
+
+from deltalab.store import Store, shelf
+from deltalab.store.shelf import Listed
+from deltalab_dashboard.picture import served, settle
+
+pytestmark = pytest.mark.browser
+
+
+def tick_first_row(page: Page) -> None:
+    """The box of a row is drawn on a canvas, 17 pixels from its left; rows are 31 pixels high."""
+    box = page.get_by_test_id("stDataFrame").bounding_box()
+    assert box is not None
+    page.mouse.click(box["x"] + 17, box["y"] + 47)
+    settle(page)
+
+
+def press(page: Page, name: str) -> None:
+    page.get_by_role("button", name=name, exact=True).click()
+    settle(page)
+
+
+def test_a_study_is_tagged_noted_hidden_deleted_and_restored(
+    visit: Callable[..., Visit], lab: Ledgers, tmp_path: Path
+) -> None:
+    file = tmp_path / "lab.db"
+    with closing(connect(lab.full)) as source, closing(connect(file)) as copy:
+        source.backup(copy)
+
+    def first() -> Listed:
+        with Store.open(file, create=False) as store:
+            return shelf.listed(store)[0]
+
+    study = first()
+    with served(file) as url:
+        tab = visit(url)
+        tab.open("studies")
+        page = tab.page
+        tick_first_row(page)
+        tags = page.get_by_role("combobox", name="Tags of this study")
+        tags.fill("good")
+        tags.press("Enter")
+        tags.press("Escape")
+        page.get_by_role("textbox", name="Notes").fill("look at seed 3")
+        press(page, "Save")
+        assert (first().id, first().tags, first().notes) == (study.id, ("good",), "look at seed 3")
+
+        tick_first_row(page)
+        press(page, "Hide from lists")
+        assert first().hidden
+        tab.open("studies", which="listed and hidden")
+        tick_first_row(page)
+        page.get_by_role("button", name="Delete", exact=True).click()
+        press(page, "Delete this study")
+        assert first().id != study.id
+
+        tab.open("studies", which="deleted")
+        tick_first_row(page)
+        press(page, "Restore this study")
+        assert first().id == study.id
+        assert not tab.complaints
+        tab.close()
+
+
+def test_a_click_in_the_legend_switches_an_arm(visit: Callable[..., Visit], lab: Ledgers) -> None:
+    tab = visit()
+    tab.open("curves", study=lab.labels["ablation"])
+    legend = tab.page.get_by_test_id("stVegaLiteChart").first.locator("svg text")
+    legend.filter(has_text="late").click()
+    tab.page.wait_for_function("() => location.search.includes('arms=base') && !location.search.includes('arms=late')")
+    settle(tab.page)
+    legend.filter(has_text="late (off)").click()
+    tab.page.wait_for_function("() => location.search.includes('arms=late')")
+    assert not tab.complaints
