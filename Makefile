@@ -19,7 +19,7 @@ test: .venv/installed-dev check
 chaos: .venv/installed-dev
 	timeout --signal=INT --kill-after=60 1800 $(BIN)/python -m pytest -m chaos -n 2 --dist worksteal tests/chaos $(CHAOS)
 
-# The dashboard in Chromium: every page with every kind of study. A few minutes on two cores. It needs `apt-get install chromium`.
+# The dashboard in Chromium: every page with every kind of study. 13 minutes on two cores. It needs `apt-get install chromium`.
 browser: .venv/installed-browser
 	$(BIN)/python -m pytest -m browser -rs tests/browser
 

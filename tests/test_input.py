@@ -202,7 +202,16 @@ BROKEN = [
     ("while True: ...", "it takes over 1 s"),
     ("raise KeyboardInterrupt", "does not import: KeyboardInterrupt"),
     ("import sys\nsys.modules.clear()\nimport nothing_like_it", "does not import"),
+    ("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", "something kills the process that imports it"),
 ]
+
+KILLED_ONCE = """
+import os, signal
+from pathlib import Path
+if not Path("killed").exists():
+    Path("killed").touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
 
 LISTS = """
 import sys
@@ -226,6 +235,7 @@ def test_broken_plugins_are_named_and_do_not_stop_the_others(tmp_path: Path) -> 
     plugins.mkdir()
     for number, (source, _) in enumerate(BROKEN):
         (plugins / f"broken_{number}.py").write_text(source)
+    (plugins / "killed_once.py").write_text(KILLED_ONCE)
     (plugins / "evil.py").write_text("def __getattr__(name): raise RuntimeError(name)\n")
     (plugins / "good.py").write_text("print('loud')\nimport os\nos.system('echo louder')\n" + RULE.format(name="'odd'"))
     listed = platform(tmp_path, "rule", "list", "--json")
@@ -233,6 +243,7 @@ def test_broken_plugins_are_named_and_do_not_stop_the_others(tmp_path: Path) -> 
     assert {"comba", "odd"} <= {row["name"] for row in json.loads(listed.stdout)}
     lines = listed.stderr.splitlines()
     assert {"loud", "louder"} <= {*lines}
+    assert "killed_once" not in listed.stderr
     for number, (_, says) in enumerate(BROKEN):
         (line,) = [line for line in lines if f"broken_{number}.py" in line]
         assert line.startswith("warning: left out: ")

@@ -379,6 +379,11 @@ def _load(path: Path) -> ModuleType:
     return module
 
 
+TRIES = 3
+"""How often a file is imported whose process is killed, which says nothing of the file: memory may have run out."""
+
+FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
+
 watched = False
 """Whether somebody watches this process, and ends it where an import does not: a worker's child sets it."""
 
@@ -395,7 +400,9 @@ def _require_end(path: Path, execute: Callable[[], None]) -> None:
     try:
         found = kept.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
-        found = _tried(execute)
+        found = next((end for _ in range(TRIES) if (end := _tried(execute)) is not None), None)
+        if found is None:
+            raise InputError(f"{path}: does not import: something kills the process that imports it") from None
         with suppress(OSError):
             kept.parent.mkdir(parents=True, exist_ok=True)
             kept.write_text(found, encoding="utf-8")
@@ -403,8 +410,11 @@ def _require_end(path: Path, execute: Callable[[], None]) -> None:
         raise InputError(f"{path}: does not import: {found} (to try it again, delete {kept})")
 
 
-def _tried(execute: Callable[[], None]) -> str:
-    """What is wrong with an import in a forked process: "" where it ends, with or without an exception."""
+def _tried(execute: Callable[[], None]) -> str | None:
+    """What is wrong with an import in a forked process: "" where it ends, with or without an exception.
+
+    None where the process was killed, as from outside.
+    """
     reader, writer = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -436,6 +446,8 @@ def _tried(execute: Callable[[], None]) -> str:
     if said:
         return "" if said == b"ended" else said.decode()
     code = os.waitstatus_to_exitcode(status)
+    if -code in FROM_OUTSIDE:
+        return None
     return f"it ends the process, with {f'exit code {code}' if code >= 0 else signal.Signals(-code).name}"
 
 

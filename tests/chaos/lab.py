@@ -157,6 +157,14 @@ class Lab:
                 continue
         return found
 
+    def running(self) -> list[str]:
+        """The names of `workers`."""
+        found = []
+        for process in self.workers():
+            with suppress(psutil.NoSuchProcess):
+                found.append(process.name())
+        return found
+
     def begun(self, process: subprocess.Popen[bytes], trials: int = 1) -> None:
         """Waits until the ledger has a few trials."""
         until = time.monotonic() + 120
@@ -180,7 +188,7 @@ class Lab:
         """All that a killed driver started must follow it. Ray's agents take a minute to see that they are alone."""
         until = time.monotonic() + patience
         agents = ("ray::DashboardA", "ray::RuntimeEnv")
-        while left := [one for one in self.workers() if not one.name().endswith(agents)]:
+        while left := [name for name in self.running() if not name.endswith(agents)]:
             assert time.monotonic() < until, left
             time.sleep(0.05)
 

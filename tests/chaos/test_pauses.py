@@ -53,13 +53,13 @@ def test_a_driver_that_stands_still_holds_its_study_on_its_machine(
     with lab(None, *INLINE) as one:
         first = one.start()
         one.begun(first)
-        time.sleep(rng.uniform(0, 3))
+        time.sleep(rng.uniform(0, 0.3))
         end(first, signal.SIGSTOP)
         second = one.start()
         assert second.wait(timeout=120) == 2, one.log()
         (line,) = one.log().strip().splitlines()
         assert "is running already" in line
-        assert f"pid {first.pid}" in line
+        assert f"process {first.pid};" in line
         end(first, signal.SIGCONT)
         one.commands = 1
         one.finish(first)
