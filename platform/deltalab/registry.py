@@ -400,9 +400,11 @@ def _require_end(path: Path, execute: Callable[[], None]) -> None:
     try:
         found = kept.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
-        found = next((end for _ in range(TRIES) if (end := _tried(execute)) is not None), None)
-        if found is None:
+        ends = (_tried(execute) for _ in range(TRIES))
+        end = next((end for end in ends if end is not None), None)
+        if end is None:
             raise InputError(f"{path}: does not import: something kills the process that imports it") from None
+        found = end
         with suppress(OSError):
             kept.parent.mkdir(parents=True, exist_ok=True)
             kept.write_text(found, encoding="utf-8")
