@@ -37,11 +37,14 @@ DRAWN = """() => [...document.querySelectorAll('[data-testid=stVegaLiteChart]')]
 
 QUIET = """() => {
     const state = document.querySelector('[data-test-script-state]').dataset.testScriptState
-    const now = state + document.querySelector('[data-testid=stMain]').innerHTML.length
+    const main = document.querySelector('[data-testid=stMain]')
+    const waits = main.querySelector('[data-testid=stSkeleton]') ? performance.now() : ''
+    const now = state + main.innerHTML.length + waits
     if (now !== window.settling?.now) window.settling = {now, since: performance.now()}
     return state === 'notRunning' && performance.now() - window.settling.since > 300
 }"""
-"""A page whose script does not run may be about to run it: a choice reaches the server a moment later."""
+"""A page whose script does not run may be about to run it: a choice reaches the server a moment later. A skeleton is a
+part whose JavaScript is on its way."""
 
 
 @contextmanager
