@@ -60,6 +60,7 @@ class Matcher:
         # A setting of the training changes none of the quantities.
         self._tuned = {path: search for path, search in tuned.items() if not path.startswith("train.")}
         self._sizer = Sizer()
+        self._best: dict[str, int | None] = {}
 
     def matched(self, match: Match, base: Config, arm: Config, length: int) -> Config:
         """The arm's configuration with the value of `match.dimension` that comes nearest to the base's quantity.
@@ -74,6 +75,16 @@ class Matcher:
         what, path = match.quantity, match.dimension
         if path not in dimensions(arm):
             raise unknown("dimension", path, dimensions(arm), where="scale")
+        # A search asks again for each task and rung, which differ in the training at the most.
+        models = [{part: config[part] for part in ("rule", "model")} for config in (base, arm)]
+        asked = json.dumps([what, path, length, *models])
+        if asked not in self._best:
+            self._best[asked] = self._nearest(what, path, base, arm, length)
+        best = self._best[asked]
+        return arm if best is None else _scaled(arm, path, best)
+
+    def _nearest(self, what: str, path: str, base: Config, arm: Config, length: int) -> int | None:
+        """The value of an arm's dimension that `matched` looks for; None where the arm stays as it is."""
 
         def count(config: Config) -> float:
             return self._count(config, what, length)
@@ -88,7 +99,7 @@ class Matcher:
             raise InputError(f"the arm's {what} {does} not grow with {path}; scale another: {others}")
         best = min(sizes, key=lambda value: (abs(sizes[value] - target), value))
         if abs(count(arm) - target) <= abs(sizes[best] - target) <= WITHIN * target:
-            return arm
+            return None
         if abs(sizes[best] - target) > WITHIN * target:
             found = _at(_scaled(arm, path, best), path)
             raise InputError(
@@ -96,7 +107,7 @@ class Matcher:
                 f"the nearest is {sizes[best]:,.0f} at {path.rpartition('.')[2]} {found}; "
                 f"scale another: {others}"
             )
-        return _scaled(arm, path, best)
+        return best
 
     def bounded(self, bounds: Mapping[str, Bound], base: Config, arm: Config, length: int) -> dict[str, "Bounded"]:
         """The quantities of an arm that are bounded. base, arm, length: as in `matched`.

@@ -103,19 +103,16 @@ def costs(model: Model, length: int, step: int) -> list[Metric]:
     flops_per_token: of the matrix products of a forward pass, without embedding and logits. state_size: elements held
     for one sequence.
     """
-    flops = _flops(model, length) / length
-    return [("cost", "flops_per_token", step, flops), ("cost", "state_size", step, float(model.state_size(length)))]
 
+    def counted() -> list[Metric]:
+        with FlopCounterMode(display=False) as counter:
+            size = model.state_size(length)
+        return [
+            ("cost", "flops_per_token", step, counter.get_total_flops() / length),
+            ("cost", "state_size", step, float(size)),
+        ]
 
-def _flops(model: Model, length: int) -> int:
-    tokens = torch.zeros(1, length, dtype=torch.long, device=model.embed.weight.device)
-
-    def counted() -> int:
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            model.hidden(tokens)
-        return int(counter.get_total_flops())
-
-    if not tokens.is_cuda:
+    if not model.embed.weight.is_cuda:
         return counted()
     # Without numbers, or a GPU would compile kernels for this one forward: of a single sequence, in fp32.
     try:

@@ -183,7 +183,7 @@ def _trained(
     for run in trial.runs:
         run.metrics += costs
     parameters = sum(p.numel() for p in trial.network.parameters())
-    state_size = trial.network.state_size(trial.task.length)
+    state_size = next(int(value) for _, name, _, value in costs if name == "state_size")
     return [
         TrialResult(
             runs=trial.results(i, weights=True),
