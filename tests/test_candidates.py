@@ -1,5 +1,6 @@
 """The candidates of tuning: the same for whoever asks, spread over their ranges, and what lies beyond them."""
 
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ HEADS = Search(choice=(1, 2, 4))
 
 
 def first(searched: dict[str, Search], trials: int, own: dict[str, Any]) -> list[dict[str, Any]]:
-    return spread(searched, trials, own)[:trials]
+    return list(islice(spread(searched, trials, own), trials))
 
 
 def rates(found: list[dict[str, Any]]) -> list[float]:
@@ -79,8 +80,8 @@ OWN = {"train.lr": 0.02, "train.clip": 1.0, "model.heads": 2, "model.conv": 4}
 @pytest.mark.parametrize("searched", SPACES, ids=lambda space: "+".join(space))
 def test_they_are_distinct_reproducible_and_inside(searched: dict[str, Search]) -> None:
     own = {path: OWN[path] for path in searched}
-    found = spread(searched, 8, own)
-    assert found == spread(searched, 8, own)
+    found = list(spread(searched, 8, own))
+    assert found == list(spread(searched, 8, own))
     assert own in found[:8]
     assert 8 <= len(found) <= (MOST_DRAWN + 1) * 8, "more follow, for those that make no model"
     assert len({str(candidate) for candidate in found}) == len(found)
@@ -99,7 +100,7 @@ def test_several_settings_are_spread_over_all_of_their_space() -> None:
 
 def test_a_budget_for_every_combination_takes_them_in_order() -> None:
     space = {"train.lr": Search(choice=(0.1, 0.2)), "model.heads": HEADS}
-    found = spread(space, 6, {"train.lr": 0.15, "model.heads": 1})
+    found = list(spread(space, 6, {"train.lr": 0.15, "model.heads": 1}))
     assert [tuple(candidate.values()) for candidate in found] == [
         (0.1, 1), (0.1, 2), (0.1, 4), (0.2, 1), (0.2, 2), (0.2, 4),
     ]  # fmt: skip

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Iterator, Mapping
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from deltalab.errors import InputError
@@ -13,7 +13,7 @@ MOST_DRAWN = 20
 """Candidates drawn for each that is wanted, at the most: some make no model, and some are drawn twice."""
 
 
-def spread(searched: Mapping[str, Search], trials: int, own: Mapping[str, Any]) -> list[dict[str, Any]]:
+def spread(searched: Mapping[str, Search], trials: int, own: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Candidates that depend on the ranges, their number and the base's own values alone.
 
     A single range is a grid of both ends, the base's own value, and values evenly between them. Several settings are
@@ -21,16 +21,24 @@ def spread(searched: Mapping[str, Search], trials: int, own: Mapping[str, Any]) 
     where the trials suffice for them. More candidates than `trials` follow, for those that make no model.
     Raises `InputError` where there are fewer.
 
-    >>> spread({"train.lr": Search(log_uniform=(1e-3, 1e-1))}, 3, {"train.lr": 0.02})[:3]
-    [{'train.lr': 0.001}, {'train.lr': 0.02}, {'train.lr': 0.1}]
+    >>> [one["train.lr"] for one in islice(spread({"train.lr": Search(uniform=(0, 1))}, 3, {"train.lr": 0.2}), 3)]
+    [0.0, 0.2, 1.0]
     """
-    found: dict[str, dict[str, Any]] = {}
-    for drawn in islice(_drawn(searched, trials, own), MOST_DRAWN * trials + trials):
-        candidate = _existing(searched, drawn)
-        found.setdefault(json.dumps(candidate, sort_keys=True), candidate)
-    if len(found) < trials:
-        raise InputError(f"trials {trials}: there are only {len(found)} candidates to try")
-    return list(found.values())
+    found = _different(searched, islice(_drawn(searched, trials, own), MOST_DRAWN * trials + trials))
+    first = list(islice(found, trials))
+    if len(first) < trials:
+        raise InputError(f"trials {trials}: there are only {len(first)} candidates to try")
+    return chain(first, found)
+
+
+def _different(searched: Mapping[str, Search], drawn: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """What exists of each that is drawn, if none before it was the same."""
+    seen = set()
+    for one in drawn:
+        candidate = _existing(searched, one)
+        if (written := json.dumps(candidate, sort_keys=True)) not in seen:
+            seen.add(written)
+            yield candidate
 
 
 def _existing(searched: Mapping[str, Search], drawn: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -112,22 +112,27 @@ class Plan:
         """The settings that are searched, and how many candidates are tried."""
         return self.spec.search or self.spec.tune
 
-    def candidates(self, task: str) -> list[dict[str, Any]]:
+    def candidates(self, task: str) -> Iterator[dict[str, Any]]:
         """The candidates of tuning on a task, more than the budget: an arm tries the first that make it a model.
 
-        Those of the base's `train` settings, where a search is for architectures. [{}], the values as written, where
-        there is nothing to tune.
+        Those of the base's `train` settings, where a search is for architectures. {} alone, the values as written,
+        where there is nothing to tune.
         """
         base = next(arm for arm in self.arms if arm.is_base and arm.task == task)
-        searched = self.budget.searched if self.budget else {}
-        if self.spec.search:
-            searched = self._trained(base)
-        if self.budget is None or not searched:
-            return [{}]
-        trials = self.budget.trials
-        if (whole := count(searched)) is not None and self.spec.search:
-            trials = min(trials, whole)
+        searched, trials = self._tuned(base)
+        if not searched:
+            return iter([{}])
         return spread(searched, trials, {path: setting(base.config, path, "tune") for path in searched})
+
+    def _tuned(self, base: PlannedArm) -> tuple[dict[str, Search], int]:
+        """The settings that are tuned, and how many candidates are wanted."""
+        if self.budget is None:
+            return {}, 1
+        if self.spec.tune:
+            return dict(self.budget.searched), self.budget.trials
+        searched = self._trained(base)
+        whole = count(searched)
+        return searched, self.budget.trials if whole is None else min(self.budget.trials, whole)
 
     def _trained(self, base: PlannedArm) -> dict[str, Search]:
         """The settings of the training that a search varies, where conditions on rule and model hold for the base."""
@@ -161,10 +166,8 @@ class Plan:
     @cached_property
     def base_trials(self) -> int:
         """Candidates for the base's training, on each task, where the study is a search."""
-        if not self.spec.search:
-            return 0
-        drawn = self.candidates(next(iter(self.tasks)))
-        return 0 if drawn == [{}] else min(self.spec.search.trials, len(drawn))
+        searched, trials = self._tuned(next(arm for arm in self.arms if arm.is_base))
+        return trials if self.spec.search and searched else 0
 
     @property
     def _searched(self) -> list[int]:

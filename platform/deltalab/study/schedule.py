@@ -388,7 +388,7 @@ class Schedule:
                 if best is not None:
                     ends |= set(edge(ranges, list(tried.values()), tried[best]).items())
             number = max(number for track in tracks for number in track.tried or {}) + 1
-            number = max(number, len(self.plan.candidates(task)))
+            number = max(number, sum(1 for _ in self.plan.candidates(task)))
             for at, (path, end) in enumerate(sorted(ends)):
                 longest = max((list((track.tried or {}).values()) for track in tracks), key=len)
                 values = beyond(tune.searched, longest, path, above=end == "highest")
