@@ -8,6 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from deltalab.errors import InputError
+from deltalab.study import candidates
 from deltalab.study.candidates import MOST_DRAWN, beyond, edge, spread
 from deltalab.study.space import Search
 
@@ -96,6 +97,13 @@ def test_several_settings_are_spread_over_all_of_their_space() -> None:
     found = first({"train.lr": LR, "train.clip": CLIP}, 16, OWN)
     for low, high, of in ((1e-3, 1e-2, "train.lr"), (1e-2, 1e-1, "train.lr"), (0.5, 1.25, "train.clip")):
         assert 6 <= sum(low <= candidate[of] <= high for candidate in found) <= 10
+
+
+def test_no_more_are_drawn_than_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(candidates, "_existing", lambda _, one: drawn.append(one) or one)
+    first({"train.lr": LR, "model.heads": HEADS}, 1000, OWN)
+    assert 1000 <= len(drawn) < 1100
 
 
 def test_a_budget_for_every_combination_takes_them_in_order() -> None:

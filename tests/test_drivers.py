@@ -19,6 +19,7 @@ from deltalab.errors import InputError
 from deltalab.store import Busy, Heartbeat, Store, TakenOver, drivers, process
 from deltalab.store.models import Driver
 from deltalab.store.process import Process
+from deltalab.study.run import run_study
 
 __all__ = ["store", "url"]
 
@@ -213,6 +214,15 @@ def ray_like(folder: Path, name: str) -> subprocess.Popen[bytes]:
     """A process with a log open in the folder, which looks like one of Ray's where its name begins with "ray::"."""
     with (folder / "log").open("a") as log:
         return subprocess.Popen([name, "-c", "import time; time.sleep(600)"], executable=sys.executable, stderr=log)
+
+
+def test_a_temporary_folder_that_there_is_not_is_named_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "none"))
+    with pytest.raises(InputError, match=f"RAY_TMPDIR: there is no folder {tmp_path / 'none'}"):
+        run_study("comba_ablation", db=tmp_path / "lab.db")
+    assert not any(tmp_path.iterdir())
 
 
 def test_the_next_run_removes_what_killed_drivers_left_and_nothing_else(

@@ -116,6 +116,15 @@ def test_one_arm_of_each_rule_is_timed_first(trainers: list[ModelSpec], monkeypa
     assert trainers[0].key_dim == 16, "the base's, not one of its variants'"
 
 
+def test_a_model_of_many_blocks_is_not_timed(trainers: list[ModelSpec]) -> None:
+    deep = load_study(
+        ROOT / "studies" / "mqar_capacity.yaml", overrides={"base.model.layers": step_time.MOST_TIMED_BLOCKS + 1}
+    )
+    found = estimate(make_plan(deep))
+    assert not trainers
+    assert found.how == "No time is known: a step of each arm takes more than a plan spends on timing it."
+
+
 def test_nothing_is_timed_for_a_gpu(no_gpu: None, trainers: list[ModelSpec]) -> None:
     found = estimate(planned("mqar_capacity", "paper"))
     assert not trainers

@@ -454,6 +454,14 @@ def test_scan_takes_a_rules_name() -> None:
     assert torch.equal(named[0], made[0])
 
 
+def test_equal_knobs_make_one_rule() -> None:
+    one = deltalab.get_rule("algebra", micro_steps=1, d={"head": {"init": 1.0}})
+    assert deltalab.get_rule("algebra", d={"head": {"init": 1.0}}, micro_steps=1) is one
+    assert deltalab.get_rule("algebra", micro_steps=1, d={"head": {"init": 2.0}}) != one
+    with pytest.raises(deltalab.InputError, match="unknown option 'True'"):
+        deltalab.get_rule("algebra", micro_steps=True, d={"head": {"init": 1.0}})
+
+
 def test_check_rule_takes_a_rules_name() -> None:
     results = deltalab.check_rule("linear_attention", quick=True)
     assert results

@@ -12,6 +12,7 @@ import yaml
 from deltalab import InputError
 from deltalab.store import RunRecord, Store
 from deltalab.study.estimate import estimate
+from deltalab.study.match import Matcher
 from deltalab.study.measured import Measured
 from deltalab.study.plan import Infeasible, Plan, make_plan
 from deltalab.study.run import arm_records
@@ -275,6 +276,21 @@ def test_a_candidate_is_matched_to_the_base(plan: Callable[..., Plan]) -> None:
     assert abs(matched.size / base.size - 1) <= 0.02
     confirmed = found.job(found.arms[1], "confirm", 0, {"model.heads": 1, "model.expand_v": 2})
     assert confirmed.config == job.config, "it is confirmed as it was tried"
+
+
+def test_a_candidate_is_matched_once_for_all_rungs(plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = plan({**HEADS, "match": {"state": True}, "fidelity": {"train.steps": [1, 2, 4]}},
+                 base={**STUDY["base"], "model": {"d_model": 64, "layers": 1, "heads": 1, "mlp": False}})  # fmt: skip
+    asked: list[Any] = []
+    nearest = Matcher._nearest
+    monkeypatch.setattr(Matcher, "_nearest", lambda *given: asked.append(given) or nearest(*given))
+    values = {"model.heads": 1, "model.expand_v": 2}
+    jobs = [found.job(found.arms[0], "tune", 0, values, rung=rung) for rung in (0, 1, 2, None)]
+    assert len(asked) == 1
+    assert all(job.config["model"] == jobs[-1].config["model"] for job in jobs)
+    assert [job.config["train"]["steps"] for job in jobs] == [1, 2, 4, 4]
+    found.job(found.arms[0], "tune", 1, {"model.heads": 1, "model.expand_v": 1})
+    assert len(asked) == 2, "another model"
 
 
 def test_a_plan_says_which_candidates_do_not_fit(plan: Callable[..., Plan]) -> None:

@@ -20,6 +20,7 @@ from deltalab.study.run import run_study
 from deltalab.tasks import IGNORE, MQAR, Task
 from deltalab.tasks.batches import TrainingBatches
 from deltalab.training import device
+from deltalab.training.evaluation import costs, counted_without_numbers
 from deltalab.training.train import RunResult, TrainSpec, TrialResult, save, train
 from deltalab.training.trainer import LockStep
 
@@ -433,6 +434,12 @@ def test_cost_is_that_of_the_model() -> None:
     assert result.state_size == 16 * 16 + 3 * 48
     assert result.tokens_per_second > 0
     assert result.hardware["device"] == "CPU, 1 thread(s)"
+
+
+@pytest.mark.parametrize("rule", deltalab.list_rules())
+def test_a_gpu_counts_a_models_costs_without_numbers(rule: str) -> None:
+    model = build_model(replace(TINY, rule=rule, heads=2), seed=0)
+    assert counted_without_numbers(model, 24, 0) == costs(model, 24, 0)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

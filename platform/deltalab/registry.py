@@ -91,6 +91,7 @@ def refresh() -> None:
     """Searches for plugins again on the next use, as is needed after a change of folder or of ./plugins."""
     _all.cache_clear()
     _everything.cache_clear()
+    _made.clear()
     _broken.clear()
     _twice.clear()
 

@@ -296,7 +296,7 @@ def _on_cpu(plan: Plan, trainings: list[Training]) -> _Times:
         if seconds is not None:
             timed[i] = seconds
     if not timed:
-        how = "No time is known: a step of each arm takes more memory or arithmetic than a plan spends."
+        how = "No time is known: a step of each arm takes more than a plan spends on timing it."
         return _Times([None] * len(trainings), "this machine", how)
     known = [(trainings[i], seconds) for i, seconds in timed.items()]
     steps = [timed[i] if i in timed else scaled_step(training, known) for i, training in enumerate(trainings)]

@@ -15,10 +15,19 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
+from deltalab.errors import InputError
 from deltalab.store.process import Process
 
 PREFIX = "deltalab-"
 OWNER = "driver.json"
+
+
+def temporary() -> Path:
+    """The folder that Ray's folders are made in. Raises `InputError` where RAY_TMPDIR names none."""
+    base = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
+    if not base.is_dir():
+        raise InputError(f"RAY_TMPDIR: there is no folder {base}")
+    return base
 
 
 @contextmanager
@@ -27,7 +36,7 @@ def ray_folder() -> Iterator[Path]:
 
     First removes what killed drivers of this user left on this machine.
     """
-    base = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
+    base = temporary()
     sweep(base)
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
     try:

@@ -26,6 +26,7 @@ from deltalab.study.account import Account
 from deltalab.study.best import best
 from deltalab.study.job import Job, Lost
 from deltalab.study.join import Joined, JoinedProgress, Sharing, collect, held, weights
+from deltalab.study.leftovers import temporary
 from deltalab.study.log_to import LogTo
 from deltalab.study.overrides import Given
 from deltalab.study.plan import Plan, plan_study
@@ -108,6 +109,8 @@ def run_study(
         raise InputError(f"--workers must be at least 1, not {workers}")
     if executor == "inline" and (address is not None or (workers or 1) > 1):
         raise InputError("--executor inline runs one stack at a time: --workers and --address are Ray's")
+    if executor == "ray":
+        temporary()
     gpu = plan.spec.resources.gpu
     for arm in plan.arms:
         device, where = arm.config["train"]["device"], "base" if arm.is_base else f"arms.{arm.name}"

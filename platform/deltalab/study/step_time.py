@@ -35,6 +35,9 @@ logits. A stack with more is not timed."""
 MOST_TIMED_LENGTH = 2**14
 """Tokens of a sequence. A longer one is not timed: a rule may take its chunks one by one."""
 
+MOST_TIMED_BLOCKS = 64
+"""Blocks of a model. Of each, making it and three steps take 30 ms, however narrow it is. A deeper one is not timed."""
+
 MOST_TIMED_RUNS = 3
 """Runs in a timed stack."""
 
@@ -77,7 +80,7 @@ def timed_step(training: Training) -> float | None:
 def _timeable(training: Training) -> int:
     """How many runs are few enough to be timed."""
     model, tokens = training.model, training.spec.batch_size * training.task.length
-    if training.task.length > MOST_TIMED_LENGTH:
+    if training.task.length > MOST_TIMED_LENGTH or model.depth > MOST_TIMED_BLOCKS:
         return 0
     parameters = training.flops_per_token / 2 + model.vocab_size * model.d_model
     numbers = 4 * parameters + tokens * (40 * model.d_model * model.depth + 3 * model.vocab_size)

@@ -103,20 +103,22 @@ def costs(model: Model, length: int, step: int) -> list[Metric]:
     flops_per_token: of the matrix products of a forward pass, without embedding and logits. state_size: elements held
     for one sequence.
     """
-
-    def counted() -> list[Metric]:
-        with FlopCounterMode(display=False) as counter:
-            size = model.state_size(length)
-        return [
-            ("cost", "flops_per_token", step, counter.get_total_flops() / length),
-            ("cost", "state_size", step, float(size)),
-        ]
-
     if not model.embed.weight.is_cuda:
-        return counted()
-    # Without numbers, or a GPU would compile kernels for this one forward: of a single sequence, in fp32.
+        return _counted(model, length, step)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            return counted()
+        return counted_without_numbers(model, length, step)
     except Exception:  # A rule reads numbers, or launches a kernel of its own past PyTorch's operators.
-        return counted()
+        return _counted(model, length, step)
+
+
+def counted_without_numbers(model: Model, length: int, step: int) -> list[Metric]:
+    """`costs` by fake tensors: a GPU would compile kernels for this one forward of a single sequence in fp32."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return _counted(model, length, step)
+
+
+def _counted(model: Model, length: int, step: int) -> list[Metric]:
+    with FlopCounterMode(display=False) as counter:
+        size = model.state_size(length)
+    flops = counter.get_total_flops() / length
+    return [("cost", "flops_per_token", step, flops), ("cost", "state_size", step, float(size))]
