@@ -17,6 +17,7 @@ from deltalab.models.model import build_model
 from deltalab.models.spec import ModelSpec
 from deltalab.ops.loss import linear_cross_entropy
 from deltalab.study.run import run_study
+from deltalab.study.sizes import Sizer
 from deltalab.tasks import IGNORE, MQAR, Task
 from deltalab.tasks.batches import TrainingBatches
 from deltalab.training import device
@@ -437,9 +438,17 @@ def test_cost_is_that_of_the_model() -> None:
 
 
 @pytest.mark.parametrize("rule", deltalab.list_rules())
-def test_a_gpu_counts_a_models_costs_without_numbers(rule: str) -> None:
+def test_a_gpu_counts_the_costs_that_a_cpu_does(rule: str) -> None:
     model = build_model(replace(TINY, rule=rule, heads=2), seed=0)
     assert counted_without_numbers(model, 24, 0) == costs(model, 24, 0)
+
+
+def test_the_products_of_attention_count() -> None:
+    model = build_model(replace(TINY, rule="attention", heads=2), seed=0)
+    (_, _, _, short), _ = costs(model, 16, 0)
+    (_, _, _, long), _ = costs(model, 64, 0)
+    assert long - short == 2 * 2 * (64 - 16) * TINY.d_model, "each token's query with all keys, and weights with values"
+    assert Sizer().sizes(model.spec, 64).flops_per_token == long
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

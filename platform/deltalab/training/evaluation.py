@@ -7,7 +7,7 @@ from typing import TypeAlias
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from deltalab.models.model import Model
@@ -98,27 +98,28 @@ def means(sums: Sums, runs: int) -> list[dict[str, float] | None]:
 
 
 def costs(model: Model, length: int, step: int) -> list[Metric]:
-    """The costs of using a model on `length` tokens, which do not depend on its weights.
+    """The costs of using a model on `length` tokens, which depend neither on its weights nor on its device.
 
-    flops_per_token: of the matrix products of a forward pass, without embedding and logits. state_size: elements held
-    for one sequence.
+    flops_per_token: of the matrix products of a forward pass, without embedding and logits; those of a scan are those
+    of its chunks. state_size: elements held for one sequence.
     """
     if not model.embed.weight.is_cuda:
         return _counted(model, length, step)
     try:
         return counted_without_numbers(model, length, step)
-    except Exception:  # A rule reads numbers, or launches a kernel of its own past PyTorch's operators.
+    except Exception:  # A rule reads numbers.
         return _counted(model, length, step)
 
 
 def counted_without_numbers(model: Model, length: int, step: int) -> list[Metric]:
-    """`costs` by fake tensors: a GPU would compile kernels for this one forward of a single sequence in fp32."""
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        return _counted(model, length, step)
+    """`costs` on PyTorch's device `meta`: a GPU's kernels hide their products, and would be compiled for this alone."""
+    with torch.device("meta"):
+        return _counted(Model(model.spec), length, step)
 
 
 def _counted(model: Model, length: int, step: int) -> list[Metric]:
-    with FlopCounterMode(display=False) as counter:
+    # Other attentions of a CPU hide their products from the counter.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         size = model.state_size(length)
     flops = counter.get_total_flops() / length
     return [("cost", "flops_per_token", step, flops), ("cost", "state_size", step, float(size))]
