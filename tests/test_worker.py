@@ -20,6 +20,7 @@ from deltalab.study import worker as workers
 from deltalab.study.fork_server import _servers, fork_server
 from deltalab.study.job import Job, Lost
 from deltalab.study.plan import make_plan
+from deltalab.study.report import report
 from deltalab.study.run import StudyResult, run_study
 from deltalab.study.spec import load_study
 from deltalab.study.trial import execute
@@ -343,10 +344,14 @@ def test_a_stack_that_is_lost_every_time_leaves_the_study_incomplete_and_the_nex
     assert missing.startswith("the process was killed by SIGKILL (Killed), at step ")
     with Store.open("lab.db") as store:
         assert store.study("s").state == "incomplete"
+        (named,) = report(store, store.study("s").id).warnings
+    assert named == f"mqar / base / candidate 1, 1 seed: given up after 4 tries: {missing}"
     again = ran(file)
     assert (again.trials, again.known, again.failed, again.missing) == (2, 1, 0, {})
     with Store.open("lab.db") as store:
         assert store.study("s").state == "done"
+        assert report(store, store.study("s").id).warnings == []
+        assert "given_up" not in store.study("s").provenance
 
 
 def test_a_process_that_is_stopped_is_no_hang_of_the_rule(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,7 +182,7 @@ class Store(Ledger):
                     f"study '{name}' is recorded with the arms {', '.join(arm.name for arm in recorded)}; "
                     f"give this one, with {', '.join(arm.name for arm in arms)}, another name"
                 )
-            before = {key: value for key, value in study.provenance.items() if key != "earlier"}
+            before = {key: value for key, value in study.provenance.items() if key not in ("earlier", "given_up")}
             earlier = study.provenance.get("earlier", [])
             if before != json.loads(json.dumps(provenance)):  # as it came out of the database: lists for tuples
                 study.provenance = {**provenance, "earlier": [*earlier, before]}
@@ -246,10 +246,12 @@ class Store(Ledger):
             session.execute(delete(Trial).where(Trial.id == trial.id))
 
     @waited
-    def finish_study(self, study_id: int, state: StudyState, total: int | None = None) -> None:
+    def finish_study(
+        self, study_id: int, state: StudyState, total: int | None = None, given_up: Sequence[str] = ()
+    ) -> None:
         """Closes a study and ends this store's claim to it; a study that another driver took over is left to that.
 
-        total: the trials of the whole study, where they were counted.
+        total: the trials of the whole study, where they were counted. given_up: what an incomplete one lacks, and why.
         """
         driver_id = self._claims.get(study_id)
         with self._writing() as session:
@@ -257,6 +259,8 @@ class Store(Ledger):
                 return
             study = session.get_one(Study, study_id)
             study.state, study.finished_at, study.total = state, datetime.now(UTC), total or study.total
+            about = {key: value for key, value in study.provenance.items() if key != "given_up"}
+            study.provenance = {**about, "given_up": list(given_up)} if given_up else about
             if driver_id is not None:
                 drivers.end(session, study_id, driver_id)
         self._claims.pop(study_id, None)

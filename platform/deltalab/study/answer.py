@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 NO_DIFFERENCE = "no difference found at this budget"
 UNEVEN = 0.05
 """An arm that differs from the base by more than this share in state, parameters or arithmetic is marked."""
+MOST_GIVEN_UP = 5
+"""Stacks of an incomplete study that its answer names."""
 # What times depend on besides the arm. It does not matter which of a host's GPUs was used.
 TIMED_WITH = {
     "device": "device",
@@ -199,6 +201,11 @@ def answer(store: Store, study_id: int, *, which: Stage = "confirm", intervals: 
         f"rule '{rule}': {reason} (the study ran with --unchecked), so its equation may not be what it trains"
         for rule, reason in study.provenance.get("unchecked", {}).items()
     ]
+    if study.state == "incomplete":
+        given_up = study.provenance.get("given_up", [])
+        warnings += given_up[:MOST_GIVEN_UP]
+        if len(given_up) > MOST_GIVEN_UP:
+            warnings.append(f"{len(given_up) - MOST_GIVEN_UP} more stacks of trials were given up")
     notes = _notes(which, study.spec)
     return Answer(
         study.name,

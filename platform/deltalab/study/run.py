@@ -201,7 +201,7 @@ def _drive(
             else:
                 state = "failed" if schedule.failures else "done"
         finally:
-            store.finish_study(study_id, state, account.total)
+            store.finish_study(study_id, state, account.total, schedule.given_up if state == "incomplete" else ())
     found = report(store, study_id)
     keep_best(store, study_id, best(found))
     logs.finish(found)

@@ -149,6 +149,7 @@ class Schedule:
 
     cut_off: stacks that a killed driver left behind with a checkpoint, by the keys of their trials.
     missing: why each trial, by its key, could not run although it was tried several times. Nothing is recorded of it.
+    given_up: the same for people, a line for each stack.
     """
 
     def __init__(self, plan: Plan, store: Store, study_id: int, cut_off: Iterable[tuple[str, ...]] = ()) -> None:
@@ -172,6 +173,7 @@ class Schedule:
         self._again: list[tuple[float, list[Job]]] = []
         self._losses: Counter[tuple[str, ...]] = Counter()
         self.missing: dict[str, str] = {}
+        self.given_up: list[str] = []
         self.fault: Exception | None = None
         self._flops: dict[tuple[str, str], float] = {}
         most = plan.spec.resources.stack
@@ -305,9 +307,8 @@ class Schedule:
         self._losses[keys] += 1
         if tries == len(PAUSES):
             self.missing |= dict.fromkeys(keys, why)
-            _log.warning(
-                "%s: given up after %d tries: %s; the next `study run` tries again", named(stack), tries + 1, why
-            )
+            self.given_up.append(f"{named(stack)}: given up after {tries + 1} tries: {why}")
+            _log.warning("%s; the next `study run` tries again", self.given_up[-1])
             return
         _log.warning("%s: runs again in %g s: %s", named(stack), PAUSES[tries], why)
         insort(self._again, (time.monotonic() + PAUSES[tries], list(stack)), key=lambda again: again[0])
