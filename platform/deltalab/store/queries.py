@@ -268,8 +268,9 @@ class Ledger:
                     known[key].diverged.append(seed)
                 last = _last_steps(DONE_RUNS, keys=group)
                 finals = select(Trial.key, Run.seed, last.c.split, last.c.name, last.c.value)
-                finals = finals.join_from(Trial, Run).join(last, last.c.run_id == Run.id).order_by(Run.seed)
-                for key, seed, split, name, value in session.execute(finals):
+                finals = finals.join_from(Trial, Run).join(last, last.c.run_id == Run.id)
+                # PostgreSQL does not know how few runs `last` has, and would read all that there are.
+                for key, seed, split, name, value in session.execute(finals.where(chosen).order_by(Run.seed)):
                     known[key].finals.setdefault((split, name), {})[seed] = value
         return known
 
