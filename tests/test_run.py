@@ -21,6 +21,7 @@ import pytest
 import torch
 import yaml
 from sqlalchemy.orm import Session
+from tests.delta_rule import delta_rule
 
 from deltalab import cli, registry
 from deltalab.errors import InputError
@@ -49,46 +50,13 @@ STUDY: dict[str, Any] = {
     "seeds": 2,
 }
 
-RULE = '''"""The delta rule, and what a test adds to it."""
-
-import os
-from dataclasses import dataclass
-from pathlib import Path
-from typing import ClassVar
-
-from deltalab import gates
-from deltalab.gates import Gate
-from deltalab.rule import Operands, UpdateRule, knob
-from deltalab.structure import HOUSEHOLDER, Transition
-
-calls = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rule(UpdateRule):
-    """S_t = (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T"""
-
-    name: ClassVar[str] = "NAME"
-    transition: Transition = HOUSEHOLDER
-    beta: Gate = knob(gates.sigmoid())
-
-    @property
-    def eigenvalues(self):
-        return 0.0, 1.0
-
-    def operands(self, q, k, v, *, beta):
-        global calls
-        calls += 1
-        TROUBLE
-        return Operands(r=q, k=k, u=beta[..., None] * v, e=beta)
-'''
 RAISES = 'if calls > 5 and Path("broken").exists(): raise RuntimeError(f"boom\\0 \\udc80")'
 DIES = 'if calls > 5 and Path("deadly").exists(): os._exit(9)'
 
 
 def rule(file: Path, name: str, trouble: str = "pass") -> Path:
     file.parent.mkdir(exist_ok=True)
-    file.write_text(RULE.replace("NAME", name).replace("TROUBLE", trouble))
+    file.write_text(delta_rule(name, trouble))
     return file
 
 

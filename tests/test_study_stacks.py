@@ -1,18 +1,19 @@
 """Trials that train as one: which go together, and that nobody can tell from the study's results."""
 
 import json
-import os
 import random
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from textwrap import indent
 from typing import Any, ClassVar
 
 import pytest
 import torch
 import yaml
+from tests.delta_rule import delta_rule
 
 from deltalab import registry
 from deltalab.errors import InputError
@@ -491,49 +492,20 @@ def test_gpus_that_no_stack_takes_are_told_of(
     assert "there are 2: resources: {gpu: 1} gives each stack one" in caplog.text
 
 
-RULE = '''"""The delta rule, which first does what a test adds."""
-
-import os
-import time
-from dataclasses import dataclass
-from pathlib import Path
-from typing import ClassVar
-
-from deltalab import gates
-from deltalab.gates import Gate
-from deltalab.rule import Operands, UpdateRule, knob
-from deltalab.structure import HOUSEHOLDER, Transition
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rule(UpdateRule):
-    """S_t = (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T"""
-
-    name: ClassVar[str] = "rule_of_a_stack"
-    transition: Transition = HOUSEHOLDER
-    beta: Gate = knob(gates.sigmoid())
-
-    @property
-    def eigenvalues(self):
-        return 0.0, 1.0
-
-    def operands(self, q, k, v, *, beta):
-        if os.getpid() != DRIVER:
-            TROUBLE
-        return Operands(r=q, k=k, u=beta[..., None] * v, e=beta)
-'''
-MEETS = """Path(os.environ["CUDA_VISIBLE_DEVICES"]).with_suffix(".here").touch()
-            until = time.time() + 90
-            while len(list(Path().glob("*.here"))) < 4 and time.time() < until: time.sleep(0.05)
-            assert len(list(Path().glob("*.here"))) == 4"""
-DIES = """if Path("deadly").exists():
-                Path("deadly").unlink()
-                os._exit(9)"""
+MEETS = """\
+Path(os.environ["CUDA_VISIBLE_DEVICES"]).with_suffix(".here").touch()
+until = time.time() + 90
+while len(list(Path().glob("*.here"))) < 4 and time.time() < until: time.sleep(0.05)
+assert len(list(Path().glob("*.here"))) == 4"""
+DIES = """\
+if Path("deadly").exists():
+    Path("deadly").unlink()
+    os._exit(9)"""
 
 
 def plug_in(lab: Path, trouble: str) -> None:
     file = lab / "rule.py"
-    file.write_text(RULE.replace("TROUBLE", trouble).replace("DRIVER", str(os.getpid())))
+    file.write_text(delta_rule("rule_of_a_stack", f"if IN_CHILD:\n{indent(trouble, '    ')}"))
     registry.add_plugin(file)
 
 

@@ -8,10 +8,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import pytest
 import yaml
+from tests.delta_rule import delta_rule
 
 from deltalab import registry
 from deltalab.store import Store
@@ -36,50 +38,6 @@ STUDY: dict[str, Any] = {
     },
     "seeds": 2,
 }
-
-RULE = '''"""The delta rule, and what a test adds to it in the child."""
-
-import logging
-import os
-import re
-import signal
-import sys
-import time
-from dataclasses import dataclass
-from pathlib import Path
-from typing import ClassVar
-
-from deltalab import gates
-from deltalab.gates import Gate
-from deltalab.rule import Operands, UpdateRule, knob
-from deltalab.structure import HOUSEHOLDER, Transition
-
-IN_CHILD = os.getpid() != DRIVER
-calls = 0
-
-if IN_CHILD:
-    IMPORT
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rule(UpdateRule):
-    """S_t = (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T"""
-
-    name: ClassVar[str] = "NAME"
-    transition: Transition = HOUSEHOLDER
-    beta: Gate = knob(gates.sigmoid())
-
-    @property
-    def eigenvalues(self):
-        return 0.0, 1.0
-
-    def operands(self, q, k, v, *, beta):
-        global calls
-        calls += 1
-        if IN_CHILD and calls > 4:
-            TROUBLE
-        return Operands(r=q, k=k, u=beta[..., None] * v, e=beta)
-'''
 
 TASK = '''"""A task that ends the process of a model with large logits."""
 
@@ -114,11 +72,8 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def plug_in(name: str, trouble: str = "pass", *, at_import: str = "pass") -> str:
     """A rule that does something in the child: at its import, or from its fifth call on."""
     file = Path(f"{name}.py")
-    given = {"NAME": name, "TROUBLE": trouble, "IMPORT": at_import, "DRIVER": str(os.getpid())}
-    text = RULE
-    for word, meaning in given.items():
-        text = text.replace(word, meaning)
-    file.write_text(text)
+    at_call = f"if IN_CHILD and calls > 4:\n{indent(trouble, '    ')}"
+    file.write_text(delta_rule(name, at_call, at_import=f"if IN_CHILD:\n{indent(at_import, '    ')}"))
     with pytest.MonkeyPatch.context() as patch:  # the driver's own trial of an import would see the trouble first
         patch.setattr(registry, "_require_end", lambda *_: None)
         registry.add_plugin(file)

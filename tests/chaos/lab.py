@@ -20,40 +20,17 @@ import psutil
 import yaml
 from sqlalchemy import create_engine, text
 from tests.chaos import answer as answers
+from tests.delta_rule import delta_rule
 
 from deltalab.store import Store
 from deltalab.study.report import report
 
 ROOT = Path(__file__).parents[2]
-RULE = '''"""The delta rule. Its workers save a checkpoint at every evaluation, so that kills strike the writing too."""
-
-from dataclasses import dataclass
-from typing import ClassVar
-
-from deltalab import gates
-from deltalab.gates import Gate
-from deltalab.rule import Operands, UpdateRule, knob
-from deltalab.structure import HOUSEHOLDER, Transition
+CHECKPOINTS = """\
 from deltalab.training.train import train_together
 
-train_together.__kwdefaults__["checkpoint_seconds"] = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rule(UpdateRule):
-    """S_t = (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T"""
-
-    name: ClassVar[str] = "chaos"
-    transition: Transition = HOUSEHOLDER
-    beta: Gate = knob(gates.sigmoid())
-
-    @property
-    def eigenvalues(self):
-        return 0.0, 1.0
-
-    def operands(self, q, k, v, *, beta):
-        return Operands(r=q, k=k, u=beta[..., None] * v, e=beta)
-'''
+train_together.__kwdefaults__["checkpoint_seconds"] = 0.0"""
+"""Workers save a checkpoint at every evaluation, so that kills strike the writing too."""
 
 STUDY: dict[str, Any] = {
     "name": "s",
@@ -94,7 +71,7 @@ class Lab:
 
     def write(self, **given: Any) -> None:
         (self.folder / "plugins").mkdir()
-        (self.folder / "plugins" / "chaos.py").write_text(RULE)
+        (self.folder / "plugins" / "chaos.py").write_text(delta_rule("chaos", at_import=CHECKPOINTS))
         (self.folder / "s.yaml").write_text(yaml.safe_dump({**STUDY, **given}, sort_keys=False))
 
     def start(
