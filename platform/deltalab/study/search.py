@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from itertools import pairwise
 from typing import Any, Literal
 
 from deltalab.errors import InputError
@@ -395,15 +394,18 @@ def halvings(spec: StudySpec | Mapping[str, Any], store: Store, study_id: int) -
         _points(objectives, {each.number: each.scores for each in everything if each.rung == rung})
         for rung in range(len(space.rungs))
     ]
-    found = []
-    for rung, (points, after) in enumerate(pairwise(rungs)):
-        if not after:
+    found, points = [], rungs[0]
+    for rung, reached in enumerate(rungs[1:]):
+        if not reached:
             break
         went = going_on(_lot(spec.name, rung), points, space.halved[rung + 1])
+        # Only these: where costs were counted anew since, the ledger has candidates that would not go on today.
+        after = {number: reached[number] for number in (*went[0], *went[1]) if number in reached}
         last = rung + 2 == len(rungs)
         best = space.finalists if last else space.halved[rung + 2] - by_lot(space.halved[rung + 2])
-        ended = set(after) >= {*went[0], *went[1]}
+        ended = len(after) == len(went[0]) + len(went[1])
         found.append(halving(space.rungs[rung : rung + 2], points, went, after if ended else None, best))
+        points = after
     return found
 
 
