@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from deltalab.errors import InputError
+from deltalab.study.estimate import estimate
 from deltalab.study.plan import Plan, make_plan
 from deltalab.study.scales import families, task_of
 from deltalab.study.spec import load_study
@@ -44,6 +45,30 @@ def test_every_arm_runs_at_every_size(plan: Callable[..., Plan]) -> None:
 def test_a_size_may_set_a_parameter_of_the_task(plan: Callable[..., Plan]) -> None:
     made = plan(task={"text": {"length": 8}}, scales={"task.length": [8, 24]})
     assert {label: task.length for label, task in made.tasks.items()} == {"text.length=8": 8, "text.length=24": 24}
+
+
+@pytest.mark.parametrize(
+    ("given", "warns"),
+    [
+        ({}, True),
+        ({"scales": {"model.d_model": [8, 32], "transfer": "mup"}}, False),
+        ({"scales": {"train.steps": [4, 8]}}, False),
+        ({"tune": {"train.lr": {"choice": [0.01, 0.02]}, "trials": 2}}, False),
+        ({"tune": {"train.weight_decay": {"choice": [0.0, 0.1]}, "trials": 2}}, True),
+    ],
+)
+def test_one_learning_rate_for_all_widths_is_warned_of(
+    plan: Callable[..., Plan], given: dict[str, Any], warns: bool
+) -> None:
+    said = [note for note in estimate(plan(**given)).notes if note.startswith("scales:")]
+    assert (
+        said
+        == [
+            "scales: widths 8 to 32 train at one learning rate, and the best one falls with the width. "
+            "Give transfer: mup, or tune train.lr."
+        ]
+        * warns
+    )
 
 
 def test_mup_takes_the_width_that_the_base_states(plan: Callable[..., Plan]) -> None:

@@ -195,7 +195,14 @@ def estimate(plan: Plan, *, workers: int | None = None, spreads: Sequence[Spread
             for spread in spreads
             if found is not None and math.isfinite(found)
         ],
-        notes=(*_searched(plan), *plan.notes, *_extended(plan), *_passes(trainings), *_not_checked(plan)),
+        notes=(
+            *_searched(plan),
+            *plan.notes,
+            *_extended(plan),
+            *_one_rate(plan),
+            *_passes(trainings),
+            *_not_checked(plan),
+        ),
         overrides=plan.overrides,
     )
 
@@ -316,6 +323,18 @@ def _steps(training: Training) -> float:
             size, batches = task.evaluated(other, split, spec.batch_size, spec.eval_batches)
             tokens += times * size * batches * other.length
     return spec.steps + tokens / (spec.batch_size * task.length) / 3
+
+
+def _one_rate(plan: Plan) -> list[str]:
+    """Says so where all widths of a ladder train at one learning rate."""
+    scales, tune = plan.spec.scales, plan.spec.tune
+    widths = scales.lists.get("model.d_model") if scales else None
+    if scales is None or widths is None or scales.transfer == "mup" or (tune and "train.lr" in tune.searched):
+        return []
+    return [
+        f"scales: widths {widths[0]} to {widths[-1]} train at one learning rate, and the best one falls with the "
+        "width. Give transfer: mup, or tune train.lr."
+    ]
 
 
 def _passes(trainings: list[Training]) -> list[str]:
