@@ -8,6 +8,7 @@ import sqlite3
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -200,6 +201,18 @@ def test_known_trials_give_the_last_value_of_the_seeds_that_finished(store: Stor
         (5, "done", 20),
         (6, "diverged", 10),
     }
+
+
+def test_a_recorded_trial_is_what_is_known_of_it(store: Store) -> None:
+    study = begin(store)
+    late_first = [("test", "loss", 20, 1 / 3), ("test", "loss", 10, 0.3), ("test", "accuracy", 20, math.nan)]
+    ended = trial("ended", runs=[run(7, metrics=late_first), run(2, metrics=late_first), run(3, state="diverged")])
+    failed = trial("failed", state="failed", error="a\x00b\udcffc", runs=[run(1, state="diverged")], parameters=12)
+    for number, record in enumerate([ended, failed]):
+        said = store.record_trial(study, "base", record, number, {})
+        assert said == store.known_trials([record.key])[record.key]
+        assert store.record_trial(study, "no_d", replace(record, runs=[], error="another"), number, {}) == said
+    assert store.known_trials(["ended"])["ended"].finals == {("test", "loss"): {2: 1 / 3, 7: 1 / 3}}
 
 
 def test_only_a_failed_trial_is_forgotten_and_who_held_it_is_unfinished(store: Store) -> None:

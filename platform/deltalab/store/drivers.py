@@ -134,7 +134,7 @@ def beat(session: Session, driver_id: str, progress: dict[str, Any]) -> bool:
 
 def require(session: Session, driver_id: str) -> None:
     """Raises `TakenOver` where the claim is lost."""
-    if session.get(Driver, driver_id) is None:
+    if session.scalar(select(Driver.id).where(Driver.id == driver_id)) is None:
         raise TakenOver
 
 

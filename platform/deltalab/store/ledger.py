@@ -20,7 +20,7 @@ from deltalab.store import database, drivers
 from deltalab.store.models import Arm, ArmTrial, Artifact, Driver, Metric, RuleVersion, Run, Study, StudyState, Trial
 from deltalab.store.outage import PATIENCE_SECONDS, waited
 from deltalab.store.queries import Ledger
-from deltalab.store.records import ArmRecord, RuleRecord, TrialRecord
+from deltalab.store.records import ArmRecord, RuleRecord, TrialRecord, TrialSummary
 
 _log = logging.getLogger("deltalab")
 
@@ -207,18 +207,22 @@ class Store(Ledger):
             return drivers.beat(session, driver_id, progress)
 
     @waited
-    def record_trial(self, study_id: int, arm: str, record: TrialRecord, number: int, values: dict[str, Any]) -> None:
+    def record_trial(
+        self, study_id: int, arm: str, record: TrialRecord, number: int, values: dict[str, Any]
+    ) -> TrialSummary:
         """Records a trial with its runs, metrics, artifacts and rule, and its number in the arm.
 
-        If the trial is already in the ledger, only links it to this arm.
+        If the trial is already in the ledger, only links it to this arm. Returns what the ledger has of it.
         Raises `TakenOver` where this store lost its claim to the study.
         """
         with self._writing() as session:
             self._require(session, study_id)
-            trial_id = session.scalar(select(Trial.id).where(Trial.key == record.key))
-            if trial_id is None:
-                trial_id = _add_trial(session, record)
+            known = session.scalar(select(Trial.id).where(Trial.key == record.key))
+            trial_id = _add_trial(session, record) if known is None else known
             _place(session, study_id, arm, trial_id, number, values)
+        if known is None:
+            return _summary(record)
+        return self.known_trials([record.key])[record.key]
 
     @waited
     def attach(self, study_id: int, arm: str, key: str, number: int, values: dict[str, Any]) -> None:
@@ -312,6 +316,19 @@ def _add_trial(session: Session, record: TrialRecord) -> int:
         for artifact in run.artifacts
     )
     return trial.id
+
+
+def _summary(record: TrialRecord) -> TrialSummary:
+    """What `known_trials` says of a trial that was recorded so."""
+    runs = sorted(record.runs, key=lambda run: run.seed)
+    finals: dict[tuple[str, str], dict[int, float]] = {}
+    for run in runs:
+        for split, name, _, value in sorted(run.metrics, key=lambda metric: metric[2]) if run.state == "done" else ():
+            if math.isfinite(value):
+                finals.setdefault((split, name), {})[run.seed] = value
+    diverged = [run.seed for run in runs if run.state == "diverged"]
+    error = record.error and _storable(record.error)
+    return TrialSummary(record.key, record.state, error, diverged, finals, record.parameters)
 
 
 def _rule_version(session: Session, rule: RuleRecord) -> int:

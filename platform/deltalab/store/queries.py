@@ -263,6 +263,8 @@ class Ledger:
                 chosen = Trial.key.in_(group)
                 for trial in session.scalars(select(Trial).where(chosen)):
                     known[trial.key] = TrialSummary(trial.key, trial.state, trial.error, [], {}, trial.parameters)
+                if known.keys().isdisjoint(group):
+                    continue
                 diverged = select(Trial.key, Run.seed).join(Run).where(chosen, Run.state == "diverged")
                 for key, seed in session.execute(diverged.order_by(Run.seed)):
                     known[key].diverged.append(seed)

@@ -265,8 +265,8 @@ class Schedule:
     def finished(self, record: TrialRecord) -> None:
         """Records a trial, whole, and learns from it."""
         for track, job, look in self._awaited[record.key]:
-            self.store.record_trial(self.study_id, job.arm, record, job.number, job.values)
-            self._learn(track, job, look, self.store.known_trials([job.key])[job.key])
+            known = self.store.record_trial(self.study_id, job.arm, record, job.number, job.values)
+            self._learn(track, job, look, known)
         del self._awaited[record.key]
         self._out.discard(record.key)
 

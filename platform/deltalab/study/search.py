@@ -12,7 +12,7 @@ long a trial takes and how many run at a time: any executor draws the same candi
 
 import json
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -94,6 +94,9 @@ class SearchPhase:
         self._store, self._study_id = store, study_id
         self._by_number: dict[tuple[int, str], Candidate] = {}
         self._waiting = 0
+        # Trials that have ended: of candidates by rung, and of the base's own by task.
+        self._ended: Counter[int] = Counter()
+        self._ended_own: Counter[str] = Counter()
         self._spent = {"warm": 0, "random": 0, "sampler": 0}
         self._drawn = {"warm": 0, "random": 0, "sampler": 0}
         # Feasible candidates whose results the sampler has not been told, in the order in which they were drawn.
@@ -132,16 +135,10 @@ class SearchPhase:
         trained = self.space.trials if self._draws else self._trained
         for rung, (places, settings) in enumerate(zip(self.space.halved, self.space.rungs, strict=True)):
             seeds = settings.get("train.seeds", self.space.seeds)
-            ended = sum(
-                trial is not None
-                for each in self.drawn
-                if len(each.rungs) > rung
-                for trial in each.rungs[rung].values()
-            )
             steps = [settings.get("train.steps", arm.config["train"]["steps"]) for arm in self.arms]
-            found += seeds * (min(places, trained) - ended / len(steps)) * sum(steps)
+            found += seeds * (min(places, trained) - self._ended[rung] / len(steps)) * sum(steps)
         for arm in self.arms:
-            ended = sum(each.rungs[0][arm.task] is not None for each in self.own[arm.task])
+            ended = self._ended_own[arm.task]
             seeds = self.space.rungs[-1].get("train.seeds", self.space.seeds)
             found += seeds * (self.plan.base_trials - ended) * arm.config["train"]["steps"]
         return max(0.0, found)
@@ -165,6 +162,10 @@ class SearchPhase:
     def learn(self, job: Job, rung: int, summary: TrialSummary) -> None:
         self._by_number[job.number, job.task].rungs[rung][job.task] = summary
         self._waiting -= 1
+        if is_own(job.number, self.space):
+            self._ended_own[job.task] += 1
+        else:
+            self._ended[rung] += 1
 
     def base(self, task: str) -> dict[str, Any]:
         """The values of the base's best candidate on a task; {}, as it is written, where none has a score."""
