@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from deltalab.study.pareto import beyond_worst, chosen, contributions, front, hypervolume, ranked
 
@@ -50,15 +52,30 @@ def test_chosen_points_dominate_nearly_as_much_as_the_best_subset_could() -> Non
     assert hypervolume(points[found], reference) >= 0.95 * best
 
 
+NUMBERS = st.sampled_from([0.0, 1.0, 2.0, 3.0, math.inf, -math.inf, math.nan])
+
+
+@given(st.integers(1, 4).flatmap(lambda objectives: st.lists(st.tuples(*[NUMBERS] * objectives), max_size=12)))
+def test_the_front_is_what_no_point_dominates(points: list[tuple[float, ...]]) -> None:
+    def dominates(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
+        return one != other and all(a <= b for a, b in zip(one, other, strict=True))
+
+    whole = [point for point in points if not any(map(math.isnan, point))]
+    assert front(points) == [
+        i for i, point in enumerate(points) if point in whole and not any(dominates(other, point) for other in whole)
+    ]
+
+
 def test_ranks_go_front_by_front_and_points_without_a_result_come_last() -> None:
     points = [(2.0, 2.0), (1.0, 1.0), (math.nan, 0.0), (0.0, 3.0), (3.0, 3.0)]
-    order = ranked(points, beyond_worst(points))
+    order = ranked(points, beyond_worst(points), 5)
     assert set(order[:2]) == {1, 3}
     assert order[2:] == [0, 4, 2]
-    assert ranked([], ()) == []
+    for most in range(5):
+        assert ranked(points, beyond_worst(points), most)[:most] == order[:most]
 
 
 def test_without_points_nothing_is_on_the_front_and_nothing_is_dominated() -> None:
-    assert front([]) == chosen([], (), 3) == contributions([], ()) == ranked([], ()) == []
+    assert front([]) == chosen([], (), 3) == contributions([], ()) == ranked([], (), 1) == []
     assert beyond_worst([]) == ()
     assert hypervolume([], (1.0, 2.0)) == 0

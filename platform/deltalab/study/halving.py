@@ -75,7 +75,7 @@ def going_on(name: str, points: Mapping[int, Sequence[float]], places: int) -> t
 
     name: seeds the lot. points: by number, smaller is better; NaN where a candidate has no result, which never goes on.
     """
-    order = _order(points)
+    order = _order(points, places)
     places = min(places, len(order))
     earned = places - (by_lot(places) if places < len(order) else 0)
     rest = sorted(order[earned:], key=lambda number: hashlib.sha256(f"{name}/{number}".encode()).digest())
@@ -95,17 +95,21 @@ def halving(
     until all have ended. went: who went on by rank and by lot. best: how many of the next rung count as its best.
     """
     by_rank, lots = went
-    trained = len(_order(points))
+    trained = len(_known(points))
     if after is None or not lots:
         return Halving(settings[0], settings[1], trained, len(by_rank), len(lots), best)
-    top = set(_order(after)[:best])
+    top = set(_order(after, best)[:best])
     share = share_learned([number in top for number in lots], 0.5)
     low_high = (share.low, share.high)
     return Halving(settings[0], settings[1], trained, len(by_rank), len(lots), best, share.learned, *low_high)
 
 
-def _order(points: Mapping[int, Sequence[float]]) -> list[int]:
-    """The numbers of the candidates with a result, the best first."""
-    known = {number: point for number, point in points.items() if not any(map(math.isnan, point))}
+def _order(points: Mapping[int, Sequence[float]], most: int) -> list[int]:
+    """The numbers of the candidates with a result, the `most` best first."""
+    known = _known(points)
     numbers, table = [*known], [*known.values()]
-    return [numbers[i] for i in ranked(table, beyond_worst(table))]
+    return [numbers[i] for i in ranked(table, beyond_worst(table), most)]
+
+
+def _known(points: Mapping[int, Sequence[float]]) -> dict[int, Sequence[float]]:
+    return {number: point for number, point in points.items() if not any(map(math.isnan, point))}

@@ -18,9 +18,15 @@ def front(points: Points) -> list[int]:
     [0, 1]
     """
     table = _table(points)
-    whole = [i for i in range(len(table)) if not np.isnan(table[i]).any()]
-    kept = table[whole]
-    return [i for i in whole if not ((kept <= table[i]).all(axis=1) & (kept < table[i]).any(axis=1)).any()]
+    left = np.flatnonzero(~np.isnan(table).any(axis=1))
+    if not len(left):
+        return []
+    left = left[np.lexsort(table[left].T[::-1])]  # by the first coordinate, then the next: none dominates an earlier
+    kept, at = table[left], 0
+    while at < len(kept):
+        stay = (kept < kept[at]).any(axis=1) | (kept == kept[at]).all(axis=1)
+        left, kept, at = left[stay], kept[stay], at + 1
+    return sorted(left.tolist())
 
 
 def hypervolume(points: Points, reference: Sequence[float]) -> float:
@@ -75,25 +81,23 @@ def chosen(points: Points, reference: Sequence[float], most: int) -> list[int]:
     return taken
 
 
-def ranked(points: Points, reference: Sequence[float]) -> list[int]:
+def ranked(points: Points, reference: Sequence[float], most: int) -> list[int]:
     """The indices of all points, the best first: those of the front, then those of the front of the others, and so on.
 
-    Within one front, those come first that add the most. Points with a NaN come last.
+    Within one front, those come first that add the most. Points with a NaN come last. After the front with the last of
+    the `most` best, the others follow as they come.
 
-    >>> ranked([(0.0, 2.0), (1.0, 0.0), (1.0, 2.5), (math.nan, 0.0)], (2.0, 3.0))
+    >>> ranked([(0.0, 2.0), (1.0, 0.0), (1.0, 2.5), (math.nan, 0.0)], (2.0, 3.0), 4)
     [1, 0, 2, 3]
     """
     table = _table(points)
     left = [*range(len(table))]
     order: list[int] = []
-    while left:
-        first = [left[i] for i in front(table[left])]
-        if not first:
-            return order + left
+    while len(order) < most and (first := [left[i] for i in front(table[left])]):
         adds = contributions(table[first], reference)
         order += [first[i] for i in sorted(range(len(first)), key=lambda i: (-adds[i], i))]
-        left = [i for i in left if i not in set(first)]
-    return order
+        left = sorted({*left} - {*first})
+    return order + left
 
 
 def beyond_worst(points: Points) -> tuple[float, ...]:

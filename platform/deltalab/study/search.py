@@ -355,7 +355,7 @@ def finalists(points: Sequence[Sequence[float]], most: int) -> list[int]:
     """
     limit = beyond_worst(points)
     first = chosen(points, limit, most)
-    return [*first, *(i for i in ranked(points, limit) if i not in first)][:most]
+    return [*first, *(i for i in ranked(points, limit, most) if i not in first)][:most]
 
 
 def candidates(spec: StudySpec | Mapping[str, Any], store: Store, study_id: int) -> list[Found]:
