@@ -81,7 +81,10 @@ def import_ledger(store: Store, source: Store, say: Say) -> dict[str, int]:
     """
     with _reading(source) as read, _writing(store, writes=True) as write:
         copy = _Copy(read, write, say)
-        return {table.name: copy.table(table) for table in Base.metadata.sorted_tables if table.name not in TRANSIENT}
+        new = {table.name: copy.table(table) for table in Base.metadata.sorted_tables if table.name not in TRANSIENT}
+        if write.dialect.name == "postgresql":  # until its autovacuum comes by, it would plan for the ledger of before
+            write.exec_driver_sql(f"ANALYZE {', '.join(new)}")
+        return new
 
 
 def vacuum(store: Store) -> dict[str, int]:
