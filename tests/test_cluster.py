@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -194,6 +195,61 @@ def test_a_stack_that_is_lost_again_and_again_is_missing_and_not_failed(
     assert (schedule.completed, schedule.failures) == (0, 0)
     assert len(schedule.missing) == 2
     assert all("its node was lost" in reason for reason in schedule.missing.values())
+
+
+def test_a_study_whose_places_never_begin_ends(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class NeverBegins(FakeRay):
+        def receive(self, patience: float) -> dict[str, Any]:
+            return {"down": 0, "why": "ImportError: no such library"}
+
+    schedule = through(NeverBegins(lab, lambda number: None), lab, monkeypatch)
+    assert not schedule.done
+    assert len(schedule.missing) == 2
+    assert all("no such library" in reason for reason in schedule.missing.values())
+
+
+def test_a_place_that_ends_loses_its_stack_and_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deltalab.study import ray_places
+
+    said: list[dict[str, Any]] = []
+    monkeypatch.setattr(ray_places, "_say", lambda **message: said.append(message))
+    monkeypatch.setattr(ray_places.ray, "get", lambda call: call)
+    put: list[tuple[str, str]] = []
+    mailbox = SimpleNamespace(put=SimpleNamespace(remote=lambda *given: put.append(given)))
+    pipe = ray_places.Pipe(1, mailbox)
+    lost = {"place": 0, "lost": "Ray lost the worker", "of": "infrastructure"}
+
+    def says(*messages: dict[str, Any]) -> bool:
+        told = said == [*messages]
+        said.clear()
+        return told
+
+    assert pipe.suggest("a") == {}
+    assert pipe.suggest("b") is None, "one place, one trial"
+    pipe.on_trial_result("a", ray_places.IDLE)
+    pipe.on_trial_result("a", ray_places.IDLE)
+    assert says({"free": 0})
+    pipe.send(0, "first")
+    pipe.on_trial_result("a", {"step": 3, "device": "cpu"})
+    pipe.on_trial_result("a", {"step": 4, "result": '{"records": [], "device": "cpu"}'})
+    assert says({"place": 0, "step": 3, "device": "cpu"}, {"place": 0, "records": [], "device": "cpu"}, {"free": 0})
+
+    pipe.send(0, "second")
+    pipe.why["a"] = "its node was lost"
+    pipe.on_trial_complete("a", error=True)
+    assert says({**lost, "lost": "its node was lost"}, {"down": 0, "why": None})
+    pipe.send(0, "third")
+    assert says(lost), "the place had ended while the stack was on its way"
+
+    assert pipe.suggest("b") == {}
+    pipe.on_trial_complete("b", error=True)
+    assert says({"down": 0, "why": "Ray lost the worker"}), "a place that never began"
+    assert pipe.suggest("c") == {}
+    pipe.on_trial_result("c", ray_places.IDLE)
+    pipe.send(0, "third")
+    pipe.on_trial_complete("c", error=True)
+    assert says({"free": 0}, lost, {"down": 0, "why": None})
+    assert put == [("a", "first"), ("a", "second"), ("c", "third")]
 
 
 @pytest.mark.parametrize("times", [2, 3])

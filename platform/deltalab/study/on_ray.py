@@ -131,8 +131,11 @@ class _Study:
                 self._out[place] = stack
                 self.progress.started(stack)
                 ray.send({"place": place, "stack": stack_to_json(stack)})
-            if free and not self._out and schedule.ended:
-                return
+            if not self._out:
+                if not free:
+                    schedule.look()
+                if schedule.ended:
+                    return
             message = ray.receive(WAIT)
             if "machines" in message:
                 fit = sum(_places(wanted, machine) for machine in message["machines"])
@@ -145,6 +148,11 @@ class _Study:
             elif "free" in message:
                 self._fits()
                 free.append(message["free"])
+            elif "down" in message:
+                free = [place for place in free if place != message["down"]]
+                if message["why"] is not None and (stack := schedule.next(places)):
+                    # The place did not begin. A stack bears the loss, so that a study whose places never do ends.
+                    schedule.unfinished(stack, Lost(message["why"], "infrastructure"))
             elif "records" in message:
                 stack = self._out.pop(message["place"])
                 for record in map(from_json, message["records"]):

@@ -1,26 +1,30 @@
 """Ray's process: has Ray Tune run a study's stacks on the machines of a cluster.
 
 Only this module imports Ray. It reads stacks from its standard input and writes what became of them to its standard
-output, one line of JSON a message. Tune's trial is a stack of ours; its searcher is the pipe. It ends, with Ray, when
-the driver closes the pipe, or has died. Tune restores nothing: the ledger is the only memory.
+output, one line of JSON a message. A trial of Tune's is a place, which runs one stack after another for as long as the
+study lasts: to start its process takes seconds. Stacks reach a place through a mailbox, and its results are those of
+Tune's trial. It ends, with Ray, when the driver closes the pipe, or has died. Tune restores nothing: the ledger is the
+only memory.
 """
 
+import asyncio
 import json
 import logging
 import math
 import os
-import queue
 import signal
 import sys
 import threading
 import time
+from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import ray
 from ray import tune
 from ray.tune.schedulers import FIFOScheduler
 from ray.tune.search import Searcher
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deltalab.study.job import Lost, stack_from_json, to_json
 from deltalab.study.storage import worker
@@ -32,20 +36,38 @@ REPORTS = 2.0
 LOOKS = 1.0
 """Seconds between two looks at a stack's step."""
 
-ANSWERS = 0.05
-"""Seconds for the driver to give the next stack after one has ended, before Tune turns to the others."""
-
 ENDS = 10.0
 """Seconds for Ray to shut down."""
 
+IDLE = {"step": -1}
+"""The result of a place without a stack: Tune wants its metric, `step`, in each."""
 
-class Stack(tune.Trainable):
-    """Executes a stack on a machine that Ray has chosen, and then another one that needs the same resources.
 
-    A result of Tune's has the step of the last evaluation; the last one has the records, or why the stack is lost.
+class Mailbox:
+    """Stacks on their way to places. An actor of Ray's."""
+
+    def __init__(self) -> None:
+        self._boxes: dict[str, asyncio.Queue[str]] = defaultdict(asyncio.Queue)
+
+    async def put(self, name: str, stack: str) -> None:
+        self._boxes[name].put_nowait(stack)
+
+    async def take(self, name: str) -> str | None:
+        """The next stack for a place; None where there is none within `LOOKS` seconds."""
+        try:
+            return await asyncio.wait_for(self._boxes[name].get(), LOOKS)
+        except TimeoutError:
+            return None
+
+
+class Place(tune.Trainable):
+    """Executes stacks, one at a time, on a machine that Ray has chosen.
+
+    A result of Tune's has the step of the last evaluation while a stack runs, and the records, or why it is lost,
+    once it has ended.
     """
 
-    def setup(self, config: dict[str, Any], given: dict[str, Any]) -> None:  # type: ignore[override]
+    def setup(self, config: dict[str, Any], given: dict[str, Any], mailbox: Any) -> None:  # type: ignore[override]
         memory = given["memory"]
         if memory is None:
             # As many places as this machine can have: other machines may have fewer than their share.
@@ -59,18 +81,25 @@ class Stack(tune.Trainable):
         os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"
         runs = given["runs"] if "://" in given["runs"] else Path(given["runs"])
         self._worker = worker(runs, threads=given["threads"], memory=memory)
-        self.reset_config(config)
-
-    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        self._mailbox, self._begun, self._runs = mailbox, False, False
         self._step, self._ended = 0, threading.Event()
-        threading.Thread(target=self._execute, args=(new_config["stack"],), daemon=True).start()
-        return True
 
     def step(self) -> dict[str, Any]:
-        if self._ended.wait(LOOKS):
-            result = {**self._result, "device": self._worker.device}
-            return {"step": self._step, "done": True, "result": json.dumps(result)}  # Tune flattens mappings
-        return {"step": self._step, "device": self._worker.device}
+        if not self._begun:  # says at once that the place is there
+            self._begun = True
+            return IDLE
+        if not self._runs:
+            stack = ray.get(self._mailbox.take.remote(self.trial_id))
+            if stack is None:
+                return IDLE
+            self._step, self._runs = 0, True
+            self._ended.clear()
+            threading.Thread(target=self._execute, args=(stack,), daemon=True).start()
+        if not self._ended.wait(LOOKS):
+            return {"step": self._step, "device": self._worker.device}
+        self._runs = False
+        # Tune flattens mappings.
+        return {"step": self._step, "result": json.dumps({**self._result, "device": self._worker.device})}
 
     def cleanup(self) -> None:
         self._worker.close()
@@ -90,34 +119,55 @@ class Stack(tune.Trainable):
 
 
 class Pipe(Searcher):
-    """Gives Tune the driver's stacks, and the driver Tune's results."""
+    """Has Tune keep `places` places, and gives them the driver's stacks, and the driver their results."""
 
-    def __init__(self, stacks: "queue.Queue[dict[str, Any]]") -> None:
+    def __init__(self, places: int, mailbox: Any) -> None:
         super().__init__(metric="step", mode="max")
         self.why: dict[str, str] = {}
-        self._stacks, self._places, self._asked = stacks, dict[str, int](), False
+        self._mailbox, self._lock = mailbox, threading.Lock()
+        self._down = list(range(places))  # places without a trial
+        self._place: dict[str, int] = {}  # of each trial
+        self._trial: dict[int, str] = {}  # of each place that has begun
+        self._busy: set[int] = set()
+
+    def send(self, place: int, stack: str) -> None:
+        """Gives a place its next stack."""
+        with self._lock:
+            trial = self._trial.get(place)
+            if trial is None:  # it ended while the stack was on its way
+                _say(place=place, lost="Ray lost the worker", of="infrastructure")
+                return
+            self._busy.add(place)
+        ray.get(self._mailbox.put.remote(trial, stack))
 
     def suggest(self, trial_id: str) -> dict[str, Any] | None:
-        try:
-            message = self._stacks.get(block=self._asked, timeout=ANSWERS)
-        except queue.Empty:
-            self._asked = False
+        if not self._down:
             return None
-        self._places[trial_id] = message["place"]
-        return {"stack": message["stack"]}
+        self._place[trial_id] = self._down.pop()
+        return {}
 
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
-        if "result" not in result and trial_id in self._places:
-            _say(place=self._places[trial_id], step=result["step"], device=result["device"])
+        place = self._place[trial_id]
+        with self._lock:
+            if "result" in result:
+                self._busy.discard(place)
+                _say(place=place, **json.loads(result["result"]))
+                _say(free=place)
+            elif place not in self._trial:
+                self._trial[place] = trial_id
+                _say(free=place)
+            elif result["step"] >= 0:
+                _say(place=place, step=result["step"], device=result["device"])
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
-        place = self._places.pop(trial_id, None)
-        if place is None:
-            return
-        lost = {"lost": self.why.pop(trial_id, "Ray lost the worker"), "of": "infrastructure"}
-        _say(place=place, **(lost if result is None or "result" not in result else json.loads(result["result"])))
-        _say(free=place)
-        self._asked = True
+        place, why = self._place.pop(trial_id), self.why.pop(trial_id, "Ray lost the worker")
+        with self._lock:
+            begun = self._trial.pop(place, None) is not None
+            if place in self._busy:
+                _say(place=place, lost=why, of="infrastructure")
+            _say(down=place, why=None if begun else why)
+            self._busy.discard(place)
+            self._down.append(place)
 
     def __getstate__(self) -> dict[str, Any]:
         # Tune pickles its searcher in order to restore it later, which a study never does.
@@ -158,16 +208,18 @@ def main() -> None:
         _say(machines=list(_machines().values()))
     except Exception as error:
         _gone(error)
-    given = json.loads(sys.stdin.readline() or "{}")
-    stacks: queue.Queue[dict[str, Any]] = queue.Queue()
-    for serve in (lambda: _listen(stacks), _report):
-        threading.Thread(target=serve, daemon=True).start()
+    line = sys.stdin.readline()
+    if not line:
+        _end()
+    given = json.loads(line)
     try:
-        if given:
-            for place in range(given["places"]):
-                _say(free=place)
-            _tuner(given, Pipe(stacks), first["folder"]).fit()
-            _gone(RuntimeError("Ray Tune has ended"))
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        mailbox = ray.remote(Mailbox).options(num_cpus=0, scheduling_strategy=here).remote()
+        pipe = Pipe(given["places"], mailbox)
+        for serve in (lambda: _listen(pipe), _report):
+            threading.Thread(target=serve, daemon=True).start()
+        _tuner(given, pipe, mailbox, first["folder"]).fit()
+        _gone(RuntimeError("Ray Tune has ended"))
     except Exception as error:
         _gone(error)
 
@@ -182,17 +234,16 @@ def _join(address: str | None, folder: str) -> None:
     ray.init(**given)
 
 
-def _tuner(given: dict[str, Any], pipe: Pipe, folder: str) -> tune.Tuner:
+def _tuner(given: dict[str, Any], pipe: Pipe, mailbox: Any, folder: str) -> tune.Tuner:
     resources = {"cpu": given["cpu"], "gpu": given["gpu"]}
     if given["memory"] is not None:
         resources["memory"] = given["memory"]
     return tune.Tuner(
-        tune.with_resources(tune.with_parameters(Stack, given=given), resources),
+        tune.with_resources(tune.with_parameters(Place, given=given, mailbox=mailbox), resources),
         tune_config=tune.TuneConfig(
             search_alg=pipe,
             scheduler=Reasons(pipe),
             num_samples=-1,
-            reuse_actors=True,
             max_concurrent_trials=given["places"],
         ),
         run_config=tune.RunConfig(
@@ -204,10 +255,18 @@ def _tuner(given: dict[str, Any], pipe: Pipe, folder: str) -> tune.Tuner:
     )
 
 
-def _listen(stacks: "queue.Queue[dict[str, Any]]") -> None:
+def _listen(pipe: Pipe) -> None:
     for line in sys.stdin:
-        stacks.put(json.loads(line))
-    # The driver has closed the pipe.
+        message = json.loads(line)
+        try:
+            pipe.send(message["place"], message["stack"])
+        except Exception as error:
+            _gone(error)
+    _end()
+
+
+def _end() -> NoReturn:
+    """Ends Ray and this process: the driver has closed the pipe."""
     threading.Timer(ENDS, os._exit, [1]).start()
     ray.shutdown()
     os._exit(0)
