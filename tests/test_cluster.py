@@ -287,6 +287,8 @@ def test_a_ray_of_our_own_listens_on_loopback_with_a_token_of_its_own(
     tokens = []
     with on_ray.ray_folder() as folder, on_ray._started(None, folder) as ray:
         assert ray.machines[0]["CPU"] >= 1
+        own = (Path("/proc") / str(ray._process.pid) / "environ").read_text()
+        assert "\0RAY_ENABLE_AUTO_CONNECT=0\0" in own, "a call after Ray's end would start another Ray"
         listeners = [address for pid in group(ray._process.pid) for address in listening_at(pid, tokens)]
     assert len(listeners) >= 4
     assert set(listeners) == {"127.0.0.1"}

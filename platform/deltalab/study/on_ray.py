@@ -57,11 +57,13 @@ WAIT = 0.1
 _TUNE = {
     "RAY_AIR_NEW_OUTPUT": "0",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
+    "RAY_ENABLE_AUTO_CONNECT": "0",
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
     "TUNE_DISABLE_SIGINT_HANDLER": "1",
     "TUNE_GLOBAL_CHECKPOINT_S": "1000000000",
 }
-"""Ray Tune prints nothing, writes no results and no state, all of which the ledger has, and changes no folder."""
+"""Ray Tune prints nothing, writes no results and no state, all of which the ledger has, and changes no folder. A call
+that comes after Ray's end does not start another Ray, as it would by itself, in /tmp/ray and with no one to end it."""
 
 _PLACES = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from deltalab.study.ray_places import main; main()"
 
