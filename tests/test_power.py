@@ -74,6 +74,13 @@ def test_an_effect_is_told_in_the_tasks_own_metric() -> None:
     assert "is not known: --sd gives one" in printed(bare)
 
 
+def test_of_many_tasks_without_a_known_spread_three_are_named() -> None:
+    found = estimate(planned("quickstart"))
+    arms = [replace(arm, task=f"text.d_model={width}") for width in range(9) for arm in found.arms]
+    said = printed(replace(found, arms=arms, effects=[], detectable=1.0))
+    assert "on text.d_model=0, text.d_model=1, text.d_model=2, 6 more is not known" in said
+
+
 def test_a_plan_counts_the_most_that_looks_can_take(tmp_path: Path) -> None:
     file = tmp_path / "s.yaml"
     text = (ROOT / "studies" / "quickstart.yaml").read_text()

@@ -137,8 +137,9 @@ class Estimate:
         ]
         known = {effect.task for effect in self.effects}
         if unknown := [task for task in dict.fromkeys(arm.task for arm in self.arms) if task not in known]:
+            shown = unknown if len(unknown) <= 4 else [*unknown[:3], f"{len(unknown) - 3} more"]
             lines.append(
-                f"The spread of seeds on {', '.join(unknown)} is not known: --sd gives one, or --db a ledger with a "
+                f"The spread of seeds on {', '.join(shown)} is not known: --sd gives one, or --db a ledger with a "
                 "study of the task."
             )
         return lines
