@@ -8,8 +8,9 @@ Reads the ledger of a study with `scales`. Each task but `--real` at each size i
 `--real` whose compute is nearest to `--times` that of the proxy, as the base's training counts it.
 
 tau is Kendall's tau-b of the arms' mean scores, the base among them. Its interval is a 95% bootstrap: the seeds of the
-proxy and those of the target are drawn with replacement, apart from each other. `ceiling` is the median tau of two
-such draws of the target itself: with so few seeds, no proxy can be expected to do better.
+proxy and those of the target are drawn with replacement, apart from each other. `own` and `ceiling` say how well the
+proxy and the target agree with themselves: the median tau between the means of two halves of their seeds. Near 0, a
+task does not tell the arms apart.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,7 @@ class Order:
     tau: float
     low: float
     high: float
+    own: float
     ceiling: float
 
 
@@ -69,6 +72,18 @@ def draws(scores: Array, random: np.random.Generator) -> Array:
     drawn = random.integers(scores.shape[1], size=(RESAMPLES, scores.shape[1]))
     means: Array = scores[:, drawn].mean(-1).T
     return means
+
+
+def repeated(scores: Array) -> float:
+    """Median tau between the arms' means over two halves of the seeds, over all such halves, for scores [arms, seeds].
+
+    >>> repeated(np.array([[1.0, 1.1], [2.0, 2.1], [3.0, 3.1]]))
+    1.0
+    """
+    count = scores.shape[1]
+    taken = np.array([np.isin(np.arange(count), half) for half in combinations(range(count), count // 2)], dtype=float)
+    first, second = (one @ scores.T / one.sum(1, keepdims=True) for one in (taken, 1 - taken))
+    return float(np.median(tau(first, second)))
 
 
 def orders(scores: Mapping[str, Array], sizes: Mapping[str, Sequence[Size]], real: str, times: float) -> list[Order]:
@@ -97,14 +112,15 @@ def orders(scores: Mapping[str, Array], sizes: Mapping[str, Sequence[Size]], rea
                     tau=float(tau(x.mean(1), y.mean(1))),
                     low=float(np.quantile(drawn, 0.025)),
                     high=float(np.quantile(drawn, 0.975)),
-                    ceiling=float(np.median(tau(draws(y, random), draws(y, random)))),
+                    own=repeated(x),
+                    ceiling=repeated(y),
                 )
             )
     return sorted(found, key=lambda order: -order.tau)
 
 
-def measured(store: Store, study_id: int) -> tuple[dict[str, Array], dict[str, list[Size]]]:
-    """Scores and sizes of a study's ladders, of the arms and seeds that all of them have."""
+def measured(store: Store, study_id: int) -> tuple[list[str], dict[str, Array], dict[str, list[Size]]]:
+    """The arms that all of a study's ladders have, their scores of the seeds that all have, and the ladders' sizes."""
     ladders, found = report(store, study_id).ladders, results(store, study_id)
     labels = [size.label for ladder in ladders for size in ladder.sizes]
     arms = [row.arm for row in ladders[0].arms if all(row.arm in [r.arm for r in one.arms] for one in ladders)]
@@ -116,16 +132,30 @@ def measured(store: Store, study_id: int) -> tuple[dict[str, Array], dict[str, l
         * (1 if found[label].maximize else -1)
         for label in labels
     }
-    return scores, {ladder.task: ladder.sizes for ladder in ladders}
+    return arms, scores, {ladder.task: ladder.sizes for ladder in ladders}
 
 
 def markdown(found: Sequence[Order]) -> str:
-    lines = ["| proxy | target | compute | tau | ceiling |", "| --- | --- | --- | --- | --- |"]
+    """The table of orders."""
+    lines = ["| proxy | target | compute | tau | own | ceiling |", "| --- | --- | --- | --- | --- | --- |"]
     lines += [
         f"| {one.proxy} | {one.target} | x{one.times:.3g} | {one.tau:+.2f} [{one.low:+.2f}, {one.high:+.2f}] "
-        f"| {one.ceiling:+.2f} |"
+        f"| {one.own:+.2f} | {one.ceiling:+.2f} |"
         for one in found
     ]
+    return "\n".join(lines) + "\n"
+
+
+def scores_table(
+    arms: Sequence[str], scores: Mapping[str, Array], sizes: Mapping[str, Sequence[Size]], real: str
+) -> str:
+    """Mean and standard deviation over seeds of each arm at the largest size of each task, best on `real` first."""
+    tasks = [real, *(task for task in sizes if task != real)]
+    of = [scores[sizes[task][-1].label] for task in tasks]
+    lines = [f"| arm | {' | '.join(tasks)} |", "| --- " * (len(tasks) + 1) + "|"]
+    for n in np.argsort(-of[0].mean(1)):
+        cells = (f"{one[n].mean():.3f} ± {one[n].std(ddof=1):.3f}" for one in of)
+        lines.append(f"| {arms[n]} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -142,14 +172,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     try:
         with Store.open(given.db, create=False) as store:
-            scores, sizes = measured(store, find_study(store, given.study, None).id)
+            arms, scores, sizes = measured(store, find_study(store, given.study, None).id)
         found = orders(scores, sizes, given.real, given.times)
     except InputError as error:
         parser.error(str(error))
-    text = markdown(found)
+    text = markdown(found) + "\n" + scores_table(arms, scores, sizes, given.real)
     if given.out:
         about: dict[str, Any] = {"study": given.study, "real": given.real, "times": given.times}
-        given.out.write_text(json.dumps({**about, "orders": [asdict(one) for one in found]}, indent=1) + "\n")
+        about["orders"] = [asdict(one) for one in found]
+        about["scores"] = {at: dict(zip(arms, of.round(4).tolist(), strict=True)) for at, of in scores.items()}
+        given.out.write_text(json.dumps(about) + "\n")
     if given.page:
         page = given.page.read_text(encoding="utf-8")
         given.page.write_text(REGION.sub(lambda region: region[1] + text + region[2], page), encoding="utf-8")
