@@ -43,10 +43,11 @@ SPEC = {
 class Lab:
     """A search being recorded."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, *objectives: str) -> None:
         self.store = store
+        spec = {**SPEC, "search": {**SEARCH, "objectives": objectives}} if objectives else SPEC
         arms = [ArmRecord(name, name == "base", {}, {"mqar": BASE}) for name in ("base", "found_1", "found_2")]
-        self.id = store.begin_study("s", None, "id", SPEC, arms, {"tasks": TASKS})
+        self.id = store.begin_study("s", None, "id", spec, arms, {"tasks": TASKS})
 
     def record(
         self,
@@ -55,6 +56,7 @@ class Lab:
         score: float,
         *,
         flops: float = 1000.0,
+        decode: float | None = None,
         steps: int = 20,
         arm: str = "base",
         error: str | None = None,
@@ -66,6 +68,7 @@ class Lab:
         splits = ("validation",) if stage == "tune" else ("validation", "test")
         metrics = [(split, "accuracy", steps, score) for split in splits]
         metrics += [("cost", "flops_per_token", steps, flops), ("cost", "state_size", steps, 64.0)]
+        metrics += [("cost", "decode_us", steps, decode)] if decode else []
         runs = [RunRecord(seed, metrics=metrics) for seed in ((1, 2) if stage == "confirm" else (1_000_001,))]
         trial = TrialRecord(
             key=f"{arm} {number} {steps}",
@@ -168,6 +171,18 @@ def test_what_mattered_is_judged_at_the_fidelity_that_all_have(searched: Report)
     assert decay.share > 0.7
     [start] = [each for each in search.importances["accuracy@mqar"] if each.path == "rule.start"]
     assert start.among < 41
+
+
+def test_what_makes_a_token_slow_is_told(store: Store) -> None:
+    lab, draw = Lab(store, "accuracy", "decode_us"), random.Random(0)
+    for number in range(1, 32):
+        own = values(draw)
+        slow = 2000.0 if own["rule.decay"] == "scalar" else 1000.0
+        lab.record(number, own, draw.random(), decode=None if number == 7 else slow + draw.random())
+    store.finish_study(lab.id, "done")
+    decay, *_ = search_of(report(store, lab.id)).importances["decode_us"]
+    assert (decay.path, decay.among) == ("rule.decay", 30)
+    assert decay.share > 0.7
 
 
 def test_random_search_is_compared_at_equal_numbers(searched: Report) -> None:

@@ -61,9 +61,10 @@ class Discovery:
     """A search in figures.
 
     objectives: name -> whether more is better. drawn: how many candidates trained, by who drew them.
-    importances: metric -> what each setting explains of it; empty while the study runs. unknown: settings that too few
-    candidates have. control: None where random search drew nothing. Both are of the scores at the lowest fidelity,
-    which all candidates have; fidelity: its settings. dropped: a sentence on each fidelity but the last.
+    importances: metric or `decode_us` -> what each setting explains of it; empty while the study runs. unknown:
+    settings that too few candidates have. control: None where random search drew nothing. Both are of the scores at
+    the lowest fidelity, which all candidates have; fidelity: its settings. dropped: a sentence on each fidelity but the
+    last.
     """
 
     objectives: dict[str, bool]
@@ -90,11 +91,13 @@ def discovery(store: Store, study: Study, arms: Sequence[Arm], trials: Sequence[
     importances = {}
     if study.state != "running":  # it takes seconds, and another candidate ends before they have passed
         logarithmic = frozenset(path for path, knob in space.knobs.items() if knob.log_uniform)
-        for metric, worst in chance.items():
-            # A diverged run says as much about its region as one that learned nothing.
-            reached = (each.scores[metric] for each in first)
-            known = tuple(worst if math.isnan(score) else score for score in reached)
-            importances[metric] = _importance(json.dumps(knobs), known, logarithmic)
+        for metric in (str(one) for one in weighed if one.name not in COSTS or one.name == "decode_us"):
+            # A diverged run says as much about its region as one that learned nothing. It has no time of a token.
+            reached = [each.scores[metric] for each in first]
+            known = [chance.get(metric, math.nan) if math.isnan(score) else score for score in reached]
+            kept = [n for n, score in enumerate(known) if not math.isnan(score)]
+            told = _importance(json.dumps([knobs[n] for n in kept]), tuple(known[n] for n in kept), logarithmic)
+            importances[metric] = told
     return Discovery(
         objectives={str(one): one.maximize for one in weighed},
         drawn=dict(Counter(each.drawn_by for each in first)),
