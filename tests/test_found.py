@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from deltalab.store import ArmRecord, RuleRecord, RunRecord, Store, TrialRecord
+from deltalab.store.models import Stage
 from deltalab.study import found, importance
 from deltalab.study.candidates import MOST_DRAWN
 from deltalab.study.found import Discovery, changed
@@ -61,7 +62,7 @@ class Lab:
         arm: str = "base",
         error: str | None = None,
     ) -> None:
-        stage = "tune" if arm == "base" and number else "confirm"
+        stage: Stage = "tune" if number else "confirm"
         train = {**BASE["train"], "steps": steps}
         knobs = {path.removeprefix("rule."): value for path, value in values.items() if path.startswith("rule.")}
         rule = {**BASE["rule"], **knobs}
@@ -171,6 +172,21 @@ def test_what_mattered_is_judged_at_the_fidelity_that_all_have(searched: Report)
     assert decay.share > 0.7
     [start] = [each for each in search.importances["accuracy@mqar"] if each.path == "rule.start"]
     assert start.among < 41
+
+
+def test_a_finalist_is_the_candidate_that_it_was_whatever_its_training_became(store: Store) -> None:
+    lab, own = Lab(store), MOST_DRAWN * 40
+    lab.record(1, BEST, 0.8, steps=60)
+    lab.record(2, {**BEST, "train.lr": 0.05}, 0.7, steps=60)
+    lab.record(own, TUNED, 0.7, steps=60)
+    for number, lr, score in ((own, 0.02, 0.8), (own + 1, 0.05, 0.9)):
+        lab.record(number, {**BEST, "train.lr": lr}, score, steps=60, arm="found_1")
+    lab.record(0, TUNED, 0.7, steps=60)
+    lab.record(0, {**BEST, "train.lr": 0.05}, 0.9, steps=60, arm="found_1")
+    store.finish_study(lab.id, "done")
+    search = search_of(report(store, lab.id))
+    assert [(point.name, point.number) for point in search.candidates] == [("base", None), ("found_1", 1), ("2", 2)]
+    assert sections(search)[0].notes == ["found_1: rule.start=fast"]
 
 
 def test_what_makes_a_token_slow_is_told(store: Store) -> None:

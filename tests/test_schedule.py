@@ -513,7 +513,7 @@ def searched(one: Job) -> TrialRecord:
     return record(one, lambda job, seed: heads / 10 + by_lr(job) / 100, flops=100.0 * heads, size=size)
 
 
-@pytest.mark.parametrize("killed_after", [0, 12, 13, 26, 28])
+@pytest.mark.parametrize("killed_after", [0, 12, 13, 17, 20, 28])
 def test_a_search_confirms_its_front_and_goes_on_where_it_was_killed(
     plan: Callable[..., Plan], tmp_path: Path, killed_after: int
 ) -> None:
@@ -527,19 +527,27 @@ def test_a_search_confirms_its_front_and_goes_on_where_it_was_killed(
                     ran[name].append(job)
                     one.finished(searched(job))
                 done = one.done, one.completed, one.total
-        assert done == (True, found.trials, found.trials) == (True, 13 + 13 + 1 + 3, 30)
+        assert done == (True, found.trials, found.trials) == (True, 13 + 4 * 4 + 1 + 3, 33)
     assert sorted(job.key for job in ran["cut"]) == sorted(job.key for job in ran["whole"])
     tried = [job for job in ran["whole"] if job.stage == "tune"]
-    drawn = [job for job in tried if "rule" in job.values]
+    drawn = [job for job in tried if job.arm == "base" and "rule" in job.values]
     own = [job for job in tried if "rule" not in job.values]
-    assert len(drawn) == len(own) == 13
+    assert (len(drawn), len(own)) == (13, 4)
     confirmed = {job.arm: job for job in ran["whole"] if job.stage == "confirm"}
     assert set(confirmed) == {"base", "found_1", "found_2", "found_3"}
-    assert confirmed["base"].values == max(own, key=by_lr).values, "the base is tuned with as many candidates"
+    assert confirmed["base"].values == max(own, key=by_lr).values
     assert all(job.config["rule"]["name"] == "comba" and job.config["model"]["heads"] == 1 for job in own)
     finalists = [confirmed[f"found_{i}"] for i in (1, 2, 3)]
-    assert len({json.dumps(job.values) for job in finalists}) == 3
-    assert all(job.values in [one.values for one in drawn] for job in finalists)
+    models = [json.dumps([job.values["rule"], job.values["model.heads"]]) for job in finalists]
+    assert len(set(models)) == 3, "each is another model"
+    ran_as = {job.key: job for job in tried}
+    with Store.open(tmp_path / "whole.db") as store:
+        rows = [row for row in store.trials(store.study("s").id) if row.stage == "tune"]
+    for job in finalists:
+        tuned = [ran_as[row.key] for row in rows if row.arm == job.arm]
+        assert len(tuned) == len(own), "a finalist is tuned as the base is"
+        assert tuned[0] in drawn, "its own training is the first, and runs once"
+        assert job.values == max(tuned, key=by_lr).values
     assert not [job for job in finalists if searched(job).state == "failed"]
     best = max(job.config["model"]["heads"] for job in finalists)
     assert best == max(job.config["model"]["heads"] for job in drawn if searched(job).state == "done")

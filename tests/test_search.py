@@ -60,20 +60,21 @@ def test_no_point_of_the_front_is_dominated() -> None:
 def test_a_search_confirms_what_it_found_and_nothing_runs_twice(written: Any, tmp_path: Path) -> None:
     file, db = written(), tmp_path / "lab.db"
     result = run_study(file, db=db, executor="inline")
-    assert (result.trials, result.failed) == (6 + 6 + 3, 0)
+    assert (result.trials, result.known, result.failed) == (6 + 3 * 2 + 3, 0, 0)
     (table,) = result.report.tables
     assert [row.arm for row in table.rows] == ["base", "found_1", "found_2"]
-    assert set(table.rows[0].tuned) == {"train.lr"}, "the base tunes its training, with as many candidates"
+    assert set(table.rows[0].tuned) == {"train.lr"}, "the base tunes its training"
     assert all(set(row.tuned) == {"rule", "model.layers", "train.lr"} for row in table.rows[1:])
     assert set(table.front) <= {"base", "found_1", "found_2"}
     with Store.open(db) as store:
-        tuning = [row.values for row in store.trials(result.study_id) if row.stage == "tune"]
-        drawn = [values for values in tuning if "rule" in values]
-        own = [values for values in tuning if "rule" not in values]
-        assert len(drawn) == len(own) == 6
-        assert {"train.lr": 1e-2} in own, "its own value among them"
-        assert all(row.tuned in drawn for row in table.rows[1:])
-        assert table.rows[0].tuned in own
+        tuning = [row for row in store.trials(result.study_id) if row.stage == "tune"]
+        drawn = [row.values for row in tuning if row.arm == "base" and "rule" in row.values]
+        assert len(drawn) == 6
+        for row in table.rows:
+            own = [each.values for each in tuning if each.arm == row.arm and ("rule" in each.values) != row.is_base]
+            assert len(own) == 2, "each arm tries two values, as 6 candidates shared by three"
+            assert row.tuned in own
+            assert {"train.lr": 1e-2} in own if row.is_base else own[0] in drawn, "its own value among them"
         seeds = {seed for row in store.trials(result.study_id) if row.stage == "tune" for seed in row.runs}
         assert seeds.isdisjoint({1, 2})
     again = run_study(file, db=db, executor="inline")
@@ -99,7 +100,7 @@ def drawn(db: Path) -> list[tuple[int, str, dict[str, Any], str | None]]:
     """What became of the candidates that a ledger holds."""
     with Store.open(db, create=False) as store:
         rows = store.trials(store.study("tiny_search").id)
-    drawn = [row for row in rows if row.stage == "tune" and "model.heads" in row.values]
+    drawn = [row for row in rows if row.stage == "tune" and row.arm == "base" and "model.heads" in row.values]
     return [(row.number, row.state, row.values, row.error) for row in drawn]
 
 
@@ -137,7 +138,7 @@ def test_a_candidate_that_makes_no_model_is_recorded_and_another_is_drawn(
     for values, error in infeasible:
         said = f"model.d_model {values['model.d_model']} must be a multiple of heads 2, or set key_dim"
         assert (values["model.d_model"] % 2, values["model.heads"], error) == (1, 2, said)
-    assert (whole.trials, whole.failed, whole.infeasible) == (8 + 8 + 3, 0, len(infeasible))
+    assert (whole.trials, whole.failed, whole.infeasible) == (8 + 3 * 3 + 3, 0, len(infeasible))
 
     for stacks in (0, 1):  # the driver dies before anything has trained, and after the first stack
         with monkeypatch.context() as patch:
@@ -257,8 +258,9 @@ def test_successive_halving_says_how_likely_it_dropped_a_late_learner(written: A
     assert second.late is not None
     assert 0 <= second.low <= second.late / 2 <= second.high <= 1
     assert "train.steps 4: dropped 6 of 12" in str(second)
-    last = [each.values for each in drawn if each.rung == 2]
-    assert all(row.tuned in last for row in result.report.tables[0].rows[1:]), "finalists come from the last rung"
+    last = [{**each.values, "train.lr": 0} for each in drawn if each.rung == 2]
+    tables = result.report.tables
+    assert all({**row.tuned, "train.lr": 0} in last for row in tables[0].rows[1:]), "finalists come from the last rung"
 
 
 def test_places_by_lot_go_to_candidates_that_did_not_earn_one() -> None:

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,7 @@ def test_the_base_tunes_what_one_of_its_conditions_allows(plan: Callable[..., Pl
 
     def tuned(when: list[dict[str, Any]]) -> list[dict[str, Any]]:
         found = plan({**rule, "train.lr": {"choice": [1e-3, 1e-1], "when": when}, "trials": 8})
-        return sorted(found.candidates("mqar"), key=str)
+        return sorted(found.trainings(found.arms[0], {}), key=str)
 
     none = [{"train.clip": 0}, {"train.clip": 1}]
     rates = [{"train.clip": clip, "train.lr": lr} for clip in (0, 1) for lr in (1e-1, 1e-3)]
@@ -198,8 +199,39 @@ def test_the_base_tunes_the_training_that_exists_for_it(plan: Callable[..., Plan
         "train.clip": {"choice": [0.5, 1], "when": {"rule": "gla"}},
     }
     found = plan(search)
-    assert all(set(values) == {"train.lr"} for values in found.candidates("mqar"))
-    assert found.base_trials == 4
+    assert all(set(values) == {"train.lr"} for values in found.trainings(found.arms[0], {}))
+
+
+def test_base_and_finalists_share_as_many_trainings_as_there_are_candidates(plan: Callable[..., Plan]) -> None:
+    found = plan({"rule": {"choice": ["comba", "gla"]}, "train.lr": LR, "trials": 9, "finalists": 2})
+    assert (found.tuning, found.tunings) == (3, 9)
+    assert "search: the base and each finalist try 3 values of train.lr." in estimate(found).notes
+    base, first, *_ = found.arms
+    winner = {"rule": "gla", "train.lr": 0.0123}
+    own = list(islice(found.trainings(first, winner), found.tuning))
+    assert own[0] == winner
+    assert {one["rule"] for one in own} == {"gla"}
+    assert len({one["train.lr"] for one in own}) == 3
+    assert len(list(islice(found.trainings(base, {}), found.tuning))) == 3
+
+
+def test_a_finalist_tunes_the_training_that_exists_for_it(plan: Callable[..., Plan]) -> None:
+    search = {
+        "rule": {"choice": ["comba", "gla"]},
+        "train.clip": {"choice": [0.5, 1], "when": {"rule": "gla"}},
+    }
+    found = plan({**search, "trials": 3})
+    base, first = found.arms
+    assert list(found.trainings(base, {})) == []
+    assert list(found.trainings(first, {"rule": "comba"})) == []
+    assert {one["train.clip"] for one in found.trainings(first, {"rule": "gla", "train.clip": 1})} == {0.5, 1}
+
+
+def test_a_search_of_the_training_alone_tunes_the_base_alone(plan: Callable[..., Plan]) -> None:
+    found = plan({"train.lr": LR})
+    assert (found.tuning, found.tunings) == (4, 4)
+    assert "search: the base tries 4 values of train.lr." in estimate(found).notes
+    assert list(found.trainings(found.arms[1], {"train.lr": 0.02})) == []
 
 
 def test_a_condition_may_name_any_integer(plan: Callable[..., Plan]) -> None:
@@ -351,10 +383,10 @@ def test_rungs_change_what_a_trial_costs_and_leave_its_values(plan: Callable[...
     assert found.job(found.arms[0], "tune", 0, values) == jobs[-1], "the last rung is the whole training"
     assert found.spec.search is not None
     assert found.spec.search.halved == [9, 3, 1]
-    base, confirmed = found.base_trials, 2
-    assert found.trials == 9 + 3 + 1 + base + confirmed
-    assert found.runs == 9 * 1 + 3 * 2 + (1 + base) * 3 + confirmed * 2
-    assert found.whole_runs == 9 * 1 / 4 + 3 * 2 / 2 + (1 + base) * 3 + confirmed * 2
+    tuned, confirmed = 2 * 5, 2
+    assert found.trials == 9 + 3 + 1 + tuned + confirmed
+    assert found.runs == 9 * 1 + 3 * 2 + (1 + tuned) * 3 + confirmed * 2
+    assert found.whole_runs == 9 * 1 / 4 + 3 * 2 / 2 + (1 + tuned) * 3 + confirmed * 2
 
 
 def test_a_rung_must_be_a_training(plan: Callable[..., Plan]) -> None:

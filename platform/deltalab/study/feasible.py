@@ -36,8 +36,9 @@ def check_space(plan: "Plan") -> list[str]:
     try:
         plan.objectives  # noqa: B018 raises for those that do not exist
         named(plan)
-        for task in plan.tasks:
-            plan.candidates(task)
+        for arm in plan.arms:
+            if arm.is_base:
+                plan.trainings(arm, {}) if plan.spec.search else plan.candidates(arm.task)
     except InputError as error:
         raise InputError(f"{key}.{error}") from None
     search = plan.spec.search

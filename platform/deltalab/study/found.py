@@ -142,7 +142,12 @@ def points(
     base = next(arm for arm in arms if arm.is_base)
     configs = {trial.number: (trial.task, trial.config) for trial in trials if trial.stage == "tune"}
     final = [trial for trial in current(trials) if trial.stage == "confirm"]
-    confirmed = {trial.arm: trial.values for trial in final}
+    confirmed = {trial.arm: trial.values for trial in final} | {
+        # The first training that a finalist tries is the candidate's own.
+        trial.arm: trial.values
+        for trial in reversed(trials)
+        if trial.stage == "tune" and trial.arm != base.name
+    }
     tuned = [trial.values for trial in final if trial.arm == base.name]
     first = {each.number: each.scores for each in found if each.rung == 0}
     names: dict[str, str] = {}
@@ -184,7 +189,9 @@ def _base(
     own = {
         trial.task: trial.key
         for trial in trials
-        if trial.stage == "tune" and is_own(trial.number, space) and trial.values == tuned.get(trial.task)
+        if (trial.arm, trial.stage) == (base.name, "tune")
+        and is_own(trial.number, space)
+        and trial.values == tuned.get(trial.task)
     }
     if not own or own.keys() != base.config.keys():
         return []

@@ -1,7 +1,7 @@
 """Writes what a search found as tables and lines, which the terminal, Markdown and the dashboard's page share."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deltalab.study.answer import format_interval, format_values
 from deltalab.study.found import Discovery, Point
@@ -48,7 +48,12 @@ def about(point: Point) -> str:
 
 
 def _finalists(found: Discovery) -> Section:
-    lines = [f"{point.name}: {about(point)}" for point in found.candidates if point.is_arm and point.number is not None]
+    lines = []
+    for point in found.candidates:
+        if point.is_arm and point.number is not None:
+            # Each task has its own training, which the table of the arms shows.
+            model = {path: value for path, value in point.values.items() if not path.startswith("train.")}
+            lines.append(f"{point.name}: {about(replace(point, values=model) if model else point)}")
     return Section("What was found, where it differs from the base", [], [], lines)
 
 

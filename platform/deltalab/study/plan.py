@@ -2,9 +2,11 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -113,44 +115,75 @@ class Plan:
         return self.spec.search or self.spec.tune
 
     def candidates(self, task: str) -> Iterator[dict[str, Any]]:
-        """The candidates of tuning on a task, more than the budget: an arm tries the first that make it a model.
+        """The candidates of `tune` on a task, more than the budget: an arm tries the first that make it a model.
 
-        Those of the base's `train` settings, where a search is for architectures. {} alone, the values as written,
-        where there is nothing to tune.
+        {} alone, the values as written, where there is nothing to tune.
         """
-        base = next(arm for arm in self.arms if arm.is_base and arm.task == task)
-        searched, trials = self._tuned(base)
-        if not searched:
+        if not self.spec.tune:
             return iter([{}])
-        return spread(searched, trials, {path: setting(base.config, path, "tune") for path in searched})
+        base, searched = next(arm for arm in self.arms if arm.is_base and arm.task == task), self.spec.tune.searched
+        return spread(searched, self.tried, {path: setting(base.config, path, "tune") for path in searched})
 
-    def _tuned(self, base: PlannedArm) -> tuple[dict[str, Search], int]:
-        """The settings that are tuned, and how many candidates are wanted."""
-        if self.budget is None:
-            return {}, 1
-        if self.spec.tune:
-            return dict(self.budget.searched), self.budget.trials
-        searched = self._trained(base)
+    def trainings(self, arm: PlannedArm, values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """The candidates of an arm of a search that vary its training alone, more than the budget; its own come first.
+
+        values: of the finalist that the arm is; {} of the base. Nothing where there is no training to vary.
+        """
+        rest = {path: value for path, value in values.items() if not path.startswith("train.")}
+        if values and not rest:
+            return iter(())  # a finalist that is the base's model: the base tries the same
+        config = self.sized(arm, values) if values else arm.config
+        searched = self._trained(config)
+        if not searched:
+            return iter(())
         whole = count(searched)
-        return searched, self.budget.trials if whole is None else min(self.budget.trials, whole)
+        trials = self.tuning if whole is None else min(self.tuning, whole)
+        own = {path: setting(config, path, "search") for path in searched}
+        drawn = spread(searched, trials, own)
+        first = sorted(islice(drawn, trials), key=lambda one: any(one[path] != own[path] for path in one))
+        return ({**rest, **one} for one in chain(first, drawn))
 
-    def _trained(self, base: PlannedArm) -> dict[str, Search]:
-        """The settings of the training that a search varies, where conditions on rule and model hold for the base."""
+    def _trained(self, config: Mapping[str, Any]) -> dict[str, Search]:
+        """The settings of the training that a search varies, where conditions on rule and model hold in `config`."""
         found = {}
-        for path, knob in self.budget.knobs.items() if self.budget else ():
-            if not path.startswith("train."):
-                continue
+        for path, knob in self._training.items():
             ways = []
             for way in knob.ways:
                 above = {one: values for one, values in way.items() if not one.startswith("train.")}
-                own = {
-                    one: base.config["rule"] if one == "rule" else setting(base.config, one, "search") for one in above
-                }
+                own = {one: config["rule"] if one == "rule" else setting(config, one, "search") for one in above}
                 if knob.model_copy(update={"when": above}).exists(own):
                     ways.append({one: values for one, values in way.items() if one not in above})
             if ways:
                 found[path] = knob.model_copy(update={"when": tuple(ways) if all(ways) else None})
         return found
+
+    @property
+    def _training(self) -> dict[str, Search]:
+        knobs = self.spec.search.knobs if self.spec.search else {}
+        return {path: knob for path, knob in knobs.items() if path.startswith("train.")}
+
+    @cached_property
+    def tuning(self) -> int:
+        """Candidates for the training of an arm, on each task, where the study is a search.
+
+        The arms share as many as the search has candidates: the base alone has them where the search varies nothing
+        but the training.
+        """
+        if not self.spec.search or not self._training:
+            return 0
+        trials, whole = math.ceil(self.spec.search.trials / self._tuned), count(self._training)
+        return trials if whole is None else min(trials, whole)
+
+    @property
+    def tunings(self) -> int:
+        """Candidates for the training of all arms, on each task, where the study is a search."""
+        return self.tuning * self._tuned
+
+    @property
+    def _tuned(self) -> int:
+        """How many arms of a search are tuned."""
+        assert self.spec.search is not None
+        return 1 + self.spec.search.finalists * (self.spec.search.knobs.keys() > self._training.keys())
 
     @cached_property
     def objectives(self) -> tuple[Objective, ...]:
@@ -163,19 +196,13 @@ class Plan:
         """Candidates of each arm that every seed trains."""
         return self.budget.trials if self.spec.tune and self.budget else 1
 
-    @cached_property
-    def base_trials(self) -> int:
-        """Candidates for the base's training, on each task, where the study is a search."""
-        searched, trials = self._tuned(next(arm for arm in self.arms if arm.is_base))
-        return trials if self.spec.search and searched else 0
-
     @property
     def _searched(self) -> list[int]:
-        """Trials of the search on all tasks, by the rung of successive halving; those of the base are at the last."""
+        """Trials of the search on all tasks, by the rung of successive halving; those of tuning are at the last."""
         if not self.spec.search:
             return []
         *lower, last = self.spec.search.halved
-        return [len(self.tasks) * trials for trials in (*lower, last + self.base_trials)]
+        return [len(self.tasks) * trials for trials in (*lower, last + self.tunings)]
 
     @property
     def trials(self) -> int:

@@ -170,6 +170,7 @@ class Schedule:
         self._waiting = _Queue()
         self._alone: set[str] = set()
         self._out: set[str] = set()
+        self._run: set[str] = set()
         self._again: list[tuple[float, list[Job]]] = []
         self._losses: Counter[tuple[str, ...]] = Counter()
         self.missing: dict[str, str] = {}
@@ -232,7 +233,7 @@ class Schedule:
             for track, job, look in asked:
                 if job.key in known:
                     self.store.attach(self.study_id, job.arm, job.key, job.number, job.values)
-                    self.known += 1
+                    self.known += job.key not in self._run
                     self._learn(track, job, look, known[job.key])
                     continue
                 if job.key not in self._awaited:
@@ -269,6 +270,7 @@ class Schedule:
             self._learn(track, job, look, known)
         del self._awaited[record.key]
         self._out.discard(record.key)
+        self._run.add(record.key)
 
     @_alone
     def returned(self, stack: Sequence[Job]) -> None:
@@ -345,12 +347,7 @@ class Schedule:
     def _to_try(self, track: _Track) -> dict[int, dict[str, Any]] | None:
         """The candidates that every seed of an arm trains, by number; None until a search has ended."""
         if self._search:
-            if not self._search.done:
-                return None
-            if track.arm.is_base:
-                return {0: self._search.base(track.arm.task)}
-            finalists = [arm.name for arm in self.plan.arms if arm.task == track.arm.task and not arm.is_base]
-            return {0: self._search.finalist(finalists.index(track.arm.name))}
+            return {0: self._search.best(track.arm)} if self._search.done else None
         found: dict[int, dict[str, Any]] = {}
         for number, values in enumerate(self.plan.candidates(track.arm.task)):
             if len(found) == self.plan.tried:

@@ -1,9 +1,9 @@
 """A search for architectures: its candidates, the base's training, and who is confirmed.
 
 A candidate trains on every task of the study. Named rules and candidates of other studies come first, then those of
-the random control and of the sampler, in an order that is fixed beforehand. Beside them the base tries as many values
-of the `train` settings that are searched, on each task, so that it is tuned with the budget of its rivals. All run on
-seeds that confirmation never uses.
+the random control and of the sampler, in an order that is fixed beforehand. Then the finalists are known. The base and
+each finalist try equally many values of the `train` settings that are searched, on each task, so that no one is better
+tuned than its rivals. All run on seeds that confirmation never uses.
 
 At most `WINDOW` candidates run at a time. A candidate is drawn once all those at least `WINDOW` places before it have
 ended, and the sampler knows the results of these alone, even where later ones have ended too. So it does not matter how
@@ -19,6 +19,7 @@ from datetime import datetime
 from typing import Any, Literal
 
 from deltalab.errors import InputError
+from deltalab.models.spec import ModelSpec
 from deltalab.store import Store, TrialRow, TrialSummary
 from deltalab.study import warm
 from deltalab.study.candidates import MOST_DRAWN
@@ -83,16 +84,16 @@ class Found:
 
 
 class SearchPhase:
-    """drawn: the candidates, in the order in which they were drawn. own: those of the base's training, by task."""
+    """drawn: the candidates, in the order in which they were drawn. own: those of training, by arm and task."""
 
     def __init__(self, plan: Plan, store: Store, study_id: int) -> None:
         assert plan.spec.search is not None
         self.plan, self.space = plan, plan.spec.search
         self.arms = [arm for arm in plan.arms if arm.is_base]
         self.drawn: list[Candidate] = []
-        self.own: dict[str, list[Candidate]] = {arm.task: [] for arm in self.arms}
+        self.own: dict[tuple[str, str], list[Candidate]] = {}
         self._store, self._study_id = store, study_id
-        self._by_number: dict[tuple[int, str], Candidate] = {}
+        self._by_number: dict[tuple[str, int, str], Candidate] = {}
         self._waiting = 0
         # Trials that have ended: of candidates by rung, and of the base's own by task.
         self._ended: Counter[int] = Counter()
@@ -109,24 +110,20 @@ class SearchPhase:
             if row.stage == "tune" and not is_own(row.number, self.space)
         }
         self._warm = [*warm.named(plan), *warm.recorded(plan, store)]
-        # Numbers of the base's candidates follow those of every draw.
-        self._own = {
-            arm.task: enumerate(plan.candidates(arm.task), MOST_DRAWN * self.space.trials) for arm in self.arms
-        }
-        self._order: list[Candidate] | None = None
+        self._finalists: dict[str, Candidate] = {}
 
     @property
     def done(self) -> bool:
-        """Whether every candidate has ended, at every rung."""
-        tuned = all(len(own) == self.plan.base_trials for own in self.own.values())
-        return tuned and not self._waiting and not self._draws
+        """Whether every candidate has ended, at every rung, and every arm is tuned."""
+        return bool(self._finalists) and not self._waiting
 
     @property
     def total(self) -> int:
         """Trials of the search, if the space gives enough candidates that make a model."""
         trained = self.space.trials if self._draws else self._trained
         each = sum(min(places, trained) for places in self.space.halved)
-        return len(self.arms) * (each + self.plan.base_trials)
+        tuned = sum(map(len, self.own.values())) if self._finalists else self.plan.tunings * len(self.arms)
+        return len(self.arms) * each + tuned
 
     @property
     def left(self) -> float:
@@ -137,10 +134,9 @@ class SearchPhase:
             seeds = settings.get("train.seeds", self.space.seeds)
             steps = [settings.get("train.steps", arm.config["train"]["steps"]) for arm in self.arms]
             found += seeds * (min(places, trained) - self._ended[rung] / len(steps)) * sum(steps)
+        seeds = self.space.rungs[-1].get("train.seeds", self.space.seeds)
         for arm in self.arms:
-            ended = self._ended_own[arm.task]
-            seeds = self.space.rungs[-1].get("train.seeds", self.space.seeds)
-            found += seeds * (self.plan.base_trials - ended) * arm.config["train"]["steps"]
+            found += seeds * (self.plan.tunings - self._ended_own[arm.task]) * arm.config["train"]["steps"]
         return max(0.0, found)
 
     @property
@@ -150,7 +146,8 @@ class SearchPhase:
 
     def ask(self) -> Iterator[tuple[Job, int]]:
         """The trials that depend on no result still awaited and were not asked for before, each with its rung."""
-        yield from self._of_the_base()
+        for arm in self.arms:
+            yield from self._tune(arm, {})
         while self._draws and self._ready():
             yield from self._train(self._next(), 0)
         if not self._draws:
@@ -158,36 +155,64 @@ class SearchPhase:
                 if self._waiting:
                     break
                 yield from self._go_on(rung)
+            if not self._waiting and not self._finalists:
+                self._finalists = self._chosen()
+                for arm in self.plan.arms:
+                    if not arm.is_base:
+                        yield from self._tune(arm, self._finalists[arm.name].values)
 
     def learn(self, job: Job, rung: int, summary: TrialSummary) -> None:
-        self._by_number[job.number, job.task].rungs[rung][job.task] = summary
+        self._by_number[job.arm, job.number, job.task].rungs[rung][job.task] = summary
         self._waiting -= 1
         if is_own(job.number, self.space):
             self._ended_own[job.task] += 1
         else:
             self._ended[rung] += 1
 
-    def base(self, task: str) -> dict[str, Any]:
-        """The values of the base's best candidate on a task; {}, as it is written, where none has a score."""
-        metric, best = self.plan.tasks[task].metric, max if self.plan.tasks[task].maximize else min
-        scored = [(score(trial, metric, "validation"), own) for own in self.own[task] if (trial := own.rungs[0][task])]
-        scored = [(value, own) for value, own in scored if not math.isnan(value)]
-        return best(scored, key=lambda found: found[0])[1].values if scored else {}
+    def best(self, arm: PlannedArm) -> dict[str, Any]:
+        """The values that an arm is confirmed with, once the search is done: its best on validation.
 
-    def finalist(self, place: int) -> dict[str, Any]:
-        """The values of a finalist, of those that trained at the last rung.
+        Where none of them has a score, the finalist's own; of the base {}, as it is written.
+        """
+        task = self.plan.tasks[arm.task]
+        scored = []
+        for own in self.own[arm.name, arm.task]:
+            trial = own.rungs[0][arm.task]
+            value = math.nan if trial is None else score(trial, task.metric, "validation")
+            scored += [] if math.isnan(value) else [(value, own)]
+        if scored:
+            return (max if task.maximize else min)(scored, key=lambda found: found[0])[1].values
+        return {} if arm.is_base else self._finalists[arm.name].values
+
+    def _chosen(self) -> dict[str, Candidate]:
+        """The finalists, by arm, of the candidates that trained at the last rung.
 
         Each adds to the hypervolume of those before it the most that a candidate can; where none adds to it any more,
-        the best of the others follow. Raises `InputError` where no candidate made a model.
+        the best of the others follow. A model is taken once, however it was trained, and the base's own only where
+        there is no other. Raises `InputError` where no candidate made a model.
         """
-        if self._order is None:
-            last = [each for each in self.drawn if len(each.rungs) == len(self.space.rungs)]
-            if not last:
-                raise InputError(f"{self.plan.where}: search: none of {len(self.drawn)} candidates makes a model")
-            different = list({json.dumps(each.values, sort_keys=True): each for each in reversed(last)}.values())[::-1]
-            points = [point(self.plan.objectives, each.scores(self.plan.objectives)) for each in different]
-            self._order = [different[i] for i in finalists(points, self.space.finalists)]
-        return self._order[place % len(self._order)].values
+        last = [each for each in self.drawn if len(each.rungs) == len(self.space.rungs)]
+        if not last:
+            raise InputError(f"{self.plan.where}: search: none of {len(self.drawn)} candidates makes a model")
+        different = list({json.dumps(each.values, sort_keys=True): each for each in reversed(last)}.values())[::-1]
+        points = [point(self.plan.objectives, each.scores(self.plan.objectives)) for each in different]
+        own, most = self._model({}), self.space.finalists
+        while True:
+            order = [different[i] for i in finalists(points, most)]
+            models: dict[str, Candidate] = {}
+            for each in order:
+                models.setdefault(self._model(each.values), each)
+            models.pop(own, None)
+            if len(models) >= self.space.finalists or most >= len(different):
+                break
+            most *= 2
+        found = [*models.values()] or order
+        return {name: found[place % len(found)] for place, name in enumerate(self.plan.names[1:])}
+
+    def _model(self, values: Mapping[str, Any]) -> str:
+        """What tells the models of two candidates apart, on the first task."""
+        config = self.plan.sized(self.arms[0], values)
+        return repr(ModelSpec.of({**config["model"], "rule": config["rule"]}))
 
     @property
     def _trained(self) -> int:
@@ -254,15 +279,19 @@ class SearchPhase:
             candidate.rungs.append({job.task: None for job in jobs})
         yield from ((job, rung) for job in jobs)
 
-    def _of_the_base(self) -> Iterator[tuple[Job, int]]:
-        for arm in self.arms:
-            while len(self.own[arm.task]) < self.plan.base_trials:
-                number, values = next(self._own[arm.task])
-                candidate = Candidate(number, values)
-                if jobs := self._jobs([arm], candidate, None):
-                    self.own[arm.task].append(candidate)
-                    candidate.rungs.append({arm.task: None})
-                    yield jobs[0], 0
+    def _tune(self, arm: PlannedArm, values: Mapping[str, Any]) -> Iterator[tuple[Job, int]]:
+        """The trials of an arm's training on its task. values: of the finalist that the arm is; {} of the base."""
+        if (arm.name, arm.task) in self.own:
+            return
+        own = self.own[arm.name, arm.task] = []
+        # Numbers of the arms' candidates follow those of every draw.
+        tried = enumerate(self.plan.trainings(arm, values), MOST_DRAWN * self.space.trials)
+        while len(own) < self.plan.tuning and (drawn := next(tried, None)):
+            candidate = Candidate(*drawn)
+            if jobs := self._jobs([arm], candidate, None):
+                own.append(candidate)
+                candidate.rungs.append({arm.task: None})
+                yield jobs[0], 0
 
     def _go_on(self, rung: int) -> Iterator[tuple[Job, int]]:
         """The trials of the next rung, once all of this rung have ended. Nothing where they were asked for before."""
@@ -284,7 +313,7 @@ class SearchPhase:
                 record = infeasible(error.job, str(error))
                 self._store.record_trial(self._study_id, arm.name, record, candidate.number, dict(candidate.values))
                 return []
-        self._by_number |= {(candidate.number, job.task): candidate for job in jobs}
+        self._by_number |= {(job.arm, candidate.number, job.task): candidate for job in jobs}
         self._waiting += len(jobs)
         return jobs
 
@@ -361,7 +390,7 @@ def finalists(points: Sequence[Sequence[float]], most: int) -> list[int]:
 def candidates(spec: StudySpec | Mapping[str, Any], store: Store, study_id: int) -> list[Found]:
     """What the ledger says of a search: each candidate at each rung that it has trained at, in the order of numbers.
 
-    spec: of the study, as the ledger has it. Those of the base's training are left out.
+    spec: of the study, as the ledger has it. Those of an arm's training are left out.
     """
     spec = spec if isinstance(spec, StudySpec) else StudySpec.model_validate(spec)
     assert spec.search is not None
@@ -425,7 +454,7 @@ def _lot(name: str, rung: int) -> str:
 
 
 def is_own(number: int, space: Searching) -> bool:
-    """Whether it is the number of a candidate of the base's training."""
+    """Whether it is the number of a candidate of an arm's training."""
     return MOST_DRAWN * space.trials <= number < RANDOM_FROM
 
 

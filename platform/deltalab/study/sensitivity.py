@@ -34,7 +34,7 @@ class Sweep:
 
 
 def tuned(spec: Mapping[str, Any]) -> dict[str, Search]:
-    """The settings that every arm of a study tunes; those of the base's training, where the study is a search."""
+    """The settings that every arm of a study tunes; those of the training, where the study is a search."""
     given = spec.get("tune") or {path: of for path, of in (spec.get("search") or {}).items() if path[:6] == "train."}
     about = ("trials", "extend", "seeds")
     return {path: Search.model_validate(search) for path, search in given.items() if path not in about}
@@ -43,7 +43,7 @@ def tuned(spec: Mapping[str, Any]) -> dict[str, Search]:
 def sensitivity(store: Store, study: Study) -> dict[str, list[Sweep]]:
     """What the arms tried so far, by task; arms that tried nothing are left out.
 
-    A study tunes every arm, a search the base alone: what it chose for other candidates is not tuned but searched.
+    A study tunes every arm, a search the base and the finalists: what it draws for others is not tuned but searched.
     """
     arms = store.arms(study.id)
     ledger = Measured(store, study.id, store.trials(study.id), study.spec)
@@ -64,7 +64,11 @@ def sweep(arm: str, task: str, about: Mapping[str, Any], ledger: Measured, score
         runs = ledger.runs(trials, about["metric"])
         seeds = sorted({seed for own in runs.values() for seed in own})
         scores = Scores(arm, about["maximize"], about["chance"], {arm: runs}, {arm: seeds})
-    values = {trial.number: trial.values for trial in trials if trial.values and trial.values.keys() <= searched.keys()}
+    elif ledger.spec.get("search"):
+        trials = []
+    # A finalist's values are its model's as well.
+    own = {trial.number: {path: trial.values[path] for path in searched if path in trial.values} for trial in trials}
+    values = {number: tried for number, tried in own.items() if tried}
     best = scores.best(arm)
     ends: dict[str, str] = {}
     if best in values:

@@ -109,7 +109,10 @@ def _ranked(store: "Store", name: str) -> list[dict[str, Any]]:
     for final in store.final_metrics(study.id, stage="tune"):
         if final.split == "validation":
             validation.setdefault((final.trial, final.metric), []).append(final.value)
-    for trial in sorted(store.trials(study.id), key=lambda trial: trial.finished_at):
+    base = next(arm.name for arm in store.arms(study.id) if arm.is_base)
+    # A finalist's tuned training is that of one task.
+    trained = [trial for trial in store.trials(study.id) if trial.arm == base or not study.spec.get("search")]
+    for trial in sorted(trained, key=lambda trial: trial.finished_at):
         about = study.provenance["tasks"][trial.task]
         if found := validation.get((trial.key, about["metric"])):
             mean = math.fsum(found) / len(found)
