@@ -12,13 +12,14 @@ import yaml
 
 from deltalab import InputError
 from deltalab.store import RunRecord, Store
+from deltalab.study.budget import Bound, Match, Objective, Searching
 from deltalab.study.estimate import estimate
 from deltalab.study.match import Matcher
 from deltalab.study.measured import Measured
 from deltalab.study.plan import Infeasible, Plan, make_plan
 from deltalab.study.run import arm_records
 from deltalab.study.schema import schema
-from deltalab.study.space import Bound, Match, Objective, Search, Searching
+from deltalab.study.space import Search
 from deltalab.study.spec import load_study
 from deltalab.study.trial import execute, failed
 from deltalab.study.warm import named, recorded

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from deltalab.study import suggest
-from deltalab.study.space import Searching
+from deltalab.study.budget import Searching
 from deltalab.study.suggest import Live
 
 SPACE: dict[str, Any] = {

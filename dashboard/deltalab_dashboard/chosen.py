@@ -9,7 +9,8 @@ import streamlit as st
 from deltalab.errors import InputError
 from deltalab.store import Store, Study
 from deltalab.store.shelf import Listed
-from deltalab.study.space import Search, Searching, Tune
+from deltalab.study.budget import Searching, Tune
+from deltalab.study.space import Search
 from deltalab_dashboard.recorded import Recorded
 
 DATABASE = "DELTALAB_DB"

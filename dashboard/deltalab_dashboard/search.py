@@ -9,7 +9,7 @@ import pandas as pd
 import streamlit as st
 
 from deltalab.store import Store, Study
-from deltalab.study.space import COSTS, Searching
+from deltalab.study.budget import COSTS, Searching
 from deltalab_dashboard import recorded, shown
 from deltalab_dashboard.candidates import Table, finite, lines, one, scatter, table, two
 from deltalab_dashboard.chosen import badge, plain, searched, show

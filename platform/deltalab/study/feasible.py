@@ -7,9 +7,10 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from deltalab.errors import InputError
+from deltalab.study.budget import Searching
 from deltalab.study.match import Bounded
 from deltalab.study.settings import resolve, setting
-from deltalab.study.space import INTEGERS, Search, Searching, Space, combinations, example
+from deltalab.study.space import INTEGERS, Search, Space, combinations, example
 from deltalab.study.warm import named
 
 if TYPE_CHECKING:

@@ -12,13 +12,13 @@ from typing import Any
 
 from deltalab.errors import InputError
 from deltalab.store import Arm, Store, Study, TrialRow
+from deltalab.study.budget import COSTS, Objective, Searching
 from deltalab.study.control import Control, compare, worst_of
 from deltalab.study.importance import FEWEST, Importance, importance
 from deltalab.study.measured import current
 from deltalab.study.pareto import front
 from deltalab.study.search import Found, candidates, halvings, is_own, point, scores
 from deltalab.study.settings import setting
-from deltalab.study.space import COSTS, Objective, Searching
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ from typing import Any
 
 from deltalab.errors import InputError, unknown
 from deltalab.models.spec import ModelSpec
+from deltalab.study.budget import Bound, Match
 from deltalab.study.sizes import Sizer
-from deltalab.study.space import Bound, Match, Search
+from deltalab.study.space import Search
 
 WITHIN = 0.02
 """The share of the base's quantity by which a matched arm may differ."""

@@ -12,7 +12,8 @@ from typing import Any
 
 from deltalab.errors import InputError, unknown
 from deltalab.reading import MOST_DEPTH, read_pairs
-from deltalab.study.space import Search, Searching, Tune
+from deltalab.study.budget import Searching, Tune
+from deltalab.study.space import Search
 
 Given = Mapping[str, Any] | Sequence[str] | None
 """Overrides as a mapping, or as words KEY=VALUE of a command line."""

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from deltalab.errors import InputError, unknown
 from deltalab.models.spec import LATER, RULE, TIED_WIDTH, ModelSpec
 from deltalab.registry import get_task, rule_plugin, task_plugin
+from deltalab.study.budget import Objective, Searching, Tune
 from deltalab.study.candidates import spread
 from deltalab.study.difference import difference
 from deltalab.study.feasible import check_space
@@ -28,7 +29,7 @@ from deltalab.study.settings import (
     setting,
     with_values,
 )
-from deltalab.study.space import LAYERS, Objective, Search, Searching, Tune, count
+from deltalab.study.space import LAYERS, Search, count
 from deltalab.study.spec import MOST_ARMS, Change, StudySpec, load_study
 from deltalab.tasks import BUILTIN, Task
 from deltalab.training.train import NUMERICS

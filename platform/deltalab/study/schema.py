@@ -15,14 +15,14 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from deltalab.models.spec import ModelSpec
-from deltalab.study import scales, space, spec
+from deltalab.study import budget, scales, space, spec
 from deltalab.study.settings import OF_THE_TASK
 from deltalab.tasks import BUILTIN
 from deltalab.training.train import TrainSpec
 
 _MODELS: tuple[type, ...] = (
-    spec.StudySpec, spec.Method, spec.Change, spec.Seeds, spec.Resources, scales.Scales, space.Tune, space.Searching,
-    space.Search, space.Match, space.Constrain, space.Bound, space.Fidelity,
+    spec.StudySpec, spec.Method, spec.Change, spec.Seeds, spec.Resources, scales.Scales, budget.Tune, budget.Searching,
+    space.Search, budget.Match, budget.Constrain, budget.Bound, budget.Fidelity,
 )  # fmt: skip
 
 

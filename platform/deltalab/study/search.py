@@ -22,12 +22,12 @@ from deltalab.errors import InputError
 from deltalab.models.spec import ModelSpec
 from deltalab.store import Store, TrialRow, TrialSummary
 from deltalab.study import warm
+from deltalab.study.budget import COSTS, Objective, Searching
 from deltalab.study.candidates import MOST_DRAWN
 from deltalab.study.halving import Halving, by_lot, going_on, halving
 from deltalab.study.job import Job
 from deltalab.study.pareto import beyond_worst, chosen, ranked
 from deltalab.study.plan import Infeasible, Plan, PlannedArm
-from deltalab.study.space import COSTS, Objective, Searching
 from deltalab.study.spec import StudySpec
 from deltalab.study.suggest import START, Live
 from deltalab.study.trial import infeasible

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from deltalab.store import Store, Study, TrialRow
+from deltalab.study.budget import Searching
 from deltalab.study.candidates import edge
 from deltalab.study.choice import Runs, Scores
 from deltalab.study.measured import Measured
-from deltalab.study.space import Search, Searching
+from deltalab.study.space import Search
 
 
 @dataclass(frozen=True)

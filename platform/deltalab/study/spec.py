@@ -12,10 +12,11 @@ from pydantic import BaseModel, Discriminator, Field, Tag, ValidationError, fiel
 from deltalab.authoring.shipped import study_file
 from deltalab.errors import InputError, unknown
 from deltalab.reading import read_text, read_yaml
+from deltalab.study.budget import Bound, Constrain, Match, Searching, Tune
 from deltalab.study.joint import Look, one_look, spread_looks
 from deltalab.study.overrides import Given, overridden, read_overrides, where_given
 from deltalab.study.scales import Scales, refuse_both
-from deltalab.study.space import MOST_TRIALS, STRICT, Bound, Constrain, Match, Number, Search, Searching, Tune, Whole
+from deltalab.study.space import MOST_TRIALS, STRICT, Number, Search, Whole
 
 
 class _Strict(BaseModel):

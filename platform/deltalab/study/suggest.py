@@ -19,8 +19,9 @@ from optuna.samplers import BaseSampler
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
+from deltalab.study.budget import Sampler, Searching
 from deltalab.study.pareto import front
-from deltalab.study.space import Sampler, Search, Searching
+from deltalab.study.space import Search
 
 START = 10
 """Candidates that TPE and GP draw at random before they look at results. Those of the control count among them."""

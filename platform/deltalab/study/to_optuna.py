@@ -24,10 +24,11 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from deltalab.errors import InputError
 from deltalab.store import Store
+from deltalab.study.budget import Searching
 from deltalab.study.found import Point, points
 from deltalab.study.named import title
 from deltalab.study.search import Found, candidates, objectives_of
-from deltalab.study.space import Search, Searching
+from deltalab.study.space import Search
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from deltalab.errors import InputError, unknown
 from deltalab.models.spec import RULE
+from deltalab.study.budget import Searching
 from deltalab.study.settings import resolve_rule, rule_of, setting, with_values
-from deltalab.study.space import LAYERS, Search, Searching
+from deltalab.study.space import LAYERS, Search
 
 if TYPE_CHECKING:
     from deltalab.store import Store
