@@ -5,7 +5,7 @@ import io
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -82,15 +82,14 @@ class Report(Answer):
         yield Text(self.title, style="bold")
         for warning in self.warnings:
             yield Text(f"! {warning}", style="yellow")
-        for table in self.tables:
+        for table in self._shown:
             yield Text(f"\n{caption(table)}")
             for warning in table.warnings:
                 yield Text(f"! {warning}", style="yellow")
             if options.max_width >= ONE_TABLE:
-                grids = [_grid(table, self._columns, options.max_width)]
+                grids = [_grid(table, range(TUNED + 1), options.max_width)]
             else:
-                costs = [column for column in COSTS if column in self._columns]
-                grids = [_grid(table, ANSWER, options.max_width), _grid(table, costs, options.max_width)]
+                grids = [_grid(table, ANSWER, options.max_width), _grid(table, COSTS, options.max_width)]
             yield grids[0]
             for grid in grids[1:]:
                 yield Text("")
@@ -126,9 +125,15 @@ class Report(Answer):
                     yield Text(f"- {row.name}: {training_cells(row)[-1]}")
 
     @property
-    def _columns(self) -> list[int]:
-        """The columns of a table. The values of a search's arms are too many for one, and have lines of their own."""
-        return [column for column in range(TUNED + 1) if column != TUNED or self.search is None]
+    def _shown(self) -> list[TaskTable]:
+        """The tables, with the training alone of what a search's arms tuned: a line of its own says what each is."""
+        if self.search is None:
+            return self.tables
+
+        def training(row: Row) -> Row:
+            return replace(row, tuned={path: value for path, value in row.tuned.items() if path.startswith("train.")})
+
+        return [replace(table, rows=[*map(training, table.rows)]) for table in self.tables]
 
     def _sections(self, most: int | None = None) -> "list[Section]":
         if self.search is None:
@@ -140,12 +145,12 @@ class Report(Answer):
     def to_markdown(self) -> str:
         lines = [f"## {self.title}", ""]
         lines += [*(f"- **{warning}**" for warning in self.warnings), *([""] if self.warnings else [])]
-        for table in self.tables:
-            names = [headers(table)[column] for column in self._columns]
+        for table in self._shown:
+            names = headers(table)
             lines += [f"### {caption(table)}", ""]
             lines += [*(f"- **{warning}**" for warning in table.warnings), *([""] if table.warnings else [])]
             lines += [_markdown(names), _markdown(["---"] * len(names))]
-            lines += [_markdown([cells(row)[column] for column in self._columns]) for row in table.rows]
+            lines += [_markdown(cells(row)) for row in table.rows]
             lines += ["", *(f"- {note}" for note in table.notes), *([""] if table.notes else [])]
         for ladder in self.ladders:
             names = ladder_headers(ladder)
