@@ -89,11 +89,22 @@ def test_a_search_confirms_what_it_found_and_nothing_runs_twice(written: Any, tm
         ({"rule": {"choice": ["mamba2", {"name": "comba", "transition": "dpl"}]}}, r"search\.rule: "),
         ({"model.layer": {"choice": [1, 2]}}, "model.layer"),
         ({"finalists": 7}, "finalists 7 exceed trials 6"),
+        ({"trials": 8, "finalists": 7}, r"search\.finalists 7: the space has 6 models, and each is confirmed once"),
+        ({"warm": [{"study": "s", "name": "comba"}]}, r"search\.warm"),
     ],
 )
 def test_what_cannot_be_searched_is_refused_at_planning(written: Any, search: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
         make_plan(load_study(written(**search)))
+
+
+def test_a_study_to_begin_with_that_is_not_there_is_refused_before_anything_is_written(
+    written: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=r"study\.yaml: search\.warm: .*unknown study 'nope'"):
+        run_study(written(warm=[{"study": "nope"}]), db=tmp_path / "lab.db", executor="inline")
+    with Store.open(tmp_path / "lab.db") as store:
+        assert store.studies() == []
 
 
 def drawn(db: Path) -> list[tuple[int, str, dict[str, Any], str | None]]:

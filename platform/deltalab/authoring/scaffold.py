@@ -343,8 +343,10 @@ def _write(name: str, file: Path, what: str, text: str, taken: list[str]) -> Pat
 
 def free_name(name: str, what: str, taken: list[str]) -> None:
     """Raises `InputError` for a name that Python or another rule, task or study uses."""
-    if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_"):
+    if not name.isidentifier() or name.startswith("_"):
         raise InputError(f"'{name}' cannot name a {what}: take letters, digits and _, a letter first, as in my_{what}")
+    if keyword.iskeyword(name):
+        raise InputError(f"'{name}' cannot name a {what}: it is a word of Python's own")
     if name in taken:
         raise InputError(f"there is a {what} '{name}' already: take another name")
 

@@ -252,7 +252,7 @@ class Searching(Space):
     @classmethod
     def _rules_and_studies(cls, given: Any) -> Any:
         for entry in given if isinstance(given, list | tuple) else ():
-            named = isinstance(entry, dict) and isinstance(entry.get("name"), str)
+            named = isinstance(entry, dict) and isinstance(entry.get("name"), str) and "study" not in entry
             study = isinstance(entry, dict) and [*entry] == ["study"] and isinstance(entry["study"], str)
             if not (isinstance(entry, str) or named or study):
                 raise ValueError(f"takes rules (NAME, or {{name: NAME, knob: ...}}) and {{study: NAME}}, not {entry!r}")

@@ -10,7 +10,7 @@ from deltalab.errors import InputError
 from deltalab.study.budget import Searching
 from deltalab.study.match import Bounded
 from deltalab.study.settings import resolve, setting
-from deltalab.study.space import INTEGERS, Search, Space, combinations, example
+from deltalab.study.space import INTEGERS, Search, Space, combinations, count, example
 from deltalab.study.warm import named
 
 if TYPE_CHECKING:
@@ -43,11 +43,24 @@ def check_space(plan: "Plan") -> list[str]:
     except InputError as error:
         raise InputError(f"{key}.{error}") from None
     search = plan.spec.search
+    if search:
+        _check_finalists(search)
     if search and search.fidelity:
         found += _check_rungs(plan, search)
     if search and (search.match or search.constrain.bounds or search.fidelity):
         found += _check_sizes(plan, space)
     return found
+
+
+def _check_finalists(search: Searching) -> None:
+    """Raises `InputError` where the space has fewer models than finalists are wanted."""
+    models = {name: knob for name, knob in search.knobs.items() if not name.startswith("train.")}
+    if models and all(parent in models for knob in models.values() for parent in knob.parents):
+        most = count(models)
+        if most is not None and search.finalists > most:
+            raise InputError(
+                f"search.finalists {search.finalists}: the space has {most} models, and each is confirmed once"
+            )
 
 
 def _check_rungs(plan: "Plan", search: Searching) -> list[str]:

@@ -73,6 +73,8 @@ def _front(found: Discovery, most: int | None) -> Section:
     ]
     headers = ["candidate", "what it is", "by", *(label(found, name) for name in found.objectives), "front"]
     notes = ["Scores are on validation, from the seeds of the search: optimistic. The answer is the table of the arms."]
+    if any(point.number is None and point.is_arm for point in best):
+        notes.append("The base is shown as tuned on each task, a candidate with the training that it was drawn with.")
     if hidden := len(best) - len(points):
         notes.append(f"{hidden} more candidates are on the front: see --json or the dashboard.")
     drawn = ", ".join(f"{count} {name}" for name, count in sorted(found.drawn.items()))
@@ -123,7 +125,7 @@ def _control(found: Discovery) -> Section:
     notes = [
         f"Hypervolume of {control.n} candidates{where}: search {control.searched:.3f}, random search "
         f"{control.random:.3f}, difference {format_interval(control.difference, '+')}.",
-        f"All {control.of} candidates of the search have {control.all_searched:.3f}.",
+        f"All {control.of} candidates but those of random search have {control.all_searched:.3f}.",
     ]
     return Section(title, [], [], notes)
 

@@ -44,7 +44,9 @@ def found(store: Store, study_id: int, arm: str) -> tuple[UpdateRule, str]:
     kind = str(spec.pop("name"))
     if rule_plugin(kind).hash != trial.rule_hash:
         raise InputError(f"rule '{kind}' has changed since it was trained: run the study again first")
-    values = "; ".join(f"{path} {_said(value)}" for path, value in trial.values.items())
+    # Each task has a training of its own.
+    model = {path: value for path, value in trial.values.items() if not path.startswith("train.")}
+    values = "; ".join(f"{path} {_said(value)}" for path, value in model.items())
     about = f"Found by the search of study {study.address}, id {study.id}, as its arm {arm}, at git "
     about += f"{study.provenance['git']}: {kind} with {values}. platform rule from-search wrote this file."
     return get_rule(kind, **spec), about

@@ -34,6 +34,7 @@ from deltalab.study.progress import Progress
 from deltalab.study.report import Report, report
 from deltalab.study.schedule import Schedule, Stacks
 from deltalab.study.storage import cut_off, runs_at, worker
+from deltalab.study.warm import recorded
 from deltalab.study.worker import Worker
 from deltalab.training.train import NUMERICS, hardware
 
@@ -173,6 +174,7 @@ def _drive(
             runs.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(f"{runs}: no folder for weights can be made: {error.strerror}") from None
+    recorded(plan, store)  # Refuse what `warm` cannot have before anything is written.
     study_id = store.begin_study(
         plan.spec.name,
         plan.profile,

@@ -202,11 +202,11 @@ class SearchPhase:
             models: dict[str, Candidate] = {}
             for each in order:
                 models.setdefault(self._model(each.values), each)
-            models.pop(own, None)
+            base = models.pop(own, None)
             if len(models) >= self.space.finalists or most >= len(different):
                 break
             most *= 2
-        found = [*models.values()] or order
+        found = [*models.values(), *filter(None, [base])] if models else order
         return {name: found[place % len(found)] for place, name in enumerate(self.plan.names[1:])}
 
     def _model(self, values: Mapping[str, Any]) -> str:

@@ -92,16 +92,20 @@ def _apart(ledger: Measured, arm: str, task: str) -> list[TrialRow]:
 
 def ends(sweeps: Sequence[Sweep], spec: Mapping[str, Any]) -> Iterator[str]:
     """A line for each end of a range at which arms have their best value. sweeps: of one task."""
-    found: dict[tuple[str, str, str], list[str]] = {}
+    searched = tuned(spec)
+    found: dict[tuple[str, str, str, bool], list[str]] = {}
     for one in sweeps:
         for path, end in one.ends.items():
             assert one.best is not None
-            found.setdefault((path, end, f"{one.values[one.best][path]:.3g}"), []).append(one.arm)
+            value = one.values[one.best][path]
+            low, *_, high = searched[path].extremes
+            found.setdefault((path, end, f"{value:.3g}", low < value < high), []).append(one.arm)
     hint = "tune: {extend: true} tries further"
     if spec.get("search"):
         hint = "widen its range under search"
     elif (spec.get("tune") or {}).get("extend"):
         hint = "tune.extend moved it as far as it does"
-    for (path, end, value), names in found.items():
+    for (path, end, value, inside), names in found.items():
         beyond = "these arms may do better beyond it" if len(names) > 1 else "the arm may do better beyond it"
-        yield f"The best {path} of {', '.join(names)} is the {end} that was tried, {value}: {beyond} ({hint})."
+        more = "more trials try values between it and the end of its range" if inside and spec.get("search") else hint
+        yield f"The best {path} of {', '.join(names)} is the {end} that was tried, {value}: {beyond} ({more})."

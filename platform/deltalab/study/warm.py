@@ -37,7 +37,11 @@ def recorded(plan: "Plan", store: "Store") -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for study in filter(None, map(_study, plan.spec.search.warm if plan.spec.search else ())):
         assert plan.spec.search is not None
-        fits = [values for values in _ranked(store, study) if plan.spec.search.drawn(values) is not None]
+        try:
+            ranked = _ranked(store, study)
+        except InputError as error:
+            raise InputError(f"{plan.where}: search.warm: {error}") from None
+        fits = [values for values in ranked if plan.spec.search.drawn(values) is not None]
         if not fits:
             raise InputError(f"{plan.where}: search.warm: no candidate of study '{study}' is in the space")
         most = max(1, math.floor(MOST_RECORDED * plan.spec.search.trials))
@@ -51,7 +55,10 @@ def _study(entry: str | Mapping[str, Any]) -> str | None:
 
 def _of_rule(plan: "Plan", space: Searching, entry: str | Mapping[str, Any]) -> dict[str, Any]:
     base = next(arm for arm in plan.arms if arm.is_base)
-    wanted = resolve_rule(rule_of(entry))
+    try:
+        wanted = resolve_rule(rule_of(entry))
+    except InputError as error:
+        raise InputError(f"warm: {error}") from None
     choices = space.searched["rule"].choice or () if "rule" in space.searched else (base.config["rule"],)
     alike = [choice for choice in choices if rule_of(choice)["name"] == wanted["name"]]
     if not alike:
