@@ -187,9 +187,14 @@ def test_the_largest_size_is_predicted_from_the_others(store: Store) -> None:
 def test_a_ladder_of_three_sizes_has_no_fit_and_says_why(store: Store) -> None:
     found = recorded(store, sizes=3)
     assert all(row.fit is None and not row.predictions for row in found.ladders[0].arms)
-    assert found.ladders[0].notes == [
+    assert found.ladders[0].notes[1:] == [
         "No fit of loss against compute: its 3 parameters and a size to predict need 4 sizes, and there are 3."
     ]
+
+
+def test_a_ladder_says_how_learning_rates_go_with_the_width(store: Store) -> None:
+    found = recorded(store, sizes=3)
+    assert found.ladders[0].notes[0].startswith("Widths 16 to 64 train at one learning rate")
 
 
 def test_several_sizes_may_be_kept_out(store: Store) -> None:
@@ -201,7 +206,7 @@ def test_several_sizes_may_be_kept_out(store: Store) -> None:
 def test_an_arm_that_lacks_a_size_is_left_out_by_name(store: Store) -> None:
     found = recorded(store, without=("fading", 2))
     assert [row.arm for row in found.ladders[0].arms] == ["base", "steady", "turning", "noise"]
-    assert found.ladders[0].notes == ["fading has no results at every size."]
+    assert found.ladders[0].notes[1:] == ["fading has no results at every size."]
 
 
 def test_a_ladder_without_its_base_at_a_size_waits(store: Store) -> None:

@@ -133,6 +133,7 @@ REFUSED = [
     ({"model.d_model": [8, 16, 32], "keep_out": 1}, "give at least 4 sizes"),
     ({"model.d_model": [8, 16], "keep_out": 0}, "leaves 2 of 2 sizes to fit the 3 parameters of a + b C^-c"),
     ({"model.d_model": [8, 16], "keep_out": -1}, "scales.keep_out must be greater than or equal to 0"),
+    ({"model.d_model": [8, 18], "model.heads": [1, 4]}, "base at mqar.d_model=18: model.d_model 18 must be a multiple"),
     ({"model.d_model": [8, 16], "transfer": "sp"}, "scales.transfer must be 'none' or 'mup'"),
     ({"train.steps": [8, 16], "transfer": "mup"}, "transfer: mup carries learning rates across widths: list model.d_m"),
 ]

@@ -91,6 +91,7 @@ def test_a_search_confirms_what_it_found_and_nothing_runs_twice(written: Any, tm
         ({"finalists": 7}, "finalists 7 exceed trials 6"),
         ({"trials": 8, "finalists": 7}, r"search\.finalists 7: the space has 6 models, and each is confirmed once"),
         ({"warm": [{"study": "s", "name": "comba"}]}, r"search\.warm"),
+        ({"fidelity": {"train.lr": [0.01, 0.02]}}, r"search\.fidelity: unknown key 'train\.lr'"),
     ],
 )
 def test_what_cannot_be_searched_is_refused_at_planning(written: Any, search: dict[str, Any], said: str) -> None:

@@ -145,11 +145,17 @@ class Fidelity(BaseModel):
 
     keep: Annotated[Number, Field(gt=0, lt=1)] = 1 / 3
 
+    @model_validator(mode="before")
+    @classmethod
+    def _is_known(cls, given: Any) -> Any:
+        for path in given if isinstance(given, dict) else ():
+            if path not in ("keep", *cls.paths):
+                raise ValueError(str(unknown("key", str(path), ["keep", *cls.paths])))
+        return given
+
     @model_validator(mode="after")
     def _goes_up(self) -> Self:
         for path, values in self.values.items():
-            if path not in self.paths:
-                raise ValueError(str(unknown("key", path, ["keep", *self.paths])))
             if len(values) < 2 or any(a >= b for a, b in pairwise(values)):
                 raise ValueError(f".{path}: takes at least two values that increase, not {list(values)}")
         if not self.values:

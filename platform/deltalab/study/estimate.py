@@ -21,7 +21,7 @@ from deltalab.store.progress import duration
 from deltalab.study.joint import ALPHA, seeds_needed, smallest_p
 from deltalab.study.plan import Plan, PlannedArm
 from deltalab.study.power import Spread, detectable
-from deltalab.study.scales import families
+from deltalab.study.scales import families, rates
 from deltalab.study.sizes import Sizer, Sizes
 from deltalab.study.step_time import Training, gpu_rates, gpu_step, scaled_step, timed_step
 
@@ -334,14 +334,9 @@ def _steps(training: Training) -> float:
 
 def _one_rate(plan: Plan) -> list[str]:
     """Says so where all widths of a ladder train at one learning rate."""
-    scales, tune = plan.spec.scales, plan.spec.tune
-    widths = scales.lists.get("model.d_model") if scales else None
-    if scales is None or widths is None or scales.transfer == "mup" or (tune and "train.lr" in tune.searched):
-        return []
-    return [
-        f"scales: widths {widths[0]} to {widths[-1]} train at one learning rate, and the best one falls with the "
-        "width. Give transfer: mup, or tune train.lr."
-    ]
+    tuned = plan.spec.tune.searched if plan.spec.tune else ()
+    said = rates(plan.spec.scales, tuned) if plan.spec.scales else None
+    return [f"scales: {said}. Give transfer: mup, or tune train.lr."] if said and "one learning rate" in said else []
 
 
 def _passes(trainings: list[Training]) -> list[str]:

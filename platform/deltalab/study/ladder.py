@@ -25,7 +25,7 @@ from deltalab.store import Arm
 from deltalab.study.choice import Scores
 from deltalab.study.joint import Difference, Outcome, compare
 from deltalab.study.measured import Measured
-from deltalab.study.scales import PARAMETERS, Scales
+from deltalab.study.scales import PARAMETERS, Scales, rates
 from deltalab.study.stats import Interval
 
 Array = NDArray[np.float64]
@@ -240,7 +240,8 @@ def _ladder(
 ) -> Ladder:
     labels = [size.label for size in rungs.sizes]
     about, base = tasks[labels[0]], rungs.base
-    left_out, notes = scales.left_out, []
+    left_out, said = scales.left_out, rates(scales, ledger.spec.get("tune") or ())
+    notes = [f"{said[0].upper()}{said[1:]}."] if said else []
     losses: dict[str, Array] = {}
     computes: dict[str, list[float]] = {}
     for arm in (base, *rungs.complete):

@@ -422,7 +422,7 @@ def _make_plan(spec: StudySpec, profile: str | None, file: str) -> Plan:
         at = sizes[task_name]
         base = applied(spec.base, spec.for_task.get(at.task, Change()))
         base = applied(base, Change(model=at.model, train=at.train))
-        resolved = {"base": resolve_method(base, task, where="base")}
+        resolved = {"base": resolve_method(base, task, where=f"base at {task_name}" if spec.scales else "base")}
         for name, change in changes.items():
             resolved[name] = resolve_method(applied(base, change), task, where=f"arms.{name}")
             if change.match is not None:

@@ -1,7 +1,7 @@
 """A ladder: sizes at which every arm of a study runs, each against the base of the same size."""
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -146,6 +146,23 @@ def sized(scales: Scales | None, tasks: Mapping[str, dict[str, Any]], base_width
         if scales.transfer == "mup":
             parts["model"]["base_width"] = base_width
         yield SizedTask(scales.label(task, size), task, {**params, **parts["task"]}, parts["model"], parts["train"])
+
+
+def rates(scales: Scales, tuned: Collection[str]) -> str | None:
+    """How learning rates go with the width, in words; None for a ladder without widths. tuned: the settings that are.
+
+    >>> rates(Scales.model_validate({"model.d_model": [32, 64]}), [])
+    'widths 32 to 64 train at one learning rate, and the best one falls with the width'
+    """
+    widths = scales.lists.get("model.d_model")
+    if widths is None:
+        return None
+    said = f"widths {widths[0]} to {widths[-1]} train at"
+    if scales.transfer == "mup":
+        return f"{said} learning rates that mup scales"
+    if "train.lr" in tuned:
+        return f"{said} learning rates that each size tunes"
+    return f"{said} one learning rate, and the best one falls with the width"
 
 
 def refuse_both(scales: Scales | None, given: Mapping[str, Mapping[str, Any]], where: str) -> None:
