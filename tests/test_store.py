@@ -639,6 +639,16 @@ def _open(path: str) -> int:
         return len(store.studies())
 
 
+def test_a_new_database_waits_for_another_process_that_makes_it(tmp_path: Path) -> None:
+    other = sqlite3.connect(tmp_path / "lab.db", isolation_level=None, check_same_thread=False)
+    with closing(other):
+        other.execute("BEGIN IMMEDIATE")
+        ended = threading.Timer(0.3, other.execute, ["ROLLBACK"])
+        ended.start()
+        assert _open(str(tmp_path / "lab.db")) == 0
+        ended.join()
+
+
 def test_many_processes_may_make_the_same_database(tmp_path: Path) -> None:
     with multiprocessing.get_context("fork").Pool(4) as pool:
         assert pool.map(_open, [str(tmp_path / "lab.db")] * 8) == [0] * 8

@@ -3,13 +3,14 @@
 import json
 import re
 import sqlite3
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, inspect, make_url, text
-from sqlalchemy.engine.interfaces import DBAPIConnection
+from sqlalchemy.engine.interfaces import DBAPIConnection, DBAPICursor
 from sqlalchemy.exc import ArgumentError, DatabaseError, DBAPIError, OperationalError
 from sqlalchemy.pool import ConnectionPoolEntry
 
@@ -121,7 +122,10 @@ def connect(url: URL, *, migrating: bool = False) -> Engine:
         cursor.execute("PRAGMA synchronous=NORMAL")
         # With foreign keys on, a batch migration, which drops and remakes tables, would delete rows that refer to them.
         # Write-ahead logging changes the file, so it is switched on only in a file known to be ours.
-        cursor.execute("PRAGMA journal_mode=WAL" if migrating else "PRAGMA foreign_keys=ON")
+        if migrating:
+            _log_ahead(cursor)
+        else:
+            cursor.execute("PRAGMA foreign_keys=ON")
         cursor.close()
 
     def begun(connection: Connection) -> None:
@@ -143,6 +147,19 @@ def connect(url: URL, *, migrating: bool = False) -> Engine:
         event.listen(engine, "connect", connected)
     event.listen(engine, "begin", begun)
     return engine
+
+
+def _log_ahead(cursor: DBAPICursor) -> None:
+    """Switches write-ahead logging on. SQLite waits for no lock while it does, whatever the timeout: so we do."""
+    until = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            cursor.execute("PRAGMA journal_mode=WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > until:
+                raise
+            time.sleep(0.02)
 
 
 @contextmanager
