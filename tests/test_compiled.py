@@ -1,6 +1,8 @@
 """A kernel is launched past Triton's binding of arguments, but only as Triton compiled it for such arguments."""
 
 from collections.abc import Callable
+from multiprocessing import get_context
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -156,3 +158,42 @@ def test_this_triton_is_one_that_we_know() -> None:
     launcher = object()
     wrap = nvidia.wrap_handle_tensordesc
     assert compiled._inner(wrap(launcher, {0: "tensordesc<fp16[16, 16]>"}, [{}])) is launcher
+
+
+def test_processes_compile_the_same_kernel_one_after_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that compiles another kernel waits for nobody."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    fork = get_context("fork")
+    held, ended = fork.Event(), fork.Event()
+
+    def hold() -> None:
+        with compiled._one_at_a_time("scan of 64"):
+            held.set()
+            ended.wait(60)
+
+    def compile_after(kernel: str, order: Any) -> None:
+        with compiled._one_at_a_time(kernel):
+            order.put(kernel)
+
+    order = fork.Queue()
+    first = fork.Process(target=hold)
+    first.start()
+    assert held.wait(60)
+    same, other = (fork.Process(target=compile_after, args=(name, order)) for name in ("scan of 64", "scan of 32"))
+    same.start()
+    other.start()
+    assert order.get(timeout=60) == "scan of 32"
+    other.join()
+    same.join(0.2)
+    assert same.is_alive()
+    first.kill()  # The system releases its lock.
+    assert order.get(timeout=60) == "scan of 64"
+    same.join()
+
+
+def test_a_cache_that_cannot_be_written_stops_no_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file"))
+    kernel = Kernel()
+    Launcher(kernel, {"SIZE": 16}, {})((1,), given())
+    assert len(kernel.by_triton) == 1

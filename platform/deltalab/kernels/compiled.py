@@ -10,7 +10,10 @@ bytes, the shapes of tiles, and the values of all else: these make the key. It w
 import copy
 import functools
 import importlib
-from collections.abc import Iterable, Mapping, Sequence
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -141,7 +144,8 @@ class Launcher:
         if found is not None:
             found((*grid, 1, 1)[:3], driver.active.get_current_stream(device), operands.values())  # type: ignore[arg-type]
             return
-        made = self._by_triton(grid, operands)
+        with _one_at_a_time(f"{self.kernel} {key[1:]} {[*map(_kind, self.sizes.values())]}"):
+            made = self._by_triton(grid, operands)
         if key not in self.compiled:
             if len(self.compiled) >= MOST:
                 self.compiled.clear()
@@ -169,6 +173,29 @@ def launch(
 @functools.lru_cache(maxsize=MOST)
 def _launcher(kernel: Any, operands: tuple[str, ...], sizes: Any, resources: Any) -> Launcher:
     return Launcher(kernel, dict(sizes), dict(resources))
+
+
+@contextmanager
+def _one_at_a_time(kernel: str) -> Iterator[None]:
+    """Has other processes of this machine wait that compile the same kernel: they find it in Triton's cache afterwards.
+
+    kernel: what tells it apart. Its lock is a byte of a file in Triton's cache; the system releases it where a process
+    ends. Without such a file, or on a system without such locks, each process compiles by itself.
+    """
+    try:
+        import fcntl
+
+        os.makedirs(knobs.cache.dir, exist_ok=True)
+        file = os.open(os.path.join(knobs.cache.dir, "deltalab.lock"), os.O_RDWR | os.O_CREAT, 0o666)
+    except (ImportError, OSError):
+        yield
+        return
+    try:
+        with suppress(OSError):
+            fcntl.lockf(file, fcntl.LOCK_EX, 1, zlib.crc32(kernel.encode()))
+        yield
+    finally:
+        os.close(file)
 
 
 INTERPRETED = knobs.runtime.interpret
