@@ -78,6 +78,16 @@ def _environment(lab: Path) -> dict[str, str]:
     return {**os.environ, "DELTALAB_DB": str(lab / "lab.db"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
+def rates(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tuple[float, float]]:
+    """Parameter -> lr and weight decay."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {
+        names[parameter]: (group["lr"], group["weight_decay"])
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+
+
 def prepared(lab: Path, folder: str = "model", **given: Any) -> launch.Launch:
     settings = {"gpus": 0, "given": ["batch.length=16"], **given}
     return launch.prepare(lab / folder, lab / "packed", **settings)
@@ -366,6 +376,28 @@ def test_the_trainer_shards_blocks_without_words_that_transformers_drops(
     assert args.fsdp_plugin_args["transformer_cls_names_to_wrap"] == "Block"
     assert args.fsdp_plugin_args["reshard_after_forward"] is True
     assert _sharded(1, on_gpu=True) == _sharded(2, on_gpu=False) == {}
+
+
+@pytest.mark.parametrize("takes_a_model", [True, False], ids=["5.3", "5.2"])
+def test_the_trainer_trains_matrices_as_base_width_asks(
+    takes_a_model: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before transformers 5.3, a Trainer makes its optimizer for its own model alone."""
+    from transformers import Trainer, TrainingArguments
+
+    from deltalab.engines.deltalab_train.with_trainer import Deterministic
+    from deltalab.export.modeling_deltalab import DeltaLabConfig, DeltaLabForCausalLM
+
+    if not takes_a_model:
+        made_by = Trainer.create_optimizer
+        monkeypatch.setattr(Trainer, "create_optimizer", lambda self: made_by(self))
+    spec = ModelSpec.of({"rule": "comba", "vocab_size": 16, "d_model": 16, "heads": 2, "layers": 1, "base_width": 4})
+    model = DeltaLabForCausalLM(DeltaLabConfig(**vars(spec)))
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, learning_rate=0.02, weight_decay=0.01)
+    made = Deterministic(model=model, args=args).create_optimizer()
+    wanted = torch.optim.AdamW(model.parameter_groups(0.01, 0.02), lr=0.02)
+    assert rates(model, made) == rates(model, wanted)
+    assert len(set(rates(model, made).values())) == 3
 
 
 def test_progress_names_the_step_of_a_loss_that_is_older_than_the_line() -> None:

@@ -80,11 +80,11 @@ class Deterministic(Trainer):  # type: ignore[misc]
     def get_decay_parameter_names(self, model: nn.Module, *_: Any) -> list[str]:
         return [name for name, parameter in model.named_parameters() if parameter.dim() > 1]
 
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        made: torch.optim.Optimizer = super().create_optimizer(model)
-        groups = (self.model if model is None else model).parameter_groups(
-            self.args.weight_decay, self.args.learning_rate
-        )
+    def create_optimizer(self, *given: Any) -> torch.optim.Optimizer:
+        # From transformers 5.3 on, the model may be given.
+        made: torch.optim.Optimizer = super().create_optimizer(*given)
+        model = next(iter(given), self.model)
+        groups = model.parameter_groups(self.args.weight_decay, self.args.learning_rate)
         for own in groups:
             scaled = set(map(id, own["params"])) if "lr" in own else set()
             for group in [group for group in made.param_groups if any(id(p) in scaled for p in group["params"])]:
