@@ -4,6 +4,7 @@ import io
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -550,3 +551,73 @@ def test_the_trainer_of_transformers_goes_on_where_it_was_killed(lab: Path) -> N
         assert after[step, "train"] == pytest.approx(loss, rel=1e-4), "base_width scales the rates as in the study"
     weights = checkpoints.read_checkpoint(checkpoints.complete(lab / "trainer")[-1])
     assert weights["embed.weight"].shape == (256, 16)
+
+
+SHARDED = """
+import json
+import os
+import sys
+
+from accelerate.state import AcceleratorState, DistributedType, PartialState
+from deltalab_train import with_trainer
+
+begin, sharded = AcceleratorState.__init__, with_trainer._sharded
+
+
+def on_cpus(self, *given, fsdp_plugin=None, **more):
+    # Accelerate shards on accelerators alone.
+    begin(self, *given, fsdp_plugin=fsdp_plugin, **more)
+    if fsdp_plugin is not None:
+        self.fsdp_plugin = fsdp_plugin
+        self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+
+class Record(with_trainer.Record):
+    def on_pre_optimizer_step(self, *_, model, optimizer, **more):
+        names = {parameter: name.removeprefix("model.") for name, parameter in model.named_parameters()}
+        rates = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                assert 2 * parameter.to_local().numel() == parameter.numel()
+                rates[names[parameter]] = (group["initial_lr"], group["weight_decay"])
+        with open(f"{sys.argv[1]}/rates-{os.environ['RANK']}.json", "w") as file:
+            json.dump(rates, file)
+
+
+AcceleratorState.__init__, with_trainer.Record = on_cpus, Record
+with_trainer._sharded = lambda world, on_gpu: sharded(world, True)
+with_trainer.main()
+"""
+
+
+@pytest.mark.slow
+def test_a_sharded_trainer_trains_as_base_width_asks_and_goes_on_so(lab: Path, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SHARDED)
+    said: list[str] = []
+
+    given = ["batch.length=16", "checkpoint.every=2", "log.every=1", "validation.every=4"]
+    ready = prepared(lab, run=lab / "sharded", engine="accelerate", processes=2, given=given)
+    assert ready.command[-2:] == ["-m", "deltalab_train.with_trainer"]
+    ready.command[-2:] = [str(tmp_path / "train.py"), str(tmp_path)]
+
+    def trained() -> dict[tuple[int, str], float]:
+        assert launch.start(ready, say=said.append) == 0, (lab / "sharded/log.txt").read_text()[-3000:]
+        return losses(lab / "sharded")
+
+    def seen() -> list[dict[str, tuple[float, float]]]:
+        texts = [(tmp_path / f"rates-{rank}.json").read_text() for rank in range(2)]
+        return [{name: tuple(value) for name, value in json.loads(text).items()} for text in texts]
+
+    before = trained()
+    for step, loss in as_a_study_trains(lab, "sharded", shifted=True).items():
+        assert before[step, "train"] == pytest.approx(loss, rel=1e-5), "each matrix has its share of the rate"
+    config = json.loads((lab / "model/config.json").read_text())
+    model = build_model({field.name: config[field.name] for field in fields(ModelSpec)})
+    lr, weight_decay = (ready.recipe["optimizer"][name] for name in ("lr", "weight_decay"))
+    wanted = rates(model, torch.optim.AdamW(parameter_groups(model, weight_decay, lr), lr=lr))
+    assert seen() == [wanted] * 2
+
+    shutil.rmtree(lab / "sharded/checkpoints/step-4")
+    assert trained() == pytest.approx(before, rel=1e-5)
+    assert "from step-2" in said
+    assert seen() == [wanted] * 2
