@@ -240,6 +240,24 @@ def test_a_run_of_another_model_is_refused(lab: Path, tmp_path: Path) -> None:
         prepared(lab, run=run)
 
 
+@pytest.mark.parametrize(("gpus", "message"), [(1, "is of several GPUs, .*: give --gpus"), (2, "is of one GPU, ")])
+def test_the_trainer_refuses_checkpoints_that_it_cannot_read_on_so_many_gpus(
+    gpus: int, message: str, lab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "GPU")
+    run = tmp_path / "run"
+    checkpoint = run / "checkpoints/step-2"
+    (checkpoint / "pytorch_model_fsdp_0" if gpus == 1 else checkpoint).mkdir(parents=True)
+    (checkpoint / "trainer_state.json").write_text("{}")
+    given: dict[str, Any] = {"run": run, "engine": "accelerate"}
+    (run / "run.json").write_text(json.dumps(prepared(lab, engine="accelerate", gpus=gpus).about))
+    assert prepared(lab, gpus=3 - gpus, **given).run == run
+    with pytest.raises(InputError, match=f"step-2 {message}") as refused:
+        prepared(lab, gpus=gpus, **given)
+    assert "\n" not in str(refused.value)
+
+
 def test_a_run_that_another_process_trains_is_refused(lab: Path, tmp_path: Path) -> None:
     from deltalab.engines.deltalab_train import lock
 

@@ -13,6 +13,8 @@ from deltalab.errors import InputError
 DONE = (".metadata", "trainer_state.json")
 """The file that an engine writes last: torchtitan's distributed checkpoint, or Trainer's."""
 FOLDER = "checkpoints"
+SHARDED = "pytorch_model_fsdp_0"
+"""The folder of Accelerate's weights in a checkpoint that several GPUs share."""
 
 
 def complete(run: Path) -> list[Path]:
@@ -42,7 +44,7 @@ def read_checkpoint(checkpoint: Path) -> dict[str, Tensor]:
     if not any((checkpoint / name).is_file() for name in DONE):
         raise InputError(f"{checkpoint}: is no complete checkpoint: it has neither {' nor '.join(DONE)}")
     whole = checkpoint / "model.safetensors"
-    sharded = checkpoint / "pytorch_model_fsdp_0"
+    sharded = checkpoint / SHARDED
     if whole.is_file():
         from safetensors.torch import load_file
 

@@ -95,7 +95,8 @@ def prepare(
 
     Raises `InputError` for a folder that is no export or lacks the engine's files, for packed data of another
     tokenizer, for settings that no recipe has, for fewer GPUs than asked, for an engine that is not installed, for a
-    disk without room for checkpoints, and for a run of another model, data or engine.
+    disk without room for checkpoints, for a run of another model, data or engine, and for a checkpoint that the engine
+    cannot read on so many GPUs.
     """
     if engine not in ENGINES:
         raise unknown("engine", engine, ENGINES, where="--engine")
@@ -132,6 +133,8 @@ def prepare(
     run = (run or folder / "runs" / f"{engine}-{_digest([identity, recipe])[:8]}").resolve()
     size = parameters(model)
     earlier = _earlier(run, identity)
+    if engine == "accelerate":
+        _readable(run, sharded=gpus > 0 and world > 1)
     _room(run, size)
     provenance = written.get("provenance") or {}
     about = {
@@ -315,6 +318,17 @@ def _earlier(run: Path, identity: Mapping[str, str]) -> dict[str, Any]:
                 f"{about['data']['folder']} with --engine {about['engine']}"
             )
     return about
+
+
+def _readable(run: Path, *, sharded: bool) -> None:
+    """Raises `InputError` for a checkpoint of Accelerate that several GPUs share where one trains, or the reverse."""
+    for newest in checkpoints.complete(run)[-1:]:
+        if (newest / checkpoints.SHARDED).is_dir() != sharded:
+            here, there = ("one GPU", "several GPUs")[:: 1 if sharded else -1]
+            raise InputError(
+                f"{run}: {newest.name} is of {here}, and Accelerate cannot go on from it on {there}: give --gpus as "
+                "before, or another --out"
+            )
 
 
 def _room(run: Path, size: int) -> None:
