@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from deltalab import InputError
-from deltalab.store import RunRecord, Store, TrialRecord
+from deltalab.store import RunRecord, Store, TrialRecord, shelf
 from deltalab.study.halving import Halving, going_on
 from deltalab.study.job import Job
 from deltalab.study.pareto import front
@@ -151,6 +151,11 @@ def test_a_candidate_that_makes_no_model_is_recorded_and_another_is_drawn(
         said = f"model.d_model {values['model.d_model']} must be a multiple of heads 2, or set key_dim"
         assert (values["model.d_model"] % 2, values["model.heads"], error) == (1, 2, said)
     assert (whole.trials, whole.failed, whole.infeasible) == (8 + 3 * 3 + 3, 0, len(infeasible))
+    with Store.open(tmp_path / "whole.db", create=False) as store:
+        assert shelf.trial_counts(store) == {whole.study_id: whole.trials}, "the list counts as the driver does"
+        kept = shelf.contents(store, whole.study_id)
+        keys = {row.key for row in store.trials(whole.study_id) if row.state == "done"}
+    assert kept.trials == len(keys)
 
     for stacks in (0, 1):  # the driver dies before anything has trained, and after the first stack
         with monkeypatch.context() as patch:

@@ -53,7 +53,7 @@ def page(store: Store, study: Study) -> None:
 
 def head(store: Store, study: Study) -> None:
     st.title(plain(study.name), anchor=False)
-    trials = store.trials(study.id)
+    trials = [trial for trial in store.trials(study.id) if trial.state != "infeasible"]
     facts = [f"profile {study.profile}"] if study.profile else []
     facts += [f"begun {study.created_at:%Y-%m-%d %H:%M} UTC", f"{len(trials)} trials recorded"]
     if trials:

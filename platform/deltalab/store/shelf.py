@@ -17,7 +17,7 @@ from deltalab.reading import pairs
 from deltalab.store import drivers
 from deltalab.store.database import shown
 from deltalab.store.ledger import Store
-from deltalab.store.models import Arm, ArmTrial, Driver, Run, Study, StudyState
+from deltalab.store.models import Arm, ArmTrial, Driver, Run, Study, StudyState, Trial
 from deltalab.store.outage import waited
 from deltalab.store.queries import Ledger
 
@@ -61,7 +61,7 @@ class Listed:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a study holds. shared: how many of its trials other studies have, too."""
+    """What a study holds. trials: that ran. shared: how many of them other studies have, too."""
 
     arms: int
     trials: int
@@ -119,8 +119,12 @@ def arm_names(store: Ledger) -> dict[int, list[str]]:
 
 @waited
 def trial_counts(store: Ledger) -> dict[int, int]:
-    """How many trials of every study are recorded, by the study's id."""
-    rows = select(Arm.study_id, func.count(ArmTrial.trial_id.distinct())).join(ArmTrial).group_by(Arm.study_id)
+    """How many trials of every study have ended, by the study's id, as its driver counts them.
+
+    A candidate that makes no model is none; a trial that two arms have is one of each.
+    """
+    rows = select(Arm.study_id, func.count()).join_from(Arm, ArmTrial).join(Trial)
+    rows = rows.where(Trial.state != "infeasible").group_by(Arm.study_id)
     with store._reading() as session:
         return dict(session.execute(rows).tuples().all())
 
@@ -128,7 +132,8 @@ def trial_counts(store: Ledger) -> dict[int, int]:
 @waited
 def contents(store: Ledger, study_id: int) -> Contents:
     """What a study holds. Raises `InputError` where there is no such study."""
-    trials = select(ArmTrial.trial_id).join(Arm).where(Arm.study_id == study_id).distinct()
+    ran = Arm.study_id == study_id, Trial.state != "infeasible"
+    trials = select(ArmTrial.trial_id).join(Arm).join(Trial).where(*ran).distinct()
     elsewhere = select(ArmTrial.trial_id).join(Arm).where(Arm.study_id != study_id, ArmTrial.trial_id.in_(trials))
     with store._reading() as session:
         _existing(session, store, study_id)
