@@ -165,6 +165,29 @@ def test_plan_runs_nothing(platform: Platform, here: Path) -> None:
     assert contents(here) == before
 
 
+@pytest.mark.parametrize("sd", [(), ("--sd", "0.1")])
+def test_a_plan_refuses_a_study_to_begin_with_that_is_not_there(
+    platform: Platform, done: Path, sd: tuple[str, ...]
+) -> None:
+    space = "search:\n  train.lr: {log_uniform: [1e-3, 1e-1]}\n  trials: 4\n  finalists: 1\n  warm: [{study: tny}]\n"
+    lines = [
+        line for line in STUDY.replace("name: tiny", "name: found").splitlines() if line[:4] not in ("abla", "tune")
+    ]
+    (done / "found.yaml").write_text("\n".join(lines).replace("seeds:", f"{space}seeds:"))
+    before = contents(done)
+    for command in ("plan", "run"):
+        more = sd if command == "plan" else ()
+        said = "unknown study 'tny'; did you mean 'tiny'?"
+        assert_refused(platform("study", command, "found.yaml", *more), "found.yaml: search.warm: ", said)
+    assert_refused(
+        platform("study", "plan", "found.yaml", "--db", "none.db", *sd), "found.yaml: search.warm: unknown study 'tny'"
+    )
+    assert contents(done) == before
+    (done / "found.yaml").write_text((done / "found.yaml").read_text().replace("tny", "tiny"))
+    said = "search.warm: no candidate of study 'tiny' is in the space"
+    assert_refused(platform("study", "plan", "found.yaml", *sd), said)
+
+
 def test_a_plan_says_the_effect_in_the_tasks_metric(platform: Platform, here: Path) -> None:
     (here / "study.yaml").write_text(STUDY.replace("seeds: 2", "seeds: 7"))
     said = platform("study", "plan", "study.yaml", "--sd", 0.02)

@@ -20,7 +20,7 @@ from deltalab.cli_export import export
 from deltalab.cli_options import AsJson, Db, Folder, LogTo, Overrides, Profile, StudyFile, StudyName, find_study
 from deltalab.cli_plugins import rule, task
 from deltalab.cli_train import train
-from deltalab.errors import InputError, WrongRules, one_line
+from deltalab.errors import InputError, WrongRules, one_line, unknown
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 study = typer.Typer(no_args_is_help=True, help="Run, plan, report and start studies.")
@@ -131,6 +131,7 @@ def study_plan(
     from deltalab.study.estimate import estimate
     from deltalab.study.plan import plan_study
     from deltalab.study.power import Spread, spreads
+    from deltalab.study.warm import recorded, studies
 
     if sd is not None and not math.isfinite(sd):
         raise InputError(f"--sd must be a finite number, not {sd}")
@@ -138,9 +139,12 @@ def study_plan(
     known: list[Spread] = []
     if sd is not None:
         known = [Spread(name, task.metric, sd, "given by --sd") for name, task in plan.tasks.items()]
-    elif Store.exists(db):
+    if Store.exists(db) and (sd is None or studies(plan)):
         with Store.open(db, create=False) as store:
-            known = spreads(store, plan.tasks)
+            recorded(plan, store)  # Refuse what `run` would.
+            known = known or spreads(store, plan.tasks)
+    elif missing := studies(plan):
+        raise unknown("study", missing[0], [], where=f"{plan.where}: search.warm")
     found = estimate(plan, workers=workers, spreads=known)
     if as_json:
         print(found.to_json())

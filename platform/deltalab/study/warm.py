@@ -35,7 +35,7 @@ def recorded(plan: "Plan", store: "Store") -> list[dict[str, Any]]:
     Raises `InputError` for a study that the ledger does not have, and for one without such a candidate.
     """
     found: list[dict[str, Any]] = []
-    for study in filter(None, map(_study, plan.spec.search.warm if plan.spec.search else ())):
+    for study in studies(plan):
         assert plan.spec.search is not None
         try:
             ranked = _ranked(store, study)
@@ -47,6 +47,11 @@ def recorded(plan: "Plan", store: "Store") -> list[dict[str, Any]]:
         most = max(1, math.floor(MOST_RECORDED * plan.spec.search.trials))
         found += [values for values in fits[:most] if values not in found]
     return found
+
+
+def studies(plan: "Plan") -> list[str]:
+    """The studies that `warm` names."""
+    return [study for study in map(_study, plan.spec.search.warm if plan.spec.search else ()) if study]
 
 
 def _study(entry: str | Mapping[str, Any]) -> str | None:
