@@ -126,14 +126,29 @@ REFUSED = [
     ({"model.d_model": [8, 16], "train.steps": [4, 2]}, "train.steps must not fall, and 2 follows 4"),
     ({"model.d_modl": [8, 16]}, "scales: unknown size 'model.d_modl'; did you mean 'model.d_model'?"),
     ({"train.lr": [1, 2]}, "scales: unknown size 'train.lr'"),
-    ({"task.lenth": [8, 16]}, "unknown parameter 'lenth'; did you mean 'length'?"),
+    ({"task.lenth": [8, 16]}, "scales.task.lenth: task 'mqar': unknown parameter 'lenth'; did you mean 'length'?"),
+    (
+        {"task.length": [2, 16]},
+        "scales.task.length: task 'mqar': parameter 'length' must be at least 4 x pairs = 8, not 2",
+    ),
+    ({"task.length": [16, 10**9]}, "scales.task.length: task 'mqar': parameter 'length' must be at most 1,048,576"),
+    (
+        {"train.steps": [4, 8], "task.pairs": [2, 9]},
+        "scales.task.pairs: task 'mqar': parameter 'length' must be at least",
+    ),
+    ({"task.task": [1, 2]}, "scales: unknown size 'task.task'"),
+    ({"model.layers": [1, 2000]}, "scales.model.layers: base at mqar.layers=2000: model.layers must be at most 1,000"),
+    (
+        {"model.heads": [1, 3]},
+        "scales.model.heads: base at mqar.heads=3: model.d_model 16 must be a multiple of heads 3",
+    ),
     ({"model.d_model": 8}, "scales.model.d_model must be a list, not 8"),
     ({"model.d_model": [8, 16.5]}, "scales.model.d_model.1 must be a whole number"),
     ({"model.d_model": [0, 8]}, "scales.model.d_model.0 must be greater than or equal to 1"),
     ({"model.d_model": [8, 16, 32], "keep_out": 1}, "give at least 4 sizes"),
     ({"model.d_model": [8, 16], "keep_out": 0}, "leaves 2 of 2 sizes to fit the 3 parameters of a + b C^-c"),
     ({"model.d_model": [8, 16], "keep_out": -1}, "scales.keep_out must be greater than or equal to 0"),
-    ({"model.d_model": [8, 18], "model.heads": [1, 4]}, "base at mqar.d_model=18: model.d_model 18 must be a multiple"),
+    ({"model.d_model": [8, 18], "model.heads": [1, 4]}, "scales.model.d_model: base at mqar.d_model=18: model.d"),
     ({"model.d_model": [8, 16], "transfer": "sp"}, "scales.transfer must be 'none' or 'mup'"),
     ({"train.steps": [8, 16], "transfer": "mup"}, "transfer: mup carries learning rates across widths: list model.d_m"),
 ]
@@ -145,6 +160,28 @@ def test_a_ladder_that_is_none_is_refused_in_one_line(scales: dict[str, Any], sa
         make_plan(load_study({**LADDER, "scales": scales}))
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+NOT_OF_THE_LADDER = [
+    ({"task": {"mqar": {"lenght": 9}}, "scales": {"task.length": [8, 16]}}, "task 'mqar': unknown parameter 'lenght'"),
+    ({"task": {"mqar": {"pairs": True}}, "scales": {"task.length": [8, 16]}}, "task 'mqar': parameter 'pairs' must be"),
+    ({"task": {"one": {"task": "mqar", "length": 9}}}, "task.one: task 'mqar': needs pairs"),
+    ({"base": {**LADDER["base"], "model": {"hedas": 1}}}, "base: unknown model key 'hedas'; did you mean 'heads'?"),
+    ({"arms": {"x": {"train": {"lr": -1}}}}, "arms.x: train.lr must be a finite number"),
+    (
+        {"arms": {"x": {"model": {"heads": 4}}}, "scales": {"model.d_model": [8, 18]}},
+        "scales.model.d_model: arms.x at mqar.d_model=18: model.d_model 18 must be a multiple of heads 4",
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "says"), NOT_OF_THE_LADDER)
+def test_an_error_names_the_ladder_only_where_it_is_at_fault(
+    plan: Callable[..., Plan], given: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(InputError) as caught:
+        plan(**given)
+    assert str(caught.value).startswith(f"study: {says}")
 
 
 BESIDE = [

@@ -5,7 +5,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from deltalab.study.feasible import check_space
 from deltalab.study.job import Job
 from deltalab.study.match import Bounded, Matcher
 from deltalab.study.overrides import Given, read_overrides, where_given
-from deltalab.study.scales import sized
+from deltalab.study.scales import at_fault, sized
 from deltalab.study.settings import (
     applied,
     resolve,
@@ -407,8 +407,11 @@ def _make_plan(spec: StudySpec, profile: str | None, file: str) -> Plan:
         try:
             tasks[label] = get_task(kind, **{key: value for key, value in one.params.items() if key != "task"})
         except InputError as error:
+            written = {key: value for key, value in spec.task[one.task].items() if key != "task"}
+            size = at_fault(spec.scales, ["task"], error, partial(get_task, kind, **written))
             # Where one task has several names in the study, say which of them is meant.
-            raise error if label == kind else InputError(f"task.{label}: {error}") from None
+            own = "" if one.task == kind else f"task.{one.task}: "
+            raise InputError(f"{size}{own}{error}") from None
     for name in spec.for_task:
         if name not in spec.task:
             raise unknown("task", name, spec.task, where="for_task")
@@ -420,11 +423,18 @@ def _make_plan(spec: StudySpec, profile: str | None, file: str) -> Plan:
     arms = []
     for task_name, task in tasks.items():
         at = sizes[task_name]
-        base = applied(spec.base, spec.for_task.get(at.task, Change()))
-        base = applied(base, Change(model=at.model, train=at.train))
-        resolved = {"base": resolve_method(base, task, where=f"base at {task_name}" if spec.scales else "base")}
-        for name, change in changes.items():
-            resolved[name] = resolve_method(applied(base, change), task, where=f"arms.{name}")
+        unsized = applied(spec.base, spec.for_task.get(at.task, Change()))
+        base = applied(unsized, Change(model=at.model, train=at.train))
+        resolved = {}
+        for name, change in {"base": Change(), **changes}.items():
+            where = name if name == "base" else f"arms.{name}"
+            try:
+                resolved[name] = resolve_method(applied(base, change), task, where=where)
+            except InputError as error:
+                plain = partial(resolve_method, applied(unsized, change), task, where=where)
+                size = at_fault(spec.scales, ["model", "train"], error, plain)
+                said = f"{where} at {task_name}{str(error).removeprefix(where)}" if size else error
+                raise InputError(f"{size}{said}") from None
             if change.match is not None:
                 try:
                     resolved[name] = matcher.matched(change.match, resolved["base"], resolved[name], task.length)

@@ -1,7 +1,8 @@
 """A ladder: sizes at which every arm of a study runs, each against the base of the same size."""
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -68,7 +69,8 @@ class Scales(BaseModel):
     @classmethod
     def _paths(cls, given: Any) -> Any:
         for path in given if isinstance(given, dict) else ():
-            if path not in (*cls.model_fields, *SIZES) and not str(path).startswith("task."):
+            of_task = str(path).startswith("task.") and path != "task.task"
+            if path not in (*cls.model_fields, *SIZES) and not of_task:
                 raise ValueError(str(unknown("size", str(path), [*SIZES, "task.length", *cls.model_fields])))
         return given
 
@@ -163,6 +165,27 @@ def rates(scales: Scales, tuned: Collection[str]) -> str | None:
     if "train.lr" in tuned:
         return f"{said} learning rates that each size tunes"
     return f"{said} one learning rate, and the best one falls with the width"
+
+
+def at_fault(scales: Scales | None, sections: Collection[str], error: InputError, without: Callable[[], object]) -> str:
+    """Which keys of a ladder an error is about, as the file writes them, with a colon after each; "" where none is.
+
+    It is the first that the error names; all of them, where it names none and there is no error without the ladder.
+    sections: of the keys that may be wrong. without: does the same without the ladder.
+    """
+    paths = [path for path in (scales.lists if scales else ()) if path.partition(".")[0] in sections]
+    try:
+        without()
+    except InputError as own:
+        if str(own) == str(error):
+            return ""
+        found = False
+    else:
+        found = True
+    wrong, _, _ = str(error).partition(";")  # what follows is advice
+    words = [word.rpartition(".")[2] for word in re.findall(r"[\w.]+", wrong)]
+    named = [path for word in words for path in paths if path.partition(".")[2] == word]
+    return "".join(f"scales.{path}: " for path in named[:1] or (paths if found else ()))
 
 
 def refuse_both(scales: Scales | None, given: Mapping[str, Mapping[str, Any]], where: str) -> None:
