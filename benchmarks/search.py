@@ -37,9 +37,10 @@ import optuna
 from deltalab.store import RunRecord
 from deltalab.study import run, trial
 from deltalab.study.budget import Searching
+from deltalab.study.candidates import RANDOM_FROM
 from deltalab.study.job import Job
 from deltalab.study.pareto import front, hypervolume
-from deltalab.study.search import RANDOM_FROM, WINDOW, controls_by, finalists
+from deltalab.study.search import WINDOW, controls_by, finalists
 from deltalab.study.suggest import Live
 from deltalab.study.worker import Worker
 

@@ -31,6 +31,15 @@ def test_the_page_says_what_was_found_and_how_to_open_it_in_optuna(searched: int
     ]
 
 
+def test_a_candidate_has_the_name_that_the_report_gives_it(searched: int) -> None:
+    [trials] = shown("trials.py").dataframe
+    assert {"candidate 7", "random candidate 7", "warm candidate 1", "base, training 0", "found_1"} < {
+        *trials.value["trial"]
+    }
+    app = shown("trial.py", trial="base 1000007 20")
+    assert app.subheader[0].value.replace("\\", "") == "random candidate 7 on mqar"
+
+
 def test_every_chart_of_a_search_is_there(searched: int) -> None:
     front, _, settings, setting, two_settings, growth = charts(shown("search.py"))
     assert [layer["mark"]["type"] for layer in front["layer"]] == ["line", "point", "text"]

@@ -12,11 +12,10 @@ from rich.console import Console
 from deltalab.store import ArmRecord, RuleRecord, RunRecord, Store, TrialRecord
 from deltalab.store.models import Stage
 from deltalab.study import found, importance
-from deltalab.study.candidates import MOST_DRAWN
+from deltalab.study.candidates import MOST_DRAWN, RANDOM_FROM, WARM_FROM
 from deltalab.study.found import Discovery, changed
 from deltalab.study.found_report import sections
 from deltalab.study.report import Report, report
-from deltalab.study.search import RANDOM_FROM, WARM_FROM
 
 TASKS = {"mqar": {"metric": "accuracy", "maximize": True, "chance": 0.03, "version": 1, "bounds": [0, 1]}}
 BASE = {
@@ -185,7 +184,11 @@ def test_a_finalist_is_the_candidate_that_it_was_whatever_its_training_became(st
     lab.record(0, {**BEST, "train.lr": 0.05}, 0.9, steps=60, arm="found_1")
     store.finish_study(lab.id, "done")
     search = search_of(report(store, lab.id))
-    assert [(point.name, point.number) for point in search.candidates] == [("base", None), ("found_1", 1), ("2", 2)]
+    assert [(point.name, point.number) for point in search.candidates] == [
+        ("base", None),
+        ("found_1", 1),
+        ("candidate 2", 2),
+    ]
     assert sections(search)[0].notes == ["found_1: rule.start=fast"]
 
 

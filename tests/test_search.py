@@ -16,11 +16,12 @@ from deltalab.study.halving import Halving, going_on
 from deltalab.study.job import Job
 from deltalab.study.pareto import front
 from deltalab.study.plan import make_plan
+from deltalab.study.report import failure_lines
 from deltalab.study.run import arm_records, run_study
 from deltalab.study.schedule import Schedule
 from deltalab.study.search import Found, candidates, finalists, halvings
 from deltalab.study.spec import load_study
-from deltalab.study.trial import _record
+from deltalab.study.trial import _record, failed
 from deltalab.study.worker import Worker
 
 STUDY: dict[str, Any] = {
@@ -328,6 +329,32 @@ def test_a_candidate_trains_on_every_task(tmp_path: Path) -> None:
     assert result.trials == 2 * (6 + 6 + 3)
     tuned = [[row.tuned for row in table.rows[1:]] for table in result.report.tables]
     assert tuned[0] == tuned[1], "a finalist is one candidate on all tasks"
+
+
+@pytest.mark.parametrize("tasks", [{"mqar": MQAR}, {"mqar": MQAR, "longer": {**MQAR, "task": "mqar", "length": 24}}])
+def test_a_candidate_has_one_name_on_the_terminal_and_in_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tasks: dict[str, Any]
+) -> None:
+    def execute(worker: Worker, stack: Sequence[Job], *_: Any) -> list[TrialRecord]:
+        return [failed(job, "ValueError: no") if job.number in (3, 1_000_001) else computed(job) for job in stack]
+
+    monkeypatch.setattr(Worker, "execute", execute)
+    space = {**STUDY["search"], "trials": 8, "warm": ["mamba2"]}
+    given = {**STUDY, "task": tasks, "search": space, "resources": {"stack": 1}}
+    found = run_study(given, db=tmp_path / "lab.db", executor="inline", quiet=False).report
+    names = ["warm candidate 0", "random candidate 0", *(f"candidate {number}" for number in range(5))]
+    task = "mqar / " if len(tasks) > 1 else ""
+    running = {part for line in capsys.readouterr().err.splitlines() for part in line.split("  ")}
+    for name in (*names, "base, training 1", "found_1, training 1", "found_2, training 1"):
+        assert f"{task}{name}, 1 seed" in running
+    assert f"{task}found_2, 2 seeds" in running
+    assert {line.partition(": ValueError")[0] for line in failure_lines(found.failures)} == {
+        f"failed: {name} on {task}" for name in ("candidate 3", "random candidate 1") for task in tasks
+    }
+    assert found.search is not None
+    shown = {point.name for point in found.search.candidates if not point.is_arm}
+    assert shown < {*names, "random candidate 1"}
+    assert {"candidate 3", "random candidate 1"} < shown
 
 
 def test_finalists_are_those_that_add_the_most_hypervolume() -> None:

@@ -300,7 +300,7 @@ def test_a_stack_that_is_lost_every_time_leaves_the_study_incomplete_and_the_nex
     with Store.open("lab.db") as store:
         assert store.study("s").state == "incomplete"
         (named,) = report(store, store.study("s").id).warnings
-    assert named == f"mqar / base / candidate 1, 1 seed: given up after 4 tries: {missing}"
+    assert named == f"base, 1 seed: given up after 4 tries: {missing}"
     again = ran(file)
     assert (again.trials, again.known, again.failed, again.missing) == (2, 1, 0, {})
     with Store.open("lab.db") as store:

@@ -17,6 +17,7 @@ from deltalab.store import Store, Study
 from deltalab.store.database import without_password
 from deltalab.store.trials import Holder, Point, Recorded, Seed, curves_of, recorded
 from deltalab.study.answer import SPLIT
+from deltalab.study.candidates import recorded_as
 from deltalab.study.difference import difference
 from deltalab_dashboard.chosen import DATABASE, LISTED, STUDY, label, plain, setting, show
 from deltalab_dashboard.colors import BETTER, WORSE
@@ -52,24 +53,24 @@ def page(store: Store, study: Study) -> None:
         st.warning(plain(f"{study.name} does not have this trial. It belongs to: {others}."))
     home = next(iter(own or holders), None)
     of = studies[home.study_id] if home else None
-    heading(found, home)
+    heading(found, home, of)
     failure(found)
     facts(found, of)
     finals(found, of)
     curves(store, found, of)
     configuration(store, found, home)
-    held(holders, studies)
+    held(found, holders, studies)
     weights(found)
     if home and of:
         commands(store, found, home, of)
     rule(found)
 
 
-def heading(found: Recorded, home: Holder | None) -> None:
+def heading(found: Recorded, home: Holder | None, study: Study | None) -> None:
     trial = found.trial
     state = _state(found)
-    arm = f"{home.arm}, {trial.stage} {home.number} on {trial.task}" if home else f"{trial.stage} on {trial.task}"
-    st.subheader(plain(arm), anchor=False)
+    name = recorded_as(study.spec, home.arm, trial.stage, home.number) if home and study else trial.stage
+    st.subheader(plain(f"{name} on {trial.task}"), anchor=False)
     st.markdown(f":{STATES[state]}-badge[{state}] &nbsp; `{trial.key}`")
 
 
@@ -214,7 +215,7 @@ def configuration(store: Store, found: Recorded, home: Holder | None) -> None:
         st.json(trial.config)
 
 
-def held(holders: Sequence[Holder], studies: Mapping[int, Study]) -> None:
+def held(found: Recorded, holders: Sequence[Holder], studies: Mapping[int, Study]) -> None:
     """The studies and arms that share this trial. It was trained once for all of them."""
     st.subheader("Studies that have this trial", anchor=False)
     if not holders:
@@ -225,7 +226,7 @@ def held(holders: Sequence[Holder], studies: Mapping[int, Study]) -> None:
         {
             "study": label(studies[holder.study_id]),
             "arm": holder.arm + (" (base)" if holder.is_base and holder.arm != "base" else ""),
-            "number": str(holder.number),
+            "trial": recorded_as(studies[holder.study_id].spec, holder.arm, found.trial.stage, holder.number),
             "values": ", ".join(f"{path}={setting(value)}" for path, value in holder.values.items()),
         }
         for holder in holders

@@ -1,7 +1,7 @@
 """The trials of a study, a page at a time. A row opens the page of its trial."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
 import pandas as pd
@@ -11,6 +11,7 @@ from deltalab.store import Store, Study
 from deltalab.store.models import Stage
 from deltalab.store.trials import ListedTrial, Sort, State, listed
 from deltalab.study.answer import SPLIT
+from deltalab.study.candidates import recorded_as
 from deltalab_dashboard.chosen import LISTED, STUDY, label, searched, setting, show
 from deltalab_dashboard.shown import table_files
 
@@ -74,7 +75,7 @@ def page(store: Store, study: Study) -> None:
     if not found.rows:
         st.info(f"Page {number} is empty: the last is page {pages}." if pages else "No trial passes these filters.")
         return
-    rows = [line(trial, searched(study)) for trial in found.rows]
+    rows = [line(trial, searched(study), study.spec) for trial in found.rows]
     if not any(trial.error for trial in found.rows):
         for row in rows:
             del row["why not done"]
@@ -106,13 +107,14 @@ def open_ticked(study: Study, rows: list[ListedTrial], ticked: list[int]) -> Non
         st.switch_page("trial.py", query_params={STUDY: label(study), "trial": rows[ticked[0]].key})
 
 
-def line(trial: ListedTrial, paths: Iterable[str]) -> dict[str, Any]:
-    """A row of the table. paths: the settings that the study tunes, empty where a trial has no value."""
+def line(trial: ListedTrial, paths: Iterable[str], spec: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of the table. paths: the settings that the study tunes, empty where a trial has no value. spec: of it."""
+    name = recorded_as(spec, trial.arm, trial.stage, trial.number)
     return {
         "arm": trial.arm,
         "task": trial.task,
         "stage": trial.stage,
-        "number": trial.number,
+        **({"trial": name} if spec.get("search") else {"number": trial.number}),
         "state": trial.state,
         "score": trial.score,
         **dict.fromkeys(paths),

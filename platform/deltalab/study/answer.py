@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from deltalab.store import Arm, Store, Study, TrialRow
 from deltalab.store.models import Stage
 from deltalab.store.trainings import TrainingRow, trainings
+from deltalab.study.candidates import recorded_as
 from deltalab.study.choice import Scores, outcomes
 from deltalab.study.joint import (
     ALPHA,
@@ -111,7 +112,7 @@ class TaskTable:
 
 @dataclass(frozen=True)
 class Failure:
-    """A trial that raised, and the last line of its traceback."""
+    """A trial that raised, and the last line of its traceback. name: what it is called."""
 
     arm: str
     task: str
@@ -119,6 +120,7 @@ class Failure:
     number: int
     key: str
     message: str
+    name: str
 
 
 @dataclass(frozen=True)
@@ -188,7 +190,15 @@ def answer(store: Store, study_id: int, *, which: Stage = "confirm", intervals: 
         drawn = [trial for trial in trials if trial.task == table.task]
         tables[at] = replace(table, notes=[*table.notes, *_infeasible_notes(drawn)])
     failures = [
-        Failure(trial.arm, trial.task, trial.stage, trial.number, trial.key, _exception(trial.error))
+        Failure(
+            trial.arm,
+            trial.task,
+            trial.stage,
+            trial.number,
+            trial.key,
+            _exception(trial.error),
+            recorded_as(study.spec, trial.arm, trial.stage, trial.number),
+        )
         for trial in trials
         if trial.state == "failed"
     ]

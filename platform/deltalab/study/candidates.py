@@ -1,4 +1,7 @@
-"""The candidates of tuning: spread over the ranges, the same for all arms, whatever the study and its results."""
+"""The candidates of tuning: spread over the ranges, the same for all arms, whatever the study and its results.
+
+And what candidates, of tuning and of a search, are called.
+"""
 
 import json
 import math
@@ -7,10 +10,41 @@ from itertools import chain, islice
 from typing import Any
 
 from deltalab.errors import InputError
+from deltalab.store.models import Stage
 from deltalab.study.space import Search, combinations, count
 
 MOST_DRAWN = 20
 """Candidates drawn for each that is wanted, at the most: some make no model, and some are drawn twice."""
+RANDOM_FROM = 1_000_000
+"""The number of the first candidate of a search's control; the sampler's begin at 0."""
+WARM_FROM = 2_000_000
+"""The number of the first candidate that a search's study names."""
+
+
+def called(arm: str, stage: Stage, number: int, trials: int | None) -> str:
+    """What a trial is called. A candidate is none of its arm, and counts from 0, as its number does.
+
+    trials: of the study's search; None where it has none.
+
+    >>> [called("base", "tune", number, 64) for number in (7, 1_000_002, 2_000_000)]
+    ['candidate 7', 'random candidate 2', 'warm candidate 0']
+    >>> called("found_1", "tune", 1281, 64), called("found_1", "confirm", 0, 64), called("late", "confirm", 3, None)
+    ('found_1, training 1', 'found_1', 'late, candidate 3')
+    """
+    if trials is None:
+        return f"{arm}, candidate {number}"
+    if stage == "confirm":
+        return arm
+    if number >= RANDOM_FROM:
+        return f"{'random' if number < WARM_FROM else 'warm'} candidate {number % RANDOM_FROM}"
+    own = number - MOST_DRAWN * trials
+    return f"candidate {number}" if own < 0 else f"{arm}, training {own}"
+
+
+def recorded_as(spec: Mapping[str, Any], arm: str, stage: Stage, number: int) -> str:
+    """What a recorded trial is called: `called` in a search, else its arm, stage and number. spec: of its study."""
+    search = spec.get("search")
+    return called(arm, stage, number, search["trials"]) if search else f"{arm}, {stage} {number}"
 
 
 def spread(searched: Mapping[str, Search], trials: int, own: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

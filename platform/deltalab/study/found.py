@@ -13,6 +13,7 @@ from typing import Any
 from deltalab.errors import InputError
 from deltalab.store import Arm, Store, Study, TrialRow
 from deltalab.study.budget import COSTS, Objective, Searching
+from deltalab.study.candidates import called
 from deltalab.study.control import Control, compare, worst_of
 from deltalab.study.importance import FEWEST, Importance, importance
 from deltalab.study.measured import current
@@ -25,7 +26,8 @@ from deltalab.study.settings import setting
 class Point:
     """A candidate that trained, or the base.
 
-    name: its arm, if it is a finalist or the base, else its number. scores: by objective, on validation, at the last
+    name: its arm, if it is a finalist or the base, else `candidate 7` of number 7, `random candidate 2` of random
+    search, `warm candidate 0` of those that the study names. scores: by objective, on validation, at the last
     fidelity that it trained at; those of the base with its tuned values. values: where it differs from the base.
     rung: that fidelity, from 0. on_front: no other candidate of the last fidelity beats it in all objectives.
     settings: all that the search chose for it; of the base, its own values that the space holds too. first: its scores
@@ -44,7 +46,7 @@ class Point:
 
     @property
     def is_arm(self) -> bool:
-        return not self.name.isdigit()
+        return "candidate " not in self.name
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,7 @@ def points(
             names.setdefault(_same(confirmed[arm.name]), arm.name)
     every = _base(store, space, weighed, base, trials) + [
         Point(
-            name=names.get(_same(each.values), str(each.number)),
+            name=names.get(_same(each.values)) or called(base.name, "tune", each.number, space.trials),
             number=each.number,
             drawn_by=each.drawn_by,
             rung=each.rung,

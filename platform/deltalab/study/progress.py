@@ -70,8 +70,9 @@ class Progress:
     def started(self, stack: Sequence[Job], *, here: bool = True) -> None:
         """here: whether this driver trains the stack, and not one that has joined it."""
         steps = stack[0].config["train"]["steps"]
-        self.account.started(stack, named(stack), here=here)
-        self._running[stack[0].key] = self._bars.add_task(f"  {named(stack)}", total=steps)
+        name = named(stack, self.schedule.plan)
+        self.account.started(stack, name, here=here)
+        self._running[stack[0].key] = self._bars.add_task(f"  {name}", total=steps)
         self._show()
 
     def advanced(self, stack: Sequence[Job], step: int, device: str | None = None) -> None:
@@ -86,7 +87,8 @@ class Progress:
         if not self.quiet and not self.console.is_terminal:
             done, total = self.schedule.completed, self.schedule.total
             eta = f"ETA {duration(self.eta())}" if done < total else ""
-            parts = [f"{time.monotonic() - self._began:.0f} s", eta, named(stack), self._stages(), self._leaders()]
+            name = named(stack, self.schedule.plan)
+            parts = [f"{time.monotonic() - self._began:.0f} s", eta, name, self._stages(), self._leaders()]
             self.console.print(
                 f"[{done}/{total}] {'  '.join(filter(None, parts))}", markup=False, highlight=False, soft_wrap=True
             )

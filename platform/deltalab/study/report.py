@@ -353,7 +353,7 @@ def ladder_notes(ladder: Ladder) -> list[str]:
 
 def failure_lines(failures: Sequence[Failure]) -> list[str]:
     """A line for each trial that raised."""
-    return [f"failed: {f.arm}, {f.stage} {f.number} on {f.task}: {f.message}" for f in failures]
+    return [f"failed: {f.name} on {f.task}: {f.message}" for f in failures]
 
 
 def _grid(table: TaskTable, columns: Sequence[int], width: int) -> Table:

@@ -25,11 +25,11 @@ from typing import Any, Protocol, TypeVar, cast
 from deltalab.store import Store, TrialRecord, TrialSummary
 from deltalab.store.models import Stage
 from deltalab.study.account import Count
-from deltalab.study.candidates import beyond, edge
+from deltalab.study.candidates import beyond, called, edge
 from deltalab.study.choice import Run, Scores, outcomes
 from deltalab.study.job import Job, Lost
 from deltalab.study.plan import Infeasible, Plan, PlannedArm
-from deltalab.study.search import RANDOM_FROM, WARM_FROM, SearchPhase, score
+from deltalab.study.search import SearchPhase, score
 from deltalab.study.trial import failed, infeasible
 from deltalab.training.train import stackable
 from deltalab.training.trainer import most_stacked
@@ -85,13 +85,14 @@ class _Queue:
             yield from sorted(self._at[place].values(), key=work, reverse=True)
 
 
-def named(stack: Sequence[Job]) -> str:
-    """The first trial of a stack and the number of the others, for a message."""
-    job, others = stack[0], len(stack) - 1
-    kinds = {WARM_FROM: "warm start", RANDOM_FROM: "random", 0: "search" if job.stage == "tune" else "candidate"}
-    kind, seeds = next(kind for first, kind in kinds.items() if job.number >= first), len(job.seeds)
-    what = f"{kind} {job.number % RANDOM_FROM + 1}, {seeds} seed{'s' * (seeds != 1)}"
-    return f"{job.task} / {job.arm} / {what}" + (f" and {others} more trial{'s' * (others != 1)}" if others else "")
+def named(stack: Sequence[Job], plan: Plan) -> str:
+    """The first trial of a stack and the number of the others, for a message; its task, where there are several."""
+    job, seeds, others = stack[0], len(stack[0].seeds), len(stack) - 1
+    trials = plan.spec.search.trials if plan.spec.search else None
+    what = called(job.arm, job.stage, job.number, trials) if plan.budget else job.arm
+    what = f"{job.task} / {what}" if len(plan.tasks) > 1 else what
+    more = f" and {others} more trial{'s' * (others != 1)}" if others else ""
+    return f"{what}, {seeds} seed{'s' * (seeds != 1)}{more}"
 
 
 def _place(job: Job) -> tuple[bool, int]:
@@ -309,10 +310,10 @@ class Schedule:
         self._losses[keys] += 1
         if tries == len(PAUSES):
             self.missing |= dict.fromkeys(keys, why)
-            self.given_up.append(f"{named(stack)}: given up after {tries + 1} tries: {why}")
+            self.given_up.append(f"{named(stack, self.plan)}: given up after {tries + 1} tries: {why}")
             _log.warning("%s; the next `study run` tries again", self.given_up[-1])
             return
-        _log.warning("%s: runs again in %g s: %s", named(stack), PAUSES[tries], why)
+        _log.warning("%s: runs again in %g s: %s", named(stack, self.plan), PAUSES[tries], why)
         insort(self._again, (time.monotonic() + PAUSES[tries], list(stack)), key=lambda again: again[0])
 
     def _ask(self) -> list[tuple[_Track | SearchPhase, Job, int]]:

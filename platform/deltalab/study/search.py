@@ -23,7 +23,7 @@ from deltalab.models.spec import ModelSpec
 from deltalab.store import Store, TrialRow, TrialSummary
 from deltalab.study import warm
 from deltalab.study.budget import COSTS, Objective, Searching
-from deltalab.study.candidates import MOST_DRAWN
+from deltalab.study.candidates import MOST_DRAWN, RANDOM_FROM, WARM_FROM
 from deltalab.study.halving import Halving, by_lot, going_on, halving
 from deltalab.study.job import Job
 from deltalab.study.pareto import beyond_worst, chosen, ranked
@@ -34,11 +34,6 @@ from deltalab.study.trial import infeasible
 
 WINDOW = 8
 """How many candidates of a search run at a time. With more, the sampler knows less at each draw: decision 205."""
-RANDOM_FROM = 1_000_000
-"""The number of the control's first candidate; the sampler's begin at 0."""
-WARM_FROM = 2_000_000
-"""The number of the first candidate that the study names."""
-
 Drawn = Literal["tpe", "nsga2", "nsga3", "gp", "random", "warm", "all"]
 """Where a candidate comes from: a sampler, `warm`, or a list of all that there are."""
 
