@@ -1,6 +1,7 @@
 """The pages Search and Sensitivity, on ledgers whose every figure is known."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -74,7 +75,14 @@ def test_the_url_restores_the_views_of_a_search(searched: int) -> None:
 def row(name: str, kind: str, accuracy: float, flops: float, **settings: Any) -> dict[Any, Any]:
     scores = {"accuracy@mqar": accuracy, "flops_per_token": flops}
     own = {path.replace("_", ".", 1): value for path, value in settings.items()}
-    about = {"name": name, "what": f"what {name} is", "kind": kind, "by": "tpe", "settings": str(own)}
+    about = {
+        "name": name,
+        "what": f"what {name} is",
+        "kind": kind,
+        "by": "tpe",
+        "learned": name != "6",
+        "settings": str(own),
+    }
     absent = dict.fromkeys(SPACE)
     return {**about, **scores, **{("first", key): score for key, score in scores.items()}, **absent, **own}
 
@@ -122,6 +130,15 @@ def test_the_front_is_a_line_of_steps_up_to_the_worst_values() -> None:
         (0.9, 200),
     ]
     assert turned[0].to_dict()["layer"][0]["mark"]["interpolate"] == "step-before"
+
+
+def test_no_line_joins_what_is_no_better_than_chance() -> None:
+    idle = row("6", "no better than chance", 0.4, 90, rule_decay="none", train_lr=0.5)
+    drawn = scatter(replace(TABLE, rows=[*TABLE.rows, idle]), "accuracy@mqar", "flops_per_token")
+    assert drawn is not None
+    stairs, points, _ = datasets(drawn[0])
+    assert min(step["across"] for step in stairs) == 100
+    assert "6" in {point["candidate"] for point in points}
 
 
 def test_candidates_of_one_kind_are_drawn() -> None:

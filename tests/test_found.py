@@ -1,6 +1,7 @@
 """What a report says of a search, on a ledger whose every figure is known."""
 
 import json
+import math
 import random
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ from rich.console import Console
 from deltalab.store import ArmRecord, RuleRecord, RunRecord, Store, TrialRecord
 from deltalab.store.models import Stage
 from deltalab.study import found, importance
+from deltalab.study.budget import Objective
 from deltalab.study.candidates import MOST_DRAWN, RANDOM_FROM, WARM_FROM
 from deltalab.study.found import Discovery, changed
 from deltalab.study.found_report import sections
@@ -190,6 +192,46 @@ def test_a_finalist_is_the_candidate_that_it_was_whatever_its_training_became(st
         ("candidate 2", 2),
     ]
     assert sections(search)[0].notes == ["found_1: rule.start=fast"]
+
+
+CHANCES: list[tuple[dict[str, Any], set[str], int]] = [
+    ({}, {"base", "candidate 1"}, 2),  # at 0.03
+    ({"chance": 0.02}, {"candidate 1", "candidate 3"}, 1),
+    ({"chance": None}, {"candidate 1", "candidate 2", "candidate 3"}, 0),
+    ({"chance": 0.03, "maximize": False}, {"base", "candidate 2"}, 0),
+    ({"chance": 0.005, "maximize": False}, {"base"}, 1),
+]
+
+
+@pytest.mark.parametrize(("about", "on_front", "left_off"), CHANCES)
+def test_a_candidate_that_learned_nothing_is_left_off_the_front(
+    store: Store, monkeypatch: pytest.MonkeyPatch, about: dict[str, Any], on_front: set[str], left_off: int
+) -> None:
+    monkeypatch.setitem(TASKS, "mqar", {**TASKS["mqar"], **about})
+    lab = Lab(store)
+    scores = {1: (0.9, 900.0), 2: (0.01, 100.0), 3: (0.025, 200.0), 4: (0.02, 300.0), 5: (math.nan, 1.0)}
+    for number, (score, flops) in scores.items():
+        lab.record(number, {**BEST, "train.lr": number / 100}, score, flops=flops, steps=60)
+    lab.record(MOST_DRAWN * 40, TUNED, 0.02, flops=50.0 if about.get("maximize") is False else 800.0, steps=60)
+    lab.record(0, TUNED, 0.02, steps=60)
+    store.finish_study(lab.id, "done")
+    search = found.discovery(store, store.study(lab.id), store.arms(lab.id), store.trials(lab.id))
+    assert {point.name for point in search.candidates if point.on_front} == on_front
+    assert search.left_off == left_off
+    [front] = [section for section in sections(search) if section.title.startswith("The front")]
+    notes = " ".join(front.notes)
+    assert ("no better than chance on any task: left off the front" in notes) == bool(left_off)
+
+
+def test_a_candidate_that_learned_one_task_of_two_stays_on_the_front() -> None:
+    weighed = [Objective(name, task, True) for name, task in (("accuracy", "a"), ("accuracy", "b"))]
+    cost = Objective("state_size", None, False)
+    chance = {"accuracy@a": 0.1, "accuracy@b": 0.5}
+    scores = {"accuracy@a": 0.1, "accuracy@b": 0.6, "state_size": 1.0}
+    assert not found._at_chance([*weighed, cost], scores, chance)
+    assert found._at_chance([*weighed, cost], {**scores, "accuracy@b": 0.4}, chance)
+    assert not found._at_chance([*weighed, cost], {**scores, "accuracy@b": 0.4}, {"accuracy@a": 0.1})
+    assert not found._at_chance([cost], scores, chance), "costs alone have no chance level"
 
 
 def test_what_makes_a_token_slow_is_told(store: Store) -> None:

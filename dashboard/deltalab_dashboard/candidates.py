@@ -22,6 +22,7 @@ KINDS = {
     "finalist": (ACCENT, "square", 110),
     "on the front": (PALETTE[0], "circle", 80),
     "dominated": (OTHERS, "circle", 40),
+    "no better than chance": (OTHERS, "triangle-down", 40),
     "stopped early": (OTHERS, "cross", 50),
 }
 """What a candidate is: its colour, shape and size."""
@@ -36,7 +37,7 @@ ABSENT = -0.16
 class Table:
     """The candidates of a search as rows, of which the charts are drawn.
 
-    rows: `name`, `what` it is, `kind`, `by`, `number`, all `settings` as text; every objective, and every objective at
+    rows: `name`, `what` it is, `kind`, `by`, `learned`, all `settings` as text; every objective, and every objective at
     the lowest fidelity as ("first", objective); every setting, None where it does not exist. searched: the settings.
     objectives: name -> whether more is better. labels: names of objectives as the page writes them.
     """
@@ -57,6 +58,7 @@ def table(points: Sequence[Any], searched: Mapping[str, Search], objectives: Map
             "what": "the base" if point.number is None else what[point.name],
             "kind": _kind(point, rungs),
             "by": point.drawn_by,
+            "learned": not point.at_chance,
             "settings": ", ".join(f"{path}={setting(value)}" for path, value in point.settings.items()),
             **point.scores,
             **{("first", name): score for name, score in point.first.items()},
@@ -78,6 +80,8 @@ def _kind(point: Any, rungs: int) -> str:
         return "finalist"
     if point.rung < rungs - 1:
         return "stopped early"
+    if point.at_chance:
+        return "no better than chance"
     return "on the front" if point.on_front else "dominated"
 
 
@@ -103,7 +107,7 @@ def scatter(table: Table, down: str, across: str) -> tuple[Drawn, pd.DataFrame] 
         }
     )
     signs = [-1.0 if table.objectives[name] else 1.0 for name in (across, down)]
-    ended = frame[frame["kind"] != "stopped early"]
+    ended = frame[[row["kind"] != "stopped early" and row["learned"] for row in rows]]
     places = [(signs[0] * x, signs[1] * y) for x, y in zip(ended["across"], ended["down"], strict=True)]
     line = ended.iloc[front(places)].drop_duplicates(["across", "down"]).sort_values("across")[["across", "down"]]
     line = _to_the_edges(line, frame, table.objectives[across], table.objectives[down])

@@ -29,7 +29,8 @@ class Point:
     name: its arm, if it is a finalist or the base, else `candidate 7` of number 7, `random candidate 2` of random
     search, `warm candidate 0` of those that the study names. scores: by objective, on validation, at the last
     fidelity that it trained at; those of the base with its tuned values. values: where it differs from the base.
-    rung: that fidelity, from 0. on_front: no other candidate of the last fidelity beats it in all objectives.
+    rung: that fidelity, from 0. on_front: no other candidate of the last fidelity beats it in all objectives, and it is
+    not at_chance: a candidate that scores no better than chance on any task. The base is never said to be.
     settings: all that the search chose for it; of the base, its own values that the space holds too. first: its scores
     at the lowest fidelity, which all candidates have; those of the base are known only where there is no other.
     """
@@ -43,6 +44,7 @@ class Point:
     on_front: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
     first: dict[str, float] = field(default_factory=dict)
+    at_chance: bool = False
 
     @property
     def is_arm(self) -> bool:
@@ -66,7 +68,7 @@ class Discovery:
     importances: metric or `decode_us` -> what each setting explains of it; empty while the study runs. unknown:
     settings that too few candidates have. control: None where random search drew nothing. Both are of the scores at
     the lowest fidelity, which all candidates have; fidelity: its settings. dropped: a sentence on each fidelity but the
-    last.
+    last. left_off: candidates that would be on the front, and that score no better than chance on any task.
     """
 
     objectives: dict[str, bool]
@@ -78,6 +80,7 @@ class Discovery:
     fidelity: dict[str, int]
     dropped: list[str]
     infeasible: list[Reason]
+    left_off: int = 0
 
 
 def discovery(store: Store, study: Study, arms: Sequence[Arm], trials: Sequence[TrialRow]) -> Discovery:
@@ -87,7 +90,9 @@ def discovery(store: Store, study: Study, arms: Sequence[Arm], trials: Sequence[
     weighed = space.weighed({task: (about["metric"], about["maximize"]) for task, about in tasks.items()})
     found = candidates(study.spec, store, study.id)
     first = [each for each in found if each.infeasible is None and each.rung == 0]
-    chance = {str(one): float(tasks[one.task]["chance"]) for one in weighed if one.task and one.name not in COSTS}
+    chance = chances(weighed, tasks)
+    shown = points(store, space, weighed, found, arms, trials, chance)
+    ended = [each for each in shown if each.rung == len(space.rungs) - 1]
     knobs = [space.drawn(each.values) or dict(each.values) for each in first]
     held = Counter(path for values in knobs for path in values)
     importances = {}
@@ -103,14 +108,33 @@ def discovery(store: Store, study: Study, arms: Sequence[Arm], trials: Sequence[
     return Discovery(
         objectives={str(one): one.maximize for one in weighed},
         drawn=dict(Counter(each.drawn_by for each in first)),
-        candidates=points(store, space, weighed, found, arms, trials),
+        candidates=shown,
         importances=importances,
         unknown=[path for path in space.knobs if held[path] < FEWEST],
         control=_control(weighed, first, chance),
         fidelity=space.rungs[0],
         dropped=[str(each) for each in halvings(study.spec, store, study.id)],
         infeasible=_reasons(found),
+        left_off=sum(ended[at].at_chance for at in front([point(weighed, each.scores) for each in ended])),
     )
+
+
+def chances(weighed: Sequence[Objective], tasks: Mapping[str, Any]) -> dict[str, float]:
+    """The chance level of each metric whose task has one. tasks: as the ledger has them.
+
+    >>> one = Objective("accuracy", "mqar", True)
+    >>> chances([one], {"mqar": {"chance": 0.5}}), chances([one], {"mqar": {"chance": None}})
+    ({'accuracy@mqar': 0.5}, {})
+    """
+    known = {str(one): tasks[one.task].get("chance") for one in weighed if one.task and one.name not in COSTS}
+    return {name: float(level) for name, level in known.items() if level is not None}
+
+
+def _at_chance(weighed: Sequence[Objective], scores: Mapping[str, float], chance: Mapping[str, float]) -> bool:
+    """Whether scores are no better than chance on any task. Where one has no known chance, nobody can say so."""
+    metrics = [one for one in weighed if one.task and one.name not in COSTS]
+    levels = [(scores[str(one)], chance.get(str(one), math.nan), one.maximize) for one in metrics]
+    return bool(levels) and all(score <= level if more else score >= level for score, level, more in levels)
 
 
 @lru_cache(maxsize=16)
@@ -139,8 +163,12 @@ def points(
     found: Sequence[Found],
     arms: Sequence[Arm],
     trials: Sequence[TrialRow],
+    chance: Mapping[str, float],
 ) -> list[Point]:
-    """The base, the finalists in the order of their arms, the rest of the front, all others by the first objective."""
+    """The base, the finalists in the order of their arms, the rest of the front, all others by the first objective.
+
+    chance: the level of each metric that has one.
+    """
     base = next(arm for arm in arms if arm.is_base)
     configs = {trial.number: (trial.task, trial.config) for trial in trials if trial.stage == "tune"}
     final = [trial for trial in current(trials) if trial.stage == "confirm"]
@@ -166,11 +194,13 @@ def points(
             values=changed(base.config[configs[each.number][0]], configs[each.number][1], tuned, each.values),
             settings=dict(each.values),
             first=first.get(each.number, {}),
+            at_chance=_at_chance(weighed, each.scores, chance),
         )
         # Rungs are in order, and the last one counts.
         for each in {each.number: each for each in found if each.infeasible is None}.values()
     ]
-    ended = [at for at, each in enumerate(every) if each.rung == len(space.rungs) - 1]
+    # The cheapest model is on a front even where it has learned nothing. That is no finding.
+    ended = [at for at, each in enumerate(every) if each.rung == len(space.rungs) - 1 and not each.at_chance]
     for at in front([point(weighed, every[at].scores) for at in ended]) if ended else ():
         every[ended[at]] = replace(every[ended[at]], on_front=True)
     ranks = {arm.name: rank for rank, arm in enumerate(arms)}
