@@ -4,6 +4,7 @@ import io
 import json
 import re
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,10 +21,11 @@ from deltalab.store import Store, drivers, queue
 from deltalab.store.progress import Doing, progress
 from deltalab.study import account
 from deltalab.study import progress as terminal
-from deltalab.study.account import Account, Count
+from deltalab.study.account import Account, Count, Pace
 from deltalab.study.job import Job, Lost
 from deltalab.study.run import arm_records, run_study
 from deltalab.study.schedule import Schedule
+from deltalab.study.trial import failed
 from deltalab.study.worker import Worker
 
 __all__ = ["lab", "store", "url"]
@@ -57,7 +59,7 @@ def counts(ended: int, total: int) -> dict[Any, Count]:
 def test_the_end_is_unknown_until_something_is_measured(clock: Clock) -> None:
     one = Account()
     assert one.eta() is None
-    one.counted(counts(0, 10))
+    one.counted(counts(0, 10), Pace())
     one.started(stack("a"), "a", here=True)
     clock.now += 40  # a process starts, and imports
     assert one.eta() is None
@@ -73,31 +75,31 @@ def test_the_end_is_unknown_until_something_is_measured(clock: Clock) -> None:
 
 def test_the_end_follows_from_the_stacks_that_have_ended_and_from_the_places(clock: Clock) -> None:
     one = Account()
-    one.counted(counts(0, 10))
+    one.counted(counts(0, 10), Pace())
     one.started(stack("a"), "a", here=True)
     clock.now += 30
     one.ended(stack("a"))
-    one.counted(counts(1, 10))
+    one.counted(counts(1, 10), Pace(30.0, 200.0))
     assert one.eta() == pytest.approx(9 * 30)
     one.places, one.elsewhere = 2, 1
     assert one.eta() == pytest.approx(9 * 30 / 3)
-    one.counted(counts(10, 10))
+    one.counted(counts(10, 10), Pace(300.0, 2000.0))
     assert one.eta() == 0
 
 
 def test_what_is_lost_tells_nothing_of_the_end(clock: Clock) -> None:
     one = Account()
-    one.counted(counts(0, 10))
+    one.counted(counts(0, 10), Pace())
     one.started(stack("a"), "a", here=True)
     clock.now += 0.1
-    one.ended(stack("a"), lost=True)
+    one.ended(stack("a"))
     assert one.eta() is None
 
 
 def test_the_end_is_no_earlier_than_that_of_a_stack_that_runs(clock: Clock) -> None:
     one = Account()
     one.places = 8
-    one.counted(counts(9, 10))
+    one.counted(counts(9, 10), Pace())
     one.started(stack("a"), "a", here=True)
     one.advanced(stack("a"), 1)
     clock.now += 50
@@ -108,7 +110,7 @@ def test_the_end_is_no_earlier_than_that_of_a_stack_that_runs(clock: Clock) -> N
 def test_a_device_is_busy_while_any_stack_trains_on_it(clock: Clock) -> None:
     one = Account()
     one.places = 2
-    one.counted(counts(0, 4))
+    one.counted(counts(0, 4), Pace())
     clock.now += 10
     for name in "ab":
         one.started(stack(name), name, here=True)
@@ -126,18 +128,18 @@ def test_a_device_is_busy_while_any_stack_trains_on_it(clock: Clock) -> None:
 
 def test_a_stack_of_a_driver_that_joined_is_not_this_drivers(clock: Clock) -> None:
     one = Account()
-    one.counted(counts(0, 4))
+    one.counted(counts(0, 4), Pace())
     one.started(stack("a"), "a", here=False)
     clock.now += 10
     assert one.doing().stacks == one.doing().devices == ()
     assert one.doing().busy == 0
     one.ended(stack("a"))
-    assert one.eta() == pytest.approx(40), "what it took counts"
+    assert one.doing().stacks == ()
 
 
 def test_what_a_driver_does_comes_back_out_of_the_ledger(clock: Clock, store: Store) -> None:
     one = Account()
-    one.counted({"tune": Count(2, 8, 1.0), "confirm": Count(0, 32, 5.0)})
+    one.counted({"tune": Count(2, 8, 1.0), "confirm": Count(0, 32, 5.0)}, Pace())
     one.started(stack("a"), "mqar / base", here=True)
     clock.now += 5
     one.advanced(stack("a"), 7, "GPU 0")
@@ -178,6 +180,40 @@ def test_a_schedule_counts_its_trials_by_stage(lab: Path, looks: Any) -> None:
             assert (seen.ended, seen.total) == (schedule.completed, schedule.total)
         seen = schedule.stages()["confirm"]
         assert (seen.ended, seen.left) == (seen.total, 0)
+
+
+def test_after_a_kill_the_end_follows_from_what_the_ledger_holds(lab: Path, clock: Clock) -> None:
+    plan = planned(write(lab / "s.yaml", **TEN))
+    with Store.open(lab / "deltalab.db") as store:
+        study = store.begin_study("s", None, plan.identity, plan.spec.model_dump(mode="json"), arm_records(plan),
+                                  {"tasks": {}}, runs=str(lab / "runs"))  # fmt: skip
+        killed = Schedule(plan, store, study)
+        for _ in range(4):
+            (job,) = killed.next(10)
+            killed.finished(replace(measured(job), seconds=2.0))
+        assert killed.pace().seconds / 4 == 2.0
+        again, one = Schedule(plan, store, study), Account()
+        one.counted(again.stages(), again.pace())
+        assert one.eta() is None, "it has not looked into the ledger yet"
+        (job,) = again.next(10)
+        one.started([job], "a", here=True)
+        one.counted(again.stages(), again.pace())
+        assert one.eta() == pytest.approx(6 * 2.0)
+        clock.now += 60  # the process starts
+        assert one.eta() == pytest.approx(6 * 2.0)
+        again.finished(replace(measured(job), seconds=3.0))
+        one.ended([job])
+        one.counted(again.stages(), again.pace())
+        assert one.eta() == pytest.approx(5 * (3.0 + 3 * 2.0) / 4), "what it took itself counts first"
+        for _ in range(3):
+            (job,) = again.next(10)
+            again.finished(replace(measured(job), seconds=3.0))
+        one.counted(again.stages(), again.pace())
+        assert one.eta() == pytest.approx(2 * 3.0)
+        (job,) = again.next(10)
+        again.finished(failed(job, "no"))
+        one.counted(again.stages(), again.pace())
+        assert one.eta() == pytest.approx(3.0), "what failed tells nothing"
 
 
 def test_a_running_study_says_how_far_it_is(

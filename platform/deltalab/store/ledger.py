@@ -328,7 +328,7 @@ def _summary(record: TrialRecord) -> TrialSummary:
                 finals.setdefault((split, name), {})[run.seed] = value
     diverged = [run.seed for run in runs if run.state == "diverged"]
     error = record.error and _storable(record.error)
-    return TrialSummary(record.key, record.state, error, diverged, finals, record.parameters)
+    return TrialSummary(record.key, record.state, error, diverged, finals, record.parameters, record.seconds)
 
 
 def _rule_version(session: Session, rule: RuleRecord) -> int:

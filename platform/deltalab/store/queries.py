@@ -262,7 +262,9 @@ class Ledger:
             for group in _groups(keys):
                 chosen = Trial.key.in_(group)
                 for trial in session.scalars(select(Trial).where(chosen)):
-                    known[trial.key] = TrialSummary(trial.key, trial.state, trial.error, [], {}, trial.parameters)
+                    known[trial.key] = TrialSummary(
+                        trial.key, trial.state, trial.error, [], {}, trial.parameters, trial.seconds
+                    )
                 if known.keys().isdisjoint(group):
                     continue
                 diverged = select(Trial.key, Run.seed).join(Run).where(chosen, Run.state == "diverged")

@@ -77,7 +77,7 @@ class TrialRecord:
 class TrialSummary:
     """What the ledger already has of a trial.
 
-    finals: (split, metric) -> seed -> value at the last step, of the seeds that finished.
+    finals: (split, metric) -> seed -> value at the last step, of the seeds that finished. seconds: as in `TrialRecord`.
     """
 
     key: str
@@ -86,6 +86,7 @@ class TrialSummary:
     diverged: list[int]
     finals: dict[tuple[str, str], dict[int, float]]
     parameters: int | None = None
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,16 @@ class Count(NamedTuple):
     left: float
 
 
+class Pace(NamedTuple):
+    """Seconds that a place took for so much work, without the start of its process."""
+
+    seconds: float = 0.0
+    work: float = 0.0
+
+    def plus(self, seconds: float, work: float) -> "Pace":
+        return Pace(self.seconds + seconds, self.work + work)
+
+
 def work(stack: Sequence[Job]) -> float:
     """Seeds times steps of a stack's trials."""
     return float(sum(len(job.seeds) * job.config["train"]["steps"] for job in stack))
@@ -79,11 +89,12 @@ class Account:
         self._running: dict[str, _Running] = {}
         self._devices: dict[str, _Used] = {}
         self._busy = 0.0
-        self._spent = self._done = 0.0  # seconds and work of the stacks that have ended
+        self._pace = Pace()
 
-    def counted(self, stages: Mapping[Stage, Count]) -> None:
+    def counted(self, stages: Mapping[Stage, Count], pace: Pace) -> None:
+        """pace: of the trials that have ended."""
         with self._lock:
-            self._stages = dict(stages)
+            self._stages, self._pace = dict(stages), pace
 
     @property
     def stages(self) -> dict[Stage, Count]:
@@ -109,8 +120,8 @@ class Account:
                 running.first = time.monotonic(), running.share
             self._on(running, device)
 
-    def ended(self, stack: Sequence[Job], device: str | None = None, *, lost: bool = False) -> None:
-        """A stack has ended. lost: without results, so that it tells nothing of how long a stack takes."""
+    def ended(self, stack: Sequence[Job], device: str | None = None) -> None:
+        """A stack has ended, with results or without."""
         with self._lock:
             now, running = time.monotonic(), self._running.pop(stack[0].key)
             self._on(running, device)
@@ -121,9 +132,6 @@ class Account:
                 used.stacks -= 1
                 if not used.stacks:
                     used.busy, used.idle_from = used.busy + now - used.since, now
-            if not lost:
-                self._spent += now - running.began
-                self._done += work(stack)
 
     def _on(self, running: _Running, device: str | None) -> None:
         if device is None or running.device is not None or not running.here:
@@ -144,19 +152,20 @@ class Account:
             return 0.0 if self._stages else None
         running = list(self._running.values())
         told = [one.told(now) for one in running]
-        done, spent = self._done, self._spent
+        pace = self._pace
         for one, part in zip(running, told, strict=True):
             if part is not None:
-                done, spent = done + work(one.stack) * part[1], spent + part[0]
-        if not done:
+                pace = pace.plus(part[0], work(one.stack) * part[1])
+        if not pace.work:
             return None
+        each = pace.seconds / pace.work
         rests = [
-            work(one.stack) * (1 - one.share) * spent / done if part is None else (1 - one.share) * part[0] / part[1]
+            work(one.stack) * (1 - one.share) * each if part is None else (1 - one.share) * part[0] / part[1]
             for one, part in zip(running, told, strict=True)
         ]
         waiting = max(0.0, left - sum(work(one.stack) for one in running))
         places = max(1, self.places + self.elsewhere, len(rests))
-        return max([(waiting * spent / done + sum(rests)) / places, *rests])
+        return max([(waiting * each + sum(rests)) / places, *rests])
 
     def doing(self) -> Doing:
         with self._lock:

@@ -19,7 +19,7 @@ from deltalab.errors import InputError
 from deltalab.store import Heartbeat, Store, TrialRecord, drivers, queue
 from deltalab.store.models import Driver, Stage
 from deltalab.store.process import Process
-from deltalab.study.account import Account, Count
+from deltalab.study.account import Account, Count, Pace
 from deltalab.study.job import Job, Lost, from_json, stack_from_json, stack_to_json, to_json
 from deltalab.study.plan import Plan
 from deltalab.study.progress import Progress
@@ -143,16 +143,16 @@ class Sharing:
         else:
             return
         queue.remove(self._store, entry.id)
-        self._ended(entry.id, lost=entry.records is None)
+        self._ended(entry.id)
 
-    def _ended(self, stack_id: int, *, lost: bool = True) -> list[Job]:
-        self._hide(stack_id, lost=lost)
+    def _ended(self, stack_id: int) -> list[Job]:
+        self._hide(stack_id)
         return self._out.pop(stack_id)
 
-    def _hide(self, stack_id: int, *, lost: bool = True) -> None:
+    def _hide(self, stack_id: int) -> None:
         if stack_id in self._shown:
             self._shown.remove(stack_id)
-            self._progress.finished(self._out[stack_id], lost=lost)
+            self._progress.finished(self._out[stack_id])
 
     def _present(self) -> list[Driver]:
         """The joined drivers that live. Says who came and who went."""
@@ -274,6 +274,10 @@ class Joined:
     def stages(self) -> dict[Stage, Count]:
         """The holder counts."""
         return {}
+
+    def pace(self) -> Pace:
+        """The holder tells when the study ends."""
+        return Pace()
 
     def _of(self, key: str) -> int:
         return next(stack_id for stack_id, keys in self._stacks.items() if key in keys)

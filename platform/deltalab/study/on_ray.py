@@ -189,7 +189,7 @@ class _Study:
     def _lose(self, place: int, lost: Lost) -> None:
         stack = self._out.pop(place)
         self.schedule.unfinished(stack, lost)
-        self.progress.finished(stack, lost=True)
+        self.progress.finished(stack)
 
 
 def _places(wanted: Resources, machine: dict[str, float]) -> int:

@@ -50,7 +50,7 @@ class Progress:
         self._all = self._bars.add_task(schedule.plan.spec.name, total=schedule.total)
         self._running: dict[str, TaskID] = {}
         self._began = time.monotonic()
-        self.account.counted(schedule.stages())
+        self.account.counted(schedule.stages(), schedule.pace())
 
     def __enter__(self) -> Self:
         self._bars.start()
@@ -61,7 +61,7 @@ class Progress:
     ) -> None:
         self._bars.stop()
         if error is None:  # else another thread may hold the schedule, and wait for a database that is gone
-            self.account.counted(self.schedule.stages())
+            self.account.counted(self.schedule.stages(), self.schedule.pace())
 
     def eta(self) -> float | None:
         """Seconds until the study ends; None where nobody can tell."""
@@ -79,9 +79,9 @@ class Progress:
         self.account.advanced(stack, step, device)
         self._bars.update(self._running[stack[0].key], completed=step)
 
-    def finished(self, stack: Sequence[Job], device: str | None = None, *, lost: bool = False) -> None:
-        """lost: the stack has ended without results."""
-        self.account.ended(stack, device, lost=lost)
+    def finished(self, stack: Sequence[Job], device: str | None = None) -> None:
+        """A stack has ended, with results or without."""
+        self.account.ended(stack, device)
         self._bars.remove_task(self._running.pop(stack[0].key))
         self._show()
         if not self.quiet and not self.console.is_terminal:
@@ -94,7 +94,7 @@ class Progress:
             )
 
     def _show(self) -> None:
-        self.account.counted(self.schedule.stages())
+        self.account.counted(self.schedule.stages(), self.schedule.pace())
         text = "  ".join(filter(None, [self.schedule.plan.spec.name, self._stages(), self._leaders()]))
         self._bars.update(self._all, completed=self.schedule.completed, total=self.schedule.total, description=text)
 

@@ -290,7 +290,7 @@ def _inline(schedule: Stacks, runs: Path | str, progress: Progress) -> None:
                     schedule.finished(record)
             except Lost as lost:
                 schedule.unfinished(stack, lost)
-                progress.finished(stack, lost=True)
+                progress.finished(stack)
             else:
                 progress.finished(stack, place.device)
 

@@ -24,7 +24,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 from deltalab.store import Store, TrialRecord, TrialSummary
 from deltalab.store.models import Stage
-from deltalab.study.account import Count
+from deltalab.study.account import Count, Pace, work
 from deltalab.study.candidates import beyond, called, edge
 from deltalab.study.choice import Run, Scores, outcomes
 from deltalab.study.job import Job, Lost
@@ -133,6 +133,7 @@ class Stacks(Protocol):
     @property
     def total(self) -> int: ...
     def stages(self) -> dict[Stage, Count]: ...
+    def pace(self) -> Pace: ...
     @property
     def done(self) -> bool: ...
     @property
@@ -174,6 +175,7 @@ class Schedule:
         self._run: set[str] = set()
         self._again: list[tuple[float, list[Job]]] = []
         self._losses: Counter[tuple[str, ...]] = Counter()
+        self._pace = {"here": Pace(), "before": Pace()}
         self.missing: dict[str, str] = {}
         self.given_up: list[str] = []
         self.fault: Exception | None = None
@@ -219,6 +221,12 @@ class Schedule:
         if self._search:
             found["tune"] = Count(self._ended["tune"], searched, self._search.left)
         return {**found, "confirm": Count(self._ended["confirm"], self.total - searched, left)}
+
+    def pace(self) -> Pace:
+        """What trials have taken. Those that the ledger had count for the less, the more have ended since."""
+        here, before = self._pace["here"], self._pace["before"]
+        share = max(0.0, 1 - here.work / before.work) if before.work else 0.0
+        return here.plus(share * before.seconds, share * before.work)
 
     @property
     def infeasible(self) -> int:
@@ -474,6 +482,9 @@ class Schedule:
         self.completed += 1
         self._ended[job.stage] += 1
         self.failures += summary.state == "failed"
+        if summary.state == "done" and job.key not in self._run:
+            where = "here" if job.key in self._out else "before"
+            self._pace[where] = self._pace[where].plus(summary.seconds, work([job]))
         flops = [value for value in summary.finals.get(("cost", "flops_per_token"), {}).values() if value > 0]
         if flops:
             self._flops[job.task, job.arm] = flops[0]
