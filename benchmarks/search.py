@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import optuna
+import torch
 
 from deltalab.store import RunRecord
 from deltalab.study import run, trial
@@ -43,6 +44,7 @@ from deltalab.study.pareto import front, hypervolume
 from deltalab.study.search import WINDOW, controls_by, finalists
 from deltalab.study.suggest import Live
 from deltalab.study.worker import Worker
+from deltalab.training.device import named
 
 Layout = dict[str, Any]
 Point = tuple[float, float, float]
@@ -288,6 +290,7 @@ def main() -> None:
         before["about"] = {
             "python": platform.python_version(),
             **{name: version(name) for name in ("optuna", "ray", "sqlalchemy")},
+            "processor": named(torch.device("cpu")).partition(" on ")[0],
             "cpus": os.cpu_count(),
             "load": os.getloadavg()[0],
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
