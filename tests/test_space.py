@@ -216,6 +216,17 @@ def test_base_and_finalists_share_as_many_trainings_as_there_are_candidates(plan
     assert len(list(islice(found.trainings(base, {}), found.tuning))) == 3
 
 
+def test_a_search_says_how_many_trainings_each_arm_has(plan: Callable[..., Plan]) -> None:
+    search = {"rule": {"choice": ["comba", "gla"]}, "train.lr": LR, "trials": 9, "finalists": 2}
+    found = plan({**search, "trainings": 2})
+    assert (found.tuning, found.tunings, plan(search).tuning) == (2, 6, 3)
+    assert found.identity != plan(search).identity
+    winner = {"rule": "gla", "train.lr": 0.0123}
+    assert next(found.trainings(found.arms[1], winner)) == winner
+    with pytest.raises(InputError, match=r"search\.trainings 2: nothing of train is searched"):
+        plan({"rule": search["rule"], "trials": 2, "finalists": 1, "trainings": 2})
+
+
 def test_a_finalist_tunes_the_training_that_exists_for_it(plan: Callable[..., Plan]) -> None:
     search = {
         "rule": {"choice": ["comba", "gla"]},

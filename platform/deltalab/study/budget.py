@@ -223,7 +223,7 @@ class Searching(Space):
     """A search for architectures, from the base.
 
     Each candidate is judged by the mean of `seeds` validation runs. Where the study has several tasks, a candidate is
-    trained on each. Base and finalists share as many trainings, which vary the `train` settings that are searched.
+    trained on each.
     A key may also be `rule` as a whole: `rule: {choice: [comba, {name: gla}]}`.
     trials: how many candidates are tried. seeds: of one candidate.
     finalists: how many candidates are confirmed, each as an arm.
@@ -233,6 +233,8 @@ class Searching(Space):
     constrain: what a candidate may hold and compute. match: makes every candidate as large as the base.
     warm: candidates to begin with: rules, by name or with knobs, and {study: NAME} for those of a study in the ledger.
     fidelity: successive halving.
+    trainings: how many values of the `train` settings that are searched the base and each finalist try, on each task;
+    by default they share as many as there are candidates.
     """
 
     sections: ClassVar[tuple[str, ...]] = ("rule",)
@@ -246,6 +248,7 @@ class Searching(Space):
     match: Match | None = None
     warm: tuple[str | dict[str, Any], ...] = ()
     fidelity: Fidelity | None = None
+    trainings: Annotated[Whole, Field(ge=1, le=1000)] | None = None
 
     @field_validator("sampler", mode="before")
     @classmethod
@@ -287,6 +290,8 @@ class Searching(Space):
         for path in self.fidelity.values if self.fidelity else ():
             if path in self.searched:
                 raise ValueError(f".fidelity.{path}: is searched already")
+        if self.trainings is not None and not any(path.startswith("train.") for path in self.searched):
+            raise ValueError(f".trainings {self.trainings}: nothing of train is searched that they could vary")
         if self.finalists > self.halved[-1]:
             raise ValueError(
                 f".fidelity: {self.halved[-1]} candidates reach its last values, fewer than finalists {self.finalists}"
@@ -296,7 +301,7 @@ class Searching(Space):
     @model_serializer(mode="wrap")
     def _as_before(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Without the keys of a later release that are at their default: a study keeps its identity."""
-        later = ("sampler", "random", "objectives", "constrain", "match", "warm", "fidelity")
+        later = ("sampler", "random", "objectives", "constrain", "match", "warm", "fidelity", "trainings")
         plain = {key for key in later if getattr(self, key) == type(self).model_fields[key].default}
         return {key: value for key, value in dump(self).items() if key not in plain}
 

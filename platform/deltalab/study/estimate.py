@@ -28,6 +28,9 @@ from deltalab.study.step_time import Training, gpu_rates, gpu_step, scaled_step,
 TIMING_SECONDS = 0.5
 """A CPU study's arms are timed for about this long in all; the other arms' times follow from their arithmetic."""
 
+SEARCHES = " A search takes about 3 times as long: its candidates train one by one, and each compiles its own kernels."
+"""What discover, profile gpu, took on an H100: docs/decisions/209."""
+
 
 @dataclass(frozen=True)
 class ArmCost:
@@ -292,7 +295,7 @@ def _times(plan: Plan, trainings: list[Training]) -> _Times:
     how = (
         ("" if here else f"No GPU here: times assume an {kind}. ")
         + "An arm's time is its arithmetic over the rate that Gated DeltaNet and Comba reached at its width; "
-        "expect a factor of 2 either way."
+        "expect a factor of 2 either way." + (SEARCHES if plan.spec.search else "")
     )
     return _Times([gpu_step(training, kind) for training in trainings], f"an {kind}", how)
 

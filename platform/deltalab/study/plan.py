@@ -167,12 +167,13 @@ class Plan:
     def tuning(self) -> int:
         """Candidates for the training of an arm, on each task, where the study is a search.
 
-        The arms share as many as the search has candidates: the base alone has them where the search varies nothing
-        but the training.
+        By default the arms share as many as the search has candidates: the base alone has them where the search varies
+        nothing but the training.
         """
-        if not self.spec.search or not self._training:
+        search = self.spec.search
+        if not search or not self._training:
             return 0
-        trials, whole = math.ceil(self.spec.search.trials / self._tuned), count(self._training)
+        trials, whole = search.trainings or math.ceil(search.trials / self._tuned), count(self._training)
         return trials if whole is None else min(trials, whole)
 
     @property
