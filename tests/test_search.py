@@ -105,6 +105,9 @@ def test_a_study_to_begin_with_that_is_not_there_is_refused_before_anything_is_w
 ) -> None:
     with pytest.raises(InputError, match=r"study\.yaml: search\.warm: .*unknown study 'nope'"):
         run_study(written(warm=[{"study": "nope"}]), db=tmp_path / "lab.db", executor="inline")
+    assert not (tmp_path / "lab.db").exists()
+    with Store.open(tmp_path / "lab.db"), pytest.raises(InputError, match=r"unknown study 'nope'"):
+        run_study(written(warm=[{"study": "nope"}]), db=tmp_path / "lab.db", executor="inline")
     with Store.open(tmp_path / "lab.db") as store:
         assert store.studies() == []
 

@@ -20,7 +20,7 @@ from deltalab.cli_export import export
 from deltalab.cli_options import AsJson, Db, Folder, LogTo, Overrides, Profile, StudyFile, StudyName, find_study
 from deltalab.cli_plugins import rule, task
 from deltalab.cli_train import train
-from deltalab.errors import InputError, WrongRules, one_line, unknown
+from deltalab.errors import InputError, WrongRules, one_line
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 study = typer.Typer(no_args_is_help=True, help="Run, plan, report and start studies.")
@@ -128,10 +128,10 @@ def study_plan(
 ) -> None:
     """Show arms, trials, runs, the time they take here, and the effect that the study can find. Runs nothing."""
     from deltalab.store import Store
+    from deltalab.study import warm
     from deltalab.study.estimate import estimate
     from deltalab.study.plan import plan_study
     from deltalab.study.power import Spread, spreads
-    from deltalab.study.warm import recorded, studies
 
     if sd is not None and not math.isfinite(sd):
         raise InputError(f"--sd must be a finite number, not {sd}")
@@ -139,12 +139,10 @@ def study_plan(
     known: list[Spread] = []
     if sd is not None:
         known = [Spread(name, task.metric, sd, "given by --sd") for name, task in plan.tasks.items()]
-    if Store.exists(db) and (sd is None or studies(plan)):
+    elif Store.exists(db):
         with Store.open(db, create=False) as store:
-            recorded(plan, store)  # Refuse what `run` would.
-            known = known or spreads(store, plan.tasks)
-    elif missing := studies(plan):
-        raise unknown("study", missing[0], [], where=f"{plan.where}: search.warm")
+            known = spreads(store, plan.tasks)
+    warm.demand(plan, db)
     found = estimate(plan, workers=workers, spreads=known)
     if as_json:
         print(found.to_json())

@@ -21,7 +21,7 @@ from deltalab.store import ArmRecord, Busy, Heartbeat, Store
 from deltalab.store.database import without_password
 from deltalab.store.models import StudyState
 from deltalab.store.shelf import keep_best
-from deltalab.study import signals
+from deltalab.study import signals, warm
 from deltalab.study.account import Account
 from deltalab.study.best import best
 from deltalab.study.job import Job, Lost
@@ -34,7 +34,6 @@ from deltalab.study.progress import Progress
 from deltalab.study.report import Report, report
 from deltalab.study.schedule import Schedule, Stacks
 from deltalab.study.storage import cut_off, runs_at, worker
-from deltalab.study.warm import recorded
 from deltalab.study.worker import Worker
 from deltalab.training.train import NUMERICS, hardware
 
@@ -126,6 +125,7 @@ def run_study(
         else:
             _with_ray(schedule, runs, progress, workers=workers, address=address)
 
+    warm.demand(plan, db)
     given = runs_at(storage) if storage else None
     with LogTo(log_to, quiet=quiet) as logs:
         if not unchecked:
@@ -174,7 +174,6 @@ def _drive(
             runs.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(f"{runs}: no folder for weights can be made: {error.strerror}") from None
-    recorded(plan, store)  # Refuse what `warm` cannot have before anything is written.
     study_id = store.begin_study(
         plan.spec.name,
         plan.profile,

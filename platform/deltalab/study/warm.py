@@ -3,16 +3,17 @@
 import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deltalab.errors import InputError, unknown
 from deltalab.models.spec import RULE
+from deltalab.store import Store
 from deltalab.study.budget import Searching
 from deltalab.study.settings import resolve_rule, rule_of, setting, with_values
 from deltalab.study.space import LAYERS, Search
 
 if TYPE_CHECKING:
-    from deltalab.store import Store
     from deltalab.study.plan import Plan
 
 MOST_RECORDED = 0.25
@@ -29,13 +30,13 @@ def named(plan: "Plan") -> list[dict[str, Any]]:
     return [_of_rule(plan, space, entry) for entry in entries if space]
 
 
-def recorded(plan: "Plan", store: "Store") -> list[dict[str, Any]]:
+def recorded(plan: "Plan", store: Store) -> list[dict[str, Any]]:
     """The candidates of the studies that `warm` names that the space has, the best of each study first.
 
     Raises `InputError` for a study that the ledger does not have, and for one without such a candidate.
     """
     found: list[dict[str, Any]] = []
-    for study in studies(plan):
+    for study in _studies(plan):
         assert plan.spec.search is not None
         try:
             ranked = _ranked(store, study)
@@ -49,7 +50,16 @@ def recorded(plan: "Plan", store: "Store") -> list[dict[str, Any]]:
     return found
 
 
-def studies(plan: "Plan") -> list[str]:
+def demand(plan: "Plan", db: str | Path | None) -> None:
+    """Raises `InputError` where the ledger has not what `warm` names. It makes no database where there is none."""
+    if studies := _studies(plan):
+        if not Store.exists(db):
+            raise unknown("study", studies[0], [], where=f"{plan.where}: search.warm")
+        with Store.open(db, create=False) as store:
+            recorded(plan, store)
+
+
+def _studies(plan: "Plan") -> list[str]:
     """The studies that `warm` names."""
     return [study for study in map(_study, plan.spec.search.warm if plan.spec.search else ()) if study]
 
@@ -114,7 +124,7 @@ def _said(value: object) -> str:
     return json.dumps(value) if isinstance(value, dict | list) else str(value)
 
 
-def _ranked(store: "Store", name: str) -> list[dict[str, Any]]:
+def _ranked(store: Store, name: str) -> list[dict[str, Any]]:
     """The candidates of a study's search, by their mean rank over its tasks."""
     study = store.study(name)
     scores: dict[str, dict[str, float]] = {task: {} for task in study.provenance["tasks"]}
