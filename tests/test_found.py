@@ -18,6 +18,7 @@ from deltalab.study.candidates import MOST_DRAWN, RANDOM_FROM, WARM_FROM
 from deltalab.study.found import Discovery, changed
 from deltalab.study.found_report import sections
 from deltalab.study.report import Report, report
+from deltalab.study.search import at_chance
 
 TASKS = {"mqar": {"metric": "accuracy", "maximize": True, "chance": 0.03, "version": 1, "bounds": [0, 1]}}
 BASE = {
@@ -228,10 +229,10 @@ def test_a_candidate_that_learned_one_task_of_two_stays_on_the_front() -> None:
     cost = Objective("state_size", None, False)
     chance = {"accuracy@a": 0.1, "accuracy@b": 0.5}
     scores = {"accuracy@a": 0.1, "accuracy@b": 0.6, "state_size": 1.0}
-    assert not found._at_chance([*weighed, cost], scores, chance)
-    assert found._at_chance([*weighed, cost], {**scores, "accuracy@b": 0.4}, chance)
-    assert not found._at_chance([*weighed, cost], {**scores, "accuracy@b": 0.4}, {"accuracy@a": 0.1})
-    assert not found._at_chance([cost], scores, chance), "costs alone have no chance level"
+    assert not at_chance([*weighed, cost], scores, chance)
+    assert at_chance([*weighed, cost], {**scores, "accuracy@b": 0.4}, chance)
+    assert not at_chance([*weighed, cost], {**scores, "accuracy@b": 0.4}, {"accuracy@a": 0.1})
+    assert not at_chance([cost], scores, chance), "costs alone have no chance level"
 
 
 def test_what_makes_a_token_slow_is_told(store: Store) -> None:

@@ -182,11 +182,11 @@ def test_a_search_makes_its_own_arms(tmp_path: Path) -> None:
 MQAR = {"length": 16, "pairs": 2, "vocab_size": 32}
 
 
-def computed(job: Job) -> TrialRecord:
+def computed(job: Job, score: float | None = None) -> TrialRecord:
     """The record of a trial whose results follow from its settings. Candidates of two layers learn late."""
     model, train = job.specs
     late = 0.5 if model.layers == 2 and train.steps < 8 else 0.0
-    score = 1 - abs(math.log(train.lr / 4e-3)) / 5 - late
+    score = 1 - abs(math.log(train.lr / 4e-3)) / 5 - late if score is None else score
     figures = {
         ("validation", "accuracy"): score,
         ("test", "accuracy"): score,
@@ -365,3 +365,21 @@ def test_finalists_are_those_that_add_the_most_hypervolume() -> None:
     points = [(0.0, 1.0), (0.01, 0.99), (0.9, 0.0), (1.0, 1.0), (math.nan, 0.0)]
     assert finalists(points, 2) == [2, 1]
     assert finalists(points, 5) == [2, 1, 0, 3, 4]
+
+
+def test_no_finalist_is_a_cheap_candidate_that_learned_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chance is 1/16. One layer is the cheapest and on the front; it comes last, where there is no other."""
+
+    def execute(worker: Worker, stack: Sequence[Job], *_: Any) -> list[TrialRecord]:
+        layers = [job.config["model"]["layers"] for job in stack]
+        scores = {1: 1 / 16, 2: 0.5, 3: 0.7, 4: 0.7}
+        return [computed(job, scores[each]) for job, each in zip(stack, layers, strict=True)]
+
+    monkeypatch.setattr(Worker, "execute", execute)
+    space = {"model.layers": {"choice": [1, 2, 3]}, "trials": 3}
+    base = {**STUDY["base"], "model": {**STUDY["base"]["model"], "layers": 4}}
+    for most, found in ((2, [2, 3]), (3, [2, 3, 1])):
+        given = {**STUDY, "base": base, "search": {**space, "finalists": most}}
+        result = run_study(given, db=tmp_path / f"{most}.db", executor="inline").report
+        (table,) = result.tables
+        assert [row.tuned["model.layers"] for row in table.rows[1:]] == found

@@ -18,7 +18,7 @@ from deltalab.study.control import Control, compare, worst_of
 from deltalab.study.importance import FEWEST, Importance, importance
 from deltalab.study.measured import current
 from deltalab.study.pareto import front
-from deltalab.study.search import Found, candidates, halvings, is_own, point, scores
+from deltalab.study.search import Found, at_chance, candidates, halvings, is_own, point, scores
 from deltalab.study.settings import setting
 
 
@@ -130,13 +130,6 @@ def chances(weighed: Sequence[Objective], tasks: Mapping[str, Any]) -> dict[str,
     return {name: float(level) for name, level in known.items() if level is not None}
 
 
-def _at_chance(weighed: Sequence[Objective], scores: Mapping[str, float], chance: Mapping[str, float]) -> bool:
-    """Whether scores are no better than chance on any task. Where one has no known chance, nobody can say so."""
-    metrics = [one for one in weighed if one.task and one.name not in COSTS]
-    levels = [(scores[str(one)], chance.get(str(one), math.nan), one.maximize) for one in metrics]
-    return bool(levels) and all(score <= level if more else score >= level for score, level, more in levels)
-
-
 @lru_cache(maxsize=16)
 def _importance(knobs: str, scores: tuple[float, ...], logarithmic: frozenset[str]) -> list[Importance]:
     """`importance`, once for each study that a process shows. knobs: JSON."""
@@ -194,7 +187,7 @@ def points(
             values=changed(base.config[configs[each.number][0]], configs[each.number][1], tuned, each.values),
             settings=dict(each.values),
             first=first.get(each.number, {}),
-            at_chance=_at_chance(weighed, each.scores, chance),
+            at_chance=at_chance(weighed, each.scores, chance),
         )
         # Rungs are in order, and the last one counts.
         for each in {each.number: each for each in found if each.infeasible is None}.values()

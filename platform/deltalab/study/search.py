@@ -183,14 +183,21 @@ class SearchPhase:
         """The finalists, by arm, of the candidates that trained at the last rung.
 
         Each adds to the hypervolume of those before it the most that a candidate can; where none adds to it any more,
-        the best of the others follow. A model is taken once, however it was trained, and the base's own only where
-        there is no other. Raises `InputError` where no candidate made a model.
+        the best of the others follow, those that score no better than chance on any task last. A model is taken once,
+        however it was trained, and the base's own only where there is no other. Raises `InputError` where no candidate
+        made a model.
         """
         last = [each for each in self.drawn if len(each.rungs) == len(self.space.rungs)]
         if not last:
             raise InputError(f"{self.plan.where}: search: none of {len(self.drawn)} candidates makes a model")
         different = list({json.dumps(each.values, sort_keys=True): each for each in reversed(last)}.values())[::-1]
-        points = [point(self.plan.objectives, each.scores(self.plan.objectives)) for each in different]
+        chance = {str(each): self.plan.tasks[each.task].chance for each in self.plan.objectives if each.task}
+        points = []
+        for each in different:
+            reached = each.scores(self.plan.objectives)
+            # The cheapest model is on the front even where it has learned nothing: as a finalist it would be wasted.
+            learned = not at_chance(self.plan.objectives, reached, chance)
+            points.append(point(self.plan.objectives, reached if learned else dict.fromkeys(reached, math.nan)))
         own, most = self._model({}), self.space.finalists
         while True:
             order = [different[i] for i in finalists(points, most)]
@@ -364,6 +371,13 @@ def _cost(trial: TrialSummary, name: str) -> float:
     if name == "parameters":
         return math.nan if trial.parameters is None else float(trial.parameters)
     return score(trial, name, "cost")
+
+
+def at_chance(objectives: Sequence[Objective], found: Mapping[str, float], chance: Mapping[str, float]) -> bool:
+    """Whether scores are no better than chance on any task. Where one has no known chance, nobody can say so."""
+    metrics = [each for each in objectives if each.task and each.name not in COSTS]
+    levels = [(found[str(each)], chance.get(str(each), math.nan), each.maximize) for each in metrics]
+    return bool(levels) and all(score <= level if more else score >= level for score, level, more in levels)
 
 
 def point(objectives: Sequence[Objective], found: Mapping[str, float]) -> list[float]:
