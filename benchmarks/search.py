@@ -161,7 +161,10 @@ def measure_kept(repeats: int) -> dict[str, Any]:
         first = set(front(noisy))
         return sorted(range(len(noisy)), key=lambda i: (i not in first, noisy[i][0]))[:most]
 
-    ways: dict[str, Callable[[Sequence[Point], int], list[int]]] = {"before": before, "contributions": finalists}
+    def confirmed(noisy: Sequence[Point], most: int) -> list[int]:
+        return finalists(noisy, most, metrics=[0])
+
+    ways: dict[str, Callable[[Sequence[Point], int], list[int]]] = {"before": before, "contributions": confirmed}
     result: dict[str, Any] = {}
     for noise in (0.02, 0.05, 0.1):
         kept: dict[str, list[float]] = {name: [] for name in ways}

@@ -58,19 +58,21 @@ def contributions(points: Points, reference: Sequence[float]) -> list[float]:
     return found
 
 
-def chosen(points: Points, reference: Sequence[float], most: int) -> list[int]:
-    """The indices of up to `most` points that together dominate much: each adds the most to those before it.
+def chosen(points: Points, reference: Sequence[float], most: int, first: Sequence[int] = ()) -> list[int]:
+    """The indices of up to `most` points that together dominate much: `first`, then each adds the most to those before.
 
     Greedy, which keeps at least 1 - 1/e of the largest hypervolume that so many points can have (Nemhauser, Wolsey and
     Fisher, 1978). It stops where no further point adds anything.
 
     >>> chosen([(0.0, 2.0), (1.0, 0.0), (0.9, 1.9)], (2.0, 3.0), 2)
     [1, 0]
+    >>> chosen([(0.0, 2.0), (1.0, 0.0), (0.9, 1.9)], (2.0, 3.0), 2, first=[2])
+    [2, 1]
     """
     table, limit = _table(points), np.asarray(reference, dtype=np.float64)
-    left = [i for i in front(points) if (table[i] < limit).all()]
-    adds = {i: float(np.prod(limit - table[i])) for i in left}
-    taken: list[int] = []
+    taken = [*first[:most]]
+    left = [i for i in front(points) if (table[i] < limit).all() and i not in taken]
+    adds = {i: _added(table[i], table[taken], limit) for i in left}
     while left and len(taken) < most:
         best = max(left, key=lambda i: (adds[i], -i))
         if adds[best] <= 0:

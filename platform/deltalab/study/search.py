@@ -182,10 +182,9 @@ class SearchPhase:
     def _chosen(self) -> dict[str, Candidate]:
         """The finalists, by arm, of the candidates that trained at the last rung.
 
-        Each adds to the hypervolume of those before it the most that a candidate can; where none adds to it any more,
-        the best of the others follow, those that score no better than chance on any task last. A model is taken once,
-        however it was trained, and the base's own only where there is no other. Raises `InputError` where no candidate
-        made a model.
+        In the order of `finalists`, those last that are better than chance on no task. A model is taken once, however
+        it was trained, and the base's own only where there is no other. Raises `InputError` where no candidate made a
+        model.
         """
         last = [each for each in self.drawn if len(each.rungs) == len(self.space.rungs)]
         if not last:
@@ -198,9 +197,10 @@ class SearchPhase:
             # The cheapest model is on the front even where it has learned nothing: as a finalist it would be wasted.
             learned = not at_chance(self.plan.objectives, reached, chance)
             points.append(point(self.plan.objectives, reached if learned else dict.fromkeys(reached, math.nan)))
+        metrics = [at for at, each in enumerate(self.plan.objectives) if each.name not in COSTS]
         own, most = self._model({}), self.space.finalists
         while True:
-            order = [different[i] for i in finalists(points, most)]
+            order = [different[i] for i in finalists(points, most, metrics)]
             models: dict[str, Candidate] = {}
             for each in order:
                 models.setdefault(self._model(each.values), each)
@@ -385,14 +385,18 @@ def point(objectives: Sequence[Objective], found: Mapping[str, float]) -> list[f
     return [-found[str(each)] if each.maximize else found[str(each)] for each in objectives]
 
 
-def finalists(points: Sequence[Sequence[float]], most: int) -> list[int]:
+def finalists(points: Sequence[Sequence[float]], most: int, metrics: Sequence[int] = ()) -> list[int]:
     """The indices of the candidates to confirm, in order.
 
-    Each adds to the hypervolume of those before it the most that a candidate can. Where none adds to it any more, the
-    best of the others follow, then those without a result. points: less is better.
+    The best by each metric come first. Each of the others adds to the hypervolume of those before it the most that a
+    candidate can. Where none adds to it any more, the best of the others follow, then those without a result.
+    points: less is better. metrics: the coordinates that are metrics of tasks.
     """
     limit = beyond_worst(points)
-    first = chosen(points, limit, most)
+    ended = [i for i, each in enumerate(points) if not any(map(math.isnan, each))]
+    # Among equals the one that the front has: it is no worse in the others.
+    best = [min(ended, key=lambda i: (points[i][at], *points[i])) for at in metrics if ended]
+    first = chosen(points, limit, most, [*dict.fromkeys(best)])
     return [*first, *(i for i in ranked(points, limit, most) if i not in first)][:most]
 
 
