@@ -315,6 +315,16 @@ def test_a_search_begins_with_named_rules_and_with_what_another_search_found(wri
     assert [each.number for each in first] == [*range(2_000_000, 2_000_005)], "one named, and a quarter of the trials"
     assert first[0].values == {"rule": {"name": "comba", "transition": "iplr"}, "model.layers": 1, "train.lr": 1e-2}
     assert {str(each.values) for each in first[1:]} <= best
+    narrow = {"rule.transition": {"choice": ["iplr", "splr"]}, "train.lr": {"log_uniform": [1e-3, 1e-2]}}
+    narrow |= {"trials": 16, "finalists": 1, "warm": [{"study": "tiny_search"}]}
+    base = {**STUDY["base"], "rule": "comba"}
+    file.write_text(yaml.safe_dump({**STUDY, "name": "narrow", "base": base, "search": narrow}))
+    run_study(file, db=db, executor="inline")
+    first = [each.values for each in found(db, "narrow") if each.drawn_by == "warm"]
+    earlier = [each.values for each in found(db) if each.values["rule"] == {"name": "comba", "transition": "iplr"}]
+    rates = [each["train.lr"] for each in earlier if each["model.layers"] == 1]
+    assert {each["rule.transition"] for each in first} == {"iplr"}, "of other rules or sizes, the space has none"
+    assert sorted(each["train.lr"] for each in first) == sorted(rates)
     file.write_text(yaml.safe_dump({**STUDY, "search": {**STUDY["search"], "warm": ["gla"]}}))
     with pytest.raises(InputError, match=r"warm: unknown rule 'gla'"):
         run_study(file, db=tmp_path / "none.db", executor="inline")

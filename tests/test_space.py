@@ -471,7 +471,9 @@ def test_an_earlier_studys_candidates_are_taken_where_they_fit(plan: Callable[..
             "the best first, as many as a quarter of the trials"
         )
         with pytest.raises(InputError, match=r"search\.warm: no candidate of study 'earlier' is in the space"):
-            recorded(plan({"train.lr": LR, **HEADS, "warm": [{"study": "earlier"}]}), store)
+            recorded(plan({**HEADS, "model.expand_v": {"choice": [2, 3]}, "warm": [{"study": "earlier"}]}), store)
+        wider = recorded(plan({"train.lr": LR, **HEADS, "trials": 4, "warm": [{"study": "earlier"}]}), store)
+        assert wider == [{"train.lr": 0.01, "model.heads": 2, "model.expand_v": 1}], "with the rate that it had"
         with pytest.raises(InputError, match="did you mean 'earlier'"):
             recorded(plan({**HEADS, "warm": [{"study": "earlyer"}]}), store)
 

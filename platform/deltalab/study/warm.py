@@ -33,7 +33,8 @@ def named(plan: "Plan") -> list[dict[str, Any]]:
 def recorded(plan: "Plan", store: Store) -> list[dict[str, Any]]:
     """The candidates of the studies that `warm` names that the space has, the best of each study first.
 
-    Raises `InputError` for a study that the ledger does not have, and for one without such a candidate.
+    The space has a candidate where it can make its rule and has the values of its other settings. Raises `InputError`
+    for a study that the ledger does not have, and for one without such a candidate.
     """
     found: list[dict[str, Any]] = []
     for study in _studies(plan):
@@ -42,7 +43,8 @@ def recorded(plan: "Plan", store: Store) -> list[dict[str, Any]]:
             ranked = _ranked(store, study)
         except InputError as error:
             raise InputError(f"{plan.where}: search.warm: {error}") from None
-        fits = [values for values in ranked if plan.spec.search.drawn(values) is not None]
+        inside = (_inside(plan, plan.spec.search, values, config) for values, config in ranked)
+        fits = [values for values in inside if values is not None]
         if not fits:
             raise InputError(f"{plan.where}: search.warm: no candidate of study '{study}' is in the space")
         most = max(1, math.floor(MOST_RECORDED * plan.spec.search.trials))
@@ -68,12 +70,37 @@ def _study(entry: str | Mapping[str, Any]) -> str | None:
     return entry["study"] if isinstance(entry, Mapping) and "study" in entry else None
 
 
+def _inside(plan: "Plan", space: Searching, values: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """A recorded candidate as the space spells it; None where the space lacks it. config: what it trained with."""
+    if space.drawn(values) is not None:
+        return values
+    base = next(arm for arm in plan.arms if arm.is_base)
+    others = [path for path in values if not path.startswith(("rule", "train.")) and path not in space.searched]
+    try:
+        if any(setting(base.config, path, "warm") != values[path] for path in others):
+            return None
+        found = _with_rule(plan, space, resolve_rule(config["rule"]), config)
+        same = all(setting(config, path, "warm") == found[path] for path in found if not path.startswith("rule"))
+    except InputError:
+        return None
+    return found if same else None
+
+
 def _of_rule(plan: "Plan", space: Searching, entry: str | Mapping[str, Any]) -> dict[str, Any]:
     base = next(arm for arm in plan.arms if arm.is_base)
     try:
         wanted = resolve_rule(rule_of(entry))
     except InputError as error:
         raise InputError(f"warm: {error}") from None
+    return _with_rule(plan, space, wanted, base.config)
+
+
+def _with_rule(plan: "Plan", space: Searching, wanted: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """The candidate of a rule, with the model and the training of a configuration where the space has their values.
+
+    Raises `InputError` for a rule outside of the space.
+    """
+    base = next(arm for arm in plan.arms if arm.is_base)
     choices = space.searched["rule"].choice or () if "rule" in space.searched else (base.config["rule"],)
     alike = [choice for choice in choices if rule_of(choice)["name"] == wanted["name"]]
     if not alike:
@@ -84,7 +111,7 @@ def _of_rule(plan: "Plan", space: Searching, entry: str | Mapping[str, Any]) -> 
         def ask(name: str, knob: Search, choice: Any = choice) -> Any:
             if name == "rule":
                 return choice
-            return _in_rule(wanted, name, knob) if name.startswith("rule.") else _as_in(base.config, name, knob)
+            return _in_rule(wanted, name, knob) if name.startswith("rule.") else _as_in(config, name, knob)
 
         candidate = space.draw(ask)
         try:
@@ -124,8 +151,8 @@ def _said(value: object) -> str:
     return json.dumps(value) if isinstance(value, dict | list) else str(value)
 
 
-def _ranked(store: Store, name: str) -> list[dict[str, Any]]:
-    """The candidates of a study's search, by their mean rank over its tasks."""
+def _ranked(store: Store, name: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """The candidates of a study, by their mean rank over its tasks: their values, and what they trained with."""
     study = store.study(name)
     scores: dict[str, dict[str, float]] = {task: {} for task in study.provenance["tasks"]}
     validation: dict[tuple[str, str], list[float]] = {}
@@ -135,14 +162,17 @@ def _ranked(store: Store, name: str) -> list[dict[str, Any]]:
     base = next(arm.name for arm in store.arms(study.id) if arm.is_base)
     # A finalist's tuned training is that of one task.
     trained = [trial for trial in store.trials(study.id) if trial.arm == base or not study.spec.get("search")]
+    configs: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
     for trial in sorted(trained, key=lambda trial: trial.finished_at):
         about = study.provenance["tasks"][trial.task]
         if found := validation.get((trial.key, about["metric"])):
             mean = math.fsum(found) / len(found)
-            scores[trial.task][json.dumps(trial.values)] = -mean if about["maximize"] else mean
+            candidate = json.dumps([trial.values, trial.config["rule"]])
+            configs[candidate] = trial.values, trial.config
+            scores[trial.task][candidate] = -mean if about["maximize"] else mean
     ranks: dict[str, list[int]] = {}
     for of_task in scores.values():
         for rank, candidate in enumerate(sorted(of_task, key=of_task.__getitem__)):
             ranks.setdefault(candidate, []).append(rank)
     order = sorted(ranks, key=lambda candidate: sum(ranks[candidate]) / len(ranks[candidate]))
-    return [json.loads(candidate) for candidate in order]
+    return [configs[candidate] for candidate in order]
