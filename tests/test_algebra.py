@@ -366,6 +366,7 @@ class TestFromSearch:
         assert f"platform rule check {file}" in ended.output
         text = file.read_text()
         assert "Found by the search of study tiny_algebra" in text
+        assert "{" not in text.split('"""')[1], "a commit is a word"
         with Store.open(db) as store:
             rule, _ = found(store, store.study("tiny_algebra").id, "found_1")
         (kind,) = registry._kinds(registry._load(file))

@@ -88,8 +88,8 @@ def front(rows: Table) -> None:
         if len(names) > 2:
             st.caption(
                 "The line joins the candidates that no other beats in these two objectives. Those marked as on the "
-                f"front are beaten by none in all {len(names)} at once. A candidate that is no better than "
-                "chance on any task is on neither."
+                f"front are beaten by none in all {len(names)} at once. A candidate that is better than "
+                "chance on none of the tasks is on neither."
             )
 
 

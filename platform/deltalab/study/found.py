@@ -30,7 +30,7 @@ class Point:
     search, `warm candidate 0` of those that the study names. scores: by objective, on validation, at the last
     fidelity that it trained at; those of the base with its tuned values. values: where it differs from the base.
     rung: that fidelity, from 0. on_front: no other candidate of the last fidelity beats it in all objectives, and it is
-    not at_chance: a candidate that scores no better than chance on any task. The base is never said to be.
+    not at_chance: a candidate that is better than chance on none of the tasks. The base is never said to be.
     settings: all that the search chose for it; of the base, its own values that the space holds too. first: its scores
     at the lowest fidelity, which all candidates have; those of the base are known only where there is no other.
     """
@@ -68,7 +68,7 @@ class Discovery:
     importances: metric or `decode_us` -> what each setting explains of it; empty while the study runs. unknown:
     settings that too few candidates have. control: None where random search drew nothing. Both are of the scores at
     the lowest fidelity, which all candidates have; fidelity: its settings. dropped: a sentence on each fidelity but the
-    last. left_off: candidates that would be on the front, and that score no better than chance on any task.
+    last. left_off: candidates that would be on the front but for being better than chance on none of the tasks.
     """
 
     objectives: dict[str, bool]

@@ -76,8 +76,8 @@ def _front(found: Discovery, most: int | None) -> Section:
     if any(point.number is None and point.is_arm for point in best):
         notes.append("The base is shown as tuned on each task, a candidate with the training that it was drawn with.")
     if found.left_off:
-        score = "candidate scores" if found.left_off == 1 else "candidates score"
-        notes.append(f"{found.left_off} {score} no better than chance on any task: left off the front, however cheap.")
+        are = "candidate is" if found.left_off == 1 else "candidates are"
+        notes.append(f"{found.left_off} {are} better than chance on none of the tasks: left off, however cheap.")
     if hidden := len(best) - len(points):
         notes.append(f"{hidden} more candidates are on the front: see --json or the dashboard.")
     drawn = ", ".join(f"{count} {name}" for name, count in sorted(found.drawn.items()))

@@ -47,8 +47,13 @@ def found(store: Store, study_id: int, arm: str) -> tuple[UpdateRule, str]:
     # Each task has a training of its own.
     model = {path: value for path, value in trial.values.items() if not path.startswith("train.")}
     values = "; ".join(f"{path} {_said(value)}" for path, value in model.items())
-    about = f"Found by the search of study {study.address}, id {study.id}, as its arm {arm}, at git "
-    about += f"{study.provenance['git']}: {kind} with {values}. platform rule from-search wrote this file."
+    git = study.provenance["git"]
+    about = f"Found by the search of study {study.address}, id {study.id}, as its arm {arm}"
+    about += f", at git {git['commit']}: {kind} with {values}. " if git else f": {kind} with {values}. "
+    for task, own in {row.task: row.values for row in trials}.items():
+        if tuned := "; ".join(f"{path} {_said(own[path])}" for path in own if path.startswith("train.")):
+            about += f"On {task} it was tuned to {tuned}. "
+    about += "platform rule from-search wrote this file."
     return get_rule(kind, **spec), about
 
 

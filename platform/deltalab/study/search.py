@@ -374,7 +374,7 @@ def _cost(trial: TrialSummary, name: str) -> float:
 
 
 def at_chance(objectives: Sequence[Objective], found: Mapping[str, float], chance: Mapping[str, float]) -> bool:
-    """Whether scores are no better than chance on any task. Where one has no known chance, nobody can say so."""
+    """Whether scores are better than chance on none of the tasks. Where one has no known chance, nobody can say so."""
     metrics = [each for each in objectives if each.task and each.name not in COSTS]
     levels = [(found[str(each)], chance.get(str(each), math.nan), each.maximize) for each in metrics]
     return bool(levels) and all(score <= level if more else score >= level for score, level, more in levels)

@@ -107,5 +107,8 @@ def ends(sweeps: Sequence[Sweep], spec: Mapping[str, Any]) -> Iterator[str]:
         hint = "tune.extend moved it as far as it does"
     for (path, end, value, inside), names in found.items():
         beyond = "these arms may do better beyond it" if len(names) > 1 else "the arm may do better beyond it"
-        more = "more trials try values between it and the end of its range" if inside and spec.get("search") else hint
+        more = hint
+        if inside and spec.get("search"):
+            key = "trainings" if spec["search"].get("trainings") else "trials"
+            more = f"more {key} try values between it and the end of its range"
         yield f"The best {path} of {', '.join(names)} is the {end} that was tried, {value}: {beyond} ({more})."
