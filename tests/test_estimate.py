@@ -218,3 +218,19 @@ def test_a_model_that_fails_is_named_with_its_arm(monkeypatch: pytest.MonkeyPatc
             patch.setattr(owner, name, planted)
             with pytest.raises(deltalab.InputError, match="arm 'base' does not run on task 'mqar': RuntimeError: one;"):
                 estimate(planned("quickstart"))
+
+
+def test_knobs_that_another_rule_lacks_are_no_change_to_it() -> None:
+    study = {
+        "name": "other",
+        "task": {"mqar": {"length": 16, "pairs": 2, "vocab_size": 16}},
+        "base": {
+            "rule": "algebra",
+            "model": {"d_model": 16, "layers": 1, "heads": 1, "key_dim": 8},
+            "train": {"steps": 2, "batch_size": 2, "lr": 1e-2, "evaluations": 1},
+        },
+        "arms": {"gla": {"rule": "gla", "model": {"key_dim": None}}},
+        "seeds": 6,
+    }
+    _, arm = estimate(make_plan(load_study(study))).arms
+    assert arm.change == "rule.name=gla, rule.g=gla_decay(tau=16, rank=16), model.key_dim=None"

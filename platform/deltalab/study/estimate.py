@@ -168,7 +168,11 @@ def estimate(plan: Plan, *, workers: int | None = None, spreads: Sequence[Spread
         ArmCost(
             task=arm.task,
             arm=arm.name,
-            change=", ".join(f"{key}={_short(value[1])}" for key, value in arm.change.items()),
+            change=", ".join(
+                f"{key}={_short(now)}"
+                for key, (_, now) in arm.change.items()
+                if now is not None or not key.startswith("rule.")  # a knob that another rule lacks is no change to it
+            ),
             parameters=size.parameters,
             state_size=size.state_size,
             seconds=None if step is None else runs * step * _steps(training),
