@@ -117,11 +117,22 @@ def test_the_best_arm_is_that_of_the_report(store: Store) -> None:
     assert best.lacking(shelf.listed(store)) == shelf.listed(store)
     best.keep(store, study)
     [row] = shelf.listed(store)
-    assert best.told(row.best) == "no_*d* 0.941, better"
+    assert best.told(row.best) == "no_*d* 0.941 on mqar, better"
     top = report(store, study).tables[0].rows[1]
     assert row.best == best.best(report(store, study))
     assert (top.arm, top.verdict, top.score.mean) == (row.best["arm"], row.best["verdict"], row.best["mean"])
     assert best.lacking([row]) == []
+
+
+def test_the_best_arm_is_that_of_a_task_that_has_a_better_one(store: Store) -> None:
+    study = begin(store, "two")
+    for task, more in (("mqar", 0.0), ("text", -0.02)):
+        record(store, study, "base", task, BASE)
+        record(store, study, "no_*d*", task, [value + more for value in BASE])
+    store.finish_study(study, "done")
+    best.keep(store, study)
+    [row] = shelf.listed(store)
+    assert best.told(row.best) == "no_*d* 0.901 on text, better"
 
 
 def test_a_best_arm_is_forgotten_when_the_study_goes_on(store: Store, ablation: int) -> None:

@@ -20,7 +20,7 @@ COLUMNS = {
     "study": st.column_config.TextColumn(pinned=True),
     "begun, UTC": st.column_config.DatetimeColumn(format="YYYY-MM-DD HH:mm"),
     "best arm": st.column_config.TextColumn(
-        help="The best mean on the first task, once the study has ended. Better: than the base, at p <= 0.05.",
+        help="The best mean on the first task with a better arm, once the study has ended. Better: at p <= 0.05.",
         width="medium",
     ),
     "trials": st.column_config.TextColumn(help="Recorded, of those that the study has in all."),

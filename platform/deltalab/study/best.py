@@ -11,11 +11,15 @@ ENDED = ("done", "failed")
 
 
 def best(found: Answer) -> dict[str, Any] | None:
-    """The arm with the best mean on the study's first task: its task, metric, arm, mean, verdict and whether it is
-    the base. {} where nothing is measured; None for a study that has not ended."""
+    """The arm with the best mean on the first task on which an arm is better than the base, else on the first task.
+
+    Its task, metric, arm, mean, verdict, whether it is the base, and how many tasks the study has. {} where nothing is
+    measured; None for a study that has not ended.
+    """
     if found.state not in ENDED:
         return None
-    table = found.tables[0]
+    won = (table for table in found.tables if any(row.verdict == "better" for row in table.rows))
+    table = next(won, found.tables[0])
     rows = [row for row in table.rows if math.isfinite(row.score.mean)]
     if not rows:
         return {}
@@ -28,6 +32,7 @@ def best(found: Answer) -> dict[str, Any] | None:
         "is_base": top.is_base,
         "mean": top.score.mean,
         "verdict": top.verdict,
+        "tasks": len(found.tables),
     }
 
 
@@ -47,10 +52,12 @@ def told(kept: dict[str, Any] | None) -> str:
     ('iplr 0.901, better', 'iplr 0.901, no difference found', '')
     >>> told({**kept, "arm": "base", "is_base": True, "verdict": "base"})
     'base 0.901'
+    >>> told({**kept, "task": "mqar", "tasks": 2})
+    'iplr 0.901 on mqar, better'
     """
     if not kept:
         return ""
-    said = f"{kept['arm']} {kept['mean']:.3f}"
+    said = f"{kept['arm']} {kept['mean']:.3f}" + (f" on {kept['task']}" if kept.get("tasks", 1) > 1 else "")
     if kept["is_base"]:
         return said
     return f"{said}, {'better' if kept['verdict'] == 'better' else 'no difference found'}"
