@@ -175,6 +175,8 @@ def test_better_and_worse_are_mirrored(family: list[list[float]]) -> None:
         assert list(vars(one).values()) == pytest.approx([-other.mean, -other.high, -other.low, other.p, other.n])
 
 
+@example([[0.0] * 6, [0.003] * 6, [0.5] * 4 + [1.0] * 2], [*range(7)], [0, 2, 1])
+@example([[-3.0, -3.0, -3.0, -1.0, -1.0, -14.0]] * 2, [*range(7)], [1, 0, 2])
 @given(families(least=6), st.permutations(range(7)), st.permutations(range(3)))
 @settings(max_examples=40, deadline=None)
 def test_the_order_of_seeds_and_of_arms_does_not_matter(
@@ -393,6 +395,7 @@ def test_one_look_of_several_is_a_look_of_its_own() -> None:
             assert early.difference.low <= alone.difference.low + 1e-9
 
 
+@example([[0.0] * 8, [0.0] * 8, [0.003] * 8])
 @given(families(least=8, most=8))
 @settings(max_examples=20, deadline=None)
 def test_verdict_and_interval_agree_at_every_look(family: list[list[float]]) -> None:

@@ -39,6 +39,8 @@ HOPELESS = 0.1
 Array = NDArray[np.float64]
 _EQUAL = 1 - 1e-9
 """Statistics that differ by rounding alone count as equal."""
+_DUST = 1e-12
+"""What is smaller than this share of differences, or of their squares, is rounding."""
 
 
 @dataclass(frozen=True)
@@ -239,10 +241,12 @@ class _Family:
     def tested(self, running: list[int], looks: Sequence[Look]) -> dict[int, Difference]:
         """Steps down through the arms that run, and finds the difference of each."""
         while left := [j for j in running if j not in self.decided]:
-            p, j = min((float(self.p(j, np.zeros(1), looks)[0]), j) for j in left)
-            if p > ALPHA:
+            p = {j: float(self.p(j, np.zeros(1), looks)[0]) for j in left}
+            if min(p.values()) > ALPHA:
                 break
-            self.decided.add(j)
+            # Of arms with one p those with the largest T go first, together: the order of arms must not matter.
+            t = {j: self._observed(j, looks) for j in left if p[j] == min(p.values())}
+            self.decided |= {j for j in t if t[j] >= max(t.values()) * _EQUAL}
             self._kept.clear()
         return {j: self._difference(j, looks) for j in running}
 
@@ -252,7 +256,9 @@ class _Family:
         mean, p = float(d.mean()), float(self.p(j, np.zeros(1), looks)[0])
         if smallest_p(len(d)) > looks[-1].spent or (p > ALPHA and not self.intervals):
             return Difference(mean, -math.inf, math.inf, p, len(d))
-        spread = max(float(d.std()), self._scale(j, len(d)))
+        spread, largest = max(float(d.std()), self._scale(j, len(d))), max(map(_rms, self.differences))
+        if spread < _DUST * largest:  # of an arm that was decided and whose seeds agree, rounding is left
+            spread = largest
         bounds = []
         for side in (-1.0, 1.0):
             # 0 is among the values, so that p and the interval agree.
@@ -274,8 +280,7 @@ class _Family:
 
     def _scale(self, j: int, seeds: int) -> float:
         same = [i for i, unit in enumerate(self.units) if unit == self.units[j]]
-        sizes = [math.sqrt(float(np.mean(self._seen(i, seeds) ** 2))) for i in same]
-        return float(np.median(sizes))
+        return float(np.median([_rms(self._seen(i, seeds)) for i in same]))
 
     def _seen(self, i: int, seeds: int) -> Array:
         """An arm's differences at a look: around their mean if the arm was decided, repeated if it stopped before."""
@@ -298,6 +303,10 @@ class _Family:
         largest, own = self._largest(j, shifts, signs)
         p: Array = (gone | (largest >= own[:, :1] * _EQUAL)).mean(1)
         return np.minimum(p * ALPHA / looks[-1].spent, 1.0)
+
+    def _observed(self, j: int, looks: Sequence[Look]) -> float:
+        """T of an arm as it was observed, at the last look."""
+        return float(self._largest(j, np.zeros(1), flips(looks[-1].seeds)[:1])[1][0, 0])
 
     def _largest(self, j: int, shifts: Array, signs: Array) -> tuple[Array, Array]:
         """The largest T of the family and that of arm j, each [D, E]."""
@@ -324,6 +333,10 @@ class _Family:
         return self._kept[signs.shape]
 
 
+def _rms(d: Array) -> float:
+    return math.sqrt(float(np.mean(d**2)))
+
+
 class _Flipped:
     """Rows of differences d [R, n] under every flip: rms size [R], |mean| and sd [R, E]."""
 
@@ -331,10 +344,16 @@ class _Flipped:
         self.n = d.shape[1]
         self.size = np.sqrt(np.mean(d**2, axis=1))
         self.mean = np.abs(d @ signs.T) / self.n
-        self.sd = np.sqrt(np.maximum(self.size[:, None] ** 2 - self.mean**2, 0.0) * self.n / max(self.n - 1, 1))
+        whole = self.size[:, None] ** 2
+        spread = whole - self.mean**2
+        self.sd = np.sqrt(np.where(spread > _DUST * whole, spread, 0.0) * self.n / max(self.n - 1, 1))
 
     def t(self, constant: Array, rows: Sequence[int] | slice = slice(None)) -> Array:
-        """T of rows for each constant: [R, E] for [R, 1], [D, R, E] for [D, 1, 1]; 0 where d is 0."""
+        """T of rows for each constant: [R, E] for [R, 1], [D, R, E] for [D, 1, 1]; 0 where d is 0.
+
+        Infinite where all seeds agree on another value and the constant is 0.
+        """
         size = self.sd[rows] + constant
-        t: Array = math.sqrt(self.n) * np.divide(self.mean[rows], size, out=np.zeros(size.shape), where=size > 0)
+        mean = np.broadcast_to(self.mean[rows], size.shape)
+        t: Array = math.sqrt(self.n) * np.divide(mean, size, out=np.where(mean > 0, math.inf, 0.0), where=size > 0)
         return t
