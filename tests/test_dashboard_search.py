@@ -34,7 +34,7 @@ def test_the_page_says_what_was_found_and_how_to_open_it_in_optuna(searched: int
 
 def test_a_candidate_has_the_name_that_the_report_gives_it(searched: int) -> None:
     [trials] = shown("trials.py").dataframe
-    assert {"candidate 7", "random candidate 7", "warm candidate 1", "base, training 0", "found_1"} < {
+    assert {"candidate 7", "random candidate 7", "warm candidate 1", "base, training 0", "found_1, training 0"} < {
         *trials.value["trial"]
     }
     app = shown("trial.py", trial="base 1000007 20")
@@ -245,4 +245,4 @@ def test_tuning_that_has_just_begun(store: Store) -> None:
 def test_the_base_of_a_search_has_its_tuning(searched: int) -> None:
     app = shown("sensitivity.py")
     assert "The page Search shows its candidates." in texts(app)
-    assert cells(app.table[0].value)["arm"] == ["base"]
+    assert cells(app.table[0].value)["arm"] == ["base", "found_1", "found_2"]

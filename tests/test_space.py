@@ -110,7 +110,7 @@ def test_the_base_tunes_what_one_of_its_conditions_allows(plan: Callable[..., Pl
 
     def tuned(when: list[dict[str, Any]]) -> list[dict[str, Any]]:
         found = plan({**rule, "train.lr": {"choice": [1e-3, 1e-1], "when": when}, "trials": 8})
-        return sorted(found.trainings(found.arms[0], {}), key=str)
+        return sorted(found.candidates(found.arms[0]), key=str)
 
     none = [{"train.clip": 0}, {"train.clip": 1}]
     rates = [{"train.clip": clip, "train.lr": lr} for clip in (0, 1) for lr in (1e-1, 1e-3)]
@@ -200,29 +200,31 @@ def test_the_base_tunes_the_training_that_exists_for_it(plan: Callable[..., Plan
         "train.clip": {"choice": [0.5, 1], "when": {"rule": "gla"}},
     }
     found = plan(search)
-    assert all(set(values) == {"train.lr"} for values in found.trainings(found.arms[0], {}))
+    assert all(set(values) == {"train.lr"} for values in found.candidates(found.arms[0]))
 
 
-def test_base_and_finalists_share_as_many_trainings_as_there_are_candidates(plan: Callable[..., Plan]) -> None:
+def test_every_seed_of_the_base_and_of_each_finalist_tries_as_many_trainings(plan: Callable[..., Plan]) -> None:
     found = plan({"rule": {"choice": ["comba", "gla"]}, "train.lr": LR, "trials": 9, "finalists": 2})
-    assert (found.tuning, found.tunings) == (3, 9)
-    assert "search: the base and each finalist try 3 values of train.lr." in estimate(found).notes
+    assert [found.tried(arm) for arm in found.arms] == [5, 5, 5]
+    assert (found.trials, found.runs) == (9 + 15, 9 + 15 * found.spec.looks[-1].seeds)
+    said = "search: each seed of the base and of each finalist tries 5 values of train.lr, and chooses its own."
+    assert said in estimate(found).notes
     base, first, *_ = found.arms
     winner = {"rule": "gla", "train.lr": 0.0123}
-    own = list(islice(found.trainings(first, winner), found.tuning))
+    own = list(islice(found.candidates(first, winner), 5))
     assert own[0] == winner
     assert {one["rule"] for one in own} == {"gla"}
-    assert len({one["train.lr"] for one in own}) == 3
-    assert len(list(islice(found.trainings(base, {}), found.tuning))) == 3
+    assert len({one["train.lr"] for one in own}) == 5
+    assert len(list(islice(found.candidates(base), 5))) == 5
 
 
 def test_a_search_says_how_many_trainings_each_arm_has(plan: Callable[..., Plan]) -> None:
     search = {"rule": {"choice": ["comba", "gla"]}, "train.lr": LR, "trials": 9, "finalists": 2}
     found = plan({**search, "trainings": 2})
-    assert (found.tuning, found.tunings, plan(search).tuning) == (2, 6, 3)
+    assert [found.tried(arm) for arm in found.arms] == [2, 2, 2]
     assert found.identity != plan(search).identity
     winner = {"rule": "gla", "train.lr": 0.0123}
-    assert next(found.trainings(found.arms[1], winner)) == winner
+    assert next(found.candidates(found.arms[1], winner)) == winner
     with pytest.raises(InputError, match=r"search\.trainings 2: nothing of train is searched"):
         plan({"rule": search["rule"], "trials": 2, "finalists": 1, "trainings": 2})
 
@@ -234,16 +236,16 @@ def test_a_finalist_tunes_the_training_that_exists_for_it(plan: Callable[..., Pl
     }
     found = plan({**search, "trials": 3})
     base, first = found.arms
-    assert list(found.trainings(base, {})) == []
-    assert list(found.trainings(first, {"rule": "comba"})) == []
-    assert {one["train.clip"] for one in found.trainings(first, {"rule": "gla", "train.clip": 1})} == {0.5, 1}
+    assert list(found.candidates(base)) == [{}]
+    assert list(found.candidates(first, {"rule": "comba"})) == [{"rule": "comba"}]
+    assert {one["train.clip"] for one in found.candidates(first, {"rule": "gla", "train.clip": 1})} == {0.5, 1}
 
 
 def test_a_search_of_the_training_alone_tunes_the_base_alone(plan: Callable[..., Plan]) -> None:
     found = plan({"train.lr": LR})
-    assert (found.tuning, found.tunings) == (4, 4)
-    assert "search: the base tries 4 values of train.lr." in estimate(found).notes
-    assert list(found.trainings(found.arms[1], {"train.lr": 0.02})) == []
+    assert [found.tried(arm) for arm in found.arms] == [5, 1]
+    assert "search: each seed of the base tries 5 values of train.lr, and chooses its own." in estimate(found).notes
+    assert list(found.candidates(found.arms[1], {"train.lr": 0.02})) == [{"train.lr": 0.02}]
 
 
 def test_a_condition_may_name_any_integer(plan: Callable[..., Plan]) -> None:
@@ -395,10 +397,9 @@ def test_rungs_change_what_a_trial_costs_and_leave_its_values(plan: Callable[...
     assert found.job(found.arms[0], "tune", 0, values) == jobs[-1], "the last rung is the whole training"
     assert found.spec.search is not None
     assert found.spec.search.halved == [9, 3, 1]
-    tuned, confirmed = 2 * 5, 2
-    assert found.trials == 9 + 3 + 1 + tuned + confirmed
-    assert found.runs == 9 * 1 + 3 * 2 + (1 + tuned) * 3 + confirmed * 2
-    assert found.whole_runs == 9 * 1 / 4 + 3 * 2 / 2 + (1 + tuned) * 3 + confirmed * 2
+    assert found.trials == 9 + 3 + 1 + 2 * 5
+    assert found.runs == 9 * 1 + 3 * 2 + 1 * 3 + 2 * 5 * 2
+    assert found.whole_runs == 9 * 1 / 4 + 3 * 2 / 2 + 1 * 3 + 2 * 5 * 2
 
 
 def test_a_rung_must_be_a_training(plan: Callable[..., Plan]) -> None:

@@ -170,6 +170,7 @@ def answer(store: Store, study_id: int, *, which: Stage = "confirm", intervals: 
     ledger = Measured(store, study_id, trials, study.spec)
     tasks = study.provenance["tasks"]
     climbed: list[Ladder] = []
+    scores: dict[str, Scores] = {}
     if which == "tune":
         tables = [_tuning_table(task, about, arms, ledger) for task, about in tasks.items()]
     else:
@@ -216,7 +217,8 @@ def answer(store: Store, study_id: int, *, which: Stage = "confirm", intervals: 
         warnings += given_up[:MOST_GIVEN_UP]
         if len(given_up) > MOST_GIVEN_UP:
             warnings.append(f"{len(given_up) - MOST_GIVEN_UP} more stacks of trials were given up")
-    notes = _notes(which, study.spec)
+    tried = bool(study.spec.get("tune")) or any(len(own) > 1 for one in scores.values() for own in one.runs.values())
+    notes = _notes(which, study.spec, tried=tried)
     return Answer(
         study.name,
         study.profile,
@@ -235,7 +237,7 @@ def answer(store: Store, study_id: int, *, which: Stage = "confirm", intervals: 
     )
 
 
-def _searched(store: Store, study: Study, arms: Sequence[Arm], trials: Sequence[TrialRow]) -> "Discovery | None":
+def _searched(store: Store, study: Study, arms: Sequence[Arm], trials: list[TrialRow]) -> "Discovery | None":
     if not study.spec.get("search"):
         return None
     from deltalab.study.found import discovery  # It brings Optuna, which takes a second to load.
@@ -509,7 +511,8 @@ def _infeasible_notes(drawn: list[TrialRow]) -> Iterator[str]:
             )
 
 
-def _notes(which: Stage, spec: Mapping[str, Any]) -> list[str]:
+def _notes(which: Stage, spec: Mapping[str, Any], *, tried: bool) -> list[str]:
+    """tried: whether a seed chooses among several runs."""
     small = "A proxy task of this size does not rank every method as training at scale does."
     if which == "tune":
         return [
@@ -518,12 +521,12 @@ def _notes(which: Stage, spec: Mapping[str, Any]) -> list[str]:
             small,
         ]
     family = "the study's" if spec.get("family") == "study" else "a task's"
-    score = (
-        "A seed trains every candidate; its score is the test score, at the last step, of its run with the best "
-        "validation score."
-        if spec.get("tune")
-        else "A seed's score is that on the test split at the last step."
-    )
+    score = "A seed's score is that on the test split at the last step."
+    if tried:
+        does = "tries every training of its arm" if spec.get("search") else "trains every candidate"
+        score = (
+            f"A seed {does}; its score is the test score, at the last step, of its run with the best validation score."
+        )
     return [
         f"{score} Means are over seeds, with a 95% t interval.",
         f"Differences are arm minus base, paired by seed. Intervals and p are of one exact sign-flip test over {family}"

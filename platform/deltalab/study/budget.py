@@ -233,8 +233,7 @@ class Searching(Space):
     constrain: what a candidate may hold and compute. match: makes every candidate as large as the base.
     warm: candidates to begin with: rules, by name or with knobs, and {study: NAME} for those of a study in the ledger.
     fidelity: successive halving.
-    trainings: how many values of the `train` settings that are searched the base and each finalist try, on each task;
-    by default they share as many as there are candidates.
+    trainings: values of the searched `train` settings that every seed of the base and of each finalist tries on a task.
     """
 
     sections: ClassVar[tuple[str, ...]] = ("rule",)
@@ -248,7 +247,7 @@ class Searching(Space):
     match: Match | None = None
     warm: tuple[str | dict[str, Any], ...] = ()
     fidelity: Fidelity | None = None
-    trainings: Annotated[Whole, Field(ge=1, le=1000)] | None = None
+    trainings: Annotated[Whole, Field(ge=1, le=1000)] = 5
 
     @field_validator("sampler", mode="before")
     @classmethod
@@ -290,7 +289,7 @@ class Searching(Space):
         for path in self.fidelity.values if self.fidelity else ():
             if path in self.searched:
                 raise ValueError(f".fidelity.{path}: is searched already")
-        if self.trainings is not None and not any(path.startswith("train.") for path in self.searched):
+        if "trainings" in self.model_fields_set and not any(path.startswith("train.") for path in self.searched):
             raise ValueError(f".trainings {self.trainings}: nothing of train is searched that they could vary")
         if self.finalists > self.halved[-1]:
             raise ValueError(

@@ -28,13 +28,13 @@ def called(arm: str, stage: Stage, number: int, trials: int | None) -> str:
 
     >>> [called("base", "tune", number, 64) for number in (7, 1_000_002, 2_000_000)]
     ['candidate 7', 'random candidate 2', 'warm candidate 0']
-    >>> called("found_1", "tune", 1281, 64), called("found_1", "confirm", 0, 64), called("late", "confirm", 3, None)
-    ('found_1, training 1', 'found_1', 'late, candidate 3')
+    >>> called("found_1", "confirm", 0, 64), called("late", "confirm", 3, None)
+    ('found_1, training 0', 'late, candidate 3')
     """
     if trials is None:
         return f"{arm}, candidate {number}"
     if stage == "confirm":
-        return arm
+        return f"{arm}, training {number}"
     if number >= RANDOM_FROM:
         return f"{'random' if number < WARM_FROM else 'warm'} candidate {number % RANDOM_FROM}"
     own = number - MOST_DRAWN * trials

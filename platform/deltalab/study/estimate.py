@@ -251,12 +251,12 @@ def _searched(plan: Plan) -> list[str]:
     if search.warm:
         begins = [json.dumps(entry) if isinstance(entry, dict) else entry for entry in search.warm]
         lines.append(f"search: begins with {', '.join(begins)}.")
-    if plan.tuning:
-        training = ", ".join(path for path in search.searched if path.startswith("train."))
-        arms = "the base" if plan.tuning == plan.tunings else "the base and each finalist"
-        tries = f"tries {plan.tuning}" if plan.tuning == plan.tunings else f"try {plan.tuning}"
+    training = ", ".join(path for path in search.searched if path.startswith("train."))
+    most = {arm.is_base: plan.tried(arm) for arm in plan.arms}
+    if training:
+        arms = "of the base" if most[False] == 1 else "of the base and of each finalist"
         each = " on each task" if len(plan.tasks) > 1 else ""
-        lines.append(f"search: {arms} {tries} values of {training}{each}.")
+        lines.append(f"search: each seed {arms} tries {most[True]} values of {training}{each}, and chooses its own.")
     return lines
 
 

@@ -39,7 +39,7 @@ def check_space(plan: "Plan") -> list[str]:
         named(plan)
         for arm in plan.arms:
             if arm.is_base:
-                plan.trainings(arm, {}) if plan.spec.search else plan.candidates(arm.task)
+                plan.candidates(arm)
     except InputError as error:
         raise InputError(f"{key}.{error}") from None
     search = plan.spec.search

@@ -16,9 +16,9 @@ from deltalab.study.budget import COSTS, Objective, Searching
 from deltalab.study.candidates import called
 from deltalab.study.control import Control, compare, worst_of
 from deltalab.study.importance import FEWEST, Importance, importance
-from deltalab.study.measured import current
+from deltalab.study.measured import Measured
 from deltalab.study.pareto import front
-from deltalab.study.search import Found, at_chance, candidates, halvings, is_own, point, scores
+from deltalab.study.search import Found, at_chance, candidates, halvings, point, scores
 from deltalab.study.settings import setting
 
 
@@ -83,7 +83,7 @@ class Discovery:
     left_off: int = 0
 
 
-def discovery(store: Store, study: Study, arms: Sequence[Arm], trials: Sequence[TrialRow]) -> Discovery:
+def discovery(store: Store, study: Study, arms: Sequence[Arm], trials: list[TrialRow]) -> Discovery:
     """What a study's search has found so far."""
     space = Searching.model_validate(study.spec["search"])
     tasks = study.provenance["tasks"]
@@ -91,7 +91,7 @@ def discovery(store: Store, study: Study, arms: Sequence[Arm], trials: Sequence[
     found = candidates(study.spec, store, study.id)
     first = [each for each in found if each.infeasible is None and each.rung == 0]
     chance = chances(weighed, tasks)
-    shown = points(store, space, weighed, found, arms, trials, chance)
+    shown = points(store, study, weighed, found, arms, trials)
     ended = [each for each in shown if each.rung == len(space.rungs) - 1]
     knobs = [space.drawn(each.values) or dict(each.values) for each in first]
     held = Counter(path for values in knobs for path in values)
@@ -151,33 +151,32 @@ _compared = lru_cache(maxsize=16)(compare)
 
 def points(
     store: Store,
-    space: Searching,
+    study: Study,
     weighed: Sequence[Objective],
     found: Sequence[Found],
     arms: Sequence[Arm],
-    trials: Sequence[TrialRow],
-    chance: Mapping[str, float],
+    trials: list[TrialRow],
 ) -> list[Point]:
-    """The base, the finalists in the order of their arms, the rest of the front, all others by the first objective.
-
-    chance: the level of each metric that has one.
-    """
-    base = next(arm for arm in arms if arm.is_base)
+    """The base, the finalists in the order of their arms, the rest of the front, all others by the first objective."""
+    space, base = Searching.model_validate(study.spec["search"]), next(arm for arm in arms if arm.is_base)
+    chance = chances(weighed, study.provenance["tasks"])
     configs = {trial.number: (trial.task, trial.config) for trial in trials if trial.stage == "tune"}
-    final = [trial for trial in current(trials) if trial.stage == "confirm"]
-    confirmed = {trial.arm: trial.values for trial in final} | {
-        # The first training that a finalist tries is the candidate's own.
-        trial.arm: trial.values
+    # The first training that a finalist tries is the candidate's own; in old ledgers it is no confirmation.
+    first_tried = [
+        trial
+        for stage in ("confirm", "tune")
         for trial in reversed(trials)
-        if trial.stage == "tune" and trial.arm != base.name
-    }
-    tuned = [trial.values for trial in final if trial.arm == base.name]
+        if trial.stage == stage and (trial.stage == "tune" or trial.number == 0) and trial.arm != base.name
+    ]
+    confirmed = {trial.arm: trial.values for trial in first_tried}
+    best = _tuned(store, study, arms, trials)
+    tuned = [trial.values for trial in best.values()]
     first = {each.number: each.scores for each in found if each.rung == 0}
     names: dict[str, str] = {}
     for arm in arms:
         if arm.name in confirmed and not arm.is_base:
             names.setdefault(_same(confirmed[arm.name]), arm.name)
-    every = _base(store, space, weighed, base, trials) + [
+    every = _base(store, space, weighed, base, best) + [
         Point(
             name=names.get(_same(each.values)) or called(base.name, "tune", each.number, space.trials),
             number=each.number,
@@ -206,24 +205,28 @@ def points(
     return sorted(every, key=place)
 
 
+def _tuned(store: Store, study: Study, arms: Sequence[Arm], trials: list[TrialRow]) -> dict[str, TrialRow]:
+    """The base's trial with the training that is best on validation over the seeds of confirmation, by task."""
+    ledger, base = Measured(store, study.id, trials, study.spec), next(arm.name for arm in arms if arm.is_base)
+    found: dict[str, TrialRow] = {}
+    for task, about in study.provenance["tasks"].items():
+        best = ledger.scores(task, about, arms).shown(base)
+        for trial in ledger.of(base, task):
+            if trial.number == best:
+                found.setdefault(task, trial)
+    return found
+
+
 def _base(
-    store: Store, space: Searching, weighed: Sequence[Objective], base: Arm, trials: Sequence[TrialRow]
+    store: Store, space: Searching, weighed: Sequence[Objective], base: Arm, best: Mapping[str, TrialRow]
 ) -> list[Point]:
-    """The base with its tuned values, as its own training in the search scored them; nothing where it was not tuned."""
-    tuned = {trial.task: trial.values for trial in trials if trial.arm == base.name and trial.stage == "confirm"}
-    own = {
-        trial.task: trial.key
-        for trial in trials
-        if (trial.arm, trial.stage) == (base.name, "tune")
-        and is_own(trial.number, space)
-        and trial.values == tuned.get(trial.task)
-    }
-    if not own or own.keys() != base.config.keys():
+    """The base with its best training on each task; nothing before it has one."""
+    if best.keys() != base.config.keys():
         return []
-    known = store.known_trials(own.values())
-    reached = scores(weighed, {task: known[key] for task, key in own.items()})
+    known = store.known_trials(trial.key for trial in best.values())
+    reached = scores(weighed, {task: known[trial.key] for task, trial in best.items()})
     last = len(space.rungs) - 1
-    settings = _settings_of_base(space, base, next(iter(tuned.values())))
+    settings = _settings_of_base(space, base, next(iter(best.values())).values)
     return [Point(base.name, None, "tuning", last, reached, {}, settings=settings, first={} if last else reached)]
 
 

@@ -74,7 +74,10 @@ def _front(found: Discovery, most: int | None) -> Section:
     headers = ["candidate", "what it is", "by", *(label(found, name) for name in found.objectives), "front"]
     notes = ["Scores are on validation, from the seeds of the search: optimistic. The answer is the table of the arms."]
     if any(point.number is None and point.is_arm for point in best):
-        notes.append("The base is shown as tuned on each task, a candidate with the training that it was drawn with.")
+        notes.append(
+            "The base has the training that is best on each task, and the seeds of the arms; a candidate has the one "
+            "that it was drawn with."
+        )
     if found.left_off:
         are = "candidate is" if found.left_off == 1 else "candidates are"
         notes.append(f"{found.left_off} {are} better than chance on none of the tasks: left off, however cheap.")

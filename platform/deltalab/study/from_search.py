@@ -10,6 +10,7 @@ from deltalab.errors import InputError, unknown
 from deltalab.registry import get_rule, list_rules, rule_plugin
 from deltalab.rule import UpdateRule
 from deltalab.store import Store
+from deltalab.study.measured import Measured
 
 
 def rule_from_search(store: Store, study_id: int, *, arm: str, name: str, out: Path | None = None) -> Path:
@@ -50,7 +51,10 @@ def found(store: Store, study_id: int, arm: str) -> tuple[UpdateRule, str]:
     git = study.provenance["git"]
     about = f"Found by the search of study {study.address}, id {study.id}, as its arm {arm}"
     about += f", at git {git['commit']}: {kind} with {values}. " if git else f": {kind} with {values}. "
-    for task, own in {row.task: row.values for row in trials}.items():
+    ledger, arms = Measured(store, study_id, store.trials(study_id), study.spec), store.arms(study_id)
+    for task, kept in study.provenance["tasks"].items():
+        best = ledger.scores(task, kept, arms).shown(arm)
+        own = next((row.values for row in trials if (row.task, row.number) == (task, best)), {})
         if tuned := "; ".join(f"{path} {_said(own[path])}" for path in own if path.startswith("train.")):
             about += f"On {task} it was tuned to {tuned}. "
     about += "platform rule from-search wrote this file."

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property, partial
@@ -115,34 +114,39 @@ class Plan:
         """The settings that are searched, and how many candidates are tried."""
         return self.spec.search or self.spec.tune
 
-    def candidates(self, task: str) -> Iterator[dict[str, Any]]:
-        """The candidates of `tune` on a task, more than the budget: an arm tries the first that make it a model.
+    def candidates(self, arm: PlannedArm, values: Mapping[str, Any] | None = None) -> Iterator[dict[str, Any]]:
+        """The candidates that every seed of an arm may train, more than `tried`: the first that make a model are.
 
-        {} alone, the values as written, where there is nothing to tune.
+        Those of `tune`, the same for all arms of a task; of a search, those that vary the training alone, the arm's own
+        first. The values as written alone, where there is nothing to vary. values: of a search's finalist that the arm
+        is; nothing for the base.
         """
-        if not self.spec.tune:
-            return iter([{}])
-        base, searched = next(arm for arm in self.arms if arm.is_base and arm.task == task), self.spec.tune.searched
-        return spread(searched, self.tried, {path: setting(base.config, path, "tune") for path in searched})
-
-    def trainings(self, arm: PlannedArm, values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """The candidates of an arm of a search that vary its training alone, more than the budget; its own come first.
-
-        values: of the finalist that the arm is; {} of the base. Nothing where there is no training to vary.
-        """
+        if self.spec.tune:
+            base = next(each for each in self.arms if each.is_base and each.task == arm.task)
+            written = {path: setting(base.config, path, "tune") for path in self.spec.tune.searched}
+            return spread(self.spec.tune.searched, self.tried(arm), written)
+        values = dict(values or {})
         rest = {path: value for path, value in values.items() if not path.startswith("train.")}
-        if values and not rest:
-            return iter(())  # a finalist that is the base's model: the base tries the same
         config = self.sized(arm, values) if values else arm.config
         searched = self._trained(config)
-        if not searched:
-            return iter(())
+        if not searched or (values and not rest):  # without `rest` it is the base's model: the base varies its training
+            return iter([values])
         whole = count(searched)
-        trials = self.tuning if whole is None else min(self.tuning, whole)
+        trials = self.tried(arm) if whole is None else min(self.tried(arm), whole)
         own = {path: setting(config, path, "search") for path in searched}
         drawn = spread(searched, trials, own)
         first = sorted(islice(drawn, trials), key=lambda one: any(one[path] != own[path] for path in one))
         return ({**rest, **one} for one in chain(first, drawn))
+
+    def tried(self, arm: PlannedArm) -> int:
+        """How many candidates of an arm every seed trains, at the most."""
+        if self.spec.tune:
+            return self.spec.tune.trials
+        search, training = self.spec.search, self._training
+        if not search or not training or (not arm.is_base and search.knobs.keys() == training.keys()):
+            return 1
+        whole = count(training)
+        return search.trainings if whole is None else min(search.trainings, whole)
 
     def _trained(self, config: Mapping[str, Any]) -> dict[str, Search]:
         """The settings of the training that a search varies, where conditions on rule and model hold in `config`."""
@@ -164,57 +168,30 @@ class Plan:
         return {path: knob for path, knob in knobs.items() if path.startswith("train.")}
 
     @cached_property
-    def tuning(self) -> int:
-        """Candidates for the training of an arm, on each task, where the study is a search.
-
-        By default the arms share as many as the search has candidates: the base alone has them where the search varies
-        nothing but the training.
-        """
-        search = self.spec.search
-        if not search or not self._training:
-            return 0
-        trials, whole = search.trainings or math.ceil(search.trials / self._tuned), count(self._training)
-        return trials if whole is None else min(trials, whole)
-
-    @property
-    def tunings(self) -> int:
-        """Candidates for the training of all arms, on each task, where the study is a search."""
-        return self.tuning * self._tuned
-
-    @property
-    def _tuned(self) -> int:
-        """How many arms of a search are tuned."""
-        assert self.spec.search is not None
-        return 1 + self.spec.search.finalists * (self.spec.search.knobs.keys() > self._training.keys())
-
-    @cached_property
     def objectives(self) -> tuple[Objective, ...]:
         """What a search weighs; () where the study is none."""
         metrics = {name: (task.metric, task.maximize) for name, task in self.tasks.items()}
         return self.spec.search.weighed(metrics) if self.spec.search else ()
 
-    @cached_property
-    def tried(self) -> int:
-        """Candidates of each arm that every seed trains."""
-        return self.budget.trials if self.spec.tune and self.budget else 1
-
     @property
     def _searched(self) -> list[int]:
-        """Trials of the search on all tasks, by the rung of successive halving; those of tuning are at the last."""
-        if not self.spec.search:
-            return []
-        *lower, last = self.spec.search.halved
-        return [len(self.tasks) * trials for trials in (*lower, last + self.tunings)]
+        """Trials of the search on all tasks, by the rung of successive halving."""
+        return [len(self.tasks) * trials for trials in self.spec.search.halved] if self.spec.search else []
+
+    @property
+    def _confirmed(self) -> int:
+        """Candidates of all arms that every seed trains."""
+        return sum(map(self.tried, self.arms))
 
     @property
     def trials(self) -> int:
         """Trials, if no arm stops before the last look."""
-        return len(self.arms) * self.tried * len(self.spec.looks) + sum(self._searched)
+        return self._confirmed * len(self.spec.looks) + sum(self._searched)
 
     @property
     def runs(self) -> int:
         """Runs, if no arm stops before the last look."""
-        confirmed = len(self.arms) * self.tried * self.spec.looks[-1].seeds
+        confirmed = self._confirmed * self.spec.looks[-1].seeds
         return confirmed + sum(n * self._seeds(rung) for rung, n in enumerate(self._searched))
 
     @property

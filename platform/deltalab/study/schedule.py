@@ -200,7 +200,7 @@ class Schedule:
         for family in self._families:
             for track in family.tracks:
                 if not track.stopped:
-                    number = self.plan.tried if track.tried is None else len(track.tried)
+                    number = self.plan.tried(track.arm) if track.tried is None else len(track.tried)
                     asked += number * len(self.plan.spec.looks) - len(track.trials)
         return asked
 
@@ -212,7 +212,7 @@ class Schedule:
         left = 0
         for track in self.tracks:
             if not track.stopped:
-                numbers = range(self.plan.tried) if track.tried is None else track.tried
+                numbers = range(self.plan.tried(track.arm)) if track.tried is None else track.tried
                 awaited = ((n, look) for n in numbers for look in range(len(seeds)))
                 own = sum(seeds[look] for n, look in awaited if track.trials.get((n, look)) is None)
                 left += own * track.arm.config["train"]["steps"]
@@ -355,15 +355,16 @@ class Schedule:
 
     def _to_try(self, track: _Track) -> dict[int, dict[str, Any]] | None:
         """The candidates that every seed of an arm trains, by number; None until a search has ended."""
-        if self._search:
-            return {0: self._search.best(track.arm)} if self._search.done else None
+        if self._search and not self._search.done:
+            return None
+        own = self._search.values(track.arm) if self._search else {}
         found: dict[int, dict[str, Any]] = {}
-        for number, values in enumerate(self.plan.candidates(track.arm.task)):
-            if len(found) == self.plan.tried:
+        for number, values in enumerate(self.plan.candidates(track.arm, own)):
+            if len(found) == self.plan.tried(track.arm):
                 break
             if self._feasible(track.arm, number, values):
                 found[number] = values
-        return found or {0: {}}
+        return found or {0: own}
 
     def _feasible(self, arm: PlannedArm, number: int, values: Mapping[str, Any]) -> bool:
         """Whether a candidate makes a model; the ledger records the reason where it does not."""
@@ -395,7 +396,7 @@ class Schedule:
                 if best is not None:
                     ends |= set(edge(ranges, list(tried.values()), tried[best]).items())
             number = max(number for track in tracks for number in track.tried or {}) + 1
-            number = max(number, sum(1 for _ in self.plan.candidates(task)))
+            number = max(number, sum(1 for _ in self.plan.candidates(tracks[0].arm)))
             for at, (path, end) in enumerate(sorted(ends)):
                 longest = max((list((track.tried or {}).values()) for track in tracks), key=len)
                 values = beyond(tune.searched, longest, path, above=end == "highest")

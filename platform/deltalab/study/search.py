@@ -1,9 +1,9 @@
-"""A search for architectures: its candidates, the base's training, and who is confirmed.
+"""A search for architectures: its candidates, and who is confirmed.
 
 A candidate trains on every task of the study. Named rules and candidates of other studies come first, then those of
-the random control and of the sampler, in an order that is fixed beforehand. Then the finalists are known. The base and
-each finalist try equally many values of the `train` settings that are searched, on each task, so that no one is better
-tuned than its rivals. All run on seeds that confirmation never uses.
+the random control and of the sampler, in an order that is fixed beforehand, all on seeds that confirmation never uses.
+Then the finalists are known. In confirmation every seed of the base and of each finalist trains equally many values of
+the `train` settings that are searched, and chooses its own, as in a study that tunes.
 
 At most `WINDOW` candidates run at a time. A candidate is drawn once all those at least `WINDOW` places before it have
 ended, and the sampler knows the results of these alone, even where later ones have ended too. So it does not matter how
@@ -79,20 +79,18 @@ class Found:
 
 
 class SearchPhase:
-    """drawn: the candidates, in the order in which they were drawn. own: those of training, by arm and task."""
+    """drawn: the candidates, in the order in which they were drawn."""
 
     def __init__(self, plan: Plan, store: Store, study_id: int) -> None:
         assert plan.spec.search is not None
         self.plan, self.space = plan, plan.spec.search
         self.arms = [arm for arm in plan.arms if arm.is_base]
         self.drawn: list[Candidate] = []
-        self.own: dict[tuple[str, str], list[Candidate]] = {}
         self._store, self._study_id = store, study_id
         self._by_number: dict[tuple[str, int, str], Candidate] = {}
         self._waiting = 0
-        # Trials that have ended: of candidates by rung, and of the base's own by task.
+        # Trials that have ended, by rung.
         self._ended: Counter[int] = Counter()
-        self._ended_own: Counter[str] = Counter()
         self._spent = {"warm": 0, "random": 0, "sampler": 0}
         self._drawn = {"warm": 0, "random": 0, "sampler": 0}
         # Feasible candidates whose results the sampler has not been told, in the order in which they were drawn.
@@ -109,16 +107,14 @@ class SearchPhase:
 
     @property
     def done(self) -> bool:
-        """Whether every candidate has ended, at every rung, and every arm is tuned."""
+        """Whether every candidate has ended, at every rung."""
         return bool(self._finalists) and not self._waiting
 
     @property
     def total(self) -> int:
         """Trials of the search, if the space gives enough candidates that make a model."""
         trained = self.space.trials if self._draws else self._trained
-        each = sum(min(places, trained) for places in self.space.halved)
-        tuned = sum(map(len, self.own.values())) if self._finalists else self.plan.tunings * len(self.arms)
-        return len(self.arms) * each + tuned
+        return len(self.arms) * sum(min(places, trained) for places in self.space.halved)
 
     @property
     def left(self) -> float:
@@ -129,9 +125,6 @@ class SearchPhase:
             seeds = settings.get("train.seeds", self.space.seeds)
             steps = [settings.get("train.steps", arm.config["train"]["steps"]) for arm in self.arms]
             found += seeds * (min(places, trained) - self._ended[rung] / len(steps)) * sum(steps)
-        seeds = self.space.rungs[-1].get("train.seeds", self.space.seeds)
-        for arm in self.arms:
-            found += seeds * (self.plan.tunings - self._ended_own[arm.task]) * arm.config["train"]["steps"]
         return max(0.0, found)
 
     @property
@@ -141,8 +134,6 @@ class SearchPhase:
 
     def ask(self) -> Iterator[tuple[Job, int]]:
         """The trials that depend on no result still awaited and were not asked for before, each with its rung."""
-        for arm in self.arms:
-            yield from self._tune(arm, {})
         while self._draws and self._ready():
             yield from self._train(self._next(), 0)
         if not self._draws:
@@ -152,31 +143,14 @@ class SearchPhase:
                 yield from self._go_on(rung)
             if not self._waiting and not self._finalists:
                 self._finalists = self._chosen()
-                for arm in self.plan.arms:
-                    if not arm.is_base:
-                        yield from self._tune(arm, self._finalists[arm.name].values)
 
     def learn(self, job: Job, rung: int, summary: TrialSummary) -> None:
         self._by_number[job.arm, job.number, job.task].rungs[rung][job.task] = summary
         self._waiting -= 1
-        if is_own(job.number, self.space):
-            self._ended_own[job.task] += 1
-        else:
-            self._ended[rung] += 1
+        self._ended[rung] += 1
 
-    def best(self, arm: PlannedArm) -> dict[str, Any]:
-        """The values that an arm is confirmed with, once the search is done: its best on validation.
-
-        Where none of them has a score, the finalist's own; of the base {}, as it is written.
-        """
-        task = self.plan.tasks[arm.task]
-        scored = []
-        for own in self.own[arm.name, arm.task]:
-            trial = own.rungs[0][arm.task]
-            value = math.nan if trial is None else score(trial, task.metric, "validation")
-            scored += [] if math.isnan(value) else [(value, own)]
-        if scored:
-            return (max if task.maximize else min)(scored, key=lambda found: found[0])[1].values
+    def values(self, arm: PlannedArm) -> dict[str, Any]:
+        """The values of the finalist that an arm is, once the search is done; {} of the base."""
         return {} if arm.is_base else self._finalists[arm.name].values
 
     def _chosen(self) -> dict[str, Candidate]:
@@ -267,7 +241,7 @@ class SearchPhase:
 
     def _train(self, candidate: Candidate, rung: int) -> Iterator[tuple[Job, int]]:
         """The trials of a candidate at a rung; none where it makes no model on one of the tasks."""
-        jobs = self._jobs(self.arms, candidate, rung if self.space.fidelity else None)
+        jobs = self._jobs(candidate, rung if self.space.fidelity else None)
         if rung == 0:
             kind: str = drawn_by(candidate.number, self.space) if candidate.number >= RANDOM_FROM else "sampler"
             self.drawn.append(candidate)
@@ -281,20 +255,6 @@ class SearchPhase:
             candidate.rungs.append({job.task: None for job in jobs})
         yield from ((job, rung) for job in jobs)
 
-    def _tune(self, arm: PlannedArm, values: Mapping[str, Any]) -> Iterator[tuple[Job, int]]:
-        """The trials of an arm's training on its task. values: of the finalist that the arm is; {} of the base."""
-        if (arm.name, arm.task) in self.own:
-            return
-        own = self.own[arm.name, arm.task] = []
-        # Numbers of the arms' candidates follow those of every draw.
-        tried = enumerate(self.plan.trainings(arm, values), MOST_DRAWN * self.space.trials)
-        while len(own) < self.plan.tuning and (drawn := next(tried, None)):
-            candidate = Candidate(*drawn)
-            if jobs := self._jobs([arm], candidate, None):
-                own.append(candidate)
-                candidate.rungs.append({arm.task: None})
-                yield jobs[0], 0
-
     def _go_on(self, rung: int) -> Iterator[tuple[Job, int]]:
         """The trials of the next rung, once all of this rung have ended. Nothing where they were asked for before."""
         if any(len(each.rungs) > rung + 1 for each in self.drawn):
@@ -305,10 +265,10 @@ class SearchPhase:
         for number in (*by_rank, *lots):
             yield from self._train(trained[number], rung + 1)
 
-    def _jobs(self, arms: Sequence[PlannedArm], candidate: Candidate, rung: int | None) -> list[Job]:
+    def _jobs(self, candidate: Candidate, rung: int | None) -> list[Job]:
         """The trials of a candidate; none, and a record of the reason, where it makes no model on one of the tasks."""
         jobs = []
-        for arm in arms:
+        for arm in self.arms:
             try:
                 jobs.append(self.plan.job(arm, "tune", candidate.number, candidate.values, rung=rung))
             except Infeasible as error:
@@ -403,7 +363,7 @@ def finalists(points: Sequence[Sequence[float]], most: int, metrics: Sequence[in
 def candidates(spec: StudySpec | Mapping[str, Any], store: Store, study_id: int) -> list[Found]:
     """What the ledger says of a search: each candidate at each rung that it has trained at, in the order of numbers.
 
-    spec: of the study, as the ledger has it. Those of an arm's training are left out.
+    spec: of the study, as the ledger has it. Arms' own trainings, in ledgers of old releases, are left out.
     """
     spec = spec if isinstance(spec, StudySpec) else StudySpec.model_validate(spec)
     assert spec.search is not None
@@ -467,7 +427,7 @@ def _lot(name: str, rung: int) -> str:
 
 
 def is_own(number: int, space: Searching) -> bool:
-    """Whether it is the number of a candidate of an arm's training."""
+    """Whether it is the number of an arm's own training, which ledgers of old releases have apart from confirmation."""
     return MOST_DRAWN * space.trials <= number < RANDOM_FROM
 
 

@@ -65,8 +65,6 @@ def sweep(arm: str, task: str, about: Mapping[str, Any], ledger: Measured, score
         runs = ledger.runs(trials, about["metric"])
         seeds = sorted({seed for own in runs.values() for seed in own})
         scores = Scores(arm, about["maximize"], about["chance"], {arm: runs}, {arm: seeds})
-    elif ledger.spec.get("search"):
-        trials = []
     # A finalist's values are its model's as well.
     own = {trial.number: {path: trial.values[path] for path in searched if path in trial.values} for trial in trials}
     values = {number: tried for number, tried in own.items() if tried}
@@ -80,7 +78,7 @@ def sweep(arm: str, task: str, about: Mapping[str, Any], ledger: Measured, score
 
 
 def _apart(ledger: Measured, arm: str, task: str) -> list[TrialRow]:
-    """The trials of tuning, where they are not those that are confirmed: in a search and in ledgers of old releases."""
+    """The trials of tuning, where they are not those that are confirmed: in ledgers of old releases."""
     trials = ledger.of(arm, task, "tune")
     if not ledger.spec.get("search"):
         return trials
@@ -109,6 +107,5 @@ def ends(sweeps: Sequence[Sweep], spec: Mapping[str, Any]) -> Iterator[str]:
         beyond = "these arms may do better beyond it" if len(names) > 1 else "the arm may do better beyond it"
         more = hint
         if inside and spec.get("search"):
-            key = "trainings" if spec["search"].get("trainings") else "trials"
-            more = f"more {key} try values between it and the end of its range"
+            more = "more trainings try values between it and the end of its range"
         yield f"The best {path} of {', '.join(names)} is the {end} that was tried, {value}: {beyond} ({more})."

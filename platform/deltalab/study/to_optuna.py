@@ -25,7 +25,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from deltalab.errors import InputError
 from deltalab.store import Store
 from deltalab.study.budget import Searching
-from deltalab.study.found import Point, chances, points
+from deltalab.study.found import Point, points
 from deltalab.study.named import title
 from deltalab.study.search import Found, candidates, objectives_of
 from deltalab.study.space import Search
@@ -59,8 +59,8 @@ def export_optuna(store: Store, study_id: int, file: Path) -> list[Exported]:
         raise InputError(f"study '{study.name}' has no candidates yet: platform study run {study.address}")
     if file.exists():
         raise InputError(f"{file}: exists; give the path of a new file")
-    arms, rows, chance = store.arms(study_id), store.trials(study_id), chances(weighed, study.provenance["tasks"])
-    described = {each.number: each for each in points(store, space, weighed, tried, arms, rows, chance)}
+    arms, rows = store.arms(study_id), store.trials(study_id)
+    described = {each.number: each for each in points(store, study, weighed, tried, arms, rows)}
     directions = [StudyDirection.MAXIMIZE if each.maximize else StudyDirection.MINIMIZE for each in weighed]
     storage = optuna.storages.RDBStorage("sqlite://")  # in memory: Optuna would write each trial to the disk by itself
     written = []
