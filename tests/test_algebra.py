@@ -67,19 +67,29 @@ def renamed(name: str, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {SYMBOLS.get(name, {}).get(symbol, symbol): value for symbol, value in values.items()}
 
 
+FOUND = {
+    "pre_state_sgla": {
+        "low_rank": "none", "value": "value_sigmoid", "read": "decayed", "d": {"head": {"init": 0.02}},
+        "pre_state": True,
+    },
+}  # fmt: skip
+"""The rules that searches found and that came to plugins, as knobs of `algebra`."""
+KNOWN = {**POINTS, **FOUND}
+
+
 class TestPoints:
     def test_every_rule_is_a_point_or_says_why_not(self) -> None:
         rules = [
             name for name in deltalab.list_rules() if registry.rule_plugin(name).file.parent.name == "deltalab_rules"
         ]
-        assert sorted([*POINTS, *OUTSIDE, "algebra"]) == rules
+        assert sorted([*KNOWN, *OUTSIDE, "algebra"]) == rules
 
     @pytest.mark.parametrize("backend", ["recurrent", "chunked"])
     # The beta of metala is a gate that shares g's projection: only a layer makes it 1 - alpha, as it is here.
-    @pytest.mark.parametrize("name", [name for name in POINTS if name != "metala"])
+    @pytest.mark.parametrize("name", [name for name in KNOWN if name != "metala"])
     def test_is_its_published_rule_on_drawn_inputs(self, name: str, backend: str) -> None:
         """Outputs, states and gradients, after a state that other tokens left."""
-        theirs, ours = deltalab.get_rule(name), deltalab.get_rule("algebra", **POINTS[name])
+        theirs, ours = deltalab.get_rule(name), deltalab.get_rule("algebra", **KNOWN[name])
         x = draw(theirs, batch=2, length=11, heads=2, key_dim=4, value_dim=3)
         first = x.span(0, 5)
         x = x.span(5, state=deltalab.scan(theirs, first.q, first.k, first.v, first.gates)[1])
@@ -88,12 +98,12 @@ class TestPoints:
         symbols = {f"gradient of {old}": f"gradient of {new}" for old, new in SYMBOLS.get(name, {}).items()}
         near(got, {symbols.get(key, key): value for key, value in want.items()})
 
-    @pytest.mark.parametrize("name", POINTS)
+    @pytest.mark.parametrize("name", KNOWN)
     def test_is_its_published_rule_as_a_layer(self, name: str) -> None:
         """The same parameters give the same outputs, states and gradients, whatever gates share a projection."""
         theirs, ours = (
             RuleLayer(rule, 8, 2, key_dim=4, value_dim=3).double()
-            for rule in (deltalab.get_rule(name), deltalab.get_rule("algebra", **POINTS[name]))
+            for rule in (deltalab.get_rule(name), deltalab.get_rule("algebra", **KNOWN[name]))
         )
         initialize(theirs, seed=0)
         names = {n: _ours(name, n) for n, _ in theirs.named_parameters()}
@@ -279,6 +289,10 @@ class TestWritten:
         text = write_rule(deltalab.get_rule("algebra", **POINTS["comba"]), "mine", "Found.")
         assert "S_t = (alpha_t I - b beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T" in text
         assert "o_t = scale S_t^T (q_t - d k_t)" in text
+        text = write_rule(deltalab.get_rule("algebra", **KNOWN["pre_state_sgla"]), "mine", "Found.")
+        assert "o_t = scale S_{t-1}^T (alpha_t q_t - d k_t)" in text
+        text = write_rule(deltalab.get_rule("algebra", low_rank="none", read="decayed"), "mine", "Found.")
+        assert "o_t = scale alpha_t S_t^T q_t" in text
 
     def test_a_file_passes_the_quick_checks_and_is_exported(self, tmp_path: Path) -> None:
         file = tmp_path / "winner.py"

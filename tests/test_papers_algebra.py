@@ -109,6 +109,13 @@ def longhorn_exact(S, t):
     return S, t.q @ S
 
 
+def pre_state_sgla(S, t):
+    """Of studies/discover.yaml, of no paper: a token reads what those before it wrote."""
+    value, d = getattr(t, "value", 1.0), getattr(t, "d", 0.0)
+    alpha = t.g.exp()
+    return alpha * S + t.beta * outer(t.k, value * t.v), (alpha * t.q - d * t.k) @ S
+
+
 def gated_deltanet2(S, t):
     """arXiv:2605.22791: S = (I - k (b * k)^T) Diag(alpha) S + k (w * v)^T."""
     S = torch.diag(t.g.exp()) @ S
@@ -315,6 +322,8 @@ PAPERS = [
     ("longhorn", {"normalize": True}, longhorn),
     ("longhorn", {"transition": "householder"}, longhorn_exact),
     ("preconditioned_gated_deltanet", {"transition": "channel"}, preconditioned),
+    ("pre_state_sgla", {}, pre_state_sgla),
+    ("pre_state_sgla", {"value": 1, "d": 0}, pre_state_sgla),
     ("gated_deltanet2", {}, gated_deltanet2),
     ("gated_deltanet2", {"b": {"sigmoid": {"max": 2}}, "w": 1}, gated_deltanet2),
     ("mom", {}, mixture_of_memories),

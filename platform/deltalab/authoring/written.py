@@ -316,7 +316,7 @@ def _equation(transition: Transition, x: dict[str, Any], fit: dict[str, Any], sa
         lines.append(f"i = 1 .. {n},   S_{{t,0}} = S_{{t-1}},   S_t = S_{{t,{n}}}")
     r, read = say(x["r"], TIMES), times(x.get("read"))
     if "d" in x:
-        r = f"({r} - {times(x['d'])}{k})"
+        r, read = f"({read}{r} - {times(x['d'])}{k})", ""
     if fit:
         error, loss = f"{say(fit['v'])} - S_{{t-1}}^T {k}", fit["residual"]
         bent = {"l2": error, "huber": f"clip({error}, {-loss.clip:g}, {loss.clip:g})", "log_cosh": f"tanh({error})"}
