@@ -8,7 +8,7 @@ import time
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -124,6 +124,22 @@ def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], lis
 
 def ran(*names: str, **given: Any) -> StudyResult:
     return run_study(STUDY, executor="inline", log_to=names, **given)
+
+
+def test_a_trial_of_a_search_has_the_name_that_the_report_gives_it() -> None:
+    trial = types.SimpleNamespace(
+        task="mqar", stage="tune", key="k", parameters=1, state_size=None, seconds=1.0, tokens_per_second=None,
+        config={}, error=None, state="done",
+    )  # fmt: skip
+    study = cast(LoggedStudy, types.SimpleNamespace(id="s", spec={"search": {"trials": 8}}))
+    for stage, number, name in (
+        ("tune", 1_000_002, "base, mqar, random candidate 2, seed 5"),
+        ("confirm", 3, "base, mqar, training 3, seed 5"),
+    ):
+        trial.stage = stage
+        ended = types.SimpleNamespace(trial=trial, arm="base", number=number, values={}, runs={5: ("done", None, {})})
+        (run,) = log_to.logged(cast(Any, ended), study)
+        assert run.label == name
 
 
 def test_every_run_is_logged_once_with_its_curves_and_the_report(said: Callable[..., Any]) -> None:
@@ -259,7 +275,7 @@ def logged(db: Path, name: str, folder: Path) -> tuple[Any, list[LoggedRun], Log
     with Store.open(db, create=False) as store:
         study = log_to._about(store, 1)
         trials = [finished.whole(store, 1, arm, key) for arm, key in finished.ended(store, 1)]
-        runs = [run for trial in trials if trial for run in log_to.logged(trial, study.id)]
+        runs = [run for trial in trials if trial for run in log_to.logged(trial, study)]
         found = report(store, 1)
     runs[-1] = replace(runs[-1], state="diverged", facts={**runs[-1].facts, "diverged_at": 3.0})
     end = LoggedReport("done", json.loads(found.to_json()), found.to_markdown())

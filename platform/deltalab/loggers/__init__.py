@@ -46,7 +46,8 @@ class LoggedRun:
     """One seed of a finished trial, in one arm.
 
     id: 24 hexadecimal digits, the same whenever the run is logged. trial: the trial's key.
-    stage: "tune" or "confirm". number: of the candidate. seed: None for a trial that failed before its seeds ended.
+    stage: "tune" or "confirm". number: of the candidate. called: what the report calls the trial, without its arm, such
+    as `confirm 0`, or `random candidate 2` of a search. seed: None for a trial that failed before its seeds ended.
     values: tuned settings by path. config: {"rule", "model", "train"}. state: done, diverged or failed.
     error: the last line of a failed trial's traceback. facts: parameters, state_size, seconds, tokens_per_second, and
     diverged_at, each where it is known. curves: SPLIT/METRIC -> (step, value), by rising steps.
@@ -57,6 +58,7 @@ class LoggedRun:
     task: str
     stage: str
     number: int
+    called: str
     trial: str
     seed: int | None
     values: dict[str, Any]
@@ -69,7 +71,7 @@ class LoggedRun:
     @property
     def label(self) -> str:
         seed = "" if self.seed is None else f", seed {self.seed}"
-        return f"{self.arm}, {self.task}, {self.stage} {self.number}{seed}"
+        return f"{self.arm}, {self.task}, {self.called}{seed}"
 
 
 @dataclass(frozen=True)

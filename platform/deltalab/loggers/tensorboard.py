@@ -28,7 +28,7 @@ class TensorboardLogger:
 
     def log(self, run: LoggedRun) -> None:
         seed = "failed" if run.seed is None else f"seed {run.seed}"
-        folder = self._folder / run.arm / run.task / f"{run.stage} {run.number}" / f"{seed} {run.id[:6]}"
+        folder = self._folder / run.arm / run.task / run.called / f"{seed} {run.id[:6]}"
         shutil.rmtree(folder, ignore_errors=True)  # a run that was cut off
         settings = {name: _plain(value) for name, value in flat({**run.config, "tuned": run.values}).items()}
         events = [Event(summary=hparams_pb({"arm": run.arm, "task": run.task, "state": run.state, **settings}))]

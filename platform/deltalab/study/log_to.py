@@ -25,6 +25,7 @@ from deltalab.errors import InputError, one_line
 from deltalab.loggers import BUILTIN, LoggedRun, LoggedStudy, require_known
 from deltalab.store import Store, finished
 from deltalab.store.database import without_password
+from deltalab.study.candidates import recorded_as
 from deltalab.study.fork_server import search_path
 from deltalab.study.report import Report
 
@@ -246,7 +247,7 @@ class LogTo:
         whole = True
         for (arm, key), ids in self._lacking(target).items():
             trial = finished.whole(self._store, self._study_id, arm, key)
-            for run in logged(trial, self._study.id) if trial else ():
+            for run in logged(trial, self._study) if trial else ():
                 if run.id not in ids:
                     continue
                 if target.ask("log", asdict(run)) is not None:
@@ -272,9 +273,10 @@ def run_id(study: str, arm: str, key: str, seed: int | None, state: str) -> str:
     return hashlib.sha256(json.dumps([study, arm, key, seed, state == "failed"]).encode()).hexdigest()[:24]
 
 
-def logged(ended: finished.Ended, study: str) -> Iterator[LoggedRun]:
+def logged(ended: finished.Ended, study: LoggedStudy) -> Iterator[LoggedRun]:
     """The runs of a trial as loggers get them; one without a seed, where the trial failed before it had any."""
     trial = ended.trial
+    called = recorded_as(study.spec, ended.arm, trial.stage, ended.number).removeprefix(f"{ended.arm}, ")
     facts = {
         name: float(value)
         for name in ("parameters", "state_size", "seconds", "tokens_per_second")
@@ -283,11 +285,12 @@ def logged(ended: finished.Ended, study: str) -> Iterator[LoggedRun]:
     runs: Sequence[tuple[int | None, Any]] = [*ended.runs.items()] or [(None, (trial.state, None, {}))]
     for seed, (state, diverged_at, curves) in runs:
         yield LoggedRun(
-            id=run_id(study, ended.arm, trial.key, seed, trial.state),
+            id=run_id(study.id, ended.arm, trial.key, seed, trial.state),
             arm=ended.arm,
             task=trial.task,
             stage=trial.stage,
             number=ended.number,
+            called=called,
             trial=trial.key,
             seed=seed,
             values=ended.values,
