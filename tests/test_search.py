@@ -89,6 +89,7 @@ def test_a_search_confirms_what_it_found_and_nothing_runs_twice(written: Any, tm
         ({"rule": {"choice": ["mamba2", {"name": "comba", "transition": "dpl"}]}}, r"search\.rule: "),
         ({"model.layer": {"choice": [1, 2]}}, "model.layer"),
         ({"finalists": 7}, "finalists 7 exceed trials 6"),
+        ({"objectives": []}, r"search\.objectives: takes at least one"),
         ({"trials": 8, "finalists": 7}, r"search\.finalists 7: the space has 6 models, and each is confirmed once"),
         ({"warm": [{"study": "s", "name": "comba"}]}, r"search\.warm"),
         ({"fidelity": {"train.lr": [0.01, 0.02]}}, r"search\.fidelity: unknown key 'train\.lr'"),

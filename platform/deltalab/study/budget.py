@@ -256,6 +256,13 @@ class Searching(Space):
             raise ValueError(str(unknown("sampler", given, get_args(Sampler))))
         return given
 
+    @field_validator("objectives")
+    @classmethod
+    def _names_one(cls, given: tuple[str, ...]) -> tuple[str, ...]:
+        if not given:
+            raise ValueError("takes at least one; without the key it is every task's metric and its costs")
+        return given
+
     @field_validator("warm", mode="before")
     @classmethod
     def _rules_and_studies(cls, given: Any) -> Any:
