@@ -123,7 +123,7 @@ def test_run_list_and_report(platform: Platform, here: Path) -> None:
     assert ran.code == 0, ran
     assert ran.out.endswith("4 trials, 0 of them known before, 0 failed\n")
     assert "without_d" in ran.out
-    assert ran.err.count("\n") == 2, "a line for each stack, off a terminal"
+    assert ran.err.count("\n") == 3, "at the start and for each stack, off a terminal"
     again = platform("study", "run", "study.yaml", "--executor", "inline", "--json")
     assert again.err == ""
     whole = json.loads(again.out)
@@ -204,7 +204,7 @@ def test_schema(platform: Platform) -> None:
 def test_rules(platform: Platform, here: Path) -> None:
     found = json.loads(platform("rule", "list", "--json").out)
     assert [row["name"] for row in found] == deltalab.list_rules()
-    assert all(row["about"] and (row["paper"] or row["name"] == "algebra") for row in found), "algebra is ours"
+    assert all(row["about"] and (row["paper"] or row["name"] in ("algebra", "pre_state_sgla")) for row in found), "ours"
     assert "comba" in platform("rule", "list").out
     shown = platform("rule", "show", "comba")
     assert (shown.code, "arXiv:2506.02475" in shown.out) == (0, True)

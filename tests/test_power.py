@@ -88,8 +88,8 @@ def test_a_plan_counts_the_most_that_looks_can_take(tmp_path: Path) -> None:
     plan = make_plan(load_study(file))
     found = estimate(plan)
     assert found.seeds == 12
-    assert found.runs == len(plan.arms) * plan.tried * 12
-    assert found.trials == len(plan.arms) * plan.tried * 4
+    assert found.runs == len(plan.arms) * plan.tried(plan.arms[0]) * 12
+    assert found.trials == len(plan.arms) * plan.tried(plan.arms[0]) * 4
 
 
 def test_the_spread_of_a_task_is_that_of_its_latest_study(tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def assert_whole(db: Path, plan: Plan) -> None:
         study = store.study(plan.spec.name)
         for arm in plan.names:
             files = [artifact for _, _, artifact in store.artifacts(study.id, arm)]
-            assert len(files) == plan.spec.looks[-1].seeds * plan.tried * len(plan.tasks)
+            assert len(files) == plan.spec.looks[-1].seeds * plan.tried(plan.arms[0]) * len(plan.tasks)
             for artifact in files:
                 content = Path(artifact.path).read_bytes()
                 assert (len(content), hashlib.sha256(content).hexdigest()) == (artifact.bytes, artifact.sha256)

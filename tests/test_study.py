@@ -401,8 +401,8 @@ def test_profiles_leave_the_study_itself_alone(plan: Callable[..., Plan]) -> Non
 def test_the_studies_that_come_with_it_can_be_planned(name: str, profile: str | None) -> None:
     found = make_plan(load_study(STUDIES / f"{name}.yaml", profile=profile), profile=profile)
     looks = found.spec.looks
-    assert found.trials == len(found.tasks) * len(found.names) * found.tried * len(looks)
-    assert found.runs == len(found.tasks) * len(found.names) * found.tried * looks[-1].seeds
+    assert found.trials == len(found.tasks) * len(found.names) * found.tried(found.arms[0]) * len(looks)
+    assert found.runs == len(found.tasks) * len(found.names) * found.tried(found.arms[0]) * looks[-1].seeds
 
 
 def test_the_schema_knows_every_key() -> None:

@@ -65,18 +65,21 @@ def settings(config: dict[str, Any], base: dict[str, Any], *, whole: bool) -> li
 
 
 def found(store: Store, study: Study) -> None:
-    """The settings that a search gave its arms, once they are confirmed: a row for each arm, not for each look."""
+    """The settings that a search gave its arms, once they are confirmed: a row for each arm on each task.
+
+    An arm's first training is its own.
+    """
     st.subheader("Found by the search", anchor=False)
     paths = list(searched(study))
-    rows = []
-    for trial in current(store.trials(study.id)):
-        row = {"arm": trial.arm, "task": trial.task} | {
-            path: setting(trial.values[path]) if path in trial.values else "" for path in paths
-        }
-        if trial.stage == "confirm" and trial.values and row not in rows:
-            rows.append(row)
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    confirmed = (trial for trial in current(store.trials(study.id)) if trial.stage == "confirm" and trial.values)
+    for trial in sorted(confirmed, key=lambda trial: trial.number):
+        values = {path: setting(trial.values[path]) if path in trial.values else "" for path in paths}
+        rows.setdefault((trial.arm, trial.task), {"arm": trial.arm, "task": trial.task} | values)
     if rows:
-        table(rows, f"{study.name} found")
+        if any(path.startswith("train.") for path in paths):
+            st.caption("With an arm's own training. Its seeds try others, too: page Sensitivity.")
+        table([*rows.values()], f"{study.name} found")
     else:
         st.info("The search has confirmed no arm yet.")
 

@@ -50,6 +50,7 @@ class Progress:
         self._all = self._bars.add_task(schedule.plan.spec.name, total=schedule.total)
         self._running: dict[str, TaskID] = {}
         self._began = time.monotonic()
+        self._started = False
         self.account.counted(schedule.stages(), schedule.pace())
 
     def __enter__(self) -> Self:
@@ -71,6 +72,10 @@ class Progress:
         """here: whether this driver trains the stack, and not one that has joined it."""
         steps = stack[0].config["train"]["steps"]
         name = named(stack, self.schedule.plan)
+        if not self._started:
+            done, total = self.schedule.completed, self.schedule.total
+            self._say(f"[{done}/{total}] {time.monotonic() - self._began:.0f} s  starts with {name}")
+            self._started = True
         self.account.started(stack, name, here=here)
         self._running[stack[0].key] = self._bars.add_task(f"  {name}", total=steps)
         self._show()
@@ -84,14 +89,16 @@ class Progress:
         self.account.ended(stack, device)
         self._bars.remove_task(self._running.pop(stack[0].key))
         self._show()
+        done, total = self.schedule.completed, self.schedule.total
+        eta = f"ETA {duration(self.eta())}" if done < total else ""
+        name = named(stack, self.schedule.plan)
+        parts = [f"{time.monotonic() - self._began:.0f} s", eta, name, self._stages(), self._leaders()]
+        self._say(f"[{done}/{total}] {'  '.join(filter(None, parts))}")
+
+    def _say(self, line: str) -> None:
+        """Prints a line where no bars are drawn."""
         if not self.quiet and not self.console.is_terminal:
-            done, total = self.schedule.completed, self.schedule.total
-            eta = f"ETA {duration(self.eta())}" if done < total else ""
-            name = named(stack, self.schedule.plan)
-            parts = [f"{time.monotonic() - self._began:.0f} s", eta, name, self._stages(), self._leaders()]
-            self.console.print(
-                f"[{done}/{total}] {'  '.join(filter(None, parts))}", markup=False, highlight=False, soft_wrap=True
-            )
+            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _show(self) -> None:
         self.account.counted(self.schedule.stages(), self.schedule.pace())
