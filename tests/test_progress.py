@@ -234,7 +234,7 @@ def test_a_running_study_says_how_far_it_is(
             return
         second.append(Second(file, db=db, join=True))
         with Store.open(db, create=False) as other:
-            until(lambda: [len(driver.stacks) for driver in progress(other, [1])[1].drivers] == [1])
+            until(lambda: [len(driver.stacks) for driver in progress(other, [1])[1].drivers][:1] == [1])
             until(lambda: len(queue.joined(other, 1)) == 1 and len(progress(other, [1])[1].drivers) == 2)
             found = progress(other, [1])[1]
         assert found.line.startswith("2 of 10 trials, ETA ")
