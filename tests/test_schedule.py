@@ -18,7 +18,7 @@ from deltalab.study.job import Job
 from deltalab.study.plan import Plan, make_plan
 from deltalab.study.report import Report, report
 from deltalab.study.run import _provenance, arm_records
-from deltalab.study.schedule import MOST_MOVES, Schedule
+from deltalab.study.schedule import MOST_MOVES, Schedule, named
 from deltalab.study.spec import load_study
 
 MQAR = {"length": 16, "pairs": 2, "vocab_size": 32}
@@ -608,3 +608,13 @@ def test_a_search_that_never_draws_a_model_ends_in_one_line(
     one = schedule(plan(search={"trials": 2, "finalists": 1, **NARROW}), store)
     with pytest.raises(InputError, match=r"s\.yaml: search: none of 40 candidates makes a model"):
         finish(one, by_lr)
+
+
+def test_a_candidate_says_at_which_fidelity_it_trains(plan: Callable[..., Plan], store: Store) -> None:
+    search = {"model.heads": {"choice": [1, 2, 4]}, "trials": 3, "finalists": 1, "fidelity": {"train.steps": [2, 4]}}
+    found = plan(search=search)
+    jobs = finish(schedule(found, store), lambda job, seed: job.config["model"]["heads"] / 10)
+    said = [named([job], found) for job in jobs]
+    assert said[0] == "candidate 0, train.steps 2, 1 seed"
+    assert "train.steps 4" in said[3]
+    assert said[-1].startswith(("base, training 0, ", "found_1, training 0, "))

@@ -30,6 +30,7 @@ from deltalab.study.choice import Run, Scores, outcomes
 from deltalab.study.job import Job, Lost
 from deltalab.study.plan import Infeasible, Plan, PlannedArm
 from deltalab.study.search import SearchPhase, score
+from deltalab.study.settings import setting
 from deltalab.study.trial import failed, infeasible
 from deltalab.training.train import stackable
 from deltalab.training.trainer import most_stacked
@@ -86,10 +87,16 @@ class _Queue:
 
 
 def named(stack: Sequence[Job], plan: Plan) -> str:
-    """The first trial of a stack and the number of the others, for a message; its task, where there are several."""
+    """The first trial of a stack and the number of the others, for a message; its task, where there are several.
+
+    That of a candidate says at which fidelity it trains, where there are several.
+    """
     job, seeds, others = stack[0], len(stack[0].seeds), len(stack) - 1
-    trials = plan.spec.search.trials if plan.spec.search else None
-    what = called(job.arm, job.stage, job.number, trials) if plan.budget else job.arm
+    search = plan.spec.search
+    what = called(job.arm, job.stage, job.number, search.trials if search else None) if plan.budget else job.arm
+    if search and search.fidelity and job.stage == "tune":
+        at = [path for path in search.fidelity.values if path != "train.seeds"]  # which the message has anyway
+        what += "".join(f", {path} {setting(job.config, path, what)}" for path in at)
     what = f"{job.task} / {what}" if len(plan.tasks) > 1 else what
     more = f" and {others} more trial{'s' * (others != 1)}" if others else ""
     return f"{what}, {seeds} seed{'s' * (seeds != 1)}{more}"
