@@ -1,5 +1,6 @@
 """The list of studies is worked in a browser: tags, notes, hiding and deleting reach the ledger."""
 
+import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -30,6 +31,15 @@ def press(page: Page, name: str) -> None:
     settle(page)
 
 
+def comes(page: Page, reached: Callable[[], bool]) -> None:
+    """The server takes up a click after the page has gone quiet."""
+    until = time.monotonic() + 10
+    while not reached():
+        assert time.monotonic() < until
+        page.wait_for_timeout(100)
+    settle(page)
+
+
 def test_a_study_is_tagged_noted_hidden_deleted_and_restored(
     visit: Callable[..., Visit], lab: Ledgers, tmp_path: Path
 ) -> None:
@@ -53,21 +63,21 @@ def test_a_study_is_tagged_noted_hidden_deleted_and_restored(
         tags.press("Escape")
         page.get_by_role("textbox", name="Notes").fill("look at seed 3")
         press(page, "Save")
-        assert (first().id, first().tags, first().notes) == (study.id, ("good",), "look at seed 3")
+        comes(page, lambda: (first().id, first().tags, first().notes) == (study.id, ("good",), "look at seed 3"))
 
         tick_first_row(page)
         press(page, "Hide from lists")
-        assert first().hidden
+        comes(page, lambda: first().hidden)
         tab.open("studies", which="listed and hidden")
         tick_first_row(page)
         page.get_by_role("button", name="Delete", exact=True).click()
         press(page, "Delete this study")
-        assert first().id != study.id
+        comes(page, lambda: first().id != study.id)
 
         tab.open("studies", which="deleted")
         tick_first_row(page)
         press(page, "Restore this study")
-        assert first().id == study.id
+        comes(page, lambda: first().id == study.id)
         assert not tab.complaints
         tab.close()
 
