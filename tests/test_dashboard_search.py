@@ -37,7 +37,7 @@ def test_a_candidate_has_the_name_that_the_report_gives_it(searched: int) -> Non
     assert {"candidate 7", "random candidate 7", "warm candidate 1", "base, training 0", "found_1, training 0"} < {
         *trials.value["trial"]
     }
-    app = shown("trial.py", trial="base 1000007 20")
+    app = shown("trial.py", trial="base 1000007 20 1010.0")
     assert app.subheader[0].value.replace("\\", "") == "random candidate 7 on mqar"
 
 

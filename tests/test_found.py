@@ -63,6 +63,7 @@ class Lab:
         steps: int = 20,
         arm: str = "base",
         error: str | None = None,
+        finished: float = 1010.0,
     ) -> None:
         stage: Stage = "tune" if number else "confirm"
         train = {**BASE["train"], "steps": steps}
@@ -74,14 +75,14 @@ class Lab:
         metrics += [("cost", "decode_us", steps, decode)] if decode else []
         runs = [RunRecord(seed, metrics=metrics) for seed in ((1, 2) if stage == "confirm" else (1_000_001,))]
         trial = TrialRecord(
-            key=f"{arm} {number} {steps}",
+            key=f"{arm} {number} {steps} {finished}",
             task="mqar",
             task_version=1,
             stage=stage,
             config={**BASE, "rule": rule, "train": train},
             state="infeasible" if error else "done",
             started_at=1000.0,
-            finished_at=1010.0,
+            finished_at=finished,
             seconds=10.0,
             rule=RuleRecord("algebra", "h", "source"),
             error=error,
@@ -193,6 +194,18 @@ def test_a_finalist_of_an_old_ledger_is_the_candidate_that_it_was(store: Store) 
         ("candidate 2", 2),
     ]
     assert sections(search)[0].notes == ["found_1: rule.start=fast"]
+
+
+def test_a_finalist_that_took_the_place_of_another_has_its_name(store: Store) -> None:
+    """As where failed trials of a search ran again: both were confirmed as found_1, and the later one counts."""
+    lab = Lab(store)
+    for number, lr in ((1, 0.02), (2, 0.05)):
+        lab.record(number, {**BEST, "train.lr": lr}, 0.8, steps=60)
+        lab.record(0, {**BEST, "train.lr": lr}, 0.8, steps=60, arm="found_1", finished=1010.0 + number)
+    lab.record(0, TUNED, 0.7, steps=60)
+    store.finish_study(lab.id, "done")
+    points = search_of(report(store, lab.id)).candidates
+    assert [(point.name, point.number) for point in points if point.is_arm] == [("base", None), ("found_1", 2)]
 
 
 CHANCES: list[tuple[dict[str, Any], set[str], int]] = [

@@ -16,7 +16,7 @@ from deltalab.study.budget import COSTS, Objective, Searching
 from deltalab.study.candidates import called
 from deltalab.study.control import Control, compare, worst_of
 from deltalab.study.importance import FEWEST, Importance, importance
-from deltalab.study.measured import Measured
+from deltalab.study.measured import Measured, current
 from deltalab.study.pareto import front
 from deltalab.study.search import Found, at_chance, candidates, halvings, point, scores
 from deltalab.study.settings import setting
@@ -162,13 +162,10 @@ def points(
     chance = chances(weighed, study.provenance["tasks"])
     configs = {trial.number: (trial.task, trial.config) for trial in trials if trial.stage == "tune"}
     # The first training that a finalist tries is the candidate's own; in old ledgers it is no confirmation.
-    first_tried = [
-        trial
-        for stage in ("confirm", "tune")
-        for trial in reversed(trials)
-        if trial.stage == stage and (trial.stage == "tune" or trial.number == 0) and trial.arm != base.name
-    ]
-    confirmed = {trial.arm: trial.values for trial in first_tried}
+    confirmed: dict[str, dict[str, Any]] = {}
+    for trial in sorted(current(trials), key=lambda trial: trial.stage == "confirm"):
+        if trial.arm != base.name and (trial.stage == "tune" or trial.number == 0):
+            confirmed.setdefault(trial.arm, trial.values)
     best = _tuned(store, study, arms, trials)
     tuned = [trial.values for trial in best.values()]
     first = {each.number: each.scores for each in found if each.rung == 0}
