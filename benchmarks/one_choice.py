@@ -1,6 +1,6 @@
 """How often two arms that are alike differ, where each has the rates that were best on one seed.
 
-xz -dc benchmarks/pre_state_sgla_h100.db.xz > lab.db; python benchmarks/one_choice.py lab.db pre_state_sgla:gpu
+xz -dc benchmarks/found_rules_h100.db.xz > lab.db; python benchmarks/one_choice.py lab.db pre_state_sgla:gpu
 
 An arm whose runs are all recorded stands for both arms. Each draws a seed for the choice of k rates, and the seeds of
 the test with replacement; each of these chooses among the k rates, by validation. docs/decisions/210 has the result.

@@ -72,6 +72,7 @@ FOUND = {
         "low_rank": "none", "value": "value_sigmoid", "read": "decayed", "d": {"head": {"init": 0.02}},
         "pre_state": True,
     },
+    "pre_state_deltanet": {"decay": "none", "b": "head_sigmoid", "d": {"head": {"init": 0.02}}, "pre_state": True},
 }  # fmt: skip
 """The rules that searches found and that came to plugins, as knobs of `algebra`."""
 KNOWN = {**POINTS, **FOUND}

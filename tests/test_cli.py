@@ -204,7 +204,8 @@ def test_schema(platform: Platform) -> None:
 def test_rules(platform: Platform, here: Path) -> None:
     found = json.loads(platform("rule", "list", "--json").out)
     assert [row["name"] for row in found] == deltalab.list_rules()
-    assert all(row["about"] and (row["paper"] or row["name"] in ("algebra", "pre_state_sgla")) for row in found), "ours"
+    ours = ("algebra", "pre_state_deltanet", "pre_state_sgla")
+    assert all(row["about"] and (row["paper"] or row["name"] in ours) for row in found)
     assert "comba" in platform("rule", "list").out
     shown = platform("rule", "show", "comba")
     assert (shown.code, "arXiv:2506.02475" in shown.out) == (0, True)

@@ -116,6 +116,12 @@ def pre_state_sgla(S, t):
     return alpha * S + t.beta * outer(t.k, value * t.v), (alpha * t.q - d * t.k) @ S
 
 
+def pre_state_deltanet(S, t):
+    """Of studies/discover.yaml, of no paper: a write erases b times as much as it writes, after the token has read."""
+    erased = S - getattr(t, "b", 1.0) * t.beta * outer(t.k, t.k) @ S
+    return erased + t.beta * outer(t.k, t.v), (t.q - getattr(t, "d", 0.0) * t.k) @ S
+
+
 def gated_deltanet2(S, t):
     """arXiv:2605.22791: S = (I - k (b * k)^T) Diag(alpha) S + k (w * v)^T."""
     S = torch.diag(t.g.exp()) @ S
@@ -324,6 +330,8 @@ PAPERS = [
     ("preconditioned_gated_deltanet", {"transition": "channel"}, preconditioned),
     ("pre_state_sgla", {}, pre_state_sgla),
     ("pre_state_sgla", {"value": 1, "d": 0}, pre_state_sgla),
+    ("pre_state_deltanet", {}, pre_state_deltanet),
+    ("pre_state_deltanet", {"b": 1, "d": 0}, pre_state_deltanet),
     ("gated_deltanet2", {}, gated_deltanet2),
     ("gated_deltanet2", {"b": {"sigmoid": {"max": 2}}, "w": 1}, gated_deltanet2),
     ("mom", {}, mixture_of_memories),
