@@ -176,6 +176,20 @@ def test_what_mattered_is_judged_at_the_fidelity_that_all_have(searched: Report)
     assert start.among < 41
 
 
+@pytest.mark.parametrize(("learned", "warned"), [(5, True), (6, False)])
+def test_what_mattered_warns_where_few_candidates_have_learned(store: Store, learned: int, warned: bool) -> None:
+    lab = Lab(store)
+    for number in range(1, 25):
+        score = 0.5 if number <= learned else number / 100  # chance is 0.03
+        lab.record(number, {**BEST, "train.lr": 0.01 + number / 1000}, score)
+    store.finish_study(lab.id, "done")
+    search = search_of(report(store, lab.id))
+    assert search.learned == {"accuracy@mqar": learned}
+    (mattered,) = (section for section in sections(search) if section.title == "What mattered")
+    said = [note for note in mattered.notes if note.startswith(f"accuracy: {learned} of 24 candidates")]
+    assert bool(said) == warned
+
+
 def test_a_finalist_of_an_old_ledger_is_the_candidate_that_it_was(store: Store) -> None:
     """Its training was tuned apart, and confirmed as number 0."""
     lab, own = Lab(store), MOST_DRAWN * 40
@@ -299,7 +313,7 @@ def test_a_running_search_says_nothing_yet_of_what_mattered(store: Store) -> Non
     lab.record(1, BEST, 0.8)
     search = search_of(report(store, lab.id))
     assert (search.importances, search.control) == ({}, None)
-    assert [section.title for section in sections(search)] == ["The front of 1 candidates (1 tpe)"]
+    assert [section.title for section in sections(search)] == ["The front of 1 candidate (1 tpe)"]
 
 
 def test_a_value_that_the_base_has_on_one_task_alone_differs() -> None:

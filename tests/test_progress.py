@@ -297,6 +297,27 @@ def test_a_terminal_shows_steps_and_the_end(lab: Path, monkeypatch: pytest.Monke
     assert "1/10" in screen.getvalue()
 
 
+def test_a_line_says_how_far_a_stack_is_where_none_ends_for_a_minute(
+    lab: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan, clock = planned(write(lab / "s.yaml", **TEN)), Clock()
+    monkeypatch.setattr(terminal, "time", clock)
+    with Store.open(lab / "deltalab.db") as store:
+        study = store.begin_study("s", None, plan.identity, plan.spec.model_dump(mode="json"), arm_records(plan),
+                                  {"tasks": {}}, runs=str(lab / "runs"))  # fmt: skip
+        schedule = Schedule(plan, store, study)
+        with terminal.Progress(schedule, Account(), quiet=False) as shown:
+            jobs = schedule.next(1)
+            shown.started(jobs)
+            for step in range(1, 5):
+                clock.now += 30
+                shown.advanced(jobs, step)
+    lines = [re.sub("ETA [^ ]+ ", "", line) for line in capsys.readouterr().err.splitlines()]
+    assert [line.split(" s  ")[0] for line in lines] == ["[0/10] 0", "[0/10] 60", "[0/10] 120"]
+    name, steps = re.escape(lines[0].split("starts with ")[1]), jobs[0].config["train"]["steps"]
+    assert re.fullmatch(rf"\[0/10] 60 s .*1 running, {name} at step 2 of {steps}", lines[1])
+
+
 def test_a_stack_tells_its_step_between_evaluations_and_its_device(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deltalab.study.worker.TELLS", 0.0)
     plan = planned(write(lab / "s.yaml", base={**STUDY["base"], "train": {**STUDY["base"]["train"], "steps": 40}}))

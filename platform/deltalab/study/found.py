@@ -69,6 +69,8 @@ class Discovery:
     settings that too few candidates have. control: None where random search drew nothing. Both are of the scores at
     the lowest fidelity, which all candidates have; fidelity: its settings. dropped: a sentence on each fidelity but the
     last. left_off: candidates that would be on the front but for being better than chance on none of the tasks.
+    learned: of each metric with a chance level, how many candidates are past half way from it to the best of them, at
+    the lowest fidelity.
     """
 
     objectives: dict[str, bool]
@@ -81,6 +83,7 @@ class Discovery:
     dropped: list[str]
     infeasible: list[Reason]
     left_off: int = 0
+    learned: dict[str, int] = field(default_factory=dict)
 
 
 def discovery(store: Store, study: Study, arms: Sequence[Arm], trials: list[TrialRow]) -> Discovery:
@@ -116,7 +119,18 @@ def discovery(store: Store, study: Study, arms: Sequence[Arm], trials: list[Tria
         dropped=[str(each) for each in halvings(study.spec, store, study.id)],
         infeasible=_reasons(found),
         left_off=sum(ended[at].at_chance for at in front([point(weighed, each.scores) for each in ended])),
+        learned={
+            name: _half_way([each.scores[name] for each in first], chance[name], one.maximize)
+            for one in weighed
+            if (name := str(one)) in chance
+        },
     )
+
+
+def _half_way(scores: Sequence[float], chance: float, maximize: bool) -> int:
+    """How many scores are past half way from chance to the best one; none where no score is better than chance."""
+    gains = [score - chance if maximize else chance - score for score in scores if not math.isnan(score)]
+    return sum(0 < max(gains) <= 2 * gain for gain in gains)
 
 
 def chances(weighed: Sequence[Objective], tasks: Mapping[str, Any]) -> dict[str, float]:

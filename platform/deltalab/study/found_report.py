@@ -84,7 +84,8 @@ def _front(found: Discovery, most: int | None) -> Section:
     if hidden := len(best) - len(points):
         notes.append(f"{hidden} more candidates are on the front: see --json or the dashboard.")
     drawn = ", ".join(f"{count} {name}" for name, count in sorted(found.drawn.items()))
-    return Section(f"The front of {sum(found.drawn.values())} candidates ({drawn})", headers, rows, notes)
+    count = sum(found.drawn.values())
+    return Section(f"The front of {count} candidate{'s' * (count > 1)} ({drawn})", headers, rows, notes)
 
 
 def _importances(found: Discovery, most: int | None) -> Section:
@@ -110,6 +111,13 @@ def _importances(found: Discovery, most: int | None) -> Section:
             f"95% of the trees of its forest, each of a resample of the candidates. {NOTHING} is a setting drawn at "
             "random and never used. Of a setting that only some candidates have, it is the share among these."
         ]
+        count = sum(found.drawn.values())
+        notes += [
+            f"{label(found, metric)}: {learned} of {count} candidates are past half way from chance to the best of "
+            "them; its shares say little beyond what sets these apart."
+            for metric, learned in found.learned.items()
+            if metric in by_metric and learned < count / 4
+        ]
     if found.importances and sum(found.drawn.values()) < FEWEST:
         notes.append(f"Fewer than {FEWEST} candidates have trained: too few to say.")
     elif found.unknown and found.importances:
@@ -129,8 +137,8 @@ def _control(found: Discovery) -> Section:
         return Section(title, [], [], [])
     where = f", trained with {_settings(found)}" if found.fidelity else ""
     notes = [
-        f"Hypervolume of {control.n} candidates{where}: search {control.searched:.3f}, random search "
-        f"{control.random:.3f}, difference {format_interval(control.difference, '+')}.",
+        f"Hypervolume of {control.n} candidate{'s' * (control.n > 1)}{where}: search {control.searched:.3f}, "
+        f"random search {control.random:.3f}, difference {format_interval(control.difference, '+')}.",
         f"All {control.of} candidates but those of random search have {control.all_searched:.3f}.",
     ]
     return Section(title, [], [], notes)

@@ -1,4 +1,4 @@
-"""Shows a running study: progress bars on a terminal, a line for each stack elsewhere. Both say when it will end."""
+"""Shows a running study and when it will end: bars on a terminal; elsewhere a line for each stack, and each minute."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +14,9 @@ from deltalab.store.progress import duration
 from deltalab.study.account import Account
 from deltalab.study.job import Job
 from deltalab.study.schedule import Stacks, named
+
+SILENCE = 60.0
+"""Seconds after which a line says how far a stack is, where no bars are drawn and none has ended."""
 
 
 class _Eta(ProgressColumn):
@@ -49,7 +52,7 @@ class Progress:
         )
         self._all = self._bars.add_task(schedule.plan.spec.name, total=schedule.total)
         self._running: dict[str, TaskID] = {}
-        self._began = time.monotonic()
+        self._began = self._said = time.monotonic()
         self._started = False
         self.account.counted(schedule.stages(), schedule.pace())
 
@@ -73,8 +76,7 @@ class Progress:
         steps = stack[0].config["train"]["steps"]
         name = named(stack, self.schedule.plan)
         if not self._started:
-            done, total = self.schedule.completed, self.schedule.total
-            self._say(f"[{done}/{total}] {time.monotonic() - self._began:.0f} s  starts with {name}")
+            self._say(f"starts with {name}", eta=False)
             self._started = True
         self.account.started(stack, name, here=here)
         self._running[stack[0].key] = self._bars.add_task(f"  {name}", total=steps)
@@ -83,21 +85,24 @@ class Progress:
     def advanced(self, stack: Sequence[Job], step: int, device: str | None = None) -> None:
         self.account.advanced(stack, step, device)
         self._bars.update(self._running[stack[0].key], completed=step)
+        if time.monotonic() - self._said >= SILENCE:
+            name, steps = named(stack, self.schedule.plan), stack[0].config["train"]["steps"]
+            self._say(f"{len(self._running)} running, {name} at step {step} of {steps}")
 
     def finished(self, stack: Sequence[Job], device: str | None = None) -> None:
         """A stack has ended, with results or without."""
         self.account.ended(stack, device)
         self._bars.remove_task(self._running.pop(stack[0].key))
         self._show()
-        done, total = self.schedule.completed, self.schedule.total
-        eta = f"ETA {duration(self.eta())}" if done < total else ""
-        name = named(stack, self.schedule.plan)
-        parts = [f"{time.monotonic() - self._began:.0f} s", eta, name, self._stages(), self._leaders()]
-        self._say(f"[{done}/{total}] {'  '.join(filter(None, parts))}")
+        self._say(named(stack, self.schedule.plan), self._stages(), self._leaders())
 
-    def _say(self, line: str) -> None:
-        """Prints a line where no bars are drawn."""
+    def _say(self, *news: str, eta: bool = True) -> None:
+        """Prints a line where no bars are drawn: how many trials have ended, the time, the end, the news."""
+        self._said = time.monotonic()
         if not self.quiet and not self.console.is_terminal:
+            done, total = self.schedule.completed, self.schedule.total
+            end = f"ETA {duration(self.eta())}" if eta and done < total else ""
+            line = "  ".join(filter(None, [f"[{done}/{total}] {self._said - self._began:.0f} s", end, *news]))
             self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _show(self) -> None:
