@@ -179,12 +179,11 @@ def test_a_plan_refuses_a_study_to_begin_with_that_is_not_there(
         more = sd if command == "plan" else ()
         said = "unknown study 'tny'; did you mean 'tiny'?"
         assert_refused(platform("study", command, "found.yaml", *more), "found.yaml: search.warm: ", said)
-    assert_refused(
-        platform("study", "plan", "found.yaml", "--db", "none.db", *sd), "found.yaml: search.warm: unknown study 'tny'"
-    )
+    said = "found.yaml: search.warm: there is no ledger with study 'tny' yet"
+    assert_refused(platform("study", "plan", "found.yaml", "--db", "none.db", *sd), said)
     assert contents(done) == before
     (done / "found.yaml").write_text((done / "found.yaml").read_text().replace("tny", "tiny"))
-    said = "search.warm: no candidate of study 'tiny' is in the space"
+    said = "search.warm: study 'tiny' has no candidates of a search"
     assert_refused(platform("study", "plan", "found.yaml", *sd), said)
 
 
@@ -380,7 +379,7 @@ WRONG_IN_A_LEDGER: list[tuple[str, tuple[str, ...]]] = [
     ("study report nope.yaml", ("nope.yaml: no such study",)),
     ("export tiny out --arm without_b", ("unknown arm 'without_b'; did you mean 'without_d'?",)),
     ("export tiny out", ("say which arm: --arm NAME, of base, without_d; or --best",)),
-    ("export tiny out --arm base --best", ("say which arm",)),
+    ("export tiny out --arm base --best", ("--arm base and --best: give one of them",)),
     ("export tiny out --arm base --task txt", ("unknown task 'txt'",)),
     ("export tiny out --best --to onnx", ("unknown format 'onnx'", "allowed: hf, torchtitan, fla")),
     ("export tiny out --best --scale 350M", ("unknown scale '350M'; did you mean '340M'?", "340M, 1.3B, 2.7B")),

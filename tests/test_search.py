@@ -103,7 +103,7 @@ def test_what_cannot_be_searched_is_refused_at_planning(written: Any, search: di
 def test_a_study_to_begin_with_that_is_not_there_is_refused_before_anything_is_written(
     written: Any, tmp_path: Path
 ) -> None:
-    with pytest.raises(InputError, match=r"study\.yaml: search\.warm: .*unknown study 'nope'"):
+    with pytest.raises(InputError, match=r"study\.yaml: search\.warm: there is no ledger with study 'nope' yet"):
         run_study(written(warm=[{"study": "nope"}]), db=tmp_path / "lab.db", executor="inline")
     assert not (tmp_path / "lab.db").exists()
     with Store.open(tmp_path / "lab.db"), pytest.raises(InputError, match=r"unknown study 'nope'"):

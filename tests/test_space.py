@@ -220,13 +220,15 @@ def test_every_seed_of_the_base_and_of_each_finalist_tries_as_many_trainings(pla
 
 def test_a_search_says_how_many_trainings_each_arm_has(plan: Callable[..., Plan]) -> None:
     search = {"rule": {"choice": ["comba", "gla"]}, "train.lr": LR, "trials": 9, "finalists": 2}
-    found = plan({**search, "trainings": 2})
-    assert [found.tried(arm) for arm in found.arms] == [2, 2, 2]
+    found = plan({**search, "trainings": 3})
+    assert [found.tried(arm) for arm in found.arms] == [3, 3, 3]
+    with pytest.raises(InputError, match=r"search\.trainings"):
+        plan({**search, "trainings": 2})
     assert found.identity != plan(search).identity
     winner = {"rule": "gla", "train.lr": 0.0123}
     assert next(found.candidates(found.arms[1], winner)) == winner
-    with pytest.raises(InputError, match=r"search\.trainings 2: nothing of train is searched"):
-        plan({"rule": search["rule"], "trials": 2, "finalists": 1, "trainings": 2})
+    with pytest.raises(InputError, match=r"search\.trainings 3: nothing of train is searched"):
+        plan({"rule": search["rule"], "trials": 2, "finalists": 1, "trainings": 3})
 
 
 def test_a_finalist_tunes_the_training_that_exists_for_it(plan: Callable[..., Plan]) -> None:
@@ -471,6 +473,9 @@ def test_an_earlier_studys_candidates_are_taken_where_they_fit(plan: Callable[..
         assert [values["model.heads"] for values in fits] == [2, 4], (
             "the best first, as many as a quarter of the trials"
         )
+        store.begin_study("plain", None, "plain", {"search": None}, arm_records(earlier)[:1], {"tasks": {}})
+        with pytest.raises(InputError, match=r"search\.warm: study 'plain' has no candidates"):
+            recorded(plan({**HEADS, "warm": [{"study": "plain"}]}), store)
         with pytest.raises(InputError, match=r"search\.warm: no candidate of study 'earlier' is in the space"):
             recorded(plan({**HEADS, "model.expand_v": {"choice": [2, 3]}, "warm": [{"study": "earlier"}]}), store)
         wider = recorded(plan({"train.lr": LR, **HEADS, "trials": 4, "warm": [{"study": "earlier"}]}), store)

@@ -74,7 +74,7 @@ def print_rows(rows: list[dict[str, Any]], as_json: bool) -> None:
         return
     table = Table(box=None, pad_edge=False)
     for key in rows[0] if rows else []:
-        table.add_column(key)
+        table.add_column(key, no_wrap=key in ("id", "name"), overflow="fold")  # what is typed stays whole
     for row in rows:
         table.add_row(*("" if value is None else escape(str(value)) for value in row.values()))
     Console().print(table if rows else "nothing yet")

@@ -230,6 +230,8 @@ def _print_checks(checks: dict[str, list[CheckResult]], what: str, as_json: bool
         console.print(table)
         if failed := [result.name for result in results if not result.passed]:
             console.print(f"[red]{len(failed)} of {len(results)} checks failed:[/] {', '.join(failed)}")
+        else:
+            console.print(f"{name}: all {len(results)} checks passed")
     if not all(result.passed for results in checks.values() for result in results):
         raise typer.Exit(1)
 

@@ -47,13 +47,15 @@ def best_run(store: Store, study_id: int, *, arm: str | None, best: bool, task: 
     The candidate is the one that the report shows: of several, the best on validation over all seeds. The seed is the
     candidate's best on validation.
 
-    Raises `InputError` where neither an arm nor `best` is given, for an arm or a task that the study lacks, for an arm
-    without a confirmed run, for weights that are missing or changed, and for a rule that has changed since.
+    Raises `InputError` where neither an arm nor `best` is given, or both, for an arm or a task that the study lacks,
+    for an arm without a confirmed run, for weights that are missing or changed, and for a rule that has changed since.
     """
     study = store.study(study_id)
     arms = store.arms(study_id)
     names = [row.name for row in arms]
-    if best == (arm is not None):
+    if best and arm is not None:
+        raise InputError(f"--arm {arm} and --best: give one of them")
+    if not best and arm is None:
         raise InputError(f"say which arm: --arm NAME, of {', '.join(names)}; or --best, the best of the report")
     if arm is not None and arm not in names:
         raise unknown("arm", arm, names, where=f"study '{study.name}'")
@@ -148,7 +150,7 @@ def _weights(artifact: Artifact) -> dict[str, Tensor]:
         raise
     except Exception as error:  # each kind of URL has errors of its own
         says = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise InputError(f"{file}: the weights cannot be read: {says}") from None
+        raise InputError(f"{file}: the weights cannot be read: {says}; --no-weights exports without") from None
     if hashlib.sha256(data).hexdigest() != artifact.sha256:
         raise InputError(f"{file}: the weights are not those that were recorded")
     found: dict[str, Tensor] = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")

@@ -188,8 +188,12 @@ def told(url: URL) -> Iterator[None]:
             if secret:
                 reason = reason.replace(str(secret), "***")
         if reason == "unable to open database file":
-            folder = Path(url.database or "").absolute().parent
-            reason += f": is there a folder {folder}, and may you write there?"
+            file = Path(url.database or "").absolute()
+            reason += (
+                ": it is a folder" if file.is_dir() else f": is there a folder {file.parent}, and may you write there?"
+            )
+        elif reason == "file is not a database" and (url.database or "").endswith(".xz"):
+            reason += ": unpack it first, by `xz -dc FILE.xz > FILE`"
         elif reason == "database is locked":
             reason += f" by another process, for {LOCK_SECONDS} s"
         elif reason == "database disk image is malformed":

@@ -55,7 +55,7 @@ class Row:
     difference: arm minus base; its interval and p hold jointly over the family. by_seed: the difference of each seed.
     seeds_needed: about how many seeds would decide an undecided difference; None where it is decided, or unknown.
     diverged: runs that did.
-    learned: where some seeds of the table learned the task and some did not.
+    learned: where some seeds of the table did not learn the task.
     seconds: the training time of all its trials. state_size: elements.
     tuned: the values that are best on validation over all seeds; chose: how many seeds chose them for themselves.
     by_budget: the expected score if 1, 2, ... of the candidates had been tried.
@@ -390,13 +390,13 @@ def _verdict(arm: Arm, trials: Sequence[TrialRow], difference: Difference | None
 
 
 def _with_learned(rows: list[Row], scores: Scores, threshold: float) -> list[Row]:
-    """Adds the share of seeds that learned, where some did and some did not: their mean is no seed's score."""
+    """Adds the share of seeds that learned, where some did not: the mean of both kinds is no seed's score."""
     found = {
         row.arm: share_learned([score if scores.maximize else -score for score in results.values()], threshold)
         for row in rows
         if (results := scores.results.get(row.arm))
     }
-    if not any(0 < share.learned < share.n for share in found.values()):
+    if all(share.learned == share.n for share in found.values()):
         return rows
     return [replace(row, learned=found.get(row.arm)) for row in rows]
 

@@ -234,6 +234,7 @@ class Searching(Space):
     warm: candidates to begin with: rules, by name or with knobs, and {study: NAME} for those of a study in the ledger.
     fidelity: successive halving.
     trainings: values of the searched `train` settings that every seed of the base and of each finalist tries on a task.
+    Two would leave out one end of a range or an arm's own value.
     """
 
     sections: ClassVar[tuple[str, ...]] = ("rule",)
@@ -247,7 +248,7 @@ class Searching(Space):
     match: Match | None = None
     warm: tuple[str | dict[str, Any], ...] = ()
     fidelity: Fidelity | None = None
-    trainings: Annotated[Whole, Field(ge=1, le=1000)] = 5
+    trainings: Annotated[Whole, Field(ge=3, le=1000)] = 5
 
     @field_validator("sampler", mode="before")
     @classmethod

@@ -59,7 +59,7 @@ def _finalists(found: Discovery) -> Section:
 
 def _front(found: Discovery, most: int | None) -> Section:
     best = [point for point in found.candidates if point.on_front or point.is_arm]
-    points = best[:most]
+    points = best[: most and max(most, sum(point.is_arm for point in best))]
     what = titles([(point.name, point.values) for point in best])
     rows = [
         [

@@ -8,6 +8,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
+from rich.table import Column
 from rich.text import Text
 
 from deltalab.store.progress import duration
@@ -25,7 +26,7 @@ class _Eta(ProgressColumn):
     max_refresh = 1.0
 
     def __init__(self, eta: Callable[[], float | None]) -> None:
-        super().__init__()
+        super().__init__(Column(no_wrap=True))
         self._eta = eta
 
     def render(self, task: Task) -> Text:
@@ -42,13 +43,15 @@ class Progress:
         self.schedule, self.account, self.quiet = schedule, account, quiet
         self.console = Console(stderr=True)
         self._bars = Bars(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
+            # What is too long for the terminal loses its end; the figures beside it stay whole.
+            TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)),
+            BarColumn(bar_width=12, table_column=Column(no_wrap=True)),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            TimeElapsedColumn(table_column=Column(no_wrap=True)),
             _Eta(self.eta),
             console=self.console,
             disable=quiet or not self.console.is_terminal,
+            expand=True,
         )
         self._all = self._bars.add_task(schedule.plan.spec.name, total=schedule.total)
         self._running: dict[str, TaskID] = {}

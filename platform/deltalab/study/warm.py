@@ -45,6 +45,8 @@ def recorded(plan: "Plan", store: Store) -> list[dict[str, Any]]:
             raise InputError(f"{plan.where}: search.warm: {error}") from None
         inside = (_inside(plan, plan.spec.search, values, config) for values, config in ranked)
         fits = [values for values in inside if values is not None]
+        if not ranked:
+            raise InputError(f"{plan.where}: search.warm: study '{study}' has no candidates of a search")
         if not fits:
             raise InputError(f"{plan.where}: search.warm: no candidate of study '{study}' is in the space")
         most = max(1, math.floor(MOST_RECORDED * plan.spec.search.trials))
@@ -56,7 +58,7 @@ def demand(plan: "Plan", db: str | Path | None) -> None:
     """Raises `InputError` where the ledger has not what `warm` names. It makes no database where there is none."""
     if studies := _studies(plan):
         if not Store.exists(db):
-            raise unknown("study", studies[0], [], where=f"{plan.where}: search.warm")
+            raise InputError(f"{plan.where}: search.warm: there is no ledger with study '{studies[0]}' yet")
         with Store.open(db, create=False) as store:
             recorded(plan, store)
 
