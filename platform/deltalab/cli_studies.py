@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
+from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -262,11 +263,13 @@ def _print(rows: list[dict[str, Any]], as_json: bool) -> None:
     """Prints JSON, or a table without the columns that are empty in all rows."""
     if not as_json:
         told = [key for key in (rows[0] if rows else ()) if any(row[key] not in (None, [], False) for row in rows)]
-        rows = [{key: _cell(row[key]) for key in told} for row in rows]
+        rows = [{key: _cell(row[key], key) for key in told} for row in rows]
     print_rows(rows, as_json)
 
 
-def _cell(value: Any) -> str:
+def _cell(value: Any, key: str) -> str:
+    if key == "created":
+        return datetime.fromisoformat(value).strftime("%Y-%m-%d %H:%M UTC")
     if isinstance(value, list):
         return ", ".join(value)
     if isinstance(value, bool):
