@@ -112,6 +112,7 @@ def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], lis
     monkeypatch.syspath_prepend(site)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(log_to, "POLL_SECONDS", 0.05)
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     monkeypatch.setenv("PROBE_API_KEY", "s3cret-key")
 
     def lines(what: str) -> list[dict[str, Any]]:

@@ -20,7 +20,8 @@ def main(name: str) -> None:
     The first line that it prints says whether the logger could be made.
     """
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what a library prints goes to stderr
+    os.dup2(2, 1)  # what a library prints goes to stderr, also before the process dies
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     try:
         logger = make_logger(name)
     except ModuleNotFoundError as error:
