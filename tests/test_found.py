@@ -166,6 +166,11 @@ def test_candidates_are_named_by_what_they_are(searched: Report) -> None:
     assert [row[:2] for row in front.rows] == [["base", ""], ["found_1", "fast start"], ["found_2", "no decay"]]
 
 
+def test_a_short_front_has_all_finalists(searched: Report) -> None:
+    front = sections(search_of(searched), 1)[1]
+    assert [row[0] for row in front.rows] == ["base", "found_1", "found_2"]
+
+
 def test_what_mattered_is_judged_at_the_fidelity_that_all_have(searched: Report) -> None:
     search = search_of(searched)
     assert search.fidelity == {"train.steps": 20}

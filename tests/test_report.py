@@ -421,6 +421,16 @@ def test_a_base_at_an_end_of_the_scale_is_told_of(store: Store, values: list[flo
     assert all(said.startswith(str(warning)) for said in table.warnings)
 
 
+@pytest.mark.parametrize(("score", "said"), [(0.4, "base 0 of 8 [0.00, 0.37], A 0 of 8 [0.00, 0.37]."), (0.6, None)])
+def test_seeds_that_learned_are_told_unless_all_did(store: Store, score: float, said: str | None) -> None:
+    lab = Lab(store, {"base": {}, "A": {"x": [0, 1]}}, {"mqar": TASKS["mqar"]})
+    lab.record("base", [score] * 8)
+    lab.record("A", [score] * 8)
+    [table] = report(store, lab.id).tables
+    told = [note.partition(": ")[2] for note in table.notes if note.startswith("Seeds that learned")]
+    assert told == ([said] if said else [])
+
+
 def test_an_arm_of_another_size_is_marked(store: Store) -> None:
     arms = {"base": {}, "even": {"x": [0, 1]}, "large": {"x": [0, 2]}}
     lab = Lab(store, arms, {"mqar": TASKS["mqar"]})

@@ -579,10 +579,16 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(file: Path) -> None:
         assert count(store, Run) == 0
 
 
+def test_a_packed_ledger_is_said_to_be_one(tmp_path: Path) -> None:
+    (tmp_path / "lab.db.xz").write_bytes(b"no database" * 100)
+    with pytest.raises(InputError, match="file is not a database: unpack it first, by `xz -dc"):
+        Store.open(tmp_path / "lab.db.xz", create=False)
+
+
 def test_a_place_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=f"is there a folder {tmp_path}/absent, and may you write there"):
         Store.open(tmp_path / "absent" / "lab.db")
-    with pytest.raises(InputError, match="unable to open database file"):
+    with pytest.raises(InputError, match=r"unable to open database file: it is a folder$"):
         Store.open(tmp_path)
     with pytest.raises(InputError, match=r"typo.db: no such database"):
         Store.open(tmp_path / "typo.db", create=False)

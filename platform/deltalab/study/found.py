@@ -130,7 +130,8 @@ def discovery(store: Store, study: Study, arms: Sequence[Arm], trials: list[Tria
 def _half_way(scores: Sequence[float], chance: float, maximize: bool) -> int:
     """How many scores are past half way from chance to the best one; none where no score is better than chance."""
     gains = [score - chance if maximize else chance - score for score in scores if not math.isnan(score)]
-    return sum(0 < max(gains) <= 2 * gain for gain in gains)
+    best = max(gains, default=0.0)
+    return sum(0 < best <= 2 * gain for gain in gains)
 
 
 def chances(weighed: Sequence[Objective], tasks: Mapping[str, Any]) -> dict[str, float]:
