@@ -12,7 +12,7 @@ study: .venv/installed
 	@echo "The same as a page, with learning curves: $(BIN)/platform dashboard"
 
 test: .venv/installed-dev check
-	$(BIN)/pytest -n 2 --dist worksteal --ignore tests/test_doctests.py
+	$(BIN)/pytest -n 2 --dist worksteal --ignore tests/repository/test_doctests.py
 
 # What the engine survives: 100 kills, pauses, full disks, clocks that jump. Up to 30 minutes on two quiet cores.
 # CHAOS="--chaos-seed 7 --kills 20 --chaos-json chaos.json" strikes at other moments, less often, and keeps the table.
@@ -28,7 +28,7 @@ check: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest tests/test_doctests.py
+	$(BIN)/pytest tests/repository/test_doctests.py
 
 # The pins, on PyPI alone: for Python 3.11, 3.12 and 3.13.
 resolve: .venv/installed-dev

@@ -4,8 +4,8 @@
 
 It measures error and coverage of the designs of tuning, the power of the test with several constants c, error and
 coverage by distribution and number of seeds, and what adding seeds in looks saves. Everything is measured on p alone,
-many studies at a time; some of the studies also go through `deltalab.study.joint`, which must find the same verdicts,
-and intervals that agree with them. Minutes on one core.
+many studies at a time; some of the studies also go through `deltalab.study.statistics.joint_test`, which
+must find the same verdicts, and intervals that agree with them. Minutes on one core.
 """
 
 import argparse
@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from scipy import stats
 
 import deltalab
-from deltalab.study import joint
-from deltalab.study.joint import ALPHA, Look, flips, one_look, spread_looks
+from deltalab.study.statistics import joint_test
+from deltalab.study.statistics.joint_test import ALPHA, Look, flips, one_look, spread_looks
 
 ARMS = 7
 """Arms beside the base."""
@@ -55,11 +55,11 @@ CONSTANTS: dict[str, Constant] = {
     "infinite: the plain mean": lambda rms, sd: 1e9 * rms.max(axis=1, keepdims=True),
 }
 USED = "median rms / sqrt(2)"
-"""The constant of `deltalab.study.joint`."""
+"""The constant of `deltalab.study.statistics.joint_test`."""
 
 
 def follow(
-    d: Array, looks: Sequence[Look], constant: Constant = CONSTANTS[USED], hopeless: float = joint.HOPELESS
+    d: Array, looks: Sequence[Look], constant: Constant = CONSTANTS[USED], hopeless: float = joint_test.HOPELESS
 ) -> tuple[Mask, NDArray[np.int64], Mask]:
     """`joint.follow` of many studies at once, without intervals.
 
@@ -112,10 +112,10 @@ def p_values(d: Array, looks: Sequence[Look], stop: NDArray[np.int64], members: 
         most = math.floor(look.spent * len(signs) * (1 + 1e-9)) - gone.sum(1)
         left = -np.sort(-np.where(gone, -1.0, largest), axis=1)
         bound = np.take_along_axis(left, np.clip(most, 0, len(signs) - 1)[:, None], axis=1)
-        gone |= largest * joint._EQUAL > bound
+        gone |= largest * joint_test._EQUAL > bound
     t = _statistics(d, stop, members, signs, constant)
     largest = t.max(1)
-    own = t[:, :, 0] * joint._EQUAL
+    own = t[:, :, 0] * joint_test._EQUAL
     p = np.stack([(gone | (largest >= own[:, j, None])).mean(1) for j in range(d.shape[1])], axis=1)
     return np.minimum(p * ALPHA / looks[-1].spent, 1.0)
 
@@ -173,7 +173,7 @@ class Checked:
 
     def add(self, d: Array, looks: Sequence[Look], told: Mask, took: NDArray[np.int64]) -> None:
         for study, verdicts, seeds in list(zip(d, told, took, strict=True))[: self.per]:
-            found = joint.follow(list(study), looks)
+            found = joint_test.follow(list(study), looks)
             self.studies += 1
             for outcome, verdict, n in zip(found, verdicts, seeds, strict=True):
                 difference = outcome.difference
@@ -220,7 +220,7 @@ class Design:
     at: tuple[float, ...] | None
     choice: str
     runs: Callable[[int, int], int]
-    joint: bool = True
+    joint_test: bool = True
     seeds: int = 9
 
 
@@ -459,7 +459,7 @@ def main() -> None:
     checked = {key: value for key, value in vars(bench.checked).items() if key != "per"}
     print(checked, f"{time.perf_counter() - start:.0f} s")
     if bench.checked.differ:
-        raise SystemExit("the fast path and deltalab.study.joint differ")
+        raise SystemExit("the fast path and deltalab.study.statistics.joint_test differ")
     if given.out:
         report = {
             "repeats": given.repeats,

@@ -33,12 +33,14 @@ from streamlit.testing.v1 import AppTest
 
 import deltalab_dashboard
 from deltalab.store import Store
-from deltalab.study.plan import Plan, make_plan
-from deltalab.study.run import _provenance, arm_records
-from deltalab.study.spec import load_study
-from deltalab_dashboard.chosen import DATABASE, STUDY, label
+from deltalab.study.planning.make import make_plan
+from deltalab.study.planning.plan import Plan
+from deltalab.study.running.run import _provenance, arm_records
+from deltalab.study.specs.study_file import load_study
+from deltalab_dashboard.frame import DATABASE, STUDY
 from deltalab_dashboard.picture import browser, served, settle
 from deltalab_dashboard.serve import load
+from deltalab_dashboard.text import label
 
 APP = Path(deltalab_dashboard.__file__).parent / "app.py"
 PAGES = (

@@ -3,7 +3,7 @@
     python benchmarks/fla_logits.py                 # every case, several at a time; one row each, JSON in $OUT
     python benchmarks/fla_logits.py --case comba    # one case in this process
     TRITON_INTERPRET=1 python benchmarks/fla_logits.py --device cpu    # without a GPU, in Triton's interpreter, slowly
-    python benchmarks/fla_logits.py --names tests/fla                  # the names and shapes of FLA's parameters
+    python benchmarks/fla_logits.py --names tests/export/fla                  # the names and shapes of FLA's parameters
 
 `to`: our model, exported by `to_fla`, against the model that `transformers` loads from the folder with FLA's code.
 `back`: a model of FLA, saved, against ours from `from_fla`. An error is |a - b| / |b| over all logits, where b are our

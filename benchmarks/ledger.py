@@ -31,10 +31,11 @@ from pathlib import Path
 from typing import Any
 
 from deltalab.store import ArmRecord, RuleRecord, RunRecord, Store, TrialRecord
-from deltalab.study.plan import Plan, make_plan
-from deltalab.study.report import report
-from deltalab.study.run import _provenance, arm_records
-from deltalab.study.spec import load_study
+from deltalab.study.planning.make import make_plan
+from deltalab.study.planning.plan import Plan
+from deltalab.study.reports.report import report
+from deltalab.study.running.run import _provenance, arm_records
+from deltalab.study.specs.study_file import load_study
 
 ASKED: dict[str, Any] = {
     "name": "asked",

@@ -12,7 +12,7 @@ from itertools import product
 import numpy as np
 
 from deltalab.store import Store
-from deltalab.study.measured import results
+from deltalab.study.answers.recorded_scores import results
 
 SEEDS, REPEATS = 9, 400
 

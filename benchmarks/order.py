@@ -26,12 +26,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deltalab.cli_options import find_study
+from deltalab.cli.options import find_study
 from deltalab.errors import InputError
 from deltalab.store import Store
-from deltalab.study.ladder import Size
-from deltalab.study.measured import results
-from deltalab.study.report import report
+from deltalab.study.answers.ladder_trends import Size
+from deltalab.study.answers.recorded_scores import results
+from deltalab.study.reports.report import report
 
 Array = NDArray[np.float64]
 RESAMPLES = 1000

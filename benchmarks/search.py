@@ -36,14 +36,15 @@ import optuna
 import torch
 
 from deltalab.store import RunRecord
-from deltalab.study import run, trial
-from deltalab.study.budget import Searching
-from deltalab.study.candidates import RANDOM_FROM
-from deltalab.study.job import Job
-from deltalab.study.pareto import front, hypervolume
-from deltalab.study.search import WINDOW, controls_by, finalists
-from deltalab.study.suggest import Live
-from deltalab.study.worker import Worker
+from deltalab.study.planning.tuning_candidates import RANDOM_FROM
+from deltalab.study.running import run
+from deltalab.study.searching.phase import WINDOW, controls_by, finalists
+from deltalab.study.searching.sampler import Live
+from deltalab.study.specs.budget import Searching
+from deltalab.study.statistics.pareto import front, hypervolume
+from deltalab.study.workers import train_stack
+from deltalab.study.workers.jobs import Job
+from deltalab.study.workers.worker import Worker
 from deltalab.training.device import named
 
 Layout = dict[str, Any]
@@ -225,7 +226,7 @@ STUDY: dict[str, Any] = {
 }
 
 
-def nothing(worker: Worker, stack: Sequence[Job], *_: Any) -> list[trial.TrialRecord]:
+def nothing(worker: Worker, stack: Sequence[Job], *_: Any) -> list[train_stack.TrialRecord]:
     """In the place of `Worker.execute`: records trials whose score, arithmetic and state follow from their settings."""
     records = []
     for job in stack:
@@ -238,7 +239,7 @@ def nothing(worker: Worker, stack: Sequence[Job], *_: Any) -> list[trial.TrialRe
         }
         metrics = [(*name, 4, value) for name, value in figures.items()]
         runs = [RunRecord(seed, "done", None, metrics, []) for seed in job.seeds]
-        records.append(trial._record(job, time.time(), 1, runs=runs))
+        records.append(train_stack._record(job, time.time(), 1, runs=runs))
     return records
 
 

@@ -15,8 +15,8 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from typer.cli import get_docs_for_click
 
-from deltalab.cli import app
-from deltalab.study.schema import schema
+from deltalab.cli.app import app
+from deltalab.study.specs.json_schema import schema
 
 ROOT = Path(__file__).parents[1]
 COPIED = {

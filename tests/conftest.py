@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from deltalab.store import Store, TrialRecord
-    from deltalab.study.job import Job
-    from deltalab.study.worker import Worker
+    from deltalab.study.workers.jobs import Job
+    from deltalab.study.workers.worker import Worker
 
 if not torch.cuda.is_available():
     # Before anything imports Triton, whose own functions are bound to the interpreter, or not, when it is imported.
@@ -62,21 +62,32 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Studies of this process train here, and not in a child: for a test that patches what trains."""
-    from deltalab.study import trial
+    from deltalab.study.workers import train_stack
 
     def execute(
         worker: "Worker", stack: "Sequence[Job]", watch: Callable[[int], None] | None = None, *_: object
     ) -> "list[TrialRecord]":
-        return trial.execute(stack, worker.runs, threads=worker.threads, watch=watch)
+        return train_stack.execute(stack, worker.runs, threads=worker.threads, watch=watch)
 
-    monkeypatch.setattr("deltalab.study.worker.Worker.execute", execute)
+    monkeypatch.setattr("deltalab.study.workers.worker.Worker.execute", execute)
 
 
 @pytest.fixture(autouse=True)
-def unchecked_studies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Studies of this process do not check their rules, which takes seconds; those of test_verdict.py do."""
-    if request.path.stem != "test_verdict":
-        monkeypatch.setattr("deltalab.authoring.verdict.demand", lambda rules, quiet=False: None)
+def unchecked_studies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Studies of this process do not check their rules, which takes seconds. A module whose studies do overrides it."""
+    monkeypatch.setattr("deltalab.authoring.verdict.demand", lambda rules, quiet=False: None)
+
+
+@pytest.fixture
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder, where the command is given, and a registry of its own."""
+    from deltalab import registry
+
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    with registry.isolated():
+        yield tmp_path
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")
@@ -110,7 +121,7 @@ DATABASES = itertools.count()
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> "Iterator[Store]":
-    """The empty ledger that the dashboard's pages show."""
+    """An empty ledger, which the command and the dashboard's pages read."""
     from deltalab.store import Store
 
     monkeypatch.setenv("DELTALAB_DB", str(tmp_path / "lab.db"))
@@ -118,10 +129,27 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> "Iterator[Store]":
         yield opened
 
 
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Where an empty ledger can be made: a file, and a database of PostgreSQL."""
+    if request.param == "sqlite":
+        return str(tmp_path / "lab.db")
+    return str(request.getfixturevalue("postgres")())
+
+
+@pytest.fixture
+def any_store(url: str) -> "Iterator[Store]":
+    """An empty ledger at `url`."""
+    from deltalab.store import Store
+
+    with Store.open(url) as opened:
+        yield opened
+
+
 @pytest.fixture
 def ablation(store: "Store") -> int:
     """A study in which an arm is worse on one task and better on the other, and a third arm fails and diverges."""
-    from tests.pages import BASE, TASKS, TRACEBACK, begin, record
+    from tests.support.ledgers import BASE, TASKS, TRACEBACK, begin, record
 
     study = begin(store, "ablation")
     for task in TASKS:

@@ -7,25 +7,26 @@ import streamlit as st
 from deltalab.errors import InputError
 from deltalab.store import shelf
 from deltalab.store.shelf import Listed
-from deltalab_dashboard import addressed
-from deltalab_dashboard.chosen import STUDY, badge, label, ledger, plain
+from deltalab_dashboard import address
+from deltalab_dashboard.frame import STUDY, ledger
+from deltalab_dashboard.text import badge, label, plain
 
 PAGES = {
     "Study": [
-        st.Page("study.py", title="Answer", icon=":material/forest:", default=True),
-        st.Page("curves.py", title="Curves", icon=":material/show_chart:"),
-        st.Page("search.py", title="Search", icon=":material/search:"),
-        st.Page("sensitivity.py", title="Sensitivity", icon=":material/tune:"),
-        st.Page("ladder.py", title="Ladder", icon=":material/stairs:"),
-        st.Page("trials.py", title="Trials", icon=":material/list:"),
-        st.Page("trial.py", title="Trial", icon=":material/description:"),
-        st.Page("arms.py", title="Arms", icon=":material/call_split:"),
-        st.Page("rule.py", title="Rule", icon=":material/function:"),
+        st.Page("views/answer.py", title="Answer", icon=":material/forest:", default=True),
+        st.Page("views/curves.py", title="Curves", icon=":material/show_chart:"),
+        st.Page("views/search.py", title="Search", icon=":material/search:"),
+        st.Page("views/sensitivity.py", title="Sensitivity", icon=":material/tune:"),
+        st.Page("views/ladder.py", title="Ladder", icon=":material/stairs:"),
+        st.Page("views/trials.py", title="Trials", icon=":material/list:"),
+        st.Page("views/trial.py", title="Trial", icon=":material/description:"),
+        st.Page("views/arms.py", title="Arms", icon=":material/call_split:"),
+        st.Page("views/rule.py", title="Rule", icon=":material/function:"),
     ],
     "All": [
-        st.Page("studies.py", title="Studies", icon=":material/inventory_2:"),
-        st.Page("compare.py", title="Compare", icon=":material/compare_arrows:"),
-        st.Page("training.py", title="Trainings", icon=":material/trending_down:"),
+        st.Page("views/studies.py", title="Studies", icon=":material/inventory_2:"),
+        st.Page("views/compare.py", title="Compare", icon=":material/compare_arrows:"),
+        st.Page("views/trainings.py", title="Trainings", url_path="training", icon=":material/trending_down:"),
     ],
 }
 # Pages that have something to show in a ledger without studies: deleted ones, and trainings.
@@ -72,9 +73,9 @@ def main() -> None:
         if studies:
             choose(studies)
         if studies or page.url_path in WITHOUT_STUDIES:
-            asked, told = addressed.asked(), st.container()
+            asked, told = address.asked(), st.container()
             page.run()
-            for line in addressed.refused(asked):
+            for line in address.refused(asked):
                 told.warning(plain(line))
         else:
             st.title("No studies yet")

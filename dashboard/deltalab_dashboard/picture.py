@@ -18,7 +18,8 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 from deltalab.errors import InputError
 from deltalab.store import Store
-from deltalab_dashboard.chosen import DATABASE, STUDY, label
+from deltalab_dashboard.frame import DATABASE, STUDY
+from deltalab_dashboard.text import label
 
 CHROMIUM = Path("/usr/bin/chromium")  # Debian's package; Playwright would download its own browser
 FLAGS = [

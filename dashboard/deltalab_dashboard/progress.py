@@ -5,7 +5,8 @@ import streamlit as st
 from deltalab.errors import InputError
 from deltalab.store import Store, Study
 from deltalab.store.progress import Progress, duration, progress
-from deltalab_dashboard.chosen import REFRESH_SECONDS, plain
+from deltalab_dashboard.frame import REFRESH_SECONDS
+from deltalab_dashboard.text import plain
 
 STACKS = 16  # that the page lists, of those that run
 

@@ -5,7 +5,7 @@ import sys
 from importlib import import_module
 from threading import Thread
 
-NEEDED = ("pandas", "altair", "scipy.special", "deltalab.study.report", "deltalab_dashboard.recorded")
+NEEDED = ("pandas", "altair", "scipy.special", "deltalab.study.reports.report", "deltalab_dashboard.cache")
 """Modules that every study's page imports; they take a second."""
 
 

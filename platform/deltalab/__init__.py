@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from deltalab.models.start import initialize
     from deltalab.registry import get_rule, get_task, list_rules
     from deltalab.rule import State, UpdateRule
-    from deltalab.study.notebook import report
-    from deltalab.study.run import run_study
+    from deltalab.study.reports.notebook import report
+    from deltalab.study.running.run import run_study
 
     def scan(rule: "UpdateRule | str", *args: Any, **kwargs: Any) -> "tuple[Tensor, State]": ...
 
@@ -50,8 +50,8 @@ _HOMES = {
     "get_task": "registry",
     "initialize": "models.start",
     "list_rules": "registry",
-    "report": "study.notebook",
-    "run_study": "study.run",
+    "report": "study.reports.notebook",
+    "run_study": "study.running.run",
 }
 
 

@@ -1,6 +1,6 @@
 """`python -m deltalab` is the command `platform`."""
 
-from deltalab.cli import main
+from deltalab.cli.app import main
 
 if __name__ == "__main__":
     main()

@@ -13,8 +13,8 @@ import yaml
 
 from deltalab.store import ArmRecord, RuleRecord, RunRecord, Store, TrialRecord, trainings
 from deltalab.store.models import StudyState
-from deltalab.study.candidates import RANDOM_FROM, WARM_FROM
-from deltalab.study.run import run_study
+from deltalab.study.planning.tuning_candidates import RANDOM_FROM, WARM_FROM
+from deltalab.study.running.run import run_study
 
 TASKS = {
     "mqar": {"metric": "accuracy", "maximize": True, "chance": 1 / 64, "version": 1},

@@ -20,10 +20,10 @@ import psutil
 import yaml
 from sqlalchemy import create_engine, text
 from tests.chaos import answer as answers
-from tests.delta_rule import delta_rule
+from tests.support.delta_rule import delta_rule
 
 from deltalab.store import Store
-from deltalab.study.report import report
+from deltalab.study.reports.report import report
 
 ROOT = Path(__file__).parents[2]
 CHECKPOINTS = """\

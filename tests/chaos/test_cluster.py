@@ -17,7 +17,7 @@ import yaml
 from ray.util import get_node_ip_address
 
 from deltalab.store import Store
-from deltalab.study.run import run_study
+from deltalab.study.running.run import run_study
 
 pytestmark = pytest.mark.chaos
 

@@ -4,7 +4,7 @@ import random
 from pathlib import Path
 
 import pytest
-from tests.hostile import Watched, hostile
+from tests.support.hostile import Watched, hostile
 
 FILES = 2000
 

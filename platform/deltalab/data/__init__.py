@@ -1,1 +1,1 @@
-"""Packs text into memory-mapped shards of tokens, which `deltalab.packed` reads."""
+"""Packs text into memory-mapped shards of tokens, which `deltalab.data.token_shards` reads."""

@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltalab.data.seen import Seen
-from deltalab.data.shards import PARTIAL, Shards, write_json
+from deltalab.data.shard_writer import PARTIAL, Shards, write_json
 from deltalab.data.sources import Reading, Source, find
+from deltalab.data.text_tokenizers import BYTES, load_tokenizer, tokenizer_files
+from deltalab.data.token_shards import META, SPLITS, VERSION
 from deltalab.errors import InputError
-from deltalab.packed import META, SPLITS, VERSION
-from deltalab.text_tokenizers import BYTES, load_tokenizer, tokenizer_files
 
 STATE = "packing.json"
 """The settings and the finished shards of a packing that goes on; `meta.json` takes its place at the end."""

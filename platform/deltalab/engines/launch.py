@@ -25,6 +25,7 @@ import torch
 import yaml
 
 from deltalab import __version__
+from deltalab.data.token_shards import Packed
 from deltalab.engines import checkpoints
 from deltalab.engines.deltalab_train.lock import FILE as LOCK
 from deltalab.engines.torchtitan import PACKAGE, WHERE, package
@@ -33,9 +34,8 @@ from deltalab.export.recipe import changed, check, flat
 from deltalab.export.retrain import load_rules, read_recipe
 from deltalab.export.scales import parameters
 from deltalab.models.spec import ModelSpec
-from deltalab.packed import Packed
 from deltalab.reading import read_json, read_yaml
-from deltalab.recipe import KEYS, complete, micro, settings
+from deltalab.training.recipe import KEYS, complete, micro, settings
 
 ENGINES = {"torchtitan": ("torchtitan",), "accelerate": ("accelerate", "transformers")}
 """Engine -> the packages that it needs."""

@@ -11,8 +11,9 @@ HERE = Path(__file__).parent
 PACKAGE = "deltalab_train"
 WHERE = f"engines/{PACKAGE}"
 """Where the package lies in an exported folder."""
-BESIDE = ("packed", "recipe")
-"""Modules of deltalab that go into the package; all others it imports from the exported folder."""
+BESIDE = {"token_shards": "data", "recipe": "training"}
+"""Modules of deltalab that go into the package, and the folders that have them; all others it imports from the exported
+folder."""
 
 
 def files(spec: ModelSpec, recipe: Mapping[str, object]) -> dict[str, str]:
@@ -28,13 +29,14 @@ def files(spec: ModelSpec, recipe: Mapping[str, object]) -> dict[str, str]:
 def package() -> dict[str, str]:
     """File name -> text of the package, which imports the exported folder in place of deltalab."""
     texts = {file.name: file.read_text(encoding="utf-8") for file in sorted((HERE / PACKAGE).glob("*.py"))}
-    texts |= {f"{name}.py": (HERE.parent / f"{name}.py").read_text(encoding="utf-8") for name in BESIDE}
+    texts |= {f"{name}.py": (HERE.parent / home / f"{name}.py").read_text("utf-8") for name, home in BESIDE.items()}
     return {name: _of_the_folder(text) for name, text in texts.items()}
 
 
 def _of_the_folder(text: str) -> str:
     """The source with `from exported.x_y import` for `from deltalab.x.y import`, and `from .x import` for `BESIDE`."""
-    text = re.sub(rf"^from deltalab\.({'|'.join(BESIDE)}) import", r"from .\1 import", text, flags=re.MULTILINE)
+    for name, home in BESIDE.items():
+        text = text.replace(f"from deltalab.{home}.{name} import", f"from .{name} import")
     return re.sub(
         r"^from deltalab\.([\w.]+) import",
         lambda found: f"from exported.{found[1].replace('.', '_')} import",

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deltalab.data.text_tokenizers import BYTES
 from deltalab.errors import InputError, unknown
 from deltalab.export.recipe import of_trial
 from deltalab.export.source import Source, model_fields
@@ -21,12 +22,11 @@ from deltalab.models.spec import ModelSpec
 from deltalab.registry import get_task, rule_plugin
 from deltalab.store import Store, TrialRow
 from deltalab.store.models import Artifact
-from deltalab.study import storage
-from deltalab.study.answer import answer, format_interval
-from deltalab.study.measured import Measured
-from deltalab.study.scales import task_of
+from deltalab.study.answers.answer import answer, format_interval
+from deltalab.study.answers.recorded_scores import Measured
+from deltalab.study.running import weights_at_url
+from deltalab.study.specs.ladder_sizes import task_of
 from deltalab.tasks import Task
-from deltalab.text_tokenizers import BYTES
 from deltalab.training.spec import TrainSpec
 
 
@@ -145,7 +145,7 @@ def _weights(artifact: Artifact) -> dict[str, Tensor]:
     """Raises `InputError` for a file that is missing, or is not the one that was recorded."""
     file = artifact.path
     try:
-        data = storage.read(file)
+        data = weights_at_url.read(file)
     except InputError:
         raise
     except Exception as error:  # each kind of URL has errors of its own

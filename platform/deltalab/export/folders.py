@@ -9,6 +9,7 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
+from deltalab.data.text_tokenizers import FILE as TOKENIZER
 from deltalab.errors import InputError
 from deltalab.export.fla import from_fla
 from deltalab.export.recipe import of_paper, of_run
@@ -16,7 +17,6 @@ from deltalab.export.retrain import load_rules, read_recipe
 from deltalab.export.source import Source
 from deltalab.models.spec import ModelSpec
 from deltalab.reading import read_json
-from deltalab.text_tokenizers import FILE as TOKENIZER
 
 CONFIG, RUN, WEIGHTS = "config.json", "run.json", "model.safetensors"
 OF_THE_RECIPE = ("model", "tokenizer", "provenance")

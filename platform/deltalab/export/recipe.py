@@ -8,8 +8,8 @@ from typing import Any
 from deltalab.errors import InputError, unknown
 from deltalab.export.scales import COMBA, SCALES, parameters
 from deltalab.models.spec import ModelSpec
-from deltalab.recipe import CHOICES, LEAST, complete, settings
 from deltalab.training.optimizer import EPS
+from deltalab.training.recipe import CHOICES, LEAST, complete, settings
 from deltalab.training.spec import TrainSpec
 
 FILE = "recipe.yaml"

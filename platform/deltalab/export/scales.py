@@ -11,7 +11,7 @@ from typing import Any
 
 from deltalab.errors import InputError, unknown
 from deltalab.models.spec import Layer, ModelSpec
-from deltalab.study.sizes import Sizer
+from deltalab.study.planning.model_costs import Sizer
 
 WITHIN = 0.03
 """How far the number of parameters may be from the one that a scale is named after, as a share of it."""

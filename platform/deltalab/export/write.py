@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from deltalab.data.text_tokenizers import load_tokenizer, tokenizer_files
 from deltalab.errors import InputError, unknown
 from deltalab.export import recipe as recipes
 from deltalab.export.fla import to_fla
@@ -15,7 +16,6 @@ from deltalab.export.source import Source, model_fields
 from deltalab.models.spec import ModelSpec
 from deltalab.reading import read_yaml
 from deltalab.registry import get_rule
-from deltalab.text_tokenizers import load_tokenizer, tokenizer_files
 
 FORMATS = ("hf", "torchtitan", "fla")
 

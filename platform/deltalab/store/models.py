@@ -62,7 +62,7 @@ class Study(Base):
 
     tags, notes, hidden, deleted_at: what its readers write down; deleted_at hides a study everywhere until it is
     restored. total: the trials of the whole study, as its last driver counted them in the end; None before that.
-    best: its best arm in a few words, kept when it ended (`deltalab.study.best`).
+    best: its best arm in a few words, kept when it ended (`deltalab.study.reports.best_arm`).
     """
 
     __tablename__ = "study"

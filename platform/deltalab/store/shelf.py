@@ -30,7 +30,7 @@ class Listed:
     """A study as a list shows it, without its settings.
 
     overridden: settings given beside its file, as words KEY=VALUE.
-    best: the best arm of a task, kept when the study ended (`deltalab.study.best`); None while there is none.
+    best: the best arm of a task, kept when the study ended; None while there is none.
     total: the trials of the whole study, as its driver counts them; None where an earlier release ran it.
     """
 

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deltalab.data.token_shards import META, SPLITS, TOKENIZER, Packed
 from deltalab.errors import InputError
-from deltalab.packed import META, SPLITS, TOKENIZER, Packed
 from deltalab.tasks.corpus import RARE, SHARE
 
 _BLOCK = 2**20

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deltalab.packed import Split
+from deltalab.data.token_shards import Split
 
 IGNORE = -100
 

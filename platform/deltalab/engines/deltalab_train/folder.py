@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from deltalab.models.spec import ModelSpec
-from deltalab.recipe import complete
+from deltalab.training.recipe import complete
 
 from . import FOLDER
 

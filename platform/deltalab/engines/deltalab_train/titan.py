@@ -13,11 +13,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.utils.checkpoint import checkpoint
 from torchtitan.components.metrics import BaseLogger
 
+from deltalab.data.token_shards import Packed
 from deltalab.models.layer import shard_gates
 from deltalab.models.model import Model, head_loss, parameter_groups
 from deltalab.models.start import initialize
-from deltalab.packed import Packed
-from deltalab.recipe import micro
+from deltalab.training.recipe import micro
 
 from . import FOLDER, folder, lines, lock
 from .batches import IGNORE, Batches, Rows, held_out

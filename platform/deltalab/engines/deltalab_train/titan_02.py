@@ -21,7 +21,7 @@ from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 from torchtitan.tools.utils import device_type
 
-from deltalab.recipe import micro
+from deltalab.training.recipe import micro
 
 from . import FOLDER, titan
 from .titan import RECIPE

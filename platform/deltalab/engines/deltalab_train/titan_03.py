@@ -24,7 +24,7 @@ from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 from torchtitan.tools.utils import device_type
 from torchtitan.trainer import Trainer
 
-from deltalab.recipe import micro
+from deltalab.training.recipe import micro
 
 from . import FOLDER, titan
 from .titan import RECIPE

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, SequentialSampler
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
+from deltalab.data.token_shards import Packed, Split
 from deltalab.models.model import build_model
-from deltalab.packed import Packed, Split
-from deltalab.recipe import micro
+from deltalab.training.recipe import micro
 
 from . import FOLDER, folder, lines, lock
 from .batches import Rows, batch

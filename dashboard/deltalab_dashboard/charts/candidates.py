@@ -1,0 +1,364 @@
+"""The charts of a search's candidates: the front, all settings side by side, one setting, and two."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import altair as alt
+import pandas as pd
+
+from deltalab.study.reports.candidate_names import titles
+from deltalab.study.specs.search_space import Search
+from deltalab.study.statistics.pareto import front
+from deltalab_dashboard.charts.axes import Axis, axis
+from deltalab_dashboard.colors import ACCENT, BASE, OTHERS, PALETTE, UNDECIDED
+from deltalab_dashboard.text import setting
+
+Drawn = alt.Chart | alt.LayerChart | alt.FacetChart
+
+KINDS = {
+    "base": (BASE, "diamond", 150),
+    "finalist": (ACCENT, "square", 110),
+    "on the front": (PALETTE[0], "circle", 80),
+    "dominated": (OTHERS, "circle", 40),
+    "no better than chance": (OTHERS, "triangle-down", 40),
+    "stopped early": (OTHERS, "cross", 50),
+}
+"""What a candidate is: its colour, shape and size."""
+MOST_LINES = 400
+"""Lines in parallel coordinates. Beyond it, the worst of those that are not highlighted are left out."""
+BINS = 8
+ABSENT = -0.16
+"""Where parallel coordinates show that a setting does not exist for a candidate: below the axes."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """The candidates of a search as rows, of which the charts are drawn.
+
+    rows: `name`, `what` it is, `kind`, `by`, `learned`, all `settings` as text; every objective, and every objective at
+    the lowest fidelity as ("first", objective); every setting, None where it does not exist. searched: the settings.
+    objectives: name -> whether more is better. labels: names of objectives as the page writes them.
+    """
+
+    rows: list[dict[Any, Any]]
+    searched: dict[str, Search]
+    objectives: dict[str, bool]
+    labels: dict[str, str]
+
+
+def table(points: Sequence[Any], searched: Mapping[str, Search], objectives: Mapping[str, bool], rungs: int) -> Table:
+    """points: of `search_results.Discovery`. rungs: of successive halving; 1 where there is none."""
+    what = titles([(point.name, point.values) for point in points])
+    rows = []
+    for point in points:
+        row: dict[Any, Any] = {
+            "name": point.name,
+            "what": "the base" if point.number is None else what[point.name],
+            "kind": _kind(point, rungs),
+            "by": point.drawn_by,
+            "learned": not point.at_chance,
+            "settings": ", ".join(f"{path}={setting(value)}" for path, value in point.settings.items()),
+            **point.scores,
+            **{("first", name): score for name, score in point.first.items()},
+            **{path: point.settings.get(path) for path in searched},
+        }
+        rows.append(row)
+    labels = {name: name if _tasks(objectives) > 1 else name.partition("@")[0] for name in objectives}
+    return Table(rows, dict(searched), dict(objectives), labels)
+
+
+def _tasks(objectives: Mapping[str, bool]) -> int:
+    return len({name.partition("@")[2] for name in objectives} - {""})
+
+
+def _kind(point: Any, rungs: int) -> str:
+    if point.number is None:
+        return "base"
+    if point.is_arm:
+        return "finalist"
+    if point.rung < rungs - 1:
+        return "stopped early"
+    if point.at_chance:
+        return "no better than chance"
+    return "on the front" if point.on_front else "dominated"
+
+
+def finite(row: Mapping[Any, Any], *columns: Any) -> bool:
+    return all(math.isfinite(row.get(column, math.nan)) for column in columns)
+
+
+def scatter(table: Table, down: str, across: str) -> tuple[Drawn, pd.DataFrame] | None:
+    """Every candidate by two objectives, with the front of these two as a line; None where none has both."""
+    rows = [row for row in table.rows if finite(row, down, across)]
+    if not rows:
+        return None
+    frame = pd.DataFrame(
+        {
+            "candidate": [row["name"] for row in rows],
+            "what it is": [row["what"] for row in rows],
+            "kind": [row["kind"] for row in rows],
+            "size": [KINDS[row["kind"]][2] for row in rows],
+            "drawn by": [row["by"] for row in rows],
+            "settings": [row["settings"] for row in rows],
+            "across": [row[across] for row in rows],
+            "down": [row[down] for row in rows],
+        }
+    )
+    signs = [-1.0 if table.objectives[name] else 1.0 for name in (across, down)]
+    ended = frame[[row["kind"] != "stopped early" and row["learned"] for row in rows]]
+    places = [(signs[0] * x, signs[1] * y) for x, y in zip(ended["across"], ended["down"], strict=True)]
+    line = ended.iloc[front(places)].drop_duplicates(["across", "down"]).sort_values("across")[["across", "down"]]
+    line = _to_the_edges(line, frame, table.objectives[across], table.objectives[down])
+    encoding = {
+        "x": alt.X("across:Q", title=better(table, across), scale=_scale(frame["across"])),
+        "y": alt.Y("down:Q", title=better(table, down), scale=_scale(frame["down"])),
+    }
+    present = [kind for kind in KINDS if kind in set(frame["kind"])]
+    color, shape = (alt.Scale(domain=present, range=[KINDS[kind][i] for kind in present]) for i in range(2))
+    points = (
+        alt.Chart(frame[::-1])  # the finalists and the base last, on top of the others
+        .mark_point(filled=True, opacity=0.9, stroke="white", strokeWidth=0.5)
+        .encode(
+            **encoding,
+            color=alt.Color("kind:N", scale=color, legend=legend("top")),
+            shape=alt.Shape("kind:N", scale=shape, legend=legend("top")),
+            size=alt.Size("size:Q", scale=None),
+            tooltip=[
+                "candidate:N", "what it is:N", "kind:N", "drawn by:N",
+                alt.Tooltip("down:Q", title=table.labels[down], format=",.4~g"),
+                alt.Tooltip("across:Q", title=table.labels[across], format=",.4~g"), "settings:N",
+            ],
+        )
+    )  # fmt: skip
+    step: Literal["step-before", "step-after"] = "step-before" if table.objectives[across] else "step-after"
+    joined = (
+        alt.Chart(line).mark_line(interpolate=step, color=PALETTE[0], strokeWidth=2, opacity=0.7).encode(**encoding)
+    )
+    named = frame[frame["kind"].isin(["base", "finalist"])]
+    words = (
+        alt.Chart(named).mark_text(align="left", dx=9, dy=-7, color=UNDECIDED).encode(**encoding, text="candidate:N")
+    )
+    return alt.layer(joined, points, words).properties(height=380), frame.rename(
+        columns={"across": across, "down": down}
+    )
+
+
+def _to_the_edges(line: pd.DataFrame, frame: pd.DataFrame, right: bool, up: bool) -> pd.DataFrame:
+    """A front that goes on to the worst values of both objectives. right, up: whether more is better."""
+    if line.empty:
+        return line
+    worst_across = frame["across"].min() if right else frame["across"].max()
+    worst_down = frame["down"].min() if up else frame["down"].max()
+    best_across = line["across"].max() if right else line["across"].min()
+    best_down = line["down"].max() if up else line["down"].min()
+    ends = pd.DataFrame({"across": [best_across, worst_across], "down": [worst_down, best_down]})
+    return pd.concat([ends[:1], line, ends[1:]] if not right else [ends[1:], line, ends[:1]])
+
+
+def legend(orient: Literal["top", "bottom"]) -> alt.Legend:
+    """The legend of the kinds, with filled shapes."""
+    return alt.Legend(orient=orient, title=None, symbolSize=90, symbolStrokeWidth=0)
+
+
+def better(table: Table, objective: str) -> str:
+    """An objective as the title of an axis."""
+    return f"{table.labels[objective]} ({'higher' if table.objectives[objective] else 'lower'} is better)"
+
+
+def _scale(values: pd.Series) -> alt.Scale:
+    """Logarithmic where positive values span much."""
+    wide = values.min() > 0 and values.max() / values.min() > 20
+    return alt.Scale(type="log" if wide else "linear", zero=False, nice=False, padding=15)
+
+
+def lines(table: Table, highlighted: set[str], order: str) -> tuple[Drawn, pd.DataFrame, int]:
+    """Parallel coordinates: an axis for each setting and objective, a line for each candidate; how many are left out.
+
+    highlighted: names of candidates. order: the objective by which the others are kept. Scores are those at the lowest
+    fidelity, which all candidates have. Objectives are turned so that up is better.
+    """
+    scored = [row for row in table.rows if finite(row, *(("first", name) for name in table.objectives))]
+    sign = -1 if table.objectives[order] else 1
+    ranked = sorted(scored, key=lambda row: (row["name"] not in highlighted, sign * row["first", order]))
+    rows = ranked[: max(MOST_LINES, len(highlighted))]
+    axes: list[tuple[str, Any, Axis, bool]] = []
+    for path, search in table.searched.items():
+        known = [row[path] for row in rows if row[path] is not None]
+        if known:
+            axes.append((path, path, axis(known, search), False))
+    for name, more in table.objectives.items():
+        axes.append((table.labels[name], ("first", name), axis([row["first", name] for row in rows], None), not more))
+    places, ticks = [], []
+    for title, key, one, turned in axes:
+        for row in rows:
+            value = row[key]
+            at = ABSENT if value is None else one.share(value)
+            places.append(
+                {
+                    "setting": title,
+                    "candidate": row["name"],
+                    "what it is": row["what"],
+                    "settings": row["settings"],
+                    "kind": row["kind"] if row["name"] in highlighted else "other",
+                    "at": 1 - at if turned else at,
+                    "value": "does not exist" if value is None else one.text(value),
+                }
+            )
+        ticks += [{"setting": title, "at": 1 - at if turned else at, "value": text} for at, text in one.ticks()]
+        if any(row[key] is None for row in rows):
+            ticks.append({"setting": title, "at": ABSENT, "value": "absent"})
+    frame = pd.DataFrame(places)
+    x = alt.X(
+        "setting:N", sort=[title for title, *_ in axes], title=None, scale=alt.Scale(type="point", padding=0.3),
+        axis=alt.Axis(orient="top", labelAngle=0, labelLimit=0, labelFontWeight="bold", domain=False, ticks=False,
+                      grid=True, labelExpr="split(replace(replace(datum.label, '.', '.\\n'), '@', '\\n@'), '\\n')"),
+    )  # fmt: skip
+    y = alt.Y("at:Q", axis=None, scale=alt.Scale(domain=[ABSENT - 0.06, 1.06], nice=False))
+    picked = alt.selection_point(name="picked", fields=["candidate"], on="click", empty=False)
+    tooltip = ["candidate:N", "what it is:N", "setting:N", "value:N", "settings:N"]
+    layers: list[Any] = []
+    present = [kind for kind in KINDS if kind in set(frame["kind"])]
+    scale = alt.Scale(domain=present, range=[KINDS[kind][0] for kind in present])
+    others, shown = frame[frame["kind"] == "other"], frame[frame["kind"] != "other"]
+    layers.append(
+        alt.Chart(others)
+        .mark_line(color=OTHERS, strokeWidth=1, opacity=0.45)
+        .encode(x=x, y=y, detail="candidate:N", tooltip=tooltip)
+    )
+    layers.append(
+        alt.Chart(shown)
+        .mark_line()
+        .encode(
+            x=x, y=y, detail="candidate:N", tooltip=tooltip,
+            color=alt.Color("kind:N", scale=scale, legend=legend("bottom")),
+            strokeDash=alt.StrokeDash(
+                "kind:N", legend=None,
+                scale=alt.Scale(domain=present, range=[[5, 4] if kind == "base" else [1, 0] for kind in present]),
+            ),
+            strokeWidth=alt.condition(picked, alt.value(5), alt.value(2)),
+            opacity=alt.condition(picked, alt.value(1), alt.value(0.75)),
+        )
+        .add_params(picked)
+    )  # fmt: skip
+    limit = max(50, 1000 // len(axes) - 10)  # about as wide as the room between two axes
+    marks = alt.Scale(domain=present, range=[KINDS[kind][1] for kind in present])
+    layers.append(
+        alt.Chart(shown)
+        .mark_point(filled=True, size=50, opacity=1)
+        .encode(
+            x=x, y=y, tooltip=tooltip,
+            color=alt.Color("kind:N", scale=scale, legend=legend("bottom")),
+            shape=alt.Shape("kind:N", scale=marks, legend=legend("bottom")),
+        )
+    )  # fmt: skip
+    layers.append(
+        alt.Chart(pd.DataFrame(ticks))
+        .mark_text(align="left", dx=7, dy=-7, fontSize=11, fontWeight="bold", color=UNDECIDED, limit=limit)
+        .encode(x=x, y=y, text="value:N")
+    )
+    return alt.layer(*layers).properties(height=380), frame, len(ranked) - len(rows)
+
+
+def one(table: Table, path: str, objective: str) -> tuple[Drawn, pd.DataFrame] | None:
+    """The scores of the candidates that have a setting against its value, and their mean by part of the range."""
+    key = ("first", objective)
+    rows = [row for row in table.rows if row[path] is not None and finite(row, key)]
+    if not rows:
+        return None
+    along = axis([row[path] for row in rows], table.searched[path])
+    frame = pd.DataFrame(
+        {
+            "candidate": [row["name"] for row in rows],
+            "what it is": [row["what"] for row in rows],
+            "kind": [row["kind"] for row in rows],
+            "size": [KINDS[row["kind"]][2] for row in rows],
+            "settings": [row["settings"] for row in rows],
+            "value": [along.text(row[path]) if along.words else row[path] for row in rows],
+            "score": [row[key] for row in rows],
+        }
+    )
+    y = alt.Y("score:Q", title=better(table, objective), scale=alt.Scale(zero=False))
+    present = [kind for kind in KINDS if kind in set(frame["kind"])]
+    color, shape = (alt.Scale(domain=present, range=[KINDS[kind][i] for kind in present]) for i in range(2))
+    points = (
+        alt.Chart(frame[::-1])
+        .mark_point(filled=True, opacity=0.85, stroke="white", strokeWidth=0.5)
+        .encode(
+            x=along.encoding("value", path),
+            y=y,
+            color=alt.Color("kind:N", scale=color, legend=legend("top")),
+            shape=alt.Shape("kind:N", scale=shape, legend=legend("top")),
+            size=alt.Size("size:Q", scale=None),
+            tooltip=[
+                "candidate:N", "what it is:N", "kind:N", "value:N", alt.Tooltip("score:Q", format=",.4~g"), "settings:N"
+            ],
+        )
+    )  # fmt: skip
+    cells: dict[Any, list[float]] = {}
+    for row in rows:
+        cells.setdefault(along.cell(row[path], BINS), []).append(row[key])
+    means = pd.DataFrame(
+        [
+            {"from": low, "to": high, "mean": math.fsum(scores) / len(scores), "candidates": len(scores)}
+            for (low, high), scores in cells.items()
+        ]
+    )
+    tooltip = [alt.Tooltip("mean:Q", format=",.4~g"), "candidates:Q"]
+    if along.words:
+        strokes = alt.Chart(means).mark_tick(thickness=3, size=44, color=PALETTE[1])
+        drawn = strokes.encode(x=along.encoding("from", path), y=alt.Y("mean:Q"), tooltip=tooltip)
+    else:
+        rules = alt.Chart(means).mark_rule(strokeWidth=3, color=PALETTE[1])
+        drawn = rules.encode(x=along.encoding("from", path), x2="to:Q", y=alt.Y("mean:Q"), tooltip=tooltip)
+    return alt.layer(points, drawn).properties(height=340), frame.drop(columns="size").rename(
+        columns={"value": path, "score": objective}
+    )
+
+
+def two(table: Table, across: str, down: str, objective: str) -> tuple[Drawn, pd.DataFrame] | None:
+    """The mean score by two settings. A cell in which no candidate was tried stays empty."""
+    key = ("first", objective)
+    rows = [row for row in table.rows if row[across] is not None and row[down] is not None and finite(row, key)]
+    if not rows:
+        return None
+    x, y = (
+        axis([row[path] for row in table.rows if row[path] is not None], table.searched[path])
+        for path in (across, down)
+    )
+    cells: dict[Any, list[float]] = {}
+    for row in rows:
+        cells.setdefault((x.cell(row[across], BINS), y.cell(row[down], BINS)), []).append(row[key])
+    frame = pd.DataFrame(
+        [
+            {
+                "across": left, "across to": right, "down": low, "down to": high,
+                "mean": math.fsum(scores) / len(scores), "best": (max if table.objectives[objective] else min)(scores),
+                "candidates": len(scores),
+            }
+            for ((left, right), (low, high)), scores in cells.items()
+        ]
+    )  # fmt: skip
+    encoding: dict[str, Any] = {"x": x.encoding("across", across), "y": y.encoding("down", down, vertical=True)}
+    encoding |= {} if x.words else {"x2": "across to:Q"}
+    encoding |= {} if y.words else {"y2": "down to:Q"}
+    drawn = (
+        alt.Chart(frame, height=380)
+        .mark_rect(stroke="white", strokeWidth=1)
+        .encode(
+            **encoding,
+            color=alt.Color(
+                "mean:Q", title=f"mean {table.labels[objective]}",
+                scale=alt.Scale(scheme="viridis", reverse=not table.objectives[objective]),
+            ),
+            tooltip=[
+                alt.Tooltip("across:N", title=across), *([] if x.words else [alt.Tooltip("across to:N", title="to")]),
+                alt.Tooltip("down:N", title=down), *([] if y.words else [alt.Tooltip("down to:N", title="to")]),
+                alt.Tooltip("mean:Q", format=",.4~g"), alt.Tooltip("best:Q", format=",.4~g"), "candidates:Q",
+            ],
+        )
+    )  # fmt: skip
+    drawn = drawn.configure_axis(grid=False)
+    names = {"across": across, "across to": f"{across} to", "down": down, "down to": f"{down} to"}
+    return drawn, frame.rename(columns=names)

@@ -1,0 +1,1 @@
+"""The command `platform`, a module for each group of its commands."""

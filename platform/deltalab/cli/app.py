@@ -1,0 +1,357 @@
+"""The command `platform`. Whatever is wrong with what a user types is one line on stderr."""
+
+import json
+import math
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from deltalab import __version__
+from deltalab.cli import studies
+from deltalab.cli.data import data
+from deltalab.cli.db import db
+from deltalab.cli.doctor import doctor
+from deltalab.cli.eval import evaluate
+from deltalab.cli.export import export
+from deltalab.cli.options import AsJson, Db, Folder, LogTo, Overrides, Profile, StudyFile, StudyName, find_study
+from deltalab.cli.plugins import rule, task
+from deltalab.cli.train import train
+from deltalab.errors import InputError, WrongRules, one_line
+
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+study = typer.Typer(no_args_is_help=True, help="Run, plan, report and start studies.")
+for name, group in (("study", study), ("rule", rule), ("task", task), ("data", data), ("db", db)):
+    app.add_typer(group, name=name)
+studies.add_to(study)
+
+console = Console()
+MOST_WORKERS = 10_000
+INTERRUPTED = (130, 143)
+"""Exit codes after SIGINT, which Typer gives and prints nothing, and after SIGTERM."""
+
+
+def _not_empty(given: str | None) -> str | None:
+    if given is not None and not given.strip():
+        raise typer.BadParameter("is empty: name one, or leave the option out")
+    return given
+
+
+@app.callback()
+def _plugins(
+    ctx: typer.Context,
+    plugin: Annotated[list[Path] | None, typer.Option("--plugin", help="A Python file with rules or tasks.")] = None,
+) -> None:
+    """deltalab: does my change to a recurrent update rule help, by how much, and at what cost?"""
+    ctx.obj = plugin or []
+    if ctx.obj:
+        from deltalab.registry import add_plugin
+
+        for file in ctx.obj:
+            add_plugin(file)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(__version__)
+
+
+@study.command("run")
+def study_run(
+    file: StudyFile,
+    settings: Overrides = None,
+    db: Db = None,
+    profile: Profile = None,
+    executor: Annotated[str, typer.Option(help="ray, or inline for one stack at a time without Ray.")] = "ray",
+    workers: Annotated[int | None, typer.Option(min=1, max=MOST_WORKERS, help="Stacks of trials at a time.")] = None,
+    address: Annotated[str | None, typer.Option(callback=_not_empty, help="Address of a Ray cluster.")] = None,
+    storage: Annotated[
+        str | None, typer.Option(callback=_not_empty, help="Folder or URL for weights; shared, on a cluster.")
+    ] = None,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run failed trials again.")] = False,
+    unchecked: Annotated[
+        bool, typer.Option("--unchecked", help="Run rules that fail their checks; the report says so.")
+    ] = False,
+    join: Annotated[
+        bool, typer.Option("--join", help="Take part in the study that another driver runs with the same database.")
+    ] = False,
+    log_to: LogTo = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run a study, or go on with one; print its report.
+
+    Exit 1 if a trial failed or is missing, 2 if a rule fails its checks or another driver runs the study, 130 or 143
+    after SIGINT or SIGTERM.
+    """
+    from deltalab.study.running.run import run_study
+
+    result = run_study(
+        file,
+        db=db,
+        profile=profile,
+        executor=executor,  # type: ignore[arg-type]
+        workers=workers,
+        address=address,
+        storage=storage,
+        retry_failed=retry_failed,
+        quiet=False,
+        unchecked=unchecked,
+        join=join,
+        overrides=settings,
+        log_to=log_to or [],
+    )
+    if as_json:
+        print(result.report.to_json())
+    else:
+        console.print(result.report)
+        infeasible = f", {result.infeasible} candidates made no model" if result.infeasible else ""
+        print(f"{result.trials} trials, {result.known} of them known before, {result.failed} failed{infeasible}")
+    if result.state != "done":
+        raise typer.Exit(1)
+
+
+@study.command("plan")
+def study_plan(
+    file: StudyFile,
+    settings: Overrides = None,
+    profile: Profile = None,
+    workers: Annotated[int | None, typer.Option(min=1, max=MOST_WORKERS, help="Stacks of trials at a time.")] = None,
+    db: Db = None,
+    sd: Annotated[
+        float | None, typer.Option(min=0.0, help="Standard deviation of a seed's score; else from the database.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show arms, trials, runs, the time they take here, and the effect that the study can find. Runs nothing."""
+    from deltalab.store import Store
+    from deltalab.study.forecast.estimate import estimate
+    from deltalab.study.forecast.power import Spread, spreads
+    from deltalab.study.planning import warm_starts
+    from deltalab.study.planning.make import plan_study
+
+    if sd is not None and not math.isfinite(sd):
+        raise InputError(f"--sd must be a finite number, not {sd}")
+    plan = plan_study(file, profile=profile, overrides=settings)
+    known: list[Spread] = []
+    if sd is not None:
+        known = [Spread(name, task.metric, sd, "given by --sd") for name, task in plan.tasks.items()]
+    elif Store.exists(db):
+        with Store.open(db, create=False) as store:
+            known = spreads(store, plan.tasks)
+    warm_starts.demand(plan, db)
+    found = estimate(plan, workers=workers, spreads=known)
+    if as_json:
+        print(found.to_json())
+    else:
+        console.print(found.to_rich())
+
+
+@study.command("report")
+def study_report(
+    name: StudyName,
+    settings: Overrides = None,
+    db: Db = None,
+    profile: Profile = None,
+    as_json: AsJson = False,
+    csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
+) -> None:
+    """Compare a study's arms with its base."""
+    from deltalab.store import Store
+    from deltalab.store.progress import progress
+    from deltalab.study.reports.report import report
+
+    if as_json + csv + markdown > 1:
+        raise InputError("--json, --csv and --markdown: give one of them")
+    with Store.open(db, create=False) as store:
+        which = find_study(store, name, profile, settings)
+        found = report(store, which.id)
+        running = progress(store, [which.id]).get(which.id)
+    if running:
+        print(f"study '{which.address}' runs: {running.line}", file=sys.stderr)
+    if as_json:
+        print(found.to_json())
+    elif csv:
+        print(found.to_csv(), end="")
+    elif markdown:
+        print(found.to_markdown())
+    else:
+        console.print(found)
+
+
+@study.command("export-optuna")
+def study_export_optuna(
+    name: StudyName,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A new SQLite file.")],
+    db: Db = None,
+    profile: Profile = None,
+) -> None:
+    """Write the candidates of a search to a file of Optuna's, which optuna-dashboard and Optuna's plots open."""
+    from deltalab.store import Store
+    from deltalab.study.reports.to_optuna import export_optuna
+
+    with Store.open(db, create=False) as store:
+        for written in export_optuna(store, find_study(store, name, profile).id, file):
+            print(f"{written.name}: {written.complete} of {written.trials} candidates have all scores")
+    print(f"{file}: written; pip install optuna-dashboard, then: optuna-dashboard sqlite:///{file}")
+
+
+@study.command("calibrate")
+def study_calibrate(
+    name: StudyName,
+    settings: Overrides = None,
+    db: Db = None,
+    profile: Profile = None,
+    repeats: Annotated[int, typer.Option(min=1, max=10**6, help="A/A studies to simulate.")] = 400,
+    real: Annotated[
+        bool, typer.Option("--real", help="Train the base on a seed for every run of every arm, and split those.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure how often this study finds a difference between arms that are alike, and whether it keeps to 5%."""
+    from deltalab.store import Store
+    from deltalab.study.forecast import calibration
+    from deltalab.study.planning.make import plan_study
+
+    if real:
+        plan = plan_study(name, profile=profile, overrides=settings)
+        found = calibration.real(plan, db=db, repeats=repeats, quiet=False)
+    else:
+        try:
+            with Store.open(db, create=False) as store:
+                study_id = find_study(store, name, profile, settings).id
+                found = calibration.simulated(store, study_id, repeats=repeats, quiet=False)
+        except InputError as error:
+            raise InputError(f"{error}; run it first (platform study run {name}), or give --real") from None
+    if as_json:
+        print(json.dumps([asdict(row) for row in found]))
+    else:
+        for row in found:
+            print(row)
+
+
+@study.command("schema")
+def study_schema(
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Write it to this file, in place of an earlier one.")
+    ] = None,
+) -> None:
+    """Print the JSON schema of a study file, for editors."""
+    from deltalab.study.specs.json_schema import schema_text
+
+    if out is None:
+        print(schema_text(), end="")
+    else:
+        out.write_text(schema_text(), encoding="utf-8")
+        print(f"{out}: begin a study beside it with: # yaml-language-server: $schema={out.name}")
+
+
+@study.command("new")
+def study_new(name: str, folder: Folder = Path("studies")) -> None:
+    """Write a commented study file that can be planned and run, to start from."""
+    from deltalab.authoring.scaffold import new_study
+
+    file = new_study(name, folder)
+    print(f"{file}: change it, then: platform study plan {file}")
+
+
+@app.command()
+def dashboard(
+    ctx: typer.Context,
+    db: Db = None,
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8501,
+    browser: bool = True,
+) -> None:
+    """Compare studies in the browser, on 127.0.0.1."""
+    import importlib.util
+
+    from deltalab.store import Store
+
+    with Store.open(db, create=False):
+        pass
+    spec = importlib.util.find_spec("deltalab_dashboard")
+    if spec is None or spec.origin is None:
+        raise InputError("the dashboard is not installed")
+    options = {
+        "server.address": "127.0.0.1",
+        "server.port": port,
+        "server.headless": not browser,
+        "browser.gatherUsageStats": False,
+        "runner.magicEnabled": False,  # else a page shows every string that stands alone in its file
+        "theme.light.textColor": "#111111",  # captions have 60% of it: Streamlit's own is too pale
+        "server.fileWatcherType": "none",  # a reloaded plugin would not be the source that this process hashed
+    }
+    flags = [f"--{name}={str(value).lower()}" for name, value in options.items()]
+    command = [
+        sys.executable,
+        "-m",
+        "deltalab_dashboard.serve",
+        "run",
+        str(Path(spec.origin).parent / "app.py"),
+        *flags,
+    ]
+    # A database's URL may hold a password, and other users can read a process's arguments. So the URL goes through the
+    # environment, and Streamlit replaces this process, whose arguments may hold it too.
+    environment = {**os.environ, **({"DELTALAB_DB": db} if db else {})}
+    if ctx.obj:
+        environment["DELTALAB_PLUGINS"] = os.pathsep.join(map(str, ctx.obj))
+    os.execve(sys.executable, command, environment)
+
+
+app.command()(export)
+app.command()(train)
+app.command()(doctor)
+app.command("eval")(evaluate)
+
+
+def main() -> None:
+    """Exit 0 done; 1 a trial or a check failed; 2 the input was wrong; 130 or 143 after SIGINT or SIGTERM."""
+    code = _run()
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        # Drop what is left to write: Python would try again at exit, and end in a traceback.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not code and not isinstance(error, BrokenPipeError):
+            code = _wrong(f"output: {error.strerror}")
+    sys.exit(code)
+
+
+def _run() -> int:
+    try:
+        code = app(prog_name="platform", standalone_mode=False)
+    except InputError as error:
+        return _wrong(*(error.lines if isinstance(error, WrongRules) else [str(error)]))
+    except (typer.Abort, KeyboardInterrupt):
+        code = INTERRUPTED[0]
+    except SystemExit as error:
+        if error.code not in INTERRUPTED:
+            raise
+        code = error.code
+    except OSError as error:
+        return _wrong(f"{error.filename or 'output'}: {error.strerror or error}")
+    except Exception as error:
+        # Typer has its own copy of click; recognize its exceptions without importing its internals.
+        if not hasattr(error, "format_message"):
+            raise
+        if type(error).__name__ == "NoArgsIsHelpError":
+            print(error.format_message(), file=sys.stderr)
+            return 2
+        return _wrong(error.format_message())
+    if registry := sys.modules.get("deltalab.registry"):  # it brings torch, which many commands need not
+        for line in registry.left_out():
+            print(f"warning: left out: {one_line(line)}", file=sys.stderr)
+    if code in INTERRUPTED:
+        print("interrupted: the same command goes on from here", file=sys.stderr)
+    return code if isinstance(code, int) else 0
+
+
+def _wrong(*messages: str) -> int:
+    for message in messages:
+        print("error: " + one_line(message), file=sys.stderr)
+    return 2

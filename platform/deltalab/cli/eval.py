@@ -1,0 +1,94 @@
+"""The command `platform eval`."""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from deltalab.cli.options import AsJson, Db
+from deltalab.data.token_shards import SPLITS
+from deltalab.errors import unknown
+
+
+def evaluate(
+    directory: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", help="An exported folder, a run of platform train, or one of its checkpoints."),
+    ],
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            "--tasks",
+            help="With commas: loss, needle, needle_text, proxy, and names or YAML files of lm-evaluation-harness.",
+        ),
+    ] = None,
+    data: Annotated[Path | None, typer.Option("--data", help="Packed data; by default, those of the training.")] = None,
+    split: Annotated[str, typer.Option("--split", help="Which split of the packed data.")] = "validation",
+    length: Annotated[int | None, typer.Option("--length", min=1, help="Tokens of a training sequence.")] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Examples of each task.")] = None,
+    include: Annotated[
+        Path | None, typer.Option("--include", help="A folder with YAML files of further tasks of the harness.")
+    ] = None,
+    db: Db = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure a trained folder: loss by length, retrieval, its proxy task, and lm-evaluation-harness.
+
+    Results go to evaluations.json in DIR; those of a training also into the ledger that has it.
+    """
+    from deltalab.evaluation import evaluate as evaluating
+    from deltalab.evaluation.folder import opened
+    from deltalab.evaluation.results import fingerprint, write
+    from deltalab.store import Store
+    from deltalab.store.trainings import add_evaluations, record
+
+    if split not in SPLITS:
+        raise unknown("split", split, SPLITS, where="--split")
+    with opened(directory) as folder:
+        data = data or folder.data
+        chosen = [task.strip() for task in (tasks or "").split(",") if task.strip()]
+        read = None if data is None else evaluating.packed(data)
+        left_out: dict[str, str] = {}
+        if not chosen:
+            chosen, left_out = evaluating.askable(folder, read, split=split, length=length)
+        results = evaluating.evaluate(
+            folder,
+            chosen,
+            data=read,
+            split=split,
+            length=length,
+            limit=limit,
+            include=include,
+        )
+        about = {"weights": fingerprint(folder.path), "data": None if data is None else str(data)}
+    file = write(results, folder.run or directory, about)
+    said = f"{file}: {len(results)} values"
+    if folder.training is not None and Store.exists(db):
+        with Store.open(db, create=False) as store:
+            if folder.run is not None:
+                record(store, folder.run)
+                said += ", also in the ledger"
+            elif add_evaluations(store, folder.training, [asdict(result) for result in results]):
+                said += ", also in the ledger"
+            else:
+                said += f"; the ledger has no training {folder.training}: `platform db import RUN` records it"
+    for task, reason in left_out.items():
+        print(f"left out {task}: {reason}", file=sys.stderr)
+    if as_json:
+        print(json.dumps([asdict(result) for result in results]))
+        return
+    table = Table(box=None, pad_edge=False)
+    for column in ("task", "metric", "value", "stderr", "examples"):
+        table.add_column(column, justify="left" if column in ("task", "metric") else "right")
+    for result in results:
+        stderr = "" if result.stderr is None else f"{result.stderr:.4f}"
+        examples = "" if result.examples is None else f"{result.examples:,}"
+        table.add_row(result.task, result.metric, f"{result.value:.4f}", stderr, examples)
+    console = Console()
+    console.print(table)
+    console.print(said, markup=False, highlight=False, soft_wrap=True)

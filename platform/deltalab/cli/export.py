@@ -1,0 +1,81 @@
+"""The command `platform export`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from deltalab.cli.options import Db, Profile, find_study
+from deltalab.errors import InputError
+
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="SOURCE",
+        help="A study's NAME, NAME:PROFILE, id or file; or a folder: an export, a run of platform train or one of its "
+        "checkpoints, a model of FLA.",
+    ),
+]
+
+
+def export(
+    source: Source,
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to write.")],
+    arm: Annotated[str | None, typer.Option("--arm", help="Which arm of the study.")] = None,
+    best: Annotated[bool, typer.Option("--best", help="The arm with the best score in the study's report.")] = False,
+    to: Annotated[
+        str, typer.Option("--to", help="hf (transformers), torchtitan (the same, and the engine's files), or fla.")
+    ] = "hf",
+    scale: Annotated[str | None, typer.Option("--scale", help="A paper's size: 340M, 1.3B or 2.7B; untrained.")] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change model.KEY, rule.KNOB or recipe.KEY; repeatable."),
+    ] = None,
+    weights: Annotated[
+        bool | None, typer.Option("--weights/--no-weights", help="With or without weights; with, where they fit.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            "--tokenizer", help="bytes, a tokenizer.json, a folder with one, or a name on the Hugging Face Hub."
+        ),
+    ] = None,
+    task: Annotated[str | None, typer.Option("--task", help="Which task, where the study has several.")] = None,
+    db: Db = None,
+    profile: Profile = None,
+) -> None:
+    """Export a model of a study, or of a folder, for real training: its code with kernels, its recipe, its weights.
+
+    A study needs --arm or --best. Weights go along where the model keeps its size.
+    """
+    from deltalab.export.folders import from_folder, holds_a_model
+    from deltalab.export.write import export as write
+
+    folder = Path(source)
+    is_path = "/" in source and not source.endswith((".yaml", ".yml"))
+    if is_path or (folder.is_dir() and holds_a_model(folder)):
+        found, said = from_folder(folder), source
+        for option, given in (("--arm", arm), ("--best", best), ("--task", task), ("--profile", profile)):
+            if given:
+                raise InputError(f"{option} is for a study; {source} is a folder, which holds one model")
+    else:
+        from deltalab.export.best_run import best_run
+        from deltalab.store import Store
+
+        try:
+            with Store.open(db, create=False) as store:
+                study = find_study(store, source, profile).id
+        except InputError as error:
+            if folder.is_dir():
+                raise InputError(f"{source}: the folder holds no model, and no study is found: {error}") from None
+            raise
+        with Store.open(db, create=False) as store:
+            chosen = best_run(store, study, arm=arm, best=best, task=task)
+        found, said = chosen.source, chosen.said
+    written = write(found, directory, to=to, scale=scale, given=settings or [], weights=weights, tokenizer=tokenizer)
+    print(said)
+    for note in written.notes:
+        print(f"- {note}")
+    trained = "with its weights" if written.trained else "untrained"
+    how = "a model of FLA, which platform train does not take" if to == "fla" else "recipe.yaml says how to train it"
+    print(f"{directory}: {written.parameters:,} parameters, {trained}; {how}")

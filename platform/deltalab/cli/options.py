@@ -1,0 +1,80 @@
+"""Options and arguments that several commands take, what they name, and the table that several print."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from deltalab.errors import InputError
+
+
+def _without_password(ctx: typer.Context, value: str | None) -> str | None:
+    """Refuses a password in a command's arguments, which `ps` shows to other users as long as the command runs."""
+    from deltalab.store.database import without_password
+
+    source = ctx.get_parameter_source("db")
+    if value and source is not None and source.name == "COMMANDLINE" and without_password(value) != value:
+        raise InputError(
+            "--db: a password in a command's arguments is shown to other users by `ps`; "
+            "give the URL by the environment variable DELTALAB_DB, or the password by PGPASSWORD or ~/.pgpass"
+        )
+    return value
+
+
+Db = Annotated[
+    str | None,
+    typer.Option(
+        "--db",
+        envvar="DELTALAB_DB",
+        help="A file or a database URL; ./deltalab.db by default.",
+        callback=_without_password,
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Folder = Annotated[Path, typer.Option("--folder", help="Where to write it.")]
+LogTo = Annotated[
+    list[str] | None,
+    typer.Option("--log-to", metavar="NAME", help="Log it to wandb, mlflow or tensorboard, too; repeatable."),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Settings in place of the file's, such as train.steps=100 seeds=7."),
+]
+Params = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")]
+Profile = Annotated[str | None, typer.Option("--profile", help="One of the study's profiles.")]
+StudyFile = Annotated[
+    Path, typer.Argument(metavar="FILE|NAME", help="A study's file, or the name of one in ./studies or shipped.")
+]
+StudyName = Annotated[str, typer.Argument(metavar="STUDY", help="A study's NAME, NAME:PROFILE, id or file.")]
+
+
+def find_study(store: Any, name: str, profile: str | None, overrides: Sequence[str] | None = None) -> Any:
+    """The study that `StudyName` names, run with these overrides.
+
+    Raises `InputError` where the database has none.
+    """
+    from deltalab.study.specs.overrides import read_overrides
+
+    if name.endswith((".yaml", ".yml")):
+        from deltalab.study.specs.study_file import load_study
+
+        name = load_study(name, profile=profile, overrides=overrides).name
+    return store.study(name, profile, read_overrides(overrides))
+
+
+def print_rows(rows: list[dict[str, Any]], as_json: bool) -> None:
+    """Prints a table with the keys as its headers, or JSON."""
+    if as_json:
+        print(json.dumps(rows))
+        return
+    table = Table(box=None, pad_edge=False)
+    for key in rows[0] if rows else []:
+        table.add_column(key, no_wrap=key in ("id", "name"), overflow="fold")  # what is typed stays whole
+    for row in rows:
+        table.add_row(*("" if value is None else escape(str(value)) for value in row.values()))
+    Console().print(table if rows else "nothing yet")

@@ -1,0 +1,240 @@
+"""The commands `platform rule ...` and `platform task ...`."""
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from deltalab.authoring.check import CheckResult, author_line
+from deltalab.cli.options import AsJson, Db, Folder, Params, Profile, StudyName, find_study, print_rows
+from deltalab.errors import InputError
+
+if TYPE_CHECKING:
+    from deltalab.tasks import Task
+
+rule = typer.Typer(no_args_is_help=True, help="List, show, check, time and start update rules.")
+task = typer.Typer(no_args_is_help=True, help="List, show, check and start proxy tasks.")
+console = Console()
+FORKED = hasattr(os, "fork")
+"""Whether each check runs in a process of its own: compiled code that crashes then fails the check alone."""
+
+
+@rule.command("list")
+def rule_list(as_json: AsJson = False) -> None:
+    """List the rules that can be found."""
+    from deltalab.registry import get_rule, list_rules
+
+    rows = [
+        {"name": name, "paper": kind.paper, "knobs": ", ".join(kind.options()), "about": _about(kind)}
+        for name in list_rules()
+        for kind in [type(get_rule(name))]
+    ]
+    print_rows(rows, as_json)
+
+
+@rule.command("show")
+def rule_show(name: Annotated[str, typer.Argument(metavar="NAME|FILE")], as_json: AsJson = False) -> None:
+    """Show a rule's card: equation, knobs, gates, structure, cost and size."""
+    from rich.markdown import Markdown
+
+    from deltalab.authoring.card import card
+    from deltalab.registry import rule_plugin
+    from deltalab.rule import UpdateRule
+
+    for rule_name in _named(name, UpdateRule):
+        try:
+            found = card(rule_name)
+        except InputError as error:
+            file = str(rule_plugin(rule_name).file)
+            raise error if file in str(error) else InputError(f"{file}: {error}") from error
+        except Exception as error:
+            at = f" ({line})" if (line := author_line(error)) else ""
+            raise InputError(
+                f"rule '{rule_name}'{at} does not run: {type(error).__name__}: {error}; "
+                f"`platform rule check {name}` says more"
+            ) from error
+        if as_json:
+            print(found.to_json())
+        else:
+            console.print(Markdown(found.to_markdown()))
+
+
+@rule.command("check")
+def rule_check(
+    name: Annotated[str, typer.Argument(metavar="NAME|FILE")],
+    quick: Annotated[
+        bool, typer.Option("--quick", help="The checks of seconds, on the rule as it stands: no verdict for a study.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Hold a rule to the contract, and keep the verdict for studies. Exit 1 if a check fails."""
+    from deltalab.authoring.verdict import checked, keep
+    from deltalab.rule import UpdateRule
+
+    found = {rule: checked(rule, quick=quick) for rule in _named(name, UpdateRule)}
+    if not quick:
+        for rule, results in found.items():
+            keep(rule, results)
+    _print_checks(found, "rule", as_json)
+
+
+@rule.command("bench")
+def rule_bench(
+    name: Annotated[str, typer.Argument(metavar="NAME|FILE")],
+    against: Annotated[str | None, typer.Option(help="Peers: fla, flash_qla, sdpa; with commas between them.")] = None,
+    shape: Annotated[str | None, typer.Option(help="B,T,H,K,V.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32.")] = None,
+    lengths: Annotated[
+        str | None, typer.Option(help="Values of T with commas between them, each with as many tokens as --shape.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="A folder for NAME.json and, with --lengths, NAME.png.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time a rule, forward, with backward and decoding, with its memory; on the GPU, or else on the CPU."""
+    from deltalab.bench.measure import bench
+    from deltalab.registry import get_rule
+    from deltalab.rule import UpdateRule
+
+    for found in _named(name, UpdateRule):
+        results = bench(get_rule(found), shape=shape, dtype=dtype, lengths=lengths, against=against, out=out)
+        print(results.to_json() if as_json else results.to_text())
+
+
+@rule.command("new")
+def rule_new(
+    name: str,
+    folder: Folder = Path("plugins"),
+    kernel: Annotated[bool, typer.Option("--kernel", help="A rule with a Triton kernel of its own.")] = False,
+) -> None:
+    """Write a rule file that passes its checks, to start from."""
+    from deltalab.authoring.scaffold import new_rule
+
+    file = new_rule(name, folder, kernel=kernel)
+    print(f"{file}: change it, then: platform rule check {file}")
+
+
+@rule.command("from-search")
+def rule_from_search(
+    study: StudyName,
+    arm: Annotated[str, typer.Option("--arm", help="What the search found, such as found_1.")],
+    name: Annotated[str, typer.Option("--name", help="The name of the new rule.")],
+    out: Annotated[Path | None, typer.Option("--out", help="The file to write; plugins/NAME.py by default.")] = None,
+    db: Db = None,
+    profile: Profile = None,
+) -> None:
+    """Write the rule that a search found as a file of its own, with only what it uses and with its equation."""
+    from deltalab.store import Store
+    from deltalab.study.reports.rule_from_search import rule_from_search as write
+
+    with Store.open(db, create=False) as store:
+        file = write(store, find_study(store, study, profile).id, arm=arm, name=name, out=out)
+    print(f"{file}: read its equation, then: platform rule check {file}")
+
+
+@task.command("list")
+def task_list(as_json: AsJson = False) -> None:
+    """List the proxy tasks."""
+    from deltalab.registry import list_tasks, task_plugin
+
+    rows = [
+        {"name": name, "version": kind.version, "metric": kind.metric, "about": _about(kind)}  # type: ignore[union-attr]
+        for name in list_tasks()
+        for kind in [task_plugin(name).kind]
+    ]
+    print_rows(rows, as_json)
+
+
+@task.command("show")
+def task_show(
+    name: Annotated[str, typer.Argument(metavar="NAME|FILE")], param: Params = None, as_json: AsJson = False
+) -> None:
+    """Print a task's facts and one example."""
+    for found in _tasks(name, param):
+        batch = found.batch("validation", 1, 0, 0)
+        facts = {
+            "name": found.name,
+            "version": found.version,
+            "metric": found.metric,
+            "maximize": found.maximize,
+            "chance": found.chance,
+            "vocab_size": found.vocab_size,
+            "parameters": asdict(found),
+            "inputs": batch.inputs[0].tolist(),
+            "targets": batch.targets[0].tolist(),
+        }
+        print(json.dumps(facts) if as_json else "\n".join(f"{key}: {value}" for key, value in facts.items()))
+
+
+@task.command("check")
+def task_check(
+    name: Annotated[str, typer.Argument(metavar="NAME|FILE")], param: Params = None, as_json: AsJson = False
+) -> None:
+    """Hold a task to the contract. Exit 1 if a check fails."""
+    from deltalab.authoring.task_checks import check_task
+
+    checks = {found.name: check_task(found, forked=FORKED) for found in _tasks(name, param)}
+    _print_checks(checks, "task", as_json)
+
+
+@task.command("new")
+def task_new(name: str, folder: Folder = Path("plugins")) -> None:
+    """Write a task file that passes its checks, to start from."""
+    from deltalab.authoring.scaffold import new_task
+
+    file = new_task(name, folder)
+    print(f"{file}: change it, then: platform task check {file}")
+
+
+def _named(name: str, kind: type) -> list[str]:
+    """The names of the rules, or tasks, that a name or a plugin file stands for."""
+    if not name.endswith(".py"):
+        return [name]
+    from deltalab.registry import add_plugin
+
+    found = [plugin.kind.name for plugin in add_plugin(name) if issubclass(plugin.kind, kind)]
+    if not found:
+        raise InputError(f"{name}: defines no {kind.__name__}")
+    return found
+
+
+def _tasks(name: str, given: list[str] | None) -> "list[Task]":
+    """The tasks that a name or a plugin file stands for: their examples, with the given parameters."""
+    from deltalab.reading import read_pairs
+    from deltalab.registry import get_task, task_plugin
+    from deltalab.tasks import Task
+
+    params = read_pairs(given or [])
+    plugins = [task_plugin(found) for found in _named(name, Task)]
+    return [get_task(p.kind.name, **{**p.kind.example, **params}) for p in plugins]  # type: ignore[union-attr]
+
+
+def _print_checks(checks: dict[str, list[CheckResult]], what: str, as_json: bool) -> None:
+    for name, results in checks.items():
+        if as_json:
+            print(json.dumps({what: name, "checks": [asdict(result) for result in results]}))
+            continue
+        table = Table(title=name, title_justify="left", box=None, pad_edge=False)
+        for column in ("", "check", "figure", "what"):
+            table.add_column(column, overflow="fold")
+        for result in results:
+            mark = "[green]ok[/]" if result.passed else "[red]FAILED[/]"
+            figure = f"{result.figure:.3g}" if isinstance(result.figure, float) else str(result.figure or "")
+            table.add_row(mark, result.name, figure, escape(result.message))
+        console.print(table)
+        if failed := [result.name for result in results if not result.passed]:
+            console.print(f"[red]{len(failed)} of {len(results)} checks failed:[/] {', '.join(failed)}")
+        else:
+            console.print(f"{name}: all {len(results)} checks passed")
+    if not all(result.passed for results in checks.values() for result in results):
+        raise typer.Exit(1)
+
+
+def _about(kind: type) -> str:
+    return (sys.modules[kind.__module__].__doc__ or "").strip().partition("\n")[0]

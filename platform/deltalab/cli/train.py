@@ -1,0 +1,91 @@
+"""The command `platform train`."""
+
+import importlib.util
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from deltalab.cli.options import Db
+from deltalab.errors import InputError
+
+
+def train(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that platform export wrote.")],
+    data: Annotated[Path | None, typer.Option("--data", help="Packed data, from platform data pack.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="The run's folder; by default DIR/runs/NAME, with a NAME derived from the command."),
+    ] = None,
+    engine: Annotated[
+        str, typer.Option("--engine", help="torchtitan, or accelerate (transformers' Trainer).")
+    ] = "torchtitan",
+    gpus: Annotated[
+        int | None, typer.Option("--gpus", min=0, help="GPUs of this machine, all by default; 0 trains on CPUs.")
+    ] = None,
+    processes: Annotated[int, typer.Option("--processes", min=1, help="Processes, where there is no GPU.")] = 1,
+    nodes: Annotated[int, typer.Option("--nodes", min=1, help="Machines; start the command on each.")] = 1,
+    node_rank: Annotated[int, typer.Option("--node-rank", min=0, help="The number of this machine, from 0.")] = 0,
+    address: Annotated[str | None, typer.Option("--address", metavar="HOST:PORT", help="Of machine 0.")] = None,
+    steps: Annotated[int | None, typer.Option("--steps", min=1, help="Steps in place of the recipe's.")] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Change a key of the recipe for this run, such as optimizer.lr; repeatable.",
+        ),
+    ] = None,
+    trial: Annotated[
+        bool,
+        typer.Option("--trial", help="Print the first 200 losses of the trial that DIR comes from, trained again."),
+    ] = False,
+    db: Db = None,
+) -> None:
+    """Train an exported folder on packed data, by torchtitan or transformers' Trainer.
+
+    It prints the engine's own command and runs it. The same command again goes on from the newest complete checkpoint.
+    """
+    if trial:
+        from deltalab.export import rebuild
+
+        for step, loss in enumerate(rebuild(folder), start=1):
+            print(f"{step} {loss!r}")
+        return
+    if data is None:
+        raise InputError("--data: name packed data; `platform data pack` makes it")
+    from deltalab.engines.launch import Nodes, last_error, prepare, start
+
+    launch = prepare(
+        folder,
+        data,
+        run=out,
+        engine=engine,
+        gpus=gpus,
+        processes=processes,
+        nodes=Nodes(nodes, node_rank, address),
+        steps=steps,
+        given=settings or [],
+    )
+    status = start(launch, say=_say, record=None if node_rank else _recorder(db))
+    if status:
+        _say(f"{last_error(launch.run)}  (the whole output is in {launch.run / 'log.txt'})")
+        raise typer.Exit(1)
+    print(f"{launch.run}: trained; platform export {launch.run} FOLDER makes a model of its newest checkpoint")
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _recorder(db: str | None):  # type: ignore[no-untyped-def]
+    """Writes a run into the ledger; None where there is no SQLAlchemy, as on a bare GPU image."""
+    if importlib.util.find_spec("sqlalchemy") is None:
+        return None
+    from deltalab.store import Store, trainings
+
+    def record(run: Path) -> None:
+        with Store.open(db) as store:
+            trainings.record(store, run)
+
+    return record

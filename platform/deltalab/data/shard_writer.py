@@ -1,0 +1,116 @@
+"""Writes the shards of a split: each under another name until it is whole."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltalab.data.token_shards import DTYPES, ends_file
+
+PARTIAL = ".partial"
+
+
+class Shards:
+    """The shards of one split, in order. finished: what `meta.json` says of each, and `chain`, the hash of the
+    documents up to its end.
+
+    A shard ends with the document that brings it to `bound` tokens. `skip` documents, those of the finished shards, are
+    there already.
+    """
+
+    def __init__(self, folder: Path, split: str, dtype: str, bound: int, finished: list[dict[str, Any]]) -> None:
+        self.finished = finished
+        self.skip = sum(shard["documents"] for shard in finished)
+        self._folder, self._split, self._bound = folder, split, bound
+        self._dtype = np.dtype(DTYPES[dtype])
+        self._chain = hashlib.sha256()
+        self._file: BinaryIO | None = None
+
+    def passed(self, digest: bytes) -> bool:
+        """Notes the next document of the split. Whether it still has to be written.
+
+        Raises `ValueError` where the documents so far are not those of the finished shards.
+        """
+        self._chain.update(digest)
+        if not self.skip:
+            return True
+        self.skip -= 1
+        if not self.skip and self._chain.hexdigest() != self.finished[-1]["chain"]:
+            raise ValueError("other documents than those of the finished shards")
+        return False
+
+    def add(self, tokens: NDArray[Any], size: int, chain: str) -> bool:
+        """Writes a document of `size` bytes of text. Whether that finished a shard.
+
+        chain: `chain()` as it was when the document was passed.
+        """
+        if self._file is None:
+            self._file = self._path.with_name(self._path.name + PARTIAL).open("wb")
+            self._digest, self._ends, self._bytes = hashlib.sha256(), [0], 0
+        data = tokens.astype(self._dtype).tobytes()
+        self._file.write(data)
+        self._digest.update(data)
+        self._ends.append(self._ends[-1] + len(tokens))
+        self._bytes += size
+        if self._ends[-1] < self._bound:
+            return False
+        self.finish(chain)
+        return True
+
+    def chain(self) -> str:
+        """The hash of all documents that were passed."""
+        return self._chain.hexdigest()
+
+    def finish(self, chain: str) -> None:
+        """Ends the shard that is being written, if there is one, and gives it its name."""
+        if self._file is None:
+            return
+        ends = ends_file(self._path)
+        with self._file as file:
+            _to_disk(file)
+        partial = ends.with_name(ends.name + PARTIAL)
+        with partial.open("wb") as file:
+            np.save(file, np.array(self._ends[1:], np.int64))
+            _to_disk(file)
+        ends_digest = hashlib.sha256(partial.read_bytes()).hexdigest()
+        partial.replace(ends)
+        self._path.with_name(self._path.name + PARTIAL).replace(self._path)
+        self.finished.append(
+            {
+                "file": self._path.name,
+                "tokens": self._ends[-1],
+                "documents": len(self._ends) - 1,
+                "bytes": self._bytes,
+                "sha256": self._digest.hexdigest(),
+                "ends_sha256": ends_digest,
+                "chain": chain,
+            }
+        )
+        self._file = None
+
+    @property
+    def _path(self) -> Path:
+        return self._folder / f"{self._split}-{len(self.finished):05d}.bin"
+
+
+def write_json(file: Path, value: object) -> None:
+    """Writes a file whole or not at all, and keeps it through a loss of power."""
+    partial = file.with_name(file.name + PARTIAL)
+    with partial.open("wb") as opened:
+        opened.write((json.dumps(value, indent=1) + "\n").encode())
+        _to_disk(opened)
+    partial.replace(file)
+    folder = os.open(file.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _to_disk(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())

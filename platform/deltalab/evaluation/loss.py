@@ -1,0 +1,66 @@
+"""The loss on packed data, by length and by position."""
+
+import math
+
+import torch
+from torch.nn import functional
+
+from deltalab.data.token_shards import Split
+from deltalab.errors import InputError
+from deltalab.evaluation.folder import Folder
+from deltalab.evaluation.results import Result
+
+TIMES = (1, 2, 4)
+"""The lengths that are measured, in multiples of the training's."""
+
+
+TOKENS_AT_ONCE = 2**14
+
+
+def loss(folder: Folder, split: Split, task: str, length: int, examples: int) -> list[Result]:
+    """The mean loss in nats a token and in bits a byte, on rows of 1, 2 and 4 times the training's length; and on the
+    longest rows by position, in ranges that double.
+
+    Rows are spread evenly over the split, as many of each length as hold the tokens of `examples` rows of the shortest.
+    A row's documents follow each other without a mark but their end. Lengths that the split is too short for are left
+    out.
+
+    Raises `InputError` where it is too short for a single row of the training's length.
+    """
+    if not split.rows(length):
+        raise InputError(f"task '{task}': {too_short(split, length)}")
+    results: list[Result] = []
+    bits = split.tokens / (math.log(2) * split.bytes)
+    by_place = torch.zeros(0)
+    rows = 0
+    for times in TIMES:
+        size = times * length
+        there = split.rows(size)
+        if not there:
+            break
+        rows = min(there, max(1, examples // times))
+        total = torch.zeros(size, dtype=torch.float64)
+        at_once = max(1, TOKENS_AT_ONCE // size)
+        chosen = [there * i // rows for i in range(rows)]
+        for begin in range(0, rows, at_once):
+            tokens = torch.stack([torch.from_numpy(split.row(i, size)[0]) for i in chosen[begin : begin + at_once]])
+            targets = tokens[:, 1:].to(folder.device)
+            nats = functional.cross_entropy(
+                folder.logits(tokens[:, :-1]).flatten(0, 1), targets.flatten(), reduction="none"
+            )
+            total += nats.view(targets.shape).double().sum(0).cpu()
+        by_place = total / rows
+        mean = by_place.mean().item()
+        results.append(Result(folder.step, task, f"loss@{size}", mean, rows))
+        results.append(Result(folder.step, task, f"bits_per_byte@{size}", mean * bits, rows))
+    begin = 0
+    cuts = [cut for cut in (length // 4, length // 2, *(times * length for times in TIMES)) if cut <= len(by_place)]
+    for end in dict.fromkeys(filter(None, cuts)):
+        value = by_place[begin:end].mean().item()
+        results.append(Result(folder.step, task, f"loss_at_{begin}_to_{end}", value, rows))
+        begin = end
+    return results
+
+
+def too_short(split: Split, length: int) -> str:
+    return f"the split has {split.tokens} tokens, and a row takes {length + 1}: give --length, or another --split"

@@ -1,0 +1,67 @@
+"""The proxy task that a folder comes from, asked of its test split."""
+
+from collections.abc import Mapping
+
+import torch
+
+from deltalab.errors import InputError
+from deltalab.evaluation.folder import Folder, read_config
+from deltalab.evaluation.results import Result
+from deltalab.export.folders import from_folder
+from deltalab.export.retrain import load_rules
+from deltalab.models.model import Model
+from deltalab.registry import get_task
+from deltalab.tasks import IGNORE, Task
+from deltalab.training.evaluation import EVALUATION_SEED
+
+
+def proxy(folder: Folder) -> list[Result]:
+    """The metrics on the test split of the proxy task that the folder comes from, over as many batches as its trial.
+
+    Raises `InputError` where it comes from none, or its vocabulary is another.
+    """
+    task = proxy_task(folder)
+    if isinstance(task, str):
+        raise InputError(f"task 'proxy': {folder.named}: {task}")
+    found = from_folder(folder.path)
+    assert found.weights is not None
+    model = Model(found.model)
+    model.load_state_dict(dict(found.weights()))
+    model.to(folder.device).eval()
+    train = folder.recipe["trial"]["train"]
+    sums: dict[str, tuple[float, float]] = {}
+    evaluations = task.evaluations()
+    for label, own in evaluations.items():
+        ends = [f"@{label}" if label else "", *([] if "" in evaluations else [""])]
+        rows, batches = task.evaluated(own, "test", train["batch_size"], train["eval_batches"])
+        for i in range(batches):
+            batch = own.batch("test", rows, EVALUATION_SEED, i, folder.device)
+            with torch.no_grad():
+                logits = model(batch.inputs, batch.targets != IGNORE)
+            for name, (total, count) in own.measure(batch, logits.float()).items():
+                for end in ends:
+                    before = sums.get(name + end, (0.0, 0.0))
+                    sums[name + end] = before[0] + total.item(), before[1] + count.item()
+    return [
+        Result(folder.step, f"proxy {task.name}", name, total / count, int(count))
+        for name, (total, count) in sums.items()
+        if count
+    ]
+
+
+def proxy_task(folder: Folder) -> Task | str:
+    """The proxy task that a folder comes from, or why its model cannot be asked it."""
+    trial = folder.recipe.get("trial")
+    if not isinstance(trial, Mapping):
+        return "the model does not come from a study"
+    load_rules(folder.path)
+    vocabulary = int(read_config(folder.path)["vocab_size"])
+    try:
+        task = get_task(trial["task"]["name"], **trial["task"]["parameters"])
+    except InputError as error:  # such as for a task of a plugin that this machine lacks
+        return str(error)
+    if task.readout != "position":
+        return f"task '{task.name}' asks for one answer at the end, and the model gives one at each position"
+    if vocabulary != task.vocab_size:
+        return f"the model's vocabulary has {vocabulary} ids now, and that of task '{task.name}' {task.vocab_size}"
+    return task

@@ -1,0 +1,1 @@
+"""What a study costs and can find, before it runs."""

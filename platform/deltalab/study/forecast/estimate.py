@@ -1,0 +1,380 @@
+"""What a study will cost and what it can show, said before it runs."""
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import torch
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from deltalab.authoring import verdict
+from deltalab.errors import InputError
+from deltalab.reading import pairs
+from deltalab.store.progress import duration
+from deltalab.study.forecast.power import Spread, detectable
+from deltalab.study.forecast.step_time import Training, gpu_rates, gpu_step, scaled_step, timed_step
+from deltalab.study.planning.model_costs import Sizer, Sizes
+from deltalab.study.planning.plan import Plan, PlannedArm
+from deltalab.study.specs.ladder_sizes import families, rates
+from deltalab.study.statistics.joint_test import ALPHA, seeds_needed, smallest_p
+
+TIMING_SECONDS = 0.5
+"""A CPU study's arms are timed for about this long in all; the other arms' times follow from their arithmetic."""
+
+SEARCHES = " A search takes about 3 times as long: its candidates train one by one, and each compiles its own kernels."
+"""What discover, profile gpu, took on an H100: docs/decisions/209."""
+
+
+@dataclass(frozen=True)
+class ArmCost:
+    """An arm on one task. seconds: of all its trials, one after another, None where unknown."""
+
+    task: str
+    arm: str
+    change: str
+    parameters: int
+    state_size: int
+    seconds: float | None
+
+
+@dataclass(frozen=True)
+class Effect:
+    """The difference in a task's metric that is found with 80% probability, and where the spread of seeds is from."""
+
+    task: str
+    metric: str
+    effect: float
+    sd: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A study before it runs. trials, runs, seeds: the most that it takes, where seeds are added in looks.
+
+    smallest_p: the least p that the seeds can give. detectable: the effect on one arm that is found with 80%
+    probability, in standard deviations of a seed's score; None where none can be. effects: the same in the metric of
+    each task whose spread is known.
+    workers: stacks at a time. stack: the most trials in one.
+    seconds: total if no trials are stacked, None where unknown. where: the hardware assumed.
+    how: how the times were obtained.
+    """
+
+    study: str
+    profile: str | None
+    arms: list[ArmCost]
+    trials: int
+    runs: int
+    seeds: int
+    looks: list[int]
+    workers: int
+    stack: int | Literal["auto"]
+    seconds: float | None
+    where: str
+    how: str
+    smallest_p: float
+    detectable: float | None
+    effects: list[Effect]
+    notes: tuple[str, ...]
+    overrides: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    def to_rich(self) -> Group:
+        table = Table(box=None, pad_edge=False)
+        for column in ("task", "arm", "change to the base", "parameters", "state", "time"):
+            table.add_column(column, overflow="fold")
+        for arm in self.arms:
+            table.add_row(
+                arm.task, arm.arm, arm.change, f"{arm.parameters:,}", f"{arm.state_size:,}", duration(arm.seconds)
+            )
+        time = (
+            "for a time that is unknown"
+            if self.seconds is None
+            else f"about {duration(self.seconds)} on {self.where} with {self.workers} at a time"
+            + ("" if self.stack == 1 else "; less, where trials of one shape train as one")
+        )
+        name = self.study + (f" ({self.profile})" if self.profile else "")
+        name += f" with {pairs(self.overrides)}" if self.overrides else ""
+        lines = [
+            f"{name}: {self.trials} trials, {self.runs} runs, {time}",
+            self.how,
+            *self._power(),
+            *self.notes,
+        ]
+        return Group(table, *map(Text, lines))
+
+    def _power(self) -> list[str]:
+        """What the study can find."""
+        arms = len({arm.arm for arm in self.arms}) - 1
+        if not arms:
+            return ["There is no arm beside the base: the study compares nothing."]
+        if self.detectable is None:
+            return [
+                f"{self.seeds} paired seeds can find nothing: p is at least {self.smallest_p:.3g}. "
+                f"Give at least {seeds_needed()} seeds."
+            ]
+        if math.isinf(self.detectable):
+            found = f"find no effect on one of {arms} arms with 80% probability"
+        else:
+            found = (
+                f"find with 80% probability that one of {arms} arm{'s' * (arms != 1)} differs by {self.detectable:.2g} "
+                "standard deviations of a seed's score"
+            )
+        lines = [f"{self.seeds} paired seeds {found}."]
+        if self.looks:
+            stops = ", ".join(map(str, self.looks))
+            lines.append(f"They are added in looks, after {stops} seeds, and an arm may stop before the last.")
+        lines += [
+            f"On {effect.task} that is {effect.effect:.2g} in {effect.metric} (standard deviation {effect.sd:.2g}, "
+            f"{effect.source})."
+            for effect in self.effects
+        ]
+        known = {effect.task for effect in self.effects}
+        if unknown := [task for task in dict.fromkeys(arm.task for arm in self.arms) if task not in known]:
+            shown = unknown if len(unknown) <= 4 else [*unknown[:3], f"{len(unknown) - 3} more"]
+            lines.append(
+                f"The spread of seeds on {', '.join(shown)} is not known: --sd gives one, or --db a ledger with a "
+                "study of the task."
+            )
+        return lines
+
+
+def estimate(plan: Plan, *, workers: int | None = None, spreads: Sequence[Spread] = ()) -> Estimate:
+    """Counts every arm, finds how long its steps take, and adds up. It takes seconds, whatever the study's size.
+
+    On a CPU some arms are timed, for about `TIMING_SECONDS`; nothing is timed on a GPU, whose rates are data.
+    Raises `InputError` for arms that do not build or run.
+    """
+    wanted = plan.spec.resources
+    workers = workers or max(1, wanted.places(os.cpu_count() or 1, torch.cuda.device_count()))
+    before = torch.get_num_threads()
+    torch.set_num_threads(min(wanted.threads, os.cpu_count() or 1))
+    try:
+        sizes, trainings = _counted(plan)
+        times = _times(plan, trainings)
+    finally:
+        torch.set_num_threads(before)
+    runs = plan.whole_runs / len(plan.arms)
+    arms = [
+        ArmCost(
+            task=arm.task,
+            arm=arm.name,
+            change=", ".join(
+                f"{key}={_short(now)}"
+                for key, (_, now) in arm.change.items()
+                if now is not None or not key.startswith("rule.")  # a knob that another rule lacks is no change to it
+            ),
+            parameters=size.parameters,
+            state_size=size.state_size,
+            seconds=None if step is None else runs * step * _steps(training),
+        )
+        for arm, size, training, step in zip(plan.arms, sizes, trainings, times.steps, strict=True)
+    ]
+    whole = [arm.seconds for arm in arms if arm.seconds is not None]
+    seeds, tested = plan.spec.looks[-1].seeds, len(plan.names) - 1
+    tested *= len(families(plan.spec.model_dump(include={"family", "scales", "task"}), list(plan.tasks))[0])
+    found = detectable(plan.spec.looks, tested) if tested and smallest_p(seeds) <= ALPHA else None
+    return Estimate(
+        study=plan.spec.name,
+        profile=plan.profile,
+        arms=arms,
+        trials=plan.trials,
+        runs=plan.runs,
+        seeds=seeds,
+        looks=[look.seeds for look in plan.spec.looks] if len(plan.spec.looks) > 1 else [],
+        workers=workers,
+        stack=wanted.stack,
+        seconds=sum(whole) / workers if len(whole) == len(arms) else None,
+        where=times.where,
+        how=times.how,
+        smallest_p=smallest_p(seeds),
+        detectable=found,
+        effects=[
+            Effect(spread.task, spread.metric, found * spread.sd, spread.sd, spread.source)
+            for spread in spreads
+            if found is not None and math.isfinite(found)
+        ],
+        notes=(
+            *_searched(plan),
+            *plan.notes,
+            *_extended(plan),
+            *_one_rate(plan),
+            *_passes(trainings),
+            *_not_checked(plan),
+        ),
+        overrides=plan.overrides,
+    )
+
+
+def _not_checked(plan: Plan) -> list[str]:
+    return [
+        f"not checked yet: {rule}; `platform study run` checks it first"
+        if reason == verdict.NOT_CHECKED
+        else f"rule '{rule}' {reason}: `platform study run` refuses it"
+        for rule, reason in verdict.unchecked(plan.rules).items()
+    ]
+
+
+def _searched(plan: Plan) -> list[str]:
+    """What a search draws, what bounds it and what it weighs."""
+    search = plan.spec.search
+    if search is None:
+        return []
+    conditional = sum(one.when is not None for one in search.searched.values())
+    found = f"search: {len(search.searched)} settings"
+    found += f", of which {conditional} exist only beside others" if conditional else ""
+    found += f"; {search.whole:,} candidates, all tried" if search.enumerated else ""
+    if search.match:
+        found += f"; each candidate is as large as the base in {search.match.quantity}, by its {search.match.dimension}"
+    found += "".join(f"; {what} {bound}" for what, bound in search.constrain.bounds.items())
+    weighed = ", ".join(f"{one} ({'more' if one.maximize else 'less'})" for one in plan.objectives)
+    lines = [f"{found}.", f"search: weighs {weighed}."]
+    if not search.enumerated:
+        rest = search.trials - search.controls
+        random = f", random search {search.controls} as a control" if search.controls else ""
+        lines.append(f"search: {search.sampler} draws {rest} of {search.trials} candidates{random}.")
+    if search.fidelity:
+        rungs = [
+            f"{count} at {' and '.join(f'{path} {value}' for path, value in rung.items())}"
+            for count, rung in zip(search.halved, search.rungs, strict=True)
+        ]
+        lines.append(f"search: successive halving trains {', '.join(rungs)}.")
+    if search.warm:
+        begins = [json.dumps(entry) if isinstance(entry, dict) else entry for entry in search.warm]
+        lines.append(f"search: begins with {', '.join(begins)}.")
+    training = ", ".join(path for path in search.searched if path.startswith("train."))
+    most = {arm.is_base: plan.tried(arm) for arm in plan.arms}
+    if training:
+        arms = "of the base" if most[False] == 1 else "of the base and of each finalist"
+        each = " on each task" if len(plan.tasks) > 1 else ""
+        lines.append(f"search: each seed {arms} tries {most[True]} values of {training}{each}, and chooses its own.")
+    return lines
+
+
+def _extended(plan: Plan) -> list[str]:
+    if plan.spec.tune is None or not plan.spec.tune.extend:
+        return []
+    return ["tune.extend may add candidates, which are not counted here, where a best value is at the end of a range."]
+
+
+def _counted(plan: Plan) -> tuple[list[Sizes], list[Training]]:
+    """What each arm holds, and how it trains."""
+    sizer, sizes, trainings = Sizer(), [], []
+    for arm in plan.arms:
+        task = plan.tasks[arm.task]
+        model, spec = plan.job(arm, "confirm", 0, {}).specs
+        with _runs(plan, arm):
+            size = sizer.sizes(model, task.length)
+        sizes.append(size)
+        trainings.append(Training(task, model, spec, plan.spec.looks[-1].seeds, size.flops_per_token))
+    return sizes, trainings
+
+
+@dataclass(frozen=True)
+class _Times:
+    """steps: seconds of a step of each arm, None where unknown. where, how: as in `Estimate`."""
+
+    steps: list[float | None]
+    where: str
+    how: str
+
+
+def _times(plan: Plan, trainings: list[Training]) -> _Times:
+    if all(training.spec.device == "cpu" for training in trainings):
+        return _on_cpu(plan, trainings)
+    here = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    kind = here or next(iter(gpu_rates()))
+    if kind not in gpu_rates():
+        known = ", ".join(gpu_rates())
+        return _Times([None] * len(trainings), f"an {kind}", f"No rate was measured on {kind}, only on {known}.")
+    how = (
+        ("" if here else f"No GPU here: times assume an {kind}. ")
+        + "An arm's time is its arithmetic over the rate that Gated DeltaNet and Comba reached at its width; "
+        "expect a factor of 2 either way." + (SEARCHES if plan.spec.search else "")
+    )
+    return _Times([gpu_step(training, kind) for training in trainings], f"an {kind}", how)
+
+
+def _on_cpu(plan: Plan, trainings: list[Training]) -> _Times:
+    """Times one arm of each rule first, the base before all, and then others while `TIMING_SECONDS` last."""
+    rules = [arm.config["rule"]["name"] for arm in plan.arms]
+    timed: dict[int, float] = {}
+    began = time.perf_counter()
+    for i in sorted(range(len(rules)), key=lambda i: rules.index(rules[i]) != i):
+        if timed and time.perf_counter() - began > TIMING_SECONDS:
+            break
+        with _runs(plan, plan.arms[i]):
+            seconds = timed_step(trainings[i])
+        if seconds is not None:
+            timed[i] = seconds
+    if not timed:
+        how = "No time is known: a step of each arm takes more than a plan spends on timing it."
+        return _Times([None] * len(trainings), "this machine", how)
+    known = [(trainings[i], seconds) for i, seconds in timed.items()]
+    steps = [timed[i] if i in timed else scaled_step(training, known) for i, training in enumerate(trainings)]
+    rest = len(trainings) - len(timed)
+    how = f"Times follow from a few steps of {len(timed)} of {len(trainings)} arms, timed here on a CPU" + (
+        "; the other arms' are scaled by their arithmetic." if rest else "."
+    )
+    return _Times([*steps], "this machine", how)
+
+
+def _steps(training: Training) -> float:
+    """The steps of a run, its evaluations as well: each batch is a forward pass, about a third of a step, per token."""
+    spec, task = training.spec, training.task
+    tokens = 0
+    for split, times in (("validation", spec.evaluations), ("test", 1)):
+        for other in task.evaluations().values():
+            size, batches = task.evaluated(other, split, spec.batch_size, spec.eval_batches)
+            tokens += times * size * batches * other.length
+    return spec.steps + tokens / (spec.batch_size * task.length) / 3
+
+
+def _one_rate(plan: Plan) -> list[str]:
+    """Says so where all widths of a ladder train at one learning rate."""
+    tuned = plan.spec.tune.searched if plan.spec.tune else ()
+    said = rates(plan.spec.scales, tuned) if plan.spec.scales else None
+    return [f"scales: {said}. Give transfer: mup, or tune train.lr."] if said and "one learning rate" in said else []
+
+
+def _passes(trainings: list[Training]) -> list[str]:
+    """How often a run reads the training data of its task, where they are finite; each line once."""
+    found: dict[str, None] = {}
+    for task, spec in ((training.task, training.spec) for training in trainings):
+        if task.train_tokens is not None:
+            passes = spec.steps * spec.batch_size * task.length / task.train_tokens
+            shown = f"{passes:,.0f}" if passes >= 10 else f"{passes:.2g}"
+            found[f"{task.name}: a run makes {shown} passes over {task.train_tokens:,} tokens of training data"] = None
+    return [*found]
+
+
+@contextmanager
+def _runs(plan: Plan, arm: PlannedArm) -> Iterator[None]:
+    """Names the arm in the error where it does not build or run."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        said = (str(error).strip().splitlines() or [""])[0]
+        name = arm.config["rule"]["name"]
+        raise InputError(
+            f"arm '{arm.name}' does not run on task '{arm.task}': {type(error).__name__}: {said}; "
+            f"`platform rule check {name}` or `platform task check {plan.tasks[arm.task].name}` may say more"
+        ) from error
+
+
+def _short(value: object) -> str:
+    if isinstance(value, dict) and len(value) == 1:
+        ((kind, options),) = value.items()
+        return f"{kind}({', '.join(f'{name}={number:g}' for name, number in options.items())})"
+    return str(value)

@@ -1,0 +1,351 @@
+"""Expands a study into its arms, and each arm into trials, which are identified by a hash of what they compute."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
+from itertools import chain, islice
+from typing import Any, Literal
+
+from deltalab.errors import InputError
+from deltalab.models.spec import LATER, RULE, TIED_WIDTH, ModelSpec
+from deltalab.registry import rule_plugin, task_plugin
+from deltalab.study.planning.matching import Bounded, Matcher
+from deltalab.study.planning.tuning_candidates import spread
+from deltalab.study.specs.budget import Objective, Searching, Tune
+from deltalab.study.specs.method_settings import (
+    resolve,
+    setting,
+    with_values,
+)
+from deltalab.study.specs.search_space import LAYERS, Search, count
+from deltalab.study.specs.study_file import StudySpec
+from deltalab.study.workers.jobs import Job
+from deltalab.tasks import BUILTIN, Task
+from deltalab.training.train import NUMERICS
+
+CONFIRM_SEEDS_FROM = 1
+TUNE_SEEDS_FROM = 1_000_001
+"""Far from those of confirmation, so that no seed is used by both."""
+
+
+@dataclass(frozen=True)
+class PlannedArm:
+    """One arm on one task.
+
+    config: rule, model and train before tuning, with every default spelled out.
+    change: dotted key -> [base value, arm value].
+    """
+
+    name: str
+    task: str
+    is_base: bool
+    config: dict[str, Any]
+    change: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A study, expanded.
+
+    arms: those of each task, the base first. where: the study's file, which errors name.
+    notes: what to know about the search space before the study runs.
+    overrides: settings given beside the file, by their keys; `spec` has them in place.
+    """
+
+    spec: StudySpec
+    profile: str | None
+    arms: list[PlannedArm]
+    tasks: dict[str, Task]
+    where: str
+    notes: tuple[str, ...] = ()
+    overrides: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def identity(self) -> str:
+        """SHA-256 of all that the study computes, with rule sources and data. Another identity is another study."""
+        keys = [self.job(arm, "confirm", 0, {}).key for arm in self.arms]
+        tune = self.budget.model_dump(mode="json") if self.budget else None
+        found: dict[str, Any] = {
+            "name": self.spec.name,
+            "profile": self.profile,
+            "tune": tune,
+            "arms": self.names,
+            "trials": keys,
+        }
+        if len(self.spec.looks) > 1:
+            found["looks"] = [look.seeds for look in self.spec.looks]
+        if self.spec.family != "task":
+            found["family"] = self.spec.family
+        return _hash(found)
+
+    @cached_property
+    def rules(self) -> list[str]:
+        """The rules that the study may train, in the order of its arms."""
+        found: dict[str, None] = {}
+        for arm in self.arms:
+            try:
+                job = self.job(arm, "confirm", 0, {})
+            except Infeasible as infeasible:
+                job = infeasible.job
+            found |= dict.fromkeys(name for kind, name, _, _ in job.plugins if kind == "rule")
+        for name, knob in self.budget.knobs.items() if self.budget else ():
+            if name == "rule" or name.startswith(f"{LAYERS}["):
+                choices: Iterable[Any] = knob.choice or ()
+                found |= dict.fromkeys(each["name"] if isinstance(each, dict) else str(each) for each in choices)
+        return [name for name in found if name != RULE]
+
+    @property
+    def names(self) -> list[str]:
+        """The arms, the base first."""
+        return list(dict.fromkeys(arm.name for arm in self.arms))
+
+    @property
+    def budget(self) -> Tune | Searching | None:
+        """The settings that are searched, and how many candidates are tried."""
+        return self.spec.search or self.spec.tune
+
+    def candidates(self, arm: PlannedArm, values: Mapping[str, Any] | None = None) -> Iterator[dict[str, Any]]:
+        """The candidates that every seed of an arm may train, more than `tried`: the first that make a model are.
+
+        Those of `tune`, the same for all arms of a task; of a search, those that vary the training alone, the arm's own
+        first. The values as written alone, where there is nothing to vary. values: of a search's finalist that the arm
+        is; nothing for the base.
+        """
+        if self.spec.tune:
+            base = next(each for each in self.arms if each.is_base and each.task == arm.task)
+            written = {path: setting(base.config, path, "tune") for path in self.spec.tune.searched}
+            return spread(self.spec.tune.searched, self.tried(arm), written)
+        values = dict(values or {})
+        rest = {path: value for path, value in values.items() if not path.startswith("train.")}
+        config = self.sized(arm, values) if values else arm.config
+        searched = self._trained(config)
+        if not searched or (values and not rest):  # without `rest` it is the base's model: the base varies its training
+            return iter([values])
+        whole = count(searched)
+        trials = self.tried(arm) if whole is None else min(self.tried(arm), whole)
+        own = {path: setting(config, path, "search") for path in searched}
+        drawn = spread(searched, trials, own)
+        first = sorted(islice(drawn, trials), key=lambda one: any(one[path] != own[path] for path in one))
+        return ({**rest, **one} for one in chain(first, drawn))
+
+    def tried(self, arm: PlannedArm) -> int:
+        """How many candidates of an arm every seed trains, at the most."""
+        if self.spec.tune:
+            return self.spec.tune.trials
+        search, training = self.spec.search, self._training
+        if not search or not training or (not arm.is_base and search.knobs.keys() == training.keys()):
+            return 1
+        whole = count(training)
+        return search.trainings if whole is None else min(search.trainings, whole)
+
+    def _trained(self, config: Mapping[str, Any]) -> dict[str, Search]:
+        """The settings of the training that a search varies, where conditions on rule and model hold in `config`."""
+        found = {}
+        for path, knob in self._training.items():
+            ways = []
+            for way in knob.ways:
+                above = {one: values for one, values in way.items() if not one.startswith("train.")}
+                own = {one: config["rule"] if one == "rule" else setting(config, one, "search") for one in above}
+                if knob.model_copy(update={"when": above}).exists(own):
+                    ways.append({one: values for one, values in way.items() if one not in above})
+            if ways:
+                found[path] = knob.model_copy(update={"when": tuple(ways) if all(ways) else None})
+        return found
+
+    @property
+    def _training(self) -> dict[str, Search]:
+        knobs = self.spec.search.knobs if self.spec.search else {}
+        return {path: knob for path, knob in knobs.items() if path.startswith("train.")}
+
+    @cached_property
+    def objectives(self) -> tuple[Objective, ...]:
+        """What a search weighs; () where the study is none."""
+        metrics = {name: (task.metric, task.maximize) for name, task in self.tasks.items()}
+        return self.spec.search.weighed(metrics) if self.spec.search else ()
+
+    @property
+    def _searched(self) -> list[int]:
+        """Trials of the search on all tasks, by the rung of successive halving."""
+        return [len(self.tasks) * trials for trials in self.spec.search.halved] if self.spec.search else []
+
+    @property
+    def _confirmed(self) -> int:
+        """Candidates of all arms that every seed trains."""
+        return sum(map(self.tried, self.arms))
+
+    @property
+    def trials(self) -> int:
+        """Trials, if no arm stops before the last look."""
+        return self._confirmed * len(self.spec.looks) + sum(self._searched)
+
+    @property
+    def runs(self) -> int:
+        """Runs, if no arm stops before the last look."""
+        confirmed = self._confirmed * self.spec.looks[-1].seeds
+        return confirmed + sum(n * self._seeds(rung) for rung, n in enumerate(self._searched))
+
+    @property
+    def whole_runs(self) -> float:
+        """Runs, where one at a lower rung of successive halving counts as its share of the steps."""
+        rungs = self.spec.search.rungs if self.spec.search else []
+        steps = [rung.get("train.steps", 1) for rung in rungs]
+        saved = [1 - each / steps[-1] for each in steps]
+        return self.runs - sum(n * self._seeds(rung) * saved[rung] for rung, n in enumerate(self._searched))
+
+    def _seeds(self, rung: int | None) -> int:
+        """Seeds of a candidate of a search, at a rung or at the last one."""
+        assert self.spec.search is not None
+        return self.spec.search.rungs[-1 if rung is None else rung].get("train.seeds", self.spec.search.seeds)
+
+    def job(
+        self,
+        arm: PlannedArm,
+        stage: Literal["tune", "confirm"],
+        number: int,
+        values: Mapping[str, Any],
+        look: int = 0,
+        rung: int | None = None,
+    ) -> Job:
+        """A trial of an arm with tuned values in place.
+
+        look: which one its seeds are added for. rung: of successive halving; the whole training where None.
+        Raises `Infeasible` for values that make no model, or none that a search's `match` and `constrain` allow, and
+        `InputError` for settings that do not exist.
+        """
+        if stage == "tune":
+            seeds = tuple(range(TUNE_SEEDS_FROM, TUNE_SEEDS_FROM + self._seeds(rung)))
+        else:
+            ends = [0, *(each.seeds for each in self.spec.looks)]
+            seeds = tuple(range(CONFIRM_SEEDS_FROM + ends[look], CONFIRM_SEEDS_FROM + ends[look + 1]))
+        task = self.tasks[arm.task]
+        config = self.with_values(arm, values)
+        rules, wide, reason = [config["rule"]["name"]], False, None
+        try:
+            config = self.sized(arm, values)
+            if self._finds(values):
+                for what, bound in self.bounded(arm, config).items():
+                    if not bound.holds:
+                        raise InputError(f"constrain.{what}: {bound}")
+            if rung is not None:
+                config = self.sized(arm, values, rung)
+            model = ModelSpec.of({**config["model"], "rule": config["rule"]})
+            rules, wide = [rule.name for rule in model.rules()], model.tie_embeddings and model.d_model > TIED_WIDTH
+        except InputError as error:
+            reason = str(error)
+        params = json.loads(json.dumps(asdict(task)))  # a job is JSON: lists where a task has tuples
+        plugins = tuple(_plugins(rules, task))
+        key = _hash(
+            {
+                "numerics": NUMERICS,
+                # The name as well, since a recorded trial belongs to one task name.
+                "task": [arm.task, task.name, task.version, params, task.fingerprint()],
+                "config": _keyed(config),
+                "code": sorted(digest for _, _, _, digest in plugins),
+                "stage": stage,
+                "seeds": seeds,
+                # The factor changed after the first release. The trials of narrow models keep their keys.
+                **({"tied logits": f"{TIED_WIDTH**0.5:g} / d_model"} if wide else {}),
+                **({} if reason is None else {"infeasible": reason}),
+                **({"decode": True} if self._decodes else {}),
+            }
+        )
+        job = Job(
+            key=key,
+            arm=arm.name,
+            task=arm.task,
+            task_kind=task.name,
+            task_version=task.version,
+            stage=stage,
+            number=number,
+            values=dict(values),
+            config=config,
+            task_params=params,
+            seeds=seeds,
+            plugins=plugins,
+            rule_source=rule_plugin(config["rule"]["name"]).source,
+            gpu=self.spec.resources.gpu,
+            deadline=self.spec.deadline,
+            decode=self._decodes,
+        )
+        if reason is not None:
+            raise Infeasible(reason, job)
+        return job
+
+    @cached_property
+    def _matcher(self) -> Matcher:
+        return Matcher({})
+
+    @property
+    def _decodes(self) -> bool:
+        return any(one.name == "decode_us" for one in self.objectives)
+
+    def with_values(self, arm: PlannedArm, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The configuration of an arm with tuned values in place, not yet resolved.
+
+        Raises `InputError` for settings that do not exist.
+        """
+        searched = self.spec.search.searched if self.spec.search else {}
+        absent = [path for path in searched if path not in values] if self._finds(values) else []
+        return with_values(arm.config, values, where="search" if self.spec.search else "tune", absent=absent)
+
+    def _finds(self, values: Mapping[str, Any]) -> bool:
+        """Whether values are a candidate of a search, not of its base, which tunes its training alone."""
+        return self.spec.search is not None and any(not path.startswith("train.") for path in values)
+
+    def sized(self, arm: PlannedArm, values: Mapping[str, Any], rung: int | None = None) -> dict[str, Any]:
+        """The configuration of an arm with tuned values in place, every setting spelled out, as large as the base where
+        a search matches its candidates; at a rung, as large as the base is there.
+
+        Raises `InputError` for values that make no model, and where none is as large as the base.
+        """
+        task, base, search = self.tasks[arm.task], arm.config, self.spec.search
+        if search and rung is not None:
+            changes = {path: value for path, value in search.rungs[rung].items() if path != "train.seeds"}
+            base = resolve(with_values(base, changes, where="search.fidelity"), task)
+        config = resolve(self.with_values(replace(arm, config=base), values), task)
+        if search is None or search.match is None or not self._finds(values):
+            return config
+        try:
+            return self._matcher.matched(search.match, base, config, task.length)
+        except InputError as error:
+            raise InputError(f"match: {error}") from None
+
+    def bounded(self, arm: PlannedArm, config: dict[str, Any]) -> dict[str, Bounded]:
+        """What a search constrains, in the configuration of a candidate.
+
+        Raises `InputError` for a model that does not run.
+        """
+        bounds = self.spec.search.constrain.bounds if self.spec.search else {}
+        return self._matcher.bounded(bounds, arm.config, config, self.tasks[arm.task].length)
+
+
+def _keyed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration as keys hash it: without settings of a later release that are at their default."""
+    later = {f.name: f.default for f in fields(ModelSpec) if f.metadata == LATER}
+    model = {name: value for name, value in config["model"].items() if name not in later or value != later[name]}
+    return {**config, "model": model}
+
+
+class Infeasible(InputError):
+    """A candidate that makes no model or no training, or breaks a constraint. The message is the reason.
+
+    job: the trial it would have been; `job.config` has the candidate's values in place.
+    """
+
+    def __init__(self, reason: str, job: Job) -> None:
+        super().__init__(reason)
+        self.job = job
+
+
+def _plugins(rules: list[str], task: Task) -> list[tuple[str, str, str, str]]:
+    found = [("rule", name, rule_plugin(name)) for name in rules]
+    found.append(("task", task.name, task_plugin(task.name)))
+    # Tests hold a built-in task to its version; a user's file may change without a new version, so it is hashed.
+    ours = BUILTIN.values()
+    return [(kind, name, str(plugin.file), "" if plugin.kind in ours else plugin.hash) for kind, name, plugin in found]
+
+
+def _hash(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

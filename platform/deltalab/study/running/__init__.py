@@ -1,0 +1,1 @@
+"""A plan, run to its end."""

@@ -1,0 +1,330 @@
+"""Logs a study elsewhere while it runs, from the ledger: each logger in a process of its own, followed by a thread.
+
+Nothing waits for a logger but the end of the study, and that for a bounded time. What the target lacks then, the next
+run of the same study logs.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from types import TracebackType
+from typing import Any, Self
+
+from deltalab.errors import InputError, one_line
+from deltalab.loggers import BUILTIN, LoggedRun, LoggedStudy, require_known
+from deltalab.store import Store, finished
+from deltalab.store.database import without_password
+from deltalab.study.planning.tuning_candidates import recorded_as
+from deltalab.study.reports.report import Report
+from deltalab.study.workers.fork_server import search_path
+
+_log = logging.getLogger("deltalab")
+
+LOAD_SECONDS = 120.0
+"""How long a logger may take to import what it needs."""
+STALL_SECONDS = 60.0
+"""How long the end of a study waits for a logger that logs nothing more."""
+LONGEST_SECONDS = 600.0
+"""How long the end of a study waits for a logger that still logs."""
+POLL_SECONDS = 2.0
+LONGEST_PAUSE = 60.0
+"""Seconds before a target that failed is tried again: 2, 4, 8 and so on up to this."""
+_START = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[2])
+from deltalab.loggers.child import main
+main(sys.argv[1])
+"""
+
+
+class Gone(Exception):
+    """A logger's process has ended."""
+
+
+class _Target:
+    """A logger in its process, and what it has of the study."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.had: set[str] = set()
+        self.problem = ""
+        self.over = self.killed = False
+        self.moved = time.monotonic()
+        self._told = False
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _START, name, json.dumps(search_path())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._said,
+            process_group=0,  # Ctrl-C on a terminal is for the driver, which ends the logger
+        )
+
+    def ready(self) -> None:
+        """Waits until the logger is made. Raises `InputError` where it cannot be."""
+        late = threading.Timer(LOAD_SECONDS, self.kill)
+        late.start()
+        try:
+            said = self._answer()
+        except Gone as gone:
+            said = {"error": str(gone)}
+        finally:
+            late.cancel()
+        if missing := said.get("missing"):
+            package = f"deltalab[{self.name}]" if self.name in BUILTIN else missing.partition(".")[0]
+            raise InputError(f"--log-to {self.name}: needs the package {missing}: pip install '{package}'")
+        if error := said.get("error"):
+            raise InputError(f"--log-to {self.name}: cannot be loaded: {_safe(error)}")
+
+    def ask(self, what: str, given: dict[str, Any]) -> dict[str, Any] | None:
+        """The logger's answer; None where it raised, which is told once. Raises `Gone`."""
+        try:
+            assert self._process.stdin is not None
+            self._process.stdin.write(json.dumps({what: given}).encode() + b"\n")
+            self._process.stdin.flush()
+        except OSError:
+            raise Gone(self._last_words()) from None
+        said = self._answer()
+        if error := said.get("error"):
+            self.tell(error)
+            return None
+        self.moved = time.monotonic()
+        return said
+
+    def tell(self, problem: str) -> None:
+        self.problem = self.problem or _safe(problem)
+        if not self._told:
+            self._told = True
+            _log.warning(f"--log-to {self.name}: {_safe(problem)}; the study goes on without it")
+
+    def kill(self) -> None:
+        """Ends the process and those that it started."""
+        self.killed = True
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise Gone(self._last_words())
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def _last_words(self) -> str:
+        self._process.wait()
+        self._said.seek(0, os.SEEK_END)
+        self._said.seek(max(0, self._said.tell() - 10_000))
+        lines = self._said.read().decode(errors="replace").split("\n")
+        last = next((f"; it said last: {line}" for line in reversed(lines) if line.strip()), "")
+        return f"its process ended with exit code {self._process.returncode}{last}"
+
+
+class LogTo:
+    """The loggers of a study, by their names. Made before the study, so that a missing package costs nothing.
+
+    Raises `InputError` for a name that no logger has, and for a logger that cannot be made.
+    """
+
+    def __init__(self, names: Iterable[str], *, quiet: bool = True) -> None:
+        chosen = [*dict.fromkeys(names)]
+        require_known(chosen)
+        self._quiet = quiet
+        self._targets: list[_Target] = []
+        self._threads: list[threading.Thread] = []
+        self._ended = threading.Event()
+        self._end: dict[str, Any] = {}
+        try:
+            for name in chosen:
+                self._targets.append(_Target(name))
+            for target in self._targets:
+                target.ready()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the loggers, whatever they do."""
+        self._ended.set()
+        for target in self._targets:
+            target.kill()
+        for thread in self._threads:
+            thread.join(5)  # it may be waiting for a database that is gone
+        self._targets = []
+
+    def follow(self, store: Store, study_id: int) -> None:
+        """Logs what the ledger has of a study and what it gets, until `finish`."""
+        self._store, self._study_id, self._study = store, study_id, _about(store, study_id)
+        for target in self._targets:
+            thread = threading.Thread(target=self._run, args=(target,), name="log-to", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def finish(self, report: Report) -> None:
+        """Logs the rest and the report. Waits for a logger as long as it goes on, but for a bounded time."""
+        self._end = {
+            "state": report.state,
+            "report": json.loads(report.to_json()),
+            "markdown": report.to_markdown(),
+        }
+        self._ended.set()
+        began = time.monotonic()
+        for target, thread in zip(self._targets, self._threads, strict=True):
+            while thread.is_alive():
+                thread.join(0.1)
+                now = time.monotonic()
+                if now - max(target.moved, began) > STALL_SECONDS or now - began > LONGEST_SECONDS:
+                    target.problem = target.problem or f"no answer for {now - max(target.moved, began):.0f} s"
+                    target.kill()
+                    thread.join(5)
+                    break
+            if not target.over:
+                lacking = sum(map(len, self._lacking(target).values()))
+                left = f"{lacking} run{'s' * (lacking != 1)} and the report" if lacking else "the report"
+                _log.warning(
+                    f"--log-to {target.name}: {left} could not be logged ({target.problem or 'unknown'}); "
+                    "the same command logs what is missing"
+                )
+
+    def _run(self, target: _Target) -> None:
+        try:
+            self._follow(target)
+        except Gone as gone:
+            if not target.killed:
+                target.tell(str(gone))
+        except Exception as error:
+            target.tell(f"{type(error).__name__}: {error}")
+
+    def _follow(self, target: _Target) -> None:
+        pause = POLL_SECONDS
+        while (begun := target.ask("begin", asdict(self._study))) is None:
+            if self._ended.is_set():
+                return
+            self._ended.wait(pause)
+            pause = min(LONGEST_PAUSE, 2 * pause)
+        if begun["where"] and not self._quiet:
+            print(f"--log-to {target.name}: {_safe(begun['where'])}", file=sys.stderr, flush=True)
+        target.had = set(begun["seen"])
+        counted, pause = -1, POLL_SECONDS
+        while True:
+            ended, since = self._ended.is_set(), time.monotonic()
+            if ended and not self._end:  # closed before the study ended
+                return
+            count = finished.count(self._store, self._study_id)
+            if count != counted or ended:
+                whole = self._sweep(target, to_the_end=ended)
+                counted = count if whole else -1
+                # A large study takes long to read: read it seldom. A target that failed is tried again later.
+                took = time.monotonic() - since
+                pause = max(POLL_SECONDS, took) if whole else min(LONGEST_PAUSE, 2 * pause)
+            if ended:
+                break
+            self._ended.wait(pause)
+        target.over = target.ask("end", self._end) is not None and whole
+
+    def _sweep(self, target: _Target, *, to_the_end: bool) -> bool:
+        """Logs the runs that the target lacks. False where one failed; it then stops there, unless it is the end."""
+        whole = True
+        for (arm, key), ids in self._lacking(target).items():
+            trial = finished.whole(self._store, self._study_id, arm, key)
+            for run in logged(trial, self._study) if trial else ():
+                if run.id not in ids:
+                    continue
+                if target.ask("log", asdict(run)) is not None:
+                    target.had.add(run.id)
+                    continue
+                whole = False
+                if not to_the_end:
+                    return False
+        return whole
+
+    def _lacking(self, target: _Target) -> dict[tuple[str, str], set[str]]:
+        """The ids of the runs that have ended and that the target does not have, by arm and trial."""
+        found = {}
+        for (arm, key), (state, seeds) in finished.ended(self._store, self._study_id).items():
+            each: Sequence[int | None] = seeds or [None]
+            if ids := {run_id(self._study.id, arm, key, seed, state) for seed in each} - target.had:
+                found[arm, key] = ids
+        return found
+
+
+def run_id(study: str, arm: str, key: str, seed: int | None, state: str) -> str:
+    """What names a run in a target. A failed trial that runs again is another one."""
+    return hashlib.sha256(json.dumps([study, arm, key, seed, state == "failed"]).encode()).hexdigest()[:24]
+
+
+def logged(ended: finished.Ended, study: LoggedStudy) -> Iterator[LoggedRun]:
+    """The runs of a trial as loggers get them; one without a seed, where the trial failed before it had any."""
+    trial = ended.trial
+    called = recorded_as(study.spec, ended.arm, trial.stage, ended.number).removeprefix(f"{ended.arm}, ")
+    facts = {
+        name: float(value)
+        for name in ("parameters", "state_size", "seconds", "tokens_per_second")
+        if (value := getattr(trial, name)) is not None
+    }
+    runs: Sequence[tuple[int | None, Any]] = [*ended.runs.items()] or [(None, (trial.state, None, {}))]
+    for seed, (state, diverged_at, curves) in runs:
+        yield LoggedRun(
+            id=run_id(study.id, ended.arm, trial.key, seed, trial.state),
+            arm=ended.arm,
+            task=trial.task,
+            stage=trial.stage,
+            number=ended.number,
+            called=called,
+            trial=trial.key,
+            seed=seed,
+            values=ended.values,
+            config=trial.config,
+            state=state,
+            error=one_line(trial.error.strip().splitlines()[-1], 500) if trial.error and trial.error.strip() else None,
+            facts={**facts, **({} if diverged_at is None else {"diverged_at": float(diverged_at)})},
+            curves=curves,
+        )
+
+
+def _about(store: Store, study_id: int) -> LoggedStudy:
+    study = store.study(study_id)
+    given = f" with {study.overridden}" if study.overrides else ""
+    return LoggedStudy(
+        id=study.identity[:16],
+        name=study.name,
+        profile=study.profile,
+        overrides=study.overrides,
+        label=f"{study.address}{given}",
+        description=study.spec.get("description", ""),
+        spec=study.spec,
+        arms={
+            arm.name: {"is_base": arm.is_base, "change": arm.change, "config": arm.config}
+            for arm in store.arms(study_id)
+        },
+        tasks=study.provenance["tasks"],
+        folder=str(store.folder),
+    )
+
+
+def _safe(text: str) -> str:
+    """The text in one line, without the secrets that the environment holds and without passwords of URLs."""
+    for name, value in os.environ.items():
+        if len(value) >= 6 and re.search("KEY|TOKEN|SECRET|PASSW", name, re.IGNORECASE):
+            text = text.replace(value, "***")
+    return one_line(without_password(text), 500)

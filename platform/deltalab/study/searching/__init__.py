@@ -1,0 +1,1 @@
+"""Which candidates a search tries, and which go on."""

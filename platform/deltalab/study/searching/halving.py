@@ -1,0 +1,115 @@
+"""Successive halving: which candidates of a search train for longer, and how likely it dropped one that learns late.
+
+Candidates that train at a rung are ranked there; the best go on to the next rung. A quarter of the places go to
+candidates drawn by lot from the others. How many of these come among the best at the next rung estimates, without bias,
+how many of those that were dropped would have.
+"""
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from deltalab.study.statistics.intervals import LEVEL, share_learned
+from deltalab.study.statistics.pareto import beyond_worst, ranked
+
+BY_LOT = 0.25
+"""The share of the places at the next rung that goes to candidates that did not earn one."""
+
+
+@dataclass(frozen=True)
+class Halving:
+    """What happened between two rungs.
+
+    settings, next: of the rung and of the next one. trained: candidates with a result at the rung. by_rank, by_lot: how
+    many of them went on. best: how many of the next rung count as its best, those that go on from there by rank or
+    become finalists. late: how many of `by_lot` are among them; None until all of the next rung have ended.
+    low, high: the exact 95% interval of the share of dropped candidates that would have been.
+    """
+
+    settings: dict[str, int]
+    next: dict[str, int]
+    trained: int
+    by_rank: int
+    by_lot: int
+    best: int
+    late: int | None = None
+    low: float = math.nan
+    high: float = math.nan
+
+    @property
+    def dropped(self) -> int:
+        return self.trained - self.by_rank - self.by_lot
+
+    def __str__(self) -> str:
+        """
+        >>> print(Halving({"train.steps": 20}, {"train.steps": 60}, 64, 17, 5, 6, 1, 0.005, 0.716))
+        train.steps 20: dropped 42 of 64. Of 5 others that went on by lot, 1 came among the best 6 at train.steps 60: \
+a dropped one would have with a probability of 0.005 to 0.72 (95%)
+        """
+        said = f"{_said(self.settings)}: dropped {self.dropped} of {self.trained}."
+        if self.late is None:
+            return f"{said} {_said(self.next)} has not ended"
+        return (
+            f"{said} Of {self.by_lot} others that went on by lot, {self.late} came among the best {self.best} at "
+            f"{_said(self.next)}: a dropped one would have with a probability of {self.low:.2g} to {self.high:.2g} "
+            f"({LEVEL:.0%})"
+        )
+
+
+def _said(settings: Mapping[str, int]) -> str:
+    return ", ".join(f"{path} {value}" for path, value in settings.items())
+
+
+def by_lot(places: int) -> int:
+    """How many of the places at the next rung are drawn by lot.
+
+    >>> by_lot(22), by_lot(8), by_lot(1)
+    (6, 2, 0)
+    """
+    return math.ceil(BY_LOT * places) if places > 1 else 0
+
+
+def going_on(name: str, points: Mapping[int, Sequence[float]], places: int) -> tuple[list[int], list[int]]:
+    """The numbers of the candidates that go on by rank, and of those that go on by lot.
+
+    name: seeds the lot. points: by number, smaller is better; NaN where a candidate has no result, which never goes on.
+    """
+    order = _order(points, places)
+    places = min(places, len(order))
+    earned = places - (by_lot(places) if places < len(order) else 0)
+    rest = sorted(order[earned:], key=lambda number: hashlib.sha256(f"{name}/{number}".encode()).digest())
+    return order[:earned], sorted(rest[: places - earned])
+
+
+def halving(
+    settings: Sequence[dict[str, int]],
+    points: Mapping[int, Sequence[float]],
+    went: tuple[Sequence[int], Sequence[int]],
+    after: Mapping[int, Sequence[float]] | None,
+    best: int,
+) -> Halving:
+    """What happened between two rungs.
+
+    settings: of both. points, after: the candidates at the rung and at the next one, as for `going_on`; `after` is None
+    until all have ended. went: who went on by rank and by lot. best: how many of the next rung count as its best.
+    """
+    by_rank, lots = went
+    trained = len(_known(points))
+    if after is None or not lots:
+        return Halving(settings[0], settings[1], trained, len(by_rank), len(lots), best)
+    top = set(_order(after, best)[:best])
+    share = share_learned([number in top for number in lots], 0.5)
+    low_high = (share.low, share.high)
+    return Halving(settings[0], settings[1], trained, len(by_rank), len(lots), best, share.learned, *low_high)
+
+
+def _order(points: Mapping[int, Sequence[float]], most: int) -> list[int]:
+    """The numbers of the candidates with a result, the `most` best first."""
+    known = _known(points)
+    numbers, table = [*known], [*known.values()]
+    return [numbers[i] for i in ranked(table, beyond_worst(table), most)]
+
+
+def _known(points: Mapping[int, Sequence[float]]) -> dict[int, Sequence[float]]:
+    return {number: point for number, point in points.items() if not any(map(math.isnan, point))}

@@ -1,0 +1,367 @@
+"""What `tune` and `search` ask for: how many candidates, what bounds them, what is weighed, who goes on."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
+
+from deltalab.errors import InputError, unknown
+from deltalab.study.specs.search_space import (
+    LAYERS,
+    Number,
+    Space,
+    Strict,
+    Whole,
+    example,
+)
+
+Sampler = Literal["tpe", "nsga2", "nsga3", "gp", "random"]
+Quantity = Literal["state", "parameters", "flops"]
+COSTS = ("flops_per_token", "state_size", "parameters", "decode_us")
+"""What a search can weigh besides the tasks' metrics; smaller is better."""
+DEFAULT_COSTS = COSTS[:2]
+
+
+class Match(Strict):
+    """Scales one dimension of an arm until the arm has as much state, parameters or flops as the base, within 2%.
+
+    state, parameters, flops: the quantity; exactly one is true. scale: the dimension, by its path. Its default is
+    `model.key_dim` for the state, and `model.d_model` for parameters and flops.
+    """
+
+    state: Annotated[bool, Field(strict=True)] = False
+    parameters: Annotated[bool, Field(strict=True)] = False
+    flops: Annotated[bool, Field(strict=True)] = False
+    scale: str | None = None
+
+    @model_validator(mode="after")
+    def _one_quantity(self) -> Self:
+        if self.state + self.parameters + self.flops != 1:
+            raise ValueError("takes exactly one of state: true, parameters: true, flops: true")
+        return self
+
+    @property
+    def quantity(self) -> Quantity:
+        return "state" if self.state else "parameters" if self.parameters else "flops"
+
+    @property
+    def dimension(self) -> str:
+        return self.scale or ("model.key_dim" if self.state else "model.d_model")
+
+
+class Bound(Strict):
+    """What a quantity of a candidate may be: at_most, at_least, or within a share of the base's.
+
+    at_most: the largest value. at_least: the smallest value. within: the share by which it may differ from the base's.
+    of: whose quantity `within` refers to.
+    """
+
+    at_most: Annotated[Number, Field(gt=0)] | None = None
+    at_least: Annotated[Number, Field(gt=0)] | None = None
+    within: Annotated[Number, Field(gt=0, lt=1)] | None = None
+    of: Literal["base"] | None = None
+
+    @model_validator(mode="after")
+    def _bounds_something(self) -> Self:
+        if self.at_most is None and self.at_least is None and self.within is None:
+            raise ValueError("takes at_most: NUMBER, at_least: NUMBER, or within: SHARE, of: base")
+        if self.of and self.within is None:
+            raise ValueError("of: base goes with within: SHARE")
+        if self.at_most is not None and self.at_least is not None and self.at_least > self.at_most:
+            raise ValueError(f"at_least {self.at_least:g} is more than at_most {self.at_most:g}")
+        return self
+
+    def limits(self, base: float) -> tuple[float, float]:
+        """The least and the most that is allowed. base: the quantity of the base.
+
+        >>> Bound(at_most=120, within=0.25).limits(100)
+        (75.0, 120.0)
+        """
+        share = math.inf if self.within is None else self.within
+        least = 0.0 if self.at_least is None else self.at_least
+        most = math.inf if self.at_most is None else self.at_most
+        return (max(least, base * (1 - share)), min(most, base * (1 + share))) if self.within else (least, most)
+
+    def __str__(self) -> str:
+        """
+        >>> str(Bound(at_most=4096, at_least=100)), str(Bound(within=0.02, of="base"))
+        ('at most 4,096 and at least 100', "within 2% of the base's")
+        """
+        said = [f"at most {self.at_most:,.10g}"] if self.at_most is not None else []
+        said += [f"at least {self.at_least:,.10g}"] if self.at_least is not None else []
+        said += [f"within {100 * self.within:.3g}% of the base's"] if self.within is not None else []
+        return " and ".join(said)
+
+
+class Constrain(Strict):
+    """What the candidates of a search may hold and compute.
+
+    state: elements held for one sequence at the task's length. parameters: elements that are trained. flops: of the
+    matrix products of a forward pass per token, without embedding and logits.
+    """
+
+    state: Bound | None = None
+    parameters: Bound | None = None
+    flops: Bound | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_before_training(cls, given: Any) -> Any:
+        if isinstance(given, dict) and "decode_us" in given:
+            raise ValueError(
+                "decode_us cannot be bounded: candidates are refused before they train, and it is timed after that; "
+                "bound state, parameters or flops, and add decode_us to objectives"
+            )
+        return given
+
+    @property
+    def bounds(self) -> dict[str, Bound]:
+        return {name: bound for name, bound in self if bound is not None}
+
+
+class Fidelity(BaseModel):
+    """Successive halving: each candidate trains at the first values, and the best `keep` of them at the next.
+
+    Every other key is `train.steps`, `train.seeds` (seeds of one candidate) or `model.d_model`, with values that
+    increase. Several keys go up together.
+    keep: the share that goes on.
+    """
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    __pydantic_extra__: dict[str, tuple[Annotated[Whole, Field(ge=1)], ...]] = Field(init=False)
+
+    paths: ClassVar[tuple[str, ...]] = ("train.steps", "train.seeds", "model.d_model")
+
+    keep: Annotated[Number, Field(gt=0, lt=1)] = 1 / 3
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_known(cls, given: Any) -> Any:
+        for path in given if isinstance(given, dict) else ():
+            if path not in ("keep", *cls.paths):
+                raise ValueError(str(unknown("key", str(path), ["keep", *cls.paths])))
+        return given
+
+    @model_validator(mode="after")
+    def _goes_up(self) -> Self:
+        for path, values in self.values.items():
+            if len(values) < 2 or any(a >= b for a, b in pairwise(values)):
+                raise ValueError(f".{path}: takes at least two values that increase, not {list(values)}")
+        if not self.values:
+            raise ValueError("needs a key such as 'train.steps: [200, 600, 1800]'")
+        if len({*map(len, self.values.values())}) > 1:
+            said = ", ".join(f"{path} has {len(values)}" for path, values in self.values.items())
+            raise ValueError(f"all keys need as many values: {said}")
+        return self
+
+    @property
+    def values(self) -> dict[str, tuple[int, ...]]:
+        return self.__pydantic_extra__
+
+    @property
+    def rungs(self) -> list[dict[str, int]]:
+        """The settings of each rung, the cheapest first.
+
+        >>> Fidelity.model_validate({"train.steps": [2, 6], "train.seeds": [1, 3]}).rungs
+        [{'train.steps': 2, 'train.seeds': 1}, {'train.steps': 6, 'train.seeds': 3}]
+        """
+        columns = zip(*self.values.values(), strict=True)
+        return [dict(zip(self.values, column, strict=True)) for column in columns]
+
+
+class Tune(Space):
+    """The same candidates for every arm, spread over the ranges, the base's own values among them.
+
+    Every seed of the study trains every candidate. A seed's result is the test score of its run with the best
+    validation score, so that the choice is part of what the error bars cover.
+    trials: how many candidates are tried.
+    extend: moves the ranges, for all arms alike, while the best value of an arm is the lowest or the highest tried.
+    """
+
+    extend: Annotated[bool, Field(strict=True)] = False
+
+    @model_validator(mode="after")
+    def _holds_several_candidates(self) -> Self:
+        if self.trials < 2:
+            raise ValueError("trials 1 leaves one candidate and nothing to choose: give at least 2, or leave out tune")
+        for path, search in self.searched.items():
+            if search.when is not None or search.pattern is not None:
+                what = "when" if search.when is not None else "pattern"
+                raise ValueError(f".{path}: {what} goes with search: every arm tries the same candidates of tune")
+        if self.extend and not any(search.choice is None for search in self.searched.values()):
+            raise ValueError("extend moves a range, and every setting is searched by choice")
+        return self
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a search weighs.
+
+    name: a task's metric, or one of `COSTS`. task: whose; None for a cost, which is then the largest of all tasks.
+    """
+
+    name: str
+    task: str | None
+    maximize: bool
+
+    def __str__(self) -> str:
+        return self.name if self.task is None else f"{self.name}@{self.task}"
+
+
+class Searching(Space):
+    """A search for architectures, from the base.
+
+    Each candidate is judged by the mean of `seeds` validation runs. Where the study has several tasks, a candidate is
+    trained on each.
+    A key may also be `rule` as a whole: `rule: {choice: [comba, {name: gla}]}`.
+    trials: how many candidates are tried. seeds: of one candidate.
+    finalists: how many candidates are confirmed, each as an arm.
+    sampler: what draws candidates. random: the share of the trials that random search draws instead, as a control.
+    objectives: what is weighed, as METRIC, METRIC@TASK or one of `COSTS`, which may name their task as well. By default
+    the metric of every task, flops_per_token and state_size.
+    constrain: what a candidate may hold and compute. match: makes every candidate as large as the base.
+    warm: candidates to begin with: rules, by name or with knobs, and {study: NAME} for those of a study in the ledger.
+    fidelity: successive halving.
+    trainings: values of the searched `train` settings that every seed of the base and of each finalist tries on a task.
+    Two would leave out one end of a range or an arm's own value.
+    """
+
+    sections: ClassVar[tuple[str, ...]] = ("rule",)
+
+    seeds: Annotated[Whole, Field(ge=1, le=100)] = 1
+    finalists: Annotated[Whole, Field(ge=1, le=100)] = 4
+    sampler: Sampler = "tpe"
+    random: Annotated[Number, Field(ge=0, lt=1)] = 0.2
+    objectives: tuple[str, ...] = ()
+    constrain: Constrain = Constrain()
+    match: Match | None = None
+    warm: tuple[str | dict[str, Any], ...] = ()
+    fidelity: Fidelity | None = None
+    trainings: Annotated[Whole, Field(ge=3, le=1000)] = 5
+
+    @field_validator("sampler", mode="before")
+    @classmethod
+    def _is_known(cls, given: Any) -> Any:
+        if given not in get_args(Sampler):
+            raise ValueError(str(unknown("sampler", given, get_args(Sampler))))
+        return given
+
+    @field_validator("objectives")
+    @classmethod
+    def _names_one(cls, given: tuple[str, ...]) -> tuple[str, ...]:
+        if not given:
+            raise ValueError("takes at least one; without the key it is every task's metric and its costs")
+        return given
+
+    @field_validator("warm", mode="before")
+    @classmethod
+    def _rules_and_studies(cls, given: Any) -> Any:
+        for entry in given if isinstance(given, list | tuple) else ():
+            named = isinstance(entry, dict) and isinstance(entry.get("name"), str) and "study" not in entry
+            study = isinstance(entry, dict) and [*entry] == ["study"] and isinstance(entry["study"], str)
+            if not (isinstance(entry, str) or named or study):
+                raise ValueError(f"takes rules (NAME, or {{name: NAME, knob: ...}}) and {{study: NAME}}, not {entry!r}")
+        return given
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.finalists > self.trials:
+            raise ValueError(f"finalists {self.finalists} exceed trials {self.trials}")
+        for path, search in self.searched.items():
+            if search.pattern is not None and path != LAYERS:
+                raise ValueError(f".{path}: only {LAYERS} takes a pattern")
+        for name, knob in self.knobs.items():
+            for number, way in enumerate(knob.ways):
+                if example({**self.knobs, name: knob.model_copy(update={"when": way})}, name) is None:
+                    where = f".{name}.when[{number}]" if len(knob.ways) > 1 else f".{name}.when"
+                    raise ValueError(f"{where}: never holds, since the settings in it need others that exclude them")
+        if not self.random and self.sampler != "random" and self.whole != self.trials:
+            raise ValueError(
+                ".random: must be above 0 and below 1: random search is the control of what the sampler finds"
+            )
+        if self.sampler == "gp" and (bound := [name for name, knob in self.knobs.items() if knob.when]):
+            raise ValueError(f".sampler: gp draws what every candidate has, and {bound[0]} exists in some: take tpe")
+        if self.match is not None and self.match.dimension in self.searched:
+            raise ValueError(f".match scales {self.match.dimension}, which is searched: scale another, or leave it out")
+        for path in self.fidelity.values if self.fidelity else ():
+            if path in self.searched:
+                raise ValueError(f".fidelity.{path}: is searched already")
+        if "trainings" in self.model_fields_set and not any(path.startswith("train.") for path in self.searched):
+            raise ValueError(f".trainings {self.trainings}: nothing of train is searched that they could vary")
+        if self.finalists > self.halved[-1]:
+            raise ValueError(
+                f".fidelity: {self.halved[-1]} candidates reach its last values, fewer than finalists {self.finalists}"
+            )
+        return self
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without the keys of a later release that are at their default: a study keeps its identity."""
+        later = ("sampler", "random", "objectives", "constrain", "match", "warm", "fidelity", "trainings")
+        plain = {key for key in later if getattr(self, key) == type(self).model_fields[key].default}
+        return {key: value for key, value in dump(self).items() if key not in plain}
+
+    @property
+    def enumerated(self) -> bool:
+        """Whether every candidate of the space is tried, so that nothing samples."""
+        return self.whole == self.trials
+
+    @property
+    def rungs(self) -> list[dict[str, int]]:
+        """The settings that each rung of successive halving changes; a single one without any, where there is none."""
+        return self.fidelity.rungs if self.fidelity else [{}]
+
+    @property
+    def halved(self) -> list[int]:
+        """How many candidates train at each rung, where only the best go on."""
+        keep = self.fidelity.keep if self.fidelity else 1
+        found = [self.trials]
+        for _ in self.rungs[1:]:
+            found.append(math.ceil(keep * found[-1] - 1e-9))
+        return found
+
+    @property
+    def controls(self) -> int:
+        """How many of the trials random search draws as a control."""
+        if self.sampler == "random" or self.enumerated:
+            return 0
+        return min(self.trials - 1, max(1, round(self.random * self.trials)))
+
+    def weighed(self, tasks: Mapping[str, tuple[str, bool]]) -> tuple[Objective, ...]:
+        """The objectives. tasks: name -> its metric, and whether more of it is better.
+
+        Raises `InputError` for an objective that is unknown, that does not say whose metric it is, or that stands
+        twice, and where no task's metric is among them.
+        """
+        metrics = {f"{metric}@{task}": Objective(metric, task, more) for task, (metric, more) in tasks.items()}
+        known = {**metrics, **{cost: Objective(cost, None, False) for cost in COSTS}}
+        known |= {f"{cost}@{task}": Objective(cost, task, False) for cost in COSTS for task in tasks}
+        for metric in dict.fromkeys(metric for metric, _ in tasks.values()):
+            whose = [name for name, one in metrics.items() if one.name == metric]
+            if len(whose) == 1:
+                known[metric] = metrics[whose[0]]
+        found: list[Objective] = []
+        for name in self.objectives or (*metrics, *DEFAULT_COSTS):
+            if name not in known:
+                whose = [other for other in metrics if other.startswith(f"{name}@")]
+                if whose:
+                    raise InputError(f"objectives: '{name}' is the metric of several tasks: say {' or '.join(whose)}")
+                short = [other for other in known if "@" not in other and other not in COSTS]
+                raise unknown("objective", name, [*short, *metrics, *COSTS], where="objectives")
+            if known[name] in found:
+                raise InputError(f"objectives: '{name}' is given twice")
+            found.append(known[name])
+        if not any(one in metrics.values() for one in found):
+            raise InputError(f"objectives: weighs costs alone: add {' or '.join(metrics)}")
+        return tuple(found)

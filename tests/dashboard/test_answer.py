@@ -1,0 +1,170 @@
+"""The study's page: its sentence, tables, charts and files; the colours of all pages."""
+
+from itertools import combinations
+from typing import Any
+
+import altair as alt
+import numpy as np
+import pandas as pd
+import pytest
+from numpy.typing import NDArray
+from tests.support.ledgers import BASE, begin, charts, record, shown, texts
+
+from deltalab.store import Store
+from deltalab.study.reports.report import report
+from deltalab.study.reports.sentence import sentence
+from deltalab_dashboard import colors
+from deltalab_dashboard.downloads import to_csv, to_latex, to_png, to_svg, zoom
+
+Array = NDArray[np.float64]
+# What a deuteranope sees of linear RGB (Machado, Oliveira and Fernandes 2009, severity 1).
+DEUTERANOPIA = np.array(
+    [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]
+)
+TO_XYZ = np.array(
+    [[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.0721750], [0.0193339, 0.1191920, 0.9503041]]
+)
+WHITE = np.array([0.95047, 1.0, 1.08883])  # D65
+
+
+def linear(color: str) -> Array:
+    """A colour #rrggbb as linear RGB."""
+    c = np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+    return np.where(c <= 0.04045, c / 12.92, ((c + 0.055) / 1.055) ** 2.4)
+
+
+def lab(rgb: Array) -> Array:
+    """Linear RGB as CIELAB."""
+    xyz = TO_XYZ @ np.clip(rgb, 0, 1) / WHITE
+    f = np.where(xyz > 216 / 24389, np.cbrt(xyz), (24389 / 27 * xyz + 16) / 116)
+    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+
+def apart(a: str, b: str) -> float:
+    """Delta E (CIE76) of two colours under simulated deuteranopia."""
+    return float(np.linalg.norm(lab(DEUTERANOPIA @ linear(a)) - lab(DEUTERANOPIA @ linear(b))))
+
+
+def contrast(a: str, b: str) -> float:
+    """The contrast of two colours as WCAG 2 has it."""
+    dark, light = sorted(float(TO_XYZ[1] @ linear(color)) + 0.05 for color in (a, b))
+    return light / dark
+
+
+def test_a_deuteranope_can_tell_the_colors_of_verdicts_apart() -> None:
+    assert apart("#1a9850", "#d73027") < 40, "green and red, which they cannot"
+    for a, b in combinations(colors.COLORS.values(), 2):
+        assert apart(a, b) >= 40, (a, b)
+
+
+def test_colors_of_verdicts_can_be_seen_on_a_light_and_a_dark_page() -> None:
+    for color in (*colors.COLORS.values(), colors.BASE):
+        assert contrast(color, "#ffffff") >= 4.5
+        assert contrast(color, "#0e1117") >= 3
+    for color in (*colors.PALETTE, colors.ACCENT):
+        assert min(contrast(color, "#ffffff"), contrast(color, "#0e1117")) >= 2
+
+
+def test_verdicts_differ_in_shape_too() -> None:
+    for looks in (colors.COLORS, colors.SHAPES, colors.MARKS):
+        assert list(looks) == ["better", "worse", "undecided"]
+        assert len(set(looks.values())) == 3
+
+
+def test_ten_arms_have_a_color_each_and_more_are_grey_but_for_the_highlighted() -> None:
+    ten = [f"arm_{i}" for i in range(10)]
+    found = colors.arms(["base", *ten], "base")
+    assert len(set(found.values())) == 11
+    assert not {colors.OTHERS} & set(found.values())
+    many = [f"arm_{i}" for i in range(40)]
+    found = colors.arms(["base", *many], "base", ["arm_3", "arm_13"])
+    assert {name for name, color in found.items() if color != colors.OTHERS} == {"base", "arm_3", "arm_13"}
+    assert len({found["base"], found["arm_3"], found["arm_13"]}) == 3
+    assert colors.arms(many, None, ["arm_3"])["arm_3"] == found["arm_3"], "whatever else is highlighted after it"
+
+
+ROWS = range(6000)  # Altair refuses more than 5,000 unless told otherwise
+POINTS = alt.Chart(pd.DataFrame({"step": ROWS, "loss": ROWS})).mark_point().encode(x="step:Q", y="loss:Q")
+
+
+@pytest.mark.parametrize("drawn", [POINTS, alt.layer(POINTS, POINTS), POINTS | POINTS])
+def test_a_chart_of_any_size_makes_files(drawn: Any) -> None:
+    assert to_png(drawn).startswith(b"\x89PNG")
+    assert to_svg(drawn).startswith("<svg")
+
+
+def test_the_wheel_alone_scrolls_the_page() -> None:
+    few = alt.Chart(pd.DataFrame({"x": [1]})).mark_point()
+    [parameter] = few.add_params(zoom()).to_dict()["params"]
+    assert parameter["bind"] == "scales"
+    assert parameter["select"]["zoom"] == "wheel![event.shiftKey]"
+
+
+def test_a_table_makes_files() -> None:
+    rows = [{"arm": "no_d", "p": "0.02"}, {"arm": 'a "b", c', "p": ""}]
+    assert to_csv(rows) == 'arm,p\nno_d,0.02\n"a ""b"", c",\n'
+    assert r"no\_d & 0.02 \\" in to_latex(rows, "what p is")
+    assert to_latex(rows, "what p is").startswith("% what p is\n\\begin{tabular}{lr}\n")
+    assert to_latex(rows).startswith("\\begin{tabular}")
+
+
+def said(store: Store, study: int) -> str:
+    return sentence(report(store, study))
+
+
+def scores(shift: float, noise: float = 0.0) -> list[float]:
+    return [value + shift + noise * (-1) ** i for i, value in enumerate(BASE)]
+
+
+@pytest.mark.parametrize(
+    ("arms", "state", "expected"),
+    [
+        ({"a": scores(0.05)}, "done", "a beats the base on mqar by 0.05 accuracy (p 0.008, 8 seeds)."),
+        ({"a": scores(-0.05)}, "done", "a is worse than the base on mqar by 0.05 accuracy (p 0.008, 8 seeds)."),
+        (
+            {"a": scores(-0.05), "b": scores(0.04)},
+            "failed",
+            "Some trials failed; of the others: b beats the base on mqar by 0.04 accuracy (p 0.008, 8 seeds).",
+        ),
+        (
+            {"a": scores(0.001, 0.02)},
+            "done",
+            "Nothing is decided: 8 seeds tell no difference between a and the base; over 1,000 seeds would decide a "
+            "on mqar (+0.001 accuracy, p 0.734).",
+        ),
+        ({}, "done", "Nothing to compare: the study has only its base, with 0.921 accuracy on mqar."),
+        ({}, "interrupted", "Nothing to compare: the study has only its base, with 0.921 accuracy on mqar."),
+    ],
+)
+def test_one_sentence_states_the_answer(store: Store, arms: dict[str, list[float]], state: Any, expected: str) -> None:
+    study = begin(store, "answered", changes={"base": {}, **{arm: {"x": [1, 2]} for arm in arms}})
+    record(store, study, "base", "mqar", BASE)
+    for arm, values in arms.items():
+        record(store, study, arm, "mqar", values)
+    store.finish_study(study, state)
+    assert said(store, study) == expected
+
+
+def test_a_study_without_a_confirmed_trial_says_so(store: Store) -> None:
+    study = begin(store, "new")
+    assert said(store, study) == "No answer yet: confirmation has not begun."
+    record(store, study, "base", "mqar", BASE, "tune")
+    assert "on validation base leads on mqar" in sentence(report(store, study, which="tune"))
+    store.finish_study(study, "interrupted")
+    assert said(store, study).startswith("Interrupted before any arm could be compared")
+
+
+def test_the_page_says_the_sentence_and_draws_each_seed(store: Store, ablation: int) -> None:
+    app = shown()
+    assert said(store, ablation) in texts(app)
+    assert "▲ 1 better" in texts(app)
+    dots = charts(app)[0]["layer"][3]
+    assert dots["mark"]["type"] == "circle"
+    assert sorted(report(store, ablation).tables[0].rows[1].by_seed) == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_the_url_keeps_costs_and_the_order_of_the_arms(ablation: int) -> None:
+    table = shown(costs="true", order="by score").dataframe[1].value
+    assert "us/token" in table
+    assert list(table["arm"]) == ["no_*d*", "base", "late"], "bits per byte: lower is better; late did not run"
+    assert "us/token" not in shown().dataframe[1].value

@@ -1,0 +1,250 @@
+"""The pages Search and Sensitivity, on ledgers whose every figure is known."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.support.ledgers import BASE, begin, cells, charts, record, shown, texts
+from tests.support.search_ledger import record_search
+
+from deltalab.store import Store
+from deltalab.study.answers import importance, search_results
+from deltalab.study.specs.search_space import Search
+from deltalab_dashboard.charts.candidates import Table, lines, one, scatter, two
+
+
+@pytest.fixture
+def searched(store: Store, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(importance, "TREES", 8)
+    search_results._importance.cache_clear()
+    return record_search(store)
+
+
+def test_the_page_says_what_was_found_and_how_to_open_it_in_optuna(searched: int) -> None:
+    app = shown("search.py")
+    assert "The best accuracy on validation is 0.900, by found_1 (fast start). The base has 0.700." in texts(app)
+    front = cells(app.table[0].value)
+    assert front["what it is"] == ["", "fast start", "no decay"]
+    assert [code.value for code in app.code] == [
+        "pip install optuna-dashboard\nplatform study export-optuna s s.optuna.db\n"
+        "optuna-dashboard sqlite:///s.optuna.db"
+    ]
+
+
+def test_a_candidate_has_the_name_that_the_report_gives_it(searched: int) -> None:
+    [trials] = shown("trials.py").dataframe
+    assert {"candidate 7", "random candidate 7", "warm candidate 1", "base, training 0", "found_1, training 0"} < {
+        *trials.value["trial"]
+    }
+    app = shown("trial.py", trial="base 1000007 20 1010.0")
+    assert app.subheader[0].value.replace("\\", "") == "random candidate 7 on mqar"
+
+
+def test_every_chart_of_a_search_is_there(searched: int) -> None:
+    front, _, settings, setting, two_settings, growth = charts(shown("search.py"))
+    assert [layer["mark"]["type"] for layer in front["layer"]] == ["line", "point", "text"]
+    assert settings["layer"][0]["encoding"]["detail"]["field"] == "candidate"
+    assert setting["layer"][0]["encoding"]["x"]["title"] == "rule.decay", "what explains most stands first"
+    assert two_settings["mark"]["type"] == "rect"
+    assert growth["encoding"]["x"]["field"] == "candidates"
+
+
+def test_the_url_restores_the_views_of_a_search(searched: int) -> None:
+    asked = {
+        "objective": "state_size",
+        "against": "accuracy",
+        "highlight": "The best tenth by accuracy",
+        "setting": "train.lr",
+        "score": "flops_per_token",
+        "across": "rule.start",
+        "down": "train.lr",
+    }
+    app = shown("search.py", **asked)
+    front, _, _, setting, two_settings, _ = charts(app)
+    assert front["layer"][1]["encoding"]["y"]["title"] == "state_size (lower is better)"
+    assert front["layer"][1]["encoding"]["x"]["title"] == "accuracy (higher is better)"
+    assert setting["layer"][0]["encoding"]["x"]["scale"]["type"] == "log"
+    assert setting["layer"][0]["encoding"]["y"]["title"] == "flops_per_token (lower is better)"
+    assert two_settings["encoding"]["x"]["title"] == "rule.start"
+    assert app.selectbox(key="highlight").value == "The best tenth by accuracy"
+    assert "have no rule.start, and are left out" in texts(app)
+    assert {key: app.query_params[key] for key in asked} == asked
+
+
+def row(name: str, kind: str, accuracy: float, flops: float, **settings: Any) -> dict[Any, Any]:
+    scores = {"accuracy@mqar": accuracy, "flops_per_token": flops}
+    own = {path.replace("_", ".", 1): value for path, value in settings.items()}
+    about = {
+        "name": name,
+        "what": f"what {name} is",
+        "kind": kind,
+        "by": "tpe",
+        "learned": name != "6",
+        "settings": str(own),
+    }
+    absent = dict.fromkeys(SPACE)
+    return {**about, **scores, **{("first", key): score for key, score in scores.items()}, **absent, **own}
+
+
+SPACE = {
+    "rule.decay": Search(choice=("none", "scalar")),
+    "rule.start": Search(choice=("slow", "fast"), when={"rule.decay": ["scalar"]}),
+    "train.lr": Search(log_uniform=(0.001, 1)),
+}
+TABLE = Table(
+    [
+        row("base", "base", 0.5, 100, rule_decay="none", train_lr=0.001),
+        row("found_1", "finalist", 0.9, 200, rule_decay="scalar", rule_start="fast", train_lr=1.0),
+        row("3", "on the front", 0.6, 100, rule_decay="none", train_lr=0.0011),
+        row("4", "dominated", 0.4, 150, rule_decay="scalar", rule_start="slow", train_lr=0.9),
+        row("5", "dominated", math.nan, 150, rule_decay="scalar", rule_start="slow", train_lr=0.5),
+    ],
+    SPACE,
+    {"accuracy@mqar": True, "flops_per_token": False},
+    {"accuracy@mqar": "accuracy", "flops_per_token": "flops_per_token"},
+)
+
+
+def datasets(drawn: Any) -> list[list[dict[str, Any]]]:
+    spec = drawn.to_dict()
+    parts = spec.get("layer", [spec])
+    return [spec["datasets"][part.get("data", spec.get("data"))["name"]] for part in parts]
+
+
+def test_the_front_is_a_line_of_steps_up_to_the_worst_values() -> None:
+    drawn = scatter(TABLE, "accuracy@mqar", "flops_per_token")
+    assert drawn is not None
+    stairs, points, names = datasets(drawn[0])
+    assert [(step["across"], step["down"]) for step in stairs] == [(100, 0.4), (100, 0.6), (200, 0.9), (200, 0.9)]
+    assert drawn[0].to_dict()["layer"][0]["mark"]["interpolate"] == "step-after"
+    assert {point["candidate"] for point in points} == {"base", "found_1", "3", "4"}, "not the one without a score"
+    assert {name["candidate"] for name in names} == {"base", "found_1"}
+    assert points[-1]["candidate"] == "base", "drawn last, on top"
+    turned = scatter(TABLE, "flops_per_token", "accuracy@mqar")
+    assert turned is not None
+    assert [(step["across"], step["down"]) for step in datasets(turned[0])[0]] == [
+        (0.4, 100),
+        (0.6, 100),
+        (0.9, 200),
+        (0.9, 200),
+    ]
+    assert turned[0].to_dict()["layer"][0]["mark"]["interpolate"] == "step-before"
+
+
+def test_no_line_joins_what_is_no_better_than_chance() -> None:
+    idle = row("6", "no better than chance", 0.4, 90, rule_decay="none", train_lr=0.5)
+    drawn = scatter(replace(TABLE, rows=[*TABLE.rows, idle]), "accuracy@mqar", "flops_per_token")
+    assert drawn is not None
+    stairs, points, _ = datasets(drawn[0])
+    assert min(step["across"] for step in stairs) == 100
+    assert "6" in {point["candidate"] for point in points}
+
+
+def test_candidates_of_one_kind_are_drawn() -> None:
+    """A size by kind would be a scale from the least to the most kind, which is no number where there is one kind."""
+    alike = Table([each for each in TABLE.rows if each["kind"] == "base"], SPACE, TABLE.objectives, TABLE.labels)
+    drawn = scatter(alike, "accuracy@mqar", "flops_per_token")
+    assert drawn is not None
+    assert [point["size"] for point in datasets(drawn[0])[1]] == [150]
+    assert drawn[0].to_dict()["layer"][1]["encoding"]["size"] == {
+        "field": "size",
+        "type": "quantitative",
+        "scale": None,
+    }
+
+
+def test_parallel_coordinates_show_a_knob_that_does_not_exist_below_the_axes() -> None:
+    drawn, frame, left_out = lines(TABLE, {"found_1"}, "accuracy@mqar")
+    at = {(each["candidate"], each["setting"]): each for each in frame.to_dict("records")}
+    assert at["found_1", "rule.start"]["value"] == "fast"
+    assert at["base", "rule.start"]["value"] == "does not exist"
+    assert at["base", "rule.start"]["at"] < 0 <= at["base", "rule.decay"]["at"]
+    assert at["base", "train.lr"]["at"] == 0
+    assert at["found_1", "train.lr"]["at"] == 1
+    assert (at["found_1", "accuracy"]["at"], at["found_1", "flops_per_token"]["at"]) == (1, 0), "up is better"
+    assert {each["kind"] for each in frame.to_dict("records")} == {"finalist", "other"}
+    assert left_out == 0
+    assert "absent" in {tick["value"] for tick in datasets(drawn)[-1]}
+
+
+def test_of_many_candidates_the_worst_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltalab_dashboard.charts.candidates.MOST_LINES", 2)
+    _, frame, left_out = lines(TABLE, {"base"}, "accuracy@mqar")
+    assert (set(frame["candidate"]), left_out) == ({"base", "found_1"}, 2)
+
+
+def test_one_setting_has_the_candidates_that_have_it_and_means_by_part_of_its_range() -> None:
+    start = one(TABLE, "rule.start", "accuracy@mqar")
+    assert start is not None
+    assert set(start[1]["candidate"]) == {"found_1", "4"}
+    rate = one(TABLE, "train.lr", "accuracy@mqar")
+    assert rate is not None
+    means = sorted((each["from"], round(each["mean"], 3), each["candidates"]) for each in datasets(rate[0])[1])
+    assert [means[0], means[-1][1:]] == [(0.001, 0.55, 2), (0.65, 2)]
+    assert one(Table(TABLE.rows[:1], SPACE, TABLE.objectives, TABLE.labels), "rule.start", "accuracy@mqar") is None
+
+
+def test_two_settings_leave_cells_without_candidates_empty() -> None:
+    drawn = two(TABLE, "train.lr", "rule.decay", "accuracy@mqar")
+    assert drawn is not None
+    search_results = {
+        (each["across"], each["down"]): (each["mean"], each["candidates"]) for each in datasets(drawn[0])[0]
+    }
+    assert len(search_results) == 2, "of 16 cells"
+    assert search_results[0.001, "none"] == (pytest.approx(0.55), 2)
+    conditional = two(TABLE, "rule.decay", "rule.start", "accuracy@mqar")
+    assert conditional is not None
+    assert conditional[0].to_dict()["encoding"]["x"]["scale"]["domain"] == ["none", "scalar"], "with its empty column"
+
+
+@pytest.fixture
+def tuned(store: Store) -> int:
+    """late is best at the highest rate, base between two others; base diverged at one with every seed."""
+    study = begin(store, "tuned", changes={"base": {}, "late": {"x": [1, 2]}})
+    for number, lr in enumerate((0.001, 0.01, 0.1, 0.05)):
+        own = [[0.5, 0.7, 0.6, math.nan][number]] * 8
+        record(store, study, "base", "mqar", own, number=number, tuned={"train.lr": lr})
+        record(store, study, "late", "mqar", [0.5 + 4 * lr] * 8, number=number, tuned={"train.lr": lr})
+    store.finish_study(study, "done")
+    return study
+
+
+def test_a_line_for_each_arm_against_the_value_with_its_best_marked(tuned: int) -> None:
+    app = shown("sensitivity.py")
+    assert "The best train.lr of late is the highest that was tried, 0.1: the arm may do better" in app.warning[
+        0
+    ].value.replace("\\", "")
+    assert "No seed finished with train.lr 0.05: base." in texts(app)
+    [chart] = charts(app)
+    assert [layer["mark"]["type"] for layer in chart["layer"]] == ["line", "rule", "point", "point"]
+    assert chart["layer"][0]["encoding"]["x"]["scale"]["type"] == "log"
+    assert chart["layer"][0]["encoding"]["y"]["title"] == "accuracy on validation (higher is better)"
+    table = cells(app.table[0].value)
+    assert table["best values"] == ["train.lr 0.01", "train.lr 0.1"]
+    assert table["at an end"] == ["", "train.lr: highest tried"]
+
+
+def test_the_url_restores_the_view_of_sensitivity(tuned: int) -> None:
+    app = shown("sensitivity.py", split="test", arms="late")
+    [chart] = charts(app)
+    assert chart["layer"][0]["encoding"]["y"]["title"] == "accuracy on test (higher is better)"
+    assert chart["layer"][0]["encoding"]["color"]["scale"]["domain"] == ["late"]
+    assert app.query_params["split"] == "test"
+
+
+def test_a_study_that_tunes_nothing_says_so(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.support.ledgers.SPEC", {"seeds": 8})
+    record(store, begin(store, "plain"), "base", "mqar", BASE)
+    assert "This study tunes nothing" in texts(shown("sensitivity.py"))
+
+
+def test_tuning_that_has_just_begun(store: Store) -> None:
+    begin(store, "new")
+    assert "No candidate has a score yet." in texts(shown("sensitivity.py"))
+
+
+def test_the_base_of_a_search_has_its_tuning(searched: int) -> None:
+    app = shown("sensitivity.py")
+    assert "The page Search shows its candidates." in texts(app)
+    assert cells(app.table[0].value)["arm"] == ["base", "found_1", "found_2"]

@@ -1,0 +1,348 @@
+"""What a trained folder is measured on: the figures are those of the model, and wrong input is one line."""
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deltalab.cli.app import app
+from deltalab.data.pack import pack
+from deltalab.data.sources import Reading
+from deltalab.data.token_shards import Packed
+from deltalab.errors import InputError
+from deltalab.evaluation import evaluate as evaluating
+from deltalab.evaluation.evaluate import evaluate
+from deltalab.evaluation.folder import opened
+from deltalab.evaluation.needle_questions import questions
+from deltalab.export.recipe import of_paper
+from deltalab.export.source import Source, model_fields
+from deltalab.export.write import export
+from deltalab.models.model import build_model
+from deltalab.models.spec import ModelSpec
+from deltalab.registry import get_task
+from deltalab.store import Store
+from deltalab.store.trainings import record, trainings
+
+pytest.importorskip("transformers")
+
+LENGTH = 64
+MODEL = ModelSpec.of(
+    {"rule": {"name": "gated_deltanet"}, "vocab_size": 256, "d_model": 16, "layers": 1, "heads": 2, "mlp": False}
+)
+
+
+def exported(folder: Path, model: ModelSpec = MODEL, tokenizer: str | None = "bytes", **recipe: Any) -> Path:
+    """An export with random weights, trained on rows of `LENGTH` as its recipe says."""
+    trained = build_model(model, seed=1)
+    about = {**of_paper(model), "batch": {"sequences": 2, "length": LENGTH}, **recipe}
+    provenance = {"study": "s", "arm": "base", "training": "r1", "checkpoint": "step-30"}
+    export(Source(model, trained.state_dict, about, provenance, {}, tokenizer), folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    lines = [f"document {i} says {i * 7} and little else, again and again" for i in range(80)]
+    (folder / "all.txt").write_text("\n".join(lines))
+    shares = {"train": 0.4, "validation": 0.3, "test": 0.3}
+    pack([str(folder / "all.txt")], folder / "packed", reading=Reading(separator="\n"), shares=shares)
+    return folder / "packed"
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return exported(tmp_path_factory.mktemp("export") / "model")
+
+
+def by_name(results: list[evaluating.Result]) -> dict[str, float]:
+    return {f"{result.task} {result.metric}": result.value for result in results}
+
+
+def test_the_loss_is_that_of_the_model_by_length_and_place(folder: Path, data: Path) -> None:
+    with opened(folder) as found:
+        results = evaluate(found, ["loss"], data=Packed(data), limit=6)
+        split = Packed(data).split("validation")
+        model = found.model
+    values = by_name(results)
+    assert {result.step for result in results} == {30}
+    for times, rows in ((1, 6), (2, 3), (4, 1)):
+        size = times * LENGTH
+        losses = []
+        for i in range(rows):
+            tokens = torch.from_numpy(split.row(split.rows(size) * i // rows, size)[0])
+            with torch.no_grad():
+                losses.append(model(tokens[None], labels=tokens[None]).loss.item())
+        assert values[f"loss loss@{size}"] == pytest.approx(sum(losses) / rows, rel=1e-4)
+        bits = values[f"loss loss@{size}"] / math.log(2) * split.tokens / split.bytes
+        assert values[f"loss bits_per_byte@{size}"] == pytest.approx(bits)
+    places = {name: value for name, value in values.items() if "_to_" in name}
+    assert [name.removeprefix("loss loss_at_") for name in places] == [
+        "0_to_16", "16_to_32", "32_to_64", "64_to_128", "128_to_256",
+    ]  # fmt: skip
+    weighted = sum(value * width for value, width in zip(places.values(), (16, 16, 32, 64, 128), strict=True)) / 256
+    assert weighted == pytest.approx(values["loss loss@256"])
+
+
+def test_a_needle_lies_somewhere_in_exactly_as_many_tokens(data: Path) -> None:
+    def encode(text: str) -> list[int]:
+        return list(text.encode())
+
+    split = Packed(data).split("train")
+    for filler in (None, split):
+        asked = list(questions(encode, 400, 20, filler=filler))
+        assert [question.tokens for question in questions(encode, 400, 20, filler=filler)] == [
+            question.tokens for question in asked
+        ]
+        places = set()
+        for question in asked:
+            assert len(question.tokens) + len(question.answer) == 400
+            text, value = bytes(question.tokens).decode(), bytes(question.answer).decode().strip()
+            assert text.count(f"is: {value}. ") == 1
+            assert text.endswith("mentioned in the provided text is")
+            places.add(text.index("One of the special"))
+        assert len(places) > 10
+    assert list(questions(encode, 100, 20)) == []
+
+
+class Knowing:
+    """A model that gives the answer to every needle's question, except for one digit where `wrong`."""
+
+    def __init__(self, wrong: bool) -> None:
+        self.wrong = wrong
+
+    def __call__(self, tokens: torch.Tensor, *, logits_to_keep: int, use_cache: bool) -> Any:
+        text = bytes(tokens[0].tolist()).decode()
+        begin = text.index("is: ") + len("is: ")
+        answer = f" {text[begin : begin + 7]}".encode()
+        if self.wrong:
+            answer = answer[:-1] + b"x"
+        logits = torch.zeros(1, logits_to_keep, 256)
+        logits[0, range(logits_to_keep), list(answer)] = 1.0
+        return type("Output", (), {"logits": logits})
+
+
+@pytest.mark.parametrize(("wrong", "exact", "accuracy"), [(False, 1.0, 1.0), (True, 0.0, 7 / 8)])
+def test_a_needle_counts_as_found_where_every_token_is_right(
+    folder: Path, wrong: bool, exact: float, accuracy: float
+) -> None:
+    with opened(folder) as found:
+        vars(found)["model"] = Knowing(wrong)
+        values = by_name(evaluate(found, ["needle"], length=256, limit=5))
+    assert values == {
+        f"needle {name}@{size}": value
+        for size in (256, 512, 1024)
+        for name, value in (("exact_match", exact), ("accuracy", accuracy))
+    }
+
+
+def test_a_folder_of_a_proxy_task_has_the_tasks_metrics(tmp_path: Path) -> None:
+    task = get_task("mqar", length=32, pairs=4, vocab_size=64)
+    model = ModelSpec.of({**model_fields(MODEL), "vocab_size": 64})
+    trial = {
+        "task": {"name": "mqar", "version": task.version, "parameters": {"length": 32, "pairs": 4, "vocab_size": 64}},
+        "model": model_fields(model),
+        "train": {"steps": 1, "batch_size": 8, "lr": 1e-3, "eval_batches": 2},
+        "seed": 0,
+    }
+    folder = exported(tmp_path / "model", model, tokenizer=None, trial=trial)
+    with opened(folder) as found:
+        tasks, left_out = evaluating.askable(found, None)
+        assert tasks == ["proxy"]
+        assert left_out == {
+            "loss": "it needs packed data: give --data PACKED",
+            "needle": "the folder has no tokenizer: export it with --tokenizer",
+            "needle_text": "the folder has no tokenizer: export it with --tokenizer",
+        }
+        values = by_name(evaluate(found, tasks))
+    weights = build_model(model, seed=1)
+    right = count = 0
+    for i in range(2):
+        batch = task.batch("test", 8, 0, i)
+        with torch.no_grad():
+            guesses = weights(batch.inputs, batch.targets != -100).argmax(-1)
+        right, count = right + int((guesses == batch.labels).sum()), count + len(batch.labels)
+    assert values["proxy mqar accuracy"] == pytest.approx(right / count)
+    assert "proxy mqar loss" in values
+
+
+TASK = """
+task: sums
+dataset_path: json
+dataset_kwargs: {data_files: {test: DATA}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: answer
+metric_list: [{metric: acc}]
+"""
+
+
+@pytest.mark.slow
+def test_the_harness_scores_a_local_task(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("lm_eval")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    rows = [{"question": f"{i} and 1 make", "choices": [" ten", " two", " a"], "answer": i % 3} for i in range(9)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "tasks").mkdir()
+    file = tmp_path / "tasks" / "sums.yaml"
+    file.write_text(TASK.replace("DATA", str(tmp_path / "rows.jsonl")))
+    with opened(folder) as found:
+        [result] = evaluate(found, [str(file)], limit=6)
+        again = evaluate(found, ["sums"], limit=6, include=tmp_path / "tasks")
+        tokenizer, model = found.tokenizer, found.model
+    assert [result] == again
+    right = 0
+    for row in rows[:6]:
+        scores = []
+        for choice in row["choices"]:  # type: ignore[attr-defined]
+            ids = torch.tensor(tokenizer(str(row["question"]) + choice)["input_ids"])
+            with torch.no_grad():
+                logs = model(ids[None]).logits[0].log_softmax(-1)
+            scores.append(sum(logs[i - 1, ids[i]].item() for i in range(len(ids) - len(choice), len(ids))))
+        right += scores.index(max(scores)) == row["answer"]
+    assert (result.task, result.metric, result.examples, result.step) == ("sums", "acc", 6, 30)
+    assert result.value == pytest.approx(right / 6)
+
+
+@pytest.fixture
+def platform(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]:
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: object) -> int:
+        monkeypatch.setattr("sys.argv", ["platform", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            app.main()
+        return int(ended.value.code or 0)
+
+    return run
+
+
+def test_what_a_folder_cannot_be_asked_is_left_out_with_its_reason(
+    platform: Callable[..., int], tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows of 16 tokens hold no needle, and a model over bytes cannot do a task of 64 ids."""
+    task = {"name": "mqar", "version": 1, "parameters": {"length": 32, "pairs": 4, "vocab_size": 64}}
+    folder = exported(tmp_path / "model", batch={"sequences": 2, "length": 16}, trial={"task": task})
+    assert platform("eval", folder, "--data", data, "--limit", 1) == 0
+    said = capsys.readouterr()
+    assert "loss@64" in said.out
+    assert "needle" not in said.out
+    assert [line for line in said.err.splitlines() if line.startswith("left out")] == [
+        "left out needle: a needle and its question do not fit into 64 tokens: give --length",
+        "left out needle_text: a needle and its question do not fit into 64 tokens, or the split is too short to fill "
+        "them: give --length",
+        "left out proxy: the model's vocabulary has 256 ids now, and that of task 'mqar' 64",
+    ]
+
+
+def test_results_stand_in_the_folder_and_in_the_ledger(
+    platform: Callable[..., int], tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = exported(tmp_path / "model")
+    about = {
+        "id": "r1", "rule": "gated_deltanet", "started": 0, "study": None, "export": str(folder),
+        "recipe": {"batch": {"sequences": 2, "length": LENGTH}},
+    }  # fmt: skip
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text(json.dumps(about))
+    assert platform("eval", folder, "--data", data, "--tasks", "loss", "--limit", 2) == 0
+    assert "in the ledger" not in capsys.readouterr().out
+    with Store.open("lab.db") as store:
+        record(store, tmp_path / "run")
+    for limit in (2, 3):  # again, and the later value counts
+        assert platform("eval", folder, "--data", data, "--tasks", "loss", "--limit", limit, "--db", "lab.db") == 0
+        assert "also in the ledger" in capsys.readouterr().out
+    rows = json.loads((folder / "evaluations.json").read_text())["evaluations"]
+    assert {row["step"] for row in rows} == {30}
+    [first] = [row for row in rows if row["metric"] == f"loss@{LENGTH}"]
+    assert first["examples"] == 3
+    with Store.open("lab.db") as store:
+        record(store, tmp_path / "run")  # which knows nothing of evaluations, and leaves them
+        [training] = trainings(store)
+    assert training.evaluations == {f"loss {row['metric']}": row["value"] for row in rows}
+
+
+def test_a_run_is_measured_by_its_newest_whole_checkpoint(
+    platform: Callable[..., int], tmp_path: Path, data: Path
+) -> None:
+    from safetensors.torch import save_file
+
+    folder, run = exported(tmp_path / "model"), tmp_path / "run"
+    about = {
+        "id": "r7", "rule": "gated_deltanet", "started": 0, "study": None, "export": str(folder),
+        "recipe": {"batch": {"sequences": 2, "length": 72}}, "data": {"folder": str(data)},
+    }  # fmt: skip
+    whole, torn = (run / "checkpoints" / name for name in ("step-12", "step-20"))
+    for checkpoint in (whole, torn):
+        checkpoint.mkdir(parents=True)
+    weights = {f"model.{name}": value for name, value in build_model(MODEL, seed=5).state_dict().items()}
+    save_file(weights, whole / "model.safetensors")
+    (whole / "trainer_state.json").write_text("{}")
+    (run / "run.json").write_text(json.dumps(about))
+    assert platform("eval", run, "--tasks", "loss", "--limit", 1, "--db", "lab.db") == 0
+    rows = json.loads((run / "evaluations.json").read_text())["evaluations"]
+    assert {row["step"] for row in rows} == {12}
+    assert {"loss@72", "loss@288"} <= {row["metric"] for row in rows}, "the length is the run's, not the export's"
+    with opened(run) as found, pytest.raises(InputError, match=f"task 'proxy': {run}: the model does not come from"):
+        evaluate(found, ["proxy"])
+    Store.open("lab.db").close()
+    assert platform("export", run, "hf") == 0  # which names its run, and the data of the training
+    assert platform("eval", "hf", "--tasks", "loss", "--limit", 1) == 0
+    [first, *_] = json.loads(Path("hf", "evaluations.json").read_text())["evaluations"]
+    assert (first["step"], first["value"], first["data"]) == (12, rows[0]["value"], str(data))
+    assert platform("eval", run / "checkpoints" / "step-12", "--tasks", "needle", "--limit", 1, "--db", "lab.db") == 0
+    with Store.open("lab.db") as store:
+        [training] = trainings(store)
+    assert {"loss loss@72", "needle exact_match@288"} <= set(training.evaluations)
+
+
+def test_what_cannot_be_evaluated_is_one_line(
+    platform: Callable[..., int],
+    folder: Path,
+    data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refused(*arguments: object, saying: str) -> None:
+        assert platform("eval", *arguments) == 2
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert saying in error, error
+
+    bare = exported(tmp_path / "bare", tokenizer=None)
+    source = Source(MODEL, None, of_paper(MODEL), {}, {}, "bytes")
+    export(source, tmp_path / "untrained")
+    (tmp_path / "empty").mkdir()
+    refused(tmp_path / "empty", saying="neither a folder of `platform export` nor a run of `platform train`")
+    refused(tmp_path / "untrained", saying="is exported without weights: train it first")
+    refused(bare, saying="bare: none of our tasks can be asked of it: loss: it needs packed data: give --data PACKED; ")
+    refused(bare, "--tasks", "needle", saying="has no tokenizer: export it with --tokenizer")
+    refused(bare, "--tasks", "proxy", saying="bare: the model does not come from a study")
+    refused(folder, "--tasks", "loss", saying="task 'loss': it needs packed data: give --data PACKED")
+    refused(folder, "--tasks", "loss", "--data", tmp_path / "empty", saying="is no packed data")
+    refused(folder, "--tasks", "loss", "--data", data, "--split", "tests", saying="did you mean 'test'?")
+    refused(folder, "--tasks", "loss", "--data", data, "--length", 10**6, saying="a row takes 1000001: give --length")
+    refused(folder, "--tasks", "needle", "--length", 8, saying="do not fit into 32 tokens")
+    meta = json.loads((data / "meta.json").read_text())
+    for file in data.iterdir():
+        (tmp_path / "empty" / file.name).write_bytes(file.read_bytes())
+    meta["tokenizer"] |= {"sha256": "0" * 64, "name": "other"}
+    (tmp_path / "empty" / "meta.json").write_text(json.dumps(meta))
+    refused(folder, "--data", tmp_path / "empty", saying="is packed with another tokenizer, 'other' of 256 ids, than")
+
+    pytest.importorskip("lm_eval")
+    refused(folder, "--tasks", "x.yaml", saying="x.yaml: cannot be read: No such file")
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)  # its index takes 20 s of a core
+    refused(folder, "--tasks", "arc_esay", saying="unknown task 'arc_esay'; did you mean 'arc_easy'?")
+    refused(folder, "--tasks", "loss,neddle", saying="unknown task 'neddle'; did you mean 'needle'?")
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    refused(folder, "--tasks", "arc_easy", saying="need lm-evaluation-harness: pip install 'deltalab[eval]'")
+    with pytest.raises(InputError), opened(tmp_path / "nowhere"):
+        pass

@@ -1,0 +1,268 @@
+"""Models of ours as models of flash-linear-attention, and back: names, shapes, options and logits.
+
+`fla` holds what FLA's own models say, of `python benchmarks/fla_logits.py --names tests/export/fla`. That script
+compares the logits with FLA's on a GPU.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deltalab.errors import InputError
+from deltalab.export.fla import FORMS, SHARED, from_fla, to_fla, why_not
+from deltalab.models.model import Model, build_model
+from deltalab.models.spec import ModelSpec
+from deltalab.registry import list_rules
+
+save_file = pytest.importorskip("safetensors.torch").save_file
+
+THEIRS = {file.stem: json.loads(file.read_text()) for file in sorted((Path(__file__).parent / "fla").glob("*.json"))}
+SIZES = {"vocab_size": 20, "d_model": 16, "heads": 2}
+ATTENTION = {"conv": 0, "rope": True, "output_norm": False, "output_gate": False}
+RAW = {"features": "raw", "conv": 0, "output_gate": False}
+
+OURS: dict[str, dict[str, Any]] = {
+    "gated deltanet": {"rule": "gated_deltanet", "output_gate": "silu"},
+    "wide, tied": {"rule": "gated_deltanet", "d_model": 128},
+    "tied, of a base width": {"rule": "gated_deltanet", "base_width": 4},
+    "gated deltanet of width": {"rule": "gated_deltanet", "mlp_width": 24, "norm_eps": 1e-6, "tie_embeddings": False},
+    "shared keys": {"rule": {"name": "gated_deltanet", "beta": {"sigmoid": {"max": 2}}}, "qk_heads": 1, "expand_v": 2},
+    "without convolution": {"rule": "gated_deltanet", "conv": 0, "output_gate": False},
+    "deltanet": {"rule": "deltanet", "output_gate": "silu", "key_dim": 4},
+    "deltanet of a sigmoid": {"rule": "deltanet"},
+    "comba": {"rule": {"name": "comba", "b": 1, "d": 0}},
+    "delta product": {"rule": {"name": "delta_product", "g": "mamba2_decay", "n_h": 3}, "output_gate": "silu"},
+    "delta product without decay": {"rule": "delta_product", "output_gate": False},
+    "gla": {"rule": "gla", "features": "silu", "output_gate": "silu", "low_rank_bias": True},
+    "gla without convolution": {"rule": "gla", "features": "silu_qk", "conv": 0, "output_gate": False},
+    "retnet": {"rule": "retnet", **RAW, "rope": True, "kv_heads": 1},
+    "hgrn2": {"rule": "hgrn2", "features": "silu_qk", "conv": 0, "output_norm": "rms_all", "output_gate": False},
+    "linear attention": {"rule": "linear_attention", **RAW},
+    "mamba2": {
+        "rule": "mamba2", "block": "mamba", "features": "silu", "scale": 1.0, "output_norm": "rms_all",
+        "output_gate": "silu_before_norm",
+    },
+    "lightnet": {
+        "rule": "lightnet", "output_norm": "rms_all", "output_gate": "silu", "gate_rank": 3, "norm_eps": 1e-6,
+    },
+    "abc": {"rule": {"name": "abc", "s": {"slot_logit": {"slots": 8}}}, "output_gate": "silu", "rope": True},
+    "forgetting attention": {"rule": "forgetting_attention", "conv": 0, "output_norm": False, "kv_heads": 1},
+    "preconditioned": {"rule": "preconditioned_gated_deltanet", "output_gate": "silu"},
+    "transformer": {"rule": "attention", **ATTENTION, "qk_norm": True, "kv_heads": 1},
+    "hybrid": {
+        "rule": "gla", "features": "silu", "output_gate": "silu", "low_rank_bias": True,
+        "layers": ["rule", {"name": "attention", "window": 5, "layer": {**ATTENTION, "features": "raw"}}, "rule"],
+    },
+}  # fmt: skip
+
+
+def written(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: value.contiguous() for name, value in weights.items()}, folder / "model.safetensors")
+    return folder
+
+
+def shaken(spec: dict[str, Any]) -> Model:
+    model = build_model({**SIZES, **spec}, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for value in model.parameters():
+            value.add_(0.1 * torch.randn(value.shape, generator=generator))
+    return model
+
+
+def of_fla(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A model of FLA: its options, and weights in its names and shapes."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = THEIRS[name]["parameters"]
+    weights = {key: torch.randn(shape, generator=generator) for key, shape in shapes.items()}
+    # Comba's correction of q, Mamba-2's skip and the bias of the forget gate have no equal here.
+    return THEIRS[name]["config"], {
+        key: 0 * x if key.endswith((".D", "f_proj.bias")) else x for key, x in weights.items()
+    }
+
+
+def loaded(folder: Path) -> Model:
+    spec, weights, _ = from_fla(folder)
+    model = Model(spec)
+    model.load_state_dict(weights)
+    return model
+
+
+@pytest.mark.parametrize("spec", OURS.values(), ids=OURS)
+def test_a_model_comes_back_from_fla_with_its_logits_to_the_bit(spec: dict[str, Any], tmp_path: Path) -> None:
+    model = shaken(spec)
+    tokens = torch.arange(24).reshape(2, 12) % 20
+    back = loaded(written(tmp_path, *to_fla(model.spec, model.state_dict())))
+    assert torch.equal(back(tokens), model(tokens))
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_a_model_of_fla_comes_back_with_its_names_shapes_and_values(name: str, tmp_path: Path) -> None:
+    config, weights = of_fla(name)
+    model = loaded(written(tmp_path, config, weights))
+    ours, found = to_fla(model.spec, model.state_dict())
+    assert {key: list(value.shape) for key, value in found.items()} == THEIRS[name]["parameters"]
+    for key, value in found.items():
+        if ".f_proj." not in key or name != "kda":  # a product of two matrices has many factors
+            assert key.endswith("attn.decay") or torch.equal(value, weights[key]), key
+    changed = {"bos_token_id", "eos_token_id", "pad_token_id", "hidden_ratio", "chunk_size", "use_short_conv"}
+    assert {
+        key: (ours[key], config[key]) for key in ours.keys() & config.keys() - changed if ours[key] != config[key]
+    } == {}
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_the_defaults_are_those_of_fla(name: str) -> None:
+    form = next(form for form in FORMS if form.model_type == THEIRS[name]["config"]["model_type"])
+    defaults = {**SHARED, **form.options}
+    assert {key: value for key, value in THEIRS[name]["defaults"].items() if defaults[key] != value} == {}
+
+
+def test_the_factor_of_tied_embeddings_goes_into_an_output_matrix() -> None:
+    model = shaken({"rule": "gated_deltanet"})
+    config, weights = to_fla(model.spec, model.state_dict())
+    assert config["tie_word_embeddings"] is False
+    assert torch.equal(weights["lm_head.weight"], model.embed.weight / 4)
+    wide = shaken({"rule": "gated_deltanet", "d_model": 128})
+    assert torch.equal(to_fla(wide.spec, wide.state_dict())[1]["lm_head.weight"], wide.embed.weight / 16)
+
+
+def test_no_weights_give_the_options_alone() -> None:
+    config, weights = to_fla(ModelSpec.of({**SIZES, "rule": "deltanet"}), None)
+    assert (config["model_type"], config["intermediate_size"], weights) == ("gated_deltanet", 48, {})
+
+
+def test_tied_embeddings_of_fla_become_two_matrices(tmp_path: Path) -> None:
+    config, weights = of_fla("gla")
+    del weights["lm_head.weight"]
+    # An option that is off and that FLA 0.6 does not know has no effect.
+    model = loaded(written(tmp_path, {**config, "tie_word_embeddings": True, "share_conv_kernel": False}, weights))
+    assert torch.equal(model.head, model.embed.weight)
+
+
+def test_shards_are_read_with_their_index(tmp_path: Path) -> None:
+    config, weights = of_fla("gla")
+    written(tmp_path, config, weights)
+    names = sorted(weights)
+    parts = {"a.safetensors": names[:5], "b.safetensors": names[5:]}
+    for file, keys in parts.items():
+        save_file({key: weights[key] for key in keys}, tmp_path / file)
+    (tmp_path / "model.safetensors").unlink()
+    index = {"weight_map": {key: file for file, keys in parts.items() for key in keys}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert torch.equal(from_fla(tmp_path)[1]["embed.weight"], weights["model.embeddings.weight"])
+
+
+def test_each_rule_has_an_equal_in_fla_or_a_reason_in_one_line() -> None:
+    taken = {form.rule for form in FORMS}
+    for rule in list_rules():
+        if rule in taken:
+            assert why_not(rule) is None
+            continue
+        with pytest.raises(InputError, match=f"^export to fla: rule '{rule}': .*FLA[^\n]*$"):
+            to_fla(ModelSpec.of({**SIZES, "rule": rule}), None)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"rule": "comba"}, r"FLA's comba \(it normalizes b k to k\) has no equal of comba.b head_sigmoid\(init=0.5\)"),
+        ({"rule": {"name": "comba", "b": 1}}, r"it corrects q before the norm of q\) has no equal of comba.d"),
+        (
+            {"rule": "gla", "output_gate": "silu"},
+            "FLA's gla has no equal of features 'unit' where conv is 4; set model.f",
+        ),
+        ({"rule": "kda"}, "FLA's kda has no equal of model.gate_rank null; add `--set model.gate_rank=8`"),
+        (
+            {"rule": "gated_deltanet", "output_norm": "layer"},
+            "no equal of model.output_norm layer; add `--set model.output",
+        ),
+        ({"rule": "gated_deltanet", "mlp": False}, "no equal of model.mlp false; add `--set model.mlp=true`, and"),
+        ({"rule": {"name": "gated_deltanet", "g": "gla_decay"}}, "no equal of gated_deltanet.g gla_decay"),
+        ({"rule": "gated_deltanet", "layers": ["rule", "deltanet"]}, "FLA's layers are alike, but for those of att"),
+        ({"rule": "attention", **ATTENTION, "key_dim": 4}, "the heads of FLA's attention share the model's width"),
+        ({"rule": "retnet", **RAW}, "no equal of model.rope false; add `--set model.rope=true`"),
+    ],
+)
+def test_settings_without_an_equal_are_named(spec: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        to_fla(ModelSpec.of({**SIZES, **spec}), None)
+
+
+def test_kda_goes_to_fla_where_its_decay_has_fewer_channels_and_one_rate_a_head() -> None:
+    model = shaken({"rule": "kda", "gate_rank": 8})
+    with pytest.raises(InputError, match="projects its decay through 8 channels"):
+        to_fla(model.spec, model.state_dict())
+    weights = model.state_dict()
+    for block in range(2):
+        weights[f"blocks.{block}.mixer.gates.project.g.weight"][:, 8:] = 0
+    with pytest.raises(InputError, match="one a for each head"):
+        to_fla(model.spec, weights)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model_type": "llama"}, "unknown model_type with an equal here 'llama'"),
+        ({"clamp_min": -1.0}, "option 'clamp_min' -1.0 has no equal here; only None has"),
+        ({"feature_map": "relu"}, "option 'feature_map' 'relu' has no equal here"),
+        ({"share_conv_kernel": True}, r"option 'share_conv_kernel' \(True\) has no equal here"),
+        ({"attn": {"layers": [1], "num_heads": 2, "qkv_bias": True}}, "option 'attn.qkv_bias' True has no equal here"),
+        ({"num_hidden_layers": 3}, "the weights lack model.layers.2.attn_norm.weight"),
+        ({"num_hidden_layers": 1}, "the weights have model.layers.1.*which config.json does not call for"),
+        ({"intermediate_size": 40}, "the weights do not fit config.json.*size mismatch for blocks.0.mlp.into.weight"),
+    ],
+)
+def test_checkpoints_without_an_equal_say_which_option_or_weight(
+    options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    config, weights = of_fla("gla")
+    with pytest.raises(InputError, match=message):
+        from_fla(written(tmp_path, {**config, **options}, weights))
+
+
+def test_a_skip_of_mamba2_is_refused(tmp_path: Path) -> None:
+    config, weights = of_fla("mamba2")
+    weights["backbone.layers.1.mixer.D"] += 1
+    with pytest.raises(InputError, match="D is not 0 everywhere: ours has no skip from v to the output"):
+        from_fla(written(tmp_path, config, weights))
+
+
+def test_a_folder_without_weights_or_options_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"config\.json: cannot be read"):
+        from_fla(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(THEIRS["gla"]["config"]))
+    with pytest.raises(InputError, match=r"model\.safetensors: the weights cannot be read"):
+        from_fla(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"features": "sum"}, "unknown features 'sum'"),
+        ({"scale": 0}, "model.scale must be a positive number, not 0"),
+        ({"norm_eps": None}, "model.norm_eps must be a positive number, not None"),
+        ({"mlp_width": 0}, "model.mlp_width must be a whole number of at least 1, not 0"),
+        ({"mlp_width": 8, "mlp": False}, "model.mlp_width has no effect without an MLP"),
+        ({"low_rank_bias": 1}, "model.low_rank_bias must be true or false, not 1"),
+    ],
+)
+def test_settings_out_of_range_are_refused(setting: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        ModelSpec.of({**SIZES, "rule": "gla", **setting})
+
+
+@pytest.mark.parametrize(
+    "setting", [{"features": "raw"}, {"scale": 3.0}, {"norm_eps": 0.1}, {"mlp_width": 8}, {"low_rank_bias": True}]
+)
+def test_settings_change_the_logits(setting: dict[str, Any]) -> None:
+    tokens = torch.arange(12)[None] % 20
+    plain, other = shaken({"rule": "gla"}), shaken({"rule": "gla", **setting})
+    if setting.keys() & {"features", "scale", "norm_eps"}:
+        other.load_state_dict(plain.state_dict())
+    assert not torch.allclose(plain(tokens), other(tokens), atol=1e-4)

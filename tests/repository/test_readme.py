@@ -1,0 +1,75 @@
+"""What the README says works: its rule passes every check, its study can be planned, its figures are reported ones."""
+
+import re
+from pathlib import Path
+
+import pytest
+from tests.support.folders import ROOT
+
+from deltalab import registry
+from deltalab.authoring.rule_checks import check_rule
+from deltalab.study.planning.make import make_plan
+from deltalab.study.specs.study_file import load_study
+
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def _block(language: str) -> str:
+    return re.findall(rf"```{language}\n(.*?)```", TEXT, flags=re.DOTALL)[0]
+
+
+@pytest.fixture
+def balanced(tmp_path, monkeypatch):
+    """The README's rule, where a user would put it."""
+    (tmp_path / "plugins").mkdir()
+    (tmp_path / "plugins" / "balanced.py").write_text(_block("python"))
+    monkeypatch.chdir(tmp_path)
+    with registry.isolated():
+        yield tmp_path
+
+
+def test_the_rule_of_the_readme_passes_its_checks(balanced):
+    code = [line for line in _block("python").splitlines() if line]
+    assert len(code) <= 30
+    failed = [result.message for result in check_rule(registry.get_rule("balanced")) if not result.passed]
+    assert failed == []
+
+
+def test_the_study_of_the_readme_can_be_planned(balanced):
+    file = balanced / "study.yaml"
+    file.write_text(_block("yaml"))
+    assert make_plan(load_study(file)).names == ["base", "without_beta", "alpha_near_1", "gated_deltanet"]
+
+
+def test_the_readme_is_one_page():
+    """Words are what stands between spaces, outside of code blocks; a table's bars count."""
+    assert len(re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL).split()) < 700
+
+
+def test_the_readme_names_no_commit():
+    assert re.findall(r"\b(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{7,40}\b", TEXT) == []
+
+
+def test_the_answer_of_the_readme_is_one_of_the_reports():
+    rows = TEXT.split("| verdict |")[1].split("\n\n")[0].splitlines()[2:]
+    report = (ROOT / "docs/studies.md").read_text(encoding="utf-8")
+    text = report.split("## comba_ablation")[1].split("### mqar")[1].split("### text")[0]
+    reported = [[cell.strip() for cell in row.split("|")] for row in text.splitlines() if row.startswith("| ")][2:]
+    assert len(rows) == len(reported)
+    for row, cells in zip(rows, reported, strict=True):
+        _, arm, value, difference, p, verdict, _ = (cell.strip() for cell in row.split("|"))
+        assert [arm, value, difference, p] == [cells[1], *cells[3:6]]
+        assert cells[6].startswith(verdict)
+
+
+def test_the_folders_of_the_readme_are_there():
+    cells = [row.split("|")[1] for row in TEXT.split("| folder |")[1].split("\n\n")[0].splitlines()[2:]]
+    for cell in cells:
+        first, *beside = re.findall(r"`([^`]+)`", cell)
+        folders = [first.removesuffix("*.py"), *(str(Path(first).parent / name) for name in beside)]
+        assert all((ROOT / name).is_dir() or (ROOT / Path(name).name).is_dir() for name in folders), cell
+
+
+@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\((?!http)([^)#]+)(?:#[^)]*)?\)", TEXT))))
+def test_links_lead_somewhere(link):
+    assert (ROOT / link).exists()

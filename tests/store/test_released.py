@@ -1,0 +1,94 @@
+"""A recorded ledger is taken on: the same trials have the same keys, and none runs again."""
+
+import json
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tests.support.folders import STUDIES
+
+from deltalab.store import Store
+from deltalab.study.forecast.power import spreads
+from deltalab.study.planning.make import make_plan
+from deltalab.study.reports.report import report
+from deltalab.study.running import run
+from deltalab.study.specs.study_file import load_study
+from deltalab.study.workers.worker import Worker
+
+RELEASED = Path(__file__).parent / "released"
+
+
+def identities() -> dict[str, str]:
+    """The identity of every shipped study and profile, which hashes the keys of its trials."""
+    found = {}
+    for path in sorted(STUDIES.glob("*.yaml")):
+        for profile in [None, *yaml.safe_load(path.read_text()).get("profiles", {})]:
+            plan = make_plan(load_study(path, profile=profile), profile=profile)
+            found[path.stem + (f":{profile}" if profile else "")] = plan.identity
+    return found
+
+
+def test_trials_of_the_shipped_studies_keep_their_keys() -> None:
+    assert identities() == json.loads((RELEASED / "identities.json").read_text())
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Path:
+    """Its study chose each arm's rate on one tuning seed, and confirmed it with two others."""
+    with sqlite3.connect(tmp_path / "ledger.db") as made:
+        made.executescript((RELEASED / "ledger.sql").read_text())
+    Store.upgrade(tmp_path / "ledger.db")
+    return tmp_path / "ledger.db"
+
+
+def test_a_trial_with_given_values_keeps_its_key(ledger: Path) -> None:
+    plan = make_plan(load_study(RELEASED / "study.yaml"))
+    arms = {(arm.name, arm.task): arm for arm in plan.arms}
+    with Store.open(ledger) as store:
+        trials = [trial for trial in store.trials(store.study("released").id) if trial.stage == "confirm"]
+    assert len(trials) == len(arms) == 8
+    for trial in trials:
+        job = plan.job(arms[trial.arm, trial.task], "confirm", 0, trial.values)
+        assert (job.key, job.seeds) == (trial.key, tuple(trial.runs))
+
+
+def test_a_released_ledger_is_reported(ledger: Path) -> None:
+    with Store.open(ledger) as store:
+        study = store.study("released")
+        found = report(store, study.id)
+        for table in found.tables:
+            assert [row.arm for row in table.rows] == ["base", "gka", "rdn", "hybrid"]
+            assert [row.verdict for row in table.rows] == ["base"] + 3 * ["undecidable: needs 6 seeds"]
+            for row in table.rows:
+                assert (row.score.n, row.score.missing, row.chose) == (2, 0, 2)
+                assert set(row.tuned) == {"train.lr"}
+        best = report(store, study.id, which="tune")
+        assert [row.tuned for row in best.tables[0].rows] == [row.tuned for row in found.tables[0].rows]
+        known = spreads(store, make_plan(load_study(RELEASED / "study.yaml")).tasks)
+    assert known == [], "two seeds say nothing of a spread"
+
+
+def test_a_study_without_tuning_takes_a_released_ledgers_trials_on(
+    ledger: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each arm with the rate that it was confirmed with."""
+    given = yaml.safe_load((RELEASED / "study.yaml").read_text())
+    del given["tune"]
+    with Store.open(ledger) as store:
+        rate = {
+            (trial.arm, trial.task): trial.values["train.lr"] for trial in store.trials(1) if trial.stage == "confirm"
+        }
+    for task in given["task"]:
+        for name, change in {"base": given["base"], **given["arms"]}.items():
+            change["train"] = {**given["base"]["train"], "lr": rate[name, task]}
+        file = tmp_path / f"{task}.yaml"
+        file.write_text(yaml.safe_dump({**given, "task": {task: given["task"][task]}}))
+        monkeypatch.setattr(Worker, "execute", refuse)
+        result = run.run_study(file, db=ledger, executor="inline")
+        assert (result.trials, result.known, result.failed) == (4, 4, 0)
+
+
+def refuse(*_: Any, **__: Any) -> Any:
+    raise AssertionError("a known trial was run again")

@@ -1,0 +1,236 @@
+"""A plan counts every model exactly, times few of them, and says what its times rest on."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tests.support.folders import ROOT
+
+import deltalab
+from deltalab.models.model import build_model
+from deltalab.models.spec import ModelSpec
+from deltalab.study.forecast import estimate as estimates
+from deltalab.study.forecast import step_time
+from deltalab.study.forecast.estimate import Estimate, estimate
+from deltalab.study.forecast.step_time import Training, gpu_rates, gpu_step
+from deltalab.study.planning.make import make_plan
+from deltalab.study.planning.model_costs import Sizer
+from deltalab.study.planning.plan import Plan
+from deltalab.study.specs.study_file import load_study
+from deltalab.training.spec import TrainSpec
+from deltalab.training.trainer import LockStep
+
+THROUGHPUT = ROOT / "benchmarks" / "throughput_h200.json"
+COMBA = ModelSpec(rule="comba", vocab_size=40, d_model=16, layers=3, heads=2, chunk_size=8)
+
+
+def planned(study: str, profile: str | None = None) -> Plan:
+    return make_plan(load_study(ROOT / "studies" / f"{study}.yaml", profile=profile), profile=profile)
+
+
+def printed(found: Estimate) -> str:
+    from rich.console import Console
+
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(found.to_rich())
+    return capture.get()
+
+
+@pytest.fixture
+def trainers(monkeypatch: pytest.MonkeyPatch) -> list[ModelSpec]:
+    """The models of all trainers that a plan makes."""
+    made: list[ModelSpec] = []
+
+    class Counted(LockStep):
+        def __init__(self, task: Any, members: Any, *rest: Any, **given: Any) -> None:
+            made.append(members[0][0])
+            super().__init__(task, members, *rest, **given)
+
+    monkeypatch.setattr(step_time, "LockStep", Counted)
+    return made
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.parametrize("length", [5, 40])
+@pytest.mark.parametrize(
+    "model",
+    [
+        COMBA,
+        replace(COMBA, tie_embeddings=False, mlp=False, conv=0, output_gate=False),
+        replace(COMBA, block="mamba", expand_v=2.0),
+        replace(COMBA, readout="last"),
+        replace(COMBA, attention=(1,)),
+        replace(COMBA, attention=(0, 2), window=20),
+        replace(COMBA, block="mamba", attention=(3,)),
+        replace(COMBA, rule="attention"),
+        replace(COMBA, qk_heads=1, rope=True, qk_norm=True, token_shift=True),
+        replace(COMBA, output_norm="group", output_gate="silu", gate_rank=3),
+        replace(COMBA, rule="attention", kv_heads=1, rope=True, conv=0, output_norm=False, output_gate=False),
+        replace(COMBA, layers=("rule", {"name": "attention", "layer": {"kv_heads": 1, "rope": True}}, "gla", "rule")),
+        replace(COMBA, layers=("rule", "kda"), block="mamba"),
+        replace(COMBA, rule="gka"),
+        replace(COMBA, rule="kda"),
+    ],
+    ids=str,
+)
+def test_parameters_and_state_are_those_of_the_whole_model(model: ModelSpec, length: int) -> None:
+    network, found = build_model(model), Sizer().sizes(model, length)
+    assert found.parameters == sum(p.numel() for p in network.parameters())
+    assert found.state_size == network.state_size(length)
+
+
+def test_equal_blocks_are_counted_once() -> None:
+    sizer = Sizer()
+    for layers in (2, 8):
+        for vocabulary in (16, 8192):
+            for length in (64, 512):
+                sizer.sizes(replace(COMBA, layers=layers, vocab_size=vocabulary), length)
+    assert sizer.built == 1
+
+
+@pytest.mark.parametrize(("seconds", "timed"), [(0.0, 1), (1e9, 7)])
+def test_arms_are_timed_while_the_time_for_it_lasts(
+    seconds: float, timed: int, trainers: list[ModelSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(estimates, "TIMING_SECONDS", seconds)
+    found = estimate(planned("mqar_capacity"))
+    assert len(trainers) == timed
+    assert all(arm.seconds is not None and arm.seconds > 0 for arm in found.arms)
+    assert found.where == "this machine"
+    assert f"{timed} of 7 arms" in found.how
+
+
+def test_one_arm_of_each_rule_is_timed_first(trainers: list[ModelSpec], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimates, "TIMING_SECONDS", 1e9)
+    estimate(planned("mqar_capacity"))
+    names = [model.make_rule().name for model in trainers]
+    assert names[:3] == ["deltanet", "linear_attention", "mamba2"]
+    assert trainers[0].key_dim == 16, "the base's, not one of its variants'"
+
+
+def test_a_model_of_many_blocks_is_not_timed(trainers: list[ModelSpec]) -> None:
+    deep = load_study(
+        ROOT / "studies" / "mqar_capacity.yaml", overrides={"base.model.layers": step_time.MOST_TIMED_BLOCKS + 1}
+    )
+    found = estimate(make_plan(deep))
+    assert not trainers
+    assert found.how == "No time is known: a step of each arm takes more than a plan spends on timing it."
+
+
+def test_nothing_is_timed_for_a_gpu(no_gpu: None, trainers: list[ModelSpec]) -> None:
+    found = estimate(planned("mqar_capacity", "paper"))
+    assert not trainers
+    kind = next(iter(gpu_rates()))
+    assert found.where == f"an {kind}"
+    assert found.how.startswith(f"No GPU here: times assume an {kind}.")
+    assert found.seconds is not None
+    assert found.seconds == pytest.approx(sum(arm.seconds or 0 for arm in found.arms))
+    assert f"on an {kind} with 1 at a time" in printed(found)
+
+
+def test_the_gpu_that_is_here_is_the_one_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planned("mqar_capacity", "gpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    totals = []
+    for kind in gpu_rates():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda kind=kind: kind)
+        found = estimate(plan)
+        assert (found.where, "No GPU here" in found.how) == (f"an {kind}", False)
+        totals.append(found.seconds)
+    assert len(set(totals)) == len(gpu_rates())
+
+
+def test_the_time_on_an_unmeasured_gpu_is_unknown(trainers: list[ModelSpec], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA GeForce 256")
+    found = estimate(planned("mqar_capacity", "gpu"))
+    assert not trainers
+    assert found.seconds is None
+    assert {arm.seconds for arm in found.arms} == {None}
+    assert found.how == f"No rate was measured on NVIDIA GeForce 256, only on {', '.join(gpu_rates())}."
+    assert f"{found.runs} runs, for a time that is unknown" in printed(found)
+    assert json.loads(found.to_json())["seconds"] is None
+
+
+def training(d_model: int, length: int, batch: int, vocabulary: int) -> Training:
+    """As benchmarks/throughput.py trains."""
+    task = deltalab.get_task("mqar", length=length, pairs=length // 16, vocab_size=vocabulary)
+    heads = max(1, d_model // 64)
+    model = ModelSpec(rule="gated_deltanet", vocab_size=vocabulary, d_model=d_model, layers=2, heads=heads, mlp=False)
+    spec = TrainSpec(steps=10, batch_size=batch, lr=1e-3)
+    return Training(task, model, spec, 1, Sizer().sizes(model, length).flops_per_token)
+
+
+def test_shipped_rates_are_those_of_the_benchmark() -> None:
+    rows = json.loads(THROUGHPUT.read_text())["rows"]
+    large = [row for row in rows if row.get("rule") == "gated_deltanet" and row["stack"] >= 16]
+    measured = {row["what"]: row for row in large}.values()
+    assert len(measured) == 4
+    for row in measured:
+        shape = row["shape"]
+        one = training(*(shape[name] for name in ("d_model", "length", "batch", "vocabulary")))
+        # At d 64 there are two rows, and the rate is that of the larger batch.
+        close = 0.01 if shape["batch"] != 128 or shape["d_model"] != 64 else 0.3
+        assert gpu_step(one, "NVIDIA H200") == pytest.approx(row["ms_per_trial_and_step"] / 1e3, rel=close)
+
+
+def test_a_rate_between_two_widths_lies_between_theirs() -> None:
+    def rate(width: int) -> float:
+        one = training(width, 64, 128, 64)
+        return one.flops / gpu_step(one, "NVIDIA H200")
+
+    found = [rate(width) for width in (64, 96, 128, 192, 256)]
+    assert found == sorted(set(found))
+    assert rate(32) == pytest.approx(found[0]), "beyond the widths that were measured, that of the nearest"
+    assert rate(512) == pytest.approx(found[-1])
+
+
+def test_the_passes_over_finite_data_are_said_once(no_gpu: None) -> None:
+    assert [line for line in estimate(planned("text", "paper")).notes if "passes" in line] == [
+        "text: a run makes 1,492 passes over 4,393,403 tokens of training data"
+    ]
+    assert not [line for line in estimate(planned("niah", "gpu")).notes if "passes" in line]
+
+
+def test_evaluations_at_several_lengths_are_counted_once_for_the_test() -> None:
+    task = deltalab.get_task("text", length=64, times=[2, 4])
+    spec = TrainSpec(steps=100, batch_size=16, lr=1e-2, evaluations=5, eval_batches=3)
+    training = Training(task, COMBA, spec, 1, 1.0)
+    # 5 validations of 3 batches and a test of 9 as long ones; a batch's forward pass is a third of a step.
+    assert estimates._steps(training) == pytest.approx(100 + (5 * 3 + 9) / 3)
+
+
+def test_a_model_that_fails_is_named_with_its_arm(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("one\ntwo")
+
+    patched: list[tuple[Any, str, Callable[..., Any]]] = [(Sizer, "sizes", fails), (estimates, "timed_step", fails)]
+    for owner, name, planted in patched:
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, planted)
+            with pytest.raises(deltalab.InputError, match="arm 'base' does not run on task 'mqar': RuntimeError: one;"):
+                estimate(planned("quickstart"))
+
+
+def test_knobs_that_another_rule_lacks_are_no_change_to_it() -> None:
+    study = {
+        "name": "other",
+        "task": {"mqar": {"length": 16, "pairs": 2, "vocab_size": 16}},
+        "base": {
+            "rule": "algebra",
+            "model": {"d_model": 16, "layers": 1, "heads": 1, "key_dim": 8},
+            "train": {"steps": 2, "batch_size": 2, "lr": 1e-2, "evaluations": 1},
+        },
+        "arms": {"gla": {"rule": "gla", "model": {"key_dim": None}}},
+        "seeds": 6,
+    }
+    _, arm = estimate(make_plan(load_study(study))).arms
+    assert arm.change == "rule.name=gla, rule.g=gla_decay(tau=16, rank=16), model.key_dim=None"

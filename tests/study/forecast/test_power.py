@@ -1,0 +1,122 @@
+"""What effect a study can find, said before it runs: nothing with few seeds, and in the task's metric where it can."""
+
+import math
+import re
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+import yaml
+from rich.console import Console
+from tests.support.folders import ROOT
+
+from deltalab import get_task
+from deltalab.store import RunRecord, Store
+from deltalab.study.forecast.estimate import Estimate, estimate
+from deltalab.study.forecast.power import Spread, detectable, spreads
+from deltalab.study.planning.make import make_plan
+from deltalab.study.planning.plan import Plan
+from deltalab.study.running.run import _provenance, arm_records
+from deltalab.study.specs.study_file import load_study
+from deltalab.study.statistics.joint_test import compare, one_look, spread_looks
+from deltalab.study.workers.train_stack import failed
+
+SPLITS: tuple[Literal["validation", "test"], ...] = ("validation", "test")
+
+
+def planned(study: str) -> Plan:
+    return make_plan(load_study(ROOT / "studies" / f"{study}.yaml"))
+
+
+def printed(found: Estimate) -> str:
+    console = Console(width=200, file=StringIO(), record=True)
+    console.print(found.to_rich())
+    return console.export_text()
+
+
+def test_few_seeds_find_nothing_and_the_plan_says_so() -> None:
+    found = estimate(planned("quickstart"))
+    few = replace(found, seeds=5, smallest_p=2 / 2**5, detectable=None)
+    assert "5 paired seeds can find nothing: p is at least 0.0625. Give at least 6 seeds." in printed(few)
+
+
+def test_more_seeds_find_less_and_more_arms_need_more() -> None:
+    assert detectable(one_look(5), 1) == math.inf
+    assert detectable(one_look(6), 1) > detectable(one_look(9), 1) > detectable(one_look(15), 1) > 0.5
+    assert detectable(one_look(9), 7) > detectable(one_look(9), 1)
+    assert detectable(spread_looks(6, 9), 7) > detectable(one_look(9), 7), "looks cost power"
+
+
+def test_the_detectable_effect_is_found_in_most_studies() -> None:
+    """Counted on studies of their own."""
+    effect, random, told = detectable(one_look(9), 3), np.random.default_rng(7), 0
+    for _ in range(60):
+        scores = random.normal(size=(4, 9))
+        scores[1] += effect
+        told += compare(list(scores[1:] - scores[0]))[0].decided
+    assert 0.65 <= told / 60 <= 0.95
+
+
+def test_an_effect_is_told_in_the_tasks_own_metric() -> None:
+    plan = planned("quickstart")
+    (task,) = plan.tasks.values()
+    spread = Spread(next(iter(plan.tasks)), task.metric, 0.03, "given by --sd")
+    found = estimate(plan, spreads=[spread])
+    bare = estimate(plan)
+    assert bare.effects == []
+    if found.detectable is None:
+        assert found.effects == []
+        return
+    assert found.effects[0].effect == pytest.approx(0.03 * found.detectable)
+    assert "(standard deviation 0.03, given by --sd)" in printed(found)
+    assert "is not known: --sd gives one" in printed(bare)
+
+
+def test_of_many_tasks_without_a_known_spread_three_are_named() -> None:
+    found = estimate(planned("quickstart"))
+    arms = [replace(arm, task=f"text.d_model={width}") for width in range(9) for arm in found.arms]
+    said = printed(replace(found, arms=arms, effects=[], detectable=1.0))
+    assert "on text.d_model=0, text.d_model=1, text.d_model=2, 6 more is not known" in said
+
+
+def test_a_plan_counts_the_most_that_looks_can_take(tmp_path: Path) -> None:
+    file = tmp_path / "s.yaml"
+    text = (ROOT / "studies" / "quickstart.yaml").read_text()
+    file.write_text(re.sub(r"^seeds:.*$", "seeds: {at_least: 6, at_most: 12}", text, flags=re.M))
+    plan = make_plan(load_study(file))
+    found = estimate(plan)
+    assert found.seeds == 12
+    assert found.runs == len(plan.arms) * plan.tried(plan.arms[0]) * 12
+    assert found.trials == len(plan.arms) * plan.tried(plan.arms[0]) * 4
+
+
+def test_the_spread_of_a_task_is_that_of_its_latest_study(tmp_path: Path) -> None:
+    """The median over the arms of the spread of their differences to the base, over sqrt(2)."""
+    file = tmp_path / "s.yaml"
+    file.write_text(yaml.safe_dump({
+        "name": "s", "task": {"mqar": {"length": 16, "pairs": 2, "vocab_size": 32}}, "seeds": 6,
+        "base": {"rule": "comba", "model": {"d_model": 16}, "train": {"steps": 20, "batch_size": 4, "lr": 0.01}},
+        "arms": {"x": {"rule": {"d": 0}}},
+    }))  # fmt: skip
+    plan = make_plan(load_study(file))
+    scores = {"base": [0.5] * 6, "x": [0.5, 0.6, 0.5, 0.6, 0.5, 0.6]}
+    with Store.open(tmp_path / "lab.db") as store:
+        assert spreads(store, plan.tasks) == []
+        spec = plan.spec.model_dump(mode="json")
+        study = store.begin_study("s", None, plan.identity, spec, arm_records(plan), _provenance(plan, {}))
+        for arm in plan.arms:
+            job = plan.job(arm, "confirm", 0, {})
+            runs = [
+                RunRecord(seed, metrics=[(split, "accuracy", 2, scores[arm.name][seed - 1]) for split in SPLITS])
+                for seed in job.seeds
+            ]
+            made = replace(failed(job, ""), state="done", error=None, runs=runs)
+            store.record_trial(study, arm.name, made, 0, {})
+        (found,) = spreads(store, plan.tasks)
+        assert found.sd == pytest.approx(np.std([0, 0.1] * 3, ddof=1) / math.sqrt(2))
+        assert (found.task, found.metric, found.source) == ("mqar", "accuracy", "study s in the ledger")
+        other = get_task("mqar", length=32, pairs=2, vocab_size=32)
+        assert spreads(store, {"mqar": other}) == [], "another size of the task has another spread"

@@ -1,0 +1,529 @@
+"""What a study's report says, on a ledger whose every figure is known."""
+
+import csv
+import io
+import json
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from deltalab.errors import InputError
+from deltalab.store import ArmRecord, RuleRecord, RunRecord, Store, TrialRecord
+from deltalab.store.models import Stage
+from deltalab.study.answers.answer import Row
+from deltalab.study.reports.report import Report, cells, report
+
+TASKS: dict[str, dict[str, Any]] = {
+    "mqar": {"metric": "accuracy", "maximize": True, "chance": 1 / 64, "version": 1, "bounds": [0, 1]},
+    "text": {"metric": "bits_per_byte", "maximize": False, "chance": 8.0, "version": 2},
+}
+SEEDS = range(1, 9)
+
+
+class Lab:
+    """A study being recorded."""
+
+    def __init__(
+        self, store: Store, arms: dict[str, dict[str, Any]], tasks: dict[str, Any] = TASKS, **spec: Any
+    ) -> None:
+        self.store = store
+        records = [ArmRecord(name, not change, change, {}) for name, change in arms.items()]
+        self.id = store.begin_study("comba_ablation", "cpu", "id", {"seeds": 8, **spec}, records, {"tasks": tasks})
+
+    def record(
+        self,
+        arm: str,
+        values: list[float],
+        task: str = "mqar",
+        *,
+        stage: Stage = "confirm",
+        number: int = 0,
+        tuned: dict[str, Any] | None = None,
+        seeds: Sequence[int] = SEEDS,
+        **given: Any,
+    ) -> None:
+        """One trial whose run i has values[i] as its final metric on both splits; NaN is a diverged run."""
+        splits = ("validation", "test") if stage == "confirm" else ("validation",)
+        runs = []
+        for seed, value in zip(seeds, values, strict=False):
+            bad = math.isnan(value)
+            metrics = [
+                (split, TASKS[task]["metric"], step, v) for split in splits for step, v in ((50, 0.01), (100, value))
+            ]
+            metrics.append(("cost", "flops_per_token", 100, 1000.0))
+            runs.append(RunRecord(seed, "diverged" if bad else "done", 70 if bad else None, metrics))
+        record: dict[str, Any] = {
+            "key": f"{arm} {task} {stage} {number} {seeds[0]}",
+            "task": task,
+            "task_version": TASKS[task]["version"],
+            "stage": stage,
+            "config": {},
+            "state": "done",
+            "started_at": 1000.0 + number,
+            "finished_at": 1010.0 + number,
+            "seconds": 10.0,
+            "rule": RuleRecord("comba", "h", "source"),
+            "parameters": 12345,
+            "state_size": 2048,
+            "tokens_per_second": 50_000.0,
+            "hardware": {"device": "CPU"},
+            "runs": runs,
+        }
+        self.store.record_trial(self.id, arm, TrialRecord(**{**record, **given}), number, tuned or {})
+
+    def fail(self, arm: str, message: str, **given: Any) -> None:
+        error = f"Traceback (most recent call last):\n  File ...\n{message}\n"
+        unknown: dict[str, Any] = {"parameters": None, "state_size": None, "tokens_per_second": None}
+        self.record(arm, [], state="failed", error=error, **unknown, **given)
+
+
+BASE = [0.90, 0.92, 0.94, 0.91, 0.93, 0.95, 0.90, 0.92]
+
+
+@pytest.fixture
+def whole(store: Store) -> Report:
+    arms: dict[str, dict[str, Any]] = {
+        "base": {},
+        "no_d": {"d": [0.02, 0]},
+        "odd|b": {"b": [1, 2]},
+        "iplr": {"t": [0, 1]},
+        "late": {"x": [0, 1]},
+    }
+    lab = Lab(store, arms, {"mqar": TASKS["mqar"]})
+    lab.record("base", BASE, tuned={"train.lr": 0.005, "rule.d": "head"})
+    lab.record("no_d", [x - 0.4 - 0.01 * i for i, x in enumerate(BASE)], state_size=4096)
+    lab.record("odd|b", [x + 0.01 * (-1) ** i for i, x in enumerate(BASE)])
+    lab.record("iplr", [math.nan, math.nan, *BASE[2:]])
+    lab.fail("late", "RuntimeError: out of memory")
+    lab.fail("late", "ValueError: bad [value]", stage="tune", number=3)
+    store.finish_study(lab.id, "failed")
+    return report(store, lab.id)
+
+
+GOLDEN = """\
+## comba_ablation, profile cpu, id 1 (failed)
+
+### mqar (version 1): accuracy on test, higher is better, chance 0.0156
+
+- **no_d has 2.00 times the state of the base.**
+
+| arm | seeds | accuracy | difference | p | verdict | us/token | flops/token | state | parameters | tuned |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
+| base | 8 | 0.921 [0.906, 0.936] |  |  | base | 20 | 1,000 | 2,048 | 12,345 | train.lr=0.005, rule.d=head |
+| no_d | 8 | 0.486 [0.463, 0.510] | -0.435 [-0.460, -0.410] | 0.008 | worse | 20 | 1,000 | 4,096 | 12,345 |  |
+| odd\\|b | 8 | 0.921 [0.905, 0.937] | +0.000 [-0.015, +0.015] | 1.000 | no difference found at this budget \
+| 20 | 1,000 | 2,048 | 12,345 |  |
+| iplr | 6 of 8, 2 runs diverged | 0.698 [0.345, 1.000] | -0.224 [-0.596, +0.000] | 0.508 \
+| no difference found at this budget | 20 | 1,000 | 2,048 | 12,345 |  |
+| late | 0 |  |  |  | failed |  |  |  |  |  |
+
+- Pareto front of mean, flops per token and state: base, odd|b.
+- iplr: 2 of 8 seeds did not finish; each counts as the worst outcome of its seed.
+- Seeds that learned, past half way from chance to the best possible: base 8 of 8 [0.63, 1.00], \
+no_d 2 of 8 [0.03, 0.65], odd|b 8 of 8 [0.63, 1.00], iplr 6 of 8 [0.35, 0.97].
+
+- failed: late, confirm 0 on mqar: RuntimeError: out of memory
+- failed: late, tune 3 on mqar: ValueError: bad [value]
+- A seed's score is that on the test split at the last step. Means are over seeds, with a 95% t interval.
+- Differences are arm minus base, paired by seed. Intervals and p are of one exact sign-flip test over a task's arms \
+and hold jointly: better and worse mean p <= 0.05, and an interval that leaves out 0.
+- Costs are those of the tuned candidate: time per trained token, elements of state, parameters.
+- A proxy task of this size does not rank every method as training at scale does.
+"""
+
+
+def rows(found: Report, table: int = 0) -> dict[str, Row]:
+    return {row.arm: row for row in found.tables[table].rows}
+
+
+def text(found: Report, width: int = 80) -> str:
+    console = Console(width=width, file=io.StringIO(), record=True)
+    console.print(found)
+    return console.export_text()
+
+
+def test_markdown(whole: Report) -> None:
+    assert whole.to_markdown() == GOLDEN
+
+
+def test_the_figures_are_those_of_hand(whole: Report) -> None:
+    found = rows(whole)
+    row = found["no_d"]
+    assert row.difference is not None
+    assert row.difference.mean == pytest.approx(-0.435)
+    assert row.difference.p == pytest.approx(2 / 2**8), "the least that 8 seeds can give, for any number of arms"
+    assert (row.difference.n, row.score.n, row.score.missing) == (8, 8, 0)
+    assert row.microseconds_per_token == 20
+    # Its seeds 1 and 2 diverged: each counts as chance, the worst there is.
+    iplr = found["iplr"]
+    assert iplr.score.mean == pytest.approx((2 / 64 + sum(BASE[2:])) / 8)
+    assert (iplr.score.n, iplr.score.missing, iplr.diverged) == (8, 2, 2)
+    assert iplr.difference is not None
+    assert iplr.difference.mean == pytest.approx((2 / 64 - sum(BASE[:2])) / 8)
+    assert iplr.difference.p == pytest.approx(0.5, abs=0.05)
+    assert iplr.learned is not None
+    assert (iplr.learned.learned, iplr.learned.n) == (6, 8)
+
+
+WIDTHS = (60, 80, 100, 120, 160, 240)
+
+
+@pytest.fixture(params=["as it comes", "large"])
+def report_of_any_size(request: pytest.FixtureRequest, store: Store) -> Report:
+    """A report as it comes; and one with long names, many tuned values and the figures of a large model."""
+    if request.param == "as it comes":
+        found: Report = request.getfixturevalue("whole")
+        return found
+    arms = {"base": {}, "without_the_output_gate_of_each_head": {"g": [0, 1]}, "not_yet_run": {"h": [0, 1]}}
+    lab = Lab(store, arms, {"text": TASKS["text"]})
+    tuned = {"rule": {"name": "comba", "transition": "iplr"}, "train.lr": 0.000123, "model.conv": 4}
+    large = {"parameters": 1_234_567_890, "state_size": 16_777_216, "tokens_per_second": 12.3, "tuned": tuned}
+    lab.record("base", [-10 - x for x in BASE], "text", **large)
+    lab.record("without_the_output_gate_of_each_head", [100 + 50 * x for x in BASE], "text", **large)
+    return report(store, lab.id)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_no_width_loses_anything(report_of_any_size: Report, width: int) -> None:
+    shown = text(report_of_any_size, width)
+    assert all(len(line) <= width for line in shown.splitlines())
+    assert "\u2026" not in shown
+    for table in report_of_any_size.tables:
+        for row in table.rows:
+            for cell in cells(row):
+                for number in re.findall(r"[-+]?\d[\d,.]*\d", cell.replace(row.arm, "")):
+                    assert number in shown, f"{row.arm} lacks {number}"
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_wide_terminal_shows_one_table_and_a_narrow_one_two(whole: Report, width: int) -> None:
+    rules = [line for line in text(whole, width).splitlines() if set(line.strip()) == {"\u2500"}]
+    assert len(rules) == (1 if width >= 120 else 2)
+
+
+def test_a_short_verdict_is_explained(whole: Report) -> None:
+    assert "no diff.: no difference found at this budget" in text(whole, 80)
+    assert "no diff." not in text(whole, 240)
+
+
+def test_json_has_every_figure_and_no_nan(whole: Report) -> None:
+    found = json.loads(whole.to_json(), parse_constant=pytest.fail)
+    [table] = found["tables"]
+    assert (found["state"], table["metric"], table["maximize"]) == ("failed", "accuracy", True)
+    iplr = table["rows"][3]
+    assert set(iplr["difference"]) == {"mean", "low", "high", "p", "n"}
+    assert iplr["score"]["missing"] == 2
+    assert table["warnings"] == ["no_d has 2.00 times the state of the base."]
+    assert table["rows"][0]["tuned"] == {"train.lr": 0.005, "rule.d": "head"}
+    assert [failure["message"] for failure in found["failures"]] == [
+        "RuntimeError: out of memory",
+        "ValueError: bad [value]",
+    ]
+
+
+def test_csv_has_a_line_per_arm(whole: Report) -> None:
+    base, no_d, *_, late = csv.DictReader(io.StringIO(whole.to_csv()))
+    assert base["difference_mean"] == base["difference_p"] == late["score_mean"] == ""
+    assert float(no_d["difference_mean"]) == pytest.approx(-0.435)
+    assert (no_d["verdict"], no_d["score_n"], no_d["state_size"]) == ("worse", "8", "4096")
+    assert json.loads(base["tuned"])["train.lr"] == 0.005
+
+
+def test_lower_is_better_where_the_task_says_so(store: Store) -> None:
+    lab = Lab(store, {"base": {}, "up": {"x": [0, 1]}, "down": {"x": [0, 2]}})
+    for task in TASKS:
+        for arm, shift in (("base", 0.0), ("up", 0.1), ("down", -0.1)):
+            lab.record(arm, [x + shift for x in BASE], task)
+    found = report(store, lab.id)
+    assert [{row.arm: row.verdict for row in table.rows} for table in found.tables] == [
+        {"base": "base", "up": "better", "down": "worse"},
+        {"base": "base", "up": "worse", "down": "better"},
+    ]
+    assert "bits_per_byte on test, lower is better" in found.to_markdown()
+
+
+def test_few_seeds_are_told_what_they_cannot_show(store: Store) -> None:
+    lab = Lab(store, {"base": {}, "no_d": {"x": [0, 1]}}, {"mqar": TASKS["mqar"]}, seeds=5)
+    lab.record("base", BASE[:5])
+    lab.record("no_d", [0.1] * 5)
+    found = report(store, lab.id)
+    [table] = found.tables
+    assert table.rows[1].verdict == "undecidable: needs 6 seeds"
+    assert table.warnings == ["No arm can be told from the base with 5 seeds: p is at least 0.0625."]
+    assert table.rows[1].difference is not None
+    assert (table.rows[1].difference.low, table.rows[1].difference.high) == (-math.inf, math.inf), "no interval"
+    said = found.to_markdown()
+    assert said.index("No arm can be told") < said.index("| arm |") < said.index("Pareto front")
+    shown = text(found)
+    assert shown.index("! No arm can be told") < shown.index("difference")
+
+
+def test_what_cannot_be_compared_says_why(store: Store) -> None:
+    names = ("no trial", "all bad", "some bad", "no metric", "raised")
+    lab = Lab(store, {"base": {}} | {name: {name: [0, 1]} for name in names}, {"mqar": TASKS["mqar"]}, seeds=6)
+    assert {row.verdict for row in report(store, lab.id).tables[0].rows} == {"not run"}
+    lab.record("base", [0.9, 0.8, math.nan, 0.7, 0.9, 0.8])
+    lab.record("all bad", [math.nan] * 6)
+    lab.record("some bad", [math.nan, math.nan, 0.7, 0.9, 0.9, 0.9])
+    lab.record("no metric", [], runs=[RunRecord(seed) for seed in SEEDS[:6]])
+    lab.fail("raised", "OSError: gone")
+    found = report(store, lab.id)
+    assert {row.arm: row.verdict for row in found.tables[0].rows} == {
+        "base": "base",
+        "no trial": "not run",
+        "all bad": "no difference found at this budget",
+        "some bad": "no difference found at this budget",
+        "no metric": "no difference found at this budget",
+        "raised": "failed",
+    }
+    bad = rows(found)["all bad"]
+    assert bad.score.mean == pytest.approx(1 / 64), "all at chance; so is the base where it diverged"
+    assert bad.difference is not None
+    assert bad.difference.p == pytest.approx(4 / 2**6)
+    assert "OSError: gone" in text(found)
+    json.loads(found.to_json(), parse_constant=pytest.fail)
+
+
+def test_an_arm_that_always_diverges_is_worse(store: Store) -> None:
+    lab = Lab(store, {"base": {}, "bad": {"x": [0, 1]}})
+    for task in TASKS:
+        lab.record("base", BASE, task)
+        lab.record("bad", [math.nan] * 8, task)
+    found = report(store, lab.id)
+    for at, worst in enumerate((1 / 64, 8.0)):
+        row = rows(found, at)["bad"]
+        assert (row.verdict, row.score.mean, row.score.missing) == ("worse", worst, 8)
+        assert cells(row)[1] == "0 of 8, 8 runs diverged"
+    assert "bad: 8 of 8 seeds did not finish; each counts as the worst outcome of its seed." in found.tables[0].notes
+
+
+def test_a_failed_base_leaves_the_arms_uncompared(store: Store) -> None:
+    lab = Lab(store, {"base": {}, "no_d": {"x": [0, 1]}}, {"mqar": TASKS["mqar"]})
+    lab.fail("base", "OSError: gone")
+    lab.record("no_d", BASE)
+    assert [row.verdict for row in rows(report(store, lab.id)).values()] == [
+        "failed",
+        "not compared",
+    ]
+
+
+def test_each_seed_is_scored_by_its_own_candidate(store: Store) -> None:
+    lab = Lab(store, {"base": {}, "A": {"a": [0, 1]}}, {"mqar": TASKS["mqar"]}, tune={"trials": 2, "train.lr": LR})
+    for arm, gain in (("base", 0.0), ("A", 0.05)):
+        lab.record(arm, [0.5 + gain, 0.8 + gain] * 4, number=0, tuned={"train.lr": 0.01})
+        lab.record(arm, [0.7 + gain, 0.6 + gain] * 4, number=1, tuned={"train.lr": 0.1}, state_size=999)
+    found = report(store, lab.id)
+    base, a = found.tables[0].rows
+    assert base.score.mean == pytest.approx(0.75)
+    assert (base.tuned, base.chose) == ({"train.lr": 0.01}, 4)
+    assert (base.by_budget, a.by_budget) == (pytest.approx([0.65, 0.75]), pytest.approx([0.7, 0.8]))
+    assert a.difference is not None
+    assert (a.difference.mean, a.verdict) == (pytest.approx(0.05), "better")
+    assert (base.state_size, base.seconds) == (2048, 20)
+    assert cells(base)[-1] == "train.lr=0.01 (4 of 8 seeds)"
+    assert "Expected score with 1 to 2 candidates: base 0.650, 0.750; A 0.700, 0.800." in found.tables[0].notes
+    assert (
+        "The best train.lr of base, A is the lowest that was tried, 0.01: these arms may do better beyond it "
+        "(tune: {extend: true} tries further)."
+    ) in found.tables[0].warnings
+
+
+def test_a_best_value_between_others_warns_of_nothing(store: Store) -> None:
+    lab = Lab(store, {"base": {}}, {"mqar": TASKS["mqar"]}, tune={"trials": 3, "train.lr": LR})
+    for number, (lr, score) in enumerate({0.001: 0.5, 0.01: 0.7, 0.1: 0.6}.items()):
+        lab.record("base", [score] * 8, number=number, tuned={"train.lr": lr})
+    [table] = report(store, lab.id).tables
+    assert (table.rows[0].tuned, table.rows[0].chose, table.warnings) == ({"train.lr": 0.01}, 8, [])
+
+
+def test_the_values_tried_are_those_of_the_task(store: Store) -> None:
+    """Only one task's range was extended."""
+    lab = Lab(store, {"base": {}}, tune={"trials": 2, "train.lr": LR})
+    for number, lr in enumerate((0.01, 0.1, 1.0)):
+        for task in TASKS:
+            if (task, lr) != ("mqar", 1.0):
+                lab.record("base", [lr / 2] * 8, task, number=number, tuned={"train.lr": lr})
+    of_mqar, of_text = report(store, lab.id).tables
+    assert "The best train.lr of base is the highest that was tried, 0.1: " in str(of_mqar.warnings)
+    assert "The best train.lr of base is the lowest that was tried, 0.01: " in str(of_text.warnings)
+
+
+def test_a_candidate_that_diverged_with_a_seed_is_not_that_seeds_choice(store: Store) -> None:
+    lab = Lab(store, {"base": {}}, {"mqar": TASKS["mqar"]}, tune={"trials": 2, "train.lr": LR})
+    lab.record("base", [0.9, math.nan] * 4, number=0, tuned={"train.lr": 0.1})
+    lab.record("base", [0.7, 0.6] * 4, number=1, tuned={"train.lr": 0.01})
+    row = rows(report(store, lab.id))["base"]
+    assert (row.score.mean, row.score.missing, row.diverged) == (pytest.approx(0.75), 0, 4)
+    assert (row.tuned, row.chose) == ({"train.lr": 0.01}, 4), "of the candidates that finished all seeds"
+
+
+LR = {"log_uniform": [1e-3, 1e-1]}
+FIRST, MORE = range(1, 9), range(9, 11)
+
+
+def test_an_arm_keeps_the_seeds_at_which_it_stopped(store: Store) -> None:
+    """Looks at 8, 10, 12 and 15 seeds."""
+    lab = Lab(store, {"base": {}, "told": {"x": [0, 1]}, "on": {"x": [0, 2]}}, {"mqar": TASKS["mqar"]},
+              seeds={"at_least": 8, "at_most": 15})  # fmt: skip
+    on = [0.03, 0.05, -0.02, 0.04, 0.05, 0.03, 0.04, 0.02, 0.05, 0.04]
+    for seeds in (FIRST, MORE):
+        base = [0.5 + 0.001 * seed for seed in seeds]
+        lab.record("base", base, seeds=seeds)
+        lab.record("on", [b + on[s - 1] for b, s in zip(base, seeds, strict=True)], seeds=seeds)
+        if seeds is FIRST:
+            lab.record("told", [b + 0.3 + 0.001 * s**2 for b, s in zip(base, seeds, strict=True)], seeds=seeds)
+    found = rows(report(store, lab.id))
+    assert {arm: row.score.n for arm, row in found.items()} == {"base": 10, "told": 8, "on": 10}
+    assert (found["told"].verdict, found["told"].difference and found["told"].difference.n) == ("better", 8)
+    assert found["on"].difference is not None
+    assert found["on"].difference.n == 10
+
+
+def test_seeds_that_no_trial_finished_count_as_the_worst(store: Store) -> None:
+    """A candidate that raised at the second look: its seeds are there, and empty."""
+    lab = Lab(store, {"base": {}, "A": {"x": [0, 1]}}, {"mqar": TASKS["mqar"]}, seeds={"at_least": 6, "at_most": 8})
+    gains = [0.03, 0.05, -0.02, 0.04, 0.05, 0.03]
+    lab.record("base", BASE[:6], seeds=FIRST[:6])
+    lab.record("A", [x + gain for x, gain in zip(BASE, gains, strict=False)], seeds=FIRST[:6])
+    lab.record("base", [0.9], seeds=[7])
+    lab.fail("A", "OSError: gone", seeds=[7])
+    row = rows(report(store, lab.id))["A"]
+    assert (row.score.n, row.score.missing) == (7, 1)
+    assert row.difference is not None
+    assert row.difference.mean == pytest.approx((sum(gains) + 1 / 64 - 0.9) / 7)
+
+
+@pytest.mark.parametrize(
+    ("values", "warning"),
+    [
+        ([0.05] * 8, "The base has hardly learned the task (chance 0.0156): "),
+        ([1.0] * 8, "The base is at the end of the scale: an arm can be worse, and hardly better."),
+        ([0.5] * 8, None),
+    ],
+)
+def test_a_base_at_an_end_of_the_scale_is_told_of(store: Store, values: list[float], warning: str | None) -> None:
+    lab = Lab(store, {"base": {}, "A": {"x": [0, 1]}}, {"mqar": TASKS["mqar"]})
+    lab.record("base", values)
+    lab.record("A", values)
+    [table] = report(store, lab.id).tables
+    assert len(table.warnings) == (warning is not None)
+    assert all(said.startswith(str(warning)) for said in table.warnings)
+
+
+@pytest.mark.parametrize(("score", "said"), [(0.4, "base 0 of 8 [0.00, 0.37], A 0 of 8 [0.00, 0.37]."), (0.6, None)])
+def test_seeds_that_learned_are_told_unless_all_did(store: Store, score: float, said: str | None) -> None:
+    lab = Lab(store, {"base": {}, "A": {"x": [0, 1]}}, {"mqar": TASKS["mqar"]})
+    lab.record("base", [score] * 8)
+    lab.record("A", [score] * 8)
+    [table] = report(store, lab.id).tables
+    told = [note.partition(": ")[2] for note in table.notes if note.startswith("Seeds that learned")]
+    assert told == ([said] if said else [])
+
+
+def test_an_arm_of_another_size_is_marked(store: Store) -> None:
+    arms = {"base": {}, "even": {"x": [0, 1]}, "large": {"x": [0, 2]}}
+    lab = Lab(store, arms, {"mqar": TASKS["mqar"]})
+    lab.record("base", BASE)
+    lab.record("even", BASE, parameters=12345 + 600, state_size=2048 - 100)
+    lab.record("large", BASE, parameters=2 * 12345, state_size=1024)
+    assert report(store, lab.id).tables[0].warnings == [
+        "large has 0.50 times the state, 2.00 times the parameters of the base."
+    ]
+
+
+def test_tuning_shows_the_best_and_compares_nothing(store: Store) -> None:
+    lab = Lab(store, {"base": {}, "no_d": {"x": [0, 1]}})
+    for task in TASKS:
+        for number, values in enumerate(([0.5, 0.7], [0.9, math.nan], [0.2, 0.3], [0.6, 0.6])):
+            lab.record("base", values, task, stage="tune", number=number, tuned={"lr": number})
+    lab.fail("base", "OSError: gone", stage="tune", number=9)
+    lab.record("base", BASE)
+    found = report(store, lab.id, which="tune")
+    assert [(t.split, t.rows[0].tuned, round(t.rows[0].score.mean, 9)) for t in found.tables] == [
+        ("validation", {"lr": 0}, 0.6),
+        ("validation", {"lr": 2}, 0.25),
+    ]
+    assert [(row.verdict, row.difference) for row in found.tables[0].rows] == [
+        ("base", None),
+        ("not run", None),
+    ]
+    assert "optimistic, and no answer" in found.to_markdown()
+
+
+def test_arms_that_combine_two_others_show_their_interaction(store: Store) -> None:
+    a, b = {"a": [0, 1]}, {"b": [0, 1]}
+    lab = Lab(store, {"base": {}, "A": a, "B": b, "AB": a | b, "A2": {"a": [0, 2]}}, {"mqar": TASKS["mqar"]})
+    for arm, shift in (("base", 0.0), ("A", -0.1), ("B", -0.2), ("AB", -0.25), ("A2", -0.1)):
+        lab.record(arm, [x + shift for x in BASE])
+    [table] = report(store, lab.id).tables
+    [found] = table.interactions
+    assert (found.a, found.b, found.both) == ("A", "B", "AB")
+    assert found.difference.mean == pytest.approx(0.05)
+    assert (
+        "A and B together (AB) make +0.050 [+0.050, +0.050] beyond their sum (p 0.008, exact, not corrected)."
+        in table.notes
+    )
+
+
+@pytest.mark.parametrize(
+    ("other", "differ"),
+    [
+        ({"device": "H200", "host": "b"}, "device, host"),
+        ({"stack": "16"}, "runs trained as one"),
+        ({"gpu": "GPU-1"}, None),  # another one of the same host
+    ],
+)
+def test_times_that_say_nothing_of_the_arms_are_not_compared(
+    store: Store, other: dict[str, str], differ: str | None
+) -> None:
+    lab = Lab(store, {"base": {}, "no_d": {"x": [0, 1]}}, {"mqar": TASKS["mqar"]})
+    same = {"device": "H100", "host": "a", "gpu": "GPU-0", "stack": "8"}
+    lab.record("base", BASE, hardware=same)
+    lab.record("no_d", BASE, hardware={**same, **other})
+    notes = [note for note in report(store, lab.id).tables[0].notes if note.startswith("Times")]
+    assert notes == ([f"Times are not comparable: the arms differ in {differ}."] if differ else [])
+
+
+def test_a_trial_that_failed_has_no_times_to_compare(store: Store) -> None:
+    lab = Lab(store, {"base": {}, "no_d": {"x": [0, 1]}}, {"mqar": TASKS["mqar"]})
+    lab.record("base", BASE, hardware={"device": "H100", "host": "a"})
+    lab.fail("no_d", "OSError: gone", hardware={})
+    assert not [note for note in report(store, lab.id).tables[0].notes if note.startswith("Times")]
+
+
+def test_an_interaction_is_told_of_once_its_four_arms_have_finished(store: Store) -> None:
+    a, b = {"a": [0, 1]}, {"b": [0, 1]}
+    lab = Lab(store, {"base": {}, "A": a, "B": b, "AB": a | b}, {"mqar": TASKS["mqar"]})
+    for arm in ("base", "A", "B"):
+        lab.record(arm, BASE)
+        assert not [note for note in report(store, lab.id).tables[0].notes if "together" in note]
+    lab.record("AB", BASE)
+    assert [note for note in report(store, lab.id).tables[0].notes if note.startswith("A and B together (AB) make")]
+
+
+def test_a_candidate_that_makes_no_model_is_told_of_and_stands_for_no_arm(store: Store) -> None:
+    lab = Lab(store, {"base": {}}, {"mqar": TASKS["mqar"]})
+    reason = "model.d_model 17 must be a multiple of heads 2"
+    values = {"model.d_model": 17, "model.heads": 2}
+    nothing: dict[str, Any] = {"parameters": None, "state_size": None, "tokens_per_second": None, "hardware": {}}
+    lab.record("base", [], stage="tune", number=0, state="infeasible", error=reason, runs=[], tuned=values, **nothing)
+    lab.record("base", BASE, stage="tune", number=1, tuned={"model.d_model": 16, "model.heads": 2})
+    for which in ("tune", "confirm"):
+        found = report(store, lab.id, which=which)  # type: ignore[arg-type]
+        assert (
+            "1 of 2 candidates drawn for base make no model and did not run, "
+            f"such as model.d_model=17, model.heads=2: {reason}." in found.tables[0].notes
+        )
+        assert rows(found)["base"].verdict == {"tune": "base", "confirm": "not run"}[which]
+        assert found.failures == []
+        assert [(one.number, one.values, one.reason) for one in found.infeasible] == [(0, values, reason)]
+    assert json.loads(report(store, lab.id).to_json())["infeasible"][0]["reason"] == reason
+
+
+def test_an_unknown_study_is_one_line(store: Store) -> None:
+    with pytest.raises(InputError, match="unknown study '7'"):
+        report(store, 7)

@@ -1,0 +1,200 @@
+"""What a seed's result is: its choice by validation, what divergence costs it, and what fewer candidates would give."""
+
+import math
+from collections.abc import Callable, Iterator
+from itertools import combinations
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deltalab.study.statistics import seed_choice
+from deltalab.study.statistics.joint_test import compare, one_look
+from deltalab.study.statistics.seed_choice import Run, Runs, Scores, chosen, outcomes
+
+GONE = Run(math.nan, math.nan)
+Table = dict[str, dict[int, dict[int, Run]]]
+
+
+def scores(runs: Table, *, maximize: bool = True, chance: float = 0.0, seeds: tuple[int, ...] = (1, 2)) -> Scores:
+    return Scores("base", maximize, chance, runs, dict.fromkeys(runs, seeds))
+
+
+def test_a_seed_chooses_by_validation_and_reports_its_test_score() -> None:
+    table: Table = {
+        "base": {0: {1: Run(0.5, 0.9), 2: Run(0.7, 0.1)}, 1: {1: Run(0.6, 0.2), 2: Run(0.6, 0.8)}},
+        "arm": {0: {1: Run(0.1, 0.3), 2: Run(0.1, 0.4)}, 1: {1: Run(0.0, 0.9), 2: Run(0.0, 0.9)}},
+    }
+    most = scores(table)
+    assert {seed: most.choice("base", seed) for seed in (1, 2)} == {1: 1, 2: 0}
+    assert most.results == {"base": {1: 0.2, 2: 0.1}, "arm": {1: 0.3, 2: 0.4}}
+    least = scores(table, maximize=False)
+    assert least.results == {"base": {1: 0.9, 2: 0.8}, "arm": {1: 0.9, 2: 0.9}}
+    assert most.others == ["arm"]
+    assert most.differences("arm") == pytest.approx([0.1, 0.3])
+
+
+def test_a_choice_by_the_test_score_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted bug: it reports the luckiest of the candidates."""
+
+    def by_test(runs: Runs, seed: int, maximize: bool) -> int | None:
+        return chosen({n: {s: Run(r.test, r.test) for s, r in of.items()} for n, of in runs.items()}, seed, maximize)
+
+    monkeypatch.setattr(seed_choice, "chosen", by_test)
+    with pytest.raises(AssertionError):
+        test_a_seed_chooses_by_validation_and_reports_its_test_score()
+
+
+def test_one_choice_for_all_seeds_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted bug: its noise would be the same for all seeds, and so in no error bar."""
+
+    def of_the_first(runs: Runs, seed: int, maximize: bool) -> int | None:
+        return chosen({number: {seed: of[1]} for number, of in runs.items()}, seed, maximize)
+
+    monkeypatch.setattr(seed_choice, "chosen", of_the_first)
+    with pytest.raises(AssertionError):
+        test_a_seed_chooses_by_validation_and_reports_its_test_score()
+
+
+def test_of_equals_the_first_is_chosen() -> None:
+    runs = {3: {1: Run(0.5, 0.1)}, 1: {1: Run(0.5, 0.2)}, 2: {1: Run(0.5, 0.3)}}
+    assert chosen(runs, 1, maximize=True) == chosen(runs, 1, maximize=False) == 3
+
+
+def test_a_seed_without_a_finished_run_counts_as_the_worst_of_all_arms() -> None:
+    table: Table = {
+        "base": {0: {1: Run(0.9, 0.9), 2: Run(0.9, 0.8)}},
+        "arm": {0: {1: GONE, 2: Run(0.9, 0.9)}, 1: {2: Run(0.7, 0.7)}},  # candidate 1 failed with seed 1
+        "low": {0: {1: Run(0.2, 0.2), 2: Run(0.3, 0.3)}},
+    }
+    found = scores(table, chance=0.1)
+    assert found.results["arm"] == {1: 0.1, 2: 0.9}, "chance is worse than the worst arm"
+    assert found.choice("arm", 1) is None
+    above = scores(table, chance=0.5)
+    assert above.results["arm"] == {1: 0.2, 2: 0.9}, "the worst arm is worse than chance"
+    lower = scores(table, maximize=False, chance=8.0)
+    assert lower.results["arm"][1] == 8.0
+    assert lower.results["arm"][2] == 0.7
+
+
+def test_a_collapsed_arm_is_not_better() -> None:
+    """It was, when seeds that diverged were left out: here those that finished are all better than the base."""
+    seeds = tuple(range(1, 16))
+    base = {0: {seed: Run(0.5, 0.5 + 0.001 * seed) for seed in seeds}}
+    arm = {0: {seed: GONE if seed % 3 == 0 else Run(0.5, 0.6 + 0.001 * seed) for seed in seeds}}
+    found = scores({"base": base, "arm": arm}, seeds=seeds)
+    (outcome,) = outcomes([found], one_look(15))[0].values()
+    assert outcome.difference.n == 15
+    assert outcome.difference.mean < 0
+    assert not outcome.difference.low > 0
+
+
+def test_a_difference_of_rounding_is_none() -> None:
+    table: Table = {"base": {0: {1: Run(1, 0.3), 2: Run(1, 0.1)}}, "arm": {0: {1: Run(1, 0.1 + 0.2), 2: Run(1, 0.2)}}}
+    assert scores(table).differences("arm") == [0.0, 0.1]
+
+
+def test_seeds_that_only_one_side_has_are_not_compared() -> None:
+    table: Table = {"base": {0: {1: Run(1, 0.3)}}, "arm": {0: {1: Run(1, 0.4), 2: Run(1, 0.9)}}}
+    found = Scores("base", True, 0.0, table, {"base": [1], "arm": [1, 2]})
+    assert found.differences("arm") == pytest.approx([0.1])
+
+
+def test_the_best_candidate_is_of_those_that_finished_all_seeds() -> None:
+    table: Table = {
+        "base": {0: {1: Run(0.9, 0.1), 2: GONE}, 1: {1: Run(0.4, 0.1), 2: Run(0.6, 0.1)}, 2: {1: Run(0.5, 0.1)}},
+        "arm": {0: {1: GONE, 2: Run(0.9, 0.9)}},
+    }
+    assert scores(table).best("base") == 1
+    assert scores(table).best("arm") is None
+
+
+# Divergence can only hurt, where a run that finishes is no worse than chance.
+
+scored = st.floats(0.25, 1).map(lambda x: round(x, 2))
+
+
+@st.composite
+def tables(draw: st.DrawFn, *, same: bool) -> Table:
+    """same: validation and test scores are equal, so that no run profits from the noise of the choice."""
+    table: Table = {}
+    for arm in ("base", "arm", "other"):
+        table[arm] = {}
+        for number in range(draw(st.integers(1, 4))):
+            table[arm][number] = {}
+            for seed in (1, 2):
+                validation = draw(scored)
+                run = Run(validation, validation if same else draw(scored))
+                table[arm][number][seed] = draw(st.sampled_from([run, run, run, GONE, Run(run.validation, math.nan)]))
+    return table
+
+
+@given(tables(same=True), st.data(), st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_a_run_that_diverges_never_improves_its_arm(table: Table, data: st.DataObject, maximize: bool) -> None:
+    chance = 0.25 if maximize else 1.0
+    before = scores(table, maximize=maximize, chance=chance).results["arm"]
+    number = data.draw(st.sampled_from([*table["arm"]]))
+    table["arm"][number][1] = GONE
+    after = scores(table, maximize=maximize, chance=chance).results["arm"]
+    assert after[1] <= before[1] if maximize else after[1] >= before[1]
+    assert after[2] == before[2]
+
+
+@given(tables(same=False), st.data())
+@settings(max_examples=100, deadline=None)
+def test_a_seed_all_of_whose_runs_diverge_is_no_better_than_any_of_that_seed(table: Table, data: st.DataObject) -> None:
+    table["arm"] = {number: {**of, 1: GONE} for number, of in table["arm"].items()}
+    found = scores(table, chance=0.25)
+    assert found.results["arm"][1] <= min(results[1] for results in found.results.values())
+
+
+# What fewer candidates would have given.
+
+
+def subsets(found: Scores, arm: str, budget: int) -> Iterator[float]:
+    for seed in found.seeds[arm]:
+        for some in combinations(found.runs[arm], budget):
+            number = chosen({n: found.runs[arm][n] for n in some}, seed, found.maximize)
+            yield found.worst(seed) if number is None else found.runs[arm][number][seed].test
+
+
+@given(tables(same=False), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_by_budget_is_the_mean_over_all_subsets_of_candidates(table: Table, maximize: bool) -> None:
+    found = scores(table, maximize=maximize, chance=0.25 if maximize else 1.0)
+    for arm in table:
+        curve = found.by_budget(arm)
+        assert len(curve) == len(table[arm])
+        for budget, value in enumerate(curve, 1):
+            brute = list(subsets(found, arm, budget))
+            assert value == pytest.approx(sum(brute) / len(brute))
+        assert curve[-1] == pytest.approx(sum(found.results[arm].values()) / 2), "all of them: the arm's own score"
+
+
+# One family over several tasks.
+
+
+@pytest.fixture
+def two_tasks() -> list[Scores]:
+    def table(shifts: dict[str, float], scale: float) -> Scores:
+        noise: Callable[[int, str], float] = lambda seed, arm: 0.1 * ((seed * len(arm) * 7) % 5)  # noqa: E731
+        seeds = tuple(range(1, 8))
+        runs: Table = {
+            arm: {0: {s: Run(0, scale * (shift + noise(s, arm))) for s in seeds}} for arm, shift in shifts.items()
+        }
+        return scores(runs, seeds=seeds)
+
+    return [table({"base": 0, "a": 1, "bbb": 0.1}, 1.0), table({"base": 0, "a": 0.1, "cc": 2}, 50.0)]
+
+
+def test_a_family_of_two_tasks_is_one_test_in_two_units(two_tasks: list[Scores]) -> None:
+    found = outcomes(two_tasks, one_look(7))
+    assert [list(of) for of in found] == [["a", "bbb"], ["a", "cc"]]
+    arms = [(unit, arm) for unit, table in enumerate(two_tasks) for arm in table.others]
+    at_once = compare([two_tasks[unit].differences(arm) for unit, arm in arms], [unit for unit, _ in arms])
+    assert [found[unit][arm].difference for unit, arm in arms] == at_once
+    apart: list[Any] = [outcomes([table], one_look(7))[0] for table in two_tasks]
+    for unit, arm in arms:
+        assert found[unit][arm].difference.p >= apart[unit][arm].difference.p - 0.02, "more arms to rival it"

@@ -1,0 +1,440 @@
+"""Study files that nobody should write: a grammar of them, and a process that plans them under watch.
+
+`python tests/support/hostile.py 2000` prints the files that are not refused well, by what is wrong with them.
+"""
+
+# ruff: noqa: E501, RUF005
+
+import contextlib
+import io
+import json
+import os
+import random
+import re
+import resource
+import select
+import subprocess
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+MOST_SECONDS = 5.0
+"""Of the process's own time: other processes of the machine must not fail a file."""
+MOST_BYTES = 500 * 10**6
+"""What a file may add to the memory of the process."""
+PATIENCE = 60.0
+"""Seconds until the process is killed."""
+
+# ------------------------------------------------------------------------------------------------ what is written
+
+RULES = (
+    "comba",
+    "gla",
+    "deltanet",
+    "mamba2",
+    "gated_deltanet",
+    "rwkv7",
+    "attention",
+    "delta_product",
+    "mesa_net",
+    "gsa",
+)
+
+TASKS: dict[str, dict[str, Any]] = {
+    "mqar": {"length": 16, "pairs": 2, "vocab_size": 32},
+    "text": {"length": 16},
+    "parity": {"length_range": [3, 16], "test_range": [16, 32]},
+    "mad_memorization": {"length": 16},
+    "mad_selective_copy": {"length": 32, "copies": 4},
+    "mad_fuzzy_recall": {"length": 48},
+    "word_problem": {"group": "S3", "length": 16, "test_lengths": [16, 32]},
+    "niah": {"variant": 1, "length": 64, "times": [1, 2], "keys": 8},
+    "mod_arithmetic": {"length_range": [3, 16], "test_range": [16, 32]},
+    "digits": {},
+}
+
+RANGES: tuple[tuple[str, Any], ...] = (
+    ("train.lr", {"log_uniform": [1e-3, 1e-1]}),
+    ("train.weight_decay", {"uniform": [0.0, 0.5]}),
+    ("model.heads", {"choice": [1, 2]}),
+    ("train.steps", {"integers": [4, 8]}),
+)
+
+
+def study(r: random.Random) -> dict[str, Any]:
+    """A study that can be planned, or nearly so."""
+    names = r.sample(sorted(TASKS), r.randint(1, 2))
+    base, *others = r.sample(RULES, 3)
+    found: dict[str, Any] = {
+        "name": r.choice(["s", "a-b.c", "study_1"]),
+        "task": {name: dict(TASKS[name]) for name in names},
+        "base": {
+            "rule": base,
+            "model": {"d_model": r.choice([8, 16]), "layers": r.randint(1, 2), "heads": 1},
+            "train": {"steps": 6, "batch_size": 4, "lr": 0.01, "evaluations": 2},
+        },
+        "seeds": r.choice([2, 6, 7, {"at_least": 6, "at_most": 9}]),
+    }
+    kind = r.choice(["plain", "tune", "search", "scales"])
+    if kind == "search":
+        space = {
+            "rule": {"choice": ["comba", {"name": "comba", "transition": "iplr"}, "gla"]},
+            "model.layers": {"pattern": ["rule", "attention"], "lengths": [2, 3]},
+            "model.mlp": {"choice": [True, False]},
+            "model.mlp_width": {"integers": [16, 32], "when": {"model.mlp": True}},
+            "train.lr": {"log_uniform": [1e-3, 1e-1]},
+            "constrain": {"state": {"at_most": 40960}},
+            "fidelity": {"train.steps": [2, 6], "keep": 0.5},
+        }
+        kept = r.sample(sorted(space), r.randint(3, len(space)))
+        found["search"] = {"trials": 6, "finalists": 2, "train.lr": space["train.lr"], **{k: space[k] for k in kept}}
+    else:
+        arms: dict[str, Any] = {
+            "other": {"rule": others[0]},
+            "another": {"rule": others[1], "match": {r.choice(["state", "flops", "parameters"]): True}},
+            "wide": {"model": {"expand_v": 2}},
+            "layered": {"model": {"layers": ["rule", {"name": "attention", "window": 8}]}},
+            "repeated": {"model": {"layers": {"repeat": 2, "pattern": ["rule", "rwkv6"]}}},
+            "fast": {"train": {"lr": 0.2, "betas": [0.9, 0.99]}},
+        }
+        found["arms"] = {name: arms[name] for name in r.sample(sorted(arms), r.randint(0, 3))}
+    if kind == "tune":
+        found["tune"] = {"trials": 2, **dict(r.sample(RANGES, r.randint(1, 2)))}
+    if kind == "scales":
+        found["scales"] = {"model.d_model": [8, 16], "transfer": r.choice(["mup", "none"])}
+        found["seeds"] = 3
+    if r.random() < 0.5:
+        found["resources"] = r.choice([{"cpu": 1}, {"cpu": 2, "gpu": 0.5}, {"gpu": 1, "stack": 4}])
+    if r.random() < 0.5:
+        found["for_task"] = {names[0]: {"train": {"steps": 8}}}
+    if r.random() < 0.5:
+        found["profiles"] = {"gpu": {"base": {"model": {"d_model": 32}}, "seeds": 9}}
+    if r.random() < 0.5:
+        found |= {"deadline": 60, "family": "study", "description": "what it asks"}
+    return found
+
+
+# YAML that stands where a value is expected, as it is written.
+RAW = (
+    *("1" * n for n in (19, 20, 400, 5000, 20_000)),
+    *(f"{sign}{power}" for sign in ("", "-") for power in ("1e3", "1e9", "1e18", "1e308", "1e999")),
+    *("0", "-1", "-0.0", "1e-320", "0.5", "1000000007", "10000000", "2147483648", "9223372036854775808", "65537", "4097"),
+    *(".inf", "-.inf", ".nan", ".NaN", "0x" + "f" * 5000, "0b" + "1" * 9000, "1" + ":59" * 2000, "1_0" * 900, "0o17", "010"),
+    *("2020-01-01", "2020-13-45", "2020-01-01 99:99:99", "0000-00-00", "2001-12-14t21:59:43.10-05:00"),
+    *("!!set {a, b}", "!!omap [a: 1]", "!!pairs [a: 1]", "!!binary aGk=", "!!binary '%'", "!!int x", "!!float x", "!!bool x"),
+    *("!!null x", "!!str [1]", "!!map [1]", "!!seq {a: 1}", "!!timestamp x", "!mine x", "!!python/name:os.system x", "! x"),
+    *('!!python/object/apply:os.system ["true"]', "!<tag:yaml.org,2002:int> 7", "!!int '0x'", "!!float '1:x'", "!!merge x"),
+    *(r'"\0"', r'"\uD800"', r'"\uDFFF\uD800"', r'"\x1b[31m"', r'"\u202e"', r'"\x85"', r'"\uFEFF"', r'"\U0001F600"', r'"\q"'),
+    *("null", "~", "true", "yes", "off", '""', "' '", "[]", "{}", "[[]]", "[null]", "{a: null}", "{1: 2}", "{null: 1}", "-"),
+    *("[" * n + "]" * n for n in (40, 400, 3000)),
+    *("{a: " * n + "1" + "}" * n for n in (40, 400, 3000)),
+    *("[" + "1, " * n + "2]" for n in (50, 2000, 60_000)),
+    *("{" + ", ".join(f"k{i}: {i}" for i in range(n)) + "}" for n in (50, 2000)),
+    *("&a [*a]", "&a {b: *a}", "*nowhere", "&a 1", "&a [1, &a [*a]]", "{<<: {a: 1}}", "{<<: 1}", "{<<: [1]}", "{<<: &a {<<: *a}}"),
+    *("? [1]\n: 2", "{[1]: 2}", "{? {a: b} : c}", "a: b: c", "@", "`", "%", "|\n text", ">\n text", "'", '"', "[", "{", "]", "\t1"),
+    *("x" * n for n in (300, 20_000, 400_000)),
+    *("../../etc/passwd", "/dev/zero", "/dev/stdin", "/proc/self/mem", "/", ".", "~", "''", "base", "rule", "comba", "attention"),
+    *("[1, 2]", "[2, 1]", "[1, 1]", "[0, 0]", "[.nan, 1]", "[1, .inf]", "[a, b]", "[1.5, 2.5]", "[-1e308, 1e308]", "[0, 1000000000]"),
+    *("{repeat: 1000000000, pattern: [rule]}", "{repeat: 30, pattern: [{repeat: 30, pattern: [{repeat: 30, pattern: [rule]}]}]}"),
+    *("{log_uniform: [1e-320, 1e308]}", "{integers: [0, 1000000000000]}", "{choice: [a, a]}", "{choice: [{}, []]}"),
+    *("{pattern: [rule, gla], lengths: [1000000000]}", "{pattern: [rule, gla], lengths: [9], repeat: 1000000000}"),
+    *("{at_least: 2, at_most: 1000}", "{at_least: 999, at_most: 1000}", "{state: true}", "{parameters: true, scale: rule.x}"),
+)  # fmt: skip
+
+# Numbers that are too large, or nearly so, for a setting that counts.
+LARGE = ("10", "100", "1000", "4096", "50000", "1000000", "10000000", "1000000000", "1000000000000")
+
+_HELD = re.compile(r"'?@(\d+)@'?")
+
+
+def _paths(node: Any, under: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    if under:
+        yield under
+    inner = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for key, value in inner:
+        yield from _paths(value, (*under, key))
+
+
+def _parent(study: Any, path: tuple[Any, ...]) -> Any:
+    for key in path[:-1]:
+        study = study[key]
+    return study
+
+
+def mutated(r: random.Random) -> bytes:
+    """A study with up to three of its parts replaced, taken away, renamed or moved."""
+    found = json.loads(json.dumps(study(r)))
+    raw: list[str] = []
+
+    def held(text: str) -> str:
+        raw.append(text)
+        return f"@{len(raw) - 1}@"
+
+    for _ in range(r.choice([0, 1, 1, 1, 1, 2, 3])):
+        path = r.choice(sorted(_paths(found), key=str))
+        parent, key = _parent(found, path), path[-1]
+        what = r.choice(["raw", "raw", "large", "large", "near", "near", "gone", "renamed", "moved", "inside", "word"])
+        if what == "raw":
+            parent[key] = held(r.choice(RAW))
+        elif what == "large":
+            parent[key] = held(r.choice(LARGE))
+        elif what == "near" and isinstance(parent[key], int | float):
+            parent[key] = type(parent[key])(parent[key] * r.choice([0.5, 2, 3, 8, 50]))
+        elif what == "word":
+            parent[key] = "".join(
+                chr(r.choice([r.randrange(128), r.randrange(0xD800)])) for _ in range(r.randrange(20))
+            )
+        elif what == "gone":
+            del parent[key]
+        elif what == "renamed" and isinstance(parent, dict):
+            parent[held(r.choice(RAW + tuple("abcdef")))] = parent.pop(key)
+        elif what == "moved":
+            other = r.choice(sorted(_paths(found), key=str))
+            parent[key] = json.loads(json.dumps(_parent(found, other)))
+        else:
+            parent[key] = [parent[key]] if r.random() < 0.5 else {"a": parent[key]}
+    text = yaml.safe_dump(found, sort_keys=False, width=10**6, allow_unicode=r.random() < 0.5)
+    text = _HELD.sub(lambda place: raw[int(place[1])] if int(place[1]) < len(raw) else place[0], text)
+    return text.encode("utf-8", "surrogatepass")
+
+
+def torn(r: random.Random) -> bytes:
+    """A study's text with bytes cut off, put in, doubled or exchanged."""
+    text = yaml.safe_dump(study(r), sort_keys=False).encode()
+    for _ in range(r.randint(1, 4)):
+        at = r.randint(0, len(text))
+        what = r.choice(["cut", "put", "byte", "line", "swap"])
+        lines = text.split(b"\n")
+        if what == "cut":
+            text = text[:at]
+        elif what == "put":
+            text = text[:at] + r.choice(RAW).encode("utf-8", "surrogatepass") + text[at:]
+        elif what == "byte":
+            text = text[:at] + r.randbytes(r.randint(1, 3)) + text[at + 1 :]
+        elif what == "line":
+            lines.insert(r.randint(0, len(lines)), r.choice(lines))
+            text = b"\n".join(lines)
+        else:
+            one, other = r.randrange(len(lines)), r.randrange(len(lines))
+            lines[one], lines[other] = lines[other], lines[one]
+            text = b"\n".join(lines)
+    return text
+
+
+def _bomb(levels: int, wide: int, merged: bool = False) -> str:
+    lines = ["a0: &a0 {k: v}" if merged else "a0: &a0 [x]"]
+    for i in range(1, levels):
+        inside = ", ".join([f"*a{i - 1}"] * wide)
+        lines.append(f"a{i}: &a{i} {{<<: [{inside}], k{i}: v}}" if merged else f"a{i}: &a{i} [{inside}]")
+    return "\n".join(lines)
+
+
+VALID = yaml.safe_dump({
+    "name": "s", "task": {"mqar": TASKS["mqar"]}, "seeds": 2,
+    "base": {"rule": "gla", "model": {"d_model": 8, "heads": 1}, "train": {"steps": 4, "batch_size": 2, "lr": 0.1, "evaluations": 1}},
+})  # fmt: skip
+
+WHOLE: tuple[bytes, ...] = tuple(
+    text.encode("utf-8", "surrogatepass")
+    for text in (
+        "", " ", "\n", "\t", "---", "---\n---\n", "...", "- a\n- b", "3", "text", "null", "\ufeff" + VALID, "\ufeff",
+        VALID.replace("\n", "\r\n"), VALID.replace("\n", "\r"), VALID.replace("  ", "\t"), VALID + "---\n" + VALID,
+        VALID + "...\n", "%YAML 9.9\n---\n" + VALID, "%TAG ! tag:x,1:\n---\n" + VALID, VALID + VALID, VALID + "\0", "\0" * 999,
+        *(VALID + _bomb(levels, wide, merged) for levels in (5, 9, 40) for wide in (2, 9) for merged in (False, True)),
+        *(VALID + "deadline: " + "[" * n for n in (50, 1000, 100_000)), *("[" * n for n in (50, 1000, 100_000)),
+        *("{" * n for n in (50, 1000)), *("- " * n for n in (50, 1000, 30_000)), *("? " * n for n in (50, 1000, 30_000)),
+        *("\n".join(" " * i + "a:" for i in range(n)) for n in (50, 1000)),
+        VALID + "\n".join(f"k{i}: {i}" for i in range(40_000)), VALID + "# " + "x" * 3_000_000, VALID + "\n" * 2_000_000,
+        VALID + "description: " + "x" * 3_000_000, VALID + "description: |\n" + " x\n" * 200_000,
+        VALID + "arms: {" + ", ".join(f"a{i}: {{train: {{lr: {i + 1}}}}}" for i in range(3000)) + "}",
+        VALID + "ablate: [" + "conv, " * 5000 + "mlp]", VALID + "&a\n" * 500, VALID + "description: &a *a",
+        VALID + "tune: {trials: 10000, train.lr: {log_uniform: [1e-4, 1]}, train.weight_decay: {uniform: [0, 1]}}",
+        VALID + "tune: {trials: 9, " + ", ".join(f"train.k{i}: {{uniform: [0, 1]}}" for i in range(500)) + "}",
+        VALID + "search: {trials: 10000, finalists: 100, train.lr: {log_uniform: [1e-4, 1]}, model.mlp: {choice: [true, false]}}",
+        VALID + "profiles: {" + ", ".join(f"p{i}: {{seeds: {i + 1}}}" for i in range(900)) + "}",
+        "name: s\nname: s\n" + VALID, VALID.replace("seeds: 2", "seeds: 1000"), VALID.replace("mqar", "mqar" * 9000),
+    )
+) + (
+    VALID.encode("utf-16"), VALID.encode("utf-32"), VALID.encode("utf-16-le"), b"\xff\xfe", b"\x80" * 50, b"\x89PNG\r\n\x1a\n" + bytes(range(256)),
+    b"\x7fELF" + b"\0" * 5000, b"PK\x03\x04" + bytes(range(256)) * 9, b"SQLite format 3\0" + b"\0" * 80, VALID.encode() + b"\xed\xa0\x80",
+)  # fmt: skip
+
+
+def hostile(r: random.Random) -> bytes:
+    """A file. Four of five are studies with a mutation or a few."""
+    share = r.random()
+    if share < 0.8:
+        return mutated(r)
+    return torn(r) if share < 0.94 else r.choice(WHOLE) if share < 0.99 else r.randbytes(r.randrange(200))
+
+
+# ------------------------------------------------------------------------------------------------ how it is planned
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the command said. code: None where the process died or had to be killed. extra: bytes of memory."""
+
+    code: int | None
+    said: str
+    seconds: float
+    extra: int
+
+    @property
+    def wrong(self) -> str | None:
+        """What the answer does against the promise; None where it is a plan, or exit 2 in one line."""
+        if self.code is None:
+            return f"died: {self.said}"
+        if "Traceback" in self.said or self.code not in (0, 2):
+            return "traceback: " + (self.said.strip().splitlines() or [""])[-1][:100]
+        if self.seconds > MOST_SECONDS:
+            return f"hang: {self.seconds:.0f} s, code {self.code}"
+        if self.extra > MOST_BYTES:
+            return f"memory: {self.extra / 1e6:.0f} MB, code {self.code}"
+        if self.code == 2 and (self.said.count("\n") != 1 or not self.said.startswith("error: ")):
+            return "not one line: " + self.said[:60]
+        if self.code == 2 and (len(self.said) > 4000 or not self.said[:-1].isprintable()):
+            return "a line that no terminal can show: " + self.said[:60]
+        return None
+
+
+class Watched:
+    """A process with deltalab in it, which plans one file after another; it is killed over its time or memory."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._process: subprocess.Popen[str] | None = None
+
+    def ask(self, *words: str) -> Answer:
+        """The answer of `platform WORDS`."""
+        process = self._process = self._process or self._start()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps(words) + "\n")
+        process.stdin.flush()
+        began, idle = time.monotonic(), _resident(process.pid)
+        while not select.select([process.stdout], [], [], 0.05)[0]:
+            extra = _resident(process.pid) - idle
+            if time.monotonic() - began > PATIENCE or extra > 2 * MOST_BYTES:
+                self.close()
+                why = f"{extra / 1e6:.0f} MB" if extra > 2 * MOST_BYTES else f"no answer for {PATIENCE:.0f} s"
+                return Answer(None, why, time.monotonic() - began, extra)
+        line = process.stdout.readline()
+        if not line:
+            code = process.wait()
+            self.close()
+            return Answer(None, f"exit {code}", time.monotonic() - began, 0)
+        answer = Answer(**json.loads(line))
+        if answer.extra > MOST_BYTES:
+            self.close()  # What it keeps must not count for the next one.
+        return answer
+
+    def plan(self, text: bytes) -> Answer:
+        """The answer of `platform study plan` to a file."""
+        file = self.folder / "hostile.yaml"
+        file.write_bytes(text)
+        return self.ask("study", "plan", file.name)
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def _start(self) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).resolve()), "child"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=self.folder,
+        )
+        assert process.stdout is not None
+        process.stdout.readline()
+        return process
+
+
+def _resident(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
+    except (OSError, IndexError):
+        return 0
+
+
+def _peak() -> int:
+    """The most memory since the last reset, or ever where it cannot be reset."""
+    return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024  # type: ignore[index]
+
+
+def _child() -> None:
+    """Answers each line of words with a line of JSON."""
+    out, stdin = os.fdopen(os.dup(1), "w"), os.fdopen(os.dup(0))
+    from deltalab.cli.app import app
+    from deltalab.study.forecast import estimate
+
+    estimate.TIMING_SECONDS = 0.0  # one arm of each plan is timed
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    print("ready", file=out, flush=True)
+    for line in iter(stdin.readline, ""):
+        words = json.loads(line)
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+        before, began = _resident(os.getpid()), time.process_time()
+        code, said = _said(app.main, words)
+        answer = Answer(code, said, time.process_time() - began, max(0, _peak() - before))
+        print(json.dumps(answer.__dict__), file=out, flush=True)
+
+
+def _said(main: Callable[[], None], words: list[str]) -> tuple[int, str]:
+    said = io.StringIO()
+    sys.argv = ["platform", *words]
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
+        try:
+            main()
+            code = 0
+        except SystemExit as ended:
+            code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+    return code, said.getvalue()
+
+
+def _count(count: int, number: int, kept: Path) -> None:
+    """Prints how many files are not refused well, and keeps each."""
+    kept.mkdir(parents=True, exist_ok=True)
+    watched = Watched(kept)
+    wrong: Counter[str] = Counter()
+    codes: Counter[int | None] = Counter()
+    files = [hostile(random.Random(f"{number}/{i}")) for i in range(count)]
+    for i, text in enumerate(files):
+        answer = watched.plan(text)
+        codes[answer.code] += 1
+        if why := answer.wrong:
+            wrong[re.sub(r"\d+", "N", why)[:70]] += 1
+            (kept / f"{number}-{i}.yaml").write_bytes(text)
+            print(f"{i}: {why}; {answer.seconds:.1f} s", flush=True)
+        elif answer.seconds > 1.5:
+            print(f"{i}: slow {answer.seconds:.1f} s, code {answer.code}: {answer.said[:80]!r}", flush=True)
+    watched.close()
+    print(f"{sum(wrong.values())} of {len(files)} not refused well; exit codes {dict(codes)}")
+    for why, n in wrong.most_common():
+        print(f"{n:5} {why}")
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "child":
+        _child()
+    else:
+        _count(
+            int(sys.argv[1]),
+            int(sys.argv[2]) if len(sys.argv) > 2 else 0,
+            Path(sys.argv[3] if len(sys.argv) > 3 else "wrong"),
+        )
