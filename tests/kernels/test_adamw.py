@@ -77,6 +77,7 @@ def drawn(stack: Stack, steps: int, scale: float, seed: int) -> list[Tensor]:
     return [scale * torch.randn(stack.state.weights.shape, generator=generator) for _ in range(steps)]
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(
     runs=st.lists(st.sampled_from(RUNS), min_size=1, max_size=4),
@@ -100,6 +101,7 @@ def test_steps_are_those_without_kernels(
     assert_same(plain, fused, scale)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
 @pytest.mark.parametrize(
     ("where", "value"),

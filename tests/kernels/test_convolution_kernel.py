@@ -43,8 +43,8 @@ def cosines(x: Tensor) -> Tensor:
     return torch.arange(x.numel(), dtype=FP32, device=x.device).cos().bfloat16().view_as(x)
 
 
-def error(found: Tensor, right: Tensor) -> float:
-    return float((found.detach().double() - right.detach()).norm() / right.detach().norm().clamp_min(1e-9))
+def error(actual: Tensor, right: Tensor) -> float:
+    return float((actual.detach().double() - right.detach()).norm() / right.detach().norm().clamp_min(1e-9))
 
 
 def oracle(
@@ -62,13 +62,13 @@ def oracle(
         starts = (place.flatten(0, 1).amax(0) == 0).nonzero().flatten().tolist()
         assert (place[..., starts] == 0).all()
         parts = x.split([b - a for a, b in pairwise([*starts, x.shape[2]])], dim=2)
-        found = [oracle(part, w, None, widths, key_dim, silu, unit) for part in parts]
-        return [torch.cat(one, dim=2) for one in zip(*found, strict=True)]
+        actual = [oracle(part, w, None, widths, key_dim, silu, unit) for part in parts]
+        return [torch.cat(tensor, dim=2) for tensor in zip(*actual, strict=True)]
     qkv, rest = x.split([sum(widths[:3]), sum(widths[3:])], dim=-1)
     if w is not None:
         before = x.new_zeros(*x.shape[:2], w.shape[1] - 1, w.shape[2]) if past is None else past
         padded = torch.cat([before, qkv], dim=2).mT
-        runs = [F.conv1d(one, taps.T[:, None], groups=len(taps.T)) for one, taps in zip(padded, w, strict=True)]
+        runs = [F.conv1d(tensor, taps.T[:, None], groups=len(taps.T)) for tensor, taps in zip(padded, w, strict=True)]
         qkv = torch.stack(runs).mT
     q, k, v = (F.silu(z) if i < silu else z for i, z in enumerate(qkv.split(widths[:3], dim=-1)))
     if unit:
@@ -80,25 +80,28 @@ def compare(
     x: Tensor, w: Tensor | None, past: Tensor | None, *how: Any, limits: dict[torch.dtype, float] = ROUNDING
 ) -> None:
     """Outputs and all gradients."""
-    given = [None if one is None else one.detach().requires_grad_() for one in (x, w, past)]
-    exact = [None if one is None else one.detach().double().requires_grad_() for one in given]
-    found, wanted = list(kernels.convolve(*given, *how)), oracle(*exact, *how)
-    assert [one.dtype for one in found] == [x.dtype] * 4 + [FP32]
-    for i, (one, right) in enumerate(zip(found, wanted, strict=True)):
-        assert one.shape == (right.shape if how[0][i] else (x.shape[0], 0))
-    found, wanted = ([one for one in part if one.numel()] for part in (found, wanted))
-    for outputs, leaves in ((found, given), (wanted, exact)):
+    given = [None if tensor is None else tensor.detach().requires_grad_() for tensor in (x, w, past)]
+    exact = [None if tensor is None else tensor.detach().double().requires_grad_() for tensor in given]
+    actual, wanted = list(kernels.convolve(*given, *how)), oracle(*exact, *how)
+    assert [tensor.dtype for tensor in actual] == [x.dtype] * 4 + [FP32]
+    for i, (tensor, right) in enumerate(zip(actual, wanted, strict=True)):
+        assert tensor.shape == (right.shape if how[0][i] else (x.shape[0], 0))
+    actual, wanted = ([tensor for tensor in part if tensor.numel()] for part in (actual, wanted))
+    for outputs, leaves in ((actual, given), (wanted, exact)):
         outputs += torch.autograd.grad(
-            outputs, [one for one in leaves if one is not None], [cosines(one).to(one.dtype) for one in outputs]
+            outputs,
+            [tensor for tensor in leaves if tensor is not None],
+            [cosines(tensor).to(tensor.dtype) for tensor in outputs],
         )
-    for i, (one, right) in enumerate(zip(found, wanted, strict=True)):
-        assert one.shape == right.shape
-        assert error(one, right) <= limits[one.dtype], (i, error(one, right))
+    for i, (tensor, right) in enumerate(zip(actual, wanted, strict=True)):
+        assert tensor.shape == right.shape
+        assert error(tensor, right) <= limits[tensor.dtype], (i, error(tensor, right))
 
 
 # --- the kernels ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=5, deadline=None)  # The interpreter takes a second for each.
 @example(
     runs=2,
@@ -133,10 +136,11 @@ def test_a_fused_convolution_is_that_in_fp64(
 
 def places(runs: int, batch: int, lengths: list[int]) -> Tensor:
     """The places of the tokens of rows that all hold sequences of these lengths."""
-    one = torch.cat([torch.arange(length, dtype=torch.int32, device=DEVICE) for length in lengths])
-    return one.expand(runs, batch, -1)
+    tensor = torch.cat([torch.arange(length, dtype=torch.int32, device=DEVICE) for length in lengths])
+    return tensor.expand(runs, batch, -1)
 
 
+@pytest.mark.slow
 @settings(max_examples=4, deadline=None)
 @example(lengths=[1, 2, 5, 1], width=4, key_dim=7, how=(3, True), batch=2, runs=2)
 @given(
@@ -197,26 +201,30 @@ def test_norms_below_the_least_one(scale: float) -> None:
     compare(x, w, None, [8, 8, 8, 0, 0], 4, 3, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dims", [(0, 0), (1, None), (None, 0)])
 def test_vmap_makes_runs_of_what_it_maps_over(dims: tuple[int | None, int | None]) -> None:
     how = ([8, 8, 8, 4, 2], 4, 3, True)
     x, w = normal(1, 2, 2, 2, 30), normal(2, 2, 2, 24)
-    given = [None if dim is None else one[:, None].movedim(0, dim) for one, dim in zip((x, w), dims, strict=True)]
-    given = [one[:1] if part is None else part for one, part in zip((x, w), given, strict=True)]
-    given = [one.requires_grad_() for one in given]
+    given = [None if dim is None else tensor[:, None].movedim(0, dim) for tensor, dim in zip((x, w), dims, strict=True)]
+    given = [tensor[:1] if part is None else part for tensor, part in zip((x, w), given, strict=True)]
+    given = [tensor.requires_grad_() for tensor in given]
     together = vmap(lambda x, w: kernels.convolve(x, w, None, *how), dims)(*given)
     runs = [
-        one.expand(2, *one.shape[1:]) if dim is None else one.squeeze(1 - dim)
-        for one, dim in zip(given, dims, strict=True)
+        tensor.expand(2, *tensor.shape[1:]) if dim is None else tensor.squeeze(1 - dim)
+        for tensor, dim in zip(given, dims, strict=True)
     ]
     wanted = kernels.convolve(*runs, None, *how)
-    for found, one in zip(together, wanted, strict=True):
-        torch.testing.assert_close(found.squeeze(1), one)
-    grads = [torch.autograd.grad(found, given, [cosines(one) for one in found]) for found in (together, wanted)]
-    for found, one in zip(*grads, strict=True):
-        torch.testing.assert_close(found, one)
+    for actual, tensor in zip(together, wanted, strict=True):
+        torch.testing.assert_close(actual.squeeze(1), tensor)
+    grads = [
+        torch.autograd.grad(actual, given, [cosines(tensor) for tensor in actual]) for actual in (together, wanted)
+    ]
+    for actual, tensor in zip(*grads, strict=True):
+        torch.testing.assert_close(actual, tensor)
 
 
+@pytest.mark.slow
 def test_the_operators_say_what_they_return() -> None:
     """The fake operators, which torch.compile asks for shapes."""
     x, w, past = normal(1, 2, 1, 2, 14).bfloat16(), normal(2, 2, 2, 12), normal(3, 2, 1, 1, 12).bfloat16()
@@ -275,22 +283,23 @@ def results(layer: RuleLayer, x: Tensor) -> dict[str, Tensor]:
     x = x.detach().requires_grad_()
     y, cache = layer.advance(x)
     names, leaves = zip(("x", x), *layer.named_parameters(), strict=True)
-    found = {"y": y, "conv": cache.conv}
+    actual = {"y": y, "conv": cache.conv}
     grads = torch.autograd.grad(y, leaves, cosines(y), allow_unused=True)
-    found.update((f"d {n}", one) for n, one in zip(names, grads, strict=True) if one is not None)
+    actual.update((f"d {n}", tensor) for n, tensor in zip(names, grads, strict=True) if tensor is not None)
     with torch.no_grad():
         cache = None
         for i, part in enumerate(x.split([2, 1, 4], dim=1)):
-            found[f"part {i}"], cache = layer.advance(part, cache)
+            actual[f"part {i}"], cache = layer.advance(part, cache)
             assert isinstance(cache, LayerCache)
-            found[f"conv {i}"] = cache.conv
-    return found
+            actual[f"conv {i}"] = cache.conv
+    return actual
 
 
 LARGE = pytest.mark.parametrize("large", [2**24, 1], ids=["one product", "the gate apart"])
 """From how many numbers on the output gate's projection is a product of its own."""
 
 
+@pytest.mark.slow(keep="steps-one product")
 @LARGE
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_are_the_same_with_and_without_the_kernels(
@@ -302,30 +311,30 @@ def test_layers_are_the_same_with_and_without_the_kernels(
     right = results(layer, x)
     monkeypatch.setattr("deltalab.ops.convolution.automatic", available)
     with Calls() as calls:
-        found = results(layer, x)
+        actual = results(layer, x)
     assert calls.seen.count("deltalab::convolve") == 4
     assert calls.seen.count("deltalab::convolve_backward") == 1
-    assert found.keys() == right.keys()
-    for key, one in right.items():
-        assert found[key].shape == one.shape
-        assert not one.numel() or error(found[key], one) < 2e-5, (key, error(found[key], one))
-    torch.testing.assert_close(torch.cat([found[f"part {i}"] for i in range(3)], dim=1), found["y"])
+    assert actual.keys() == right.keys()
+    for key, tensor in right.items():
+        assert actual[key].shape == tensor.shape
+        assert not tensor.numel() or error(actual[key], tensor) < 2e-5, (key, error(actual[key], tensor))
+    torch.testing.assert_close(torch.cat([actual[f"part {i}"] for i in range(3)], dim=1), actual["y"])
 
 
 @pytest.mark.parametrize("name", ["unit", "steps", "a low rank", "no convolution", "raw"])
 def test_packed_layers_are_the_same_with_and_without_the_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x, bounds = layer_of(name), normal(1, 1, 12, 12), torch.tensor([0, 1, 6, 8, 12], device=DEVICE)
-    found: dict[bool, list[Tensor]] = {}
+    actual: dict[bool, list[Tensor]] = {}
     for kernel in (True, False):
         monkeypatch.setattr("deltalab.ops.convolution.automatic", available if kernel else lambda device: NONE)
         given = x.clone().requires_grad_()
         y, cache = layer.advance(given, cu_seqlens=bounds)
         leaves = [given, *layer.parameters()]
         grads = torch.autograd.grad(y, leaves, cosines(y), allow_unused=True)
-        found[kernel] = [y, cache.conv, *(one for one in grads if one is not None)]
+        actual[kernel] = [y, cache.conv, *(tensor for tensor in grads if tensor is not None)]
     assert cache.conv.shape[0] == 4
-    for one, right in zip(found[True], found[False], strict=True):
-        assert not one.numel() or error(one, right) < 2e-5
+    for tensor, right in zip(actual[True], actual[False], strict=True):
+        assert not tensor.numel() or error(tensor, right) < 2e-5
 
 
 @pytest.mark.usefixtures("launching")
@@ -334,9 +343,9 @@ def test_products_apart_give_the_gradients_that_are_asked_for(needs: str, monkey
     monkeypatch.setattr("deltalab.ops.convolution.APART", 1)
     layer, x = layer_of("unit").requires_grad_(False), normal(1, 8, 7, 12)
     leaf = (x if needs == "x" else layer.qkv.weight).requires_grad_()
-    (found,) = torch.autograd.grad(layer(x).sum(), leaf)
+    (actual,) = torch.autograd.grad(layer(x).sum(), leaf)
     monkeypatch.setattr("deltalab.ops.convolution.APART", 2**24)
-    torch.testing.assert_close(found, torch.autograd.grad(layer(x).sum(), leaf)[0])
+    torch.testing.assert_close(actual, torch.autograd.grad(layer(x).sum(), leaf)[0])
 
 
 @pytest.mark.usefixtures("launching")
@@ -349,6 +358,7 @@ def test_many_tokens_are_multiplied_once(name: str, tokens: int, products: int) 
     assert calls.seen.count("aten::mm") == products
 
 
+@pytest.mark.slow
 @LARGE
 @pytest.mark.usefixtures("launching")
 def test_stacked_layers_are_what_they_are_alone(large: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,12 +370,12 @@ def test_stacked_layers_are_what_they_are_alone(large: int, monkeypatch: pytest.
         together = vmap(lambda w, x: functional_call(layer, w, (x,)))(weights, x)
         grads = torch.autograd.grad(together, list(weights.values()), cosines(together))
     assert calls.seen.count("deltalab::convolve") == calls.seen.count("deltalab::convolve_backward") == 1
-    alone = torch.stack([functional_call(layer, run, (one,)) for run, one in zip(runs, x, strict=True)])
+    alone = torch.stack([functional_call(layer, run, (tensor,)) for run, tensor in zip(runs, x, strict=True)])
     torch.testing.assert_close(together, alone)
     for i, run in enumerate(runs):
         wanted = torch.autograd.grad(alone, list(run.values()), cosines(alone), retain_graph=True)
-        for found, one in zip(grads, wanted, strict=True):
-            assert error(found[i], one) < 2e-5
+        for actual, tensor in zip(grads, wanted, strict=True):
+            assert error(actual[i], tensor) < 2e-5
 
 
 def test_what_the_kernels_do_not_take_goes_without(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,9 +406,9 @@ def test_mixed_and_low_precision_reach_the_rule_as_they_should(dtype: torch.dtyp
 @pytest.mark.filterwarnings("ignore:.*torch.compile")
 def test_a_compiler_takes_it_as_one_graph() -> None:
     layer, x = layer_of("no gates, a convolution of one"), normal(1, 8, 7, 12).requires_grad_()
-    found, wanted = torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer(x)
-    torch.testing.assert_close(found, wanted)
-    torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), x) for y in (found, wanted)))
+    actual, wanted = torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer(x)
+    torch.testing.assert_close(actual, wanted)
+    torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), x) for y in (actual, wanted)))
 
 
 @pytest.mark.parametrize("silu", [2, 3])
@@ -406,17 +416,17 @@ def test_without_kernels_it_is_what_pytorch_has(silu: int) -> None:
     x, w, past = normal(1, 2, 7, 24).double(), normal(2, 4, 24).double(), normal(3, 2, 3, 24).double()
     channels = Channels(2, 2, 4, 4, 1, "unit", silu == 3)
     packed = Sequences.of(torch.tensor([0, 1, 7]), x[:1])
-    *found, tail = features(x[:1], w, None, channels, packed)
-    for one, right in zip(
-        found, oracle(x[None, :1], w[None], None, [8, 8, 8, 0, 0], 4, silu, True, packed.place[None]), strict=False
+    *actual, tail = features(x[:1], w, None, channels, packed)
+    for tensor, right in zip(
+        actual, oracle(x[None, :1], w[None], None, [8, 8, 8, 0, 0], 4, silu, True, packed.place[None]), strict=False
     ):
-        torch.testing.assert_close(one.flatten(-2), right[0], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(tensor.flatten(-2), right[0], rtol=1e-12, atol=1e-12)
     assert torch.equal(tail, torch.stack([F.pad(x[0, :1], (0, 0, 2, 0)), x[0, 4:]]))
     for before in (None, past):
-        *found, tail = features(x, w, before, channels)
+        *actual, tail = features(x, w, before, channels)
         batched = (None if before is None else before[None], [8, 8, 8, 0, 0], 4, silu, True)
-        for one, right in zip(found, oracle(x[None], w[None], *batched), strict=False):
-            torch.testing.assert_close(one.flatten(-2), right[0], rtol=1e-12, atol=1e-12)
+        for tensor, right in zip(actual, oracle(x[None], w[None], *batched), strict=False):
+            torch.testing.assert_close(tensor.flatten(-2), right[0], rtol=1e-12, atol=1e-12)
         assert torch.equal(tail, x[:, -3:])
 
 
@@ -445,17 +455,17 @@ def test_real_sizes_are_those_in_fp64(
     how = (widths, key_dim, 3, True)
     x.requires_grad_(), w.requires_grad_()
     outputs = kernels.convolve(x, w, None, *how)
-    above = [cosines(one).to(one.dtype) for one in outputs]
+    above = [cosines(tensor).to(tensor.dtype) for tensor in outputs]
     d_x, d_w = torch.autograd.grad(outputs, [x, w], above)
     limits = {BF16: 2e-3, FP32: 1e-5}
     for i in range(shape[0]):
-        given = [one[i : i + 1].detach().double().requires_grad_() for one in (x, w)]
+        given = [tensor[i : i + 1].detach().double().requires_grad_() for tensor in (x, w)]
         wanted = oracle(*given, None, *how)
-        wanted += torch.autograd.grad(wanted, given, [one[i : i + 1].double() for one in above])
-        for name, one, right in zip(
+        wanted += torch.autograd.grad(wanted, given, [tensor[i : i + 1].double() for tensor in above])
+        for name, tensor, right in zip(
             ("q", "k", "v", "gate", "rest", "d x", "d w"), (*outputs, d_x, d_w), wanted, strict=True
         ):
-            assert error(one[i : i + 1], right) <= limits[one.dtype], (name, i, error(one[i : i + 1], right))
+            assert error(tensor[i : i + 1], right) <= limits[tensor.dtype], (name, i, error(tensor[i : i + 1], right))
 
 
 @pytest.mark.gpu
@@ -472,12 +482,12 @@ def test_one_sequence_is_the_same_packed_and_not() -> None:
     """Products are added in another order."""
     widths = [128, 128, 128, 0, 8]
     x, w = normal(1, 1, 1, 3000, 392).requires_grad_(), normal(2, 1, 4, 384).requires_grad_()
-    found, right = (kernels.convolve(x, w, None, widths, 64, 3, True, at) for at in (places(1, 1, [3000]), None))
-    for one, other in zip(found, right, strict=True):
-        torch.testing.assert_close(one, other)
-    above = [cosines(one) for one in right]
-    for one, other in zip(*(torch.autograd.grad(y, [x, w], above) for y in (found, right)), strict=True):
-        assert error(one, other) < 1e-5
+    actual, right = (kernels.convolve(x, w, None, widths, 64, 3, True, at) for at in (places(1, 1, [3000]), None))
+    for tensor, other in zip(actual, right, strict=True):
+        torch.testing.assert_close(tensor, other)
+    above = [cosines(tensor) for tensor in right]
+    for tensor, other in zip(*(torch.autograd.grad(y, [x, w], above) for y in (actual, right)), strict=True):
+        assert error(tensor, other) < 1e-5
 
 
 @pytest.mark.gpu
@@ -486,11 +496,11 @@ def test_gradients_are_the_same_bits_every_time() -> None:
 
     def gradients() -> tuple[Tensor, ...]:
         q, k, v, *_ = kernels.convolve(x, w, None, [128, 128, 128, 0, 8], 64, 3, True)
-        return torch.autograd.grad([q, k, v], [x, w], [cosines(one) for one in (q, k, v)])
+        return torch.autograd.grad([q, k, v], [x, w], [cosines(tensor) for tensor in (q, k, v)])
 
     first = gradients()
     for _ in range(5):
-        assert all(torch.equal(one, other) for one, other in zip(first, gradients(), strict=True))
+        assert all(torch.equal(tensor, other) for tensor, other in zip(first, gradients(), strict=True))
 
 
 @pytest.mark.gpu
@@ -500,12 +510,12 @@ def test_offsets_go_beyond_32_bits() -> None:
     assert x.numel() > 2**31
     x[:, -1] = normal(1, 512, 392).to(BF16)
     w = normal(2, 1, 4, 384).requires_grad_()
-    found = kernels.convolve(x.requires_grad_(), w, None, widths, 64, 3, True)
+    actual = kernels.convolve(x.requires_grad_(), w, None, widths, 64, 3, True)
     last = x[:, -1:].detach().requires_grad_()
     right = kernels.convolve(last, w, None, widths, 64, 3, True)
     for i in (0, 1, 2, 4):
-        torch.testing.assert_close(found[i][:, -1:], right[i], rtol=1e-6, atol=0)
-    (d_x,) = torch.autograd.grad([found[2][:, -1:].float().sum(), found[0][:, -1:, :, 0].float().sum()], [x])
+        torch.testing.assert_close(actual[i][:, -1:], right[i], rtol=1e-6, atol=0)
+    (d_x,) = torch.autograd.grad([actual[2][:, -1:].float().sum(), actual[0][:, -1:, :, 0].float().sum()], [x])
     (d_last,) = torch.autograd.grad([right[2].float().sum(), right[0][..., 0].float().sum()], [last])
     torch.testing.assert_close(d_x[:, -1:], d_last)
 
@@ -522,7 +532,7 @@ def test_another_batch_or_length_compiles_nothing() -> None:
     seen = []
     for batch, length in ((1, 1), (2, 16), (3, 17), (64, 64), (16, 256), (5, 1000)):
         x = normal(1, 1, batch, length, 264).bfloat16().requires_grad_()
-        sum(one.float().sum() for one in kernels.convolve(x, w, None, widths, 64, 3, True)).backward()
+        sum(tensor.float().sum() for tensor in kernels.convolve(x, w, None, widths, 64, 3, True)).backward()
         seen.append(compiled())
     assert len(set(seen)) == 1
 
@@ -539,7 +549,7 @@ def test_a_layer_under_autocast_is_as_near_with_the_kernels_as_without(
         with torch.autocast("cuda", BF16, enabled=narrow):
             y = layer(x)
         grads = torch.autograd.grad(y, list(layer.parameters()), cosines(y).to(y.dtype), allow_unused=True)
-        return torch.cat([one.double().flatten() for one in (y, *grads) if one is not None])
+        return torch.cat([tensor.double().flatten() for tensor in (y, *grads) if tensor is not None])
 
     exact = all_of(copy.deepcopy(layer).double(), x.double(), kernel=False, narrow=False)
     without, with_kernels = (error(all_of(layer, x, kernel=kernel, narrow=True), exact) for kernel in (False, True))

@@ -37,10 +37,10 @@ def operands(transition: Transition, key_dim: int, value_dim: int, fit: Residual
     """fp64 operands of one token, with every part that the structure has."""
     rows = transition.steps
     vector, value, gate = (BATCH, rows, HEADS, key_dim), (BATCH, rows, HEADS, value_dim), (BATCH, rows, HEADS)
-    one = (BATCH, 1, HEADS, key_dim)
+    keys = (BATCH, 1, HEADS, key_dim)
     tied, free = transition.low_rank == "tied", transition.low_rank == "free"
     x = Operands(
-        r=normal(1, *one),
+        r=normal(1, *keys),
         k=torch.nn.functional.normalize(normal(2, *vector), dim=-1),
         u=normal(3, *value),
         g=None
@@ -50,13 +50,13 @@ def operands(transition: Transition, key_dim: int, value_dim: int, fit: Residual
         a=-normal(6, *vector) if free else None,
         b=torch.nn.functional.normalize(normal(7, *vector), dim=-1) if free else None,
         beta=normal(8, *gate).sigmoid(),
-        read=normal(9, *one[:3]),
+        read=normal(9, *keys[:3]),
         d=normal(10, *gate) if rows == 1 else None,
     )
     if fit is None:
         return x
-    strength, read = normal(13, *gate).sigmoid(), normal(14, *one[:3])
-    return replace(x, fit=Fit(fit, r=normal(11, *one), v=2 * normal(12, *value), strength=strength, read=read, e=x.e))
+    strength, read = normal(13, *gate).sigmoid(), normal(14, *keys[:3])
+    return replace(x, fit=Fit(fit, r=normal(11, *keys), v=2 * normal(12, *value), strength=strength, read=read, e=x.e))
 
 
 def filled(transition: Transition, x: Operands) -> State:
@@ -66,8 +66,8 @@ def filled(transition: Transition, x: Operands) -> State:
 
 
 def mapped(x: Operands, change: Callable[[str, Tensor], Tensor]) -> Operands:
-    def part(one: Operands | Fit) -> dict[str, Tensor]:
-        return {name: change(name, value) for name, value in vars(one).items() if isinstance(value, Tensor)}
+    def part(tensors: Operands | Fit) -> dict[str, Tensor]:
+        return {name: change(name, value) for name, value in vars(tensors).items() if isinstance(value, Tensor)}
 
     return replace(x, fit=None if x.fit is None else replace(x.fit, **part(x.fit)), **part(x))  # type: ignore[arg-type]
 
@@ -165,7 +165,7 @@ def test_extreme_decays(transition: Transition, extreme: float) -> None:
 TRANSITIONS = {name: deltalab.get_rule(name).transition for name in deltalab.list_rules()}
 
 
-@pytest.mark.parametrize("name", [name for name, one in TRANSITIONS.items() if one and one.output == "after"])
+@pytest.mark.parametrize("name", [name for name, t in TRANSITIONS.items() if t and t.output == "after"])
 def test_every_rule_in_every_setting(name: str) -> None:
     """From the state that earlier tokens leave, with gates as `scan` hands them on: expanded, and constant ones."""
     for rule in deltalab.get_rule(name).variants():
@@ -176,14 +176,14 @@ def test_every_rule_in_every_setting(name: str) -> None:
         _, state = deltalab.scan(rule, before.q, before.k, before.v, before.gates, backend="recurrent")
         assert rule.transition is not None
         low = lowered(rule.transition, operands_of(rule, now.q, now.k, now.v, now.gates))
-        assert_solves(low.transition, low.x, state, limit=2e-6)
+        assert_solves(low.transition, low.operands, state, limit=2e-6)
 
 
 def test_strided_operands_are_read_where_they_stand() -> None:
     x = operands(SPLR, 16, 8)
     wide = mapped(x, lambda _, value: torch.stack([value, torch.full_like(value, math.nan)], dim=-1)[..., 0])
     assert not wide.k.is_contiguous()
-    assert_solves(SPLR, wide, tuple(one.mT.contiguous().mT for one in filled(SPLR, x)))
+    assert_solves(SPLR, wide, tuple(s.mT.contiguous().mT for s in filled(SPLR, x)))
 
 
 @pytest.mark.parametrize("fit", [None, RDN], ids=str)
@@ -202,13 +202,13 @@ def test_vmap_folds_its_dimension_into_the_batch(fit: ResidualState | None) -> N
     state = like(filled(IPLR, x), torch.float32, DEVICE)
     keys = torch.stack([x.k, x.k.flip(-1), x.k.roll(1, -1)], dim=2)
 
-    def one(k: Tensor) -> tuple[Tensor, ...]:
+    def decoded(k: Tensor) -> tuple[Tensor, ...]:
         o, after = decode(IPLR, replace(x, k=k), scale=SCALE, state=state)
         return (o, *after)
 
-    together = torch.func.vmap(one, in_dims=2)(keys)
+    together = torch.func.vmap(decoded, in_dims=2)(keys)
     for i, k in enumerate(keys.unbind(2)):
-        for got, want in zip(together, one(k), strict=True):
+        for got, want in zip(together, decoded(k), strict=True):
             assert torch.allclose(got[i], want, rtol=0, atol=1e-6)
 
 

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltalab.kernels.diagonal.op import diagonal_scan
+from deltalab.kernels.operands import DIAGONAL
 from deltalab.ops import reference
 from deltalab.rule import Operands
 from deltalab.structure import Transition
 
 H, CHUNK = 2, 16
-NAMES = ("r", "k", "u", "g", "e", "a", "b", "beta", "read", "d")
 STRUCTURES = ["none", "tied", "free"]
 
 
@@ -43,7 +43,7 @@ def drawn(
 
 
 def fast(x: Operands, state: Tensor | None, *, late: bool, chunk: int) -> tuple[Tensor, Tensor]:
-    o, last, _ = diagonal_scan(*(getattr(x, name) for name in NAMES), state, None, 0.3, late, chunk, True)
+    o, last, _ = diagonal_scan(*(getattr(x, name) for name in DIAGONAL.names), state, None, 0.3, late, chunk, True)
     return o, last
 
 
@@ -58,7 +58,7 @@ def right(x: Operands, state: Tensor | None, *, late: bool, chunk: int) -> tuple
 
 def given(x: Operands, state: Tensor | None, dtype: torch.dtype) -> tuple[Operands, Tensor | None, dict[str, Tensor]]:
     """A copy of operands and state whose tensors require gradients, and these tensors by name."""
-    leaves = {name: getattr(x, name) for name in NAMES} | {"state": state}
+    leaves = {name: getattr(x, name) for name in DIAGONAL.names} | {"state": state}
     leaves = {
         name: t.detach().clone().to(t.dtype if dtype == torch.float32 else dtype).requires_grad_()
         for name, t in leaves.items()
@@ -79,13 +79,14 @@ def check(x: Operands, state: Tensor | None, *, late: bool, chunk: int = CHUNK, 
         loss = (o * weights).sum() + (last * torch.arange(last.numel(), dtype=dtype).sin().view_as(last)).sum()
         loss.backward()
         results.append({"o": o, "last": last, **{name: leaf.grad for name, leaf in leaves.items()}})
-    found, wanted = results
+    actual, wanted = results
     for name, want in wanted.items():
-        assert name not in half or found[name].dtype == torch.float16
-        error = (found[name].double() - want).norm() / want.norm().clamp_min(1e-12)
+        assert name not in half or actual[name].dtype == torch.float16
+        error = (actual[name].double() - want).norm() / want.norm().clamp_min(1e-12)
         assert error <= (1e-3 if half else 1e-5), f"{name}: {float(error):.1e}"
 
 
+@pytest.mark.slow(keep="tied")
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize(("tokens", "late"), [(1, False), (16, True), (39, False), (39, True)])
 def test_output_state_and_gradients_are_those_of_the_recurrence(structure, tokens, late):
@@ -93,11 +94,13 @@ def test_output_state_and_gradients_are_those_of_the_recurrence(structure, token
     check(drawn(structure, tokens), state, late=late)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_several_blocks_of_keys_and_values_and_no_state(structure):
     check(drawn(structure, 20, batch=2, key=32, value=48, more=False), None, late=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_decays_without_end(structure, late):
@@ -108,6 +111,7 @@ def test_decays_without_end(structure, late):
     check(x.__class__(**{**vars(x), "g": torch.where(at < 0.3, low, torch.where(at < 0.6, 0.0, x.g))}), None, late=late)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_long_chunks_in_half_precision(structure, late):
@@ -115,21 +119,23 @@ def test_long_chunks_in_half_precision(structure, late):
     check(drawn(structure, 70), None, late=late, chunk=64, half=(*vectors, "g") if late else vectors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_long_chunks(structure):
     check(drawn(structure, 70), None, late=False, chunk=32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_packed_sequences_are_each_their_own(structure):
     x = drawn(structure, 40)
     bounds = [0, 3, 3, 20, 40]
     operands, _, leaves = given(x, None, torch.float32)
-    tensors = (getattr(operands, name) for name in NAMES)
+    tensors = (getattr(operands, name) for name in DIAGONAL.names)
     o, last, _ = diagonal_scan(*tensors, None, torch.tensor(bounds), 0.3, True, CHUNK, True)
     (o.square().sum() + last.sum()).backward()
     for n, (begin, end) in enumerate(itertools.pairwise(bounds)):
-        part = {name: t[:, begin:end] for name in NAMES if (t := getattr(x, name)) is not None}
+        part = {name: t[:, begin:end] for name in DIAGONAL.names if (t := getattr(x, name)) is not None}
         if end == begin:
             continue
         alone, _, wants = given(Operands(**part), None, torch.float64)

@@ -29,18 +29,18 @@ def assert_right(tokens: Tensor, vocabulary: int, width: int, dtype: torch.dtype
     weight = torch.randn(runs, vocabulary, width, generator=generator).to(dtype)
     d_out = torch.randn(*tokens.shape, width, generator=generator).to(dtype)
     exact = weight.double().requires_grad_()
-    wanted = torch.stack([F.embedding(*one) for one in zip(tokens, exact, strict=True)])
+    wanted = torch.stack([F.embedding(*pair) for pair in zip(tokens, exact, strict=True)])
     (d_weight,) = torch.autograd.grad(wanted, exact, d_out.double())
     given = weight.to(DEVICE).requires_grad_()
-    found = embed(given, tokens.to(DEVICE))
-    assert torch.equal(found.detach().cpu().double(), wanted.detach())
-    grads = [torch.autograd.grad(found, given, d_out.to(DEVICE), retain_graph=True)[0] for _ in range(2)]
+    actual = embed(given, tokens.to(DEVICE))
+    assert torch.equal(actual.detach().cpu().double(), wanted.detach())
+    grads = [torch.autograd.grad(actual, given, d_out.to(DEVICE), retain_graph=True)[0] for _ in range(2)]
     assert torch.equal(*grads)
     # Relative to the sum of absolute summands, because summands may cancel.
     size = torch.stack(
         [
-            torch.zeros(vocabulary, width, dtype=torch.float64).index_add_(0, *one)
-            for one in zip(tokens, d_out.double().abs(), strict=True)
+            torch.zeros(vocabulary, width, dtype=torch.float64).index_add_(0, *pair)
+            for pair in zip(tokens, d_out.double().abs(), strict=True)
         ]
     )
     step = 1e-2 if dtype == torch.bfloat16 else 1e-6
@@ -77,11 +77,11 @@ def test_stacked_models_are_looked_up_where_they_lie() -> None:
 
     for dims, read in (((0, 0), tokens), ((0, None), tokens[0])):
         weights = rows[:, 10:82].unflatten(1, (9, 8))
-        found = torch.func.vmap(looked_up, in_dims=dims)(weights, read)
+        actual = torch.func.vmap(looked_up, in_dims=dims)(weights, read)
         wanted = torch.stack([F.embedding(read if dims[1] is None else read[i], weights[i]) for i in range(3)])
-        assert torch.equal(found, wanted)
-        by = torch.randn_like(found)
-        torch.testing.assert_close(*(torch.autograd.grad((y * by).sum(), rows)[0] for y in (found, wanted)))
+        assert torch.equal(actual, wanted)
+        by = torch.randn_like(actual)
+        torch.testing.assert_close(*(torch.autograd.grad((y * by).sum(), rows)[0] for y in (actual, wanted)))
 
 
 @pytest.mark.gpu

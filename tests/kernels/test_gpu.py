@@ -19,8 +19,8 @@ def _variants():
             yield pytest.param(rule, id=f"{name}: {deltalab.get_rule(name).turned(rule)}")
 
 
-def _error(found: torch.Tensor, right: torch.Tensor) -> float:
-    return float((found.double().cpu() - right).norm() / right.norm().clamp_min(1e-12))
+def _error(actual: torch.Tensor, right: torch.Tensor) -> float:
+    return float((actual.double().cpu() - right).norm() / right.norm().clamp_min(1e-12))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -32,16 +32,16 @@ def test_chunked_on_the_gpu_is_the_recurrence_in_fp64(rule, dtype):
     x = draw(rule, batch=2, length=length, heads=2, key_dim=32, value_dim=48)
     rounded = x.map(lambda tensor: tensor.to(dtype).double())
     right = rounded.map(lambda tensor: tensor.requires_grad_())
-    found = rounded.map(lambda tensor: tensor.detach().to("cuda", dtype).requires_grad_())
+    actual = rounded.map(lambda tensor: tensor.detach().to("cuda", dtype).requires_grad_())
     outputs = []
-    for inputs, backend in ((right, "recurrent"), (found, "chunked")):
+    for inputs, backend in ((right, "recurrent"), (actual, "chunked")):
         o, _ = deltalab.scan(rule, inputs.q, inputs.k, inputs.v, inputs.gates, backend=backend)
         # Weight the sum: the plain sum over channels that a rule normalizes is always 0.
         weights = torch.arange(o[0].numel(), dtype=torch.float64, device=o.device).cos().view_as(o[0])
         (o.double() * weights).sum().backward()
         outputs.append(o.detach())
     assert _error(outputs[1], outputs[0]) <= TOLERANCE[dtype]
-    for name, tensor in found.named().items():
+    for name, tensor in actual.named().items():
         wanted = right.named()[name].grad
         assert (tensor.grad is None) == (wanted is None), name
         assert wanted is None or _error(tensor.grad, wanted) <= 2 * TOLERANCE[dtype], name

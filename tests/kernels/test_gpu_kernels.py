@@ -46,11 +46,11 @@ TOKEN_BY_TOKEN = 300
 def _given(rule: UpdateRule) -> tuple[str, ...]:
     """The operands that a rule of the algebra has, on which kernels branch."""
     x = draw(rule, batch=1, length=1, heads=1, key_dim=16, value_dim=16)
-    found = operands(rule, x.q, x.k, x.v, x.gates)
-    own = [f.name for f in dataclasses.fields(found) if isinstance(getattr(found, f.name), Tensor)]
-    fit = found.fit
+    tensors = operands(rule, x.q, x.k, x.v, x.gates)
+    names = [f.name for f in dataclasses.fields(tensors) if isinstance(getattr(tensors, f.name), Tensor)]
+    fit = tensors.fit
     more = [] if fit is None else [f.name for f in dataclasses.fields(fit) if isinstance(getattr(fit, f.name), Tensor)]
-    return *own, "" if fit is None else fit.residual.loss, *more
+    return *names, "" if fit is None else fit.residual.loss, *more
 
 
 def path(rule: UpdateRule) -> tuple[object, ...]:
@@ -66,11 +66,11 @@ def _has_kernel(rule: UpdateRule) -> bool:
 
 
 VARIANTS = [
-    (f"{name} {rule.turned(one)}", one)
+    (f"{name} {rule.turned(variant)}", variant)
     for name in deltalab.list_rules()
     for rule in [deltalab.get_rule(name)]
-    for one in rule.variants()
-    if _has_kernel(one)
+    for variant in rule.variants()
+    if _has_kernel(variant)
 ]
 PATHS = [*{path(rule): (name, rule) for name, rule in reversed(VARIANTS)}.values()]
 STRUCTURES = [
@@ -85,8 +85,8 @@ SHARDS: dict[object, str] = {}
 
 def case(name: str, rule: UpdateRule, dtype: torch.dtype, *rest: object, widths: tuple[int, int] = (64, 64)):
     shard = SHARDS.setdefault((path(rule), dtype, widths), "abcdefghijklmnop"[len(SHARDS) % 16])
-    said = ", ".join([name, str(dtype).removeprefix("torch."), *map(str, rest)])
-    return pytest.param(rule, dtype, *rest, id=f"{said}, shard{shard}")
+    label = ", ".join([name, str(dtype).removeprefix("torch."), *map(str, rest)])
+    return pytest.param(rule, dtype, *rest, id=f"{label}, shard{shard}")
 
 
 # Method: NaN around inputs, NaN in unwritten memory, and the errors of rounding alone.
@@ -170,7 +170,7 @@ class RoundedProducts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.overloadpacket in self.PRODUCTS:
-            args = [*args[:-2], *(one.to(self.dtype).to(one.dtype) for one in args[-2:])]
+            args = [*args[:-2], *(x.to(self.dtype).to(x.dtype) for x in args[-2:])]
         return func(*args, **(kwargs or {}))
 
 
@@ -187,19 +187,19 @@ def _floor(
     Vectors that a rule computes from its gates (RWKV-7's erasing ones) are operands too: kernels get them rounded.
     """
     if rule.transition is None:
-        found = run(rule, x.map(lambda part: part.detach().requires_grad_()), "chunked", **more)
+        inexact = run(rule, x.map(lambda part: part.detach().requires_grad_()), "chunked", **more)
     else:
         chunked = reference.chunked
 
         def of_rounded(transition: Transition, y: Operands, **how: Any) -> tuple[Tensor, State]:
             vectors = {name: getattr(y, name) for name in ("r", "k", "u", "a", "b")}
-            vectors = {name: one.to(x.q.dtype).to(one) for name, one in vectors.items() if one is not None}
+            vectors = {name: v.to(x.q.dtype).to(v) for name, v in vectors.items() if v is not None}
             return chunked(transition, dataclasses.replace(y, **vectors), **how)
 
         with RoundedProducts(x.q.dtype), pytest.MonkeyPatch.context() as patch:
             patch.setattr(reference, "chunked", of_rounded)
-            found = run(rule, exact, "chunked", **more)
-    floor = {name: error(found[name].to(kind), wanted[name]) for name, kind in dtypes.items()}
+            inexact = run(rule, exact, "chunked", **more)
+    floor = {name: error(inexact[name].to(kind), wanted[name]) for name, kind in dtypes.items()}
     return floor if rule.transition is not None else dict.fromkeys(floor, max(floor.values()))
 
 
@@ -213,9 +213,9 @@ def hold(rule: UpdateRule, x: Inputs, *, slack: float = 1.0, **more: Tensor) -> 
     exact = x.map(lambda part: part.detach().double().requires_grad_())
     wanted = run(rule, exact, "recurrent" if x.q.shape[1] <= TOKEN_BY_TOKEN else "chunked", **more)
     with poisoned():
-        found = run(rule, x.map(lambda part: embedded(part).requires_grad_()), "triton", **more)
-    assert [name for name in wanted if wanted[name] is None] == [name for name in found if found[name] is None]
-    judge(rule, x, exact, wanted, found, slack=slack, **more)
+        actual = run(rule, x.map(lambda part: embedded(part).requires_grad_()), "triton", **more)
+    assert [name for name in wanted if wanted[name] is None] == [name for name in actual if actual[name] is None]
+    judge(rule, x, exact, wanted, actual, slack=slack, **more)
 
 
 def judge(
@@ -223,49 +223,57 @@ def judge(
     x: Inputs,
     exact: Inputs,
     wanted: dict[str, Tensor],
-    found: dict[str, Tensor],
+    actual: dict[str, Tensor],
     *,
     slack: float = 1.0,
     **more: Tensor,
 ) -> None:
-    """Fails in one line if `found` is further from `wanted` than the limit and than rounding explains."""
+    """Fails in one line if `actual` is further from `wanted` than the limit and than rounding explains."""
     dtype = x.q.dtype
     limit = slack * LIMITS[dtype]
-    errors = {name: error(found[name], right) for name, right in wanted.items() if right is not None}
-    if "d g" in errors and _nothing(exact, wanted, found, dtype):
+    errors = {name: error(actual[name], right) for name, right in wanted.items() if right is not None}
+    if "d g" in errors and _nothing(exact, wanted, actual, dtype):
         del errors["d g"]
     missed = {name: it for name, it in errors.items() if not it <= limit}
     if missed:
-        floor = _floor(rule, x, exact, wanted, {name: found[name].dtype for name in missed}, **more)
+        floor = _floor(rule, x, exact, wanted, {name: actual[name].dtype for name in missed}, **more)
         for name in [name for name, it in missed.items() if it <= 1.5 * floor[name]]:
             warnings.warn(f"{name}: {missed.pop(name):.1e}, and {floor[name]:.1e} by rounding", stacklevel=2)
     if missed:
-        said = ", ".join(f"{name} {it:.1e}" for name, it in missed.items())
-        pytest.fail(f"above {limit:.0e}: {said}  ({rule.name}, {dtype}, {list(x.q.shape)}, V={x.v.shape[-1]})", False)
+        errors_text = ", ".join(f"{name} {it:.1e}" for name, it in missed.items())
+        pytest.fail(
+            f"above {limit:.0e}: {errors_text}  ({rule.name}, {dtype}, {list(x.q.shape)}, V={x.v.shape[-1]})", False
+        )
 
 
-def _nothing(exact: Inputs, wanted: dict[str, Tensor], found: dict[str, Tensor], dtype: torch.dtype) -> bool:
-    """Whether d g is 0 (as if each step forgets all), and the found d g is small beside the terms that cancel in it.
+def _nothing(exact: Inputs, wanted: dict[str, Tensor], actual: dict[str, Tensor], dtype: torch.dtype) -> bool:
+    """Whether d g is 0 (as if each step forgets all), and the actual d g is small beside the terms that cancel in it.
 
     These terms are q * d q and k * d k, which are summed in fp32 or in two parts of 16 bits.
     """
     read_and_written = [(part, wanted[name]) for name, part in (("d q", exact.q), ("d k", exact.k))]
     terms = sum(float((part * grad).detach().norm()) for part, grad in read_and_written if grad is not None)
-    right, ours = (float(grads["d g"].double().norm()) for grads in (wanted, found))
+    right, ours = (float(grads["d g"].double().norm()) for grads in (wanted, actual))
     return right <= 1e-12 * terms and ours <= max(LIMITS[torch.float32], torch.finfo(dtype).eps ** 2) * terms
 
 
 # Tests.
 
 
-@pytest.mark.parametrize(("rule", "dtype"), [case(*one, dtype) for one in VARIANTS for dtype in LIMITS])
+@pytest.mark.parametrize(("rule", "dtype"), [case(*named_rule, dtype) for named_rule in VARIANTS for dtype in LIMITS])
 def test_every_setting_of_every_rule(rule, dtype):
     hold(rule, inputs(rule, dtype, 65, 64, 64, state=True))
 
 
 @pytest.mark.parametrize(
     ("rule", "dtype", "length"),
-    [case(*one, dtype, length) for one in PATHS for dtype in LIMITS for length in LENGTHS if length != 65],
+    [
+        case(*named_rule, dtype, length)
+        for named_rule in PATHS
+        for dtype in LIMITS
+        for length in LENGTHS
+        if length != 65
+    ],
 )
 def test_every_length(rule, dtype, length):
     hold(rule, inputs(rule, dtype, length, 64, 64, state=length % 64 > 0))
@@ -274,8 +282,8 @@ def test_every_length(rule, dtype, length):
 @pytest.mark.parametrize(
     ("rule", "dtype", "key_dim", "value_dim", "length"),
     [
-        case(*one, dtype, *widths, length, widths=widths)
-        for one in STRUCTURES
+        case(*named_rule, dtype, *widths, length, widths=widths)
+        for named_rule in STRUCTURES
         for widths in WIDTHS
         for dtype, lengths in ((torch.bfloat16, (65, 128)), (torch.float16, (65,)), (torch.float32, (65,)))
         if dtype != torch.float16 or widths == (128, 128)
@@ -291,7 +299,9 @@ def test_every_width(rule, dtype, key_dim, value_dim, length):
         hold(rule, x)
 
 
-@pytest.mark.parametrize(("rule", "dtype"), [case(*one, torch.bfloat16, widths=(128, 128)) for one in STRUCTURES])
+@pytest.mark.parametrize(
+    ("rule", "dtype"), [case(*named_rule, torch.bfloat16, widths=(128, 128)) for named_rule in STRUCTURES]
+)
 def test_long_and_wide(rule, dtype):
     hold(rule, inputs(rule, dtype, 4096, 128, 128, state=False))
 
@@ -305,8 +315,8 @@ SPLIT = [
 @pytest.mark.parametrize(
     ("rule", "dtype", "width"),
     [
-        case(*one, dtype, width, widths=(width, width))
-        for one in SPLIT
+        case(*named_rule, dtype, width, widths=(width, width))
+        for named_rule in SPLIT
         for dtype, width in ((torch.bfloat16, 128), (torch.float16, 64), (torch.float32, 64))
     ],
 )
@@ -323,36 +333,39 @@ def test_one_sequence_in_parts(rule, dtype, width, monkeypatch):
     assert not torch.equal(split["o"], run(rule, leaves, "triton")["o"]), "the sequence was not cut in parts"
 
 
-@pytest.mark.parametrize(("rule", "dtype"), [case(*one, torch.bfloat16) for one in SPLIT])
+@pytest.mark.parametrize(("rule", "dtype"), [case(*named_rule, torch.bfloat16) for named_rule in SPLIT])
 def test_extreme_gates_in_parts(rule, dtype, monkeypatch):
     monkeypatch.setattr(kernel_parts, "SHORTEST", 1)
     monkeypatch.setattr("deltalab.kernels.launch._plans", {})
     hold(rule, rounded(rule, draw_corners(rule, batch=2, length=256, key_dim=64, value_dim=64), dtype), slack=2)
 
 
-@pytest.mark.parametrize(("rule", "dtype"), [case(*one, dtype) for one in VARIANTS for dtype in LIMITS])
+@pytest.mark.parametrize(("rule", "dtype"), [case(*named_rule, dtype) for named_rule in VARIANTS for dtype in LIMITS])
 def test_one_token_without_gradients(rule, dtype):
     x = inputs(rule, dtype, 1, 64, 64, state=True)
     exact = x.map(lambda part: part.double().requires_grad_())
     o, state = deltalab.scan(rule, exact.q, exact.k, exact.v, exact.gates, state=exact.state, backend="recurrent")
     with poisoned(), torch.no_grad():
         y = x.map(embedded)
-        found, after = deltalab.scan(rule, y.q, y.k, y.v, y.gates, state=y.state, backend="triton")
-    wanted, found = (
-        {"o": y, **{f"last {name}": part for name, part in parts(s).items()}} for y, s in ((o, state), (found, after))
+        actual, after = deltalab.scan(rule, y.q, y.k, y.v, y.gates, state=y.state, backend="triton")
+    wanted, actual = (
+        {"o": y, **{f"last {name}": part for name, part in parts(s).items()}} for y, s in ((o, state), (actual, after))
     )
-    judge(rule, x, exact, wanted, found)
-
-
-@pytest.mark.parametrize(("rule", "dtype"), [case(*one, torch.float32) for one in VARIANTS if one[1].transition])
-def test_the_oracle_of_long_sequences_is_the_recurrence(rule, dtype):
-    x = inputs(rule, dtype, 65, 32, 32, state=True).map(lambda part: part.double().requires_grad_())
-    wanted, found = (run(rule, x, backend) for backend in ("recurrent", "chunked"))
-    assert all(error(found[name], right) < 1e-9 for name, right in wanted.items() if right is not None)
+    judge(rule, x, exact, wanted, actual)
 
 
 @pytest.mark.parametrize(
-    ("rule", "dtype"), [case(*one, dtype) for one in STRUCTURES for dtype in (torch.bfloat16, torch.float32)]
+    ("rule", "dtype"), [case(*named_rule, torch.float32) for named_rule in VARIANTS if named_rule[1].transition]
+)
+def test_the_oracle_of_long_sequences_is_the_recurrence(rule, dtype):
+    x = inputs(rule, dtype, 65, 32, 32, state=True).map(lambda part: part.double().requires_grad_())
+    wanted, actual = (run(rule, x, backend) for backend in ("recurrent", "chunked"))
+    assert all(error(actual[name], right) < 1e-9 for name, right in wanted.items() if right is not None)
+
+
+@pytest.mark.parametrize(
+    ("rule", "dtype"),
+    [case(*named_rule, dtype) for named_rule in STRUCTURES for dtype in (torch.bfloat16, torch.float32)],
 )
 def test_extreme_gates(rule, dtype):
     """A head for each combination: decays of 0, -1000 and -inf, strengths at both ends of their ranges."""
@@ -360,7 +373,7 @@ def test_extreme_gates(rule, dtype):
     hold(rule, rounded(rule, x, dtype), slack=2)
 
 
-@pytest.mark.parametrize(("rule", "dtype"), [case(*one, torch.bfloat16) for one in STRUCTURES])
+@pytest.mark.parametrize(("rule", "dtype"), [case(*named_rule, torch.bfloat16) for named_rule in STRUCTURES])
 @pytest.mark.parametrize("g", [-1000.0, 0.0])
 def test_nothing_or_everything_is_kept(rule, dtype, g):
     x = inputs(rule, dtype, 130, 64, 64, state=True)
@@ -370,20 +383,23 @@ def test_nothing_or_everything_is_kept(rule, dtype, g):
 
 
 @pytest.mark.parametrize(
-    ("rule", "dtype"), [case(*one, dtype) for one in STRUCTURES for dtype in (torch.bfloat16, torch.float32)]
+    ("rule", "dtype"),
+    [case(*named_rule, dtype) for named_rule in STRUCTURES for dtype in (torch.bfloat16, torch.float32)],
 )
 def test_packed_sequences_are_each_for_itself(rule, dtype):
     bounds = torch.tensor([0, 3, 20, 84, 148, 149, 200], device=DEVICE)
     x = inputs(rule, dtype, 200, 64, 64, state=False, batch=1)
-    one = inputs(rule, dtype, 1, 64, 64, state=True, batch=6)
-    hold(rule, dataclasses.replace(x, state=one.state), cu_seqlens=bounds)
+    batch = inputs(rule, dtype, 1, 64, 64, state=True, batch=6)
+    hold(rule, dataclasses.replace(x, state=batch.state), cu_seqlens=bounds)
 
 
 REPEATED = ["comba", "gated_deltanet", "gla", "kda", "rwkv7", "rdn", "gka"]
 REPEATED = [(name, deltalab.get_rule(name)) for name in REPEATED if _has_kernel(deltalab.get_rule(name))]
 
 
-@pytest.mark.parametrize(("rule", "dtype"), [case(*one, torch.bfloat16, widths=(128, 128)) for one in REPEATED])
+@pytest.mark.parametrize(
+    ("rule", "dtype"), [case(*named_rule, torch.bfloat16, widths=(128, 128)) for named_rule in REPEATED]
+)
 def test_200_repeats_are_the_same_to_the_bit(rule, dtype):
     """A result that changes is a race."""
     x = inputs(rule, dtype, 1024, 128, 128, state=False).map(lambda part: part.requires_grad_())
@@ -472,8 +488,8 @@ def test_inputs_may_lie_anywhere(rule, dtype):
         return torch.cat([part.new_zeros(1), part.flatten()])[1:].view(part.shape)
 
     for place in (transposed, sliced, odd):
-        found = run(rule, x.map(lambda part: place(part.detach()).requires_grad_()), "triton")  # noqa: B023
-        assert all(torch.equal(found[name], right) for name, right in plain.items()), place.__name__
+        placed = run(rule, x.map(lambda part: place(part.detach()).requires_grad_()), "triton")  # noqa: B023
+        assert all(torch.equal(placed[name], right) for name, right in plain.items()), place.__name__
 
 
 @pytest.mark.parametrize(("rule", "dtype"), TRAINED[:1])

@@ -45,8 +45,8 @@ def trained(task: Any, spec: ModelSpec, given: TrainSpec, *, graph: bool, seeds:
     return trial
 
 
-def assert_close(one: LockStep, other: LockStep, tolerance: float) -> None:
-    for a, b in zip(one.results(0, weights=True), other.results(0, weights=True), strict=True):
+def assert_close(stack: LockStep, other: LockStep, tolerance: float) -> None:
+    for a, b in zip(stack.results(0, weights=True), other.results(0, weights=True), strict=True):
         assert a.final("train", "loss") == pytest.approx(b.final("train", "loss"), rel=tolerance)
         for name, value in a.weights.items():
             torch.testing.assert_close(value, b.weights[name], rtol=tolerance, atol=tolerance, msg=name)
@@ -84,8 +84,8 @@ def test_a_step_of_any_layer_is_one_graph_and_as_on_a_cpu(given: dict[str, Any])
     on_cpu = train(TASK, model(**given), replace(SPEC, device="cpu"), [1, 2])
     narrow = trained(TASK, model(**given), replace(SPEC, precision="bf16"), graph=True)
     assert narrow.graph == "whole step", narrow.graph
-    for one, other, rounded in zip(graph.results(0), on_cpu.runs, narrow.results(0), strict=True):
-        assert one.final("train", "loss") == pytest.approx(other.final("train", "loss"), rel=1e-3)
+    for run, other, rounded in zip(graph.results(0), on_cpu.runs, narrow.results(0), strict=True):
+        assert run.final("train", "loss") == pytest.approx(other.final("train", "loss"), rel=1e-3)
         assert rounded.final("train", "loss") == pytest.approx(other.final("train", "loss"), rel=5e-2)
 
 
@@ -104,9 +104,9 @@ def test_training_on_any_task_is_that_on_a_cpu(name: str) -> None:
     task = deltalab.get_task(name, **task_plugin(name).kind.example)
     spec = model("gated_deltanet", vocab_size=task.vocab_size, readout=task.readout)
     on_gpu, on_cpu = (train(task, spec, replace(SPEC, device=device), [1, 2]) for device in ("cuda", "cpu"))
-    for one, other in zip(on_gpu.runs, on_cpu.runs, strict=True):
+    for run, other in zip(on_gpu.runs, on_cpu.runs, strict=True):
         for split in ("train", "validation"):
-            assert one.final(split, "loss") == pytest.approx(other.final(split, "loss"), rel=1e-3), split
+            assert run.final(split, "loss") == pytest.approx(other.final(split, "loss"), rel=1e-3), split
 
 
 def test_a_corpus_that_a_gpu_cannot_hold_is_sent_window_by_window(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +130,7 @@ def test_a_stack_is_its_runs_alone(rule: str) -> None:
     """
     seeds = (1, 2, 3)
     together, *alone = (LockStep(TASK, [(model(rule), SPEC)], some) for some in (seeds, *((seed,) for seed in seeds)))
-    ((_, stack),), singles = together.stacks, [one.stacks[0][1] for one in alone]
+    ((_, stack),), singles = together.stacks, [result.stacks[0][1] for result in alone]
     apart = []
     for step in range(SPEC.steps):
         before = stack.state.weights.clone()
@@ -162,18 +162,18 @@ def test_a_step_that_cannot_be_captured_says_so(
     losses = Stack.losses
 
     def looking(self: Stack, *rest: torch.Tensor) -> torch.Tensor:
-        found = losses(self, *rest)
-        assert float(found.sum().detach()) >= 0
-        return found
+        values = losses(self, *rest)
+        assert float(values.sum().detach()) >= 0
+        return values
 
     wanted = train(TASK, model("comba"), SPEC, [1, 2])
     monkeypatch.setattr(Stack, "losses", looking)
     with caplog.at_level(logging.WARNING, "deltalab"):
-        found = train(TASK, model("comba"), SPEC, [1, 2])
+        result = train(TASK, model("comba"), SPEC, [1, 2])
     assert "without a CUDA graph" in caplog.text
-    assert found.hardware["cuda_graph"].startswith("none: ")
-    for one, other in zip(found.runs, wanted.runs, strict=True):
-        assert one.final("train", "loss") == pytest.approx(other.final("train", "loss"), rel=1e-3)
+    assert result.hardware["cuda_graph"].startswith("none: ")
+    for run, other in zip(result.runs, wanted.runs, strict=True):
+        assert run.final("train", "loss") == pytest.approx(other.final("train", "loss"), rel=1e-3)
     monkeypatch.undo()
     alone = train(TASK, model("comba"), SPEC, [1]).hardware
     assert alone["cuda_graph"] == "whole step", "nothing stays behind"
@@ -186,14 +186,14 @@ def test_a_stack_that_does_not_fit_is_halved(caplog: pytest.LogCaptureFixture) -
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     train(task, wide, spec, [1])
-    one = torch.cuda.max_memory_reserved() / torch.cuda.get_device_properties(0).total_memory
+    share = torch.cuda.max_memory_reserved() / torch.cuda.get_device_properties(0).total_memory
     try:
-        torch.cuda.set_per_process_memory_fraction(min(1.0, 4 * one))
+        torch.cuda.set_per_process_memory_fraction(min(1.0, 4 * share))
         with caplog.at_level(logging.WARNING, "deltalab"):
             results = train_together(task, [(wide, replace(spec, lr=lr)) for lr in (1e-3, 3e-3)], range(6))
         assert "halved" in caplog.text
         assert all(run.diverged_at is None for result in results for run in result.runs)
-        torch.cuda.set_per_process_memory_fraction(one / 4)
+        torch.cuda.set_per_process_memory_fraction(share / 4)
         torch.cuda.empty_cache()
         with pytest.raises(torch.OutOfMemoryError, match=r"single run of rule 'deltanet'.* it asked for [\d.]+ .iB"):
             train(task, wide, spec, [1])
@@ -233,8 +233,8 @@ def test_graphs_of_blocks_give_the_gradients_of_blocks(autocast: bool, late: boo
         if late:
             torch.stack(losses).sum().backward()
         assert (net.graphs is not None and net.graphs.captured is not None) == graphed
-        found = [parameter.grad for parameter in net.parameters()]
-        return [*losses, *[one for one in found if one is not None]]
+        grads = [parameter.grad for parameter in net.parameters()]
+        return [*losses, *[grad for grad in grads if grad is not None]]
 
-    for one, other in zip(gradients(True), gradients(False), strict=True):
-        torch.testing.assert_close(one, other, rtol=2e-2 if autocast else 1e-3, atol=1e-4)
+    for graph, other in zip(gradients(True), gradients(False), strict=True):
+        torch.testing.assert_close(graph, other, rtol=2e-2 if autocast else 1e-3, atol=1e-4)

@@ -42,16 +42,16 @@ def reference(logits: Tensor, targets: Tensor, count: Tensor) -> tuple[Tensor, T
 
 def assert_right(logits: Tensor, targets: Tensor, dtype: torch.dtype) -> None:
     count = (targets != IGNORE).sum(1).clamp(min=1)
-    found = logits.to(DEVICE, dtype, copy=True)
-    wanted_losses, wanted = reference(found.cpu(), targets, count)
-    losses = kernel.cross_entropy_(found, targets.to(DEVICE), count.to(DEVICE), ignore=IGNORE)
+    actual = logits.to(DEVICE, dtype, copy=True)
+    wanted_losses, wanted = reference(actual.cpu(), targets, count)
+    losses = kernel.cross_entropy_(actual, targets.to(DEVICE), count.to(DEVICE), ignore=IGNORE)
     assert losses.dtype == torch.promote_types(dtype, torch.float32)
     exact = 1e-12 if dtype == torch.float64 else 3e-6
     torch.testing.assert_close(losses.double().cpu(), wanted_losses, rtol=exact, atol=exact)
-    off = (found.double().cpu() - wanted).abs()
+    off = (actual.double().cpu() - wanted).abs()
     # Next to a probability of 1 the target's gradient is the difference of two numbers of fp32.
     assert bool((off <= DTYPES[dtype] * wanted.abs().amax(-1, keepdim=True) + exact / 10).all())
-    assert not found[(targets == IGNORE).to(DEVICE)].any()
+    assert not actual[(targets == IGNORE).to(DEVICE)].any()
 
 
 @settings(max_examples=25, deadline=None)
@@ -90,6 +90,7 @@ def test_one_label_of_each_sequence_lies_beside_what_is_none(monkeypatch: pytest
     torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list_tasks())
 def test_the_loss_of_every_task_is_what_it_is_without_the_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     task = get_task(name, **task_plugin(name).kind.example)
@@ -135,16 +136,16 @@ def test_the_loss_is_what_it_is_without_the_kernel(
     targets[2] = IGNORE
     x, weight = (torch.randn(3, n, 8, generator=torch.Generator().manual_seed(n)) for n in (7, 20))
     by = torch.tensor([0.5, 2.0, 1.0], device=DEVICE)
-    found = {}
+    actual = {}
     for fused in (False, True):
         monkeypatch.setattr("deltalab.ops.loss.automatic", available if fused else lambda device: NONE)
-        inputs = [one.to(DEVICE, dtype, copy=True).requires_grad_() for one in (x, weight)]
+        inputs = [tensor.to(DEVICE, dtype, copy=True).requires_grad_() for tensor in (x, weight)]
         losses = linear_cross_entropy(*inputs, targets.to(DEVICE), ignore=IGNORE)
-        found[fused] = losses, *torch.autograd.grad((losses * by)[:2].sum(), inputs)
-    assert found[True][0].isnan().tolist() == [False, False, True]
-    for one, other in zip(found[True], found[False], strict=True):
-        assert one.dtype == other.dtype
-        torch.testing.assert_close(one[:2], other[:2], rtol=2 * DTYPES[dtype], atol=DTYPES[dtype])
+        actual[fused] = losses, *torch.autograd.grad((losses * by)[:2].sum(), inputs)
+    assert actual[True][0].isnan().tolist() == [False, False, True]
+    for tensor, other in zip(actual[True], actual[False], strict=True):
+        assert tensor.dtype == other.dtype
+        torch.testing.assert_close(tensor[:2], other[:2], rtol=2 * DTYPES[dtype], atol=DTYPES[dtype])
 
 
 @pytest.mark.gpu

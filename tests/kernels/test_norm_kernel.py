@@ -41,16 +41,16 @@ def draw(
     """x, branch, w and gate, or None. No x is near 0, where rounding decides the norm of a single number."""
     generator = torch.Generator(device).manual_seed(rows * width)
     shapes = [(runs, rows, width), (runs, rows, width), (runs, width), (runs, rows, width)]
-    found = []
+    actual = []
     for shape, dtype in zip(shapes, dtypes, strict=True):
         part = None if dtype is None else torch.randn(shape, generator=generator, device=device, dtype=FP32)
-        found.append(part)
-    x, branch, w, gate = found
+        actual.append(part)
+    x, branch, w, gate = actual
     x = x + x.sign()
     branch = None if branch is None else 0.1 * branch
     return [
-        None if one is None else one.to(dtype).requires_grad_()
-        for one, dtype in zip((x, branch, w, gate), dtypes, strict=True)
+        None if tensor is None else tensor.to(dtype).requires_grad_()
+        for tensor, dtype in zip((x, branch, w, gate), dtypes, strict=True)
     ]
 
 
@@ -68,19 +68,24 @@ def oracle(x: Tensor, branch: Tensor | None, w: Tensor | None, gate: Tensor | No
 
 def compare(inputs: list[Tensor | None], dtype: torch.dtype) -> None:
     """The kernels' results and gradients are right to the rounding of the dtype that stores them."""
-    exact = [None if one is None else one.detach().double().requires_grad_() for one in inputs]
+    exact = [None if tensor is None else tensor.detach().double().requires_grad_() for tensor in inputs]
     y, z = kernels.rms_norm(*inputs, EPS, dtype)
-    found, wanted = [y, *([] if inputs[1] is None else [z])], [one for one in oracle(*exact) if one is not None]
+    actual, wanted = (
+        [y, *([] if inputs[1] is None else [z])],
+        [tensor for tensor in oracle(*exact) if tensor is not None],
+    )
     assert y.dtype == dtype
     assert inputs[1] is not None or not z.numel()
-    for outputs, leaves in ((found, inputs), (wanted, exact)):
-        total = sum((one.double() * cosines(one)).sum() for one in outputs)
-        outputs += torch.autograd.grad(total, [one for one in leaves if one is not None])
-    for i, (one, right) in enumerate(zip(found, wanted, strict=True)):
+    for outputs, leaves in ((actual, inputs), (wanted, exact)):
+        total = sum((tensor.double() * cosines(tensor)).sum() for tensor in outputs)
+        outputs += torch.autograd.grad(total, [tensor for tensor in leaves if tensor is not None])
+    for i, (tensor, right) in enumerate(zip(actual, wanted, strict=True)):
         # And 1e-6: what is left of numbers around 1 that cancel.
-        one = one.detach()
-        limit = 1e-6 + ROUNDING[one.dtype] * (right.abs() + right.square().mean().sqrt())
-        assert bool(((one.double() - right).abs() <= limit).all()), f"{i}: off by {float((one - right).abs().max())}"
+        tensor = tensor.detach()
+        limit = 1e-6 + ROUNDING[tensor.dtype] * (right.abs() + right.square().mean().sqrt())
+        assert bool(((tensor.double() - right).abs() <= limit).all()), (
+            f"{i}: off by {float((tensor - right).abs().max())}"
+        )
 
 
 # --- the kernels ------------------------------------------------------------------------------------------------
@@ -94,7 +99,7 @@ def compare(inputs: list[Tensor | None], dtype: torch.dtype) -> None:
 def test_a_fused_norm_is_that_in_fp64(
     runs: int, rows: int, width: int, tile: int, programs: int, branch: bool, weight: bool, gate: bool
 ) -> None:
-    present = [FP32, *(FP32 if one else None for one in (branch, weight, gate))]
+    present = [FP32, *(FP32 if tensor else None for tensor in (branch, weight, gate))]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "TILE", tile)
         patch.setattr(kernels, "PROGRAMS", programs)
@@ -130,12 +135,12 @@ def test_a_narrow_residual_stream_is_normed_as_it_is_stored() -> None:
 
 def test_what_is_not_differentiated_costs_no_gradient() -> None:
     inputs = draw(2, 5, 12, (FP32, FP32, FP32, None))
-    exact = [None if one is None else one.detach().double().requires_grad_() for one in inputs]
+    exact = [None if tensor is None else tensor.detach().double().requires_grad_() for tensor in inputs]
     for i in range(2):
-        found = torch.autograd.grad((one := kernels.rms_norm(*inputs, EPS, FP32)[i]).cos().sum(), inputs[:2])
+        actual = torch.autograd.grad((tensor := kernels.rms_norm(*inputs, EPS, FP32)[i]).cos().sum(), inputs[:2])
         wanted = torch.autograd.grad(oracle(*exact)[i].cos().sum(), exact[:2])
-        assert one.shape == (2, 5, 12)
-        torch.testing.assert_close(found, tuple(one.float() for one in wanted))
+        assert tensor.shape == (2, 5, 12)
+        torch.testing.assert_close(actual, tuple(tensor.float() for tensor in wanted))
 
 
 def test_views_are_what_they_show() -> None:
@@ -150,21 +155,21 @@ def test_views_are_what_they_show() -> None:
 
 def test_without_kernels_it_is_what_pytorch_has() -> None:
     x, branch, gate = (torch.randn(2, 3, 4, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
-    theirs = nn.RMSNorm(8, eps=1e-5)
+    pytorch_norm = nn.RMSNorm(8, eps=1e-5)
     with torch.no_grad():
-        theirs.weight.copy_(torch.linspace(-1, 2, 8))
+        pytorch_norm.weight.copy_(torch.linspace(-1, 2, 8))
     norms = [RMSNorm(8), ResidualNorm(8), HeadNorm(8)]
     for norm in norms:
         assert torch.equal(norm.state_dict()["weight"], torch.ones(8))
-        norm.load_state_dict(theirs.state_dict())
-    one, residual, heads = norms
-    assert torch.equal(one(x), theirs(x))
-    for found, wanted in zip(residual(x, branch), (x + branch, theirs(x + branch)), strict=True):
-        assert torch.equal(found, wanted)
-    assert torch.equal(residual(x, None)[1], theirs(x))
+        norm.load_state_dict(pytorch_norm.state_dict())
+    tensor, residual, heads = norms
+    assert torch.equal(tensor(x), pytorch_norm(x))
+    for actual, wanted in zip(residual(x, branch), (x + branch, pytorch_norm(x + branch)), strict=True):
+        assert torch.equal(actual, wanted)
+    assert torch.equal(residual(x, None)[1], pytorch_norm(x))
     assert residual(x, None)[0] is x
-    assert torch.equal(heads(x, gate.flatten(-2)), theirs(x).flatten(-2) * gate.flatten(-2).sigmoid())
-    assert torch.equal(heads(x, None), theirs(x).flatten(-2))
+    assert torch.equal(heads(x, gate.flatten(-2)), pytorch_norm(x).flatten(-2) * gate.flatten(-2).sigmoid())
+    assert torch.equal(heads(x, None), pytorch_norm(x).flatten(-2))
     bare = HeadNorm(8, norm=False)
     assert not bare.state_dict()
     assert torch.equal(bare(x, gate.flatten(-2)), x.flatten(-2) * gate.flatten(-2).sigmoid())
@@ -190,7 +195,7 @@ def test_outputs_are_in_the_dtype_of_the_next_product() -> None:
     assert (total.dtype, y.dtype, o.dtype) == (FP32, BF16, BF16)
     assert (total.shape, y.shape, o.shape) == (x.shape, x.shape, x.shape)
     torch.testing.assert_close(y.float(), F.rms_norm(x + x.bfloat16(), (16,), eps=EPS), rtol=ROUNDING[BF16], atol=0)
-    assert [one.dtype for one in (*norm(x, x), heads(x.view(2, 3, 2, 8), None))] == [FP32] * 3
+    assert [tensor.dtype for tensor in (*norm(x, x), heads(x.view(2, 3, 2, 8), None))] == [FP32] * 3
     doubled = norm.double()(x.double(), None)[1]
     torch.testing.assert_close(doubled, F.rms_norm(x.double(), (16,), eps=EPS), rtol=1e-14, atol=0)
 
@@ -205,9 +210,9 @@ def test_a_compiler_takes_it_as_one_graph() -> None:
         total, y = norm(x, x.sin())
         return heads(y.unflatten(-1, (2, 4)), total)
 
-    found, wanted = torch.compile(both, fullgraph=True, backend="aot_eager")(x), both(x)
-    torch.testing.assert_close(found, wanted)
-    torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), x) for y in (found, wanted)))
+    actual, wanted = torch.compile(both, fullgraph=True, backend="aot_eager")(x), both(x)
+    torch.testing.assert_close(actual, wanted)
+    torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), x) for y in (actual, wanted)))
 
 
 # --- models -----------------------------------------------------------------------------------------------------
@@ -244,9 +249,9 @@ def losses(stack: Stack) -> tuple[Tensor, Tensor]:
     """The loss of each run, and the gradients of all."""
     inputs, targets = stack.batches.draw(torch.tensor(1, device=stack.device))
     weights = stack.state.weights.detach().requires_grad_()
-    found = stack.losses(weights, inputs, targets)
-    (grad,) = torch.autograd.grad(found.sum(), weights)
-    return found, grad
+    actual = stack.losses(weights, inputs, targets)
+    (grad,) = torch.autograd.grad(actual.sum(), weights)
+    return actual, grad
 
 
 class Calls(TorchDispatchMode):
@@ -262,6 +267,7 @@ class Calls(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", [(1,), (1, 2)])
 @pytest.mark.parametrize("more", MODELS, ids=str)
 def test_stacked_models_learn_the_same_with_and_without_kernels(
@@ -276,13 +282,13 @@ def test_stacked_models_learn_the_same_with_and_without_kernels(
     for kernel in (False, True):
         monkeypatch.setattr("deltalab.ops.norm.automatic", available if kernel else lambda device: NONE)
         with Calls() as calls:
-            found = losses(stack)
-        results.append((*found, *stack.measure(tokens)))
-        norms = sum(isinstance(one, RMSNorm | ResidualNorm) for one in stack.model.modules())
-        norms += sum(isinstance(one, HeadNorm) and fuses(more) for one in stack.model.modules())
+            actual = losses(stack)
+        results.append((*actual, *stack.measure(tokens)))
+        norms = sum(isinstance(tensor, RMSNorm | ResidualNorm) for tensor in stack.model.modules())
+        norms += sum(isinstance(tensor, HeadNorm) and fuses(more) for tensor in stack.model.modules())
         assert (calls.forward, calls.backward) == ((norms, norms) if kernel else (0, 0))
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    for tensor, other in zip(*results, strict=True):
+        torch.testing.assert_close(tensor, other, rtol=1e-4, atol=1e-5)
 
 
 def fuses(more: dict[str, Any]) -> bool:
@@ -312,7 +318,7 @@ def test_real_sizes_are_those_in_fp64(shape: tuple[int, int, int], dtypes: tuple
 @pytest.mark.gpu
 def test_gradients_are_the_same_bits_every_time() -> None:
     inputs = draw(2, 65536, 128, (FP32, BF16, FP32, None))
-    given = [one for one in inputs if one is not None]
+    given = [tensor for tensor in inputs if tensor is not None]
 
     def gradients() -> tuple[Tensor, ...]:
         y, z = kernels.rms_norm(*inputs, EPS, BF16)
@@ -320,7 +326,7 @@ def test_gradients_are_the_same_bits_every_time() -> None:
 
     first = gradients()
     for _ in range(5):
-        assert all(torch.equal(one, other) for one, other in zip(first, gradients(), strict=True))
+        assert all(torch.equal(tensor, other) for tensor, other in zip(first, gradients(), strict=True))
 
 
 @pytest.mark.gpu
@@ -335,8 +341,8 @@ def test_offsets_go_beyond_32_bits() -> None:
     tail, weight = x[:, -5:].detach().double().requires_grad_(), w.detach().double().requires_grad_()
     right, _ = oracle(tail, None, weight, None)
     wanted = torch.autograd.grad(right, [tail, weight], d_y[:, -5:].double())
-    for found, one in ((y[:, -5:], right), (d_x[:, -5:], wanted[0]), (d_w, wanted[1])):
-        torch.testing.assert_close(found.double(), one, rtol=2**-7, atol=2**-7)
+    for actual, tensor in ((y[:, -5:], right), (d_x[:, -5:], wanted[0]), (d_w, wanted[1])):
+        torch.testing.assert_close(actual.double(), tensor, rtol=2**-7, atol=2**-7)
 
 
 @pytest.mark.gpu
@@ -344,9 +350,9 @@ def test_offsets_go_beyond_32_bits() -> None:
 def test_a_model_under_autocast_reaches_the_kernels(seeds: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     stack = stack_of(seeds, layers=2, precision="bf16", d_model=64)
     with Calls() as calls:
-        found, grad = losses(stack)
+        actual, grad = losses(stack)
     assert (calls.forward, calls.backward) == (7, 7)
     monkeypatch.setattr("deltalab.ops.norm.automatic", lambda device: NONE)
     wanted, right = losses(stack)
-    torch.testing.assert_close(found, wanted, rtol=2e-2, atol=0)
+    torch.testing.assert_close(actual, wanted, rtol=2e-2, atol=0)
     assert float((grad - right).norm() / right.norm()) < 3e-2

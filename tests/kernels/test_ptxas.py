@@ -93,7 +93,7 @@ LOAD = "LDSM.16.M88.4 R56, [R7+UR8]"
     ],
 )
 def test_an_operand_that_a_loop_loses_is_seen(loop, count):
-    lines = [".L_x_1:", *(f"  /*0010*/   {one} ;" for one in [*loop, "@P1 BRA `(.L_x_1)", "EXIT"])]
+    lines = [".L_x_1:", *(f"  /*0010*/   {instruction} ;" for instruction in [*loop, "@P1 BRA `(.L_x_1)", "EXIT"])]
     assert len(sass.lost("\n".join(lines))) == count
 
 

@@ -43,10 +43,10 @@ def both(random: Random, draw: Callable[[Random], Tensor], having: Callable[[str
         patch.setattr("deltalab.tasks.randomness.automatic", lambda device: NONE)
         wanted = draw(random)
         patch.setattr("deltalab.tasks.randomness.automatic", having)
-        found = draw(on(DEVICE, random)).cpu()
-    assert found.dtype == wanted.dtype
-    assert torch.equal(found, wanted)
-    return found
+        actual = draw(on(DEVICE, random)).cpu()
+    assert actual.dtype == wanted.dtype
+    assert torch.equal(actual, wanted)
+    return actual
 
 
 def together(parts: int, rows: Tensor | None) -> Together:
@@ -66,6 +66,7 @@ def assert_right(random: Random, *shape: int) -> None:
         both(random, lambda r, below=below: r.integers("s", below.to(r.device), *shape))
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     parts=st.integers(1, 3),
@@ -106,8 +107,8 @@ def test_the_smallest_and_the_largest_words() -> None:
     count = len(words)
     assert [word % 2**64 for word in both(random, lambda r: r.words("s", count)).tolist()] == words
     for below in (1, 2, 2**31, 2**53, 2**63 - 1):
-        found = both(random, lambda r, below=below: r.integers("s", below, count))
-        assert found.tolist() == [(word >> 1) % below for word in words]
+        actual = both(random, lambda r, below=below: r.integers("s", below, count))
+        assert actual.tolist() == [(word >> 1) % below for word in words]
     waits = both(random, lambda r: r.exponential("s", count))
     assert 0 < float(waits.min()) < 2e-16
     assert float(waits.max()) == pytest.approx(53 * 0.6931471805599453)
@@ -125,8 +126,8 @@ def test_choices_of_any_count(parts: int, rest: tuple[int, ...], spare: int, giv
     random, below = together(parts, torch.tensor([5, 3]) if given else None), rest[-1] + spare
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "TILE", tile)
-        found = both(random, lambda r: r.distinct("s", below, 2 * parts, *rest))
-    assert (found.sort(-1).values.diff() > 0).all()
+        actual = both(random, lambda r: r.distinct("s", below, 2 * parts, *rest))
+    assert (actual.sort(-1).values.diff() > 0).all()
 
 
 def test_a_choice_that_is_too_wide_is_made_by_operators(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,6 +152,7 @@ def test_parts_that_are_not_equal_are_refused(kernel: bool, monkeypatch: pytest.
                 draw("s", count, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [{}, {"train_examples": 9}, {"mixture": ()}], ids=str)
 def test_a_feed_draws_the_same(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     task = MQAR(**{**MIXTURE, "random_non_queries": True, **given})

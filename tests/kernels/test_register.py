@@ -51,9 +51,9 @@ def test_the_backward_is_called_by_names(given: bool) -> None:
     leaves = [x, w] if given else [x]
     SEEN.clear()
     y, _ = power(x, w if given else None, 3)
-    found = torch.autograd.grad(y.sum(), leaves)
+    actual = torch.autograd.grad(y.sum(), leaves)
     wanted = torch.autograd.grad((w * x**3 if given else x**3).sum(), leaves)
-    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(actual, wanted)
     assert [(given, True)] == SEEN
 
 
@@ -84,11 +84,11 @@ def test_a_compiler_takes_an_operator_by_keywords() -> None:
 def test_called_directly_it_is_the_same_function(given: bool) -> None:
     x, w = (torch.rand(2, 3, 1, dtype=torch.float64, requires_grad=True) for _ in range(2))
     leaves = [x, w] if given else [x]
-    found = [one(x, w if given else None, 3)[0] for one in (direct, power)]
-    assert found[0].grad_fn is not None
-    assert "Direct" in found[0].grad_fn.name()
-    torch.testing.assert_close(*found)
-    torch.testing.assert_close(*(torch.autograd.grad(y.sum(), leaves) for y in found))
+    actual = [function(x, w if given else None, 3)[0] for function in (direct, power)]
+    assert actual[0].grad_fn is not None
+    assert "Direct" in actual[0].grad_fn.name()
+    torch.testing.assert_close(*actual)
+    torch.testing.assert_close(*(torch.autograd.grad(y.sum(), leaves) for y in actual))
 
 
 def test_without_gradients_nothing_is_kept() -> None:

@@ -41,8 +41,8 @@ RULES = {
 }
 
 
-def error(found: Tensor, right: Tensor) -> float:
-    return float((found.detach().double().cpu() - right.detach()).norm() / right.detach().norm().clamp_min(1e-12))
+def error(actual: Tensor, right: Tensor) -> float:
+    return float((actual.detach().double().cpu() - right.detach()).norm() / right.detach().norm().clamp_min(1e-12))
 
 
 def cosines(x: Tensor) -> Tensor:
@@ -74,12 +74,12 @@ def run(rule: UpdateRule, x: Inputs, backend: str, *, backward: bool = True, **m
     """o, the states, and the gradients of a weighted sum of all of them."""
     x = x.map(lambda part: part.detach().requires_grad_(backward))
     o, state = deltalab.scan(rule, x.q, x.k, x.v, x.gates, state=x.state, backend=backend, **more)
-    found = {"o": o, **{f"last {name}": part for name, part in parts(state).items()}}
+    actual = {"o": o, **{f"last {name}": part for name, part in parts(state).items()}}
     if not backward:
-        return found
-    total = torch.stack([(part.double() * cosines(part)).sum() for part in found.values()]).sum()
+        return actual
+    total = torch.stack([(part.double() * cosines(part)).sum() for part in actual.values()]).sum()
     named = x.named()
-    return found | {f"d {n}": d for n, d in zip(named, torch.autograd.grad(total, list(named.values())), strict=True)}
+    return actual | {f"d {n}": d for n, d in zip(named, torch.autograd.grad(total, list(named.values())), strict=True)}
 
 
 def placed(x: Inputs, dtype: torch.dtype) -> Inputs:
@@ -93,12 +93,13 @@ def compare(
 ) -> None:
     # The recurrence is slow, and other tests hold the parallel form equal to it.
     wanted = run(rule, x, "recurrent" if x.q.shape[1] < 50 else "chunked", backward=backward)
-    found = run(rule, placed(x, dtype), "triton", backward=backward)
-    errors = {name: error(found[name], right) for name, right in wanted.items()}
+    actual = run(rule, placed(x, dtype), "triton", backward=backward)
+    errors = {name: error(actual[name], right) for name, right in wanted.items()}
     print({name: f"{value:.1e}" for name, value in errors.items()})
     assert max(errors.values()) <= tolerance, {name: f"{value:.1e}" for name, value in errors.items()}
 
 
+@pytest.mark.slow(keep="cg-19")
 @pytest.mark.parametrize("length", [1, 19])
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_output_states_and_gradients_are_those_of_the_recurrence(rule, length):
@@ -110,11 +111,13 @@ def test_widths_that_are_no_multiple_of_a_block(rule):
     compare(rule, given(rule, 5, key_dim=12, value_dim=20), 2e-5)
 
 
+@pytest.mark.slow
 def test_keys_that_do_not_fill_their_blocks():
     # Two chunks and heads: the next head's keys lie behind a head's own, and would get into the second chunk's state.
     compare(GKA, given(GKA, 19, key_dim=48, heads=2), 2e-5)
 
 
+@pytest.mark.slow
 def test_segments_whose_states_do_not_fit_the_workspace(monkeypatch):
     x = given(GKA, 37)
     whole = run(GKA, placed(x, torch.float32), "triton")
@@ -127,6 +130,7 @@ def test_segments_whose_states_do_not_fit_the_workspace(monkeypatch):
         assert error(part, whole[name].double().cpu()) <= 1e-6, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("low", [-1000.0, -torch.inf])
 @pytest.mark.parametrize("adaptive", [True, False])
 def test_decays_without_end(low, adaptive):

@@ -37,15 +37,16 @@ def compare(
     x = narrow(x.map(torch.Tensor.float)).map(torch.Tensor.double)
     wanted = run(rule, x.map(lambda part: part.requires_grad_()), "recurrent", **more)
     ours = narrow(x.map(lambda part: part.detach().float().to(DEVICE))).map(lambda part: part.requires_grad_())
-    found = run(rule, ours, "triton", **{name: value.to(DEVICE) for name, value in more.items()})
+    actual = run(rule, ours, "triton", **{name: value.to(DEVICE) for name, value in more.items()})
     for name, right in wanted.items():
-        assert (right is None) == (found[name] is None), name
-        assert right is None or error(found[name], right) <= tolerance, (name, error(found[name], right))
+        assert (right is None) == (actual[name] is None), name
+        assert right is None or error(actual[name], right) <= tolerance, (name, error(actual[name], right))
 
 
 RULES = [name for name in deltalab.list_rules() if deltalab.get_rule(name).transition is not None]
 
 
+@pytest.mark.slow(keep="gated_deltanet")
 @pytest.mark.parametrize("name", RULES)
 def test_every_rule_of_the_algebra_reaches_its_kernel(name):
     compare(deltalab.get_rule(name), length=19, tolerance=2e-5)
@@ -78,6 +79,7 @@ def test_a_second_state_may_have_operands_of_its_own():
     compare(Apart(output="sum", loss="l2"), length=19, tolerance=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["comba", "rla", "sgla", "kda", "delta_product"])
 def test_packed_sequences_are_each_for_itself(name):
     compare(deltalab.get_rule(name), length=23, cu_seqlens=torch.tensor([0, 3, 20, 23]), tolerance=2e-5)
@@ -90,6 +92,7 @@ def split(monkeypatch):
     monkeypatch.setattr("deltalab.kernels.launch._plans", {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "length"), [("comba", 64), ("deltanet", 32), ("sgla", 64), ("rdn", 32)])
 def test_a_sequence_in_parts_is_the_same(name, length, split):
     compare(deltalab.get_rule(name), length=length, value_dim=32, slower=0.02, state=True, tolerance=2e-6)
@@ -102,6 +105,7 @@ def test_parts_are_as_many_as_would_idle():
     assert [kernel_parts.count(8, chunks) for chunks in (1, 63, 64, 66, 255, 256, 384)] == [1, 1, 2, 2, 1, 8, 8]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "length"), [("comba", 9), ("comba", 32), ("gla", 9), ("rdn", 9)])
 def test_stacked_models_fold_into_the_batch(name, length, split):
     rule = deltalab.get_rule(name)
@@ -118,6 +122,7 @@ def test_stacked_models_fold_into_the_batch(name, length, split):
     torch.testing.assert_close(*grads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "length"), [("comba", 9), ("rdn", 32), ("gla", 9)])
 def test_a_compiler_takes_all_of_it_as_one_graph(name, length, split, monkeypatch):
     rule = deltalab.get_rule(name)

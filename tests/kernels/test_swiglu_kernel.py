@@ -33,12 +33,12 @@ def assert_right(x: Tensor, d_y: Tensor) -> None:
     wanted = plain(exact)
     (d_x,) = torch.autograd.grad(wanted, exact, d_y.double())
     given = x.to(DEVICE).requires_grad_()
-    found = swiglu(given)
-    (grad,) = torch.autograd.grad(found, given, d_y.to(DEVICE))
-    for one, other in ((found.detach(), wanted.detach()), (grad, d_x)):
-        assert one.dtype == x.dtype
-        assert one.is_contiguous()
-        torch.testing.assert_close(one.cpu().double(), other, rtol=ERRORS[x.dtype], atol=ERRORS[x.dtype])
+    actual = swiglu(given)
+    (grad,) = torch.autograd.grad(actual, given, d_y.to(DEVICE))
+    for tensor, other in ((actual.detach(), wanted.detach()), (grad, d_x)):
+        assert tensor.dtype == x.dtype
+        assert tensor.is_contiguous()
+        torch.testing.assert_close(tensor.cpu().double(), other, rtol=ERRORS[x.dtype], atol=ERRORS[x.dtype])
 
 
 @settings(max_examples=20, deadline=None)
@@ -69,10 +69,10 @@ def test_large_gates_do_not_overflow() -> None:
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_stack_of_runs_is_each_run(dim: int) -> None:
     x = drawn(2, 3, 4, 12).to(DEVICE).requires_grad_()
-    found = torch.func.vmap(swiglu, in_dims=dim)(x)
-    wanted = torch.stack([plain(one) for one in x.unbind(dim)])
-    torch.testing.assert_close(found, wanted)
-    grads = [torch.autograd.grad(y.square().sum(), x)[0] for y in (found, wanted)]
+    actual = torch.func.vmap(swiglu, in_dims=dim)(x)
+    wanted = torch.stack([plain(tensor) for tensor in x.unbind(dim)])
+    torch.testing.assert_close(actual, wanted)
+    grads = [torch.autograd.grad(y.square().sum(), x)[0] for y in (actual, wanted)]
     torch.testing.assert_close(*grads)
 
 

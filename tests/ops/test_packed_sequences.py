@@ -53,21 +53,22 @@ def bounds_of(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0)
 
 
-def close(found: Tensor, right: Tensor) -> None:
-    torch.testing.assert_close(found, right, rtol=1e-9, atol=1e-10)
+def close(actual: Tensor, right: Tensor) -> None:
+    torch.testing.assert_close(actual, right, rtol=1e-9, atol=1e-10)
 
 
-def same(found: LayerCache, alone: list[LayerCache]) -> None:
+def same(actual: LayerCache, alone: list[LayerCache]) -> None:
     """The caches of each sequence."""
-    assert found.numel() == sum(one.numel() for one in alone)
-    for i, one in enumerate(alone):
-        row = found.rows(torch.tensor([i]))
-        for part, right in zip((row.conv, row.place, row.last), (one.conv, one.place, one.last), strict=True):
+    assert actual.numel() == sum(tensor.numel() for tensor in alone)
+    for i, tensor in enumerate(alone):
+        row = actual.rows(torch.tensor([i]))
+        for part, right in zip((row.conv, row.place, row.last), (tensor.conv, tensor.place, tensor.last), strict=True):
             close(part, right)
-        for part, right in zip(row.apart[0] if row.apart else row.state, one.state, strict=True):
+        for part, right in zip(row.apart[0] if row.apart else row.state, tensor.state, strict=True):
             close(part, right)
 
 
+@pytest.mark.slow(keep="comba")
 @pytest.mark.parametrize("name", LAYERS)
 @settings(max_examples=3, deadline=None)
 @example(lengths=[1, 2, 9, 1, 5], more=[3, 1, 2, 5, 1])
@@ -78,20 +79,20 @@ def test_a_packed_sequence_gives_what_it_gives_alone(name: str, lengths: list[in
     bounds = bounds_of(lengths)
     y, cache = layer.advance(x, cu_seqlens=bounds)
     alone = [layer.advance(part) for part in x.split(lengths, dim=1)]
-    close(y, torch.cat([one for one, _ in alone], dim=1))
+    close(y, torch.cat([tensor for tensor, _ in alone], dim=1))
     close(layer(x, cu_seqlens=bounds.int()), y)
-    same(cache, [one for _, one in alone])
+    same(cache, [tensor for _, tensor in alone])
     # Each goes on by itself, with as many tokens as the others or with other numbers of them.
     token = normal(len(lengths), 1, D, seed=1)
     y, cache = layer.advance(token, cache)
-    alone = [layer.advance(one[None], now) for one, (_, now) in zip(token, alone, strict=True)]
-    close(y, torch.cat([one for one, _ in alone]))
+    alone = [layer.advance(tensor[None], now) for tensor, (_, now) in zip(token, alone, strict=True)]
+    close(y, torch.cat([tensor for tensor, _ in alone]))
     more = more[: len(lengths)]
     x = normal(1, sum(more), D, seed=2)
     y, cache = layer.advance(x, cache, cu_seqlens=bounds_of(more))
     alone = [layer.advance(part, now) for part, (_, now) in zip(x.split(more, dim=1), alone, strict=True)]
-    close(y, torch.cat([one for one, _ in alone], dim=1))
-    same(cache, [one for _, one in alone])
+    close(y, torch.cat([tensor for tensor, _ in alone], dim=1))
+    same(cache, [tensor for _, tensor in alone])
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -101,11 +102,11 @@ def test_gradients_of_packed_sequences_are_the_sums_of_each(name: str) -> None:
     leaves = [x, *(p for p in layer.parameters())]
     packed = layer(x, cu_seqlens=bounds_of(lengths))
     alone = torch.cat([layer(part) for part in x.split(lengths, dim=1)], dim=1)
-    found, right = (torch.autograd.grad(y, leaves, above, allow_unused=True) for y in (packed, alone))
-    for one, other in zip(found, right, strict=True):
-        assert (one is None) == (other is None)
-        if one is not None:
-            close(one, other)
+    actual, right = (torch.autograd.grad(y, leaves, above, allow_unused=True) for y in (packed, alone))
+    for tensor, other in zip(actual, right, strict=True):
+        assert (tensor is None) == (other is None)
+        if tensor is not None:
+            close(tensor, other)
 
 
 MASK = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [1, 1, 0, 0, 0, 0, 0], [1, 0, 1, 1, 0, 1, 0], [1, 1, 1, 1, 1, 1, 1]])
@@ -116,8 +117,8 @@ def test_padding_anywhere_changes_nothing_for_the_others(name: str) -> None:
     layer, x = layer_of(name), normal(4, 7, D)
     y = layer(x, attention_mask=MASK)
     assert torch.equal(y, layer(x, attention_mask=MASK.bool()))
-    for row, there, one in zip(y, MASK.bool(), x, strict=True):
-        close(row[there], layer(one[None, there])[0])
+    for row, there, tensor in zip(y, MASK.bool(), x, strict=True):
+        close(row[there], layer(tensor[None, there])[0])
         assert not row[~there].any()
     assert torch.equal(layer(x, attention_mask=torch.ones(4, 7)), layer(x))
 
@@ -195,8 +196,8 @@ def test_a_model_takes_packed_sequences(name: str) -> None:
         close(logits, alone)
         following = tokens(3, 2)
         logits, _ = model.step(following, cache)
-        for part, more, found in zip(x.split(lengths, dim=1), following, logits, strict=True):
-            close(found, model(torch.cat([part[0], more])[None])[0, -2:])
+        for part, more, actual in zip(x.split(lengths, dim=1), following, logits, strict=True):
+            close(actual, model(torch.cat([part[0], more])[None])[0, -2:])
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -204,8 +205,8 @@ def test_a_model_takes_padded_batches(name: str) -> None:
     model, x = model_of(name), tokens(4, 7)
     with torch.no_grad():
         logits = model(x, attention_mask=MASK)
-        for row, there, one in zip(logits, MASK.bool(), x, strict=True):
-            close(row[there], model(one[None, there])[0])
+        for row, there, tensor in zip(logits, MASK.bool(), x, strict=True):
+            close(row[there], model(tensor[None, there])[0])
             assert not row[~there].any()
         where = torch.rand(4, 7, generator=torch.Generator().manual_seed(1)) < 0.4
         assert torch.equal(model(x, where, attention_mask=MASK), logits[where])
@@ -232,12 +233,12 @@ def test_a_gpu_packs_as_a_cpu_does_in_fp64(name: str) -> None:
     """With the kernels, forward and backward."""
     lengths, layer = [1, 70, 3, 130, 64], layer_of(name)
     x, above = normal(1, sum(lengths), D), normal(1, sum(lengths), D, seed=1)
-    found = []
+    actual = []
     for device, dtype in (("cpu", torch.float64), ("cuda", torch.float32)):
         layer, given = layer.to(device, dtype), x.to(device, dtype).requires_grad_()
         y = layer(given, cu_seqlens=bounds_of(lengths).to(device))
         leaves = [given, *layer.parameters()]
         grads = torch.autograd.grad(y, leaves, above.to(y), allow_unused=True)
-        found.append([one.double().cpu() for one in (y, *grads) if one is not None])
-    for right, one in zip(*found, strict=True):
-        assert float((one - right).norm() / right.norm().clamp_min(1e-9)) < 1e-3
+        actual.append([tensor.double().cpu() for tensor in (y, *grads) if tensor is not None])
+    for right, tensor in zip(*actual, strict=True):
+        assert float((tensor - right).norm() / right.norm().clamp_min(1e-9)) < 1e-3

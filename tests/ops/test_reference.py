@@ -71,17 +71,17 @@ class Drawn:
             x["a"] = self.leaf("a", -self.uniform(b, n, h, k) * x["b"].detach())
         fit = None
         if of.residual is not None:
-            own: dict[str, Tensor] = {}
+            of_fit: dict[str, Tensor] = {}
             if transition.decay != "none" and seed % 2:
-                own["g"] = self.decay("fit.g", (b, n, h, *channels), extreme)
+                of_fit["g"] = self.decay("fit.g", (b, n, h, *channels), extreme)
             if transition.low_rank == "tied":
-                own["e"] = self.leaf("fit.e", 2 * self.uniform(b, n, h))
+                of_fit["e"] = self.leaf("fit.e", 2 * self.uniform(b, n, h))
             fit = Fit(
                 residual=of.residual,
                 r=self.normal("fit.r", b, tokens, h, k),
                 v=self.normal("fit.v", b, tokens, h, v),
                 strength=self.leaf("fit.strength", self.uniform(b, tokens, h)),
-                **own,
+                **of_fit,
             )
         self.operands = Operands(**x, fit=fit)
         self.state: State | None = None
@@ -114,15 +114,15 @@ class Drawn:
 def results(form: Callable[[], tuple[Tensor, State]], leaves: dict[str, Tensor]) -> dict[str, Tensor]:
     """Outputs, states, and the gradients of a curved function of all of them."""
     o, state = form()
-    found = {"o": o, **{f"S{i}": part for i, part in enumerate(state)}}
-    total = torch.stack([value.sin().sum() for value in found.values()]).sum()
+    actual = {"o": o, **{f"S{i}": part for i, part in enumerate(state)}}
+    total = torch.stack([value.sin().sum() for value in actual.values()]).sum()
     gradients = torch.autograd.grad(total, list(leaves.values()), retain_graph=True, materialize_grads=True)
-    return found | {f"d {name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
+    return actual | {f"d {name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
 
 
 def worst(transition: Transition, parallel: Transition, x: Drawn, chunk_size: int) -> tuple[float, str]:
     """The largest difference between the two forms, relative for values above 1, and the name of the result."""
-    given: Any = {"x": x.operands, "scale": 0.5, "state": x.state}
+    given: Any = {"operands": x.operands, "scale": 0.5, "state": x.state}
     want = results(lambda: recurrent(transition, **given), x.leaves)
     got = results(lambda: chunked(parallel, **given, chunk_size=chunk_size), x.leaves)
     assert all(value.isfinite().all() for value in want.values())
@@ -131,6 +131,7 @@ def worst(transition: Transition, parallel: Transition, x: Drawn, chunk_size: in
     return float(errors[name].detach()), name
 
 
+@pytest.mark.slow(keep="l2")
 @pytest.mark.parametrize("of", STRUCTURES, ids=str)
 @settings(max_examples=10, deadline=None, derandomize=True, database=None)
 @given(

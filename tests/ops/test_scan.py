@@ -121,9 +121,9 @@ def test_any_shape_that_fits_is_taken_and_any_that_does_not_is_refused(
     o, state = deltalab.scan(rule, x.q, x.k, x.v, x.gates, backend=backend, chunk_size=2)
     assert o.shape == (*x.q.shape[:3], sizes["value_dim"])
     assert o.dtype == dtype
-    for one in parts(state).values() if rule.transition is not None else ():
-        assert one.shape == (sizes["batch"], sizes["heads"], sizes["key_dim"], sizes["value_dim"])
-        assert one.dtype == torch.promote_types(dtype, torch.float32)
+    for tensor in parts(state).values() if rule.transition is not None else ():
+        assert tensor.shape == (sizes["batch"], sizes["heads"], sizes["key_dim"], sizes["value_dim"])
+        assert tensor.dtype == torch.promote_types(dtype, torch.float32)
     for part in ("q", "k", "v"):
         given_parts = {"q": x.q, "k": x.k, "v": x.v}
         for dim in range(4) if part != "v" else range(3):

@@ -6,26 +6,26 @@ import triton
 import triton.language as tl
 
 LOWEST = tl.constexpr(-64.0)
-"""The lower bound of a log-decay: exp(-64) added to 1 in fp32 is 1, and sums of -64 stay exact enough to subtract."""
+"""The lower bound of a log-decay. exp(-64) added to 1 in fp32 is 1, and sums of -64 stay exact enough to subtract."""
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
-MOVES = ("length", "chunks", "from_chunk", "to_chunk", "every", "segments", "span", "sequences", "H")
-"""Arguments that change from batch to batch: no kernel is compiled again because one of them is 1 or 16 n."""
+MOVES = ("length", "chunks", "from_chunk", "to_chunk", "segment_chunks", "segments", "span", "sequences", "H")
+"""Arguments that change from batch to batch. No kernel is compiled again because one of them is 1 or 16 n."""
 
 
 @triton.jit
 @no_type_check
-def unit_lower_inverse(m, SIZE: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + m)^{-1} - I in fp32 for strictly lower triangular m [SIZE, SIZE], by blocks of 2, 4, 8 and so on.
+def unit_lower_inverse(m, BT: tl.constexpr, PRECISION: tl.constexpr):
+    """Computes (I + m)^{-1} - I in fp32 for strictly lower triangular m [BT, BT], by blocks of 2, 4, 8 and so on.
 
-    I is left out because callers add x, unrounded, to the product with rounded x.
-    Forms only the products of block elimination, so it is as stable as substitution; powers of m would overflow.
-    Blocks up to 16 on the diagonal are computed as a batch, because whole matrices would be mostly zeros.
+    I is left out because callers add x, unrounded, to the product with rounded x. The inverse takes the products of
+    block elimination alone, so it is as stable as substitution; powers of m would overflow. Blocks up to 16 on the
+    diagonal are computed as a batch, because whole matrices would be mostly zeros.
     """
-    BLOCKS: tl.constexpr = SIZE // 16
+    BLOCKS: tl.constexpr = BT // 16
     block = tl.arange(0, BLOCKS)
     row, column = tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
     same = (block[:, None] == block[None, :])[:, None, :, None]
@@ -36,10 +36,10 @@ def unit_lower_inverse(m, SIZE: tl.constexpr, PRECISION: tl.constexpr):
         across = tl.where(quadrant, on, 0.0)
         below = tl.dot(small, across, across, input_precision=PRECISION)
         small -= tl.dot(below, small, below, input_precision=PRECISION)
-    inverse = tl.reshape(tl.where(same, tl.expand_dims(small, 2), 0.0), [SIZE, SIZE])
-    row, column = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
+    inverse = tl.reshape(tl.where(same, tl.expand_dims(small, 2), 0.0), [BT, BT])
+    row, column = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
     for level in tl.static_range(4, 8):
-        if 1 << level < SIZE:
+        if 1 << level < BT:
             quadrant = (row >> level + 1 == column >> level + 1) & (row >> level > column >> level)
             across = tl.where(quadrant, m, 0.0)
             below = tl.dot(inverse, across, across, input_precision=PRECISION)
@@ -49,11 +49,11 @@ def unit_lower_inverse(m, SIZE: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def locate(i, of, first, chunks, PACKED: tl.constexpr):
-    """Sequence and chunk of program i. Each sequence has `chunks` chunks; of packed ones, `launch.chunk_map` says."""
+def locate(i, chunk_sequences, first_chunks, chunks, PACKED: tl.constexpr):
+    """The sequence and chunk of program i. A sequence has `chunks` chunks, unless `launch.chunk_map` maps them."""
     if PACKED:
-        sequence = tl.load(of + i)
-        return sequence, i - tl.load(first + sequence)
+        sequence = tl.load(chunk_sequences + i)
+        return sequence, i - tl.load(first_chunks + sequence)
     return i // chunks, i % chunks
 
 
@@ -69,20 +69,20 @@ def bounds(sequence, cu_seqlens, length, PACKED: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def get_rows(x, row, valid, column, SIZE: tl.constexpr, RAGGED: tl.constexpr):
-    """Loads the tile of descriptor x that begins at a row and a column. RAGGED: rows from `valid` on are 0."""
-    found = x.load([row, column])
+def get_rows(x, row, valid, column, BT: tl.constexpr, RAGGED: tl.constexpr):
+    """Loads the tile of descriptor x that begins at a row and a column. If RAGGED, rows from `valid` on are 0."""
+    tile = x.load([row, column])
     if RAGGED:
-        found = tl.where((tl.arange(0, SIZE) < valid)[:, None], found, 0.0)
-    return found
+        tile = tl.where((tl.arange(0, BT) < valid)[:, None], tile, 0.0)
+    return tile
 
 
 @triton.jit
 @no_type_check
-def put_rows(x, tile, row, valid, column, columns, SIZE: tl.constexpr, WIDTH: tl.constexpr, RAGGED: tl.constexpr):
-    """Stores a tile where `get_rows` loads it. RAGGED: x is not a descriptor but a pointer to rows of `columns`."""
+def put_rows(x, tile, row, valid, column, columns, BT: tl.constexpr, WIDTH: tl.constexpr, RAGGED: tl.constexpr):
+    """Stores a tile where `get_rows` loads it. If RAGGED, x is a pointer to rows of `columns`, and no descriptor."""
     if RAGGED:
-        i = tl.arange(0, SIZE)
+        i = tl.arange(0, BT)
         at = x + row.to(tl.int64) * columns + column + i[:, None] * columns + tl.arange(0, WIDTH)[None, :]
         tl.store(at, tile.to(x.dtype.element_ty), mask=(i < valid)[:, None])
     else:
@@ -91,65 +91,65 @@ def put_rows(x, tile, row, valid, column, columns, SIZE: tl.constexpr, WIDTH: tl
 
 @triton.jit
 @no_type_check
-def rows(x, row, valid, head, H, column, width, SIZE: tl.constexpr, FULL: tl.constexpr):
-    """Pointers to [SIZE, W] of x [.., H, width] from a row on, and a mask of the elements that exist.
+def rows(x, row, valid, head, H, column, width, BT: tl.constexpr, FULL: tl.constexpr):
+    """Pointers to [BT, W] of x [.., H, width] from a row on, and a mask of the elements that exist.
 
-    For tensors that no descriptor takes, because their width is not a multiple of a block.
-    valid: number of rows that exist. FULL: whether all columns do.
+    Serves tensors that no descriptor takes, because their width is not a multiple of a block. The first `valid` rows
+    exist, and all columns do if FULL.
     """
-    i = tl.arange(0, SIZE)
+    i = tl.arange(0, BT)
     at = x + (row.to(tl.int64) * H + head) * width + (i[:, None] * (H * width) + column[None, :])
-    there = (i < valid)[:, None]
-    return at, there if FULL else there & (column < width)[None, :]
+    mask = (i < valid)[:, None]
+    return at, mask if FULL else mask & (column < width)[None, :]
 
 
 @triton.jit
 @no_type_check
-def scalars(x, row, valid, head, heads, SIZE: tl.constexpr):
-    """Loads [SIZE] of x [.., heads] from a row on, in fp32. Elements from `valid` on are 0."""
-    i = tl.arange(0, SIZE)
+def scalars(x, row, valid, head, heads, BT: tl.constexpr):
+    """Loads [BT] of x [.., heads] from a row on, in fp32. Elements from `valid` on are 0."""
+    i = tl.arange(0, BT)
     return tl.load(x + row.to(tl.int64) * heads + head + i * heads, mask=i < valid, other=0.0).to(tl.float32)
 
 
 @triton.jit
 @no_type_check
-def put_scalars(x, value, row, valid, head, heads, SIZE: tl.constexpr):
+def put_scalars(x, value, row, valid, head, heads, BT: tl.constexpr):
     """Stores a value where `scalars` loads it."""
-    i = tl.arange(0, SIZE)
+    i = tl.arange(0, BT)
     tl.store(x + row.to(tl.int64) * heads + head + i * heads, value.to(x.dtype.element_ty), mask=i < valid)
 
 
 @triton.jit
 @no_type_check
-def decays(g, row, valid, head, heads, SIZE: tl.constexpr):
+def decays(g, row, valid, head, heads, BT: tl.constexpr):
     """Loads g of a chunk's tokens, and of the token before each. Call it early: `cumulative` waits for the loads."""
-    i = tl.arange(0, SIZE)
+    i = tl.arange(0, BT)
     at = g + (row.to(tl.int64) + i) * heads + head
     return tl.load(at, mask=i < valid, other=0.0), tl.load(at - heads, mask=(i > 0) & (i <= valid), other=0.0)
 
 
 @triton.jit
 @no_type_check
-def cumulative(steps, SIZE: tl.constexpr, KIND: tl.constexpr):
-    """G_i, G_{i-1} and G_C of a chunk's `decays`, base 2. Tokens beyond the sequence, and all without g, have g = 0."""
+def cumulative(steps, BT: tl.constexpr, DTYPE: tl.constexpr):
+    """G_i, G_{i-1} and G_C of a chunk's `decays`, base 2. Tokens beyond the sequence, or all without g, have g = 0."""
     if steps is None:
-        sums = tl.zeros([SIZE], KIND)
+        sums = tl.zeros([BT], DTYPE)
         earlier = sums
     else:
         # Two sums of the same terms in the same order: a subtraction would lose precision.
-        sums = tl.cumsum(tl.maximum(steps[0].to(tl.float32), LOWEST).to(KIND) * LOG2_E, 0)
-        earlier = tl.cumsum(tl.maximum(steps[1].to(tl.float32), LOWEST).to(KIND) * LOG2_E, 0)
+        sums = tl.cumsum(tl.maximum(steps[0].to(tl.float32), LOWEST).to(DTYPE) * LOG2_E, 0)
+        earlier = tl.cumsum(tl.maximum(steps[1].to(tl.float32), LOWEST).to(DTYPE) * LOG2_E, 0)
     return sums, earlier, tl.min(sums, 0)
 
 
 @triton.jit
 @no_type_check
 def held(x):
-    """Returns x. Wrap the left operand of a product in it if the loop around the product does not change x.
+    """Returns x. Wrap the left operand of a product in `held` if the loop around the product does not change x.
 
     ptxas (12.8, 12.9) may reuse the registers of a WGMMA's left operand after its last product of an iteration, so
-    that the next iteration reads other numbers (`benchmarks/sass.py` finds that). It does not if another instruction
-    reads them too: this one looks for bits that no rounded number has.
+    that the next iteration reads other numbers (`benchmarks/sass.py` finds such products). ptxas keeps the registers if
+    another instruction reads them too. The instruction here looks for bits that no rounded number has.
     """
     if not INTERPRETED and x.dtype != tl.float32:
         tl.inline_asm_elementwise(
@@ -170,14 +170,14 @@ def held(x):
 
 @triton.jit
 @no_type_check
-def apart(later, earlier, i, j, STRICT: tl.constexpr, DECAYS: tl.constexpr = True):
+def decay_between(later, earlier, i, j, STRICT: tl.constexpr, DECAYS: tl.constexpr = True):
     """exp2(later_i - earlier_j) for j <= i, or for j < i if STRICT; else 0. Operands are [.., 1] and [1, ..].
 
-    DECAYS: False if nothing decays, which saves an exponential for each pair, up to a tenth of a kernel's time.
+    DECAYS is False if nothing decays, which saves an exponential for each pair, up to a tenth of a kernel's time.
     """
-    there = i > j if STRICT else i >= j
+    visible = i > j if STRICT else i >= j
     if DECAYS:
-        found = tl.exp2(tl.where(there, (later - earlier).to(tl.float32), float("-inf")))
+        decay = tl.exp2(tl.where(visible, (later - earlier).to(tl.float32), float("-inf")))
     else:
-        found = tl.where(there, 1.0, 0.0)
-    return found
+        decay = tl.where(visible, 1.0, 0.0)
+    return decay

@@ -7,26 +7,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltalab.kernels.compiled import launch
+from deltalab.kernels.compilations import launch
+from deltalab.kernels.operands import FIT, WIDTHS, FitOperands, contiguous
 from deltalab.kernels.register import absent, eager, register
 from deltalab.kernels.scalar.forward import pseudo_residual
 from deltalab.rule import Operands, State
 from deltalab.structure import Transition
 
 WIDTH = 32
-"""Columns of the state that a program holds: 128 bytes of each row, and enough programs for a small batch."""
+"""Columns of the state that a program holds: 128 bytes of each row, so that a small batch has enough programs."""
 
 
 @triton.jit
 @no_type_check
 def vector(x, row, at, size):
-    """x[row] of x [.., size], in fp32, with zeros from `size` on."""
+    """Loads x[row] of x [.., size] in fp32, with zeros from `size` on."""
     return tl.load(x + row * size + at, mask=at < size, other=0.0).to(tl.float32)
 
 
 @triton.jit
 @no_type_check
 def scalar(x, row):
+    """Loads x[row] in fp32."""
     return tl.load(x + row).to(tl.float32)
 
 
@@ -41,11 +43,11 @@ def block(state, head, key, value, K: tl.constexpr, V: tl.constexpr):
 @triton.jit
 @no_type_check
 def load(state, head, key, value, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
-    """The `block` of a state in fp32; zeros where state is None."""
+    """Loads the `block` of a state in fp32; zeros if the state is None."""
     if state is None:
         return tl.zeros([BK, BV], dtype=tl.float32)
-    at, there = block(state, head, key, value, K, V)
-    return tl.load(at, mask=there, other=0.0).to(tl.float32)
+    at, mask = block(state, head, key, value, K, V)
+    return tl.load(at, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -69,107 +71,92 @@ def step(s, k, u, g, e, a, b, row, key, K: tl.constexpr, DIAGONAL: tl.constexpr,
 @no_type_check
 def decode_kernel(
     r, k, u, g, e, a, b, beta, read, d,
-    second_r, target, strength, second_read, second_g, second_e,
-    state, second, o, last, second_last,
+    fit_r, fit_target, fit_beta, fit_read, fit_g, fit_e,
+    state, fit_state, o, last, fit_last,
     scale, clip,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     STEPS: tl.constexpr, DIAGONAL: tl.constexpr, LATE: tl.constexpr, LOSS: tl.constexpr,
 ):  # fmt: skip
-    """One program for each block of BV values of each head of each sequence; it holds all K rows of the block."""
+    """Computes one token; a program holds all K rows of a block of BV values of a head of a sequence."""
     head = tl.program_id(0)
     key = tl.arange(0, BK)
     value = tl.program_id(1) * BV + tl.arange(0, BV)
     s = load(state, head, key, value, K, V, BK, BV)
     if LOSS is not None:  # Load before the first store: the compiler moves no load ahead of a store.
-        fitted = load(second, head, key, value, K, V, BK, BV)
+        fit_s = load(fit_state, head, key, value, K, V, BK, BV)
 
-    first_row = head // H * (STEPS * H) + head % H
-    k_0 = vector(k, first_row, key, K)
+    row_0 = head // H * (STEPS * H) + head % H
+    k_0 = vector(k, row_0, key, K)
     reading = vector(r, head, key, K)
     if read is not None:
         reading *= scalar(read, head)
     if d is not None:
-        reading -= scalar(d, first_row) * k_0
+        reading -= scalar(d, row_0) * k_0
     if LOSS is not None:
         base = tl.sum(reading[:, None] * s, 0)
-        error = vector(target, first_row, value, V) - tl.sum(k_0[:, None] * s, 0)
-        learned = scalar(strength, first_row) * pseudo_residual(error, clip, LOSS)
+        error = vector(fit_target, row_0, value, V) - tl.sum(k_0[:, None] * s, 0)
+        learned = scalar(fit_beta, row_0) * pseudo_residual(error, clip, LOSS)
 
     for i in tl.static_range(STEPS):
-        row = first_row + i * H
+        row = row_0 + i * H
         u_i = vector(u, row, value, V)
         if beta is not None:
             u_i *= scalar(beta, row)
         s = step(s, vector(k, row, key, K), u_i, g, e, a, b, row, key, K, DIAGONAL, LATE)
-    at, there = block(last, head, key, value, K, V)
-    tl.store(at, s, mask=there)
+    at, mask = block(last, head, key, value, K, V)
+    tl.store(at, s, mask=mask)
 
     if LOSS is not None:
-        s = step(fitted, k_0, learned, second_g, second_e, a, b, first_row, key, K, DIAGONAL, LATE)
-        at, there = block(second_last, head, key, value, K, V)
-        tl.store(at, s, mask=there)
-        reading = vector(second_r, head, key, K)
-        if second_read is not None:
-            reading *= scalar(second_read, head)
+        s = step(fit_s, k_0, learned, fit_g, fit_e, a, b, row_0, key, K, DIAGONAL, LATE)
+        at, mask = block(fit_last, head, key, value, K, V)
+        tl.store(at, s, mask=mask)
+        reading = vector(fit_r, head, key, K)
+        if fit_read is not None:
+            reading *= scalar(fit_read, head)
     out = tl.sum(reading[:, None] * s, 0)
     if LOSS is not None:
         out += base
     tl.store(o + head * V + value, (scale * out).to(o.dtype.element_ty), mask=value < V)
 
 
-@torch.library.custom_op("deltalab::decode", mutates_args=())
-def _decode(
-    r: Tensor,
-    k: Tensor,
-    u: Tensor,
-    g: Tensor | None,
-    e: Tensor | None,
-    a: Tensor | None,
-    b: Tensor | None,
-    beta: Tensor | None,
-    read: Tensor | None,
-    d: Tensor | None,
-    second_r: Tensor | None,
-    target: Tensor | None,
-    strength: Tensor | None,
-    second_read: Tensor | None,
-    second_g: Tensor | None,
-    second_e: Tensor | None,
-    state: Tensor | None,
-    second: Tensor | None,
-    scale: float,
-    late: bool,
-    steps: int,
-    loss: str | None,
-    clip: float,
-) -> list[Tensor]:
+TENSORS = [*WIDTHS, *FIT.prefixed("fit_"), "state", "fit_state"]
+"""The tensors that the operator takes, in its order: the operands of any structure, of a fit, and both states."""
+
+
+@torch.library.custom_op(
+    "deltalab::decode",
+    mutates_args=(),
+    schema=f"(Tensor? {', Tensor? '.join(TENSORS)}, float scale, bool late, SymInt steps, str? loss, float clip)"
+    " -> Tensor[]",
+)
+def _decode(*arguments: Any) -> list[Tensor]:
     """The output, the state and, with a loss, the second state; all tensors contiguous."""
-    out = _outputs(r, k, u, loss)
+    operands = dict(zip(TENSORS, arguments, strict=False))
+    scale, late, steps, loss, clip = arguments[len(TENSORS) :]
+    r, k, u, g = (operands[name] for name in "rkug")
+    outputs = _outputs(r, k, u, loss)
     batch, _, heads, key_dim = r.shape
     value_dim = u.shape[-1]
     bk, bv = max(16, triton.next_power_of_2(key_dim)), min(WIDTH, max(16, triton.next_power_of_2(value_dim)))
-    o, last, second_last = out
-    operands = {
-        "r": r, "k": k, "u": u, "g": g, "e": e, "a": a, "b": b, "beta": beta, "read": read, "d": d,
-        "second_r": second_r, "target": target, "strength": strength, "second_read": second_read,
-        "second_g": second_g, "second_e": second_e, "state": state, "second": second, "o": o, "last": last,
-        "second_last": second_last if loss else None, "scale": scale, "clip": clip,
-    }  # fmt: skip
+    o, last, fit_last = outputs
+    operands |= {"o": o, "last": last, "fit_last": fit_last if loss else None, "scale": scale, "clip": clip}
     sizes = {
         "H": heads, "K": key_dim, "V": value_dim, "BK": bk, "BV": bv, "STEPS": steps,
         "DIAGONAL": g is not None and g.dim() == 4, "LATE": late, "LOSS": loss,
     }  # fmt: skip
     grid = batch * heads, triton.cdiv(value_dim, bv)
     launch(decode_kernel, grid, operands, sizes, num_warps=8 if bk > 128 else 4)
-    return out
+    return outputs
 
 
 def _outputs(r: Tensor, k: Tensor, u: Tensor, loss: str | None) -> list[Tensor]:
+    """Room for the outputs."""
     last = u.new_empty(r.shape[0], r.shape[2], k.shape[-1], u.shape[-1], dtype=torch.float32)
     return [u.new_empty(*r.shape[:3], u.shape[-1]), last, torch.empty_like(last) if loss else absent(u)]
 
 
 def _shapes(*, r: Tensor, k: Tensor, u: Tensor, loss: str | None, **_: Any) -> list[Tensor]:
+    """Empty outputs of the operator."""
     return _outputs(r, k, u, loss)
 
 
@@ -177,29 +164,32 @@ register(_decode, shapes=_shapes)
 _eagerly = eager(_decode)
 
 
-def decode(transition: Transition, x: Operands, *, scale: float, state: State | None) -> tuple[Tensor, State]:
-    """`reference.recurrent` for one token, T = 1: o [B, 1, H, V] in u's dtype, and a new state in fp32.
+def decode(transition: Transition, operands: Operands, *, scale: float, state: State | None) -> tuple[Tensor, State]:
+    """Computes `reference.recurrent` for one token, T = 1. There is no gradient.
 
-    x: `Operands` with B and H in full, and n rows where the transition takes n steps. state: a tuple of one
-    [B, H, K, V], of two with a fit; None if empty. Each is read and written once. There is no gradient.
+    Args:
+        transition: The transition of the state.
+        operands: The operands with B and H in full, and n rows if the transition takes n steps.
+        scale: The factor of the output.
+        state: One state [B, H, K, V] in a tuple, two with a fit, or None for an empty state. Each is read and written
+            once.
+
+    Returns:
+        o [B, 1, H, V] in u's dtype, and a new state in fp32.
     """
-    fit = x.fit
+    fit = operands.fit
     first, second = (*(state or ()), None, None)[:2]
-    given: dict[str, Tensor | None] = {  # in the order of the operator
-        "r": x.r, "k": x.k, "u": x.u, "g": x.g, "e": x.e, "a": x.a, "b": x.b, "beta": x.beta, "read": x.read, "d": x.d,
-        "second_r": None, "target": None, "strength": None, "second_read": None, "second_g": None, "second_e": None,
-        "state": first, "second": second,
-    }  # fmt: skip
-    if fit is not None:
-        own = fit.operands(x)
-        given |= {"second_r": own.r, "target": fit.v, "strength": own.beta}
-        given |= {"second_read": own.read, "second_g": own.g, "second_e": own.e}
-    o, last, second_last = _eagerly(
-        *(None if one is None else one.contiguous() for one in given.values()),
+    if fit is None:
+        of_fit: list[Tensor | None] = [None] * len(FIT.names)
+    else:
+        second_pass = fit.operands(operands)
+        of_fit = [*FitOperands(fit.v, second_pass.r, second_pass.g, second_pass.e, fit.strength, fit.read)]
+    o, last, fit_last = _eagerly(
+        *contiguous((*(getattr(operands, name) for name in WIDTHS), *of_fit, first, second)),
         scale,
         transition.reads == "decayed_state",
         transition.steps,
         None if fit is None else fit.residual.loss,
         0.0 if fit is None else fit.residual.clip,
     )
-    return o, (last,) if fit is None else (last, second_last)
+    return o, (last,) if fit is None else (last, fit_last)

@@ -1,9 +1,8 @@
 """Mends Triton's interpreter, which computes with the bit patterns of bf16 numbers as if they were whole numbers.
 
-Seen with Triton 3.4 to 3.7: it keeps bf16 as uint16, and converts it on a cast from or to another float and in a
-reduction alone. So it returns garbage for a product of matrices, a sum of two bf16 tensors, or a mask cast to bf16.
-
-It also spends most of its time on work that changes no result, which is left out here; see `_quicken`.
+Triton 3.4 to 3.7 keep bf16 as uint16 in the interpreter, and convert it only in a cast from or to another float and in
+a reduction. So the interpreter returns garbage for a product of matrices, a sum of two bf16 tensors, or a mask cast to
+bf16. The interpreter also spends most of its time on work that changes no result; `_quicken` leaves that work out.
 """
 
 import inspect
@@ -36,19 +35,19 @@ def mend() -> None:
 
 
 def _quicken() -> None:
-    """Leaves out work of the interpreter that changes no result. It then takes half the time."""
+    """Leaves out work of the interpreter that changes no result, so that the interpreter takes half the time."""
     if hasattr(interpreter._patch_lang, "of_triton"):
         return
     interpreter._patch_lang = _once_a_launch(interpreter._patch_lang)
     interpreter._patch_builtin = _patch_builtin
     interpreter._get_np_dtype = _of_numpy(interpreter._get_np_dtype)
-    # Without `debug`, no overflow that it looks for is reported.
+    # Without `debug`, the interpreter reports none of the overflows that it looks for.
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
 
 
 def _once_a_launch(patch: Any) -> Any:
-    """Patches a language module once in a launch: Triton does so on each call of a function in a kernel."""
+    """Patches a language module once in a launch; Triton patches it on each call of a function in a kernel."""
     patched: set[str] = set()
 
     def patch_lang(fn: Any) -> Any:
@@ -74,53 +73,62 @@ def _once_a_launch(patch: Any) -> Any:
 
 @cache
 def _languages(fn: Any) -> frozenset[str]:
+    """The language modules that a function's globals hold."""
     return frozenset(lang.__name__ for lang in (tl, tl.core) if any(value is lang for value in fn.__globals__.values()))
 
 
-def _patch_builtin(of: Any, builder: Any, scope: Any) -> None:
-    for name in _builtins(of):
-        if tl.core.is_builtin(member := getattr(of, name)):
-            interpreter._patch_attr(of, name, member, builder, scope)
+def _patch_builtin(module: Any, builder: Any, scope: Any) -> None:
+    """Patches the builtins of a module, as Triton's function of this name does."""
+    for name in _builtins(module):
+        if tl.core.is_builtin(member := getattr(module, name)):
+            interpreter._patch_attr(module, name, member, builder, scope)
 
 
 def _of_numpy(look_up: Any) -> Any:
-    """Keeps what was looked up for a number's type: Triton makes its table of types again for each look-up."""
-    kept = cache(look_up)
-    return lambda kind: kept(kind) if type(kind) is tl.dtype else look_up(kind)
+    """Remembers the NumPy type of each of Triton's types; Triton makes its table of types again for each look-up."""
+    remembered = cache(look_up)
+    return lambda dtype: remembered(dtype) if type(dtype) is tl.dtype else look_up(dtype)
 
 
 @cache
-def _builtins(of: Any) -> list[str]:
-    return [name for name, member in inspect.getmembers(of) if tl.core.is_builtin(member)]
+def _builtins(module: Any) -> list[str]:
+    """The names of a module's builtins."""
+    return [name for name, member in inspect.getmembers(module) if tl.core.is_builtin(member)]
 
 
 def _in_fp32(method: Any) -> Any:
-    def computed(self: Any, *given: Any) -> Any:
-        wide = [_widened(x) for x in given]
-        found = method(self, *wide)
-        narrow = any(a is not b for a, b in zip(given, wide, strict=True)) and method.__name__ != "create_dot"
-        return _narrowed(found) if narrow and found.data.dtype == np.float32 else found
+    """The method with bf16 arguments in fp32, and its result rounded to bf16 if an argument was bf16."""
+
+    def computed(self: Any, *arguments: Any) -> Any:
+        widened = [_widened(x) for x in arguments]
+        result = method(self, *widened)
+        narrow = any(a is not b for a, b in zip(arguments, widened, strict=True)) and method.__name__ != "create_dot"
+        return _narrowed(result) if narrow and result.data.dtype == np.float32 else result
 
     computed.of_triton = method  # type: ignore[attr-defined]
     return computed
 
 
 def _by_fp32(cast: Any) -> Any:
-    def converted(self: Any, x: Any, kind: Any) -> Any:
-        if kind.scalar == tl.bfloat16 and x.dtype.scalar != tl.bfloat16:
+    """The cast, which goes by fp32 from or to bf16."""
+
+    def converted(self: Any, x: Any, dtype: Any) -> Any:
+        if dtype.scalar == tl.bfloat16 and x.dtype.scalar != tl.bfloat16:
             return _narrowed(cast(self, x, tl.float32) if x.dtype.scalar != tl.float32 else x)
-        return cast(self, _widened(x), kind) if kind.scalar not in (tl.bfloat16, tl.float32) else cast(self, x, kind)
+        return cast(self, x if dtype.scalar in (tl.bfloat16, tl.float32) else _widened(x), dtype)
 
     converted.of_triton = cast  # type: ignore[attr-defined]
     return converted
 
 
 def _narrowed(x: Any) -> Any:
+    """A tensor of fp32, rounded to bf16."""
     bits = torch.from_numpy(np.ascontiguousarray(x.data, dtype=np.float32)).bfloat16().view(torch.uint16)
     return TensorHandle(bits.numpy(), tl.bfloat16)
 
 
 def _widened(x: Any) -> Any:
+    """A tensor of bf16 in fp32; anything else as it is."""
     if not isinstance(x, TensorHandle) or x.dtype.scalar != tl.bfloat16:
         return x
     bits = torch.from_numpy(np.ascontiguousarray(x.data)).view(torch.bfloat16)

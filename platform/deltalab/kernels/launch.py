@@ -7,37 +7,51 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from deltalab.kernels.compiled import Launcher, Tile
+from deltalab.kernels.compilations import Launcher, Tile
 
-Found = TypeVar("Found")
+R = TypeVar("R")
 
 PRECISIONS = {torch.bfloat16: "tf32", torch.float16: "tf32x3", torch.float32: "ieee"}
 """Precision of products of fp32 operands, by the dtype of q, k and v. The hardware truncates tf32 operands to 10 bits
-instead of rounding them, so tf32 costs an inverse more accuracy than rounding it to fp16 afterwards does."""
+instead of rounding them, so tf32 costs an inverse more accuracy than rounding the inverse to fp16 afterwards does."""
 
 MOST = 256
-"""Plans that are remembered. With more, all are forgotten."""
+"""The number of plans that are remembered. With more, all are forgotten."""
 
 ALL_REGISTERS = 255
-"""The most that a thread may have. By itself, ptxas gives kernels of fp32 products 32 and spills up to 10 KiB."""
+"""The most registers of a thread. By itself, ptxas gives kernels of fp32 products 32 and spills up to 10 KiB."""
 
 
 class Packing(NamedTuple):
-    """Where the chunks of packed sequences lie: `cu_seqlens` [N + 1] in int32, and what `chunk_map` returns."""
+    """Where the chunks of packed sequences lie.
+
+    Attributes:
+        cu_seqlens: The bounds of the sequences, [N + 1] in int32.
+        chunk_sequences: The sequence of each chunk, [bound]; N for chunks beyond the last one.
+        first_chunks: The first chunk of each sequence, [N + 1].
+    """
 
     cu_seqlens: Tensor
-    of: Tensor
-    first: Tensor
+    chunk_sequences: Tensor
+    first_chunks: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
     """The plan of one problem. Each structure adds the sizes of its blocks and the resources of its kernels.
 
-    batch: number of sequences, packed ones counted singly.
-    tokens, chunks: length of each sequence; of packed sequences, length and bound on the chunks of all together.
-    size: tokens of a chunk. every: chunks of a segment, after which the forward keeps the state for the backward.
-    dtype: of q, k and v. known: what `once` found.
+    Attributes:
+        batch: Number of sequences; packed sequences are counted singly.
+        tokens: Length of each sequence, or of all packed sequences together.
+        heads: H.
+        key_dim: K.
+        value_dim: V.
+        chunk_size: Tokens of a chunk.
+        chunks: Chunks of each sequence, or a bound on the chunks of all packed sequences together.
+        segment_chunks: Chunks of a segment. The forward keeps the state before each segment for the backward.
+        dtype: The dtype of q, k and v.
+        packing: Where the chunks of packed sequences lie; None if sequences are not packed.
+        results: What `once` has made.
     """
 
     batch: int
@@ -45,45 +59,49 @@ class Launch:
     heads: int
     key_dim: int
     value_dim: int
-    size: int
+    chunk_size: int
     chunks: int
-    every: int
+    segment_chunks: int
     dtype: torch.dtype
     packing: Packing | None = None
-    known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    results: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def segments(self) -> int:
-        return -(-self.chunks // self.every)
+        """Number of segments of a sequence."""
+        return -(-self.chunks // self.segment_chunks)
 
     def segment(self, number: int) -> range:
         """The chunks of one segment."""
-        return range(number * self.every, min((number + 1) * self.every, self.chunks))
+        return range(number * self.segment_chunks, min((number + 1) * self.segment_chunks, self.chunks))
 
     @property
-    def wide(self) -> bool:
+    def fp32(self) -> bool:
+        """Whether q, k and v are in fp32."""
         return self.dtype == torch.float32
 
     @property
     def precision(self) -> str:
+        """Precision of products of fp32 operands, as `triton.language.dot` takes it."""
         return PRECISIONS[self.dtype]
 
     @property
     def ragged(self) -> bool:
         """Whether a sequence may end inside a chunk."""
-        return self.packing is not None or self.tokens % self.size != 0
+        return self.packing is not None or self.tokens % self.chunk_size != 0
 
     def slots(self, chunks: int) -> int:
         """Number of chunks, over all sequences, in a launch over `chunks` chunks of each sequence."""
         return self.chunks if self.packing else self.batch * chunks
 
     def sizes(self, kernel: str) -> dict[str, Any]:
-        """Arguments that follow from the plan, by name: a launch passes on those that its kernel takes."""
-        cu_seqlens, of, first = self.packing or (None, None, None)
+        """Arguments that follow from the plan, by name. A launch passes on those that its kernel takes."""
+        cu_seqlens, chunk_sequences, first_chunks = self.packing or (None, None, None)
         return {
-            "cu_seqlens": cu_seqlens, "of": of, "first": first, "length": self.tokens, "sequences": self.batch,
-            "chunks": self.chunks, "every": self.every, "segments": self.segments,
-            "H": self.heads, "K": self.key_dim, "V": self.value_dim, "SIZE": self.size,
+            "cu_seqlens": cu_seqlens, "chunk_sequences": chunk_sequences, "first_chunks": first_chunks,
+            "length": self.tokens, "sequences": self.batch, "chunks": self.chunks,
+            "segment_chunks": self.segment_chunks, "segments": self.segments,
+            "H": self.heads, "K": self.key_dim, "V": self.value_dim, "BT": self.chunk_size,
             "PACKED": self.packing is not None, "RAGGED": self.ragged, "PRECISION": self.precision,
         }  # fmt: skip
 
@@ -91,57 +109,80 @@ class Launch:
         """Warps, stages and registers."""
         raise NotImplementedError
 
-    def launch(self, kernel: Any, grid: tuple[int, ...], chunks: range, /, **operands: Any) -> None:
-        """Launches a kernel over `chunks` of each sequence, with named operands and those of `sizes` that it takes."""
-        self.once((kernel.__name__, chunks, *operands), lambda: self._launcher(kernel, chunks, operands))(
-            grid, operands
-        )
+    def launch(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        chunks: range,
+        first: dict[str, Any] | None = None,
+        /,
+        **operands: Any,
+    ) -> None:
+        """Launches a kernel with its operands by name, and with those of `sizes` that it takes.
+
+        Args:
+            kernel: A function with `triton.jit`.
+            grid: The number of programs in each dimension.
+            chunks: The chunks of each sequence that the launch is over.
+            first: Operands in a dictionary, which need not be unpacked.
+            **operands: The other operands.
+        """
+        if first is not None:
+            operands = {**first, **operands} if operands else first
+        key = kernel.__name__, chunks, *operands
+        launcher = self.results.get(key)
+        if launcher is None:
+            launcher = self.results[key] = self._launcher(kernel, chunks, operands)
+        launcher(grid, operands)
 
     def _launcher(self, kernel: Any, chunks: range, operands: Mapping[str, Any]) -> Launcher:
-        name, among = kernel.__name__, set(kernel.arg_names) - set(operands)
+        """A launcher with those sizes that the kernel takes besides the operands."""
+        name, missing = kernel.__name__, set(kernel.arg_names) - set(operands)
         sizes = {**self.sizes(name), "from_chunk": chunks.start, "to_chunk": chunks.stop, "span": len(chunks)}
-        return Launcher(kernel, {one: size for one, size in sizes.items() if one in among}, self.resources(name))
+        taken = {argument: size for argument, size in sizes.items() if argument in missing}
+        return Launcher(kernel, taken, self.resources(name))
 
-    def once(self, key: Any, make: Callable[[], Found]) -> Found:
+    def once(self, key: Any, make: Callable[[], R]) -> R:
         """What `make` returned when it was first called for this plan and key."""
-        found: Found | None = self.known.get(key)
-        if found is None:
-            found = self.known[key] = make()
-        return found
+        result: R | None = self.results.get(key)
+        if result is None:
+            result = self.results[key] = make()
+        return result
 
 
 _plans: dict[Any, Any] = {}
 
 
-def planned(make: Callable[..., Found], *sizes: Any) -> Found:
-    """make(*sizes), from memory where it was called before, unless a size is a compiler's symbol."""
+def planned(make: Callable[..., R], *sizes: Any) -> R:
+    """Returns make(*sizes), from memory if it was called before, unless a size is a compiler's symbol."""
     if torch.SymInt in map(type, sizes):
         return make(*sizes)
-    found: Found | None = _plans.get((make, sizes))
-    if found is None:
+    plan: R | None = _plans.get((make, sizes))
+    if plan is None:
         if len(_plans) >= MOST:
             _plans.clear()
-        found = _plans[make, sizes] = make(*sizes)
-    return found
+        plan = _plans[make, sizes] = make(*sizes)
+    return plan
 
 
 def chunk_map(cu_seqlens: Tensor, tokens: int, chunk_size: int) -> tuple[Packing, int]:
-    """Finds the chunks of packed sequences with bounds cu_seqlens [N + 1]. Does not synchronize with the device.
+    """Finds the chunks of packed sequences with bounds cu_seqlens [N + 1], without waiting for the device.
 
-    Returns the packing and `bound`, an upper bound on the number of chunks: `of` [bound] is the sequence of each
-    chunk, N for chunks beyond the last one, and `first` [N + 1] is the first chunk of each sequence.
+    Returns:
+        The packing, and an upper bound on the number of chunks.
     """
     bound = tokens // chunk_size + cu_seqlens.numel() - 1
     counts = (cu_seqlens.diff() + chunk_size - 1) // chunk_size
-    first = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(torch.int32)
-    at = torch.arange(bound, device=cu_seqlens.device, dtype=torch.int32)
-    of = torch.searchsorted(first, at, right=True, out_int32=True) - 1
-    return Packing(cu_seqlens.to(torch.int32), of, first), bound
+    first_chunks = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(torch.int32)
+    chunks = torch.arange(bound, device=cu_seqlens.device, dtype=torch.int32)
+    chunk_sequences = torch.searchsorted(first_chunks, chunks, right=True, out_int32=True) - 1
+    return Packing(cu_seqlens.to(torch.int32), chunk_sequences, first_chunks), bound
 
 
 def tiles(x: Tensor | None, width: int, rows: int, columns: int, *, store: bool = False, ragged: bool = False) -> Any:
-    """Views contiguous x as a matrix with rows of `width` in tiles of [rows, columns].
+    """Views contiguous x as a matrix with rows of `width`, in tiles of [rows, columns].
 
-    Returns x itself where a kernel stores at ragged ends, for which `chunk.put_rows` takes a pointer.
+    Returns:
+        x itself if a kernel stores to it at ragged ends, for which `chunk.put_rows` takes a pointer; None for None.
     """
     return x if x is None or (store and ragged) else Tile(x, width, (rows, columns))

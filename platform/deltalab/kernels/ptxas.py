@@ -14,8 +14,11 @@ OLDEST = (12, 9)
 def choose() -> str | None:
     """Makes Triton use a ptxas that is new enough, in this process and in processes that it starts.
 
-    Takes the one of TRITON_PTXAS_PATH or Triton's default. If it is too old, takes the one that Triton brings for
-    Blackwell GPUs, which compiles for older GPUs too. Returns what the user must provide if that is too old as well.
+    Takes the ptxas of TRITON_PTXAS_PATH, or Triton's default. If that ptxas is too old, takes the ptxas that Triton
+    brings for Blackwell GPUs, which compiles for older GPUs too.
+
+    Returns:
+        What the user must provide if both are too old, else None.
     """
     if _version(knobs.nvidia.ptxas) >= OLDEST:
         return None
@@ -28,4 +31,5 @@ def choose() -> str | None:
 
 
 def _version(tool: knobs.NvidiaTool) -> tuple[int, ...]:
+    """The version as numbers."""
     return tuple(map(int, tool.version.split(".")))

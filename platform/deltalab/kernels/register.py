@@ -1,7 +1,7 @@
 """What PyTorch must know about an operator besides its kernel: output shapes, gradient, and `torch.func.vmap`.
 
-Operators take and return flat tensors, because PyTorch reads their schema off the signature. Arguments are matched by
-name here, so that no code counts positions.
+Operators take and return flat tensors, because a schema knows no tuples. Arguments are matched by name here, so that no
+code counts positions.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -14,22 +14,26 @@ from torch.nn import Parameter
 
 from deltalab.errors import InputError
 
-Named = dict[str, Any]
+ByName = dict[str, Any]
+"""Arguments, or arguments and outputs, of an operator by their names."""
 
 
 def absent(x: Tensor) -> Tensor:
-    """[B, 0], in place of an output that does not exist: operators return tensors alone, and no two the same one."""
+    """A tensor [B, 0] in place of an output that does not exist, for x [B, ..].
+
+    Operators return tensors alone, and no two outputs may be the same tensor.
+    """
     return x.new_empty(x.shape[0], 0)
 
 
 def existing(x: Tensor) -> Tensor | None:
-    """None for what `absent` made: every other tensor of an operator has more dimensions."""
+    """The tensor, or None if `absent` made it: every other tensor of an operator has more dimensions."""
     return x if x.dim() > 2 else None
 
 
-def empty_like(given: Iterable[Tensor | None], x: Tensor) -> list[Tensor]:
-    """Room for a gradient of each; `absent` for None. x: any tensor of the batch."""
-    return [absent(x) if one is None else torch.empty_like(one) for one in given]
+def empty_like(tensors: Iterable[Tensor | None], x: Tensor) -> list[Tensor]:
+    """Room for a gradient of each tensor, `absent` for None; x is any tensor of the batch."""
+    return [absent(x) if tensor is None else torch.empty_like(tensor) for tensor in tensors]
 
 
 def register(
@@ -38,22 +42,24 @@ def register(
     shapes: Callable[..., Any],
     backward: CustomOpDef | None = None,
     outputs: Sequence[str] = (),
-    saved: Callable[[Named], Named] | None = None,
-    arranged: Callable[[Sequence[Tensor], Named], Sequence[Tensor]] | None = None,
+    saved: Callable[[ByName], ByName] | None = None,
+    arranged: Callable[[Sequence[Tensor], ByName], Sequence[Tensor]] | None = None,
     results: int | None = None,
     fold: bool = True,
 ) -> None:
     """Registers an operator's output shapes, its gradient if `backward` is given, and its rule for `torch.func.vmap`.
 
-    shapes: returns empty outputs. It is called with all arguments of op, by their names.
-    outputs: names for the outputs of op.
-    backward: returns gradients of op's first arguments, in their order. It is called with what its own arguments name:
-        an argument of op, an output, d_<output> for an output's gradient, which is None if there is none, or
-        has_<argument> for whether an argument was given. Gradients of arguments that were None are dropped.
-    saved: returns, for arguments and outputs by name, what else backward names.
-    arranged: puts what backward returns, given its arguments by name, into the order of op's arguments.
-    results: how many of the outputs callers of `eager(op)` use; all where None. The rest is for the backward alone.
-    fold: whether vmap folds its dimension into the batch (see `fold_into_batch`).
+    Args:
+        op: The operator.
+        shapes: Returns empty outputs. It is called with all arguments of op, by their names.
+        backward: Returns gradients of op's first arguments, in their order. It is called with what its own arguments
+            name: an argument of op, an output, d_<output> for an output's gradient (None if there is none), or
+            has_<argument> for whether an argument was given. Gradients of arguments that were None are dropped.
+        outputs: Names for the outputs of op.
+        saved: Returns, for arguments and outputs by name, the other tensors and values that backward names.
+        arranged: Puts what backward returns, given backward's arguments by name, into the order of op's arguments.
+        results: How many of the outputs callers of `eager(op)` use, or None for all. The backward alone uses the rest.
+        fold: Whether vmap folds its dimension into the batch (see `fold_into_batch`).
     """
     names = arguments(op)
 
@@ -79,49 +85,51 @@ class Gradient:
         op: CustomOpDef,
         backward: CustomOpDef,
         outputs: Sequence[str],
-        saved: Callable[[Named], Named] | None,
-        arranged: Callable[[Sequence[Tensor], Named], Sequence[Tensor]] | None,
+        saved: Callable[[ByName], ByName] | None,
+        arranged: Callable[[Sequence[Tensor], ByName], Sequence[Tensor]] | None,
     ) -> None:
         self.names, self.saved, self.arranged = [*arguments(op), *outputs], saved, arranged
         self.backward, self.taken, self.inputs = eager(backward), arguments(backward), len(arguments(op))
         upstream = [f"d_{name}" for name in outputs]
         tensors: list[str] = []
         others: list[str] = []
-        has: list[str] = []
+        flags: list[str] = []
         for name, argument in zip(self.taken, backward._opoverload._schema.arguments, strict=True):
             if name in upstream and name not in self.names:
                 continue
             if name.removeprefix("has_") in self.names and name not in self.names:
-                has.append(name)
+                flags.append(name)
             else:
                 (tensors if "Tensor" in str(argument.type) else others).append(name)
-        self.more = [name for name in (*tensors, *others) if name not in self.names]
-        at = [*self.names, *self.more]
-        self.tensors, self.others = [at.index(name) for name in tensors], [at.index(name) for name in others]
-        self.has = [self.names.index(name.removeprefix("has_")) for name in has]
-        pool = [*tensors, *others, *has, *upstream]
+        self.extra = [name for name in (*tensors, *others) if name not in self.names]
+        sources = [*self.names, *self.extra]
+        self.tensors, self.others = [sources.index(name) for name in tensors], [sources.index(name) for name in others]
+        self.flags = [self.names.index(name.removeprefix("has_")) for name in flags]
+        pool = [*tensors, *others, *flags, *upstream]
         self.order = [pool.index(name) for name in self.taken]
 
     def remember(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        known = (*inputs, output) if isinstance(output, Tensor) else (*inputs, *output)
+        """Saves what `backward` takes of the inputs and outputs."""
+        values = (*inputs, output) if isinstance(output, Tensor) else (*inputs, *output)
         if self.saved is not None:
-            more = self.saved(dict(zip(self.names, known, strict=True)))
-            known = (*known, *[more[name] for name in self.more])
-        ctx.save_for_backward(*[known[i] for i in self.tensors])
-        ctx.others = [*[known[i] for i in self.others], *[known[i] is not None for i in self.has]]
-        ctx.given = [one is not None for one in inputs]
+            extra = self.saved(dict(zip(self.names, values, strict=True)))
+            values = (*values, *[extra[name] for name in self.extra])
+        ctx.save_for_backward(*[values[i] for i in self.tensors])
+        ctx.others = [*[values[i] for i in self.others], *[values[i] is not None for i in self.flags]]
+        ctx.are_given = [value is not None for value in inputs]
         ctx.set_materialize_grads(False)
 
     def differentiate(self, ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The gradient of each input, from those of the outputs."""
         missing = len(self.names) - self.inputs - len(gradients)
         pool = (*ctx.saved_tensors, *ctx.others, *gradients, *[None] * missing)
-        given = [pool[i] for i in self.order]
-        found = self.backward(*given)
-        found = [found] if isinstance(found, Tensor) else found
+        args = [pool[i] for i in self.order]
+        results = self.backward(*args)
+        results = [results] if isinstance(results, Tensor) else results
         if self.arranged is not None:
-            found = self.arranged(found, dict(zip(self.taken, given, strict=True)))
-        due = [one if given else None for one, given in zip(found, ctx.given, strict=False)]
-        return (*due, *[None] * (self.inputs - len(due)))
+            results = self.arranged(results, dict(zip(self.taken, args, strict=True)))
+        wanted = [result if is_given else None for result, is_given in zip(results, ctx.are_given, strict=False)]
+        return (*wanted, *[None] * (self.inputs - len(wanted)))
 
 
 class Plain:
@@ -138,41 +146,45 @@ def _differentiated(function: Callable[..., Any], gradient: Gradient, results: i
     class Direct(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
-            found = function(*args)
-            gradient.remember(ctx, args, found)
-            return found if isinstance(found, Tensor) else tuple(found[:results])
+            outputs = function(*args)
+            gradient.remember(ctx, args, outputs)
+            return outputs if isinstance(outputs, Tensor) else tuple(outputs[:results])
 
         @staticmethod
         def backward(ctx: Any, *gradients: Tensor | None) -> Any:
             return gradient.differentiate(ctx, *gradients)
 
     # Past Function.apply, which looks for what transforms of torch.func left behind: `eager` sees these.
-    found: Callable[..., Any] = super(torch.autograd.Function, Direct).apply
-    return found
+    apply: Callable[..., Any] = super(torch.autograd.Function, Direct).apply
+    return apply
 
 
 _plain: dict[CustomOpDef, Plain] = {}
-"""Of each registered operator."""
+"""The function of each registered operator."""
 
 
 def eager(op: CustomOpDef) -> Callable[..., Any]:
     """The operator, called without PyTorch's dispatcher where nothing needs to see it.
 
     A compiler, `torch.func`, a mode (fake tensors, selective checkpointing, counters of operators) and subclasses of
-    Tensor do. It takes arguments by position, and returns the first `results` outputs at least (see `register`).
-    """
+    Tensor need to see it.
 
+    Returns:
+        A function that takes the operator's arguments by position, and returns at least the first `results` outputs
+        (see `register`).
+    """
     defaults = [argument.default_value for argument in op._opoverload._schema.arguments]
 
     def call(*args: Any) -> Any:
-        args = (*args, *defaults[len(args) :])
+        if len(args) < len(defaults):
+            args = (*args, *defaults[len(args) :])
         if torch.compiler.is_compiling() or _watched():
             return op(*args)
         differentiated = False
-        for one in args:
-            if type(one) is Tensor or type(one) is Parameter:
-                differentiated = differentiated or one.requires_grad
-            elif isinstance(one, Tensor):
+        for arg in args:
+            if type(arg) is Tensor or type(arg) is Parameter:
+                differentiated = differentiated or arg.requires_grad
+            elif isinstance(arg, Tensor):
                 return op(*args)
         plain = _plain[op]
         if not (differentiated and torch.is_grad_enabled()):
@@ -199,18 +211,18 @@ def fold_into_batch(op: CustomOpDef) -> None:
     """
 
     def folded(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
-        size = info.batch_size
+        runs = info.batch_size
 
         def fold(x: Any, dim: int | None) -> Any:
             if not isinstance(x, Tensor):
                 return x
             if not x.is_floating_point():
                 raise InputError("packed sequences (cu_seqlens) cannot be mapped over: add them to the packing")
-            x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+            x = x.expand(runs, *x.shape) if dim is None else x.movedim(dim, 0)
             return x.flatten(0, 1).contiguous()
 
-        found = op(*map(fold, args, in_dims))
-        unfolded = [one.unflatten(0, (size, -1) if one.shape[0] else (size, 0)) for one in found]
-        return type(found)(unfolded), type(found)([0] * len(unfolded))
+        outputs = op(*map(fold, args, in_dims))
+        unfolded = [output.unflatten(0, (runs, -1) if output.shape[0] else (runs, 0)) for output in outputs]
+        return type(outputs)(unfolded), type(outputs)([0] * len(unfolded))
 
     op.register_vmap(folded)

@@ -1,7 +1,8 @@
 """Cuts a long sequence into parts that run at a time, once the states between the parts are known.
 
-A part takes a state S to T S + L. T is where it takes the identity if nothing is written, L where it takes zero. Both
-are computed for all parts at once, so that one pass over the sequence becomes two passes over a part.
+A part takes a state S to T S + L. T is the state that the part reaches from the identity if nothing is written, and L
+the state that it reaches from zero. T and L are computed for all parts at once, so that one pass over the sequence
+becomes two passes over a part.
 """
 
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 PROGRAMS = 132
-"""Programs of a scan that run at a time. The programs of all parts together are no more."""
+"""Programs of a scan that run at a time. All parts together have no more programs."""
 
 SHORTEST = 32
 """The fewest chunks of a part. The scan of a shorter part takes less time than finding its first state."""
@@ -20,7 +21,7 @@ MOST = 16
 
 
 def count(programs: int, chunks: int) -> int:
-    """Number of parts for sequences of `chunks` chunks: a power of two. programs: of a scan of whole sequences."""
+    """Number of parts for sequences of `chunks` chunks, a power of two; whole sequences take `programs` programs."""
     parts = 1
     while (
         2 * parts <= MOST
@@ -32,19 +33,22 @@ def count(programs: int, chunks: int) -> int:
     return parts
 
 
-def each(x: Tensor, parts: int) -> tuple[Tensor, ...]:
-    """Splits [B parts, ...] into one [B, ...] for each part."""
-    found: tuple[Tensor, ...] = x.unflatten(0, (-1, parts)).unbind(1)
-    return found
+def split(x: Tensor, parts: int) -> tuple[Tensor, ...]:
+    """Splits [B parts, ...] into one tensor [B, ...] for each part."""
+    tensors: tuple[Tensor, ...] = x.unflatten(0, (-1, parts)).unbind(1)
+    return tensors
 
 
-def chained(first: Tensor | None, maps: Sequence[Tensor], added: Sequence[Tensor]) -> list[Tensor]:
-    """The first state [B, H, K, V] of each part: S, and then T S + L of the part before.
+def first_states(state: Tensor | None, maps: Sequence[Tensor], written: Sequence[Tensor]) -> list[Tensor]:
+    """The first state [B, H, K, V] of each part: S of the first part, and T S + L of the part before for each other.
 
-    first: S, None for zero. maps: T [B, H, K, K], or [B, H, 1, 1] if the state only decays. added: L [B, H, K, V].
+    Args:
+        state: S of the first part, or None for zero.
+        maps: T of each part, [B, H, K, K], or [B, H, 1, 1] if the state only decays.
+        written: L of each part, [B, H, K, V].
     """
-    states = [torch.zeros_like(added[0]) if first is None else first]
-    with torch.autocast(added[0].device.type, enabled=False):
-        for part, more in zip(maps[:-1], added[:-1], strict=True):
-            states.append(more + (part @ states[-1] if part.shape[-1] > 1 else part * states[-1]))
+    states = [torch.zeros_like(written[0]) if state is None else state]
+    with torch.autocast(written[0].device.type, enabled=False):
+        for linear, added in zip(maps[:-1], written[:-1], strict=True):
+            states.append(added + (linear @ states[-1] if linear.shape[-1] > 1 else linear * states[-1]))
     return states

@@ -17,29 +17,35 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 OLDEST_TRITON = (3, 4)
-"""The first release with the tensor descriptors that the kernels load their tiles by."""
+"""The first release with the tensor descriptors by which the kernels load their tiles."""
 
 ENTRIES = __name__.removesuffix("backends") + "triton_kernels"
-"""The module that imports the kernels; in an exported folder, the copy that lies beside that of this file."""
+"""The module that imports the kernels. In an exported folder, its copy lies beside the copy of this file."""
 
 _log = logging.getLogger("deltalab")
 
 
 class ScanKernel(Protocol):
+    """`Kernels.scan`."""
+
     def __call__(
         self,
         transition: Transition,
-        x: Operands,
+        operands: Operands,
         /,
         *,
         dtype: torch.dtype,
         scale: float,
         state: State | None,
         cu_seqlens: Tensor | None = None,
-    ) -> tuple[Tensor, State]: ...
+    ) -> tuple[Tensor, State]:
+        """Computes the recurrence."""
+        ...
 
 
 class RegressionKernel(Protocol):
+    """`Kernels.regression`."""
+
     def __call__(
         self,
         ridge: Ridge,
@@ -51,19 +57,27 @@ class RegressionKernel(Protocol):
         *,
         scale: float,
         state: tuple[Tensor, Tensor],
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]: ...
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Computes the regression."""
+        ...
 
 
 class CrossEntropyKernel(Protocol):
-    def __call__(self, logits: Tensor, targets: Tensor, count: Tensor, /, *, ignore: int) -> Tensor: ...
+    """`Kernels.cross_entropy`."""
+
+    def __call__(self, logits: Tensor, targets: Tensor, count: Tensor, /, *, ignore: int) -> Tensor:
+        """Computes the losses."""
+        ...
 
 
 class AdamWKernel(Protocol):
+    """`Kernels.adamw`."""
+
     def __call__(
         self,
         weights: Tensor,
-        first: Tensor,
-        second: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
         grad: Tensor,
         losses: Tensor,
         /,
@@ -80,10 +94,14 @@ class AdamWKernel(Protocol):
         decayed: int,
         scaled: int,
         share: float,
-    ) -> None: ...
+    ) -> None:
+        """Takes one step."""
+        ...
 
 
 class IntegersKernel(Protocol):
+    """`Kernels.integers`."""
+
     def __call__(
         self,
         starts: Tensor,
@@ -93,32 +111,48 @@ class IntegersKernel(Protocol):
         *,
         shift: int = 0,
         below: int | Tensor | None = None,
-    ) -> Tensor: ...
+    ) -> Tensor:
+        """Draws integers."""
+        ...
 
 
 class ExponentialKernel(Protocol):
-    def __call__(self, starts: Tensor, rows: Tensor | None, shape: tuple[int, ...], /, *, terms: int) -> Tensor: ...
+    """`Kernels.exponential`."""
+
+    def __call__(self, starts: Tensor, rows: Tensor | None, shape: tuple[int, ...], /, *, terms: int) -> Tensor:
+        """Draws from the exponential distribution."""
+        ...
 
 
 class DistinctKernel(Protocol):
-    def __call__(self, starts: Tensor, rows: Tensor | None, shape: tuple[int, ...], /, *, below: int) -> Tensor: ...
+    """`Kernels.distinct`."""
+
+    def __call__(self, starts: Tensor, rows: Tensor | None, shape: tuple[int, ...], /, *, below: int) -> Tensor:
+        """Draws numbers that are distinct."""
+        ...
 
 
 class Kernels(NamedTuple):
-    """The kernels that a device has; None stands for one that it lacks.
+    """The kernels that a device has; None stands for a kernel that the device lacks.
 
-    triton: whether kernels run at all, so that a rule may launch its own.
-    scan: the function of `reference.recurrent`. takes: whether `scan` has a kernel for a transition and its operands
-        with products in a dtype.
-    regression: the function of `ridge.regression`.
-    rms_norm: of x, branch, weight, gate, eps and the dtype of the result; returns the norm and the sum, as `ops.norm`.
-    convolve: of x, taps, past, widths, key_dim, how many of q, k and v get SiLU, whether unit norm follows, and each
-        token's place within its sequence where sequences are packed.
-    swiglu: SiLU(a) * b for [.., 2 D], a and b side by side.
-    embed: the rows [n, N, d] of weights [n, V, d] for tokens [n, N].
-    cross_entropy: losses [n, m] of logits [n, m, V], which it replaces by their gradient, for `ops.loss`.
-    adamw: one step of a stack of runs, in place, for `training.stack`.
-    integers, exponential, distinct: draws for `tasks.randomness`; `distinct` draws at most `most_distinct` at a time.
+    Attributes:
+        triton: Whether kernels run at all, so that a rule may launch its own.
+        scan: Computes the function of `reference.recurrent`.
+        takes: Says whether `scan` has a kernel for a transition and its operands with products in a dtype.
+        regression: Computes the function of `ridge.regression`.
+        rms_norm: Takes x, branch, weight, gate, eps and the dtype of the result, and returns the norm and the sum, as
+            `ops.norm`.
+        convolve: Takes x, taps, past, widths, key_dim, how many of q, k and v get SiLU, whether unit norm follows, and
+            each token's place within its sequence if sequences are packed.
+        swiglu: Computes SiLU(a) * b for [.., 2 D], with a and b side by side.
+        embed: Looks up rows [n, N, d] of weights [n, V, d] for tokens [n, N].
+        cross_entropy: Computes losses [n, m] of logits [n, m, V] for `ops.loss`, and puts the gradient of the logits in
+            their place.
+        adamw: Takes one step of a stack of runs, in place, for `training.stack`.
+        integers: Draws for `tasks.randomness`.
+        exponential: Draws for `tasks.randomness`.
+        distinct: Draws for `tasks.randomness`.
+        most_distinct: The most numbers that `distinct` draws at a time.
     """
 
     triton: bool = False
@@ -151,13 +185,14 @@ class Kernels(NamedTuple):
 
 NONE = Kernels()
 _loaded = NONE
-"""The kernels, once `lacks_triton` has loaded them. torch.compile reads a global; it takes no such constant."""
+"""The kernels, once `lacks_triton` has loaded them. torch.compile reads a global, but takes no such constant result."""
 
 
 def constant(function: F) -> F:
     """Makes the function's result a constant of a compiled graph.
 
-    As `torch.compiler.assume_constant_result` does, which loads the compiler: half the time that a command starts in.
+    `torch.compiler.assume_constant_result` does the same, but loads the compiler, half the time that a command starts
+    in.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
@@ -170,7 +205,7 @@ def once(function: Callable[[str], T]) -> "functools._lru_cache_wrapper[T]":
 
 @once
 def lacks_triton(device: str) -> str | None:
-    """What the kernels need on this type of device and lack, or None; loads them where they lack nothing."""
+    """What the kernels need on this type of device and lack, or None; loads the kernels if they lack nothing."""
     global _loaded
     try:
         import triton
@@ -206,5 +241,5 @@ def _unasked(device: str) -> bool:
 
 
 def automatic(device: str) -> Kernels:
-    """The kernels to take where nobody asks for them by name: those of a GPU, none on a CPU."""
+    """The kernels to take if nobody asks for kernels by name: those of a GPU, none on a CPU."""
     return available(device) if _unasked(device) else NONE

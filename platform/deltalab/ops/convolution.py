@@ -21,10 +21,10 @@ LEAST_NORM = 1e-6
 """The least norm that q and k are divided by."""
 
 APART = 2**24
-"""With as many numbers, the first other product is a product of its own: the kernel would copy it twice."""
+"""With so many numbers, the first other product is a product of its own, because the kernel would copy it twice."""
 
 ALIGNED = 8
-"""A product's columns are a multiple of this, so that in 16 bits each row begins at a multiple of 16 bytes."""
+"""A product's columns are a multiple of this number, so that in 16 bits each row begins at a multiple of 16 bytes."""
 
 
 FEATURES: dict[str, tuple[Literal["unit", "silu", "raw"], bool]] = {
@@ -34,16 +34,22 @@ FEATURES: dict[str, tuple[Literal["unit", "silu", "raw"], bool]] = {
     "silu_qk": ("silu", False),
     "raw": ("raw", False),
 }
-"""What a layer's `features` say: `UpdateRule.features` and `UpdateRule.silu_of_v`."""
+"""What each of a layer's `features` says: `UpdateRule.features` and `UpdateRule.silu_of_v`."""
 
 
 @dataclass(frozen=True)
 class Channels:
     """The channels of one token, side by side: q of all heads, k of all heads for each of n steps, then v likewise.
 
-    qk_heads: how many q and k there are for `heads` v; groups of heads share them (grouped values).
-    features, silu_of_v: as in `UpdateRule`.
-    kv_heads: how many k and v there are for `heads` q (grouped queries), `heads` where None.
+    Attributes:
+        heads: Heads of the rule.
+        qk_heads: Heads of q and k. Groups of heads share them (grouped values).
+        key_dim: K.
+        value_dim: V.
+        steps: Keys and values of a token.
+        features: As in `UpdateRule`.
+        silu_of_v: As in `UpdateRule`.
+        kv_heads: Heads of k and v (grouped queries), or None for `heads`.
     """
 
     heads: int
@@ -57,10 +63,12 @@ class Channels:
 
     @property
     def k_heads(self) -> int:
+        """Heads of k."""
         return min(self.qk_heads, self.v_heads)
 
     @property
     def v_heads(self) -> int:
+        """Heads of v."""
         return self.kv_heads or self.heads
 
     @property
@@ -70,15 +78,17 @@ class Channels:
 
     @property
     def widths(self) -> tuple[int, int, int]:
+        """Channels of q, k and v."""
         keys = self.steps * self.k_heads * self.key_dim
         return self.qk_heads * self.key_dim, keys, self.steps * self.v_heads * self.value_dim
 
     @property
     def total(self) -> int:
+        """Channels of q, k and v together."""
         return sum(self.widths)
 
     def split(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q [B, T, heads of q, K], k [B, n T, heads of k, K], v [B, n T, heads of v, V], from [B, T, width] each."""
+        """Views [B, T, width] each as q [B, T, heads, K], k [B, n T, heads, K] and v [B, n T, heads, V]."""
         q = q.unflatten(-1, (self.qk_heads, self.key_dim))
         k = k.unflatten(-1, (self.steps, self.k_heads, self.key_dim)).flatten(1, 2)
         v = v.unflatten(-1, (self.steps, self.v_heads, self.value_dim)).flatten(1, 2)
@@ -88,19 +98,26 @@ class Channels:
 def features(
     qkv: Tensor, taps: Tensor | None, past: Tensor | None, channels: Channels, packed: Sequences | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k and v in the shapes of `Channels.split`, and the past for the tokens that follow.
+    """Computes q, k and v from their projections.
 
-    qkv: the projections [B, T, C]. taps: the convolution's weights [W, C]; None for no convolution.
-    past: qkv of the W - 1 tokens before, [B, W - 1, C]; None for zeros.
-    packed: the sequences in the row, where B = 1 and there is no past; each has a past of its own, [N, W - 1, C].
+    Args:
+        qkv: The projections [B, T, C].
+        taps: The convolution's weights [W, C]; None for no convolution.
+        past: qkv of the W - 1 tokens before, [B, W - 1, C]; None for zeros.
+        channels: What the C channels are.
+        packed: The sequences in the row, if B = 1 and there is no past.
+
+    Returns:
+        q, k and v in the shapes of `Channels.split`, and the past for the tokens that follow, which is [N, W - 1, C] if
+        sequences are packed.
     """
     tail = tail_of(qkv, past, 0 if taps is None else taps.shape[0] - 1, packed)
     taps = None if taps is None else taps.to(qkv.dtype)
     if taps is None and channels.features == "raw":
         parts = qkv.split(channels.widths, dim=-1)
     else:
-        given = qkv if past is None else torch.cat([past, qkv], dim=1)
-        parts = _ConvolvedAndNormed.apply(given, taps, channels, packed)[:3]  # type: ignore[no-untyped-call]
+        x = qkv if past is None else torch.cat([past, qkv], dim=1)
+        parts = _ConvolvedAndNormed.apply(x, taps, channels, packed)[:3]  # type: ignore[no-untyped-call]
         if past is not None:
             parts = [part[:, past.shape[1] :] for part in parts]
     q, k, v = channels.split(*parts)
@@ -124,19 +141,30 @@ def fused(
     channels: Channels,
     packed: Sequences | None = None,
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], list[Tensor]]:
-    """`features` of the projection of x [B, T, d] by weight [C, d], and x times each of `others` [.., d].
+    """Computes `features` of the projection of x, and other products of x, by one product and one kernel.
 
-    All is one product and one kernel; only a large first of the others is a product of its own. The first one keeps
-    the dtype of the product, the rest are in fp32.
+    A large first one of the other products is a product of its own.
+
+    Args:
+        x: [B, T, d].
+        weight: [C, d].
+        others: The matrices of the other products, [.., d] each.
+        taps: As in `features`.
+        past: As in `features`.
+        channels: As in `features`.
+        packed: As in `features`.
+
+    Returns:
+        What `features` returns, and the other products: the first one in the dtype of the product, the rest in fp32.
     """
-    sizes = [one.shape[0] for one in others]
-    apart = bool(sizes) and x.shape[:-1].numel() * sizes[0] >= APART
-    together = [weight, *others[apart:]]
-    spare = -sum(one.shape[0] for one in together) % ALIGNED if len(sizes) > 1 else 0
+    sizes = [weights.shape[0] for weights in others]
+    separate = bool(sizes) and x.shape[:-1].numel() * sizes[0] >= APART
+    together = [weight, *others[separate:]]
+    spare = -sum(weights.shape[0] for weights in together) % ALIGNED if len(sizes) > 1 else 0
     if spare:
         together.append(weight.new_zeros(spare, weight.shape[1]))
     matrix = torch.cat(together) if len(together) > 1 else weight
-    product, *alone = products(x, matrix, others[0]) if apart else (F.linear(x, matrix),)
+    product, *alone = products(x, matrix, others[0]) if separate else (F.linear(x, matrix),)
     past = None if taps is None else past
     tail = tail_of(product[..., : weight.shape[0]], past, 0 if taps is None else taps.shape[0] - 1, packed)
     place = None if packed is None or taps is None else packed.place[None]
@@ -144,17 +172,17 @@ def fused(
     assert convolve is not None
     q, k, v, first, rest = convolve(
         product[None], None if taps is None else taps[None], None if past is None else past[None],
-        [*channels.widths, 0 if apart else sum(sizes[:1]), sum(sizes[1:]) + spare],
+        [*channels.widths, 0 if separate else sum(sizes[:1]), sum(sizes[1:]) + spare],
         channels.key_dim, channels.activated, channels.features == "unit", place,
     )  # fmt: skip
     split = [] if len(sizes) < 2 else rest.squeeze(0).split([*sizes[1:], spare], dim=-1)[:-1]
-    if sizes and not apart:
+    if sizes and not separate:
         alone = [first.squeeze(0)]
     return (*channels.split(q.squeeze(0), k.squeeze(0), v.squeeze(0)), tail), [*alone, *split]
 
 
 def tail_of(x: Tensor, past: Tensor | None, count: int, packed: Sequences | None) -> Tensor:
-    """The last `count` tokens of the past followed by x [B, T, C]; of each sequence where x is packed.
+    """The last `count` tokens of the past followed by x [B, T, C], or of each sequence if x is packed.
 
     A past of None is zeros.
     """
@@ -170,8 +198,8 @@ def tail_of(x: Tensor, past: Tensor | None, count: int, packed: Sequences | None
 class _ConvolvedAndNormed(Stacked):
     """Convolution, SiLU and unit norm of x [.., B, T, C], whose backward writes one gradient for q, k and v together.
 
-    Returns q, k and v, [.., B, T, width] each, and what backward needs, which has no gradient: y, the input of SiLU;
-    with unit norm also the unit vectors of q and k side by side, and their norms.
+    Returns q, k and v, [.., B, T, width] each, and what the backward needs, which has no gradient: y, the input of
+    SiLU, and with unit norm also the unit vectors of q and k side by side, and their norms.
     """
 
     @staticmethod
@@ -184,8 +212,8 @@ class _ConvolvedAndNormed(Stacked):
         qk, v = z.split([sum(keys), values], dim=-1)
         z = qk.unflatten(-1, (-1, channels.key_dim))
         # torch.linalg.norm takes twice as long on a CPU.
-        wide = z.to(torch.promote_types(z.dtype, torch.float32))
-        norm = (wide * wide).sum(-1, keepdim=True).sqrt_().clamp_(min=LEAST_NORM)
+        wide_qk = z.to(torch.promote_types(z.dtype, torch.float32))
+        norm = (wide_qk * wide_qk).sum(-1, keepdim=True).sqrt_().clamp_(min=LEAST_NORM)
         units = (z / norm).to(z.dtype).flatten(-2)
         return *units.split(keys, dim=-1), v, y, units, norm
 
@@ -216,7 +244,7 @@ class _ConvolvedAndNormed(Stacked):
 
 
 def _activated(x: Tensor, channels: Channels, function: Callable[..., Tensor], *others: Tensor) -> Tensor:
-    """x [.., C] with function(x, *others) for those of q, k and v that get SiLU."""
+    """Applies function(x, *others) to those of q, k and v in x [.., C] that get SiLU."""
     if channels.activated == 0:
         return x
     if channels.activated == 3:
@@ -227,11 +255,11 @@ def _activated(x: Tensor, channels: Channels, function: Callable[..., Tensor], *
 
 
 def _convolved(x: Tensor, taps: Tensor, packed: Sequences | None) -> Tensor:
-    """y_t = sum_j w_j x_{t-j}, j from 0 to W - 1, for x [.., B, T, C]; w_0 is the last of taps [.., W, C].
+    """Computes y_t = sum_j w_j x_{t-j}, j from 0 to W - 1, for x [.., B, T, C]; w_0 is the last of taps [.., W, C].
 
-    Only tokens of t's own sequence count where x is packed.
+    Only tokens of t's own sequence count if x is packed.
     """
-    last, *others = _each(taps)
+    last, *others = _from_last(taps)
     y = x * last
     for j, weight in enumerate(others[: x.shape[-2] - 1], 1):
         y[..., j:, :].addcmul_(x[..., :-j, :] if packed is None else packed.reached(x[..., :-j, :], j), weight)
@@ -239,7 +267,8 @@ def _convolved(x: Tensor, taps: Tensor, packed: Sequences | None) -> Tensor:
 
 
 def _convolved_backward(x: Tensor, taps: Tensor, d_y: Tensor, packed: Sequences | None) -> tuple[Tensor, Tensor]:
-    last, *others = _each(taps)
+    """The gradients of x and of the taps."""
+    last, *others = _from_last(taps)
     d_x, d_taps = d_y * last, torch.zeros_like(taps)
     for j in range(min(taps.shape[-2], x.shape[-2])):
         length = x.shape[-2] - j
@@ -250,6 +279,6 @@ def _convolved_backward(x: Tensor, taps: Tensor, d_y: Tensor, packed: Sequences 
     return d_x, d_taps
 
 
-def _each(taps: Tensor) -> tuple[Tensor, ...]:
+def _from_last(taps: Tensor) -> tuple[Tensor, ...]:
     """The W weights of taps [.., W, C], from the last to the first, [.., 1, 1, C] each."""
     return taps.flip(-2)[..., None, None, :].unbind(-4)

@@ -9,39 +9,49 @@ from torch.autograd.function import once_differentiable
 from deltalab.ops.backends import automatic
 
 MOST_LOGITS = {"cpu": 2**18, "cuda": 2**28}
-"""Logits held at a time: on a CPU what its caches hold, on a GPU 0.5 GiB in bf16, where gradients replace them."""
+"""Logits held at a time: as many as a CPU's caches hold; on a GPU 0.5 GiB in bf16, where gradients replace them."""
 
 
 def labelled(targets: Tensor, most: int, *, ignore: int) -> tuple[Tensor, Tensor]:
     """The places of each row's first `most` targets that are not `ignore`, and these targets, both [.., most].
 
-    targets: [.., T]. Rows with fewer are filled up with place 0 and target `ignore`. Shapes do not depend on the data,
-    as a CUDA graph requires.
+    Rows with fewer targets are filled up with place 0 and target `ignore`. Shapes do not depend on the data, as a CUDA
+    graph requires.
 
-    >>> labelled(torch.tensor([[-1, 7, -1, 8], [-1, -1, -1, 9]]), 2, ignore=-1)
-    (tensor([[1, 3],
-            [3, 0]]), tensor([[ 7,  8],
-            [ 9, -1]]))
+    Args:
+        targets: [.., T].
+        most: The number of places.
+        ignore: The target of places that do not count.
+
+    Examples:
+        >>> labelled(torch.tensor([[-1, 7, -1, 8], [-1, -1, -1, 9]]), 2, ignore=-1)
+        (tensor([[1, 3],
+                [3, 0]]), tensor([[ 7,  8],
+                [ 9, -1]]))
     """
     scored = targets != ignore
     column = torch.where(scored, scored.cumsum(-1) - 1, most).clamp(max=most)
     place = torch.arange(targets.shape[-1], device=targets.device).expand_as(targets)
-    at = torch.zeros_like(targets[..., :1]).expand(*targets.shape[:-1], most + 1).scatter(-1, column, place)
-    wanted = torch.full_like(at, ignore).scatter(-1, column, targets)
-    return at[..., :most], wanted[..., :most]
+    places = torch.zeros_like(targets[..., :1]).expand(*targets.shape[:-1], most + 1).scatter(-1, column, place)
+    wanted = torch.full_like(places, ignore).scatter(-1, column, targets)
+    return places[..., :most], wanted[..., :most]
 
 
 def linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, *, ignore: int = -100, count: Tensor | int | None = None
 ) -> Tensor:
-    """The mean of -log softmax(W x_i)[y_i] over all i with y_i != `ignore`, in at least fp32.
+    """Computes the mean of -log softmax(W x_i)[y_i] over all i with y_i != `ignore`, in at least fp32.
 
-    x [M, d] and weight W [V, d] in the dtype of the products; targets y [M] in [0, V). With one more leading dimension
-    n on all three: the means of n models, [n]. The gradient of the logits is computed in fp32 and rounded to the dtype
-    of x for the products.
+    With one more leading dimension n of x, weight and targets, computes the means of n models, [n]. The gradient of the
+    logits is computed in fp32 and rounded to the dtype of x for the products.
 
-    count: divides the sum, for a batch that is a part of a larger one; the number of targets that count where None,
-        which gives NaN if there are none.
+    Args:
+        x: [M, d] in the dtype of the products.
+        weight: W, [V, d] in the dtype of the products.
+        targets: y in [0, V), [M].
+        ignore: The target of positions that do not count.
+        count: The number that divides the sum, for a batch that is a part of a larger one. None is for the number of
+            targets that count, which gives NaN if there are none.
     """
     if x.dim() == 2:
         return linear_cross_entropy(x[None], weight[None], targets[None], ignore=ignore, count=count).sum()
@@ -71,22 +81,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
         counted = targets != ignore
         total = x.new_zeros(models, dtype=torch.promote_types(x.dtype, torch.float32))
         d_x, d_weights = torch.empty_like(x) if differentiate else x, []
-        for of in (slice(first, first + together) for first in range(0, models, together)):
+        for models_at in (slice(first, first + together) for first in range(0, models, together)):
             d_weight = None
             for begin in range(0, positions, size):
-                at = of, slice(begin, begin + size)
-                logits = x[at] @ weight[of].mT
+                block = models_at, slice(begin, begin + size)
+                logits = x[block] @ weight[models_at].mT
                 if kernel is not None:
-                    total[of] += kernel(logits, targets[at], count[of], ignore=ignore).sum(1)
+                    total[models_at] += kernel(logits, targets[block], count[models_at], ignore=ignore).sum(1)
                     d_logits = logits
                 else:
-                    loss, d_logits = _cross_entropy(logits.to(total.dtype), targets[at], counted[at], count[of])
-                    total[of] += loss
+                    loss, d_logits = _cross_entropy(
+                        logits.to(total.dtype), targets[block], counted[block], count[models_at]
+                    )
+                    total[models_at] += loss
                     d_logits = d_logits.to(x.dtype)
                 if not differentiate:
                     continue
-                d_x[at] = d_logits @ weight[of]
-                added = d_logits.mT @ x[at]
+                d_x[block] = d_logits @ weight[models_at]
+                added = d_logits.mT @ x[block]
                 # Add up chunks in fp32.
                 d_weight = added if d_weight is None else d_weight.to(total.dtype) + added
             if d_weight is not None:
@@ -100,7 +112,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
         d_x, d_weight = ctx.saved_tensors
         # One pass for each, which multiplies in the precision of d_loss.
-        d_x, d_weight = (torch.mul(one, d_loss[:, None, None], out=torch.empty_like(one)) for one in (d_x, d_weight))
+        d_x, d_weight = (torch.mul(d, d_loss[:, None, None], out=torch.empty_like(d)) for d in (d_x, d_weight))
         return d_x, d_weight, None, None, None, None
 
 

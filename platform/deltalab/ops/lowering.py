@@ -1,11 +1,12 @@
 """Rewrites a recurrence so that the parallel form and the kernels need neither signs nor reads before the write.
 
 A sign moves into the vectors: with P_t the product of all signs up to t, S' = P S decays by exp(g) alone. A read of
-S_{t-1} is a read after the write where all writes come one row later. `ops.reference.recurrent` does neither.
+S_{t-1} becomes a read after the write if all writes come one row later. `ops.reference.recurrent` computes signs and
+early reads as they are declared.
 """
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,18 +19,22 @@ from deltalab.structure import Transition
 class Lowered(NamedTuple):
     """A recurrence without signs that reads S_t.
 
-    bonus: what the output gets besides, before the scale, [B, T, H, V]. turned: the sign of the state after all rows,
-        [B, H] or [B, H, K]. later: whether the writes come one row later.
+    Attributes:
+        transition: The transition of the state.
+        operands: The operands.
+        bonus: What is added to the output before the scale, [B, T, H, V].
+        turned: The sign of the state after all rows, [B, H] or [B, H, K].
+        later: Whether the writes come one row later.
     """
 
     transition: Transition
-    x: Operands
+    operands: Operands
     bonus: Tensor | None = None
     turned: Tensor | None = None
     later: bool = False
 
     def finish(self, o: Tensor, state: State, scale: float) -> tuple[Tensor, State]:
-        """The output and the states of the recurrence as declared, from those of this one."""
+        """The output and the states of the declared recurrence, from those of the lowered one."""
         if self.later:
             o = o[:, :-1]
         if self.bonus is not None:
@@ -40,65 +45,70 @@ class Lowered(NamedTuple):
         return o, state
 
 
-def lowers(transition: Transition, x: Operands) -> bool:
-    return x.sign is not None or transition.output == "before"
+def lowers(transition: Transition, operands: Operands) -> bool:
+    """Whether `lowered` changes the recurrence."""
+    return operands.sign is not None or transition.output == "before"
 
 
-def lowered(transition: Transition, x: Operands) -> Lowered:
+def lowered(transition: Transition, operands: Operands) -> Lowered:
     """The same recurrence without signs, which reads S_t."""
     bonus, turned, later = None, None, transition.output == "before"
     if later:
-        bonus = None if x.bonus is None else x.bonus[..., None] * x.u
-        transition, x = _one_row_later(transition, x)
-    if x.sign is not None:
-        transition, x, turned = _unsigned(transition, x, x.sign)
-    return Lowered(transition, x, bonus, turned, later)
+        bonus = None if operands.bonus is None else operands.bonus[..., None] * operands.u
+        transition, operands = _one_row_later(transition, operands)
+    if operands.sign is not None:
+        transition, operands, turned = _unsigned(transition, operands, operands.sign)
+    return Lowered(transition, operands, bonus, turned, later)
 
 
-def _one_row_later(transition: Transition, x: Operands) -> tuple[Transition, Operands]:
-    """An empty write comes first, and the last row reads nothing: it only lets the last write reach the state."""
-    x = x.resolved()
+def _one_row_later(transition: Transition, operands: Operands) -> tuple[Transition, Operands]:
+    """Puts an empty write first. The last row reads nothing, and only lets the last write reach the state."""
+    operands = operands.resolved()
 
-    def first(one: Tensor | None, value: float = 0.0) -> Tensor | None:
-        return None if one is None else F.pad(one, (0, 0) * (one.dim() - 2) + (1, 0), value=value)
+    def shifted(tensor: Tensor | None, value: float = 0.0) -> Tensor | None:
+        return None if tensor is None else F.pad(tensor, (0, 0) * (tensor.dim() - 2) + (1, 0), value=value)
 
-    k, u = F.pad(x.k, (0, 0, 0, 0, 1, 0)), F.pad(x.u, (0, 0, 0, 0, 1, 0))
-    r = F.pad(x.r, (0, 0, 0, 0, 0, 1))
-    after = replace(x, r=r, k=k, u=u, g=first(x.g), e=first(x.e), a=first(x.a), b=first(x.b), sign=first(x.sign, 1.0))
-    return replace(transition, output="after"), replace(after, bonus=None)
+    k, u = F.pad(operands.k, (0, 0, 0, 0, 1, 0)), F.pad(operands.u, (0, 0, 0, 0, 1, 0))
+    r = F.pad(operands.r, (0, 0, 0, 0, 0, 1))
+    changes: dict[str, Any] = {name: shifted(getattr(operands, name)) for name in ("g", "e", "a", "b")}
+    operands = replace(operands, r=r, k=k, u=u, **changes, sign=shifted(operands.sign, 1.0), bonus=None)
+    return replace(transition, output="after"), operands
 
 
-def _unsigned(transition: Transition, x: Operands, sign: Tensor) -> tuple[Transition, Operands, Tensor]:
-    product = sign.detach().to(torch.promote_types(x.u.dtype, torch.float32)).cumprod(dim=1)
+def _unsigned(transition: Transition, operands: Operands, sign: Tensor) -> tuple[Transition, Operands, Tensor]:
+    """The recurrence with its signs in the vectors, and the sign of the state after all rows."""
+    product = sign.detach().to(torch.promote_types(operands.u.dtype, torch.float32)).cumprod(dim=1)
     before = F.pad(product[:, :-1], (0, 0) * (product.dim() - 2) + (1, 0), value=1.0)
     reads = product[:, transition.steps - 1 :: transition.steps]
     turned, late = product[:, -1], transition.reads == "decayed_state"
     if sign.dim() == 3:  # One sign for the whole state moves into the values.
         seen = product * (product if late else before)
-        x = replace(
-            x,
-            r=reads[..., None] * x.r,
-            u=product[..., None] * x.u,
-            e=None if x.e is None else seen * x.e,
-            a=None if x.a is None else seen[..., None] * x.a,
-            d=None if x.d is None else product * x.d,
+        operands = replace(
+            operands,
+            r=reads[..., None] * operands.r,
+            u=product[..., None] * operands.u,
+            e=None if operands.e is None else seen * operands.e,
+            a=None if operands.a is None else seen[..., None] * operands.a,
+            d=None if operands.d is None else product * operands.d,
             sign=None,
         )
-        return transition, x, turned
-    k = product * x.k
-    if x.e is not None and not late:  # The erasing key has the sign of the state before, so that it is another vector.
-        x = replace(x, e=None, a=-x.e[..., None] * k, b=before * x.k)
+        return transition, operands, turned
+    k = product * operands.k
+    if (
+        operands.e is not None and not late
+    ):  # The erasing key has the sign of the state before, so that it is another vector.
+        operands = replace(operands, e=None, a=-operands.e[..., None] * k, b=before * operands.k)
         transition = replace(transition, low_rank="free")
-    elif x.a is not None and x.b is not None:
-        x = replace(x, a=product * x.a, b=(product if late else before) * x.b)
-    return transition, replace(x, r=reads * x.r, k=k, sign=None), turned
+    elif operands.a is not None and operands.b is not None:
+        operands = replace(operands, a=product * operands.a, b=(product if late else before) * operands.b)
+    return transition, replace(operands, r=reads * operands.r, k=k, sign=None), turned
 
 
 def by_channel(low: Lowered) -> Lowered:
     """The same recurrence with a decay for each channel where the low rank is free: the kernels have no other form."""
-    transition, x = low.transition, low.x
+    transition, operands = low.transition, low.operands
     if transition.low_rank != "free" or transition.decay == "diagonal":
         return low
-    g = x.k.new_zeros(x.k.shape[:3]) if x.g is None else x.g
-    x = replace(x, g=g[..., None].expand(x.k.shape))
-    return low._replace(transition=replace(transition, decay="diagonal"), x=x)
+    g = operands.k.new_zeros(operands.k.shape[:3]) if operands.g is None else operands.g
+    operands = replace(operands, g=g[..., None].expand(operands.k.shape))
+    return low._replace(transition=replace(transition, decay="diagonal"), operands=operands)

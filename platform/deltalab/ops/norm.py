@@ -7,14 +7,15 @@ from torch import Tensor, nn
 from deltalab.ops.backends import automatic
 
 EPS = 1e-5
+"""Added to a mean of squares."""
 
 HEAD_NORMS = ("none", "rms", "rms_unweighted", "rms_all", "layer", "group")
 HEAD_GATES = ("none", "sigmoid", "silu", "sigmoid_before_norm", "silu_before_norm")
-"""The kinds of `HeadNorm`."""
+"""The norms and the gates of `HeadNorm`."""
 
 
 class RMSNorm(nn.RMSNorm):
-    """w x / (mean(x^2) + eps)^(1/2) for x [.., d]; w [d] starts at 1."""
+    """The norm w x / (mean(x^2) + eps)^(1/2) of x [.., d], where w [d] starts at 1."""
 
     eps: float
 
@@ -22,12 +23,13 @@ class RMSNorm(nn.RMSNorm):
         super().__init__(width, eps=eps)
 
     def forward(self, x: Tensor) -> Tensor:
-        found = _fused(x, None, self.weight, None, self.eps)
-        return super().forward(x) if found is None else found[0].view(x.shape)
+        """The norm of x."""
+        fused = _fused(x, None, self.weight, None, self.eps)
+        return super().forward(x) if fused is None else fused[0].view(x.shape)
 
 
 class ResidualNorm(nn.RMSNorm):
-    """x + branch, or x where branch is None, and `RMSNorm` of the sum."""
+    """The sum x + branch, or x if branch is None, and `RMSNorm` of the sum."""
 
     eps: float
 
@@ -35,23 +37,28 @@ class ResidualNorm(nn.RMSNorm):
         super().__init__(width, eps=eps)
 
     def forward(self, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        found = _fused(x, branch, self.weight, None, self.eps)
-        if found is None:
+        """The sum, and its norm."""
+        fused = _fused(x, branch, self.weight, None, self.eps)
+        if fused is None:
             x = x if branch is None else x + branch
             return x, super().forward(x)
-        y, total = found
+        y, total = fused
         return x if branch is None else total.view(x.shape), y.view(x.shape)
 
 
 class HeadNorm(nn.Module):
-    """The norm and gate of o [.., H, V], with the gate's input z [.., H V] or None: [.., H V].
+    """The norm and gate of o [.., H, V], [.., H V], with the gate's input z [.., H V] or None.
 
-    norm: of each head, unless it says otherwise. w and b start at 1 and 0.
-        rms (or True): w o / (mean(o^2) + eps)^(1/2), w [V]. rms_unweighted: without w.
-        rms_all: the mean is over all heads' channels, w [H V].
-        layer: w (o - mean(o)) / (var(o) + eps)^(1/2) + b, w and b [V]. group: the same, w and b [H V].
-        none (or False).
-    gate: norm(o) sigmoid(z) for sigmoid, norm(o) z sigmoid(z) for silu; before the norm where it ends in before_norm.
+    Args:
+        width: V.
+        heads: H.
+        norm: The norm of each head, where w starts at 1 and b at 0. `rms` (or True) is w o / (mean(o^2) + eps)^(1/2)
+            with w [V], and `rms_unweighted` has no w. `rms_all` takes the mean over the channels of all heads, with
+            w [H V]. `layer` is w (o - mean(o)) / (var(o) + eps)^(1/2) + b with w and b [V], and `group` is the same
+            with w and b [H V]. `none` (or False) is no norm.
+        gate: `sigmoid` (or True) is norm(o) sigmoid(z), and `silu` is norm(o) z sigmoid(z). A gate whose name ends in
+            `before_norm` comes before the norm. `none` (or False) is no gate.
+        eps: Added to the mean or variance.
     """
 
     weight: nn.Parameter | None
@@ -81,10 +88,11 @@ class HeadNorm(nn.Module):
             nn.init.zeros_(self.bias)
 
     def forward(self, o: Tensor, gate: Tensor | None) -> Tensor:
+        """The gated norm of o [.., H, V], for the gate's input [.., H V]."""
         idle = self.weight is None and gate is None
-        found = None if idle or not self.has_kernel else _fused(o, None, self.weight, gate, self.eps)
-        if found is not None:
-            return found[0].view(o.shape).flatten(-2)
+        fused = None if idle or not self.has_kernel else _fused(o, None, self.weight, gate, self.eps)
+        if fused is not None:
+            return fused[0].view(o.shape).flatten(-2)
         if gate is None:
             return self._normed(o).flatten(-2)
         if self.gate_first:
@@ -92,28 +100,30 @@ class HeadNorm(nn.Module):
         return self._normed(o).flatten(-2) * self.activation(gate)
 
     def _normed(self, o: Tensor) -> Tensor:
-        each = (self.width,)
+        """The norm of o."""
+        shape = (self.width,)
         if self.kind == "none":
             return o
         if self.kind in ("rms", "rms_unweighted"):
-            return F.rms_norm(o, each, self.weight, self.eps)
+            return F.rms_norm(o, shape, self.weight, self.eps)
         if self.kind == "layer":
-            return F.layer_norm(o, each, self.weight, self.bias, self.eps)
+            return F.layer_norm(o, shape, self.weight, self.bias, self.eps)
         assert self.weight is not None
         if self.kind == "rms_all":
             return F.rms_norm(o.flatten(-2), self.weight.shape, self.weight, self.eps).view(o.shape)
         assert self.bias is not None
-        return F.layer_norm(o, each, eps=self.eps) * self.weight.view(-1, self.width) + self.bias.view(-1, self.width)
+        return F.layer_norm(o, shape, eps=self.eps) * self.weight.view(-1, self.width) + self.bias.view(-1, self.width)
 
 
-def _kind(given: bool | str, plain: str) -> str:
-    return given if isinstance(given, str) else plain if given else "none"
+def _kind(choice: bool | str, default: str) -> str:
+    """The name of a norm or gate; `default` for True, and `none` for False."""
+    return choice if isinstance(choice, str) else default if choice else "none"
 
 
 def _fused(
     x: Tensor, branch: Tensor | None, weight: Tensor | None, gate: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor] | None:
-    """The kernel's norm and sum, in the dtype of the next product; None where no kernel takes x."""
+    """The kernel's norm and sum, in the dtype of the next product; None if no kernel takes x."""
     device, rows = x.device.type, (1, -1, x.shape[-1])
     rms_norm = automatic(device).rms_norm
     if rms_norm is None or x.dtype == torch.float64:

@@ -13,7 +13,10 @@ from deltalab.errors import InputError
 class Sequences:
     """N sequences, one after another in a row of T tokens.
 
-    cu_seqlens: their bounds, [N + 1]. lengths: [N]. place: a token's number within its sequence, int32 [1, T].
+    Attributes:
+        cu_seqlens: The bounds of the sequences, [N + 1].
+        lengths: The tokens of each sequence, [N].
+        place: The number of each token within its sequence, int32 [1, T].
     """
 
     cu_seqlens: Tensor
@@ -24,8 +27,9 @@ class Sequences:
     def of(cls, cu_seqlens: "Tensor | Sequences", x: Tensor) -> "Sequences":
         """The sequences of x [1, T, ..].
 
-        Raises `InputError` for bounds of another form, and on a CPU for bounds that do not rise from 0 to T: reading
-        them would stall a GPU.
+        Raises:
+            InputError: The bounds have another form. On a CPU also if they do not rise from 0 to T; reading the bounds
+                would stall a GPU.
         """
         if isinstance(cu_seqlens, Sequences):
             return cu_seqlens
@@ -42,18 +46,18 @@ class Sequences:
         if x.device.type == "cpu" and (cu_seqlens[0] != 0 or cu_seqlens[-1] != length or (lengths < 1).any()):
             raise InputError(f"cu_seqlens must rise from 0 to the number of tokens, {length}: {cu_seqlens.tolist()}")
         tokens = torch.arange(length, device=x.device, dtype=cu_seqlens.dtype)
-        which = torch.searchsorted(cu_seqlens, tokens, right=True) - 1
-        return cls(cu_seqlens, lengths, (tokens - cu_seqlens[which]).int()[None])
+        sequence = torch.searchsorted(cu_seqlens, tokens, right=True) - 1
+        return cls(cu_seqlens, lengths, (tokens - cu_seqlens[sequence]).int()[None])
 
     def last(self, x: Tensor, count: int) -> Tensor:
         """The last `count` tokens of each sequence of x [1, T, C], zeros before its first: [N, count, C]."""
         back = torch.arange(count, 0, -1, device=x.device)
-        at = self.cu_seqlens[1:, None] - back
-        there = back <= self.lengths[:, None]
-        return torch.where(there.unsqueeze(-1), x[0, at.clamp_min(0)], 0)
+        places = self.cu_seqlens[1:, None] - back
+        mask = back <= self.lengths[:, None]
+        return torch.where(mask.unsqueeze(-1), x[0, places.clamp_min(0)], 0)
 
     def reached(self, x: Tensor, back: int) -> Tensor:
-        """x [.., T - back, C] of pairs of tokens `back` apart, zeros where a bound is between the two."""
+        """Keeps x [.., T - back, C] of pairs of tokens that are `back` apart, with zeros for pairs across a bound."""
         return torch.where((self.place[:, back:] >= back).unsqueeze(-1), x, 0) if back else x
 
 
@@ -61,8 +65,10 @@ class Sequences:
 class Packing:
     """How the tokens of a batch [B, T] become one row of M tokens.
 
-    at: where the row's tokens stand in the flat batch, [M]. cu_seqlens: the bounds of the row's sequences, [N + 1].
-    shape: B and T.
+    Attributes:
+        at: Where the row's tokens stand in the flat batch, [M].
+        cu_seqlens: The bounds of the row's sequences, [N + 1].
+        shape: B and T.
     """
 
     at: Tensor
@@ -71,9 +77,10 @@ class Packing:
 
     @classmethod
     def of_padded(cls, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> "Packing | None":
-        """The packing of x [B, T, ..] without its padding, where mask [B, T] is 0; None where there is no padding.
+        """The packing of x [B, T, ..] without its padding, where mask [B, T] is 0; None if there is no mask or padding.
 
-        Raises `InputError` for cu_seqlens besides, and as `of`.
+        Raises:
+            InputError: There are both a mask and cu_seqlens, or `of` raises.
         """
         if mask is None:
             return None
@@ -83,12 +90,15 @@ class Packing:
 
     @classmethod
     def of(cls, x: Tensor, mask: Tensor | None, starts: Tensor | None = None) -> "Packing | None":
-        """The packing of x [B, T, ..], None where each row is one sequence without padding.
+        """The packing of x [B, T, ..], or None if each row is one sequence without padding. It waits for the device.
 
-        mask [B, T]: 0 for padding, no padding where None. starts [B, T]: which tokens start a sequence besides the
-        first of each row, none where None. It waits for the device.
+        Args:
+            x: The batch.
+            mask: 0 for padding, [B, T]; None if there is no padding.
+            starts: Which tokens start a sequence besides the first token of each row, [B, T]; None if no others do.
 
-        Raises `InputError` for a mask of another shape, or without any token.
+        Raises:
+            InputError: The mask has another shape, or no token.
         """
         batch, length = x.shape[:2]
         if mask is not None and not isinstance(mask, Tensor):
@@ -110,18 +120,18 @@ class Packing:
         return cls(at, begins.nonzero().squeeze(1), (batch, length))
 
     def pack(self, x: Tensor) -> Tensor:
-        """x [B, T, ..] as one row, [1, M, ..]."""
+        """The batch x [B, T, ..] as one row, [1, M, ..]."""
         return x.flatten(0, 1)[self.at][None]
 
     def unpack(self, y: Tensor, fill: float = 0.0) -> Tensor:
-        """y [1, M, ..] as a batch [B, T, ..], with `fill` for padding."""
+        """The row y [1, M, ..] as a batch [B, T, ..], with `fill` for padding."""
         rows = y.new_full((self.shape[0] * self.shape[1], *y.shape[2:]), fill)
         batch: Tensor = rows.index_copy(0, self.at, y[0]).unflatten(0, self.shape)
         return batch
 
     def spread(self, y: Tensor) -> Tensor:
-        """`unpack`, where padding has what the token before it in its row has; 0 where there is none."""
+        """The row y as a batch, where padding has the value of the token before it in its row, or 0."""
         counts = torch.zeros(self.shape[0] * self.shape[1], dtype=torch.long, device=y.device).index_fill(0, self.at, 1)
-        there = counts.unflatten(0, self.shape).cumsum(1) > 0
+        mask = counts.unflatten(0, self.shape).cumsum(1) > 0
         rows = y[0, (counts.cumsum(0) - 1).clamp_min(0).unflatten(0, self.shape)]
-        return torch.where(there.view(*self.shape, *[1] * (y.dim() - 2)), rows, 0)
+        return torch.where(mask.view(*self.shape, *[1] * (y.dim() - 2)), rows, 0)

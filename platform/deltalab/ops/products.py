@@ -10,19 +10,19 @@ from deltalab.ops.vmap import Stacked
 
 
 def products(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-    """x W_i^T for x [B, T, d] and each W_i [C_i, d]: [B, T, C_i], in autocast's dtype where it is enabled.
+    """Computes x W_i^T [B, T, C_i] for x [B, T, d] and each W_i [C_i, d], in autocast's dtype if autocast is enabled.
 
-    The gradient of x is summed while the products that make it are computed, in x's dtype.
+    The gradient of x is summed in x's dtype, while the products that make the gradient are computed.
     """
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weights = x.to(dtype), tuple(weight.to(dtype) for weight in weights)
-    found = _Products.apply(x.flatten(0, 1), *weights)  # type: ignore[no-untyped-call]
-    return tuple(one.unflatten(0, x.shape[:2]) for one in found)
+    outputs = _Products.apply(x.flatten(0, 1), *weights)  # type: ignore[no-untyped-call]
+    return tuple(output.unflatten(0, x.shape[:2]) for output in outputs)
 
 
 class _Products(Stacked):
-    """x W_i^T for x [.., M, d] and each W_i [.., C_i, d]."""
+    """The products x W_i^T for x [.., M, d] and each W_i [.., C_i, d]."""
 
     @staticmethod
     def forward(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -44,4 +44,4 @@ class _Products(Stacked):
                 else:
                     d_x = d_x.addmm_(grad, weight) if x.dim() == 2 else d_x.baddbmm_(grad, weight)
         needed = zip(grads, ctx.needs_input_grad[1:], strict=True)
-        return d_x, *(grad.mT @ x if wanted else None for grad, wanted in needed)
+        return d_x, *(grad.mT @ x if is_needed else None for grad, is_needed in needed)

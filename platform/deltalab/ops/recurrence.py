@@ -13,11 +13,12 @@ from deltalab.rule import Operands, State
 from deltalab.structure import Transition
 
 Backend: TypeAlias = Literal["auto", "recurrent", "chunked", "triton"]
+"""The forms of a recurrence; see `scan`."""
 
 
 def recurrence(
     transition: Transition,
-    x: Operands,
+    operands: Operands,
     *,
     dtype: torch.dtype,
     scale: float,
@@ -26,47 +27,65 @@ def recurrence(
     chunk_size: int = 64,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, State]:
-    """Runs the recurrence of `structure.Transition`: o [B, T, H, V] and the next state; both in fp32 at least, or o in
-    `dtype` from a kernel. It applies neither `Operands.output` nor the carry.
+    """Runs the recurrence of `structure.Transition`. It applies neither `Operands.output` nor the carry.
 
-    x: `Operands` with B, T and H in full. dtype: of a kernel's products. state: one [B, H, K, V] in a tuple, two with a
-    fit; None for an empty one. cu_seqlens: only where `packs`.
-    Raises `InputError` for backend `triton` where no kernel takes these operands.
+    Args:
+        transition: The transition of the state.
+        operands: The operands with B, T and H in full.
+        dtype: The dtype of a kernel's products.
+        scale: The factor of the output.
+        state: One state [B, H, K, V] in a tuple, two with a fit, or None for an empty state.
+        backend: As in `scan`.
+        chunk_size: As in `scan`.
+        cu_seqlens: The bounds of packed sequences, only where `packs` says so.
+
+    Returns:
+        o [B, T, H, V] and the next state, both in at least fp32, or o in `dtype` from a kernel.
+
+    Raises:
+        InputError: The backend is `triton`, and no kernel takes these operands.
     """
-    token_by_token = backend == "recurrent" or (backend == "auto" and x.k.shape[1] == 1)
-    low = _lowered(transition, x)
-    wide = by_channel(low)
-    if kernel := kernel_for(wide, dtype, backend):
-        low = wide
+    token_by_token = backend == "recurrent" or (backend == "auto" and operands.k.shape[1] == 1)
+    low = _lowered(transition, operands)
+    diagonal = by_channel(low)
+    if kernel := kernel_for(diagonal, dtype, backend):
+        low = diagonal
         if backend == "triton":
-            no_growth(low.x.g)
-        o, after = kernel(low.transition, low.x, dtype=dtype, scale=scale, state=state, cu_seqlens=cu_seqlens)
+            no_growth(low.operands.g)
+        o, next_state = kernel(
+            low.transition, low.operands, dtype=dtype, scale=scale, state=state, cu_seqlens=cu_seqlens
+        )
     elif token_by_token:
-        return reference.recurrent(transition, x, scale=scale, state=state)
+        return reference.recurrent(transition, operands, scale=scale, state=state)
     else:
-        o, after = reference.chunked(low.transition, low.x, scale=scale, state=state, chunk_size=chunk_size)
-    return low.finish(o, after, scale)
+        o, next_state = reference.chunked(low.transition, low.operands, scale=scale, state=state, chunk_size=chunk_size)
+    return low.finish(o, next_state, scale)
 
 
-def packs(transition: Transition, x: Operands, dtype: torch.dtype, backend: Backend) -> bool:
+def packs(transition: Transition, operands: Operands, dtype: torch.dtype, backend: Backend) -> bool:
     """Whether `recurrence` takes packed sequences: only the kernels do, and only without rewriting."""
-    return not lowers(transition, x) and kernel_for(Lowered(transition, x), dtype, backend) is not None
+    return not lowers(transition, operands) and kernel_for(Lowered(transition, operands), dtype, backend) is not None
 
 
-def _lowered(transition: Transition, x: Operands) -> Lowered:
-    return lowered(transition, x) if lowers(transition, x) else Lowered(transition, x)
+def _lowered(transition: Transition, operands: Operands) -> Lowered:
+    """The recurrence as the parallel form and the kernels take it."""
+    return lowered(transition, operands) if lowers(transition, operands) else Lowered(transition, operands)
 
 
 def kernel_for(low: Lowered, dtype: torch.dtype, backend: Backend) -> ScanKernel | None:
     """The kernel that a backend takes for a recurrence, if any."""
-    kernels = allowed(backend, low.x.u.device.type)
+    kernels = allowed(backend, low.operands.u.device.type)
     if kernels.scan is None or kernels.takes is None:
         return None
-    return kernels.scan if backend == "triton" or kernels.takes(low.transition, low.x, dtype) else None
+    return kernels.scan if backend == "triton" or kernels.takes(low.transition, low.operands, dtype) else None
 
 
 def allowed(backend: Backend, device: str) -> Kernels:
-    """The kernels that a backend may take. Raises `InputError` where it asks for them and there are none."""
+    """The kernels that a backend may take.
+
+    Raises:
+        InputError: The backend asks for kernels, and there are none.
+    """
     if backend == "auto":
         return automatic(device)
     if backend != "triton":
@@ -77,10 +96,13 @@ def allowed(backend: Backend, device: str) -> Kernels:
 
 
 def no_growth(g: Tensor | None) -> None:
-    """Raises `InputError` if a log-decay is positive.
+    """Checks that no log-decay is positive.
 
-    Waits for the device, so only for a kernel that was asked for by name; and not under vmap or while a CUDA graph is
-    captured, where values cannot be read.
+    The check waits for the device, so it is only for a kernel that was asked for by name. Under vmap, and while a CUDA
+    graph is captured, values cannot be read, and nothing is checked.
+
+    Raises:
+        InputError: A log-decay is positive.
     """
     if g is None or torch._C._functorch.is_batchedtensor(g):
         return

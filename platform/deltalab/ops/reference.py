@@ -17,91 +17,100 @@ from deltalab.rule import Fit, Operands, State
 from deltalab.structure import Transition
 
 DIAGONAL_CHUNK = 16
-"""The longest chunk with diagonal decay: its decays between tokens are formed, [C, C, K], so that none exceeds 1."""
+"""The longest chunk with diagonal decay. Its decays between tokens are formed, [C, C, K], so that none exceeds 1."""
 
 
-def recurrent(transition: Transition, x: Operands, *, scale: float, state: State | None) -> tuple[Tensor, State]:
-    """The recurrence of `structure.Transition`, one token at a time.
+def recurrent(transition: Transition, operands: Operands, *, scale: float, state: State | None) -> tuple[Tensor, State]:
+    """Computes the recurrence of `structure.Transition`, one token at a time.
 
-    x: `Operands` with B, T and H in full. state: a tuple of one [B, H, K, V], of two with a fit; None if empty.
-    Returns o [B, T, H, V] and the next state, both in at least fp32. `Operands.output` and the carry are the caller's.
+    The caller applies `Operands.output` and the carry.
+
+    Args:
+        transition: The transition of the state.
+        operands: The operands with B, T and H in full.
+        scale: The factor of the output.
+        state: One state [B, H, K, V] in a tuple, two with a fit, or None for an empty state.
+
+    Returns:
+        o [B, T, H, V] and the next state, both in at least fp32.
     """
-    x = _cast(x, state)
-    value, x = x.u, x.resolved()
-    first, second = _states(x, state)
-    fit, steps = x.fit, transition.steps
-    fitting = x if fit is None else fit.operands(x)
+    operands = _cast(operands, state)
+    value, operands = operands.u, operands.resolved()
+    first, second = _states(operands, state)
+    fit, steps = operands.fit, transition.steps
+    fitting = operands if fit is None else fit.operands(operands)
     out = []
-    for t in range(x.r.shape[1]):
+    for t in range(operands.r.shape[1]):
         before = first
         for i in range(t * steps, (t + 1) * steps):
-            first = _step(transition, x, i, first, x.u[:, i])
+            first = _step(transition, operands, i, first, operands.u[:, i])
         if fit is None and transition.output == "before":
-            o = _read(x.r[:, t], before)
-            out.append(o if x.bonus is None else o + x.bonus[:, t, :, None] * value[:, t])
+            o = _read(operands.r[:, t], before)
+            out.append(o if operands.bonus is None else o + operands.bonus[:, t, :, None] * value[:, t])
             continue
         if fit is None:
-            out.append(_read(x.r[:, t], first))
+            out.append(_read(operands.r[:, t], first))
             continue
-        error = fit.v[:, t] - _read(x.k[:, t], before)
+        error = fit.v[:, t] - _read(operands.k[:, t], before)
         learned = fit.strength[:, t, :, None] * fit.residual.pseudo_residual(error)
         second = _step(transition, fitting, t, second, learned)
-        out.append(_read(x.r[:, t], before) + _read(fitting.r[:, t], second))
+        out.append(_read(operands.r[:, t], before) + _read(fitting.r[:, t], second))
     return scale * torch.stack(out, dim=1), (first,) if fit is None else (first, second)
 
 
-def _step(transition: Transition, x: Operands, t: int, state: Tensor, u: Tensor) -> Tensor:
-    """S_t = D_t S_{t-1} + a_t (b_t^T X_{t-1}) + k_t u_t^T, literally."""
+def _step(transition: Transition, operands: Operands, t: int, state: Tensor, u: Tensor) -> Tensor:
+    """Computes S_t = D_t S_{t-1} + a_t (b_t^T X_{t-1}) + k_t u_t^T, literally."""
     decayed = state
-    if x.g is not None:
-        g = x.g[:, t]
-        alpha = g.exp() if x.sign is None else g.exp().copysign(x.sign[:, t])
+    if operands.g is not None:
+        g = operands.g[:, t]
+        alpha = g.exp() if operands.sign is None else g.exp().copysign(operands.sign[:, t])
         decayed = (alpha[..., None, None] if g.dim() == 2 else alpha[..., None]) * state
     seen = state if transition.reads == "state" else decayed
-    if x.e is not None:
-        u = u - x.e[:, t, :, None] * _read(x.k[:, t], seen)
-    after = decayed + x.k[:, t].unsqueeze(-1) * u.unsqueeze(-2)
-    if x.a is not None and x.b is not None:
-        after = after + x.a[:, t].unsqueeze(-1) * _read(x.b[:, t], seen).unsqueeze(-2)
+    if operands.e is not None:
+        u = u - operands.e[:, t, :, None] * _read(operands.k[:, t], seen)
+    after = decayed + operands.k[:, t].unsqueeze(-1) * u.unsqueeze(-2)
+    if operands.a is not None and operands.b is not None:
+        after = after + operands.a[:, t].unsqueeze(-1) * _read(operands.b[:, t], seen).unsqueeze(-2)
     return after
 
 
 def _read(vector: Tensor, state: Tensor) -> Tensor:
+    """What a vector reads of a state, S^T r."""
     return torch.einsum("bhk,bhkv->bhv", vector, state)
 
 
 def chunked(
-    transition: Transition, x: Operands, *, scale: float, state: State | None, chunk_size: int
+    transition: Transition, operands: Operands, *, scale: float, state: State | None, chunk_size: int
 ) -> tuple[Tensor, State]:
-    """`recurrent`, parallel within chunks of `chunk_size` tokens; only the state passes from chunk to chunk.
+    """Computes `recurrent`, parallel within chunks of `chunk_size` tokens; only the state passes from chunk to chunk.
 
-    With a fit there are two passes: the first also reads its own predictions, the second fits their error. It takes
-    neither signs nor an output before the write: see `ops.lowering`.
+    With a fit there are two passes. The first pass also reads its own predictions, and the second pass fits their
+    error. Signs, and an output before the write, are not taken: `ops.lowering` removes them.
     """
-    x = _cast(x, state).resolved()
-    if x.fit is None:
+    operands = _cast(operands, state).resolved()
+    if operands.fit is None:
         steps = transition.steps
-        r = x.r if steps == 1 else x.r.repeat_interleave(steps, dim=1)
-        (o,), last = _scan(transition, x, None if state is None else state[0], chunk_size, after=r)
+        r = operands.r if steps == 1 else operands.r.repeat_interleave(steps, dim=1)
+        (o,), last = _scan(transition, operands, None if state is None else state[0], chunk_size, after=r)
         return scale * o[:, steps - 1 :: steps], (last,)
-    first, second = _states(x, state)
-    (base, predicted), first = _scan(transition, x, first, chunk_size, before=(x.r, x.k))
-    error = x.fit.residual.pseudo_residual(x.fit.v - predicted)
-    fitting = dataclasses.replace(x.fit.operands(x), u=error).resolved()
-    (correction,), second = _scan(transition, fitting, second, chunk_size, after=x.fit.r)
-    return scale * (base + correction), (first, second)
+    first, second = _states(operands, state)
+    (base, predicted), first = _scan(transition, operands, first, chunk_size, before=(operands.r, operands.k))
+    error = operands.fit.residual.pseudo_residual(operands.fit.v - predicted)
+    fitting = dataclasses.replace(operands.fit.operands(operands), u=error).resolved()
+    (corrections,), second = _scan(transition, fitting, second, chunk_size, after=operands.fit.r)
+    return scale * (base + corrections), (first, second)
 
 
 def _scan(
     transition: Transition,
-    x: Operands,
+    operands: Operands,
     state: Tensor | None,
     chunk_size: int,
     *,
     after: Tensor | None = None,
     before: tuple[Tensor, ...] = (),
 ) -> tuple[list[Tensor], Tensor]:
-    """Reads S_{t-1} with each of `before` and S_t with `after`, all [B, T, H, K]; returns these and the last state.
+    """Reads S_{t-1} with each of `before` and S_t with `after`, all [B, T, H, K]; returns the reads and the last state.
 
     Notation: A_ij = decay from token j to i; a_i = decay from the chunk's start to i; A', a' = the same, up to the
     state that token i's low rank reads. In the products K K^T, B A^T and B K^T, the rows of K, A and B are k, a and b.
@@ -113,13 +122,13 @@ def _scan(
     (Comba, arXiv:2506.02475, Eq. 9-12, with erasure and write kept apart). The system is solved for all chunks at once,
     for any S; then a loop over chunks carries the state.
     """
-    batch, tokens = x.k.shape[:2]
+    batch, tokens = operands.k.shape[:2]
     diagonal = transition.decay == "diagonal"
     size = min(chunk_size, tokens, DIAGONAL_CHUNK if diagonal else tokens)
-    k, u = into_chunks(x.k, size), into_chunks(x.u, size)
+    k, u = into_chunks(operands.k, size), into_chunks(operands.u, size)
     decay, from_start, ends = _Decay(k.new_ones(size, size).tril()), k.new_ones(size, 1), k.new_ones(size, 1)
-    if x.g is not None:
-        g = into_chunks(x.g if diagonal else x.g[..., None], size)
+    if operands.g is not None:
+        g = into_chunks(operands.g if diagonal else operands.g[..., None], size)
         sums = g.cumsum(-2)
         steps = g.detach().mT if diagonal else g.detach()[..., 0]
         decay, from_start = _Decay(decays(steps), sums), sums.exp()
@@ -131,14 +140,14 @@ def _scan(
         earlier, before_start = decay.earlier(), F.pad(from_start, (0, 0, 1, 0), value=1.0)[..., :-1, :]
     seen, seen_start = (decay, from_start) if late else (earlier, before_start)
 
-    along, system, erase, right, wide = k, None, None, u, 1
-    if x.e is not None:
-        erased = into_chunks(x.e, size)[..., None] * k
+    along, system, erase, right, rows_per_token = k, None, None, u, 1
+    if operands.e is not None:
+        erased = into_chunks(operands.e, size)[..., None] * k
         system, erase = _gram(erased, k, seen), -seen_start * erased
-    elif x.a is not None and x.b is not None:
-        a, b = into_chunks(x.a, size), into_chunks(x.b, size)
+    elif operands.a is not None and operands.b is not None:
+        a, b = into_chunks(operands.a, size), into_chunks(operands.b, size)
         system, erase, right = _gram(-b, a, seen), seen_start * b, _gram(b, k, seen).tril(-1) @ u
-        along, ends, wide = torch.cat([k, a], dim=-2), torch.cat([ends, ends], dim=-2), 2
+        along, ends, rows_per_token = torch.cat([k, a], dim=-2), torch.cat([ends, ends], dim=-2), 2
     reads = [(vector, before_start, earlier) for vector in before]
     if after is not None:
         reads.append((after, from_start, decay))
@@ -149,7 +158,7 @@ def _scan(
     if state is None and k.shape[0] == 1:
         # Training on short sequences: one chunk, and no state to read.
         w = right if system is None else _solve(system, right)
-        w = w if wide == 1 else torch.cat([u, w], dim=-2)
+        w = w if rows_per_token == 1 else torch.cat([u, w], dim=-2)
         last = (along_end.mT @ w)[0].unflatten(0, (batch, -1))
         return [from_chunks(gram @ w, batch, tokens) for gram in grams], last
 
@@ -159,38 +168,43 @@ def _scan(
         parts += _solve(system, torch.cat([right, erase], dim=-1)).split([u.shape[-1], k.shape[-1]], dim=-1)
     for r, gram, (_, since, _) in zip(chunks, grams, reads, strict=True):
         parts += [since * r, gram]
-    s = (_empty(x) if state is None else state.to(x.u.dtype)).flatten(0, 1)
+    s = (_empty(operands) if state is None else state.to(operands.u.dtype)).flatten(0, 1)
     out: list[list[Tensor]] = [[] for _ in reads]
     for w, along_c, kept_c, *rest in zip(*(part.unbind() for part in parts), strict=True):
         if system is not None:
             right_c, erase_c, *rest = rest
             written = torch.baddbmm(right_c, erase_c, s)
-            w = written if wide == 1 else torch.cat([w, written], dim=-2)
-        for found, r_c, gram_c in zip(out, rest[::2], rest[1::2], strict=True):
-            found.append(torch.baddbmm(gram_c @ w, r_c, s))
+            w = written if rows_per_token == 1 else torch.cat([w, written], dim=-2)
+        for outputs, r_c, gram_c in zip(out, rest[::2], rest[1::2], strict=True):
+            outputs.append(torch.baddbmm(gram_c @ w, r_c, s))
         s = torch.baddbmm(kept_c * s, along_c.mT, w)
-    return [from_chunks(torch.stack(found), batch, tokens) for found in out], s.unflatten(0, (batch, -1))
+    return [from_chunks(torch.stack(outputs), batch, tokens) for outputs in out], s.unflatten(0, (batch, -1))
 
 
 class _Decay(NamedTuple):
-    """The decay from token j to token i of a chunk, exp(sums_i - sums_j); 0 where i does not see j.
+    """The decay from token j to token i of a chunk, exp(sums_i - sums_j), or 0 if i does not see j.
 
-    within: [.., C, C], or [.., K, C, C] where each channel has a decay of its own. It has no gradient.
-    sums: [.., C, 1 or K], None where nothing decays. They only carry the gradient: their values are inaccurate where g
-        is large, and may be -inf.
+    Attributes:
+        within: The decays [.., C, C], or [.., K, C, C] if each channel has a decay of its own, without a gradient.
+        sums: [.., C, 1 or K], or None if nothing decays. The sums only carry the gradient: their values are inaccurate
+            where g is large, and may be -inf.
+        rows_later: Whether row i of `within` belongs to sums_{i-1}.
     """
 
     within: Tensor
     sums: Tensor | None = None
     rows_later: bool = False
-    """Whether row i of `within` belongs to sums_{i-1}."""
 
     def earlier(self) -> "_Decay":
+        """The decay up to the token before i."""
         return _Decay(F.pad(self.within, (0, 0, 1, 0))[..., :-1, :], self.sums, rows_later=True)
 
 
 def _gram(x: Tensor, y: Tensor, decay: _Decay) -> Tensor:
-    """x_i^T diag(exp(sums_i - sums_j)) y_j, [.., C, n C], for x [.., C, K] and y [.., n C, K], n rows of each token."""
+    """Computes x_i^T diag(exp(sums_i - sums_j)) y_j, [.., C, n C], for x [.., C, K] and y [.., n C, K].
+
+    y has n rows for each token.
+    """
     within = decay.within
     if within.dim() <= x.dim():
         within = within.expand(*x.shape[:-2], -1, -1)
@@ -199,14 +213,17 @@ def _gram(x: Tensor, y: Tensor, decay: _Decay) -> Tensor:
 
 
 def _solve(system: Tensor, right: Tensor) -> Tensor:
-    """(I + L)^-1 right, where L is the part of `system` below its diagonal."""
+    """Computes (I + L)^-1 right, where L is the part of `system` below its diagonal."""
     solved: Tensor = _Solve.apply(system, right)  # type: ignore[no-untyped-call]
     return solved
 
 
 class _Gram(Stacked):
-    """The gradient of a decay follows from those of x and y, d sums_i = x_i dx_i - y_i dy_i, summed over the channels
-    that share it. So it needs no pass over pairs of tokens of its own."""
+    """Decayed products of pairs of tokens.
+
+    The gradient of a decay follows from those of x and y, d sums_i = x_i dx_i - y_i dy_i, summed over the channels that
+    share the decay. So no further pass over pairs of tokens is needed.
+    """
 
     @staticmethod
     def forward(x: Tensor, y: Tensor, within: Tensor, sums: Tensor | None, rows_later: bool) -> Tensor:
@@ -217,8 +234,8 @@ class _Gram(Stacked):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        *given, _, ctx.rows_later = inputs
-        ctx.save_for_backward(*given)
+        *tensors, _, ctx.rows_later = inputs
+        ctx.save_for_backward(*tensors)
 
     @staticmethod
     @once_differentiable
@@ -233,22 +250,20 @@ class _Gram(Stacked):
             d_x, d_y = (d * y.mT.unsqueeze(-2)).sum(-1).mT, (d * x.mT.unsqueeze(-1)).sum(-2).mT
         if not ctx.needs_input_grad[3]:
             return d_x, d_y, None, None, None
-        rows, columns = (
-            (one * d_one).sum(-1, keepdim=True) if scalar else one * d_one for one, d_one in ((x, d_x), (y, d_y))
-        )
+        rows, columns = ((z * d_z).sum(-1, keepdim=True) if scalar else z * d_z for z, d_z in ((x, d_x), (y, d_y)))
         if ctx.rows_later:
             rows = F.pad(rows[..., 1:, :], (0, 0, 0, 1))
         return d_x, d_y, None, rows - columns.unflatten(-2, (-1, x.shape[-2])).sum(-3), None
 
 
 def _decayed(pairs: Tensor, within: Tensor) -> Tensor:
-    """Each of the n blocks [.., C, C] of pairs [.., C, n C] times within [.., C, C]."""
-    apart: Tensor = pairs.unflatten(-1, (-1, within.shape[-1]))
-    return (apart * within.unsqueeze(-2)).flatten(-2)
+    """Multiplies each of the n blocks [.., C, C] of pairs [.., C, n C] by within [.., C, C]."""
+    blocks: Tensor = pairs.unflatten(-1, (-1, within.shape[-1]))
+    return (blocks * within.unsqueeze(-2)).flatten(-2)
 
 
 class _Solve(Stacked):
-    """Solves X (I + L)^T = right^T from the right: PyTorch takes half the time where rows stay rows."""
+    """Solves X (I + L)^T = right^T from the right: PyTorch takes half the time if rows stay rows."""
 
     @staticmethod
     def forward(system: Tensor, right: Tensor) -> Tensor:
@@ -267,32 +282,34 @@ class _Solve(Stacked):
         return (-d_right @ solved.mT).tril_(-1), d_right
 
 
-def _states(x: Operands, state: State | None) -> tuple[Tensor, Tensor]:
+def _states(operands: Operands, state: State | None) -> tuple[Tensor, Tensor]:
     """The first state and, with a fit, the second; without one the second is not used."""
     if state is None:
-        return _empty(x), _empty(x)
-    return state[0].to(x.u.dtype), state[-1].to(x.u.dtype)
+        return _empty(operands), _empty(operands)
+    return state[0].to(operands.u.dtype), state[-1].to(operands.u.dtype)
 
 
-def _empty(x: Operands) -> Tensor:
-    return x.u.new_zeros(x.k.shape[0], x.k.shape[2], x.k.shape[3], x.u.shape[3])
+def _empty(operands: Operands) -> Tensor:
+    """An empty state."""
+    return operands.u.new_zeros(operands.k.shape[0], operands.k.shape[2], operands.k.shape[3], operands.u.shape[3])
 
 
-def _cast(x: Operands, state: State | None) -> Operands:
-    dtype = torch.promote_types(x.u.dtype, torch.float32)
-    for one in state or ():
-        dtype = torch.promote_types(dtype, one.dtype)
+def _cast(operands: Operands, state: State | None) -> Operands:
+    """The operands in the widest dtype of u, the state and fp32."""
+    dtype = torch.promote_types(operands.u.dtype, torch.float32)
+    for tensor in state or ():
+        dtype = torch.promote_types(dtype, tensor.dtype)
 
     def cast(part: "Operands | Fit") -> dict[str, Any]:
         values = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
         return {name: value.to(dtype) for name, value in values.items() if isinstance(value, Tensor)}
 
-    fit = None if x.fit is None else dataclasses.replace(x.fit, **cast(x.fit))
-    return dataclasses.replace(x, fit=fit, **cast(x))
+    fit = None if operands.fit is None else dataclasses.replace(operands.fit, **cast(operands.fit))
+    return dataclasses.replace(operands, fit=fit, **cast(operands))
 
 
 def into_chunks(x: Tensor, size: int) -> Tensor:
-    """[B, T, H, ...] as N chunks [N, B H, C, ...]. Zeros fill the last chunk: they neither decay, erase nor write."""
+    """Cuts [B, T, H, ...] into N chunks [N, B H, C, ...]. Zeros fill the last chunk, and neither decay nor write."""
     missing = -x.shape[1] % size
     if missing:
         x = F.pad(x, (0, 0) * (x.dim() - 2) + (0, missing))
@@ -301,15 +318,16 @@ def into_chunks(x: Tensor, size: int) -> Tensor:
 
 
 def from_chunks(x: Tensor, batch: int, length: int) -> Tensor:
-    """[N, B H, C, V] to [B, T, H, V]."""
+    """Joins chunks [N, B H, C, V] as [B, T, H, V]."""
     chunks: Tensor = x.unflatten(1, (batch, -1))
     return chunks.movedim((0, 2), (1, 3)).flatten(1, 2)[:, :length]
 
 
 def decays(g: Tensor) -> Tensor:
-    """exp(g_{j+1} + ... + g_i) for i >= j, else 0; [.., C] to [.., C, C].
+    """Computes exp(g_{j+1} + ... + g_i) for i >= j, else 0, [.., C, C] for g [.., C].
 
-    Each sum is added up by itself, never a difference of two sums: it is exact beside g = -1000 and finite at g = -inf.
+    Each sum is added up by itself and is no difference of two sums, so that it is exact beside g = -1000 and finite at
+    g = -inf.
     """
     below = g.unsqueeze(-1).expand(*g.shape, g.shape[-1]).tril(-1)
     return below.cumsum(-2).exp().tril()

@@ -30,5 +30,5 @@ KERNELS = Kernels(
 
 
 def lacks_assembler() -> str | None:
-    """Has Triton assemble by a ptxas that makes right code; what to do where there is none."""
+    """Has Triton take a ptxas that makes right code, and returns what to provide if there is none."""
     return ptxas.choose()

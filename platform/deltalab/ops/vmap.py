@@ -14,33 +14,38 @@ class Stacked(torch.autograd.Function):
 
     @classmethod
     def vmap(cls, info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
-        out = cls.apply(*(_first(one, dim, info.batch_size) for one, dim in zip(args, in_dims, strict=True)))  # type: ignore[no-untyped-call]
+        """The function of all runs, and the dimension of runs in each output."""
+        stacked = (_runs_first(arg, dim, info.batch_size) for arg, dim in zip(args, in_dims, strict=True))
+        out = cls.apply(*stacked)  # type: ignore[no-untyped-call]
         return out, (0,) * len(out) if isinstance(out, tuple) else 0
 
 
-def _first(given: Any, dim: int | None, count: int) -> Any:
-    if not isinstance(given, Tensor):
-        return given
-    return given.expand(count, *given.shape) if dim is None else given.movedim(dim, 0)
+def _runs_first(arg: Any, dim: int | None, runs: int) -> Any:
+    """A tensor with the dimension of runs in front; anything else as it is."""
+    if not isinstance(arg, Tensor):
+        return arg
+    return arg.expand(runs, *arg.shape) if dim is None else arg.movedim(dim, 0)
 
 
 class Folded(torch.autograd.Function):
-    """A function whose tensors all begin with the batch, given and returned: `vmap` calls it once for all runs.
+    """A function whose inputs and outputs all begin with the batch: `vmap` calls it once for all runs.
 
-    For a rule's own kernel, `UpdateRule.fused`: the runs of a stack become one larger batch, so that the kernel sees
-    the shapes that it was written for. Take gradients outside of vmap: vmap(f)(x).sum().backward().
+    `Folded` is for a rule's own kernel, `UpdateRule.fused`. The runs of a stack become one larger batch, so that the
+    kernel sees the shapes that it was written for. Take gradients outside of vmap: vmap(f)(x).sum().backward().
     """
 
     @classmethod
     def vmap(cls, info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+        """The function of all runs, and the dimension of runs in each output."""
         runs = info.batch_size
-        given = (_first(one, dim, runs) for one, dim in zip(args, in_dims, strict=True))
-        out = cls.apply(*(one.flatten(0, 1) if isinstance(one, Tensor) else one for one in given))  # type: ignore[no-untyped-call]
+        stacked = (_runs_first(arg, dim, runs) for arg, dim in zip(args, in_dims, strict=True))
+        out = cls.apply(*(arg.flatten(0, 1) if isinstance(arg, Tensor) else arg for arg in stacked))  # type: ignore[no-untyped-call]
         if isinstance(out, Tensor):
-            return _runs(out, runs), 0
-        return tuple(_runs(one, runs) for one in out), (0,) * len(out)
+            return _unfolded(out, runs), 0
+        return tuple(_unfolded(x, runs) for x in out), (0,) * len(out)
 
 
-def _runs(x: Tensor, runs: int) -> Tensor:
+def _unfolded(x: Tensor, runs: int) -> Tensor:
+    """A batch of all runs, with a dimension of runs in front."""
     split: Tensor = x.unflatten(0, (runs, x.shape[0] // runs))
     return split

@@ -21,25 +21,29 @@ WARPS = {"sweep": 4, "measure": 4, "solve": 4, "read": 4, "differentiate": 4, "r
 STAGES = {"sweep": 2, "measure": 1, "solve": 1, "read": 2, "differentiate": 1, "reverse": 2, "pairs": 2, "gradients": 2}
 
 
-class States(NamedTuple):
+class StoredStates(NamedTuple):
     """A segment's states over the norms of their blocks, in `parts` halves, and these norms."""
 
     states: Tensor
     norms: Tensor
 
 
-class Both(NamedTuple):
-    """`States` of H and of U."""
+class SegmentStates(NamedTuple):
+    """`StoredStates` of H and of U."""
 
-    gram: States
-    memory: States
+    gram: StoredStates
+    memory: StoredStates
 
 
 @dataclass(frozen=True, kw_only=True)
 class RidgeLaunch(Launch):
-    """bk: keys of a block, all of them; bg, bv: columns of a block of H and of U.
+    """The plan of `kernels.ridge`.
 
-    parts: halves of 16 bits that a state and the vectors it is multiplied with are held in.
+    Attributes:
+        bk: Keys of a block, which are all keys.
+        bg: Columns of a block of H.
+        bv: Columns of a block of U.
+        parts: The number of 16-bit parts that a state, and the vectors that it is multiplied with, are held in.
     """
 
     bk: int
@@ -49,6 +53,7 @@ class RidgeLaunch(Launch):
 
     @classmethod
     def of(cls, k: Tensor, v: Tensor, strength: float, adaptive: bool, chunk_size: int) -> "RidgeLaunch":
+        """The plan for inputs like k and v."""
         return planned(cls._of, *k.shape, v.shape[-1], k.dtype, strength, adaptive, chunk_size)
 
     @classmethod
@@ -56,19 +61,20 @@ class RidgeLaunch(Launch):
         cls, batch: int, tokens: int, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype, strength: float,
         adaptive: bool, chunk_size: int,
     ) -> "RidgeLaunch":  # fmt: skip
-        wide = dtype == torch.float32
+        """The plan, whose chunks may be smaller than `chunk_size`."""
+        fp32 = dtype == torch.float32
         bk = max(16, triton.next_power_of_2(key_dim))
-        bg = min(bk, 16 if wide else 64)
-        bv = max(16, min(16 if wide else 64, triton.next_power_of_2(value_dim)))
-        size = max(16, triton.next_power_of_2(min(chunk_size, tokens, 16 if wide else 64)))
+        bg = min(bk, 16 if fp32 else 64)
+        bv = max(16, min(16 if fp32 else 64, triton.next_power_of_2(value_dim)))
+        chunk_size = max(16, triton.next_power_of_2(min(chunk_size, tokens, 16 if fp32 else 64)))
         one_half = Ridge(strength=strength, adaptive=adaptive).in_one_half(dtype)
-        parts = 1 if wide or one_half else 2
-        chunks = triton.cdiv(tokens, size)
-        each = batch * heads * bk * (bk + triton.cdiv(value_dim, bv) * bv) * parts * (4 if wide else 2)
-        every = min(chunks, max(WORKSPACE // each, triton.cdiv(BUSY, batch * heads)))
+        parts = 1 if fp32 or one_half else 2
+        chunks = triton.cdiv(tokens, chunk_size)
+        chunk_bytes = batch * heads * bk * (bk + triton.cdiv(value_dim, bv) * bv) * parts * (4 if fp32 else 2)
+        segment_chunks = min(chunks, max(WORKSPACE // chunk_bytes, triton.cdiv(BUSY, batch * heads)))
         return cls(
-            batch=batch, tokens=tokens, heads=heads, key_dim=key_dim, value_dim=value_dim, size=size, chunks=chunks,
-            every=every, dtype=dtype, bk=bk, bg=bg, bv=bv, parts=parts,
+            batch=batch, tokens=tokens, heads=heads, key_dim=key_dim, value_dim=value_dim, chunk_size=chunk_size,
+            chunks=chunks, segment_chunks=segment_chunks, dtype=dtype, bk=bk, bg=bg, bv=bv, parts=parts,
         )  # fmt: skip
 
     @property
@@ -76,19 +82,19 @@ class RidgeLaunch(Launch):
         """Number of boundaries of segments, the first and the last included."""
         return self.segments + 1
 
-    def space(self, like: Tensor) -> Both:
+    def space(self, like: Tensor) -> SegmentStates:
         """Room for a segment's states."""
-        dtype = torch.float32 if self.wide else torch.float16
+        dtype = torch.float32 if self.fp32 else torch.float16
 
-        def of(width: int, block: int) -> States:
+        def room(width: int, block: int) -> StoredStates:
             blocks = triton.cdiv(width, block)
-            at = (self.batch * self.every, self.heads)
-            return States(
-                like.new_empty(*at, self.parts, self.bk, blocks * block, dtype=dtype),
-                like.new_empty(*at, blocks, dtype=torch.float32),
+            slots = (self.batch * self.segment_chunks, self.heads)
+            return StoredStates(
+                like.new_empty(*slots, self.parts, self.bk, blocks * block, dtype=dtype),
+                like.new_empty(*slots, blocks, dtype=torch.float32),
             )
 
-        return Both(of(self.bk, self.bg), of(self.value_dim, self.bv))
+        return SegmentStates(room(self.bk, self.bg), room(self.value_dim, self.bv))
 
     def columns(self, gram: bool) -> dict[str, Any]:
         """The columns of H or U that `sweep` and `reverse` take; the grid has blocks for all bk columns of H."""
@@ -97,7 +103,7 @@ class RidgeLaunch(Launch):
         return {"D": self.value_dim, "BW": self.bv, "FULL_D": self.value_dim % self.bv == 0}
 
     def grid(self, gram: bool) -> tuple[int, int, int]:
-        """Of `sweep` and `reverse`."""
+        """The grid of `sweep` and `reverse`, for H or for U."""
         width, block = (self.bk, self.bg) if gram else (self.value_dim, self.bv)
         return triton.cdiv(width, block), self.heads, self.batch
 
@@ -106,14 +112,16 @@ class RidgeLaunch(Launch):
         return (self.batch * len(chunks) * self.heads,)
 
     def sizes(self, kernel: str) -> dict[str, Any]:
+        """Arguments that follow from the plan, by name."""
         return {
             **super().sizes(kernel), "T": self.tokens, "boundaries": self.boundaries,
             "BK": self.bk, "BG": self.bg, "BV": self.bv,
             "FULL": self.bk == self.key_dim, "FULL_V": self.value_dim % self.bv == 0, "PARTS": self.parts,
-            "IN": 2 if self.dtype == torch.float16 else 1, "KIND": tl.float32 if self.wide else tl.bfloat16,
-            "HALF": tl.float32 if self.wide else tl.float16, "WIDE": self.wide,
+            "IN": 2 if self.dtype == torch.float16 else 1, "DTYPE": tl.float32 if self.fp32 else tl.bfloat16,
+            "HALF": tl.float32 if self.fp32 else tl.float16, "FP32": self.fp32,
         }  # fmt: skip
 
     def resources(self, kernel: str) -> dict[str, int]:
-        crowded = (self.bk > 128 and kernel == "solve") or (self.bk > 64 and kernel == "measure" and self.wide)
+        """Warps and stages."""
+        crowded = (self.bk > 128 and kernel == "solve") or (self.bk > 64 and kernel == "measure" and self.fp32)
         return {"num_warps": 8 if crowded else WARPS[kernel], "num_stages": STAGES[kernel]}

@@ -8,7 +8,7 @@ from torch import Tensor
 from deltalab.kernels.register import absent, eager, register
 from deltalab.kernels.ridge.backward import differentiate, gradients, pairs, reverse
 from deltalab.kernels.ridge.forward import measure, read, solve, sweep
-from deltalab.kernels.ridge.launch import Both, RidgeLaunch
+from deltalab.kernels.ridge.launch import RidgeLaunch, SegmentStates
 from deltalab.structure import Ridge
 
 
@@ -23,9 +23,9 @@ def regression(
     state: tuple[Tensor, Tensor],
     chunk_size: int = 64,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """`deltalab.ridge.regression` by kernels, for inputs to which `deltalab.ridge.lacks_kernel` does not object."""
-    gram, memory = (x.float().contiguous() for x in state)
-    q, k, v = (x.to(v.dtype).contiguous() for x in (q, k, v))
+    """Computes `deltalab.ridge.regression` by kernels, for inputs that `deltalab.ridge.lacks_kernel` lets through."""
+    gram, memory = (tensor.float().contiguous() for tensor in state)
+    q, k, v = (tensor.to(v.dtype).contiguous() for tensor in (q, k, v))
     g = g.float().expand(k.shape[:3]).contiguous()
     o, gram, memory, *_ = _eagerly(
         q, k, v, g, gram, memory, scale, ridge.strength, ridge.iterations, ridge.adaptive,
@@ -50,14 +50,28 @@ def ridge_regression(
     chunk_size: int,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """o_t = scale U_t^T x_t with (H_t + lambda_t I) x_t ~= q_t, as `structure.Ridge` defines it.
+    """Computes o_t = scale U_t^T x_t with (H_t + lambda_t I) x_t ~= q_t, as `structure.Ridge` defines it.
 
-    Contiguous q, k [B, T, H, K], v [B, T, H, V], g [B, T, H], gram [B, H, K, K] and memory [B, H, K, V] in fp32.
-    keep: whether to return what the backward needs.
-    Returns (o, H and U after the last token, and for the backward x, ||H_t||, and H and U between segments).
+    Args:
+        q: [B, T, H, K], contiguous like all other tensors.
+        k: [B, T, H, K].
+        v: [B, T, H, V].
+        g: Log-decays [B, T, H].
+        gram: H before the first token, [B, H, K, K] in fp32.
+        memory: U before the first token, [B, H, K, V] in fp32.
+        scale: The factor of the output.
+        strength: The number that gives lambda_t.
+        iterations: Steps of the solver.
+        adaptive: Whether lambda_t is strength ||H_t||, else strength.
+        chebyshev: Whether the solver is Chebyshev's, else conjugate gradient.
+        chunk_size: The most tokens of a chunk.
+        keep: Whether to return what the backward needs.
+
+    Returns:
+        o, H and U after the last token, and for the backward x, ||H_t||, and H and U between segments.
     """
     plan = RidgeLaunch.of(k, v, strength, adaptive, chunk_size)
-    o, last_gram, last_memory, x, norm, grams, memories = found = _outputs(plan, q, v, g, gram, memory)
+    o, last_gram, last_memory, x, norm, grams, memories = outputs = _outputs(plan, q, v, g, gram, memory)
     grams[:, 0], memories[:, 0] = gram, memory
     space = plan.space(q)
     for segment in range(plan.segments):
@@ -80,12 +94,13 @@ def ridge_regression(
         )  # fmt: skip
     last_gram.copy_(grams[:, -1])
     last_memory.copy_(memories[:, -1])
-    return found if keep else (o, last_gram, last_memory, absent(q), absent(q), absent(q), absent(q))
+    return outputs if keep else (o, last_gram, last_memory, absent(q), absent(q), absent(q), absent(q))
 
 
 def _outputs(
     plan: RidgeLaunch, q: Tensor, v: Tensor, g: Tensor, gram: Tensor, memory: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Room for the outputs."""
     grams, memories = (s.new_empty(s.shape[0], plan.boundaries, *s.shape[1:]) for s in (gram, memory))
     x, norm = torch.empty_like(q, dtype=torch.float32), torch.empty_like(g)
     return torch.empty_like(v), torch.empty_like(gram), torch.empty_like(memory), x, norm, grams, memories
@@ -95,13 +110,21 @@ def _shapes(
     *, q: Tensor, k: Tensor, v: Tensor, g: Tensor, gram: Tensor, memory: Tensor, strength: float, adaptive: bool,
     chunk_size: int, keep: bool, **_: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
+    """Empty outputs of the operator."""
     plan = RidgeLaunch.of(k, v, strength, adaptive, chunk_size)
     o, last_gram, last_memory, *kept = _outputs(plan, q, v, g, gram, memory)
     return o, last_gram, last_memory, *(kept if keep else [absent(q) for _ in kept])
 
 
 def _sweep(
-    plan: RidgeLaunch, k: Tensor, v: Tensor, g: Tensor, grams: Tensor, memories: Tensor, segment: int, space: Both
+    plan: RidgeLaunch,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    grams: Tensor,
+    memories: Tensor,
+    segment: int,
+    space: SegmentStates,
 ) -> None:
     """Fills `space` with the states before each chunk of a segment, and grams and memories with those after it."""
     for gram, u, begin, (states, norms) in zip((True, False), (k, v), (grams, memories), space, strict=True):
@@ -140,17 +163,17 @@ def _backward(
     y, d_x, readers = torch.empty_like(x), torch.empty_like(x), torch.empty_like(g)
     c = torch.zeros_like(g)
     d_gram, d_memory = (
-        torch.zeros_like(bounds[:, 0]) if d is None else d.clone(memory_format=torch.contiguous_format)
-        for d, bounds in ((d_last_gram, grams), (d_last_memory, memories))
+        torch.zeros_like(states[:, 0]) if d_last is None else d_last.clone(memory_format=torch.contiguous_format)
+        for d_last, states in ((d_last_gram, grams), (d_last_memory, memories))
     )
-    # `_sweep` writes the state after each segment anew. Segments go from the last to the first, so it changes none
-    # that is read later; the clones keep the saved tensors as they are.
+    # `_sweep` writes the state after each segment anew. Segments go from the last to the first, so `_sweep` changes no
+    # state that is read later. The clones keep the saved tensors as they are.
     grams, memories = grams.clone(), memories.clone()
     space, after = plan.space(q), plan.space(q)
     gram_across, memory_across = torch.empty_like(space.gram.norms), torch.empty_like(space.memory.norms)
-    square = (plan.batch * plan.every, plan.heads, plan.size, plan.size)
-    kind = torch.float32 if plan.wide or plan.parts == 2 else torch.bfloat16
-    for_x, for_y, for_key = (k.new_empty(square, dtype=kind) for _ in range(3))
+    square = (plan.batch * plan.segment_chunks, plan.heads, plan.chunk_size, plan.chunk_size)
+    dtype = torch.float32 if plan.fp32 or plan.parts == 2 else torch.bfloat16
+    for_x, for_y, for_key = (k.new_empty(square, dtype=dtype) for _ in range(3))
     for segment in reversed(range(plan.segments)):
         chunks = plan.segment(segment)
         grid = plan.programs(chunks)
@@ -164,7 +187,7 @@ def _backward(
             solve, grid, chunks,
             rhs=d_x, k=k, g=g, norm=norm, grams=space.gram.states, gram_norms=space.gram.norms,
             x=y, x_half=d_q, forward=x, c=c, strength=strength, iterations=iterations,
-            ADAPTIVE=adaptive, CHEBYSHEV=chebyshev, ALONG=1 if plan.wide else 2,
+            ADAPTIVE=adaptive, CHEBYSHEV=chebyshev, ALONG=1 if plan.fp32 else 2,
         )  # fmt: skip
         for gram, (states, norms), (states_after, norms_after), d_state, across in (
             (True, space.gram, after.gram, d_gram, gram_across),
@@ -197,6 +220,7 @@ def _backward(
 def _gradient_shapes(
     *, q: Tensor, k: Tensor, v: Tensor, g: Tensor, grams: Tensor, memories: Tensor, **_: Any
 ) -> tuple[Tensor, ...]:
+    """Empty gradients."""
     return (*map(torch.empty_like, (q, k, v, g)), torch.empty_like(grams[:, 0]), torch.empty_like(memories[:, 0]))
 
 

@@ -17,7 +17,7 @@ WORKSPACE = 128 * 2**20
 """Bytes that the states of a segment may take in the backward. A segment takes more only to keep the GPU busy."""
 
 ENOUGH = 96
-"""Programs that keep a GPU busy. With as many, each takes 128 values instead of 64 and reads the keys half as often."""
+"""Programs that keep a GPU busy. With as many, a program takes 128 values, not 64, and reads the keys half as often."""
 
 WARPS = {"prepare": 4, "scan": 4, "reverse": 4, "gradients": 4}
 STAGES = {"prepare": 1, "scan": 3, "reverse": 3, "gradients": 3}
@@ -25,10 +25,16 @@ STAGES = {"prepare": 1, "scan": 3, "reverse": 3, "gradients": 3}
 
 @dataclass(frozen=True, kw_only=True)
 class ScalarLaunch(Launch):
-    """bk, bv: keys and values of a block. erases: whether `gradients` has an erasure to differentiate.
+    """The plan of `kernels.scalar`.
 
-    parts: a few long sequences that consist of whole chunks and are not packed are cut into equal parts, which lie in
-    memory like so many sequences; `batch`, `tokens` and `chunks` count these.
+    A few long sequences that consist of whole chunks and are not packed are cut into equal parts, which lie in memory
+    like so many sequences. `batch`, `tokens` and `chunks` count these parts.
+
+    Attributes:
+        bk: Keys of a block.
+        bv: Values of a block.
+        parts: Parts of each sequence.
+        erases: Whether `gradients` has an erasure to differentiate.
     """
 
     bk: int
@@ -37,64 +43,76 @@ class ScalarLaunch(Launch):
     erases: bool = False
 
     @classmethod
-    def of(cls, k: Tensor, u: Tensor, cu_seqlens: Tensor | None, size: int) -> "ScalarLaunch":
+    def of(cls, k: Tensor, u: Tensor, cu_seqlens: Tensor | None, chunk_size: int) -> "ScalarLaunch":
+        """The plan for operands like k and u, and for packed sequences if there are `cu_seqlens`."""
         make: Callable[..., ScalarLaunch] = cls._of
-        sizes = *k.shape, u.shape[-1], size, u.dtype
+        sizes = *k.shape, u.shape[-1], chunk_size, u.dtype
         if cu_seqlens is not None:
-            packing, bound = chunk_map(cu_seqlens, k.shape[1], size)
+            packing, bound = chunk_map(cu_seqlens, k.shape[1], chunk_size)
             return make(*sizes, sequences=cu_seqlens.numel() - 1, packing=packing, bound=bound)
         return planned(make, *sizes)
 
     @classmethod
     def _of(
-        cls, batch: int, tokens: int, heads: int, key_dim: int, value_dim: int, size: int, dtype: torch.dtype,
+        cls, batch: int, tokens: int, heads: int, key_dim: int, value_dim: int, chunk_size: int, dtype: torch.dtype,
         sequences: int = 0, packing: Packing | None = None, bound: int = 0,
     ) -> "ScalarLaunch":  # fmt: skip
-        """sequences, bound: number of packed sequences and of their chunks, with a packing."""
-        chunks, parts, batch = bound or triton.cdiv(tokens, size), 1, sequences or batch
+        """The plan; with a packing, `sequences` and `bound` are the numbers of packed sequences and of their chunks."""
+        chunks, parts, batch = bound or triton.cdiv(tokens, chunk_size), 1, sequences or batch
         bv = _widest(value_dim, dtype)
         if bv == 128 and (key_dim > 128 or batch * heads * value_dim < ENOUGH * bv):
             bv = 64
-        if packing is None and tokens % size == 0:
+        if packing is None and tokens % chunk_size == 0:
             parts = sequence_parts.count(batch * heads * (value_dim // bv), chunks)
             batch, tokens, chunks = batch * parts, tokens // parts, chunks // parts
-        each = batch * heads * key_dim * value_dim * dtype.itemsize
-        every = chunks if packing else min(chunks, max(WORKSPACE // each, 8, triton.cdiv(1024, batch * heads)))
+        state_bytes = batch * heads * key_dim * value_dim * dtype.itemsize
+        segment_chunks = chunks
+        if packing is None:
+            segment_chunks = min(chunks, max(WORKSPACE // state_bytes, 8, triton.cdiv(1024, batch * heads)))
         return cls(
-            batch=batch, tokens=tokens, heads=heads, key_dim=key_dim, value_dim=value_dim, size=size, chunks=chunks,
-            every=every, dtype=dtype, packing=packing, bk=key_dim, bv=bv, parts=parts,
+            batch=batch, tokens=tokens, heads=heads, key_dim=key_dim, value_dim=value_dim, chunk_size=chunk_size,
+            chunks=chunks, segment_chunks=segment_chunks, dtype=dtype, packing=packing, bk=key_dim, bv=bv,
+            parts=parts,
         )  # fmt: skip
 
     def per_chunk(self, erases: bool) -> "ScalarLaunch":
-        """The same with the blocks of `gradients`: some keys, and all values."""
+        """The same plan with the blocks of `gradients`: some keys, and all values."""
         bk, bv = min(self.key_dim, 32), _widest(self.value_dim, self.dtype)
         return self.once(("per chunk", erases), lambda: replace(self, bk=bk, bv=bv, erases=erases))
 
     def narrowed(self, bv: int) -> "ScalarLaunch":
-        """The same with at most so many values in a block."""
+        """The same plan with at most `bv` values in a block."""
         return self if self.bv <= bv else self.once(("narrowed", bv), lambda: replace(self, bv=bv))
 
     @property
     def grid(self) -> tuple[int, int, int]:
+        """The grid of `scan` and `reverse`."""
         return self.value_dim // self.bv, self.heads, self.batch
 
     def keys(self, x: Tensor | None, *, store: bool = False) -> Any:
-        return tiles(x, self.heads * self.key_dim, self.size, self.bk, store=store, ragged=self.ragged)
+        """Views x [B, T, H, K] in tiles."""
+        return tiles(x, self.heads * self.key_dim, self.chunk_size, self.bk, store=store, ragged=self.ragged)
 
     def values(self, x: Tensor | None, *, store: bool = False) -> Any:
-        return tiles(x, self.heads * self.value_dim, self.size, self.bv, store=store, ragged=self.ragged)
+        """Views x [B, T, H, V] in tiles."""
+        return tiles(x, self.heads * self.value_dim, self.chunk_size, self.bv, store=store, ragged=self.ragged)
 
     def squares(self, x: Tensor) -> Any:
-        """Of one square for each chunk and head."""
-        return None if existing(x) is None else tiles(x, self.size, self.size, self.size)
+        """Views x, which has one square for each chunk and head, in tiles."""
+        size = self.chunk_size
+        return None if existing(x) is None else tiles(x, size, size, size)
 
     def states(self, x: Tensor) -> Any:
+        """Views transposed states [.., V, K] in tiles."""
         return tiles(x, self.key_dim, self.bv, self.bk)
 
     def sizes(self, kernel: str) -> dict[str, Any]:
-        return {**super().sizes(kernel), "BK": self.bk, "BV": self.bv, "SUM": tl.float64 if self.wide else tl.float32}
+        """Arguments that follow from the plan, by name."""
+        dtype = tl.float64 if self.fp32 else tl.float32
+        return {**super().sizes(kernel), "BK": self.bk, "BV": self.bv, "SUM_DTYPE": dtype}
 
     def resources(self, kernel: str) -> dict[str, int]:
+        """Warps, stages and registers."""
         warps, stages = WARPS[kernel], STAGES[kernel]
         if kernel == "gradients" and self.value_dim > self.bv:
             # With more stages, its loop would hold all values twice.
@@ -104,19 +122,21 @@ class ScalarLaunch(Launch):
             stages = 2
         elif kernel in ("scan", "reverse") and self.bv == 128:
             warps *= 2
-        made = {"num_warps": warps, "num_stages": stages}
+        resources = {"num_warps": warps, "num_stages": stages}
         if kernel == "prepare" and self.precision == "tf32" and self.key_dim <= 128:
             # So that four programs share a multiprocessor.
-            made["maxnreg"] = 128
-        elif self.wide:
-            made["maxnreg"] = ALL_REGISTERS
-        return made
+            resources["maxnreg"] = 128
+        elif self.fp32:
+            resources["maxnreg"] = ALL_REGISTERS
+        return resources
 
     @property
-    def vectors(self) -> torch.dtype:
-        """Dtype of `forward.prepare`'s vectors and cumulative sums: next to extreme decays, differences of fp32 sums
-        would lose fp32's precision."""
-        return torch.float64 if self.wide else torch.float32
+    def vector_dtype(self) -> torch.dtype:
+        """Dtype of the vectors and cumulative sums of `forward.prepare`.
+
+        Next to extreme decays, differences of fp32 sums would lose fp32's precision.
+        """
+        return torch.float64 if self.fp32 else torch.float32
 
 
 def _widest(value_dim: int, dtype: torch.dtype) -> int:

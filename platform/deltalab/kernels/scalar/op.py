@@ -1,52 +1,33 @@
-"""`kernels.scalar` as PyTorch operators: launches, gradients, `torch.func.vmap` and `torch.compile`."""
+"""`kernels.scalar` as PyTorch operators: launches, gradients, `torch.func.vmap` and `torch.compile`.
+
+The arguments of each operator follow from the tuples of `kernels.operands`, in the order of its schema.
+"""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from deltalab.kernels import sequence_parts
+from deltalab.kernels.operands import FIT, SCALAR, FitOperands, Layout, ScalarOperands
 from deltalab.kernels.register import absent, empty_like, existing, register
 from deltalab.kernels.scalar import forward
 from deltalab.kernels.scalar.backward import gradients
 from deltalab.kernels.scalar.launch import ScalarLaunch
 
 
-class ScalarOperands(NamedTuple):
-    """The operands of one pass as `rule.Operands` names them, or their gradients."""
-
-    r: Tensor
-    k: Tensor
-    u: Tensor
-    g: Tensor | None
-    e: Tensor | None
-    beta: Tensor | None
-    read: Tensor | None
-    d: Tensor | None
-
-
-class Second(NamedTuple):
-    """What `rule.Fit` gives a second pass, or the gradients. target, r, g: None for the first pass's u, r and g."""
-
-    target: Tensor | None
-    r: Tensor | None
-    g: Tensor | None
-    e: Tensor | None
-    strength: Tensor
-    read: Tensor | None
-
-    def after(self, first: ScalarOperands, u: Tensor) -> ScalarOperands:
-        """All operands of the second pass, which writes u."""
-        r, g = first.r if self.r is None else self.r, first.g if self.g is None else self.g
-        return ScalarOperands(r=r, k=first.k, u=u, g=g, e=self.e, beta=self.strength, read=self.read, d=None)
-
-
 class Kept(NamedTuple):
     """What the forward of a pass leaves for its backward.
 
-    vectors, inverse, within, overlaps: what `forward.prepare` writes. begin: the state before each segment.
-    maps: the linear map that each part of a sequence applies to its first state.
+    Attributes:
+        vectors: The factors of each token that `forward.prepare` writes.
+        inverse: (I + M)^{-1} - I of each chunk.
+        within: P of each chunk.
+        overlaps: P of each chunk with k in place of r.
+        begin: The state before each segment.
+        maps: The linear map that each part of a sequence applies to its first state.
     """
 
     vectors: Tensor
@@ -57,107 +38,101 @@ class Kept(NamedTuple):
     maps: Tensor
 
 
-@torch.library.custom_op("deltalab::scalar_scan", mutates_args=())
-def scalar_scan(
-    r: Tensor,
-    k: Tensor,
-    u: Tensor,
-    g: Tensor | None,
-    e: Tensor | None,
-    beta: Tensor | None,
-    read: Tensor | None,
-    d: Tensor | None,
-    state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    late: bool,
-    chunk_size: int,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+KEPT = Layout(Kept)
+
+
+def _tensors(number: int) -> str:
+    """The type of an operator that returns so many tensors."""
+    return f"({', '.join(['Tensor'] * number)})"
+
+
+@torch.library.custom_op(
+    "deltalab::scalar_scan",
+    mutates_args=(),
+    schema=f"({SCALAR.schema()}, Tensor? state, Tensor? cu_seqlens, float scale, bool late, SymInt chunk_size,"
+    f" bool keep) -> {_tensors(2 + len(Kept._fields))}",
+)
+def scalar_scan(*arguments: Any) -> tuple[Tensor, ...]:
     """Scans a state that decays by a scalar, as `rule.Operands` and `structure.Transition` define it.
 
-    Contiguous r, k [B, T, H, K], u [B, T, H, V], scalars [B, T, H], state [B, H, K, V] (N of them where
-    cu_seqlens [N + 1] packs N sequences into B = 1). K is a power of two and at least 16, V a multiple of 16.
-    late: whether what is erased is read from the decayed state. keep: whether to return what the backward needs.
-    Returns (o, last state, *Kept).
+    Args:
+        *arguments: `ScalarOperands`, contiguous, where K is a power of two and at least 16, and V a multiple of 16.
+            state: The first state [B, H, K, V], or None for zero; N states if sequences are packed.
+            cu_seqlens: The bounds [N + 1] of N sequences that are packed into B = 1, or None.
+            scale: The factor of the output.
+            late: Whether what is erased is read from the decayed state.
+            chunk_size: Tokens of a chunk.
+            keep: Whether to return what the backward needs.
+
+    Returns:
+        o, the last state, and the fields of `Kept`.
     """
-    x = ScalarLaunch.of(k, u, cu_seqlens, chunk_size)
-    o, last, kept = torch.empty_like(u), _last(x, u), _kept(x, k, e, d, keep)
-    _forward(x, ScalarOperands(r, k, u, g, e, beta, read, d), state, o, last, kept, scale, late)
+    operands, (state, cu_seqlens, scale, late, chunk_size, keep) = SCALAR.split(arguments)
+    plan = ScalarLaunch.of(operands.k, operands.u, cu_seqlens, chunk_size)
+    o, last, kept = torch.empty_like(operands.u), _last(plan, operands.u), _kept(plan, operands, keep)
+    _forward(plan, operands, state, o, last, kept, scale, late)
     return o, last, *kept
 
 
-@torch.library.custom_op("deltalab::residual_scan", mutates_args=())
-def residual_scan(
-    r: Tensor,
-    k: Tensor,
-    u: Tensor,
-    g: Tensor | None,
-    e: Tensor | None,
-    beta: Tensor | None,
-    read: Tensor | None,
-    d: Tensor | None,
-    target: Tensor | None,
-    fit_r: Tensor | None,
-    fit_g: Tensor | None,
-    fit_e: Tensor | None,
-    strength: Tensor,
-    fit_read: Tensor | None,
-    state: Tensor | None,
-    fit_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    late: bool,
-    loss: str,
-    clip: float,
-    chunk_size: int,
-    keep: bool,
-) -> tuple[
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
-]:  # fmt: skip
+@torch.library.custom_op(
+    "deltalab::residual_scan",
+    mutates_args=(),
+    schema=f"({SCALAR.schema()}, {FIT.schema('fit_')}, Tensor? state, Tensor? fit_state, Tensor? cu_seqlens,"
+    f" float scale, bool late, str loss, float clip, SymInt chunk_size, bool keep)"
+    f" -> {_tensors(4 + 2 * len(Kept._fields))}",
+)
+def residual_scan(*arguments: Any) -> tuple[Tensor, ...]:
     """`scalar_scan` that reads S_{t-1}, plus what it reads from a second state, as `rule.Fit` defines it.
 
-    target, fit_r, fit_g: None for u, r and g, whose gradients are then sums over both passes.
-    Returns (o, last state, second last state, residual, *Kept of the first pass, *Kept of the second).
+    Args:
+        *arguments: `ScalarOperands`, `FitOperands`, and the other arguments of `scalar_scan`, with the second state
+            after the first one, and with the loss and the clip of the pseudo-residual before the chunk size. Where a
+            fit's target, r or g is None, the gradients of u, r and g are sums over both passes.
+
+    Returns:
+        o, both last states, the pseudo-residual, and the fields of `Kept` for the first pass and for the second.
     """
-    x = ScalarLaunch.of(k, u, cu_seqlens, chunk_size)
-    o, last, fit_last, residual = torch.empty_like(u), _last(x, u), _last(x, u), torch.empty_like(u)
-    kept, fit_kept = _kept(x, k, e, d, keep, fit=True), _kept(x, k, fit_e, None, keep)
-    first = ScalarOperands(r, k, u, g, e, beta, read, d)
+    first, more = SCALAR.split(arguments)
+    fit, more = FIT.split(more)
+    state, fit_state, cu_seqlens, scale, late, loss, clip, chunk_size, keep = more
+    plan, u = ScalarLaunch.of(first.k, first.u, cu_seqlens, chunk_size), first.u
+    o, last, fit_last, residual = torch.empty_like(u), _last(plan, u), _last(plan, u), torch.empty_like(u)
+    second = fit.after(first, residual)
+    kept, fit_kept = _kept(plan, first, keep, predicts=True), _kept(plan, second, keep)
     _forward(
-        x, first, state, o, last, kept, scale, late, residual=residual, target=target, loss=loss, clip=clip
+        plan, first, state, o, last, kept, scale, late, residual=residual, target=fit.target, loss=loss, clip=clip
     )  # fmt: skip
-    second = Second(target, fit_r, fit_g, fit_e, strength, fit_read).after(first, residual)
-    _forward(x, second, fit_state, o, fit_last, fit_kept, scale, late, base=o)
+    _forward(plan, second, fit_state, o, fit_last, fit_kept, scale, late, base=o)
     return o, last, fit_last, residual, *kept, *fit_kept
 
 
-def _last(x: ScalarLaunch, u: Tensor) -> Tensor:
-    return u.new_empty(x.batch // x.parts, x.heads, x.key_dim, x.value_dim, dtype=torch.float32)
+def _last(plan: ScalarLaunch, u: Tensor) -> Tensor:
+    """Room for the last state of each sequence."""
+    return u.new_empty(plan.batch // plan.parts, plan.heads, plan.key_dim, plan.value_dim, dtype=torch.float32)
 
 
-def _kept(
-    x: ScalarLaunch, k: Tensor, e: Tensor | None, d: Tensor | None, keep: bool, *, fit: bool = False
-) -> Kept:  # fmt: skip
+def _kept(plan: ScalarLaunch, operands: ScalarOperands, keep: bool, *, predicts: bool = False) -> Kept:
+    """Room for what a pass leaves for its backward; `predicts` for a pass that predicts a target."""
+    k, e, d = operands.k, operands.e, operands.d
     # A wide state, or products in fp32, leave `scan` no registers to make P and k's own P in.
-    busy = e is not None or d is not None or (fit and (x.key_dim > 128 or x.wide))
-    erased = x.key_dim if e is not None else 1
-    at, state = (x.slots(x.chunks), x.heads), (x.heads, x.value_dim, x.key_dim)
-    square = (*at, x.size, x.size)
+    busy = e is not None or d is not None or (predicts and (plan.key_dim > 128 or plan.fp32))
+    erased = plan.key_dim if e is not None else 1
+    slots, state = (plan.slots(plan.chunks), plan.heads), (plan.heads, plan.value_dim, plan.key_dim)
+    square = (*slots, plan.chunk_size, plan.chunk_size)
+    one_part = plan.parts == 1
     return Kept(
-        vectors=k.new_empty(*at, forward.ROWS.value, x.size, dtype=x.vectors),
+        vectors=k.new_empty(*slots, forward.ROWS.value, plan.chunk_size, dtype=plan.vector_dtype),
         inverse=absent(k) if e is None else k.new_empty(square),
         within=k.new_empty(square) if busy else absent(k),
-        overlaps=k.new_empty(square) if fit and busy else absent(k),
-        begin=k.new_empty(x.batch, x.segments, *state, dtype=torch.float32) if keep else absent(k),
-        maps=absent(k) if x.parts == 1 else k.new_empty(x.batch, x.heads, erased, erased, dtype=torch.float32),
+        overlaps=k.new_empty(square) if predicts and busy else absent(k),
+        begin=k.new_empty(plan.batch, plan.segments, *state, dtype=torch.float32) if keep else absent(k),
+        maps=absent(k) if one_part else k.new_empty(plan.batch, plan.heads, erased, erased, dtype=torch.float32),
     )
 
 
 def _forward(
-    x: ScalarLaunch,
-    given: ScalarOperands,
+    plan: ScalarLaunch,
+    operands: ScalarOperands,
     state: Tensor | None,
     o: Tensor,
     last: Tensor,
@@ -172,52 +147,53 @@ def _forward(
     clip: float = 1.0,
 ) -> None:
     """Runs one pass: fills o (its output plus `base`), the last state, with a loss the residual, and `kept`."""
-    everywhere, r, k = range(x.chunks), x.keys(given.r), x.keys(given.k)
-    inverse, within, overlaps = x.squares(kept.inverse), x.squares(kept.within), x.squares(kept.overlaps)
-    x.launch(
-        forward.prepare, (x.slots(x.chunks) * x.heads,), everywhere,
-        r=r, k=k, g=given.g, e=given.e, beta=given.beta, read=given.read, d=given.d,
+    everywhere, arguments = range(plan.chunks), SCALAR.arguments(operands, plan.keys)
+    r, k, u = arguments["r"], arguments["k"], plan.values(operands.u)
+    inverse, within, overlaps = plan.squares(kept.inverse), plan.squares(kept.within), plan.squares(kept.overlaps)
+    plan.launch(
+        forward.prepare, (plan.slots(plan.chunks) * plan.heads,), everywhere, arguments,
         vectors=kept.vectors, inverse=inverse, within=within, overlaps=overlaps,
-        scale=scale, LATE=late, FIT=loss is not None,
+        scale=scale, LATE=late, PREDICTS=loss is not None,
     )  # fmt: skip
     ends = last
-    if x.parts > 1:
-        state, ends = _starts(x, given, kept, state), last.new_empty(x.batch, *last.shape[1:])
-    x.launch(
-        forward.scan, x.grid, everywhere,
-        r=r, k=k, u=x.values(given.u), vectors=kept.vectors, inverse=inverse, within=within, overlaps=overlaps,
-        target=x.values(target), base=x.values(base), state=state, begin_states=existing(kept.begin),
-        o=x.values(o, store=True), residual=x.values(residual, store=True), last=ends, states=None, written=None,
-        clip=clip, CORRECTED=given.d is not None, LOSS=loss, MAPS=False,
+    if plan.parts > 1:
+        state, ends = _starts(plan, operands, kept, state), last.new_empty(plan.batch, *last.shape[1:])
+    plan.launch(
+        forward.scan, plan.grid, everywhere,
+        r=r, k=k, u=u, vectors=kept.vectors, inverse=inverse, within=within, overlaps=overlaps,
+        target=plan.values(target), base=plan.values(base), state=state, begin_states=existing(kept.begin),
+        o=plan.values(o, store=True), residual=plan.values(residual, store=True), last=ends, states=None, written=None,
+        clip=clip, CORRECTED=operands.d is not None, LOSS=loss, MAPS=False,
     )  # fmt: skip
-    if x.parts > 1:
-        last.copy_(sequence_parts.each(ends, x.parts)[-1])
+    if plan.parts > 1:
+        last.copy_(sequence_parts.split(ends, plan.parts)[-1])
 
 
-def _starts(x: ScalarLaunch, given: ScalarOperands, kept: Kept, state: Tensor | None) -> Tensor:
+def _starts(plan: ScalarLaunch, operands: ScalarOperands, kept: Kept, state: Tensor | None) -> Tensor:
     """The state that each part starts with; fills kept.maps."""
-    maps, erases = kept.maps, given.e is not None
-    x = x.narrowed(x.key_dim)
-    found = maps.new_empty(x.batch, x.heads, x.key_dim, x.value_dim + (x.key_dim if erases else 0))
-    x.launch(
-        forward.scan, (found.shape[-1] // x.bv, x.heads, x.batch), range(x.chunks),
-        r=None, k=x.keys(given.k), u=x.values(given.u), vectors=kept.vectors, inverse=x.squares(kept.inverse),
-        within=None, overlaps=None, target=None, base=None, state=None, begin_states=None,
-        o=None, residual=None, last=found, states=None, written=None,
-        every=x.chunks, segments=1, clip=1.0, CORRECTED=False, LOSS=None, MAPS=erases,
+    maps, erases = kept.maps, operands.e is not None
+    plan = plan.narrowed(plan.key_dim)
+    ends = maps.new_empty(plan.batch, plan.heads, plan.key_dim, plan.value_dim + (plan.key_dim if erases else 0))
+    plan.launch(
+        forward.scan, (ends.shape[-1] // plan.bv, plan.heads, plan.batch), range(plan.chunks),
+        r=None, k=plan.keys(operands.k), u=plan.values(operands.u), vectors=kept.vectors,
+        inverse=plan.squares(kept.inverse), within=None, overlaps=None, target=None, base=None, state=None,
+        begin_states=None, o=None, residual=None, last=ends, states=None, written=None,
+        segment_chunks=plan.chunks, segments=1, clip=1.0, CORRECTED=False, LOSS=None, MAPS=erases,
     )  # fmt: skip
     if erases:
-        maps.copy_(found[..., x.value_dim :])
+        maps.copy_(ends[..., plan.value_dim :])
     else:
-        decays = kept.vectors[:, :, forward.KEEPS.value, 0].unflatten(0, (x.batch, x.chunks))
+        decays = kept.vectors[:, :, forward.KEEPS.value, 0].unflatten(0, (plan.batch, plan.chunks))
         maps.copy_(decays.prod(1)[..., None, None])
-    added = sequence_parts.each(found[..., : x.value_dim], x.parts)
-    return torch.stack(sequence_parts.chained(state, sequence_parts.each(maps, x.parts), added), 1).flatten(0, 1)
+    written = sequence_parts.split(ends[..., : plan.value_dim], plan.parts)
+    starts = sequence_parts.first_states(state, sequence_parts.split(maps, plan.parts), written)
+    return torch.stack(starts, 1).flatten(0, 1)
 
 
 def _backward(
-    x: ScalarLaunch,
-    given: ScalarOperands,
+    plan: ScalarLaunch,
+    operands: ScalarOperands,
     grads: ScalarOperands,
     kept: Kept,
     d_o: Tensor,
@@ -227,7 +203,7 @@ def _backward(
     late: bool,
     *,
     d_error: Tensor | None = None,
-    own: bool = False,
+    predicts_u: bool = False,
     more_r: Tensor | None = None,
     more_k: Tensor | None = None,
     more_g: Tensor | None = None,
@@ -236,202 +212,157 @@ def _backward(
 ) -> Tensor:
     """Runs one pass backward: fills grads, and returns the gradient of the first state, `absent` without has_state.
 
-    d_error: gradient of target - S_{t-1}^T k. own: whether the target is u.
-    more_r, more_k, more_g: gradients that those of r, k and g are added to.
-    loss: u is the pseudo-residual of this loss, and grads.u becomes the gradient of its error.
+    `d_error` is the gradient of target - S_{t-1}^T k, and `predicts_u` says whether the target is u. The gradients of
+    r, k and g are added to `more_r`, `more_k` and `more_g`. With a loss, u is its pseudo-residual, and grads.u becomes
+    the gradient of the error.
     """
-    r, k, u = x.keys(given.r), x.keys(given.k), x.values(given.u)
-    inverse, within, overlaps = x.squares(kept.inverse), x.squares(kept.within), x.squares(kept.overlaps)
-    states = given.k.new_empty(x.slots(x.every), x.heads, x.value_dim, x.key_dim)
+    r, k, u = plan.keys(operands.r), plan.keys(operands.k), plan.values(operands.u)
+    inverse, within, overlaps = plan.squares(kept.inverse), plan.squares(kept.within), plan.squares(kept.overlaps)
+    states = operands.k.new_empty(plan.slots(plan.segment_chunks), plan.heads, plan.value_dim, plan.key_dim)
     states_after = torch.empty_like(states)
     written = None
-    if given.e is not None:
-        shape = given.u.shape if x.packing else (x.batch, x.every * x.size, x.heads, x.value_dim)
-        written = given.u.new_empty(shape)
-    wide = x.per_chunk(erases=given.e is not None)
+    if operands.e is not None:
+        shape = (plan.batch, plan.segment_chunks * plan.chunk_size, plan.heads, plan.value_dim)
+        written = operands.u.new_empty(operands.u.shape if plan.packing else shape)
+    chunk_plan = plan.per_chunk(erases=operands.e is not None)
     # A narrower block: with d_error, what is loaded ahead must fit beside the states that are stored.
-    back = x if d_error is None else x.narrowed(64)
-    per_chunk = {
-        "r": wide.keys(given.r), "k": wide.keys(given.k), "u": wide.values(given.u),
-        "g": given.g, "e": given.e, "beta": given.beta, "read": given.read, "d": given.d,
-        "written": wide.values(written), "states": wide.states(states), "states_after": wide.states(states_after),
-        "d_o": wide.values(d_o), "d_u": wide.values(grads.u), "d_error": wide.values(d_error),
-        "more_r": wide.keys(more_r), "more_k": wide.keys(more_k), "more_g": more_g,
-        "d_r": wide.keys(grads.r, store=True), "d_k": wide.keys(grads.k, store=True),
-        "new_d_u": wide.values(grads.u, store=True),
-        "d_g": grads.g, "d_e": grads.e, "d_beta": grads.beta, "d_read": grads.read, "d_d": grads.d,
+    reverse_plan = plan if d_error is None else plan.narrowed(64)
+    stored_keys, stored_values = partial(chunk_plan.keys, store=True), partial(chunk_plan.values, store=True)
+    d_arguments = SCALAR.gradients(grads, stored_keys, stored_values)
+    chunk_arguments = {
+        **SCALAR.arguments(operands, chunk_plan.keys, chunk_plan.values), **d_arguments,
+        # `gradients` loads the gradient of beta u and stores that of u in its place.
+        "d_u": chunk_plan.values(grads.u), "new_d_u": d_arguments["d_u"],
+        "written": chunk_plan.values(written), "states": chunk_plan.states(states),
+        "states_after": chunk_plan.states(states_after),
+        "d_o": chunk_plan.values(d_o), "d_error": chunk_plan.values(d_error),
+        "more_r": chunk_plan.keys(more_r), "more_k": chunk_plan.keys(more_k), "more_g": more_g,
+        "scale": scale, "clip": clip, "LATE": late, "LOSS": loss,
+        "PREDICTS": d_error is not None, "PREDICTS_U": predicts_u,
     }  # fmt: skip
-    upstream, wrong = back.values(d_o), back.values(d_error)
+    d_o_tiles, d_error_tiles = reverse_plan.values(d_o), reverse_plan.values(d_error)
 
     def reverse(chunks: range, d_state: Tensor, states_after: Tensor | None, d_u: Tensor | None) -> None:
-        back.launch(
-            forward.reverse, back.grid, chunks,
+        reverse_plan.launch(
+            forward.reverse, reverse_plan.grid, chunks,
             r=r, k=k, vectors=kept.vectors, inverse=inverse, within=within, overlaps=overlaps,
-            d_o=upstream, d_error=wrong, d_state=d_state,
-            states_after=None if states_after is None else back.states(states_after),
-            d_u=back.values(d_u, store=True), CORRECTED=given.d is not None,
+            d_o=d_o_tiles, d_error=d_error_tiles, d_state=d_state,
+            states_after=None if states_after is None else reverse_plan.states(states_after),
+            d_u=reverse_plan.values(d_u, store=True), CORRECTED=operands.d is not None,
         )  # fmt: skip
 
-    d_state = kept.begin.new_zeros(x.batch, x.heads, x.value_dim, x.key_dim)
-    if x.parts > 1:
-        reverse(range(x.chunks), d_state, None, None)
-        back_to_front = (sequence_parts.each(one.mT, x.parts)[::-1] for one in (kept.maps, d_state))
-        d_ends = sequence_parts.chained(None if d_last is None else d_last.float(), *back_to_front)
+    d_state = kept.begin.new_zeros(plan.batch, plan.heads, plan.value_dim, plan.key_dim)
+    if plan.parts > 1:
+        reverse(range(plan.chunks), d_state, None, None)
+        last_to_first = (sequence_parts.split(x.mT, plan.parts)[::-1] for x in (kept.maps, d_state))
+        d_ends = sequence_parts.first_states(None if d_last is None else d_last.float(), *last_to_first)
         d_state = torch.stack(d_ends[::-1], 1).flatten(0, 1).mT.contiguous()
     elif d_last is not None:
         d_state = d_last.float().mT.contiguous()
-    for number in reversed(range(x.segments)):
-        chunks = x.segment(number)
-        x.launch(
-            forward.scan, x.grid, chunks,
+    for number in reversed(range(plan.segments)):
+        chunks = plan.segment(number)
+        plan.launch(
+            forward.scan, plan.grid, chunks,
             r=None, k=k, u=u, vectors=kept.vectors, inverse=inverse, within=None, overlaps=None,
             target=None, base=None, state=None, begin_states=kept.begin,
-            o=None, residual=None, last=None, states=x.states(states), written=x.values(written, store=True),
+            o=None, residual=None, last=None, states=plan.states(states), written=plan.values(written, store=True),
             clip=clip, CORRECTED=False, LOSS=None, MAPS=False,
         )  # fmt: skip
         reverse(chunks, d_state, states_after, grads.u)
-        wide.launch(
-            gradients, (x.slots(len(chunks)) * x.heads,), chunks,
-            **per_chunk, scale=scale, clip=clip, LATE=late, FIT=d_error is not None, OWN=own, LOSS=loss,
-        )  # fmt: skip
-    return sequence_parts.each(d_state, x.parts)[0].mT.contiguous() if has_state else absent(given.u)
+        chunk_plan.launch(gradients, (plan.slots(len(chunks)) * plan.heads,), chunks, chunk_arguments)
+    return sequence_parts.split(d_state, plan.parts)[0].mT.contiguous() if has_state else absent(operands.u)
 
 
-@torch.library.custom_op("deltalab::scalar_scan_backward", mutates_args=())
-def _scalar_backward(
-    r: Tensor,
-    k: Tensor,
-    u: Tensor,
-    g: Tensor | None,
-    e: Tensor | None,
-    beta: Tensor | None,
-    read: Tensor | None,
-    d: Tensor | None,
-    cu_seqlens: Tensor | None,
-    vectors: Tensor,
-    inverse: Tensor,
-    within: Tensor,
-    overlaps: Tensor,
-    begin: Tensor,
-    maps: Tensor,
-    d_o: Tensor | None,
-    d_last: Tensor | None,
-    has_state: bool,
-    scale: float,
-    late: bool,
-    chunk_size: int,
-) -> list[Tensor]:
-    """Gradients of r, k, u, g, e, beta, read, d and the state; `absent` for what was not given."""
-    x = ScalarLaunch.of(k, u, cu_seqlens, chunk_size)
-    given, kept = ScalarOperands(r, k, u, g, e, beta, read, d), Kept(vectors, inverse, within, overlaps, begin, maps)
-    grads = empty_like(given, u)
+@torch.library.custom_op(
+    "deltalab::scalar_scan_backward",
+    mutates_args=(),
+    schema=f"({SCALAR.schema()}, {KEPT.schema()}, Tensor? cu_seqlens, Tensor? d_o, Tensor? d_last, bool has_state,"
+    " float scale, bool late, SymInt chunk_size) -> Tensor[]",
+)
+def _scalar_backward(*arguments: Any) -> list[Tensor]:
+    """Gradients of the operands and of the state; `absent` for what was not given."""
+    operands, more = SCALAR.split(arguments)
+    kept, more = KEPT.split(more)
+    cu_seqlens, d_o, d_last, has_state, scale, late, chunk_size = more
+    plan, u = ScalarLaunch.of(operands.k, operands.u, cu_seqlens, chunk_size), operands.u
+    outputs = empty_like(operands, u)
+    grads = ScalarOperands._make(map(existing, outputs))
     d_o = torch.zeros_like(u) if d_o is None else d_o.contiguous()
-    d_state = _backward(x, given, ScalarOperands._make(map(existing, grads)), kept, d_o, d_last, has_state, scale, late)
-    return [*grads, d_state]
+    d_state = _backward(plan, operands, grads, kept, d_o, d_last, has_state, scale, late)
+    return [*outputs, d_state]
 
 
-@torch.library.custom_op("deltalab::residual_scan_backward", mutates_args=())
-def _residual_backward(
-    r: Tensor,
-    k: Tensor,
-    u: Tensor,
-    g: Tensor | None,
-    e: Tensor | None,
-    beta: Tensor | None,
-    read: Tensor | None,
-    d: Tensor | None,
-    target: Tensor | None,
-    fit_r: Tensor | None,
-    fit_g: Tensor | None,
-    fit_e: Tensor | None,
-    strength: Tensor,
-    fit_read: Tensor | None,
-    cu_seqlens: Tensor | None,
-    residual: Tensor,
-    vectors: Tensor,
-    inverse: Tensor,
-    within: Tensor,
-    overlaps: Tensor,
-    begin: Tensor,
-    maps: Tensor,
-    fit_vectors: Tensor,
-    fit_inverse: Tensor,
-    fit_within: Tensor,
-    fit_overlaps: Tensor,
-    fit_begin: Tensor,
-    fit_maps: Tensor,
-    d_o: Tensor | None,
-    d_last: Tensor | None,
-    d_fit_last: Tensor | None,
-    has_state: bool,
-    has_fit_state: bool,
-    scale: float,
-    late: bool,
-    loss: str,
-    clip: float,
-    chunk_size: int,
-) -> list[Tensor]:
-    """Gradients of r to fit_read and of both states; `absent` for what was not given."""
-    x = ScalarLaunch.of(k, u, cu_seqlens, chunk_size)
-    first, second = (
-        ScalarOperands(r, k, u, g, e, beta, read, d),
-        Second(target, fit_r, fit_g, fit_e, strength, fit_read),
-    )
-    kept = Kept(vectors, inverse, within, overlaps, begin, maps)
-    fit_kept = Kept(fit_vectors, fit_inverse, fit_within, fit_overlaps, fit_begin, fit_maps)
-    grads, fit_grads = empty_like(first, u), empty_like(second, u)
-    d_first, d_second = ScalarOperands._make(map(existing, grads)), Second._make(map(existing, fit_grads))
+@torch.library.custom_op(
+    "deltalab::residual_scan_backward",
+    mutates_args=(),
+    schema=f"({SCALAR.schema()}, {FIT.schema('fit_')}, {KEPT.schema()}, {KEPT.schema('fit_')}, Tensor? cu_seqlens,"
+    " Tensor residual, Tensor? d_o, Tensor? d_last, Tensor? d_fit_last, bool has_state, bool has_fit_state,"
+    " float scale, bool late, str loss, float clip, SymInt chunk_size) -> Tensor[]",
+)
+def _residual_backward(*arguments: Any) -> list[Tensor]:
+    """Gradients of the operands of both passes and of both states; `absent` for what was not given."""
+    first, more = SCALAR.split(arguments)
+    fit, more = FIT.split(more)
+    kept, more = KEPT.split(more)
+    fit_kept, more = KEPT.split(more)
+    cu_seqlens, residual, d_o, d_last, d_fit_last, has_state, has_fit_state, scale, late, loss, clip, chunk_size = more
+    plan, u = ScalarLaunch.of(first.k, first.u, cu_seqlens, chunk_size), first.u
+    outputs, fit_outputs = empty_like(first, u), empty_like(fit, u)
+    grads, fit_grads = ScalarOperands._make(map(existing, outputs)), FitOperands._make(map(existing, fit_outputs))
     d_o = torch.zeros_like(u) if d_o is None else d_o.contiguous()
     # The second pass goes back first. The first pass then adds to the gradients of operands that both have.
-    d_error = torch.empty_like(u) if d_second.target is None else d_second.target
+    d_error = torch.empty_like(u) if fit_grads.target is None else fit_grads.target
     d_fit_state = _backward(
-        x, second.after(first, residual), d_second.after(d_first, d_error), fit_kept, d_o, d_fit_last, has_fit_state,
+        plan, fit.after(first, residual), fit_grads.after(grads, d_error), fit_kept, d_o, d_fit_last, has_fit_state,
         scale, late, loss=loss, clip=clip,
     )  # fmt: skip
     d_state = _backward(
-        x, first, d_first, kept, d_o, d_last, has_state, scale, late, d_error=d_error, own=target is None,
-        more_r=d_first.r if fit_r is None else None, more_k=d_first.k, more_g=d_first.g if fit_g is None else None,
+        plan, first, grads, kept, d_o, d_last, has_state, scale, late, d_error=d_error, predicts_u=fit.target is None,
+        more_r=grads.r if fit.r is None else None, more_k=grads.k, more_g=grads.g if fit.g is None else None,
     )  # fmt: skip
-    return [*grads, *fit_grads, d_state, d_fit_state]
+    return [*outputs, *fit_outputs, d_state, d_fit_state]
 
 
 def _scalar_shapes(
-    *, k: Tensor, u: Tensor, e: Tensor | None, d: Tensor | None, cu_seqlens: Tensor | None, chunk_size: int, keep: bool,
-    **_: Any,
+    *, state: Tensor | None, cu_seqlens: Tensor | None, scale: float, late: bool, chunk_size: int, keep: bool,
+    **operands: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    x = ScalarLaunch.of(k, u, cu_seqlens, chunk_size)
-    return torch.empty_like(u), _last(x, u), *_kept(x, k, e, d, keep)
+    """Empty outputs of `scalar_scan`."""
+    first = ScalarOperands(**operands)
+    plan = ScalarLaunch.of(first.k, first.u, cu_seqlens, chunk_size)
+    return torch.empty_like(first.u), _last(plan, first.u), *_kept(plan, first, keep)
 
 
-def _residual_shapes(
-    *, k: Tensor, u: Tensor, e: Tensor | None, d: Tensor | None, fit_e: Tensor | None, cu_seqlens: Tensor | None,
-    chunk_size: int, keep: bool, **_: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    x = ScalarLaunch.of(k, u, cu_seqlens, chunk_size)
-    kept, fit_kept = _kept(x, k, e, d, keep, fit=True), _kept(x, k, fit_e, None, keep)
-    return torch.empty_like(u), _last(x, u), _last(x, u), torch.empty_like(u), *kept, *fit_kept
+def _residual_shapes(*, cu_seqlens: Tensor | None, chunk_size: int, keep: bool, **arguments: Any) -> tuple[Tensor, ...]:
+    """Empty outputs of `residual_scan`."""
+    first = ScalarOperands._make(arguments[name] for name in SCALAR.names)
+    fit = FitOperands._make(arguments[name] for name in FIT.prefixed("fit_"))
+    plan, u = ScalarLaunch.of(first.k, first.u, cu_seqlens, chunk_size), first.u
+    kept, fit_kept = _kept(plan, first, keep, predicts=True), _kept(plan, fit.after(first, u), keep)
+    return torch.empty_like(u), _last(plan, u), _last(plan, u), torch.empty_like(u), *kept, *fit_kept
 
 
 def _gradient_shapes(operands: Sequence[str], states: Sequence[str]) -> Callable[..., list[Tensor]]:
-    def shapes(*, k: Tensor, u: Tensor, cu_seqlens: Tensor | None, chunk_size: int, **given: Any) -> list[Tensor]:
-        x = ScalarLaunch.of(k, u, cu_seqlens, chunk_size)
-        given.update(k=k, u=u)
-        grads = empty_like((given[name] for name in operands), u)
-        return [*grads, *(_last(x, u) if given[f"has_{name}"] else absent(u) for name in states)]
+    """A function that returns empty gradients of these operands and states."""
+
+    def shapes(*, k: Tensor, u: Tensor, cu_seqlens: Tensor | None, chunk_size: int, **arguments: Any) -> list[Tensor]:
+        plan = ScalarLaunch.of(k, u, cu_seqlens, chunk_size)
+        arguments.update(k=k, u=u)
+        grads = empty_like((arguments[name] for name in operands), u)
+        return [*grads, *(_last(plan, u) if arguments[f"has_{name}"] else absent(u) for name in states)]
 
     return shapes
 
 
-FIRST = list(ScalarOperands._fields)
-SECOND = ["target", "fit_r", "fit_g", "fit_e", "strength", "fit_read"]
-FIT_KEPT = [f"fit_{name}" for name in Kept._fields]
-
-register(_scalar_backward, shapes=_gradient_shapes(FIRST, ["state"]))
+register(_scalar_backward, shapes=_gradient_shapes(SCALAR.names, ["state"]))
 register(
-    scalar_scan, shapes=_scalar_shapes, backward=_scalar_backward, outputs=["o", "last", *Kept._fields], results=2
+    scalar_scan, shapes=_scalar_shapes, backward=_scalar_backward, outputs=["o", "last", *KEPT.names], results=2
 )  # fmt: skip
-register(_residual_backward, shapes=_gradient_shapes(FIRST + SECOND, ["state", "fit_state"]))
+register(
+    _residual_backward,
+    shapes=_gradient_shapes([*SCALAR.names, *FIT.prefixed("fit_")], ["state", "fit_state"]),
+)
 register(
     residual_scan, shapes=_residual_shapes, backward=_residual_backward,
-    outputs=["o", "last", "fit_last", "residual", *Kept._fields, *FIT_KEPT], results=3,
+    outputs=["o", "last", "fit_last", "residual", *KEPT.names, *KEPT.prefixed("fit_")], results=3,
 )  # fmt: skip

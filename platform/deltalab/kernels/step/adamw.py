@@ -10,11 +10,13 @@ PARTS = 256
 """Programs that sum the squares of a run's gradient, each in a fixed order."""
 
 BLOCK = 1024
+"""Weights that a program updates."""
 
 
 @triton.jit
 @no_type_check
 def squares_kernel(grad, squares, width, BLOCK: tl.constexpr):
+    """Sums the squares of one part of a run's gradient."""
     part, parts, run = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
     grad += run.to(tl.int64) * width
     sums = tl.zeros([BLOCK], tl.float32)
@@ -28,40 +30,40 @@ def squares_kernel(grad, squares, width, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=["runs"])
 @no_type_check
 def adamw_kernel(
-    weights, first, second, grad, losses, squares, bad, loss, begin, row, rates, betas, new, clip, eps,
+    weights, exp_avg, exp_avg_sq, grad, losses, squares, bad, loss, begin, row, rates, betas, new, clip, eps,
     width, decayed, scaled, share, runs, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program for each block of each run. Each finds out for itself whether the run is finite."""
-    run, now = tl.program_id(1), tl.load(row)
+    """Updates one block of a run's weights. Each program finds out for itself whether the run is finite."""
+    run, rates_row = tl.program_id(1), tl.load(row)
     norm = tl.sqrt(tl.sum(tl.load(squares + run * PARTS + tl.arange(0, PARTS)), 0))
-    was, new_loss = tl.load(bad + run), tl.load(losses + run)
-    fine = (was < 0) & (tl.abs(new_loss) < float("inf")) & (norm < float("inf"))
+    bad_step, new_loss = tl.load(bad + run), tl.load(losses + run)
+    fine = (bad_step < 0) & (tl.abs(new_loss) < float("inf")) & (norm < float("inf"))
     if tl.program_id(0) == 0:
         tl.store(loss + run, new_loss)
-        # A program that reads this instead of -1 would have found the run bad anyway.
-        tl.store(bad + run, tl.load(begin) + now, mask=(was < 0) & (fine == 0))
-    rates += now * 3 * runs + run
+        # A program that reads this step instead of -1 would have found the run bad anyway.
+        tl.store(bad + run, tl.load(begin) + rates_row, mask=(bad_step < 0) & (fine == 0))
+    rates += rates_row * 3 * runs + run
     decay, rate, root = tl.load(rates), tl.load(rates + runs), tl.load(rates + 2 * runs)
     scale = tl.minimum(tl.load(clip + run) / (norm + 1e-6), 1.0)
 
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    there = i < width
+    mask = i < width
     at = run.to(tl.int64) * width + i
-    g = tl.where(fine, tl.load(grad + at, mask=there, other=0.0) * scale, 0.0)
-    m = tl.load(first + at, mask=there, other=0.0) * tl.load(betas + run) + g * tl.load(new + run)
-    v = tl.load(second + at, mask=there, other=0.0) * tl.load(betas + runs + run) + g * g * tl.load(new + runs + run)
-    tl.store(first + at, m, mask=there)
-    tl.store(second + at, v, mask=there)
-    w = tl.load(weights + at, mask=there & fine, other=0.0)
+    g = tl.where(fine, tl.load(grad + at, mask=mask, other=0.0) * scale, 0.0)
+    m = tl.load(exp_avg + at, mask=mask, other=0.0) * tl.load(betas + run) + g * tl.load(new + run)
+    v = tl.load(exp_avg_sq + at, mask=mask, other=0.0) * tl.load(betas + runs + run) + g * g * tl.load(new + runs + run)
+    tl.store(exp_avg + at, m, mask=mask)
+    tl.store(exp_avg_sq + at, v, mask=mask)
+    w = tl.load(weights + at, mask=mask & fine, other=0.0)
     rate = tl.where(i < scaled, rate * share, rate)
     w = tl.where(i < decayed, w * (1 - decay), w) - m / (tl.sqrt(v) / root + eps) * rate
-    tl.store(weights + at, w, mask=there & fine)
+    tl.store(weights + at, w, mask=mask & fine)
 
 
 def adamw_(
     weights: Tensor,
-    first: Tensor,
-    second: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
     grad: Tensor,
     losses: Tensor,
     *,
@@ -78,22 +80,37 @@ def adamw_(
     scaled: int,
     share: float,
 ) -> None:
-    """Updates weights and moments [n, P] in place by a gradient [n, P], all fp32. The first `decayed` of a row decay,
-    and the first `scaled` have `share` times the rate:
+    """Updates the weights and moments of n runs in place by a gradient, all in fp32.
 
-    g = min(1, clip / (|grad| + 1e-6)) grad, m += (1 - beta_1) (g - m), v += (1 - beta_2) (g^2 - v),
-    w <- (1 - decay) w - rate m / (v^(1/2) / root + eps).
+        g = min(1, clip / (|grad| + 1e-6)) grad, m += (1 - beta_1) (g - m), v += (1 - beta_2) (g^2 - v),
+        w <- (1 - decay) w - rate m / (v^(1/2) / root + eps).
 
-    losses [n] are copied to `loss`. bad [n]: the first step, begin + row, at which a run's loss or |grad| was not
-    finite, or -1. Such a run has a gradient of 0, and its weights stay as they are.
-    decay, rate, root: rates[row], of [.., 3, n, 1]. betas [2, n, 1]: beta_1 and beta_2. new [2, n, 1]: 1 - betas.
-    begin, row: 0-dim, int64.
+    A run whose loss or |grad| is not finite has a gradient of 0 from then on, and its weights stay as they are.
+
+    Args:
+        weights: w, [n, P].
+        exp_avg: m, [n, P].
+        exp_avg_sq: v, [n, P].
+        grad: [n, P].
+        losses: [n], copied to `loss`.
+        bad: The first step at which a run's loss or |grad| was not finite, or -1, [n].
+        loss: [n].
+        begin: The number of the step at row 0, 0-dim in int64.
+        row: The row of `rates`, 0-dim in int64.
+        rates: decay, rate and root of each step, [.., 3, n, 1].
+        betas: beta_1 and beta_2, [2, n, 1].
+        new: 1 - betas, [2, n, 1].
+        clip: [n].
+        eps: Added to the divisor.
+        decayed: The number of weights of a row that decay, from the first on.
+        scaled: The number of weights of a row that have `share` times the rate, from the first on.
+        share: The factor of their rate.
     """
     runs, width = weights.shape
     squares = grad.new_empty(runs, PARTS)
     squares_kernel[(PARTS, runs)](grad=grad, squares=squares, width=width, BLOCK=BLOCK)
     adamw_kernel[(triton.cdiv(width, BLOCK), runs)](
-        weights=weights, first=first, second=second, grad=grad, losses=losses, squares=squares, bad=bad, loss=loss,
-        begin=begin, row=row, rates=rates, betas=betas, new=new, clip=clip, eps=eps,
+        weights=weights, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, grad=grad, losses=losses, squares=squares, bad=bad,
+        loss=loss, begin=begin, row=row, rates=rates, betas=betas, new=new, clip=clip, eps=eps,
         width=width, decayed=decayed, scaled=scaled, share=share, runs=runs, PARTS=PARTS, BLOCK=BLOCK,
     )  # fmt: skip

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltalab.kernels.compiled import launch
-from deltalab.kernels.register import Named, absent, existing, register
+from deltalab.kernels.compilations import launch
+from deltalab.kernels.register import ByName, absent, existing, register
 
 TILE = 2048
 """Elements that a program holds at a time, in whole rows: 16 for each thread of 4 warps."""
@@ -23,29 +23,30 @@ PROGRAMS = 512
 def tile(x, run, i, rows, D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr):
     """Pointers to the i-th BR rows of a run in x [n, rows, D], and the mask of elements that exist."""
     row, column = tl.arange(0, BR)[:, None], tl.arange(0, BD)[None, :]
-    first = i * BR
-    return x + (run.to(tl.int64) * rows + first) * D + (row * D + column), (row < rows - first) & (column < D)
+    first_row = i * BR
+    return x + (run.to(tl.int64) * rows + first_row) * D + (row * D + column), (row < rows - first_row) & (column < D)
 
 
 @triton.jit
 @no_type_check
 def load(x, run, i, rows, D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr):
     """Loads a `tile` in fp32; elements that do not exist are 0."""
-    at, there = tile(x, run, i, rows, D, BD, BR)
-    return tl.load(at, mask=there, other=0.0).to(tl.float32)
+    at, mask = tile(x, run, i, rows, D, BD, BR)
+    return tl.load(at, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 @no_type_check
 def store(x, value, run, i, rows, D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr):
-    at, there = tile(x, run, i, rows, D, BD, BR)
-    tl.store(at, value.to(x.dtype.element_ty), mask=there)
+    """Stores a `tile`."""
+    at, mask = tile(x, run, i, rows, D, BD, BR)
+    tl.store(at, value.to(x.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 @no_type_check
 def weights(w, run, D: tl.constexpr, BD: tl.constexpr):
-    """[1, BD] of w [n, D]."""
+    """Loads a run's weights [1, BD] of w [n, D]."""
     column = tl.arange(0, BD)
     return tl.load(w + run * D + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
 
@@ -53,7 +54,7 @@ def weights(w, run, D: tl.constexpr, BD: tl.constexpr):
 @triton.jit
 @no_type_check
 def over_rms(x, eps, D: tl.constexpr):
-    """[BR, 1]."""
+    """1 / (mean(x^2) + eps)^(1/2) of each row, [BR, 1]."""
     return tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
 
 
@@ -63,7 +64,7 @@ def norm_kernel(
     x, branch, w, gate, y, total, rows, eps,
     D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """A program for each tile of each run."""
+    """Adds, normalizes and gates one tile of one run."""
     i, run = tl.program_id(0), tl.program_id(1)
     out = load(x, run, i, rows, D, BD, BR)
     if branch is not None:
@@ -83,25 +84,28 @@ def norm_backward_kernel(
     x, w, gate, d_y, d_total, d_x, d_branch, d_w, d_gate, rows, eps,
     D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """x: the norm's input. Each program takes every `PROGRAMS`-th tile of a run and a row of d_w [n, programs, D]."""
+    """The backward of `norm_kernel`, where x is the input of the norm.
+
+    A program takes every n-th tile of a run, where n is the number of programs, and one row of d_w [n, programs, D].
+    """
     run = tl.program_id(1)
     sums = tl.zeros([BR, BD], dtype=tl.float32)
     for i in range(tl.program_id(0), tl.cdiv(rows, BR), tl.num_programs(0)):
         d_out = load(d_y, run, i, rows, D, BD, BR)
         normed = load(x, run, i, rows, D, BD, BR)
         if w is not None:
-            scale = over_rms(normed, eps, D)
-            normed *= scale
+            inverse_rms = over_rms(normed, eps, D)
+            normed *= inverse_rms
             weight = weights(w, run, D, BD)
         if gate is not None:
-            share = tl.sigmoid(load(gate, run, i, rows, D, BD, BR))
+            gate_sigmoid = tl.sigmoid(load(gate, run, i, rows, D, BD, BR))
             ungated = normed * weight if w is not None else normed
-            store(d_gate, d_out * ungated * share * (1 - share), run, i, rows, D, BD, BR)
-            d_out *= share
+            store(d_gate, d_out * ungated * gate_sigmoid * (1 - gate_sigmoid), run, i, rows, D, BD, BR)
+            d_out *= gate_sigmoid
         if w is not None:
             sums += d_out * normed
             d_out *= weight
-            d_out = scale * (d_out - normed * (tl.sum(d_out * normed, 1) / D)[:, None])
+            d_out = inverse_rms * (d_out - normed * (tl.sum(d_out * normed, 1) / D)[:, None])
         if d_total is not None:
             d_out += load(d_total, run, i, rows, D, BD, BR)
         store(d_x, d_out, run, i, rows, D, BD, BR)
@@ -113,7 +117,7 @@ def norm_backward_kernel(
         tl.store(at, tl.sum(sums, 0), mask=column < D)
 
 
-def _how(x: Tensor) -> tuple[dict[str, int], dict[str, int]]:
+def _sizes(x: Tensor) -> tuple[dict[str, int], dict[str, int]]:
     """Sizes and warps for rows of x [n, R, D]."""
     width = triton.next_power_of_2(x.shape[-1])
     sizes = {"rows": x.shape[1], "D": x.shape[2], "BD": width, "BR": max(1, TILE // width)}
@@ -121,6 +125,7 @@ def _how(x: Tensor) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def _contiguous(x: Tensor | None) -> Tensor | None:
+    """The tensor, contiguous."""
     return None if x is None else x.contiguous()
 
 
@@ -128,19 +133,27 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
 def rms_norm(
     x: Tensor, branch: Tensor | None, w: Tensor | None, gate: Tensor | None, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """y = w z / (mean(z^2) + eps)^(1/2) * sigmoid(gate) in `dtype`, and z = x + branch, of n runs.
+    """Computes y = w z / (mean(z^2) + eps)^(1/2) * sigmoid(gate) and z = x + branch, of n runs, in fp32.
 
-    x, branch and gate [n, R, D], w [n, D], in bf16, fp16 or fp32; computed in fp32. Without w nothing is normalized,
-    without a gate y is not gated, and without a branch z is x, in whose place [n, 0] is returned.
+    Args:
+        x: [n, R, D] in bf16, fp16 or fp32, like all tensors.
+        branch: [n, R, D]; without it, z is x.
+        w: [n, D]; without it, nothing is normalized.
+        gate: [n, R, D]; without it, y is not gated.
+        eps: Added to the mean of squares.
+        dtype: The dtype of y.
+
+    Returns:
+        y and z; [n, 0] in place of z if there is no branch.
     """
-    y, total = found = _outputs(x=x, branch=branch, dtype=dtype)
-    how, resources = _how(x)
+    y, total = outputs = _outputs(x=x, branch=branch, dtype=dtype)
+    sizes, resources = _sizes(x)
     operands = {
         "x": x.contiguous(), "branch": _contiguous(branch), "w": _contiguous(w), "gate": _contiguous(gate),
         "y": y, "total": total, "eps": eps,
     }  # fmt: skip
-    launch(norm_kernel, (triton.cdiv(x.shape[1], how["BR"]), x.shape[0]), operands, how, **resources)
-    return found
+    launch(norm_kernel, (triton.cdiv(x.shape[1], sizes["BR"]), x.shape[0]), operands, sizes, **resources)
+    return outputs
 
 
 def _outputs(*, x: Tensor, branch: Tensor | None, dtype: torch.dtype, **_: Any) -> tuple[Tensor, Tensor]:
@@ -161,13 +174,13 @@ def _backward(
     x_dtype: torch.dtype,
     branch_dtype: torch.dtype | None,
 ) -> list[Tensor]:
-    """Gradients of x, of w in fp32, of the gate, and of the branch if its dtype is not that of x. z: as in `rms_norm`.
+    """Gradients of x, of w in fp32, of the gate, and of the branch if its dtype is not that of x.
 
-    branch_dtype: None without a branch.
+    z is that of `rms_norm`, and `branch_dtype` is None if there is no branch.
     """
     d_y = torch.zeros_like(z) if d_y is None else d_y.contiguous()
-    how, resources = _how(z)
-    programs = min(triton.cdiv(z.shape[1], how["BR"]), triton.cdiv(PROGRAMS, z.shape[0]))
+    sizes, resources = _sizes(z)
+    programs = min(triton.cdiv(z.shape[1], sizes["BR"]), triton.cdiv(PROGRAMS, z.shape[0]))
     d_x, _, d_gate, d_branch = _gradients(z=z, w=w, gate=gate, x_dtype=x_dtype, branch_dtype=branch_dtype)
     d_w = None if w is None else z.new_empty(z.shape[0], programs, z.shape[2], dtype=torch.float32)
     operands = {
@@ -175,7 +188,7 @@ def _backward(
         "d_total": None if branch_dtype is None else _contiguous(d_total),
         "d_x": d_x, "d_branch": existing(d_branch), "d_w": d_w, "d_gate": existing(d_gate), "eps": eps,
     }  # fmt: skip
-    launch(norm_backward_kernel, (programs, z.shape[0]), operands, how, **resources)
+    launch(norm_backward_kernel, (programs, z.shape[0]), operands, sizes, **resources)
     return [d_x, absent(z) if d_w is None else d_w.sum(1), d_gate, d_branch]
 
 
@@ -191,18 +204,18 @@ def _gradients(
     ]
 
 
-def _saved(known: Named) -> Named:
-    x, branch = known["x"], known["branch"]
+def _saved(arguments: ByName) -> ByName:
+    x, branch = arguments["x"], arguments["branch"]
     return {
-        "z": x if branch is None else known["total"],
+        "z": x if branch is None else arguments["total"],
         "x_dtype": x.dtype,
         "branch_dtype": None if branch is None else branch.dtype,
     }
 
 
-def _arranged(found: Sequence[Tensor], known: Named) -> Sequence[Tensor]:
-    d_x, d_w, d_gate, d_branch = found
-    return [d_x, d_x if known["branch_dtype"] == known["x_dtype"] else d_branch, d_w, d_gate]
+def _arranged(gradients: Sequence[Tensor], arguments: ByName) -> Sequence[Tensor]:
+    d_x, d_w, d_gate, d_branch = gradients
+    return [d_x, d_x if arguments["branch_dtype"] == arguments["x_dtype"] else d_branch, d_w, d_gate]
 
 
 register(_backward, shapes=_gradients)

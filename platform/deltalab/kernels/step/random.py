@@ -1,7 +1,7 @@
 """Random numbers in one pass. PyTorch's operators take 20 launches at each use, most of a step of a small model.
 
-The bits are those of `deltalab.tasks.randomness` without kernels: integers, and float64 operations that are rounded one
-by one, because fused multiply-add is off.
+The bits are those of `deltalab.tasks.randomness` without kernels. They follow from integers, and from float64
+operations that are rounded one by one, because fused multiply-add is off.
 """
 
 import math
@@ -13,69 +13,70 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 256
+"""Numbers of a program."""
 
 WIDEST = 256
-"""The most integers that `distinct` chooses, because it compares each with each."""
+"""The most integers that `distinct` chooses, because it compares each integer with each other."""
 
 TILE = 1024
 """Comparisons that a program holds at a time."""
 
 GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
-FIRST = tl.constexpr(0xBF58476D1CE4E5B9)
-SECOND = tl.constexpr(0x94D049BB133111EB)
+MULTIPLIER_1 = tl.constexpr(0xBF58476D1CE4E5B9)
+MULTIPLIER_2 = tl.constexpr(0x94D049BB133111EB)
 LOG_2 = tl.constexpr(math.log(2))
 
 
 @triton.jit
 @no_type_check
-def splitmix64(starts, rows, by_start, by_part, by_row, i, there, width):
-    """Words i of this program's part, uint64."""
+def splitmix64(starts, rows, by_start, by_part, by_row, i, mask, width):
+    """Words i of this program's stream, in uint64."""
     row = i // width
     if rows is not None:
-        at = tl.load(rows + tl.program_id(1).to(tl.int64) * by_part + row * by_row, mask=there, other=0)
+        row_number = tl.load(rows + tl.program_id(1).to(tl.int64) * by_part + row * by_row, mask=mask, other=0)
     else:
-        at = row
+        row_number = row
     start = tl.load(starts + tl.program_id(1).to(tl.int64) * by_start)
-    z = (at * width + i % width + 1).to(tl.uint64, bitcast=True) * GAMMA + start.to(tl.uint64, bitcast=True)
-    z = (z ^ (z >> 30)) * FIRST
-    z = (z ^ (z >> 27)) * SECOND
+    z = (row_number * width + i % width + 1).to(tl.uint64, bitcast=True) * GAMMA + start.to(tl.uint64, bitcast=True)
+    z = (z ^ (z >> 30)) * MULTIPLIER_1
+    z = (z ^ (z >> 27)) * MULTIPLIER_2
     return z ^ (z >> 31)
 
 
-# No kernel is compiled again because of a size, or of where a table's column begins.
-ANY = [
+VARYING = [
     "starts", "rows", "by_start", "by_part", "by_row", "total", "width", "count", "below", "below_row", "below_column",
 ]  # fmt: skip
+"""Arguments for which no kernel is compiled again: sizes, and the place where a table's column begins."""
 
 
-@triton.jit(do_not_specialize=ANY)
+@triton.jit(do_not_specialize=VARYING)
 @no_type_check
 def integers_kernel(
     starts, rows, below, out, by_start, by_part, by_row, below_row, below_column, total, width,
     SHIFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program for each block of each part. below: None, a number if it has no strides, or a pointer."""
+    """Draws one block of one stream. `below` is None, a pointer, or a number if it has no strides."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    there = i < total
-    words = splitmix64(starts, rows, by_start, by_part, by_row, i, there, width)
-    found = (words >> SHIFT).to(tl.int64, bitcast=True)
+    mask = i < total
+    words = splitmix64(starts, rows, by_start, by_part, by_row, i, mask, width)
+    numbers = (words >> SHIFT).to(tl.int64, bitcast=True)
     i += tl.program_id(1).to(tl.int64) * total
     if below_row is not None:
-        found %= tl.load(below + i // width * below_row + i % width * below_column, mask=there, other=1)
+        numbers %= tl.load(below + i // width * below_row + i % width * below_column, mask=mask, other=1)
     elif below is not None:
-        found %= below
-    tl.store(out + i, found, mask=there)
+        numbers %= below
+    tl.store(out + i, numbers, mask=mask)
 
 
-@triton.jit(do_not_specialize=ANY)
+@triton.jit(do_not_specialize=VARYING)
 @no_type_check
 def exponential_kernel(
     starts, rows, out, by_start, by_part, by_row, total, width, TERMS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """-log u as `Random.exponential` computes it, operation by operation."""
+    """Computes -log u as `Random.exponential` does, operation by operation."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    there = i < total
-    words = splitmix64(starts, rows, by_start, by_part, by_row, i, there, width)
+    mask = i < total
+    words = splitmix64(starts, rows, by_start, by_part, by_row, i, mask, width)
     uniform = ((words >> 12).to(tl.int64, bitcast=True).to(tl.float64) + 0.5) * 2.0**-52
     bits = uniform.to(tl.int64, bitcast=True)
     exponent = ((bits >> 52) - 1022).to(tl.float64)
@@ -85,27 +86,27 @@ def exponential_kernel(
     series = tl.full([BLOCK], 1 / (2 * TERMS - 1), tl.float64)
     for term in tl.static_range(TERMS - 2, -1, -1):
         series = series * square + 1 / (2 * term + 1)
-    found = -(exponent * LOG_2 + 2 * ratio * series)
-    tl.store(out + tl.program_id(1).to(tl.int64) * total + i, found, mask=there)
+    numbers = -(exponent * LOG_2 + 2 * ratio * series)
+    tl.store(out + tl.program_id(1).to(tl.int64) * total + i, numbers, mask=mask)
 
 
 @triton.jit
 @no_type_check
 def swaps(starts, rows, by_start, by_part, by_row, choice, step, count, below, width):
     """The places in [step, below) that steps swap with; -1 for steps beyond the last."""
-    there = step < count
-    words = splitmix64(starts, rows, by_start, by_part, by_row, choice * count + step, there, width)
-    place = step + (words >> 1).to(tl.int64, bitcast=True) % tl.where(there, below - step, 1)
-    return tl.where(there, place, -1)
+    mask = step < count
+    words = splitmix64(starts, rows, by_start, by_part, by_row, choice * count + step, mask, width)
+    place = step + (words >> 1).to(tl.int64, bitcast=True) % tl.where(mask, below - step, 1)
+    return tl.where(mask, place, -1)
 
 
-@triton.jit(do_not_specialize=ANY)
+@triton.jit(do_not_specialize=VARYING)
 @no_type_check
 def distinct_kernel(
     starts, rows, out, by_start, by_part, by_row, count, below, width,
     DOUBLINGS: tl.constexpr, BC: tl.constexpr, BI: tl.constexpr,
 ):  # fmt: skip
-    """A program for each choice."""
+    """Makes one choice."""
     choice, step = tl.program_id(0).to(tl.int64), tl.arange(0, BC)
     swap = swaps(starts, rows, by_start, by_part, by_row, choice, step, count, below, width)
     origin = tl.full([BC], -1, tl.int32)
@@ -120,56 +121,69 @@ def distinct_kernel(
     origin = tl.where(origin < 0, step, origin)
     for _ in tl.static_range(DOUBLINGS):
         origin = tl.gather(origin, origin, 0)
-    found = tl.where(last < 0, swap, tl.gather(origin, tl.maximum(last, 0), 0).to(tl.int64))
-    first = (tl.program_id(1).to(tl.int64) * tl.num_programs(0) + choice) * count
-    tl.store(out + first + step, found, mask=step < count)
+    numbers = tl.where(last < 0, swap, tl.gather(origin, tl.maximum(last, 0), 0).to(tl.int64))
+    choice_at = (tl.program_id(1).to(tl.int64) * tl.num_programs(0) + choice) * count
+    tl.store(out + choice_at + step, numbers, mask=step < count)
 
 
 def integers(
     starts: Tensor, rows: Tensor | None, shape: tuple[int, ...], *, shift: int = 0, below: int | Tensor | None = None
 ) -> Tensor:
-    """int64 `shape`: SplitMix64's words, shifted right logically, and modulo `below` if it is given.
+    """SplitMix64's words in int64, shifted right logically, and modulo `below` if it is given.
 
-    starts [n], rows [n, R]: as `Random._begin` returns them, for n R rows.
+    Args:
+        starts: The start of each stream, [n], as `Random._begin` returns it.
+        rows: The rows to draw, [n, R], for n R rows in all, as `Random._begin` returns them; None for the first rows.
+        shape: The shape of the result.
+        shift: The number of bits.
+        below: What each number is below.
     """
-    part = Parts.of(starts, rows, shape, torch.int64)
+    streams = Streams.of(starts, rows, shape, torch.int64)
     below_row, below_column = None, None
     if isinstance(below, Tensor):
-        below = below.broadcast_to(shape).reshape(shape[0], part.width)
+        below = below.broadcast_to(shape).reshape(shape[0], streams.width)
         below_row, below_column = below.stride()
-    with torch.cuda.device_of(part.out):
-        integers_kernel[(triton.cdiv(part.total, BLOCK), len(starts))](
-            **part.streams(), total=part.total, below=below, below_row=below_row, below_column=below_column,
+    with torch.cuda.device_of(streams.out):
+        integers_kernel[(triton.cdiv(streams.total, BLOCK), len(starts))](
+            **streams.arguments(), total=streams.total, below=below, below_row=below_row, below_column=below_column,
             SHIFT=shift, BLOCK=BLOCK,
         )  # fmt: skip
-    return part.out
+    return streams.out
 
 
 def exponential(starts: Tensor, rows: Tensor | None, shape: tuple[int, ...], *, terms: int) -> Tensor:
-    """float64 `shape`: -log u by a series of `terms`, as `Random.exponential` computes it."""
-    part = Parts.of(starts, rows, shape, torch.float64)
-    with torch.cuda.device_of(part.out):
-        exponential_kernel[(triton.cdiv(part.total, BLOCK), len(starts))](
-            **part.streams(), total=part.total, TERMS=terms, BLOCK=BLOCK, enable_fp_fusion=False
+    """-log u in float64, in this shape, by a series of `terms` terms, as `Random.exponential` computes it."""
+    streams = Streams.of(starts, rows, shape, torch.float64)
+    with torch.cuda.device_of(streams.out):
+        exponential_kernel[(triton.cdiv(streams.total, BLOCK), len(starts))](
+            **streams.arguments(), total=streams.total, TERMS=terms, BLOCK=BLOCK, enable_fp_fusion=False
         )
-    return part.out
+    return streams.out
 
 
 def distinct(starts: Tensor, rows: Tensor | None, shape: tuple[int, ...], *, below: int) -> Tensor:
-    """int64 `[R, ..., count]`: as `Random.distinct` chooses, for a count of at most `WIDEST`."""
-    part = Parts.of(starts, rows, shape, torch.int64)
+    """Choices in int64, [R, ..., count], as `Random.distinct` chooses, for a count of at most `WIDEST`."""
+    streams = Streams.of(starts, rows, shape, torch.int64)
     count = shape[-1]
     padded = triton.next_power_of_2(count)
-    with torch.cuda.device_of(part.out):
-        distinct_kernel[(part.total // count, len(starts))](
-            **part.streams(), count=count, below=below, DOUBLINGS=(count - 1).bit_length(),
+    with torch.cuda.device_of(streams.out):
+        distinct_kernel[(streams.total // count, len(starts))](
+            **streams.arguments(), count=count, below=below, DOUBLINGS=(count - 1).bit_length(),
             BC=padded, BI=min(padded, TILE // padded), num_warps=1 if padded <= 32 else 4,
         )  # fmt: skip
-    return part.out
+    return streams.out
 
 
-class Parts(NamedTuple):
-    """Room for numbers of equal parts, each from a stream of its own. total: numbers of a part. width: of a row."""
+class Streams(NamedTuple):
+    """Room for the numbers of several streams, equally many of each.
+
+    Attributes:
+        out: The numbers.
+        starts: The start of each stream.
+        rows: The rows to draw, or None for the first rows.
+        total: Numbers of a stream.
+        width: Numbers of a row.
+    """
 
     out: Tensor
     starts: Tensor
@@ -178,14 +192,18 @@ class Parts(NamedTuple):
     width: int
 
     @classmethod
-    def of(cls, starts: Tensor, rows: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> "Parts":
-        """Raises RuntimeError if parts would not be equal."""
-        size, width = shape[0] // len(starts), math.prod(shape[1:])
-        out = torch.empty(len(starts), size, width, dtype=dtype, device=starts.device).view(shape)
-        return cls(out, starts, rows, size * width, width)
+    def of(cls, starts: Tensor, rows: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> "Streams":
+        """Makes the room.
 
-    def streams(self) -> dict[str, Any]:
-        """What every kernel takes."""
+        Raises:
+            RuntimeError: The streams would not have equally many rows.
+        """
+        rows_of_stream, width = shape[0] // len(starts), math.prod(shape[1:])
+        out = torch.empty(len(starts), rows_of_stream, width, dtype=dtype, device=starts.device).view(shape)
+        return cls(out, starts, rows, rows_of_stream * width, width)
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments that every kernel takes."""
         (by_start,) = self.starts.stride()
         by_part, by_row = (0, 0) if self.rows is None else self.rows.stride()
         return {

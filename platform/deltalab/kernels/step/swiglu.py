@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltalab.kernels.compiled import launch
+from deltalab.kernels.compilations import launch
 from deltalab.kernels.register import register
 
 COLUMNS = 1024
@@ -29,26 +29,28 @@ def tile(x, rows, STRIDE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BR: t
 @triton.jit(do_not_specialize=["rows"])
 @no_type_check
 def swiglu_kernel(x, y, rows, D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr):
-    at, there = tile(x, rows, 2 * D, D, BD, BR)
-    gate = tl.load(at, mask=there, other=0.0).to(tl.float32)
-    up = tl.load(at + D, mask=there, other=0.0).to(tl.float32)
+    """Computes one tile of y."""
+    at, mask = tile(x, rows, 2 * D, D, BD, BR)
+    gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(at + D, mask=mask, other=0.0).to(tl.float32)
     at, _ = tile(y, rows, D, D, BD, BR)
-    tl.store(at, (gate * tl.sigmoid(gate) * up).to(y.dtype.element_ty), mask=there)
+    tl.store(at, (gate * tl.sigmoid(gate) * up).to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows"])
 @no_type_check
 def swiglu_backward_kernel(x, d_y, d_x, rows, D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr):
-    at, there = tile(d_y, rows, D, D, BD, BR)
-    d_out = tl.load(at, mask=there, other=0.0).to(tl.float32)
+    """Computes one tile of each half of d_x."""
+    at, mask = tile(d_y, rows, D, D, BD, BR)
+    d_out = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     at, _ = tile(x, rows, 2 * D, D, BD, BR)
-    gate = tl.load(at, mask=there, other=0.0).to(tl.float32)
-    up = tl.load(at + D, mask=there, other=0.0).to(tl.float32)
-    share = tl.sigmoid(gate)
+    gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(at + D, mask=mask, other=0.0).to(tl.float32)
+    gate_sigmoid = tl.sigmoid(gate)
     at, _ = tile(d_x, rows, 2 * D, D, BD, BR)
-    d_gate = d_out * up * share * (1 + gate * (1 - share))
-    tl.store(at, d_gate.to(d_x.dtype.element_ty), mask=there)
-    tl.store(at + D, (d_out * gate * share).to(d_x.dtype.element_ty), mask=there)
+    d_gate = d_out * up * gate_sigmoid * (1 + gate * (1 - gate_sigmoid))
+    tl.store(at, d_gate.to(d_x.dtype.element_ty), mask=mask)
+    tl.store(at + D, (d_out * gate * gate_sigmoid).to(d_x.dtype.element_ty), mask=mask)
 
 
 def _launch(kernel: Any, *tensors: Tensor) -> None:
@@ -63,7 +65,7 @@ def _launch(kernel: Any, *tensors: Tensor) -> None:
 
 @torch.library.custom_op("deltalab::swiglu", mutates_args=())
 def swiglu(x: Tensor) -> Tensor:
-    """SiLU(a) * b for x = [a, b] [.., 2 D] in bf16, fp16 or fp32: [.., D]. Computes in fp32."""
+    """Computes SiLU(a) * b [.., D] for x = [a, b] [.., 2 D] in bf16, fp16 or fp32, in fp32 inside."""
     y = _output(x=x)
     _launch(swiglu_kernel, x.contiguous(), y)
     return y

@@ -13,8 +13,8 @@ pytest.importorskip("triton")
 
 from triton.backends.nvidia import driver as nvidia
 
-from deltalab.kernels import compiled
-from deltalab.kernels.compiled import Launcher, Tile, launch
+from deltalab.kernels import compilations
+from deltalab.kernels.compilations import Launcher, Tile, launch
 
 
 class Kernel:
@@ -48,7 +48,7 @@ class Run:
 
 def wrapped(launcher: Callable[..., None]) -> Callable[..., None]:
     def inner(*args: Any) -> None:
-        assert not any(isinstance(one, Tile) for one in args)
+        assert not any(isinstance(argument, Tile) for argument in args)
         launcher(*args)
 
     return inner
@@ -57,9 +57,9 @@ def wrapped(launcher: Callable[..., None]) -> Callable[..., None]:
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     active = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: "stream")
-    monkeypatch.setattr(compiled, "INTERPRETED", False)
-    monkeypatch.setattr(compiled, "driver", SimpleNamespace(active=active))
-    monkeypatch.setattr(compiled, "_hooks", lambda: None)
+    monkeypatch.setattr(compilations, "INTERPRETED", False)
+    monkeypatch.setattr(compilations, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(compilations, "_hooks", lambda: None)
 
     def parts(tile: Any, kind: Any) -> list[Any]:
         return [f"map of {kind}", *tile.shape, *tile.strides]
@@ -147,7 +147,7 @@ def test_a_triton_that_launches_otherwise_launches_by_itself(monkeypatch: pytest
 
 
 def test_a_profilers_hook_sees_every_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "_hooks", lambda: [print])
+    monkeypatch.setattr(compilations, "_hooks", lambda: [print])
     kernel = Kernel()
     for _ in range(3):
         launch(kernel, (1,), given(), {"SIZE": 16})
@@ -157,7 +157,7 @@ def test_a_profilers_hook_sees_every_launch(monkeypatch: pytest.MonkeyPatch) -> 
 def test_this_triton_is_one_that_we_know() -> None:
     launcher = object()
     wrap = nvidia.wrap_handle_tensordesc
-    assert compiled._inner(wrap(launcher, {0: "tensordesc<fp16[16, 16]>"}, [{}])) is launcher
+    assert compilations._inner(wrap(launcher, {0: "tensordesc<fp16[16, 16]>"}, [{}])) is launcher
 
 
 def test_processes_compile_the_same_kernel_one_after_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,12 +167,12 @@ def test_processes_compile_the_same_kernel_one_after_another(tmp_path: Path, mon
     held, ended = fork.Event(), fork.Event()
 
     def hold() -> None:
-        with compiled._one_at_a_time("scan of 64"):
+        with compilations._one_at_a_time("scan of 64"):
             held.set()
             ended.wait(60)
 
     def compile_after(kernel: str, order: Any) -> None:
-        with compiled._one_at_a_time(kernel):
+        with compilations._one_at_a_time(kernel):
             order.put(kernel)
 
     order = fork.Queue()
