@@ -1,6 +1,6 @@
-"""Makes the pages of the site that are written down elsewhere, so that nothing is said twice.
+"""Makes those pages of the site whose content is written elsewhere, so that nothing is written twice.
 
-The file is a MkDocs hook, and a griffe extension for docstrings.
+MkDocs loads the file as a hook, and griffe, which reads docstrings, as an extension.
 """
 
 import json
@@ -28,10 +28,13 @@ COPIED = {
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds the pages that are made here. Some have a file in docs/ that says in a checkout where to read them."""
     pages = {to: copied(source, to) for to, source in COPIED.items()}
     pages["reference/cli.md"] = command_line()
     pages["reference/schema.md"] = study_schema()
     for name, text in pages.items():
+        if (note := files.get_file_from_path(name)) is not None:
+            files.remove(note)
         files.append(File.generated(config, name, content=text))
     return files
 
@@ -46,6 +49,7 @@ def copied(source: str, to: str) -> str:
 
 
 def command_line() -> str:
+    """The page of all commands with their options, from the help texts."""
     command = typer.main.get_command(app)
     text = get_docs_for_click(obj=command, ctx=typer.Context(command), name="platform", title="The command `platform`")
     return text.replace("```console\n$ ", "```text\n")
@@ -53,25 +57,25 @@ def command_line() -> str:
 
 def study_schema() -> str:
     """Tables of what a study file may say, from its JSON schema."""
-    found = schema()
+    study = schema()
     lines = [
         "# Schema of a study file",
         "",
         "Made from the models that read a study. `platform study schema` prints the JSON schema, for editors.",
         "[Study files](study.md) explains the keys.",
     ]
-    for name, about in {"A study": found, **found["$defs"]}.items():
+    for name, section in {"A study": study, **study["$defs"]}.items():
         lines += [
             "",
             f"## {name}",
             "",
-            markdown(about.get("description", "")),
+            markdown(section.get("description", "")),
             "",
             "| key | takes | default |",
             "| --- | --- | --- |",
         ]
-        for key, value in about.get("properties", {}).items():
-            default = "required" if key in about.get("required", ()) else f"`{json.dumps(value.get('default'))}`"
+        for key, value in section.get("properties", {}).items():
+            default = "required" if key in section.get("required", ()) else f"`{json.dumps(value.get('default'))}`"
             lines.append(f"| `{key}` | {takes(value)} | {default} |")
     return "\n".join(lines) + "\n"
 
@@ -82,9 +86,9 @@ def takes(value: dict[str, Any]) -> str:
         name = value["$ref"].rpartition("/")[2]
         return f"[{name}](#{name.lower()})"
     if "anyOf" in value:
-        return " or ".join(takes(one) for one in value["anyOf"])
+        return " or ".join(map(takes, value["anyOf"]))
     if "enum" in value or "const" in value:
-        return " or ".join(f"`{one}`" for one in value.get("enum", [value.get("const")]))
+        return " or ".join(f"`{option}`" for option in value.get("enum", [value.get("const")]))
     kind = value.get("type", "anything")
     if kind == "array":
         inner = value.get("items") or value.get("prefixItems", [{}])[0]
@@ -98,7 +102,10 @@ def takes(value: dict[str, Any]) -> str:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Adds the list of the records to the page of decisions."""
+    """Makes links to copied pages links within the site, and adds the list of the records to the page of decisions."""
+    up = "../" * page.file.src_uri.count("/")
+    for name, original in COPIED.items():
+        markdown = markdown.replace(f"]({up}../{original}", f"]({up}{name}")
     if page.file.src_uri != "decisions/index.md":
         return markdown
     titles = []
@@ -109,20 +116,44 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 
 class Docstrings(griffe.Extension):
-    """Docstrings of this house are plain text; the site wants Markdown."""
+    """Docstrings of this house are plain text in Google's form; the site wants Markdown."""
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is not None:
-            obj.docstring.value = markdown(obj.docstring.value)
+            obj.docstring.__class__ = PlainDocstring
+
+
+class PlainDocstring(griffe.Docstring):
+    """A docstring whose sections show `<`, `*` and `_` as they are written."""
+
+    def parse(self, *args: Any, **options: Any) -> list[griffe.DocstringSection]:
+        """The sections with their text as Markdown. Names and types stay as they are."""
+        return [shown(section) for section in super().parse(*args, **options)]
+
+
+def shown(section: griffe.DocstringSection) -> griffe.DocstringSection:
+    """A section of a docstring with its text as Markdown."""
+    if isinstance(section, griffe.DocstringSectionText):
+        section.value = markdown(section.value)
+    elif isinstance(section, griffe.DocstringSectionExamples):
+        text = griffe.DocstringSectionKind.text
+        section.value = [(kind, markdown(part) if kind is text else part) for kind, part in section.value]
+    elif isinstance(section, griffe.DocstringSectionAdmonition):
+        # `References:` too: griffe takes a heading that it does not know for an admonition, which would be folded.
+        return griffe.DocstringSectionText(f"**{section.title}:** {markdown(section.value.description)}")
+    else:
+        for item in section.value:
+            item.description = markdown(item.description)
+    return section
 
 
 EXAMPLE = re.compile(r"(?:^>>> .*\n?)(?:^(?!\s*$).*\n?)*", flags=re.MULTILINE)
-PARAMETER = re.compile(r"\w[\w, ]*(?: \[[^\]]*\])?:|\w[\w, ]* \[[^\]]+\]|Raises |Returns ")
+EQUATION = re.compile(r"[^\s=]+ = ")
 SPECIAL = re.compile(r"[*_\[\]]")
 
 
 def markdown(text: str) -> str:
-    """Plain text as Markdown: examples are fenced, each parameter starts a line, `<`, `*` and `_` are themselves."""
+    """Plain text as Markdown: examples are fenced, an equation starts a line, `<`, `*` and `_` are themselves."""
     parts, end = [], 0
     for example in EXAMPLE.finditer(text):
         parts += [prose(text[end : example.start()]), f"```pycon\n{example[0].rstrip()}\n```\n"]
@@ -131,17 +162,19 @@ def markdown(text: str) -> str:
 
 
 def prose(text: str) -> str:
+    """Plain text without examples as Markdown. Indented blocks stay as they are: Markdown shows them as code."""
     blocks = re.split(r"(\n\s*\n)", text)
     return "".join(block if block.startswith("    ") or not block.strip() else paragraph(block) for block in blocks)
 
 
 def paragraph(text: str) -> str:
+    """A paragraph of plain text as Markdown."""
     lines: list[str] = []
     for line in text.splitlines():
         spans = re.split(r"(`[^`]*`)", line.strip())
-        shown = "".join(s if s.startswith("`") else SPECIAL.sub(r"\\\g<0>", s).replace("<", "&lt;") for s in spans)
-        if lines and not PARAMETER.match(line):
-            lines[-1] += f" {shown}"
+        escaped = "".join(s if s.startswith("`") else SPECIAL.sub(r"\\\g<0>", s).replace("<", "&lt;") for s in spans)
+        if lines and not EQUATION.match(line):
+            lines[-1] += f" {escaped}"
         else:
-            lines.append(shown)
+            lines.append(escaped)
     return "  \n".join(lines)

@@ -14,7 +14,7 @@ import yaml
 from tests.support.folders import ROOT
 
 from deltalab import registry
-from deltalab.cli.app import app
+from deltalab.cli.app import main
 from deltalab.study.planning.make import make_plan
 from deltalab.study.specs.study_file import load_study
 from deltalab.study.statistics.joint_test import seeds_needed
@@ -36,6 +36,10 @@ seeds: 1
 def shown(page: Path) -> str:
     """A page's path: its bare name may be that of a marker, such as gpu."""
     return str(page.relative_to(ROOT))
+
+
+def without_code(page: Path) -> str:
+    return re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
 
 
 class Block(NamedTuple):
@@ -74,7 +78,7 @@ def platform(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> int:
     inline = ["--executor", "inline"] if words[1:3] == ["study", "run"] else []
     monkeypatch.setattr(sys, "argv", [*words, *inline])
     with registry.isolated(), pytest.raises(SystemExit) as exit:
-        app.main()
+        main()
     return exit.value.code or 0
 
 
@@ -170,17 +174,54 @@ def test_the_tables_of_figures_are_those_of_the_json_files(monkeypatch):
         assert tables.written(page) == page, "run python benchmarks/tables.py"
 
 
-MADE = {"rules.md", "cli.md", "schema.md", "changelog.md", "contributing.md", "index.md"}
-"""Pages that docs/generated.py makes: they are in the site, and not in the folder."""
-
-
 @pytest.mark.parametrize("page", PAGES, ids=shown)
 def test_links_between_pages_lead_somewhere(page):
-    """`make docs` holds the anchors as well, but needs MkDocs."""
-    prose = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
-    links = re.findall(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)", prose)
-    gone = [link for link in links if Path(link).name not in MADE and not (page.parent / link).exists()]
-    assert gone == []
+    """In a checkout, too. `make docs` holds the anchors as well, but needs MkDocs."""
+    links = re.findall(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)", without_code(page))
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+PACKAGE = ROOT / "platform" / "deltalab"
+FOLDERS = "tests|platform|benchmarks|plugins|dashboard|docs|studies|deltalab|study|store|cli"
+PATH = re.compile(rf"`((?:{FOLDERS})/[\w./-]+)`")
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=shown)
+def test_files_that_a_page_names_exist(page):
+    """Files that a reader makes, such as those of the tutorial, do not."""
+    made = {"plugins/balanced.py", "plugins/copying.py", "plugins/winner.py", "deltalab/STUDY"}
+    patterns = ("NAME", "NNNN")
+    paths = [path for path in PATH.findall(without_code(page)) if not any(pattern in path for pattern in patterns)]
+    roots = (ROOT, ROOT / "platform", PACKAGE)
+    assert [path for path in paths if path not in made and not any((root / path).exists() for root in roots)] == []
+
+
+def test_every_path_from_a_command_to_its_code_exists():
+    page = DOCS / "explanation" / "from-command-to-code.md"
+    paths = re.findall(r"`(\w[\w/]*(?:\.py|/))`", page.read_text(encoding="utf-8").split("## ", 1)[1])
+    assert len(paths) > 50
+    assert [path for path in paths if not (PACKAGE / path).exists()] == []
+
+
+def test_the_glossary_says_each_word_once():
+    page = (DOCS / "reference" / "glossary.md").read_text(encoding="utf-8")
+    words = re.findall(r"^\| (?!word|---)([^|]+) \|", page, re.M)
+    assert len(words) > 60
+    assert len(words) == len(set(words))
+
+
+def test_pages_of_docstrings_say_where_to_read_them():
+    """In a checkout, a page of `:::` lines is empty."""
+    note = "docstrings: read it on the site (`make docs`), or in"
+    pages = [page for page in PAGES if page.read_text(encoding="utf-8").count("\n::: ") > 1]
+    assert [shown(page) for page in pages if note not in page.read_text(encoding="utf-8")] == []
+
+
+def test_every_page_stands_in_the_navigation_of_the_site():
+    listed = re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:")[1])
+    assert len(listed) == len(set(listed))
+    pages = {str(page.relative_to(DOCS)) for page in PAGES}
+    assert pages - set(listed) == {page for page in pages if re.match(r"decisions/\d", page)}
 
 
 def test_records_are_short_and_numbered():

@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from tests.support.folders import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -38,7 +39,7 @@ def test_the_top_level_is_what_it_was_agreed_to_be() -> None:
     files = [Path(name) for name in tracked.stdout.splitlines()]
     folders = {file.parts[0] for file in files if len(file.parts) > 1}
     assert {"platform", "plugins", "studies", "tests", "dashboard"} <= folders
-    assert folders <= {"platform", "plugins", "studies", "tests", "dashboard", "docs", "benchmarks", ".ci"}
+    assert folders <= {"platform", "plugins", "studies", "tests", "dashboard", "docs", "benchmarks", ".ci", ".github"}
     unwanted = {"utils", "common", "core", "base", "manager", "factory", "helpers"}
     assert not [file for file in files if unwanted & {file.stem, *file.parts}]
     assert {file.parts[1] for file in files if file.parts[0] == "platform"} == {"deltalab"}
@@ -67,6 +68,7 @@ sys.meta_path[:] = map(Without, sys.meta_path)
 """
 
 
+@pytest.mark.slow
 def test_training_runs_where_the_platform_is_not_installed() -> None:
     """A GPU image has torch and numpy, and none of the rest: importing it raises here, and training works."""
     assert {"pydantic", "sqlalchemy", "optuna", "ray", "typer", "rich"} <= set(BLOCKED)
@@ -102,11 +104,13 @@ print(sorted(set({BLOCKED!r}) & set(sys.modules)))
     assert out.splitlines() == [f"{len(deltalab.list_rules())} True", "True", "[]"]
 
 
+@pytest.mark.slow
 def test_a_process_that_only_passes_on_stacks_starts_without_torch() -> None:
     """Ray has one for the study and one for each place; torch would cost each 4 s of a core."""
     assert python("import sys, deltalab.study.running.ray_process; print('torch' in sys.modules)") == "False"
 
 
+@pytest.mark.slow
 def test_a_command_does_not_wait_for_a_compiler_that_it_does_not_use() -> None:
     out = python("""
 import sys
@@ -120,7 +124,7 @@ def test_a_plan_loads_neither_the_compiler_nor_the_statistics() -> None:
     out = python("""
 import sys
 from deltalab.study.forecast.estimate import estimate
-from deltalab.study.planning.plan import make_plan
+from deltalab.study.planning.make import make_plan
 from deltalab.study.specs.study_file import load_study
 
 estimate(make_plan(load_study("comba_ablation", profile="gpu"), profile="gpu"))
@@ -139,6 +143,7 @@ def test_kernels_are_looked_up_at_run_time_in_one_file() -> None:
     assert found == ["ops/backends.py"]
 
 
+@pytest.mark.slow
 def test_a_command_loads_no_kernels_before_it_uses_them() -> None:
     out = python("""
 import sys
@@ -148,6 +153,7 @@ print("deltalab.ops.triton_kernels" in sys.modules)
     assert out.strip() == "False"
 
 
+@pytest.mark.slow
 def test_tests_on_a_gpu_are_found_where_the_platform_is_not_installed() -> None:
     """Beside torch, an image to test on has pytest, hypothesis and scipy."""
     files = [file for file in ROOT.glob("tests/**/test_*.py") if "pytest.mark.gpu" in file.read_text()]
@@ -176,6 +182,16 @@ def test_the_version_stands_in_one_place() -> None:
     assert f'__version__ = "{deltalab.__version__}"' in text
     out = subprocess.run([sys.executable, "-m", "deltalab", "version"], cwd=ROOT, capture_output=True, text=True)
     assert (out.returncode, out.stdout) == (0, f"{deltalab.__version__}\n"), "`python -m deltalab` is the command"
+
+
+def test_the_hosted_ci_only_calls_targets_of_the_makefile() -> None:
+    """Besides what a fresh machine needs first."""
+    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
+    lines = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    calls = [line.split() for line in lines if not line.startswith("apt-get ")]
+    assert {command for command, *_ in calls} == {"make"}
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
+    assert [target for _, *names in calls for target in names if target not in targets] == []
 
 
 def test_the_shell_completes_commands() -> None:

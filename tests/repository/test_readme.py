@@ -7,7 +7,7 @@ import pytest
 from tests.support.folders import ROOT
 
 from deltalab import registry
-from deltalab.authoring.rule_checks import check_rule
+from deltalab.authoring.rule_checks.rule_suite import check_rule
 from deltalab.study.planning.make import make_plan
 from deltalab.study.specs.study_file import load_study
 
@@ -28,6 +28,7 @@ def balanced(tmp_path, monkeypatch):
         yield tmp_path
 
 
+@pytest.mark.slow
 def test_the_rule_of_the_readme_passes_its_checks(balanced):
     code = [line for line in _block("python").splitlines() if line]
     assert len(code) <= 30
