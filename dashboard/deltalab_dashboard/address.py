@@ -1,7 +1,7 @@
-"""What a page's address asks for, and one line about what the page does not have.
+"""The parameters of a page's address, and a line about each that the page cannot use.
 
-A widget with `bind="query-params"` takes its value from the parameter of the address that its key names. Streamlit
-drops a value that the widget does not offer, and says nothing.
+A widget with `bind="query-params"` takes its value from the parameter that its key names. Streamlit drops a value that
+the widget does not offer, and says nothing.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,38 +13,45 @@ import streamlit as st
 from deltalab.errors import shortened
 from deltalab_dashboard.frame import STUDY
 
-Asked = Mapping[str, list[str]]
+Parameters = Mapping[str, list[str]]
+"""The values of each parameter of an address."""
 
 
-def asked() -> Asked:
-    """The parameters of the address; to be read before the page runs, which takes those away that it cannot use."""
+def parameters() -> Parameters:
+    """Returns the address's parameters. Call it before the page runs, which removes those that it cannot use."""
     return {key: st.query_params.get_all(key) for key in st.query_params if key != STUDY}
 
 
-def refused(asked: Asked) -> Iterator[str]:
-    """A line for each parameter of the address that the page, which has run, does not know or does not offer."""
+def complaints(requested: Parameters) -> Iterator[str]:
+    """Yields a line for each parameter that the page does not know, or whose value the page does not offer.
+
+    Call it after the page has run.
+
+    Args:
+        requested: The parameters that the address had before the page ran.
+    """
     keys = [key for key in map(str, st.session_state) if key.isidentifier() and key != STUDY]
-    for key, wanted in asked.items():
+    for key, values in requested.items():
         if key not in keys:
-            near = get_close_matches(key, keys, n=1)
-            hint = f" Did you mean '{near[0]}'?" if near else ""
+            matches = get_close_matches(key, keys, n=1)
+            hint = f" Did you mean '{matches[0]}'?" if matches else ""
             yield f"This page has nothing called '{shortened(key, 50)}' to show.{hint}"
-        elif st.query_params.get_all(key) != wanted:  # a widget's default does not stay in the address
-            has = _said(st.session_state[key])
-            missing = [value for value in wanted if value.casefold() not in map(str.casefold, has)]
+        elif st.query_params.get_all(key) != values:  # A widget's default does not stay in the address.
+            texts = _texts(st.session_state[key])
+            missing = [value for value in values if value.casefold() not in map(str.casefold, texts)]
             if missing:
-                what = key.removesuffix("s").replace("_", " ")
+                noun = key.removesuffix("s").replace("_", " ")
                 names = ", ".join(f"'{shortened(value, 50)}'" for value in missing)
-                shown = f"shown is {', '.join(has)}." if has else "shown is what there is without it."
-                yield f"There is no {what} {names} here; {shown}"
+                instead = f"shown is {', '.join(texts)}." if texts else "shown is what there is without it."
+                yield f"There is no {noun} {names} here; {instead}"
 
 
-def _said(value: Any) -> list[str]:
-    """A widget's value as an address has it."""
+def _texts(value: Any) -> list[str]:
+    """Writes a widget's value as an address has it."""
     if value is None:
         return []
     if isinstance(value, list | tuple):
-        return [text for item in value for text in _said(item)]
+        return [text for item in value for text in _texts(item)]
     if isinstance(value, float) and value.is_integer():
         return [str(int(value))]
     return [str(value)]

@@ -1,4 +1,4 @@
-"""The ledger as the pages read it: each trial once, since a recorded trial never changes."""
+"""A ledger that a server reads once: a recorded trial never changes."""
 
 import threading
 from collections import OrderedDict
@@ -12,28 +12,30 @@ from deltalab.store.models import Stage
 from deltalab.store.records import Placed
 from deltalab.study.reports.report import Report, report
 
-KEPT = 120_000
-"""Rows that a server remembers: about 80 MB."""
-REPORTS = 20
-"""Reports that a server remembers."""
+MOST_ROWS = 120_000
+"""The most rows that a server keeps, which take about 80 MB."""
+MOST_REPORTS = 20
+"""The most reports that a server keeps."""
 
 T = TypeVar("T")
 
 
-class Recorded(Store):
-    """A store whose `trials` and `final_metrics` read what is new, and remember the rest.
+class CachedStore(Store):
+    """A store whose `trials` and `final_metrics` read only rows that they have not read before.
 
-    The rows are shared by all readers, who leave them as they are. The studies that were asked for last are remembered.
+    All readers share the rows, and must not change them. Beyond `MOST_ROWS`, the store forgets the studies that were
+    read longest ago.
     """
 
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._lock = threading.RLock()
-        self._known: OrderedDict[Hashable, dict[Placed, list[Any]]] = OrderedDict()
+        self._rows: OrderedDict[Hashable, dict[Placed, list[Any]]] = OrderedDict()
 
     def trials(
         self, study_id: int, *, limit: int | None = None, offset: int = 0, trials: Iterable[str] | None = None
     ) -> list[TrialRow]:
+        """Returns the trials of a study, as `Store.trials` does."""
         if limit is not None or offset or trials is not None:
             return super().trials(study_id, limit=limit, offset=offset, trials=trials)
         read = super().trials
@@ -43,7 +45,7 @@ class Recorded(Store):
             lambda keys: read(study_id, trials=keys),
             lambda row: (row.arm, row.key, row.number),
         )
-        return [row for own in rows for row in own]
+        return [row for rows_of_trial in rows for row in rows_of_trial]
 
     def final_metrics(
         self,
@@ -53,6 +55,7 @@ class Recorded(Store):
         metrics: Iterable[tuple[str, str]] | None = None,
         trials: Iterable[str] | None = None,
     ) -> list[FinalMetric]:
+        """Returns the metrics of a study at the last step, as `Store.final_metrics` does."""
         if trials is not None:
             return super().final_metrics(study_id, stage=stage, metrics=metrics, trials=trials)
         wanted = None if metrics is None else frozenset(metrics)
@@ -65,39 +68,44 @@ class Recorded(Store):
             lambda final: (final.arm, final.trial, 0),
         )
         order = {arm.name: arm.position for arm in self.arms(study_id)}
-        found = [final for own in rows for final in own if stage in (None, final.stage)]
-        return sorted(found, key=lambda final: (order[final.arm], final.task, final.trial))
+        finals = [final for of_trial in rows for final in of_trial if stage in (None, final.stage)]
+        return sorted(finals, key=lambda final: (order[final.arm], final.task, final.trial))
 
     def _read(
         self,
-        about: Hashable,
+        query: Hashable,
         places: list[Placed],
         read: Callable[[list[str] | None], list[T]],
         place: Callable[[T], tuple[str, str, int]],
     ) -> list[list[T]]:
-        """The rows at each place. Those at unknown places are read: of some keys, or of all where None is known."""
-        with self._lock:  # another session that asks for the same waits, and need not read
-            known: dict[Placed, list[T]] = self._known.pop(about, {})
+        """Returns the rows at each place. `read` takes the keys of the trials to read, or None to read all."""
+        with self._lock:  # Another session with the same query waits, and then need not read.
+            known: dict[Placed, list[T]] = self._rows.pop(query, {})
             new = [at for at in places if at not in known]
-            own: dict[tuple[str, str, int], list[T]] = {}
+            by_place: dict[tuple[str, str, int], list[T]] = {}
             for row in read([at.key for at in new] if known else None) if new else ():
-                own.setdefault(place(row), []).append(row)
-            fresh = {at: known[at] if at in known else own.get((at.arm, at.key, at.number), []) for at in places}
-            self._known[about] = fresh
-            while len(self._known) > 1 and sum(map(_size, self._known.values())) > KEPT:
-                self._known.popitem(last=False)
-            return list(fresh.values())
+                by_place.setdefault(place(row), []).append(row)
+            rows = {at: known[at] if at in known else by_place.get((at.arm, at.key, at.number), []) for at in places}
+            self._rows[query] = rows
+            while len(self._rows) > 1 and sum(map(_count, self._rows.values())) > MOST_ROWS:
+                self._rows.popitem(last=False)
+            return list(rows.values())
 
 
-def _size(known: dict[Placed, list[Any]]) -> int:
-    return sum(map(len, known.values()))
+def _count(rows: dict[Placed, list[Any]]) -> int:
+    """Counts the rows of a query."""
+    return sum(map(len, rows.values()))
 
 
-def found(store: Store, study: Study, which: Stage = "confirm") -> Report:
-    """A study's report, kept until a trial or the state of the study changes. Readers leave it as it is."""
-    return _found(store, repr(store), study.id, which, store.mark(study.id))
+def report_of(store: Store, study: Study, stage: Stage = "confirm") -> Report:
+    """Returns a study's report, which the server keeps until a trial or the state of the study changes.
+
+    Readers share the report, and must not change it.
+    """
+    return _report(store, repr(store), study.id, stage, store.mark(study.id))
 
 
-@st.cache_resource(show_spinner=False, max_entries=REPORTS)
-def _found(_store: Store, where: str, study_id: int, which: Stage, mark: str) -> Report:
-    return report(_store, study_id, which=which)
+@st.cache_resource(show_spinner=False, max_entries=MOST_REPORTS)
+def _report(_store: Store, where: str, study_id: int, stage: Stage, mark: str) -> Report:
+    """Makes a report. Streamlit keeps one for each value of the arguments other than `_store`."""
+    return report(_store, study_id, which=stage)

@@ -1,4 +1,4 @@
-"""Draws tables and charts, each with its downloads: CSV and LaTeX, or CSV, PNG and SVG."""
+"""Draws tables and charts with their downloads: CSV and LaTeX of a table; CSV, PNG and SVG of a chart."""
 
 import csv
 import io
@@ -13,48 +13,58 @@ import streamlit as st
 from deltalab_dashboard.text import plain
 
 PIXELS = 2
-"""Pixels of a PNG for each unit of a chart."""
+"""The pixels of a PNG for each unit of a chart."""
 SIZE = {"width": 720, "height": 400}
-"""Units of a chart in a file, where the chart does not say. On a page it is as wide as the page."""
+"""The units of a chart in a file, if the chart has no size. On a page, a chart is as wide as the page."""
 LATEX = str.maketrans(
     {character: rf"\{character}" for character in "&%$#_{}"}
     | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
     | {"↑": r"$\uparrow$", "↓": r"$\downarrow$", "†": r"$^\dagger$", "*": "$^*$", "★": r"$\star$"}
     | {"▲": r"$\blacktriangle$", "▼": r"$\blacktriangledown$", "○": r"$\circ$", "\u00a0": "~"}
 )
+"""What each character is in LaTeX."""
 
 
 def chart(
-    drawn: Any,
+    figure: Any,
     name: str,
     *,
     rows: pd.DataFrame | None = None,
-    about: str | None = None,
+    description: str | None = None,
     caption: str = "",
     height: int | None = None,
-    **given: Any,
+    **options: Any,
 ) -> None:
     """Draws an Altair chart.
 
-    name: of the downloaded files, without an ending; no other chart or table of the page has it. rows: what the CSV
-    holds; None leaves the CSV out. about: what a screen reader says of the chart. height: pixels; None: the chart's.
-    given: further arguments of `st.altair_chart`.
+    Args:
+        figure: The chart.
+        name: The name of the downloaded files, without an ending. It differs from that of any other chart or table of
+            the page.
+        rows: The content of the CSV. None if there is no CSV.
+        description: What a screen reader says of the chart.
+        caption: The text beside the downloads.
+        height: The height in pixels. None keeps the chart's own.
+        options: Further arguments of `st.altair_chart`.
     """
-    drawn = drawn.configure_legend(symbolOpacity=1)  # else the keys of bands are as faint as these
-    st.altair_chart(drawn, height=height or "content", alt=about, **given)
+    figure = figure.configure_legend(symbolOpacity=1)  # Otherwise the legend of bands is as faint as the bands.
+    st.altair_chart(figure, height=height or "content", alt=description, **options)
     files: dict[str, Callable[[], str | bytes]] = {}
     if rows is not None:
         files["CSV"] = lambda: rows.to_csv(index=False)
-    files["PNG"] = lambda: to_png(drawn)
-    files["SVG"] = lambda: to_svg(drawn)
+    files["PNG"] = lambda: to_png(figure)
+    files["SVG"] = lambda: to_svg(figure)
     _below(name, files, caption)
 
 
 def table(rows: Sequence[Mapping[str, str]], name: str, *, strong: Collection[int] = (), legend: str = "") -> None:
-    """Draws a table of text as it stands: Streamlit reads none of it as Markdown.
+    """Draws a table of text. Streamlit reads no cell as Markdown.
 
-    rows: cells by their header, the same headers in each row. name: as of `chart`. strong: the numbers of the rows in
-    bold. legend: what the marks in the table mean; it stands below the table, and in LaTeX as a comment.
+    Args:
+        rows: The cells of each row by their header. All rows have the same headers.
+        name: The name of the downloaded files, as in `chart`.
+        strong: The numbers of the rows in bold, from 0.
+        legend: What the marks in the table mean. It stands below the table, and in a comment of the LaTeX.
     """
     st.table(
         [{plain(key): _cell(cell, at in strong) for key, cell in row.items()} for at, row in enumerate(rows)],
@@ -65,32 +75,38 @@ def table(rows: Sequence[Mapping[str, str]], name: str, *, strong: Collection[in
 
 
 def sortable(
-    rows: Any, name: str, *, text: Sequence[Mapping[str, str]], columns: Any, legend: str = "", **given: Any
+    rows: Any, name: str, *, text: Sequence[Mapping[str, str]], columns: Any, legend: str = "", **options: Any
 ) -> None:
     """Draws a table that a click on a header sorts.
 
-    rows: the typed values, a DataFrame or its Styler. name: as of `chart`. text: the same rows as text, for the files.
-    columns: Streamlit's `column_config`. legend: as of `table`. given: further arguments of `st.dataframe`.
+    Args:
+        rows: The values with their types: a DataFrame or its Styler.
+        name: The name of the downloaded files, as in `chart`.
+        text: The same rows as text, for the files.
+        columns: Streamlit's `column_config`.
+        legend: What the marks in the table mean, as in `table`.
+        options: Further arguments of `st.dataframe`.
     """
-    st.dataframe(rows, hide_index=True, column_config=columns, **given)
+    st.dataframe(rows, hide_index=True, column_config=columns, **options)
     table_files(text, name, legend)
 
 
 def table_files(rows: Sequence[Mapping[str, str]], name: str, legend: str = "") -> None:
-    """The line below a table: its legend and its downloads."""
+    """Draws the line below a table: its legend and its downloads."""
     if rows:
         _below(name, {"CSV": lambda: to_csv(rows), "LaTeX": lambda: to_latex(rows, legend)}, legend)
 
 
 def zoom() -> alt.Parameter:
-    """The parameter with which a chart pans by dragging, and zooms by the wheel while shift is held.
+    """Makes the parameter with which dragging pans a chart, and the wheel zooms while shift is held.
 
-    The wheel alone scrolls the page; `chart.interactive()` would keep it.
+    The wheel alone scrolls the page. With `chart.interactive()`, it would zoom the chart instead.
     """
     return alt.selection_interval(bind="scales", zoom="wheel![event.shiftKey]")
 
 
 def to_csv(rows: Sequence[Mapping[str, str]]) -> str:
+    """Writes a table as CSV."""
     out = io.StringIO()
     writer = csv.DictWriter(out, fieldnames=list(rows[0]), lineterminator="\n")
     writer.writeheader()
@@ -99,7 +115,7 @@ def to_csv(rows: Sequence[Mapping[str, str]]) -> str:
 
 
 def to_latex(rows: Sequence[Mapping[str, str]], legend: str = "") -> str:
-    """A `tabular` for the package booktabs."""
+    """Writes a table as a `tabular` for the package booktabs."""
     head, *lines = (" & ".join(map(_latex, line)) + r" \\" for line in (rows[0], *(row.values() for row in rows)))
     columns = "l" + "r" * (len(rows[0]) - 1)
     return "\n".join(
@@ -117,37 +133,39 @@ def to_latex(rows: Sequence[Mapping[str, str]], legend: str = "") -> str:
     )
 
 
-def to_png(drawn: Any) -> bytes:
-    import vl_convert  # It starts a JavaScript engine, which takes a second and 70 MB: only for who asks.
+def to_png(figure: Any) -> bytes:
+    """Draws a chart as a PNG."""
+    import vl_convert  # It starts a JavaScript engine, which takes a second and 70 MB.
 
-    return bytes(vl_convert.vegalite_to_png(_sized(drawn), scale=PIXELS))
+    return bytes(vl_convert.vegalite_to_png(_vega_lite(figure), scale=PIXELS))
 
 
-def to_svg(drawn: Any) -> str:
+def to_svg(figure: Any) -> str:
+    """Draws a chart as an SVG."""
     import vl_convert
 
-    return str(vl_convert.vegalite_to_svg(_sized(drawn)))
+    return str(vl_convert.vegalite_to_svg(_vega_lite(figure)))
 
 
-def _sized(drawn: Any) -> dict[str, Any]:
-    """A chart as Vega-Lite, with a size. Charts beside each other have sizes of their own."""
+def _vega_lite(figure: Any) -> dict[str, Any]:
+    """Returns a chart as Vega-Lite, with a size. Charts beside each other have their own sizes."""
     with alt.data_transformers.enable("default", max_rows=None):
-        spec: dict[str, Any] = drawn.to_dict()
+        spec: dict[str, Any] = figure.to_dict()
     if "layer" in spec or "mark" in spec:
         spec = {**SIZE, **spec}
     return {"background": "white", **spec}
 
 
 def _below(name: str, files: Mapping[str, Callable[[], str | bytes]], caption: str) -> None:
-    """A line with a caption, and a button for each file."""
+    """Draws a line with a caption, and a button for each file."""
     with st.container(horizontal=True, horizontal_alignment="right", vertical_alignment="center", gap="small"):
         if caption:
             st.caption(plain(caption))
-        for kind, made in files.items():
+        for kind, content in files.items():
             ending = {"LaTeX": "tex"}.get(kind, kind.lower())
             st.download_button(
                 kind,
-                made,
+                content,
                 f"{name}.{ending}",
                 key=f"download {name} {kind}",
                 help=f"{name}.{ending}",
@@ -158,13 +176,15 @@ def _below(name: str, files: Mapping[str, Callable[[], str | bytes]], caption: s
 
 
 def _cell(text: str, strong: bool) -> str:
+    """Writes a cell in Markdown."""
     return f"**{plain(text)}**" if text and strong else plain(text)
 
 
 def _latex(text: str) -> str:
-    r"""Text as LaTeX.
+    r"""Writes text as LaTeX.
 
-    >>> print(_latex("without_d"), _latex("0.486 (-0.435*)"))
-    without\_d 0.486 ($-$0.435$^*$)
+    Examples:
+        >>> print(_latex("without_d"), _latex("0.486 (-0.435*)"))
+        without\_d 0.486 ($-$0.435$^*$)
     """
     return re.sub(r"(?<!\w)-(?=\d)", "$-$", text.translate(LATEX))

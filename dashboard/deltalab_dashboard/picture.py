@@ -1,4 +1,4 @@
-"""Takes a screenshot of a study's page in a browser: the picture in README."""
+"""Serves the dashboard, opens it in a browser, and takes the picture in README."""
 
 import argparse
 import os
@@ -21,7 +21,8 @@ from deltalab.store import Store
 from deltalab_dashboard.frame import DATABASE, STUDY
 from deltalab_dashboard.text import label
 
-CHROMIUM = Path("/usr/bin/chromium")  # Debian's package; Playwright would download its own browser
+CHROMIUM = Path("/usr/bin/chromium")
+"""The browser of Debian's package. Playwright would download another."""
 FLAGS = [
     "--no-sandbox",
     "--disable-gpu",
@@ -32,9 +33,12 @@ FLAGS = [
     "--disable-sync",
 ]
 PATIENCE_SECONDS = 60
-WIDTH = 1440  # pixels
+"""The most seconds that the server may take to start."""
+WIDTH = 1440
+"""The width of the window in pixels."""
 DRAWN = """() => [...document.querySelectorAll('[data-testid=stVegaLiteChart]')]
     .every(chart => chart.querySelector('canvas, svg')?.getBoundingClientRect().height > 0)"""
+"""JavaScript that tells whether every chart is drawn."""
 
 QUIET = """() => {
     const state = document.querySelector('[data-test-script-state]').dataset.testScriptState
@@ -44,13 +48,20 @@ QUIET = """() => {
     if (now !== window.settling?.now) window.settling = {now, since: performance.now()}
     return state === 'notRunning' && performance.now() - window.settling.since > 300
 }"""
-"""A page whose script does not run may be about to run it: a choice reaches the server a moment later. A skeleton is a
-part whose JavaScript is on its way."""
+"""JavaScript that tells whether a page has stood still for 300 ms.
+
+A script that does not run may be about to run, since a choice reaches the server a moment later. A skeleton stands for
+a part whose JavaScript has not arrived.
+"""
 
 
 @contextmanager
 def served(db: str | Path) -> Iterator[str]:
-    """Runs a dashboard for the length of the block, and yields its address. Raises InputError if it does not start."""
+    """Runs a dashboard for the length of the block, and yields its address.
+
+    Raises:
+        InputError: The dashboard does not start.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -70,7 +81,11 @@ def served(db: str | Path) -> Iterator[str]:
 
 @contextmanager
 def browser() -> Iterator[Browser]:
-    """Opens a new browser for the length of the block. Raises InputError if none is installed."""
+    """Opens a new browser for the length of the block.
+
+    Raises:
+        InputError: No browser is installed.
+    """
     if not CHROMIUM.exists():
         raise InputError(f"{CHROMIUM} is missing: apt-get install chromium")
     with sync_playwright() as playwright:
@@ -89,9 +104,16 @@ def settle(page: Page) -> None:
 
 
 def take(chromium: Browser, db: str | Path, study: str, out: Path) -> None:
-    """Writes a screenshot of a study's page, cut off below the first chart.
+    """Writes a screenshot of a study's page, which ends below the first chart.
 
-    Raises InputError if there is no such database or study.
+    Args:
+        chromium: A browser.
+        db: The file or URL of the ledger.
+        study: The address of the study.
+        out: The file of the picture.
+
+    Raises:
+        InputError: There is no such database or study.
     """
     with Store.open(db, create=False) as store:
         query = urlencode({STUDY: label(store.study(study))})
@@ -106,6 +128,7 @@ def take(chromium: Browser, db: str | Path, study: str, out: Path) -> None:
 
 
 def _answers(url: str) -> bool:
+    """Tells whether a server answers at an address."""
     try:
         with urlopen(url, timeout=1):
             return True
@@ -118,9 +141,9 @@ if __name__ == "__main__":
     parser.add_argument("--db", default="deltalab.db")
     parser.add_argument("--study", required=True)
     parser.add_argument("out", type=Path)
-    given = parser.parse_args()
+    args = parser.parse_args()
     try:
         with browser() as chromium:
-            take(chromium, given.db, given.study, given.out)
+            take(chromium, args.db, args.study, args.out)
     except InputError as error:
         sys.exit(f"error: {error}")

@@ -1,53 +1,57 @@
-"""How far a running study is: trials by stage, the time it will take, the stacks that train, and the devices."""
+"""How far a running study is: its trials by stage, the time that is left, the stacks that train, and the devices."""
 
 import streamlit as st
 
 from deltalab.errors import InputError
 from deltalab.store import Store, Study
-from deltalab.store.progress import Progress, duration, progress
+from deltalab.store.studies.driver_status import StudyProgress, duration, study_progress
 from deltalab_dashboard.frame import REFRESH_SECONDS
 from deltalab_dashboard.text import plain
 
-STACKS = 16  # that the page lists, of those that run
+STACKS = 16
+"""The most running stacks that the page lists."""
 
 
-def shown(store: Store, study: Study) -> None:
-    """Draws how far a running study is, again every `REFRESH_SECONDS`; nothing of a study that does not run."""
+def draw_progress(store: Store, study: Study) -> None:
+    """Draws how far a running study is, again every `REFRESH_SECONDS`. Draws nothing for a study that does not run."""
     if study.state == "running":
         st.fragment(_now, run_every=REFRESH_SECONDS)(store, study.id)
 
 
 def _now(store: Store, study_id: int) -> None:
+    """Draws how far a study is now."""
     try:
-        found = progress(store, [study_id]).get(study_id)
+        progress = study_progress(store, [study_id]).get(study_id)
     except InputError as error:
         st.error(plain(str(error)))
         return
-    if found is None:  # the study has just ended: the page notices
+    if progress is None:  # The study has just ended, which the page notices itself.
         return
     with st.container(border=True):
-        st.markdown(f"**{plain(found.line)}**")
-        for stage, (ended, total) in found.stages.items():
+        st.markdown(f"**{plain(progress.line)}**")
+        for stage, (ended, total) in progress.stages.items():
             st.progress(ended / total if total else 1.0, text=f"{stage}: {ended} of {total} trials")
-        if found.drivers:
-            st.caption(plain(_places(found)))
-        _stacks(found)
-        _devices(found)
+        if progress.drivers:
+            st.caption(plain(_places(progress)))
+        _stacks(progress)
+        _devices(progress)
 
 
-def _places(found: Progress) -> str:
-    """How many places have a stack, and what share of their time they had one."""
-    taken, places = sum(len(one.stacks) for one in found.drivers), sum(one.places for one in found.drivers)
-    offered = sum(one.places * one.seconds for one in found.drivers)
-    used = sum(one.busy * one.places * one.seconds for one in found.drivers)
-    drivers = f" of {len(found.drivers)} drivers" if len(found.drivers) > 1 else ""
-    since = duration(max(one.seconds for one in found.drivers))
+def _places(progress: StudyProgress) -> str:
+    """Tells how many places have a stack, and for what share of the time they had one."""
+    statuses = progress.drivers
+    taken, places = sum(len(status.stacks) for status in statuses), sum(status.places for status in statuses)
+    offered = sum(status.places * status.seconds for status in statuses)
+    used = sum(status.busy * status.places * status.seconds for status in statuses)
+    drivers = f" of {len(statuses)} drivers" if len(statuses) > 1 else ""
+    since = duration(max(status.seconds for status in statuses))
     share = f"{used / offered:.0%} of the time since the start, {since} ago"
     return f"{taken} of {places} places{drivers} have a stack, and had one {share}."
 
 
-def _stacks(found: Progress) -> None:
-    stacks = [stack for one in found.drivers for stack in one.stacks]
+def _stacks(progress: StudyProgress) -> None:
+    """Draws a table of the stacks that train."""
+    stacks = [stack for status in progress.drivers for stack in status.stacks]
     if not stacks:
         return
     st.table(
@@ -67,8 +71,9 @@ def _stacks(found: Progress) -> None:
         st.caption(f"and {len(stacks) - STACKS} more")
 
 
-def _devices(found: Progress) -> None:
-    devices = [device for one in found.drivers for device in one.devices]
+def _devices(progress: StudyProgress) -> None:
+    """Draws a table of the devices."""
+    devices = [device for status in progress.drivers for device in status.devices]
     if devices:
         st.table(
             [

@@ -1,4 +1,4 @@
-"""Runs `streamlit` with its arguments, and loads what the pages need while no browser has asked yet."""
+"""Runs `streamlit` with its arguments, and imports what the pages need before a browser asks for one."""
 
 import gc
 import sys
@@ -6,13 +6,15 @@ from importlib import import_module
 from threading import Thread
 
 NEEDED = ("pandas", "altair", "scipy.special", "deltalab.study.reports.report", "deltalab_dashboard.cache")
-"""Modules that every study's page imports; they take a second."""
+"""The modules that the page of every study imports, which takes a second."""
 
 
 def load() -> None:
+    """Imports the modules that pages need."""
     for name in NEEDED:
         import_module(name)
-    gc.freeze()  # modules stay; looking for garbage among them takes a third of the time of reading a large study
+    # A search for garbage among these modules would take a third of the time that a large study takes to read.
+    gc.freeze()
 
 
 if __name__ == "__main__":

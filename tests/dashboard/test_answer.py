@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from numpy.typing import NDArray
-from tests.support.ledgers import BASE, begin, charts, record, shown, texts
+from tests.support.ledgers import BASE, begin, charts, open_page, record, texts
 
 from deltalab.store import Store
 from deltalab.study.reports.report import report
@@ -73,20 +73,23 @@ def test_verdicts_differ_in_shape_too() -> None:
 
 def test_ten_arms_have_a_color_each_and_more_are_grey_but_for_the_highlighted() -> None:
     ten = [f"arm_{i}" for i in range(10)]
-    found = colors.arms(["base", *ten], "base")
-    assert len(set(found.values())) == 11
-    assert not {colors.OTHERS} & set(found.values())
+    color_of = colors.arm_colors(["base", *ten], "base")
+    assert len(set(color_of.values())) == 11
+    assert not {colors.OTHERS} & set(color_of.values())
     many = [f"arm_{i}" for i in range(40)]
-    found = colors.arms(["base", *many], "base", ["arm_3", "arm_13"])
-    assert {name for name, color in found.items() if color != colors.OTHERS} == {"base", "arm_3", "arm_13"}
-    assert len({found["base"], found["arm_3"], found["arm_13"]}) == 3
-    assert colors.arms(many, None, ["arm_3"])["arm_3"] == found["arm_3"], "whatever else is highlighted after it"
+    color_of = colors.arm_colors(["base", *many], "base", ["arm_3", "arm_13"])
+    assert {name for name, color in color_of.items() if color != colors.OTHERS} == {"base", "arm_3", "arm_13"}
+    assert len({color_of["base"], color_of["arm_3"], color_of["arm_13"]}) == 3
+    assert colors.arm_colors(many, None, ["arm_3"])["arm_3"] == color_of["arm_3"], (
+        "whatever else is highlighted after it"
+    )
 
 
 ROWS = range(6000)  # Altair refuses more than 5,000 unless told otherwise
 POINTS = alt.Chart(pd.DataFrame({"step": ROWS, "loss": ROWS})).mark_point().encode(x="step:Q", y="loss:Q")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drawn", [POINTS, alt.layer(POINTS, POINTS), POINTS | POINTS])
 def test_a_chart_of_any_size_makes_files(drawn: Any) -> None:
     assert to_png(drawn).startswith(b"\x89PNG")
@@ -108,7 +111,7 @@ def test_a_table_makes_files() -> None:
     assert to_latex(rows).startswith("\\begin{tabular}")
 
 
-def said(store: Store, study: int) -> str:
+def answer_of(store: Store, study: int) -> str:
     return sentence(report(store, study))
 
 
@@ -142,21 +145,21 @@ def test_one_sentence_states_the_answer(store: Store, arms: dict[str, list[float
     for arm, values in arms.items():
         record(store, study, arm, "mqar", values)
     store.finish_study(study, state)
-    assert said(store, study) == expected
+    assert answer_of(store, study) == expected
 
 
 def test_a_study_without_a_confirmed_trial_says_so(store: Store) -> None:
     study = begin(store, "new")
-    assert said(store, study) == "No answer yet: confirmation has not begun."
+    assert answer_of(store, study) == "No answer yet: confirmation has not begun."
     record(store, study, "base", "mqar", BASE, "tune")
     assert "on validation base leads on mqar" in sentence(report(store, study, which="tune"))
     store.finish_study(study, "interrupted")
-    assert said(store, study).startswith("Interrupted before any arm could be compared")
+    assert answer_of(store, study).startswith("Interrupted before any arm could be compared")
 
 
 def test_the_page_says_the_sentence_and_draws_each_seed(store: Store, ablation: int) -> None:
-    app = shown()
-    assert said(store, ablation) in texts(app)
+    app = open_page()
+    assert answer_of(store, ablation) in texts(app)
     assert "▲ 1 better" in texts(app)
     dots = charts(app)[0]["layer"][3]
     assert dots["mark"]["type"] == "circle"
@@ -164,7 +167,7 @@ def test_the_page_says_the_sentence_and_draws_each_seed(store: Store, ablation: 
 
 
 def test_the_url_keeps_costs_and_the_order_of_the_arms(ablation: int) -> None:
-    table = shown(costs="true", order="by score").dataframe[1].value
+    table = open_page(costs="true", order="by score").dataframe[1].value
     assert "us/token" in table
     assert list(table["arm"]) == ["no_*d*", "base", "late"], "bits per byte: lower is better; late did not run"
-    assert "us/token" not in shown().dataframe[1].value
+    assert "us/token" not in open_page().dataframe[1].value

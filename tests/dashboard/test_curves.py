@@ -6,11 +6,12 @@ import numpy as np
 import pandas as pd
 import pytest
 from scipy import stats
-from tests.support.ledgers import BASE, begin, charts, record, shown, texts
+from tests.support.ledgers import BASE, begin, charts, open_page, record, texts
 
-from deltalab.store import ArmRecord, RuleRecord, RunRecord, Store, TrialRecord
+from deltalab.store import ArmRecord, RuleRecord, RunRecord, Store, Study, TrialRecord
+from deltalab.study.specs.recorded_study import recorded_tasks
 from deltalab_dashboard import cache
-from deltalab_dashboard.charts.curve_lines import Task, frame, length_of, means
+from deltalab_dashboard.charts.curve_lines import Curves, curve_points, mean_points
 from deltalab_dashboard.views import curves
 
 MQAR = {"metric": "accuracy", "maximize": True, "chance": 0.0, "version": 1, "parameters": {"length": 10}}
@@ -41,15 +42,15 @@ def candidates(store: Store) -> int:
 
 
 def test_an_arm_is_drawn_by_the_run_that_each_seed_chose(store: Store, candidates: int) -> None:
-    task = Task(store, store.study(candidates), store.arms(candidates), "mqar", "confirm")
-    assert [(run.trial.number, run.seed) for run in task.runs["other"]] == [(0, 1), (1, 2)]
-    assert task.scores["other"] == pytest.approx((0.8 + 0.7) / 2)
+    curves = Curves(store, store.study(candidates), store.arms(candidates), "mqar", "confirm")
+    assert [(run.trial.number, run.seed) for run in curves.runs["other"]] == [(0, 1), (1, 2)]
+    assert curves.means["other"] == pytest.approx((0.8 + 0.7) / 2)
 
 
 def test_the_band_is_the_t_interval_of_the_mean_over_seeds(store: Store, candidates: int) -> None:
-    task = Task(store, store.study(candidates), store.arms(candidates), "mqar", "confirm")
+    curves = Curves(store, store.study(candidates), store.arms(candidates), "mqar", "confirm")
     points = store.curves(candidates, "mqar", "accuracy", "validation", trials=["other 0", "other 1"])
-    found = means(frame(task, task.runs["other"], points, "tokens", 0.0), ["arm", "step"], (0, 1))
+    found = mean_points(curve_points(curves, curves.runs["other"], points, "tokens", 0.0), ["arm", "step"], (0, 1))
     assert list(found["x"]) == [50 * 4 * 10, 100 * 4 * 10]
     low, high = stats.t.interval(0.95, 1, loc=0.85, scale=stats.sem([0.9, 0.8]))
     last = found.iloc[1]
@@ -58,14 +59,14 @@ def test_the_band_is_the_t_interval_of_the_mean_over_seeds(store: Store, candida
 
 @pytest.mark.parametrize(("axis", "rate"), [("step", 1), ("tokens", 40), ("seconds", 2), ("flops", 3 * 7 * 40)])
 def test_a_step_counts_on_each_axis(store: Store, candidates: int, axis: str, rate: float) -> None:
-    task = Task(store, store.study(candidates), store.arms(candidates), "mqar", "confirm")
-    assert task.rate(task.trials["base"][0], axis) == rate
+    curves = Curves(store, store.study(candidates), store.arms(candidates), "mqar", "confirm")
+    assert curves.rate(curves.trials["base"][0], axis) == rate
 
 
 def test_smoothing_is_the_weighted_mean_of_a_run_so_far(store: Store, candidates: int) -> None:
-    task = Task(store, store.study(candidates), store.arms(candidates), "mqar", "confirm")
+    curves = Curves(store, store.study(candidates), store.arms(candidates), "mqar", "confirm")
     points = store.curves(candidates, "mqar", "accuracy", "validation", trials=["other 0"])
-    found = frame(task, task.runs["other"][:1], points, "step", 0.5)
+    found = curve_points(curves, curves.runs["other"][:1], points, "step", 0.5)
     assert list(found["smooth"]) == pytest.approx([0.5, (0.5 * 0.5 + 0.9) / 1.5])
     assert list(found["value"]) == [0.5, 0.9]
 
@@ -75,26 +76,27 @@ def test_one_seed_has_a_mean_and_no_interval() -> None:
         {"arm": ["a"], "trial": ["t"], "seed": [1], "state": ["done"], "step": [1], "value": [0.5], "x": [1.0],
          "smooth": [0.5]}
     )  # fmt: skip
-    found = means(points, ["arm", "step"], None).iloc[0]
+    found = mean_points(points, ["arm", "step"], None).iloc[0]
     assert found["smooth"] == 0.5
     assert np.isnan(found["low"])
 
 
 def test_the_length_of_training_is_read_from_the_task() -> None:
-    assert length_of({"parameters": {"length": 32}}) == 32
-    assert length_of({"parameters": {"length_range": [3, 40]}}) == 39
-    assert length_of({}) is None
+    facts = {"metric": "accuracy", "maximize": True, "chance": 0.5}
+    for parameters, length in (({"length": 32}, 32), ({"length_range": [3, 40]}, 39), ({}, None)):
+        study = Study(provenance={"tasks": {"t": {**facts, "parameters": parameters}}})
+        assert recorded_tasks(study)["t"].length == length
 
 
 def test_a_metric_at_lengths_is_drawn_against_length(store: Store, candidates: int) -> None:
-    app = shown("curves.py", split="test")
+    app = open_page("curves.py", split="test")
     assert "The dashed line marks the length of training, 10." in texts(app)
     assert len(charts(app)) == 2
     assert charts(app)[1]["layer"][-1]["encoding"]["x"]["field"] == "length"
 
 
 def test_the_address_restores_axes_smoothing_and_scales(store: Store, candidates: int) -> None:
-    app = shown("curves.py", axis="tokens", smoothing="0.5", logx="true", logy="true", seeds="false")
+    app = open_page("curves.py", axis="tokens", smoothing="0.5", logx="true", logy="true", seeds="false")
     [chart] = charts(app)
     first = chart["layer"][0]["encoding"]
     assert (first["x"]["title"], first["x"]["scale"]["type"]) == ("tokens of training", "log")
@@ -109,9 +111,9 @@ def test_the_base_and_the_best_arms_are_drawn_at_first(store: Store) -> None:
     )
     for i, name in enumerate(names):
         record(store, study, name, "mqar", [value - 0.01 * i for value in BASE])
-    [chart] = charts(shown("curves.py"))
+    [chart] = charts(open_page("curves.py"))
     assert chart["layer"][0]["encoding"]["color"]["scale"]["domain"] == names[:6]
-    color = charts(shown("curves.py", others="true"))[0]["layer"][0]["encoding"]["color"]["scale"]
+    color = charts(open_page("curves.py", others="true"))[0]["layer"][0]["encoding"]["color"]["scale"]
     assert color["domain"] == names
     assert set(color["range"][6:]) == {"#b4bac4"}, "the arms that are not highlighted are grey"
 
@@ -124,7 +126,7 @@ def test_a_click_in_the_legend_switches_an_arm(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_wheel_scrolls_the_page(store: Store, candidates: int) -> None:
-    for chart in charts(shown("curves.py", split="test")):
+    for chart in charts(open_page("curves.py", split="test")):
         zooms = [found["select"].get("zoom") for found in chart["params"] if found.get("bind") == "scales"]
         assert zooms == ["wheel![event.shiftKey]"]
 
@@ -132,7 +134,7 @@ def test_the_wheel_scrolls_the_page(store: Store, candidates: int) -> None:
 def test_pages_read_each_trial_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     study = begin(store, "grows")
     record(store, study, "base", "mqar", BASE)
-    with cache.Recorded.open(store._engine.url.render_as_string(False), create=False) as pages:
+    with cache.CachedStore.open(store._engine.url.render_as_string(False), create=False) as pages:
         before, mark = pages.trials(study), pages.mark(study)
         record(store, study, "late", "mqar", [math.nan, *BASE[1:]])
         assert pages.mark(study) != mark
@@ -152,7 +154,7 @@ def test_pages_read_each_trial_once(store: Store, monkeypatch: pytest.MonkeyPatc
 def test_a_trial_that_ran_again_is_read_again(store: Store) -> None:
     study = begin(store, "again")
     record(store, study, "base", "mqar", [], state="failed", error="out of memory")
-    with cache.Recorded.open(store._engine.url.render_as_string(False), create=False) as pages:
+    with cache.CachedStore.open(store._engine.url.render_as_string(False), create=False) as pages:
         [failed] = pages.trials(study)
         store.forget_trial(failed.key)
         assert pages.trials(study) == []

@@ -14,25 +14,28 @@ from typing import Any, get_args
 import pytest
 import yaml
 from streamlit.testing.v1.element_tree import Element
-from tests.support.ledgers import ARMS, BASE, SPEC, TASKS, TRACEBACK, begin, cells, charts, record, shown, texts
+from tests.support.ledgers import ARMS, BASE, SPEC, TASKS, TRACEBACK, begin, cells, charts, open_page, record, texts
 from vl_convert import vegalite_to_svg
 
 from deltalab import registry
-from deltalab.authoring.scaffold import new_rule
-from deltalab.cli.app import app
+from deltalab.authoring.files.scaffold import new_rule
+from deltalab.cli.app import main
 from deltalab.store import ArmRecord, RuleRecord, RunRecord, Store, TrialRecord
 from deltalab.store.models import StudyState
 from deltalab.study.reports.report import report
-from deltalab.study.running.run import run_study
+from deltalab.study.running.run import run_study_file
+from deltalab_dashboard.app import VIEWS
 from deltalab_dashboard.charts.arms_by_tasks import pivot
 from deltalab_dashboard.downloads import to_csv, to_latex
-from deltalab_dashboard.text import COLORS
+from deltalab_dashboard.text import STATE_COLORS
 
-PAGES = ["study.py", "curves.py", "trials.py", "arms.py", "rule.py"]
+WITHOUT_STUDIES = ("studies.py", "trainings.py")
+WITHOUT_BADGE = ("studies.py", "compare.py", "trainings.py", "trial.py")
+PAGES = [f"{view.name}.py" for views in VIEWS.values() for view in views]
 
 
 def test_a_study_shows_each_arm_of_each_task(ablation: int) -> None:
-    app = shown()
+    app = open_page()
     mqar, text = (table.value for table in app.dataframe)
     assert list(mqar["arm"]) == list(text["arm"]) == cells(app.table[0].value)["arm"] == list(ARMS)
     assert list(mqar["verdict"]) == ["base", "▼ worse", "○ undecided: needs 79 seeds"]
@@ -53,11 +56,11 @@ def test_a_study_shows_each_arm_of_each_task(ablation: int) -> None:
 
 
 def test_what_failed_is_said_first(ablation: int) -> None:
-    assert "failed: late, tune 0 on mqar: RuntimeError: out of memory" in shown().error[0].value.replace("\\", "")
+    assert "failed: late, tune 0 on mqar: RuntimeError: out of memory" in open_page().error[0].value.replace("\\", "")
 
 
 def test_the_notes_of_the_report_stand_on_the_page(store: Store, ablation: int) -> None:
-    said, found = texts(shown()), report(store, ablation)
+    said, found = texts(open_page()), report(store, ablation)
     for note in (*found.notes, *(said for table in found.tables for said in (*table.warnings, *table.notes))):
         assert note in said
 
@@ -66,11 +69,11 @@ def test_warnings_of_the_report_stand_on_the_page(store: Store) -> None:
     study = begin(store, "few")
     record(store, study, "base", "mqar", BASE, state_size=10)
     record(store, study, "no_*d*", "mqar", BASE, state_size=20)
-    assert "no_*d* has 2.00 times the state of the base." in texts(shown())
+    assert "no_*d* has 2.00 times the state of the base." in texts(open_page())
 
 
 def test_tuning_shows_no_differences(ablation: int) -> None:
-    app = shown(stage="tune")
+    app = open_page(stage="tune")
     assert "optimistic, and no answer" in texts(app)
     assert "difference" not in app.dataframe[0].value
     assert charts(app) == []
@@ -93,7 +96,7 @@ def test_the_pivot_as_files(store: Store, ablation: int) -> None:
 
 
 def test_curves_tell_seeds_that_diverged_and_arms_without_a_line(ablation: int) -> None:
-    app = shown("curves.py", study="1 ablation", task="text")
+    app = open_page("curves.py", study="1 ablation", task="text")
     assert "No curve yet: late." in texts(app)
     assert len(charts(app)) == 1
     app.selectbox(key="task").select("mqar").run()
@@ -105,10 +108,10 @@ def test_curves_tell_seeds_that_diverged_and_arms_without_a_line(ablation: int) 
 
 
 def test_trials_are_filtered_by_the_url_and_counted(ablation: int) -> None:
-    [table] = shown("trials.py").dataframe
+    [table] = open_page("trials.py").dataframe
     assert list(table.value["state"]).count("diverged") == 1
     assert len(table.value) == 8
-    app = shown("trials.py", states="failed")
+    app = open_page("trials.py", states="failed")
     [table] = app.dataframe
     assert (list(table.value["arm"]), list(table.value["stage"])) == (["late"], ["tune"])
     assert "1 of 8 trials" in texts(app)
@@ -116,14 +119,14 @@ def test_trials_are_filtered_by_the_url_and_counted(ablation: int) -> None:
 
 
 def test_arms_show_only_what_differs(ablation: int) -> None:
-    table = shown("arms.py").table[0].value
+    table = open_page("arms.py").table[0].value
     assert list(table.columns) == ["arm", "rule\\.d", "x"]
     plain = [[cell.replace("\\", "") for cell in row] for row in table.itertuples(index=False)]
     assert plain == [["base", "head(init=0.02)", "1"], ["no_*d*", "const(value=0)", ""], ["late", "", "2"]]
 
 
 def test_a_rule_that_is_installed_has_its_card_and_the_source_that_ran(ablation: int) -> None:
-    app = shown("rule.py")
+    app = open_page("rule.py")
     assert app.code[0].value == "S = 'as it ran'"
     assert "9f" * 32 in texts(app)
     app.selectbox(key="show").select("card").run()
@@ -146,7 +149,7 @@ def digest(file: Path) -> str:
 
 
 def test_a_rule_whose_file_is_not_given_shows_the_source_that_the_ledger_recorded(plugin: Path) -> None:
-    app = shown("rule.py", show="card", rule=f"invented {digest(plugin)[:12]}")
+    app = open_page("rule.py", show="card", rule=f"invented {digest(plugin)[:12]}")
     assert [code.value for code in app.code] == [plugin.read_text().strip()]
     assert digest(plugin) in texts(app)
     assert "No card: unknown rule 'invented'" in texts(app)
@@ -155,7 +158,7 @@ def test_a_rule_whose_file_is_not_given_shows_the_source_that_the_ledger_recorde
 
 def test_a_rule_whose_file_is_given_has_its_card(plugin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DELTALAB_PLUGINS", str(plugin))
-    app = shown("rule.py", show="card", rule=f"invented {digest(plugin)[:12]}")
+    app = open_page("rule.py", show="card", rule=f"invented {digest(plugin)[:12]}")
     assert "A delta rule that erases with one strength and writes with another" in texts(app)
     assert "whose source is the one that ran" in texts(app)
     assert not app.info
@@ -163,11 +166,11 @@ def test_a_rule_whose_file_is_given_has_its_card(plugin: Path, monkeypatch: pyte
 
 def test_the_url_names_the_study(store: Store, ablation: int) -> None:
     begin(store, "later", "gpu")
-    app = shown()
+    app = open_page()
     assert app.title[0].value == "later"
     assert app.query_params["study"] == "2 later gpu"
-    assert shown(study="1 ablation").title[0].value == "ablation"
-    app = shown(study="7 gone")
+    assert open_page(study="1 ablation").title[0].value == "ablation"
+    app = open_page(study="7 gone")
     assert "There is no study '7 gone' here" in texts(app)
     assert app.title[0].value == "later"
     assert app.selectbox(key="study").select(1).run().title[0].value == "ablation"
@@ -175,7 +178,7 @@ def test_the_url_names_the_study(store: Store, ablation: int) -> None:
 
 def test_a_study_is_always_chosen(store: Store, ablation: int) -> None:
     begin(store, "later")
-    picker = shown().selectbox(key="study")
+    picker = open_page().selectbox(key="study")
     assert picker.proto.HasField("default")  # without a default, Streamlit offers an x that clears the choice
     app = picker.set_value(None).run()
     assert not app.exception
@@ -185,15 +188,15 @@ def test_a_study_is_always_chosen(store: Store, ablation: int) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_a_study_that_has_just_begun(store: Store, page: str) -> None:
     begin(store, "new")
-    app = shown(page)
-    assert ":blue-badge[running]" in texts(app)
+    app = open_page(page)
+    assert ":blue-badge[running]" in texts(app) or page in WITHOUT_BADGE
     if page in ("curves.py", "trials.py", "rule.py"):
         assert app.info
 
 
 def test_a_running_study_grows_and_ends(store: Store) -> None:
     study = begin(store, "new")
-    app = shown("trials.py")
+    app = open_page("trials.py")
     record(store, study, "base", "mqar", BASE)
     assert len(app.run().dataframe[0].value) == 1
     store.finish_study(study, "done")
@@ -202,7 +205,7 @@ def test_a_running_study_grows_and_ends(store: Store) -> None:
 
 def test_a_ledger_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DELTALAB_DB", str(tmp_path / "gone.db"))
-    assert "no such database" in shown().error[0].value
+    assert "no such database" in open_page().error[0].value
 
 
 SEARCH = {
@@ -253,19 +256,19 @@ def ledgers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             if name in states:
                 store.finish_study(study, states[name])
         (folder / "search.yaml").write_text(yaml.safe_dump(SEARCH))
-        run_study(folder / "search.yaml", db=folder / "search.db", executor="inline")
+        run_study_file(folder / "search.yaml", db=folder / "search.db", executor="inline")
         Store.open(folder / "empty.db").close()
         yield folder
 
 
 def test_every_state_of_a_study_has_a_color() -> None:
-    assert set(COLORS) == set(get_args(StudyState))
+    assert set(STATE_COLORS) == set(get_args(StudyState))
 
 
 # What a page says, by ledger.
 SAID = {
     "search": {
-        "study.py": [":green-badge[done]", "mqar (version 1): accuracy on test"],
+        "answer.py": [":green-badge[done]", "mqar (version 1): accuracy on test"],
         "curves.py": ["A thick line is an arm's mean"],
         "trials.py": ["trials. The score is the mean"],
         "arms.py": ["Found by the search"],
@@ -273,15 +276,21 @@ SAID = {
         "rule.py": ["Arms: base, found_1."],
     },
     "failed": {
-        "study.py": [":red-badge[failed]", "failed: late, confirm 0 on text: RuntimeError: out of memory"],
+        "answer.py": [":red-badge[failed]", "failed: late, confirm 0 on text: RuntimeError: out of memory"],
         "curves.py": ["No curve yet: late."],
         "trials.py": ["6 of 6 trials"],
         "arms.py": ["Only the settings in which an arm differs"],
         "search.py": ["This study searches nothing"],
         "rule.py": ["Arms: base, no_*d*, late."],
+        "sensitivity.py": ["No seed finished with train.lr 0.01: late."],
+        "ladder.py": ["This study runs at one size."],
+        "trial.py": ["Type the beginning of a trial's key"],
+        "studies.py": ["1 of 1 studies."],
+        "compare.py": ["Both are the same"],
+        "trainings.py": ["A training of an exported folder appears here"],
     },
     "diverged": {
-        "study.py": [
+        "answer.py": [
             ":green-badge[done]",
             "8 of 8 seeds did not finish",
         ],
@@ -291,7 +300,7 @@ SAID = {
         "rule.py": ["Arms: base, no_*d*, late."],
     },
     "running": {
-        "study.py": [":blue-badge[running]", "4 trials recorded"],
+        "answer.py": [":blue-badge[running]", "4 trials recorded"],
         "curves.py": [":blue-badge[running]", "Nothing is measured in the stage 'confirm' yet."],
         "trials.py": [":blue-badge[running]", "4 of 4 trials"],
         "arms.py": [":blue-badge[running]"],
@@ -299,14 +308,19 @@ SAID = {
     },
     "interrupted": {page: [":orange-badge[interrupted]"] for page in PAGES},
     "many": {
-        "study.py": ["82 trials recorded"],
+        "answer.py": ["82 trials recorded"],
         "curves.py": ["A thick line is an arm's mean"],
         "trials.py": ["82 of 82 trials"],
         "arms.py": ["Only the settings in which an arm differs"],
         "rule.py": ["gate_is_0, normal_is_0", "gate_is_19, normal_is_19"],
     },
-    "empty": {page: ["No studies yet", "platform study run"] for page in PAGES},
+    "empty": {page: ["No studies yet", "platform study run"] for page in PAGES if page not in WITHOUT_STUDIES}
+    | {"studies.py": ["0 of 0 studies"], "trainings.py": ["platform train"]},
 }
+
+
+def test_a_page_of_the_application_has_an_expectation() -> None:
+    assert set(SAID["failed"]) == set(PAGES)
 
 
 @pytest.mark.parametrize(("ledger", "page"), [(ledger, page) for ledger in SAID for page in SAID[ledger]])
@@ -314,7 +328,7 @@ def test_every_page_of_every_kind_of_study(
     ledgers: Path, monkeypatch: pytest.MonkeyPatch, ledger: str, page: str
 ) -> None:
     monkeypatch.setenv("DELTALAB_DB", str(ledgers / f"{ledger}.db"))
-    app = shown(page)
+    app = open_page(page)
     said = texts(app)
     for text in SAID[ledger][page]:
         assert text in said
@@ -325,13 +339,13 @@ def test_every_page_of_every_kind_of_study(
 def test_a_search_shows_what_it_tried_and_what_it_found(ledgers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DELTALAB_DB", str(ledgers / "search.db"))
     rules = {"linear_attention", "comba(transition=iplr)"}
-    tried = shown("trials.py").dataframe[0].value.query("stage == 'tune'")
+    tried = open_page("trials.py").dataframe[0].value.query("stage == 'tune'")
     assert set(tried["rule"]) <= rules
     # The first trial is the base's confirmation, which has no values: the columns stand beside the score all the same.
     assert list(tried.columns)[5:11] == ["score", "model.conv", "model.d_model", "model.heads", "rule", "train.lr"]
     assert set(tried["state"]) == {"done", "infeasible"}
     assert tried["train.lr"].between(1e-3, 1e-2).all()
-    found = cells(shown("arms.py").table[1].value)
+    found = cells(open_page("arms.py").table[1].value)
     assert list(found) == ["arm", "task", "model.conv", "model.d_model", "model.heads", "rule", "train.lr"]
     assert found["arm"] == ["base", "found_1"]
     assert found["rule"][0] == "", "the base tunes its training alone"
@@ -340,7 +354,7 @@ def test_a_search_shows_what_it_tried_and_what_it_found(ledgers: Path, monkeypat
 
 def test_the_page_of_a_search_draws_the_front_and_random_search(ledgers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DELTALAB_DB", str(ledgers / "search.db"))
-    app = shown("search.py")
+    app = open_page("search.py")
     front, *settings, growth = charts(app)
     assert len(settings) == 3, "all settings side by side, one, two"
     points = front["layer"][1]["encoding"]
@@ -359,31 +373,31 @@ def test_an_arm_that_a_search_found_has_one_row_however_many_looks_it_had(store:
     for arm in ("base", "found_1"):
         record(store, study, arm, "mqar", BASE)
         record(store, study, arm, "mqar", BASE, look=1)
-    assert cells(shown("arms.py").table[1].value)["arm"] == ["base", "found_1"]
+    assert cells(open_page("arms.py").table[1].value)["arm"] == ["base", "found_1"]
 
 
 def test_an_arm_that_failed_has_a_row_and_says_why(ledgers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DELTALAB_DB", str(ledgers / "failed.db"))
-    assert cells(shown().table[0].value)["text: bits_per_byte ↓"][2] == "failed"
-    table = shown("trials.py", states="failed").dataframe[0].value
+    assert cells(open_page().table[0].value)["text: bits_per_byte ↓"][2] == "failed"
+    table = open_page("trials.py", states="failed").dataframe[0].value
     assert list(table["why not done"]) == ["RuntimeError: out of memory"] * 2
 
 
 def test_an_arm_that_always_diverges_counts_as_the_worst(ledgers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DELTALAB_DB", str(ledgers / "diverged.db"))
-    late = shown().dataframe[0].value.iloc[2]
+    late = open_page().dataframe[0].value.iloc[2]
     assert late["verdict"] == "▼ worse"
     assert late["seeds"] == "0 of 8, 8 runs diverged"
     assert late["accuracy ↑"] == pytest.approx(1 / 64), "chance, with each seed"
     assert late["p"] == pytest.approx(1 / 128)
-    table = shown("trials.py", states="diverged").dataframe[0].value
+    table = open_page("trials.py", states="diverged").dataframe[0].value
     assert list(table["arm"]) == ["late", "late"]
     assert table["score"].isna().all()
 
 
 def test_a_study_without_confirmed_trials_compares_nothing(ledgers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DELTALAB_DB", str(ledgers / "running.db"))
-    app = shown()
+    app = open_page()
     assert app.radio(key="stage").value == "tune"
     assert list(app.dataframe[0].value["verdict"]) == ["base", "not compared", "not run"]
     assert "on validation base leads on mqar" in texts(app)
@@ -396,7 +410,7 @@ def test_a_study_without_confirmed_trials_compares_nothing(ledgers: Path, monkey
 def test_the_stage_follows_the_study_until_it_is_chosen(store: Store) -> None:
     study = begin(store, "new")
     record(store, study, "base", "mqar", BASE, "tune")
-    app = shown()
+    app = open_page()
     assert app.radio(key="stage").value == "tune"
     record(store, study, "base", "mqar", BASE)
     assert app.run().radio(key="stage").value == "confirm"
@@ -407,7 +421,7 @@ def test_the_stage_follows_the_study_until_it_is_chosen(store: Store) -> None:
 
 def test_each_study_opens_with_its_own_stage(store: Store, ablation: int) -> None:
     record(store, begin(store, "new"), "base", "mqar", BASE, "tune")
-    app = shown()
+    app = open_page()
     assert app.radio(key="stage").value == "tune"
     app.selectbox(key="study").select(ablation).run()
     assert app.radio(key="stage").value == "confirm"
@@ -418,18 +432,18 @@ def test_each_study_opens_with_its_own_stage(store: Store, ablation: int) -> Non
 
 def test_forty_arms_are_all_there(ledgers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DELTALAB_DB", str(ledgers / "many.db"))
-    app = shown()
+    app = open_page()
     assert cells(app.table[0].value)["arm"] == list(MANY)
     for table in app.dataframe:
         assert list(table.value["arm"]) == list(MANY)
-    [chart] = charts(shown("curves.py").toggle(key="others").set_value(True).run())
+    [chart] = charts(open_page("curves.py").toggle(key="others").set_value(True).run())
     color = chart["layer"][0]["encoding"]["color"]
     assert color["scale"]["domain"] == list(MANY)
     assert color["legend"]["symbolLimit"] == 41  # Vega-Lite would drop what comes after the 30th
 
 
 def test_no_page_shows_a_password(ablation: int) -> None:
-    said = "".join(str(element.proto) for element in shown() if isinstance(element, Element))
+    said = "".join(str(element.proto) for element in open_page() if isinstance(element, Element))
     assert "abc" in said  # the commit, from beside the command
     assert "SECRET" not in said
 
@@ -445,7 +459,7 @@ def test_the_database_and_the_plugins_reach_the_server_outside_its_arguments(
     words = ["platform", "--plugin", str(file), "dashboard", "--db", url, "--no-browser"]
     monkeypatch.setattr(sys, "argv", words)
     with pytest.raises(SystemExit) as ended:
-        app.main()
+        main()
     registry._named_files.clear()
     registry._all.cache_clear()
     assert ended.value.code in (0, None)
@@ -477,7 +491,7 @@ def test_a_ladder_shows_its_trends(store: Store) -> None:
             )  # fmt: skip
             store.record_trial(study, arm, trial, 0, {})
     store.finish_study(study, "done")
-    page = shown(study="rungs")
+    page = open_page(study="rungs")
     assert not page.exception
     headers = [header.value.replace("\\", "") for header in page.subheader]
     assert "Ladder of text: differences to the base in bits_per_byte, lower is better" in headers

@@ -5,17 +5,17 @@ from typing import Any
 
 import pytest
 import streamlit as st
-from tests.support.ledgers import BASE, begin, record, shown, texts
+from tests.support.ledgers import BASE, begin, open_page, record, texts
 
 from deltalab.errors import InputError
 from deltalab.store import Store
-from deltalab.store.progress import Device, Doing, RunningStack
+from deltalab.store.studies.driver_status import Device, DriverStatus, RunningStack
 from deltalab_dashboard import frame
 from deltalab_dashboard.progress import STACKS
 
 ONE = RunningStack("mqar / no_*d* / candidate 3", "confirm", 1200, 3000, 75.0, "NVIDIA H100 *1* on lab")
 NEW = RunningStack("mqar / base / candidate 3", "confirm", 0, 3000, 1.0, None)
-DOING = Doing(
+DOING = DriverStatus(
     600.0, 4, 0.9, (ONE, NEW), (Device("NVIDIA H100 *1* on lab", 1, 0.97),), {"tune": (8, 8), "confirm": (4, 32)}, 170.0
 )
 
@@ -24,7 +24,7 @@ def test_a_running_study_shows_first_how_far_it_is(store: Store) -> None:
     study = begin(store, "new")
     record(store, study, "base", "mqar", BASE)
     store.beat(study, DOING.to_json())
-    app = shown()
+    app = open_page()
     said = texts(app)
     assert "12 of 40 trials, ETA 3 min" in said
     assert "2 of 4 places have a stack, and had one 90% of the time since the start, 10 min ago." in said
@@ -50,10 +50,10 @@ def test_a_running_study_shows_first_how_far_it_is(store: Store) -> None:
 
 def test_a_study_that_starts_says_so_and_many_stacks_are_counted(store: Store) -> None:
     study = begin(store, "new")
-    assert "starting" in texts(shown())
+    assert "starting" in texts(open_page())
     many = tuple(RunningStack(f"stack {i}", "confirm", 0, 10, 1.0, None) for i in range(STACKS + 5))
-    store.beat(study, Doing(9.0, 64, 0.5, many, (), {"confirm": (0, 99)}, None).to_json())
-    app = shown()
+    store.beat(study, DriverStatus(9.0, 64, 0.5, many, (), {"confirm": (0, 99)}, None).to_json())
+    app = open_page()
     assert "0 of 99 trials, ETA unknown" in texts(app)
     assert len(app.table[0].value) == STACKS
     assert "and 5 more" in texts(app)
@@ -77,7 +77,7 @@ def test_a_running_study_is_drawn_again_only_where_something_is_new(
     store: Store, fragments: dict[str, tuple[Callable[[], None], Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     study = begin(store, "new")
-    shown()
+    open_page()
     (_, page), (watch, often) = fragments["draw"], fragments["watch"]
     assert page is None, "the page itself waits for something new"
     assert often == fragments["_now"][1] == frame.REFRESH_SECONDS
@@ -99,6 +99,6 @@ def test_a_study_that_has_ended_is_not_watched(
     store: Store, fragments: dict[str, tuple[Callable[[], None], Any]]
 ) -> None:
     store.finish_study(begin(store, "old"), "done")
-    shown()
+    open_page()
     assert "draw" in fragments
     assert fragments.keys().isdisjoint({"watch", "_now"})

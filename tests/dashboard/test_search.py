@@ -5,13 +5,19 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.support.ledgers import BASE, begin, cells, charts, record, shown, texts
+from tests.support.ledgers import BASE, begin, cells, charts, open_page, record, texts
 from tests.support.search_ledger import record_search
 
 from deltalab.store import Store
 from deltalab.study.answers import importance, search_results
 from deltalab.study.specs.search_space import Search
-from deltalab_dashboard.charts.candidates import Table, lines, one, scatter, two
+from deltalab_dashboard.charts.candidates import (
+    CandidateTable,
+    by_all_settings,
+    by_objectives,
+    by_setting,
+    by_two_settings,
+)
 
 
 @pytest.fixture
@@ -22,7 +28,7 @@ def searched(store: Store, monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def test_the_page_says_what_was_found_and_how_to_open_it_in_optuna(searched: int) -> None:
-    app = shown("search.py")
+    app = open_page("search.py")
     assert "The best accuracy on validation is 0.900, by found_1 (fast start). The base has 0.700." in texts(app)
     front = cells(app.table[0].value)
     assert front["what it is"] == ["", "fast start", "no decay"]
@@ -33,16 +39,16 @@ def test_the_page_says_what_was_found_and_how_to_open_it_in_optuna(searched: int
 
 
 def test_a_candidate_has_the_name_that_the_report_gives_it(searched: int) -> None:
-    [trials] = shown("trials.py").dataframe
+    [trials] = open_page("trials.py").dataframe
     assert {"candidate 7", "random candidate 7", "warm candidate 1", "base, training 0", "found_1, training 0"} < {
         *trials.value["trial"]
     }
-    app = shown("trial.py", trial="base 1000007 20 1010.0")
+    app = open_page("trial.py", trial="base 1000007 20 1010.0")
     assert app.subheader[0].value.replace("\\", "") == "random candidate 7 on mqar"
 
 
 def test_every_chart_of_a_search_is_there(searched: int) -> None:
-    front, _, settings, setting, two_settings, growth = charts(shown("search.py"))
+    front, _, settings, setting, two_settings, growth = charts(open_page("search.py"))
     assert [layer["mark"]["type"] for layer in front["layer"]] == ["line", "point", "text"]
     assert settings["layer"][0]["encoding"]["detail"]["field"] == "candidate"
     assert setting["layer"][0]["encoding"]["x"]["title"] == "rule.decay", "what explains most stands first"
@@ -60,7 +66,7 @@ def test_the_url_restores_the_views_of_a_search(searched: int) -> None:
         "across": "rule.start",
         "down": "train.lr",
     }
-    app = shown("search.py", **asked)
+    app = open_page("search.py", **asked)
     front, _, _, setting, two_settings, _ = charts(app)
     assert front["layer"][1]["encoding"]["y"]["title"] == "state_size (lower is better)"
     assert front["layer"][1]["encoding"]["x"]["title"] == "accuracy (higher is better)"
@@ -92,7 +98,7 @@ SPACE = {
     "rule.start": Search(choice=("slow", "fast"), when={"rule.decay": ["scalar"]}),
     "train.lr": Search(log_uniform=(0.001, 1)),
 }
-TABLE = Table(
+TABLE = CandidateTable(
     [
         row("base", "base", 0.5, 100, rule_decay="none", train_lr=0.001),
         row("found_1", "finalist", 0.9, 200, rule_decay="scalar", rule_start="fast", train_lr=1.0),
@@ -113,7 +119,7 @@ def datasets(drawn: Any) -> list[list[dict[str, Any]]]:
 
 
 def test_the_front_is_a_line_of_steps_up_to_the_worst_values() -> None:
-    drawn = scatter(TABLE, "accuracy@mqar", "flops_per_token")
+    drawn = by_objectives(TABLE, "accuracy@mqar", "flops_per_token")
     assert drawn is not None
     stairs, points, names = datasets(drawn[0])
     assert [(step["across"], step["down"]) for step in stairs] == [(100, 0.4), (100, 0.6), (200, 0.9), (200, 0.9)]
@@ -121,7 +127,7 @@ def test_the_front_is_a_line_of_steps_up_to_the_worst_values() -> None:
     assert {point["candidate"] for point in points} == {"base", "found_1", "3", "4"}, "not the one without a score"
     assert {name["candidate"] for name in names} == {"base", "found_1"}
     assert points[-1]["candidate"] == "base", "drawn last, on top"
-    turned = scatter(TABLE, "flops_per_token", "accuracy@mqar")
+    turned = by_objectives(TABLE, "flops_per_token", "accuracy@mqar")
     assert turned is not None
     assert [(step["across"], step["down"]) for step in datasets(turned[0])[0]] == [
         (0.4, 100),
@@ -134,7 +140,7 @@ def test_the_front_is_a_line_of_steps_up_to_the_worst_values() -> None:
 
 def test_no_line_joins_what_is_no_better_than_chance() -> None:
     idle = row("6", "no better than chance", 0.4, 90, rule_decay="none", train_lr=0.5)
-    drawn = scatter(replace(TABLE, rows=[*TABLE.rows, idle]), "accuracy@mqar", "flops_per_token")
+    drawn = by_objectives(replace(TABLE, rows=[*TABLE.rows, idle]), "accuracy@mqar", "flops_per_token")
     assert drawn is not None
     stairs, points, _ = datasets(drawn[0])
     assert min(step["across"] for step in stairs) == 100
@@ -143,8 +149,8 @@ def test_no_line_joins_what_is_no_better_than_chance() -> None:
 
 def test_candidates_of_one_kind_are_drawn() -> None:
     """A size by kind would be a scale from the least to the most kind, which is no number where there is one kind."""
-    alike = Table([each for each in TABLE.rows if each["kind"] == "base"], SPACE, TABLE.objectives, TABLE.labels)
-    drawn = scatter(alike, "accuracy@mqar", "flops_per_token")
+    alike = replace(TABLE, rows=[row for row in TABLE.rows if row["kind"] == "base"])
+    drawn = by_objectives(alike, "accuracy@mqar", "flops_per_token")
     assert drawn is not None
     assert [point["size"] for point in datasets(drawn[0])[1]] == [150]
     assert drawn[0].to_dict()["layer"][1]["encoding"]["size"] == {
@@ -155,7 +161,7 @@ def test_candidates_of_one_kind_are_drawn() -> None:
 
 
 def test_parallel_coordinates_show_a_knob_that_does_not_exist_below_the_axes() -> None:
-    drawn, frame, left_out = lines(TABLE, {"found_1"}, "accuracy@mqar")
+    drawn, frame, left_out = by_all_settings(TABLE, {"found_1"}, "accuracy@mqar")
     at = {(each["candidate"], each["setting"]): each for each in frame.to_dict("records")}
     assert at["found_1", "rule.start"]["value"] == "fast"
     assert at["base", "rule.start"]["value"] == "does not exist"
@@ -170,30 +176,30 @@ def test_parallel_coordinates_show_a_knob_that_does_not_exist_below_the_axes() -
 
 def test_of_many_candidates_the_worst_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deltalab_dashboard.charts.candidates.MOST_LINES", 2)
-    _, frame, left_out = lines(TABLE, {"base"}, "accuracy@mqar")
+    _, frame, left_out = by_all_settings(TABLE, {"base"}, "accuracy@mqar")
     assert (set(frame["candidate"]), left_out) == ({"base", "found_1"}, 2)
 
 
 def test_one_setting_has_the_candidates_that_have_it_and_means_by_part_of_its_range() -> None:
-    start = one(TABLE, "rule.start", "accuracy@mqar")
+    start = by_setting(TABLE, "rule.start", "accuracy@mqar")
     assert start is not None
     assert set(start[1]["candidate"]) == {"found_1", "4"}
-    rate = one(TABLE, "train.lr", "accuracy@mqar")
+    rate = by_setting(TABLE, "train.lr", "accuracy@mqar")
     assert rate is not None
     means = sorted((each["from"], round(each["mean"], 3), each["candidates"]) for each in datasets(rate[0])[1])
     assert [means[0], means[-1][1:]] == [(0.001, 0.55, 2), (0.65, 2)]
-    assert one(Table(TABLE.rows[:1], SPACE, TABLE.objectives, TABLE.labels), "rule.start", "accuracy@mqar") is None
+    assert by_setting(replace(TABLE, rows=TABLE.rows[:1]), "rule.start", "accuracy@mqar") is None
 
 
 def test_two_settings_leave_cells_without_candidates_empty() -> None:
-    drawn = two(TABLE, "train.lr", "rule.decay", "accuracy@mqar")
+    drawn = by_two_settings(TABLE, "train.lr", "rule.decay", "accuracy@mqar")
     assert drawn is not None
     search_results = {
         (each["across"], each["down"]): (each["mean"], each["candidates"]) for each in datasets(drawn[0])[0]
     }
     assert len(search_results) == 2, "of 16 cells"
     assert search_results[0.001, "none"] == (pytest.approx(0.55), 2)
-    conditional = two(TABLE, "rule.decay", "rule.start", "accuracy@mqar")
+    conditional = by_two_settings(TABLE, "rule.decay", "rule.start", "accuracy@mqar")
     assert conditional is not None
     assert conditional[0].to_dict()["encoding"]["x"]["scale"]["domain"] == ["none", "scalar"], "with its empty column"
 
@@ -211,7 +217,7 @@ def tuned(store: Store) -> int:
 
 
 def test_a_line_for_each_arm_against_the_value_with_its_best_marked(tuned: int) -> None:
-    app = shown("sensitivity.py")
+    app = open_page("sensitivity.py")
     assert "The best train.lr of late is the highest that was tried, 0.1: the arm may do better" in app.warning[
         0
     ].value.replace("\\", "")
@@ -226,7 +232,7 @@ def test_a_line_for_each_arm_against_the_value_with_its_best_marked(tuned: int) 
 
 
 def test_the_url_restores_the_view_of_sensitivity(tuned: int) -> None:
-    app = shown("sensitivity.py", split="test", arms="late")
+    app = open_page("sensitivity.py", split="test", arms="late")
     [chart] = charts(app)
     assert chart["layer"][0]["encoding"]["y"]["title"] == "accuracy on test (higher is better)"
     assert chart["layer"][0]["encoding"]["color"]["scale"]["domain"] == ["late"]
@@ -236,15 +242,15 @@ def test_the_url_restores_the_view_of_sensitivity(tuned: int) -> None:
 def test_a_study_that_tunes_nothing_says_so(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.support.ledgers.SPEC", {"seeds": 8})
     record(store, begin(store, "plain"), "base", "mqar", BASE)
-    assert "This study tunes nothing" in texts(shown("sensitivity.py"))
+    assert "This study tunes nothing" in texts(open_page("sensitivity.py"))
 
 
 def test_tuning_that_has_just_begun(store: Store) -> None:
     begin(store, "new")
-    assert "No candidate has a score yet." in texts(shown("sensitivity.py"))
+    assert "No candidate has a score yet." in texts(open_page("sensitivity.py"))
 
 
 def test_the_base_of_a_search_has_its_tuning(searched: int) -> None:
-    app = shown("sensitivity.py")
+    app = open_page("sensitivity.py")
     assert "The page Search shows its candidates." in texts(app)
     assert cells(app.table[0].value)["arm"] == ["base", "found_1", "found_2"]

@@ -1,26 +1,27 @@
 """The list of studies, two studies side by side, and what an address asks for that a page does not have."""
 
 import pytest
-from tests.support.ledgers import begin, shown, texts
+from tests.support.ledgers import begin, open_page, texts
 
-from deltalab.store import Store, shelf
+from deltalab.store import Store
+from deltalab.store.studies import shelf
 
 
 def test_the_list_finds_studies_and_leaves_out_hidden_ones(store: Store, ablation: int) -> None:
     shelf.tag(store, ablation, ["paper"])
     other = begin(store, "other", "gpu")
     shelf.hide(store, other)
-    app = shown("studies.py")
+    app = open_page("studies.py")
     assert list(app.dataframe[0].value["study"]) == ["ablation"]
     assert "1 of 2 studies, 1 hidden" in texts(app)
-    assert list(shown("studies.py", which="listed and hidden").dataframe[0].value["study"]) == ["other", "ablation"]
-    assert len(shown("studies.py", find="late paper").dataframe[0].value) == 1
-    assert "No study is like this" in texts(shown("studies.py", find="nonesuch"))
-    assert list(shown().selectbox(key="study").options) == ["1 ablation"]
+    assert list(open_page("studies.py", which="listed and hidden").dataframe[0].value["study"]) == ["other", "ablation"]
+    assert len(open_page("studies.py", find="late paper").dataframe[0].value) == 1
+    assert "No study is like this" in texts(open_page("studies.py", find="nonesuch"))
+    assert list(open_page().selectbox(key="study").options) == ["1 ablation"]
 
 
 def test_a_selected_study_is_tagged_hidden_deleted_and_restored(store: Store, ablation: int) -> None:
-    app = shown("studies.py")
+    app = open_page("studies.py")
     rows = f"rows {ablation}"
     app.session_state[rows] = {"selection": {"rows": [0], "columns": [], "cells": []}}
     app.run()
@@ -30,19 +31,19 @@ def test_a_selected_study_is_tagged_hidden_deleted_and_restored(store: Store, ab
     assert not app.exception
     assert shelf.listed(store) == []
     assert len(shelf.listed(store, deleted=True)) == 1
-    assert list(shown("studies.py", which="deleted").dataframe[0].value["study"]) == ["ablation"]
+    assert list(open_page("studies.py", which="deleted").dataframe[0].value["study"]) == ["ablation"]
 
 
 def test_two_studies_stand_side_by_side(store: Store, ablation: int) -> None:
     begin(store, "ablation", "gpu")
-    said = texts(shown("compare.py", study="1 ablation"))
+    said = texts(open_page("compare.py", study="1 ablation"))
     for text in ("What they compute", "All settings of what both have are the same", "Verdicts", "Curves"):
         assert text in said
-    assert not shown("compare.py", study="1 ablation", what="arms", right="1 ablation").exception
+    assert not open_page("compare.py", study="1 ablation", what="arms", right="1 ablation").exception
 
 
 def test_two_arms_of_a_study_have_overlaid_curves(store: Store, ablation: int) -> None:
-    app = shown("compare.py", study="1 ablation", what="arms", left_arm="base", right_arm="no_*d*")
+    app = open_page("compare.py", study="1 ablation", what="arms", left_arm="base", right_arm="no_*d*")
     assert len(app.get("vega_lite_chart")) == 1
     assert "base of ablation (id 1)" in str(list(app.table[0].value.columns)).replace("\\", "")
 
@@ -56,14 +57,16 @@ def test_two_arms_of_a_study_have_overlaid_curves(store: Store, ablation: int) -
     ],
 )
 def test_what_a_page_does_not_have_is_said(store: Store, ablation: int, query: dict[str, str], told: str) -> None:
-    assert told in texts(shown("curves.py", **query))
+    assert told in texts(open_page("curves.py", **query))
 
 
 def test_an_address_that_a_page_can_show_says_nothing(store: Store, ablation: int) -> None:
-    app = shown("curves.py", study="1 ablation", task="text", metric="bits_per_byte", split="validation", arms="late")
+    app = open_page(
+        "curves.py", study="1 ablation", task="text", metric="bits_per_byte", split="validation", arms="late"
+    )
     assert "here; shown is" not in texts(app)
     assert "nothing called" not in texts(app)
 
 
 def test_a_study_of_one_size_has_no_ladder(store: Store, ablation: int) -> None:
-    assert "This study runs at one size" in texts(shown("ladder.py"))
+    assert "This study runs at one size" in texts(open_page("ladder.py"))

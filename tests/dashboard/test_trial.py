@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.ledgers import BASE, TASKS, TRACEBACK, begin, cells, charts, record, shown, texts
+from tests.support.ledgers import BASE, TASKS, TRACEBACK, begin, cells, charts, open_page, record, texts
 
 from deltalab.errors import InputError
 from deltalab.store import RunRecord, Store
 from deltalab.store.records import ArtifactRecord
-from deltalab.store.trials import Sort, curves_of, listed, recorded
-from deltalab.study.answers.answer import SPLIT
+from deltalab.store.studies.trials import Sort, curves_of, find_trial, listed
+from deltalab.study.answers.rows import SPLIT
 from deltalab_dashboard.views import trials
 
 JUDGED = {task: about["metric"] for task, about in TASKS.items()}
@@ -93,7 +93,7 @@ def test_a_score_is_the_mean_of_the_last_values_of_seeds_that_finished(store: St
 
 
 def test_the_list_goes_through_its_pages(ablation: int) -> None:
-    app = shown("trials.py", part=2, sort="score", descending="true")
+    app = open_page("trials.py", part=2, sort="score", descending="true")
     assert "Page 2 is empty: the last is page 1." in texts(app)
     app.multiselect(key="arms").select("base").run()
     assert "4 of 8 trials" in texts(app), "another filter shows the first page"
@@ -108,11 +108,11 @@ def test_a_row_opens_the_page_of_its_trial(store: Store, ablation: int, monkeypa
     trials.open_ticked(store.study(ablation), rows, [])
     assert opened == []
     trials.open_ticked(store.study(ablation), rows, [2])
-    assert opened == [("trial.py", {"study": "1 ablation", "trial": rows[2].key})]
+    assert opened == [("views/trial.py", {"study": "1 ablation", "trial": rows[2].key})]
 
 
 def test_a_trial_has_all_that_the_ledger_holds_of_it(kept: Path) -> None:
-    app = shown("trial.py", study="1 one", trial="1 no_")
+    app = open_page("trial.py", study="1 one", trial="1 no_")
     said = texts(app)
     assert "no_*d*, confirm 0 on mqar" in said
     assert ":orange-badge[diverged]" in said
@@ -140,23 +140,23 @@ def test_a_trial_has_all_that_the_ledger_holds_of_it(kept: Path) -> None:
 
 def test_a_file_that_is_gone_or_changed_says_so(kept: Path) -> None:
     kept.write_bytes(b"other weights")
-    assert cells(shown("trial.py", trial="1 no_").table[-1].value)["still there"] == ["yes, but with 13 bytes"]
+    assert cells(open_page("trial.py", trial="1 no_").table[-1].value)["still there"] == ["yes, but with 13 bytes"]
     kept.unlink()
-    assert cells(shown("trial.py", trial="1 no_").table[-1].value)["still there"] == ["no"]
+    assert cells(open_page("trial.py", trial="1 no_").table[-1].value)["still there"] == ["no"]
 
 
 def test_a_trial_has_the_commands_that_export_it_and_run_its_study(kept: Path, tmp_path: Path) -> None:
-    export, again = (code.value for code in shown("trial.py", study="1 one", trial="1 no_").code[:2])
+    export, again = (code.value for code in open_page("trial.py", study="1 one", trial="1 no_").code[:2])
     assert export == f"platform export one exported --arm 'no_*d*' --task mqar --db {tmp_path}/lab.db"
     assert again == "platform --db 'postgresql://me:***@h/l'", "as it was typed, without the password"
-    export, _ = (code.value for code in shown("trial.py", study="2 two", trial="1 no_").code[:2])
+    export, _ = (code.value for code in open_page("trial.py", study="2 two", trial="1 no_").code[:2])
     assert export == f"platform export two exported --arm late --task mqar --db {tmp_path}/lab.db"
 
 
 def test_a_trial_of_another_study_says_whose_it_is(store: Store, kept: Path) -> None:
     third = begin(store, "three")
     record(store, third, "base", "mqar", BASE)
-    app = shown("trial.py", study="3 three", trial="1 no_")
+    app = open_page("trial.py", study="3 three", trial="1 no_")
     assert "three does not have this trial. It belongs to: 1 one, 2 two." in texts(app)
     app.button(key="to study 2").click().run()
     assert app.query_params["study"] == "2 two"
@@ -165,7 +165,7 @@ def test_a_trial_of_another_study_says_whose_it_is(store: Store, kept: Path) -> 
 
 
 def test_a_trial_that_failed_shows_its_traceback(ablation: int) -> None:
-    app = shown("trial.py", trial=LATE)
+    app = open_page("trial.py", trial=LATE)
     assert app.error[0].value == "RuntimeError: out of memory".replace(":", "\\:")
     assert app.code[0].value == TRACEBACK.strip()
     assert "No seed of this trial ran." in texts(app)
@@ -173,18 +173,18 @@ def test_a_trial_that_failed_shows_its_traceback(ablation: int) -> None:
 
 
 def test_a_key_that_no_trial_has_says_so(store: Store, ablation: int) -> None:
-    assert "no trial's key begins with 'beef'" in texts(shown("trial.py", trial="beef"))
-    assert "several trials' keys begin with '1 base'" in texts(shown("trial.py", trial="1 base"))
-    assert "Type the beginning of a trial's key" in texts(shown("trial.py"))
+    assert "no trial's key begins with 'beef'" in texts(open_page("trial.py", trial="beef"))
+    assert "several trials' keys begin with '1 base'" in texts(open_page("trial.py", trial="1 base"))
+    assert "Type the beginning of a trial's key" in texts(open_page("trial.py"))
     with pytest.raises(InputError, match="no trial's key begins with '%'"):
-        recorded(store, "%")
+        find_trial(store, "%")
 
 
 def test_curves_are_thinned_evenly_and_keep_their_last_point(store: Store) -> None:
     study = begin(store, "long", changes={"base": {}})
     runs = [RunRecord(1, metrics=[("train", "loss", step, float(step)) for step in range(1, 101)])]
     record(store, study, "base", "mqar", [], runs=runs)
-    trial = recorded(store, f"{study} base").trial
+    trial = find_trial(store, f"{study} base").trial
     assert [point.step for point in curves_of(store, trial.id, max_points=10)] == [*range(10, 101, 10)]
     assert len(curves_of(store, trial.id, max_points=100)) == 100
     last = curves_of(store, trial.id, max_points=3)
@@ -193,7 +193,7 @@ def test_curves_are_thinned_evenly_and_keep_their_last_point(store: Store) -> No
 
 
 def test_an_arm_shows_all_its_settings_beside_the_base(ablation: int) -> None:
-    app = shown("arms.py", arm="late", task="text")
+    app = open_page("arms.py", arm="late", task="text")
     assert "Every setting is that of the base." in texts(app)
     app.selectbox(key="settings").select("everything").run()
     assert cells(app.table[1].value) == {"setting": ["rule.name"], "base": ["comba"], "this arm": ["comba"]}

@@ -9,7 +9,7 @@ import pytest
 from tests.support.studies import measured
 
 from deltalab.store import TrialRecord
-from deltalab.study.running.run import StudyResult, run_study
+from deltalab.study.running.run import StudyResult, run_study_file
 from deltalab.study.workers.jobs import Job
 from deltalab.study.workers.worker import Worker
 
@@ -44,7 +44,7 @@ class Second:
 
     def _run(self, *args: Any, **given: Any) -> None:
         try:
-            self.result = run_study(*args, executor="inline", **given)
+            self.result = run_study_file(*args, executor="inline", **given)
         except Exception as error:
             self.result = error
 

@@ -376,7 +376,7 @@ def _peak() -> int:
 def _child() -> None:
     """Answers each line of words with a line of JSON."""
     out, stdin = os.fdopen(os.dup(1), "w"), os.fdopen(os.dup(0))
-    from deltalab.cli.app import app
+    from deltalab.cli.app import main
     from deltalab.study.forecast import estimate
 
     estimate.TIMING_SECONDS = 0.0  # one arm of each plan is timed
@@ -387,7 +387,7 @@ def _child() -> None:
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
         before, began = _resident(os.getpid()), time.process_time()
-        code, said = _said(app.main, words)
+        code, said = _said(main, words)
         answer = Answer(code, said, time.process_time() - began, max(0, _peak() - before))
         print(json.dumps(answer.__dict__), file=out, flush=True)
 

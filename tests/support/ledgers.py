@@ -1,4 +1,4 @@
-"""Ledgers whose every figure is known, and what the dashboard's pages say of them."""
+"""Makes ledgers whose every figure is known, and reads the dashboard's pages of them."""
 
 import json
 import math
@@ -25,6 +25,14 @@ BASE = [0.90, 0.92, 0.94, 0.91, 0.93, 0.95, 0.90, 0.92]
 
 
 def begin(store: Store, name: str, profile: str | None = None, changes: Mapping[str, Any] = ARMS) -> int:
+    """Begins a study of two tasks, and returns its id.
+
+    Args:
+        store: The ledger.
+        name: The name of the study.
+        profile: The study's profile.
+        changes: arm -> what it changes. An arm without a change is the base.
+    """
     arms = [
         ArmRecord(arm, not change, change, {task: {"rule": {"name": "comba"}} for task in TASKS})
         for arm, change in changes.items()
@@ -47,9 +55,22 @@ def record(
     number: int = 0,
     tuned: Mapping[str, Any] = MappingProxyType({"train.lr": 0.01}),
     look: int = 0,
-    **given: Any,
+    **fields: Any,
 ) -> None:
-    """One trial whose run i ends at values[i]; NaN is a diverged run."""
+    """Records a trial.
+
+    Args:
+        store: The ledger.
+        study: The id of the study.
+        arm: The trial's arm.
+        task: A key of `TASKS`.
+        values: The score of each seed at the last step. NaN makes a run that diverged.
+        stage: "tune" or "confirm".
+        number: The number of the trial's candidate.
+        tuned: The values that the candidate has.
+        look: The number of the look at the data, which tells trials of one candidate apart.
+        fields: Further fields of the trial's record.
+    """
     metric, last = TASKS[task]["metric"], "test" if stage == "confirm" else "validation"
     runs = [
         RunRecord(
@@ -61,13 +82,13 @@ def record(
         )
         for seed, value in enumerate(values, 1)
     ]
-    about: dict[str, Any] = {
+    values_by_field: dict[str, Any] = {
         "state": "done",
         "rule": RuleRecord("comba", "9f" * 32, "S = 'as it ran'"),
         "runs": runs,
         "tokens_per_second": 5e4,
     }
-    about |= given
+    values_by_field |= fields
     trial = TrialRecord(
         f"{study} {arm} {task} {stage} {number} {look}",
         task,
@@ -77,30 +98,31 @@ def record(
         started_at=1e9,
         finished_at=1e9,
         seconds=10.0,
-        **about,
+        **values_by_field,
     )  # type: ignore[arg-type]
     store.record_trial(study, arm, trial, number, dict(tuned))
 
 
-def shown(page: str = "study.py", **query: Any) -> AppTest:
-    """A page as a URL with this query opens it."""
+def open_page(page: str = "answer.py", **query: Any) -> AppTest:
+    """Opens a page by an address with this query."""
     app = AppTest.from_file(APP, default_timeout=60)
     app.query_params.update(query)
-    app.switch_page(page).run()
+    app.switch_page(f"views/{page}").run()
     assert not app.exception
     return app
 
 
 def texts(app: AppTest) -> str:
-    """What the page says in words, without the backslashes that keep Markdown from reading it."""
+    """Returns the words of a page, without the backslashes that escape Markdown."""
     kinds = (app.title, app.subheader, app.markdown, app.caption, app.info, app.warning, app.error)
     return "\n".join(str(element.value) for kind in kinds for element in kind).replace("\\", "")
 
 
 def charts(app: AppTest) -> list[Any]:
+    """Returns the charts of a page as Vega-Lite."""
     return [json.loads(chart.proto.spec) for chart in app.get("vega_lite_chart")]
 
 
 def cells(table: Any) -> dict[str, list[str]]:
-    """The columns of a table, without the backslashes that keep Markdown from reading it."""
+    """Returns the columns of a table, without the backslashes that escape Markdown."""
     return {key.replace("\\", ""): [str(cell).replace("\\", "") for cell in table[key]] for key in table}

@@ -1,1 +1,1 @@
-"""Charts and tables of which a page shows several."""
+"""The charts and tables of the pages."""

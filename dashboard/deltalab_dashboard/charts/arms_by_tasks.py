@@ -1,42 +1,43 @@
-"""Arms by tasks, one cell for each pair: the table for a paper."""
+"""The table of arms by tasks, as a paper shows it."""
 
 import math
 
-from deltalab.study.answers.answer import Row, TaskTable
+from deltalab.study.answers.rows import Row, TaskTable
 from deltalab.study.reports.report import Report
-from deltalab.study.reports.sentence import best
 from deltalab_dashboard.colors import MARKS
 
 LEGEND = (
     "mean (difference to the base); ▲ better and ▼ worse than the base, p <= 0.05, tested together; ★ best mean; "
     "† some seeds did not finish"
 )
+"""What the marks of the table mean."""
 
 
-def pivot(found: Report) -> list[dict[str, str]]:
-    """A row per arm, a column per task. A cell without a figure gives the verdict, such as `failed`."""
+def pivot(report: Report) -> list[dict[str, str]]:
+    """Returns a row for each arm, with a cell for each task. A cell without a mean holds a verdict such as `failed`."""
     cells: dict[str, dict[str, str]] = {}
-    for table in found.tables:
-        leads = best(table)
+    for table in report.tables:
         for row in table.rows:
-            cell = _cell(row) + (" ★" if row.arm == leads else "")
+            cell = _cell(row) + (" ★" if row is table.best else "")
             cells.setdefault(row.arm, {"arm": row.arm})[_header(table)] = cell
     return list(cells.values())
 
 
 def _header(table: TaskTable) -> str:
+    """Writes the heading of a task."""
     return f"{table.task}: {table.metric} {arrow(table)}"
 
 
 def arrow(table: TaskTable) -> str:
-    """The direction in which the metric gets better."""
+    """Returns an arrow that points to where the metric gets better."""
     return "↑" if table.maximize else "↓"
 
 
 def _cell(row: Row) -> str:
+    """Writes an arm's mean on a task, and its difference to the base."""
     if not math.isfinite(row.score.mean):
         return row.verdict
-    said = f"{row.score.mean:.3f}"
+    text = f"{row.score.mean:.3f}"
     if row.difference is not None and row.difference.n:
-        said += f" ({row.difference.mean:+.3f}{f' {MARKS[row.verdict]}' if row.verdict in ('better', 'worse') else ''})"
-    return said + ("†" if row.score.missing else "")
+        text += f" ({row.difference.mean:+.3f}{f' {MARKS[row.verdict]}' if row.verdict in ('better', 'worse') else ''})"
+    return text + ("†" if row.score.missing else "")

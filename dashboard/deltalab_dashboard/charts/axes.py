@@ -1,4 +1,4 @@
-"""Axes for the values that a study tried: a range, linear or logarithmic, or a few values side by side."""
+"""The axes of settings: a range, linear or logarithmic, or a few values side by side."""
 
 import math
 from collections.abc import Sequence
@@ -12,12 +12,19 @@ from deltalab.study.specs.search_space import Search
 from deltalab_dashboard.text import setting
 
 FEW = 8
-"""Whole numbers that stand side by side; more lie on a range."""
+"""The most whole numbers that stand side by side. More of them lie on a range."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """words: the values side by side, as text; empty where they lie on a range from low to high."""
+    """Where the values of a setting lie.
+
+    Attributes:
+        words: The values side by side, as text. Empty if the values lie on a range.
+        low: The low end of the range.
+        high: The high end of the range.
+        logarithmic: Whether the range is logarithmic.
+    """
 
     words: tuple[str, ...]
     low: float = 0.0
@@ -25,38 +32,46 @@ class Axis:
     logarithmic: bool = False
 
     def text(self, value: Any) -> str:
-        """
-        >>> Axis(("comba",)).text({"name": "comba"}), Axis((), 0, 1).text(0.12345), Axis((), 0, 1).text(4096.0)
-        ('comba', '0.123', '4,096')
+        """Writes a value.
+
+        Examples:
+            >>> Axis(("comba",)).text({"name": "comba"}), Axis((), 0, 1).text(0.12345), Axis((), 0, 1).text(4096.0)
+            ('comba', '0.123', '4,096')
         """
         if self.words:
             return setting(value)
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
     def share(self, value: Any) -> float:
-        """Where a value lies, from 0 at the low end to 1 at the high one.
+        """Returns where a value lies, from 0 at the low end to 1 at the high end.
 
-        >>> Axis((), 0.01, 1, logarithmic=True).share(0.1), Axis(("a", "b", "c")).share("b")
-        (0.5, 0.5)
+        Examples:
+            >>> Axis((), 0.01, 1, logarithmic=True).share(0.1), Axis(("a", "b", "c")).share("b")
+            (0.5, 0.5)
         """
         if self.words:
             return (self.words.index(self.text(value)) + 0.5) / len(self.words)
         if self.low == self.high:
             return 0.5
-        low, high, at = (self._even(each) for each in (self.low, self.high, value))
+        low, high, at = map(self._scaled, (self.low, self.high, value))
         return (at - low) / (high - low)
 
     def ticks(self) -> list[tuple[float, str]]:
-        """Shares and their labels: each of the values side by side, or both ends of a range."""
+        """Returns the share and the label of each value side by side, or of both ends of the range."""
         if self.words:
             return [((at + 0.5) / len(self.words), word) for at, word in enumerate(self.words)]
         return [(self.share(end), self.text(end)) for end in dict.fromkeys((self.low, self.high))]
 
     def cell(self, value: Any, count: int) -> tuple[Any, Any]:
-        """The bounds of the part, of so many equal parts of the range, in which a value lies; its text twice if a word.
+        """Returns the bounds of the part in which a value lies, or twice its text if the values stand side by side.
 
-        >>> Axis((), 0.01, 100, logarithmic=True).cell(3, 4)
-        (1.0, 10.0)
+        Args:
+            value: The value.
+            count: The number of equal parts of the range.
+
+        Examples:
+            >>> Axis((), 0.01, 100, logarithmic=True).cell(3, 4)
+            (1.0, 10.0)
         """
         if self.words:
             return self.text(value), self.text(value)
@@ -64,17 +79,18 @@ class Axis:
         return self._at(at / count), self._at((at + 1) / count)
 
     def mean(self, values: Sequence[Any]) -> Any:
-        """The mean of the values of one part, as the axis spaces them; the text of a word.
+        """Returns the mean of the values of one part on the scale of the axis, or the text of values side by side.
 
-        >>> round(Axis((), 0.01, 100, logarithmic=True).mean([1.0, 100.0]), 6), Axis((), 0, 4).mean([1.0, 4.0])
-        (10.0, 2.5)
+        Examples:
+            >>> round(Axis((), 0.01, 100, logarithmic=True).mean([1.0, 100.0]), 6), Axis((), 0, 4).mean([1.0, 4.0])
+            (10.0, 2.5)
         """
         if self.words:
             return self.text(values[0])
         return math.exp(fmean(map(math.log, values))) if self.logarithmic else fmean(values)
 
     def encoding(self, field: str, title: str, *, vertical: bool = False) -> Any:
-        """The channel x, or y, of a chart."""
+        """Returns the channel x of a chart, or y if `vertical`."""
         channel: Any = alt.Y if vertical else alt.X
         if self.words:
             label = alt.Axis(labelAngle=0, labelLimit=260)
@@ -82,29 +98,36 @@ class Axis:
         scale = alt.Scale(type="log" if self.logarithmic else "linear", zero=False, nice=False, padding=15)
         return channel(f"{field}:Q", title=title, scale=scale)
 
-    def _even(self, value: float) -> float:
+    def _scaled(self, value: float) -> float:
+        """Returns a value on the scale on which the parts of the range are equal."""
         return math.log(value) if self.logarithmic else value
 
     def _at(self, share: float) -> float:
-        low, high = self._even(self.low), self._even(self.high)
+        """Returns the value at a share of the range."""
+        low, high = self._scaled(self.low), self._scaled(self.high)
         at = low + share * (high - low)
         return float(f"{math.exp(at) if self.logarithmic else at:.6g}")
 
 
 def axis(values: Sequence[Any], search: Search | None) -> Axis:
-    """The axis of values. search: where they were searched; None for scores.
+    """Makes the axis of values.
 
-    >>> axis([1, 4, 2], Search(integers=(1, 4)))
-    Axis(words=('1', '2', '4'), low=0.0, high=1.0, logarithmic=False)
-    >>> axis([0.01, 0.1], Search(log_uniform=(1e-3, 1e-1)))
-    Axis(words=(), low=0.01, high=0.1, logarithmic=True)
+    Args:
+        values: The values of a setting, or scores.
+        search: The space of the setting. None for scores.
+
+    Examples:
+        >>> axis([1, 4, 2], Search(integers=(1, 4)))
+        Axis(words=('1', '2', '4'), low=0.0, high=1.0, logarithmic=False)
+        >>> axis([0.01, 0.1], Search(log_uniform=(1e-3, 1e-1)))
+        Axis(words=(), low=0.01, high=0.1, logarithmic=True)
     """
-    found = list({setting(value): value for value in values}.values())
+    different = list({setting(value): value for value in values}.values())
     whole = search is not None and search.integers is not None
-    if search is not None and (search.choice or search.pattern or (whole and len(found) <= FEW)):
+    if search is not None and (search.choice or search.pattern or (whole and len(different) <= FEW)):
         order = {setting(value): at for at, value in enumerate(search.choice or ())}
-        numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in found)
-        ordered = sorted(found) if numbers else sorted(found, key=lambda value: order.get(setting(value), len(order)))
-        return Axis(tuple(map(setting, ordered)))
+        numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in different)
+        key = None if numbers else lambda value: order.get(setting(value), len(order))
+        return Axis(tuple(map(setting, sorted(different, key=key))))
     low, high = min(values), max(values)
     return Axis((), low, high, search is not None and search.log_uniform is not None)

@@ -1,9 +1,10 @@
-"""The charts of a search's candidates: the front, all settings side by side, one setting, and two."""
+"""The charts of a search's candidates: by two objectives, by all settings side by side, by one setting, and by two."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Literal
 
 import altair as alt
 import pandas as pd
@@ -15,7 +16,10 @@ from deltalab_dashboard.charts.axes import Axis, axis
 from deltalab_dashboard.colors import ACCENT, BASE, OTHERS, PALETTE, UNDECIDED
 from deltalab_dashboard.text import setting
 
-Drawn = alt.Chart | alt.LayerChart | alt.FacetChart
+if TYPE_CHECKING:
+    from deltalab.study.answers.search_points import Point
+
+Chart = alt.Chart | alt.LayerChart | alt.FacetChart
 
 KINDS = {
     "base": (BASE, "diamond", 150),
@@ -25,21 +29,26 @@ KINDS = {
     "no better than chance": (OTHERS, "triangle-down", 40),
     "stopped early": (OTHERS, "cross", 50),
 }
-"""What a candidate is: its colour, shape and size."""
+"""The colour, shape and size of each kind of candidate."""
 MOST_LINES = 400
-"""Lines in parallel coordinates. Beyond it, the worst of those that are not highlighted are left out."""
+"""The most lines in parallel coordinates. The worst of the candidates that are not highlighted are left out."""
 BINS = 8
+"""The parts of a range in which scores are averaged."""
 ABSENT = -0.16
-"""Where parallel coordinates show that a setting does not exist for a candidate: below the axes."""
+"""The place, below the axes, of a candidate for which a setting does not exist."""
 
 
 @dataclass(frozen=True)
-class Table:
+class CandidateTable:
     """The candidates of a search as rows, of which the charts are drawn.
 
-    rows: `name`, `what` it is, `kind`, `by`, `learned`, all `settings` as text; every objective, and every objective at
-    the lowest fidelity as ("first", objective); every setting, None where it does not exist. searched: the settings.
-    objectives: name -> whether more is better. labels: names of objectives as the page writes them.
+    Attributes:
+        rows: The cells of each candidate by column: `name`, `what` it is, `kind` (a key of `KINDS`), `by` whom it was
+            drawn, whether it `learned`, and all `settings` as text; every objective by its name, and as ("first", name)
+            at the lowest fidelity; every setting by its path, None if it does not exist for the candidate.
+        searched: The space of each setting.
+        objectives: name -> whether more is better.
+        labels: The names of the objectives as the page writes them.
     """
 
     rows: list[dict[Any, Any]]
@@ -47,15 +56,39 @@ class Table:
     objectives: dict[str, bool]
     labels: dict[str, str]
 
+    def sign(self, objective: str) -> int:
+        """1 if more of the objective is better, else -1."""
+        return 1 if self.objectives[objective] else -1
 
-def table(points: Sequence[Any], searched: Mapping[str, Search], objectives: Mapping[str, bool], rungs: int) -> Table:
-    """points: of `search_results.Discovery`. rungs: of successive halving; 1 where there is none."""
-    what = titles([(point.name, point.values) for point in points])
+    def best(self, objective: str) -> dict[Any, Any] | None:
+        """Returns the best candidate that was not stopped early, the first of equals; None if none has a score."""
+        scored = [row for row in self.rows if finite(row, objective) and row["kind"] != "stopped early"]
+        return max(scored, key=lambda row: self.sign(objective) * row[objective], default=None)
+
+    def best_tenth(self, objective: str) -> set[str]:
+        """Returns the names of the tenth of the candidates that is best at the lowest fidelity, and of at least one."""
+        scored = [row for row in self.rows if finite(row, ("first", objective))]
+        scored.sort(key=lambda row: -self.sign(objective) * row["first", objective])
+        return {row["name"] for row in scored[: len(scored) // 10 or 1]}
+
+
+def candidate_table(
+    points: Sequence["Point"], searched: Mapping[str, Search], objectives: Mapping[str, bool], rungs: int
+) -> CandidateTable:
+    """Makes the table of candidates.
+
+    Args:
+        points: The candidates and the base.
+        searched: The space of each setting.
+        objectives: name -> whether more is better.
+        rungs: The number of rungs of successive halving, 1 without it.
+    """
+    title_of = titles([(point.name, point.values) for point in points])
     rows = []
     for point in points:
         row: dict[Any, Any] = {
             "name": point.name,
-            "what": "the base" if point.number is None else what[point.name],
+            "what": "the base" if point.number is None else title_of[point.name],
             "kind": _kind(point, rungs),
             "by": point.drawn_by,
             "learned": not point.at_chance,
@@ -66,14 +99,16 @@ def table(points: Sequence[Any], searched: Mapping[str, Search], objectives: Map
         }
         rows.append(row)
     labels = {name: name if _tasks(objectives) > 1 else name.partition("@")[0] for name in objectives}
-    return Table(rows, dict(searched), dict(objectives), labels)
+    return CandidateTable(rows, dict(searched), dict(objectives), labels)
 
 
 def _tasks(objectives: Mapping[str, bool]) -> int:
+    """Counts the tasks among objectives METRIC@TASK."""
     return len({name.partition("@")[2] for name in objectives} - {""})
 
 
-def _kind(point: Any, rungs: int) -> str:
+def _kind(point: "Point", rungs: int) -> str:
+    """Returns the key in `KINDS` of a candidate."""
     if point.number is None:
         return "base"
     if point.is_arm:
@@ -86,11 +121,16 @@ def _kind(point: Any, rungs: int) -> str:
 
 
 def finite(row: Mapping[Any, Any], *columns: Any) -> bool:
+    """Tells whether a row has a finite number in each of these columns."""
     return all(math.isfinite(row.get(column, math.nan)) for column in columns)
 
 
-def scatter(table: Table, down: str, across: str) -> tuple[Drawn, pd.DataFrame] | None:
-    """Every candidate by two objectives, with the front of these two as a line; None where none has both."""
+def by_objectives(table: CandidateTable, down: str, across: str) -> tuple[Chart, pd.DataFrame] | None:
+    """Draws every candidate by two objectives, with the front of these two as a line.
+
+    Returns:
+        The chart and its data. None if no candidate has both objectives.
+    """
     rows = [row for row in table.rows if finite(row, down, across)]
     if not rows:
         return None
@@ -106,19 +146,19 @@ def scatter(table: Table, down: str, across: str) -> tuple[Drawn, pd.DataFrame] 
             "down": [row[down] for row in rows],
         }
     )
-    signs = [-1.0 if table.objectives[name] else 1.0 for name in (across, down)]
+    signs = [-table.sign(name) for name in (across, down)]
     ended = frame[[row["kind"] != "stopped early" and row["learned"] for row in rows]]
     places = [(signs[0] * x, signs[1] * y) for x, y in zip(ended["across"], ended["down"], strict=True)]
     line = ended.iloc[front(places)].drop_duplicates(["across", "down"]).sort_values("across")[["across", "down"]]
     line = _to_the_edges(line, frame, table.objectives[across], table.objectives[down])
     encoding = {
-        "x": alt.X("across:Q", title=better(table, across), scale=_scale(frame["across"])),
-        "y": alt.Y("down:Q", title=better(table, down), scale=_scale(frame["down"])),
+        "x": alt.X("across:Q", title=axis_title(table, across), scale=_scale(frame["across"])),
+        "y": alt.Y("down:Q", title=axis_title(table, down), scale=_scale(frame["down"])),
     }
     present = [kind for kind in KINDS if kind in set(frame["kind"])]
     color, shape = (alt.Scale(domain=present, range=[KINDS[kind][i] for kind in present]) for i in range(2))
     points = (
-        alt.Chart(frame[::-1])  # the finalists and the base last, on top of the others
+        alt.Chart(frame[::-1])  # The finalists and the base come last, on top of the others.
         .mark_point(filled=True, opacity=0.9, stroke="white", strokeWidth=0.5)
         .encode(
             **encoding,
@@ -136,17 +176,15 @@ def scatter(table: Table, down: str, across: str) -> tuple[Drawn, pd.DataFrame] 
     joined = (
         alt.Chart(line).mark_line(interpolate=step, color=PALETTE[0], strokeWidth=2, opacity=0.7).encode(**encoding)
     )
-    named = frame[frame["kind"].isin(["base", "finalist"])]
-    words = (
-        alt.Chart(named).mark_text(align="left", dx=9, dy=-7, color=UNDECIDED).encode(**encoding, text="candidate:N")
-    )
-    return alt.layer(joined, points, words).properties(height=380), frame.rename(
+    arms = frame[frame["kind"].isin(["base", "finalist"])]
+    names = alt.Chart(arms).mark_text(align="left", dx=9, dy=-7, color=UNDECIDED).encode(**encoding, text="candidate:N")
+    return alt.layer(joined, points, names).properties(height=380), frame.rename(
         columns={"across": across, "down": down}
     )
 
 
 def _to_the_edges(line: pd.DataFrame, frame: pd.DataFrame, right: bool, up: bool) -> pd.DataFrame:
-    """A front that goes on to the worst values of both objectives. right, up: whether more is better."""
+    """Prolongs a front to the worst values of both objectives. `right` and `up` tell whether more is better."""
     if line.empty:
         return line
     worst_across = frame["across"].min() if right else frame["across"].max()
@@ -158,43 +196,51 @@ def _to_the_edges(line: pd.DataFrame, frame: pd.DataFrame, right: bool, up: bool
 
 
 def legend(orient: Literal["top", "bottom"]) -> alt.Legend:
-    """The legend of the kinds, with filled shapes."""
+    """Makes the legend of the kinds, with filled shapes."""
     return alt.Legend(orient=orient, title=None, symbolSize=90, symbolStrokeWidth=0)
 
 
-def better(table: Table, objective: str) -> str:
-    """An objective as the title of an axis."""
+def axis_title(table: CandidateTable, objective: str) -> str:
+    """Writes an objective as the title of an axis."""
     return f"{table.labels[objective]} ({'higher' if table.objectives[objective] else 'lower'} is better)"
 
 
 def _scale(values: pd.Series) -> alt.Scale:
-    """Logarithmic where positive values span much."""
+    """Makes a scale, which is logarithmic if the largest of positive values is over 20 times the smallest."""
     wide = values.min() > 0 and values.max() / values.min() > 20
     return alt.Scale(type="log" if wide else "linear", zero=False, nice=False, padding=15)
 
 
-def lines(table: Table, highlighted: set[str], order: str) -> tuple[Drawn, pd.DataFrame, int]:
-    """Parallel coordinates: an axis for each setting and objective, a line for each candidate; how many are left out.
+def by_all_settings(table: CandidateTable, highlighted: set[str], order: str) -> tuple[Chart, pd.DataFrame, int]:
+    """Draws parallel coordinates: an axis for each setting and objective, and a line for each candidate.
 
-    highlighted: names of candidates. order: the objective by which the others are kept. Scores are those at the lowest
-    fidelity, which all candidates have. Objectives are turned so that up is better.
+    Scores are those at the lowest fidelity, which all candidates have. On the axes of objectives, up is better.
+
+    Args:
+        table: The candidates.
+        highlighted: The names of the candidates to highlight.
+        order: The objective whose best candidates are kept, besides those to highlight.
+
+    Returns:
+        The chart, its data, and the number of candidates that are left out.
     """
     scored = [row for row in table.rows if finite(row, *(("first", name) for name in table.objectives))]
-    sign = -1 if table.objectives[order] else 1
-    ranked = sorted(scored, key=lambda row: (row["name"] not in highlighted, sign * row["first", order]))
+    sign = table.sign(order)
+    ranked = sorted(scored, key=lambda row: (row["name"] not in highlighted, -sign * row["first", order]))
     rows = ranked[: max(MOST_LINES, len(highlighted))]
     axes: list[tuple[str, Any, Axis, bool]] = []
     for path, search in table.searched.items():
         known = [row[path] for row in rows if row[path] is not None]
         if known:
             axes.append((path, path, axis(known, search), False))
-    for name, more in table.objectives.items():
-        axes.append((table.labels[name], ("first", name), axis([row["first", name] for row in rows], None), not more))
+    for name, maximize in table.objectives.items():
+        of_scores = axis([row["first", name] for row in rows], None)
+        axes.append((table.labels[name], ("first", name), of_scores, not maximize))
     places, ticks = [], []
-    for title, key, one, turned in axes:
+    for title, key, along, turned in axes:
         for row in rows:
             value = row[key]
-            at = ABSENT if value is None else one.share(value)
+            at = ABSENT if value is None else along.share(value)
             places.append(
                 {
                     "setting": title,
@@ -203,10 +249,10 @@ def lines(table: Table, highlighted: set[str], order: str) -> tuple[Drawn, pd.Da
                     "settings": row["settings"],
                     "kind": row["kind"] if row["name"] in highlighted else "other",
                     "at": 1 - at if turned else at,
-                    "value": "does not exist" if value is None else one.text(value),
+                    "value": "does not exist" if value is None else along.text(value),
                 }
             )
-        ticks += [{"setting": title, "at": 1 - at if turned else at, "value": text} for at, text in one.ticks()]
+        ticks += [{"setting": title, "at": 1 - at if turned else at, "value": text} for at, text in along.ticks()]
         if any(row[key] is None for row in rows):
             ticks.append({"setting": title, "at": ABSENT, "value": "absent"})
     frame = pd.DataFrame(places)
@@ -221,14 +267,14 @@ def lines(table: Table, highlighted: set[str], order: str) -> tuple[Drawn, pd.Da
     layers: list[Any] = []
     present = [kind for kind in KINDS if kind in set(frame["kind"])]
     scale = alt.Scale(domain=present, range=[KINDS[kind][0] for kind in present])
-    others, shown = frame[frame["kind"] == "other"], frame[frame["kind"] != "other"]
+    others, bright = frame[frame["kind"] == "other"], frame[frame["kind"] != "other"]
     layers.append(
         alt.Chart(others)
         .mark_line(color=OTHERS, strokeWidth=1, opacity=0.45)
         .encode(x=x, y=y, detail="candidate:N", tooltip=tooltip)
     )
     layers.append(
-        alt.Chart(shown)
+        alt.Chart(bright)
         .mark_line()
         .encode(
             x=x, y=y, detail="candidate:N", tooltip=tooltip,
@@ -242,10 +288,10 @@ def lines(table: Table, highlighted: set[str], order: str) -> tuple[Drawn, pd.Da
         )
         .add_params(picked)
     )  # fmt: skip
-    limit = max(50, 1000 // len(axes) - 10)  # about as wide as the room between two axes
+    limit = max(50, 1000 // len(axes) - 10)  # The room between two axes has about this width.
     marks = alt.Scale(domain=present, range=[KINDS[kind][1] for kind in present])
     layers.append(
-        alt.Chart(shown)
+        alt.Chart(bright)
         .mark_point(filled=True, size=50, opacity=1)
         .encode(
             x=x, y=y, tooltip=tooltip,
@@ -261,8 +307,12 @@ def lines(table: Table, highlighted: set[str], order: str) -> tuple[Drawn, pd.Da
     return alt.layer(*layers).properties(height=380), frame, len(ranked) - len(rows)
 
 
-def one(table: Table, path: str, objective: str) -> tuple[Drawn, pd.DataFrame] | None:
-    """The scores of the candidates that have a setting against its value, and their mean by part of the range."""
+def by_setting(table: CandidateTable, path: str, objective: str) -> tuple[Chart, pd.DataFrame] | None:
+    """Draws the scores of candidates against one setting, and their mean in each part of its range.
+
+    Returns:
+        The chart and its data. None if no candidate has the setting.
+    """
     key = ("first", objective)
     rows = [row for row in table.rows if row[path] is not None and finite(row, key)]
     if not rows:
@@ -279,7 +329,7 @@ def one(table: Table, path: str, objective: str) -> tuple[Drawn, pd.DataFrame] |
             "score": [row[key] for row in rows],
         }
     )
-    y = alt.Y("score:Q", title=better(table, objective), scale=alt.Scale(zero=False))
+    y = alt.Y("score:Q", title=axis_title(table, objective), scale=alt.Scale(zero=False))
     present = [kind for kind in KINDS if kind in set(frame["kind"])]
     color, shape = (alt.Scale(domain=present, range=[KINDS[kind][i] for kind in present]) for i in range(2))
     points = (
@@ -301,24 +351,28 @@ def one(table: Table, path: str, objective: str) -> tuple[Drawn, pd.DataFrame] |
         cells.setdefault(along.cell(row[path], BINS), []).append(row[key])
     means = pd.DataFrame(
         [
-            {"from": low, "to": high, "mean": math.fsum(scores) / len(scores), "candidates": len(scores)}
+            {"from": low, "to": high, "mean": fmean(scores), "candidates": len(scores)}
             for (low, high), scores in cells.items()
         ]
     )
     tooltip = [alt.Tooltip("mean:Q", format=",.4~g"), "candidates:Q"]
     if along.words:
         strokes = alt.Chart(means).mark_tick(thickness=3, size=44, color=PALETTE[1])
-        drawn = strokes.encode(x=along.encoding("from", path), y=alt.Y("mean:Q"), tooltip=tooltip)
+        averages = strokes.encode(x=along.encoding("from", path), y=alt.Y("mean:Q"), tooltip=tooltip)
     else:
         rules = alt.Chart(means).mark_rule(strokeWidth=3, color=PALETTE[1])
-        drawn = rules.encode(x=along.encoding("from", path), x2="to:Q", y=alt.Y("mean:Q"), tooltip=tooltip)
-    return alt.layer(points, drawn).properties(height=340), frame.drop(columns="size").rename(
+        averages = rules.encode(x=along.encoding("from", path), x2="to:Q", y=alt.Y("mean:Q"), tooltip=tooltip)
+    return alt.layer(points, averages).properties(height=340), frame.drop(columns="size").rename(
         columns={"value": path, "score": objective}
     )
 
 
-def two(table: Table, across: str, down: str, objective: str) -> tuple[Drawn, pd.DataFrame] | None:
-    """The mean score by two settings. A cell in which no candidate was tried stays empty."""
+def by_two_settings(table: CandidateTable, across: str, down: str, objective: str) -> tuple[Chart, pd.DataFrame] | None:
+    """Draws the mean score by two settings. A cell in which no candidate was tried stays empty.
+
+    Returns:
+        The chart and its data. None if no candidate has both settings.
+    """
     key = ("first", objective)
     rows = [row for row in table.rows if row[across] is not None and row[down] is not None and finite(row, key)]
     if not rows:
@@ -334,7 +388,7 @@ def two(table: Table, across: str, down: str, objective: str) -> tuple[Drawn, pd
         [
             {
                 "across": left, "across to": right, "down": low, "down to": high,
-                "mean": math.fsum(scores) / len(scores), "best": (max if table.objectives[objective] else min)(scores),
+                "mean": fmean(scores), "best": max(scores, key=lambda score: table.sign(objective) * score),
                 "candidates": len(scores),
             }
             for ((left, right), (low, high)), scores in cells.items()
@@ -343,7 +397,7 @@ def two(table: Table, across: str, down: str, objective: str) -> tuple[Drawn, pd
     encoding: dict[str, Any] = {"x": x.encoding("across", across), "y": y.encoding("down", down, vertical=True)}
     encoding |= {} if x.words else {"x2": "across to:Q"}
     encoding |= {} if y.words else {"y2": "down to:Q"}
-    drawn = (
+    cell_chart = (
         alt.Chart(frame, height=380)
         .mark_rect(stroke="white", strokeWidth=1)
         .encode(
@@ -359,6 +413,5 @@ def two(table: Table, across: str, down: str, objective: str) -> tuple[Drawn, pd
             ],
         )
     )  # fmt: skip
-    drawn = drawn.configure_axis(grid=False)
     names = {"across": across, "across to": f"{across} to", "down": down, "down to": f"{down} to"}
-    return drawn, frame.rename(columns=names)
+    return cell_chart.configure_axis(grid=False), frame.rename(columns=names)

@@ -1,19 +1,19 @@
-"""The curves of a study as lines: the runs that stand for an arm, their smoothing, and their mean with its band."""
+"""The points of learning curves: the runs that stand for an arm, their smoothing, and their mean with its interval."""
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from statistics import fmean
 
 import numpy as np
 import pandas as pd
 
 from deltalab.store import Arm, CurvePoint, Store, Study, TrialRow
 from deltalab.store.models import RunState, Stage
-from deltalab.study.answers.answer import SPLIT
 from deltalab.study.answers.ladder_trends import BACKWARD
-from deltalab.study.answers.recorded_scores import Measured
+from deltalab.study.answers.recorded_scores import RecordedScores
+from deltalab.study.answers.rows import SPLIT
 from deltalab.study.statistics.intervals import t_quantile
 
 AXES = {
@@ -22,13 +22,14 @@ AXES = {
     "seconds": "seconds of training",
     "flops": "operations of training",
 }
+"""The titles of the axes over which curves are drawn."""
 LABEL = re.compile(r"(\d+)(?:x(\d+))?")
-"""A label of evaluations that states a length, and for multi-query recall the number of pairs."""
+"""The label of an evaluation at a length. In multi-query recall, the number of pairs follows."""
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """A run that is drawn. state: "diverged" runs have no share in means."""
+class DrawnRun:
+    """A run whose curve is drawn. Means leave out runs that diverged."""
 
     arm: str
     trial: TrialRow
@@ -36,144 +37,158 @@ class Chosen:
     state: RunState
 
 
-class Task:
-    """What a study has of one task at one stage.
+class Curves:
+    """The runs of a study on one task at one stage.
 
-    runs: of each arm, the run of each seed that stands for the arm. While the study confirms, that is the run which the
-    seed chose on validation, as in the report. While it tunes, the runs are those of the candidate with the best mean.
+    Attributes:
+        task: The task.
+        trials: The trials of each arm, by its name.
+        runs: Of each arm, the run of each seed that stands for the arm. While the study confirms, that is the run which
+            the seed chose on validation, as in the report. While it tunes, the runs are those of the candidate with the
+            best mean.
+        means: The mean score of the runs of each arm that finished; NaN if none did.
     """
 
     def __init__(self, store: Store, study: Study, arms: Sequence[Arm], task: str, stage: Stage) -> None:
-        self.name, self.about = task, study.provenance["tasks"][task]
-        self._ledger = Measured(store, study.id, store.trials(study.id), study.spec)
-        self._maximize, self._metric = self.about["maximize"], self.about["metric"]
+        self._ledger = RecordedScores(store, study, store.trials(study.id))
+        self.task = self._ledger.tasks[task]
         self.trials = {arm.name: self._ledger.of(arm.name, task, stage) for arm in arms}
+        self._scores = self._ledger.scores(self.task, arms)
         choose = self._by_seed if stage == "confirm" else self._best
-        self.runs = {arm: choose(trials) for arm, trials in self.trials.items()}
-        self.scores = {arm: self._mean(runs, SPLIT[stage]) for arm, runs in self.runs.items()}
+        self.runs = {arm: choose(arm) for arm in self.trials}
+        self.means = {arm: self._mean(runs, SPLIT[stage]) for arm, runs in self.runs.items()}
 
     def best(self, base: str | None, most: int) -> list[str]:
-        """The base and the `most` arms with the best mean score, in the order of the study; those without one last."""
-        run = [arm for arm, runs in self.runs.items() if runs and arm != base]
-        sign = -1 if self._maximize else 1
-        ranked = sorted(run, key=lambda arm: (math.isnan(self.scores[arm]), sign * self.scores[arm]))
-        return [arm for arm in self.scores if arm == base or arm in ranked[:most]]
+        """Returns the base and the `most` arms with the best mean score, in the order of the study."""
+        trained = [arm for arm, runs in self.runs.items() if runs and arm != base]
+        ranked = sorted(trained, key=lambda arm: (math.isnan(self.means[arm]), -self.task.sign * self.means[arm]))
+        return [arm for arm in self.means if arm == base or arm in ranked[:most]]
 
-    def candidates(self, arms: Collection[str]) -> list[Chosen]:
-        """Every run of every candidate of some arms."""
+    def candidates(self, arms: Collection[str]) -> list[DrawnRun]:
+        """Returns every run of every candidate of some arms."""
         return [
-            Chosen(arm, trial, seed, state)
+            DrawnRun(arm, trial, seed, state)
             for arm in arms
             for trial in self.trials[arm]
             for seed, state in trial.runs.items()
         ]
 
     def rate(self, trial: TrialRow, axis: str) -> float:
-        """What a step of a trial's training counts on an axis; NaN where the ledger does not say."""
+        """Returns how far a training step of a trial goes on an axis of `AXES`; NaN if the ledger does not say."""
         if axis == "step":
             return 1.0
-        length, batch = length_of(self.about), trial.config.get("train", {}).get("batch_size")
-        if length is None or batch is None:
+        batch = trial.config.get("train", {}).get("batch_size")
+        if self.task.length is None or batch is None:
             return math.nan
+        tokens = float(batch * self.task.length)
         if axis == "tokens":
-            return float(batch * length)
+            return tokens
         if axis == "seconds":
-            return batch * length / trial.tokens_per_second if trial.tokens_per_second else math.nan
+            return tokens / trial.tokens_per_second if trial.tokens_per_second else math.nan
         flops = self._ledger.finals.get(trial.key, {}).get(("cost", "flops_per_token"), {})
-        per_token: float = next(iter(flops.values()), math.nan)
-        return BACKWARD * per_token * float(batch * length)
+        return BACKWARD * next(iter(flops.values()), math.nan) * tokens
 
-    def _score(self, trial: TrialRow, split: str, seed: int) -> float:
-        return self._ledger.finals.get(trial.key, {}).get((split, self._metric), {}).get(seed, math.nan)
+    def _mean(self, runs: Sequence[DrawnRun], split: str) -> float:
+        """Returns the mean score of the runs that finished; NaN if none did."""
+        finals = self._ledger.finals
+        values = [
+            finals.get(run.trial.key, {}).get((split, self.task.metric), {}).get(run.seed, math.nan)
+            for run in runs
+            if run.state == "done"
+        ]
+        return fmean(values) if values else math.nan
 
-    def _mean(self, runs: Sequence[Chosen], split: str) -> float:
-        values = [self._score(run.trial, split, run.seed) for run in runs if run.state == "done"]
-        return math.fsum(values) / len(values) if values else math.nan
-
-    def _by_seed(self, trials: Sequence[TrialRow]) -> list[Chosen]:
-        best: dict[int, tuple[float, Chosen]] = {}
-        for trial in trials:
+    def _by_seed(self, arm: str) -> list[DrawnRun]:
+        """Returns the run that each seed chose, or the seed's first run if none finished."""
+        runs: dict[int, DrawnRun] = {}
+        for trial in self.trials[arm]:
             for seed, state in trial.runs.items():
-                score = self._score(trial, "validation", seed) * (1 if self._maximize else -1)
-                score = -math.inf if math.isnan(score) or state == "diverged" else score
-                if seed not in best or score > best[seed][0]:
-                    best[seed] = score, Chosen(trial.arm, trial, seed, state)
-        return [best[seed][1] for seed in sorted(best)]
+                if seed not in runs or trial.number == self._scores.choice(arm, seed):
+                    runs[seed] = DrawnRun(arm, trial, seed, state)
+        return [runs[seed] for seed in sorted(runs)]
 
-    def _best(self, trials: Sequence[TrialRow]) -> list[Chosen]:
-        found: tuple[float, TrialRow] | None = None
-        for trial in trials:
-            scores = [self._score(trial, "validation", seed) for seed in trial.runs]
-            mean = math.fsum(scores) / len(scores) * (1 if self._maximize else -1) if scores else -math.inf
-            mean = -math.inf if math.isnan(mean) else mean
-            if found is None or mean > found[0]:
-                found = mean, trial
-        return [Chosen(found[1].arm, found[1], seed, state) for seed, state in found[1].runs.items()] if found else []
+    def _best(self, arm: str) -> list[DrawnRun]:
+        """Returns the runs of the best candidate, or of the first candidate if none finished."""
+        trials = self.trials[arm]
+        best = self._ledger.best_on_validation(trials, self.task) or next(iter(trials), None)
+        return [DrawnRun(arm, best, seed, state) for seed, state in best.runs.items()] if best else []
 
 
-def length_of(about: Mapping[str, Any]) -> int | None:
-    """The length that a task trains at; None where its record does not say."""
-    parameters = about.get("parameters", {})
-    if "length_range" in parameters:  # the last of the total length is the answer, which is no input
-        return int(parameters["length_range"][1]) - 1
-    found = about.get("length", parameters.get("length"))
-    return None if found is None else int(found)
-
-
-def frame(
-    task: Task, runs: Sequence[Chosen], points: Sequence[CurvePoint], axis: str, smoothing: float
+def curve_points(
+    curves: Curves, runs: Sequence[DrawnRun], points: Sequence[CurvePoint], axis: str, smoothing: float
 ) -> pd.DataFrame:
-    """The points of some runs: arm, trial, seed, state, step, x on an axis, value as recorded and `smooth`.
+    """Places the points of some runs on an axis, and smooths each run.
 
-    smooth: the exponential moving average m_i = (sum_j s^(i-j) v_j) / (sum_j s^(i-j)) over j <= i, of each run.
-    Points whose x the ledger does not know are left out.
+    The smoothed value is the exponential moving average m_i = (sum_j s^(i-j) v_j) / (sum_j s^(i-j)) over j <= i.
+
+    Args:
+        curves: The runs of the task.
+        runs: The runs to draw.
+        points: The points of these runs. Points of other runs are left out.
+        axis: A key of `AXES`.
+        smoothing: The weight s of a point against the next, from 0 to below 1.
+
+    Returns:
+        A row for each point: arm, trial, seed, state, step, x on the axis, value as recorded, and `smooth`. Points
+        whose x the ledger does not know are left out.
     """
     known = {(run.arm, run.trial.key, run.seed): run for run in runs}
-    rates = {run.trial.key: task.rate(run.trial, axis) for run in runs}
+    rates = {run.trial.key: curves.rate(run.trial, axis) for run in runs}
     rows = [
         (point.arm, point.trial, point.seed, known[at].state, point.step, point.value)
         for point in points
         if (at := (point.arm, point.trial, point.seed)) in known
     ]
-    found = pd.DataFrame(rows, columns=["arm", "trial", "seed", "state", "step", "value"])
-    found["x"] = found["step"] * found["trial"].map(rates).astype(float)
-    found = found.dropna(subset="x")
-    found["smooth"] = found["value"]
-    if smoothing and len(found):
-        of_run = found.groupby(["arm", "trial", "seed"], sort=False)["value"]
-        found["smooth"] = of_run.ewm(alpha=1 - smoothing).mean().reset_index(level=[0, 1, 2], drop=True)
-    return found
+    frame = pd.DataFrame(rows, columns=["arm", "trial", "seed", "state", "step", "value"])
+    frame["x"] = frame["step"] * frame["trial"].map(rates).astype(float)
+    frame = frame.dropna(subset="x")
+    frame["smooth"] = frame["value"]
+    if smoothing and len(frame):
+        by_run = frame.groupby(["arm", "trial", "seed"], sort=False)["value"]
+        frame["smooth"] = by_run.ewm(alpha=1 - smoothing).mean().reset_index(level=[0, 1, 2], drop=True)
+    return frame
 
 
-def means(points: pd.DataFrame, by: Sequence[str], bounds: Sequence[float] | None) -> pd.DataFrame:
-    """The mean of the runs that finished, and its 95% t interval, at each value of `by`.
+def mean_points(points: pd.DataFrame, by: Sequence[str], bounds: Sequence[float] | None) -> pd.DataFrame:
+    """Averages the runs that finished, with the 95% t interval of `mean_interval`, of many points at once.
 
-    `value` is the mean as recorded; smooth, low and high are of the smoothed runs; n of them. low and high are NaN for
-    one run, and are cut off at the bounds of the metric.
+    Args:
+        points: What `curve_points` returns.
+        by: The columns whose values a mean is taken at.
+        bounds: The bounds of the metric, which cut off the intervals. None if it has no bounds.
+
+    Returns:
+        A row for each mean: the columns `by`, x, value as recorded, smooth with low and high of its interval, and the
+        number n of runs. low and high of a single run are NaN.
     """
     done = points[points["state"] == "done"]
-    found = done.groupby(list(by), sort=False, as_index=False).agg(
+    means = done.groupby(list(by), sort=False, as_index=False).agg(
         x=("x", "mean"), value=("value", "mean"), smooth=("smooth", "mean"), sd=("smooth", "std"), n=("smooth", "count")
     )
-    several = found["n"] > 1
-    margin = np.full(len(found), np.nan)
-    n = found.loc[several, "n"].to_numpy()
-    margin[several] = t_quantile(n) * found.loc[several, "sd"] / np.sqrt(n)
-    found["low"], found["high"] = found["smooth"] - margin, found["smooth"] + margin
+    several = means["n"] > 1
+    margin = np.full(len(means), np.nan)
+    n = means.loc[several, "n"].to_numpy()
+    margin[several] = t_quantile(n) * means.loc[several, "sd"] / np.sqrt(n)
+    means["low"], means["high"] = means["smooth"] - margin, means["smooth"] + margin
     if bounds:
-        found["low"], found["high"] = found["low"].clip(lower=bounds[0]), found["high"].clip(upper=bounds[1])
-    return found.drop(columns="sd")
+        means["low"], means["high"] = means["low"].clip(lower=bounds[0]), means["high"].clip(upper=bounds[1])
+    return means.drop(columns="sd")
 
 
 def lengths(metric: str, names: Collection[str]) -> dict[str, tuple[int, int | None]]:
-    """The names among `names` of a metric at a length, METRIC@LENGTH or METRIC@LENGTHxPAIRS, with the two numbers.
+    """Finds the names of a metric at a length, METRIC@LENGTH or METRIC@LENGTHxPAIRS, with the two numbers.
 
-    >>> lengths("accuracy", ["accuracy", "accuracy@128", "accuracy@64x8", "loss@64", "accuracy@3-40"])
-    {'accuracy@128': (128, None), 'accuracy@64x8': (64, 8)}
+    Args:
+        metric: The metric, with or without a length.
+        names: The names of all metrics that were measured.
+
+    Examples:
+        >>> lengths("accuracy", ["accuracy", "accuracy@128", "accuracy@64x8", "loss@64", "accuracy@3-40"])
+        {'accuracy@128': (128, None), 'accuracy@64x8': (64, 8)}
     """
-    found = {}
+    length_of = {}
     for name in names:
-        own, _, label = name.partition("@")
-        if own == metric.partition("@")[0] and (match := LABEL.fullmatch(label)):
-            found[name] = int(match[1]), int(match[2]) if match[2] else None
-    return found
+        quantity, _, label = name.partition("@")
+        if quantity == metric.partition("@")[0] and (match := LABEL.fullmatch(label)):
+            length_of[name] = int(match[1]), int(match[2]) if match[2] else None
+    return length_of

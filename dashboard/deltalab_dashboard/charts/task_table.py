@@ -1,7 +1,6 @@
-"""One task of a study: a table of its arms that sorts, and a chart of their differences from the base."""
+"""One task of a study: a table of its arms that can be sorted, and a chart of their differences from the base."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,146 +8,150 @@ import altair as alt
 import pandas as pd
 import streamlit as st
 
-from deltalab.study.answers.answer import Row, TaskTable
-from deltalab.study.reports.report import METRIC, TUNED, caption, cells, headers
-from deltalab.study.reports.sentence import best, short
+from deltalab.study.answers.rows import Row, TaskTable
+from deltalab.study.reports.columns import Column, columns
+from deltalab.study.reports.lines import caption
+from deltalab.study.reports.sentence import short_verdict
 from deltalab_dashboard.charts.arms_by_tasks import arrow
 from deltalab_dashboard.colors import BASE, COLORS, MARKS, SHAPES, kind
 from deltalab_dashboard.downloads import chart, sortable
-from deltalab_dashboard.text import plain
+from deltalab_dashboard.text import bullets, plain
 
 ORDERS = ("as in the study", "by score", "by difference", "by p")
+"""The orders in which a table lists the arms."""
 ROWS = 12
-"""Rows of a table that are in view; more scroll."""
-COSTS = (6, 7, 8, 9, 10)
-"""The columns of `cells` that stand behind the switch."""
-SEEDS = 1
+"""The most rows of a table that are in view. A longer table scrolls."""
+FIRST = ("arm", "verdict", "difference", "p", "score")
+"""The keys, or else the headings, of the columns that come first on a page. The others follow as in the report."""
 
 
-def draw(of: TaskTable, study: str, order: str, costs: bool) -> None:
-    """One task: a table of the arms, then a chart of their differences from the base."""
-    st.subheader(plain(caption(of)), anchor=of.task)
-    of = replace(of, rows=ordered(of, order))
-    frame, columns = typed(of, costs)
-    leads = best(of)
+def draw_task(table: TaskTable, study: str, order: str, costs: bool) -> None:
+    """Draws a table of the arms on a task, then a chart of their differences from the base.
+
+    Args:
+        table: The arms on the task.
+        study: The name of the study.
+        order: One of `ORDERS`.
+        costs: Whether the table has the columns of costs and tuned values.
+    """
+    st.subheader(plain(caption(table)), anchor=table.task)
+    table = replace(table, rows=sorted_rows(table, order))
+    frame, columns = typed_table(table, costs)
+    best = table.best
     sortable(
-        frame.style.apply(lambda row: ["font-weight: bold" if row["arm"] == leads else ""] * len(row), axis=1),
-        f"{study} {of.task}",
-        text=written(of, costs),
+        frame.style.apply(
+            lambda row: ["font-weight: bold" if best and row["arm"] == best.arm else ""] * len(row), axis=1
+        ),
+        f"{study} {table.task}",
+        text=text_table(table, costs),
         columns=columns,
         height="content" if len(frame) <= ROWS else 36 * (ROWS + 1),
         placeholder="",
-        alt=f"The arms on {caption(of)}",
+        alt=f"The arms on {caption(table)}",
     )
-    rows, seeds = differences(of)
+    rows, seeds = difference_rows(table)
     if len(rows):
-        about = "; ".join(
+        differences = "; ".join(
             f"{row.arm} {row.difference:+.3g} [{row.low:+.3g}, {row.high:+.3g}], {row.said}"
             for row in rows.itertuples()
         )
         chart(
-            forest(of, rows, seeds),
-            f"{study} {of.task} differences",
+            forest(table, rows, seeds),
+            f"{study} {table.task} differences",
             rows=seeds.merge(rows, on="arm", suffixes=("", "_mean")) if len(seeds) else rows,
-            about=f"Differences from the base in {of.metric} on {of.task}: {about}.",
+            description=f"Differences from the base in {table.metric} on {table.task}: {differences}.",
             caption="Large: the mean and its interval. Small, below it: each seed.",
         )
-    if of.warnings:
-        st.warning(listed(of.warnings), icon=":material/warning:")
-    if of.notes:
-        with st.expander(plain(f"Notes on {of.task}")):
-            st.markdown(listed(of.notes))
+    if table.warnings:
+        st.warning(bullets(table.warnings), icon=":material/warning:")
+    if table.notes:
+        with st.expander(plain(f"Notes on {table.task}")):
+            st.markdown(bullets(table.notes))
 
 
-def ordered(of: TaskTable, order: str) -> list[Row]:
-    """The rows of a task in an order of `ORDERS`, the best first; rows without the figure come last."""
-    sign = -1 if of.maximize else 1
+def sorted_rows(table: TaskTable, order: str) -> list[Row]:
+    """Sorts the rows of a task in an order of `ORDERS`, the best first. Rows without the figure come last."""
 
     def key(row: Row) -> float:
+        """Returns the figure to sort by: the smaller, the better; infinity for a row without the figure."""
         value = {
-            "by score": sign * row.score.mean,
-            "by difference": sign * row.difference.mean if row.difference else 0.0 if row.is_base else math.nan,
+            "by score": -table.sign * row.score.mean,
+            "by difference": -table.sign * row.difference.mean if row.difference else 0.0 if row.is_base else math.nan,
             "by p": row.difference.p if row.difference else math.nan,
         }[order]
         return math.inf if math.isnan(value) else value
 
-    return of.rows if order == ORDERS[0] else sorted(of.rows, key=key)
+    return table.rows if order == ORDERS[0] else sorted(table.rows, key=key)
 
 
-def typed(of: TaskTable, costs: bool) -> tuple[pd.DataFrame, dict[str, Any]]:
-    """The table of a task with values that sort as what they are, and how Streamlit writes each column."""
-    shown, leads = [cells(row) for row in of.rows], best(of)
-    compared = any(row.difference for row in of.rows)
-    score = f"{of.metric} {arrow(of)}"
-    number = st.column_config.NumberColumn
-    frame: dict[str, list[Any]] = {
-        "arm": [row.arm for row in of.rows],
-        "best": ["★ best" if row.arm == leads else "" for row in of.rows],
-        "verdict": [marked(row) for row in of.rows],
-    }
-    columns: dict[str, Any] = {
-        "best": st.column_config.TextColumn(help="The best mean. Only the verdict says whether it beats the base."),
-        score: number(format="%.4f", help="The mean over seeds."),
-    }
-    if compared:
-        frame["difference"] = [_known(row.difference.mean if row.difference else None) for row in of.rows]
-        frame["interval"] = [
-            f"[{row.difference.low:+.3f}, {row.difference.high:+.3f}]"
-            if row.difference and math.isfinite(row.difference.low)
-            else ""
-            for row in of.rows
-        ]
-        frame["p"] = [_known(row.difference.p if row.difference else None) for row in of.rows]
-        columns |= {
-            "difference": number(format="%+.4f", help="Arm minus base, paired by seed."),
-            "interval": st.column_config.TextColumn(help="95%, jointly over the arms that are tested together."),
-            "p": number(format="%.3f", help="Of no difference, exact, jointly over the arms."),
-        }
-    frame[score] = [_known(row.score.mean) for row in of.rows]
-    frame["95% interval"] = [cell[METRIC].partition(" ")[2] for cell in shown]
-    frame["seeds"] = [cell[SEEDS] for cell in shown]
-    if costs:
-        frame["us/token"] = [_known(row.microseconds_per_token) for row in of.rows]
-        frame["flops/token"] = [_known(row.flops_per_token) for row in of.rows]
-        frame["state"] = [_known(row.state_size) for row in of.rows]
-        frame["parameters"] = [_known(row.parameters) for row in of.rows]
-        columns["us/token"] = number(format="%.3g")
-        columns |= {name: number(format="localized") for name in ("flops/token", "state", "parameters")}
-    if costs or of.split == "validation":
-        frame["tuned"] = [cell[TUNED] for cell in shown]
-    return pd.DataFrame({name: column for name, column in frame.items() if any(map(_given, column))}), columns
+def typed_table(table: TaskTable, costs: bool) -> tuple[pd.DataFrame, dict[str, Any]]:
+    """Returns the table of a task with typed values, which sort as numbers do, and Streamlit's `column_config`."""
+    frame: dict[str, list[Any]] = {}
+    config: dict[str, Any] = {}
+    for column in _in_order(_columns(table, costs)):
+        head = _head(column, table)
+        if column.key == "verdict":
+            frame[head] = [verdict_text(row) for row in table.rows]
+        elif column.number:
+            figures = [column.value(row) for row in table.rows]
+            frame[head] = [_number(figure.mean if column.bounds_head and figure else figure) for figure in figures]
+            config[head] = st.column_config.NumberColumn(format=column.number, help=column.help)
+        else:
+            frame[head] = [column.text(row) for row in table.rows]
+            if column.help:
+                config[head] = st.column_config.TextColumn(help=column.help)
+        if column.bounds_head:
+            frame[column.bounds_head] = [column.text(row).partition(" ")[2] for row in table.rows]
+        if column.group == "name":
+            frame["best"] = ["★ best" if row is table.best else "" for row in table.rows]
+            best_help = "The best mean. Only the verdict says whether it beats the base."
+            config["best"] = st.column_config.TextColumn(help=best_help)
+    return pd.DataFrame({head: cells for head, cells in frame.items() if any(map(_is_known, cells))}), config
 
 
-def written(of: TaskTable, costs: bool) -> list[dict[str, str]]:
-    """The same table as text, as the report has it, for files."""
-    leads, names = best(of), headers(of)
+def text_table(table: TaskTable, costs: bool) -> list[dict[str, str]]:
+    """Returns the same table as text, as the report writes it, for files."""
     rows: list[dict[str, str]] = []
-    for row in of.rows:
-        said = {
-            name: cell
-            for at, (name, cell) in enumerate(zip(names, cells(row), strict=True))
-            if costs or at not in COSTS
-        }
-        said["verdict"] = marked(row)
-        said["arm"] += " ★" if row.arm == leads else ""
-        rows.append({f"{name} {arrow(of)}" if name == of.metric else name: cell for name, cell in said.items()})
+    for row in table.rows:
+        texts = {_head(column, table): column.text(row) for column in _columns(table, costs)}
+        texts["verdict"] = verdict_text(row)
+        texts["arm"] += " ★" if row is table.best else ""
+        rows.append(texts)
     return rows
 
 
-def marked(row: Row) -> str:
-    """A verdict in a word or two, after its shape."""
+def _columns(table: TaskTable, costs: bool) -> list[Column]:
+    """Returns the columns to show. A table of tuning shows the tuned values even without the costs."""
+    if costs:
+        return columns("name", "answer", "cost", "tuned")
+    return columns("name", "answer", "tuned") if table.split == "validation" else columns("name", "answer")
+
+
+def _in_order(columns: list[Column]) -> list[Column]:
+    """Moves the columns of `FIRST` to the front."""
+    places = {key: at for at, key in enumerate(FIRST)}
+    return sorted(columns, key=lambda column: places.get(column.key or column.head, len(FIRST)))
+
+
+def _head(column: Column, table: TaskTable) -> str:
+    """Writes the heading of a column. The compared metric has an arrow that points to where it gets better."""
+    return f"{column.head_of(table)} {arrow(table)}" if column.key == "score" else column.head_of(table)
+
+
+def verdict_text(row: Row) -> str:
+    """Writes a verdict in a word or two, after its shape."""
     compared = row.difference is not None and row.difference.n
-    return f"{MARKS[kind(row.verdict)]} {short(row)}" if compared else short(row)
+    return f"{MARKS[kind(row.verdict)]} {short_verdict(row)}" if compared else short_verdict(row)
 
 
-def differences(of: TaskTable) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The differences from the base: a row for each arm, and a row for each seed."""
-    compared = [(row, row.difference) for row in of.rows if row.difference and math.isfinite(row.difference.mean)]
+def difference_rows(table: TaskTable) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Returns the differences from the base, as a row for each arm, and as a row for each seed."""
+    compared = [(row, row.difference) for row in table.rows if row.difference and math.isfinite(row.difference.mean)]
     rows = [
         {
             "arm": row.arm,
             "verdict": kind(row.verdict),
-            "said": short(row),
+            "said": short_verdict(row),
             "difference": difference.mean,
             "low": difference.low,
             "high": difference.high,
@@ -158,18 +161,18 @@ def differences(of: TaskTable) -> tuple[pd.DataFrame, pd.DataFrame]:
         for row, difference in compared
     ]
     seeds = [
-        {"arm": row.arm, "verdict": kind(row.verdict), "seed": seed, "difference": apart}
+        {"arm": row.arm, "verdict": kind(row.verdict), "seed": seed, "difference": difference}
         for row, _ in compared
-        for seed, apart in row.by_seed.items()
+        for seed, difference in row.by_seed.items()
     ]
     return pd.DataFrame(rows), pd.DataFrame(seeds)
 
 
-def forest(of: TaskTable, rows: pd.DataFrame, seeds: pd.DataFrame) -> alt.LayerChart | alt.FacetChart:
-    """A chart of the differences from the base: the mean and interval of each arm, with a dot for each seed below."""
-    where = "higher is better →" if of.maximize else "← lower is better"
+def forest(table: TaskTable, rows: pd.DataFrame, seeds: pd.DataFrame) -> alt.LayerChart | alt.FacetChart:
+    """Draws the differences from the base: the mean and interval of each arm, with a dot for each seed below."""
+    better = "higher is better →" if table.maximize else "← lower is better"
     arms = list(rows["arm"])
-    look: Any = {
+    channels: Any = {
         "y": alt.Y("arm:N", sort=arms, title=None, axis=alt.Axis(labelLimit=0, labelFontSize=13, labelFlush=False)),
         "color": alt.Color(
             "verdict:N",
@@ -178,7 +181,7 @@ def forest(of: TaskTable, rows: pd.DataFrame, seeds: pd.DataFrame) -> alt.LayerC
         ),
     }
     base = alt.Chart(rows).encode(
-        **look,
+        **channels,
         tooltip=[
             "arm:N",
             alt.Tooltip("said:N", title="verdict"),
@@ -188,7 +191,9 @@ def forest(of: TaskTable, rows: pd.DataFrame, seeds: pd.DataFrame) -> alt.LayerC
     )
     zero = alt.Chart(pd.DataFrame({"zero": [0.0]})).mark_rule(strokeDash=[4, 4], color=BASE).encode(x="zero:Q")
     lines = base.mark_rule(strokeWidth=3).encode(
-        x=alt.X("low:Q", title=f"{of.metric}, arm minus base ({where})", axis=alt.Axis(tickCount=10, labelFlush=False)),
+        x=alt.X(
+            "low:Q", title=f"{table.metric}, arm minus base ({better})", axis=alt.Axis(tickCount=10, labelFlush=False)
+        ),
         x2="high:Q",
     )
     points = base.mark_point(filled=True, size=130, opacity=1).encode(
@@ -198,19 +203,16 @@ def forest(of: TaskTable, rows: pd.DataFrame, seeds: pd.DataFrame) -> alt.LayerC
     dots = (
         alt.Chart(seeds)
         .mark_circle(size=26, opacity=0.6, yOffset=11)
-        .encode(**look, x="difference:Q", tooltip=["arm:N", "seed:Q", alt.Tooltip("difference:Q", format=".4f")])
+        .encode(**channels, x="difference:Q", tooltip=["arm:N", "seed:Q", alt.Tooltip("difference:Q", format=".4f")])
     )
     return alt.layer(zero, lines, points, dots).properties(height=alt.Step(38))
 
 
-def listed(lines: Sequence[str]) -> str:
-    """Lines of the report as a list in Markdown."""
-    return "\n".join(f"- {plain(line)}" for line in lines)
-
-
-def _known(value: float | None) -> float:
+def _number(value: float | None) -> float:
+    """Returns a value, or NaN if it is not known."""
     return math.nan if value is None else value
 
 
-def _given(value: object) -> bool:
+def _is_known(value: object) -> bool:
+    """Tells whether a cell holds something besides None, NaN or empty text."""
     return bool(value) and value == value

@@ -1,1 +1,1 @@
-"""The pages, each named as its title. Streamlit would take a folder `pages` beside `app.py` for pages of its own."""
+"""The pages, each named as its title. Streamlit itself would make pages of a folder `pages` beside `app.py`."""

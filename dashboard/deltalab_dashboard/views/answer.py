@@ -1,4 +1,4 @@
-"""The answer of a study: every arm against the base, task by task."""
+"""The page Answer: every arm of a study against the base, task by task."""
 
 import math
 from typing import get_args
@@ -9,50 +9,47 @@ import streamlit as st
 
 from deltalab.store import Store, Study
 from deltalab.store.models import Stage
-from deltalab.study.answers.ladder_trends import Ladder
-from deltalab.study.reports.report import (
-    Report,
-    failure_lines,
-    ladder_caption,
-    ladder_cells,
-    ladder_headers,
-    ladder_notes,
-)
-from deltalab.study.reports.sentence import counts, sentence
+from deltalab.study.answers.ladder_trends import TaskLadder
+from deltalab.study.reports.lines import failure_lines, ladder_caption, ladder_cells, ladder_headers, ladder_notes
+from deltalab.study.reports.report import Report
+from deltalab.study.reports.sentence import sentence, verdict_counts
 from deltalab_dashboard import cache
 from deltalab_dashboard.charts.arms_by_tasks import LEGEND, pivot
-from deltalab_dashboard.charts.task_table import ORDERS, draw, listed
-from deltalab_dashboard.colors import BASE, MARKS, arms
+from deltalab_dashboard.charts.task_table import ORDERS, draw_task
+from deltalab_dashboard.colors import BASE, MARKS, arm_colors
 from deltalab_dashboard.downloads import chart, table
 from deltalab_dashboard.frame import show
-from deltalab_dashboard.progress import shown as progress
-from deltalab_dashboard.text import badge, plain
+from deltalab_dashboard.progress import draw_progress
+from deltalab_dashboard.text import badge, bullets, plain
 
-FAILURES = 3  # that the page lists; the Trials page lists all
+# The most failures that the page lists. The page Trials lists all.
+FAILURES = 3
 
 
 def page(store: Store, study: Study) -> None:
+    """Draws the page."""
     head(store, study)
-    answer = st.container()  # above what it depends on
-    stage, order, costs = view(store, study)
-    found = cache.found(store, study, stage)
+    answer = st.container()  # The answer stands above the widgets that it depends on.
+    stage, order, costs = options(store, study)
+    report = cache.report_of(store, study, stage)
     with answer:
-        verdict(found)
-    if len(found.tables) > 1:
+        verdict(report)
+    if len(report.tables) > 1:
         st.subheader("Arms by tasks", anchor="pivot")
-        table(pivot(found), f"{study.name} arms by tasks", legend=LEGEND)
-    for one in found.tables:
-        draw(one, study.name, order, costs)
-    for ladder in found.ladders:
-        climb(ladder, study.name)
+        table(pivot(report), f"{study.name} arms by tasks", legend=LEGEND)
+    for task_table in report.tables:
+        draw_task(task_table, study.name, order, costs)
+    for ladder in report.ladders:
+        ladder_section(ladder, study.name)
     with st.expander("How to read this page"):
-        st.markdown(listed(found.notes))
+        st.markdown(bullets(report.notes))
     with st.expander("The whole report as a file"):
-        downloads(found)
+        report_files(report)
     provenance(study)
 
 
 def head(store: Store, study: Study) -> None:
+    """Draws the study's name, when it ran, and how far it is."""
     st.title(plain(study.name), anchor=False)
     trials = [trial for trial in store.trials(study.id) if trial.state != "infeasible"]
     facts = [f"profile {study.profile}"] if study.profile else []
@@ -62,19 +59,20 @@ def head(store: Store, study: Study) -> None:
     st.markdown(f"{badge(study)} {plain(', '.join(facts))}")
     if study.spec.get("description"):
         st.caption(plain(study.spec["description"]))
-    progress(store, study)
+    draw_progress(store, study)
 
 
-# The key of the session with the study that the page showed last, and the stage that it opened with.
+# The session's key for the study that the page showed last, and for the stage that the page opened with.
 OPENED = "stage at first"
 
 
-def view(store: Store, study: Study) -> tuple[Stage, str, bool]:
-    """What the page shows, as its URL keeps it: the stage, the order of the arms, whether with costs."""
+def options(store: Store, study: Study) -> tuple[Stage, str, bool]:
+    """Draws the choice of the stage, of the order of the arms, and of whether to show costs. The address keeps them."""
     first = first_stage(store, study)
     opened = st.session_state.get(OPENED)
     if opened not in (None, (study.id, first)) and st.session_state.get("stage") == opened[1]:
-        st.session_state.pop("stage")  # nobody chose it, and it is not this study's, or no longer
+        # Nobody chose this stage: the page opened with it for another study, or before the first confirmation.
+        st.session_state.pop("stage")
         st.query_params.pop("stage", None)
     st.session_state[OPENED] = study.id, first
     with st.container(horizontal=True, vertical_alignment="bottom", gap="large"):
@@ -94,29 +92,29 @@ def view(store: Store, study: Study) -> tuple[Stage, str, bool]:
 
 
 def first_stage(store: Store, study: Study) -> Stage:
-    """The stage that the page opens with: tuning until a confirmed trial exists."""
+    """Returns the stage that the page opens with: tuning until a confirmed trial exists."""
     stages = {trial.stage for trial in store.trials(study.id)}
     return "tune" if stages == {"tune"} else "confirm"
 
 
-def verdict(found: Report) -> None:
-    """The answer in one sentence, how many comparisons came out how, what failed, and what makes it doubtful."""
-    st.subheader(plain(sentence(found)), anchor="answer")
-    how_many = {what: n for what, n in counts(found).items() if n}
-    if how_many:
-        st.markdown(" \u2003 ".join(f"{MARKS[what]} {n} {what}" for what, n in how_many.items()))
-    if found.failures:
-        lines = failure_lines(found.failures)
+def verdict(report: Report) -> None:
+    """Draws the answer in one sentence, the number of each verdict, the failures, and the warnings."""
+    st.subheader(plain(sentence(report)), anchor="answer")
+    counts = {kind: n for kind, n in verdict_counts(report).items() if n}
+    if counts:
+        st.markdown(" \u2003 ".join(f"{MARKS[kind]} {n} {kind}" for kind, n in counts.items()))
+    if report.failures:
+        lines = failure_lines(report.failures)
         rest = [f"and {len(lines) - FAILURES} more"] if len(lines) > FAILURES else []
         with st.container(horizontal=True, vertical_alignment="center"):
-            st.error(listed([*lines[:FAILURES], *rest]))
+            st.error(bullets([*lines[:FAILURES], *rest]))
             st.page_link("views/trials.py", label="Tracebacks", icon=":material/list:", width="content")
-    if found.warnings:
-        st.warning(listed(found.warnings), icon=":material/warning:")
+    if report.warnings:
+        st.warning(bullets(report.warnings), icon=":material/warning:")
 
 
-def climb(ladder: Ladder, study: str) -> None:
-    """A ladder: a chart of the arms' differences from the base against size, then the table of trends."""
+def ladder_section(ladder: TaskLadder, study: str) -> None:
+    """Draws a chart of the arms' differences from the base against size, then the table of trends."""
     st.subheader(plain(ladder_caption(ladder)), anchor=f"ladder-{ladder.task}")
     rows = [
         {
@@ -133,7 +131,7 @@ def climb(ladder: Ladder, study: str) -> None:
     ]
     if rows:
         points = pd.DataFrame(rows)
-        colors = arms(list(dict.fromkeys(points["arm"])), None)
+        colors = arm_colors(list(dict.fromkeys(points["arm"])), None)
         base = alt.Chart(points).encode(
             x=alt.X("compute:Q", title="operations of the base's training", scale=alt.Scale(type="log")),
             color=alt.Color(
@@ -155,27 +153,31 @@ def climb(ladder: Ladder, study: str) -> None:
             alt.layer(zero, intervals, lines),
             f"{study} ladder of {ladder.task}",
             rows=points,
-            about=f"Differences from the base in {ladder.metric} against operations of training, a line for each arm.",
+            description=f"Differences from the base in {ladder.metric} against operations of training, "
+            "a line for each arm.",
         )
     names = ladder_headers(ladder)
     table([dict(zip(names, row, strict=True)) for row in ladder_cells(ladder)], f"{study} trends of {ladder.task}")
-    st.caption(listed(ladder_notes(ladder)))
+    st.caption(bullets(ladder_notes(ladder)))
 
 
-def downloads(found: Report) -> None:
-    """The report as `platform study report` writes it."""
-    files = {"CSV": (found.to_csv, "csv"), "Markdown": (found.to_markdown, "md"), "JSON": (found.to_json, "json")}
+def report_files(report: Report) -> None:
+    """Draws the downloads of the report as `platform study report` writes it."""
+    files = {"CSV": (report.to_csv, "csv"), "Markdown": (report.to_markdown, "md"), "JSON": (report.to_json, "json")}
     with st.container(horizontal=True):
-        for label, (made, ending) in files.items():
-            st.download_button(label, made, f"{found.study}.{ending}", icon=":material/download:", on_click="ignore")
+        for label, (content, ending) in files.items():
+            st.download_button(
+                label, content, f"{report.study}.{ending}", icon=":material/download:", on_click="ignore"
+            )
 
 
 def provenance(study: Study) -> None:
+    """Draws where the study ran, and its file."""
     with st.expander("Provenance and settings"):
-        # Leave out the command: a database URL in it may hold a password.
+        # The command is left out, since a database's URL in it may hold a password.
         st.json({key: value for key, value in study.provenance.items() if key not in ("command", "earlier", "tasks")})
         st.json(study.spec, expanded=False)
 
 
-if __name__ == "__main__":  # how Streamlit runs a page
+if __name__ == "__main__":  # Streamlit runs a page as a script.
     show(page)

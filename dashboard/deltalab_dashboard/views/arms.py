@@ -1,4 +1,4 @@
-"""The settings of every arm: those in which it differs from the base, and all of them."""
+"""The page Arms: the settings in which each arm differs from the base, and all settings of one arm."""
 
 from typing import Any
 
@@ -7,21 +7,24 @@ import streamlit as st
 from deltalab.store import Arm, Store, Study
 from deltalab.study.answers.recorded_scores import current
 from deltalab.study.planning.config_difference import flat
+from deltalab.study.specs.recorded_study import RecordedSpec
+from deltalab.study.specs.setting_paths import of_training
 from deltalab_dashboard.downloads import table
-from deltalab_dashboard.frame import searched, show
+from deltalab_dashboard.frame import searched_settings, show
 from deltalab_dashboard.text import setting
 
 DIFFERENT = "what differs from the base"
-SHOWN = [DIFFERENT, "everything"]
+PARTS = [DIFFERENT, "everything"]
 
 
 def page(store: Store, study: Study) -> None:
+    """Draws the page."""
     st.title("Arms", anchor=False)
     arms = store.arms(study.id)
-    table(changes(arms), f"{study.name} arms")
+    table(change_rows(arms), f"{study.name} arms")
     st.caption("Only the settings in which an arm differs from the base; an empty cell means: as in the base.")
-    if study.spec.get("search"):
-        found(store, study)
+    if RecordedSpec(study.spec).is_search:
+        confirmed_settings(store, study)
 
     st.subheader("One arm", anchor=False)
     left, middle, right = st.columns(3)
@@ -30,9 +33,9 @@ def page(store: Store, study: Study) -> None:
     if not configs[name]:
         return
     task = middle.selectbox("Task", list(configs[name]), key="task", bind="query-params")
-    part = right.selectbox("Settings", SHOWN, key="settings", bind="query-params")
+    part = right.selectbox("Settings", PARTS, key="settings", bind="query-params")
     base = next(arm for arm in arms if arm.is_base)
-    rows = settings(configs[name].get(task, {}), base.config.get(task, {}), whole=part != DIFFERENT)
+    rows = setting_rows(configs[name].get(task, {}), base.config.get(task, {}), whole=part != DIFFERENT)
     if rows:
         table(rows, f"{study.name} {name} {task}")
         st.caption("Defaults are included. Values that tuning or a search chose are on the pages of the trials.")
@@ -40,8 +43,8 @@ def page(store: Store, study: Study) -> None:
         st.info("Every setting is that of the base.")
 
 
-def changes(arms: list[Arm]) -> list[dict[str, str]]:
-    """A row per arm and a column per setting that some arm changes."""
+def change_rows(arms: list[Arm]) -> list[dict[str, str]]:
+    """Returns a row for each arm, with a cell for each setting that some arm changes."""
     base: dict[str, Any] = {}
     for arm in arms:
         base |= {key: before for key, (before, _) in arm.change.items()}
@@ -55,35 +58,35 @@ def changes(arms: list[Arm]) -> list[dict[str, str]]:
     return rows
 
 
-def settings(config: dict[str, Any], base: dict[str, Any], *, whole: bool) -> list[dict[str, str]]:
-    """A row per setting of an arm, with that of the base beside it. whole: also those that are alike."""
-    own, others = flat(config), flat(base)
+def setting_rows(config: dict[str, Any], base: dict[str, Any], *, whole: bool) -> list[dict[str, str]]:
+    """Returns a row for each setting of an arm, beside the base's. `whole` adds the settings that are the same."""
+    of_arm, of_base = flat(config), flat(base)
     return [
-        {"setting": path, "base": setting(others.get(path)), "this arm": setting(own.get(path))}
-        for path in dict.fromkeys([*own, *others])
-        if whole or own.get(path) != others.get(path)
+        {"setting": path, "base": setting(of_base.get(path)), "this arm": setting(of_arm.get(path))}
+        for path in dict.fromkeys([*of_arm, *of_base])
+        if whole or of_arm.get(path) != of_base.get(path)
     ]
 
 
-def found(store: Store, study: Study) -> None:
-    """The settings that a search gave its arms, once they are confirmed: a row for each arm on each task.
+def confirmed_settings(store: Store, study: Study) -> None:
+    """Draws the settings that a search gave its confirmed arms: a row for each arm on each task.
 
-    An arm's first training is its own.
+    An arm's own training is the first that it confirms.
     """
     st.subheader("Found by the search", anchor=False)
-    paths = list(searched(study))
+    paths = list(searched_settings(study))
     rows: dict[tuple[str, str], dict[str, str]] = {}
     confirmed = (trial for trial in current(store.trials(study.id)) if trial.stage == "confirm" and trial.values)
     for trial in sorted(confirmed, key=lambda trial: trial.number):
         values = {path: setting(trial.values[path]) if path in trial.values else "" for path in paths}
         rows.setdefault((trial.arm, trial.task), {"arm": trial.arm, "task": trial.task} | values)
     if rows:
-        if any(path.startswith("train.") for path in paths):
+        if any(map(of_training, paths)):
             st.caption("With an arm's own training. Its seeds try others, too: page Sensitivity.")
         table([*rows.values()], f"{study.name} found")
     else:
         st.info("The search has confirmed no arm yet.")
 
 
-if __name__ == "__main__":  # how Streamlit runs a page
+if __name__ == "__main__":  # Streamlit runs a page as a script.
     show(page)

@@ -1,6 +1,6 @@
-"""Learning curves: the mean of each arm with its interval over steps, tokens, time or operations; and over length."""
+"""The page Curves: the mean of each arm with its interval over steps, tokens, time or operations, and over length."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, get_args
 
 import altair as alt
@@ -9,16 +9,23 @@ import streamlit as st
 
 from deltalab.store import Store, Study
 from deltalab.store.models import Stage
+from deltalab.study.specs.recorded_study import recorded_tasks
 from deltalab_dashboard import colors, downloads
-from deltalab_dashboard.charts.curve_lines import AXES, Chosen, Task, frame, length_of, lengths, means
+from deltalab_dashboard.charts.curve_lines import AXES, Curves, DrawnRun, curve_points, lengths, mean_points
 from deltalab_dashboard.frame import show
 from deltalab_dashboard.text import plain
 
-POINTS = 500  # of a line; a screen shows no more
-ROWS = 20_000  # of a chart; a browser takes seconds for more
-BEST = 5  # arms beside the base that are drawn at first
-FEW = 10  # arms that each have a colour
-SWITCH = "clicked"  # the selection that a click in the legend makes; "switch" is a reserved word of Vega
+# The most points of a line: a screen shows no more.
+POINTS = 500
+# The most points of a chart: a browser takes seconds for more.
+ROWS = 20_000
+# The arms beside the base that are drawn at first.
+BEST = 5
+# The most arms that stand in the legend even if they are not drawn.
+FEW = 10
+# The selection that a click in the legend makes. Vega reserves the word "switch".
+SWITCH = "clicked"
+# The runs that a line is the mean of, by stage.
 RUNS: dict[Stage, str] = {
     "confirm": "the run that each seed chose on validation, as in the report",
     "tune": "the runs of each arm's best candidate on validation, which is optimistic",
@@ -26,68 +33,74 @@ RUNS: dict[Stage, str] = {
 
 
 def page(store: Store, study: Study) -> None:
+    """Draws the page."""
     st.title("Learning curves", anchor=False)
     columns = st.columns(4)
-    measured = store.measured(study.id)
+    every_stage = store.measured(study.id)
     stage: Stage = columns[0].selectbox("Stage", sorted(get_args(Stage)), key="stage", bind="query-params")
-    recorded = {(task, metric, split) for its, task, split, metric in measured if its == stage}
-    if not recorded:
+    measured = {(task, metric, split) for of_stage, task, split, metric in every_stage if of_stage == stage}
+    if not measured:
         st.info(f"Nothing is measured in the stage '{stage}' yet.")
         return
-    tasks = [task for task in study.provenance["tasks"] if any(task == found[0] for found in recorded)]
+    tasks = [task for task in recorded_tasks(study) if any(task == measured_task for measured_task, *_ in measured)]
     name = columns[1].selectbox("Task", tasks, key="task", bind="query-params")
-    main = study.provenance["tasks"][name]["metric"]
-    metrics = sorted({found[1] for found in recorded if found[0] == name}, key=lambda one: (one != main, one))
+    judged = recorded_tasks(study)[name].metric
+    metrics = sorted({m for task, m, _ in measured if task == name}, key=lambda m: (m != judged, m))
     metric = columns[2].selectbox("Metric", metrics, key="metric", bind="query-params")
     splits = sorted(
-        {found[2] for found in recorded if found[:2] == (name, metric)},
-        key=lambda one: (one != "validation", one != "train", one != "test"),
+        {s for task, m, s in measured if (task, m) == (name, metric)},
+        key=lambda s: (s != "validation", s != "train", s != "test"),
     )
     split = columns[3].selectbox("Split", splits, key="split", bind="query-params")
-    axis, smoothing, scales, drawn = options()
+    axis, smoothing, scales, layers = options()
 
     arms = store.arms(study.id)
     base = next((arm.name for arm in arms if arm.is_base), None)
-    task = Task(store, study, arms, name, stage)
+    curves = Curves(store, study, arms, name, stage)
     names = [arm.name for arm in arms]
-    asked = st.multiselect("Arms", names, placeholder=f"the base and the best {BEST}", key="arms", bind="query-params")
-    chosen = asked or task.best(base, BEST)
-    over = [arm for arm in names if arm in chosen or drawn["others"]]
-    runs = [run for arm in over for run in task.runs[arm]]
-    found = read(store, study, task, runs, metric, split, axis, smoothing, stage)
-    positive = kept(found, scales)
-    if not len(found):
+    picked = st.multiselect("Arms", names, placeholder=f"the base and the best {BEST}", key="arms", bind="query-params")
+    highlighted = picked or curves.best(base, BEST)
+    drawn = [arm for arm in names if arm in highlighted or layers["others"]]
+    runs = [run for arm in drawn for run in curves.runs[arm]]
+    every_point = read_points(store, study, curves, runs, metric, split, axis, smoothing, stage)
+    points = on_scales(every_point, scales)
+    if not len(every_point):
         st.info("These arms have no such curve yet." if axis == "step" else f"The ledger does not know the {axis}.")
         return
-    highlighted = chosen if drawn["others"] else over
-    palette = colors.arms(names, base, highlighted)
-    bounds = task.about.get("bounds") if metric == main else None
-    middle = means(positive, ["arm", "step"], bounds)
-    if drawn["candidates"]:
-        several = task.candidates(over)
-        every = kept(read(store, study, task, several, metric, split, axis, smoothing, stage), scales)
-        thin = means(every, ["arm", "trial", "step"], None).assign(seed=0, state="done")
+    palette = colors.arm_colors(names, base, highlighted if layers["others"] else drawn)
+    bounds = curves.task.bounds if metric == judged else None
+    means = mean_points(points, ["arm", "step"], bounds)
+    if layers["candidates"]:
+        candidates = curves.candidates(drawn)
+        of_candidates = read_points(store, study, curves, candidates, metric, split, axis, smoothing, stage)
+        thin = mean_points(on_scales(of_candidates, scales), ["arm", "trial", "step"], None)
+        thin = thin.assign(seed=0, state="done")
     else:
-        thin = positive if drawn["seeds"] else positive[positive["state"] == "diverged"]
-    offered = names if len(names) <= FEW else over
+        thin = points if layers["seeds"] else points[points["state"] == "diverged"]
+    legend = names if len(names) <= FEW else drawn
     title = f"{name}: {metric} on {split}"
-    picture = chart(thin, middle, {arm: palette[arm] for arm in offered}, over, title, axis, scales, bool(smoothing))
+    figure = curve_chart(
+        thin, means, {arm: palette[arm] for arm in legend}, drawn, title, axis, scales, bool(smoothing)
+    )
     downloads.chart(
-        picture,
+        figure,
         f"{study.name} {name} {metric} {split} over {axis}",
-        rows=middle,
-        about=f"{title}, over {AXES[axis]}: a line with a band for each of {', '.join(over)}",
+        rows=means,
+        description=f"{title}, over {AXES[axis]}: a line with a band for each of {', '.join(drawn)}",
         height=520,
-        key=f"curves {' '.join(over)}",  # another key forgets the click that led here
-        on_select=lambda: switch(f"curves {' '.join(over)}", over),
+        key=f"curves {' '.join(drawn)}",  # Another key forgets the click that led here.
+        on_select=lambda: switch(f"curves {' '.join(drawn)}", drawn),
         selection_mode=SWITCH,
     )
-    captions(task, over, asked or names, found, positive, stage, axis, smoothing, drawn["candidates"])
-    by_length(store, study, task, over, metric, split, stage, {arm: palette[arm] for arm in over})
+    lost = len(every_point) - len(points)
+    captions(
+        curves, drawn, picked or names, set(every_point["arm"]), lost, stage, axis, smoothing, layers["candidates"]
+    )
+    by_length(store, study, curves, drawn, metric, split, stage, {arm: palette[arm] for arm in drawn})
 
 
 def options() -> tuple[str, float, dict[str, bool], dict[str, bool]]:
-    """The axis, the smoothing, which scales are logarithmic, and what is drawn besides the means."""
+    """Draws the choice of the axis, the smoothing, the logarithmic scales, and the lines besides the means."""
     columns = st.columns([1, 1, 2], vertical_alignment="bottom")
     axis = columns[0].selectbox("Over", list(AXES), key="axis", bind="query-params")
     smoothing = columns[1].slider(
@@ -115,26 +128,26 @@ def options() -> tuple[str, float, dict[str, bool], dict[str, bool]]:
     return axis, smoothing, scales, {name: toggles[name] for name in ("seeds", "candidates", "others")}
 
 
-def read(
+def read_points(
     store: Store,
     study: Study,
-    task: Task,
-    runs: Sequence[Chosen],
+    curves: Curves,
+    runs: Sequence[DrawnRun],
     metric: str,
     split: str,
     axis: str,
     smoothing: float,
     stage: Stage,
 ) -> pd.DataFrame:
-    """The points of some runs, thinned so that a browser draws them at once."""
+    """Reads the points of some runs, thinned so that a browser draws them at once."""
     keys = dict.fromkeys(run.trial.key for run in runs)
     most = max(2, min(POINTS, ROWS // max(len(runs), 1)))
-    points = store.curves(study.id, task.name, metric, split, stage=stage, max_points=most, trials=keys)
-    return frame(task, runs, points, axis, smoothing)
+    points = store.curves(study.id, curves.task.name, metric, split, stage=stage, max_points=most, trials=keys)
+    return curve_points(curves, runs, points, axis, smoothing)
 
 
-def kept(points: pd.DataFrame, scales: Mapping[str, bool]) -> pd.DataFrame:
-    """The points that logarithmic scales can show."""
+def on_scales(points: pd.DataFrame, scales: Mapping[str, bool]) -> pd.DataFrame:
+    """Returns the points that the scales can show: a logarithmic one shows positive values only."""
     if scales["x"]:
         points = points[points["x"] > 0]
     if scales["y"]:
@@ -142,18 +155,29 @@ def kept(points: pd.DataFrame, scales: Mapping[str, bool]) -> pd.DataFrame:
     return points
 
 
-def chart(
+def curve_chart(
     thin: pd.DataFrame,
-    middle: pd.DataFrame,
+    means: pd.DataFrame,
     palette: Mapping[str, str],
-    over: Sequence[str],
+    drawn: Sequence[str],
     title: str,
     axis: str,
     scales: Mapping[str, bool],
     smoothed: bool,
 ) -> Any:
-    """Thin lines of runs, a band and a thick line for each arm; where smoothed, also what was recorded, faint."""
-    off = [arm for arm in palette if arm not in over]
+    """Draws a thin line for each run, and a thick line with a band for each arm.
+
+    Args:
+        thin: The points of the thin lines.
+        means: The points of the thick lines.
+        palette: The colour of each arm in the legend.
+        drawn: The arms that are drawn.
+        title: The title of the vertical axis.
+        axis: A key of `AXES`.
+        scales: Whether the scales "x" and "y" are logarithmic.
+        smoothed: Whether curves are smoothed. A faint line then shows the mean as recorded.
+    """
+    off = [arm for arm in palette if arm not in drawn]
     x = alt.X(
         "x:Q",
         title=AXES[axis],
@@ -170,13 +194,13 @@ def chart(
             title="click to switch",
             orient="right",
             labelLimit=0,
-            symbolLimit=len(palette),  # every arm; Vega-Lite stops at 30
+            symbolLimit=len(palette),  # Vega-Lite would stop after 30 arms.
             symbolStrokeWidth=3,
             labelExpr=f"indexof({off}, datum.label) < 0 ? datum.label : datum.label + ' (off)'",
         ),
     )
-    dots = middle["step"].nunique() == 1  # a line needs two points to be seen
-    figure = alt.Tooltip("smooth:Q", format=".4f")
+    dots = means["step"].nunique() == 1  # A line of one point cannot be seen.
+    value = alt.Tooltip("smooth:Q", format=".4f")
     layers = [
         alt.Chart(thin[["arm", "trial", "seed", "state", "step", "x", "smooth"]])
         .mark_line(strokeWidth=1, opacity=0.35, point=dots)
@@ -188,10 +212,10 @@ def chart(
             strokeDash=alt.StrokeDash(
                 "state:N", scale=alt.Scale(domain=["done", "diverged"], range=[[1, 0], [4, 3]]), legend=None
             ),
-            tooltip=["arm:N", "seed:N", "step:Q", figure, "state:N"],
+            tooltip=["arm:N", "seed:N", "step:Q", value, "state:N"],
         ),
     ]
-    base = alt.Chart(middle).encode(x=x, color=color)
+    base = alt.Chart(means).encode(x=x, color=color)
     layers.append(base.mark_area(opacity=0.15).encode(y=alt.Y("low:Q", scale=scale, title=title), y2="high:Q"))
     if smoothed:
         layers.append(base.mark_line(strokeWidth=1.5, opacity=0.3).encode(y=alt.Y("value:Q", title=title, scale=scale)))
@@ -206,27 +230,39 @@ def chart(
     return alt.layer(*layers).add_params(click, downloads.zoom())
 
 
-def switch(key: str, over: Sequence[str]) -> None:
-    """Draws an arm that was clicked in the legend, or leaves it out."""
-    clicked = {picked["arm"] for picked in st.session_state[key]["selection"].get(SWITCH, []) if "arm" in picked}
+def switch(key: str, drawn: Sequence[str]) -> None:
+    """Draws an arm that was clicked in the legend, or leaves it out if it was drawn."""
+    clicked = {entry["arm"] for entry in st.session_state[key]["selection"].get(SWITCH, []) if "arm" in entry}
     if clicked:
-        st.session_state["arms"] = [arm for arm in over if arm not in clicked] + [
-            arm for arm in sorted(clicked) if arm not in over
+        st.session_state["arms"] = [arm for arm in drawn if arm not in clicked] + [
+            arm for arm in sorted(clicked) if arm not in drawn
         ]
 
 
 def captions(
-    task: Task,
-    over: Sequence[str],
-    asked: Sequence[str],
-    found: pd.DataFrame,
-    positive: pd.DataFrame,
+    curves: Curves,
+    drawn: Sequence[str],
+    named: Sequence[str],
+    with_points: Collection[str],
+    lost: int,
     stage: Stage,
     axis: str,
     smoothing: float,
     candidates: bool,
 ) -> None:
-    """What the lines are, and what is not drawn. over: the arms that are drawn. asked: those to speak of."""
+    """Draws what the lines are, and what is not drawn.
+
+    Args:
+        curves: The runs of the task.
+        drawn: The arms that are drawn.
+        named: The arms of which the captions say why they are not drawn.
+        with_points: The arms that have a point.
+        lost: The number of points that a logarithmic scale cannot show.
+        stage: The stage of the runs.
+        axis: A key of `AXES`.
+        smoothing: The weight of a point against the next.
+        candidates: Whether a thin line is a candidate, not a seed.
+    """
     thin = "a candidate's mean over its seeds" if candidates else "a seed"
     lines = [
         f"A thick line is an arm's mean over the seeds that finished, of {RUNS[stage]}. A thin line is {thin}.",
@@ -242,14 +278,14 @@ def captions(
         lines.append("The time of steps alone, by the measured tokens per second: without start and evaluations.")
     if axis == "flops":
         lines.append("Matrix products of training, three times those of a forward pass, without embedding and logits.")
-    if lost := len(found) - len(positive):
+    if lost:
         lines.append(f"A logarithmic scale leaves out {lost} points that are not positive.")
-    diverged = {arm: [run.seed for run in task.runs[arm] if run.state == "diverged"] for arm in {*over, *asked}}
-    for arms, said in ((over, "Diverged, dashed up to where they did"), (asked, "Diverged, and not drawn")):
+    diverged = {arm: [run.seed for run in curves.runs[arm] if run.state == "diverged"] for arm in {*drawn, *named}}
+    for arms, text in ((drawn, "Diverged, dashed up to where they did"), (named, "Diverged, and not drawn")):
         seeds = [f"{arm} (seed {seed})" for arm in arms for seed in diverged.pop(arm, [])]
         if seeds:
-            lines.append(f"{said}: {', '.join(seeds)}.")
-    if missing := [arm for arm in asked if not task.runs[arm] or (arm in over and arm not in set(found["arm"]))]:
+            lines.append(f"{text}: {', '.join(seeds)}.")
+    if missing := [arm for arm in named if not curves.runs[arm] or (arm in drawn and arm not in with_points)]:
         lines.append(f"No curve yet: {', '.join(missing)}.")
     for line in lines:
         st.caption(plain(line))
@@ -258,52 +294,54 @@ def captions(
 def by_length(
     store: Store,
     study: Study,
-    task: Task,
-    over: Sequence[str],
+    curves: Curves,
+    arms: Sequence[str],
     metric: str,
     split: str,
     stage: Stage,
     palette: Mapping[str, str],
 ) -> None:
-    """The metric at the last step against the length of the examples, where the task is measured at several."""
-    here = {m for its, name, where, m in store.measured(study.id) if (its, name, where) == (stage, task.name, split)}
-    at = lengths(metric, here)
-    if len({length for length, _ in at.values()}) < 2:
+    """Draws the metric at the last step against the length of the examples, if it is measured at several lengths."""
+    place = (stage, curves.task.name, split)
+    names = {name for of_stage, task, on, name in store.measured(study.id) if (of_stage, task, on) == place}
+    length_of = lengths(metric, names)
+    if len({length for length, _ in length_of.values()}) < 2:
         return
-    own = metric.partition("@")[0]
-    known = {(run.arm, run.trial.key, run.seed): run for arm in over for run in task.runs[arm]}
-    wanted = dict.fromkeys(run.trial.key for run in known.values())
-    finals = store.final_metrics(study.id, stage=stage, metrics={(split, m) for m in at}, trials=wanted)
+    quantity = metric.partition("@")[0]
+    known = dict.fromkeys((run.arm, run.trial.key, run.seed) for arm in arms for run in curves.runs[arm])
+    keys = dict.fromkeys(key for _, key, _ in known)
+    finals = store.final_metrics(study.id, stage=stage, metrics={(split, name) for name in length_of}, trials=keys)
     rows = [
-        (final.arm, final.trial, final.seed, final.run_state, *at[final.metric], final.value, final.value)
+        (final.arm, final.trial, final.seed, final.run_state, *length_of[final.metric], final.value, final.value)
         for final in finals
-        if final.metric in at and (final.arm, final.trial, final.seed) in known
+        if final.metric in length_of and (final.arm, final.trial, final.seed) in known
     ]
     points = pd.DataFrame(rows, columns=["arm", "trial", "seed", "state", "x", "pairs", "value", "smooth"])
     points["length"] = points["x"]
-    bounds = task.about.get("bounds") if own == task.about["metric"] else None
-    middle = means(points.fillna({"pairs": 0}), ["arm", "pairs", "length"], bounds)
+    bounds = curves.task.bounds if quantity == curves.task.metric else None
+    means = mean_points(points.fillna({"pairs": 0}), ["arm", "pairs", "length"], bounds)
     st.subheader("Against length", anchor="length")
-    title, trained = f"{task.name}: {own} on {split}", length_of(task.about)
+    title, trained = f"{curves.task.name}: {quantity} on {split}", curves.task.length
     downloads.chart(
-        length_chart(middle, palette, title, trained),
-        f"{study.name} {task.name} {own} {split} against length",
-        rows=middle,
-        about=f"{title} against the length of examples: a line with a band for each of {', '.join(over)}",
+        length_chart(means, palette, title, trained),
+        f"{study.name} {curves.task.name} {quantity} {split} against length",
+        rows=means,
+        description=f"{title} against the length of examples: a line with a band for each of {', '.join(arms)}",
         height=380,
     )
-    told = ["At the last step: the mean of the same seeds with its 95% t interval at each length by itself."]
+    sentences = ["At the last step: the mean of the same seeds with its 95% t interval at each length by itself."]
     if trained is not None:
-        told.append(f"The dashed line marks the length of training, {trained}.")
-    if len(middle["pairs"].unique()) > 1:
-        told.append("The dash of a line tells how many pairs an example has.")
-    st.caption(plain(" ".join(told)))
+        sentences.append(f"The dashed line marks the length of training, {trained}.")
+    if len(means["pairs"].unique()) > 1:
+        sentences.append("The dash of a line tells how many pairs an example has.")
+    st.caption(plain(" ".join(sentences)))
 
 
-def length_chart(middle: pd.DataFrame, palette: Mapping[str, str], title: str, trained: int | None) -> Any:
-    values = sorted({*middle["length"].tolist(), *([trained] if trained else [])})
+def length_chart(means: pd.DataFrame, palette: Mapping[str, str], title: str, trained: int | None) -> Any:
+    """Draws a line with a band for each arm against length. A dashed line marks the length of training."""
+    values = sorted({*means["length"].tolist(), *([trained] if trained else [])})
     x = alt.X("length:Q", title="length", scale=alt.Scale(type="log", nice=False), axis=alt.Axis(values=values))
-    base = alt.Chart(middle).encode(
+    base = alt.Chart(means).encode(
         x=x,
         color=alt.Color(
             "arm:N",
@@ -313,7 +351,7 @@ def length_chart(middle: pd.DataFrame, palette: Mapping[str, str], title: str, t
         ),
     )
     scale = alt.Scale(zero=False)
-    dash = alt.StrokeDash("pairs:N", legend=alt.Legend() if middle["pairs"].nunique() > 1 else None)
+    dash = alt.StrokeDash("pairs:N", legend=alt.Legend() if means["pairs"].nunique() > 1 else None)
     tooltip = ["arm:N", "length:Q", *(alt.Tooltip(f"{n}:Q", format=".4f") for n in ("smooth", "low", "high")), "n:Q"]
     layers = [
         base.mark_area(opacity=0.15).encode(y=alt.Y("low:Q", scale=scale, title=title), y2="high:Q", detail="pairs:N"),
@@ -327,5 +365,5 @@ def length_chart(middle: pd.DataFrame, palette: Mapping[str, str], title: str, t
     return alt.layer(*layers).add_params(downloads.zoom())
 
 
-if __name__ == "__main__":  # how Streamlit runs a page
+if __name__ == "__main__":  # Streamlit runs a page as a script.
     show(page)

@@ -1,4 +1,4 @@
-"""The ladders of a study: how each arm's difference to the base goes with size, and whether a fit predicts it."""
+"""The page Ladder: how each arm's difference to the base changes with size, and whether a fit predicts it."""
 
 import math
 
@@ -8,53 +8,60 @@ import pandas as pd
 import streamlit as st
 
 from deltalab.store import Store, Study
-from deltalab.study.answers.ladder_trends import Ladder
-from deltalab.study.reports.report import ladder_caption, ladder_cells, ladder_headers, ladder_notes
+from deltalab.study.answers.ladder_trends import TaskLadder
+from deltalab.study.reports.lines import ladder_caption, ladder_cells, ladder_headers, ladder_notes
+from deltalab.study.specs.recorded_study import RecordedSpec
 from deltalab_dashboard import cache, colors, downloads
 from deltalab_dashboard.frame import show
-from deltalab_dashboard.text import plain
+from deltalab_dashboard.text import bullets, plain
 
-FITTED = 60  # points of the line of a fit
+FIT_POINTS = 60  # of the line of a fit
 HEIGHT = 380  # pixels
 
 
 def page(store: Store, study: Study) -> None:
+    """Draws the page."""
     st.title("Ladder of sizes", anchor=False)
-    if not study.spec.get("scales"):
+    if not RecordedSpec(study.spec).is_ladder:
         st.info("This study runs at one size. A study with `scales` has a ladder.")
         return
-    ladders = cache.found(store, study).ladders
+    ladders = cache.report_of(store, study).ladders
     if not ladders:
         st.info("Not every size has been run yet.")
     for ladder in ladders:
         st.subheader(plain(ladder_caption(ladder)), anchor=f"ladder-{ladder.task}")
-        own = colors.arms(
+        color_of = colors.arm_colors(
             [row.arm for row in ladder.arms], next(row.arm for row in ladder.arms if row.verdict == "base")
         )
-        rows = differences(ladder)
+        rows = difference_rows(ladder)
         if not rows.empty:
-            about = f"The differences of the arms to the base on {ladder.task}, by operations of the base's training"
-            drawn = climb(rows, ladder, own)
-            downloads.chart(drawn, f"{study.name} {ladder.task} ladder", rows=rows, about=about, height=HEIGHT)
+            description = (
+                f"The differences of the arms to the base on {ladder.task}, by operations of the base's training"
+            )
+            figure = difference_chart(rows, ladder, color_of)
+            name = f"{study.name} {ladder.task} ladder"
+            downloads.chart(figure, name, rows=rows, description=description, height=HEIGHT)
             st.caption("A band is the interval at each size; the intervals hold jointly over sizes and arms.")
         names = ladder_headers(ladder)
         cells = [dict(zip(names, row, strict=True)) for row in ladder_cells(ladder)]
         downloads.table(cells, f"{study.name} {ladder.task} ladder table")
-        fits, kept_out = fitted(ladder), predictions(ladder)
+        fits, predictions = fit_rows(ladder), prediction_rows(ladder)
         if not fits.empty:
             st.markdown("**Fits of the loss against compute**")
             name = f"{study.name} {ladder.task} fits"
-            downloads.chart(losses(fits, ladder, own), name, rows=fits, about="Fits of loss", height=HEIGHT)
+            fit_figure = fit_chart(fits, ladder, color_of)
+            downloads.chart(fit_figure, name, rows=fits, description="Fits of loss", height=HEIGHT)
             st.caption("Each line is a + b C^-c. Dashed: sizes that the fits left out, which they predict.")
-        if not kept_out.empty:
+        if not predictions.empty:
             st.markdown("**Predicted and measured at the sizes that the fits left out**")
-            about = "Predicted and measured differences in loss to the base"
-            downloads.chart(foretold(kept_out), f"{study.name} {ladder.task} predictions", rows=kept_out, about=about)
-        st.caption("\n".join(f"- {plain(note)}" for note in ladder_notes(ladder)))
+            description = "Predicted and measured differences in loss to the base"
+            name = f"{study.name} {ladder.task} predictions"
+            downloads.chart(prediction_chart(predictions), name, rows=predictions, description=description)
+        st.caption(bullets(ladder_notes(ladder)))
 
 
-def differences(ladder: Ladder) -> pd.DataFrame:
-    """A row for each arm beside the base and each size."""
+def difference_rows(ladder: TaskLadder) -> pd.DataFrame:
+    """Returns the difference to the base of each other arm at each size."""
     return pd.DataFrame(
         [
             {
@@ -62,24 +69,24 @@ def differences(ladder: Ladder) -> pd.DataFrame:
                 "verdict": row.verdict,
                 "size": size.label,
                 "compute": size.compute,
-                "difference": found.mean,
-                "low": found.low,
-                "high": found.high,
+                "difference": difference.mean,
+                "low": difference.low,
+                "high": difference.high,
             }
             for row in ladder.arms
-            for size, found in zip(ladder.sizes, row.differences, strict=False)
-            if math.isfinite(found.low)
+            for size, difference in zip(ladder.sizes, row.differences, strict=False)
+            if math.isfinite(difference.low)
         ]
     )
 
 
-def fitted(ladder: Ladder) -> pd.DataFrame:
-    """The line of each arm's fit from the smallest to the largest size; `left_out` beyond the sizes that it used."""
+def fit_rows(ladder: TaskLadder) -> pd.DataFrame:
+    """Returns the line of each arm's fit. `left_out` marks the part beyond the sizes that the fit used."""
     first, last = ladder.sizes[0].compute, ladder.sizes[-1].compute
-    foretold = max((len(row.predictions) for row in ladder.arms), default=0)
-    used = ladder.sizes[-1 - foretold].compute
-    grid = np.unique([*np.geomspace(first, last, FITTED), used])
-    # The point between the two parts belongs to both, so that the line has no gap.
+    predicted = max((len(row.predictions) for row in ladder.arms), default=0)
+    used = ladder.sizes[-1 - predicted].compute
+    grid = np.unique([*np.geomspace(first, last, FIT_POINTS), used])
+    # Both parts hold the point between them, so that the line has no gap.
     parts = [(compute, left_out) for left_out in (False, True) for compute in grid
              if (compute >= used if left_out else compute <= used)]  # fmt: skip
     return pd.DataFrame(
@@ -97,29 +104,33 @@ def fitted(ladder: Ladder) -> pd.DataFrame:
     )
 
 
-def predictions(ladder: Ladder) -> pd.DataFrame:
+def prediction_rows(ladder: TaskLadder) -> pd.DataFrame:
+    """Returns the predicted and the measured difference of each arm at each size that the fits left out."""
     return pd.DataFrame(
         [
             {
                 "arm": row.arm,
-                "size": found.label,
+                "size": prediction.label,
                 "which": which,
-                "agrees": "agrees" if found.agrees else "misses",
+                "agrees": "agrees" if prediction.agrees else "misses",
                 "difference": interval.mean,
                 "low": interval.low,
                 "high": interval.high,
             }
             for row in ladder.arms
-            for found in row.predictions
-            for which, interval in (("predicted", found.predicted), ("measured", found.measured))
+            for prediction in row.predictions
+            for which, interval in (("predicted", prediction.predicted), ("measured", prediction.measured))
         ]
     )
 
 
-def climb(rows: pd.DataFrame, ladder: Ladder, own: dict[str, str]) -> alt.LayerChart | alt.FacetChart:
+def difference_chart(
+    rows: pd.DataFrame, ladder: TaskLadder, color_of: dict[str, str]
+) -> alt.LayerChart | alt.FacetChart:
+    """Draws the differences to the base against compute: a line with a band for each arm."""
     base = alt.Chart(rows).encode(
         x=_compute(),
-        color=_color(own, list(rows["arm"].unique())),
+        color=_color(color_of, list(rows["arm"].unique())),
         tooltip=[
             "arm:N",
             "verdict:N",
@@ -127,8 +138,8 @@ def climb(rows: pd.DataFrame, ladder: Ladder, own: dict[str, str]) -> alt.LayerC
             *(alt.Tooltip(f"{n}:Q", format=".4f") for n in ("difference", "low", "high")),
         ],
     )
-    where = "higher is better →" if ladder.maximize else "← lower is better"
-    title = f"{ladder.metric}, arm minus base ({where})"
+    better = "higher is better →" if ladder.maximize else "← lower is better"
+    title = f"{ladder.metric}, arm minus base ({better})"
     zero = (
         alt.Chart(pd.DataFrame({"zero": [0.0]})).mark_rule(strokeDash=[4, 4], color=colors.UNDECIDED).encode(y="zero:Q")
     )
@@ -137,14 +148,15 @@ def climb(rows: pd.DataFrame, ladder: Ladder, own: dict[str, str]) -> alt.LayerC
     return alt.layer(zero, band, line)
 
 
-def losses(rows: pd.DataFrame, ladder: Ladder, own: dict[str, str]) -> alt.Chart:
+def fit_chart(rows: pd.DataFrame, ladder: TaskLadder, color_of: dict[str, str]) -> alt.Chart:
+    """Draws the fits of the loss against compute. The part that a fit predicts is dashed."""
     chart: alt.Chart = (
         alt.Chart(rows)
         .mark_line(strokeWidth=2)
         .encode(
             x=_compute(),
             y=alt.Y("loss:Q", title=f"fitted loss on {ladder.task}", scale=alt.Scale(zero=False)),
-            color=_color(own, list(rows["arm"].unique())),
+            color=_color(color_of, list(rows["arm"].unique())),
             strokeDash=alt.StrokeDash(
                 "left_out:N", scale=alt.Scale(domain=[False, True], range=[[1, 0], [5, 4]]), legend=None
             ),
@@ -154,7 +166,8 @@ def losses(rows: pd.DataFrame, ladder: Ladder, own: dict[str, str]) -> alt.Chart
     return chart
 
 
-def foretold(rows: pd.DataFrame) -> alt.LayerChart | alt.FacetChart:
+def prediction_chart(rows: pd.DataFrame) -> alt.LayerChart | alt.FacetChart:
+    """Draws the predicted and the measured differences with their intervals."""
     base = alt.Chart(rows).encode(
         y=alt.Y("arm:N", title=None, axis=alt.Axis(labelLimit=0)),
         yOffset=alt.YOffset("which:N"),
@@ -175,14 +188,16 @@ def foretold(rows: pd.DataFrame) -> alt.LayerChart | alt.FacetChart:
 
 
 def _compute() -> alt.X:
+    """Makes the logarithmic axis of compute."""
     scale = alt.Scale(type="log", nice=False, padding=15)
     return alt.X("compute:Q", title="operations of the base's training", scale=scale, axis=alt.Axis(format="~s"))
 
 
-def _color(own: dict[str, str], drawn: list[str]) -> alt.Color:
-    scale = alt.Scale(domain=drawn, range=[own[arm] for arm in drawn])
+def _color(color_of: dict[str, str], arms: list[str]) -> alt.Color:
+    """Makes the colours of the arms that a chart shows."""
+    scale = alt.Scale(domain=arms, range=[color_of[arm] for arm in arms])
     return alt.Color("arm:N", scale=scale, sort=None, legend=alt.Legend(orient="bottom", title=None, labelLimit=0))
 
 
-if __name__ == "__main__":  # how Streamlit runs a page
+if __name__ == "__main__":  # Streamlit runs a page as a script.
     show(page)

@@ -1,4 +1,4 @@
-"""The rules as the study ran them: their cards, and the sources that the ledger keeps."""
+"""The page Rule: the sources of the rules as the study ran them, and their cards."""
 
 import os
 
@@ -6,14 +6,16 @@ import streamlit as st
 
 from deltalab.errors import InputError
 from deltalab.store import RuleVersion, Store, Study
-from deltalab.store.trials import arms_of_rule
+from deltalab.store.studies.trials import arms_of_rule
 from deltalab_dashboard.frame import PLUGINS, show
 from deltalab_dashboard.text import plain
 
-SOURCE, CARD = "source", "card"  # the source first: a card takes seconds and 300 MB, to load torch
+# The source comes first, since a card loads torch, which takes seconds and 300 MB.
+SOURCE, CARD = "source", "card"
 
 
 def page(store: Store, study: Study) -> None:
+    """Draws the page."""
     st.title("Rules", anchor=False)
     versions = {f"{version.name} {version.hash[:12]}": version for version in store.rule_versions(study.id)}
     if not versions:
@@ -25,38 +27,38 @@ def page(store: Store, study: Study) -> None:
     st.caption(plain(f"Arms: {', '.join(arms_of_rule(store, study.id, version.id))}."))
     st.caption(plain(f"SHA-256 of the source: {version.hash}"))
     if part == CARD:
-        card_of(version)
+        draw_card(version)
     else:
-        source(version)
+        draw_source(version)
 
 
-def card_of(version: RuleVersion) -> None:
-    """The card of the rule that is installed here. Where there is none, says why, and shows the recorded source."""
+def draw_card(version: RuleVersion) -> None:
+    """Draws the card of the rule that is installed here, or says why it has none and draws the recorded source."""
     from deltalab.registry import add_plugin, rule_plugin
 
     try:
         for file in filter(None, os.environ.get(PLUGINS, "").split(os.pathsep)):
             add_plugin(file)
-        here, described = rule_plugin(version.name), markdown(version.name)
+        plugin, text = rule_plugin(version.name), card_text(version.name)
     except InputError as error:
         st.info(plain(f"No card: {error}"))
         st.markdown(
             "`platform --plugin FILE dashboard` shows the card of a rule in a file. Below is the recorded source."
         )
-        source(version)
+        draw_source(version)
         return
-    except Exception as error:  # a plugin may raise anything
+    except Exception as error:  # A plugin may raise anything.
         st.info(plain(f"No card: the rule raised {error!r}"))
-        source(version)
+        draw_source(version)
         return
-    if here.hash == version.hash:
-        st.caption(plain(f"The card of {here.file}, whose source is the one that ran."))
+    if plugin.hash == version.hash:
+        st.caption(plain(f"The card of {plugin.file}, whose source is the one that ran."))
     else:
-        st.warning(plain(f"The card of {here.file}, which differs from the source that ran."))
-    st.markdown(described)
+        st.warning(plain(f"The card of {plugin.file}, which differs from the source that ran."))
+    st.markdown(text)
     st.download_button(
         "Card, Markdown",
-        described,
+        text,
         f"{version.name}.md",
         icon=":material/download:",
         on_click="ignore",
@@ -64,7 +66,8 @@ def card_of(version: RuleVersion) -> None:
     )
 
 
-def source(version: RuleVersion) -> None:
+def draw_source(version: RuleVersion) -> None:
+    """Draws the source that the ledger recorded."""
     st.code(version.source, language="python", line_numbers=True)
     st.download_button(
         "Python", version.source, f"{version.name}.py", icon=":material/download:", on_click="ignore", type="tertiary"
@@ -72,11 +75,12 @@ def source(version: RuleVersion) -> None:
 
 
 @st.cache_data(show_spinner="Measuring the rule")
-def markdown(name: str) -> str:
+def card_text(name: str) -> str:
+    """Measures a rule, and writes its card in Markdown."""
     from deltalab.authoring.card import card
 
     return card(name).to_markdown()
 
 
-if __name__ == "__main__":  # how Streamlit runs a page
+if __name__ == "__main__":  # Streamlit runs a page as a script.
     show(page)

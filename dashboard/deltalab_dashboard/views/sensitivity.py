@@ -1,4 +1,4 @@
-"""The score of each arm against every value that it tuned: the best value, and a warning where it is an extreme."""
+"""The page Sensitivity: the scores of each arm against a tuned setting, and whether its best value is an extreme."""
 
 import math
 from statistics import fmean
@@ -9,72 +9,76 @@ import pandas as pd
 import streamlit as st
 
 from deltalab.store import Store, Study
-from deltalab.study.answers.sensitivity import Sweep, ends, sensitivity, tuned
+from deltalab.study.answers.sensitivity import Sweep, range_end_notes, sensitivity
+from deltalab.study.specs.recorded_study import RecordedSpec, recorded_tasks
 from deltalab.study.specs.search_space import Search
 from deltalab_dashboard import colors, downloads
 from deltalab_dashboard.charts.axes import Axis, axis
 from deltalab_dashboard.frame import show
-from deltalab_dashboard.text import badge, plain, setting
+from deltalab_dashboard.text import badge, bullets, plain, setting
 
-PARTS = 5  # of a range, in each of which a line has one point, where other settings vary too
-# The shape of an arm's best value points to where better ones may lie.
+# The parts of a range. If other settings vary too, a line has one point in each part.
+PARTS = 5
+# The shape of an arm's best value points to where better values may lie.
 SHAPES = {"lowest": "triangle-left", "highest": "triangle-right", "between": "diamond"}
 
 
 def page(store: Store, study: Study) -> None:
+    """Draws the page."""
     st.title("Sensitivity", anchor=False)
     st.markdown(badge(study))
-    searched = tuned(study.spec)
+    spec = RecordedSpec(study.spec)
+    searched = spec.tuned
     if not searched:
         st.info("This study tunes nothing: every arm trains with the values that it lists.")
         return
     by_task = sensitivity(store, study)
-    if study.spec.get("search"):
+    if spec.is_search:
         st.caption("Of a search, this page shows how the base was tuned. The page Search shows its candidates.")
     left, middle, right = st.columns(3)
     task = left.selectbox("Task", list(by_task), key="task", bind="query-params")
     path = middle.selectbox("Tuned", list(searched), key="tuned", bind="query-params")
     splits: list[Literal["validation", "test"]] = ["validation", "test"]
-    split = right.selectbox(
-        "Split", splits[:1] if study.spec.get("search") else splits, key="split", bind="query-params"
-    )
-    sweeps, about = by_task[task], study.provenance["tasks"][task]
-    for warning in ends(sweeps, study.spec):
+    split = right.selectbox("Split", splits[:1] if spec.is_search else splits, key="split", bind="query-params")
+    sweeps, recorded_task = by_task[task], recorded_tasks(study)[task]
+    for warning in range_end_notes(sweeps, spec):
         st.warning(plain(warning), icon=":material/warning:")
-    every = [arm.name for arm in store.arms(study.id)]
+    names = [arm.name for arm in store.arms(study.id)]
     base = next(arm.name for arm in store.arms(study.id) if arm.is_base)
-    picked = st.multiselect("Arms", [one.arm for one in sweeps], placeholder="all", key="arms", bind="query-params")
-    sweeps = [one for one in sweeps if not picked or one.arm in picked]
-    frame = points(sweeps, path, split)
+    tuned_arms = [sweep.arm for sweep in sweeps]
+    picked = st.multiselect("Arms", tuned_arms, placeholder="all", key="arms", bind="query-params")
+    sweeps = [sweep for sweep in sweeps if not picked or sweep.arm in picked]
+    frame = candidate_rows(sweeps, path, split)
     if frame["score"].isna().all():
         st.info("No candidate has a score yet.")
         return
-    color = colors.arms(every, base, picked or every[: len(colors.PALETTE)])
-    metric = f"{about['metric']} on {split} ({'higher' if about['maximize'] else 'lower'} is better)"
-    used, several = {one.arm: color[one.arm] for one in sweeps}, len(searched) > 1
-    drawn = chart(frame, searched[path], path, metric, used, base, several=several)
-    downloads.chart(drawn, f"{study.name} {task} {path}", rows=frame, about=f"The score of each arm against {path}")
-    st.caption("\n".join(f"- {plain(note)}" for note in notes(frame, path, several)))
-    downloads.table(best(sweeps), f"{study.name} {task} best values")
+    palette = colors.arm_colors(names, base, picked or names[: len(colors.PALETTE)])
+    metric = f"{recorded_task.metric} on {split} ({'higher' if recorded_task.maximize else 'lower'} is better)"
+    color_of, several = {sweep.arm: palette[sweep.arm] for sweep in sweeps}, len(searched) > 1
+    figure = sensitivity_chart(frame, searched[path], path, metric, color_of, base, several=several)
+    name, description = f"{study.name} {task} {path}", f"The score of each arm against {path}"
+    downloads.chart(figure, name, rows=frame, description=description)
+    st.caption(bullets(notes(frame, path, several)))
+    downloads.table(best_rows(sweeps), f"{study.name} {task} best values")
 
 
-def points(sweeps: list[Sweep], path: str, split: Literal["validation", "test"]) -> pd.DataFrame:
-    """A row for each candidate of each arm. score: the mean over its seeds, which lie from low to high."""
+def candidate_rows(sweeps: list[Sweep], path: str, split: Literal["validation", "test"]) -> pd.DataFrame:
+    """Returns a row for each candidate of each arm: the mean score over its seeds, with the lowest and the highest."""
     rows = []
-    for one in sweeps:
-        for number, values in one.values.items():
-            scores = one.scores(number, split)
+    for sweep in sweeps:
+        for number, values in sweep.values.items():
+            scores = sweep.scores(number, split)
             if path in values:
                 rows.append(
                     {
-                        "arm": one.arm,
+                        "arm": sweep.arm,
                         "value": values[path],
-                        "score": math.fsum(scores) / len(scores) if scores else math.nan,
+                        "score": fmean(scores) if scores else math.nan,
                         "low": min(scores, default=math.nan),
                         "high": max(scores, default=math.nan),
                         "seeds": len(scores),
-                        "not finished": len(one.runs.get(number, {})) - len(scores),
-                        "best": one.ends.get(path, "between") if number == one.best else "",
+                        "not finished": len(sweep.runs.get(number, {})) - len(scores),
+                        "best": sweep.ends.get(path, "between") if number == sweep.best else "",
                         "settings": ", ".join(f"{name}={setting(value)}" for name, value in values.items()),
                     }
                 )
@@ -82,13 +86,19 @@ def points(sweeps: list[Sweep], path: str, split: Literal["validation", "test"])
     return pd.DataFrame(rows, columns=columns)
 
 
-def chart(
-    frame: pd.DataFrame, search: Search, path: str, metric: str, color: dict[str, str], base: str, *, several: bool
+def sensitivity_chart(
+    frame: pd.DataFrame, search: Search, path: str, metric: str, color_of: dict[str, str], base: str, *, several: bool
 ) -> alt.LayerChart | alt.FacetChart:
-    """A line for each arm through the means of its candidates, a bar over the seeds of each, and the arm's best value.
+    """Draws a line for each arm through the means of its candidates, with the range of their seeds and the best value.
 
-    path: the setting on the horizontal axis. color: by arm. several: whether other settings vary too; a line then joins
-    the means in parts of the range.
+    Args:
+        frame: What `candidate_rows` returns.
+        search: The space of the setting.
+        path: The setting on the horizontal axis.
+        metric: The title of the vertical axis.
+        color_of: The colour of each arm.
+        base: The name of the base, whose line is dashed.
+        several: Whether other settings vary too. A line then joins the means in parts of the range.
     """
     frame = frame[frame["score"].notna()]
     along = axis(list(frame["value"]), search)
@@ -97,11 +107,11 @@ def chart(
     y = alt.Y("score:Q", title=metric, scale=alt.Scale(zero=False))
     arms = alt.Color(
         "arm:N",
-        scale=alt.Scale(domain=list(color), range=list(color.values())),
-        legend=alt.Legend(title=None, labelLimit=260, symbolType="stroke", symbolLimit=len(color) + 1),
+        scale=alt.Scale(domain=list(color_of), range=list(color_of.values())),
+        legend=alt.Legend(title=None, labelLimit=260, symbolType="stroke", symbolLimit=len(color_of) + 1),
     )
     dash = alt.StrokeDash(
-        "arm:N", scale=alt.Scale(domain=list(color), range=[[5, 4] if arm == base else [1, 0] for arm in color]),
+        "arm:N", scale=alt.Scale(domain=list(color_of), range=[[5, 4] if arm == base else [1, 0] for arm in color_of]),
         legend=None,
     )  # fmt: skip
     tooltip = [
@@ -138,7 +148,7 @@ def chart(
 
 
 def trend(frame: pd.DataFrame, along: Axis) -> pd.DataFrame:
-    """The mean score, at their mean value, of each arm's candidates in each part of a range."""
+    """Returns the mean value and the mean score of each arm's candidates in each part of a range."""
     cells: dict[tuple[str, Any, Any], list[tuple[Any, float]]] = {}
     for arm, value, score in zip(frame["arm"], frame["value"], frame["score"], strict=True):
         cells.setdefault((arm, *along.cell(value, PARTS)), []).append((value, score))
@@ -151,34 +161,34 @@ def trend(frame: pd.DataFrame, along: Axis) -> pd.DataFrame:
 
 
 def notes(frame: pd.DataFrame, path: str, several: bool) -> list[str]:
-    """How to read the chart, and which candidates it lacks."""
-    found = [
+    """Writes how to read the chart, and which candidates it leaves out."""
+    sentences = [
         "A point is the mean over a candidate's seeds, its bar spans them. The large marks are each arm's best value."
     ]
     if several:
-        found.append(
+        sentences.append(
             f"Other settings vary too: a line joins the means of the candidates in {PARTS} parts of the range."
         )
     lost = frame[frame["score"].isna()]
     for value in dict.fromkeys(lost["value"]):
-        found.append(
+        sentences.append(
             f"No seed finished with {path} {setting(value)}: {', '.join(lost[lost['value'] == value]['arm'])}."
         )
-    return found
+    return sentences
 
 
-def best(sweeps: list[Sweep]) -> list[dict[str, str]]:
-    """Each arm's best values, as rows of text."""
+def best_rows(sweeps: list[Sweep]) -> list[dict[str, str]]:
+    """Returns a row for each arm with its best values."""
     rows = []
-    for one in sweeps:
-        values = one.values.get(one.best, {}) if one.best is not None else {}
-        scores = one.scores(one.best, "validation") if one.best is not None else []
-        row = {"arm": one.arm, "best values": ", ".join(f"{path} {setting(value)}" for path, value in values.items())}
-        row["validation"] = f"{math.fsum(scores) / len(scores):.4f}" if scores else ""
-        row["at an end"] = ", ".join(f"{path}: {end} tried" for path, end in one.ends.items())
-        rows.append({**row, "candidates": str(len(one.values))})
+    for sweep in sweeps:
+        values = sweep.values.get(sweep.best, {}) if sweep.best is not None else {}
+        scores = sweep.scores(sweep.best, "validation") if sweep.best is not None else []
+        row = {"arm": sweep.arm, "best values": ", ".join(f"{path} {setting(value)}" for path, value in values.items())}
+        row["validation"] = f"{fmean(scores):.4f}" if scores else ""
+        row["at an end"] = ", ".join(f"{path}: {end} tried" for path, end in sweep.ends.items())
+        rows.append({**row, "candidates": str(len(sweep.values))})
     return rows
 
 
-if __name__ == "__main__":  # how Streamlit runs a page
+if __name__ == "__main__":  # Streamlit runs a page as a script.
     show(page)

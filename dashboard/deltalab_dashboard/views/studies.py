@@ -1,4 +1,4 @@
-"""All studies: their states, best arms, tags and notes; hides, deletes and restores them."""
+"""The page Studies: lists all studies with their best arms, tags and notes, and hides, deletes and restores them."""
 
 import time
 from collections.abc import Sequence
@@ -7,15 +7,17 @@ import pandas as pd
 import streamlit as st
 
 from deltalab.errors import InputError
-from deltalab.store import Store, shelf
-from deltalab.store.shelf import Listed
-from deltalab.study.reports.best_arm import keep, lacking, told
+from deltalab.store import Store
+from deltalab.store.studies import shelf
+from deltalab.store.studies.shelf import ListedStudy
+from deltalab.study.reports.best_arm import best_arm_text, keep_best_arm, without_best_arm
 from deltalab_dashboard import downloads
 from deltalab_dashboard.frame import STUDY, ledger
-from deltalab_dashboard.text import COLORS, badge, label, plain
+from deltalab_dashboard.text import STATE_COLORS, badge, label, plain
 
-# How long one run of the page looks for best arms that an earlier release has not kept.
+# The seconds for which one run of the page computes best arms that an earlier release has not kept.
 FILL_SECONDS = 0.3
+# The seconds between two such runs.
 FILL_EVERY = 2
 COLUMNS = {
     "study": st.column_config.TextColumn(pinned=True),
@@ -32,43 +34,48 @@ COLUMNS = {
 
 
 def page(store: Store) -> None:
+    """Draws the page."""
     st.title("Studies", anchor=False)
-    kept, deleted = shelf.listed(store), shelf.listed(store, deleted=True)
-    where = st.columns([4, 3, 3, 2], vertical_alignment="bottom")
-    find = where[0].text_input(
+    listed, deleted = shelf.listed(store), shelf.listed(store, deleted=True)
+    columns = st.columns([4, 3, 3, 2], vertical_alignment="bottom")
+    words = columns[0].text_input(
         "Find", key="find", bind="query-params", placeholder="words in name, tags, notes, description or arms"
     )
-    tags = sorted({tag for row in kept for tag in row.tags})
-    tagged = where[1].multiselect("Tags", tags, placeholder="any", key="tags", bind="query-params")
-    states = where[2].multiselect("States", list(COLORS), placeholder="any", key="states", bind="query-params")
+    tags = sorted({tag for row in listed for tag in row.tags})
+    picked_tags = columns[1].multiselect("Tags", tags, placeholder="any", key="tags", bind="query-params")
+    states = columns[2].multiselect("States", list(STATE_COLORS), placeholder="any", key="states", bind="query-params")
     offered = ["listed", "listed and hidden", "deleted"]
-    which = where[3].selectbox("Show", offered, key="which", bind="query-params")
-    rows = deleted if which == "deleted" else [row for row in kept if which != "listed" or not row.hidden]
+    which = columns[3].selectbox("Show", offered, key="which", bind="query-params")
+    rows = deleted if which == "deleted" else [row for row in listed if which != "listed" or not row.hidden]
     arms = shelf.arm_names(store)
     rows = [
         row
         for row in rows
-        if row.says(find, arms.get(row.id, ())) and set(tagged) <= set(row.tags) and (not states or row.state in states)
+        if row.says(words, arms.get(row.id, ()))
+        and set(picked_tags) <= set(row.tags)
+        and (not states or row.state in states)
     ]
-    said = f"{len(rows)} of {len(deleted if which == 'deleted' else kept)} studies"
-    hidden = sum(row.hidden for row in kept)
+    count = f"{len(rows)} of {len(deleted if which == 'deleted' else listed)} studies"
+    hidden = sum(row.hidden for row in listed)
     if hidden and which == "listed":
-        said += f", {hidden} hidden"
+        count += f", {hidden} hidden"
     if not rows:
-        st.info(f"No study is like this: {said}.")
+        st.info(f"No study is like this: {count}.")
         return
-    st.caption(f"{said}. A click on a cell opens its study. The box at the left of a row selects it for changes below.")
-    row = chosen(rows, table(store, rows, arms))
+    st.caption(
+        f"{count}. A click on a cell opens its study. The box at the left of a row selects it for changes below."
+    )
+    row = selected_row(rows, study_table(store, rows, arms))
     if row is not None and which == "deleted":
-        restored(store, row)
+        deleted_study(store, row)
     elif row is not None:
-        changes(store, row)
-    if which != "deleted" and lacking(kept):
-        st.fragment(fill, run_every=FILL_EVERY)(store)
+        listed_study(store, row)
+    if which != "deleted" and without_best_arm(listed):
+        st.fragment(fill_best_arms, run_every=FILL_EVERY)(store)
 
 
-def table(store: Store, rows: Sequence[Listed], arms: dict[int, list[str]]) -> str:
-    """Draws the list. Returns the key of what is selected in it."""
+def study_table(store: Store, rows: Sequence[ListedStudy], arms: dict[int, list[str]]) -> str:
+    """Draws the list of studies, and returns the session's key for its selection."""
     counts = shelf.trial_counts(store)
     typed = pd.DataFrame(
         [
@@ -77,8 +84,8 @@ def table(store: Store, rows: Sequence[Listed], arms: dict[int, list[str]]) -> s
                 "profile": row.profile or "",
                 "state": f"{row.state}, hidden" if row.hidden else row.state,
                 "begun, UTC": row.created_at,
-                "best arm": told(row.best),
-                "trials": _of(counts.get(row.id, 0), row.total),
+                "best arm": best_arm_text(row.best),
+                "trials": _trial_count(counts.get(row.id, 0), row.total),
                 "arms": len(arms.get(row.id, ())),
                 "tags": list(row.tags),
                 "notes": row.notes,
@@ -94,7 +101,8 @@ def table(store: Store, rows: Sequence[Listed], arms: dict[int, list[str]]) -> s
             "records"
         )
     ]
-    key = f"rows {' '.join(str(row.id) for row in rows)}"  # a selection by place means nothing among other rows
+    # A selection is by place, so that other rows need another key.
+    key = f"rows {' '.join(str(row.id) for row in rows)}"
     downloads.sortable(
         typed,
         "studies",
@@ -107,16 +115,16 @@ def table(store: Store, rows: Sequence[Listed], arms: dict[int, list[str]]) -> s
     return key
 
 
-def chosen(rows: Sequence[Listed], key: str) -> Listed | None:
-    """The study whose row is selected. Opens the one of which a cell is."""
+def selected_row(rows: Sequence[ListedStudy], key: str) -> ListedStudy | None:
+    """Returns the study whose row is selected. If a cell is selected, opens the study of the cell."""
     selection = st.session_state[key]["selection"]
     for at, _ in selection["cells"]:
         st.switch_page("views/answer.py", query_params={STUDY: label(rows[at])})
     return next((rows[at] for at in selection["rows"]), None)
 
 
-def changes(store: Store, row: Listed) -> None:
-    """What one may change about a study."""
+def listed_study(store: Store, row: ListedStudy) -> None:
+    """Draws the selected study, with what can be changed about it."""
     with st.container(border=True):
         st.markdown(f"**{plain(row.address)}** {badge(row)} id {row.id}")
         st.page_link("views/answer.py", label="Open", icon=":material/open_in_new:", query_params={STUDY: label(row)})
@@ -146,7 +154,8 @@ def changes(store: Store, row: Listed) -> None:
             st.caption("A study that runs cannot be deleted.")
 
 
-def restored(store: Store, row: Listed) -> None:
+def deleted_study(store: Store, row: ListedStudy) -> None:
+    """Draws the selected study, which is deleted, with the button that restores it."""
     with st.container(border=True):
         st.markdown(f"**{plain(row.address)}** id {row.id} is deleted.")
         if st.button("Restore this study", icon=":material/restore_from_trash:"):
@@ -154,28 +163,28 @@ def restored(store: Store, row: Listed) -> None:
             st.rerun()
 
 
-def fill(store: Store) -> None:
-    """Finds best arms that an earlier release has not kept, a few at a time."""
+def fill_best_arms(store: Store) -> None:
+    """Computes and keeps the best arms that an earlier release has not kept, a few at a time."""
     begun = time.monotonic()
-    left = lacking(shelf.listed(store))
     try:
-        for row in left:
-            keep(store, row.id)
+        for row in without_best_arm(shelf.listed(store)):
+            keep_best_arm(store, row.id)
             if time.monotonic() - begun > FILL_SECONDS:
                 break
-    except InputError:  # the ledger may not be written: it is listed without best arms
+    except InputError:  # A ledger that cannot be written is listed without best arms.
         return
-    rest = len(lacking(shelf.listed(store)))
-    if not rest:
+    remaining = len(without_best_arm(shelf.listed(store)))
+    if not remaining:
         st.rerun()
-    st.caption(f"The best arms of {rest} studies are still being worked out.")
+    st.caption(f"The best arms of {remaining} studies are still being worked out.")
 
 
-def _of(recorded: int, total: int | None) -> str:
+def _trial_count(recorded: int, total: int | None) -> str:
+    """Writes how many of a study's trials are recorded."""
     return f"{recorded:,} of {total:,}" if total and total >= recorded else f"{recorded:,}"
 
 
-if __name__ == "__main__":  # how Streamlit runs a page
+if __name__ == "__main__":  # Streamlit runs a page as a script.
     try:
         page(ledger())
     except InputError as error:

@@ -1,4 +1,4 @@
-"""Trainings of exported folders: their figures, and their curves side by side, whatever study they come from."""
+"""The page Trainings: the figures and curves of the trainings of exported folders, of all studies."""
 
 import altair as alt
 import pandas as pd
@@ -6,12 +6,14 @@ import streamlit as st
 
 from deltalab.store import Store
 from deltalab.store.trainings import TrainingRow, curves, measured, trainings
-from deltalab.study.reports.report import TRAINING_HEADERS, training_cells
+from deltalab.study.reports.lines import TRAINING_HEADERS, training_cells
 from deltalab_dashboard import colors, downloads
 from deltalab_dashboard.frame import REFRESH_SECONDS, STUDY, ledger
 
-POINTS = 500  # per training; a screen shows no more
+# The most points of a training's curve: a screen shows no more.
+POINTS = 500
 AXES = {"tokens": "tokens", "steps": "step", "seconds of training": "seconds"}
+# The (split, metric) that the choice of a metric lists first.
 FIRST = [("train", "loss"), ("validation", "loss")]
 NOTHING_YET = """
 A training of an exported folder appears here while it runs:
@@ -26,58 +28,58 @@ platform train exported --data PACKED --db deltalab.db
 
 
 def page(store: Store) -> None:
+    """Draws the page."""
     st.title("Trainings", anchor=False)
     rows = trainings(store)
     if not rows:
         st.markdown(NOTHING_YET)
         return
-    labels = {row.id: label(row, rows) for row in rows}
-    own = [labels[row.id] for row in _of_chosen_study(store, rows)]
-    chosen = st.multiselect(
+    labels = {row.id: training_label(row, rows) for row in rows}
+    of_study = [labels[row.id] for row in _of_chosen_study(store, rows)]
+    picked = st.multiselect(
         "Trainings",
         list(labels.values()),
         placeholder="those of the chosen study",
         key="trainings",
         bind="query-params",
     )
-    chosen = chosen or own or list(labels.values())
-    shown_rows = [row for row in rows if labels[row.id] in chosen]
-    table(shown_rows, labels)
-    found = measured(store)
-    if not found:
+    picked = picked or of_study or list(labels.values())
+    picked_rows = [row for row in rows if labels[row.id] in picked]
+    training_table(picked_rows, labels)
+    metrics = sorted(measured(store), key=lambda split_and_name: (split_and_name not in FIRST, split_and_name))
+    if not metrics:
         st.info("Nothing is measured yet.")
         return
-    names = {f"{name}, {split}": (split, name) for split, name in sorted(found, key=lambda f: (f not in FIRST, f))}
+    names = {f"{name}, {split}": (split, name) for split, name in metrics}
     columns = st.columns(2)
     metric = columns[0].selectbox("Metric", list(names), key="metric", bind="query-params")
     axis = columns[1].selectbox("Over", list(AXES), key="axis", bind="query-params")
     points = [
         {"training": labels[point.training], "step": point.step, "tokens": point.tokens, "seconds": point.seconds,
          "value": point.value}
-        for point in curves(store, [row.id for row in shown_rows], *names[metric], max_points=POINTS)
+        for point in curves(store, [row.id for row in picked_rows], *names[metric], max_points=POINTS)
         if point.seconds is not None or AXES[axis] != "seconds"
     ]  # fmt: skip
     if not points:
         st.info("These trainings have no such curve yet.")
         return
     frame = pd.DataFrame(points)
-    about = f"{metric} of {len(shown_rows)} trainings over {axis}"
-    drawn = chart(frame, list(labels.values()), AXES[axis], axis, metric)
-    downloads.chart(drawn, "trainings curves", rows=frame, about=about, height=520)
+    description = f"{metric} of {len(picked_rows)} trainings over {axis}"
+    figure = training_chart(frame, list(labels.values()), AXES[axis], axis, metric)
+    downloads.chart(figure, "trainings curves", rows=frame, description=description, height=520)
     if AXES[axis] == "seconds":
         st.caption("The time of steps alone, by the measured tokens per second: without start, evaluations and stops.")
 
 
-def label(row: TrainingRow, rows: list[TrainingRow]) -> str:
-    """The arm, or the rule where there is none, and the training's name; where others have them too, also the start
-    of its run's id."""
+def training_label(row: TrainingRow, rows: list[TrainingRow]) -> str:
+    """Names a training by its arm or rule and its own name. The start of its run's id makes the name unique."""
     names = [f"{other.arm or other.rule}, {other.name}" for other in rows]
     name = names[rows.index(row)]
     return name if names.count(name) == 1 else f"{name} {row.run[:8]}"
 
 
-def table(rows: list[TrainingRow], labels: dict[int, str]) -> None:
-    """The figures of trainings, and the study of each."""
+def training_table(rows: list[TrainingRow], labels: dict[int, str]) -> None:
+    """Draws the figures and the study of each training."""
     lines = []
     for row in rows:
         cells = dict(zip(TRAINING_HEADERS, training_cells(row), strict=True)) | {"training": labels[row.id]}
@@ -85,28 +87,37 @@ def table(rows: list[TrainingRow], labels: dict[int, str]) -> None:
     downloads.table(lines, "trainings")
 
 
-def chart(
+def training_chart(
     points: pd.DataFrame, labels: list[str], field: str, axis: str, metric: str
 ) -> alt.LayerChart | alt.FacetChart:
-    # All trainings of the ledger are the colours' domain: one keeps its colour when others are left out.
-    own = colors.arms(labels, None, highlighted=list(points["training"].unique()))
-    colored = alt.Scale(domain=list(own), range=list(own.values()))
+    """Draws a line for each training.
+
+    Args:
+        points: A row for each point: training, step, tokens, seconds and value.
+        labels: All trainings of the ledger, so that a training keeps its colour when others are left out.
+        field: The column on the horizontal axis.
+        axis: The title of the horizontal axis.
+        metric: The title of the vertical axis.
+    """
+    color_of = colors.arm_colors(labels, None, highlighted=list(points["training"].unique()))
+    scale = alt.Scale(domain=list(color_of), range=list(color_of.values()))
     base = alt.Chart(points).encode(
         x=alt.X(f"{field}:Q", title=axis, axis=alt.Axis(tickCount=10, format="~s"), scale=alt.Scale(nice=False)),
         y=alt.Y("value:Q", title=metric, scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=10)),
-        color=alt.Color("training:N", scale=colored, sort=None, legend=alt.Legend(title=None, labelLimit=0)),
+        color=alt.Color("training:N", scale=scale, sort=None, legend=alt.Legend(title=None, labelLimit=0)),
         tooltip=["training:N", "step:Q", "tokens:Q", "seconds:Q", alt.Tooltip("value:Q", format=".4f")],
     )
     return alt.layer(base.mark_line(strokeWidth=2, point=points["step"].nunique() == 1)).add_params(downloads.zoom())
 
 
 def _of_chosen_study(store: Store, rows: list[TrainingRow]) -> list[TrainingRow]:
-    chosen = st.session_state.get(STUDY)
-    if chosen is None:
+    """Returns the trainings of the chosen study, or all trainings if the ledger has no study."""
+    study_id = st.session_state.get(STUDY)
+    if study_id is None:
         return rows
-    ids = {row.id for row in trainings(store, store.study(chosen))}
+    ids = {row.id for row in trainings(store, store.study(study_id))}
     return [row for row in rows if row.id in ids]
 
 
-if __name__ == "__main__":  # how Streamlit runs a page
+if __name__ == "__main__":  # Streamlit runs a page as a script.
     st.fragment(page, run_every=10 * REFRESH_SECONDS)(ledger())

@@ -1,7 +1,7 @@
-"""The trials of a study, a page at a time. A row opens the page of its trial."""
+"""The page Trials: the trials of a study, a hundred at a time. A row opens the page Trial."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, get_args
 
 import pandas as pd
@@ -9,16 +9,21 @@ import streamlit as st
 
 from deltalab.store import Store, Study
 from deltalab.store.models import Stage
-from deltalab.store.trials import ListedTrial, Sort, State, listed
-from deltalab.study.answers.answer import SPLIT
-from deltalab.study.planning.tuning_candidates import recorded_as
+from deltalab.store.studies.trials import ListedTrial, Sort, State, listed
+from deltalab.study.answers.rows import SPLIT
+from deltalab.study.planning.tuning_candidates import recorded_trial_name
+from deltalab.study.specs.recorded_study import RecordedSpec, recorded_tasks
 from deltalab_dashboard.downloads import table_files
-from deltalab_dashboard.frame import LISTED, STUDY, searched, show
+from deltalab_dashboard.frame import LISTED, STUDY, searched_settings, show
 from deltalab_dashboard.text import label, setting
 
-ROWS = 100  # of a page
-HEIGHT = 640  # pixels of the table; a row takes 35
-PAGE = "part"  # the key of its number in the session and in the URL
+# The trials of a page.
+ROWS = 100
+# The height of the table in pixels. A row takes 35.
+HEIGHT = 640
+# The key of the page's number in the session and in the address.
+PAGE = "part"
+# What the trials can be sorted by, as the page writes it.
 SORTS: dict[str, Sort] = {
     "arm": "arm",
     "score": "score",
@@ -35,49 +40,50 @@ COLUMNS = {
 
 
 def page(store: Store, study: Study) -> None:
+    """Draws the page."""
     st.title("Trials", anchor=False)
-    offered: dict[str, list[str]] = {
+    tasks = recorded_tasks(study)
+    options_of: dict[str, list[str]] = {
         "state": [*get_args(State)],
         "stage": [*get_args(Stage)],
-        "task": list(study.provenance["tasks"]),
+        "task": list(tasks),
         "arm": [arm.name for arm in store.arms(study.id)],
     }
-    wanted: dict[str, Any] = {
+    filters: dict[str, Any] = {
         f"{name}s": column.multiselect(
             name.capitalize(), options, placeholder="all", key=f"{name}s", bind="query-params", on_change=_first_page
         )
-        for column, (name, options) in zip(st.columns(4), offered.items(), strict=True)
+        for column, (name, options) in zip(st.columns(4), options_of.items(), strict=True)
     }
     left, middle, right = st.columns(3, vertical_alignment="bottom")
     by = left.selectbox("Sorted by", list(SORTS), key="sort", bind="query-params", on_change=_first_page)
     descending = middle.toggle("Descending", key="descending", bind="query-params", on_change=_first_page)
     number = right.number_input(f"Page of {ROWS} trials", min_value=1, step=1, key=PAGE, bind="query-params")
-    judged = {task: about["metric"] for task, about in study.provenance["tasks"].items()}
-    found = listed(
+    listing = listed(
         store,
         study.id,
-        judged=judged,
+        judged={name: task.metric for name, task in tasks.items()},
         splits=SPLIT,
-        **wanted,
+        **filters,
         sort=SORTS[by],
         descending=descending,
         limit=ROWS,
         offset=ROWS * (number - 1),
     )
-    if not found.total:
+    if not listing.total:
         st.info("No trial is recorded yet.")
         return
-    pages = math.ceil(found.matching / ROWS)
-    place = f" Page {number} of {pages}." if found.rows and pages > 1 else ""
+    pages = math.ceil(listing.matching / ROWS)
+    place = f" Page {number} of {pages}." if listing.rows and pages > 1 else ""
     st.caption(
-        f"{found.matching:,} of {found.total:,} trials.{place} The score is the mean of the seeds that finished. "
+        f"{listing.matching:,} of {listing.total:,} trials.{place} The score is the mean of the seeds that finished. "
         "Tick the box of a row to open its trial."
     )
-    if not found.rows:
+    if not listing.rows:
         st.info(f"Page {number} is empty: the last is page {pages}." if pages else "No trial passes these filters.")
         return
-    rows = [line(trial, searched(study), study.spec) for trial in found.rows]
-    if not any(trial.error for trial in found.rows):
+    rows = [table_row(trial, searched_settings(study), study) for trial in listing.rows]
+    if not any(trial.error for trial in listing.rows):
         for row in rows:
             del row["why not done"]
     ticked = st.dataframe(
@@ -93,34 +99,40 @@ def page(store: Store, study: Study) -> None:
     )
     text = [{name: "" if cell is None else str(cell) for name, cell in row.items()} for row in rows]
     table_files(text, f"{study.name} trials {number}")
-    open_ticked(study, found.rows, ticked["selection"]["rows"])
+    open_ticked(study, listing.rows, ticked["selection"]["rows"])
 
 
 def _first_page() -> None:
-    """Shows the first page when other trials are asked for."""
+    """Goes to the first page when a filter or the order changes."""
     st.session_state[PAGE] = 1
 
 
 def open_ticked(study: Study, rows: list[ListedTrial], ticked: list[int]) -> None:
-    """Goes to the page of the trial whose row is ticked, which leads back to this list as it is."""
+    """Opens the trial whose row is ticked. Its page leads back to the list with the present filters."""
     if ticked:
         st.session_state[LISTED] = {key: st.query_params.get_all(key) for key in st.query_params}
         st.switch_page("views/trial.py", query_params={STUDY: label(study), "trial": rows[ticked[0]].key})
 
 
-def line(trial: ListedTrial, paths: Iterable[str], spec: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of the table. paths: the settings that the study tunes, empty where a trial has no value. spec: of it."""
-    name = recorded_as(spec, trial.arm, trial.stage, trial.number)
+def table_row(trial: ListedTrial, paths: Iterable[str], study: Study) -> dict[str, Any]:
+    """Returns a row of the table.
+
+    Args:
+        trial: The trial.
+        paths: The settings that the study tunes or searches. A setting that the trial does not have is None.
+        study: The study.
+    """
+    name = recorded_trial_name(study.spec, trial.arm, trial.stage, trial.number)
     return {
         "arm": trial.arm,
         "task": trial.task,
         "stage": trial.stage,
-        **({"trial": name} if spec.get("search") else {"number": trial.number}),
+        **({"trial": name} if RecordedSpec(study.spec).is_search else {"number": trial.number}),
         "state": trial.state,
         "score": trial.score,
         **dict.fromkeys(paths),
         "rule": trial.rule,
-        # A search may choose the rule as a whole: that value names the rule and its knobs, and takes its place.
+        # The value of a search for whole rules replaces the rule's name, since it names the rule and its knobs.
         **{path: value if isinstance(value, int | float) else setting(value) for path, value in trial.values.items()},
         "why not done": "" if trial.error is None else trial.error.strip().rpartition("\n")[2],
         "seconds": trial.seconds,
@@ -132,5 +144,5 @@ def line(trial: ListedTrial, paths: Iterable[str], spec: Mapping[str, Any]) -> d
     }
 
 
-if __name__ == "__main__":  # how Streamlit runs a page
+if __name__ == "__main__":  # Streamlit runs a page as a script.
     show(page)

@@ -15,7 +15,7 @@ from deltalab.errors import InputError
 from deltalab.store import ArmRecord, RuleRecord, RunRecord, Store, TrialRecord
 from deltalab.study.answers.ladder_trends import ArmLadder, fit, slopes, verdict
 from deltalab.study.reports.report import Report, report
-from deltalab.study.specs.ladder_sizes import Scales
+from deltalab.study.specs.ladder_sizes import Ladder
 from deltalab.study.statistics.joint_test import UNKNOWN, Difference, follow, one_look
 
 Array = NDArray[np.float64]
@@ -115,7 +115,7 @@ def recorded(store: Store, *, sizes: int = 4, without: tuple[str, int] | None = 
         "task": {"text": {"length": 64}},
         "scales": {"model.d_model": list(WIDTHS[:sizes]), **scales},
     }
-    made = Scales.model_validate(spec["scales"])
+    made = Ladder.model_validate(spec["scales"])
     labels = [made.label("text", size) for size in range(sizes)]
     about = {"metric": "bits_per_byte", "maximize": False, "chance": 8.0, "version": 2, "length": 64}
     arms = [ArmRecord(name, name == "base", {} if name == "base" else {"x": [0, name]}, {}) for name in NAMES]

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from deltalab.study.answers.random_control import compare, worst_of
+from deltalab.study.answers.random_control import compare_with_random, worst_of
 from deltalab.study.statistics.pareto import hypervolume
 
 NO_CHANCE = [math.inf] * 3
@@ -17,7 +17,7 @@ def drawn(count: int, seed: int) -> Points:
 
 
 def test_two_random_searches_are_not_told_apart() -> None:
-    control = compare(drawn(52, 1), drawn(13, 2), NO_CHANCE)
+    control = compare_with_random(drawn(52, 1), drawn(13, 2), NO_CHANCE)
     assert (control.n, control.of) == (13, 52)
     assert control.difference.low < 0 < control.difference.high
     assert control.searched < control.all_searched, "13 candidates are fewer than 52"
@@ -26,14 +26,14 @@ def test_two_random_searches_are_not_told_apart() -> None:
 
 def test_a_search_that_draws_better_candidates_is_told_from_random_search() -> None:
     better = [[value**4 for value in point] for point in drawn(52, 1)]
-    control = compare(better, drawn(13, 2), NO_CHANCE)
+    control = compare_with_random(better, drawn(13, 2), NO_CHANCE)
     assert control.difference.low > 0
     assert control.searched - control.random == pytest.approx(control.difference.mean)
 
 
 def test_the_hypervolume_is_that_of_the_box_of_all_candidates() -> None:
     points = drawn(20, 3)
-    control = compare(points, points, NO_CHANCE)
+    control = compare_with_random(points, points, NO_CHANCE)
     best, worst = np.min(points, axis=0), np.max(points, axis=0)
     exact = hypervolume((np.array(points) - best) / (worst - best), [1.0] * 3)
     assert control.searched == pytest.approx(exact, abs=0.01)
@@ -43,18 +43,18 @@ def test_the_hypervolume_is_that_of_the_box_of_all_candidates() -> None:
 def test_no_value_counts_as_worse_than_chance() -> None:
     """Else one candidate that is far worse than chance makes all others look alike."""
     points = [[0.1, 1.0], [0.5, 0.0], [1.0, 0.5]]
-    without = compare(points, points, [1.0, math.inf])
-    outlier = compare([*points, [90.0, 1.0]], points, [1.0, math.inf])
+    without = compare_with_random(points, points, [1.0, math.inf])
+    outlier = compare_with_random([*points, [90.0, 1.0]], points, [1.0, math.inf])
     assert outlier.random == pytest.approx(without.random)
 
 
 def test_diverged_candidates_add_nothing() -> None:
     points = drawn(10, 4)
-    control = compare([[math.nan, 0.0, 0.0], *points], points, NO_CHANCE)
+    control = compare_with_random([[math.nan, 0.0, 0.0], *points], points, NO_CHANCE)
     assert control.by_number["searched"][0] == 0
     assert control.all_searched == control.random
     with pytest.raises(ValueError, match="both need a candidate"):
-        compare([], points, NO_CHANCE)
+        compare_with_random([], points, NO_CHANCE)
 
 
 def test_chance_as_a_coordinate() -> None:

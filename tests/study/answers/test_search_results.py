@@ -11,7 +11,8 @@ from tests.support.search_ledger import BASE, BEST, CHEAP, TASKS, TUNED, Lab, re
 
 from deltalab.store import Store
 from deltalab.study.answers import importance, search_results
-from deltalab.study.answers.search_results import Discovery, changed
+from deltalab.study.answers.search_points import differences_from_base
+from deltalab.study.answers.search_results import Discovery
 from deltalab.study.planning.tuning_candidates import MOST_DRAWN
 from deltalab.study.reports.report import Report, report
 from deltalab.study.reports.search_sections import sections
@@ -30,9 +31,9 @@ def searched(store: Store) -> Report:
     return report(store, record_search(store))
 
 
-def search_of(found: Report) -> Discovery:
-    assert search_results.search is not None
-    return search_results.search
+def search_of(shown: Report) -> Discovery:
+    assert shown.search is not None
+    return shown.search
 
 
 def test_finalists_and_the_base_stand_first_and_say_what_they_are(searched: Report) -> None:
@@ -218,10 +219,10 @@ def test_a_running_search_says_nothing_yet_of_what_mattered(store: Store) -> Non
 
 def test_a_value_that_the_base_has_on_one_task_alone_differs() -> None:
     own = {"train.lr": 0.02}
-    assert changed(BASE, BASE, [own, own], own) == {}
-    assert changed(BASE, BASE, [own, {"train.lr": 0.05}], own) == own
+    assert differences_from_base(BASE, BASE, [own, own], own) == {}
+    assert differences_from_base(BASE, BASE, [own, {"train.lr": 0.05}], own) == own
 
 
 def test_a_knob_that_the_base_does_not_have_differs() -> None:
     other = {**BASE, "rule": {"name": "other", "xi": 1}}
-    assert changed(BASE, other, [], {"rule.xi": 1, "rule": "other"}) == {"rule.xi": 1, "rule": "other"}
+    assert differences_from_base(BASE, other, [], {"rule.xi": 1, "rule": "other"}) == {"rule.xi": 1, "rule": "other"}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tests.support.folders import ROOT
 
-from deltalab.cli.app import app
+from deltalab.cli.app import main
 from deltalab.errors import InputError
 from deltalab.store import ArmRecord, RuleRecord, RunRecord, Store, TrialRecord
 from deltalab.study.forecast import calibration
@@ -194,7 +194,7 @@ def platform(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     def run(*words: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["platform", "study", "calibrate", *map(str, words)])
         with pytest.raises(SystemExit) as ended:
-            app.main()
+            main()
         return int(ended.value.code or 0), *capsys.readouterr()
 
     return run

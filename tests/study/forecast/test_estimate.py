@@ -17,7 +17,7 @@ from deltalab.study.forecast import step_time
 from deltalab.study.forecast.estimate import Estimate, estimate
 from deltalab.study.forecast.step_time import Training, gpu_rates, gpu_step
 from deltalab.study.planning.make import make_plan
-from deltalab.study.planning.model_costs import Sizer
+from deltalab.study.planning.model_costs import CostCounter
 from deltalab.study.planning.plan import Plan
 from deltalab.study.specs.study_file import load_study
 from deltalab.training.spec import TrainSpec
@@ -82,17 +82,17 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=str,
 )
 def test_parameters_and_state_are_those_of_the_whole_model(model: ModelSpec, length: int) -> None:
-    network, found = build_model(model), Sizer().sizes(model, length)
+    network, found = build_model(model), CostCounter().costs(model, length)
     assert found.parameters == sum(p.numel() for p in network.parameters())
     assert found.state_size == network.state_size(length)
 
 
 def test_equal_blocks_are_counted_once() -> None:
-    sizer = Sizer()
+    sizer = CostCounter()
     for layers in (2, 8):
         for vocabulary in (16, 8192):
             for length in (64, 512):
-                sizer.sizes(replace(COMBA, layers=layers, vocab_size=vocabulary), length)
+                sizer.costs(replace(COMBA, layers=layers, vocab_size=vocabulary), length)
     assert sizer.built == 1
 
 
@@ -166,7 +166,7 @@ def training(d_model: int, length: int, batch: int, vocabulary: int) -> Training
     heads = max(1, d_model // 64)
     model = ModelSpec(rule="gated_deltanet", vocab_size=vocabulary, d_model=d_model, layers=2, heads=heads, mlp=False)
     spec = TrainSpec(steps=10, batch_size=batch, lr=1e-3)
-    return Training(task, model, spec, 1, Sizer().sizes(model, length).flops_per_token)
+    return Training(task, model, spec, 1, CostCounter().costs(model, length).flops_per_token)
 
 
 def test_shipped_rates_are_those_of_the_benchmark() -> None:
@@ -212,7 +212,10 @@ def test_a_model_that_fails_is_named_with_its_arm(monkeypatch: pytest.MonkeyPatc
     def fails(*_: Any) -> Any:
         raise RuntimeError("one\ntwo")
 
-    patched: list[tuple[Any, str, Callable[..., Any]]] = [(Sizer, "sizes", fails), (estimates, "timed_step", fails)]
+    patched: list[tuple[Any, str, Callable[..., Any]]] = [
+        (CostCounter, "costs", fails),
+        (estimates, "timed_step", fails),
+    ]
     for owner, name, planted in patched:
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, planted)

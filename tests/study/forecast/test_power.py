@@ -19,7 +19,7 @@ from deltalab.study.forecast.estimate import Estimate, estimate
 from deltalab.study.forecast.power import Spread, detectable, spreads
 from deltalab.study.planning.make import make_plan
 from deltalab.study.planning.plan import Plan
-from deltalab.study.running.run import _provenance, arm_records
+from deltalab.study.running.run import arm_records, provenance
 from deltalab.study.specs.study_file import load_study
 from deltalab.study.statistics.joint_test import compare, one_look, spread_looks
 from deltalab.study.workers.train_stack import failed
@@ -106,7 +106,7 @@ def test_the_spread_of_a_task_is_that_of_its_latest_study(tmp_path: Path) -> Non
     with Store.open(tmp_path / "lab.db") as store:
         assert spreads(store, plan.tasks) == []
         spec = plan.spec.model_dump(mode="json")
-        study = store.begin_study("s", None, plan.identity, spec, arm_records(plan), _provenance(plan, {}))
+        study = store.begin_study("s", None, plan.identity, spec, arm_records(plan), provenance(plan, {}))
         for arm in plan.arms:
             job = plan.job(arm, "confirm", 0, {})
             runs = [

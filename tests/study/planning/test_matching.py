@@ -16,8 +16,8 @@ from deltalab.errors import InputError
 from deltalab.registry import add_plugin
 from deltalab.study.forecast.estimate import estimate
 from deltalab.study.planning.make import make_plan
-from deltalab.study.planning.matching import _sizes_near
-from deltalab.study.planning.model_costs import Sizer, Sizes, uneven
+from deltalab.study.planning.matching import _amounts_near
+from deltalab.study.planning.model_costs import CostCounter, ModelCosts, uneven
 from deltalab.study.planning.plan import Plan, PlannedArm
 from deltalab.study.running.run import arm_records
 from deltalab.study.specs.json_schema import schema
@@ -42,14 +42,14 @@ def plan(tmp_path: Path) -> Callable[..., Plan]:
 
     def planned(**given: Any) -> Plan:
         file.write_text(yaml.safe_dump({**STUDY, **given}, sort_keys=False))
-        return make_plan(load_study(file), where="s.yaml")
+        return make_plan(load_study(file), study_file="s.yaml")
 
     return planned
 
 
-def sizes(plan: Plan, arm: PlannedArm) -> Sizes:
+def sizes(plan: Plan, arm: PlannedArm) -> ModelCosts:
     model, _ = plan.job(arm, "confirm", 0, {}).specs
-    return Sizer().sizes(model, plan.tasks[arm.task].length)
+    return CostCounter().costs(model, plan.tasks[arm.task].length)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_a_matched_arm_has_the_quantity_of_the_base(
     found = plan(arms={"x": {**arm, "match": match}})
     base, matched = found.arms
     (what,) = match.keys() - {"scale"}
-    wanted, got = (sizes(found, each).named()[what] for each in (base, matched))
+    wanted, got = (sizes(found, each).by_quantity()[what] for each in (base, matched))
     assert abs(got - wanted) <= 0.02 * wanted
     assert matched.change == {**matched.change, **changed}
 
@@ -102,7 +102,7 @@ def test_the_nearest_of_all_values_is_among_those_tried(target: int, start: int,
             raise InputError("makes no model")
         return float(min(value, most) ** power)
 
-    tried = _sizes_near(target, start, size)
+    tried = _amounts_near(target, start, size)
     within_reach = [abs(size(value) - target) for value in range(1, max(tried) + 1) if value not in none]
     assert min(abs(found - target) for found in tried.values()) == min(within_reach)
 
@@ -229,8 +229,8 @@ def test_the_schema_describes_a_match() -> None:
 
 
 def test_a_quantity_of_the_arm_alone_is_infinitely_uneven() -> None:
-    assert uneven(Sizes(100, 0, 50.0), Sizes(105, 0, 47.6)) == []
-    assert uneven(Sizes(100, 0, 50.0), Sizes(106, 8, 47.4)) == [
+    assert uneven(ModelCosts(100, 0, 50.0), ModelCosts(105, 0, 47.6)) == []
+    assert uneven(ModelCosts(100, 0, 50.0), ModelCosts(106, 8, 47.4)) == [
         ("state", math.inf),
         ("parameters", 1.06),
         ("flops", 0.948),

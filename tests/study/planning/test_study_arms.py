@@ -49,7 +49,7 @@ import deltalab
 from deltalab.models.layer import Gates, RuleLayer
 from deltalab.models.spec import ModelSpec
 from deltalab.study.planning.make import make_plan
-from deltalab.study.planning.model_costs import Sizer
+from deltalab.study.planning.model_costs import CostCounter
 from deltalab.study.planning.plan import PlannedArm
 from deltalab.study.specs.study_file import load_study
 
@@ -294,7 +294,7 @@ def test_features_are_those_that_an_arm_names(study, arm, normalize, silu_of_v, 
 def test_a_mamba_like_layer_has_the_state_of_the_bases():
     """000 Section 3.3: no MLP, q and k shared by all heads, twice the depth. Table 2: keys half as wide as a head's of
     the base (128 and 256), values 2D wide in all, 256 D elements in each layer's state."""
-    sizer = Sizer()
+    sizer = CostCounter()
     for profile in (None, "gpu", "paper"):
         found = {(arm.task, arm.name): arm.config["model"] for arm in arms("comba_ablation", profile)}
         for task in {task for task, _ in found}:
@@ -304,7 +304,7 @@ def test_a_mamba_like_layer_has_the_state_of_the_bases():
             assert (mamba.block, mamba.mlp, mamba.depth) == ("mamba", False, 2 * base.depth)
             assert (key, mamba.heads * value) == (width / 2, 2 * base.d_model)
             assert mamba.heads * key * value == base.heads * width * width
-            parameters = [sizer.sizes(model, 32).parameters for model in (base, mamba)]
+            parameters = [sizer.costs(model, 32).parameters for model in (base, mamba)]
             assert parameters[1] == pytest.approx(parameters[0], rel=0.03)
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from deltalab.errors import InputError
 from deltalab.study.planning import tuning_candidates
-from deltalab.study.planning.tuning_candidates import MOST_DRAWN, beyond, edge, spread
+from deltalab.study.planning.tuning_candidates import MOST_DRAWN, beyond, edge, spread_candidates
 from deltalab.study.specs.search_space import Search
 
 LR = Search(log_uniform=(1e-3, 1e-1))
@@ -18,7 +18,7 @@ HEADS = Search(choice=(1, 2, 4))
 
 
 def first(searched: dict[str, Search], trials: int, own: dict[str, Any]) -> list[dict[str, Any]]:
-    return list(islice(spread(searched, trials, own), trials))
+    return list(islice(spread_candidates(searched, trials, own), trials))
 
 
 def rates(found: list[dict[str, Any]]) -> list[float]:
@@ -81,8 +81,8 @@ OWN = {"train.lr": 0.02, "train.clip": 1.0, "model.heads": 2, "model.conv": 4}
 @pytest.mark.parametrize("searched", SPACES, ids=lambda space: "+".join(space))
 def test_they_are_distinct_reproducible_and_inside(searched: dict[str, Search]) -> None:
     own = {path: OWN[path] for path in searched}
-    found = list(spread(searched, 8, own))
-    assert found == list(spread(searched, 8, own))
+    found = list(spread_candidates(searched, 8, own))
+    assert found == list(spread_candidates(searched, 8, own))
     assert own in found[:8]
     assert 8 <= len(found) <= (MOST_DRAWN + 1) * 8, "more follow, for those that make no model"
     assert len({str(candidate) for candidate in found}) == len(found)
@@ -108,7 +108,7 @@ def test_no_more_are_drawn_than_are_asked_for(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_budget_for_every_combination_takes_them_in_order() -> None:
     space = {"train.lr": Search(choice=(0.1, 0.2)), "model.heads": HEADS}
-    found = list(spread(space, 6, {"train.lr": 0.15, "model.heads": 1}))
+    found = list(spread_candidates(space, 6, {"train.lr": 0.15, "model.heads": 1}))
     assert [tuple(candidate.values()) for candidate in found] == [
         (0.1, 1), (0.1, 2), (0.1, 4), (0.2, 1), (0.2, 2), (0.2, 4),
     ]  # fmt: skip
@@ -131,7 +131,7 @@ def test_a_smaller_budget_begins_with_the_bases_own_values() -> None:
 )
 def test_a_range_that_holds_too_few_candidates_is_refused(space: dict[str, Search], trials: int, there: int) -> None:
     with pytest.raises(InputError, match=f"trials {trials}: there are only {there} candidates to try"):
-        spread(space, trials, dict.fromkeys(space, 0.01 if "train.lr" in space else 2))
+        spread_candidates(space, trials, dict.fromkeys(space, 0.01 if "train.lr" in space else 2))
 
 
 # Beyond a range.

@@ -14,8 +14,9 @@ from rich.console import Console
 from deltalab.errors import InputError
 from deltalab.store import ArmRecord, RuleRecord, RunRecord, Store, TrialRecord
 from deltalab.store.models import Stage
-from deltalab.study.answers.answer import Row
-from deltalab.study.reports.report import Report, cells, report
+from deltalab.study.answers.rows import Row
+from deltalab.study.reports.columns import cells
+from deltalab.study.reports.report import Report, report
 
 TASKS: dict[str, dict[str, Any]] = {
     "mqar": {"metric": "accuracy", "maximize": True, "chance": 1 / 64, "version": 1, "bounds": [0, 1]},

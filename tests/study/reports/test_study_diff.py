@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 from tests.support.ledgers import BASE, SPEC, TASKS, begin, record
 
-from deltalab.cli.app import app
+from deltalab.cli.app import main
 from deltalab.errors import InputError
-from deltalab.store import ArmRecord, Store, copy, shelf
+from deltalab.store import ArmRecord, Store, copy
+from deltalab.store.studies import shelf
 from deltalab.study.reports import best_arm
 from deltalab.study.reports.report import report
-from deltalab.study.reports.study_diff import Changed, arm_diff, of_file, of_ledger, study_diff
-from deltalab.study.running.run import run_study
+from deltalab.study.reports.study_diff import SettingDiff, arm_diff, side_of_file, side_of_study, study_diff
+from deltalab.study.running.run import run_study_file
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ def platform(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     def run(*words: object) -> Said:
         monkeypatch.setattr(sys, "argv", ["platform", *map(str, words)])
         with pytest.raises(SystemExit) as ended:
-            app.main()
+            main()
         return Said(int(ended.value.code or 0), *capsys.readouterr())
 
     return run
@@ -114,14 +115,14 @@ def test_the_best_arm_is_that_of_the_report(store: Store) -> None:
     for arm, more in (("base", 0.0), ("no_*d*", 0.02), ("late", -0.1)):
         record(store, study, arm, "mqar", [value + more for value in BASE])
     store.finish_study(study, "done")
-    assert best_arm.lacking(shelf.listed(store)) == shelf.listed(store)
-    best_arm.keep(store, study)
+    assert best_arm.without_best_arm(shelf.listed(store)) == shelf.listed(store)
+    best_arm.keep_best_arm(store, study)
     [row] = shelf.listed(store)
-    assert best_arm.told(row.best) == "no_*d* 0.941 on mqar, better"
+    assert best_arm.best_arm_text(row.best) == "no_*d* 0.941 on mqar, better"
     top = report(store, study).tables[0].rows[1]
-    assert row.best == best_arm.best(report(store, study))
+    assert row.best == best_arm.find_best_arm(report(store, study))
     assert (top.arm, top.verdict, top.score.mean) == (row.best["arm"], row.best["verdict"], row.best["mean"])
-    assert best_arm.lacking([row]) == []
+    assert best_arm.without_best_arm([row]) == []
 
 
 def test_the_best_arm_is_that_of_a_task_that_has_a_better_one(store: Store) -> None:
@@ -130,13 +131,13 @@ def test_the_best_arm_is_that_of_a_task_that_has_a_better_one(store: Store) -> N
         record(store, study, "base", task, BASE)
         record(store, study, "no_*d*", task, [value + more for value in BASE])
     store.finish_study(study, "done")
-    best_arm.keep(store, study)
+    best_arm.keep_best_arm(store, study)
     [row] = shelf.listed(store)
-    assert best_arm.told(row.best) == "no_*d* 0.901 on text, better"
+    assert best_arm.best_arm_text(row.best) == "no_*d* 0.901 on text, better"
 
 
 def test_a_best_arm_is_forgotten_when_the_study_goes_on(store: Store, ablation: int) -> None:
-    best_arm.keep(store, ablation)
+    best_arm.keep_best_arm(store, ablation)
     assert shelf.listed(store)[0].best is not None
     store.forget_trial(f"{ablation} late mqar tune 0 0")
     assert shelf.listed(store)[0].best is None
@@ -145,9 +146,9 @@ def test_a_best_arm_is_forgotten_when_the_study_goes_on(store: Store, ablation: 
 def test_a_study_of_which_nothing_is_measured_has_no_best_arm(store: Store) -> None:
     study = begin(store, "failed")
     store.finish_study(study, "failed")
-    best_arm.keep(store, study)
+    best_arm.keep_best_arm(store, study)
     [row] = shelf.listed(store)
-    assert (best_arm.told(row.best), best_arm.lacking([row])) == ("", [])
+    assert (best_arm.best_arm_text(row.best), best_arm.without_best_arm([row])) == ("", [])
 
 
 def test_the_list_shows_tags_and_leaves_out_what_is_hidden(store: Store, ablation: int, platform: Platform) -> None:
@@ -216,11 +217,11 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_a_study_differs_from_its_profile_in_what_the_profile_says(file: Path) -> None:
-    found = study_diff(of_file(file), of_file(file, "longer"))
+    found = study_diff(side_of_file(file), side_of_file(file, "longer"))
     assert not found.same
-    assert found.identity == [Changed("task.mqar.pairs", 2, 3), Changed("profile", None, "longer")]
-    assert found.settings == [Changed("seeds", 2, 3)]
-    assert found.arms == [Changed("train.steps", 4, 6)], "once, not for each arm and task"
+    assert found.identity == [SettingDiff("task.mqar.pairs", 2, 3), SettingDiff("profile", None, "longer")]
+    assert found.settings == [SettingDiff("seeds", 2, 3)]
+    assert found.arms == [SettingDiff("train.steps", 4, 6)], "once, not for each arm and task"
     assert (found.only_left, found.only_right) == ([], ["slow"])
     assert found.ran is None
 
@@ -232,23 +233,23 @@ def test_a_file_and_its_run_compute_the_same(file: Path, store: Store) -> None:
         .replace("ablate: [d, beta]", "ablate: [d]")
     )
     file.write_text(text)
-    run_study(file, db=store.folder / "lab.db", executor="inline")
+    run_study_file(file, db=store.folder / "lab.db", executor="inline")
     study = store.study("tiny")
-    assert best_arm.told(study.best) != "", "what a driver keeps when the study ends"
-    ran = of_ledger(study, store.arms(study.id))
-    found = study_diff(ran, of_file(file))
+    assert best_arm.best_arm_text(study.best) != "", "what a driver keeps when the study ends"
+    ran = side_of_study(study, store.arms(study.id))
+    found = study_diff(ran, side_of_file(file))
     assert found.same
     assert [*found.identity, *found.settings, *found.arms, *found.only_left, *found.only_right] == []
     assert study_diff(ran, ran).ran == []
 
 
 def test_a_difference_of_some_arms_names_them(file: Path) -> None:
-    left = of_file(file)
+    left = side_of_file(file)
     file.write_text(
         STUDY.replace("seeds: 2", "arms: {slow: {train: {lr: 1e-3}}}\nfor_task: {other: {train: {steps: 9}}}\nseeds: 2")
     )
-    found = study_diff(left, of_file(file))
-    assert found.arms == [Changed("train.steps", 4, 9, ("on other",))]
+    found = study_diff(left, side_of_file(file))
+    assert found.arms == [SettingDiff("train.steps", 4, 9, ("on other",))]
     rows = arm_diff(left.arms["base"], left.arms["without_d"])
     assert [row.key for row in rows] == ["rule.d"]
 

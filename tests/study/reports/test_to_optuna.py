@@ -15,7 +15,7 @@ from deltalab.cli.app import app
 from deltalab.errors import InputError
 from deltalab.store import Store
 from deltalab.study.reports.to_optuna import distribution, export_optuna
-from deltalab.study.searching.phase import candidates
+from deltalab.study.searching.phase import candidate_results
 from deltalab.study.specs.search_space import Search
 
 LOW, LAST = "s, train.steps 20", "s, train.steps 60"
@@ -34,7 +34,7 @@ def test_values_and_params_are_those_of_the_ledger(store: Store, tmp_path: Path)
     assert [direction.name for direction in study.directions] == ["MAXIMIZE", "MINIMIZE", "MINIMIZE"]
     assert study.user_attrs["base"]["accuracy@mqar"] == 0.7
     trials = {trial.user_attrs["candidate"]: trial for trial in study.trials}
-    for each in candidates(store.study(study_id).spec, store, study_id):
+    for each in candidate_results(store.study(study_id).spec, store, study_id):
         if each.rung == 0:
             trial = trials[each.number]
             assert trial.params == each.values, "a knob that does not exist for a candidate is absent"

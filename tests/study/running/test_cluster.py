@@ -14,19 +14,19 @@ from typing import Any
 import fsspec
 import pytest
 
-from deltalab.cli.app import app
+from deltalab.cli.app import main
 from deltalab.errors import InputError
 from deltalab.export.best_run import _weights
 from deltalab.store import Store, TrialRecord
 from deltalab.study.planning.make import make_plan
 from deltalab.study.planning.plan import Plan
 from deltalab.study.running import ray_driver, weights_at_url
-from deltalab.study.running.activity import Account
-from deltalab.study.running.progress_bars import Progress
-from deltalab.study.running.run import arm_records, run_study
+from deltalab.study.running.activity import DriverActivity
+from deltalab.study.running.progress_bars import ProgressBars
+from deltalab.study.running.run import arm_records, run_study_file
 from deltalab.study.running.schedule import Schedule
 from deltalab.study.specs.study_file import StudySpec
-from deltalab.study.workers.jobs import Job, Lost, stack_from_json, to_json
+from deltalab.study.workers.jobs import Job, Lost, record_to_json, stack_from_json
 from deltalab.study.workers.train_stack import execute
 from deltalab.study.workers.worker import Worker
 
@@ -78,7 +78,7 @@ def refused(address: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     (lab / "s.yaml").write_text(yaml.safe_dump(STUDY))
     monkeypatch.setattr("sys.argv", ["platform", *f"study run s.yaml --storage {lab} --address".split(), address])
     with pytest.raises(SystemExit) as ended:
-        app.main()
+        main()
     assert ended.value.code == 2
     return capsys.readouterr().err.splitlines()[-1]
 
@@ -86,7 +86,7 @@ def refused(address: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytes
 def test_an_address_where_no_ray_is_ends_in_one_line(
     lab: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(ray_driver, "_Ray", lambda *_: pytest.fail("Ray itself would try for two minutes"))
+    monkeypatch.setattr(ray_driver, "_RayProcess", lambda *_: pytest.fail("Ray itself would try for two minutes"))
     monkeypatch.setattr(ray_driver, "ANSWERS", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
@@ -109,7 +109,7 @@ def test_a_server_that_only_looks_like_ray_is_left_in_time(lab: Path, monkeypatc
         listening(bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])) as port,
         pytest.raises(InputError, match=r"no Ray cluster answers within 3 s"),
     ):
-        run_study(STUDY, address=f"127.0.0.1:{port}", storage=str(lab))
+        run_study_file(STUDY, address=f"127.0.0.1:{port}", storage=str(lab))
 
 
 def test_what_ray_says_becomes_one_line_without_identifiers() -> None:
@@ -147,7 +147,7 @@ class FakeRay:
             elif lost:
                 self.inbox += [{"place": 0, "lost": lost, "of": "infrastructure"}, {"free": 0}]
             else:
-                records = [to_json(record) for record in execute(stack_from_json(message["stack"]), self.runs)]
+                records = [record_to_json(record) for record in execute(stack_from_json(message["stack"]), self.runs)]
                 self.inbox += [{"place": 0, "records": records, "device": "cpu"}, {"free": 0}]
 
     def receive(self, patience: float) -> dict[str, Any]:
@@ -165,8 +165,8 @@ def through(ray: FakeRay, lab: Path, monkeypatch: pytest.MonkeyPatch, start: Any
     with Store.open(lab / "lab.db") as store:
         study = store.begin_study("s", None, plan.identity, {}, arm_records(plan), {}, runs=str(lab))
         schedule = Schedule(plan, store, study)
-        schedule.look()
-        with Progress(schedule, Account(), quiet=True) as progress:
+        schedule.refresh()
+        with ProgressBars(schedule, DriverActivity(), quiet=True) as progress:
             ray_driver.run_all(schedule, lab, progress, workers=None, address=None)
         return schedule
 
@@ -342,8 +342,8 @@ def url(temporary: None) -> Iterator[str]:
 
 @pytest.mark.usefixtures("in_process")
 def test_weights_lie_at_the_url_and_are_exported_from_there(lab: Path, url: str) -> None:
-    run_study(STUDY, db=lab / "lab.db", executor="inline", storage=url)
-    run_study(STUDY, db=lab / "local.db", executor="inline", storage=f"file://{lab}/local")
+    run_study_file(STUDY, db=lab / "lab.db", executor="inline", storage=url)
+    run_study_file(STUDY, db=lab / "local.db", executor="inline", storage=f"file://{lab}/local")
     found = {}
     for db in ("lab.db", "local.db"):
         with Store.open(lab / db) as store:
@@ -378,15 +378,15 @@ def test_a_stack_that_was_cut_off_goes_on_on_another_machine(
     for machine in ("one", "two"):
         (tmp_path / machine).mkdir()
         monkeypatch.setattr("tempfile.tempdir", str(tmp_path / machine))
-        worker = weights_at_url.worker(url)
+        worker = weights_at_url.make_worker(url)
         if machine == "one":
             with pytest.raises(Lost):
                 worker.execute(stack)
-            assert weights_at_url.cut_off(url) == [(stack[0].key, stack[1].key)]
+            assert weights_at_url.interrupted_stacks(url) == [(stack[0].key, stack[1].key)]
         else:
             worker.execute(stack)
     assert seen == [None, b"step 2"]
-    assert weights_at_url.cut_off(url) == []
+    assert weights_at_url.interrupted_stacks(url) == []
 
 
 def test_a_url_that_cannot_be_reached_loses_the_stack_to_the_infrastructure(
@@ -396,7 +396,7 @@ def test_a_url_that_cannot_be_reached_loses_the_stack_to_the_infrastructure(
         raise ConnectionError("no route\nto host")
 
     plan = planned()
-    worker = weights_at_url.worker(url)
+    worker = weights_at_url.make_worker(url)
     monkeypatch.setattr(weights_at_url.Remote, "names", away)
     with pytest.raises(Lost, match=rf"{url}: no route to host") as lost:
         worker.execute([plan.job(plan.arms[0], "confirm", 0, {})])
@@ -437,7 +437,7 @@ def test_weights_on_s3(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(InputError, match=r"--storage s3://none/lab: .*bucket"):
             weights_at_url.runs_at("s3://none/lab")
         boto.client("s3", endpoint_url=f"http://{host}:{port}").create_bucket(Bucket="lab")
-        run_study(STUDY, db=lab / "lab.db", executor="inline", storage="s3://lab/weights")
+        run_study_file(STUDY, db=lab / "lab.db", executor="inline", storage="s3://lab/weights")
         with Store.open(lab / "lab.db") as store:
             (first, _) = [artifact for _, _, artifact in store.artifacts(store.study("s").id, "slow")]
         assert first.path.startswith("s3://lab/weights/weights/")

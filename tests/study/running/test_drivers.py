@@ -19,7 +19,7 @@ from deltalab.errors import InputError
 from deltalab.store import Busy, Heartbeat, Store, TakenOver, drivers, process
 from deltalab.store.models import Driver
 from deltalab.store.process import Process
-from deltalab.study.running.run import run_study
+from deltalab.study.running.run import run_study_file
 
 
 @pytest.fixture
@@ -185,7 +185,7 @@ def stop(*numbers: signal.Signals, ends: bool = True) -> subprocess.CompletedPro
     """Sends signals to a process that waits in `signals.in_order`, and says what became of it."""
     code = (
         "import time\n"
-        "from deltalab.study import signals\n"
+        "from deltalab.study.running import signals\n"
         "with signals.in_order():\n"
         "    try:\n"
         "        print(flush=True)\n"
@@ -225,7 +225,7 @@ def test_a_temporary_folder_that_there_is_not_is_named_before_anything_is_writte
 ) -> None:
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "none"))
     with pytest.raises(InputError, match=f"RAY_TMPDIR: there is no folder {tmp_path / 'none'}"):
-        run_study("comba_ablation", db=tmp_path / "lab.db")
+        run_study_file("comba_ablation", db=tmp_path / "lab.db")
     assert not any(tmp_path.iterdir())
 
 

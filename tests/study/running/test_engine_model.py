@@ -222,7 +222,7 @@ class Engine(RuleBasedStateMachine):
 
     @rule(when=WHEN, at=st.integers(0, 8), waits=MOSTLY)
     def outage_at_a_look(self, when: When, at: int, waits: bool) -> None:
-        self.outage(when, at, waits, self.schedule.look)
+        self.outage(when, at, waits, self.schedule.refresh)
 
     def outage(self, when: When, at: int, waits: bool, call: Callable[[], None]) -> None:
         """The database fails. A driver that waits for it notices nothing; one that does not ends, and starts again."""

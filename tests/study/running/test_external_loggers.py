@@ -14,12 +14,12 @@ import pytest
 from tests.support.folders import DOCS
 
 from deltalab import registry
-from deltalab.cli.app import app
+from deltalab.cli.app import main
 from deltalab.errors import InputError
 from deltalab.loggers import BUILTIN, LoggedReport, LoggedRun, LoggedStudy, arms_of, make_logger
 from deltalab.store import Store
 from deltalab.study.running import external_loggers
-from deltalab.study.running.run import StudyResult, run_study
+from deltalab.study.running.run import StudyResult, run_study_file
 
 STUDY: dict[str, Any] = {
     "name": "tiny",
@@ -126,7 +126,7 @@ def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], lis
 
 
 def ran(*names: str, **given: Any) -> StudyResult:
-    return run_study(STUDY, executor="inline", log_to=names, **given)
+    return run_study_file(STUDY, executor="inline", log_to=names, **given)
 
 
 def test_a_trial_of_a_search_has_the_name_that_the_report_gives_it() -> None:
@@ -141,7 +141,7 @@ def test_a_trial_of_a_search_has_the_name_that_the_report_gives_it() -> None:
     ):
         trial.stage = stage
         ended = types.SimpleNamespace(trial=trial, arm="base", number=number, values={}, runs={5: ("done", None, {})})
-        (run,) = external_loggers.logged(cast(Any, ended), study)
+        (run,) = external_loggers.logged_runs(cast(Any, ended), study)
         assert run.label == name
 
 
@@ -247,7 +247,7 @@ def test_a_logger_that_there_is_not_is_told_before_anything_runs(
         sys, "argv", ["platform", "study", "run", "tiny.yaml", "--executor", "inline", "--log-to", name]
     )
     with registry.isolated(), pytest.raises(SystemExit) as ended:
-        app.main()
+        main()
     err = capsys.readouterr().err
     assert (ended.value.code, err.count("\n")) == (2, 1)
     assert message in err
@@ -264,7 +264,7 @@ def test_a_package_that_is_not_installed_is_named_with_the_command(said: Callabl
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A ledger with the study, of which a seed diverged and a trial failed for the loggers' sake."""
     db = tmp_path_factory.mktemp("finished") / "deltalab.db"
-    run_study(STUDY, db=db, executor="inline")
+    run_study_file(STUDY, db=db, executor="inline")
     return db
 
 
@@ -272,13 +272,13 @@ def logged(db: Path, name: str, folder: Path) -> tuple[Any, list[LoggedRun], Log
     """Logs a study's runs, one of them as diverged, and its report, in this process."""
     from dataclasses import replace
 
-    from deltalab.store import finished
+    from deltalab.store.studies import whole_trials
     from deltalab.study.reports.report import report
 
     with Store.open(db, create=False) as store:
-        study = external_loggers._about(store, 1)
-        trials = [finished.whole(store, 1, arm, key) for arm, key in finished.ended(store, 1)]
-        runs = [run for trial in trials if trial for run in external_loggers.logged(trial, study)]
+        study = external_loggers._logged_study(store, 1)
+        trials = [whole_trials.whole_trial(store, 1, arm, key) for arm, key in whole_trials.ended_trials(store, 1)]
+        runs = [run for trial in trials if trial for run in external_loggers.logged_runs(trial, study)]
         found = report(store, 1)
     runs[-1] = replace(runs[-1], state="diverged", facts={**runs[-1].facts, "diverged_at": 3.0})
     end = LoggedReport("done", json.loads(found.to_json()), found.to_markdown())
@@ -329,6 +329,7 @@ def test_the_logger_of_the_guide_works(finished: Path, tmp_path: Path, monkeypat
     assert Path(logger.where).with_suffix(".md").read_text() == end.markdown
 
 
+@pytest.mark.slow
 def test_mlflow_reads_the_curves_back(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlflow import MlflowClient
 
@@ -350,6 +351,7 @@ def test_mlflow_reads_the_curves_back(finished: Path, tmp_path: Path, monkeypatc
     assert [*tmp_path.glob("mlruns/**/report.md")]
 
 
+@pytest.mark.slow
 def test_wandb_keeps_the_runs_offline(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     logger, runs, _ = logged(finished, "wandb", tmp_path)
@@ -393,7 +395,7 @@ def test_several_loggers_at_once_from_the_command_line(
         words += ["--log-to", name]
     monkeypatch.setattr(sys, "argv", ["platform", *words])
     with registry.isolated(), pytest.raises(SystemExit) as ended:
-        app.main()
+        main()
     out, err = capsys.readouterr()
     assert ended.value.code == 0
     assert json.loads(out)["state"] == "done"

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from sqlalchemy import func, select
 
-from deltalab.cli.app import app
+from deltalab.cli.app import main
 from deltalab.errors import InputError
 from deltalab.store import (
     Arm,
@@ -375,7 +375,7 @@ def test_a_password_among_the_arguments_is_refused(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["platform", "study", "list", "--db", word])
     with pytest.raises(SystemExit) as ended:
-        app.main()
+        main()
     said = capsys.readouterr().err
     assert ended.value.code == 2
     assert "environment variable DELTALAB_DB" in said

@@ -15,14 +15,15 @@ from tests.support.drivers import TEN, Executed, Second, until
 from tests.support.records import begin
 from tests.support.studies import STUDY, measured, planned, write
 
-from deltalab.cli.app import app
+from deltalab.cli import app
 from deltalab.errors import InputError
-from deltalab.store import Store, drivers, queue
-from deltalab.store.progress import Doing, progress
+from deltalab.store import Store, drivers
+from deltalab.store.studies import queue
+from deltalab.store.studies.driver_status import DriverStatus, study_progress
 from deltalab.study.running import activity
 from deltalab.study.running import progress_bars as terminal
-from deltalab.study.running.activity import Account, Count, Pace
-from deltalab.study.running.run import arm_records, run_study
+from deltalab.study.running.activity import Count, DriverActivity, Pace
+from deltalab.study.running.run import arm_records, run_study_file
 from deltalab.study.running.schedule import Schedule
 from deltalab.study.workers.jobs import Job, Lost
 from deltalab.study.workers.train_stack import failed
@@ -61,7 +62,7 @@ def counts(ended: int, total: int) -> dict[Any, Count]:
 
 
 def test_the_end_is_unknown_until_something_is_measured(clock: Clock) -> None:
-    one = Account()
+    one = DriverActivity()
     assert one.eta() is None
     one.counted(counts(0, 10), Pace())
     one.started(stack("a"), "a", here=True)
@@ -78,7 +79,7 @@ def test_the_end_is_unknown_until_something_is_measured(clock: Clock) -> None:
 
 
 def test_the_end_follows_from_the_stacks_that_have_ended_and_from_the_places(clock: Clock) -> None:
-    one = Account()
+    one = DriverActivity()
     one.counted(counts(0, 10), Pace())
     one.started(stack("a"), "a", here=True)
     clock.now += 30
@@ -92,7 +93,7 @@ def test_the_end_follows_from_the_stacks_that_have_ended_and_from_the_places(clo
 
 
 def test_what_is_lost_tells_nothing_of_the_end(clock: Clock) -> None:
-    one = Account()
+    one = DriverActivity()
     one.counted(counts(0, 10), Pace())
     one.started(stack("a"), "a", here=True)
     clock.now += 0.1
@@ -101,7 +102,7 @@ def test_what_is_lost_tells_nothing_of_the_end(clock: Clock) -> None:
 
 
 def test_the_end_is_no_earlier_than_that_of_a_stack_that_runs(clock: Clock) -> None:
-    one = Account()
+    one = DriverActivity()
     one.places = 8
     one.counted(counts(9, 10), Pace())
     one.started(stack("a"), "a", here=True)
@@ -112,7 +113,7 @@ def test_the_end_is_no_earlier_than_that_of_a_stack_that_runs(clock: Clock) -> N
 
 
 def test_a_device_is_busy_while_any_stack_trains_on_it(clock: Clock) -> None:
-    one = Account()
+    one = DriverActivity()
     one.places = 2
     one.counted(counts(0, 4), Pace())
     clock.now += 10
@@ -124,46 +125,46 @@ def test_a_device_is_busy_while_any_stack_trains_on_it(clock: Clock) -> None:
     clock.now += 10
     one.ended(stack("b"), "GPU 0")  # a stack may say where it trained only when it ends
     clock.now += 10
-    (device,) = one.doing().devices
+    (device,) = one.status().devices
     assert (device.name, device.stacks) == ("GPU 0", 0)
     assert device.busy == pytest.approx(20 / 40)
-    assert one.doing().busy == pytest.approx((10 + 20) / (2 * 40))
+    assert one.status().busy == pytest.approx((10 + 20) / (2 * 40))
 
 
 def test_a_stack_of_a_driver_that_joined_is_not_this_drivers(clock: Clock) -> None:
-    one = Account()
+    one = DriverActivity()
     one.counted(counts(0, 4), Pace())
     one.started(stack("a"), "a", here=False)
     clock.now += 10
-    assert one.doing().stacks == one.doing().devices == ()
-    assert one.doing().busy == 0
+    assert one.status().stacks == one.status().devices == ()
+    assert one.status().busy == 0
     one.ended(stack("a"))
-    assert one.doing().stacks == ()
+    assert one.status().stacks == ()
 
 
 def test_what_a_driver_does_comes_back_out_of_the_ledger(clock: Clock, store: Store) -> None:
-    one = Account()
+    one = DriverActivity()
     one.counted({"tune": Count(2, 8, 1.0), "confirm": Count(0, 32, 5.0)}, Pace())
     one.started(stack("a"), "mqar / base", here=True)
     clock.now += 5
     one.advanced(stack("a"), 7, "GPU 0")
     study = begin(store)
-    assert progress(store, [study])[study].line == "starting"
-    assert store.beat(study, one.doing().to_json())
-    found = progress(store, [study, 77])
+    assert study_progress(store, [study])[study].line == "starting"
+    assert store.beat(study, one.status().to_json())
+    found = study_progress(store, [study, 77])
     assert found.keys() == {study}
-    assert found[study].drivers == (one.doing(),)
+    assert found[study].drivers == (one.status(),)
     assert found[study].line == "2 of 40 trials, ETA unknown"
     store.finish_study(study, "done", 40)
-    assert progress(store, [study]) == {}
+    assert study_progress(store, [study]) == {}
     assert store.study(study).total == 40
 
 
 def test_a_driver_that_is_gone_makes_no_progress(store: Store) -> None:
     study = begin(store)
-    assert progress(store, [study])
+    assert study_progress(store, [study])
     drivers.HERE.clear()
-    assert progress(store, [study]) == {}
+    assert study_progress(store, [study]) == {}
 
 
 @pytest.mark.parametrize("looks", [6, {"at_least": 6, "at_most": 12}])
@@ -196,7 +197,7 @@ def test_after_a_kill_the_end_follows_from_what_the_ledger_holds(lab: Path, cloc
             (job,) = killed.next(10)
             killed.finished(replace(measured(job), seconds=2.0))
         assert killed.pace().seconds / 4 == 2.0
-        again, one = Schedule(plan, store, study), Account()
+        again, one = Schedule(plan, store, study), DriverActivity()
         one.counted(again.stages(), again.pace())
         assert one.eta() is None, "it has not looked into the ledger yet"
         (job,) = again.next(10)
@@ -238,9 +239,9 @@ def test_a_running_study_says_how_far_it_is(
             return
         second.append(Second(file, db=db, join=True))
         with Store.open(db, create=False) as other:
-            until(lambda: [len(driver.stacks) for driver in progress(other, [1])[1].drivers][:1] == [1])
-            until(lambda: len(queue.joined(other, 1)) == 1 and len(progress(other, [1])[1].drivers) == 2)
-            found = progress(other, [1])[1]
+            until(lambda: [len(driver.stacks) for driver in study_progress(other, [1])[1].drivers][:1] == [1])
+            until(lambda: len(queue.joined(other, 1)) == 1 and len(study_progress(other, [1])[1].drivers) == 2)
+            found = study_progress(other, [1])[1]
         assert found.line.startswith("2 of 10 trials, ETA ")
         assert found.stages == {"confirm": (2, 10)}
         assert [one.stages for one in found.drivers] == [found.stages, {}]
@@ -254,7 +255,7 @@ def test_a_running_study_says_how_far_it_is(
 
     monkeypatch.setattr("sys.argv", ["platform", "study", "report", "s", "--db", str(db), "--csv"])
     executed.wait = wait
-    run_study(file, executor="inline", quiet=False)
+    run_study_file(file, executor="inline", quiet=False)
     second[0].ends()
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("[")]
     assert lines[-1].startswith("[10/10] ")
@@ -274,7 +275,7 @@ def test_a_database_that_is_gone_for_the_heartbeat_alone_does_not_touch_the_stud
 
     monkeypatch.setattr(Store, "beat", gone)
     Executed(monkeypatch)
-    assert run_study(write(lab / "s.yaml", **TEN), executor="inline").state == "done"
+    assert run_study_file(write(lab / "s.yaml", **TEN), executor="inline").state == "done"
 
 
 def test_a_terminal_shows_steps_and_the_end(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,7 +286,7 @@ def test_a_terminal_shows_steps_and_the_end(lab: Path, monkeypatch: pytest.Monke
         study = store.begin_study("s", None, plan.identity, plan.spec.model_dump(mode="json"), arm_records(plan),
                                   {"tasks": {}}, runs=str(lab / "runs"))  # fmt: skip
         schedule = Schedule(plan, store, study)
-        with terminal.Progress(schedule, Account(), quiet=False) as shown:
+        with terminal.ProgressBars(schedule, DriverActivity(), quiet=False) as shown:
             for step in (3, None):
                 jobs = schedule.next(1)
                 shown.started(jobs)
@@ -310,7 +311,7 @@ def test_a_line_says_how_far_a_stack_is_where_none_ends_for_a_minute(
         study = store.begin_study("s", None, plan.identity, plan.spec.model_dump(mode="json"), arm_records(plan),
                                   {"tasks": {}}, runs=str(lab / "runs"))  # fmt: skip
         schedule = Schedule(plan, store, study)
-        with terminal.Progress(schedule, Account(), quiet=False) as shown:
+        with terminal.ProgressBars(schedule, DriverActivity(), quiet=False) as shown:
             jobs = schedule.next(1)
             shown.started(jobs)
             for step in range(1, 5):
@@ -335,4 +336,4 @@ def test_a_stack_tells_its_step_between_evaluations_and_its_device(lab: Path, mo
         assert place.device is not None
         assert " on " in place.device
     assert set(seen) - {0, job.config["train"]["steps"]}
-    assert json.dumps(Doing(1.0, 1, 0.0, (), (), {}, None).to_json())
+    assert json.dumps(DriverStatus(1.0, 1, 0.0, (), (), {}, None).to_json())

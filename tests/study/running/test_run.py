@@ -24,15 +24,15 @@ from tests.support.delta_rule import delta_rule
 from tests.support.studies import STUDY, assert_ledger_is_of, ledger, measured, planned, write
 
 from deltalab import registry
-from deltalab.cli.app import app
+from deltalab.cli.app import main
 from deltalab.errors import InputError
 from deltalab.store import ArtifactRecord, Store, TrialRecord
 from deltalab.study.planning.plan import Plan
 from deltalab.study.running import run as running
 from deltalab.study.running import schedule as scheduling
-from deltalab.study.running.run import run_study
+from deltalab.study.running.run import run_study_file
 from deltalab.study.workers import train_stack as trials
-from deltalab.study.workers.jobs import Job, from_json, to_json
+from deltalab.study.workers.jobs import Job, record_from_json, record_to_json
 from deltalab.study.workers.train_stack import execute, failed
 from deltalab.study.workers.worker import Worker
 from deltalab.training.train import train_together
@@ -77,12 +77,12 @@ def assert_whole(db: Path, plan: Plan) -> None:
 
 def test_a_study_runs_and_its_report_compares_the_arms(lab: Path) -> None:
     file = write(lab / "s.yaml")
-    result = run_study(file, executor="inline")
+    result = run_study_file(file, executor="inline")
     assert (result.trials, result.known, result.failed) == (4, 0, 0)
     assert_whole(lab / "deltalab.db", planned(file))
     (table,) = result.report.tables
     assert [(row.arm, row.score.n) for row in table.rows] == [("base", 2), ("without_d", 2)]
-    again = run_study(file, executor="inline")
+    again = run_study_file(file, executor="inline")
     assert (again.trials, again.known, again.failed, again.study_id) == (4, 4, 0, result.study_id)
     rows = [[(row.arm, row.score) for row in one.report.tables[0].rows] for one in (result, again)]
     assert rows[0] == rows[1]
@@ -94,7 +94,7 @@ def test_one_thread_or_what_resources_say_whatever_torch_was_set_to(lab: Path) -
     torch.set_num_threads(2)
     given = {"base": {**STUDY["base"], "rule": "counts"}, "ablate": [], "tune": None}
     for name, resources in {"s": {}, "t": {"cpu": 3.5}}.items():
-        run_study(
+        run_study_file(
             write(lab / f"{name}.yaml", **given, name=name, resources=resources), executor="inline", db=f"{name}.db"
         )
         (seen,) = lab.glob("*.n")
@@ -106,13 +106,13 @@ def test_one_thread_or_what_resources_say_whatever_torch_was_set_to(lab: Path) -
 def test_provenance_has_versions_and_no_password(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url = "--db=postgresql://me:s3cret@host/lab?password=s3cret"
     monkeypatch.setattr(sys, "argv", ["platform", "study", "run", url])
-    found = running._provenance(planned(write(lab / "s.yaml")), {})
+    found = running.provenance(planned(write(lab / "s.yaml")), {})
     assert "s3cret" not in json.dumps(found)
     assert found["command"][-1] == "--db=postgresql://me:***@host/lab?password=***"
     assert found["versions"]["torch"].startswith(torch.__version__.partition("+")[0])
     assert found["tasks"]["mqar"]["chance"] == 1 / 16
     monkeypatch.setattr(running, "version", partial(_missing, {"ray"}, running.version))
-    assert running._provenance(planned(lab / "s.yaml"), {})["versions"]["ray"] is None
+    assert running.provenance(planned(lab / "s.yaml"), {})["versions"]["ray"] is None
 
 
 def _missing(names: set[str], version: Callable[[str], str], name: str) -> str:
@@ -141,7 +141,7 @@ def test_what_cannot_be_met_is_refused_before_anything_is_written(
         pytest.skip("there is a GPU")
     file = write(lab / "s.yaml", **study)
     with pytest.raises(InputError, match=says):
-        run_study(file, **given)
+        run_study_file(file, **given)
     assert [path.name for path in lab.iterdir()] == ["s.yaml"]
 
 
@@ -170,7 +170,7 @@ def test_ray_refuses_what_no_machine_of_the_cluster_has(
 
     monkeypatch.setattr(ray_driver, "_started", Cluster((2, 0), (2, 0)))
     with pytest.raises(InputError, match=r"s\.yaml: resources: a stack wants .* of one machine; Ray's .* 2 CPU, 0 GPU"):
-        run_study(write(lab / "s.yaml", resources=resources), address="a:1", storage=str(lab))
+        run_study_file(write(lab / "s.yaml", resources=resources), address="a:1", storage=str(lab))
     with Store.open(lab / "deltalab.db") as store:
         assert store.study("s").state == "interrupted"
 
@@ -183,7 +183,7 @@ def test_a_trial_that_raises_is_recorded_and_the_study_goes_on(lab: Path) -> Non
     (lab / "broken").touch()
     arms = {"bad": {"rule": "raises_inline"}, "iplr": {"rule": {"transition": "iplr"}}}
     file = write(lab / "s.yaml", ablate=[], arms=arms)
-    result = run_study(file, executor="inline")
+    result = run_study_file(file, executor="inline")
     assert (result.trials, result.failed) == (6, 2)
     with Store.open(lab / "deltalab.db") as store:
         assert store.study("s").state == "failed"
@@ -201,11 +201,11 @@ def test_a_trial_that_raises_is_recorded_and_the_study_goes_on(lab: Path) -> Non
     assert verdicts["bad"] == "failed"
     assert verdicts["iplr"] != "failed"
 
-    known = run_study(file, executor="inline")
+    known = run_study_file(file, executor="inline")
     assert (known.known, known.failed) == (6, 2), "a failed trial is not run again unasked"
 
     (lab / "broken").unlink()
-    retried = run_study(file, executor="inline", retry_failed=True)
+    retried = run_study_file(file, executor="inline", retry_failed=True)
     assert (retried.known, retried.failed) == (4, 0)
     assert_whole(lab / "deltalab.db", planned(file))
 
@@ -217,13 +217,13 @@ def test_two_candidates_that_share_a_failed_trial_can_retry_it(lab: Path, monkey
     file = write(lab / "s.yaml", ablate=[], tune={"trials": 4, **space})
     with monkeypatch.context() as patch:
         patch.setattr(trials, "train_together", lambda *args, **kwargs: 1 / 0)
-        assert run_study(file, executor="inline").failed == 4
-    retried = run_study(file, executor="inline", retry_failed=True)
+        assert run_study_file(file, executor="inline").failed == 4
+    retried = run_study_file(file, executor="inline", retry_failed=True)
     assert (retried.failed, retried.trials) == (0, 4)
 
 
 def test_a_deadline_ends_a_trial(lab: Path) -> None:
-    result = run_study(write(lab / "s.yaml", deadline=1e-3, ablate=[], tune=None), executor="inline")
+    result = run_study_file(write(lab / "s.yaml", deadline=1e-3, ablate=[], tune=None), executor="inline")
     assert result.failed == 1
     with Store.open(lab / "deltalab.db") as store:
         (row,) = store.trials(result.study_id)
@@ -234,7 +234,7 @@ def test_a_deadline_ends_a_trial(lab: Path) -> None:
 def test_a_diverged_trial_is_no_failure(lab: Path) -> None:
     train_spec = {**STUDY["base"]["train"], "lr": 1e30, "clip": 0.0}
     file = write(lab / "s.yaml", base={**STUDY["base"], "train": train_spec}, tune=None, ablate=[])
-    result = run_study(file, executor="inline")
+    result = run_study_file(file, executor="inline")
     assert result.failed == 0
     (row,) = result.report.tables[0].rows
     assert (row.score.missing, row.score.mean) == (2, 1 / 16), "each seed counts as chance"
@@ -275,8 +275,8 @@ def test_a_record_survives_json(lab: Path) -> None:
     planned_job = job(write(lab / "s.yaml"))
     (record,) = execute([planned_job], lab / "runs")
     assert (record.state, len(record.runs)) == ("done", 2)
-    assert from_json(to_json(record)) == record
-    assert from_json(to_json(failed(planned_job, "died"))).error == "died"
+    assert record_from_json(record_to_json(record)) == record
+    assert record_from_json(record_to_json(failed(planned_job, "died"))).error == "died"
     assert isinstance(record.runs[0].artifacts[0], ArtifactRecord)
 
 
@@ -315,7 +315,7 @@ def test_a_full_disk_under_the_weights_is_no_result(lab: Path, monkeypatch: pyte
     file = write(lab / "s.yaml", ablate=[], tune=None)
     monkeypatch.setattr(scheduling, "PAUSES", (0.0, 0.0, 0.0))
     monkeypatch.setattr("torch.save", full)
-    result = run_study(file, executor="inline")
+    result = run_study_file(file, executor="inline")
     assert (result.trials, result.failed, len(tries)) == (0, 0, 4)
     assert list(result.missing.values()) == [
         f"weights and checkpoints in {lab / 'runs'}: [Errno 28] No space left on device: '{tries[-1]}'"
@@ -324,7 +324,7 @@ def test_a_full_disk_under_the_weights_is_no_result(lab: Path, monkeypatch: pyte
     with Store.open(lab / "deltalab.db") as store:
         assert store.study("s").state == "incomplete"
     monkeypatch.setattr("torch.save", save)
-    again = run_study(file, executor="inline")
+    again = run_study_file(file, executor="inline")
     assert (again.trials, again.known, again.missing) == (1, 0, {})
     assert_whole(lab / "deltalab.db", planned(file))
 
@@ -347,7 +347,7 @@ def test_a_driver_killed_at_any_write_goes_on_with_the_same_command(
 ) -> None:
     monkeypatch.setattr(Worker, "execute", quick)
     file = write(lab / "s.yaml")
-    whole = run_study(file, db=lab / "whole.db", executor="inline")
+    whole = run_study_file(file, db=lab / "whole.db", executor="inline")
     right = ledger(lab / "whole.db")
     writing = Store._writing
 
@@ -371,14 +371,14 @@ def test_a_driver_killed_at_any_write_goes_on_with_the_same_command(
         with monkeypatch.context() as patch:
             patch.setattr(Store, "_writing", dying)
             with pytest.raises(Killed):
-                run_study(file, db=db, executor="inline")
+                run_study_file(file, db=db, executor="inline")
         return count
 
     for fatal in range(1, 1 + 4 + 1 + 1):  # the study, its trials, its end
         db = lab / f"{fatal}.db"
         assert die_at(fatal) >= fatal
         before = recorded(db)
-        result = run_study(file, db=db, executor="inline")
+        result = run_study_file(file, db=db, executor="inline")
         assert ledger(db) == right
         assert result.known == before
         assert repr(result.report.tables) == repr(whole.report.tables), "as text, since NaN differs from itself"
@@ -395,13 +395,13 @@ def test_two_drivers_of_one_study_would_do_it_twice(lab: Path, monkeypatch: pyte
         if not second:
             second.append("tried")
             with pytest.raises(InputError, match=f"study 's' is running already, on .*, process {os.getpid()}"):
-                run_study(file, executor="inline")
-            other = run_study(write(lab / "t.yaml", name="t", ablate=["b"]), executor="inline")
+                run_study_file(file, executor="inline")
+            other = run_study_file(write(lab / "t.yaml", name="t", ablate=["b"]), executor="inline")
             assert (other.trials, other.failed) == (4, 0)
         return quick(worker, stack)
 
     monkeypatch.setattr(Worker, "execute", meanwhile)
-    assert run_study(file, executor="inline").failed == 0
+    assert run_study_file(file, executor="inline").failed == 0
     assert_ledger_is_of(lab / "deltalab.db", planned(file))
 
 
@@ -420,7 +420,7 @@ def test_a_signal_ends_the_study_in_order_and_says_how_to_go_on(
     monkeypatch.setattr(Worker, "execute", interrupted)
     monkeypatch.setattr(sys, "argv", ["platform", "study", "run", str(write(lab / "s.yaml")), "--executor", "inline"])
     with pytest.raises(SystemExit) as ended:
-        app.main()
+        main()
     assert ended.value.code == code
     assert capsys.readouterr().err.splitlines()[-1] == "interrupted: the same command goes on from here"
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
@@ -433,7 +433,7 @@ def test_a_signal_ends_the_study_in_order_and_says_how_to_go_on(
 def test_ray_that_ended_early_is_no_success(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "_with_ray", lambda *args, **kwargs: None)
     with pytest.raises(KeyboardInterrupt):
-        run_study(write(lab / "s.yaml"))
+        run_study_file(write(lab / "s.yaml"))
     with Store.open(lab / "deltalab.db") as store:
         assert store.study("s").state == "interrupted"
 
@@ -445,7 +445,7 @@ LONGER = {**STUDY["base"], "train": {**STUDY["base"]["train"], "steps": 80, "eva
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[Any, ...]]]:
     """The ledger of the longer study, run in peace."""
     folder = tmp_path_factory.mktemp("uninterrupted")
-    run_study(write(folder / "s.yaml", base=LONGER), db=folder / "lab.db", executor="inline")
+    run_study_file(write(folder / "s.yaml", base=LONGER), db=folder / "lab.db", executor="inline")
     return ledger(folder / "lab.db")
 
 
@@ -528,7 +528,7 @@ def test_kill_9_with_ray(
     assert 2 <= before < 4
     with Store.open(db) as store:
         assert store.study("s").state == "interrupted"
-    assert run_study(file).known == before
+    assert run_study_file(file).known == before
     assert not list(short.glob("deltalab-*"))
     shutil.rmtree(short)
     assert_whole(db, planned(file))
@@ -553,7 +553,7 @@ def test_ray_gives_what_inline_gives_and_survives_its_workers(lab: Path) -> None
     }
     (lab / "broken").touch()
     inline = write(lab / "inline.yaml", **given)
-    alone = run_study(inline, db=lab / "inline.db", executor="inline")
+    alone = run_study_file(inline, db=lab / "inline.db", executor="inline")
     assert (alone.trials, alone.failed) == (4, 1)
 
     (lab / "deadly").touch()
@@ -561,7 +561,7 @@ def test_ray_gives_what_inline_gives_and_survives_its_workers(lab: Path) -> None
     edited.write_text(original + "\n# edited after the plan\n")
     troubled = {"dies": {"rule": "dies"}, "edited": {"rule": "edited"}}
     file = write(lab / "s.yaml", **{**given, "arms": {**given["arms"], **troubled}})
-    result = run_study(file, db=lab / "ray.db")
+    result = run_study_file(file, db=lab / "ray.db")
     assert (result.trials, result.failed) == (6, 3)
 
     def of(db: str, table: str) -> list[tuple[Any, ...]]:
@@ -589,6 +589,6 @@ def test_ray_gives_what_inline_gives_and_survives_its_workers(lab: Path) -> None
     (lab / "broken").unlink()
     (lab / "deadly").unlink()
     edited.write_text(original)
-    again = run_study(file, db=lab / "ray.db", executor="inline", retry_failed=True)
+    again = run_study_file(file, db=lab / "ray.db", executor="inline", retry_failed=True)
     assert (again.trials, again.known, again.failed) == (6, 3, 0)
     assert_whole(lab / "ray.db", planned(file))

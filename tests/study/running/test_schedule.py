@@ -17,8 +17,9 @@ from deltalab.store import Store, TrialRecord
 from deltalab.study.planning.make import make_plan
 from deltalab.study.planning.plan import Plan
 from deltalab.study.reports.report import Report, report
-from deltalab.study.running.run import _provenance, arm_records
-from deltalab.study.running.schedule import MOST_MOVES, Schedule, named
+from deltalab.study.running.confirmation import MOST_MOVES
+from deltalab.study.running.run import arm_records, provenance
+from deltalab.study.running.schedule import Schedule, stack_label
 from deltalab.study.searching import phase
 from deltalab.study.specs.study_file import load_study
 from deltalab.study.workers.jobs import Job
@@ -31,7 +32,7 @@ def plan(tmp_path: Path) -> Callable[..., Plan]:
     def planned(**given: Any) -> Plan:
         file = tmp_path / "s.yaml"
         file.write_text(yaml.safe_dump({**STUDY, **given}, sort_keys=False))
-        return make_plan(load_study(file), where="s.yaml")
+        return make_plan(load_study(file), study_file="s.yaml")
 
     return planned
 
@@ -39,7 +40,7 @@ def plan(tmp_path: Path) -> Callable[..., Plan]:
 def schedule(found: Plan, store: Store) -> Schedule:
     spec = found.spec.model_dump(mode="json")
     study_id = store.begin_study(
-        found.spec.name, found.profile, found.identity, spec, arm_records(found), _provenance(found, {})
+        found.spec.name, found.profile, found.identity, spec, arm_records(found), provenance(found, {})
     )
     return Schedule(found, store, study_id)
 
@@ -283,6 +284,7 @@ def test_an_arm_without_a_rival_left_ends_the_study_early(plan: Callable[..., Pl
     assert one.total == one.completed == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["task", "study"])
 @pytest.mark.parametrize("killed_after", [1, 11, 12, 17])
 def test_a_schedule_made_anew_goes_on_and_repeats_nothing(
@@ -448,6 +450,7 @@ def searched(one: Job) -> TrialRecord:
     return record(one, lambda job, seed: heads / 10 + by_lr(job) / 100, flops=100.0 * heads, size=size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed_after", [0, 8, 12, 13, 17, 28])
 def test_a_search_confirms_its_front_and_goes_on_where_it_was_killed(
     plan: Callable[..., Plan], tmp_path: Path, killed_after: int
@@ -510,6 +513,7 @@ def test_a_candidate_of_a_search_without_all_its_scores_is_no_first_finalist(
     assert bad.values not in [job.values for job in jobs if job.stage == "confirm"]
 
 
+@pytest.mark.slow
 def test_suggestions_of_a_search_are_a_function_of_the_ledger(plan: Callable[..., Plan], tmp_path: Path) -> None:
     found = plan(search={"trials": 24, "train.lr": LR})
     values = {}
@@ -539,7 +543,7 @@ def test_a_search_that_never_draws_a_model_ends_in_one_line(
     plan: Callable[..., Plan], store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     never = {"model.d_model": 17, "model.heads": 2}
-    monkeypatch.setattr(phase.Live, "draw", lambda live, number, sampler: never)
+    monkeypatch.setattr(phase.OptunaStudy, "draw", lambda live, number, sampler: never)
     one = schedule(plan(search={"trials": 2, "finalists": 1, **NARROW}), store)
     with pytest.raises(InputError, match=r"s\.yaml: search: none of 40 candidates makes a model"):
         finish(one, by_lr)
@@ -549,7 +553,7 @@ def test_a_candidate_says_at_which_fidelity_it_trains(plan: Callable[..., Plan],
     phase = {"model.heads": {"choice": [1, 2, 4]}, "trials": 3, "finalists": 1, "fidelity": {"train.steps": [2, 4]}}
     found = plan(search=phase)
     jobs = finish(schedule(found, store), lambda job, seed: job.config["model"]["heads"] / 10)
-    said = [named([job], found) for job in jobs]
+    said = [stack_label([job], found) for job in jobs]
     assert said[0] == "candidate 0, train.steps 2, 1 seed"
     assert "train.steps 4" in said[3]
     assert said[-1].startswith(("base, training 0, ", "found_1, training 0, "))

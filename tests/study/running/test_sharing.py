@@ -12,14 +12,15 @@ from tests.support.records import begin
 from tests.support.studies import assert_ledger_is_of, ledger, measured, planned, write
 
 from deltalab.errors import InputError
-from deltalab.store import Store, drivers, queue
+from deltalab.store import Store, drivers
 from deltalab.store.models import Driver
+from deltalab.store.studies import queue
 from deltalab.study.running import sharing
-from deltalab.study.running.activity import Account
-from deltalab.study.running.progress_bars import Progress
-from deltalab.study.running.run import arm_records, run_study
+from deltalab.study.running.activity import DriverActivity
+from deltalab.study.running.progress_bars import ProgressBars
+from deltalab.study.running.run import arm_records, run_study_file
 from deltalab.study.running.schedule import Schedule
-from deltalab.study.running.sharing import Joined, Sharing, Watched, weights
+from deltalab.study.running.sharing import DriverWatch, JoinedStacks, Sharing, weights_folder
 from deltalab.study.workers.jobs import Lost
 
 
@@ -39,7 +40,7 @@ def test_a_driver_that_joins_takes_its_share_and_no_trial_runs_twice(
 ) -> None:
     executed = Executed(monkeypatch)
     file = write(lab / "s.yaml", **TEN)
-    alone = run_study(file, db=lab / "alone.db", executor="inline")
+    alone = run_study_file(file, db=lab / "alone.db", executor="inline")
     executed.by.clear()
     second: list[Second] = []
 
@@ -50,7 +51,7 @@ def test_a_driver_that_joins_takes_its_share_and_no_trial_runs_twice(
             until(lambda: executed.count("second") >= min(4, len(executed.by)))
 
     executed.wait = wait
-    first = run_study(file, executor="inline")
+    first = run_study_file(file, executor="inline")
     joined = second[0].ends()
     assert len(executed.by) == len({key for _, key in executed.by}) == 10
     assert executed.count("second") >= 4
@@ -69,10 +70,10 @@ def test_joining_what_nobody_runs_is_refused_in_one_line(lab: Path, monkeypatch:
     executed = Executed(monkeypatch)
     file = write(lab / "s.yaml", **TEN)
     with pytest.raises(InputError, match=r"deltalab.db: no such database"):
-        run_study(file, executor="inline", join=True)
-    run_study(file, executor="inline")
+        run_study_file(file, executor="inline", join=True)
+    run_study_file(file, executor="inline")
     with pytest.raises(InputError, match=r"--join: nobody runs study 's'; without --join this command does$"):
-        run_study(file, executor="inline", join=True)
+        run_study_file(file, executor="inline", join=True)
 
     tried = []
 
@@ -80,10 +81,10 @@ def test_joining_what_nobody_runs_is_refused_in_one_line(lab: Path, monkeypatch:
         if not tried:
             tried.append(True)
             with pytest.raises(InputError, match=r"'s' runs, but with other settings, .* than .*s\.yaml"):
-                run_study(file, executor="inline", join=True)
+                run_study_file(file, executor="inline", join=True)
 
     executed.wait = wait
-    run_study(write(lab / "t.yaml", **{**TEN, "seeds": 3}), executor="inline")
+    run_study_file(write(lab / "t.yaml", **{**TEN, "seeds": 3}), executor="inline")
     assert tried
 
 
@@ -95,7 +96,7 @@ def held(lab: Path) -> Iterator[tuple[Sharing, Schedule]]:
         study = store.begin_study("s", None, plan.identity, plan.spec.model_dump(mode="json"), arm_records(plan),
                                   {"tasks": {}}, runs=str(lab / "runs"))  # fmt: skip
         schedule = Schedule(plan, store, study)
-        yield Sharing(schedule, Progress(schedule, Account(), quiet=True)), schedule
+        yield Sharing(schedule, ProgressBars(schedule, DriverActivity(), quiet=True)), schedule
 
 
 def test_stacks_of_a_driver_that_died_run_again(held: tuple[Sharing, Schedule], lab: Path) -> None:
@@ -103,14 +104,14 @@ def test_stacks_of_a_driver_that_died_run_again(held: tuple[Sharing, Schedule], 
     with Store.open(lab / "deltalab.db") as store:
         member = queue.Member(schedule.study_id, "dies", str(lab))
         queue.beat(store, member, 2, {}, {})
-        sharing.look()
+        sharing.refresh()
         taken = [queue.take(store, member, has) for has in ([], [1])]
         assert None not in taken
         assert queue.take(store, member, [1, 2]) is None, "as many as it has places"
-        sharing.look()
+        sharing.refresh()
         drivers.HERE.discard("dies")
         for _ in range(3):  # drops the driver, withdraws its stacks, and finds them withdrawn
-            sharing.look()
+            sharing.refresh()
         assert queue.stacks(store, schedule.study_id) == queue.joined(store, schedule.study_id) == []
         assert not queue.deliver(store, member, 1, records="[]"), "too late"
     while stack := schedule.next(1):
@@ -131,16 +132,16 @@ def test_what_a_joined_driver_cannot_finish_goes_back_to_the_holder(
         lambda stack, lost: back.append(([job.key for job in stack], str(lost), lost.of)),
     )
     with Store.open(lab / "deltalab.db") as store:
-        with Joined(schedule.plan, store, schedule.study_id, lab / "runs") as joined:
-            sharing.look()
+        with JoinedStacks(schedule.plan, store, schedule.study_id, lab / "runs") as joined:
+            sharing.refresh()
             (stack,) = [joined.next(1)]
             joined.unfinished(stack, Lost("the disk is full", "infrastructure"))
-            sharing.look()
+            sharing.refresh()
             assert back == [([job.key for job in stack], "the disk is full", "infrastructure")]
             joined._looked = -1.0
             (other,) = [joined.next(1)]
             joined.unfinished(other, Lost("sys.exit(3)", "trial"))
-            sharing.look()
+            sharing.refresh()
         (record,) = store.trials(schedule.study_id)
         assert (record.key, record.state, record.error) == (other[0].key, "failed", "sys.exit(3)")
         assert queue.joined(store, schedule.study_id) == []
@@ -153,7 +154,7 @@ def test_a_stack_of_several_that_kills_its_worker_is_parted_where_it_ran(
     jobs = schedule.next(1) + schedule.next(1)
     with Store.open(lab / "deltalab.db") as store:
         queue.publish(store, schedule.study_id, sharing.stack_to_json(jobs))
-        with Joined(schedule.plan, store, schedule.study_id, lab / "runs") as joined:
+        with JoinedStacks(schedule.plan, store, schedule.study_id, lab / "runs") as joined:
             assert [job.key for job in joined.next(1)] == [job.key for job in jobs]
             joined.unfinished(jobs, Lost("SIGSEGV", "trial"))
             for job in jobs:
@@ -170,7 +171,7 @@ def test_a_joined_driver_goes_on_when_the_holder_has_died_and_keeps_what_was_del
     sharing, schedule = held
     executed = Executed(monkeypatch)
     second = Second(lab / "s.yaml", db=lab / "deltalab.db", join=True)
-    until(lambda: sharing.look() or executed.by)
+    until(lambda: sharing.refresh() or executed.by)
     until(lambda: any(entry.records for entry in queue.stacks(schedule.store, schedule.study_id)))
     schedule.store.close()
     result = second.ends()
@@ -186,7 +187,7 @@ def test_a_joined_driver_ends_with_a_holder_that_was_told_to_stop(
     sharing, schedule = held
     executed = Executed(monkeypatch)
     second = Second(lab / "s.yaml", db=lab / "deltalab.db", join=True)
-    until(lambda: sharing.look() or schedule.completed)
+    until(lambda: sharing.refresh() or schedule.completed)
     schedule.store.finish_study(schedule.study_id, "interrupted")
     result = second.ends()
     assert result.state == "interrupted"
@@ -201,7 +202,7 @@ def test_what_fails_in_the_holders_thread_ends_the_study(held: tuple[Sharing, Sc
     def look() -> None:
         raise InputError("the database is gone")
 
-    sharing.look = look  # type: ignore[method-assign]
+    sharing.refresh = look  # type: ignore[method-assign]
     with sharing:
         until(lambda: schedule.fault)
     with pytest.raises(InputError, match="the database is gone"):
@@ -213,19 +214,19 @@ def test_weights_go_to_the_holders_folder_or_nowhere(held: tuple[Sharing, Schedu
     driver = queue.holder(schedule.store, schedule.study_id)
     assert driver is not None
     runs = lab / "runs"
-    assert weights(None, driver) == weights(runs, driver) == runs
+    assert weights_folder(None, driver) == weights_folder(runs, driver) == runs
     with pytest.raises(InputError, match=f"--storage: the study's weights go to {runs}, not to {lab}"):
-        weights(lab, driver)
+        weights_folder(lab, driver)
     driver.host = "far"
-    assert weights(runs, driver) == runs
+    assert weights_folder(runs, driver) == runs
     with pytest.raises(InputError, match="the study runs on far: give a folder that both machines see by --storage"):
-        weights(None, driver)
+        weights_folder(None, driver)
 
 
 def test_a_member_elsewhere_is_gone_when_its_counter_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    watched = Watched()
+    watched = DriverWatch()
     there = {"id": "x", "host": "far", "machine": "another", "pid": 1, "started": "", "beat_at": 1e12}
     for now, beat, gone in ((0, 1, False), (59, 1, False), (60, 2, False), (119, 2, False), (121, 2, True)):
         assert watched.gone(Driver(beat=beat, **there)) is gone, now

@@ -11,13 +11,14 @@ import pytest
 import yaml
 
 from deltalab import InputError
-from deltalab.store import RunRecord, Store, TrialRecord, shelf
+from deltalab.store import RunRecord, Store, TrialRecord
+from deltalab.store.studies import shelf
 from deltalab.study.planning.make import make_plan
-from deltalab.study.reports.report import failure_lines
-from deltalab.study.running.run import arm_records, run_study
+from deltalab.study.reports.lines import failure_lines
+from deltalab.study.running.run import arm_records, run_study_file
 from deltalab.study.running.schedule import Schedule
 from deltalab.study.searching.halving import Halving, going_on
-from deltalab.study.searching.phase import Found, candidates, finalists, halvings
+from deltalab.study.searching.phase import CandidateResult, candidate_results, finalists, halvings
 from deltalab.study.specs.study_file import load_study
 from deltalab.study.statistics.pareto import front
 from deltalab.study.workers.jobs import Job
@@ -60,7 +61,7 @@ def test_no_point_of_the_front_is_dominated() -> None:
 
 def test_a_search_confirms_what_it_found_and_nothing_runs_twice(written: Any, tmp_path: Path) -> None:
     file, db = written(), tmp_path / "lab.db"
-    result = run_study(file, db=db, executor="inline")
+    result = run_study_file(file, db=db, executor="inline")
     assert (result.trials, result.known, result.failed) == (6 + 3 * 5, 0, 0)
     (table,) = result.report.tables
     assert [row.arm for row in table.rows] == ["base", "found_1", "found_2"]
@@ -77,7 +78,7 @@ def test_a_search_confirms_what_it_found_and_nothing_runs_twice(written: Any, tm
             assert row.tuned in own
             assert {"train.lr": 1e-2} in own if row.is_base else own[0] in drawn, "its own value among them"
         assert {seed for row in trials if row.stage == "tune" for seed in row.runs}.isdisjoint({1, 2})
-    again = run_study(file, db=db, executor="inline")
+    again = run_study_file(file, db=db, executor="inline")
     assert again.known == again.trials == 21
 
 
@@ -104,10 +105,10 @@ def test_a_study_to_begin_with_that_is_not_there_is_refused_before_anything_is_w
     written: Any, tmp_path: Path
 ) -> None:
     with pytest.raises(InputError, match=r"study\.yaml: search\.warm: there is no ledger with study 'nope' yet"):
-        run_study(written(warm=[{"study": "nope"}]), db=tmp_path / "lab.db", executor="inline")
+        run_study_file(written(warm=[{"study": "nope"}]), db=tmp_path / "lab.db", executor="inline")
     assert not (tmp_path / "lab.db").exists()
     with Store.open(tmp_path / "lab.db"), pytest.raises(InputError, match=r"unknown study 'nope'"):
-        run_study(written(warm=[{"study": "nope"}]), db=tmp_path / "lab.db", executor="inline")
+        run_study_file(written(warm=[{"study": "nope"}]), db=tmp_path / "lab.db", executor="inline")
     with Store.open(tmp_path / "lab.db") as store:
         assert store.studies() == []
 
@@ -139,11 +140,12 @@ def dies_after(stacks: int) -> Callable[..., list[TrialRecord]]:
 NARROW = {"model.d_model": {"integers": [16, 64]}, "model.heads": {"choice": [1, 2]}, "trials": 8}
 
 
+@pytest.mark.slow
 def test_a_candidate_that_makes_no_model_is_recorded_and_another_is_drawn(
     written: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = written(**NARROW)
-    whole = run_study(file, db=tmp_path / "whole.db", executor="inline")
+    whole = run_study_file(file, db=tmp_path / "whole.db", executor="inline")
     found = drawn(tmp_path / "whole.db")
     numbers = sorted(number for number, *_ in found)
     controls = [number for number in numbers if number >= 1_000_000]
@@ -165,8 +167,8 @@ def test_a_candidate_that_makes_no_model_is_recorded_and_another_is_drawn(
         with monkeypatch.context() as patch:
             patch.setattr(Worker, "execute", dies_after(stacks))
             with pytest.raises(Killed):
-                run_study(file, db=tmp_path / "cut.db", executor="inline")
-    resumed = run_study(file, db=tmp_path / "cut.db", executor="inline")
+                run_study_file(file, db=tmp_path / "cut.db", executor="inline")
+    resumed = run_study_file(file, db=tmp_path / "cut.db", executor="inline")
     assert drawn(tmp_path / "cut.db") == found
     assert resumed.report.tables[0].notes == whole.report.tables[0].notes
     assert (resumed.infeasible, resumed.failed) == (len(infeasible), 0)
@@ -207,21 +209,22 @@ def untrained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Worker, "execute", executed)
 
 
-def found(db: Path, name: str = "tiny_search") -> list[Found]:
+def found(db: Path, name: str = "tiny_search") -> list[CandidateResult]:
     with Store.open(db, create=False) as store:
         study = store.study(name)
-        return candidates(study.spec, store, study.id)
+        return candidate_results(study.spec, store, study.id)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("untrained")
 @pytest.mark.parametrize("sampler", ["tpe", "nsga2"])
 def test_candidates_do_not_depend_on_when_trials_end(written: Any, tmp_path: Path, sampler: str) -> None:
     """With other numbers of trials at a time, which end in another order, a search draws the same candidates."""
     file = written(trials=24, sampler=sampler)
-    run_study(file, db=tmp_path / "inline.db", executor="inline")
+    run_study_file(file, db=tmp_path / "inline.db", executor="inline")
     expected = found(tmp_path / "inline.db")
     assert len(expected) == 24
-    plan = make_plan(load_study(file), where=str(file))
+    plan = make_plan(load_study(file), study_file=str(file))
     for places in (2, 5):
         draw = random.Random(places)
         db = tmp_path / f"{places}.db"
@@ -247,12 +250,12 @@ def test_candidates_do_not_depend_on_when_trials_end(written: Any, tmp_path: Pat
 
 @pytest.mark.usefixtures("untrained")
 def test_a_fifth_of_the_candidates_is_drawn_at_random_whatever_the_results(written: Any, tmp_path: Path) -> None:
-    run_study(written(trials=24), db=tmp_path / "lab.db", executor="inline")
+    run_study_file(written(trials=24), db=tmp_path / "lab.db", executor="inline")
     drawn = found(tmp_path / "lab.db")
     control = [each for each in drawn if each.drawn_by == "random"]
     assert [each.number for each in control] == [*range(1_000_000, 1_000_005)]
     assert [each.number for each in drawn if each.drawn_by == "tpe"] == [*range(19)]
-    run_study(written(trials=24, sampler="nsga2"), db=tmp_path / "other.db", executor="inline")
+    run_study_file(written(trials=24, sampler="nsga2"), db=tmp_path / "other.db", executor="inline")
     other = [each for each in found(tmp_path / "other.db") if each.drawn_by == "random"]
     assert [each.values for each in other] == [each.values for each in control]
 
@@ -264,9 +267,9 @@ def test_successive_halving_says_how_likely_it_dropped_a_late_learner(written: A
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Worker, "execute", dies_after(stacks))
             with pytest.raises(Killed):
-                run_study(file, db=tmp_path / "cut.db", executor="inline")
-    result = run_study(file, db=tmp_path / "lab.db", executor="inline")
-    run_study(file, db=tmp_path / "cut.db", executor="inline")
+                run_study_file(file, db=tmp_path / "cut.db", executor="inline")
+    result = run_study_file(file, db=tmp_path / "lab.db", executor="inline")
+    run_study_file(file, db=tmp_path / "cut.db", executor="inline")
     drawn = found(tmp_path / "lab.db")
     assert drawn == found(tmp_path / "cut.db")
     assert [sum(each.rung == rung for each in drawn) for rung in range(3)] == [24, 12, 6]
@@ -303,14 +306,14 @@ def test_a_halving_that_has_not_ended_says_so() -> None:
 @pytest.mark.usefixtures("untrained")
 def test_a_search_begins_with_named_rules_and_with_what_another_search_found(written: Any, tmp_path: Path) -> None:
     db = tmp_path / "lab.db"
-    run_study(written(), db=db, executor="inline")
+    run_study_file(written(), db=db, executor="inline")
     best = {str(each.values) for each in found(db)}
     file = tmp_path / "warm.yaml"
     warm = [{"name": "comba", "transition": "iplr"}, {"study": "tiny_search"}]
     file.write_text(
         yaml.safe_dump({**STUDY, "name": "warm", "search": {**STUDY["search"], "trials": 16, "warm": warm}})
     )
-    run_study(file, db=db, executor="inline")
+    run_study_file(file, db=db, executor="inline")
     first = [each for each in found(db, "warm") if each.drawn_by == "warm"]
     assert [each.number for each in first] == [*range(2_000_000, 2_000_005)], "one named, and a quarter of the trials"
     assert first[0].values == {"rule": {"name": "comba", "transition": "iplr"}, "model.layers": 1, "train.lr": 1e-2}
@@ -319,7 +322,7 @@ def test_a_search_begins_with_named_rules_and_with_what_another_search_found(wri
     narrow |= {"trials": 16, "finalists": 1, "warm": [{"study": "tiny_search"}]}
     base = {**STUDY["base"], "rule": "comba"}
     file.write_text(yaml.safe_dump({**STUDY, "name": "narrow", "base": base, "search": narrow}))
-    run_study(file, db=db, executor="inline")
+    run_study_file(file, db=db, executor="inline")
     first = [each.values for each in found(db, "narrow") if each.drawn_by == "warm"]
     earlier = [each.values for each in found(db) if each.values["rule"] == {"name": "comba", "transition": "iplr"}]
     rates = [each["train.lr"] for each in earlier if each["model.layers"] == 1]
@@ -327,7 +330,7 @@ def test_a_search_begins_with_named_rules_and_with_what_another_search_found(wri
     assert sorted(each["train.lr"] for each in first) == sorted(rates)
     file.write_text(yaml.safe_dump({**STUDY, "search": {**STUDY["search"], "warm": ["gla"]}}))
     with pytest.raises(InputError, match=r"warm: unknown rule 'gla'"):
-        run_study(file, db=tmp_path / "none.db", executor="inline")
+        run_study_file(file, db=tmp_path / "none.db", executor="inline")
 
 
 @pytest.mark.usefixtures("untrained")
@@ -335,7 +338,7 @@ def test_a_candidate_trains_on_every_task(tmp_path: Path) -> None:
     tasks = {"mqar": MQAR, "longer": {**MQAR, "task": "mqar", "length": 24}}
     file = tmp_path / "study.yaml"
     file.write_text(yaml.safe_dump({**STUDY, "task": tasks}))
-    result = run_study(file, db=tmp_path / "lab.db", executor="inline")
+    result = run_study_file(file, db=tmp_path / "lab.db", executor="inline")
     drawn = found(tmp_path / "lab.db")
     assert len(drawn) == 6
     assert {*drawn[0].scores} == {"accuracy@mqar", "accuracy@longer", "flops_per_token", "state_size"}
@@ -357,7 +360,7 @@ def test_a_candidate_has_one_name_on_the_terminal_and_in_the_report(
     monkeypatch.setattr(Worker, "execute", execute)
     space = {**STUDY["search"], "trials": 8, "warm": ["mamba2"]}
     given = {**STUDY, "task": tasks, "search": space, "resources": {"stack": 1}}
-    found = run_study(given, db=tmp_path / "lab.db", executor="inline", quiet=False).report
+    found = run_study_file(given, db=tmp_path / "lab.db", executor="inline", quiet=False).report
     names = ["warm candidate 0", "random candidate 0", *(f"candidate {number}" for number in range(5))]
     task = "mqar / " if len(tasks) > 1 else ""
     running = {part for line in capsys.readouterr().err.splitlines() for part in line.split("  ")}
@@ -404,6 +407,6 @@ def test_no_finalist_is_a_cheap_candidate_that_learned_nothing(tmp_path: Path, m
     base = {**STUDY["base"], "model": {**STUDY["base"]["model"], "layers": 4}}
     for most, found in ((2, [3, 2]), (3, [3, 2, 1])):
         given = {**STUDY, "base": base, "search": {**space, "finalists": most}}
-        result = run_study(given, db=tmp_path / f"{most}.db", executor="inline").report
+        result = run_study_file(given, db=tmp_path / f"{most}.db", executor="inline").report
         (table,) = result.tables
         assert [row.tuned["model.layers"] for row in table.rows[1:]] == found

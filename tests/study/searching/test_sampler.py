@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from deltalab.study.searching import sampler
-from deltalab.study.searching.sampler import Live
+from deltalab.study.searching.sampler import OptunaStudy
 from deltalab.study.specs.budget import Searching
 
 SPACE: dict[str, Any] = {
@@ -28,7 +28,7 @@ def result(candidate: dict[str, Any]) -> list[float]:
     return [score, float(candidate["model.layers"])]
 
 
-def go_on(live: Live, sampler: Any, first: int, last: int) -> list[dict[str, Any]]:
+def go_on(live: OptunaStudy, sampler: Any, first: int, last: int) -> list[dict[str, Any]]:
     """Candidates `first` to `last`, three at a time; every seventh makes no model, and every fifth has no result."""
     drawn = []
     for number in range(first, last):
@@ -37,7 +37,7 @@ def go_on(live: Live, sampler: Any, first: int, last: int) -> list[dict[str, Any
     return drawn
 
 
-def show(live: Live, number: int, candidate: dict[str, Any]) -> None:
+def show(live: OptunaStudy, number: int, candidate: dict[str, Any]) -> None:
     live.add(candidate, feasible=number % 7 != 3)
     if number % 7 != 3:
         live.tell(None if number % 5 == 4 else result(candidate))
@@ -48,7 +48,7 @@ SAMPLERS = [("tpe", 30), ("nsga2", 30), ("nsga3", 30), ("random", 12), pytest.pa
 
 @pytest.mark.parametrize(("sampler", "drawn"), SAMPLERS)
 def test_a_search_begun_again_goes_on_with_the_same_candidates(sampler: Any, drawn: int) -> None:
-    one, other = (Live("twice", searching(sampler), [False, False]) for _ in range(2))
+    one, other = (OptunaStudy("twice", searching(sampler), [False, False]) for _ in range(2))
     before = go_on(one, sampler, 0, drawn)
     for number, candidate in enumerate(before):
         show(other, number, candidate)
@@ -57,7 +57,7 @@ def test_a_search_begun_again_goes_on_with_the_same_candidates(sampler: Any, dra
 
 @pytest.mark.parametrize("sampler", ["tpe", "nsga2", "nsga3", "random"])
 def test_a_candidate_has_the_settings_whose_conditions_hold(sampler: Any) -> None:
-    drawn = go_on(Live("conditions", searching(sampler), [False, False]), sampler, 0, 24)
+    drawn = go_on(OptunaStudy("conditions", searching(sampler), [False, False]), sampler, 0, 24)
     assert {"rule.start" in candidate for candidate in drawn} == {True, False}
     for candidate in drawn:
         comba = candidate["rule"] == {"name": "comba", "transition": "iplr"}
@@ -68,7 +68,7 @@ def test_a_candidate_has_the_settings_whose_conditions_hold(sampler: Any) -> Non
 
 def test_an_old_study_gives_way_to_one_with_the_best_and_the_latest_results(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler, "SHOWN", 8)
-    one, other = (Live("long", searching("tpe"), [False, False]) for _ in range(2))
+    one, other = (OptunaStudy("long", searching("tpe"), [False, False]) for _ in range(2))
     before, most = [], 0
     for number in range(70):
         before += go_on(one, "tpe", number, number + 1)
@@ -88,7 +88,7 @@ def test_gp_refuses_conditions() -> None:
 
 
 def test_choices_of_numbers_are_drawn_by_their_order() -> None:
-    live = Live("order", searching("tpe"), [False, False])
+    live = OptunaStudy("order", searching("tpe"), [False, False])
     go_on(live, "tpe", 0, 12)
     shown = live._study.get_trials(deepcopy=False)[-1]
     assert shown.distributions["model.layers"].high == 2, "the places of 1, 2 and 4"
@@ -97,7 +97,7 @@ def test_choices_of_numbers_are_drawn_by_their_order() -> None:
 
 def test_integers_of_a_wide_range_reach_both_ends() -> None:
     space = {"model.heads": {"integers": [1, 17]}, "model.layers": {"integers": [1, 3]}}
-    live = Live("wide", Searching.model_validate({**space, "sampler": "random", "trials": 64}), [False, False])
+    live = OptunaStudy("wide", Searching.model_validate({**space, "sampler": "random", "trials": 64}), [False, False])
     drawn = [live.draw(number, "random") for number in range(200)]
     assert {candidate["model.heads"] for candidate in drawn} == {*range(1, 18)}
     assert {candidate["model.layers"] for candidate in drawn} == {1, 2, 3}
@@ -106,7 +106,7 @@ def test_integers_of_a_wide_range_reach_both_ends() -> None:
 
 def test_a_sampler_learns() -> None:
     """TPE draws better candidates than random search does, on average over its later draws."""
-    live = Live("learns", searching("tpe"), [False, False])
+    live = OptunaStudy("learns", searching("tpe"), [False, False])
     drawn = go_on(live, "tpe", 0, 60)
     later = [result(candidate)[0] for candidate in drawn[30:]]
     control = [result(live.draw(number, "random"))[0] for number in range(1000, 1030)]

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from deltalab.authoring.scaffold import new_study
-from deltalab.authoring.shipped import SCHEMA, shipped_studies
+from deltalab.authoring.files.scaffold import new_study
+from deltalab.authoring.files.study_folder import SCHEMA, shipped_studies
 from deltalab.reading import read_yaml
 from deltalab.study.specs.json_schema import schema, schema_text
 from deltalab.study.specs.study_file import StudySpec

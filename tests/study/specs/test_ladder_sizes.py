@@ -9,7 +9,8 @@ from deltalab.errors import InputError
 from deltalab.study.forecast.estimate import estimate
 from deltalab.study.planning.make import make_plan
 from deltalab.study.planning.plan import Plan
-from deltalab.study.specs.ladder_sizes import families, task_of
+from deltalab.study.specs.ladder_sizes import task_of
+from deltalab.study.specs.recorded_study import RecordedSpec
 from deltalab.study.specs.study_file import load_study
 
 LADDER: dict[str, Any] = {
@@ -112,8 +113,8 @@ def test_for_task_match_and_tune_go_with_a_ladder(plan: Callable[..., Plan]) -> 
 def test_arms_of_all_sizes_of_a_task_are_one_family() -> None:
     labels = ["a.d_model=8", "a.d_model=16", "b.d_model=8", "b.d_model=16"]
     spec = {"family": "task", "task": {"a": {}, "b": {}}, "scales": {"model.d_model": [8, 16]}}
-    assert families(spec, labels) == [labels[:2], labels[2:]]
-    assert families({**spec, "family": "study"}, labels) == [labels]
+    assert RecordedSpec(spec).families(labels) == [labels[:2], labels[2:]]
+    assert RecordedSpec({**spec, "family": "study"}).families(labels) == [labels]
     assert [task_of(label, spec["scales"], ["a", "b"]) for label in labels] == ["a", "a", "b", "b"]  # type: ignore[arg-type]
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from deltalab import registry
-from deltalab.cli.app import app
+from deltalab.cli.app import main
 from deltalab.errors import InputError
 from deltalab.store import Store
 from deltalab.study.planning.make import plan_study
 from deltalab.study.planning.plan import Plan
-from deltalab.study.running.run import run_study
-from deltalab.study.specs.overrides import Given
+from deltalab.study.running.run import run_study_file
+from deltalab.study.specs.overrides import Overrides
 
 STUDY = """
 name: tiny
@@ -48,14 +48,14 @@ def platform(file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     def run(*words: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["platform", *words])
         with registry.isolated(), pytest.raises(SystemExit) as ended:
-            app.main()
+            main()
         said = capsys.readouterr()
         return int(ended.value.code or 0), said.out, said.err
 
     return run
 
 
-def planned(overrides: Given, profile: str = "task") -> Plan:
+def planned(overrides: Overrides, profile: str = "task") -> Plan:
     return plan_study("tiny.yaml", profile=profile, overrides=overrides)
 
 
@@ -165,12 +165,12 @@ def test_the_identity_follows_the_settings(file: str) -> None:
 
 
 def test_a_study_with_overrides_is_another_one_of_its_name(file: str, platform: Platform) -> None:
-    first = run_study(file, profile="task", executor="inline")
-    with_words = run_study(file, profile="task", executor="inline", overrides=["train.steps=3", "seeds=1"])
+    first = run_study_file(file, profile="task", executor="inline")
+    with_words = run_study_file(file, profile="task", executor="inline", overrides=["train.steps=3", "seeds=1"])
     assert (with_words.study_id, with_words.known) == (2, 0)
-    again = run_study(file, profile="task", executor="inline", overrides={"train.steps": 3, "seeds": 1})
+    again = run_study_file(file, profile="task", executor="inline", overrides={"train.steps": 3, "seeds": 1})
     assert (again.study_id, again.known) == (2, again.trials)
-    assert run_study(file, profile="task", executor="inline").study_id == first.study_id
+    assert run_study_file(file, profile="task", executor="inline").study_id == first.study_id
 
     with Store.open(create=False) as store:
         study = store.study(2)

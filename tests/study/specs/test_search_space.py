@@ -12,12 +12,12 @@ import yaml
 
 from deltalab import InputError
 from deltalab.store import RunRecord, Store
-from deltalab.study.answers.recorded_scores import Measured
+from deltalab.study.answers.recorded_scores import RecordedScores
 from deltalab.study.forecast.estimate import estimate
 from deltalab.study.planning.make import make_plan
 from deltalab.study.planning.matching import Matcher
 from deltalab.study.planning.plan import Infeasible, Plan
-from deltalab.study.planning.warm_starts import named, recorded
+from deltalab.study.planning.warm_starts import named_candidates, recorded_candidates
 from deltalab.study.running.run import arm_records
 from deltalab.study.specs.budget import Bound, Match, Objective, Searching
 from deltalab.study.specs.json_schema import schema
@@ -62,7 +62,7 @@ def plan(tmp_path: Path) -> Callable[..., Plan]:
     def planned(search: dict[str, Any], **given: Any) -> Plan:
         file = tmp_path / "s.yaml"
         file.write_text(yaml.safe_dump({**STUDY, **given, "search": {"trials": 4, "finalists": 1, **search}}))
-        return make_plan(load_study(file), where="s.yaml")
+        return make_plan(load_study(file), study_file="s.yaml")
 
     return planned
 
@@ -310,7 +310,7 @@ def test_a_candidate_that_breaks_a_constraint_is_infeasible_with_its_size(plan: 
 def test_a_share_of_the_bases_size_bounds_both_ways(plan: Callable[..., Plan]) -> None:
     found = plan({**HEADS, "constrain": {"parameters": {"within": 0.05, "of": "base"}}})
     (bounded,) = found.bounded(found.arms[0], found.arms[0].config).values()
-    assert (bounded.least, bounded.most) == (0.95 * bounded.size, 1.05 * bounded.size)
+    assert (bounded.least, bounded.most) == (0.95 * bounded.amount, 1.05 * bounded.amount)
     with pytest.raises(Infeasible, match="within 5% of the base's"):
         found.job(found.arms[0], "tune", 0, {"model.heads": 1, "model.expand_v": 2})
 
@@ -322,7 +322,7 @@ def test_a_candidate_is_matched_to_the_base(plan: Callable[..., Plan]) -> None:
     job = found.job(found.arms[0], "tune", 0, {"model.heads": 1, "model.expand_v": 2})
     assert job.config["model"]["key_dim"] < 64
     (matched,) = found.bounded(found.arms[0], job.config).values()
-    assert abs(matched.size / base.size - 1) <= 0.02
+    assert abs(matched.amount / base.amount - 1) <= 0.02
     confirmed = found.job(found.arms[1], "confirm", 0, {"model.heads": 1, "model.expand_v": 2})
     assert confirmed.config == job.config, "it is confirmed as it was tried"
 
@@ -436,7 +436,7 @@ def test_a_plan_says_what_a_search_draws_bounds_and_weighs(plan: Callable[..., P
 
 def test_a_named_rule_is_the_candidate_that_makes_it(plan: Callable[..., Plan]) -> None:
     search = {**CONDITIONS, "train.lr": LR, "warm": ["gla", {"name": "comba", "d": 0}, {"name": "comba", "b": 1}]}
-    assert named(plan(search)) == [
+    assert named_candidates(plan(search)) == [
         {"rule": {"name": "gla"}, "model.mlp": False, "train.lr": 0.01},
         {"rule": "comba", "rule.d": 0, "model.mlp": False, "train.lr": 0.01},
         {"rule": "comba", "rule.d": "head", "rule.b": 1, "model.mlp": False, "train.lr": 0.01},
@@ -446,7 +446,7 @@ def test_a_named_rule_is_the_candidate_that_makes_it(plan: Callable[..., Plan]) 
 def recorded_study(store: Store, plan: Plan, trials: list[tuple[dict[str, Any], int | None, float]]) -> int:
     """A study with a trial for each of the values, rungs and scores; values that come again keep their number."""
     (task,) = plan.tasks
-    about = {task: {"metric": "accuracy", "maximize": True}}
+    about = {task: {"metric": "accuracy", "maximize": True, "chance": 0.0}}
     assert plan.spec.search is not None
     spec = {"seeds": 2, "search": plan.spec.search.model_dump(mode="json")}
     study = store.begin_study(plan.spec.name, None, "id", spec, arm_records(plan), {"tasks": about})
@@ -470,19 +470,21 @@ def test_an_earlier_studys_candidates_are_taken_where_they_fit(plan: Callable[..
     trials = [({"model.heads": heads, "model.expand_v": 1}, None, score) for heads, score in scores.items()]
     with Store.open(tmp_path / "lab.db") as store:
         recorded_study(store, earlier, trials)
-        fits = recorded(plan({**HEADS, "trials": 8, "warm": [{"study": "earlier"}]}), store)
+        fits = recorded_candidates(plan({**HEADS, "trials": 8, "warm": [{"study": "earlier"}]}), store)
         assert [values["model.heads"] for values in fits] == [2, 4], (
             "the best first, as many as a quarter of the trials"
         )
         store.begin_study("plain", None, "plain", {"search": None}, arm_records(earlier)[:1], {"tasks": {}})
         with pytest.raises(InputError, match=r"search\.warm: study 'plain' has no candidates"):
-            recorded(plan({**HEADS, "warm": [{"study": "plain"}]}), store)
+            recorded_candidates(plan({**HEADS, "warm": [{"study": "plain"}]}), store)
         with pytest.raises(InputError, match=r"search\.warm: no candidate of study 'earlier' is in the space"):
-            recorded(plan({**HEADS, "model.expand_v": {"choice": [2, 3]}, "warm": [{"study": "earlier"}]}), store)
-        wider = recorded(plan({"train.lr": LR, **HEADS, "trials": 4, "warm": [{"study": "earlier"}]}), store)
+            recorded_candidates(
+                plan({**HEADS, "model.expand_v": {"choice": [2, 3]}, "warm": [{"study": "earlier"}]}), store
+            )
+        wider = recorded_candidates(plan({"train.lr": LR, **HEADS, "trials": 4, "warm": [{"study": "earlier"}]}), store)
         assert wider == [{"train.lr": 0.01, "model.heads": 2, "model.expand_v": 1}], "with the rate that it had"
         with pytest.raises(InputError, match="did you mean 'earlier'"):
-            recorded(plan({**HEADS, "warm": [{"study": "earlyer"}]}), store)
+            recorded_candidates(plan({**HEADS, "warm": [{"study": "earlyer"}]}), store)
 
 
 def test_a_candidate_counts_at_the_last_rung_that_it_reached(plan: Callable[..., Plan], tmp_path: Path) -> None:
@@ -490,7 +492,7 @@ def test_a_candidate_counts_at_the_last_rung_that_it_reached(plan: Callable[...,
     one, other = ({"model.heads": heads, "model.expand_v": 1} for heads in (1, 2))
     with Store.open(tmp_path / "lab.db") as store:
         study = recorded_study(store, found, [(one, 1, 0.9), (one, 0, 0.3), (other, 0, 0.4)])
-        ledger = Measured(store, study, store.trials(study), store.study("s").spec)
+        ledger = RecordedScores(store, store.study("s"), store.trials(study))
         trials = ledger.of("base", "mqar", "tune")
         assert [(trial.number, trial.config["train"]["steps"]) for trial in trials] == [(0, 4), (1, 1)]
         runs = ledger.runs(trials, "accuracy")

@@ -47,7 +47,7 @@ def file(tmp_path: Path) -> Path:
 def plan(file: Path) -> Callable[..., Plan]:
     def planned(profile: str | None = None, **given: Any) -> Plan:
         file.write_text(yaml.safe_dump({**STUDY, **given}, sort_keys=False))
-        return make_plan(load_study(file, profile=profile), profile=profile, where="s.yaml")
+        return make_plan(load_study(file, profile=profile), profile=profile, study_file="s.yaml")
 
     return planned
 
@@ -553,7 +553,7 @@ def key(found: Plan) -> str:
 
 def identity_elsewhere(file: Path) -> str:
     code = (
-        "import sys; from deltalab.study.planning.plan import make_plan;"
+        "import sys; from deltalab.study.planning.make import make_plan;"
         "from deltalab.study.specs.study_file import load_study;"
         "print(make_plan(load_study(sys.argv[1])).identity)"
     )
@@ -568,6 +568,7 @@ def identity_elsewhere(file: Path) -> str:
     return out.stdout.strip()
 
 
+@pytest.mark.slow
 def test_identity_is_the_same_in_another_process(plan: Callable[..., Plan], file: Path) -> None:
     here = plan(ablate=["d", "b"], tune={"trials": 2, "train.lr": LR}, task={"mqar": MQAR, "text": {"length": 16}})
     assert identity_elsewhere(file) == here.identity
@@ -644,9 +645,9 @@ def test_code_numerics_version_and_corpus_change_the_identity(
     assert key(plan()) == before
 
     corpus.write_bytes(bytes(range(256)) * 4 + b"!")
-    from deltalab.tasks.text import opened
+    from deltalab.tasks.text import open_corpus
 
-    opened.cache_clear()
+    open_corpus.cache_clear()
     assert key(plan(**text)) != of_text
 
 

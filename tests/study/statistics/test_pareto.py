@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltalab.study.statistics.pareto import beyond_worst, chosen, contributions, front, hypervolume, ranked
+from deltalab.study.statistics.pareto import beyond_worst, contributions, front, greedy_choice, hypervolume, ranked
 
 
 def by_inclusion_and_exclusion(points: Any, reference: Any) -> float:
@@ -47,7 +47,7 @@ def test_chosen_points_dominate_nearly_as_much_as_the_best_subset_could() -> Non
     points = np.random.default_rng(0).random((14, 3))
     reference = beyond_worst(points)
     best = max(hypervolume(points[list(some)], reference) for some in combinations(range(14), 4))
-    found = chosen(points, reference, 4)
+    found = greedy_choice(points, reference, 4)
     assert len(set(found)) == 4
     assert hypervolume(points[found], reference) >= 0.95 * best
 
@@ -76,6 +76,6 @@ def test_ranks_go_front_by_front_and_points_without_a_result_come_last() -> None
 
 
 def test_without_points_nothing_is_on_the_front_and_nothing_is_dominated() -> None:
-    assert front([]) == chosen([], (), 3) == contributions([], ()) == ranked([], (), 1) == []
+    assert front([]) == greedy_choice([], (), 3) == contributions([], ()) == ranked([], (), 1) == []
     assert beyond_worst([]) == ()
     assert hypervolume([], (1.0, 2.0)) == 0

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from deltalab.study.statistics import seed_choice
 from deltalab.study.statistics.joint_test import compare, one_look
-from deltalab.study.statistics.seed_choice import Run, Runs, Scores, chosen, outcomes
+from deltalab.study.statistics.seed_choice import Run, Runs, Scores, chosen_candidate, outcomes
 
 GONE = Run(math.nan, math.nan)
 Table = dict[str, dict[int, dict[int, Run]]]
@@ -39,9 +39,11 @@ def test_a_choice_by_the_test_score_is_caught(monkeypatch: pytest.MonkeyPatch) -
     """A planted bug: it reports the luckiest of the candidates."""
 
     def by_test(runs: Runs, seed: int, maximize: bool) -> int | None:
-        return chosen({n: {s: Run(r.test, r.test) for s, r in of.items()} for n, of in runs.items()}, seed, maximize)
+        return chosen_candidate(
+            {n: {s: Run(r.test, r.test) for s, r in of.items()} for n, of in runs.items()}, seed, maximize
+        )
 
-    monkeypatch.setattr(seed_choice, "chosen", by_test)
+    monkeypatch.setattr(seed_choice, "chosen_candidate", by_test)
     with pytest.raises(AssertionError):
         test_a_seed_chooses_by_validation_and_reports_its_test_score()
 
@@ -50,16 +52,16 @@ def test_one_choice_for_all_seeds_is_caught(monkeypatch: pytest.MonkeyPatch) -> 
     """A planted bug: its noise would be the same for all seeds, and so in no error bar."""
 
     def of_the_first(runs: Runs, seed: int, maximize: bool) -> int | None:
-        return chosen({number: {seed: of[1]} for number, of in runs.items()}, seed, maximize)
+        return chosen_candidate({number: {seed: of[1]} for number, of in runs.items()}, seed, maximize)
 
-    monkeypatch.setattr(seed_choice, "chosen", of_the_first)
+    monkeypatch.setattr(seed_choice, "chosen_candidate", of_the_first)
     with pytest.raises(AssertionError):
         test_a_seed_chooses_by_validation_and_reports_its_test_score()
 
 
 def test_of_equals_the_first_is_chosen() -> None:
     runs = {3: {1: Run(0.5, 0.1)}, 1: {1: Run(0.5, 0.2)}, 2: {1: Run(0.5, 0.3)}}
-    assert chosen(runs, 1, maximize=True) == chosen(runs, 1, maximize=False) == 3
+    assert chosen_candidate(runs, 1, maximize=True) == chosen_candidate(runs, 1, maximize=False) == 3
 
 
 def test_a_seed_without_a_finished_run_counts_as_the_worst_of_all_arms() -> None:
@@ -156,7 +158,7 @@ def test_a_seed_all_of_whose_runs_diverge_is_no_better_than_any_of_that_seed(tab
 def subsets(found: Scores, arm: str, budget: int) -> Iterator[float]:
     for seed in found.seeds[arm]:
         for some in combinations(found.runs[arm], budget):
-            number = chosen({n: found.runs[arm][n] for n in some}, seed, found.maximize)
+            number = chosen_candidate({n: found.runs[arm][n] for n in some}, seed, found.maximize)
             yield found.worst(seed) if number is None else found.runs[arm][number][seed].test
 
 

@@ -22,11 +22,11 @@ from deltalab.study.forecast.estimate import estimate
 from deltalab.study.planning.make import make_plan
 from deltalab.study.planning.plan import Plan
 from deltalab.study.running import schedule as scheduling
-from deltalab.study.running.run import arm_records, run_study
+from deltalab.study.running.run import arm_records, run_study_file
 from deltalab.study.running.schedule import Schedule
 from deltalab.study.specs.study_file import load_study
 from deltalab.study.workers import train_stack as trials
-from deltalab.study.workers.jobs import Job, Lost, cut_off
+from deltalab.study.workers.jobs import Job, Lost, interrupted_stacks_in
 from deltalab.study.workers.train_stack import execute
 from deltalab.study.workers.worker import Worker
 from deltalab.training import trainer
@@ -215,11 +215,11 @@ def test_training_in_stacks_records_what_training_alone_does(lab: Path, monkeypa
         return train_together(task, members, *args, **given)
 
     monkeypatch.setattr(trials, "train_together", seen)
-    alone = run_study(write(lab, resources={"stack": 1}), db=lab / "alone.db", executor="inline")
+    alone = run_study_file(write(lab, resources={"stack": 1}), db=lab / "alone.db", executor="inline")
     assert set(sizes) == {1}
     assert len(sizes) == alone.trials == 12
     sizes.clear()
-    together = run_study(write(lab, resources={"stack": 8}), db=lab / "together.db", executor="inline")
+    together = run_study_file(write(lab, resources={"stack": 8}), db=lab / "together.db", executor="inline")
     assert sorted(sizes) == [3, 3, 6]
     assert (together.trials, together.failed) == (12, 0)
     assert ledger(lab / "alone.db") == ledger(lab / "together.db"), (
@@ -227,7 +227,7 @@ def test_training_in_stacks_records_what_training_alone_does(lab: Path, monkeypa
     )
     verdicts = [[(row.arm, row.verdict) for row in one.report.tables[0].rows] for one in (alone, together)]
     assert verdicts[0] == verdicts[1]
-    assert run_study(write(lab), db=lab / "together.db", executor="inline").known == 12
+    assert run_study_file(write(lab), db=lab / "together.db", executor="inline").known == 12
 
 
 def test_trials_that_share_a_stack_share_its_time(lab: Path) -> None:
@@ -258,7 +258,7 @@ def test_a_member_that_raises_takes_no_other_along(lab: Path, monkeypatch: pytes
         return train_together(task, members, *args, **given)
 
     monkeypatch.setattr(trials, "train_together", picky)
-    result = run_study(write(lab, **choices(0.01, 0.02, 0.03)), executor="inline")
+    result = run_study_file(write(lab, **choices(0.01, 0.02, 0.03)), executor="inline")
     assert (result.trials, result.failed) == (3, 1)
     (failure,) = result.report.failures
     assert (failure.number, failure.message) == (1, "RuntimeError: not with 0.02")
@@ -277,7 +277,7 @@ def test_weights_that_cannot_be_written_are_no_fault_of_a_member(lab: Path) -> N
 
 def test_a_member_that_diverges_takes_no_other_along(lab: Path) -> None:
     base = {**STUDY["base"], "train": {**STUDY["base"]["train"], "clip": 0.0}}
-    result = run_study(write(lab, base=base, **choices(0.01, 1e30, 0.02)), executor="inline")
+    result = run_study_file(write(lab, base=base, **choices(0.01, 1e30, 0.02)), executor="inline")
     assert result.failed == 0
     with Store.open(lab / "deltalab.db") as store:
         rows = {row.number: row for row in store.trials(result.study_id)}
@@ -318,7 +318,7 @@ def test_what_does_not_fit_on_the_gpu_fails_with_what_it_needed(lab: Path, monke
     found = planned(lab)
     small = trainer.LockStep(found.tasks["mqar"], [found.job(found.arms[0], "confirm", 0, {}).specs], [1]).layout.width
     monkeypatch.setattr(trainer.LockStep, "advance", full)
-    result = run_study(write(lab, arms={"wide": STUDY["arms"]["wide"]}), executor="inline")
+    result = run_study_file(write(lab, arms={"wide": STUDY["arms"]["wide"]}), executor="inline")
     assert (result.trials, result.failed) == (6, 3)
     needed = "of rule 'comba' at train.batch_size 4: it asked for 3.00 GiB more"
     for failure in result.report.failures:
@@ -380,7 +380,7 @@ def test_who_is_lost_by_its_own_fault_fails_alone(lab: Path, store: Store) -> No
 
 def test_a_stack_that_was_cut_off_goes_on_from_its_checkpoint(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write(lab, **choices(0.01, 0.02, 0.03))
-    whole = run_study(file, db=lab / "whole.db", executor="inline", storage=str(lab / "whole"))
+    whole = run_study_file(file, db=lab / "whole.db", executor="inline", storage=str(lab / "whole"))
     steps: list[int] = []
 
     def impatient(*args: Any, **given: Any) -> Any:
@@ -400,18 +400,18 @@ def test_a_stack_that_was_cut_off_goes_on_from_its_checkpoint(lab: Path, monkeyp
     monkeypatch.setattr(trials, "train_together", impatient)
     monkeypatch.setattr(Worker, "execute", until(4))
     with pytest.raises(KeyboardInterrupt):
-        run_study(file, executor="inline")
-    (left,) = cut_off(lab / "runs")
+        run_study_file(file, executor="inline")
+    (left,) = interrupted_stacks_in(lab / "runs")
     assert len(left) == 3
     monkeypatch.setattr(Worker, "execute", until(99))
     steps.clear()
     # It goes on together even where trials would by now be shared out otherwise.
     changed = write(lab, **{**choices(0.01, 0.02, 0.03), "resources": {}})
-    result = run_study(changed, executor="inline")
+    result = run_study_file(changed, executor="inline")
     assert steps == [6]
     assert result.failed == whole.failed == 0
     assert ledger(lab / "whole.db") == ledger(lab / "deltalab.db")
-    assert cut_off(lab / "runs") == []
+    assert interrupted_stacks_in(lab / "runs") == []
     assert not list((lab / "runs" / "checkpoints").glob("*"))
 
 
@@ -474,7 +474,7 @@ def test_gpus_that_no_stack_takes_are_told_of(
     for gpu in (1, 0):
         assert not caplog.records
         with pytest.raises(Started):
-            run_study(write(lab, resources={"gpu": gpu}), address="a:1", storage=str(lab))
+            run_study_file(write(lab, resources={"gpu": gpu}), address="a:1", storage=str(lab))
     assert "there are 2: resources: {gpu: 1} gives each stack one" in caplog.text
 
 
@@ -507,7 +507,7 @@ def test_on_four_gpus_four_stacks_run_at_once(lab: Path, monkeypatch: pytest.Mon
     given = own_rule(tune={"trials": 8, "train.lr": LR}, resources={"cpu": 1, "gpu": 1})
     given["base"]["train"] = {**STUDY["base"]["train"], "device": "cpu"}
     file = write(lab, **given)
-    result = run_study(file, db=lab / "ray.db")
+    result = run_study_file(file, db=lab / "ray.db")
     assert (result.trials, result.failed) == (8, 0)
     with Store.open(lab / "ray.db") as store:
         began = {row.started_at for row in store.trials(result.study_id)}
@@ -519,6 +519,6 @@ def test_a_worker_that_dies_with_a_stack_takes_none_of_its_trials_along(lab: Pat
     plug_in(lab, DIES)
     (lab / "deadly").touch()
     file = write(lab, **own_rule(**{**choices(0.01, 0.02), "arms": {"heads": {"model": {"heads": 4}}}}))
-    result = run_study(file)
+    result = run_study_file(file)
     assert not (lab / "deadly").exists()
     assert (result.trials, result.failed) == (4, 0)

@@ -19,7 +19,8 @@ from deltalab import registry
 from deltalab.store import Store
 from deltalab.study.planning.make import make_plan
 from deltalab.study.reports.report import report
-from deltalab.study.running.run import StudyResult, run_study
+from deltalab.study.running import schedule as scheduling
+from deltalab.study.running.run import StudyResult, run_study_file
 from deltalab.study.specs.study_file import load_study
 from deltalab.study.workers import worker as workers
 from deltalab.study.workers.fork_server import _servers, fork_server
@@ -48,11 +49,6 @@ from deltalab.tasks.mqar import MQAR
 
 
 @dataclass(frozen=True, kw_only=True)
-@pytest.fixture(autouse=True)
-def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduling, "PAUSES", (0.0, 0.0, 0.0))
-
-
 class Deadly(MQAR):
     """MQAR that ends the process of a model with large logits."""
 
@@ -63,6 +59,11 @@ class Deadly(MQAR):
             os._exit(7)
         return super().measure(batch, logits)
 '''
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduling, "PAUSES", (0.0, 0.0, 0.0))
 
 
 def plug_in(name: str, trouble: str = "pass", *, at_import: str = "pass") -> str:
@@ -87,7 +88,7 @@ def one_arm(rule: str, **given: Any) -> Path:
 
 
 def ran(file: Path, db: str = "lab.db") -> StudyResult:
-    return run_study(file, db=db, executor="inline")
+    return run_study_file(file, db=db, executor="inline")
 
 
 def errors(result: StudyResult, db: str = "lab.db") -> dict[str, str]:
@@ -131,6 +132,7 @@ def test_an_end_that_the_rule_brings_about_is_a_failed_trial_with_its_name(lab: 
     assert {failure.arm for failure in result.report.failures} == set(arms)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "trouble",
     ["time.sleep(1000)", "re.match(r'(a+)+$', 'a' * 99 + 'b')"],
@@ -258,6 +260,7 @@ def server_killed(worker: Worker) -> None:
 SLOW = {**STUDY["base"], "train": {**STUDY["base"]["train"], "steps": 60, "evaluations": 20}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "times", "said"),
     [
@@ -282,6 +285,7 @@ def test_a_process_that_is_killed_from_outside_changes_nothing(
     assert metrics("lab.db") == metrics("undisturbed.db")
 
 
+@pytest.mark.slow
 def test_a_stack_that_is_lost_every_time_leaves_the_study_incomplete_and_the_next_run_goes_on(
     lab: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -305,6 +309,7 @@ def test_a_stack_that_is_lost_every_time_leaves_the_study_incomplete_and_the_nex
         assert "given_up" not in store.study("s").provenance
 
 
+@pytest.mark.slow
 def test_a_process_that_is_stopped_is_no_hang_of_the_rule(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "FLOOR", 0.5)
     monkeypatch.setattr(workers, "PATIENCE", 20.0)

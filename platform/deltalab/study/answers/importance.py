@@ -14,23 +14,28 @@ from optuna.distributions import BaseDistribution, FloatDistribution, IntDistrib
 from optuna.importance import FanovaImportanceEvaluator
 
 TREES = 32
-"""Trees of the forest. Each is grown on its own resample of the candidates, so they also give the interval."""
+"""How many trees a forest has. Each is grown on its own resample of the candidates, so the trees give the interval."""
 DEPTH = 6
+"""How deep a tree grows."""
 FEWEST = 20
-"""Candidates with which a forest says anything at all."""
+"""With fewer candidates, a forest says nothing."""
 MOST = 1000
-"""Candidates that a forest is grown on. Of more, as many are taken, spread over the search."""
+"""How many candidates a forest is grown on. Of a longer search, at most as many are taken, spread over the search."""
 NOTHING = "(nothing)"
-"""A setting that is drawn at random and never used: what a setting without effect is given."""
+"""A made-up setting, drawn at random and never used. Its share is what a setting without effect gets."""
 
 
 @dataclass(frozen=True)
 class Importance:
     """The share of the variance of a score that one setting explains alone, averaged over all other settings.
 
-    share: the mean over the forest's trees. low, high: 95% of the trees lie between them.
-    among: candidates that have the setting. It is fewer than all of them where the setting depends on another; the
-    share is then of the variance among these.
+    Attributes:
+        path: The path of the setting.
+        share: The mean of the share over the trees of the forest.
+        low: The lower bound of the middle 95% of the trees.
+        high: The upper bound of the middle 95% of the trees.
+        among: How many candidates have the setting. A setting that depends on another one is missing in some
+            candidates; its share is of the variance among the candidates that have it.
     """
 
     path: str
@@ -45,44 +50,52 @@ def importance(
 ) -> list[Importance]:
     """The importance of every setting for a score, and last that of `NOTHING`.
 
-    candidates: path -> value; a setting that a candidate does not have is left out of it. scores: one each, finite.
-    logarithmic: the paths of positive numbers that are drawn evenly on a logarithmic scale.
+    fANOVA fits a random forest to the scores and splits the forest's variance over the whole space into the shares of
+    the settings. The trees are grown on bootstrap resamples of the candidates; the spread of a share over the trees is
+    its interval. One tree varies more than a forest, so the interval is wide rather than narrow.
 
-    fANOVA (Hutter et al. 2014) fits a random forest to the scores and splits the forest's variance over the whole
-    space into the shares of the settings. The forest's trees are grown on bootstrap resamples of the candidates; the
-    spread of a share over the trees is its interval. One tree varies more than a forest, so the interval is wide
-    rather than narrow. Settings that only some candidates have are judged among those, by another forest.
-    Settings that fewer than `FEWEST` candidates have, and those with one value, are left out.
+    A setting that only some candidates have is judged among them, by another forest. A setting that fewer than
+    `FEWEST` candidates have, or that has one value, is left out.
+
+    Args:
+        candidates: The settings of each candidate by path; a setting that a candidate does not have is left out.
+        scores: The score of each candidate, finite.
+        logarithmic: The paths of positive numbers that are drawn evenly on a logarithmic scale.
+
+    References:
+        Hutter et al. 2014, An Efficient Approach for Assessing Hyperparameter Importance.
     """
-    every = math.ceil(len(candidates) / MOST) or 1
-    candidates, scores = candidates[::every], scores[::every]
+    stride = math.ceil(len(candidates) / MOST) or 1
+    candidates, scores = candidates[::stride], scores[::stride]
     holders: dict[str, list[int]] = defaultdict(list)
     for number, values in enumerate(candidates):
         for path in values:
             holders[path].append(number)
     groups: dict[tuple[int, ...], list[str]] = defaultdict(list)
-    for path, own in holders.items():
-        groups[tuple(own)].append(path)
-    found: list[Importance] = []
+    for path, numbers_with_path in holders.items():
+        groups[tuple(numbers_with_path)].append(path)
+    importances: list[Importance] = []
     everyone = tuple(range(len(candidates)))
     for numbers, paths in sorted(groups.items(), key=lambda group: -len(group[0])):
         if len(numbers) < FEWEST:
             continue
         columns = {
-            path: [candidates[n][path] for n in numbers] for path, own in holders.items() if set(numbers) <= set(own)
+            path: [candidates[n][path] for n in numbers]
+            for path, numbers_with_path in holders.items()
+            if set(numbers) <= set(numbers_with_path)
         }
         shares = _shares(columns, [scores[n] for n in numbers], logarithmic)
         wanted = [*paths, NOTHING] if numbers == everyone else paths
-        told = [Importance(path, *_interval(shares[path]), len(numbers)) for path in wanted if path in shares]
-        found += sorted(told, key=lambda each: -each.share)
-    return sorted(found, key=lambda each: each.path == NOTHING)
+        of_group = [Importance(path, *_interval(shares[path]), len(numbers)) for path in wanted if path in shares]
+        importances += sorted(of_group, key=lambda setting: -setting.share)
+    return sorted(importances, key=lambda setting: setting.path == NOTHING)
 
 
 def _shares(
     columns: Mapping[str, list[Any]], scores: list[float], logarithmic: frozenset[str]
 ) -> dict[str, list[float]]:
-    """Each column's share of the variance, by tree; without the columns of one value."""
-    most = 2
+    """The shares of the variance of each column, one for each tree; a column with one value is left out."""
+    most_choices = 2
     params: dict[str, list[float]] = {}
     spaces: dict[str, BaseDistribution] = {}
     for path, values in columns.items():
@@ -91,35 +104,40 @@ def _shares(
             space: BaseDistribution = FloatDistribution(min(numbers), max(numbers))
         else:
             numbers = _ordered([json.dumps(value, sort_keys=True) for value in values], scores)
-            most = max(most, len(set(numbers)))
+            most_choices = max(most_choices, len(set(numbers)))
             space = IntDistribution(0, len(set(numbers)) - 1)
         if len(set(numbers)) > 1:
             params[path], spaces[path] = numbers, space
     if not params or len(set(scores)) == 1:
         return {}
-    drawn = [f"{int.from_bytes(hashlib.sha256(str(n).encode()).digest()[:4]) % most}" for n in range(len(scores))]
-    params[NOTHING], spaces[NOTHING] = _ordered(drawn, scores), IntDistribution(0, most - 1)
+    draws = [
+        f"{int.from_bytes(hashlib.sha256(str(n).encode()).digest()[:4]) % most_choices}" for n in range(len(scores))
+    ]
+    params[NOTHING], spaces[NOTHING] = _ordered(draws, scores), IntDistribution(0, most_choices - 1)
     study = optuna.create_study()
     for number, score in enumerate(scores):
-        own = {path: numbers[number] for path, numbers in params.items()}
-        study.add_trial(optuna.trial.create_trial(params=own, distributions=spaces, value=score))
+        candidate = {path: numbers[number] for path, numbers in params.items()}
+        study.add_trial(optuna.trial.create_trial(params=candidate, distributions=spaces, value=score))
     trees = [FanovaImportanceEvaluator(n_trees=1, max_depth=DEPTH, seed=tree).evaluate(study) for tree in range(TREES)]
     return {path: [float(tree[path]) for tree in trees] for path in params}
 
 
 def _ordered(names: list[str], scores: list[float]) -> list[float]:
-    """Choices as numbers, in the order of their mean score.
+    """The place of each choice among the choices in the order of their mean score.
 
-    A tree splits them as well as any of their subsets (Breiman et al. 1984, section 4.2.2), and one column is enough.
+    A tree that splits the places in two finds the best of all splits of the choices into two subsets (Breiman et al.
+    1984, section 4.2.2), so that one column is enough.
 
-    >>> _ordered(["a", "b", "a", "c"], [0.9, 0.1, 0.7, 0.5])
-    [2, 0, 2, 1]
+    Examples:
+        >>> _ordered(["a", "b", "a", "c"], [0.9, 0.1, 0.7, 0.5])
+        [2, 0, 2, 1]
     """
-    own: dict[str, list[float]] = defaultdict(list)
+    by_name: dict[str, list[float]] = defaultdict(list)
     for name, score in zip(names, scores, strict=True):
-        own[name].append(score)
-    order = {name: place for place, name in enumerate(sorted(own, key=lambda name: (fmean(own[name]), name)))}
-    return [order[name] for name in names]
+        by_name[name].append(score)
+    order = sorted(by_name, key=lambda name: (fmean(by_name[name]), name))
+    places = {name: place for place, name in enumerate(order)}
+    return [places[name] for name in names]
 
 
 def _interval(shares: list[float]) -> tuple[float, float, float]:

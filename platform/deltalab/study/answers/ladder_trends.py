@@ -1,12 +1,12 @@
-"""What a ladder says of each arm: how its difference to the base goes with size, and whether a fit predicts it.
+"""How each arm's difference to the base changes with size on a ladder, and whether a fit predicts it.
 
-The test of a trend, for arm j and seed s with differences d_jsi at sizes of compute C_i, x_i = log10 C_i:
+Arm j and seed s have differences d_jsi at sizes of compute C_i. With x_i = log10 C_i, the trend is
 
     slope_js = sum_i (x_i - mean x) d_jsi / sum_i (x_i - mean x)^2
 
-Under "no trend" a seed's slope is as likely to have the opposite sign. `joint.compare` tests the slopes of all arms
-together, by flips of whole seeds. The test is exact where, at every size, the noise of a difference is symmetric; a
-constant difference to the base has slopes of pure noise.
+Under "no trend", a seed's slope is as likely to have the opposite sign. `joint_test.compare` tests the slopes of all
+arms together, by flips of whole seeds. The test is exact if the noise of a difference is symmetric at every size: the
+slopes of a difference that is the same at all sizes are then pure noise.
 
 The fit is L = a + b C^-c with a, b >= 0, by least squares, of the mean loss of an arm against its compute (Kaplan et
 al. 2020, arXiv:2001.08361; the offset as in Henighan et al. 2020, arXiv:2010.14701).
@@ -15,15 +15,16 @@ al. 2020, arXiv:2001.08361; the offset as in Henighan et al. 2020, arXiv:2010.14
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from deltalab.errors import InputError
 from deltalab.store import Arm
-from deltalab.study.answers.recorded_scores import Measured
-from deltalab.study.specs.ladder_sizes import PARAMETERS, Scales, rates
+from deltalab.study.answers.recorded_scores import RecordedScores
+from deltalab.study.specs.ladder_sizes import PARAMETERS, learning_rates_text
+from deltalab.study.specs.recorded_study import RecordedTask
 from deltalab.study.statistics.intervals import Interval
 from deltalab.study.statistics.joint_test import Difference, Outcome, compare
 from deltalab.study.statistics.seed_choice import Scores
@@ -34,14 +35,20 @@ Verdict = Literal["holds", "shrinks", "reverses", "not decidable"]
 BACKWARD = 3
 """The operations of a training step over those of its forward pass."""
 RESAMPLES = 1000
+"""How often seeds are drawn with replacement, for the intervals of a fit."""
 EXPONENTS = np.geomspace(0.02, 2.0, 120)
 """The values of c that a fit tries."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """A size of a ladder. label: the task's name there. values: what it sets, by path. compute: of the base's training,
-    in operations of matrix products."""
+    """A size of a ladder.
+
+    Attributes:
+        label: The name of the task at this size.
+        values: What the size sets, by path.
+        compute: The operations of matrix products of the base's training.
+    """
 
     label: str
     values: dict[str, int]
@@ -50,7 +57,15 @@ class Size:
 
 @dataclass(frozen=True)
 class Fit:
-    """L = a + b C^-c, with C over the compute of the base's smallest size; low and high: 95% bootstrap over seeds."""
+    """A fit L = a + b C^-c of loss against compute.
+
+    Attributes:
+        a: The loss that remains at any compute.
+        b: The loss beyond a at C = 1, which is the compute of the base's smallest size.
+        c: The exponent.
+        low: The lower ends of the 95% intervals of a, b and c, of a bootstrap over seeds.
+        high: Their upper ends.
+    """
 
     a: float
     b: float
@@ -61,10 +76,14 @@ class Fit:
 
 @dataclass(frozen=True)
 class Prediction:
-    """An arm's difference in loss at a size that the fits left out.
+    """An arm's difference in loss at a size that the fits left out. Intervals are 95% bootstraps over seeds.
 
-    predicted: from the fits of arm and base. measured: there. miss: predicted minus measured. Intervals are 95%
-    bootstraps over seeds. agrees: whether the interval of the miss holds 0.
+    Attributes:
+        label: The name of the task at this size.
+        predicted: The difference of the fits of arm and base.
+        measured: The difference that was measured at this size.
+        miss: Predicted minus measured.
+        agrees: Whether the interval of the miss holds 0.
     """
 
     label: str
@@ -76,9 +95,15 @@ class Prediction:
 
 @dataclass(frozen=True)
 class ArmLadder:
-    """An arm on all sizes of a task. differences: by size, jointly over sizes and arms. slope: per tenfold compute.
+    """An arm on all sizes of a task.
 
-    fit: of the loss; None for too few sizes. predictions: of the sizes that the fit left out.
+    Attributes:
+        arm: The name of the arm.
+        verdict: What becomes of the difference with size.
+        differences: The difference to the base at each size; intervals hold jointly over sizes and arms.
+        slope: The change of the difference per tenfold compute; None for the base.
+        fit: The fit of the loss; None with too few sizes.
+        predictions: One for each size that the fit left out.
     """
 
     arm: str
@@ -90,8 +115,17 @@ class ArmLadder:
 
 
 @dataclass(frozen=True)
-class Ladder:
-    """The arms of a study on all sizes of one task. notes: what to know when reading it."""
+class TaskLadder:
+    """The arms of a study on all sizes of one task.
+
+    Attributes:
+        task: The name of the task in the study's file.
+        metric: The metric that is compared.
+        maximize: Whether more of the metric is better.
+        sizes: The sizes, the smallest first.
+        arms: A line for each arm, in the order of the study.
+        notes: What to know when reading the ladder.
+    """
 
     task: str
     metric: str
@@ -102,39 +136,38 @@ class Ladder:
 
 
 def ladders(
-    spec: Mapping[str, Any],
-    tasks: Mapping[str, Mapping[str, Any]],
     arms: Sequence[Arm],
-    ledger: Measured,
+    ledger: RecordedScores,
     scores: Mapping[str, Scores],
-    compared: Mapping[str, Mapping[str, Outcome]],
-) -> list[Ladder]:
+    outcomes: Mapping[str, Mapping[str, Outcome]],
+) -> list[TaskLadder]:
     """The ladder of each task of which every size has been run; [] for a study without `scales`.
 
-    spec: of the study as the ledger has it. tasks: what its provenance says of each task at each size, by label.
-    scores, compared: of each of these.
+    Args:
+        arms: The arms of the study, in order.
+        ledger: The study's trials and their metrics.
+        scores: The runs of all arms, by the name of a task at a size.
+        outcomes: What the test says of each arm, by the same names.
     """
-    if not spec.get("scales"):
+    spec = ledger.spec
+    if not spec.is_ladder:
         return []
-    scales = Scales.model_validate(spec["scales"])
-    whole = {}
-    for task in spec["task"]:
-        labels = [scales.label(task, size) for size in range(len(scales))]
+    complete = {}
+    for task in spec.tasks:
+        labels = [spec.scales.label(task, size) for size in range(len(spec.scales))]
         base = scores[labels[0]].base
-        computes = [_compute(ledger, tasks[label], base, label) for label in labels]
+        computes = [_compute(ledger, ledger.tasks[label], base) for label in labels]
         if None not in computes:
-            sizes = [Size(label, scales.at(i), computes[i] or 0.0) for i, label in enumerate(labels)]
-            whole[task] = _Rungs(sizes, [scores[label] for label in labels])
-    units = [task for task, rungs in whole.items() for _ in rungs.complete]
-    slopes = [rungs.slopes(arm) for rungs in whole.values() for arm in rungs.complete]
-    families = [list(whole)] if spec.get("family") == "study" else [[task] for task in whole]
+            sizes = [Size(label, spec.scales.at(i), computes[i] or 0.0) for i, label in enumerate(labels)]
+            complete[task] = _Rungs(sizes, [scores[label] for label in labels])
+    families = [list(complete)] if spec.is_one_family else [[task] for task in complete]
     trends: dict[tuple[str, str], Difference] = {}
-    names = [(task, arm) for task, rungs in whole.items() for arm in rungs.complete]
     for family in families:
-        own = [i for i, unit in enumerate(units) if unit in family]
-        found = compare([slopes[i] for i in own], [family.index(units[i]) for i in own])
-        trends |= {names[i]: trend for i, trend in zip(own, found, strict=True)}
-    return [_ladder(task, rungs, scales, tasks, arms, ledger, compared, trends) for task, rungs in whole.items()]
+        members = [(task, arm) for task in family for arm in complete[task].complete_arms]
+        seed_slopes = [complete[task].slopes(arm) for task, arm in members]
+        tested = compare(seed_slopes, [family.index(task) for task, _ in members])
+        trends |= dict(zip(members, tested, strict=True))
+    return [_ladder(task, rungs, arms, ledger, outcomes, trends) for task, rungs in complete.items()]
 
 
 @dataclass(frozen=True)
@@ -146,41 +179,54 @@ class _Rungs:
 
     @property
     def base(self) -> str:
+        """The name of the base."""
         return self.scores[0].base
 
     @property
-    def complete(self) -> list[str]:
+    def complete_arms(self) -> list[str]:
         """The arms beside the base that have results at every size."""
-        return [arm for arm in self.scores[0].others if all(arm in one.others for one in self.scores)]
+        return [arm for arm in self.scores[0].others if all(arm in at_size.others for at_size in self.scores)]
 
     def slopes(self, arm: str) -> Array:
-        differences = np.array([one.differences(arm) for one in self.scores])
+        """The slope of each seed's difference between an arm and the base: [seeds]."""
+        differences = np.array([at_size.differences(arm) for at_size in self.scores])
         return slopes(differences, [size.compute for size in self.sizes])
 
 
 def slopes(differences: ArrayLike, compute: Sequence[float]) -> Array:
-    """The slope of each seed's differences [sizes, seeds] against log10 compute: [seeds].
+    """The slope of each seed's differences against log10 compute: [seeds].
 
-    >>> slopes([[0.1, 0.2], [0.2, 0.2], [0.3, 0.2]], [1e9, 1e10, 1e11]).round(3).tolist()
-    [0.1, 0.0]
+    Args:
+        differences: The differences to the base [sizes, seeds].
+        compute: The compute at each size.
+
+    Examples:
+        >>> slopes([[0.1, 0.2], [0.2, 0.2], [0.3, 0.2]], [1e9, 1e10, 1e11]).round(3).tolist()
+        [0.1, 0.0]
     """
     x = np.log10(np.asarray(compute, dtype=float))
     x = x - x.mean()
-    found: Array = x @ np.asarray(differences, dtype=float) / (x @ x)
-    return found
+    by_seed: Array = x @ np.asarray(differences, dtype=float) / (x @ x)
+    return by_seed
 
 
 def verdict(differences: Sequence[Difference], slope: Difference) -> Verdict:
-    """What a ladder says of an arm; "told" is: by an interval that leaves out 0.
+    """What becomes of an arm's difference to the base with size.
 
-    reverses: the difference is told at the largest size and, with the opposite sign, at a smaller one, and the slope is
-        told with the sign of the largest.
-    shrinks: the difference is told at a size below the largest, and the slope is told with the opposite sign.
-    holds: the difference is told at the largest size, at no smaller one with the opposite sign, and does not shrink.
-    not decidable: anything else.
+    A difference or slope is decided if its interval leaves out 0. The verdicts, of which the first that fits is given:
 
-    Both `reverses` and `shrinks` need a slope that is told, so that without a trend they appear in at most 5% of
+    - reverses: the difference is decided at the largest size and, with the opposite sign, at a smaller size; the slope
+      is decided with the sign of the largest size.
+    - shrinks: the difference is decided at a size below the largest, and the slope is decided with the opposite sign.
+    - holds: the difference is decided at the largest size, and at no smaller size with the opposite sign.
+    - not decidable: anything else.
+
+    Both `reverses` and `shrinks` need a slope that is decided, so that without a trend they appear in at most 5% of
     families.
+
+    Args:
+        differences: The difference to the base at each size, the smallest size first.
+        slope: The change of the difference per tenfold compute.
     """
     signs = [_sign(difference) for difference in differences]
     lead, last, trend = next((sign for sign in signs[:-1] if sign), 0), signs[-1], _sign(slope)
@@ -194,61 +240,68 @@ def verdict(differences: Sequence[Difference], slope: Difference) -> Verdict:
 
 
 def _sign(difference: Difference) -> int:
+    """The sign of a decided difference; 0 if it is not decided."""
     return (1 if difference.mean > 0 else -1) if difference.decided else 0
 
 
 def fit(compute: ArrayLike, loss: ArrayLike) -> tuple[Array, Array, Array]:
-    """a, b and c of a + b C^-c by least squares, a and b at least 0, for losses [.., sizes]: [..] each.
+    """Fits loss = a + b C^-c by least squares, with a and b at least 0 and c one of `EXPONENTS`.
 
-    compute [sizes]: in any unit; b is in its terms. c is one of `EXPONENTS`.
+    Args:
+        compute: The compute C at each size [sizes], in any unit. The unit of b depends on it.
+        loss: The losses [..., sizes].
 
-    Raises `InputError` for fewer sizes than parameters.
+    Returns:
+        a, b and c, each of the shape [...].
 
-    >>> a, b, c = fit([1, 10, 100, 1000], [3.0, 2.1, 2.01, 2.001])
-    >>> round(float(a), 2), round(float(b), 2), round(float(c), 1)
-    (2.0, 1.0, 1.0)
+    Raises:
+        InputError: There are fewer sizes than parameters.
+
+    Examples:
+        >>> a, b, c = fit([1, 10, 100, 1000], [3.0, 2.1, 2.01, 2.001])
+        >>> round(float(a), 2), round(float(b), 2), round(float(c), 1)
+        (2.0, 1.0, 1.0)
     """
     x, y = np.asarray(compute, dtype=float), np.asarray(loss, dtype=float)
     if x.size < PARAMETERS:
         raise InputError(f"a fit of a + b C^-c has {PARAMETERS} parameters and needs as many sizes, not {x.size}")
-    best = np.full(y.shape[:-1], math.inf)
-    found = [np.zeros(y.shape[:-1]) for _ in range(3)]
+    least_error = np.full(y.shape[:-1], math.inf)
+    best = [np.zeros(y.shape[:-1]) for _ in range(3)]
     mean = y.mean(-1)
     for c in EXPONENTS:
         power = x**-c
-        away = power - power.mean()
-        b = np.maximum((y @ away) / (away @ away), 0.0)
+        centred = power - power.mean()
+        b = np.maximum((y @ centred) / (centred @ centred), 0.0)
         a = mean - b * power.mean()
-        through = np.maximum((y @ power) / (power @ power), 0.0)
-        a, b = np.where(a < 0, 0.0, a), np.where(a < 0, through, b)
-        wrong = ((y - a[..., None] - b[..., None] * power) ** 2).sum(-1)
-        better = wrong < best
-        best = np.where(better, wrong, best)
-        found = [np.where(better, new, old) for new, old in zip((a, b, np.full_like(a, c)), found, strict=True)]
-    return found[0], found[1], found[2]
+        b_without_offset = np.maximum((y @ power) / (power @ power), 0.0)
+        a, b = np.where(a < 0, 0.0, a), np.where(a < 0, b_without_offset, b)
+        error = ((y - a[..., None] - b[..., None] * power) ** 2).sum(-1)
+        better = error < least_error
+        least_error = np.where(better, error, least_error)
+        best = [np.where(better, new, old) for new, old in zip((a, b, np.full_like(a, c)), best, strict=True)]
+    return best[0], best[1], best[2]
 
 
 def _ladder(
     task: str,
     rungs: _Rungs,
-    scales: Scales,
-    tasks: Mapping[str, Mapping[str, Any]],
     arms: Sequence[Arm],
-    ledger: Measured,
-    compared: Mapping[str, Mapping[str, Outcome]],
+    ledger: RecordedScores,
+    outcomes: Mapping[str, Mapping[str, Outcome]],
     trends: Mapping[tuple[str, str], Difference],
-) -> Ladder:
+) -> TaskLadder:
+    """The ladder of one task. `trends` are the slopes by task and arm."""
     labels = [size.label for size in rungs.sizes]
-    about, base = tasks[labels[0]], rungs.base
-    left_out, said = scales.left_out, rates(scales, ledger.spec.get("tune") or ())
-    notes = [f"{said[0].upper()}{said[1:]}."] if said else []
+    at_smallest, base, scales = ledger.tasks[labels[0]], rungs.base, ledger.spec.scales
+    left_out, rates_text = scales.left_out, learning_rates_text(scales, ledger.spec.values.get("tune") or ())
+    notes = [f"{rates_text[0].upper()}{rates_text[1:]}."] if rates_text else []
     losses: dict[str, Array] = {}
     computes: dict[str, list[float]] = {}
-    for arm in (base, *rungs.complete):
-        found = [_compute(ledger, tasks[label], arm, label) for label in labels]
+    for arm in (base, *rungs.complete_arms):
+        by_size = [_compute(ledger, ledger.tasks[label], arm) for label in labels]
         per_seed = _losses(ledger, rungs, arm)
-        if None not in found and per_seed.shape[1]:
-            computes[arm] = [(value or 0.0) / rungs.sizes[0].compute for value in found]
+        if None not in by_size and per_seed.shape[1]:
+            computes[arm] = [(value or 0.0) / rungs.sizes[0].compute for value in by_size]
             losses[arm] = per_seed
     if left_out is None:
         notes.append(
@@ -258,23 +311,27 @@ def _ladder(
     resampled = _Resampled(losses, computes, left_out)
     rows = []
     for name in (arm.name for arm in arms):
-        own_fit = resampled.fits.get(name)
+        arm_fit = resampled.fits.get(name)
         if name == base:
-            rows.append(ArmLadder(base, "base", [], None, own_fit, []))
-        elif name in rungs.complete:
-            differences = [compared[label][name].difference for label in labels]
+            rows.append(ArmLadder(base, "base", [], None, arm_fit, []))
+        elif name in rungs.complete_arms:
+            differences = [outcomes[label][name].difference for label in labels]
             slope, predictions = trends[task, name], resampled.predictions(name, base, labels)
-            rows.append(ArmLadder(name, verdict(differences, slope), differences, slope, own_fit, predictions))
+            rows.append(ArmLadder(name, verdict(differences, slope), differences, slope, arm_fit, predictions))
         else:
             notes.append(f"{name} has no results at every size.")
-    return Ladder(task, about["metric"], about["maximize"], rungs.sizes, rows, notes)
+    return TaskLadder(task, at_smallest.metric, at_smallest.maximize, rungs.sizes, rows, notes)
 
 
 class _Resampled:
-    """Fits of the mean losses of every arm, and of means over seeds drawn with replacement, the same for all arms.
+    """Fits of the mean losses of every arm, and of means over seeds that are drawn with replacement.
 
-    losses: of each arm [sizes, seeds]. computes: of each arm by size. left_out: how many of the largest sizes are not
-    fitted; None for no fits.
+    The same seeds are drawn for all arms.
+
+    Args:
+        losses: The losses of each arm [sizes, seeds].
+        computes: The compute of each arm at each size, over the compute of the base's smallest size.
+        left_out: How many of the largest sizes are not fitted; None makes no fits.
     """
 
     def __init__(self, losses: Mapping[str, Array], computes: Mapping[str, list[float]], left_out: int | None) -> None:
@@ -282,58 +339,60 @@ class _Resampled:
         self.left_out = left_out
         self._computes = computes
         self._means: dict[str, Array] = {}
-        self._drawn: dict[str, tuple[Array, Array, Array]] = {}
+        self._parameters: dict[str, tuple[Array, Array, Array]] = {}
         if left_out is None or not losses:
             return
-        seeds = min(found.shape[1] for found in losses.values())
+        seeds = min(by_seed.shape[1] for by_seed in losses.values())
         # The first resample is the seeds themselves.
         draws = np.random.default_rng(0).integers(seeds, size=(RESAMPLES, seeds))
         draws = np.concatenate([np.arange(seeds)[None], draws])
-        for arm, found in losses.items():
-            means = np.array([found[:, drawn].mean(1) for drawn in draws])
+        for arm, by_seed in losses.items():
+            means = np.array([by_seed[:, draw].mean(1) for draw in draws])
             kept = means.shape[1] - left_out
             a, b, c = fit(computes[arm][:kept], means[:, :kept])
-            self._means[arm], self._drawn[arm] = means, (a, b, c)
+            self._means[arm], self._parameters[arm] = means, (a, b, c)
             low, high = ([float(np.quantile(part[1:], q)) for part in (a, b, c)] for q in (0.025, 0.975))
             self.fits[arm] = Fit(float(a[0]), float(b[0]), float(c[0]), tuple(low), tuple(high))  # type: ignore[arg-type]
 
     def predictions(self, arm: str, base: str, labels: Sequence[str]) -> list[Prediction]:
+        """What the fits predict at each size that they left out; [] without fits."""
         if arm not in self.fits or base not in self.fits or not self.left_out:
             return []
-        found = []
+        predictions = []
         for size in range(len(labels) - self.left_out, len(labels)):
             predicted = self._at(arm, size) - self._at(base, size)
             measured = self._means[arm][:, size] - self._means[base][:, size]
             miss = _interval(predicted - measured)
-            found.append(
+            predictions.append(
                 Prediction(labels[size], _interval(predicted), _interval(measured), miss, miss.low <= 0.0 <= miss.high)
             )
-        return found
+        return predictions
 
     def _at(self, arm: str, size: int) -> Array:
-        a, b, c = self._drawn[arm]
-        at: Array = a + b * self._computes[arm][size] ** -c
-        return at
+        """The loss of each resample's fit at a size: [resamples]."""
+        a, b, c = self._parameters[arm]
+        losses: Array = a + b * self._computes[arm][size] ** -c
+        return losses
 
 
 def _interval(resamples: Array) -> Interval:
-    """The first value, and the 95% interval of the others."""
+    """The first of the resamples, which is the seeds themselves, with the 95% interval of the others."""
     low, high = np.quantile(resamples[1:], (0.025, 0.975))
     return Interval(float(resamples[0]), float(low), float(high), len(resamples) - 1)
 
 
-def _compute(ledger: Measured, about: Mapping[str, Any], arm: str, label: str) -> float | None:
-    """Operations of matrix products that an arm's training takes; None where no trial of it is done."""
-    for trial in ledger.of(arm, label):
+def _compute(ledger: RecordedScores, task: RecordedTask, arm: str) -> float | None:
+    """The operations of matrix products that an arm's training takes; None if no trial of the arm is done."""
+    for trial in ledger.of(arm, task.name):
         flops = ledger.finals.get(trial.key, {}).get(("cost", "flops_per_token"), {})
         if flops:
             train = trial.config["train"]
-            tokens = train["steps"] * train["batch_size"] * about["length"]
+            tokens = train["steps"] * train["batch_size"] * task.length
             return BACKWARD * float(next(iter(flops.values()))) * float(tokens)
     return None
 
 
-def _losses(ledger: Measured, rungs: _Rungs, arm: str) -> Array:
+def _losses(ledger: RecordedScores, rungs: _Rungs, arm: str) -> Array:
     """The test loss of the run that each seed chose [sizes, seeds], of the seeds that finished at every size."""
     rows = []
     for size, scores in zip(rungs.sizes, rungs.scores, strict=True):

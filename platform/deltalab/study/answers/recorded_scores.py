@@ -1,79 +1,100 @@
-"""What the ledger has of a study: its trials, and the score of every run at its last step."""
+"""The scores that the ledger has of a study: of every run of its trials, at the last step."""
 
 import math
 from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
-from deltalab.store import Arm, Store, TrialRow
+from deltalab.store import Arm, Store, Study, TrialRow
 from deltalab.store.models import Stage
-from deltalab.study.statistics.joint_test import Look, one_look, spread_looks
+from deltalab.study.specs.recorded_study import RecordedSpec, RecordedTask, recorded_tasks
 from deltalab.study.statistics.seed_choice import Run, Scores
 
 
-def results(store: Store, study_id: int) -> dict[str, Scores]:
-    """The scores of every arm on each task of a study, by seed."""
-    study, arms = store.study(study_id), store.arms(study_id)
-    ledger = Measured(store, study_id, store.trials(study_id), study.spec)
-    return {task: ledger.scores(task, about, arms) for task, about in study.provenance["tasks"].items()}
+def scores_by_task(store: Store, study: Study) -> dict[str, Scores]:
+    """The scores of every arm of a study on each task, by seed."""
+    arms, ledger = store.arms(study.id), RecordedScores(store, study, store.trials(study.id))
+    return {name: ledger.scores(task, arms) for name, task in ledger.tasks.items()}
 
 
-class Measured:
-    """A study's trials and their metrics at the last step."""
+class RecordedScores:
+    """A study's trials and their metrics at the last step.
 
-    def __init__(self, store: Store, study_id: int, trials: list[TrialRow], spec: Mapping[str, Any]) -> None:
+    Attributes:
+        trials: The trials that count: none that makes no model, none that a later one has superseded.
+        spec: The study's file.
+        tasks: The study's tasks by name.
+        looks: The numbers of seeds at which the study looks at its data.
+        finals: trial key -> (split, metric) -> seed -> value, of runs that finished.
+    """
+
+    def __init__(self, store: Store, study: Study, trials: Sequence[TrialRow]) -> None:
         self.trials = current([trial for trial in trials if trial.state != "infeasible"])
-        self.spec = spec
-        self.looks = looks_of(spec)
+        self.spec = RecordedSpec(study.spec)
+        self.tasks = recorded_tasks(study)
+        self.looks = self.spec.looks
         self.finals: dict[str, dict[tuple[str, str], dict[int, float]]] = {}
-        names = {about["metric"] for about in store.study(study_id).provenance["tasks"].values()}
-        if spec.get("scales"):
-            names.add("loss")  # ladders fit it
-        read = {*product(("validation", "test"), names), ("cost", "flops_per_token")}
-        for final in store.final_metrics(study_id, metrics=read):
+        metrics = {task.metric for task in self.tasks.values()}
+        if self.spec.is_ladder:
+            metrics.add("loss")  # ladders fit it
+        wanted = {*product(("validation", "test"), metrics), ("cost", "flops_per_token")}
+        for final in store.final_metrics(study.id, metrics=wanted):
             if final.run_state == "done":
-                metrics = self.finals.setdefault(final.trial, {})
-                metrics.setdefault((final.split, final.metric), {})[final.seed] = final.value
+                values = self.finals.setdefault(final.trial, {})
+                values.setdefault((final.split, final.metric), {})[final.seed] = final.value
 
     def of(self, arm: str, task: str, stage: Stage = "confirm") -> list[TrialRow]:
-        """An arm's trials; a second confirmation of one candidate follows the first.
+        """An arm's trials on a task; a second confirmation of one candidate follows the first.
 
-        Those of a search are at the last rung of successive halving that each candidate reached.
+        A candidate of a search is its trial at the last rung of successive halving that it reached.
         """
-        found = [trial for trial in self.trials if (trial.arm, trial.task, trial.stage) == (arm, task, stage)]
-        fidelity = (self.spec.get("search") or {}).get("fidelity")
-        return _at_last_rungs(found, fidelity) if fidelity and stage == "tune" else found
+        trials = [trial for trial in self.trials if (trial.arm, trial.task, trial.stage) == (arm, task, stage)]
+        fidelity = self.spec.fidelity
+        return _at_last_rungs(trials, fidelity) if fidelity and stage == "tune" else trials
+
+    def best_on_validation(self, trials: Sequence[TrialRow], task: RecordedTask) -> TrialRow | None:
+        """The trial with the best mean of validation scores, the first of equals; None if none finished all its runs.
+
+        The mean of a candidate without its diverged seeds would mislead.
+        """
+        means: dict[str, float] = {}
+        for trial in trials:
+            values = self.finals.get(trial.key, {}).get(("validation", task.metric), {})
+            if values and len(values) == len(trial.runs):
+                means[trial.key] = task.sign * math.fsum(values.values()) / len(values)
+        return max((trial for trial in trials if trial.key in means), key=lambda trial: means[trial.key], default=None)
 
     def runs(self, trials: Sequence[TrialRow], metric: str) -> dict[int, dict[int, Run]]:
         """Candidate number -> seed -> run."""
-        found: dict[int, dict[int, Run]] = {}
+        runs: dict[int, dict[int, Run]] = {}
         for trial in trials:
             metrics = self.finals.get(trial.key, {})
             validation, test = (metrics.get((split, metric), {}) for split in ("validation", "test"))
             for seed in trial.runs:
                 run = Run(validation.get(seed, math.nan), test.get(seed, math.nan))
-                found.setdefault(trial.number, {})[seed] = run
-        return found
+                runs.setdefault(trial.number, {})[seed] = run
+        return runs
 
-    def scores(self, task: str, about: Mapping[str, Any], arms: Sequence[Arm]) -> Scores:
+    def scores(self, task: RecordedTask, arms: Sequence[Arm]) -> Scores:
+        """The runs of all arms on a task, with the seeds that each arm was to train."""
         base = next(arm.name for arm in arms if arm.is_base)
         runs, seeds = {}, {}
         for arm in arms:
-            trials = self.of(arm.name, task)
-            runs[arm.name] = self.runs(trials, about["metric"])
-            own = sorted({seed for trial in trials for seed in trial.runs})
-            parts = max((sum(t.number == trial.number for t in trials) for trial in trials), default=0)
-            planned = range(1, self.looks[min(parts, len(self.looks)) - 1].seeds + 1) if own else []
-            seeds[arm.name] = [*planned, *(seed for seed in own if seed not in planned)]
-        return Scores(base, about["maximize"], about["chance"], runs, seeds)
+            trials = self.of(arm.name, task.name)
+            runs[arm.name] = self.runs(trials, task.metric)
+            trained = sorted({seed for trial in trials for seed in trial.runs})
+            looks = max((sum(t.number == trial.number for t in trials) for trial in trials), default=0)
+            planned = range(1, self.looks[min(looks, len(self.looks)) - 1].seeds + 1) if trained else []
+            seeds[arm.name] = [*planned, *(seed for seed in trained if seed not in planned)]
+        return Scores(base, task.maximize, task.chance, runs, seeds)
 
 
 def current(trials: Sequence[TrialRow]) -> list[TrialRow]:
     """The trials without those that a later one of the same number has superseded.
 
-    The trials of a number are one candidate, whose values they share, with other seeds at each look. Where failed
-    trials ran again, a search may have come to another finalist, or an extended range to another value: the trials of
-    both candidates then have one number in the ledger, and the later ones count.
+    The trials of a number are one candidate, whose values they share, with other seeds at each look. After failed
+    trials have run again, a search may have come to another finalist, or an extended range to another value: the
+    trials of both candidates then have one number in the ledger, and the later ones count.
     """
     latest: dict[tuple[str, str, Stage, int], TrialRow] = {}
     for trial in trials:
@@ -84,20 +105,14 @@ def current(trials: Sequence[TrialRow]) -> list[TrialRow]:
 
 
 def _at_last_rungs(trials: Sequence[TrialRow], fidelity: Mapping[str, Any]) -> list[TrialRow]:
-    """The trial of each number that took most. fidelity: the settings that increase with the rung, and `keep`."""
+    """The trial of each number that took most of what rises with the rungs."""
     paths = [path.split(".") for path in fidelity if path != "keep"]
 
-    def taken(trial: TrialRow) -> list[int]:
+    def cost(trial: TrialRow) -> list[int]:
         return [len(trial.runs) if key == "seeds" else trial.config[section][key] for section, key in paths]
 
     last: dict[int, TrialRow] = {}
     for trial in trials:
-        if trial.number not in last or taken(trial) > taken(last[trial.number]):
+        if trial.number not in last or cost(trial) > cost(last[trial.number]):
             last[trial.number] = trial
     return [*last.values()]
-
-
-def looks_of(spec: Mapping[str, Any]) -> tuple[Look, ...]:
-    """The looks of a study as the ledger has it."""
-    seeds = spec["seeds"]
-    return spread_looks(**seeds) if isinstance(seeds, Mapping) else one_look(seeds)

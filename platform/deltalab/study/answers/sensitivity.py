@@ -1,15 +1,14 @@
 """How scores depend on the values that arms tuned, and whether the best value is the lowest or the highest tried."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from deltalab.store import Store, Study, TrialRow
-from deltalab.study.answers.recorded_scores import Measured
+from deltalab.study.answers.recorded_scores import RecordedScores
 from deltalab.study.planning.tuning_candidates import edge
-from deltalab.study.specs.budget import Searching
-from deltalab.study.specs.search_space import Search
+from deltalab.study.specs.recorded_study import RecordedSpec, RecordedTask
 from deltalab.study.statistics.seed_choice import Runs, Scores
 
 
@@ -17,9 +16,12 @@ from deltalab.study.statistics.seed_choice import Runs, Scores
 class Sweep:
     """The candidates that one arm tried on one task.
 
-    values: candidate number -> path -> value. runs: candidate number -> seed -> run. best: the candidate with the best
-    mean of validation scores; None where none finished all seeds. ends: the settings of which it has the lowest or the
-    highest value tried: path -> which.
+    Attributes:
+        arm: The name of the arm.
+        values: Candidate number -> path -> value.
+        runs: Candidate number -> seed -> run.
+        best: The candidate with the best mean of validation scores; None if no candidate finished all seeds.
+        ends: The settings of which the best candidate has the lowest or the highest value tried: path -> which.
     """
 
     arm: str
@@ -30,82 +32,90 @@ class Sweep:
 
     def scores(self, number: int, split: Literal["validation", "test"]) -> list[float]:
         """The scores of a candidate's seeds that finished."""
-        found = [run.validation if split == "validation" else run.test for run in self.runs.get(number, {}).values()]
-        return [score for score in found if math.isfinite(score)]
-
-
-def tuned(spec: Mapping[str, Any]) -> dict[str, Search]:
-    """The settings that every arm of a study tunes; those of the training, where the study is a search."""
-    given = spec.get("tune") or {path: of for path, of in (spec.get("search") or {}).items() if path[:6] == "train."}
-    about = ("trials", "extend", "seeds")
-    return {path: Search.model_validate(search) for path, search in given.items() if path not in about}
+        runs = self.runs.get(number, {}).values()
+        scores = [run.validation if split == "validation" else run.test for run in runs]
+        return [score for score in scores if math.isfinite(score)]
 
 
 def sensitivity(store: Store, study: Study) -> dict[str, list[Sweep]]:
     """What the arms tried so far, by task; arms that tried nothing are left out.
 
-    A study tunes every arm, a search the base and the finalists: what it draws for others is not tuned but searched.
+    A study tunes every arm. A search tunes the base and the finalists alone; the trainings of its other candidates are
+    drawn with the candidates.
     """
     arms = store.arms(study.id)
-    ledger = Measured(store, study.id, store.trials(study.id), study.spec)
-    found = {}
-    for task, about in study.provenance["tasks"].items():
-        scores = ledger.scores(task, about, arms)
-        sweeps = [sweep(arm.name, task, about, ledger, scores) for arm in arms]
-        found[task] = [each for each in sweeps if each.values]
-    return found
+    ledger = RecordedScores(store, study, store.trials(study.id))
+    sweeps = {}
+    for name, task in ledger.tasks.items():
+        scores = ledger.scores(task, arms)
+        by_arm = [sweep(arm.name, task, ledger, scores) for arm in arms]
+        sweeps[name] = [arm_sweep for arm_sweep in by_arm if arm_sweep.values]
+    return sweeps
 
 
-def sweep(arm: str, task: str, about: Mapping[str, Any], ledger: Measured, scores: Scores) -> Sweep:
-    """What an arm tried on a task. about: the task, as the ledger has it. scores: of all arms on it."""
-    searched = tuned(ledger.spec)
-    trials = ledger.of(arm, task)
-    if apart := _apart(ledger, arm, task):
-        trials = apart
-        runs = ledger.runs(trials, about["metric"])
-        seeds = sorted({seed for own in runs.values() for seed in own})
-        scores = Scores(arm, about["maximize"], about["chance"], {arm: runs}, {arm: seeds})
-    # A finalist's values are its model's as well.
-    own = {trial.number: {path: trial.values[path] for path in searched if path in trial.values} for trial in trials}
-    values = {number: tried for number, tried in own.items() if tried}
+def sweep(arm: str, task: RecordedTask, ledger: RecordedScores, scores: Scores) -> Sweep:
+    """What an arm tried on a task.
+
+    Args:
+        arm: The name of the arm.
+        task: The task at one size.
+        ledger: The study's trials and their metrics.
+        scores: The runs of all arms on the task.
+    """
+    tuned = ledger.spec.tuned
+    trials = ledger.of(arm, task.name)
+    if tuning := _tuning_alone(ledger, arm, task.name):
+        trials = tuning
+        runs = ledger.runs(trials, task.metric)
+        seeds = sorted({seed for by_seed in runs.values() for seed in by_seed})
+        scores = Scores(arm, task.maximize, task.chance, {arm: runs}, {arm: seeds})
+    # The values of a finalist hold those of its model, too.
+    trainings = {t.number: {path: t.values[path] for path in tuned if path in t.values} for t in trials}
+    values = {number: training for number, training in trainings.items() if training}
     best = scores.best(arm)
     ends: dict[str, str] = {}
     if best in values:
         tried = [*values.values()]
-        shared = {path: search for path, search in searched.items() if all(path in own for own in tried)}
+        shared = {path: search for path, search in tuned.items() if all(path in training for training in tried)}
         ends = edge(shared, tried, values[best])
     return Sweep(arm, values, scores.runs[arm], best, ends)
 
 
-def _apart(ledger: Measured, arm: str, task: str) -> list[TrialRow]:
-    """The trials of tuning, where they are not those that are confirmed: in ledgers of old releases."""
+def _tuning_alone(ledger: RecordedScores, arm: str, task: str) -> list[TrialRow]:
+    """The trials that an arm was tuned with; [] if the trials of confirmation are those of tuning.
+
+    Only ledgers of old releases have trials of tuning besides those of confirmation.
+    """
     trials = ledger.of(arm, task, "tune")
-    if not ledger.spec.get("search"):
+    if not ledger.spec.is_search:
         return trials
     from deltalab.study.searching.phase import is_own  # It brings Optuna, which takes a second to load.
 
-    space = Searching.model_validate(ledger.spec["search"])
-    return [trial for trial in trials if is_own(trial.number, space)]
+    return [trial for trial in trials if is_own(trial.number, ledger.spec.search)]
 
 
-def ends(sweeps: Sequence[Sweep], spec: Mapping[str, Any]) -> Iterator[str]:
-    """A line for each end of a range at which arms have their best value. sweeps: of one task."""
-    searched = tuned(spec)
-    found: dict[tuple[str, str, str, bool], list[str]] = {}
-    for one in sweeps:
-        for path, end in one.ends.items():
-            assert one.best is not None
-            value = one.values[one.best][path]
-            low, *_, high = searched[path].extremes
-            found.setdefault((path, end, f"{value:.3g}", low < value < high), []).append(one.arm)
+def range_end_notes(sweeps: Sequence[Sweep], spec: RecordedSpec) -> Iterator[str]:
+    """Writes a note for each end of a range at which arms have their best value.
+
+    Args:
+        sweeps: What the arms tried on one task.
+        spec: The study's file.
+    """
+    arms_at: dict[tuple[str, str, str, bool], list[str]] = {}
+    for sweep in sweeps:
+        for path, end in sweep.ends.items():
+            assert sweep.best is not None
+            value = sweep.values[sweep.best][path]
+            low, *_, high = spec.tuned[path].extremes
+            arms_at.setdefault((path, end, f"{value:.3g}", low < value < high), []).append(sweep.arm)
     hint = "tune: {extend: true} tries further"
-    if spec.get("search"):
+    if spec.is_search:
         hint = "widen its range under search"
-    elif (spec.get("tune") or {}).get("extend"):
+    elif spec.is_extended:
         hint = "tune.extend moved it as far as it does"
-    for (path, end, value, inside), names in found.items():
-        beyond = "these arms may do better beyond it" if len(names) > 1 else "the arm may do better beyond it"
-        more = hint
-        if inside and spec.get("search"):
-            more = "more trainings try values between it and the end of its range"
-        yield f"The best {path} of {', '.join(names)} is the {end} that was tried, {value}: {beyond} ({more})."
+    for (path, end, value, is_inside), arms in arms_at.items():
+        beyond = "these arms may do better beyond it" if len(arms) > 1 else "the arm may do better beyond it"
+        advice = hint
+        if is_inside and spec.is_search:
+            advice = "more trainings try values between it and the end of its range"
+        yield f"The best {path} of {', '.join(arms)} is the {end} that was tried, {value}: {beyond} ({advice})."

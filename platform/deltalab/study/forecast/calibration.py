@@ -1,8 +1,8 @@
 """Whether a study keeps its promise: at most 5% of studies of arms that are alike find a difference.
 
-An A/A study gives every arm the runs of one method, so that each verdict is false. Its runs are drawn from those that
-the ledger has of the study, or are splits of runs that were trained for it. They go the way of a study's: each seed
-chooses its candidate on validation, and the arms are tested in the study's looks and family.
+An A/A study gives every arm the runs of one method, so that each verdict is false. Its runs are drawn from the runs
+that the ledger has of the study, or are splits of runs that were trained for this purpose. They go the way of a study's
+runs: each seed chooses its candidate on validation, and the arms are tested in the study's looks and family.
 """
 
 import math
@@ -17,11 +17,11 @@ from rich.progress import track
 
 from deltalab.errors import InputError
 from deltalab.store import Store
-from deltalab.study.answers.recorded_scores import looks_of, results
+from deltalab.study.answers.recorded_scores import scores_by_task
 from deltalab.study.planning.make import make_plan
 from deltalab.study.planning.plan import Plan
-from deltalab.study.running.run import run_study
-from deltalab.study.specs.ladder_sizes import families
+from deltalab.study.running.run import RunSettings, run_study
+from deltalab.study.specs.recorded_study import RecordedSpec
 from deltalab.study.statistics.intervals import share_interval
 from deltalab.study.statistics.joint_test import ALPHA, Look, smallest_p
 from deltalab.study.statistics.seed_choice import Run, Scores, outcomes
@@ -33,9 +33,17 @@ Array = NDArray[np.float64]
 class Calibration:
     """The A/A studies of one family of arms.
 
-    tasks: those whose arms are tested together. arms: beside the base. looks: seeds at each look.
-    pool: how many seeds the simulated ones are drawn from. wrong: the share of studies with a verdict; low, high: its
-    exact 95% interval. coverage: the share of studies all of whose intervals hold 0.
+    Attributes:
+        tasks: The tasks whose arms are tested together.
+        arms: Arms beside the base.
+        looks: The seeds at each look.
+        pool: How many seeds the seeds of A/A studies are drawn from.
+        studies: How many A/A studies there were.
+        wrong: The share of A/A studies with a verdict.
+        low: The lower end of the exact 95% interval of that share.
+        high: The upper end of that interval.
+        coverage: The share of A/A studies all of whose intervals hold 0.
+        says: What follows, in a sentence.
     """
 
     tasks: list[str]
@@ -50,6 +58,7 @@ class Calibration:
     says: str
 
     def __str__(self) -> str:
+        """The calibration in lines of text."""
         arms = "1 arm" if self.arms == 1 else f"{self.arms} arms"
         seeds = " to ".join(map(str, dict.fromkeys((self.looks[0], self.looks[-1]))))
         return (
@@ -62,22 +71,33 @@ class Calibration:
 
 
 def simulated(store: Store, study_id: int, *, repeats: int = 400, quiet: bool = True) -> list[Calibration]:
-    """A/A studies from a study's own runs, by task, or of all tasks where they are one family.
+    """Simulates A/A studies from the runs of a study.
 
-    A seed is drawn with replacement from those of all arms: the scores of its candidates, minus their means over the
-    arm's seeds, plus the base's means.
-    Raises `InputError` where the ledger has too few runs to draw from.
+    A seed is drawn with replacement from the seeds of all arms: the scores of its candidates, minus their means over
+    the arm's seeds, plus the base's means.
+
+    Args:
+        store: The ledger.
+        study_id: The study's id in the ledger.
+        repeats: How many A/A studies to simulate.
+        quiet: Whether no bar is drawn.
+
+    Returns:
+        A calibration for each family: each task, or all tasks if they are one family.
+
+    Raises:
+        InputError: The ledger has too few runs to draw from.
     """
     study = store.study(study_id)
-    found = results(store, study_id)
+    scores = scores_by_task(store, study)
     pools = {}
-    for task, about in study.provenance["tasks"].items():
-        pool = residuals(found[task], about.get("bounds"))
+    for task, facts in study.provenance["tasks"].items():
+        pool = residuals(scores[task], facts.get("bounds"))
         if len(pool) < 2:
             raise InputError(f"study '{study.address}' has too few runs on task '{task}' to draw from")
         pools[task] = pool
     arms = sum(not arm.is_base for arm in store.arms(study_id))
-    return _calibrated(pools, found, arms, looks_of(study.spec), study.spec, repeats, quiet, real=False)
+    return _calibrated(pools, scores, arms, RecordedSpec(study.spec).looks, study.spec, repeats, quiet, real=False)
 
 
 def real(
@@ -89,24 +109,36 @@ def real(
 ) -> list[Calibration]:
     """Trains the base of a study on as many seeds as all its arms take, and splits them into arms at random.
 
-    The runs go to the ledger as a study of their own, so that they are trained once. A search is left out: its base is
+    The runs go to the ledger as a separate study, so that they are trained once. A search is left out: its base is
     trained as written.
+
+    Args:
+        plan: The study.
+        db: The ledger; ./deltalab.db if None.
+        repeats: How many A/A studies to split the runs into.
+        quiet: Whether nothing is printed.
+
+    Returns:
+        A calibration for each family.
+
+    Raises:
+        InputError: A run of the base failed.
     """
     spec, base = plan.spec, base_alone(plan)
-    result = run_study(base, db=db, executor="inline", quiet=quiet, unchecked=True)
+    result = run_study(base, RunSettings(db=db, executor="inline", quiet=quiet, unchecked=True))
     with Store.open(db, create=False) as store:
-        found = results(store, result.study_id)
-    pools = {task: _runs(scores, scores.base) for task, scores in found.items()}
+        scores = scores_by_task(store, store.study(result.study_id))
+    pools = {task: _runs_of(of_task, of_task.base) for task, of_task in scores.items()}
     wanted = len(plan.names) * spec.looks[-1].seeds
     for task, pool in pools.items():
         if len(pool) < wanted:
-            raise InputError(f"{plan.where}: {wanted - len(pool)} of {wanted} runs on task '{task}' failed")
-    about = spec.model_dump(mode="json")
-    return _calibrated(pools, found, len(plan.names) - 1, spec.looks, about, repeats, quiet, real=True)
+            raise InputError(f"{plan.study_file}: {wanted - len(pool)} of {wanted} runs on task '{task}' failed")
+    recorded = spec.model_dump(mode="json")
+    return _calibrated(pools, scores, len(plan.names) - 1, spec.looks, recorded, repeats, quiet, real=True)
 
 
 def base_alone(plan: Plan) -> Plan:
-    """The study of a plan's base, on a seed for every seed of every arm."""
+    """Plans the study of a plan's base alone, on a seed for every seed of every arm."""
     alone: dict[str, Any] = {
         "name": f"{plan.spec.name}_calibration",
         "description": f"The base of {plan.spec.name} on many seeds, to be split into arms that are alike.",
@@ -116,38 +148,46 @@ def base_alone(plan: Plan) -> Plan:
         "search": None,
         "seeds": len(plan.names) * plan.spec.looks[-1].seeds,
     }
-    base = make_plan(plan.spec.model_copy(update=alone), profile=plan.profile, where=plan.where)
+    base = make_plan(plan.spec.model_copy(update=alone), profile=plan.profile, study_file=plan.study_file)
     return replace(base, overrides=plan.overrides)
 
 
 def residuals(scores: Scores, bounds: Sequence[float] | None = None) -> Array:
-    """The scores of whole seeds [P, C, 2] around the base's means: those of every arm that tried all its candidates."""
+    """The scores of whole seeds around the base's means, of every arm that tried all candidates of the base.
+
+    Args:
+        scores: The scores of a study on one task.
+        bounds: The bounds of the metric, at which the scores are cut off.
+
+    Returns:
+        (validation, test) by seed and candidate, [P, C, 2].
+    """
     pool = []
-    base = _runs(scores, scores.base)
+    base = _runs_of(scores, scores.base)
     if len(base) < 2:
         return base
     for arm in scores.runs:
-        runs = _runs(scores, arm)
+        runs = _runs_of(scores, arm)
         if len(runs) > 1 and runs.shape[1:] == base.shape[1:]:
             pool.append(runs - _means(runs) + _means(base))
     low, high = bounds or (-math.inf, math.inf)
     return np.clip(np.concatenate(pool), low, high)
 
 
-def _runs(scores: Scores, arm: str) -> Array:
-    """An arm's (validation, test) by seed and candidate [P, C, 2]; NaN where a run did not finish."""
+def _runs_of(scores: Scores, arm: str) -> Array:
+    """An arm's (validation, test) by seed and candidate [P, C, 2]; NaN for a run that did not finish."""
     numbers = [number for number, runs in scores.runs[scores.base].items() if runs]
-    own = scores.runs[arm]
-    if any(number not in own for number in numbers):
+    of_arm = scores.runs[arm]
+    if any(number not in of_arm for number in numbers):
         return np.empty((0, 0, 2))
     none = Run(math.nan, math.nan)
-    found = [[own[number].get(seed, none) for number in numbers] for seed in scores.seeds[arm]]
-    pairs = [[(run.validation, run.test) for run in runs] for runs in found]
+    by_seed = [[of_arm[number].get(seed, none) for number in numbers] for seed in scores.seeds[arm]]
+    pairs = [[(run.validation, run.test) for run in runs] for runs in by_seed]
     return np.array(pairs, dtype=float).reshape(len(pairs), len(numbers), 2)
 
 
 def _means(runs: Array) -> Array:
-    """Means over seeds [C, 2]; NaN for a candidate that never finished."""
+    """The means over seeds [C, 2]; NaN for a candidate that never finished."""
     finished = np.isfinite(runs)
     sums, counts = np.where(finished, runs, 0.0).sum(0), finished.sum(0)
     means: Array = np.divide(sums, counts, out=np.full(sums.shape, math.nan), where=counts > 0)
@@ -165,17 +205,14 @@ def _calibrated(
     *,
     real: bool,
 ) -> list[Calibration]:
-    """Simulates A/A studies of each family.
-
-    like: a study's scores by task, for their direction and chance. spec: of the study as the ledger has it.
-    """
+    """Simulates A/A studies of each family of the study `spec`, with the directions and chance levels of `like`."""
     if not arms:
         raise InputError("the study has no arm beside its base: there is nothing to compare")
     random = np.random.default_rng(0)
     console = Console(stderr=True)
     shape = (arms + 1, looks[-1].seeds)
-    found = []
-    for tasks in families(spec, list(pools)):
+    calibrations = []
+    for tasks in RecordedSpec(spec).families(list(pools)):
         wrong = held = 0
         hidden = quiet or not console.is_terminal
         for _ in track(range(repeats), f"A/A studies, {', '.join(tasks)}", console=console, disable=hidden):
@@ -191,7 +228,7 @@ def _calibrated(
             wrong += any(difference.p <= ALPHA for difference in differences)
             held += all(difference.low <= 0 <= difference.high for difference in differences)
         low, high = share_interval(wrong, repeats)
-        found.append(
+        calibrations.append(
             Calibration(
                 tasks=tasks,
                 arms=arms,
@@ -202,23 +239,25 @@ def _calibrated(
                 low=low,
                 high=high,
                 coverage=held / repeats,
-                says=_says(low, looks),
+                says=_conclusion(low, looks),
             )
         )
-    return found
+    return calibrations
 
 
 def _study(drawn: Array, like: Scores) -> Scores:
     """The scores of an A/A study with runs [arms, seeds, C, 2]."""
     seeds = range(1, drawn.shape[1] + 1)
+    numbers = range(drawn.shape[2])
     runs = {
-        str(arm): {number: {seed: Run(*own[seed - 1][number]) for seed in seeds} for number in range(drawn.shape[2])}
-        for arm, own in enumerate(drawn.tolist())
+        str(arm): {number: {seed: Run(*by_seed[seed - 1][number]) for seed in seeds} for number in numbers}
+        for arm, by_seed in enumerate(drawn.tolist())
     }
     return Scores("0", like.maximize, like.chance, runs, dict.fromkeys(runs, seeds))
 
 
-def _says(low: float, looks: Sequence[Look]) -> str:
+def _conclusion(low: float, looks: Sequence[Look]) -> str:
+    """Says whether the promise is broken; `low` is the least share of false verdicts."""
     seeds = looks[-1].seeds
     if smallest_p(seeds) > looks[-1].spent:
         return f"With {seeds} seeds the study cannot reach a verdict, so none can be false."

@@ -1,4 +1,4 @@
-"""What a study will cost and what it can show, said before it runs."""
+"""What a study will cost and what it can show, before the study runs."""
 
 import json
 import math
@@ -17,24 +17,34 @@ from rich.text import Text
 from deltalab.authoring import verdict
 from deltalab.errors import InputError
 from deltalab.reading import pairs
-from deltalab.store.progress import duration
+from deltalab.store.studies.driver_status import duration
 from deltalab.study.forecast.power import Spread, detectable
 from deltalab.study.forecast.step_time import Training, gpu_rates, gpu_step, scaled_step, timed_step
-from deltalab.study.planning.model_costs import Sizer, Sizes
+from deltalab.study.planning.model_costs import CostCounter, ModelCosts
 from deltalab.study.planning.plan import Plan, PlannedArm
-from deltalab.study.specs.ladder_sizes import families, rates
+from deltalab.study.specs.ladder_sizes import learning_rates_text
+from deltalab.study.specs.recorded_study import RecordedSpec
 from deltalab.study.statistics.joint_test import ALPHA, seeds_needed, smallest_p
 
 TIMING_SECONDS = 0.5
-"""A CPU study's arms are timed for about this long in all; the other arms' times follow from their arithmetic."""
+"""About how long the arms of a study on CPUs are timed in all. The times of other arms follow from their arithmetic."""
 
 SEARCHES = " A search takes about 3 times as long: its candidates train one by one, and each compiles its own kernels."
-"""What discover, profile gpu, took on an H100: docs/decisions/209."""
+"""How long a search takes, as the study discover with profile gpu took on an H100: docs/decisions/209."""
 
 
 @dataclass(frozen=True)
 class ArmCost:
-    """An arm on one task. seconds: of all its trials, one after another, None where unknown."""
+    """An arm on one task.
+
+    Attributes:
+        task: The task's name in the plan.
+        arm: The arm's name.
+        change: What the arm changes in the base, in words.
+        parameters: Elements that are trained.
+        state_size: Elements held for one sequence.
+        seconds: The time of all trials of the arm, one after another; None if it is not known.
+    """
 
     task: str
     arm: str
@@ -46,7 +56,15 @@ class ArmCost:
 
 @dataclass(frozen=True)
 class Effect:
-    """The difference in a task's metric that is found with 80% probability, and where the spread of seeds is from."""
+    """The effect that a study can find on a task.
+
+    Attributes:
+        task: The task's name in the plan.
+        metric: The task's metric.
+        effect: The difference in the metric that is found with 80% probability.
+        sd: The standard deviation of a seed's score.
+        source: Where the standard deviation is from.
+    """
 
     task: str
     metric: str
@@ -57,14 +75,27 @@ class Effect:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A study before it runs. trials, runs, seeds: the most that it takes, where seeds are added in looks.
+    """A study before it runs.
 
-    smallest_p: the least p that the seeds can give. detectable: the effect on one arm that is found with 80%
-    probability, in standard deviations of a seed's score; None where none can be. effects: the same in the metric of
-    each task whose spread is known.
-    workers: stacks at a time. stack: the most trials in one.
-    seconds: total if no trials are stacked, None where unknown. where: the hardware assumed.
-    how: how the times were obtained.
+    Attributes:
+        study: The study's name.
+        profile: The name of the profile; None without one.
+        arms: The arms on each task.
+        trials: The most trials that the study takes.
+        runs: The most runs that the study takes.
+        seeds: The most seeds of an arm.
+        looks: The seeds at each look; empty if there is one look.
+        workers: Stacks at a time.
+        stack: The most trials in one stack.
+        seconds: The time in all if no trials are stacked; None if it is not known.
+        where: The hardware that the time assumes.
+        how: How the times were obtained.
+        smallest_p: The least p that the seeds can give.
+        detectable: The effect on one arm that is found with 80% probability, in standard deviations of a seed's score;
+            None if no effect can be found.
+        effects: That effect in the metric of each task whose spread is known.
+        notes: What to know besides, in sentences.
+        overrides: Settings given beside the study's file, by their keys.
     """
 
     study: str
@@ -86,9 +117,11 @@ class Estimate:
     overrides: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
+        """The estimate as JSON."""
         return json.dumps(asdict(self))
 
     def to_rich(self) -> Group:
+        """The estimate for a terminal."""
         table = Table(box=None, pad_edge=False)
         for column in ("task", "arm", "change to the base", "parameters", "state", "time"):
             table.add_column(column, overflow="fold")
@@ -123,13 +156,13 @@ class Estimate:
                 f"Give at least {seeds_needed()} seeds."
             ]
         if math.isinf(self.detectable):
-            found = f"find no effect on one of {arms} arms with 80% probability"
+            power = f"find no effect on one of {arms} arms with 80% probability"
         else:
-            found = (
+            power = (
                 f"find with 80% probability that one of {arms} arm{'s' * (arms != 1)} differs by {self.detectable:.2g} "
                 "standard deviations of a seed's score"
             )
-        lines = [f"{self.seeds} paired seeds {found}."]
+        lines = [f"{self.seeds} paired seeds {power}."]
         if self.looks:
             stops = ", ".join(map(str, self.looks))
             lines.append(f"They are added in looks, after {stops} seeds, and an arm may stop before the last.")
@@ -149,17 +182,24 @@ class Estimate:
 
 
 def estimate(plan: Plan, *, workers: int | None = None, spreads: Sequence[Spread] = ()) -> Estimate:
-    """Counts every arm, finds how long its steps take, and adds up. It takes seconds, whatever the study's size.
+    """Counts every arm, finds how long its steps take, and adds up, within seconds for a study of any size.
 
-    On a CPU some arms are timed, for about `TIMING_SECONDS`; nothing is timed on a GPU, whose rates are data.
-    Raises `InputError` for arms that do not build or run.
+    On CPUs some arms are timed, for about `TIMING_SECONDS`. Nothing is timed for a GPU, whose rates are data.
+
+    Args:
+        plan: The study.
+        workers: Stacks at a time; as many as this machine has places for if None.
+        spreads: The spreads of scores that are known.
+
+    Raises:
+        InputError: An arm does not build or run.
     """
     wanted = plan.spec.resources
     workers = workers or max(1, wanted.places(os.cpu_count() or 1, torch.cuda.device_count()))
     before = torch.get_num_threads()
     torch.set_num_threads(min(wanted.threads, os.cpu_count() or 1))
     try:
-        sizes, trainings = _counted(plan)
+        costs, trainings = _counted(plan)
         times = _times(plan, trainings)
     finally:
         torch.set_num_threads(before)
@@ -171,18 +211,20 @@ def estimate(plan: Plan, *, workers: int | None = None, spreads: Sequence[Spread
             change=", ".join(
                 f"{key}={_short(now)}"
                 for key, (_, now) in arm.change.items()
-                if now is not None or not key.startswith("rule.")  # a knob that another rule lacks is no change to it
+                if now is not None
+                or not key.startswith("rule.")  # Another rule need not have every knob of the base's.
             ),
-            parameters=size.parameters,
-            state_size=size.state_size,
+            parameters=cost.parameters,
+            state_size=cost.state_size,
             seconds=None if step is None else runs * step * _steps(training),
         )
-        for arm, size, training, step in zip(plan.arms, sizes, trainings, times.steps, strict=True)
+        for arm, cost, training, step in zip(plan.arms, costs, trainings, times.steps, strict=True)
     ]
     whole = [arm.seconds for arm in arms if arm.seconds is not None]
     seeds, tested = plan.spec.looks[-1].seeds, len(plan.names) - 1
-    tested *= len(families(plan.spec.model_dump(include={"family", "scales", "task"}), list(plan.tasks))[0])
-    found = detectable(plan.spec.looks, tested) if tested and smallest_p(seeds) <= ALPHA else None
+    spec = RecordedSpec(plan.spec.model_dump(include={"family", "scales", "task"}))
+    tested *= len(spec.families(list(plan.tasks))[0])
+    effect = detectable(plan.spec.looks, tested) if tested and smallest_p(seeds) <= ALPHA else None
     return Estimate(
         study=plan.spec.name,
         profile=plan.profile,
@@ -197,11 +239,11 @@ def estimate(plan: Plan, *, workers: int | None = None, spreads: Sequence[Spread
         where=times.where,
         how=times.how,
         smallest_p=smallest_p(seeds),
-        detectable=found,
+        detectable=effect,
         effects=[
-            Effect(spread.task, spread.metric, found * spread.sd, spread.sd, spread.source)
+            Effect(spread.task, spread.metric, effect * spread.sd, spread.sd, spread.source)
             for spread in spreads
-            if found is not None and math.isfinite(found)
+            if effect is not None and math.isfinite(effect)
         ],
         notes=(
             *_searched(plan),
@@ -216,6 +258,7 @@ def estimate(plan: Plan, *, workers: int | None = None, spreads: Sequence[Spread
 
 
 def _not_checked(plan: Plan) -> list[str]:
+    """Notes on rules that fail their checks or have not been checked."""
     return [
         f"not checked yet: {rule}; `platform study run` checks it first"
         if reason == verdict.NOT_CHECKED
@@ -229,15 +272,15 @@ def _searched(plan: Plan) -> list[str]:
     search = plan.spec.search
     if search is None:
         return []
-    conditional = sum(one.when is not None for one in search.searched.values())
-    found = f"search: {len(search.searched)} settings"
-    found += f", of which {conditional} exist only beside others" if conditional else ""
-    found += f"; {search.whole:,} candidates, all tried" if search.enumerated else ""
+    conditional = sum(knob.when is not None for knob in search.searched.values())
+    space = f"search: {len(search.searched)} settings"
+    space += f", of which {conditional} exist only beside others" if conditional else ""
+    space += f"; {search.whole:,} candidates, all tried" if search.enumerated else ""
     if search.match:
-        found += f"; each candidate is as large as the base in {search.match.quantity}, by its {search.match.dimension}"
-    found += "".join(f"; {what} {bound}" for what, bound in search.constrain.bounds.items())
-    weighed = ", ".join(f"{one} ({'more' if one.maximize else 'less'})" for one in plan.objectives)
-    lines = [f"{found}.", f"search: weighs {weighed}."]
+        space += f"; each candidate is as large as the base in {search.match.quantity}, by its {search.match.dimension}"
+    space += "".join(f"; {quantity} {bound}" for quantity, bound in search.constrain.bounds.items())
+    weighed = ", ".join(f"{objective} ({'more' if objective.maximize else 'less'})" for objective in plan.objectives)
+    lines = [f"{space}.", f"search: weighs {weighed}."]
     if not search.enumerated:
         rest = search.trials - search.controls
         random = f", random search {search.controls} as a control" if search.controls else ""
@@ -255,40 +298,44 @@ def _searched(plan: Plan) -> list[str]:
     most = {arm.is_base: plan.tried(arm) for arm in plan.arms}
     if training:
         arms = "of the base" if most[False] == 1 else "of the base and of each finalist"
-        each = " on each task" if len(plan.tasks) > 1 else ""
-        lines.append(f"search: each seed {arms} tries {most[True]} values of {training}{each}, and chooses its own.")
+        on_tasks = " on each task" if len(plan.tasks) > 1 else ""
+        tries = f"tries {most[True]} values of {training}{on_tasks}"
+        lines.append(f"search: each seed {arms} {tries}, and chooses its own.")
     return lines
 
 
 def _extended(plan: Plan) -> list[str]:
+    """A note if tuning may add candidates."""
     if plan.spec.tune is None or not plan.spec.tune.extend:
         return []
     return ["tune.extend may add candidates, which are not counted here, where a best value is at the end of a range."]
 
 
-def _counted(plan: Plan) -> tuple[list[Sizes], list[Training]]:
+def _counted(plan: Plan) -> tuple[list[ModelCosts], list[Training]]:
     """What each arm holds, and how it trains."""
-    sizer, sizes, trainings = Sizer(), [], []
+    counter, costs, trainings = CostCounter(), [], []
     for arm in plan.arms:
         task = plan.tasks[arm.task]
         model, spec = plan.job(arm, "confirm", 0, {}).specs
-        with _runs(plan, arm):
-            size = sizer.sizes(model, task.length)
-        sizes.append(size)
-        trainings.append(Training(task, model, spec, plan.spec.looks[-1].seeds, size.flops_per_token))
-    return sizes, trainings
+        with _naming(plan, arm):
+            cost = counter.costs(model, task.length)
+        costs.append(cost)
+        trainings.append(Training(task, model, spec, plan.spec.looks[-1].seeds, cost.flops_per_token))
+    return costs, trainings
 
 
 @dataclass(frozen=True)
 class _Times:
-    """steps: seconds of a step of each arm, None where unknown. where, how: as in `Estimate`."""
+    """The times of the arms; `where` and `how` are as in `Estimate`."""
 
     steps: list[float | None]
+    """Seconds of a step of each arm; None if they are not known."""
     where: str
     how: str
 
 
 def _times(plan: Plan, trainings: list[Training]) -> _Times:
+    """Finds the times of the arms: measured rates of a GPU, or steps timed here on a CPU."""
     if all(training.spec.device == "cpu" for training in trainings):
         return _on_cpu(plan, trainings)
     here = torch.cuda.get_device_name() if torch.cuda.is_available() else None
@@ -305,14 +352,14 @@ def _times(plan: Plan, trainings: list[Training]) -> _Times:
 
 
 def _on_cpu(plan: Plan, trainings: list[Training]) -> _Times:
-    """Times one arm of each rule first, the base before all, and then others while `TIMING_SECONDS` last."""
+    """Times one arm of each rule, the base first, and then other arms until `TIMING_SECONDS` have passed."""
     rules = [arm.config["rule"]["name"] for arm in plan.arms]
     timed: dict[int, float] = {}
     began = time.perf_counter()
     for i in sorted(range(len(rules)), key=lambda i: rules.index(rules[i]) != i):
         if timed and time.perf_counter() - began > TIMING_SECONDS:
             break
-        with _runs(plan, plan.arms[i]):
+        with _naming(plan, plan.arms[i]):
             seconds = timed_step(trainings[i])
         if seconds is not None:
             timed[i] = seconds
@@ -329,7 +376,7 @@ def _on_cpu(plan: Plan, trainings: list[Training]) -> _Times:
 
 
 def _steps(training: Training) -> float:
-    """The steps of a run, its evaluations as well: each batch is a forward pass, about a third of a step, per token."""
+    """The steps of a run and of its evaluations, each batch of which is a forward pass: about a third of a step."""
     spec, task = training.spec, training.task
     tokens = 0
     for split, times in (("validation", spec.evaluations), ("test", 1)):
@@ -340,40 +387,41 @@ def _steps(training: Training) -> float:
 
 
 def _one_rate(plan: Plan) -> list[str]:
-    """Says so where all widths of a ladder train at one learning rate."""
+    """A note if all widths of a ladder train at one learning rate."""
     tuned = plan.spec.tune.searched if plan.spec.tune else ()
-    said = rates(plan.spec.scales, tuned) if plan.spec.scales else None
-    return [f"scales: {said}. Give transfer: mup, or tune train.lr."] if said and "one learning rate" in said else []
+    text = learning_rates_text(plan.spec.scales, tuned) if plan.spec.scales else None
+    return [f"scales: {text}. Give transfer: mup, or tune train.lr."] if text and "one learning rate" in text else []
 
 
 def _passes(trainings: list[Training]) -> list[str]:
-    """How often a run reads the training data of its task, where they are finite; each line once."""
-    found: dict[str, None] = {}
+    """Notes how often a run reads the training data of its task, if the data are finite; each line once."""
+    lines: dict[str, None] = {}
     for task, spec in ((training.task, training.spec) for training in trainings):
         if task.train_tokens is not None:
             passes = spec.steps * spec.batch_size * task.length / task.train_tokens
             shown = f"{passes:,.0f}" if passes >= 10 else f"{passes:.2g}"
-            found[f"{task.name}: a run makes {shown} passes over {task.train_tokens:,} tokens of training data"] = None
-    return [*found]
+            lines[f"{task.name}: a run makes {shown} passes over {task.train_tokens:,} tokens of training data"] = None
+    return [*lines]
 
 
 @contextmanager
-def _runs(plan: Plan, arm: PlannedArm) -> Iterator[None]:
-    """Names the arm in the error where it does not build or run."""
+def _naming(plan: Plan, arm: PlannedArm) -> Iterator[None]:
+    """Names the arm in the error if it does not build or run."""
     try:
         yield
     except InputError:
         raise
     except Exception as error:
-        said = (str(error).strip().splitlines() or [""])[0]
+        reason = (str(error).strip().splitlines() or [""])[0]
         name = arm.config["rule"]["name"]
         raise InputError(
-            f"arm '{arm.name}' does not run on task '{arm.task}': {type(error).__name__}: {said}; "
+            f"arm '{arm.name}' does not run on task '{arm.task}': {type(error).__name__}: {reason}; "
             f"`platform rule check {name}` or `platform task check {plan.tasks[arm.task].name}` may say more"
         ) from error
 
 
 def _short(value: object) -> str:
+    """A value of a setting in a table."""
     if isinstance(value, dict) and len(value) == 1:
         ((kind, options),) = value.items()
         return f"{kind}({', '.join(f'{name}={number:g}' for name, number in options.items())})"

@@ -19,32 +19,40 @@ from deltalab.training.trainer import LockStep, most_stacked
 GPU_RATES = Path(__file__).with_name("gpu_rates.json")
 """For each kind of GPU, as torch names it: effective flop/s of whole training steps by d_model, and what was measured.
 
-The flops are `Training.flops`. The first kind is the one that a plan assumes where there is no GPU.
+The flops are `Training.flops`. A plan assumes the first kind if there is no GPU.
 """
 
 MOST_TIMED_TOKENS = 2048
-"""Tokens in a timed batch of one run; the time of a larger batch is scaled up."""
+"""The most tokens in a timed batch of one run. The time of a larger batch is scaled up."""
 
 MOST_TIMED_FLOPS = 1e11
-"""Arithmetic of a step of a timed stack: 1 to 10 s on a core. A stack with more is not timed."""
+"""The most operations in a step of a timed stack, which take 1 to 10 s on a core."""
 
 MOST_TIMED_BYTES = 2**28
-"""Memory of a timed stack: 4 numbers for each parameter, and for each token of the batch 40 d_model in each layer and 3
-logits. A stack with more is not timed."""
+"""The most memory of a timed stack: 4 numbers for each parameter, and for each token of the batch 40 d_model in each
+layer and 3 logits."""
 
 MOST_TIMED_LENGTH = 2**14
-"""Tokens of a sequence. A longer one is not timed: a rule may take its chunks one by one."""
+"""The most tokens of a timed sequence: a rule may take the chunks of a sequence one by one."""
 
 MOST_TIMED_BLOCKS = 64
-"""Blocks of a model. Of each, making it and three steps take 30 ms, however narrow it is. A deeper one is not timed."""
+"""The most blocks of a timed model. A block and its three steps take 30 ms, however narrow the block is."""
 
 MOST_TIMED_RUNS = 3
-"""Runs in a timed stack."""
+"""The most runs in a timed stack."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """How an arm trains. seeds: runs that can train as one. flops_per_token: of a forward pass without logits."""
+    """How an arm trains.
+
+    Attributes:
+        task: The task.
+        model: The model.
+        spec: The settings of the training.
+        seeds: Runs that can train as one.
+        flops_per_token: Operations of a forward pass per token, without logits.
+    """
 
     task: Task
     model: ModelSpec
@@ -54,15 +62,17 @@ class Training:
 
     @property
     def flops(self) -> float:
-        """Of a step of one run: the forward pass and a backward pass of twice its arithmetic, logits included."""
+        """Operations of a step of one run: a forward pass and a backward pass of twice as many, logits included."""
         logits = 2 * self.model.d_model * self.model.vocab_size * self.task.most_scored
         return 3 * self.spec.batch_size * (self.flops_per_token * self.task.length + logits)
 
 
 def timed_step(training: Training) -> float | None:
-    """Seconds that a step takes here, for each run of a small stack; None for one that is too large to be timed.
+    """Times a step on this machine, in a small stack.
 
-    Raises what the training raises.
+    Returns:
+        Seconds for each run of the stack; None if the training is too large to be timed. What the training raises
+        passes through.
     """
     spec, length = training.spec, training.task.length
     short = replace(spec, batch_size=min(spec.batch_size, max(1, MOST_TIMED_TOKENS // length)), steps=3, evaluations=1)
@@ -78,7 +88,7 @@ def timed_step(training: Training) -> float | None:
 
 
 def _timeable(training: Training) -> int:
-    """How many runs are few enough to be timed."""
+    """The most runs that may be timed together."""
     model, tokens = training.model, training.spec.batch_size * training.task.length
     if training.task.length > MOST_TIMED_LENGTH or model.depth > MOST_TIMED_BLOCKS:
         return 0
@@ -88,6 +98,7 @@ def _timeable(training: Training) -> int:
 
 
 def _timed(task: Task, model: ModelSpec, spec: TrainSpec, runs: int) -> float:
+    """Seconds for each run of a step of a stack."""
     trial = LockStep(task, [(model, spec)], range(runs), most=runs)
     trial.advance(1)
     began = time.perf_counter()
@@ -96,10 +107,15 @@ def _timed(task: Task, model: ModelSpec, spec: TrainSpec, runs: int) -> float:
 
 
 def scaled_step(training: Training, timed: Sequence[tuple[Training, float]]) -> float:
-    """Seconds of a step from those of the most similar training that was timed: of its rule, then of its size."""
+    """Seconds of a step, from the most similar training that was timed: of one rule if possible, then of nearest size.
 
-    def unlike(one: tuple[Training, float]) -> tuple[bool, float]:
-        other, _ = one
+    Args:
+        training: The training.
+        timed: Trainings, each with the seconds of its step.
+    """
+
+    def unlike(pair: tuple[Training, float]) -> tuple[bool, float]:
+        other, _ = pair
         same_rule = other.model.make_rule().name == training.model.make_rule().name
         return not same_rule, abs(math.log(other.flops / training.flops))
 
@@ -109,13 +125,13 @@ def scaled_step(training: Training, timed: Sequence[tuple[Training, float]]) -> 
 
 @cache
 def gpu_rates() -> dict[str, dict[int, float]]:
-    """Kind of GPU -> d_model -> effective flop/s."""
-    rows = json.loads(GPU_RATES.read_text(encoding="utf-8"))
-    return {kind: {row["d_model"]: row["flops_per_second"] for row in found} for kind, found in rows.items()}
+    """Reads the rates of GPUs, as kind -> d_model -> effective flop/s."""
+    by_kind = json.loads(GPU_RATES.read_text(encoding="utf-8"))
+    return {kind: {row["d_model"]: row["flops_per_second"] for row in rows} for kind, rows in by_kind.items()}
 
 
 def gpu_step(training: Training, kind: str) -> float:
     """Seconds of a step on a kind of GPU of `gpu_rates`, in log-log between the widths that were measured."""
     rates = gpu_rates()[kind]
-    at = np.interp(math.log(training.model.d_model), np.log(list(rates)), np.log(list(rates.values())))
-    return training.flops / math.exp(at)
+    log_rate = np.interp(math.log(training.model.d_model), np.log(list(rates)), np.log(list(rates.values())))
+    return training.flops / math.exp(log_rate)

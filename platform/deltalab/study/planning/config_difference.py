@@ -5,12 +5,13 @@ from typing import Any
 
 
 def difference(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Where two configurations differ: dotted key -> [base value, other value]. A gate counts as one value.
+    """Lists the settings in which two configurations differ: dotted key -> [value in base, value in other].
 
-    A setting that only one of them has is None in the other.
+    A gate counts as one value. A setting that only one configuration has is None in the other.
 
-    >>> difference({"train": {"lr": 1, "clip": 2}}, {"train": {"lr": 3, "clip": 2}})
-    {'train.lr': [1, 3]}
+    Examples:
+        >>> difference({"train": {"lr": 1, "clip": 2}}, {"train": {"lr": 3, "clip": 2}})
+        {'train.lr': [1, 3]}
     """
     before, after = flat(base), flat(other)
     keys = [*before, *(key for key in after if key not in before)]
@@ -18,9 +19,10 @@ def difference(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, l
 
 
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration's settings by dotted key; a gate counts as one value.
+    """Lists the settings of a configuration by dotted key. A gate counts as one value.
 
-    >>> flat({"rule": {"name": "comba", "d": {"head": {}}}, "train": {"lr": 1}})
-    {'rule.name': 'comba', 'rule.d': {'head': {}}, 'train.lr': 1}
+    Examples:
+        >>> flat({"rule": {"name": "comba", "d": {"head": {}}}, "train": {"lr": 1}})
+        {'rule.name': 'comba', 'rule.d': {'head': {}}, 'train.lr': 1}
     """
     return {f"{section}.{key}": value for section, part in config.items() for key, value in part.items()}

@@ -4,39 +4,42 @@ import json
 import random
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from deltalab.errors import InputError
 from deltalab.study.planning.matching import Bounded
-from deltalab.study.planning.warm_starts import named
+from deltalab.study.planning.plan import Plan, PlannedArm
+from deltalab.study.planning.warm_starts import named_candidates
 from deltalab.study.specs.budget import Searching
 from deltalab.study.specs.method_settings import resolve, setting
-from deltalab.study.specs.search_space import INTEGERS, Search, Space, combinations, count, example
-
-if TYPE_CHECKING:
-    from deltalab.study.planning.plan import Plan, PlannedArm
+from deltalab.study.specs.search_space import INTEGERS, Search, Space, combinations, count_combinations, example_with
+from deltalab.study.specs.setting_paths import model_part
 
 MOST_COMBINATIONS = 500
-"""Candidates that a plan tries to make, over all its arms."""
-MOST_SIZED = 200
-"""Candidates that it draws, at the most, until one has a size that `match` and `constrain` allow."""
+"""The most candidates for which a plan resolves a configuration, over all its arms."""
+MOST_COUNTED = 200
+"""The most candidates that a plan draws until one has costs that `match` and `constrain` allow."""
 
 
-def check_space(plan: "Plan") -> list[str]:
-    """Notes on the space: which combinations make no model, and which have no size that is allowed.
+def check_space(plan: Plan) -> list[str]:
+    """Checks what a plan tunes or searches.
 
-    Raises `InputError` for settings and objectives that do not exist, for a choice or bound that makes no model in any
-    combination, for arms that are one and the same once tuned, and for a space without a candidate.
+    Returns:
+        Notes on the combinations that make no model, and on those whose costs are not allowed.
+
+    Raises:
+        InputError: A setting or an objective does not exist, a choice or bound makes no model in any combination, two
+            arms are the same once they are tuned, or the space has no candidate.
     """
     space = plan.budget
     assert space is not None
     key = "search" if plan.spec.search else "tune"
     if space.whole is not None and space.trials > space.whole:
         raise InputError(f"{key}.trials {space.trials}: there are only {space.whole} choices to try")
-    found = _check_models(plan, space, key)
+    notes = _check_models(plan, space, key)
     try:
         plan.objectives  # noqa: B018 raises for those that do not exist
-        named(plan)
+        named_candidates(plan)
         for arm in plan.arms:
             if arm.is_base:
                 plan.candidates(arm)
@@ -46,43 +49,43 @@ def check_space(plan: "Plan") -> list[str]:
     if search:
         _check_finalists(search)
     if search and search.fidelity:
-        found += _check_rungs(plan, search)
+        notes += _check_rungs(plan, search)
     if search and (search.match or search.constrain.bounds or search.fidelity):
-        found += _check_sizes(plan, space)
-    return found
+        notes += _check_costs(plan, space)
+    return notes
 
 
 def _check_finalists(search: Searching) -> None:
-    """Raises `InputError` where the space has fewer models than finalists are wanted."""
+    """Raises `InputError` if the space has fewer models than the search confirms finalists."""
     models = {name: knob for name, knob in search.knobs.items() if not name.startswith("train.")}
     if models and all(parent in models for knob in models.values() for parent in knob.parents):
-        most = count(models)
+        most = count_combinations(models)
         if most is not None and search.finalists > most:
             raise InputError(
                 f"search.finalists {search.finalists}: the space has {most} models, and each is confirmed once"
             )
 
 
-def _check_rungs(plan: "Plan", search: Searching) -> list[str]:
-    """A note where the last rung is another training than the base's. Raises `InputError` for one that is none."""
-    found = []
+def _check_rungs(plan: Plan, search: Searching) -> list[str]:
+    """Notes where the last rung differs from the base's training; raises `InputError` for a rung without a model."""
+    notes = []
     for arm in plan.arms:
         if arm.is_base:
             try:
-                *_, last = (plan.sized(arm, {}, rung) for rung in range(len(search.rungs)))
+                *_, last = (plan.config_for(arm, {}, rung) for rung in range(len(search.rungs)))
             except InputError as error:
                 raise InputError(f"search.fidelity: {error}") from None
             for path in search.rungs[-1]:
-                if path != "train.seeds" and setting(last, path, "") != (own := setting(arm.config, path, "")):
-                    found.append(
+                if path != "train.seeds" and setting(last, path, "") != (of_base := setting(arm.config, path, "")):
+                    notes.append(
                         f"search.fidelity.{path} ends at {setting(last, path, '')}: candidates are judged there, and "
-                        f"confirmed at the base's {own} on task '{arm.task}'."
+                        f"confirmed at the base's {of_base} on task '{arm.task}'."
                     )
-    return found
+    return notes
 
 
-def _check_models(plan: "Plan", space: Space, key: str) -> list[str]:
-    """A note on the combinations that make no model, none where all that are tried make one."""
+def _check_models(plan: Plan, space: Space, key: str) -> list[str]:
+    """Notes the combinations that make no model, on the first task with any."""
     tuned = [arm for arm in plan.arms if arm.is_base or not plan.spec.search]
     drawn = _drawn(space.knobs, max(1, MOST_COMBINATIONS // len(tuned)))
     note: list[str] = []
@@ -101,7 +104,7 @@ def _check_models(plan: "Plan", space: Space, key: str) -> list[str]:
                 reasons.append(None)
         if None not in reasons:
             raise InputError(
-                f"{key}: no combination makes a model on task '{arm.task}', such as {_said(drawn[0])}: {reasons[0]}"
+                f"{key}: no combination makes a model on task '{arm.task}', such as {_listed(drawn[0])}: {reasons[0]}"
             )
         for name, knob in space.knobs.items():
             for value in knob.extremes:
@@ -110,8 +113,9 @@ def _check_models(plan: "Plan", space: Space, key: str) -> list[str]:
                     raise InputError(f"{key}.{name}: {value!r} makes no model on task '{arm.task}': {why[0]}")
         bad = [i for i, why in enumerate(reasons) if why is not None]
         if bad and not note:
+            first_bad = _listed(drawn[bad[0]])
             note = [
-                f"{key}: {len(bad)} of {len(drawn)} combinations tried make no model, such as {_said(drawn[bad[0]])}: "
+                f"{key}: {len(bad)} of {len(drawn)} combinations tried make no model, such as {first_bad}: "
                 f"{reasons[bad[0]]}. The run records such a candidate as infeasible and draws another in its place."
             ]
         twin = seen.setdefault((arm.task, first or ""), arm.name)
@@ -124,14 +128,14 @@ def _check_models(plan: "Plan", space: Space, key: str) -> list[str]:
     return note
 
 
-def _check_sizes(plan: "Plan", space: Space) -> list[str]:
-    """Draws candidates until one fits on every task. A note on those before it, if there were any."""
+def _check_costs(plan: Plan, space: Space) -> list[str]:
+    """Draws candidates until the costs of one are allowed on every task, and notes the candidates before it."""
     bases = [arm for arm in plan.arms if arm.is_base]
     draw = random.Random(0)
-    drawn = [space.draw(lambda _, knob: draw.choice(knob.points(INTEGERS))) for _ in range(MOST_SIZED)]
-    # The training changes no size, so that models count once.
-    models = [{path: value for path, value in one.items() if not path.startswith("train.")} for one in drawn]
-    different = {_said(model): values for model, values in zip(models, drawn, strict=True)}
+    drawn = [space.draw(lambda _, knob: draw.choice(knob.points(INTEGERS))) for _ in range(MOST_COUNTED)]
+    # The training changes no cost, so that each model is counted once.
+    models = [model_part(candidate) for candidate in drawn]
+    different = {_listed(model): values for model, values in zip(models, drawn, strict=True)}
     nearest: dict[str, tuple[Bounded, str]] = {}
     reasons: list[str] = []
     for values in different.values():
@@ -143,55 +147,56 @@ def _check_sizes(plan: "Plan", space: Space) -> list[str]:
                 f"search: {len(reasons)} of {len(reasons) + 1} candidates drawn do not fit, such as {reasons[0]}. "
                 "The run records such a candidate as infeasible and draws another in its place."
             ]
-        reasons.append(f"{_said(values)}: {why}")
-    for what, (bounded, said) in nearest.items():
+        reasons.append(f"{_listed(values)}: {why}")
+    for quantity, (bounded, candidate) in nearest.items():
         if not bounded.holds:
             raise InputError(
-                f"search.constrain.{what}: none of {len(reasons)} candidates drawn has {bounded.bound}: "
-                f"the nearest has {bounded.size:,.0f}, with {said}"
+                f"search.constrain.{quantity}: none of {len(reasons)} candidates drawn has {bounded.bound}: "
+                f"the nearest has {bounded.amount:,.0f}, with {candidate}"
             )
     raise InputError(f"search: none of {len(reasons)} candidates drawn is feasible, such as {reasons[0]}")
 
 
 def _misfit(
-    plan: "Plan", arm: "PlannedArm", values: Mapping[str, Any], nearest: dict[str, tuple[Bounded, str]]
+    plan: Plan, arm: PlannedArm, values: Mapping[str, Any], nearest: dict[str, tuple[Bounded, str]]
 ) -> str | None:
-    """Why a candidate does not fit; None where it does. nearest: the candidate that came nearest to each bound."""
+    """Says why a candidate is not allowed, or returns None; keeps in `nearest` what came nearest to each bound."""
     try:
-        found = plan.bounded(arm, plan.sized(arm, values))
+        quantities = plan.bounded(arm, plan.config_for(arm, values))
         for rung in range(len(plan.spec.search.rungs) if plan.spec.search else 0):
-            plan.sized(arm, values, rung)
+            plan.config_for(arm, values, rung)
     except InputError as error:
         return str(error)
-    for what, bounded in found.items():
-        if what not in nearest or bounded.apart < nearest[what][0].apart:
-            nearest[what] = bounded, _said(values)
-    return next((f"constrain.{what}: {bounded}" for what, bounded in found.items() if not bounded.holds), None)
+    for quantity, bounded in quantities.items():
+        if quantity not in nearest or bounded.apart < nearest[quantity][0].apart:
+            nearest[quantity] = bounded, _listed(values)
+    return next((f"constrain.{name}: {bounded}" for name, bounded in quantities.items() if not bounded.holds), None)
 
 
-def _said(values: Mapping[str, Any]) -> str:
+def _listed(values: Mapping[str, Any]) -> str:
+    """Lists values by path in one line."""
     return ", ".join(f"{path}={value}" for path, value in values.items())
 
 
 def _drawn(knobs: Mapping[str, Search], most: int) -> list[dict[str, Any]]:
-    """All combinations of choices, bounds and some integers between; a random sample where they are more than `most`.
+    """Lists all combinations of choices, bounds and some integers between; a random sample if there are over `most`.
 
-    Every choice and bound is in at least one.
+    Every choice and bound is in at least one combination.
     """
-    found = [*islice(combinations(knobs, lambda knob: knob.points(INTEGERS)), most + 1)]
-    if len(found) <= most:
+    every = [*islice(combinations(knobs, lambda knob: knob.points(INTEGERS)), most + 1)]
+    if len(every) <= most:
         # A condition may name an integer that is not among the points.
-        drawn = {name for one in found for name in one}
-        return [*found, *_covering(knobs, [name for name in knobs if name not in drawn])]
+        drawn = {name for combination in every for name in combination}
+        return [*every, *_covering(knobs, [name for name in knobs if name not in drawn])]
     draw = random.Random(0)
     sample = [next(combinations(knobs, lambda knob: [draw.choice(knob.points(INTEGERS))])) for _ in range(most)]
     return [*_covering(knobs, knobs), *sample]
 
 
 def _covering(knobs: Mapping[str, Search], names: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """For each point of the knobs named, a combination that has it; other knobs have their first one."""
+    """Yields, for each point of the knobs named, a combination with it, in which the other knobs have their first."""
     for name in names:
-        above = example(knobs, name) or {}
+        above = example_with(knobs, name) or {}
         for value in knobs[name].points(INTEGERS):
             wanted = {**above, name: value}
             drawn: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Makes a plan of a study's file: its arms, on each task and at each size."""
+"""Makes the plan of a study: its arms on each task and at each size."""
 
 import json
 from collections.abc import Mapping
@@ -14,59 +14,69 @@ from deltalab.study.planning.config_difference import difference
 from deltalab.study.planning.feasibility import check_space
 from deltalab.study.planning.matching import Matcher
 from deltalab.study.planning.plan import Plan, PlannedArm
-from deltalab.study.specs.ladder_sizes import at_fault, sized
-from deltalab.study.specs.method_settings import (
-    applied,
-    resolve_method,
-    rule_of,
-)
-from deltalab.study.specs.overrides import Given, read_overrides, where_given
+from deltalab.study.specs.ladder_sizes import keys_at_fault, tasks_at_sizes
+from deltalab.study.specs.method_settings import resolve_method, rule_of, with_change
+from deltalab.study.specs.overrides import Overrides, error_prefix, read_overrides
 from deltalab.study.specs.study_file import MOST_ARMS, Change, StudySpec, load_study
 
 
-def plan_study(study: str | Path | Mapping[str, Any], *, profile: str | None = None, overrides: Given = None) -> Plan:
-    """Reads a study as `load_study` does, and expands it as `make_plan` does; errors say whether the file or an
-    override is wrong.
+def plan_study(
+    study_file: str | Path | Mapping[str, Any], *, profile: str | None = None, overrides: Overrides = None
+) -> Plan:
+    """Reads a study as `load_study` does, and expands it as `make_plan` does.
+
+    An error says whether the study's file or an override is wrong.
+
+    Args:
+        study_file: The path of a study's file, the name of a shipped study, or the mapping that a file would hold.
+        profile: One of the study's profiles.
+        overrides: Settings in place of the file's, as `deltalab.study.specs.overrides` explains them.
     """
-    file = "study" if isinstance(study, Mapping) else str(study)
-    spec = load_study(study, profile=profile, overrides=overrides)
+    shown = "study" if isinstance(study_file, Mapping) else str(study_file)
+    spec = load_study(study_file, profile=profile, overrides=overrides)
     try:
-        plan = make_plan(spec, profile=profile, where=where_given(file, overrides))
+        plan = make_plan(spec, profile=profile, study_file=error_prefix(shown, overrides))
     except InputError:
-        if overrides:  # The file may be wrong by itself: then this raises what is wrong there.
-            make_plan(load_study(study, profile=profile), profile=profile, where=file)
+        if overrides:  # If the file is wrong by itself, the next line raises what is wrong there.
+            make_plan(load_study(study_file, profile=profile), profile=profile, study_file=shown)
         raise
-    return replace(plan, where=file, overrides=read_overrides(overrides))
+    return replace(plan, study_file=shown, overrides=read_overrides(overrides))
 
 
-def make_plan(spec: StudySpec, *, profile: str | None = None, where: str = "study") -> Plan:
+def make_plan(spec: StudySpec, *, profile: str | None = None, study_file: str = "study") -> Plan:
     """Expands a study.
 
-    Raises `InputError` for rules, knobs, tasks and settings that do not exist, for values that make no model, for arms
-    that equal the base or one another, and for parts to take away that the method does not have.
+    Args:
+        spec: The study, with its profile in place.
+        profile: The name of that profile.
+        study_file: What errors call the study.
+
+    Raises:
+        InputError: A rule, knob, task or setting does not exist, values make no model, two arms are the same, or the
+            method does not have a part that an arm takes away.
     """
     try:
-        return _make_plan(spec, profile, where)
+        return _make_plan(spec, profile, study_file)
     except InputError as error:
-        raise InputError(f"{where}: {error}") from None
+        raise InputError(f"{study_file}: {error}") from None
 
 
-def _make_plan(spec: StudySpec, profile: str | None, file: str) -> Plan:
+def _make_plan(spec: StudySpec, profile: str | None, study_file: str) -> Plan:
     tasks = {}
     base_width = spec.base.model.get("base_width") or spec.base.model.get("d_model", ModelSpec.d_model)
-    sizes = {one.label: one for one in sized(spec.scales, spec.task, base_width)}
-    for label, one in sizes.items():
-        kind = one.params.get("task", one.task)
+    sized_tasks = {sized.label: sized for sized in tasks_at_sizes(spec.scales, spec.task, base_width)}
+    for label, sized in sized_tasks.items():
+        kind = sized.params.get("task", sized.task)
         if not isinstance(kind, str):
-            raise InputError(f"task.{one.task}.task must be a task's name, not {kind!r}")
+            raise InputError(f"task.{sized.task}.task must be a task's name, not {kind!r}")
         try:
-            tasks[label] = get_task(kind, **{key: value for key, value in one.params.items() if key != "task"})
+            tasks[label] = get_task(kind, **{key: value for key, value in sized.params.items() if key != "task"})
         except InputError as error:
-            written = {key: value for key, value in spec.task[one.task].items() if key != "task"}
-            size = at_fault(spec.scales, ["task"], error, partial(get_task, kind, **written))
-            # Where one task has several names in the study, say which of them is meant.
-            own = "" if one.task == kind else f"task.{one.task}: "
-            raise InputError(f"{size}{own}{error}") from None
+            written = {key: value for key, value in spec.task[sized.task].items() if key != "task"}
+            keys = keys_at_fault(spec.scales, ["task"], error, partial(get_task, kind, **written))
+            # If one task has several names in the study, say which of them is meant.
+            name = "" if sized.task == kind else f"task.{sized.task}: "
+            raise InputError(f"{keys}{name}{error}") from None
     for name in spec.for_task:
         if name not in spec.task:
             raise unknown("task", name, spec.task, where="for_task")
@@ -77,19 +87,19 @@ def _make_plan(spec: StudySpec, profile: str | None, file: str) -> Plan:
     matcher = Matcher(spec.tune.searched if spec.tune else {})
     arms = []
     for task_name, task in tasks.items():
-        at = sizes[task_name]
-        unsized = applied(spec.base, spec.for_task.get(at.task, Change()))
-        base = applied(unsized, Change(model=at.model, train=at.train))
+        sized = sized_tasks[task_name]
+        unsized = with_change(spec.base, spec.for_task.get(sized.task, Change()))
+        base = with_change(unsized, Change(model=sized.model, train=sized.train))
         resolved = {}
         for name, change in {"base": Change(), **changes}.items():
             where = name if name == "base" else f"arms.{name}"
             try:
-                resolved[name] = resolve_method(applied(base, change), task, where=where)
+                resolved[name] = resolve_method(with_change(base, change), task, where=where)
             except InputError as error:
-                plain = partial(resolve_method, applied(unsized, change), task, where=where)
-                size = at_fault(spec.scales, ["model", "train"], error, plain)
-                said = f"{where} at {task_name}{str(error).removeprefix(where)}" if size else error
-                raise InputError(f"{size}{said}") from None
+                plain = partial(resolve_method, with_change(unsized, change), task, where=where)
+                keys = keys_at_fault(spec.scales, ["model", "train"], error, plain)
+                problem = f"{where} at {task_name}{str(error).removeprefix(where)}" if keys else error
+                raise InputError(f"{keys}{problem}") from None
             if change.match is not None:
                 try:
                     resolved[name] = matcher.matched(change.match, resolved["base"], resolved[name], task.length)
@@ -106,14 +116,14 @@ def _make_plan(spec: StudySpec, profile: str | None, file: str) -> Plan:
             arms.append(PlannedArm(name, task_name, name == "base", config, change_of))
         for i in range(finalists):
             arms.append(PlannedArm(f"found_{i + 1}", task_name, False, resolved["base"], {}))
-    plan = Plan(spec, profile, arms, tasks, file)
+    plan = Plan(spec, profile, arms, tasks, study_file)
     if plan.budget is None:
         return plan
     return replace(plan, notes=tuple(check_space(plan)))
 
 
 def _changes(spec: StudySpec) -> dict[str, Change]:
-    """Every arm but the base: first those that `ablate` and `factorial` generate, then those of `arms`."""
+    """Lists every arm but the base: first those that `ablate` and `factorial` generate, then those of `arms`."""
     base = rule_of(spec.base.rule)
     changes: dict[str, Change] = {}
     for part in spec.ablate:
@@ -131,7 +141,6 @@ def _changes(spec: StudySpec) -> dict[str, Change]:
     return changes
 
 
-# Parts of the model that can be taken away -> the value that takes them away.
 _MODEL_PARTS: dict[str, object] = {
     "output_gate": False,
     "output_norm": False,
@@ -141,9 +150,11 @@ _MODEL_PARTS: dict[str, object] = {
     "qk_norm": False,
     "token_shift": False,
 }
+"""Parts of the model that an arm can take away, with the value that takes each away."""
 
 
 def _without(rule: Mapping[str, Any], parts: list[str], key: str) -> Change:
+    """The change that takes parts of the rule or of the model away; `key` names the section in errors."""
     kind: Any = rule_plugin(rule["name"]).kind
     knobs, model = {}, {}
     for part in parts:

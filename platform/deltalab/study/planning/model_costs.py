@@ -14,68 +14,80 @@ from deltalab.models.model import Model
 from deltalab.models.spec import ModelSpec
 
 SAMPLE = 16
-"""Tokens that a block is run on."""
+"""Tokens on which a block is run."""
 MOST_COMPUTED = 2**21
-"""Elements of one matrix of a block, or of the products of its queries and keys. A block with larger ones is counted
-without numbers, on PyTorch's device `meta`, which takes longer for small blocks and no memory for large ones."""
+"""The most elements of one matrix of a block, or of the products of its queries and keys, for which the block is run.
+
+A larger block is counted without numbers, on PyTorch's device `meta`, which takes longer for small blocks and no memory
+for large ones."""
 UNEVEN = 0.05
 """The share of the base's state, parameters or flops by which an arm may differ without being marked."""
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """A model on sequences of T tokens.
+class ModelCosts:
+    """What a model holds and computes on a sequence of T tokens.
 
-    parameters: elements that are trained. state_size: elements held for one sequence after T tokens.
-    flops_per_token: of the matrix products of a forward pass, without embedding and logits.
+    Attributes:
+        parameters: Elements that are trained.
+        state_size: Elements held for one sequence after T tokens.
+        flops_per_token: Operations of the matrix products of a forward pass, without embedding and logits.
     """
 
     parameters: int
     state_size: int
     flops_per_token: float
 
-    def named(self) -> dict[str, float]:
-        """
-        >>> Sizes(parameters=9, state_size=4, flops_per_token=2.5).named()
-        {'state': 4, 'parameters': 9, 'flops': 2.5}
+    def by_quantity(self) -> dict[str, float]:
+        """Lists the costs under the names of quantities that a study's file uses.
+
+        Examples:
+            >>> ModelCosts(parameters=9, state_size=4, flops_per_token=2.5).by_quantity()
+            {'state': 4, 'parameters': 9, 'flops': 2.5}
         """
         return {"state": self.state_size, "parameters": self.parameters, "flops": self.flops_per_token}
 
 
-def uneven(base: Sizes, arm: Sizes) -> list[tuple[str, float]]:
-    """The quantities in which an arm differs from the base by more than `UNEVEN`, each with the arm's over the base's.
+def uneven(base: ModelCosts, arm: ModelCosts) -> list[tuple[str, float]]:
+    """Lists the quantities in which an arm differs from the base by more than `UNEVEN`.
 
-    A quantity that only the arm has is infinitely many times the base's.
+    Returns:
+        The name of each quantity, and the arm's amount over the base's: infinite if the base has none of it.
 
-    >>> uneven(Sizes(100, 800, 50.0), Sizes(104, 2624, 25.0))
-    [('state', 3.28), ('flops', 0.5)]
+    Examples:
+        >>> uneven(ModelCosts(100, 800, 50.0), ModelCosts(104, 2624, 25.0))
+        [('state', 3.28), ('flops', 0.5)]
     """
-    both = [(name, ours, arm.named()[name]) for name, ours in base.named().items()]
-    apart = [(name, ours, theirs) for name, ours, theirs in both if abs(theirs - ours) > UNEVEN * ours]
-    return [(name, theirs / ours if ours else math.inf) for name, ours, theirs in apart]
+    pairs = [(name, of_base, arm.by_quantity()[name]) for name, of_base in base.by_quantity().items()]
+    apart = [(name, of_base, of_arm) for name, of_base, of_arm in pairs if abs(of_arm - of_base) > UNEVEN * of_base]
+    return [(name, of_arm / of_base if of_base else math.inf) for name, of_base, of_arm in apart]
 
 
-class Sizer:
-    """Sizes of models; each kind of block is built and run once, and `built` counts them.
+class CostCounter:
+    """Counts the costs of models; each kind of block is built and run once.
 
-    `parameters` and `state_size` are exact. A state is run to T only where one more token makes it larger.
+    `parameters` and `state_size` are exact. A model is run to T tokens only if one more token makes its state larger.
     `flops_per_token` leaves out what a chunk longer than `SAMPLE` adds.
+
+    Attributes:
+        built: How many blocks were built so far.
     """
 
     def __init__(self) -> None:
+        """Begins with no block."""
         self.built = 0
         self._blocks: dict[tuple[str, int | None], _Blocks] = {}
 
-    def sizes(self, model: ModelSpec, length: int) -> Sizes:
-        """Counts a model at `length` tokens. Raises what the model raises when it is built or run."""
+    def costs(self, model: ModelSpec, length: int) -> ModelCosts:
+        """Counts a model after `length` tokens. Raises what the model raises when it is built or run."""
         alike: dict[str, list[ModelSpec]] = {}
         for layer in range(model.depth):
-            one = replace(model.at(layer), vocab_size=1)
-            alike.setdefault(repr(one), []).append(one)
+            block = replace(model.at(layer), vocab_size=1)
+            alike.setdefault(repr(block), []).append(block)
         kinds = [(len(same), self._block(same[0], length)) for same in alike.values()]
         # Each token of the vocabulary has a row in the embedding, and one in the output matrix unless they are tied.
         rows = (model.vocab_size - 1) * (1 if model.tie_embeddings else 2)
-        return Sizes(
+        return ModelCosts(
             parameters=kinds[0][1].ends + rows * model.d_model + sum(n * block.parameters for n, block in kinds),
             state_size=sum(n * block.state_size for n, block in kinds),
             flops_per_token=sum(n * block.flops_per_token for n, block in kinds),
@@ -95,21 +107,20 @@ class Sizer:
 
 @dataclass(frozen=True)
 class _Blocks:
-    """One of the equal blocks of a model.
-
-    ends: parameters outside of the blocks. grows: whether the state was larger one token later.
-    """
+    """The costs of one of the equal blocks of a model."""
 
     ends: int
+    """Parameters outside of the blocks."""
     parameters: int
     state_size: int
     flops_per_token: float
     grows: bool
+    """Whether the state was larger one token later."""
 
 
 @torch.no_grad()
 def _count(model: ModelSpec, length: int | None) -> _Blocks:
-    """Counts after `length` tokens, or after `SAMPLE` and one more where None."""
+    """Counts after `length` tokens, or after `SAMPLE` tokens and one more if `length` is None."""
     width = model.heads * sum(model.head_dims)
     largest = max(
         model.d_model * max(width, model.mlp_width or 3 * model.d_model), model.heads * (length or 0) ** 2 // 8
@@ -126,7 +137,7 @@ def _count(model: ModelSpec, length: int | None) -> _Blocks:
 
 
 def _run(network: Model, length: int, device: torch.device) -> tuple[int, float, list[LayerCache]]:
-    """Elements held after `length` tokens, the flops of each token, and what is held."""
+    """Runs a model on `length` tokens: the elements then held, the flops of each token, and the caches."""
     # Other attentions of a CPU hide their products from the counter.
     with sdpa_kernel(SDPBackend.MATH), _Flops() as counter:
         _, cache = network.hidden(torch.zeros(1, length, dtype=torch.long, device=device))

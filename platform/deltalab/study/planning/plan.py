@@ -1,4 +1,4 @@
-"""Expands a study into its arms, and each arm into trials, which are identified by a hash of what they compute."""
+"""A study expanded into its arms, and each arm into jobs, which are identified by a hash of what they compute."""
 
 import hashlib
 import json
@@ -12,30 +12,32 @@ from deltalab.errors import InputError
 from deltalab.models.spec import LATER, RULE, TIED_WIDTH, ModelSpec
 from deltalab.registry import rule_plugin, task_plugin
 from deltalab.study.planning.matching import Bounded, Matcher
-from deltalab.study.planning.tuning_candidates import spread
+from deltalab.study.planning.tuning_candidates import spread_candidates
 from deltalab.study.specs.budget import Objective, Searching, Tune
-from deltalab.study.specs.method_settings import (
-    resolve,
-    setting,
-    with_values,
-)
-from deltalab.study.specs.search_space import LAYERS, Search, count
+from deltalab.study.specs.method_settings import resolve, setting, with_values
+from deltalab.study.specs.search_space import LAYERS, Search, count_combinations
+from deltalab.study.specs.setting_paths import model_part, of_training, training_part
 from deltalab.study.specs.study_file import StudySpec
 from deltalab.study.workers.jobs import Job
 from deltalab.tasks import BUILTIN, Task
 from deltalab.training.train import NUMERICS
 
 CONFIRM_SEEDS_FROM = 1
+"""The first seed of confirmation."""
 TUNE_SEEDS_FROM = 1_000_001
-"""Far from those of confirmation, so that no seed is used by both."""
+"""The first seed of a search, far from those of confirmation, so that no seed is used by both."""
 
 
 @dataclass(frozen=True)
 class PlannedArm:
     """One arm on one task.
 
-    config: rule, model and train before tuning, with every default spelled out.
-    change: dotted key -> [base value, arm value].
+    Attributes:
+        name: The arm's name.
+        task: The name that the plan gives the task.
+        is_base: Whether the arm is the base.
+        config: Rule, model and train before tuning, with every default spelled out.
+        change: Dotted key -> [base value, arm value].
     """
 
     name: str
@@ -49,16 +51,21 @@ class PlannedArm:
 class Plan:
     """A study, expanded.
 
-    arms: those of each task, the base first. where: the study's file, which errors name.
-    notes: what to know about the search space before the study runs.
-    overrides: settings given beside the file, by their keys; `spec` has them in place.
+    Attributes:
+        spec: The study, with its profile and the overrides in place.
+        profile: The name of the profile; None without one.
+        arms: The arms of each task, the base first.
+        tasks: The tasks by the names that the plan gives them, which name a ladder's size as well.
+        study_file: What errors call the study.
+        notes: What to know about the search space before the study runs.
+        overrides: Settings given beside the file, by their keys.
     """
 
     spec: StudySpec
     profile: str | None
     arms: list[PlannedArm]
     tasks: dict[str, Task]
-    where: str
+    study_file: str
     notes: tuple[str, ...] = ()
     overrides: dict[str, Any] = field(default_factory=dict)
 
@@ -67,7 +74,7 @@ class Plan:
         """SHA-256 of all that the study computes, with rule sources and data. Another identity is another study."""
         keys = [self.job(arm, "confirm", 0, {}).key for arm in self.arms]
         tune = self.budget.model_dump(mode="json") if self.budget else None
-        found: dict[str, Any] = {
+        computed: dict[str, Any] = {
             "name": self.spec.name,
             "profile": self.profile,
             "tune": tune,
@@ -75,99 +82,103 @@ class Plan:
             "trials": keys,
         }
         if len(self.spec.looks) > 1:
-            found["looks"] = [look.seeds for look in self.spec.looks]
+            computed["looks"] = [look.seeds for look in self.spec.looks]
         if self.spec.family != "task":
-            found["family"] = self.spec.family
-        return _hash(found)
+            computed["family"] = self.spec.family
+        return _hash(computed)
 
     @cached_property
     def rules(self) -> list[str]:
         """The rules that the study may train, in the order of its arms."""
-        found: dict[str, None] = {}
+        names: dict[str, None] = {}
         for arm in self.arms:
             try:
                 job = self.job(arm, "confirm", 0, {})
             except Infeasible as infeasible:
                 job = infeasible.job
-            found |= dict.fromkeys(name for kind, name, _, _ in job.plugins if kind == "rule")
-        for name, knob in self.budget.knobs.items() if self.budget else ():
-            if name == "rule" or name.startswith(f"{LAYERS}["):
+            names |= dict.fromkeys(name for kind, name, _, _ in job.plugins if kind == "rule")
+        for path, knob in self.budget.knobs.items() if self.budget else ():
+            if path == "rule" or path.startswith(f"{LAYERS}["):
                 choices: Iterable[Any] = knob.choice or ()
-                found |= dict.fromkeys(each["name"] if isinstance(each, dict) else str(each) for each in choices)
-        return [name for name in found if name != RULE]
+                names |= dict.fromkeys(rule["name"] if isinstance(rule, dict) else str(rule) for rule in choices)
+        return [name for name in names if name != RULE]
 
     @property
     def names(self) -> list[str]:
-        """The arms, the base first."""
+        """The names of the arms, the base first."""
         return list(dict.fromkeys(arm.name for arm in self.arms))
 
     @property
     def budget(self) -> Tune | Searching | None:
-        """The settings that are searched, and how many candidates are tried."""
+        """The section `search` or `tune`: the settings that vary, and how many candidates are tried."""
         return self.spec.search or self.spec.tune
 
     def candidates(self, arm: PlannedArm, values: Mapping[str, Any] | None = None) -> Iterator[dict[str, Any]]:
-        """The candidates that every seed of an arm may train, more than `tried`: the first that make a model are.
+        """The candidates that every seed of an arm may train, in order.
 
-        Those of `tune`, the same for all arms of a task; of a search, those that vary the training alone, the arm's own
-        first. The values as written alone, where there is nothing to vary. values: of a search's finalist that the arm
-        is; nothing for the base.
+        Every seed trains the first `tried` of them that make a model. A study that tunes has the same candidates for
+        all arms of a task. In a search the candidates vary the training alone, and the arm's own values come first. If
+        there is nothing to vary, the values as they are written are the only candidate.
+
+        Args:
+            arm: The arm.
+            values: The values of the search's finalist that the arm is; nothing for the base.
         """
         if self.spec.tune:
-            base = next(each for each in self.arms if each.is_base and each.task == arm.task)
+            base = next(other for other in self.arms if other.is_base and other.task == arm.task)
             written = {path: setting(base.config, path, "tune") for path in self.spec.tune.searched}
-            return spread(self.spec.tune.searched, self.tried(arm), written)
+            return spread_candidates(self.spec.tune.searched, self.tried(arm), written)
         values = dict(values or {})
-        rest = {path: value for path, value in values.items() if not path.startswith("train.")}
-        config = self.sized(arm, values) if values else arm.config
+        of_model = model_part(values)
+        config = self.config_for(arm, values) if values else arm.config
         searched = self._trained(config)
-        if not searched or (values and not rest):  # without `rest` it is the base's model: the base varies its training
+        if not searched or (values and not of_model):  # The model is the base's, and the base varies its training.
             return iter([values])
-        whole = count(searched)
+        whole = count_combinations(searched)
         trials = self.tried(arm) if whole is None else min(self.tried(arm), whole)
-        own = {path: setting(config, path, "search") for path in searched}
-        drawn = spread(searched, trials, own)
-        first = sorted(islice(drawn, trials), key=lambda one: any(one[path] != own[path] for path in one))
-        return ({**rest, **one} for one in chain(first, drawn))
+        written = {path: setting(config, path, "search") for path in searched}
+        drawn = spread_candidates(searched, trials, written)
+        first = sorted(islice(drawn, trials), key=lambda train: any(train[path] != written[path] for path in train))
+        return ({**of_model, **train} for train in chain(first, drawn))
 
     def tried(self, arm: PlannedArm) -> int:
-        """How many candidates of an arm every seed trains, at the most."""
+        """The most candidates of an arm that every seed trains."""
         if self.spec.tune:
             return self.spec.tune.trials
         search, training = self.spec.search, self._training
         if not search or not training or (not arm.is_base and search.knobs.keys() == training.keys()):
             return 1
-        whole = count(training)
+        whole = count_combinations(training)
         return search.trainings if whole is None else min(search.trainings, whole)
 
     def _trained(self, config: Mapping[str, Any]) -> dict[str, Search]:
-        """The settings of the training that a search varies, where conditions on rule and model hold in `config`."""
-        found = {}
+        """The settings of the training that a search varies, if their conditions on rule and model hold in `config`."""
+        knobs = {}
         for path, knob in self._training.items():
             ways = []
             for way in knob.ways:
-                above = {one: values for one, values in way.items() if not one.startswith("train.")}
-                own = {one: config["rule"] if one == "rule" else setting(config, one, "search") for one in above}
-                if knob.model_copy(update={"when": above}).exists(own):
-                    ways.append({one: values for one, values in way.items() if one not in above})
+                above = model_part(way)
+                drawn = {name: config["rule"] if name == "rule" else setting(config, name, "search") for name in above}
+                if knob.model_copy(update={"when": above}).exists(drawn):
+                    ways.append(training_part(way))
             if ways:
-                found[path] = knob.model_copy(update={"when": tuple(ways) if all(ways) else None})
-        return found
+                knobs[path] = knob.model_copy(update={"when": tuple(ways) if all(ways) else None})
+        return knobs
 
     @property
     def _training(self) -> dict[str, Search]:
-        knobs = self.spec.search.knobs if self.spec.search else {}
-        return {path: knob for path, knob in knobs.items() if path.startswith("train.")}
+        """The settings of the training that a search varies, whatever their conditions."""
+        return training_part(self.spec.search.knobs if self.spec.search else {})
 
     @cached_property
     def objectives(self) -> tuple[Objective, ...]:
-        """What a search weighs; () where the study is none."""
+        """What a search weighs; empty if the study is no search."""
         metrics = {name: (task.metric, task.maximize) for name, task in self.tasks.items()}
         return self.spec.search.weighed(metrics) if self.spec.search else ()
 
     @property
     def _searched(self) -> list[int]:
-        """Trials of the search on all tasks, by the rung of successive halving."""
+        """Trials of the search on all tasks, for each rung of successive halving."""
         return [len(self.tasks) * trials for trials in self.spec.search.halved] if self.spec.search else []
 
     @property
@@ -188,14 +199,14 @@ class Plan:
 
     @property
     def whole_runs(self) -> float:
-        """Runs, where one at a lower rung of successive halving counts as its share of the steps."""
+        """Runs, where a run at a lower rung of successive halving counts as its share of the steps."""
         rungs = self.spec.search.rungs if self.spec.search else []
         steps = [rung.get("train.steps", 1) for rung in rungs]
-        saved = [1 - each / steps[-1] for each in steps]
+        saved = [1 - at_rung / steps[-1] for at_rung in steps]
         return self.runs - sum(n * self._seeds(rung) * saved[rung] for rung, n in enumerate(self._searched))
 
     def _seeds(self, rung: int | None) -> int:
-        """Seeds of a candidate of a search, at a rung or at the last one."""
+        """Seeds of a candidate of a search at a rung, or at the last rung if `rung` is None."""
         assert self.spec.search is not None
         return self.spec.search.rungs[-1 if rung is None else rung].get("train.seeds", self.spec.search.seeds)
 
@@ -208,33 +219,41 @@ class Plan:
         look: int = 0,
         rung: int | None = None,
     ) -> Job:
-        """A trial of an arm with tuned values in place.
+        """Makes the job of a trial of an arm.
 
-        look: which one its seeds are added for. rung: of successive halving; the whole training where None.
-        Raises `Infeasible` for values that make no model, or none that a search's `match` and `constrain` allow, and
-        `InputError` for settings that do not exist.
+        Args:
+            arm: The arm.
+            stage: Whether the trial tunes or confirms.
+            number: The number of the candidate.
+            values: The candidate's values by path.
+            look: The look for which the trial's seeds are added.
+            rung: The rung of successive halving; None for the whole training.
+
+        Raises:
+            Infeasible: The values make no model, or none that a search's `match` and `constrain` allow.
+            InputError: A setting does not exist.
         """
         if stage == "tune":
             seeds = tuple(range(TUNE_SEEDS_FROM, TUNE_SEEDS_FROM + self._seeds(rung)))
         else:
-            ends = [0, *(each.seeds for each in self.spec.looks)]
+            ends = [0, *(planned.seeds for planned in self.spec.looks)]
             seeds = tuple(range(CONFIRM_SEEDS_FROM + ends[look], CONFIRM_SEEDS_FROM + ends[look + 1]))
         task = self.tasks[arm.task]
         config = self.with_values(arm, values)
         rules, wide, reason = [config["rule"]["name"]], False, None
         try:
-            config = self.sized(arm, values)
-            if self._finds(values):
-                for what, bound in self.bounded(arm, config).items():
-                    if not bound.holds:
-                        raise InputError(f"constrain.{what}: {bound}")
+            config = self.config_for(arm, values)
+            if self._is_candidate(values):
+                for quantity, bounded in self.bounded(arm, config).items():
+                    if not bounded.holds:
+                        raise InputError(f"constrain.{quantity}: {bounded}")
             if rung is not None:
-                config = self.sized(arm, values, rung)
+                config = self.config_for(arm, values, rung)
             model = ModelSpec.of({**config["model"], "rule": config["rule"]})
             rules, wide = [rule.name for rule in model.rules()], model.tie_embeddings and model.d_model > TIED_WIDTH
         except InputError as error:
             reason = str(error)
-        params = json.loads(json.dumps(asdict(task)))  # a job is JSON: lists where a task has tuples
+        params = json.loads(json.dumps(asdict(task)))  # A job is JSON, which has lists in place of a task's tuples.
         plugins = tuple(_plugins(rules, task))
         key = _hash(
             {
@@ -279,33 +298,37 @@ class Plan:
 
     @property
     def _decodes(self) -> bool:
-        return any(one.name == "decode_us" for one in self.objectives)
+        """Whether the trials time a decoding step."""
+        return any(objective.name == "decode_us" for objective in self.objectives)
 
     def with_values(self, arm: PlannedArm, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The configuration of an arm with tuned values in place, not yet resolved.
+        """Puts a candidate's values into the configuration of an arm, which is not yet resolved.
 
-        Raises `InputError` for settings that do not exist.
+        Raises:
+            InputError: A setting does not exist.
         """
         searched = self.spec.search.searched if self.spec.search else {}
-        absent = [path for path in searched if path not in values] if self._finds(values) else []
+        absent = [path for path in searched if path not in values] if self._is_candidate(values) else []
         return with_values(arm.config, values, where="search" if self.spec.search else "tune", absent=absent)
 
-    def _finds(self, values: Mapping[str, Any]) -> bool:
-        """Whether values are a candidate of a search, not of its base, which tunes its training alone."""
-        return self.spec.search is not None and any(not path.startswith("train.") for path in values)
+    def _is_candidate(self, values: Mapping[str, Any]) -> bool:
+        """Whether values are a candidate of a search, and not of its base, which tunes its training alone."""
+        return self.spec.search is not None and any(not of_training(path) for path in values)
 
-    def sized(self, arm: PlannedArm, values: Mapping[str, Any], rung: int | None = None) -> dict[str, Any]:
-        """The configuration of an arm with tuned values in place, every setting spelled out, as large as the base where
-        a search matches its candidates; at a rung, as large as the base is there.
+    def config_for(self, arm: PlannedArm, values: Mapping[str, Any], rung: int | None = None) -> dict[str, Any]:
+        """The configuration with which an arm trains a candidate, every setting spelled out.
 
-        Raises `InputError` for values that make no model, and where none is as large as the base.
+        If a search matches its candidates, the model is as large as the base; at a rung, as large as the base is there.
+
+        Raises:
+            InputError: The values make no model, or no model is as large as the base.
         """
         task, base, search = self.tasks[arm.task], arm.config, self.spec.search
         if search and rung is not None:
             changes = {path: value for path, value in search.rungs[rung].items() if path != "train.seeds"}
             base = resolve(with_values(base, changes, where="search.fidelity"), task)
         config = resolve(self.with_values(replace(arm, config=base), values), task)
-        if search is None or search.match is None or not self._finds(values):
+        if search is None or search.match is None or not self._is_candidate(values):
             return config
         try:
             return self._matcher.matched(search.match, base, config, task.length)
@@ -313,38 +336,44 @@ class Plan:
             raise InputError(f"match: {error}") from None
 
     def bounded(self, arm: PlannedArm, config: dict[str, Any]) -> dict[str, Bounded]:
-        """What a search constrains, in the configuration of a candidate.
+        """The quantities that a search constrains, in the configuration of a candidate.
 
-        Raises `InputError` for a model that does not run.
+        Raises:
+            InputError: The model does not run.
         """
         bounds = self.spec.search.constrain.bounds if self.spec.search else {}
         return self._matcher.bounded(bounds, arm.config, config, self.tasks[arm.task].length)
 
 
 def _keyed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration as keys hash it: without settings of a later release that are at their default."""
+    """The configuration as keys hash it: without the settings of a later release that are at their defaults."""
     later = {f.name: f.default for f in fields(ModelSpec) if f.metadata == LATER}
     model = {name: value for name, value in config["model"].items() if name not in later or value != later[name]}
     return {**config, "model": model}
 
 
 class Infeasible(InputError):
-    """A candidate that makes no model or no training, or breaks a constraint. The message is the reason.
+    """A candidate makes no model or no training, or breaks a constraint. The message is the reason.
 
-    job: the trial it would have been; `job.config` has the candidate's values in place.
+    Attributes:
+        job: The job that the candidate would have been; `job.config` has the candidate's values in place.
     """
 
     def __init__(self, reason: str, job: Job) -> None:
+        """Keeps the job beside the reason."""
         super().__init__(reason)
         self.job = job
 
 
 def _plugins(rules: list[str], task: Task) -> list[tuple[str, str, str, str]]:
-    found = [("rule", name, rule_plugin(name)) for name in rules]
-    found.append(("task", task.name, task_plugin(task.name)))
-    # Tests hold a built-in task to its version; a user's file may change without a new version, so it is hashed.
-    ours = BUILTIN.values()
-    return [(kind, name, str(plugin.file), "" if plugin.kind in ours else plugin.hash) for kind, name, plugin in found]
+    """Lists the plugins that a job runs, as (kind, name, file, hash)."""
+    plugins = [("rule", name, rule_plugin(name)) for name in rules]
+    plugins.append(("task", task.name, task_plugin(task.name)))
+    # Tests hold a built-in task to its version. A user's file may change without a new version, so it is hashed.
+    builtin = BUILTIN.values()
+    return [
+        (kind, name, str(plugin.file), "" if plugin.kind in builtin else plugin.hash) for kind, name, plugin in plugins
+    ]
 
 
 def _hash(value: object) -> str:

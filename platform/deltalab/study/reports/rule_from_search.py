@@ -1,38 +1,55 @@
-"""The rule that a search found, as a file of its own."""
+"""Writes the rule that a search found as a file of its own."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-from deltalab.authoring.scaffold import free_name, write_file
-from deltalab.authoring.written import write_rule
+from deltalab.authoring.files.rule_file import write_rule
+from deltalab.authoring.files.scaffold import free_name, write_file
 from deltalab.errors import InputError, unknown
 from deltalab.registry import get_rule, list_rules, rule_plugin
 from deltalab.rule import UpdateRule
 from deltalab.store import Store
-from deltalab.study.answers.recorded_scores import Measured
+from deltalab.study.answers.recorded_scores import RecordedScores
+from deltalab.study.specs.recorded_study import RecordedSpec
+from deltalab.study.specs.setting_paths import model_part, training_part
 
 
 def rule_from_search(store: Store, study_id: int, *, arm: str, name: str, out: Path | None = None) -> Path:
-    """Writes the rule of an arm that a search found as a rule of its own, and returns the file.
+    """Writes the rule of an arm that a search found as a rule of its own.
 
-    arm: found_1, say. name: of the new rule. out: the file, plugins/NAME.py by default.
-    Raises `InputError` for a study without a search, an arm that it did not find or has not confirmed, a rule whose
-    file has changed since, a rule that cannot be written so, a name that is no identifier or is taken, and a file that
-    exists or cannot be written. Then nothing is written.
+    Args:
+        store: The ledger.
+        study_id: The id of the study.
+        arm: The name of the arm, such as found_1.
+        name: The name of the new rule.
+        out: The file to write; None is plugins/NAME.py.
+
+    Returns:
+        The file that was written.
+
+    Raises:
+        InputError: The study has no search; the search did not find the arm or has not confirmed it; the file of the
+            arm's rule has changed since; the rule cannot be written as a file; the name is no identifier or is taken;
+            or the new file exists or cannot be written. Nothing is written then.
     """
     free_name(name, "rule", list_rules())
     file = Path("plugins", f"{name}.py") if out is None else out
     if file.suffix != ".py":
         raise InputError(f"--out {file}: a rule's file ends in .py")
-    rule, about = found(store, study_id, arm)
-    return write_file(file, write_rule(rule, name, about))
+    rule, origin = found_rule(store, study_id, arm)
+    return write_file(file, write_rule(rule, name, origin))
 
 
-def found(store: Store, study_id: int, arm: str) -> tuple[UpdateRule, str]:
-    """The rule of an arm that a search found, and a paragraph on where it comes from."""
+def found_rule(store: Store, study_id: int, arm: str) -> tuple[UpdateRule, str]:
+    """The rule of an arm that a search found, and a paragraph on where it comes from.
+
+    Raises:
+        InputError: The study has no search; the search did not find the arm or has not confirmed it; or the file of the
+            arm's rule has changed since.
+    """
     study = store.study(study_id)
-    if not study.spec.get("search"):
+    if not RecordedSpec(study.spec).is_search:
         raise InputError(f"study '{study.name}' has no search, so that none of its rules was found by one")
     names = [row.name for row in store.arms(study_id) if not row.is_base]
     if arm not in names:
@@ -46,20 +63,20 @@ def found(store: Store, study_id: int, arm: str) -> tuple[UpdateRule, str]:
     if rule_plugin(kind).hash != trial.rule_hash:
         raise InputError(f"rule '{kind}' has changed since it was trained: run the study again first")
     # Each task has a training of its own.
-    model = {path: value for path, value in trial.values.items() if not path.startswith("train.")}
-    values = "; ".join(f"{path} {_said(value)}" for path, value in model.items())
+    values = "; ".join(f"{path} {_text(value)}" for path, value in model_part(trial.values).items())
     git = study.provenance["git"]
-    about = f"Found by the search of study {study.address}, id {study.id}, as its arm {arm}"
-    about += f", at git {git['commit']}: {kind} with {values}. " if git else f": {kind} with {values}. "
-    ledger, arms = Measured(store, study_id, store.trials(study_id), study.spec), store.arms(study_id)
-    for task, kept in study.provenance["tasks"].items():
-        best = ledger.scores(task, kept, arms).shown(arm)
-        own = next((row.values for row in trials if (row.task, row.number) == (task, best)), {})
-        if tuned := "; ".join(f"{path} {_said(own[path])}" for path in own if path.startswith("train.")):
-            about += f"On {task} it was tuned to {tuned}. "
-    about += "platform rule from-search wrote this file."
-    return get_rule(kind, **spec), about
+    origin = f"Found by the search of study {study.address}, id {study.id}, as its arm {arm}"
+    origin += f", at git {git['commit']}: {kind} with {values}. " if git else f": {kind} with {values}. "
+    ledger, arms = RecordedScores(store, study, store.trials(study_id)), store.arms(study_id)
+    for name, task in ledger.tasks.items():
+        best = ledger.scores(task, arms).shown(arm)
+        chosen = next((row.values for row in trials if (row.task, row.number) == (name, best)), {})
+        if tuned := "; ".join(f"{path} {_text(value)}" for path, value in training_part(chosen).items()):
+            origin += f"On {name} it was tuned to {tuned}. "
+    origin += "platform rule from-search wrote this file."
+    return get_rule(kind, **spec), origin
 
 
-def _said(value: Any) -> str:
+def _text(value: Any) -> str:
+    """A setting as JSON; a word without quotes."""
     return value if isinstance(value, str) else json.dumps(value)

@@ -1,4 +1,4 @@
-"""What differs between two studies, or between two arms: what they compute, their settings, and what they ran with."""
+"""What differs between two studies or two arms: what they compute, their settings, and what they ran with."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,24 +9,29 @@ from typing import Any
 from deltalab.errors import InputError, unknown
 from deltalab.store import Arm, Store, Study
 from deltalab.study.planning.config_difference import difference
+from deltalab.study.specs.recorded_study import recorded_tasks
 
 OF_ARMS = ("base", "arms", "ablate", "factorial", "for_task")
-"""Keys of a study that make its arms. The arms' settings are compared in their place, with every default."""
+"""Keys of a study that make its arms. The settings of the arms are compared instead, with every default."""
 ELSEWHERE = ("name", "description", "task", *OF_ARMS)
-"""Keys of a study that are no setting, or that are compared in another place."""
+"""Keys of a study that are no setting, or that are compared as facts or arms."""
 HASH = 12
-"""Letters of a hash that are shown."""
+"""How many letters of a hash are shown."""
 EMPTY: tuple[Any, ...] = (None, {}, [], "")
-"""Values that mean "not given": an older release did not write down a key of a later one."""
+"""Values that mean "not set". An older release did not write down the keys of later ones."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """What is compared: a study of the ledger, or one of a file that need not have run.
+    """A study that is compared: from the ledger, or from a file that need not have run.
 
-    label: its address or its file. identity: the hash of all that it computes. facts: what it computes besides its
-    settings, and what it ran with, by dotted key; a key that is not known is left out. ran: whether the facts tell what
-    it ran with. settings: those of the study, by dotted key. arms: the settings of every arm on every task.
+    Attributes:
+        label: The address of the study, or its file.
+        identity: The hash of all that the study computes.
+        facts: What the study computes besides its settings, by dotted key; a key that is not known is left out.
+        ran: Machine and versions that the study ran with, by dotted key; None for a file.
+        settings: The settings of the study outside its arms, by dotted key.
+        arms: The settings of every arm on every task.
     """
 
     label: str
@@ -38,8 +43,15 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Changed:
-    """A setting that differs. where: the arms and tasks in which it does; () for all, or for a setting of no arm."""
+class SettingDiff:
+    """A setting that differs.
+
+    Attributes:
+        key: The dotted key.
+        left: The value on the left; None if it is not set.
+        right: The value on the right, likewise.
+        where: The arms and tasks with the difference; () for all of them, and for a setting of no arm.
+    """
 
     key: str
     left: Any
@@ -51,23 +63,30 @@ class Changed:
 class StudyDiff:
     """What differs between two studies.
 
-    same: whether they compute the same, so that they share all trials. identity: profile, versions of tasks, sources of
-    rules and the version of our arithmetic. settings: those of the study, outside its arms. arms: settings of the arms
-    that both have, on the tasks that both have. only_left, only_right: arms that one of them has. ran: machine and
-    versions; None where one has not run.
+    Attributes:
+        left: The label of the left study.
+        right: The label of the right study.
+        same: Whether both compute the same, so that they share all trials.
+        identity: Differences in profile, versions of tasks, sources of rules and the version of our arithmetic.
+        settings: Differences in the settings outside the arms.
+        arms: Differences in the settings of the arms that both have, on the tasks that both have.
+        only_left: The arms that only the left study has.
+        only_right: The arms that only the right study has.
+        ran: Differences in machine and versions; None if either study has not run.
     """
 
     left: str
     right: str
     same: bool
-    identity: list[Changed]
-    settings: list[Changed]
-    arms: list[Changed]
+    identity: list[SettingDiff]
+    settings: list[SettingDiff]
+    arms: list[SettingDiff]
     only_left: list[str]
     only_right: list[str]
-    ran: list[Changed] | None
+    ran: list[SettingDiff] | None
 
     def to_dict(self) -> dict[str, Any]:
+        """The differences as JSON has them."""
         return asdict(self)
 
 
@@ -77,47 +96,60 @@ def study_diff(left: Side, right: Side) -> StudyDiff:
         left=left.label,
         right=right.label,
         same=left.identity == right.identity,
-        identity=changed(left.facts, right.facts),
-        settings=changed(left.settings, right.settings),
+        identity=setting_diffs(left.facts, right.facts),
+        settings=setting_diffs(left.settings, right.settings),
         arms=_of_arms(left.arms, right.arms),
         only_left=[arm for arm in left.arms if arm not in right.arms],
         only_right=[arm for arm in right.arms if arm not in left.arms],
-        ran=None if left.ran is None or right.ran is None else changed(left.ran, right.ran),
+        ran=None if left.ran is None or right.ran is None else setting_diffs(left.ran, right.ran),
     )
 
 
-def arm_diff(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[Changed]:
-    """What differs between two arms, each given by its settings on every task; on the tasks that both have."""
+def arm_diff(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[SettingDiff]:
+    """What differs between two arms on the tasks that both have.
+
+    Args:
+        left: The settings of the left arm on every task.
+        right: The settings of the right arm on every task.
+    """
     return _of_arms({"arm": left}, {"arm": right})
 
 
-def of_ledger(study: Study, arms: Sequence[Arm]) -> Side:
+def side_of_study(study: Study, arms: Sequence[Arm]) -> Side:
     """A study as the ledger has it."""
-    about = study.provenance
+    provenance = study.provenance
+    tasks = {
+        name: _task_facts(task.version, task.fingerprint, task.parameters)
+        for name, task in recorded_tasks(study).items()
+    }
     return Side(
         label=study.address,
         identity=study.identity,
-        facts=_facts(study.profile, about.get("numerics"), about.get("rules", {}), about["tasks"]),
-        ran=_flat({key: about.get(key) for key in ("hardware", "versions", "git", "unchecked")}),
+        facts=_facts(study.profile, provenance.get("numerics"), provenance.get("rules", {}), tasks),
+        ran=_flat({key: provenance.get(key) for key in ("hardware", "versions", "git", "unchecked")}),
         settings=_settings(study.spec),
         arms={arm.name: arm.config for arm in arms},
     )
 
 
-def of_file(file: str | Path, profile: str | None = None) -> Side:
-    """The study of a file, as it would run here. Raises `InputError` for a file that is no valid study."""
+def side_of_file(file: str | Path, profile: str | None = None) -> Side:
+    """The study of a file, as it would run here.
+
+    Raises:
+        InputError: The file is no valid study.
+    """
     # These import torch, which a study of the ledger does not need.
     from deltalab.registry import rule_plugin
     from deltalab.study.planning.make import make_plan
     from deltalab.study.specs.study_file import load_study
     from deltalab.training.train import NUMERICS
 
-    plan = make_plan(load_study(file, profile=profile), profile=profile, where=str(file))
+    plan = make_plan(load_study(file, profile=profile), profile=profile, study_file=str(file))
     tasks = {
-        name: {"version": task.version, "parameters": asdict(task), "fingerprint": task.fingerprint()}
+        # JSON turns tuples into lists, as the ledger has them.
+        name: _task_facts(task.version, task.fingerprint(), json.loads(json.dumps(asdict(task))))
         for name, task in plan.tasks.items()
     }
-    tasks = json.loads(json.dumps(tasks))  # as the ledger has them: lists for tuples
     arms: dict[str, dict[str, Any]] = {}
     for arm in plan.arms:
         arms.setdefault(arm.name, {})[arm.task] = arm.config
@@ -131,125 +163,110 @@ def of_file(file: str | Path, profile: str | None = None) -> Side:
     )
 
 
-def side(address: str, store: Store | None) -> Side:
-    """A study by its address in the ledger, or by its file, FILE.yaml or FILE.yaml:PROFILE.
+def find_side(address: str, store: Store | None) -> Side:
+    """Finds a study by its address in the ledger, or by its file, FILE.yaml or FILE.yaml:PROFILE.
 
-    store: None where there is no ledger. Raises `InputError` where there is no such study.
+    Args:
+        address: The address or the file.
+        store: The ledger; None if there is none.
+
+    Raises:
+        InputError: There is no such study, or the file is no valid one.
     """
     file, colon, profile = address.rpartition(":")
     if address.endswith((".yaml", ".yml")):
-        return of_file(address)
+        return side_of_file(address)
     if colon and file.endswith((".yaml", ".yml")):
-        return of_file(file, profile)
+        return side_of_file(file, profile)
     if store is None:
         raise InputError(f"{address}: there is no database here; give a study's file, or --db")
     study = store.study(address)
-    return of_ledger(study, store.arms(study.id))
+    return side_of_study(study, store.arms(study.id))
 
 
-def the_arm(found: Side, name: str) -> dict[str, Any]:
-    """The settings of an arm on every task. Raises `InputError` where the study has no such arm."""
-    if name not in found.arms:
-        raise unknown("arm", name, found.arms, where=found.label)
-    return found.arms[name]
+def arm_settings(side: Side, name: str) -> dict[str, Any]:
+    """The settings of an arm on every task.
+
+    Raises:
+        InputError: The study has no such arm.
+    """
+    if name not in side.arms:
+        raise unknown("arm", name, side.arms, where=side.label)
+    return side.arms[name]
 
 
-def changed(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[Changed]:
+def setting_diffs(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[SettingDiff]:
     """The keys whose values differ, in their order in `left`, then those of `right` alone."""
     keys = [*left, *(key for key in right if key not in left)]
-    return [Changed(key, left.get(key), right.get(key)) for key in keys if left.get(key) != right.get(key)]
+    return [SettingDiff(key, left.get(key), right.get(key)) for key in keys if left.get(key) != right.get(key)]
 
 
-def _of_arms(left: Mapping[str, Mapping[str, Any]], right: Mapping[str, Mapping[str, Any]]) -> list[Changed]:
-    """What differs in the arms and tasks that both have; a difference that several share stands there once."""
+def _of_arms(left: Mapping[str, Mapping[str, Any]], right: Mapping[str, Mapping[str, Any]]) -> list[SettingDiff]:
+    """What differs in the arms and tasks that both have; a difference that several of them share is listed once."""
     places = [(arm, task) for arm in left if arm in right for task in left[arm] if task in right[arm]]
-    found: dict[str, list[tuple[Any, Any, str, str]]] = {}
+    cases_by_key: dict[str, list[tuple[Any, Any, str, str]]] = {}
     for arm, task in places:
         for key, (a, b) in difference(left[arm][task], right[arm][task]).items():
-            found.setdefault(key, []).append((a, b, arm, task))
+            cases_by_key.setdefault(key, []).append((a, b, arm, task))
     tasks, arms = {task for _, task in places}, {arm for arm, _ in places}
     rows = []
-    for key, cases in found.items():
+    for key, cases in cases_by_key.items():
         left_over = cases
         while left_over:
             a, b, *_ = left_over[0]
             same = [case for case in left_over if case[:2] == (a, b)]
             left_over = [case for case in left_over if case[:2] != (a, b)]
-            rows.append(Changed(key, a, b, tuple(_where(same, tasks, arms))))
+            rows.append(SettingDiff(key, a, b, tuple(_where(same, tasks, arms))))
     return rows
 
 
 def _where(cases: Sequence[tuple[Any, Any, str, str]], tasks: set[str], arms: set[str]) -> Iterator[str]:
-    """The arms and tasks of these cases in words; nothing for all arms on all tasks."""
+    """The arms and tasks of the cases in words; nothing if they are all arms on all tasks."""
     if len(cases) == len(tasks) * len(arms):
         return
     by_arm: dict[str, list[str]] = {}
     for _, _, arm, task in cases:
         by_arm.setdefault(arm, []).append(task)
-    if all(len(own) == len(tasks) for own in by_arm.values()):
+    if all(len(arm_tasks) == len(tasks) for arm_tasks in by_arm.values()):
         yield from by_arm
-    elif by_arm.keys() == arms and len({tuple(own) for own in by_arm.values()}) == 1:
+    elif by_arm.keys() == arms and len({tuple(arm_tasks) for arm_tasks in by_arm.values()}) == 1:
         yield from (f"on {task}" for task in next(iter(by_arm.values())))
     else:
-        yield from (f"{arm} on {', '.join(own)}" for arm, own in by_arm.items())
+        yield from (f"{arm} on {', '.join(arm_tasks)}" for arm, arm_tasks in by_arm.items())
 
 
 def _facts(
     profile: str | None, numerics: object, rules: Mapping[str, str], tasks: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """numerics: the version of our arithmetic; None where an earlier release did not record it."""
-    told = {
-        name: {
-            "version": about.get("version"),
-            "data": about.get("fingerprint"),
-            **about.get("parameters", {}),
-        }
-        for name, about in tasks.items()
-    }
-    return {
-        **_flat({"profile": profile, "numerics": numerics, "rule": {name: h[:HASH] for name, h in rules.items()}}),
-        **_flat({"task": told}),
-    }
+    """What a study computes besides its settings, by dotted key.
+
+    An early release did not record `numerics`, the version of our arithmetic, which is then None.
+    """
+    hashes = {name: rule_hash[:HASH] for name, rule_hash in rules.items()}
+    return _flat({"profile": profile, "numerics": numerics, "rule": hashes, "task": tasks})
+
+
+def _task_facts(version: int | None, fingerprint: str | None, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """What a task computes. A fingerprint is a hash of the task's data."""
+    return {"version": version, "data": fingerprint, **parameters}
 
 
 def _settings(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a study outside its arms, by dotted key."""
     return _flat({key: value for key, value in spec.items() if key not in ELSEWHERE})
 
 
-def _flat(given: Mapping[str, Any], under: str = "") -> dict[str, Any]:
-    """Values by dotted key, without those that are not given.
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by dotted key, without those that are not set.
 
-    >>> _flat({"tune": {"train.lr": {"choice": [1, 2]}, "trials": 3}, "search": None})
-    {'tune.train.lr.choice': [1, 2], 'tune.trials': 3}
+    Examples:
+        >>> _flat({"tune": {"train.lr": {"choice": [1, 2]}, "trials": 3}, "search": None})
+        {'tune.train.lr.choice': [1, 2], 'tune.trials': 3}
     """
-    found: dict[str, Any] = {}
-    for key, value in given.items():
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
         if isinstance(value, Mapping):
-            found |= _flat(value, f"{under}{key}.")
+            flat |= _flat(value, f"{prefix}{key}.")
         elif value not in EMPTY:
-            found[f"{under}{key}"] = value
-    return found
-
-
-def written(value: Any) -> str:
-    """A setting as one would write it down, numbers in full: two that differ look different.
-
-    >>> written({"head": {"init": 0.02}}), written({"name": "comba", "d": {"const": {}}}), written(None)
-    ('head(init=0.02)', 'comba(d=const)', 'absent')
-    >>> written(0.1 + 0.2), written([1, "x"]), written(True)
-    ('0.30000000000000004', '[1, x]', 'true')
-    """
-    if value is None:
-        return "absent"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(written, value))}]"
-    if not isinstance(value, Mapping):
-        return str(value)
-    if "name" in value:  # a rule with its knobs
-        value = {value["name"]: {key: given for key, given in value.items() if key != "name"}}
-    if len(value) == 1 and isinstance(given := next(iter(value.values())), Mapping):
-        arguments = ", ".join(f"{key}={written(item)}" for key, item in given.items())
-        return f"{next(iter(value))}({arguments})" if arguments else str(next(iter(value)))
-    return f"{{{', '.join(f'{key}: {written(item)}' for key, item in value.items())}}}"
+            flat[f"{prefix}{key}"] = value
+    return flat

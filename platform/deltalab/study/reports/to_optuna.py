@@ -24,74 +24,94 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from deltalab.errors import InputError
 from deltalab.store import Store
-from deltalab.study.answers.search_results import Point, points
+from deltalab.study.answers.search_points import Point, points
 from deltalab.study.reports.candidate_names import title
-from deltalab.study.searching.phase import Found, candidates, objectives_of
+from deltalab.study.searching.phase import CandidateResult, candidate_results, objectives_of
 from deltalab.study.specs.budget import Searching
+from deltalab.study.specs.recorded_study import RecordedSpec
 from deltalab.study.specs.search_space import Search
 
 
 @dataclass(frozen=True)
-class Exported:
-    """A study of Optuna. trials: all of them; complete: those with a value of every objective."""
+class ExportedStudy:
+    """A study of Optuna that was written.
+
+    Attributes:
+        name: The name of the study in Optuna.
+        trials: How many trials it has.
+        complete: How many of them have a value of every objective.
+    """
 
     name: str
     trials: int
     complete: int
 
 
-def export_optuna(store: Store, study_id: int, file: Path) -> list[Exported]:
-    """Writes a search to a new SQLite file of Optuna's: one study for each rung of successive halving.
+def export_optuna(store: Store, study_id: int, file: Path) -> list[ExportedStudy]:
+    """Writes a search to a new SQLite file of Optuna: one study for each rung of successive halving.
 
     A trial is a candidate, its parameters are the knobs that exist for it, and its values are the objectives in the
     order of the report. Choices that are no number and no word are JSON. A candidate that made no model, failed or
     diverged is a failed trial, which names the reason.
-    Raises `InputError` for a study without a search or without candidates, and for a file that exists or cannot be
-    written.
+
+    Args:
+        store: The ledger.
+        study_id: The id of a study with a search.
+        file: The file to write.
+
+    Returns:
+        What was written, by rung. A rung without candidates has no study.
+
+    Raises:
+        InputError: The study has no search or no candidates, or the file exists or cannot be written.
     """
     study = store.study(study_id)
-    if not study.spec.get("search"):
+    if not RecordedSpec(study.spec).is_search:
         raise InputError(f"study '{study.name}' has no search, and Optuna shows searches alone")
-    space = Searching.model_validate(study.spec["search"])
-    weighed = objectives_of(space, store, study_id)
-    tried = candidates(study.spec, store, study_id)
-    if not tried:
+    space = RecordedSpec(study.spec).search
+    objectives = objectives_of(space, store, study_id)
+    objective_names = [*map(str, objectives)]
+    results = candidate_results(study.spec, store, study_id)
+    if not results:
         raise InputError(f"study '{study.name}' has no candidates yet: platform study run {study.address}")
     if file.exists():
         raise InputError(f"{file}: exists; give the path of a new file")
     arms, rows = store.arms(study_id), store.trials(study_id)
-    described = {each.number: each for each in points(store, study, weighed, tried, arms, rows)}
-    directions = [StudyDirection.MAXIMIZE if each.maximize else StudyDirection.MINIMIZE for each in weighed]
-    storage = optuna.storages.RDBStorage("sqlite://")  # in memory: Optuna would write each trial to the disk by itself
-    written = []
+    by_number = {point.number: point for point in points(store, study, objectives, results, arms, rows)}
+    directions = [StudyDirection.MAXIMIZE if goal.maximize else StudyDirection.MINIMIZE for goal in objectives]
+    # The storage is in memory, since Optuna would write each trial to the disk by itself.
+    storage = optuna.storages.RDBStorage("sqlite://")
+    exported = []
     for rung, settings in enumerate(space.rungs):
-        own = sorted((each for each in tried if each.rung == rung), key=lambda each: each.started_at)
-        if own:
+        at_rung = sorted((result for result in results if result.rung == rung), key=lambda result: result.started_at)
+        if at_rung:
             name = ", ".join([study.address, *(f"{path} {value}" for path, value in settings.items())])
-            made = optuna.create_study(storage=storage, study_name=name, directions=directions)
+            optuna_study = optuna.create_study(storage=storage, study_name=name, directions=directions)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-                made.set_metric_names([*map(str, weighed)])
-            if None in described:  # the base, which is no candidate
-                made.set_user_attr("base", _known(described[None].scores))
-            trials = [_trial(each, described.get(each.number), space, [*map(str, weighed)]) for each in own]
-            made.add_trials(trials)
-            written.append(Exported(name, len(trials), sum(each.state == TrialState.COMPLETE for each in trials)))
+                optuna_study.set_metric_names(objective_names)
+            if None in by_number:  # the base, which is no candidate
+                optuna_study.set_user_attr("base", _known(by_number[None].scores))
+            trials = [_trial(result, by_number.get(result.number), space, objective_names) for result in at_rung]
+            optuna_study.add_trials(trials)
+            complete = sum(trial.state == TrialState.COMPLETE for trial in trials)
+            exported.append(ExportedStudy(name, len(trials), complete))
     try:
-        with closing(sqlite3.connect(file)) as out, closing(storage.engine.raw_connection()) as held:
-            assert isinstance(held.driver_connection, sqlite3.Connection)
-            held.driver_connection.backup(out)
+        with closing(sqlite3.connect(file)) as target, closing(storage.engine.raw_connection()) as source:
+            assert isinstance(source.driver_connection, sqlite3.Connection)
+            source.driver_connection.backup(target)
     except sqlite3.Error as error:
         raise InputError(f"{file}: cannot be written: {error}") from error
-    return written
+    return exported
 
 
 def _known(scores: Mapping[str, float]) -> dict[str, float]:
+    """The scores that are finite."""
     return {name: score for name, score in scores.items() if math.isfinite(score)}
 
 
-def _trial(candidate: Found, point: Point | None, space: Searching, objectives: list[str]) -> FrozenTrial:
-    """A candidate at one rung. point: what the report says of it; None where it made no model."""
+def _trial(candidate: CandidateResult, point: Point | None, space: Searching, objectives: list[str]) -> FrozenTrial:
+    """A candidate at one rung. `point` is None for a candidate that made no model."""
     params, distributions = {}, {}
     for name, value in (space.drawn(candidate.values) or {}).items():
         params[name], distributions[name] = _param(value), distribution(space.knobs[name])
@@ -109,15 +129,16 @@ def _trial(candidate: Found, point: Point | None, space: Searching, objectives: 
 
 
 def _local(time: datetime) -> datetime:
-    """A time as Optuna keeps it: that of this machine, without a zone."""
+    """A time as Optuna keeps it: the time of this machine, without a zone."""
     return time.astimezone().replace(tzinfo=None)
 
 
 def distribution(knob: Search) -> BaseDistribution:
-    """The values of a knob as Optuna shows them; `suggest` draws some of them in another form.
+    """The values of a knob as Optuna shows them. The sampler of a search draws some of them in another form.
 
-    >>> distribution(Search(choice=("gla", {"name": "comba"})))
-    CategoricalDistribution(choices=('gla', '{"name": "comba"}'))
+    Examples:
+        >>> distribution(Search(choice=("gla", {"name": "comba"})))
+        CategoricalDistribution(choices=('gla', '{"name": "comba"}'))
     """
     if knob.choice is not None:
         return CategoricalDistribution([_param(value) for value in knob.choice])
@@ -128,4 +149,5 @@ def distribution(knob: Search) -> BaseDistribution:
 
 
 def _param(value: Any) -> CategoricalChoiceType:
+    """A value in a form that Optuna keeps: a list or a dict as JSON."""
     return json.dumps(value) if isinstance(value, list | dict) else value

@@ -1,7 +1,7 @@
-"""Accounts for a driver's stacks: which run, on which devices, how busy those are, and when the study will end.
+"""What a driver does now: which stacks run, on which devices, how busy these are, and when the study will end.
 
-The executor's thread tells of stacks and counts; the heartbeat and the terminal read from threads of their own. No
-method waits for the database or the schedule, so that a heartbeat is never late because of them.
+The executor's thread tells of stacks and counts. The heartbeat and the terminal read in threads of their own. No method
+waits for the database or the schedule, so that neither makes a heartbeat late.
 """
 
 import time
@@ -11,15 +11,21 @@ from threading import Lock
 from typing import NamedTuple
 
 from deltalab.store.models import Stage
-from deltalab.store.progress import Device, Doing, RunningStack
+from deltalab.store.studies.driver_status import Device, DriverStatus, RunningStack
 from deltalab.study.workers.jobs import Job
 
 TELLS = 0.1
-"""The share of its steps from which a running stack tells how long the others take."""
+"""The share of its steps after which a running stack tells how long the other steps take."""
 
 
 class Count(NamedTuple):
-    """Trials of a stage: those that have ended, and all. left: seeds times steps of those that have not ended."""
+    """Trials of a stage.
+
+    Attributes:
+        ended: Trials that have ended.
+        total: All trials.
+        left: Seeds times steps of the trials that have not ended.
+    """
 
     ended: int
     total: int
@@ -27,23 +33,29 @@ class Count(NamedTuple):
 
 
 class Pace(NamedTuple):
-    """Seconds that a place took for so much work, without the start of its process."""
+    """How long a place takes for its work.
+
+    Attributes:
+        seconds: Seconds that the work took, without the start of the process.
+        work: The work, as seeds times steps.
+    """
 
     seconds: float = 0.0
     work: float = 0.0
 
     def plus(self, seconds: float, work: float) -> "Pace":
+        """The pace over this work and more."""
         return Pace(self.seconds + seconds, self.work + work)
 
 
 def work(stack: Sequence[Job]) -> float:
-    """Seeds times steps of a stack's trials."""
+    """Counts seeds times steps of a stack's trials."""
     return float(sum(len(job.seeds) * job.config["train"]["steps"] for job in stack))
 
 
 @dataclass
 class _Running:
-    """first: when it was first seen to train, and with which share of its steps done; before, processes start."""
+    """A stack that runs."""
 
     stack: Sequence[Job]
     name: str
@@ -51,6 +63,7 @@ class _Running:
     here: bool
     step: int = 0
     first: tuple[float, float] | None = None
+    """When the stack was first seen to train, and the share of its steps done by then; processes start before."""
     device: str | None = None
 
     @property
@@ -62,7 +75,7 @@ class _Running:
         return min(1.0, self.step / self.steps)
 
     def told(self, now: float) -> tuple[float, float] | None:
-        """Seconds, and the share of its steps that it did in them; None where it is too early to tell."""
+        """Seconds, and the share of the steps that were done in them; None if it is too early to tell."""
         if self.first is None or self.share - self.first[1] < TELLS:
             return None
         return now - self.first[0], self.share - self.first[1]
@@ -70,18 +83,26 @@ class _Running:
 
 @dataclass
 class _Used:
-    """A device. since: when its present run of stacks began. idle_from: when the run before that ended."""
+    """How a device is used."""
 
     stacks: int = 0
     busy: float = 0.0
     since: float = 0.0
+    """When the device began to be busy without a break."""
     idle_from: float = 0.0
+    """When the device was last busy before that."""
 
 
-class Account:
-    """places: stacks that this driver can run at a time. elsewhere: those of the drivers that have joined it."""
+class DriverActivity:
+    """The stacks of a driver, its devices, and the trials of its study.
+
+    Attributes:
+        places: Stacks that this driver can run at a time.
+        elsewhere: Stacks that the drivers that have joined this driver can run at a time.
+    """
 
     def __init__(self) -> None:
+        """Begins now, without a stack."""
         self.places, self.elsewhere = 1, 0
         self._lock = Lock()
         self._began = time.monotonic()
@@ -92,12 +113,13 @@ class Account:
         self._pace = Pace()
 
     def counted(self, stages: Mapping[Stage, Count], pace: Pace) -> None:
-        """pace: of the trials that have ended."""
+        """Takes in the trials of each stage, and the pace of the trials that have ended."""
         with self._lock:
             self._stages, self._pace = dict(stages), pace
 
     @property
     def stages(self) -> dict[Stage, Count]:
+        """The trials of each stage."""
         with self._lock:
             return dict(self._stages)
 
@@ -107,12 +129,18 @@ class Account:
         return sum(count.total for count in self.stages.values()) or None
 
     def started(self, stack: Sequence[Job], name: str, *, here: bool) -> None:
-        """A stack begins. here: whether this driver trains it, and not one that has joined."""
+        """Notes that a stack begins.
+
+        Args:
+            stack: The stack.
+            name: What people call the stack.
+            here: Whether this driver trains the stack, and not a driver that has joined.
+        """
         with self._lock:
             self._running[stack[0].key] = _Running(stack, name, time.monotonic(), here)
 
     def advanced(self, stack: Sequence[Job], step: int, device: str | None = None) -> None:
-        """A stack has reached a step. device: what it trains on, once that is known."""
+        """Notes that a stack has reached a step, and on which device it trains, once that is known."""
         with self._lock:
             running = self._running[stack[0].key]
             running.step = step
@@ -121,7 +149,7 @@ class Account:
             self._on(running, device)
 
     def ended(self, stack: Sequence[Job], device: str | None = None) -> None:
-        """A stack has ended, with results or without."""
+        """Notes that a stack has ended, with results or without."""
         with self._lock:
             now, running = time.monotonic(), self._running.pop(stack[0].key)
             self._on(running, device)
@@ -134,6 +162,7 @@ class Account:
                     used.busy, used.idle_from = used.busy + now - used.since, now
 
     def _on(self, running: _Running, device: str | None) -> None:
+        """Notes on which device a stack of this driver trains."""
         if device is None or running.device is not None or not running.here:
             return
         running.device, used = device, self._devices.setdefault(device, _Used())
@@ -142,38 +171,42 @@ class Account:
         used.stacks += 1
 
     def eta(self) -> float | None:
-        """Seconds until the study ends, at the speed of the stacks so far; None while none has told its speed."""
+        """Seconds until the study ends, at the speed of the stacks so far; None until a stack has told its speed."""
         with self._lock:
             return self._eta(time.monotonic())
 
     def _eta(self, now: float) -> float | None:
+        """What `eta` tells at a time; the lock must be held."""
         left = sum(count.left for count in self._stages.values())
         if not left and not self._running:
             return 0.0 if self._stages else None
-        running = list(self._running.values())
-        told = [one.told(now) for one in running]
+        stacks = list(self._running.values())
+        told = [running.told(now) for running in stacks]
         pace = self._pace
-        for one, part in zip(running, told, strict=True):
+        for running, part in zip(stacks, told, strict=True):
             if part is not None:
-                pace = pace.plus(part[0], work(one.stack) * part[1])
+                pace = pace.plus(part[0], work(running.stack) * part[1])
         if not pace.work:
             return None
-        each = pace.seconds / pace.work
+        seconds = pace.seconds / pace.work
         rests = [
-            work(one.stack) * (1 - one.share) * each if part is None else (1 - one.share) * part[0] / part[1]
-            for one, part in zip(running, told, strict=True)
+            work(running.stack) * (1 - running.share) * seconds
+            if part is None
+            else (1 - running.share) * part[0] / part[1]
+            for running, part in zip(stacks, told, strict=True)
         ]
-        waiting = max(0.0, left - sum(work(one.stack) for one in running))
+        waiting = max(0.0, left - sum(work(running.stack) for running in stacks))
         places = max(1, self.places + self.elsewhere, len(rests))
-        return max([(waiting * each + sum(rests)) / places, *rests])
+        return max([(waiting * seconds + sum(rests)) / places, *rests])
 
-    def doing(self) -> Doing:
+    def status(self) -> DriverStatus:
+        """What the heartbeat records of this driver."""
         with self._lock:
             now = time.monotonic()
             seconds = max(1e-3, now - self._began)
-            own = [running for running in self._running.values() if running.here]
-            busy = self._busy + sum(now - running.began for running in own)
-            return Doing(
+            here = [running for running in self._running.values() if running.here]
+            busy = self._busy + sum(now - running.began for running in here)
+            return DriverStatus(
                 seconds=seconds,
                 places=self.places,
                 busy=min(1.0, busy / (seconds * max(1, self.places))),
@@ -186,7 +219,7 @@ class Account:
                         seconds=now - running.began,
                         device=running.device,
                     )
-                    for running in own
+                    for running in here
                 ),
                 devices=tuple(
                     Device(

@@ -1,7 +1,7 @@
-"""Logs a study elsewhere while it runs, from the ledger: each logger in a process of its own, followed by a thread.
+"""Logs a study elsewhere while it runs, from the ledger: each logger in its own process, which a thread follows.
 
-Nothing waits for a logger but the end of the study, and that for a bounded time. What the target lacks then, the next
-run of the same study logs.
+Only the end of the study waits for a logger, for a bounded time. The next run of the same study logs what the target
+lacks then.
 """
 
 import hashlib
@@ -23,9 +23,10 @@ from typing import Any, Self
 
 from deltalab.errors import InputError, one_line
 from deltalab.loggers import BUILTIN, LoggedRun, LoggedStudy, require_known
-from deltalab.store import Store, finished
+from deltalab.store import Store
 from deltalab.store.database import without_password
-from deltalab.study.planning.tuning_candidates import recorded_as
+from deltalab.store.studies import whole_trials
+from deltalab.study.planning.tuning_candidates import recorded_trial_name
 from deltalab.study.reports.report import Report
 from deltalab.study.workers.fork_server import search_path
 
@@ -38,8 +39,9 @@ STALL_SECONDS = 60.0
 LONGEST_SECONDS = 600.0
 """How long the end of a study waits for a logger that still logs."""
 POLL_SECONDS = 2.0
+"""Seconds between two looks at the ledger."""
 LONGEST_PAUSE = 60.0
-"""Seconds before a target that failed is tried again: 2, 4, 8 and so on up to this."""
+"""The most seconds before a target that failed is tried again: the pauses are 2, 4, 8 and so on up to this."""
 _START = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[2])
@@ -48,7 +50,7 @@ main(sys.argv[1])
 """
 
 
-class Gone(Exception):
+class LoggerGone(Exception):
     """A logger's process has ended."""
 
 
@@ -62,83 +64,92 @@ class _Target:
         self.over = self.killed = False
         self.moved = time.monotonic()
         self._told = False
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115
+        self._printed = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
             [sys.executable, "-c", _START, name, json.dumps(search_path())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._said,
-            process_group=0,  # Ctrl-C on a terminal is for the driver, which ends the logger
+            stderr=self._printed,
+            process_group=0,  # Ctrl-C on a terminal is for the driver, which ends the logger.
         )
 
     def ready(self) -> None:
-        """Waits until the logger is made. Raises `InputError` where it cannot be."""
+        """Waits until the logger is made; raises `InputError` if it cannot be made."""
         late = threading.Timer(LOAD_SECONDS, self.kill)
         late.start()
         try:
-            said = self._answer()
-        except Gone as gone:
-            said = {"error": str(gone)}
+            answer = self._answer()
+        except LoggerGone as gone:
+            answer = {"error": str(gone)}
         finally:
             late.cancel()
-        if missing := said.get("missing"):
+        if missing := answer.get("missing"):
             package = f"deltalab[{self.name}]" if self.name in BUILTIN else missing.partition(".")[0]
             raise InputError(f"--log-to {self.name}: needs the package {missing}: pip install '{package}'")
-        if error := said.get("error"):
+        if error := answer.get("error"):
             raise InputError(f"--log-to {self.name}: cannot be loaded: {_safe(error)}")
 
-    def ask(self, what: str, given: dict[str, Any]) -> dict[str, Any] | None:
-        """The logger's answer; None where it raised, which is told once. Raises `Gone`."""
+    def ask(self, method: str, values: dict[str, Any]) -> dict[str, Any] | None:
+        """Calls a method of the logger: its answer, or None if it raised. Raises `LoggerGone`."""
         try:
             assert self._process.stdin is not None
-            self._process.stdin.write(json.dumps({what: given}).encode() + b"\n")
+            self._process.stdin.write(json.dumps({method: values}).encode() + b"\n")
             self._process.stdin.flush()
         except OSError:
-            raise Gone(self._last_words()) from None
-        said = self._answer()
-        if error := said.get("error"):
+            raise LoggerGone(self._last_words()) from None
+        answer = self._answer()
+        if error := answer.get("error"):
             self.tell(error)
             return None
         self.moved = time.monotonic()
-        return said
+        return answer
 
     def tell(self, problem: str) -> None:
+        """Warns of a problem, the first one only."""
         self.problem = self.problem or _safe(problem)
         if not self._told:
             self._told = True
             _log.warning(f"--log-to {self.name}: {_safe(problem)}; the study goes on without it")
 
     def kill(self) -> None:
-        """Ends the process and those that it started."""
+        """Ends the process and all processes that it started."""
         self.killed = True
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def _answer(self) -> dict[str, Any]:
+        """Waits for the logger's next answer."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise Gone(self._last_words())
-        found: dict[str, Any] = json.loads(line)
-        return found
+            raise LoggerGone(self._last_words())
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
     def _last_words(self) -> str:
+        """Says how the process ended, and what it printed last."""
         self._process.wait()
-        self._said.seek(0, os.SEEK_END)
-        self._said.seek(max(0, self._said.tell() - 10_000))
-        lines = self._said.read().decode(errors="replace").split("\n")
+        self._printed.seek(0, os.SEEK_END)
+        self._printed.seek(max(0, self._printed.tell() - 10_000))
+        lines = self._printed.read().decode(errors="replace").split("\n")
         last = next((f"; it said last: {line}" for line in reversed(lines) if line.strip()), "")
         return f"its process ended with exit code {self._process.returncode}{last}"
 
 
 class LogTo:
-    """The loggers of a study, by their names. Made before the study, so that a missing package costs nothing.
-
-    Raises `InputError` for a name that no logger has, and for a logger that cannot be made.
-    """
+    """The loggers of a study. They are made before the study runs, so that a missing package costs nothing."""
 
     def __init__(self, names: Iterable[str], *, quiet: bool = True) -> None:
+        """Starts the processes of the loggers.
+
+        Args:
+            names: The names of the loggers.
+            quiet: Whether not to print where each logger logs.
+
+        Raises:
+            InputError: No logger has a name, or a logger cannot be made.
+        """
         chosen = [*dict.fromkeys(names)]
         require_known(chosen)
         self._quiet = quiet
@@ -156,11 +167,13 @@ class LogTo:
             raise
 
     def __enter__(self) -> Self:
+        """Returns the loggers, which the end of the block closes."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Ends the loggers."""
         self.close()
 
     def close(self) -> None:
@@ -169,19 +182,19 @@ class LogTo:
         for target in self._targets:
             target.kill()
         for thread in self._threads:
-            thread.join(5)  # it may be waiting for a database that is gone
+            thread.join(5)  # The thread may be waiting for a database that is gone.
         self._targets = []
 
     def follow(self, store: Store, study_id: int) -> None:
-        """Logs what the ledger has of a study and what it gets, until `finish`."""
-        self._store, self._study_id, self._study = store, study_id, _about(store, study_id)
+        """Begins to log what the ledger has and gets of a study, until `finish`."""
+        self._store, self._study_id, self._study = store, study_id, _logged_study(store, study_id)
         for target in self._targets:
             thread = threading.Thread(target=self._run, args=(target,), name="log-to", daemon=True)
             self._threads.append(thread)
             thread.start()
 
     def finish(self, report: Report) -> None:
-        """Logs the rest and the report. Waits for a logger as long as it goes on, but for a bounded time."""
+        """Logs the rest and the report. Waits for each logger as long as it goes on, but for a bounded time."""
         self._end = {
             "state": report.state,
             "report": json.loads(report.to_json()),
@@ -207,15 +220,17 @@ class LogTo:
                 )
 
     def _run(self, target: _Target) -> None:
+        """Follows the study for a logger, in a thread."""
         try:
             self._follow(target)
-        except Gone as gone:
+        except LoggerGone as gone:
             if not target.killed:
                 target.tell(str(gone))
         except Exception as error:
             target.tell(f"{type(error).__name__}: {error}")
 
     def _follow(self, target: _Target) -> None:
+        """Logs runs as they end, then the report."""
         pause = POLL_SECONDS
         while (begun := target.ask("begin", asdict(self._study))) is None:
             if self._ended.is_set():
@@ -228,13 +243,13 @@ class LogTo:
         counted, pause = -1, POLL_SECONDS
         while True:
             ended, since = self._ended.is_set(), time.monotonic()
-            if ended and not self._end:  # closed before the study ended
+            if ended and not self._end:  # The loggers were closed before the study ended.
                 return
-            count = finished.count(self._store, self._study_id)
+            count = whole_trials.trial_count(self._store, self._study_id)
             if count != counted or ended:
                 whole = self._sweep(target, to_the_end=ended)
                 counted = count if whole else -1
-                # A large study takes long to read: read it seldom. A target that failed is tried again later.
+                # A large study takes long to read, so read it seldom. A target that failed is tried again later.
                 took = time.monotonic() - since
                 pause = max(POLL_SECONDS, took) if whole else min(LONGEST_PAUSE, 2 * pause)
             if ended:
@@ -243,11 +258,14 @@ class LogTo:
         target.over = target.ask("end", self._end) is not None and whole
 
     def _sweep(self, target: _Target, *, to_the_end: bool) -> bool:
-        """Logs the runs that the target lacks. False where one failed; it then stops there, unless it is the end."""
+        """Logs the runs that the target lacks, up to the first that fails, or all at the end of the study.
+
+        Returns whether no run failed.
+        """
         whole = True
         for (arm, key), ids in self._lacking(target).items():
-            trial = finished.whole(self._store, self._study_id, arm, key)
-            for run in logged(trial, self._study) if trial else ():
+            trial = whole_trials.whole_trial(self._store, self._study_id, arm, key)
+            for run in logged_runs(trial, self._study) if trial else ():
                 if run.id not in ids:
                     continue
                 if target.ask("log", asdict(run)) is not None:
@@ -260,23 +278,26 @@ class LogTo:
 
     def _lacking(self, target: _Target) -> dict[tuple[str, str], set[str]]:
         """The ids of the runs that have ended and that the target does not have, by arm and trial."""
-        found = {}
-        for (arm, key), (state, seeds) in finished.ended(self._store, self._study_id).items():
-            each: Sequence[int | None] = seeds or [None]
-            if ids := {run_id(self._study.id, arm, key, seed, state) for seed in each} - target.had:
-                found[arm, key] = ids
-        return found
+        lacking = {}
+        for (arm, key), (state, seeds) in whole_trials.ended_trials(self._store, self._study_id).items():
+            seeds_or_none: Sequence[int | None] = seeds or [None]
+            if ids := {run_id(self._study.id, arm, key, seed, state) for seed in seeds_or_none} - target.had:
+                lacking[arm, key] = ids
+        return lacking
 
 
 def run_id(study: str, arm: str, key: str, seed: int | None, state: str) -> str:
-    """What names a run in a target. A failed trial that runs again is another one."""
+    """The id of a run in a target. The runs of a failed trial that runs again get other ids."""
     return hashlib.sha256(json.dumps([study, arm, key, seed, state == "failed"]).encode()).hexdigest()[:24]
 
 
-def logged(ended: finished.Ended, study: LoggedStudy) -> Iterator[LoggedRun]:
-    """The runs of a trial as loggers get them; one without a seed, where the trial failed before it had any."""
+def logged_runs(ended: whole_trials.WholeTrial, study: LoggedStudy) -> Iterator[LoggedRun]:
+    """Yields the runs of a trial as loggers get them.
+
+    A trial that failed before it had a run gives one run without a seed.
+    """
     trial = ended.trial
-    called = recorded_as(study.spec, ended.arm, trial.stage, ended.number).removeprefix(f"{ended.arm}, ")
+    name = recorded_trial_name(study.spec, ended.arm, trial.stage, ended.number).removeprefix(f"{ended.arm}, ")
     facts = {
         name: float(value)
         for name in ("parameters", "state_size", "seconds", "tokens_per_second")
@@ -290,7 +311,7 @@ def logged(ended: finished.Ended, study: LoggedStudy) -> Iterator[LoggedRun]:
             task=trial.task,
             stage=trial.stage,
             number=ended.number,
-            called=called,
+            called=name,
             trial=trial.key,
             seed=seed,
             values=ended.values,
@@ -302,15 +323,16 @@ def logged(ended: finished.Ended, study: LoggedStudy) -> Iterator[LoggedRun]:
         )
 
 
-def _about(store: Store, study_id: int) -> LoggedStudy:
+def _logged_study(store: Store, study_id: int) -> LoggedStudy:
+    """A study as loggers get it."""
     study = store.study(study_id)
-    given = f" with {study.overridden}" if study.overrides else ""
+    overrides = f" with {study.overridden}" if study.overrides else ""
     return LoggedStudy(
         id=study.identity[:16],
         name=study.name,
         profile=study.profile,
         overrides=study.overrides,
-        label=f"{study.address}{given}",
+        label=f"{study.address}{overrides}",
         description=study.spec.get("description", ""),
         spec=study.spec,
         arms={

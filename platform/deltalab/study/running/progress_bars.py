@@ -11,17 +11,17 @@ from rich.progress import Progress as Bars
 from rich.table import Column
 from rich.text import Text
 
-from deltalab.store.progress import duration
-from deltalab.study.running.activity import Account
-from deltalab.study.running.schedule import Stacks, named
+from deltalab.store.studies.driver_status import duration
+from deltalab.study.running.activity import DriverActivity
+from deltalab.study.running.schedule import StackSource, stack_label
 from deltalab.study.workers.jobs import Job
 
 SILENCE = 60.0
-"""Seconds after which a line says how far a stack is, where no bars are drawn and none has ended."""
+"""Seconds after which a line says how far a stack is, if no bars are drawn and no stack has ended."""
 
 
 class _Eta(ProgressColumn):
-    """When the study will end, beside its own bar."""
+    """When the study will end, beside the study's bar."""
 
     max_refresh = 1.0
 
@@ -33,17 +33,22 @@ class _Eta(ProgressColumn):
         return Text("" if task.id or task.finished else f"ETA {duration(self._eta())}")
 
 
-class Progress:
-    """Counts trials, shows those that run, names the best arm so far on each task, and says when the study will end.
+class ProgressBars:
+    """Counts trials, shows stacks that run, names the best arm so far on each task, and says when the study will end.
 
-    account: takes in all that the executor tells.
+    Attributes:
+        schedule: The stacks of the study.
+        activity: What the driver does, which takes in all that the executor tells.
+        quiet: Whether nothing is shown.
+        console: Where the bars and the lines go.
     """
 
-    def __init__(self, schedule: Stacks, account: Account, *, quiet: bool) -> None:
-        self.schedule, self.account, self.quiet = schedule, account, quiet
+    def __init__(self, schedule: StackSource, activity: DriverActivity, *, quiet: bool) -> None:
+        """Makes the bars, which `with` shows."""
+        self.schedule, self.activity, self.quiet = schedule, activity, quiet
         self.console = Console(stderr=True)
         self._bars = Bars(
-            # What is too long for the terminal loses its end; the figures beside it stay whole.
+            # A text that is too long for the terminal loses its end; the figures beside it stay whole.
             TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)),
             BarColumn(bar_width=12, table_column=Column(no_wrap=True)),
             MofNCompleteColumn(table_column=Column(no_wrap=True)),
@@ -57,50 +62,58 @@ class Progress:
         self._running: dict[str, TaskID] = {}
         self._began = self._said = time.monotonic()
         self._started = False
-        self.account.counted(schedule.stages(), schedule.pace())
+        self.activity.counted(schedule.stages(), schedule.pace())
 
     def __enter__(self) -> Self:
+        """Shows the bars."""
         self._bars.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Takes the bars away, and counts the trials a last time."""
         self._bars.stop()
-        if error is None:  # else another thread may hold the schedule, and wait for a database that is gone
-            self.account.counted(self.schedule.stages(), self.schedule.pace())
+        if error is None:  # After an error, another thread may hold the schedule and wait for a database that is gone.
+            self.activity.counted(self.schedule.stages(), self.schedule.pace())
 
     def eta(self) -> float | None:
-        """Seconds until the study ends; None where nobody can tell."""
-        return self.account.eta()
+        """Seconds until the study ends; None if nobody can tell."""
+        return self.activity.eta()
 
     def started(self, stack: Sequence[Job], *, here: bool = True) -> None:
-        """here: whether this driver trains the stack, and not one that has joined it."""
+        """Shows a stack that begins.
+
+        Args:
+            stack: The stack.
+            here: Whether this driver trains the stack, and not a driver that has joined.
+        """
         steps = stack[0].config["train"]["steps"]
-        name = named(stack, self.schedule.plan)
+        name = stack_label(stack, self.schedule.plan)
         if not self._started:
             self._say(f"starts with {name}", eta=False)
             self._started = True
-        self.account.started(stack, name, here=here)
+        self.activity.started(stack, name, here=here)
         self._running[stack[0].key] = self._bars.add_task(f"  {name}", total=steps)
         self._show()
 
     def advanced(self, stack: Sequence[Job], step: int, device: str | None = None) -> None:
-        self.account.advanced(stack, step, device)
+        """Shows the step that a stack has reached, and keeps the device on which it trains."""
+        self.activity.advanced(stack, step, device)
         self._bars.update(self._running[stack[0].key], completed=step)
         if time.monotonic() - self._said >= SILENCE:
-            name, steps = named(stack, self.schedule.plan), stack[0].config["train"]["steps"]
+            name, steps = stack_label(stack, self.schedule.plan), stack[0].config["train"]["steps"]
             self._say(f"{len(self._running)} running, {name} at step {step} of {steps}")
 
     def finished(self, stack: Sequence[Job], device: str | None = None) -> None:
-        """A stack has ended, with results or without."""
-        self.account.ended(stack, device)
+        """Shows that a stack has ended, with results or without."""
+        self.activity.ended(stack, device)
         self._bars.remove_task(self._running.pop(stack[0].key))
         self._show()
-        self._say(named(stack, self.schedule.plan), self._stages(), self._leaders())
+        self._say(stack_label(stack, self.schedule.plan), self._stages(), self._leaders())
 
     def _say(self, *news: str, eta: bool = True) -> None:
-        """Prints a line where no bars are drawn: how many trials have ended, the time, the end, the news."""
+        """Prints a line if no bars are drawn: how many trials have ended, the time, when the study ends, the news."""
         self._said = time.monotonic()
         if not self.quiet and not self.console.is_terminal:
             done, total = self.schedule.completed, self.schedule.total
@@ -109,17 +122,19 @@ class Progress:
             self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _show(self) -> None:
-        self.account.counted(self.schedule.stages(), self.schedule.pace())
+        """Draws the study's bar anew."""
+        self.activity.counted(self.schedule.stages(), self.schedule.pace())
         text = "  ".join(filter(None, [self.schedule.plan.spec.name, self._stages(), self._leaders()]))
         self._bars.update(self._all, completed=self.schedule.completed, total=self.schedule.total, description=text)
 
     def _stages(self) -> str:
-        """How far each stage is, where there are two."""
-        stages = self.account.stages
+        """How far each stage is, if there are two."""
+        stages = self.activity.stages
         counts = (f"{stage} {count.ended}/{count.total}" for stage, count in stages.items())
         return ", ".join(counts) if len(stages) > 1 else ""
 
     def _leaders(self) -> str:
+        """The best arm so far on each task."""
         leaders = {task: self.schedule.leader(task) for task in self.schedule.plan.tasks}
-        parts = [f"{task}: {found[0]} {found[1]:.3f}" for task, found in leaders.items() if found]
+        parts = [f"{task}: {leader[0]} {leader[1]:.3f}" for task, leader in leaders.items() if leader]
         return "best so far on validation: " + ", ".join(parts) if parts else ""

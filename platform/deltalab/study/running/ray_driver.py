@@ -1,9 +1,9 @@
 """Runs a study's stacks on Ray Tune: on this machine, or on a cluster.
 
-Ray lives in a process of its own (`ray_places`), which gets stacks through a pipe and sends back records. Ray ends the
-process that uses it where the head of its cluster is gone, may wait for minutes where nobody answers, and handles
-signals in its own way; none of this reaches the driver. Whatever Ray loses is `Lost`, of the infrastructure, and the
-schedule has the stack run again.
+Ray lives in a separate process (`ray_process`), which gets stacks through a pipe and sends back records. Ray ends the
+process that uses it if the head of its cluster is gone, may wait for minutes if nobody answers, and handles signals in
+its own way. None of this reaches the driver. What Ray loses is `Lost`, of the infrastructure, and the schedule has the
+stack run again.
 """
 
 import contextlib
@@ -24,35 +24,36 @@ from pathlib import Path
 from typing import Any
 
 from deltalab.errors import InputError
-from deltalab.study.running.progress_bars import Progress
+from deltalab.study.running.progress_bars import ProgressBars
 from deltalab.study.running.ray_folders import ray_folder
-from deltalab.study.running.schedule import Stacks
+from deltalab.study.running.schedule import StackSource
 from deltalab.study.specs.study_file import Resources
 from deltalab.study.workers.fork_server import search_path
-from deltalab.study.workers.jobs import Job, Lost, from_json, stack_to_json
+from deltalab.study.workers.jobs import Job, Lost, record_from_json, stack_to_json
 
 _log = logging.getLogger("deltalab")
 
 ANSWERS = 5.0
-"""Seconds for the head of a cluster to take a connection,"""
+"""Seconds for the head of a cluster to take a connection."""
 
 CONNECTS = 14.0
-"""and for Ray to join the cluster. Both are less than the 20 s after which a wrong address is refused."""
+"""Seconds for Ray to join a cluster. With `ANSWERS` they stay below 20 s, after which a wrong address is refused."""
 
 STARTS = 300.0
-"""Seconds for a Ray of our own to start, and for any to be imported, on a busy machine."""
+"""Seconds for a local Ray to start, and for any Ray to be imported, on a busy machine."""
 
 STARTED = 3
-"""How often a Ray of our own is started: Ray gives up after 30 s, which a busy machine may need."""
+"""How often a local Ray is started: Ray gives up after 30 s, which a busy machine may need."""
 
 SILENT = 90.0
-"""Seconds without a word from Ray's process, which reports its machines every 2 s. Ray waits 60 s for a lost head."""
+"""The most seconds without a word from Ray's process, which reports its machines every 2 s. Ray itself waits 60 s for a
+lost head."""
 
 PATIENCE = 300.0
 """Seconds for which a cluster that ran the study may be gone, or too small for any stack."""
 
 WAIT = 0.1
-"""Seconds between two looks for a stack, while none is there or none ends."""
+"""The most seconds to wait for a message before the schedule is asked for a stack again."""
 
 _TUNE = {
     "RAY_AIR_NEW_OUTPUT": "0",
@@ -62,8 +63,9 @@ _TUNE = {
     "TUNE_DISABLE_SIGINT_HANDLER": "1",
     "TUNE_GLOBAL_CHECKPOINT_S": "1000000000",
 }
-"""Ray Tune prints nothing, writes no results and no state, all of which the ledger has, and changes no folder. A call
-that comes after Ray's end does not start another Ray, as it would by itself, in /tmp/ray and with no one to end it."""
+"""With these variables Ray Tune prints nothing, changes no folder, and writes no results and no state, all of which the
+ledger has. A call that comes after Ray's end starts no second Ray, which would lie in /tmp/ray and which nobody would
+end."""
 
 _PLACES = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -71,53 +73,59 @@ _PLACES = (
 )
 
 
-class _Gone(Exception):
+class _RayGone(Exception):
     """Ray's process has ended, or the cluster has. The message is one line."""
 
 
 def run_all(
-    schedule: Stacks, runs: str | Path, progress: Progress, *, workers: int | None, address: str | None
+    schedule: StackSource, runs: str | Path, progress: ProgressBars, *, workers: int | None, address: str | None
 ) -> None:
-    """Runs every stack that the schedule gives, until it has ended.
+    """Runs every stack that the schedule gives, until the schedule has ended.
 
-    runs: the folder of weights and checkpoints, or its URL. workers: stacks at a time. address: a cluster's; None
-    starts a Ray of our own on this machine.
-    Raises `InputError` for an address that does not answer, for resources that the cluster does not have, where the
-    cluster stays away, and whatever the ledger raises.
+    Args:
+        schedule: The stacks.
+        runs: The folder of weights and checkpoints, or its URL.
+        progress: Shows the stacks.
+        workers: Stacks at a time; None for as many as fit.
+        address: The address of a cluster; None starts a Ray on this machine.
+
+    Raises:
+        InputError: The address does not answer, the cluster lacks the resources, or the cluster stays away. What the
+            ledger raises passes through.
     """
-    study = _Study(schedule, runs, progress, workers, address)
+    study = _RayStudy(schedule, runs, progress, workers, address)
     while True:
         try:
             with ray_folder() as folder, _started(address, folder) as ray:
                 study.run(ray)
                 return
-        except _Gone as gone:
+        except _RayGone as gone:
             study.wait(gone)
 
 
-class _Study:
-    """A study on its way through Ray. It stays the same when Ray has to be started or joined again."""
+class _RayStudy:
+    """A study on its way through Ray, which outlasts the Ray that runs it."""
 
     def __init__(
-        self, schedule: Stacks, runs: str | Path, progress: Progress, workers: int | None, address: str | None
+        self, schedule: StackSource, runs: str | Path, progress: ProgressBars, workers: int | None, address: str | None
     ) -> None:
         self.schedule, self.runs, self.progress, self.workers, self.address = schedule, runs, progress, workers, address
         self._out: dict[int, list[Job]] = {}
-        self._well: float | None = None  # when Ray last did something for the study; None before the first time
+        self._well: float | None = None  # When Ray last did something for the study.
         self._warned = False
         self._starts = 0
 
-    def run(self, ray: "_Ray") -> None:
+    def run(self, ray: "_RayProcess") -> None:
         """Gives stacks to Ray until the schedule has ended. Raises `_Gone`."""
         schedule, wanted = self.schedule, self.schedule.plan.spec.resources
         machines: list[dict[str, float]] = ray.machines
         fit = sum(_places(wanted, machine) for machine in machines)
         if not fit and self._well is None:
-            raise InputError(f"{schedule.plan.where}: {_too_small(wanted, machines)}")
+            raise InputError(f"{schedule.plan.study_file}: {_too_small(wanted, machines)}")
         if idle := wanted.idle(sum(machine["GPU"] for machine in machines)):
             _log.warning(idle)
         places = min(fit, self.workers or fit)
-        self.progress.account.places = places
+        self.progress.activity.places = places
         ray.send(
             {
                 "places": places,
@@ -138,7 +146,7 @@ class _Study:
                 ray.send({"place": place, "stack": stack_to_json(stack)})
             if not self._out:
                 if not free:
-                    schedule.look()
+                    schedule.refresh()
                 if schedule.ended:
                     return
             message = ray.receive(WAIT)
@@ -160,16 +168,16 @@ class _Study:
                     schedule.unfinished(stack, Lost(message["why"], "infrastructure"))
             elif "records" in message:
                 stack = self._out.pop(message["place"])
-                for record in map(from_json, message["records"]):
+                for record in map(record_from_json, message["records"]):
                     schedule.finished(record)
                 self.progress.finished(stack, message["device"])
             elif "lost" in message:
                 self._lose(message["place"], Lost(message["lost"], message["of"]))
 
-    def wait(self, gone: _Gone) -> None:
+    def wait(self, gone: _RayGone) -> None:
         """Gives the stacks that were out back to the schedule, and waits a little for Ray to come back.
 
-        Raises `InputError` where it was never there, or has been gone for too long.
+        Raises `InputError` if Ray was never there, or has been gone for too long.
         """
         for place in list(self._out):
             self._lose(place, Lost(str(gone), "infrastructure"))
@@ -187,20 +195,24 @@ class _Study:
         time.sleep(min(5.0, 1 + (time.monotonic() - self._well) / 10))
 
     def _fits(self) -> None:
+        """Notes that Ray does something for the study."""
         self._well, self._warned = time.monotonic(), False
 
     def _lose(self, place: int, lost: Lost) -> None:
+        """Gives a place's stack back to the schedule."""
         stack = self._out.pop(place)
         self.schedule.unfinished(stack, lost)
         self.progress.finished(stack)
 
 
 def _places(wanted: Resources, machine: dict[str, float]) -> int:
+    """How many stacks run at a time on a machine."""
     fit = wanted.places(machine["CPU"], machine["GPU"])
     return fit if wanted.bytes is None else min(fit, int(machine["memory"] // wanted.bytes))
 
 
 def _too_small(wanted: Resources, machines: list[dict[str, float]]) -> str:
+    """Says that no machine has room for a stack."""
     memory = f", {wanted.memory:g} GiB" if wanted.memory else ""
     has = " or ".join(
         sorted(
@@ -216,17 +228,18 @@ def _too_small(wanted: Resources, machines: list[dict[str, float]]) -> str:
     )
 
 
-class _Ray:
-    """Ray's process. A message is a mapping, one line of JSON.
+class _RayProcess:
+    """Ray's process. A message is a mapping, as one line of JSON.
 
-    machines: CPU, GPU and bytes of memory of each of the cluster's machines, when it was joined.
+    Attributes:
+        machines: CPU, GPU and bytes of memory of each machine of the cluster, when it was joined.
     """
 
     def __init__(self, address: str | None, folder: Path) -> None:
         environment = {**os.environ, **_TUNE}
         if address is None:
-            # A Ray of our own is for this machine and this study alone: it listens on loopback, where Ray would
-            # listen on every address, and no other study knows its token.
+            # A local Ray is for this machine and this study alone. It listens on loopback, not on every address as Ray
+            # would by default, and no other study knows its token.
             environment |= {
                 "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
                 "RAY_AUTH_MODE": "token",
@@ -240,7 +253,7 @@ class _Ray:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env=environment,
-                process_group=0,  # Ctrl-C on a terminal is for the driver, which ends Ray
+                process_group=0,  # Ctrl-C on a terminal is for the driver, which ends Ray.
             )
         self._inbox: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._heard = time.monotonic()
@@ -248,14 +261,15 @@ class _Ray:
         try:
             self.send({"address": address, "folder": str(folder)})
             self._expect("imported", STARTS, "Ray is not imported")
-            joined = STARTS if address is None else CONNECTS
-            said = "Ray does not start" if address is None else "no Ray cluster answers"
-            self.machines: list[dict[str, float]] = self._expect("machines", joined, said)
+            patience = STARTS if address is None else CONNECTS
+            problem = "Ray does not start" if address is None else "no Ray cluster answers"
+            self.machines: list[dict[str, float]] = self._expect("machines", patience, problem)
         except BaseException:
             self.close()
             raise
 
     def send(self, message: dict[str, Any]) -> None:
+        """Sends a message. Raises `_RayGone`."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
@@ -264,22 +278,22 @@ class _Ray:
             raise self._ended() from None
 
     def receive(self, patience: float) -> dict[str, Any]:
-        """The next message; an empty one where there is none within `patience` seconds. Raises `_Gone`."""
+        """The next message; empty if none comes within `patience` seconds. Raises `_RayGone`."""
         try:
             message = self._inbox.get(timeout=patience)
         except queue.Empty:
             if time.monotonic() - self._heard > SILENT:
-                raise _Gone(f"Ray has not answered for {SILENT:.0f} s") from None
+                raise _RayGone(f"Ray has not answered for {SILENT:.0f} s") from None
             return {}
         self._heard = time.monotonic()
         if message is None:
             raise self._ended()
         if "gone" in message:
-            raise _Gone(message["gone"])
+            raise _RayGone(message["gone"])
         return message
 
     def close(self) -> None:
-        """Ends the process, and all that it started on this machine."""
+        """Ends the process and all that it started on this machine."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
@@ -290,30 +304,34 @@ class _Ray:
         self._process.wait()
 
     def _expect(self, word: str, patience: float, otherwise: str) -> Any:
+        """Waits for a message with a key, and returns the key's value; raises `_RayGone` after `patience` seconds."""
         until = time.monotonic() + patience
         while (left := until - time.monotonic()) > 0:
             if word in (message := self.receive(left)):
                 return message[word]
         self._process.kill()
-        raise _Gone(f"{otherwise} within {patience:.0f} s")
+        raise _RayGone(f"{otherwise} within {patience:.0f} s")
 
     def _listen(self) -> None:
+        """Reads messages, in a thread."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             self._inbox.put(json.loads(line))
         self._inbox.put(None)
 
-    def _ended(self) -> _Gone:
+    def _ended(self) -> _RayGone:
+        """Says how the process ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return _Gone(f"Ray's process has ended with exit code {self._process.wait(5)}")
-        return _Gone("Ray's process has closed its pipe")
+            return _RayGone(f"Ray's process has ended with exit code {self._process.wait(5)}")
+        return _RayGone("Ray's process has closed its pipe")
 
 
 @contextmanager
-def _started(address: str | None, folder: Path) -> Iterator[_Ray]:
+def _started(address: str | None, folder: Path) -> Iterator[_RayProcess]:
+    """Starts Ray's process, and ends it with the block."""
     if address is not None:
         _knock(address)
-    ray = _Ray(address, folder)
+    ray = _RayProcess(address, folder)
     try:
         yield ray
     finally:
@@ -321,7 +339,7 @@ def _started(address: str | None, folder: Path) -> Iterator[_Ray]:
 
 
 def _knock(address: str) -> None:
-    """Raises `_Gone` where no server of Ray's kind, gRPC, listens: Ray itself would try for two minutes."""
+    """Raises `_RayGone` if no gRPC server, such as Ray's, listens. Ray itself would try for two minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal():
         if address == "auto":
@@ -330,11 +348,11 @@ def _knock(address: str) -> None:
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWERS) as connection:
             if os.environ.get("RAY_USE_TLS", "0") in ("", "0"):
-                # gRPC stands on HTTP/2: a client sends a preface and empty SETTINGS; a server answers with its own.
+                # gRPC stands on HTTP/2: a client sends a preface and empty SETTINGS, and a server answers with its own.
                 connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))
                 if connection.recv(9, socket.MSG_WAITALL)[3:4] != b"\x04":
-                    raise _Gone("something else than Ray listens there")
+                    raise _RayGone("something else than Ray listens there")
     except TimeoutError:
-        raise _Gone(f"no answer within {ANSWERS:.0f} s") from None
+        raise _RayGone(f"no answer within {ANSWERS:.0f} s") from None
     except (OSError, OverflowError, UnicodeError) as error:
-        raise _Gone(getattr(error, "strerror", None) or str(error)) from None
+        raise _RayGone(getattr(error, "strerror", None) or str(error)) from None

@@ -1,8 +1,9 @@
-"""A folder for each local Ray of ours, and its removal: by the driver that made it, or by a later one if it was killed.
+"""Folders for the local Rays that drivers start, and their removal: by the driver itself, or by a later driver.
 
 Ray keeps sockets and logs in a temporary folder, and two agents of a killed driver live on for a minute. So each driver
-gives Ray a folder of its own, with a file that says whose it is. Nothing else in the temporary directory is touched:
-neither a Ray that somebody else started, nor a folder of another user, nor one whose driver lives or cannot be seen.
+gives Ray a separate folder, with a file that says which driver made it. Nothing else in the temporary directory is
+touched: neither a Ray that somebody else started, nor a folder of another user, nor a folder whose driver lives or
+cannot be seen.
 """
 
 import json
@@ -19,11 +20,13 @@ from deltalab.errors import InputError
 from deltalab.store.process import Process
 
 PREFIX = "deltalab-"
+"""How the name of such a folder begins."""
 OWNER = "driver.json"
+"""The file in the folder that names its driver."""
 
 
 def temporary() -> Path:
-    """The folder that Ray's folders are made in. Raises `InputError` where RAY_TMPDIR names none."""
+    """The folder in which folders for Ray are made. Raises `InputError` if RAY_TMPDIR names no folder."""
     base = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
     if not base.is_dir():
         raise InputError(f"RAY_TMPDIR: there is no folder {base}")
@@ -32,9 +35,10 @@ def temporary() -> Path:
 
 @contextmanager
 def ray_folder() -> Iterator[Path]:
-    """A folder for the files of a local Ray, which is to be shut down before this block ends; then it is removed.
+    """Makes a folder for the files of a local Ray, and removes it at the end of the block.
 
-    First removes what killed drivers of this user left on this machine.
+    Ray must be shut down before the block ends. At the beginning, the block removes what killed drivers of this user
+    left on this machine.
     """
     base = temporary()
     sweep(base)
@@ -49,16 +53,18 @@ def ray_folder() -> Iterator[Path]:
 def sweep(base: Path) -> None:
     """Removes the folders in `base` whose drivers, of this user and machine, are gone, with Ray's processes there."""
     for file in base.glob(f"{PREFIX}*/{OWNER}"):
-        with suppress(OSError, ValueError, TypeError):  # another driver removes it now, or it is not our file
+        # Another driver may be removing the folder now, or the file may be of another program.
+        with suppress(OSError, ValueError, TypeError):
             if file.stat().st_uid == os.getuid() and Process(**json.loads(file.read_text())).lives is False:
                 _remove(file.parent)
 
 
 def _remove(folder: Path) -> None:
+    """Ends the processes of Ray that use a folder, and removes the folder."""
     for pid in _of_ray(folder):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    # The owner's file goes last: a removal that is cut off must be tried again.
+    # The owner's file goes last, so that a removal that is cut off is tried again.
     for entry in [entry for entry in folder.iterdir() if entry.name != OWNER]:
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry, ignore_errors=True)
@@ -68,15 +74,15 @@ def _remove(folder: Path) -> None:
 
 
 def _of_ray(folder: Path) -> list[int]:
-    """Processes of Ray that have a file in the folder open. Only Linux lists them; elsewhere they end by themselves."""
-    found = []
+    """Processes of Ray with an open file in the folder. Only Linux lists them; elsewhere they end by themselves."""
+    pids = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             command = (process / "cmdline").read_bytes()
             files = [os.readlink(file) for file in (process / "fd").iterdir()]
-        except OSError:  # it has ended, or is another user's
+        except OSError:  # The process has ended, or is another user's.
             continue
-        ours = any(Path(file).is_relative_to(folder) for file in files)
-        if ours and int(process.name) != os.getpid() and (command.startswith(b"ray::") or b"/ray/" in command):
-            found.append(int(process.name))
-    return found
+        inside = any(Path(file).is_relative_to(folder) for file in files)
+        if inside and int(process.name) != os.getpid() and (command.startswith(b"ray::") or b"/ray/" in command):
+            pids.append(int(process.name))
+    return pids

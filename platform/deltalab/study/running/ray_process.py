@@ -1,10 +1,10 @@
-"""Ray's process: has Ray Tune run a study's stacks on the machines of a cluster.
+"""Ray's process, in which Ray Tune runs a study's stacks on the machines of a cluster.
 
-Only this module imports Ray. It reads stacks from its standard input and writes what became of them to its standard
-output, one line of JSON a message. A trial of Tune's is a place, which runs one stack after another for as long as the
-study lasts: to start its process takes seconds. Stacks reach a place through a mailbox, and its results are those of
-Tune's trial. It ends, with Ray, when the driver closes the pipe, or has died. Tune restores nothing: the ledger is the
-only memory.
+Only this module imports Ray. The process reads stacks from its standard input, and writes what became of them to its
+standard output, as one line of JSON for each message. A trial of Tune is a place, which runs one stack after another as
+long as the study lasts, since to start a trial takes seconds. Stacks reach a place through a mailbox, and the results
+of a place are the results of Tune's trial. The process ends, with Ray, when the driver closes the pipe or has died.
+Tune restores nothing: the ledger is the only memory.
 """
 
 import asyncio
@@ -26,34 +26,36 @@ from ray.tune.schedulers import FIFOScheduler
 from ray.tune.search import Searcher
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from deltalab.study.running.weights_at_url import worker
-from deltalab.study.workers.jobs import Lost, stack_from_json, to_json
+from deltalab.study.running.weights_at_url import make_worker
+from deltalab.study.workers.jobs import Lost, record_to_json, stack_from_json
 from deltalab.study.workers.worker import share
 
 REPORTS = 2.0
 """Seconds between two reports of the cluster's machines."""
 
 LOOKS = 1.0
-"""Seconds between two looks at a stack's step."""
+"""Seconds between two results of a place, which tell the step of its stack."""
 
 ENDS = 10.0
 """Seconds for Ray to shut down."""
 
 IDLE = {"step": -1}
-"""The result of a place without a stack: Tune wants its metric, `step`, in each."""
+"""The result of a place without a stack. Tune wants its metric, `step`, in each result."""
 
 
 class Mailbox:
-    """Stacks on their way to places. An actor of Ray's."""
+    """Stacks on their way to places. The mailbox is an actor of Ray."""
 
     def __init__(self) -> None:
+        """Begins empty."""
         self._boxes: dict[str, asyncio.Queue[str]] = defaultdict(asyncio.Queue)
 
     async def put(self, name: str, stack: str) -> None:
+        """Puts a stack, as JSON, into a place's box."""
         self._boxes[name].put_nowait(stack)
 
     async def take(self, name: str) -> str | None:
-        """The next stack for a place; None where there is none within `LOOKS` seconds."""
+        """The next stack for a place; None if there is none within `LOOKS` seconds."""
         try:
             return await asyncio.wait_for(self._boxes[name].get(), LOOKS)
         except TimeoutError:
@@ -63,29 +65,37 @@ class Mailbox:
 class Place(tune.Trainable):
     """Executes stacks, one at a time, on a machine that Ray has chosen.
 
-    A result of Tune's has the step of the last evaluation while a stack runs, and the records, or why it is lost,
-    once it has ended.
+    While a stack runs, a result of Tune has the step of the last evaluation. Once the stack has ended, a result has its
+    records, or why the stack is lost.
     """
 
-    def setup(self, config: dict[str, Any], given: dict[str, Any], mailbox: Any) -> None:  # type: ignore[override]
-        memory = given["memory"]
+    def setup(self, config: dict[str, Any], study: dict[str, Any], mailbox: Any) -> None:  # type: ignore[override]
+        """Makes the worker.
+
+        Args:
+            config: What Tune's searcher suggests, which is nothing.
+            study: The second message of the driver: resources, folders and places.
+            mailbox: The actor that brings stacks.
+        """
+        memory = study["memory"]
         if memory is None:
-            # As many places as this machine can have: other machines may have fewer than their share.
+            # Count the places that this machine can have, since other machines may have fewer than their share.
             machine = _machines()[ray.get_runtime_context().get_node_id()]
-            fit = machine["CPU"] / given["cpu"]
-            fit = min(fit, machine["GPU"] / given["gpu"]) if given["gpu"] else fit
-            memory = share(max(1, min(given["places"], math.floor(fit))))
-        # Tune has gone to a folder of its own. A study may name a corpus by a path relative to the driver's folder,
-        # which another machine need not have.
-        os.chdir(given["folder"] if Path(given["folder"]).is_dir() else os.environ.get("TUNE_ORIG_WORKING_DIR", "/"))
+            fit = machine["CPU"] / study["cpu"]
+            fit = min(fit, machine["GPU"] / study["gpu"]) if study["gpu"] else fit
+            memory = share(max(1, min(study["places"], math.floor(fit))))
+        # Tune has changed the folder. A study may name a corpus by a path relative to the driver's folder, which
+        # another machine need not have.
+        os.chdir(study["folder"] if Path(study["folder"]).is_dir() else os.environ.get("TUNE_ORIG_WORKING_DIR", "/"))
         os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"
-        runs = given["runs"] if "://" in given["runs"] else Path(given["runs"])
-        self._worker = worker(runs, threads=given["threads"], memory=memory)
+        runs = study["runs"] if "://" in study["runs"] else Path(study["runs"])
+        self._worker = make_worker(runs, threads=study["threads"], memory=memory)
         self._mailbox, self._begun, self._runs = mailbox, False, False
         self._step, self._ended = 0, threading.Event()
 
     def step(self) -> dict[str, Any]:
-        if not self._begun:  # says at once that the place is there
+        """Takes a stack if the place has none, and reports after `LOOKS` seconds."""
+        if not self._begun:  # The first result says at once that the place is there.
             self._begun = True
             return IDLE
         if not self._runs:
@@ -98,16 +108,18 @@ class Place(tune.Trainable):
         if not self._ended.wait(LOOKS):
             return {"step": self._step, "device": self._worker.device}
         self._runs = False
-        # Tune flattens mappings.
+        # Tune flattens mappings, so the result is a text.
         return {"step": self._step, "result": json.dumps({**self._result, "device": self._worker.device})}
 
     def cleanup(self) -> None:
+        """Ends the worker."""
         self._worker.close()
 
     def _execute(self, stack: str) -> None:
+        """Executes a stack, in a thread."""
         try:
             records = self._worker.execute(stack_from_json(stack), self._watch)
-            self._result: dict[str, Any] = {"records": [to_json(record) for record in records]}
+            self._result: dict[str, Any] = {"records": [record_to_json(record) for record in records]}
         except Lost as lost:
             self._result = {"lost": str(lost), "of": lost.of}
         except Exception as error:
@@ -119,34 +131,46 @@ class Place(tune.Trainable):
 
 
 class Pipe(Searcher):
-    """Has Tune keep `places` places, and gives them the driver's stacks, and the driver their results."""
+    """Passes stacks from the driver to places, and results back. As a searcher, it has Tune keep `places` places.
+
+    Attributes:
+        why: Why Ray lost a trial of Tune, by the trial's id.
+    """
 
     def __init__(self, places: int, mailbox: Any) -> None:
+        """Begins with no place.
+
+        Args:
+            places: How many places to keep.
+            mailbox: The actor that brings stacks to places.
+        """
         super().__init__(metric="step", mode="max")
         self.why: dict[str, str] = {}
         self._mailbox, self._lock = mailbox, threading.Lock()
-        self._down = list(range(places))  # places without a trial
-        self._place: dict[str, int] = {}  # of each trial
-        self._trial: dict[int, str] = {}  # of each place that has begun
+        self._down = list(range(places))
+        self._place: dict[str, int] = {}
+        self._trial: dict[int, str] = {}
         self._busy: set[int] = set()
 
     def send(self, place: int, stack: str) -> None:
         """Gives a place its next stack."""
         with self._lock:
             trial = self._trial.get(place)
-            if trial is None:  # it ended while the stack was on its way
+            if trial is None:  # The place ended while the stack was on its way.
                 _say(place=place, lost="Ray lost the worker", of="infrastructure")
                 return
             self._busy.add(place)
         ray.get(self._mailbox.put.remote(trial, stack))
 
     def suggest(self, trial_id: str) -> dict[str, Any] | None:
+        """Gives a new trial of Tune a place that is down; None if all places are up."""
         if not self._down:
             return None
         self._place[trial_id] = self._down.pop()
         return {}
 
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
+        """Tells the driver that a place is free, at which step its stack is, or what became of the stack."""
         place = self._place[trial_id]
         with self._lock:
             if "result" in result:
@@ -160,6 +184,7 @@ class Pipe(Searcher):
                 _say(place=place, step=result["step"], device=result["device"])
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
+        """Tells the driver that Ray lost a place, and its stack if it had one."""
         place, why = self._place.pop(trial_id), self.why.pop(trial_id, "Ray lost the worker")
         with self._lock:
             begun = self._trial.pop(place, None) is not None
@@ -170,29 +195,32 @@ class Pipe(Searcher):
             self._down.append(place)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Tune pickles its searcher in order to restore it later, which a study never does.
+        """Pickles nothing: Tune pickles its searcher in order to restore it later, which a study never does."""
         return {}
 
     def __deepcopy__(self, memo: object) -> "Pipe":
+        """Returns the pipe itself."""
         return self
 
     def save(self, checkpoint_path: str) -> None:
-        """The ledger is the only memory."""
+        """Does nothing: the ledger is the only memory."""
 
     def restore(self, checkpoint_path: str) -> None:
-        """The ledger is the only memory."""
+        """Does nothing: the ledger is the only memory."""
 
 
 class Reasons(FIFOScheduler):
-    """Tune's plain order of trials. Tells the pipe why one was lost, which Tune tells no searcher."""
+    """Tune's plain order of trials, which also tells the pipe why a trial was lost: Tune tells no searcher."""
 
     def __init__(self, pipe: Pipe) -> None:
+        """Keeps the pipe."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._pipe = pipe
 
     def on_trial_error(self, tune_controller: object, trial: Any) -> None:
+        """Reads the reason from the file that Tune has written."""
         text = Path(trial.error_file).read_text()
-        self._pipe.why[trial.trial_id] = _words(text.partition("\n")[2])  # the first line has the number and the date
+        self._pipe.why[trial.trial_id] = _words(text.partition("\n")[2])  # The first line has the number and the date.
 
 
 def main() -> None:
@@ -200,7 +228,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     global _out
     _out = os.dup(1)
-    os.dup2(2, 1)  # Ray and its libraries print
+    os.dup2(2, 1)  # Ray and its libraries print to standard output.
     first = json.loads(sys.stdin.readline())
     _say(imported=True)
     try:
@@ -211,51 +239,54 @@ def main() -> None:
     line = sys.stdin.readline()
     if not line:
         _end()
-    given = json.loads(line)
+    study = json.loads(line)
     try:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         mailbox = ray.remote(Mailbox).options(num_cpus=0, scheduling_strategy=here).remote()
-        pipe = Pipe(given["places"], mailbox)
+        pipe = Pipe(study["places"], mailbox)
         for serve in (lambda: _listen(pipe), _report):
             threading.Thread(target=serve, daemon=True).start()
-        _tuner(given, pipe, mailbox, first["folder"]).fit()
+        _tuner(study, pipe, mailbox, first["folder"]).fit()
         _gone(RuntimeError("Ray Tune has ended"))
     except Exception as error:
         _gone(error)
 
 
 def _join(address: str | None, folder: str) -> None:
-    given: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
+    """Joins a cluster, or starts a Ray on this machine."""
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
     if address is None:
         # Without "local" Ray joins whatever cluster it finds on this machine.
-        given |= {"address": "local", "include_dashboard": False, "_temp_dir": folder}
+        options |= {"address": "local", "include_dashboard": False, "_temp_dir": folder}
     else:
-        given |= {"address": address}
-    ray.init(**given)
+        options |= {"address": address}
+    ray.init(**options)
 
 
-def _tuner(given: dict[str, Any], pipe: Pipe, mailbox: Any, folder: str) -> tune.Tuner:
-    resources = {"cpu": given["cpu"], "gpu": given["gpu"]}
-    if given["memory"] is not None:
-        resources["memory"] = given["memory"]
+def _tuner(study: dict[str, Any], pipe: Pipe, mailbox: Any, folder: str) -> tune.Tuner:
+    """Makes a Tuner that keeps the places of a study."""
+    resources = {"cpu": study["cpu"], "gpu": study["gpu"]}
+    if study["memory"] is not None:
+        resources["memory"] = study["memory"]
     return tune.Tuner(
-        tune.with_resources(tune.with_parameters(Place, given=given, mailbox=mailbox), resources),
+        tune.with_resources(tune.with_parameters(Place, study=study, mailbox=mailbox), resources),
         tune_config=tune.TuneConfig(
             search_alg=pipe,
             scheduler=Reasons(pipe),
             num_samples=-1,
-            max_concurrent_trials=given["places"],
+            max_concurrent_trials=study["places"],
         ),
         run_config=tune.RunConfig(
             name="study",
             storage_path=f"{folder}/tune",
             verbose=0,
-            checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),  # the worker has checkpoints of its own
+            checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),  # The worker writes the checkpoints.
         ),
     )
 
 
 def _listen(pipe: Pipe) -> None:
+    """Gives places the driver's stacks, in a thread."""
     for line in sys.stdin:
         message = json.loads(line)
         try:
@@ -266,13 +297,14 @@ def _listen(pipe: Pipe) -> None:
 
 
 def _end() -> NoReturn:
-    """Ends Ray and this process: the driver has closed the pipe."""
+    """Ends Ray and this process, once the driver has closed the pipe."""
     threading.Timer(ENDS, os._exit, [1]).start()
     ray.shutdown()
     os._exit(0)
 
 
 def _report() -> None:
+    """Reports the machines of the cluster, in a thread."""
     while True:
         time.sleep(REPORTS)
         try:
@@ -282,7 +314,7 @@ def _report() -> None:
 
 
 def _machines() -> dict[str, dict[str, float]]:
-    """What each machine of the cluster has, by its id."""
+    """CPU, GPU and memory of each machine of the cluster, by the machine's id."""
     return {
         node["NodeID"]: {name: node["Resources"].get(name, 0.0) for name in ("CPU", "GPU", "memory")}
         for node in ray.nodes()  # type: ignore[no-untyped-call]
@@ -295,6 +327,7 @@ _lock = threading.Lock()
 
 
 def _say(**message: Any) -> None:
+    """Sends the driver a message."""
     data = json.dumps(message).encode() + b"\n"
     with _lock:
         while data:
@@ -302,18 +335,19 @@ def _say(**message: Any) -> None:
 
 
 def _gone(error: Exception) -> None:
-    """Ends this process, and says why."""
+    """Tells the driver why this process ends, and ends it."""
     _say(gone=_line(error))
     os._exit(1)
 
 
 def _line(error: Exception) -> str:
+    """An error in one line."""
     return f"{type(error).__name__}: {_words(str(error))}"
 
 
 def _words(text: str) -> str:
-    """What Ray says, in one line, without the identifiers of actors and processes."""
+    """A text of Ray in one line, without the identifiers of actors and processes."""
     lines = [line for line in text.strip().splitlines() if not line.startswith("\t")]
     if lines and "ray::" in lines[0]:
-        lines = lines[-1:]  # a traceback
+        lines = lines[-1:]  # The text is a traceback.
     return " ".join(" ".join(lines).split())[:400]

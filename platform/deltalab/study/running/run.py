@@ -1,4 +1,4 @@
-"""Runs a study to its end: the schedule decides, workers execute, the ledger remembers."""
+"""Runs a study to its end: the schedule decides, workers execute, the ledger keeps the results."""
 
 import logging
 import os
@@ -20,21 +20,28 @@ from deltalab.registry import rule_plugin
 from deltalab.store import ArmRecord, Busy, Heartbeat, Store
 from deltalab.store.database import without_password
 from deltalab.store.models import StudyState
-from deltalab.store.shelf import keep_best
+from deltalab.store.studies.shelf import keep_best
 from deltalab.study.planning import warm_starts
 from deltalab.study.planning.make import plan_study
 from deltalab.study.planning.plan import Plan
-from deltalab.study.reports.best_arm import best
+from deltalab.study.reports.best_arm import find_best_arm
 from deltalab.study.reports.report import Report, report
 from deltalab.study.running import signals
-from deltalab.study.running.activity import Account
+from deltalab.study.running.activity import DriverActivity
 from deltalab.study.running.external_loggers import LogTo
-from deltalab.study.running.progress_bars import Progress
+from deltalab.study.running.progress_bars import ProgressBars
 from deltalab.study.running.ray_folders import temporary
-from deltalab.study.running.schedule import Schedule, Stacks
-from deltalab.study.running.sharing import Joined, JoinedProgress, Sharing, collect, held, weights
-from deltalab.study.running.weights_at_url import cut_off, runs_at, worker
-from deltalab.study.specs.overrides import Given
+from deltalab.study.running.schedule import Schedule, StackSource
+from deltalab.study.running.sharing import (
+    JoinedProgressBars,
+    JoinedStacks,
+    Sharing,
+    living_driver,
+    record_delivered,
+    weights_folder,
+)
+from deltalab.study.running.weights_at_url import interrupted_stacks, make_worker, runs_at
+from deltalab.study.specs.overrides import Overrides
 from deltalab.study.workers.jobs import Job, Lost
 from deltalab.study.workers.worker import Worker
 from deltalab.training.train import NUMERICS, hardware
@@ -42,15 +49,24 @@ from deltalab.training.train import NUMERICS, hardware
 _log = logging.getLogger("deltalab")
 
 WAIT = 0.1
-"""Seconds between two looks for a stack, while one waits to be tried again."""
+"""Seconds after which a driver asks again for a stack, while a lost stack waits to be tried again."""
 
 
 @dataclass(frozen=True)
 class StudyResult:
     """How a study ended.
 
-    known: trials that the ledger already had. failed: trials that raised. infeasible: candidates that made no model.
-    missing: why each trial, by its key, has no result, although it was tried several times; the study is incomplete.
+    Attributes:
+        study_id: The study's id in the ledger.
+        name: The study's name.
+        state: The study's state.
+        trials: Trials of the study that have ended, but for infeasible candidates.
+        known: Trials that the ledger already had.
+        failed: Trials that raised.
+        infeasible: Candidates that made no model.
+        missing: Why each trial, by its key, has no result, although it was tried several times. A study with missing
+            trials is incomplete.
+        report: The study's report.
     """
 
     study_id: int
@@ -64,8 +80,40 @@ class StudyResult:
     report: Report
 
 
-def run_study(
-    path: str | Path | Mapping[str, Any] | Plan,
+@dataclass(frozen=True)
+class RunSettings:
+    """How a study runs, which changes nothing that it computes.
+
+    Attributes:
+        db: The ledger, a file or an SQLAlchemy URL; ./deltalab.db if None.
+        executor: `ray`, or `inline`, which runs one stack at a time without Ray.
+        workers: Stacks of trials at a time; as many as the resources allow if None.
+        address: The address of a Ray cluster, whose machines must share the folder `storage`; None for a Ray of this
+            machine.
+        storage: The folder or the URL of weights and checkpoints; a folder beside the ledger if None.
+        retry_failed: Whether the trials run again that raised.
+        quiet: Whether nothing is printed.
+        unchecked: Whether rules run that fail their checks or have not been checked. The report says so.
+        join: Whether to take part in the study that another driver runs with this ledger, and to go on in that driver's
+            place if it dies.
+        log_to: Loggers, such as wandb, mlflow or tensorboard, that get every run and the report (`deltalab.loggers`). A
+            driver that has joined logs nothing.
+    """
+
+    db: str | Path | None = None
+    executor: Literal["ray", "inline"] = "ray"
+    workers: int | None = None
+    address: str | None = None
+    storage: str | None = None
+    retry_failed: bool = False
+    quiet: bool = True
+    unchecked: bool = False
+    join: bool = False
+    log_to: Sequence[str] = ()
+
+
+def run_study_file(
+    study_file: str | Path | Mapping[str, Any],
     *,
     db: str | Path | None = None,
     profile: str | None = None,
@@ -77,35 +125,96 @@ def run_study(
     quiet: bool = True,
     unchecked: bool = False,
     join: bool = False,
-    overrides: Given = None,
+    overrides: Overrides = None,
     log_to: Sequence[str] = (),
 ) -> StudyResult:
     """Runs a study, or goes on with it: a trial that the ledger holds never runs again.
 
-    path: the file of a study, the name of a shipped one, or the mapping that a file would hold, with `profile` one of
-    its own; or a plan.
-    overrides: settings in place of the file's, such as {"train.steps": 100, "seeds": 7}, or words "seeds=7"
-    (`deltalab.study.specs.overrides`). Where they change what is computed, this is another study of the same name.
-    join: take part in the study that another driver runs with this database, and go on in its place if it dies.
-    db: a file or an SQLAlchemy URL, ./deltalab.db where None. executor: `inline` runs one stack at a time, without Ray.
-    workers: stacks of trials at a time; None is as many as the resources allow. address: a Ray cluster, whose machines
-    must share the folder `storage`. retry_failed: run the trials again that raised.
-    unchecked: run rules that fail their checks or have not been checked, and say so in the report.
-    log_to: loggers, such as wandb, mlflow or tensorboard, that get every run and the report (`deltalab.loggers`); a
-    driver that has joined logs nothing.
-    Raises `InputError` for a study that is not valid or that this machine cannot run, and for a rule that fails its
-    checks, and `Busy` where another driver runs the study; a trial that raises is recorded. SIGINT raises
-    `KeyboardInterrupt` and SIGTERM `SystemExit(143)`, in the main thread; a second signal ends the process at once.
+    Args:
+        study_file: The path of a study's file, the name of a shipped study, or the mapping that a file would hold.
+        db: The ledger, a file or an SQLAlchemy URL; ./deltalab.db if None.
+        profile: One of the study's profiles.
+        executor: `ray`, or `inline`, which runs one stack at a time without Ray.
+        workers: Stacks of trials at a time; as many as the resources allow if None.
+        address: The address of a Ray cluster, whose machines must share the folder `storage`; None for a Ray of this
+            machine.
+        storage: The folder or the URL of weights and checkpoints; a folder beside the ledger if None.
+        retry_failed: Whether the trials run again that raised.
+        quiet: Whether nothing is printed.
+        unchecked: Whether rules run that fail their checks or have not been checked. The report says so.
+        join: Whether to take part in the study that another driver runs with this ledger, and to go on in that driver's
+            place if it dies.
+        overrides: Settings in place of the file's, such as {"train.steps": 100, "seeds": 7}, or words "seeds=7"
+            (`deltalab.study.specs.overrides`). If they change what is computed, they make another study of the same
+            name.
+        log_to: Loggers, such as wandb, mlflow or tensorboard, that get every run and the report (`deltalab.loggers`). A
+            driver that has joined logs nothing.
+
+    Returns:
+        How the study ended, with its report. A trial that raises is recorded as failed.
+
+    Raises:
+        InputError: The study is not valid, this machine cannot run it, or a rule fails its checks.
+        Busy: Another driver runs the study.
+        KeyboardInterrupt: The process got SIGINT, in the main thread. A second signal ends the process at once.
+        SystemExit: The process got SIGTERM, in the main thread; the code is 143.
     """
-    if isinstance(path, Plan):
-        plan = path
-        if overrides:
-            raise InputError("overrides go with a study's file, its name or its mapping: a plan has them in place")
-    else:
-        plan = plan_study(path, profile=profile, overrides=overrides)
+    plan = plan_study(study_file, profile=profile, overrides=overrides)
+    settings = RunSettings(
+        db=db,
+        executor=executor,
+        workers=workers,
+        address=address,
+        storage=storage,
+        retry_failed=retry_failed,
+        quiet=quiet,
+        unchecked=unchecked,
+        join=join,
+        log_to=log_to,
+    )
+    return run_study(plan, settings)
+
+
+def run_study(plan: Plan, settings: RunSettings) -> StudyResult:
+    """Runs the study of a plan, as `run_study_file` runs that of a file."""
+    _require_runnable(plan, settings)
+
+    def execute(schedule: StackSource, runs: Path | str, progress: ProgressBars) -> None:
+        if settings.executor == "inline":
+            _inline(schedule, runs, progress)
+        else:
+            _with_ray(schedule, runs, progress, workers=settings.workers, address=settings.address)
+
+    warm_starts.require_recorded(plan, settings.db)
+    storage = runs_at(settings.storage) if settings.storage else None
+    with LogTo(settings.log_to, quiet=settings.quiet) as logs:
+        if not settings.unchecked:
+            verdict.demand(plan.rules, quiet=settings.quiet)
+        with signals.in_order(), Store.open(settings.db, create=not settings.join) as store:
+            runs = storage or store.folder / "runs"
+            while True:
+                if settings.join:
+                    ended = _take_part(plan, store, storage, execute, quiet=settings.quiet)
+                    if isinstance(ended, StudyResult):
+                        return ended
+                    runs = ended
+                try:
+                    return _drive(plan, store, runs, execute, logs, settings)
+                except Busy:  # Another driver that had joined took the study over first.
+                    if not settings.join:
+                        raise
+
+
+Execute = Callable[[StackSource, Path | str, ProgressBars], None]
+"""Runs all stacks of a source, with the folder or the URL of weights, and shows them."""
+
+
+def _require_runnable(plan: Plan, settings: RunSettings) -> None:
+    """Raises `InputError` if the settings do not go together, or if this machine cannot run the study."""
+    executor, address, workers = settings.executor, settings.address, settings.workers
     if executor not in ("ray", "inline"):
         raise InputError(f"executor must be ray or inline, not {executor!r}")
-    if address is not None and storage is None:
+    if address is not None and settings.storage is None:
         raise InputError("--address: the cluster's machines need a shared folder: give it with --storage")
     if workers is not None and workers < 1:
         raise InputError(f"--workers must be at least 1, not {workers}")
@@ -117,60 +226,15 @@ def run_study(
     for arm in plan.arms:
         device, where = arm.config["train"]["device"], "base" if arm.is_base else f"arms.{arm.name}"
         if gpu and device != "cpu" and address is None and not torch.cuda.is_available():
-            raise InputError(f"{plan.where}: resources: a stack wants {gpu:g} GPU; this machine has none")
+            raise InputError(f"{plan.study_file}: resources: a stack wants {gpu:g} GPU; this machine has none")
         if not gpu and device == "cuda" and executor == "ray":
-            raise InputError(f"{plan.where}: {where}: train.device: cuda needs resources: {{gpu: 1}}")
-
-    def execute(schedule: Stacks, runs: Path | str, progress: Progress) -> None:
-        if executor == "inline":
-            _inline(schedule, runs, progress)
-        else:
-            _with_ray(schedule, runs, progress, workers=workers, address=address)
-
-    warm_starts.demand(plan, db)
-    given = runs_at(storage) if storage else None
-    with LogTo(log_to, quiet=quiet) as logs:
-        if not unchecked:
-            verdict.demand(plan.rules, quiet=quiet)
-        with signals.in_order(), Store.open(db, create=not join) as store:
-            runs = given or store.folder / "runs"
-            while True:
-                if join:
-                    found = _take_part(plan, store, given, execute, quiet=quiet)
-                    if isinstance(found, StudyResult):
-                        return found
-                    runs = found
-                try:
-                    return _drive(
-                        plan,
-                        store,
-                        runs,
-                        execute,
-                        logs,
-                        retry_failed=retry_failed,
-                        unchecked=unchecked,
-                        quiet=quiet,
-                    )
-                except Busy:  # another one that had joined took the study over first
-                    if not join:
-                        raise
-
-
-Execute = Callable[[Stacks, Path | str, Progress], None]
+            raise InputError(f"{plan.study_file}: {where}: train.device: cuda needs resources: {{gpu: 1}}")
 
 
 def _drive(
-    plan: Plan,
-    store: Store,
-    runs: Path | str,
-    execute: Execute,
-    logs: LogTo,
-    *,
-    retry_failed: bool,
-    unchecked: bool,
-    quiet: bool,
+    plan: Plan, store: Store, runs: Path | str, execute: Execute, logs: LogTo, settings: RunSettings
 ) -> StudyResult:
-    """Runs a study as its holder. Raises `Busy` where another driver does."""
+    """Runs a study as its holder. Raises `Busy` if another driver holds the study."""
     if isinstance(runs, Path):
         try:
             runs.mkdir(parents=True, exist_ok=True)
@@ -182,32 +246,33 @@ def _drive(
         plan.identity,
         plan.spec.model_dump(mode="json"),
         arm_records(plan),
-        _provenance(plan, verdict.unchecked(plan.rules) if unchecked else {}),
+        provenance(plan, verdict.unchecked(plan.rules) if settings.unchecked else {}),
         runs=str(runs),
     )
     state: StudyState = "interrupted"
-    account = Account()
-    with Heartbeat(lambda: store.beat(study_id, account.doing().to_json())):
+    activity = DriverActivity()
+    with Heartbeat(lambda: store.beat(study_id, activity.status().to_json())):
         try:
-            collect(store, study_id)
-            if retry_failed:
+            record_delivered(store, study_id)
+            if settings.retry_failed:
                 for key in {row.key for row in store.trials(study_id) if row.state == "failed"}:
                     store.forget_trial(key)
             logs.follow(store, study_id)
-            schedule = Schedule(plan, store, study_id, cut_off(runs))
-            with Progress(schedule, account, quiet=quiet) as progress, Sharing(schedule, progress):
+            schedule = Schedule(plan, store, study_id, interrupted_stacks(runs))
+            with ProgressBars(schedule, activity, quiet=settings.quiet) as progress, Sharing(schedule, progress):
                 execute(schedule, runs, progress)
             if schedule.missing:
                 state = "incomplete"
-            elif not schedule.done:  # Ray was told to stop
+            elif not schedule.done:  # Ray was told to stop.
                 raise KeyboardInterrupt
             else:
                 state = "failed" if schedule.failures else "done"
         finally:
-            store.finish_study(study_id, state, account.total, schedule.given_up if state == "incomplete" else ())
-    found = report(store, study_id)
-    keep_best(store, study_id, best(found))
-    logs.finish(found)
+            given_up = schedule.given_up if state == "incomplete" else ()
+            store.finish_study(study_id, state, activity.total, given_up)
+    answer = report(store, study_id)
+    keep_best(store, study_id, find_best_arm(answer))
+    logs.finish(answer)
     return StudyResult(
         study_id,
         plan.spec.name,
@@ -217,21 +282,24 @@ def _drive(
         failed=schedule.failures,
         infeasible=schedule.infeasible,
         missing=schedule.missing,
-        report=found,
+        report=answer,
     )
 
 
 def _take_part(
-    plan: Plan, store: Store, given: Path | str | None, execute: Execute, *, quiet: bool
+    plan: Plan, store: Store, storage: Path | str | None, execute: Execute, *, quiet: bool
 ) -> StudyResult | Path | str:
-    """Takes stacks from the driver that runs the study, until that ends it.
+    """Takes stacks from the driver that runs the study, until that driver ends the study.
 
-    Where it has died, returns the folder of its weights, so that this driver goes on there.
+    If that driver has died, returns the folder or the URL of its weights, so that this driver goes on there.
     """
-    driver = held(store, plan)
-    runs = weights(given, driver)
+    driver = living_driver(store, plan)
+    runs = weights_folder(storage, driver)
     _log.warning(f"study '{plan.spec.name}': takes part in what runs {driver.where}")
-    with Joined(plan, store, driver.study_id, runs) as joined, JoinedProgress(joined, quiet=quiet) as progress:
+    with (
+        JoinedStacks(plan, store, driver.study_id, runs) as joined,
+        JoinedProgressBars(joined, quiet=quiet) as progress,
+    ):
         execute(joined, runs, progress)
     if joined.gone:
         _log.warning(f"study '{plan.spec.name}': its driver {driver.where} is gone; this one goes on in its place")
@@ -255,7 +323,7 @@ def _take_part(
 
 
 def arm_records(plan: Plan) -> list[ArmRecord]:
-    """The arms as the ledger keeps them, each with its configuration on each task.
+    """Makes the records of the arms for the ledger, each with its configuration on each task.
 
     A change that is not the same on all tasks, such as the width of a matched arm, stands under KEY@TASK.
     """
@@ -273,11 +341,12 @@ def arm_records(plan: Plan) -> list[ArmRecord]:
     return records
 
 
-def _inline(schedule: Stacks, runs: Path | str, progress: Progress) -> None:
+def _inline(schedule: StackSource, runs: Path | str, progress: ProgressBars) -> None:
+    """Executes stacks one after the other, without Ray."""
     if idle := schedule.plan.spec.resources.idle(torch.cuda.device_count()):
         _log.warning(idle)
     wanted = schedule.plan.spec.resources
-    with worker(runs, threads=wanted.threads, memory=wanted.bytes) as place:
+    with make_worker(runs, threads=wanted.threads, memory=wanted.bytes) as worker:
         while True:
             stack = schedule.next(places=1)
             if not stack:
@@ -287,24 +356,25 @@ def _inline(schedule: Stacks, runs: Path | str, progress: Progress) -> None:
                 continue
             progress.started(stack)
             try:
-                for record in place.execute(stack, partial(_reached, progress, stack, place)):
+                for record in worker.execute(stack, partial(_reached, progress, stack, worker)):
                     schedule.finished(record)
             except Lost as lost:
                 schedule.unfinished(stack, lost)
                 progress.finished(stack)
             else:
-                progress.finished(stack, place.device)
+                progress.finished(stack, worker.device)
 
 
-def _reached(progress: Progress, stack: Sequence[Job], place: Worker, step: int) -> None:
-    progress.advanced(stack, step, place.device)
+def _reached(progress: ProgressBars, stack: Sequence[Job], worker: Worker, step: int) -> None:
+    """Shows the step that a stack has reached."""
+    progress.advanced(stack, step, worker.device)
 
 
 def _with_ray(
-    schedule: Stacks, runs: Path | str, progress: Progress, *, workers: int | None, address: str | None
+    schedule: StackSource, runs: Path | str, progress: ProgressBars, *, workers: int | None, address: str | None
 ) -> None:
-    # Start no cluster where nothing is left to do.
-    schedule.look()
+    """Executes stacks on Ray; starts no cluster if nothing is left to do."""
+    schedule.refresh()
     if schedule.done:
         return
     from deltalab.study.running.ray_driver import run_all
@@ -312,10 +382,12 @@ def _with_ray(
     run_all(schedule, runs, progress, workers=workers, address=address)
 
 
-def _provenance(plan: Plan, unchecked: dict[str, str]) -> dict[str, Any]:
-    """Where and with what the study ran: what a reader needs to judge and repeat it.
+def provenance(plan: Plan, unchecked: dict[str, str]) -> dict[str, Any]:
+    """Lists with what the study ran, which a reader needs to judge and to repeat the study.
 
-    unchecked: rules that have not passed their checks, with the reason.
+    Args:
+        plan: The study.
+        unchecked: The rules that have not passed their checks, with the reasons.
     """
     packages = ["deltalab", "torch", "numpy", "ray", "optuna", "sqlalchemy"]
     return {
@@ -348,7 +420,7 @@ def _provenance(plan: Plan, unchecked: dict[str, str]) -> dict[str, Any]:
 
 
 def _version(package: str) -> str | None:
-    """None for a package that is not installed, such as Ray where a study runs inline."""
+    """The version of a package; None if it is not installed, as Ray need not be for a study that runs inline."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -356,7 +428,7 @@ def _version(package: str) -> str | None:
 
 
 def _git() -> dict[str, Any] | None:
-    """The commit of the working folder; None outside a repository."""
+    """The commit of the working folder; None outside of a repository."""
 
     def ask(*words: str) -> str:
         return subprocess.run(["git", *words], capture_output=True, text=True, check=True).stdout.strip()

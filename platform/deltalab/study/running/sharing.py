@@ -1,8 +1,8 @@
-"""Several drivers of one study, on one machine or many: the holder decides what runs, the others take stacks from it.
+"""Several drivers of one study, on one machine or many: the holder decides what runs, and the others take its stacks.
 
 The holder's thread `Sharing` publishes as many stacks in the database as the joined drivers have places, and gives
-their records to the schedule. A joined driver has `Joined` in the place of a schedule, so that it executes stacks as
-any driver does. A stack is with one driver at a time; a driver that is gone loses its stacks to the others.
+their records to the schedule. A joined driver has `JoinedStacks` in the place of a schedule, so that it executes stacks
+as any driver does. A stack is with one driver at a time; a driver that is gone loses its stacks to the others.
 """
 
 import json
@@ -16,29 +16,33 @@ from types import TracebackType
 from typing import Self
 
 from deltalab.errors import InputError
-from deltalab.store import Heartbeat, Store, TrialRecord, drivers, queue
+from deltalab.store import Heartbeat, Store, TrialRecord, drivers
 from deltalab.store.models import Driver, Stage
 from deltalab.store.process import Process
+from deltalab.store.studies import queue
 from deltalab.study.planning.plan import Plan
-from deltalab.study.running.activity import Account, Count, Pace
-from deltalab.study.running.progress_bars import Progress
+from deltalab.study.running.activity import Count, DriverActivity, Pace
+from deltalab.study.running.progress_bars import ProgressBars
 from deltalab.study.running.schedule import Schedule
 from deltalab.study.running.weights_at_url import runs_at
-from deltalab.study.workers.jobs import Job, Lost, from_json, stack_from_json, stack_to_json, to_json
+from deltalab.study.workers.jobs import Job, Lost, record_from_json, record_to_json, stack_from_json, stack_to_json
 from deltalab.study.workers.train_stack import failed
 
 _log = logging.getLogger("deltalab")
 
 POLL_SECONDS = 1.0
+"""Seconds between two looks at the queue."""
 
 
-class Watched:
-    """Other drivers, as this process sees them: which are gone, by the rules of `deltalab.store.drivers`."""
+class DriverWatch:
+    """Tells which other drivers are gone, by the rules of `deltalab.store.drivers`."""
 
     def __init__(self) -> None:
+        """Begins without a driver."""
         self._beats: dict[str, tuple[int, float]] = {}
 
     def gone(self, driver: Driver) -> bool:
+        """Whether a driver has died, or its heartbeat has not moved for too long."""
         alive, now = drivers.lives(driver), time.monotonic()
         if alive is not None:
             return not alive
@@ -49,15 +53,15 @@ class Watched:
         return now - since > drivers.LEASE_SECONDS
 
 
-def collect(store: Store, study_id: int) -> None:
+def record_delivered(store: Store, study_id: int) -> None:
     """Records what joined drivers delivered to a holder that is gone, and empties the queue.
 
-    Stacks that still run there start again here: nobody else would wait for them.
+    Stacks that still run with those drivers start again here, since nobody else would wait for them.
     """
     for entry in queue.stacks(store, study_id):
         if entry.records is not None:
             jobs = {job.key: job for job in stack_from_json(queue.jobs(store, entry.id) or "[]")}
-            for record in map(from_json, json.loads(entry.records)):
+            for record in map(record_from_json, json.loads(entry.records)):
                 if record.key in jobs:
                     job = jobs[record.key]
                     store.record_trial(study_id, job.arm, record, job.number, job.values)
@@ -67,49 +71,53 @@ def collect(store: Store, study_id: int) -> None:
 class Sharing:
     """Shares a schedule's stacks with the drivers that have joined, from a thread of the holder.
 
-    What goes wrong in the thread is raised by the schedule's next `next`.
+    The schedule's next `next` raises what goes wrong in the thread.
     """
 
-    def __init__(self, schedule: Schedule, progress: Progress) -> None:
+    def __init__(self, schedule: Schedule, progress: ProgressBars) -> None:
+        """Makes the thread, which `with` starts."""
         self._counts = (0, 0)
         self._schedule, self._progress = schedule, progress
         self._store, self._study_id = schedule.store, schedule.study_id
         self._out: dict[int, list[Job]] = {}
         self._shown: set[int] = set()
         self._members: dict[str, Driver] = {}
-        self._watched = Watched()
+        self._watched = DriverWatch()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="sharing", daemon=True)
 
     def __enter__(self) -> Self:
+        """Starts the thread."""
         self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Ends the thread."""
         self._stop.set()
-        self._thread.join(5 * POLL_SECONDS)  # it may be waiting for a database that is gone
+        self._thread.join(5 * POLL_SECONDS)  # The thread may be waiting for a database that is gone.
 
     def _run(self) -> None:
+        """Refreshes once a second, in the thread."""
         try:
             while not self._stop.is_set():
-                self.look()
+                self.refresh()
                 self._stop.wait(POLL_SECONDS)
         except Exception as error:
             self._schedule.fault = error
 
-    def look(self) -> None:
-        """Takes in what has ended, gives out what is wanted."""
+    def refresh(self) -> None:
+        """Takes in the stacks that have ended, and publishes as many stacks as the joined drivers have places."""
         entries = {entry.id: entry for entry in queue.stacks(self._store, self._study_id)}
         for stack_id, stack in list(self._out.items()):
             if stack_id in entries:
                 self._follow(entries.pop(stack_id), stack)
-            else:  # withdrawn
+            else:  # The stack was withdrawn.
                 self._schedule.returned(self._ended(stack_id))
         for stray in entries:
             queue.remove(self._store, stray)
-        places = self._progress.account.elsewhere = sum(driver.places for driver in self._present())
+        places = self._progress.activity.elsewhere = sum(driver.places for driver in self._present())
         if places:
             self._count()
         if not places and any(stack_id not in self._shown for stack_id in self._out):
@@ -121,6 +129,7 @@ class Sharing:
             self._out[queue.publish(self._store, self._study_id, stack_to_json(stack))] = stack
 
     def _count(self) -> None:
+        """Tells the joined drivers how many trials there are."""
         with self._schedule.lock:
             counts = self._schedule.completed, self._schedule.total
         if counts != self._counts:
@@ -128,6 +137,7 @@ class Sharing:
             self._counts = counts
 
     def _follow(self, entry: queue.Queued, stack: list[Job]) -> None:
+        """Takes in what has become of a stack."""
         if entry.driver_id is None and entry.records is None and entry.lost is None:
             self._hide(entry.id)
             return
@@ -136,7 +146,7 @@ class Sharing:
             self._progress.started(stack, here=False)
         self._progress.advanced(stack, entry.step)
         if entry.records is not None:
-            for record in map(from_json, json.loads(entry.records)):
+            for record in map(record_from_json, json.loads(entry.records)):
                 self._schedule.finished(record)
         elif entry.lost is not None:
             self._schedule.unfinished(stack, Lost(*json.loads(entry.lost)))
@@ -146,16 +156,18 @@ class Sharing:
         self._ended(entry.id)
 
     def _ended(self, stack_id: int) -> list[Job]:
+        """Forgets a stack, and returns its jobs."""
         self._hide(stack_id)
         return self._out.pop(stack_id)
 
     def _hide(self, stack_id: int) -> None:
+        """Shows a stack no longer."""
         if stack_id in self._shown:
             self._shown.remove(stack_id)
             self._progress.finished(self._out[stack_id])
 
     def _present(self) -> list[Driver]:
-        """The joined drivers that live. Says who came and who went."""
+        """The joined drivers that live. Logs which drivers came and which went."""
         present = {}
         for driver in queue.joined(self._store, self._study_id):
             if self._watched.gone(driver):
@@ -171,19 +183,36 @@ class Sharing:
         return list(present.values())
 
 
-class Joined:
-    """The stacks that a joined driver takes from the holder's queue, as an executor asks a schedule for them.
+class JoinedStacks:
+    """The stacks that a joined driver takes from the holder's queue, in place of a schedule.
 
-    over: the holder has ended the study. gone: the holder has died. completed, total: the trials of the study, as its
-    holder counts them. eta: when the study will end, as the holder says. delivered: trials that ran here.
+    Attributes:
+        plan: The study.
+        over: Whether the holder has ended the study.
+        gone: Whether the holder has died.
+        completed: Trials of the study that have ended, as the holder counts them.
+        total: Trials of the study, as the holder counts them.
+        delivered: Trials that ran here.
+        eta: Seconds until the study ends, as the holder says; None if the holder does not say.
+        activity: What this driver does.
+        missing: Always empty: the holder knows which trials are missing.
+        steps: The step that each stack has reached, by the stack's id in the queue.
     """
 
     def __init__(self, plan: Plan, store: Store, study_id: int, runs: Path | str) -> None:
+        """Makes the member of the study that `with` registers.
+
+        Args:
+            plan: The study.
+            store: The ledger.
+            study_id: The study's id in the ledger.
+            runs: The folder or the URL of weights and checkpoints.
+        """
         self.plan = plan
         self.over = self.gone = False
         self.completed = self.total = self.delivered = 0
         self.eta: float | None = None
-        self.account = Account()
+        self.activity = DriverActivity()
         self.missing: dict[str, str] = {}
         self.steps: dict[int, int] = {}
         self._store, self._study_id = store, study_id
@@ -192,10 +221,11 @@ class Joined:
         self._stacks: dict[int, set[str]] = {}
         self._records: dict[int, list[TrialRecord]] = {}
         self._parts: list[list[Job]] = []
-        self._watched = Watched()
+        self._watched = DriverWatch()
         self._looked = -POLL_SECONDS
 
     def __enter__(self) -> Self:
+        """Joins the study."""
         self._heartbeat = Heartbeat(self._beat)
         self._beat()
         self._heartbeat.__enter__()
@@ -204,19 +234,22 @@ class Joined:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Leaves the study."""
         self._heartbeat.__exit__(kind, error, trace)
         queue.drop(self._store, self._member.driver_id)
 
     @property
     def done(self) -> bool:
+        """Whether there is nothing left to do here."""
         return self.ended
 
     @property
     def ended(self) -> bool:
+        """Whether the holder has ended or died, and no stack is left here."""
         return (self.gone or self.over) and not self._stacks
 
-    def look(self) -> None:
-        """Sees what has become of the holder."""
+    def refresh(self) -> None:
+        """Finds out what has become of the holder."""
         holder = queue.holder(self._store, self._study_id)
         if holder is None:
             self.over = True
@@ -227,7 +260,7 @@ class Joined:
             self.eta = holder.progress.get("eta")
 
     def next(self, places: int) -> list[Job]:
-        """A stack from the queue; empty where there is none now. places: how many run here at a time."""
+        """Takes a stack from the queue; empty if there is none now. `places` is how many stacks run here at a time."""
         self._places = places
         if self._parts:
             return self._parts.pop(0)
@@ -236,7 +269,7 @@ class Joined:
         taken = queue.take(self._store, self._member, list(self._stacks))
         if taken is None:
             self._looked = time.monotonic()
-            self.look()
+            self.refresh()
             return []
         stack_id, jobs = taken
         stack = stack_from_json(jobs)
@@ -249,16 +282,16 @@ class Joined:
         stack_id = self._of(record.key)
         self._records[stack_id].append(record)
         if len(self._records[stack_id]) == len(self._stacks[stack_id]):
-            records = json.dumps([to_json(each) for each in self._records[stack_id]])
+            records = json.dumps([record_to_json(ended) for ended in self._records[stack_id]])
             if queue.deliver(self._store, self._member, stack_id, records=records):
                 self.delivered += len(self._records[stack_id])
             else:
                 _log.warning("a stack that ended here was taken away before; its records are dropped")
             self._forget(stack_id)
-            self.look()
+            self.refresh()
 
     def unfinished(self, stack: Sequence[Job], lost: Lost) -> None:
-        """As `Schedule.unfinished`; a stack that no trial of it is to blame for goes back to the holder."""
+        """As `Schedule.unfinished`, but a stack whose trials are not to blame goes back to the holder."""
         if lost.of == "infrastructure":
             stack_id = self._of(stack[0].key)
             queue.deliver(self._store, self._member, stack_id, lost=json.dumps([str(lost), lost.of]))
@@ -269,20 +302,22 @@ class Joined:
             self.finished(failed(stack[0], str(lost)))
 
     def leader(self, task: str) -> None:
-        """The holder knows."""
+        """None: only the holder knows the best arm."""
 
     def stages(self) -> dict[Stage, Count]:
-        """The holder counts."""
+        """Empty: only the holder counts trials."""
         return {}
 
     def pace(self) -> Pace:
-        """The holder tells when the study ends."""
+        """Empty: the holder tells when the study ends."""
         return Pace()
 
     def _of(self, key: str) -> int:
+        """The id of the stack with a trial."""
         return next(stack_id for stack_id, keys in self._stacks.items() if key in keys)
 
     def _forget(self, stack_id: int) -> None:
+        """Forgets a stack that was delivered."""
         keys = self._stacks.pop(stack_id)
         del self._records[stack_id]
         self.steps.pop(stack_id, None)
@@ -293,33 +328,39 @@ class Joined:
         self.steps[self._of(stack[0].key)] = step
 
     def _beat(self) -> bool:
-        doing = self.account.doing().to_json()
-        queue.beat(self._store, self._member, self._places, dict(self.steps), doing)
+        """Writes a heartbeat, with the steps of the stacks."""
+        status = self.activity.status().to_json()
+        queue.beat(self._store, self._member, self._places, dict(self.steps), status)
         return True
 
 
-class JoinedProgress(Progress):
+class JoinedProgressBars(ProgressBars):
     """Shows a joined driver's stacks, and tells the holder how far they are."""
 
-    def __init__(self, joined: Joined, *, quiet: bool) -> None:
-        super().__init__(joined, joined.account, quiet=quiet)
+    def __init__(self, joined: JoinedStacks, *, quiet: bool) -> None:
+        """Makes the bars, which `with` shows."""
+        super().__init__(joined, joined.activity, quiet=quiet)
         self._joined = joined
 
     def eta(self) -> float | None:
+        """Seconds until the study ends, as the holder says."""
         return self._joined.eta
 
     def advanced(self, stack: Sequence[Job], step: int, device: str | None = None) -> None:
+        """Shows the step that a stack has reached, and notes it for the holder."""
         super().advanced(stack, step, device)
         self._joined.advanced(stack, step)
 
 
-def held(store: Store, plan: Plan) -> Driver:
+def living_driver(store: Store, plan: Plan) -> Driver:
     """The living driver of a plan's study.
 
-    One that this process cannot see is watched until its counter moves.
-    Raises `InputError` where nobody runs the study, or where it runs with other settings.
+    A driver that this process cannot see is watched until its counter moves.
+
+    Raises:
+        InputError: Nobody runs the study, or it runs with other settings.
     """
-    watched, first = Watched(), None
+    watched, first = DriverWatch(), None
     while True:
         study, driver = store.held(plan.identity)
         if driver is None or watched.gone(driver):
@@ -331,18 +372,25 @@ def held(store: Store, plan: Plan) -> Driver:
     name = plan.spec.name
     others = [other for other in store.studies() if study is None or other.id != study.id]
     if any((other.name, other.profile, other.state) == (name, plan.profile, "running") for other in others):
-        raise InputError(f"--join: study '{name}' runs, but with other settings, rules or data than {plan.where} here")
+        raise InputError(
+            f"--join: study '{name}' runs, but with other settings, rules or data than {plan.study_file} here"
+        )
     raise InputError(f"--join: nobody runs study '{name}'; without --join this command does")
 
 
-def weights(given: Path | str | None, driver: Driver) -> Path | str:
-    """Where a joined driver writes weights: the folder or URL of the holder.
+def weights_folder(storage: Path | str | None, driver: Driver) -> Path | str:
+    """The folder or the URL where a joined driver writes weights: that of the holder.
 
-    Raises `InputError` where another one is given, and for a folder of another machine that was not given here, too.
+    Args:
+        storage: The folder or the URL given for this driver; None if none is given.
+        driver: The holder.
+
+    Raises:
+        InputError: `storage` is not the holder's, or the holder has a folder on another machine and `storage` is None.
     """
     runs = runs_at(driver.runs)
-    if given is None and isinstance(runs, Path) and Process.here().host != driver.host:
+    if storage is None and isinstance(runs, Path) and Process.here().host != driver.host:
         raise InputError(f"--join: the study runs on {driver.host}: give a folder that both machines see by --storage")
-    if given is not None and given != runs:
-        raise InputError(f"--storage: the study's weights go to {runs}, not to {given}")
+    if storage is not None and storage != runs:
+        raise InputError(f"--storage: the study's weights go to {runs}, not to {storage}")
     return runs

@@ -12,11 +12,11 @@ _seen: list[int] = []
 
 @contextmanager
 def in_order() -> Iterator[None]:
-    """In this block the first SIGINT raises `KeyboardInterrupt` and the first SIGTERM `SystemExit(143)`.
+    """Lets the first SIGINT raise `KeyboardInterrupt` in this block, and the first SIGTERM `SystemExit(143)`.
 
-    They are raised in the main thread, wherever it is, so that every `finally` runs: workers end, checkpoints stay, the
-    study becomes "interrupted". A second signal ends the process at once, with 130 or 143; the next run then finds
-    the claim of a dead driver. Outside the main thread, where Python has no signals, the block changes nothing.
+    Both are raised in the main thread, wherever it is, so that every `finally` runs: workers end, checkpoints stay, and
+    the study becomes "interrupted". A second signal ends the process at once, with 130 or 143; the next run then finds
+    the claim of a dead driver. Outside of the main thread, where Python has no signals, the block changes nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -33,6 +33,7 @@ def in_order() -> Iterator[None]:
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
+    """Handles a signal: raises for the first one, and ends the process for the second."""
     if _seen:
         os._exit(128 + number)
     _seen.append(number)

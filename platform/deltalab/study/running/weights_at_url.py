@@ -26,16 +26,18 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 EXTRAS = {"s3": "s3", "s3a": "s3"}
-"""The extra of deltalab that brings what a kind of URL needs."""
+"""The extra of deltalab that installs what a kind of URL needs."""
 
 
 def runs_at(storage: str) -> Path | str:
-    """The folder that `--storage` names, absolute; or the URL, where it is none of a local folder.
+    """Reads `--storage`: an absolute folder, or the URL if it names no local folder.
 
-    Raises `InputError` for a URL of a kind that is not known or not installed, and where nothing can be written.
+    Raises:
+        InputError: The URL is of a kind that is not known or not installed, or nothing can be written there.
 
-    >>> runs_at("file:///shared/lab")
-    PosixPath('/shared/lab')
+    Examples:
+        >>> runs_at("file:///shared/lab")
+        PosixPath('/shared/lab')
     """
     if "://" not in storage:
         return Path(storage).resolve()
@@ -50,7 +52,12 @@ def runs_at(storage: str) -> Path | str:
 
 
 def read(path: str) -> bytes:
-    """The bytes of an artifact. Raises `OSError`, and `InputError` for a URL of a kind that is not installed."""
+    """Reads the bytes of an artifact.
+
+    Raises:
+        OSError: The artifact cannot be read.
+        InputError: Its URL is of a kind that is not installed.
+    """
     if "://" not in path:
         return Path(path).read_bytes()
     folder, _, name = path.rpartition("/")
@@ -58,9 +65,14 @@ def read(path: str) -> bytes:
 
 
 class Remote:
-    """The folder at a URL. Raises whatever its file system does; `InputError` where that is not installed."""
+    """The folder at a URL. Every method raises what its file system raises.
+
+    Attributes:
+        url: The URL.
+    """
 
     def __init__(self, url: str) -> None:
+        """Opens the file system. Raises `InputError` if it is not installed."""
         self.url, kind = url, url.partition("://")[0]
         try:
             self._files, self._root = url_to_fs(url, use_listings_cache=False)
@@ -70,40 +82,55 @@ class Remote:
             raise InputError(f"{kind}:// is not installed: {needs}") from None
 
     def write(self, name: str, data: bytes) -> None:
+        """Writes a file."""
         self._files.pipe_file(f"{self._root}/{name}", data)
 
     def read(self, name: str) -> bytes:
+        """Reads a file."""
         data: bytes = self._files.cat_file(f"{self._root}/{name}")
         return data
 
     def names(self, folder: str) -> set[str]:
         """The names of the files in a folder, which need not exist."""
         try:
-            found = self._files.ls(f"{self._root}/{folder}", detail=False)
+            files = self._files.ls(f"{self._root}/{folder}", detail=False)
         except FileNotFoundError:
             return set()
-        return {file.rpartition("/")[2] for file in found}
+        return {file.rpartition("/")[2] for file in files}
 
     def put(self, file: Path, name: str) -> None:
+        """Copies a local file to the URL."""
         self._files.put_file(str(file), f"{self._root}/{name}")
 
     def get(self, name: str, file: Path) -> None:
+        """Copies a file from the URL to a local file."""
         self._files.get_file(f"{self._root}/{name}", str(file))
 
     def remove(self, name: str) -> None:
+        """Removes a file."""
         self._files.rm_file(f"{self._root}/{name}")
 
 
-def worker(runs: Path | str, *, threads: int = 1, memory: int | None = None) -> Worker:
-    """A worker that keeps weights and checkpoints in a folder or at a URL."""
+def make_worker(runs: Path | str, *, threads: int = 1, memory: int | None = None) -> Worker:
+    """Makes a worker that keeps weights and checkpoints in a folder or at a URL.
+
+    Args:
+        runs: The folder or the URL.
+        threads: The threads of a trial.
+        memory: Bytes that a stack may use; None for the share of the only worker of this machine.
+    """
     kind = Worker if isinstance(runs, Path) else RemoteWorker
     return kind(runs, threads=threads, memory=memory)  # type: ignore[arg-type]
 
 
-def cut_off(runs: Path | str) -> list[tuple[str, ...]]:
-    """Stacks of several jobs whose training left a checkpoint and no result, as the keys of their jobs."""
+def interrupted_stacks(runs: Path | str) -> list[tuple[str, ...]]:
+    """Lists the stacks of several jobs whose training left a checkpoint and no result, as the keys of their jobs.
+
+    Args:
+        runs: The folder or the URL of weights and checkpoints.
+    """
     if isinstance(runs, Path):
-        return jobs.cut_off(runs)
+        return jobs.interrupted_stacks_in(runs)
     remote = Remote(runs)
     names = remote.names("checkpoints")
     listed = sorted(name for name in names if name.endswith(".json") and name.replace(".json", ".pt") in names)
@@ -111,12 +138,13 @@ def cut_off(runs: Path | str) -> list[tuple[str, ...]]:
 
 
 class RemoteWorker(Worker):
-    """A worker that keeps weights and checkpoints at a URL. Raises `Lost` where the URL cannot be reached, too."""
+    """A worker that keeps weights and checkpoints at a URL. Raises `Lost` also if the URL cannot be reached."""
 
     def __init__(self, url: str, *, threads: int = 1, memory: int | None = None) -> None:
+        """Makes a local folder for the worker's files, as `Worker` does for its own."""
         self._remote: Remote | None = None
         self._url = url
-        # One folder a URL, so that what a killed worker leaves behind is used or overwritten by the next one.
+        # Each URL has one folder, so that the next worker uses or overwrites what a killed worker leaves behind.
         folder = Path(tempfile.gettempdir()) / f"deltalab-{os.getuid()}-{hashlib.sha256(url.encode()).hexdigest()[:16]}"
         folder.mkdir(mode=0o700, exist_ok=True)
         if folder.stat().st_uid != os.getuid():
@@ -126,6 +154,7 @@ class RemoteWorker(Worker):
     def execute(
         self, stack: Sequence[Job], watch: Watch | None = None, between: Watch | None = None
     ) -> list[TrialRecord]:
+        """Executes a stack as `Worker.execute` does, with its checkpoint and its weights at the URL."""
         checkpoint = checkpoint_file(stack, self.runs)
         files = [checkpoint] if len(stack) == 1 else [checkpoint, checkpoint.with_suffix(".json")]
         copied: float | None = None
@@ -153,7 +182,7 @@ class RemoteWorker(Worker):
         return records
 
     def _kept(self, record: TrialRecord) -> TrialRecord:
-        """Moves a trial's weights to the URL. Returns the record with their new places."""
+        """Moves a trial's weights to the URL, and puts their new places into the record."""
         runs = []
         for run in record.runs:
             artifacts = []
@@ -167,6 +196,7 @@ class RemoteWorker(Worker):
         return replace(record, runs=runs)
 
     def _forget(self, files: Sequence[Path]) -> None:
+        """Removes files here and at the URL."""
         there = self._reached(Remote.names, "checkpoints")
         for file in files:
             file.unlink(missing_ok=True)
@@ -174,6 +204,7 @@ class RemoteWorker(Worker):
                 self._reached(Remote.remove, _name(file, self.runs))
 
     def _reached(self, do: Callable[Concatenate[Remote, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Calls a method of the remote folder; raises `Lost` if it fails."""
         try:
             if self._remote is None:
                 self._remote = Remote(self._url)
@@ -183,8 +214,10 @@ class RemoteWorker(Worker):
 
 
 def _name(file: Path, runs: Path) -> str:
+    """The name of a local file at the URL."""
     return file.relative_to(runs).as_posix()
 
 
 def _line(error: Exception) -> str:
+    """An error in one line."""
     return " ".join(str(error).split()) or type(error).__name__

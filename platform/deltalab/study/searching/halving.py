@@ -1,8 +1,8 @@
-"""Successive halving: which candidates of a search train for longer, and how likely it dropped one that learns late.
+"""Successive halving: which candidates of a search train for longer, and how likely one that learns late was dropped.
 
-Candidates that train at a rung are ranked there; the best go on to the next rung. A quarter of the places go to
-candidates drawn by lot from the others. How many of these come among the best at the next rung estimates, without bias,
-how many of those that were dropped would have.
+Candidates that train at a rung are ranked there, and the best go on to the next rung. A quarter of the places go to
+candidates drawn by lot from the others. How many of these candidates come among the best at the next rung estimates,
+without bias, how many of the dropped candidates would have.
 """
 
 import hashlib
@@ -14,17 +14,25 @@ from deltalab.study.statistics.intervals import LEVEL, share_learned
 from deltalab.study.statistics.pareto import beyond_worst, ranked
 
 BY_LOT = 0.25
-"""The share of the places at the next rung that goes to candidates that did not earn one."""
+"""The share of the places at the next rung that goes to candidates drawn by lot."""
 
 
 @dataclass(frozen=True)
 class Halving:
     """What happened between two rungs.
 
-    settings, next: of the rung and of the next one. trained: candidates with a result at the rung. by_rank, by_lot: how
-    many of them went on. best: how many of the next rung count as its best, those that go on from there by rank or
-    become finalists. late: how many of `by_lot` are among them; None until all of the next rung have ended.
-    low, high: the exact 95% interval of the share of dropped candidates that would have been.
+    Attributes:
+        settings: The settings of the rung.
+        next: The settings of the next rung.
+        trained: Candidates with a result at the rung.
+        by_rank: Candidates that went on by rank.
+        by_lot: Candidates that went on by lot.
+        best: How many candidates of the next rung count as its best: those that go on from there by rank, or become
+            finalists.
+        late: How many candidates that went on by lot are among the best of the next rung; None until all trials of the
+            next rung have ended.
+        low: The lower end of the exact 95% interval of the share of dropped candidates that would have been among them.
+        high: The upper end of that interval.
     """
 
     settings: dict[str, int]
@@ -39,33 +47,38 @@ class Halving:
 
     @property
     def dropped(self) -> int:
+        """Candidates that did not go on."""
         return self.trained - self.by_rank - self.by_lot
 
     def __str__(self) -> str:
+        """The halving in a sentence or two.
+
+        Examples:
+            >>> print(Halving({"train.steps": 20}, {"train.steps": 60}, 64, 17, 5, 6, 1, 0.005, 0.716))
+            train.steps 20: dropped 42 of 64. Of 5 others that went on by lot, 1 came among the best 6 at \
+train.steps 60: a dropped one would have with a probability of 0.005 to 0.72 (95%)
         """
-        >>> print(Halving({"train.steps": 20}, {"train.steps": 60}, 64, 17, 5, 6, 1, 0.005, 0.716))
-        train.steps 20: dropped 42 of 64. Of 5 others that went on by lot, 1 came among the best 6 at train.steps 60: \
-a dropped one would have with a probability of 0.005 to 0.72 (95%)
-        """
-        said = f"{_said(self.settings)}: dropped {self.dropped} of {self.trained}."
+        dropped = f"{_listed(self.settings)}: dropped {self.dropped} of {self.trained}."
         if self.late is None:
-            return f"{said} {_said(self.next)} has not ended"
+            return f"{dropped} {_listed(self.next)} has not ended"
         return (
-            f"{said} Of {self.by_lot} others that went on by lot, {self.late} came among the best {self.best} at "
-            f"{_said(self.next)}: a dropped one would have with a probability of {self.low:.2g} to {self.high:.2g} "
+            f"{dropped} Of {self.by_lot} others that went on by lot, {self.late} came among the best {self.best} at "
+            f"{_listed(self.next)}: a dropped one would have with a probability of {self.low:.2g} to {self.high:.2g} "
             f"({LEVEL:.0%})"
         )
 
 
-def _said(settings: Mapping[str, int]) -> str:
+def _listed(settings: Mapping[str, int]) -> str:
+    """The settings of a rung in one line."""
     return ", ".join(f"{path} {value}" for path, value in settings.items())
 
 
 def by_lot(places: int) -> int:
     """How many of the places at the next rung are drawn by lot.
 
-    >>> by_lot(22), by_lot(8), by_lot(1)
-    (6, 2, 0)
+    Examples:
+        >>> by_lot(22), by_lot(8), by_lot(1)
+        (6, 2, 0)
     """
     return math.ceil(BY_LOT * places) if places > 1 else 0
 
@@ -73,7 +86,11 @@ def by_lot(places: int) -> int:
 def going_on(name: str, points: Mapping[int, Sequence[float]], places: int) -> tuple[list[int], list[int]]:
     """The numbers of the candidates that go on by rank, and of those that go on by lot.
 
-    name: seeds the lot. points: by number, smaller is better; NaN where a candidate has no result, which never goes on.
+    Args:
+        name: The name that seeds the lot.
+        points: The point of each candidate by its number, where smaller is better. A candidate without a result has
+            NaN, and does not go on.
+        places: How many candidates go on.
     """
     order = _order(points, places)
     places = min(places, len(order))
@@ -89,10 +106,14 @@ def halving(
     after: Mapping[int, Sequence[float]] | None,
     best: int,
 ) -> Halving:
-    """What happened between two rungs.
+    """Counts what happened between two rungs.
 
-    settings: of both. points, after: the candidates at the rung and at the next one, as for `going_on`; `after` is None
-    until all have ended. went: who went on by rank and by lot. best: how many of the next rung count as its best.
+    Args:
+        settings: The settings of both rungs.
+        points: The candidates at the rung, as `going_on` takes them.
+        went: The numbers of the candidates that went on by rank and by lot.
+        after: The candidates at the next rung; None until all have ended.
+        best: How many candidates of the next rung count as its best.
     """
     by_rank, lots = went
     trained = len(_known(points))
@@ -112,4 +133,5 @@ def _order(points: Mapping[int, Sequence[float]], most: int) -> list[int]:
 
 
 def _known(points: Mapping[int, Sequence[float]]) -> dict[int, Sequence[float]]:
+    """The points of the candidates with a result."""
     return {number: point for number, point in points.items() if not any(map(math.isnan, point))}

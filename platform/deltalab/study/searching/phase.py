@@ -1,13 +1,13 @@
-"""A search for architectures: its candidates, and who is confirmed.
+"""A search for architectures: its candidates, and which are confirmed.
 
-A candidate trains on every task of the study. Named rules and candidates of other studies come first, then those of
-the random control and of the sampler, in an order that is fixed beforehand, all on seeds that confirmation never uses.
-Then the finalists are known. In confirmation every seed of the base and of each finalist trains equally many values of
-the `train` settings that are searched, and chooses its own, as in a study that tunes.
+A candidate trains on every task of the study. Rules that the file names and candidates of other studies come first,
+then candidates of the random control and of the sampler, in an order that is fixed beforehand. All train on seeds that
+confirmation never uses. Then the finalists are known. In confirmation every seed of the base and of each finalist
+trains equally many values of the `train` settings that are searched, and chooses one, as in a study that tunes.
 
-At most `WINDOW` candidates run at a time. A candidate is drawn once all those at least `WINDOW` places before it have
-ended, and the sampler knows the results of these alone, even where later ones have ended too. So it does not matter how
-long a trial takes and how many run at a time: any executor draws the same candidates.
+At most `WINDOW` candidates run at a time. A candidate is drawn once all candidates at least `WINDOW` places before it
+have ended. The sampler knows the results of these alone, even if later candidates have ended, too. So it does not
+matter how long a trial takes and how many run at a time: any executor draws the same candidates.
 """
 
 import json
@@ -25,24 +25,28 @@ from deltalab.study.planning import warm_starts
 from deltalab.study.planning.plan import Infeasible, Plan, PlannedArm
 from deltalab.study.planning.tuning_candidates import MOST_DRAWN, RANDOM_FROM, WARM_FROM
 from deltalab.study.searching.halving import Halving, by_lot, going_on, halving
-from deltalab.study.searching.sampler import START, Live
+from deltalab.study.searching.sampler import START, OptunaStudy
 from deltalab.study.specs.budget import COSTS, Objective, Searching
 from deltalab.study.specs.study_file import StudySpec
-from deltalab.study.statistics.pareto import beyond_worst, chosen, ranked
+from deltalab.study.statistics.pareto import beyond_worst, greedy_choice, ranked
 from deltalab.study.workers.jobs import Job
 from deltalab.study.workers.train_stack import infeasible
 
 WINDOW = 8
 """How many candidates of a search run at a time. With more, the sampler knows less at each draw: decision 205."""
 Drawn = Literal["tpe", "nsga2", "nsga3", "gp", "random", "warm", "all"]
-"""Where a candidate comes from: a sampler, `warm`, or a list of all that there are."""
+"""Where a candidate comes from: a sampler, `warm`, or the list of all candidates."""
 
 
 @dataclass
 class Candidate:
-    """Settings, and their trials by task: one mapping for each rung that they train at. A trial that runs is None.
+    """A candidate while the search runs.
 
-    infeasible: the settings make no model, so that no trial runs.
+    Attributes:
+        number: The candidate's number.
+        values: The values of the searched settings by path.
+        rungs: The trials by task, for each rung at which the candidate trains. A trial that runs is None.
+        infeasible: Whether the values make no model, so that no trial runs.
     """
 
     number: int
@@ -52,20 +56,28 @@ class Candidate:
 
     @property
     def waits(self) -> bool:
+        """Whether a trial of the candidate runs."""
         return any(trial is None for trials in self.rungs for trial in trials.values())
 
     def scores(self, objectives: Sequence[Objective], rung: int = -1) -> dict[str, float]:
-        """By objective, at one of the rungs that it trains at; NaN where a trial failed or diverged."""
+        """The score of each objective at a rung; NaN if a trial failed or diverged."""
         known = {task: trial for task, trial in self.rungs[rung].items() if trial is not None}
-        return scores(objectives, known)
+        return objective_scores(objectives, known)
 
 
 @dataclass(frozen=True)
-class Found:
-    """What the ledger says of a candidate at one rung. infeasible: why it makes no model.
+class CandidateResult:
+    """What the ledger says of a candidate at one rung. The times at which it trained do not count for equality.
 
-    scores: by objective; NaN where a trial has not ended, has failed or has diverged.
-    Two are equal whenever they were trained.
+    Attributes:
+        number: The candidate's number.
+        values: The values of the searched settings by path.
+        scores: The score of each objective; NaN if a trial has not ended, has failed or has diverged.
+        drawn_by: Where the candidate comes from.
+        rung: The rung.
+        infeasible: Why the candidate makes no model; None if it makes one.
+        started_at: When the first of its trials began.
+        finished_at: When the last of its trials ended.
     """
 
     number: int
@@ -79,9 +91,23 @@ class Found:
 
 
 class SearchPhase:
-    """drawn: the candidates, in the order in which they were drawn."""
+    """The search of a study: draws candidates, asks for their trials, and chooses the finalists.
+
+    Attributes:
+        plan: The study.
+        space: The section `search`.
+        arms: The base on each task.
+        drawn: The candidates, in the order in which they were drawn.
+    """
 
     def __init__(self, plan: Plan, store: Store, study_id: int) -> None:
+        """Begins anew; candidates that the ledger has are drawn again as they were.
+
+        Args:
+            plan: The study.
+            store: The ledger.
+            study_id: The study's id in the ledger.
+        """
         assert plan.spec.search is not None
         self.plan, self.space = plan, plan.spec.search
         self.arms = [arm for arm in plan.arms if arm.is_base]
@@ -89,20 +115,19 @@ class SearchPhase:
         self._store, self._study_id = store, study_id
         self._by_number: dict[tuple[str, int, str], Candidate] = {}
         self._waiting = 0
-        # Trials that have ended, by rung.
-        self._ended: Counter[int] = Counter()
+        self._ended: Counter[int] = Counter()  # Trials by rung.
         self._spent = {"warm": 0, "random": 0, "sampler": 0}
         self._drawn = {"warm": 0, "random": 0, "sampler": 0}
         # Feasible candidates whose results the sampler has not been told, in the order in which they were drawn.
         self._untold: deque[Candidate] = deque()
-        self._live = Live(plan.spec.name, self.space, [each.maximize for each in plan.objectives])
+        self._study = OptunaStudy(plan.spec.name, self.space, [objective.maximize for objective in plan.objectives])
         self._every = self.space.combinations() if self.space.enumerated else None
         self._again = {
             row.number: row.values
             for row in store.trials(study_id)
             if row.stage == "tune" and not is_own(row.number, self.space)
         }
-        self._warm = [*warm_starts.named(plan), *warm_starts.recorded(plan, store)]
+        self._warm = [*warm_starts.named_candidates(plan), *warm_starts.recorded_candidates(plan, store)]
         self._finalists: dict[str, Candidate] = {}
 
     @property
@@ -119,13 +144,13 @@ class SearchPhase:
     @property
     def left(self) -> float:
         """Seeds times steps of the trials that have not ended."""
-        found = 0.0
+        left = 0.0
         trained = self.space.trials if self._draws else self._trained
         for rung, (places, settings) in enumerate(zip(self.space.halved, self.space.rungs, strict=True)):
             seeds = settings.get("train.seeds", self.space.seeds)
             steps = [settings.get("train.steps", arm.config["train"]["steps"]) for arm in self.arms]
-            found += seeds * (min(places, trained) - self._ended[rung] / len(steps)) * sum(steps)
-        return max(0.0, found)
+            left += seeds * (min(places, trained) - self._ended[rung] / len(steps)) * sum(steps)
+        return max(0.0, left)
 
     @property
     def infeasible(self) -> int:
@@ -133,7 +158,7 @@ class SearchPhase:
         return len(self.drawn) - self._trained
 
     def ask(self) -> Iterator[tuple[Job, int]]:
-        """The trials that depend on no result still awaited and were not asked for before, each with its rung."""
+        """Yields the trials that nobody has asked for and that depend on no result still awaited, with their rungs."""
         while self._draws and self._ready():
             yield from self._train(self._next(), 0)
         if not self._draws:
@@ -145,49 +170,52 @@ class SearchPhase:
                 self._finalists = self._chosen()
 
     def learn(self, job: Job, rung: int, summary: TrialSummary) -> None:
+        """Keeps the result of a trial."""
         self._by_number[job.arm, job.number, job.task].rungs[rung][job.task] = summary
         self._waiting -= 1
         self._ended[rung] += 1
 
     def values(self, arm: PlannedArm) -> dict[str, Any]:
-        """The values of the finalist that an arm is, once the search is done; {} of the base."""
+        """The values of the finalist that an arm is, once the search is done; empty for the base."""
         return {} if arm.is_base else self._finalists[arm.name].values
 
     def _chosen(self) -> dict[str, Candidate]:
-        """The finalists, by arm, of the candidates that trained at the last rung.
+        """The finalists by arm, of the candidates that trained at the last rung.
 
-        In the order of `finalists`, those last that are better than chance on no task. A model is taken once, however
-        it was trained, and the base's own only where there is no other. Raises `InputError` where no candidate made a
-        model.
+        They come in the order of `finalists`. Candidates that are better than chance on no task come last. A model is
+        taken once, however it was trained, and the base's model only if there is no other. Raises `InputError` if no
+        candidate made a model.
         """
-        last = [each for each in self.drawn if len(each.rungs) == len(self.space.rungs)]
+        objectives = self.plan.objectives
+        last = [candidate for candidate in self.drawn if len(candidate.rungs) == len(self.space.rungs)]
         if not last:
-            raise InputError(f"{self.plan.where}: search: none of {len(self.drawn)} candidates makes a model")
-        different = list({json.dumps(each.values, sort_keys=True): each for each in reversed(last)}.values())[::-1]
-        chance = {str(each): self.plan.tasks[each.task].chance for each in self.plan.objectives if each.task}
+            raise InputError(f"{self.plan.study_file}: search: none of {len(self.drawn)} candidates makes a model")
+        by_values = {json.dumps(candidate.values, sort_keys=True): candidate for candidate in reversed(last)}
+        different = list(by_values.values())[::-1]
+        chance = {str(objective): self.plan.tasks[objective.task].chance for objective in objectives if objective.task}
         points = []
-        for each in different:
-            reached = each.scores(self.plan.objectives)
-            # The cheapest model is on the front even where it has learned nothing: as a finalist it would be wasted.
-            learned = not at_chance(self.plan.objectives, reached, chance)
-            points.append(point(self.plan.objectives, reached if learned else dict.fromkeys(reached, math.nan)))
-        metrics = [at for at, each in enumerate(self.plan.objectives) if each.name not in COSTS]
-        own, most = self._model({}), self.space.finalists
+        for candidate in different:
+            scores = candidate.scores(objectives)
+            # The cheapest model is on the front even if it has learned nothing, and would be wasted as a finalist.
+            learned = not at_chance(objectives, scores, chance)
+            points.append(objective_point(objectives, scores if learned else dict.fromkeys(scores, math.nan)))
+        metrics = [at for at, objective in enumerate(objectives) if objective.name not in COSTS]
+        base_model, most = self._model({}), self.space.finalists
         while True:
             order = [different[i] for i in finalists(points, most, metrics)]
             models: dict[str, Candidate] = {}
-            for each in order:
-                models.setdefault(self._model(each.values), each)
-            base = models.pop(own, None)
+            for candidate in order:
+                models.setdefault(self._model(candidate.values), candidate)
+            base = models.pop(base_model, None)
             if len(models) >= self.space.finalists or most >= len(different):
                 break
             most *= 2
-        found = [*models.values(), *filter(None, [base])] if models else order
-        return {name: found[place % len(found)] for place, name in enumerate(self.plan.names[1:])}
+        chosen = [*models.values(), *filter(None, [base])] if models else order
+        return {name: chosen[place % len(chosen)] for place, name in enumerate(self.plan.names[1:])}
 
     def _model(self, values: Mapping[str, Any]) -> str:
-        """What tells the models of two candidates apart, on the first task."""
-        config = self.plan.sized(self.arms[0], values)
+        """A text that tells the models of two candidates apart, on the first task."""
+        config = self.plan.config_for(self.arms[0], values)
         return repr(ModelSpec.of({**config["model"], "rule": config["rule"]}))
 
     @property
@@ -202,25 +230,25 @@ class SearchPhase:
         return self._trained < self.space.trials and len(self.drawn) < most
 
     def _ready(self) -> bool:
-        """Whether the next candidate may be drawn. Tells the sampler the results that it may know."""
+        """Whether the next candidate may be drawn. Tells the sampler the results that the sampler may know."""
         while len(self._untold) >= WINDOW:
             first = self._untold[0]
             if None in first.rungs[0].values():
                 return False
-            self._live.tell(self._told(self._untold.popleft()))
+            self._study.tell(self._told(self._untold.popleft()))
         return True
 
     def _told(self, candidate: Candidate) -> list[float] | None:
-        """The result that the sampler is told; None where a cost is not known."""
-        found = candidate.scores(self.plan.objectives, 0)
+        """The result that the sampler is told; None if a cost is not known."""
+        scores = candidate.scores(self.plan.objectives, 0)
         for objective in self.plan.objectives:
-            if math.isnan(found[str(objective)]) and objective.task is not None and objective.name not in COSTS:
+            if math.isnan(scores[str(objective)]) and objective.task is not None and objective.name not in COSTS:
                 # A diverged trial says as much about its region as a trial that learned nothing.
-                found[str(objective)] = self.plan.tasks[objective.task].chance
-        return None if any(map(math.isnan, found.values())) else list(found.values())
+                scores[str(objective)] = self.plan.tasks[objective.task].chance
+        return None if any(map(math.isnan, scores.values())) else list(scores.values())
 
     def _next(self) -> Candidate:
-        """The next candidate, as the ledger has it, or drawn."""
+        """The next candidate: as the ledger has it, or else drawn."""
         if self._every is not None:
             return Candidate(len(self.drawn), next(self._every))
         if self._drawn["warm"] < len(self._warm):
@@ -236,11 +264,11 @@ class SearchPhase:
         if values is None and kind == "warm":
             values = self._warm[number - first]
         elif values is None:
-            values = self._live.draw(number, "random" if kind == "random" else self.space.sampler)
+            values = self._study.draw(number, "random" if kind == "random" else self.space.sampler)
         return Candidate(number, values)
 
     def _train(self, candidate: Candidate, rung: int) -> Iterator[tuple[Job, int]]:
-        """The trials of a candidate at a rung; none where it makes no model on one of the tasks."""
+        """Yields the trials of a candidate at a rung; none if the candidate makes no model on one of the tasks."""
         jobs = self._jobs(candidate, rung if self.space.fidelity else None)
         if rung == 0:
             kind: str = drawn_by(candidate.number, self.space) if candidate.number >= RANDOM_FROM else "sampler"
@@ -249,24 +277,25 @@ class SearchPhase:
             self._spent[kind] += bool(jobs)
             candidate.infeasible = not jobs
             if self._every is None:
-                self._live.add(candidate.values, feasible=bool(jobs))
+                self._study.add(candidate.values, feasible=bool(jobs))
                 self._untold += [candidate] if jobs else []
         if jobs or rung:
             candidate.rungs.append({job.task: None for job in jobs})
         yield from ((job, rung) for job in jobs)
 
     def _go_on(self, rung: int) -> Iterator[tuple[Job, int]]:
-        """The trials of the next rung, once all of this rung have ended. Nothing where they were asked for before."""
-        if any(len(each.rungs) > rung + 1 for each in self.drawn):
+        """Yields the trials of the next rung, once all trials of this rung have ended; none if they were asked for."""
+        if any(len(candidate.rungs) > rung + 1 for candidate in self.drawn):
             return
-        trained = {each.number: each for each in self.drawn if len(each.rungs) > rung}
-        points = _points(self.plan.objectives, {n: each.scores(self.plan.objectives) for n, each in trained.items()})
+        trained = {candidate.number: candidate for candidate in self.drawn if len(candidate.rungs) > rung}
+        scores = {number: candidate.scores(self.plan.objectives) for number, candidate in trained.items()}
+        points = _points(self.plan.objectives, scores)
         by_rank, lots = going_on(_lot(self.plan.spec.name, rung), points, self.space.halved[rung + 1])
         for number in (*by_rank, *lots):
             yield from self._train(trained[number], rung + 1)
 
     def _jobs(self, candidate: Candidate, rung: int | None) -> list[Job]:
-        """The trials of a candidate; none, and a record of the reason, where it makes no model on one of the tasks."""
+        """The trials of a candidate; none, and a record of the reason, if it makes no model on one of the tasks."""
         jobs = []
         for arm in self.arms:
             try:
@@ -283,8 +312,14 @@ class SearchPhase:
 def controls_by(drawn: int, trials: int, controls: int) -> int:
     """How many of the first `drawn` + 1 candidates are the control's: the first `START`, then a fixed share.
 
-    >>> [controls_by(n, 64, 13) for n in (0, 9, 10, 26, 27, 63)]
-    [1, 10, 10, 10, 11, 13]
+    Args:
+        drawn: Candidates drawn so far.
+        trials: Candidates of the search.
+        controls: Candidates of the control.
+
+    Examples:
+        >>> [controls_by(n, 64, 13) for n in (0, 9, 10, 26, 27, 63)]
+        [1, 10, 10, 10, 11, 13]
     """
     controls = min(controls, trials)
     first = min(controls, START)
@@ -302,68 +337,94 @@ def drawn_by(number: int, space: Searching) -> Drawn:
     return "all" if space.enumerated else space.sampler
 
 
-def score(summary: TrialSummary, metric: str, split: str) -> float:
-    """The mean of a metric over all seeds; NaN where the trial failed or one of them diverged."""
+def mean_score(summary: TrialSummary, metric: str, split: str) -> float:
+    """The mean of a metric over all seeds; NaN if the trial failed or a seed diverged."""
     finals = summary.finals.get((split, metric), {})
     if summary.diverged or not finals:
         return math.nan
     return math.fsum(finals.values()) / len(finals)
 
 
-def scores(objectives: Sequence[Objective], trials: Mapping[str, TrialSummary]) -> dict[str, float]:
-    """What a candidate reached, by objective. trials: by task.
+def objective_scores(objectives: Sequence[Objective], trials: Mapping[str, TrialSummary]) -> dict[str, float]:
+    """The score of a candidate for each objective.
 
     The metric of a task is the mean validation score over the seeds. A cost that names no task is the largest of all
-    tasks. NaN where a trial is missing, failed or diverged.
+    tasks.
+
+    Args:
+        objectives: What the search weighs.
+        trials: The candidate's trials by task.
+
+    Returns:
+        The scores by the objective's name; NaN if a trial is missing, failed or diverged.
     """
-    found = {}
-    for each in objectives:
-        if each.name not in COSTS:
-            trial = trials.get(each.task or "")
-            found[str(each)] = math.nan if trial is None else score(trial, each.name, "validation")
+    scores = {}
+    for objective in objectives:
+        if objective.name not in COSTS:
+            trial = trials.get(objective.task or "")
+            scores[str(objective)] = math.nan if trial is None else mean_score(trial, objective.name, "validation")
             continue
-        costs = [_cost(trial, each.name) for task, trial in trials.items() if each.task in (None, task)]
-        found[str(each)] = math.nan if not costs or any(map(math.isnan, costs)) else max(costs)
-    return found
+        costs = [_cost(trial, objective.name) for task, trial in trials.items() if objective.task in (None, task)]
+        scores[str(objective)] = math.nan if not costs or any(map(math.isnan, costs)) else max(costs)
+    return scores
 
 
 def _cost(trial: TrialSummary, name: str) -> float:
+    """A cost of a trial; NaN if it is not known."""
     if name == "parameters":
         return math.nan if trial.parameters is None else float(trial.parameters)
-    return score(trial, name, "cost")
+    return mean_score(trial, name, "cost")
 
 
-def at_chance(objectives: Sequence[Objective], found: Mapping[str, float], chance: Mapping[str, float]) -> bool:
-    """Whether scores are better than chance on none of the tasks. Where one has no known chance, nobody can say so."""
-    metrics = [each for each in objectives if each.task and each.name not in COSTS]
-    levels = [(found[str(each)], chance.get(str(each), math.nan), each.maximize) for each in metrics]
+def at_chance(objectives: Sequence[Objective], scores: Mapping[str, float], chance: Mapping[str, float]) -> bool:
+    """Whether scores are better than chance on none of the tasks. False if the chance level of a task is not known.
+
+    Args:
+        objectives: What the search weighs.
+        scores: The scores by the objective's name.
+        chance: The chance level of each metric by the objective's name.
+    """
+    metrics = [objective for objective in objectives if objective.task and objective.name not in COSTS]
+    levels = [(scores[str(metric)], chance.get(str(metric), math.nan), metric.maximize) for metric in metrics]
     return bool(levels) and all(score <= level if more else score >= level for score, level, more in levels)
 
 
-def point(objectives: Sequence[Objective], found: Mapping[str, float]) -> list[float]:
+def objective_point(objectives: Sequence[Objective], scores: Mapping[str, float]) -> list[float]:
     """The scores of a candidate as a point, of which less is better."""
-    return [-found[str(each)] if each.maximize else found[str(each)] for each in objectives]
+    return [-scores[str(objective)] if objective.maximize else scores[str(objective)] for objective in objectives]
 
 
 def finalists(points: Sequence[Sequence[float]], most: int, metrics: Sequence[int] = ()) -> list[int]:
     """The indices of the candidates to confirm, in order.
 
-    The best by each metric come first. Each of the others adds to the hypervolume of those before it the most that a
-    candidate can. Where none adds to it any more, the best of the others follow, then those without a result.
-    points: less is better. metrics: the coordinates that are metrics of tasks.
+    The best by each metric come first. Each further candidate adds the most to the hypervolume of those before it. Once
+    no candidate adds to the hypervolume, the best of the others follow, then candidates without a result.
+
+    Args:
+        points: The candidates' points, of which less is better; NaN for a candidate without a result.
+        most: How many candidates to confirm.
+        metrics: The coordinates that are metrics of tasks.
     """
     limit = beyond_worst(points)
-    ended = [i for i, each in enumerate(points) if not any(map(math.isnan, each))]
-    # Among equals the one that the front has: it is no worse in the others.
+    ended = [i for i, point in enumerate(points) if not any(map(math.isnan, point))]
+    # Among equals take the candidate on the front, which is no worse in the other coordinates.
     best = [min(ended, key=lambda i: (points[i][at], *points[i])) for at in metrics if ended]
-    first = chosen(points, limit, most, [*dict.fromkeys(best)])
+    first = greedy_choice(points, limit, most, [*dict.fromkeys(best)])
     return [*first, *(i for i in ranked(points, limit, most) if i not in first)][:most]
 
 
-def candidates(spec: StudySpec | Mapping[str, Any], store: Store, study_id: int) -> list[Found]:
-    """What the ledger says of a search: each candidate at each rung that it has trained at, in the order of numbers.
+def candidate_results(spec: StudySpec | Mapping[str, Any], store: Store, study_id: int) -> list[CandidateResult]:
+    """Reads the candidates of a search from the ledger.
 
-    spec: of the study, as the ledger has it. Arms' own trainings, in ledgers of old releases, are left out.
+    The trainings of arms, which ledgers of old releases have beside the candidates, are left out.
+
+    Args:
+        spec: The study as the ledger has it.
+        store: The ledger.
+        study_id: The study's id in the ledger.
+
+    Returns:
+        Each candidate at each rung at which it has trained, in the order of numbers.
     """
     spec = spec if isinstance(spec, StudySpec) else StudySpec.model_validate(spec)
     assert spec.search is not None
@@ -372,70 +433,77 @@ def candidates(spec: StudySpec | Mapping[str, Any], store: Store, study_id: int)
     for row in store.trials(study_id):
         if row.stage == "tune" and not is_own(row.number, space):
             rows.setdefault((row.number, _rung(row, space)), []).append(row)
-    known = store.known_trials(row.key for each in rows.values() for row in each)
-    found = []
+    known = store.known_trials(row.key for trained in rows.values() for row in trained)
+    results = []
     for (number, rung), trained in sorted(rows.items()):
         trials = {row.task: known[row.key] for row in trained if row.state != "infeasible"}
-        reached = scores(objectives, trials)
+        scores = objective_scores(objectives, trials)
         if len(trials) < len(spec.task):
-            reached = dict.fromkeys(reached, math.nan)
+            scores = dict.fromkeys(scores, math.nan)
         reason = next((row.error for row in trained if row.state == "infeasible"), None)
         started, finished = min(row.started_at for row in trained), max(row.finished_at for row in trained)
-        found.append(
-            Found(number, trained[0].values, reached, drawn_by(number, space), rung, reason, started, finished)
-        )
-    return found
+        source = drawn_by(number, space)
+        results.append(CandidateResult(number, trained[0].values, scores, source, rung, reason, started, finished))
+    return results
 
 
 def halvings(spec: StudySpec | Mapping[str, Any], store: Store, study_id: int) -> list[Halving]:
-    """What successive halving dropped at each rung but the last, as far as the ledger has it."""
+    """Reads from the ledger what successive halving dropped at each rung but the last, as far as the search has come.
+
+    Args:
+        spec: The study as the ledger has it.
+        store: The ledger.
+        study_id: The study's id in the ledger.
+    """
     spec = spec if isinstance(spec, StudySpec) else StudySpec.model_validate(spec)
     assert spec.search is not None
     space, objectives = spec.search, objectives_of(spec.search, store, study_id)
-    everything = [each for each in candidates(spec, store, study_id) if each.infeasible is None]
+    feasible = [result for result in candidate_results(spec, store, study_id) if result.infeasible is None]
     rungs = [
-        _points(objectives, {each.number: each.scores for each in everything if each.rung == rung})
+        _points(objectives, {result.number: result.scores for result in feasible if result.rung == rung})
         for rung in range(len(space.rungs))
     ]
-    found, points = [], rungs[0]
+    between, points = [], rungs[0]
     for rung, reached in enumerate(rungs[1:]):
         if not reached:
             break
         went = going_on(_lot(spec.name, rung), points, space.halved[rung + 1])
-        # Only these: where costs were counted anew since, the ledger has candidates that would not go on today.
+        # If costs were counted anew since, the ledger has candidates that would not go on today: leave these out.
         after = {number: reached[number] for number in (*went[0], *went[1]) if number in reached}
         last = rung + 2 == len(rungs)
         best = space.finalists if last else space.halved[rung + 2] - by_lot(space.halved[rung + 2])
         ended = len(after) == len(went[0]) + len(went[1])
-        found.append(halving(space.rungs[rung : rung + 2], points, went, after if ended else None, best))
+        between.append(halving(space.rungs[rung : rung + 2], points, went, after if ended else None, best))
         points = after
-    return found
+    return between
 
 
 def objectives_of(space: Searching, store: Store, study_id: int) -> tuple[Objective, ...]:
-    """What a study's search weighs."""
+    """What the search of a recorded study weighs."""
     tasks = store.study(study_id).provenance["tasks"]
-    return space.weighed({task: (about["metric"], about["maximize"]) for task, about in tasks.items()})
+    return space.weighed({task: (facts["metric"], facts["maximize"]) for task, facts in tasks.items()})
 
 
-def _points(objectives: Sequence[Objective], found: Mapping[int, Mapping[str, float]]) -> dict[int, list[float]]:
-    return {number: point(objectives, each) for number, each in found.items()}
+def _points(objectives: Sequence[Objective], scores: Mapping[int, Mapping[str, float]]) -> dict[int, list[float]]:
+    """The points of candidates by number."""
+    return {number: objective_point(objectives, of_candidate) for number, of_candidate in scores.items()}
 
 
 def _lot(name: str, rung: int) -> str:
+    """The name that seeds the lot at a rung of a study."""
     return f"{name}/rung {rung}"
 
 
 def is_own(number: int, space: Searching) -> bool:
-    """Whether it is the number of an arm's own training, which ledgers of old releases have apart from confirmation."""
+    """Whether a number is that of an arm's training, which ledgers of old releases have apart from confirmation."""
     return MOST_DRAWN * space.trials <= number < RANDOM_FROM
 
 
 def _rung(row: TrialRow, space: Searching) -> int:
     """The rung at which a trial trained: the first that its configuration and its number of seeds agree with."""
     for rung, settings in enumerate(space.rungs):
-        own = {path: row.config.get(path.split(".")[0], {}).get(path.split(".")[1]) for path in settings}
-        own |= {"train.seeds": len(row.runs)} if row.runs and "train.seeds" in own else {}
-        if all(own[path] in (value, None) for path, value in settings.items()):
+        trained = {path: row.config.get(path.split(".")[0], {}).get(path.split(".")[1]) for path in settings}
+        trained |= {"train.seeds": len(row.runs)} if row.runs and "train.seeds" in trained else {}
+        if all(trained[path] in (value, None) for path, value in settings.items()):
             return rung
     return 0

@@ -24,32 +24,41 @@ from deltalab.study.specs.search_space import Search
 from deltalab.study.statistics.pareto import front
 
 START = 10
-"""Candidates that TPE and GP draw at random before they look at results. Those of the control count among them."""
+"""Candidates that TPE and GP draw at random before they look at results. The control's candidates count among them."""
 SHOWN = 128
-"""TPE and GP look at every result of their study at every draw. A study that holds twice as many results is replaced by
-one that holds the latest half of `SHOWN`, and the best of the others. docs/decisions/205 has the figures."""
+"""How many results a new study of TPE and GP begins with.
+
+At every draw, TPE and GP look at every result of their study. A study that holds twice as many results is replaced by a
+study with the latest half of `SHOWN`, and as many of the best of the others. docs/decisions/205 has the figures."""
 POPULATION = (8, 50)
-"""The least and the most candidates of a generation of NSGA-II and III: an eighth of the trials between them."""
+"""The least and the most candidates of a generation of NSGA-II and III, which is an eighth of the trials otherwise."""
 WIDE = 16
-"""Integers from a range this wide are drawn as numbers and rounded. TPE would take the share of each integer in each of
-its kernels, and need several times as long for a draw."""
+"""The width of a range from which on integers are drawn as numbers and rounded.
+
+TPE would compute the share of each integer in each of its kernels, and need several times as long for a draw."""
 GENETIC = ("nsga2", "nsga3")
-"""Samplers that cross whole candidates: they draw every knob, also those that do not exist beside the others drawn."""
+"""Samplers that cross whole candidates. They draw every knob, also knobs that do not exist beside the others drawn."""
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 
 
-class Live:
+class OptunaStudy:
     """The Optuna study of one search.
 
-    Candidates are added in the order in which they are drawn, whoever drew them, and their results are told in that
-    order. What `draw` returns follows from these calls and from its arguments alone: each draw has a sampler of its
-    own, which keeps nothing for the next one. So a search that was killed goes on with the same candidates once the
+    Candidates are added in the order in which they are drawn, whatever drew them, and their results are told in that
+    order. What `draw` returns follows from these calls and from its arguments alone: each draw makes a new sampler,
+    which keeps nothing for the next draw. So a search that was killed goes on with the same candidates, once the
     ledger's candidates and results are added and told again.
     """
 
     def __init__(self, name: str, space: Searching, maximize: Sequence[bool]) -> None:
-        """name: of the search; seeds follow from it. maximize: for each objective, whether more of it is better."""
+        """Begins without a candidate.
+
+        Args:
+            name: The name of the search, which seeds the draws.
+            space: The space of the search.
+            maximize: Whether more is better, for each objective.
+        """
         self._name, self._space = name, space
         self._directions = [StudyDirection.MAXIMIZE if more else StudyDirection.MINIMIZE for more in maximize]
         self._distributions = {name: _distribution(knob) for name, knob in space.knobs.items()}
@@ -57,26 +66,34 @@ class Live:
         self._begin([])
 
     def draw(self, number: int, sampler: Sampler) -> dict[str, Any]:
-        """A candidate of the space by a sampler. number: seeds the draw."""
+        """Draws a candidate of the space by a sampler.
+
+        Args:
+            number: The candidate's number, which seeds the draw.
+            sampler: The sampler.
+        """
         trial = self._asked(str(number), sampler)
         if sampler in GENETIC:
             knobs = {name: self._suggested(trial, name) for name in self._space.knobs}
-            found = self._space.draw(lambda name, _: knobs[name])
+            candidate = self._space.draw(lambda name, _: knobs[name])
         else:
-            found = self._space.draw(lambda name, _: self._suggested(trial, name))
+            candidate = self._space.draw(lambda name, _: self._suggested(trial, name))
         self._forget(trial)
-        return found
+        return candidate
 
     def add(self, candidate: Mapping[str, Any], *, feasible: bool = True) -> None:
         """Shows a candidate of the space to the samplers, which keep away from it until its result is told.
 
-        One that makes no model ranks below every result, and no result is told.
+        Args:
+            candidate: The candidate.
+            feasible: Whether the candidate makes a model. If not, it ranks below every result, and no result is told.
         """
         knobs = self._space.drawn(candidate)
         assert knobs is not None, f"not in the space: {candidate}"
         attributes: dict[str, Any] = {}
         if self._space.sampler in GENETIC:
-            # Optuna counts a trial to the generation in which it was asked for. Knobs that do not exist are genes too.
+            # Optuna counts a trial to the generation in which the trial was asked for. Knobs that do not exist are
+            # genes, too.
             trial = self._asked(f"added {self._added}", self._space.sampler)
             knobs = {name: self._suggested(trial, name) for name in self._space.knobs} | knobs
             attributes = self._forget(trial).system_attrs
@@ -92,7 +109,11 @@ class Live:
         self._added += 1
 
     def tell(self, values: Sequence[float] | None) -> None:
-        """The result of the oldest feasible candidate without one; None where it has none that could be compared."""
+        """Tells the result of the oldest feasible candidate without a result.
+
+        Args:
+            values: The value of each objective; None if the candidate has no result that could be compared.
+        """
         number = self._running.popleft()
         if values is None:
             self._study.tell(number, state=TrialState.FAIL)
@@ -102,6 +123,7 @@ class Live:
             self._renew()
 
     def _begin(self, trials: Sequence[FrozenTrial]) -> None:
+        """Makes a new Optuna study with these trials."""
         self._study = optuna.create_study(directions=self._directions)
         self._trials = self._shown = 0
         self._running: deque[int] = deque()
@@ -109,6 +131,7 @@ class Live:
             self._show(trial)
 
     def _show(self, trial: FrozenTrial) -> None:
+        """Adds a trial to the Optuna study."""
         self._study.add_trial(trial)
         if trial.state == TrialState.RUNNING:
             self._running.append(self._trials)
@@ -116,6 +139,7 @@ class Live:
         self._shown += 1
 
     def _asked(self, seed: str, sampler: Sampler) -> Trial:
+        """Asks the Optuna study for a trial, with a new sampler."""
         self._study.sampler = self._sampler(sampler, _seed(f"{self._name}/{seed}"))
         self._trials += 1
         return self._study.ask()
@@ -135,6 +159,7 @@ class Live:
         self._begin([*best, *latest, *running])
 
     def _sampler(self, name: Sampler, seed: int) -> BaseSampler:
+        """Makes one of Optuna's samplers."""
         population = min(max(self._space.trials // 8, POPULATION[0]), POPULATION[1])
         if name == "random":
             return optuna.samplers.RandomSampler(seed=seed)
@@ -165,7 +190,7 @@ class Live:
 
 
 def _best(trials: list[FrozenTrial], directions: Sequence[StudyDirection], most: int) -> list[FrozenTrial]:
-    """The best trials in their own order: those of the front, then those of the front of the others, and so on."""
+    """The best trials in their order of age: those of the front, then of the front of the others, and so on."""
     signs = [-1.0 if direction == StudyDirection.MAXIMIZE else 1.0 for direction in directions]
     points = {trial.number: [sign * value for sign, value in zip(signs, trial.values, strict=True)] for trial in trials}
     kept: set[int] = set()
@@ -178,10 +203,12 @@ def _best(trials: list[FrozenTrial], directions: Sequence[StudyDirection], most:
 
 
 def _seed(text: str) -> int:
+    """A seed that follows from a text."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
 
 
 def _distribution(knob: Search) -> BaseDistribution:
+    """The distribution from which Optuna draws a knob."""
     if knob.log_uniform is not None:
         return FloatDistribution(*knob.log_uniform, log=True)
     if knob.uniform is not None:
@@ -196,12 +223,12 @@ def _distribution(knob: Search) -> BaseDistribution:
 
 
 def _in_order(knob: Search) -> bool:
-    """Whether a knob is a choice of numbers: samplers draw the place of one among them, and know which are near it."""
+    """Whether a knob is a choice of numbers: samplers draw a place among them, and know which numbers are near."""
     return all(isinstance(value, int | float) and not isinstance(value, bool) for value in knob.choice or ("",))
 
 
 def _to_optuna(value: Any, knob: Search) -> CategoricalChoiceType:
-    """A value as its distribution has it. Choices are JSON, since they may be whole rules and Optuna takes text."""
+    """A value as its distribution has it. Choices are JSON, since they may be whole rules, and Optuna takes text."""
     if knob.choice is None:
         number: CategoricalChoiceType = value
         return number

@@ -1,4 +1,4 @@
-"""What `tune` and `search` ask for: how many candidates, what bounds them, what is weighed, who goes on."""
+"""The sections `tune` and `search`: how many candidates, what bounds them, what is weighed, and which go on."""
 
 import math
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ from deltalab.study.specs.search_space import (
     Space,
     Strict,
     Whole,
-    example,
+    example_with,
 )
 
 Sampler = Literal["tpe", "nsga2", "nsga3", "gp", "random"]
@@ -31,13 +31,18 @@ Quantity = Literal["state", "parameters", "flops"]
 COSTS = ("flops_per_token", "state_size", "parameters", "decode_us")
 """What a search can weigh besides the tasks' metrics; smaller is better."""
 DEFAULT_COSTS = COSTS[:2]
+"""The costs that a search weighs if its file lists no objectives."""
 
 
 class Match(Strict):
     """Scales one dimension of an arm until the arm has as much state, parameters or flops as the base, within 2%.
 
-    state, parameters, flops: the quantity; exactly one is true. scale: the dimension, by its path. Its default is
-    `model.key_dim` for the state, and `model.d_model` for parameters and flops.
+    Attributes:
+        state: Matches the state; exactly one of state, parameters and flops is true.
+        parameters: Matches the parameters.
+        flops: Matches the flops.
+        scale: The dimension, by its path. Its default is `model.key_dim` for the state, and `model.d_model` for
+            parameters and flops.
     """
 
     state: Annotated[bool, Field(strict=True)] = False
@@ -53,18 +58,23 @@ class Match(Strict):
 
     @property
     def quantity(self) -> Quantity:
+        """The quantity to match."""
         return "state" if self.state else "parameters" if self.parameters else "flops"
 
     @property
     def dimension(self) -> str:
+        """The path of the dimension to scale."""
         return self.scale or ("model.key_dim" if self.state else "model.d_model")
 
 
 class Bound(Strict):
     """What a quantity of a candidate may be: at_most, at_least, or within a share of the base's.
 
-    at_most: the largest value. at_least: the smallest value. within: the share by which it may differ from the base's.
-    of: whose quantity `within` refers to.
+    Attributes:
+        at_most: The largest value.
+        at_least: The smallest value.
+        within: The share of the base's quantity by which the candidate's may differ from it.
+        of: Whose quantity `within` refers to.
     """
 
     at_most: Annotated[Number, Field(gt=0)] | None = None
@@ -83,10 +93,11 @@ class Bound(Strict):
         return self
 
     def limits(self, base: float) -> tuple[float, float]:
-        """The least and the most that is allowed. base: the quantity of the base.
+        """The least and the most that is allowed, if the base has the quantity `base`.
 
-        >>> Bound(at_most=120, within=0.25).limits(100)
-        (75.0, 120.0)
+        Examples:
+            >>> Bound(at_most=120, within=0.25).limits(100)
+            (75.0, 120.0)
         """
         share = math.inf if self.within is None else self.within
         least = 0.0 if self.at_least is None else self.at_least
@@ -94,21 +105,25 @@ class Bound(Strict):
         return (max(least, base * (1 - share)), min(most, base * (1 + share))) if self.within else (least, most)
 
     def __str__(self) -> str:
+        """The bound in words.
+
+        Examples:
+            >>> str(Bound(at_most=4096, at_least=100)), str(Bound(within=0.02, of="base"))
+            ('at most 4,096 and at least 100', "within 2% of the base's")
         """
-        >>> str(Bound(at_most=4096, at_least=100)), str(Bound(within=0.02, of="base"))
-        ('at most 4,096 and at least 100', "within 2% of the base's")
-        """
-        said = [f"at most {self.at_most:,.10g}"] if self.at_most is not None else []
-        said += [f"at least {self.at_least:,.10g}"] if self.at_least is not None else []
-        said += [f"within {100 * self.within:.3g}% of the base's"] if self.within is not None else []
-        return " and ".join(said)
+        parts = [f"at most {self.at_most:,.10g}"] if self.at_most is not None else []
+        parts += [f"at least {self.at_least:,.10g}"] if self.at_least is not None else []
+        parts += [f"within {100 * self.within:.3g}% of the base's"] if self.within is not None else []
+        return " and ".join(parts)
 
 
 class Constrain(Strict):
     """What the candidates of a search may hold and compute.
 
-    state: elements held for one sequence at the task's length. parameters: elements that are trained. flops: of the
-    matrix products of a forward pass per token, without embedding and logits.
+    Attributes:
+        state: Elements held for one sequence at the task's length.
+        parameters: Elements that are trained.
+        flops: Operations of the matrix products of a forward pass per token, without embedding and logits.
     """
 
     state: Bound | None = None
@@ -117,16 +132,17 @@ class Constrain(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _known_before_training(cls, given: Any) -> Any:
-        if isinstance(given, dict) and "decode_us" in given:
+    def _known_before_training(cls, raw: Any) -> Any:
+        if isinstance(raw, dict) and "decode_us" in raw:
             raise ValueError(
                 "decode_us cannot be bounded: candidates are refused before they train, and it is timed after that; "
                 "bound state, parameters or flops, and add decode_us to objectives"
             )
-        return given
+        return raw
 
     @property
     def bounds(self) -> dict[str, Bound]:
+        """The bounds that are given, by quantity."""
         return {name: bound for name, bound in self if bound is not None}
 
 
@@ -135,23 +151,26 @@ class Fidelity(BaseModel):
 
     Every other key is `train.steps`, `train.seeds` (seeds of one candidate) or `model.d_model`, with values that
     increase. Several keys go up together.
-    keep: the share that goes on.
+
+    Attributes:
+        keep: The share that goes on.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True)
     __pydantic_extra__: dict[str, tuple[Annotated[Whole, Field(ge=1)], ...]] = Field(init=False)
 
     paths: ClassVar[tuple[str, ...]] = ("train.steps", "train.seeds", "model.d_model")
+    """The settings that may rise from rung to rung."""
 
     keep: Annotated[Number, Field(gt=0, lt=1)] = 1 / 3
 
     @model_validator(mode="before")
     @classmethod
-    def _is_known(cls, given: Any) -> Any:
-        for path in given if isinstance(given, dict) else ():
+    def _is_known(cls, raw: Any) -> Any:
+        for path in raw if isinstance(raw, dict) else ():
             if path not in ("keep", *cls.paths):
                 raise ValueError(str(unknown("key", str(path), ["keep", *cls.paths])))
-        return given
+        return raw
 
     @model_validator(mode="after")
     def _goes_up(self) -> Self:
@@ -161,20 +180,22 @@ class Fidelity(BaseModel):
         if not self.values:
             raise ValueError("needs a key such as 'train.steps: [200, 600, 1800]'")
         if len({*map(len, self.values.values())}) > 1:
-            said = ", ".join(f"{path} has {len(values)}" for path, values in self.values.items())
-            raise ValueError(f"all keys need as many values: {said}")
+            lengths = ", ".join(f"{path} has {len(values)}" for path, values in self.values.items())
+            raise ValueError(f"all keys need as many values: {lengths}")
         return self
 
     @property
     def values(self) -> dict[str, tuple[int, ...]]:
+        """The values of each setting at the rungs, by its path."""
         return self.__pydantic_extra__
 
     @property
     def rungs(self) -> list[dict[str, int]]:
         """The settings of each rung, the cheapest first.
 
-        >>> Fidelity.model_validate({"train.steps": [2, 6], "train.seeds": [1, 3]}).rungs
-        [{'train.steps': 2, 'train.seeds': 1}, {'train.steps': 6, 'train.seeds': 3}]
+        Examples:
+            >>> Fidelity.model_validate({"train.steps": [2, 6], "train.seeds": [1, 3]}).rungs
+            [{'train.steps': 2, 'train.seeds': 1}, {'train.steps': 6, 'train.seeds': 3}]
         """
         columns = zip(*self.values.values(), strict=True)
         return [dict(zip(self.values, column, strict=True)) for column in columns]
@@ -185,8 +206,10 @@ class Tune(Space):
 
     Every seed of the study trains every candidate. A seed's result is the test score of its run with the best
     validation score, so that the choice is part of what the error bars cover.
-    trials: how many candidates are tried.
-    extend: moves the ranges, for all arms alike, while the best value of an arm is the lowest or the highest tried.
+
+    Attributes:
+        trials: How many candidates are tried.
+        extend: Moves the ranges, for all arms alike, while the best value of an arm is the lowest or the highest tried.
     """
 
     extend: Annotated[bool, Field(strict=True)] = False
@@ -197,8 +220,8 @@ class Tune(Space):
             raise ValueError("trials 1 leaves one candidate and nothing to choose: give at least 2, or leave out tune")
         for path, search in self.searched.items():
             if search.when is not None or search.pattern is not None:
-                what = "when" if search.when is not None else "pattern"
-                raise ValueError(f".{path}: {what} goes with search: every arm tries the same candidates of tune")
+                key = "when" if search.when is not None else "pattern"
+                raise ValueError(f".{path}: {key} goes with search: every arm tries the same candidates of tune")
         if self.extend and not any(search.choice is None for search in self.searched.values()):
             raise ValueError("extend moves a range, and every setting is searched by choice")
         return self
@@ -208,7 +231,10 @@ class Tune(Space):
 class Objective:
     """What a search weighs.
 
-    name: a task's metric, or one of `COSTS`. task: whose; None for a cost, which is then the largest of all tasks.
+    Attributes:
+        name: A task's metric, or one of `COSTS`.
+        task: The task; None for a cost that names no task, which is the largest of all tasks.
+        maximize: Whether more is better.
     """
 
     name: str
@@ -216,6 +242,7 @@ class Objective:
     maximize: bool
 
     def __str__(self) -> str:
+        """The objective as a study's file writes it: NAME, or NAME@TASK."""
         return self.name if self.task is None else f"{self.name}@{self.task}"
 
 
@@ -225,16 +252,22 @@ class Searching(Space):
     Each candidate is judged by the mean of `seeds` validation runs. Where the study has several tasks, a candidate is
     trained on each.
     A key may also be `rule` as a whole: `rule: {choice: [comba, {name: gla}]}`.
-    trials: how many candidates are tried. seeds: of one candidate.
-    finalists: how many candidates are confirmed, each as an arm.
-    sampler: what draws candidates. random: the share of the trials that random search draws instead, as a control.
-    objectives: what is weighed, as METRIC, METRIC@TASK or one of `COSTS`, which may name their task as well. By default
-    the metric of every task, flops_per_token and state_size.
-    constrain: what a candidate may hold and compute. match: makes every candidate as large as the base.
-    warm: candidates to begin with: rules, by name or with knobs, and {study: NAME} for those of a study in the ledger.
-    fidelity: successive halving.
-    trainings: values of the searched `train` settings that every seed of the base and of each finalist tries on a task.
-    Two would leave out one end of a range or an arm's own value.
+
+    Attributes:
+        trials: How many candidates are tried.
+        seeds: Seeds of one candidate.
+        finalists: How many candidates are confirmed, each as an arm.
+        sampler: What draws candidates.
+        random: The share of the trials that random search draws instead, as a control.
+        objectives: What is weighed, as METRIC, METRIC@TASK or one of `COSTS`, which may name their task as well. By
+            default the metric of every task, flops_per_token and state_size.
+        constrain: What a candidate may hold and compute.
+        match: Makes every candidate as large as the base.
+        warm: Candidates to begin with: rules, by name or with knobs, and {study: NAME} for those of a study in the
+            ledger.
+        fidelity: Successive halving.
+        trainings: Values of the searched `train` settings that every seed of the base and of each finalist tries on a
+            task. Two would leave out one end of a range or an arm's own value.
     """
 
     sections: ClassVar[tuple[str, ...]] = ("rule",)
@@ -252,27 +285,27 @@ class Searching(Space):
 
     @field_validator("sampler", mode="before")
     @classmethod
-    def _is_known(cls, given: Any) -> Any:
-        if given not in get_args(Sampler):
-            raise ValueError(str(unknown("sampler", given, get_args(Sampler))))
-        return given
+    def _is_known(cls, raw: Any) -> Any:
+        if raw not in get_args(Sampler):
+            raise ValueError(str(unknown("sampler", raw, get_args(Sampler))))
+        return raw
 
     @field_validator("objectives")
     @classmethod
-    def _names_one(cls, given: tuple[str, ...]) -> tuple[str, ...]:
-        if not given:
+    def _names_one(cls, raw: tuple[str, ...]) -> tuple[str, ...]:
+        if not raw:
             raise ValueError("takes at least one; without the key it is every task's metric and its costs")
-        return given
+        return raw
 
     @field_validator("warm", mode="before")
     @classmethod
-    def _rules_and_studies(cls, given: Any) -> Any:
-        for entry in given if isinstance(given, list | tuple) else ():
+    def _rules_and_studies(cls, raw: Any) -> Any:
+        for entry in raw if isinstance(raw, list | tuple) else ():
             named = isinstance(entry, dict) and isinstance(entry.get("name"), str) and "study" not in entry
             study = isinstance(entry, dict) and [*entry] == ["study"] and isinstance(entry["study"], str)
             if not (isinstance(entry, str) or named or study):
                 raise ValueError(f"takes rules (NAME, or {{name: NAME, knob: ...}}) and {{study: NAME}}, not {entry!r}")
-        return given
+        return raw
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -283,7 +316,7 @@ class Searching(Space):
                 raise ValueError(f".{path}: only {LAYERS} takes a pattern")
         for name, knob in self.knobs.items():
             for number, way in enumerate(knob.ways):
-                if example({**self.knobs, name: knob.model_copy(update={"when": way})}, name) is None:
+                if example_with({**self.knobs, name: knob.model_copy(update={"when": way})}, name) is None:
                     where = f".{name}.when[{number}]" if len(knob.ways) > 1 else f".{name}.when"
                     raise ValueError(f"{where}: never holds, since the settings in it need others that exclude them")
         if not self.random and self.sampler != "random" and self.whole != self.trials:
@@ -307,7 +340,7 @@ class Searching(Space):
 
     @model_serializer(mode="wrap")
     def _as_before(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without the keys of a later release that are at their default: a study keeps its identity."""
+        """Leaves out the keys of a later release that are at their default, so that a study keeps its identity."""
         later = ("sampler", "random", "objectives", "constrain", "match", "warm", "fidelity", "trainings")
         plain = {key for key in later if getattr(self, key) == type(self).model_fields[key].default}
         return {key: value for key, value in dump(self).items() if key not in plain}
@@ -319,39 +352,43 @@ class Searching(Space):
 
     @property
     def rungs(self) -> list[dict[str, int]]:
-        """The settings that each rung of successive halving changes; a single one without any, where there is none."""
+        """The settings that each rung of successive halving changes; one rung without settings if there is none."""
         return self.fidelity.rungs if self.fidelity else [{}]
 
     @property
     def halved(self) -> list[int]:
-        """How many candidates train at each rung, where only the best go on."""
+        """How many candidates train at each rung."""
         keep = self.fidelity.keep if self.fidelity else 1
-        found = [self.trials]
+        counts = [self.trials]
         for _ in self.rungs[1:]:
-            found.append(math.ceil(keep * found[-1] - 1e-9))
-        return found
+            counts.append(math.ceil(keep * counts[-1] - 1e-9))
+        return counts
 
     @property
     def controls(self) -> int:
-        """How many of the trials random search draws as a control."""
+        """How many of the trials are drawn by random search, as a control."""
         if self.sampler == "random" or self.enumerated:
             return 0
         return min(self.trials - 1, max(1, round(self.random * self.trials)))
 
     def weighed(self, tasks: Mapping[str, tuple[str, bool]]) -> tuple[Objective, ...]:
-        """The objectives. tasks: name -> its metric, and whether more of it is better.
+        """Lists the objectives of a study with these tasks.
 
-        Raises `InputError` for an objective that is unknown, that does not say whose metric it is, or that stands
-        twice, and where no task's metric is among them.
+        Args:
+            tasks: The metric of each task by the task's name, and whether more of the metric is better.
+
+        Raises:
+            InputError: An objective is unknown, does not say whose metric it is, or is given twice, or no task's metric
+                is an objective.
         """
         metrics = {f"{metric}@{task}": Objective(metric, task, more) for task, (metric, more) in tasks.items()}
         known = {**metrics, **{cost: Objective(cost, None, False) for cost in COSTS}}
         known |= {f"{cost}@{task}": Objective(cost, task, False) for cost in COSTS for task in tasks}
         for metric in dict.fromkeys(metric for metric, _ in tasks.values()):
-            whose = [name for name, one in metrics.items() if one.name == metric]
+            whose = [name for name, objective in metrics.items() if objective.name == metric]
             if len(whose) == 1:
                 known[metric] = metrics[whose[0]]
-        found: list[Objective] = []
+        objectives: list[Objective] = []
         for name in self.objectives or (*metrics, *DEFAULT_COSTS):
             if name not in known:
                 whose = [other for other in metrics if other.startswith(f"{name}@")]
@@ -359,9 +396,9 @@ class Searching(Space):
                     raise InputError(f"objectives: '{name}' is the metric of several tasks: say {' or '.join(whose)}")
                 short = [other for other in known if "@" not in other and other not in COSTS]
                 raise unknown("objective", name, [*short, *metrics, *COSTS], where="objectives")
-            if known[name] in found:
+            if known[name] in objectives:
                 raise InputError(f"objectives: '{name}' is given twice")
-            found.append(known[name])
-        if not any(one in metrics.values() for one in found):
+            objectives.append(known[name])
+        if not any(objective in metrics.values() for objective in objectives):
             raise InputError(f"objectives: weighs costs alone: add {' or '.join(metrics)}")
-        return tuple(found)
+        return tuple(objectives)

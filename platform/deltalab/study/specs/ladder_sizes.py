@@ -22,10 +22,10 @@ SIZES = (
     "train.steps",
     "train.batch_size",
 )
-"""The settings that a ladder may list; besides, `task.` and a parameter of the tasks, such as `task.length`."""
+"""The settings that a ladder may list, besides a parameter of the tasks, such as `task.length`."""
 
 PARAMETERS = 3
-"""Of the power law with an offset, a + b C^-c, which is fitted to the losses of an arm."""
+"""Parameters of the power law with an offset, a + b C^-c, which is fitted to the losses of an arm."""
 
 MOST_SIZES = 100
 """The most sizes of a ladder."""
@@ -33,15 +33,17 @@ MOST_SIZES = 100
 Size = Annotated[int, Field(strict=True, ge=1)]
 
 
-class Scales(BaseModel):
+class Ladder(BaseModel):
     """Sizes, as lists that go together: entry i of each list is size i.
 
     Every key besides the two is a setting by its path: `model.d_model: [32, 64, 128]`. The first list rises from size
     to size, and no other falls.
-    transfer: `mup` gives the models a `base_width`, the d_model that the base states: learning rates are those of that
-        width, and scaled at the others.
-    keep_out: how many of the largest sizes the fit of loss against compute leaves out, to be predicted. By default 1,
-        and no fit with fewer than 4 sizes.
+
+    Attributes:
+        transfer: `mup` gives the models a `base_width`, the d_model that the base states: learning rates are meant for
+            that width, and scaled at the others.
+        keep_out: How many of the largest sizes the fit of loss against compute leaves out, to be predicted. By default
+            1, and no fit with fewer than 4 sizes.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True)
@@ -56,26 +58,27 @@ class Scales(BaseModel):
         return self.__pydantic_extra__
 
     def __len__(self) -> int:
+        """The number of sizes."""
         return len(next(iter(self.lists.values())))
 
     @property
     def left_out(self) -> int | None:
-        """How many of the largest sizes the fit leaves out; None where there are too few sizes for a fit."""
+        """How many of the largest sizes the fit leaves out; None if there are too few sizes for a fit."""
         if self.keep_out is not None:
             return self.keep_out
         return 1 if len(self) > PARAMETERS else None
 
     @model_validator(mode="before")
     @classmethod
-    def _paths(cls, given: Any) -> Any:
-        for path in given if isinstance(given, dict) else ():
+    def _paths(cls, raw: Any) -> Any:
+        for path in raw if isinstance(raw, dict) else ():
             of_task = str(path).startswith("task.") and path != "task.task"
             if path not in (*cls.model_fields, *SIZES) and not of_task:
                 raise ValueError(str(unknown("size", str(path), [*SIZES, "task.length", *cls.model_fields])))
-        return given
+        return raw
 
     @model_validator(mode="after")
-    def _rises(self) -> "Scales":
+    def _rises(self) -> "Ladder":
         if not self.lists:
             raise ValueError("lists no sizes: add a key such as 'model.d_model: [32, 64, 128, 256]'")
         first, *others = self.lists
@@ -90,10 +93,10 @@ class Scales(BaseModel):
         if len(self) < 2:
             raise ValueError(f"{first} lists one size: a ladder needs at least 2")
         for path, values in self.lists.items():
-            for one, other in itertools.pairwise(values):
-                if other < one or (other == one and path == first):
+            for before, after in itertools.pairwise(values):
+                if after < before or (after == before and path == first):
                     must = "rise from size to size" if path == first else "not fall"
-                    raise ValueError(f"{path} must {must}, and {other} follows {one}")
+                    raise ValueError(f"{path} must {must}, and {after} follows {before}")
         if self.keep_out is not None and len(self) - self.keep_out < PARAMETERS:
             raise ValueError(
                 f"keep_out {self.keep_out} leaves {max(0, len(self) - self.keep_out)} of {len(self)} sizes to fit the "
@@ -104,10 +107,11 @@ class Scales(BaseModel):
         return self
 
     def label(self, task: str, size: int) -> str:
-        """What a task is called at a size.
+        """Names a task at a size.
 
-        >>> Scales(**{"model.d_model": (32, 64)}).label("text", 1)
-        'text.d_model=64'
+        Examples:
+            >>> Ladder(**{"model.d_model": (32, 64)}).label("text", 1)
+            'text.d_model=64'
         """
         path, values = next(iter(self.lists.items()))
         return f"{task}.{path.rpartition('.')[2]}={values[size]}"
@@ -119,9 +123,14 @@ class Scales(BaseModel):
 
 @dataclass(frozen=True)
 class SizedTask:
-    """A task of a study at one size. label: its name in the plan and the ledger. task: its name in the study's file.
+    """A task of a study at one size.
 
-    params: those of the task. model, train: what the size sets.
+    Attributes:
+        label: The task's name in the plan and in the ledger.
+        task: The task's name in the study's file.
+        params: The parameters of the task.
+        model: The settings of the model that the size sets.
+        train: The settings of the training that the size sets.
     """
 
     label: str
@@ -131,96 +140,107 @@ class SizedTask:
     train: dict[str, Any]
 
 
-def sized(scales: Scales | None, tasks: Mapping[str, dict[str, Any]], base_width: int) -> Iterator[SizedTask]:
-    """Every task at every size; the tasks as they are where there is no ladder.
+def tasks_at_sizes(ladder: Ladder | None, tasks: Mapping[str, dict[str, Any]], base_width: int) -> Iterator[SizedTask]:
+    """Yields every task at every size, or the tasks as they are if there is no ladder.
 
-    base_width: the width that the base's learning rate is meant for.
+    Args:
+        ladder: The study's ladder.
+        tasks: The parameters of each task, by its name in the study's file.
+        base_width: The width that the base's learning rate is meant for.
     """
-    if scales is None:
+    if ladder is None:
         for task, params in tasks.items():
             yield SizedTask(task, task, dict(params), {}, {})
         return
-    for (task, params), size in itertools.product(tasks.items(), range(len(scales))):
+    for (task, params), size in itertools.product(tasks.items(), range(len(ladder))):
         parts: dict[str, dict[str, Any]] = {"task": {}, "model": {}, "train": {}}
-        for path, value in scales.at(size).items():
+        for path, value in ladder.at(size).items():
             section, _, key = path.partition(".")
             parts[section][key] = value
-        if scales.transfer == "mup":
+        if ladder.transfer == "mup":
             parts["model"]["base_width"] = base_width
-        yield SizedTask(scales.label(task, size), task, {**params, **parts["task"]}, parts["model"], parts["train"])
+        yield SizedTask(ladder.label(task, size), task, {**params, **parts["task"]}, parts["model"], parts["train"])
 
 
-def rates(scales: Scales, tuned: Collection[str]) -> str | None:
-    """How learning rates go with the width, in words; None for a ladder without widths. tuned: the settings that are.
+def learning_rates_text(ladder: Ladder, tuned: Collection[str]) -> str | None:
+    """Says how learning rates go with the width; None for a ladder without widths.
 
-    >>> rates(Scales.model_validate({"model.d_model": [32, 64]}), [])
-    'widths 32 to 64 train at one learning rate, and the best one falls with the width'
+    Args:
+        ladder: The study's ladder.
+        tuned: The settings that the study tunes.
+
+    Examples:
+        >>> learning_rates_text(Ladder.model_validate({"model.d_model": [32, 64]}), [])
+        'widths 32 to 64 train at one learning rate, and the best one falls with the width'
     """
-    widths = scales.lists.get("model.d_model")
+    widths = ladder.lists.get("model.d_model")
     if widths is None:
         return None
-    said = f"widths {widths[0]} to {widths[-1]} train at"
-    if scales.transfer == "mup":
-        return f"{said} learning rates that mup scales"
+    text = f"widths {widths[0]} to {widths[-1]} train at"
+    if ladder.transfer == "mup":
+        return f"{text} learning rates that mup scales"
     if "train.lr" in tuned:
-        return f"{said} learning rates that each size tunes"
-    return f"{said} one learning rate, and the best one falls with the width"
+        return f"{text} learning rates that each size tunes"
+    return f"{text} one learning rate, and the best one falls with the width"
 
 
-def at_fault(scales: Scales | None, sections: Collection[str], error: InputError, without: Callable[[], object]) -> str:
-    """Which keys of a ladder an error is about, as the file writes them, with a colon after each; "" where none is.
+def keys_at_fault(
+    ladder: Ladder | None, sections: Collection[str], error: InputError, without: Callable[[], object]
+) -> str:
+    """Finds the keys of a ladder that an error is about.
 
-    It is the first that the error names; all of them, where it names none and there is no error without the ladder.
-    sections: of the keys that may be wrong. without: does the same without the ladder.
+    Args:
+        ladder: The study's ladder.
+        sections: The sections of the keys that may be wrong.
+        error: The error.
+        without: Does without the ladder what raised the error.
+
+    Returns:
+        The first key that the error names, as the file writes it, with a colon after it. All keys if the error names
+        none and there is no error without the ladder. Otherwise an empty text.
     """
-    paths = [path for path in (scales.lists if scales else ()) if path.partition(".")[0] in sections]
+    paths = [path for path in (ladder.lists if ladder else ()) if path.partition(".")[0] in sections]
     try:
         without()
-    except InputError as own:
-        if str(own) == str(error):
+    except InputError as plain:
+        if str(plain) == str(error):
             return ""
-        found = False
+        by_the_ladder = False
     else:
-        found = True
-    wrong, _, _ = str(error).partition(";")  # what follows is advice
+        by_the_ladder = True
+    wrong, _, _ = str(error).partition(";")  # Advice follows the semicolon.
     words = [word.rpartition(".")[2] for word in re.findall(r"[\w.]+", wrong)]
     named = [path for word in words for path in paths if path.partition(".")[2] == word]
-    return "".join(f"scales.{path}: " for path in named[:1] or (paths if found else ()))
+    return "".join(f"scales.{path}: " for path in named[:1] or (paths if by_the_ladder else ()))
 
 
-def refuse_both(scales: Scales | None, given: Mapping[str, Mapping[str, Any]], where: str) -> None:
-    """Raises `InputError` where a change sets what the ladder sets. given: section -> key -> value."""
-    for path in scales.lists if scales else ():
+def refuse_both(ladder: Ladder | None, settings: Mapping[str, Mapping[str, Any]], where: str) -> None:
+    """Raises `InputError` if a change sets what the ladder sets.
+
+    Args:
+        ladder: The study's ladder.
+        settings: The change's settings, as section -> key -> value.
+        where: The change, which errors name.
+    """
+    for path in ladder.lists if ladder else ():
         section, _, key = path.partition(".")
-        if key in given.get(section, {}):
+        if key in settings.get(section, {}):
             raise InputError(f"{where} sets {path}, and so does scales: give it in one of them")
 
 
 def task_of(label: str, scales: Mapping[str, Any] | None, tasks: Sequence[str]) -> str:
     """The name that a study's file gives a task of the ledger.
 
-    scales, tasks: of the study as the ledger has it.
+    Args:
+        label: The task's name in the ledger.
+        scales: The section `scales` of the study as the ledger has it; None if the study is no ladder.
+        tasks: The tasks as the file names them.
 
-    >>> task_of("text.d_model=64", {"model.d_model": [32, 64]}, ["mqar", "text"])
-    'text'
+    Examples:
+        >>> task_of("text.d_model=64", {"model.d_model": [32, 64]}, ["mqar", "text"])
+        'text'
     """
     if not scales:
         return label
-    made = Scales.model_validate(scales)
-    return next(task for task in tasks for size in range(len(made)) if made.label(task, size) == label)
-
-
-def families(spec: Mapping[str, Any], labels: Sequence[str]) -> list[list[str]]:
-    """The tasks of the ledger whose arms are tested together: all sizes of a task, or the whole study.
-
-    spec: of the study as the ledger has it.
-
-    >>> families({"family": "task", "task": {"a": {}, "b": {}}}, ["a", "b"])
-    [['a'], ['b']]
-    """
-    if spec.get("family") == "study":
-        return [list(labels)]
-    found: dict[str, list[str]] = {}
-    for label in labels:
-        found.setdefault(task_of(label, spec.get("scales"), list(spec.get("task", ()))), []).append(label)
-    return list(found.values())
+    ladder = Ladder.model_validate(scales)
+    return next(task for task in tasks for size in range(len(ladder)) if ladder.label(task, size) == label)

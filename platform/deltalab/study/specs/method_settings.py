@@ -13,21 +13,23 @@ from deltalab.tasks import Task
 from deltalab.training.train import TrainSpec
 
 MOST_TOKENS = 2**26
-"""The most tokens of a batch: inputs and targets of so many take 1 GiB."""
+"""The most tokens of a batch, whose inputs and targets take 1 GiB."""
 
 OF_THE_TASK = ("vocab_size", "readout")
 """Settings of the model that the task determines."""
 
 
-def rule_of(given: str | Mapping[str, Any]) -> dict[str, Any]:
-    if isinstance(given, str):
-        return {"name": given}
-    if not isinstance(given, Mapping) or not isinstance(given.get("name"), str):
-        raise InputError(f"rule must be a name, or a mapping with a name, not {given!r}")
-    return dict(given)
+def rule_of(rule: str | Mapping[str, Any]) -> dict[str, Any]:
+    """Writes a rule as a mapping with its `name` and the knobs that are given."""
+    if isinstance(rule, str):
+        return {"name": rule}
+    if not isinstance(rule, Mapping) or not isinstance(rule.get("name"), str):
+        raise InputError(f"rule must be a name, or a mapping with a name, not {rule!r}")
+    return dict(rule)
 
 
-def applied(base: Method, change: Change) -> Method:
+def with_change(base: Method, change: Change) -> Method:
+    """Applies an arm's change to the base."""
     rule = rule_of(base.rule)
     if isinstance(change.rule, str):
         rule = {"name": change.rule}
@@ -38,7 +40,16 @@ def applied(base: Method, change: Change) -> Method:
 
 
 def resolve_method(method: Method, task: Task, *, where: str) -> dict[str, Any]:
-    """Every setting of a method. Raises `InputError` naming the arm and the key."""
+    """Spells out every setting of a method.
+
+    Args:
+        method: The rule, the model and the training as the study's file states them.
+        task: The task, which sets `vocab_size` and `readout` of the model.
+        where: The arm, which errors name.
+
+    Raises:
+        InputError: A setting does not exist or makes no model.
+    """
     try:
         if "rule" in method.model:
             raise InputError("model.rule stands one level up, beside model and train")
@@ -51,7 +62,11 @@ def resolve_method(method: Method, task: Task, *, where: str) -> dict[str, Any]:
 
 
 def resolve(config: Mapping[str, Any], task: Task) -> dict[str, Any]:
-    """Every setting spelled out, so that equal means equal. Raises `InputError` for settings that make no model."""
+    """Spells out every setting of a configuration, so that two equal models or trainings have equal configurations.
+
+    Raises:
+        InputError: The settings make no model or no training.
+    """
     rule = resolve_rule(config["rule"])
     of_the_task = {key: getattr(task, key) for key in OF_THE_TASK}
     model = ModelSpec.of({**config["model"], "rule": rule, **of_the_task})
@@ -66,22 +81,33 @@ def resolve(config: Mapping[str, Any], task: Task) -> dict[str, Any]:
 
 
 def resolve_rule(rule: Mapping[str, Any]) -> dict[str, Any]:
-    """A rule with every knob spelled out. Raises `InputError` for a rule or knobs that do not exist."""
+    """Spells out every knob of a rule. Raises `InputError` for a rule or a knob that does not exist."""
     return get_rule(rule["name"], **{key: value for key, value in rule.items() if key != "name"}).spec()
 
 
-def _known(given: dict[str, Any], kind: type, what: str) -> dict[str, Any]:
+def _known(settings: dict[str, Any], kind: type, section: str) -> dict[str, Any]:
+    """Returns the settings; raises `InputError` if one does not exist or a required one is missing."""
     names = [f.name for f in fields(kind)]
-    for key in given:
+    for key in settings:
         if key not in names:
-            raise unknown(f"{what} key", key, names)
+            raise unknown(f"{section} key", key, names)
     for key in ("steps", "batch_size", "lr"):
-        if key not in given:
-            raise InputError(f"{what}: needs {key}")
-    return given
+        if key not in settings:
+            raise InputError(f"{section}: needs {key}")
+    return settings
 
 
 def setting(config: Mapping[str, Any], path: str, where: str) -> Any:
+    """Looks up a setting by its path.
+
+    Args:
+        config: A configuration with every setting spelled out.
+        path: The path, such as `train.lr`.
+        where: The section, which errors name.
+
+    Raises:
+        InputError: There is no such setting.
+    """
     here: Any = config
     for part in path.split("."):
         if not isinstance(here, Mapping) or part not in here:
@@ -91,27 +117,34 @@ def setting(config: Mapping[str, Any], path: str, where: str) -> Any:
 
 
 _FIXED = ("rule.name", *(f"model.{key}" for key in OF_THE_TASK))
+"""Settings that no study tunes or searches."""
 
 
 def with_values(
     config: Mapping[str, Any], values: Mapping[str, Any], *, where: str, absent: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The configuration with values put in by their paths, a whole rule first; not yet resolved.
+    """Puts values into a configuration by their paths, a whole rule first. The result is not yet resolved.
 
-    absent: knobs of the rule that it takes at its own defaults, by their paths, unless `values` give a rule that sets
-    them. Raises `InputError` for settings that do not exist, or that the rule tried with them does not have.
+    Args:
+        config: A configuration with every setting spelled out.
+        values: The values by path.
+        where: The section that searches the values, which errors name.
+        absent: Paths of knobs that the rule takes at its own defaults, unless `values` have a rule that sets them.
+
+    Raises:
+        InputError: A setting does not exist, or the rule among the values does not have it.
     """
     changed: dict[str, Any] = json.loads(json.dumps(config))
-    given = rule_of(values.get("rule", changed["rule"]))
+    rule = rule_of(values.get("rule", changed["rule"]))
     try:
-        plain = resolve_rule({"name": given["name"]})
-        spelled = resolve_rule(given)
+        plain = resolve_rule({"name": rule["name"]})
+        spelled = resolve_rule(rule)
     except InputError as error:
         raise InputError(f"{where}.rule: {error}") from None
     if "rule" not in values:
-        # Knobs at their defaults are left out, since a rule may refuse one that has no effect beside the new values.
-        given = {k: v for k, v in given.items() if k == "name" or (v != plain[k] and f"rule.{k}" not in absent)}
-    changed["rule"] = given
+        # Knobs at their defaults are left out: a rule may refuse a knob that has no effect beside the new values.
+        rule = {k: v for k, v in rule.items() if k == "name" or (v != plain[k] and f"rule.{k}" not in absent)}
+    changed["rule"] = rule
     for path, value in sorted(values.items(), key=lambda item: item[0].count(".")):
         if path == "rule":
             continue
@@ -127,7 +160,7 @@ def with_values(
         elif "rule" in values and parents[:1] == ["rule"]:
             knob = path.removeprefix("rule.")
             raise InputError(
-                f"{where}.{path} cannot be searched beside {where}.rule: rule '{given['name']}', one of its "
+                f"{where}.{path} cannot be searched beside {where}.rule: rule '{rule['name']}', one of its "
                 f"choices, has no '{knob}'. Give it in the choices that have it, {{name: RULE, {knob}: VALUE}}, or add "
                 f"when: {{rule: [RULE, ...]}}"
             )
@@ -137,7 +170,8 @@ def with_values(
 
 
 def _paths(config: Mapping[str, Any], under: str = "") -> list[str]:
-    found = []
+    """Lists the paths of all settings that a study may tune or search."""
+    paths = []
     for key, value in config.items():
-        found += _paths(value, f"{under}{key}.") if isinstance(value, dict) else [f"{under}{key}"]
-    return [path for path in found if path not in _FIXED]
+        paths += _paths(value, f"{under}{key}.") if isinstance(value, dict) else [f"{under}{key}"]
+    return [path for path in paths if path not in _FIXED]

@@ -15,11 +15,11 @@ from deltalab.reading import MOST_DEPTH, read_pairs
 from deltalab.study.specs.budget import Searching, Tune
 from deltalab.study.specs.search_space import Search
 
-Given = Mapping[str, Any] | Sequence[str] | None
+Overrides = Mapping[str, Any] | Sequence[str] | None
 """Overrides as a mapping, or as words KEY=VALUE of a command line."""
 
 OF_THE_BASE = ("rule", "model", "train")
-"""Keys that stand for those of `base`."""
+"""Keys that stand for keys of `base`."""
 _WITH_PATHS: dict[str, tuple[str, ...]] = {
     "tune": tuple(Tune.model_fields),
     "search": tuple(Searching.model_fields),
@@ -27,31 +27,38 @@ _WITH_PATHS: dict[str, tuple[str, ...]] = {
     "fidelity": ("keep",),
     "when": (),
 }
-"""Mappings whose keys are themselves paths with dots, and their other keys."""
+"""Sections whose keys are themselves paths with dots, with their other keys."""
 
 
-def read_overrides(given: Given) -> dict[str, Any]:
-    """Overrides by their keys.
+def read_overrides(overrides: Overrides) -> dict[str, Any]:
+    """Reads overrides as values by key.
 
-    Raises `InputError` for a word that is no KEY=VALUE, a key given twice, a value that exceeds the limits of
-    `deltalab.reading`, and one that JSON cannot express.
+    Raises:
+        InputError: A word is no KEY=VALUE, a key is given twice, a value exceeds the limits of `deltalab.reading`, or
+            JSON cannot express a value.
     """
-    if given is None:
+    if overrides is None:
         return {}
-    if not isinstance(given, Mapping):
-        return read_pairs(given)
+    if not isinstance(overrides, Mapping):
+        return read_pairs(overrides)
     try:
-        found: dict[str, Any] = json.loads(json.dumps(dict(given), allow_nan=False))
+        values: dict[str, Any] = json.loads(json.dumps(dict(overrides), allow_nan=False))
     except (TypeError, ValueError) as error:
         raise InputError(f"takes texts, finite numbers, lists and mappings: {error}") from None
-    return found
+    return values
 
 
-def overridden(study: Mapping[str, Any], values: Mapping[str, Any], allowed: Sequence[str]) -> dict[str, Any]:
-    """A study's mapping with overrides in place, one after the other. allowed: the keys that a study may have.
+def with_overrides(study: Mapping[str, Any], values: Mapping[str, Any], allowed: Sequence[str]) -> dict[str, Any]:
+    """Puts overrides into a study's mapping, one after the other.
 
-    Raises `InputError` for a key that cannot be in a study, for one to take away that is not there, and for one of
-    `OF_THE_BASE` that the study sets again for a task or for every size.
+    Args:
+        study: What a study's file says, with a profile merged over it.
+        values: The overrides, as `read_overrides` returns them.
+        allowed: The keys that a study may have.
+
+    Raises:
+        InputError: A key cannot be in a study, a key to take away is not there, or the study sets a key of
+            `OF_THE_BASE` again for a task or for every size.
     """
     changed = copy.deepcopy(dict(study))
     if isinstance(changed.get("task"), str):
@@ -69,18 +76,20 @@ def overridden(study: Mapping[str, Any], values: Mapping[str, Any], allowed: Seq
     return changed
 
 
-def where_given(file: str, overrides: Given) -> str:
-    """What errors name: the file, and who overrides it.
+def error_prefix(study_file: str, overrides: Overrides) -> str:
+    """Says where an error may be: the study's file, and what overrides it.
 
-    >>> where_given("a.yaml", ["seeds=7"]), where_given("a.yaml", {"seeds": 7}), where_given("a.yaml", None)
-    ('a.yaml: command line', 'a.yaml: overrides', 'a.yaml')
+    Examples:
+        >>> error_prefix("a.yaml", ["seeds=7"]), error_prefix("a.yaml", {"seeds": 7}), error_prefix("a.yaml", None)
+        ('a.yaml: command line', 'a.yaml: overrides', 'a.yaml')
     """
     if not overrides:
-        return file
-    return f"{file}: {'overrides' if isinstance(overrides, Mapping) else 'command line'}"
+        return study_file
+    return f"{study_file}: {'overrides' if isinstance(overrides, Mapping) else 'command line'}"
 
 
 def _put(study: dict[str, Any], parts: list[str], value: Any, key: str) -> None:
+    """Sets the value at a path of a study's mapping, or takes the path away if the value is None."""
     here: Any = study
     above: list[str] = []
     while True:
@@ -117,10 +126,10 @@ def _put(study: dict[str, Any], parts: list[str], value: Any, key: str) -> None:
 
 
 def _key(here: Mapping[str, Any], parts: list[str], above: list[str]) -> tuple[str, list[str]]:
-    """The first key of a path in a mapping, and the rest: the longest that is there, for keys may have dots."""
+    """Splits a path after its first key: the longest key that the mapping has, since keys may have dots."""
     for end in range(len(parts), 0, -1):
-        if (found := ".".join(parts[:end])) in here:
-            return found, parts[end:]
+        if (key := ".".join(parts[:end])) in here:
+            return key, parts[end:]
     end = 1
     if above and above[-1] in _WITH_PATHS and parts[0] not in _WITH_PATHS[above[-1]]:
         inside = () if above[-1] in ("scales", "fidelity", "when") else Search.model_fields
@@ -129,7 +138,7 @@ def _key(here: Mapping[str, Any], parts: list[str], above: list[str]) -> tuple[s
 
 
 def _require_effect(study: Mapping[str, Any], key: str, values: Mapping[str, Any]) -> None:
-    """Refuses a setting of the base that the study sets again elsewhere, where the override would change nothing."""
+    """Refuses to override a setting of the base that the study sets again elsewhere, so that nothing would change."""
     section, _, setting = key.partition(".")
     setting = setting.partition(".")[0]
     again = []
@@ -138,8 +147,8 @@ def _require_effect(study: Mapping[str, Any], key: str, values: Mapping[str, Any
         again.append(f"scales.{key}")
     for_task = study.get("for_task")
     for task, change in for_task.items() if isinstance(for_task, Mapping) else ():
-        own = change.get(section) if isinstance(change, Mapping) else None
-        if own is not None and (isinstance(own, str) or not setting or setting in own):
+        changed = change.get(section) if isinstance(change, Mapping) else None
+        if changed is not None and (isinstance(changed, str) or not setting or setting in changed):
             again.append(f"for_task.{task}.{key}")
     if missing := [path for path in again if path not in values]:
         raise InputError(

@@ -1,7 +1,7 @@
 """The settings that a study tunes or searches: their values, and the conditions under which they exist.
 
-A candidate is a mapping from the path of each setting to its value; a setting whose condition does not hold is absent.
-Samplers draw knobs. A knob is a setting, or a part of one: of a pattern of layers, its length and each of its places.
+A candidate maps the path of each setting to its value. A setting whose condition does not hold is absent. Samplers draw
+knobs. A knob is a setting or a part of a setting: a pattern of layers has a knob for its length and one for each place.
 """
 
 import json
@@ -24,44 +24,52 @@ from pydantic import (
 
 from deltalab.errors import unknown
 
-# Strict: neither true nor "3" counts as a number.
 Whole = Annotated[int, Field(strict=True)]
+"""A whole number; neither true nor "3" is one."""
 Number = Annotated[float, Field(strict=True)]
+"""A number; neither true nor "3" is one."""
 
 LAYERS = "model.layers"
 """The setting that takes a pattern."""
 MOST_TRIALS = 10_000
+"""The most candidates that a study may try."""
 MOST_SETTINGS = 100
 """The most settings that a space may have, each place of a pattern counted."""
 MOST_CHOICES = 100
 """The most values of a choice or a pattern."""
 MOST_PLACES = 100
-"""The most places of a pattern, and the most times that they follow one another."""
+"""The most places of a pattern, and the most times that a pattern is repeated."""
 INTEGERS = 16
-"""Values of a range of integers that stand for all of them."""
+"""How many values of a range of integers stand for the whole range."""
 
 STRICT = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-"""A mapping whose keys are all known."""
+"""How pydantic reads a mapping whose keys are all known."""
 
 
 class Strict(BaseModel):
+    """A section of a study's file, whose keys are all known."""
+
     model_config = STRICT
 
 
 Condition = dict[str, tuple[Any, ...]]
-"""Setting -> its values, one of which it must have."""
+"""Setting -> the values of which the setting must have one."""
 
 
 class Search(Strict):
-    """The values that a setting may take: exactly one of the first five.
+    """The values that a setting may take: exactly one of the first five keys.
 
-    log_uniform: a range [low, high], spread over its logarithm. uniform: a range [low, high].
-    integers: whole numbers from low to high. choice: at least two values.
-    pattern: the layers that may stand at each place of `model.layers`, spelled as there. lengths: how many places.
-    repeat: how often the places follow one another.
-    when: setting -> the values of it, one of which it must have; without them, this setting does not exist. All must
-    hold. Of a list of such mappings, one must hold. A rule is compared by its name, or as a whole where the
-    condition is a mapping.
+    Attributes:
+        log_uniform: A range [low, high], spread over its logarithm.
+        uniform: A range [low, high].
+        integers: Whole numbers from low to high.
+        choice: At least two values.
+        pattern: The layers that may stand at each place of `model.layers`, spelled as there.
+        lengths: How many places a pattern may have.
+        repeat: How often the places follow one another.
+        when: Settings, each with the values of which it must have one, or else this setting does not exist. All
+            settings of a mapping must have such a value. Of a list of mappings, one must hold. A rule is compared by
+            its name, or as a whole if the condition is a mapping.
     """
 
     log_uniform: tuple[Number, Number] | None = None
@@ -75,32 +83,32 @@ class Search(Strict):
 
     @field_validator("lengths", mode="before")
     @classmethod
-    def _one_or_several(cls, given: Any) -> Any:
-        return (given,) if isinstance(given, int) else given
+    def _one_or_several(cls, raw: Any) -> Any:
+        return (raw,) if isinstance(raw, int) else raw
 
     @field_validator("when", mode="before")
     @classmethod
-    def _one_value_or_several(cls, given: Any) -> Any:
-        if given is None:
+    def _one_value_or_several(cls, raw: Any) -> Any:
+        if raw is None:
             return None
-        ways = given if isinstance(given, list | tuple) else [given]
+        ways = raw if isinstance(raw, list | tuple) else [raw]
         if not ways or not all(
             isinstance(way, dict) and way and all(isinstance(key, str) for key in way) for way in ways
         ):
-            raise ValueError(f"takes {{SETTING: [value, ...]}}, or a list of such mappings, not {given!r}")
-        found = [
+            raise ValueError(f"takes {{SETTING: [value, ...]}}, or a list of such mappings, not {raw!r}")
+        conditions = [
             {path: tuple(values) if isinstance(values, list | tuple) else (values,) for path, values in way.items()}
             for way in ways
         ]
-        return found[0] if len(found) == 1 else tuple(found)
+        return conditions[0] if len(conditions) == 1 else tuple(conditions)
 
     @model_validator(mode="after")
     def _one_that_is_not_empty(self) -> Self:
         forms = ("log_uniform", "uniform", "integers", "choice", "pattern")
-        given = {name: value for name in forms if (value := getattr(self, name)) is not None}
-        if len(given) != 1:
+        stated = {name: value for name in forms if (value := getattr(self, name)) is not None}
+        if len(stated) != 1:
             raise ValueError("takes exactly one of log_uniform, uniform, integers, choice; model.layers also a pattern")
-        ((name, value),) = given.items()
+        ((name, value),) = stated.items()
         if name in ("choice", "pattern"):
             if not all(map(_is_plain, value)):
                 raise ValueError(f"{name} takes numbers, words, lists and mappings, not {list(value)}")
@@ -118,22 +126,24 @@ class Search(Strict):
 
     @model_serializer(mode="wrap")
     def _as_before(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without the keys of a later release that are not given: a study keeps its identity."""
+        """Leaves out the keys of a later release that are not given, so that a study keeps its identity."""
         later = ("pattern", "lengths", "repeat", "when")
         return {key: value for key, value in dump(self).items() if key not in later or value is not None}
 
     @property
     def extremes(self) -> tuple[Any, ...]:
-        """Its bounds, or all of its choices."""
-        found = self.log_uniform or self.uniform or self.integers or self.choice
-        assert found is not None
-        return found
+        """The bounds of a range, or all choices."""
+        values = self.log_uniform or self.uniform or self.integers or self.choice
+        assert values is not None
+        return values
 
     @property
     def said(self) -> str:
-        """
-        >>> Search(integers=(1, 4)).said, Search(choice=("slow", 2)).said
-        ('1 to 4', 'slow, 2')
+        """The values in words.
+
+        Examples:
+            >>> Search(integers=(1, 4)).said, Search(choice=("slow", 2)).said
+            ('1 to 4', 'slow, 2')
         """
         if self.choice is not None or self.pattern is not None:
             return ", ".join(map(str, self.choice or self.pattern or ()))
@@ -141,10 +151,14 @@ class Search(Strict):
         return f"{low:g} to {high:g}"
 
     def points(self, integers: int) -> list[Any]:
-        """All choices, the bounds of a range, or up to so many integers spread over theirs.
+        """Lists values that stand for all: every choice, the bounds of a range, or integers spread over their range.
 
-        >>> Search(integers=(16, 64)).points(4)
-        [16, 32, 48, 64]
+        Args:
+            integers: The most integers to list.
+
+        Examples:
+            >>> Search(integers=(16, 64)).points(4)
+            [16, 32, 48, 64]
         """
         if self.integers is None:
             return [*self.extremes]
@@ -153,10 +167,11 @@ class Search(Strict):
         return [low + round(i * (high - low) / gaps) for i in range(gaps + 1)]
 
     def holds(self, value: object) -> bool:
-        """Whether the setting may take the value.
+        """Whether the setting may take a value.
 
-        >>> Search(integers=(1, 4)).holds(2), Search(integers=(1, 4)).holds(2.5), Search(choice=(1, 2)).holds(True)
-        (True, False, False)
+        Examples:
+            >>> Search(integers=(1, 4)).holds(2), Search(integers=(1, 4)).holds(2.5), Search(choice=(1, 2)).holds(True)
+            (True, False, False)
         """
         if self.choice is not None:
             return any(_same(value, choice) for choice in self.choice)
@@ -166,10 +181,11 @@ class Search(Strict):
         return bool(low <= value <= high) and (self.integers is None or isinstance(value, int))
 
     def exists(self, drawn: Mapping[str, Any]) -> bool:
-        """Whether its condition holds among the knobs drawn.
+        """Whether the setting's condition holds among the knobs drawn so far.
 
-        >>> Search(choice=(1, 2), when={"rule": ["gla"]}).exists({"rule": {"name": "gla"}})
-        True
+        Examples:
+            >>> Search(choice=(1, 2), when={"rule": ["gla"]}).exists({"rule": {"name": "gla"}})
+            True
         """
         return any(
             all(
@@ -181,21 +197,22 @@ class Search(Strict):
 
     @property
     def ways(self) -> tuple[Condition, ...]:
-        """The conditions of which one must hold; one that asks nothing, where the setting always exists.
+        """The conditions of which one must hold; a single empty condition if the setting always exists.
 
-        >>> Search(choice=(1, 2), when={"a": 3}).ways, Search(choice=(1, 2)).ways
-        (({'a': (3,)},), ({},))
+        Examples:
+            >>> Search(choice=(1, 2), when={"a": 3}).ways, Search(choice=(1, 2)).ways
+            (({'a': (3,)},), ({},))
         """
         return self.when if isinstance(self.when, tuple) else (self.when or {},)
 
     @property
     def parents(self) -> list[str]:
-        """The settings in its condition."""
+        """The settings that the condition names."""
         return [*dict.fromkeys(path for way in self.ways for path in way)]
 
 
 def _is_plain(value: object) -> bool:
-    """Whether JSON can express it; YAML also has dates, for example."""
+    """Whether JSON can express a value; YAML also has dates, for example."""
     if isinstance(value, dict):
         return all(isinstance(key, str) and _is_plain(inner) for key, inner in value.items())
     return all(map(_is_plain, value)) if isinstance(value, list) else isinstance(value, bool | int | float | str | None)
@@ -207,6 +224,7 @@ def _same(one: object, other: object) -> bool:
 
 
 def _meets(path: str, value: object, wanted: object) -> bool:
+    """Whether a setting's value is the one that a condition wants."""
     if path == "rule" and isinstance(wanted, str):
         return wanted == (value.get("name") if isinstance(value, Mapping) else value)
     return _same(value, wanted)
@@ -215,7 +233,7 @@ def _meets(path: str, value: object, wanted: object) -> bool:
 class Space(BaseModel):
     """Settings to search, and `trials`, how many candidates are tried.
 
-    A candidate that makes no model is recorded as infeasible; it uses up no trial, and another is drawn in its place.
+    A candidate that makes no model is recorded as infeasible. It uses up no trial, and another is drawn in its place.
     Every key that is not listed is a setting to search, by its path: `train.lr: {log_uniform: [1e-3, 1e-1]}`.
     """
 
@@ -223,28 +241,34 @@ class Space(BaseModel):
     __pydantic_extra__: dict[str, Search] = Field(init=False)
 
     sections: ClassVar[tuple[str, ...]] = ()
+    """Settings whose path has no dot."""
 
     trials: Annotated[Whole, Field(ge=1, le=MOST_TRIALS)]
 
     @property
     def searched(self) -> dict[str, Search]:
+        """The settings to search, by their paths."""
         return self.__pydantic_extra__
 
     @cached_property
     def knobs(self) -> dict[str, Search]:
         """What is drawn, by name: settings by their path, each after those in its condition.
 
-        A pattern is drawn as `model.layers.length`, where it has several lengths, and `model.layers[0]`, and so on.
+        A pattern is drawn as `model.layers.length`, if it has several lengths, `model.layers[0]`, and so on.
         """
         return {name: knob for path in _in_order(self.searched) for name, knob in _knobs(path, self.searched[path])}
 
     @cached_property
     def whole(self) -> int | None:
-        """How many candidates there are, where all knobs are choices; None where one is a range, or for over 10,000."""
-        return count(self.knobs)
+        """How many candidates there are; None if a knob is a range, or if there are over 10,000 candidates."""
+        return count_combinations(self.knobs)
 
     def draw(self, ask: Callable[[str, Search], Any]) -> dict[str, Any]:
-        """A candidate. ask: gives the value of a knob, by its name; it is asked for those that exist."""
+        """Draws a candidate.
+
+        Args:
+            ask: Gives the value of a knob; called with the name and the knob, for each knob that exists.
+        """
         drawn: dict[str, Any] = {}
         for name, knob in self.knobs.items():
             if knob.exists(drawn):
@@ -252,24 +276,27 @@ class Space(BaseModel):
         return self.settings(drawn)
 
     def combinations(self) -> Iterator[dict[str, Any]]:
-        """All candidates in order, where all knobs are choices."""
+        """Lists all candidates in order. All knobs must be choices."""
         return map(self.settings, combinations(self.knobs))
 
     def settings(self, drawn: Mapping[str, Any]) -> dict[str, Any]:
-        """The candidate that drawn knobs make, its settings in the order in which the study lists them."""
-        found: dict[str, Any] = {}
+        """Makes a candidate of drawn knobs, with its settings in the order in which the study lists them."""
+        candidate: dict[str, Any] = {}
         for path, search in self.searched.items():
             if search.pattern is not None:
                 places = [drawn[name] for i in range(max(search.lengths or ())) if (name := f"{path}[{i}]") in drawn]
                 if places:
-                    found[path] = places * (search.repeat or 1)
+                    candidate[path] = places * (search.repeat or 1)
             elif path in drawn:
-                found[path] = drawn[path]
-        return found
+                candidate[path] = drawn[path]
+        return candidate
 
     def drawn(self, candidate: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The knobs of a candidate; None where it is not one of the space: a value that no knob takes, or a setting too
-        many or too few.
+        """Finds the knobs that make a candidate.
+
+        Returns:
+            The value of each knob by name; None if the candidate is not in the space, since it has a value that no
+            knob takes, or a setting too many or too few.
         """
         flat = {path: value for path, value in candidate.items() if path in self.knobs}
         for path, search in self.searched.items():
@@ -279,39 +306,39 @@ class Space(BaseModel):
             length = len(layers) // (search.repeat or 1)
             flat |= {f"{path}[{i}]": layer for i, layer in enumerate(layers[:length])}
             flat |= {f"{path}.length": length} if len(search.lengths or ()) > 1 else {}
-        found: dict[str, Any] = {}
+        knobs: dict[str, Any] = {}
         for name, knob in self.knobs.items():
-            if not knob.exists(found):
+            if not knob.exists(knobs):
                 continue
             if name not in flat or not knob.holds(flat[name]):
                 return None
-            found[name] = flat[name]
-        # Equal only if no setting is left over, and a pattern repeats what its places say.
-        return found if self.settings(found) == dict(candidate) else None
+            knobs[name] = flat[name]
+        # The two are equal only if no setting is left over and a pattern repeats what its places say.
+        return knobs if self.settings(knobs) == dict(candidate) else None
 
     @model_validator(mode="before")
     @classmethod
-    def _a_path_has_a_dot(cls, given: Any) -> Any:
-        for key in given if isinstance(given, dict) else ():
+    def _a_path_has_a_dot(cls, raw: Any) -> Any:
+        for key in raw if isinstance(raw, dict) else ():
             if key not in cls.model_fields and "." not in str(key) and key not in cls.sections:
                 if key == "seeds":
                     raise ValueError("leave out seeds: every seed of the study trains every candidate")
                 raise ValueError(str(unknown("key", key, [*cls.model_fields, "paths such as train.lr"])))
-        return given
+        return raw
 
     @model_validator(mode="after")
     def _searches_something(self) -> Self:
         if not self.searched:
             raise ValueError("searches nothing: add a key such as 'train.lr: {log_uniform: [1e-3, 1e-1]}'")
-        if (knobs := sum(max(one.lengths or (1,)) for one in self.searched.values())) > MOST_SETTINGS:
-            raise ValueError(f"has {knobs} settings; at most {MOST_SETTINGS} can be searched")
+        if (places := sum(max(search.lengths or (1,)) for search in self.searched.values())) > MOST_SETTINGS:
+            raise ValueError(f"has {places} settings; at most {MOST_SETTINGS} can be searched")
         return self
 
 
 def _in_order(searched: Mapping[str, Search]) -> list[str]:
-    """The paths, each after those in its condition, otherwise as they are listed.
+    """Orders the paths as they are listed, but each after those in its condition.
 
-    Raises `ValueError` for a condition that cannot hold, and for a cycle.
+    Raises `ValueError` for a condition that cannot hold, and for a cycle of conditions.
     """
     for path, search in searched.items():
         for number, way in enumerate(search.ways):
@@ -322,17 +349,20 @@ def _in_order(searched: Mapping[str, Search]) -> list[str]:
         [*TopologicalSorter({path: search.parents for path, search in searched.items()}).static_order()]
     except CycleError as error:
         circle = [*reversed(error.args[1])]
-        said = ", ".join(f"{one} needs {other}" for one, other in pairwise(circle))
-        raise ValueError(f".{circle[0]}.when: the conditions go in a circle: {said}") from None
-    found: list[str] = []
-    while len(found) < len(searched):
-        found.append(next(p for p in searched if p not in found and all(q in found for q in searched[p].parents)))
-    return found
+        needs = ", ".join(f"{path} needs {other}" for path, other in pairwise(circle))
+        raise ValueError(f".{circle[0]}.when: the conditions go in a circle: {needs}") from None
+    ordered: list[str] = []
+    while len(ordered) < len(searched):
+        ordered.append(
+            next(path for path in searched if path not in ordered and all(q in ordered for q in searched[path].parents))
+        )
+    return ordered
 
 
 def _check_condition(
     searched: Mapping[str, Search], path: str, parent: str, values: tuple[Any, ...], where: str
 ) -> None:
+    """Raises `ValueError` if a condition names a setting or a value that is not searched."""
     if parent not in searched:
         raise ValueError(
             f"{where}: {unknown('searched setting', parent, [other for other in searched if other != path])}"
@@ -342,16 +372,18 @@ def _check_condition(
         raise ValueError(f"{where}: {parent} is no choice: a condition needs one, or integers")
     taken = above.choice if above.choice is not None else range(above.extremes[0], above.extremes[1] + 1)
     for value in values:
-        if not any(_meets(parent, one, value) for one in taken):
-            allowed = dict.fromkeys(_said(parent, one) for one in above.choice or [above.said])
-            raise ValueError(f"{where}.{parent}: {unknown('value', _said(parent, value), allowed)}")
+        if not any(_meets(parent, other, value) for other in taken):
+            allowed = dict.fromkeys(_text(parent, other) for other in above.choice or [above.said])
+            raise ValueError(f"{where}.{parent}: {unknown('value', _text(parent, value), allowed)}")
 
 
-def _said(path: str, value: object) -> str:
+def _text(path: str, value: object) -> str:
+    """A value in an error; a rule by its name."""
     return str(value["name"]) if path == "rule" and isinstance(value, Mapping) and "name" in value else str(value)
 
 
 def _knobs(path: str, search: Search) -> Iterator[tuple[str, Search]]:
+    """The knobs of a setting by name: the setting itself, or the length and the places of a pattern."""
     if search.pattern is None:
         yield path, search
         return
@@ -367,11 +399,16 @@ def _knobs(path: str, search: Search) -> Iterator[tuple[str, Search]]:
 def combinations(
     knobs: Mapping[str, Search], values: Callable[[Search], Iterable[Any]] = lambda knob: knob.extremes
 ) -> Iterator[dict[str, Any]]:
-    """The knobs that may be drawn together, in order. values: which of a knob's, all of its choices by default.
+    """Lists the values of knobs that may be drawn together, in order.
 
-    >>> knobs = {"a": Search(choice=(1, 2)), "b": Search(choice=(3, 4), when={"a": [2]})}
-    >>> [*combinations(knobs)]
-    [{'a': 1}, {'a': 2, 'b': 3}, {'a': 2, 'b': 4}]
+    Args:
+        knobs: The knobs by name, each after those in its condition.
+        values: Gives the values of a knob; by default its choices or its bounds.
+
+    Examples:
+        >>> knobs = {"a": Search(choice=(1, 2)), "b": Search(choice=(3, 4), when={"a": [2]})}
+        >>> [*combinations(knobs)]
+        [{'a': 1}, {'a': 2, 'b': 3}, {'a': 2, 'b': 4}]
     """
 
     def onwards(left: list[tuple[str, Search]], drawn: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -386,28 +423,32 @@ def combinations(
     return onwards([*knobs.items()], {})
 
 
-def count(knobs: Mapping[str, Search]) -> int | None:
-    """How many combinations of knobs there are; None where one is a range, and for more than `MOST_TRIALS`."""
+def count_combinations(knobs: Mapping[str, Search]) -> int | None:
+    """Counts the combinations of knobs; None if a knob is a range, or if there are more than `MOST_TRIALS`."""
     if any(knob.choice is None for knob in knobs.values()):
         return None
     if math.prod(len(knob.extremes) for knob in knobs.values() if not knob.when) > MOST_TRIALS:
-        return None  # There are at least as many as of the knobs that always exist.
-    found = sum(1 for _ in islice(combinations(knobs), MOST_TRIALS + 1))
-    return found if found <= MOST_TRIALS else None
+        return None  # The knobs that always exist have too many combinations already.
+    total = sum(1 for _ in islice(combinations(knobs), MOST_TRIALS + 1))
+    return total if total <= MOST_TRIALS else None
 
 
-def example(knobs: Mapping[str, Search], name: str) -> dict[str, Any] | None:
-    """Knobs drawn under which a knob exists, only those that its condition names; None where it never exists."""
+def example_with(knobs: Mapping[str, Search], name: str) -> dict[str, Any] | None:
+    """Draws the knobs that the condition of a knob names, directly or not, so that the knob exists.
+
+    Returns:
+        The values of those knobs; None if the knob never exists.
+    """
     needed = [name]
-    for one in needed:
-        needed += [parent for parent in knobs[one].parents if parent not in needed]
-    named: dict[str, list[Any]] = {}
+    for needed_name in needed:
+        needed += [parent for parent in knobs[needed_name].parents if parent not in needed]
+    conditions: dict[str, list[Any]] = {}
     for parent, values in (item for knob in knobs.values() for way in knob.ways for item in way.items()):
-        named.setdefault(parent, []).extend(values)
-    # Of a range of integers, its bounds and the values that conditions name.
+        conditions.setdefault(parent, []).extend(values)
+    # The bounds of a range of integers, and the values that conditions name, stand for the range.
     above = {
-        one: knob if knob.choice else Search(choice=(*{*knob.extremes, *named[one]},), when=knob.when)
-        for one, knob in knobs.items()
-        if one in needed and one != name
+        parent: knob if knob.choice else Search(choice=(*{*knob.extremes, *conditions[parent]},), when=knob.when)
+        for parent, knob in knobs.items()
+        if parent in needed and parent != name
     }
-    return next((one for one in combinations(above) if knobs[name].exists(one)), None)
+    return next((drawn for drawn in combinations(above) if knobs[name].exists(drawn)), None)

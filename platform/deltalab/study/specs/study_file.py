@@ -1,4 +1,4 @@
-"""Reads a study's YAML file; refuses what it cannot understand, in one line that says how to mend it."""
+"""Reads a study's YAML file, and refuses what is wrong in it in one line that says how to mend it."""
 
 import copy
 import difflib
@@ -9,23 +9,24 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, Discriminator, Field, Tag, ValidationError, field_validator, model_validator
 
-from deltalab.authoring.shipped import study_file
+from deltalab.authoring.files import study_folder
 from deltalab.errors import InputError, unknown
 from deltalab.reading import read_text, read_yaml
 from deltalab.study.specs.budget import Bound, Constrain, Match, Searching, Tune
-from deltalab.study.specs.ladder_sizes import Scales, refuse_both
-from deltalab.study.specs.overrides import Given, overridden, read_overrides, where_given
+from deltalab.study.specs.ladder_sizes import Ladder, refuse_both
+from deltalab.study.specs.overrides import Overrides, error_prefix, read_overrides, with_overrides
 from deltalab.study.specs.search_space import MOST_TRIALS, STRICT, Number, Search, Whole
 from deltalab.study.statistics.joint_test import Look, one_look, spread_looks
 
 
 class _Strict(BaseModel):
+    """As `search_space.Strict`; ruff knows only here that a subclass is pydantic's, whose defaults may be mutable."""
+
     model_config = STRICT
 
 
-# The name of an arm or a task, which appears in tables, file names and URLs.
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+=-]*$", max_length=100)]
-
+"""The name of an arm or a task, which appears in tables, file names and URLs."""
 
 LEAST_SHARE = 0.01
 """The least share of a core or a GPU that a stack may take."""
@@ -34,9 +35,11 @@ MOST_ARMS = 1000
 
 
 class Seeds(_Strict):
-    """Seeds that are added in up to four looks, until each arm is decided or has no prospect of it.
+    """Seeds that are added in up to four looks, until each arm is decided or has no prospect of a decision.
 
-    at_least: seeds of the first look. at_most: seeds of the last look.
+    Attributes:
+        at_least: Seeds of the first look.
+        at_most: Seeds of the last look.
     """
 
     at_least: Annotated[Whole, Field(ge=2, le=1000)]
@@ -52,8 +55,11 @@ class Seeds(_Strict):
 class Change(_Strict):
     """What an arm, or an entry of `for_task`, changes in the base.
 
-    rule: another rule, or knobs of the base's. model, train: the settings that differ.
-    match: makes an arm as large as the base; in arms only.
+    Attributes:
+        rule: Another rule, or knobs of the base's rule.
+        model: The settings of the model that differ.
+        train: The settings of the training that differ.
+        match: Makes an arm as large as the base; in arms only.
     """
 
     rule: str | dict[str, Any] | None = None
@@ -65,8 +71,10 @@ class Change(_Strict):
 class Method(_Strict):
     """A rule, a model and a training, as `base` states them.
 
-    rule: a rule's name, or a mapping with `name` and knobs. model: settings of the model. train: settings of the
-    training; steps, batch_size and lr are required.
+    Attributes:
+        rule: A rule's name, or a mapping with `name` and knobs.
+        model: Settings of the model.
+        train: Settings of the training; steps, batch_size and lr are required.
     """
 
     rule: str | dict[str, Any]
@@ -77,10 +85,12 @@ class Method(_Strict):
 class Resources(_Strict):
     """What one stack takes: trials of one shape that train as one model, on a GPU or, with `gpu: 0`, on CPUs.
 
-    cpu: cores. gpu: 0 to 1; a fraction is a share of a GPU's memory.
-    memory: the most that a stack may use, in GiB; None for an equal share of the machine's memory for every place.
-    stack: the most trials in one. `auto` shares the trials over all places; on CPUs it takes no more than make a core
-    faster. It does not change what a trial computes, but for rounding on a GPU.
+    Attributes:
+        cpu: Cores.
+        gpu: GPUs, 0 to 1; a fraction is a share of a GPU's memory.
+        memory: The most that a stack may use, in GiB; None for an equal share of the machine's memory for every place.
+        stack: The most trials in one stack. `auto` shares the trials over all places; on CPUs it takes no more than
+            make a core faster. The number does not change what a trial computes, but for rounding on a GPU.
     """
 
     cpu: Annotated[Number, Field(ge=LEAST_SHARE, le=4096)] = 1
@@ -90,43 +100,52 @@ class Resources(_Strict):
 
     @field_validator("stack", mode="before")
     @classmethod
-    def _a_number_or_auto(cls, given: Any) -> Any:
-        if given != "auto" and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
-            raise ValueError(f"must be auto or a whole number of at least 1, not {given!r}")
-        return given
+    def _a_number_or_auto(cls, raw: Any) -> Any:
+        if raw != "auto" and (isinstance(raw, bool) or not isinstance(raw, int) or raw < 1):
+            raise ValueError(f"must be auto or a whole number of at least 1, not {raw!r}")
+        return raw
 
     @field_validator("gpu")
     @classmethod
-    def _none_or_a_share(cls, given: float) -> float:
-        if 0 < given < LEAST_SHARE:
-            raise ValueError(f"must be 0, or at least {LEAST_SHARE}, not {given}")
-        return given
+    def _none_or_a_share(cls, raw: float) -> float:
+        if 0 < raw < LEAST_SHARE:
+            raise ValueError(f"must be 0, or at least {LEAST_SHARE}, not {raw}")
+        return raw
 
     @property
     def threads(self) -> int:
-        """Threads of a trial, the same wherever it runs, since another number may round otherwise."""
+        """Threads of a trial: the same number everywhere, since another number may round otherwise."""
         return max(1, math.floor(self.cpu))
 
     @property
     def bytes(self) -> int | None:
-        """The most memory that a stack may use; None for an equal share."""
+        """The most memory that a stack may use, in bytes; None for an equal share."""
         return None if self.memory is None else int(self.memory * 2**30)
 
     def idle(self, gpus: float) -> str | None:
-        """A warning where there are GPUs that no stack will use.
+        """Warns of GPUs that no stack will use; None if there are none.
 
-        >>> Resources(cpu=1).idle(2)
-        'no stack takes a GPU, and there are 2: resources: {gpu: 1} gives each stack one'
+        Args:
+            gpus: The GPUs of all machines.
+
+        Examples:
+            >>> Resources(cpu=1).idle(2)
+            'no stack takes a GPU, and there are 2: resources: {gpu: 1} gives each stack one'
         """
         if self.gpu or not gpus:
             return None
         return f"no stack takes a GPU, and there are {gpus:g}: resources: {{gpu: 1}} gives each stack one"
 
     def places(self, cpus: float, gpus: float) -> int:
-        """How many stacks run at a time; none is spread over two GPUs.
+        """How many stacks run at a time on a machine; no stack is spread over two GPUs.
 
-        >>> Resources(cpu=4, gpu=0.4).places(32, 2)
-        4
+        Args:
+            cpus: The machine's cores.
+            gpus: The machine's GPUs.
+
+        Examples:
+            >>> Resources(cpu=4, gpu=0.4).places(32, 2)
+            4
         """
         on_cpus = math.floor(cpus / self.cpu)
         return min(on_cpus, math.floor(gpus) * math.floor(1 / self.gpu)) if self.gpu else on_cpus
@@ -135,17 +154,23 @@ class Resources(_Strict):
 class StudySpec(_Strict):
     """A study: a base, arms that each change it, the same candidates for all, and seeds that each choose their own.
 
-    name: of the study in the ledger. description: what it asks, in one line.
-    base: the full method, which every arm changes.
-    task: one or several, each with its parameters. A parameter `task: KIND` lets one task appear under several names.
-    for_task: what every arm changes in the base on one task.
-    ablate: parts to take away one at a time, each an arm `without_PART`: knobs of the rule, or parts of the model.
-    factorial: pairs of parts, each an arm without both; the report gives their interaction.
-    scales: sizes at which every arm runs, each against the base of its size.
-    arms: further arms by name. tune: settings to tune, the same candidates for every arm.
-    search: a search for architectures, in place of arms. resources: what one stack of trials takes.
-    seeds: how many, or {at_least, at_most}. deadline: seconds that a trial may take.
-    family: the arms that are tested together, those of a task or of the whole study.
+    Attributes:
+        name: The study's name in the ledger.
+        description: What the study asks, in one line.
+        task: One task or several, each with its parameters. A parameter `task: KIND` lets one task appear under several
+            names.
+        base: The full method, which every arm changes.
+        for_task: What every arm changes in the base on one task.
+        ablate: Parts to take away one at a time, each an arm `without_PART`: knobs of the rule, or parts of the model.
+        factorial: Pairs of parts, each an arm without both; the report gives their interaction.
+        arms: Further arms by name.
+        tune: Settings to tune, the same candidates for every arm.
+        search: A search for architectures, in place of arms.
+        scales: A ladder: sizes at which every arm runs, each against the base of its size.
+        seeds: How many seeds, or {at_least, at_most}.
+        family: The arms that are tested together: those of a task, or those of the whole study.
+        resources: What one stack of trials takes.
+        deadline: Seconds that a trial may take.
     """
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]*$", max_length=100)]
@@ -158,10 +183,10 @@ class StudySpec(_Strict):
     arms: dict[Name, Change] = {}
     tune: Tune | None = None
     search: Searching | None = None
-    scales: Scales | None = None
+    scales: Ladder | None = None
     seeds: Annotated[
         Annotated[Whole, Field(ge=1, le=1000), Tag("[number]")] | Annotated[Seeds, Tag("[looks]")],
-        Discriminator(lambda given: "[looks]" if isinstance(given, dict | Seeds) else "[number]"),
+        Discriminator(lambda raw: "[looks]" if isinstance(raw, dict | Seeds) else "[number]"),
     ]
     family: Literal["task", "study"] = "task"
     resources: Resources = Resources()
@@ -169,11 +194,11 @@ class StudySpec(_Strict):
 
     @field_validator("for_task")
     @classmethod
-    def _arms_match(cls, given: dict[str, Change]) -> dict[str, Change]:
-        for name, change in given.items():
+    def _arms_match(cls, raw: dict[str, Change]) -> dict[str, Change]:
+        for name, change in raw.items():
             if change.match is not None:
                 raise ValueError(f"{name}.match stands in an arm: the base has nothing to match")
-        return given
+        return raw
 
     @model_validator(mode="after")
     def _a_search_makes_its_own_arms(self) -> Self:
@@ -210,72 +235,76 @@ class StudySpec(_Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _task_by_name(cls, given: Any) -> Any:
-        if isinstance(given, dict) and isinstance(given.get("task"), str):
-            return {**given, "task": {given["task"]: {}}}
-        if isinstance(given, dict) and isinstance(given.get("task"), dict):
-            return {**given, "task": {name: params or {} for name, params in given["task"].items()}}
-        return given
+    def _task_by_name(cls, raw: Any) -> Any:
+        if isinstance(raw, dict) and isinstance(raw.get("task"), str):
+            return {**raw, "task": {raw["task"]: {}}}
+        if isinstance(raw, dict) and isinstance(raw.get("task"), dict):
+            return {**raw, "task": {name: params or {} for name, params in raw["task"].items()}}
+        return raw
 
 
 def load_study(
-    study: str | Path | Mapping[str, Any], *, profile: str | None = None, overrides: Given = None
+    study_file: str | Path | Mapping[str, Any], *, profile: str | None = None, overrides: Overrides = None
 ) -> StudySpec:
-    """Reads a study, with one of its profiles merged over it, and overrides put in after that.
+    """Reads a study, merges one of its profiles over it, and puts overrides in after that.
 
-    study: the path of its file, the name of a shipped one, or the mapping that a file would hold.
-    overrides: a mapping of dotted keys, or words KEY=VALUE, as `deltalab.study.specs.overrides` explains them.
-    Raises `InputError` for a file that is missing, is not YAML, or is not a valid study, and for overrides that make
-    none of it.
+    Args:
+        study_file: The path of a study's file, the name of a shipped study, or the mapping that a file would hold.
+        profile: One of the study's profiles.
+        overrides: A mapping of dotted keys, or words KEY=VALUE, as `deltalab.study.specs.overrides` explains them.
+
+    Raises:
+        InputError: The file is missing, is not YAML or is not a valid study, or the overrides make it no valid study.
     """
-    if isinstance(study, Mapping):
-        path, given = "study", copy.deepcopy(dict(study))
-    elif isinstance(study, str | Path):
-        path, given = _read(study)
+    if isinstance(study_file, Mapping):
+        shown, raw = "study", copy.deepcopy(dict(study_file))
+    elif isinstance(study_file, str | Path):
+        shown, raw = _read(study_file)
     else:
-        raise InputError(f"a study is a file, the name of a shipped study or a mapping, not {study!r}")
-    profiles = given.pop("profiles", None) or {}
+        raise InputError(f"a study is a file, the name of a shipped study or a mapping, not {study_file!r}")
+    profiles = raw.pop("profiles", None) or {}
     if not isinstance(profiles, dict) or not all(
         isinstance(name, str) and isinstance(change, dict) for name, change in profiles.items()
     ):
-        raise InputError(f"{path}: profiles: must be a mapping of names to what they change")
+        raise InputError(f"{shown}: profiles: must be a mapping of names to what they change")
     if profile is not None and profile not in profiles:
-        raise unknown("profile", profile, profiles, where=path)
-    found, chosen = _validated(given, where=path), given
+        raise unknown("profile", profile, profiles, where=shown)
+    spec, chosen = _validated(raw, where=shown), raw
     for name, change in profiles.items():
-        # Check every profile, not only the one asked for.
-        merged = _merge(given, change)
-        checked = _validated(merged, where=f"{path}: profiles.{name}")
+        # Check every profile, not only the profile asked for.
+        merged = _merge(raw, change)
+        checked = _validated(merged, where=f"{shown}: profiles.{name}")
         if name == profile:
-            found, chosen = checked, merged
+            spec, chosen = checked, merged
     if not overrides:
-        return found
-    where = where_given(path, overrides)
+        return spec
+    where = error_prefix(shown, overrides)
     try:
-        changed = overridden(chosen, read_overrides(overrides), [*StudySpec.model_fields])
+        changed = with_overrides(chosen, read_overrides(overrides), [*StudySpec.model_fields])
     except InputError as error:
         raise InputError(f"{where}: {error}") from None
     return _validated(changed, where=where)
 
 
-def _read(file: str | Path) -> tuple[str, dict[str, Any]]:
-    """The path of a study's file and the mapping in it."""
-    path = study_file(file)
+def _read(study_file: str | Path) -> tuple[str, dict[str, Any]]:
+    """Reads a study's file: its path, and the mapping in it."""
+    path = study_folder.study_file(study_file)
     try:
         text = read_text(path)
     except FileNotFoundError:
         near = difflib.get_close_matches(path.stem, [p.stem for p in path.parent.glob("*.yaml")], n=1)
         hint = f"; did you mean {path.parent / near[0]}.yaml?" if near else ""
         raise InputError(f"{path}: no such study{hint}") from None
-    given = read_yaml(text, where=str(path))
-    if not isinstance(given, dict):
+    raw = read_yaml(text, where=str(path))
+    if not isinstance(raw, dict):
         raise InputError(f"{path}: a study is a mapping with name, task, base and seeds")
-    return str(path), given
+    return str(path), raw
 
 
-def _validated(given: Mapping[str, Any], *, where: str) -> StudySpec:
+def _validated(raw: Mapping[str, Any], *, where: str) -> StudySpec:
+    """Validates a study's mapping; raises `InputError`."""
     try:
-        return StudySpec.model_validate(given)
+        return StudySpec.model_validate(raw)
     except ValidationError as error:
         raise InputError(f"{where}: {_first_line(error)}") from None
 
@@ -290,8 +319,8 @@ _SAYS = {
     "int_type": "must be a whole number",
     "float_type": "must be a number",
 }
-# What pydantic puts into the path of an error besides keys.
 _NO_KEY = ("str", "dict[str,any]", "[key]", "[number]", "[looks]")
+"""What pydantic puts into the path of an error besides keys."""
 _KINDS: dict[str, type[BaseModel]] = {
     "base": Method,
     "for_task": Change,
@@ -304,9 +333,10 @@ _KINDS: dict[str, type[BaseModel]] = {
 
 
 def _first_line(error: ValidationError) -> str:
+    """What is wrong first, in one line."""
     errors = error.errors()
     # A misspelled key is also a missing key: report the misspelling.
-    first = next((found for found in errors if found["type"] == "extra_forbidden"), errors[0])
+    first = next((entry for entry in errors if entry["type"] == "extra_forbidden"), errors[0])
     parts = [str(part) for part in first["loc"] if part not in _NO_KEY]
     key = " ".join(".".join(parts).split())
     if first["type"] == "extra_forbidden":
@@ -314,19 +344,18 @@ def _first_line(error: ValidationError) -> str:
         names = [*kind.model_fields, *(["profiles"] if kind is StudySpec else [])]
         return str(unknown("key", parts[-1], names, where=".".join(parts[:-1])))
     if first["type"] == "value_error":
-        said = first["msg"].removeprefix("Value error, ")
-        return (
-            f"{key}{said}" if said.startswith(".") or not key else f"{key}: {said}"
-        )  # .KEY: the error is of a key below
+        message = first["msg"].removeprefix("Value error, ")
+        # A message that begins with .KEY is about a key below this one.
+        return f"{key}{message}" if message.startswith(".") or not key else f"{key}: {message}"
     says = _SAYS.get(first["type"], first["msg"].replace("Input should", "must").replace("String should", "must"))
     if key.endswith(".rule") and first["type"] == "string_type":
         says = "must be a rule's name or a mapping"
-    given = "" if first["type"] == "missing" else f", not {first['input']!r:.80}"
-    return f"{key} {says}{given}"
+    raw = "" if first["type"] == "missing" else f", not {first['input']!r:.80}"
+    return f"{key} {says}{raw}"
 
 
 def _kind(parts: list[str]) -> type[BaseModel]:
-    """What holds the key at this path."""
+    """The class that holds the key at a path."""
     if len(parts) == 1:
         return StudySpec
     if "match" in parts[2:-1] or parts[:-1] == ["search", "match"]:
@@ -336,8 +365,8 @@ def _kind(parts: list[str]) -> type[BaseModel]:
     return _KINDS[parts[0]]
 
 
-# How many levels of mappings merge key by key. Deeper mappings, such as gates and ranges, are replaced whole.
 _LEVELS = {"task": 2, "base": 2, "for_task": 3, "arms": 3, "tune": 1, "search": 1, "scales": 1, "resources": 1}
+"""How many levels of mappings merge key by key. Deeper mappings, such as gates and ranges, are replaced whole."""
 
 
 def _merge(below: Mapping[str, Any], above: Mapping[str, Any], levels: Mapping[str, int] | int = _LEVELS) -> Any:

@@ -1,6 +1,6 @@
-"""The mean of an arm over its seeds, and the share of seeds that learned.
+"""The mean of an arm over its seeds, and the share of seeds that learned, with their intervals.
 
-Differences to the base are in `deltalab.study.statistics.joint_test`.
+`deltalab.study.statistics.joint_test` has the differences to the base.
 """
 
 import math
@@ -10,11 +10,20 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 LEVEL = 0.95
+"""The probability with which an interval holds what it estimates."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean of n seeds and its interval. missing: how many of them did not finish and count as the worst outcome."""
+    """A mean over seeds and its interval.
+
+    Attributes:
+        mean: The mean.
+        low: The lower end of the 95% interval; NaN for a single seed.
+        high: The upper end of the interval.
+        n: The number of seeds.
+        missing: How many of these seeds did not finish, and count as the worst outcome.
+    """
 
     mean: float
     low: float
@@ -25,7 +34,14 @@ class Interval:
 
 @dataclass(frozen=True)
 class Share:
-    """How many of n seeds learned, and the exact interval of the share that does."""
+    """The share of seeds that learned, and its interval.
+
+    Attributes:
+        learned: The number of seeds that learned.
+        n: The number of seeds.
+        low: The lower end of the exact 95% interval of the share.
+        high: The upper end of the interval.
+    """
 
     learned: int
     n: int
@@ -34,13 +50,20 @@ class Share:
 
 
 def mean_interval(x: ArrayLike, bounds: tuple[float, float] | None = None, missing: int = 0) -> Interval:
-    """The mean of x [n] and its 95% t interval, mean +- t_{n-1} s / sqrt(n), cut off at the bounds of the metric.
+    """The mean of x [n] and its 95% t interval, mean +- t_{n-1} s / sqrt(n), for normal values.
 
-    It assumes normal values. All NaN without a value; low and high are NaN with one.
+    Args:
+        x: The values, [n].
+        bounds: The bounds of the metric, at which the interval is cut off.
+        missing: How many of the values stand for seeds that did not finish.
 
-    >>> interval = mean_interval([0.5, 0.75, 1.0], bounds=(0, 1))
-    >>> interval.mean, round(interval.low, 3), interval.high, interval.n
-    (0.75, 0.129, 1, 3)
+    Returns:
+        The interval. All its numbers are NaN without a value; low and high are NaN with one value.
+
+    Examples:
+        >>> interval = mean_interval([0.5, 0.75, 1.0], bounds=(0, 1))
+        >>> interval.mean, round(interval.low, 3), interval.high, interval.n
+        (0.75, 0.129, 1, 3)
     """
     values = np.asarray(x, dtype=float)
     n = len(values)
@@ -55,26 +78,28 @@ def mean_interval(x: ArrayLike, bounds: tuple[float, float] | None = None, missi
 def t_quantile(n: ArrayLike) -> NDArray[np.float64]:
     """t_{n-1}, the factor of the standard error in the 95% interval of a mean of n values.
 
-    >>> t_quantile([2, 8]).round(3)
-    array([12.706,  2.365])
+    Examples:
+        >>> t_quantile([2, 8]).round(3)
+        array([12.706,  2.365])
     """
-    from scipy.special import stdtrit  # scipy.stats would take two seconds to load, and a plan needs neither
+    from scipy.special import stdtrit  # A plan needs no SciPy; and scipy.stats would take two seconds to load.
 
-    found: NDArray[np.float64] = stdtrit(np.asarray(n) - 1.0, (1 + LEVEL) / 2)
-    return found
+    quantiles: NDArray[np.float64] = stdtrit(np.asarray(n) - 1.0, (1 + LEVEL) / 2)
+    return quantiles
 
 
 def within(low: float, high: float, bounds: tuple[float, float] | None) -> tuple[float, float]:
-    """An interval, cut off at the bounds of what it estimates."""
+    """Cuts an interval off at the bounds of what it estimates."""
     return (max(low, bounds[0]), min(high, bounds[1])) if bounds else (low, high)
 
 
 def share_learned(x: ArrayLike, threshold: float) -> Share:
-    """The share of values x [n] above a threshold, with its exact 95% interval (Clopper and Pearson 1934).
+    """The share of values x [n] above a threshold, with its exact 95% interval.
 
-    >>> share = share_learned([0.1, 0.9, 0.95, 1.0], 0.5)
-    >>> share.learned, share.n, round(share.low, 3), round(share.high, 3)
-    (3, 4, 0.194, 0.994)
+    Examples:
+        >>> share = share_learned([0.1, 0.9, 0.95, 1.0], 0.5)
+        >>> share.learned, share.n, round(share.low, 3), round(share.high, 3)
+        (3, 4, 0.194, 0.994)
     """
     values = np.asarray(x, dtype=float)
     learned = int((values > threshold).sum())
@@ -82,7 +107,11 @@ def share_learned(x: ArrayLike, threshold: float) -> Share:
 
 
 def share_interval(k: int, n: int) -> tuple[float, float]:
-    """The exact 95% interval of a share of which k of n were seen (Clopper and Pearson 1934)."""
+    """The exact 95% interval of a share of which k of n were seen.
+
+    References:
+        Clopper and Pearson 1934.
+    """
     from scipy.special import betaincinv
 
     tail = (1 - LEVEL) / 2

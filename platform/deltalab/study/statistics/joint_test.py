@@ -11,14 +11,14 @@ arm whose seeds hardly differ from ruling the maximum (Tusher, Tibshirani and Ch
 the sd of one seed's score. A larger c finds more where all arms are equally noisy, and less beside a noisy arm: see
 `benchmarks/calibration.py`.
 
-The family steps down. An arm that was told from the base no longer competes as it is: only its spread around its own
-mean does, so that all intervals hold together.
+The family steps down. An arm that was told from the base no longer competes as it is: only its spread around its mean
+does, so that all intervals hold together.
 
 With several looks, an arm may be decided at each. Flips that an earlier look would have decided count as decided, and
 look k may decide a share A_k of all flips, so that the error is spent and no more (Lan and DeMets 1983). An arm that
-stopped still competes, with its seeds repeated: without it, the others would be tested as if they were all there were.
-That arms stop for want of prospect depends on the data and is not part of the exact argument; benchmarks/calibration.py
-measures the error with it.
+stopped still competes, with its seeds repeated. Without it, the other arms would be tested as if there were no more.
+Whether an arm stops for want of prospect depends on the data, and is not part of the exact argument;
+benchmarks/calibration.py measures the error with such stops.
 """
 
 import math
@@ -31,21 +31,28 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 ALPHA = 0.05
+"""The probability that a family without a difference finds one."""
 EXACT_UP_TO = 12
-"""Seeds. With more, a subgroup of 2^11 flips stands for all 2^(n - 1), which keeps the test exact."""
+"""The most seeds with all flips. With more, a subgroup of 2^11 flips stands for all 2^(n - 1), which keeps the test
+exact."""
 HOPELESS = 0.1
-"""An arm stops at a look where it would be decided by the last one with a lower probability."""
+"""The probability of a decision by the last look below which an arm stops."""
 
 Array = NDArray[np.float64]
 _EQUAL = 1 - 1e-9
-"""Statistics that differ by rounding alone count as equal."""
+"""The ratio from which on two statistics count as equal, since they differ by rounding alone."""
 _DUST = 1e-12
-"""What is smaller than this share of differences, or of their squares, is rounding."""
+"""The share of differences, or of their squares, below which a number is rounding."""
 
 
 @dataclass(frozen=True)
 class Look:
-    """A test after `seeds` seeds. spent: the share of all flips that it and the looks before it may decide."""
+    """A test after some seeds.
+
+    Attributes:
+        seeds: The number of seeds.
+        spent: The share of all flips that the look and the looks before it may decide.
+    """
 
     seeds: int
     spent: float
@@ -53,10 +60,16 @@ class Look:
 
 @dataclass(frozen=True)
 class Difference:
-    """The mean of n paired differences, and an interval that holds jointly with those of the family.
+    """The mean of paired differences, and an interval that holds jointly with those of the family.
 
-    p: of "no difference", within the family. p <= 0.05 if and only if the interval leaves out 0. Where n seeds cannot
-    decide anything, low and high are infinite. All NaN where there is no pair.
+    All numbers are NaN if there is no pair.
+
+    Attributes:
+        mean: The mean.
+        low: The lower end of the interval; minus infinity if so few seeds cannot decide anything.
+        high: The upper end of the interval; infinite if so few seeds cannot decide anything.
+        p: p of "no difference", within the family. p <= 0.05 if and only if the interval leaves out 0.
+        n: The number of pairs.
     """
 
     mean: float
@@ -67,33 +80,44 @@ class Difference:
 
     @property
     def decided(self) -> bool:
+        """Whether the interval leaves out 0."""
         return self.low > 0 or self.high < 0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """An arm after the looks so far, and why it stopped: decided, hopeless or at the last look; None if it goes on."""
+    """An arm after the looks so far.
+
+    Attributes:
+        difference: The arm's difference to the base.
+        stopped: Why the arm stopped; None if it goes on.
+    """
 
     difference: Difference
     stopped: Literal["decided", "hopeless", "last"] | None
 
 
 UNKNOWN = Difference(math.nan, math.nan, math.nan, math.nan, 0)
+"""The difference of an arm without a pair."""
 
 
 def one_look(seeds: int, alpha: float = ALPHA) -> tuple[Look, ...]:
-    """A single look, at the end."""
+    """Plans a single look, at the end."""
     return (Look(seeds, alpha),)
 
 
 def spread_looks(at_least: int, at_most: int, alpha: float = ALPHA) -> tuple[Look, ...]:
-    """Up to four looks from `at_least` to `at_most` seeds, with alpha (seeds / at_most)^1.5 spent by each.
+    """Plans up to four looks from `at_least` to `at_most` seeds, with alpha (seeds / at_most)^1.5 spent by each.
 
-    Of the power family of Kim and DeMets (1987): it leaves most to the later looks, where it finds most. The first look
-    may only be able to stop arms without a prospect: 6 seeds of 15 cannot decide any.
+    This spending leaves most to the later looks, which find most. The first look may only be able to stop arms without
+    a prospect: 6 seeds of 15 cannot decide any arm.
 
-    >>> [(look.seeds, round(look.spent, 4)) for look in spread_looks(6, 15)]
-    [(6, 0.0126), (8, 0.0195), (11, 0.0314), (15, 0.05)]
+    Examples:
+        >>> [(look.seeds, round(look.spent, 4)) for look in spread_looks(6, 15)]
+        [(6, 0.0126), (8, 0.0195), (11, 0.0314), (15, 0.05)]
+
+    References:
+        Kim and DeMets 1987, the power family.
     """
     seeds = dict.fromkeys(round(at_least * (at_most / at_least) ** (i / 3)) for i in range(4))
     return tuple(Look(n, alpha * (n / at_most) ** 1.5) for n in seeds)
@@ -102,8 +126,9 @@ def spread_looks(at_least: int, at_most: int, alpha: float = ALPHA) -> tuple[Loo
 def smallest_p(n: int) -> float:
     """The least p that n seeds can give: 2 / 2^n.
 
-    >>> smallest_p(5), smallest_p(8)
-    (0.0625, 0.0078125)
+    Examples:
+        >>> smallest_p(5), smallest_p(8)
+        (0.0625, 0.0078125)
     """
     return min(1.0, 2.0 ** (1 - n))
 
@@ -111,24 +136,35 @@ def smallest_p(n: int) -> float:
 def seeds_needed(alpha: float = ALPHA) -> int:
     """The fewest seeds with which p can reach alpha, for any number of arms.
 
-    >>> seeds_needed(), seeds_needed(0.01)
-    (6, 8)
+    Examples:
+        >>> seeds_needed(), seeds_needed(0.01)
+        (6, 8)
     """
     return next(n for n in range(1, 64) if smallest_p(n) <= alpha)
 
 
 def seeds_to_decide(differences: ArrayLike, arms: int, power: float = 0.8) -> int | None:
-    """About how many seeds would decide a difference like this one, tested together with `arms` arms.
-
-    differences: d [n] of one arm, undecided so far. power: the probability that so many seeds decide it. None where
-    the seeds agree on 0, or are fewer than two. It takes the mean and sd of d for the true ones, so it is a guide:
+    """About how many seeds would decide an arm's difference.
 
         n = ((z_{1 - alpha / 2m} + z_power) sd / mean)^2 + z_{1 - alpha / 2m}^2 / 2    for m arms
 
-    which is a t test with Bonferroni's correction (Guenther 1981), and at least one seed more than n.
+    This is a t test with Bonferroni's correction. The number is a guide, since the formula takes the mean and the
+    standard deviation of the differences so far for the true ones.
 
-    >>> seeds_to_decide([0.1, -0.1, 0.2, 0.0, 0.1, 0.0], arms=1), seeds_to_decide([0.0, 0.0, 0.0], arms=1)
-    (37, None)
+    Args:
+        differences: The differences d [n] of one arm, which is not decided so far.
+        arms: How many arms are tested together.
+        power: The probability that so many seeds decide the difference.
+
+    Returns:
+        The number of seeds, at least one more than there are; None if the seeds agree on 0 or are fewer than two.
+
+    Examples:
+        >>> seeds_to_decide([0.1, -0.1, 0.2, 0.0, 0.1, 0.0], arms=1), seeds_to_decide([0.0, 0.0, 0.0], arms=1)
+        (37, None)
+
+    References:
+        Guenther 1981.
     """
     from scipy import stats
 
@@ -142,13 +178,19 @@ def seeds_to_decide(differences: ArrayLike, arms: int, power: float = 0.8) -> in
 
 
 def compare(differences: Sequence[ArrayLike], units: Sequence[int] | None = None) -> list[Difference]:
-    """The difference of each arm, tested together with the others, on the same seeds.
+    """Tests all arms together, on the same seeds.
 
-    differences: d_j [n] of each arm. units: arms of one number share a unit of measurement, and c; None if all do.
+    Args:
+        differences: The differences d_j [n] of each arm.
+        units: A number for each arm; arms with one number share a unit of measurement, and c. None if all arms do.
 
-    >>> found = compare([[0.1, 0.2, 0.1, 0.2, 0.1, 0.2], [0.1, -0.1, 0.1, -0.1, 0.2, -0.2]])
-    >>> [(round(arm.mean, 2), arm.p, arm.decided) for arm in found]
-    [(0.15, 0.03125, True), (0.0, 1.0, False)]
+    Returns:
+        The difference of each arm.
+
+    Examples:
+        >>> arms = compare([[0.1, 0.2, 0.1, 0.2, 0.1, 0.2], [0.1, -0.1, 0.1, -0.1, 0.2, -0.2]])
+        >>> [(round(arm.mean, 2), arm.p, arm.decided) for arm in arms]
+        [(0.15, 0.03125, True), (0.0, 1.0, False)]
     """
     seeds = max((len(np.atleast_1d(d)) for d in differences), default=0)
     return [outcome.difference for outcome in follow(differences, one_look(seeds), units)]
@@ -161,26 +203,33 @@ def follow(
     *,
     intervals: bool = True,
 ) -> list[Outcome]:
-    """Goes from look to look until an arm that should go on lacks seeds for the next one.
+    """Tests the arms at one look after the other, until an arm that should go on lacks seeds for the next look.
 
-    differences: d_j [n_j] of each arm, by seed. Seeds beyond those at which an arm stops are not used.
-    intervals: False leaves the interval of an undecided arm infinite, and takes a tenth of the time.
+    Args:
+        differences: The differences d_j [n_j] of each arm, by seed. Seeds beyond those at which an arm stops are not
+            used.
+        looks: The looks.
+        units: As in `compare`.
+        intervals: Whether undecided arms get an interval. Without, it is infinite, and the test takes a tenth of the
+            time.
+
+    Returns:
+        The outcome of each arm.
     """
-    given = [np.atleast_1d(np.asarray(d, dtype=float)) for d in differences]
-    family = _Family(given, list(units or [0] * len(given)), intervals)
-    outcomes = [Outcome(UNKNOWN, None)] * len(given)
+    by_arm = [np.atleast_1d(np.asarray(d, dtype=float)) for d in differences]
+    family = _Family(by_arm, list(units or [0] * len(by_arm)), intervals)
+    outcomes = [Outcome(UNKNOWN, None)] * len(by_arm)
     for k, look in enumerate(looks):
         running = [j for j, outcome in enumerate(outcomes) if outcome.stopped is None]
-        if not running or any(len(given[j]) < look.seeds for j in running) or not look.seeds:
+        if not running or any(len(by_arm[j]) < look.seeds for j in running) or not look.seeds:
             break
-        found = family.tested(running, looks[: k + 1])
-        for j, difference in found.items():
+        for j, difference in family.tested(running, looks[: k + 1]).items():
             stopped: Literal["decided", "hopeless", "last"] | None = None
             if difference.decided:
                 stopped = "decided"
             elif k == len(looks) - 1:
                 stopped = "last"
-            elif _prospect(given[j][: look.seeds], look.seeds / looks[-1].seeds, len(given)) < HOPELESS:
+            elif _prospect(by_arm[j][: look.seeds], look.seeds / looks[-1].seeds, len(by_arm)) < HOPELESS:
                 stopped = "hopeless"
             outcomes[j] = Outcome(difference, stopped)
             if stopped:
@@ -189,7 +238,7 @@ def follow(
 
 
 def _prospect(d: Array, t: float, arms: int) -> float:
-    """The probability that an arm is decided at the end, if it goes on as it went: its conditional power.
+    """The conditional power of an arm: the probability that it is decided at the end, if it goes on as it went.
 
     With z the normal quantile of a t test at the share t of the seeds, Phi((z / sqrt(t) - z_end) / sqrt(1 - t)).
     """
@@ -203,16 +252,22 @@ def _prospect(d: Array, t: float, arms: int) -> float:
 
 
 def rejects(differences: Sequence[ArrayLike], shifts: ArrayLike, looks: Sequence[Look]) -> NDArray[np.bool_]:
-    """Whether the test rejects "the first arm differs by shift", for each of shifts [D]."""
+    """Whether the test rejects "the first arm differs by shift", for each of shifts [D].
+
+    Args:
+        differences: The differences d_j [n] of each arm.
+        shifts: The shifts [D].
+        looks: The looks up to the one of the test.
+    """
     family = _Family([np.asarray(d, dtype=float) for d in differences], [0] * len(differences))
     return family.p(0, np.asarray(shifts, dtype=float), looks) <= ALPHA
 
 
 @cache
 def flips(n: int) -> Array:
-    """Signs e [E, n], the observed ones first. A global sign does not change T and is left out.
+    """The signs e [E, n] of all flips, the observed signs first. A global sign does not change T and is left out.
 
-    Beyond EXACT_UP_TO seeds, the sign of each further seed is the product of the signs of three or more of the first
+    Beyond `EXACT_UP_TO` seeds, the sign of each further seed is the product of the signs of three or more of the first
     seeds, chosen at random. So the flips form a group, and the first seeds take all their signs equally often, as
     earlier looks assume.
     """
@@ -226,7 +281,15 @@ def flips(n: int) -> Array:
 
 
 class _Family:
-    """The arms that are tested together. decided: those told from the base so far."""
+    """The arms that are tested together.
+
+    Attributes:
+        differences: The differences of each arm.
+        units: The unit of each arm.
+        intervals: Whether undecided arms get an interval.
+        stopped: The seeds at which arms stopped, by arm.
+        decided: The arms that were told from the base so far.
+    """
 
     def __init__(self, differences: list[Array], units: list[int], intervals: bool = True) -> None:
         self.differences, self.units, self.intervals = differences, units, intervals
@@ -235,33 +298,34 @@ class _Family:
         self.decided: set[int] = set()
 
     def stop(self, j: int, seeds: int) -> None:
+        """Notes that arm j gets no further seeds."""
         self.stopped[j] = seeds
         self._kept.clear()
 
     def tested(self, running: list[int], looks: Sequence[Look]) -> dict[int, Difference]:
-        """Steps down through the arms that run, and finds the difference of each."""
+        """Steps down through the arms that run, and returns the difference of each."""
         while left := [j for j in running if j not in self.decided]:
             p = {j: float(self.p(j, np.zeros(1), looks)[0]) for j in left}
             if min(p.values()) > ALPHA:
                 break
-            # Of arms with one p those with the largest T go first, together: the order of arms must not matter.
+            # Among arms with one p, those with the largest T go first, together: the order of arms must not matter.
             t = {j: self._observed(j, looks) for j in left if p[j] == min(p.values())}
             self.decided |= {j for j in t if t[j] >= max(t.values()) * _EQUAL}
             self._kept.clear()
         return {j: self._difference(j, looks) for j in running}
 
     def _difference(self, j: int, looks: Sequence[Look]) -> Difference:
-        """Accepts every value of the difference that the test does not reject; the interval is their hull."""
+        """The difference of arm j. Its interval is the hull of all values that the test does not reject."""
         d = self.differences[j][: looks[-1].seeds]
         mean, p = float(d.mean()), float(self.p(j, np.zeros(1), looks)[0])
         if smallest_p(len(d)) > looks[-1].spent or (p > ALPHA and not self.intervals):
             return Difference(mean, -math.inf, math.inf, p, len(d))
         spread, largest = max(float(d.std()), self._scale(j, len(d))), max(map(_rms, self.differences))
-        if spread < _DUST * largest:  # of an arm that was decided and whose seeds agree, rounding is left
+        if spread < _DUST * largest:  # The seeds of a decided arm agree, so that only rounding is left.
             spread = largest
         bounds = []
         for side in (-1.0, 1.0):
-            # 0 is among the values, so that p and the interval agree.
+            # The values include 0, so that p and the interval agree.
             away = np.array(sorted({abs(mean), *(spread * 2.0 ** np.arange(-6, 12))})) if spread else np.zeros(1)
             near, far = 0.0, math.inf
             for _ in range(4):
@@ -279,18 +343,19 @@ class _Family:
         return Difference(mean, bounds[0], bounds[1], p, len(d))
 
     def _scale(self, j: int, seeds: int) -> float:
+        """The median size of the differences of all arms in arm j's unit."""
         same = [i for i, unit in enumerate(self.units) if unit == self.units[j]]
         return float(np.median([_rms(self._seen(i, seeds)) for i in same]))
 
     def _seen(self, i: int, seeds: int) -> Array:
-        """An arm's differences at a look: around their mean if the arm was decided, repeated if it stopped before."""
+        """The differences of arm i at a look: around their mean if it was decided, repeated if it stopped before."""
         d = self.differences[i][: min(seeds, self.stopped.get(i, seeds))]
         if i in self.decided and len(d) > 1:
             d = (d - d.mean()) * math.sqrt(len(d) / (len(d) - 1))
         return np.resize(d, seeds)
 
     def p(self, j: int, shifts: Array, looks: Sequence[Look]) -> Array:
-        """p of "the difference of arm j is shift" for each of shifts [D]."""
+        """The p of "the difference of arm j is shift", for each of shifts [D]."""
         signs = flips(looks[-1].seeds)
         gone = np.zeros((len(shifts), len(signs)), dtype=bool)
         for look in looks[:-1]:
@@ -305,7 +370,7 @@ class _Family:
         return np.minimum(p * ALPHA / looks[-1].spent, 1.0)
 
     def _observed(self, j: int, looks: Sequence[Look]) -> float:
-        """T of an arm as it was observed, at the last look."""
+        """T of arm j as it was observed, at the last look."""
         return float(self._largest(j, np.zeros(1), flips(looks[-1].seeds)[:1])[1][0, 0])
 
     def _largest(self, j: int, shifts: Array, signs: Array) -> tuple[Array, Array]:
@@ -326,7 +391,7 @@ class _Family:
         return np.maximum(largest, t), t
 
     def _flipped(self, signs: Array) -> "_Flipped":
-        """All arms as they compete with another one, kept until one more is decided or stops."""
+        """All arms as they compete with another arm, kept until an arm is decided or stops."""
         if signs.shape not in self._kept:
             seen = [self._seen(i, signs.shape[1]) for i in range(len(self.differences))]
             self._kept[signs.shape] = _Flipped(np.array(seen), signs)
@@ -334,11 +399,19 @@ class _Family:
 
 
 def _rms(d: Array) -> float:
+    """The root of the mean square."""
     return math.sqrt(float(np.mean(d**2)))
 
 
 class _Flipped:
-    """Rows of differences d [R, n] under every flip: rms size [R], |mean| and sd [R, E]."""
+    """Rows of differences d [R, n] under every flip.
+
+    Attributes:
+        n: The number of seeds.
+        size: The root of the mean square of each row, [R].
+        mean: The absolute mean of each row under each flip, [R, E].
+        sd: The standard deviation of each row under each flip, [R, E].
+    """
 
     def __init__(self, d: Array, signs: Array) -> None:
         self.n = d.shape[1]
@@ -349,9 +422,9 @@ class _Flipped:
         self.sd = np.sqrt(np.where(spread > _DUST * whole, spread, 0.0) * self.n / max(self.n - 1, 1))
 
     def t(self, constant: Array, rows: Sequence[int] | slice = slice(None)) -> Array:
-        """T of rows for each constant: [R, E] for [R, 1], [D, R, E] for [D, 1, 1]; 0 where d is 0.
+        """T of rows for each constant: [R, E] for [R, 1], and [D, R, E] for [D, 1, 1].
 
-        Infinite where all seeds agree on another value and the constant is 0.
+        T is 0 if d is 0, and infinite if all seeds agree on another value and the constant is 0.
         """
         size = self.sd[rows] + constant
         mean = np.broadcast_to(self.mean[rows], size.shape)

@@ -1,4 +1,4 @@
-"""The Pareto front, the volume that it dominates, and what each point adds to it. Smaller is better throughout."""
+"""The Pareto front, the volume that it dominates, and what each point adds to the volume. Smaller is better."""
 
 import math
 from collections.abc import Sequence
@@ -7,21 +7,25 @@ import numpy as np
 import numpy.typing as npt
 
 Points = Sequence[Sequence[float]] | npt.NDArray[np.float64]
+"""Points by their coordinates, [n, d]."""
 
 
 def front(points: Points) -> list[int]:
-    """The indices of the points on the front, where smaller is better in every coordinate.
+    """The indices of the points on the front, which no other point dominates.
 
-    A point dominates another if it is as good in every coordinate and better in one. A point with a NaN is never on it.
+    A point dominates another if it is as good in every coordinate and better in one. A point with a NaN is never on the
+    front.
 
-    >>> front([(1.0, 9.0), (2.0, 2.0), (3.0, 2.0), (math.nan, 0.0)])
-    [0, 1]
+    Examples:
+        >>> front([(1.0, 9.0), (2.0, 2.0), (3.0, 2.0), (math.nan, 0.0)])
+        [0, 1]
     """
     table = _table(points)
     left = np.flatnonzero(~np.isnan(table).any(axis=1))
     if not len(left):
         return []
-    left = left[np.lexsort(table[left].T[::-1])]  # by the first coordinate, then the next: none dominates an earlier
+    # In the order of the first coordinate, then the next, no point dominates an earlier one.
+    left = left[np.lexsort(table[left].T[::-1])]
     kept, at = table[left], 0
     while at < len(kept):
         stay = (kept < kept[at]).any(axis=1) | (kept == kept[at]).all(axis=1)
@@ -30,44 +34,58 @@ def front(points: Points) -> list[int]:
 
 
 def hypervolume(points: Points, reference: Sequence[float]) -> float:
-    """The volume of all that lies between some point and the reference: at least as bad as the point, better than it.
+    """The exact volume of all that some point dominates and that is better than the reference.
 
-    Exact, by slices along the last coordinate: O(n^2) for n points in three coordinates, a factor n more for each
-    further one. Points with a NaN, and those that are no better than the reference in some coordinate, add nothing.
+    Points with a NaN, and points that are no better than the reference in some coordinate, add nothing. Slices along
+    the last coordinate take O(n^2) for n points in three coordinates, and a factor n more for each further coordinate.
 
-    >>> hypervolume([(0.0, 2.0), (1.0, 0.0)], (2.0, 3.0))
-    4.0
+    Examples:
+        >>> hypervolume([(0.0, 2.0), (1.0, 0.0)], (2.0, 3.0))
+        4.0
     """
     return _volume(_inside(points, reference), np.asarray(reference, dtype=np.float64))
 
 
 def contributions(points: Points, reference: Sequence[float]) -> list[float]:
-    """What the hypervolume would lose without each of the points; 0 for those that are not on the front.
+    """What the hypervolume would lose without each of the points: 0 for points that are not on the front.
 
-    >>> contributions([(0.0, 2.0), (1.0, 0.0), (1.0, 2.5)], (2.0, 3.0))
-    [1.0, 2.0, 0.0]
+    Examples:
+        >>> contributions([(0.0, 2.0), (1.0, 0.0), (1.0, 2.5)], (2.0, 3.0))
+        [1.0, 2.0, 0.0]
     """
     table, limit = _table(points), np.asarray(reference, dtype=np.float64)
     inside = np.asarray((table < limit).all(axis=1))
-    found = [0.0] * len(table)
+    lost = [0.0] * len(table)
     for i in front(points):
         if inside[i]:
             others = inside.copy()
             others[i] = False
-            found[i] = _added(table[i], table[others], limit)
-    return found
+            lost[i] = _added(table[i], table[others], limit)
+    return lost
 
 
-def chosen(points: Points, reference: Sequence[float], most: int, first: Sequence[int] = ()) -> list[int]:
-    """The indices of up to `most` points that together dominate much: `first`, then each adds the most to those before.
+def greedy_choice(points: Points, reference: Sequence[float], most: int, first: Sequence[int] = ()) -> list[int]:
+    """Chooses points that together dominate much, each of which adds the most hypervolume to the points before it.
 
-    Greedy, which keeps at least 1 - 1/e of the largest hypervolume that so many points can have (Nemhauser, Wolsey and
-    Fisher, 1978). It stops where no further point adds anything.
+    The points have at least 1 - 1/e of the largest hypervolume that so many points can have.
 
-    >>> chosen([(0.0, 2.0), (1.0, 0.0), (0.9, 1.9)], (2.0, 3.0), 2)
-    [1, 0]
-    >>> chosen([(0.0, 2.0), (1.0, 0.0), (0.9, 1.9)], (2.0, 3.0), 2, first=[2])
-    [2, 1]
+    Args:
+        points: The points.
+        reference: The reference of the hypervolume.
+        most: The most points to choose.
+        first: The indices of points that are chosen first.
+
+    Returns:
+        The indices, in order; fewer than `most` if no further point adds anything.
+
+    Examples:
+        >>> greedy_choice([(0.0, 2.0), (1.0, 0.0), (0.9, 1.9)], (2.0, 3.0), 2)
+        [1, 0]
+        >>> greedy_choice([(0.0, 2.0), (1.0, 0.0), (0.9, 1.9)], (2.0, 3.0), 2, first=[2])
+        [2, 1]
+
+    References:
+        Nemhauser, Wolsey and Fisher 1978.
     """
     table, limit = _table(points), np.asarray(reference, dtype=np.float64)
     taken = [*first[:most]]
@@ -86,11 +104,17 @@ def chosen(points: Points, reference: Sequence[float], most: int, first: Sequenc
 def ranked(points: Points, reference: Sequence[float], most: int) -> list[int]:
     """The indices of all points, the best first: those of the front, then those of the front of the others, and so on.
 
-    Within one front, those come first that add the most. Points with a NaN come last. After the front with the last of
-    the `most` best, the others follow as they come.
+    Within a front, points that add more hypervolume come first. Points with a NaN come last.
 
-    >>> ranked([(0.0, 2.0), (1.0, 0.0), (1.0, 2.5), (math.nan, 0.0)], (2.0, 3.0), 4)
-    [1, 0, 2, 3]
+    Args:
+        points: The points.
+        reference: The reference of the hypervolume.
+        most: How many of the best points must be in order. After the front with the last of these, the other points
+            follow as they come.
+
+    Examples:
+        >>> ranked([(0.0, 2.0), (1.0, 0.0), (1.0, 2.5), (math.nan, 0.0)], (2.0, 3.0), 4)
+        [1, 0, 2, 3]
     """
     table = _table(points)
     left = [*range(len(table))]
@@ -103,20 +127,22 @@ def ranked(points: Points, reference: Sequence[float], most: int) -> list[int]:
 
 
 def beyond_worst(points: Points) -> tuple[float, ...]:
-    """A reference for the hypervolume: the worst of each coordinate, and a tenth of its range more.
+    """A reference for the hypervolume: the worst of each coordinate, and a tenth of the coordinate's range more.
 
-    >>> beyond_worst([(0.0, 2.0), (1.0, 0.0), (math.nan, 9.0)])
-    (1.1, 2.2)
+    Examples:
+        >>> beyond_worst([(0.0, 2.0), (1.0, 0.0), (math.nan, 9.0)])
+        (1.1, 2.2)
     """
     table = _table(points)
     table = table[~np.isnan(table).any(axis=1)]
     if not len(table):
         return tuple(np.zeros(table.shape[1]))
     worst, range_ = table.max(axis=0), np.ptp(table, axis=0)
-    return tuple(float(each) for each in worst + 0.1 * np.where(range_ > 0, range_, 1.0))
+    return tuple(float(value) for value in worst + 0.1 * np.where(range_ > 0, range_, 1.0))
 
 
 def _table(points: Points) -> npt.NDArray[np.float64]:
+    """The points as an array [n, d]."""
     return np.asarray(points, dtype=np.float64).reshape(len(points), -1 if len(points) else 0)
 
 
@@ -161,5 +187,5 @@ def _volume(table: npt.NDArray[np.float64], limit: npt.NDArray[np.float64]) -> f
 
 
 def _added(point: npt.NDArray[np.float64], others: npt.NDArray[np.float64], limit: npt.NDArray[np.float64]) -> float:
-    """The volume that a point adds to others: its box, less the part that they dominate."""
+    """The volume that a point adds to others: the point's box, less the part that the others dominate."""
     return float(np.prod(limit - point)) - _volume(np.maximum(others, point), limit)

@@ -1,8 +1,8 @@
-"""What a seed's result is: the test score of the run that its validation score chooses among the candidates.
+"""The result of a seed: the test score of the run with the best validation score among the candidates.
 
-Each seed trains every candidate and chooses for itself, so that an arm's seeds are independent repeats of the whole
-procedure, tuning included, and the noise of the choice is in the differences that are tested. A seed none of whose runs
-finished counts as the worst outcome of that seed: the worst of all arms, or chance where that is worse.
+Each seed trains every candidate and chooses for itself. So an arm's seeds are independent repeats of the whole
+procedure, tuning included, and the noise of the choice is in the differences that are tested. A seed without a finished
+run counts as the worst outcome of that seed: the worst score of all arms, or chance if chance is worse.
 """
 
 import math
@@ -16,7 +16,7 @@ from deltalab.study.statistics.joint_test import Look, Outcome, follow
 
 @dataclass(frozen=True)
 class Run:
-    """The scores of a run at its last step; NaN where it did not finish."""
+    """The scores of a run at its last step; NaN if the run did not finish."""
 
     validation: float
     test: float
@@ -30,7 +30,13 @@ Runs = Mapping[int, Mapping[int, Run]]
 class Scores:
     """The runs of all arms on one task.
 
-    seeds: of each arm, those that it was to train, in order. runs: those recorded; one that failed may be absent.
+    Attributes:
+        base: The name of the base.
+        maximize: Whether more of the metric is better.
+        chance: The metric of a model that has learned nothing.
+        runs: The recorded runs of each arm; a run that failed may be absent.
+        seeds: The seeds that each arm was to train, in order.
+        results: Arm -> seed -> the test score of the chosen run, or the worst outcome if no run finished.
     """
 
     base: str
@@ -39,20 +45,20 @@ class Scores:
     runs: Mapping[str, Runs]
     seeds: Mapping[str, Sequence[int]]
     results: dict[str, dict[int, float]] = field(init=False)
-    """Arm -> seed -> the test score of the chosen run, with the worst outcome where none finished."""
     _worst: dict[int, float] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        own = {arm: {seed: self.choice(arm, seed) for seed in seeds} for arm, seeds in self.seeds.items()}
-        results: dict[str, dict[int, float]] = {arm: {} for arm in own}
-        for arm, choices in own.items():
-            for seed, number in choices.items():
+        """Computes the results."""
+        choices = {arm: {seed: self.choice(arm, seed) for seed in seeds} for arm, seeds in self.seeds.items()}
+        results: dict[str, dict[int, float]] = {arm: {} for arm in choices}
+        for arm, by_seed in choices.items():
+            for seed, number in by_seed.items():
                 results[arm][seed] = self.worst(seed) if number is None else self.runs[arm][number][seed].test
         object.__setattr__(self, "results", results)
 
     def choice(self, arm: str, seed: int) -> int | None:
-        """The candidate that a seed chose; None where none of its runs finished."""
-        return chosen(self.runs[arm], seed, self.maximize)
+        """The candidate that a seed chose; None if no run of the seed finished."""
+        return chosen_candidate(self.runs[arm], seed, self.maximize)
 
     def worst(self, seed: int) -> float:
         """The worst outcome of a seed."""
@@ -64,23 +70,24 @@ class Scores:
 
     @property
     def others(self) -> list[str]:
+        """The arms with a result, without the base."""
         return [arm for arm in self.results if arm != self.base and self.seeds[arm]]
 
     def differences(self, arm: str) -> list[float]:
-        """The arm's results minus the base's, in the order of its seeds; 0 where they differ by rounding alone."""
+        """The arm's results minus the base's, in the order of its seeds; 0 for a difference that is rounding alone."""
         return list(self.by_seed(arm).values())
 
     def by_seed(self, arm: str) -> dict[int, float]:
         """The same differences by seed."""
         pairs = {seed: (self.results[arm][seed], self.results[self.base].get(seed)) for seed in self.seeds[arm]}
         return {
-            seed: 0.0 if abs(own - base) <= 1e-12 * max(abs(own), abs(base)) else own - base
-            for seed, (own, base) in pairs.items()
+            seed: 0.0 if abs(result - base) <= 1e-12 * max(abs(result), abs(base)) else result - base
+            for seed, (result, base) in pairs.items()
             if base is not None
         }
 
     def best(self, arm: str) -> int | None:
-        """The candidate with the best mean of validation scores over all seeds; None where none finished them all."""
+        """The candidate with the best mean of validation scores over all seeds; None if no candidate finished all."""
         means = {}
         for number, runs in self.runs[arm].items():
             values = [runs[seed].validation if seed in runs else math.nan for seed in self.seeds[arm]]
@@ -90,7 +97,7 @@ class Scores:
         return best(means, key=lambda number: means[number]) if means else None
 
     def shown(self, arm: str) -> int | None:
-        """The candidate that stands for an arm: the best, or the first that a seed chose where none finished all."""
+        """The candidate that stands for an arm: the best, or else the first that a seed chose."""
         best = self.best(arm)
         if best is not None:
             return best
@@ -98,46 +105,53 @@ class Scores:
         return next((number for number in choices if number is not None), None)
 
     def by_budget(self, arm: str) -> list[float]:
-        """The expected result if 1, 2, ... of the candidates had been tried (Dodge et al. 2019, arXiv:1909.03004).
+        """The expected result if 1, 2, ... of the candidates had been tried.
 
-        Of C candidates in order of a seed's validation scores, number r (from 0) is the best of b drawn without
+        Of C candidates in the order of a seed's validation scores, number r (from 0) is the best of b drawn without
         replacement with probability C(C - 1 - r, b - 1) / C(C, b).
+
+        References:
+            Dodge et al. 2019, arXiv:1909.03004.
         """
-        numbers, found = list(self.runs[arm]), []
+        numbers, expected = list(self.runs[arm]), []
         ranked = []
         for seed in self.seeds[arm]:
             order = sorted(numbers, key=lambda number: self._rank(arm, number, seed))
             ranked.append([self._test(arm, number, seed) for number in order])
         for chance in _chances(len(numbers)):
             sums = [math.fsum(map(mul, chance, tests)) for tests in ranked]
-            found.append(math.fsum(sums) / len(sums) if sums else math.nan)
-        return found
+            expected.append(math.fsum(sums) / len(sums) if sums else math.nan)
+        return expected
 
     def _rank(self, arm: str, number: int, seed: int) -> tuple[bool, float]:
+        """What sorts an arm's candidates by a seed's validation scores, the best first."""
         run = self.runs[arm][number].get(seed)
         if run is None or not (math.isfinite(run.validation) and math.isfinite(run.test)):
             return True, 0.0
         return False, -run.validation if self.maximize else run.validation
 
     def _test(self, arm: str, number: int, seed: int) -> float:
+        """The test score of a run, or the worst outcome of its seed if the run did not finish."""
         run = self.runs[arm][number].get(seed)
         return run.test if run is not None and math.isfinite(run.test) else self.worst(seed)
 
 
 @cache
 def _chances(total: int) -> list[list[float]]:
-    """Of b = 1, 2, ... `total` candidates drawn, the probability that number r = 0, 1, ... is the best of them."""
+    """For b = 1, 2, ... `total` candidates drawn, the probability that number r = 0, 1, ... is the best of them."""
     return [
         [math.comb(total - 1 - r, budget - 1) / math.comb(total, budget) for r in range(total)]
         for budget in range(1, total + 1)
     ]
 
 
-def chosen(runs: Runs, seed: int, maximize: bool) -> int | None:
-    """The candidate whose run has the seed's best validation score, the first of equals; None where none finished.
+def chosen_candidate(runs: Runs, seed: int, maximize: bool) -> int | None:
+    """The candidate whose run has a seed's best validation score, the first of equals; None if no run finished.
 
-    >>> chosen({0: {1: Run(0.5, 0.4)}, 1: {1: Run(0.7, 0.3)}, 2: {1: Run(math.nan, 0.9)}}, seed=1, maximize=True)
-    1
+    Examples:
+        >>> runs = {0: {1: Run(0.5, 0.4)}, 1: {1: Run(0.7, 0.3)}, 2: {1: Run(math.nan, 0.9)}}
+        >>> chosen_candidate(runs, seed=1, maximize=True)
+        1
     """
     scores = {
         number: run[seed].validation
@@ -149,11 +163,20 @@ def chosen(runs: Runs, seed: int, maximize: bool) -> int | None:
 
 
 def outcomes(tables: Sequence[Scores], looks: Sequence[Look], *, intervals: bool = True) -> list[dict[str, Outcome]]:
-    """The outcome of each arm but the base, of each task, all tested as one family. intervals: as of `follow`."""
+    """Tests all arms of several tasks as one family.
+
+    Args:
+        tables: The scores on each task.
+        looks: The looks of the study.
+        intervals: As in `joint_test.follow`.
+
+    Returns:
+        For each task, the outcome of each arm but the base.
+    """
     arms = [(unit, arm) for unit, table in enumerate(tables) for arm in table.others]
     differences = [tables[unit].differences(arm) for unit, arm in arms]
-    found: list[dict[str, Outcome]] = [{} for _ in tables]
+    by_task: list[dict[str, Outcome]] = [{} for _ in tables]
     followed = follow(differences, looks, [unit for unit, _ in arms], intervals=intervals)
     for (unit, arm), outcome in zip(arms, followed, strict=True):
-        found[unit][arm] = outcome
-    return found
+        by_task[unit][arm] = outcome
+    return by_task

@@ -1,4 +1,4 @@
-"""The child of a worker: trains the stacks that it is sent, and shows by its pulse that it has not come to a halt."""
+"""The child of a worker, which trains the stacks that the worker sends, and shows by its pulse that it goes on."""
 
 import contextlib
 import faulthandler
@@ -17,32 +17,45 @@ from pathlib import Path
 from typing import Any
 
 from deltalab import registry
-from deltalab.study.workers.child_messages import Beat, send, write_beat
-from deltalab.study.workers.jobs import Lost, stack_from_json, to_json
+from deltalab.study.workers.child_messages import ChildState, send, write_state
+from deltalab.study.workers.jobs import Lost, record_to_json, stack_from_json
 from deltalab.study.workers.train_stack import execute
 from deltalab.training.beat import STEP
 
 MOST_TIMED = 3 * 2**9
-"""Steps of which the median is taken."""
+"""The most steps of which the median time is taken."""
 
 
 class Pulse:
-    """Writes down each beat of a stack's training, for the worker to read."""
+    """Writes down each beat of a stack's training, for the worker to read.
+
+    Attributes:
+        file: The descriptor of the file for the child's state.
+        steps: The steps of the training.
+    """
 
     def __init__(self, file: int, steps: int) -> None:
+        """Begins before the first beat."""
         self.file, self.steps = file, steps
         self._durations: list[float] = []
         self._typical = math.inf
         self._last: tuple[str, int, float] = "", 0, 0.0
 
     def __call__(self, what: str, step: int | None = None, ends: float = math.inf) -> None:
+        """Notes what the child does now.
+
+        Args:
+            what: What the child does.
+            step: The steps that are done; None if their number is as before.
+            ends: The deadline of the stack, by `time.monotonic`.
+        """
         now = time.monotonic()
         before, done, since = self._last
         if before == STEP:
             self._learn(now - since)
         done = done if step is None else step
         self._last = what, done, now
-        write_beat(self.file, Beat(now, ends, self._typical, done, self.steps, what))
+        write_state(self.file, ChildState(now, ends, self._typical, done, self.steps, what))
 
     def _learn(self, seconds: float) -> None:
         """Takes the median of the first 3, 6, 12, ... 1536 steps."""
@@ -67,17 +80,23 @@ class _ToWorker(logging.Handler):
 def preload() -> None:
     """Imports, in the fork server, what every child needs: this module, and the rules and tasks that are installed.
 
-    torch imports some of its modules at the first training, which takes seconds.
+    Otherwise torch would import some of its modules at the first training, which takes seconds.
     """
     for name in ("torch._dynamo", "torch.utils.serialization"):
         importlib.import_module(name)
-    with contextlib.suppress(Exception):  # who asks for one that does not import is told by the child
+    with contextlib.suppress(Exception):  # The child tells of a plugin that does not import, if a job asks for it.
         registry.list_rules()
         registry.list_tasks()
 
 
 def main(connected: int, printed: int, pulse: int) -> None:
-    """Trains stacks until the worker closes the connection. Both output streams go where the worker reads them."""
+    """Trains stacks until the worker closes the connection.
+
+    Args:
+        connected: The descriptor of the connection to the worker.
+        printed: The descriptor to which both output streams go, for the worker to read.
+        pulse: The descriptor of the file for the child's state.
+    """
     for stream in (1, 2):
         os.dup2(printed, stream)
     os.close(printed)
@@ -94,24 +113,25 @@ def main(connected: int, printed: int, pulse: int) -> None:
     first = lines.readline()
     if not first:
         return
-    given = json.loads(first)
+    worker = json.loads(first)
     registry.watched = True
     os.environ.clear()
-    os.environ.update(given["environment"])
-    sys.path[:] = given["path"]
-    os.chdir(given["folder"])
+    os.environ.update(worker["environment"])
+    sys.path[:] = worker["path"]
+    os.chdir(worker["folder"])
     logging.getLogger("deltalab").addHandler(_ToWorker(connection))
     for line in lines:
-        send(connection, _answer(json.loads(line)["stack"], given, pulse, connection))
+        send(connection, _answer(json.loads(line)["stack"], worker, pulse, connection))
 
 
-def _answer(text: str, given: dict[str, Any], pulse: int, connection: socket.socket) -> dict[str, Any]:
+def _answer(text: str, worker: dict[str, Any], pulse: int, connection: socket.socket) -> dict[str, Any]:
+    """Trains a stack, and returns the message that tells the worker what became of it."""
     stack = stack_from_json(text)
     try:
         records = execute(
             stack,
-            Path(given["runs"]),
-            threads=given["threads"],
+            Path(worker["runs"]),
+            threads=worker["threads"],
             watch=lambda step: send(connection, {"step": step}),
             on=lambda device: send(connection, {"device": device}),
             beat=Pulse(pulse, stack[0].config["train"]["steps"]),
@@ -119,8 +139,8 @@ def _answer(text: str, given: dict[str, Any], pulse: int, connection: socket.soc
     except Lost as lost:
         return {"lost": str(lost), "of": lost.of}
     except BaseException:
-        # Whatever a rule raised, such as KeyboardInterrupt: nobody else raises here.
+        # Only a rule can have raised this, be it KeyboardInterrupt.
         return {"lost": traceback.format_exc(), "of": "trial"}
     finally:
         sys.stdout.flush()
-    return {"records": [to_json(record) for record in records]}
+    return {"records": [record_to_json(record) for record in records]}

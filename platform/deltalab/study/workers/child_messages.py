@@ -7,11 +7,16 @@ import struct
 from typing import Any, NamedTuple
 
 
-class Beat(NamedTuple):
-    """What a child does now.
+class ChildState(NamedTuple):
+    """What a child does now. Times are those of `time.monotonic`.
 
-    since: when it began. ends: the deadline of its stack. Both by `time.monotonic`.
-    typical: the median time of a step, in seconds; infinite as long as fewer than 3 are known.
+    Attributes:
+        since: When the child began to do it.
+        ends: The deadline of the stack.
+        typical: The median time of a step in seconds; infinite while fewer than 3 steps are known.
+        step: The steps that are done.
+        steps: The steps of the training.
+        what: What the child does.
     """
 
     since: float
@@ -25,15 +30,17 @@ class Beat(NamedTuple):
 _LAYOUT = struct.Struct("dddqq40s")
 
 
-def write_beat(file: int, beat: Beat) -> None:
-    os.pwrite(file, _LAYOUT.pack(*beat[:-1], beat.what.encode()), 0)
+def write_state(file: int, state: ChildState) -> None:
+    """Writes a child's state into an open file."""
+    os.pwrite(file, _LAYOUT.pack(*state[:-1], state.what.encode()), 0)
 
 
-def read_beat(file: int) -> Beat:
+def read_state(file: int) -> ChildState:
+    """Reads the state that `write_state` wrote."""
     since, ends, typical, step, steps, what = _LAYOUT.unpack(os.pread(file, _LAYOUT.size, 0))
-    return Beat(since, ends, typical, step, steps, what.rstrip(b"\0").decode())
+    return ChildState(since, ends, typical, step, steps, what.rstrip(b"\0").decode())
 
 
 def send(connection: socket.socket, message: dict[str, Any]) -> None:
-    """Sends one line of JSON, between a worker and its child."""
+    """Sends a message between a worker and its child, as one line of JSON."""
     connection.sendall(json.dumps(message).encode() + b"\n")

@@ -1,4 +1,4 @@
-"""How long a model takes for one token: timed here, after a prompt."""
+"""How long a model takes for one token after a prompt, timed on this machine."""
 
 import time
 
@@ -6,23 +6,28 @@ import torch
 
 from deltalab.models.model import build_model
 from deltalab.models.spec import ModelSpec
-from deltalab.training.device import chosen
+from deltalab.training.device import device_type
 from deltalab.training.spec import TrainSpec
 
 TRIES = 100
-"""How often the token is timed. The fastest counts: other work on the machine only adds to a time."""
+"""How often the token is timed. The shortest time counts, since other work on the machine only adds to a time."""
 
 _known: dict[tuple[str, int, str, bool], float] = {}
 
 
 @torch.no_grad()
 def decode_us(model: ModelSpec, train: TrainSpec, length: int) -> float:
-    """Microseconds for one token of one sequence, logits included, after a prompt of `length` tokens.
+    """Times one token of one sequence after a prompt, logits included. A model is timed once in a process.
 
-    The device and the precision are those of the training. A model is timed once in a process.
-    Raises what the model raises when it runs.
+    Args:
+        model: The model.
+        train: The training, whose device and precision are used.
+        length: The tokens of the prompt.
+
+    Returns:
+        Microseconds. What the model raises when it runs passes through.
     """
-    device = torch.device(chosen(train.device))
+    device = torch.device(device_type(train.device))
     bf16 = train.precision == "bf16" or (train.precision == "auto" and device.type == "cuda")
     key = repr(model), length, device.type, bf16
     if key not in _known:
@@ -31,6 +36,7 @@ def decode_us(model: ModelSpec, train: TrainSpec, length: int) -> float:
 
 
 def _timed(model: ModelSpec, length: int, device: torch.device, bf16: bool) -> float:
+    """Times one token after a prompt, in microseconds."""
     network = build_model(model).to(device)
     token = torch.zeros(1, 1, dtype=torch.long, device=device)
     times = []
@@ -39,6 +45,6 @@ def _timed(model: ModelSpec, length: int, device: torch.device, bf16: bool) -> f
         for _ in range(TRIES):
             began = time.perf_counter()
             hidden, _ = network.hidden(token, prompt)
-            network.logits(hidden).argmax().item()  # the next token is known, as whoever decodes must know it
+            network.logits(hidden).argmax().item()  # Decoding must know the next token, and so waits for the device.
             times.append(time.perf_counter() - began)
     return min(times) * 1e6

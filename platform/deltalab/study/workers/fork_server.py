@@ -1,8 +1,8 @@
-"""Starts children that train, in milliseconds: a process that has imported torch and deltalab forks them.
+"""Starts children that train within milliseconds, by forks of a process that has imported torch and deltalab.
 
 A fresh process would take seconds for these imports. A fork of the driver would inherit its threads, locks and CUDA
-context, with which torch does not work. The server is a fresh interpreter with one thread, which never computes.
-`multiprocessing`'s fork server would import the user's main module a second time.
+context, with which torch does not work. The server is a fresh interpreter with one thread, which never computes. The
+fork server of `multiprocessing` would import the user's main module a second time.
 
 Nothing outlives the driver, even after kill -9: the server ends when the driver's socket closes, and Linux kills the
 children with the server.
@@ -30,7 +30,7 @@ _START = (
 )
 
 DESCRIPTORS = 4
-"""What a child is given: its connection, where it prints, its pulse, and where the server tells how it ended."""
+"""How many descriptors a child is given: its connection, where it prints, its pulse, and where its end is told."""
 
 
 def search_path() -> list[str]:
@@ -39,48 +39,57 @@ def search_path() -> list[str]:
 
 
 class ForkServer:
-    """The driver's end of a server. Each process has one of its own, `fork_server()`."""
+    """The driver's end of a server. `fork_server()` is the server of this process."""
 
     def __init__(self) -> None:
-        self._ours, theirs = socket.socketpair()
-        with theirs:
+        """Starts the server."""
+        self._socket, server_socket = socket.socketpair()
+        with server_socket:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _START.format(theirs.fileno()), json.dumps(search_path())],
+                [sys.executable, "-c", _START.format(server_socket.fileno()), json.dumps(search_path())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 # A process that has asked the driver of CUDA for its GPUs can fork no children that use them.
                 env={**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
-                cwd="/",  # whose folder `plugins` is no study's
-                pass_fds=[theirs.fileno()],
-                process_group=0,  # Ctrl-C on a terminal is for the driver, which ends the server
+                cwd="/",  # A folder /plugins belongs to no study.
+                pass_fds=[server_socket.fileno()],
+                process_group=0,  # Ctrl-C on a terminal is for the driver, which ends the server.
             )
 
     @property
     def alive(self) -> bool:
+        """Whether the server runs."""
         return self._process.poll() is None
 
     def fork(self, descriptors: list[int]) -> None:
-        """Asks for a child with these descriptors. Raises `OSError` where the server has died."""
+        """Asks for a child.
+
+        Args:
+            descriptors: What the child is given, as many as `DESCRIPTORS`.
+
+        Raises:
+            OSError: The server has died.
+        """
         assert len(descriptors) == DESCRIPTORS
         try:
-            socket.send_fds(self._ours, [b"+"], descriptors)
+            socket.send_fds(self._socket, [b"+"], descriptors)
         except OSError:
             self.close()
             raise
 
     def close(self) -> None:
         """Ends the server, and with it the children."""
-        self._ours.close()
+        self._socket.close()
         self._process.kill()
         self._process.wait()
 
 
 _servers: dict[int, ForkServer] = {}
-"""This process's server by its process id: a process forked from the driver needs one of its own."""
+"""The server of this process by the process id, since a process forked from the driver needs another server."""
 
 
 def fork_server() -> ForkServer:
-    """The server of this process, which is started now if there is none."""
+    """Returns the server of this process, and starts it if there is none."""
     server = _servers.get(os.getpid())
     if server is None or not server.alive:
         if server is not None:
@@ -92,6 +101,8 @@ def fork_server() -> ForkServer:
 
 @cache
 def _close_at_exit() -> None:
+    """Has the server closed when this process exits."""
+
     def close() -> None:
         if server := _servers.get(os.getpid()):
             server.close()
@@ -100,11 +111,15 @@ def _close_at_exit() -> None:
 
 
 def serve(descriptor: int) -> NoReturn:
-    """The server: forks a child for each request, and tells how each ended, until the driver closes its end."""
+    """Runs the server: forks a child for each request, and tells how each ended, until the driver closes its end.
+
+    Args:
+        descriptor: The server's end of the socket.
+    """
     from deltalab.study.workers.child import preload
 
     preload()
-    gc.freeze()  # keeps the garbage collector from copying the pages that all children share
+    gc.freeze()  # The garbage collector would copy the pages that all children share.
     control = socket.socket(fileno=descriptor)
     ended, wake = os.pipe()
     os.set_blocking(ended, False)
@@ -128,21 +143,21 @@ def serve(descriptor: int) -> NoReturn:
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(pid, signal.SIGKILL)
                 os._exit(0)
-            *given, told = descriptors
+            *of_child, told = descriptors
             pid = os.fork()
             if pid == 0:
                 control.close()
                 for other in (ended, wake, told, *children.values()):
                     os.close(other)
-                _become_child(given)
-            for other in given:
+                _become_child(of_child)
+            for other in of_child:
                 os.close(other)
             children[pid] = told
             _tell(told, f"{pid}\n")
 
 
 def _reap(children: dict[int, int]) -> None:
-    """Tells of each child that has ended the exit code, or minus the signal."""
+    """Tells for each child that has ended its exit code, or minus the signal."""
     while children:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
@@ -153,17 +168,19 @@ def _reap(children: dict[int, int]) -> None:
 
 
 def _tell(descriptor: int, line: str) -> None:
-    with contextlib.suppress(BrokenPipeError):  # the driver no longer wants to know
+    """Writes a line for the driver."""
+    with contextlib.suppress(BrokenPipeError):  # The driver no longer wants to know.
         os.write(descriptor, line.encode())
 
 
 def _become_child(descriptors: list[int]) -> NoReturn:
+    """Runs the child in the forked process."""
     code = 1
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.setpgid(0, 0)  # what a rule starts is killed with it
+        os.setpgid(0, 0)  # A process that a rule starts is killed with the child.
         _die_with_parent()
         from deltalab.study.workers.child import main
 
@@ -176,7 +193,7 @@ def _become_child(descriptors: list[int]) -> NoReturn:
 
 
 def _die_with_parent() -> None:
-    """Asks Linux to kill this process when its parent ends, and to prefer it where the machine is out of memory."""
+    """Asks Linux to kill this process when its parent ends, and before others if the machine is out of memory."""
     if prctl := getattr(ctypes.CDLL(None), "prctl", None):
         set_death_signal, parent = 1, os.getppid()
         prctl(set_death_signal, signal.SIGKILL)

@@ -1,6 +1,6 @@
 """What the driver and a worker say to each other: stacks of jobs, records, and why a stack is lost.
 
-torch is not imported: processes that only pass these on start without it.
+This module does not import torch, so that processes that only pass messages on start without it.
 """
 
 import hashlib
@@ -25,10 +25,23 @@ IMPORTING = "importing the rule and the task"
 class Job:
     """Everything that a worker needs to run one trial, as JSON.
 
-    key: SHA-256 of what the trial computes. task: its name in the study; task_kind: its name in the registry.
-    plugins: (kind, name, file, hash) of the code it runs.
-    rule_source: the source at planning time; a worker's file may have changed since.
-    decode: whether the time of a decoding step is measured.
+    Attributes:
+        key: SHA-256 of what the trial computes.
+        arm: The trial's arm.
+        task: The task's name in the study.
+        task_kind: The task's name in the registry.
+        task_version: The task's version.
+        stage: Whether the trial tunes or confirms.
+        number: The number of the candidate.
+        values: The candidate's values by path.
+        config: Rule, model and train, with every setting spelled out.
+        task_params: The parameters of the task.
+        seeds: The seeds of the trial's runs.
+        plugins: (kind, name, file, hash) of the code that the trial runs.
+        rule_source: The rule's source at planning time; a worker's file may have changed since.
+        gpu: The share of a GPU that a stack takes; 0 for none.
+        deadline: Seconds that the trial may take; None without a limit.
+        decode: Whether the time of a decoding step is measured.
     """
 
     key: str
@@ -50,13 +63,13 @@ class Job:
 
     @cached_property
     def specs(self) -> "tuple[ModelSpec, TrainSpec]":
-        """The model and the training. Its plugins must have been loaded."""
+        """The model and the training. The job's plugins must have been loaded."""
         from deltalab.models.spec import ModelSpec
         from deltalab.training.train import TrainSpec
 
         train = TrainSpec(**self.config["train"])
         if train.device == "auto" and not self.gpu:
-            # A worker that asked Ray for no GPU still sees all of them, and every worker would take the first.
+            # A worker that asked Ray for no GPU still sees all GPUs, and every worker would take the first.
             train = replace(train, device="cpu")
         return ModelSpec.of({**self.config["model"], "rule": self.config["rule"]}), train
 
@@ -64,36 +77,42 @@ class Job:
 class Lost(Exception):
     """A stack ended without results. The message says why; its last line is the reason, in a few words.
 
-    of: "trial" if the rule or the task caused it; "infrastructure" if the process, machine or disk did, so that the
-    same stack may well succeed when it is run again.
+    Attributes:
+        of: "trial" if the rule or the task caused the loss; "infrastructure" if the process, machine or disk did, so
+            that the same stack may well succeed when it runs again.
     """
 
     def __init__(self, reason: str, of: Literal["trial", "infrastructure"]) -> None:
+        """Keeps the cause beside the reason."""
         super().__init__(reason)
         self.of = of
 
 
 def late(job: Job, step: int) -> str:
-    """Says that a trial was not done in time."""
+    """Says that a trial was not done by its deadline."""
     steps = job.config["train"]["steps"]
     return f"the trial is not done after its deadline of {job.deadline:g} s, at step {step} of {steps}"
 
 
-def cut_off(runs: Path) -> list[tuple[str, ...]]:
-    """Stacks of several jobs whose training left a checkpoint and no result, as the keys of their jobs."""
+def interrupted_stacks_in(runs: Path) -> list[tuple[str, ...]]:
+    """Lists the stacks of several jobs whose training left a checkpoint and no result, as the keys of their jobs.
+
+    Args:
+        runs: The folder of weights and checkpoints.
+    """
     listed = sorted((runs / "checkpoints").glob("*.json"))
     return [tuple(json.loads(file.read_text())) for file in listed if file.with_suffix(".pt").exists()]
 
 
 def checkpoint_file(stack: Sequence[Job], runs: Path) -> Path:
-    """Where a stack's checkpoint lies."""
+    """The file of a stack's checkpoint in the folder of weights and checkpoints."""
     keys = [job.key for job in stack]
     name = keys[0] if len(keys) == 1 else hashlib.sha256("".join(keys).encode()).hexdigest()
     return runs / "checkpoints" / f"{name}.pt"
 
 
 def forget_checkpoint(stack: Sequence[Job], runs: Path) -> None:
-    """Removes what a stack left behind whose process was killed, and which will not run again as it was."""
+    """Removes what a killed stack left behind that will not run again as it was."""
     from deltalab.training.train import forget_partial
 
     file = checkpoint_file(stack, runs)
@@ -103,26 +122,26 @@ def forget_checkpoint(stack: Sequence[Job], runs: Path) -> None:
 
 
 def stack_to_json(stack: Sequence[Job]) -> str:
-    """A stack as text, to be sent from the driver to a worker."""
+    """Writes a stack as text, to be sent from the driver to a worker."""
     return json.dumps([asdict(job) for job in stack])
 
 
 def stack_from_json(text: str) -> list[Job]:
-    """The stack that `stack_to_json` wrote."""
+    """Reads the stack that `stack_to_json` wrote."""
     return [
-        Job(**{**given, "seeds": tuple(given["seeds"]), "plugins": tuple(map(tuple, given["plugins"]))})
-        for given in json.loads(text)
+        Job(**{**job, "seeds": tuple(job["seeds"]), "plugins": tuple(map(tuple, job["plugins"]))})
+        for job in json.loads(text)
     ]
 
 
-def to_json(record: TrialRecord) -> str:
-    """A record as text, to be sent from a worker to the driver."""
+def record_to_json(record: TrialRecord) -> str:
+    """Writes a record as text, to be sent from a worker to the driver."""
     return json.dumps(asdict(record))
 
 
-def from_json(text: str) -> TrialRecord:
-    """The record that `to_json` wrote."""
-    given: dict[str, Any] = json.loads(text)
+def record_from_json(text: str) -> TrialRecord:
+    """Reads the record that `record_to_json` wrote."""
+    trial: dict[str, Any] = json.loads(text)
     runs = [
         RunRecord(
             **{
@@ -131,6 +150,6 @@ def from_json(text: str) -> TrialRecord:
                 "artifacts": [ArtifactRecord(**artifact) for artifact in run["artifacts"]],
             }
         )
-        for run in given["runs"]
+        for run in trial["runs"]
     ]
-    return TrialRecord(**{**given, "rule": RuleRecord(**given["rule"]), "runs": runs})
+    return TrialRecord(**{**trial, "rule": RuleRecord(**trial["rule"]), "runs": runs})

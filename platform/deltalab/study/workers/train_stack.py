@@ -1,4 +1,4 @@
-"""Runs a stack of trials in this process, which is a worker's child and knows nothing but the jobs."""
+"""Trains a stack of trials in this process, which is a worker's child and knows nothing but the jobs."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ from deltalab.store import ArtifactRecord, RuleRecord, RunRecord, TrialRecord
 from deltalab.study.workers.decode_time import decode_us
 from deltalab.study.workers.jobs import IMPORTING, Job, Lost, checkpoint_file, forget_checkpoint, late
 from deltalab.training.beat import Beat, unheard
-from deltalab.training.device import chosen, keep_freed_memory, named
+from deltalab.training.device import device_name, device_type, keep_freed_memory
 from deltalab.training.train import RunResult, TrialResult, disk, is_of_disk, save, train_together
 
 
@@ -35,12 +35,23 @@ def execute(
     on: Callable[[str], None] = lambda device: None,
     beat: Beat = unheard,
 ) -> list[TrialRecord]:
-    """Trains jobs as one and returns a record of each; an exception becomes a failed trial with its traceback.
+    """Trains jobs as one. An exception becomes a failed trial with its traceback.
 
-    Where a stack raises, each of its jobs is trained again alone, so that only the faulty ones fail.
-    runs: the folder of weights and checkpoints. watch: called at every evaluation with the step. on: called with
-    the name of the device. beat: see `Beat`.
-    Raises `Lost` where weights or checkpoints cannot be read or written.
+    If a stack raises, each of its jobs is trained again alone, so that only the faulty jobs fail.
+
+    Args:
+        stack: The jobs.
+        runs: The folder of weights and checkpoints.
+        threads: The threads of the training.
+        watch: Called with the step at every evaluation.
+        on: Called with the name of the device.
+        beat: Called at each beat, as `Beat` describes.
+
+    Returns:
+        A record of each job, in the order of the stack.
+
+    Raises:
+        Lost: Weights or checkpoints cannot be read or written.
     """
     started = time.time()
     try:
@@ -51,25 +62,25 @@ def execute(
         if is_of_disk(error):
             reason = f"{traceback.format_exc()}weights and checkpoints in {runs}: {error}"
             raise Lost(reason, "infrastructure") from error
-        # Retrying singly cannot help: each needs the same memory, and each had the time that it would have alone.
+        # Alone, each job would need the same memory, and have the same time as it had.
         if len(stack) == 1 or isinstance(error, Deadline | torch.OutOfMemoryError):
-            return [_record(job, started, len(stack), error=_told(error)) for job in stack]
+            return [_record(job, started, len(stack), error=_traceback(error)) for job in stack]
     return [record for job in stack for record in execute([job], runs, threads=threads, watch=watch, on=on, beat=beat)]
 
 
-def _told(error: BaseException) -> str:
-    """The traceback of an error; a last line says what `SystemExit` is, which has no message."""
-    said = "".join(traceback.format_exception(error))
-    return f"{said}the rule or the task called sys.exit({error.code!r})" if isinstance(error, SystemExit) else said
+def _traceback(error: BaseException) -> str:
+    """The traceback of an error; for `SystemExit`, which has no message, a last line says what it is."""
+    lines = "".join(traceback.format_exception(error))
+    return f"{lines}the rule or the task called sys.exit({error.code!r})" if isinstance(error, SystemExit) else lines
 
 
 def failed(job: Job, error: str) -> TrialRecord:
-    """The record of a trial whose worker died."""
+    """Makes the record of a trial whose worker died."""
     return _record(job, time.time(), 1, error=error)
 
 
 def infeasible(job: Job, reason: str) -> TrialRecord:
-    """The record of a candidate that makes no model, so that nothing ran."""
+    """Makes the record of a candidate that makes no model, so that nothing ran."""
     return replace(_record(job, time.time(), 1, error=reason), state="infeasible", seconds=0.0)
 
 
@@ -81,6 +92,7 @@ def _train(
     on: Callable[[str], None],
     beat: Beat,
 ) -> list[TrialResult]:
+    """Trains jobs as one, as `execute` describes."""
     # A stack has the deadlines of all its trials together.
     ends = math.inf if stack[0].deadline is None else time.monotonic() + stack[0].deadline * len(stack)
     torch.set_num_threads(threads)
@@ -94,7 +106,7 @@ def _train(
             raise InputError("resources.gpu: the worker was given a GPU that torch cannot use")
         if first.gpu < 1:
             torch.cuda.set_per_process_memory_fraction(first.gpu)
-    on(named(torch.device(chosen(first.specs[1].device))))
+    on(device_name(torch.device(device_type(first.specs[1].device))))
     seen, done = 0, 0
 
     def watched(member: int, step: int, so_far: list[RunResult]) -> None:
@@ -124,7 +136,7 @@ def _train(
         )
     if first.decode:
         timed("timing a decoding step")
-        # One time for the stack: its trials differ only in numbers.
+        # The trials of a stack differ only in numbers, so that all take the same time.
         cost = "cost", "decode_us", first.specs[1].steps, decode_us(*first.specs, task.length)
         for result in results:
             for run in result.runs:
@@ -134,7 +146,7 @@ def _train(
 
 @contextmanager
 def _checkpoint(stack: Sequence[Job], runs: Path) -> Iterator[Path]:
-    """The file for a stack's checkpoint. For several jobs, a list of their keys lies beside it until the stack ends."""
+    """The file for a stack's checkpoint. A list of the keys of several jobs lies beside it until the stack ends."""
     file = checkpoint_file(stack, runs)
     if len(stack) == 1:
         yield file
@@ -153,7 +165,7 @@ def _checkpoint(stack: Sequence[Job], runs: Path) -> Iterator[Path]:
 
 
 def _load_plugins(job: Job) -> None:
-    """Loads the plugins of a job. Raises `InputError` where one is not what the study was planned with."""
+    """Loads the plugins of a job. Raises `InputError` if a plugin is not what the study was planned with."""
     for kind, name, file, digest in job.plugins:
         find = rule_plugin if kind == "rule" else task_plugin
         try:
@@ -166,6 +178,7 @@ def _load_plugins(job: Job) -> None:
 
 
 def _finished(job: Job, started: float, sharing: int, result: TrialResult, runs: Path) -> TrialRecord:
+    """The record of a trial that has trained, with its weights on disk."""
     try:
         return _record(job, started, sharing, result=result, runs=_with_weights(job, result, runs))
     except Exception as error:
@@ -175,7 +188,7 @@ def _finished(job: Job, started: float, sharing: int, result: TrialResult, runs:
 
 
 def _with_weights(job: Job, result: TrialResult, runs: Path) -> list[RunRecord]:
-    """The records of the runs. Those of a confirmation get their weights on disk, whole or not at all."""
+    """The records of the runs. Weights of a confirmation are written to disk, whole or not at all."""
     records = []
     for run in result.runs:
         artifacts = []
@@ -199,6 +212,7 @@ def _record(
     runs: list[RunRecord] | None = None,
     error: str | None = None,
 ) -> TrialRecord:
+    """The record of a trial that began at `started`, and of whose stack `sharing` trials share the time."""
     finished = time.time()
     rule = job.config["rule"]["name"]
     digest = next(digest for kind, name, _, digest in job.plugins if (kind, name) == ("rule", rule))

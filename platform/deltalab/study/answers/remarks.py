@@ -1,0 +1,186 @@
+"""What a reader must know before a table, and what to know besides."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from deltalab.store import TrialRow
+from deltalab.store.models import Stage
+from deltalab.study.answers.recorded_scores import RecordedScores
+from deltalab.study.answers.rows import Interaction, Row
+from deltalab.study.answers.sensitivity import range_end_notes, sweep
+from deltalab.study.answers.wording import format_interval, format_p
+from deltalab.study.planning.model_costs import UNEVEN
+from deltalab.study.specs.recorded_study import RecordedSpec, RecordedTask
+from deltalab.study.specs.setting_text import settings_text
+from deltalab.study.statistics.joint_test import ALPHA, Outcome, smallest_p
+from deltalab.study.statistics.seed_choice import Scores
+
+TIMED_WITH = {
+    "device": "device",
+    "host": "host",
+    "torch": "version of torch",
+    "stack": "runs trained as one",
+    "cuda_graph": "use of CUDA graphs",
+}
+"""What times depend on besides the arm, by the key of a trial's hardware. Any GPU of a host will do."""
+SMALL = "A proxy task of this size does not rank every method as training at scale does."
+
+
+def table_warnings(rows: list[Row], task: RecordedTask, ledger: RecordedScores, scores: Scores) -> list[str]:
+    """What changes how a table is to be read."""
+    base = next(row for row in rows if row.is_base)
+    return [
+        *_too_few_seeds(rows),
+        *_base_at_an_end(base, task),
+        *range_end_notes([sweep(row.arm, task, ledger, scores) for row in rows], ledger.spec),
+        *_uneven(rows, base),
+    ]
+
+
+def _too_few_seeds(rows: list[Row]) -> Iterator[str]:
+    compared = [row for row in rows if row.difference is not None and row.difference.n]
+    if any(row.verdict.startswith("undecidable") for row in compared):
+        pairs = max(row.difference.n for row in compared if row.difference)
+        yield f"No arm can be told from the base with {pairs} seeds: p is at least {smallest_p(pairs):.3g}."
+
+
+def _base_at_an_end(base: Row, task: RecordedTask) -> Iterator[str]:
+    if task.limit is None:
+        return
+    learned = (base.score.mean - task.chance) / (task.limit - task.chance)
+    if learned < 0.1:
+        yield (
+            f"The base has hardly learned the task (chance {task.chance:.3g}): the differences say how fast "
+            "learning starts, not how far it gets."
+        )
+    elif learned > 0.99:
+        yield "The base is at the end of the scale: an arm can be worse, and hardly better."
+
+
+def _uneven(rows: list[Row], base: Row) -> Iterator[str]:
+    for row in rows:
+        sizes = (
+            ("state", row.state_size, base.state_size),
+            ("parameters", row.parameters, base.parameters),
+            ("flops", row.flops_per_token, base.flops_per_token),
+        )
+        apart = [
+            f"{arm_size / base_size:.2f} times the {quantity}"
+            for quantity, arm_size, base_size in sizes
+            if arm_size and base_size and abs(arm_size / base_size - 1) > UNEVEN
+        ]
+        if apart and not row.is_base:
+            yield f"{row.arm} has {', '.join(apart)} of the base."
+
+
+def table_notes(
+    rows: list[Row],
+    front: list[str],
+    interactions: list[Interaction],
+    trials: list[TrialRow],
+    outcomes: Mapping[str, Outcome],
+) -> list[str]:
+    """What to know of a table besides its warnings.
+
+    Args:
+        rows: The rows of the table.
+        front: The arms on the Pareto front.
+        interactions: Those of the table.
+        trials: All trials that the table rests on.
+        outcomes: Of each arm but the base, by name.
+    """
+    return [
+        *([f"Pareto front of mean, flops per token and state: {', '.join(front)}."] if front else []),
+        *_about_seeds(rows, [arm for arm, outcome in outcomes.items() if outcome.stopped == "hopeless"]),
+        *_about_budgets(rows),
+        *(
+            f"{pair.a} and {pair.b} together ({pair.both}) make {format_interval(pair.difference, '+')} beyond their "
+            f"sum (p {format_p(pair.difference.p)}, exact, not corrected)."
+            for pair in interactions
+        ),
+        *_about_times(trials),
+    ]
+
+
+def _about_seeds(rows: list[Row], hopeless: list[str]) -> Iterator[str]:
+    for row in rows:
+        if row.score.missing:
+            yield (
+                f"{row.arm}: {row.score.missing} of {row.score.n} seeds did not finish; each counts as the worst "
+                "outcome of its seed."
+            )
+    if shares := [(row.arm, row.learned) for row in rows if row.learned]:
+        learned = (f"{arm} {share.learned} of {share.n} [{share.low:.2f}, {share.high:.2f}]" for arm, share in shares)
+        yield f"Seeds that learned, past half way from chance to the best possible: {', '.join(learned)}."
+    if hopeless:
+        yield f"Stopped early, with little prospect of a verdict: {', '.join(hopeless)}."
+    if len({row.score.n for row in rows if row.score.n}) > 1:
+        yield "Arms have different numbers of seeds: a mean is over an arm's own, a difference over those of both."
+    unbounded = [
+        row.arm for row in rows if row.difference and row.difference.n and not math.isfinite(row.difference.low)
+    ]
+    if unbounded:
+        yield f"No interval for {', '.join(unbounded)}: so few seeds cannot exclude any difference."
+
+
+def _about_budgets(rows: list[Row]) -> Iterator[str]:
+    if budgets := [row for row in rows if len(row.by_budget) > 1]:
+        expected = (f"{row.arm} {', '.join(f'{score:.3f}' for score in row.by_budget)}" for row in budgets)
+        most = max(len(row.by_budget) for row in budgets)
+        yield f"Expected score with 1 to {most} candidates: {'; '.join(expected)}."
+
+
+def _about_times(trials: list[TrialRow]) -> Iterator[str]:
+    timed = [trial.hardware for trial in trials if trial.tokens_per_second]
+    differ = [
+        name for key, name in TIMED_WITH.items() if len({json.dumps(hardware.get(key)) for hardware in timed}) > 1
+    ]
+    if differ:
+        yield f"Times are not comparable: the arms differ in {', '.join(differ)}."
+
+
+def infeasible_notes(trials: Sequence[TrialRow]) -> Iterator[str]:
+    """A line for each arm that drew candidates that make no model.
+
+    Args:
+        trials: All trials of one task.
+    """
+    for arm in dict.fromkeys(trial.arm for trial in trials):
+        drawn = [trial for trial in trials if trial.arm == arm]
+        infeasible = [trial for trial in drawn if trial.state == "infeasible"]
+        if infeasible:
+            yield (
+                f"{len(infeasible)} of {len(drawn)} candidates drawn for {arm} make no model and did not run, "
+                f"such as {settings_text(infeasible[0].values, 3)}: {infeasible[0].error}."
+            )
+
+
+def answer_notes(stage: Stage, spec: RecordedSpec, *, is_choice: bool) -> list[str]:
+    """How to read an answer.
+
+    Args:
+        stage: The stage whose scores the answer compares.
+        spec: The study's file.
+        is_choice: Whether a seed chooses among several runs.
+    """
+    if stage == "tune":
+        return [
+            "Each arm's best candidate on the validation split: optimistic, and no answer. "
+            "The answer is on the test split.",
+            SMALL,
+        ]
+    family = "the study's" if spec.is_one_family else "a task's"
+    score = "A seed's score is that on the test split at the last step."
+    if is_choice:
+        does = "tries every training of its arm" if spec.is_search else "trains every candidate"
+        score = (
+            f"A seed {does}; its score is the test score, at the last step, of its run with the best validation score."
+        )
+    return [
+        f"{score} Means are over seeds, with a 95% t interval.",
+        f"Differences are arm minus base, paired by seed. Intervals and p are of one exact sign-flip test over {family}"
+        f" arms and hold jointly: better and worse mean p <= {ALPHA}, and an interval that leaves out 0.",
+        "Costs are those of the tuned candidate: time per trained token, elements of state, parameters.",
+        SMALL,
+    ]

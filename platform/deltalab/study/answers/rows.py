@@ -1,0 +1,115 @@
+"""The data of an answer: a row for each arm on each task, and a table of rows for each task."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from deltalab.store.models import Stage
+from deltalab.study.statistics.intervals import Interval, Share
+from deltalab.study.statistics.joint_test import Difference
+
+NO_DIFFERENCE = "no difference found at this budget"
+SPLIT: dict[Stage, str] = {"tune": "validation", "confirm": "test"}
+"""The split whose scores a stage of a study compares."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One arm on one task.
+
+    Attributes:
+        arm: The name of the arm.
+        is_base: Whether the arm is the base, which the others are compared with.
+        verdict: What the test says: "better", "worse", `NO_DIFFERENCE`, or why there is nothing to say.
+        score: The mean of the seeds' scores and its 95% interval.
+        diverged: The number of runs that diverged.
+        difference: Arm minus base, paired by seed; interval and p hold jointly over the family.
+        learned: The share of seeds that learned the task; None if all seeds of the table did.
+        seconds: The training time of all trials of the arm.
+        microseconds_per_token: The time of a trained token.
+        state_size: The elements of the recurrent state.
+        parameters: The number of parameters.
+        flops_per_token: The operations of matrix products for one token of the forward pass.
+        tuned: The values that are best on validation over all seeds.
+        chose: How many seeds chose these values for themselves.
+        by_budget: The expected score if 1, 2, ... of the candidates had been tried.
+        by_seed: The difference of each seed.
+        seeds_needed: About how many seeds would decide an undecided difference; None if it is decided, or unknown.
+    """
+
+    arm: str
+    is_base: bool
+    verdict: str
+    score: Interval
+    diverged: int
+    difference: Difference | None
+    learned: Share | None
+    seconds: float | None
+    microseconds_per_token: float | None
+    state_size: int | None
+    parameters: int | None
+    flops_per_token: float | None
+    tuned: dict[str, Any]
+    chose: int
+    by_budget: list[float]
+    by_seed: dict[int, float] = field(default_factory=dict)
+    seeds_needed: int | None = None
+
+
+@dataclass(frozen=True)
+class Interaction:
+    """How far the changes of two arms together are from the sum of their two differences.
+
+    Attributes:
+        a: The first arm.
+        b: The second arm.
+        both: The arm that makes the changes of both.
+        difference: (both - a - b + base), by seed.
+    """
+
+    a: str
+    b: str
+    both: str
+    difference: Difference
+
+
+@dataclass(frozen=True)
+class TaskTable:
+    """All arms on one task.
+
+    Attributes:
+        task: The name of the task.
+        version: The version of the task.
+        metric: The metric that is compared.
+        maximize: Whether more of the metric is better.
+        chance: The metric of a model that has learned nothing.
+        split: The split that the scores are on.
+        rows: A row for each arm, in the order of the study.
+        front: The arms that no other arm beats in mean metric, operations per token and state size at once.
+        interactions: One for each pair of arms that the study also combines.
+        warnings: What to know before reading the table.
+        notes: What to know besides.
+    """
+
+    task: str
+    version: int | None
+    metric: str
+    maximize: bool
+    chance: float
+    split: str
+    rows: list[Row]
+    front: list[str]
+    interactions: list[Interaction]
+    warnings: list[str]
+    notes: list[str]
+
+    @property
+    def sign(self) -> int:
+        """1 if more of the metric is better, else -1."""
+        return 1 if self.maximize else -1
+
+    @property
+    def best(self) -> Row | None:
+        """The row with the best mean: of equals the base, then the first in the study; None if no arm has a score."""
+        scored = [row for row in self.rows if math.isfinite(row.score.mean)]
+        return max(scored, key=lambda row: (self.sign * row.score.mean, row.is_base), default=None)

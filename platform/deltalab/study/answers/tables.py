@@ -1,0 +1,204 @@
+"""Makes the tables of an answer from what the ledger has measured."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import combinations, product
+from typing import Any
+
+from deltalab.store import Arm, TrialRow
+from deltalab.study.answers.recorded_scores import RecordedScores
+from deltalab.study.answers.remarks import table_notes, table_warnings
+from deltalab.study.answers.rows import NO_DIFFERENCE, SPLIT, Interaction, Row, TaskTable
+from deltalab.study.specs.recorded_study import RecordedTask
+from deltalab.study.statistics.intervals import mean_interval, share_learned, within
+from deltalab.study.statistics.joint_test import (
+    ALPHA,
+    UNKNOWN,
+    Difference,
+    Outcome,
+    compare,
+    seeds_needed,
+    seeds_to_decide,
+    smallest_p,
+)
+from deltalab.study.statistics.pareto import front
+from deltalab.study.statistics.seed_choice import Scores
+
+
+def comparison_table(
+    task: RecordedTask, arms: Sequence[Arm], ledger: RecordedScores, scores: Scores, outcomes: Mapping[str, Outcome]
+) -> TaskTable:
+    """The arms of a task on the test split, each compared with the base.
+
+    Args:
+        task: The task at one size.
+        arms: The arms of the study, in order.
+        ledger: The study's trials and their metrics.
+        scores: The runs of all arms on the task.
+        outcomes: What the test says of each arm but the base, by name.
+    """
+    rows = [_row(arm, task, ledger, scores, outcomes.get(arm.name)) for arm in arms]
+    if task.limit is not None:
+        rows = _with_learned(rows, scores, (scores.chance + task.limit) / 2)
+    interactions = [*_interactions(arms, scores)]
+    points = [(-task.sign * row.score.mean, _known(row.flops_per_token), _known(row.state_size)) for row in rows]
+    best = [rows[i].arm for i in front(points)]
+    trials = [trial for arm in arms for trial in ledger.of(arm.name, task.name)]
+    return TaskTable(
+        task=task.name,
+        version=task.version,
+        metric=task.metric,
+        maximize=task.maximize,
+        chance=task.chance,
+        split=SPLIT["confirm"],
+        rows=rows,
+        front=best,
+        interactions=interactions,
+        warnings=table_warnings(rows, task, ledger, scores),
+        notes=table_notes(rows, best, interactions, trials, outcomes),
+    )
+
+
+def tuning_table(task: RecordedTask, arms: Sequence[Arm], ledger: RecordedScores) -> TaskTable:
+    """Each arm's best candidate so far on the validation split; nothing is compared."""
+    return TaskTable(
+        task=task.name,
+        version=task.version,
+        metric=task.metric,
+        maximize=task.maximize,
+        chance=task.chance,
+        split=SPLIT["tune"],
+        rows=[_tuning_row(arm, task, ledger) for arm in arms],
+        front=[],
+        interactions=[],
+        warnings=[],
+        notes=[],
+    )
+
+
+def _tuning_row(arm: Arm, task: RecordedTask, ledger: RecordedScores) -> Row:
+    trials = ledger.of(arm.name, task.name, "tune") or ledger.of(arm.name, task.name)
+    best = ledger.best_on_validation(trials, task)
+    values = list(ledger.finals[best.key]["validation", task.metric].values()) if best else []
+    return Row(
+        arm=arm.name,
+        is_base=arm.is_base,
+        verdict="base" if arm.is_base else "not compared" if trials else "not run",
+        score=mean_interval(values, task.bounds),
+        diverged=_diverged(trials),
+        difference=None,
+        learned=None,
+        **_costs(best, trials, ledger),
+        tuned=best.values if best else {},
+        chose=0,
+        by_budget=[],
+    )
+
+
+def _costs(trial: TrialRow | None, trials: Sequence[TrialRow], ledger: RecordedScores) -> dict[str, Any]:
+    """The costs of an arm's row, from one of its trials; the seconds are those of all its trials."""
+    flops = ledger.finals.get(trial.key, {}).get(("cost", "flops_per_token"), {}) if trial else {}
+    return {
+        "seconds": math.fsum(trial.seconds for trial in trials) if trials else None,
+        "microseconds_per_token": 1e6 / trial.tokens_per_second if trial and trial.tokens_per_second else None,
+        "state_size": trial.state_size if trial else None,
+        "parameters": trial.parameters if trial else None,
+        "flops_per_token": next(iter(flops.values()), None),
+    }
+
+
+def _row(arm: Arm, task: RecordedTask, ledger: RecordedScores, scores: Scores, outcome: Outcome | None) -> Row:
+    trials = ledger.of(arm.name, task.name)
+    results = scores.results.get(arm.name, {})
+    choices = {seed: scores.choice(arm.name, seed) for seed in results}
+    best = scores.shown(arm.name)
+    done = [trial for trial in trials if trial.state == "done"]
+    shown = next((trial for trial in done if trial.number == best), done[0] if done else None)
+    difference = None if outcome is None else _bounded(outcome.difference, task.bounds)
+    by_seed: dict[int, float] = {}
+    needed = None
+    if difference is not None and difference.n:
+        by_seed = dict([*scores.by_seed(arm.name).items()][: difference.n])
+        if not difference.decided:
+            needed = seeds_to_decide(list(by_seed.values()), len(scores.others))
+    return Row(
+        arm=arm.name,
+        is_base=arm.is_base,
+        verdict=_verdict(arm, trials, difference, bool(results), scores.maximize),
+        score=mean_interval(list(results.values()), task.bounds, sum(number is None for number in choices.values())),
+        diverged=_diverged(trials),
+        difference=difference,
+        learned=None,
+        **_costs(shown, trials, ledger),
+        tuned=shown.values if shown else {},
+        chose=sum(number == best for number in choices.values()),
+        by_budget=scores.by_budget(arm.name) if len(scores.runs[arm.name]) > 1 else [],
+        by_seed=by_seed,
+        seeds_needed=needed,
+    )
+
+
+def _diverged(trials: Sequence[TrialRow]) -> int:
+    return sum(state == "diverged" for trial in trials for state in trial.runs.values())
+
+
+def _bounded(difference: Difference, bounds: tuple[float, float] | None) -> Difference:
+    """A difference whose interval is cut off where no difference of two values of the metric can be."""
+    if not difference.n:
+        return UNKNOWN
+    if not math.isfinite(difference.low):
+        return difference
+    widest = (bounds[0] - bounds[1], bounds[1] - bounds[0]) if bounds else None
+    low, high = within(difference.low, difference.high, widest)
+    return replace(difference, low=low, high=high)
+
+
+def _verdict(arm: Arm, trials: Sequence[TrialRow], difference: Difference | None, trained: bool, maximize: bool) -> str:
+    if not trials:
+        return "not run"
+    if not trained:
+        return "failed" if any(trial.state == "failed" for trial in trials) else "not measured"
+    if arm.is_base:
+        return "base"
+    if difference is None or not difference.n:
+        return "not compared"
+    if difference.decided:
+        return "better" if (difference.mean > 0) == maximize else "worse"
+    if smallest_p(difference.n) > ALPHA:
+        return f"undecidable: needs {seeds_needed()} seeds"
+    return NO_DIFFERENCE
+
+
+def _with_learned(rows: list[Row], scores: Scores, threshold: float) -> list[Row]:
+    """The rows with the share of seeds that learned, if some did not: the mean of both kinds is no seed's score."""
+    sign = 1 if scores.maximize else -1
+    shares = {
+        row.arm: share_learned([sign * score for score in results.values()], sign * threshold)
+        for row in rows
+        if (results := scores.results.get(row.arm))
+    }
+    if all(share.learned == share.n for share in shares.values()):
+        return rows
+    return [replace(row, learned=shares.get(row.arm)) for row in rows]
+
+
+def _interactions(arms: Sequence[Arm], scores: Scores) -> Iterator[Interaction]:
+    for a, b, both in _factorial(arms):
+        of_base, of_a, of_b, of_both = (scores.results[arm] for arm in (scores.base, a, b, both))
+        seeds = of_base.keys() & of_a.keys() & of_b.keys() & of_both.keys()
+        if seeds:
+            apart = [of_both[seed] - of_a[seed] - of_b[seed] + of_base[seed] for seed in of_base if seed in seeds]
+            yield Interaction(a, b, both, compare([apart])[0])
+
+
+def _factorial(arms: Sequence[Arm]) -> Iterator[tuple[str, str, str]]:
+    """Arms (a, b, both) where `both` makes exactly the changes of a and b, which share no key."""
+    changed = [arm for arm in arms if arm.change]
+    for (a, b), both in product(combinations(changed, 2), changed):
+        if not a.change.keys() & b.change.keys() and {**a.change, **b.change} == both.change:
+            yield a.name, b.name, both.name
+
+
+def _known(cost: float | None) -> float:
+    return math.nan if cost is None else cost

@@ -1,0 +1,26 @@
+"""Figures of an answer as text."""
+
+import math
+
+from deltalab.study.statistics.intervals import Interval
+from deltalab.study.statistics.joint_test import Difference
+
+
+def format_interval(interval: Interval | Difference, sign: str = "") -> str:
+    """A mean and its bounds as "mean [low, high]"; "" if the mean is not known.
+
+    Args:
+        interval: The mean with its bounds, which are left out if they are not finite.
+        sign: "+" writes the sign of positive numbers, too.
+    """
+    if not math.isfinite(interval.mean):
+        return ""
+    bounds = f" [{interval.low:{sign}.3f}, {interval.high:{sign}.3f}]" if math.isfinite(interval.low) else ""
+    return f"{interval.mean:{sign}.3f}{bounds}"
+
+
+def format_p(p: float | None) -> str:
+    """A p-value; "" if it is not known."""
+    if p is None or not math.isfinite(p):
+        return ""
+    return "<0.001" if p < 0.001 else f"{p:.3f}"

@@ -1,0 +1,155 @@
+"""The columns of a report: each figure of an arm on a task once, for all that shows it.
+
+The terminal, Markdown, HTML, CSV, JSON, DataFrames, LaTeX and the dashboard read `COLUMNS`. A new statistic is a field
+of `Row`, what computes it, and a column here.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from deltalab.study.answers.rows import Row, TaskTable
+from deltalab.study.answers.wording import format_interval, format_p
+from deltalab.study.specs.setting_text import settings_text
+from deltalab.study.statistics.intervals import Interval, Share
+from deltalab.study.statistics.joint_test import Difference
+
+Group = Literal["name", "answer", "cost", "tuned", "files"]
+"""Where a column stands: with every part of a table, with the answer, with the costs, with the tuned values; or in
+files for programs alone."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A figure of an arm on a task.
+
+    Attributes:
+        key: The name in CSV, JSON and DataFrames; "" for text that these have as several figures.
+        head: The heading that readers see; "{metric}" stands for the table's metric.
+        value: The figure of a row: a number, a text, an interval, a dict; None if it is not known.
+        text: The figure as text; "" if it is not known.
+        group: Where the column stands.
+        type: The type of the values, which is their type in a DataFrame.
+        help: What the figure is, in a sentence for those who point at the heading.
+        number: How a table that sorts writes the number, as printf does; "" shows the text.
+        bounds_head: The heading of the bounds of an interval in a table that sorts, where they are a column.
+    """
+
+    key: str
+    head: str
+    value: Callable[[Row], Any]
+    text: Callable[[Row], str]
+    group: Group
+    type: Any = str
+    help: str = ""
+    number: str = ""
+    bounds_head: str = ""
+
+    def head_of(self, table: TaskTable) -> str:
+        """The heading in a table."""
+        return self.head.format(metric=table.metric)
+
+
+def _text(row: Row) -> str:
+    """The text of a column that no reader sees."""
+    return ""
+
+
+def _figure(key: str, head: str, form: str, kind: Any, help: str, number: str) -> Column:
+    """The column of a cost. form: how `format` writes it."""
+
+    def text(row: Row) -> str:
+        value = getattr(row, key)
+        return "" if value is None else format(value, form)
+
+    return Column(key, head, lambda row: getattr(row, key), text, "cost", kind, help, number)
+
+
+def _in_files(key: str, kind: Any) -> Column:
+    """A column of files for programs alone."""
+    return Column(key, "", lambda row: getattr(row, key), _text, "files", kind)
+
+
+def _seeds(row: Row) -> str:
+    finished = row.score.n - row.score.missing
+    seeds = f"{finished} of {row.score.n}" if row.score.missing else str(row.score.n)
+    return f"{seeds}, {row.diverged} runs diverged" if row.diverged else seeds
+
+
+def _tuned(row: Row) -> str:
+    chose = f" ({row.chose} of {row.score.n} seeds)" if len(row.by_budget) > 1 else ""
+    return settings_text(row.tuned, 3) + chose
+
+
+COLUMNS: tuple[Column, ...] = (
+    Column("arm", "arm", lambda row: row.arm, lambda row: row.arm, "name"),
+    _in_files("is_base", bool),
+    Column("", "seeds", _seeds, _seeds, "answer", help="Seeds that finished, and runs that diverged."),
+    Column(
+        "score",
+        "{metric}",
+        lambda row: row.score,
+        lambda row: format_interval(row.score),
+        "answer",
+        Interval,
+        "The mean over seeds.",
+        "%.4f",
+        "95% interval",
+    ),
+    Column(
+        "difference",
+        "difference",
+        lambda row: row.difference,
+        lambda row: format_interval(row.difference, "+") if row.difference else "",
+        "answer",
+        Difference,
+        "Arm minus base, paired by seed. The 95% interval holds jointly over the arms that are tested together.",
+        "%+.4f",
+        "interval",
+    ),
+    Column(
+        "",
+        "p",
+        lambda row: row.difference.p if row.difference else None,
+        lambda row: format_p(row.difference.p if row.difference else None),
+        "answer",
+        float,
+        "Of no difference, exact, jointly over the arms.",
+        "%.3f",
+    ),
+    Column(
+        "verdict", "verdict", lambda row: row.verdict, lambda row: row.verdict, "answer", help="What the test says."
+    ),
+    _in_files("diverged", int),
+    _in_files("learned", Share),
+    _in_files("seconds", float),
+    _figure("microseconds_per_token", "us/token", ".3g", float, "Time of a trained token.", "%.3g"),
+    _figure("flops_per_token", "flops/token", ",.0f", float, "Operations of matrix products, forward.", "localized"),
+    _figure("state_size", "state", ",", int, "Elements of the recurrent state.", "localized"),
+    _figure("parameters", "parameters", ",", int, "Trained numbers of the model.", "localized"),
+    Column("tuned", "tuned", lambda row: row.tuned, _tuned, "tuned", dict, "The best values on validation."),
+    _in_files("chose", int),
+    _in_files("by_budget", list),
+    _in_files("by_seed", dict),
+    _in_files("seeds_needed", int),
+)
+
+
+def columns(*groups: Group) -> list[Column]:
+    """The columns of some groups in order; without groups, all that readers see."""
+    return [column for column in COLUMNS if (column.group in groups if groups else column.group != "files")]
+
+
+def figures(row: Row) -> dict[str, Any]:
+    """Every figure of a row by its key, for programs."""
+    return {column.key: column.value(row) for column in COLUMNS if column.key}
+
+
+def headers(table: TaskTable, chosen: Iterable[Column] | None = None) -> list[str]:
+    """The headings of columns; of all that readers see by default."""
+    return [column.head_of(table) for column in (columns() if chosen is None else chosen)]
+
+
+def cells(row: Row, chosen: Iterable[Column] | None = None) -> list[str]:
+    """A row as text under `headers`; "" for a figure that is not known."""
+    return [column.text(row) for column in (columns() if chosen is None else chosen)]

@@ -1,0 +1,200 @@
+"""Writes a report for files and programs: Markdown, CSV, JSON and DataFrames."""
+
+import csv
+import io
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, fields, is_dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from deltalab.errors import unknown
+from deltalab.store.trainings import TrainingRow
+from deltalab.study.answers.ladder_trends import TaskLadder
+from deltalab.study.answers.rows import Row, TaskTable
+from deltalab.study.reports import columns
+from deltalab.study.reports.columns import cells, figures, headers
+from deltalab.study.reports.lines import (
+    TRAINING_HEADERS,
+    TRAININGS,
+    caption,
+    failure_lines,
+    ladder_caption,
+    ladder_cells,
+    ladder_headers,
+    ladder_notes,
+    training_cells,
+)
+from deltalab.study.statistics.intervals import Interval
+from deltalab.study.statistics.joint_test import UNKNOWN, Difference
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from deltalab.study.reports.report import Report
+
+Part = Literal["arms", "ladders", "trainings"]
+"""A table of a report's figures: a line per task and arm; per ladder, arm and size; or per training."""
+
+DTYPES: dict[Any, str] = {
+    int: "Int64",
+    int | None: "Int64",
+    float: "float64",
+    float | None: "float64",
+    bool: "bool",
+}
+"""pandas' type for a figure, by the type that a column or a field states."""
+
+
+def markdown(report: "Report") -> str:
+    """A report as Markdown."""
+    lines = [f"## {report.title}", "", *_list([f"**{warning}**" for warning in report.warnings])]
+    for table in report.shown:
+        lines += [f"### {caption(table)}", "", *_list([f"**{warning}**" for warning in table.warnings])]
+        lines += [*_table(headers(table), [cells(row) for row in table.rows]), "", *_list(table.notes)]
+    for ladder in report.ladders:
+        lines += [f"### {ladder_caption(ladder)}", "", *_table(ladder_headers(ladder), ladder_cells(ladder))]
+        lines += ["", *_list(ladder_notes(ladder))]
+    for section in report.sections():
+        lines += [f"### {section.title}", ""]
+        if section.rows:
+            lines += [*_table(section.headers, section.rows), ""]
+        lines += _list(section.notes) or [""]
+    lines += [f"- {line}" for line in (*failure_lines(report.failures), *report.notes)]
+    if report.trainings:
+        lines += ["", f"### {TRAININGS}", "", *_table(TRAINING_HEADERS, map(training_cells, report.trainings))]
+    return "\n".join(lines) + "\n"
+
+
+def _list(lines: Sequence[str]) -> list[str]:
+    """Lines as a list, with an empty line after it; nothing for no lines."""
+    return [*(f"- {line}" for line in lines), ""] if lines else []
+
+
+def _table(headings: Sequence[str], rows: "Iterator[list[str]] | Sequence[Sequence[str]]") -> list[str]:
+    return [_row(headings), _row(["---"] * len(headings)), *map(_row, rows)]
+
+
+def _row(texts: Sequence[str]) -> str:
+    return "| " + " | ".join(text.replace("|", "\\|") for text in texts) + " |"
+
+
+def as_json(report: "Report") -> str:
+    """Every figure of a report as JSON; null for a figure that is not known."""
+    parts = asdict(report)
+    for part, table in zip(parts["tables"], report.tables, strict=True):
+        part["rows"] = [{key: _plain(value) for key, value in figures(row).items()} for row in table.rows]
+    return json.dumps(_without_nan(parts), indent=2, allow_nan=False, default=datetime.isoformat)
+
+
+def _plain(value: Any) -> Any:
+    """A value, a dataclass as a dict."""
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+
+
+def as_csv(report: "Report") -> str:
+    """The parts of a report as tables of CSV, with an empty line between them."""
+    parts = []
+    for rows in filter(None, (records(report, part) for part in get_args(Part))):
+        out = io.StringIO()
+        writer = csv.DictWriter(out, fieldnames=list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({key: _field(value) for key, value in row.items()} for row in rows)
+        parts.append(out.getvalue())
+    return "\n".join(parts)
+
+
+def as_frame(report: "Report", part: Part) -> "pd.DataFrame":
+    """A part of a report as a DataFrame.
+
+    Raises:
+        InputError: There is no such part.
+    """
+    import pandas as pd  # It takes half a second to load.
+
+    rows = records(report, part)
+    return pd.DataFrame(rows).astype({key: dtype for key, dtype in _dtypes().items() if rows and key in rows[0]})
+
+
+def records(report: "Report", part: str) -> list[dict[str, Any]]:
+    """A part of a report as flat records: an interval is several figures.
+
+    Raises:
+        InputError: There is no such part.
+    """
+    if part == "arms":
+        return [_arm_record(table, row) for table in report.tables for row in table.rows]
+    if part == "ladders":
+        return [record for ladder in report.ladders for record in _ladder_records(ladder)]
+    if part == "trainings":
+        return [_training_record(row) for row in report.trainings]
+    raise unknown("part of a report", part, get_args(Part))
+
+
+def _arm_record(table: TaskTable, row: Row) -> dict[str, Any]:
+    record = {"task": table.task, "metric": table.metric, "maximize": table.maximize, "split": table.split}
+    for column in columns.COLUMNS:
+        value = column.value(row)
+        if column.type in (Interval, Difference):
+            record |= {f"{column.key}_{name}": part for name, part in asdict(value or UNKNOWN).items()}
+        elif column.key:
+            record[column.key] = _plain(value)
+    return record
+
+
+def _ladder_records(ladder: TaskLadder) -> Iterator[dict[str, Any]]:
+    """A record for each arm beside the base and each size. Slope and verdict, which are of all sizes, stand in each."""
+    for row in ladder.arms:
+        if row.slope is not None:
+            for size, difference in zip(ladder.sizes, row.differences, strict=True):
+                yield {
+                    "ladder": ladder.task,
+                    "metric": ladder.metric,
+                    "maximize": ladder.maximize,
+                    "arm": row.arm,
+                    "size": size.label,
+                    "compute": size.compute,
+                    **{f"difference_{key}": value for key, value in asdict(difference).items()},
+                    **{f"slope_{key}": value for key, value in asdict(row.slope).items()},
+                    "verdict": row.verdict,
+                }
+
+
+def _training_record(row: TrainingRow) -> dict[str, Any]:
+    record = {key: value for key, value in asdict(row).items() if key not in ("losses", "evaluations", "about")}
+    return {
+        **record,
+        "train_loss": row.losses.get("train"),
+        "validation_loss": row.losses.get("validation"),
+        "evaluations": row.evaluations,
+    }
+
+
+def _dtypes() -> dict[str, str]:
+    """pandas' type of each figure of `records`, by its key."""
+    types: dict[str, Any] = {column.key: column.type for column in columns.COLUMNS}
+    for prefix, kind in (("score_", Interval), ("difference_", Difference), ("slope_", Difference), ("", TrainingRow)):
+        types |= {f"{prefix}{field.name}": field.type for field in fields(kind)}
+    types |= {"maximize": bool, **dict.fromkeys(("compute", "train_loss", "validation_loss"), float)}
+    return {key: DTYPES[kind] for key, kind in types.items() if kind in DTYPES}
+
+
+def _field(value: Any) -> Any:
+    """A value as a field of a CSV file: dicts and lists as JSON, a time in ISO 8601, None if it is not known.
+
+    >>> _field({"train.lr": 0.01}), _field([0.5, math.nan]), _field(math.inf)
+    ('{"train.lr": 0.01}', '[0.5, null]', None)
+    """
+    value = _without_nan(value)
+    if isinstance(value, dict | list):
+        return json.dumps(value)
+    return value.isoformat() if isinstance(value, datetime) else value
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,96 @@
+"""Captions, ladders, trainings and failures as lines of text, which every form of a report shares."""
+
+from collections.abc import Sequence
+
+from deltalab.store.trainings import TrainingRow
+from deltalab.study.answers.answer import Failure
+from deltalab.study.answers.ladder_trends import TaskLadder
+from deltalab.study.answers.rows import TaskTable
+from deltalab.study.answers.wording import format_interval, format_p
+
+TRAININGS = "Trainings of exported folders"
+TRAINING_HEADERS = (
+    "training", "arm", "rule", "parameters", "steps", "tokens", "train loss", "validation loss", "tokens/s",
+    "evaluations",
+)  # fmt: skip
+
+
+def caption(table: TaskTable) -> str:
+    """What a table measures, in one line."""
+    direction = "higher" if table.maximize else "lower"
+    return (
+        f"{table.task} (version {table.version}): {table.metric} on {table.split}, {direction} is better, "
+        f"chance {table.chance:.3g}"
+    )
+
+
+def training_cells(row: TrainingRow) -> list[str]:
+    """A training as text under `TRAINING_HEADERS`; "" for a figure that is not known."""
+    losses = [f"{row.losses[split]:.4f}" if split in row.losses else "" for split in ("train", "validation")]
+    return [
+        row.name,
+        row.arm or "",
+        row.rule,
+        "" if row.parameters is None else f"{row.parameters:,}",
+        f"{row.steps:,}",
+        f"{row.tokens:,}",
+        *losses,
+        "" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
+        ", ".join(f"{name} {value:.4g}" for name, value in row.evaluations.items()),
+    ]
+
+
+def ladder_caption(ladder: TaskLadder) -> str:
+    """What a ladder measures, in one line."""
+    direction = "higher" if ladder.maximize else "lower"
+    return f"Ladder of {ladder.task}: differences to the base in {ladder.metric}, {direction} is better"
+
+
+def ladder_headers(ladder: TaskLadder) -> list[str]:
+    """The headings of `ladder_cells`."""
+    sizes = [size.label.removeprefix(f"{ladder.task}.") for size in ladder.sizes]
+    return ["arm", *sizes, "slope", "p", "verdict"]
+
+
+def ladder_cells(ladder: TaskLadder) -> list[list[str]]:
+    """A row of text for each arm beside the base."""
+    return [
+        [
+            row.arm,
+            *(format_interval(difference, "+") for difference in row.differences),
+            format_interval(row.slope, "+"),
+            format_p(row.slope.p),
+            row.verdict,
+        ]
+        for row in ladder.arms
+        if row.slope is not None
+    ]
+
+
+def ladder_notes(ladder: TaskLadder) -> list[str]:
+    """What the fits say, and how to read the table."""
+    computes = ", ".join(f"{size.compute:.2g}" for size in ladder.sizes)
+    notes = [
+        f"Operations of the base's training, by size: {computes}. The slope is per tenfold of them, tested over all "
+        "arms by flips of whole seeds; intervals of differences hold jointly over sizes and arms.",
+        *ladder.notes,
+    ]
+    for row in ladder.arms:
+        if row.fit:
+            a, b, c = (
+                f"{value:.3g} [{low:.3g}, {high:.3g}]"
+                for value, low, high in zip((row.fit.a, row.fit.b, row.fit.c), row.fit.low, row.fit.high, strict=True)
+            )
+            notes.append(f"{row.arm}: loss = a + b C^-c with a {a}, b {b}, c {c}; C 1 is the base's smallest size.")
+        for prediction in row.predictions:
+            notes.append(
+                f"{row.arm} at {prediction.label}, which the fits left out: predicted difference in loss "
+                f"{format_interval(prediction.predicted, '+')}, measured {format_interval(prediction.measured, '+')}: "
+                + ("they agree." if prediction.agrees else "the prediction misses.")
+            )
+    return notes
+
+
+def failure_lines(failures: Sequence[Failure]) -> list[str]:
+    """A line for each trial that raised."""
+    return [f"failed: {failure.name} on {failure.task}: {failure.message}" for failure in failures]

@@ -1,0 +1,178 @@
+"""Draws a report on a terminal, fitted to its width. Nothing is cut off."""
+
+from collections.abc import Iterator, Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from deltalab.store.trainings import TrainingRow
+from deltalab.study.answers.ladder_trends import TaskLadder
+from deltalab.study.answers.rows import NO_DIFFERENCE, TaskTable
+from deltalab.study.reports.columns import Column, cells, columns, headers
+from deltalab.study.reports.lines import (
+    TRAINING_HEADERS,
+    TRAININGS,
+    caption,
+    failure_lines,
+    ladder_caption,
+    ladder_cells,
+    ladder_headers,
+    ladder_notes,
+    training_cells,
+)
+from deltalab.study.reports.report import Report
+
+STYLE = {"better": "green", "worse": "red", "failed": "red", "diverged": "red"}
+SHORT = 8
+"""Rows of a search's tables on a terminal."""
+ONE_TABLE = 120
+"""Columns of a terminal that shows the answer and its costs in one table; a narrower one shows two."""
+SHORT_VERDICT = "no diff."
+SHORTEST_NAME = 8
+"""Columns that are left to a name, or to a word among the tuned values, before it is folded."""
+
+
+def drawn(report: Report, width: int) -> Iterator[RenderableType]:
+    """The parts of a report, from top to bottom.
+
+    Args:
+        report: The report.
+        width: Characters in a line.
+    """
+    yield Text(report.title, style="bold")
+    yield from _warnings(report.warnings)
+    for table in report.shown:
+        yield Text(f"\n{caption(table)}")
+        yield from _warnings(table.warnings)
+        yield from _task_grids(table, width)
+        yield from _notes(table.notes)
+    for ladder in report.ladders:
+        yield Text(f"\n{ladder_caption(ladder)}")
+        yield _ladder_grid(ladder, width >= ONE_TABLE)
+        yield from _notes(ladder_notes(ladder))
+    for section in report.sections(SHORT):
+        yield Text(f"\n{section.title}")
+        if section.rows:
+            yield _section_grid(section.headers, section.rows)
+        yield from _notes(section.notes)
+    if report.search:
+        yield Text("")
+    yield from _notes([*failure_lines(report.failures), *report.notes])
+    if report.trainings:
+        yield Text(f"\n{TRAININGS}")
+        yield _training_grid(report.trainings)
+        yield from _notes([f"{row.name}: {training_cells(row)[-1]}" for row in report.trainings if row.evaluations])
+
+
+def _warnings(lines: Sequence[str]) -> Iterator[Text]:
+    yield from (Text(f"! {line}", style="yellow") for line in lines)
+
+
+def _notes(lines: Sequence[str]) -> Iterator[Text]:
+    yield from (Text(f"- {line}") for line in lines)
+
+
+def _task_grids(table: TaskTable, width: int) -> Iterator[RenderableType]:
+    """One table, or the answer above the costs where the terminal is narrow."""
+    if width >= ONE_TABLE:
+        yield _task_grid(table, columns(), width)
+        return
+    yield _task_grid(table, columns("name", "answer"), width)
+    yield Text("")
+    yield _task_grid(table, columns("name", "cost", "tuned"), width)
+
+
+def _task_grid(table: TaskTable, chosen: Sequence[Column], width: int) -> Table:
+    """A table's columns, with cells broken into as few lines as fit into the width.
+
+    Names fold if the narrowest form is too wide; figures fold only if that is not enough.
+    """
+    texts = [headers(table, chosen), *(cells(row, chosen) for row in table.rows)]
+    for form in range(4):
+        broken = [[_broken(text, column, form) for text, column in zip(line, chosen, strict=True)] for line in texts]
+        widths = [
+            max(len(line) for cell in column for line in cell.split("\n")) for column in zip(*broken, strict=True)
+        ]
+        gap = 2 if form < 2 else 1
+        over = sum(widths) + gap * (len(chosen) - 1) - width
+        if over <= 0:
+            break
+    names = [at for at, column in enumerate(chosen) if column.group in ("name", "tuned")]
+    for _ in range(over):
+        names = [at for at in names if widths[at] > SHORTEST_NAME]
+        widths[max(names or range(len(chosen)), key=widths.__getitem__)] -= 1
+    grid = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, gap - 1, 0, 0), caption_justify="left")
+    for header, size in zip(broken[0], widths, strict=True):
+        grid.add_column(Text(header), overflow="fold", min_width=size, max_width=size)
+    for row, line in zip(table.rows, broken[1:], strict=True):
+        grid.add_row(*map(Text, line), style=STYLE.get(row.verdict, ""))
+    if any(SHORT_VERDICT in line for line in broken):
+        grid.caption = Text(f"{SHORT_VERDICT}: {NO_DIFFERENCE}", style="")
+    return grid
+
+
+def _broken(cell: str, column: Column, form: int) -> str:
+    """A cell broken into lines: not at all in form 0; an interval into two in forms 1 and 2, into three in form 3.
+
+    >>> [score] = [column for column in columns() if column.key == "score"]
+    >>> _broken("0.928 [0.878, 0.977]", score, 3).split("\\n")
+    ['0.928', '[0.878,', '0.977]']
+    """
+    if form == 0 or column.group == "name":
+        return cell
+    if column.key == "verdict":
+        return SHORT_VERDICT if cell == NO_DIFFERENCE else cell.replace(" ", "\n") if form == 3 else cell
+    if column.bounds_head:
+        return cell.replace(" ", "\n") if form == 3 else cell.replace(" [", "\n[")
+    cell = cell.replace(", ", ",\n")
+    if column.group == "tuned":
+        return cell.replace("=", "=\n") if form > 1 else cell
+    return cell.replace("/", "/\n")
+
+
+def _grid() -> Table:
+    return Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+
+
+def _ladder_grid(ladder: TaskLadder, is_wide: bool) -> Table:
+    """A row for each arm with its sizes side by side; below each other where the terminal is narrow."""
+    grid = _grid()
+    for header in ladder_headers(ladder) if is_wide else ("arm", "size", "difference"):
+        grid.add_column(Text(header), overflow="fold")
+    for line in ladder_cells(ladder) if is_wide else _ladder_lines(ladder):
+        grid.add_row(*(Text(cell.replace(" [", "\n[") if is_wide else cell) for cell in line))
+    return grid
+
+
+def _ladder_lines(ladder: TaskLadder) -> Iterator[list[str]]:
+    """The cells of `ladder_cells` in three columns: a line for each size and the slope, the verdict under the arm."""
+    _, *sizes, _, _, _ = ladder_headers(ladder)
+    for arm, *differences, slope, p, verdict in ladder_cells(ladder):
+        names = [arm, verdict, *[""] * (len(sizes) - 1)]
+        for name, size, difference in zip(names, [*sizes, f"slope, p {p}"], [*differences, slope], strict=True):
+            yield [name, size, difference]
+
+
+def _section_grid(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table about a search. A task's name stands below its metric; what is too wide all the same folds."""
+    grid = _grid()
+    for heading in headings:
+        grid.add_column(Text(heading.replace("@", "\n@")), overflow="fold")
+    for row in rows:
+        grid.add_row(*map(Text, row))
+    return grid
+
+
+def _training_grid(rows: Sequence[TrainingRow]) -> Table:
+    """Trainings without their evaluations. Figures and the words of headings stay whole; names fold."""
+    grid = _grid()
+    for header in TRAINING_HEADERS[:-1]:
+        if header in ("training", "arm", "rule"):
+            grid.add_column(Text(header), overflow="fold", min_width=len(header))
+        else:
+            grid.add_column(Text(header.replace(" ", "\n")), no_wrap=True)
+    for row in rows:
+        grid.add_row(*map(Text, training_cells(row)[:-1]))
+    return grid

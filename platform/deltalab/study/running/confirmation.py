@@ -1,0 +1,240 @@
+"""Which trials confirm the arms: every seed of an arm trains every candidate, and seeds are added in looks.
+
+Seeds are added as long as an arm is undecided and has a prospect of a decision.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from deltalab.store import Store, TrialSummary
+from deltalab.study.planning.plan import Infeasible, Plan, PlannedArm
+from deltalab.study.planning.tuning_candidates import beyond, edge
+from deltalab.study.searching.phase import SearchPhase, mean_score
+from deltalab.study.statistics.seed_choice import Run, Scores, outcomes
+from deltalab.study.workers.jobs import Job
+from deltalab.study.workers.train_stack import infeasible
+
+MOST_MOVES = 3
+"""How often `extend` moves the ranges of a task."""
+
+
+@dataclass
+class ArmTrials:
+    """The trials of one arm on one task.
+
+    Attributes:
+        arm: The arm.
+        tried: The values of the candidates that every seed trains, by number; None until they are known.
+        trials: (candidate, look) -> the trial; None while the trial runs.
+        stopped: Whether the arm gets no further seeds.
+    """
+
+    arm: PlannedArm
+    tried: dict[int, dict[str, Any]] | None = None
+    trials: dict[tuple[int, int], TrialSummary | None] = field(default_factory=dict)
+    stopped: bool = False
+
+    def learn(self, job: Job, look: int, summary: TrialSummary) -> None:
+        """Keeps the result of a trial."""
+        self.trials[job.number, look] = summary
+
+
+@dataclass
+class _ArmFamily:
+    """Arms that are tested together, and the look that is next."""
+
+    arms: list[ArmTrials]
+    look: int = 0
+    moves: dict[str, int] = field(default_factory=dict)
+    """How often the ranges of each task were extended."""
+
+
+class ConfirmPhase:
+    """The confirmation of a study: asks for trials, and tests the arms after each look.
+
+    Attributes:
+        arms: The trials of each arm on each task.
+        infeasible: Candidates so far that make no model.
+    """
+
+    def __init__(self, plan: Plan, store: Store, study_id: int, search: SearchPhase | None) -> None:
+        """Begins without a trial.
+
+        Args:
+            plan: The study.
+            store: The ledger, which records infeasible candidates.
+            study_id: The study's id in the ledger.
+            search: The search that finds the arms' candidates; None if the study is no search.
+        """
+        self.arms = [ArmTrials(arm) for arm in plan.arms]
+        self.infeasible = 0
+        self._plan, self._store, self._study_id, self._search = plan, store, study_id, search
+        by_task = [[trials for trials in self.arms if trials.arm.task == task] for task in plan.tasks]
+        whole_study = plan.spec.family == "study"
+        self._families = [_ArmFamily(self.arms)] if whole_study else [_ArmFamily(arms) for arms in by_task]
+
+    @property
+    def done(self) -> bool:
+        """Whether no arm gets further seeds."""
+        return all(trials.stopped for trials in self.arms)
+
+    @property
+    def total(self) -> int:
+        """Trials of the confirmation, if no arm that still runs stops before the last look."""
+        total = sum(len(trials.trials) for trials in self.arms)
+        for trials in self.arms:
+            if not trials.stopped:
+                candidates = self._plan.tried(trials.arm) if trials.tried is None else len(trials.tried)
+                total += candidates * len(self._plan.spec.looks) - len(trials.trials)
+        return total
+
+    @property
+    def left(self) -> int:
+        """Seeds times steps of the trials that have not ended, with the assumption of `total`."""
+        ends = [0, *(look.seeds for look in self._plan.spec.looks)]
+        seeds = [after - before for before, after in pairwise(ends)]
+        left = 0
+        for trials in self.arms:
+            if not trials.stopped:
+                numbers = range(self._plan.tried(trials.arm)) if trials.tried is None else trials.tried
+                pairs = ((number, look) for number in numbers for look in range(len(seeds)))
+                of_arm = sum(seeds[look] for number, look in pairs if trials.trials.get((number, look)) is None)
+                left += of_arm * trials.arm.config["train"]["steps"]
+        return left
+
+    def ask(self) -> Iterator[tuple[ArmTrials, Job, int]]:
+        """Yields the trials that nobody has asked for and that depend on no result still awaited, with their looks."""
+        for family in self._families:
+            yield from self._ask(family)
+
+    def leader(self, task: str) -> tuple[str, float] | None:
+        """The arm whose best candidate so far has the best mean validation score on a task, and that score."""
+        metric, best = self._plan.tasks[task].metric, max if self._plan.tasks[task].maximize else min
+        scores: dict[str, float] = {}
+        for trials in self.arms:
+            means = [mean_score(trial, metric, "validation") for trial in trials.trials.values() if trial is not None]
+            means = [mean for mean in means if not math.isnan(mean)]
+            if trials.arm.task == task and means:
+                scores[trials.arm.name] = best(means)
+        if not scores:
+            return None
+        name = best(scores, key=lambda name: scores[name])
+        return name, scores[name]
+
+    def _ask(self, family: _ArmFamily) -> list[tuple[ArmTrials, Job, int]]:
+        """The next trials of a family; tests its arms once all trials of a look have ended."""
+        while not all(trials.stopped for trials in family.arms):
+            running = [trials for trials in family.arms if not trials.stopped]
+            for trials in running:
+                if trials.tried is None:
+                    trials.tried = self._to_try(trials)
+            asked: list[tuple[ArmTrials, Job, int]] = []
+            for trials in running:
+                for number, values in (trials.tried or {}).items():
+                    for look in range(family.look + 1):
+                        if (number, look) not in trials.trials:
+                            trials.trials[number, look] = None
+                            asked.append((trials, self._plan.job(trials.arm, "confirm", number, values, look), look))
+            waits = any(trials.tried is None or None in trials.trials.values() for trials in running)
+            if asked or waits:
+                return asked
+            if not self._extended(family):
+                self._judge(family)
+        return []
+
+    def _to_try(self, trials: ArmTrials) -> dict[int, dict[str, Any]] | None:
+        """The candidates that every seed of an arm trains, by number; None until a search has ended."""
+        if self._search and not self._search.done:
+            return None
+        finalist = self._search.values(trials.arm) if self._search else {}
+        candidates: dict[int, dict[str, Any]] = {}
+        for number, values in enumerate(self._plan.candidates(trials.arm, finalist)):
+            if len(candidates) == self._plan.tried(trials.arm):
+                break
+            if self._feasible(trials.arm, number, values):
+                candidates[number] = values
+        return candidates or {0: finalist}
+
+    def _feasible(self, arm: PlannedArm, number: int, values: Mapping[str, Any]) -> bool:
+        """Whether a candidate makes a model; the ledger records the reason if it does not."""
+        try:
+            self._plan.job(arm, "confirm", number, values)
+        except Infeasible as error:
+            self.infeasible += 1
+            record = infeasible(error.job, str(error))
+            self._store.record_trial(self._study_id, arm.name, record, number, dict(values))
+            return False
+        return True
+
+    def _extended(self, family: _ArmFamily) -> bool:
+        """Gives every arm of a task a candidate beyond the values tried, if the best value of an arm is at an end."""
+        tune = self._plan.spec.tune
+        if tune is None or not tune.extend or family.look:
+            return False
+        moved = False
+        for task in dict.fromkeys(trials.arm.task for trials in family.arms):
+            if family.moves.get(task, 0) == MOST_MOVES:
+                continue
+            scores = self._scores(family, task)
+            arms = [trials for trials in family.arms if trials.arm.task == task]
+            ranges = {path: search for path, search in tune.searched.items() if search.choice is None}
+            ends = set()
+            for trials in arms:
+                best = scores.best(trials.arm.name)
+                tried = trials.tried or {}
+                if best is not None:
+                    ends |= set(edge(ranges, list(tried.values()), tried[best]).items())
+            number = max(number for trials in arms for number in trials.tried or {}) + 1
+            number = max(number, sum(1 for _ in self._plan.candidates(arms[0].arm)))
+            for at, (path, end) in enumerate(sorted(ends)):
+                longest = max((list((trials.tried or {}).values()) for trials in arms), key=len)
+                values = beyond(tune.searched, longest, path, above=end == "highest")
+                for trials in arms:
+                    if trials.tried is not None and self._feasible(trials.arm, number + at, values):
+                        trials.tried[number + at] = values
+                        moved = True
+            family.moves[task] = family.moves.get(task, 0) + 1
+        return moved
+
+    def _judge(self, family: _ArmFamily) -> None:
+        """Tests the arms after a look, and stops those that are decided or have no prospect."""
+        tasks = list(dict.fromkeys(trials.arm.task for trials in family.arms))
+        tables = [self._scores(family, task) for task in tasks]
+        by_task = dict(zip(tasks, outcomes(tables, self._plan.spec.looks), strict=True))
+        last = family.look == len(self._plan.spec.looks) - 1
+        for trials in family.arms:
+            outcome = by_task[trials.arm.task].get(trials.arm.name)
+            if not trials.arm.is_base:
+                trials.stopped = last or outcome is None or outcome.stopped is not None
+        for trials in family.arms:
+            if trials.arm.is_base:
+                others = [other for other in family.arms if other.arm.task == trials.arm.task and other != trials]
+                trials.stopped = last or all(other.stopped for other in others)
+        family.look += 1
+
+    def _scores(self, family: _ArmFamily, task: str) -> Scores:
+        """The scores so far of a family's arms on a task."""
+        arms = [trials for trials in family.arms if trials.arm.task == task]
+        kind, looks = self._plan.tasks[task], self._plan.spec.looks
+        runs: dict[str, dict[int, dict[int, Run]]] = {}
+        seeds: dict[str, list[int]] = {}
+        for trials in arms:
+            of_arm = runs.setdefault(trials.arm.name, {})
+            for (number, _), summary in trials.trials.items():
+                if summary is not None and summary.state == "done":
+                    of_arm.setdefault(number, {}).update(_runs(summary, kind.metric))
+            reached = max((look for _, look in trials.trials), default=-1)
+            trained = any(of_arm.values())
+            seeds[trials.arm.name] = list(range(1, looks[reached].seeds + 1)) if trained else []
+        base = next(trials.arm.name for trials in arms if trials.arm.is_base)
+        return Scores(base, kind.maximize, kind.chance, runs, seeds)
+
+
+def _runs(summary: TrialSummary, metric: str) -> dict[int, Run]:
+    """The runs of a trial by seed; NaN for runs that diverged."""
+    validation, test = summary.finals.get(("validation", metric), {}), summary.finals.get(("test", metric), {})
+    runs = {seed: Run(value, test.get(seed, math.nan)) for seed, value in validation.items()}
+    return runs | {seed: Run(math.nan, math.nan) for seed in summary.diverged}

@@ -1,0 +1,170 @@
+"""A study as the ledger has it: its file and its tasks, whatever release wrote them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from deltalab.store import Study
+from deltalab.study.specs.budget import Searching
+from deltalab.study.specs.ladder_sizes import Ladder, task_of
+from deltalab.study.specs.search_space import Search
+from deltalab.study.specs.setting_paths import training_part
+from deltalab.study.statistics.joint_test import Look, one_look, spread_looks
+
+_NOT_SETTINGS = ("trials", "extend", "seeds")
+"""Keys of `tune` that name no setting."""
+
+
+@dataclass(frozen=True)
+class RecordedTask:
+    """A task of a study at one size.
+
+    Attributes:
+        name: What the study calls the task, with its size on a ladder.
+        metric: The metric that is compared.
+        maximize: Whether more of the metric is better.
+        chance: The metric of a model that has learned nothing.
+        bounds: The lowest and the highest value that the metric can have; None if it has no bounds.
+        version: The version of the task's batches and metrics.
+        length: The length of a training sequence in tokens; None if the record does not say.
+        parameters: The parameters that the task was made with.
+        fingerprint: A hash of the task's data; None for a task without data, and in records of early releases.
+    """
+
+    name: str
+    metric: str
+    maximize: bool
+    chance: float
+    bounds: tuple[float, float] | None = None
+    version: int | None = None
+    length: int | None = None
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    fingerprint: str | None = None
+
+    @property
+    def sign(self) -> int:
+        """1 if more of the metric is better, else -1."""
+        return 1 if self.maximize else -1
+
+    @property
+    def limit(self) -> float | None:
+        """The best value that the metric can have; None if it has no bounds."""
+        return None if self.bounds is None else self.bounds[self.maximize]
+
+
+@dataclass(frozen=True)
+class RecordedSpec:
+    """What a study's file said, by the parts that an answer depends on.
+
+    Attributes:
+        values: The file with every default spelled out, as the ledger keeps it.
+    """
+
+    values: Mapping[str, Any]
+
+    @property
+    def is_search(self) -> bool:
+        """Whether the study searches candidates, besides comparing arms."""
+        return bool(self.values.get("search"))
+
+    @property
+    def is_tuned(self) -> bool:
+        """Whether the study tunes its arms."""
+        return bool(self.values.get("tune"))
+
+    @property
+    def is_ladder(self) -> bool:
+        """Whether the study trains its arms at several sizes."""
+        return bool(self.values.get("scales"))
+
+    @property
+    def is_extended(self) -> bool:
+        """Whether tuning moves on beyond a range whose end is best."""
+        return bool((self.values.get("tune") or {}).get("extend"))
+
+    @property
+    def is_one_family(self) -> bool:
+        """Whether the arms of all tasks are tested together."""
+        return self.values.get("family") == "study"
+
+    @cached_property
+    def search(self) -> Searching:
+        """The section `search`. A study without one raises `pydantic.ValidationError`."""
+        return Searching.model_validate(self.values.get("search"))
+
+    @cached_property
+    def scales(self) -> Ladder:
+        """The section `scales`. A study without one raises `pydantic.ValidationError`."""
+        return Ladder.model_validate(self.values.get("scales"))
+
+    @property
+    def candidates(self) -> int | None:
+        """How many candidates the sampler of a search draws; None for a study that is no search."""
+        return self.values["search"]["trials"] if self.is_search else None
+
+    @property
+    def fidelity(self) -> Mapping[str, Any]:
+        """The settings that rise with the rungs of successive halving, and `keep`; empty without rungs."""
+        return (self.values.get("search") or {}).get("fidelity") or {}
+
+    @cached_property
+    def tuned(self) -> dict[str, Search]:
+        """The settings that every arm tunes, by path: those of the training alone in a search."""
+        sections = self.values.get("tune") or training_part(self.values.get("search") or {})
+        return {path: Search.model_validate(given) for path, given in sections.items() if path not in _NOT_SETTINGS}
+
+    @property
+    def tasks(self) -> list[str]:
+        """The tasks as the file names them, without the sizes of a ladder."""
+        return list(self.values.get("task", ()))
+
+    @property
+    def looks(self) -> tuple[Look, ...]:
+        """The numbers of seeds at which the study looks at its data."""
+        seeds = self.values["seeds"]
+        return spread_looks(**seeds) if isinstance(seeds, Mapping) else one_look(seeds)
+
+    def task_of(self, label: str) -> str:
+        """The name that the file gives a recorded task.
+
+        >>> RecordedSpec({"scales": {"model.d_model": [32, 64]}, "task": {"text": {}}}).task_of("text.d_model=64")
+        'text'
+        """
+        return task_of(label, self.values.get("scales"), self.tasks)
+
+    def families(self, labels: list[str]) -> list[list[str]]:
+        """The recorded tasks whose arms are tested together: all sizes of a task, or the whole study.
+
+        >>> RecordedSpec({"family": "task", "task": {"a": {}, "b": {}}}).families(["a", "b"])
+        [['a'], ['b']]
+        """
+        if self.is_one_family:
+            return [labels]
+        families: dict[str, list[str]] = {}
+        for label in labels:
+            families.setdefault(self.task_of(label), []).append(label)
+        return list(families.values())
+
+
+def recorded_tasks(study: Study) -> dict[str, RecordedTask]:
+    """The tasks of a study by their recorded names, in the study's order."""
+    return {name: _task(name, facts) for name, facts in study.provenance["tasks"].items()}
+
+
+def _task(name: str, facts: Mapping[str, Any]) -> RecordedTask:
+    parameters = facts.get("parameters") or {}
+    bounds, length = facts.get("bounds"), facts.get("length", parameters.get("length"))
+    if length is None and "length_range" in parameters:  # The last token is the answer, which is no input.
+        length = parameters["length_range"][1] - 1
+    return RecordedTask(
+        name,
+        facts["metric"],
+        facts["maximize"],
+        facts["chance"],
+        (bounds[0], bounds[1]) if bounds else None,
+        facts.get("version"),
+        None if length is None else int(length),
+        parameters,
+        facts.get("fingerprint"),
+    )

@@ -1,0 +1,31 @@
+"""Dotted paths of settings, such as `train.lr`, and the parts of a configuration that they belong to."""
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+T = TypeVar("T")
+
+TRAINING = "train."
+
+
+def of_training(path: str) -> bool:
+    """Whether a setting is one of the training alone, so that the model is the same for all its values."""
+    return path.startswith(TRAINING)
+
+
+def training_part(values: Mapping[str, T]) -> dict[str, T]:
+    """The settings of the training among values by path.
+
+    >>> training_part({"train.lr": 0.1, "rule.d": 0})
+    {'train.lr': 0.1}
+    """
+    return {path: value for path, value in values.items() if of_training(path)}
+
+
+def model_part(values: Mapping[str, T]) -> dict[str, T]:
+    """The settings of rule and model among values by path.
+
+    >>> model_part({"train.lr": 0.1, "rule.d": 0})
+    {'rule.d': 0}
+    """
+    return {path: value for path, value in values.items() if not of_training(path)}
