@@ -1,11 +1,11 @@
-"""How often a study's statistics are wrong, and how often they find an effect, in simulated studies.
+"""Measures in simulated studies how often a study's statistics are wrong, and how often they find an effect.
 
     python benchmarks/calibration.py --out benchmarks/calibration.json
 
-It measures error and coverage of the designs of tuning, the power of the test with several constants c, error and
-coverage by distribution and number of seeds, and what adding seeds in looks saves. Everything is measured on p alone,
-many studies at a time; some of the studies also go through `deltalab.study.statistics.joint_test`, which
-must find the same verdicts, and intervals that agree with them. Minutes on one core.
+The parts are error and coverage of the designs of tuning, the power of the test with several constants c, error and
+coverage by distribution and number of seeds, and the runs that sequential looks save. The figures come from p alone,
+computed for many studies at a time. Some of the studies also go through `deltalab.study.statistics.joint_test`, which
+must find the same verdicts, and intervals that agree with the verdicts. The script takes minutes on one core.
 """
 
 import argparse
@@ -34,14 +34,14 @@ ARMS = 7
 EFFECT = 2.0
 """Standard deviations of a seed's score."""
 NOISES = (0, 1, 2, 4)
-"""What the candidates at the ends of the range lose, in standard deviations of a seed's score."""
+"""The losses of the candidates at the ends of the range, in standard deviations of a seed's score."""
 AT_ONCE = 2_000_000
 """Statistics in memory at a time."""
 
 Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 Constant = Callable[[Array, Array], Array | float]
-"""(rms over seeds [R, arms, 1], sd over seeds under each flip [R, arms, E]) -> c"""
+"""Computes c from the rms over seeds [R, arms, 1] and the sd over seeds under each flip [R, arms, E]."""
 
 CONSTANTS: dict[str, Constant] = {
     "0: studentized alone": lambda rms, sd: 0.0,
@@ -61,15 +61,22 @@ USED = "median rms / sqrt(2)"
 def follow(
     d: Array, looks: Sequence[Look], constant: Constant = CONSTANTS[USED], hopeless: float = joint_test.HOPELESS
 ) -> tuple[Mask, NDArray[np.int64], Mask]:
-    """`joint.follow` of many studies at once, without intervals.
+    """Computes `joint_test.follow` of many studies at once, without intervals.
 
-    d: differences to the base [R, arms, seeds]. Returns the arms told from the base, the seeds that each arm took, and
-    the arms decided by the family, each [R, arms].
+    Args:
+        d: The differences to the base [R, arms, seeds].
+        looks: The looks.
+        constant: The constant c of the statistic.
+        hopeless: The prospect below which an arm is given up.
+
+    Returns:
+        The arms that are told from the base, the seeds that each arm took, and the arms that the family decided, each
+        [R, arms].
     """
     per = max(1, AT_ONCE // (d.shape[1] * len(flips(looks[-1].seeds))))
     parts = [_follow(d[at : at + per], looks, constant, hopeless) for at in range(0, len(d), per)]
-    told, took, members = (np.concatenate(part) for part in zip(*parts, strict=True))
-    return told, took, members
+    told, seeds, members = (np.concatenate(part) for part in zip(*parts, strict=True))
+    return told, seeds, members
 
 
 def _follow(
@@ -87,15 +94,15 @@ def _follow(
             hit = p.min(1) <= ALPHA
             rows, arm = rows[hit], p.argmin(1)[hit]
             members[rows, arm] = True
-        found = members & running
+        decided = members & running
         for j in range(d.shape[1]):
-            rows = np.flatnonzero(found[:, j])
+            rows = np.flatnonzero(decided[:, j])
             if len(rows):
                 others = members[rows]
                 others[:, j] = False
-                found[rows, j] = p_values(d[rows], so_far, stop[rows], others, constant)[:, j] <= ALPHA
-        told |= found
-        ends = found | (k == len(looks) - 1)
+                decided[rows, j] = p_values(d[rows], so_far, stop[rows], others, constant)[:, j] <= ALPHA
+        told |= decided
+        ends = decided | (k == len(looks) - 1)
         if k < len(looks) - 1:
             ends |= prospects(d[..., : look.seeds], look.seeds / looks[-1].seeds) < hopeless
         stop[running & ends] = look.seeds
@@ -104,7 +111,7 @@ def _follow(
 
 
 def p_values(d: Array, looks: Sequence[Look], stop: NDArray[np.int64], members: Mask, constant: Constant) -> Array:
-    """p of "no difference" for each arm [R, arms], of arms that are not in members."""
+    """Computes p of "no difference" for each arm [R, arms] that is not among the members."""
     signs = flips(looks[-1].seeds)
     gone = np.zeros((len(d), len(signs)), bool)
     for look in looks[:-1]:
@@ -115,20 +122,20 @@ def p_values(d: Array, looks: Sequence[Look], stop: NDArray[np.int64], members: 
         gone |= largest * joint_test._EQUAL > bound
     t = _statistics(d, stop, members, signs, constant)
     largest = t.max(1)
-    own = t[:, :, 0] * joint_test._EQUAL
-    p = np.stack([(gone | (largest >= own[:, j, None])).mean(1) for j in range(d.shape[1])], axis=1)
+    observed = t[:, :, 0] * joint_test._EQUAL
+    p = np.stack([(gone | (largest >= observed[:, j, None])).mean(1) for j in range(d.shape[1])], axis=1)
     return np.minimum(p * ALPHA / looks[-1].spent, 1.0)
 
 
 def _statistics(d: Array, stop: NDArray[np.int64], members: Mask, signs: Array, constant: Constant) -> Array:
-    """T [R, arms, E]."""
+    """The statistics T [R, arms, E] under each flip."""
     n = signs.shape[1]
-    own = np.minimum(stop, n)[..., None]
-    seen = np.arange(n) < own
+    counts = np.minimum(stop, n)[..., None]
+    seen = np.arange(n) < counts
     x = d[..., :n]
-    centred = (x - (x * seen).sum(-1, keepdims=True) / own) * np.sqrt(own / (own - 1))
+    centred = (x - (x * seen).sum(-1, keepdims=True) / counts) * np.sqrt(counts / (counts - 1))
     x = np.where(members[..., None], centred, x)
-    x = np.take_along_axis(x, np.arange(n) % own, axis=-1)
+    x = np.take_along_axis(x, np.arange(n) % counts, axis=-1)
     squares = (x**2).mean(-1, keepdims=True)
     mean = np.abs(x @ signs.T) / n
     sd = np.sqrt(np.maximum(squares - mean**2, 0.0) * (n / (n - 1)))
@@ -138,17 +145,17 @@ def _statistics(d: Array, stop: NDArray[np.int64], members: Mask, signs: Array, 
 
 
 def prospects(d: Array, t: float) -> Array:
-    """`joint._prospect` of many arms [R, arms]."""
+    """Computes `joint_test._prospect` of many arms [R, arms]."""
     n = d.shape[-1]
     spread = d.std(-1, ddof=1)
     ratio = np.divide(abs(d.mean(-1)), spread, out=np.full(spread.shape, np.inf), where=spread > 0)
     z = -stats.norm.ppf(stats.t.sf(math.sqrt(n) * ratio, n - 1))
-    found = stats.norm.cdf((z / math.sqrt(t) + stats.norm.ppf(ALPHA / (2 * d.shape[1]))) / math.sqrt(1 - t))
-    return np.where(spread > 0, found, d.any(-1))
+    probability = stats.norm.cdf((z / math.sqrt(t) + stats.norm.ppf(ALPHA / (2 * d.shape[1]))) / math.sqrt(1 - t))
+    return np.where(spread > 0, probability, d.any(-1))
 
 
 def covered(d: Array, truth: Array, members: Mask) -> Mask:
-    """Whether the intervals of a study hold the truth [arms], all of them, after a single look [R]."""
+    """Computes whether all intervals of a study hold the true differences [arms], after a single look [R]."""
     looks, stop, hold = one_look(d.shape[-1]), np.full(d.shape[:2], d.shape[-1]), np.ones(len(d), bool)
     per = max(1, AT_ONCE // (d.shape[1] * len(flips(d.shape[-1]))))
     for at in range(0, len(d), per):
@@ -163,7 +170,15 @@ def covered(d: Array, truth: Array, members: Mask) -> Mask:
 
 @dataclass
 class Checked:
-    """Verdicts and intervals of `joint.follow`, held against the fast path. per: studies of each kind."""
+    """Compares verdicts and intervals of `joint_test.follow` with the fast path.
+
+    Attributes:
+        per: The studies of each kind that are compared.
+        studies: The number of studies so far.
+        rows: The number of arms so far.
+        contradictions: The number of arms whose interval contradicts p.
+        differ: The number of arms whose verdict or seeds differ from the fast path.
+    """
 
     per: int
     studies: int = 0
@@ -171,11 +186,12 @@ class Checked:
     contradictions: int = 0
     differ: int = 0
 
-    def add(self, d: Array, looks: Sequence[Look], told: Mask, took: NDArray[np.int64]) -> None:
-        for study, verdicts, seeds in list(zip(d, told, took, strict=True))[: self.per]:
-            found = joint_test.follow(list(study), looks)
+    def add(self, d: Array, looks: Sequence[Look], told: Mask, seeds: NDArray[np.int64]) -> None:
+        """Compares the first studies of a kind."""
+        for study, verdicts, counts in list(zip(d, told, seeds, strict=True))[: self.per]:
+            outcomes = joint_test.follow(list(study), looks)
             self.studies += 1
-            for outcome, verdict, n in zip(found, verdicts, seeds, strict=True):
+            for outcome, verdict, n in zip(outcomes, verdicts, counts, strict=True):
                 difference = outcome.difference
                 self.rows += 1
                 self.contradictions += (difference.p <= ALPHA) != difference.decided
@@ -184,24 +200,33 @@ class Checked:
 
 @dataclass
 class Bench:
+    """The settings of a run of this script.
+
+    Attributes:
+        repeats: The studies of each kind.
+        checked: The comparison with deltalab's statistics.
+        random: The source of random numbers.
+    """
+
     repeats: int
     checked: Checked
     random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(15))
 
     def single(self, d: Array) -> tuple[Mask, Mask]:
-        """Told, and members, of fixed designs."""
+        """Returns the arms that fixed designs tell from the base, and the arms that the family decided."""
         looks = one_look(d.shape[-1])
-        told, took, members = follow(d, looks)
-        self.checked.add(d, looks, told, took)
+        told, seeds, members = follow(d, looks)
+        self.checked.add(d, looks, told, seeds)
         return told, members
 
 
 def normal(random: np.random.Generator, repeats: int, seeds: int) -> Array:
-    """Scores of the base and the arms [R, 1 + ARMS, seeds]."""
+    """Draws scores of the base and the arms [R, 1 + ARMS, seeds]."""
     return random.normal(size=(repeats, 1 + ARMS, seeds))
 
 
 def differences(scores: Array) -> Array:
+    """Returns the differences of the arms to the base."""
     return scores[:, 1:] - scores[:, :1]
 
 
@@ -210,17 +235,22 @@ def differences(scores: Array) -> Array:
 
 @dataclass(frozen=True)
 class Design:
-    """How a candidate is chosen.
+    """A way to choose a candidate.
 
-    at: positions of the candidates in the range [-1, 1], random where None. runs: those of an arm, by candidates and
-    seeds. joint: whether the arms are tested together.
+    Attributes:
+        title: The name of the design.
+        at: The positions of the candidates in the range [-1, 1]; None draws them.
+        choice: `once`, `mean`, `apart` or `own`.
+        runs: The number of runs of an arm, by candidates and seeds.
+        joint: Whether the arms are tested together.
+        seeds: The seeds of an arm.
     """
 
-    about: str
+    title: str
     at: tuple[float, ...] | None
     choice: str
     runs: Callable[[int, int], int]
-    joint_test: bool = True
+    joint: bool = True
     seeds: int = 9
 
 
@@ -240,7 +270,7 @@ SPLIT_NOISE = 0.2
 
 
 def tuned(random: np.random.Generator, design: Design, noise: float, repeats: int) -> Array:
-    """Scores [R, 1 + ARMS, seeds] of arms that are alike, where a candidate at u loses noise x u^2."""
+    """Draws scores [R, 1 + ARMS, seeds] of equal arms, where a candidate at u loses noise x u^2."""
     shape = (repeats, 1 + ARMS, design.seeds, CANDIDATES)
     at = random.uniform(-1, 1, size=(repeats, 1, 1, CANDIDATES)) if design.at is None else np.array(design.at)
     quality = np.broadcast_to(-noise * at**2, shape)
@@ -259,19 +289,24 @@ def tuned(random: np.random.Generator, design: Design, noise: float, repeats: in
 
 
 def separate_tests(d: Array) -> tuple[Mask, Mask]:
-    """Exact sign-flip tests with Holm's correction, told [R, arms]; whether Bonferroni's t intervals hold 0 [R]."""
+    """Computes exact sign-flip tests with Holm's correction, and t intervals with Bonferroni's.
+
+    Returns:
+        The arms that are told from the base [R, arms], and whether all intervals of a study hold 0 [R].
+    """
     n, arms = d.shape[-1], d.shape[1]
     sums = np.abs(d @ flips(n).T)
     p = (sums >= sums[:, :, :1] * (1 - 1e-9)).mean(-1)
     order = np.argsort(p, axis=1)
-    held = np.maximum.accumulate(np.take_along_axis(p, order, 1) * np.arange(arms, 0, -1), axis=1)
-    told = np.empty_like(held, dtype=bool)
-    np.put_along_axis(told, order, held <= ALPHA, 1)
+    adjusted = np.maximum.accumulate(np.take_along_axis(p, order, 1) * np.arange(arms, 0, -1), axis=1)
+    told = np.empty_like(adjusted, dtype=bool)
+    np.put_along_axis(told, order, adjusted <= ALPHA, 1)
     margin = stats.t.ppf(1 - ALPHA / (2 * arms), n - 1) * d.std(-1, ddof=1) / math.sqrt(n)
     return told, (abs(d.mean(-1)) <= margin).all(1)
 
 
 def designs(bench: Bench) -> Iterator[dict[str, Any]]:
+    """Measures error, coverage and power of each design."""
     for design in DESIGNS:
         for noise in NOISES:
             seeds = design.seeds
@@ -281,17 +316,17 @@ def designs(bench: Bench) -> Iterator[dict[str, Any]]:
             if design.joint:
                 told, members = bench.single(differences(scores))
                 holds = covered(differences(scores), np.zeros(ARMS), members)
-                found = follow(differences(better), one_look(seeds))[0]
+                told_better = follow(differences(better), one_look(seeds))[0]
             else:
                 told, holds = separate_tests(differences(scores))
-                found, _ = separate_tests(differences(better))
+                told_better, _ = separate_tests(differences(better))
             yield {
-                "design": design.about,
+                "design": design.title,
                 "noise": noise,
                 "runs_per_arm": design.runs(CANDIDATES, seeds),
                 "error": float(told.any(1).mean()),
                 "coverage": float(holds.mean()),
-                "power": float(found[:, 0].mean()),
+                "power": float(told_better[:, 0].mean()),
             }
 
 
@@ -306,7 +341,7 @@ SETTINGS = {
 
 
 def setting(random: np.random.Generator, name: str, repeats: int, effect: float) -> Array:
-    """Scores where arm 1 differs by an effect, and the last ones are as the name says."""
+    """Draws scores with an effect on arm 1, and with a spread of the last arms that the name describes."""
     scores = normal(random, repeats, SETTINGS[name])
     scores[:, 1] += effect
     if name.startswith("one arm"):
@@ -317,6 +352,7 @@ def setting(random: np.random.Generator, name: str, repeats: int, effect: float)
 
 
 def powers(bench: Bench) -> Iterator[dict[str, Any]]:
+    """Measures the power of the test with each constant, in each setting."""
     for name, seeds in SETTINGS.items():
         d = differences(setting(bench.random, name, bench.repeats, EFFECT))
         bench.single(d)
@@ -333,29 +369,30 @@ Drawn = tuple[Array, Array]
 
 
 def shifted(scores: Array, effects: int) -> Drawn:
-    """With the first arms better by EFFECT."""
+    """Returns scores with the first arms better by EFFECT, and the true differences."""
     truth = np.where(np.arange(ARMS) < effects, EFFECT, 0.0)
     scores[:, 1:] += truth[:, None]
     return scores, truth
 
 
 def heavy(random: np.random.Generator, repeats: int, seeds: int, effects: int) -> Drawn:
+    """Draws scores with heavy tails."""
     return shifted(random.standard_t(3, size=(repeats, 1 + ARMS, seeds)) / math.sqrt(3), effects)
 
 
 def learned(random: np.random.Generator, repeats: int, seeds: int, effects: int) -> Drawn:
-    """A seed learns, near 1, or stays near 0.1; with an effect nearly all learn, else 60%."""
+    """Draws scores near 1, of seeds that learn, or near 0.1. With an effect 95% of the seeds learn, else 60%."""
     shares = np.where(np.arange(-1, ARMS) < effects, 0.95, 0.6)
     shares[0] = 0.6
     learns = random.random((repeats, 1 + ARMS, seeds)) < shares[:, None]
     noise = abs(random.normal(size=learns.shape))
     mean = math.sqrt(2 / math.pi)
-    apart = (1 - 0.02 * mean) - (0.1 + 0.03 * mean)
-    return np.where(learns, 1 - 0.02 * noise, 0.1 + 0.03 * noise), (shares[1:] - shares[0]) * apart
+    gap = (1 - 0.02 * mean) - (0.1 + 0.03 * mean)
+    return np.where(learns, 1 - 0.02 * noise, 0.1 + 0.03 * noise), (shares[1:] - shares[0]) * gap
 
 
 def ties(random: np.random.Generator, repeats: int, seeds: int, effects: int) -> Drawn:
-    """Half of the seeds are exactly 1; an arm with an effect is worse, and 2% of its seeds are."""
+    """Draws scores of which half are exactly 1. An arm with an effect is worse, and 2% of its scores are 1."""
     ends = np.where(np.arange(-1, ARMS) < effects, -EFFECT, 0.0)
     ends[0] = 0.0
     means = ends * stats.norm.cdf(-ends) - stats.norm.pdf(ends)
@@ -364,13 +401,14 @@ def ties(random: np.random.Generator, repeats: int, seeds: int, effects: int) ->
 
 
 def correlated(random: np.random.Generator, repeats: int, seeds: int, effects: int) -> Drawn:
-    """What a seed does to all, and what it does to all arms but not to the base."""
+    """Draws scores with an effect of the seed on all, and another on all arms but not on the base."""
     scores = normal(random, repeats, seeds) + 3 * random.normal(size=(repeats, 1, seeds))
     scores[:, 1:] += random.normal(size=(repeats, 1, seeds))
     return shifted(scores, effects)
 
 
 def unequal(random: np.random.Generator, repeats: int, seeds: int, effects: int) -> Drawn:
+    """Draws scores of which those of one arm have 10 times the variance."""
     scores = normal(random, repeats, seeds)
     scores[:, -1] *= math.sqrt(10)
     return shifted(scores, effects)
@@ -387,6 +425,7 @@ DISTRIBUTIONS: dict[str, Callable[[np.random.Generator, int, int, int], Drawn]] 
 
 
 def distributions(bench: Bench) -> Iterator[dict[str, Any]]:
+    """Measures error and coverage by distribution and number of seeds."""
     for name, draw in DISTRIBUTIONS.items():
         for seeds in (6, 7, 9):
             row: dict[str, Any] = {"distribution": name, "seeds": seeds}
@@ -405,15 +444,16 @@ LOOKS = (6, 15)
 
 
 def sequential(bench: Bench) -> Iterator[dict[str, Any]]:
+    """Measures error, power and seeds of a sequential design, with a fixed design of the same power."""
     looks, repeats = spread_looks(*LOOKS), max(1, bench.repeats // 2)
     for effects, size in ((0, 0.0), (1, 1.5), (1, 2.0), (2, 2.0)):
         scores = normal(bench.random, repeats, LOOKS[1])
         scores[:, 1 : 1 + effects] += size
         d = differences(scores)
-        told, took, _ = follow(d, looks)
-        few = slice(bench.checked.per // 4)  # each takes most of a second
-        bench.checked.add(d[few], looks, told[few], took[few])
-        runs = took.sum(1) + took.max(1)  # the base goes on while any arm does
+        told, counts, _ = follow(d, looks)
+        few = slice(bench.checked.per // 4)  # a study takes most of a second
+        bench.checked.add(d[few], looks, told[few], counts[few])
+        runs = counts.sum(1) + counts.max(1)  # the base goes on while any arm does
         row: dict[str, Any] = {
             "effects": effects,
             "size": size,
@@ -428,15 +468,15 @@ def sequential(bench: Bench) -> Iterator[dict[str, Any]]:
 
 
 def as_powerful(bench: Bench, effects: int, size: float, power: float) -> float:
-    """The seeds with which a fixed design has a power, interpolated."""
+    """Returns the number of seeds with which a fixed design has a power, interpolated."""
     before = 0.0
     for seeds in range(6, 40):
         scores = normal(bench.random, bench.repeats, seeds)
         scores[:, 1 : 1 + effects] += size
-        found = float(follow(differences(scores), one_look(seeds))[0][:, :effects].mean())
-        if found >= power:
-            return seeds - (found - power) / (found - before) if before else float(seeds)
-        before = found
+        measured = float(follow(differences(scores), one_look(seeds))[0][:, :effects].mean())
+        if measured >= power:
+            return seeds - (measured - power) / (measured - before) if before else float(seeds)
+        before = measured
     raise AssertionError(f"no fixed design of fewer than 40 seeds has a power of {power}")
 
 
@@ -446,23 +486,23 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=6000, help="studies of each kind")
     parser.add_argument("--checks", type=int, default=10, help="studies of each kind that go through deltalab's own")
     parser.add_argument("--only", choices=PARTS, help="one part")
-    given = parser.parse_args()
+    options = parser.parse_args()
     start = time.perf_counter()
-    bench = Bench(given.repeats, Checked(given.checks))
-    found: dict[str, list[dict[str, Any]]] = {}
+    bench = Bench(options.repeats, Checked(options.checks))
+    figures: dict[str, list[dict[str, Any]]] = {}
     for name, part in PARTS.items():
-        if given.only in (None, name):
-            found[name] = []
+        if options.only in (None, name):
+            figures[name] = []
             for row in part(bench):
                 print(" ".join(f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values()), flush=True)
-                found[name].append(row)
+                figures[name].append(row)
     checked = {key: value for key, value in vars(bench.checked).items() if key != "per"}
     print(checked, f"{time.perf_counter() - start:.0f} s")
     if bench.checked.differ:
         raise SystemExit("the fast path and deltalab.study.statistics.joint_test differ")
-    if given.out:
+    if options.out:
         report = {
-            "repeats": given.repeats,
+            "repeats": options.repeats,
             "arms": ARMS,
             "effect": EFFECT,
             "candidates": CANDIDATES,
@@ -478,9 +518,9 @@ def main() -> None:
                 "deltalab": deltalab.__version__,
             },
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            **found,
+            **figures,
         }
-        given.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
 PARTS: dict[str, Callable[[Bench], Iterator[dict[str, Any]]]] = {

@@ -1,8 +1,9 @@
-"""How near iterative solvers come to the exact one, in values and in gradients, iteration by iteration (004, Figure 1).
+"""Measures how near iterative solvers come to the exact one, in values and in gradients, iteration by iteration.
 
     python benchmarks/chebyshev.py --out docs
 
-Writes docs/chebyshev.md and docs/chebyshev.png. One CPU thread, about a minute. matplotlib is needed.
+The script writes docs/chebyshev.md and docs/chebyshev.png. It takes about a minute of a CPU thread, and needs
+matplotlib. arXiv:2511.21016 has the same comparison as Figure 1.
 """
 
 import argparse
@@ -40,11 +41,11 @@ METHODS = {
 CURVES = [*((method, "implicit") for method in METHODS), ("cg", "autograd"), ("chebyshev", "autograd")]
 PANELS = ("residual of one layer", "gradient of q and k, one layer", f"gradient of the weights, {LAYERS} layers")
 Figures = dict[tuple[str, str, str, str], dict[int, float]]
-"""(precision, panel, method, backward) -> error by iterations."""
+"""Errors by number of iterations, for each (precision, panel, method, backward)."""
 
 
 def descent(times: Product, q: Tensor, low: Tensor, high: Tensor) -> Iterator[Tensor]:
-    """With the step that is best for eigenvalues in [low, high]."""
+    """Iterates gradient descent, with the step that is best for eigenvalues in [low, high]."""
     x = torch.zeros_like(q)
     while True:
         x = x - 2 / (low + high) * (times(x) - q)
@@ -52,7 +53,7 @@ def descent(times: Product, q: Tensor, low: Tensor, high: Tensor) -> Iterator[Te
 
 
 def accelerated(times: Product, q: Tensor, low: Tensor, high: Tensor) -> Iterator[Tensor]:
-    """Nesterov's, with the constant momentum that is best for eigenvalues in [low, high]."""
+    """Iterates Nesterov's method, with the constant momentum that is best for eigenvalues in [low, high]."""
     momentum = ((high / low).sqrt() - 1) / ((high / low).sqrt() + 1)
     before = y = torch.zeros_like(q)
     while True:
@@ -62,7 +63,10 @@ def accelerated(times: Product, q: Tensor, low: Tensor, high: Tensor) -> Iterato
 
 
 def padded_conjugate_gradient(times: Product, q: Tensor) -> Iterator[Tensor]:
-    """As it is often written: 1e-6 in both divisors keeps 0 / 0 away, and outweighs what small gradients have there."""
+    """Iterates conjugate gradient as it is often written, with 1e-6 added to both divisors.
+
+    The constant prevents 0 / 0, and outweighs the divisors where gradients are small.
+    """
     x, r, p = torch.zeros_like(q), q, q
     squared = (r * r).sum(-1, keepdim=True)
     while True:
@@ -75,7 +79,7 @@ def padded_conjugate_gradient(times: Product, q: Tensor) -> Iterator[Tensor]:
 
 
 def in_bf16(solver: Solver) -> Solver:
-    """H and its bounds are built in fp32 and rounded once; the iterations see and keep nothing but bf16."""
+    """Returns the solver in bf16. H and its bounds are made in fp32 and rounded once; all iterations are in bf16."""
 
     def iterates(system: System, q: Tensor) -> Iterator[Tensor]:
         x = system.grams
@@ -97,7 +101,7 @@ ITERATIONS |= {f"{method}_bf16": in_bf16(ITERATIONS[method]) for method in METHO
 
 @dataclass(frozen=True)
 class Method:
-    """A ridge, and the solver that takes its iterations; the ridge's own where None."""
+    """A ridge, and the solver that makes its iterations; None means the ridge's own solver."""
 
     ridge: Ridge
     solver: Solver | None = None
@@ -105,7 +109,7 @@ class Method:
 
 @dataclass(frozen=True, kw_only=True)
 class Solved(GKA):
-    """GKA with any of the solvers here, and either backward."""
+    """GKA with any solver of this script, and either backward."""
 
     name: ClassVar[str] = "gka_solved"
     how: Method
@@ -119,17 +123,19 @@ EXACT = Method(Ridge(solver="exact"))
 
 
 def iterated(precision: str, method: str, iterations: int, backward: str) -> Method:
+    """Returns a method of `METHODS` with a number of iterations."""
     solver = ITERATIONS[method + ("_bf16" if precision == "bf16" else "")]
     return Method(Ridge(iterations=iterations, backward=cast(Any, backward)), solver)
 
 
-def apart(got: Tensor, want: Tensor) -> float:
-    error = float((got.double() - want).norm() / want.norm())
+def apart(value: Tensor, reference: Tensor) -> float:
+    """Returns the relative error of a value."""
+    error = float((value.double() - reference).norm() / reference.norm())
     return error if math.isfinite(error) else math.inf
 
 
 def one_layer(figures: Figures) -> None:
-    """Random unit keys and queries, values that play no part, and gates whose median is 0.98."""
+    """Measures one layer on random unit keys and queries and gates whose median is 0.98. Values have no part in it."""
     q, k = (F.normalize(normal(BATCH, LENGTH, HEADS, KEY, seed=i), dim=-1) for i in (1, 2))
     g = F.logsigmoid(4 + normal(BATCH, LENGTH, HEADS, seed=3))
     dx, empty = normal(BATCH, LENGTH, HEADS, KEY, seed=4), torch.zeros(BATCH, HEADS, KEY, KEY).double()
@@ -140,7 +146,7 @@ def one_layer(figures: Figures) -> None:
         gradients = torch.autograd.grad((x * dx.to(dtype)).sum(), leaves)
         return x.detach(), torch.cat([d.flatten() for d in gradients])
 
-    want = run(EXACT, torch.float64)[1]
+    reference = run(EXACT, torch.float64)[1]
     grams, _ = Grams.of(k, g, empty, 64)
     system = System.of(Ridge(), grams)
     chunks = into_chunks(q, 64)
@@ -150,20 +156,20 @@ def one_layer(figures: Figures) -> None:
         errors = system.times(into_chunks(x.double(), 64)) - chunks
         return float(errors.norm(dim=-1).mean())  # q has unit norm
 
-    exact, gradient = run(EXACT, torch.float32)
+    exact, exact_gradient = run(EXACT, torch.float32)
     for precision in ("fp32", "bf16"):
         figures[precision, PANELS[0], "exact", "implicit"] = dict.fromkeys(STEPS, residual(exact))
-        figures[precision, PANELS[1], "exact", "implicit"] = dict.fromkeys(STEPS, apart(gradient, want))
+        figures[precision, PANELS[1], "exact", "implicit"] = dict.fromkeys(STEPS, apart(exact_gradient, reference))
         for method, backward in CURVES:
             for steps in STEPS:
-                x, gradient_ = run(iterated(precision, method, steps, backward), torch.float32)
-                figures.setdefault((precision, PANELS[1], method, backward), {})[steps] = apart(gradient_, want)
+                x, gradient = run(iterated(precision, method, steps, backward), torch.float32)
+                figures.setdefault((precision, PANELS[1], method, backward), {})[steps] = apart(gradient, reference)
                 if backward == "implicit":
                     figures.setdefault((precision, PANELS[0], method, backward), {})[steps] = residual(x)
 
 
 def five_layers(figures: Figures) -> None:
-    """A model as it starts, with a random sequence to predict; what is not a solver computes in fp32."""
+    """Measures an untrained model on a random sequence. Everything but the solver computes in fp32."""
     spec = {"rule": "gka", "vocab_size": 64, "d_model": 128, "heads": 2, "layers": LAYERS}
     model = build_model(spec, seed=0)
     tokens = torch.randint(64, (BATCH, LENGTH // 2 + 1), generator=torch.Generator().manual_seed(0))
@@ -175,23 +181,25 @@ def five_layers(figures: Figures) -> None:
         loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
         return torch.cat([d.flatten() for d in torch.autograd.grad(loss, list(model.parameters()))])
 
-    want = run(build_model(spec, seed=0).double(), EXACT)
-    exact = apart(run(model, EXACT), want)
+    reference = run(build_model(spec, seed=0).double(), EXACT)
+    exact = apart(run(model, EXACT), reference)
     for precision in ("fp32", "bf16"):
         figures[precision, PANELS[2], "exact", "implicit"] = dict.fromkeys(STEPS, exact)
         for method, backward in CURVES:
             for steps in STEPS:
-                found = apart(run(model, iterated(precision, method, steps, backward)), want)
-                figures.setdefault((precision, PANELS[2], method, backward), {})[steps] = found
+                error = apart(run(model, iterated(precision, method, steps, backward)), reference)
+                figures.setdefault((precision, PANELS[2], method, backward), {})[steps] = error
 
 
 def label(method: str, backward: str) -> str:
+    """Returns the name of a curve."""
     if method == "exact":
         return "exact, fp32"
     return METHODS[method] + (", autograd" if backward == "autograd" else "")
 
 
 def picture(figures: Figures, path: Path) -> None:
+    """Draws the errors by iterations into a file."""
     colors = {
         "gd": "tab:gray",
         "agd": "tab:orange",
@@ -217,6 +225,7 @@ def picture(figures: Figures, path: Path) -> None:
 
 
 def table(figures: Figures, precision: str, panel: str) -> list[str]:
+    """Returns the lines of a panel's table."""
     lines = [f"### {panel.capitalize()}, {precision}", "", "| solver | " + " | ".join(map(str, STEPS)) + " |"]
     lines += ["| --- " + "| --: " * len(STEPS) + "|"]
     for (p, where, method, backward), errors in figures.items():
@@ -226,17 +235,17 @@ def table(figures: Figures, precision: str, panel: str) -> list[str]:
 
 
 def claims(figures: Figures) -> list[str]:
-    """What Section 4.2.3 says of Figure 1, beside what came out here."""
+    """Returns the lines of a table with the statements of Section 4.2.3 on Figure 1 beside our measurements."""
 
     def at(panel: int, method: str, steps: int = STEPS[-1], backward: str = "implicit") -> str:
         return ", ".join(f"{figures[p, PANELS[panel], method, backward][steps]:.1e} {p}" for p in ("fp32", "bf16"))
 
     def caught_up(precision: str) -> str:
-        cg, ch = (figures[precision, PANELS[0], method, "implicit"] for method in ("cg", "chebyshev"))
-        found = [steps for steps in STEPS[2:] if ch[steps] <= cg[steps]]
-        return f"at {found[0]}" if found else "never"
+        cg, chebyshev = (figures[precision, PANELS[0], method, "implicit"] for method in ("cg", "chebyshev"))
+        reached = [steps for steps in STEPS[2:] if chebyshev[steps] <= cg[steps]]
+        return f"at {reached[0]}" if reached else "never"
 
-    def cg(panel: int) -> str:
+    def both_cg(panel: int) -> str:
         return f"{at(panel, 'cg')}; with + 1e-6: {at(panel, 'cg_eps')}"
 
     best = {p: min(METHODS, key=lambda m: figures[p, PANELS[0], m, "implicit"][STEPS[-1]]) for p in ("fp32", "bf16")}
@@ -255,14 +264,14 @@ def claims(figures: Figures) -> list[str]:
             f"after {last}: CG {at(0, 'cg')}; Chebyshev {at(0, 'chebyshev')}; smallest of all: "
             + ", ".join(f"{METHODS[m]} in {p}" for p, m in best.items()),
         ),
-        ("CG's implicit gradient comes within 1e-3 of the exact one, one layer", cg(1)),
-        (f"it is amplified to almost 1 in {LAYERS} layers", cg(2)),
+        ("CG's implicit gradient comes within 1e-3 of the exact one, one layer", both_cg(1)),
+        (f"it is amplified to almost 1 in {LAYERS} layers", both_cg(2)),
         ("Chebyshev's implicit gradient comes within 1e-6, one layer", at(1, "chebyshev")),
         (f"and in {LAYERS} layers", at(2, "chebyshev")),
         ("as does the gradient through its iterations, one layer", at(1, "chebyshev", backward="autograd")),
         (f"and in {LAYERS} layers", at(2, "chebyshev", backward="autograd")),
     ]
-    return ["| the paper | here |", "| --- | --- |", *(f"| {said} | {found} |" for said, found in rows), ""]
+    return ["| the paper | here |", "| --- | --- |", *(f"| {statement} | {result} |" for statement, result in rows), ""]
 
 
 def main() -> None:

@@ -4,10 +4,12 @@
 
 The ledger has 200 studies, 20,000 trials and 3 million rows of metrics in SQLite. One study, `large`, has 2,000 trials:
 20 arms with 100 candidates and 6 seeds, whose curves of one metric have 72,000 points. The others have 8 arms.
-`first page`: seconds from the browser's request until the answer is read and until all is drawn, of a server that was
-just started and still imports; then of another tab without a cache; then of two headings alone.
-`pages`: seconds of a page's script in this process, by Streamlit's AppTest: for the first time, and once more.
-`server, MB`: resident memory of the server after a browser visited every page of `large` and of two other studies.
+The figures are:
+
+- first page: seconds from the browser's request until the answer is read, and until everything is drawn. The server was
+  just started, and still imports. The same times follow for another tab without a cache, and for two headings alone.
+- pages: seconds of a page's script in this process, by Streamlit's AppTest, at the first run and at a second one.
+- server, MB: resident memory of the server after a browser visited every page of `large` and of two other studies.
 """
 
 import argparse
@@ -35,18 +37,16 @@ import deltalab_dashboard
 from deltalab.store import Store
 from deltalab.study.planning.make import make_plan
 from deltalab.study.planning.plan import Plan
-from deltalab.study.running.run import _provenance, arm_records
+from deltalab.study.running.run import arm_records, provenance
 from deltalab.study.specs.study_file import load_study
+from deltalab_dashboard.app import VIEWS
 from deltalab_dashboard.frame import DATABASE, STUDY
 from deltalab_dashboard.picture import browser, served, settle
 from deltalab_dashboard.serve import load
 from deltalab_dashboard.text import label
 
 APP = Path(deltalab_dashboard.__file__).parent / "app.py"
-PAGES = (
-    "study.py", "curves.py", "trials.py", "trial.py", "arms.py", "search.py", "sensitivity.py", "ladder.py", "rule.py",
-    "training.py", "studies.py", "compare.py",
-)  # fmt: skip
+PAGES = tuple(f"{view.name}.py" for views in VIEWS.values() for view in views)
 
 SPEC: dict[str, Any] = {
     "task": {"mqar": {"length": 32, "pairs": 4, "vocab_size": 64}},
@@ -63,6 +63,7 @@ ARMS, SEEDS = 8, 4
 
 
 def spec(name: str, arms: int, candidates: int, seeds: int) -> dict[str, Any]:
+    """Returns the file of a study."""
     return {
         **SPEC,
         "name": name,
@@ -72,17 +73,24 @@ def spec(name: str, arms: int, candidates: int, seeds: int) -> dict[str, Any]:
     }
 
 
-def metrics(draw: random.Random, at: int, points: int, others: int) -> list[tuple[str, str, int, float]]:
-    """A run's metrics: `points` of validation accuracy and loss each, `others` of the training loss, and the last."""
-    rate, noise = 2e-3 * (1 + at / 10), 0.05 * draw.random()
-    found = []
+def metrics(draw: random.Random, arm: int, points: int, others: int) -> list[tuple[str, str, int, float]]:
+    """Draws the metrics of a run.
+
+    Args:
+        draw: The source of random numbers.
+        arm: The number of the arm.
+        points: The number of values of validation accuracy, and of validation loss.
+        others: The number of values of the training loss.
+    """
+    rate, noise = 2e-3 * (1 + arm / 10), 0.05 * draw.random()
+    rows = []
     for i in range(1, points + 1):
         step = 600 * i // points
         accuracy = 1 - 0.9 * 2 ** (-step * rate) - noise
-        found += [("validation", "accuracy", step, accuracy), ("validation", "loss", step, 4 * (1 - accuracy))]
-    found += [("train", "loss", 600 * i // others, 4 * 2 ** (-i / others)) for i in range(1, others + 1)]
-    found += [("test", "accuracy", 600, accuracy - 0.01), ("test", "loss", 600, 4 * (1 - accuracy))]
-    return [*found, ("cost", "flops_per_token", 600, 1e5 + at), ("cost", "state_size", 600, 64.0)]
+        rows += [("validation", "accuracy", step, accuracy), ("validation", "loss", step, 4 * (1 - accuracy))]
+    rows += [("train", "loss", 600 * i // others, 4 * 2 ** (-i / others)) for i in range(1, others + 1)]
+    rows += [("test", "accuracy", 600, accuracy - 0.01), ("test", "loss", 600, 4 * (1 - accuracy))]
+    return [*rows, ("cost", "flops_per_token", 600, 1e5 + arm), ("cost", "state_size", 600, 64.0)]
 
 
 def build(file: Path) -> None:
@@ -93,11 +101,11 @@ def build(file: Path) -> None:
             large = number == STUDIES // 2
             trials = LARGE if large else (TRIALS - LARGE) // (STUDIES - 1) + (number < (TRIALS - LARGE) % (STUDIES - 1))
             arms, seeds, points = (LARGE_ARMS, LARGE_SEEDS, LARGE_POINTS) if large else (ARMS, SEEDS, 12)
-            given = spec("large" if large else f"study_{number}", arms, -(-trials // arms), seeds)
-            plan = make_plan(load_study(given))
+            study_file = spec("large" if large else f"study_{number}", arms, -(-trials // arms), seeds)
+            plan = make_plan(load_study(study_file))
             study = store.begin_study(
-                given["name"], None, plan.identity, plan.spec.model_dump(mode="json"), arm_records(plan),
-                _provenance(plan, {}),
+                study_file["name"], None, plan.identity, plan.spec.model_dump(mode="json"), arm_records(plan),
+                provenance(plan, {}),
             )  # fmt: skip
             add(connection, plan, study, [(i % arms, i // arms) for i in range(trials)], seeds, points, draw)
             store.finish_study(study, "done")
@@ -112,7 +120,7 @@ def add(
     points: int,
     draw: random.Random,
 ) -> None:
-    """The trials (arm, number) of a study, as `Store.record_trial` writes them."""
+    """Adds the trials (arm, number) of a study, as `Store.record_trial` writes them."""
     [first] = connection.execute("SELECT min(id) FROM arm WHERE study_id = ?", [study]).fetchone()
     [last] = connection.execute("SELECT coalesce(max(id), 0) FROM trial").fetchone()
     [run] = connection.execute("SELECT coalesce(max(id), 0) FROM run").fetchone()
@@ -134,18 +142,24 @@ def add(
             run += 1
             diverged = draw.random() < 0.002
             rows["run"].append((run, trial, seed, "diverged" if diverged else "done", 300 if diverged else None))
-            found = metrics(draw, arm, points, others=8)
-            rows["metric"] += [(run, *row) for row in found if not diverged or row[2] <= 300]
+            values = metrics(draw, arm, points, others=8)
+            rows["metric"] += [(run, *row) for row in values if not diverged or row[2] <= 300]
     for table, values in rows.items():
         connection.executemany(f"INSERT INTO {table} VALUES ({', '.join('?' * len(values[0]))})", values)
     connection.commit()
 
 
 def by_script(file: Path, study: str, trial: str) -> dict[str, dict[str, float]]:
-    """Seconds of each page's script in this process: the first run, and a second one. trial: the key of one."""
+    """Measures the seconds of each page's script in this process, at a first run and at a second one.
+
+    Args:
+        file: The ledger.
+        study: The label of the study.
+        trial: The key of a trial of the study.
+    """
     os.environ[DATABASE] = str(file)
     load()
-    found = {}
+    times = {}
     for page in PAGES:
         seconds, cpu = [], []
         for _ in range(2):
@@ -154,20 +168,20 @@ def by_script(file: Path, study: str, trial: str) -> dict[str, dict[str, float]]
             app.query_params[STUDY] = study
             if page == "trial.py":
                 app.query_params["trial"] = trial
-            app.switch_page(page).run()
+            app.switch_page(f"views/{page}").run()
             seconds.append(time.perf_counter() - start[0])
             cpu.append(time.process_time() - start[1])
             assert not app.exception, (page, app.exception)
-        found[page] = {
+        times[page] = {
             "first": round(seconds[0], 2), "first, CPU": round(cpu[0], 2),
             "again": round(seconds[1], 2), "again, CPU": round(cpu[1], 2),
         }  # fmt: skip
-        print(page, found[page], flush=True)
-    return found
+        print(page, times[page], flush=True)
+    return times
 
 
 def by_browser(file: Path, studies: list[str]) -> dict[str, Any]:
-    """Seconds of the first page of a new server in a browser, and the server's memory after every page of `studies`."""
+    """Measures the first page of a new server in a browser, and the server's memory after every page of `studies`."""
     with served(file) as url, browser() as opened, opened.new_page() as page:
         first = opening(page, url)
         loaded = resident()
@@ -175,7 +189,7 @@ def by_browser(file: Path, studies: list[str]) -> dict[str, Any]:
             again = opening(another, url)
         for study in studies:
             for name in PAGES:
-                path = "" if name == "study.py" else Path(name).stem
+                path = "" if name == "answer.py" else Path(name).stem
                 page.goto(f"{url}/{path}?{urlencode({STUDY: study})}", timeout=120_000)
                 settle(page)
         return {
@@ -188,7 +202,7 @@ def by_browser(file: Path, studies: list[str]) -> dict[str, Any]:
 
 
 def opening(page: Page, url: str) -> dict[str, float]:
-    """Seconds until the first heading below the title is seen, and until the page's last change."""
+    """Measures the seconds until the first heading below the title is seen, and until the page's last change."""
     page.goto(url)
     page.locator("[data-testid=stHeading]").nth(1).wait_for()
     seen = page.evaluate("() => performance.now() / 1000")
@@ -197,7 +211,7 @@ def opening(page: Page, url: str) -> dict[str, float]:
 
 
 def empty(opened: Browser) -> dict[str, float]:
-    """The same of a page of two headings, by a server that has drawn it before."""
+    """Measures the same seconds for a page of two headings, by a server that has drawn the page before."""
     with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
         file = Path(folder) / "empty.py"
         file.write_text("import streamlit as st\nst.title('title')\nst.header('heading')\n")
@@ -210,14 +224,14 @@ def empty(opened: Browser) -> dict[str, float]:
             time.sleep(10)
             for _ in range(2):
                 with opened.new_page() as page:
-                    found = opening(page, f"http://127.0.0.1:{port}")
-            return found
+                    times = opening(page, f"http://127.0.0.1:{port}")
+            return times
         finally:
             server.terminate()
 
 
 def resident() -> float:
-    """MB of the one dashboard that this process runs."""
+    """Returns the resident memory in MB of the dashboard that this process runs."""
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             stat = (folder / "stat").read_text() if (folder / "stat").exists() else ""
@@ -234,10 +248,10 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="needs 300 MB")
     parser.add_argument("--db", type=Path, help="a ledger that this script built; None builds one")
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-        file = given.db or Path(folder) / "lab.db"
-        if not given.db:
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        file = options.db or Path(folder) / "lab.db"
+        if not options.db:
             build(file)
         with Store.open(file, create=False) as store, closing(sqlite3.connect(file)) as connection:
             labels = {study.name: label(study) for study in store.studies()}
@@ -247,8 +261,8 @@ def main() -> None:
         figures: dict[str, Any] = {"rows": count}
         figures["browser"] = by_browser(file, [labels["large"], labels["study_7"], labels["study_8"]])
         print(figures["browser"], flush=True)
-        for what, name in (("large", "large"), ("a study of 90 trials", "study_7")):
-            figures[f"pages of {what}"] = by_script(file, labels[name], trials[name])
+        for title, name in (("large", "large"), ("a study of 90 trials", "study_7")):
+            figures[f"pages of {title}"] = by_script(file, labels[name], trials[name])
         figures["about"] = {
             "python": platform.python_version(),
             "sqlite": sqlite3.sqlite_version,
@@ -257,8 +271,8 @@ def main() -> None:
             "load": os.getloadavg()[0],
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
         }
-        if given.out:
-            given.out.write_text(json.dumps(figures, indent=2) + "\n")
+        if options.out:
+            options.out.write_text(json.dumps(figures, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
-"""Logits of our models against those of flash-linear-attention (FLA 0.6), both ways, on a GPU.
+"""Compares the logits of our models with those of flash-linear-attention (FLA 0.6), both ways, on a GPU.
 
-    python benchmarks/fla_logits.py                 # every case, several at a time; one row each, JSON in $OUT
+    python benchmarks/fla_logits.py                 # all cases, several at a time; a row for each, JSON in $OUT
     python benchmarks/fla_logits.py --case comba    # one case in this process
     TRITON_INTERPRET=1 python benchmarks/fla_logits.py --device cpu    # without a GPU, in Triton's interpreter, slowly
     python benchmarks/fla_logits.py --names tests/export/fla                  # the names and shapes of FLA's parameters
 
-`to`: our model, exported by `to_fla`, against the model that `transformers` loads from the folder with FLA's code.
-`back`: a model of FLA, saved, against ours from `from_fla`. An error is |a - b| / |b| over all logits, where b are our
-logits in fp64. FLA goes token by token up to 64 tokens, and in chunks beyond; its chunks are measured in bf16 alone,
-since in fp32 they are computed in TF32 or refused. FLA's kernels are not tuned here: the first of their configurations
-is taken.
+`to` exports our model by `to_fla`, and compares it with the model that `transformers` loads from the folder with FLA's
+code. `back` saves a model of FLA, and compares it with our model from `from_fla`. An error is |a - b| / |b| over all
+logits, where b are our logits in fp64. FLA goes token by token up to 64 tokens, and in chunks beyond. The chunks are
+measured in bf16 alone, since FLA computes them in TF32 for inputs in fp32, or refuses such inputs. FLA's kernels are
+not tuned here: each takes the first of its configurations.
 """
 
 import argparse
@@ -30,7 +30,8 @@ import torch
 from torch import Tensor
 
 from deltalab.errors import InputError
-from deltalab.export.fla import FORMS, SHARED, from_fla, to_fla
+from deltalab.export.fla import from_fla, to_fla
+from deltalab.export.fla.conversion import FORMS, SHARED
 from deltalab.models.model import Model, build_model
 
 SIZES: dict[str, Any] = {"vocab_size": 64, "d_model": 64, "layers": 2, "heads": 2}
@@ -118,9 +119,11 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         "GLA", {"num_heads": 2, "attn": {"layers": [1], "num_heads": 4, "num_kv_heads": 2}},
     ),
 }  # fmt: skip
-"""A model of ours to export, none where it must come from FLA, and one of FLA to take back: its class and options."""
+"""The cases: a model of ours to export, and a model of FLA to take back, by its class and options. If the model of ours
+is empty, FLA's model is taken back first, and then exported."""
 
 RUNS = (("fp32", 48), ("bf16", 160))
+"""The precisions, each with its number of tokens."""
 
 
 def main() -> None:
@@ -130,32 +133,34 @@ def main() -> None:
     parser.add_argument("--names", type=Path, help="write the names and shapes of FLA's parameters into this folder")
     parser.add_argument("--at-once", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=120.0, help="the most that a case may take")
-    given = parser.parse_args()
-    if given.names:
-        names(given.names)
-    elif given.case and len(given.case) == 1:
-        measure(given.case[0], given.device)
+    options = parser.parse_args()
+    if options.names:
+        names(options.names)
+    elif options.case and len(options.case) == 1:
+        measure(options.case[0], options.device)
     else:
-        table(given.case or list(CASES), given)
+        table(options.case or list(CASES), options)
 
 
-def table(cases: list[str], given: argparse.Namespace) -> None:
+def table(cases: list[str], options: argparse.Namespace) -> None:
+    """Measures cases in processes of their own, and prints a row for each."""
+
     def run(case: str) -> dict[str, Any]:
-        command = [sys.executable, __file__, "--case", case, "--device", given.device]
+        command = [sys.executable, __file__, "--case", case, "--device", options.device]
         late = {}
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=given.seconds, check=False)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=options.seconds, check=False)
             out, err = done.stdout, done.stderr
         except subprocess.TimeoutExpired as error:
             out, err = (error.stdout or b"").decode(), (error.stderr or b"").decode()
-            late = {"late": f"not done after {given.seconds:g} s"}
+            late = {"late": f"not done after {options.seconds:g} s"}
         try:
             return {**json.loads(out.splitlines()[-1]), **late}
         except (IndexError, ValueError):
-            return {"case": case, "seconds": given.seconds, **late, "error": err[-1000:]}
+            return {"case": case, "seconds": options.seconds, **late, "error": err[-1000:]}
 
     rows = []
-    with ThreadPoolExecutor(given.at_once) as pool:
+    with ThreadPoolExecutor(options.at_once) as pool:
         for row in pool.map(run, cases):
             rows.append(row)
             print(line(row), flush=True)
@@ -165,6 +170,7 @@ def table(cases: list[str], given: argparse.Namespace) -> None:
 
 
 def line(row: dict[str, Any]) -> str:
+    """Returns a row as text."""
     parts = [
         f"{way}: " + ", ".join(f"{k} {v:.1e}" for k, v in row[way].items()) for way in ("to", "back") if way in row
     ]
@@ -173,7 +179,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def measure(case: str, device: str) -> None:
-    """Prints what is known of a case after each way, the last line being all of it."""
+    """Measures a case, and prints its row after each way. The last line is the whole row."""
     row: dict[str, Any] = {"case": case}
     start = time.time()
     fla = imported()
@@ -187,7 +193,7 @@ def measure(case: str, device: str) -> None:
 
 
 def imported() -> Any:
-    """fla.models, with the first configuration of each kernel in place of the fastest, and SDPA for flash-attn."""
+    """Imports fla.models, with the first configuration of each kernel in place of tuning, and SDPA for flash-attn."""
     warnings.simplefilter("ignore")
     from triton.runtime.autotuner import Autotuner
 
@@ -201,16 +207,16 @@ def imported() -> Any:
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window_size: tuple[int, int]) -> Tensor:
-    """flash_attn_func by PyTorch's own attention: q [B, T, H, K], k and v [B, T, G, K]."""
+    """Computes flash_attn_func by PyTorch's attention: q [B, T, H, K], k and v [B, T, G, K]."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    apart = torch.arange(q.shape[2], device=q.device)[:, None] - torch.arange(k.shape[2], device=q.device)
-    sees = (apart >= 0) & (apart <= (window_size[0] if window_size[0] >= 0 else apart.max()))
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=sees).transpose(1, 2)
+    distance = torch.arange(q.shape[2], device=q.device)[:, None] - torch.arange(k.shape[2], device=q.device)
+    mask = (distance >= 0) & (distance <= (window_size[0] if window_size[0] >= 0 else distance.max()))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
 
 
 def shaken(module: torch.nn.Module, seed: int) -> None:
-    """Moves what starts constant, or near it, so that no gate or norm is idle, and gives matrices a trained scale."""
+    """Moves parameters that start nearly constant, so that no gate or norm is idle, and scales matrices as training."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for value in module.parameters():
@@ -224,6 +230,7 @@ def shaken(module: torch.nn.Module, seed: int) -> None:
 
 
 def exported(fla: Any, case: str, device: str) -> dict[str, float]:
+    """Compares our model with its export."""
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
 
@@ -237,18 +244,20 @@ def exported(fla: Any, case: str, device: str) -> dict[str, float]:
         Path(folder, "config.json").write_text(json.dumps(config))
         save_file(weights, Path(folder, "model.safetensors"), metadata={"format": "pt"})
         theirs, loading = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    wrong = {key: found for key, found in loading.items() if found}
-    if wrong:
-        raise InputError(f"FLA does not take the weights as they are: {wrong}")
+    problems = {key: names for key, names in loading.items() if names}
+    if problems:
+        raise InputError(f"FLA does not take the weights as they are: {problems}")
     return errors(model, theirs, device)
 
 
 def taken_back(fla: Any, case: str, device: str) -> dict[str, float]:
+    """Compares a model of FLA with our model of it."""
     theirs = fla_model(fla, case)
     return errors(from_theirs(theirs), theirs, device)
 
 
 def from_theirs(theirs: Any) -> Model:
+    """Converts a model of FLA to a model of ours, by a folder."""
     with tempfile.TemporaryDirectory() as folder:
         theirs.save_pretrained(folder)
         spec, weights, _ = from_fla(Path(folder))
@@ -258,53 +267,54 @@ def from_theirs(theirs: Any) -> Model:
 
 
 def fla_model(fla: Any, case: str) -> Any:
+    """Makes FLA's model of a case."""
     _, kind, options = CASES[case]
     torch.manual_seed(0)
     sizes = {name: value for name, value in THEIRS.items() if kind != "Mamba2" or name != "intermediate_size"}
     model = getattr(fla, f"{kind}ForCausalLM")(getattr(fla, f"{kind}Config")(**{**sizes, **options}))
     shaken(model, 3)
     for name, value in model.named_parameters():
-        # Comba's correction of q, Mamba-2's skip and the forget gate's bias have no equal of ours.
+        # We have no equal of Comba's correction of q before the norm, of Mamba-2's skip and of the forget gate's bias.
         if name.endswith((".D", "f_proj.bias")):
             torch.nn.init.zeros_(value)
     return model
 
 
 def errors(ours: Model, theirs: Any, device: str) -> dict[str, float]:
-    """Relative errors of FLA's logits and of ours, by precision and length."""
-    found = {}
+    """Measures the relative errors of FLA's logits and of ours, by precision and length."""
+    relative = {}
     theirs = theirs.to(device).eval()
     exact = copy.deepcopy(ours).double()
     ours = ours.to(device)
     with torch.no_grad():
         for precision, length in RUNS[:1] if device == "cpu" else RUNS:
             tokens = torch.randint(0, SIZES["vocab_size"], (2, length), generator=torch.Generator().manual_seed(length))
-            wanted = exact(tokens)
+            reference = exact(tokens)
             with torch.autocast(device, torch.bfloat16, enabled=precision == "bf16"):
                 both = {
                     "fla": theirs(tokens.to(device), use_cache=False).logits,
                     "ours": ours(tokens.to(device)),
                 }
             for whose, logits in both.items():
-                error = (logits.double().cpu() - wanted).norm() / wanted.norm()
-                found[f"{whose} {precision} {length}"] = error.item()
-    return found
+                error = (logits.double().cpu() - reference).norm() / reference.norm()
+                relative[f"{whose} {precision} {length}"] = error.item()
+    return relative
 
 
 def names(folder: Path) -> None:
-    """For each case: the options of FLA's model, its parameters, and the defaults of what we read."""
+    """Writes the options of FLA's model of each case, its parameters, and the defaults of the options that we read."""
     fla = imported()
     folder.mkdir(parents=True, exist_ok=True)
     for case, (_, kind, _) in CASES.items():
         model = fla_model(fla, case)
         (form,) = {form.model_type: form for form in FORMS if form.model_type == model.config.model_type}.values()
-        plain = getattr(fla, f"{kind}Config")().to_dict()
-        found = {
+        defaults = getattr(fla, f"{kind}Config")().to_dict()
+        contents = {
             "config": json.loads(model.config.to_json_string()),
             "parameters": {name: list(value.shape) for name, value in model.state_dict().items()},
-            "defaults": {name: plain[name] for name in {**SHARED, **form.options} if name in plain},
+            "defaults": {name: defaults[name] for name in {**SHARED, **form.options} if name in defaults},
         }
-        (folder / f"{case}.json").write_text(json.dumps(found, indent=1) + "\n")
+        (folder / f"{case}.json").write_text(json.dumps(contents, indent=1) + "\n")
 
 
 if __name__ == "__main__":

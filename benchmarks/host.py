@@ -1,14 +1,15 @@
-"""Times what the host takes to launch a forward and a backward: `scan`, a layer, a block, a model, and FLA's op.
+"""Measures the time of the host to launch a forward and a backward of `scan`, a layer, a block, a model, and FLA's op.
 
     python benchmarks/host.py --out host.json                 # the GPU is idle before each call, and is not waited for
     python benchmarks/host.py --only comba --profile          # the functions that take the time
 
-A figure is the median of --repeats calls, each after a synchronization, from the call to its return: the time that
-Python and PyTorch need, without the device's own, unless a call launches more kernels than the queue holds (about a
-thousand). `model` has that many; `model, short` runs the same model on 1 x 256 tokens, where the device keeps up.
+A figure is the median of --repeats calls. Each call is timed from its start, after a synchronization, to its return.
+This is the time of Python and PyTorch without that of the device, unless a call launches more kernels than the queue
+holds (about a thousand). `model` launches that many. `model, short` runs the same model on 1 x 256 tokens, where the
+device keeps up.
 
-Without a GPU, Triton compiles for one and a stub launches nothing, so that the figures are of Python alone and of
-small shapes; the output says so. They are for finding what takes time, not for comparing.
+Without a GPU, Triton compiles for an H100, and a stub launches nothing. The figures are then those of Python alone, on
+small shapes, as the output says. They show which parts take time, and cannot be compared with those of a GPU.
 """
 
 import argparse
@@ -48,12 +49,12 @@ Call = Callable[[], Any]
 
 
 def stub() -> None:
-    """Has Triton compile for an H100 and launch nothing, and the platform take its kernels on the CPU."""
+    """Makes Triton compile for an H100 and launch nothing, and makes the platform take its kernels on the CPU."""
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia import driver as nvidia
     from triton.runtime.driver import driver
 
-    def nothing(*args: Any, **given: Any) -> None: ...
+    def nothing(*args: Any, **kwargs: Any) -> None: ...
 
     class Driver:
         launcher_cls = nvidia.CudaLauncher
@@ -76,7 +77,7 @@ def stub() -> None:
             return 0
 
     nvidia.PyKernelArg = nothing
-    nvidia.compile_module_from_src = lambda *args, **given: SimpleNamespace(launch=lambda *args: None)
+    nvidia.compile_module_from_src = lambda *args, **kwargs: SimpleNamespace(launch=lambda *args: None)
     nvidia.library_dirs = nothing
     driver.set_active(Driver())
     backends._unasked = lambda device: True  # type: ignore[assignment]
@@ -90,7 +91,7 @@ def synchronize() -> None:
 
 
 def host_ms(run: Call, repeats: int) -> dict[str, float]:
-    """The median and the least time of a call in ms."""
+    """Measures the median and the least time of a call in ms."""
     for _ in range(10):
         run()
     times = []
@@ -104,7 +105,7 @@ def host_ms(run: Call, repeats: int) -> dict[str, float]:
 
 
 def pair(function: Callable[..., Any], leaves: list[Tensor]) -> tuple[Call, Call]:
-    """A forward that keeps what backward needs, and forward with backward of all leaves."""
+    """Returns a forward that keeps the inputs of backward, and the forward with a backward to all leaves."""
     with torch.no_grad():
         upstream = torch.randn_like(function())
 
@@ -115,6 +116,7 @@ def pair(function: Callable[..., Any], leaves: list[Tensor]) -> tuple[Call, Call
 
 
 def tensors(rule: str) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    """Returns random q, k and v in bf16, and the gates of a rule."""
     batch, length, heads, _ = SIZES
     generator = torch.Generator().manual_seed(0)
 
@@ -131,12 +133,14 @@ def tensors(rule: str) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
 
 
 def of_scan(name: str) -> tuple[Call, Call]:
+    """Returns the calls of `scan` with a rule."""
     q, k, v, gates = tensors(name)
     rule = deltalab.get_rule(name)
     return pair(lambda: deltalab.scan(rule, q, k, v, gates)[0], [q, k, v, *gates.values()])
 
 
 def fla() -> tuple[Call, Call]:
+    """Returns the calls of FLA's op of the gated delta rule."""
     function = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
     q, k, v, gates = tensors("gated_deltanet")
     call = partial(function, q, k, v, gates["g"], gates["beta"], scale=SIZES[-1] ** -0.5)
@@ -144,12 +148,13 @@ def fla() -> tuple[Call, Call]:
 
 
 def spec(rule: str) -> ModelSpec:
+    """Returns the model of a rule."""
     heads, width = SIZES[2:]
     return ModelSpec(vocab_size=VOCABULARY, rule=rule, d_model=heads * width, layers=LAYERS, heads=heads)
 
 
 def started(module: nn.Module, function: Callable[..., Tensor]) -> tuple[Call, Call]:
-    """function under bf16 autocast, and its backward to the module's parameters."""
+    """Returns the calls of a function under bf16 autocast, with a backward to the module's parameters."""
     initialize(module, 0)
     module.to(DEVICE)
 
@@ -161,11 +166,13 @@ def started(module: nn.Module, function: Callable[..., Tensor]) -> tuple[Call, C
 
 
 def hidden() -> Tensor:
+    """Returns random hidden states."""
     batch, length, heads, width = SIZES
     return torch.randn(batch, length, heads * width, generator=torch.Generator().manual_seed(0)).to(DEVICE)
 
 
 def of_layer(name: str) -> tuple[Call, Call]:
+    """Returns the calls of a layer."""
     heads, width = SIZES[2:]
     layer = RuleLayer(deltalab.get_rule(name), heads * width, heads, key_dim=width, value_dim=width)
     x = hidden()
@@ -178,6 +185,7 @@ def of_layer(name: str) -> tuple[Call, Call]:
 
 
 def of_block(name: str) -> tuple[Call, Call]:
+    """Returns the calls of a block."""
     block, x = Block(spec(name), LAYERS), hidden()
 
     def run() -> Tensor:
@@ -188,12 +196,14 @@ def of_block(name: str) -> tuple[Call, Call]:
 
 
 def of_model(name: str, batch: int, length: int) -> tuple[Call, Call]:
+    """Returns the calls of a model without its output matrix."""
     model = Model(spec(name))
     tokens = torch.randint(VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     return started(model, lambda: model.features(tokens))
 
 
 def subjects() -> dict[str, Callable[[], tuple[Call, Call]]]:
+    """Returns the subjects by name, each as a function that makes its calls."""
     batch, length, *_ = SIZES
     return {
         **{f"scan, {name}": partial(of_scan, name) for name in RULES},
@@ -206,17 +216,20 @@ def subjects() -> dict[str, Callable[[], tuple[Call, Call]]]:
 
 
 def launches(run: Call) -> int:
-    """Kernels and copies that a call launches on a GPU; without one, PyTorch's operators, and those that they call."""
+    """Counts the kernels and copies that a call launches on a GPU.
+
+    Without a GPU, PyTorch's operators are counted, and those that they call.
+    """
     kinds = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] if ON_GPU else [])]
     with torch.profiler.profile(activities=kinds) as profile:
         run()
         synchronize()
-    shown = ("cudaLaunch", "cuLaunch", "cudaMem") if ON_GPU else ("aten::",)
-    return sum(one.count for one in profile.key_averages() if one.key.startswith(shown))
+    prefixes = ("cudaLaunch", "cuLaunch", "cudaMem") if ON_GPU else ("aten::",)
+    return sum(event.count for event in profile.key_averages() if event.key.startswith(prefixes))
 
 
 def profiled(run: Call, calls: int, rows: int) -> None:
-    """Prints the functions that take most time by themselves. Backward runs in this thread, so that it is seen."""
+    """Prints the functions that take most time by themselves. Backward runs in this thread, so that it is included."""
     profile = cProfile.Profile()
     with torch.autograd.set_multithreading_enabled(False):
         run()
@@ -229,6 +242,7 @@ def profiled(run: Call, calls: int, rows: int) -> None:
 
 
 def package(name: str) -> str | None:
+    """Returns the version of a package, or None if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -241,7 +255,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="subjects whose names contain one of these; all where left out")
     parser.add_argument("--repeats", type=int, default=200)
     parser.add_argument("--profile", action="store_true", help="prints where forward with backward spends its time")
-    given = parser.parse_args()
+    options = parser.parse_args()
     if not ON_GPU:
         stub()
     figures: dict[str, Any] = {}
@@ -250,7 +264,7 @@ def main() -> None:
         "device": torch.cuda.get_device_name() if ON_GPU else platform.processor(),
         "shape": dict(zip("BTHK", SIZES, strict=True)) | {"V": SIZES[-1], "layers": LAYERS},
         "dtype": "bfloat16",
-        "repeats": given.repeats,
+        "repeats": options.repeats,
         "versions": {
             "python": platform.python_version(),
             **{name: package(name) for name in ("torch", "triton", "flash-linear-attention")},
@@ -260,7 +274,7 @@ def main() -> None:
         "ms": figures,
     }
     for name, make in subjects().items():
-        if given.only and not any(part in name for part in given.only):
+        if options.only and not any(part in name for part in options.only):
             continue
         start = time.perf_counter()
         try:
@@ -270,22 +284,22 @@ def main() -> None:
             continue
         both()
         first = time.perf_counter() - start
-        repeats = max(10, given.repeats // 10) if name.startswith("model") else given.repeats
+        repeats = max(10, options.repeats // 10) if name.startswith("model") else options.repeats
         figures[name] = {
             "forward": host_ms(forward, repeats),
             "both": host_ms(both, repeats),
             "launches": {"forward": launches(forward), "both": launches(both)},
         }
         line = "   ".join(
-            f"{what} {figures[name][what]['median']:.3f} ms (least {figures[name][what]['least']:.3f}), "
-            f"{figures[name]['launches'][what]} {'launches' if ON_GPU else 'operators'}"
-            for what in ("forward", "both")
+            f"{passes} {figures[name][passes]['median']:.3f} ms (least {figures[name][passes]['least']:.3f}), "
+            f"{figures[name]['launches'][passes]} {'launches' if ON_GPU else 'operators'}"
+            for passes in ("forward", "both")
         )
         print(f"{name:28} {line}   (start {first:.1f} s)", flush=True)
-        if given.profile:
+        if options.profile:
             profiled(both, min(repeats, 100), 40)
-        if given.out:
-            given.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        if options.out:
+            options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -101,8 +101,8 @@ def mesa_net(rule: UpdateRule, x: Inputs, now: Inputs) -> Contestant:
     heads, key_dim = x.k.shape[2:]
     lamb = torch.ones(heads, key_dim, device=x.k.device)
     g = x.gates["g"].contiguous()
-    given = {"q": x.q, "k": x.k, "v": x.v, "g": g, "beta": torch.ones_like(g), "lamb": lamb}
-    call = Call(partial(chunk, max_CG_iteration=rule.knobs()["iterations"]), given)
+    arguments = {"q": x.q, "k": x.k, "v": x.v, "g": g, "beta": torch.ones_like(g), "lamb": lamb}
+    call = Call(partial(chunk, max_CG_iteration=rule.knobs()["iterations"]), arguments)
     return Contestant("fla", call, same=False)
 
 
@@ -154,17 +154,17 @@ FIRST_CALL = 10.0
 def targets(parts: dict[str, Results]) -> list[str]:
     """A line for each target in each part that measured both of its sides."""
     lines = []
-    for rule, by, other, peer, what, limit in TARGETS:
+    for rule, by, other, peer, figure, limit in TARGETS:
         for part, results in parts.items():
-            at = {(f.rule, f.by): getattr(f, what) for f in results.figures if f.shape == str(GPU_SHAPE)}
-            one, two = at.get((rule, by)), at.get((other, peer))
-            if one is None or two is None:
+            at = {(f.rule, f.by): getattr(f, figure) for f in results.figures if f.shape == str(GPU_SHAPE)}
+            value, peer_value = at.get((rule, by)), at.get((other, peer))
+            if value is None or peer_value is None:
                 continue
-            memory = what.endswith("memory")
-            ratio = one / two if memory else two / one
+            memory = figure.endswith("memory")
+            ratio = value / peer_value if memory else peer_value / value
             held = "" if limit is None else "held" if (ratio <= limit if memory else ratio >= limit) else "MISSED"
             asked = "" if limit is None else f"{'at most' if memory else 'at least'} {limit:.2f}"
-            lines.append(f"{held:7} {rule} against {other} by {peer}, {what}: {ratio:.2f}  {asked}  [{part}]")
+            lines.append(f"{held:7} {rule} against {other} by {peer}, {figure}: {ratio:.2f}  {asked}  [{part}]")
     for part, results in parts.items():
         for f in results.figures:
             if f.by == "triton" and f.shape == str(GPU_SHAPE) and (f.first_call or 0) > FIRST_CALL:
@@ -179,30 +179,35 @@ def main() -> None:
     parser.add_argument("--merge", type=Path, nargs="*", default=[], help="kernels.json of earlier runs to join")
     parser.add_argument("--cache", type=Path, help="folder that keeps compiled kernels; no first calls then")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin nothing after so many seconds")
-    given = parser.parse_args()
-    until = time.perf_counter() + given.seconds
+    options = parser.parse_args()
+    until = time.perf_counter() + options.seconds
     if not torch.cuda.is_available():
         sys.exit("benchmarks/kernels.py needs a GPU")
-    given.out.mkdir(parents=True, exist_ok=True)
-    file = given.out / "kernels.json"
+    options.out.mkdir(parents=True, exist_ok=True)
+    file = options.out / "kernels.json"
     parts: dict[str, Results] = {}
-    for earlier in (*given.merge, file):
+    for earlier in (*options.merge, file):
         if earlier.exists():
-            parts |= {part: Results.from_dict(one) for part, one in json.loads(earlier.read_text()).items()}
-    fresh = given.part or list(PARTS)
+            parts |= {
+                part: Results.from_dict(results_of_part)
+                for part, results_of_part in json.loads(earlier.read_text()).items()
+            }
+    fresh = options.part or list(PARTS)
     left_out = []
     for part in fresh:
 
         def save(results: Results, part: str = part) -> None:
             parts[part] = results
-            file.write_text(json.dumps({name: asdict(one) for name, one in parts.items()}, indent=2) + "\n")
+            file.write_text(
+                json.dumps({name: asdict(results_of_part) for name, results_of_part in parts.items()}, indent=2) + "\n"
+            )
 
-        run = Run(Bench(after=save, cache=given.cache), until)
+        run = Run(Bench(after=save, cache=options.cache), until)
         save(run.bench.results)
         PARTS[part](run)
         left_out += run.left_out
     if "lengths" in fresh:
-        parts["lengths"].plot(given.out / "lengths.png")
+        parts["lengths"].plot(options.out / "lengths.png")
     for part in fresh:
         print(f"--- {part}\n{parts[part].to_text()}")
     print("\n".join(["--- targets", *targets(parts), *left_out]))

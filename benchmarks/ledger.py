@@ -1,15 +1,19 @@
-"""Measures the ledger as it grows: what a running study's operations, a report and a copy take.
+"""Measures the ledger as it grows: the times of a running study's operations, of a report and of a copy.
 
     python benchmarks/ledger.py --out ledger.json  # SQLite: 10 minutes, 2 GB in --folder
-    python benchmarks/ledger.py --out ledger.json --postgresql postgresql:///empty  # and the same in an empty database
+    python benchmarks/ledger.py --out ledger.json --postgresql postgresql:///empty  # also in an empty database
 
-The ledger has 100,000 trials and 10 million rows of metrics, written by SQL: studies of 100 trials, each a run with 90
-rows, and one study, `asked`, of 8 arms with 8 candidates and 8 seeds, whose 512 runs have 2,000 rows each.
-`operations`: ms of each operation of a running study (the median of 50), with 1,000, 10,000 and 100,000 trials in the
-ledger. `report`: seconds from the database to the JSON in a process that runs (the median of 3), and of the whole
-command; `seconds without the ledger` is `platform version`: Python and its imports.
-`import`, `export`, `vacuum`: seconds of these commands on the whole ledger.
-CPU is that of this process; the wall clock also says how busy the machine was.
+The ledger has 100,000 trials and 10 million rows of metrics, written by SQL: studies of 100 trials, each with a run of
+90 rows, and one study, `asked`, of 8 arms with 8 candidates and 8 seeds, whose 512 runs have 2,000 rows each. The
+figures are:
+
+- operations: ms of each operation of a running study (the median of 50), with 1,000, 10,000 and 100,000 trials in the
+  ledger.
+- report: seconds from the database to the JSON in a running process (the median of 3), and of the whole command.
+  `seconds without the ledger` is the time of `platform version`, which is that of Python and its imports.
+- import, export, vacuum: seconds of these commands on the whole ledger.
+
+CPU times are those of this process. Wall times also depend on the other work of the machine.
 """
 
 import argparse
@@ -34,7 +38,7 @@ from deltalab.store import ArmRecord, RuleRecord, RunRecord, Store, TrialRecord
 from deltalab.study.planning.make import make_plan
 from deltalab.study.planning.plan import Plan
 from deltalab.study.reports.report import report
-from deltalab.study.running.run import _provenance, arm_records
+from deltalab.study.running.run import arm_records, provenance
 from deltalab.study.specs.study_file import load_study
 
 ASKED: dict[str, Any] = {
@@ -89,22 +93,26 @@ TABLES = {
 
 
 def begin(store: Store, plan: Plan) -> int:
+    """Begins the study `asked`, and returns its id."""
     return store.begin_study(
-        "asked", None, plan.identity, plan.spec.model_dump(mode="json"), arm_records(plan), _provenance(plan, {})
+        "asked", None, plan.identity, plan.spec.model_dump(mode="json"), arm_records(plan), provenance(plan, {})
     )
 
 
 def asked_trials(plan: Plan) -> list[tuple[str, TrialRecord, int, dict[str, Any]]]:
-    """Arm, trial, number and values of each trial of the study `asked`, with scores that differ by arm and seed."""
+    """Returns the arm, the trial, the number and the values of each trial of the study `asked`.
+
+    The scores differ by arm and seed.
+    """
     draw = random.Random(0)
-    found = []
-    for at, arm in enumerate(plan.arms):
+    trials = []
+    for position, arm in enumerate(plan.arms):
         for number in range(8):
             values = {"train.lr": 1e-2 * 1.2**number}
             job = plan.job(arm, "confirm", number, values)
             runs = []
             for seed in job.seeds:
-                score = 0.5 + 0.01 * at + 0.1 * draw.random()
+                score = 0.5 + 0.01 * position + 0.1 * draw.random()
                 metrics = [("train", "loss", step, 3 - step / 1000) for step in range(ROWS_ASKED - 4)]
                 metrics += [(split, "accuracy", 1000, score) for split in ("validation", "test")]
                 metrics += [("cost", "flops_per_token", 1000, 1e5), ("test", "loss", 1000, 1.0)]
@@ -114,16 +122,16 @@ def asked_trials(plan: Plan) -> list[tuple[str, TrialRecord, int, dict[str, Any]
                 job.key, job.task, job.task_version, "confirm", job.config, "done", 1e9, 1e9 + 60, 60.0, rule,
                 parameters=10_000, state_size=64, tokens_per_second=1e5, hardware={"cpu": "x"}, runs=runs,
             )  # fmt: skip
-            found.append((arm.name, record, number, values))
-    return found
+            trials.append((arm.name, record, number, values))
+    return trials
 
 
 def add_others(file: Path, low: int, high: int, config: str) -> None:
-    """Adds trials number `low` to `high`, in steps so that the journal stays small."""
+    """Adds the trials from number `low` to `high`, in several transactions, so that the journal stays small."""
     with closing(sqlite3.connect(file)) as connection:
         for start in range(low, high, 10_000):
-            # Leave room for ids of rows that `operations` adds between two sizes.
-            given = {
+            # The shift leaves room for ids of rows that `operations` adds between two sizes.
+            parameters = {
                 "shift": 100 * high,
                 "low": start,
                 "high": min(start + 10_000, high),
@@ -131,11 +139,12 @@ def add_others(file: Path, low: int, high: int, config: str) -> None:
                 "rows": ROWS_OF_OTHERS,
             }
             for table, (columns, values, where) in TABLES.items():
-                connection.execute(OTHERS.format(table=table, columns=columns, values=values, where=where), given)
+                connection.execute(OTHERS.format(table=table, columns=columns, values=values, where=where), parameters)
             connection.commit()
 
 
 def milliseconds(operation: Callable[[int], object], repeats: int = 50) -> dict[str, float]:
+    """Measures the median wall and CPU time of an operation, which gets the number of the repeat."""
     wall, cpu = [], []
     for i in range(repeats):
         start = time.perf_counter(), time.process_time()
@@ -146,15 +155,21 @@ def milliseconds(operation: Callable[[int], object], repeats: int = 50) -> dict[
 
 
 def operations(where: str, keys: list[str], mark: str) -> dict[str, dict[str, float]]:
-    """The operations of a running study of 60 trials, each with 8 seeds and 90 rows a seed."""
+    """Measures the operations of a running study of 60 trials, each with 8 seeds and 90 rows a seed.
+
+    Args:
+        where: The file or the URL of the ledger.
+        keys: The keys of 500 trials in the ledger.
+        mark: The name of the study, which is also the prefix of its trials' keys.
+    """
     rows = [("train", "loss", step, 1.0) for step in range(86)]
     rows += [(split, name, 100, 0.5) for split in ("validation", "test") for name in ("loss", "accuracy")]
     rule = RuleRecord("comba", "1" * 64, "class Comba: ...")
 
     def record(i: int) -> None:
         runs = [RunRecord(seed, "done", None, rows, []) for seed in range(8)]
-        made = TrialRecord(f"{mark}{i}", "mqar", 1, "confirm", {}, "done", 1e9, 1e9, 1.0, rule, runs=runs)
-        store.record_trial(study, "base", made, i, {})
+        trial = TrialRecord(f"{mark}{i}", "mqar", 1, "confirm", {}, "done", 1e9, 1e9, 1.0, rule, runs=runs)
+        store.record_trial(study, "base", trial, i, {})
 
     with Store.open(where) as store:
         study = store.begin_study(mark, None, mark, {}, [ArmRecord("base", True, {}, {})], {})
@@ -171,26 +186,30 @@ def operations(where: str, keys: list[str], mark: str) -> dict[str, dict[str, fl
 
 
 def command(*words: str) -> float:
+    """Runs a command of the platform, and returns its seconds."""
     start = time.perf_counter()
     subprocess.run([sys.executable, "-m", "deltalab", *words], check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - start
 
 
 def measure_report(where: str) -> dict[str, float]:
+    """Measures the report of the study `asked`."""
+
     def print_report(_: int) -> None:
         with Store.open(where, create=False) as store:
             report(store, store.study("asked").id).to_json()
 
-    found = milliseconds(print_report, 3)
+    times = milliseconds(print_report, 3)
     return {
-        "seconds": found["ms"] / 1e3,
-        "seconds, CPU": found["ms, CPU"] / 1e3,
+        "seconds": times["ms"] / 1e3,
+        "seconds, CPU": times["ms, CPU"] / 1e3,
         "seconds of the command": min(command("study", "report", "asked", "--json", "--db", where) for _ in range(3)),
         "seconds without the ledger": min(command("version") for _ in range(3)),
     }
 
 
 def save(figures: dict[str, Any], file: Path | None) -> None:
+    """Adds the versions and the machine to the figures, and writes the figures if there is a file."""
     figures["about"] = {
         "python": platform.python_version(),
         "sqlite": sqlite3.sqlite_version,
@@ -209,13 +228,13 @@ def main() -> None:
     parser.add_argument("--postgresql", help="the URL of an empty database")
     parser.add_argument("--trials", type=int, default=TRIALS)
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
+    options = parser.parse_args()
     figures: dict[str, Any] = {}
     plan = make_plan(load_study(ASKED))
     trials = asked_trials(plan)
     config = json.dumps(trials[0][1].config)
     keys = [f"{i:064x}" for i in range(500)]
-    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         file = Path(folder) / "lab.db"
         with Store.open(file) as store:
             study = begin(store, plan)
@@ -223,28 +242,29 @@ def main() -> None:
                 store.record_trial(study, arm, record, number, values)
             store.finish_study(study, "done")
         low = 0
-        for high in [size for size in SIZES if size < given.trials] + [given.trials]:
+        for high in [size for size in SIZES if size < options.trials] + [options.trials]:
             add_others(file, low, high, config)
             low = high
-            found = operations(str(file), keys, f"at_{high}_")
-            figures.setdefault("sqlite", {}).setdefault("operations", {})[f"{high} trials"] = found
-            print(high, found, flush=True)
+            times = operations(str(file), keys, f"at_{high}_")
+            figures.setdefault("sqlite", {}).setdefault("operations", {})[f"{high} trials"] = times
+            print(high, times, flush=True)
         figures["sqlite"]["report"] = measure_report(str(file))
         with closing(sqlite3.connect(file)) as connection:
             count = {table: connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0] for table in TABLES}
         figures["rows"] = count
         figures["sqlite"]["megabytes"] = file.stat().st_size / 1e6
         print(figures["rows"], figures["sqlite"], flush=True)
-        save(figures, given.out)
-        if given.postgresql:
-            own = figures["postgresql"] = {}
-            own["import, seconds"] = command("db", "import", str(file), "--db", given.postgresql)
-            own["operations"] = {f"{low} trials": operations(given.postgresql, keys, "postgresql")}
-            own["report"] = measure_report(given.postgresql)
-            own["export, seconds"] = command("db", "export", str(Path(folder) / "back.db"), "--db", given.postgresql)
-            print(own, flush=True)
+        save(figures, options.out)
+        if options.postgresql:
+            postgresql = figures["postgresql"] = {}
+            postgresql["import, seconds"] = command("db", "import", str(file), "--db", options.postgresql)
+            postgresql["operations"] = {f"{low} trials": operations(options.postgresql, keys, "postgresql")}
+            postgresql["report"] = measure_report(options.postgresql)
+            back = str(Path(folder) / "back.db")
+            postgresql["export, seconds"] = command("db", "export", back, "--db", options.postgresql)
+            print(postgresql, flush=True)
         figures["sqlite"]["vacuum, seconds"] = command("db", "vacuum", "--db", str(file))
-    save(figures, given.out)
+    save(figures, options.out)
 
 
 if __name__ == "__main__":

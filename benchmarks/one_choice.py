@@ -1,9 +1,10 @@
-"""How often two arms that are alike differ, where each has the rates that were best on one seed.
+"""Measures how often two equal arms differ, if a single seed chooses the learning rates of each arm.
 
 xz -dc benchmarks/found_rules_h100.db.xz > lab.db; python benchmarks/one_choice.py lab.db pre_state_sgla:gpu
 
-An arm whose runs are all recorded stands for both arms. Each draws a seed for the choice of k rates, and the seeds of
-the test with replacement; each of these chooses among the k rates, by validation. docs/decisions/210 has the result.
+An arm whose runs are all recorded stands for both arms. Each of the two draws a seed, which chooses k rates, and draws
+the seeds of the test with replacement. Each seed of the test chooses among the k rates by validation.
+docs/decisions/210 has the result.
 """
 
 import sys
@@ -12,16 +13,17 @@ from itertools import product
 import numpy as np
 
 from deltalab.store import Store
-from deltalab.study.answers.recorded_scores import results
+from deltalab.study.answers.recorded_scores import scores_by_task
 
 SEEDS, REPEATS = 9, 400
 
 
 def main(ledger: str, study: str) -> None:
+    """Prints the share of false verdicts for each task and each k."""
     signs = np.array(list(product((1, -1), repeat=SEEDS)))
     random = np.random.default_rng(0)
     with Store.open(ledger, create=False) as store:
-        tables = results(store, store.study(study).id)
+        tables = scores_by_task(store, store.study(study))
     for task, table in tables.items():
         most = max(len(runs) for runs in table.runs.values())
         arms = {arm: runs for arm, runs in table.runs.items() if len(runs) == most}
@@ -35,15 +37,15 @@ def main(ledger: str, study: str) -> None:
                 validation = validation if table.maximize else -validation
 
                 def drawn(validation: np.ndarray = validation, test: np.ndarray = test, k: int = k) -> np.ndarray:
-                    chooser, *own = random.integers(validation.shape[1], size=1 + SEEDS)
+                    chooser, *test_seeds = random.integers(validation.shape[1], size=1 + SEEDS)
                     kept = np.argsort(-validation[:, chooser], kind="stable")[:k]
-                    return test[kept[validation[np.ix_(kept, own)].argmax(0)], own]
+                    return test[kept[validation[np.ix_(kept, test_seeds)].argmax(0)], test_seeds]
 
-                found = 0
+                verdicts = 0
                 for _ in range(REPEATS):
                     sums = np.abs(signs @ (drawn() - drawn()))
-                    found += (sums >= sums[0] - 1e-12).mean() <= 0.05
-                shares.append(found / REPEATS)
+                    verdicts += (sums >= sums[0] - 1e-12).mean() <= 0.05
+                shares.append(verdicts / REPEATS)
             print(f"k {k}: {np.mean(shares):.3f} false verdicts, {min(shares):.3f} to {max(shares):.3f} of one arm")
 
 

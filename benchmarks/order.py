@@ -1,4 +1,4 @@
-"""Which proxy task at which size orders rules as real text at 16 times its compute does.
+"""Measures which proxy task at which size orders rules as real text at 16 times its compute does.
 
     platform study run transfer --profile gpu                        # first: the ladder of all tasks
     python benchmarks/order.py --study transfer:gpu --out order.json # Kendall's tau of each task and size
@@ -7,10 +7,10 @@
 Reads the ledger of a study with `scales`. Each task but `--real` at each size is a proxy. Its target is the size of
 `--real` whose compute is nearest to `--times` that of the proxy, as the base's training counts it.
 
-tau is Kendall's tau-b of the arms' mean scores, the base among them. Its interval is a 95% bootstrap: the seeds of the
-proxy and those of the target are drawn with replacement, apart from each other. `own` and `ceiling` say how well the
-proxy and the target agree with themselves: the median tau between the means of two halves of their seeds. Near 0, a
-task does not tell the arms apart.
+tau is Kendall's tau-b of the arms' mean scores, the base among them. Its interval is a 95% bootstrap, which draws the
+seeds of the proxy and those of the target with replacement, apart from each other. `own` and `ceiling` say how well the
+proxy and the target agree with themselves: each is the median tau between the means of two halves of the seeds. A task
+does not tell the arms apart if this median is near 0.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from deltalab.cli.options import find_study
 from deltalab.errors import InputError
 from deltalab.store import Store
 from deltalab.study.answers.ladder_trends import Size
-from deltalab.study.answers.recorded_scores import results
+from deltalab.study.answers.recorded_scores import scores_by_task
 from deltalab.study.reports.report import report
 
 Array = NDArray[np.float64]
@@ -40,7 +40,20 @@ REGION = re.compile(r"(<!-- order -->\n).*?(<!-- end -->)", flags=re.DOTALL)
 
 @dataclass(frozen=True)
 class Order:
-    """How a proxy orders the arms, against its target. times: the target's compute over the proxy's."""
+    """How a proxy orders the arms, against its target.
+
+    Attributes:
+        proxy: The label of the proxy.
+        target: The label of the target.
+        times: The target's compute over the proxy's.
+        arms: Number of arms.
+        seeds: Number of seeds.
+        tau: Kendall's tau-b of the arms' mean scores.
+        low: The lower end of tau's interval.
+        high: The upper end of tau's interval.
+        own: How well the proxy agrees with itself.
+        ceiling: How well the target agrees with itself.
+    """
 
     proxy: str
     target: str
@@ -55,16 +68,16 @@ class Order:
 
 
 def tau(x: Array, y: Array) -> Array:
-    """Kendall's tau-b of each pair of rows [.., n] and [.., n]; 0 where all of a row are equal.
+    """Kendall's tau-b of each pair of rows [.., n] and [.., n]; 0 if all numbers of a row are equal.
 
     >>> tau(np.array([1.0, 2.0, 3.0]), np.array([[1.0, 2.0, 3.0], [3.0, 2.0, 1.0], [1.0, 1.0, 1.0]])).tolist()
     [1.0, -1.0, 0.0]
     """
     above = np.triu_indices(x.shape[-1], 1)
-    of_x, of_y = (np.sign(one[..., above[0]] - one[..., above[1]]) for one in (x, y))
+    of_x, of_y = (np.sign(scores[..., above[0]] - scores[..., above[1]]) for scores in (x, y))
     size = np.sqrt((of_x != 0).sum(-1) * (of_y != 0).sum(-1))
-    found: Array = np.divide((of_x * of_y).sum(-1), size, out=np.zeros(np.shape(size)), where=size > 0)
-    return found
+    taus: Array = np.divide((of_x * of_y).sum(-1), size, out=np.zeros(np.shape(size)), where=size > 0)
+    return taus
 
 
 def draws(scores: Array, random: np.random.Generator) -> Array:
@@ -82,19 +95,28 @@ def repeated(scores: Array) -> float:
     """
     count = scores.shape[1]
     taken = np.array([np.isin(np.arange(count), half) for half in combinations(range(count), count // 2)], dtype=float)
-    first, second = (one @ scores.T / one.sum(1, keepdims=True) for one in (taken, 1 - taken))
+    first, second = (
+        half_of_seeds @ scores.T / half_of_seeds.sum(1, keepdims=True) for half_of_seeds in (taken, 1 - taken)
+    )
     return float(np.median(tau(first, second)))
 
 
 def orders(scores: Mapping[str, Array], sizes: Mapping[str, Sequence[Size]], real: str, times: float) -> list[Order]:
     """The order of every proxy.
 
-    scores: of a task at a size, by label: [arms, seeds], higher is better, the arms in one order. sizes: by task.
-    Raises `InputError` where `real` is none of the tasks.
+    Args:
+        scores: The scores of a task at a size, [arms, seeds], by label. Higher is better, and all have the arms in the
+            same order.
+        sizes: The sizes of each task.
+        real: The task whose order is to be predicted.
+        times: The target's compute over the proxy's, as nearly as the sizes allow.
+
+    Raises:
+        InputError: `real` is none of the tasks.
     """
     if real not in sizes:
         raise InputError(f"--real {real}: the study has a whole ladder of {', '.join(sizes) or 'no task'}")
-    found = []
+    results = []
     for task, ladder in sizes.items():
         for size in ladder if task != real else ():
             wanted = math.log(times * size.compute)
@@ -102,7 +124,7 @@ def orders(scores: Mapping[str, Array], sizes: Mapping[str, Sequence[Size]], rea
             random = np.random.default_rng(0)
             x, y = scores[size.label], scores[target.label]
             drawn = tau(draws(x, random), draws(y, random))
-            found.append(
+            results.append(
                 Order(
                     proxy=size.label,
                     target=target.label,
@@ -116,32 +138,35 @@ def orders(scores: Mapping[str, Array], sizes: Mapping[str, Sequence[Size]], rea
                     ceiling=repeated(y),
                 )
             )
-    return sorted(found, key=lambda order: -order.tau)
+    return sorted(results, key=lambda order: -order.tau)
 
 
 def measured(store: Store, study_id: int) -> tuple[list[str], dict[str, Array], dict[str, list[Size]]]:
     """The arms that all of a study's ladders have, their scores of the seeds that all have, and the ladders' sizes."""
-    ladders, found = report(store, study_id).ladders, results(store, study_id)
+    ladders, recorded = report(store, study_id).ladders, scores_by_task(store, store.study(study_id))
     labels = [size.label for ladder in ladders for size in ladder.sizes]
-    arms = [row.arm for row in ladders[0].arms if all(row.arm in [r.arm for r in one.arms] for one in ladders)]
+    arms = [row.arm for row in ladders[0].arms if all(row.arm in [r.arm for r in ladder.arms] for ladder in ladders)]
     seeds = [
-        s for s in found[labels[0]].results[arms[0]] if all(s in found[at].results[a] for at in labels for a in arms)
+        s
+        for s in recorded[labels[0]].results[arms[0]]
+        if all(s in recorded[at].results[a] for at in labels for a in arms)
     ]
     scores = {
-        label: np.array([[found[label].results[arm][seed] for seed in seeds] for arm in arms])
-        * (1 if found[label].maximize else -1)
+        label: np.array([[recorded[label].results[arm][seed] for seed in seeds] for arm in arms])
+        * (1 if recorded[label].maximize else -1)
         for label in labels
     }
     return arms, scores, {ladder.task: ladder.sizes for ladder in ladders}
 
 
-def markdown(found: Sequence[Order]) -> str:
+def markdown(results: Sequence[Order]) -> str:
     """The table of orders."""
     lines = ["| proxy | target | compute | tau | own | ceiling |", "| --- | --- | --- | --- | --- | --- |"]
     lines += [
-        f"| {one.proxy} | {one.target} | x{one.times:.3g} | {one.tau:+.2f} [{one.low:+.2f}, {one.high:+.2f}] "
-        f"| {one.own:+.2f} | {one.ceiling:+.2f} |"
-        for one in found
+        f"| {order.proxy} | {order.target} | x{order.times:.3g} "
+        f"| {order.tau:+.2f} [{order.low:+.2f}, {order.high:+.2f}] "
+        f"| {order.own:+.2f} | {order.ceiling:+.2f} |"
+        for order in results
     ]
     return "\n".join(lines) + "\n"
 
@@ -151,10 +176,10 @@ def scores_table(
 ) -> str:
     """Mean and standard deviation over seeds of each arm at the largest size of each task, best on `real` first."""
     tasks = [real, *(task for task in sizes if task != real)]
-    of = [scores[sizes[task][-1].label] for task in tasks]
+    scores_of_tasks = [scores[sizes[task][-1].label] for task in tasks]
     lines = [f"| arm | {' | '.join(tasks)} |", "| --- " * (len(tasks) + 1) + "|"]
-    for n in np.argsort(-of[0].mean(1)):
-        cells = (f"{one[n].mean():.3f} ± {one[n].std(ddof=1):.3f}" for one in of)
+    for n in np.argsort(-scores_of_tasks[0].mean(1)):
+        cells = (f"{task_scores[n].mean():.3f} ± {task_scores[n].std(ddof=1):.3f}" for task_scores in scores_of_tasks)
         lines.append(f"| {arms[n]} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -169,22 +194,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--page", type=Path, help="a page, whose table between <!-- order --> and <!-- end --> is made anew"
     )
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        with Store.open(given.db, create=False) as store:
-            arms, scores, sizes = measured(store, find_study(store, given.study, None).id)
-        found = orders(scores, sizes, given.real, given.times)
+        with Store.open(options.db, create=False) as store:
+            arms, scores, sizes = measured(store, find_study(store, options.study, None).id)
+        results = orders(scores, sizes, options.real, options.times)
     except InputError as error:
         parser.error(str(error))
-    text = markdown(found) + "\n" + scores_table(arms, scores, sizes, given.real)
-    if given.out:
-        about: dict[str, Any] = {"study": given.study, "real": given.real, "times": given.times}
-        about["orders"] = [asdict(one) for one in found]
-        about["scores"] = {at: dict(zip(arms, of.round(4).tolist(), strict=True)) for at, of in scores.items()}
-        given.out.write_text(json.dumps(about) + "\n")
-    if given.page:
-        page = given.page.read_text(encoding="utf-8")
-        given.page.write_text(REGION.sub(lambda region: region[1] + text + region[2], page), encoding="utf-8")
+    text = markdown(results) + "\n" + scores_table(arms, scores, sizes, options.real)
+    if options.out:
+        record: dict[str, Any] = {"study": options.study, "real": options.real, "times": options.times}
+        record["orders"] = [asdict(result) for result in results]
+        record["scores"] = {
+            at: dict(zip(arms, arm_scores.round(4).tolist(), strict=True)) for at, arm_scores in scores.items()
+        }
+        options.out.write_text(json.dumps(record) + "\n")
+    if options.page:
+        page = options.page.read_text(encoding="utf-8")
+        options.page.write_text(REGION.sub(lambda region: region[1] + text + region[2], page), encoding="utf-8")
     print(text, end="")
 
 

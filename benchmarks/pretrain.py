@@ -1,4 +1,4 @@
-"""How fast whole language models train: tokens a second, share of the peak, memory, and time to the first step.
+"""Measures how fast whole language models train: tokens a second, share of the peak, memory, time to the first step.
 
     export PYTHONPATH=platform:plugins
     python3 benchmarks/pretrain.py --out out --model ours:comba --shape 8x2048 --shape 8x4096
@@ -6,22 +6,24 @@
     torchrun --nproc-per-node 4 benchmarks/pretrain.py --out out --model ours:comba --shape 8x4096   # a GPU each
     python3 benchmarks/pretrain.py --out out --model ours:comba --size toy --shape 2x64              # on a CPU
 
-Models (--model, again and again):
+Models (--model, repeatable):
 
 - ours:RULE: a deltalab `Model` with any rule; ours:transformer is softmax attention (SDPA) with RoPE and SwiGLU.
-- export:FOLDER: what `platform export` wrote, loaded by transformers where deltalab cannot be imported.
+- export:FOLDER: a folder of `platform export`, loaded by transformers without deltalab.
 - fla:comba, fla:gated_deltanet: models of flash-linear-attention with the same sizes and its chunked linear
   cross-entropy.
 
-A step is forward, backward, clipping to norm 1 and fused AdamW on given random tokens. --precision says how:
+A step is forward, backward, clipping to norm 1 and fused AdamW on random tokens. The precisions (--precision) are:
 
 - fsdp (default): fp32 weights and optimizer, FSDP2 (also on one GPU) with bf16 parameters and fp32 reduction, as
-  torchtitan trains. bf16: weights, gradients and optimizer in bf16, as a plain loop has it. autocast: fp32 weights.
+  torchtitan trains.
+- bf16: weights, gradients and optimizer in bf16, as in a plain loop.
+- autocast: fp32 weights.
 
-The share of the peak is 6 N tokens/s over the dense bf16 rate of the GPU, N all parameters. Memory is the allocator's
-peak. The first step is counted from the start of the process, with an empty cache of Triton. Each model has a process
-of its own, which --limit ends after so many seconds. --graphs and --step-graph replay CUDA graphs. OUT/pretrain.json
-gets a row after each shape.
+The share of the peak is 6 N tokens/s over the dense bf16 rate of the GPU, with N the number of all parameters. Memory
+is the allocator's peak. The time to the first step counts from the start of the process, with an empty cache of Triton.
+Each model has a process of its own, which --limit ends after so many seconds. --graphs and --step-graph replay CUDA
+graphs. OUT/pretrain.json gets a row after each shape.
 """
 
 import argparse
@@ -63,20 +65,25 @@ KINDS = {
     "copies": ("Memcpy", "Memset"),
     "convolution": ("convolve", "causal_conv", "forward", "backward"),
 }
-"""Kernels by parts of their names, in this order; the rest is the mixer's."""
+"""The kinds of kernels, each with parts of the kernels' names. The first kind that matches counts, and a kernel of no
+kind is the mixer's."""
 
 
 def age() -> float:
-    """Seconds since this process began."""
+    """Returns the seconds since this process began."""
     began = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19]) / os.sysconf("SC_CLK_TCK")
     return time.clock_gettime(time.CLOCK_BOOTTIME) - began
 
 
 class Contestant:
-    """A model, its loss, and its blocks, which FSDP and checkpointing wrap one by one.
+    """A model with its loss.
 
-    vocabulary: how many tokens there are. loss: tokens [B, T] and targets [B, T] to the mean cross-entropy.
-    start: draws the parameters of a model that was made without memory; None for one that has its own.
+    Attributes:
+        model: The model.
+        blocks: The blocks of the model, which FSDP and checkpointing wrap one by one.
+        vocabulary: The number of tokens that the model knows.
+        loss: Computes the mean cross-entropy of tokens [B, T] and targets [B, T].
+        start: Draws the parameters of a model that was made without memory; None for a model that has parameters.
     """
 
     def __init__(
@@ -91,6 +98,7 @@ class Contestant:
 
 
 def ours(rule: str, sizes: dict[str, int]) -> Contestant:
+    """Makes a model of deltalab with a rule."""
     import torch
 
     import deltalab
@@ -113,7 +121,7 @@ def ours(rule: str, sizes: dict[str, int]) -> Contestant:
 
 
 class NotInstalled(importlib.abc.MetaPathFinder):
-    """Importing a package fails as where it is not installed."""
+    """A finder that makes the import of a package fail, as if the package were not installed."""
 
     def __init__(self, package: str) -> None:
         self.package = package
@@ -124,7 +132,7 @@ class NotInstalled(importlib.abc.MetaPathFinder):
 
 
 def exported(folder: str, sizes: dict[str, int]) -> Contestant:
-    """The exported folder's own code and configuration; sizes are those of the folder."""
+    """Makes the model of an exported folder by its own code and configuration, which has its own sizes."""
     sys.meta_path.insert(0, NotInstalled("deltalab"))
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -134,26 +142,27 @@ def exported(folder: str, sizes: dict[str, int]) -> Contestant:
 
 
 def fla(name: str, sizes: dict[str, int]) -> Contestant:
+    """Makes a model of flash-linear-attention."""
     import fla.models as models
     from transformers import AutoModelForCausalLM
 
     width, heads = sizes["d_model"], sizes["heads"]
-    of_all = {
+    shared = {
         "hidden_size": width, "num_heads": heads, "num_hidden_layers": sizes["layers"],
         "vocab_size": sizes["vocab_size"], "intermediate_size": -(-8 * width // 24) * 8, "tie_word_embeddings": False,
         "fuse_cross_entropy": False, "fuse_linear_cross_entropy": True, "use_cache": False,
     }  # fmt: skip
     recurrent = {"expand_v": 1.0, "head_dim": width // heads}
     config = {
-        "comba": lambda: models.CombaConfig(**of_all, **recurrent),
-        "gated_deltanet": lambda: models.GatedDeltaNetConfig(**of_all, **recurrent),
+        "comba": lambda: models.CombaConfig(**shared, **recurrent),
+        "gated_deltanet": lambda: models.GatedDeltaNetConfig(**shared, **recurrent),
     }[name]()
     model = AutoModelForCausalLM.from_config(config)
     return Contestant(model, model.model.layers, sizes["vocab_size"], _of_transformers(model))
 
 
 def _of_transformers(model: Any) -> Callable[[Any, Any], Any]:
-    """Models of transformers shift labels by themselves: targets are put one place to the right."""
+    """The loss of a model of transformers, which shifts its labels: targets are moved one place to the right."""
 
     def loss(tokens: Any, targets: Any) -> Any:
         labels = tokens.new_full(tokens.shape, -100)
@@ -169,9 +178,15 @@ MAKERS = {"ours": ours, "export": exported, "fla": fla}
 def prepared(
     contestant: Contestant, device: Any, precision: str, checkpoint: bool, compiled: bool, keep: bool
 ) -> Contestant:
-    """The model on its device in a precision, each block compiled if asked for, sharded over all processes.
+    """Puts a model on its device in a precision, and with `fsdp` shards it over all processes.
 
-    keep: gathered weights stay from a block's forward to its backward.
+    Args:
+        contestant: The model, which is changed in place.
+        device: The device.
+        precision: `fsdp`, `bf16` or `autocast`.
+        checkpoint: Whether backward computes the activations of each block again.
+        compiled: Whether each block is compiled.
+        keep: Whether gathered weights stay from a block's forward to its backward.
     """
     import torch
 
@@ -207,8 +222,8 @@ def prepared(
     return contestant
 
 
-def rows(given: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
-    """Trains one model at each shape, in this process."""
+def rows(options: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
+    """Trains a model at each shape, in this process, and yields a row for each."""
     import torch
     import torch.distributed as dist
 
@@ -217,17 +232,17 @@ def rows(given: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-    if given.precision == "fsdp":
+    if options.precision == "fsdp":
         alone = {} if world > 1 else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         dist.init_process_group("nccl" if on_gpu else "gloo", **alone)
-    kind, _, what = name.partition(":")
+    kind, _, detail = name.partition(":")
     torch.manual_seed(0)
-    contestant = MAKERS[kind](what, SIZES[given.size])
+    contestant = MAKERS[kind](detail, SIZES[options.size])
     count = sum(p.numel() for p in contestant.model.parameters())
-    contestant = prepared(contestant, device, given.precision, given.checkpoint, given.compile, given.keep)
+    contestant = prepared(contestant, device, options.precision, options.checkpoint, options.compile, options.keep)
     matrices = [p for p in contestant.model.parameters() if p.dim() > 1]
     others = [p for p in contestant.model.parameters() if p.dim() <= 1]
-    capturable = {"capturable": True} if given.step_graph else {}
+    capturable = {"capturable": True} if options.step_graph else {}
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
         lr=1e-4, betas=(0.9, 0.95), fused=True, **capturable,
@@ -235,18 +250,18 @@ def rows(given: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
     gpu = torch.cuda.get_device_name() if on_gpu else "CPU"
     peak = next((rate for part, rate in PEAKS.items() if part in gpu), None)
     first: float | None = None
-    for shape in given.shape:
+    for shape in options.shape:
         batch, length = map(int, shape.split("x"))
         row = {
-            "model": name if kind != "export" else "export", "size": given.size, "shape": shape, "gpus": world,
-            "precision": given.precision, "checkpoint": given.checkpoint, "compiled": given.compile,
-            "keep": given.keep, "graphs": given.graphs, "step_graph": given.step_graph, "parameters": count,
+            "model": name if kind != "export" else "export", "size": options.size, "shape": shape, "gpus": world,
+            "precision": options.precision, "checkpoint": options.checkpoint, "compiled": options.compile,
+            "keep": options.keep, "graphs": options.graphs, "step_graph": options.step_graph, "parameters": count,
             "device": gpu, "torch": torch.__version__,
         }  # fmt: skip
 
         def step(batch: int = batch, length: int = length) -> Any:
             tokens = torch.randint(contestant.vocabulary, (batch, length + 1), device=device)
-            with torch.autocast(device.type, torch.bfloat16, enabled=given.precision == "autocast"):
+            with torch.autocast(device.type, torch.bfloat16, enabled=options.precision == "autocast"):
                 loss = contestant.loss(tokens[:, :-1], tokens[:, 1:])
             loss.backward()
             torch.nn.utils.clip_grad_norm_(contestant.model.parameters(), 1.0, foreach=True)
@@ -254,17 +269,17 @@ def rows(given: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
             optimizer.zero_grad()
             return loss.detach()
 
-        if given.graphs:
+        if options.graphs:
             getattr(contestant.model, "model", contestant.model).graph_blocks()
         try:
             loss = float(step())
             first = first or age()
-            for _ in range(given.warm):
+            for _ in range(options.warm):
                 step()
             if on_gpu:
                 torch.cuda.reset_peak_memory_stats()
-            again = _captured(step) if given.step_graph else step
-            seconds = min(_timed(again, given.steps, device) for _ in range(3))
+            timed_step = _captured(step) if options.step_graph else step
+            seconds = min(_timed(timed_step, options.steps, device) for _ in range(3))
         except torch.OutOfMemoryError as error:
             yield {**row, "error": str(error).split(". ")[1]}
             optimizer.zero_grad()
@@ -273,15 +288,15 @@ def rows(given: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
             continue
         rate = batch * length * world / seconds
         row |= {"first_loss": loss, "ms": seconds * 1e3, "tokens_per_second": rate}
-        if given.cold:
+        if options.cold:
             row["first_step_s"] = first
         if peak:
             row["share_of_peak"] = 6 * count * rate / (peak * world)
         if on_gpu:
-            # What graphs hold is reserved, and not counted as allocated.
-            graphs = given.graphs or given.step_graph
+            # The memory of CUDA graphs is reserved, and not counted as allocated.
+            graphs = options.graphs or options.step_graph
             row["peak_gib"] = (torch.cuda.max_memory_reserved if graphs else torch.cuda.max_memory_allocated)() / 2**30
-        if given.profile:
+        if options.profile:
             row |= profiled(step, device)
         yield row
     if dist.is_initialized():
@@ -289,7 +304,7 @@ def rows(given: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
 
 
 def _captured(step: Callable[[], Any]) -> Callable[[], Any]:
-    """The step as one CUDA graph. Gradients must be None before it, so that they lie in the graph's memory."""
+    """The step as one CUDA graph. Gradients must be None before the capture, so that they lie in the graph's memory."""
     import torch
 
     gc.collect()
@@ -301,7 +316,7 @@ def _captured(step: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _timed(step: Callable[[], Any], steps: int, device: Any) -> float:
-    """Seconds of a step."""
+    """The mean seconds of a step."""
     import torch
 
     if device.type == "cuda":
@@ -315,7 +330,7 @@ def _timed(step: Callable[[], Any], steps: int, device: Any) -> float:
 
 
 def profiled(step: Callable[[], Any], device: Any, steps: int = 2) -> dict[str, Any]:
-    """Milliseconds of a step in each kernel of the device and in each kind, and how many kernels a step launches."""
+    """Measures the milliseconds of a step in each kernel of the device and in each kind, and the launches of a step."""
     import torch
 
     activity = torch.profiler.ProfilerActivity
@@ -329,8 +344,8 @@ def profiled(step: Callable[[], Any], device: Any, steps: int = 2) -> dict[str, 
     for event in profiler.events():
         if device.type == "cuda" and event.device_type != torch.autograd.DeviceType.CUDA:
             continue
-        own = event.self_device_time_total if device.type == "cuda" else event.self_cpu_time_total
-        taken[event.name] += own / 1e3
+        microseconds = event.self_device_time_total if device.type == "cuda" else event.self_cpu_time_total
+        taken[event.name] += microseconds / 1e3
         launches[event.name] += 1
     kinds: Counter[str] = Counter()
     for name, ms in taken.items():
@@ -343,7 +358,7 @@ def profiled(step: Callable[[], Any], device: Any, steps: int = 2) -> dict[str, 
 
 
 def kind_of(kernel: str) -> str:
-    """The entry of `KINDS` for a kernel's name.
+    """Returns the entry of `KINDS` for a kernel's name.
 
     >>> kind_of("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT"), kind_of("output_kernel")
     ('products', 'mixer')
@@ -352,45 +367,45 @@ def kind_of(kernel: str) -> str:
 
 
 def line(row: dict[str, Any]) -> str:
-    """A row as text; a profile follows on lines of its own."""
-    said = f"{row['model']:20} {row['size']} {row['shape']:>8} {row['gpus']} GPU {row['precision']:8}"
-    said += (
+    """Returns a row as a line of text, followed by lines of its profile if there is one."""
+    text = f"{row['model']:20} {row['size']} {row['shape']:>8} {row['gpus']} GPU {row['precision']:8}"
+    text += (
         " checkpointed" * row["checkpoint"]
         + " compiled" * row["compiled"]
         + " a step as one graph" * row["step_graph"]
         + " blocks in graphs" * row["graphs"]
     )
     if "error" in row:
-        return f"{said} {row['error']}"
-    said += f" {row['ms']:8.1f} ms {row['tokens_per_second'] / 1e3:8.1f} thousand tokens/s"
+        return f"{text} {row['error']}"
+    text += f" {row['ms']:8.1f} ms {row['tokens_per_second'] / 1e3:8.1f} thousand tokens/s"
     if "share_of_peak" in row:
-        said += f" {row['share_of_peak']:.3f} of peak"
+        text += f" {row['share_of_peak']:.3f} of peak"
     if "peak_gib" in row:
-        said += f" {row['peak_gib']:.1f} GiB"
+        text += f" {row['peak_gib']:.1f} GiB"
     if "first_step_s" in row:
-        said += f" first step {row['first_step_s']:.1f} s"
-    said += f", loss {row['first_loss']:.3f}"
+        text += f" first step {row['first_step_s']:.1f} s"
+    text += f", loss {row['first_loss']:.3f}"
     if "kinds" in row:
-        said += f"\n  device {row['device_ms']:.1f} ms a step: "
-        said += ", ".join(f"{kind} {ms:.1f}" for kind, ms in row["kinds"].items())
-        for one in row["kernels"]:
-            said += f"\n  {one['ms']:8.2f} ms {one['launches']:6.0f} x {one['kernel']}"
-    return said
+        text += f"\n  device {row['device_ms']:.1f} ms a step: "
+        text += ", ".join(f"{kind} {ms:.1f}" for kind, ms in row["kinds"].items())
+        for kernel in row["kernels"]:
+            text += f"\n  {kernel['ms']:8.2f} ms {kernel['launches']:6.0f} x {kernel['kernel']}"
+    return text
 
 
-def measure(given: argparse.Namespace, name: str) -> None:
-    """Trains one model and appends its rows to the file."""
-    file = given.out / "pretrain.json"
-    for row in rows(given, name):
+def measure(options: argparse.Namespace, name: str) -> None:
+    """Trains a model, and appends its rows to OUT/pretrain.json."""
+    file = options.out / "pretrain.json"
+    for row in rows(options, name):
         if int(os.environ.get("RANK", 0)):
             continue
         print(line(row), flush=True)
-        seen = json.loads(file.read_text())["rows"] if file.exists() else []
-        file.write_text(json.dumps({"rows": [*seen, row]}, indent=1))
+        earlier = json.loads(file.read_text())["rows"] if file.exists() else []
+        file.write_text(json.dumps({"rows": [*earlier, row]}, indent=1))
 
 
-def apart(given: argparse.Namespace, name: str) -> None:
-    """`measure` in a process of its own, with an empty cache of Triton, ended after --limit seconds."""
+def apart(options: argparse.Namespace, name: str) -> None:
+    """Runs `measure` in a process of its own with an empty cache of Triton, and ends it after --limit seconds."""
     environment = dict(os.environ)
     command = [
         sys.executable,
@@ -400,20 +415,20 @@ def apart(given: argparse.Namespace, name: str) -> None:
         "--model",
         name,
         "--out",
-        str(given.out),
+        str(options.out),
         "--size",
-        given.size,
+        options.size,
     ]
-    command += [part for shape in given.shape for part in ("--shape", shape)]
-    command += ["--precision", given.precision, "--steps", str(given.steps), "--warm", str(given.warm)]
+    command += [part for shape in options.shape for part in ("--shape", shape)]
+    command += ["--precision", options.precision, "--steps", str(options.steps), "--warm", str(options.warm)]
     flags = ("checkpoint", "compile", "graphs", "step_graph", "profile")
-    command += [f"--{flag.replace('_', '-')}" for flag in flags if getattr(given, flag)]
+    command += [f"--{flag.replace('_', '-')}" for flag in flags if getattr(options, flag)]
     with tempfile.TemporaryDirectory() as cache:
         environment["TRITON_CACHE_DIR"] = cache
         try:
-            code = subprocess.run(command, env=environment, timeout=given.limit, check=False).returncode
+            code = subprocess.run(command, env=environment, timeout=options.limit, check=False).returncode
         except subprocess.TimeoutExpired:
-            print(f"{name}: ended after {given.limit:g} s", flush=True)
+            print(f"{name}: ended after {options.limit:g} s", flush=True)
         else:
             if code:
                 print(f"{name}: exit {code}", flush=True)
@@ -437,15 +452,15 @@ def main() -> None:
     parser.add_argument("--limit", type=float, help="seconds that a model may take")
     parser.add_argument("--here", action="store_true", help="in this process; the first step is not timed")
     parser.add_argument("--cold", action="store_true", help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    options = parser.parse_args()
     # transformers looks for a package `kernels`, and must not find benchmarks/kernels.py.
     sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parent]
-    for name in given.model:
+    for name in options.model:
         if name.partition(":")[0] not in MAKERS:
             parser.error(f"--model {name}: must start with one of {', '.join(MAKERS)}")
-    given.out.mkdir(parents=True, exist_ok=True)
-    for name in given.model:
-        (measure if given.here or "RANK" in os.environ else apart)(given, name)
+    options.out.mkdir(parents=True, exist_ok=True)
+    for name in options.model:
+        (measure if options.here or "RANK" in os.environ else apart)(options, name)
 
 
 if __name__ == "__main__":

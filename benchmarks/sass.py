@@ -27,7 +27,7 @@ import deltalab
 from deltalab import ridge
 from deltalab.authoring.inputs import draw
 from deltalab.kernels import dispatch, ptxas
-from deltalab.kernels.compiled import Launcher
+from deltalab.kernels.compilations import Launcher
 from deltalab.ops.scan import operands
 from deltalab.ops.triton_kernels import KERNELS
 
@@ -47,8 +47,8 @@ def lost(sass: str) -> list[str]:
     for line in sass.splitlines():
         if label := re.match(r"\s*(\.L_x_\d+):", line):
             labels[label.group(1)] = len(instructions)
-        elif found := re.search(r"/\*[0-9a-f]+\*/\s+(.*?);", line):
-            instructions.append(found.group(1).strip())
+        elif match := re.search(r"/\*[0-9a-f]+\*/\s+(.*?);", line):
+            instructions.append(match.group(1).strip())
 
     def target(at: int) -> int:
         to = re.search(r"BRA.*?(\.L_x_\d+)", instructions[at])
@@ -65,12 +65,12 @@ def lost(sass: str) -> list[str]:
         if begin >= end or any(map(leaves, range(begin, end))):
             continue
         loop = instructions[begin : end + 1]
-        for i, one in enumerate(loop):
-            if product := re.search(r"HGMMA\S*\s+R\d+,\s*R(\d+),\s*gdesc", one):
+        for i, instruction in enumerate(loop):
+            if product := re.search(r"HGMMA\S*\s+R\d+,\s*R(\d+),\s*gdesc", instruction):
                 first = int(product.group(1))
                 before, after = (set[int]().union(*map(_written, part)) for part in (loop[:i], loop[i + 1 :]))
                 if set(range(first, first + 4)) - before & after:
-                    lines.append(one)
+                    lines.append(instruction)
     return lines
 
 
@@ -133,17 +133,22 @@ def main() -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     for name, default in (("length", 130), ("key-dim", 128), ("value-dim", 128), ("heads", 2), ("batch", 1)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    given = parser.parse_args()
+    options = parser.parse_args()
     ptxas.choose()
     compiler = Compiler()
     ridge.available = lambda device: KERNELS  # type: ignore[attr-defined]  # CPU tensors stand for those of a GPU.
     jit.JITFunction.run = lambda kernel, *args, **options: compiler.run(kernel, *args, **options)  # type: ignore[method-assign]
     Launcher.__call__ = Launcher._by_triton  # type: ignore[method-assign]  # Its own way asks for a GPU.
-    for name in given.rules:
+    for name in options.rules:
         rule = deltalab.get_rule(name)
-        shape = {"length": given.length, "heads": given.heads, "key_dim": given.key_dim, "value_dim": given.value_dim}
-        x = draw(rule, batch=given.batch, **shape).map(lambda part: part.float())
-        dtype = DTYPES[given.dtype]
+        shape = {
+            "length": options.length,
+            "heads": options.heads,
+            "key_dim": options.key_dim,
+            "value_dim": options.value_dim,
+        }
+        x = draw(rule, batch=options.batch, **shape).map(lambda part: part.float())
+        dtype = DTYPES[options.dtype]
         narrow = {gate: x.gates[gate].to(dtype) for gate in x.gates if rule.gates[gate].per == "channel"}
         x = dataclasses.replace(x, q=x.q.to(dtype), k=x.k.to(dtype), v=x.v.to(dtype), gates={**x.gates, **narrow})
         x = x.map(lambda part: part.requires_grad_())

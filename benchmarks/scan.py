@@ -70,42 +70,45 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--chunk-size", type=int, default=32)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    given = parser.parse_args()
-    torch.set_num_threads(given.threads)
-    on_cpu = given.device == "cpu"
-    clock = synchronized if not on_cpu else time.process_time if given.threads == 1 else time.perf_counter
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    on_cpu = options.device == "cpu"
+    clock = synchronized if not on_cpu else time.process_time if options.threads == 1 else time.perf_counter
 
     figures = []
-    for name in given.rules or deltalab.list_rules():
+    for name in options.rules or deltalab.list_rules():
         rule = deltalab.get_rule(name)
         if rule.transition is None:
             continue
         x = draw(rule, batch=BATCH, length=LENGTH, heads=HEADS, key_dim=KEY, value_dim=VALUE)
-        x = x.map(lambda part: part.float().to(given.device))
+        x = x.map(lambda part: part.float().to(options.device))
         for backward in (False, True):
             backends: tuple[Backend, ...] = ("recurrent", "chunked")
             calls: dict[str, Callable[[], None]] = {
-                b: call(rule, x, b, given.chunk_size, backward=backward) for b in backends
+                b: call(rule, x, b, options.chunk_size, backward=backward) for b in backends
             }
-            seconds = fastest(calls, given.repeats, clock)
+            seconds = fastest(calls, options.repeats, clock)
             ratio = seconds["recurrent"] / seconds["chunked"]
-            what = "forward and backward" if backward else "forward"
+            direction = "forward and backward" if backward else "forward"
             shown = "   ".join(f"{backend} {1e3 * value:7.1f} ms" for backend, value in seconds.items())
-            print(f"{name:18} {what:21} {shown}   {ratio:5.1f}x{'' if ratio >= DEMAND else '   below 15x'}", flush=True)
-            figures.append({"rule": name, "what": what, "seconds": seconds, "ratio": ratio})
+            print(
+                f"{name:18} {direction:21} {shown}   {ratio:5.1f}x{'' if ratio >= DEMAND else '   below 15x'}",
+                flush=True,
+            )
+            figures.append({"rule": name, "what": direction, "seconds": seconds, "ratio": ratio})
 
-    if given.out:
+    if options.out:
         report = {
             "shape": {"B": BATCH, "T": LENGTH, "H": HEADS, "K": KEY, "V": VALUE, "dtype": "float32"},
-            "chunk_size": given.chunk_size,
-            "repeats": given.repeats,
+            "chunk_size": options.chunk_size,
+            "repeats": options.repeats,
             "clock": clock.__name__,
             "machine": {
                 "device": processor() if on_cpu else torch.cuda.get_device_name(),
                 "cores": os.cpu_count(),
                 "system": platform.platform(),
             },
-            "threads": given.threads,
+            "threads": options.threads,
             "versions": {
                 "python": platform.python_version(),
                 "torch": torch.__version__,
@@ -114,7 +117,7 @@ def main() -> None:
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "figures": figures,
         }
-        given.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

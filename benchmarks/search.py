@@ -1,18 +1,21 @@
-"""Measures the search itself on scores that are computed, not trained: what it finds, what it keeps, what it costs.
+"""Measures the search itself on scores that are computed, not trained: its results, its finalists and its costs.
 
-    python benchmarks/search.py --out search.json            # all of it, about an hour of one core
+    python benchmarks/search.py --out search.json            # all parts, about an hour of one core
     python benchmarks/search.py --only regret --samplers tpe,random --repeats 40
 
-`regret`: the share of the hypervolume of the true front that the candidates have missed after 64 and 256 trials. The
-space is 192 layouts (rule, layers, key_dim, d_model) and a learning rate; the score, the arithmetic and the state of a
-layout are formulas (`evaluate`). The true front has the best learning rate of each layout. `search` is what a study
-runs, the control's fifth included; the other names are a sampler alone. `before` is what stood until 2026-11-23:
-independent TPE in batches of ten, choices of numbers without their order.
-`kept`: the share of the hypervolume of 64 random candidates that 8 finalists keep, chosen by noisy scores and measured
-without noise; `before` takes the front by noisy scores first, then the others by score.
-`draw`: ms of a draw with 500 and 5,000 results known, all that it takes: drawing, adding, telling.
-`trials`: ms of a trial that does nothing, in a study of 5,000: what the schedule, the ledger and the executor take.
-CPU seconds are the process's own; wall seconds say how busy the machine was besides.
+The parts (--only) are:
+
+- regret: the share of the hypervolume of the true front that the candidates have missed after 64 and 256 trials. The
+  space has 192 layouts (rule, layers, key_dim, d_model) and a learning rate; `evaluate` has formulas for the score, the
+  arithmetic and the state of a layout. The true front has the best learning rate of each layout. `search` is the search
+  of a study, the control's fifth included; the other names are those of a sampler alone. `before` is the search until
+  2026-11-23: independent TPE in batches of ten, with choices of numbers without their order.
+- kept: the share of the hypervolume of 64 random candidates that 8 finalists keep. Noisy scores choose the finalists,
+  and scores without noise give the shares. `before` takes the front by noisy scores first, then the others by score.
+- draw: ms of a draw with 500 and 5,000 known results, which includes drawing, adding and telling.
+- trials: ms of a trial that does nothing, in a study of 5,000: the time of the schedule, the ledger and the executor.
+
+CPU seconds are those of this process. Wall seconds also depend on the other work of the machine.
 """
 
 import argparse
@@ -39,19 +42,19 @@ from deltalab.store import RunRecord
 from deltalab.study.planning.tuning_candidates import RANDOM_FROM
 from deltalab.study.running import run
 from deltalab.study.searching.phase import WINDOW, controls_by, finalists
-from deltalab.study.searching.sampler import Live
+from deltalab.study.searching.sampler import OptunaStudy
 from deltalab.study.specs.budget import Searching
 from deltalab.study.statistics.pareto import front, hypervolume
 from deltalab.study.workers import train_stack
 from deltalab.study.workers.jobs import Job
 from deltalab.study.workers.worker import Worker
-from deltalab.training.device import named
+from deltalab.training.device import device_name
 
 Layout = dict[str, Any]
 Point = tuple[float, float, float]
 
 RULES = {"linear": (0.55, 1.0), "gated": (0.7, 1.35), "delta": (0.8, 1.7), "comba": (0.9, 2.6)}
-"""Name -> how much a rule gains from state and width, and the operations of one element of its state."""
+"""The rules, each with its gain from state and width, and with the operations of an element of its state."""
 LAYERS, KEYS, WIDTHS = (1, 2, 4), (16, 32, 64, 128), (32, 64, 128, 256)
 LAYOUTS: list[Layout] = [
     {"rule": rule, "model.layers": layers, "model.key_dim": keys, "model.d_model": width}
@@ -67,12 +70,15 @@ SPACE: dict[str, Any] = {
 
 
 def best_lr(layout: Layout) -> float:
+    """Returns the learning rate with the best score."""
     return float(1e-2 * (64 / layout["model.d_model"]) ** 0.5 / layout["model.layers"] ** 0.25)
 
 
 def evaluate(candidate: Layout) -> Point:
-    """Minus the score, the operations per token and the state. The constants make random search reach 0.056 and 0.021
-    after 64 and 256 trials, as on the front of issue 18.
+    """Returns minus the score, the operations per token and the state.
+
+    With these constants, random search has a regret of 0.056 after 64 trials and of 0.021 after 256, as on the front of
+    issue 18.
     """
     gain, price = RULES[candidate["rule"]]
     layers, keys, width = (candidate[f"model.{name}"] for name in ("layers", "key_dim", "d_model"))
@@ -83,22 +89,23 @@ def evaluate(candidate: Layout) -> Point:
     return -score, float(2 * layers * width * (2 * width + price * keys)), float(layers * keys * width)
 
 
-TRUE = [evaluate({**layout, "train.lr": best_lr(layout)}) for layout in LAYOUTS]
-REFERENCE = (0.0, *(1.1 * max(column) - 0.1 * min(column) for column in [*zip(*TRUE, strict=True)][1:]))
-WHOLE = hypervolume(TRUE, REFERENCE)
+TRUE_FRONT = [evaluate({**layout, "train.lr": best_lr(layout)}) for layout in LAYOUTS]
+REFERENCE = (0.0, *(1.1 * max(column) - 0.1 * min(column) for column in [*zip(*TRUE_FRONT, strict=True)][1:]))
+WHOLE = hypervolume(TRUE_FRONT, REFERENCE)
 
 
 def regret(points: Sequence[Point]) -> float:
+    """Returns the share of the true front's hypervolume that points miss."""
     return 1 - hypervolume(points, REFERENCE) / WHOLE
 
 
-def found(name: str, trials: int, repeat: int) -> list[Point]:
-    """The points of the candidates, in the order of a study's search (`search`), or of one sampler alone."""
+def candidate_points(name: str, trials: int, repeat: int) -> list[Point]:
+    """Returns the points of the candidates of a study's search (`search`), or of a sampler alone, in their order."""
     if name == "before":
-        return found_before(trials, repeat)
+        return candidate_points_before(trials, repeat)
     sampler = "tpe" if name == "search" else name
     space = Searching.model_validate({**SPACE, "trials": trials, "sampler": sampler})
-    live = Live(f"regret {repeat}", space, [False, False, False])
+    live = OptunaStudy(f"regret {repeat}", space, [False, False, False])
     points: list[Point] = []
     running: deque[Point] = deque()
     drawn = {"control": 0, "sampler": 0}
@@ -115,7 +122,8 @@ def found(name: str, trials: int, repeat: int) -> list[Point]:
     return points
 
 
-def found_before(trials: int, repeat: int) -> list[Point]:
+def candidate_points_before(trials: int, repeat: int) -> list[Point]:
+    """Returns the points of the candidates of `before`, in their order."""
     study = optuna.create_study(
         directions=["minimize"] * 3,
         sampler=optuna.samplers.TPESampler(seed=repeat, n_startup_trials=10, multivariate=False, constant_liar=True),
@@ -136,14 +144,17 @@ def found_before(trials: int, repeat: int) -> list[Point]:
 
 
 def measure_regret(samplers: Sequence[str], repeats: int, lengths: Sequence[int] = (64, 256)) -> dict[str, Any]:
-    """A search of 64 trials is another search than the first 64 of 256: the control's share is spread over all."""
+    """Measures the part `regret`.
+
+    A search of 64 trials differs from the first 64 trials of 256, because the control's share is spread over all.
+    """
     result: dict[str, Any] = {}
     for name in samplers:
         for trials in lengths:
             if name == "gp" and trials > 64:
                 continue
             started = time.process_time()
-            regrets = [regret(found(name, trials, repeat)) for repeat in range(repeats)]
+            regrets = [regret(candidate_points(name, trials, repeat)) for repeat in range(repeats)]
             took = time.process_time() - started
             result.setdefault(name, {})[str(trials)] = {
                 "mean": statistics.fmean(regrets),
@@ -156,7 +167,7 @@ def measure_regret(samplers: Sequence[str], repeats: int, lengths: Sequence[int]
 
 
 def measure_kept(repeats: int) -> dict[str, Any]:
-    """noise: the standard deviation added to scores between 0 and 1."""
+    """Measures the part `kept`. The noise is the standard deviation that is added to scores between 0 and 1."""
 
     def before(noisy: Sequence[Point], most: int) -> list[int]:
         first = set(front(noisy))
@@ -185,12 +196,12 @@ def measure_kept(repeats: int) -> dict[str, Any]:
 
 
 def measure_draws(counts: Sequence[int] = (500, 5000), draws: int = 300) -> dict[str, Any]:
-    """The mean over more draws than there are between two renewals of the study."""
+    """Measures the part `draw`: the mean over more draws than lie between two renewals of the study."""
     result: dict[str, Any] = {}
     for sampler in ("tpe", "nsga2", "nsga3"):
         for count in counts:
             space = Searching.model_validate({**SPACE, "trials": 10_000, "sampler": sampler})
-            live = Live("draws", space, [False, False, False])
+            live = OptunaStudy("draws", space, [False, False, False])
             ready = time.process_time()
             for number in range(count):
                 candidate = live.draw(number, "random")
@@ -227,7 +238,7 @@ STUDY: dict[str, Any] = {
 
 
 def nothing(worker: Worker, stack: Sequence[Job], *_: Any) -> list[train_stack.TrialRecord]:
-    """In the place of `Worker.execute`: records trials whose score, arithmetic and state follow from their settings."""
+    """Replaces `Worker.execute`: records trials whose score, arithmetic and state follow from their settings."""
     records = []
     for job in stack:
         model, _ = job.specs
@@ -249,20 +260,21 @@ if any("default_worker.py" in word for word in sys.orig_argv):
     import search
     search.Worker.execute = search.nothing
 """
-"""What Python imports first in Ray's workers, with this file's folder on its path."""
+"""The code that Python imports first in Ray's workers, with the folder of this file on its path."""
 
 
 def measure_trials(trials: int) -> dict[str, Any]:
+    """Measures the part `trials`."""
     Worker.execute = nothing  # type: ignore[method-assign, assignment]
     study = {**STUDY, "search": {**STUDY["search"], "trials": trials}}
     result: dict[str, Any] = {"trials": trials}
-    for executor, given in {"inline": {}, "ray": {"workers": 2}}.items():
+    for executor, workers in {"inline": {}, "ray": {"workers": 2}}.items():
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "sitecustomize.py").write_text(IN_RAY)
             paths = [folder, str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
             os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
             wall, cpu = time.perf_counter(), time.process_time()
-            ended = run.run_study(study, db=Path(folder) / "lab.db", executor=executor, unchecked=True, **given)  # type: ignore[arg-type]
+            ended = run.run_study_file(study, db=Path(folder) / "lab.db", executor=executor, unchecked=True, **workers)  # type: ignore[arg-type]
             assert not ended.failed
             wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
         figures = {"ms a trial": 1e3 * wall / ended.trials, "ms a trial, CPU of the driver": 1e3 * cpu / ended.trials}
@@ -279,28 +291,28 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--trials", type=int, default=5000)
     parser.add_argument("--out", type=Path, help="figures are added to those in the file")
-    given = parser.parse_args()
+    options = parser.parse_args()
     measured: dict[str, Callable[[], dict[str, Any]]] = {
-        "regret": lambda: measure_regret(given.samplers.split(","), given.repeats),
-        "kept": lambda: measure_kept(10 * given.repeats),
+        "regret": lambda: measure_regret(options.samplers.split(","), options.repeats),
+        "kept": lambda: measure_kept(10 * options.repeats),
         "draw": measure_draws,
-        "trials": lambda: measure_trials(given.trials),
+        "trials": lambda: measure_trials(options.trials),
     }
-    before = json.loads(given.out.read_text()) if given.out and given.out.exists() else {}
-    for part in given.only:
+    before = json.loads(options.out.read_text()) if options.out and options.out.exists() else {}
+    for part in options.only:
         figures = measured[part]()
         figures = {**before.get(part, {}), **figures} if part == "regret" else figures
         before[part] = figures
         before["about"] = {
             "python": platform.python_version(),
             **{name: version(name) for name in ("optuna", "ray", "sqlalchemy")},
-            "processor": named(torch.device("cpu")).partition(" on ")[0],
+            "processor": device_name(torch.device("cpu")).partition(" on ")[0],
             "cpus": os.cpu_count(),
             "load": os.getloadavg()[0],
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
         }
-        if given.out:
-            given.out.write_text(json.dumps(before, indent=2) + "\n")
+        if options.out:
+            options.out.write_text(json.dumps(before, indent=2) + "\n")
 
 
 if __name__ == "__main__":

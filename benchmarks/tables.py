@@ -1,6 +1,6 @@
 """Writes the tables of figures in docs/ from the JSON files in this folder.
 
-    python benchmarks/tables.py            # writes them
+    python benchmarks/tables.py            # writes the tables
     python benchmarks/tables.py --check    # exits 1 if a page differs from what would be written
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`, where NAME is a function in `TABLES`.
@@ -45,38 +45,44 @@ PEERS = {
 
 
 def load(name: str) -> dict[str, Any]:
+    """Reads a JSON file of this folder."""
     return json.loads((HERE / f"{name}.json").read_text())
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Returns the lines of a table in Markdown."""
     return ["| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows)]
 
 
 def ms(value: float) -> str:
+    """Returns milliseconds as text."""
     return f"{value:.3f}" if value < 10 else f"{value:.1f}"
 
 
 def kernels_against_peers() -> list[str]:
-    """Each rule beside its peer, of one run; a goal is the least ratio of times, or the largest ratio of memory."""
+    """Compares each rule with its peer in the same run.
+
+    A goal is the least ratio of times, or the largest ratio of memory.
+    """
     parts = load("kernels_h200")
-    goals = {(one, other, what): goal for one, _, other, _, what, goal in TARGETS if goal is not None}
+    goals = {(rule, other, figure): goal for rule, _, other, _, figure, goal in TARGETS if goal is not None}
     rows = []
-    for one, by, other, peer, what, _ in TARGETS:
-        if what != "forward" or (one, other, what) not in goals:
+    for rule, by, other, peer, figure, _ in TARGETS:
+        if figure != "forward" or (rule, other, figure) not in goals:
             continue
         for part in parts.values():
-            found = {(f["rule"], f["by"]): f for f in part["figures"] if f["shape"] == MAIN_SHAPE}
-            if (one, by) in found and (other, peer) in found:
-                ours, theirs = found[one, by], found[other, peer]
+            figures = {(f["rule"], f["by"]): f for f in part["figures"] if f["shape"] == MAIN_SHAPE}
+            if (rule, by) in figures and (other, peer) in figures:
+                ours, theirs = figures[rule, by], figures[other, peer]
                 break
         else:
-            raise SystemExit(f"kernels_h200.json: no part has both {one} by {by} and {other} by {peer}")
+            raise SystemExit(f"kernels_h200.json: no part has both {rule} by {by} and {other} by {peer}")
         name = PEERS[other] if peer != "triton" else f"our {LABELS[other]}"
-        row = [f"{LABELS[one]} beside {name}"]
-        for pass_ in ("forward", "both"):
-            ratio = theirs[pass_] / ours[pass_]
-            row += [ms(ours[pass_]), ms(theirs[pass_]), judged(ratio, goals[one, other, pass_], least=True)]
-        memory = goals.get((one, other, "both_memory"))
+        row = [f"{LABELS[rule]} beside {name}"]
+        for passes in ("forward", "both"):
+            ratio = theirs[passes] / ours[passes]
+            row += [ms(ours[passes]), ms(theirs[passes]), judged(ratio, goals[rule, other, passes], least=True)]
+        memory = goals.get((rule, other, "both_memory"))
         row.append("" if memory is None else judged(ours["both_memory"] / theirs["both_memory"], memory, least=False))
         rows.append(row)
     header = ["", "forward, ms", "peer, ms", "times as fast"]
@@ -84,13 +90,14 @@ def kernels_against_peers() -> list[str]:
 
 
 def judged(ratio: float, goal: float, *, least: bool, digits: int = 2) -> str:
-    """A ratio with its goal; three digits where two would hide on which side of the goal it lies."""
-    held = ratio >= goal if least else ratio <= goal
+    """Returns a ratio with its goal, with three digits if two would not show on which side of the goal the ratio is."""
+    is_met = ratio >= goal if least else ratio <= goal
     digits = digits if abs(ratio - goal) >= 0.005 else 3
-    return f"{ratio:.{digits}f} (goal {goal:.{digits}f}{'' if held else ', missed'})"
+    return f"{ratio:.{digits}f} (goal {goal:.{digits}f}{'' if is_met else ', missed'})"
 
 
 def kernels_by_rule() -> list[str]:
+    """Lists the times and the memory of all rules at the main shape."""
     parts = load("kernels_h200")
     figures = {f["rule"]: f for part in ("fla_mesanet", "ours") for f in parts[part]["figures"] if f["by"] == "triton"}
     rows = [
@@ -111,6 +118,7 @@ def kernels_by_rule() -> list[str]:
 
 
 def other_shapes() -> list[str]:
+    """Lists the times of rules at other shapes."""
     figures = load("kernels_h200")["shapes"]["figures"]
     shapes = list(dict.fromkeys(f["shape"] for f in figures))
     by = {(f["rule"], f["shape"]): f for f in figures}
@@ -121,18 +129,19 @@ def other_shapes() -> list[str]:
             f = by.get((rule, shape))
             row += ["", ""] if f is None else [ms(f["forward"]), ms(f["both"])]
         rows.append(row)
-    titles = [f"({shape.replace(',', ', ')}) {what}" for shape in shapes for what in ("forward", "with backward")]
+    titles = [f"({shape.replace(',', ', ')}) {passes}" for shape in shapes for passes in ("forward", "with backward")]
     return table(["ms", *titles], rows)
 
 
 def against_length() -> list[str]:
+    """Compares Comba with attention at several lengths."""
     figures = load("kernels_h200")["sdpa"]["figures"]
     sizes = {f["shape"]: [int(n) for n in f["shape"].split(",")[:2]] for f in figures}
     shapes = sorted((s for s, (batch, length) in sizes.items() if batch * length == 65536), key=lambda s: sizes[s][1])
     by = {(f["by"], f["shape"]): f for f in figures}
     rows = [
-        [name, *(ms(by[peer, shape][what]) for shape in shapes)]
-        for name, peer, what in (
+        [name, *(ms(by[peer, shape][passes]) for shape in shapes)]
+        for name, peer, passes in (
             ("Comba, forward", "triton", "forward"),
             ("attention, forward", "sdpa", "forward"),
             ("Comba, with backward", "triton", "both"),
@@ -143,16 +152,18 @@ def against_length() -> list[str]:
 
 
 def training_step() -> list[str]:
+    """Lists the time of a trial's step by the size of the stack."""
     rows: dict[str, dict[int, float]] = {}
     for row in load("throughput_h200")["rows"]:
         if row["part"] == "step":
             rows.setdefault(row["what"], {})[row["stack"]] = row["ms_per_trial_and_step"]
-    sizes = sorted({size for found in rows.values() for size in found})
+    sizes = sorted({size for times in rows.values() for size in times})
     header = ["ms a trial and step", *("alone" if size == 1 else f"{size} as one" for size in sizes)]
-    return table(header, ([named(what), *(f"{found[size]:.2f}" for size in sizes)] for what, found in rows.items()))
+    return table(header, ([named(title), *(f"{times[size]:.2f}" for size in sizes)] for title, times in rows.items()))
 
 
 def training_stacks() -> list[str]:
+    """Compares trials one after another with stacks."""
     rows: dict[str, dict[int, float]] = {}
     for row in load("throughput_h200")["rows"]:
         if row["part"] == "stacks" and "stack" in row:
@@ -162,6 +173,7 @@ def training_stacks() -> list[str]:
 
 
 def gpu_busy() -> list[str]:
+    """Lists the shares of time in which the GPU has a kernel."""
     rows = [
         [named(row["what"]), f"{row['seconds']:.1f}", f"{row['busy']:.1%}", f"{row['in_trace']:.1%}"]
         for row in load("throughput_h200")["rows"]
@@ -170,56 +182,60 @@ def gpu_busy() -> list[str]:
     return table(["20 runs of 1,000 steps", "wall time, s", "GPU busy", "busy while profiled"], rows)
 
 
-def named(what: str) -> str:
-    rule, _, rest = what.partition(", ")
+def named(title: str) -> str:
+    """Returns the title of a row with the rule's full name."""
+    rule, _, rest = title.partition(", ")
     return f"{LABELS[rule]}, {rest}"
 
 
 def parallel_form() -> list[str]:
+    """Compares the chunked form with the recurrence token by token."""
     places = {"16 CPU cores, 2 threads": load("scan_cpu"), "H100": load("scan_h100")}
     rows: dict[tuple[str, str], list[str]] = {}
-    for found in places.values():
-        for f in found["figures"]:
+    for results in places.values():
+        for f in results["figures"]:
             slow, fast = f["seconds"]["recurrent"] * 1e3, f["seconds"]["chunked"] * 1e3
             rows.setdefault((f["rule"], f["what"]), []).extend([f"{slow:.1f}", f"{fast:.2f}", f"{f['ratio']:.1f}"])
-    titles = [f"{place}: {what}" for place in places for what in ("token by token, ms", "chunked, ms", "times as fast")]
-    return table(["", *titles], ([f"{LABELS[rule]}, {what}", *cells] for (rule, what), cells in rows.items()))
+    columns = ("token by token, ms", "chunked, ms", "times as fast")
+    titles = [f"{place}: {column}" for place in places for column in columns]
+    return table(["", *titles], ([f"{LABELS[rule]}, {passes}", *cells] for (rule, passes), cells in rows.items()))
 
 
 def calibration_goals() -> list[str]:
-    """What the statistics are held to."""
-    found = load("calibration")
+    """Compares the statistics with their goals."""
+    results = load("calibration")
     old, new = (
-        [row for row in found["designs"] if row["design"] == design]
-        for design in (found["designs"][0]["design"], "each seed chooses among its own runs")
+        [row for row in results["designs"] if row["design"] == design]
+        for design in (results["designs"][0]["design"], "each seed chooses among its own runs")
     )
     rows = []
-    for what, key, goal in (("false verdicts a study", "error", 0.055), ("joint coverage", "coverage", 0.94)):
+    for title, key, goal in (("false verdicts a study", "error", 0.055), ("joint coverage", "coverage", 0.94)):
         for before, now in zip(old, new, strict=True):
-            name = f"{what}, where tuning has a noise of {now['noise']} sd"
+            name = f"{title}, where tuning has a noise of {now['noise']} sd"
             rows.append([name, f"{before[key]:.3f}", judged(now[key], goal, least=key == "coverage", digits=3)])
-    powers = {(row["setting"], row["constant"]): row["power"] for row in found["powers"]}
+    powers = {(row["setting"], row["constant"]): row["power"] for row in results["powers"]}
     for setting, goal in (
         ("equal variances", 0.80),
         ("one arm with 10 times the sd", 0.55),
         ("two arms collapse on a fifth of the seeds", 0.70),
         ("equal variances, 7 seeds", 0.65),
     ):
-        before, power = powers[setting, "separate tests"], powers[setting, found["constant"]]
+        before, power = powers[setting, "separate tests"], powers[setting, results["constant"]]
         rows.append([f"power, {setting}", f"{before:.3f}", judged(power, goal, least=True, digits=3)])
-    for row in found["sequential"]:
+    for row in results["sequential"]:
         if "ratio" in row:
             name = f"runs at equal power, sequential over fixed, {effects(row)}"
-            asked = (row["effects"], row["size"]) == (1, found["effect"])
+            has_goal = (row["effects"], row["size"]) == (1, results["effect"])
             rows.append(
-                [name, "1", judged(row["ratio"], 0.67, least=False, digits=3) if asked else f"{row['ratio']:.3f}"]
+                [name, "1", judged(row["ratio"], 0.67, least=False, digits=3) if has_goal else f"{row['ratio']:.3f}"]
             )
-    checked = found["checked"]
+    checked = results["checked"]
     rows.append([f"of {checked['rows']:,} rows, contradict", "", str(checked["contradictions"])])
     return table(["", "one choice, separate tests", "now"], rows)
 
 
 def effects(row: dict[str, Any]) -> str:
+    """Returns the effects of a row as text."""
     if not row["effects"]:
         return "no effect"
     return f"{row['effects']} arm{'s' if row['effects'] > 1 else ''} off by {row['size']:g} sd"
@@ -236,14 +252,14 @@ WHOLE_MODELS = {
 
 
 def host_times() -> list[str]:
-    """What the host takes for a call, beside what it took before decision 112, in the same run."""
-    found = load("host_h100")
+    """Compares the host's time of a call with that before decision 112, in the same run."""
+    results = load("host_h100")
     rows = []
-    for name, now in found["ms"].items():
-        before = found["before"].get(name)
+    for name, now in results["ms"].items():
+        before = results["before"].get(name)
         row = [name.replace("gated_deltanet", "Gated DeltaNet").replace("comba", "Comba").replace("fla's", "FLA's")]
-        for what in ("forward", "both"):
-            row += ["" if before is None else ms(before[what]["median"]), ms(now[what]["median"])]
+        for passes in ("forward", "both"):
+            row += ["" if before is None else ms(before[passes]["median"]), ms(now[passes]["median"])]
         rows.append([*row, str(now["launches"]["both"])])
     return table(
         ["", "forward before, ms", "forward, ms", "with backward before, ms", "with backward, ms", "launches"], rows
@@ -259,10 +275,10 @@ HOWS = {
 
 
 def whole_models() -> list[str]:
-    """Every row of the benchmark of whole models."""
+    """Lists every row of the benchmark of whole models."""
     rows = []
     for row in load("pretrain_h100")["rows"]:
-        how = row["precision"] + "".join(f", {said}" for key, said in HOWS.items() if row[key])
+        how = row["precision"] + "".join(f", {label}" for key, label in HOWS.items() if row[key])
         cells = [WHOLE_MODELS[row["model"]], row["size"], row["shape"].replace("x", " x "), str(row["gpus"]), how]
         if "error" in row:
             rows.append([*cells, "does not fit", "", "", "", ""])
@@ -280,12 +296,12 @@ def whole_models() -> list[str]:
 
 
 def sharded_models() -> list[str]:
-    """394M parameters by FSDP2 on one GPU and on two."""
+    """Compares FSDP2 on one GPU and on two, with 394M parameters."""
     rows = []
-    one = next(row for row in load("sharded_h200")["rows"] if row["gpus"] == 1)
+    one_gpu = next(row for row in load("sharded_h200")["rows"] if row["gpus"] == 1)
     for row in load("sharded_h200")["rows"]:
         kept = "to the backward" if row["keep"] else "for a block's forward"
-        times = row["tokens_per_second"] / one["tokens_per_second"]
+        times = row["tokens_per_second"] / one_gpu["tokens_per_second"]
         measured = [
             f"{row['ms']:.1f}",
             f"{row['tokens_per_second'] / 1e3:.1f}",
@@ -298,8 +314,8 @@ def sharded_models() -> list[str]:
 
 
 def trained_winner() -> list[str]:
-    """The trainings of benchmarks/winner.py."""
-    found = load("winner_h200")
+    """Lists the trainings of benchmarks/winner.py."""
+    results = load("winner_h200")
     names = {
         "one": "Comba without b, killed after step {killed_after} and trained on",
         "two": "Comba without b, two GPUs",
@@ -307,21 +323,21 @@ def trained_winner() -> list[str]:
         "transformer": "Transformer++",
     }
     rows = []
-    for name, said in names.items():
-        losses = found["losses"][name]
+    for name, title in names.items():
+        losses = results["losses"][name]
         last = [f"{list(losses[split].values())[-1]:.3f}" for split in ("train", "validation")]
-        rows.append([said.format(**found), *last, f"{found[name]['tokens_per_second'] / 1e3:.0f}"])
+        rows.append([title.format(**results), *last, f"{results[name]['tokens_per_second'] / 1e3:.0f}"])
     return table(["340M, 13.1 million tokens", "loss of the last step", "validation", "thousand tokens/s"], rows)
 
 
 def whole_model_kinds() -> list[str]:
-    """Milliseconds of a step in each kind of kernel, before decision 204 and after."""
-    found = load("pretrain_h100")
+    """Lists the milliseconds of a step in each kind of kernel, before decision 204 and after."""
+    results = load("pretrain_h100")
     shapes = ("8x4096", "8x2048")
     columns = [
         next(row for row in rows if row["shape"] == shape and row["model"] == "ours:comba" and "kinds" in row)
         for shape in shapes
-        for rows in (found["before"], found["profiled"])
+        for rows in (results["before"], results["profiled"])
     ]
     kinds = list(dict.fromkeys(kind for row in columns for kind in row["kinds"]))
     header = [f"{shape.replace('x', ' x ')}, {when}" for shape in shapes for when in ("before", "after")]
@@ -332,9 +348,9 @@ def whole_model_kinds() -> list[str]:
 
 
 def whole_model_goals() -> list[str]:
-    """What was asked of whole models and what was measured, by how the kernels of a step are launched."""
-    hows = {"one by one": (False, False), "blocks as CUDA graphs": (True, False), "a step as one": (False, True)}
-    found = {
+    """Compares whole models with their goals, by the way in which the kernels of a step are launched."""
+    launches = {"one by one": (False, False), "blocks as CUDA graphs": (True, False), "a step as one": (False, True)}
+    by_case = {
         (
             row["model"],
             row["size"],
@@ -347,14 +363,14 @@ def whole_model_goals() -> list[str]:
         if not ("error" in row or row["compiled"] or row["checkpoint"])
     }
 
-    def asked_of(how: tuple[bool, bool]) -> list[float]:
+    def figures(launch: tuple[bool, bool]) -> list[float]:
         def of(
             key: str, shape: str, model: str = "ours:comba", gpus: int = 1, size: str = "394M", precision: str = "bf16"
         ) -> float:
-            graphs = (False, False) if model.startswith("fla:") else how
-            row = found.get((model, size, shape, gpus, precision, graphs))
+            graphs = (False, False) if model.startswith("fla:") else launch
+            row = by_case.get((model, size, shape, gpus, precision, graphs))
             if row is None and model == "ours:comba":  # the export is the same model
-                row = found.get(("export", size, shape, gpus, precision, graphs), {})
+                row = by_case.get(("export", size, shape, gpus, precision, graphs), {})
             return float((row or {}).get(key, math.nan))
 
         rate, memory = "tokens_per_second", "peak_gib"
@@ -378,39 +394,42 @@ def whole_model_goals() -> list[str]:
         ("394M, 8 x 4096 a GPU, FSDP2, tokens/s on 4 GPUs over 1", ">= 3.8"),
     ]
 
-    def said(value: float, asked: str) -> str:
+    def cell(value: float, goal: str) -> str:
         if math.isnan(value):
             return "not measured"
-        held = value >= float(asked[3:]) if asked.startswith(">") else value <= float(asked[3:])
-        return f"{value:.2f}" + ("" if held else ", missed")
+        is_met = value >= float(goal[3:]) if goal.startswith(">") else value <= float(goal[3:])
+        return f"{value:.2f}" + ("" if is_met else ", missed")
 
-    columns = [asked_of(how) for how in hows.values()]
-    rows = [[what, asked, *(said(column[i], asked) for column in columns)] for i, (what, asked) in enumerate(goals)]
-    return table(["kernels of a step launched", "asked", *hows], rows)
+    columns = [figures(launch) for launch in launches.values()]
+    rows = [[title, goal, *(cell(column[i], goal) for column in columns)] for i, (title, goal) in enumerate(goals)]
+    return table(["kernels of a step launched", "asked", *launches], rows)
 
 
 def calibration_of_designs() -> list[str]:
+    """Lists error, coverage and power of the designs of tuning."""
     rows: dict[str, list[str]] = {}
-    found = load("calibration")["designs"]
-    for row in found:
+    designs = load("calibration")["designs"]
+    for row in designs:
         cells = rows.setdefault(row["design"], [str(row["runs_per_arm"])])
         cells.append(f"{row['error']:.3f} / {row['coverage']:.3f} / {row['power']:.2f}")
-    noises = [f"noise of {noise} sd" for noise in dict.fromkeys(row["noise"] for row in found)]
+    noises = [f"noise of {noise} sd" for noise in dict.fromkeys(row["noise"] for row in designs)]
     return table(["error / coverage / power", "runs an arm", *noises], ([name, *cells] for name, cells in rows.items()))
 
 
 def calibration_of_constants() -> list[str]:
+    """Lists the power of the test by its constant c."""
     rows: dict[str, list[str]] = {}
-    found = load("calibration")
-    for row in found["powers"]:
+    results = load("calibration")
+    for row in results["powers"]:
         rows.setdefault(row["constant"], []).append(f"{row['power']:.3f}")
-    settings = list(dict.fromkeys(row["setting"] for row in found["powers"]))
-    named = {name: f"**c = {name}**" if name == found["constant"] else f"c = {name}" for name in rows}
-    named["separate tests"] = "separate tests, Holm"
-    return table(["power", *settings], ([named[name], *cells] for name, cells in rows.items()))
+    settings = list(dict.fromkeys(row["setting"] for row in results["powers"]))
+    titles = {name: f"**c = {name}**" if name == results["constant"] else f"c = {name}" for name in rows}
+    titles["separate tests"] = "separate tests, Holm"
+    return table(["power", *settings], ([titles[name], *cells] for name, cells in rows.items()))
 
 
 def calibration_by_distribution() -> list[str]:
+    """Lists error and coverage by the distribution of scores."""
     rows = [
         [row["distribution"], str(row["seeds"])]
         + [f"{row[key]:.3f}" for key in ("error_0", "coverage_0", "error_2", "coverage_2")]
@@ -421,6 +440,7 @@ def calibration_by_distribution() -> list[str]:
 
 
 def calibration_of_looks() -> list[str]:
+    """Lists power and runs of sequential designs."""
     rows = []
     for row in load("calibration")["sequential"]:
         cells = [f"{row[key]:.2f}" if key in row else "" for key in ("power", "seeds_per_arm", "fixed_seeds", "ratio")]
@@ -456,20 +476,20 @@ TABLES: dict[str, Callable[[], list[str]]] = {
 
 
 def written(page: str) -> str:
-    """The page with every table made anew."""
-    return REGION.sub(lambda found: found[1] + "\n".join(TABLES[found[2]]()) + "\n" + found[3], page)
+    """Returns the page with every table made anew."""
+    return REGION.sub(lambda match: match[1] + "\n".join(TABLES[match[2]]()) + "\n" + match[3], page)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing")
-    given = parser.parse_args()
+    options = parser.parse_args()
     pages = {page: page.read_text(encoding="utf-8") for page in PAGES}
     names = [name for text in pages.values() for _, name, _ in REGION.findall(text)]
     if sorted(names) != sorted(TABLES):
         sys.exit(f"the pages have the tables {sorted(names)}, and this script makes {sorted(TABLES)}")
     for page, text in pages.items():
-        if not given.check:
+        if not options.check:
             page.write_text(written(text), encoding="utf-8")
         elif written(text) != text:
             sys.exit(f"{page.name} differs from the JSON files: run python benchmarks/tables.py")

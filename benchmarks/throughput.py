@@ -1,16 +1,16 @@
-"""How fast trials train, alone and in stacks, and how busy they keep a GPU.
+"""Measures how fast trials train, alone and in stacks, and how busy they keep a GPU.
 
-    PYTHONPATH=platform:plugins python3 benchmarks/throughput.py --out out                # all of it, on a GPU
-    python3 benchmarks/throughput.py --out out --small                                    # tiny, where there is none
+    PYTHONPATH=platform:plugins python3 benchmarks/throughput.py --out out                # all parts, on a GPU
+    python3 benchmarks/throughput.py --out out --small                                    # tiny, without a GPU
 
-Needs of Python no more than PyTorch and, for the kernels, Triton. Parts (--part NAME, again and again, or all):
+The script needs PyTorch and, for the kernels, Triton. The parts (--part NAME, repeatable; all by default) are:
 
 - step: milliseconds of a trial's step on MQAR, 2 layers, vocabulary 8192, at each size of a stack.
-- stacks: 4 learning rates x 5 seeds of one shape, one after another and as stacks, in steps of a trial per second.
+- stacks: 4 learning rates x 5 seeds of one shape, one after another and as stacks.
 - busy: the share of the wall time of a whole `train_together`, evaluations included, in which the GPU has a kernel.
 
-A step is everything: data, forward, backward, clipping and AdamW. Times are the fastest of a few repeats of many steps
-after warm-up: wall time on a GPU, CPU time elsewhere. OUT/throughput.json holds what the table shows, and more.
+A step includes data, forward, backward, clipping and AdamW. Times are those of the fastest of a few repeats of many
+steps after warm-up: wall time on a GPU, CPU time elsewhere. OUT/throughput.json holds the rows of the table in full.
 """
 
 import argparse
@@ -38,7 +38,15 @@ SEEDS = range(5)
 
 @dataclass(frozen=True)
 class Shape:
-    """A model and its batches. target: the milliseconds that a trial's step may take."""
+    """A model and its batches.
+
+    Attributes:
+        d_model: The width of the model.
+        length: Tokens of a sequence.
+        batch: Sequences of a batch.
+        vocabulary: The number of tokens that the model knows.
+        target: The milliseconds that a trial's step may take; None if there is no goal.
+    """
 
     d_model: int
     length: int
@@ -56,14 +64,14 @@ class Shape:
 
 STEP = (Shape(128, 256, 256, target=2.2), Shape(64, 64, 512, target=0.8))
 STACKS = {Shape(64, 64, 128): 3.0, Shape(256, 64, 128): 1.0}
-"""How much faster stacks are to be."""
+"""How many times as fast as single trials stacks are to be."""
 
 SMALL_STEP = (Shape(16, 32, 8, vocabulary=64),)
 SMALL_STACKS = {Shape(16, 32, 8, vocabulary=64): 1.0, Shape(32, 64, 16, vocabulary=64): 1.0}
 
 
 def trial(rule: str, shape: Shape, steps: int) -> tuple[Any, ModelSpec, TrainSpec]:
-    """Zoology's model: mixers alone, and attention without what the delta rules' layers add."""
+    """Makes a trial with Zoology's model: mixers alone, and attention without the additions of delta rules' layers."""
     task = deltalab.get_task("mqar", length=shape.length, pairs=shape.pairs, vocab_size=shape.vocabulary)
     plain = {"conv": 0, "output_norm": False, "output_gate": False} if rule == "attention" else {}
     heads = max(1, shape.d_model // 64)
@@ -74,7 +82,7 @@ def trial(rule: str, shape: Shape, steps: int) -> tuple[Any, ModelSpec, TrainSpe
 
 
 def milliseconds(trial: LockStep, steps: int, repeats: int, warm: int) -> float:
-    """Of a step of all runs."""
+    """Measures the milliseconds of a step of all runs."""
     trial.advance(warm)
     cuda = trial.device.type == "cuda"
     clock = time.perf_counter if cuda else time.process_time
@@ -89,6 +97,16 @@ def milliseconds(trial: LockStep, steps: int, repeats: int, warm: int) -> float:
 
 
 def measured(rule: str, shape: Shape, members: int, seeds: Sequence[int], most: int, small: bool) -> dict[str, Any]:
+    """Measures a stack.
+
+    Args:
+        rule: The rule.
+        shape: The model and its batches.
+        members: The number of learning rates.
+        seeds: The seeds of each learning rate.
+        most: The most runs of a stack.
+        small: Whether the steps are few.
+    """
     steps, repeats, warm = (4, 2, 4) if small else (60, 3, 20)
     task, model, spec = trial(rule, shape, warm + steps * repeats)
     rates = [LEARNING_RATES[i % len(LEARNING_RATES)] for i in range(members)]
@@ -97,22 +115,23 @@ def measured(rule: str, shape: Shape, members: int, seeds: Sequence[int], most: 
     began = time.perf_counter()
     lock = LockStep(task, [(model, replace(spec, lr=lr)) for lr in rates], seeds, most=most)
     runs = len(lock.runs)
-    whole = milliseconds(lock, steps, repeats, warm)
-    found = {
+    step_ms = milliseconds(lock, steps, repeats, warm)
+    row = {
         "rule": rule,
         "shape": asdict(shape),
         "runs": runs,
         "stack": min(most, runs),
-        "ms_per_trial_and_step": whole / runs,
+        "ms_per_trial_and_step": step_ms / runs,
         "cuda_graph": lock.how().get("cuda_graph"),
         "seconds_in_all": time.perf_counter() - began,
     }
     if torch.cuda.is_available():
-        found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    return found
+        row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return row
 
 
 def step(small: bool) -> Iterator[dict[str, Any]]:
+    """Measures a trial's step at each size of a stack."""
     for shape in SMALL_STEP if small else STEP:
         for rule in RULES:
             for size in (1, 3) if small else (1, 2, 4, 8, 16):
@@ -123,24 +142,25 @@ def step(small: bool) -> Iterator[dict[str, Any]]:
 
 
 def stacks(small: bool) -> Iterator[dict[str, Any]]:
+    """Measures trials one after another and as stacks."""
     for shape, demand in (SMALL_STACKS if small else STACKS).items():
         for rule in RULES:
-            found = []
+            both = []
             for most in (1, len(LEARNING_RATES) * len(SEEDS)):
                 row = tried(
                     lambda rule=rule, shape=shape, most=most: measured(
                         rule, shape, len(LEARNING_RATES), SEEDS, most, small
                     )
                 )
-                found.append(row)
+                both.append(row)
                 yield {"part": "stacks", "what": f"{rule}, {shape}", **row}
-            alone, together = (row.get("ms_per_trial_and_step") for row in found)
+            alone, together = (row.get("ms_per_trial_and_step") for row in both)
             if alone and together:
                 yield {"part": "stacks", "what": f"{rule}, {shape}", "ratio": alone / together, "demand": demand}
 
 
 def busy(small: bool) -> Iterator[dict[str, Any]]:
-    """A training phase of 4 learning rates x 5 seeds."""
+    """Measures the share of the time of a training of 4 learning rates x 5 seeds in which the GPU has a kernel."""
     shape = SMALL_STEP[0] if small else STEP[1]
     for rule in RULES:
         task, model, spec = trial(rule, shape, 8 if small else 1000)
@@ -165,7 +185,7 @@ def busy(small: bool) -> Iterator[dict[str, Any]]:
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """The wall time of work, a GPU's share of it included."""
+    """Measures the wall time of work, that of the GPU included."""
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.synchronize()
@@ -177,7 +197,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def union(spans: Iterator[tuple[int, int]]) -> int:
-    """The length that spans cover together.
+    """Returns the length that spans cover together.
 
     >>> union(iter([(0, 2), (5, 6), (1, 3)]))
     4
@@ -190,36 +210,36 @@ def union(spans: Iterator[tuple[int, int]]) -> int:
 
 
 def tried(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What it measured, or that it did not fit."""
+    """Returns a measurement, or the error if the GPU has too little memory."""
     try:
         return measure()
     except torch.OutOfMemoryError as error:
-        said = str(error).split(". ")[1]
+        reason = str(error).split(". ")[1]
     finally:
         gc.collect()
         torch.cuda.empty_cache()
-    return {"error": said}
+    return {"error": reason}
 
 
 def line(row: dict[str, Any]) -> str:
-    """A row of the table."""
-    said = []
+    """Returns a row of the table."""
+    parts = []
     if "ms_per_trial_and_step" in row:
-        said.append(f"stack {row['stack']:2d}  {row['ms_per_trial_and_step']:8.3f} ms per trial and step")
-        said.append(f"{row['peak_gib']:.1f} GiB" if "peak_gib" in row else "")
-        said.append(f"graph: {row['cuda_graph']}" if row["cuda_graph"] not in (None, "whole step") else "")
-        said.append(f"target {row['target']}" if row.get("target") else "")
+        parts.append(f"stack {row['stack']:2d}  {row['ms_per_trial_and_step']:8.3f} ms per trial and step")
+        parts.append(f"{row['peak_gib']:.1f} GiB" if "peak_gib" in row else "")
+        parts.append(f"graph: {row['cuda_graph']}" if row["cuda_graph"] not in (None, "whole step") else "")
+        parts.append(f"target {row['target']}" if row.get("target") else "")
     if "ratio" in row:
-        said.append(f"stacked is {row['ratio']:.2f} times as fast, at least {row['demand']:g} is wanted")
+        parts.append(f"stacked is {row['ratio']:.2f} times as fast, at least {row['demand']:g} is wanted")
     if "busy" in row:
         share = (
             "no GPU"
             if row["busy"] is None
             else f"{row['busy']:.1%} of the time busy, {row['in_trace']:.1%} of a profiled run's, 90% is wanted"
         )
-        said.append(f"{share}, {row['seconds']:.1f} s")
-    said.append(row.get("error", ""))
-    return f"{row['part']:7} {row['what']:40} " + "  ".join(part for part in said if part)
+        parts.append(f"{share}, {row['seconds']:.1f} s")
+    parts.append(row.get("error", ""))
+    return f"{row['part']:7} {row['what']:40} " + "  ".join(part for part in parts if part)
 
 
 PARTS = {"step": step, "stacks": stacks, "busy": busy}
@@ -230,20 +250,20 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--part", choices=PARTS, action="append")
     parser.add_argument("--small", action="store_true")
-    given = parser.parse_args()
+    options = parser.parse_args()
     if not deltalab.list_rules():  # not installed, as on a bare GPU image
         for file in sorted((Path(__file__).parents[1] / "plugins" / "deltalab_rules").glob("[!_]*.py")):
             add_plugin(file)
     if not torch.cuda.is_available():
         torch.set_num_threads(1)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    given.out.mkdir(parents=True, exist_ok=True)
-    file, rows = given.out / "throughput.json", []
-    for part in given.part or PARTS:
-        for row in PARTS[part](given.small):
+    options.out.mkdir(parents=True, exist_ok=True)
+    file, rows = options.out / "throughput.json", []
+    for part in options.part or PARTS:
+        for row in PARTS[part](options.small):
             print(line(row), flush=True)
             rows.append(row)
-            file.write_text(json.dumps({"hardware": hardware(device), "small": given.small, "rows": rows}, indent=1))
+            file.write_text(json.dumps({"hardware": hardware(device), "small": options.small, "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""How the best learning rate moves with the width, with `model.base_width` and without.
+"""Measures how the best learning rate moves with the width, with `model.base_width` and without.
 
     python benchmarks/transfer.py --out transfer.json                  one GPU: widths 64 to 512, three rules
     python benchmarks/transfer.py --out transfer.json --toy            two CPU cores: widths 32 to 256, one rule
 
-Trains every learning rate of a grid at every width, on MQAR and on text, and finds the best rate of each width. A cell
-is one rule, task, parametrization and width. The JSON file is written after every cell, and a second call goes on where
-the first one ended: `--limit` seconds after its start, a call begins no further cell.
+The script trains every learning rate of a grid at every width, on MQAR and on text, and determines the best rate of
+each width. A cell is a rule, a task, a parametrization and a width. The JSON file is written after every cell.
+`--limit` seconds after its start, a call begins no further cell, and the next call goes on from there.
 
-The best rate is the lowest point of a parabola through the three losses around the least one, over the logarithm of
-the rate. Rates that transfer have a `spread` near 1: the largest best rate over the least.
+The best rate is the lowest point of a parabola through the least loss and its two neighbours, over the logarithm of the
+rate. `spread` is the largest best rate over the least. It is near 1 if rates transfer.
 """
 
 import argparse
@@ -56,64 +56,65 @@ TOY: dict[str, Any] = {
 }
 
 
-def cells(given: dict[str, Any]) -> Iterator[tuple[str, str, str, int]]:
-    """Rule, task, parametrization and width of every cell; narrow models first."""
-    for width, rule, task, by in product(given["widths"], given["rules"], given["tasks"], PARAMETRIZATIONS):
-        if by == "none" or width != given["widths"][0]:  # the least width is the base width, where both are one model
+def cells(grid: dict[str, Any]) -> Iterator[tuple[str, str, str, int]]:
+    """Yields the rule, task, parametrization and width of every cell, narrow models first."""
+    for width, rule, task, by in product(grid["widths"], grid["rules"], grid["tasks"], PARAMETRIZATIONS):
+        if by == "none" or width != grid["widths"][0]:  # at the base width, both are one model
             yield rule, task, by, width
 
 
-def losses(given: dict[str, Any], rule: str, task: str, by: str, width: int) -> dict[str, float | None]:
-    """The mean validation loss of each rate over the seeds; None where a seed diverged."""
-    about = given["tasks"][task]
-    made = get_task(task, **about["params"])
+def losses(grid: dict[str, Any], rule: str, task: str, by: str, width: int) -> dict[str, float | None]:
+    """Trains a cell, and returns the mean validation loss of each rate over the seeds; None if a seed diverged."""
+    settings = grid["tasks"][task]
+    instance = get_task(task, **settings["params"])
     model = ModelSpec(
         rule=rule,
-        vocab_size=made.vocab_size,
+        vocab_size=instance.vocab_size,
         d_model=width,
-        layers=given["layers"],
+        layers=grid["layers"],
         heads=width // HEAD_DIM,
         chunk_size=32,
-        base_width=given["widths"][0] if by == "mup" else None,
+        base_width=grid["widths"][0] if by == "mup" else None,
     )
     members = [
-        (model, TrainSpec(steps=about["steps"], batch_size=about["batch_size"], lr=rate, evaluations=1))
-        for rate in given["rates"]
+        (model, TrainSpec(steps=settings["steps"], batch_size=settings["batch_size"], lr=rate, evaluations=1))
+        for rate in grid["rates"]
     ]
-    found: dict[str, float | None] = {}
-    for rate, trial in zip(given["rates"], train_together(made, members, range(1, given["seeds"] + 1)), strict=True):
+    means: dict[str, float | None] = {}
+    trials = train_together(instance, members, range(1, grid["seeds"] + 1))
+    for rate, trial in zip(grid["rates"], trials, strict=True):
         values = [run.final("validation", "loss") for run in trial.runs]
         mean = math.fsum(values) / len(values)
-        found[f"{rate:.4g}"] = mean if math.isfinite(mean) else None
-    return found
+        means[f"{rate:.4g}"] = mean if math.isfinite(mean) else None
+    return means
 
 
-def best_rate(found: dict[str, float | None]) -> float | None:
-    """The rate of least loss between the rates tried; None where it is the least or the largest of them.
+def best_rate(by_rate: dict[str, float | None]) -> float | None:
+    """Returns the rate of least loss, given losses by rate; None if it is the smallest or the largest of the rates.
 
     >>> round(best_rate({"0.01": 2.0, "0.02": 1.0, "0.04": 2.0}), 4)
     0.02
     """
-    known = [(math.log(float(rate)), loss) for rate, loss in found.items() if loss is not None]
-    at = min(range(len(known)), key=lambda i: known[i][1])
-    if at in (0, len(found) - 1):
+    points = [(math.log(float(rate)), loss) for rate, loss in by_rate.items() if loss is not None]
+    least = min(range(len(points)), key=lambda i: points[i][1])
+    if least in (0, len(by_rate) - 1):
         return None
-    if at == len(known) - 1:  # the next rate diverged
-        return math.exp(known[at][0])
-    (x0, y0), (x1, y1), (x2, y2) = known[at - 1 : at + 2]
+    if least == len(points) - 1:  # the next rate diverged
+        return math.exp(points[least][0])
+    (x0, y0), (x1, y1), (x2, y2) = points[least - 1 : least + 2]
     step = (x2 - x0) / 2
     return math.exp(x1 + step * (y0 - y2) / (2 * (y0 - 2 * y1 + y2))) if y0 - 2 * y1 + y2 else math.exp(x1)
 
 
-def summary(given: dict[str, Any], found: dict[str, dict[str, float | None]]) -> list[dict[str, Any]]:
-    """The best rate of each width, for each rule, task and parametrization whose cells are all there."""
+def summary(grid: dict[str, Any], by_cell: dict[str, dict[str, float | None]]) -> list[dict[str, Any]]:
+    """Returns the best rate of each width, for each rule, task and parametrization whose cells are all trained."""
     rows = []
-    first = given["widths"][0]
-    for rule, task, by in product(given["rules"], given["tasks"], PARAMETRIZATIONS):
-        keys = {width: f"{rule}/{task}/{'none' if width == first else by}/{width}" for width in given["widths"]}
-        if not all(key in found for key in keys.values()):
+    first = grid["widths"][0]
+    for rule, task, by in product(grid["rules"], grid["tasks"], PARAMETRIZATIONS):
+        keys = {width: f"{rule}/{task}/{'none' if width == first else by}/{width}" for width in grid["widths"]}
+        if not all(key in by_cell for key in keys.values()):
             continue
-        best = {width: best_rate(found[key]) for width, key in keys.items()}
+        best = {width: best_rate(by_cell[key]) for width, key in keys.items()}
         inside = [rate for rate in best.values() if rate is not None]
         whole = len(inside) == len(best)
         rows.append(
@@ -124,7 +125,7 @@ def summary(given: dict[str, Any], found: dict[str, dict[str, float | None]]) ->
                 "best": best,
                 "spread": max(inside) / min(inside) if whole else None,
                 "least_loss": {
-                    width: min(v for v in found[key].values() if v is not None) for width, key in keys.items()
+                    width: min(v for v in by_cell[key].values() if v is not None) for width, key in keys.items()
                 },
             }
         )
@@ -141,28 +142,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in ("seeds", "layers", "steps"):
         parser.add_argument(f"--{name}", type=int)
     options = parser.parse_args(arguments)
-    given = {**(TOY if options.toy else GPU)}
+    grid = {**(TOY if options.toy else GPU)}
     for name in ("rules", "widths", "rates", "seeds", "layers"):
-        given[name] = getattr(options, name) or given[name]
-    tasks = {task: given["tasks"][task] for task in options.tasks or given["tasks"]}
-    given["tasks"] = {task: {**about, "steps": options.steps or about["steps"]} for task, about in tasks.items()}
-    given = json.loads(json.dumps(given))
-    out: dict[str, Any] = {"given": given, "losses": {}, "seconds": 0.0}
+        grid[name] = getattr(options, name) or grid[name]
+    tasks = {task: grid["tasks"][task] for task in options.tasks or grid["tasks"]}
+    grid["tasks"] = {task: {**part, "steps": options.steps or part["steps"]} for task, part in tasks.items()}
+    grid = json.loads(json.dumps(grid))
+    out: dict[str, Any] = {"given": grid, "losses": {}, "seconds": 0.0}
     if options.out.exists():
         out = json.loads(options.out.read_text())
-        if out["given"] != given:
+        if out["given"] != grid:
             raise SystemExit(f"{options.out}: holds another measurement: give another --out")
     began = time.monotonic()
-    for cell in cells(given):
+    for cell in cells(grid):
         key = "/".join(map(str, cell))
         if key in out["losses"] or time.monotonic() - began > options.limit:
             continue
         start = time.monotonic()
-        out["losses"][key] = losses(given, *cell)
+        out["losses"][key] = losses(grid, *cell)
         out["seconds"] += time.monotonic() - start
         print(f"{key}: best {best_rate(out['losses'][key])} ({time.monotonic() - start:.0f} s)", flush=True)
         out |= {
-            "best": summary(given, out["losses"]),
+            "best": summary(grid, out["losses"]),
             "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
             "hardware": hardware(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
             "versions": {
@@ -172,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             },
         }
         options.out.write_text(json.dumps(out, indent=1) + "\n")
-    left = sum("/".join(map(str, cell)) not in out["losses"] for cell in cells(given))
+    left = sum("/".join(map(str, cell)) not in out["losses"] for cell in cells(grid))
     print(f"{left} cells left: run the same command again" if left else json.dumps(out["best"], indent=1))
 
 

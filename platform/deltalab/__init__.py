@@ -9,8 +9,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from deltalab.authoring.rule_checks import check_rule
-    from deltalab.authoring.task_checks import check_task
+    from deltalab.authoring.rule_checks.rule_suite import check_rule
+    from deltalab.authoring.task_checks.task_suite import check_task
     from deltalab.errors import InputError
     from deltalab.models.layer import RuleLayer
     from deltalab.models.model import build_model
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from deltalab.registry import get_rule, get_task, list_rules
     from deltalab.rule import State, UpdateRule
     from deltalab.study.reports.notebook import report
-    from deltalab.study.running.run import run_study
+    from deltalab.study.running.run import run_study_file as run_study
 
     def scan(rule: "UpdateRule | str", *args: Any, **kwargs: Any) -> "tuple[Tensor, State]": ...
 
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "InputError",
     "RuleLayer",
@@ -44,19 +44,19 @@ _HOMES = {
     "InputError": "errors",
     "RuleLayer": "models.layer",
     "build_model": "models.model",
-    "check_rule": "authoring.rule_checks",
-    "check_task": "authoring.task_checks",
+    "check_rule": "authoring.rule_checks.rule_suite",
+    "check_task": "authoring.task_checks.task_suite",
     "get_rule": "registry",
     "get_task": "registry",
     "initialize": "models.start",
     "list_rules": "registry",
     "report": "study.reports.notebook",
-    "run_study": "study.running.run",
+    "run_study": "study.running.run:run_study_file",
 }
 
 
 def _scan() -> "Callable[..., tuple[Tensor, State]]":
-    """`deltalab.ops.scan.scan`, which here takes the name of a rule, too."""
+    """Returns `deltalab.ops.scan.scan`, made to take also the name of a rule."""
     from deltalab.ops.scan import scan as of_rule
     from deltalab.registry import get_rule
     from deltalab.rule import UpdateRule
@@ -69,10 +69,11 @@ def _scan() -> "Callable[..., tuple[Tensor, State]]":
 
 
 def __getattr__(name: str) -> Any:
-    # Import on first use: a study needs Ray, Optuna and SQL, which a machine that only trains may lack, and processes
-    # that only pass on messages start without torch.
+    # Import on first use. A study needs Ray, Optuna and SQL, which a machine that only trains may lack. And a process
+    # that only passes on messages starts without torch.
     if name == "scan":
         return globals().setdefault(name, _scan())
     if name in _HOMES:
-        return getattr(importlib.import_module(f"deltalab.{_HOMES[name]}"), name)
+        module, _, other_name = _HOMES[name].partition(":")
+        return getattr(importlib.import_module(f"deltalab.{module}"), other_name or name)
     raise AttributeError(f"module 'deltalab' has no attribute '{name}'")

@@ -9,7 +9,11 @@ class InputError(ValueError):
 
 
 class WrongRules(InputError):
-    """Rules of a study fail their checks. lines: one for each."""
+    """Rules of a study fail their checks.
+
+    Args:
+        lines: The failures, one line for each rule.
+    """
 
     def __init__(self, lines: Sequence[str]) -> None:
         super().__init__("\n".join(lines))
@@ -17,10 +21,11 @@ class WrongRules(InputError):
 
 
 def shortened(text: str, letters: int) -> str:
-    """The text, or its beginning and its end where it has more than so many letters.
+    """Shortens a text that has more than `letters` letters to its beginning and its end.
 
-    >>> shortened("abcdefghijklmnopqrstuvwxyz", 16)
-    'abcdefghij...xyz'
+    Examples:
+        >>> shortened("abcdefghijklmnopqrstuvwxyz", 16)
+        'abcdefghij...xyz'
     """
     if len(text) <= letters:
         return text
@@ -29,20 +34,28 @@ def shortened(text: str, letters: int) -> str:
 
 
 def one_line(text: str, letters: int = 2000) -> str:
-    """The text in one line that any terminal can show, shortened to so many letters.
+    r"""Returns the text as one line that any terminal can show, shortened to `letters` letters.
 
-    >>> one_line("not\\n  a \\x1b[31mname")
-    'not a \\\\x1b[31mname'
+    Examples:
+        >>> one_line("not\n  a \x1b[31mname")
+        'not a \\x1b[31mname'
     """
     line = " ".join(text[: 100 * letters].split())
     return shortened("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line), letters)
 
 
 def unknown(what: str, given: object, allowed: Iterable[object], *, where: str = "") -> InputError:
-    """An `InputError` that lists what is allowed and suggests the nearest spelling.
+    """Returns an `InputError` that lists the allowed names and suggests the one with the nearest spelling.
 
-    >>> print(unknown("rule", "comb", ["comba", "mamba2"]))
-    unknown rule 'comb'; did you mean 'comba'? allowed: comba, mamba2
+    Args:
+        what: The kind of thing that the name is of, such as "rule".
+        given: The name that is unknown.
+        allowed: The names that exist.
+        where: The place of the name, which begins the message.
+
+    Examples:
+        >>> print(unknown("rule", "comb", ["comba", "mamba2"]))
+        unknown rule 'comb'; did you mean 'comba'? allowed: comba, mamba2
     """
     names = [str(name) for name in allowed]
     given = shortened(str(given), 100)

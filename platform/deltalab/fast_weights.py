@@ -1,7 +1,7 @@
 """States that are the weights of a model, trained online by gradient descent with momentum and decay (TTT, Titans).
 
-These rules are outside the algebra of `structure`, since the gradient need not be linear in the state. The tokens of a
-mini-batch are computed in parallel: all their gradients are taken at the weights where the mini-batch begins.
+These rules are outside the algebra of `structure`, because the gradient need not be linear in the state. The tokens of
+a mini-batch are computed in parallel: all their gradients are taken at the weights with which the mini-batch begins.
 """
 
 import math
@@ -20,33 +20,45 @@ from deltalab.rule import State, UpdateRule
 Weights = tuple[Tensor, ...]
 
 NEWTON = 16
-"""Steps of Newton's method for an implicit gradient: enough for fp64, with p from 1 to 4 and smooth from 1e-6."""
+"""The steps of Newton's method for an implicit gradient: enough for fp64, with p from 1 to 4 and smooth from 1e-6."""
 
 
 class Learner(Protocol):
-    """A model f from x [.., n, K] to [.., n, V] with matrices W_j as weights, and its loss."""
+    """A model f from x [..., n, K] to [..., n, V], with matrices W_j as weights, and its loss."""
 
     def start(self, heads: int, key_dim: int, value_dim: int) -> Weights:
-        """The fixed weights that every sequence starts from, [H, rows, columns] each."""
+        """Returns the fixed weights that every sequence starts from, [H, rows, columns] each."""
 
     def predict(self, x: Tensor, times: Callable[[Tensor, int], Tensor]) -> Tensor:
-        """f(x), where times(y, j) is y W_j, each of the n inputs with its own weights."""
+        """Returns f(x). Each of the n inputs has weights of its own, and times(y, j) is y W_j."""
 
     def gradients(
         self, k: Tensor, v: Tensor, weights: Weights, step: Tensor | None = None
     ) -> tuple[tuple[Tensor, Tensor], ...]:
-        """Each W_j's gradients a_i d_i^T of the loss of (k_i, v_i), as a [.., n, rows] and d [.., n, columns].
+        """Returns the gradients a_i d_i^T of the loss of (k_i, v_i) in each W_j.
 
-        step [.., n]: the gradients are taken where a descent by these steps along them ends; where it begins if None.
+        Args:
+            k: Keys, [..., n, K].
+            v: Values, [..., n, V].
+            weights: Each W_j, [..., rows, columns].
+            step: The step of each token, [..., n], for gradients at the weights after the step; None for gradients at
+                `weights`.
+
+        Returns:
+            The pair a [..., n, rows] and d [..., n, columns] of each W_j.
         """
 
 
 class Descent(NamedTuple):
     """The numbers of each token's update, [B, T, H] or [H] each.
 
-    theta: the step. alpha: the factor of W, 1 where None. eta: the factor of the momentum Z, 0 where None.
-    late: the gradient is taken at alpha_t W_{t'}, not at W_{t'}. implicit: it is taken at W_t, after the step, which
-        takes `late`, no momentum, and a learner `Linear` without norm. Both only for mini-batches of one token.
+    Attributes:
+        theta: The step.
+        alpha: The factor of W; None for 1.
+        eta: The factor of the momentum Z; None for 0.
+        late: Whether the gradient is taken at alpha_t W_{t'} and not at W_{t'}. Needs mini-batches of one token.
+        implicit: Whether the gradient is taken at W_t, after the step. Needs `late`, no momentum, a learner `Linear`
+            without a norm, and mini-batches of one token.
     """
 
     theta: Tensor
@@ -58,17 +70,22 @@ class Descent(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class FastWeights(UpdateRule):
-    """A rule whose state is the weights W_j of a `Learner`, and o_t = scale f(q_t; W_t).
+    """A rule whose state is the weights W_j of a `Learner`.
 
         Z_t = eta_t Z_{t-1} - theta_t grad loss(W_{t'}; k_t, v_t)
         W_t = alpha_t W_{t-1} + Z_t
+        o_t = scale f(q_t; W_t)
 
-    t' is the last token before t's mini-batch. Mini-batches of `mini_batch` tokens follow each other from the first
-    token on, in whichever parts the sequence arrives. A subclass gives the `learner` and turns its gates into a
-    `descent`; it may declare `mini_batch` as a knob.
+    Here t' is the last token before the mini-batch of t. Mini-batches of `mini_batch` tokens follow each other from the
+    first token of a sequence on, also if the sequence arrives in parts. A subclass returns the `learner` and turns its
+    gates into a `descent`. It may declare `mini_batch` as a knob.
 
-    The state: each W_j [B, H, rows, columns]; with momentum each Z_j; with mini-batches of several tokens each W_j as
-    it was where the mini-batch began, and a tensor [B, H, n, 0], where n is how many of its tokens have passed.
+    The state holds each W_j [B, H, rows, columns]; with momentum also each Z_j; and with mini-batches of several tokens
+    also each W_j at the start of the mini-batch, and a tensor [B, H, n, 0] for the n tokens of it that have passed.
+
+    Attributes:
+        mini_batch: The tokens of a mini-batch.
+        momentum: Whether there is a momentum Z.
     """
 
     mini_batch: int = 1
@@ -76,17 +93,19 @@ class FastWeights(UpdateRule):
 
     @property
     @abstractmethod
-    def learner(self) -> Learner: ...
+    def learner(self) -> Learner:
+        """The model whose weights are the state."""
 
     @abstractmethod
-    def descent(self, gates: Mapping[str, Tensor]) -> Descent: ...
+    def descent(self, gates: Mapping[str, Tensor]) -> Descent:
+        """Returns the numbers of each token's update from the rule's gates."""
 
     def initial_state(self, k: Tensor, v: Tensor) -> State:
         dtype = torch.promote_types(v.dtype, torch.float32)
         batch, _, heads, key_dim = k.shape
         start = _start(self, heads, key_dim, v.shape[-1], v.device, dtype)
-        now = tuple(w.expand(batch, *w.shape).contiguous() for w in start)
-        return self._packed(now, tuple(torch.zeros_like(w) for w in now), now, 0)
+        weights = tuple(w.expand(batch, *w.shape).contiguous() for w in start)
+        return self._packed(weights, tuple(torch.zeros_like(w) for w in weights), weights, 0)
 
     def mix(
         self, q: Tensor, k: Tensor, v: Tensor, gates: Mapping[str, Tensor], *, scale: float, state: State
@@ -95,49 +114,57 @@ class FastWeights(UpdateRule):
         *factors, late, implicit = self.descent(gates)
         theta, alpha, eta = (None if x is None else x.to(dtype).expand(k.shape[:3]).transpose(1, 2) for x in factors)
         q, k, v = (x.to(dtype).transpose(1, 2) for x in (q, k, v))
-        now, momentum, begun, seen = self._unpacked(state)
+        weights, momentum, start, passed = self._unpacked(state)
         out, t = [], 0
         while t < q.shape[2]:
-            tokens = slice(t, t + self.mini_batch - seen)
-            at = tuple(alpha[:, :, tokens, None] * w for w in begun) if late and alpha is not None else begun
+            tokens = slice(t, t + self.mini_batch - passed)
+            at = tuple(alpha[:, :, tokens, None] * w for w in start) if late and alpha is not None else start
             step = theta[:, :, tokens] if implicit and theta is not None else None
             gradients = self.learner.gradients(k[:, :, tokens], v[:, :, tokens], at, step)
             path = _path(*(None if x is None else x[:, :, tokens] for x in (theta, alpha, eta)))
-            out.append(self.learner.predict(q[:, :, tokens], _times(now, momentum, gradients, path)))
-            now, momentum = _after(now, momentum, gradients, path)
+            out.append(self.learner.predict(q[:, :, tokens], _times(weights, momentum, gradients, path)))
+            weights, momentum = _after(weights, momentum, gradients, path)
             size = out[-1].shape[2]
-            t, seen = t + size, (seen + size) % self.mini_batch
-            begun = begun if seen else now
-        return scale * torch.cat(out, dim=2).transpose(1, 2), self._packed(now, momentum, begun, seen)
+            t, passed = t + size, (passed + size) % self.mini_batch
+            start = start if passed else weights
+        return scale * torch.cat(out, dim=2).transpose(1, 2), self._packed(weights, momentum, start, passed)
 
-    def _packed(self, now: Weights, momentum: Weights, begun: Weights, seen: int) -> State:
-        state = now + momentum * self.momentum
+    def _packed(self, weights: Weights, momentum: Weights, start: Weights, passed: int) -> State:
+        state = weights + momentum * self.momentum
         if self.mini_batch > 1:
-            state += (*begun, now[0].new_empty(*now[0].shape[:2], seen, 0))
+            state += (*start, weights[0].new_empty(*weights[0].shape[:2], passed, 0))
         return state
 
     def _unpacked(self, state: State) -> tuple[Weights, Weights, Weights, int]:
-        seen = 0
+        passed = 0
         if self.mini_batch > 1:
-            state, seen = state[:-1], state[-1].shape[2]
+            state, passed = state[:-1], state[-1].shape[2]
         count = len(state) // (1 + self.momentum + (self.mini_batch > 1))
-        now, *others = (state[i : i + count] for i in range(0, len(state), count))
-        momentum = others[0] if self.momentum else ()
-        return now, momentum, others[-1] if self.mini_batch > 1 else now, seen
+        weights, *more_parts = (state[i : i + count] for i in range(0, len(state), count))
+        momentum = more_parts[0] if self.momentum else ()
+        return weights, momentum, more_parts[-1] if self.mini_batch > 1 else weights, passed
 
 
 @cache
 def _start(
     rule: FastWeights, heads: int, key_dim: int, value_dim: int, device: torch.device, dtype: torch.dtype
 ) -> Weights:
-    """The start weights, made once for each device: a CUDA graph cannot hold a draw on the host, or a copy from it."""
+    """Makes the start weights once for each device: a CUDA graph holds no draw on the host, and no copy from it."""
     return tuple(w.to(device, dtype) for w in rule.learner.start(heads, key_dim, value_dim))
 
 
 class _Path(NamedTuple):
-    """W_t = of_now_t W_0 + of_momentum_t Z_0 - sum_i of_gradients_ti G_i, and so on for Z at the last t.
+    """The update of n tokens unrolled, with gradients G_i, for W at every token and for Z at the last token.
 
-    of_now, of_momentum [.., n]; of_gradients [.., n, n], lower triangular; kept [..], added [.., n].
+        W_t = of_now_t W_0 + of_momentum_t Z_0 - sum_i of_gradients_{ti} G_i
+        Z_n = kept Z_0 - sum_i added_i G_i
+
+    Attributes:
+        of_now: [..., n].
+        of_momentum: [..., n].
+        of_gradients: [..., n, n], lower triangular.
+        kept: [...].
+        added: [..., n].
     """
 
     of_now: Tensor
@@ -148,7 +175,7 @@ class _Path(NamedTuple):
 
 
 def _path(theta: Tensor | None, alpha: Tensor | None, eta: Tensor | None) -> _Path:
-    """The recurrence unrolled over n tokens. Factors may be 0, since it does not divide. Arguments are [.., n]."""
+    """Unrolls the recurrence over the n tokens of arguments [..., n], without divisions: a factor may be 0."""
     assert theta is not None
     steps = torch.diag_embed(theta)
     of_now, of_momentum, kept = torch.ones_like(theta[..., 0]), torch.zeros_like(theta[..., 0]), None
@@ -163,44 +190,48 @@ def _path(theta: Tensor | None, alpha: Tensor | None, eta: Tensor | None) -> _Pa
         of_momentum, of_gradients = of_momentum + kept, of_gradients + added
         rows.append((of_now, of_momentum, of_gradients))
     assert kept is not None
-    nows, momenta, gradients = (torch.stack(parts, dim=2) for parts in zip(*rows, strict=True))
-    return _Path(nows, momenta, gradients, kept, added)
+    weights, momentum, gradients = (torch.stack(parts, dim=2) for parts in zip(*rows, strict=True))
+    return _Path(weights, momentum, gradients, kept, added)
 
 
 def _times(
-    now: Weights, momentum: Weights, gradients: tuple[tuple[Tensor, Tensor], ...], path: _Path
+    weights: Weights, momentum: Weights, gradients: tuple[tuple[Tensor, Tensor], ...], path: _Path
 ) -> Callable[[Tensor, int], Tensor]:
     def times(x: Tensor, j: int) -> Tensor:
         a, d = gradients[j]
-        y = path.of_now[..., None] * (x @ now[j]) - (path.of_gradients * (x @ a.mT)) @ d
+        y = path.of_now[..., None] * (x @ weights[j]) - (path.of_gradients * (x @ a.mT)) @ d
         return y + path.of_momentum[..., None] * (x @ momentum[j]) if momentum else y
 
     return times
 
 
 def _after(
-    now: Weights, momentum: Weights, gradients: tuple[tuple[Tensor, Tensor], ...], path: _Path
+    before: Weights, momentum: Weights, gradients: tuple[tuple[Tensor, Tensor], ...], path: _Path
 ) -> tuple[Weights, Weights]:
-    """W and Z after the last token."""
-    weights = []
+    """Returns W and Z after the last token."""
+    after = []
     for j, (a, d) in enumerate(gradients):
-        w = path.of_now[..., -1, None, None] * now[j] - (path.of_gradients[..., -1, :, None] * a).mT @ d
-        weights.append(w + path.of_momentum[..., -1, None, None] * momentum[j] if momentum else w)
+        w = path.of_now[..., -1, None, None] * before[j] - (path.of_gradients[..., -1, :, None] * a).mT @ d
+        after.append(w + path.of_momentum[..., -1, None, None] * momentum[j] if momentum else w)
     kept = path.kept[..., None, None]
-    moved = [kept * z - (path.added[..., None] * a).mT @ d for z, (a, d) in zip(momentum, gradients, strict=False)]
-    return tuple(weights), tuple(moved)
+    next_momentum = [
+        kept * z - (path.added[..., None] * a).mT @ d for z, (a, d) in zip(momentum, gradients, strict=False)
+    ]
+    return tuple(after), tuple(next_momentum)
 
 
 @dataclass(frozen=True)
 class Regression:
-    """The output and the loss of a learner, given z [.., n, V] of its last layer.
+    """The output and the loss of a learner for the z [..., n, V] of its last layer.
 
         f = x~ + LN(z),   loss = 1/p sum_c (e_c^2 + smooth)^(p/2),   e = f - v
 
-    norm: whether LN is the layer norm over V, without scale or shift; else LN(z) = z.
-    residual: whether x~ is the input, cut or filled with zeros to V channels; else x~ = 0.
-    p, smooth: p = 2 is half the squared error, without smooth. Any other p has the slope e (e^2 + smooth)^(p/2 - 1),
-        which is sign(e) |e|^(p - 1) rounded off at 0.
+    Attributes:
+        norm: Whether LN is the layer norm over V, without scale or shift. Otherwise LN(z) = z.
+        residual: Whether x~ is the input, cut or filled with zeros to V channels. Otherwise x~ = 0.
+        p: The exponent. p = 2 is half the squared error, without `smooth`. Any other p has the slope
+            e (e^2 + smooth)^(p/2 - 1), which is sign(e) |e|^(p - 1) rounded off at 0.
+        smooth: The number that rounds the slope off at 0.
     """
 
     norm: bool = False
@@ -209,13 +240,19 @@ class Regression:
     smooth: float = 1e-6
 
     def predict(self, x: Tensor, z: Tensor) -> Tensor:
+        """Returns f for inputs x [..., n, K] and z [..., n, V]."""
         f = _layer_norm(z)[0] if self.norm else z
         return f + F.pad(x, (0, z.shape[-1] - x.shape[-1])) if self.residual else f
 
     def slope(self, k: Tensor, v: Tensor, z: Tensor, step: Tensor | None = None) -> Tensor:
-        """The gradient of the loss in z, which is differentiable itself.
+        """Returns the gradient of the loss in z, which is differentiable itself.
 
-        step [.., n]: taken where z has moved by -step times it, which is found by Newton's method; not with a norm.
+        Args:
+            k: Keys, [..., n, K].
+            v: Values, [..., n, V].
+            z: The outputs of the last layer, [..., n, V].
+            step: The steps [..., n] of an implicit gradient, which is taken at z - step times the gradient, a point
+                that Newton's method finds. Does not go with a norm. None for the gradient at z.
         """
         e = self.predict(k, z) - v
         if step is not None:
@@ -226,16 +263,15 @@ class Regression:
         if not self.norm:
             return e
         normed, deviation = _layer_norm(z)
-        along = e - e.mean(-1, keepdim=True) - normed * (e * normed).mean(-1, keepdim=True)
-        return along / deviation
+        slope = e - e.mean(-1, keepdim=True) - normed * (e * normed).mean(-1, keepdim=True)
+        return slope / deviation
 
     def _moved(self, start: Tensor, step: Tensor) -> Tensor:
-        """e with e + step e (e^2 + smooth)^(p/2 - 1) = start.
+        """Solves e + step e (e^2 + smooth)^(p/2 - 1) = start for e.
 
-        The left side rises with e, for positive e concavely where p < 2 and convexly where p > 2, so that Newton's
-        method goes to the solution from 0 or from `start` without passing it.
+        The left side rises with e. For positive e, it is concave if p < 2 and convex if p > 2. So Newton's method goes
+        to the solution from 0, or from `start`, without passing it.
         """
-
         if self.p == 2:
             return start / (1 + step)
 
@@ -249,7 +285,8 @@ class Regression:
             e = start if self.p > 2 else torch.zeros_like(start)
             for _ in range(NEWTON):
                 e = newton(e)
-        # The solution does not depend on where a step begins: this one alone has the gradient of an exact solution.
+        # The solution does not depend on where a step of Newton begins. So this last step alone has the gradient of an
+        # exact solution.
         return newton(e)
 
 
@@ -261,7 +298,13 @@ def _layer_norm(z: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Linear:
-    """f of z = S^T x, with S [K, V]. S starts at 0; with a norm, where 0 has no direction, at a fixed draw."""
+    """The learner f of z = S^T x, with S [K, V].
+
+    S starts at 0. With a norm, S starts at a fixed draw, because 0 has no direction.
+
+    Attributes:
+        head: The output and the loss.
+    """
 
     head: Regression
 
@@ -276,13 +319,19 @@ class Linear:
     def gradients(
         self, k: Tensor, v: Tensor, weights: Weights, step: Tensor | None = None
     ) -> tuple[tuple[Tensor, Tensor], ...]:
-        along = None if step is None else step * k.square().sum(-1)  # how far a step moves S^T k, for a slope of 1
+        along = None if step is None else step * k.square().sum(-1)  # a step moves S^T k by this times the slope
         return ((k, self.head.slope(k, v, k @ weights[0], along)),)
 
 
 @dataclass(frozen=True)
 class MLP:
-    """f of z = W_2^T gelu(W_1^T x), W_1 [K, 4K] and W_2 [4K, V]. They start at a fixed draw: 0 has no gradient."""
+    """The learner f of z = W_2^T gelu(W_1^T x), with W_1 [K, 4K] and W_2 [4K, V].
+
+    The weights start at a fixed draw, because weights of 0 have no gradient.
+
+    Attributes:
+        head: The output and the loss.
+    """
 
     head: Regression
 
@@ -305,13 +354,13 @@ class MLP:
 
 
 def _gelu_slope(x: Tensor) -> Tensor:
-    """The derivative of x / 2 (1 + tanh(c (x + 0.044715 x^3))) with c = sqrt(2 / pi)."""
+    """Returns the derivative of x / 2 (1 + tanh(c (x + 0.044715 x^3))) with c = sqrt(2 / pi)."""
     c = math.sqrt(2 / math.pi)
     tanh = (c * (x + 0.044715 * x.pow(3))).tanh()
     return (1 + tanh) / 2 + x / 2 * (1 - tanh.square()) * c * (1 + 3 * 0.044715 * x.square())
 
 
 def _drawn(heads: int, rows: int, columns: int, norm: float, *, seed: int = 0) -> Tensor:
-    """TTT's start N(0, 0.02^2) from a fixed seed, times norm^(1/2), by which TTT's inputs are longer than ours."""
+    """Draws TTT's start N(0, 0.02^2) from a fixed seed, times norm^(1/2): TTT's inputs are longer by this factor."""
     generator = torch.Generator().manual_seed(seed)
     return 0.02 * math.sqrt(norm) * torch.empty(heads, rows, columns).normal_(generator=generator)

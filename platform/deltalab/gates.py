@@ -1,10 +1,10 @@
 """Gate parameterizations: how a symbol of an update rule is computed from the input, its range and its start.
 
-A gate is data and one function. `models.layer.Gates` turns it into parameters. To add a gate, write a function that
-returns a `Gate` under `@parameterization`, in the file of the rule that needs it.
+A gate is data and one function. `models.layer.Gates` turns the gate into parameters. To add a gate, write a function
+that returns a `Gate` under `@parameterization`, in the file of the rule that needs the gate.
 
-Gates of a single built-in rule, such as `retnet_decay`, stay here: moving one would change the file of its rule, whose
-hash is part of the identity of every trial that was run with it.
+Gates of a single built-in rule, such as `retnet_decay`, stay in this file. To move a gate would change the file of its
+rule, and the hash of a rule's file is part of the identity of every trial that was run with the rule.
 """
 
 import inspect
@@ -23,7 +23,7 @@ from deltalab.errors import InputError, unknown
 
 P = ParamSpec("P")
 MOST_WIDTH = 2**16
-"""The most that a gate's rank or slots may be."""
+"""The largest rank, and the largest number of slots, of a gate."""
 
 Start: TypeAlias = Callable[[tuple[int, ...], torch.Generator | None], Tensor]
 Value: TypeAlias = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
@@ -40,33 +40,41 @@ Per: TypeAlias = Literal[
     "none",
 ]
 PROJECTED: tuple[Per, ...] = ("token", "step", "channel", "value_channel", "slot")
-"""The kinds of gates whose values depend on the input."""
+"""The values of `Gate.per` for which a gate depends on the input."""
 
 
 @dataclass(frozen=True)
 class Gate:
     """One parameterization of a gate.
 
-    per: where its value comes from, and the value's shape.
-        token: W x, one per head, [B, T, H].
-        step: W x, one per head and each of a token's n steps, [B, n T, H].
-        channel: W x, one per head and channel of the key, [B, T, H, K].
-        value_channel: W x, one per head and channel of the value, [B, T, H, V].
-        slot: W x, `slots` per head (of a memory, or of its levels), [B, T, H, slots].
-        head: learned, one per head, [H].
-        head_channel, head_value_channel, head_slot: learned, [H, K], [H, V] and [H, slots].
-        none: fixed, [H].
-    low, high: the closed range of its values. Strengths are in linear space; g is log-decay, in [-inf, 0].
-    parameters: name -> start(shape, generator), where shape is that of its value without batch and time.
-        generator is None for torch's global one. Weight decay does not apply to them.
-    value: (z, parameters) -> the gate's value, where z is the projection in the gate's shape, or zeros without one.
-    rank: the width r of a projection W_1 W_2 x through r channels; None for one matrix.
-    of: the gate whose projection and parameters this one shares; None for its own.
-    slots: how many values a gate per slot has.
-    features: None for a gate. A projected vector besides q, k and v, per `channel` or `value_channel`, has `unit`,
-        `silu` or `raw`: after the layer's short convolution it gets SiLU and unit norm, SiLU, or nothing, like q and k.
-    kind, options, again: set by `parameterization`: the function's name, its arguments, and the function itself, which
-        remakes the gate with other arguments.
+    `per` names the source and the shape of the gate's value:
+
+    - `token`: W x, for each head, [B, T, H];
+    - `step`: W x, for each head and each of a token's n steps, [B, n T, H];
+    - `channel`: W x, for each head and channel of the key, [B, T, H, K];
+    - `value_channel`: W x, for each head and channel of the value, [B, T, H, V];
+    - `slot`: W x, for each head and each of `slots` slots of a memory or of its levels, [B, T, H, slots];
+    - `head`: learned, for each head, [H];
+    - `head_channel`, `head_value_channel`, `head_slot`: learned, [H, K], [H, V] and [H, slots];
+    - `none`: fixed, [H].
+
+    Attributes:
+        per: The source and the shape of the value, as in the list above.
+        low: The least value. Strengths are in linear space; the g of a rule is a log-decay, in [-inf, 0].
+        high: The greatest value.
+        value: The function (z, parameters) -> value. z is the projection in the gate's shape, or zeros if the gate has
+            no projection.
+        parameters: Name -> start(shape, generator). The shape is that of the value without batch and time. A generator
+            of None is torch's global one. Weight decay does not apply to these parameters.
+        rank: The width r of a projection W_1 W_2 x through r channels; None for one matrix.
+        of: The gate whose projection and parameters this gate shares; None if it has its own.
+        slots: The number of values of a gate per slot.
+        features: None for a gate. For a projected vector besides q, k and v, per `channel` or `value_channel`: what
+            follows the layer's short convolution, as for q and k. `unit` is SiLU and unit norm, `silu` is SiLU, `raw`
+            is nothing.
+        kind: The name of the function that made the gate; set by `parameterization`.
+        options: The arguments of that function; set by `parameterization`.
+        again: That function, which remakes the gate with other arguments; set by `parameterization`.
     """
 
     per: Per
@@ -83,26 +91,26 @@ class Gate:
     again: "Callable[..., Gate] | None" = field(default=None, compare=False, repr=False)
 
     def shape(self, heads: int, key_dim: int, value_dim: int) -> tuple[int, ...]:
-        """The shape of its value without batch and time."""
+        """Returns the shape of the value without batch and time."""
         widths = {"channel": key_dim, "value_channel": value_dim, "slot": self.slots}
         width = widths.get(self.per.removeprefix("head_"))
         return (heads,) if width is None else (heads, width)
 
     @property
     def projected(self) -> bool:
-        """Whether it depends on the input."""
+        """Whether the gate depends on the input."""
         return self.per in PROJECTED
 
     @property
     def constant(self) -> bool:
-        """Whether it depends on neither the input nor a parameter."""
+        """Whether the gate depends on neither the input nor a parameter."""
         return self.per == "none"
 
     def __deepcopy__(self, memo: object) -> "Gate":
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled as its parameterization and plain fields, since functions made inside others do not pickle."""
+        """Pickles the parameterization and the plain fields, because functions made inside others do not pickle."""
         if self.again is None:
             raise PicklingError(f"a gate pickles if @parameterization made it, unlike {self!r}")
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.compare}
@@ -112,13 +120,18 @@ class Gate:
         return f"{self.kind}({', '.join(f'{name}={value:g}' for name, value in self.options)})"
 
     def spec(self) -> dict[str, dict[str, float]]:
-        """The gate as YAML says it."""
+        """Returns the gate as YAML writes it."""
         return {self.kind: dict(self.options)}
 
     def remade(self, given: Mapping[str, object], *, where: str) -> "Gate":
-        """The same parameterization with other numbers.
+        """Returns the same parameterization with other numbers.
 
-        Raises `InputError` for an option that it does not have, or a number that it does not take.
+        Args:
+            given: The new numbers, by option.
+            where: The place of the numbers, which begins the message of an error.
+
+        Raises:
+            InputError: The parameterization does not have an option, or does not take a number.
         """
         assert self.again is not None
         names = [name for name, _ in self.options]
@@ -128,21 +141,20 @@ class Gate:
             if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
                 raise InputError(f"{where}: {self.kind}.{name} takes a finite number, not {number!r}")
         try:
-            found = self.again(**{**dict(self.options), **given})
+            gate = self.again(**{**dict(self.options), **given})
         except InputError as error:
             raise InputError(f"{where}: {error}") from None
-        if (width := max(found.rank or 0, found.slots)) > MOST_WIDTH:
+        if (width := max(gate.rank or 0, gate.slots)) > MOST_WIDTH:
             raise InputError(f"{where}: gate '{self.kind}' is {width:,} wide; a gate is at most {MOST_WIDTH:,} wide")
-        return found
+        return gate
 
 
-def _unpickled(again: Callable[..., Gate], plain: Mapping[str, Any]) -> Gate:
-    return replace(again(**dict(plain["options"])), **plain)
+def _unpickled(again: Callable[..., Gate], settings: Mapping[str, Any]) -> Gate:
+    return replace(again(**dict(settings["options"])), **settings)
 
 
 def parameterization(make: Callable[P, Gate]) -> Callable[P, Gate]:
     """Names a gate after the function that makes it, so that YAML can say `d: {head: {init: 1.0}}`."""
-
     signature = inspect.signature(make)
 
     @wraps(make)
@@ -169,15 +181,19 @@ def _full(number: float) -> Start:
 def const(value: float) -> Gate:
     """A fixed number.
 
-    >>> const(1).low, const(1).constant
-    (1.0, True)
+    Examples:
+        >>> const(1).low, const(1).constant
+        (1.0, True)
     """
     return Gate(per="none", low=float(value), high=float(value), value=lambda z, p: z + value)
 
 
 @parameterization
 def sigmoid(max: float = 1.0) -> Gate:
-    """max * sigmoid(W x), in [0, max]. DeltaNet's beta; max = 2 lets its eigenvalues reach -1."""
+    """A sigmoid of a projection of the input, in [0, max]; the beta of DeltaNet, whose eigenvalues reach -1 if max = 2.
+
+    max * sigmoid(W x)
+    """
     _positive("sigmoid", max=max)
     value = (lambda z, p: z.sigmoid()) if max == 1 else (lambda z, p: max * z.sigmoid())
     return Gate(per="token", low=0.0, high=float(max), value=value)
@@ -185,7 +201,11 @@ def sigmoid(max: float = 1.0) -> Gate:
 
 @parameterization
 def head_sigmoid(init: float = 0.5) -> Gate:
-    """sigmoid(b) with a learned b for each head, in [0, 1], starting at `init`. Comba's b (arXiv:2506.02475, 3.1)."""
+    """A learned number for each head in [0, 1]: sigmoid(c), with a learned c, starting at `init`.
+
+    References:
+        The b of Comba, arXiv:2506.02475, section 3.1.
+    """
     if not 0 < init < 1:
         raise InputError(f"head_sigmoid.init must lie between 0 and 1, not {init:g}")
     start = math.log(init / (1 - init))
@@ -196,7 +216,7 @@ def head_sigmoid(init: float = 0.5) -> Gate:
 
 @parameterization
 def head(init: float) -> Gate:
-    """A learned number for each head, without bounds, starting at `init`. Comba's d."""
+    """A learned number for each head, without bounds, starting at `init`; the d of Comba."""
     return Gate(
         per="head", low=-math.inf, high=math.inf, parameters={"value": _full(init)}, value=lambda z, p: z + p["value"]
     )
@@ -215,10 +235,12 @@ def _inverse_softplus(x: Tensor) -> Tensor:
 
 @parameterization
 def mamba2_decay(a_min: float = 1.0, a_max: float = 16.0, dt_min: float = 0.001, dt_max: float = 0.1) -> Gate:
-    """g = -a softplus(W x + c), a log-decay that starts near 0, so alpha = exp(g) near 1.
+    """The log-decay g = -a softplus(W x + c), which starts near 0, so that alpha = exp(g) starts near 1.
 
-    a starts uniform in [a_min, a_max] and softplus(c) log-uniform in [dt_min, dt_max], as in Mamba2
-    (arXiv:2405.21060); Comba's forget gate (arXiv:2506.02475, Table 5).
+    The start of a is uniform in [a_min, a_max], and that of softplus(c) is log-uniform in [dt_min, dt_max].
+
+    References:
+        Mamba2, arXiv:2405.21060; the forget gate of Comba, arXiv:2506.02475, Table 5.
     """
     _positive("mamba2_decay", a_min=a_min, a_max=a_max, dt_min=dt_min, dt_max=dt_max)
     if a_min > a_max or dt_min > dt_max:
@@ -238,38 +260,50 @@ def mamba2_decay(a_min: float = 1.0, a_max: float = 16.0, dt_min: float = 0.001,
 
 @parameterization
 def mamba2_step() -> Gate:
-    """dt = softplus(W x + c) with the W and c of the rule's g: Mamba2's input gate, small where alpha is near 1."""
+    """The input gate of Mamba2, softplus(W x + c), with the W and c of the rule's g: small if alpha is near 1."""
     return Gate(per="token", low=0.0, high=math.inf, of="g", value=lambda z, p: F.softplus(z + p["dt_bias"]))
 
 
 @parameterization
 def gla_decay(tau: float = 16.0, rank: float = 16) -> Gate:
-    """g = log sigmoid(W_1 W_2 x) / tau (arXiv:2506.02475, Table 5, the form of GLA): near 0 for tau = 16."""
+    """The log-decay of GLA, g = log sigmoid(W_1 W_2 x) / tau: near 0 for tau = 16.
+
+    References:
+        arXiv:2506.02475, Table 5.
+    """
     _positive("gla_decay", tau=tau, rank=rank)
     return Gate(per="token", low=-math.inf, high=0.0, rank=int(rank), value=lambda z, p: F.logsigmoid(z) / tau)
 
 
 @parameterization
 def metala_decay() -> Gate:
-    """g = log sigmoid(W x): alpha starts around 1/2, not near 1 (arXiv:2506.02475, Table 5, the form of MetaLA)."""
+    """The log-decay of MetaLA, g = log sigmoid(W x): alpha starts around 1/2, not near 1.
+
+    References:
+        arXiv:2506.02475, Table 5.
+    """
     return Gate(per="token", low=-math.inf, high=0.0, value=lambda z, p: F.logsigmoid(z))
 
 
 @parameterization
 def metala_input() -> Gate:
-    """beta = 1 - alpha = sigmoid(-W x) with the W of the rule's g: the input gate that balances MetaLA's decay."""
+    """The input gate beta = 1 - alpha = sigmoid(-W x), with the W of the rule's g, which balances MetaLA's decay."""
     return Gate(per="token", low=0.0, high=1.0, of="g", value=lambda z, p: (-z).sigmoid())
 
 
 @parameterization
 def like_beta() -> Gate:
-    """sigmoid(W x) with the W of the rule's beta: the same value as a plain sigmoid beta."""
+    """A gate sigmoid(W x) with the W of the rule's beta: the same value as a beta that is a plain sigmoid."""
     return Gate(per="token", low=0.0, high=1.0, of="beta", value=lambda z, p: z.sigmoid())
 
 
 @parameterization
 def retnet_decay() -> Gate:
-    """g = log(1 - 2 ** (-5 - h)) for head h = 0, 1, ...: fixed (Sun et al. 2023, arXiv:2307.08621)."""
+    """The fixed log-decay of RetNet, g = log(1 - 2 ** (-5 - h)) for head h = 0, 1, ...
+
+    References:
+        Sun et al. 2023, arXiv:2307.08621.
+    """
     return Gate(
         per="none", low=math.log(31 / 32), high=0.0, value=lambda z, p: torch.log1p(-(2.0 ** (-5 - _heads(z)))) + z
     )
@@ -277,9 +311,10 @@ def retnet_decay() -> Gate:
 
 @parameterization
 def lightning_decay() -> Gate:
-    """g = -2 ** (-8 (h + 1) / H) for head h of H: ALiBi's slopes, as Lightning attention takes them.
+    """The fixed log-decay of Lightning attention, g = -2 ** (-8 (h + 1) / H) for head h of H: the slopes of ALiBi.
 
-    Qin et al. 2024 (arXiv:2405.17381), without their factor for each layer.
+    References:
+        Qin et al. 2024, arXiv:2405.17381, without their factor for each layer.
     """
     return Gate(per="none", low=-1.0, high=0.0, value=lambda z, p: z - 2.0 ** (-8 * (_heads(z) + 1) / z.shape[-1]))
 
@@ -290,8 +325,10 @@ def _heads(z: Tensor) -> Tensor:
 
 @parameterization
 def rwkv7_decay(rank: float = 16) -> Gate:
-    """g = -exp(-1/2) sigmoid(W_1 W_2 x + c), so alpha in [0.545, 1]: Peng et al. 2025 (arXiv:2503.14456), who have
-    a tanh between W_1 and W_2.
+    """The log-decay of RWKV-7, g = -exp(-1/2) sigmoid(W_1 W_2 x + c), so that alpha is in [0.545, 1].
+
+    References:
+        Peng et al. 2025, arXiv:2503.14456, who have a tanh between W_1 and W_2.
     """
     _positive("rwkv7_decay", rank=rank)
     rate = math.exp(-0.5)
@@ -307,7 +344,7 @@ def rwkv7_decay(rank: float = 16) -> Gate:
 
 @parameterization
 def channel_sigmoid(rank: float = 16) -> Gate:
-    """sigmoid(W_1 W_2 x), one for each channel of the key, in [0, 1]: RWKV-7's learning rate, without its bias."""
+    """A gate sigmoid(W_1 W_2 x) for each channel of the key, in [0, 1]: RWKV-7's learning rate, without its bias."""
     _positive("channel_sigmoid", rank=rank)
     return Gate(per="channel", low=0.0, high=1.0, rank=int(rank), value=lambda z, p: z.sigmoid())
 
@@ -326,15 +363,22 @@ def head_channel(init: float) -> Gate:
 
 @parameterization
 def vector(rank: float = 0) -> Gate:
-    """W x, a vector beside q, k and v: convolved as they are, with neither SiLU nor norm. rank: 0 for a full matrix."""
+    """A vector W x beside q, k and v, convolved as they are, with neither SiLU nor norm.
+
+    Args:
+        rank: The width r of a projection W_1 W_2 x through r channels; 0 for one matrix.
+    """
     return _vector("raw", rank, math.inf)
 
 
 @parameterization
 def unit_vector(rank: float = 0) -> Gate:
-    """W x, a vector beside q, k and v: convolved, with SiLU and of unit norm. rank: 0 for a full matrix.
+    """A vector W x beside q, k and v, convolved as they are, with SiLU and of unit norm.
 
-    The `w` of PaTH (arXiv:2505.16381), or a key that only erases.
+    It is the w of PaTH (arXiv:2505.16381), for example, or a key that only erases.
+
+    Args:
+        rank: The width r of a projection W_1 W_2 x through r channels; 0 for one matrix.
     """
     return _vector("unit", rank, 1.0)
 
@@ -347,6 +391,6 @@ def _vector(features: Literal["unit", "raw"], rank: float, most: float) -> Gate:
 
 @parameterization
 def value_sigmoid(rank: float = 16) -> Gate:
-    """sigmoid(W_1 W_2 x), one for each channel of the value, in [0, 1]."""
+    """A gate sigmoid(W_1 W_2 x) for each channel of the value, in [0, 1]."""
     _positive("value_sigmoid", rank=rank)
     return Gate(per="value_channel", low=0.0, high=1.0, rank=int(rank), value=lambda z, p: z.sigmoid())

@@ -1,7 +1,7 @@
 """Rules of several recurrences, one after the other, and recurrences that are read along their values.
 
-A pass is a recurrence of the algebra. So a rule of passes gets the parallel form, the kernels and their gradients from
-its operands alone, as a rule of the algebra does.
+A pass is a recurrence of the algebra. So a rule of passes needs operands alone, as a rule of the algebra does, to get
+the parallel form, the kernels and their gradients.
 """
 
 from abc import abstractmethod
@@ -21,12 +21,17 @@ from deltalab.rule import Operands, State, UpdateRule
 from deltalab.structure import Transition
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""The dtypes of q, k and v that the Triton kernels take."""
+
 MOST_KEYS = 256
-"""What the Triton kernels take: dtypes of q, k and v, and the widest keys."""
+"""The widest keys that the Triton kernels take."""
 
 
 class Run(Protocol):
-    """Runs one pass: o [B, T, H, V] and the next states, in at least fp32 or, from a kernel, o in v's dtype."""
+    """Runs one pass, and returns o [B, T, H, V] and the next states.
+
+    All are in at least fp32, except that the o of a kernel is in v's dtype.
+    """
 
     def __call__(
         self, transition: Transition, x: Operands, /, *, state: State | None, scale: float = 1.0
@@ -35,7 +40,7 @@ class Run(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Passes(UpdateRule):
-    """A rule that computes `passes`. `initial_state` gives the states of all passes, in a tuple."""
+    """A rule that computes `passes`. Its `initial_state` returns the states of all passes as a tuple."""
 
     @abstractmethod
     def passes(
@@ -49,7 +54,20 @@ class Passes(UpdateRule):
         state: State,
         run: Run,
     ) -> tuple[Tensor, State]:
-        """Computes o [B, T, H, V], scale included, and the next states, as `mix`, with a `run` for each pass."""
+        """Computes what `mix` computes, with a call of `run` for each pass.
+
+        Args:
+            q: Queries, [B, T, H, K].
+            k: Keys, [B, T, H, K].
+            v: Values, [B, T, H, V].
+            gates: Each gate by its symbol, in the shape of its `per`.
+            scale: The factor of o.
+            state: The states of all passes.
+            run: Runs one pass.
+
+        Returns:
+            o [B, T, H, V] with the scale, and the next states of all passes.
+        """
 
     def mix(
         self, q: Tensor, k: Tensor, v: Tensor, gates: Mapping[str, Tensor], *, scale: float, state: Any
@@ -91,37 +109,50 @@ def _check(transition: Transition, x: Operands, value_dim: int) -> None:
 
 
 def read_values(run: Run, transition: Transition, x: Operands, *, state: State | None) -> tuple[Tensor, State]:
-    """A pass that reads along the values: o_t = S_t r_t [B, T, H, K] for r [B, T, H, V], and the next state.
+    """Runs a pass that reads along the values: o_t = S_t r_t.
 
-    A state with a decay of its own for each channel of the *value* is the transpose of one with a diagonal decay, and
-    this reads it (gated slot attention, arXiv:2409.07146). S_t r_t is the gradient of <r_t, S_t^T z> in z. So forward
-    runs a pass and its gradient, and backward another pass and its gradient, whatever the transition; `read`, `d` and
-    a fit have no meaning here.
+    A state that has a decay for each channel of the *value* is the transpose of a state with a diagonal decay. A pass
+    that reads along the values reads such a state.
+
+    S_t r_t is the gradient of <r_t, S_t^T z> in z. So forward runs a pass and its gradient, and backward runs another
+    pass and its gradient, for any transition. `read`, `d` and a fit have no meaning here.
+
+    Args:
+        run: Runs one pass.
+        transition: The transition of the state.
+        x: The operands, with r [B, T, H, V].
+        state: The state before the first token, as a tuple of one; None for an empty one.
+
+    Returns:
+        o [B, T, H, K], and the next state as a tuple of one.
+
+    References:
+        Gated slot attention, arXiv:2409.07146.
     """
     _check(transition, replace(x, r=x.k[:, transition.steps - 1 :: transition.steps]), x.u.shape[-1])
     x = filled(transition, x)
-    given = {f.name: value for f in fields(x) if f.name != "r" and isinstance(value := getattr(x, f.name), Tensor)}
-    first = x.u.new_zeros(x.k.shape[0], x.k.shape[2], x.k.shape[3], x.u.shape[3]) if state is None else state[0]
-    o, last = _read_values(run, transition, tuple(given), x.r, first, *given.values())
+    tensors = {f.name: value for f in fields(x) if f.name != "r" and isinstance(value := getattr(x, f.name), Tensor)}
+    before = x.u.new_zeros(x.k.shape[0], x.k.shape[2], x.k.shape[3], x.u.shape[3]) if state is None else state[0]
+    o, last = _read_values(run, transition, tuple(tensors), x.r, before, *tensors.values())
     return o, (last,)
 
 
 @_disable_dynamo  # `torch.compiler.disable` would load the compiler here, at import.
-def _read_values(*given: Any) -> tuple[Tensor, Tensor]:
-    """`_ReadValues` outside of compiled code, which cannot differentiate within its forward pass."""
-    found: tuple[Tensor, Tensor] = _ReadValues.apply(*given)  # type: ignore[no-untyped-call]
-    return found
+def _read_values(*inputs: Any) -> tuple[Tensor, Tensor]:
+    """Calls `_ReadValues` outside of compiled code, which cannot differentiate within its forward pass."""
+    output: tuple[Tensor, Tensor] = _ReadValues.apply(*inputs)  # type: ignore[no-untyped-call]
+    return output
 
 
 class _ReadValues(torch.autograd.Function):
     @staticmethod
     def forward(
-        run: Run, transition: Transition, names: tuple[str, ...], r: Tensor, state: Tensor, *given: Tensor
+        run: Run, transition: Transition, names: tuple[str, ...], r: Tensor, state: Tensor, *tensors: Tensor
     ) -> Any:
-        tokens = given[names.index("k")].shape
+        key_shape = tensors[names.index("k")].shape
         with torch.enable_grad():
-            z = r.new_zeros(*r.shape[:3], tokens[-1], requires_grad=True)
-            o, (last,) = run(transition, Operands(r=z, **_named(names, given)), state=(state,))
+            z = r.new_zeros(*r.shape[:3], key_shape[-1], requires_grad=True)
+            o, (last,) = run(transition, Operands(r=z, **_named(names, tensors)), state=(state,))
             (read,) = torch.autograd.grad(o, z, r.to(o.dtype))
         return read.detach(), last.detach()
 
@@ -133,24 +164,24 @@ class _ReadValues(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d: Tensor, d_last: Tensor) -> tuple[Any, ...]:
-        r, *given = ctx.saved_tensors
+        r, *tensors = ctx.saved_tensors
         with torch.enable_grad():
-            state, *leaves = (one.detach().requires_grad_() for one in given)
+            state, *leaves = (tensor.detach().requires_grad_() for tensor in tensors)
             o, (last,) = ctx.run(ctx.transition, Operands(r=d.to(r.dtype), **_named(ctx.names, leaves)), state=(state,))
-            found = torch.autograd.grad(
+            gradients = torch.autograd.grad(
                 (o, last), (state, *leaves), (r.to(o.dtype), d_last.to(last.dtype)), materialize_grads=True
             )
-        return None, None, None, o.detach().to(r.dtype), *found
+        return None, None, None, o.detach().to(r.dtype), *gradients
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
         size = info.batch_size
         folded = [
-            (one.expand(size, *one.shape) if dim is None else one.movedim(dim, 0)).flatten(0, 1)
-            for one, dim in zip(args[3:], in_dims[3:], strict=True)
+            (tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)).flatten(0, 1)
+            for tensor, dim in zip(args[3:], in_dims[3:], strict=True)
         ]
         out = _ReadValues.apply(*args[:3], *folded)  # type: ignore[no-untyped-call]
-        return tuple(one.unflatten(0, (size, -1)) for one in out), (0, 0)
+        return tuple(tensor.unflatten(0, (size, -1)) for tensor in out), (0, 0)
 
 
 def _named(names: tuple[str, ...], values: Any) -> dict[str, Any]:

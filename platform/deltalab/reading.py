@@ -1,6 +1,6 @@
-"""Reads YAML and JSON that a user wrote. What is larger than the limits here is refused before it costs time or memory.
+"""Reads YAML and JSON that a user wrote, and refuses what exceeds a limit before it costs time or memory.
 
-The limits are listed in docs/reference/limits.md.
+docs/reference/limits.md lists the limits.
 """
 
 import json
@@ -16,17 +16,17 @@ import yaml
 from deltalab.errors import InputError
 
 MOST_BYTES = 2**18
-"""Of a file of YAML, whose letters PyYAML reads one by one."""
+"""The bytes of a YAML file, which PyYAML reads letter by letter."""
 MOST_JSON = 2**24
-"""Bytes of a file of JSON."""
+"""The bytes of a JSON file."""
 MOST_VALUES = 10_000
-"""Keys and values of a YAML text, with what an alias stands for counted each time. PyYAML reads 20,000 in a second."""
+"""The keys and values of a YAML text. Those of an alias count each time. PyYAML reads 20,000 in a second."""
 MOST_DEPTH = 32
-"""Mappings and lists inside of each other."""
+"""The mappings and lists inside of each other."""
 MOST_LETTERS = 10_000
-"""Of one text, and of one number as it is written."""
+"""The letters of one text, or of one number as it is written."""
 LARGEST = 2**63 - 1
-"""A whole number, without its sign: what fits into 64 bits."""
+"""The largest whole number, without its sign: it fits into 64 bits."""
 
 _TAGS = ("str", "int", "float", "bool", "null", "seq", "map", "merge")
 _HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
@@ -34,34 +34,44 @@ _HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u206
 
 
 def read_text(file: Path, *, most: int = MOST_BYTES) -> str:
-    """The text of a file, in UTF-8.
+    """Returns the text of a file in UTF-8.
 
-    Raises `FileNotFoundError` or `NotADirectoryError` for a missing file, and `InputError` for one that is a folder, a
-    pipe or a device, has over `most` bytes, or is not text.
+    Args:
+        file: The file.
+        most: The largest size in bytes.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        NotADirectoryError: A parent of the file is no folder.
+        InputError: The file is a folder, a pipe or a device, has over `most` bytes, or is not text.
     """
     try:
         if not stat.S_ISREG(file.stat().st_mode):
             raise InputError(f"{file}: cannot be read: it is {'a folder' if file.is_dir() else 'a pipe or a device'}")
         with file.open("rb") as opened:
-            found = opened.read(most + 1)
-        if len(found) > most:
+            data = opened.read(most + 1)
+        if len(data) > most:
             size = file.stat().st_size
             raise InputError(f"{file}: cannot be read: it has {size:,} bytes, and at most {most:,} are read")
-        return found.decode("utf-8-sig")
+        return data.decode("utf-8-sig")
     except (FileNotFoundError, NotADirectoryError):
         raise
     except (OSError, ValueError) as error:
         if isinstance(error, InputError):
             raise
-        said = error.strerror if isinstance(error, OSError) else error
-        raise InputError(f"{file}: cannot be read: {said}") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"{file}: cannot be read: {reason}") from None
 
 
 def read_yaml(text: str, *, where: str) -> Any:
-    """Reads YAML of texts, numbers, true, false, null, lists and mappings whose keys are texts.
+    """Reads YAML of texts, numbers, true, false, null, lists, and mappings whose keys are texts.
 
-    where: what holds the text, for errors. Raises `InputError` for text that is not YAML, for a key given twice, and
-    for what exceeds the limits of this module.
+    Args:
+        text: The YAML.
+        where: The place of the text, such as its file, which begins the message of an error.
+
+    Raises:
+        InputError: The text is not YAML, has a key twice, or exceeds a limit of this module.
     """
     try:
         return yaml.load(text, Loader=_Loader)
@@ -75,29 +85,32 @@ def read_yaml(text: str, *, where: str) -> Any:
 
 
 def read_pairs(words: Iterable[str]) -> dict[str, Any]:
-    """The values of words KEY=VALUE by their keys, each read as YAML.
+    """Returns the values of words KEY=VALUE by their keys, each read as YAML.
 
-    Raises as `read_yaml` does, and `InputError` for a word without `=`.
+    Raises:
+        InputError: A word has no `=`, two words have the same key, or `read_yaml` refuses a value.
 
-    >>> read_pairs(["train.steps=100", "seeds={at_least: 6, at_most: 15}", "deadline="])
-    {'train.steps': 100, 'seeds': {'at_least': 6, 'at_most': 15}, 'deadline': None}
+    Examples:
+        >>> read_pairs(["train.steps=100", "seeds={at_least: 6, at_most: 15}", "deadline="])
+        {'train.steps': 100, 'seeds': {'at_least': 6, 'at_most': 15}, 'deadline': None}
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for word in words:
         key, equals, value = word.partition("=")
         if not equals:
             raise InputError(f"'{_cut(word)}': give settings as KEY=VALUE")
-        if key in found:
+        if key in values:
             raise InputError(f"'{_cut(key)}' is given twice")
-        found[key] = read_yaml(value, where=f"'{_cut(word)}'")
-    return found
+        values[key] = read_yaml(value, where=f"'{_cut(word)}'")
+    return values
 
 
 def pairs(values: Mapping[str, Any]) -> str:
-    """The words that `read_pairs` reads as these values, with spaces between them.
+    """Returns the words that `read_pairs` reads as these values, with spaces between the words.
 
-    >>> pairs({"train.steps": 100, "rule": "gla", "base.model": {"mlp": False}, "deadline": None})
-    'train.steps=100 rule=gla base.model={"mlp": false} deadline='
+    Examples:
+        >>> pairs({"train.steps": 100, "rule": "gla", "base.model": {"mlp": False}, "deadline": None})
+        'train.steps=100 rule=gla base.model={"mlp": false} deadline='
     """
     return " ".join(f"{key}={_written(value)}" for key, value in values.items())
 
@@ -111,18 +124,28 @@ def _written(value: Any) -> str:
 
 
 def read_json(file: Path, *, most: int = MOST_JSON) -> dict[str, Any]:
-    """The mapping in a file of JSON. Raises as `read_text` does, and `InputError` for a file that holds no mapping."""
+    """Returns the mapping in a JSON file.
+
+    Args:
+        file: The file.
+        most: The largest size in bytes.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        NotADirectoryError: A parent of the file is no folder.
+        InputError: `read_text` refuses the file, or the file holds no mapping.
+    """
     try:
-        found = json.loads(read_text(file, most=most))
+        content = json.loads(read_text(file, most=most))
     except RecursionError:
         raise InputError(f"{file}: not JSON: it nests too deep") from None
     except InputError:
         raise
     except ValueError as error:
         raise InputError(f"{file}: not JSON: {_one_line(error)}") from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise InputError(f"{file}: holds no mapping")
-    return found
+    return content
 
 
 def _one_line(error: Exception) -> str:
@@ -130,14 +153,14 @@ def _one_line(error: Exception) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's loader, with limits. It reads 1e-3 as a number, and a date as text."""
+    """PyYAML's loader with limits. It reads 1e-3 as a number, and a date as text."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._depth = 0
         self._values = 0
-        self._sizes: dict[int, int] = {}  # node -> the values in it, for its aliases
-        self._held: list[yaml.Node] = []  # keeps the ids of `_sizes` unique
+        self._sizes: dict[int, int] = {}  # the id of a node -> the values in the node, for its aliases
+        self._held: list[yaml.Node] = []  # nodes, kept alive so that the ids of `_sizes` are unique
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
@@ -161,18 +184,18 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         if not isinstance(node, yaml.MappingNode):  # !!map [1]
             self._refuse("is no mapping", node)
-        seen = set()
+        keys = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 self._refuse("a key must be a word", key)
-            if key.value in seen:
+            if key.value in keys:
                 self._refuse(f"key '{_cut(key.value)}' is given twice", key)
-            seen.add(key.value)
-        found = super().construct_mapping(node, deep)
-        for key in found:
+            keys.add(key.value)
+        mapping = super().construct_mapping(node, deep)
+        for key in mapping:
             if not isinstance(key, str):
                 self._refuse(f"key {key!r} must be text: write it in quotes", node)
-        return found
+        return mapping
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         if node.tag.removeprefix("tag:yaml.org,2002:") not in _TAGS:
@@ -181,8 +204,8 @@ class _Loader(yaml.SafeLoader):
             return super().construct_object(node, deep)
         if len(node.value) > MOST_LETTERS:
             self._refuse(f"has {len(node.value):,} letters in one text; at most {MOST_LETTERS:,} are read", node)
-        if found := _HIDDEN.search(node.value):
-            self._refuse(f"has the character U+{ord(found[0]):04X} in a text", node)
+        if hidden := _HIDDEN.search(node.value):
+            self._refuse(f"has the character U+{ord(hidden[0]):04X} in a text", node)
         try:
             value = super().construct_object(node, deep)
         except (ValueError, OverflowError, KeyError, AttributeError):

@@ -1,4 +1,4 @@
-"""Finds rules and tasks: in installed packages that announce them, in ./plugins, and in files that --plugin names."""
+"""Finds rules and tasks: in installed packages that announce them, in ./plugins, and in the files of --plugin."""
 
 import dataclasses
 import hashlib
@@ -34,48 +34,53 @@ from deltalab.tasks import BUILTIN, Task
 from deltalab.tasks.task import MOST_LENGTH, MOST_VOCABULARY
 
 _named_files: list[Path] = []
+"""The files of `add_plugin`."""
 _MODULE = "deltalab_plugin_"
-"""The names of modules that are imported from plugin files begin so."""
+"""The beginning of the names of modules that are imported from plugin files."""
 
 IMPORT_SECONDS = 20.0
-"""How long the import of a plugin file may take."""
+"""The longest time that the import of a plugin file may take."""
 
 _broken: list[str] = []
-"""What is wrong with the plugins that were left out, a line for each."""
-_twice: dict[str, str] = {}
-"""Names that two plugins have -> which."""
-_made: dict[tuple[type, str] | None, UpdateRule] = {}
-"""Rules by class and knobs. A search makes the same ones thousands of times, at 1 to 2 ms each."""
-MOST_MADE = 1024
+"""The errors of the plugins that were left out, a line for each."""
+_duplicates: dict[str, str] = {}
+"""The error for each name that two plugins have."""
+_rule_cache: dict[tuple[type, str] | None, UpdateRule] = {}
+"""Rules by class and knobs. A search makes the same rules thousands of times, and a rule takes 1 to 2 ms."""
+MOST_CACHED = 1024
+"""The number of rules at which `_rule_cache` is emptied."""
 _NAME = re.compile(r"\w[\w.-]{0,99}")
 _OF_A_TASK = ("version", "metric", "maximize")
 
 
 @dataclass(frozen=True)
 class Plugin:
-    """A rule's or a task's class and the file that defines it, by which another process finds the same one."""
+    """The class of a rule or a task, and the file that defines it, by which another process finds the same class."""
 
     kind: type[UpdateRule] | type[Task]
     file: Path
 
     @property
     def source(self) -> str:
-        return _read(self.file).decode("utf-8", "replace")
+        """The text of the file as it was imported."""
+        return _source_bytes(self.file).decode("utf-8", "replace")
 
     @property
     def hash(self) -> str:
-        return hashlib.sha256(_read(self.file)).hexdigest()
+        """The SHA-256 of the file as it was imported."""
+        return hashlib.sha256(_source_bytes(self.file)).hexdigest()
 
 
 def add_plugin(file: str | Path) -> list[Plugin]:
     """Makes the rules and tasks of a Python file known to this process, and returns them.
 
-    Raises `InputError` for a file that is missing, does not import, or defines neither.
+    Raises:
+        InputError: The file is missing, does not import, or defines neither a rule nor a task.
     """
     path = Path(file).resolve()
     module = _load(path)
-    found = _in_module(module)
-    if not found:
+    plugins = _in_module(module)
+    if not plugins:
         unnamed = "".join(
             f'; {kind.__name__}{_line_of(kind)} needs `name: ClassVar[str] = "{kind.__name__.lower()}"`'
             for kind in _kinds(module)
@@ -84,110 +89,133 @@ def add_plugin(file: str | Path) -> list[Plugin]:
     if path not in _named_files:
         _named_files.append(path)
         refresh()
-    return found
+    return plugins
 
 
 def refresh() -> None:
-    """Searches for plugins again on the next use, as is needed after a change of folder or of ./plugins."""
+    """Makes the next use search for plugins again; needed after a change of the working folder or of ./plugins."""
     _all.cache_clear()
-    _everything.cache_clear()
-    _made.clear()
+    _plugins.cache_clear()
+    _rule_cache.clear()
     _broken.clear()
-    _twice.clear()
+    _duplicates.clear()
 
 
 def left_out() -> list[str]:
-    """What is wrong with the plugins that were left out, a line for each; none before rules or tasks were asked for."""
-    return list(dict.fromkeys([*_broken, *_twice.values()]))
+    """Returns the errors of the plugins that were left out, a line for each; none before the first search."""
+    return list(dict.fromkeys([*_broken, *_duplicates.values()]))
 
 
 @contextmanager
 def isolated() -> Iterator[None]:
-    """Searches for plugins and imports their files as a new process would; on leaving, it forgets them again."""
-    named = list(_named_files)
+    """Searches for plugins and imports their files as a new process would, and forgets them at the end."""
+    files = list(_named_files)
     modules = {name: module for name, module in sys.modules.items() if name.startswith(_MODULE)}
     _forget()
     try:
         yield
     finally:
         _forget()
-        _named_files.extend(named)
+        _named_files.extend(files)
         sys.modules.update(modules)
 
 
 def _forget() -> None:
     _named_files.clear()
-    _read.cache_clear()
+    _source_bytes.cache_clear()
     refresh()
     for name in [name for name in sys.modules if name.startswith(_MODULE)]:
         del sys.modules[name]
 
 
 def list_rules() -> list[str]:
-    """The names of all rules.
+    """Returns the names of all rules.
 
-    >>> "comba" in list_rules()
-    True
+    Examples:
+        >>> "comba" in list_rules()
+        True
     """
     return sorted(_all(UpdateRule))
 
 
 def list_tasks() -> list[str]:
-    """The names of all tasks."""
+    """Returns the names of all tasks."""
     return sorted(_all(Task))
 
 
 def rule_plugin(name: str) -> Plugin:
-    """The rule's class and file. Raises `InputError` for a name that no plugin has."""
+    """Returns the class and the file of a rule.
+
+    Raises:
+        InputError: No plugin has this name.
+    """
     return _find(UpdateRule, "rule", name)
 
 
 def task_plugin(name: str) -> Plugin:
-    """The task's class and file. Raises `InputError` for a name that no plugin has."""
+    """Returns the class and the file of a task.
+
+    Raises:
+        InputError: No plugin has this name.
+    """
     return _find(Task, "task", name)
 
 
 def get_rule(name: str, /, **knobs: object) -> UpdateRule:
-    """A rule by name, with its knobs as YAML gives them.
+    """Returns a rule by name.
 
-    Raises `InputError` for a rule, a knob or an option that does not exist.
+    Args:
+        name: The name of the rule.
+        **knobs: The options of knobs, as YAML writes them. Other knobs have their defaults.
 
-    >>> get_rule("comba", transition="iplr", d={"head": {"init": 1.0}}).transition.reads
-    'decayed_state'
+    Raises:
+        InputError: The rule, a knob or an option does not exist.
+
+    Examples:
+        >>> get_rule("comba", transition="iplr", d={"head": {"init": 1.0}}).transition.reads
+        'decayed_state'
     """
     kind = rule_plugin(name).kind
     assert issubclass(kind, UpdateRule)
     try:
-        made = kind, json.dumps(knobs, sort_keys=True)
-    except (TypeError, ValueError, RecursionError):  # a gate in place of its description, or what is refused below
-        made = None
-    if made in _made:
-        return _made[made]
+        key = kind, json.dumps(knobs, sort_keys=True)
+    except (TypeError, ValueError, RecursionError):  # a `Gate` instead of YAML, or a value that is refused below
+        key = None
+    if key in _rule_cache:
+        return _rule_cache[key]
     try:
-        with torch.device("cpu"):  # gates compute numbers, and a tensor on the meta device has none
+        with torch.device("cpu"):  # gates compute numbers, which a tensor on the meta device does not have
             rule = kind.configured(knobs)
     except InputError:
         raise
     except Exception as error:
         raise _not_made("rule", rule_plugin(name), error) from error
-    if made is not None:
-        if len(_made) >= MOST_MADE:
-            _made.clear()
-        _made[made] = rule
+    if key is not None:
+        if len(_rule_cache) >= MOST_CACHED:
+            _rule_cache.clear()
+        _rule_cache[key] = rule
     return rule
 
 
 def get_task(name: str, /, **params: object) -> Task:
-    """A task by name. Raises `InputError` for a task or a parameter that does not exist, or cannot be met.
+    """Returns a task by name.
 
-    >>> get_task("mqar", length=16, pairs=2, vocab_size=32).batch("train", size=3, seed=0, step=0).inputs.shape
-    torch.Size([3, 16])
+    Args:
+        name: The name of the task.
+        **params: Parameters of the task, as a study file writes them. Other parameters have their defaults.
+
+    Raises:
+        InputError: The task or a parameter does not exist, or a parameter has a value that the task does not take.
+
+    Examples:
+        >>> get_task("mqar", length=16, pairs=2, vocab_size=32).batch("train", size=3, seed=0, step=0).inputs.shape
+        torch.Size([3, 16])
     """
     kind: Any = task_plugin(name).kind
     allowed = inspect.signature(kind).parameters
-    for given in params:
-        if given not in allowed:
-            raise unknown("parameter", given, allowed, where=f"task '{name}'")
+    for parameter in params:
+        if parameter not in allowed:
+            raise unknown("parameter", parameter, allowed, where=f"task '{name}'")
     missing = [p.name for p in allowed.values() if p.default is p.empty and p.name not in params]
     if missing:
         raise InputError(f"task '{name}': needs {', '.join(missing)}")
@@ -198,11 +226,11 @@ def get_task(name: str, /, **params: object) -> Task:
         raise
     except Exception as error:
         raise _not_made("task", task_plugin(name), error) from error
-    for label, other in {"": task, **evaluations}.items():  # refuse before training what could not be evaluated
-        for what, most in (("length", MOST_LENGTH), ("vocab_size", MOST_VOCABULARY)):
-            if (size := getattr(other, what)) > most:
-                at = f", at '{label}'," if label else ""
-                raise InputError(f"task '{name}': {what}{at} is {size:,}, and at most {most:,}")
+    for label, other in {"": task, **evaluations}.items():  # before a training that could not be evaluated
+        for size_name, most in (("length", MOST_LENGTH), ("vocab_size", MOST_VOCABULARY)):
+            if (size := getattr(other, size_name)) > most:
+                place = f", at '{label}'," if label else ""
+                raise InputError(f"task '{name}': {size_name}{place} is {size:,}, and at most {most:,}")
         if other.vocab_size != task.vocab_size:
             raise InputError(
                 f"task '{name}': has {task.vocab_size} tokens and is evaluated, at '{label}', on {other.vocab_size}"
@@ -210,132 +238,132 @@ def get_task(name: str, /, **params: object) -> Task:
     return task
 
 
-def _not_made(what: str, plugin: Plugin, error: Exception) -> InputError:
-    at = _line_in(plugin.file, error)
-    where = f" ({plugin.file}{at})" if at else ""
+def _not_made(noun: str, plugin: Plugin, error: Exception) -> InputError:
+    line = _line_in(plugin.file, error)
+    where = f" ({plugin.file}{line})" if line else ""
     return InputError(
-        f"{what} '{plugin.kind.name}'{where} cannot be made: {type(error).__name__}: {_first_line(error)}"
+        f"{noun} '{plugin.kind.name}'{where} cannot be made: {type(error).__name__}: {_first_line(error)}"
     )
 
 
-def _find(kind: type, what: str, name: object) -> Plugin:
+def _find(kind: type, noun: str, name: object) -> Plugin:
     if not isinstance(name, str):
         hint = f"; make one: {name.__name__}()" if isinstance(name, type) else ""
-        raise InputError(f"takes a {what} or the name of one, such as '{min(_all(kind))}', not {name!r}{hint}")
-    found = _all(kind)
-    if name in _twice:
-        raise InputError(_twice[name])
-    if name not in found:
-        more = "".join(f"; left out: {line}" for line in left_out())
-        raise InputError(f"{unknown(what, name, sorted(found))}{more}")
-    return found[name]
+        raise InputError(f"takes a {noun} or the name of one, such as '{min(_all(kind))}', not {name!r}{hint}")
+    plugins = _all(kind)
+    if name in _duplicates:
+        raise InputError(_duplicates[name])
+    if name not in plugins:
+        hints = "".join(f"; left out: {line}" for line in left_out())
+        raise InputError(f"{unknown(noun, name, sorted(plugins))}{hints}")
+    return plugins[name]
 
 
 @cache
 def _all(kind: type) -> dict[str, Plugin]:
-    found: dict[str, Plugin] = {}
-    twice: dict[str, str] = {}
-    for plugin in _everything():
+    plugins: dict[str, Plugin] = {}
+    duplicates: dict[str, str] = {}
+    for plugin in _plugins():
         if not issubclass(plugin.kind, kind):
             continue
         name = plugin.kind.name
-        if name in found and found[name].kind is not plugin.kind:
-            places = [f"{each.file}{_line_of(each.kind)}" for each in (found[name], plugin)]
-            twice[name] = f"'{name}' is defined twice, in {places[0]} and in {places[1]}: rename one"
+        if name in plugins and plugins[name].kind is not plugin.kind:
+            places = [f"{other.file}{_line_of(other.kind)}" for other in (plugins[name], plugin)]
+            duplicates[name] = f"'{name}' is defined twice, in {places[0]} and in {places[1]}: rename one"
             if plugin.file in _named_files:
-                raise InputError(twice[name])
-        found.setdefault(name, plugin)
-    _twice.update(twice)
-    return {name: plugin for name, plugin in found.items() if name not in twice}
+                raise InputError(duplicates[name])
+        plugins.setdefault(name, plugin)
+    _duplicates.update(duplicates)
+    return {name: plugin for name, plugin in plugins.items() if name not in duplicates}
 
 
 @cache
-def _everything() -> tuple[Plugin, ...]:
-    """All rules and tasks. `_broken` gets what is wrong with the others: a broken plugin must not stop the rest."""
-    found = [Plugin(task, Path(inspect.getfile(task))) for task in BUILTIN.values()]
+def _plugins() -> tuple[Plugin, ...]:
+    """Returns all rules and tasks. A broken plugin must not stop the others: its error goes to `_broken`."""
+    plugins = [Plugin(task, Path(inspect.getfile(task))) for task in BUILTIN.values()]
     for point in [*entry_points(group="deltalab.rules"), *entry_points(group="deltalab.tasks")]:
-        with _noted(f"package {point.value}"), _apart():
+        with _noting_errors(f"package {point.value}"), _import_guard():
             package = point.load()
-            found += _in_module(package)
+            plugins += _in_module(package)
             names = [
                 f"{package.__name__}.{info.name}" for info in pkgutil.iter_modules(getattr(package, "__path__", []))
             ]
             for name in names:
-                with _noted(f"module {name}"):
-                    found += _in_module(importlib.import_module(name))
+                with _noting_errors(f"module {name}"):
+                    plugins += _in_module(importlib.import_module(name))
     for path in _files():
-        with nullcontext() if path in _named_files else _noted(str(path)):
-            found += _in_module(_load(path))
-    return tuple(found)
+        with nullcontext() if path in _named_files else _noting_errors(str(path)):
+            plugins += _in_module(_load(path))
+    return tuple(plugins)
 
 
 @contextmanager
-def _noted(source: str) -> Iterator[None]:
-    """Notes in `_broken` what goes wrong. source: what it goes wrong with."""
+def _noting_errors(source: str) -> Iterator[None]:
+    """Notes an error in `_broken`, under the name of its source."""
     try:
         yield
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        said = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {_first_line(error)}"
-        _broken.append(said if said.startswith(source) else f"{source}: {said}")
+        message = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {_first_line(error)}"
+        _broken.append(message if message.startswith(source) else f"{source}: {message}")
 
 
 @contextmanager
-def _apart() -> Iterator[None]:
-    """For the import of a plugin: what it prints goes to stderr, and modules that it takes away come back."""
-    before = dict(sys.modules)
+def _import_guard() -> Iterator[None]:
+    """Guards the import of a plugin: its output goes to stderr, and modules that it removes come back."""
+    modules = dict(sys.modules)
     sys.stdout.flush()
     stdout = os.dup(1)
     try:
-        os.dup2(2, 1)  # for what prints without Python
+        os.dup2(2, 1)  # for output that Python does not see
         with redirect_stdout(sys.stderr), torch.device("cpu"):  # as in get_rule
             yield
             sys.stderr.flush()
     finally:
         os.dup2(stdout, 1)
         os.close(stdout)
-        for name, module in before.items():
+        for name, module in modules.items():
             sys.modules.setdefault(name, module)
 
 
 def _files() -> list[Path]:
-    """The files of ./plugins, and those that were named."""
+    """Returns the files of ./plugins and those of `add_plugin`."""
     return [*sorted(Path("plugins").resolve().glob("*.py")), *_named_files]
 
 
 def _in_module(module: ModuleType) -> list[Plugin]:
-    found = []
+    plugins = []
     for kind in _kinds(module):
         file = Path(inspect.getfile(kind)).resolve()
-        _read(file)
-        if wrong := _wrong(kind):
-            raise InputError(f"{file}{_line_of(kind)}: {kind.__name__}{wrong}")
+        _source_bytes(file)
+        if error := _declaration_error(kind):
+            raise InputError(f"{file}{_line_of(kind)}: {kind.__name__}{error}")
         if hasattr(kind, "name"):
             if not isinstance(kind.name, str) or not _NAME.fullmatch(kind.name):
-                at = f"{file}{_line_of(kind)}: {kind.__name__}"
-                raise InputError(f"{at}: a name has letters, digits, '_', '.' and '-', and not {kind.name!r:.100}")
-            found.append(Plugin(kind, file))
-    return found
+                place = f"{file}{_line_of(kind)}: {kind.__name__}"
+                raise InputError(f"{place}: a name has letters, digits, '_', '.' and '-', and not {kind.name!r:.100}")
+            plugins.append(Plugin(kind, file))
+    return plugins
 
 
-def _wrong(kind: type[UpdateRule] | type[Task]) -> str:
-    """What is wrong with the declaration of a rule or a task; nothing if it is right."""
+def _declaration_error(kind: type[UpdateRule] | type[Task]) -> str:
+    """Returns the error in the declaration of a rule or a task; empty if there is none."""
     if any(isinstance(field, dataclasses.Field) for field in vars(kind).values()):
         return " needs @dataclass(frozen=True, kw_only=True)"
     if issubclass(kind, Task):
-        lacks = [name for name in _OF_A_TASK if hasattr(kind, "name") and not hasattr(kind, name)]
-        return f" needs {', '.join(lacks)}" if lacks else ""
+        missing = [name for name in _OF_A_TASK if hasattr(kind, "name") and not hasattr(kind, name)]
+        return f" needs {', '.join(missing)}" if missing else ""
     for knob, options in kind.options().items():
         for option in options:
-            if not _alike(option, options[0]):
+            if not _same_type(option, options[0]):
                 hint = ": for a number, write gates.const(...)" if isinstance(options[0], Gate) else ""
                 return f".{knob}: the option {option!r} must be a {type(options[0]).__name__}, as {options[0]} is{hint}"
     return ""
 
 
 def _kinds(module: ModuleType) -> list[type[UpdateRule] | type[Task]]:
-    """The classes of rules and tasks that a module defines."""
+    """Returns the classes of rules and tasks that a module defines."""
     return [
         value
         for value in vars(module).values()
@@ -343,14 +371,14 @@ def _kinds(module: ModuleType) -> list[type[UpdateRule] | type[Task]]:
     ]
 
 
-def _alike(option: object, default: object) -> bool:
-    """Whether a knob can have both: values of one type, or numbers."""
+def _same_type(option: object, default: object) -> bool:
+    """Returns whether a knob can have both values: values of one type, or numbers."""
     numbers = (type(option), type(default)) in ((int, float), (float, int))
     return numbers or isinstance(option, type(default)) or isinstance(default, type(option))
 
 
 def _line_of(kind: type) -> str:
-    """`, line N` where a class is defined; nothing where its source is not known."""
+    """Returns `, line N` for the line where a class is defined; empty if its source is not known."""
     try:
         return f", line {inspect.getsourcelines(kind)[1]}"
     except OSError:
@@ -358,8 +386,8 @@ def _line_of(kind: type) -> str:
 
 
 @cache
-def _read(file: Path) -> bytes:
-    """The file as it was imported: an edit after the import must not change the hash of the code that runs."""
+def _source_bytes(file: Path) -> bytes:
+    """Returns a file as it was imported: an edit after the import must not change the hash of the code that runs."""
     return file.read_bytes()
 
 
@@ -379,7 +407,7 @@ def _load(path: Path) -> ModuleType:
 
     def execute() -> None:
         sys.modules[name] = module
-        with _apart():
+        with _import_guard():
             spec.loader.exec_module(module)  # type: ignore[union-attr]
 
     _require_end(path, execute)
@@ -389,71 +417,73 @@ def _load(path: Path) -> ModuleType:
         raise
     except BaseException as error:
         sys.modules.pop(name, None)
-        at, said = _line_in(path, error), error.msg if isinstance(error, SyntaxError) else _first_line(error)
-        raise InputError(f"{path}{at}: does not import: {type(error).__name__}: {said}") from error
+        line, message = _line_in(path, error), error.msg if isinstance(error, SyntaxError) else _first_line(error)
+        raise InputError(f"{path}{line}: does not import: {type(error).__name__}: {message}") from error
     sys.modules[name] = module
     return module
 
 
 TRIES = 3
-"""How often a file is imported whose process is killed, which says nothing of the file: memory may have run out."""
+"""The imports of a file in a fork before it is given up. A killed fork may be innocent: memory may have run out."""
 
 FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
+"""The signals that come from outside of a process, not from the file that it imports."""
 
 watched = False
-"""Whether somebody watches this process, and ends it where an import does not: a worker's child sets it."""
+"""Whether another process watches this one and ends it if an import does not end; a worker's child sets it."""
 
 
 def _require_end(path: Path, execute: Callable[[], None]) -> None:
-    """Raises `InputError` for a file whose import does not end, or ends the process.
+    """Raises `InputError` if the import of a file does not end, or ends the process.
 
-    A forked process imports it first, once for each version of the file. Not where there are threads, which a fork may
-    stop while they hold a lock, as in a notebook.
+    A forked process imports the file first, once for each version of the file. There is no fork if there are threads,
+    as in a notebook, because a fork may stop a thread while it holds a lock.
     """
     if watched or not hasattr(os, "fork") or threading.active_count() > 1 or "ray" in sys.modules:
         return
-    kept = _kept(path)
+    verdict_file = _verdict_file(path)
     try:
-        found = kept.read_text(encoding="utf-8")
+        problem = verdict_file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
-        ends = (_tried(execute) for _ in range(TRIES))
-        end = next((end for end in ends if end is not None), None)
-        if end is None:
+        problems = (_import_in_fork(execute) for _ in range(TRIES))
+        first = next((first for first in problems if first is not None), None)
+        if first is None:
             raise InputError(f"{path}: does not import: something kills the process that imports it") from None
-        found = end
+        problem = first
         with suppress(OSError):
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            kept.write_text(found, encoding="utf-8")
-    if found:
-        raise InputError(f"{path}: does not import: {found} (to try it again, delete {kept})")
+            verdict_file.parent.mkdir(parents=True, exist_ok=True)
+            verdict_file.write_text(problem, encoding="utf-8")
+    if problem:
+        raise InputError(f"{path}: does not import: {problem} (to try it again, delete {verdict_file})")
 
 
-def _tried(execute: Callable[[], None]) -> str | None:
-    """What is wrong with an import in a forked process: "" where it ends, with or without an exception.
+def _import_in_fork(execute: Callable[[], None]) -> str | None:
+    """Imports in a forked process, and returns the error if the import does not end there.
 
-    None where the process was killed, as from outside.
+    The error is empty if the import ends, with or without an exception. It is None if the process was killed as from
+    outside.
     """
     reader, writer = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
     child = os.fork()
     if not child:
-        said = b"ended"
+        report = b"ended"
         try:
             os.close(reader)
-            nowhere = os.open(os.devnull, os.O_RDWR)
+            null = os.open(os.devnull, os.O_RDWR)
             for stream in range(3):
-                os.dup2(nowhere, stream)
+                os.dup2(null, stream)
             execute()
         except KeyboardInterrupt:
-            said = b"KeyboardInterrupt"
+            report = b"KeyboardInterrupt"
         finally:
-            os.write(writer, said)
+            os.write(writer, report)
             os._exit(0)
     os.close(writer)
     try:
         late = not select.select([reader], [], [], IMPORT_SECONDS)[0]
-        said = b"" if late else os.read(reader, 100)
+        report = b"" if late else os.read(reader, 100)
     finally:
         os.close(reader)
         with suppress(ProcessLookupError):
@@ -461,18 +491,18 @@ def _tried(execute: Callable[[], None]) -> str | None:
         _, status = os.waitpid(child, 0)
     if late:
         return f"it takes over {IMPORT_SECONDS:g} s"
-    if said:
-        return "" if said == b"ended" else said.decode()
+    if report:
+        return "" if report == b"ended" else report.decode()
     code = os.waitstatus_to_exitcode(status)
     if -code in FROM_OUTSIDE:
         return None
     return f"it ends the process, with {f'exit code {code}' if code >= 0 else signal.Signals(-code).name}"
 
 
-def _kept(path: Path) -> Path:
-    """The file of the verdict on an import: $XDG_CACHE_HOME/deltalab/imports/KEY, in ~/.cache by default."""
-    rested_on = f"{sys.version} {path}\n".encode("utf-8", "surrogateescape") + path.read_bytes()
-    key = hashlib.sha256(rested_on).hexdigest()
+def _verdict_file(path: Path) -> Path:
+    """Returns the file of the verdict on an import: $XDG_CACHE_HOME/deltalab/imports/KEY, in ~/.cache by default."""
+    inputs = f"{sys.version} {path}\n".encode("utf-8", "surrogateescape") + path.read_bytes()
+    key = hashlib.sha256(inputs).hexdigest()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "deltalab" / "imports" / key
 
 
@@ -480,33 +510,37 @@ def _module_name(path: Path) -> str:
     return f"{_MODULE}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
 
 
-class _Unpickled(MetaPathFinder, Loader):
-    """Imports the modules of plugin files by name, as unpickling does: a known file, which may have moved since."""
+class _PluginFinder(MetaPathFinder, Loader):
+    """Imports the modules of plugin files by name, for unpickling, from a known file that may have moved since."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         return ModuleSpec(name, self) if name.startswith(_MODULE) else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         stem = spec.name.removeprefix(_MODULE).rpartition("_")[0]
-        found = [path for path in _files() if path.stem == stem]
-        exact = [path for path in found if _module_name(path) == spec.name]
-        if len(exact or found) != 1:
-            known = "which is not known here" if not found else f"which may be any of {', '.join(map(str, found))}"
+        candidates = [path for path in _files() if path.stem == stem]
+        exact = [path for path in candidates if _module_name(path) == spec.name]
+        if len(exact or candidates) != 1:
+            reason = (
+                "which is not known here"
+                if not candidates
+                else f"which may be any of {', '.join(map(str, candidates))}"
+            )
             raise ModuleNotFoundError(
-                f"needs the plugin file {stem}.py, {known}: call deltalab.registry.add_plugin(FILE) first",
+                f"needs the plugin file {stem}.py, {reason}: call deltalab.registry.add_plugin(FILE) first",
                 name=spec.name,
             )
-        return _load((exact or found)[0])
+        return _load((exact or candidates)[0])
 
     def exec_module(self, module: ModuleType) -> None:
         """Does nothing: `create_module` returns a module that has run."""
 
 
-sys.meta_path.append(_Unpickled())
+sys.meta_path.append(_PluginFinder())
 
 
 def _line_in(path: Path, error: BaseException) -> str:
-    """`, line N`: where an error came up in a file; nothing where it did not."""
+    """Returns `, line N` for the line of a file that raised an error; empty if another file did."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     if isinstance(error, SyntaxError) and error.filename == str(path):
         lines.append(error.lineno)

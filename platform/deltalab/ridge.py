@@ -1,7 +1,7 @@
 """Reading by ridge regression: a linear system for every token, solved chunk by chunk without forming its matrix.
 
-Chebyshev iteration and conjugate gradient only need products H_t x, which have the form of linear attention. Backward
-is implicit differentiation, so that no iterate has to be kept (Gated KalmaNet, arXiv:2511.21016, 4.2).
+Chebyshev iteration and conjugate gradient need only products H_t x, which have the form of linear attention. Backward
+is implicit differentiation, so that no iterate has to be kept (Gated KalmaNet, arXiv:2511.21016, section 4.2).
 """
 
 from collections.abc import Callable, Iterator
@@ -34,11 +34,25 @@ def regression(
     chunk_size: int = CHUNK,
     solver: "Solver | None" = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """o_t = scale U_t^T x_t, where (H_t + lambda_t I) x_t ~= q_t, with the states of `structure.Ridge`.
+    """Reads by ridge regression, in the dtype of the state; differentiable once.
 
-    q, k [B, T, H, K]; v [B, T, H, V]; g: log-decay, [B, T, H] or [H]; state: (H [B, H, K, K], U [B, H, K, V]).
-    solver: iterates to a solution; those of `ridge.solver` where None. The exact solver takes none.
-    Computes in the dtype of the state. Returns o [B, T, H, V] and the next state. Differentiable once.
+        o_t = scale U_t^T x_t,   (H_t + lambda_t I) x_t ~= q_t
+
+    H and U are the states of `structure.Ridge`.
+
+    Args:
+        ridge: The settings of the regression.
+        q: Queries, [B, T, H, K].
+        k: Keys, [B, T, H, K].
+        v: Values, [B, T, H, V].
+        g: The log-decay, [B, T, H] or [H].
+        scale: The factor of o.
+        state: The pair H [B, H, K, K] and U [B, H, K, V].
+        chunk_size: The tokens of a chunk.
+        solver: The iterates to a solution; None for those of `ridge.solver`. The exact solver takes none.
+
+    Returns:
+        o [B, T, H, V], and the next state.
     """
     gram, memory = state
     q, k, v, g = (x.to(memory.dtype) for x in (q, k, v, g.expand(k.shape[:3])))
@@ -57,9 +71,10 @@ def fused_regression(
     scale: float,
     state: tuple[Tensor, Tensor],
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """`regression` by Triton kernels, for a rule's `fused`: fp32 within, o in v's dtype.
+    """Computes `regression` by Triton kernels, for a rule's `fused`: in fp32, with o in v's dtype.
 
-    Raises `InputError` where `lacks_kernel` gives a reason, and where no kernel can run.
+    Raises:
+        InputError: `lacks_kernel` returns a reason, or no kernel can run.
     """
     device = v.device.type
     kernel = available(device).regression
@@ -70,15 +85,20 @@ def fused_regression(
 
 
 def lacks_kernel(ridge: Ridge, k: Tensor, v: Tensor) -> str | None:
-    """Why `fused_regression` does not take inputs like these, as a clause, or None; for a rule's `lacks_kernel`."""
+    """Returns why `fused_regression` does not take inputs like these, as a clause; None if it does.
+
+    A rule's own `lacks_kernel` returns the same.
+    """
     if ridge.solver == "exact" or ridge.backward == "autograd":
-        what = "the exact solver" if ridge.solver == "exact" else "gradients through the iterations"
-        return f"a ridge regression by {what} has no Triton kernel"
+        obstacle = "the exact solver" if ridge.solver == "exact" else "gradients through the iterations"
+        return f"a ridge regression by {obstacle} has no Triton kernel"
     if v.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"the Triton kernels take q, k and v in bf16, fp16 or fp32, not {v.dtype}"
-    most = 256 if ridge.in_one_half(v.dtype) else 128  # H must fit on the chip
-    if k.shape[-1] > most:
-        return f"the Triton kernels take q and k in {v.dtype}, with this ridge, with K up to {most}, not {k.shape[-1]}"
+    widest = 256 if ridge.in_one_half(v.dtype) else 128  # H must fit on the chip
+    if k.shape[-1] > widest:
+        return (
+            f"the Triton kernels take q and k in {v.dtype}, with this ridge, with K up to {widest}, not {k.shape[-1]}"
+        )
     return None
 
 
@@ -92,11 +112,22 @@ def solve(
     chunk_size: int = CHUNK,
     solver: "Solver | None" = None,
 ) -> tuple[Tensor, Tensor]:
-    """x [B, T, H, K] with (H_t + lambda_t I) x_t ~= q_t, and the last H.
+    """Solves (H_t + lambda_t I) x_t ~= q_t for every token, in the dtype of the inputs.
 
-    q, k [B, T, H, K]; g [B, T, H]; gram: H before the first token [B, H, K, K]; solver: as in `regression`. Computes in
-    the dtype of its inputs. x_t is 0 where H_t is empty, or so faded that the square of its norm loses precision: there
-    is nothing to read, and lambda_t would be 0.
+    x_t is 0 if H_t is empty, or so faded that the square of its norm loses precision. Then there is nothing to read,
+    and lambda_t would be 0.
+
+    Args:
+        ridge: The settings of the regression.
+        q: Queries, [B, T, H, K].
+        k: Keys, [B, T, H, K].
+        g: The log-decay, [B, T, H].
+        gram: H before the first token, [B, H, K, K].
+        chunk_size: The tokens of a chunk.
+        solver: As in `regression`.
+
+    Returns:
+        x [B, T, H, K], and H after the last token.
     """
     iterates = solver or SOLVERS.get(ridge.solver)
     batch, length = q.shape[:2]
@@ -111,8 +142,9 @@ def solve(
             frozen = System.of(ridge, grams)
             x = frozen.solve(rhs, iterates)
         if torch.is_grad_enabled():
-            # Implicit differentiation is d((H + lambda I) x) = dq at a fixed x. The product with x goes to the right-
-            # hand side with value zero; from it autograd finds dH, and dlambda through the norm (Lemma 1).
+            # Implicit differentiation is d((H + lambda I) x) = dq at a fixed x. So the product with x stands on the
+            # right-hand side, with the value zero. From this product autograd finds dH, and dlambda through the norm
+            # (Lemma 1).
             product = System.of(ridge, grams).times(x)
             x = _Implicit.apply(  # type: ignore[no-untyped-call]
                 rhs - (product - product.detach()), x, ridge, iterates, *frozen.tensors()
@@ -122,11 +154,16 @@ def solve(
 
 @dataclass(frozen=True)
 class Grams:
-    """H_t = exp(g_t) H_{t-1} + k_t k_t^T at every token of N chunks of C tokens, as factors.
+    """The matrices H_t at every token of N chunks of C tokens, as factors.
 
-    start: H before each chunk [N, B H, K, K]. k: [N, B H, C, K].
-    within: the decay from token j to token i of a chunk, lower triangular [N, B H, C, C]; the paper's M transposed.
-    since: the decay from before the chunk to each of its tokens [N, B H, C, 1]; the paper's zeta.
+        H_t = exp(g_t) H_{t-1} + k_t k_t^T
+
+    Attributes:
+        start: H before each chunk, [N, B H, K, K].
+        k: Keys, [N, B H, C, K].
+        within: The decay from token j to token i of a chunk, lower triangular, [N, B H, C, C]; the transpose of M in
+            the paper.
+        since: The decay from before the chunk to each of its tokens, [N, B H, C, 1]; zeta in the paper.
     """
 
     start: Tensor
@@ -136,7 +173,14 @@ class Grams:
 
     @classmethod
     def of(cls, k: Tensor, g: Tensor, gram: Tensor, chunk_size: int) -> "tuple[Grams, Tensor]":
-        """The factors for k [B, T, H, K], g [B, T, H] and H before the first token, and H after the last."""
+        """Returns the factors, and H after the last token.
+
+        Args:
+            k: Keys, [B, T, H, K].
+            g: The log-decay, [B, T, H].
+            gram: H before the first token, [B, H, K, K].
+            chunk_size: The tokens of a chunk.
+        """
         k, g = into_chunks(k, chunk_size), into_chunks(g, chunk_size)
         within = decays(g)
         since = within[..., :1] * g[..., :1, None].exp()
@@ -148,11 +192,11 @@ class Grams:
         return cls(torch.stack(starts), k, within, since), start.view_as(gram)
 
     def times(self, x: Tensor) -> Tensor:
-        """H_t x_t, for x [N, B H, C, K]."""
+        """Returns H_t x_t for x [N, B H, C, K]."""
         return self.since * (x @ self.start.transpose(-1, -2)) + (x @ self.k.transpose(-1, -2) * self.within) @ self.k
 
     def squares(self) -> Tensor:
-        """||H_t||_F ** 2, [N, B H, C, 1], as three sums of squares, in which nothing cancels (Eq. 5)."""
+        """Returns ||H_t||_F ** 2, [N, B H, C, 1], as three sums of squares, in which nothing cancels (Eq. 5)."""
         before = self.start.square().sum((-1, -2), keepdim=True)
         across = ((self.k @ self.start) * self.k).sum(-1, keepdim=True)
         overlaps = (self.k @ self.k.transpose(-1, -2)).square()
@@ -160,7 +204,7 @@ class Grams:
         return self.since.square() * before + 2 * self.since * (self.within @ across) + new
 
     def formed(self) -> Tensor:
-        """Every H_t as a matrix, [N, B H, C, K, K]."""
+        """Returns every H_t as a matrix, [N, B H, C, K, K]."""
         new = torch.einsum("...ij,...jk,...jl->...ikl", self.within, self.k, self.k)
         return self.since[..., None] * self.start.unsqueeze(-3) + new
 
@@ -169,8 +213,12 @@ class Grams:
 class System:
     """The matrices H_t + lambda_t I of all tokens.
 
-    low, high: bounds of their eigenvalues, [N, B H, C, 1] each; low is lambda_t.
-    live: whether H_t is more than empty, [N, B H, C, 1].
+    Attributes:
+        ridge: The settings of the regression.
+        grams: The matrices H_t.
+        low: The lower bound of the eigenvalues, which is lambda_t, [N, B H, C, 1].
+        high: The upper bound of the eigenvalues, [N, B H, C, 1].
+        live: Whether H_t is more than empty, [N, B H, C, 1].
     """
 
     ridge: Ridge
@@ -181,22 +229,25 @@ class System:
 
     @classmethod
     def of(cls, ridge: Ridge, grams: Grams) -> "System":
+        """Makes the system of matrices H_t."""
         return cls(ridge, grams, *_bounds(ridge, grams.squares()))
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Its tensors."""
+        """Returns the tensors of the system."""
         grams = self.grams
         return grams.start, grams.k, grams.within, grams.since, self.low, self.high, self.live
 
     def times(self, x: Tensor) -> Tensor:
+        """Returns (H_t + lambda_t I) x_t for x [N, B H, C, K]."""
         return self.grams.times(x) + self.low * x
 
     def solve(self, rhs: Tensor, iterates: "Solver") -> Tensor:
+        """Returns the last of `ridge.iterations` iterates for the right-hand side [N, B H, C, K]."""
         return _nth(iterates(self, rhs * self.live), self.ridge.iterations)
 
 
 def _bounds(ridge: Ridge, squares: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """lambda, ||H||_F + lambda, and whether H is more than empty, from ||H||_F ** 2."""
+    """Returns lambda, ||H||_F + lambda, and whether H is more than empty, from ||H||_F ** 2."""
     finfo = torch.finfo(squares.dtype)
     full = squares > finfo.tiny / finfo.eps
     norm = torch.where(full, squares.where(full, squares.new_ones(())).sqrt(), 0.0)
@@ -208,7 +259,7 @@ def _bounds(ridge: Ridge, squares: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _exact(ridge: Ridge, grams: Grams, rhs: Tensor) -> Tensor:
-    """The oracle: it forms and factorizes every H_t, takes its norm directly, and leaves gradients to autograd."""
+    """Forms and factorizes every H_t, takes its norm directly, and leaves gradients to autograd; the oracle."""
     formed = grams.formed()
     low, _, live = _bounds(ridge, formed.square().sum((-1, -2)).unsqueeze(-1))
     eye = torch.eye(formed.shape[-1], dtype=formed.dtype, device=formed.device)
@@ -217,10 +268,11 @@ def _exact(ridge: Ridge, grams: Grams, rhs: Tensor) -> Tensor:
 
 
 class _Implicit(torch.autograd.Function):
-    """Returns x. Its backward is that of A^{-1} rhs, for the symmetric A of a `System`: d rhs = A^{-1} dx (Table 1)."""
+    """Returns x, with the backward of A^{-1} rhs for the symmetric A of a `System`: d rhs = A^{-1} dx (Table 1)."""
 
     generate_vmap_rule = True
-    approximate = True  # `rule check` does not hold it to finite differences: it is the gradient of the exact solution
+    # `rule check` does not compare this gradient, which is that of the exact solution, with finite differences.
+    approximate = True
 
     @staticmethod
     def forward(rhs: Tensor, x: Tensor, ridge: Ridge, iterates: "Solver", *system: Tensor) -> Tensor:
@@ -240,9 +292,15 @@ class _Implicit(torch.autograd.Function):
 
 
 def chebyshev(times: Product, q: Tensor, low: Tensor, high: Tensor) -> Iterator[Tensor]:
-    """Iterates xi_1, xi_2, ... to A xi = q (Algorithm 1), for eigenvalues of A within [low, high].
+    """Yields iterates xi_1, xi_2, ... to A xi = q for a symmetric A, by Chebyshev iteration (Algorithm 1).
 
-    times: x to A x, with A symmetric. xi_r is a polynomial of degree r in A, times q, and so linear in q.
+    xi_r is a polynomial of degree r in A, times q, and so linear in q.
+
+    Args:
+        times: The function from x to A x.
+        q: The right-hand side, [..., K].
+        low: The lower bound of the eigenvalues of A, [..., 1].
+        high: The upper bound of the eigenvalues of A, [..., 1].
     """
     rho_squared = ((high - low) / (high + low)).square()
     step = 2 / (high + low)
@@ -255,37 +313,41 @@ def chebyshev(times: Product, q: Tensor, low: Tensor, high: Tensor) -> Iterator[
 
 
 def conjugate_gradient(times: Product, q: Tensor) -> Iterator[Tensor]:
-    """Iterates x_1, x_2, ... to A x = q, for A symmetric and positive definite.
+    """Yields iterates x_1, x_2, ... to A x = q for a symmetric and positive definite A, by conjugate gradient.
 
-    Vectors are divided by the largest element of q, or squares of small gradients would vanish in fp32. An x whose
-    residual is as small as rounding stays as it is, since another step would divide 0 by 0.
+    Vectors are divided by the largest element of q, because squares of small gradients would vanish in fp32. An x whose
+    residual is as small as rounding stays as it is, because another step would divide 0 by 0.
+
+    Args:
+        times: The function from x to A x.
+        q: The right-hand side, [..., K].
     """
     finfo = torch.finfo(q.dtype)
     size = q.detach().abs().amax(-1, keepdim=True).clamp_min(finfo.tiny)
     r = q / size
     x, p = torch.zeros_like(q), r
     squared = _dot(r, r)
-    enough = finfo.eps**2 * squared.detach()
-    one = squared.new_ones(())
+    threshold = finfo.eps**2 * squared.detach()
+    unit = squared.new_ones(())
     while True:
         product = times(p)
         curvature = _dot(p, product)
-        going = (squared > enough) & (curvature > 0)
-        alpha = torch.where(going, squared / curvature.where(going, one), 0.0)
+        going = (squared > threshold) & (curvature > 0)
+        alpha = torch.where(going, squared / curvature.where(going, unit), 0.0)
         x, r = x + alpha * p, r - alpha * product
         before, squared = squared, _dot(r, r)
-        p = r + squared / before.where(going, one) * p
+        p = r + squared / before.where(going, unit) * p
         yield size * x
 
 
 Solver = Callable[[System, Tensor], Iterator[Tensor]]
-"""Iterates x_1, x_2, ... to the solution of a system for a right-hand side."""
+"""Yields iterates x_1, x_2, ... to the solution of a system for a right-hand side."""
 
 SOLVERS: dict[str, Solver] = {
     "chebyshev": lambda system, q: chebyshev(system.times, q, system.low, system.high),
     "cg": lambda system, q: conjugate_gradient(system.times, q),
 }
-"""The iterates of each `Ridge.solver` but `exact`, from the first on."""
+"""The solver of each iterative `Ridge.solver`, which is each but `exact`."""
 
 
 def _dot(x: Tensor, y: Tensor) -> Tensor:

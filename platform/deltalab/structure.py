@@ -1,4 +1,4 @@
-"""The structures of a state update, as data that the reference, the kernels and the checks read."""
+"""The structure of a state update, as data that the reference, the kernels and the checks read."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,24 +14,29 @@ TRANSITION_OPTIONS = {
     "reads": ("state", "decayed_state"),
     "output": ("after", "before"),
 }
-"""What each field of a `Transition` may be."""
+"""The values that each field of a `Transition` takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transition:
-    """The transition of one head's state `S [K, V]`.
+    """The transition of one head's state S [K, V].
 
         S_t = D_t S_{t-1} + a_t (b_t^T X_{t-1}) + k_t u_t^T
 
-    decay: `none` is D = I, `scalar` is D = exp(g_t), `diagonal` is D = diag(exp(g_t)), with g_t <= 0.
-    low_rank: `none` is a = 0; `tied` erases along the direction it writes, a_t = -e_t k_t and b_t = k_t, with
-        strength e_t; `free` has a_t and b_t of its own.
-    reads: the state that the low rank sees, `state` is X = S_{t-1}, `decayed_state` is X = D_t S_{t-1}.
-        With a scalar decay and a tied low rank, papers call these SPLR and IPLR; published code disagrees on which.
-    output: what o_t reads: `after` is S_t, `before` is S_{t-1} (RWKV-6), for one step per token.
-    steps: updates per token; the output reads the state after the last of them.
+    Attributes:
+        name: The name by which YAML chooses the transition.
+        decay: D_t. `none` is D_t = I, `scalar` is D_t = exp(g_t), `diagonal` is D_t = diag(exp(g_t)), with g_t <= 0.
+        low_rank: a_t and b_t. `none` is a_t = 0. `tied` erases along the key that the step writes, with strength e_t:
+            a_t = -e_t k_t and b_t = k_t. `free` takes a_t and b_t from the rule.
+        reads: X_{t-1}, the state that the low rank reads. `state` is S_{t-1}, `decayed_state` is D_t S_{t-1}.
+            For a scalar decay and a tied low rank, papers call the two SPLR and IPLR. Published code disagrees on
+            which is which.
+        steps: The updates per token. The output reads the state after the last of them.
+        output: The state that o_t reads. `after` is S_t. `before` is S_{t-1}, as in RWKV-6, and takes one step per
+            token.
 
-    Raises `InputError` for a value that a field does not take.
+    Raises:
+        InputError: A field has a value that it does not take.
     """
 
     name: str
@@ -56,37 +61,52 @@ class Transition:
 
 @dataclass(frozen=True, kw_only=True)
 class ResidualState:
-    """A second state R [K, V] that fits the error of the first one's prediction (RLA and RDN).
+    """A second state R [K, V] that fits the error of the first state's prediction, as in RLA and RDN.
 
-    The output reads S_{t-1} and R_t. R_t is written with the pseudo-residual of the error v_t - S_{t-1}^T k_t: the
-    error itself for `l2`, clipped to [-clip, clip] for `huber`, its tanh for `log_cosh`.
+    The output reads S_{t-1} and R_t. R_t is written with the pseudo-residual of the error v_t - S_{t-1}^T k_t.
+
+    Attributes:
+        loss: The loss whose negative gradient is the pseudo-residual: the error itself for `l2`, the error clipped to
+            [-clip, clip] for `huber`, and the tanh of the error for `log_cosh`.
+        clip: The bound of `huber`.
     """
 
     loss: Literal["l2", "huber", "log_cosh"] = "huber"
     clip: float = 1.0
 
     def pseudo_residual(self, error: Tensor) -> Tensor:
-        """The negative gradient of the loss, elementwise."""
+        """Returns the negative gradient of the loss, elementwise."""
         if self.loss == "l2":
             return error
         return error.tanh() if self.loss == "log_cosh" else error.clamp(-self.clip, self.clip)
 
 
 WELL_CONDITIONED = 0.01
-"""The least strength, relative to ||H||, at which the precision of one bf16 number suffices."""
+"""The least `Ridge.strength`, relative to ||H||, at which the precision of one bf16 number suffices."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ridge:
-    """How Gated KalmaNet reads its state: by ridge regression (arXiv:2511.21016).
+    """A read of the state by ridge regression, as in Gated KalmaNet.
 
         H_t = exp(g_t) H_{t-1} + k_t k_t^T,   U_t = exp(g_t) U_{t-1} + k_t v_t^T
         o_t = scale U_t^T x_t,   (H_t + lambda_t I) x_t = q_t
 
-    adaptive: lambda_t = strength ||H_t||_F; otherwise lambda_t = strength.
-    strength: if adaptive, the condition number is at most (strength + 1) / strength.
-    solver: `chebyshev` and `cg` (conjugate gradient) take `iterations` steps, `exact` forms and factorizes each H_t.
-    backward: `implicit` differentiates the equation, `autograd` the iterations, which keeps every iterate.
+    Attributes:
+        solver: The solver of the system. `chebyshev` and `cg` (conjugate gradient) take `iterations` steps. `exact`
+            forms and factorizes each H_t.
+        iterations: The steps of an iterative solver.
+        strength: The number that gives lambda_t. If `adaptive`, the condition number is at most
+            (strength + 1) / strength.
+        adaptive: Whether lambda_t = strength ||H_t||_F. Otherwise lambda_t = strength.
+        backward: The way to the gradients. `implicit` differentiates the equation. `autograd` differentiates the
+            iterations and keeps every iterate.
+
+    Raises:
+        InputError: `iterations` is below 1, or `strength` is not positive.
+
+    References:
+        Gated KalmaNet, arXiv:2511.21016.
     """
 
     solver: Literal["chebyshev", "cg", "exact"] = "chebyshev"
@@ -102,9 +122,12 @@ class Ridge:
             )
 
     def in_one_half(self, dtype: torch.dtype) -> bool:
-        """Whether the kernels store states as one 16-bit value (True), or as a sum of two (False).
+        """Returns whether the kernels store states as one 16-bit value (True), or as a sum of two (False).
 
-        With bf16 inputs and a system that is conditioned well enough, the error stays below the 5e-3 that is allowed.
+        With bf16 inputs and a well-conditioned system, one value keeps the error below the 5e-3 that is allowed.
+
+        Args:
+            dtype: The dtype of q, k and v.
         """
         return dtype == torch.bfloat16 and self.adaptive and self.strength >= WELL_CONDITIONED
 

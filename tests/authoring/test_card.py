@@ -46,6 +46,7 @@ class MultiplyAdds(TorchDispatchMode):
         return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", VARIANTS, ids=lambda rule: f"{rule.name}-{get_rule(rule.name).turned(rule)}")
 def test_sizes_and_costs_are_those_of_the_tensors(rule):
     found = card(rule)

@@ -31,6 +31,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     found.close()
 
 
+@pytest.mark.slow
 def test_hostile_files_are_planned_or_refused_in_one_line(watched: Watched) -> None:
     wrong = []
     for number in range(FILES):
@@ -130,6 +131,7 @@ LARGE = [
 ]
 
 
+@pytest.mark.slow(keep="heads")
 @pytest.mark.parametrize(("given", "says"), LARGE, ids=[given for given, _ in LARGE])
 def test_a_model_beyond_the_limits_is_refused(watched: Watched, given: str, says: str) -> None:
     key = given.partition(":")[0]
@@ -156,6 +158,7 @@ REST = [
 ]
 
 
+@pytest.mark.slow(keep="seeds: 1000000000")
 @pytest.mark.parametrize(("was", "now", "says"), REST, ids=[now for _, now, _ in REST])
 def test_a_study_beyond_the_limits_is_refused_and_a_large_one_is_planned(
     watched: Watched, was: str, now: str, says: str | None
@@ -278,6 +281,7 @@ def test_an_entry_point_to_a_missing_module_is_named(monkeypatch: pytest.MonkeyP
         assert any("no_such_module_at_all" in line for line in registry.left_out())
 
 
+@pytest.mark.slow(keep="--storage")
 @pytest.mark.parametrize(
     "words",
     [

@@ -22,9 +22,8 @@ from torch import Tensor
 
 import deltalab
 from deltalab import gates, registry
-from deltalab.authoring import form_checks, number_checks
-from deltalab.authoring import rule_checks as conformance
-from deltalab.authoring.rule_checks import CHECKS, CheckResult, check_rule
+from deltalab.authoring.rule_checks import form_checks, number_checks, rule_suite
+from deltalab.authoring.rule_checks.rule_suite import CHECKS, CheckResult, check_rule
 from deltalab.ops import reference
 from deltalab.ops.convolution import features
 from deltalab.rule import Operands, State, UpdateRule, knob
@@ -106,7 +105,7 @@ def failures(results: list[CheckResult]) -> dict[str, CheckResult]:
 def of_check(name: str, rule: UpdateRule) -> CheckResult | None:
     """The result of one check alone."""
     [check] = [check for check in CHECKS if check.name == name]
-    return conformance._run(rule, False, check)
+    return rule_suite._run(rule, False, check)
 
 
 def worst(check: str, rule: UpdateRule) -> float:
@@ -130,9 +129,10 @@ def test_planted_bug_is_caught_by_its_check(name: str) -> None:
     assert message in result.message
 
 
+@pytest.mark.slow(keep="signs")
 @pytest.mark.parametrize("file", UNUSUAL, ids=lambda file: file.stem)
 def test_a_right_but_unusual_rule_passes_all_checks(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conformance, "MOST_SECONDS", 3)
+    monkeypatch.setattr(rule_suite, "MOST_SECONDS", 3)
     assert [result.message for result in check_rule(planted(file)) if not result.passed] == []
 
 
@@ -318,7 +318,7 @@ def test_operands_that_are_not_finite_fail_with_their_cause(field: str, value: f
             return replace(x, **{field: value * getattr(x, field)})
 
     [backends] = [check for check in CHECKS if check.name == "backends"]
-    found = conformance._run(NotFinite(), False, backends)
+    found = rule_suite._run(NotFinite(), False, backends)
     assert found is not None
     assert (found.passed, found.figure) == (False, None)
     assert "likely cause: the rule or task computes values that are not finite" in found.message

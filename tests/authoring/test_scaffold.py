@@ -12,11 +12,11 @@ import torch
 from tests.support.folders import DOCS
 
 from deltalab import check_rule, check_task, list_rules, registry
-from deltalab.authoring.check import Measured
-from deltalab.authoring.form_checks import kernel
+from deltalab.authoring.check import Measurement
+from deltalab.authoring.files.scaffold import new_rule, new_study, new_task
+from deltalab.authoring.files.study_folder import shipped_studies, study_file
 from deltalab.authoring.inputs import draw, normal
-from deltalab.authoring.scaffold import new_rule, new_study, new_task
-from deltalab.authoring.shipped import shipped_studies, study_file
+from deltalab.authoring.rule_checks.form_checks import kernel
 from deltalab.errors import InputError
 from deltalab.ops.scan import scan
 from deltalab.study.planning.make import make_plan
@@ -49,7 +49,7 @@ def test_a_rule_passes_every_check_as_it_stands(here):
 @pytest.mark.slow
 def test_a_rule_with_its_own_kernel_works_as_it_stands(here, monkeypatch):
     """A check turns further knobs for 3 s: in the interpreter, one setting takes as long."""
-    monkeypatch.setattr("deltalab.authoring.rule_checks.MOST_SECONDS", 3)
+    monkeypatch.setattr("deltalab.authoring.rule_checks.rule_suite.MOST_SECONDS", 3)
     new_rule("own", kernel=True)
     registry.refresh()
     rule = registry.get_rule("own")
@@ -119,7 +119,7 @@ def test_bugs_in_a_kernel_are_caught(here, right, wrong, said):
         text = text.replace(at, at.replace("bound))", "bound))).to(v.dtype.element_ty).to(tl.float32)"), 1)
     file.write_text(text)
     (plugin,) = registry.add_plugin(file)
-    found = [measured for measured in kernel(plugin.kind()) if isinstance(measured, Measured)]
+    found = [measured for measured in kernel(plugin.kind()) if isinstance(measured, Measurement)]
     wrong_ones = [m.what for m in found if m.figure > (1e-2 if m.limit is None else m.limit)]
     assert wrong_ones
     assert any(said in what for what in wrong_ones)
@@ -154,7 +154,7 @@ def test_a_study_can_be_planned_as_it_stands(here):
     assert file == here.relative_to(here) / "studies/my_first_study.yaml"
     assert "NAME" not in file.read_text()
     for profile in (None, "longer"):
-        plan = make_plan(load_study(file, profile=profile), profile=profile, where=str(file))
+        plan = make_plan(load_study(file, profile=profile), profile=profile, study_file=str(file))
         assert plan.spec.name == "my_first_study"
         assert plan.names == ["base", "without_g", "linear_attention", "one_head"]
 

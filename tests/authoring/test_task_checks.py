@@ -15,11 +15,11 @@ import torch
 from tests.support import folders
 
 from deltalab import check_task, registry
-from deltalab.authoring import task_checks
 from deltalab.authoring.check import CheckResult
-from deltalab.authoring.scaffold import new_task
-from deltalab.authoring.task_checks import CHECKS
-from deltalab.cli.app import app
+from deltalab.authoring.files.scaffold import new_task
+from deltalab.authoring.task_checks import task_suite
+from deltalab.authoring.task_checks.task_suite import CHECKS
+from deltalab.cli.app import main
 from deltalab.study.planning.make import make_plan
 from deltalab.study.specs.study_file import load_study
 from deltalab.study.workers.jobs import Job
@@ -97,7 +97,7 @@ IN_ANOTHER_PROCESS = "hashes_text"
 def one_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Spares other tests the seconds in which another process imports torch."""
     if "process" not in request.node.name:
-        monkeypatch.setattr(task_checks, "CHECKS", tuple(check for check in CHECKS if check.name != "processes"))
+        monkeypatch.setattr(task_suite, "CHECKS", tuple(check for check in CHECKS if check.name != "processes"))
 
 
 def planted(name: str) -> Task:
@@ -115,6 +115,7 @@ def test_every_planted_file_is_expected_to_be_caught() -> None:
     assert {file.stem for file in PLANTED.glob("*.py")} == {*CAUGHT, IN_ANOTHER_PROCESS}
 
 
+@pytest.mark.slow(keep="chance_of_a_word")
 @pytest.mark.parametrize("name", CAUGHT)
 def test_planted_bug_is_caught_by_its_check_and_by_no_other(name: str) -> None:
     names, message = CAUGHT[name]
@@ -135,11 +136,13 @@ def test_a_batch_that_another_process_draws_differently_is_caught() -> None:
     assert "`draw` uses `hash` of a text or the order of a set" in failed["processes"].message
 
 
+@pytest.mark.slow
 def test_another_process_draws_the_same_batches_of_a_builtin_task() -> None:
     parity = registry.get_task("parity")
     assert "processes" in {result.name for result in check_task(parity) if result.passed}
 
 
+@pytest.mark.slow(keep="mqar")
 @pytest.mark.parametrize("name", BUILTIN)
 def test_builtin_tasks_pass(name: str) -> None:
     assert [
@@ -206,7 +209,7 @@ def platform(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         monkeypatch.setattr(sys, "argv", ["platform", *map(str, words)])
         registry.refresh()
         with pytest.raises(SystemExit) as ended:
-            app.main()
+            main()
         return (int(ended.value.code or 0), *capsys.readouterr())
 
     return run

@@ -10,8 +10,8 @@ import pytest
 
 from deltalab import list_rules, registry
 from deltalab.authoring import verdict
-from deltalab.authoring.scaffold import new_rule
-from deltalab.cli.app import app
+from deltalab.authoring.files.scaffold import new_rule
+from deltalab.cli.app import main
 
 STUDY = """
 name: small
@@ -49,7 +49,7 @@ def platform(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     def run(*words: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["platform", *map(str, words)])
         with registry.isolated(), pytest.raises(SystemExit) as ended:
-            app.main()
+            main()
         return (int(ended.value.code or 0), *capsys.readouterr())
 
     return run

@@ -24,7 +24,7 @@ from deltalab.bench import peers
 from deltalab.bench.flops import CHUNK, attention_flops, flops
 from deltalab.bench.measure import Bench
 from deltalab.bench.results import Figures, Results, Shape
-from deltalab.cli.app import app
+from deltalab.cli.app import main
 from deltalab.errors import InputError
 from deltalab.ops.reference import recurrent
 from deltalab.rule import Operands, UpdateRule
@@ -287,7 +287,7 @@ def platform(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     def run(*words: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["platform", "rule", "bench", *words])
         with pytest.raises(SystemExit) as ended:
-            app.main()
+            main()
         return int(ended.value.code or 0), *capsys.readouterr()
 
     return run

@@ -34,6 +34,7 @@ def measured(out: Path, *given: str) -> tuple[list[dict[str, Any]], str]:
     return json.loads(file.read_text())["rows"] if file.exists() else [], done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_rows_of_several_shapes_are_added_to_those_before(tmp_path: Path) -> None:
     rows, _ = measured(tmp_path, "--model", "ours:comba", "--shape", "2x32", "--shape", "1x64")
     assert [row["shape"] for row in rows] == ["2x32", "1x64"]
@@ -50,6 +51,7 @@ def test_rows_of_several_shapes_are_added_to_those_before(tmp_path: Path) -> Non
     assert "aten::mm" in said
 
 
+@pytest.mark.slow
 def test_an_export_trains_where_deltalab_cannot_be_imported(tmp_path: Path) -> None:
     model = build_model({"rule": "comba", **TOY, "tie_embeddings": False})
     export_hf(model.spec, model.state_dict(), tmp_path / "export", provenance={})

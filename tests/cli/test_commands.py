@@ -19,7 +19,7 @@ import torch
 
 import deltalab
 from deltalab import registry
-from deltalab.cli.app import app
+from deltalab.cli.app import main
 from deltalab.store import Store
 
 STUDY = """
@@ -66,7 +66,7 @@ def platform(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     def run(*words: object) -> Said:
         monkeypatch.setattr(sys, "argv", ["platform", *map(str, words)])
         with pytest.raises(SystemExit) as ended:
-            app.main()
+            main()
         return Said(int(ended.value.code or 0), *capsys.readouterr())
 
     return run
@@ -166,6 +166,7 @@ def test_plan_runs_nothing(platform: Platform, here: Path) -> None:
     assert contents(here) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sd", [(), ("--sd", "0.1")])
 def test_a_plan_refuses_a_study_to_begin_with_that_is_not_there(
     platform: Platform, done: Path, sd: tuple[str, ...]

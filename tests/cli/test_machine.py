@@ -48,11 +48,11 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
 def test_a_gpu_beside_a_torch_for_cpus_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
-    monkeypatch.setattr(machine, "_printed", lambda *_: "NVIDIA H100, 580.1")
+    monkeypatch.setattr(machine, "_output", lambda *_: "NVIDIA H100, 580.1")
     found = machine._gpu()
     assert found.state == "broken"
     assert machine.CUDA_WHEELS in found.mend
-    monkeypatch.setattr(machine, "_printed", lambda *_: None)
+    monkeypatch.setattr(machine, "_output", lambda *_: None)
     assert machine._gpu().state == "absent"
 
 

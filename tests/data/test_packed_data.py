@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 
 from deltalab.cli.app import main
 from deltalab.data import pack as packing
+from deltalab.data.key_set import KeySet
 from deltalab.data.pack import LOCK, META, STATE, pack
-from deltalab.data.seen import Seen
 from deltalab.data.sources import BLOCK, Reading, find
 from deltalab.data.token_shards import SPLITS, Packed, _scrambled
 from deltalab.data.vocabulary import train_tokenizer
@@ -30,7 +30,7 @@ from deltalab.errors import InputError
 from deltalab.models.spec import ModelSpec
 from deltalab.registry import get_task
 from deltalab.tasks.corpus import RARE
-from deltalab.tasks.text import Text, opened
+from deltalab.tasks.text import Text, open_corpus
 from deltalab.training.spec import TrainSpec
 from deltalab.training.train import train
 
@@ -138,11 +138,11 @@ def test_splits_share_no_document_and_keep_their_shares(story: Path, tmp_path: P
 
 
 def test_a_set_of_documents_knows_the_first_of_each() -> None:
-    random, seen, known = np.random.default_rng(1), Seen(), set[int]()
+    random, key_set, known = np.random.default_rng(1), KeySet(), set[int]()
     for _ in range(50):
         keys = random.integers(0, 500, random.integers(0, 40)).astype(np.uint64)
-        fresh = seen.new(keys)
-        for key, first in zip(keys.tolist(), fresh, strict=True):
+        is_new = key_set.add(keys)
+        for key, first in zip(keys.tolist(), is_new, strict=True):
             assert first == (key not in known)
             known.add(key)
 
@@ -186,7 +186,7 @@ def test_special_tokens_in_a_text_end_no_document(story: Path, tmp_path: Path) -
 
 SLOWLY = """
 import os, signal, sys
-from deltalab.data import pack as packing, shards
+from deltalab.data import pack as packing, shard_writer
 left = int(sys.argv[1])
 def dying(function):
     def wrapped(*args):
@@ -196,7 +196,7 @@ def dying(function):
             os.kill(os.getpid(), signal.SIGKILL)
         return function(*args)
     return wrapped
-shards._to_disk = dying(shards._to_disk)
+shard_writer._to_disk = dying(shard_writer._to_disk)
 from pathlib import Path
 packing.pack([sys.argv[2]], Path(sys.argv[3]), shard_tokens=20000)
 """
@@ -479,7 +479,7 @@ def test_text_packed_as_bytes_is_text_for_both_tasks(story: Path, packed_bpe: Pa
     with pytest.raises(InputError, match="task 'niah': parameter 'corpus' must be bytes, or packed as bytes, not '"):
         get_task("niah", variant=2, length=60, corpus=str(packed_bpe))
     os.truncate(tmp_path / "bytes" / "train-00000.bin", 10)
-    opened.cache_clear()
+    open_corpus.cache_clear()
     with pytest.raises(InputError, match=r"task 'text': parameter 'corpus': .*train-00000.bin: has 10 bytes"):
         get_task("text", corpus=str(tmp_path / "bytes"), length=32)
 

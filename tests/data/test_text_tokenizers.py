@@ -67,6 +67,7 @@ def test_a_description_tells_equal_tokenizers_from_others(tmp_path):
     assert of_bytes["sha256"] != ours["sha256"]
 
 
+@pytest.mark.slow
 def test_a_tokenizer_that_cannot_be_had_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "notes.txt").write_text("no JSON")

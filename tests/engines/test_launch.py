@@ -25,12 +25,12 @@ from deltalab.engines import checkpoints, launch
 from deltalab.engines.deltalab_train.batches import IGNORE, Batches, Rows, held_out
 from deltalab.engines.torchtitan import files
 from deltalab.errors import InputError
-from deltalab.export.recipe import of_paper
+from deltalab.export.recipe import paper_recipe
 from deltalab.export.source import Source
 from deltalab.export.write import export
 from deltalab.models.model import Model, build_model, parameter_groups
 from deltalab.models.spec import ModelSpec
-from deltalab.training import recipe as recipes
+from deltalab.training.recipe_keys import micro_batch, with_defaults
 
 STUDY = {
     "name": "s",
@@ -43,7 +43,7 @@ STUDY = {
     "arms": {"wide": {"model": {"conv": 2}}},
     "seeds": 1,
 }
-RECIPE = recipes.complete({"steps": 4, "batch": {"sequences": 8, "length": 16}, "validation": {"sequences": 5}})
+RECIPE = with_defaults({"steps": 4, "batch": {"sequences": 8, "length": 16}, "validation": {"sequences": 5}})
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (lab / "text.txt").write_text(words)
     platform(lab, "data", "pack", "text.txt", "--out", "packed", "--separator", "\n\n", "--split", SPLIT)
     spec = ModelSpec.of({"rule": "comba", "vocab_size": 256, "d_model": 16, "heads": 2, "layers": 1, "base_width": 4})
-    source = Source(spec, None, of_paper(spec), {"study": "s", "arm": "a"}, {}, "bytes")
+    source = Source(spec, None, paper_recipe(spec), {"study": "s", "arm": "a"}, {}, "bytes")
     given = ["recipe.steps=4", "recipe.batch.sequences=8", "recipe.optimizer.lr=0.02"]
     export(source, lab / "model", to="torchtitan", given=given)
     export(source, lab / "plain", given=["recipe.steps=4", "recipe.batch.sequences=8"])
@@ -160,11 +160,11 @@ def test_validation_counts_each_row_once_on_any_number_of_processes(lab: Path, w
 
 
 def test_a_process_takes_at_once_what_fits_and_divides_its_share() -> None:
-    given = recipes.complete({"batch": {"sequences": 96, "length": 2048}})
-    assert recipes.micro(given, 1) == 16, "32768 tokens"
-    assert recipes.micro(given, 8) == 12
+    given = with_defaults({"batch": {"sequences": 96, "length": 2048}})
+    assert micro_batch(given, 1) == 16, "32768 tokens"
+    assert micro_batch(given, 8) == 12
     with pytest.raises(ValueError, match="multiple of the 7 processes"):
-        recipes.micro(given, 7)
+        micro_batch(given, 7)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -279,7 +279,7 @@ def test_a_full_disk_is_one_line_and_the_last_good_checkpoint_stays(lab: Path, t
     with pytest.raises(InputError, match=r"the disk is full, .*step-2 is whole") as refused:
         launch.start(ready, say=lambda line: None)
     assert "\n" not in str(refused.value)
-    assert checkpoints.complete(tmp_path / "run") == [good]
+    assert checkpoints.complete_checkpoints(tmp_path / "run") == [good]
     assert not torn.exists()
 
 
@@ -298,7 +298,7 @@ def test_a_recipe_written_for_a_run_is_the_one_that_was_asked_for(lab: Path, tmp
     ready = prepared(lab, run=tmp_path / "run", steps=7, given=["batch.length=16", "optimizer.eps=1e-8"])
     ready.command = [sys.executable, "-c", ""]
     launch.start(ready, say=lambda line: None)
-    written = recipes.complete(yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text()))
+    written = with_defaults(yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text()))
     assert written == ready.recipe
     assert written["steps"] == 7
     assert written["optimizer"]["eps"] == 1e-8
@@ -343,6 +343,7 @@ def test_a_run_that_has_all_its_steps_does_not_start_the_engine(lab: Path, tmp_p
     assert said == ["from step-4"]
 
 
+@pytest.mark.slow
 def test_the_ledger_has_a_run_from_its_start_and_also_after_an_interruption(lab: Path, tmp_path: Path) -> None:
     recorded = []
 
@@ -493,7 +494,8 @@ def kill_after(lab: Path, steps: int, run: str, command: list[str]) -> int:
         [sys.executable, "-m", "deltalab", *command], cwd=lab, env=_environment(lab), stdout=subprocess.DEVNULL
     )
     until = time.monotonic() + 300
-    while not (found := checkpoints.complete(lab / run)) or (_step(found[0]) + steps, "train") not in losses(lab / run):
+    complete = checkpoints.complete_checkpoints
+    while not (found := complete(lab / run)) or (_step(found[0]) + steps, "train") not in losses(lab / run):
         assert started.poll() is None, (lab / run / "log.txt").read_text()[-3000:]
         assert time.monotonic() < until
         time.sleep(0.02)
@@ -503,7 +505,7 @@ def kill_after(lab: Path, steps: int, run: str, command: list[str]) -> int:
             process.send_signal(signal.SIGKILL)
     psutil.wait_procs(family)
     started.wait()
-    return _step(checkpoints.complete(lab / run)[-1])
+    return _step(checkpoints.complete_checkpoints(lab / run)[-1])
 
 
 def _step(checkpoint: Path) -> int:
@@ -567,7 +569,7 @@ def test_the_trainer_of_transformers_goes_on_where_it_was_killed(lab: Path) -> N
         assert after[step, "train"] == pytest.approx(before[step, "train"], rel=1e-4)
     for step, loss in as_a_study_trains(lab, "trainer", shifted=True).items():
         assert after[step, "train"] == pytest.approx(loss, rel=1e-4), "base_width scales the rates as in the study"
-    weights = checkpoints.read_checkpoint(checkpoints.complete(lab / "trainer")[-1])
+    weights = checkpoints.read_checkpoint(checkpoints.complete_checkpoints(lab / "trainer")[-1])
     assert weights["embed.weight"].shape == (256, 16)
 
 

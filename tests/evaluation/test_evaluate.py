@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from deltalab.cli.app import app
+from deltalab.cli.app import main
 from deltalab.data.pack import pack
 from deltalab.data.sources import Reading
 from deltalab.data.token_shards import Packed
 from deltalab.errors import InputError
 from deltalab.evaluation import evaluate as evaluating
 from deltalab.evaluation.evaluate import evaluate
-from deltalab.evaluation.folder import opened
+from deltalab.evaluation.model_folder import open_folder
 from deltalab.evaluation.needle_questions import questions
-from deltalab.export.recipe import of_paper
+from deltalab.export.recipe import paper_recipe
 from deltalab.export.source import Source, model_fields
 from deltalab.export.write import export
 from deltalab.models.model import build_model
@@ -39,7 +39,7 @@ MODEL = ModelSpec.of(
 def exported(folder: Path, model: ModelSpec = MODEL, tokenizer: str | None = "bytes", **recipe: Any) -> Path:
     """An export with random weights, trained on rows of `LENGTH` as its recipe says."""
     trained = build_model(model, seed=1)
-    about = {**of_paper(model), "batch": {"sequences": 2, "length": LENGTH}, **recipe}
+    about = {**paper_recipe(model), "batch": {"sequences": 2, "length": LENGTH}, **recipe}
     provenance = {"study": "s", "arm": "base", "training": "r1", "checkpoint": "step-30"}
     export(Source(model, trained.state_dict, about, provenance, {}, tokenizer), folder)
     return folder
@@ -65,7 +65,7 @@ def by_name(results: list[evaluating.Result]) -> dict[str, float]:
 
 
 def test_the_loss_is_that_of_the_model_by_length_and_place(folder: Path, data: Path) -> None:
-    with opened(folder) as found:
+    with open_folder(folder) as found:
         results = evaluate(found, ["loss"], data=Packed(data), limit=6)
         split = Packed(data).split("validation")
         model = found.model
@@ -131,7 +131,7 @@ class Knowing:
 def test_a_needle_counts_as_found_where_every_token_is_right(
     folder: Path, wrong: bool, exact: float, accuracy: float
 ) -> None:
-    with opened(folder) as found:
+    with open_folder(folder) as found:
         vars(found)["model"] = Knowing(wrong)
         values = by_name(evaluate(found, ["needle"], length=256, limit=5))
     assert values == {
@@ -151,7 +151,7 @@ def test_a_folder_of_a_proxy_task_has_the_tasks_metrics(tmp_path: Path) -> None:
         "seed": 0,
     }
     folder = exported(tmp_path / "model", model, tokenizer=None, trial=trial)
-    with opened(folder) as found:
+    with open_folder(folder) as found:
         tasks, left_out = evaluating.askable(found, None)
         assert tasks == ["proxy"]
         assert left_out == {
@@ -193,7 +193,7 @@ def test_the_harness_scores_a_local_task(folder: Path, tmp_path: Path, monkeypat
     (tmp_path / "tasks").mkdir()
     file = tmp_path / "tasks" / "sums.yaml"
     file.write_text(TASK.replace("DATA", str(tmp_path / "rows.jsonl")))
-    with opened(folder) as found:
+    with open_folder(folder) as found:
         [result] = evaluate(found, [str(file)], limit=6)
         again = evaluate(found, ["sums"], limit=6, include=tmp_path / "tasks")
         tokenizer, model = found.tokenizer, found.model
@@ -218,7 +218,7 @@ def platform(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., i
     def run(*arguments: object) -> int:
         monkeypatch.setattr("sys.argv", ["platform", *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
-            app.main()
+            main()
         return int(ended.value.code or 0)
 
     return run
@@ -290,7 +290,10 @@ def test_a_run_is_measured_by_its_newest_whole_checkpoint(
     rows = json.loads((run / "evaluations.json").read_text())["evaluations"]
     assert {row["step"] for row in rows} == {12}
     assert {"loss@72", "loss@288"} <= {row["metric"] for row in rows}, "the length is the run's, not the export's"
-    with opened(run) as found, pytest.raises(InputError, match=f"task 'proxy': {run}: the model does not come from"):
+    with (
+        open_folder(run) as found,
+        pytest.raises(InputError, match=f"task 'proxy': {run}: the model does not come from"),
+    ):
         evaluate(found, ["proxy"])
     Store.open("lab.db").close()
     assert platform("export", run, "hf") == 0  # which names its run, and the data of the training
@@ -317,7 +320,7 @@ def test_what_cannot_be_evaluated_is_one_line(
         assert saying in error, error
 
     bare = exported(tmp_path / "bare", tokenizer=None)
-    source = Source(MODEL, None, of_paper(MODEL), {}, {}, "bytes")
+    source = Source(MODEL, None, paper_recipe(MODEL), {}, {}, "bytes")
     export(source, tmp_path / "untrained")
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", saying="neither a folder of `platform export` nor a run of `platform train`")
@@ -344,5 +347,5 @@ def test_what_cannot_be_evaluated_is_one_line(
     refused(folder, "--tasks", "loss,neddle", saying="unknown task 'neddle'; did you mean 'needle'?")
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     refused(folder, "--tasks", "arc_easy", saying="need lm-evaluation-harness: pip install 'deltalab[eval]'")
-    with pytest.raises(InputError), opened(tmp_path / "nowhere"):
+    with pytest.raises(InputError), open_folder(tmp_path / "nowhere"):
         pass

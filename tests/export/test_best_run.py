@@ -16,7 +16,7 @@ from deltalab.export.best_run import best_run
 from deltalab.export.write import export
 from deltalab.store import RuleRecord, RunRecord, Store, TrialRecord
 from deltalab.study.reports.report import report
-from deltalab.study.running.run import run_study
+from deltalab.study.running.run import run_study_file
 from deltalab.training.train import TrainSpec
 
 STUDY: dict[str, Any] = {
@@ -49,7 +49,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with registry.isolated():
         for name in ("mine", "other"):
             registry.add_plugin(rule(folder / f"{name}.py", name))
-        run_study(file, db=folder / "s.db", executor="inline", unchecked=True)
+        run_study_file(file, db=folder / "s.db", executor="inline", unchecked=True)
     return folder
 
 
@@ -82,9 +82,9 @@ def test_the_best_arm_is_that_of_the_report(study: Store) -> None:
     found = best_run(study, 1, arm=None, best=True, task=None)
     assert found.source.provenance["arm"] == best.arm
     if best.is_base:
-        assert "no arm has a better accuracy" in found.said
+        assert "no arm has a better accuracy" in found.summary
     else:
-        assert f"over the base: {best.verdict})" in found.said
+        assert f"over the base: {best.verdict})" in found.summary
 
 
 def test_a_better_arm_is_named_with_its_difference_and_verdict(lab: Path, tmp_path: Path) -> None:
@@ -95,8 +95,8 @@ def test_a_better_arm_is_named_with_its_difference_and_verdict(lab: Path, tmp_pa
         better(store, "wide", "b" * 64, values={}, accuracy=0.9)
         found = best_run(store, 1, arm=None, best=True, task=None)
     assert found.source.provenance["arm"] == "wide"
-    assert "arm wide (accuracy 0.900 [0.900, 0.900], +0." in found.said
-    assert "over the base: undecidable: needs 6 seeds)" in found.said
+    assert "arm wide (accuracy 0.900 [0.900, 0.900], +0." in found.summary
+    assert "over the base: undecidable: needs 6 seeds)" in found.summary
 
 
 def better(store: Store, arm: str, key: str, *, values: dict[str, Any], accuracy: float, later: float = 1e9) -> None:

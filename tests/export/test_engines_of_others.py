@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from deltalab.export.folders import from_folder
-from deltalab.export.recipe import of_trial
+from deltalab.export.recipe import make_recipe
 from deltalab.export.source import Source
 from deltalab.export.write import export
 from deltalab.models.model import build_model
@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An exported model over bytes, with its tokenizer."""
     model = ModelSpec.of({"rule": "comba", "vocab_size": 256, "d_model": 32, "layers": 2, "heads": 2, "chunk_size": 16})
     train = TrainSpec(steps=20, batch_size=2, lr=1e-2, evaluations=1)
-    recipe = of_trial(train, length=32, seed=0, key="abc")
+    recipe = make_recipe(train, length=32, seed=0, origin="trial abc")
     source = Source(model, build_model(model, seed=0).state_dict, recipe, {}, {}, "bytes")
     directory = tmp_path_factory.mktemp("exported") / "model"
     export(source, directory)

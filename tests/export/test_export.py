@@ -108,6 +108,7 @@ def pair(request, tmp_path_factory):
     return ours, DeltaLabForCausalLM.from_pretrained(folder)
 
 
+@pytest.mark.slow
 def test_logits_loss_and_gradients_are_ours(pair):
     ours, theirs = pair
     inputs = tokens(3, 21)
@@ -184,6 +185,7 @@ def test_a_kept_state_goes_on(pair):
         cache.crop(1)
 
 
+@pytest.mark.slow
 def test_padding_changes_nothing_for_the_text(pair):
     _, theirs = pair
     lengths = [9, 4, 1]
@@ -270,6 +272,7 @@ for name, model in loaded.items():
 """
 
 
+@pytest.mark.slow
 def test_all_of_it_loads_in_one_process_that_has_no_deltalab(tmp_path):
     expected = {}
     for name, spec in MODELS.items():
@@ -301,6 +304,7 @@ def test_all_of_it_loads_in_one_process_that_has_no_deltalab(tmp_path):
         assert result["bfloat16"] == "torch.bfloat16"
 
 
+@pytest.mark.slow(keep="comba")
 @pytest.mark.parametrize("rule", sorted(set(registry.list_rules())))
 def test_every_shipped_rule_can_leave(rule, tmp_path):
     """Its file imports nothing that an exported model lacks."""

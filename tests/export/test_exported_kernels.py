@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from deltalab import registry
-from deltalab.authoring.scaffold import new_rule
+from deltalab.authoring.files.scaffold import new_rule
 from deltalab.export import export_hf
 from deltalab.models.model import build_model
 
@@ -63,6 +63,7 @@ def tokens() -> torch.Tensor:
     return torch.randint(23, (1, 19), generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.slow
 def test_the_kernels_of_several_folders_run_in_one_process_without_deltalab(tmp_path: Path) -> None:
     with registry.isolated():
         registry.add_plugin(new_rule("saturates", tmp_path, kernel=True))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deltalab.errors import InputError
-from deltalab.export.fla import FORMS, SHARED, from_fla, to_fla, why_not
+from deltalab.export.fla.conversion import FORMS, SHARED, from_fla, to_fla, why_not
 from deltalab.models.model import Model, build_model
 from deltalab.models.spec import ModelSpec
 from deltalab.registry import list_rules

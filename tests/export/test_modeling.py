@@ -223,6 +223,7 @@ def test_parameters_that_a_checkpoint_lacks_are_drawn_once(monkeypatch: pytest.M
         assert torch.equal(value, right[name] if name in lacks else torch.full_like(value, 7.0)), name
 
 
+@pytest.mark.slow
 def test_a_compiled_model_gives_the_same() -> None:
     model = made(rule="deltanet", layers=1)
     compiled = torch.compile(model, backend="aot_eager")
@@ -235,6 +236,7 @@ def test_a_compiled_model_gives_the_same() -> None:
     close(*(torch.autograd.grad(one(row, labels=row).loss, model.model.embed.weight)[0] for one in (compiled, model)))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_trainer_trains_and_counts_tokens(tmp_path: Any) -> None:
     """Steps of two small batches are those of one large one, with checkpointing and padding."""
@@ -263,6 +265,7 @@ def test_the_trainer_trains_and_counts_tokens(tmp_path: Any) -> None:
 # --- generating -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [{"do_sample": True}, {"do_sample": True, "num_beams": 2}, {"do_sample": True, "num_return_sequences": 3},

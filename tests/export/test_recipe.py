@@ -10,8 +10,8 @@ import yaml
 from deltalab.data.pack import pack
 from deltalab.data.sources import Reading
 from deltalab.errors import InputError
-from deltalab.export.recipe import of_paper, of_trial
-from deltalab.export.scales import SCALES, at_scale, deepened, parameters
+from deltalab.export.recipe import make_recipe, paper_recipe
+from deltalab.export.scales import SCALES, at_scale, deepened, parameter_count
 from deltalab.export.source import Source
 from deltalab.export.write import export
 from deltalab.models.model import build_model
@@ -29,7 +29,7 @@ def spec(**given: object) -> ModelSpec:
 def source(model: ModelSpec | None = None, *, trained: bool = True) -> Source:
     model = model or spec()
     weights = build_model(model, seed=1).state_dict
-    recipe = {**of_trial(TRAIN, length=24, seed=3, key="abc"), "trial": {"seed": 3}}
+    recipe = {**make_recipe(TRAIN, length=24, seed=3, origin="trial abc"), "trial": {"seed": 3}}
     return Source(
         model, weights if trained else None, recipe, {"study": "s", "arm": "base"}, {"validation accuracy": 0.994}, None
     )
@@ -55,7 +55,7 @@ def recipe_of(folder: Path) -> dict:
 )
 def test_a_scale_has_the_parameters_of_its_name(scale, model):
     found, _ = at_scale(spec(**model), scale, None, {})
-    assert abs(parameters(found) / SCALES[scale].parameters - 1) <= 0.03
+    assert abs(parameter_count(found) / SCALES[scale].parameters - 1) <= 0.03
     assert (found.d_model, found.vocab_size) == (SCALES[scale].d_model, 32_000)
     assert found.d_model // found.heads == 128
 
@@ -95,7 +95,7 @@ def test_the_vocabulary_follows_the_tokenizer_padded_to_64():
 def test_what_the_user_sets_stays_and_a_size_that_misses_the_name_is_refused():
     found, _ = at_scale(spec(), "340M", None, {"d_model": 768, "heads": 6})
     assert (found.d_model, found.heads) == (768, 6)
-    assert abs(parameters(found) / 3.4e8 - 1) <= 0.03
+    assert abs(parameter_count(found) / 3.4e8 - 1) <= 0.03
     with pytest.raises(
         InputError, match=r"--scale 340M: the nearest model has [\d,]+ parameters, -[\d.]+%, and a scale"
     ):
@@ -141,6 +141,7 @@ def test_the_recipe_says_what_each_number_comes_from(tmp_path):
     assert scaled["trial"] == {"seed": 3}
 
 
+@pytest.mark.slow
 def test_a_batch_that_is_set_does_not_come_from_the_trial(tmp_path):
     export(source(), tmp_path / "both", given=["recipe.batch.sequences=4", "recipe.batch.length=12"])
     origin = recipe_of(tmp_path / "both")["origin"]
@@ -151,6 +152,7 @@ def test_a_batch_that_is_set_does_not_come_from_the_trial(tmp_path):
     assert (origin["batch"], origin["batch.length"]) == ({"from": "trial abc"}, {"from": "--set"})
 
 
+@pytest.mark.slow
 def test_the_rate_of_a_model_with_a_base_width_is_meant_for_that_width(tmp_path):
     """It stays at every width, and `origin` says what the matrices get; without one it falls with the width."""
     transferred = source(spec(base_width=16))
@@ -174,6 +176,7 @@ def test_fla_cannot_train_by_a_base_width(tmp_path):
     assert not (tmp_path / "fla").exists()
 
 
+@pytest.mark.slow
 def test_a_folder_exports_again_from_its_own_size(tmp_path):
     from deltalab.export.folders import from_folder
 
@@ -291,7 +294,7 @@ def test_a_run_gives_the_recipe_that_it_trained_by(tmp_path):
 
 
 def test_a_model_without_a_trial_gets_the_papers_recipe():
-    recipe = of_paper(spec(d_model=512, vocab_size=32_000, heads=4, layers=8))
+    recipe = paper_recipe(spec(d_model=512, vocab_size=32_000, heads=4, layers=8))
     assert recipe["optimizer"]["lr"] == 3e-4
     assert recipe["origin"]["lr"]["from"].startswith("Comba")
     assert recipe["steps"] == round(15e9 / 2**19)

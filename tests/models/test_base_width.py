@@ -58,6 +58,7 @@ def sizes(spec: ModelSpec, steps: int = 3) -> dict[str, float]:
     return {**rms, **moved}
 
 
+@pytest.mark.slow(keep="comba")
 @pytest.mark.parametrize("rule", list_rules())
 def test_activations_keep_their_size_in_wide_models(rule: str) -> None:
     """A coordinate check (Yang et al. 2022, arXiv:2203.03466) over 32 times the width."""

@@ -70,6 +70,7 @@ def tokens(length: int, batch: int = 2) -> torch.Tensor:
     return torch.randint(16, (batch, length), generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.slow(keep="comba")
 @pytest.mark.parametrize("given", MODELS.values(), ids=MODELS)
 def test_prefill_and_decoding_equal_the_whole_sequence(given: dict[str, object]) -> None:
     model = built(**given)
@@ -85,6 +86,7 @@ def test_prefill_and_decoding_equal_the_whole_sequence(given: dict[str, object])
             torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow(keep="comba")
 @pytest.mark.parametrize("given", MODELS.values(), ids=MODELS)
 def test_no_position_sees_a_later_token(given: dict[str, object]) -> None:
     model = built(**given)
@@ -115,6 +117,7 @@ def test_state_size_is_that_of_the_tensors_held(given: dict[str, object]) -> Non
     assert model.state_size(11) == elements(cache)
 
 
+@pytest.mark.slow
 def test_only_full_attention_remembers_more_the_longer_it_reads() -> None:
     sizes = {name: [built(**given).state_size(n) for n in (8, 16)] for name, given in MODELS.items()}
     assert {name for name, (short, long) in sizes.items() if short != long} == {

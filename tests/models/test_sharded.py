@@ -118,6 +118,7 @@ def free_port() -> str:
         return str(one.getsockname()[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("engine", "script"), [("torchtitan", TORCHTITAN), ("accelerate", ACCELERATE)])
 def test_gates_learn_in_fp32_beside_matrices_in_bf16(engine: str, script: str, tmp_path: Path) -> None:
     if find_spec(engine) is None:

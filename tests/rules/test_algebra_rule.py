@@ -18,17 +18,17 @@ from typer.testing import CliRunner
 
 import deltalab
 from deltalab import InputError, registry
+from deltalab.authoring.files.rule_file import write_rule
 from deltalab.authoring.inputs import Inputs, draw, parts
-from deltalab.authoring.rule_checks import check_rule
-from deltalab.authoring.written import write_rule
+from deltalab.authoring.rule_checks.rule_suite import check_rule
 from deltalab.cli.app import app
 from deltalab.export.modules import modules
 from deltalab.models.layer import RuleLayer, initialize
 from deltalab.models.spec import ModelSpec
 from deltalab.rule import UpdateRule
 from deltalab.store import Store
-from deltalab.study.reports.rule_from_search import found
-from deltalab.study.running.run import run_study
+from deltalab.study.reports.rule_from_search import found_rule
+from deltalab.study.running.run import run_study_file
 from deltalab.study.specs.search_space import combinations
 from deltalab.study.specs.study_file import load_study
 from deltalab_rules.algebra import OUTSIDE, POINTS
@@ -160,6 +160,7 @@ class TestOthers:
             x = x.span(4, state=deltalab.scan(rule, first.q, first.k, first.v, first.gates)[1])
             near(evaluated(rule, x, "chunked"), evaluated(rule, x, "recurrent"))
 
+    @pytest.mark.slow(keep="bonus")
     @pytest.mark.parametrize("knobs", NEW, ids=str)
     def test_passes_the_quick_checks(self, knobs: Mapping[str, Any]) -> None:
         found = check_rule(deltalab.get_rule("algebra", **knobs), quick=True)
@@ -368,12 +369,13 @@ class TestFromSearch:
         ):
             file = folder / f"{name}.yaml"
             file.write_text(yaml.safe_dump({key: value for key, value in spec.items() if value is not None}))
-            run_study(file, db=folder / "lab.db", executor="inline", unchecked=True)
+            run_study_file(file, db=folder / "lab.db", executor="inline", unchecked=True)
         return folder / "lab.db"
 
     def command(self, db: Path, *given: str) -> Any:
         return CliRunner().invoke(app, ["rule", "from-search", *given, "--db", str(db)])
 
+    @pytest.mark.slow
     def test_writes_a_rule_that_is_found_and_equal(self, db: Path, tmp_path: Path) -> None:
         file = tmp_path / "winner.py"
         ended = self.command(db, "tiny_algebra", "--arm", "found_1", "--name", "winner", "--out", str(file))
@@ -383,7 +385,7 @@ class TestFromSearch:
         assert "Found by the search of study tiny_algebra" in text
         assert "{" not in text.split('"""')[1], "a commit is a word"
         with Store.open(db) as store:
-            rule, _ = found(store, store.study("tiny_algebra").id, "found_1")
+            rule, _ = found_rule(store, store.study("tiny_algebra").id, "found_1")
         (kind,) = registry._kinds(registry._load(file))
         x = draw(rule, batch=2, length=9, heads=2, key_dim=4, value_dim=3)
         near(evaluated(kind(), x, "chunked"), evaluated(rule, x, "chunked"))  # type: ignore[call-arg, arg-type]

@@ -164,6 +164,7 @@ def test_a_written_state_is_where_its_own_gradient_is_taken(knobs: dict[str, Any
         before = after
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("p", [1.0, 1.5, 3.0])
 def test_a_written_state_has_the_gradient_of_the_exact_solution(p: float) -> None:
     rule = deltalab.get_rule("miras", reads="written_state", p=p, smooth=1e-2)

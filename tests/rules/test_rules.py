@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 import deltalab
-from deltalab.authoring import rule_checks
 from deltalab.authoring.inputs import Inputs, draw, parts
-from deltalab.authoring.rule_checks import check_rule
-from deltalab.authoring.rule_runs import combinations
+from deltalab.authoring.rule_checks import rule_suite
+from deltalab.authoring.rule_checks.rule_runs import combinations
+from deltalab.authoring.rule_checks.rule_suite import check_rule
 from deltalab.rule import Option, UpdateRule
 
 EXACT = 1e-9
@@ -74,6 +74,7 @@ def assert_forms_agree(rule: UpdateRule, length: int, chunk_size: int, past: int
 class TestContract:
     """The law that every rule obeys."""
 
+    @pytest.mark.slow(keep="comba")
     @pytest.mark.parametrize("name", RULES)
     def test_conforms(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """Each option passes each check, but all combinations of options pass `knobs together` alone.
@@ -82,10 +83,10 @@ class TestContract:
         """
         checks = [
             dataclasses.replace(check, settings=each_option) if check.settings is combinations else check
-            for check in rule_checks.CHECKS
+            for check in rule_suite.CHECKS
         ]
-        monkeypatch.setattr(rule_checks, "CHECKS", checks)
-        monkeypatch.setattr(rule_checks, "MOST_SECONDS", 5)
+        monkeypatch.setattr(rule_suite, "CHECKS", checks)
+        monkeypatch.setattr(rule_suite, "MOST_SECONDS", 5)
         quick = (
             name == "algebra"
         )  # its 402 combinations take minutes; test_algebra.py has its points and some of the rest
@@ -93,6 +94,7 @@ class TestContract:
             result.message for result in check_rule(deltalab.get_rule(name), quick=quick) if not result.passed
         ] == []
 
+    @pytest.mark.slow(keep="comba")
     @pytest.mark.parametrize("rule", VARIANTS, ids=label)
     def test_forms_agree_at_any_shape(self, rule: UpdateRule) -> None:
         """Each setting has shapes of its own. Those of one token and of whole chunks are in the check `backends`."""

@@ -90,7 +90,7 @@ def test_signs_of_several_steps_per_token(steps: int) -> None:
 def test_a_rewritten_recurrence_has_neither_signs_nor_an_early_read() -> None:
     transition = transitions()[3]
     low = lowered(transition, operands(transition))
-    assert (low.x.sign, low.x.bonus, low.transition.output) == (None, None, "after")
+    assert (low.operands.sign, low.operands.bonus, low.transition.output) == (None, None, "after")
 
 
 @pytest.mark.parametrize("transition", [t for t in transitions() if t.output == "before"][:4:3], ids=str)

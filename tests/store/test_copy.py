@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from sqlalchemy import select, text
 
-from deltalab.cli.app import app
+from deltalab.cli.app import main
 from deltalab.errors import InputError
 from deltalab.store import ArmRecord, ArtifactRecord, RuleRecord, RunRecord, Store, TrialRecord, copy, trainings
 from deltalab.store.models import Base
@@ -176,7 +176,7 @@ def test_vacuum_deletes_what_nothing_refers_to(full: Path, empty: str) -> None:
 def platform(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
     monkeypatch.setattr(sys, "argv", ["platform", *map(str, words)])
     with pytest.raises(SystemExit) as ended:
-        app.main()
+        main()
     return int(ended.value.code or 0)
 
 

@@ -30,6 +30,7 @@ def identities() -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 def test_trials_of_the_shipped_studies_keep_their_keys() -> None:
     assert identities() == json.loads((RELEASED / "identities.json").read_text())
 
@@ -86,7 +87,7 @@ def test_a_study_without_tuning_takes_a_released_ledgers_trials_on(
         file = tmp_path / f"{task}.yaml"
         file.write_text(yaml.safe_dump({**given, "task": {task: given["task"][task]}}))
         monkeypatch.setattr(Worker, "execute", refuse)
-        result = run.run_study(file, db=ledger, executor="inline")
+        result = run.run_study_file(file, db=ledger, executor="inline")
         assert (result.trials, result.known, result.failed) == (4, 4, 0)
 
 

@@ -379,6 +379,7 @@ def test_a_migration_cut_short_by_hand_is_one_line(url: str, store: Store, chang
 REVISIONS = database.revisions()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("old", REVISIONS[:-1])
 def test_every_released_schema_is_migrated_with_its_rows(url: str, old: str) -> None:
     """The released ledger in the tables of an earlier revision comes out with the same rows, and with our tables."""
@@ -591,7 +592,7 @@ def test_a_store_shows_no_password_and_stays_in_its_process(store: Store) -> Non
     assert "s3cret" not in repr(Store(create_engine(url)))
     url = database.address("postgresql://me:s3cret@h/db")
     hidden = r"^postgresql://me:\*\*\*@h/db: bad conninfo \*\*\*$"
-    with pytest.raises(InputError, match=hidden), database.told(url):
+    with pytest.raises(InputError, match=hidden), database.input_errors(url):
         raise OperationalError("", {}, Exception("bad conninfo\ns3cret"))
     with pytest.raises(TypeError, match="stays in the driver"):
         pickle.dumps(store)

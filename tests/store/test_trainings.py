@@ -14,7 +14,7 @@ from sqlalchemy import text
 from streamlit.testing.v1 import AppTest
 
 import deltalab_dashboard
-from deltalab.cli.app import app
+from deltalab.cli.app import main
 from deltalab.errors import InputError
 from deltalab.store import ArmRecord, RuleRecord, Store, TrialRecord, database
 from deltalab.store.trainings import add_evaluations, curves, measured, record, trainings
@@ -188,7 +188,7 @@ def test_runs_of_another_machine_are_imported_by_a_command(
     def platform(*arguments: object) -> int:
         monkeypatch.setattr("sys.argv", ["platform", *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
-            app.main()
+            main()
         return int(ended.value.code or 0)
 
     folders = [run_folder(tmp_path / name, name) for name in ("a", "b")]
@@ -203,7 +203,7 @@ def test_runs_of_another_machine_are_imported_by_a_command(
 def shown(**query: str) -> AppTest:
     app = AppTest.from_file(APP, default_timeout=60)
     app.query_params.update(query)
-    app.switch_page("training.py").run()
+    app.switch_page("views/trainings.py").run()
     assert not app.exception
     return app
 

@@ -164,6 +164,7 @@ COUNTED: dict[str, tuple[str, dict[str, Any], Plain]] = {
 }
 
 
+@pytest.mark.slow(keep="recall")
 @pytest.mark.parametrize("split", ["train", "validation", "test"])
 @pytest.mark.parametrize(("name", "parameters", "plain"), COUNTED.values(), ids=COUNTED)
 def test_sequences_are_as_frequent_as_a_plain_samplers(
@@ -208,6 +209,7 @@ def fuzzy_facts(example: Example, vocab_size: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", ["train", "test"])
 @pytest.mark.parametrize(("length", "vocab_size"), [(18, 7), (40, 8)])
 def test_fuzzy_recall_is_as_a_plain_sampler_says(length: int, vocab_size: int, split: str) -> None:
@@ -227,6 +229,7 @@ def test_fuzzy_recall_is_as_a_plain_sampler_says(length: int, vocab_size: int, s
     assert_same_law(*scored)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "used", "noise"), [("in_context", 64, (0, 0.0)), ("noisy", 16, (16, 0.2))])
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_recall_of_the_papers_size(name: str, used: int, noise: tuple[int, float], split: str) -> None:

@@ -80,6 +80,7 @@ def test_the_shortest_that_are_shared_out_are_each_in_one_split(base: int, of_ea
         assert stats.chisquare(list(rows[split].values())).pvalue > RARE_EVENT
 
 
+@pytest.mark.slow
 def test_a_sequence_is_of_one_split_however_much_room_is_beside_it() -> None:
     narrow, wide = ({split: set(shared(2, 10, width, split)) for split in SPLITS} for width in (10, 33))
     assert narrow == wide
@@ -128,6 +129,7 @@ def test_parity_lengths_and_bits_are_uniform(label: str | None, split: str, low:
     assert stats.chisquare(np.bincount(pair, minlength=4)).pvalue > RARE_EVENT
 
 
+@pytest.mark.slow
 def test_parity_of_few_bits_is_for_training_alone_and_of_more_in_one_split() -> None:
     task = Parity(length_range=(3, 14), test_range=(12, 14))
     seen: dict[str, set[tuple[int, ...]]] = {split: set() for split in SPLITS}
@@ -195,6 +197,7 @@ def plain_bracketed(length: int, rng: np.random.Generator) -> str:
     return f"({a}{'+-*'[rng.integers(3)]}{b})"
 
 
+@pytest.mark.slow(keep="[2]")
 @pytest.mark.parametrize("length", [*range(1, 13), 17])
 def test_bracketed_expressions_follow_the_law_of_a_plain_sampler(length: int) -> None:
     task = ModArithmetic(brackets=True, length_range=(length + 2, max(length + 2, 21)), test_range=(21, 22))
@@ -248,6 +251,7 @@ def test_flat_expressions_have_uniform_digits_and_operators() -> None:
     assert stats.chisquare([*joint.values()]).pvalue > RARE_EVENT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("brackets", "low", "high"), [(False, 9, 11), (True, 21, 22)])
 def test_an_expression_is_of_one_split_by_its_digits(brackets: bool, low: int, high: int) -> None:
     task = ModArithmetic(brackets=brackets, length_range=(3, high), test_range=(low, high))
@@ -373,6 +377,7 @@ def test_accuracy_is_scaled_so_that_guessing_is_0_and_right_is_1(task: Task) -> 
     assert value(task, "scaled_accuracy", batch, guess) == pytest.approx(0, abs=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", [case for case in TASKS if "arith" in case.id or "parity" in case.id])
 def test_chance_is_that_of_the_most_frequent_answer(task: Task) -> None:
     """Products make 0 frequent in bracketed expressions; elsewhere answers are equally frequent."""
@@ -457,6 +462,7 @@ def test_refuses(name: str, parameters: dict[str, Any], message: str) -> None:
 # --- what they are for --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_parity_needs_negative_eigenvalues() -> None:
     """The delta rule in one layer and 200 steps: at up to four times the trained length, or not at all."""
     task = Parity(length_range=(3, 12), test_range=(12, 48))

@@ -19,11 +19,11 @@ from torch import Tensor
 from deltalab.errors import InputError
 from deltalab.tasks import BUILTIN, IGNORE, MQAR, NIAH, SPLITS, Batch, Random, Task, Text
 from deltalab.tasks import corpus as corpus_module
-from deltalab.tasks.corpus import Corpus, load, located
+from deltalab.tasks.corpus import Corpus, corpus_path, load
 from deltalab.tasks.digits import Digits
 from deltalab.tasks.kjv_jargon import FINGERPRINT, FOLDER, cut
 from deltalab.tasks.mod_arithmetic import ModArithmetic
-from deltalab.tasks.text import opened
+from deltalab.tasks.text import open_corpus
 from deltalab.tasks.word_problem import WordProblem
 
 RARE_EVENT = 1e-4  # every draw here is fixed, so a test below this p-value fails always or never
@@ -300,6 +300,7 @@ def test_mqar_tokens_are_uniform_and_unrelated() -> None:
     assert stats.chi2_contingency(joint).pvalue > RARE_EVENT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fill", [False, True])
 def test_mqar_mixture_is_of_its_parts_by_weight_each_with_its_own_law(fill: bool) -> None:
     parts = ((16, 2, 3), (12, 3, 2), (20, 1, 1))  # told apart by their pairs
@@ -545,7 +546,7 @@ def mapped(data: np.ndarray) -> bool:
 def test_text_joins_a_folder_once_for_all_processes(folder: Path, joined: Path) -> None:
     first = Text(length=8, corpus=str(folder)).batch("test", 4, 0, 0)
     before = {path: path.stat().st_mtime_ns for path in joined.rglob("*")}
-    opened.cache_clear()  # as in another process
+    open_corpus.cache_clear()  # as in another process
     assert same(Text(length=8, corpus=str(folder)).batch("test", 4, 0, 0), first)
     assert {path: path.stat().st_mtime_ns for path in joined.rglob("*")} == before
 
@@ -575,11 +576,11 @@ def test_rare_bigrams_are_counted_across_blocks(monkeypatch: pytest.MonkeyPatch)
 def test_text_fingerprint_is_that_of_the_bytes(folder: Path) -> None:
     before = Text(length=8, corpus=str(folder)).fingerprint()
     (folder / ".hidden").write_bytes(b"other")
-    opened.cache_clear()
+    open_corpus.cache_clear()
     assert Text(length=16, times=(), corpus=f"{folder}/.").fingerprint() == before
     (folder / "sub0" / "file00").write_bytes(b"\x01" + bytes(49))
     assert Text(length=8, corpus=str(folder)).fingerprint() == before  # read once per process
-    opened.cache_clear()
+    open_corpus.cache_clear()
     assert Text(length=8, corpus=str(folder)).fingerprint() != before
     assert MQAR(length=16, pairs=4).fingerprint() == ""
 
@@ -635,7 +636,7 @@ def test_uniform_logits_are_8_bits_everywhere() -> None:
 
 def test_text_measures_as_a_plain_loop() -> None:
     task = Text(length=96)
-    train = load(located(None), False).data["train"].tolist()
+    train = load(corpus_path(None), False).data["train"].tolist()
     counts = Counter(pairwise(train))
     batch = task.batch("test", 24, seed=0, step=0)
     logits = scored(batch, 256)

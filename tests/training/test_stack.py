@@ -75,6 +75,7 @@ def assert_close(a: RunResult, b: RunResult, *, tolerance: float = 1e-4) -> None
 # --- the same results as alone -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_members_of_a_stack_are_what_they_are_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(LockStep(TASK, MEMBERS, [1, 7]).stacks) == 1
     together = train_together(TASK, MEMBERS, [1, 7], test=True)
@@ -88,6 +89,7 @@ def test_members_of_a_stack_are_what_they_are_alone(monkeypatch: pytest.MonkeyPa
     assert len(losses) == 6, "every run is its own"
 
 
+@pytest.mark.slow(keep="comba")
 @pytest.mark.parametrize("rule", RULES)
 def test_losses_and_gradients_of_a_stack_are_those_of_its_runs(rule: dict[str, Any]) -> None:
     """In fp64: ttt_mlp at mini_batch=1 divides by small numbers, and magnifies rounding by a thousand."""
@@ -137,6 +139,7 @@ def test_features_at_places_are_these_of_all(readout: Any) -> None:
     torch.testing.assert_close(model.features(tokens, at), model.features(tokens)[torch.tensor([[0], [1]]), at])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "task"),
     [
@@ -158,6 +161,7 @@ def test_models_of_every_form_stack(model: dict[str, Any], task: Task, monkeypat
         assert_close(one, other, tolerance=2e-4)
 
 
+@pytest.mark.slow
 def test_a_stack_in_bf16_learns_over_fp32_weights() -> None:
     given = replace(SPEC, steps=60, batch_size=16, precision="bf16", evaluations=6)
     for run in train(TASK, TINY, given, [1, 2]).runs:
@@ -272,6 +276,7 @@ class Killed(Exception):
     pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [3, 9])
 def test_a_continued_stack_equals_an_uninterrupted_one(at: int, tmp_path: Path) -> None:
     """With a member that diverges, and one that ends at step 6."""
@@ -333,6 +338,7 @@ def test_a_step_on_any_task_never_looks_at_the_device(name: str, given: dict[str
     assert not stack.overfull
 
 
+@pytest.mark.slow(keep="comba")
 @pytest.mark.parametrize("rule", [rule for rule in RULES if "exact" not in str(rule.id)])
 def test_a_step_of_any_rule_never_looks_at_the_device(rule: dict[str, Any]) -> None:
     task = deltalab.get_task("mqar", length=16, pairs=2, vocab_size=16)
@@ -498,6 +504,7 @@ def out_of_memory(monkeypatch: pytest.MonkeyPatch, *, fits: int, at: int = 0) ->
     return tried
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("at", "kept"), [(0, False), (7, False), (7, True)])
 def test_a_stack_that_does_not_fit_is_halved(
     at: int, kept: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -530,6 +537,7 @@ def test_a_run_that_does_not_fit_says_what_it_asked_for(monkeypatch: pytest.Monk
     assert tried == [3, 2, 1]
 
 
+@pytest.mark.slow
 def test_a_rule_that_cannot_be_stacked_trains_all_the_same(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

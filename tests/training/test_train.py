@@ -16,8 +16,8 @@ from deltalab.models.layer import RuleLayer
 from deltalab.models.model import build_model
 from deltalab.models.spec import ModelSpec
 from deltalab.ops.loss import linear_cross_entropy
-from deltalab.study.planning.model_costs import Sizer
-from deltalab.study.running.run import run_study
+from deltalab.study.planning.model_costs import CostCounter
+from deltalab.study.running.run import run_study_file
 from deltalab.tasks import IGNORE, MQAR, Task
 from deltalab.tasks.batches import TrainingBatches
 from deltalab.training import device
@@ -56,6 +56,7 @@ def learned(run: RunResult) -> list[tuple[str, str, int, float]]:
     return [metric for metric in run.metrics if metric[0] != "cost"]
 
 
+@pytest.mark.slow
 def test_it_learns_recall() -> None:
     result = train(TASK, TINY, spec(steps=250, batch_size=32, evaluations=5), [1, 2], test=True)
     for run in result.runs:
@@ -386,7 +387,7 @@ def test_only_a_study_s_worker_changes_how_the_process_frees_memory(
         assert not loaded
         study = tmp_path / "study.yaml"
         study.write_text(STUDY)
-        result = run_study(study, db=tmp_path / "ledger.db", executor="inline")
+        result = run_study_file(study, db=tmp_path / "ledger.db", executor="inline")
     finally:
         device.keep_freed_memory.cache_clear()
     assert result.failed == 0
@@ -437,6 +438,7 @@ def test_cost_is_that_of_the_model() -> None:
     assert result.hardware["device"] == "CPU, 1 thread(s)"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", deltalab.list_rules())
 def test_a_gpu_counts_the_costs_that_a_cpu_does(rule: str) -> None:
     model = build_model(replace(TINY, rule=rule, heads=2), seed=0)
@@ -448,7 +450,7 @@ def test_the_products_of_attention_count() -> None:
     (_, _, _, short), _ = costs(model, 16, 0)
     (_, _, _, long), _ = costs(model, 64, 0)
     assert long - short == 2 * 2 * (64 - 16) * TINY.d_model, "each token's query with all keys, and weights with values"
-    assert Sizer().sizes(model.spec, 64).flops_per_token == long
+    assert CostCounter().costs(model.spec, 64).flops_per_token == long
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

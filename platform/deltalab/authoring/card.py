@@ -1,4 +1,4 @@
-"""Cards: a rule on one page, with its equation, knobs, gates, and the cost of its state and of a token.
+"""Cards: a rule on one page, with its equation, knobs and gates, and what its state and a token cost.
 
 `python -m deltalab.authoring.card deltalab_rules > plugins/RULES.md` writes the cards of all rules of a package.
 """
@@ -24,9 +24,9 @@ from deltalab.rule import UpdateRule
 from deltalab.structure import Transition
 
 WIDE = 32
-"""Keys and values of a head for which widths are said."""
+"""The size of keys and values for which the card states the widths of the state."""
 LONG = 64
-"""Tokens before a state is measured: more than any window that a rule lists as an option."""
+"""The number of tokens before a state is measured. It exceeds every window that a rule lists as an option."""
 
 _PER = {
     "token": "token and head",
@@ -44,7 +44,12 @@ _PER = {
 
 @dataclass(frozen=True)
 class KnobCard:
-    """A knob: its options, the default first, and its setting."""
+    """A knob of a rule.
+
+    Attributes:
+        options: Its options, the default first.
+        setting: The option that the rule is set to.
+    """
 
     name: str
     options: tuple[str, ...]
@@ -53,7 +58,16 @@ class KnobCard:
 
 @dataclass(frozen=True)
 class GateCard:
-    """A gate. low, high: its range, None where unbounded. parameters: the number of parameters, as in `Card`."""
+    """A gate of a rule.
+
+    Attributes:
+        symbol: The symbol of the gate in the equation.
+        form: The function that computes the gate.
+        per: What has a value of its own, such as "token and head".
+        low: The low end of its range; None if there is none.
+        high: The high end of its range; None if there is none.
+        parameters: The number of its parameters, a formula as in `Card`.
+    """
 
     symbol: str
     form: str
@@ -64,6 +78,7 @@ class GateCard:
 
     @property
     def range(self) -> str:
+        """The interval of the gate's values, such as `[0, inf)`."""
         low = "(-inf" if self.low is None else f"[{self.low:g}"
         return f"{low}, inf)" if self.high is None else f"{low}, {self.high:g}]"
 
@@ -72,15 +87,23 @@ class GateCard:
 class Card:
     """The facts about a rule that `card` collects.
 
-    equation, notes: the first paragraph of the class's docstring, and the rest.
-    transition: the fields of its `Transition`; None outside the algebra.
-    second_state: whether a second state learns from the error of the first.
-    eigenvalues: the declared interval; None if the rule declares none.
-    state: the number of elements that a head keeps after many tokens; growth: the elements that each token adds, "0"
-        for a recurrent rule. cost: the multiply-adds of the recurrence per head and token, by part and in "all"; empty
-        outside the algebra. These are formulas in the key size K and the value size V of a head. widths: those of the
-        state, K' and V', where they are others.
-    parameters: the number of parameters of all gates, a formula in the width d, the heads H and K.
+    Counts are formulas in the sizes K and V of a head's key and value.
+
+    Attributes:
+        paper: Where the rule was published; empty if it was not.
+        equation: The first paragraph of the docstring of the rule's class.
+        notes: The rest of that docstring.
+        knobs: The knobs.
+        gates: The gates.
+        transition: The fields of the rule's `Transition`; None for a rule outside the algebra.
+        second_state: Whether a second state learns from the error of the first.
+        eigenvalues: The declared interval of the transition's eigenvalues; None if the rule declares none.
+        state: The number of elements that a head keeps after many tokens.
+        growth: The number of elements that each token adds to the state; "0" for a recurrent rule.
+        cost: The multiply-adds of the recurrence per head and token, by part and as "all"; empty outside the algebra.
+        widths: The widths K' and V' of the state, if they differ from K and V; else empty.
+        parameters: The number of parameters of all gates, a formula in the width d of the model, the number H of heads
+            and K.
     """
 
     name: str
@@ -99,9 +122,11 @@ class Card:
     parameters: str
 
     def to_json(self) -> str:
+        """Returns the card as JSON."""
         return json.dumps(asdict(self), indent=2)
 
     def to_markdown(self) -> str:
+        """Returns the card as a page in Markdown."""
         lines = [f"# {self.name}", "", _linked(self.paper), "", "```text", self.equation, "```", "", self.notes, ""]
         if self.knobs:
             lines += ["## Knobs", "", "| knob | default | other options | set to |", "| --- " * 4 + "|"]
@@ -119,15 +144,16 @@ class Card:
             ]
             lines += ["", f"The gates of a layer have {self.parameters} parameters (width d, H heads of size K).", ""]
         lines += ["## Structure and cost", "", "| | |", "| --- | --- |"]
-        lines += [f"| {what} | {said} |" for what, said in self._facts().items()]
+        lines += [f"| {name} | {fact} |" for name, fact in self._facts().items()]
         return "\n".join(lines) + "\n"
 
     def _facts(self) -> dict[str, str]:
+        """Returns the rows of the table of structure and cost."""
         facts = {"transition": "none: the rule has its own `mix`, or passes of the algebra"}
         if self.transition is not None:
-            plain = {"name": self.transition["name"], "output": "after"}
-            said = (f"{field} {value}" for field, value in self.transition.items() if plain.get(field) != value)
-            facts = {"transition": f"`{self.transition['name']}`: {', '.join(said)}"}
+            defaults = {"name": self.transition["name"], "output": "after"}
+            fields = (f"{field} {value}" for field, value in self.transition.items() if defaults.get(field) != value)
+            facts = {"transition": f"`{self.transition['name']}`: {', '.join(fields)}"}
         if self.second_state:
             facts["second state"] = "learns from the error of the first, with the same transition"
         if self.eigenvalues is not None:
@@ -144,17 +170,22 @@ class Card:
 
 
 def card(rule: str | UpdateRule) -> Card:
-    """The card of a rule with its settings, or of a rule by name.
+    """Returns the card of a rule.
 
-    Raises `InputError` for an unknown name.
+    Args:
+        rule: A rule with its settings, or the name of a rule.
 
-    >>> comba = card("comba")
-    >>> comba.state, comba.growth, comba.cost["all"]
-    ('K V', '0', '4 K V + 2 V')
+    Raises:
+        InputError: No rule has this name.
+
+    Examples:
+        >>> comba = card("comba")
+        >>> comba.state, comba.growth, comba.cost["all"]
+        ('K V', '0', '4 K V + 2 V')
     """
     if isinstance(rule, str):
         rule = get_rule(rule)
-    held = cache(partial(_state, rule))
+    elements = cache(partial(_state, rule))
     equation, _, notes = _doc(type(rule)).partition("\n\n")
     return Card(
         name=rule.name,
@@ -179,8 +210,8 @@ def card(rule: str | UpdateRule) -> Card:
         transition=None if rule.transition is None else asdict(rule.transition),
         second_state=rule.second_state,
         eigenvalues=_eigenvalues(rule),
-        state=_held(rule, held),
-        growth=_formula(lambda k, v: held(k, v)[1] - held(k, v)[0], "K", "V"),
+        state=_elements(rule, elements),
+        growth=_formula(lambda k, v: elements(k, v)[1] - elements(k, v)[0], "K", "V"),
         cost={} if rule.transition is None else _cost(rule, rule.transition),
         widths="" if rule.transition is None else _widths(rule),
         parameters=_sum(_total(_parameters(gate, rule.steps) for gate in rule.gates.values() if not gate.of)),
@@ -188,7 +219,7 @@ def card(rule: str | UpdateRule) -> Card:
 
 
 def catalogue(package: str) -> str:
-    """The cards of all rules of a package, as one page."""
+    """Returns the cards of all rules of a package as one page."""
     cards = [card(name) for name in list_rules() if rule_plugin(name).kind.__module__.startswith(f"{package}.")]
     lines = [
         f"# The rules of `{package}`",
@@ -199,28 +230,31 @@ def catalogue(package: str) -> str:
         "| rule | elements of a head's state | multiply-adds per head and token | parameters of the gates |",
         "| --- " * 4 + "|",
         *(
-            f"| [{found.name}](#{found.name}) | "
-            f"{found.state if found.growth == '0' else f'{found.growth} per token'} | "
-            f"{found.cost.get('all', 'its own')} | {found.parameters} |"
-            for found in cards
+            f"| [{page.name}](#{page.name}) | "
+            f"{page.state if page.growth == '0' else f'{page.growth} per token'} | "
+            f"{page.cost.get('all', 'its own')} | {page.parameters} |"
+            for page in cards
         ),
     ]
-    pages = (re.sub(r"^#", "##", found.to_markdown(), flags=re.M) for found in cards)
+    pages = (re.sub(r"^#", "##", page.to_markdown(), flags=re.M) for page in cards)
     return "\n".join([*lines, "", *pages])
 
 
 def _doc(kind: type[UpdateRule]) -> str:
+    """Returns the docstring of a rule's class."""
     doc = inspect.getdoc(kind) or ""
-    # Python gives a dataclass without a docstring its signature as one.
+    # A dataclass without a docstring gets its signature as its docstring.
     return "the class has no docstring" if doc.startswith(f"{kind.__name__}(") else doc
 
 
 def _linked(paper: str) -> str:
+    """Returns the name of a paper in Markdown, linked if it is on arXiv."""
     number = paper.removeprefix("arXiv:")
     return paper if number == paper else f"[{paper}](https://arxiv.org/abs/{number})"
 
 
 def _eigenvalues(rule: UpdateRule) -> tuple[float, float] | None:
+    """Returns the declared interval of eigenvalues, or None if the rule declares none."""
     try:
         return rule.eigenvalues
     except NotImplementedError:
@@ -228,11 +262,14 @@ def _eigenvalues(rule: UpdateRule) -> tuple[float, float] | None:
 
 
 def _cost(rule: UpdateRule, transition: Transition) -> dict[str, str]:
-    """The multiply-adds of each term of the recurrence for a token, over all steps and states, given the operands."""
-    # Each part's multiples of the state's size, and of the width of its values.
+    """Returns the multiply-adds of each term of the recurrence for a token, over all steps and states.
+
+    The operands are given; their own cost does not count.
+    """
+    # For each part: how many times the size of the state, and how many times the width of its values.
     step = {"decay": (1, 0)} if transition.decay != "none" else {}
     if transition.low_rank != "none":
-        # A tied erase is written together with the value, a free one along its own direction.
+        # A tied erase is written together with the value; a free one is written along its own direction.
         step["erase"] = (1, 1) if transition.low_rank == "tied" else (2, 0)
     step["write"] = (1, 0)
     times = transition.steps * rule.states
@@ -249,34 +286,34 @@ def _cost(rule: UpdateRule, transition: Transition) -> dict[str, str]:
 
 
 def _has_bonus(rule: UpdateRule) -> bool:
-    """Whether an output that reads the state before the token's write reads the token itself, too."""
+    """Returns whether an output that reads the state before the token's write reads the token itself, too."""
     x = draw(rule, batch=1, length=1, heads=1, key_dim=2, value_dim=2)
     return operands(rule, x.q, x.k, x.v, x.gates).bonus is not None
 
 
 def _names(rule: UpdateRule) -> tuple[str, str]:
-    """The names of the state's widths: K and V, or K' and V' where they are others."""
+    """Returns the names of the state's widths: K and V, or K' and V' if they differ from these."""
     return "K" + "'" * (rule.key_width(WIDE) != WIDE), "V" + "'" * (rule.value_width(WIDE) != WIDE)
 
 
-def _held(rule: UpdateRule, held: Callable[[int, int], tuple[int, int]]) -> str:
-    """The elements that a head keeps: those of the states, and of the carry."""
+def _elements(rule: UpdateRule, elements: Callable[[int, int], tuple[int, int]]) -> str:
+    """Returns the number of elements that a head keeps, those of the states and those of the carry, as a formula."""
     if rule.transition is None:
-        return _formula(lambda k, v: held(k, v)[0], "K", "V")
-    carried = _formula(lambda k, v: held(k, v)[0] - rule.states * rule.key_width(k) * rule.value_width(v), "K", "V")
+        return _formula(lambda k, v: elements(k, v)[0], "K", "V")
+    carried = _formula(lambda k, v: elements(k, v)[0] - rule.states * rule.key_width(k) * rule.value_width(v), "K", "V")
     states = _sum({" ".join(_names(rule)): rule.states})
     return states if carried == "0" else f"{states} + {carried}"
 
 
 def _widths(rule: UpdateRule) -> str:
-    """The widths of the state for keys and values of width `WIDE`, where they differ from that."""
-    found = {"K'": rule.key_width(WIDE), "V'": rule.value_width(WIDE)}
-    said = " and ".join(f"{name} = {width}" for name, width in found.items() if width != WIDE)
-    return said and f"{said} where K = V = {WIDE}"
+    """Returns the widths of the state for keys and values of width `WIDE`, or an empty string if they are the same."""
+    widths = {"K'": rule.key_width(WIDE), "V'": rule.value_width(WIDE)}
+    text = " and ".join(f"{name} = {width}" for name, width in widths.items() if width != WIDE)
+    return text and f"{text} where K = V = {WIDE}"
 
 
 def _state(rule: UpdateRule, key_dim: int, value_dim: int) -> tuple[int, int]:
-    """The elements that a head keeps after `LONG` tokens and after one more, counted in the cache of a layer."""
+    """Counts the elements that a head keeps in a layer's cache after `LONG` tokens and after one more."""
     layer = RuleLayer(rule, 8, 1, key_dim=key_dim, value_dim=value_dim, conv=0)
     initialize(layer, 0)
     with torch.no_grad():
@@ -286,20 +323,20 @@ def _state(rule: UpdateRule, key_dim: int, value_dim: int) -> tuple[int, int]:
 
 
 def _parameters(gate: Gate, steps: int) -> dict[str, int]:
-    """The number of parameters of a gate: those of its projection from width d, and its own in its shape."""
-    each = {"channel": "H K", "value_channel": "H V"}.get(gate.per.removeprefix("head_"), "H")
+    """Returns the number of a gate's parameters: those of its projection from width d, and those in its own shape."""
+    shape = {"channel": "H K", "value_channel": "H V"}.get(gate.per.removeprefix("head_"), "H")
     slots = gate.slots if gate.per in ("slot", "head_slot") else 1
-    own = {each: slots * len(gate.parameters)}
+    constants = {shape: slots * len(gate.parameters)}
     if not gate.projected:
-        return own
-    times = slots * (steps if gate.per == "step" else 1)
+        return constants
+    outputs = slots * (steps if gate.per == "step" else 1)
     if gate.rank is None:
-        return {f"d {each}": times, **own}
-    return _total([{"d": gate.rank, each: times * gate.rank}, own])
+        return {f"d {shape}": outputs, **constants}
+    return _total([{"d": gate.rank, shape: outputs * gate.rank}, constants])
 
 
 def _formula(count: Callable[[int, int], int], x: str, y: str) -> str:
-    """A count as a quadratic formula in two sizes, fitted to six counts and checked on a seventh.
+    """Returns a count as a quadratic formula in two sizes, which is fitted to six counts and checked on a seventh.
 
     >>> _formula(lambda k, v: k * v + 2 * v, "K", "V")
     'K V + 2 V'
@@ -322,6 +359,7 @@ def _formula(count: Callable[[int, int], int], x: str, y: str) -> str:
 
 
 def _total(sums: Iterable[dict[str, int]]) -> dict[str, int]:
+    """Returns the sum of several sums of terms."""
     total: Counter[str] = Counter()
     for terms in sums:
         total.update(terms)
@@ -329,8 +367,9 @@ def _total(sums: Iterable[dict[str, int]]) -> dict[str, int]:
 
 
 def _sum(terms: dict[str, int]) -> str:
-    said = [f"{'' if n == 1 and term else n} {term}".strip() for term, n in terms.items() if n]
-    return " + ".join(said) or "0"
+    """Returns a sum of terms as text."""
+    parts = [f"{'' if n == 1 and term else n} {term}".strip() for term, n in terms.items() if n]
+    return " + ".join(parts) or "0"
 
 
 if __name__ == "__main__":

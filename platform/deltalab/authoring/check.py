@@ -1,4 +1,4 @@
-"""Checks of a rule or a task: each holds measured figures to a limit and explains the result in one line."""
+"""What a check of a rule or of a task is: figures that are measured, a limit for them, and a result in one line."""
 
 import math
 import multiprocessing
@@ -23,9 +23,11 @@ RAISED = ": raised "
 class CheckResult:
     """The result of one check of one rule or task.
 
-    figure: the worst figure measured; None if it is not finite, if nothing could be measured, or if the checked code
-        raised an error or crashed.
-    message: the setting, the figure, its limit and, if the check failed, the likely cause and how to mend it.
+    Attributes:
+        passed: Whether the worst figure keeps the limit.
+        figure: The worst figure that was measured. It is None if that figure is not finite, if nothing could be
+            measured, and if the checked code raised an error or crashed.
+        message: The setting, the figure and its limit. If the check failed, also the likely cause and how to mend it.
     """
 
     name: str
@@ -34,8 +36,15 @@ class CheckResult:
     message: str
 
 
-class Measured(NamedTuple):
-    """A figure, what it measures, and its likely cause and limit where the measurement knows better than the check."""
+class Measurement(NamedTuple):
+    """A figure that a check measured.
+
+    Attributes:
+        figure: The number that is compared with the limit.
+        what: What the figure measures, as the message says it.
+        cause: The likely cause of a failure; if it is empty, the check's own cause is reported.
+        limit: The limit of this figure; if it is None, the check's own limit holds.
+    """
 
     figure: float
     what: str
@@ -44,16 +53,21 @@ class Measured(NamedTuple):
 
 
 class Note(NamedTuple):
-    """Something that the reader of a check should know and that is no failure."""
+    """A remark for the reader of a check that is no failure."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Check(Generic[Subject]):
-    """A measurement and the limit of its figures: an upper limit, or a lower one where `at_least`.
+    """A measurement and the limit that all of its figures must keep.
 
-    cause: the likely cause of a failure. mend: what the author should change, empty where the cause says it.
+    Attributes:
+        measure: Yields a `Measurement` for each figure of a subject, and `Note`s.
+        limit: The limit of the figures.
+        cause: The likely cause of a failure.
+        at_least: Whether the limit is the least figure that passes instead of the largest.
+        mend: What the author should change; empty if the cause already says so.
     """
 
     name: str
@@ -64,14 +78,20 @@ class Check(Generic[Subject]):
     mend: str = ""
 
     def slack(self, figure: float, limit: float | None = None) -> float:
-        """The distance of a figure from the limit, negative if it breaks the limit; NaN breaks every limit."""
+        """Returns how far a figure is from the limit: negative if it breaks the limit, -inf if it is NaN."""
         limit = self.limit if limit is None else limit
         if math.isnan(figure):
             return -math.inf
         return figure - limit if self.at_least else limit - figure
 
-    def judge(self, worst: Measured, where: str, note: str = "") -> CheckResult:
-        """The result for the worst figure, measured at `where`."""
+    def judge(self, worst: Measurement, where: str, note: str = "") -> CheckResult:
+        """Returns the result for the worst figure.
+
+        Args:
+            worst: The worst of all figures.
+            where: The rule or task, and the setting in which the figure was measured.
+            note: Further text for the message.
+        """
         limit = self.limit if worst.limit is None else worst.limit
         passed = self.slack(worst.figure, limit) >= 0
         message = f"{where}: {worst.what} is {worst.figure:.3g}"
@@ -84,8 +104,8 @@ class Check(Generic[Subject]):
         return CheckResult(self.name, passed, worst.figure if math.isfinite(worst.figure) else None, message)
 
     def raised(self, error: BaseException, where: str) -> CheckResult:
-        """The failure of a check whose rule or task raised an error: a finding, not a crash of the platform."""
-        text = " ".join(str(error).split()).encode(errors="backslashreplace").decode()  # printable everywhere
+        """Returns the failed result of a check whose rule or task raised an error."""
+        text = " ".join(str(error).split()).encode(errors="backslashreplace").decode()  # any terminal can print this
         line = author_line(error)
         return CheckResult(
             self.name, False, None, f"{where}{RAISED}{type(error).__name__}: {text}{f' ({line})' if line else ''}"
@@ -97,7 +117,7 @@ _INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdli
 
 
 def author_line(error: BaseException) -> str:
-    """`file.py:12`, the last line of an author's file that an error passed through; empty if it passed through none."""
+    """Returns the last line of an author's file that an error passed through, as `file.py:12`, or an empty string."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not frame.filename.startswith(("<", str(_PLATFORM), *_INSTALLED)):
             return f"{Path(frame.filename).name}:{frame.lineno}"
@@ -107,38 +127,43 @@ def author_line(error: BaseException) -> str:
 def run_checks(
     checks: Iterable[AnyCheck], run: Callable[[AnyCheck], CheckResult | None], *, where: str, forked: bool
 ) -> list[CheckResult]:
-    """Runs all checks; a check that does not apply returns None and is left out.
+    """Runs all checks and returns their results in the same order.
 
-    forked: run each check in a process of its own, so that compiled code that crashes fails that check alone.
+    Args:
+        checks: The checks to run.
+        run: Runs one check; returns None if the check does not apply, so that it is left out.
+        where: The name of the rule or task, for the message of a check whose process crashed.
+        forked: Whether each check runs in a process of its own, so that compiled code that crashes fails that check
+            alone.
     """
     results = _forked(checks, run, where) if forked else map(run, checks)
     return [result for result in results if result is not None]
 
 
 def told_once(results: list[CheckResult]) -> list[CheckResult]:
-    """The results, with an error that several checks raised told once: by the first of them."""
-    told: dict[str, int] = {}
+    """Merges the failures of checks that all raised the same error into the first of them, which names the others."""
+    first_at: dict[str, int] = {}
     kept: list[CheckResult] = []
-    others: dict[int, list[str]] = {}
+    merged: dict[int, list[str]] = {}
     for result in results:
         _, raised, error = result.message.partition(RAISED)
-        if raised and not result.passed and error in told:
-            others.setdefault(told[error], []).append(result.name)
+        if raised and not result.passed and error in first_at:
+            merged.setdefault(first_at[error], []).append(result.name)
             continue
         if raised and not result.passed:
-            told[error] = len(kept)
+            first_at[error] = len(kept)
         kept.append(result)
-    for i, names in others.items():
-        said = f"; {len(names) + 1} checks raised it: {', '.join([kept[i].name, *names])}"
-        kept[i] = replace(kept[i], message=kept[i].message + said)
+    for i, names in merged.items():
+        remark = f"; {len(names) + 1} checks raised it: {', '.join([kept[i].name, *names])}"
+        kept[i] = replace(kept[i], message=kept[i].message + remark)
     return kept
 
 
 def _forked(
     checks: Iterable[AnyCheck], run: Callable[[AnyCheck], CheckResult | None], where: str
 ) -> Iterator[CheckResult | None]:
-    """The results in the order of the checks, with as many processes at a time as there are cores."""
-    # A fork needs no pickle of the rule, which a plugin file may define under any name.
+    """Yields the results in the order of the checks, and runs as many processes at a time as there are cores."""
+    # A forked process needs no pickle of the rule, whose class a plugin file may define under any name.
     fork = multiprocessing.get_context("fork")
     running: deque[tuple[str, Any, Any]] = deque()
 
@@ -162,6 +187,7 @@ def _forked(
 
 
 def _received(name: str, process: Any, receiver: Any, where: str) -> CheckResult | None:
+    """Waits for the process of a check and returns its result, or a failure if the process crashed."""
     try:
         result: CheckResult | None = receiver.recv()
     except EOFError:

@@ -18,9 +18,14 @@ MOST_CORNERS = 256
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of `scan` for a sequence. Constant gates are left out; state: None, or one that a scan returned.
+    """The inputs of `scan` for a batch of sequences.
 
-    With n steps per token, k, v and gates `per` step have n times as many rows as q.
+    Attributes:
+        q: [B, T, H, K].
+        k: [B, n T, H, K] for a rule with n steps per token.
+        v: [B, n T, H, V].
+        gates: The values of all gates that are not constant, by their symbols. Gates `per` step have n T rows.
+        state: The state before the first token, as a scan returned it; None for the rule's initial state.
     """
 
     q: Tensor
@@ -30,51 +35,54 @@ class Inputs:
     state: State | None = None
 
     def named(self) -> dict[str, Tensor]:
+        """Returns all tensors by their names, the parts of the state included."""
         return {"q": self.q, "k": self.k, "v": self.v, **self.gates, **parts(self.state)}
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Inputs":
-        """The same with every tensor changed, except for whole numbers in the state, such as a position."""
+        """Returns inputs with every tensor changed, except whole numbers in the state, such as a position."""
         gates = {name: change(value) for name, value in self.gates.items()}
         state = None if self.state is None else tuple(change(x) if x.is_floating_point() else x for x in self.state)
         return Inputs(change(self.q), change(self.k), change(self.v), gates, state)
 
     def rows(self, x: Tensor, start: int, stop: int | None = None) -> Tensor:
-        """The tokens from start to stop of an input, or of a tensor like one. An input without time stays whole."""
+        """Returns the rows of the tokens from start to stop of an input. An input without a time axis stays whole."""
         if not moves(x):
             return x
         steps = x.shape[1] // self.q.shape[1]
         return x[:, steps * start : None if stop is None else steps * stop]
 
     def span(self, start: int, stop: int | None = None, state: State | None = None) -> "Inputs":
-        """The tokens from start to stop, with a state before them."""
+        """Returns the inputs of the tokens from start to stop, with `state` as the state before them."""
         return replace(replace(self, state=None).map(lambda x: self.rows(x, start, stop)), state=state)
 
 
 def moves(x: Tensor) -> bool:
-    """Whether an input has a value for each token, or only [H] or [H, K]."""
+    """Returns whether an input has a time axis, and not only the axes [H] or [H, K]."""
     return x.dim() > 2
 
 
 def parts(state: State | None) -> dict[str, Tensor]:
-    """The tensors of a state by names that tell them apart."""
+    """Returns the tensors of a state by the names `state`, or `state[0]`, `state[1]` and so on if there are several."""
     if state is None:
         return {}
     return {"state": state[0]} if len(state) == 1 else {f"state[{i}]": part for i, part in enumerate(state)}
 
 
 def learned(rule: UpdateRule) -> dict[str, Gate]:
-    """The gates that are not constant."""
+    """Returns the gates of a rule that are not constant."""
     return {name: gate for name, gate in rule.gates.items() if not gate.constant}
 
 
 def normal(*shape: int, seed: int) -> Tensor:
+    """Returns normal random numbers in fp64."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def within(gate: Gate, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Uniform values in the gate's range. An unbounded side ends 2 beyond the other end, or beyond 0.
+    """Returns uniform random values in the range of a gate, in fp64.
 
-    A projected vector is normal, of unit norm where it declares that.
+    An unbounded low end is replaced by min(high, 0) - 2, an unbounded high end by max(low, 0) + 2. A projected vector
+    is normal instead, and of unit norm if the gate declares that.
     """
     if gate.features is not None:
         x = normal(*shape, seed=seed)
@@ -87,7 +95,10 @@ def within(gate: Gate, shape: tuple[int, ...], seed: int) -> Tensor:
 def draw(
     rule: UpdateRule, *, batch: int, length: int, heads: int, key_dim: int, value_dim: int, seed: int = 0
 ) -> Inputs:
-    """Inputs in fp64 without a state: normal q, k and v, of unit norm where the rule expects it, and gates `within`."""
+    """Draws inputs in fp64 without a state.
+
+    q, k and v are normal; q and k have unit norm if the rule expects it. Gates are drawn by `within`.
+    """
     q = normal(batch, length, heads, key_dim, seed=100 * seed + 1)
     k = normal(batch, rule.steps * length, heads, key_dim, seed=100 * seed + 2)
     if rule.features == "unit" or rule.transition is not None:
@@ -102,43 +113,45 @@ def draw(
 def _shape(
     gate: Gate, batch: int, length: int, heads: int, key_dim: int, value_dim: int, steps: int
 ) -> tuple[int, ...]:
+    """Returns the shape of a gate's values."""
     moving = (batch, length * (steps if gate.per == "step" else 1)) if gate.projected else ()
     return (*moving, *gate.shape(heads, key_dim, value_dim))
 
 
 def corners(rule: UpdateRule) -> list[dict[str, float]]:
-    """All combinations of extreme values of the gates, or a sample of `MOST_CORNERS` of them.
+    """Returns all combinations of extreme values of the gates, or a random sample of `MOST_CORNERS` of them.
 
-    The low extremes of a log-decay are -1000 and -inf. Otherwise an unbounded side ends 2 beyond the other end, or 0.
+    The low extremes of a log-decay are -1000 and -inf. Any other unbounded end is replaced as in `within`.
     """
     extremes = []
     for gate in learned(rule).values():
         low = [gate.low] if math.isfinite(gate.low) else [-1000.0, -math.inf] if gate.high == 0 else [-2.0]
         extremes.append([*low, gate.high if math.isfinite(gate.high) else max(gate.low, 0.0) + 2])
-    every = [dict(zip(learned(rule), corner, strict=True)) for corner in itertools.product(*extremes)]
-    return every if len(every) <= MOST_CORNERS else random.Random(0).sample(every, MOST_CORNERS)
+    combinations = [dict(zip(learned(rule), corner, strict=True)) for corner in itertools.product(*extremes)]
+    return combinations if len(combinations) <= MOST_CORNERS else random.Random(0).sample(combinations, MOST_CORNERS)
 
 
 def draw_corners(rule: UpdateRule, *, batch: int, length: int, key_dim: int, value_dim: int) -> Inputs:
-    """Inputs with one head for each of `corners`.
+    """Draws inputs with one head for each of `corners`.
 
-    Sequence 0: every token has the corner's gate values. Other sequences: only where (token + channel) % 3 == 0,
-    random elsewhere, as in `draw`. Gates without a time axis have the corner's values. Vectors of unit norm keep it.
+    In sequence 0 every token has the gate values of its head's corner. In the other sequences only the tokens with
+    (token + channel) % 3 == 0 have them, and the rest is random as in `draw`. Gates without a time axis have the values
+    of the corner in all sequences. Vectors of unit norm stay random.
     """
-    at = corners(rule)
-    x = draw(rule, batch=batch, length=length, heads=len(at), key_dim=key_dim, value_dim=value_dim)
+    head_corners = corners(rule)
+    x = draw(rule, batch=batch, length=length, heads=len(head_corners), key_dim=key_dim, value_dim=value_dim)
     gates = {}
     for name, gate in x.gates.items():
         if rule.gates[name].features == "unit":
             gates[name] = gate
             continue
-        channels = rule.gates[name].shape(len(at), key_dim, value_dim)[1:]
-        extreme = torch.tensor([corner[name] for corner in at], dtype=torch.float64)
+        channels = rule.gates[name].shape(len(head_corners), key_dim, value_dim)[1:]
+        extreme = torch.tensor([corner[name] for corner in head_corners], dtype=torch.float64)
         extreme = extreme.unflatten(0, (-1, *[1] * len(channels))).expand(-1, *channels)
         if moves(gate):
             diagonal = torch.arange(gate.shape[1])[:, None] + torch.arange(math.prod(channels))
-            often = torch.zeros_like(gate, dtype=torch.bool)
-            often[0], often[1:] = True, (diagonal % 3 == 0).unflatten(1, (1, *channels))
-            extreme = torch.where(often, extreme, gate)
+            at_corner = torch.zeros_like(gate, dtype=torch.bool)
+            at_corner[0], at_corner[1:] = True, (diagonal % 3 == 0).unflatten(1, (1, *channels))
+            extreme = torch.where(at_corner, extreme, gate)
         gates[name] = extreme
     return replace(x, gates=gates)

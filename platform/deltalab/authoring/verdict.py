@@ -1,4 +1,4 @@
-"""A rule's verdict: whether it passed its checks. It is kept by the rule's source, so that studies check it once."""
+"""The verdict of a rule, whether it passed its checks, is kept by the rule's source: each version is checked once."""
 
 import hashlib
 import json
@@ -18,75 +18,90 @@ from deltalab.registry import get_rule, list_rules, rule_plugin
 from deltalab.training.train import NUMERICS
 
 SHIPPED = "checked.json"
-"""A file beside the rules of a package: rule -> SHA-256 of its file as it passed, so that no user checks it again."""
+"""The name of a file in a package of rules. It maps a rule to the SHA-256 of the rule's file that passed."""
 NOT_CHECKED = "not checked"
 FORKED = hasattr(os, "fork")
-"""Whether each check runs in a process of its own: compiled code that crashes then fails the check alone."""
+"""Whether each check runs in a process of its own. Compiled code that crashes then fails that check alone."""
 
 _log = logging.getLogger("deltalab")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The failed checks of a rule, as (check, message); none if it passed."""
+    """Whether a rule passed its checks.
+
+    Attributes:
+        failed: The failed checks as pairs (check, message); empty if the rule passed.
+    """
 
     rule: str
     failed: tuple[tuple[str, str], ...] = ()
 
     @property
     def passed(self) -> bool:
+        """Whether no check failed."""
         return not self.failed
 
 
 def known(rule: str) -> Verdict | None:
-    """The verdict that the rule's package ships or that is kept on this machine; None if there is none."""
+    """Returns the verdict that the rule's package ships or that this machine has kept, or None if there is neither."""
     plugin = rule_plugin(rule)
     shipped = plugin.file.with_name(SHIPPED)
     if shipped.is_file() and json.loads(shipped.read_text(encoding="utf-8")).get(rule) == plugin.hash:
         return Verdict(rule)
     try:
-        found = json.loads(_file(rule).read_text(encoding="utf-8"))
-        return Verdict(rule, tuple((check, message) for check, message in found["failed"]))
-    except (OSError, ValueError, KeyError):  # none yet, or a file that was cut off
+        kept = json.loads(_file(rule).read_text(encoding="utf-8"))
+        return Verdict(rule, tuple((check, message) for check, message in kept["failed"]))
+    except (OSError, ValueError, KeyError):  # there is no file, or it was cut off
         return None
 
 
 def keep(rule: str, results: Sequence[CheckResult]) -> Verdict:
-    """Keeps the verdict of all checks of a rule, and returns it."""
-    found = Verdict(rule, tuple((result.name, result.message) for result in results if not result.passed))
+    """Keeps the verdict that follows from the results of all checks of a rule, and returns it."""
+    verdict = Verdict(rule, tuple((result.name, result.message) for result in results if not result.passed))
     file = _file(rule)
     partial = file.with_suffix(f".{uuid4().hex[:8]}")
-    about = {"rule": rule, "file": str(rule_plugin(rule).file), "deltalab": version("deltalab"), "failed": found.failed}
+    content = {
+        "rule": rule,
+        "file": str(rule_plugin(rule).file),
+        "deltalab": version("deltalab"),
+        "failed": verdict.failed,
+    }
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(about), encoding="utf-8")
+        partial.write_text(json.dumps(content), encoding="utf-8")
         partial.replace(file)
     except OSError as error:
         _log.warning("%s: the verdict on '%s' cannot be kept: %s", file, rule, error.strerror or error)
-    return found
+    return verdict
 
 
 def unchecked(rules: Sequence[str]) -> dict[str, str]:
-    """Rule -> why it does not count as checked, for those of `rules` that have not passed."""
-    found = {rule: known(rule) for rule in rules}
+    """Returns those of `rules` that have not passed their checks, each with the reason."""
+    verdicts = {rule: known(rule) for rule in rules}
     return {
         rule: NOT_CHECKED if verdict is None else f"fails {', '.join(check for check, _ in verdict.failed)}"
-        for rule, verdict in found.items()
+        for rule, verdict in verdicts.items()
         if verdict is None or not verdict.passed
     }
 
 
 def demand(rules: Sequence[str], *, quiet: bool = False) -> None:
-    """Checks those of `rules` that have no verdict yet. quiet: say nothing on stderr.
+    """Checks those of `rules` that have no verdict yet.
 
-    Raises `WrongRules`, with a line for each rule that fails.
+    Args:
+        rules: The names of rules.
+        quiet: Whether to leave out the line on stderr for each rule that is checked.
+
+    Raises:
+        WrongRules: Some rules fail their checks; the error has a line for each of them.
     """
     verdicts = {rule: known(rule) for rule in rules}
     missing = [rule for rule, verdict in verdicts.items() if verdict is None]
     for number, rule in enumerate(missing, start=1):
         if not quiet:
-            which = f"checking rule '{rule}', {number} of {len(missing)}"
-            print(f"{which}: up to a minute, once for each version of its file", file=sys.stderr)
+            progress = f"checking rule '{rule}', {number} of {len(missing)}"
+            print(f"{progress}: up to a minute, once for each version of its file", file=sys.stderr)
         verdicts[rule] = keep(rule, checked(rule))
     wrong = []
     for rule, verdict in verdicts.items():
@@ -94,9 +109,9 @@ def demand(rules: Sequence[str], *, quiet: bool = False) -> None:
         if not verdict.passed:
             check, message = verdict.failed[0]
             message = re.sub(r"; \d+ checks raised it: .*", "", message)
-            more = f", and {others} other check{'s' * (others > 1)}" if (others := len(verdict.failed) - 1) else ""
+            further = f", and {others} other check{'s' * (others > 1)}" if (others := len(verdict.failed) - 1) else ""
             wrong.append(
-                f"rule '{rule}' ({rule_plugin(rule).file}) fails the check '{check}'{more}: {message}; "
+                f"rule '{rule}' ({rule_plugin(rule).file}) fails the check '{check}'{further}: {message}; "
                 f"`platform rule check {rule}` says more, --unchecked runs the study all the same"
             )
     if wrong:
@@ -104,32 +119,41 @@ def demand(rules: Sequence[str], *, quiet: bool = False) -> None:
 
 
 def checked(rule: str, *, quick: bool = False) -> list[CheckResult]:
-    """The results of all checks of a rule; of those that take seconds, where `quick`."""
-    from deltalab.authoring.rule_checks import check_rule  # late: a study of checked rules does not need it
+    """Runs the checks of a rule and returns their results.
+
+    Args:
+        quick: Whether to run only the checks that take seconds.
+    """
+    # Import here: a study whose rules have verdicts does not need the checks.
+    from deltalab.authoring.rule_checks.rule_suite import check_rule
 
     return check_rule(get_rule(rule), forked=FORKED, quick=quick)
 
 
 def _file(rule: str) -> Path:
-    """The file of a verdict: $XDG_CACHE_HOME/deltalab/verdicts/KEY.json, in ~/.cache by default.
+    """Returns the file of a verdict: $XDG_CACHE_HOME/deltalab/verdicts/KEY.json, by default in ~/.cache.
 
-    The key holds what a verdict depends on: the rule's file and options, the checks, and the version of deltalab.
+    KEY is a hash of all that the verdict depends on: the rule's file and options, the code of the checks, and the
+    version of deltalab.
     """
     kind = get_rule(rule)
     options = {name: [str(option) for option in options] for name, options in kind.options().items()}
-    checks = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py"))))
-    rested_on = [rule, rule_plugin(rule).hash, options, checks.hexdigest(), version("deltalab"), NUMERICS]
-    key = hashlib.sha256(json.dumps(rested_on, sort_keys=True).encode()).hexdigest()
+    checks = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.rglob("*.py"))))
+    dependencies = [rule, rule_plugin(rule).hash, options, checks.hexdigest(), version("deltalab"), NUMERICS]
+    key = hashlib.sha256(json.dumps(dependencies, sort_keys=True).encode()).hexdigest()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     return cache / "deltalab" / "verdicts" / f"{key}.json"
 
 
 def ship(package: str) -> list[str]:
-    """Writes `SHIPPED` beside the rules of a package, and returns the rules that fail and are left out.
+    """Writes the file `SHIPPED` beside the rules of a package.
 
-    It checks the rules that the file does not have, and those whose files have changed. Delete the file first to check
-    all rules, as after a change of the checks. For the rules of deltalab:
-    python -c "from deltalab.authoring.verdict import ship; print(ship('deltalab_rules'))"
+    The rules that the file lacks, and those whose own files have changed, are checked. After a change of the checks,
+    delete the file first, so that all rules are checked again. For the rules of deltalab, run `python -c "from
+    deltalab.authoring.verdict import ship; print(ship('deltalab_rules'))"`.
+
+    Returns:
+        The rules that fail their checks. The file leaves them out.
     """
     rules = [rule for rule in list_rules() if rule_plugin(rule).kind.__module__.startswith(f"{package}.")]
     verdicts = {rule: known(rule) or keep(rule, checked(rule)) for rule in rules}

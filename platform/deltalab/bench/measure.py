@@ -1,12 +1,12 @@
 """Measures what a rule costs to run: time, memory, and its share of what the hardware can do, beside its peers.
 
-Time: the median of many calls, with the L2 cache cleared before each. Forward runs without gradients; forward and
-    backward computes those of every input. On a GPU a call is replayed from a CUDA graph, which gives the time of the
-    device; launch is the time that Python takes to launch the call, which bounds a call that is not captured. Decode
-    is one token with a state, over so many copies that they exceed the L2 cache.
-First call: forward and backward with compilation and autotuning. Caches start empty, so only the first shape counts.
-Extra memory: the peak during a call, less the memory before it and the gradients that it returns; o counts.
-Shares: of the bandwidth of a large copy and of the rate of a large matrix product, both measured in the same run;
+Time: The median of many calls, with the L2 cache cleared before each. Forward runs without gradients. Forward and
+    backward computes the gradients of every input. On a GPU a call is replayed from a CUDA graph, which gives the time
+    of the device. Launch is the time that Python takes to launch the call, which bounds a call that is not captured.
+    Decode is one token with a state, over so many copies that they exceed the L2 cache.
+First call: Forward and backward with compilation and autotuning. Caches start empty, so only the first shape counts.
+Extra memory: The peak during a call, less the memory before it and the gradients that it returns. o counts.
+Shares: Of the bandwidth of a large copy and of the rate of a large matrix product, both measured in the same run.
     `flops` counts the bytes and the operations.
 """
 
@@ -38,18 +38,25 @@ from deltalab.rule import State, UpdateRule
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DRAWN = 256
-"""Tokens of random inputs; longer sequences repeat them."""
+"""The tokens of random inputs. Longer sequences repeat them."""
 MOST_COPIES = 64
 CPU_SECONDS = 0.3
-"""Seconds for each measurement on a CPU."""
+"""The time of each measurement on a CPU."""
 
 
 class Bench:
-    """One run on this machine's GPU or, without one, its CPU: `add` times a rule, `results` holds the figures.
+    """One run on this machine's GPU or, without a GPU, on its CPU: `add` times a rule, `results` holds the figures.
 
-    cache: a folder that keeps compiled kernels and autotuning results for later runs, which then have no first call to
-    time; None for an empty folder of this run. The variables that name it, TRITON_CACHE_DIR among them, are set only
-    while `add` runs. after: called with `results` after each contestant. Raises `InputError` for an unknown dtype.
+    The environment variables that name the cache, TRITON_CACHE_DIR among them, are set only while `add` runs.
+
+    Args:
+        dtype: "bf16", "fp16" or "fp32".
+        after: Called with `results` after each contestant.
+        cache: A folder that keeps compiled kernels and autotuning results for later runs, which then have no first call
+            to time; None for an empty folder of this run.
+
+    Raises:
+        InputError: The dtype is unknown.
     """
 
     def __init__(
@@ -73,6 +80,7 @@ class Bench:
 
     @property
     def on_gpu(self) -> bool:
+        """Whether the run is on a GPU."""
         return self.device.type == "cuda"
 
     def add(
@@ -84,58 +92,78 @@ class Bench:
         against: Iterable[str | Peer] = (),
         label: str = "",
     ) -> list[Figures]:
-        """Times a rule at one shape by our backends, those for this device by default, and then by peers.
+        """Times a rule at one shape, by our backends and then by peers.
 
-        label: shown instead of the rule's name. Raises `InputError` for a peer that is not installed or has no op for
-        the rule. A call that fails, for lack of memory say, has the reason in its figures.
+        A call that fails, for lack of memory for example, has the reason in its figures.
+
+        Args:
+            rule: The rule with its settings.
+            shape: The sizes of the call.
+            backends: Our backends to time; None for those of this device.
+            against: The peers to time.
+            label: The name that the results show instead of the rule's name.
+
+        Returns:
+            The figures of each contestant.
+
+        Raises:
+            InputError: A peer is not installed or has no op for the rule.
         """
-        here: Sequence[Backend] = ("triton", "chunked") if self.on_gpu else ("chunked", "recurrent")
+        default_backends: Sequence[Backend] = ("triton", "chunked") if self.on_gpu else ("chunked", "recurrent")
         x, now = self._inputs(rule, shape)
         with _environment(self._variables):
-            contestants = [_ours(rule, x, now, backend) for backend in backends or here]
-            contestants += [(peer(one) if isinstance(one, str) else one)(rule, x, now) for one in against]
-            reference, found = None, []
-            for one in contestants:
-                figures = self._contest(one, flops(rule, shape) if one.flops is None else one.flops)
+            contestants = [_ours(rule, x, now, backend) for backend in backends or default_backends]
+            contestants += [
+                (peer(contestant) if isinstance(contestant, str) else contestant)(rule, x, now)
+                for contestant in against
+            ]
+            reference, rows = None, []
+            for contestant in contestants:
+                figures = self._contest(
+                    contestant, flops(rule, shape) if contestant.flops is None else contestant.flops
+                )
                 o = figures.pop("o", None)
-                if one.same and o is not None:
+                if contestant.same and o is not None:
                     if reference is not None:
                         figures["error"] = float((o.float() - reference.float()).norm() / reference.float().norm())
                     reference = o if reference is None else reference
-                found.append(Figures(label or rule.name, one.name, str(shape), **figures))
-                self.results.figures.append(found[-1])
+                rows.append(Figures(label or rule.name, contestant.name, str(shape), **figures))
+                self.results.figures.append(rows[-1])
                 self.after(self.results)
-        return found
+        return rows
 
-    def _contest(self, one: Contestant, operations: float | None) -> dict[str, Any]:
-        """The fields of `Figures` that could be measured, and o. operations: those of a forward call."""
-        call, token, ceilings = one.sequence, one.token, self.results.ceilings
+    def _contest(self, contestant: Contestant, operations: float | None) -> dict[str, Any]:
+        """Returns the fields of `Figures` that could be measured, and o.
+
+        `operations` are those of a forward call.
+        """
+        call, token, ceilings = contestant.sequence, contestant.token, self.results.ceilings
         both, inputs = call.backward(), call.tensors.values()
-        found: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         why: list[str] = []
 
         def first_call() -> None:
             seconds = self._seconds(both)
             if self._own:
-                found["first_call"] = seconds
-            found["o"] = call.forward()
+                fields["first_call"] = seconds
+            fields["o"] = call.forward()
 
         def time_forward() -> None:
-            found["forward_memory"] = self._extra_memory(lambda: [call.forward()], kept=0)
-            found["forward"], found["forward_launch"] = self._times(call.forward, why)
-            found["forward_copy"] = copied(forward_bytes(inputs, found["o"]), found["forward"])
-            found["forward_matmul"] = multiplied(1, found["forward"])
+            fields["forward_memory"] = self._extra_memory(lambda: [call.forward()], kept=0)
+            fields["forward"], fields["forward_launch"] = self._times(call.forward, why)
+            fields["forward_copy"] = copied(forward_bytes(inputs, fields["o"]), fields["forward"])
+            fields["forward_matmul"] = multiplied(1, fields["forward"])
 
         def time_both() -> None:
-            found["both_memory"] = self._extra_memory(both, kept=size(inputs))
-            found["both"], found["both_launch"] = self._times(both, why)
-            found["both_copy"] = copied(training_bytes(inputs, found["o"]), found["both"])
-            found["both_matmul"] = multiplied(3, found["both"])  # backward takes twice the products of forward
+            fields["both_memory"] = self._extra_memory(both, kept=size(inputs))
+            fields["both"], fields["both_launch"] = self._times(both, why)
+            fields["both_copy"] = copied(training_bytes(inputs, fields["o"]), fields["both"])
+            fields["both_matmul"] = multiplied(3, fields["both"])  # backward takes twice the products of forward
 
         def time_decode() -> None:
             assert token is not None
-            found["decode"] = self._decode(token)
-            found["decode_copy"] = copied(decode_bytes(token.tensors), found["decode"])
+            fields["decode"] = self._decode(token)
+            fields["decode_copy"] = copied(decode_bytes(token.tensors), fields["decode"])
 
         def copied(moved: int, ms: float) -> float:
             return moved / ceilings["copy"] / ms * 1e3
@@ -149,14 +177,17 @@ class Bench:
             except torch.OutOfMemoryError:
                 why.append(f"{measure.__name__}: out of memory")
             except Exception as error:  # a peer may fail in any way, and a backend may not take this rule
-                said = " ".join(str(error).split())[:300]
-                why.append(f"{measure.__name__}: {type(error).__name__}: {said}")
-            if "o" not in found:
+                reason = " ".join(str(error).split())[:300]
+                why.append(f"{measure.__name__}: {type(error).__name__}: {reason}")
+            if "o" not in fields:
                 break
-        return {**found, "why": "; ".join(why)}
+        return {**fields, "why": "; ".join(why)}
 
     def _inputs(self, rule: UpdateRule, shape: Shape) -> tuple[Inputs, Inputs]:
-        """A sequence, and one token with a state. q, k, v and gates per channel are in dtype, other gates in fp32."""
+        """Returns the inputs of a sequence, and those of one token with a state.
+
+        q, k, v and gates per channel are in the run's dtype, other gates in fp32.
+        """
         drawn = draw(
             rule,
             batch=1,
@@ -176,13 +207,14 @@ class Bench:
             return x.repeat(shape.batch, -(-rows // x.shape[1]), *[1] * (x.dim() - 2))[:, :rows].contiguous()
 
         x = drawn.map(placed).map(spread)
-        # Decode from a state that tokens of this kind make.
-        few = x.span(0, min(shape.length, CHUNK))
+        # The token is decoded from a state that tokens of this kind make.
+        prefix = x.span(0, min(shape.length, CHUNK))
         with torch.no_grad():
-            _, state = scan(rule, few.q, few.k, few.v, few.gates, backend="chunked")
+            _, state = scan(rule, prefix.q, prefix.k, prefix.v, prefix.gates, backend="chunked")
         return x, x.span(0, 1, state).map(lambda part: part.clone())
 
     def _ceilings(self) -> dict[str, float]:
+        """Measures the rates of a large copy and of a large matrix product."""
         size, width = (2**30, 8192) if self.on_gpu else (2**26, 1024)
         source, target = torch.randint(256, (2, size), dtype=torch.uint8, device=self.device)
         copy = 2 * size / self._median(lambda: target.copy_(source)) * 1e3
@@ -190,10 +222,12 @@ class Bench:
         return {"copy": copy, "matmul": 2 * width**3 / self._median(lambda: a @ b) * 1e3}
 
     def _synchronize(self) -> None:
+        """Waits until the device is done."""
         if self.on_gpu:
             torch.cuda.synchronize()
 
     def _seconds(self, run: Callable[[], Any]) -> float:
+        """Returns the time of one call, in s."""
         self._synchronize()
         start = time.perf_counter()
         run()
@@ -201,7 +235,7 @@ class Bench:
         return time.perf_counter() - start
 
     def _median(self, run: Callable[[], Any]) -> float:
-        """The median time of a call in ms, after a warm-up."""
+        """Returns the median time of a call in ms, after a warm-up."""
         if self.on_gpu:
             from triton.testing import do_bench
 
@@ -210,7 +244,7 @@ class Bench:
         return 1e3 * statistics.median(self._seconds(run) for _ in range(max(3, min(50, int(CPU_SECONDS / once)))))
 
     def _times(self, run: Callable[[], Any], why: list[str]) -> tuple[float, float | None]:
-        """The time of a call in ms and, on a GPU, the time to launch it."""
+        """Returns the time of a call in ms and, on a GPU, the time to launch it."""
         if not self.on_gpu:
             return self._median(run), None
         launches = []
@@ -227,6 +261,7 @@ class Bench:
         return self._median(timed), 1e3 * statistics.median(launches)
 
     def _extra_memory(self, run: Callable[[], list[Tensor]], *, kept: int) -> int | None:
+        """Returns the peak memory during a call, less the memory before it and the bytes `kept` that it returns."""
         if not self.on_gpu:
             return None
         gc.collect()
@@ -238,6 +273,7 @@ class Bench:
         return torch.cuda.max_memory_allocated() - before - kept
 
     def _decode(self, token: Call) -> float:
+        """Returns the time of a call on one token, in ms."""
         if not self.on_gpu:
             return self._median(token.forward)
         cache = torch.cuda.get_device_properties(self.device).L2_cache_size
@@ -261,6 +297,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _captured(calls: Sequence[Callable[[], Any]]) -> torch.cuda.CUDAGraph:
+    """Returns a CUDA graph of several calls."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -285,12 +322,22 @@ def bench(
 ) -> Results:
     """Times one rule as `platform rule bench` does, with options as they are typed there.
 
-    shape, dtype: by default those of the figures in papers on a GPU, and small ones on a CPU. out: a folder for
-    NAME.json and, with lengths, NAME.png. Raises `InputError` for wrong options.
+    Args:
+        rule: The rule with its settings.
+        shape: B,T,H,K,V; by default the sizes of the figures in papers on a GPU, and small ones on a CPU.
+        dtype: The dtype; by default bf16 on a GPU and fp32 on a CPU.
+        lengths: Values of T with commas between them, each timed with as many tokens as the shape.
+        against: Names of peers with commas between them.
+        out: A folder for NAME.json and, with lengths, NAME.png.
+
+    Raises:
+        InputError: An option is wrong.
     """
     gpu = torch.cuda.is_available()
-    one = Shape.parse(shape) if shape else GPU_SHAPE if gpu else CPU_SHAPE
-    shapes = [one.at(length) for length in whole_numbers(lengths, where="--lengths")] if lengths else [one]
+    base_shape = Shape.parse(shape) if shape else GPU_SHAPE if gpu else CPU_SHAPE
+    shapes = (
+        [base_shape.at(length) for length in whole_numbers(lengths, where="--lengths")] if lengths else [base_shape]
+    )
     peers = [name.strip() for name in against.split(",")] if against else []
     for name in peers:
         installed(name)
@@ -300,8 +347,8 @@ def bench(
     if not gpu:
         kernel = f"the kernel of '{rule.name}'" if rule.brings_kernel else "a kernel"
         print(f"no GPU: times 'chunked' and 'recurrent' on the CPU; timing {kernel} takes a GPU", file=sys.stderr)
-    for at in shapes:
-        run.add(rule, at, against=peers)
+    for shape_at in shapes:
+        run.add(rule, shape_at, against=peers)
     if out is not None:
         (out / f"{rule.name}.json").write_text(run.results.to_json() + "\n", encoding="utf-8")
         if lengths:
@@ -310,23 +357,23 @@ def bench(
 
 
 def _ours(rule: UpdateRule, x: Inputs, now: Inputs, backend: Backend) -> Contestant:
-    """Our own backend.
+    """Makes the contestant of our own backend.
 
-    For kernels on a GPU, the first call uses backend 'triton', which raises for unsupported inputs; later calls use
-    'auto', as users do: it takes the same kernel, and does not wait for the device in order to check that the state
-    does not grow.
+    For kernels on a GPU, the first call uses the backend "triton", which raises for unsupported inputs. Later calls use
+    "auto", as users do: it takes the same kernel, and does not wait for the device to check that the state does not
+    grow.
     """
 
     def call(x: Inputs) -> Call:
-        chosen = backend
+        current_backend = backend
 
         def run(q: Tensor, k: Tensor, v: Tensor, **rest: Tensor) -> tuple[Tensor, State]:
-            nonlocal chosen
+            nonlocal current_backend
             states = tuple(rest.pop(name) for name in list(rest) if name.startswith("state"))
-            found = scan(rule, q, k, v, rest, state=states or None, backend=chosen)
-            if chosen == "triton" and q.is_cuda:
-                chosen = "auto"
-            return found
+            result = scan(rule, q, k, v, rest, state=states or None, backend=current_backend)
+            if current_backend == "triton" and q.is_cuda:
+                current_backend = "auto"
+            return result
 
         return Call(run, x.named())
 
@@ -334,8 +381,9 @@ def _ours(rule: UpdateRule, x: Inputs, now: Inputs, backend: Backend) -> Contest
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    """Returns the versions of the software."""
+    versions = {"python": platform.python_version()}
     for package in ("deltalab", "torch", "triton", "fla-core", "flash-qla", "tilelang"):
         with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+            versions[package] = version(package)
+    return versions

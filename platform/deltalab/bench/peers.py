@@ -1,6 +1,6 @@
-"""Published kernels to time beside ours.
+"""Published kernels to time beside those of deltalab.
 
-A peer is found by the structure that a rule declares, so that a new rule of a known structure has its peers too.
+A peer is found by the structure that a rule declares, so that a new rule of a known structure has peers, too.
 """
 
 import importlib
@@ -24,20 +24,25 @@ from deltalab.rule import Operands, UpdateRule
 
 @dataclass(frozen=True)
 class Call:
-    """A function of tensors, differentiated with respect to all of them. It returns o, or a tuple beginning with o."""
+    """A function of tensors, differentiated with respect to all of them.
+
+    Attributes:
+        function: Returns o, or a tuple that begins with o.
+        tensors: Its arguments by name.
+    """
 
     function: Callable[..., Any]
     tensors: dict[str, Tensor]
 
     def forward(self) -> Tensor:
-        """o, without gradients."""
+        """Returns o, without gradients."""
         with torch.no_grad():
             return self._o(self.tensors)
 
     def backward(self) -> Callable[[], list[Tensor]]:
-        """A function that runs forward and backward and returns the gradients of all tensors.
+        """Returns a function that runs forward and backward and returns the gradients of all tensors.
 
-        Its first call draws the gradient of o, which later calls use again.
+        The first call of that function draws the gradient of o, which later calls use again.
         """
         leaves = {name: tensor.detach().requires_grad_() for name, tensor in self.tensors.items()}
         upstream: list[Tensor] = []
@@ -53,12 +58,13 @@ class Call:
         return run
 
     def _o(self, tensors: dict[str, Tensor]) -> Tensor:
-        found = self.function(**tensors)
-        o: Tensor = found[0] if isinstance(found, tuple) else found
+        """Returns o."""
+        result = self.function(**tensors)
+        o: Tensor = result[0] if isinstance(result, tuple) else result
         return o
 
     def fresh(self) -> "Call":
-        """The same call on copies of the tensors."""
+        """Returns the same call on copies of the tensors."""
         return Call(self.function, {name: tensor.clone() for name, tensor in self.tensors.items()})
 
 
@@ -66,9 +72,12 @@ class Call:
 class Contestant:
     """One implementation to time.
 
-    sequence: its call on a whole sequence; token: its call on one more token with a state, None if it has none.
-    same: whether it computes the rule's function, so that outputs can be compared.
-    flops: the operations of its forward call; None for those of the rule's chunked algorithm.
+    Attributes:
+        name: The name that the results show.
+        sequence: Its call on a whole sequence.
+        token: Its call on one more token with a state; None if it has none.
+        same: Whether it computes the rule's function, so that outputs can be compared.
+        flops: The operations of its forward call; None for those of the rule's chunked algorithm.
     """
 
     name: str
@@ -84,11 +93,15 @@ Peer: TypeAlias = Callable[[UpdateRule, Inputs, Inputs], Contestant]
 
 @dataclass(frozen=True)
 class Op:
-    """A function of flash-linear-attention, `chunk_NAME` over sequences and `fused_recurrent_NAME` for tokens.
+    """A function of flash-linear-attention: `chunk_NAME` over sequences and `fused_recurrent_NAME` for tokens.
 
-    takes: its arguments besides q and k, from the operands of a rule. module: its module, if not named like the op.
-    one_strength: whether it writes with the strength that it erases with. options: its further arguments.
-    for_tokens: the arguments that have another name in `fused_recurrent_NAME`.
+    Attributes:
+        name: NAME.
+        takes: Returns its arguments besides q and k, from the operands of a rule.
+        module: Its module; empty if the module has the name of the op.
+        one_strength: Whether it writes with the strength that it erases with.
+        options: Its further arguments.
+        for_tokens: The names of arguments that differ in `fused_recurrent_NAME`.
     """
 
     name: str
@@ -100,33 +113,40 @@ class Op:
 
 
 def _beta(x: Operands) -> Tensor:
+    """Returns the strength of writes."""
     assert x.e is not None
     return torch.ones_like(x.e) if x.beta is None else x.beta
 
 
 def _write(x: Operands) -> dict[str, Tensor | None]:
+    """Returns the values that are written."""
     return {"v": x.resolved().u}
 
 
 def _decay(x: Operands) -> dict[str, Tensor | None]:
+    """Returns the arguments of an op with a decay."""
     return {**_write(x), "g": x.g}
 
 
 def _delta(x: Operands) -> dict[str, Tensor | None]:
+    """Returns the arguments of an op of the delta rule."""
     return {"v": x.u, "beta": _beta(x)}
 
 
 def _gated_delta(x: Operands) -> dict[str, Tensor | None]:
+    """Returns the arguments of an op of the gated delta rule."""
     return {**_delta(x), "g": x.g}
 
 
 def _feedback(x: Operands) -> dict[str, Tensor | None]:
+    """Returns the arguments of an op that erases with a strength of its own."""
     assert x.e is not None
     return {**_gated_delta(x), "p": (x.e / _beta(x))[..., None] * x.k}
 
 
 def _free(x: Operands) -> dict[str, Tensor | None]:
-    # Their a reads the state and their b is written, the reverse of ours.
+    """Returns the arguments of an op with a free low rank."""
+    # In the op, a reads the state and b is written. In deltalab, b reads the state and a is written.
     return {**_write(x), "gk": x.g, "a": x.b, "b": x.a}
 
 
@@ -140,51 +160,55 @@ OPS: dict[tuple[str, str, str], Op] = {
     ("scalar", "tied", "state"): Op("comba", _feedback),
     ("diagonal", "free", "state"): Op("dplr_delta_rule", _free, module="generalized_delta_rule"),
 }
-"""The ops by the structure they compute: decay, low rank, and the state that the low rank reads."""
+"""The ops by the structure that they compute: decay, low rank, and the state that the low rank reads."""
 
 
 def op_for(rule: UpdateRule, x: Inputs) -> tuple[Op, dict[str, Tensor]]:
-    """The published op for a rule's structure and its arguments. Raises `InputError` if there is none."""
+    """Returns the published op for a rule's structure, and the arguments of the op.
+
+    Raises:
+        InputError: No op computes what the rule does.
+    """
     t = rule.transition
     reads = "state" if t is None or "none" in (t.decay, t.low_rank) else t.reads
     op = None if t is None or t.steps > 1 or rule.second_state else OPS.get((t.decay, t.low_rank, reads))
     if op is None:
         raise InputError(f"no peer has an op for the structure of rule '{rule.name}'")
-    given = operands(rule, x.q, x.k, x.v, x.gates)
-    if op.one_strength and given.e is not None and not torch.equal(given.e, _beta(given)):
+    terms = operands(rule, x.q, x.k, x.v, x.gates)
+    if op.one_strength and terms.e is not None and not torch.equal(terms.e, _beta(terms)):
         raise InputError(f"no peer has an op that erases and writes as rule '{rule.name}' does")
-    found = {"q": given.resolved().r, "k": given.k, **op.takes(given)}
-    kept = ("g", "gk", "beta")  # decays and strengths keep their precision
+    arguments = {"q": terms.resolved().r, "k": terms.k, **op.takes(terms)}
+    precise = ("g", "gk", "beta")  # decays and strengths keep their precision
     return op, {
-        name: (value if name in kept else value.to(x.v.dtype)).detach().contiguous()
-        for name, value in found.items()
+        name: (value if name in precise else value.to(x.v.dtype)).detach().contiguous()
+        for name, value in arguments.items()
         if value is not None
     }
 
 
 def _fla(rule: UpdateRule, x: Inputs, now: Inputs) -> Contestant:
-    """The op of flash-linear-attention for the rule's structure."""
-    op, given = op_for(rule, x)
+    """Makes the contestant of flash-linear-attention: its op for the rule's structure."""
+    op, arguments = op_for(rule, x)
     module = imported("fla", f"fla.ops.{op.module or op.name}")
-    more = {"scale": float(x.k.shape[-1] ** -0.5), **op.options}
-    chunk = partial(getattr(module, f"chunk_{op.name}"), **more)
-    recurrent = partial(getattr(module, f"fused_recurrent_{op.name}"), **more, output_final_state=True)
+    options = {"scale": float(x.k.shape[-1] ** -0.5), **op.options}
+    chunk = partial(getattr(module, f"chunk_{op.name}"), **options)
+    recurrent = partial(getattr(module, f"fused_recurrent_{op.name}"), **options, output_final_state=True)
     token = {op.for_tokens.get(name, name): value for name, value in op_for(rule, now)[1].items()}
     assert now.state is not None
-    return Contestant("fla", Call(chunk, given), Call(recurrent, {**token, "initial_state": now.state[0]}))
+    return Contestant("fla", Call(chunk, arguments), Call(recurrent, {**token, "initial_state": now.state[0]}))
 
 
 def _flash_qla(rule: UpdateRule, x: Inputs, now: Inputs) -> Contestant:
-    """FlashQLA's kernel of the gated delta rule."""
-    op, given = op_for(rule, x)
+    """Makes the contestant of FlashQLA: its kernel of the gated delta rule."""
+    op, arguments = op_for(rule, x)
     if op.name != "gated_delta_rule":
         raise InputError(f"--against flash_qla: has no op for rule '{rule.name}', only the gated delta rule's")
     function = imported("flash_qla", "flash_qla").chunk_gated_delta_rule
-    return Contestant("flash_qla", Call(partial(function, scale=float(x.k.shape[-1] ** -0.5)), given))
+    return Contestant("flash_qla", Call(partial(function, scale=float(x.k.shape[-1] ** -0.5)), arguments))
 
 
 def _sdpa(rule: UpdateRule, x: Inputs, now: Inputs) -> Contestant:
-    """PyTorch's causal softmax attention with as many heads."""
+    """Makes the contestant of PyTorch: causal softmax attention with as many heads."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (z.transpose(1, 2) for z in (q, k, v))
@@ -201,11 +225,15 @@ PEERS: dict[str, tuple[Peer, str]] = {
     "flash_qla": (_flash_qla, "flash-qla"),
     "sdpa": (_sdpa, "torch"),
 }
-"""Each peer and the package to install for it. `fla` calls FlashQLA itself if that is installed and fits."""
+"""The peers by name, each with the package to install. `fla` calls FlashQLA itself if it is installed and fits."""
 
 
 def installed(name: str) -> None:
-    """Raises `InputError` if the peer is unknown, is not installed, or needs a GPU and there is none."""
+    """Checks that a peer can run here.
+
+    Raises:
+        InputError: The peer is unknown, is not installed, or needs a GPU and there is none.
+    """
     if name not in PEERS:
         raise unknown("peer", name, PEERS, where="--against")
     if name == "sdpa":
@@ -217,15 +245,23 @@ def installed(name: str) -> None:
 
 
 def peer(name: str) -> Peer:
-    """The peer of a name. Raises `InputError` if it is not `installed`."""
+    """Returns the peer of a name.
+
+    Raises:
+        InputError: The peer is unknown, is not installed, or needs a GPU and there is none.
+    """
     installed(name)
     return PEERS[name][0]
 
 
 def imported(name: str, module: str) -> Any:
-    """A module of the peer `name`. Raises `InputError` with the reason if it does not import."""
+    """Returns a module of the peer `name`.
+
+    Raises:
+        InputError: The module does not import; the message has the reason.
+    """
     try:
         return importlib.import_module(module)
     except Exception as error:
-        said = " ".join(str(error).split())
-        raise InputError(f"--against {name}: does not import: {type(error).__name__}: {said}") from error
+        reason = " ".join(str(error).split())
+        raise InputError(f"--against {name}: does not import: {type(error).__name__}: {reason}") from error

@@ -14,7 +14,7 @@ from deltalab.errors import InputError
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes B, T, H, K, V of a call."""
+    """The sizes B, T, H, K and V of a call."""
 
     batch: int
     length: int
@@ -26,22 +26,27 @@ class Shape:
         return ",".join(map(str, dataclasses.astuple(self)))
 
     @classmethod
-    def parse(cls, given: str) -> "Shape":
-        """A shape written as B,T,H,K,V. Raises `InputError` for anything else.
+    def parse(cls, text: str) -> "Shape":
+        """Returns a shape from a text B,T,H,K,V.
 
-        >>> Shape.parse("8,4096,16,128,128").length
-        4096
+        Raises:
+            InputError: The text is no shape.
+
+        Examples:
+            >>> Shape.parse("8,4096,16,128,128").length
+            4096
         """
-        numbers = whole_numbers(given, where="--shape")
+        numbers = whole_numbers(text, where="--shape")
         if len(numbers) != 5:
-            raise InputError(f"--shape {given}: give B,T,H,K,V, like {GPU_SHAPE}")
+            raise InputError(f"--shape {text}: give B,T,H,K,V, like {GPU_SHAPE}")
         return cls(*numbers)
 
     def at(self, length: int) -> "Shape":
-        """The same number of tokens in sequences of another length.
+        """Returns a shape with the same number of tokens in sequences of another length.
 
-        >>> str(Shape(8, 4096, 16, 128, 128).at(1024))
-        '32,1024,16,128,128'
+        Examples:
+            >>> str(Shape(8, 4096, 16, 128, 128).at(1024))
+            '32,1024,16,128,128'
         """
         return dataclasses.replace(self, batch=max(1, self.batch * self.length // length), length=length)
 
@@ -50,21 +55,43 @@ GPU_SHAPE = Shape(8, 4096, 16, 128, 128)
 CPU_SHAPE = Shape(1, 512, 2, 64, 64)
 
 
-def whole_numbers(given: str, *, where: str) -> list[int]:
-    """The numbers of a list like `1,2`. Raises `InputError` for anything but whole numbers of at least 1."""
-    words = [word.strip() for word in given.split(",")]
+def whole_numbers(text: str, *, where: str) -> list[int]:
+    """Returns the numbers of a list such as `1,2`.
+
+    Args:
+        text: The list.
+        where: The option that the list was given to, for the message.
+
+    Raises:
+        InputError: The text has anything but whole numbers of at least 1.
+    """
+    words = [word.strip() for word in text.split(",")]
     if not all(word.isascii() and word.isdigit() and int(word) > 0 for word in words):
-        raise InputError(f"{where} {given}: give whole numbers of at least 1, with commas between them")
+        raise InputError(f"{where} {text}: give whole numbers of at least 1, with commas between them")
     return [int(word) for word in words]
 
 
 @dataclass(frozen=True)
 class Figures:
-    """The figures of one contestant at one shape. None if it does not apply, or did not run, for the reason in `why`.
+    """The figures of one contestant at one shape.
 
-    Times are in ms, the first call's in s; extra memory is in bytes. `*_copy` and `*_matmul` are shares of this
-    machine's `ceilings`. error: the relative difference of o from that of the first contestant that computes the
-    rule's function.
+    A figure is None if it does not apply, or if the contestant did not run. Fields that end in `_copy` and `_matmul`
+    are shares of this machine's `ceilings`. `both` means forward with backward.
+
+    Attributes:
+        rule: The rule, by its label.
+        by: The contestant.
+        shape: The sizes B,T,H,K,V.
+        forward: Time of a call, in ms.
+        forward_launch: Time to launch a call, in ms.
+        both: Time of a call, in ms.
+        both_launch: Time to launch a call, in ms.
+        decode: Time of a token, in ms.
+        forward_memory: Extra memory, in bytes.
+        both_memory: Extra memory, in bytes.
+        first_call: Time of the first call, in s.
+        error: The relative difference of o from that of the first contestant that computes the rule's function.
+        why: The reason for missing figures.
     """
 
     rule: str
@@ -89,7 +116,15 @@ class Figures:
 
 @dataclass(frozen=True)
 class Results:
-    """All figures of a run, and the machine. ceilings: the rates of a copy in bytes/s and of a matmul in flop/s."""
+    """All figures of a run, and the machine.
+
+    Attributes:
+        dtype: The dtype of the inputs.
+        ceilings: The rates of this machine: "copy" in bytes/s and "matmul" in flop/s.
+        versions: The versions of the software.
+        date: The date and time in UTC.
+        figures: The figures, a row for each contestant and shape.
+    """
 
     device: str
     dtype: str
@@ -99,26 +134,37 @@ class Results:
     figures: list[Figures] = field(default_factory=list)
 
     def to_json(self) -> str:
+        """Returns the results as JSON."""
         return json.dumps(asdict(self), indent=2)
 
     @classmethod
-    def from_dict(cls, given: dict[str, Any]) -> "Results":
-        """The results that `to_json` wrote."""
-        return cls(**{**given, "figures": [Figures(**one) for one in given["figures"]]})
+    def from_dict(cls, values: dict[str, Any]) -> "Results":
+        """Returns the results that `to_json` wrote."""
+        return cls(**{**values, "figures": [Figures(**row) for row in values["figures"]]})
 
     def to_text(self) -> str:
-        """A line for each contestant, then the reasons for missing figures, then the machine."""
-        rows = [tuple(_COLUMNS), *(tuple(show(one) for show in _COLUMNS.values()) for one in self.figures)]
+        """Returns a line for each contestant, then the reasons for missing figures, then the machine."""
+        rows = [
+            tuple(_COLUMNS),
+            *(tuple(show(row_figures) for show in _COLUMNS.values()) for row_figures in self.figures),
+        ]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-        reasons = [f"{one.rule} by {one.by} at {one.shape}: {one.why}" for one in self.figures if one.why]
+        reasons = [
+            f"{row_figures.rule} by {row_figures.by} at {row_figures.shape}: {row_figures.why}"
+            for row_figures in self.figures
+            if row_figures.why
+        ]
         copy, matmul = self.ceilings["copy"], self.ceilings["matmul"]
         where = f"{self.device}, {self.dtype}: a copy {copy / 1e12:.3g} TB/s, a matmul {matmul / 1e12:.3g} TFLOP/s"
         software = ", ".join(f"{name} {number}" for name, number in self.versions.items())
         return "\n".join([*(line.rstrip() for line in lines), *reasons, where, f"{software}; {self.date}"])
 
     def plot(self, file: Path) -> None:
-        """Time against length, forward and with backward; where matplotlib is not installed, a line that says so."""
+        """Draws time against length, forward and with backward.
+
+        If matplotlib is not installed, a line on stderr says so.
+        """
         if importlib.util.find_spec("matplotlib") is None:
             print(f"{file.name}: not drawn, matplotlib is not installed", file=sys.stderr)
             return
@@ -127,9 +173,9 @@ class Results:
         figure, panels = plt.subplots(1, 2, figsize=(10, 4), sharex=True)
         for panel, what, title in zip(panels, ("forward", "both"), ("forward", "forward + backward"), strict=True):
             curves: dict[str, list[tuple[int, float]]] = {}
-            for one in self.figures:
-                if (ms := getattr(one, what)) is not None:
-                    curves.setdefault(f"{one.rule}, {one.by}", []).append((int(one.shape.split(",")[1]), ms))
+            for row in self.figures:
+                if (ms := getattr(row, what)) is not None:
+                    curves.setdefault(f"{row.rule}, {row.by}", []).append((int(row.shape.split(",")[1]), ms))
             for name, points in curves.items():
                 panel.plot(*zip(*sorted(points), strict=True), marker="o", label=name)
             panel.set(title=title, xlabel="tokens in a sequence", ylabel="ms")
@@ -144,30 +190,32 @@ class Results:
         plt.close(figure)
 
 
-def _shown(name: str, form: str, times: float = 1.0) -> Callable[[Figures], str]:
-    def show(one: Figures) -> str:
-        value = getattr(one, name)
+def _cell(name: str, form: str, times: float = 1.0) -> Callable[[Figures], str]:
+    """Returns a function that formats one field of `Figures`."""
+
+    def show(row: Figures) -> str:
+        value = getattr(row, name)
         return "-" if value is None else format(times * value, form)
 
     return show
 
 
 _COLUMNS: dict[str, Callable[[Figures], str]] = {
-    "rule": lambda one: one.rule,
-    "by": lambda one: one.by,
-    "B,T,H,K,V": lambda one: one.shape,
-    "fwd ms": _shown("forward", ".3f"),
-    "launch": _shown("forward_launch", ".2f"),
-    "copy": _shown("forward_copy", ".0%"),
-    "matmul": _shown("forward_matmul", ".0%"),
-    "f+b ms": _shown("both", ".3f"),
-    "launch ": _shown("both_launch", ".2f"),
-    "copy ": _shown("both_copy", ".0%"),
-    "matmul ": _shown("both_matmul", ".0%"),
-    "decode us": _shown("decode", ".1f", 1e3),
-    "copy  ": _shown("decode_copy", ".0%"),
-    "fwd MiB": _shown("forward_memory", ".0f", 2**-20),
-    "f+b MiB": _shown("both_memory", ".0f", 2**-20),
-    "first s": _shown("first_call", ".1f"),
-    "error": _shown("error", ".1e"),
+    "rule": lambda row: row.rule,
+    "by": lambda row: row.by,
+    "B,T,H,K,V": lambda row: row.shape,
+    "fwd ms": _cell("forward", ".3f"),
+    "launch": _cell("forward_launch", ".2f"),
+    "copy": _cell("forward_copy", ".0%"),
+    "matmul": _cell("forward_matmul", ".0%"),
+    "f+b ms": _cell("both", ".3f"),
+    "launch ": _cell("both_launch", ".2f"),
+    "copy ": _cell("both_copy", ".0%"),
+    "matmul ": _cell("both_matmul", ".0%"),
+    "decode us": _cell("decode", ".1f", 1e3),
+    "copy  ": _cell("decode_copy", ".0%"),
+    "fwd MiB": _cell("forward_memory", ".0f", 2**-20),
+    "f+b MiB": _cell("both_memory", ".0f", 2**-20),
+    "first s": _cell("first_call", ".1f"),
+    "error": _cell("error", ".1e"),
 }

@@ -1,4 +1,4 @@
-"""The command `platform`. Whatever is wrong with what a user types is one line on stderr."""
+"""The command `platform`. Whatever is wrong with what a user types is reported as one line on stderr."""
 
 import json
 import math
@@ -32,13 +32,14 @@ studies.add_to(study)
 console = Console()
 MOST_WORKERS = 10_000
 INTERRUPTED = (130, 143)
-"""Exit codes after SIGINT, which Typer gives and prints nothing, and after SIGTERM."""
+"""The exit codes after SIGINT, for which Typer prints nothing, and after SIGTERM."""
 
 
-def _not_empty(given: str | None) -> str | None:
-    if given is not None and not given.strip():
+def _not_empty(value: str | None) -> str | None:
+    """Refuses an option whose value is empty."""
+    if value is not None and not value.strip():
         raise typer.BadParameter("is empty: name one, or leave the option out")
-    return given
+    return value
 
 
 @app.callback()
@@ -63,7 +64,7 @@ def version() -> None:
 
 @study.command("run")
 def study_run(
-    file: StudyFile,
+    study_file: StudyFile,
     settings: Overrides = None,
     db: Db = None,
     profile: Profile = None,
@@ -88,10 +89,10 @@ def study_run(
     Exit 1 if a trial failed or is missing, 2 if a rule fails its checks or another driver runs the study, 130 or 143
     after SIGINT or SIGTERM.
     """
-    from deltalab.study.running.run import run_study
+    from deltalab.study.running.run import run_study_file
 
-    result = run_study(
-        file,
+    result = run_study_file(
+        study_file,
         db=db,
         profile=profile,
         executor=executor,  # type: ignore[arg-type]
@@ -117,7 +118,7 @@ def study_run(
 
 @study.command("plan")
 def study_plan(
-    file: StudyFile,
+    study_file: StudyFile,
     settings: Overrides = None,
     profile: Profile = None,
     workers: Annotated[int | None, typer.Option(min=1, max=MOST_WORKERS, help="Stacks of trials at a time.")] = None,
@@ -136,24 +137,24 @@ def study_plan(
 
     if sd is not None and not math.isfinite(sd):
         raise InputError(f"--sd must be a finite number, not {sd}")
-    plan = plan_study(file, profile=profile, overrides=settings)
-    known: list[Spread] = []
+    plan = plan_study(study_file, profile=profile, overrides=settings)
+    known_spreads: list[Spread] = []
     if sd is not None:
-        known = [Spread(name, task.metric, sd, "given by --sd") for name, task in plan.tasks.items()]
+        known_spreads = [Spread(name, task.metric, sd, "given by --sd") for name, task in plan.tasks.items()]
     elif Store.exists(db):
         with Store.open(db, create=False) as store:
-            known = spreads(store, plan.tasks)
-    warm_starts.demand(plan, db)
-    found = estimate(plan, workers=workers, spreads=known)
+            known_spreads = spreads(store, plan.tasks)
+    warm_starts.require_recorded(plan, db)
+    forecast = estimate(plan, workers=workers, spreads=known_spreads)
     if as_json:
-        print(found.to_json())
+        print(forecast.to_json())
     else:
-        console.print(found.to_rich())
+        console.print(forecast.to_rich())
 
 
 @study.command("report")
 def study_report(
-    name: StudyName,
+    study_name: StudyName,
     settings: Overrides = None,
     db: Db = None,
     profile: Profile = None,
@@ -163,30 +164,30 @@ def study_report(
 ) -> None:
     """Compare a study's arms with its base."""
     from deltalab.store import Store
-    from deltalab.store.progress import progress
+    from deltalab.store.studies.driver_status import study_progress
     from deltalab.study.reports.report import report
 
     if as_json + csv + markdown > 1:
         raise InputError("--json, --csv and --markdown: give one of them")
     with Store.open(db, create=False) as store:
-        which = find_study(store, name, profile, settings)
-        found = report(store, which.id)
-        running = progress(store, [which.id]).get(which.id)
+        study_row = find_study(store, study_name, profile, settings)
+        comparison = report(store, study_row.id)
+        running = study_progress(store, [study_row.id]).get(study_row.id)
     if running:
-        print(f"study '{which.address}' runs: {running.line}", file=sys.stderr)
+        print(f"study '{study_row.address}' runs: {running.line}", file=sys.stderr)
     if as_json:
-        print(found.to_json())
+        print(comparison.to_json())
     elif csv:
-        print(found.to_csv(), end="")
+        print(comparison.to_csv(), end="")
     elif markdown:
-        print(found.to_markdown())
+        print(comparison.to_markdown())
     else:
-        console.print(found)
+        console.print(comparison)
 
 
 @study.command("export-optuna")
 def study_export_optuna(
-    name: StudyName,
+    study_name: StudyName,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A new SQLite file.")],
     db: Db = None,
     profile: Profile = None,
@@ -196,14 +197,14 @@ def study_export_optuna(
     from deltalab.study.reports.to_optuna import export_optuna
 
     with Store.open(db, create=False) as store:
-        for written in export_optuna(store, find_study(store, name, profile).id, file):
-            print(f"{written.name}: {written.complete} of {written.trials} candidates have all scores")
+        for search in export_optuna(store, find_study(store, study_name, profile).id, file):
+            print(f"{search.name}: {search.complete} of {search.trials} candidates have all scores")
     print(f"{file}: written; pip install optuna-dashboard, then: optuna-dashboard sqlite:///{file}")
 
 
 @study.command("calibrate")
 def study_calibrate(
-    name: StudyName,
+    study_name: StudyName,
     settings: Overrides = None,
     db: Db = None,
     profile: Profile = None,
@@ -219,19 +220,19 @@ def study_calibrate(
     from deltalab.study.planning.make import plan_study
 
     if real:
-        plan = plan_study(name, profile=profile, overrides=settings)
-        found = calibration.real(plan, db=db, repeats=repeats, quiet=False)
+        plan = plan_study(study_name, profile=profile, overrides=settings)
+        rates = calibration.real(plan, db=db, repeats=repeats, quiet=False)
     else:
         try:
             with Store.open(db, create=False) as store:
-                study_id = find_study(store, name, profile, settings).id
-                found = calibration.simulated(store, study_id, repeats=repeats, quiet=False)
+                study_id = find_study(store, study_name, profile, settings).id
+                rates = calibration.simulated(store, study_id, repeats=repeats, quiet=False)
         except InputError as error:
-            raise InputError(f"{error}; run it first (platform study run {name}), or give --real") from None
+            raise InputError(f"{error}; run it first (platform study run {study_name}), or give --real") from None
     if as_json:
-        print(json.dumps([asdict(row) for row in found]))
+        print(json.dumps([asdict(row) for row in rates]))
     else:
-        for row in found:
+        for row in rates:
             print(row)
 
 
@@ -254,7 +255,7 @@ def study_schema(
 @study.command("new")
 def study_new(name: str, folder: Folder = Path("studies")) -> None:
     """Write a commented study file that can be planned and run, to start from."""
-    from deltalab.authoring.scaffold import new_study
+    from deltalab.authoring.files.scaffold import new_study
 
     file = new_study(name, folder)
     print(f"{file}: change it, then: platform study plan {file}")
@@ -282,8 +283,8 @@ def dashboard(
         "server.port": port,
         "server.headless": not browser,
         "browser.gatherUsageStats": False,
-        "runner.magicEnabled": False,  # else a page shows every string that stands alone in its file
-        "theme.light.textColor": "#111111",  # captions have 60% of it: Streamlit's own is too pale
+        "runner.magicEnabled": False,  # otherwise a page shows every string that stands alone in its file
+        "theme.light.textColor": "#111111",  # captions take 60% of this color, and Streamlit's own is too pale
         "server.fileWatcherType": "none",  # a reloaded plugin would not be the source that this process hashed
     }
     flags = [f"--{name}={str(value).lower()}" for name, value in options.items()]
@@ -310,23 +311,28 @@ app.command("eval")(evaluate)
 
 
 def main() -> None:
-    """Exit 0 done; 1 a trial or a check failed; 2 the input was wrong; 130 or 143 after SIGINT or SIGTERM."""
+    """Runs the command and exits.
+
+    The exit code is 0 if the command is done, 1 if a trial or a check failed, 2 if the input was wrong, and 130 or 143
+    after SIGINT or SIGTERM.
+    """
     code = _run()
     try:
         sys.stdout.flush()
     except OSError as error:
-        # Drop what is left to write: Python would try again at exit, and end in a traceback.
+        # Drop what is left to write. Otherwise Python tries again at exit, and prints a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not code and not isinstance(error, BrokenPipeError):
-            code = _wrong(f"output: {error.strerror}")
+            code = _report(f"output: {error.strerror}")
     sys.exit(code)
 
 
 def _run() -> int:
+    """Runs the command and returns its exit code."""
     try:
         code = app(prog_name="platform", standalone_mode=False)
     except InputError as error:
-        return _wrong(*(error.lines if isinstance(error, WrongRules) else [str(error)]))
+        return _report(*(error.lines if isinstance(error, WrongRules) else [str(error)]))
     except (typer.Abort, KeyboardInterrupt):
         code = INTERRUPTED[0]
     except SystemExit as error:
@@ -334,16 +340,16 @@ def _run() -> int:
             raise
         code = error.code
     except OSError as error:
-        return _wrong(f"{error.filename or 'output'}: {error.strerror or error}")
+        return _report(f"{error.filename or 'output'}: {error.strerror or error}")
     except Exception as error:
-        # Typer has its own copy of click; recognize its exceptions without importing its internals.
+        # Typer has its own copy of click. Its exceptions are recognized without importing its internals.
         if not hasattr(error, "format_message"):
             raise
         if type(error).__name__ == "NoArgsIsHelpError":
             print(error.format_message(), file=sys.stderr)
             return 2
-        return _wrong(error.format_message())
-    if registry := sys.modules.get("deltalab.registry"):  # it brings torch, which many commands need not
+        return _report(error.format_message())
+    if registry := sys.modules.get("deltalab.registry"):  # the registry loads torch, which many commands do not need
         for line in registry.left_out():
             print(f"warning: left out: {one_line(line)}", file=sys.stderr)
     if code in INTERRUPTED:
@@ -351,7 +357,8 @@ def _run() -> int:
     return code if isinstance(code, int) else 0
 
 
-def _wrong(*messages: str) -> int:
+def _report(*messages: str) -> int:
+    """Prints errors, and returns the exit code for wrong input."""
     for message in messages:
         print("error: " + one_line(message), file=sys.stderr)
     return 2

@@ -70,20 +70,20 @@ def data_pack(
         shares=_shares(split),
         workers=workers or os.cpu_count() or 1,
         shard_tokens=shard,
-        watch=_Progress(None if None in sizes else sum(filter(None, sizes))),
+        watch=_PackingProgress(None if None in sizes else sum(filter(None, sizes))),
     )
-    found = Packed(out)
+    packed = Packed(out)
     for name in SPLITS[1:]:
-        if not found.split(name).documents:
+        if not packed.split(name).documents:
             print(f"note: no document fell into {name}: more documents, or --separator, would help", file=sys.stderr)
-    for source in found.meta["sources"]:
-        if other := source.get("not_utf8"):  # folders of earlier versions do not count them
+    for source in packed.meta["sources"]:
+        if not_utf8 := source.get("not_utf8"):  # folders of earlier versions do not count them
             print(
-                f"note: {source['source']}: {other:,} of {source['documents']:,} documents are not UTF-8 text; their "
-                "bytes were packed as they are",
+                f"note: {source['source']}: {not_utf8:,} of {source['documents']:,} documents are not UTF-8 text; "
+                "their bytes were packed as they are",
                 file=sys.stderr,
             )
-    _show(found, as_json)
+    _show(packed, as_json)
 
 
 @data.command("tokenizer")
@@ -116,39 +116,43 @@ def data_show(
             "`platform data pack` goes on"
         )
     try:
-        found = Packed(folder)
+        packed = Packed(folder)
     except ValueError as error:
         raise InputError(str(error)) from None
-    _show(found, as_json)
+    _show(packed, as_json)
 
 
-def _show(found: Packed, as_json: bool) -> None:
+def _show(packed: Packed, as_json: bool) -> None:
+    """Prints what packed data hold."""
     if as_json:
-        print(json.dumps(found.meta))
+        print(json.dumps(packed.meta))
         return
     table = Table(box=None, pad_edge=False)
     for column in ("split", "documents", "tokens", "bytes", "bytes/token", "shards"):
         table.add_column(column, justify="left" if column == "split" else "right")
     for name in SPLITS:
-        split = found.split(name)
+        split = packed.split(name)
         ratio = f"{split.bytes / split.tokens:.2f}" if split.tokens else ""
-        shards = len(found.meta["splits"][name]["shards"])
+        shards = len(packed.meta["splits"][name]["shards"])
         table.add_row(name, f"{split.documents:,}", f"{split.tokens:,}", f"{split.bytes:,}", ratio, str(shards))
     console = Console()
     console.print(table)
-    tokenizer = found.tokenizer
-    end = "no token ends a document" if tokenizer["eos"] is None else f"token {tokenizer['eos']} ends a document"
-    lines = [f"tokenizer: {tokenizer['name']}, {tokenizer['vocab_size']:,} ids; {end}"]
-    for source in found.meta["sources"]:
+    tokenizer = packed.tokenizer
+    separator_text = (
+        "no token ends a document" if tokenizer["eos"] is None else f"token {tokenizer['eos']} ends a document"
+    )
+    lines = [f"tokenizer: {tokenizer['name']}, {tokenizer['vocab_size']:,} ids; {separator_text}"]
+    for source in packed.meta["sources"]:
         lines.append(
             f"from {source['source']}: {source['documents']:,} documents, of which {source['duplicates']:,} were "
             "duplicates and left out"
         )
-    lines.append(f"sha256: {found.meta['sha256']}")
+    lines.append(f"sha256: {packed.meta['sha256']}")
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 
 def _reading(field: str, separator: str | None, pattern: str) -> Reading:
+    """Returns how the sources are read."""
     if separator is not None:
         separator = separator.replace("\\n", "\n").replace("\\t", "\t")
         if not separator:
@@ -156,9 +160,10 @@ def _reading(field: str, separator: str | None, pattern: str) -> Reading:
     return Reading(field=field, separator=separator, pattern=pattern)
 
 
-def _shares(given: str) -> dict[str, float]:
+def _shares(text: str) -> dict[str, float]:
+    """Returns the shares of the splits."""
     shares = dict.fromkeys(SPLITS, 0.0)
-    for part in given.split(","):
+    for part in text.split(","):
         name, _, share = part.partition("=")
         if name.strip() not in shares:
             raise unknown("split", name.strip(), SPLITS, where="--split")
@@ -174,15 +179,15 @@ def _shares(given: str) -> dict[str, float]:
 
 
 def _quiet_hub() -> None:
-    """Keeps the Hub's warnings, one for each of its retries, off stderr: our error says the reason."""
+    """Keeps the Hub's warnings, one for each of its retries, off stderr. The error of the command has the reason."""
     with suppress(ImportError):
         from huggingface_hub.utils import logging
 
         logging.get_logger("huggingface_hub").setLevel("ERROR")
 
 
-class _Progress:
-    """Says on stderr how far a packing is: on a terminal in one line, elsewhere in a line every `EVERY_SECONDS`."""
+class _PackingProgress:
+    """Reports on stderr how far a packing is: on a terminal in one line, elsewhere in a line every `EVERY_SECONDS`."""
 
     def __init__(self, total: int | None) -> None:
         self._console, self._total = Console(stderr=True), total

@@ -29,12 +29,12 @@ def db_export(
     from deltalab.store.copy import export_ledger
 
     with Store.open(db, create=False) as store:
-        _print_rows_of(file, export_ledger(store, file, _progress), "written")
+        _print_rows_of(file, export_ledger(store, file, _print_progress), "written")
 
 
 @db.command("import")
 def db_import(
-    given: Annotated[
+    paths: Annotated[
         list[Path],
         typer.Argument(metavar="FILE|RUN...", help="Ledgers that `export` wrote; folders of runs of `platform train`."),
     ],
@@ -46,13 +46,13 @@ def db_import(
     from deltalab.store.trainings import record
 
     with Store.open(db) as store:
-        for path in given:
+        for path in paths:
             if path.is_dir():
                 record(store, path)
                 print(f"{path}: recorded")
             else:
                 with Store.open(path, create=False) as source:
-                    _print_rows_of(path, import_ledger(store, source, _progress), "new")
+                    _print_rows_of(path, import_ledger(store, source, _print_progress), "new")
 
 
 @db.command("vacuum")
@@ -68,10 +68,12 @@ def db_vacuum(db: Db = None) -> None:
         print(f"deleted {counts}; {before / 1e6:.1f} MB before, {size(store) / 1e6:.1f} MB now")
 
 
-def _progress(line: str) -> None:
+def _print_progress(line: str) -> None:
+    """Prints a line about the progress on stderr."""
     print(line, file=sys.stderr, flush=True)
 
 
 def _print_rows_of(path: Path, rows: dict[str, int], what: str) -> None:
+    """Prints the numbers of rows of a copy."""
     counts = ", ".join(f"{count:,} of {table}" for table, count in rows.items() if count)
     print(f"{path}: {what}: {counts or 'no rows'}")

@@ -24,9 +24,9 @@ def doctor(db: Db = None, as_json: AsJson = False) -> None:
         print(json.dumps([asdict(finding) for finding in findings]))
     else:
         table = Table(box=None, pad_edge=False, show_header=False)
-        for one in findings:
-            mend = f"\n-> {one.mend}" if one.mend else ""
-            table.add_row(escape(one.part), MARKS[one.state], escape(one.found + mend))
+        for finding in findings:
+            mend = f"\n-> {finding.mend}" if finding.mend else ""
+            table.add_row(escape(finding.part), MARKS[finding.state], escape(finding.found + mend))
         console.print(table)
     if any(finding.state == "broken" for finding in findings):
         raise typer.Exit(1)

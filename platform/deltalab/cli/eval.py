@@ -42,24 +42,24 @@ def evaluate(
     Results go to evaluations.json in DIR; those of a training also into the ledger that has it.
     """
     from deltalab.evaluation import evaluate as evaluating
-    from deltalab.evaluation.folder import opened
+    from deltalab.evaluation.model_folder import open_folder
     from deltalab.evaluation.results import fingerprint, write
     from deltalab.store import Store
     from deltalab.store.trainings import add_evaluations, record
 
     if split not in SPLITS:
         raise unknown("split", split, SPLITS, where="--split")
-    with opened(directory) as folder:
+    with open_folder(directory) as folder:
         data = data or folder.data
-        chosen = [task.strip() for task in (tasks or "").split(",") if task.strip()]
-        read = None if data is None else evaluating.packed(data)
+        task_names = [task.strip() for task in (tasks or "").split(",") if task.strip()]
+        packed_data = None if data is None else evaluating.packed(data)
         left_out: dict[str, str] = {}
-        if not chosen:
-            chosen, left_out = evaluating.askable(folder, read, split=split, length=length)
+        if not task_names:
+            task_names, left_out = evaluating.askable(folder, packed_data, split=split, length=length)
         results = evaluating.evaluate(
             folder,
-            chosen,
-            data=read,
+            task_names,
+            data=packed_data,
             split=split,
             length=length,
             limit=limit,
@@ -67,16 +67,16 @@ def evaluate(
         )
         about = {"weights": fingerprint(folder.path), "data": None if data is None else str(data)}
     file = write(results, folder.run or directory, about)
-    said = f"{file}: {len(results)} values"
+    summary = f"{file}: {len(results)} values"
     if folder.training is not None and Store.exists(db):
         with Store.open(db, create=False) as store:
             if folder.run is not None:
                 record(store, folder.run)
-                said += ", also in the ledger"
+                summary += ", also in the ledger"
             elif add_evaluations(store, folder.training, [asdict(result) for result in results]):
-                said += ", also in the ledger"
+                summary += ", also in the ledger"
             else:
-                said += f"; the ledger has no training {folder.training}: `platform db import RUN` records it"
+                summary += f"; the ledger has no training {folder.training}: `platform db import RUN` records it"
     for task, reason in left_out.items():
         print(f"left out {task}: {reason}", file=sys.stderr)
     if as_json:
@@ -91,4 +91,4 @@ def evaluate(
         table.add_row(result.task, result.metric, f"{result.value:.4f}", stderr, examples)
     console = Console()
     console.print(table)
-    console.print(said, markup=False, highlight=False, soft_wrap=True)
+    console.print(summary, markup=False, highlight=False, soft_wrap=True)

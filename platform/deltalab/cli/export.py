@@ -54,9 +54,9 @@ def export(
     folder = Path(source)
     is_path = "/" in source and not source.endswith((".yaml", ".yml"))
     if is_path or (folder.is_dir() and holds_a_model(folder)):
-        found, said = from_folder(folder), source
-        for option, given in (("--arm", arm), ("--best", best), ("--task", task), ("--profile", profile)):
-            if given:
+        model, description = from_folder(folder), source
+        for option, value in (("--arm", arm), ("--best", best), ("--task", task), ("--profile", profile)):
+            if value:
                 raise InputError(f"{option} is for a study; {source} is a folder, which holds one model")
     else:
         from deltalab.export.best_run import best_run
@@ -71,11 +71,11 @@ def export(
             raise
         with Store.open(db, create=False) as store:
             chosen = best_run(store, study, arm=arm, best=best, task=task)
-        found, said = chosen.source, chosen.said
-    written = write(found, directory, to=to, scale=scale, given=settings or [], weights=weights, tokenizer=tokenizer)
-    print(said)
-    for note in written.notes:
+        model, description = chosen.source, chosen.summary
+    result = write(model, directory, to=to, scale=scale, given=settings or [], weights=weights, tokenizer=tokenizer)
+    print(description)
+    for note in result.notes:
         print(f"- {note}")
-    trained = "with its weights" if written.trained else "untrained"
-    how = "a model of FLA, which platform train does not take" if to == "fla" else "recipe.yaml says how to train it"
-    print(f"{directory}: {written.parameters:,} parameters, {trained}; {how}")
+    trained = "with its weights" if result.trained else "untrained"
+    remark = "a model of FLA, which platform train does not take" if to == "fla" else "recipe.yaml says how to train it"
+    print(f"{directory}: {result.parameters:,} parameters, {trained}; {remark}")

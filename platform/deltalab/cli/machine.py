@@ -19,7 +19,7 @@ from deltalab.ops.backends import lacks_triton
 from deltalab.ops.scan import scan
 from deltalab.registry import get_rule, list_rules, list_tasks
 from deltalab.store import Store
-from deltalab.store.database import address, shown
+from deltalab.store.database import address, display_url
 
 PACKAGES = ("torch", "ray", "optuna", "sqlalchemy", "streamlit")
 EXTRAS = {
@@ -33,7 +33,7 @@ EXTRAS = {
 CUDA_WHEELS = "https://download.pytorch.org/whl/cu130"
 RAY_SECONDS = 90
 TOLERANCE = 2e-2
-"""The largest relative error of a kernel in bf16 beside the parallel form in fp32."""
+"""The largest relative error that a kernel in bf16 may have against the parallel form in fp32."""
 
 RAY = """
 import logging, ray
@@ -44,9 +44,13 @@ print(ray.get(ray.remote(lambda: 6 * 7).remote()))
 
 @dataclass(frozen=True)
 class Finding:
-    """One part of the installation.
+    """What was found of one part of the installation.
 
-    state: `works`; `broken`: studies need it; `absent`: only some commands need it. mend: what to do about it.
+    Attributes:
+        part: The name of the part.
+        state: "works"; "broken" if studies need it and it does not work; "absent" if only some commands need it.
+        found: What was found.
+        mend: What to do about it; empty if there is nothing to do.
     """
 
     part: str
@@ -56,9 +60,13 @@ class Finding:
 
 
 def examine(db: str | Path | None = None) -> Iterator[Finding]:
-    """Every part in turn; starting Ray takes some seconds. db: the database to look at, ./deltalab.db where None."""
-    place = Path(__file__).parent
-    yield Finding("deltalab", "works", f"{version('deltalab')} in {place}, Python {sys.version.split()[0]}")
+    """Examines every part in turn. Starting Ray takes some seconds.
+
+    Args:
+        db: The database to look at; None for ./deltalab.db.
+    """
+    folder = Path(__file__).parent
+    yield Finding("deltalab", "works", f"{version('deltalab')} in {folder}, Python {sys.version.split()[0]}")
     yield from map(_package, PACKAGES)
     yield _gpu()
     yield _kernels()
@@ -70,30 +78,35 @@ def examine(db: str | Path | None = None) -> Iterator[Finding]:
 
 
 def kernel_error(device: str) -> float:
-    """The largest relative error of a kernel in bf16 beside the parallel form in fp32, by norm, with gradients."""
-    rule, draw = get_rule("gated_deltanet"), torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 128, 2, 64, generator=draw) for _ in range(3))
+    """Returns the largest relative error, by norm, of a kernel in bf16 against the parallel form in fp32.
+
+    The outputs and the gradients are compared.
+    """
+    rule, generator = get_rule("gated_deltanet"), torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 128, 2, 64, generator=generator) for _ in range(3))
     q, k = torch.nn.functional.normalize(q, dim=-1), torch.nn.functional.normalize(k, dim=-1)
-    g, beta = -torch.rand(1, 128, 2, generator=draw), torch.rand(1, 128, 2, generator=draw)
+    g, beta = -torch.rand(1, 128, 2, generator=generator), torch.rand(1, 128, 2, generator=generator)
     gates = {"g": g.to(device), "beta": beta.to(device)}
 
     def run(backend: Literal["triton", "chunked"], dtype: torch.dtype) -> list[Tensor]:
-        given = [x.to(device, dtype).requires_grad_() for x in (q, k, v)]
-        o, _ = scan(rule, given[0], given[1], given[2], gates, backend=backend)
-        return [o.detach(), *torch.autograd.grad(o.float().square().sum(), given)]
+        leaves = [x.to(device, dtype).requires_grad_() for x in (q, k, v)]
+        o, _ = scan(rule, leaves[0], leaves[1], leaves[2], gates, backend=backend)
+        return [o.detach(), *torch.autograd.grad(o.float().square().sum(), leaves)]
 
     pairs = zip(run("triton", torch.bfloat16), run("chunked", torch.float32), strict=True)
-    return max(float((one.float() - other).norm() / other.norm()) for one, other in pairs)
+    return max(float((got.float() - want).norm() / want.norm()) for got, want in pairs)
 
 
 def _package(name: str) -> Finding:
-    if found := _version(name):
-        return Finding(name, "works", found)
-    asked = next((line for line in requires("deltalab") or () if line.startswith(name)), name)
-    return Finding(name, "broken", "not installed", f"pip install '{asked}'")
+    """Looks for a package that studies need."""
+    if number := _version(name):
+        return Finding(name, "works", number)
+    requirement = next((line for line in requires("deltalab") or () if line.startswith(name)), name)
+    return Finding(name, "broken", "not installed", f"pip install '{requirement}'")
 
 
 def _version(package: str) -> str | None:
+    """Returns the version of a package, or None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -101,60 +114,64 @@ def _version(package: str) -> str | None:
 
 
 def _gpu() -> Finding:
+    """Looks for GPUs."""
     if torch.cuda.is_available():
         gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
         return Finding("gpu", "works", ", ".join(f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in gpus))
-    driver = _printed("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+    driver = _output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
     if driver is None:
         return Finding("gpu", "absent", "none: studies train on the CPU")
     if torch.version.cuda is None:
         mend = f"pip install --force-reinstall torch --index-url {CUDA_WHEELS}"
         return Finding("gpu", "broken", f"{driver}; this torch is built for CPUs", mend)
-    found = f"{driver}; torch, built for CUDA {torch.version.cuda}, does not see it"
-    return Finding("gpu", "broken", found, "take a newer driver or a torch for an older CUDA; see CUDA_VISIBLE_DEVICES")
+    text = f"{driver}; torch, built for CUDA {torch.version.cuda}, does not see it"
+    return Finding("gpu", "broken", text, "take a newer driver or a torch for an older CUDA; see CUDA_VISIBLE_DEVICES")
 
 
-def _printed(*command: str) -> str | None:
-    """What a command prints; None where it is missing or fails."""
+def _output(*command: str) -> str | None:
+    """Returns what a command prints, or None if it is missing or fails."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+        process = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
     except (OSError, subprocess.SubprocessError):
         return None
-    return ", ".join(done.stdout.split("\n")[:-1])
+    return ", ".join(process.stdout.split("\n")[:-1])
 
 
 def _kernels() -> Finding:
+    """Runs a kernel on the GPU."""
     if not torch.cuda.is_available():
         return Finding("kernels", "absent", "need a GPU; the parallel form in PyTorch runs in their place")
     if missing := lacks_triton("cuda"):
         return Finding("kernels", "broken", f"need {missing}", "pip install --upgrade triton")
-    began = time.monotonic()
+    start = time.monotonic()
     try:
         error = kernel_error("cuda")
     except Exception as failure:  # whatever a compiler or a driver raises
         return Finding("kernels", "broken", f"{type(failure).__name__}: {str(failure).splitlines()[0]}")
-    found = f"Gated DeltaNet: error {error:.1e} beside the parallel form, after {time.monotonic() - began:.0f} s"
+    text = f"Gated DeltaNet: error {error:.1e} beside the parallel form, after {time.monotonic() - start:.0f} s"
     if error < TOLERANCE:
-        return Finding("kernels", "works", f"{found}; Triton {_version('triton')}")
-    return Finding("kernels", "broken", found, "name another ptxas in TRITON_PTXAS_PATH, and report GPU and Triton")
+        return Finding("kernels", "works", f"{text}; Triton {_version('triton')}")
+    return Finding("kernels", "broken", text, "name another ptxas in TRITON_PTXAS_PATH, and report GPU and Triton")
 
 
 def _ray() -> Finding:
-    began = time.monotonic()
+    """Starts Ray."""
+    start = time.monotonic()
     mend = "platform study run --executor inline runs studies without Ray"
     try:
-        done = subprocess.run([sys.executable, "-c", RAY], capture_output=True, text=True, timeout=RAY_SECONDS)
+        process = subprocess.run([sys.executable, "-c", RAY], capture_output=True, text=True, timeout=RAY_SECONDS)
     except subprocess.TimeoutExpired:
         return Finding("ray starts", "broken", f"not within {RAY_SECONDS} s", mend)
-    if done.returncode == 0:
-        return Finding("ray starts", "works", f"in {time.monotonic() - began:.0f} s, on {os.cpu_count()} CPUs")
-    reason = (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]
+    if process.returncode == 0:
+        return Finding("ray starts", "works", f"in {time.monotonic() - start:.0f} s, on {os.cpu_count()} CPUs")
+    reason = (process.stderr.strip().splitlines() or [f"exit {process.returncode}"])[-1]
     return Finding("ray starts", "broken", reason[:200], mend)
 
 
 def _database(db: str | Path | None) -> Finding:
+    """Opens the database."""
     try:
-        where = shown(address(db))
+        where = display_url(address(db))
         if not Store.exists(db):
             return Finding("database", "absent", f"{where}: made by the first study", "platform study run quickstart")
         with Store.open(db, create=False) as store:
@@ -164,15 +181,17 @@ def _database(db: str | Path | None) -> Finding:
 
 
 def _space() -> Finding:
+    """Looks at memory and disk."""
     memory, free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), shutil.disk_usage(Path.cwd()).free
-    found = f"{memory / 2**30:.0f} GiB of memory, {free / 2**30:.0f} GiB free on this folder's disk"
+    text = f"{memory / 2**30:.0f} GiB of memory, {free / 2**30:.0f} GiB free on this folder's disk"
     if free < 2**30:
-        return Finding("space", "broken", found, "free some, or give --storage a folder on another disk")
-    return Finding("space", "works", found)
+        return Finding("space", "broken", text, "free some, or give --storage a folder on another disk")
+    return Finding("space", "works", text)
 
 
 def _extra(name: str, packages: tuple[str, ...]) -> Finding:
-    found = {package: _version(package) for package in packages}
-    if missing := [package for package, number in found.items() if number is None]:
+    """Looks for the packages of an extra."""
+    versions = {package: _version(package) for package in packages}
+    if missing := [package for package, number in versions.items() if number is None]:
         return Finding(f"[{name}]", "absent", f"without {', '.join(missing)}", f"pip install 'deltalab[{name}]'")
-    return Finding(f"[{name}]", "works", ", ".join(f"{package} {number}" for package, number in found.items()))
+    return Finding(f"[{name}]", "works", ", ".join(f"{package} {number}" for package, number in versions.items()))

@@ -1,4 +1,4 @@
-"""Options and arguments that several commands take, what they name, and the table that several print."""
+"""The options and arguments that several commands take, the study that they name, and the table that several print."""
 
 import json
 from collections.abc import Sequence
@@ -53,28 +53,36 @@ StudyFile = Annotated[
 StudyName = Annotated[str, typer.Argument(metavar="STUDY", help="A study's NAME, NAME:PROFILE, id or file.")]
 
 
-def find_study(store: Any, name: str, profile: str | None, overrides: Sequence[str] | None = None) -> Any:
-    """The study that `StudyName` names, run with these overrides.
+def find_study(store: Any, study_name: str, profile: str | None, overrides: Sequence[str] | None = None) -> Any:
+    """Returns the study of the database that a command names.
 
-    Raises `InputError` where the database has none.
+    Args:
+        store: The ledger.
+        study_name: What the user gives as `StudyName`: NAME, NAME:PROFILE, id or file.
+        profile: The profile of the study; None if `study_name` says it.
+        overrides: The settings that the study ran with, as words KEY=VALUE.
+
+    Raises:
+        InputError: The database has no such study.
     """
     from deltalab.study.specs.overrides import read_overrides
 
-    if name.endswith((".yaml", ".yml")):
+    if study_name.endswith((".yaml", ".yml")):
         from deltalab.study.specs.study_file import load_study
 
-        name = load_study(name, profile=profile, overrides=overrides).name
-    return store.study(name, profile, read_overrides(overrides))
+        study_name = load_study(study_name, profile=profile, overrides=overrides).name
+    return store.study(study_name, profile, read_overrides(overrides))
 
 
 def print_rows(rows: list[dict[str, Any]], as_json: bool) -> None:
-    """Prints a table with the keys as its headers, or JSON."""
+    """Prints a table with the keys of the rows as its headers, or JSON."""
     if as_json:
         print(json.dumps(rows))
         return
     table = Table(box=None, pad_edge=False)
     for key in rows[0] if rows else []:
-        table.add_column(key, no_wrap=key in ("id", "name"), overflow="fold")  # what is typed stays whole
+        # Ids and names are typed into other commands, so they stay whole.
+        table.add_column(key, no_wrap=key in ("id", "name"), overflow="fold")
     for row in rows:
         table.add_row(*("" if value is None else escape(str(value)) for value in row.values()))
     Console().print(table if rows else "nothing yet")

@@ -23,7 +23,7 @@ rule = typer.Typer(no_args_is_help=True, help="List, show, check, time and start
 task = typer.Typer(no_args_is_help=True, help="List, show, check and start proxy tasks.")
 console = Console()
 FORKED = hasattr(os, "fork")
-"""Whether each check runs in a process of its own: compiled code that crashes then fails the check alone."""
+"""Whether each check runs in a process of its own. Compiled code that crashes then fails that check alone."""
 
 
 @rule.command("list")
@@ -32,7 +32,7 @@ def rule_list(as_json: AsJson = False) -> None:
     from deltalab.registry import get_rule, list_rules
 
     rows = [
-        {"name": name, "paper": kind.paper, "knobs": ", ".join(kind.options()), "about": _about(kind)}
+        {"name": name, "paper": kind.paper, "knobs": ", ".join(kind.options()), "about": _first_line(kind)}
         for name in list_rules()
         for kind in [type(get_rule(name))]
     ]
@@ -48,22 +48,22 @@ def rule_show(name: Annotated[str, typer.Argument(metavar="NAME|FILE")], as_json
     from deltalab.registry import rule_plugin
     from deltalab.rule import UpdateRule
 
-    for rule_name in _named(name, UpdateRule):
+    for rule_name in _plugin_names(name, UpdateRule):
         try:
-            found = card(rule_name)
+            rule_card = card(rule_name)
         except InputError as error:
             file = str(rule_plugin(rule_name).file)
             raise error if file in str(error) else InputError(f"{file}: {error}") from error
         except Exception as error:
-            at = f" ({line})" if (line := author_line(error)) else ""
+            place = f" ({line})" if (line := author_line(error)) else ""
             raise InputError(
-                f"rule '{rule_name}'{at} does not run: {type(error).__name__}: {error}; "
+                f"rule '{rule_name}'{place} does not run: {type(error).__name__}: {error}; "
                 f"`platform rule check {name}` says more"
             ) from error
         if as_json:
-            print(found.to_json())
+            print(rule_card.to_json())
         else:
-            console.print(Markdown(found.to_markdown()))
+            console.print(Markdown(rule_card.to_markdown()))
 
 
 @rule.command("check")
@@ -78,11 +78,11 @@ def rule_check(
     from deltalab.authoring.verdict import checked, keep
     from deltalab.rule import UpdateRule
 
-    found = {rule: checked(rule, quick=quick) for rule in _named(name, UpdateRule)}
+    results_of = {rule: checked(rule, quick=quick) for rule in _plugin_names(name, UpdateRule)}
     if not quick:
-        for rule, results in found.items():
+        for rule, results in results_of.items():
             keep(rule, results)
-    _print_checks(found, "rule", as_json)
+    _print_checks(results_of, "rule", as_json)
 
 
 @rule.command("bench")
@@ -102,8 +102,8 @@ def rule_bench(
     from deltalab.registry import get_rule
     from deltalab.rule import UpdateRule
 
-    for found in _named(name, UpdateRule):
-        results = bench(get_rule(found), shape=shape, dtype=dtype, lengths=lengths, against=against, out=out)
+    for rule_name in _plugin_names(name, UpdateRule):
+        results = bench(get_rule(rule_name), shape=shape, dtype=dtype, lengths=lengths, against=against, out=out)
         print(results.to_json() if as_json else results.to_text())
 
 
@@ -114,7 +114,7 @@ def rule_new(
     kernel: Annotated[bool, typer.Option("--kernel", help="A rule with a Triton kernel of its own.")] = False,
 ) -> None:
     """Write a rule file that passes its checks, to start from."""
-    from deltalab.authoring.scaffold import new_rule
+    from deltalab.authoring.files.scaffold import new_rule
 
     file = new_rule(name, folder, kernel=kernel)
     print(f"{file}: change it, then: platform rule check {file}")
@@ -122,7 +122,7 @@ def rule_new(
 
 @rule.command("from-search")
 def rule_from_search(
-    study: StudyName,
+    study_name: StudyName,
     arm: Annotated[str, typer.Option("--arm", help="What the search found, such as found_1.")],
     name: Annotated[str, typer.Option("--name", help="The name of the new rule.")],
     out: Annotated[Path | None, typer.Option("--out", help="The file to write; plugins/NAME.py by default.")] = None,
@@ -134,7 +134,7 @@ def rule_from_search(
     from deltalab.study.reports.rule_from_search import rule_from_search as write
 
     with Store.open(db, create=False) as store:
-        file = write(store, find_study(store, study, profile).id, arm=arm, name=name, out=out)
+        file = write(store, find_study(store, study_name, profile).id, arm=arm, name=name, out=out)
     print(f"{file}: read its equation, then: platform rule check {file}")
 
 
@@ -144,7 +144,7 @@ def task_list(as_json: AsJson = False) -> None:
     from deltalab.registry import list_tasks, task_plugin
 
     rows = [
-        {"name": name, "version": kind.version, "metric": kind.metric, "about": _about(kind)}  # type: ignore[union-attr]
+        {"name": name, "version": kind.version, "metric": kind.metric, "about": _first_line(kind)}  # type: ignore[union-attr]
         for name in list_tasks()
         for kind in [task_plugin(name).kind]
     ]
@@ -156,16 +156,16 @@ def task_show(
     name: Annotated[str, typer.Argument(metavar="NAME|FILE")], param: Params = None, as_json: AsJson = False
 ) -> None:
     """Print a task's facts and one example."""
-    for found in _tasks(name, param):
-        batch = found.batch("validation", 1, 0, 0)
+    for shown_task in _tasks(name, param):
+        batch = shown_task.batch("validation", 1, 0, 0)
         facts = {
-            "name": found.name,
-            "version": found.version,
-            "metric": found.metric,
-            "maximize": found.maximize,
-            "chance": found.chance,
-            "vocab_size": found.vocab_size,
-            "parameters": asdict(found),
+            "name": shown_task.name,
+            "version": shown_task.version,
+            "metric": shown_task.metric,
+            "maximize": shown_task.maximize,
+            "chance": shown_task.chance,
+            "vocab_size": shown_task.vocab_size,
+            "parameters": asdict(shown_task),
             "inputs": batch.inputs[0].tolist(),
             "targets": batch.targets[0].tolist(),
         }
@@ -177,45 +177,46 @@ def task_check(
     name: Annotated[str, typer.Argument(metavar="NAME|FILE")], param: Params = None, as_json: AsJson = False
 ) -> None:
     """Hold a task to the contract. Exit 1 if a check fails."""
-    from deltalab.authoring.task_checks import check_task
+    from deltalab.authoring.task_checks.task_suite import check_task
 
-    checks = {found.name: check_task(found, forked=FORKED) for found in _tasks(name, param)}
+    checks = {checked_task.name: check_task(checked_task, forked=FORKED) for checked_task in _tasks(name, param)}
     _print_checks(checks, "task", as_json)
 
 
 @task.command("new")
 def task_new(name: str, folder: Folder = Path("plugins")) -> None:
     """Write a task file that passes its checks, to start from."""
-    from deltalab.authoring.scaffold import new_task
+    from deltalab.authoring.files.scaffold import new_task
 
     file = new_task(name, folder)
     print(f"{file}: change it, then: platform task check {file}")
 
 
-def _named(name: str, kind: type) -> list[str]:
-    """The names of the rules, or tasks, that a name or a plugin file stands for."""
+def _plugin_names(name: str, kind: type) -> list[str]:
+    """Returns the names of the rules, or tasks, that a name or a plugin file stands for."""
     if not name.endswith(".py"):
         return [name]
     from deltalab.registry import add_plugin
 
-    found = [plugin.kind.name for plugin in add_plugin(name) if issubclass(plugin.kind, kind)]
-    if not found:
+    names = [plugin.kind.name for plugin in add_plugin(name) if issubclass(plugin.kind, kind)]
+    if not names:
         raise InputError(f"{name}: defines no {kind.__name__}")
-    return found
+    return names
 
 
-def _tasks(name: str, given: list[str] | None) -> "list[Task]":
-    """The tasks that a name or a plugin file stands for: their examples, with the given parameters."""
+def _tasks(name: str, words: list[str] | None) -> "list[Task]":
+    """Returns the tasks that a name or a plugin file stands for, with these parameters in place of their examples'."""
     from deltalab.reading import read_pairs
     from deltalab.registry import get_task, task_plugin
     from deltalab.tasks import Task
 
-    params = read_pairs(given or [])
-    plugins = [task_plugin(found) for found in _named(name, Task)]
+    params = read_pairs(words or [])
+    plugins = [task_plugin(task_name) for task_name in _plugin_names(name, Task)]
     return [get_task(p.kind.name, **{**p.kind.example, **params}) for p in plugins]  # type: ignore[union-attr]
 
 
 def _print_checks(checks: dict[str, list[CheckResult]], what: str, as_json: bool) -> None:
+    """Prints the results of checks. Exits with 1 if a check failed."""
     for name, results in checks.items():
         if as_json:
             print(json.dumps({what: name, "checks": [asdict(result) for result in results]}))
@@ -236,5 +237,6 @@ def _print_checks(checks: dict[str, list[CheckResult]], what: str, as_json: bool
         raise typer.Exit(1)
 
 
-def _about(kind: type) -> str:
+def _first_line(kind: type) -> str:
+    """Returns the first line of the docstring of the module of a class."""
     return (sys.modules[kind.__module__].__doc__ or "").strip().partition("\n")[0]

@@ -67,19 +67,20 @@ def train(
         steps=steps,
         given=settings or [],
     )
-    status = start(launch, say=_say, record=None if node_rank else _recorder(db))
+    status = start(launch, say=_print_line, record=None if node_rank else _recorder(db))
     if status:
-        _say(f"{last_error(launch.run)}  (the whole output is in {launch.run / 'log.txt'})")
+        _print_line(f"{last_error(launch.run)}  (the whole output is in {launch.run / 'log.txt'})")
         raise typer.Exit(1)
     print(f"{launch.run}: trained; platform export {launch.run} FOLDER makes a model of its newest checkpoint")
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
+    """Prints a line at once."""
     print(line, flush=True)
 
 
 def _recorder(db: str | None):  # type: ignore[no-untyped-def]
-    """Writes a run into the ledger; None where there is no SQLAlchemy, as on a bare GPU image."""
+    """Returns a function that writes a run into the ledger, or None without SQLAlchemy, as on a bare GPU image."""
     if importlib.util.find_spec("sqlalchemy") is None:
         return None
     from deltalab.store import Store, trainings

@@ -1,4 +1,4 @@
-"""Packs documents into shards of tokens. The same sources give the same bytes, and the same command goes on."""
+"""Packs documents into shards of tokens. The same sources give the same bytes, and a killed packing can go on."""
 
 import fcntl
 import hashlib
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from deltalab.data.seen import Seen
+from deltalab.data.key_set import KeySet
 from deltalab.data.shard_writer import PARTIAL, Shards, write_json
 from deltalab.data.sources import Reading, Source, find
 from deltalab.data.text_tokenizers import BYTES, load_tokenizer, tokenizer_files
@@ -21,26 +21,39 @@ from deltalab.data.token_shards import META, SPLITS, VERSION
 from deltalab.errors import InputError
 
 STATE = "packing.json"
-"""The settings and the finished shards of a packing that goes on; `meta.json` takes its place at the end."""
+"""The file with the settings and the finished shards of an unfinished packing, until `meta.json` takes its place."""
 
 LOCK = ".lock"
 
 SHARES = {"train": 0.98, "validation": 0.01, "test": 0.01}
 SHARD_TOKENS = 2**27
 BATCH_BYTES, BATCH_DOCUMENTS = 2**21, 2**13
-"""A batch of documents, which are tokenized together, ends at the first of these."""
+"""A batch of documents, which are tokenized together, ends at either of these sizes."""
 
 
 class Watch(Protocol):
-    """Is told how far a packing is."""
+    """The function that a packing calls to report how far it is."""
 
     def __call__(self, read: int, tokens: int) -> None:
-        """read: bytes of the sources. tokens: those of finished shards counted."""
+        """Takes a report.
+
+        Args:
+            read: The bytes of the sources that have been read.
+            tokens: The tokens so far, those of finished shards included.
+        """
 
 
 @dataclass(frozen=True)
 class Document:
-    """A document of a batch. split: where its hash puts it. read: bytes of all sources that were read by its end."""
+    """A document of a batch.
+
+    Attributes:
+        text: The text.
+        digest: The SHA-256 of the text.
+        split: The split that the digest puts the document in.
+        source: The number of its source.
+        read: The bytes of all sources that have been read at the end of the document.
+    """
 
     text: bytes
     digest: bytes
@@ -60,27 +73,41 @@ def pack(
     shard_tokens: int = SHARD_TOKENS,
     watch: Watch = lambda read, tokens: None,
 ) -> dict[str, Any]:
-    """Packs sources into the folder `out`, or goes on where a killed packing stopped; returns `meta.json`.
+    """Packs sources into a folder, or goes on where a killed packing stopped.
 
-    The SHA-256 of a document's text decides its split, so that splits share no text: the first 64 bits as a fraction of
-    2^64 lie in the split's share of [0, 1). Of equal documents the first is kept; an empty one is left out. A document
-    ends with the tokenizer's end-of-document token, if it has one. The tokenizer `bytes` takes text in any encoding;
-    `meta.json` counts the documents of each source that are not UTF-8. workers: threads that tokenize.
+    The SHA-256 of a document's text decides its split, so that splits share no text: its first 64 bits, as a fraction
+    of 2^64, lie in the split's share of [0, 1). The first of equal documents is kept, and empty documents are left out.
+    A document ends with the end-of-document token of the tokenizer, if there is one. The tokenizer `bytes` takes text
+    in any encoding, and `meta.json` counts the documents of each source that are not UTF-8.
 
-    Raises `InputError` for sources that cannot be read or hold no text, for a tokenizer that there is not, for a text
-    that it cannot take, for a folder with other contents or packed with other settings, for sources that changed before
-    the same command went on, and for a full disk.
+    Args:
+        names: The sources, as a user names them.
+        out: The folder.
+        tokenizer: The tokenizer, as `load_tokenizer` takes it.
+        reading: How sources are read.
+        shares: The share of the documents that goes into each split.
+        workers: The threads that tokenize.
+        shard_tokens: The tokens at which a shard ends.
+        watch: Called after each batch of documents.
+
+    Returns:
+        The content of `meta.json`.
+
+    Raises:
+        InputError: Sources cannot be read, hold no text, or have changed since a killed packing; there is no such
+            tokenizer, or it cannot take a text; the folder has other contents or is packed with other settings; or the
+            disk is full.
     """
-    # The library reads both variables when it first tokenizes.
+    # Set both variables first: the library reads them when it first tokenizes.
     os.environ["RAYON_NUM_THREADS"] = str(workers)
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if workers > 1 else "false"
     sources = find(names, reading)
-    encoder, about = load_tokenizer(tokenizer)
-    if about["vocab_size"] > 2**32:
-        raise InputError(f"tokenizer '{tokenizer}': {about['vocab_size']} ids are more than 2^32")
-    described = {key: about[key] for key in ("kind", "name", "vocab_size", "sha256", "eos")}
+    encoder, description = load_tokenizer(tokenizer)
+    if description["vocab_size"] > 2**32:
+        raise InputError(f"tokenizer '{tokenizer}': {description['vocab_size']} ids are more than 2^32")
+    identity = {key: description[key] for key in ("kind", "name", "vocab_size", "sha256", "eos")}
     settings = {
-        "tokenizer": described,
+        "tokenizer": identity,
         "sources": names,
         "files": _listing(sources),
         "shares": dict(shares),
@@ -92,13 +119,13 @@ def pack(
             finished = _earlier(out, settings)
             if "splits" in finished and "sha256" in finished:
                 return finished
-            dtype = "uint16" if about["vocab_size"] <= 2**16 else "uint32"
+            dtype = "uint16" if description["vocab_size"] <= 2**16 else "uint32"
             shards = {
                 split: Shards(out, split, dtype, shard_tokens, finished["splits"].get(split, [])) for split in SPLITS
             }
-            for name, text in tokenizer_files(encoder, about).items():
+            for name, text in tokenizer_files(encoder, description).items():
                 (out / name).write_text(text, encoding="utf-8")
-            counts = _write(sources, reading, encoder, described, shards, shares, watch, out, settings)
+            counts = _write(sources, reading, encoder, identity, shards, shares, watch, out, settings)
             meta = _meta(settings, dtype, shards, counts)
             write_json(out / META, meta)
             (out / STATE).unlink(missing_ok=True)
@@ -120,13 +147,13 @@ def _write(
     out: Path,
     settings: Mapping[str, Any],
 ) -> list[dict[str, int]]:
-    """Writes every document that is not in a finished shard. For each source, counts what it gave."""
-    seen, counts = Seen(), [{"documents": 0, "duplicates": 0, "bytes": 0, "not_utf8": 0} for _ in sources]
+    """Writes every document that is not in a finished shard, and returns the counts of each source."""
+    keys, counts = KeySet(), [{"documents": 0, "duplicates": 0, "bytes": 0, "not_utf8": 0} for _ in sources]
     tokens = sum(shard["tokens"] for split in shards.values() for shard in split.finished)
     for batch in _batches(sources, reading, shares):
-        fresh = seen.new(np.array([int.from_bytes(document.digest[8:16]) for document in batch], np.uint64))
+        is_new = keys.add(np.array([int.from_bytes(document.digest[8:16]) for document in batch], np.uint64))
         new = []
-        for document, first in zip(batch, fresh, strict=True):
+        for document, first in zip(batch, is_new, strict=True):
             count = counts[document.source]
             count["documents"] += 1
             count["bytes"] += len(document.text)
@@ -229,9 +256,9 @@ def _meta(
 ) -> dict[str, Any]:
     splits: dict[str, Any] = {}
     for name, split in shards.items():
-        kept = [{key: value for key, value in shard.items() if key != "chain"} for shard in split.finished]
-        totals = {key: sum(shard[key] for shard in kept) for key in ("tokens", "documents", "bytes")}
-        splits[name] = {**totals, "shards": kept}
+        finished = [{key: value for key, value in shard.items() if key != "chain"} for shard in split.finished]
+        totals = {key: sum(shard[key] for shard in finished) for key in ("tokens", "documents", "bytes")}
+        splits[name] = {**totals, "shards": finished}
     tokenizer = settings["tokenizer"]
     content = {key: tokenizer[key] for key in ("vocab_size", "sha256", "eos")}
     identity = json.dumps({"version": VERSION, "tokenizer": content, "dtype": dtype, "splits": splits}, sort_keys=True)
@@ -247,52 +274,54 @@ def _meta(
 
 
 def _earlier(out: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What an earlier packing left: `meta.json` where it is whole, else the finished shards of each split.
+    """Returns `meta.json` of an earlier packing that ended, or else the finished shards of each split.
 
-    Raises `InputError` where it was packed with other settings, or the folder holds something else.
+    Raises `InputError` if the earlier packing had other settings, or the folder holds something else.
     """
-    held = [entry for entry in out.iterdir() if not entry.name.endswith(PARTIAL) and entry.name != LOCK]
+    entries = [entry for entry in out.iterdir() if not entry.name.endswith(PARTIAL) and entry.name != LOCK]
     file = next((out / name for name in (META, STATE) if (out / name).exists()), None)
     if file is None:
-        if held:
+        if entries:
             raise InputError(f"{out}: exists, and holds something else than packed data")
         return _begun(out, settings)
     try:
-        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        before = found["settings"]
+        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        earlier_settings = content["settings"]
     except (ValueError, KeyError, TypeError):
         raise InputError(f"{file}: is no packed data of this deltalab") from None
-    if not any(found["splits"].values()):
+    if not any(content["splits"].values()):
         return _begun(out, settings)
-    mine, theirs = settings["tokenizer"], before["tokenizer"]
-    if (mine["sha256"], mine["eos"]) != (theirs["sha256"], theirs["eos"]):
+    tokenizer, earlier = settings["tokenizer"], earlier_settings["tokenizer"]
+    if (tokenizer["sha256"], tokenizer["eos"]) != (earlier["sha256"], earlier["eos"]):
         raise InputError(
-            f"{out}: is packed with another tokenizer: '{theirs['name']}' of {theirs['vocab_size']} ids, not "
-            f"'{mine['name']}' of {mine['vocab_size']}; give another --out"
+            f"{out}: is packed with another tokenizer: '{earlier['name']}' of {earlier['vocab_size']} ids, not "
+            f"'{tokenizer['name']}' of {tokenizer['vocab_size']}; give another --out"
         )
     for key, value in settings.items():
-        if key != "tokenizer" and value != before[key]:
+        if key != "tokenizer" and value != earlier_settings[key]:
             if key == "files":
                 raise _changed(out)
-            raise InputError(f"{out}: is packed with {key} {before[key]!r}, not {value!r}; give another --out")
-    return found
+            raise InputError(
+                f"{out}: is packed with {key} {earlier_settings[key]!r}, not {value!r}; give another --out"
+            )
+    return content
 
 
 def _begun(out: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    found = {"settings": settings, "splits": {}}
-    write_json(out / STATE, found)
-    return found
+    state = {"settings": settings, "splits": {}}
+    write_json(out / STATE, state)
+    return state
 
 
 def _listing(sources: list[Source]) -> str:
-    """The hash of the files' names and sizes."""
+    """Returns the hash of the names and sizes of the sources' files."""
     lines = [f"{file} {size}" for source in sources for file, size in source.files or ()]
     return hashlib.sha256("\n".join(lines).encode(errors="surrogateescape")).hexdigest()
 
 
 @contextmanager
 def _held(out: Path) -> Iterator[None]:
-    """Makes the folder, and keeps other packings out of it."""
+    """Makes the folder, and keeps other packings out of it until the end."""
     out.mkdir(parents=True, exist_ok=True)
     with (out / LOCK).open("w") as lock:
         try:

@@ -1,4 +1,4 @@
-"""Writes the shards of a split: each under another name until it is whole."""
+"""Writes the shards of a split. A shard has another name until it is whole."""
 
 import hashlib
 import json
@@ -12,14 +12,23 @@ from numpy.typing import NDArray
 from deltalab.data.token_shards import DTYPES, ends_file
 
 PARTIAL = ".partial"
+"""The end of the name of a file that is not whole."""
 
 
 class Shards:
-    """The shards of one split, in order. finished: what `meta.json` says of each, and `chain`, the hash of the
-    documents up to its end.
+    """The shards of one split, in order.
 
-    A shard ends with the document that brings it to `bound` tokens. `skip` documents, those of the finished shards, are
-    there already.
+    Args:
+        folder: The folder of the shards.
+        split: The name of the split.
+        dtype: The dtype of tokens, a name of `DTYPES`.
+        bound: The number of tokens that ends a shard, with the document that reaches it.
+        finished: The finished shards.
+
+    Attributes:
+        finished: The entry of `meta.json` for each finished shard, and `chain`, the hash of the documents up to the
+            shard's end.
+        skip: The documents of finished shards that are still to pass.
     """
 
     def __init__(self, folder: Path, split: str, dtype: str, bound: int, finished: list[dict[str, Any]]) -> None:
@@ -31,9 +40,13 @@ class Shards:
         self._file: BinaryIO | None = None
 
     def passed(self, digest: bytes) -> bool:
-        """Notes the next document of the split. Whether it still has to be written.
+        """Notes the next document of the split, and returns whether it is still to be written.
 
-        Raises `ValueError` where the documents so far are not those of the finished shards.
+        Args:
+            digest: The SHA-256 of the document's text.
+
+        Raises:
+            ValueError: The documents so far are not those of the finished shards.
         """
         self._chain.update(digest)
         if not self.skip:
@@ -44,9 +57,12 @@ class Shards:
         return False
 
     def add(self, tokens: NDArray[Any], size: int, chain: str) -> bool:
-        """Writes a document of `size` bytes of text. Whether that finished a shard.
+        """Writes a document, and returns whether it finished a shard.
 
-        chain: `chain()` as it was when the document was passed.
+        Args:
+            tokens: The tokens of the document.
+            size: The bytes of its text.
+            chain: The value of `chain()` after the document was passed.
         """
         if self._file is None:
             self._file = self._path.with_name(self._path.name + PARTIAL).open("wb")
@@ -62,11 +78,15 @@ class Shards:
         return True
 
     def chain(self) -> str:
-        """The hash of all documents that were passed."""
+        """Returns the hash of all documents that were passed."""
         return self._chain.hexdigest()
 
     def finish(self, chain: str) -> None:
-        """Ends the shard that is being written, if there is one, and gives it its name."""
+        """Ends the shard that is being written, if there is one, and gives the shard its name.
+
+        Args:
+            chain: The value of `chain()` after the last document of the shard was passed.
+        """
         if self._file is None:
             return
         ends = ends_file(self._path)
@@ -98,7 +118,7 @@ class Shards:
 
 
 def write_json(file: Path, value: object) -> None:
-    """Writes a file whole or not at all, and keeps it through a loss of power."""
+    """Writes a JSON file whole or not at all. The file outlasts a loss of power."""
     partial = file.with_name(file.name + PARTIAL)
     with partial.open("wb") as opened:
         opened.write((json.dumps(value, indent=1) + "\n").encode())

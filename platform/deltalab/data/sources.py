@@ -1,4 +1,4 @@
-"""Documents of text files, folders, JSONL, Parquet and data sets of the Hugging Face Hub, always in the same order."""
+"""The documents of text files, folders, JSONL, Parquet and data sets of the Hugging Face Hub, in a fixed order."""
 
 import gzip
 import json
@@ -15,15 +15,17 @@ from deltalab.errors import InputError
 JSONL = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 PARQUET = ".parquet"
 BLOCK = 2**20
-"""Bytes that are read at a time."""
+"""The bytes that are read at a time."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How sources are read.
+    """The settings by which sources are read.
 
-    field: the field or column that holds a document. separator: what ends a document within a text file; None for one
-    document a file. pattern: which files of a folder are read, by name, as a shell would match it.
+    Attributes:
+        field: The field or column that holds a document.
+        separator: The text that ends a document within a text file; None if a file is one document.
+        pattern: The pattern of the names of a folder's files that are read, as a shell would match it.
     """
 
     field: str = "text"
@@ -33,20 +35,29 @@ class Reading:
 
 @dataclass(frozen=True)
 class Source:
-    """What a user named. files: (path, bytes), in the order in which they are read; None for a data set of the Hub."""
+    """A source that a user named.
+
+    Attributes:
+        name: The name that the user gave.
+        files: The path and the bytes of each file, in the order of reading; None for a data set of the Hub.
+    """
 
     name: str
     files: tuple[tuple[Path, int], ...] | None
 
     @property
     def size(self) -> int | None:
-        """The bytes on disk; None where they are not known."""
+        """The bytes on disk; None if they are not known."""
         return None if self.files is None else sum(size for _, size in self.files)
 
     def documents(self, reading: Reading) -> Iterator[tuple[bytes, int]]:
-        """Each document, and how many bytes of the source have been read by then.
+        """Yields each document, and the number of bytes of the source that have been read at its end.
 
-        Raises `InputError` for what cannot be read, with the file and the line.
+        Args:
+            reading: How the source is read.
+
+        Raises:
+            InputError: A document cannot be read. The message names the file and the line.
         """
         if self.files is None:
             for document in _of_hub(self.name, reading.field):
@@ -63,14 +74,19 @@ class Source:
 
 
 def find(names: list[str], reading: Reading) -> list[Source]:
-    """The sources that a user named. A name that is no path is one of the Hugging Face Hub, NAME or NAME:CONFIG.
+    """Returns the sources that a user named.
 
-    Raises `InputError` for a path that does not exist, and for a folder without files that match.
+    Args:
+        names: The names. A name that is no path is a data set of the Hugging Face Hub, NAME or NAME:CONFIG.
+        reading: How sources are read.
+
+    Raises:
+        InputError: A path does not exist, or a folder has no files that match.
     """
-    return [_found(name, reading) for name in names]
+    return [_source(name, reading) for name in names]
 
 
-def _found(name: str, reading: Reading) -> Source:
+def _source(name: str, reading: Reading) -> Source:
     path = Path(name).expanduser()
     try:
         if path.is_dir():
@@ -93,12 +109,12 @@ def _members(root: Path, pattern: str) -> list[Path]:
     def refuse(error: OSError) -> None:
         raise error
 
-    found = []
+    paths = []
     for folder, folders, files in os.walk(root, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
         names = [name for name in files if not name.startswith(".") and fnmatch(name, pattern)]
-        found += [path for name in names if (path := Path(folder, name)).is_file()]
-    return sorted(found, key=lambda path: path.relative_to(root).parts)
+        paths += [path for name in names if (path := Path(folder, name)).is_file()]
+    return sorted(paths, key=lambda path: path.relative_to(root).parts)
 
 
 def _of_file(file: Path, size: int, reading: Reading) -> Iterator[tuple[bytes, int]]:
@@ -151,11 +167,11 @@ def _of_parquet(file: Path, size: int, column: str) -> Iterator[tuple[bytes, int
         table = parquet.ParquetFile(file)
         if column not in table.schema_arrow.names:
             raise InputError(_missing(str(file), column, table.schema_arrow.names))
-        done, rows = 0, max(1, table.metadata.num_rows)
+        number, rows = 0, max(1, table.metadata.num_rows)
         for batch in table.iter_batches(batch_size=1024, columns=[column]):
             for text in batch.column(0).to_pylist():
-                done += 1
-                yield _text({column: text}, column, f"{file}: row {done}"), size * done // rows
+                number += 1
+                yield _text({column: text}, column, f"{file}: row {number}"), size * number // rows
     except pyarrow.ArrowException as error:
         raise InputError(f"{file}: is no readable Parquet file: {error}") from None
 

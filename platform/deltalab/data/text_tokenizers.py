@@ -1,4 +1,4 @@
-"""Tokenizers that go along with packed data and exported models, as files of the library `tokenizers`."""
+"""Tokenizers of packed data and exported models, as files of the library `tokenizers`."""
 
 import hashlib
 import json
@@ -11,27 +11,29 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 BYTES = "bytes"
-"""The name that stands for `byte_tokenizer`."""
+"""The name of `byte_tokenizer`."""
 
 FILE = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
 """The names of a tokenizer's two files in a folder."""
 
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<0x00>")
-"""Tokens that end a document, where a tokenizer's configuration names none."""
+"""The tokens that end a document if the configuration of a tokenizer names no other."""
 
 
 def byte_tokenizer() -> "Tokenizer":
-    """A tokenizer whose ids are the 256 values of a byte: a text's tokens are its bytes in UTF-8.
+    """Returns a tokenizer whose ids are the 256 values of a byte: the tokens of a text are its bytes in UTF-8.
 
-    Its model is a BPE without merges, which falls back to bytes for every character; the token of byte b is `<0xB>`.
+    Its model is a BPE without merges, which falls back to bytes for every character. The token of byte b is `<0xB>`.
     Byte 0, which no text contains, ends a document.
 
-    Raises `InputError` without the package tokenizers.
+    Raises:
+        InputError: The package tokenizers is missing.
 
-    >>> tokenizer = byte_tokenizer()
-    >>> tokenizer.encode("Ā!").ids, tokenizer.decode([196, 128, 33])
-    ([196, 128, 33], 'Ā!')
+    Examples:
+        >>> tokenizer = byte_tokenizer()
+        >>> tokenizer.encode("Ā!").ids, tokenizer.decode([196, 128, 33])
+        ([196, 128, 33], 'Ā!')
     """
     library = _library()
     vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)}
@@ -40,34 +42,41 @@ def byte_tokenizer() -> "Tokenizer":
     return tokenizer  # type: ignore[no-any-return]
 
 
-def load_tokenizer(given: str) -> tuple["Tokenizer", dict[str, Any]]:
-    """A tokenizer and its description, for what a user names.
+def load_tokenizer(name: str) -> tuple["Tokenizer", dict[str, Any]]:
+    """Returns a tokenizer and its description.
 
-    given: `bytes`; a file of the library `tokenizers`; a folder that holds `tokenizer.json`, such as packed data, an
-    exported model or a checkpoint; or the name of a repository on the Hugging Face Hub.
+    The description has these entries:
 
-    The description has `kind` (bytes or file), `name` (as given), `vocab_size` (the largest id and 1), `sha256` (of
-    `to_str()`, so that equal tokenizers agree however their files are laid out), `eos` (the id of the token that ends a
-    document, or None), and `special`: transformers' names of special tokens and the tokens, such as `eos_token: </s>`.
+    - `kind`: bytes or file;
+    - `name`: the name that the user gave;
+    - `vocab_size`: the largest id plus 1;
+    - `sha256`: the hash of `to_str()`, so that equal tokenizers agree if their files are laid out differently;
+    - `eos`: the id of the token that ends a document, or None;
+    - `special`: the special tokens by transformers' names, such as `eos_token: </s>`.
 
-    Raises `InputError` for a name that is neither, for a file that is no tokenizer, and without the package tokenizers.
+    Args:
+        name: `bytes`; a file of the library `tokenizers`; a folder that holds `tokenizer.json`, such as packed data,
+            an exported model or a checkpoint; or the name of a repository on the Hugging Face Hub.
+
+    Raises:
+        InputError: The name is none of these, the file is no tokenizer, or the package tokenizers is missing.
     """
-    if given == BYTES:
+    if name == BYTES:
         end = {"eos_token": ENDS[-1], "pad_token": ENDS[-1]}
-        return _described(byte_tokenizer(), BYTES, given, end)
-    library, path = _library(), Path(given)
+        return _described(byte_tokenizer(), BYTES, name, end)
+    library, path = _library(), Path(name)
     file = path / FILE if path.is_dir() else path
     if not file.is_file():
-        if path.exists() or path.suffix == ".json" or given.startswith((".", "/", "~")) or given.count("/") > 1:
-            raise InputError(f"tokenizer '{given}': there is no file {file}")
+        if path.exists() or path.suffix == ".json" or name.startswith((".", "/", "~")) or name.count("/") > 1:
+            raise InputError(f"tokenizer '{name}': there is no file {file}")
         try:
-            tokenizer = library.Tokenizer.from_pretrained(given)
+            tokenizer = library.Tokenizer.from_pretrained(name)
         except Exception as error:
             raise InputError(
-                f"tokenizer '{given}' is neither {BYTES}, a file, a folder with {FILE}, nor a name that the Hugging "
+                f"tokenizer '{name}' is neither {BYTES}, a file, a folder with {FILE}, nor a name that the Hugging "
                 f"Face Hub gives: {_first_line(error)}"
             ) from None
-        return _described(tokenizer, "file", given, {})
+        return _described(tokenizer, "file", name, {})
     try:
         tokenizer = library.Tokenizer.from_file(str(file))
     except Exception as error:
@@ -75,16 +84,21 @@ def load_tokenizer(given: str) -> tuple["Tokenizer", dict[str, Any]]:
     special = _special(file.with_name(CONFIG))
     if tokenizer.to_str() == byte_tokenizer().to_str():
         return load_tokenizer(BYTES)
-    return _described(tokenizer, "file", given, special)
+    return _described(tokenizer, "file", name, special)
 
 
-def tokenizer_files(tokenizer: "Tokenizer", about: dict[str, Any]) -> dict[str, str]:
-    """The two files, by name, from which `AutoTokenizer.from_pretrained` loads what `load_tokenizer` returned."""
+def tokenizer_files(tokenizer: "Tokenizer", description: dict[str, Any]) -> dict[str, str]:
+    """Returns the texts of the two files from which `AutoTokenizer.from_pretrained` loads a tokenizer, by file name.
+
+    Args:
+        tokenizer: The tokenizer.
+        description: The description that `load_tokenizer` returned.
+    """
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "model_input_names": ["input_ids", "attention_mask"],
-        **about["special"],
+        **description["special"],
     }
     return {FILE: tokenizer.to_str(pretty=True) + "\n", CONFIG: json.dumps(config, indent=2) + "\n"}
 
@@ -96,7 +110,7 @@ def _described(
     end = special.get("eos_token") or next((token for token in ENDS if token in vocabulary), None)
     if end is not None:
         special = {"eos_token": end, "pad_token": end, **special}
-    about = {
+    description = {
         "kind": kind,
         "name": name,
         "vocab_size": max(vocabulary.values()) + 1,
@@ -104,22 +118,22 @@ def _described(
         "eos": None if end is None else vocabulary.get(end),
         "special": special,
     }
-    return tokenizer, about
+    return tokenizer, description
 
 
 def _special(config: Path) -> dict[str, str]:
-    """The special tokens that a tokenizer's configuration names; none where there is no such file."""
+    """Returns the special tokens that a tokenizer's configuration names; none without such a file."""
     try:
-        given = json.loads(config.read_text(encoding="utf-8"))
+        content = json.loads(config.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    found = {}
+    tokens = {}
     for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
-        token = given.get(name)
+        token = content.get(name)
         token = token.get("content") if isinstance(token, dict) else token
         if isinstance(token, str):
-            found[name] = token
-    return found
+            tokens[name] = token
+    return tokens
 
 
 def _library() -> Any:

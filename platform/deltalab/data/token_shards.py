@@ -1,4 +1,4 @@
-"""Reads packed data: memory-mapped shards of tokens that `platform data pack` wrote. Needs numpy alone."""
+"""Reads packed data, the memory-mapped shards of tokens that `platform data pack` writes; needs numpy alone."""
 
 import json
 from collections.abc import Mapping
@@ -14,14 +14,23 @@ META = "meta.json"
 TOKENIZER = "tokenizer.json"
 SPLITS = ("train", "validation", "test")
 DTYPES = {"uint16": "<u2", "uint32": "<u4"}
-"""The name of a dtype in `meta.json` -> numpy's name, little-endian on every machine."""
+"""Numpy's name of each dtype in `meta.json`, little-endian on every machine."""
 
 
 class Split:
     """The documents of one split, joined into one stream of tokens.
 
-    tokens, documents, bytes: how many there are; bytes of UTF-8 text, without the end-of-document tokens.
     Shards are mapped into memory at the first read, and again after unpickling.
+
+    Args:
+        folder: The folder of the shards.
+        dtype: The dtype of tokens, a name of `DTYPES`.
+        facts: The entry of the split in `meta.json`.
+
+    Attributes:
+        tokens: The number of tokens.
+        documents: The number of documents.
+        bytes: The bytes of UTF-8 text, without the end-of-document tokens.
     """
 
     def __init__(self, folder: Path, dtype: str, facts: Mapping[str, Any]) -> None:
@@ -37,13 +46,17 @@ class Split:
 
     @cached_property
     def _maps(self) -> list[tuple[NDArray[Any], NDArray[np.int64]]]:
-        """Tokens and ends of documents of each shard."""
+        """The tokens and the ends of documents of each shard."""
         return [
             (np.memmap(file, self._dtype, mode="r"), np.load(ends_file(file), mmap_mode="r")) for file in self._files
         ]
 
     def read(self, start: int, count: int) -> NDArray[np.int64]:
-        """Tokens start ... start + count - 1 of the stream. Raises `ValueError` where they are not all in it."""
+        """Returns the tokens start ... start + count - 1 of the stream.
+
+        Raises:
+            ValueError: The tokens are not all in the stream.
+        """
         if start < 0 or count < 0 or start + count > self.tokens:
             raise ValueError(f"tokens {start} to {start + count} are not within 0 to {self.tokens}")
         out = np.empty(count, np.int64)
@@ -53,31 +66,38 @@ class Split:
         return out
 
     def starts(self, start: int, count: int) -> NDArray[np.int64]:
-        """Where documents start among the tokens that `read(start, count)` gives, ascending from 0 to count - 1."""
-        found = [np.empty(0, np.int64)]
+        """Returns where documents start among the tokens of `read(start, count)`, ascending, in [0, count)."""
+        parts = [np.empty(0, np.int64)]
         for shard, begin, end in self._parts(start, start + count):
             at, ends = int(self._bounds[shard]), self._maps[shard][1]
             if begin == 0:
-                found.append(np.array([at - start]))  # a shard begins with a document
+                parts.append(np.array([at - start]))  # a shard begins with a document
             first, last = np.searchsorted(ends, [max(begin, 1), min(end, int(ends[-1]))])
-            found.append(np.asarray(ends[first:last]) + (at - start))
-        return np.concatenate(found)
+            parts.append(np.asarray(ends[first:last]) + (at - start))
+        return np.concatenate(parts)
 
     def rows(self, length: int) -> int:
-        """How many rows of length + 1 tokens there are.
+        """Returns the number of rows of length + 1 tokens.
 
-        Rows are `length` tokens apart: the last token of a row, which is only predicted, is the first of the next row.
+        Rows begin `length` tokens apart. The last token of a row, which is only predicted, is the first token of the
+        next row.
         """
         if length < 1:
             raise ValueError(f"a row has a length of at least 1, not {length}")
         return max(0, (self.tokens - 1) // length)
 
     def row(self, index: int, length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Row `index` of `rows(length)`: its tokens [length + 1], and where documents start in it.
+        """Returns a row of `rows(length)`: its tokens [length + 1], and where documents start in the row.
 
-        The starts are ascending, each in [0, length]; 0 is among them only if a document starts there. So the inputs
-        tokens[:-1] have the sequence bounds `np.unique([0, *starts[starts < length], length])`.
-        Raises `ValueError` for an index without a row.
+        The starts are ascending, in [0, length], with a 0 only if a document starts there. So the bounds of the
+        sequences in the inputs tokens[:-1] are `np.unique([0, *starts[starts < length], length])`.
+
+        Args:
+            index: The number of the row.
+            length: The length of the row's inputs.
+
+        Raises:
+            ValueError: There is no such row.
         """
         if not 0 <= index < self.rows(length):
             raise ValueError(f"row {index} is not among the {self.rows(length)} rows of length {length}")
@@ -85,13 +105,13 @@ class Split:
         return self.read(start, length + 1), self.starts(start, length + 1)
 
     def order(self, seed: int, epoch: int, length: int) -> NDArray[np.int64]:
-        """A permutation of the rows of this length, for a pass through the data: the same on every machine."""
+        """Returns a permutation of the rows of a length, for a pass through the data, the same on every machine."""
         key = _scrambled(_scrambled(np.array([seed], np.uint64)) + np.uint64(epoch))
-        # Scrambling maps different numbers to different ones, so there are no ties.
+        # Scrambling maps different numbers to different numbers, so that there are no ties.
         return np.argsort(_scrambled(np.arange(self.rows(length), dtype=np.uint64) ^ key), kind="stable")
 
     def _parts(self, start: int, end: int) -> list[tuple[int, int, int]]:
-        """The pieces of shards that make up tokens start ... end - 1: (shard, first token, last token + 1)."""
+        """Returns the pieces of shards that make up tokens start ... end - 1: (shard, first token, last token + 1)."""
         first, last = np.searchsorted(self._bounds, [start, end], side="right") - 1
         parts = []
         for shard in range(int(first), min(int(last), len(self._files) - 1) + 1):
@@ -105,10 +125,18 @@ class Split:
 class Packed:
     """A folder of packed data.
 
-    meta: the contents of `meta.json`. tokenizer: of these, {kind, name, vocab_size, sha256, eos}; the tokenizer itself
-    is in `tokenizer.json`.
+    Args:
+        folder: The folder.
 
-    Raises `ValueError`, of one line, for a folder that is none, is not finished, is of another version, or lacks files.
+    Attributes:
+        folder: The folder.
+        meta: The content of `meta.json`.
+        tokenizer: The entry {kind, name, vocab_size, sha256, eos} of `meta.json`. The tokenizer itself is the file
+            `tokenizer.json`.
+
+    Raises:
+        ValueError: The folder holds no packed data, is not finished, is of another version, or lacks files. The message
+            is one line.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -135,26 +163,30 @@ class Packed:
             raise ValueError(f"{file}: is no packed data: {type(error).__name__}: {error}") from None
         for name, size in sizes.items():
             shard_file = self.folder / name
-            there = [path for path in (shard_file, ends_file(shard_file)) if not path.is_file()]
-            if there:
-                raise ValueError(f"{there[0]}: is missing, though {META} lists it")
+            missing = [path for path in (shard_file, ends_file(shard_file)) if not path.is_file()]
+            if missing:
+                raise ValueError(f"{missing[0]}: is missing, though {META} lists it")
             if shard_file.stat().st_size != size:
                 raise ValueError(f"{shard_file}: has {shard_file.stat().st_size} bytes, not the {size} of {META}")
 
     def split(self, name: str) -> Split:
-        """The split "train", "validation" or "test". Raises `ValueError` for another name."""
+        """Returns the split "train", "validation" or "test".
+
+        Raises:
+            ValueError: There is no split of this name.
+        """
         if name not in self._splits:
             raise ValueError(f"unknown split '{name}'; allowed: {', '.join(SPLITS)}")
         return self._splits[name]
 
 
 def ends_file(shard: Path) -> Path:
-    """The file with the ends of a shard's documents, int64: where in the shard the next document starts."""
+    """Returns the file with the ends of a shard's documents, int64: where the next document starts in the shard."""
     return shard.with_suffix(".ends.npy")
 
 
 def _scrambled(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """A bijection of 64-bit integers that leaves no visible order: the finalizer of SplitMix64 (Steele et al. 2014)."""
+    """Maps 64-bit integers to others one to one, without visible order: SplitMix64's finalizer (Steele et al. 2014)."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

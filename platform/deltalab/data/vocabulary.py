@@ -6,17 +6,29 @@ from deltalab.data.sources import Reading, find
 from deltalab.errors import InputError
 
 END = "<eos>"
-"""The token, of id 0, that ends a document."""
+"""The token that ends a document, of id 0."""
 
 
 def train_tokenizer(names: list[str], out: Path, *, vocab_size: int, reading: Reading = Reading()) -> int:  # noqa: B008
-    """Writes a byte-level BPE of at most `vocab_size` ids (Sennrich et al. 2016, arXiv:1508.07909), trained on the
-    documents of the sources, as a file of the library `tokenizers`; returns how many ids it has.
+    """Trains a byte-level BPE on the documents of sources, and writes it as a file of the library `tokenizers`.
 
-    The ids are `END`, the 256 bytes and one for each merge. The same documents give the same file.
+    The ids are `END`, the 256 bytes and one id for each merge. The same documents give the same file.
 
-    Raises `InputError` for a size below 257, for sources that cannot be read or hold no text, for a file that exists,
-    and without the package tokenizers.
+    Args:
+        names: The sources, as a user names them.
+        out: The file.
+        vocab_size: The largest number of ids.
+        reading: How sources are read.
+
+    Returns:
+        The number of ids.
+
+    Raises:
+        InputError: `vocab_size` is below 257, sources cannot be read or hold no text, the file exists, or the package
+            tokenizers is missing.
+
+    References:
+        Sennrich et al. 2016, arXiv:1508.07909.
     """
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers

@@ -1,4 +1,4 @@
-"""Real training of exported folders, by torchtitan or by transformers' Trainer under Accelerate."""
+"""Trains exported folders on packed data, by torchtitan or by transformers' Trainer under Accelerate."""
 
 from deltalab.engines.checkpoints import read_checkpoint
 

@@ -1,4 +1,4 @@
-"""The checkpoints of a run of `platform train`: which are complete, and the weights that they hold."""
+"""The checkpoints of a run of `platform train`."""
 
 import re
 import shutil
@@ -10,66 +10,68 @@ from torch import Tensor
 
 from deltalab.errors import InputError
 
-DONE = (".metadata", "trainer_state.json")
-"""The file that an engine writes last: torchtitan's distributed checkpoint, or Trainer's."""
+LAST_FILES = (".metadata", "trainer_state.json")
+"""The file that an engine writes last into a checkpoint: that of torchtitan, and that of Trainer."""
 FOLDER = "checkpoints"
 SHARDED = "pytorch_model_fsdp_0"
 """The folder of Accelerate's weights in a checkpoint that several GPUs share."""
 
 
-def complete(run: Path) -> list[Path]:
-    """The complete checkpoints of a run, from the oldest to the newest."""
-    found = [
-        (int(match[1]), each)
-        for each in (run / FOLDER).glob("step-*")
-        if (match := re.fullmatch(r"step-(\d+)", each.name)) and any((each / name).is_file() for name in DONE)
+def complete_checkpoints(run: Path) -> list[Path]:
+    """Returns the complete checkpoints of a run, from the oldest to the newest."""
+    checkpoints = [
+        (int(match[1]), folder)
+        for folder in (run / FOLDER).glob("step-*")
+        if (match := re.fullmatch(r"step-(\d+)", folder.name)) and any((folder / name).is_file() for name in LAST_FILES)
     ]
-    return [each for _, each in sorted(found)]
+    return [folder for _, folder in sorted(checkpoints)]
 
 
 def remove_torn(run: Path) -> list[str]:
-    """Removes checkpoints that a training did not finish, and returns their names."""
-    whole = complete(run)
-    torn = [each for each in (run / FOLDER).glob("*-*") if each.is_dir() and each not in whole]
-    for each in torn:
-        shutil.rmtree(each)
-    return sorted(each.name for each in torn)
+    """Removes the checkpoints of a run that are not complete, and returns their names."""
+    complete = complete_checkpoints(run)
+    torn = [folder for folder in (run / FOLDER).glob("*-*") if folder.is_dir() and folder not in complete]
+    for folder in torn:
+        shutil.rmtree(folder)
+    return sorted(folder.name for folder in torn)
 
 
 def read_checkpoint(checkpoint: Path) -> dict[str, Tensor]:
-    """The weights of a checkpoint, as `Model(spec).state_dict()`.
+    """Reads the weights of a checkpoint, as `Model(spec).state_dict()`.
 
-    Raises `InputError` for a folder that is no complete checkpoint of an engine.
+    Raises:
+        InputError: If the folder is not a complete checkpoint of an engine.
     """
-    if not any((checkpoint / name).is_file() for name in DONE):
-        raise InputError(f"{checkpoint}: is no complete checkpoint: it has neither {' nor '.join(DONE)}")
+    if not any((checkpoint / name).is_file() for name in LAST_FILES):
+        raise InputError(f"{checkpoint}: is no complete checkpoint: it has neither {' nor '.join(LAST_FILES)}")
     whole = checkpoint / "model.safetensors"
     sharded = checkpoint / SHARDED
     if whole.is_file():
         from safetensors.torch import load_file
 
-        found = load_file(whole)
+        weights = load_file(whole)
     else:
-        found = _distributed(sharded if sharded.is_dir() else checkpoint)
-    return {name.removeprefix("model."): value for name, value in found.items()}
+        weights = _distributed(sharded if sharded.is_dir() else checkpoint)
+    return {name.removeprefix("model."): value for name, value in weights.items()}
 
 
 def _distributed(folder: Path) -> dict[str, Tensor]:
+    """The weights of a distributed checkpoint of PyTorch, by names that begin with `model.`."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    known = FileSystemReader(folder).read_metadata().state_dict_metadata
-    found = {
-        name: torch.empty(about.size, dtype=about.properties.dtype)
-        for name, about in known.items()
-        if name.startswith("model.") and isinstance(about, TensorStorageMetadata)
+    entries = FileSystemReader(folder).read_metadata().state_dict_metadata
+    weights = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries.items()
+        if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
     }
-    if not found:
+    if not weights:
         raise InputError(f"{folder}: holds no weights of a model")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it warns that there is one process, as intended
-        load(found, checkpoint_id=folder, no_dist=True)
-    # Accelerate names the model's state dict "model" once more.
-    twice = all(name.startswith("model.model.") for name in found)
-    return {name.removeprefix("model.") if twice else name: value for name, value in found.items()}
+        warnings.simplefilter("ignore")  # `load` warns that there is one process, as intended
+        load(weights, checkpoint_id=folder, no_dist=True)
+    # Accelerate adds another prefix "model." to all names.
+    twice = all(name.startswith("model.model.") for name in weights)
+    return {name.removeprefix("model.") if twice else name: value for name, value in weights.items()}

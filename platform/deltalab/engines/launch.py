@@ -1,4 +1,4 @@
-"""Runs the training of an exported folder on an engine: checks, the command, progress, and the run's records."""
+"""Launches the training of an exported folder on an engine, follows its progress, and keeps the run's records."""
 
 import fcntl
 import hashlib
@@ -30,25 +30,34 @@ from deltalab.engines import checkpoints
 from deltalab.engines.deltalab_train.lock import FILE as LOCK
 from deltalab.engines.torchtitan import PACKAGE, WHERE, package
 from deltalab.errors import InputError, unknown
-from deltalab.export.recipe import changed, check, flat
-from deltalab.export.retrain import load_rules, read_recipe
-from deltalab.export.scales import parameters
+from deltalab.export.recipe import RECIPE_FILE, changed_recipe, check_setting, named_settings, read_recipe
+from deltalab.export.retrain import load_rules
+from deltalab.export.scales import parameter_count
 from deltalab.models.spec import ModelSpec
 from deltalab.reading import read_json, read_yaml
-from deltalab.training.recipe import KEYS, complete, micro, settings
+from deltalab.training.recipe_keys import DEFAULTS, default_settings, micro_batch, with_defaults
 
 ENGINES = {"torchtitan": ("torchtitan",), "accelerate": ("accelerate", "transformers")}
-"""Engine -> the packages that it needs."""
+"""The engines, each with the packages that it needs."""
 BYTES_A_PARAMETER = 12
-"""A checkpoint holds each parameter and AdamW's two averages in fp32."""
+"""The bytes of a checkpoint for each parameter: the parameter and AdamW's two averages, in fp32."""
 EVERY_SECONDS = 10.0
+"""Seconds between two lines of progress."""
 RECORD_SECONDS = 30.0
+"""Seconds between two records of a run in the ledger."""
 FULL = ("No space left on device", "Errno 28", "Disk quota exceeded")
+"""Texts in an engine's log that mean a full disk."""
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """The machines of a training, of which this is number `rank`. address: HOST:PORT of number 0."""
+    """The machines of a training.
+
+    Attributes:
+        count: The number of machines.
+        rank: The number of this machine, from 0.
+        address: HOST:PORT of machine 0; None if there is one machine.
+    """
 
     count: int = 1
     rank: int = 0
@@ -57,7 +66,20 @@ class Nodes:
 
 @dataclass
 class Launch:
-    """A training that is ready to start. gpus: of this machine, 0 for `processes` on its CPUs."""
+    """A training that is ready to start.
+
+    Attributes:
+        folder: The exported folder.
+        run: The folder of the run.
+        engine: A name of `ENGINES`.
+        gpus: The number of GPUs of this machine; 0 trains on its CPUs.
+        processes: The number of processes of this machine if `gpus` is 0.
+        nodes: The machines.
+        recipe: The recipe, with all settings.
+        about: The contents of `run.json`.
+        environment: The environment variables that the command needs.
+        command: The command that starts the engine.
+    """
 
     folder: Path
     run: Path
@@ -71,7 +93,7 @@ class Launch:
     command: list[str] = field(default_factory=list)
 
     def text(self) -> str:
-        """The command as a shell takes it, with the environment that it needs."""
+        """Returns the command with its environment, as a shell takes it."""
         return " ".join(
             [*(f"{name}={shlex.quote(value)}" for name, value in self.environment.items()), shlex.join(self.command)]
         )
@@ -89,14 +111,24 @@ def prepare(
     steps: int | None = None,
     given: Sequence[str] = (),
 ) -> Launch:
-    """Checks everything that a training needs, and makes the run's folder. Nothing is written before all is checked.
+    """Checks everything that a training needs, and makes its command. Nothing is written.
 
-    gpus: None for all of this machine. given: settings KEY=VALUE of the recipe, the value in YAML.
+    Args:
+        folder: The exported folder.
+        data: The folder of packed data.
+        run: The folder of the run; None derives a folder in `folder` from the other arguments.
+        engine: A name of `ENGINES`.
+        gpus: The number of GPUs of this machine; None means all of them, and 0 trains on its CPUs.
+        processes: The number of processes if `gpus` is 0.
+        nodes: The machines.
+        steps: The number of steps; None means that of the recipe.
+        given: Settings KEY=VALUE of the recipe, the value in YAML.
 
-    Raises `InputError` for a folder that is no export or lacks the engine's files, for packed data of another
-    tokenizer, for settings that no recipe has, for fewer GPUs than asked, for an engine that is not installed, for a
-    disk without room for checkpoints, for a run of another model, data or engine, and for a checkpoint that the engine
-    cannot read on so many GPUs.
+    Raises:
+        InputError: If the folder is not an export or lacks the engine's files; if the data have another tokenizer; if a
+            setting does not exist; if the machine has fewer GPUs; if the engine is not installed; if the disk has no
+            room for checkpoints; if the run is of another model, other data or another engine; or if the engine cannot
+            read the run's checkpoint on so many GPUs.
     """
     if engine not in ENGINES:
         raise unknown("engine", engine, ENGINES, where="--engine")
@@ -110,15 +142,15 @@ def prepare(
     packed = _packed(data)
     _same_tokenizer(folder, written, config, data, packed)
     version = _installed(engine)
-    found = torch.cuda.device_count()
-    gpus = found if gpus is None else gpus
-    if gpus > found:
-        raise InputError(f"--gpus {gpus}: this machine has {found}; --gpus 0 trains on its CPUs")
-    recipe = _settled(folder, written, steps, given)
+    available = torch.cuda.device_count()
+    gpus = available if gpus is None else gpus
+    if gpus > available:
+        raise InputError(f"--gpus {gpus}: this machine has {available}; --gpus 0 trains on its CPUs")
+    recipe = _recipe(folder, written, steps, given)
     _enough_rows(recipe, data, packed)
     world = (gpus or processes) * nodes.count
     try:
-        micro(recipe, world)
+        micro_batch(recipe, world)
     except ValueError as error:
         raise InputError(f"{error}; --set batch.sequences=... changes it") from None
     if nodes.count > 1 and nodes.address is None:
@@ -131,7 +163,7 @@ def prepare(
         "engine": engine,
     }
     run = (run or folder / "runs" / f"{engine}-{_digest([identity, recipe])[:8]}").resolve()
-    size = parameters(model)
+    size = parameter_count(model)
     earlier = _earlier(run, identity)
     if engine == "accelerate":
         _readable(run, sharded=gpus > 0 and world > 1)
@@ -160,7 +192,7 @@ def prepare(
     environment = {
         "DELTALAB_DATA": str(data.resolve()),
         "DELTALAB_RUN": str(run),
-        "DELTALAB_RECIPE": str(run / "recipe.yaml"),
+        "DELTALAB_RECIPE": str(run / RECIPE_FILE),
         "DELTALAB_FOLDER": str(folder),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(code.parent), os.environ.get("PYTHONPATH")])),
     }
@@ -171,12 +203,18 @@ def prepare(
 
 
 def start(launch: Launch, *, say: Callable[[str], None] = print, record: Callable[[Path], None] | None = None) -> int:
-    """Trains to the end, from the newest complete checkpoint where there is one. Returns the engine's exit status.
+    """Trains to the end, from the newest complete checkpoint if there is one.
 
-    say: takes each line of progress. record: is called with the run's folder at the start, while training goes on, and
-    at the end, however it ends.
+    Args:
+        launch: The training, from `prepare`.
+        say: Is called with each line of progress.
+        record: Is called with the run's folder at the start, during the training, and at the end, however it ends.
 
-    Raises `InputError` while another process trains the run, and for a disk that is full.
+    Returns:
+        The exit status of the engine.
+
+    Raises:
+        InputError: If another process trains the run, or if the disk is full.
     """
     record = record or (lambda run: None)
     run = launch.run
@@ -185,11 +223,11 @@ def start(launch: Launch, *, say: Callable[[str], None] = print, record: Callabl
         torn = checkpoints.remove_torn(run)
         if torn:
             say(f"removed checkpoints that were not finished: {', '.join(torn)}")
-        whole = checkpoints.complete(run)
-        say(f"from {whole[-1].name}" if whole else "from the start")
+        complete = checkpoints.complete_checkpoints(run)
+        say(f"from {complete[-1].name}" if complete else "from the start")
         _write(launch)
         record(run)
-        if whole and int(whole[-1].name.removeprefix("step-")) >= launch.recipe["steps"]:
+        if complete and int(complete[-1].name.removeprefix("step-")) >= launch.recipe["steps"]:
             return 0  # starting the engine would take minutes
         say(launch.text())
         try:
@@ -202,24 +240,30 @@ def start(launch: Launch, *, say: Callable[[str], None] = print, record: Callabl
 
 
 def raise_from_log(launch: Launch) -> None:
-    """Raises `InputError` if the engine stopped for lack of disk."""
+    """Reports the failure of an engine whose disk was full.
+
+    Raises:
+        InputError: If the disk is full.
+    """
     log = _tail(launch.run / "log.txt")
     free = shutil.disk_usage(launch.run).free
     if any(text in log for text in FULL) or free < BYTES_A_PARAMETER * launch.about["parameters"] // 2:
-        whole = checkpoints.complete(launch.run)
-        kept = f"{whole[-1]} is whole, and the same command goes on from it" if whole else "there is no checkpoint yet"
-        raise InputError(f"{launch.run}: the disk is full, {free / 2**30:.1f} GiB are free; {kept}")
+        complete = checkpoints.complete_checkpoints(launch.run)
+        newest = f"{complete[-1]} is whole, and the same command goes on from it" if complete else None
+        what_is_left = newest or "there is no checkpoint yet"
+        raise InputError(f"{launch.run}: the disk is full, {free / 2**30:.1f} GiB are free; {what_is_left}")
 
 
 def last_error(run: Path) -> str:
-    """The line of the engine's log that names what went wrong."""
+    """Returns the last line of the engine's log that names an error, or the last line if none does."""
     lines = [line.strip() for line in _tail(run / "log.txt").splitlines()]
-    wrong = [line for line in lines if "Error" in line.split(":")[0] or "Error:" in line]
-    named = [line for line in wrong if "ChildFailedError" not in line and "Signal" not in line]
-    return (named or wrong or lines or ["no output"])[-1]
+    errors = [line for line in lines if "Error" in line.split(":")[0] or "Error:" in line]
+    causes = [line for line in errors if "ChildFailedError" not in line and "Signal" not in line]
+    return (causes or errors or lines or ["no output"])[-1]
 
 
 def _config(folder: Path) -> dict[str, Any]:
+    """The `config.json` of an exported folder."""
     try:
         config = read_json(folder / "config.json")
     except (OSError, InputError):
@@ -233,6 +277,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _packed(data: Path) -> Packed:
+    """The packed data of a folder."""
     try:
         return Packed(data)
     except ValueError as error:
@@ -242,29 +287,30 @@ def _packed(data: Path) -> Packed:
 def _same_tokenizer(
     folder: Path, recipe: Mapping[str, Any], config: Mapping[str, Any], data: Path, packed: Packed
 ) -> None:
-    own, theirs = recipe.get("tokenizer"), packed.tokenizer
-    if own and own["sha256"] != theirs["sha256"]:
+    """Raises `InputError` if the data were packed with another tokenizer, or have more tokens than the model."""
+    of_folder, of_data = recipe.get("tokenizer"), packed.tokenizer
+    if of_folder and of_folder["sha256"] != of_data["sha256"]:
         raise InputError(
-            f"--data {data}: packed with another tokenizer ({theirs['name']}, {theirs['vocab_size']} tokens) than "
-            f"{folder} has ({own.get('name', own['kind'])}, {own['vocab_size']} tokens): export with "
+            f"--data {data}: packed with another tokenizer ({of_data['name']}, {of_data['vocab_size']} tokens) than "
+            f"{folder} has ({of_folder.get('name', of_folder['kind'])}, {of_folder['vocab_size']} tokens): export with "
             f"--tokenizer {data}, or pack with --tokenizer {folder}"
         )
-    if theirs["vocab_size"] > config["vocab_size"]:
+    if of_data["vocab_size"] > config["vocab_size"]:
         raise InputError(
-            f"--data {data}: has {theirs['vocab_size']} tokens, the model of {folder} {config['vocab_size']}: export "
-            f"with --set model.vocab_size={theirs['vocab_size']}"
+            f"--data {data}: has {of_data['vocab_size']} tokens, the model of {folder} {config['vocab_size']}: export "
+            f"with --set model.vocab_size={of_data['vocab_size']}"
         )
 
 
 def _installed(engine: str) -> str:
-    """The version of the engine."""
+    """The version of the engine. Raises `InputError` if the engine is not installed or does not fit torch."""
     for name in ENGINES[engine]:
         if importlib.util.find_spec(name) is None:
             raise InputError(f"engine {engine} is not installed: pip install 'deltalab[train]'")
     version = importlib.metadata.version(ENGINES[engine][0])
     if engine == "torchtitan" and not version.startswith("0.2."):
-        have = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-        if have <= (2, 11):
+        torch_version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+        if torch_version <= (2, 11):
             raise InputError(
                 f"torchtitan {version} needs torch above 2.11, not {torch.__version__}; for older torch, install "
                 "torchtitan 0.2.2"
@@ -272,17 +318,14 @@ def _installed(engine: str) -> str:
     return version
 
 
-def _settled(folder: Path, written: Mapping[str, Any], steps: int | None, given: Sequence[str]) -> dict[str, Any]:
-    """The folder's recipe with what the user asks for.
-
-    Raises `InputError` for keys that no recipe has, and for values that they do not take.
-    """
-    for part, default in KEYS.items():
+def _recipe(folder: Path, written: Mapping[str, Any], steps: int | None, given: Sequence[str]) -> dict[str, Any]:
+    """The folder's recipe with the settings of the user. Raises `InputError` for wrong keys and values of either."""
+    for part, default in DEFAULTS.items():
         for name in (written.get(part) or {}) if isinstance(default, Mapping) else ():
             if name not in default:
-                raise unknown("setting", f"{part}.{name}", settings(), where=str(folder / "recipe.yaml"))
-    for key, value in flat(written).items():
-        check(key, value, where=f"{folder / 'recipe.yaml'}: {key}")
+                raise unknown("setting", f"{part}.{name}", default_settings(), where=str(folder / RECIPE_FILE))
+    for key, value in named_settings(written).items():
+        check_setting(key, value, where=f"{folder / RECIPE_FILE}: {key}")
     asked: dict[str, Any] = {}
     for pair in given:
         key, equals, text = pair.partition("=")
@@ -291,10 +334,11 @@ def _settled(folder: Path, written: Mapping[str, Any], steps: int | None, given:
         asked[key] = read_yaml(text, where=f"--set {key}")
     if steps is not None:
         asked["steps"] = steps
-    return complete(changed({key: value for key, value in written.items() if key in KEYS}, asked))
+    return with_defaults(changed_recipe({key: value for key, value in written.items() if key in DEFAULTS}, asked))
 
 
 def _enough_rows(recipe: dict[str, Any], data: Path, packed: Packed) -> None:
+    """Limits the validation rows of the recipe to those of the data. Raises `InputError` without a training row."""
     length = recipe["batch"]["length"]
     rows = packed.split("train").rows(length)
     if not rows:
@@ -305,9 +349,9 @@ def _enough_rows(recipe: dict[str, Any], data: Path, packed: Packed) -> None:
 
 
 def _earlier(run: Path, identity: Mapping[str, str]) -> dict[str, Any]:
-    """What `run.json` says if the run has begun already."""
+    """The `run.json` of a run that has begun, else nothing. Raises `InputError` if the run has another identity."""
     if not (run / "run.json").is_file():
-        if run.exists() and (not run.is_dir() or any(each.name != LOCK for each in run.iterdir())):
+        if run.exists() and (not run.is_dir() or any(file.name != LOCK for file in run.iterdir())):
             raise InputError(f"{run}: is neither empty nor a run of platform train")
         return {}
     about: dict[str, Any] = json.loads((run / "run.json").read_text(encoding="utf-8"))
@@ -321,44 +365,48 @@ def _earlier(run: Path, identity: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _readable(run: Path, *, sharded: bool) -> None:
-    """Raises `InputError` for a checkpoint of Accelerate that several GPUs share where one trains, or the reverse."""
-    for newest in checkpoints.complete(run)[-1:]:
+    """Raises `InputError` if several GPUs share Accelerate's newest checkpoint and one shall train, or the reverse."""
+    for newest in checkpoints.complete_checkpoints(run)[-1:]:
         if (newest / checkpoints.SHARDED).is_dir() != sharded:
-            here, there = ("one GPU", "several GPUs")[:: 1 if sharded else -1]
+            before, now = ("one GPU", "several GPUs")[:: 1 if sharded else -1]
             raise InputError(
-                f"{run}: {newest.name} is of {here}, and Accelerate cannot go on from it on {there}: give --gpus as "
+                f"{run}: {newest.name} is of {before}, and Accelerate cannot go on from it on {now}: give --gpus as "
                 "before, or another --out"
             )
 
 
 def _room(run: Path, size: int) -> None:
-    there = next(each for each in (run, *run.parents) if each.exists())
-    free, needed = shutil.disk_usage(there).free, 2 * BYTES_A_PARAMETER * size
+    """Raises `InputError` if the disk has no room for two checkpoints of so many parameters."""
+    folder = next(parent for parent in (run, *run.parents) if parent.exists())
+    free, needed = shutil.disk_usage(folder).free, 2 * BYTES_A_PARAMETER * size
     if free < needed:
         raise InputError(
-            f"{there}: {free / 2**30:.1f} GiB are free; two checkpoints of {size:,} parameters take "
+            f"{folder}: {free / 2**30:.1f} GiB are free; two checkpoints of {size:,} parameters take "
             f"{needed / 2**30:.1f}"
         )
 
 
 def _versions(engine: str) -> dict[str, str]:
+    """The versions that `run.json` records."""
     packages = {name: importlib.metadata.version(name) for name in ("torch", *ENGINES[engine])}
     return {"deltalab": __version__, "python": platform.python_version(), **packages}
 
 
 def _hardware(gpus: int) -> dict[str, Any]:
+    """The hardware that `run.json` records."""
     names = [torch.cuda.get_device_name(index) for index in range(gpus)]
     return {"host": platform.node(), "gpus": names, "cpus": os.cpu_count()}
 
 
 def _command(launch: Launch, version: str) -> list[str]:
+    """The command that starts a version of the engine."""
     here, nodes = launch.gpus or launch.processes, launch.nodes
     host, _, port = (nodes.address or "").partition(":")
     if launch.engine == "accelerate" and launch.gpus:
-        several = ["--multi_gpu"] if here * nodes.count > 1 else []
+        multi_gpu = ["--multi_gpu"] if here * nodes.count > 1 else []
         place = ["--num_machines", str(nodes.count), "--machine_rank", str(nodes.rank)]
         place += ["--main_process_ip", host, "--main_process_port", port or "29500"] if nodes.count > 1 else []
-        counted = [
+        options = [
             "--num_processes",
             str(here * nodes.count),
             *place,
@@ -367,7 +415,8 @@ def _command(launch: Launch, version: str) -> list[str]:
             "--dynamo_backend",
             "no",
         ]
-        return [sys.executable, "-m", "accelerate.commands.launch", *several, *counted, "-m", f"{PACKAGE}.with_trainer"]
+        launcher = [sys.executable, "-m", "accelerate.commands.launch", *multi_gpu, *options]
+        return [*launcher, "-m", f"{PACKAGE}.with_trainer"]
     place = [
         "--nnodes",
         str(nodes.count),
@@ -391,14 +440,14 @@ def _command(launch: Launch, version: str) -> list[str]:
 
 
 def _write(launch: Launch) -> None:
-    """The run's own files; `run.json` is last, and makes the folder a run."""
+    """Writes the run's own files. `run.json` is the last, since its presence makes the folder a run."""
     if launch.engine == "accelerate":
         code = launch.run / "code" / PACKAGE
         code.mkdir(parents=True, exist_ok=True)
         for name, text in package().items():
             (code / name).write_text(text, encoding="utf-8")
     texts = {
-        "recipe.yaml": yaml.safe_dump(launch.recipe, sort_keys=False),
+        RECIPE_FILE: yaml.safe_dump(launch.recipe, sort_keys=False),
         "run.json": json.dumps(launch.about, indent=2, default=str) + "\n",
     }
     for name, text in texts.items():
@@ -409,7 +458,7 @@ def _write(launch: Launch) -> None:
 
 @contextmanager
 def _alone(run: Path) -> Iterator[None]:
-    """Holds the run for this process and those that it starts. Raises `InputError` if others hold it."""
+    """Locks the run for this process and its children. Raises `InputError` if another process holds the lock."""
     with (run / LOCK).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -420,28 +469,28 @@ def _alone(run: Path) -> Iterator[None]:
 
 
 def _follow(launch: Launch, say: Callable[[str], None], record: Callable[[Path], None]) -> int:
-    """Runs the command, with its output in `log.txt`, says how far it is, and records it now and then."""
+    """Runs the command with its output in `log.txt`, reports its progress, and records the run now and then."""
     metrics = launch.run / "metrics.jsonl"
-    place = _whole_lines(metrics)
+    end = _whole_lines(metrics)
     device = {} if launch.gpus else {"CUDA_VISIBLE_DEVICES": ""}
     with (launch.run / "log.txt").open("ab") as log:
         child = subprocess.Popen(
             launch.command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **launch.environment, **device}
         )
-        said = recorded = time.monotonic()
+        last_line = last_record = time.monotonic()
         try:
             with metrics.open("a+", encoding="utf-8") as lines:
-                lines.seek(place)
+                lines.seek(end)
                 progress = _Progress(launch.recipe)
                 while child.poll() is None:
                     time.sleep(0.2)
                     progress.read(lines)
                     now = time.monotonic()
-                    if progress.news and (now - said > EVERY_SECONDS or progress.news_is_validation):
-                        said = now
+                    if progress.news and (now - last_line > EVERY_SECONDS or progress.news_is_validation):
+                        last_line = now
                         say(progress.line())
-                    if now - recorded > RECORD_SECONDS:
-                        recorded = now
+                    if now - last_record > RECORD_SECONDS:
+                        last_record = now
                         _try(record, launch.run, say)
                 progress.read(lines)
                 if progress.news:
@@ -454,7 +503,7 @@ def _follow(launch: Launch, say: Callable[[str], None], record: Callable[[Path],
 
 
 def _try(record: Callable[[Path], None], run: Path, say: Callable[[str], None]) -> None:
-    """Records a run that goes on. An error, such as of a database that is away, must not end the training."""
+    """Records a run during its training. An error, such as that of a database that is away, must not end the run."""
     try:
         record(run)
     except Exception as error:
@@ -471,29 +520,30 @@ def _whole_lines(file: Path) -> int:
 
 
 class _Progress:
-    """What `metrics.jsonl` says of a training that goes on."""
+    """The progress of a training, as `metrics.jsonl` shows it."""
 
     def __init__(self, recipe: Mapping[str, Any]) -> None:
         self.steps = recipe["steps"]
         self.tokens = recipe["batch"]["sequences"] * recipe["batch"]["length"]
         self.step = 0
         self.values: dict[tuple[str, str], tuple[int, float | None]] = {}
-        """(split, name) -> the last step that has a value, and the value."""
+        """The last step with a value, and the value, by split and name."""
         self.news = self.news_is_validation = False
         self.rest = ""
 
     def read(self, lines: Any) -> None:
+        """Reads the lines that were written in the meantime."""
         text = self.rest + lines.read()
         *whole, self.rest = text.split("\n")
-        for each in whole:
-            found = json.loads(each)
-            self.step = found["step"]
-            self.values[found["split"], found["name"]] = found["step"], found["value"]
+        for line in whole:
+            row = json.loads(line)
+            self.step = row["step"]
+            self.values[row["split"], row["name"]] = row["step"], row["value"]
             self.news = True
-            self.news_is_validation |= found["split"] == "validation"
+            self.news_is_validation |= row["split"] == "validation"
 
     def line(self) -> str:
-        """The last values. A loss of an earlier step than the last names its step."""
+        """A line with the last values. A loss of an earlier step than the last one names its step."""
         self.news = self.news_is_validation = False
         parts = [f"step {self.step}/{self.steps}"]
         for key, form in (
@@ -514,16 +564,19 @@ class _Progress:
 
 
 def _duration(seconds: float) -> str:
+    """A duration as text."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def _tail(file: Path, size: int = 2**16) -> str:
+    """The last bytes of a file, as text."""
     with file.open("rb") as stream:
         stream.seek(max(0, file.stat().st_size - size))
         return stream.read().decode("utf-8", errors="replace")
 
 
 def _digest(value: object) -> str:
+    """The SHA-256 of a value's JSON."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()

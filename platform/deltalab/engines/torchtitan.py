@@ -10,16 +10,17 @@ from deltalab.models.spec import ModelSpec
 HERE = Path(__file__).parent
 PACKAGE = "deltalab_train"
 WHERE = f"engines/{PACKAGE}"
-"""Where the package lies in an exported folder."""
-BESIDE = {"token_shards": "data", "recipe": "training"}
-"""Modules of deltalab that go into the package, and the folders that have them; all others it imports from the exported
-folder."""
+"""The place of the package in an exported folder."""
+BESIDE = {"token_shards": "data", "recipe_keys": "training"}
+"""Modules of deltalab that are copied into the package, each with the folder that has it. The package imports all other
+modules from the exported folder."""
 
 
 def files(spec: ModelSpec, recipe: Mapping[str, object]) -> dict[str, str]:
-    """Relative path -> text of the package that trains the folder.
+    """Returns the texts of the files that train an exported folder, by relative path.
 
-    Raises `InputError` for a model that is not causal: torchtitan trains next-token prediction.
+    Raises:
+        InputError: If the model is not causal, because torchtitan trains next-token prediction.
     """
     if spec.readout != "position":
         raise InputError(f"torchtitan takes causal models: one with readout '{spec.readout}' predicts no next token")
@@ -27,7 +28,7 @@ def files(spec: ModelSpec, recipe: Mapping[str, object]) -> dict[str, str]:
 
 
 def package() -> dict[str, str]:
-    """File name -> text of the package, which imports the exported folder in place of deltalab."""
+    """Returns the texts of the package, by file name. It imports the exported folder in place of deltalab."""
     texts = {file.name: file.read_text(encoding="utf-8") for file in sorted((HERE / PACKAGE).glob("*.py"))}
     texts |= {f"{name}.py": (HERE.parent / home / f"{name}.py").read_text("utf-8") for name, home in BESIDE.items()}
     return {name: _of_the_folder(text) for name, text in texts.items()}
@@ -39,7 +40,7 @@ def _of_the_folder(text: str) -> str:
         text = text.replace(f"from deltalab.{home}.{name} import", f"from .{name} import")
     return re.sub(
         r"^from deltalab\.([\w.]+) import",
-        lambda found: f"from exported.{found[1].replace('.', '_')} import",
+        lambda match: f"from exported.{match[1].replace('.', '_')} import",
         text,
         flags=re.MULTILINE,
     )

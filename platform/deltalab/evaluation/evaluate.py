@@ -1,28 +1,27 @@
-"""Measures a trained folder: its loss on packed data by length and position, retrieval from a long text, the proxy task
-that it comes from, and tasks of lm-evaluation-harness."""
+"""Runs evaluation tasks on a folder of a trained model, and tells which tasks a folder can be asked."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from deltalab.data.token_shards import Packed
 from deltalab.errors import InputError
-from deltalab.evaluation.folder import NO_TOKENIZER, Folder, read_config
 from deltalab.evaluation.harness import find_tasks, harness
 from deltalab.evaluation.loss import TIMES, loss, too_short
+from deltalab.evaluation.model_folder import NO_TOKENIZER, ModelFolder, read_config
 from deltalab.evaluation.needle import needle, no_room
 from deltalab.evaluation.needle_questions import questions
 from deltalab.evaluation.proxy import proxy, proxy_task
 from deltalab.evaluation.results import OWN, Result
 
 LIMIT = 64
-"""Examples of each of our tasks and lengths, unless a user asks for others."""
+"""Examples of each of our tasks and lengths, unless the user gives another number."""
 
 NO_DATA = "it needs packed data: give --data PACKED"
 NO_LENGTH = "no recipe says how long a training sequence is: give --length"
 
 
 def evaluate(
-    folder: Folder,
+    folder: ModelFolder,
     tasks: Sequence[str],
     *,
     data: Packed | None = None,
@@ -31,14 +30,22 @@ def evaluate(
     limit: int | None = None,
     include: Path | None = None,
 ) -> list[Result]:
-    """Measures the tasks.
+    """Measures a model on tasks.
 
-    `loss` needs packed data; `needle` a tokenizer; `needle_text` both; `proxy` a folder that was exported from a study
-    and whose vocabulary is still the task's. Other names are tasks of lm-evaluation-harness, or its YAML files. length:
-    tokens of a training sequence; by default, what the folder's recipe says. limit: examples of each task. include: a
-    folder with YAML files of further tasks.
+    `loss` needs packed data; `needle` needs a tokenizer; `needle_text` needs both; `proxy` needs a folder that was
+    exported from a study and that still has the vocabulary of the study's task.
 
-    Raises `InputError` for a task that there is not, and for one that lacks what it needs.
+    Args:
+        folder: The folder of the model.
+        tasks: Names of our tasks, and names or YAML files of tasks of lm-evaluation-harness.
+        data: Packed data; None if no task needs any.
+        split: The split of the packed data.
+        length: Tokens of a training sequence; None means those of the folder's recipe.
+        limit: Examples of each task; None means `LIMIT` for our tasks, and all for those of the harness.
+        include: A folder with YAML files of further tasks of the harness.
+
+    Raises:
+        InputError: If a task does not exist, or lacks something that it needs.
     """
     if data is not None:
         _require_same_tokenizer(folder, data)
@@ -66,11 +73,21 @@ def evaluate(
 
 
 def askable(
-    folder: Folder, data: Packed | None, *, split: str = "validation", length: int | None = None
+    folder: ModelFolder, data: Packed | None, *, split: str = "validation", length: int | None = None
 ) -> tuple[list[str], dict[str, str]]:
-    """Our tasks that a folder can be asked, and why not for each of the others.
+    """Determines which of our tasks a folder can be asked.
 
-    Raises `InputError` where there is none.
+    Args:
+        folder: The folder of the model.
+        data: Packed data; None if there are none.
+        split: The split of the packed data.
+        length: Tokens of a training sequence; None means those of the folder's recipe.
+
+    Returns:
+        The names of the tasks, and the reason that each of the other tasks cannot be asked.
+
+    Raises:
+        InputError: If no task can be asked.
     """
     length = length or folder.length
     tokenizer = (folder.path / "tokenizer.json").is_file()
@@ -90,29 +107,34 @@ def askable(
                 why_not[task] = NO_DATA
             elif not any(q for times in TIMES for q in questions(folder.encode, times * length, 1, filler=filler)):
                 why_not[task] = no_room(length, filler)
-    if isinstance(found := proxy_task(folder), str):
-        why_not["proxy"] = found
+    if isinstance(reason := proxy_task(folder), str):
+        why_not["proxy"] = reason
     if len(why_not) == len(OWN):
-        reasons = "; ".join(f"{task}: {reason}" for task, reason in why_not.items())
+        reasons = "; ".join(f"{task}: {text}" for task, text in why_not.items())
         raise InputError(f"{folder.named}: none of our tasks can be asked of it: {reasons}")
     return [task for task in OWN if task not in why_not], why_not
 
 
 def packed(folder: Path) -> Packed:
-    """Packed data that a user names. Raises `InputError` where it is none."""
+    """Opens packed data that a user names.
+
+    Raises:
+        InputError: If the folder holds no packed data.
+    """
     try:
         return Packed(folder)
     except ValueError as error:
         raise InputError(str(error)) from None
 
 
-def _require_same_tokenizer(folder: Folder, data: Packed) -> None:
-    own = folder.recipe.get("tokenizer")
-    if isinstance(own, Mapping) and own.get("sha256") not in (None, data.tokenizer["sha256"]):
+def _require_same_tokenizer(folder: ModelFolder, data: Packed) -> None:
+    """Raises `InputError` if the data were packed with another tokenizer, or have more tokens than the model."""
+    tokenizer = folder.recipe.get("tokenizer")
+    if isinstance(tokenizer, Mapping) and tokenizer.get("sha256") not in (None, data.tokenizer["sha256"]):
         raise InputError(
             f"{data.folder}: is packed with another tokenizer, '{data.tokenizer['name']}' of "
-            f"{data.tokenizer['vocab_size']} ids, than {folder.named}: '{own.get('name', own.get('kind'))}' of "
-            f"{own.get('vocab_size')}"
+            f"{data.tokenizer['vocab_size']} ids, than {folder.named}: "
+            f"'{tokenizer.get('name', tokenizer.get('kind'))}' of {tokenizer.get('vocab_size')}"
         )
     if data.tokenizer["vocab_size"] > int(read_config(folder.path)["vocab_size"]):
         raise InputError(

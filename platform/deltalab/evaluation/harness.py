@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from deltalab.errors import InputError
-from deltalab.evaluation.folder import Folder
 from deltalab.evaluation.loss import TIMES
+from deltalab.evaluation.model_folder import ModelFolder
 from deltalab.evaluation.results import OWN, Result
 
 NAME = re.compile(r"""^["']?(?:task|group|tag)["']?:[ \t]*["']?([^\s"'#\[\]]+)""", re.MULTILINE)
@@ -17,10 +17,18 @@ NAME = re.compile(r"""^["']?(?:task|group|tag)["']?:[ \t]*["']?([^\s"'#\[\]]+)""
 
 
 def find_tasks(tasks: Sequence[str], include: Path | None) -> tuple[list[str], list[Path]]:
-    """The names of tasks of lm-evaluation-harness, and the folders with YAML files of further ones.
+    """Finds tasks of lm-evaluation-harness without its index, which takes 20 s of a core; this search takes 1 s.
 
-    tasks: names and YAML files. Raises `InputError` without the package lm_eval, for a file or folder that cannot be
-    read, and for a name that stands in none of the harness's files. That takes 1 s; its index takes 20 s of a core.
+    Args:
+        tasks: Names and YAML files of tasks.
+        include: A folder with YAML files of further tasks.
+
+    Returns:
+        The names of the tasks, and the folders with YAML files of further tasks.
+
+    Raises:
+        InputError: If the package lm_eval is missing, if a file or a folder cannot be read, or if a name stands in none
+            of the harness's files.
     """
     if not tasks:
         return [], []
@@ -31,33 +39,45 @@ def find_tasks(tasks: Sequence[str], include: Path | None) -> tuple[list[str], l
             f"{', '.join(OWN)}"
         )
     files = [Path(task).resolve() for task in tasks if task.endswith((".yaml", ".yml"))]
-    named = [task for task in tasks if not task.endswith((".yaml", ".yml"))] + [_task_of(file) for file in files]
+    names = [task for task in tasks if not task.endswith((".yaml", ".yml"))] + [_task_of(file) for file in files]
     if include is not None and not include.is_dir():
         raise InputError(f"{include}: no such folder of tasks")
     folders = [*dict.fromkeys([*([] if include is None else [include.resolve()]), *(file.parent for file in files)])]
-    own = [Path(found) / "tasks" for found in installed.submodule_search_locations or ()]
-    known, missing = set[str](), {task: re.compile(rf"(?<![\w-]){re.escape(task)}(?![\w-])") for task in named}
-    for file in (file for folder in (*folders, *own) for file in folder.rglob("*.yaml")):
+    of_harness = [Path(location) / "tasks" for location in installed.submodule_search_locations or ()]
+    known, missing = set[str](), {task: re.compile(rf"(?<![\w-]){re.escape(task)}(?![\w-])") for task in names}
+    for file in (file for folder in (*folders, *of_harness) for file in folder.rglob("*.yaml")):
         text = file.read_text(encoding="utf-8", errors="replace")
         known.update(NAME.findall(text))
         missing = {task: word for task, word in missing.items() if not word.search(text)}
         if not missing:
-            return named, folders
+            return names, folders
     raise _unknown(next(iter(missing)), sorted(known))
 
 
-def harness(folder: Folder, named: Sequence[str], folders: Sequence[Path], *, limit: int | None) -> list[Result]:
-    """Tasks of lm-evaluation-harness (Gao et al. 2024), by names; each metric of each task.
+def harness(folder: ModelFolder, names: Sequence[str], folders: Sequence[Path], *, limit: int | None) -> list[Result]:
+    """Measures a model on tasks of lm-evaluation-harness.
 
-    folders: with YAML files of further tasks. Raises `InputError` without a tokenizer, for a task that there is not,
-    and where a task's data cannot be had.
+    Args:
+        folder: The folder of the model.
+        names: The names of the tasks.
+        folders: Folders with YAML files of further tasks.
+        limit: Examples of each task; None means all.
+
+    Returns:
+        Each metric of each task.
+
+    Raises:
+        InputError: If the folder has no tokenizer, if a task does not exist, or if its data cannot be loaded.
+
+    References:
+        Gao et al. 2024, lm-evaluation-harness.
     """
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager(include_path=list(map(str, folders)) or None)
-    for task in named:
+    for task in names:
         if task not in manager.all_tasks:
             raise _unknown(task, manager.all_tasks)
     model = HFLM(
@@ -68,16 +88,16 @@ def harness(folder: Folder, named: Sequence[str], folders: Sequence[Path], *, li
         device=str(folder.device),
     )
     try:
-        found: Any = simple_evaluate(
-            model, tasks=named, limit=limit, task_manager=manager, log_samples=False,
+        report: Any = simple_evaluate(
+            model, tasks=names, limit=limit, task_manager=manager, log_samples=False,
             bootstrap_iters=0,
         )  # fmt: skip
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise InputError(f"lm-evaluation-harness: {type(error).__name__}: {reason}") from error
     results = []
-    for task, metrics in found["results"].items():
-        count = found.get("n-samples", {}).get(task, {}).get("effective")
+    for task, metrics in report["results"].items():
+        count = report.get("n-samples", {}).get(task, {}).get("effective")
         for key, value in metrics.items():
             metric, _, kind = key.partition(",")
             if not isinstance(value, int | float) or not kind or metric.endswith("_stderr"):
@@ -92,17 +112,18 @@ def harness(folder: Folder, named: Sequence[str], folders: Sequence[Path], *, li
 def _task_of(file: Path) -> str:
     """The name of the task in one of the harness's YAML files, whose tags only the harness can read."""
     try:
-        found = re.search(r"^(?:task|group):\s*(\S+)", file.read_text(encoding="utf-8"), re.MULTILINE)
+        match = re.search(r"^(?:task|group):\s*(\S+)", file.read_text(encoding="utf-8"), re.MULTILINE)
     except OSError as error:
         raise InputError(f"{file}: cannot be read: {error.strerror}") from None
-    if found is None:
+    if match is None:
         raise InputError(f"{file}: names no task: it has no line 'task: NAME'")
-    return found[1].strip("\"'")
+    return match[1].strip("\"'")
 
 
 def _unknown(task: str, known: Sequence[str]) -> InputError:
+    """The error for a task that does not exist, with the nearest name among those that are known."""
     near = get_close_matches(task, [*OWN, *known], n=1)
-    meant = f" did you mean '{near[0]}'?" if near else ""
+    suggestion = f" did you mean '{near[0]}'?" if near else ""
     return InputError(
-        f"unknown task '{task}';{meant} ours are {', '.join(OWN)}; `lm-eval ls tasks` lists the harness's"
+        f"unknown task '{task}';{suggestion} ours are {', '.join(OWN)}; `lm-eval ls tasks` lists the harness's"
     )

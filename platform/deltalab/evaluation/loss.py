@@ -7,25 +7,36 @@ from torch.nn import functional
 
 from deltalab.data.token_shards import Split
 from deltalab.errors import InputError
-from deltalab.evaluation.folder import Folder
+from deltalab.evaluation.model_folder import ModelFolder
 from deltalab.evaluation.results import Result
 
 TIMES = (1, 2, 4)
 """The lengths that are measured, in multiples of the training's."""
 
-
 TOKENS_AT_ONCE = 2**14
+"""Tokens of a batch."""
 
 
-def loss(folder: Folder, split: Split, task: str, length: int, examples: int) -> list[Result]:
-    """The mean loss in nats a token and in bits a byte, on rows of 1, 2 and 4 times the training's length; and on the
-    longest rows by position, in ranges that double.
+def loss(folder: ModelFolder, split: Split, task: str, length: int, examples: int) -> list[Result]:
+    """Measures the mean loss on packed data by length and, on the longest rows, by position.
 
-    Rows are spread evenly over the split, as many of each length as hold the tokens of `examples` rows of the shortest.
-    A row's documents follow each other without a mark but their end. Lengths that the split is too short for are left
-    out.
+    The lengths are 1, 2 and 4 times that of the training, without those that the split is too short for. The ranges of
+    positions double. Rows are spread evenly over the split; those of each length together have as many tokens as
+    `examples` rows of the shortest. The documents of a row follow one another with nothing but their
+    ends between them.
 
-    Raises `InputError` where it is too short for a single row of the training's length.
+    Args:
+        folder: The folder of the model.
+        split: The split of packed data.
+        task: The name of the task in the results.
+        length: Tokens of a training sequence.
+        examples: Rows of the shortest length.
+
+    Returns:
+        For each length the loss in nats a token and in bits a byte; for each range of positions the loss in nats.
+
+    Raises:
+        InputError: If the split is too short for a single row of the training's length.
     """
     if not split.rows(length):
         raise InputError(f"task '{task}': {too_short(split, length)}")
@@ -35,15 +46,15 @@ def loss(folder: Folder, split: Split, task: str, length: int, examples: int) ->
     rows = 0
     for times in TIMES:
         size = times * length
-        there = split.rows(size)
-        if not there:
+        available = split.rows(size)
+        if not available:
             break
-        rows = min(there, max(1, examples // times))
+        rows = min(available, max(1, examples // times))
         total = torch.zeros(size, dtype=torch.float64)
         at_once = max(1, TOKENS_AT_ONCE // size)
-        chosen = [there * i // rows for i in range(rows)]
+        indices = [available * i // rows for i in range(rows)]
         for begin in range(0, rows, at_once):
-            tokens = torch.stack([torch.from_numpy(split.row(i, size)[0]) for i in chosen[begin : begin + at_once]])
+            tokens = torch.stack([torch.from_numpy(split.row(i, size)[0]) for i in indices[begin : begin + at_once]])
             targets = tokens[:, 1:].to(folder.device)
             nats = functional.cross_entropy(
                 folder.logits(tokens[:, :-1]).flatten(0, 1), targets.flatten(), reduction="none"
@@ -63,4 +74,5 @@ def loss(folder: Folder, split: Split, task: str, length: int, examples: int) ->
 
 
 def too_short(split: Split, length: int) -> str:
+    """Returns the reason that a split has no row of a length."""
     return f"the split has {split.tokens} tokens, and a row takes {length + 1}: give --length, or another --split"

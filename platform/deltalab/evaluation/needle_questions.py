@@ -1,8 +1,8 @@
-"""A single needle in a haystack, asked of a language model of text.
+"""Questions about a single needle in a haystack, for language models of text.
 
-It is S-NIAH of RULER (Hsieh et al. 2024, arXiv:2404.06654), and the task `niah` in words: a text of a given number of
-tokens holds the sentence `NEEDLE` at a random place, and ends with the question and the start of its answer, up to the
-number.
+A text of a given number of tokens holds the sentence `NEEDLE` at a random place. It ends with the question and the
+start of its answer, up to the number. This is the task `niah` in words, and S-NIAH of RULER (Hsieh et al. 2024,
+arXiv:2404.06654).
 """
 
 import random
@@ -29,12 +29,17 @@ class Encoder(Protocol):
     """A tokenizer, from text to ids without special tokens."""
 
     def __call__(self, text: str) -> list[int]:
-        """The ids of a text."""
+        """Returns the ids of a text."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """tokens: the haystack with its needle, and the question. answer: the tokens of the number."""
+    """A question with its answer.
+
+    Attributes:
+        tokens: The haystack with its needle, and the question.
+        answer: The tokens of the number.
+    """
 
     tokens: list[int]
     answer: list[int]
@@ -43,10 +48,16 @@ class Question:
 def questions(
     encode: Encoder, length: int, count: int, *, filler: Split | None = None, seed: int = 0
 ) -> Iterator[Question]:
-    """`count` questions of exactly `length` tokens, answer included; none where `length` is too short for one.
+    """Yields questions. The same arguments give the same questions.
 
-    filler: the haystack is a window of this split, at a random place; None repeats `PERIOD`. The needle's place among
-    the tokens of the haystack is uniform. The same arguments give the same questions.
+    The place of the needle among the tokens of the haystack is uniform.
+
+    Args:
+        encode: The tokenizer.
+        length: Tokens of a question, answer included. If they are too few for one, no question is yielded.
+        count: The number of questions.
+        filler: The split of packed data of which haystacks are windows at random places; None repeats `PERIOD`.
+        seed: Another seed gives other questions.
     """
     draw = random.Random(f"{seed}/{length}")
     for _ in range(count):
@@ -62,6 +73,7 @@ def questions(
 
 
 def _haystack(encode: Encoder, room: int, filler: Split | None, draw: random.Random) -> list[int]:
+    """The tokens around the needle."""
     if filler is not None:
         window: NDArray[np.int64] = filler.read(draw.randint(0, filler.tokens - room), room)
         return [int(token) for token in window]

@@ -1,11 +1,11 @@
-"""The proxy task that a folder comes from, asked of its test split."""
+"""Measures a model on the test split of the proxy task that its folder comes from."""
 
 from collections.abc import Mapping
 
 import torch
 
 from deltalab.errors import InputError
-from deltalab.evaluation.folder import Folder, read_config
+from deltalab.evaluation.model_folder import ModelFolder, read_config
 from deltalab.evaluation.results import Result
 from deltalab.export.folders import from_folder
 from deltalab.export.retrain import load_rules
@@ -15,30 +15,31 @@ from deltalab.tasks import IGNORE, Task
 from deltalab.training.evaluation import EVALUATION_SEED
 
 
-def proxy(folder: Folder) -> list[Result]:
-    """The metrics on the test split of the proxy task that the folder comes from, over as many batches as its trial.
+def proxy(folder: ModelFolder) -> list[Result]:
+    """Measures the metrics of the proxy task that a folder comes from, over as many batches as its trial did.
 
-    Raises `InputError` where it comes from none, or its vocabulary is another.
+    Raises:
+        InputError: If the folder comes from no proxy task, or if its model has another vocabulary.
     """
     task = proxy_task(folder)
     if isinstance(task, str):
         raise InputError(f"task 'proxy': {folder.named}: {task}")
-    found = from_folder(folder.path)
-    assert found.weights is not None
-    model = Model(found.model)
-    model.load_state_dict(dict(found.weights()))
+    source = from_folder(folder.path)
+    assert source.weights is not None
+    model = Model(source.model)
+    model.load_state_dict(dict(source.weights()))
     model.to(folder.device).eval()
     train = folder.recipe["trial"]["train"]
     sums: dict[str, tuple[float, float]] = {}
     evaluations = task.evaluations()
-    for label, own in evaluations.items():
+    for label, part in evaluations.items():
         ends = [f"@{label}" if label else "", *([] if "" in evaluations else [""])]
-        rows, batches = task.evaluated(own, "test", train["batch_size"], train["eval_batches"])
+        rows, batches = task.evaluated(part, "test", train["batch_size"], train["eval_batches"])
         for i in range(batches):
-            batch = own.batch("test", rows, EVALUATION_SEED, i, folder.device)
+            batch = part.batch("test", rows, EVALUATION_SEED, i, folder.device)
             with torch.no_grad():
                 logits = model(batch.inputs, batch.targets != IGNORE)
-            for name, (total, count) in own.measure(batch, logits.float()).items():
+            for name, (total, count) in part.measure(batch, logits.float()).items():
                 for end in ends:
                     before = sums.get(name + end, (0.0, 0.0))
                     sums[name + end] = before[0] + total.item(), before[1] + count.item()
@@ -49,8 +50,8 @@ def proxy(folder: Folder) -> list[Result]:
     ]
 
 
-def proxy_task(folder: Folder) -> Task | str:
-    """The proxy task that a folder comes from, or why its model cannot be asked it."""
+def proxy_task(folder: ModelFolder) -> Task | str:
+    """Returns the proxy task that a folder comes from, or the reason that its model cannot be asked the task."""
     trial = folder.recipe.get("trial")
     if not isinstance(trial, Mapping):
         return "the model does not come from a study"

@@ -1,4 +1,4 @@
-"""What an evaluation found, and the file beside the weights that keeps it."""
+"""The results of evaluations, and the file beside the weights that keeps them."""
 
 import hashlib
 import json
@@ -15,7 +15,16 @@ FILE = "evaluations.json"
 
 @dataclass(frozen=True)
 class Result:
-    """A measured value. step: of the checkpoint, None where it is not known. examples: how many it is the mean of."""
+    """A measured value.
+
+    Attributes:
+        step: The step of the checkpoint; None if it is not known.
+        task: The name of the task.
+        metric: The name of the metric.
+        value: The value.
+        examples: How many examples the value is the mean of; None if the number is not known.
+        stderr: The standard error of the value; None if it is not known.
+    """
 
     step: int | None
     task: str
@@ -26,15 +35,29 @@ class Result:
 
 
 def write(results: Sequence[Result], directory: Path, about: Mapping[str, Any]) -> Path:
-    """Adds the results to `evaluations.json` of a folder, where each replaces an earlier one of its step and name."""
+    """Adds results to the `evaluations.json` of a folder.
+
+    A result replaces an earlier one with the same step, task and metric.
+
+    Args:
+        results: The results.
+        directory: The folder.
+        about: Further keys of each result in the file.
+
+    Returns:
+        The file.
+
+    Raises:
+        InputError: If there is another file of the name.
+    """
     file = directory / FILE
-    found: list[dict[str, Any]] = []
+    earlier: list[dict[str, Any]] = []
     if file.is_file():
         try:
-            found = json.loads(file.read_text(encoding="utf-8"))["evaluations"]
+            earlier = json.loads(file.read_text(encoding="utf-8"))["evaluations"]
         except (ValueError, KeyError, TypeError):
             raise InputError(f"{file}: is no file of evaluations; move it away") from None
-    rows = {(row["step"], row["task"], row["metric"]): row for row in found}
+    rows = {(row["step"], row["task"], row["metric"]): row for row in earlier}
     for result in results:
         value = result.value if math.isfinite(result.value) else None
         rows[result.step, result.task, result.metric] = {**asdict(result), "value": value, **about}
@@ -45,7 +68,7 @@ def write(results: Sequence[Result], directory: Path, about: Mapping[str, Any]) 
 
 
 def fingerprint(folder: Path) -> str:
-    """SHA-256 of the weights' files, by which an evaluation names what it measured."""
+    """Returns the SHA-256 of the files of a folder's weights, by which an evaluation names the weights."""
     digest = hashlib.sha256()
     for file in sorted(folder.glob("model*.safetensors")):
         with file.open("rb") as opened_file:
@@ -55,4 +78,4 @@ def fingerprint(folder: Path) -> str:
 
 
 OWN = ("loss", "needle", "needle_text", "proxy")
-"""Our tasks; any other name is one of lm-evaluation-harness."""
+"""The names of our tasks. Any other name is that of a task of lm-evaluation-harness."""

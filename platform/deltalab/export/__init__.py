@@ -1,4 +1,4 @@
-"""Exports a model as a folder that needs nothing of this platform, for training and for use."""
+"""Exports a model as a folder that can be trained and used without this platform."""
 
 from deltalab.export.hf import export_hf
 from deltalab.export.retrain import rebuild

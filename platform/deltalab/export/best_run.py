@@ -1,11 +1,10 @@
-"""The model of a study's arm: the candidate that the report shows, with the seed that is best on validation.
+"""Chooses the model of a study's arm: the candidate that the report shows, with the seed that is best on validation.
 
-The test split chooses nothing.
+The test split has no part in the choice.
 """
 
 import hashlib
 import io
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -16,14 +15,15 @@ from torch import Tensor
 
 from deltalab.data.text_tokenizers import BYTES
 from deltalab.errors import InputError, unknown
-from deltalab.export.recipe import of_trial
+from deltalab.export.recipe import make_recipe
 from deltalab.export.source import Source, model_fields
 from deltalab.models.spec import ModelSpec
 from deltalab.registry import get_task, rule_plugin
 from deltalab.store import Store, TrialRow
 from deltalab.store.models import Artifact
-from deltalab.study.answers.answer import answer, format_interval
-from deltalab.study.answers.recorded_scores import Measured
+from deltalab.study.answers.answer import answer
+from deltalab.study.answers.recorded_scores import RecordedScores
+from deltalab.study.answers.wording import format_interval
 from deltalab.study.running import weights_at_url
 from deltalab.study.specs.ladder_sizes import task_of
 from deltalab.tasks import Task
@@ -32,23 +32,33 @@ from deltalab.training.spec import TrainSpec
 
 @dataclass(frozen=True)
 class BestRun:
-    """A run of an arm. said: the line that names it."""
+    """A run of an arm.
+
+    Attributes:
+        source: The run's model, as an export takes it.
+        summary: A line that names the run.
+    """
 
     source: Source
-    said: str
+    summary: str
 
 
 def best_run(store: Store, study_id: int, *, arm: str | None, best: bool, task: str | None) -> BestRun:
-    """The run of an arm that a study recommends, with its weights where they are kept.
-
-    arm: its name. best: instead of a name, the arm whose score the report has as the best, the base where none is
-    better. task: its name, None where the study has one.
+    """Returns the run that a study recommends for an arm, with its weights if they are kept.
 
     The candidate is the one that the report shows: of several, the best on validation over all seeds. The seed is the
     candidate's best on validation.
 
-    Raises `InputError` where neither an arm nor `best` is given, or both, for an arm or a task that the study lacks,
-    for an arm without a confirmed run, for weights that are missing or changed, and for a rule that has changed since.
+    Args:
+        store: The ledger.
+        study_id: The study.
+        arm: The name of the arm; None with `best`.
+        best: Takes the arm whose score is the best of the report, and the base if no arm is better.
+        task: The name of the task; None if the study has a single one.
+
+    Raises:
+        InputError: If both of an arm and `best` are given, or neither; if the study lacks the arm or the task; if the
+            arm has no confirmed run; if weights are missing or changed; or if the rule has changed in the meantime.
     """
     study = store.study(study_id)
     arms = store.arms(study_id)
@@ -68,10 +78,10 @@ def best_run(store: Store, study_id: int, *, arm: str | None, best: bool, task: 
     why = ""
     if arm is None:
         arm, why = _best_arm(store, study_id, task)
-    about = tasks[task]
-    metric = about["metric"]
-    ledger = Measured(store, study_id, store.trials(study_id), study.spec)
-    number = ledger.scores(task, about, arms).shown(arm)
+    details = tasks[task]
+    metric = details["metric"]
+    ledger = RecordedScores(store, study, store.trials(study_id))
+    number = ledger.scores(ledger.tasks[task], arms).shown(arm)
     validation = {
         (trial.key, seed): value
         for trial in ledger.of(arm, task)
@@ -80,7 +90,7 @@ def best_run(store: Store, study_id: int, *, arm: str | None, best: bool, task: 
     }
     if not validation:
         raise InputError(f"study '{study.name}' has no confirmed run of arm '{arm}' on task '{task}' yet")
-    first = max if about["maximize"] else min
+    first = max if details["maximize"] else min
     key, seed = first(validation, key=lambda run: validation[run])
     trial = next(row for row in ledger.trials if row.key == key)
     name = trial.config["rule"]["name"]
@@ -89,13 +99,13 @@ def best_run(store: Store, study_id: int, *, arm: str | None, best: bool, task: 
     named = task_of(task, study.spec.get("scales"), list(study.spec["task"]))
     kind = str(study.spec["task"][named].get("task", named))
     kept = {(trial.key, run.seed): artifact for trial, run, artifact in store.artifacts(study_id, arm)}
-    train, made = _train(trial), get_task(kind, **about["parameters"])
+    train, instance = _train(trial), get_task(kind, **details["parameters"])
     source = Source(
         model=model,
         weights=partial(_weights, kept[key, seed]) if (key, seed) in kept else None,
         recipe={
-            **of_trial(train, made.length, seed, key),
-            "trial": _trial(trial, made, model, train, seed),
+            **make_recipe(train, instance.length, seed, origin=f"trial {key}"),
+            "trial": _trial(trial, instance, model, train, seed),
         },
         provenance={
             "study": study.address,
@@ -114,26 +124,22 @@ def best_run(store: Store, study_id: int, *, arm: str | None, best: bool, task: 
 
 
 def _best_arm(store: Store, study_id: int, task: str) -> tuple[str, str]:
-    """The arm with the best score in the report's table, the base where none is better; and how it compares."""
+    """The arm with the best score in the report's table, the base if none is better; and how the arm compares."""
     table = next(table for table in answer(store, study_id).tables if table.task == task)
-    rows = [row for row in table.rows if math.isfinite(row.score.mean)]
-    if not rows:
+    best = table.best
+    if best is None:
         raise InputError(f"no arm has a score on task '{task}' yet: run the study first, or name one with --arm")
-    sign = 1 if table.maximize else -1
-    # Of equals the base comes first, which `max` keeps.
-    ordered = sorted(rows, key=lambda row: not row.is_base)
-    found = max(ordered, key=lambda row: sign * row.score.mean)
-    score = f"{table.metric} {format_interval(found.score)}"
-    if found.is_base:
-        return found.arm, f" (no arm has a better {score})"
-    against = f", {format_interval(found.difference, '+')} over the base" if found.difference else ""
-    return found.arm, f" ({score}{against}: {found.verdict})"
+    score = f"{table.metric} {format_interval(best.score)}"
+    if best.is_base:
+        return best.arm, f" (no arm has a better {score})"
+    against = f", {format_interval(best.difference, '+')} over the base" if best.difference else ""
+    return best.arm, f" ({score}{against}: {best.verdict})"
 
 
 def _refuse_changed(trial: TrialRow, model: ModelSpec, provenance: Mapping[str, Any]) -> None:
-    """Raises `InputError` where the file of any layer's rule is not the one that was trained.
+    """Raises `InputError` if the file of any layer's rule is not the file that was trained.
 
-    A study of an earlier release recorded the file of the model's own rule alone.
+    Studies of earlier releases recorded the file of the model's main rule alone.
     """
     trained = {**provenance.get("rules", {}), trial.rule: trial.rule_hash}
     for name in dict.fromkeys(rule.name for rule in model.rules()):
@@ -142,30 +148,30 @@ def _refuse_changed(trial: TrialRow, model: ModelSpec, provenance: Mapping[str, 
 
 
 def _weights(artifact: Artifact) -> dict[str, Tensor]:
-    """Raises `InputError` for a file that is missing, or is not the one that was recorded."""
+    """The weights of an artifact. Raises `InputError` if the file is missing or is not the recorded one."""
     file = artifact.path
     try:
         data = weights_at_url.read(file)
     except InputError:
         raise
     except Exception as error:  # each kind of URL has errors of its own
-        says = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise InputError(f"{file}: the weights cannot be read: {says}; --no-weights exports without") from None
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise InputError(f"{file}: the weights cannot be read: {reason}; --no-weights exports without") from None
     if hashlib.sha256(data).hexdigest() != artifact.sha256:
         raise InputError(f"{file}: the weights are not those that were recorded")
-    found: dict[str, Tensor] = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
-    return found
+    weights: dict[str, Tensor] = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+    return weights
 
 
 def _train(trial: TrialRow) -> TrainSpec:
-    """The trial's training, on the kind of device that it ran on."""
+    """The trial's training, on the kind of device that the trial ran on."""
     train = TrainSpec(**trial.config["train"])
     on_cpu = str(trial.hardware.get("device", "")).startswith("CPU")
     return replace(train, device="cpu" if on_cpu else "cuda")
 
 
 def _trial(trial: TrialRow, task: Task, model: ModelSpec, train: TrainSpec, seed: int) -> dict[str, Any]:
-    """The trial's own training, as `retrain.rebuild` takes it."""
+    """The trial, as `retrain.rebuild` trains it again."""
     return {
         "task": {"name": task.name, "version": task.version, "parameters": asdict(task)},
         "model": model_fields(model),

@@ -1,4 +1,4 @@
-"""What a folder holds that can be exported again: an exported model, a checkpoint of `platform train`, a FLA model."""
+"""Reads the model of a folder: an export, a run of `platform train` or one of its checkpoints, or a model of FLA."""
 
 import importlib
 from collections.abc import Callable, Mapping
@@ -12,29 +12,31 @@ from torch import Tensor
 from deltalab.data.text_tokenizers import FILE as TOKENIZER
 from deltalab.errors import InputError
 from deltalab.export.fla import from_fla
-from deltalab.export.recipe import of_paper, of_run
-from deltalab.export.retrain import load_rules, read_recipe
+from deltalab.export.recipe import RECIPE_FILE, paper_recipe, read_recipe, run_recipe
+from deltalab.export.retrain import load_rules
 from deltalab.export.source import Source
 from deltalab.models.spec import ModelSpec
 from deltalab.reading import read_json
 
 CONFIG, RUN, WEIGHTS = "config.json", "run.json", "model.safetensors"
-OF_THE_RECIPE = ("model", "tokenizer", "provenance")
-"""The parts of a recipe that an export writes anew."""
+NOT_KEPT = ("model", "tokenizer", "provenance")
+"""The parts of a recipe that every export makes anew."""
 
 
 def holds_a_model(folder: Path) -> bool:
-    """Whether a folder has the files of an exported model, of a FLA model, or of a run of `platform train`."""
-    return any((each / name).is_file() for each in (folder, _run(folder)) for name in (CONFIG, RUN))
+    """Returns whether a folder has the files of an exported model, of a FLA model, or of a run of `platform train`."""
+    return any((place / name).is_file() for place in (folder, _run(folder)) for name in (CONFIG, RUN))
 
 
 def from_folder(folder: Path) -> Source:
-    """The model of a folder, with the recipe that it was or is to be trained by.
+    """Reads the model of a folder, with the recipe by which it was trained or is to be trained.
 
-    folder: one that `platform export` or a loaded model's `save_pretrained` wrote; a run of `platform train`, of which
-    the newest checkpoint counts; one of its `checkpoints/step-N`; or a model of FLA.
+    Args:
+        folder: A folder that `platform export` or the `save_pretrained` of a loaded model wrote; a run of
+            `platform train`, whose newest checkpoint counts; one of its `checkpoints/step-N`; or a model of FLA.
 
-    Raises `InputError` for any other folder, for a run without a checkpoint, and for files that cannot be read.
+    Raises:
+        InputError: If the folder is none of these, if a run has no checkpoint, or if a file cannot be read.
     """
     run = _run(folder)
     if (run / RUN).is_file():
@@ -46,55 +48,58 @@ def from_folder(folder: Path) -> Source:
 
 
 def _exported(folder: Path, config: Mapping[str, Any], weights: Callable[[], Mapping[str, Tensor]] | None) -> Source:
+    """The model of an exported folder, with weights that may come from elsewhere."""
     load_rules(folder)
     fields = ModelSpec.__dataclass_fields__
     model = ModelSpec.of({name: value for name, value in config.items() if name in fields})
-    ours = (folder / "recipe.yaml").is_file()
-    recipe = read_recipe(folder) if ours else of_paper(model)
+    has_recipe = (folder / RECIPE_FILE).is_file()
+    recipe = read_recipe(folder) if has_recipe else paper_recipe(model)
     provenance = dict(recipe.get("provenance") or config.get("provenance") or {})
     scores = {name: value for name, value in provenance.items() if name.startswith("validation ")}
     return Source(
         model=model,
         weights=weights,
-        recipe={name: value for name, value in recipe.items() if name not in OF_THE_RECIPE},
+        recipe={name: value for name, value in recipe.items() if name not in NOT_KEPT},
         provenance={name: value for name, value in provenance.items() if name not in (*scores, "weights")},
-        # A folder that `save_pretrained` wrote may have been trained since, and holds no recipe.
-        scores=scores if ours else {},
+        # A folder without a recipe was written by `save_pretrained`, and may have been trained in the meantime.
+        scores=scores if has_recipe else {},
         tokenizer=str(folder) if (folder / TOKENIZER).is_file() else None,
     )
 
 
 def _run(folder: Path) -> Path:
-    """The folder of the run that a checkpoint belongs to; the folder itself where it is no checkpoint."""
+    """The folder of the run that a checkpoint belongs to, or the folder itself if it is not a checkpoint."""
     return folder.parent.parent if folder.parent.name == "checkpoints" else folder
 
 
 def _of_a_run(run: Path, folder: Path) -> Source:
+    """The model of a run's checkpoint: of `folder`, or of the newest one if `folder` is the run."""
     about = _json(run / RUN)
-    # The engines read exported folders, so they stand above this package, which loads them by name.
+    # Layers forbid an import: the engines read exported folders, so they stand above this package.
     checkpoints = importlib.import_module("deltalab.engines.checkpoints")
-    whole = checkpoints.complete(run)
-    if folder == run and not whole:
+    complete = checkpoints.complete_checkpoints(run)
+    if folder == run and not complete:
         raise InputError(f"{run}: has no complete checkpoint yet")
-    checkpoint = folder if folder != run else whole[-1]
+    checkpoint = folder if folder != run else complete[-1]
     exported = Path(str(about.get("export")))
     if not (exported / CONFIG).is_file():
         raise InputError(f"{run / RUN}: trained {exported}, which is not there any more")
     weights = partial(checkpoints.read_checkpoint, checkpoint)
-    found = _exported(exported, _json(exported / CONFIG), weights)
+    export = _exported(exported, _json(exported / CONFIG), weights)
     if not isinstance(about.get("recipe"), dict):
         raise InputError(f"{run / RUN}: is not that of a run: it has no recipe")
-    recipe = of_run(found.recipe, about["recipe"], run.name)
-    trained = {"training": about.get("id"), "checkpoint": checkpoint.name, "data": about.get("data")}
-    return Source(found.model, weights, recipe, {**found.provenance, **trained}, {}, found.tokenizer)
+    recipe = run_recipe(export.recipe, about["recipe"], run.name)
+    training = {"training": about.get("id"), "checkpoint": checkpoint.name, "data": about.get("data")}
+    return Source(export.model, weights, recipe, {**export.provenance, **training}, {}, export.tokenizer)
 
 
 def _of_fla(folder: Path) -> Source:
+    """The model of a folder that FLA wrote."""
     model, weights, provenance = from_fla(folder)
     return Source(
         model=model,
         weights=lambda: weights,
-        recipe=of_paper(model),
+        recipe=paper_recipe(model),
         provenance=provenance,
         scores={},
         tokenizer=str(folder) if (folder / TOKENIZER).is_file() else None,
@@ -102,7 +107,7 @@ def _of_fla(folder: Path) -> Source:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files of an exported folder's weights; none where it is untrained."""
+    """The files of an exported folder's weights, of which an untrained model has none."""
     index = folder / f"{WEIGHTS}.index.json"
     if index.is_file():
         return [folder / name for name in sorted(set(_json(index)["weight_map"].values()))]
@@ -111,16 +116,17 @@ def _files(folder: Path) -> list[Path]:
 
 def _safetensors(folder: Path) -> dict[str, Tensor]:
     """The weights of an exported folder, as `Model(spec).state_dict()` names them."""
-    found: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     for file in _files(folder):
         try:
-            found |= load_file(file)
+            weights |= load_file(file)
         except Exception as error:
             raise InputError(f"{file}: cannot be read: {' '.join(str(error).split())}") from None
-    return {name.removeprefix("model."): value for name, value in found.items()}
+    return {name.removeprefix("model."): value for name, value in weights.items()}
 
 
 def _json(file: Path) -> dict[str, Any]:
+    """The contents of a JSON file, whose absence means that its folder holds no model."""
     try:
         return read_json(file)
     except (FileNotFoundError, NotADirectoryError):

@@ -1,4 +1,4 @@
-"""Writes a model as a folder that `transformers` loads on a machine without deltalab, kernels included."""
+"""Writes a model with its code and kernels as a folder that `transformers` loads on a machine without deltalab."""
 
 import hashlib
 import inspect
@@ -20,7 +20,7 @@ from deltalab.models.model import Model
 from deltalab.models.spec import ModelSpec
 
 RULES = "rules"
-"""The subfolder with the rules' own files, by which deltalab knows the rules of a folder again."""
+"""The subfolder with the plugin files of the rules, by which deltalab recognizes the rules of a folder."""
 
 
 def export_hf(
@@ -35,13 +35,21 @@ def export_hf(
 ) -> None:
     """Writes a model for `AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)`.
 
-    weights: `Model(spec).state_dict()`, on any device; None for a model that is still to be trained, whose folder has
-    no weights. provenance: their origin, for the model card. recipe: how to train, for `recipe.yaml`. files: more
-    files, by relative path. special: ids of special tokens, such as `eos_token_id`.
     The folder is written whole or not at all.
 
-    Raises `InputError` for a directory that is not empty or cannot be written, for weights that do not fit the model,
-    for a rule whose file imports what an exported folder lacks, and for a model that is not causal.
+    Args:
+        spec: The model.
+        weights: `Model(spec).state_dict()`, on any device; None for a model that is still to be trained, whose folder
+            has no weights.
+        directory: The folder to write.
+        provenance: Where the model comes from, by name, for the model card.
+        recipe: The contents of `recipe.yaml`; None writes no such file.
+        files: The texts of further files by relative path.
+        special: The ids of special tokens, such as `eos_token_id`.
+
+    Raises:
+        InputError: If the directory is not empty or cannot be written; if the weights do not fit the model; if the file
+            of a rule imports a module that an exported folder lacks; or if the model is not causal.
     """
     if spec.readout != "position":
         raise InputError(f"export to hf takes causal models: one with readout '{spec.readout}' predicts no next token")
@@ -58,16 +66,21 @@ def export_hf(
 
 
 def write_folder(directory: Path, files: Mapping[str, object], tensors: Mapping[str, Tensor] | None) -> None:
-    """Writes files by relative path, and tensors as `model.safetensors`: all of it or nothing.
+    """Writes files, and tensors as `model.safetensors`, into a folder: all of them or none.
 
-    files: text, or what a file ending in .json or .yaml holds.
-    Raises `InputError` for a directory that is not empty or cannot be written.
+    Args:
+        directory: The folder to write.
+        files: The text of each file by relative path, or the contents of a file that ends in .json or .yaml.
+        tensors: The tensors by name; None writes no `model.safetensors`.
+
+    Raises:
+        InputError: If the directory is not empty or cannot be written.
     """
     contents = {name: _bytes(name, file) for name, file in files.items()}
     if tensors is not None:
         # `save_file` raises another error than OSError on a full disk.
-        ready = {name: value.cpu().contiguous() for name, value in tensors.items()}
-        contents["model.safetensors"] = save(ready, metadata={"format": "pt"})
+        on_cpu = {name: value.cpu().contiguous() for name, value in tensors.items()}
+        contents["model.safetensors"] = save(on_cpu, metadata={"format": "pt"})
     target = directory.resolve()
     partial = target.parent / f".{target.name}.{uuid4().hex[:8]}"
     try:
@@ -85,6 +98,7 @@ def write_folder(directory: Path, files: Mapping[str, object], tensors: Mapping[
 
 
 def _bytes(name: str, file: object) -> bytes:
+    """The bytes of a file, given as text or as the contents of JSON or YAML."""
     if not isinstance(file, str):
         if name.endswith(".yaml"):
             file = yaml.safe_dump(json.loads(json.dumps(file, default=str)), sort_keys=False, width=120)
@@ -94,6 +108,7 @@ def _bytes(name: str, file: object) -> bytes:
 
 
 def _filled(spec: ModelSpec, weights: Mapping[str, Tensor]) -> Model:
+    """The model with these weights. Raises `InputError` if they do not fit."""
     model = Model(spec)
     expected = model.state_dict()
     wrong = [f"no {name}" for name in expected if name not in weights]
@@ -110,6 +125,7 @@ def _filled(spec: ModelSpec, weights: Mapping[str, Tensor]) -> Model:
 
 
 def _config(spec: ModelSpec, dtype: torch.dtype, provenance: Mapping[str, object]) -> dict[str, object]:
+    """The contents of `config.json`."""
     # Every knob is written out, so that a default that changes later does not change this model.
     model_fields = {f.name: getattr(spec, f.name) for f in fields(spec)} | {"rule": spec.make_rule().spec()}
     return {
@@ -126,11 +142,12 @@ def _config(spec: ModelSpec, dtype: torch.dtype, provenance: Mapping[str, object
 
 
 def rule_hashes(folder: Path) -> dict[str, str]:
-    """The SHA-256 of each rule's file in an exported folder, by the rule's name."""
+    """Returns the SHA-256 of each rule's file in an exported folder, by the name of the rule."""
     return {file.stem: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted((folder / RULES).glob("*.py"))}
 
 
 def _readme(spec: ModelSpec, title: str, provenance: Mapping[str, object], model: Model | None, tokenizer: bool) -> str:
+    """The model card. `model` is None for an untrained one."""
     rule = spec.make_rule()
     rows = [f"| {name} | {_cell(value)} |" for name, value in provenance.items()]
     return f"""---
@@ -140,7 +157,7 @@ tags: [deltalab, {rule.name}]
 ---
 # {title}
 
-{_what(spec, model)} \
+{_summary(spec, model)} \
 The code in this folder is deltalab's, under Apache-2.0.
 
 {_how_to_load(model, tokenizer)}
@@ -161,19 +178,21 @@ The code in this folder is deltalab's, under Apache-2.0.
 """
 
 
-def _what(spec: ModelSpec, model: Model | None) -> str:
+def _summary(spec: ModelSpec, model: Model | None) -> str:
+    """The first sentence of the model card."""
     rule = spec.make_rule()
-    named = f"`{rule.name}`{f' ({rule.paper})' if rule.paper else ''}"
+    label = f"`{rule.name}`{f' ({rule.paper})' if rule.paper else ''}"
     if model is None:
         return (
-            f"A language model with the update rule {named}, exported by deltalab to be trained. **It is untrained**: "
+            f"A language model with the update rule {label}, exported by deltalab to be trained. **It is untrained**: "
             "the folder has no weights, and no score of the study that it comes from is its own."
         )
     count = sum(p.numel() for p in model.parameters())
-    return f"A language model of {count:,} parameters with the update rule {named}, trained and exported by deltalab."
+    return f"A language model of {count:,} parameters with the update rule {label}, trained and exported by deltalab."
 
 
 def _how_to_load(model: Model | None, tokenizer: bool) -> str:
+    """The part of the model card that shows how to load the folder."""
     tokens = (
         "The tokenizer goes along: `AutoTokenizer.from_pretrained(folder, trust_remote_code=True)`."
         if tokenizer
@@ -208,11 +227,12 @@ model.generate(input_ids, max_new_tokens=32)
 
 
 def _layers(spec: ModelSpec) -> str:
-    """A sentence that names the rule of each layer, where they differ."""
+    """A sentence that names the rule of each layer, empty if all layers have one rule."""
     names = [spec.at(layer).make_rule().name for layer in range(spec.depth)]
     return f"\nThe layers, from first to last: {', '.join(names)}.\n" if len(set(names)) > 1 else ""
 
 
 def _cell(value: object) -> str:
+    """A value as the cell of a Markdown table."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return " ".join(text.split()).replace("|", "\\|")

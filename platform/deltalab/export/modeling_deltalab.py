@@ -1,4 +1,4 @@
-"""A deltalab model with any rule as a model of `transformers`; `export.hf` copies this file into each export."""
+"""A deltalab model with any rule as a model of `transformers`. Every exported folder holds a copy of this file."""
 
 from collections.abc import Callable
 from dataclasses import fields
@@ -33,18 +33,23 @@ class DeltaLabConfig(PretrainedConfig):
 
     @property
     def num_hidden_layers(self) -> int:
-        """The number of blocks, which `layers` may list."""
+        """The number of blocks, also if `layers` is a list."""
         return self.spec().depth
 
     def spec(self) -> ModelSpec:
+        """Returns the model that the configuration describes."""
         return ModelSpec.of({f.name: getattr(self, f.name) for f in fields(ModelSpec)})
 
 
 class StateCache(Cache):
-    """The memory of all layers, of each row by itself: the last inputs of their convolutions, and their states.
+    """The memory of all layers for each row of a batch: the last inputs of their convolutions, and their states.
 
-    Its size is constant for a recurrent rule; attention layers add the keys and values of every token. It cannot forget
-    the last tokens again. seen: the columns that were read, padding among them; `generate` counts by these.
+    The size is constant for a recurrent rule; attention layers add the keys and values of every token. A state cannot
+    forget its last tokens again, so the cache cannot be cropped.
+
+    Attributes:
+        states: The memory of each layer, empty before the first token.
+        seen: How many columns were read, padding included. `generate` counts by this number.
     """
 
     def __init__(self) -> None:
@@ -53,36 +58,46 @@ class StateCache(Cache):
         self.seen = 0
 
     def numel(self) -> int:
+        """Counts the numbers that the cache holds."""
         return sum(state.numel() for state in self.states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Returns how many columns were read."""
         return self.seen
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Returns -1, which means that there is no limit."""
         return -1
 
     @property
     def is_compileable(self) -> bool:
+        """False, so that `generate` does not compile `forward`."""
         return False
 
     @property
     def is_croppable(self) -> bool:
+        """False: a state cannot forget its last tokens."""
         return False
 
     def crop(self, tokens_to_remove: int) -> None:
+        """Raises `ValueError`: a state cannot forget its last tokens."""
         raise ValueError("a recurrent state cannot give its last tokens back")
 
     def reset(self) -> None:
+        """Forgets everything."""
         self.states, self.seen = [], 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Puts the rows into another order, for beam search."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self.states = [now.rows(indices) for now in self.states]
+        """Keeps the rows with these indices, in their order."""
+        self.states = [state.rows(indices) for state in self.states]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self.states = [now.rows(torch.arange(len(now.conv)).repeat_interleave(repeats)) for now in self.states]
+        """Repeats each row."""
+        self.states = [state.rows(torch.arange(len(state.conv)).repeat_interleave(repeats)) for state in self.states]
 
 
 class DeltaLabForCausalLM(PreTrainedModel, GenerationMixin):
@@ -104,15 +119,19 @@ class DeltaLabForCausalLM(PreTrainedModel, GenerationMixin):
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
+        """Returns the embedding of tokens."""
         return self.model.embed
 
     def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replaces the embedding of tokens."""
         self.model.embed = cast(nn.Embedding, value)
 
     def get_output_embeddings(self) -> nn.Module | None:
+        """Returns the output matrix; None if it is tied to the embedding."""
         return self.model.unembed
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """Replaces the output matrix."""
         self.model.unembed = cast(nn.Linear, new_embeddings)
 
     @classmethod
@@ -122,7 +141,8 @@ class DeltaLabForCausalLM(PreTrainedModel, GenerationMixin):
     def prepare_inputs_for_generation(
         self, *args: Any, inputs_embeds: Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        # `generate` takes embeddings where this method names them.
+        """Returns the inputs of `forward` for the next tokens of `generate`."""
+        # `generate` accepts embeddings only if this method has a parameter of their name.
         inputs: dict[str, Any] = super().prepare_inputs_for_generation(*args, inputs_embeds=inputs_embeds, **kwargs)
         # Layers count tokens by themselves. transformers 5.0 gives cache_position to every model.
         for name in ("position_ids", "cache_position"):
@@ -138,25 +158,25 @@ class DeltaLabForCausalLM(PreTrainedModel, GenerationMixin):
         self.gradient_checkpointing = enable
         self._checkpoint, self._every_n_layers = gradient_checkpointing_func, every_n_layers
 
-    def _call(self, block: Block, *given: Any) -> Any:
-        """A call of a block, computed again in backward where its number is a multiple of `every_n_layers`."""
-        number = next(i for i, one in enumerate(self.model.blocks) if one is block)
-        return block(*given) if number % self._every_n_layers else self._checkpoint(block.__call__, *given)
+    def _call(self, block: Block, *inputs: Any) -> Any:
+        """Calls a block, which backward computes again if the block's number is a multiple of `every_n_layers`."""
+        number = next(i for i, candidate in enumerate(self.model.blocks) if candidate is block)
+        return block(*inputs) if number % self._every_n_layers else self._checkpoint(block.__call__, *inputs)
 
     def shard_gates(self) -> None:
-        """Keeps what gates learn in fp32 under FSDP2 with mixed precision; see `models.layer.shard_gates`.
+        """Keeps the parameters of gates in fp32 under FSDP2 with mixed precision; see `models.layer.shard_gates`.
 
-        Call it before `accelerator.prepare`; with a `Trainer`, once that is made and before it trains.
+        Call this method before `accelerator.prepare`, or between the construction of a `Trainer` and its training.
         """
         shard_gates(self)
 
     def parameter_groups(self, weight_decay: float, lr: float) -> list[dict[str, Any]]:
-        """The groups of an optimizer with the rates and decays of a study; see `models.model.parameter_groups`."""
+        """Returns an optimizer's groups with a study's rates and decays; see `models.model.parameter_groups`."""
         return parameter_groups(self.model, weight_decay, lr)
 
     @torch.no_grad()
     def initialize_weights(self) -> None:
-        """Starts parameters that the checkpoint lacks as deltalab does, from the seed of torch."""
+        """Initializes the parameters that the checkpoint lacks as deltalab does, from the seed of torch."""
         initialize(
             self.model, torch.initial_seed(), wanted=lambda value: not getattr(value, "_is_hf_initialized", False)
         )
@@ -183,25 +203,39 @@ class DeltaLabForCausalLM(PreTrainedModel, GenerationMixin):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
     ) -> CausalLMOutputWithPast:
-        """Logits [B, T, vocab] after tokens [B, T] or their embeddings [B, T, d].
+        """Computes the logits [B, T, vocab] after tokens [B, T] or their embeddings [B, T, d], or the loss.
 
-        With labels in training mode there are no logits: the loss is computed chunk by chunk, which saves their memory.
+        With labels in training mode there are no logits: the loss is computed chunk by chunk, which saves the memory of
+        all logits.
 
-        logits_to_keep: how many of the last positions get logits, 0 for all.
-        labels [B, T]: the tokens themselves, which are shifted here; -100 does not count, and neither does the first
-            token of a sequence. num_items_in_batch: what the sum of the losses is divided by, None for their number.
-        skip_logits: whether to return the loss alone, which then never needs the logits of all tokens at once; None for
-            yes in training with labels.
-        past_key_values: the cache that an earlier call returned; it is updated in place.
-        attention_mask [B, T] or [B, all columns so far]: 0 marks padding, wherever it stands. The tokens of a row give
-            what they give without it. Padding has the logits of the token before it in its row, so that `generate`
-            goes on from there; 0 where there is none.
-        position_ids, seq_idx [B, T]: another sequence starts where the first does not rise, or where the second
-            changes. Nothing else is read from them, and nothing where a cache is kept.
-        cu_seqlens or cu_seq_lens_q: the bounds [N + 1] of sequences packed in one row. cu_seq_lens_k, max_length_q and
-            max_length_k, which come with it for attention kernels, say nothing more.
+        Args:
+            input_ids: The tokens [B, T]; None with `inputs_embeds`.
+            attention_mask: 0 marks padding, at any place, [B, T] or [B, all columns so far]. The other tokens of a row
+                give what they would give without the padding. Padding has the logits of the last token before it in its
+                row, so that `generate` goes on from that token, or 0 if there is no such token.
+            past_key_values: The cache that an earlier call returned; this call updates it in place.
+            inputs_embeds: The embeddings [B, T, d]; None with `input_ids`.
+            labels: The tokens themselves [B, T], which this method shifts. -100 does not count, and neither does the
+                first token of a sequence.
+            use_cache: Whether to make a cache and return it.
+            logits_to_keep: How many of the last positions get logits; 0 means all.
+            num_items_in_batch: The divisor of the sum of the losses; None means their number.
+            skip_logits: Whether to return the loss alone, for which the logits of all tokens are never held at once;
+                None means yes in training with labels.
+            position_ids: Positions [B, T]. A sequence starts where they do not rise. Nothing else is read from them,
+                and nothing at all if a cache is kept.
+            seq_idx: Numbers of sequences [B, T]. A sequence starts where they change. They are not read if a cache is
+                kept.
+            cu_seqlens: The bounds [N + 1] of sequences packed in one row.
+            cu_seq_lens_q: Another name of `cu_seqlens`.
+            cu_seq_lens_k: Not read: it comes with `cu_seq_lens_q` for attention kernels.
+            max_length_q: Not read, for the same reason.
+            max_length_k: Not read, for the same reason.
+            output_attentions: Must be false: there are none.
+            output_hidden_states: Must be false: they are not returned.
 
-        Raises `ValueError` for inputs that contradict each other, and for attentions or hidden states.
+        Raises:
+            ValueError: If inputs contradict each other, or if attentions or hidden states are asked for.
         """
         if output_attentions or output_hidden_states:
             raise ValueError("a deltalab model returns neither attentions nor hidden states")
@@ -232,8 +266,8 @@ class DeltaLabForCausalLM(PreTrainedModel, GenerationMixin):
             logits, loss = self.model.logits(spread(hidden)[:, -logits_to_keep:]), None
         else:
             targets = _targets(labels if packing is None else packing.pack(labels), bounds)
-            own = self.loss_function is ForCausalLMLoss
-            if (self.training and own) if skip_logits is None else skip_logits:
+            default_loss = self.loss_function is ForCausalLMLoss
+            if (self.training and default_loss) if skip_logits is None else skip_logits:
                 logits, loss = None, self.model.cross_entropy(hidden, targets, count=num_items_in_batch)
             else:
                 logits = self.model.logits(hidden)
@@ -250,7 +284,7 @@ class DeltaLabForCausalLM(PreTrainedModel, GenerationMixin):
     def _packing(
         self, x: Tensor, mask: Tensor | None, starts: Tensor | None, bounds: Tensor | None, *, rows: bool
     ) -> Packing | None:
-        """How x becomes one row, None where it stays as it is. rows: whether each row must stay one sequence."""
+        """The packing of x into one row, or None if x stays as it is. With `rows`, each row must be one sequence."""
         if mask is None and starts is None:
             return None
         starts = None if starts is None else starts.expand(x.shape[:2])
@@ -265,18 +299,18 @@ class DeltaLabForCausalLM(PreTrainedModel, GenerationMixin):
 
 
 def _starts(position_ids: Tensor | None, seq_idx: Tensor | None) -> Tensor | None:
-    """Where sequences start after the first token of a row, [B, T]; None where nothing says."""
+    """Marks [B, T] the tokens, other than the first of a row, at which sequences start; None without either input."""
     if position_ids is None and seq_idx is None:
         return None
-    anew = []
+    starts = []
     if position_ids is not None:
-        anew.append(position_ids[:, 1:] <= position_ids[:, :-1])
+        starts.append(position_ids[:, 1:] <= position_ids[:, :-1])
     if seq_idx is not None:
-        anew.append(seq_idx[:, 1:] != seq_idx[:, :-1])
-    return F.pad(torch.stack(anew).any(0), (1, 0))
+        starts.append(seq_idx[:, 1:] != seq_idx[:, :-1])
+    return F.pad(torch.stack(starts).any(0), (1, 0))
 
 
 def _targets(labels: Tensor, bounds: Tensor | None) -> Tensor:
-    """The token that follows each, [B, T]; -100 after the last of a sequence."""
+    """The token that follows each token, [B, T], and -100 for the last of a sequence."""
     targets = F.pad(labels[:, 1:], (0, 1), value=-100)
     return targets if bounds is None else targets.index_fill(1, bounds[1:].long() - 1, -100)

@@ -1,7 +1,7 @@
 """The Python files of an exported folder: copies of the modules that compute the model, its kernels and its rules.
 
-All of them lie in one folder under flat names, such as `ops_scan.py`, and import one another relatively. A registry of
-the model's own rules stands in for the one that searches for plugins.
+The files lie in one folder under flat names, such as `ops_scan.py`, and import one another relatively. A registry of
+the model's rules takes the place of the registry that searches for plugins.
 """
 
 import ast
@@ -14,7 +14,9 @@ from deltalab.models.spec import ModelSpec
 from deltalab.registry import Plugin, rule_plugin
 
 PACKAGE = Path(__file__).parents[1]
+"""The folder of the package `deltalab`, whose modules are copied."""
 MODELING = "modeling_deltalab"
+"""The file that `transformers` loads first."""
 KERNELS = "ops.triton_kernels"
 """The module that imports all kernels. `ops.backends` loads it by name, so no import statement names it."""
 
@@ -34,47 +36,50 @@ OF_A_RULE = (
 
 
 def plugins(spec: ModelSpec) -> list[Plugin]:
-    """The rules of a model's layers, each once."""
+    """Returns the plugins of the rules of a model's layers, each rule once."""
     return [rule_plugin(name) for name in dict.fromkeys(rule.name for rule in spec.rules())]
 
 
 def modules(spec: ModelSpec) -> dict[str, str]:
-    """The folder's Python files by their names without `.py`.
+    """Returns the texts of an exported folder's Python files, by their names without `.py`.
 
-    Raises `InputError` for a rule whose file imports more than torch, triton, the standard library and `OF_A_RULE`.
+    Raises:
+        InputError: If the file of a rule imports more than torch, triton, the standard library and `OF_A_RULE`.
     """
     rules = plugins(spec)
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     wanted = [f"export.{MODELING}", KERNELS]
     for plugin in rules:
         _refuse_other_imports(plugin)
-        found[_rule_module(plugin)], needs = _relative(plugin.source)
+        texts[_rule_module(plugin)], needs = _relative(plugin.source)
         wanted += needs
     while wanted:
         name = wanted.pop()
         flat = _flat(name)
-        if flat not in found and name != "registry":
+        if flat not in texts and name != "registry":
             text, needs = _relative((PACKAGE / f"{name.replace('.', '/')}.py").read_text(encoding="utf-8"))
-            found[flat] = _own_operators(_triton_if_needed(text))
+            texts[flat] = _own_operators(_triton_if_needed(text))
             wanted += needs
-    found["registry"] = _registry(rules)
-    # transformers copies the files that such lines of the modeling code name. It overlooks `from . import x`, and
-    # older versions do not follow the imports of an imported file.
-    never = "".join(f"    from .{name} import *\n" for name in sorted(found) if name != MODELING)
-    found[MODELING] += f"\n\nif False:  # names every file of this folder, for transformers to find\n{never}"
-    return found
+    texts["registry"] = _registry(rules)
+    # transformers copies the files that lines `from .x import` of the modeling code name. It overlooks
+    # `from . import x`, and older versions do not follow the imports of an imported file.
+    never = "".join(f"    from .{name} import *\n" for name in sorted(texts) if name != MODELING)
+    texts[MODELING] += f"\n\nif False:  # names every file of this folder, for transformers to find\n{never}"
+    return texts
 
 
 def _rule_module(plugin: Plugin) -> str:
+    """The name of a rule's module in an exported folder."""
     return "rule_" + re.sub(r"\W", "_", plugin.kind.name)
 
 
 def _flat(module: str) -> str:
+    """The name in an exported folder of a module of deltalab, such as `ops_scan` of `ops.scan`."""
     return module.removeprefix("export.").replace(".", "_")
 
 
 def _relative(source: str) -> tuple[str, list[str]]:
-    """The source with `from .x import` for `from deltalab.x import`, and the modules x that it names."""
+    """The source with `from .x import` in place of `from deltalab.x import`, and the names of all such modules x."""
     lines = source.splitlines(keepends=True)
     needs = []
     for node in ast.walk(ast.parse(source)):
@@ -86,14 +91,14 @@ def _relative(source: str) -> tuple[str, list[str]]:
         line = lines[node.lineno - 1].encode()
         before, after = line[: node.col_offset].decode(), line[node.col_offset :].decode()
         if (PACKAGE / module.replace(".", "/")).is_dir():
-            # These names are modules, which stand in one flat folder.
+            # A package holds modules, which stand in one flat folder.
             full = [f"{module}.{alias.name}".removeprefix(".") for alias in node.names]
             names = ", ".join(
                 f"{_flat(name)} as {alias.asname or alias.name}" for name, alias in zip(full, node.names, strict=True)
             )
             lines[node.lineno - 1] = f"{before}from . import {names}\n"
-            for at in range(node.lineno, node.end_lineno):
-                lines[at] = ""
+            for index in range(node.lineno, node.end_lineno):
+                lines[index] = ""
             needs += full
             continue
         lines[node.lineno - 1] = before + re.sub(r"^from\s+[\w.]+", f"from .{_flat(module)}", after)
@@ -104,8 +109,8 @@ def _relative(source: str) -> tuple[str, list[str]]:
 def _triton_if_needed(source: str) -> str:
     """The source with each import of Triton in a `try`.
 
-    A file is imported only where its kernels run. But transformers refuses to load a folder where any file imports a
-    package that the machine lacks, unless the import stands in a `try`.
+    A file with kernels is imported only on machines that run them. But transformers refuses to load a folder if any of
+    its files imports a package that the machine lacks, unless the import stands in a `try`.
     """
     lines = source.splitlines(keepends=True)
     for node in ast.parse(source).body:
@@ -124,13 +129,15 @@ def _triton_if_needed(source: str) -> str:
 def _own_operators(source: str) -> str:
     """The source with PyTorch operators named after the module that defines them, not `deltalab::`.
 
-    PyTorch has one operator of a name in a process, and the last definition wins: those of another folder, or of
-    deltalab itself, would be replaced.
+    A process has one PyTorch operator of a name, and the last definition wins. With one name for all, loading a folder
+    would replace the operators of deltalab, and of other folders.
     """
     return re.sub(r'"deltalab::(\w+)"', r'__name__.replace(".", "_") + "::\1"', source)
 
 
 def _refuse_other_imports(plugin: Plugin) -> None:
+    """Raises `InputError` if a rule's file imports a module that an exported folder lacks."""
+
     def refuse(line: int, name: str) -> InputError:
         return InputError(
             f"{plugin.file}:{line}: imports '{name}'; the rule of an exported model may import torch, triton, the "
@@ -144,18 +151,20 @@ def _refuse_other_imports(plugin: Plugin) -> None:
                     raise refuse(node.lineno, alias.name)
         elif isinstance(node, ast.ImportFrom):
             module = "." * node.level + (node.module or "")
-            full = [f"deltalab.{alias.name}" for alias in node.names] if module == "deltalab" else [module]
-            for name in full:
-                if not _everywhere(name) and name not in [f"deltalab.{mine}" for mine in OF_A_RULE]:
+            names = [f"deltalab.{alias.name}" for alias in node.names] if module == "deltalab" else [module]
+            for name in names:
+                if not _everywhere(name) and name not in [f"deltalab.{allowed}" for allowed in OF_A_RULE]:
                     raise refuse(node.lineno, name)
 
 
 def _everywhere(module: str) -> bool:
+    """Whether every machine that loads an exported folder has a module."""
     top = module.split(".")[0]
     return top in ("torch", "triton") or top in sys.stdlib_module_names
 
 
 def _registry(rules: list[Plugin]) -> str:
+    """The text of the module `registry`, which knows the model's rules alone."""
     lines = [
         '"""The rules of this model, in place of the registry that searches for them; written by deltalab."""',
         "",

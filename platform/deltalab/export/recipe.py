@@ -1,23 +1,34 @@
-"""How an exported model is to be trained: `recipe.yaml`, made of a trial's training, a scale and a user's settings."""
+"""Makes, reads and changes `recipe.yaml`, which says how an exported model is to be trained.
+
+`deltalab.training.recipe_keys` has the keys of a recipe and their defaults.
+"""
 
 import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from deltalab.errors import InputError, unknown
-from deltalab.export.scales import COMBA, SCALES, parameters
+from deltalab.export.scales import COMBA_PAPER, SCALES, parameter_count
 from deltalab.models.spec import ModelSpec
+from deltalab.reading import read_text, read_yaml
 from deltalab.training.optimizer import EPS
-from deltalab.training.recipe import CHOICES, LEAST, complete, settings
+from deltalab.training.recipe_keys import CHOICES, LEAST, default_settings, with_defaults
 from deltalab.training.spec import TrainSpec
 
-FILE = "recipe.yaml"
+RECIPE_FILE = "recipe.yaml"
 
 
-def of_trial(train: TrainSpec, length: int, seed: int, key: str) -> dict[str, Any]:
-    """The recipe that trains as a trial did. length: of its sequences. key: of the trial, which `origin` names."""
-    origin = {"from": f"trial {key}"}
+def make_recipe(train: TrainSpec, length: int, seed: int, origin: str) -> dict[str, Any]:
+    """Makes the recipe that trains as a `TrainSpec` does.
+
+    Args:
+        train: The training of a trial.
+        length: Tokens of a training sequence.
+        seed: The seed of the parameters and of the order of the data.
+        origin: Where the numbers come from, such as `trial KEY`. The recipe names it beside each of them.
+    """
     return {
         "optimizer": {
             "name": "adamw",
@@ -32,102 +43,117 @@ def of_trial(train: TrainSpec, length: int, seed: int, key: str) -> dict[str, An
         "steps": train.steps,
         "precision": "fp32" if train.precision == "fp32" else "bf16",
         "seed": seed,
-        "origin": {name: dict(origin) for name in ("lr", "weight_decay", "warmup_steps", "clip", "batch", "steps")},
+        "origin": {name: {"from": origin} for name in ("lr", "weight_decay", "warmup_steps", "clip", "batch", "steps")},
     }
 
 
-def of_paper(model: ModelSpec) -> dict[str, Any]:
-    """The recipe of Comba's paper, with the tokens of the scale nearest to the model, for a model without a trial."""
-    found = parameters(model)
-    name = min(SCALES, key=lambda name: abs(math.log(SCALES[name].parameters / found)))
-    base = of_trial(
-        TrainSpec(steps=100, batch_size=1, lr=3e-4, weight_decay=0.01, warmup=0.05, evaluations=1),
-        SCALES[name].length,
-        seed=42,
-        key="",
-    )
-    base["origin"] = {
-        **{name: {"from": f"{COMBA}, section 4"} for name in ("lr", "weight_decay", "clip")},
+def paper_recipe(model: ModelSpec) -> dict[str, Any]:
+    """Makes the recipe of Comba's paper for a model that comes from no trial.
+
+    Batches and steps are those of the scale whose number of parameters is nearest to the model's.
+    """
+    count = parameter_count(model)
+    nearest = min(SCALES, key=lambda name: abs(math.log(SCALES[name].parameters / count)))
+    train = TrainSpec(steps=100, batch_size=1, lr=3e-4, weight_decay=0.01, warmup=0.05, evaluations=1)
+    recipe = make_recipe(train, SCALES[nearest].length, seed=42, origin=COMBA_PAPER)
+    recipe["origin"] = {
+        **{name: {"from": f"{COMBA_PAPER}, section 4"} for name in ("lr", "weight_decay", "clip")},
         "warmup_steps": {"from": "5% of the steps, which the paper does not say"},
     }
-    return rescaled(base, model, model, name, {})
+    return resized_recipe(recipe, model, model, nearest, {})
 
 
-def of_run(recipe: Mapping[str, Any], used: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The recipe of an exported folder with the settings that a run of `platform train` had instead.
+def run_recipe(recipe: Mapping[str, Any], used: Mapping[str, Any], run: str) -> dict[str, Any]:
+    """Makes the recipe by which a run of `platform train` trained an exported folder.
 
-    used: the recipe in `run.json`. name: of the run, which `origin` names.
+    Args:
+        recipe: The recipe of the exported folder.
+        used: The recipe in the run's `run.json`, which has every key. Its settings replace those of `recipe`.
+        run: The name of the run, which `origin` names.
     """
-    new: dict[str, Any] = json.loads(json.dumps(recipe))
-    own, asked = whole(recipe), flat(used)
-    # `every` follows the number of steps: compare with what it would be for the run's.
-    before = {**flat(complete({**recipe, "steps": asked.get("steps", own["steps"])})), "steps": own["steps"]}
-    for key, value in asked.items():
-        # A run measures no more validation rows than its data have, which says nothing of other data.
+    new = _copy(recipe)
+    before, after = all_settings(recipe), named_settings(used)
+    # The defaults of `every` follow the number of steps, so they are compared with those for the run's steps.
+    defaults = named_settings(with_defaults({**recipe, "steps": after.get("steps", before["steps"])}))
+    before = {**defaults, "steps": before["steps"]}
+    for key, value in after.items():
+        # A run measures no more validation rows than its data have, which says nothing about other data.
         if value != before[key] and key != "validation.sequences":
             _put(new, key, value)
-            new.setdefault("origin", {})[_name(key)] = {"from": f"platform train, run {name}", "was": before[key]}
+            new.setdefault("origin", {})[_origin_name(key)] = {"from": f"platform train, run {run}", "was": before[key]}
     return new
 
 
-def rescaled(
+def resized_recipe(
     recipe: Mapping[str, Any], before: ModelSpec, after: ModelSpec, scale: str | None, given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The recipe for a model of another size.
+    """Makes the recipe of a model from the recipe of the same model in another size.
 
-    scale: a name of `SCALES`, for batches and steps, or None to keep them. given: dotted key -> value that the user
-    asks for, which nothing overrides.
+    The learning rate of another width is lr x (width before / width after), because AdamW's best rate for a matrix
+    falls with its width. No run at the new width measured the rate. A model with a `base_width` keeps its rate: the
+    rate is meant for the base width, and training scales it for the matrices alone. The best rate of embeddings and
+    vectors does not fall. The warm-up keeps its share of the steps.
 
-    The learning rate of another width is lr x (width before / width after), as the best rate of AdamW for a matrix
-    falls with its width (Yang et al. 2022, arXiv:2203.03466). No run at the new width measured it. A model with a
-    `base_width` keeps its rate, which is meant for this width: training follows the same rule for the matrices, and
-    leaves the rate of embeddings and vectors, whose best rate does not fall. The warm-up keeps its share of the steps.
+    Args:
+        recipe: The recipe of `before`.
+        before: The model in its earlier size.
+        after: The model in its new size.
+        scale: The name in `SCALES` that gives batches and steps; None keeps those of `recipe`.
+        given: The settings that the user asks for, by dotted key. Nothing overrides them.
 
-    Raises `InputError` for keys and values that no recipe has.
+    Raises:
+        InputError: If no recipe has a given key, or if the key does not take the value.
+
+    References:
+        Yang et al. 2022, arXiv:2203.03466 (the rate by width).
     """
-    asked, origin, own = dict(given), dict(recipe.get("origin") or {}), whole(recipe)
+    asked, origin, settings = dict(given), dict(recipe.get("origin") or {}), all_settings(recipe)
     if scale is not None:
-        found, said = _of_scale(scale, own)
-        asked, origin = {**found, **asked}, {**origin, **said}
+        of_scale, origin_of_scale = _settings_of_scale(scale, settings)
+        asked, origin = {**of_scale, **asked}, {**origin, **origin_of_scale}
     old, width = (model.base_width or model.d_model for model in (before, after))
     if old != width and "optimizer.lr" not in given:
-        asked["optimizer.lr"] = own["optimizer.lr"] * old / width
+        asked["optimizer.lr"] = settings["optimizer.lr"] * old / width
         origin["lr"] = {
             "from": origin.get("lr", {}).get("from", "the source's recipe"),
-            "was": own["optimizer.lr"],
+            "was": settings["optimizer.lr"],
             "scaled": f"lr x ({old} / {width}), by width; a rule of thumb, not measured here",
         }
-    new = changed(recipe, asked, prefix="recipe.")
-    if whole(new)["steps"] != own["steps"] and "schedule.warmup_steps" not in given:
+    new = changed_recipe(recipe, asked, prefix="recipe.")
+    if all_settings(new)["steps"] != settings["steps"] and "schedule.warmup_steps" not in given:
         origin["warmup_steps"] = {
             "from": origin.get("warmup_steps", {}).get("from", "the source's recipe"),
-            "was": own["schedule.warmup_steps"],
-            "scaled": f"{own['schedule.warmup_steps'] / own['steps']:.3g} of the steps",
+            "was": settings["schedule.warmup_steps"],
+            "scaled": f"{settings['schedule.warmup_steps'] / settings['steps']:.3g} of the steps",
         }
-    origin |= {_name(key): {"from": "--set"} for key in given}
+    origin |= {_origin_name(key): {"from": "--set"} for key in given}
     both = "batch.sequences", "batch.length"
     if all(key in given for key in both):
-        origin = {**{name: said for name, said in origin.items() if name not in both}, "batch": {"from": "--set"}}
+        origin = {**{name: source for name, source in origin.items() if name not in both}, "batch": {"from": "--set"}}
     lr = {key: value for key, value in origin.get("lr", {}).items() if key != "matrices"}
     if after.width_share != 1:
         lr["matrices"] = f"lr x {after.width_share:g}: base_width {after.base_width} / d_model {after.d_model}"
     return {**new, "origin": {**origin, **({"lr": lr} if lr else {})}}
 
 
-def changed(recipe: Mapping[str, Any], given: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:
-    """A recipe with other settings, by dotted key. The warm-up keeps its share of the steps, unless it is given.
+def changed_recipe(recipe: Mapping[str, Any], given: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:
+    """Makes a recipe with other settings. The warm-up keeps its share of the steps unless it is given.
 
-    prefix: of the keys as a user spells them after `--set`.
+    Args:
+        recipe: The recipe to change, which stays as it is.
+        given: The new settings by dotted key.
+        prefix: The prefix of keys as a user spells them after `--set`, such as `recipe.`.
 
-    Raises `InputError` for keys that no recipe has, and for values that they do not take.
+    Raises:
+        InputError: If no recipe has a given key, or if the key does not take the value.
     """
-    new: dict[str, Any] = json.loads(json.dumps(recipe))
+    new = _copy(recipe)
     for key, value in given.items():
-        if key not in settings():
-            raise unknown("setting", prefix + key, [prefix + each for each in settings()], where="--set")
-        check(key, value, where=f"--set {prefix}{key}")
+        if key not in default_settings():
+            raise unknown("setting", prefix + key, [prefix + known for known in default_settings()], where="--set")
+        check_setting(key, value, where=f"--set {prefix}{key}")
         _put(new, key, value)
-    before, after = whole(recipe), whole(new)
+    before, after = all_settings(recipe), all_settings(new)
     if after["steps"] != before["steps"] and "schedule.warmup_steps" not in given:
         after["schedule.warmup_steps"] = round(before["schedule.warmup_steps"] / before["steps"] * after["steps"])
         _put(new, "schedule.warmup_steps", after["schedule.warmup_steps"])
@@ -137,9 +163,18 @@ def changed(recipe: Mapping[str, Any], given: Mapping[str, Any], *, prefix: str 
     return new
 
 
-def check(key: str, value: object, *, where: str) -> None:
-    """Raises `InputError` if a setting does not take the value. where: the option or the file that gives it."""
-    default = settings()[key]
+def check_setting(key: str, value: object, *, where: str) -> None:
+    """Checks that a setting takes a value.
+
+    Args:
+        key: A dotted key of `default_settings`.
+        value: The value to check.
+        where: The option or the file that gives the value, for the error.
+
+    Raises:
+        InputError: If the setting does not take the value.
+    """
+    default = default_settings()[key]
     if value is None and default is None:
         return
     if key in CHOICES:
@@ -158,50 +193,75 @@ def check(key: str, value: object, *, where: str) -> None:
         raise InputError(f"{where}: must be a number of at least 0, not {value!r}")
 
 
-def flat(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that a recipe names, by dotted key."""
-    found: dict[str, Any] = {}
-    for key in settings():
+def named_settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings that a recipe names, by dotted key."""
+    settings: dict[str, Any] = {}
+    for key in default_settings():
         part, dot, name = key.partition(".")
         if dot and name in (recipe.get(part) or {}):
-            found[key] = recipe[part][name]
+            settings[key] = recipe[part][name]
         elif not dot and part in recipe:
-            found[key] = recipe[part]
-    return found
+            settings[key] = recipe[part]
+    return settings
 
 
-def whole(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """All settings by dotted key, with defaults for those that a recipe leaves out."""
-    return {**settings(), **flat(recipe)}
+def all_settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns all settings by dotted key, with defaults for those that a recipe leaves out."""
+    return {**default_settings(), **named_settings(recipe)}
 
 
-def _of_scale(name: str, own: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The settings that a scale changes, and their origin. own: the settings of the source."""
+def read_recipe(folder: Path) -> Mapping[str, Any]:
+    """Reads the recipe of an exported folder.
+
+    Raises:
+        InputError: If the folder has no recipe, or if its file is not a recipe.
+    """
+    file = folder / RECIPE_FILE
+    try:
+        recipe = read_yaml(read_text(file), where=str(file))
+    except FileNotFoundError:
+        why = "not an exported folder: it has no recipe.yaml" if folder.is_dir() else "no such folder"
+        raise InputError(f"{folder}: {why}") from None
+    if not isinstance(recipe, Mapping) or "optimizer" not in recipe:
+        raise InputError(f"{file}: not a recipe: it has no optimizer")
+    return recipe
+
+
+def _settings_of_scale(name: str, before: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The settings that a scale changes, and their `origin`, given all settings before."""
     scale = SCALES[name]
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "batch.sequences": scale.batch // scale.length,
         "batch.length": scale.length,
         "steps": round(scale.tokens / scale.batch),
     }
-    if own["batch.micro"] is not None:
-        found["batch.micro"] = None  # it fits the smaller model
-    batch = {"sequences": own["batch.sequences"], "length": own["batch.length"]}
+    if before["batch.micro"] is not None:
+        settings["batch.micro"] = None  # it was chosen for the smaller model
+    batch = {"sequences": before["batch.sequences"], "length": before["batch.length"]}
     origin = {"from": f"scale {name}: {scale.source}"}
-    return found, {
+    return settings, {
         "batch": {**origin, "was": batch, "scaled": f"{scale.batch:,} tokens a step"},
-        "steps": {**origin, "was": own["steps"], "scaled": f"{scale.tokens:,.0f} tokens in all"},
+        "steps": {**origin, "was": before["steps"], "scaled": f"{scale.tokens:,.0f} tokens in all"},
     }
 
 
+def _copy(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """A deep copy of a recipe, in the types that YAML has."""
+    copy: dict[str, Any] = json.loads(json.dumps(recipe))
+    return copy
+
+
 def _put(recipe: dict[str, Any], key: str, value: Any) -> None:
+    """Puts the value of a dotted key into a recipe."""
     part, dot, name = key.partition(".")
     recipe[part] = {**(recipe.get(part) or {}), name: value} if dot else value
 
 
-def _name(key: str) -> str:
-    """What `origin` calls a setting."""
+def _origin_name(key: str) -> str:
+    """The name that `origin` has for a setting."""
     return key.removeprefix("optimizer.").removeprefix("schedule.")
 
 
 def _number(value: object) -> bool:
+    """Whether a value is a finite number of at least 0."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0

@@ -1,4 +1,4 @@
-"""Trains the trial that an exported folder comes from once more, from the folder alone."""
+"""Trains the trial that an exported folder comes from again, from the folder alone."""
 
 import math
 from collections.abc import Mapping
@@ -7,20 +7,27 @@ from typing import Any
 
 from deltalab.errors import InputError
 from deltalab.export.hf import RULES, rule_hashes
+from deltalab.export.recipe import RECIPE_FILE, read_recipe
 from deltalab.models.spec import ModelSpec
-from deltalab.reading import read_text, read_yaml
 from deltalab.registry import add_plugin, get_task, list_rules, rule_plugin
 from deltalab.training.spec import TrainSpec
 from deltalab.training.trainer import LockStep
 
 
 def rebuild(folder: str | Path, steps: int = 200) -> list[float]:
-    """The training losses of the first `steps` updates of the trial that `recipe.yaml` names, at most all of them.
+    """Trains the trial that a folder's `recipe.yaml` names again, and returns its training losses.
 
-    They are those that the trial had, to the bit on the same machine with the same release. After an update that
-    diverges there are no more.
+    On the same machine and with the same release, they equal the losses of the trial to the bit.
 
-    Raises `InputError` for a folder that holds no recipe with a trial, and where a rule or a task is not the trial's.
+    Args:
+        folder: An exported folder.
+        steps: How many updates to make, at most those of the trial.
+
+    Returns:
+        The loss of each update, in nats. The list ends before an update that diverges.
+
+    Raises:
+        InputError: If the folder's recipe names no trial, or if a rule or the task is not the one of the trial.
     """
     trial = trial_of(Path(folder))
     task = get_task(trial["task"]["name"], **trial["task"]["parameters"])
@@ -43,30 +50,23 @@ def rebuild(folder: str | Path, steps: int = 200) -> list[float]:
 
 
 def trial_of(folder: Path) -> Mapping[str, Any]:
-    """The trial that a folder's recipe names. Raises `InputError` for a folder without one."""
+    """Returns the trial that a folder's recipe names.
+
+    Raises:
+        InputError: If the folder has no recipe, or if its recipe names no trial.
+    """
     recipe = read_recipe(folder)
     trial = recipe.get("trial")
     if not isinstance(trial, Mapping):
-        raise InputError(f"{folder / 'recipe.yaml'}: names no trial: the model does not come from a study")
+        raise InputError(f"{folder / RECIPE_FILE}: names no trial: the model does not come from a study")
     return trial
 
 
-def read_recipe(folder: Path) -> Mapping[str, Any]:
-    """A folder's recipe. Raises `InputError` for a folder that has none."""
-    try:
-        found = read_yaml(read_text(folder / "recipe.yaml"), where=str(folder / "recipe.yaml"))
-    except FileNotFoundError:
-        why = "not an exported folder: it has no recipe.yaml" if folder.is_dir() else "no such folder"
-        raise InputError(f"{folder}: {why}") from None
-    if not isinstance(found, Mapping) or "optimizer" not in found:
-        raise InputError(f"{folder / 'recipe.yaml'}: not a recipe: it has no optimizer")
-    return found
-
-
 def load_rules(folder: Path) -> None:
-    """Makes the rules of a folder known to this process, each from its file where deltalab does not have it.
+    """Registers the rules of an exported folder that deltalab does not have, each from its file in the folder.
 
-    Raises `InputError` where deltalab has a rule of the name that is not the folder's.
+    Raises:
+        InputError: If deltalab has another rule under the name of one of the folder's rules.
     """
     for name, digest in rule_hashes(folder).items():
         if name not in list_rules():

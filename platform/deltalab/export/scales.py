@@ -1,8 +1,8 @@
 """The papers' sizes, and how a trial's model becomes one of them.
 
-A scale fixes the width of the model and of its heads. The rule, the block and everything else stay the trial's, and the
-depth is the table's where this gives the parameters that the scale is named after, else the depth that comes nearest:
-mixers differ in size.
+A scale fixes the width of the model and of its heads. The rule, the block and everything else stay the trial's. The
+depth is the scale's if this gives the number of parameters that the scale is named after. Mixers differ in size, so it
+often does not: then the depth is the one that comes nearest to that number.
 """
 
 from collections.abc import Mapping
@@ -11,13 +11,13 @@ from typing import Any
 
 from deltalab.errors import InputError, unknown
 from deltalab.models.spec import Layer, ModelSpec
-from deltalab.study.planning.model_costs import Sizer
+from deltalab.study.planning.model_costs import CostCounter
 
 WITHIN = 0.03
-"""How far the number of parameters may be from the one that a scale is named after, as a share of it."""
+"""How far the number of parameters may be from the number that a scale is named after, as a share of the latter."""
 
 VOCABULARY = 32_000
-"""The vocabulary of a scale where no tokenizer is given: Llama 2's and Mistral's, which the papers' baselines use."""
+"""The vocabulary of a scale without a tokenizer: that of Llama 2 and Mistral, which the papers' baselines use."""
 
 PADDED = 64
 """A tokenizer's vocabulary is padded to a multiple of this, for the speed of the product with the output matrix."""
@@ -25,10 +25,17 @@ PADDED = 64
 
 @dataclass(frozen=True)
 class Scale:
-    """A size of a paper.
+    """A size of a paper, with its training.
 
-    parameters: what the scale is named after. d_model, layers: width and depth. head_dim: of keys and values.
-    tokens, batch, length: of the training, in tokens.
+    Attributes:
+        parameters: The number of parameters that the scale is named after.
+        d_model: The width of the model.
+        layers: The depth of the model.
+        head_dim: The width of a head's keys and values.
+        tokens: The tokens of the whole training.
+        batch: The tokens of a step.
+        length: The tokens of a sequence.
+        source: The paper, and its table or section.
     """
 
     parameters: float
@@ -41,86 +48,100 @@ class Scale:
     source: str
 
 
-COMBA = "Comba (Hu et al. 2025, arXiv:2506.02475)"
+COMBA_PAPER = "Comba (Hu et al. 2025, arXiv:2506.02475)"
 SCALES: Mapping[str, Scale] = {
     "340M": Scale(
-        3.4e8, 1024, 24, 128, 15e9, 2**19, 2048, f"{COMBA}, table 6: 340M, 15B tokens, batches of 0.5M tokens"
+        3.4e8, 1024, 24, 128, 15e9, 2**19, 2048, f"{COMBA_PAPER}, table 6: 340M, 15B tokens, batches of 0.5M tokens"
     ),
     "1.3B": Scale(
-        1.3e9, 2048, 24, 128, 100e9, 2**20, 2048, f"{COMBA}, table 6: 1.3B, 100B tokens, batches of 1M tokens"
+        1.3e9, 2048, 24, 128, 100e9, 2**20, 2048, f"{COMBA_PAPER}, table 6: 1.3B, 100B tokens, batches of 1M tokens"
     ),
     "2.7B": Scale(
         2.7e9, 2560, 32, 128, 100e9, 2**21, 4096,
         "Gated KalmaNet, section 5.3.1: 2.8B, 100B tokens, batches of 2M tokens, 4K context",
     ),
 }  # fmt: skip
-"""The scales by name. The papers give parameters, tokens and batches. Widths and depths are those that models of these
-names commonly have (GPT-3, Mamba), and 128 the width of heads in residual linear attention's table 6."""
+"""The scales by name. The papers give parameters, tokens and batches. Widths and depths are common for models of these
+names (GPT-3, Mamba). The width of a head, 128, is that of table 6 of residual linear attention."""
 
 
-def find(name: str) -> Scale:
-    """Raises `InputError` for a name that no scale has."""
+def find_scale(name: str) -> Scale:
+    """Returns the scale of a name.
+
+    Raises:
+        InputError: If no scale has the name.
+    """
     if name not in SCALES:
         raise unknown("scale", name, SCALES, where="--scale")
     return SCALES[name]
 
 
-def parameters(model: ModelSpec, sizer: Sizer | None = None) -> int:
-    """How many numbers a model trains."""
-    return (sizer or Sizer()).sizes(model, 1).parameters
+def parameter_count(model: ModelSpec, counter: CostCounter | None = None) -> int:
+    """Counts the numbers that a model trains.
+
+    Args:
+        model: The model.
+        counter: Keeps what it has counted for the next call; None counts everything anew.
+    """
+    return (counter or CostCounter()).costs(model, 1).parameters
 
 
 def widened(model: ModelSpec, scale: Scale, vocabulary: int) -> dict[str, Any]:
-    """What a scale changes in a model besides its depth: the fields of `ModelSpec`, with their new values.
+    """Returns the fields of `ModelSpec` that a scale changes besides the depth, with their new values.
 
-    Heads get the scale's width. Widths of keys and of the MLP, shared heads and the rank of gates keep their ratios.
+    Heads get the scale's width. The widths of keys and of the MLP, the numbers of shared heads and the rank of gates
+    keep their ratios.
 
-    Raises `InputError` where heads that are shared in groups do not divide the new number of heads.
+    Raises:
+        InputError: If the new number of heads cannot be shared in groups of the same size.
     """
     heads = scale.d_model // scale.head_dim
-    changed: dict[str, Any] = {"vocab_size": vocabulary, "d_model": scale.d_model, "heads": heads}
-    own = {name: getattr(model, name) for name in ("key_dim", "qk_heads", "kv_heads", "gate_rank", "mlp_width")}
-    changed |= _proportional(own, model, model.heads, heads, scale)
+    new: dict[str, Any] = {"vocab_size": vocabulary, "d_model": scale.d_model, "heads": heads}
+    before = {name: getattr(model, name) for name in ("key_dim", "qk_heads", "kv_heads", "gate_rank", "mlp_width")}
+    new |= _proportional(before, model, model.heads, heads, scale)
     if not isinstance(model.layers, int):
-        changed["layers"] = tuple(_entry(entry, model, scale) for entry in model.layers)
-    return {name: value for name, value in changed.items() if value != getattr(model, name)}
+        new["layers"] = tuple(_entry(entry, model, scale) for entry in model.layers)
+    return {name: value for name, value in new.items() if value != getattr(model, name)}
 
 
 def _entry(entry: Layer, model: ModelSpec, scale: Scale) -> Layer:
-    """A layer of a list whose own heads and widths grow with the model's."""
-    if isinstance(entry, str) or not (given := entry.get("layer")):
+    """A layer of a list, whose settings of its own grow with the model."""
+    if isinstance(entry, str) or not (settings := entry.get("layer")):
         return entry
-    before = given.get("heads", model.heads)
+    before = settings.get("heads", model.heads)
     if before * scale.d_model // scale.head_dim % model.heads:
         raise InputError(
             f"--scale: a layer with {before} heads beside {model.heads} cannot keep that ratio; give model.layers with "
             "--set"
         )
     heads = before * (scale.d_model // scale.head_dim) // model.heads
-    own = {"heads": heads} if "heads" in given else {}
-    return {**entry, "layer": {**given, **own, **_proportional(given, model, before, heads, scale)}}
+    new_heads = {"heads": heads} if "heads" in settings else {}
+    return {**entry, "layer": {**settings, **new_heads, **_proportional(settings, model, before, heads, scale)}}
 
 
-def _proportional(given: Mapping[str, Any], model: ModelSpec, before: int, heads: int, scale: Scale) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _proportional(
+    settings: Mapping[str, Any], model: ModelSpec, before: int, heads: int, scale: Scale
+) -> dict[str, Any]:
+    """The settings that keep their ratio to the width, or to the heads, whose number goes from `before` to `heads`."""
+    new: dict[str, Any] = {}
     for name in ("qk_heads", "kv_heads"):
-        if shared := given.get(name):
+        if shared := settings.get(name):
             if heads % (before // shared):
                 raise InputError(
                     f"--scale: model.{name} {shared} of {before} heads are groups of {before // shared}, which do not "
                     f"divide {heads} heads; give model.{name} with --set"
                 )
-            found[name] = heads // (before // shared)
-    if key_dim := given.get("key_dim"):
-        found["key_dim"] = max(1, round(key_dim * before / model.d_model * scale.d_model / heads))
+            new[name] = heads // (before // shared)
+    if key_dim := settings.get("key_dim"):
+        new["key_dim"] = max(1, round(key_dim * before / model.d_model * scale.d_model / heads))
     for name in ("gate_rank", "mlp_width"):
-        if width := given.get(name):
-            found[name] = max(1, round(width * scale.d_model / model.d_model))
-    return found
+        if width := settings.get(name):
+            new[name] = max(1, round(width * scale.d_model / model.d_model))
+    return new
 
 
 def deepened(model: ModelSpec, layers: int) -> ModelSpec:
-    """The model with another depth: a list of layers, and the places of attention layers, repeat from the start."""
+    """Returns the model with another depth. A list of layers, and the places of attention, repeat from the start."""
     if not isinstance(model.layers, int):
         return replace(model, layers=tuple(model.layers[i % len(model.layers)] for i in range(layers)))
     if isinstance(model.attention, str) or not model.attention:
@@ -132,31 +153,36 @@ def deepened(model: ModelSpec, layers: int) -> ModelSpec:
 def at_scale(
     model: ModelSpec, name: str, vocabulary: int | None, fixed: Mapping[str, Any]
 ) -> tuple[ModelSpec, list[str]]:
-    """A trial's model at a scale, and a line for each thing that a user may not expect.
+    """Returns a trial's model at a scale, and a line for each change that a user may not expect.
 
-    vocabulary: of the tokenizer, `VOCABULARY` where None. fixed: fields of `ModelSpec` that the user gave, which the
-    scale leaves alone. Where `layers` is one of them, the scale does not choose the depth.
+    Args:
+        model: The model of the trial.
+        name: The name of the scale.
+        vocabulary: The number of tokens of the tokenizer; None means `VOCABULARY`.
+        fixed: The fields of `ModelSpec` that the user gave, which the scale leaves alone. With `layers` among them, the
+            scale does not choose the depth.
 
-    Raises `InputError` for a scale that does not exist, and where no depth comes within 3% of its parameters.
+    Raises:
+        InputError: If the scale does not exist, or if no depth comes within 3% of its number of parameters.
     """
-    scale, sizer = find(name), Sizer()
+    scale, counter = find_scale(name), CostCounter()
     size = VOCABULARY if vocabulary is None else -(-vocabulary // PADDED) * PADDED
     wide = replace(model, **{**widened(model, scale, size), **fixed})
-    deep = wide if "layers" in fixed else deepened(wide, _depth(wide, scale, sizer))
-    found = parameters(deep, sizer)
-    if abs(found / scale.parameters - 1) > WITHIN:
+    deep = wide if "layers" in fixed else deepened(wide, _depth(wide, scale, counter))
+    count = parameter_count(deep, counter)
+    if abs(count / scale.parameters - 1) > WITHIN:
         raise InputError(
-            f"--scale {name}: the nearest model has {found:,} parameters, {found / scale.parameters - 1:+.1%}, and a "
+            f"--scale {name}: the nearest model has {count:,} parameters, {count / scale.parameters - 1:+.1%}, and a "
             f"scale is within {WITHIN:.0%}; leave --scale out and give model.d_model and model.layers with --set"
         )
-    return deep, _said(model, deep, scale)
+    return deep, _notes(model, deep, scale)
 
 
-def _depth(model: ModelSpec, scale: Scale, sizer: Sizer) -> int:
-    """The table's depth where it gives the scale's parameters within 3%, else the one that comes nearest."""
+def _depth(model: ModelSpec, scale: Scale, counter: CostCounter) -> int:
+    """The scale's depth if it gives the scale's parameters within 3%, else the depth that comes nearest to them."""
 
     def off(layers: int) -> float:
-        return parameters(deepened(model, layers), sizer) / scale.parameters - 1
+        return parameter_count(deepened(model, layers), counter) / scale.parameters - 1
 
     layers = scale.layers
     if abs(off(layers)) <= WITHIN:
@@ -167,7 +193,8 @@ def _depth(model: ModelSpec, scale: Scale, sizer: Sizer) -> int:
     return layers
 
 
-def _said(before: ModelSpec, after: ModelSpec, scale: Scale) -> list[str]:
+def _notes(before: ModelSpec, after: ModelSpec, scale: Scale) -> list[str]:
+    """A line for each change of the layers that a user may not expect."""
     lines = []
     if isinstance(after.layers, int) and after.layers != scale.layers:
         lines.append(

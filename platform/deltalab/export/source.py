@@ -1,4 +1,4 @@
-"""What is exported, wherever it comes from."""
+"""The model that an export starts from, wherever it comes from."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -11,11 +11,15 @@ from deltalab.models.spec import ModelSpec
 
 @dataclass(frozen=True)
 class Source:
-    """A model, and how it was or is to be trained.
+    """A model, and the recipe by which it was trained or is to be trained.
 
-    weights: reads `Model(model).state_dict()`; None where it is untrained. recipe: as `recipe.yaml`, without `model`,
-    `tokenizer` and `provenance`. provenance: where the model comes from. scores: what its weights reached, which counts
-    for these weights alone. tokenizer: what `load_tokenizer` takes, None for a task's own tokens.
+    Attributes:
+        model: The model.
+        weights: A function that reads `Model(model).state_dict()`; None for an untrained model.
+        recipe: The contents of `recipe.yaml` without `model`, `tokenizer` and `provenance`.
+        provenance: Where the model comes from, by name.
+        scores: The scores of the weights, by name. They are not those of other weights of the same model.
+        tokenizer: The tokenizer as `load_tokenizer` takes it; None for a model of a task's own tokens.
     """
 
     model: ModelSpec
@@ -27,6 +31,9 @@ class Source:
 
 
 def model_fields(model: ModelSpec) -> dict[str, Any]:
-    """A model as YAML and JSON have it, with every knob written out: a default that changes later changes nothing."""
-    found = {f.name: getattr(model, f.name) for f in fields(ModelSpec)} | {"rule": model.make_rule().spec()}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
+    """Returns the fields of a model in the types of YAML and JSON.
+
+    Every knob of the rule is written out, so that a default that changes later does not change the model.
+    """
+    values = {f.name: getattr(model, f.name) for f in fields(ModelSpec)} | {"rule": model.make_rule().spec()}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}

@@ -1,4 +1,4 @@
-"""Resizes what is exported, where a user asks for it, and writes it in the format of an engine."""
+"""Writes a model as a folder for an engine, in another size if a user asks for it."""
 
 import importlib
 from collections.abc import Mapping, Sequence
@@ -8,10 +8,10 @@ from typing import Any
 
 from deltalab.data.text_tokenizers import load_tokenizer, tokenizer_files
 from deltalab.errors import InputError, unknown
-from deltalab.export import recipe as recipes
 from deltalab.export.fla import to_fla
 from deltalab.export.hf import export_hf, write_folder
-from deltalab.export.scales import PADDED, at_scale, find, parameters
+from deltalab.export.recipe import RECIPE_FILE, resized_recipe
+from deltalab.export.scales import PADDED, at_scale, find_scale, parameter_count
 from deltalab.export.source import Source, model_fields
 from deltalab.models.spec import ModelSpec
 from deltalab.reading import read_yaml
@@ -22,7 +22,14 @@ FORMATS = ("hf", "torchtitan", "fla")
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written. notes: what a user may not expect of a resized model, a line each."""
+    """The model that was written.
+
+    Attributes:
+        model: The model, in its new size.
+        parameters: The number of its parameters.
+        trained: Whether the folder has trained weights.
+        notes: A line for each thing that a user may not expect of a resized model.
+    """
 
     model: ModelSpec
     parameters: int
@@ -40,27 +47,34 @@ def export(
     weights: bool | None = None,
     tokenizer: str | None = None,
 ) -> Exported:
-    """Writes a model as a folder for `transformers`, for torchtitan (the same folder and the engine's files) or FLA.
+    """Writes a model as a folder for `transformers`, for torchtitan, or for FLA.
 
-    scale: a name of `SCALES`. given: settings KEY=VALUE of `model.`, `rule.` and `recipe.`, the value in YAML.
-    weights: True and False ask for the source's weights and for none; None takes them where they fit.
-    tokenizer: what `load_tokenizer` takes; None is the source's own.
+    A model that is resized, or whose rule is changed, is untrained: the weights and the scores of the source are those
+    of another model.
 
-    A model that is resized, or whose rule is changed, is untrained: the source's weights and scores are not its own.
+    Args:
+        source: The model to write.
+        directory: The folder to write, which must not exist or be empty.
+        to: A name of `FORMATS`. A folder for torchtitan is one for transformers with the files of the engine.
+        scale: A name of `SCALES`; None keeps the size.
+        given: Settings KEY=VALUE of `model.`, `rule.` and `recipe.`, the value in YAML.
+        weights: True asks for the weights of the source, False for none; None takes the weights if they fit.
+        tokenizer: A tokenizer as `load_tokenizer` takes it; None means that of the source.
 
-    Raises `InputError` for formats, scales and settings that do not exist, for weights that are asked for and do not
-    fit, for a tokenizer with more tokens than the model, for an untrained model that FLA cannot train as `base_width`
-    asks, and as `export_hf` does.
+    Raises:
+        InputError: If a format, a scale or a setting does not exist; if weights that are asked for do not fit; if the
+            tokenizer has more tokens than the model; if FLA cannot train an untrained model as its `base_width` asks;
+            and if `export_hf` raises one.
     """
     if to not in FORMATS:
         raise unknown("format", to, FORMATS, where="--to")
     if scale is not None:
-        find(scale)
-    named = tokenizer or source.tokenizer
-    loaded = None if named is None else load_tokenizer(named)
+        find_scale(scale)
+    name = tokenizer or source.tokenizer
+    loaded = None if name is None else load_tokenizer(name)
     size = None if loaded is None else loaded[1]["vocab_size"]
     settings = _settings(given)
-    fixed = _model_fields(source.model, settings["model"], settings["rule"])
+    fixed = _changed_fields(source.model, settings["model"], settings["rule"])
     notes: list[str] = []
     if scale is not None:
         model, notes = at_scale(source.model, scale, size, fixed)
@@ -68,15 +82,15 @@ def export(
         model = replace(source.model, **fixed)
     if size is not None and size > model.vocab_size:
         raise InputError(
-            f"--tokenizer {named} has {size} tokens, the model {model.vocab_size}: give --scale, or --set "
+            f"--tokenizer {name} has {size} tokens, the model {model.vocab_size}: give --scale, or --set "
             f"model.vocab_size={-(-size // PADDED) * PADDED}, and the model starts untrained"
         )
     resized = model != source.model
     if weights and resized:
-        by = [option for option, used in (("--scale", scale), ("--set", fixed)) if used]
+        options = [option for option, used in (("--scale", scale), ("--set", fixed)) if used]
         raise InputError(
-            f"--weights: the study's weights do not fit a model changed by {' and '.join(by)}; leave "
-            f"{'those' if len(by) > 1 else 'that'} out"
+            f"--weights: the study's weights do not fit a model changed by {' and '.join(options)}; leave "
+            f"{'those' if len(options) > 1 else 'that'} out"
         )
     if weights and source.weights is None:
         raise InputError("--weights: the source has none, since it is untrained")
@@ -92,67 +106,70 @@ def export(
             f"--to fla: FLA trains all parameters at one rate, and base_width {model.base_width} gives matrices "
             f"{model.width_share:g} of it: take --to torchtitan, or --set model.base_width=null"
         )
-    # FLA's configuration has no base_width: the recipe has the rate of the matrices.
-    trained = replace(model, base_width=None) if to == "fla" else model
+    # FLA's configuration has no base_width, so the recipe has the rate of the matrices.
+    as_trained = replace(model, base_width=None) if to == "fla" else model
     recipe = {
-        **recipes.rescaled(source.recipe, source.model, trained, scale, settings["recipe"]),
+        **resized_recipe(source.recipe, source.model, as_trained, scale, settings["recipe"]),
         "model": model_fields(model),
         "tokenizer": None if loaded is None else {k: v for k, v in loaded[1].items() if k != "special"},
         "provenance": provenance,
     }
     if resized:
-        recipe["origin"] = {**recipe["origin"], **_resized(source.model, model, scale, fixed)}
+        recipe["origin"] = {**recipe["origin"], **_origin_of_fields(source.model, model, scale, fixed)}
     texts = {} if loaded is None else tokenizer_files(*loaded)
     special = {} if loaded is None else _ids(*loaded)
     if to == "fla":
-        config, theirs = to_fla(model, kept)
-        config |= {name: value for name, value in special.items() if name in config}
-        write_folder(directory, {"config.json": config, recipes.FILE: recipe, **texts}, theirs if kept else None)
+        config, tensors = to_fla(model, kept)
+        config |= {key: value for key, value in special.items() if key in config}
+        write_folder(directory, {"config.json": config, RECIPE_FILE: recipe, **texts}, tensors if kept else None)
     else:
         if to == "torchtitan":
-            # The engines read exported folders, so they stand above this package, which loads them by name.
+            # Layers forbid an import: the engines read exported folders, so they stand above this package.
             texts |= importlib.import_module("deltalab.engines.torchtitan").files(model, recipe)
         export_hf(model, kept, directory, provenance=provenance, recipe=recipe, files=texts, special=special)
-    return Exported(model, parameters(model), kept is not None, notes)
+    return Exported(model, parameter_count(model), kept is not None, notes)
 
 
-def _ids(tokenizer: Any, about: Mapping[str, Any]) -> dict[str, int]:
-    """The ids of special tokens, by the names that a configuration of transformers has for them."""
-    return {f"{name}_id": tokenizer.token_to_id(token) for name, token in about["special"].items()}
+def _ids(tokenizer: Any, description: Mapping[str, Any]) -> dict[str, int]:
+    """The ids of special tokens, by their names in a configuration of transformers."""
+    return {f"{name}_id": tokenizer.token_to_id(token) for name, token in description["special"].items()}
 
 
 def _settings(given: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Settings by their first word, the rest of the key and the value."""
-    found: dict[str, dict[str, Any]] = {"model": {}, "rule": {}, "recipe": {}}
+    """Values by the first word of their key, and by the rest of it."""
+    settings: dict[str, dict[str, Any]] = {"model": {}, "rule": {}, "recipe": {}}
     for pair in given:
         key, equals, text = pair.partition("=")
         part, dot, rest = key.partition(".")
         if not equals:
             raise InputError(f"--set {pair}: give settings as KEY=VALUE")
-        if part not in found or not dot:
-            raise unknown("setting", key, [f"{name}." for name in found], where="--set")
-        found[part][rest] = read_yaml(text, where=f"--set {key}")
-    return found
+        if part not in settings or not dot:
+            raise unknown("setting", key, [f"{name}." for name in settings], where="--set")
+        settings[part][rest] = read_yaml(text, where=f"--set {key}")
+    return settings
 
 
-def _model_fields(model: ModelSpec, given: Mapping[str, Any], knobs: Mapping[str, Any]) -> dict[str, Any]:
+def _changed_fields(model: ModelSpec, given: Mapping[str, Any], knobs: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `ModelSpec` that a user gave, with the rule if its knobs were given."""
     names = [f.name for f in fields(ModelSpec) if f.name != "rule"]
     for name in given:
         if name not in names:
-            raise unknown("setting", f"model.{name}", [f"model.{each}" for each in names], where="--set")
-    found = dict(given)
+            raise unknown("setting", f"model.{name}", [f"model.{known}" for known in names], where="--set")
+    changed = dict(given)
     if knobs:
         rule = model.make_rule().spec()
-        found["rule"] = get_rule(rule["name"], **{k: v for k, v in {**rule, **knobs}.items() if k != "name"}).spec()
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+        changed["rule"] = get_rule(rule["name"], **{k: v for k, v in {**rule, **knobs}.items() if k != "name"}).spec()
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in changed.items()}
 
 
-def _resized(before: ModelSpec, after: ModelSpec, scale: str | None, fixed: Mapping[str, Any]) -> dict[str, Any]:
-    """Where each number of the model that has changed comes from."""
-    found = {}
+def _origin_of_fields(
+    before: ModelSpec, after: ModelSpec, scale: str | None, fixed: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The `origin` of each field of the model that has changed."""
+    origin = {}
     for f in fields(ModelSpec):
         old, new = getattr(before, f.name), getattr(after, f.name)
         if old != new and f.name != "rule":
             by = "--set" if f.name in fixed else f"scale {scale}"
-            found[f"model.{f.name}"] = {"from": by, "was": list(old) if isinstance(old, tuple) else old}
-    return found
+            origin[f"model.{f.name}"] = {"from": by, "was": list(old) if isinstance(old, tuple) else old}
+    return origin

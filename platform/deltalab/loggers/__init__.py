@@ -17,16 +17,20 @@ BUILTIN = {
     "tensorboard": "deltalab.loggers.tensorboard:TensorboardLogger",
     "wandb": "deltalab.loggers.wandb:WandbLogger",
 }
-"""Module and class by name; each needs the package of its name."""
+"""The module and the class of each logger, by its name. A logger needs the package of the same name."""
 
 
 @dataclass(frozen=True)
 class LoggedStudy:
     """A study as it begins.
 
-    id: 16 hexadecimal digits of all that it computes. label: its name, profile and overrides in one line.
-    spec: the study as resolved. arms: by name, {"is_base", "change", "config" by task}.
-    tasks: by name, {"metric", "maximize", ...}. folder: that of the ledger, for files.
+    Attributes:
+        id: 16 hexadecimal digits of the hash of all that it computes.
+        label: Its name, profile and overrides in one line.
+        spec: The study as resolved.
+        arms: The arms by name, each {"is_base", "change", "config" by task}.
+        tasks: The tasks by name, each {"metric", "maximize", ...}.
+        folder: The folder of the ledger, for files.
     """
 
     id: str
@@ -43,14 +47,21 @@ class LoggedStudy:
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """One seed of a finished trial, in one arm.
+    """One seed of a trial that has ended, in one arm.
 
-    id: 24 hexadecimal digits, the same whenever the run is logged. trial: the trial's key.
-    stage: "tune" or "confirm". number: of the candidate. called: what the report calls the trial, without its arm, such
-    as `confirm 0`, or `random candidate 2` of a search. seed: None for a trial that failed before its seeds ended.
-    values: tuned settings by path. config: {"rule", "model", "train"}. state: done, diverged or failed.
-    error: the last line of a failed trial's traceback. facts: parameters, state_size, seconds, tokens_per_second, and
-    diverged_at, each where it is known. curves: SPLIT/METRIC -> (step, value), by rising steps.
+    Attributes:
+        id: 24 hexadecimal digits, the same whenever the run is logged.
+        stage: "tune" or "confirm".
+        called: What the report calls the trial, without its arm, such as `confirm 0`, or `random candidate 2` of a
+            search.
+        trial: The trial's key.
+        seed: The seed; None for a trial that failed before its seeds ended.
+        values: The tuned settings by path.
+        config: {"rule", "model", "train"}.
+        state: "done", "diverged" or "failed".
+        error: The last line of a failed trial's traceback.
+        facts: parameters, state_size, seconds, tokens_per_second and diverged_at, each if it is known.
+        curves: SPLIT/METRIC -> points (step, value), by rising steps.
     """
 
     id: str
@@ -70,13 +81,19 @@ class LoggedRun:
 
     @property
     def label(self) -> str:
+        """The run in one line."""
         seed = "" if self.seed is None else f", seed {self.seed}"
         return f"{self.arm}, {self.task}, {self.called}{seed}"
 
 
 @dataclass(frozen=True)
 class LoggedReport:
-    """How a study ended. report: as `platform study report --json` prints it. markdown: for a reader."""
+    """How a study ended.
+
+    Attributes:
+        report: The report as `platform study report --json` prints it.
+        markdown: The report for a reader.
+    """
 
     state: str
     report: dict[str, Any]
@@ -84,31 +101,39 @@ class LoggedReport:
 
 
 class Logger(Protocol):
-    """A logger of one study. It is made without arguments, before anything runs, and imports there what it needs.
+    """A logger of one study.
 
-    where: for the user, once `begin` has returned: a URL, or a command that shows what was logged.
-    A method that raises is tried again later, as long as the study runs.
+    It is made without arguments, before anything runs, and imports there what it needs. A method that raises is tried
+    again later, as long as the study runs.
+
+    Attributes:
+        where: For the user, once `begin` has returned: a URL, or a command that shows what was logged.
     """
 
     where: str
 
     def begin(self, study: LoggedStudy) -> Iterable[str]:
-        """Opens the target. Returns the ids of this study's runs that it already has as a whole: they are not logged
-        again.
+        """Opens the target.
+
+        Returns:
+            The ids of this study's runs that the target already has as a whole. They are not logged again.
         """
         ...
 
     def log(self, run: LoggedRun) -> None:
-        """Logs a run as a whole. One that was cut off may be there in part: it comes again, with the same id."""
+        """Logs a run as a whole.
+
+        If logging was cut off, the target may have a part of the run. The run then comes again, with the same id.
+        """
         ...
 
     def end(self, report: LoggedReport) -> None:
-        """Logs the report, in place of an earlier one of the same study; and waits until the target has all."""
+        """Logs the report, in place of an earlier one of the same study, and waits until the target has everything."""
         ...
 
 
 def logger_names() -> list[str]:
-    """The names that `--log-to` takes."""
+    """Returns the names that `--log-to` takes."""
     return sorted({*BUILTIN, *(point.name for point in entry_points(group="deltalab.loggers"))})
 
 
@@ -118,18 +143,19 @@ def require_known(names: Sequence[str]) -> None:
     for name in names:
         if name not in known:
             raise unknown("logger", name, known, where="--log-to")
-        if len(places := _places(name)) > 1:
-            raise InputError(f"--log-to {name}: is defined twice, by {' and by '.join(places)}")
+        if len(definitions := _definitions(name)) > 1:
+            raise InputError(f"--log-to {name}: is defined twice, by {' and by '.join(definitions)}")
 
 
-def _places(name: str) -> list[str]:
+def _definitions(name: str) -> list[str]:
+    """Returns where the loggers of a name are defined."""
     return [*([BUILTIN[name]] if name in BUILTIN else []), *dict.fromkeys(
         point.value for point in entry_points(group="deltalab.loggers", name=name)
     )]  # fmt: skip
 
 
 def make_logger(name: str) -> Logger:
-    """A logger by its name. Raises what its module, or the class, raises."""
+    """Makes a logger by its name. Raises what its module, or the class, raises."""
     from importlib import import_module
 
     if name in BUILTIN:
@@ -140,22 +166,23 @@ def make_logger(name: str) -> Logger:
 
 
 def flat(values: Mapping[str, Any], under: str = "") -> dict[str, Any]:
-    """Nested settings by their dotted paths; lists stay whole.
+    """Returns nested settings by their dotted paths. Lists stay whole.
 
-    >>> flat({"train": {"lr": 0.1, "betas": [0.9, 0.95]}})
-    {'train.lr': 0.1, 'train.betas': [0.9, 0.95]}
+    Examples:
+        >>> flat({"train": {"lr": 0.1, "betas": [0.9, 0.95]}})
+        {'train.lr': 0.1, 'train.betas': [0.9, 0.95]}
     """
-    found: dict[str, Any] = {}
+    flat_values: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
-            found |= flat(value, f"{under}{key}.")
+            flat_values |= flat(value, f"{under}{key}.")
         else:
-            found[f"{under}{key}"] = value
-    return found
+            flat_values[f"{under}{key}"] = value
+    return flat_values
 
 
 def arms_of(report: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A line for each task and arm of a report: task, arm, verdict, score, difference, p, and what the arm costs."""
+    """Returns a row for each task and arm of a report: verdict, score, difference, p, and what the arm costs."""
     return [
         {
             "task": table["task"],
@@ -175,7 +202,7 @@ def arms_of(report: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def local(folder: str, *parts: str) -> Path:
-    """A folder for a logger's files, beside the ledger."""
-    found = Path(folder, *parts)
-    found.mkdir(parents=True, exist_ok=True)
-    return found
+    """Returns a folder for a logger's files, beside the ledger, and makes it."""
+    path = Path(folder, *parts)
+    path.mkdir(parents=True, exist_ok=True)
+    return path

@@ -1,4 +1,4 @@
-"""The process of one logger: it does what the driver asks, one thing at a time, and ends with the driver."""
+"""The process of one logger: it does what the driver asks, one request at a time, and ends with the driver."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from deltalab.errors import one_line
 from deltalab.loggers import LoggedReport, LoggedRun, LoggedStudy, Logger, make_logger
 
 GRACE_SECONDS = 10.0
-"""How long a call may still take after the driver has died."""
+"""How long a call may take after the driver has died."""
 
 
 def main(name: str) -> None:
@@ -28,44 +28,48 @@ def main(name: str) -> None:
         _answer(answers, {"missing": error.name or str(error)})
         return
     except BaseException as error:
-        _answer(answers, {"error": _said(error)})
+        _answer(answers, {"error": _error_line(error)})
         return
     _answer(answers, {})
-    asked: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(asked,), daemon=True).start()
-    while (line := asked.get()) is not None:
+    requests: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(requests,), daemon=True).start()
+    while (line := requests.get()) is not None:
         try:
-            _answer(answers, _done(logger, json.loads(line)))
+            _answer(answers, _handle(logger, json.loads(line)))
         except Exception as error:
-            _answer(answers, {"error": _said(error)})
+            _answer(answers, {"error": _error_line(error)})
 
 
-def _read(asked: "queue.SimpleQueue[str | None]") -> None:
+def _read(requests: "queue.SimpleQueue[str | None]") -> None:
+    """Puts the lines of stdin into a queue, and ends the process soon after stdin ends."""
     for line in sys.stdin:
-        asked.put(line)
-    asked.put(None)
+        requests.put(line)
+    requests.put(None)
     threading.Timer(GRACE_SECONDS, os._exit, (1,)).start()  # a library may hang
 
 
-def _done(logger: Logger, asked: dict[str, Any]) -> dict[str, Any]:
-    if "begin" in asked:
-        seen = [*logger.begin(LoggedStudy(**asked["begin"]))]
+def _handle(logger: Logger, request: dict[str, Any]) -> dict[str, Any]:
+    """Does what a request asks, and returns the answer."""
+    if "begin" in request:
+        seen = [*logger.begin(LoggedStudy(**request["begin"]))]
         return {"seen": seen, "where": str(getattr(logger, "where", ""))}
-    if "log" in asked:
-        given = asked["log"]
-        curves = {name: [(step, value) for step, value in points] for name, points in given["curves"].items()}
-        logger.log(LoggedRun(**{**given, "curves": curves}))
-    if "end" in asked:
-        logger.end(LoggedReport(**asked["end"]))
+    if "log" in request:
+        fields = request["log"]
+        curves = {name: [(step, value) for step, value in points] for name, points in fields["curves"].items()}
+        logger.log(LoggedRun(**{**fields, "curves": curves}))
+    if "end" in request:
+        logger.end(LoggedReport(**request["end"]))
     return {}
 
 
-def _answer(answers: TextIO, said: dict[str, Any]) -> None:
+def _answer(answers: TextIO, answer: dict[str, Any]) -> None:
+    """Writes an answer as a line of JSON."""
     try:
-        answers.write(json.dumps(said) + "\n")
+        answers.write(json.dumps(answer) + "\n")
     except BrokenPipeError:  # the driver is gone
         os._exit(1)
 
 
-def _said(error: BaseException) -> str:
+def _error_line(error: BaseException) -> str:
+    """Returns an error in one line."""
     return one_line(f"{type(error).__name__}: {error}", 300)

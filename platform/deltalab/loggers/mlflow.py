@@ -15,24 +15,27 @@ from mlflow.exceptions import MlflowException
 from deltalab.loggers import LoggedReport, LoggedRun, LoggedStudy, arms_of, flat
 
 METRICS_AT_ONCE, PARAMS_AT_ONCE = 1000, 100
-"""What one request of MLflow's REST API may hold."""
+"""The metrics and the parameters that one request of MLflow's REST API may hold."""
 LONGEST_PARAM = 6000
 STUDY, RUN = "deltalab.study", "deltalab.run"
-"""Tags: the study's id, and the run's, or "report"."""
+"""The tags of a run: the study's id, and the run's id or "report"."""
 
 
 class MlflowLogger:
+    """Writes runs of an experiment. `Logger` describes the methods."""
+
     where = ""
 
     def begin(self, study: LoggedStudy) -> Iterable[str]:
-        given = os.environ.get("MLFLOW_TRACKING_URI")
-        address = given or f"sqlite:///{study.folder}/mlflow.db"
+        """Opens the experiment of the study."""
+        tracking_uri = os.environ.get("MLFLOW_TRACKING_URI")
+        address = tracking_uri or f"sqlite:///{study.folder}/mlflow.db"
         self._client = MlflowClient(tracking_uri=address)
-        self.where = address if given else f"mlflow ui --backend-store-uri {address}"
+        self.where = address if tracking_uri else f"mlflow ui --backend-store-uri {address}"
         self._study = study
-        self._experiment = self._made(
+        self._experiment = self._experiment_id(
             os.environ.get("MLFLOW_EXPERIMENT_NAME") or f"deltalab/{study.name}",
-            None if given else f"file://{study.folder}/mlruns",
+            None if tracking_uri else f"file://{study.folder}/mlruns",
         )
         seen = []
         for run in self._runs(f"tags.`{RUN}` != 'report'"):
@@ -43,33 +46,35 @@ class MlflowLogger:
         return seen
 
     def log(self, run: LoggedRun) -> None:
-        about = {"arm": run.arm, "task": run.task, "stage": run.stage, "number": run.number, "seed": run.seed}
+        """Writes a run."""
+        facts = {"arm": run.arm, "task": run.task, "stage": run.stage, "number": run.number, "seed": run.seed}
         run_id = self._run(
-            run.label, run.id, {"trial": run.trial, **about, **({"error": run.error} if run.error else {})}
+            run.label, run.id, {"trial": run.trial, **facts, **({"error": run.error} if run.error else {})}
         )
         settings = [
             Param(_name(name), str(value)[:LONGEST_PARAM])
-            for name, value in {**about, **flat({**run.config, "tuned": run.values})}.items()
+            for name, value in {**facts, **flat({**run.config, "tuned": run.values})}.items()
         ]
         for start in range(0, len(settings), PARAMS_AT_ONCE):
             self._client.log_batch(run_id, params=settings[start : start + PARAMS_AT_ONCE])
         now = int(1000 * time.time())
-        points = [Metric(_name(name), value, now, step) for name, own in run.curves.items() for step, value in own]
+        points = [Metric(_name(name), value, now, step) for name, curve in run.curves.items() for step, value in curve]
         points += [Metric(f"run/{name}", value, now, 0) for name, value in run.facts.items()]
         for start in range(0, len(points), METRICS_AT_ONCE):
             self._client.log_batch(run_id, metrics=points[start : start + METRICS_AT_ONCE])
         self._client.set_terminated(run_id, "FINISHED" if run.state == "done" else "FAILED")
 
     def end(self, report: LoggedReport) -> None:
+        """Writes the report as a run."""
         for run in self._runs(f"tags.`{RUN}` = 'report'"):
             self._client.delete_run(run.info.run_id)
         run_id = self._run(f"report of {self._study.label}", "report", {"state": report.state})
         now = int(1000 * time.time())
         scores = [
-            Metric(_name(f"{arm['task']}/{arm['arm']}/{what}"), arm[what], now, 0)
+            Metric(_name(f"{arm['task']}/{arm['arm']}/{field}"), arm[field], now, 0)
             for arm in arms_of(report.report)
-            for what in ("score", "difference", "p")
-            if arm[what] is not None
+            for field in ("score", "difference", "p")
+            if arm[field] is not None
         ]
         for start in range(0, len(scores), METRICS_AT_ONCE):
             self._client.log_batch(run_id, metrics=scores[start : start + METRICS_AT_ONCE])
@@ -78,27 +83,29 @@ class MlflowLogger:
         self._client.log_dict(run_id, report.report, "report.json")
         self._client.set_terminated(run_id)
 
-    def _made(self, name: str, artifacts: str | None) -> str:
-        """The id of the experiment of this name, which is made where there is none."""
-        known = self._client.get_experiment_by_name(name)
-        if known is None:
+    def _experiment_id(self, name: str, artifacts: str | None) -> str:
+        """Returns the id of the experiment of this name, which is created if there is none."""
+        experiment = self._client.get_experiment_by_name(name)
+        if experiment is None:
             try:
                 return str(self._client.create_experiment(name, artifacts))
             except MlflowException:  # another study made it just now
-                known = self._client.get_experiment_by_name(name)
-                if known is None:
+                experiment = self._client.get_experiment_by_name(name)
+                if experiment is None:
                     raise
-        return str(known.experiment_id)
+        return str(experiment.experiment_id)
 
     def _run(self, name: str, run: str, tags: dict[str, Any]) -> str:
-        given = {f"deltalab.{key}": str(value)[:LONGEST_PARAM] for key, value in tags.items()}
-        given |= {STUDY: self._study.id, "deltalab.label": self._study.label, RUN: run}
-        return str(self._client.create_run(self._experiment, run_name=name, tags=given).info.run_id)
+        """Creates a run and returns its id."""
+        run_tags = {f"deltalab.{key}": str(value)[:LONGEST_PARAM] for key, value in tags.items()}
+        run_tags |= {STUDY: self._study.id, "deltalab.label": self._study.label, RUN: run}
+        return str(self._client.create_run(self._experiment, run_name=name, tags=run_tags).info.run_id)
 
-    def _runs(self, only: str = "") -> Iterator[Run]:
-        chosen, token = " and ".join(filter(None, [f"tags.`{STUDY}` = '{self._study.id}'", only])), None
+    def _runs(self, further: str = "") -> Iterator[Run]:
+        """Yields the runs of the study that meet a condition."""
+        condition, token = " and ".join(filter(None, [f"tags.`{STUDY}` = '{self._study.id}'", further])), None
         while True:
-            page = self._client.search_runs([self._experiment], chosen, max_results=1000, page_token=token)
+            page = self._client.search_runs([self._experiment], condition, max_results=1000, page_token=token)
             yield from page
             token = page.token
             if not token:
@@ -106,5 +113,5 @@ class MlflowLogger:
 
 
 def _name(text: str) -> str:
-    """MLflow takes letters, digits and `_-. :/` in a name."""
+    """Returns a name with the characters that MLflow takes: letters, digits and `_-. :/`."""
     return re.sub(r"[^\w\-. :/]", "-", text)

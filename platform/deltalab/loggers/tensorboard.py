@@ -1,4 +1,4 @@
-"""TensorBoard: a folder of events for each run, under tensorboard/STUDY-ID beside the ledger."""
+"""TensorBoard: a folder of events for each run, in tensorboard/STUDY-ID beside the ledger."""
 
 import shutil
 from collections.abc import Iterable
@@ -14,22 +14,26 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from deltalab.loggers import LoggedReport, LoggedRun, LoggedStudy, flat, local
 
 IDS = "logged"
-"""The folder of empty files that name the runs that are there as a whole."""
+"""The folder of empty files, each named after a run that was logged as a whole."""
 
 
 class TensorboardLogger:
+    """Writes event files. `Logger` describes the methods."""
+
     where = ""
 
     def begin(self, study: LoggedStudy) -> Iterable[str]:
+        """Opens the folder of the study."""
         self._folder = local(study.folder, "tensorboard", f"{study.name}-{study.id}")
         self.where = f"tensorboard --logdir {self._folder}"
         self._ids = local(str(self._folder), IDS)
         return [file.name for file in self._ids.iterdir()]
 
     def log(self, run: LoggedRun) -> None:
+        """Writes a run."""
         seed = "failed" if run.seed is None else f"seed {run.seed}"
         folder = self._folder / run.arm / run.task / run.called / f"{seed} {run.id[:6]}"
-        shutil.rmtree(folder, ignore_errors=True)  # a run that was cut off
+        shutil.rmtree(folder, ignore_errors=True)  # the rest of a run that was cut off
         settings = {name: _plain(value) for name, value in flat({**run.config, "tuned": run.values}).items()}
         events = [Event(summary=hparams_pb({"arm": run.arm, "task": run.task, "state": run.state, **settings}))]
         for name, points in run.curves.items():
@@ -41,12 +45,14 @@ class TensorboardLogger:
         (self._ids / run.id).touch()
 
     def end(self, report: LoggedReport) -> None:
+        """Writes the report."""
         folder = self._folder / "report"
         shutil.rmtree(folder, ignore_errors=True)
         _write(folder, [Event(summary=text_pb("report", report.markdown))])
 
 
 def _write(folder: Path, events: list[Any]) -> None:
+    """Writes events to a folder."""
     writer = EventFileWriter(str(folder))
     for event in events:
         writer.add_event(event)
@@ -54,8 +60,10 @@ def _write(folder: Path, events: list[Any]) -> None:
 
 
 def _scalar(name: str, value: float) -> Any:
+    """Returns a scalar as a summary."""
     return Summary(value=[Summary.Value(tag=name, simple_value=value)])
 
 
 def _plain(value: Any) -> bool | float | str:
+    """Returns a value as a type that a table of settings takes."""
     return value if isinstance(value, bool | int | float | str) else str(value)

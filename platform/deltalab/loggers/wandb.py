@@ -1,6 +1,6 @@
-"""Weights & Biases: a run for each run of the study, in the group of the study, offline where WANDB_MODE says so.
+"""Weights & Biases: a run for each run of the study, in the group of the study; offline if WANDB_MODE says so.
 
-The project is WANDB_PROJECT, or `deltalab`; the server and the key are where wandb looks for them.
+The project is WANDB_PROJECT, or `deltalab`. The server and the key are where wandb looks for them.
 """
 
 import json
@@ -15,13 +15,16 @@ import wandb
 from deltalab.loggers import LoggedReport, LoggedRun, LoggedStudy, arms_of, local
 
 WHOLE = "logged"
-"""A file with the run's id, in the folder of an offline run that was logged as a whole."""
+"""The name of a file with the run's id, in the folder of an offline run that was logged as a whole."""
 
 
 class WandbLogger:
+    """Writes runs of a project. `Logger` describes the methods."""
+
     where = ""
 
     def begin(self, study: LoggedStudy) -> Iterable[str]:
+        """Opens the project."""
         self._study = study
         self._folder = local(study.folder)
         self._project = os.environ.get("WANDB_PROJECT") or "deltalab"
@@ -34,14 +37,15 @@ class WandbLogger:
         entity = os.environ.get("WANDB_ENTITY") or api.default_entity
         self.where = f"{settings.app_url}/{entity}/{self._project}"
         try:
-            found = api.runs(f"{entity}/{self._project}", filters={"group": self._group}, per_page=500)
-            return [run.id for run in found if run.state in ("finished", "failed")]
+            runs = api.runs(f"{entity}/{self._project}", filters={"group": self._group}, per_page=500)
+            return [run.id for run in runs if run.state in ("finished", "failed")]
         except ValueError:  # there is no such project yet
             return []
 
     def log(self, run: LoggedRun) -> None:
-        about = {"arm": run.arm, "task": run.task, "stage": run.stage, "number": run.number, "seed": run.seed}
-        config = {**run.config, **about, "trial": run.trial, "tuned": run.values, "study": self._study.label}
+        """Writes a run."""
+        facts = {"arm": run.arm, "task": run.task, "stage": run.stage, "number": run.number, "seed": run.seed}
+        config = {**run.config, **facts, "trial": run.trial, "tuned": run.values, "study": self._study.label}
         tags = [run.stage, *([] if run.state == "done" else [run.state])]
         steps: dict[int, dict[str, float]] = {}
         for name, points in run.curves.items():
@@ -56,14 +60,15 @@ class WandbLogger:
                 Path(target.dir).parent.joinpath(WHOLE).write_text(run.id, encoding="utf-8")
 
     def end(self, report: LoggedReport) -> None:
+        """Writes the report as a run."""
         rows = arms_of(report.report)
         config = {"study": self._study.label, "spec": self._study.spec, "arms": self._study.arms}
         with self._run(f"{self._study.id}-report", f"report of {self._study.label}", "report", config, []) as target:
             columns: list[str | int] = [*rows[0]] if rows else []
             target.log({"arms": wandb.Table(columns=columns, data=[[*row.values()] for row in rows])})
             for row in rows:
-                values = {what: row[what] for what in ("score", "difference", "p", "verdict")}
-                target.summary.update({f"{row['task']}/{row['arm']}/{what}": value for what, value in values.items()})
+                values = {field: row[field] for field in ("score", "difference", "p", "verdict")}
+                target.summary.update({f"{row['task']}/{row['arm']}/{field}": value for field, value in values.items()})
             target.summary.update({"state": report.state})
             for name, text in (("report.md", report.markdown), ("report.json", json.dumps(report.report))):
                 file = Path(target.dir, name)
@@ -76,7 +81,8 @@ class WandbLogger:
         return f"{self._study.name}-{self._study.id}"
 
     def _run(self, run: str, name: str, kind: str, config: dict[str, Any], tags: list[str]) -> Any:
-        if self._offline:  # one that was cut off, or an earlier report: the server would append to it
+        """Begins a run of wandb."""
+        if self._offline:  # the server would append to a run that was cut off, or to an earlier report
             for earlier in self._folder.glob(f"wandb/offline-run-*-{run}*"):
                 shutil.rmtree(earlier, ignore_errors=True)
         return wandb.init(

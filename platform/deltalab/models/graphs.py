@@ -1,4 +1,4 @@
-"""Blocks replayed as CUDA graphs: the host launches two graphs a step where it would launch thousands of kernels."""
+"""Blocks replayed as CUDA graphs: the host launches two graphs per step, and not thousands of kernels."""
 
 import weakref
 from collections.abc import Callable
@@ -9,11 +9,17 @@ import torch
 from torch import Tensor, nn
 
 WARM_UP = 2
-"""Forward and backward passes before the capture, in which kernels are compiled."""
+"""The forward and backward passes before the capture, in which kernels are compiled."""
 
 
 class Captured(NamedTuple):
-    """What a graph was captured for: it is right for nothing else."""
+    """The inputs that a graph was captured for, and is right for.
+
+    Attributes:
+        shape: The shape of x.
+        dtype: The dtype of x.
+        products: The dtype that autocast gives products; None without autocast.
+    """
 
     shape: torch.Size
     dtype: torch.dtype
@@ -21,6 +27,7 @@ class Captured(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor) -> "Captured":
+        """Describes x under the autocast that is on."""
         autocast = torch.is_autocast_enabled(x.device.type)
         return cls(x.shape, x.dtype, torch.get_autocast_dtype(x.device.type) if autocast else None)
 
@@ -28,8 +35,8 @@ class Captured(NamedTuple):
 class BlockGraphs:
     """The blocks of a model as two CUDA graphs, forward and backward, captured for the first x [B, T, d] that trains.
 
-    They hold activations in memory of their own, as large as what a step takes without them. Weights must keep their
-    place in memory: FSDP gathers them anew for each step, so that its blocks cannot be captured.
+    The graphs hold activations in memory of their own, as much as a step takes without graphs. Weights must keep their
+    place in memory. So blocks under FSDP cannot be captured: FSDP gathers their weights anew for each step.
     """
 
     def __init__(self, blocks: nn.ModuleList) -> None:
@@ -39,52 +46,53 @@ class BlockGraphs:
         self.before: weakref.ref[_Pass] | None = None
 
     def take(self, x: Tensor) -> bool:
-        """Whether the graphs compute these blocks of x [B, T, d]: in training on a GPU, in the first shape and dtype.
+        """Returns whether the graphs take x [B, T, d]: in training on a GPU, in the first shape and dtype.
 
-        They do not while a backward pass is due: another forward pass would overwrite what it needs.
+        They do not while a backward pass is due, because another forward pass would overwrite the activations that the
+        backward pass needs.
         """
         trains = x.is_cuda and x.requires_grad and torch.is_grad_enabled() and self.blocks.training
-        before = None if self.before is None else self.before()
-        if before is not None and before.due:
+        last = None if self.before is None else self.before()
+        if last is not None and last.due:
             return False
         return trains and self.captured in (None, Captured.of(x))
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x and the last branch, as the blocks one after another return them."""
+        """Returns x and the last branch, as the blocks one after another return them."""
         if self.replay is None:
             self.replay = self._captured(x)
-        now = _Pass()
-        self.before = weakref.ref(now)
-        return self.replay(_Watched.apply(x, now))  # type: ignore[no-untyped-call]
+        forward_pass = _Pass()
+        self.before = weakref.ref(forward_pass)
+        return self.replay(_Watched.apply(x, forward_pass))  # type: ignore[no-untyped-call]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.blocks,)  # a copy captures for itself
+        return type(self), (self.blocks,)  # a copy makes its own capture
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "BlockGraphs":
         return type(self)(deepcopy(self.blocks, memo))
 
     def _captured(self, x: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
         self.captured = Captured.of(x)
-        # Casts that autocast keeps would be freed while the graph still reads them.
+        # Keep no cast of autocast: it would be freed while the graph still reads it.
         with torch.autocast(
             x.device.type, self.captured.products, enabled=self.captured.products is not None, cache_enabled=False
         ):
-            given = (torch.zeros_like(x, requires_grad=True),)
-            replay: Any = torch.cuda.make_graphed_callables(_All(self.blocks), given, num_warmup_iters=WARM_UP)
+            inputs = (torch.zeros_like(x, requires_grad=True),)
+            replay: Any = torch.cuda.make_graphed_callables(_All(self.blocks), inputs, num_warmup_iters=WARM_UP)
         for parameter in self.blocks.parameters():
-            # The gradient is the graph's own memory, which the next replay overwrites.
+            # Copy the gradient: it lies in the graph's memory, which the next replay overwrites.
             parameter.register_hook(torch.clone)
         return replay  # type: ignore[no-any-return]
 
 
 class _Pass:
-    """A forward pass, which lives as long as the graph of autograd does. due: whether its backward pass is."""
+    """A forward pass, which lives as long as the graph of autograd; `due` is whether its backward pass is to come."""
 
     due = True
 
 
 class _Watched(torch.autograd.Function):
-    """x itself. Its backward pass is the last of the blocks'."""
+    """Returns x itself. Its backward pass is the last one of the blocks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, now: _Pass) -> Tensor:

@@ -26,13 +26,15 @@ from deltalab.rule import State, UpdateRule
 
 @dataclass(frozen=True)
 class LayerCache:
-    """The memory of a layer between calls, of B sequences.
+    """The memory of a layer between calls, for B sequences.
 
-    conv: the convolution's last inputs, [B, conv - 1, C]. state: the rule's.
-    place: how many tokens were read, [B, 1] with RoPE, else [B, 0]; it counts as one element.
-    last: the last token's x, [B, 1, d] with token shift, else [B, 0, d].
-    apart: the rule's state of each sequence, where they differ in size, as those of attention do after sequences of
-        several lengths; `state` is empty then.
+    Attributes:
+        conv: The last inputs of the convolution, [B, conv - 1, C].
+        state: The state of the rule.
+        place: The number of tokens that were read, [B, 1] with RoPE and [B, 0] without.
+        last: The x of the last token, [B, 1, d] with token shift and [B, 0, d] without.
+        apart: The state of each sequence, if the states differ in size, as those of attention do after sequences of
+            several lengths. `state` is then empty.
     """
 
     conv: Tensor
@@ -42,13 +44,13 @@ class LayerCache:
     apart: tuple[State, ...] = ()
 
     def numel(self) -> int:
-        """The number of elements in these tensors."""
+        """Returns the number of elements in these tensors."""
         return sum(part.numel() for part in (self.conv, *self.state, self.place, self.last, *sum(self.apart, ())))
 
     def rows(self, at: Tensor) -> "LayerCache":
-        """The memory of the sequences `at` [n]."""
+        """Returns the memory of the sequences `at` [n]."""
         conv, place, last, *state = (
-            one.index_select(0, at.to(one.device)) for one in (self.conv, self.place, self.last, *self.state)
+            part.index_select(0, at.to(part.device)) for part in (self.conv, self.place, self.last, *self.state)
         )
         apart = tuple(self.apart[i] for i in at.tolist()) if self.apart else ()
         return LayerCache(conv, tuple(state), place, last, apart)
@@ -57,7 +59,16 @@ class LayerCache:
 class Gates(nn.Module):
     """The gates of a rule: x [B, T, d] to each value by its symbol, in the shape of the gate's `per`, at least fp32.
 
-    Projected vectors are not among them: `Vectors` makes these. bias: of the second matrix of a gate with a rank.
+    `Vectors` makes the projected vectors that a rule declares as gates.
+
+    Args:
+        gates: The gates of the rule, by symbol.
+        d_model: d.
+        heads: H.
+        key_dim: K.
+        value_dim: V.
+        steps: The steps per token of gates `per` step.
+        bias: Whether the second matrix of a gate with a rank has a bias.
     """
 
     def __init__(
@@ -91,11 +102,16 @@ class Gates(nn.Module):
             self.learned[name] = Parameters({p: OfGate(gate, p) for p in gate.parameters}, shape)
 
     def weights(self) -> list[Tensor]:
-        """The matrices that x is multiplied by, [.., d] each."""
+        """Returns the matrices that x is multiplied by, [..., d] each."""
         return [_first(project).weight for project in self.project.values()]
 
     def forward(self, x: Tensor, products: Sequence[Tensor] = ()) -> dict[str, Tensor]:
-        """products: x times each of `weights`, if the caller has them."""
+        """Computes the gates of x.
+
+        Args:
+            x: The inputs, [B, T, d].
+            products: The products of x with each of `weights`, if the caller has them.
+        """
         projected: dict[str, Tensor] = {}
         for (name, project), product in itertools.zip_longest(self.project.items(), products):
             z = _first(project)(x) if product is None else product
@@ -120,9 +136,10 @@ class Gates(nn.Module):
 
 
 class _Contiguous(torch.autograd.Function):
-    """x itself, whose gradient is contiguous.
+    """Returns x itself, and makes its gradient contiguous.
 
-    PyTorch's compiler takes the gradient of softplus to be contiguous, which it is only where its upstream gradient is.
+    PyTorch's compiler assumes that the gradient of softplus is contiguous. The gradient is contiguous only if
+    the gradient that arrives is.
     """
 
     @staticmethod
@@ -135,22 +152,24 @@ class _Contiguous(torch.autograd.Function):
 
 
 def shard_gates(model: nn.Module, **options: Any) -> None:
-    """Shards what the gates of a model's layers learn by FSDP2, in fp32 and as one group. Call it before `fully_shard`.
+    """Shards the learned numbers of all gates in a model by FSDP2, in fp32 and as one group; call before `fully_shard`.
 
-    These numbers need fp32: the mixed precision of the matrices would round a decay near 1 to 1. Forward passes of the
-    model gather the group when they begin.
+    The numbers need fp32: the mixed precision of the matrices would round a decay near 1 to 1. A forward pass of the
+    model gathers the group when it begins.
 
-    model: the outermost module that is sharded. options: `mesh` and `offload_policy` of `fully_shard`.
+    Args:
+        model: The outermost module that is sharded.
+        **options: `mesh` and `offload_policy` of `fully_shard`.
     """
-    # Import late: it takes a second, and few models are sharded.
+    # Import late: the import takes a second, and few models are sharded.
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
     parts = [part for gates in model.modules() if isinstance(gates, Gates) for part in gates.learned.values()]
-    learned = [part for part in parts if any(True for _ in part.parameters())]
-    if not learned:
+    modules = [part for part in parts if any(True for _ in part.parameters())]
+    if not modules:
         return
-    fully_shard(learned, reshard_after_forward=False, **options)
-    group = learned[0]
+    fully_shard(modules, reshard_after_forward=False, **options)
+    group = modules[0]
     assert isinstance(group, FSDPModule)
     untraced: Any = torch.compiler.disable  # as FSDP2's own hooks are
     model.register_forward_pre_hook(untraced(lambda *_: group.unshard()))
@@ -167,8 +186,15 @@ def _first(project: nn.Module) -> nn.Linear:
 class Vectors(Started):
     """The vectors that a rule declares besides q, k and v: x [B, T, d] to each by its symbol, [B, T, H, K or V].
 
-    Each is projected, convolved over time, activated and normalized, as its `Gate.features` say.
-    conv: as in `RuleLayer`.
+    Each vector is projected, convolved over time, activated and normalized as its `Gate.features` say.
+
+    Args:
+        gates: The gates of the rule, by symbol.
+        d_model: d.
+        heads: H.
+        key_dim: K.
+        value_dim: V.
+        conv: The width of the convolution; 0 for none.
     """
 
     def __init__(
@@ -191,32 +217,38 @@ class Vectors(Started):
     def forward(
         self, x: Tensor, past: Tensor | None, packed: Sequences | None = None
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """The vectors, and the past for the tokens that follow.
+        """Computes the vectors of x, and the past for the tokens that follow.
 
-        past: the projections of the conv - 1 tokens before, [B, conv - 1, C]; None for zeros. packed: as in `features`.
+        Args:
+            x: The inputs, [B, T, d].
+            past: The projections of the conv - 1 tokens before, [B, conv - 1, C]; None for zeros.
+            packed: The sequences that lie in x one after the other, as in `ops.convolution.features`.
         """
         z = torch.cat([project(x) for project in self.project.values()], dim=-1)
         past = None if past is None else past.to(z)
         tail = tail_of(z, past, max(self.width - 1, 0), packed)
         if self.width:
             before = z.new_zeros(z.shape[0], self.width - 1, z.shape[-1]) if past is None else past
-            seen, length, taps = torch.cat([before, z], dim=1), z.shape[1], self.conv.to(z).unbind()
-            parts = [tap * _shifted(seen, length, self.width - 1 - i, packed) for i, tap in enumerate(taps)]
+            inputs, length, taps = torch.cat([before, z], dim=1), z.shape[1], self.conv.to(z).unbind()
+            parts = [tap * _shifted(inputs, length, self.width - 1 - i, packed) for i, tap in enumerate(taps)]
             z = sum(parts[1:], start=parts[0])
         values = {}
         for (name, gate), part in zip(self.gates.items(), z.split(self.widths, dim=-1), strict=True):
-            one = part if gate.features == "raw" else F.silu(part)
-            one = one.unflatten(-1, self.shapes[name])
-            one = _unit(one) if gate.features == "unit" else one
-            values[name] = gate.value(one, {})
+            vector = part if gate.features == "raw" else F.silu(part)
+            vector = vector.unflatten(-1, self.shapes[name])
+            vector = _unit(vector) if gate.features == "unit" else vector
+            values[name] = gate.value(vector, {})
         return values, tail
 
 
 class TokenShift(nn.Module):
-    """x_t + m (x_{t-1} - x_t) for each reader of x [B, T, d], with a learned m [d] of its own.
+    """A learned mean of neighbouring tokens, x_t + m (x_{t-1} - x_t), for each reader of x [B, T, d].
 
-    m starts as a ramp over the channels, from 0 to 1. The token before the first is zero.
-    Peng et al. 2023 (arXiv:2305.13048).
+    Each reader has its own m [d], which starts as a ramp over the channels, from 0 to 1. The token before the first is
+    zero.
+
+    References:
+        Peng et al. 2023, arXiv:2305.13048.
     """
 
     def __init__(self, d_model: int, readers: Sequence[str]) -> None:
@@ -224,35 +256,53 @@ class TokenShift(nn.Module):
         self.share = Parameters(dict.fromkeys(readers, Ramp()), (d_model,))
 
     def forward(self, x: Tensor, last: Tensor | None, packed: Sequences | None = None) -> dict[str, Tensor]:
-        """last: the token before these, [B, 1, d]; None for zero. packed: as in `features`."""
-        seen = torch.cat([torch.zeros_like(x[:, :1]) if last is None else last, x], dim=1)
-        before = _shifted(seen, x.shape[1], 1, packed)
+        """Computes the mean of each reader.
+
+        Args:
+            x: The inputs, [B, T, d].
+            last: The token before them, [B, 1, d]; None for zero.
+            packed: The sequences that lie in x one after the other, as in `ops.convolution.features`.
+        """
+        inputs = torch.cat([torch.zeros_like(x[:, :1]) if last is None else last, x], dim=1)
+        before = _shifted(inputs, x.shape[1], 1, packed)
         return {name: x + share * (before - x) for name, share in self.share.items()}
 
 
 class RuleLayer(Started):
     """A rule as a layer, x [B, T, d] to y [B, T, d], which starts from torch's global generator as torch's layers do.
 
-    q, k and v come from one projection and one causal depthwise convolution, k and v for each of the rule's steps, and
-    then get the activation and norm of the rule's `features`. The unit norm comes before any gate scales k.
+    One projection and one causal depthwise convolution make q, k and v, with a k and a v for each of the rule's steps.
+    Then q, k and v get the activation and the norm of the rule's `features`. The unit norm comes before any gate scales
+    k.
 
-    rule: the rule, or the name of one. key_dim: width of a head's keys, d_model / heads where None. value_dim: width of
-        its values, key_dim where None.
-    conv: the convolution's width, 0 for none.
-    qk_heads: how many heads have a q and a k of their own; groups of heads / qk_heads share them. kv_heads: likewise of
-        k and v. At most one of the two is less than `heads`.
-    qk_norm: RMS norm with weights [K] on each head's q and k after their activation; a unit norm comes after it.
-    rope: the base of rotary positions on q and k, None for none. A token's steps share its place.
-    token_shift: q, k, v, the gates and the output gate are each projected from a mean of x_t and x_{t-1}.
-    output_norm, output_gate: kinds of `HeadNorm`. gate_rank: the width r of the gate's projection W_1 W_2 x through r
-        channels; None for one matrix.
-    features: a kind of `FEATURES`; None for the rule's own. scale: of the output, None for K ** -0.5.
-    low_rank_bias: whether the second matrix of a projection through few channels has a bias.
-    norm_eps: what the norms add to a mean square.
-    out_std: of the output projection's start, (heads value_dim) ** -0.5 where None.
+    Args:
+        rule: The rule, or its name.
+        d_model: d.
+        heads: H.
+        key_dim: K, the width of a head's keys; None for d_model / heads.
+        value_dim: V, the width of a head's values; None for `key_dim`.
+        conv: The width of the convolution; 0 for none.
+        qk_heads: The heads that have their own q and k, which groups of heads / qk_heads heads share; None for `heads`.
+        kv_heads: The heads that have their own k and v, shared in the same way; None for `heads`. At most one of
+            `qk_heads` and `kv_heads` is less than `heads`.
+        qk_norm: Whether each head's q and k get an RMS norm with weights [K], after the activation and before the unit
+            norm.
+        rope: The base of rotary positions on q and k; None for no positions. The steps of a token share its place.
+        token_shift: Whether q, k, v, the gates and the output gate each read a learned mean of x_t and x_{t-1}.
+        output_norm: The norm of each head's output, a kind of `HeadNorm`.
+        output_gate: The gate of the output, a kind of `HeadNorm`.
+        gate_rank: The width r of the output gate's projection W_1 W_2 x through r channels; None for one matrix.
+        features: The activation of q, k and v, a kind of `FEATURES`; None for that of the rule.
+        scale: The factor of the output; None for K ** -0.5.
+        low_rank_bias: Whether the second matrix of each projection W_1 W_2 x has a bias.
+        norm_eps: The number that norms add to a mean square.
+        out_std: The standard deviation at which the output projection starts; None for (heads value_dim) ** -0.5.
+        chunk_size: The tokens of a chunk in the parallel form.
+        backend: The code that runs the rule: "auto", or a name of `BACKENDS`.
 
-    Raises `InputError` for a name that no rule has, for settings out of these ranges, and where `heads` does not divide
-    d_model and there is no key_dim.
+    Raises:
+        InputError: No rule has this name, a setting is out of range, or `heads` does not divide `d_model` and there is
+            no `key_dim`.
     """
 
     def __init__(
@@ -290,9 +340,9 @@ class RuleLayer(Started):
             raise InputError(f"d_model {d_model} must be a multiple of heads {heads}, or give key_dim")
         key_dim = key_dim or d_model // heads
         value_dim = value_dim or key_dim
-        for name, own in (("qk_heads", qk_heads), ("kv_heads", kv_heads)):
-            if own is not None and heads % own:
-                raise InputError(f"{name} must divide heads {heads}, not be {own}")
+        for name, count in (("qk_heads", qk_heads), ("kv_heads", kv_heads)):
+            if count is not None and heads % count:
+                raise InputError(f"{name} must divide heads {heads}, not be {count}")
         if (qk_heads or heads) < heads and (kv_heads or heads) < heads:
             raise InputError(f"qk_heads {qk_heads} and kv_heads {kv_heads}: at most one may be less than heads {heads}")
         if norm_eps < 0:
@@ -322,17 +372,26 @@ class RuleLayer(Started):
             else:
                 second = linear(gate_rank, width, bias=low_rank_bias, widens=False)
                 self.gate = nn.Sequential(linear(d_model, gate_rank), second)
-        others = [*(["gates"] if self.gates.weights() or vectors else []), *(["gate"] if self.gate is not None else [])]
-        self.shift = TokenShift(d_model, ["q", "k", "v", *others]) if token_shift else None
+        more_readers = [
+            *(["gates"] if self.gates.weights() or vectors else []),
+            *(["gate"] if self.gate is not None else []),
+        ]
+        self.shift = TokenShift(d_model, ["q", "k", "v", *more_readers]) if token_shift else None
         self.out = linear(heads * value_dim, d_model, std=out_std)
 
     def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None, attention_mask: Tensor | None = None) -> Tensor:
-        """y [B, T, d].
+        """Computes y [B, T, d].
 
-        cu_seqlens: the bounds [N + 1] of N sequences in a row, 0 first and T last, where B = 1.
-        attention_mask [B, T]: 0 for padding, wherever it stands; the others of a row are one sequence. y is 0 there.
+        Args:
+            x: The inputs, [B, T, d].
+            cu_seqlens: The bounds [N + 1] of N sequences that lie in a row one after the other, from 0 to T. Takes
+                B = 1.
+            attention_mask: 0 for padding, which may stand anywhere, [B, T]. The other tokens of a row are one sequence.
+                y is 0 for padding.
 
-        Raises `InputError` for x of another form, for both masks, or for one that does not fit x.
+        Raises:
+            InputError: x has another form, there are both `cu_seqlens` and `attention_mask`, or one of them does not
+                fit x.
         """
         self._check(x)
         packing = Packing.of_padded(x, attention_mask, cu_seqlens)
@@ -343,16 +402,22 @@ class RuleLayer(Started):
     def advance(
         self, x: Tensor, cache: LayerCache | None = None, *, cu_seqlens: "Tensor | Sequences | None" = None
     ) -> tuple[Tensor, LayerCache]:
-        """y [B, T, d] for x that follows what the cache has seen, and the new cache.
+        """Computes y [B, T, d] for tokens that follow those of the cache, and the new cache.
 
-        cu_seqlens: as in `forward`; the caches are those of the N sequences then. A model makes their `Sequences` once
-        for all layers.
+        Args:
+            x: The inputs, [B, T, d].
+            cache: The memory of the tokens before; None if there are none.
+            cu_seqlens: As in `forward`, or its `Sequences`, which a model makes once for all layers. Caches are then
+                those of the N sequences.
+
+        Raises:
+            InputError: x has another form, or the cache is of another number of sequences.
         """
         self._check(x)
         packed = None if cu_seqlens is None else Sequences.of(cu_seqlens, x)
-        held, due = len(x) if cache is None else len(cache.conv), len(x if packed is None else packed.lengths)
-        if cache is not None and held != due:
-            raise InputError(f"the cache is of {held} sequences, but x holds {due}")
+        cached, sequences = len(x) if cache is None else len(cache.conv), len(x if packed is None else packed.lengths)
+        if cache is not None and cached != sequences:
+            raise InputError(f"the cache is of {cached} sequences, but x holds {sequences}")
         if packed is not None and cache is not None:
             return self._one_by_one(x, cache, packed)
         taps, past = self.conv if self.width else None, None if cache is None else cache.conv
@@ -360,27 +425,27 @@ class RuleLayer(Started):
         shifted = {} if self.shift is None else self.shift(x, None if cache is None else cache.last, packed)
         vectors: dict[str, Tensor] = {}
         if self.vectors is not None:
-            of_qkv = self.channels.total
-            before = None if past is None else past[..., of_qkv:]
-            past = None if past is None else past[..., :of_qkv]
-            vectors, vectors_tail = self.vectors(shifted.get("gates", x), before, packed)
+            qkv_width = self.channels.total
+            vectors_past = None if past is None else past[..., qkv_width:]
+            past = None if past is None else past[..., :qkv_width]
+            vectors, vectors_tail = self.vectors(shifted.get("gates", x), vectors_past, packed)
         if not shifted and fuses(x, taps, self.channels):
-            others = []
-            # With fewer tokens, copying the weights side by side costs more than reading x once for each.
+            more_weights = []
+            # With fewer tokens, copying the weights side by side costs more than reading x once for each weight.
             if x.shape[:2].numel() >= self.channels.total:
-                others = [*([] if self.gate is None else [_first(self.gate).weight]), *self.gates.weights()]
-            (q, k, v, tail), products = fused(x, self.qkv.weight, others, taps, past, self.channels, packed)
+                more_weights = [*([] if self.gate is None else [_first(self.gate).weight]), *self.gates.weights()]
+            (q, k, v, tail), products = fused(x, self.qkv.weight, more_weights, taps, past, self.channels, packed)
         else:
             q, k, v, tail = features(self._projected(x, shifted), taps, past, self.channels, packed)
         gate = products.pop(0) if products and self.gate is not None else None
         if gate is not None and isinstance(self.gate, nn.Sequential):
             gate = self.gate[1](gate)
         q, k = self._placed(*self._normed(q, k), cache, packed)
-        written = self.channels.v_heads if self.rule.grouped else self.heads
-        o, state, unlike = self._scanned(
+        key_heads = self.channels.v_heads if self.rule.grouped else self.heads
+        o, state, apart_states = self._scanned(
             _shared(q, self.heads),
-            _shared(k, written),
-            _shared(v, written),
+            _shared(k, key_heads),
+            _shared(v, key_heads),
             {**self.gates(shifted.get("gates", x), products), **vectors},
             cache,
             packed,
@@ -390,7 +455,7 @@ class RuleLayer(Started):
         if self.vectors is not None:
             tail = torch.cat([tail, vectors_tail.to(tail)], dim=-1)
         last = x.new_zeros(len(tail), 0, x.shape[2]) if self.shift is None else tail_of(x, None, 1, packed)
-        return self.out(self.norm(o, gate)), LayerCache(tail, state, self._places(x, cache, packed), last, unlike)
+        return self.out(self.norm(o, gate)), LayerCache(tail, state, self._places(x, cache, packed), last, apart_states)
 
     def _check(self, x: Tensor) -> None:
         width = self.qkv.in_features
@@ -401,19 +466,21 @@ class RuleLayer(Started):
             or 0 in x.shape
             or not x.is_floating_point()
         ):
-            given = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
-            raise InputError(f"x must be a non-empty floating tensor [B, T, {width}], not {given}")
+            description = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+            raise InputError(f"x must be a non-empty floating tensor [B, T, {width}], not {description}")
 
     def _one_by_one(self, x: Tensor, cache: LayerCache, packed: Sequences) -> tuple[Tensor, LayerCache]:
-        """`advance` of each of the packed sequences by itself, from its own cache."""
-        y, after = [], []
+        """Advances each of the packed sequences by itself, from its own cache."""
+        outputs, caches = [], []
         for n, (start, stop) in enumerate(itertools.pairwise(packed.cu_seqlens.tolist())):
-            one, now = self.advance(x[:, start:stop], cache.rows(torch.tensor([n])))
-            y.append(one)
-            after.append(now)
-        conv, place, last = (torch.cat([getattr(one, name) for one in after]) for name in ("conv", "place", "last"))
-        state, unlike = joined([one.state for one in after])
-        return torch.cat(y, dim=1), LayerCache(conv, state, place, last, unlike)
+            output, next_cache = self.advance(x[:, start:stop], cache.rows(torch.tensor([n])))
+            outputs.append(output)
+            caches.append(next_cache)
+        conv, place, last = (
+            torch.cat([getattr(output, name) for output in caches]) for name in ("conv", "place", "last")
+        )
+        state, unlike = joined([output.state for output in caches])
+        return torch.cat(outputs, dim=1), LayerCache(conv, state, place, last, unlike)
 
     def _scanned(
         self,
@@ -424,24 +491,24 @@ class RuleLayer(Started):
         cache: LayerCache | None,
         packed: Sequences | None,
     ) -> tuple[Tensor, State, tuple[State, ...]]:
-        """`scan`, and the new states as `LayerCache` holds them: together, or apart."""
-        how: dict[str, Any] = {"scale": self.scale, "backend": self.backend, "chunk_size": self.chunk_size}
-        given = () if cache is None else cache.apart
-        if given:
-            rows = [(slice(n, n + 1), slice(None)) for n in range(len(given))]
-            out, after = apart(self.rule, q, k, v, gates, rows, given, **how)
-            return torch.cat(out), *joined(after)
+        """Scans, and returns o and the new states as `LayerCache` holds them: together, or apart."""
+        options: dict[str, Any] = {"scale": self.scale, "backend": self.backend, "chunk_size": self.chunk_size}
+        states = () if cache is None else cache.apart
+        if states:
+            rows = [(slice(n, n + 1), slice(None)) for n in range(len(states))]
+            outputs, next_states = apart(self.rule, q, k, v, gates, rows, states, **options)
+            return torch.cat(outputs), *joined(next_states)
         if packed is not None and self.rule.transition is None:
-            # `scan` would go one by one too, and join states that may differ in size.
+            # `scan` would also go one by one, and would join states that may differ in size.
             bounds = packed.cu_seqlens.tolist()
             tokens = [(slice(None), slice(*ends)) for ends in itertools.pairwise(bounds)]
-            out, after = apart(self.rule, q, k, v, gates, tokens, [None] * len(tokens), **how)
-            return torch.cat(out, dim=1), *joined(after)
+            outputs, next_states = apart(self.rule, q, k, v, gates, tokens, [None] * len(tokens), **options)
+            return torch.cat(outputs, dim=1), *joined(next_states)
         state, cu_seqlens = None if cache is None else cache.state, None if packed is None else packed.cu_seqlens
-        return *scan(self.rule, q, k, v, gates, state=state, cu_seqlens=cu_seqlens, **how), ()
+        return *scan(self.rule, q, k, v, gates, state=state, cu_seqlens=cu_seqlens, **options), ()
 
     def _projected(self, x: Tensor, shifted: dict[str, Tensor]) -> Tensor:
-        """q, k and v side by side, [B, T, C], each from its own shift of x where there is one."""
+        """Returns q, k and v side by side, [B, T, C], each from its own shift of x if there is a shift."""
         if not shifted:
             projected: Tensor = self.qkv(x)
             return projected
@@ -451,14 +518,14 @@ class RuleLayer(Started):
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         if self.q_norm is None or self.k_norm is None:
             return q, k
-        # A norm may return fp32 under autocast.
+        # Cast back, because a norm may return fp32 under autocast.
         normed = self.q_norm(q).to(q.dtype), self.k_norm(k).to(k.dtype)
         return (_unit(normed[0]), _unit(normed[1])) if self.channels.features == "unit" else normed
 
     def _placed(
         self, q: Tensor, k: Tensor, cache: LayerCache | None, packed: Sequences | None
     ) -> tuple[Tensor, Tensor]:
-        """q and k turned by the angles of their tokens, each counted from the first of its sequence."""
+        """Turns q and k by the angles of their tokens, which are counted from the first token of a sequence."""
         if self.rope is None:
             return q, k
         place = torch.arange(q.shape[1], device=q.device)[None] if packed is None else packed.place
@@ -466,7 +533,7 @@ class RuleLayer(Started):
         return rotate(q, angle), rotate(k, angle.repeat_interleave(self.channels.steps, dim=1))
 
     def _places(self, x: Tensor, cache: LayerCache | None, packed: Sequences | None) -> Tensor:
-        """How many tokens each sequence has had after x, as `LayerCache.place` holds it."""
+        """Returns the number of tokens of each sequence up to the end of x, as `LayerCache.place` holds it."""
         if self.rope is None:
             return x.new_zeros(len(x) if packed is None else len(packed.lengths), 0, dtype=torch.long)
         if packed is not None:
@@ -474,32 +541,32 @@ class RuleLayer(Started):
         return x.new_full((x.shape[0], 1), x.shape[1], dtype=torch.long) + (0 if cache is None else cache.place)
 
 
-def _whole(least: int, **given: int | None) -> None:
-    for name, value in given.items():
+def _whole(least: int, **values: int | None) -> None:
+    for name, value in values.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
             raise InputError(f"{name} must be a whole number of at least {least}, not {value!r}")
 
 
-def _kinds(**given: bool | str | None) -> None:
+def _kinds(**values: bool | str | None) -> None:
     allowed = {"output_norm": HEAD_NORMS, "output_gate": HEAD_GATES, "features": FEATURES, "backend": BACKENDS}
-    for name, value in given.items():
+    for name, value in values.items():
         if not isinstance(value, bool | None) and value not in allowed[name]:
             raise unknown(name, value, allowed[name])
 
 
-def _shifted(seen: Tensor, length: int, back: int, packed: Sequences | None) -> Tensor:
-    """The tokens `back` before the last `length` of `seen` [B, T, C], zeros where they are of another sequence."""
-    first = seen.shape[1] - length - back
-    before = seen[:, first : first + length]
-    return before if packed is None else torch.where((packed.place >= back).unsqueeze(-1), before, 0)
+def _shifted(inputs: Tensor, length: int, back: int, packed: Sequences | None) -> Tensor:
+    """Returns the tokens that are `back` before the last `length` of `inputs`; zeros for another sequence's."""
+    first = inputs.shape[1] - length - back
+    earlier = inputs[:, first : first + length]
+    return earlier if packed is None else torch.where((packed.place >= back).unsqueeze(-1), earlier, 0)
 
 
 def _unit(x: Tensor) -> Tensor:
-    """x [.., K] over its norm, in x's dtype."""
+    """Returns x [..., K] over its norm, in x's dtype."""
     return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1, eps=LEAST_NORM).to(x.dtype)
 
 
 def _shared(x: Tensor, heads: int) -> Tensor:
-    """x [B, T, H, ..] for more heads: head h is head h // (heads / H) of x."""
+    """Repeats x [B, T, H, ...] for more heads: head h is head h // (heads / H) of x."""
     groups = heads // x.shape[2]
     return x if groups == 1 else x.unsqueeze(3).expand(-1, -1, -1, groups, -1).flatten(2, 3)

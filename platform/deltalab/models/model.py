@@ -20,11 +20,15 @@ from deltalab.ops.packing import Packing, Sequences
 
 
 class Embedding(Started, nn.Embedding):
-    """Rows of a matrix [V, d], started normal: tokens [B, T] to [B, T, d]; a function to its value of the matrix."""
+    """An embedding of tokens [B, T] as rows [B, T, d] of a matrix [V, d] that starts normal.
+
+    A call with a function returns the function's value of the matrix.
+    """
 
     starts = MappingProxyType({"weight": Normal(1.0)})
 
     def forward(self, tokens: Tensor | Callable[[Tensor], Tensor]) -> Tensor:
+        """Returns the rows of tokens, or a function's value of the matrix."""
         if not isinstance(tokens, Tensor):
             return tokens(self.weight)
         embed = automatic(self.weight.device.type).embed
@@ -34,12 +38,18 @@ class Embedding(Started, nn.Embedding):
 
 
 def swiglu_width(d_model: int) -> int:
-    """The hidden width of `SwiGLU` where none is given: 8/3 d rounded up to a multiple of 8."""
+    """Returns the default hidden width of `SwiGLU`: 8/3 d, rounded up to a multiple of 8."""
     return -(-8 * d_model // 24) * 8
 
 
 class SwiGLU(nn.Module):
-    """W_3 (SiLU(W_1 x) * W_2 x). hidden: the width of W_1 x, `swiglu_width` where None."""
+    """An MLP, W_3 (SiLU(W_1 x) * W_2 x).
+
+    Args:
+        d_model: The width of x.
+        hidden: The width of W_1 x; None for `swiglu_width`.
+        out_std: The standard deviation at which W_3 starts.
+    """
 
     def __init__(self, d_model: int, *, hidden: int | None = None, out_std: float) -> None:
         super().__init__()
@@ -48,8 +58,10 @@ class SwiGLU(nn.Module):
         self.out = linear(hidden, d_model, std=out_std)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Computes the MLP of x [..., d]."""
         if x.device.type == "cpu":
-            # Two products: the halves of one would be strided, and backward would copy their gradients side by side.
+            # Multiply twice: the halves of one product would be strided, and backward would copy their gradients side
+            # by side.
             gate, up = (F.linear(x, half) for half in self.into.weight.chunk(2))
             hidden = F.silu(gate) * up
         else:
@@ -67,16 +79,19 @@ def _swiglu(x: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """x + mixer(norm(x)), then x + mlp(norm(x)) where there is an MLP.
+    """A block of a model: x + mixer(norm(x)), then x + mlp(norm(x)) if there is an MLP.
 
-    The block leaves its last sum to the norm that follows it: it takes and returns x as two summands, x and branch. A
-    branch of None is zero.
+    The block leaves its last sum to the norm that follows the block. So it takes and returns two summands, x and
+    branch. A branch of None is zero.
+
+    Args:
+        spec: The specification of the layer, `ModelSpec.at`.
+        depth: The number of blocks of the whole model.
     """
 
     def __init__(self, spec: ModelSpec, depth: int) -> None:
-        """spec: `ModelSpec.at` of this layer. depth: the number of blocks of the whole model."""
         super().__init__()
-        # The branches of all layers add up; the scale keeps the variance of the sum independent of depth.
+        # The branches of all layers add up. The scale makes the variance of the sum independent of depth.
         shrink = (2 * depth) ** -0.5
         key_dim, value_dim = spec.head_dims
         self.norm = ResidualNorm(spec.d_model, spec.norm_eps)
@@ -115,6 +130,14 @@ class Block(nn.Module):
         cache: LayerCache | None = None,
         cu_seqlens: "Tensor | Sequences | None" = None,
     ) -> tuple[Tensor, Tensor, LayerCache]:
+        """Computes the two summands [B, T, d] of the block's output, and the new cache.
+
+        Args:
+            x: The first summand of the input, [B, T, d].
+            branch: The second summand, [B, T, d]; None for zero.
+            cache: As in `RuleLayer.advance`.
+            cu_seqlens: As in `RuleLayer.advance`.
+        """
         x, normed = self.norm(x, branch)
         branch, cache = self.mixer.advance(normed, cache, cu_seqlens=cu_seqlens)
         if self.mlp is not None:
@@ -124,10 +147,13 @@ class Block(nn.Module):
 
 
 class Rebuild(nn.Module):
-    """norm(MLP(h_T + p_t)) for every position t, from the last hidden state h_T alone: [B, T, d] to [B, T, d].
+    """Rebuilds every position t from the last hidden state h_T alone: norm(MLP(h_T + p_t)), [B, T, d] to [B, T, d].
 
-    The MLP is norm, linear, GELU, twice. p_t = [sin(t w), cos(t w)], w_i = 10000^(-i / (d/2 - 1)), i = 0 ... d/2 - 1
-    (Poli et al. 2024, arXiv:2403.17844).
+    The MLP is norm, linear, GELU, twice. The position is p_t = [sin(t w), cos(t w)], with
+    w_i = 10000^(-i / (d/2 - 1)) for i = 0 ... d/2 - 1.
+
+    References:
+        Poli et al. 2024, arXiv:2403.17844.
     """
 
     def __init__(self, d_model: int) -> None:
@@ -138,6 +164,7 @@ class Rebuild(nn.Module):
         self.norm = RMSNorm(d_model)
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """Rebuilds the hidden states [B, T, d] from the last of them."""
         half = hidden.shape[-1] // 2
         place = torch.arange(hidden.shape[1], device=hidden.device)[:, None]
         angle = place * 10000 ** -torch.linspace(0, 1, half, device=hidden.device)
@@ -147,12 +174,12 @@ class Rebuild(nn.Module):
 
 
 def places(x: Tensor, at: Tensor | None) -> Tensor:
-    """x [.., T, d] at the places `at` [.., m]: [.., m, d]; all of x where None."""
+    """Returns x [..., T, d] at the places `at` [..., m], [..., m, d]; all of x if `at` is None."""
     return x if at is None else x.gather(-2, at[..., None].expand(*at.shape, x.shape[-1]))
 
 
 class Model(Started):
-    """Tokens [B, T] to logits [B, T, vocab]."""
+    """A language model, tokens [B, T] to logits [B, T, vocab]."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -174,20 +201,33 @@ class Model(Started):
         cu_seqlens: Tensor | None = None,
         attention_mask: Tensor | None = None,
     ) -> Tensor:
-        """Logits [B, T, vocab], or those of the N positions where the mask `where` [B, T] is true: [N, vocab].
+        """Computes the logits [B, T, vocab].
 
-        cu_seqlens, attention_mask: as in `RuleLayer`. Logits of padding are 0.
+        Args:
+            tokens: Tokens, [B, T].
+            where: A mask [B, T]. With it, the logits are those of the N positions where it is true, [N, vocab].
+            cu_seqlens: As in `RuleLayer.forward`.
+            attention_mask: As in `RuleLayer.forward`. The logits of padding are 0.
+
+        Raises:
+            InputError: As for `features`.
         """
         features = self.features(tokens, cu_seqlens=cu_seqlens, attention_mask=attention_mask)
         return F.linear(features if where is None else features[where], self.head)
 
     def loss(self, tokens: Tensor, targets: Tensor, *, ignore: int = -100, **packing: Tensor | None) -> Tensor:
-        """The mean cross-entropy of the logits after tokens [B, T] with targets [B, T], in at least fp32.
+        """Computes the mean cross-entropy of the logits with targets, in at least fp32.
 
-        Targets that are `ignore` do not count. The logits of all positions are never held at once, and their gradient
-        is made in the forward pass. packing: keyword arguments of `features`.
+        The logits of all positions are never held at once, and their gradient is made in the forward pass.
 
-        Raises `InputError` as `features`, and for targets of another shape than tokens.
+        Args:
+            tokens: Tokens, [B, T].
+            targets: The token to predict at each position, [B, T].
+            ignore: The target of positions that do not count.
+            **packing: `cu_seqlens` and `attention_mask`, as in `features`.
+
+        Raises:
+            InputError: As for `features`, or targets have another shape than tokens.
         """
         return head_loss(self.features(tokens, **packing), self.head, targets, ignore=ignore)
 
@@ -199,9 +239,16 @@ class Model(Started):
         cu_seqlens: Tensor | None = None,
         attention_mask: Tensor | None = None,
     ) -> Tensor:
-        """Vectors [B, T, d] whose products with the rows of `head` are the logits; [B, m, d] at places `at` [B, m].
+        """Computes the vectors [B, T, d] whose products with the rows of `head` are the logits.
 
-        Raises `InputError` for tokens of another form, and for packed or padded sequences where the readout is `last`.
+        Args:
+            tokens: Tokens, [B, T].
+            at: Places [B, m]. With them, the vectors are those of these places, [B, m, d].
+            cu_seqlens: As in `RuleLayer.forward`.
+            attention_mask: As in `RuleLayer.forward`.
+
+        Raises:
+            InputError: Tokens have another form, or sequences are packed or padded and the readout is `last`.
         """
         _check_tokens(tokens)
         if self.rebuild is None:
@@ -225,11 +272,15 @@ class Model(Started):
     def step(
         self, tokens: Tensor, cache: list[LayerCache] | None = None, *, cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, list[LayerCache]]:
-        """Logits [B, T, vocab] for tokens that follow what the cache has seen, and the new cache.
+        """Computes the logits [B, T, vocab] of tokens that follow those of the cache, and the new cache.
 
-        cu_seqlens: as in `RuleLayer.advance`.
-        Raises `InputError` for tokens or a cache that do not fit, and for a model with readout `last`, which needs the
-        whole sequence.
+        Args:
+            tokens: Tokens, [B, T].
+            cache: The memory of each layer; None if there are no tokens before.
+            cu_seqlens: As in `RuleLayer.advance`.
+
+        Raises:
+            InputError: Tokens or the cache do not fit, or the readout is `last`, which needs the whole sequence.
         """
         _check_tokens(tokens)
         if self.rebuild is not None:
@@ -238,7 +289,7 @@ class Model(Started):
         return self.logits(hidden), cache
 
     def hidden(self, tokens: Tensor, cache: list[LayerCache] | None = None) -> tuple[Tensor, list[LayerCache]]:
-        """`transform` of tokens [B, T]."""
+        """Calls `transform` for tokens [B, T]."""
         return self.transform(self.embed(tokens), cache)
 
     def transform(
@@ -250,49 +301,55 @@ class Model(Started):
         cu_seqlens: Tensor | None = None,
         checkpoint: Callable[..., Any] | None = None,
     ) -> tuple[Tensor, list[LayerCache]]:
-        """Hidden states [B, T, d] for embedded tokens [B, T, d], and the new cache; `at` as in `features`.
+        """Computes the hidden states [B, T, d], and the new cache. After `graph_blocks`, training returns no cache.
 
-        cu_seqlens: as in `RuleLayer.advance`. checkpoint: calls a block, as its first argument, with the others; it may
-        compute the block again in backward, as `torch.utils.checkpoint.checkpoint` does. After `graph_blocks`, a
-        step of training returns no cache.
+        Args:
+            x: Embedded tokens, [B, T, d].
+            cache: The memory of each layer; None if there are no tokens before.
+            at: As in `features`.
+            cu_seqlens: As in `RuleLayer.advance`.
+            checkpoint: Calls its first argument, a block, with the other arguments, and may compute the block again in
+                backward, as `torch.utils.checkpoint.checkpoint` does.
         """
         branch: Tensor | None = None
-        seen: list[LayerCache] = []
+        caches: list[LayerCache] = []
         plain = cache is None and cu_seqlens is None and checkpoint is None
         if plain and self.graphs is not None and self.graphs.take(x):
             x, branch = self.graphs(x)
-            return self.norm(places(x, at), places(branch, at))[1], seen
+            return self.norm(places(x, at), places(branch, at))[1], caches
         packed = None if cu_seqlens is None else Sequences.of(cu_seqlens, x)
         for i, block in enumerate(self.blocks):
-            given = (x, branch, None if cache is None else cache[i], packed)
-            x, branch, now = block(*given) if checkpoint is None else checkpoint(block, *given)
-            seen.append(now)
-        return self.norm(places(x, at), None if branch is None else places(branch, at))[1], seen
+            arguments = (x, branch, None if cache is None else cache[i], packed)
+            x, branch, next_cache = block(*arguments) if checkpoint is None else checkpoint(block, *arguments)
+            caches.append(next_cache)
+        return self.norm(places(x, at), None if branch is None else places(branch, at))[1], caches
 
     def graph_blocks(self) -> None:
-        """Trains with `BlockGraphs`: on one GPU, where the host cannot launch small batches' kernels fast enough.
+        """Trains with `BlockGraphs`, on one GPU. Graphs help if batches are too small for the host to keep up.
 
-        Batches of other shapes than the first, packed rows, activation checkpointing, and a forward pass before the
-        last one's backward go on without graphs.
+        There are no graphs for batches of another shape than the first, for packed rows, with activation checkpointing,
+        and for a forward pass that comes before the backward pass of the last forward pass.
         """
         self.graphs = BlockGraphs(self.blocks)
 
     def logits(self, hidden: Tensor) -> Tensor:
+        """Computes the logits of hidden states."""
         return self._by_head(lambda head: F.linear(self._scaled(hidden), head))
 
     def cross_entropy(
         self, hidden: Tensor, targets: Tensor, *, ignore: int = -100, count: Tensor | int | None = None
     ) -> Tensor:
-        """`linear_cross_entropy` of the logits of hidden states [B, T, d] with targets [B, T]."""
+        """Computes `linear_cross_entropy` of the logits of hidden states [B, T, d] with targets [B, T]."""
         return self._by_head(lambda head: head_loss(self._scaled(hidden), head, targets, ignore=ignore, count=count))
 
     def _by_head(self, function: Callable[[Tensor], Tensor]) -> Tensor:
-        """A function's value of the output matrix.
+        """Returns a function's value of the output matrix.
 
-        Accelerate's FSDP2 shards embeddings by themselves, and has their weights only while the module is called.
+        With tied embeddings the embedding is called, because Accelerate's FSDP2 shards embeddings by themselves and has
+        their weights only while the module is called.
         """
-        found: Tensor = self.embed(function) if self.unembed is None else function(self.unembed.weight)
-        return found
+        value: Tensor = self.embed(function) if self.unembed is None else function(self.unembed.weight)
+        return value
 
     def _scaled(self, hidden: Tensor) -> Tensor:
         if self.unembed is not None:
@@ -300,7 +357,7 @@ class Model(Started):
         return hidden * self.spec.tied_factor
 
     def state_size(self, length: int) -> int:
-        """Elements that all layers hold for one sequence after `length` tokens, counted on the tensors."""
+        """Returns the number of elements that all layers hold for one sequence after `length` tokens."""
         with torch.no_grad():
             _, cache = self.hidden(torch.zeros(1, length, dtype=torch.long, device=self.embed.weight.device))
         return sum(layer.numel() for layer in cache)
@@ -309,16 +366,26 @@ class Model(Started):
 def _check_tokens(tokens: Tensor) -> None:
     whole = isinstance(tokens, Tensor) and tokens.dtype in (torch.int32, torch.int64)
     if not whole or tokens.dim() != 2 or 0 in tokens.shape:
-        given = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, Tensor) else f"a {type(tokens).__name__}"
-        raise InputError(f"tokens must be a non-empty tensor [B, T] of whole numbers, not {given}")
+        description = (
+            f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, Tensor) else f"a {type(tokens).__name__}"
+        )
+        raise InputError(f"tokens must be a non-empty tensor [B, T] of whole numbers, not {description}")
 
 
 def head_loss(
     features: Tensor, head: Tensor, targets: Tensor, *, ignore: int = -100, count: Tensor | int | None = None
 ) -> Tensor:
-    """`linear_cross_entropy` of features [B, T, d] and targets [B, T], in the dtype that autocast gives products.
+    """Computes `linear_cross_entropy`, in the dtype that autocast gives products.
 
-    Raises `InputError` for targets of another shape.
+    Args:
+        features: As `Model.features` returns them, [B, T, d].
+        head: The output matrix, [vocab, d].
+        targets: The token to predict at each position, [B, T].
+        ignore: The target of positions that do not count.
+        count: As in `linear_cross_entropy`.
+
+    Raises:
+        InputError: Targets have another shape than features.
     """
     if targets.shape != features.shape[:-1]:
         raise InputError(f"targets must be {list(features.shape[:-1])}, one for each token, not {list(targets.shape)}")
@@ -329,13 +396,19 @@ def head_loss(
 
 
 def build_model(spec: ModelSpec | Mapping[str, Any], *, seed: int = 0) -> Model:
-    """A model whose parameters start from the seed alone.
+    """Makes a model whose parameters start from the seed alone.
 
-    Raises `InputError` for keys or values that make no model.
+    Args:
+        spec: The specification, or its fields by name.
+        seed: The seed.
 
-    >>> model = build_model({"rule": "comba", "vocab_size": 16, "d_model": 8, "heads": 2})
-    >>> model(torch.zeros(1, 5, dtype=torch.long)).shape
-    torch.Size([1, 5, 16])
+    Raises:
+        InputError: The keys or values make no model.
+
+    Examples:
+        >>> model = build_model({"rule": "comba", "vocab_size": 16, "d_model": 8, "heads": 2})
+        >>> model(torch.zeros(1, 5, dtype=torch.long)).shape
+        torch.Size([1, 5, 16])
     """
     model = Model(ModelSpec.of(spec))
     initialize(model, seed)
@@ -343,19 +416,29 @@ def build_model(spec: ModelSpec | Mapping[str, Any], *, seed: int = 0) -> Model:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float, lr: float | None = None) -> list[dict[str, Any]]:
-    """Optimizer groups: weight decay applies to matrices, not to norms or what gates learn per head (a, dt, b, d).
+    """Returns optimizer groups in which weight decay applies to matrices alone.
 
-    A model with a `base_width` has a third group, which comes first: the matrices whose learning rate is lr
-    `width_share`. What a step decays them by does not fall with their rate (Wortsman et al. 2023, arXiv:2309.14322).
+    It does not apply to norms and to the numbers that gates learn for each head (a, dt, b, d). A model with a
+    `base_width` has another group, which comes first: the matrices whose learning rate is lr times `width_share`. A
+    step decays these matrices as if their rate were lr.
 
-    Raises `InputError` for such a model without `lr`.
+    Args:
+        model: The model.
+        weight_decay: The weight decay.
+        lr: The learning rate. A model with a `base_width` needs it.
+
+    Raises:
+        InputError: The model has a `base_width`, and there is no `lr`.
+
+    References:
+        Wortsman et al. 2023, arXiv:2309.14322, for the decay that does not fall with the rate.
     """
     share = model.spec.width_share if isinstance(model, Model) else 1.0
     scaled = [] if share == 1 else widening(model)
     if scaled and lr is None:
         raise InputError(f"a model with a base_width needs lr: its matrices have {share:g} times that rate")
-    own = {id(p) for p in scaled}
-    decayed = [p for p in model.parameters() if p.dim() > 1 and id(p) not in own]
+    scaled_ids = {id(p) for p in scaled}
+    decayed = [p for p in model.parameters() if p.dim() > 1 and id(p) not in scaled_ids]
     free = [p for p in model.parameters() if p.dim() <= 1]
     groups: list[dict[str, Any]] = [
         {"params": decayed, "weight_decay": weight_decay},

@@ -13,13 +13,13 @@ from deltalab.rule import UpdateRule
 SECOND_TO_LAST_OF_EIGHT = "second_to_last_of_every_eight"
 
 ATTENTION = "attention"
-"""The rule of the layers that `ModelSpec.attention` lists."""
+"""The rule of the layers in `ModelSpec.attention`."""
 
 RULE = "rule"
 """An entry of `ModelSpec.layers` that stands for `ModelSpec.rule`."""
 
 ROPE = 10000.0
-"""The base of rotary positions where none is given."""
+"""The default base of rotary positions."""
 
 OF_A_LAYER = (
     "heads",
@@ -38,13 +38,13 @@ OF_A_LAYER = (
     "scale",
     "low_rank_bias",
 )
-"""Settings that an entry of `ModelSpec.layers` may give its own layer."""
+"""The settings that an entry of `ModelSpec.layers` may change for its own layer."""
 
 TIED_WIDTH = 64
 """The width up to which tied logits have the factor d_model ** -0.5; above it, the factor is 8 / d_model."""
 
 LATER = {"since": "0.2"}
-"""Marks settings that the first release lacks: at their default they leave the key of a trial as it was."""
+"""Marks a setting that the first release lacks. At its default, the setting does not change the key of a trial."""
 
 Layer: TypeAlias = str | Mapping[str, Any]
 
@@ -63,54 +63,65 @@ MOST = {
     "window": 2**31 - 1,
     "chunk_size": 2**16,
 }
-"""The most that a whole number of a model may be; of `layers`, also the most blocks. No published model comes near."""
+"""The largest whole numbers of a model; that of `layers` bounds the blocks too. No published model comes near."""
 MOST_EXPANDED = 256
-"""The most that `expand_v` may be."""
+"""The largest `expand_v`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """A model, as data.
 
-    rule: a rule's name, or {name: ..., knob: ...}.
-    d_model, layers, heads: width, depth and heads of each layer. key_dim: width of a head's keys, d_model / heads where
-        None. expand_v: width of its values over that of its keys.
-    layers: a number, or a list of the layers from first to last. An entry is `rule`, which is the model's rule; another
-        rule's name; {name: ..., knob: ..., layer: {setting: ...}}, where `layer` changes settings of `OF_A_LAYER` in
-        this layer alone; or {repeat: n, pattern: [entry, ...]}. A list has an entry for each block, also of `mamba`.
-    conv: width of the short convolution over q, k and v, 0 for none.
-    qk_heads: how many heads have a q and a k of their own, which groups of value heads share (grouped value attention);
-        `heads` where None, 1 in `mamba` blocks. kv_heads: how many have a k and a v of their own, which groups of
-        query heads share (grouped-query attention). Each divides `heads`; a layer takes one of them.
-    qk_norm: whether each head's q and k have an RMS norm with weights, before the unit norm of the rules that have one.
-    rope: whether q and k have rotary positions; a number is their base, 10000 where true.
-    token_shift: whether projections read a learned mean of x_t and x_{t-1}, one for each of q, k, v, gates and output
-        gate (RWKV).
-    output_norm: of each head's output, a kind of `ops.norm.HeadNorm`: none (or false), rms (or true), rms_unweighted,
-        rms_all, layer, group. output_gate: none (or false), or what of W x multiplies the normed output: sigmoid (or
-        true), silu (swish); sigmoid_before_norm and silu_before_norm multiply before the norm (Mamba2).
-    gate_rank: the width r of the gate's projection W_1 W_2 x through r channels, None for one matrix.
-    block: `transformer` is [mixer, MLP]; `mamba` is [mixer] alone, q and k shared by all heads, twice the depth.
-    features: what q, k and v get after their convolution, a kind of `FEATURES` instead of the rule's own: unit (SiLU
-        and unit norm on q and k, SiLU on v), silu (SiLU on all three), unit_qk and silu_qk (the same without SiLU on
-        v), raw (nothing). scale: of each head's output, K ** -0.5 where None.
-    low_rank_bias: whether the second matrix of a projection through few channels (a gate's rank, `gate_rank`) has a
-        bias.
-    mlp: whether `transformer` blocks have a SwiGLU; False in `mamba` blocks. mlp_width: its hidden width, 8/3 d_model
-        rounded up to a multiple of 8 where None.
-    norm_eps: the number that all norms add to a mean square.
-    base_width: the d_model W that `train.lr` is meant for. So that a step moves activations of all widths alike,
-        training scales the rate of every matrix that d_model channels enter by W / d_model, and logits shrink with
-        W / d_model (muP). The model of width W is the model without a base_width. None scales nothing.
-    attention: the layers, counted from 0, that are softmax attention instead, or `second_to_last_of_every_eight`.
-        window: how many tokens these see, 0 for all. Both need a number of layers: a list says the same itself.
-    tie_embeddings: whether input and output embeddings are one matrix. Logits have the factor d_model ** -0.5 then, and
-        8 / d_model above width 64, so that the logit of the token that was just read starts below 8.
-    readout: `position` reads a position's logits from its own hidden state, `last` by an MLP from the position and the
-        last hidden state of the sequence.
-    chunk_size: tokens in a chunk of the parallel form.
+    Attributes:
+        vocab_size: The number of tokens that the model tells apart.
+        rule: The name of a rule, or {name: ..., knob: ...}.
+        d_model: The width of each layer.
+        layers: A number of layers, or a list of the layers from first to last. An entry of the list is `rule`, which
+            stands for the model's rule; the name of another rule; {name: ..., knob: ..., layer: {setting: ...}}, where
+            `layer` changes settings of `OF_A_LAYER` in this layer alone; or {repeat: n, pattern: [entry, ...]}. A list
+            has an entry for each block, also with `mamba` blocks.
+        heads: The heads of each layer.
+        key_dim: The width of a head's keys; None for d_model / heads.
+        expand_v: The width of a head's values over the width of its keys.
+        conv: The width of the short convolution over q, k and v; 0 for none.
+        qk_heads: The heads that have their own q and k, which groups of value heads share (grouped value attention).
+            None is `heads`, or 1 in `mamba` blocks. Divides `heads`.
+        kv_heads: The heads that have their own k and v, which groups of query heads share (grouped-query attention).
+            None is `heads`. Divides `heads`, and does not go with a smaller `qk_heads`.
+        qk_norm: Whether each head's q and k get an RMS norm with weights, before the unit norm of rules that have one.
+        rope: Whether q and k have rotary positions. A number is their base, and true is a base of 10000.
+        token_shift: Whether q, k, v, the gates and the output gate each read a learned mean of x_t and x_{t-1} (RWKV).
+        output_norm: The norm of each head's output, a kind of `ops.norm.HeadNorm`: none (or false), rms (or true),
+            rms_unweighted, rms_all, layer, group.
+        output_gate: The function of W x that multiplies the normed output: none (or false), sigmoid (or true), silu
+            (swish). With sigmoid_before_norm and silu_before_norm, it multiplies before the norm (Mamba2).
+        gate_rank: The width r of the output gate's projection W_1 W_2 x through r channels; None for one matrix.
+        features: The activation of q, k and v after their convolution, a kind of `FEATURES`: unit (SiLU and unit norm
+            on q and k, SiLU on v), silu (SiLU on all three), unit_qk and silu_qk (the same without SiLU on v), raw (no
+            activation). None is that of the rule.
+        scale: The factor of each head's output; None for K ** -0.5.
+        low_rank_bias: Whether the second matrix of each projection W_1 W_2 x (of a gate's rank, or of `gate_rank`) has
+            a bias.
+        block: `transformer` is [mixer, MLP]. `mamba` is [mixer] alone, with q and k shared by all heads, and twice the
+            depth.
+        mlp: Whether `transformer` blocks have a SwiGLU; false in `mamba` blocks.
+        mlp_width: The hidden width of the SwiGLU; None for 8/3 d_model, rounded up to a multiple of 8.
+        norm_eps: The number that all norms add to a mean square.
+        base_width: The d_model W that `train.lr` is meant for (muP). So that a step moves activations of all widths
+            alike, training scales the rate of every matrix that d_model channels enter by W / d_model, and logits
+            shrink with W / d_model. A model of width W is the same without a base_width. None scales nothing.
+        attention: The layers, counted from 0, that are softmax attention and not the rule, or
+            `second_to_last_of_every_eight`. Needs a number of `layers`, because a list names its attention itself.
+        window: The tokens that the layers of `attention` see; 0 for all. Needs a number of `layers`.
+        tie_embeddings: Whether input and output embeddings are one matrix. The logits of a tied model have the factor
+            d_model ** -0.5, or 8 / d_model above width 64, so that the logit of the token that was just read starts
+            below 8.
+        readout: `position` reads a position's logits from its own hidden state. `last` reads them by an MLP from the
+            position and the last hidden state of the sequence.
+        chunk_size: The tokens of a chunk in the parallel form.
 
-    Raises `InputError` for values that make no model.
+    Raises:
+        InputError: The values make no model.
     """
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
@@ -165,7 +176,7 @@ class ModelSpec:
             raise InputError(
                 f"model.expand_v must be a number above 0, and at most {MOST_EXPANDED}, not {self.expand_v!r}"
             )
-        object.__setattr__(self, "expand_v", float(self.expand_v))  # 2 and 2.0 are one model with one identity
+        object.__setattr__(self, "expand_v", float(self.expand_v))  # 2 and 2.0 are one model, with one identity
         self._check_heads()
         self._check_rope()
         self._check_output()
@@ -175,7 +186,7 @@ class ModelSpec:
         if self.readout not in ("position", "last"):
             raise unknown("readout", self.readout, ("position", "last"), where="model.readout")
         if self.block == "mamba":
-            object.__setattr__(self, "mlp", False)  # the block has no MLP, so that no study can ablate it
+            object.__setattr__(self, "mlp", False)  # such a block has no MLP that a study could ablate
         if isinstance(self.layers, list | tuple | Mapping):
             object.__setattr__(self, "layers", self._listed())
         else:
@@ -188,7 +199,11 @@ class ModelSpec:
 
     @classmethod
     def of(cls, given: "ModelSpec | Mapping[str, Any]") -> "ModelSpec":
-        """A specification from a mapping. Raises `InputError` for keys that do not exist or are missing."""
+        """Makes a specification from a mapping.
+
+        Raises:
+            InputError: A key does not exist, or a key is missing.
+        """
         if isinstance(given, ModelSpec):
             return given
         if not isinstance(given, Mapping):
@@ -203,7 +218,7 @@ class ModelSpec:
         return cls(**given)
 
     def make_rule(self) -> UpdateRule:
-        """The rule with its knobs set."""
+        """Returns the rule with its knobs set."""
         if isinstance(self.rule, str):
             return get_rule(self.rule)
         if not isinstance(self.rule, Mapping) or not isinstance(self.rule.get("name"), str):
@@ -212,18 +227,18 @@ class ModelSpec:
         return get_rule(self.rule["name"], **knobs)
 
     def rules(self) -> list[UpdateRule]:
-        """The rules of the layers: `make_rule`, then the others."""
+        """Returns the rules of the layers: that of `make_rule`, then the others."""
         rule = self.make_rule()
         if isinstance(self.layers, int):
             return [rule, *([get_rule(ATTENTION, window=self.window)] if self.attention else [])]
-        found = [rule]
+        rules = [rule]
         for layer in range(self.depth):
-            if (other := self.at(layer).make_rule()) not in found:
-                found.append(other)
-        return found
+            if (other := self.at(layer).make_rule()) not in rules:
+                rules.append(other)
+        return rules
 
     def at(self, layer: int) -> "ModelSpec":
-        """The model whose only blocks are like that of this layer, counted from 0."""
+        """Returns the model whose only blocks are like the block of a layer, which is counted from 0."""
         plain = replace(self, layers=1, attention=(), window=0)
         if isinstance(self.layers, int):
             return (
@@ -240,7 +255,7 @@ class ModelSpec:
 
     @property
     def depth(self) -> int:
-        """The number of blocks: twice a number of `layers` for `mamba`, whose blocks hold a mixer and no MLP."""
+        """The number of blocks. A number of `layers` is doubled for `mamba`, whose blocks have a mixer and no MLP."""
         if not isinstance(self.layers, int):
             return len(self.layers)
         return self.layers * (2 if self.block == "mamba" else 1)
@@ -255,37 +270,37 @@ class ModelSpec:
     def tied_factor(self) -> float:
         """The factor of logits from tied embeddings, on embeddings of unit scale."""
         width = self.base_width or self.d_model
-        # Recall is learned fastest from embeddings of unit scale; the factor gives logits unit scale too. At the start,
-        # the logit of the token that was just read is d times the factor. Wide models bound it, since e^sqrt(d) would
-        # outweigh the whole vocabulary.
+        # Recall is learned fastest from embeddings of unit scale, and the factor gives logits unit scale too. At the
+        # start, the logit of the token that was just read is d times the factor. In a wide model the factor bounds this
+        # logit, because e^sqrt(d) would outweigh the whole vocabulary.
         factor = float(width**-0.5 if width <= TIED_WIDTH else TIED_WIDTH**0.5 / width)
         # Training aligns hidden states with embeddings, so that their products grow with the width itself.
         return factor * self.width_share
 
     @property
     def width_share(self) -> float:
-        """W / d_model for a `base_width` W: what training multiplies the rate of matrices by; 1 without one."""
+        """W / d_model for a `base_width` W, the factor of the rate of matrices in training; 1 without a base_width."""
         return 1.0 if self.base_width is None else self.base_width / self.d_model
 
     def is_attention(self, layer: int) -> bool:
-        """Whether this layer, counted from 0, is softmax attention."""
+        """Returns whether a layer, counted from 0, is softmax attention."""
         if isinstance(self.attention, str):
             return layer % 8 == 6
         return layer in self.attention
 
     @property
     def own_qk_heads(self) -> int:
-        """How many heads have a q of their own."""
+        """The number of heads that have their own q."""
         return self.qk_heads or (1 if self.block == "mamba" else self.heads)
 
     def _check_heads(self) -> None:
         for name in ("qk_heads", "kv_heads"):
-            given = getattr(self, name)
-            if given is None:
+            count = getattr(self, name)
+            if count is None:
                 continue
-            _whole(name, given, least=1)
-            if self.heads % given:
-                raise InputError(f"model.{name} must divide heads {self.heads}, not be {given}")
+            _whole(name, count, least=1)
+            if self.heads % count:
+                raise InputError(f"model.{name} must divide heads {self.heads}, not be {count}")
         if self.kv_heads not in (None, self.heads) and self.own_qk_heads < self.heads:
             raise InputError(
                 "model.kv_heads: a layer shares k and v, or q and k by qk_heads (1 in mamba blocks), and not both; "
@@ -303,14 +318,14 @@ class ModelSpec:
     def _check_output(self) -> None:
         kinds = {"output_norm": HEAD_NORMS, "output_gate": HEAD_GATES}
         for name, allowed in kinds.items():
-            given = getattr(self, name)
-            if isinstance(given, bool):
+            kind = getattr(self, name)
+            if isinstance(kind, bool):
                 continue
-            if given not in allowed:
-                raise unknown(f"{name[7:]}", given, [*allowed, "true", "false"], where=f"model.{name}")
-            # One form for one model: a plain true or false stands in the keys of earlier trials.
+            if kind not in allowed:
+                raise unknown(f"{name[7:]}", kind, [*allowed, "true", "false"], where=f"model.{name}")
+            # One model has one form. The keys of earlier trials hold a plain true or false.
             plain = {"none": False, "rms": True, "sigmoid": True}
-            object.__setattr__(self, name, plain.get(given, given))
+            object.__setattr__(self, name, plain.get(kind, kind))
         if self.gate_rank is not None:
             _whole("gate_rank", self.gate_rank, least=1)
             if self.output_gate is False:
@@ -324,12 +339,12 @@ class ModelSpec:
         if self.features not in (None, *FEATURES):
             raise unknown("features", self.features, FEATURES, where="model.features")
         for name in ("scale", "norm_eps"):
-            given = getattr(self, name)
-            if given is None and name == "scale":
+            value = getattr(self, name)
+            if value is None and name == "scale":
                 continue
-            if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < 1e6:
-                raise InputError(f"model.{name} must be a positive number, not {given!r}")
-            object.__setattr__(self, name, float(given))
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
+                raise InputError(f"model.{name} must be a positive number, not {value!r}")
+            object.__setattr__(self, name, float(value))
         if self.base_width is not None:
             _whole("base_width", self.base_width, least=1)
         if self.mlp_width is not None:
@@ -340,9 +355,9 @@ class ModelSpec:
     def _check_attention(self) -> None:
         if not isinstance(self.layers, int):
             if self.attention or self.window:
-                what = "attention" if self.attention else "window"
+                key = "attention" if self.attention else "window"
                 raise InputError(
-                    f"model.{what} does not go with a list of layers: list {{name: {ATTENTION}, window: ...}} in layers"
+                    f"model.{key} does not go with a list of layers: list {{name: {ATTENTION}, window: ...}} in layers"
                 )
             object.__setattr__(self, "attention", ())
             return
@@ -366,42 +381,42 @@ class ModelSpec:
             raise InputError("model.window has no effect without attention layers")
 
     def _listed(self) -> tuple[Layer, ...]:
-        """The entries of `layers` one by one, each rule's knobs spelled out, so that equal means equal."""
-        own = self.make_rule().name
-        found = tuple(_entry(one, own) for one in _repeated(self.layers, "model.layers"))
-        if RULE not in map(_name, found):
+        """Returns the entries of `layers` one by one, with all knobs, so that equal models have equal entries."""
+        name = self.make_rule().name
+        entries = tuple(_entry(entry, name) for entry in _repeated(self.layers, "model.layers"))
+        if RULE not in map(_name, entries):
             raise InputError(
-                f"model.layers: rule '{own}' stands in no layer; list `{RULE}`, which is the model's rule, or '{own}'"
+                f"model.layers: rule '{name}' stands in no layer; list `{RULE}`, which is the model's rule, or '{name}'"
             )
-        return found
+        return entries
 
 
 def _name(entry: Layer) -> str:
     return entry if isinstance(entry, str) else str(entry["name"])
 
 
-def _repeated(given: object, where: str) -> list[object]:
-    """The entries of a list with its patterns repeated."""
-    if isinstance(given, Mapping):
-        given = [given]
-    if not isinstance(given, list | tuple) or not given:
-        raise InputError(f"{where} must list at least one layer, not {given!r}")
-    found: list[object] = []
-    for one in given:
-        if not isinstance(one, Mapping) or "name" in one:
-            found.append(one)
+def _repeated(layers: object, where: str) -> list[object]:
+    """Returns the entries of a list with its patterns repeated."""
+    if isinstance(layers, Mapping):
+        layers = [layers]
+    if not isinstance(layers, list | tuple) or not layers:
+        raise InputError(f"{where} must list at least one layer, not {layers!r}")
+    entries: list[object] = []
+    for entry in layers:
+        if not isinstance(entry, Mapping) or "name" in entry:
+            entries.append(entry)
             continue
-        for key in one:
+        for key in entry:
             if key not in ("repeat", "pattern"):
                 raise unknown("key", key, ("name", "repeat", "pattern"), where=where)
-        if "pattern" not in one:
+        if "pattern" not in entry:
             raise InputError(f"{where}: {{repeat: n}} needs pattern: [layer, ...]")
-        _whole("layers repeat", one.get("repeat", 1), least=1)
-        pattern = _repeated(one["pattern"], f"{where} pattern")
-        _few_blocks(len(found) + one.get("repeat", 1) * len(pattern))
-        found += one.get("repeat", 1) * pattern
-    _few_blocks(len(found))
-    return found
+        _whole("layers repeat", entry.get("repeat", 1), least=1)
+        pattern = _repeated(entry["pattern"], f"{where} pattern")
+        _few_blocks(len(entries) + entry.get("repeat", 1) * len(pattern))
+        entries += entry.get("repeat", 1) * pattern
+    _few_blocks(len(entries))
+    return entries
 
 
 def _few_blocks(count: int) -> None:
@@ -409,14 +424,14 @@ def _few_blocks(count: int) -> None:
         raise InputError(f"model.layers lists {count:,} blocks; a model has at most {MOST['layers']:,}")
 
 
-def _entry(given: object, own: str) -> Layer:
-    """An entry in its one form: `rule` where it is the model's rule as it stands. own: that rule's name."""
-    if isinstance(given, str):
-        given = {"name": given}
-    if not isinstance(given, Mapping) or not isinstance(given["name"], str):
-        raise InputError(f"model.layers: a layer is a rule's name or {{name: ..., knob: ...}}, not {given!r}")
-    name, settings = given["name"], given.get("layer") or {}
-    knobs = {key: value for key, value in given.items() if key not in ("name", "layer")}
+def _entry(entry: object, rule_name: str) -> Layer:
+    """Returns an entry in its one form, which is `rule` for the model's rule, named `rule_name`, as it stands."""
+    if isinstance(entry, str):
+        entry = {"name": entry}
+    if not isinstance(entry, Mapping) or not isinstance(entry["name"], str):
+        raise InputError(f"model.layers: a layer is a rule's name or {{name: ..., knob: ...}}, not {entry!r}")
+    name, settings = entry["name"], entry.get("layer") or {}
+    knobs = {key: value for key, value in entry.items() if key not in ("name", "layer")}
     if not isinstance(settings, Mapping):
         raise InputError(f"model.layers: layer takes {{setting: ...}}, not {settings!r}")
     for key in settings:
@@ -425,7 +440,7 @@ def _entry(given: object, own: str) -> Layer:
     settings = {"layer": dict(settings)} if settings else {}
     if name == RULE and knobs:
         raise InputError(f"model.layers: `{RULE}` is the model's rule with its knobs, and takes no {next(iter(knobs))}")
-    if name == RULE or (name == own and not knobs):
+    if name == RULE or (name == rule_name and not knobs):
         return {"name": RULE, **settings} if settings else RULE
     try:
         for key in knobs:

@@ -1,4 +1,4 @@
-"""How parameters start. Modules keep it as data by name, so that it lasts through copies, pickles and other devices."""
+"""The starts of parameters. A module keeps them as data by name, through copies, pickles and other devices."""
 
 import hashlib
 from collections.abc import Callable, Mapping
@@ -13,12 +13,12 @@ from deltalab.gates import Gate, Start
 from deltalab.ops.norm import HeadNorm, ResidualNorm, RMSNorm
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
-"""What torch.compile and activation checkpointing put into the names of the parameters that they wrap."""
+"""The parts that torch.compile and activation checkpointing add to the names of parameters."""
 
 
 @dataclass(frozen=True)
 class Normal:
-    """Normal numbers of mean 0."""
+    """Normal numbers of mean 0 and standard deviation `std`."""
 
     std: float
 
@@ -46,7 +46,7 @@ class Zeros:
 
 @dataclass(frozen=True)
 class Ramp:
-    """From 0 to 1 in equal steps: shape [n]."""
+    """Numbers [n] from 0 to 1 in equal steps."""
 
     def __call__(self, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
         return torch.linspace(0, 1, *shape)
@@ -54,7 +54,7 @@ class Ramp:
 
 @dataclass(frozen=True)
 class OfGate:
-    """As a gate says of its parameter `name`."""
+    """The start that a gate declares for its parameter `name`."""
 
     gate: Gate
     name: str
@@ -66,17 +66,18 @@ class OfGate:
 class Started(nn.Module):
     """A module that knows how its own parameters start.
 
-    starts: the start of each, by its name in this module.
+    Attributes:
+        starts: The start of each parameter, by its name in this module.
     """
 
     starts: Mapping[str, Start] = MappingProxyType({})
 
     def reset_parameters(self) -> None:
-        """Starts all parameters anew, those of submodules too, from torch's global generator."""
+        """Starts all parameters anew, also those of submodules, from torch's global generator."""
         initialize(self)
 
     def drawn(self, name: str, start: Start, *shape: int) -> nn.Parameter:
-        """A new parameter for the attribute `name`, started from torch's global generator."""
+        """Returns a new parameter for the attribute `name`, started from torch's global generator."""
         self.starts = {**self.starts, name: start}
         value = nn.Parameter(torch.empty(shape))
         _fill(value, start, None)
@@ -84,20 +85,26 @@ class Started(nn.Module):
 
 
 class Linear(Started, nn.Linear):
-    """A projection whose weights start normal, and whose bias, if any, starts at zero.
+    """A projection whose weights start normal, and whose bias, if there is one, starts at zero.
 
-    widens: whether it has more inputs in a wider model. The best learning rate of AdamW falls with them then.
+    Args:
+        inputs: The number of inputs.
+        outputs: The number of outputs.
+        std: The standard deviation at which the weights start.
+        bias: Whether there is a bias.
+        widens: Whether the projection has more inputs in a wider model. The best learning rate of AdamW then falls with
+            the width.
     """
 
     def __init__(self, inputs: int, outputs: int, std: float, *, bias: bool = False, widens: bool = True) -> None:
         self.widens = widens
-        # nn.Linear calls reset_parameters
+        # Set the starts first: nn.Linear calls reset_parameters.
         self.starts = {"weight": Normal(std), **({"bias": Zeros()} if bias else {})}
         super().__init__(inputs, outputs, bias=bias)
 
 
 class Parameters(Started, nn.ParameterDict):
-    """Parameters of one shape by name."""
+    """Parameters of one shape, by name."""
 
     def __init__(self, starts: Mapping[str, Start], shape: tuple[int, ...]) -> None:
         super().__init__()
@@ -108,15 +115,12 @@ class Parameters(Started, nn.ParameterDict):
 def linear(
     inputs: int, outputs: int, *, std: float | None = None, bias: bool = False, widens: bool = True
 ) -> nn.Linear:
-    """A projection; weights are normal with standard deviation `std`, inputs ** -0.5 where None; a bias is zero.
-
-    widens: as of `Linear`.
-    """
+    """Makes a `Linear` whose `std` is inputs ** -0.5 if it is None."""
     return Linear(inputs, outputs, inputs**-0.5 if std is None else std, bias=bias, widens=widens)
 
 
 def widening(module: nn.Module) -> list[nn.Parameter]:
-    """The matrices of a module that have more inputs in a wider model, in the order of its parameters."""
+    """Returns the matrices of a module that have more inputs in a wider model, in the order of its parameters."""
     return [cast(nn.Parameter, part.weight) for part in module.modules() if isinstance(part, Linear) and part.widens]
 
 
@@ -125,28 +129,32 @@ def initialize(
 ) -> None:
     """Starts the parameters of every layer and model of deltalab in a module anew.
 
-    seed: each parameter starts from the seed and its name alone, so that models start equal in what they share, on any
-        device and however sharded. None takes torch's global generator, as torch's own modules do: call
-        `torch.manual_seed` before it, with the same seed in all processes that share the parameters.
-    wanted: whether a parameter is started; the others stay as they are.
+    With a seed, each parameter starts from the seed and its name alone. So models start equal in the parameters that
+    they share, on any device and with any sharding.
+
+    Args:
+        module: The module, which may hold other modules too.
+        seed: The seed. None takes torch's global generator, as torch's own modules do. In that case call
+            `torch.manual_seed` first, with the same seed in all processes that share the parameters.
+        wanted: Whether a parameter is started. The others stay as they are.
     """
-    seen: set[int] = set()
+    started: set[int] = set()
     for path, part in module.named_modules():
         norm = isinstance(part, RMSNorm | ResidualNorm | HeadNorm)
         for name, value in part.named_parameters(recurse=False):
-            # Tied parameters start by their first name.
-            if id(value) in seen or not wanted(value):
+            # Start tied parameters once, by their first name.
+            if id(value) in started or not wanted(value):
                 continue
             if norm:
                 nn.init.constant_(value, 0.0 if name == "bias" else 1.0)
             elif isinstance(part, Started) and name in part.starts:
-                seen.add(id(value))
+                started.add(id(value))
                 _fill(value, part.starts[name], None if seed is None else _stream(seed, path, name))
 
 
 def _stream(seed: int, path: str, name: str) -> torch.Generator:
-    full = ".".join([part for part in path.split(".") if part and part not in WRAPPERS] + [name])
-    digest = hashlib.sha256(f"{seed}/{full}".encode()).digest()
+    address = ".".join([part for part in path.split(".") if part and part not in WRAPPERS] + [name])
+    digest = hashlib.sha256(f"{seed}/{address}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
 
 
@@ -154,16 +162,16 @@ def _stream(seed: int, path: str, name: str) -> torch.Generator:
 def _fill(value: Tensor, start: Start, generator: torch.Generator | None) -> None:
     if value.is_meta:
         return
-    # A seed gives the same numbers on any device; torch's global generator is one for each device.
+    # Draw on the CPU with a seed, for the same numbers on any device. Torch has a global generator for each device.
     with value.device if generator is None else torch.device("cpu"):
         drawn = start(tuple(value.shape), generator)
     if not hasattr(value, "device_mesh"):
         value.copy_(drawn)
         return
-    # Import late: it takes a second, and parameters are sharded nowhere else.
+    # Import late: the import takes a second, and few models are sharded.
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     assert isinstance(value, DTensor)
-    # Every process draws the whole tensor and keeps its own part, so that none waits for another.
+    # Every process draws the whole tensor and keeps its own part, so that no process waits for another.
     part = distribute_tensor(drawn.to(value.dtype), value.device_mesh, value.placements, src_data_rank=None)
     value.to_local().copy_(part.to_local())

@@ -1,4 +1,4 @@
-"""Copies a ledger between databases, whole or not at all, and compacts one."""
+"""Copies a ledger between databases, whole or not at all, and compacts a database."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,76 +31,102 @@ from deltalab.store.ledger import Store
 from deltalab.store.models import TRANSIENT, ArmTrial, Base, RuleVersion, Study, Trial
 
 ROWS_AT_ONCE = 5000
-KEYS_AT_ONCE = 300  # databases limit how many values a statement may have
+KEYS_AT_ONCE = 300
+"""The keys of a statement, since databases limit how many values a statement may have."""
 SAY_SECONDS = 5.0
 PLAIN = {Integer: "integer", String: "text", Double: "double precision"}
-"""The types of SQL whose values go from one driver to another as they are, as PostgreSQL calls them."""
+"""PostgreSQL's names of the types whose values pass from one database driver to another unchanged."""
 
 Say = Callable[[str], None]
 Values = dict[str, Any]
 
 
 def export_ledger(store: Store, file: str | Path, say: Say) -> dict[str, int]:
-    """Writes the whole ledger to a new SQLite file, itself a ledger, and returns its rows by table.
+    """Writes the whole ledger to a new SQLite file, which is a ledger itself. If this fails, no file is left.
 
-    say: takes a line about the progress now and then.
-    Raises `InputError` where the file exists or cannot be written; nothing is left of it then.
+    Args:
+        say: Takes a line about the progress now and then.
+
+    Returns:
+        The number of rows by table.
+
+    Raises:
+        InputError: The file exists or cannot be written.
     """
     url = database.address(file)
     if url.get_backend_name() != "sqlite":
         raise InputError("export writes a file; `platform db import FILE --db URL` fills another database with it")
-    whole = Path(str(url.database))
-    if whole.exists():
-        raise InputError(f"{whole}: exists; give the path of a new file")
-    unfinished = whole.with_name(f".{whole.name}.partial")
+    target = Path(str(url.database))
+    if target.exists():
+        raise InputError(f"{target}: exists; give the path of a new file")
+    unfinished = target.with_name(f".{target.name}.partial")
     files = [unfinished.with_name(unfinished.name + suffix) for suffix in ("", "-wal", "-shm", "-journal")]
     _remove(files)  # a killed export left them
     try:
-        with Store.open(unfinished) as made:
-            found = import_ledger(made, store, say)
-            with _writing(made, isolation_level="AUTOCOMMIT") as connection:
+        with Store.open(unfinished) as target_store:
+            counts = import_ledger(target_store, store, say)
+            with _writing(target_store, isolation_level="AUTOCOMMIT") as connection:
                 connection.exec_driver_sql("PRAGMA journal_mode=DELETE")  # one file, without a log beside it
-        unfinished.replace(whole)
+        unfinished.replace(target)
     finally:
         _remove(files)
-    return found
+    return counts
 
 
 def _remove(files: Iterable[Path]) -> None:
+    """Deletes files that may not exist."""
     for file in files:
         file.unlink(missing_ok=True)
 
 
 def import_ledger(store: Store, source: Store, say: Say) -> dict[str, int]:
-    """Adds all of a ledger to another in one transaction, and returns the rows that are new by table.
+    """Adds all of a ledger to another in one transaction. If this fails, the other ledger stays as it was.
 
     A study with the same identity, a trial with the same key, a rule with the same source, and so on, are the same in
-    both; what the ledger has of them stays as it is. An empty ledger takes over the ids; in others, ids grow by what
-    the largest was. Other writers wait meanwhile.
-    Raises `InputError` where a database cannot be read or written; the ledger is then as it was.
+    both ledgers; the rows that `store` already has stay as they are. An empty ledger takes over the ids. In others, the
+    largest id that the table had is added to each new id. Other writers wait meanwhile.
+
+    Args:
+        store: The ledger to fill.
+        source: The ledger to read.
+        say: Takes a line about the progress now and then.
+
+    Returns:
+        The number of new rows by table.
+
+    Raises:
+        InputError: A database cannot be read or written.
     """
-    with _reading(source) as read, _writing(store, writes=True) as write:
-        copy = _Copy(read, write, say)
-        new = {table.name: copy.table(table) for table in Base.metadata.sorted_tables if table.name not in TRANSIENT}
-        if write.dialect.name == "postgresql":  # until its autovacuum comes by, it would plan for the ledger of before
-            write.exec_driver_sql(f"ANALYZE {', '.join(new)}")
-        return new
+    with _reading(source) as reader, _writing(store, writes=True) as writer:
+        copy = _Copy(reader, writer, say)
+        counts = {table.name: copy.table(table) for table in Base.metadata.sorted_tables if table.name not in TRANSIENT}
+        if writer.dialect.name == "postgresql":  # otherwise it would plan for the old ledger until its autovacuum runs
+            writer.exec_driver_sql(f"ANALYZE {', '.join(counts)}")
+        return counts
 
 
 def vacuum(store: Store) -> dict[str, int]:
-    """Removes for good what nobody can see: studies that were deleted, trials of no arm and rules of no trial. Gives
-    free space back, and returns the removed rows by table.
+    """Removes what nobody can see, and gives free space back.
 
-    Raises `InputError` where other processes use the database all the time, and where the disk has no room for the copy
-    that this takes.
+    Studies that were deleted, trials of no arm and rules of no trial are removed for good.
+
+    Returns:
+        The number of removed rows by table.
+
+    Raises:
+        InputError: Other processes use the database all the time, or the disk has no room for the copy that this takes.
     """
     with _writing(store, writes=True) as connection:
-        gone = Study.deleted_at.is_not(None)
-        unheld = Trial.id.not_in(select(ArmTrial.trial_id))
-        unused = RuleVersion.id.not_in(select(Trial.rule_version_id))
+        deleted_studies = Study.deleted_at.is_not(None)
+        trials_of_no_arm = Trial.id.not_in(select(ArmTrial.trial_id))
+        rules_of_no_trial = RuleVersion.id.not_in(select(Trial.rule_version_id))
         deleted = {
-            table.__tablename__: connection.execute(delete(table).where(chosen)).rowcount
-            for table, chosen in ((Study, gone), (Trial, unheld), (RuleVersion, unused))
+            table.__tablename__: connection.execute(delete(table).where(condition)).rowcount
+            for table, condition in (
+                (Study, deleted_studies),
+                (Trial, trials_of_no_arm),
+                (RuleVersion, rules_of_no_trial),
+            )
         }
     with _writing(store, isolation_level="AUTOCOMMIT") as connection:
         if connection.dialect.name == "sqlite":
@@ -113,7 +139,7 @@ def vacuum(store: Store) -> dict[str, int]:
 
 
 def size(store: Store) -> int:
-    """The bytes of the database."""
+    """Returns the bytes of the database."""
     query = "SELECT pg_database_size(current_database())"
     if store._engine.name == "sqlite":
         query = "SELECT page_count * page_size FROM pragma_page_count, pragma_page_size"
@@ -123,41 +149,51 @@ def size(store: Store) -> int:
 
 @contextmanager
 def _reading(store: Store) -> Iterator[Connection]:
-    """One snapshot of the whole ledger, however long it is read."""
+    """Opens one snapshot of the whole ledger, however long it is read."""
     engine = store._engine
     if engine.name == "postgresql":
         engine = engine.execution_options(isolation_level="REPEATABLE READ")
-    with database.told(engine.url), engine.connect() as connection:
+    with database.input_errors(engine.url), engine.connect() as connection:
         yield connection
 
 
 @contextmanager
 def _writing(store: Store, **options: Any) -> Iterator[Connection]:
-    with database.told(store._engine.url), store._engine.execution_options(**options).begin() as connection:
+    """Opens a transaction that writes."""
+    with database.input_errors(store._engine.url), store._engine.execution_options(**options).begin() as connection:
         yield connection
 
 
 class _Copy:
     """Copies tables, each after those that it refers to.
 
-    _ids: table -> a row's id in the source -> its id here. _new: table -> the ids here of rows that came with the copy.
+    Attributes:
+        _ids: table -> a row's id in the source -> its id in the target.
+        _new: table -> the ids in the target of rows that the copy added.
     """
 
-    def __init__(self, read: Connection, write: Connection, say: Say) -> None:
-        self._read, self._write, self._say = read, write, say
+    def __init__(self, reader: Connection, writer: Connection, say: Say) -> None:
+        self._reader, self._writer, self._say = reader, writer, say
         self._ids: dict[str, dict[int, int]] = {}
         self._new: dict[str, set[int]] = {}
 
     def table(self, table: Table) -> int:
         """Copies a table's rows, and returns how many are new."""
-        before, total = (at.scalar(select(func.count()).select_from(table)) or 0 for at in (self._write, self._read))
-        after, done, said = 0, 0, time.monotonic()
+        before, total = (
+            connection.scalar(select(func.count()).select_from(table)) or 0
+            for connection in (self._writer, self._reader)
+        )
+        largest_id, read_rows, said_at = 0, 0, time.monotonic()
         if "id" in table.c:
             self._ids[table.name], self._new[table.name] = {}, set()
-            after = self._write.scalar(select(func.max(table.c.id))) or 0
-        plain = "id" not in table.c and all(type(column.type) in PLAIN for column in table.c)
-        insert = self._insert_plain(table) if plain else partial(self._insert, table, before=before, after=after)
-        rows = self._read.execution_options(yield_per=ROWS_AT_ONCE).execute(
+            largest_id = self._writer.scalar(select(func.max(table.c.id))) or 0
+        is_plain = "id" not in table.c and all(type(column.type) in PLAIN for column in table.c)
+        insert = (
+            self._insert_plain(table)
+            if is_plain
+            else partial(self._insert, table, before=before, largest_id=largest_id)
+        )
+        rows = self._reader.execution_options(yield_per=ROWS_AT_ONCE).execute(
             select(table).order_by(*table.primary_key.columns)
         )
         for part in rows.partitions(ROWS_AT_ONCE):
@@ -165,21 +201,23 @@ class _Copy:
                 insert(part)
             except DataError as error:  # such as a number that PostgreSQL's integers do not hold
                 reason = " ".join(str(error.orig).split())
-                raise InputError(f"{database.shown(self._write.engine.url)}: table {table.name}: {reason}") from None
-            done += len(part)
-            if time.monotonic() - said > SAY_SECONDS:
-                said = time.monotonic()
-                self._say(f"{table.name}: {done:,} of {total:,} rows")
-        if "id" in table.c and done and self._write.dialect.name == "postgresql":
+                raise InputError(
+                    f"{database.display_url(self._writer.engine.url)}: table {table.name}: {reason}"
+                ) from None
+            read_rows += len(part)
+            if time.monotonic() - said_at > SAY_SECONDS:
+                said_at = time.monotonic()
+                self._say(f"{table.name}: {read_rows:,} of {total:,} rows")
+        if "id" in table.c and read_rows and self._writer.dialect.name == "postgresql":
             name = f"pg_get_serial_sequence('{table.name}', 'id')"
-            self._write.exec_driver_sql(f"SELECT setval({name}, (SELECT max(id) FROM {table.name}))")
-        return (self._write.scalar(select(func.count()).select_from(table)) or 0) - before
+            self._writer.exec_driver_sql(f"SELECT setval({name}, (SELECT max(id) FROM {table.name}))")
+        return (self._writer.scalar(select(func.count()).select_from(table)) or 0) - before
 
     def _insert_plain(self, table: Table) -> Callable[[Sequence[Row[Any]]], None]:
-        """Inserts numbers and text as the drivers take them: metrics are most of a ledger."""
+        """Returns a function that inserts numbers and text quickly, since metrics are most of a ledger."""
         names = ", ".join(table.c.keys())
         arrays = ", ".join(f"%s::{PLAIN[type(column.type)]}[]" for column in table.c)
-        source, by_column = f"SELECT * FROM unnest({arrays})", self._write.dialect.name == "postgresql"
+        source, by_column = f"SELECT * FROM unnest({arrays})", self._writer.dialect.name == "postgresql"
         if not by_column:
             source = f"VALUES ({', '.join('?' for _ in table.c)})"
         statement = f"INSERT INTO {table.name} ({names}) {source} ON CONFLICT DO NOTHING"
@@ -190,23 +228,23 @@ class _Copy:
                 for key in column.foreign_keys:
                     values[:] = [self._id(table, key, number) for number in values]
             rows = tuple(map(_array, columns)) if by_column else [*zip(*columns, strict=True)]
-            self._write.exec_driver_sql(statement, rows)
+            self._writer.exec_driver_sql(statement, rows)
 
         return insert
 
     def _id(self, table: Table, key: ForeignKey, number: int) -> int:
-        """The id here of a row that a row of `table` refers to."""
+        """Returns the id in the target of a row that a row of `table` refers to."""
         parent = key.column.table.name
         try:
             return self._ids[parent][number]
         except KeyError:
             raise InputError(
-                f"{database.shown(self._read.engine.url)}: is damaged: a row of table {table.name} refers to "
+                f"{database.display_url(self._reader.engine.url)}: is damaged: a row of table {table.name} refers to "
                 f"{parent} {number}, which there is not"
             ) from None
 
-    def _insert(self, table: Table, part: Sequence[Row[Any]], before: int, after: int) -> None:
-        """Inserts the rows that the table does not have. before: its rows here. after: the largest id here."""
+    def _insert(self, table: Table, part: Sequence[Row[Any]], before: int, largest_id: int) -> None:
+        """Inserts the rows that the table lacks. `before` is its number of rows, `largest_id` its largest id."""
         rows = [dict(row._mapping) for row in part]
         for key in table.foreign_keys:
             column = key.parent.name
@@ -215,42 +253,45 @@ class _Copy:
                     row[column] = None
                 elif row[column] is not None:
                     row[column] = self._id(table, key, row[column])
-        insert = (postgresql if self._write.dialect.name == "postgresql" else sqlite).insert(table)
+        insert = (postgresql if self._writer.dialect.name == "postgresql" else sqlite).insert(table)
         if "id" in table.c:
-            known = self._known(table, rows) if before else {}
-            natural, fresh = _natural(table), []
+            known_ids = self._known(table, rows) if before else {}
+            key_columns, new_rows = _natural(table), []
             for row in rows:
-                old = row["id"]
-                have = known.get(tuple(row[column] for column in natural))
-                if natural and have is not None:
-                    self._ids[table.name][old] = have
-                elif natural or self._of_new(table, row):
-                    row["id"] = self._ids[table.name][old] = old + after
-                    self._new[table.name].add(old + after)
-                    fresh.append(row)
-            rows = fresh
+                source_id = row["id"]
+                known_id = known_ids.get(tuple(row[column] for column in key_columns))
+                if key_columns and known_id is not None:
+                    self._ids[table.name][source_id] = known_id
+                elif key_columns or self._of_new(table, row):
+                    row["id"] = self._ids[table.name][source_id] = source_id + largest_id
+                    self._new[table.name].add(source_id + largest_id)
+                    new_rows.append(row)
+            rows = new_rows
         elif before:
             insert = insert.on_conflict_do_nothing()
         if rows:
-            self._write.execute(insert, rows)
+            self._writer.execute(insert, rows)
 
     def _known(self, table: Table, rows: list[Values]) -> dict[tuple[Any, ...], int]:
-        """The ids here of those rows that are here, by their natural keys."""
+        """Returns the ids in the target of those rows that it has, by their natural keys."""
         columns = [table.c[name] for name in _natural(table)]
-        found: dict[tuple[Any, ...], int] = {}
+        ids: dict[tuple[Any, ...], int] = {}
         for start in range(0, len(rows) if columns else 0, KEYS_AT_ONCE):
             keys = [tuple(row[column.name] for column in columns) for row in rows[start : start + KEYS_AT_ONCE]]
-            for number, *key in self._write.execute(select(table.c.id, *columns).where(tuple_(*columns).in_(keys))):
-                found[tuple(key)] = number
-        return found
+            for number, *key in self._writer.execute(select(table.c.id, *columns).where(tuple_(*columns).in_(keys))):
+                ids[tuple(key)] = number
+        return ids
 
     def _of_new(self, table: Table, row: Values) -> bool:
-        """Whether the row refers to one that came with the copy."""
+        """Returns whether the row refers to one that the copy added."""
         return any(row[key.parent.name] in self._new[key.column.table.name] for key in table.foreign_keys)
 
 
 def _natural(table: Table) -> list[str]:
-    """The columns that say which row is the same in two ledgers; none where a row belongs to the one it refers to."""
+    """Returns the columns that say which row is the same in two ledgers.
+
+    There are none if a row belongs to the row that it refers to.
+    """
     for constraint in table.constraints:
         if isinstance(constraint, UniqueConstraint):
             return [column.name for column in constraint.columns]
@@ -258,7 +299,7 @@ def _natural(table: Table) -> list[str]:
 
 
 def _array(values: Sequence[str | float]) -> str:
-    r"""An array as PostgreSQL writes it; its driver takes longer for a list than for all the rest.
+    r"""Returns an array as PostgreSQL writes it. Its driver takes longer for a list than for all the rest.
 
     >>> print(_array([1, 0.1, 'a "b"']))
     {1,0.1,"a \"b\""}

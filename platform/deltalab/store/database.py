@@ -1,4 +1,4 @@
-"""Opens the ledger's database: checks that it is ours and current, and turns its failures into one line."""
+"""Opens the ledger's database, checks that it is deltalab's and current, and turns its failures into one line."""
 
 import json
 import re
@@ -18,17 +18,20 @@ from deltalab.errors import InputError, unknown
 from deltalab.store.models import Base
 from deltalab.store.outage import Outage
 
-LOCK_SECONDS = 30  # how long a writer waits for another one
-STOPPED_SECONDS = 60  # how long a writer in PostgreSQL may hold the lock without a statement
-WRITER_LOCK = 0x64656C7461  # the advisory lock that our writers take in PostgreSQL
+LOCK_SECONDS = 30
+"""How long a writer waits for another one."""
+STOPPED_SECONDS = 60
+"""How long a writer in PostgreSQL may hold the lock without a statement."""
+WRITER_LOCK = 0x64656C7461
+"""The advisory lock that our writers take in PostgreSQL."""
 KEEPALIVE = {"keepalives_idle": 30, "keepalives_interval": 10, "keepalives_count": 3, "tcp_user_timeout": 60_000}
-"""In s, s, a number and ms: PostgreSQL's client finds out within a minute that the server's machine is gone."""
+"""Options, in s, s, a number and ms, by which PostgreSQL's client finds within a minute that the server is gone."""
 
 MISTYPED = re.compile(r":.*@|@.*:|\b(password|passwd|pwd)\s*=|^\W*(postgres|sqlite)[\w+]*\s*:", re.DOTALL)
 """A path that is a mistyped URL or a connection string, and may hold a password."""
 SECRETS = ("password", "sslpassword")
 
-# PostgreSQL's SQLSTATE, or how it begins.
+# PostgreSQL's SQLSTATE, or its first digits.
 NO_PERMISSION = {"42501", "25006"}  # insufficient privilege, read-only transaction
 PASSING = (
     "08",  # the connection failed
@@ -49,22 +52,24 @@ SQLITE_PASSING = {
 
 
 def address(where: str | Path | None) -> URL:
-    """The database URL for a path or a URL; None is ./deltalab.db.
+    """Returns the database URL for a path or a URL; None is ./deltalab.db.
 
-    Raises `InputError` for a URL that cannot be parsed (and does not repeat it: it may hold a password), for a database
-    other than SQLite or PostgreSQL, and for SQLite without a file.
+    Raises:
+        InputError: The URL cannot be parsed (the message does not repeat it, since it may hold a password), the
+            database is neither SQLite nor PostgreSQL, or SQLite has no file.
 
-    >>> address(None)
-    sqlite:///deltalab.db
-    >>> address("postgresql://me:secret@host/lab")
-    postgresql://me:***@host/lab
+    Examples:
+        >>> address(None)
+        sqlite:///deltalab.db
+        >>> address("postgresql://me:secret@host/lab")
+        postgresql://me:***@host/lab
     """
     text = "deltalab.db" if where is None else str(where).strip()
     unreadable = InputError(
         "the database's URL cannot be read; allowed: PATH, sqlite:///PATH, postgresql://USER@HOST/NAME; "
         "a password's @ is written %40"
     )
-    # A URL that went through `Path` has lost a slash. Do not take it for a file, named after a password.
+    # A URL that went through `Path` has lost a slash. It must not become a file that is named after a password.
     if not re.match(r"[A-Za-z][\w+]+:/", text):
         if MISTYPED.search(text):
             raise unreadable
@@ -77,7 +82,7 @@ def address(where: str | Path | None) -> URL:
         drivers = ["sqlite", "postgresql", "postgresql+psycopg"]
         if url.drivername not in drivers:
             raise unknown("database", url.drivername, drivers)
-        # A password that holds @, or & in the place of ?, puts a part of a password into another part of the URL.
+        # A password that holds @, = or & may end up in another part of the URL.
         if url.get_backend_name() == "postgresql" and re.search("[@=&]", f"{url.username}{url.host}{url.database}"):
             raise unreadable
     if url.get_backend_name() == "sqlite" and url.database in (None, "", ":memory:"):
@@ -85,25 +90,28 @@ def address(where: str | Path | None) -> URL:
     return url
 
 
-def shown(url: URL) -> str:
-    """The URL without its password, and without its query, which may hold one too."""
+def display_url(url: URL) -> str:
+    """Returns the URL without its password, and without its query, which may hold a password, too."""
     return url.set(query={}).render_as_string(hide_password=True)
 
 
 def without_password(text: str) -> str:
-    """A word of a command without the passwords of the URLs in it.
+    """Returns a word of a command without the passwords of the URLs in it.
 
-    >>> without_password("--db=postgresql://me:secret@host/lab?password=secret")
-    '--db=postgresql://me:***@host/lab?password=***'
+    Examples:
+        >>> without_password("--db=postgresql://me:secret@host/lab?password=secret")
+        '--db=postgresql://me:***@host/lab?password=***'
     """
     text = re.sub(r"(password\s*=\s*)[^&\s]+", r"\1***", text)
     return re.sub(r"(://[^/@\s]*?:)\S+(?=@)", r"\1***", text)
 
 
 def connect(url: URL, *, migrating: bool = False) -> Engine:
-    """An engine that begins each transaction itself, and takes the write lock for those with the option `writes`.
+    """Returns an engine that begins each transaction itself, and takes the write lock for the option `writes`.
 
-    migrating: for migrations, which need foreign keys off and write-ahead logging on.
+    Args:
+        url: The address of the database.
+        migrating: Whether the engine is for migrations, which need foreign keys off and write-ahead logging on.
     """
     sqlite = url.get_backend_name() == "sqlite"
     options = {"timeout": LOCK_SECONDS} if sqlite else {"connect_timeout": LOCK_SECONDS, **KEEPALIVE}
@@ -112,15 +120,15 @@ def connect(url: URL, *, migrating: bool = False) -> Engine:
             url,
             connect_args={name: value for name, value in options.items() if name not in url.query},
             pool_pre_ping=True,
-            json_serializer=partial(json.dumps, allow_nan=False),  # NaN is not JSON: PostgreSQL refuses it
+            json_serializer=partial(json.dumps, allow_nan=False),  # NaN is not JSON, and PostgreSQL refuses it
         )
     except ModuleNotFoundError:
-        raise InputError(f"{shown(url)}: needs psycopg; pip install 'deltalab[postgres]'") from None
+        raise InputError(f"{display_url(url)}: needs psycopg; pip install 'deltalab[postgres]'") from None
 
-    def connected(connection: DBAPIConnection, _: ConnectionPoolEntry) -> None:
+    def on_connect(connection: DBAPIConnection, _: ConnectionPoolEntry) -> None:
         cursor = connection.cursor()
         cursor.execute("PRAGMA synchronous=NORMAL")
-        # With foreign keys on, a batch migration, which drops and remakes tables, would delete rows that refer to them.
+        # A batch migration drops and remakes tables. With foreign keys on, it would delete the rows that refer to them.
         # Write-ahead logging changes the file, so it is switched on only in a file known to be ours.
         if migrating:
             _log_ahead(cursor)
@@ -128,29 +136,29 @@ def connect(url: URL, *, migrating: bool = False) -> Engine:
             cursor.execute("PRAGMA foreign_keys=ON")
         cursor.close()
 
-    def begun(connection: Connection) -> None:
+    def on_begin(connection: Connection) -> None:
         options = connection.get_execution_options()
         if options.get("isolation_level") == "AUTOCOMMIT":
             return
         writes = options.get("writes", False)
         if sqlite:
-            # The driver's own BEGIN comes too late for DDL. A writer takes the lock first: a transaction that reads and
-            # then writes fails at once if another one wrote in between.
+            # The driver's own BEGIN comes too late for DDL. A writer takes the lock first, since a transaction that
+            # reads and then writes fails at once if another transaction wrote in between.
             connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
         elif writes:
             connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{LOCK_SECONDS}s'")
-            # A driver that is stopped amid a write would keep all others from writing.
+            # Otherwise a driver that is stopped amid a write would keep all others from writing.
             connection.exec_driver_sql(f"SET LOCAL idle_in_transaction_session_timeout = '{STOPPED_SECONDS}s'")
             connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({WRITER_LOCK})")
 
     if sqlite:
-        event.listen(engine, "connect", connected)
-    event.listen(engine, "begin", begun)
+        event.listen(engine, "connect", on_connect)
+    event.listen(engine, "begin", on_begin)
     return engine
 
 
 def _log_ahead(cursor: DBAPICursor) -> None:
-    """Switches write-ahead logging on. SQLite waits for no lock while it does, whatever the timeout: so we do."""
+    """Switches write-ahead logging on, and waits for locks, since SQLite does not wait here whatever its timeout."""
     until = time.monotonic() + LOCK_SECONDS
     while True:
         try:
@@ -163,25 +171,27 @@ def _log_ahead(cursor: DBAPICursor) -> None:
 
 
 @contextmanager
-def told(url: URL) -> Iterator[None]:
-    """Turns failures caused by the machine or the user into an `InputError`; our own faults pass through.
+def input_errors(url: URL) -> Iterator[None]:
+    """Turns failures caused by the machine or the user into an `InputError`. Faults of deltalab pass through.
 
-    Raises `Outage`, an `InputError`, for those that may pass.
+    Raises:
+        Outage: A failure that may pass.
+        InputError: Any other failure caused by the machine or the user.
     """
     try:
         yield
     except DBAPIError as error:
         sqlite = url.get_backend_name() == "sqlite"
         code, state = getattr(error.orig, "sqlite_errorcode", None), getattr(error.orig, "sqlstate", None)
-        ours = isinstance(error, OperationalError) and code == sqlite3.SQLITE_ERROR
-        theirs = (
+        is_our_fault = isinstance(error, OperationalError) and code == sqlite3.SQLITE_ERROR
+        is_outside_fault = (
             isinstance(error, OperationalError)
             or type(error) is DatabaseError  # SQLite's "file is not a database" and "malformed"
             or error.connection_invalidated
             or state in NO_PERMISSION
             or (state or "").startswith(PASSING)
         )
-        if ours or not theirs:
+        if is_our_fault or not is_outside_fault:
             raise
         reason = " ".join(str(error.orig).split())
         for secret in (url.password, *(value for name in SECRETS for value in url.normalized_query.get(name, ()))):
@@ -199,69 +209,75 @@ def told(url: URL) -> Iterator[None]:
         elif reason == "database disk image is malformed":
             reason += ": restore a copy, or save what can be read with `sqlite3 FILE .recover`"
         if sqlite:
-            passing = code is not None and code & 0xFF in SQLITE_PASSING
+            may_pass = code is not None and code & 0xFF in SQLITE_PASSING
         else:
             # A server that cannot be reached has no SQLSTATE.
-            passing = error.connection_invalidated or (state.startswith(PASSING) if state else True)
-        raise (Outage if passing else InputError)(f"{shown(url)}: {reason}") from None
+            may_pass = error.connection_invalidated or (state.startswith(PASSING) if state else True)
+        raise (Outage if may_pass else InputError)(f"{display_url(url)}: {reason}") from None
 
 
 MIGRATIONS = Path(__file__).parent / "migrations"
 
 
 def revisions() -> list[str]:
-    """The first to the latest: the file of each migration begins with the name of its revision."""
+    """Returns the revisions from the first to the latest. The file name of each migration begins with its revision."""
     return sorted(file.stem.partition("_")[0] for file in (MIGRATIONS / "versions").glob("[0-9]*.py"))
 
 
 Schema = dict[str, set[str]]
-"""Table -> columns."""
+"""The columns of each table."""
 
 
 def revision(connection: Connection, url: URL) -> str | None:
-    """The revision of a deltalab database; None for an empty one.
+    """Returns the revision of a deltalab database, or None for an empty database.
 
-    Raises `InputError` for a database that is not deltalab's although a revision may have one of our names, for one
-    whose migration was cut short, and for one that a newer deltalab wrote.
+    Raises:
+        InputError: The database is not deltalab's although a revision may have one of our names, its migration was cut
+            short, or a newer deltalab wrote it.
     """
-    foreign = InputError(f"{shown(url)}: is not a deltalab database; give the path of a new one")
+    foreign = InputError(f"{display_url(url)}: is not a deltalab database; give the path of a new one")
     tables = set(inspect(connection).get_table_names())
     if not tables:
         return None
-    found = _schema(connection, {"alembic_version", *Base.metadata.tables} & tables)
-    if found.get("alembic_version") != {"version_num"}:
+    schema = _schema(connection, {"alembic_version", *Base.metadata.tables} & tables)
+    if schema.get("alembic_version") != {"version_num"}:
         raise foreign
     heads = connection.scalars(text("SELECT version_num FROM alembic_version")).all()
     if len(heads) != 1 or not {"study", "arm", "trial", "run", "metric"} <= tables:
         raise foreign
     if heads[0] not in revisions():
-        raise InputError(f"{shown(url)}: revision '{heads[0]}' is newer than this deltalab knows; upgrade deltalab")
+        raise InputError(
+            f"{display_url(url)}: revision '{heads[0]}' is newer than this deltalab knows; upgrade deltalab"
+        )
     wanted, later = _models(), Schema()
     if heads[0] != (latest := revisions()[-1]):
         wanted, later = _migrated(heads[0]), _migrated(latest)
     for table in {**later, **wanted}:
-        lacking = wanted.get(table, set()) - found.get(table, set())
-        ahead = (later.get(table, set()) - wanted.get(table, set())) & found.get(table, set())
-        if lacking or ahead:
-            names = ", ".join(sorted(lacking or ahead))
+        missing = wanted.get(table, set()) - schema.get(table, set())
+        ahead = (later.get(table, set()) - wanted.get(table, set())) & schema.get(table, set())
+        if missing or ahead:
+            names = ", ".join(sorted(missing or ahead))
             raise InputError(
-                f"{shown(url)}: is not a deltalab database of the revision '{heads[0]}' that it states, or damaged: "
-                f"table {table} has {'no ' if lacking else ''}{names}; restore a copy, or give the path of a new one"
+                f"{display_url(url)}: is not a deltalab database of the revision '{heads[0]}' that it states, "
+                f"or damaged: table {table} has {'no ' if missing else ''}{names}; "
+                "restore a copy, or give the path of a new one"
             )
     return str(heads[0])
 
 
 def _schema(connection: Connection, tables: Iterable[str]) -> Schema:
-    found = inspect(connection).get_multi_columns(filter_names=list(tables))
-    return {table: {column["name"] for column in columns} for (_, table), columns in found.items()}
+    """Returns the columns of tables of a database."""
+    columns_of = inspect(connection).get_multi_columns(filter_names=list(tables))
+    return {table: {column["name"] for column in columns} for (_, table), columns in columns_of.items()}
 
 
 def _models() -> Schema:
+    """Returns the columns of tables as this code declares them."""
     return {name: set(table.columns.keys()) for name, table in Base.metadata.tables.items()}
 
 
 def _migrated(to: str) -> Schema:
-    """The tables that the migrations up to a revision make."""
+    """Returns the tables that the migrations up to a revision make."""
     engine = create_engine("sqlite://")
     with engine.connect() as connection:
         _upgrade(connection, to)
@@ -270,7 +286,9 @@ def _migrated(to: str) -> Schema:
 
 
 def _upgrade(connection: Connection, to: str) -> None:
-    from alembic import command  # Load it here: it takes longer than to read a ledger, which seldom needs it.
+    """Runs the migrations up to a revision."""
+    # Import here: this takes longer than reading a ledger, which seldom needs it.
+    from alembic import command
     from alembic.config import Config
 
     config = Config(attributes={"connection": connection})
@@ -279,33 +297,34 @@ def _upgrade(connection: Connection, to: str) -> None:
 
 
 def require_file(url: URL) -> None:
-    """Raises `InputError` where the URL names a file that does not exist."""
+    """Raises `InputError` if the URL names a file that does not exist."""
     if url.get_backend_name() == "sqlite" and "uri" not in url.query and not Path(url.database or "").exists():
-        raise InputError(f"{shown(url)}: no such database; `platform study run` makes one")
+        raise InputError(f"{display_url(url)}: no such database; `platform study run` makes one")
 
 
 def require_current(engine: Engine, *, create: bool) -> None:
-    """Checks that the database is ours and current; with `create`, fills an empty one with tables.
+    """Checks that the database is deltalab's and current; with `create`, fills an empty one with tables.
 
-    Raises `InputError` where it is not, and for an empty or missing one without `create`.
+    Raises:
+        InputError: The database is not deltalab's or not current, or it is empty or missing and `create` is false.
     """
     url = engine.url
     if not create:
         require_file(url)
-    with told(url):
+    with input_errors(url):
         with engine.connect() as connection:
-            found = revision(connection, url)
-        if found is None and create:
+            current = revision(connection, url)
+        if current is None and create:
             migrate(url)
-        elif found is None:
-            raise InputError(f"{shown(url)}: is empty; `platform study run` fills one")
-        elif found != revisions()[-1]:
-            raise InputError(f"{shown(url)}: revision '{found}' is old; run `platform db upgrade` first")
+        elif current is None:
+            raise InputError(f"{display_url(url)}: is empty; `platform study run` fills one")
+        elif current != revisions()[-1]:
+            raise InputError(f"{display_url(url)}: revision '{current}' is old; run `platform db upgrade` first")
 
 
 def migrate(url: URL) -> None:
     """Brings an empty or older database to this code's revision, all or nothing."""
-    with told(url), ExitStack() as stack:
+    with input_errors(url), ExitStack() as stack:
         engine = connect(url)
         stack.callback(engine.dispose)
         with engine.connect() as connection:

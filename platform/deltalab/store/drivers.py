@@ -1,14 +1,15 @@
 """Who drives a study: its claim in the ledger, and whether the process behind a claim still lives.
 
-A driver's row in the table `driver` is its claim. A thread of the driver raises the row's counter every `BEAT_SECONDS`.
-Clocks decide nothing, since they jump and differ between machines. A claim is void where
+A driver's row in the table `driver` is its claim. A thread of the driver raises a counter in the row every
+`BEAT_SECONDS`. Clocks decide nothing, since they jump and differ between machines. A claim is void in two cases:
 
-- the driver ran on this machine and its process is gone: seen at once, by the process's number and start; or
-- it runs where its process cannot be seen from here, and its counter stood still for `LEASE_SECONDS` while this process
+- The driver ran on this machine and its process is gone. The number and the start of the process tell this at once.
+- The driver's process cannot be seen from here, and its counter stood still for `LEASE_SECONDS` while this process
   watched, by its own monotonic clock.
 
-A driver that was cut off and lost its claim learns so from the ledger: its heartbeat and its records are refused.
-Only what is shown (`shown`, `living`) goes by the age of the last heartbeat, written and read by the database's clock.
+A driver that was cut off and lost its claim learns this from the ledger: its heartbeat and its records are refused.
+Only what is shown (`mark_interrupted`, `living`) depends on the age of the last heartbeat. The database's clock writes
+and reads that age.
 """
 
 import threading
@@ -27,11 +28,15 @@ from deltalab.store.process import Process
 BEAT_SECONDS = 5.0
 LEASE_SECONDS = 60.0
 HERE: set[str] = set()
-"""Ids of the drivers of this process."""
+"""The ids of the drivers of this process."""
 
 
 class Busy(InputError):
-    """Another driver runs the study. driver: which one."""
+    """Another driver runs the study.
+
+    Attributes:
+        driver: The other driver.
+    """
 
     def __init__(self, study: str, driver: Driver) -> None:
         super().__init__(f"study '{study}' is running already, {driver.where}; --join takes part in it")
@@ -48,9 +53,9 @@ class TakenOver(InputError):
 
 
 class Heartbeat:
-    """Calls `beat` every `BEAT_SECONDS` from a thread, until it returns False: the claim is lost.
+    """Calls `beat` every `BEAT_SECONDS` from a thread, until it returns False because the claim is lost.
 
-    What `beat` raises is left for the driver's next own call: a database that is gone fails that one, too.
+    An `InputError` of `beat` is ignored: if the database is gone, the driver's next operation fails with it, too.
     """
 
     def __init__(self, beat: Callable[[], bool]) -> None:
@@ -65,7 +70,7 @@ class Heartbeat:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stop.set()
-        self._thread.join(1.0)  # longer only where the database is gone
+        self._thread.join(1.0)  # it takes longer only if the database is gone
 
     def _run(self) -> None:
         while not self._stop.wait(BEAT_SECONDS):
@@ -77,20 +82,30 @@ class Heartbeat:
 
 
 def lives(driver: Driver) -> bool | None:
-    """None where this process cannot tell."""
+    """Returns whether a driver lives, or None if this process cannot tell."""
     process = Process(driver.host, driver.machine, driver.pid, driver.started)
     return driver.id in HERE if process == Process.here() else process.lives
 
 
 def holder(session: Session, study_id: int) -> Driver | None:
-    """The driver that holds a study, alive or not."""
+    """Returns the driver that holds a study, alive or not."""
     return session.scalar(select(Driver).where(Driver.study_id == study_id, Driver.holds))
 
 
 def claim(session: Session, study: Study, driver_id: str, runs: str, still: tuple[str, int] | None) -> Driver | None:
-    """Makes a driver of this process the holder of a study. Returns the dead holder whose place it took.
+    """Makes a driver of this process the holder of a study.
 
-    still: the holder, and its counter, that the caller has watched for `LEASE_SECONDS`. Raises `Busy`.
+    Args:
+        session: A transaction that writes.
+        runs: Its folder of weights.
+        still: The holder, and its counter, that the caller has watched for `LEASE_SECONDS`; None if it has watched
+            none.
+
+    Returns:
+        The dead holder whose place the driver took; None if there was none.
+
+    Raises:
+        Busy: The holder lives, or may live.
     """
     before = holder(session, study.id)
     if before is not None and before.id != driver_id:
@@ -103,6 +118,7 @@ def claim(session: Session, study: Study, driver_id: str, runs: str, still: tupl
 
 
 def add(session: Session, study_id: int, driver_id: str, runs: str, *, holds: bool, places: int = 1) -> None:
+    """Adds a driver of this process."""
     here = Process.here()
     session.add(
         Driver(
@@ -126,14 +142,14 @@ def add(session: Session, study_id: int, driver_id: str, runs: str, *, holds: bo
 
 
 def beat(session: Session, driver_id: str, progress: dict[str, Any]) -> bool:
-    """Raises the counter, and writes down what the driver does. False where the claim is lost."""
+    """Raises the counter of a driver and records what the driver does. Returns False if its claim is lost."""
     row = update(Driver).where(Driver.id == driver_id).returning(Driver.id)
     written = row.values(beat=Driver.beat + 1, beat_at=_seconds(session), progress=progress)
     return session.scalar(written) is not None
 
 
 def require(session: Session, driver_id: str) -> None:
-    """Raises `TakenOver` where the claim is lost."""
+    """Raises `TakenOver` if the claim of a driver is lost."""
     if session.scalar(select(Driver.id).where(Driver.id == driver_id)) is None:
         raise TakenOver
 
@@ -145,8 +161,8 @@ def end(session: Session, study_id: int, driver_id: str) -> None:
     HERE.discard(driver_id)
 
 
-def shown(session: Session, studies: Iterable[Study]) -> None:
-    """Makes "interrupted" of "running" in what was read, where nobody runs the study."""
+def mark_interrupted(session: Session, studies: Iterable[Study]) -> None:
+    """Changes the state of studies that were read from "running" to "interrupted" if no driver runs them."""
     running = {study.id: study for study in studies if study.state == "running"}
     if not running:
         return
@@ -158,7 +174,10 @@ def shown(session: Session, studies: Iterable[Study]) -> None:
 
 
 def living(session: Session, rows: Iterable[Driver]) -> list[Driver]:
-    """The drivers that live. Where this process cannot tell, a recent heartbeat counts, so use it only to show."""
+    """Returns the drivers that live.
+
+    If this process cannot tell, a recent heartbeat counts. So the result is only to be shown, and decides nothing.
+    """
     now = _seconds(session)
 
     def alive(driver: Driver) -> bool:
@@ -169,7 +188,7 @@ def living(session: Session, rows: Iterable[Driver]) -> list[Driver]:
 
 
 def _seconds(session: Session) -> float:
-    """The time of the database's machine, in Unix seconds."""
+    """Returns the time of the database's machine, in Unix seconds."""
     if session.get_bind().dialect.name == "sqlite":
         return float(session.execute(select((func.julianday("now") - 2440587.5) * 86400.0)).scalar_one())
     return float(session.execute(select(func.date_part("epoch", func.clock_timestamp()))).scalar_one())

@@ -29,7 +29,7 @@ class Store(Ledger):
     """The open ledger. Only the driver process has one.
 
     Writers wait for each other for up to 30 s, in SQLite as in PostgreSQL. Every operation waits for a database that is
-    gone, full or locked (`deltalab.store.outage`), and raises `InputError` where it is not back in time.
+    gone, full or locked (`deltalab.store.outage`), and raises `InputError` if it is not back in time.
     """
 
     def __init__(self, engine: Engine, patience: float = PATIENCE_SECONDS) -> None:
@@ -39,12 +39,18 @@ class Store(Ledger):
 
     @classmethod
     def open(cls, where: str | Path | None = None, *, create: bool = True, patience: float = PATIENCE_SECONDS) -> Self:
-        """Opens PATH, sqlite:///PATH or postgresql://USER@HOST/NAME; None is ./deltalab.db.
+        """Opens a ledger, and makes a new database or fills an empty one unless `create` is false.
 
-        Makes a new database, or fills an empty one, unless `create` is false. Opening does not wait for a database that
-        is gone: its address may be mistyped. patience: the seconds that later operations wait for one.
-        Raises `InputError` for a database that is not deltalab's, or an older or newer one (each is left as it was),
-        for one that is locked, may not be read or has no server, and without `create` for one that does not exist.
+        Opening does not wait for a database that is gone, since its address may be mistyped.
+
+        Args:
+            where: PATH, sqlite:///PATH or postgresql://USER@HOST/NAME; None is ./deltalab.db.
+            create: Whether to make a database that does not exist.
+            patience: The seconds that later operations wait for a database that is gone.
+
+        Raises:
+            InputError: The database is not deltalab's, or an older or newer one (each is left as it was); it is locked,
+                may not be read or has no server; or it does not exist and `create` is false.
         """
         engine = database.connect(database.address(where))
         try:
@@ -56,13 +62,17 @@ class Store(Ledger):
 
     @staticmethod
     def exists(where: str | Path | None = None) -> bool:
-        """Whether there is a file at the address; a database server counts as there."""
+        """Returns whether there is a file at the address. A database on a server counts as there."""
         url = database.address(where)
         return url.get_backend_name() != "sqlite" or Path(str(url.database)).exists()
 
     @staticmethod
     def upgrade(where: str | Path | None = None) -> None:
-        """Migrates an older database to this code's revision. Raises `InputError` as `open(create=False)` does."""
+        """Migrates an older database to this code's revision.
+
+        Raises:
+            InputError: As in `open` with `create=False`.
+        """
         url = database.address(where)
         database.require_file(url)
         database.migrate(url)
@@ -75,7 +85,7 @@ class Store(Ledger):
         return Path(str(url.database)).absolute().parent if local else Path.cwd()
 
     def close(self) -> None:
-        """Whoever wants a study that this store still claims may take it over from now on."""
+        """Closes the database. From now on, another driver may take over a study that this store still claims."""
         drivers.HERE.difference_update(self._claims.values())
         self._engine.dispose()
 
@@ -87,8 +97,9 @@ class Store(Ledger):
 
     @contextmanager
     def _writing(self) -> Iterator[Session]:
+        """Opens a transaction that writes."""
         engine = self._engine.execution_options(writes=True)
-        with database.told(self._engine.url), Session(engine) as session, session.begin():
+        with database.input_errors(self._engine.url), Session(engine) as session, session.begin():
             yield session
 
     def begin_study(
@@ -102,26 +113,34 @@ class Store(Ledger):
         *,
         runs: str = "",
     ) -> int:
-        """Claims the study with this identity, marks it as running, creates it at the first call, and returns its id.
+        """Claims the study with this identity, creates it at the first call, marks it as running, and returns its id.
 
         The claim lasts until `finish_study` or `close`, as long as `beat` is called. A study whose driver is gone is
-        taken over, with a word in the log; where that cannot be seen at once, its heartbeat is watched for a minute.
-        The study's provenance is replaced; earlier, different ones are kept under "earlier". A deleted study is brought
-        back.
-        runs: the folder of weights, for drivers that join.
-        Raises `Busy` where another driver runs the study, and `InputError` where the identity is recorded with other
-        arms.
+        taken over, with a line in the log. If it cannot be seen at once whether that driver is gone, its heartbeat is
+        watched for a minute. A deleted study is brought back.
+
+        Args:
+            profile: The name of its profile; None for the default profile.
+            identity: The hash of all that the study computes.
+            spec: The study as resolved.
+            provenance: What it runs with. It replaces an earlier, different provenance, which is kept under "earlier".
+            runs: The folder of weights, for drivers that join.
+
+        Raises:
+            Busy: Another driver runs the study.
+            InputError: The identity is recorded with other arms.
         """
-        still = self._watched(identity)
-        study_id, before = self._begin(name, profile, identity, spec, arms, provenance, runs, still)
-        if before is not None:
-            _log.warning(f"study '{name}': took over from a driver that is gone, {before.where}")
+        watched = self._watched(identity)
+        study_id, dead_driver = self._begin(name, profile, identity, spec, arms, provenance, runs, watched)
+        if dead_driver is not None:
+            _log.warning(f"study '{name}': took over from a driver that is gone, {dead_driver.where}")
         return study_id
 
     def _watched(self, identity: str) -> tuple[str, int] | None:
-        """The study's holder and its counter, once that has stood still for `LEASE_SECONDS`.
+        """Watches the study's holder for `LEASE_SECONDS`, and returns it with its counter if that stood still.
 
-        None where there is no holder, and where this process can see whether the holder lives. Raises `Busy`.
+        Returns None if there is no holder, or if this process can see whether the holder lives. Raises `Busy` if the
+        counter grows.
         """
         first, until = None, time.monotonic() + drivers.LEASE_SECONDS
         while True:
@@ -140,7 +159,7 @@ class Store(Ledger):
 
     @waited
     def held(self, identity: str) -> tuple[Study | None, Driver | None]:
-        """The study with this identity, and the driver that holds it, alive or not."""
+        """Returns the study with this identity, and the driver that holds it, alive or not."""
         with self._reading() as session:
             study = session.scalar(select(Study).where(Study.identity == identity))
             return study, drivers.holder(session, study.id) if study else None
@@ -155,9 +174,9 @@ class Store(Ledger):
         arms: Sequence[ArmRecord],
         provenance: dict[str, Any],
         runs: str,
-        still: tuple[str, int] | None,
+        watched: tuple[str, int] | None,
     ) -> tuple[int, Driver | None]:
-        """The study's id, and the dead driver that held it."""
+        """Writes a study and the claim to it, and returns its id and the dead driver that held it."""
         with self._writing() as session:
             study = session.scalar(select(Study).where(Study.identity == identity))
             if study is None:
@@ -174,7 +193,7 @@ class Store(Ledger):
                 session.flush()
                 for position, arm in enumerate(arms):
                     session.add(Arm(study_id=study.id, position=position, **asdict(arm)))
-                return study.id, self._claim(session, study, runs, still)
+                return study.id, self._claim(session, study, runs, watched)
             rows = session.scalars(select(Arm).where(Arm.study_id == study.id).order_by(Arm.position))
             recorded = [ArmRecord(row.name, row.is_base, row.change, row.config) for row in rows]
             if _as_json(recorded) != _as_json(arms):
@@ -182,24 +201,28 @@ class Store(Ledger):
                     f"study '{name}' is recorded with the arms {', '.join(arm.name for arm in recorded)}; "
                     f"give this one, with {', '.join(arm.name for arm in arms)}, another name"
                 )
-            before = {key: value for key, value in study.provenance.items() if key not in ("earlier", "given_up")}
+            provenance_before = {
+                key: value for key, value in study.provenance.items() if key not in ("earlier", "given_up")
+            }
             earlier = study.provenance.get("earlier", [])
-            if before != json.loads(json.dumps(provenance)):  # as it came out of the database: lists for tuples
-                study.provenance = {**provenance, "earlier": [*earlier, before]}
-            before_it = self._claim(session, study, runs, still)
+            as_stored = json.loads(json.dumps(provenance))  # the database gives lists for tuples
+            if provenance_before != as_stored:
+                study.provenance = {**provenance, "earlier": [*earlier, provenance_before]}
+            dead_driver = self._claim(session, study, runs, watched)
             study.state, study.finished_at, study.deleted_at, study.best = "running", None, None, None
-            return study.id, before_it
+            return study.id, dead_driver
 
-    def _claim(self, session: Session, study: Study, runs: str, still: tuple[str, int] | None) -> Driver | None:
-        # The id is the same when a commit was lost and is tried again: it finds its own claim.
+    def _claim(self, session: Session, study: Study, runs: str, watched: tuple[str, int] | None) -> Driver | None:
+        """Claims a study for this store, and returns the dead driver that held it."""
+        # A commit that was lost and is tried again has the same id, and so finds its own claim.
         driver_id = f"{self._uuid}-{study.id}"
-        before = drivers.claim(session, study, driver_id, runs, still)
+        dead_driver = drivers.claim(session, study, driver_id, runs, watched)
         self._claims[study.id] = driver_id
-        return before
+        return dead_driver
 
     @waited
     def beat(self, study_id: int, progress: dict[str, Any]) -> bool:
-        """Shows others that this driver lives, and what it does. False where it lost its claim."""
+        """Records that this driver lives, and what it does. Returns False if it lost its claim."""
         driver_id = self._claims.get(study_id)
         if driver_id is None:
             return False
@@ -212,8 +235,13 @@ class Store(Ledger):
     ) -> TrialSummary:
         """Records a trial with its runs, metrics, artifacts and rule, and its number in the arm.
 
-        If the trial is already in the ledger, only links it to this arm. Returns what the ledger has of it.
-        Raises `TakenOver` where this store lost its claim to the study.
+        If the trial is already in the ledger, it is only given its number in this arm.
+
+        Returns:
+            What the ledger holds of the trial.
+
+        Raises:
+            TakenOver: This store lost its claim to the study.
         """
         with self._writing() as session:
             self._require(session, study_id)
@@ -226,7 +254,11 @@ class Store(Ledger):
 
     @waited
     def attach(self, study_id: int, arm: str, key: str, number: int, values: dict[str, Any]) -> None:
-        """Gives a recorded trial a number in an arm; doing it again changes nothing. Raises as `record_trial` does."""
+        """Gives a recorded trial a number in an arm. Doing so again changes nothing.
+
+        Raises:
+            TakenOver: This store lost its claim to the study.
+        """
         with self._writing() as session:
             self._require(session, study_id)
             trial_id = session.scalars(select(Trial.id).where(Trial.key == key)).one()
@@ -234,9 +266,12 @@ class Store(Ledger):
 
     @waited
     def forget_trial(self, key: str) -> None:
-        """Deletes a failed trial so that it runs again; finished studies that have it become "interrupted".
+        """Deletes a failed trial so that it runs again. Finished studies that have the trial become "interrupted".
 
-        Doing it again changes nothing. Raises `ValueError` for a trial that did not fail.
+        Doing so again changes nothing.
+
+        Raises:
+            ValueError: The trial did not fail.
         """
         with self._writing() as session:
             trial = session.scalar(select(Trial).where(Trial.key == key))
@@ -253,9 +288,12 @@ class Store(Ledger):
     def finish_study(
         self, study_id: int, state: StudyState, total: int | None = None, given_up: Sequence[str] = ()
     ) -> None:
-        """Closes a study and ends this store's claim to it; a study that another driver took over is left to that.
+        """Closes a study and ends this store's claim to it. A study that another driver took over is left as it is.
 
-        total: the trials of the whole study, where they were counted. given_up: what an incomplete one lacks, and why.
+        Args:
+            state: Its state from now on.
+            total: The trials of the whole study, if they were counted.
+            given_up: What an incomplete study lacks, and why.
         """
         driver_id = self._claims.get(study_id)
         with self._writing() as session:
@@ -263,23 +301,25 @@ class Store(Ledger):
                 return
             study = session.get_one(Study, study_id)
             study.state, study.finished_at, study.total = state, datetime.now(UTC), total or study.total
-            about = {key: value for key, value in study.provenance.items() if key != "given_up"}
-            study.provenance = {**about, "given_up": list(given_up)} if given_up else about
+            provenance = {key: value for key, value in study.provenance.items() if key != "given_up"}
+            study.provenance = {**provenance, "given_up": list(given_up)} if given_up else provenance
             if driver_id is not None:
                 drivers.end(session, study_id, driver_id)
         self._claims.pop(study_id, None)
 
     def _require(self, session: Session, study_id: int) -> None:
+        """Raises `TakenOver` if this store lost its claim to the study."""
         if study_id in self._claims:
             drivers.require(session, self._claims[study_id])
 
 
 def _as_json(arms: Sequence[ArmRecord]) -> str:
-    """What tells arms apart. Their changes follow from it, and another release may spell them otherwise."""
+    """Returns what tells arms apart. Their changes follow from it, and other releases may spell these otherwise."""
     return json.dumps([[arm.name, arm.is_base, arm.config] for arm in arms], sort_keys=True)
 
 
 def _add_trial(session: Session, record: TrialRecord) -> int:
+    """Adds a trial with its runs, metrics and artifacts, and returns its id."""
     trial = Trial(
         key=record.key,
         task=record.task,
@@ -308,7 +348,7 @@ def _add_trial(session: Session, record: TrialRecord) -> int:
         for split, name, step, value in run.metrics
         if math.isfinite(value)
     ]
-    if finite:  # Rows of the table: as objects they take thrice as long.
+    if finite:  # inserting objects instead of rows takes three times as long
         session.execute(insert(Metric.__table__), finite)  # type: ignore[arg-type]
     session.add_all(
         Artifact(run_id=row.id, **asdict(artifact))
@@ -319,7 +359,7 @@ def _add_trial(session: Session, record: TrialRecord) -> int:
 
 
 def _summary(record: TrialRecord) -> TrialSummary:
-    """What `known_trials` says of a trial that was recorded so."""
+    """Returns what `known_trials` says of a trial that was recorded as this record."""
     runs = sorted(record.runs, key=lambda run: run.seed)
     finals: dict[tuple[str, str], dict[int, float]] = {}
     for run in runs:
@@ -332,8 +372,9 @@ def _summary(record: TrialRecord) -> TrialSummary:
 
 
 def _rule_version(session: Session, rule: RuleRecord) -> int:
-    known = select(RuleVersion).where(RuleVersion.name == rule.name, RuleVersion.hash == rule.hash)
-    version = session.scalar(known)
+    """Returns the id of a rule's source, which is added if the ledger lacks it."""
+    query = select(RuleVersion).where(RuleVersion.name == rule.name, RuleVersion.hash == rule.hash)
+    version = session.scalar(query)
     if version is None:
         version = RuleVersion(**asdict(rule))
         session.add(version)
@@ -342,10 +383,11 @@ def _rule_version(session: Session, rule: RuleRecord) -> int:
 
 
 def _place(session: Session, study_id: int, arm: str, trial_id: int, number: int, values: dict[str, Any]) -> None:
+    """Gives a trial a number in an arm."""
     arm_id = session.scalars(select(Arm.id).where(Arm.study_id == study_id, Arm.name == arm)).one()
     session.merge(ArmTrial(arm_id=arm_id, trial_id=trial_id, number=number, values=values))
 
 
 def _storable(text: str) -> str:
-    """Text that both databases take: PostgreSQL refuses NUL, and both refuse lone surrogates."""
+    """Returns text that both databases take. PostgreSQL refuses NUL, and both refuse lone surrogates."""
     return text.encode("utf-8", "backslashreplace").decode().replace("\x00", "\\x00")

@@ -10,13 +10,14 @@ from sqlalchemy.types import TypeDecorator
 from deltalab.reading import pairs
 
 StudyState = Literal["running", "done", "failed", "incomplete", "interrupted"]
-"""incomplete: the machine or the disk failed several times under some trials, which the next run tries again."""
+"""The state of a study. "incomplete": the machine or the disk failed several times under some trials, which the next
+run tries again."""
 TrialState = Literal["done", "failed", "infeasible"]
-"""infeasible: values that make no model, so that nothing ran."""
+"""The state of a trial. "infeasible": its values make no model, so that nothing ran."""
 RunState = Literal["done", "diverged"]
 Stage = Literal["tune", "confirm"]
 TRANSIENT = frozenset({"driver", "stack"})
-"""Tables about processes that run now: worth nothing in a copy of the ledger."""
+"""Tables about processes that run now, which a copy of the ledger leaves out."""
 
 
 class UtcTime(TypeDecorator[datetime]):
@@ -26,9 +27,11 @@ class UtcTime(TypeDecorator[datetime]):
     cache_ok = True
 
     def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        """Returns the time as the database stores it."""
         return value and value.astimezone(UTC)
 
     def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        """Returns a stored time with its zone."""
         return value and (value.astimezone(UTC) if value.tzinfo else value.replace(tzinfo=UTC))
 
 
@@ -37,7 +40,9 @@ Big = Annotated[int, mapped_column(BigInteger)]  # a seed or a size may be too l
 
 
 class Base(DeclarativeBase):
-    # Name the constraints: a migration can only change one that has a name.
+    """The base class of all tables."""
+
+    # A migration can only change a constraint that has a name.
     metadata = MetaData(
         naming_convention={
             "ix": "ix_%(table_name)s_%(column_0_N_name)s",
@@ -58,11 +63,21 @@ class Base(DeclarativeBase):
 
 
 class Study(Base):
-    """One study under one profile, None for the default one. identity: the hash of all that it computes.
+    """One study under one profile.
 
-    tags, notes, hidden, deleted_at: what its readers write down; deleted_at hides a study everywhere until it is
-    restored. total: the trials of the whole study, as its last driver counted them in the end; None before that.
-    best: its best arm in a few words, kept when it ended (`deltalab.study.reports.best_arm`).
+    Attributes:
+        profile: The name of its profile; None for the default profile.
+        identity: The hash of all that it computes.
+        spec: The study as resolved.
+        created_at: When it was recorded first.
+        finished_at: When it ended; None while it runs.
+        provenance: What it ran with.
+        tags: The tags that readers gave it.
+        notes: The notes that readers wrote.
+        hidden: Whether lists leave it out.
+        deleted_at: When it was deleted; nothing shows it until it is restored.
+        total: The trials of the whole study, as its last driver counted them in the end; None before that.
+        best: Its best arm in a few words, kept when it ended (`deltalab.study.reports.best_arm`).
     """
 
     __tablename__ = "study"
@@ -85,22 +100,30 @@ class Study(Base):
 
     @property
     def address(self) -> str:
-        """NAME:PROFILE, or NAME for the default profile: what commands take besides the id."""
+        """NAME:PROFILE, or NAME for the default profile. Commands take this address besides the id."""
         return f"{self.name}:{self.profile}" if self.profile else self.name
 
     @property
     def overrides(self) -> dict[str, Any]:
-        """Settings given beside the study's file, by their keys; `spec` has them in place."""
+        """The settings given beside the study's file, by their keys. `spec` has them in place."""
         return dict(self.provenance.get("overrides", {}))
 
     @property
     def overridden(self) -> str:
-        """`overrides` as words KEY=VALUE; "" where there are none."""
+        """`overrides` as words KEY=VALUE; an empty string if there are none."""
         return pairs(self.overrides)
 
 
 class Arm(Base):
-    """One variant in a study. change: dotted key -> [base value, arm value]. config: by task."""
+    """One variant in a study.
+
+    Attributes:
+        study_id: Its study.
+        is_base: Whether it is the base of the study.
+        position: Its place in the plan.
+        change: What it changes in the base: dotted key -> [base value, arm value].
+        config: Its settings, by task.
+    """
 
     __tablename__ = "arm"
     __table_args__ = (UniqueConstraint("study_id", "name"),)
@@ -129,7 +152,7 @@ class RuleVersion(Base):
 class Trial(Base):
     """One configuration, trained once with all its seeds, however many arms and studies share it.
 
-    error: the traceback of a failed trial, the reason of an infeasible one.
+    The attributes have the meanings of those of `TrialRecord`.
     """
 
     __tablename__ = "trial"
@@ -153,7 +176,7 @@ class Trial(Base):
 
 
 class ArmTrial(Base):
-    """A trial's number in an arm. The key has the number too, since tuning may draw the same trial twice."""
+    """A trial's number in an arm. The number is part of the key, since tuning may draw the same trial twice."""
 
     __tablename__ = "arm_trial"
 
@@ -180,7 +203,7 @@ class Metric(Base):
     """A finite value of a metric at a step of a run."""
 
     __tablename__ = "metric"
-    __table_args__ = ({"sqlite_with_rowid": False},)  # store the key, most of the row, once and not twice
+    __table_args__ = ({"sqlite_with_rowid": False},)  # stores the key, which is most of the row, once
 
     run_id: Mapped[int] = mapped_column(ForeignKey("run.id", ondelete="CASCADE"), primary_key=True)
     split: Mapped[str] = mapped_column(primary_key=True)
@@ -203,10 +226,18 @@ class Artifact(Base):
 
 
 class Training(Base):
-    """A training of an exported folder, one run of `platform train`.
+    """A training of an exported folder, which is one run of `platform train`.
 
-    run: its id. study, arm: what was exported, by address and name; a ledger may hold a training without its study.
-    about: the run's `run.json`.
+    A ledger may hold a training without its study.
+
+    Attributes:
+        name: The name of the run's folder.
+        study: The address of the study that was exported.
+        arm: The name of the arm that was exported.
+        parameters: The number of parameters of the model.
+        tokens_per_step: The tokens of a step.
+        started_at: When the training started.
+        about: The run's `run.json`.
     """
 
     __tablename__ = "training"
@@ -224,7 +255,7 @@ class Training(Base):
 
 
 class TrainingMetric(Base):
-    """A finite value of a metric at a step of a training. split: "evaluation" for what `platform eval` measured."""
+    """A finite value of a metric at a step of a training. What `platform eval` measured has the split "evaluation"."""
 
     __tablename__ = "training_metric"
     __table_args__ = ({"sqlite_with_rowid": False},)
@@ -239,13 +270,21 @@ class TrainingMetric(Base):
 class Driver(Base):
     """A process that runs a study.
 
-    holds: whether it decides what runs; else it joined, and takes stacks from the queue.
-    machine: the system and the space of process ids in which `pid` means this process. started: when, in that system's
-    terms; it tells the process from a later one with its number. runs: the folder of weights. places: stacks at a time.
-    beat: a counter that grows as long as the process lives. beat_at: when it last grew, in Unix seconds of the
-    database's clock, in order to show how old it is; nothing is decided by it.
-    completed, total: the study's trials, as its holder counts them. progress: what the driver does now, as its last
-    heartbeat wrote it (`deltalab.store.progress`).
+    Attributes:
+        holds: Whether it decides what runs. A driver that does not hold the study joined it, and takes stacks from the
+            queue.
+        host: The name of the machine, for people.
+        machine: The running system and its space of process ids, in which `pid` means this process.
+        started: When the process began, in the system's own terms. A later process with the same number has another
+            start.
+        runs: The folder of weights.
+        places: The stacks that it runs at a time.
+        beat: A counter that grows as long as the process lives.
+        beat_at: When the counter last grew, in Unix seconds of the database's clock. It shows the age of the heartbeat
+            and decides nothing.
+        completed: The study's trials that have ended, as its holder counts them.
+        total: The study's trials in all, as its holder counts them.
+        progress: What the driver does, as its last heartbeat wrote it (`deltalab.store.studies.driver_status`).
     """
 
     __tablename__ = "driver"
@@ -267,14 +306,19 @@ class Driver(Base):
 
     @property
     def where(self) -> str:
+        """The machine and the process, as messages name them."""
         return f"on {self.host}, process {self.pid}"
 
 
 class Stack(Base):
-    """A stack of trials in a study's queue, which a joined driver may take. driver_id: who took it.
+    """A stack of trials in a study's queue, which a driver that joined may take.
 
-    jobs: as JSON. step: the step that its training has reached. records: the trials' records as JSON, once they have
-    ended. lost: why no worker could train them to the end, as JSON.
+    Attributes:
+        jobs: The jobs of the trials as JSON.
+        driver_id: The driver that took the stack; None if it waits.
+        step: The step that its training has reached.
+        records: The trials' records as JSON, once they have ended.
+        lost: Why no worker could train the stack to the end, as JSON.
     """
 
     __tablename__ = "stack"

@@ -1,4 +1,4 @@
-"""Waits for a database that is gone for a while: a server that restarts, a full disk, a lock that others hold."""
+"""Waits for a database that is gone for a while: a server that restarts, a full disk, or a lock that others hold."""
 
 import sys
 import threading
@@ -18,10 +18,13 @@ class Outage(InputError):
 
 
 class Patience:
-    """How long the operations of a ledger wait for its database. Of several threads that wait, the first one says so.
+    """How long the operations of a ledger wait for its database.
 
-    seconds: 0 to try each operation once. gave_up: an operation has waited in vain; the next ones do not wait, until
-    one succeeds.
+    If several threads wait, the first one says so on stderr.
+
+    Attributes:
+        seconds: The longest wait; 0 tries each operation once.
+        gave_up: Whether an operation has waited in vain. The next operations do not wait, until one succeeds.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -31,25 +34,31 @@ class Patience:
         self._waiting = 0
 
     def began(self, outage: Outage) -> None:
-        """Counts an operation that waits."""
+        """Counts an operation that starts to wait."""
         with self._lock:
             self._waiting += 1
             if self._waiting == 1 and self.seconds and not self.gave_up:
-                _say(f"{outage}; waiting for the database, up to {_shown(self.seconds)}")
+                _print_line(f"{outage}; waiting for the database, up to {_duration(self.seconds)}")
 
     def ended(self, after: float | None) -> None:
-        """Counts an operation that waits no more. after: the seconds until it succeeded; None where it did not."""
+        """Counts an operation that waits no more.
+
+        Args:
+            after: The seconds until it succeeded; None if it did not.
+        """
         with self._lock:
             self._waiting -= 1
             if after is not None and not self._waiting:
-                _say(f"the database is back after {after:.0f} s")
+                _print_line(f"the database is back after {after:.0f} s")
 
 
 class Patient(Protocol):
     """What an operation that waits has as its first argument."""
 
     @property
-    def patience(self) -> Patience: ...
+    def patience(self) -> Patience:
+        """How long the operation waits."""
+        ...
 
 
 L = TypeVar("L", bound=Patient)
@@ -60,9 +69,8 @@ T = TypeVar("T")
 def waited(operation: Callable[Concatenate[L, P], T]) -> Callable[Concatenate[L, P], T]:
     """Makes an operation of a ledger wait for its database: it runs again until it succeeds or patience ends.
 
-    The operation is one transaction, and its second run changes nothing: where the connection was lost during the
-    commit, nobody knows whether the first run was kept.
-    Raises `InputError` where patience ends.
+    The operation is one transaction, and a second run of it must change nothing: if the connection was lost during the
+    commit, nobody knows whether the first run was kept. The operation raises `InputError` when patience ends.
     """
 
     @wraps(operation)
@@ -78,6 +86,7 @@ def waited(operation: Callable[Concatenate[L, P], T]) -> Callable[Concatenate[L,
 
 
 def _again(patience: Patience, outage: Outage, operation: Callable[[], T]) -> T:
+    """Runs an operation again and again, with growing pauses."""
     start, pause, after = time.monotonic(), FIRST_PAUSE, None
     patience.began(outage)
     try:
@@ -85,7 +94,7 @@ def _again(patience: Patience, outage: Outage, operation: Callable[[], T]) -> T:
             left = 0.0 if patience.gave_up else start + patience.seconds - time.monotonic()
             if left <= 0:
                 patience.gave_up = True
-                waiting = f"; waited {_shown(patience.seconds)} for the database" if patience.seconds else ""
+                waiting = f"; waited {_duration(patience.seconds)} for the database" if patience.seconds else ""
                 raise InputError(f"{outage}{waiting}") from None
             time.sleep(min(pause, left))
             pause = min(2 * pause, LONGEST_PAUSE)
@@ -100,13 +109,15 @@ def _again(patience: Patience, outage: Outage, operation: Callable[[], T]) -> T:
         patience.ended(after)
 
 
-def _shown(seconds: float) -> str:
-    """
-    >>> _shown(300), _shown(0.5)
+def _duration(seconds: float) -> str:
+    """Returns seconds as text.
+
+    >>> _duration(300), _duration(0.5)
     ('5 min', '0.5 s')
     """
     return f"{seconds / 60:g} min" if seconds >= 60 else f"{seconds:g} s"
 
 
-def _say(message: str) -> None:
+def _print_line(message: str) -> None:
+    """Prints a message on stderr as one line."""
     print(" ".join(message.split()), file=sys.stderr, flush=True)

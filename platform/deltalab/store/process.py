@@ -14,9 +14,12 @@ from typing import Self
 class Process:
     """A process of some machine.
 
-    host: the machine's name, for people. machine: the running system and, on Linux, the space of process ids; where it
-    is equal, `pid` means the same process. started: when the process began, in the system's own terms, since a later
-    process may get its number.
+    Attributes:
+        host: The machine's name, for people.
+        machine: The running system and, on Linux, its space of process ids. Among processes with an equal `machine`,
+            `pid` is unique.
+        started: When the process began, in the system's own terms. A later process may get the same number, but it has
+            another start.
     """
 
     host: str
@@ -26,15 +29,16 @@ class Process:
 
     @classmethod
     def here(cls) -> Self:
-        """This process."""
+        """Returns this process."""
         pid = os.getpid()
         return cls(socket.gethostname(), _machine(), pid, _started(pid) or "")
 
     @property
     def lives(self) -> bool | None:
-        """None where this process cannot tell: the other one runs on another machine, in another container, or hidden.
+        """Whether the process lives, or None if this process cannot tell.
 
-        No clock is asked. A process that was killed and that its parent has not noticed yet counts as gone.
+        This process cannot tell if the other one runs on another machine or in another container, or is hidden. No
+        clock is asked. A process that was killed counts as gone even if its parent has not noticed yet.
         """
         if self.machine != _machine():
             return None
@@ -52,15 +56,18 @@ class Process:
 
 @cache
 def _machine() -> str:
-    """What changes with each start of the system, and between containers that number processes on their own."""
+    """Returns a text that differs between starts of the system, and between containers with their own process ids."""
     if sys.platform == "linux":
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
-    asked = subprocess.run(["sysctl", "-n", "kern.bootsessionuuid"], capture_output=True, text=True)
-    return f"{socket.gethostname()} {asked.stdout.strip()}"
+    process = subprocess.run(["sysctl", "-n", "kern.bootsessionuuid"], capture_output=True, text=True)
+    return f"{socket.gethostname()} {process.stdout.strip()}"
 
 
 def _started(pid: int) -> str | None:
-    """None for a process that may not be looked at; "" for one that has ended and is still listed."""
+    """Returns when a process began.
+
+    Returns None for a process that may not be looked at, and "" for one that has ended and is still listed.
+    """
     if sys.platform == "linux":
         try:
             stat = Path(f"/proc/{pid}/stat").read_text()
@@ -68,6 +75,6 @@ def _started(pid: int) -> str | None:
             return None
         state, *fields = stat.rpartition(")")[2].split()
         return "" if state in "ZX" else fields[18]
-    asked = subprocess.run(["ps", "-o", "stat=,lstart=", "-p", str(pid)], capture_output=True, text=True)
-    state, _, started = asked.stdout.strip().partition(" ")
+    process = subprocess.run(["ps", "-o", "stat=,lstart=", "-p", str(pid)], capture_output=True, text=True)
+    state, _, started = process.stdout.strip().partition(" ")
     return None if not state else "" if state.startswith("Z") else started.strip()

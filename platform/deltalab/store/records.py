@@ -1,4 +1,4 @@
-"""What the store takes and returns: plain values, which may be sent between processes."""
+"""The values that the store takes and returns. They may be sent between processes."""
 
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -9,7 +9,13 @@ from deltalab.store.models import RunState, Stage, TrialState
 
 @dataclass(frozen=True)
 class ArmRecord:
-    """An arm as planned. change: dotted key -> [base value, arm value]. config: by task."""
+    """An arm as planned.
+
+    Attributes:
+        is_base: Whether it is the base of the study.
+        change: What it changes in the base: dotted key -> [base value, arm value].
+        config: Its settings, by task.
+    """
 
     name: str
     is_base: bool
@@ -38,7 +44,14 @@ class ArtifactRecord:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The outcome of one seed. metrics: (split, name, step, value); values that are not finite are not stored."""
+    """The outcome of one seed.
+
+    Attributes:
+        state: "done" or "diverged".
+        diverged_at: The step at which the run diverged; None if it did not.
+        metrics: Values as (split, name, step, value). Values that are not finite are not stored.
+        artifacts: The files that the run wrote.
+    """
 
     seed: int
     state: RunState = "done"
@@ -51,8 +64,22 @@ class RunRecord:
 class TrialRecord:
     """A trial that has ended.
 
-    started_at, finished_at: Unix seconds. seconds: its share of the training time. state_size: elements.
-    error: the traceback of a failed trial, the reason of an infeasible one.
+    Attributes:
+        key: The hash of all that the trial computes.
+        task_version: The version of the task.
+        stage: "tune" or "confirm".
+        config: The settings.
+        state: "done", "failed" or "infeasible".
+        started_at: The start, in Unix seconds.
+        finished_at: The end, in Unix seconds.
+        seconds: The trial's share of the training time of its stack.
+        rule: The rule as it ran.
+        error: The traceback of a failed trial, or the reason of an infeasible one.
+        parameters: The number of parameters of the model.
+        state_size: The number of elements of the model's state.
+        tokens_per_second: The speed of training.
+        hardware: What the trial ran on.
+        runs: The outcomes of the seeds.
     """
 
     key: str
@@ -75,9 +102,16 @@ class TrialRecord:
 
 @dataclass(frozen=True)
 class TrialSummary:
-    """What the ledger already has of a trial.
+    """What the ledger already holds of a trial.
 
-    finals: (split, metric) -> seed -> value at the last step, of the seeds that finished. seconds: as in `TrialRecord`.
+    Attributes:
+        key: The trial's key.
+        state: "done", "failed" or "infeasible".
+        error: The traceback of a failed trial, or the reason of an infeasible one.
+        diverged: The seeds that diverged.
+        finals: For the seeds that finished: (split, metric) -> seed -> value at the last step.
+        parameters: The number of parameters of the model.
+        seconds: The trial's share of the training time of its stack.
     """
 
     key: str
@@ -91,7 +125,16 @@ class TrialSummary:
 
 @dataclass(frozen=True)
 class TrialRow:
-    """A trial in one arm of a study. runs: seed -> state."""
+    """A trial in one arm of a study.
+
+    The attributes are those of `TrialRecord`, and the following.
+
+    Attributes:
+        number: The trial's number in the arm.
+        values: The values that tuning or a search gave it.
+        rule_hash: The hash of the rule's source.
+        runs: seed -> state.
+    """
 
     arm: str
     number: int
@@ -116,7 +159,10 @@ class TrialRow:
 
 
 class Placed(NamedTuple):
-    """A trial's number in an arm. A failed trial that ran again has its key, and finished later."""
+    """A trial's number in an arm.
+
+    A failed trial that ran again has the same key and a later `finished_at`.
+    """
 
     arm: str
     number: int
@@ -125,7 +171,7 @@ class Placed(NamedTuple):
 
 
 class FinalMetric(NamedTuple):
-    """A metric at the last step at which the run has it."""
+    """A metric of a run at the last step at which the run has it."""
 
     arm: str
     task: str
@@ -140,7 +186,7 @@ class FinalMetric(NamedTuple):
 
 
 class CurvePoint(NamedTuple):
-    """One point of one seed's learning curve."""
+    """One point of the learning curve of one seed."""
 
     arm: str
     trial: str

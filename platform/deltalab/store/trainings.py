@@ -21,21 +21,30 @@ from deltalab.store.queries import Ledger
 
 RUN, METRICS, EVALUATIONS = "run.json", "metrics.jsonl", "evaluations.json"
 EVALUATION = "evaluation"
-"""The split of what `platform eval` measured. A metric's name is `TASK METRIC` there."""
+"""The split of what `platform eval` measured. In this split, a metric's name is `TASK METRIC`."""
 SPEED = "tokens_per_second"
 ROWS_AT_ONCE = 200
 
 Metrics = dict[tuple[str, str, int], float]
-"""(split, name, step) -> value."""
+"""Values by (split, name, step)."""
 
 
 @dataclass(frozen=True)
 class TrainingRow:
     """A training, with its last values.
 
-    steps, tokens: trained so far. losses: split -> the last loss, in nats a token. tokens_per_second: the median over
-    the run. evaluations: `TASK METRIC` -> value, of the last step at which each was measured. about: `run.json` without
-    the command, which may hold a database's password.
+    Attributes:
+        name: The name of the run's folder.
+        study: The address of the study that was exported; None if it is not known.
+        arm: The arm that was exported; None if it is not known.
+        parameters: The number of parameters of the model.
+        started_at: When the training started.
+        steps: The steps trained so far.
+        tokens: The tokens trained so far.
+        losses: split -> the last loss, in nats per token.
+        tokens_per_second: The median speed over the run.
+        evaluations: `TASK METRIC` -> value at the last step at which it was measured.
+        about: `run.json` without the command, which may hold a database's password.
     """
 
     id: int
@@ -56,7 +65,13 @@ class TrainingRow:
 
 @dataclass(frozen=True)
 class TrainingPoint:
-    """A point of a training's curve. seconds: of training until then, by the measured tokens per second."""
+    """A point of a training's curve.
+
+    Attributes:
+        tokens: The tokens trained until then.
+        seconds: The time trained until then, by the measured tokens per second; None if no speed is known.
+        value: The value of the metric.
+    """
 
     training: int
     step: int
@@ -67,12 +82,16 @@ class TrainingPoint:
 
 @waited
 def record(store: Store, run_folder: str | Path) -> int:
-    """Writes a run's folder into the ledger, or brings the ledger up to it, and returns the training's number there.
+    """Writes a run's folder into the ledger, or brings the ledger up to the folder. Doing so again changes nothing.
 
-    Reads `run.json`, and `metrics.jsonl` and `evaluations.json` if there are such. Of several values of a metric at a
-    step the last counts; a value that is not finite is not recorded. Doing it again changes nothing.
+    The function reads `run.json`, and `metrics.jsonl` and `evaluations.json` if these exist. If a metric has several
+    values at a step, the last one counts. A value that is not finite is not recorded.
 
-    Raises `InputError` for a folder that is no run, and for a file that cannot be read, with its line.
+    Returns:
+        The training's number in the ledger.
+
+    Raises:
+        InputError: The folder is no run, or a file cannot be read. The message has the line of the file.
     """
     folder = Path(run_folder)
     about = _json(folder / RUN)
@@ -94,9 +113,16 @@ def record(store: Store, run_folder: str | Path) -> int:
 
 
 @waited
-def add_evaluations(store: Store, run: str, found: Sequence[Mapping[str, Any]]) -> bool:
-    """Adds evaluations, each with step, task, metric and value, to the training of a run's id. False without such."""
-    metrics = {_evaluation(row): float(row["value"]) for row in found if math.isfinite(row["value"])}
+def add_evaluations(store: Store, run: str, evaluations: Sequence[Mapping[str, Any]]) -> bool:
+    """Adds evaluations to the training of a run.
+
+    Args:
+        evaluations: Mappings with step, task, metric and value.
+
+    Returns:
+        False if the ledger has no training of this run.
+    """
+    metrics = {_evaluation(row): float(row["value"]) for row in evaluations if math.isfinite(row["value"])}
     with store._writing() as session:
         training = session.scalar(select(Training.id).where(Training.run == run))
         if training is not None:
@@ -106,24 +132,24 @@ def add_evaluations(store: Store, run: str, found: Sequence[Mapping[str, Any]]) 
 
 @waited
 def trainings(store: Ledger, study: Study | None = None) -> list[TrainingRow]:
-    """The trainings of a study, or all of them, in the order of their start.
+    """Returns the trainings of a study, or all of them, in the order of their start.
 
-    A study's trainings name its address. Where one names the trial that was exported, too, and the ledger holds this
-    trial, it belongs to the studies that have the trial: there may be several at one address.
+    A study's trainings name its address. There may be several studies at one address. If a training also names the
+    trial that was exported, and the ledger holds this trial, the training belongs to the studies that have the trial.
     """
-    chosen = select(Training).order_by(Training.started_at, Training.id)
+    query = select(Training).order_by(Training.started_at, Training.id)
     if study is not None:
-        chosen = chosen.where(Training.study == study.address)
+        query = query.where(Training.study == study.address)
     with store._reading() as session:
-        found = list(session.scalars(chosen))
+        rows = list(session.scalars(query))
         if study is not None:
-            found = [training for training in found if _belongs(session, training, study)]
-        return [_row(session, training) for training in found]
+            rows = [training for training in rows if _belongs(session, training, study)]
+        return [_row(session, training) for training in rows]
 
 
 @waited
 def measured(store: Ledger) -> list[tuple[str, str]]:
-    """The (split, metric) of which there are curves, without what `platform eval` measured."""
+    """Returns the pairs (split, metric) of which there are curves, without what `platform eval` measured."""
     rows = select(TrainingMetric.split, TrainingMetric.name).distinct().where(TrainingMetric.split != EVALUATION)
     with store._reading() as session:
         return sorted((split, name) for split, name in session.execute(rows))
@@ -131,24 +157,27 @@ def measured(store: Ledger) -> list[tuple[str, str]]:
 
 @waited
 def curves(store: Ledger, ids: Sequence[int], split: str, name: str, *, max_points: int = 2000) -> list[TrainingPoint]:
-    """The curves of a metric, of each training thinned to at most `max_points`, of which the last is its last."""
+    """Returns the curves of a metric, that of each training thinned to at most `max_points`. The last point is kept."""
     points = []
     with store._reading() as session:
         for training in session.scalars(select(Training).where(Training.id.in_(list(ids))).order_by(Training.id)):
             values = _series(session, training.id, split, name)
             clock = _clock(_series(session, training.id, "train", SPEED), training.tokens_per_step)
-            every = max(1, math.ceil(len(values) / max_points))
-            for step, value in values[::-1][::every][::-1]:
+            spacing = max(1, math.ceil(len(values) / max_points))
+            for step, value in values[::-1][::spacing][::-1]:
                 seconds = _at(clock, step)
                 points.append(TrainingPoint(training.id, step, step * training.tokens_per_step, seconds, value))
     return points
 
 
 def _facts(folder: Path, about: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the columns of a training from its run's `run.json`."""
     try:
         batch = about["recipe"]["batch"]
         started = about["started"]
-        began = datetime.fromisoformat(started) if isinstance(started, str) else datetime.fromtimestamp(started, UTC)
+        started_at = (
+            datetime.fromisoformat(started) if isinstance(started, str) else datetime.fromtimestamp(started, UTC)
+        )
         return {
             "run": str(about["id"]),
             "name": folder.resolve().name,
@@ -157,7 +186,7 @@ def _facts(folder: Path, about: Mapping[str, Any]) -> dict[str, Any]:
             "rule": str(about["rule"]),
             "parameters": about.get("parameters"),
             "tokens_per_step": int(batch["sequences"]) * int(batch["length"]),
-            "started_at": began if began.tzinfo else began.replace(tzinfo=UTC),
+            "started_at": started_at if started_at.tzinfo else started_at.replace(tzinfo=UTC),
             "about": dict(about),
         }
     except (KeyError, TypeError, ValueError) as error:
@@ -165,11 +194,12 @@ def _facts(folder: Path, about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _metrics(file: Path) -> Metrics:
+    """Reads a file of metrics."""
     if not file.is_file():
         return {}
-    found: Metrics = {}
+    metrics: Metrics = {}
     try:
-        # Of a run that goes on, the last line may be half written.
+        # The last line may be half written if the run goes on.
         lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
     except OSError as error:
         raise InputError(f"{file}: cannot be read: {error.strerror}") from None
@@ -179,13 +209,14 @@ def _metrics(file: Path) -> Metrics:
         try:
             row = json.loads(line)
             value = math.nan if row["value"] is None else float(row["value"])
-            found[str(row["split"]), str(row["name"]), int(row["step"])] = value
+            metrics[str(row["split"]), str(row["name"]), int(row["step"])] = value
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(f"{file}:{number}: is no metric: {type(error).__name__}: {error}") from None
-    return {key: value for key, value in found.items() if math.isfinite(value)}
+    return {key: value for key, value in metrics.items() if math.isfinite(value)}
 
 
 def _evaluations(file: Path) -> Metrics:
+    """Reads a file of evaluations."""
     try:
         return {
             _evaluation(row): float(row["value"])
@@ -197,23 +228,25 @@ def _evaluations(file: Path) -> Metrics:
 
 
 def _evaluation(row: Mapping[str, Any]) -> tuple[str, str, int]:
+    """Returns the split, name and step of an evaluation."""
     return EVALUATION, f"{row['task']} {row['metric']}", int(row["step"] or 0)
 
 
 def _json(file: Path) -> dict[str, Any]:
+    """Reads a JSON object from a file of a run."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"{file.parent}: is no run of `platform train`: {file.name}: {error.strerror}") from None
     except ValueError as error:
         raise InputError(f"{file}: is not JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise InputError(f"{file}: is no JSON object")
-    return found
+    return content
 
 
 def _write(session: Session, training_id: int, metrics: Metrics) -> None:
-    """Adds metrics to a training's, and touches only the rows that differ."""
+    """Writes metrics of a training, and touches only the rows that differ."""
     table = TrainingMetric
     known = {
         (split, name, step): value
@@ -222,9 +255,9 @@ def _write(session: Session, training_id: int, metrics: Metrics) -> None:
         )
     }
     stale = [key for key, value in metrics.items() if known.get(key, value) != value]
-    for at in range(0, len(stale), ROWS_AT_ONCE):
-        gone = tuple_(table.split, table.name, table.step).in_(stale[at : at + ROWS_AT_ONCE])
-        session.execute(delete(table).where(table.training_id == training_id, gone))
+    for start in range(0, len(stale), ROWS_AT_ONCE):
+        in_group = tuple_(table.split, table.name, table.step).in_(stale[start : start + ROWS_AT_ONCE])
+        session.execute(delete(table).where(table.training_id == training_id, in_group))
     fresh = [
         {"training_id": training_id, "split": split, "name": name, "step": step, "value": value}
         for (split, name, step), value in metrics.items()
@@ -235,15 +268,17 @@ def _write(session: Session, training_id: int, metrics: Metrics) -> None:
 
 
 def _belongs(session: Session, training: Training, study: Study) -> bool:
+    """Returns whether a training that names the address of a study belongs to this study."""
     key = (training.about.get("provenance") or {}).get("trial")
     if not isinstance(key, str):
         return True
     holders = select(Arm.study_id).join(ArmTrial).join(Trial).where(Trial.key == key)
-    found = set(session.scalars(holders))
-    return not found or study.id in found
+    study_ids = set(session.scalars(holders))
+    return not study_ids or study.id in study_ids
 
 
 def _row(session: Session, training: Training) -> TrainingRow:
+    """Returns a training with its last values."""
     table = TrainingMetric
     last = (
         select(table.split, table.name, func.max(table.step).label("step"))
@@ -251,8 +286,8 @@ def _row(session: Session, training: Training) -> TrainingRow:
         .group_by(table.split, table.name)
         .subquery()
     )
-    same = (table.split == last.c.split) & (table.name == last.c.name) & (table.step == last.c.step)
-    rows = select(table.split, table.name, table.step, table.value).join(last, same)
+    of_last_step = (table.split == last.c.split) & (table.name == last.c.name) & (table.step == last.c.step)
+    rows = select(table.split, table.name, table.step, table.value).join(last, of_last_step)
     finals = {
         (split, name): (step, value)
         for split, name, step, value in session.execute(rows.where(table.training_id == training.id))
@@ -278,6 +313,7 @@ def _row(session: Session, training: Training) -> TrainingRow:
 
 
 def _series(session: Session, training_id: int, split: str, name: str) -> list[tuple[int, float]]:
+    """Returns the steps and values of a metric."""
     table = TrainingMetric
     rows = select(table.step, table.value).where(
         table.training_id == training_id, table.split == split, table.name == name
@@ -286,7 +322,7 @@ def _series(session: Session, training_id: int, split: str, name: str) -> list[t
 
 
 def _clock(speeds: list[tuple[int, float]], tokens_per_step: int) -> list[tuple[int, float]]:
-    """(step, seconds of training until then), from the tokens per second up to each step."""
+    """Returns (step, seconds of training until then), from the tokens per second up to each step."""
     clock = [(0, 0.0)]
     for step, speed in speeds:
         before, seconds = clock[-1]
@@ -295,7 +331,7 @@ def _clock(speeds: list[tuple[int, float]], tokens_per_step: int) -> list[tuple[
 
 
 def _at(clock: list[tuple[int, float]], step: int) -> float | None:
-    """The seconds at a step, on the line through the nearest two points; None where no speed is known."""
+    """Returns the seconds at a step, on the line through the nearest two points, or None if no speed is known."""
     segment = None
     for segment in pairwise(clock):
         if step <= segment[1][0]:

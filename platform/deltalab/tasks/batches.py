@@ -1,5 +1,8 @@
-"""Training batches of many runs at once. The device draws them, and the host only hashes addresses, many steps ahead;
-or the host draws them, where the device cannot hold the data."""
+"""Training batches of many runs at once.
+
+The device draws the batches, and the host only hashes addresses, many steps ahead. If the device cannot hold the data,
+the host draws the batches.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,32 +15,42 @@ from deltalab.tasks.task import Batch, Task
 
 
 class TrainingBatches:
-    """The training batches of n runs, one run for each of `seeds`, in which a seed may be repeated.
+    """The training batches of n runs, drawn on their device.
 
-    `load` prepares at most `most` steps; `draw` then draws one of them. `draw` is a function of tensors that stay where
-    they are, so that a CUDA graph can hold it. Runs with the same seed get the same batch. All runs are drawn at once
-    if the task draws each row by itself, which two seeds are tried for at step 0; otherwise each seed is drawn alone.
+    `load` prepares steps, and `draw` then draws one of them. `draw` is a function of tensors that stay where they are,
+    so that a CUDA graph can hold it. Runs with the same seed get the same batch. If the task draws each row by itself,
+    which is tried with two seeds at step 0, all runs are drawn at once. Otherwise each seed is drawn alone.
 
-    Raises `InputError` for a task whose batches depend on anything but the numbers of `random`, such as the device, or
-    that draws other streams at later steps than at the first.
+    Args:
+        task: The task.
+        size: The number of examples in a batch of one run.
+        seeds: The seed of each run. Several runs may have one seed.
+        device: The device of the batches.
+        most: The largest number of steps that `load` prepares.
 
-    >>> from deltalab.tasks import MQAR
-    >>> task = MQAR(length=8, pairs=1, vocab_size=8)
-    >>> feed = TrainingBatches(task, 2, seeds=[5, 7, 5], device=torch.device("cpu"), most=10)
-    >>> feed.load(20, 30)
-    >>> inputs, targets = feed.draw(torch.tensor(3))
-    >>> [bool((inputs[i] == task.batch("train", 2, seed, step=23).inputs).all()) for i, seed in enumerate([5, 7, 5])]
-    [True, True, True]
+    Raises:
+        InputError: The batches of the task depend on anything but the numbers of `random`, such as the device, or the
+            task draws other streams at later steps than at the first.
+
+    Examples:
+        >>> from deltalab.tasks import MQAR
+        >>> task = MQAR(length=8, pairs=1, vocab_size=8)
+        >>> feed = TrainingBatches(task, 2, seeds=[5, 7, 5], device=torch.device("cpu"), most=10)
+        >>> feed.load(20, 30)
+        >>> inputs, targets = feed.draw(torch.tensor(3))
+        >>> batches = [task.batch("train", 2, seed, step=23) for seed in (5, 7, 5)]
+        >>> [torch.equal(rows, batch.inputs) for rows, batch in zip(inputs, batches)]
+        [True, True, True]
     """
 
     def __init__(self, task: Task, size: int, seeds: Sequence[int], device: torch.device, most: int) -> None:
         self.task, self.size, self.device = task, size, device
         self.seeds = list(dict.fromkeys(seeds))
         self._of_run = torch.tensor([self.seeds.index(seed) for seed in seeds], device=device)
-        self._groups, some = [self.seeds], self.seeds[:2]
-        if len(some) > 1 and not self._agree([some]):
+        self._groups, probe_seeds = [self.seeds], self.seeds[:2]
+        if len(probe_seeds) > 1 and not self._agree([probe_seeds]):
             self._groups = [[seed] for seed in self.seeds]
-        if len(self._groups) == len(self.seeds) and not self._agree([[seed] for seed in some]):
+        if len(self._groups) == len(self.seeds) and not self._agree([[seed] for seed in probe_seeds]):
             raise InputError(
                 f"task '{task.name}': its batches depend on more than the numbers of `random`: they are not those that "
                 "the CPU draws; "
@@ -59,7 +72,11 @@ class TrainingBatches:
         self._table[: end - begin].copy_(ready)
 
     def draw(self, row: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, [n, B, T] each. row: 0-dim, on the device, counts steps from the first one loaded."""
+        """Draws the inputs and targets of a step, [n, B, T] each.
+
+        Args:
+            row: The number of the step among the loaded steps, 0-dim, on the device.
+        """
         parts = self._table.index_select(0, row.view(1))[0].split([len(group) for group in self._groups])
         starts = [_Loaded(zip(self._streams, part.unbind(1), strict=True)) for part in parts]
         batch = self._drawn(starts, self._pools)
@@ -76,18 +93,18 @@ class TrainingBatches:
         return Batch(*(torch.cat([getattr(batch, name) for batch in batches]) for name in ("inputs", "targets")))
 
     def _agree(self, groups: Sequence[Sequence[int]]) -> bool:
-        """Whether draws for groups of seeds give, at step 0, the batches that the task draws on the CPU."""
+        """Returns whether draws for groups of seeds at step 0 give the batches that the task draws on the CPU."""
         for group in groups:
             now, pool = (_Starts(self._addresses(at, group), self.device) for at in (0, "pool"))
-            wanted = [self.task.batch("train", self.size, seed, 0) for seed in group]
+            expected = [self.task.batch("train", self.size, seed, 0) for seed in group]
             try:
-                found = self._draw(now, pool, len(group))
+                drawn = self._draw(now, pool, len(group))
             except RuntimeError:
                 if len(group) == 1:
                     raise
                 return False  # the task does not draw row by row
             for name in ("inputs", "targets"):
-                if not torch.equal(getattr(found, name).cpu(), torch.cat([getattr(batch, name) for batch in wanted])):
+                if not torch.equal(getattr(drawn, name).cpu(), torch.cat([getattr(batch, name) for batch in expected])):
                     return False
         return True
 
@@ -101,29 +118,32 @@ class TrainingBatches:
 
 
 class SentBatches:
-    """As `TrainingBatches`, drawn by the CPU and sent: for a device that cannot hold the task's data.
+    """The training batches of n runs, drawn by the CPU and sent to a device that cannot hold the task's data.
 
-    `load` draws all the batches that `draw` then picks from, so that a CUDA graph can hold `draw` here too.
+    The arguments are those of `TrainingBatches`. `load` draws all batches, and `draw` picks one of them, so that a CUDA
+    graph can hold `draw`.
     """
 
     def __init__(self, task: Task, size: int, seeds: Sequence[int], device: torch.device, most: int) -> None:
         self.task = task
         self._here = TrainingBatches(task, size, seeds, torch.device("cpu"), most)
-        # int32 holds any vocabulary, in half the memory of int64.
+        # int32 holds any vocabulary in half the memory of int64.
         self._sent = torch.empty(most, 2, len(seeds), size, task.length, dtype=torch.int32, device=device)
 
     def load(self, begin: int, end: int) -> None:
+        """Draws and sends the steps from `begin` up to, but not including, `end`."""
         self._here.load(begin, end)
         drawn = [torch.stack(self._here.draw(torch.tensor(row))).int() for row in range(end - begin)]
         self._sent[: end - begin].copy_(torch.stack(drawn))
 
     def draw(self, row: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the inputs and targets of a step, as `TrainingBatches.draw` does."""
         inputs, targets = self._sent.index_select(0, row.view(1))[0].long()
         return inputs, targets
 
 
 class _Starts(dict[str, Tensor]):
-    """Where each stream begins at each of n addresses, int64 [n]; hashed when a stream is first asked for."""
+    """The start of each stream at each of n addresses, int64 [n], hashed at the first use of the stream."""
 
     def __init__(self, addresses: Sequence[str], device: torch.device) -> None:
         super().__init__()
@@ -135,7 +155,7 @@ class _Starts(dict[str, Tensor]):
 
 
 class _Loaded(dict[str, Tensor]):
-    """As `_Starts`, for the streams that were prepared."""
+    """The starts of the streams that `load` prepared."""
 
     def __missing__(self, stream: str) -> Tensor:
         raise InputError(

@@ -1,4 +1,4 @@
-"""The bytes of a corpus: mapped into memory, whatever their size, and divided among training, validation and test."""
+"""The bytes of a corpus, mapped into memory and divided among training, validation and test."""
 
 import os
 import sysconfig
@@ -24,26 +24,32 @@ from deltalab.tasks.task import SPLITS
 Bytes: TypeAlias = NDArray[np.uint8]
 
 PYTHON = "python"
-"""Names the source of this machine's Python standard library."""
+"""The name of the source of this machine's Python standard library."""
 
 RARE = 2e-3
-"""A bigram is rare if its share of the training split's bigrams is below this. In the default corpus 97% of the
-bigrams that occur are rare, and they make up 28% of the text."""
+"""The share of the training split's bigrams below which a bigram is rare. In the default corpus, 97% of the bigrams
+that occur are rare, and they make up 28% of the text."""
 
-# Folders that are left out of the standard library. Some hold what is installed beside it, or not on every machine. Two
-# hold no source text: `encodings` near-copies of one table, `pydoc_data` one string as long as half a held-out split.
+# Folders that are left out of the standard library. Some hold packages that are installed beside it, or are not on
+# every machine. Two hold no source text: `encodings` has near-copies of one table, and `pydoc_data` has one string that
+# is as long as half a held-out split.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 
 _BLOCK = 2**18
-"""Bytes that are hashed, joined or counted at a time: counting 2^22 takes twice as long per byte."""
+"""The bytes that are hashed, joined or counted at a time. To count 2^22 at a time takes twice as long per byte."""
 
 SHARE = 16
-"""A split of at most 1 / 16 of a GPU's memory is copied there. Several processes may share it, each with a copy."""
+"""A split of at most 1 / SHARE of a GPU's memory is copied there. Several processes may use a GPU, each with a copy."""
 
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """`data[split]`: uint8 `[N]`, mapped into memory. known: the fingerprint, where it is known already."""
+    """The bytes of the splits of a corpus.
+
+    Attributes:
+        data: The bytes of each split, uint8 [N], mapped into memory.
+        known: The fingerprint, if it is known already.
+    """
 
     data: Mapping[str, Bytes]
     known: str = ""
@@ -52,16 +58,17 @@ class Corpus:
     bytes_per_token = 1.0
 
     def size(self, split: str) -> int:
+        """Returns the number of bytes in a split."""
         return len(self.data[split])
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 over lines 'SPLIT BYTES SHA256', one for each split. The first call reads every byte."""
+        """The SHA-256 of lines 'SPLIT BYTES SHA256', one for each split. The first call reads every byte."""
         return self.known or fingerprint({split: [data.data] for split, data in self.data.items()})
 
     @cached_property
     def rare(self) -> Tensor:
-        """bool `[65536]`: whether the bigram `256 first + second` is `RARE`. The first call reads all of training."""
+        """Whether the bigram `256 first + second` is `RARE`, bool [65536]. The first call reads all of training."""
         train, counts = self.data["train"], np.zeros(256 * 256, np.int64)
         for begin in range(0, len(train) - 1, _BLOCK):
             block = train[begin : begin + _BLOCK + 1].astype(np.int32)
@@ -69,39 +76,44 @@ class Corpus:
         return torch.tensor(counts < RARE * counts.sum())
 
     def is_rare(self, first: Tensor, second: Tensor) -> Tensor:
-        """Whether the bigrams (first, second) are rare."""
+        """Returns whether the bigrams (first, second) are rare."""
         return self.rare.to(first.device)[first * 256 + second]
 
     def fits(self, split: str, device: torch.device) -> bool:
-        """Whether the device can hold a copy of a split. The CPU needs none."""
+        """Returns whether a device can hold a copy of a split. The CPU needs no copy."""
         if device.type != "cuda":
             return True
         return len(self.data[split]) <= torch.cuda.get_device_properties(device).total_memory // SHARE
 
     def windows(self, split: str, places: Tensor) -> Tensor:
-        """The bytes at `places`, int64 on the device of `places`."""
+        """Returns the bytes at `places`, int64 on the device of `places`."""
         device, data = places.device, self.data[split]
         if device.type != "cpu" and self.fits(split, device):
-            return _copied(self, split, device)[places].long()
+            return _device_copy(self, split, device)[places].long()
         return torch.from_numpy(data[places.cpu().numpy()]).to(device).long()
 
 
 @cache
-def _copied(corpus: Corpus, split: str, device: torch.device) -> Tensor:
+def _device_copy(corpus: Corpus, split: str, device: torch.device) -> Tensor:
     return torch.tensor(corpus.data[split], device=device)
 
 
-def located(corpus: str | None) -> str:
-    """The absolute path that a parameter `corpus` means."""
+def corpus_path(corpus: str | None) -> str:
+    """Returns the absolute path of the corpus that a parameter `corpus` names."""
     if corpus is None:
         return str(FOLDER)
     return sysconfig.get_path("stdlib") if corpus == PYTHON else os.path.abspath(os.path.expanduser(corpus))
 
 
 def load(path: str, library: bool) -> Corpus:
-    """The corpus at `path`. library: of a folder, only the standard library's own source.
+    """Reads the corpus at a path.
 
-    Raises `InputError` where it cannot be read, or is a folder of fewer than 3 files.
+    Args:
+        path: A file or a folder.
+        library: Whether to read only the source of the standard library itself in the folder.
+
+    Raises:
+        InputError: The corpus cannot be read, or is a folder of fewer than 3 files.
     """
     try:
         if path == str(FOLDER):
@@ -110,13 +122,13 @@ def load(path: str, library: bool) -> Corpus:
             return Corpus(_cut(Path(path)))
         return _folder(Path(path), library)
     except OSError as error:
-        said = error.strerror if str(error.filename) == path else error
+        reason = error.strerror if str(error.filename) == path else error
         hint = "" if os.path.exists(path) else _hint(Path(path))
-        raise InputError(f"task 'text': parameter 'corpus': cannot read '{path}': {said}{hint}") from error
+        raise InputError(f"task 'text': parameter 'corpus': cannot read '{path}': {reason}{hint}") from error
 
 
 def fingerprint(contents: Mapping[str, Iterable[bytes | memoryview]]) -> str:
-    """The `fingerprint` of a corpus whose splits come in blocks."""
+    """Returns the `fingerprint` of a corpus whose splits arrive in blocks."""
     lines = []
     for split, blocks in contents.items():
         digest, size = sha256(), 0
@@ -150,40 +162,40 @@ def _cut(path: Path) -> dict[str, Bytes]:
 
 
 def _folder(root: Path, library: bool) -> Corpus:
-    """Joins each split's files in one file of the cache, named by its content, and maps that."""
+    """Joins the files of each split in one file of the cache, and maps it. The content names the cache's folder."""
     members = _members(root, library)
-    known = fingerprint({split: _blocks(root, members[split]) for split in SPLITS})
-    folder = cache_folder() / known
+    digest = fingerprint({split: _blocks(root, members[split]) for split in SPLITS})
+    folder = cache_folder() / digest
     if not folder.is_dir():
         try:
-            _join(root, members, known, folder)
+            _join(root, members, digest, folder)
         except OSError as error:
             raise InputError(
                 f"task 'text': parameter 'corpus': cannot join the files of '{root}' in '{folder.parent}', which the "
                 f"environment variable XDG_CACHE_HOME moves: {error}"
             ) from error
-    return Corpus(_mapped(folder), known)
+    return Corpus(_mapped(folder), digest)
 
 
-def _join(root: Path, members: Mapping[str, list[Path]], known: str, folder: Path) -> None:
+def _join(root: Path, members: Mapping[str, list[Path]], digest: str, folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=folder.parent) as made:
-        joined = Path(made, "joined")
+    with TemporaryDirectory(dir=folder.parent) as temporary:
+        joined = Path(temporary, "joined")
         joined.mkdir()
         for split in SPLITS:
             with (joined / f"{split}.txt").open("wb") as file:
                 file.writelines(_blocks(root, members[split]))
-        if Corpus(_mapped(joined)).fingerprint != known:
+        if Corpus(_mapped(joined)).fingerprint != digest:
             raise InputError(f"task 'text': parameter 'corpus': '{root}' changed while it was read")
         try:
             joined.rename(folder)
         except OSError:
-            if not folder.is_dir():  # else another process was first
+            if not folder.is_dir():  # otherwise, another process was first
                 raise
 
 
 def cache_folder() -> Path:
-    """Where the joined files of folders are kept: $XDG_CACHE_HOME/deltalab/corpora, ~/.cache by default."""
+    """Returns the cache of joined files: $XDG_CACHE_HOME/deltalab/corpora, in ~/.cache by default."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "deltalab" / "corpora"
 
 
@@ -215,7 +227,7 @@ def _blocks(root: Path, paths: list[Path]) -> Iterator[bytes]:
 
 
 def _hint(path: Path) -> str:
-    """The nearest name in the same folder; in the working folder, also `PYTHON`."""
+    """Suggests the nearest name in the same folder; in the working folder, also `PYTHON`."""
     names = [PYTHON] if path.parent == Path.cwd() else []
     with suppress(OSError):
         names += sorted(entry for entry in os.listdir(path.parent) if entry != path.name)

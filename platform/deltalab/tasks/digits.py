@@ -15,11 +15,11 @@ from deltalab.tasks.task import IGNORE, SPLITS, Batch, Task, surprisal
 
 IMAGES = Path(__file__).with_name("digits.csv.gz")
 """The test set of "Optical Recognition of Handwritten Digits" (E. Alpaydin and C. Kaynak 1998, UCI Machine Learning
-Repository, https://doi.org/10.24432/C50P49, licence CC BY 4.0): 64 pixels and the digit per line. Unchanged, the
-file that scikit-learn ships as sklearn/datasets/data/digits.csv.gz."""
+Repository, https://doi.org/10.24432/C50P49, licence CC BY 4.0), with 64 pixels and the digit per line. It is the file
+sklearn/datasets/data/digits.csv.gz of scikit-learn, unchanged."""
 
 HELD_OUT = 300
-"""Images in the validation split, and again in the test split; the other 1,197 are for training."""
+"""The images in the validation split, and again in the test split. The other 1,197 images are for training."""
 
 IMAGE_COUNT = 1797
 
@@ -28,19 +28,22 @@ PIXELS, LEVELS, CLASSES = 64, 17, 10
 
 @dataclass(frozen=True, kw_only=True)
 class Digits(Task):
-    """Sequential image classification: 8 x 8 pixels, tokens 0 (white) to 16, row by row; at the last one the target
-    is the digit, token 17 + digit.
+    """Sequential image classification: the target at the last of 8 x 8 pixels is the digit.
 
-    With `both_ways` the pixels follow once more, last to first, and L is 128 instead of 64. A causal layer then sees
-    all pixels before it reaches any of them for the second time, as vision layers do that scan in both directions.
+    Pixels are tokens 0 (white) to 16, row by row. A digit is the token 17 + digit. The 1,797 different images are
+    sorted by their SHA-256 and split: 300 for validation, 300 for test, the others for training. A batch draws images
+    with replacement.
 
-    The 1,797 different images are sorted by their SHA-256 and split: 300 for validation, 300 for test, the others for
-    training. A batch draws with replacement.
+    The metric is accuracy. `chance` is the accuracy of naming any digit, 1/10.
 
-    Metric: accuracy. `chance` is the accuracy of naming any digit, 1/10.
+    Attributes:
+        both_ways: Whether the pixels follow a second time, from last to first, so that T is 128 and not 64. A causal
+            layer then sees all pixels before it reaches any pixel for the second time, as vision layers do that scan
+            in both directions.
 
-    >>> Digits().batch("train", 1, seed=0, step=0).targets[0, -1]
-    tensor(17)
+    Examples:
+        >>> Digits().batch("train", 1, seed=0, step=0).targets[0, -1]
+        tensor(17)
     """
 
     name: ClassVar[str] = "digits"
@@ -92,7 +95,7 @@ class Digits(Task):
 
 @cache
 def _images(split: str, device: torch.device) -> Tensor:
-    """uint8 [N, 65]: the pixels and the digit of each image of a split."""
+    """Returns the pixels and the digit of each image of a split, uint8 [N, 65]."""
     lines = np.loadtxt(IMAGES, np.uint8, delimiter=",")
     order = sorted(range(len(lines)), key=lambda i: sha256(lines[i, :PIXELS].tobytes()).digest())
     parts = dict(zip(SPLITS, np.split(lines[order], [-2 * HELD_OUT, -HELD_OUT]), strict=True))

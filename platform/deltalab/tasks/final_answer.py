@@ -12,23 +12,31 @@ from deltalab.tasks.randomness import Random
 from deltalab.tasks.task import IGNORE, Batch, Task, surprisal
 
 SHORTEST = 3
+"""The least total length at which a range may begin."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OneAnswer(Task):
     """A task whose sequences end in one answer.
 
-    Training draws total lengths uniformly from `length_range`, both ends included. Validation and test draw them from
-    `test_range`, and also from `length_range`, under the label of that range.
-
-    The total length counts the answer, which is no input: it is the target at the last token. So `length` is
+    The total length of a sequence counts the answer, which is no input but the target at the last token. So `length` is
     `length_range[1] - 1`, and shorter sequences are padded on the right.
 
-    Metric: scaled accuracy, (accuracy - r) / (1 - r) with r = 1 / `answers`. `chance` is 0, unless a subclass says
-    otherwise: answers are equally frequent.
+    The metric is scaled accuracy, (accuracy - r) / (1 - r) with r = 1 / `answers`. `chance` is 0 for answers that are
+    equally frequent.
 
-    A subclass provides `answers`, `padding`, `least` and `sequences`. Raises `InputError` for a range that is empty or
-    begins below 3, for a `length_range` that ends below `least`, and for a `test_range` that begins below it.
+    A subclass defines `answers`, `padding`, `least` and `sequences`.
+
+    Attributes:
+        length_range: The least and the greatest total length of training, which draws uniformly, both ends included.
+        test_range: The total lengths of validation and test, which also draw from `length_range`, under the label of
+            that range.
+        answers: The number of different answers.
+        padding: The token that fills shorter sequences.
+
+    Raises:
+        InputError: A range is empty or begins below 3, `length_range` ends below `least`, or `test_range` begins below
+            `least`.
     """
 
     metric: ClassVar[str] = "scaled_accuracy"
@@ -43,11 +51,20 @@ class OneAnswer(Task):
     @property
     @abstractmethod
     def least(self) -> int:
-        """The smallest total length in validation and test. Shorter sequences, which are few, are all training's."""
+        """The least total length in validation and test. Shorter sequences, of which there are few, train."""
 
     @abstractmethod
     def sequences(self, total: Tensor, split: str, random: Random) -> tuple[Tensor, Tensor]:
-        """Tokens [B, `length`] and answers [B] for `total [B]`; tokens after the first `total - 1` are ignored."""
+        """Draws sequences and their answers.
+
+        Args:
+            total: The total lengths, [B].
+            split: The split.
+            random: The random numbers.
+
+        Returns:
+            Tokens [B, `length`], of which only the first `total - 1` count, and answers [B].
+        """
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,7 +89,7 @@ class OneAnswer(Task):
         return 0.0
 
     def totals(self, low: int, high: int) -> range:
-        """The total lengths from `low` to `high` that the task has."""
+        """Returns the total lengths from `low` to `high` that the task has."""
         return range(low, high + 1)
 
     def evaluations(self) -> Mapping[str, Task]:

@@ -18,26 +18,36 @@ PLUS, MINUS, TIMES, EQUALS, PADDING, OPEN, CLOSE = range(MODULUS, MODULUS + 7)
 
 @dataclass(frozen=True, kw_only=True)
 class ModArithmetic(OneAnswer):
-    """A sequence of total length n is an expression of n - 2 tokens, `=` and, as the target at `=`, its value mod 5.
-    Tokens: digits 0 to 4, + 5, - 6, * 7, = 8, 9 for padding; with `brackets` also ( 10 and ) 11.
+    """Modular arithmetic: an expression, then `=`, whose target is the value of the expression mod 5.
+
+    A sequence of total length n has an expression of n - 2 tokens. Tokens are the digits 0 to 4, + 5, - 6, * 7, = 8,
+    9 for padding, and with `brackets` also ( 10 and ) 11.
 
     Without brackets, uniform digits and operators alternate, * binds tighter than + and -, and n is odd.
 
-    With `brackets`, an expression of 1 to 4 tokens is x, -x, (x) or (-x) with a uniform digit x. A longer one is
-    (A o B) with a uniform operator o, the length of A uniform in [1, length - 4], and A and B made in the same way
-    (Deletang et al. 2022, arXiv:2207.02098).
+    With `brackets`, an expression of 1 to 4 tokens is x, -x, (x) or (-x) with a uniform digit x. A longer expression is
+    (A o B) with a uniform operator o. The length of A is uniform in [1, length - 4], and A and B are made in the same
+    way.
 
-    Lengths, evaluation and metric are those of `OneAnswer`. Grazzi et al. 2024 (arXiv:2411.12537, Section 5.1) train on
-    lengths U[3, 40] and test on 8,192 sequences of lengths U[40, 256]. Products make 0 the most frequent value with
-    `brackets`: `chance` is then the metric of always answering 0 at the lengths of `test_range`.
+    Lengths, evaluation and metric are those of `OneAnswer`. With `brackets`, products make 0 the most frequent value.
+    `chance` is then the metric of always answering 0 at the lengths of `test_range`.
 
     A checksum of its digits decides whether an expression of 4 digits or more (n >= 9, with brackets n >= 21) belongs
     to training, validation or test (`share_out`).
 
-    >>> task = ModArithmetic(length_range=(11, 11), test_range=(11, 41))
-    >>> batch = task.batch("train", 1, seed=0, step=0)
-    >>> "".join("01234+-*= ()"[token] for token in batch.inputs[0]), int(batch.targets[0, -1])
-    ('3*1*3+3*3=', 3)
+    Attributes:
+        brackets: Whether expressions have brackets.
+
+    Examples:
+        >>> task = ModArithmetic(length_range=(11, 11), test_range=(11, 41))
+        >>> batch = task.batch("train", 1, seed=0, step=0)
+        >>> "".join("01234+-*= ()"[token] for token in batch.inputs[0]), int(batch.targets[0, -1])
+        ('3*1*3+3*3=', 3)
+
+    References:
+        Deletang et al. 2022, arXiv:2207.02098, for the expressions with brackets.
+        Grazzi et al. 2024, arXiv:2411.12537, section 5.1, who train on lengths U[3, 40] and test on 8,192 sequences of
+        lengths U[40, 256].
     """
 
     name: ClassVar[str] = "mod_arithmetic"
@@ -53,7 +63,7 @@ class ModArithmetic(OneAnswer):
 
     @property
     def least(self) -> int:
-        # A bracketed expression of d digits has at most 4 tokens per digit and 3 per operator, of which it has d - 1.
+        # A bracketed expression of d digits has at most 4 tokens per digit and 3 for each of its d - 1 operators.
         digits = shared_from(MODULUS)
         return 7 * (digits - 1) if self.brackets else 2 * digits + 1
 
@@ -84,17 +94,17 @@ class ModArithmetic(OneAnswer):
         tokens = digits.new_zeros(rows, width)
         tokens[:, 0::2], tokens[:, 1::2] = digits, operators
 
-        # Each + and - begins a product. Every digit but 0 is a power of 2 mod 5, and so is -1 = 2^2: the product is 0
-        # if one of its digits is, and else 2 to the sum of the exponents mod 4.
+        # Each + and - begins a product. Every digit but 0 is a power of 2 mod 5, and so is -1 = 2^2. So a product is 0
+        # if one of its digits is 0, and otherwise 2 to the sum of the exponents mod 4.
         power, logarithm = _powers(random.device)
         before = functional.pad(operators, (1, 0), value=PLUS)[:, : digits.shape[1]]
         product = (before != TIMES).long().cumsum(1) - 1
-        own = torch.arange(digits.shape[1], device=digits.device) < count[:, None]
+        used = torch.arange(digits.shape[1], device=digits.device) < count[:, None]
         exponent = logarithm[digits] + 2 * (before == MINUS)
-        sums = torch.zeros_like(digits).scatter_add(1, product, torch.where(own, exponent, 0))
-        zeros = torch.zeros_like(digits).scatter_add(1, product, (own & (digits == 0)).long())
-        begun = torch.zeros_like(digits).scatter_add(1, product, own.long())
-        values = torch.where((begun > 0) & (zeros == 0), power[sums % 4], 0)
+        sums = torch.zeros_like(digits).scatter_add(1, product, torch.where(used, exponent, 0))
+        zeros = torch.zeros_like(digits).scatter_add(1, product, (used & (digits == 0)).long())
+        factors = torch.zeros_like(digits).scatter_add(1, product, used.long())
+        values = torch.where((factors > 0) & (zeros == 0), power[sums % 4], 0)
         return tokens, values.sum(1) % MODULUS
 
     def _bracketed(self, length: Tensor, split: str, random: Random) -> tuple[Tensor, Tensor]:
@@ -103,9 +113,9 @@ class ModArithmetic(OneAnswer):
         # A and B are at least 4 tokens shorter than (A o B); (-x) adds two levels.
         levels = (width - 1) // 4 + 2
 
-        # size[p]: the size of the part that begins at place p, 0 where none begins; no two begin at one place. Each
-        # round finds the parts inside those that are known: one begins at p + 1, behind a bracket or a sign, and in
-        # (A o B) there is also B.
+        # size[p] is the size of the part that begins at place p, or 0 if no part begins there. No two parts begin at
+        # one place. Each round finds the parts inside the known parts: a part begins at p + 1, behind a bracket or a
+        # sign, and in (A o B) there is also B.
         draw = random.integers("split", 2**62, rows, width)
         size = root = functional.pad(length[:, None], (0, width - 1))
         for _ in range(levels):
@@ -136,27 +146,27 @@ class ModArithmetic(OneAnswer):
 
 @cache
 def _zeros(longest: int) -> list[float]:
-    """The share of bracketed expressions whose value is 0, by length up to `longest`.
+    """Returns the share of bracketed expressions whose value is 0, by length up to `longest`.
 
-    The other values are equally frequent, so that x + y and x - y are 0 with p_x p_y + (1 - p_x) (1 - p_y) / 4, and
-    x y with 1 - (1 - p_x) (1 - p_y).
+    The other values are equally frequent. So x + y and x - y are 0 with probability
+    p_x p_y + (1 - p_x) (1 - p_y) / 4, and x y is 0 with probability 1 - (1 - p_x) (1 - p_y).
     """
-    found = [1 / MODULUS] * 5
+    shares = [1 / MODULUS] * 5
     for length in range(5, longest + 1):
-        parts = [(found[a], found[length - 3 - a]) for a in range(1, length - 3)]
-        both = sum(x * y for x, y in parts) / len(parts)
-        neither = sum((1 - x) * (1 - y) for x, y in parts) / len(parts)
-        found.append(2 / 3 * (both + neither / (MODULUS - 1)) + 1 / 3 * (1 - neither))
-    return found
+        parts = [(shares[a], shares[length - 3 - a]) for a in range(1, length - 3)]
+        both_zero = sum(x * y for x, y in parts) / len(parts)
+        neither_zero = sum((1 - x) * (1 - y) for x, y in parts) / len(parts)
+        shares.append(2 / 3 * (both_zero + neither_zero / (MODULUS - 1)) + 1 / 3 * (1 - neither_zero))
+    return shares
 
 
 @cache
 def _powers(device: torch.device) -> tuple[Tensor, Tensor]:
-    """2^0 to 2^3 mod 5; and the exponent of each digit, with 0 in the place of the digit 0, which has none."""
+    """Returns 2^0 to 2^3 mod 5, and the exponent of each digit, with a 0 for the digit 0, which has no exponent."""
     return torch.tensor([1, 2, 4, 3], device=device), torch.tensor([0, 0, 1, 3, 2], device=device)
 
 
 def _first(size: Tensor, draw: Tensor) -> Tensor:
-    """The size of the first part inside each part, behind its bracket or sign; 0 where there is none."""
+    """Returns the size of the first part inside each part, behind its bracket or sign; 0 if there is no part."""
     cut = 1 + draw % (size - 4).clamp(min=1)
     return torch.where(size >= 5, cut, torch.where(size >= 2, (size - 2).clamp(min=1), 0))

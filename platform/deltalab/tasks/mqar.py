@@ -15,37 +15,47 @@ from deltalab.tasks.task import IGNORE, Batch, Task, surprisal
 
 @dataclass(frozen=True, kw_only=True)
 class MQAR(Task):
-    """Multi-query associative recall (Arora et al. 2023, arXiv:2312.04927).
+    """Multi-query associative recall: name the value of each key that is asked.
 
-    n = `pairs` distinct keys from [1, V/2) and n distinct values from [V/2, V) open the sequence as
-    k1 v1 k2 v2 ... kn vn. Then every key is asked once. Of the S = (L - 2n)/2 slots after the context, slot i
-    (from 1) with weight i^(power - 1), key j draws slot i_j without replacement and stands at position
-    2n + 2 (i_j - 1); the target there is v_j. The other positions hold 0, or with `random_non_queries`
-    uniform tokens from [0, V).
+    With L = `length`, n = `pairs` and V = `vocab_size`, n distinct keys from [1, V/2) and n distinct values from
+    [V/2, V) open the sequence as k1 v1 k2 v2 ... kn vn. Then every key is asked once. There are S = (L - 2n)/2 slots
+    after the context. Slot i, counted from 1, has the weight i^(power - 1). Key j draws a slot i_j without replacement
+    and stands at position 2n + 2 (i_j - 1), where the target is v_j.
 
-    `mixture`: parts [length, pairs, weight]. Each training example is drawn from one part, chosen with a probability
-    proportional to its weight, and filled up with zeros to L. [L, n] must be a part, and no part may be longer.
-    `tests`: the [length, pairs] that are evaluated, each under the label LENGTHxPAIRS. If empty, evaluation is on the
-    distribution of training.
-    `train_examples`: how many examples a seed trains on; None for new ones in every batch.
+    The metric is accuracy, the mean over examples of the share of right answers. `chance` is the accuracy of naming any
+    value, 2/V. A model that names any value *of the context*, without knowing which value belongs to the key, already
+    has the accuracy 1/n: the plateau that models learn first.
 
     The paper's grid is (L, n) = (64, 4), (128, 8), (256, 16) and (512, 64), with 100,000 examples each. Later papers
     train on the mixture [64, 4, 100000] and 20,000 each of [128, 8], [256, 16], [256, 32] and [256, 64], and test
     at (64, 4), (64, 8), (64, 16), (128, 32), (256, 64), (512, 128) and (1024, 256).
 
-    Metric: accuracy, the mean over examples of the share of right answers. `chance` is the accuracy of naming any
-    value, 2/V. Naming any value *of the context*, without knowing which belongs to the key, already gives
-    1/n: the plateau that models learn first.
+    Attributes:
+        length: L.
+        pairs: n.
+        vocab_size: V.
+        random_non_queries: Whether other positions hold uniform tokens from [0, V). Otherwise they hold 0.
+        power: The exponent of the slots' weights.
+        mixture: Parts [length, pairs, weight]. Each training example is drawn from a part that is chosen with a
+            probability proportional to its weight, and is filled up with zeros to L. [L, n] must be a part, and no part
+            may be longer.
+        tests: The [length, pairs] that are evaluated, each under the label LENGTHxPAIRS. If empty, evaluation is on the
+            distribution of training.
+        train_examples: The number of examples that a seed trains on; None for new examples in every batch.
 
-    Raises `InputError` unless L = `length` is even, 4n <= L and n < V/2, for every part and test as well, and
-    `power` > 0.
+    Raises:
+        InputError: L is odd, 4n > L, or n >= V/2, also for a part or a test; or `power` is not positive.
 
-    >>> task = MQAR(length=12, pairs=2, vocab_size=16)
-    >>> batch = task.batch("train", 1, seed=0, step=0)
-    >>> batch.inputs
-    tensor([[ 7,  9,  2, 13,  0,  0,  7,  0,  2,  0,  0,  0]])
-    >>> batch.targets
-    tensor([[-100, -100, -100, -100, -100, -100,    9, -100,   13, -100, -100, -100]])
+    Examples:
+        >>> task = MQAR(length=12, pairs=2, vocab_size=16)
+        >>> batch = task.batch("train", 1, seed=0, step=0)
+        >>> batch.inputs
+        tensor([[ 7,  9,  2, 13,  0,  0,  7,  0,  2,  0,  0,  0]])
+        >>> batch.targets
+        tensor([[-100, -100, -100, -100, -100, -100,    9, -100,   13, -100, -100, -100]])
+
+    References:
+        Arora et al. 2023, arXiv:2312.04927.
     """
 
     name: ClassVar[str] = "mqar"
@@ -85,9 +95,9 @@ class MQAR(Task):
                     raise InputError(f"{error}, in '{name}'") from None
         if self.mixture:
             self.require(all(weight >= 1 for *_, weight in self.mixture), "mixture", "must have weights of at least 1")
-            here, lengths = (self.length, self.pairs), [length for length, *_ in self.mixture]
-            fits = max(lengths) == self.length and here in [part[:2] for part in self.mixture]
-            self.require(fits, "mixture", f"must have [length, pairs] = {[*here]} in it, and nothing longer")
+            own_part, lengths = (self.length, self.pairs), [length for length, *_ in self.mixture]
+            fits = max(lengths) == self.length and own_part in [part[:2] for part in self.mixture]
+            self.require(fits, "mixture", f"must have [length, pairs] = {[*own_part]} in it, and nothing longer")
 
     def _alone(self, length: int, pairs: int) -> "MQAR":
         return replace(self, length=length, pairs=pairs, mixture=(), tests=())
@@ -114,12 +124,12 @@ class MQAR(Task):
         keys = 1 + random.distinct("keys", half - 1, size, most)
         values = half + random.distinct("values", self.vocab_size - half, size, most)
 
-        # Take the first n of S independent exponential clocks to ring, which has the law of drawing slots one by one
-        # (and of Gumbel top-n). Sort stably: topk breaks ties differently on each device.
+        # Take the first n of S independent exponential clocks to ring. Their law is that of drawing slots one by one,
+        # and of Gumbel top-n. Sort stably: topk breaks ties differently on each device.
         arrival = random.exponential("slots", size, slots) * tables.patience[part]
         slot = arrival.sort(dim=1, stable=True).indices[:, :most]
 
-        # Write the pairs that an example does not have behind its end, which is cut off.
+        # Write the pairs that an example lacks behind its end, where they are cut off.
         key_at, value_at = (at[part].expand(size, -1) for at in (tables.key_at, tables.value_at))
         query_at = tables.query_at[part].add(slot, alpha=2).clamp(max=self.length)
         inputs = torch.zeros(size, self.length + (len(parts) > 1), dtype=torch.int64, device=random.device)
@@ -144,9 +154,13 @@ class MQAR(Task):
 class _Tables(NamedTuple):
     """Tables that all examples of a part share, for P parts.
 
-    until [P]: cumulated weights. patience [P, S]: mean waiting times of the slots, 1 / weight, inf for a slot that a
-    part lacks. key_at, value_at, query_at [P, n]: the positions of keys and values, and of the query if it is in the
-    first slot; L for a pair that a part lacks. there [P, L]: whether a position lies within the part.
+    Attributes:
+        until: The cumulated weights, [P].
+        patience: The mean waiting times of the slots, 1 / weight, [P, S]; inf for a slot that a part lacks.
+        key_at: The positions of keys, [P, n]; L for a pair that a part lacks.
+        value_at: The positions of values, [P, n].
+        query_at: The position of each query if it is in the first slot, [P, n].
+        there: Whether a position lies within the part, [P, L].
     """
 
     until: Tensor

@@ -15,19 +15,20 @@ from deltalab.tasks.task import IGNORE, Batch, Task, surprisal
 from deltalab.tasks.text import Text
 
 PERIOD = b"The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
+"""The text that variant 1 repeats."""
 MARK, QUERY, KEYS = 256, 257, 258
 
 VALUES = {1: (7, b"0123456789"), 2: (7, b"0123456789"), 3: (32, b"0123456789abcdef")}
-"""Variant -> m, and the bytes that a value is made of."""
+"""The length m of a value, and the bytes that it is made of, by variant."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NIAH(Task):
     """S-NIAH-1, 2 and 3 of RULER (Hsieh et al. 2024, arXiv:2404.06654), in miniature, on tokens instead of words.
 
-    A sequence of L tokens is a filler of F = L - 2m - 3 bytes with the needle MARK key v1 ... vm in one of its
-    F + 1 places, all equally likely; then QUERY key v1 ... v(m-1). The targets at the last m positions are
-    v1 ... vm. A byte is its own token; MARK is 256, QUERY 257, and the key one of the `keys` that follow, uniform.
+    A sequence of L tokens is a filler of F = L - 2m - 3 bytes, with the needle MARK key v1 ... vm in one of its F + 1
+    places, all equally likely. Then QUERY key v1 ... v(m-1) follow. The targets at the last m positions are v1 ... vm.
+    A byte is its own token, MARK is 256, QUERY is 257, and the key is uniform among the `keys` tokens from 258 on.
 
     | `variant` | filler | value |
     | --- | --- | --- |
@@ -38,20 +39,27 @@ class NIAH(Task):
     The text is that of the task `text`, from the same split of `corpus`. A checksum of the value, which is uniform,
     decides whether a sequence belongs to training, validation or test (`share_out`).
 
-    Training has L = `length`. Validation and test are measured at each multiple in `times` of this length, under the
-    label of the length, and in the mean over all.
+    The metrics are `exact_match`, the share of sequences with all of v1 ... vm right, and `accuracy`, the share of
+    right tokens. `chance` is an `exact_match` of 10^-m or 16^-m. The model reads the right tokens, not its own. That
+    makes no difference to a sequence that is right throughout.
 
-    Metrics: `exact_match`, the share of sequences with all of v1 ... vm right, of which `chance` is 10^-m or 16^-m.
-    The model reads the right tokens, not its own: a sequence that is right throughout is the same with either.
-    `accuracy`, the share of right tokens.
+    Attributes:
+        variant: The variant, 1 to 3, as in the table above.
+        length: L in training.
+        times: The multiples of `length` at which validation and test are measured, each under the label of its length.
+            The metric is the mean over all.
+        keys: The number of different keys.
+        corpus: The corpus of the filler, as for the task `text`.
 
-    Raises `InputError` for another variant, `length` below 2m + 4, fewer than 1 key, `times` that are empty, below 1 or
-    not distinct, and a `corpus` that is missing or too small.
+    Raises:
+        InputError: The variant does not exist, `length` is below 2m + 4, there is no key, `times` are empty, below 1 or
+            not distinct, or the corpus is missing or too small.
 
-    >>> task = NIAH(variant=1, length=40)
-    >>> batch = task.batch("train", 1, seed=0, step=0)
-    >>> "".join(chr(token) if token < MARK else "[]k"[min(token - MARK, 2)] for token in batch.inputs[0].tolist())
-    '[k0481404The grass is green. The]k048140'
+    Examples:
+        >>> task = NIAH(variant=1, length=40)
+        >>> batch = task.batch("train", 1, seed=0, step=0)
+        >>> "".join(chr(token) if token < MARK else "[]k"[min(token - MARK, 2)] for token in batch.inputs[0].tolist())
+        '[k0481404The grass is green. The]k048140'
     """
 
     name: ClassVar[str] = "niah"
@@ -130,7 +138,7 @@ class NIAH(Task):
         before = random.integers("place", self._filled + 1, size, 1)
         at = torch.arange(self._filled + m + 2, device=random.device) - before
         inside = (at >= 0) & (at < m + 2)
-        rest = torch.where(at < 0, at, at - (m + 2)) + before  # where in the filler, outside the needle
+        rest = torch.where(at < 0, at, at - (m + 2)) + before  # the place in the filler, outside the needle
         haystack = self._filler(split, size, random).gather(1, rest.clamp(0, self._filled - 1))
         body = torch.where(inside, needle.gather(1, at.clamp(0, m + 1)), haystack)
 

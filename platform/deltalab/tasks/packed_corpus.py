@@ -13,66 +13,69 @@ from deltalab.errors import InputError
 from deltalab.tasks.corpus import RARE, SHARE
 
 _BLOCK = 2**20
-"""Tokens that are counted at a time."""
+"""The tokens that are counted at a time."""
 
 
 @dataclass(frozen=True, eq=False)
 class PackedCorpus:
-    """The interface of `tasks.corpus.Corpus`, of a folder of packed data."""
+    """A folder of packed data, with the interface of `tasks.corpus.Corpus`."""
 
     packed: Packed
     unit = "tokens"
 
     @property
     def fingerprint(self) -> str:
-        """The `sha256` of `meta.json`: of the shards' hashes, not of where they lie."""
+        """The `sha256` of `meta.json`, which hashes the contents of the shards and not their places."""
         return str(self.packed.meta["sha256"])
 
     @property
     def vocab_size(self) -> int:
+        """The number of tokens of the tokenizer."""
         return int(self.packed.tokenizer["vocab_size"])
 
     @cached_property
     def bytes_per_token(self) -> float:
-        """Of all splits together."""
+        """The mean number of bytes of a token, in all splits together."""
         splits = [self.packed.split(split) for split in SPLITS]
         return sum(split.bytes for split in splits) / sum(split.tokens for split in splits)
 
     def size(self, split: str) -> int:
+        """Returns the number of tokens in a split."""
         return self.packed.split(split).tokens
 
     def fits(self, split: str, device: torch.device) -> bool:
-        """Whether the device can hold a copy of a split, in 4 bytes a token. The CPU needs none."""
+        """Returns whether a device can hold a copy of a split, in 4 bytes per token. The CPU needs no copy."""
         if device.type != "cuda":
             return True
         return 4 * self.size(split) <= torch.cuda.get_device_properties(device).total_memory // SHARE
 
     def windows(self, split: str, places: Tensor) -> Tensor:
-        """The tokens at `places` [B, n], each row of which counts up by 1: int64 on the device of `places`."""
+        """Returns the tokens at `places` [B, n], whose rows count up by 1, int64 on the device of `places`."""
         device = places.device
         if device.type != "cpu" and self.fits(split, device):
-            return _copied(self, split, device)[places].long()
-        found, width = self.packed.split(split), places.shape[1]
-        rows = [torch.from_numpy(found.read(start, width)) for start in places[:, 0].tolist()]
+            return _device_copy(self, split, device)[places].long()
+        packed_split, width = self.packed.split(split), places.shape[1]
+        rows = [torch.from_numpy(packed_split.read(start, width)) for start in places[:, 0].tolist()]
         return torch.stack(rows).to(device)
 
     def is_rare(self, first: Tensor, second: Tensor) -> Tensor:
-        """Whether the bigrams (first, second) make up less than `RARE` of the training split's."""
+        """Returns whether the bigrams (first, second) make up less than `RARE` of the training split's bigrams."""
         number, frequent = (part.to(first.device) for part in self._frequent)
         return ~frequent[number[first], number[second]]
 
     @cached_property
     def _frequent(self) -> tuple[Tensor, Tensor]:
-        """int64 `[vocab_size]`, a number for each token, and bool `[n + 1, n + 1]`, whether a bigram of two numbers is
-        frequent. The first call reads all of training, twice.
+        """A number for each token, int64 [vocab_size], and whether a bigram of two numbers is frequent.
 
-        Both tokens of a frequent bigram are as frequent, so there are n <= 1 / `RARE` such; the others have number n.
+        The second tensor is bool [n + 1, n + 1]. The tokens of a frequent bigram are at least as frequent as the
+        bigram. So there are n <= 1 / `RARE` of them. All other tokens have the number n. The first call reads all of
+        training, twice.
         """
         train = self.packed.split("train")
         counts = np.zeros(self.vocab_size, np.int64)
         for begin in range(0, train.tokens, _BLOCK):
             counts += np.bincount(train.read(begin, min(_BLOCK, train.tokens - begin)), minlength=self.vocab_size)
-        # A token at an end of the text is in one bigram less than it is in the text.
+        # A frequent bigram occurs RARE * (tokens - 1) times or more, and so do its tokens.
         often = np.flatnonzero(counts >= RARE * (train.tokens - 1))
         number = np.full(self.vocab_size, len(often), np.int64)
         number[often] = np.arange(len(often))
@@ -86,7 +89,11 @@ class PackedCorpus:
 
 
 def load_packed(path: str) -> PackedCorpus:
-    """The packed data at `path`. Raises `InputError` where they are not whole."""
+    """Reads the packed data at a path.
+
+    Raises:
+        InputError: The packed data are not whole.
+    """
     try:
         return PackedCorpus(Packed(path))
     except ValueError as error:
@@ -94,10 +101,10 @@ def load_packed(path: str) -> PackedCorpus:
 
 
 def is_packed(path: str) -> bool:
-    """Whether a folder holds packed data, rather than text."""
+    """Returns whether a folder holds packed data, and not text."""
     return all(os.path.isfile(os.path.join(path, name)) for name in (META, TOKENIZER))
 
 
 @cache
-def _copied(corpus: PackedCorpus, split: str, device: torch.device) -> Tensor:
+def _device_copy(corpus: PackedCorpus, split: str, device: torch.device) -> Tensor:
     return torch.from_numpy(corpus.packed.split(split).read(0, corpus.size(split)).astype(np.int32)).to(device)

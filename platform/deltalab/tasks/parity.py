@@ -12,20 +12,24 @@ from deltalab.tasks.splits import share_out, shared_from
 
 @dataclass(frozen=True, kw_only=True)
 class Parity(OneAnswer):
-    """A sequence of total length n has n - 1 uniform bits; the target at the last of them is their sum mod 2.
-    Tokens: 0, 1, and 2 for padding.
+    """Parity: the target at the last of n - 1 uniform bits is their sum mod 2.
 
-    Lengths, evaluation and metric are those of `OneAnswer`. Grazzi et al. 2024 (arXiv:2411.12537, Section 5.1) train on
-    lengths U[3, 40] and test on 8,192 sequences of lengths U[40, 256]. No finite-precision rule whose state transition
-    has only positive real eigenvalues solves parity at all lengths (their Theorem 1).
+    n is the total length of the sequence. Tokens are 0, 1, and 2 for padding. Lengths, evaluation and metric are those
+    of `OneAnswer`. No rule of finite precision whose state transition has only positive real eigenvalues solves parity
+    at all lengths (Grazzi et al. 2024, Theorem 1).
 
     A checksum decides whether a sequence of 10 bits or more belongs to training, validation or test (`share_out`).
 
-    >>> batch = Parity(length_range=(3, 12), test_range=(12, 16)).batch("train", 1, seed=0, step=0)
-    >>> batch.inputs
-    tensor([[0, 0, 0, 0, 1, 2, 2, 2, 2, 2, 2]])
-    >>> batch.targets
-    tensor([[-100, -100, -100, -100,    1, -100, -100, -100, -100, -100, -100]])
+    Examples:
+        >>> batch = Parity(length_range=(3, 12), test_range=(12, 16)).batch("train", 1, seed=0, step=0)
+        >>> batch.inputs
+        tensor([[0, 0, 0, 0, 1, 2, 2, 2, 2, 2, 2]])
+        >>> batch.targets
+        tensor([[-100, -100, -100, -100,    1, -100, -100, -100, -100, -100, -100]])
+
+    References:
+        Grazzi et al. 2024, arXiv:2411.12537, section 5.1, who train on lengths U[3, 40] and test on 8,192 sequences of
+        lengths U[40, 256].
     """
 
     name: ClassVar[str] = "parity"

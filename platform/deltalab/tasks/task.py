@@ -22,11 +22,11 @@ IGNORE = -100
 SPLITS = ("train", "validation", "test")
 
 MOST = 2**31 - 1
-"""The most that a whole number among a task's parameters may be, without its sign."""
+"""The largest whole number among a task's parameters, without its sign."""
 MOST_LENGTH = 2**20
-"""The most tokens of a sequence, in training and in evaluation."""
+"""The largest number of tokens in a sequence, in training and in evaluation."""
 MOST_VOCABULARY = 2**24
-"""The most tokens that a task may tell apart."""
+"""The largest number of tokens that a task tells apart."""
 
 _IN_WORDS: dict[type, str] = {
     bool: "true or false", int: "an integer", float: "a finite number", str: "text", NoneType: "null",
@@ -35,28 +35,39 @@ _IN_WORDS: dict[type, str] = {
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """`inputs [B, T]` and `targets [B, T]`, int64. The model is to predict `targets[:, t]` at position t (they are
-    shifted already); `IGNORE` marks positions that are not scored."""
+    """Sequences of tokens, and the token to predict at each position.
+
+    Attributes:
+        inputs: The tokens, int64 [B, T].
+        targets: The token to predict at each position, int64 [B, T], which is shifted already: the model predicts
+            `targets[:, t]` at position t. `IGNORE` marks positions that are not scored.
+    """
 
     inputs: Tensor
     targets: Tensor
 
     @cached_property
     def labels(self) -> Tensor:
-        """The targets that are scored, [N], row-major. Computed once: counting them waits for a GPU."""
+        """The targets that are scored, [N], row-major, computed once: to count them waits for a GPU."""
         return self.targets[self.targets != IGNORE]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task(ABC):
-    """A proxy task. Its dataclass fields are its parameters, as a study file gives them.
+    """A proxy task, whose dataclass fields are its parameters, as a study file writes them.
 
-    A subclass states `name`, `version`, `metric` and `maximize`, whether a larger metric is better. It provides
-    `vocab_size` and `length` (as parameters or as properties), `chance`, `draw` and `measure`. It checks its parameters
-    with `require` in `__post_init__`, after `super().__post_init__()` has checked their types. Raise `version` whenever
-    a batch or a metric changes.
+    A subclass declares `name`, `version`, `metric` and `maximize`. It has `vocab_size` and `length` as parameters or as
+    properties, and it defines `chance`, `draw` and `measure`. It checks its parameters with `require` in
+    `__post_init__`, after `super().__post_init__()` has checked their types.
 
-    Raises `InputError` for a parameter of the wrong type or against the task's rules.
+    Attributes:
+        name: The name of the task in a study file.
+        version: A number to raise with every change of a batch or a metric.
+        metric: The name of the metric that decides.
+        maximize: Whether a larger metric is better.
+
+    Raises:
+        InputError: A parameter has the wrong type or breaks a rule of the task.
     """
 
     name: ClassVar[str]
@@ -64,55 +75,71 @@ class Task(ABC):
     metric: ClassVar[str]
     maximize: ClassVar[bool]
     bounds: ClassVar[tuple[float, float] | None] = None
-    """The least and the greatest value of `metric`; None if it has no such. Intervals of the report stay inside."""
+    """The least and the greatest value of `metric`, which intervals of the report stay within; None without bounds."""
     example: ClassVar[Mapping[str, object]] = {}
-    """Parameters for showing and checking a task that cannot be made without any."""
+    """Parameters to show and to check a task that cannot be made without any."""
     readout: ClassVar[str] = "position"
-    """The `ModelSpec.readout` that the task needs: where the logits of a position are read from."""
+    """The `ModelSpec.readout` that the task needs."""
 
-    if TYPE_CHECKING:  # a real property would stand in the way of a parameter of the same name
+    if TYPE_CHECKING:  # a real property would forbid a parameter of the same name
 
         @property
         def vocab_size(self) -> int:
-            """Tokens are integers in [0, vocab_size)."""
+            """The number of tokens, which are the integers in [0, vocab_size)."""
 
         @property
         def length(self) -> int:
-            """T, the tokens in a sequence."""
+            """T, the number of tokens in a sequence."""
 
         @property
         def train_examples(self) -> int | None:
-            """The number of examples that a seed trains on; each batch draws from them with replacement. None where
-            every example is new. With a number, each row of `draw` must depend on its own row of `random` alone."""
+            """The number of examples that a seed trains on; None if every example is new.
+
+            Each batch draws from these examples with replacement. Each row of `draw` must then depend on its own row of
+            `random` alone.
+            """
 
     else:
         train_examples = None
 
     @property
     def train_tokens(self) -> int | None:
-        """The tokens that a seed can train on, if they are finitely many. A plan divides a run's tokens by them."""
+        """The tokens that a seed can train on; None without a bound. A plan divides a run's tokens by this number."""
         return None if self.train_examples is None else self.train_examples * self.length
 
     @property
     def most_scored(self) -> int:
-        """The most positions of a training example that are scored: no logits are computed for others."""
+        """The largest number of scored positions in a training example. Other positions get no logits."""
         return self.length
 
     @property
     @abstractmethod
     def chance(self) -> float:
-        """The `metric` of a model that has learned only which tokens can be answers."""
+        """The `metric` of a model that has only learned which tokens can be answers."""
 
     @abstractmethod
     def draw(self, split: str, size: int, random: Random) -> Batch:
-        """Draws `size` examples on `random.device`, from nothing but `random`."""
+        """Draws examples on `random.device`, from nothing but `random`.
+
+        Args:
+            split: The split, one of `SPLITS`.
+            size: The number of examples.
+            random: The random numbers.
+        """
 
     @abstractmethod
     def measure(self, batch: Batch, logits: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """Metric -> (total, count), 0-dim. An evaluation divides the sum of totals of its batches by that of counts.
+        """Measures the metrics on a batch.
 
-        `logits [N, vocab_size]` belong to the positions where `batch.targets != IGNORE`, row-major. Among the
-        keys are `metric` and "loss" (nats per scored token). A count may be 0 in a batch.
+        An evaluation divides the sum of the totals of its batches by the sum of the counts.
+
+        Args:
+            batch: The batch.
+            logits: The logits at the N positions where `batch.targets != IGNORE`, row-major, [N, vocab_size].
+
+        Returns:
+            Metric -> (total, count), 0-dim each. Among the metrics are `metric` and "loss", in nats per scored token. A
+                count may be 0.
         """
 
     def __post_init__(self) -> None:
@@ -120,26 +147,44 @@ class Task(ABC):
         for parameter in fields(self):
             kind, value = hints[parameter.name], getattr(self, parameter.name)
             kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
-            # Equal values are one trial: 1 and 1.0, and a tuple and the list that JSON makes of it.
+            # Equal values are one trial: 1 and 1.0, or a tuple and the list that JSON makes of it.
             value = float(value) if float in kinds and type(value) is int else _frozen(value)
             object.__setattr__(self, parameter.name, value)
             self.require(_fits(value, kind), parameter.name, f"must be {_in_words(kind)}")
             self.require(_small(value), parameter.name, f"must be between -{MOST:,} and {MOST:,}")
             if parameter.name in ("length", "vocab_size"):
-                most = MOST_LENGTH if parameter.name == "length" else MOST_VOCABULARY
-                self.require(not isinstance(value, int) or value <= most, parameter.name, f"must be at most {most:,}")
+                largest = MOST_LENGTH if parameter.name == "length" else MOST_VOCABULARY
+                self.require(
+                    not isinstance(value, int) or value <= largest, parameter.name, f"must be at most {largest:,}"
+                )
 
     def require(self, right: bool, parameter: str, rule: str) -> None:
-        """Raises `InputError` naming the task, the parameter, the rule that it breaks and its value."""
+        """Checks a rule about a parameter.
+
+        Args:
+            right: Whether the rule holds.
+            parameter: The name of the parameter.
+            rule: The rule, as the message says it: "must be even".
+
+        Raises:
+            InputError: The rule does not hold. The message names the task, the parameter, the rule and the value.
+        """
         if not right:
             value = getattr(self, parameter)
             raise InputError(f"task '{self.name}': parameter '{parameter}' {rule}, not {value!r}")
 
     def batch(self, split: str, size: int, seed: int, step: int, device: torch.device | str = "cpu") -> Batch:
-        """Batch number `step` of the stream `seed` of a split. The integers are the same on every device, and do not
-        depend on earlier draws.
+        """Returns a batch, which is the same on every device and does not depend on earlier draws.
 
-        Raises `InputError` for an unknown split or a size below 1.
+        Args:
+            split: The split, one of `SPLITS`.
+            size: The number of examples.
+            seed: The stream of batches.
+            step: The number of the batch in its stream.
+            device: The device of the batch.
+
+        Raises:
+            InputError: The split does not exist, or the size is below 1.
         """
         if split not in SPLITS:
             raise unknown("split", split, SPLITS, where=f"task '{self.name}'")
@@ -149,37 +194,45 @@ class Task(ABC):
         return self.drawn(split, size, now, pool)
 
     def address(self, split: str, seed: int, step: int | str) -> str:
-        """The address of a batch's random numbers; with "pool" as the step, of those of the `train_examples`."""
+        """Returns the address of a batch's random numbers; for the step "pool", of those of the `train_examples`."""
         at = step if isinstance(step, str) else int(index(step))
         return f"{self.name}/{self.version}/{split}/{int(index(seed))}/{at}"
 
     def drawn(self, split: str, size: int, now: Random, pool: Random) -> Batch:
-        """Draws new examples from `now`, or, with `train_examples`, the examples of `pool` that `now` chooses."""
+        """Draws a batch of new examples from `now`; with `train_examples`, `now` chooses examples of `pool`."""
         if split != "train" or self.train_examples is None:
             return self.draw(split, size, now)
         return self.draw(split, size, replace(pool, rows=now.integers("examples", self.train_examples, size)))
 
     def evaluations(self) -> Mapping[str, "Task"]:
-        """Label -> the task that validation and test draw from, of the same `vocab_size`.
+        """Returns the tasks that validation and test draw from, by label, with the same `vocab_size`.
 
-        Override it for a task that is judged at other lengths or settings than it trains at. Metrics of a label are
-        recorded as METRIC@LABEL, such as accuracy@128, and METRIC is over all labels together. With a label "",
-        METRIC is over that one alone.
+        Override this method for a task that is judged at other lengths or settings than it trains at. The metrics of a
+        label are recorded as METRIC@LABEL, such as accuracy@128, and METRIC is over all labels together. If there is a
+        label "", METRIC is over this label alone.
         """
         return {"": self}
 
     def evaluated(self, other: "Task", split: str, size: int, batches: int) -> tuple[int, int]:
-        """The size and number of the batches of a split that `other`, one of `evaluations`, is measured on, where a
-        study gives `size` and `batches`. Override it to measure longer examples on fewer of them, or with 0 batches
-        on the test split alone."""
+        """Returns the size and the number of the batches on which one of the `evaluations` is measured.
+
+        Override this method to measure fewer of longer examples. With 0 batches for validation, the test split alone is
+        measured.
+
+        Args:
+            other: The task of the evaluation.
+            split: The split.
+            size: The size of a batch in the study.
+            batches: The number of batches in the study.
+        """
         return size, batches
 
     def fed_by_cpu(self, device: torch.device) -> bool:
-        """Whether `device` cannot hold the training data: the CPU then draws the batches and sends them."""
+        """Returns whether a device cannot hold the training data. The CPU then draws the batches and sends them."""
         return False
 
     def fingerprint(self) -> str:
-        """SHA-256 of the data that the task reads, which is part of a trial's identity; "" for generated data."""
+        """Returns the SHA-256 of the data that the task reads, a part of a trial's identity; "" for generated data."""
         return ""
 
 
@@ -188,13 +241,13 @@ def _frozen(value: object) -> object:
 
 
 def _small(value: object) -> bool:
-    """Whether no whole number in it is larger than `MOST`."""
+    """Returns whether no whole number in a value is larger than `MOST`."""
     return all(map(_small, value)) if isinstance(value, tuple) else not isinstance(value, int) or abs(value) <= MOST
 
 
 def _fits(value: object, kind: Any) -> bool:
     if isinstance(kind, UnionType):
-        return any(_fits(value, one) for one in get_args(kind))
+        return any(_fits(value, option) for option in get_args(kind))
     if get_origin(kind) is tuple:
         items = get_args(kind)
         if not isinstance(value, tuple):
@@ -216,5 +269,10 @@ def _in_words(kind: Any) -> str:
 
 
 def surprisal(batch: Batch, logits: Tensor) -> Tensor:
-    """-log softmax(logits)[target] in nats, `[N]`, for `logits [N, V]` at the scored positions of `batch`."""
+    """Returns -log softmax(logits)[target] in nats, [N].
+
+    Args:
+        batch: The batch.
+        logits: The logits at its N scored positions, [N, V].
+    """
     return functional.cross_entropy(logits.float(), batch.labels, reduction="none")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deltalab.errors import InputError
-from deltalab.tasks.corpus import PYTHON, Corpus, load, located
+from deltalab.tasks.corpus import PYTHON, Corpus, corpus_path, load
 from deltalab.tasks.packed_corpus import PackedCorpus, is_packed, load_packed
 from deltalab.tasks.randomness import Random
 from deltalab.tasks.task import SPLITS, Batch, Task, surprisal
@@ -18,39 +18,45 @@ from deltalab.tasks.task import SPLITS, Batch, Task, surprisal
 
 @dataclass(frozen=True, kw_only=True)
 class Text(Task):
-    """Language modelling: predict byte t + 1 from bytes 0 ... t, at every one of L = `length` positions; with packed
-    data, tokens instead of bytes.
+    """Language modelling: predict byte t + 1 from bytes 0 ... t, at every position.
 
-    `corpus` is one of five:
+    With packed data, tokens take the place of bytes. `corpus` is one of five:
 
-    - None, for the King James Bible and the Jargon File, 5.6 MB that come with deltalab, the same on every machine.
-      Each chapter of the Bible and each entry of the Jargon File is in one split, about 80/10/10;
+    - None, for the King James Bible and the Jargon File, 5.6 MB that come with deltalab and are the same on every
+      machine. Each chapter of the Bible and each entry of the Jargon File is in one split, about 80/10/10;
     - a file, cut by bytes into training, validation and test, 80/10/10;
-    - a folder of at least 3 files, hidden ones not counted. Each file is in one split; the order of the hashes of
-      their relative paths decides, 80/10/10. The files of a split are joined in the order of their paths;
+    - a folder of at least 3 files, hidden files not counted. Each file is in one split, 80/10/10, by the order of the
+      hashes of the files' relative paths. The files of a split are joined in the order of their paths;
     - `python`, for the source files of this machine's Python standard library, split as a folder is. A folder of
       that name is `./python`;
-    - a folder of packed data, as `platform data pack` writes it: its tokens, in its splits. `vocab_size` is that of its
-      tokenizer. Metrics in bits per byte divide the bits of a token by its mean number of bytes in all of the data.
+    - a folder of packed data, as `platform data pack` writes it, with its tokens and its splits. `vocab_size` is that
+      of its tokenizer. Metrics in bits per byte divide the bits of a token by the mean number of bytes of a token in
+      all of the data.
 
-    Windows start at uniform places of a split. A corpus of any size is mapped into memory: leave it as it is while
-    a study runs.
+    Windows start at uniform places of a split. A corpus of any size is mapped into memory. Do not change it while a
+    study runs.
 
-    Validation is at L. The test is at L, without a label, and at each multiple in `times` of it, under the label of the
-    length; at n L on an n-th of the examples, and so on as many bytes.
-
-    Metrics, in bits per byte (8 for a uniform guess of bytes, less is better):
+    The metrics are in bits per byte (8 for a uniform guess of bytes, and less is better):
 
     - `bits_per_byte` over all positions;
     - `bits_per_byte_quarter_1` to `_4` over a quarter of the positions each, first to last: they fall as far as a
       longer context helps;
-    - `recall_bits_per_byte` over the associative-recall slice (Arora et al. 2023, arXiv:2312.04927, section
-      3): positions t whose bigram (byte t, byte t + 1) occurred before in the window and is `corpus.RARE` in
-      training, so that it can be recalled from the context but hardly known by heart. About 5% of positions
-      at L = 128.
+    - `recall_bits_per_byte` over the associative-recall slice: positions t whose bigram (byte t, byte t + 1) occurred
+      before in the window and is `corpus.RARE` in training, so that it can be recalled from the context but hardly
+      known by heart. About 5% of positions are in the slice at L = 128.
 
-    Raises `InputError` for a corpus that is missing, unreadable, not whole, or has a split too short for its windows,
-    and for `times` that are below 2 or not distinct.
+    Attributes:
+        length: L, the number of positions in training and validation.
+        corpus: The corpus, one of the five above.
+        times: The multiples n of L at which the test is measured, beside L itself. The metrics at n L have the label of
+            the length, and are measured on an n-th of the examples, so that the number of bytes is the same.
+
+    Raises:
+        InputError: The corpus is missing, unreadable or not whole, a split is too short for its windows, or `times` are
+            below 2 or not distinct.
+
+    References:
+        Arora et al. 2023, arXiv:2312.04927, section 3, for the associative-recall slice.
     """
 
     name: ClassVar[str] = "text"
@@ -67,8 +73,8 @@ class Text(Task):
         self.require(self.length >= 1, "length", "must be at least 1")
         self.require(all(n >= 2 for n in self.times), "times", "must all be at least 2")
         self.require(len(set(self.times)) == len(self.times), "times", "must all be different")
-        named = self.corpus is None or (self.corpus.strip() != "" and "\0" not in self.corpus)
-        self.require(named, "corpus", "must name a file or a folder")
+        is_name = self.corpus is None or (self.corpus.strip() != "" and "\0" not in self.corpus)
+        self.require(is_name, "corpus", "must name a file or a folder")
         for split in SPLITS:
             times = 1 if split == "train" else max(self.times, default=1)
             size, least = self._corpus.size(split), times * self.length
@@ -96,12 +102,12 @@ class Text(Task):
 
     @cached_property
     def _path(self) -> str:
-        # Resolve once: a task that is sent to a worker process keeps its corpus, whatever that process's folder is.
-        return located(self.corpus)
+        # Resolve once, so that a task in a worker process keeps its corpus, also if the process has another folder.
+        return corpus_path(self.corpus)
 
     @property
     def _corpus(self) -> Corpus | PackedCorpus:
-        return opened(self._path, self.corpus == PYTHON)
+        return open_corpus(self._path, self.corpus == PYTHON)
 
     def evaluations(self) -> Mapping[str, Task]:
         corpus = self.corpus if self.corpus in (None, PYTHON) else self._path
@@ -136,7 +142,7 @@ class Text(Task):
         }
 
     def recall_slice(self, batch: Batch) -> Tensor:
-        """bool `[B, T]`: whether the bigram (input, target) occurred earlier in the row and is rare in training."""
+        """Returns whether a bigram (input, target) occurred earlier in its row and is rare in training, bool [B, T]."""
         bigram = batch.inputs * self.vocab_size + batch.targets
         by_kind, position = bigram.sort(dim=1, stable=True)
         again = torch.zeros_like(bigram, dtype=torch.bool)
@@ -145,6 +151,14 @@ class Text(Task):
 
 
 @cache
-def opened(path: str, library: bool) -> Corpus | PackedCorpus:
-    """The corpus at a path, opened once per process. Raises `InputError` as `load` and `load_packed` do."""
+def open_corpus(path: str, library: bool) -> Corpus | PackedCorpus:
+    """Opens the corpus at a path, once per process.
+
+    Args:
+        path: A file, a folder, or a folder of packed data.
+        library: As in `corpus.load`.
+
+    Raises:
+        InputError: As for `corpus.load` and `load_packed`.
+    """
     return load_packed(path) if is_packed(path) and not library else load(path, library)

@@ -15,32 +15,40 @@ from deltalab.tasks.splits import share_out, shared_from
 from deltalab.tasks.task import Batch, Task, surprisal
 
 GROUPS = {"S3": 3, "A5": 5, "S5": 5}
-"""The number of points that the group's permutations move."""
+"""The number of points that the permutations of a group move."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WordProblem(Task):
-    """Inputs x_1 ... x_L are uniform in a group G; the target at each position i is the product so far,
-    y_i = y_{i-1} x_i with y_0 = 1.
+    """The word problem of a group: the target at each position is the product of the inputs so far.
 
-    `group`: S3 (6 elements), A5 (60) or S5 (120), the permutations of 3 or 5 points, in A5 the even ones. Token g is
-    the g-th permutation in lexicographic order, so 0 is the identity. In a product the left factor acts first.
+    Inputs x_1 ... x_L are uniform in a group G, and targets are y_i = y_{i-1} x_i with y_0 = 1. Token g is the g-th
+    permutation of the group in lexicographic order, so that 0 is the identity. In a product, the left factor acts
+    first.
 
-    Training has L = `length`. Validation and test are measured at each of `test_lengths`, under the label of the
-    length, and in the mean over all.
+    S3 is solvable. A5 and S5 are not, and their word problem is complete for NC1, out of reach for a fixed number of
+    layers with diagonal transitions.
 
-    Metrics: `sequence_accuracy`, the share of sequences with every y_i right, of which `chance` is the mean of |G|^-L
-    over `test_lengths`; `accuracy`, the share of right positions.
+    The metrics are `sequence_accuracy`, the share of sequences with every y_i right, and `accuracy`, the share of right
+    positions. `chance` is the `sequence_accuracy` of guesses, the mean of |G|^-L over `test_lengths`.
 
-    Merrill, Petty and Sabharwal 2024 (arXiv:2404.08819). S3 is solvable; A5 and S5 are not, and their word problem
-    is complete for NC1, out of reach for a fixed number of layers with diagonal transitions.
+    A checksum decides whether a sequence belongs to training, validation or test (`share_out`).
 
-    A checksum decides whether a sequence belongs to training, validation or test (`share_out`). Raises `InputError` for
-    a length below 4 (S3) or 2 (A5, S5), and for `test_lengths` that are empty or not distinct.
+    Attributes:
+        group: The group: S3 (6 elements), A5 (60) or S5 (120), the permutations of 3 or 5 points, in A5 the even ones.
+        length: L in training.
+        test_lengths: L in validation and test, each under the label of the length. The metric is the mean over all.
 
-    >>> batch = WordProblem(group="S3", length=6).batch("train", 1, seed=0, step=0)
-    >>> batch.inputs, batch.targets
-    (tensor([[5, 5, 2, 4, 0, 2]]), tensor([[5, 0, 2, 1, 1, 3]]))
+    Raises:
+        InputError: A length is below 4 (S3) or 2 (A5, S5), or `test_lengths` are empty or not distinct.
+
+    Examples:
+        >>> batch = WordProblem(group="S3", length=6).batch("train", 1, seed=0, step=0)
+        >>> batch.inputs, batch.targets
+        (tensor([[5, 5, 2, 4, 0, 2]]), tensor([[5, 0, 2, 1, 1, 3]]))
+
+    References:
+        Merrill, Petty and Sabharwal 2024, arXiv:2404.08819.
     """
 
     name: ClassVar[str] = "word_problem"
@@ -79,7 +87,7 @@ class WordProblem(Task):
         words = random.integers("words", self.vocab_size, size, self.length)
         whole = torch.full((size,), self.length, device=random.device)
         words = share_out(words, whole, self.vocab_size, split, random)
-        # After each round, every place holds the product of the last 2 span words up to it.
+        # A round makes each place hold the product of the last 2 span words up to the place.
         table, products, span = _table(self.group, random.device), words.clone(), 1
         while span < self.length:
             products[:, span:] = table[products[:, :-span], products[:, span:]]
@@ -99,13 +107,14 @@ class WordProblem(Task):
 
 @cache
 def elements(group: str) -> list[tuple[int, ...]]:
-    """The permutations of a group in lexicographic order; each sends point i to element[i].
+    """Returns the permutations of a group in lexicographic order. A permutation sends point i to element[i].
 
-    >>> elements("S3")[:3], len(elements("A5")), len(elements("S5"))
-    ([(0, 1, 2), (0, 2, 1), (1, 0, 2)], 60, 120)
+    Examples:
+        >>> elements("S3")[:3], len(elements("A5")), len(elements("S5"))
+        ([(0, 1, 2), (0, 2, 1), (1, 0, 2)], 60, 120)
     """
-    found = permutations(range(GROUPS[group]))
-    return [element for element in found if group != "A5" or _is_even(element)]
+    all_permutations = permutations(range(GROUPS[group]))
+    return [element for element in all_permutations if group != "A5" or _is_even(element)]
 
 
 def _is_even(element: tuple[int, ...]) -> bool:
@@ -114,8 +123,8 @@ def _is_even(element: tuple[int, ...]) -> bool:
 
 @cache
 def _table(group: str, device: torch.device) -> Tensor:
-    """[n, n]: the product of the row's element, which acts first, and the column's."""
-    found = elements(group)
-    number = {element: i for i, element in enumerate(found)}
-    rows = [[number[tuple(second[point] for point in first)] for second in found] for first in found]
+    """Returns the product of each row's element, which acts first, and each column's element, [n, n]."""
+    group_elements = elements(group)
+    number = {element: i for i, element in enumerate(group_elements)}
+    rows = [[number[tuple(second[point] for point in first)] for second in group_elements] for first in group_elements]
     return torch.tensor(rows, device=device)

@@ -4,19 +4,25 @@ import math
 from typing import Protocol
 
 STEP = "step"
+"""The `what` of a step like the steps before."""
 
 
 class Beat(Protocol):
-    """Called where a training begins something that should end soon.
+    """The function that a training calls at the beginning of each part that should end soon.
 
-    what: `STEP` for a step like the ones before; other words for what may take longer, such as the first steps, which
-    compile kernels. step: the number of updates done so far; None where it has not changed. ends: when the training
-    must have ended, by `time.monotonic`.
-    An exception that it raises ends the training.
+    An exception that the function raises ends the training.
     """
 
-    def __call__(self, what: str, step: int | None = None, ends: float = math.inf) -> None: ...
+    def __call__(self, what: str, step: int | None = None, ends: float = math.inf) -> None:
+        """Notes that the training is alive.
+
+        Args:
+            what: `STEP` for a step like the steps before, or other words for a part that may take longer, such as the
+                first steps, which compile kernels.
+            step: The number of updates so far; None if it has not changed.
+            ends: The time of `time.monotonic` by which the training must have ended.
+        """
 
 
 def unheard(what: str, step: int | None = None, ends: float = math.inf) -> None:
-    """The beat of a training that nobody supervises."""
+    """Does nothing: the beat of a training that nobody supervises."""

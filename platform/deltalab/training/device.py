@@ -1,4 +1,4 @@
-"""The device that a training runs on: which one, its name, its clock, and its memory."""
+"""The device that a training runs on: its choice, its name, its clock and its memory."""
 
 import contextlib
 import ctypes
@@ -13,37 +13,47 @@ import torch
 from deltalab.errors import InputError
 
 
-def chosen(wanted: str) -> str:
-    """`cpu` or `cuda` for `TrainSpec.device`. Raises `InputError` for `cuda` where torch finds no GPU."""
-    if wanted == "cuda" and not torch.cuda.is_available():
+def device_type(setting: str) -> str:
+    """Returns `cpu` or `cuda` for `TrainSpec.device`.
+
+    Raises:
+        InputError: `setting` is `cuda`, and torch finds no GPU.
+    """
+    if setting == "cuda" and not torch.cuda.is_available():
         raise InputError("train.device is cuda, and this machine has no GPU that torch can use")
-    return ("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted
+    return ("cuda" if torch.cuda.is_available() else "cpu") if setting == "auto" else setting
 
 
 def hardware(device: torch.device) -> dict[str, str]:
-    """The hardware and software that figures are measured on; gpu: the GPU's UUID, as `nvidia-smi -L` prints it."""
+    """Returns the hardware and software that figures are measured on, by name.
+
+    The entry `gpu` is the UUID of the GPU, as `nvidia-smi -L` prints it.
+    """
     machine = {"torch": torch.__version__, "host": os.uname().nodename}
     if device.type != "cuda":
         return {"device": f"CPU, {torch.get_num_threads()} thread(s)", **machine}
-    found = torch.cuda.get_device_properties(device)
-    return {"device": found.name, "gpu": f"GPU-{found.uuid}", **machine}
+    properties = torch.cuda.get_device_properties(device)
+    return {"device": properties.name, "gpu": f"GPU-{properties.uuid}", **machine}
 
 
-def named(device: torch.device) -> str:
-    """A device's name and its machine's, for people; the first digits of a GPU's UUID tell it from its like."""
-    on = f"on {os.uname().nodename}"
+def device_name(device: torch.device) -> str:
+    """Returns the names of a device and its machine, for people.
+
+    The first digits of a GPU's UUID tell it apart from GPUs of the same kind.
+    """
+    host = f"on {os.uname().nodename}"
     if device.type == "cuda":
-        found = torch.cuda.get_device_properties(device)
-        return f"{found.name} {str(found.uuid)[:8]} {on}"
+        properties = torch.cuda.get_device_properties(device)
+        return f"{properties.name} {str(properties.uuid)[:8]} {host}"
     with contextlib.suppress(OSError):  # Linux has this file
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
-                return f"{line.partition(':')[2].strip()} {on}"
-    return f"CPU {on}"
+                return f"{line.partition(':')[2].strip()} {host}"
+    return f"CPU {host}"
 
 
 def moment(device: torch.device) -> float | torch.cuda.Event:
-    """Marks the time at which the device has done all its work so far."""
+    """Marks the time at which a device has done all its work so far."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -52,18 +62,19 @@ def moment(device: torch.device) -> float | torch.cuda.Event:
 
 
 def seconds_between(begin: Any, end: Any) -> float:
-    """Seconds from one `moment` of a device to another, which the device has reached."""
+    """Returns the seconds from one `moment` of a device to another, both of which the device has reached."""
     seconds: float = begin.elapsed_time(end) / 1e3 if isinstance(begin, torch.cuda.Event) else end - begin
     return seconds
 
 
 @cache
 def keep_freed_memory() -> None:
-    """Tells glibc, for the whole process, to reuse freed memory and not to return it to the system.
+    """Tells glibc to reuse the freed memory of this process and not to return it to the system.
 
-    A training allocates the same large tensors at every step. Returned and allocated again, their pages fault: 500 to
-    1300 faults and 10 to 25% of a step's time in a stack of 5 (Comba, B T d = 2^15). Call it in a process that is there
-    to train, as the workers of a study do. Does nothing with another C library than glibc.
+    A training allocates the same large tensors at every step. If their memory is returned and allocated again, the
+    pages fault: 500 to 1300 faults, and 10 to 25% of a step's time, in a stack of 5 (Comba, B T d = 2^15). Call this
+    function in a process that is there to train, such as the worker of a study. With another C library than glibc, the
+    function does nothing.
     """
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         trim_threshold, mmap_threshold = -1, -3

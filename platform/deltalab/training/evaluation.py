@@ -19,20 +19,25 @@ EVALUATION_SEED = 0
 """The seed of every validation and test batch: the splits are the same for runs of all seeds."""
 
 Metric: TypeAlias = tuple[str, str, int, float]
-"""Split, name, step, value."""
+"""The split, the name, the step and the value of a metric."""
 
 Sums: TypeAlias = tuple[list[tuple[int, list[str]]], Tensor]
-"""The sums of one stack: totals and counts [N, 2] on its device, and for each of the N its run and metrics' names."""
+"""The N sums of one stack: the run and the metrics' names of each, and totals and counts [N, 2] on the device."""
 
 
 class Evaluation:
-    """Measures every metric of a task, over all its `evaluations` and `batches` batches of each, or fewer where
-    `Task.evaluated` says so.
+    """Measures every metric of a task in all its `evaluations`.
 
-    Also measures `output_rms`, the largest root mean square of a layer's output before its norm, which is large in an
-    unstable rule.
+    It also measures `output_rms`, the largest root mean square of a layer's output before its norm. An unstable rule
+    has a large `output_rms`.
 
-    beat: called before each batch.
+    Args:
+        task: The task.
+        batch_size: The rows of a batch.
+        batches: The batches of each evaluation. `Task.evaluated` may change both numbers.
+        device: The device of the stacks.
+        bf16: Whether products are in bf16.
+        beat: Called before each batch.
     """
 
     def __init__(
@@ -51,25 +56,25 @@ class Evaluation:
 
     @torch.no_grad()
     def sums(self, stack: Stack, split: str) -> Sums:
-        """Measures a stack without waiting for the device."""
+        """Measures a stack on a split, without waiting for the device."""
         evaluations = self.task.evaluations()
-        named: list[tuple[int, list[str]]] = []
+        names: list[tuple[int, list[str]]] = []
         values: list[Tensor] = []
         for label, task in evaluations.items():
-            ends = [f"@{label}" if label else "", *([] if "" in evaluations else [""])]
+            suffixes = [f"@{label}" if label else "", *([] if "" in evaluations else [""])]
             rows, batches = self.task.evaluated(task, split, self.batch_size, self.batches)
             for i in range(batches):
                 self.beat("evaluation")
-                for number, measured in enumerate(self._on_batch(stack, split, label, task, i, rows)):
-                    for name, pair in measured.items():
-                        named.append((number, [name + end for end in ends]))
+                for number, metrics in enumerate(self._on_batch(stack, split, label, task, i, rows)):
+                    for name, pair in metrics.items():
+                        names.append((number, [name + end for end in suffixes]))
                         values += pair
-        return named, torch.stack([value.double() for value in values]).view(-1, 2)
+        return names, torch.stack([value.double() for value in values]).view(-1, 2)
 
     def _on_batch(
         self, stack: Stack, split: str, label: str, task: Task, i: int, rows: int
     ) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
-        """The metrics of each run of a stack on batch i, as (total, count)."""
+        """Yields the metrics of each run of a stack on batch i, as (total, count)."""
         if (split, label, i) not in self._drawn:
             batch = task.batch(split, rows, EVALUATION_SEED, i, self.device)
             self._drawn[split, label, i] = batch, (batch.targets != IGNORE).flatten().nonzero().squeeze(1)
@@ -83,42 +88,50 @@ class Evaluation:
 
 
 def means(sums: Sums, runs: int) -> list[dict[str, float] | None]:
-    """The metrics of each run of a stack; None for a run of which one is not finite.
+    """Returns the metrics of each run of a stack; None for a run with a metric that is not finite.
 
     A metric whose count is 0 is left out.
     """
-    named, values = sums
-    added: list[dict[str, tuple[float, float]]] = [{} for _ in range(runs)]
-    for (number, names), (total, count) in zip(named, values.tolist(), strict=True):
+    labels, values = sums
+    sums_of_runs: list[dict[str, tuple[float, float]]] = [{} for _ in range(runs)]
+    for (number, names), (total, count) in zip(labels, values.tolist(), strict=True):
         for name in names:
-            before = added[number].get(name, (0.0, 0.0))
-            added[number][name] = before[0] + total, before[1] + count
-    found = [{name: total / count for name, (total, count) in one.items() if count} for one in added]
-    return [one if all(map(math.isfinite, one.values())) else None for one in found]
+            before = sums_of_runs[number].get(name, (0.0, 0.0))
+            sums_of_runs[number][name] = before[0] + total, before[1] + count
+    metrics = [{name: total / count for name, (total, count) in run.items() if count} for run in sums_of_runs]
+    return [run if all(map(math.isfinite, run.values())) else None for run in metrics]
 
 
 def costs(model: Model, length: int, step: int) -> list[Metric]:
-    """The costs of using a model on `length` tokens, which depend neither on its weights nor on its device.
+    """Returns the costs of using a model on `length` tokens, which depend neither on its weights nor on its device.
 
-    flops_per_token: of the matrix products of a forward pass, without embedding and logits; those of a scan are those
-    of its chunks. state_size: elements held for one sequence.
+    The cost `flops_per_token` counts the matrix products of a forward pass, without embedding and logits; the products
+    of a scan are those of its chunks. The cost `state_size` counts the elements that are held for one sequence.
+
+    Args:
+        model: The model.
+        length: The tokens of the sequence.
+        step: The step that is recorded with the costs.
     """
     if not model.embed.weight.is_cuda:
         return _counted(model, length, step)
     try:
         return counted_without_numbers(model, length, step)
-    except Exception:  # A rule reads numbers.
+    except Exception:  # a rule may read numbers
         return _counted(model, length, step)
 
 
 def counted_without_numbers(model: Model, length: int, step: int) -> list[Metric]:
-    """`costs` on PyTorch's device `meta`: a GPU's kernels hide their products, and would be compiled for this alone."""
+    """Returns `costs`, counted on PyTorch's device `meta`.
+
+    A GPU's kernels hide their products from the counter, and would be compiled for the count alone.
+    """
     with torch.device("meta"):
         return _counted(Model(model.spec), length, step)
 
 
 def _counted(model: Model, length: int, step: int) -> list[Metric]:
-    # Other attentions of a CPU hide their products from the counter.
+    # Count with the plain attention: other attentions of a CPU hide their products from the counter.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         size = model.state_size(length)
     flops = counter.get_total_flops() / length

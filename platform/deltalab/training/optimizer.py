@@ -1,4 +1,4 @@
-"""AdamW for many runs at once. The parameters of a run are one row of numbers, with its own rates and clipping."""
+"""AdamW for many runs at once. A run's parameters are one row of numbers, with rates and clipping of its own."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -10,15 +10,23 @@ from deltalab.models.model import parameter_groups
 from deltalab.ops.backends import automatic
 
 ALIGNED = 32
-"""Each parameter begins at a multiple of so many elements: 128 bytes, the widest alignment that a kernel asks for."""
+"""The elements whose multiples parameters begin at: 128 bytes, the widest alignment that a kernel asks for."""
 
 EPS = 1e-8
+"""The eps of AdamW."""
 
 
 class Adam(NamedTuple):
-    """How one run is optimized: AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), eps 1e-8, and clipping.
+    """The settings of AdamW and of clipping for one run.
 
-    lr: of every step, from the first on. clip: largest norm of the gradient, 0 for none.
+    Attributes:
+        lr: The learning rate of every step.
+        weight_decay: The weight decay.
+        betas: The decays of the averages of g and of g^2.
+        clip: The largest norm of the gradient; 0 for no limit.
+
+    References:
+        Loshchilov and Hutter 2019, arXiv:1711.05101.
     """
 
     lr: Sequence[float]
@@ -28,39 +36,45 @@ class Adam(NamedTuple):
 
 
 class Layout:
-    """Where a model's parameters lie in a row of P numbers.
+    """The places of a model's parameters in a row of P numbers.
 
-    Those that decay come first, in [0, `decayed`). Of these, [0, `scaled`) have `share` times the learning rate.
+    Parameters that decay come first, in [0, `decayed`). Those in [0, `scaled`) have `share` times the learning rate.
     """
 
     def __init__(self, model: nn.Module) -> None:
         *scaled, decaying, free = parameter_groups(model, 1.0, 1.0)
-        named = dict(model.named_parameters())
-        names = {id(p): name for name, p in named.items()}
+        parameters = dict(model.named_parameters())
+        names = {id(p): name for name, p in parameters.items()}
         kinds = [[names[id(p)] for p in group["params"]] for group in (*scaled, decaying, free)]
         self.names = [name for kind in kinds for name in kind]
-        self.shapes = [named[name].shape for name in self.names]
+        self.shapes = [parameters[name].shape for name in self.names]
         self.sizes = [-(-shape.numel() // ALIGNED) * ALIGNED for shape in self.shapes]
         ends = [sum(self.sizes[: sum(map(len, kinds[: i + 1]))]) for i in range(len(kinds))]
         self.decayed, self.width = ends[-2:]
         self.scaled, self.share = (ends[0], float(scaled[0]["lr"])) if scaled else (0, 1.0)
-        self.head = next(name for name, p in named.items() if p is getattr(model, "head", None))
+        self.head = next(name for name, p in parameters.items() if p is getattr(model, "head", None))
 
     def pack(self, state: Mapping[str, Tensor]) -> Tensor:
-        """The row [P] of a model's state. Gaps between parameters are 0, and stay 0 in training."""
+        """Returns the row [P] of a model's state. Gaps between parameters are 0, and stay 0 in training."""
         row = torch.zeros(self.width)
         for name, part in zip(self.names, row.split(self.sizes), strict=True):
             part[: state[name].numel()] = state[name].detach().flatten()
         return row
 
     def unpack(self, rows: Tensor) -> dict[str, Tensor]:
-        """Each parameter [n, ...] of rows [n, P], as views."""
+        """Returns each parameter [n, ...] of rows [n, P], as a view."""
         parts = zip(self.names, self.shapes, rows.split(self.sizes, dim=1), strict=True)
         return {name: part[:, : shape.numel()].unflatten(1, shape) for name, shape, part in parts}
 
 
 class Moments(NamedTuple):
-    """The state of n runs between two steps, [n, P] each: weights, and AdamW's averages of g and of g^2."""
+    """The state of n runs between two steps, [n, P] each.
+
+    Attributes:
+        weights: The weights.
+        first: AdamW's average of g.
+        second: AdamW's average of g^2.
+    """
 
     weights: Tensor
     first: Tensor
@@ -70,9 +84,12 @@ class Moments(NamedTuple):
 class AdamW:
     """AdamW for n runs, with tensors that stay where they are, so that a CUDA graph can hold a step.
 
-    `load` makes ready at most `most` steps; `step` takes one of them, the one that `row` counts from `begin`.
-    `bad [n]`: the step at which a run's loss or gradient was not finite, -1 while all were; from that step on its
-    weights stay as they are. `loss [n]`: of the last step.
+    `load` makes at most `most` steps ready. `step` takes the step number `begin` + `row`, and adds 1 to `row`.
+
+    Attributes:
+        bad: The step at which a run's loss or gradient was not finite, [n]; -1 if there was none. From this step on,
+            the weights of the run stay as they are.
+        loss: The loss of the last step, [n].
     """
 
     def __init__(self, runs: Sequence[Adam], layout: Layout, device: torch.device, most: int) -> None:
@@ -87,14 +104,17 @@ class AdamW:
             # Subtract in Python's precision: in fp32, 1 - 0.999 has a relative error of 1e-5.
             betas = [*zip(*(run.betas for run in runs), strict=True)]
             self.betas = torch.tensor(betas)[..., None]
-            self.new = torch.tensor([[1 - beta for beta in each] for each in betas])[..., None]
+            self.new = torch.tensor([[1 - beta for beta in pair] for pair in betas])[..., None]
 
     def rates_of(self, begin: int, end: int) -> Tensor:
-        """[end - begin, 3, n, 1]: lr weight_decay, lr / (1 - beta_1^t) and (1 - beta_2^t)^(1/2) of steps and runs."""
+        """Returns the numbers of the steps from `begin` to `end` for all runs, [end - begin, 3, n, 1].
+
+        The three numbers are lr weight_decay, lr / (1 - beta_1^t) and (1 - beta_2^t)^(1/2).
+        """
         return torch.tensor([self._rates(step) for step in range(begin, end)])[..., None]
 
     def load(self, begin: int, rates: Tensor) -> None:
-        """Makes ready the steps from `begin` on that `rates` holds."""
+        """Makes the steps from `begin` on ready, whose numbers are `rates`."""
         self.rates[: len(rates)] = rates
         self.begin.fill_(begin)
         self.row.zero_()
@@ -108,7 +128,13 @@ class AdamW:
         ]
 
     def step(self, state: Moments, losses: Tensor, grad: Tensor) -> None:
-        """Updates `state` with the gradient [n, P], clipped to each run's own norm; losses [n]."""
+        """Updates the state with a gradient, clipped to the norm of each run.
+
+        Args:
+            state: The state, which is changed in place.
+            losses: The loss of each run, [n].
+            grad: The gradient, [n, P].
+        """
         adamw = automatic(grad.device.type).adamw
         if adamw is not None:
             adamw(

@@ -1,4 +1,4 @@
-"""How a model is trained, as data, and which trainings are alike enough to run as one."""
+"""The settings of a training, as data, and which trainings can run as one."""
 
 import math
 from dataclasses import dataclass, replace
@@ -9,23 +9,30 @@ from deltalab.gates import Gate
 from deltalab.models.spec import ModelSpec
 
 MOST = {"steps": 10**9, "batch_size": 2**20, "evaluations": 10**5, "eval_batches": 10**6}
-"""The most that a whole number of a training may be."""
+"""The largest whole numbers of a training."""
 MOST_RATE = 1e38
-"""The most that lr, weight_decay and clip may be."""
+"""The largest lr, weight_decay and clip."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSpec:
-    """How to train, as data: AdamW, linear warm-up, cosine decay to 0, clipping of the gradient's norm.
+    """A training by AdamW, with linear warm-up, cosine decay to 0, and clipping of the gradient's norm.
 
-    steps: batches to train on. batch_size: sequences of a batch. lr: the largest learning rate. weight_decay: AdamW's.
-    warmup: share of the steps. clip: largest norm of the gradient, 0 for none. betas: AdamW's.
-    evaluations: how often the validation split is measured, evenly spaced, the last time at the end.
-    eval_batches: batches of `batch_size` in the fixed validation split, and again in the test split.
-    precision: `bf16` is autocast over fp32 weights; `auto` is bf16 on a GPU and fp32 on a CPU.
-    device: `auto` is a GPU where there is one.
+    Attributes:
+        steps: The batches to train on.
+        batch_size: The sequences of a batch.
+        lr: The largest learning rate.
+        weight_decay: The weight decay of AdamW.
+        warmup: The share of the steps in which the learning rate rises.
+        clip: The largest norm of the gradient; 0 for no limit.
+        betas: The betas of AdamW.
+        evaluations: The number of measurements on the validation split, evenly spaced, the last one at the end.
+        eval_batches: The batches of `batch_size` sequences in the fixed validation split, and again in the test split.
+        precision: `fp32`, or `bf16` for autocast over fp32 weights. `auto` is bf16 on a GPU and fp32 on a CPU.
+        device: `cpu` or `cuda`. `auto` is a GPU if there is one.
 
-    Raises `InputError` for values out of range, such as no steps or a negative rate.
+    Raises:
+        InputError: A value is out of range, such as no steps or a negative rate.
     """
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
@@ -70,15 +77,16 @@ class TrainSpec:
                 raise unknown(name, getattr(self, name), allowed, where=f"train.{name}")
 
     def evaluated_at(self) -> list[int]:
-        """The steps after which the validation split is measured."""
+        """Returns the steps after which the validation split is measured."""
         return [round(self.steps * (i + 1) / self.evaluations) for i in range(self.evaluations)]
 
     def learning_rate(self, step: int) -> float:
-        """The learning rate of the update that follows `step` updates.
+        """Returns the learning rate of the update that follows `step` updates.
 
-        >>> spec = TrainSpec(steps=100, batch_size=1, lr=1.0)
-        >>> [round(spec.learning_rate(step), 3) for step in (0, 9, 10, 55, 100)]
-        [0.1, 1.0, 1.0, 0.5, 0.0]
+        Examples:
+            >>> spec = TrainSpec(steps=100, batch_size=1, lr=1.0)
+            >>> [round(spec.learning_rate(step), 3) for step in (0, 9, 10, 55, 100)]
+            [0.1, 1.0, 1.0, 0.5, 0.0]
         """
         warm = round(self.warmup * self.steps)
         if step < warm:
@@ -86,40 +94,41 @@ class TrainSpec:
         return self.lr * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(self.steps - warm, 1)))
 
 
-def stackable(one: tuple[ModelSpec, TrainSpec], other: tuple[ModelSpec, TrainSpec]) -> bool:
-    """Whether two trials of a task can train together, as rows of one stack.
+def stackable(first: tuple[ModelSpec, TrainSpec], second: tuple[ModelSpec, TrainSpec]) -> bool:
+    """Returns whether two trials of a task can train together, as rows of one stack.
 
     They may differ only in numbers that each row has for itself: lr, weight_decay, warmup, clip, betas, and the values
     that gates start at.
 
-    >>> model, spec = ModelSpec(rule="comba", vocab_size=16), TrainSpec(steps=10, batch_size=4, lr=1e-2)
-    >>> stackable((model, spec), (model, replace(spec, lr=1e-3)))
-    True
-    >>> stackable((model, spec), (model, replace(spec, batch_size=8)))
-    False
-    >>> stackable((model, spec), (replace(model, rule={"name": "comba", "d": {"head": {"init": 1}}}), spec))
-    True
+    Examples:
+        >>> model, spec = ModelSpec(rule="comba", vocab_size=16), TrainSpec(steps=10, batch_size=4, lr=1e-2)
+        >>> stackable((model, spec), (model, replace(spec, lr=1e-3)))
+        True
+        >>> stackable((model, spec), (model, replace(spec, batch_size=8)))
+        False
+        >>> stackable((model, spec), (replace(model, rule={"name": "comba", "d": {"head": {"init": 1}}}), spec))
+        True
     """
-    own = {name: getattr(one[1], name) for name in ("lr", "weight_decay", "warmup", "clip", "betas")}
-    if replace(other[1], **own) != one[1] or replace(other[0], rule=one[0].rule) != one[0]:
+    numbers = {name: getattr(first[1], name) for name in ("lr", "weight_decay", "warmup", "clip", "betas")}
+    if replace(second[1], **numbers) != first[1] or replace(second[0], rule=first[0].rule) != first[0]:
         return False
-    rule, another = one[0].make_rule(), other[0].make_rule()
-    return type(rule) is type(another) and all(
-        _alike(mine, another.knobs()[name]) for name, mine in rule.knobs().items()
+    rule, other_rule = first[0].make_rule(), second[0].make_rule()
+    return type(rule) is type(other_rule) and all(
+        _alike(value, other_rule.knobs()[name]) for name, value in rule.knobs().items()
     )
 
 
-def _alike(one: object, other: object) -> bool:
-    """Whether two knobs are equal. Gates are, if they are the same function of parameters, wherever these start."""
-    if not isinstance(one, Gate) or not isinstance(other, Gate):
-        return one == other
+def _alike(first: object, second: object) -> bool:
+    """Returns whether two knobs are equal. Equal gates are one function of parameters, which may start differently."""
+    if not isinstance(first, Gate) or not isinstance(second, Gate):
+        return first == second
 
     def function(gate: Gate) -> tuple[object, ...]:
         closed = getattr(gate.value, "__closure__", None) or ()
         code = getattr(gate.value, "__code__", gate.value)
         return code, [cell.cell_contents for cell in closed], gate.per, gate.rank, gate.of, list(gate.parameters)
 
-    return function(one) == function(other)
+    return function(first) == function(second)
 
 
 def _is_number(value: object) -> bool:

@@ -1,4 +1,4 @@
-"""Many runs of one shape as one model: their parameters are rows of one tensor, and one CUDA graph is a step of all."""
+"""Many runs of one shape as one model: one tensor holds the parameters of all, and one CUDA graph is a step of all."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,24 +19,37 @@ from deltalab.training.beat import STEP, Beat, unheard
 from deltalab.training.optimizer import Adam, AdamW, Layout, Moments
 
 BLOCK = 64
-"""Steps that the host prepares at a time, while a GPU takes the ones before: their random addresses and rates."""
+"""The steps whose random addresses and rates the host prepares at a time, while a GPU takes the steps before."""
 
 WARM_UP = 3
-"""Steps before a CUDA graph is captured: they compile the kernels and allocate the libraries' workspaces."""
+"""The steps before a CUDA graph is captured, which compile the kernels and allocate the libraries' workspaces."""
 
 _log = logging.getLogger("deltalab")
 
 
 class Unstackable(RuntimeError):
-    """A rule or task does something that `torch.func.vmap` cannot do for several runs at once, so they train singly."""
+    """A rule or a task does something that `torch.func.vmap` cannot do for several runs at once."""
 
 
 class Stack:
     """n runs that train as one.
 
-    `advance` takes them from step to step; `optimizer.bad` and `optimizer.loss` say how each went. Steps run without
-    reading anything back from the device, on a GPU as one CUDA graph. `eager` says why there is no graph where it could
-    not be captured. beat: see `training.beat`.
+    `advance` takes the runs from step to step. Steps read nothing back from the device. On a GPU, a step is one CUDA
+    graph.
+
+    Args:
+        model: The model of all runs.
+        layout: The places of its parameters in a row.
+        batches: The batches of the runs.
+        state: The state of the runs, which is changed in place.
+        runs: The settings of AdamW for each run.
+        bf16: Whether products are in bf16.
+        pool: The memory pool of CUDA graphs.
+        beat: Called before each step; see `training.beat`.
+
+    Attributes:
+        optimizer: The optimizer of all runs. Its `bad` and `loss` are the results of each run.
+        eager: Why a GPU trains without a CUDA graph; None if it need not.
     """
 
     def __init__(
@@ -64,7 +77,7 @@ class Stack:
         return len(self.optimizer.runs)
 
     def advance(self, begin: int, end: int) -> None:
-        """Takes the runs from `begin` updates to `end` updates."""
+        """Trains the runs from `begin` updates to `end` updates."""
         for first in range(begin, end, BLOCK):
             last = min(first + BLOCK, end)
             # Compute the rates before the copies to a GPU, which synchronize.
@@ -75,7 +88,8 @@ class Stack:
 
     def _run(self, first: int, last: int) -> None:
         for step in range(first, last):
-            # A GPU's steps are launched ahead of time: it is known to have done those before a block's copies alone.
+            # Steps of a GPU are launched ahead of time. Only at the copies of a block is it known that the steps
+            # before them are done.
             if step == first or self.device.type == "cpu":
                 self.beat(STEP if self._warm >= WARM_UP else "first steps", step)
             if self.graph is None and self._warm >= WARM_UP and self.eager is None and self.device.type == "cuda":
@@ -114,7 +128,7 @@ class Stack:
             self.graph = graph
 
     def update(self) -> None:
-        """Takes one step of all runs. A CUDA graph can hold it: its tensors stay where they are, and none is read."""
+        """Takes one step of all runs. A CUDA graph can hold the step: tensors stay in place, and none is read back."""
         inputs, targets = self.batches.draw(self.optimizer.row)
         weights = self.state.weights.detach().requires_grad_()
         losses = self.losses(weights, inputs, targets)
@@ -123,7 +137,13 @@ class Stack:
             self.optimizer.step(self.state, losses.detach(), grad)
 
     def losses(self, weights: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The loss of each run [n], a mean over labelled positions; inputs and targets [n, B, T], weights [n, P]."""
+        """Computes the loss of each run [n], a mean over labelled positions.
+
+        Args:
+            weights: The weights of the runs, [n, P].
+            inputs: The tokens, [n, B, T].
+            targets: The token to predict at each position, or `IGNORE`, [n, B, T].
+        """
         parameters = self.layout.unpack(weights)
         most, at = self.batches.task.most_scored, None
         if most < targets.shape[-1]:
@@ -132,35 +152,35 @@ class Stack:
         if at is None or automatic(self.device.type).rms_norm is not None:
             features = self._features(parameters, inputs, at)
         else:
-            # Keep all places in the last norm on a CPU: the order of its gradient's sum decides the last bit.
+            # On a CPU, keep all places in the last norm: the order of its gradient's sum decides the last bit.
             features = places(self._features(parameters, inputs), at)
         head = parameters[self.layout.head]
         dtype = torch.bfloat16 if self.bf16 else features.dtype
         return linear_cross_entropy(features.flatten(1, 2).to(dtype), head.to(dtype), targets.flatten(1), ignore=IGNORE)
 
     def _features(self, parameters: dict[str, Tensor], inputs: Tensor, at: Tensor | None = None) -> Tensor:
-        """[n, B, T, d] for inputs [n, B, T], or [n, B, m, d] at their places `at` [n, B, m]."""
-        given = (inputs,) if at is None else (inputs, at)
+        """Computes features [n, B, T, d] for inputs [n, B, T], or [n, B, m, d] at the places `at` [n, B, m]."""
+        arguments = (inputs,) if at is None else (inputs, at)
 
-        def features(parameters: dict[str, Tensor], *given: Tensor) -> Tensor:
-            found: Tensor = functional_call(_Features(self.model), _under(parameters), given)
-            return found
+        def features(parameters: dict[str, Tensor], *arguments: Tensor) -> Tensor:
+            vectors: Tensor = functional_call(_Features(self.model), _under(parameters), arguments)
+            return vectors
 
         with torch.autocast(self.device.type, torch.bfloat16, self.bf16):
             if len(self) == 1:
                 # One run gains nothing from vmap, whose batch of one slows some kernels.
-                one = {name: rows.squeeze(0) for name, rows in parameters.items()}
-                return features(one, *(rows[0] for rows in given))[None]
-            return vmap(features, randomness="same")(parameters, *given)
+                run_parameters = {name: rows.squeeze(0) for name, rows in parameters.items()}
+                return features(run_parameters, *(rows[0] for rows in arguments))[None]
+            return vmap(features, randomness="same")(parameters, *arguments)
 
     @torch.no_grad()
     def measure(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Features [n, B, T, d] for inputs [B, T] that all runs share, and the output size of each run, [n].
+        """Computes features [n, B, T, d] for inputs [B, T] that all runs share, and the output size of each run, [n].
 
         The output size is the largest root mean square of a layer's output before its norm.
         """
 
-        def measured(parameters: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        def measure_run(parameters: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
             with _output_rms(self.model) as sizes:
                 features: Tensor = functional_call(_Features(self.model), _under(parameters), (inputs,))
             return features, torch.stack(sizes).max()
@@ -168,10 +188,10 @@ class Stack:
         parameters = self.layout.unpack(self.state.weights)
         with torch.autocast(self.device.type, torch.bfloat16, self.bf16):
             if len(self) == 1:
-                features, size = measured({name: one[0] for name, one in parameters.items()})
+                features, size = measure_run({name: rows[0] for name, rows in parameters.items()})
                 return features[None], size[None]
-            found: tuple[Tensor, Tensor] = vmap(measured, randomness="same")(parameters)
-            return found
+            vectors_and_sizes: tuple[Tensor, Tensor] = vmap(measure_run, randomness="same")(parameters)
+            return vectors_and_sizes
 
 
 class _Features(nn.Module):
@@ -186,7 +206,7 @@ class _Features(nn.Module):
 
 
 def _under(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {f"model.{name}": one for name, one in parameters.items()}
+    return {f"model.{name}": rows for name, rows in parameters.items()}
 
 
 @contextmanager

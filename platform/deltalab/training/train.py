@@ -1,7 +1,7 @@
 """Trains configurations with all their seeds in lock-step, and measures them.
 
-The seeds of a trial advance together: a watcher sees all of them at every evaluation. `NUMERICS` is part of a trial's
-identity.
+The seeds of a trial advance together, so that a watcher sees all of them at every evaluation. `NUMERICS` is part of a
+trial's identity.
 """
 
 import errno
@@ -40,17 +40,25 @@ __all__ = [
 ]
 
 NUMERICS = 3
-"""Raise it with every change to the numbers that a trial computes: trials recorded under another one run again."""
+"""The version of the numbers that trials compute. Raise it with every change to them: earlier trials then run again."""
 
 CHECKPOINT_SECONDS = 5.0
-"""The least time between two checkpoints: what a kill may cost, beside the way to the next evaluation."""
+"""The least time between two checkpoints. A kill loses about this time, and the way to the next evaluation."""
 
 _log = logging.getLogger("deltalab")
 
 
 @dataclass(frozen=True)
 class TrialResult:
-    """All seeds of one configuration, and its costs. state_size: elements held after a whole sequence."""
+    """The results of all seeds of one configuration, and its costs.
+
+    Attributes:
+        runs: The result of each seed.
+        parameters: The number of the model's parameters.
+        state_size: The elements that the model holds after a whole sequence.
+        tokens_per_second: The tokens of all seeds that were trained in a second.
+        hardware: The hardware and software, and the settings for speed, by name.
+    """
 
     runs: list[RunResult]
     parameters: int
@@ -70,7 +78,21 @@ def train(
     checkpoint_seconds: float | None = None,
     watch: Callable[[int, list[RunResult]], bool | None] | None = None,
 ) -> TrialResult:
-    """Trains all seeds of one configuration: `train_together` with one member."""
+    """Trains all seeds of one configuration, as `train_together` does with one member.
+
+    Args:
+        task: The task.
+        model: The specification of the model.
+        spec: The settings of the training.
+        seeds: The seeds.
+        test: As in `train_together`.
+        checkpoint: As in `train_together`.
+        checkpoint_seconds: As in `train_together`.
+        watch: Called after each evaluation with the step and the runs so far. The training ends if it returns True.
+
+    Raises:
+        InputError: The model does not fit the task, or seeds are equal.
+    """
 
     def alone(_: int, step: int, runs: list[RunResult]) -> bool | None:
         return None if watch is None else watch(step, runs)
@@ -98,31 +120,39 @@ def train_together(
     watch: Callable[[int, int, list[RunResult]], bool | None] | None = None,
     beat: Beat = unheard,
 ) -> list[TrialResult]:
-    """Trains all seeds of several configurations, the members; each gets the results that it gets alone.
+    """Trains all seeds of several configurations, the members. Each member gets the results that it gets alone.
 
-    members: pairwise `stackable`.
+    Args:
+        task: The task.
+        members: The model and the training of each member, pairwise `stackable`.
+        seeds: The seeds.
+        test: Whether to measure the test split at the end. Tuning never does.
+        checkpoint: The file to continue from, and to save to after evaluations; removed at the end. On a CPU, a
+            continued training is bit-equal to an uninterrupted one.
+        checkpoint_seconds: The least time between two saves. None is `CHECKPOINT_SECONDS`, or 20 times the duration of
+            the last save if that is more.
+        watch: Called after each evaluation with a member's number, the step and the member's runs so far. The member
+            ends if `watch` returns True. An exception that `watch` raises ends the training.
+        beat: Called before each step, so that a supervisor sees a training that hangs.
 
-    test: measure the test split at the end; tuning never does.
-    checkpoint: a file to continue from, and to save to after evaluations; removed at the end.
-        On a CPU a continued training is bit-equal to an uninterrupted one.
-    checkpoint_seconds: the least time between two saves; None: `CHECKPOINT_SECONDS`, or 20 times what the last took.
-    watch: called after each evaluation with a member's number, the step and the member's runs so far. The member ends
-        where it returns True; an exception that it raises ends the training.
-    beat: called before each step, so that a supervisor sees a training that hangs.
-    Returns the results in the members' order. Raises `InputError` for members that cannot train together.
+    Returns:
+        The results in the order of the members.
+
+    Raises:
+        InputError: The members cannot train together, or do not fit the task, or seeds are equal.
     """
     if not members:
         return []
     most = min(most_stacked(task, *members[0]), len(members) * len(seeds))
-    told: dict[int, tuple[int, bool]] = {}
+    reports: dict[int, tuple[int, bool]] = {}
 
     def watched(member: int, step: int, runs: list[RunResult]) -> bool:
-        # A training that starts again with smaller stacks reports no step a second time.
-        last, ended = told.get(member, (0, False))
+        # Report a step once, also if the training starts again with smaller stacks.
+        last, ended = reports.get(member, (0, False))
         if step > last:
             ended = watch is not None and watch(member, step, runs) is True
-            told[member] = step, ended
-        return ended and step >= told[member][0]
+            reports[member] = step, ended
+        return ended and step >= reports[member][0]
 
     while True:
         try:
@@ -133,16 +163,16 @@ def train_together(
             _log.warning("rule '%s' or its task cannot be stacked, so runs train one by one: %s", name, error)
             most = 1
         except torch.OutOfMemoryError as error:
-            asked = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
-            wanted = asked[1] if asked else str(error)
+            request = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
+            size = request[1] if request else str(error)
             if most == 1:
                 raise torch.OutOfMemoryError(
                     f"out of GPU memory with a single run of rule '{members[0][0].make_rule().name}' at "
-                    f"train.batch_size {members[0][1].batch_size}: it asked for {wanted} more"
+                    f"train.batch_size {members[0][1].batch_size}: it asked for {size} more"
                 ) from None
-            _log.warning("out of GPU memory with %d runs at a time, which asked for %s more: halved", most, wanted)
+            _log.warning("out of GPU memory with %d runs at a time, which asked for %s more: halved", most, size)
             most = (most + 1) // 2
-        # Free memory only here: the traceback kept the tensors alive until now.
+        # Free memory only here: until now, the traceback kept the tensors alive.
         del trial
         gc.collect()
         if torch.cuda.is_available():
@@ -179,7 +209,7 @@ def _trained(
         trial.measure("test")
     if checkpoint is not None:
         checkpoint.unlink(missing_ok=True)
-    costs, found = trial.costs(), hardware(trial.device) | trial.how()
+    costs, machine = trial.costs(), hardware(trial.device) | trial.how()
     for run in trial.runs:
         run.metrics += costs
     parameters = sum(p.numel() for p in trial.network.parameters())
@@ -190,7 +220,7 @@ def _trained(
             parameters=parameters,
             state_size=state_size,
             tokens_per_second=trial.trained * trial.spec.batch_size * trial.task.length / max(trial.seconds, 1e-9),
-            hardware=found,
+            hardware=machine,
         )
         for i in members
     ]
@@ -201,15 +231,22 @@ class DiskError(OSError):
 
 
 def save(state: Mapping[str, Any], file: Path) -> None:
-    """Writes tensors to a file atomically: a kill while writing leaves the previous file. Raises `DiskError`.
+    """Writes tensors to a file atomically: a kill while writing leaves the previous file.
 
-    A process that writes the same file at the same time fails: it has been replaced, as this one is the later one.
+    Another process that writes the same file at the same time fails: this process has replaced the other.
+
+    Args:
+        state: The tensors.
+        file: The file.
+
+    Raises:
+        DiskError: The file cannot be written.
     """
     partial = file.with_suffix(f".{uuid4().hex}.partial")
     with disk():
         file.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with partial.open("wb") as opened:  # torch reports a full disk as such only for a file that Python writes
+            with partial.open("wb") as opened:  # torch names a full disk only for a file of Python
                 torch.save(state, opened)
             partial.replace(file)
         finally:
@@ -217,14 +254,14 @@ def save(state: Mapping[str, Any], file: Path) -> None:
 
 
 def forget_partial(file: Path) -> None:
-    """Removes what processes that were killed have left of `save`."""
-    for left in file.parent.glob(f"{file.stem}.*.partial"):
-        left.unlink(missing_ok=True)
+    """Removes the partial files that killed processes left of `save`."""
+    for partial in file.parent.glob(f"{file.stem}.*.partial"):
+        partial.unlink(missing_ok=True)
 
 
 @contextmanager
 def disk() -> Iterator[None]:
-    """Turns an error of the disk, or one raised because of it, into `DiskError`."""
+    """Turns an error that the disk caused into `DiskError`."""
     try:
         yield
     except Exception as error:
@@ -235,7 +272,7 @@ def disk() -> Iterator[None]:
 
 
 def is_of_disk(error: BaseException) -> bool:
-    """Whether weights or a checkpoint could not be read or written, or a disk or quota is full."""
+    """Returns whether weights or a checkpoint could not be read or written, or a disk or quota is full."""
     full = errno.ENOSPC, errno.EDQUOT
     return any(
         isinstance(cause, DiskError) or (isinstance(cause, OSError) and cause.errno in full) for cause in _causes(error)
@@ -243,23 +280,23 @@ def is_of_disk(error: BaseException) -> bool:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """An error, what it was raised because of, and so on."""
-    seen: BaseException | None = error
-    while seen is not None:
-        yield seen
-        seen = seen.__cause__ or seen.__context__
+    """Yields an error, then the error that caused it, and so on."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
 
 
 def _resume(trial: LockStep, checkpoint: Path) -> None:
-    """Goes on from a checkpoint; from the start, and says so, where the file is damaged, as after a power cut."""
+    """Goes on from a checkpoint. If the file is damaged, as after a power cut, warns and starts over."""
     try:
         with disk():
             saved = torch.load(checkpoint, map_location=trial.device, weights_only=True)
     except (DiskError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        said = (str(error).splitlines() or [type(error).__name__])[0]
-        _log.warning("%s is damaged, so the training starts over: %s", checkpoint, said)
+        message = (str(error).splitlines() or [type(error).__name__])[0]
+        _log.warning("%s is damaged, so the training starts over: %s", checkpoint, message)
         checkpoint.unlink()
         return
     trial.load_state_dict(saved)

@@ -1,4 +1,4 @@
-"""Advances the runs of one or several trials together, in stacks, and records what they show."""
+"""Advances the runs of one or several trials together, in stacks, and records their metrics."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,35 +15,38 @@ from deltalab.models.spec import ModelSpec
 from deltalab.tasks import Task
 from deltalab.tasks.batches import SentBatches, TrainingBatches
 from deltalab.training.beat import Beat, unheard
-from deltalab.training.device import chosen, moment, seconds_between
+from deltalab.training.device import device_type, moment, seconds_between
 from deltalab.training.evaluation import Evaluation, Metric, Sums, costs, means
 from deltalab.training.optimizer import Adam, Layout, Moments
 from deltalab.training.spec import TrainSpec, stackable
 from deltalab.training.stack import BLOCK, Stack
 
 SATURATED = {"cpu": 3 * 2**17, "cuda": 2**28}
-"""Largest useful stack: beyond n B T d elements, stacking more runs no longer saves time.
+"""The largest useful stack, as the elements n B T d beyond which stacking more runs no longer saves time.
 
-n is the number of runs, and [n, B, T, d] the shape of an activation.
-
-Measured on two CPU cores that both train, Comba in one layer, freed memory kept, in ms per step and run:
+n is the number of runs, and [n, B, T, d] is the shape of an activation. Measured on two CPU cores that both train, with
+Comba in one layer, and with freed memory kept, in ms per step and run:
 
     B T d   alone   in stacks of n
     2^15    11.3    7.3 (5), 6.9 (9)
     2^16    16.8    15.6 (4), 13.0 (6), 14.3 (9)
     2^17    28.0    27.9 (3), 26.3 (4)
 
-Stacking saves dispatch, so operators that take longer than their dispatch gain little, and large stacks leave the
-cache. On a GPU the bound is for memory alone.
+Stacking saves dispatch. So operators that take longer than their dispatch gain little, and large stacks leave the
+cache. On a GPU, the bound is for memory alone.
 """
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """One seed of a trial.
+    """The result of one seed of a trial.
 
-    diverged_at: the first step whose loss or gradient was not finite, or whose evaluation had a metric that was not
-        finite; None if the run did not diverge.
+    Attributes:
+        seed: The seed.
+        diverged_at: The first step whose loss or gradient, or a metric of whose evaluation, was not finite; None if the
+            run did not diverge.
+        metrics: The metrics, in the order in which they were recorded.
+        weights: The weights by name; empty if they were not asked for.
     """
 
     seed: int
@@ -52,14 +55,14 @@ class RunResult:
     weights: dict[str, Tensor]
 
     def final(self, split: str, name: str) -> float:
-        """The last value of a metric; NaN where the run diverged."""
+        """Returns the last value of a metric; NaN if the run diverged."""
         values = [value for s, n, _, value in self.metrics if (s, n) == (split, name)]
         return values[-1] if values and self.diverged_at is None else math.nan
 
 
 @dataclass
 class _Run:
-    """One seed of one member: its metrics so far, and its weights while it is in no stack."""
+    """One seed of one member: its metrics so far, and its state while it is in no stack."""
 
     member: int
     seed: int
@@ -69,20 +72,25 @@ class _Run:
 
 
 def most_stacked(task: Task, model: ModelSpec, spec: TrainSpec) -> int:
-    """The number of runs that train fastest as one stack."""
-    return max(1, SATURATED[chosen(spec.device)] // (spec.batch_size * task.length * model.d_model))
+    """Returns the number of runs that train fastest as one stack."""
+    return max(1, SATURATED[device_type(spec.device)] // (spec.batch_size * task.length * model.d_model))
 
 
 class LockStep:
     """Trains all seeds of all members together.
 
-    A member is a configuration, a run is a member with one seed, a stack is runs trained as one.
+    A member is a configuration, a run is a member with one seed, and a stack is several runs that train as one. A run
+    that diverges stops, and keeps the step in `diverged_at`.
 
-    `advance(step, split)` trains every run up to a step and evaluates it; `measure(split)` evaluates alone. A run that
-    diverges stops and keeps the step in `diverged_at`; `end(member)` stops the runs of a member.
+    Args:
+        task: The task.
+        members: The model and the training of each member.
+        seeds: The seeds.
+        most: The largest number of runs in a stack; None for `most_stacked`.
+        beat: Called before each step, and before each batch of an evaluation.
 
-    most: the most runs in a stack; `most_stacked` where None. beat: called before each step and batch of an evaluation.
-    Raises `InputError` for members that are not `stackable` or do not fit the task, and for equal seeds.
+    Raises:
+        InputError: The members are not `stackable` or do not fit the task, or seeds are equal.
     """
 
     def __init__(
@@ -106,7 +114,7 @@ class LockStep:
         if model.readout != task.readout:
             raise InputError(f"model.readout '{model.readout}' is not task '{task.name}''s '{task.readout}'")
         self.task, self.spec, self.specs = task, spec, [spec for _, spec in members]
-        self.device = torch.device(chosen(spec.device))
+        self.device = torch.device(device_type(spec.device))
         self.bf16 = spec.precision == "bf16" or (spec.precision == "auto" and self.device.type == "cuda")
         self.beat = beat
         self.step = 0
@@ -117,13 +125,16 @@ class LockStep:
         self.network = build_model(model).to(self.device)
         self.layout = Layout(self.network)
         self.most = most or most_stacked(task, model, spec)
-        models = [one for one, _ in members]
-        # Members with the same model start from the same weights: draw them once.
-        starts = {number: self._started(models[number], seeds) for number in {models.index(one) for one in models}}
+        models = [member_model for member_model, _ in members]
+        # Members with the same model start from the same weights. Draw these once.
+        starts = {
+            number: self._started(models[number], seeds)
+            for number in {models.index(member_model) for member_model in models}
+        }
         self.runs = [
             _Run(number, seed, start)
-            for number, one in enumerate(models)
-            for seed, start in zip(seeds, starts[models.index(one)], strict=True)
+            for number, member_model in enumerate(models)
+            for seed, start in zip(seeds, starts[models.index(member_model)], strict=True)
         ]
         self._rates = [list(map(spec.learning_rate, range(spec.steps))) for spec in self.specs]
         self._evaluation = Evaluation(task, spec.batch_size, spec.eval_batches, self.device, bf16=self.bf16, beat=beat)
@@ -132,18 +143,19 @@ class LockStep:
         self._stack()
 
     def _started(self, model: ModelSpec, seeds: Sequence[int]) -> list[Moments]:
-        built, found = build_model(model), []
+        network, moments = build_model(model), []
         for seed in seeds:
-            initialize(built, seed)
-            row = self.layout.pack(built.state_dict()).to(self.device)
-            found.append(Moments(row, torch.zeros_like(row), torch.zeros_like(row)))
-        return found
+            initialize(network, seed)
+            row = self.layout.pack(network.state_dict()).to(self.device)
+            moments.append(Moments(row, torch.zeros_like(row), torch.zeros_like(row)))
+        return moments
 
     def going(self, run: _Run) -> bool:
+        """Returns whether a run still trains."""
         return run.diverged_at is None and not self.ended[run.member]
 
     def _stack(self) -> None:
-        """Makes stacks of equal size from the runs that still go. The same runs always share a stack."""
+        """Makes stacks of equal size from the runs that still train. The same runs always share a stack."""
         self.stacks = []
         size = math.ceil(len(self.runs) / math.ceil(len(self.runs) / self.most))
         for first in range(0, len(self.runs), size):
@@ -173,13 +185,13 @@ class LockStep:
 
         The evaluation is launched before any result of the training is read, so that a GPU does not wait for the host.
         """
-        begun = moment(self.device)
+        begin = moment(self.device)
         for _, stack in self.stacks:
             stack.advance(self.step, until)
-        done = moment(self.device)
+        end = moment(self.device)
         self.trained += sum(len(runs) for runs, _ in self.stacks) * (until - self.step)
         self.step = until
-        measured = [] if split is None else self._measured(split)
+        sums = [] if split is None else self._measured(split)
         for runs, stack in self.stacks:
             if bool(stack.overfull):
                 raise InputError(
@@ -187,16 +199,16 @@ class LockStep:
                     f"{self.task.most_scored}"
                 )
             diverged, losses = stack.optimizer.bad.tolist(), stack.optimizer.loss.tolist()
-            for run, bad, loss in zip(runs, diverged, losses, strict=True):
-                if bad >= 0:
-                    run.diverged_at = bad
+            for run, step, loss in zip(runs, diverged, losses, strict=True):
+                if step >= 0:
+                    run.diverged_at = step
                 else:
                     run.metrics.append(("train", "loss", until, loss))
             if self.device.type == "cuda":
                 self.graph = f"none: {stack.eager}" if stack.eager else "whole step"
-        self.seconds += seconds_between(begun, done)
+        self.seconds += seconds_between(begin, end)
         if split is not None:
-            self._record(split, measured)
+            self._record(split, sums)
         self._keep()
 
     def end(self, member: int) -> None:
@@ -222,7 +234,7 @@ class LockStep:
             run.state = Moments(*(part[i].clone() for part in stack.state))
 
     def measure(self, split: str) -> None:
-        """Evaluates each run that still goes on a split, and adds the metrics to it; see `Evaluation`."""
+        """Evaluates each run that still trains on a split, and adds the metrics to the run; see `Evaluation`."""
         self._record(split, self._measured(split))
         self._keep()
 
@@ -231,26 +243,26 @@ class LockStep:
 
     def _record(self, split: str, measured: list[Sums]) -> None:
         for (runs, _), sums in zip(self.stacks, measured, strict=True):
-            for run, found in zip(runs, means(sums, len(runs)), strict=True):
+            for run, metrics in zip(runs, means(sums, len(runs)), strict=True):
                 if run.diverged_at is not None:
                     continue
-                if found is None:
+                if metrics is None:
                     run.diverged_at = self.step
                 else:
-                    run.metrics.extend((split, name, self.step, value) for name, value in found.items())
+                    run.metrics.extend((split, name, self.step, value) for name, value in metrics.items())
 
     def costs(self) -> list[Metric]:
-        """The costs of the trained model, equal for all runs; see `evaluation.costs`."""
+        """Returns the costs of the trained model, which are equal for all runs; see `evaluation.costs`."""
         return costs(self.network, self.task.length, self.step)
 
     def results(self, member: int, *, weights: bool = False) -> list[RunResult]:
-        """The runs of a member so far, in the order of the seeds."""
-        found = [run for run in self.runs if run.member == member]
+        """Returns the runs of a member so far, in the order of the seeds."""
+        runs = [run for run in self.runs if run.member == member]
         if weights:
             self._store_all()
         return [
             RunResult(run.seed, run.diverged_at, list(run.metrics), self._weights(run) if weights else {})
-            for run in found
+            for run in runs
         ]
 
     def _weights(self, run: _Run) -> dict[str, Tensor]:
@@ -262,10 +274,11 @@ class LockStep:
             self._store(runs, stack)
 
     def how(self) -> dict[str, str]:
-        """Settings that are there for speed only: stack size, and whether a CUDA graph was used; {} on a CPU."""
+        """Returns the settings for speed alone: the stack size, and whether there was a CUDA graph; {} on a CPU."""
         return {"stack": str(min(self.most, len(self.runs))), "cuda_graph": self.graph} if self.graph else {}
 
     def state_dict(self) -> dict[str, Any]:
+        """Returns all that a checkpoint needs."""
         self._store_all()
         return {
             "step": self.step,
@@ -278,9 +291,10 @@ class LockStep:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Goes on from what `state_dict` returned."""
         self.step, self.seconds, self.trained = saved["step"], saved["seconds"], saved["trained"]
         self.ended = list(saved["ended"])
-        for run, one in zip(self.runs, saved["runs"], strict=True):
-            run.state, run.diverged_at = Moments(*one["state"]), one["diverged_at"]
-            run.metrics = [tuple(metric) for metric in one["metrics"]]
+        for run, saved_run in zip(self.runs, saved["runs"], strict=True):
+            run.state, run.diverged_at = Moments(*saved_run["state"]), saved_run["diverged_at"]
+            run.metrics = [tuple(metric) for metric in saved_run["metrics"]]
         self._stack()

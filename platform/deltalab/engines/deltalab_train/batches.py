@@ -1,4 +1,4 @@
-"""Rows of packed data as batches: the same stream whatever the number of processes."""
+"""Rows of packed data as batches, in one stream whatever the number of processes."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,13 +10,22 @@ from torch import Tensor
 from deltalab.data.token_shards import Split
 
 IGNORE = -100
+"""The target of a position that does not count."""
 
 
 def batch(rows: list[tuple[Any, Any]], length: int, documents: str) -> tuple[dict[str, Tensor], Tensor]:
-    """Inputs and targets [n, length] of n rows of length + 1 tokens and the places where documents start in them.
+    """Makes inputs and targets [n, length] of n rows.
 
-    With documents `reset` the rows become one, [1, n length], with the bounds of its sequences as `cu_seqlens`; the
-    first token of a document is then no target, since nothing precedes it.
+    With documents `reset`, the rows become one, [1, n length], and the inputs have the bounds of its sequences as
+    `cu_seqlens`. The first token of a document is then no target, since nothing precedes it.
+
+    Args:
+        rows: The length + 1 tokens of each row, and the places in the row where documents start.
+        length: The tokens of a training sequence.
+        documents: `cross` or `reset`.
+
+    Returns:
+        The inputs by name, and the targets.
     """
     tokens = torch.from_numpy(np.stack([row for row, _ in rows]))
     inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
@@ -32,7 +41,7 @@ def batch(rows: list[tuple[Any, Any]], length: int, documents: str) -> tuple[dic
 
 
 class Rows:
-    """An endless sequence of rows: the split in a new order every epoch."""
+    """An endless sequence of rows: all rows of a split, in another order in each epoch."""
 
     def __init__(self, split: Split, length: int, seed: int) -> None:
         self.split, self.length, self.seed = split, length, seed
@@ -48,10 +57,14 @@ class Rows:
 
 
 class Batches:
-    """The batches of one process, from row `seen` of the stream on.
+    """The batches of one process.
 
-    Of every world x micro rows in a row, process `rank` takes the micro from rank x micro on. So all processes together
-    see the rows in one order, and training goes on from the same place with another number of processes.
+    The stream is cut into groups of world x micro rows, of which process `rank` takes the `micro` rows from row
+    rank x micro on. So all processes together see the rows in one order, and training can go on from the same place
+    with another number of processes.
+
+    Attributes:
+        seen: How many rows of the stream all processes together have read.
     """
 
     def __init__(self, rows: Rows, recipe: Mapping[str, Any], micro: int, rank: int, world: int) -> None:
@@ -70,16 +83,24 @@ class Batches:
 def held_out(
     split: Split, recipe: Mapping[str, Any], micro: int, rank: int, world: int
 ) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-    """The first `validation.sequences` rows of a split, shared among the processes.
+    """Yields the batches of one process, which share the first `validation.sequences` rows of a split.
 
-    All processes get the same number of batches: FSDP's collectives need it. Rows that fill up count no target.
+    All processes get the same number of batches, because FSDP's collectives need it. If rows are too few for all, a
+    process gets further ones in which no target counts.
+
+    Args:
+        split: The split of the packed data.
+        recipe: The recipe.
+        micro: Rows of a batch.
+        rank: The number of the process, from 0.
+        world: The number of processes.
     """
     length, documents = recipe["batch"]["length"], recipe["batch"]["documents"]
     count = min(recipe["validation"]["sequences"], split.rows(length))
     for begin in range(0, count, micro * world):
-        mine = range(begin + rank * micro, begin + (rank + 1) * micro)
-        inputs, targets = batch([split.row(min(index, count - 1), length) for index in mine], length, documents)
-        missing = max(0, min(micro, mine.stop - count))
+        indices = range(begin + rank * micro, begin + (rank + 1) * micro)
+        inputs, targets = batch([split.row(min(index, count - 1), length) for index in indices], length, documents)
+        missing = max(0, min(micro, indices.stop - count))
         if missing:
             targets.view(micro, length)[micro - missing :] = IGNORE
         yield inputs, targets

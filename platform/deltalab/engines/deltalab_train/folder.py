@@ -1,4 +1,4 @@
-"""What the exported folder holds."""
+"""The model and the recipe of the exported folder that is trained."""
 
 import json
 import os
@@ -9,22 +9,23 @@ from typing import Any
 import yaml
 
 from deltalab.models.spec import ModelSpec
-from deltalab.training.recipe import complete
+from deltalab.training.recipe_keys import with_defaults
 
 from . import FOLDER
 
 
 def spec() -> ModelSpec:
+    """Returns the model of the folder."""
     config = json.loads((FOLDER / "config.json").read_text(encoding="utf-8"))
     return ModelSpec.of({field.name: config[field.name] for field in fields(ModelSpec)})
 
 
 def weights() -> bool:
-    """Whether the folder has weights to start from."""
+    """Returns whether the folder has weights to start from."""
     return (FOLDER / "model.safetensors").exists()
 
 
 def recipe() -> dict[str, Any]:
-    """The recipe that DELTALAB_RECIPE names, by default the folder's, with defaults for what it leaves out."""
+    """Returns the recipe that DELTALAB_RECIPE names, by default that of the folder, with defaults for missing keys."""
     file = Path(os.environ.get("DELTALAB_RECIPE") or FOLDER / "recipe.yaml")
-    return complete(yaml.safe_load(file.read_text(encoding="utf-8")))
+    return with_defaults(yaml.safe_load(file.read_text(encoding="utf-8")))

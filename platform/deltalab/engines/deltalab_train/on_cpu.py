@@ -1,4 +1,4 @@
-"""Runs `torchtitan.train` on CPUs, with gloo between processes: torchtitan itself asks for an accelerator."""
+"""Runs `torchtitan.train` on CPUs, with gloo between processes, although torchtitan asks for an accelerator."""
 
 import os
 import resource
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 
 class Cpu(types.ModuleType):
-    """What torchtitan asks of the module of a kind of device."""
+    """A stand-in for a module such as `torch.cuda`, with the functions that torchtitan calls."""
 
     set_device = synchronize = reset_peak_memory_stats = empty_cache = staticmethod(lambda *_: None)
     current_device = staticmethod(lambda: 0)
@@ -23,18 +23,20 @@ class Cpu(types.ModuleType):
 
     @staticmethod
     def memory_stats(*_: Any) -> dict[str, int]:
+        """Returns the peak of the process's memory in bytes."""
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return {"active_bytes.all.peak": peak, "reserved_bytes.all.peak": peak}
 
 
 def main() -> None:
+    """Makes torchtitan take the CPU as its device, and runs it."""
     torch._utils._get_available_device_type = lambda: "cpu"
     torch._utils._get_device_module = lambda kind: Cpu("cpu")  # type: ignore[assignment]
     os.environ["LOCAL_RANK"] = "0"  # there is one device "cpu:0"
     barrier = dist.barrier
 
-    def without_devices(*given: Any, device_ids: Any = None, **more: Any) -> Any:
-        return barrier(*given, **more)  # gloo takes none
+    def without_devices(*args: Any, device_ids: Any = None, **kwargs: Any) -> Any:
+        return barrier(*args, **kwargs)  # gloo takes no device_ids
 
     dist.barrier = without_devices
     runpy.run_module("torchtitan.train", run_name="__main__", alter_sys=True)

@@ -17,60 +17,69 @@ from deltalab.data.token_shards import Packed
 from deltalab.models.layer import shard_gates
 from deltalab.models.model import Model, head_loss, parameter_groups
 from deltalab.models.start import initialize
-from deltalab.training.recipe import micro
+from deltalab.training.recipe_keys import micro_batch
 
-from . import FOLDER, folder, lines, lock
+from . import FOLDER, folder, lock, metrics_file
 from .batches import IGNORE, Batches, Rows, held_out
 
 RECIPE = folder.recipe()
 HELD = lock.share(Path(os.environ["DELTALAB_RUN"]))
+"""The lock on the run. It lasts as long as this process, since nothing closes the file."""
 
 KEPT_BYTES = 4 * 2**30
-"""Gathered weights of at most so many bytes stay on each GPU from the forward to the backward. Gathering them again
-costs the host more time than the GPUs: a step of 394M parameters on two H200 takes 215 ms with it and 187 without."""
+"""Gathered weights of at most so many bytes stay on each GPU from the forward to the backward. Gathering the weights
+again costs more time on the host than on the GPUs: with it, a step of 394M parameters on two H200 takes 215 ms, and 187
+ms without."""
 
 
 def run_folder() -> Path:
+    """Returns the folder of the run."""
     return Path(os.environ["DELTALAB_RUN"])
 
 
 def precision(device_type: str) -> str:
-    """The dtype of products, as torchtitan names it. A CPU trains in float32."""
+    """Returns the dtype of products, as torchtitan names it. A CPU trains in float32."""
     return "bfloat16" if RECIPE["precision"] == "bf16" and device_type != "cpu" else "float32"
 
 
 def weights_to_load() -> str | None:
-    """The exported folder if it has weights to start from."""
+    """Returns the exported folder if it has weights to start from."""
     return str(FOLDER) if folder.weights() else None
 
 
 def packed() -> Packed:
+    """Returns the packed data."""
     return Packed(os.environ["DELTALAB_DATA"])
 
 
 class Pretraining(nn.Module):
-    """The exported model with its loss. Its parameters have the names of the folder's `model.safetensors`."""
+    """The exported model with its loss. Its parameters have the names of the folder's `model.safetensors`.
+
+    Attributes:
+        model: The exported model.
+        products: The dtype of autocast; None if FSDP2 sets the precision.
+    """
 
     model: Model
     products: torch.dtype | None = None
-    """The dtype of autocast, None where FSDP2 sets the precision."""
 
     def make(self) -> None:
+        """Makes the model. torchtitan's constructors differ from version to version, so they call this method."""
         self.model = Model(folder.spec())
 
     def forward(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        """The sum of -log p of the targets [B, T] that are not `IGNORE`, after tokens [B, T]."""
+        """Computes the sum of -log p over the targets [B, T] that are not `IGNORE`, after tokens [B, T]."""
         with torch.autocast(tokens.device.type, self.products, enabled=self.products is not None):
             features = self.model.features(tokens, cu_seqlens=cu_seqlens)
             return head_loss(features, self.model.head, targets, ignore=IGNORE, count=1)
 
     def init_weights(self, buffer_device: torch.device | None = None, **_: Any) -> None:
-        """Starts each parameter as deltalab does, from the recipe's seed and its name."""
+        """Initializes each parameter as deltalab does, from the recipe's seed and the name of the parameter."""
         initialize(self.model, RECIPE["seed"])
 
 
 def parameters_and_flops(model: nn.Module) -> tuple[int, int]:
-    """The number of parameters N, and the operations of a token's forward and backward pass: 6 N."""
+    """Returns the number of parameters N, and the operations of a token's forward and backward pass, 6 N."""
     count = sum(parameter.numel() for parameter in model.parameters())
     return count, 6 * count
 
@@ -78,12 +87,16 @@ def parameters_and_flops(model: nn.Module) -> tuple[int, int]:
 def parallelize(
     module: Pretraining, mesh: Any, *, dtypes: tuple[torch.dtype, torch.dtype], backend: str | None, offload: bool
 ) -> Pretraining:
-    """Activation checkpointing and compilation of each block, then FSDP2 of each block and of the rest.
+    """Applies activation checkpointing and compilation to each block, then FSDP2 to each block and to the rest.
 
-    One GPU has nothing to share: autocast gives the precision there, and blocks are CUDA graphs.
+    A single GPU has nothing to share. There, autocast gives the precision, and blocks are CUDA graphs.
 
-    mesh: of the processes that share the parameters, which may be one.
-    dtypes: of products, and of sums of gradients. backend: of `torch.compile`, None for none.
+    Args:
+        module: The model, which is changed in place.
+        mesh: The processes that share the parameters, or a single one.
+        dtypes: The dtype of products, and the dtype in which gradients are summed.
+        backend: The backend of `torch.compile`; None does not compile.
+        offload: Whether parameters and gradients lie in the memory of the CPU between their uses.
     """
     for block in module.model.blocks:
         if RECIPE["activation_checkpointing"]:
@@ -115,28 +128,31 @@ def parallelize(
 
 
 class SameNames:
-    """torchtitan's adapter of state dicts: the folder's `model.safetensors` has the model's own names."""
+    """An adapter of state dicts for torchtitan that changes nothing: `model.safetensors` has the model's own names."""
 
     @staticmethod
     def to_hf(state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Returns the state dict unchanged."""
         return state_dict
 
     @staticmethod
     def from_hf(hf_state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Returns the state dict unchanged."""
         return hf_state_dict
 
 
 def groups(module: Pretraining) -> list[tuple[list[str], dict[str, float]]]:
-    """Names of parameters, and their lr and weight_decay, as a study trains them. The last group has the recipe's lr,
-    which torchtitan's metrics then show."""
-    given, names = RECIPE["optimizer"], {id(parameter): name for name, parameter in module.named_parameters()}
-    found = parameter_groups(module.model, given["weight_decay"], given["lr"])
+    """Returns the names of the parameters of each group, with the group's lr and weight_decay, as a study trains them.
+
+    The last group has the recipe's lr, which torchtitan's metrics then show.
+    """
+    optimizer, names = RECIPE["optimizer"], {id(parameter): name for name, parameter in module.named_parameters()}
     return [
         (
             [names[id(parameter)] for parameter in group["params"]],
-            {"lr": group.get("lr", given["lr"]), "weight_decay": group["weight_decay"]},
+            {"lr": group.get("lr", optimizer["lr"]), "weight_decay": group["weight_decay"]},
         )
-        for group in found
+        for group in parameter_groups(module.model, optimizer["weight_decay"], optimizer["lr"])
         if group["params"]
     ]
 
@@ -145,32 +161,44 @@ class Loader:
     """The training rows as torchtitan's dataloader. Its state is the number of rows that all processes have seen."""
 
     def start(self, rank: int, world: int) -> None:
+        """Begins the stream of rows, for process `rank` of `world`."""
         rows = Rows(packed().split("train"), RECIPE["batch"]["length"], RECIPE["seed"])
-        self.batches = Batches(rows, RECIPE, micro(RECIPE, world), rank, world)
+        self.batches = Batches(rows, RECIPE, micro_batch(RECIPE, world), rank, world)
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
         return map(_with_targets, self.batches)
 
     def state_dict(self) -> dict[str, Any]:
+        """Returns the place in the stream."""
         return {"rows": self.batches.seen}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes to a place in the stream."""
         if state_dict:
             self.batches.seen = state_dict["rows"]
 
 
 def _with_targets(pair: tuple[dict[str, Tensor], Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+    """A batch as torchtitan calls the model, with the targets among its inputs."""
     inputs, targets = pair
-    # The model computes its own loss, chunk by chunk, so that logits of all positions are never held at once.
+    # The model computes the loss itself, chunk by chunk, so that logits of all positions are never held at once.
     rest = {name: value for name, value in inputs.items() if name != "tokens"}
     return {"input": inputs["tokens"], "targets": targets, **rest}, targets
 
 
 @torch.no_grad()
 def validation_loss(model: nn.Module, rank: int, world: int, device: str, context: Any) -> float:
-    """The mean loss of the validation rows, over all processes."""
+    """Computes the mean loss of the validation rows in nats a token, over all processes.
+
+    Args:
+        model: The model.
+        rank: The number of this process, from 0.
+        world: The number of processes.
+        device: The device of the model.
+        context: Makes the context in which torchtitan runs the model.
+    """
     sums = torch.zeros(2, dtype=torch.float64, device=device)
-    for pair in held_out(packed().split("validation"), RECIPE, micro(RECIPE, world), rank, world):
+    for pair in held_out(packed().split("validation"), RECIPE, micro_batch(RECIPE, world), rank, world):
         inputs, targets = _with_targets(pair)
         tokens = inputs.pop("input")
         with context():
@@ -181,21 +209,24 @@ def validation_loss(model: nn.Module, rank: int, world: int, device: str, contex
 
 
 def due(step: int) -> bool:
+    """Returns whether validation follows a step."""
     return step == RECIPE["steps"] or not step % RECIPE["validation"]["every"]
 
 
-class Lines(BaseLogger):  # type: ignore[misc]
-    """torchtitan's metrics as lines of `metrics.jsonl`, written by the first process."""
+class MetricsLogger(BaseLogger):  # type: ignore[misc]
+    """Writes torchtitan's metrics to `metrics.jsonl`, in the first process."""
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
-        found = []
+        """Writes the metrics of a step. Of several learning rates, the last one is written."""
+        values = {}
         for name, value in metrics.items():
-            known = "lr" if name.startswith("lr/") else name
-            if known in NAMES:
-                split, short, factor = NAMES[known]
-                found.append((split, short, float(value) * factor * (dist.get_world_size() if known in PER_GPU else 1)))
+            title = "lr" if name.startswith("lr/") else name
+            if title in NAMES:
+                split, short, factor = NAMES[title]
+                factor *= dist.get_world_size() if title in PER_GPU else 1
+                values[split, short] = split, short, float(value) * factor
         if dist.get_rank() == 0:
-            lines.append(step, {(split, short): (split, short, value) for split, short, value in found}.values())
+            metrics_file.append(step, values.values())
 
 
 NAMES = {
@@ -204,15 +235,16 @@ NAMES = {
     "lr": ("train", "lr", 1.0),
     "throughput(tps)": ("train", "tokens_per_second", 1.0),
     "mfu(%)": ("train", "mfu", 0.01),
-    "memory/max_reserved(GiB)": ("train", "memory_gib", 1.0),  # what CUDA graphs hold is not active
+    "memory/max_reserved(GiB)": ("train", "memory_gib", 1.0),  # the memory of CUDA graphs is reserved, not active
     "validation_metrics/loss": ("validation", "loss", 1.0),
 }
-"""torchtitan's name -> split, name and factor."""
+"""torchtitan's names of metrics, each with our split, our name and the factor between the units."""
 PER_GPU = ("throughput(tps)",)
+"""The metrics that torchtitan measures for one GPU."""
 
 
 def decay() -> tuple[str, float | None, float]:
-    """The schedule as torchtitan's decay_type, decay_ratio and min_lr_factor."""
+    """Returns the schedule as torchtitan's decay_type, decay_ratio and min_lr_factor."""
     kind, final = RECIPE["schedule"]["kind"], RECIPE["schedule"]["final"]
     if kind == "constant":
         return "linear", 0.0, 1.0
@@ -220,5 +252,5 @@ def decay() -> tuple[str, float | None, float]:
 
 
 def world() -> int:
-    """The number of processes."""
+    """Returns the number of processes."""
     return int(os.environ.get("WORLD_SIZE", "1"))

@@ -1,4 +1,4 @@
-"""The training as torchtitan 0.2.2 takes it: a `TrainSpec`, and defaults of its configuration.
+"""The training for torchtitan 0.2.2: a `TrainSpec`, and defaults of its configuration.
 
 torchrun -m torchtitan.train --job.custom_config_module deltalab_train.titan_02
 """
@@ -21,7 +21,7 @@ from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 from torchtitan.tools.utils import device_type
 
-from deltalab.training.recipe import micro
+from deltalab.training.recipe_keys import micro_batch
 
 from . import FOLDER, titan
 from .titan import RECIPE
@@ -31,45 +31,57 @@ NAME = "deltalab"
 
 @dataclass
 class ModelArgs(BaseModelArgs):  # type: ignore[misc]
+    """The model's arguments, of which there are none."""
+
     def update_from_config(self, job_config: Any, **_: Any) -> None:
-        """The exported folder alone says what the model is."""
+        """Does nothing: the exported folder alone describes the model."""
 
     def get_nparams_and_flops(self, model: torch.nn.Module, seq_len: int) -> tuple[int, int]:
+        """Returns the number of parameters, and the operations of a token."""
         return titan.parameters_and_flops(model)
 
 
 class Pretraining(titan.Pretraining, ModelProtocol):  # type: ignore[misc]
+    """The exported model with its loss."""
+
     def __init__(self, model_args: ModelArgs) -> None:
         super().__init__(model_args)
         self.make()
 
 
 class Adapter(titan.SameNames, StateDictAdapter):  # type: ignore[misc]
-    pass
+    """The adapter of state dicts."""
 
 
 class Loader(titan.Loader, BaseDataLoader):  # type: ignore[misc]
+    """The training rows."""
+
     def __init__(self, dp_world_size: int, dp_rank: int, **_: Any) -> None:
         self.start(dp_rank, dp_world_size)
 
 
 class Validator(BaseValidator):  # type: ignore[misc]
-    def __init__(self, *, job_config: Any, dp_world_size: int, dp_rank: int, **given: Any) -> None:
+    """Measures the loss of the validation rows."""
+
+    def __init__(self, *, job_config: Any, dp_world_size: int, dp_rank: int, **parts: Any) -> None:
         super().__init__(job_config)
         self.rank, self.world = dp_rank, dp_world_size
-        self.context, self.amp = given["validation_context"], given["maybe_enable_amp"]
-        self.metrics = given["metrics_processor"]
+        self.context, self.amp = parts["validation_context"], parts["maybe_enable_amp"]
+        self.metrics = parts["metrics_processor"]
 
     def should_validate(self, step: int) -> bool:
+        """Returns whether validation follows a step."""
         return titan.due(step)
 
     def validate(self, model_parts: list[torch.nn.Module], step: int) -> None:
+        """Measures the loss, and hands it to the metrics."""
         with self.amp:
             loss = titan.validation_loss(model_parts[0], self.rank, self.world, device_type, self.context)
         self.metrics.log_validation(loss=loss, step=step)
 
 
 def _parallelize(model: Pretraining, parallel_dims: Any, job_config: Any) -> titan.Pretraining:
+    """The model, shared among the processes as torchtitan's configuration asks."""
     names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
     alone = not parallel_dims.fsdp_enabled
     training = job_config.training
@@ -83,12 +95,13 @@ def _parallelize(model: Pretraining, parallel_dims: Any, job_config: Any) -> tit
 
 
 class _Grouped(OptimizersContainer):  # type: ignore[misc]
-    """AdamW with a study's rates and weight decays; the first group has the recipe's rate, which metrics show."""
+    """AdamW with a study's rates and weight decays. The first group has the recipe's rate, which metrics show."""
 
     def __init__(self, model_parts: list[Pretraining], optimizer_config: Any) -> None:
-        named = dict(model_parts[0].named_parameters())
+        parameters = dict(model_parts[0].named_parameters())
         groups = [
-            {"params": [named[name] for name in names], **own} for names, own in titan.groups(model_parts[0])[::-1]
+            {"params": [parameters[name] for name in names], **options}
+            for names, options in titan.groups(model_parts[0])[::-1]
         ]
         kind = optimizer_config.implementation
         options = {
@@ -100,16 +113,18 @@ class _Grouped(OptimizersContainer):  # type: ignore[misc]
         }
         self.model_parts = model_parts
         self.optimizers = [torch.optim.AdamW(groups, **options)]
-        self._post_init([*named.values()], options)
+        self._post_init([*parameters.values()], options)
 
 
 def _metrics(job_config: Any, parallel_dims: Any, model_args: Any = None, tag: str | None = None) -> MetricsProcessor:
-    made = MetricsProcessor(job_config, parallel_dims, tag)
-    made.logger = titan.Lines()
-    return made
+    """The metrics of torchtitan, written by our logger."""
+    metrics = MetricsProcessor(job_config, parallel_dims, tag)
+    metrics.logger = titan.MetricsLogger()
+    return metrics
 
 
 def _sum(loss: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The loss, which the model has computed already."""
     return loss
 
 
@@ -133,13 +148,14 @@ register_train_spec(
 
 
 def _section(kind: type, /, **values: Any) -> tuple[type, Any]:
-    """A section of the configuration with other defaults, and the factory of its default."""
+    """A section of the configuration with other defaults, and the field that makes the section."""
     fields = [(name, kind.__dataclass_fields__[name].type, value) for name, value in values.items()]  # type: ignore[attr-defined]
-    made = make_dataclass(kind.__name__, fields, bases=(kind,))
-    return made, field(default_factory=made)
+    section = make_dataclass(kind.__name__, fields, bases=(kind,))
+    return section, field(default_factory=section)
 
 
 def _sections() -> Iterator[tuple[str, tuple[type, Any]]]:
+    """The sections of the configuration that the recipe changes, by name."""
     optimizer, batch = RECIPE["optimizer"], RECIPE["batch"]
     decay_type, decay_ratio, least = titan.decay()
     dtype = titan.precision(device_type)
@@ -170,7 +186,7 @@ def _sections() -> Iterator[tuple[str, tuple[type, Any]]]:
     )
     yield section(
         "training",
-        local_batch_size=micro(RECIPE, titan.world()),
+        local_batch_size=micro_batch(RECIPE, titan.world()),
         global_batch_size=batch["sequences"],
         seq_len=batch["length"],
         max_norm=RECIPE["clip"] or float("inf"),
@@ -194,4 +210,5 @@ def _sections() -> Iterator[tuple[str, tuple[type, Any]]]:
     yield section("validation", enable=RECIPE["validation"]["sequences"] > 0, freq=RECIPE["validation"]["every"])
 
 
-JobConfig = make_dataclass("JobConfig", [(name, *made) for name, made in _sections()])
+JobConfig = make_dataclass("JobConfig", [(name, *section) for name, section in _sections()])
+"""torchtitan's configuration, with the recipe as its defaults."""

@@ -1,4 +1,4 @@
-"""The training as torchtitan 0.3 takes it: a `ModelSpec`, and a configuration.
+"""The training for torchtitan 0.3: a `ModelSpec`, and a configuration.
 
 torchrun -m torchtitan.train --module deltalab_train.titan_03 --config pretrain
 """
@@ -24,7 +24,7 @@ from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 from torchtitan.tools.utils import device_type
 from torchtitan.trainer import Trainer
 
-from deltalab.training.recipe import micro
+from deltalab.training.recipe_keys import micro_batch
 
 from . import FOLDER, titan
 from .titan import RECIPE
@@ -35,12 +35,17 @@ if not hasattr(dist, "set_timeout"):
 
 
 class Pretraining(titan.Pretraining, BaseModel):  # type: ignore[misc]
+    """The exported model with its loss."""
+
     @dataclass(kw_only=True, slots=True)
     class Config(BaseModel.Config):  # type: ignore[misc]
+        """The configuration of the model, which is empty."""
+
         def update_from_config(self, *, config: Any, **_: Any) -> None:
-            """The exported folder alone says what the model is."""
+            """Does nothing: the exported folder alone describes the model."""
 
         def get_nparams_and_flops(self, model: torch.nn.Module, seq_len: int) -> tuple[int, int]:
+            """Returns the number of parameters, and the operations of a token."""
             return titan.parameters_and_flops(model)
 
     def __init__(self, config: Config) -> None:
@@ -48,45 +53,51 @@ class Pretraining(titan.Pretraining, BaseModel):  # type: ignore[misc]
         self.make()
 
     def verify_module_protocol(self) -> None:
-        """The model starts its own parameters, so that its parts need not be torchtitan's modules."""
+        """Does nothing. The model initializes its own parameters, so its parts need not be torchtitan's modules."""
 
 
 class Adapter(titan.SameNames, StateDictAdapter):  # type: ignore[misc]
-    pass
+    """The adapter of state dicts."""
 
 
 class Loader(titan.Loader, BaseDataLoader):  # type: ignore[misc]
+    """The training rows."""
+
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):  # type: ignore[misc]
-        pass
+        """The configuration of the rows, which is empty."""
 
     def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, **_: Any) -> None:
         self.start(dp_rank, dp_world_size)
 
 
 class Validation(Validator):  # type: ignore[misc]
+    """Measures the loss of the validation rows."""
+
     @dataclass(kw_only=True, slots=True)
     class Config(Validator.Config):  # type: ignore[misc]
-        pass
+        """The configuration of the validation."""
 
-    def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, **given: Any) -> None:
+    def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, **parts: Any) -> None:
         self.config, self.rank, self.world = config, dp_rank, dp_world_size
-        self.context, self.metrics = given["validation_context"], given["metrics_processor"]
+        self.context, self.metrics = parts["validation_context"], parts["metrics_processor"]
 
     def should_validate(self, step: int) -> bool:
+        """Returns whether validation follows a step."""
         return titan.due(step)
 
     def validate(self, model_parts: list[torch.nn.Module], step: int) -> None:
+        """Measures the loss, and hands it to the metrics."""
         loss = titan.validation_loss(model_parts[0], self.rank, self.world, device_type, self.context)
         self.metrics.log_validation(loss=loss, step=step)
 
 
 class Loss(BaseLoss):  # type: ignore[misc]
-    """The sum that the model returns, over the tokens of all processes."""
+    """Divides the sum that the model returns by the tokens of all processes."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseLoss.Config):  # type: ignore[misc]
-        pass
+        """The configuration of the loss, which is empty."""
 
     def __init__(self, config: Config, **_: Any) -> None:
         pass
@@ -94,36 +105,42 @@ class Loss(BaseLoss):  # type: ignore[misc]
     def __call__(
         self, loss: torch.Tensor, labels: torch.Tensor, global_valid_tokens: Any = None, **_: Any
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Returns the loss a token, and no further values."""
         return (loss if global_valid_tokens is None else loss / global_valid_tokens), {}
 
 
 class Metrics(MetricsProcessor):  # type: ignore[misc]
+    """The metrics of torchtitan, written by our logger."""
+
     @dataclass(kw_only=True, slots=True)
     class Config(MetricsProcessor.Config):  # type: ignore[misc]
-        pass
+        """The configuration of the metrics."""
 
-    def __init__(self, config: Config, **given: Any) -> None:
-        super().__init__(config, **given)
-        self.logger = titan.Lines()
+    def __init__(self, config: Config, **parts: Any) -> None:
+        super().__init__(config, **parts)
+        self.logger = titan.MetricsLogger()
 
 
 class NoTokenizer(BaseTokenizer):  # type: ignore[misc]
-    """Packed data holds tokens already."""
+    """A tokenizer that does nothing, because packed data holds tokens."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):  # type: ignore[misc]
-        pass
+        """The configuration of the tokenizer, which is empty."""
 
     def __init__(self, config: Config, **_: Any) -> None:
         super().__init__()
 
     def encode(self, *args: Any, **kwargs: Any) -> list[int]:
+        """Is never called."""
         raise NotImplementedError
 
     def decode(self, *args: Any, **kwargs: Any) -> str:
+        """Is never called."""
         raise NotImplementedError
 
     def get_vocab_size(self) -> int:
+        """Is never called."""
         raise NotImplementedError
 
 
@@ -135,6 +152,7 @@ def _parallelize(
     compile_config: CompileConfig,
     **_: Any,
 ) -> titan.Pretraining:
+    """The model, shared among the processes as torchtitan's configuration asks."""
     names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
     return titan.parallelize(
         model,
@@ -147,8 +165,8 @@ def _parallelize(
 
 def _optimizer() -> OptimizersContainer.Config:
     """AdamW with a study's rates and weight decays."""
-    given = RECIPE["optimizer"]
-    options = {"betas": tuple(given["betas"]), "eps": given["eps"]}
+    optimizer = RECIPE["optimizer"]
+    shared = {"betas": tuple(optimizer["betas"]), "eps": optimizer["eps"]}
     with torch.device("meta"):
         model = Pretraining(Pretraining.Config())
     return OptimizersContainer.Config(
@@ -156,16 +174,16 @@ def _optimizer() -> OptimizersContainer.Config:
             ParamGroupConfig(
                 pattern=f"^({'|'.join(map(re.escape, names))})$",
                 optimizer_name="AdamW",
-                optimizer_kwargs={**options, **own},
+                optimizer_kwargs={**shared, **options},
             )
-            for names, own in titan.groups(model)
+            for names, options in titan.groups(model)
         ],
         implementation="fused" if device_type != "cpu" else "foreach",
     )
 
 
 def pretrain() -> Trainer.Config:
-    """The configuration of this folder's recipe."""
+    """Returns torchtitan's configuration for the recipe."""
     decay_type, decay_ratio, least = titan.decay()
     return Trainer.Config(
         model_spec=ModelSpec(
@@ -191,7 +209,7 @@ def pretrain() -> Trainer.Config:
             min_lr_factor=least,
         ),
         training=TrainingConfig(
-            local_batch_size=micro(RECIPE, titan.world()),
+            local_batch_size=micro_batch(RECIPE, titan.world()),
             global_batch_size=RECIPE["batch"]["sequences"],
             seq_len=RECIPE["batch"]["length"],
             max_norm=RECIPE["clip"] or float("inf"),

@@ -18,9 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallb
 
 from deltalab.data.token_shards import Packed, Split
 from deltalab.models.model import build_model
-from deltalab.training.recipe import micro
+from deltalab.training.recipe_keys import micro_batch
 
-from . import FOLDER, folder, lines, lock
+from . import FOLDER, folder, lock, metrics_file
 from .batches import Rows, batch
 
 CHECKPOINTS = "checkpoints"
@@ -53,67 +53,75 @@ class FirstRows(Dataset[Any]):
 
 
 class Collate:
-    """Rows as the model takes them. Labels are the tokens themselves: the model shifts them."""
+    """Makes the model's inputs of rows. Labels are the tokens themselves, which the model shifts."""
 
     def __init__(self, length: int, documents: str) -> None:
         self.length, self.documents = length, documents
 
     def __call__(self, rows: Sequence[tuple[Any, Any]]) -> dict[str, Tensor]:
-        inputs, _ = batch(list(rows), self.length, self.documents)
-        tokens, bounds = inputs["tokens"], inputs.get("cu_seqlens")
+        """Makes the inputs of a batch."""
+        packed, _ = batch(list(rows), self.length, self.documents)
+        tokens, bounds = packed["tokens"], packed.get("cu_seqlens")
         labels = tokens.clone()
-        found = {"input_ids": tokens, "labels": labels}
+        inputs = {"input_ids": tokens, "labels": labels}
         if bounds is not None:
             bounds = bounds.long()
             lengths = bounds.diff()
-            found["position_ids"] = (torch.arange(tokens.shape[1]) - bounds[:-1].repeat_interleave(lengths))[None]
+            inputs["position_ids"] = (torch.arange(tokens.shape[1]) - bounds[:-1].repeat_interleave(lengths))[None]
             labels[0, bounds[:-1]] = -100  # nothing precedes the first token of a document
-        return found
+        return inputs
 
 
 class Deterministic(Trainer):  # type: ignore[misc]
-    """A Trainer that takes rows in their order, decays matrices alone, and trains them as `base_width` asks."""
+    """A Trainer that reads rows in order, decays matrices alone, and scales their learning rate by `base_width`."""
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         return SequentialSampler(train_dataset if train_dataset is not None else self.train_dataset)
 
     def get_decay_parameter_names(self, model: nn.Module, *_: Any) -> list[str]:
+        """Returns the names of all matrices."""
         return [name for name, parameter in model.named_parameters() if parameter.dim() > 1]
 
-    def create_optimizer(self, *given: Any) -> torch.optim.Optimizer:
-        # From transformers 5.3 on, the model may be given.
-        made: torch.optim.Optimizer = super().create_optimizer(*given)
-        model = next(iter(given), self.model)
-        groups = model.parameter_groups(self.args.weight_decay, self.args.learning_rate)
-        for own in groups:
-            scaled = set(map(id, own["params"])) if "lr" in own else set()
-            for group in [group for group in made.param_groups if any(id(p) in scaled for p in group["params"])]:
-                parts = [[p for p in group["params"] if (id(p) in scaled) == wanted] for wanted in (True, False)]
-                group["params"] = parts[1]
-                made.add_param_group({**group, **own, "params": parts[0]})
-        return made
+    def create_optimizer(self, *models: Any) -> torch.optim.Optimizer:
+        """Makes Trainer's optimizer, with groups of their own for parameters whose rate is scaled.
+
+        Args:
+            *models: The model, which transformers passes from release 5.3 on.
+        """
+        optimizer: torch.optim.Optimizer = super().create_optimizer(*models)
+        model = next(iter(models), self.model)
+        for scaled in model.parameter_groups(self.args.weight_decay, self.args.learning_rate):
+            ids = set(map(id, scaled["params"])) if "lr" in scaled else set()
+            for group in [group for group in optimizer.param_groups if any(id(p) in ids for p in group["params"])]:
+                inside, outside = ([p for p in group["params"] if (id(p) in ids) == wanted] for wanted in (True, False))
+                group["params"] = outside
+                optimizer.add_param_group({**group, **scaled, "params": inside})
+        return optimizer
 
 
 class Record(TrainerCallback):  # type: ignore[misc]
-    """Writes `metrics.jsonl`, gives a checkpoint its name once it is complete, and removes the oldest."""
+    """Writes `metrics.jsonl`, names each checkpoint once it is complete, and removes the oldest checkpoints."""
 
     def __init__(self, run: Path, tokens_a_step: int, keep: int) -> None:
         self.run, self.tokens_a_step, self.keep = run, tokens_a_step, keep
         self.trainer: Trainer | None = None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Starts the clock at the first step."""
         if not hasattr(self, "since"):
             self.since, self.step = time.perf_counter(), state.global_step
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Asks for a validation after the last step."""
         if args.do_eval and state.global_step == state.max_steps:
             control.should_evaluate = True
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
+        """Writes the values of a step, with the speed since the last ones."""
         if not state.is_world_process_zero:
             return
-        known = {"loss": "loss", "grad_norm": "grad_norm", "learning_rate": "lr"}
-        values = [("train", short, float(logs[name])) for name, short in known.items() if name in logs]
+        names = {"loss": "loss", "grad_norm": "grad_norm", "learning_rate": "lr"}
+        values = [("train", short, float(logs[name])) for name, short in names.items() if name in logs]
         values += [("validation", "loss", float(logs["eval_loss"]))] if "eval_loss" in logs else []
         if "loss" in logs:
             now = time.perf_counter()
@@ -122,68 +130,75 @@ class Record(TrainerCallback):  # type: ignore[misc]
             values.append(("train", "tokens_per_second", speed))
             if torch.cuda.is_available():
                 values.append(("train", "memory_gib", torch.cuda.max_memory_reserved() / 2**30))
-        lines.append(state.global_step, values)
+        metrics_file.append(state.global_step, values)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Starts the clock anew, since validation is not training."""
         self.since, self.step = time.perf_counter(), state.global_step
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Renames the checkpoint that Trainer has completed, and removes those beyond the number to keep."""
         assert self.trainer is not None
         self.trainer.accelerator.wait_for_everyone()
         if state.is_world_process_zero:
-            kept = self.run / CHECKPOINTS
-            target = kept / f"step-{state.global_step}"
+            folder = self.run / CHECKPOINTS
+            target = folder / f"step-{state.global_step}"
             shutil.rmtree(target, ignore_errors=True)
-            (kept / f"checkpoint-{state.global_step}").rename(target)
-            for old in complete(kept)[: -self.keep]:
+            (folder / f"checkpoint-{state.global_step}").rename(target)
+            for old in named_checkpoints(folder)[: -self.keep]:
                 shutil.rmtree(old)
         self.trainer.accelerator.wait_for_everyone()
         self.since, self.step = time.perf_counter(), state.global_step
 
 
-def complete(kept: Path) -> list[Path]:
-    """The complete checkpoints, from the oldest to the newest."""
-    found = [(int(match[1]), each) for each in kept.glob("step-*") if (match := re.fullmatch(r"step-(\d+)", each.name))]
-    return [each for _, each in sorted(found)]
+def named_checkpoints(folder: Path) -> list[Path]:
+    """Returns the checkpoints that have their name, and so are complete, from the oldest to the newest."""
+    checkpoints = [
+        (int(match[1]), checkpoint)
+        for checkpoint in folder.glob("step-*")
+        if (match := re.fullmatch(r"step-(\d+)", checkpoint.name))
+    ]
+    return [checkpoint for _, checkpoint in sorted(checkpoints)]
 
 
-def schedule(given: dict[str, Any]) -> dict[str, Any]:
-    """The recipe's schedule as arguments of transformers."""
-    about, lr, steps = given["schedule"], given["optimizer"]["lr"], given["steps"]
-    kind, more = {
-        "cosine": ("cosine_with_min_lr", {"min_lr_rate": about["final"]}),
-        "linear": ("polynomial", {"lr_end": lr * about["final"], "power": 1.0}),
+def schedule(recipe: dict[str, Any]) -> dict[str, Any]:
+    """Returns the recipe's schedule as arguments of transformers."""
+    settings, lr, steps = recipe["schedule"], recipe["optimizer"]["lr"], recipe["steps"]
+    kind, options = {
+        "cosine": ("cosine_with_min_lr", {"min_lr_rate": settings["final"]}),
+        "linear": ("polynomial", {"lr_end": lr * settings["final"], "power": 1.0}),
         "constant": ("constant_with_warmup", {}),
         "wsd": (
             "warmup_stable_decay",
-            {"num_decay_steps": round(0.1 * steps), "decay_type": "linear", "min_lr_ratio": about["final"]},
+            {"num_decay_steps": round(0.1 * steps), "decay_type": "linear", "min_lr_ratio": settings["final"]},
         ),
-    }[about["kind"]]
-    return {"lr_scheduler_type": kind, "lr_scheduler_kwargs": more, "warmup_steps": about["warmup_steps"]}
+    }[settings["kind"]]
+    return {"lr_scheduler_type": kind, "lr_scheduler_kwargs": options, "warmup_steps": settings["warmup_steps"]}
 
 
 def main() -> None:
-    given, run = folder.recipe(), Path(os.environ["DELTALAB_RUN"])
-    held = lock.share(run)
+    """Trains the folder from the newest complete checkpoint, or from the start."""
+    recipe, run = folder.recipe(), Path(os.environ["DELTALAB_RUN"])
+    lock_file = lock.share(run)
     world, on_gpu = int(os.environ.get("WORLD_SIZE", "1")), torch.cuda.is_available()
-    size, length, count = micro(given, world), given["batch"]["length"], given["batch"]["sequences"]
+    size, length, count = micro_batch(recipe, world), recipe["batch"]["length"], recipe["batch"]["sequences"]
     data = Packed(os.environ["DELTALAB_DATA"])
     config = AutoConfig.from_pretrained(FOLDER, trust_remote_code=True)
     if folder.weights():
         model = AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True, dtype=torch.float32)
     else:
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
-        model.model.load_state_dict(build_model(folder.spec(), seed=given["seed"]).state_dict())
-    if world == 1 and given["graphs"] and not given["activation_checkpointing"] and not given["compile"]:
+        model.model.load_state_dict(build_model(folder.spec(), seed=recipe["seed"]).state_dict())
+    if world == 1 and recipe["graphs"] and not recipe["activation_checkpointing"] and not recipe["compile"]:
         model.model.graph_blocks()
-    validation = FirstRows(data.split("validation"), length, given["validation"]["sequences"])
-    optimizer = given["optimizer"]
-    record = Record(run, count * length, given["checkpoint"]["keep"])
+    validation = FirstRows(data.split("validation"), length, recipe["validation"]["sequences"])
+    optimizer = recipe["optimizer"]
+    record = Record(run, count * length, recipe["checkpoint"]["keep"])
     trainer = Deterministic(
         model=model,
         args=TrainingArguments(
             output_dir=str(run / CHECKPOINTS),
-            max_steps=given["steps"],
+            max_steps=recipe["steps"],
             per_device_train_batch_size=size,
             per_device_eval_batch_size=size,
             gradient_accumulation_steps=count // (size * world),
@@ -193,46 +208,48 @@ def main() -> None:
             adam_beta2=optimizer["betas"][1],
             adam_epsilon=optimizer["eps"],
             optim="adamw_torch_fused" if on_gpu else "adamw_torch",
-            max_grad_norm=given["clip"],
-            **schedule(given),
-            bf16=on_gpu and given["precision"] == "bf16",
-            gradient_checkpointing=given["activation_checkpointing"],
-            torch_compile=given["compile"],
-            seed=given["seed"],
+            max_grad_norm=recipe["clip"],
+            **schedule(recipe),
+            bf16=on_gpu and recipe["precision"] == "bf16",
+            gradient_checkpointing=recipe["activation_checkpointing"],
+            torch_compile=recipe["compile"],
+            seed=recipe["seed"],
             use_cpu=not on_gpu,
-            logging_steps=given["log"]["every"],
+            logging_steps=recipe["log"]["every"],
             logging_first_step=True,
             do_eval=len(validation) > 0,
             eval_strategy="steps" if len(validation) else "no",
-            eval_steps=given["validation"]["every"],
+            eval_steps=recipe["validation"]["every"],
             prediction_loss_only=True,
             save_strategy="steps",
-            save_steps=given["checkpoint"]["every"],
+            save_steps=recipe["checkpoint"]["every"],
             remove_unused_columns=False,
             report_to=[],
             disable_tqdm=True,
             **_sharded(world, on_gpu),
         ),
-        train_dataset=TrainingRows(Rows(data.split("train"), length, given["seed"]), given["steps"] * count),
+        train_dataset=TrainingRows(Rows(data.split("train"), length, recipe["seed"]), recipe["steps"] * count),
         eval_dataset=validation if len(validation) else None,
-        data_collator=Collate(length, given["batch"]["documents"]),
+        data_collator=Collate(length, recipe["batch"]["documents"]),
         callbacks=[record],
     )
     if trainer.is_fsdp_enabled:
         model.shard_gates()
     record.trainer = trainer
-    found = complete(run / CHECKPOINTS)
-    trainer.train(resume_from_checkpoint=str(found[-1]) if found else None)
+    checkpoints = named_checkpoints(run / CHECKPOINTS)
+    trainer.train(resume_from_checkpoint=str(checkpoints[-1]) if checkpoints else None)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-    held.close()
+    lock_file.close()
 
 
 def _sharded(world: int, on_gpu: bool) -> dict[str, Any]:
+    """The arguments of Trainer for FSDP2, empty if there is one process or no GPU."""
     if world == 1 or not on_gpu:  # Accelerate has no FSDP on CPUs
         return {}
     shards = {"version": 2, "transformer_layer_cls_to_wrap": ["Block"], "state_dict_type": "SHARDED_STATE_DICT"}
-    # Older releases wrap no layers where fsdp is True; those that translate its words warn that they will go.
+    # Older releases of transformers wrap no layers if fsdp is True. Releases with the translation below warn that words
+    # such as full_shard will go.
     translated = hasattr(TrainingArguments, "_apply_legacy_fsdp_to_config")
     return {"fsdp": True if translated else "full_shard auto_wrap", "fsdp_config": shards}
 

@@ -12,17 +12,23 @@ from deltalab.tasks.task import Batch
 class Compression(MAD):
     """Compression of MAD.
 
-    A sequence is L - 1 tokens, uniform in [0, V - 1), then V - 1. The model is to name all L tokens, each from the
+    A sequence is L - 1 tokens, uniform in [0, V - 1), and then V - 1. The model is to name all L tokens, each from the
     hidden state at the last position: a 2-layer MLP gets this state and the position (`ModelSpec.readout` is `last`).
+    `chance` is the accuracy of naming any token, 1/(V - 1), and of knowing the last token.
 
-    `chance` is the accuracy of naming any token, 1/(V - 1), and of knowing the last one. Raises `InputError` unless L
-    is at least 2 and V at least 3.
+    Attributes:
+        length: L.
+        vocab_size: V.
 
-    >>> batch = Compression(length=8).batch("test", 1, seed=0, step=0)
-    >>> batch.inputs
-    tensor([[ 9, 14,  4, 11,  5,  7, 14, 15]])
-    >>> batch.targets
-    tensor([[ 9, 14,  4, 11,  5,  7, 14, 15]])
+    Raises:
+        InputError: L is below 2, or V below 3.
+
+    Examples:
+        >>> batch = Compression(length=8).batch("test", 1, seed=0, step=0)
+        >>> batch.inputs
+        tensor([[ 9, 14,  4, 11,  5,  7, 14, 15]])
+        >>> batch.targets
+        tensor([[ 9, 14,  4, 11,  5,  7, 14, 15]])
     """
 
     name: ClassVar[str] = "mad_compression"

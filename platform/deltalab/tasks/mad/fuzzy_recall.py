@@ -12,33 +12,39 @@ from deltalab.tasks.randomness import Random
 from deltalab.tasks.task import IGNORE, Batch
 
 MOTIF = 3
-"""The most tokens of a key, and of a value."""
+"""The largest number of tokens in a key, and in a value."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FuzzyRecall(MAD):
     """Fuzzy in-context recall of MAD.
 
-    A key is an ordered choice of 1 to 3 different tokens of [0, K), K = (V - 1)//2. Its value is such a choice of
-    [K, V - 1), the same wherever the key stands in the sequence. Sizes are uniform, and choices are uniform given the
-    size. Keys of validation and test all have 3 tokens.
+    A key is an ordered choice of 1 to 3 different tokens of [0, K), with K = (V - 1)//2. Its value is an ordered choice
+    of 1 to 3 different tokens of [K, V - 1), the same wherever the key stands in the sequence. Sizes are uniform, and
+    choices are uniform given the size. All keys of validation and test have 3 tokens.
 
-    The last pair, of s tokens, is drawn first. Before it, pairs follow one another while they hold fewer than
-    L - s - 6 tokens. The last pair is also put among them, before the first pair that begins at t or later, with t
-    uniform in [0, L - s - 11), unless its key occurs earlier anyway. V - 1 fills the left up to L + 1 tokens: the
-    inputs and, shifted by one, the targets. Training scores every next token; validation and test score the tokens of
-    values whose key stood before.
+    The last pair, of s tokens, is drawn first. Other pairs follow one another before it while they hold fewer than
+    L - s - 6 tokens. The last pair is also put among the others, before the first pair that begins at t or later, with
+    t uniform in [0, L - s - 11), unless its key occurs earlier anyway. On the left, V - 1 fills the sequence up to
+    L + 1 tokens, which are the inputs and, shifted by one, the targets. Training scores every next token. Validation
+    and test score the tokens of values whose key stood before. The authors draw t from [0, L - 2s), where a late t
+    leaves the last key without its value.
 
-    The authors draw t from [0, L - 2s), where a late one leaves the last key without its value.
+    `chance` is the accuracy of naming any token of values, 1/(V - 1 - K).
 
-    `chance` is the accuracy of naming any token of values, 1/(V - 1 - K). Raises `InputError` unless L is at least 18
-    and V at least 7.
+    Attributes:
+        length: L.
+        vocab_size: V.
 
-    >>> batch = FuzzyRecall(length=24, vocab_size=7).batch("test", 1, seed=0, step=0)
-    >>> print(*batch.inputs[0].tolist())
-    6 6 6 6 6 6 6 2 1 0 4 5 3 1 0 2 5 4 3 1 0 2 5 4
-    >>> batch.targets[0, -4:]
-    tensor([-100,    5,    4,    3])
+    Raises:
+        InputError: L is below 18, or V below 7.
+
+    Examples:
+        >>> batch = FuzzyRecall(length=24, vocab_size=7).batch("test", 1, seed=0, step=0)
+        >>> print(*batch.inputs[0].tolist())
+        6 6 6 6 6 6 6 2 1 0 4 5 3 1 0 2 5 4 3 1 0 2 5 4
+        >>> batch.targets[0, -4:]
+        tensor([-100,    5,    4,    3])
     """
 
     name: ClassVar[str] = "mad_fuzzy_recall"
@@ -60,7 +66,7 @@ class FuzzyRecall(MAD):
     def draw(self, split: str, size: int, random: Random) -> Batch:
         pad, half = self.vocab_size - 1, (self.vocab_size - 1) // 2
         shortest = 1 if split == "train" else MOTIF
-        # Index 0 is the last pair; the others are as many as fit before it.
+        # Index 0 is the last pair. There are as many others as fit before it.
         pairs = 1 - (shortest + 1 + 2 * MOTIF - self.length) // (shortest + 1)
         order = torch.arange(pairs, device=random.device)
         token = torch.arange(MOTIF, device=random.device)
@@ -83,7 +89,7 @@ class FuzzyRecall(MAD):
         kept = start < room
         known = torch.where(is_last, late | (is_last.cumsum(dim=1) > 1), first[:, 1:] < order[1:])
 
-        # In order: the others, the last pair where it is put among them, and the last pair at the end.
+        # The order is: the others, the last pair as it is put among them, and the last pair at the end.
         where = torch.cat([order[1:], order[:1], order[:1]])
         key, value, key_size, value_size = (x[:, where] for x in (key, value, key_size, value_size))
         end = (others * kept).sum(dim=1, keepdim=True) + put * last

@@ -16,20 +16,27 @@ from deltalab.tasks.task import IGNORE, Batch
 class InContextRecall(MAD):
     """In-context recall of MAD.
 
-    A sequence is L/2 pairs k v k v ... Keys are uniform in [0, V/2), with replacement. A key's value is uniform in
-    [V/2, V), and the same wherever the key stands in the sequence. The last key is uniform among those that stood
-    before. Training scores every next token; validation and test score the values of keys that stood before.
+    A sequence is L/2 pairs of a key and a value, k v k v ... Keys are uniform in [0, V/2), with replacement. The value
+    of a key is uniform in [V/2, V), and the same wherever the key stands in the sequence. The last key is uniform among
+    the keys that stood before. Training scores every next token. Validation and test score the values of keys that
+    stood before. The authors leave the last token out of the inputs, because nothing follows it. Here it is an input
+    without a target.
 
-    The authors leave the last token out of the inputs, as nothing follows it. Here it is an input without a target.
+    `chance` is the accuracy of naming any value, 1/(V - V//2).
 
-    `chance` is the accuracy of naming any value, 1/(V - V//2). Raises `InputError` unless L is even and at least 4, and
-    V at least 4.
+    Attributes:
+        length: L.
+        vocab_size: V.
 
-    >>> batch = InContextRecall(length=12, vocab_size=4).batch("test", 1, seed=0, step=0)
-    >>> batch.inputs
-    tensor([[0, 2, 1, 3, 1, 3, 1, 3, 1, 3, 0, 2]])
-    >>> batch.targets
-    tensor([[-100, -100, -100, -100,    3, -100,    3, -100,    3, -100,    2, -100]])
+    Raises:
+        InputError: L is odd or below 4, or V is below 4.
+
+    Examples:
+        >>> batch = InContextRecall(length=12, vocab_size=4).batch("test", 1, seed=0, step=0)
+        >>> batch.inputs
+        tensor([[0, 2, 1, 3, 1, 3, 1, 3, 1, 3, 0, 2]])
+        >>> batch.targets
+        tensor([[-100, -100, -100, -100,    3, -100,    3, -100,    3, -100,    2, -100]])
     """
 
     name: ClassVar[str] = "mad_in_context_recall"
@@ -54,8 +61,15 @@ class InContextRecall(MAD):
 
 
 def recall(split: str, random: Random, vocab_size: int, noise: Tensor) -> Batch:
-    """A batch of `InContextRecall` from tokens [0, vocab_size), in which `noise [B, L/2, 2]` replaces pairs where it is
-    not negative. The last pair must not be noise, nor all others at once."""
+    """Draws a batch of `InContextRecall` from tokens [0, vocab_size), with noise in place of some pairs.
+
+    Args:
+        split: The split.
+        random: The random numbers.
+        vocab_size: V.
+        noise: The pairs that replace others, [B, L/2, 2]; negative for a pair that stays. The last pair stays, and at
+            least one of the others does.
+    """
     size, pairs, _ = noise.shape
     half = vocab_size // 2
     is_noise = noise[..., 0] >= 0
@@ -63,11 +77,11 @@ def recall(split: str, random: Random, vocab_size: int, noise: Tensor) -> Batch:
 
     key = random.integers("keys", half, size, pairs)
     value = half + random.integers("values", vocab_size - half, size, half)
-    # Noise gets an id of its own, which has never stood before.
+    # Each noise gets an id of its own, which has never stood before.
     ids = torch.where(is_noise, half + order, key)
     stood = torch.zeros(size, half + pairs, dtype=torch.bool, device=random.device)
-    found = stood.scatter_(1, ids[:, :-1], True)[:, :half].cumsum(dim=1)
-    ids[:, -1:] = (found <= random.integers("last", found[:, -1:], size, 1)).sum(dim=1, keepdim=True)
+    distinct_keys = stood.scatter_(1, ids[:, :-1], True)[:, :half].cumsum(dim=1)
+    ids[:, -1:] = (distinct_keys <= random.integers("last", distinct_keys[:, -1:], size, 1)).sum(dim=1, keepdim=True)
 
     answer = value.gather(1, ids.clamp(max=half - 1))
     inputs = torch.where(is_noise[..., None], noise, torch.stack([ids, answer], dim=2)).flatten(1)

@@ -16,20 +16,26 @@ from deltalab.tasks.task import IGNORE, Batch
 class Memorization(MAD):
     """Memorization of MAD.
 
-    Each of K = (V - 1)//2 keys in [0, K) has a value of its own in [K, V - 1), by a map that is the same in all
-    sequences, splits and seeds. A sequence is L/2 keys, uniform in [0, K), each followed by V - 1, at which the model
-    is to name the key's value.
+    Each of K = (V - 1)//2 keys in [0, K) has its own value in [K, V - 1). The map from keys to values is the same in
+    all sequences, splits and seeds. A sequence is L/2 keys, uniform in [0, K), and each key is followed by V - 1, at
+    which the model is to name the key's value. 256 examples of L = 32 show each of 127 keys about 32 times. With a
+    larger V, some keys may be missing.
 
-    256 examples of L = 32 show each of 127 keys about 32 times; with a larger V some keys may be missing.
+    `chance` is the accuracy of naming the value of any key, 1/K.
 
-    `chance` is the accuracy of naming any key's value, 1/K. Raises `InputError` unless L is even and at least 2, and V
-    at least 4.
+    Attributes:
+        length: L.
+        vocab_size: V.
 
-    >>> batch = Memorization(length=8).batch("test", 1, seed=0, step=0)
-    >>> batch.inputs
-    tensor([[ 65, 255,  68, 255,  13, 255,  26, 255]])
-    >>> batch.targets
-    tensor([[-100,  175, -100,  226, -100,  135, -100,  199]])
+    Raises:
+        InputError: L is odd or below 2, or V is below 4.
+
+    Examples:
+        >>> batch = Memorization(length=8).batch("test", 1, seed=0, step=0)
+        >>> batch.inputs
+        tensor([[ 65, 255,  68, 255,  13, 255,  26, 255]])
+        >>> batch.targets
+        tensor([[-100,  175, -100,  226, -100,  135, -100,  199]])
     """
 
     name: ClassVar[str] = "mad_memorization"
@@ -65,5 +71,5 @@ class Memorization(MAD):
 
 @cache
 def _facts(address: str, keys: int, values: int, device: torch.device) -> Tensor:
-    """`[keys]`: the value of each key."""
+    """Returns the value of each key, [keys]."""
     return keys + Random(address, device).distinct("values", values, 1, keys)[0]

@@ -16,19 +16,27 @@ from deltalab.tasks.task import Batch
 class NoisyRecall(MAD):
     """Noisy in-context recall of MAD.
 
-    `mad_in_context_recall` over the first U = V - `noise_vocab` tokens. Each pair but the last is replaced, with
-    probability `noise`, by two tokens uniform in [U, V); one of these pairs, chosen uniformly, is always kept.
+    The task is `mad_in_context_recall` over the first U = V - `noise_vocab` tokens, with noise. Each pair but the last
+    is replaced, with probability `noise`, by two tokens uniform in [U, V). One of these pairs, chosen uniformly, is
+    always kept. The authors' code may keep the last pair instead, and then fails if all others are noise.
 
-    The authors' code may keep the last pair instead, and then fails if all others are noise.
+    `chance` is the accuracy of naming any value, 1/(U - U//2).
 
-    `chance` is the accuracy of naming any value, 1/(U - U//2). Raises `InputError` unless L is even and at least 4, U
-    at least 4, `noise_vocab` at least 1, and `noise` in [0, 1).
+    Attributes:
+        length: L.
+        vocab_size: V.
+        noise_vocab: The number of tokens that are noise.
+        noise: The probability at which a pair is replaced.
 
-    >>> batch = NoisyRecall(length=12, vocab_size=8, noise_vocab=4, noise=0.4).batch("test", 1, seed=0, step=0)
-    >>> batch.inputs
-    tensor([[1, 2, 1, 2, 4, 5, 4, 7, 1, 2, 1, 2]])
-    >>> batch.targets
-    tensor([[-100, -100,    2, -100, -100, -100, -100, -100,    2, -100,    2, -100]])
+    Raises:
+        InputError: L is odd or below 4, U is below 4, `noise_vocab` is below 1, or `noise` is not in [0, 1).
+
+    Examples:
+        >>> batch = NoisyRecall(length=12, vocab_size=8, noise_vocab=4, noise=0.4).batch("test", 1, seed=0, step=0)
+        >>> batch.inputs
+        tensor([[1, 2, 1, 2, 4, 5, 4, 7, 1, 2, 1, 2]])
+        >>> batch.targets
+        tensor([[-100, -100,    2, -100, -100, -100, -100, -100,    2, -100,    2, -100]])
     """
 
     name: ClassVar[str] = "mad_noisy_recall"

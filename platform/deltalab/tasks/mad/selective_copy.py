@@ -15,18 +15,26 @@ from deltalab.tasks.task import IGNORE, Batch
 class SelectiveCopy(MAD):
     """Selective copying of MAD.
 
-    A sequence has n = `copies` data tokens, uniform in [0, V - 2) with replacement, and among them L - 2n - 1 blanks
-    V - 2, each before a uniformly chosen data token. The copy token V - 1 and n blanks follow, at which the model is to
-    name the data tokens in order.
+    A sequence has n = `copies` data tokens, uniform in [0, V - 2) with replacement, and L - 2n - 1 blanks V - 2 among
+    them, each before a uniformly chosen data token. The copy token V - 1 and n blanks follow. At these blanks the model
+    is to name the data tokens in order.
 
-    `chance` is the accuracy of naming any data token, 1/(V - 2). Raises `InputError` unless n is at least 1, L at least
-    2n + 2, and V at least 4.
+    `chance` is the accuracy of naming any data token, 1/(V - 2).
 
-    >>> batch = SelectiveCopy(length=12, vocab_size=8, copies=3).batch("test", 1, seed=0, step=0)
-    >>> batch.inputs
-    tensor([[4, 6, 6, 3, 6, 6, 6, 5, 7, 6, 6, 6]])
-    >>> batch.targets
-    tensor([[-100, -100, -100, -100, -100, -100, -100, -100, -100,    4,    3,    5]])
+    Attributes:
+        length: L.
+        vocab_size: V.
+        copies: n.
+
+    Raises:
+        InputError: n is below 1, L below 2n + 2, or V below 4.
+
+    Examples:
+        >>> batch = SelectiveCopy(length=12, vocab_size=8, copies=3).batch("test", 1, seed=0, step=0)
+        >>> batch.inputs
+        tensor([[4, 6, 6, 3, 6, 6, 6, 5, 7, 6, 6, 6]])
+        >>> batch.targets
+        tensor([[-100, -100, -100, -100, -100, -100, -100, -100, -100,    4,    3,    5]])
     """
 
     name: ClassVar[str] = "mad_selective_copy"

@@ -11,17 +11,23 @@ from deltalab.tasks.task import Batch, Task, surprisal
 
 @dataclass(frozen=True, kw_only=True)
 class MAD(Task):
-    """A task of Mechanistic Architecture Design (Poli et al. 2024, arXiv:2403.17844), V = `vocab_size`, L = `length`.
+    """A task of Mechanistic Architecture Design, with V = `vocab_size` and L = `length`.
 
-    Where the paper leaves something open, tasks follow its authors' code (github.com/athms/mad-lab), and say where they
-    depart from it. Defaults are the paper's. It varies V, L, `train_examples` and a task's own parameters one at a
-    time, and tests on 1,280 examples.
+    Where the paper leaves something open, the tasks follow the code of its authors (github.com/athms/mad-lab), and note
+    where they depart from the code. Defaults are those of the paper. The paper varies V, L, `train_examples` and a
+    task's own parameters one at a time, and tests on 1,280 examples.
 
-    Metric: accuracy, the share of right answers among all scored tokens. (The authors average over the tokens that can
-    be answers, which are equally frequent.)
+    The metric is accuracy, the share of right answers among all scored tokens. The authors average over the tokens that
+    can be answers, which are equally frequent.
 
-    `train_examples`: the number of examples that a seed trains on; None for new ones at every step. Raises `InputError`
-    for a number below 1.
+    Attributes:
+        train_examples: The number of examples that a seed trains on; None for new examples at every step.
+
+    Raises:
+        InputError: `train_examples` is below 1.
+
+    References:
+        Poli et al. 2024, arXiv:2403.17844.
     """
 
     metric: ClassVar[str] = "accuracy"
@@ -42,10 +48,11 @@ class MAD(Task):
 
 
 def first_use(ids: Tensor) -> Tensor:
-    """The first place in each row `[B, n]` that has the id of a place, for all places.
+    """Returns, for each place of ids [B, n], the first place in its row with the same id.
 
-    >>> first_use(torch.tensor([[5, 7, 5, 5, 7]]))
-    tensor([[0, 1, 0, 0, 1]])
+    Examples:
+        >>> first_use(torch.tensor([[5, 7, 5, 5, 7]]))
+        tensor([[0, 1, 0, 0, 1]])
     """
     by_id, place = ids.sort(dim=1, stable=True)
     opens = torch.ones_like(ids, dtype=torch.bool)

@@ -1,0 +1,179 @@
+"""Checks of what an output must not depend on: later tokens, other sequences, other heads, chance and earlier calls."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from deltalab.authoring.check import Measurement, Note
+from deltalab.authoring.inputs import Inputs, moves, normal
+from deltalab.authoring.rule_checks.form_checks import CUTS, every_gate
+from deltalab.authoring.rule_checks.rule_runs import (
+    BATCH,
+    LENGTH,
+    LONG,
+    PREFIX,
+    WIDTH,
+    backends_of,
+    error,
+    gradients_of,
+    inputs,
+    joined,
+    layer_of,
+    outputs,
+    replaced,
+    run,
+    selected,
+    started,
+)
+from deltalab.ops.recurrence import Backend
+from deltalab.rule import UpdateRule
+
+
+def causality_of_values(rule: UpdateRule) -> Iterator[Measurement]:
+    """Measures the change of earlier outputs when later tokens change."""
+    x, later, layer = inputs(rule), inputs(rule, seed=1), layer_of(rule)
+    tokens, later_tokens = (normal(BATCH, LENGTH, WIDTH, seed=seed) for seed in (1, 2))
+    for t in CUTS:
+        changed = replaced(x, later, t)
+        outputs_of: list[tuple[str, Tensor, Tensor]] = [
+            *((name, outputs(rule, x, name)["o"], outputs(rule, changed, name)["o"]) for name in backends_of(rule)),
+            ("layer", layer(tokens), layer(joined(x, tokens, later_tokens, t))),
+        ]
+        for name, o, changed_o in outputs_of:
+            what = f"change of outputs before token {t} with other inputs after it, {name},"
+            yield Measurement(error(changed_o[:, :t], o[:, :t]), what)
+    x, later = (inputs(rule, LONG, batch=1, seed=seed) for seed in (0, 1))
+    o = outputs(rule, x, "chunked", 64)["o"]
+    for t in (41, 100):  # within chunks of 16, 32 and 64 tokens
+        changed_o = outputs(rule, replaced(x, later, t), "chunked", 64)["o"]
+        what = f"change of outputs before token {t} of {LONG} with other inputs after it, chunked,"
+        yield Measurement(error(changed_o[:, :t], o[:, :t]), what)
+
+
+def causality_of_gradients(rule: UpdateRule) -> Iterator[Measurement]:
+    """Measures the gradients of earlier outputs with respect to later tokens."""
+    x = inputs(rule).map(lambda part: part.requires_grad_())
+    tensors = {name: values for name, values in x.named().items() if moves(values)}
+    tokens = normal(BATCH, LENGTH, WIDTH, seed=1).requires_grad_()
+    runs: list[tuple[str, Tensor, dict[str, Tensor]]] = [
+        *((backend, run(rule, x, backend)[0], tensors) for backend in backends_of(rule)),
+        ("layer", layer_of(rule)(tokens), {"its input": tokens}),
+    ]
+    for (name, o, sources), t in itertools.product(runs, CUTS):
+        early = (o[:, :t] * normal(*o[:, :t].shape, seed=2)).sum()
+        for source, gradient in gradients_of(early, sources).items():
+            what = f"largest gradient of outputs before token {t} with respect to {source} after it, {name},"
+            yield Measurement(float(x.rows(gradient, t).abs().max()), what)
+
+
+def rows_of_the_batch(rule: UpdateRule, batch: int = 3) -> Iterator[Measurement]:
+    """Measures the change of a sequence's results when another sequence of the batch changes or is left out."""
+    x, other = (started(rule, inputs(rule, PREFIX + LENGTH, batch=batch, seed=seed)) for seed in (0, 1))
+    last = batch - 1
+    for backend in backends_of(rule):
+        want = outputs(rule, x, backend)
+        swapped = _mixed(x, other, last, dim=0)
+        # The other sequences must stay the same if one sequence is changed, and if it is left out.
+        for got, rows, what in (
+            (outputs(rule, swapped, backend), [*range(last)], "with another last sequence in the batch"),
+            (outputs(rule, selected(x, [1], 0), backend), [1], "of a sequence by itself"),
+        ):
+            same_rows = got if len(got["o"]) == 1 else {n: y[: len(rows)] for n, y in got.items()}
+            for name, value in want.items():
+                yield Measurement(error(same_rows[name], value[rows]), f"change of {name} {what}, {backend},")
+
+
+def heads(rule: UpdateRule, many: int = 8) -> Iterator[Measurement | Note]:
+    """Measures whether a head sees another one, and whether the number of heads and their order matter.
+
+    What a rule fixes for each head, like the slopes of a decay, is passed as a value here, so that it moves with its
+    head.
+    """
+    x, other = (inputs(rule, PREFIX + 7, heads=many, seed=seed) for seed in (0, 1))
+    x, other = (started(rule, dataclasses.replace(y, gates=every_gate(rule, y))) for y in (x, other))
+    for backend in backends_of(rule):
+        want = outputs(rule, x, backend)
+        for head in (0, many - 1):
+            rest = [h for h in range(many) if h != head]
+            got = outputs(rule, _mixed(x, other, head, dim=2), backend)
+            for name, value in want.items():
+                changed, kept = (_heads(name, result, rest) for result in (got[name], value))
+                yield Measurement(
+                    error(changed, kept), f"change of {name} of the other heads with another head {head}, {backend},"
+                )
+    groups = _groups(rule, x, many)
+    if len(set(groups)) == many:
+        yield Note(
+            "each head computes a function of its own even with equal inputs, so that their order is not checked"
+        )
+        return
+    what = f"number of functions that {many} heads with equal inputs and gates compute, beyond one,"
+    yield Measurement(float(len(set(groups)) - 1), what, f"the code treats heads differently: they fall into {groups}")
+    selection = [5, 0, 2]
+    for backend in backends_of(rule):
+        few, want = outputs(rule, selected(x, selection, 2), backend), outputs(rule, x, backend)
+        for name, value in want.items():
+            what = f"change of {name} of heads {selection} of {many} when they are alone and in this order, {backend},"
+            yield Measurement(error(few[name], _heads(name, value, selection)), what)
+
+
+def _heads(name: str, value: Tensor, index: list[int]) -> Tensor:
+    """Returns some heads of an output or of a part of the state."""
+    return value.index_select(2 if name == "o" else 1, torch.tensor(index))
+
+
+def _groups(rule: UpdateRule, x: Inputs, many: int) -> list[int]:
+    """Returns for each head the first head that has the same output if all have the inputs and the state of head 0."""
+    o = outputs(rule, selected(x, [0] * many, 2), "chunked")["o"]
+    return [next(j for j in range(many) if error(o[:, :, i], o[:, :, j]) < 1e-9) for i in range(many)]
+
+
+def _mixed(x: Inputs, other: Inputs, index: int, dim: int) -> Inputs:
+    """Returns x with one sequence (dim 0) or one head (dim 2) of `other`."""
+
+    def mixed(a: Tensor, b: Tensor, dimension: int) -> Tensor:
+        copy = a.clone()
+        copy.select(dimension, index).copy_(b.select(dimension, index))
+        return copy
+
+    def axis(value: Tensor) -> int | None:
+        return dim if moves(value) else 0 if dim else None
+
+    pairs = {name: (value, other.gates[name], axis(value)) for name, value in x.gates.items()}
+    gates = {name: a if dimension is None else mixed(a, b, dimension) for name, (a, b, dimension) in pairs.items()}
+    assert x.state is not None
+    assert other.state is not None
+    state = tuple(
+        mixed(a, b, min(dim, 1)) if a.shape == b.shape else a for a, b in zip(x.state, other.state, strict=True)
+    )
+    return Inputs(mixed(x.q, other.q, dim), mixed(x.k, other.k, dim), mixed(x.v, other.v, dim), gates, state)
+
+
+def repetition(rule: UpdateRule) -> Iterator[Measurement]:
+    """Measures whether a call gives the same bits whatever was drawn or called before, and keeps its arguments."""
+    for dtype in (torch.float64, torch.float32):
+        x = started(rule, inputs(rule, PREFIX + LENGTH)).map(lambda part, d=dtype: part.to(d))  # type: ignore[misc]
+        for backend, start in itertools.product(backends_of(rule), (x, x.span(0))):
+            yield from _repeated(rule, start, backend)
+
+
+def _repeated(rule: UpdateRule, x: Inputs, backend: Backend) -> Iterator[Measurement]:
+    """Measures repeated calls of one backend."""
+    before = x.map(Tensor.clone)
+    with torch.random.fork_rng(devices=[]):
+        results = []
+        for seed in (1, 1, 2):
+            torch.manual_seed(seed)
+            results.append({name: y.clone() for name, y in outputs(rule, x, backend).items()})
+    named = before.named()
+    for name, value in x.named().items():
+        cause = "the code writes into its argument: copy it first, or use operations without a trailing `_`"
+        same = torch.equal(value, named[name])
+        yield Measurement(float(not same), f"change of {name} itself by a call, {backend},", cause)
+    for repeated, when in ((results[1], "a second call"), (results[2], "a call after torch.manual_seed(2)")):
+        for name, y in results[0].items():
+            same = torch.equal(torch.nan_to_num(repeated[name]), torch.nan_to_num(y))
+            yield Measurement(float(not same), f"difference of {name} between a call and {when}, {backend},")

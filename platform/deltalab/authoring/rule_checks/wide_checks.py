@@ -1,0 +1,106 @@
+"""Checks at sizes, lengths and numbers beyond those of the other checks, where code may take another path."""
+
+import json
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from deltalab.authoring.check import Measurement, Note
+from deltalab.authoring.rule_checks.independence_checks import heads, rows_of_the_batch
+from deltalab.authoring.rule_checks.number_checks import GRADIENTS, differences
+from deltalab.authoring.rule_checks.rule_runs import (
+    LENGTH,
+    PREFIX,
+    error,
+    errors,
+    inputs,
+    outputs,
+    replaced,
+    square,
+    started,
+)
+from deltalab.authoring.rule_checks.use_checks import channels
+from deltalab.errors import InputError
+from deltalab.rule import UpdateRule
+
+LONGEST = 600
+"""The tokens of a long sequence: more than two chunks of 256, the longest chunks in published code."""
+WIDTHS = ((5, 7), (12, 40), (40, 12), (40, 40), (5, 5))
+"""Pairs of K and V that are odd, no powers of 2, or above 32."""
+
+
+def long_forms(rule: UpdateRule) -> Iterator[Measurement | Note]:
+    """Measures forms, parts, causality and gradients at T = 600."""
+    at = f"at T={LONGEST}"
+    x = started(rule, inputs(rule, PREFIX + LONGEST, batch=1, heads=1))
+    whole = outputs(rule, x, "chunked", 64)
+    yield from errors(whole, outputs(rule, x, "recurrent"), f"chunked to recurrent {at}")
+    half = LONGEST // 2
+    first = outputs(rule, x.span(0, half, state=x.state), "chunked", 64)
+    state = tuple(part for name, part in first.items() if name != "o")
+    second = outputs(rule, x.span(half, state=state), "chunked", 64)
+    joined = {**second, "o": torch.cat([first["o"], second["o"]], dim=1)}
+    yield from errors(joined, whole, f"two parts split at token {half} to one {at}")
+    other, later = (inputs(rule, LONGEST, batch=1, heads=1, seed=seed) for seed in (0, 1))
+    o = outputs(rule, other, "chunked", 64)["o"]
+    for t in (290, 550):
+        changed = outputs(rule, replaced(other, later, t), "chunked", 64)["o"]
+        what = f"change of outputs before token {t} of {LONGEST} with other inputs after it"
+        yield Measurement(error(changed[:, :t], o[:, :t]), what, "the output of a token depends on later tokens", 1e-12)
+    for measurement in differences(rule, x, at):
+        if isinstance(measurement, Measurement):
+            cause = "a `detach` or a `no_grad` between chunks, or a backward that is wrong in long sequences"
+            yield measurement._replace(limit=GRADIENTS, cause=cause)
+
+
+def wide_channels(rule: UpdateRule) -> Iterator[Measurement | Note]:
+    """Measures whether all channels are read at other widths."""
+    for key_dim, value_dim in WIDTHS:
+        if square(rule) and key_dim != value_dim:
+            continue
+        try:
+            started(rule, inputs(rule, PREFIX + LENGTH, key_dim=key_dim, value_dim=value_dim))
+        except Exception:  # "other sizes" says which sizes the rule does not take
+            continue
+        for measurement in channels(rule, key_dim=key_dim, value_dim=value_dim):
+            if isinstance(measurement, Measurement):
+                yield measurement._replace(what=f"{measurement.what} at K={key_dim}, V={value_dim}")
+
+
+def wide_precision(rule: UpdateRule) -> Iterator[Measurement]:
+    """Measures fp32 against fp64 on the same values, with keys and values above 32."""
+    try:
+        x = started(rule, inputs(rule, PREFIX + LENGTH, key_dim=40, value_dim=40)).map(Tensor.float)
+    except Exception:  # "other sizes" says which sizes the rule does not take
+        return
+    yield from errors(
+        outputs(rule, x, "chunked"), outputs(rule, x.map(Tensor.double), "chunked"), "fp32 to fp64 at K=40"
+    )
+
+
+def many_rows_and_heads(rule: UpdateRule) -> Iterator[Measurement | Note]:
+    """Measures the independence of the 9 sequences of a batch, and of 16 heads."""
+    yield from rows_of_the_batch(rule, batch=9)
+    yield from heads(rule, many=16)
+
+
+def other_numbers(rule: UpdateRule) -> Iterator[Measurement]:
+    """Checks that a number knob takes any number above its least option, or refuses it by an `InputError`."""
+    knobs = json.loads(json.dumps({name: value for name, value in rule.spec().items() if name != "name"}))
+    for name, options in rule.options().items():
+        numbers = [option for option in options if type(option) in (int, float)]
+        for number in {type(n)(1.5 * n + 1) for n in numbers if isinstance(n, int | float)} - set(numbers):
+            try:
+                other = type(rule).configured({**knobs, name: number})
+            except InputError:
+                continue
+            try:
+                outputs(other, inputs(other), "chunked")
+            except InputError:
+                raise
+            except Exception as error:
+                cause = f"raised {type(error).__name__}: {error}; take any number, or refuse it by an InputError"
+                yield Measurement(1.0, f"failure with {name}={number}, which a study may set,", cause)
+            else:
+                yield Measurement(0.0, f"failure with {name}={number}, which a study may set,")

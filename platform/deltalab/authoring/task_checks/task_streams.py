@@ -1,0 +1,262 @@
+"""Checks of a task's streams: each address has its own examples, the same in every process and at every time."""
+
+import importlib
+import itertools
+import json
+import math
+import os
+import random
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from hashlib import sha256
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deltalab.authoring.check import Measurement
+from deltalab.authoring.task_checks.task_batches import SIZE, STEPS, batches, different, drawn, last_scored
+from deltalab.tasks.randomness import Random
+from deltalab.tasks.task import IGNORE, SPLITS, Batch, Task
+
+FEW = 4
+"""The examples that are drawn at each of many addresses."""
+SEEDS = (*range(1, 8), 10, 42, 100, 123, 1000, 1234, 10_000, 100_000, 1_000_000)
+NEXT_STEPS = (*range(1, 257), *(round(10 ** (n / 4)) for n in range(10, 25)))
+ONE_OF = 20.0
+"""Nats. Among e^20 examples, the thousand that are compared hold an equal pair in one case of a thousand."""
+
+
+def repeatability(task: Task) -> Iterator[Measurement]:
+    """Counts the tokens that differ if a batch is drawn again, after other batches, from an equal task or on a GPU."""
+    _seed_generators(1)
+    first = task.batch("train", SIZE, 3, 5)
+    _seed_generators(2)
+    task.batch("validation", SIZE + 1, 0, 1)
+    before = _generators()
+    redrawn = {"from the same task": task, "from an equal task": replace(task)}
+    for name, other in redrawn.items():
+        what = f"number of tokens that differ in a batch drawn again {name}"
+        yield Measurement(different(other.batch("train", SIZE, 3, 5), first), what)
+    was_used = _generators() != before
+    yield Measurement(float(was_used), "use of a global random generator, 1 for yes,")
+    if torch.cuda.is_available():
+        on_gpu = task.batch("train", SIZE, 3, 5, "cuda")
+        on_gpu = replace(on_gpu, inputs=on_gpu.inputs.cpu(), targets=on_gpu.targets.cpu())
+        yield Measurement(different(on_gpu, first), "number of tokens that differ between CPU and GPU")
+
+
+def _seed_generators(seed: int) -> None:
+    """Seeds the global random generators."""
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+
+
+def _generators() -> tuple[object, ...]:
+    """Returns the states of the global random generators."""
+    return torch.get_rng_state().tolist(), str(np.random.get_state(legacy=False)), random.getstate()
+
+
+def processes(task: Task) -> Iterator[Measurement]:
+    """Checks that another process, in which Python hashes text differently, draws the same batches."""
+    kind = type(task)
+    code = [getattr(value, "__code__", None) for value in vars(kind).values()]
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or next((c.co_filename for c in code if c), "")
+    if not file.endswith(".py"):  # a class that was typed into an interpreter
+        return
+    # Python hashes text differently in each process, so that sets of text have another order.
+    hash_seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
+    environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    program = (
+        "import sys; from deltalab.authoring.task_checks.task_streams import print_digest; print_digest(sys.argv[1])"
+    )
+    request = json.dumps([kind.__module__, file, kind.__name__, asdict(task)])
+    process = subprocess.run([sys.executable, "-c", program, request], env=environment, capture_output=True, text=True)
+    problem = (process.stderr.strip().splitlines() or ["no message"])[-1] if process.returncode else ""
+    what = (
+        f"failure to draw a batch in another process ({problem})" if problem else "change of a batch in another process"
+    )
+    cause = "the task needs what only this process has" if problem else ""
+    yield Measurement(float(process.stdout.strip() != digest(task)), f"{what} in another process, 1 for yes,", cause)
+
+
+def print_digest(request: str) -> None:
+    """Prints the `digest` of a task, whose class's module, file and name, and parameters are given as JSON."""
+    module, file, name, parameters = json.loads(request)
+    try:
+        definitions = vars(importlib.import_module(module))
+    except ImportError:  # the module is a plugin's file
+        definitions = runpy.run_path(file, run_name="deltalab_task_check")
+    print(digest(definitions[name](**parameters)))
+
+
+def digest(task: Task) -> str:
+    """Returns a hash of a batch of each split."""
+    drawn_batches = [member.batch(split, FEW, 3, 5) for split in SPLITS for member in drawn(task, split)]
+    return sha256(
+        json.dumps([[batch.inputs.tolist(), batch.targets.tolist()] for batch in drawn_batches]).encode()
+    ).hexdigest()
+
+
+def pool(task: Task) -> Iterator[Measurement]:
+    """Counts the tokens of training examples that depend on their place in the batch, or on the batch's size.
+
+    The check applies to tasks with a finite number of training examples.
+    """
+    if task.train_examples is None:
+        return
+    rows, cpu = torch.arange(SIZE), torch.device("cpu")
+    some = rows[1::3]
+    forward, back, few = (
+        task.draw("train", len(index), Random("check", cpu, index)) for index in (rows, rows.flip(0), some)
+    )
+    back = replace(back, inputs=back.inputs.flip(0), targets=back.targets.flip(0))
+    yield Measurement(
+        different(forward, back), "number of tokens of training examples that depend on their place in the batch"
+    )
+    same = replace(forward, inputs=forward.inputs[some], targets=forward.targets[some])
+    yield Measurement(different(same, few), "number of tokens of training examples that depend on the batch's size")
+
+
+def addresses(task: Task) -> Iterator[Measurement]:
+    """Counts the batches of a split that are equal to a batch of another seed or step."""
+    for split in SPLITS:
+        for member in drawn(task, split):
+            seen = [_whole(member.batch(split, SIZE, seed, step)) for seed in (0, 1) for step in (0, 1)]
+            same = len(seen) - len(set(seen))
+            what = f"number of batches of {split} that are equal to a batch of another seed or step"
+            yield Measurement(float(same), what)
+
+
+def streams(task: Task) -> Iterator[Measurement]:
+    """Measures how many training examples occur at several addresses, or in an evaluation, too."""
+    train = {
+        (seed, step): task.batch("train", FEW, seed, step)
+        for seed, step in {(0, 0), (1, 1), *((s, 0) for s in SEEDS), *((0, s) for s in NEXT_STEPS)}
+    }
+    # With `train_examples`, all steps of a seed draw from the same examples, and no other seed has these.
+    finite = task.train_examples is not None
+    repeated, expected = (
+        _repeated_share({(seed, 0 if finite else step, i): b for i, ((seed, step), b) in enumerate(train.items())}),
+        0.0,
+    )
+    what, cause = f"share of training examples that occur at other {'seeds' if finite else 'seeds or steps'}", ""
+    if not finite and task.train_tokens is not None:
+        expected = 1 - math.exp(-FEW * len(train) * task.length / task.train_tokens)
+        what += f", beyond twice the {expected:.3g} that follows from `train_tokens`,"
+        cause = "there are fewer examples than `train_tokens` says"
+    yield Measurement(max(0.0, repeated - 2 * expected), what, cause)
+    trained = [_examples(batch) for batch in train.values()]
+    for split in SPLITS[1:]:
+        for member in drawn(task, split):
+            split_batches = [member.batch(split, SIZE, 0, step) for step in range(STEPS)]
+            if finite or task.train_tokens is None:
+                yield Measurement(
+                    _repeated_share({(0, step, step): batch for step, batch in enumerate(split_batches)}),
+                    f"share of examples of {split} that occur at several steps",
+                    f"`draw` takes {split} from a small number of examples: draw each anew",
+                )
+            split_examples = {example for batch in split_batches for example in _examples(batch)}
+            shared = sum(sum(example in split_examples for example in examples) > FEW / 2 for examples in trained)
+            yield Measurement(
+                float(shared),
+                f"number of training batches, at other seeds or steps, that {split} has too",
+                f"the seeds or steps of {split} are those of training, moved by a number",
+            )
+
+
+def _repeated_share(batches: dict[tuple[int, int, int], Batch]) -> float:
+    """Returns the share of examples that occur at several addresses (seed, step).
+
+    Examples of which there are few do not count.
+    """
+    counted = _one_of_many([*batches.values()])
+    places: dict[str, set[tuple[int, int]]] = {}
+    for (seed, step, _), batch in batches.items():
+        for example in counted.intersection(_examples(batch)):
+            places.setdefault(example, set()).add((seed, step))
+    return sum(len(addresses) > 1 for addresses in places.values()) / max(1, len(places))
+
+
+def _one_of_many(batches: list[Batch]) -> set[str]:
+    """Returns the examples so long and varied that two draws do not give the same one."""
+    inputs, last = (
+        torch.cat(parts) for parts in ([part.inputs for part in batches], [last_scored(part) for part in batches])
+    )
+    used = inputs[torch.arange(inputs.shape[1]) <= last[:, None]]
+    share = torch.bincount(used).double() / max(1, len(used))
+    nats = -float(torch.xlogy(share, share).sum())
+    return {
+        example
+        for batch in batches
+        for example, length in zip(_examples(batch), (last_scored(batch) + 1).tolist(), strict=True)
+        if length * nats > ONE_OF
+    }
+
+
+def splits(task: Task) -> Iterator[Measurement]:
+    """Measures the share of examples that two splits have in common."""
+    batches_of = {split: batches(task, split) for split in SPLITS}
+    for what, hashes_of in (("examples", _examples), ("inputs up to the last scored position", _questions)):
+        seen = {split: {row for _, batch in pairs for row in hashes_of(batch)} for split, pairs in batches_of.items()}
+        for a, b in itertools.combinations(SPLITS, 2):
+            shared = len(seen[a] & seen[b]) / len(seen[b])
+            yield Measurement(shared, f"share of {what} of {b} that are also in {a}")
+
+
+def vocabulary(task: Task) -> Iterator[Measurement]:
+    """Measures the share of tokens of evaluation that training does not have."""
+    for member in drawn(task, "test"):
+        batches_at = {
+            address: _drawn_at(member, *address)
+            for address in (("train", 0), ("train", 1), *((split, 0) for split in SPLITS[1:]))
+        }
+        for name in ("inputs", "labels"):
+            tokens = {
+                address: torch.cat([getattr(batch, name).flatten() for batch in drawn_batches])
+                for address, drawn_batches in batches_at.items()
+            }
+            known = tokens.pop(("train", 0))
+            # So few batches do not show every token of a large vocabulary.
+            unseen = _share_outside(tokens.pop(("train", 1)), known)
+            for (split, _), split_tokens in tokens.items():
+                what = f"share of {'answers' if name == 'labels' else name} of {split} that training does not have"
+                yield Measurement(max(0.0, _share_outside(split_tokens, known) - unseen), what)
+
+
+def _drawn_at(task: Task, split: str, seed: int) -> list[Batch]:
+    """Returns the first `STEPS` batches of a split at a seed."""
+    return [task.batch(split, SIZE, seed, step) for step in range(STEPS)]
+
+
+def _share_outside(tokens: Tensor, known: Tensor) -> float:
+    """Returns the share of tokens that are not among the known ones."""
+    return float((~torch.isin(tokens, known)).double().mean()) if len(tokens) else 0.0
+
+
+# --- examples -----------------------------------------------------------------------------------------------
+
+
+def _whole(batch: Batch) -> tuple[str, ...]:
+    """Returns the hashes of the rows of a batch, targets included."""
+    return tuple(_hashes(torch.cat([batch.inputs, batch.targets], dim=1)))
+
+
+def _examples(batch: Batch) -> list[str]:
+    """Returns the hashes of the inputs of each row."""
+    return _hashes(batch.inputs)
+
+
+def _questions(batch: Batch) -> list[str]:
+    """The inputs up to the last scored position: what follows changes no answer."""
+    place = torch.arange(batch.inputs.shape[1])
+    return _hashes(torch.where(place <= last_scored(batch)[:, None], batch.inputs, IGNORE))
+
+
+def _hashes(rows: Tensor) -> list[str]:
+    """Returns a hash of each row."""
+    return [sha256(row.numpy().tobytes()).hexdigest() for row in rows.contiguous()]

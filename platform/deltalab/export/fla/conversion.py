@@ -1,0 +1,341 @@
+"""Converts whole models to flash-linear-attention (FLA 0.6) and back: the part that all of FLA's models share.
+
+`delta_forms`, `linear_forms` and `attention_forms` have the parts of single model types.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltalab.errors import InputError, unknown
+from deltalab.export.fla.attention_forms import ABC, FORGETTING, TRANSFORMER, attention, from_attention
+from deltalab.export.fla.delta_forms import (
+    COMBA,
+    DELTA_PRODUCT,
+    DELTANET,
+    GATED_DELTANET,
+    KDA,
+    PRECONDITIONED,
+    UNDECAYED,
+)
+from deltalab.export.fla.layer_form import Form, Part, needs, same
+from deltalab.export.fla.linear_forms import (
+    GLA,
+    HGRN2,
+    LIGHTNET,
+    LINEAR_ATTENTION,
+    MAMBA2,
+    RETNET,
+)
+from deltalab.models.model import Model, swiglu_width
+from deltalab.models.spec import ModelSpec
+
+FORMS = (
+    GATED_DELTANET, DELTANET, UNDECAYED, COMBA, KDA, DELTA_PRODUCT, PRECONDITIONED,
+    GLA, RETNET, HGRN2, LINEAR_ATTENTION, LIGHTNET, ABC, MAMBA2, FORGETTING, TRANSFORMER,
+)  # fmt: skip
+"""All forms. Several forms of one rule are tried in this order."""
+
+WHY_NOT = {
+    "based": "FLA has this layer, and no model of it",
+    "gated_deltanet2": "FLA has this layer, and no model of it",
+    "gsa": "FLA's GSA takes SiLU of its output before a norm over all heads, which no output norm of ours does",
+    "log_linear_attention": "FLA has it as a Mamba-2 block with a skip from v to the output",
+    "mamba": "FLA's Mamba has a step for each channel of the model, and no heads",
+    "mamba3": "FLA's Mamba-3 normalizes q and k, adds biases to them, and skips from v to the output",
+    "mesa_net": "FLA's gates have biases, and its v neither convolution nor SiLU",
+    "mom": "FLA's router belongs to the layer, ours to each head",
+    "momentum_deltanet": "FLA has this layer, and no model of it",
+    "path_attention": "FLA's beta has a bias, ours none",
+    "raven": "FLA's Raven takes SiLU of its output before a norm over all heads, which no output norm of ours does",
+    "rebased": "FLA has this layer, and no model of it",
+    "rodimus": "FLA's gates read a short convolution of twice the model's width, which is also a residual",
+    "rwkv6": "FLA's blocks have LayerNorm, a squared-ReLU MLP and token shifts that depend on the input",
+    "rwkv7": "FLA's blocks have LayerNorm, a squared-ReLU MLP, a bonus for the token and the first layer's v",
+    "sgla": "FLA has this layer (simple GLA), and no model of it",
+}
+"""The reasons that no model of FLA computes a rule, by rule. A rule without a form or a reason is not in FLA 0.6."""
+
+SHARED: dict[str, Any] = {
+    "hidden_size": 2048,
+    "num_hidden_layers": 24,
+    "vocab_size": 32000,
+    "norm_eps": 1e-6,
+    "hidden_ratio": 4,
+    "intermediate_size": None,
+    "hidden_act": "swish",
+    "elementwise_affine": True,
+    "tie_word_embeddings": False,
+    "attn": None,
+    "attnres_block_size": None,
+}
+"""Options that FLA's models share and that change logits, with the defaults that most models have."""
+
+FIXED = {"hidden_act": "swish", "elementwise_affine": True, "attnres_block_size": None}
+"""Shared options of which only one value has an equal of ours."""
+
+# fmt: off
+WITHOUT_EFFECT = frozenset({
+    "_name_or_path", "architectures", "attn_mode", "auto_map", "bos_token_id", "chunk_size_feed_forward", "dtype",
+    "eos_token_id", "fuse_cross_entropy", "fuse_linear_cross_entropy", "fuse_norm", "fuse_swiglu", "id2label",
+    "initializer_range", "is_encoder_decoder", "label2id", "max_position_embeddings", "model_type",
+    "output_attentions", "output_hidden_states", "pad_token_id", "problem_type", "return_dict", "torch_dtype",
+    "transformers_version", "use_cache", "use_l2warp",
+})
+# fmt: on
+"""Options that change how FLA computes, initializes or stores a model, but not its logits."""
+
+
+def to_fla(spec: ModelSpec, weights: Mapping[str, Tensor] | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Converts a model of ours to a model of FLA with the same logits.
+
+    With tied embeddings, our model multiplies the last hidden states by a factor (`ModelSpec.tied_factor`). FLA has no
+    such factor, so its output matrix is not tied and holds the factor.
+
+    Args:
+        spec: Our model.
+        weights: `Model(spec).state_dict()`, or None for an untrained model.
+
+    Returns:
+        The contents of FLA's `config.json`, and FLA's weights, which are empty if `weights` is None.
+
+    Raises:
+        InputError: If FLA has no equal of the model; the message has the reason.
+    """
+    form, config = _form_of(spec)
+    if weights is None:
+        return config, {}
+    theirs: dict[str, Tensor] = {}
+    for part in _parts(spec, form):
+        ours = [weights[name].detach() for name in part.ours]
+        theirs.update(zip(part.theirs, (value.contiguous() for value in part.split(ours)), strict=True))
+    embed = weights["embed.weight"].detach()
+    theirs["lm_head.weight"] = embed * spec.tied_factor if spec.tie_embeddings else weights["unembed.weight"].detach()
+    return config, theirs
+
+
+def from_fla(folder: Path) -> tuple[ModelSpec, dict[str, Tensor], dict[str, Any]]:
+    """Converts a checkpoint of FLA to a model of ours with the same logits.
+
+    Args:
+        folder: A folder with `config.json` and `model.safetensors`, or the shards of the latter with their index.
+
+    Returns:
+        Our model, its weights in fp32, and its provenance.
+
+    Raises:
+        InputError: If the model type, an option or the value of a parameter has no equal of ours, or if weights are
+            missing, left over or of another shape.
+    """
+    config = _read_config(folder)
+    form, spec = _spec_of(config, folder / "config.json")
+    theirs = _read_weights(folder)
+    weights: dict[str, Tensor] = {}
+    try:
+        if config.get("tie_word_embeddings"):
+            theirs["lm_head.weight"] = theirs[f"{_trunk(form)}.embeddings.weight"]
+        for part in _parts(spec, form):
+            weights.update(zip(part.ours, part.join([theirs.pop(name).float() for name in part.theirs]), strict=True))
+        weights["unembed.weight"] = theirs.pop("lm_head.weight").float().clone()
+        Model(spec).load_state_dict(weights)
+    except KeyError as error:
+        raise InputError(f"{folder}: the weights lack {error.args[0]}") from None
+    except RuntimeError as error:
+        raise InputError(f"{folder}: the weights do not fit config.json: {' '.join(str(error).split())}") from None
+    except InputError as error:
+        raise InputError(f"{folder}: {error}") from None
+    if theirs:
+        raise InputError(f"{folder}: the weights have {next(iter(theirs))}, which config.json does not call for")
+    return spec, weights, {"source": f"flash-linear-attention {form.model_type}", "folder": folder.name}
+
+
+def why_not(rule: str) -> str | None:
+    """Returns the reason that no model of FLA computes a rule, or None if some settings of the rule have an equal."""
+    return None if any(form.rule == rule for form in FORMS) else WHY_NOT.get(rule, "FLA 0.6 lacks this rule")
+
+
+def _form_of(spec: ModelSpec) -> tuple[Form, dict[str, Any]]:
+    """The first form that takes the model, and its config. Raises the first refusal if no form takes it."""
+    layers = [spec.at(layer) for layer in range(spec.depth)]
+    mixers = [layer for layer in layers if layer.make_rule().name != "attention"] or layers
+    rule = mixers[0].make_rule().name
+    if (reason := why_not(rule)) is not None:
+        raise InputError(f"export to fla: rule '{rule}': {reason}")
+    for layer in mixers:
+        if layer != mixers[0]:
+            raise InputError("export to fla: FLA's layers are alike, but for those of attention; these differ")
+    refusals = []
+    for form in FORMS:
+        if form.rule != rule:
+            continue
+        try:
+            return form, {**_shared(spec, form, layers), **form.config(mixers[0])}
+        except InputError as error:
+            refusals.append(error)
+    raise refusals[0]
+
+
+def _shared(spec: ModelSpec, form: Form, layers: list[ModelSpec]) -> dict[str, Any]:
+    """The options that all models of FLA share, with the layers of attention among the others."""
+    has_mlp = form.block == "transformer"
+    needs(spec, form.model_type, readout=("position",), block=(form.block,), mlp=(has_mlp,))
+    attn: list[dict[str, Any]] = []
+    for i, layer in enumerate(layers):
+        if form is not TRANSFORMER and layer.make_rule().name == "attention":
+            options = attention(layer, form.model_type)
+            same_options = next((group for group in attn if {**group, "layers": 0} == {**options, "layers": 0}), None)
+            if same_options is None:
+                attn.append({**options, "layers": [i]})
+            else:
+                same_options["layers"].append(i)
+    return {
+        "architectures": [form.architecture],
+        "model_type": form.model_type,
+        "hidden_size": spec.d_model,
+        "num_hidden_layers": spec.depth,
+        "vocab_size": spec.vocab_size,
+        "norm_eps": spec.norm_eps,
+        **({"hidden_ratio": None, "intermediate_size": _mlp_width(spec), "hidden_act": "swish"} if has_mlp else {}),
+        **({"attn": attn[0] if len(attn) == 1 else attn} if attn else {}),
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "dtype": "float32",
+    }
+
+
+def _spec_of(config: Mapping[str, Any], file: Path) -> tuple[Form, ModelSpec]:
+    """The form and our model of a `config.json` of FLA."""
+    forms = {form.model_type: form for form in reversed(FORMS)}
+    if config.get("model_type") not in forms:
+        raise unknown("model_type with an equal here", config.get("model_type"), sorted(forms), where=str(file))
+    form = forms[config["model_type"]]
+    options = {**SHARED, **form.options}
+    for name, value in config.items():
+        if name in options:
+            options[name] = list(value) if isinstance(value, tuple) else value
+        elif name not in WITHOUT_EFFECT and name not in form.idle and value not in (None, False):
+            raise InputError(f"{file}: option '{name}' ({value!r}) has no equal here")
+    for name, value in {**FIXED, **form.fixed}.items():
+        if options[name] != value:
+            raise InputError(f"{file}: option '{name}' {options[name]!r} has no equal here; only {value!r} has")
+    depth, d_model = options["num_hidden_layers"], options["hidden_size"]
+    hidden = options["intermediate_size"]
+    if hidden is None:
+        # FLA takes 2/3 of the ratio, rounded up to a multiple of 256.
+        hidden = -(-int(d_model * (options["hidden_ratio"] or 4) * 2 / 3) // 256) * 256
+    try:
+        settings = {
+            "vocab_size": options["vocab_size"],
+            "d_model": d_model,
+            "norm_eps": options["norm_eps"],
+            "tie_embeddings": False,
+            **form.settings(options),
+        }
+        spec = ModelSpec.of({**settings, "layers": _layers(options["attn"], depth, settings)})
+        if spec.mlp and hidden != _mlp_width(spec):
+            spec = replace(spec, mlp_width=hidden)
+    except InputError as error:
+        raise InputError(f"{file}: {error}") from None
+    return form, spec
+
+
+def _layers(attn: Any, depth: int, settings: Mapping[str, Any]) -> Any:
+    """`ModelSpec.layers`: a number if all layers are alike. With `mamba` blocks it counts pairs of layers."""
+    layers: list[Any] = ["rule"] * depth
+    if not attn:
+        in_pairs = settings.get("block") == "mamba"
+        return layers if in_pairs and depth % 2 else depth // 2 if in_pairs else depth
+    inherited = {"features": None, "scale": None, "low_rank_bias": False, "gate_rank": None, "token_shift": False}
+    for options in attn if isinstance(attn, list) else [attn]:
+        if options.get("qkv_bias"):
+            raise InputError("option 'attn.qkv_bias' True has no equal here; only False has")
+        rule, of_attention = from_attention(options, settings["d_model"])
+        for layer in options["layers"]:
+            reset = {name: value for name, value in inherited.items() if settings.get(name, value) != value}
+            layers[layer] = {**rule, "layer": {**of_attention, **reset}}
+    return layers
+
+
+def _mlp_width(spec: ModelSpec) -> int:
+    """The width of the MLP."""
+    return spec.mlp_width or swiglu_width(spec.d_model)
+
+
+def _trunk(form: Form) -> str:
+    """FLA's name of the model without its output matrix."""
+    return "backbone" if form.block == "mamba" else "model"
+
+
+def _parts(spec: ModelSpec, form: Form) -> list[Part]:
+    """The parameters of the whole model without the output matrix."""
+    if form.block == "mamba":
+        parts = [same("embed.weight", "embeddings.weight"), same("norm.weight", "norm_f.weight")]
+        for i in range(spec.depth):
+            block = [
+                same("norm.weight", "norm.weight"),
+                *(part.within("mixer.", "mixer.") for part in form.parts(spec.at(i))),
+            ]
+            parts += [part.within(f"blocks.{i}.", f"layers.{i}.") for part in block]
+        return [part.within("", "backbone.") for part in parts]
+    parts = [same("embed.weight", "model.embeddings.weight"), same("norm.weight", "model.norm.weight")]
+    for i in range(spec.depth):
+        layer = spec.at(i)
+        is_attention = layer.make_rule().name == "attention"
+        mlp = Part(
+            ("mlp.into.weight",),
+            ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+            lambda ours: ours[0].chunk(2),
+            lambda theirs: [torch.cat(list(theirs))],
+        )
+        block = [
+            same("norm.weight", "attn_norm.weight"),
+            *(part.within("mixer.", "attn.") for part in (TRANSFORMER if is_attention else form).parts(layer)),
+            same("mlp_norm.weight", "mlp_norm.weight"),
+            mlp,
+            same("mlp.out.weight", "mlp.down_proj.weight"),
+        ]
+        parts += [part.within(f"blocks.{i}.", f"model.layers.{i}.") for part in block]
+    return parts
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """The contents of a folder's `config.json`."""
+    file = folder / "config.json"
+    try:
+        config = json.loads(file.read_text(), object_hook=_number)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{file}: cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise InputError(f"{file}: holds no options")
+    return config
+
+
+def _number(value: dict[str, Any]) -> Any:
+    """A JSON object, or infinity, which `transformers` writes as {"__float__": "Infinity"}."""
+    return float(value["__float__"]) if value.keys() == {"__float__"} else value
+
+
+def _read_weights(folder: Path) -> dict[str, Tensor]:
+    """FLA's weights in a folder, of one file or of several."""
+    try:
+        from safetensors.torch import load_file
+    except ImportError:
+        raise InputError("import from fla needs safetensors: pip install 'deltalab[hf]'") from None
+    index = folder / "model.safetensors.index.json"
+    files = (
+        sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]
+    )
+    weights: dict[str, Tensor] = {}
+    for name in files:
+        try:
+            weights.update(load_file(folder / name))
+        except Exception as error:
+            raise InputError(f"{folder / name}: the weights cannot be read: {error}") from None
+    return weights

@@ -1,0 +1,110 @@
+"""The keys of a training's `recipe.yaml`, with their defaults. Exported folders hold a copy of this module."""
+
+from collections.abc import Mapping
+from typing import Any
+
+TOKENS_AT_ONCE = 32768
+"""Tokens that a process takes in one pass unless `batch.micro` says how many sequences. The rest of a batch is
+accumulated."""
+
+DEFAULTS: dict[str, Any] = {
+    "optimizer": {"name": "adamw", "lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
+    "schedule": {"kind": "cosine", "warmup_steps": 0, "final": 0.0},
+    "clip": 1.0,
+    "batch": {"sequences": 128, "length": 2048, "micro": None, "documents": "cross"},
+    "steps": 1000,
+    "precision": "bf16",
+    "seed": 0,
+    "activation_checkpointing": False,
+    "compile": False,
+    "graphs": True,
+    "log": {"every": None},
+    "checkpoint": {"every": None, "keep": 3},
+    "validation": {"every": None, "sequences": 64},
+}
+"""The keys of a recipe that a training reads, each with its default.
+
+- `clip`: the largest norm of the gradient; 0 means no limit.
+- `batch`: `sequences` counts those of all processes together, and `micro` those of one process in one pass. With
+  documents `cross`, the state runs on from one document of a row to the next; `reset` empties the state in between.
+- `schedule`: a linear warm-up, then a decay of kind `cosine`, `linear`, `constant` or `wsd` (constant, and linear over
+  the last tenth of the steps) down to `final`, a share of lr.
+- `graphs`: whether a single GPU replays blocks as CUDA graphs, unless it checkpoints or compiles the blocks.
+- `every` of `log`, `checkpoint` and `validation` counts steps; null means that the number of steps decides.
+"""
+
+CHOICES = {
+    "optimizer.name": ("adamw",),
+    "schedule.kind": ("cosine", "linear", "constant", "wsd"),
+    "batch.documents": ("cross", "reset"),
+    "precision": ("bf16", "fp32"),
+}
+"""The settings that take one of a few words, with these words."""
+
+LEAST = {
+    "schedule.warmup_steps": 0,
+    "batch.sequences": 1,
+    "batch.length": 1,
+    "batch.micro": 1,
+    "steps": 1,
+    "seed": 0,
+    "log.every": 1,
+    "checkpoint.every": 1,
+    "checkpoint.keep": 2,
+    "validation.every": 1,
+    "validation.sequences": 0,
+}
+"""The settings that are whole numbers, each with its smallest value. At least two checkpoints are kept, because the
+newest may still be in the middle of being written."""
+
+
+def default_settings() -> dict[str, Any]:
+    """Returns the dotted keys of `DEFAULTS`, such as `optimizer.lr`, with their defaults."""
+    return {
+        f"{name}.{key}" if key else name: default
+        for name, part in DEFAULTS.items()
+        for key, default in (part.items() if isinstance(part, Mapping) else [("", part)])
+    }
+
+
+def with_defaults(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the parts of a recipe that `DEFAULTS` lists, with defaults for the missing ones.
+
+    Each `every` that is null becomes a number of steps.
+    """
+    settings: dict[str, Any] = {}
+    for key, default in DEFAULTS.items():
+        value = recipe.get(key, default)
+        settings[key] = {**default, **(value or {})} if isinstance(default, dict) else value
+    steps = settings["steps"]
+    for part, share, most in (("log", 200, 10), ("checkpoint", 10, 1000), ("validation", 20, 500)):
+        if settings[part]["every"] is None:
+            settings[part]["every"] = min(most, max(1, steps // share))
+    return settings
+
+
+def micro_batch(recipe: Mapping[str, Any], world: int) -> int:
+    """Returns how many sequences a process takes in one pass.
+
+    The recipe's `batch.micro` decides. If it is null, the number is the largest that `TOKENS_AT_ONCE` allows.
+
+    Args:
+        recipe: A recipe that `with_defaults` completed.
+        world: The number of processes.
+
+    Raises:
+        ValueError: If the processes cannot share the batch evenly.
+    """
+    batch = recipe["batch"]
+    share, rest = divmod(batch["sequences"], world)
+    if rest or not share:
+        raise ValueError(f"batch.sequences {batch['sequences']} must be a multiple of the {world} processes")
+    if batch["micro"] is not None:
+        if share % batch["micro"]:
+            raise ValueError(
+                f"batch.micro {batch['micro']} must divide the {share} sequences of a process, which are "
+                f"batch.sequences {batch['sequences']} over {world} processes"
+            )
+        return int(batch["micro"])
+    most = max(1, TOKENS_AT_ONCE // batch["length"])
+    return max(size for size in range(1, share + 1) if share % size == 0 and size <= most)
