@@ -4,14 +4,19 @@ BIN := .venv/bin
 STUDY ?= studies/comba_ablation.yaml
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: study test chaos browser check resolve smoke docs picture clean
+.PHONY: study test test-all chaos browser check resolve smoke docs picture clean
 
 study: .venv/installed
 	$(BIN)/platform study run $(STUDY)
 	@echo
 	@echo "The same as a page, with learning curves: $(BIN)/platform dashboard"
 
+# Formatting, types, imports, doctests, and at least one test of every contract: a few minutes on two cores.
 test: .venv/installed-dev check
+	$(BIN)/pytest -n 2 --dist worksteal --quick --ignore tests/repository/test_doctests.py
+
+# Every test, those marked slow, too.
+test-all: .venv/installed-dev
 	$(BIN)/pytest -n 2 --dist worksteal --ignore tests/repository/test_doctests.py
 
 # What the engine survives: 100 kills, pauses, full disks, clocks that jump. Up to 30 minutes on two quiet cores.

@@ -33,14 +33,33 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="leave out slow tests, but for the cases that they keep")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out chaos and browser, unless `-m` names them, and what needs a CUDA device where there is none."""
     missing = set() if torch.cuda.is_available() else {"gpu"}
     missing |= {asked for asked in ("chaos", "browser") if asked not in config.option.markexpr}
-    left_out = [item for item in items if any(item.get_closest_marker(name) for name in missing)]
+    quick = config.getoption("--quick")
+    left_out = [
+        item for item in items if any(item.get_closest_marker(name) for name in missing) or (quick and is_slow(item))
+    ]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
+
+
+def is_slow(item: pytest.Item) -> bool:
+    """Whether a test is marked slow, and is none of the cases that its mark keeps.
+
+    `@pytest.mark.slow(keep="comba")` keeps those whose parameters' id contains the word: one test of each contract.
+    """
+    mark = item.get_closest_marker("slow")
+    if mark is None:
+        return False
+    keep: str | None = mark.kwargs.get("keep")
+    return keep is None or keep not in item.name.partition("[")[2]
 
 
 @pytest.hookimpl(wrapper=True)

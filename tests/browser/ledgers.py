@@ -14,7 +14,7 @@ import yaml
 from deltalab.store import ArmRecord, RuleRecord, RunRecord, Store, TrialRecord, trainings
 from deltalab.store.models import StudyState
 from deltalab.study.planning.tuning_candidates import RANDOM_FROM, WARM_FROM
-from deltalab.study.running.run import run_study
+from deltalab.study.running.run import run_study_file
 
 TASKS = {
     "mqar": {"metric": "accuracy", "maximize": True, "chance": 1 / 64, "version": 1},
@@ -77,7 +77,7 @@ def ledgers(folder: Path) -> Iterator[Ledgers]:
     """Builds the ledgers; the study `running` runs until the end of the block."""
     full = folder / "full.db"
     (folder / "trained.yaml").write_text(yaml.safe_dump(TRAINS))
-    run_study(folder / "trained.yaml", db=full, executor="inline")
+    run_study_file(folder / "trained.yaml", db=full, executor="inline")
     Store.open(folder / "empty.db").close()
     with Store.open(folder / "trainings.db") as store:
         _trainings(store, folder / "alone")

@@ -11,8 +11,9 @@ from playwright.sync_api import Page
 from tests.browser.ledgers import Ledgers
 from tests.browser.visit import Visit
 
-from deltalab.store import Store, shelf
-from deltalab.store.shelf import Listed
+from deltalab.store import Store
+from deltalab.store.studies import shelf
+from deltalab.store.studies.shelf import ListedStudy
 from deltalab_dashboard.picture import served, settle
 
 pytestmark = pytest.mark.browser
@@ -47,7 +48,7 @@ def test_a_study_is_tagged_noted_hidden_deleted_and_restored(
     with closing(connect(lab.full)) as source, closing(connect(file)) as copy:
         source.backup(copy)
 
-    def first() -> Listed:
+    def first() -> ListedStudy:
         with Store.open(file, create=False) as store:
             return shelf.listed(store)[0]
 

@@ -17,7 +17,7 @@ import yaml
 from ray.util import get_node_ip_address
 
 from deltalab.store import Store
-from deltalab.study.running.run import run_study
+from deltalab.study.running.run import run_study_file
 
 pytestmark = pytest.mark.chaos
 
@@ -109,7 +109,7 @@ def cluster() -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("undisturbed")
-    run_study(STUDY, db=folder / "lab.db", executor="inline", unchecked=True)
+    run_study_file(STUDY, db=folder / "lab.db", executor="inline", unchecked=True)
     return results(folder / "lab.db")
 
 
