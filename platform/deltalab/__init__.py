@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from deltalab.study.reports.notebook import report
     from deltalab.study.running.run import run_study_file as run_study
 
-    def scan(rule: "UpdateRule | str", *args: Any, **kwargs: Any) -> "tuple[Tensor, State]": ...
+    def scan(rule: "UpdateRule | str", *args: Any, **kwargs: Any) -> "tuple[Tensor, State]": ...  # noqa: D103 for type checkers; the real one is below
 
 
 __version__ = "0.2.0"

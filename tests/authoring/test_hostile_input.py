@@ -230,10 +230,11 @@ if not Path("killed").exists():
 
 LISTS = """
 import sys
-from deltalab import cli, registry
+from deltalab import registry
+from deltalab.cli.app import main
 registry.IMPORT_SECONDS = 1.0
 sys.argv = ["platform", *sys.argv[1:]]
-cli.main()
+main()
 """
 
 

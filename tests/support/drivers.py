@@ -17,7 +17,12 @@ TEN = {"tune": {"trials": 5, "train.lr": {"log_uniform": [1e-3, 1e-1]}}, "resour
 
 
 class Executed:
-    """Trials in no time: which thread executed each. wait: what each does first."""
+    """Executes trials without training.
+
+    Attributes:
+        by: The thread and the key of each trial.
+        wait: What each stack does first.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, wait: Callable[[], object] = lambda: None) -> None:
         self.by: list[tuple[str, str]] = []
@@ -35,16 +40,16 @@ class Executed:
 
 
 class Second:
-    """A second driver, in a thread of its own."""
+    """A second driver, in a separate thread."""
 
-    def __init__(self, *args: Any, **given: Any) -> None:
+    def __init__(self, *args: Any, **settings: Any) -> None:
         self.result: StudyResult | Exception | None = None
-        self._thread = threading.Thread(target=self._run, args=args, kwargs=given, name="second", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=args, kwargs=settings, name="second", daemon=True)
         self._thread.start()
 
-    def _run(self, *args: Any, **given: Any) -> None:
+    def _run(self, *args: Any, **settings: Any) -> None:
         try:
-            self.result = run_study_file(*args, executor="inline", **given)
+            self.result = run_study_file(*args, executor="inline", **settings)
         except Exception as error:
             self.result = error
 
@@ -55,6 +60,7 @@ class Second:
 
 
 def until(reached: Callable[[], object], patience: float = 30) -> None:
+    """Waits until a condition holds, for `patience` seconds at the most."""
     end = time.monotonic() + patience
     while not reached():
         assert time.monotonic() < end

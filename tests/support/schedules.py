@@ -1,4 +1,4 @@
-"""Studies of a few trials, and trials that got given scores without training."""
+"""Studies of a few trials, and records of trials whose scores a test gives."""
 
 import math
 import random
@@ -31,7 +31,7 @@ Score = Callable[[Job, int], float | None]
 
 
 def record(job: Job, score: Score, metric: str = "accuracy", flops: float = 1000.0, size: float = 1.0) -> TrialRecord:
-    """A trial whose run with each seed got this score; NaN is a run that diverged, None a trial that raised."""
+    """The record of a trial with a score for each seed. A run with NaN diverged; a trial with None raised."""
     cost = [("cost", "flops_per_token", 6, flops), ("cost", "state_size", 6, size)]
     values = {seed: score(job, seed) for seed in job.seeds}
     failed = None in values.values()
@@ -65,11 +65,11 @@ ARMS = {"better": {"rule": {"d": 0}}, "same": {"rule": {"b": 1}}, "close": {"mod
 
 
 def figures(job: Job, seed: int) -> float:
-    """`better` is told at the first look, `same` has no prospect, `close` needs all seeds."""
+    """A score: `better` is decided at the first look, `same` has no prospect, `close` needs all seeds."""
     noise = random.Random(seed).uniform(-0.02, 0.02)
-    own = random.Random(f"{job.arm} {seed}").uniform(-0.02, 0.02)
+    of_arm = random.Random(f"{job.arm} {seed}").uniform(-0.02, 0.02)
     shift = {"base": 0.0, "better": 0.2, "same": 0.0, "close": 0.011}[job.arm]
-    return 0.5 + noise + shift + (own if job.arm in ("same", "close") else own / 10) - 0.01 * job.number
+    return 0.5 + noise + shift + (of_arm if job.arm in ("same", "close") else of_arm / 10) - 0.01 * job.number
 
 
 SEARCH = {

@@ -30,17 +30,19 @@ STUDY: dict[str, Any] = {
 }
 
 
-def write(file: Path, **given: Any) -> Path:
-    file.write_text(yaml.safe_dump({**STUDY, **given}, sort_keys=False))
-    return file
+def write(study_file: Path, **changes: Any) -> Path:
+    """Writes the study, with other values of some keys."""
+    study_file.write_text(yaml.safe_dump({**STUDY, **changes}, sort_keys=False))
+    return study_file
 
 
-def planned(file: Path) -> Plan:
-    return make_plan(load_study(file))
+def planned(study_file: Path) -> Plan:
+    """The plan of a study's file."""
+    return make_plan(load_study(study_file))
 
 
 def ledger(db: Path) -> dict[str, list[tuple[Any, ...]]]:
-    """All that the ledger says of trials but when and where they ran, trial by trial."""
+    """All that the ledger says of trials, trial by trial, but when and where they ran."""
     with closing(sqlite3.connect(db)) as connection:
         ask: Callable[[str], list[tuple[Any, ...]]] = lambda sql: sorted(connection.execute(sql))  # noqa: E731
         of = "(trial JOIN run ON trial.id = trial_id)"
@@ -68,6 +70,7 @@ def assert_ledger_is_of(db: Path, plan: Plan) -> None:
 
 
 def measured(planned_job: Job) -> TrialRecord:
+    """The record of a trial that did not train; its score follows from its key."""
     value = int(planned_job.key[:6], 16) / 16**6
     metrics = [(split, "accuracy", 6, value) for split in ("validation", "test")]
     record = failed(planned_job, "")

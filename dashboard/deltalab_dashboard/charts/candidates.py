@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import altair as alt
 import pandas as pd
 
-from deltalab.study.reports.candidate_names import titles
+from deltalab.study.searching.candidate_names import titles
 from deltalab.study.specs.search_space import Search
 from deltalab.study.statistics.pareto import front
 from deltalab_dashboard.charts.axes import Axis, axis

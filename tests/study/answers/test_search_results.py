@@ -16,7 +16,7 @@ from deltalab.study.answers.search_results import Discovery
 from deltalab.study.planning.tuning_candidates import MOST_DRAWN
 from deltalab.study.reports.report import Report, report
 from deltalab.study.reports.search_sections import sections
-from deltalab.study.searching.phase import at_chance
+from deltalab.study.searching.results import at_chance
 from deltalab.study.specs.budget import Objective
 
 

@@ -15,7 +15,7 @@ from deltalab.cli.app import app
 from deltalab.errors import InputError
 from deltalab.store import Store
 from deltalab.study.reports.to_optuna import distribution, export_optuna
-from deltalab.study.searching.phase import candidate_results
+from deltalab.study.searching.results import candidate_results
 from deltalab.study.specs.search_space import Search
 
 LOW, LAST = "s, train.steps 20", "s, train.steps 60"

@@ -153,7 +153,7 @@ class FakeRay:
     def receive(self, patience: float) -> dict[str, Any]:
         message = self.inbox.pop(0) if self.inbox else {}
         if "gone" in message:
-            raise ray_driver._Gone("Ray's process has ended with exit code -6")
+            raise ray_driver._RayGone("Ray's process has ended with exit code -6")
         return message
 
 
@@ -257,7 +257,7 @@ def test_a_ray_of_our_own_that_does_not_start_is_started_three_times(
     def start(address: str | None, folder: Path) -> Any:
         started.append(folder)
         if len(started) <= times:
-            raise ray_driver._Gone("The current node timed out during startup")
+            raise ray_driver._RayGone("The current node timed out during startup")
         return ray(address, folder)
 
     if times == 2:

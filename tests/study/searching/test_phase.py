@@ -18,7 +18,8 @@ from deltalab.study.reports.lines import failure_lines
 from deltalab.study.running.run import arm_records, run_study_file
 from deltalab.study.running.schedule import Schedule
 from deltalab.study.searching.halving import Halving, going_on
-from deltalab.study.searching.phase import CandidateResult, candidate_results, finalists, halvings
+from deltalab.study.searching.phase import finalists
+from deltalab.study.searching.results import CandidateResult, candidate_results, halvings
 from deltalab.study.specs.study_file import load_study
 from deltalab.study.statistics.pareto import front
 from deltalab.study.workers.jobs import Job

@@ -331,7 +331,9 @@ def test_a_child_that_was_killed_while_it_had_nothing_to_do_is_replaced(lab: Pat
         worker.execute([job])
         killed(signal.SIGKILL)(worker)
         until = time.monotonic() + 60
-        while worker._child is not None and worker._child._state() not in ("", "Z") and time.monotonic() < until:
+        while (
+            worker._child is not None and worker._child._process_state() not in ("", "Z") and time.monotonic() < until
+        ):
             time.sleep(0.01)
         time.sleep(0.2)
         (record,) = worker.execute([job])

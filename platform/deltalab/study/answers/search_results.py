@@ -13,7 +13,7 @@ from deltalab.store import Arm, Store, Study, TrialRow
 from deltalab.study.answers.importance import FEWEST, Importance, importance
 from deltalab.study.answers.random_control import Control, compare_with_random, worst_of
 from deltalab.study.answers.search_points import Point, chance_levels, points
-from deltalab.study.searching.phase import CandidateResult, candidate_results, halvings, objective_point
+from deltalab.study.searching.results import CandidateResult, candidate_results, halvings, objective_point
 from deltalab.study.specs.budget import COSTS, Objective, Searching
 from deltalab.study.specs.recorded_study import RecordedSpec, recorded_tasks
 from deltalab.study.statistics.pareto import front

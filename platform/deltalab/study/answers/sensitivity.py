@@ -8,6 +8,7 @@ from typing import Any, Literal
 from deltalab.store import Store, Study, TrialRow
 from deltalab.study.answers.recorded_scores import RecordedScores
 from deltalab.study.planning.tuning_candidates import edge
+from deltalab.study.searching.results import is_own
 from deltalab.study.specs.recorded_study import RecordedSpec, RecordedTask
 from deltalab.study.statistics.seed_choice import Runs, Scores
 
@@ -89,8 +90,6 @@ def _tuning_alone(ledger: RecordedScores, arm: str, task: str) -> list[TrialRow]
     trials = ledger.of(arm, task, "tune")
     if not ledger.spec.is_search:
         return trials
-    from deltalab.study.searching.phase import is_own  # It brings Optuna, which takes a second to load.
-
     return [trial for trial in trials if is_own(trial.number, ledger.spec.search)]
 
 

@@ -42,8 +42,8 @@ def trial_name(arm: str, stage: Stage, number: int, trials: int | None) -> str:
         return f"{arm}, training {number}"
     if number >= RANDOM_FROM:
         return f"{'random' if number < WARM_FROM else 'warm'} candidate {number % RANDOM_FROM}"
-    own = number - MOST_DRAWN * trials
-    return f"candidate {number}" if own < 0 else f"{arm}, training {own}"
+    training = number - MOST_DRAWN * trials
+    return f"candidate {number}" if training < 0 else f"{arm}, training {training}"
 
 
 def recorded_trial_name(spec: Mapping[str, Any], arm: str, stage: Stage, number: int) -> str:

@@ -172,7 +172,7 @@ def _training_record(row: TrainingRow) -> dict[str, Any]:
 
 
 def _dtypes() -> dict[str, str]:
-    """pandas' type of each figure of `records`, by its key."""
+    """The type that pandas gives each figure of `records`, by its key."""
     types: dict[str, Any] = {column.key: column.type for column in columns.COLUMNS}
     for prefix, kind in (("score_", Interval), ("difference_", Difference), ("slope_", Difference), ("", TrainingRow)):
         types |= {f"{prefix}{field.name}": field.type for field in fields(kind)}

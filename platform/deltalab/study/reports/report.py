@@ -33,8 +33,9 @@ class Report(Answer):
 
     @property
     def shown(self) -> list[TaskTable]:
-        """The tables as readers see them: a search has a line of its own that says what each of its arms is, so that
-        its tables leave that out of what the arms tuned.
+        """The tables as readers see them.
+
+        A search says what each of its arms is in a line of its own, so that its tables leave that out.
         """
         if self.search is None:
             return self.tables

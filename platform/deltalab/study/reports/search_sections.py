@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from deltalab.study.answers.importance import FEWEST, NOTHING, Importance
 from deltalab.study.answers.search_results import Discovery
 from deltalab.study.answers.wording import format_interval
-from deltalab.study.reports.candidate_names import titles
+from deltalab.study.searching.candidate_names import titles
 from deltalab.study.specs.setting_paths import model_part
 from deltalab.study.specs.setting_text import settings_text
 

@@ -114,10 +114,10 @@ def _task_grid(table: TaskTable, chosen: Sequence[Column], width: int) -> Table:
 
 
 def _broken(cell: str, column: Column, form: int) -> str:
-    """A cell broken into lines: not at all in form 0; an interval into two in forms 1 and 2, into three in form 3.
+    r"""A cell broken into lines: not at all in form 0; an interval into two in forms 1 and 2, into three in form 3.
 
     >>> [score] = [column for column in columns() if column.key == "score"]
-    >>> _broken("0.928 [0.878, 0.977]", score, 3).split("\\n")
+    >>> _broken("0.928 [0.878, 0.977]", score, 3).split("\n")
     ['0.928', '[0.878,', '0.977]']
     """
     if form == 0 or column.group == "name":

@@ -25,8 +25,8 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from deltalab.errors import InputError
 from deltalab.store import Store
 from deltalab.study.answers.search_points import Point, points
-from deltalab.study.reports.candidate_names import title
-from deltalab.study.searching.phase import CandidateResult, candidate_results, objectives_of
+from deltalab.study.searching.candidate_names import title
+from deltalab.study.searching.results import CandidateResult, candidate_results, objectives_of
 from deltalab.study.specs.budget import Searching
 from deltalab.study.specs.recorded_study import RecordedSpec
 from deltalab.study.specs.search_space import Search

@@ -15,27 +15,32 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
-from typing import Any, Literal
+from typing import Any
 
 from deltalab.errors import InputError
 from deltalab.models.spec import ModelSpec
-from deltalab.store import Store, TrialRow, TrialSummary
+from deltalab.store import Store, TrialSummary
 from deltalab.study.planning import warm_starts
 from deltalab.study.planning.plan import Infeasible, Plan, PlannedArm
 from deltalab.study.planning.tuning_candidates import MOST_DRAWN, RANDOM_FROM, WARM_FROM
-from deltalab.study.searching.halving import Halving, by_lot, going_on, halving
+from deltalab.study.searching.halving import going_on
+from deltalab.study.searching.results import (
+    at_chance,
+    drawn_by,
+    is_own,
+    lot_name,
+    objective_point,
+    objective_points,
+    objective_scores,
+)
 from deltalab.study.searching.sampler import START, OptunaStudy
-from deltalab.study.specs.budget import COSTS, Objective, Searching
-from deltalab.study.specs.study_file import StudySpec
+from deltalab.study.specs.budget import COSTS, Objective
 from deltalab.study.statistics.pareto import beyond_worst, greedy_choice, ranked
 from deltalab.study.workers.jobs import Job
 from deltalab.study.workers.train_stack import infeasible
 
 WINDOW = 8
 """How many candidates of a search run at a time. With more, the sampler knows less at each draw: decision 205."""
-Drawn = Literal["tpe", "nsga2", "nsga3", "gp", "random", "warm", "all"]
-"""Where a candidate comes from: a sampler, `warm`, or the list of all candidates."""
 
 
 @dataclass
@@ -63,31 +68,6 @@ class Candidate:
         """The score of each objective at a rung; NaN if a trial failed or diverged."""
         known = {task: trial for task, trial in self.rungs[rung].items() if trial is not None}
         return objective_scores(objectives, known)
-
-
-@dataclass(frozen=True)
-class CandidateResult:
-    """What the ledger says of a candidate at one rung. The times at which it trained do not count for equality.
-
-    Attributes:
-        number: The candidate's number.
-        values: The values of the searched settings by path.
-        scores: The score of each objective; NaN if a trial has not ended, has failed or has diverged.
-        drawn_by: Where the candidate comes from.
-        rung: The rung.
-        infeasible: Why the candidate makes no model; None if it makes one.
-        started_at: When the first of its trials began.
-        finished_at: When the last of its trials ended.
-    """
-
-    number: int
-    values: dict[str, Any]
-    scores: dict[str, float]
-    drawn_by: Drawn
-    rung: int
-    infeasible: str | None
-    started_at: datetime = field(compare=False)
-    finished_at: datetime = field(compare=False)
 
 
 class SearchPhase:
@@ -289,8 +269,8 @@ class SearchPhase:
             return
         trained = {candidate.number: candidate for candidate in self.drawn if len(candidate.rungs) > rung}
         scores = {number: candidate.scores(self.plan.objectives) for number, candidate in trained.items()}
-        points = _points(self.plan.objectives, scores)
-        by_rank, lots = going_on(_lot(self.plan.spec.name, rung), points, self.space.halved[rung + 1])
+        points = objective_points(self.plan.objectives, scores)
+        by_rank, lots = going_on(lot_name(self.plan.spec.name, rung), points, self.space.halved[rung + 1])
         for number in (*by_rank, *lots):
             yield from self._train(trained[number], rung + 1)
 
@@ -328,72 +308,6 @@ def controls_by(drawn: int, trials: int, controls: int) -> int:
     return first + (drawn + 1 - first) * (controls - first) // (trials - first)
 
 
-def drawn_by(number: int, space: Searching) -> Drawn:
-    """Where the candidate with a number comes from."""
-    if number >= WARM_FROM:
-        return "warm"
-    if number >= RANDOM_FROM:
-        return "random"
-    return "all" if space.enumerated else space.sampler
-
-
-def mean_score(summary: TrialSummary, metric: str, split: str) -> float:
-    """The mean of a metric over all seeds; NaN if the trial failed or a seed diverged."""
-    finals = summary.finals.get((split, metric), {})
-    if summary.diverged or not finals:
-        return math.nan
-    return math.fsum(finals.values()) / len(finals)
-
-
-def objective_scores(objectives: Sequence[Objective], trials: Mapping[str, TrialSummary]) -> dict[str, float]:
-    """The score of a candidate for each objective.
-
-    The metric of a task is the mean validation score over the seeds. A cost that names no task is the largest of all
-    tasks.
-
-    Args:
-        objectives: What the search weighs.
-        trials: The candidate's trials by task.
-
-    Returns:
-        The scores by the objective's name; NaN if a trial is missing, failed or diverged.
-    """
-    scores = {}
-    for objective in objectives:
-        if objective.name not in COSTS:
-            trial = trials.get(objective.task or "")
-            scores[str(objective)] = math.nan if trial is None else mean_score(trial, objective.name, "validation")
-            continue
-        costs = [_cost(trial, objective.name) for task, trial in trials.items() if objective.task in (None, task)]
-        scores[str(objective)] = math.nan if not costs or any(map(math.isnan, costs)) else max(costs)
-    return scores
-
-
-def _cost(trial: TrialSummary, name: str) -> float:
-    """A cost of a trial; NaN if it is not known."""
-    if name == "parameters":
-        return math.nan if trial.parameters is None else float(trial.parameters)
-    return mean_score(trial, name, "cost")
-
-
-def at_chance(objectives: Sequence[Objective], scores: Mapping[str, float], chance: Mapping[str, float]) -> bool:
-    """Whether scores are better than chance on none of the tasks. False if the chance level of a task is not known.
-
-    Args:
-        objectives: What the search weighs.
-        scores: The scores by the objective's name.
-        chance: The chance level of each metric by the objective's name.
-    """
-    metrics = [objective for objective in objectives if objective.task and objective.name not in COSTS]
-    levels = [(scores[str(metric)], chance.get(str(metric), math.nan), metric.maximize) for metric in metrics]
-    return bool(levels) and all(score <= level if more else score >= level for score, level, more in levels)
-
-
-def objective_point(objectives: Sequence[Objective], scores: Mapping[str, float]) -> list[float]:
-    """The scores of a candidate as a point, of which less is better."""
-    return [-scores[str(objective)] if objective.maximize else scores[str(objective)] for objective in objectives]
-
-
 def finalists(points: Sequence[Sequence[float]], most: int, metrics: Sequence[int] = ()) -> list[int]:
     """The indices of the candidates to confirm, in order.
 
@@ -411,99 +325,3 @@ def finalists(points: Sequence[Sequence[float]], most: int, metrics: Sequence[in
     best = [min(ended, key=lambda i: (points[i][at], *points[i])) for at in metrics if ended]
     first = greedy_choice(points, limit, most, [*dict.fromkeys(best)])
     return [*first, *(i for i in ranked(points, limit, most) if i not in first)][:most]
-
-
-def candidate_results(spec: StudySpec | Mapping[str, Any], store: Store, study_id: int) -> list[CandidateResult]:
-    """Reads the candidates of a search from the ledger.
-
-    The trainings of arms, which ledgers of old releases have beside the candidates, are left out.
-
-    Args:
-        spec: The study as the ledger has it.
-        store: The ledger.
-        study_id: The study's id in the ledger.
-
-    Returns:
-        Each candidate at each rung at which it has trained, in the order of numbers.
-    """
-    spec = spec if isinstance(spec, StudySpec) else StudySpec.model_validate(spec)
-    assert spec.search is not None
-    space, objectives = spec.search, objectives_of(spec.search, store, study_id)
-    rows: dict[tuple[int, int], list[TrialRow]] = {}
-    for row in store.trials(study_id):
-        if row.stage == "tune" and not is_own(row.number, space):
-            rows.setdefault((row.number, _rung(row, space)), []).append(row)
-    known = store.known_trials(row.key for trained in rows.values() for row in trained)
-    results = []
-    for (number, rung), trained in sorted(rows.items()):
-        trials = {row.task: known[row.key] for row in trained if row.state != "infeasible"}
-        scores = objective_scores(objectives, trials)
-        if len(trials) < len(spec.task):
-            scores = dict.fromkeys(scores, math.nan)
-        reason = next((row.error for row in trained if row.state == "infeasible"), None)
-        started, finished = min(row.started_at for row in trained), max(row.finished_at for row in trained)
-        source = drawn_by(number, space)
-        results.append(CandidateResult(number, trained[0].values, scores, source, rung, reason, started, finished))
-    return results
-
-
-def halvings(spec: StudySpec | Mapping[str, Any], store: Store, study_id: int) -> list[Halving]:
-    """Reads from the ledger what successive halving dropped at each rung but the last, as far as the search has come.
-
-    Args:
-        spec: The study as the ledger has it.
-        store: The ledger.
-        study_id: The study's id in the ledger.
-    """
-    spec = spec if isinstance(spec, StudySpec) else StudySpec.model_validate(spec)
-    assert spec.search is not None
-    space, objectives = spec.search, objectives_of(spec.search, store, study_id)
-    feasible = [result for result in candidate_results(spec, store, study_id) if result.infeasible is None]
-    rungs = [
-        _points(objectives, {result.number: result.scores for result in feasible if result.rung == rung})
-        for rung in range(len(space.rungs))
-    ]
-    between, points = [], rungs[0]
-    for rung, reached in enumerate(rungs[1:]):
-        if not reached:
-            break
-        went = going_on(_lot(spec.name, rung), points, space.halved[rung + 1])
-        # If costs were counted anew since, the ledger has candidates that would not go on today: leave these out.
-        after = {number: reached[number] for number in (*went[0], *went[1]) if number in reached}
-        last = rung + 2 == len(rungs)
-        best = space.finalists if last else space.halved[rung + 2] - by_lot(space.halved[rung + 2])
-        ended = len(after) == len(went[0]) + len(went[1])
-        between.append(halving(space.rungs[rung : rung + 2], points, went, after if ended else None, best))
-        points = after
-    return between
-
-
-def objectives_of(space: Searching, store: Store, study_id: int) -> tuple[Objective, ...]:
-    """What the search of a recorded study weighs."""
-    tasks = store.study(study_id).provenance["tasks"]
-    return space.weighed({task: (facts["metric"], facts["maximize"]) for task, facts in tasks.items()})
-
-
-def _points(objectives: Sequence[Objective], scores: Mapping[int, Mapping[str, float]]) -> dict[int, list[float]]:
-    """The points of candidates by number."""
-    return {number: objective_point(objectives, of_candidate) for number, of_candidate in scores.items()}
-
-
-def _lot(name: str, rung: int) -> str:
-    """The name that seeds the lot at a rung of a study."""
-    return f"{name}/rung {rung}"
-
-
-def is_own(number: int, space: Searching) -> bool:
-    """Whether a number is that of an arm's training, which ledgers of old releases have apart from confirmation."""
-    return MOST_DRAWN * space.trials <= number < RANDOM_FROM
-
-
-def _rung(row: TrialRow, space: Searching) -> int:
-    """The rung at which a trial trained: the first that its configuration and its number of seeds agree with."""
-    for rung, settings in enumerate(space.rungs):
-        trained = {path: row.config.get(path.split(".")[0], {}).get(path.split(".")[1]) for path in settings}
-        trained |= {"train.seeds": len(row.runs)} if row.runs and "train.seeds" in trained else {}
-        if all(trained[path] in (value, None) for path, value in settings.items()):
-            return rung
-    return 0

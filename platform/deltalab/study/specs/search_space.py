@@ -218,9 +218,9 @@ def _is_plain(value: object) -> bool:
     return all(map(_is_plain, value)) if isinstance(value, list) else isinstance(value, bool | int | float | str | None)
 
 
-def _same(one: object, other: object) -> bool:
+def _same(value: object, other: object) -> bool:
     """Whether two values are equal: 1 and 1.0 are, 1 and true are not."""
-    return one == other and isinstance(one, bool) == isinstance(other, bool)
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
 def _meets(path: str, value: object, wanted: object) -> bool:

@@ -365,8 +365,8 @@ class _Family:
             left = -np.sort(-np.where(gone, -1.0, largest), axis=1)
             bound = np.take_along_axis(left, np.clip(most, 0, len(signs) - 1)[:, None], axis=1)
             gone |= largest * _EQUAL > bound
-        largest, own = self._largest(j, shifts, signs)
-        p: Array = (gone | (largest >= own[:, :1] * _EQUAL)).mean(1)
+        largest, of_j = self._largest(j, shifts, signs)
+        p: Array = (gone | (largest >= of_j[:, :1] * _EQUAL)).mean(1)
         return np.minimum(p * ALPHA / looks[-1].spent, 1.0)
 
     def _observed(self, j: int, looks: Sequence[Look]) -> float:
@@ -375,19 +375,19 @@ class _Family:
 
     def _largest(self, j: int, shifts: Array, signs: Array) -> tuple[Array, Array]:
         """The largest T of the family and that of arm j, each [D, E]."""
-        own = _Flipped(self.differences[j][: signs.shape[1]] - shifts[:, None], signs)
+        of_j = _Flipped(self.differences[j][: signs.shape[1]] - shifts[:, None], signs)
         family = self._flipped(signs)
         largest = np.zeros((1, 1))
         for unit in dict.fromkeys(self.units):
             others = [i for i, of in enumerate(self.units) if of == unit and i != j]
             sizes = family.size[others][:, None]
             if unit == self.units[j]:
-                sizes = np.vstack([np.broadcast_to(sizes, (len(others), len(shifts))), own.size])
+                sizes = np.vstack([np.broadcast_to(sizes, (len(others), len(shifts))), of_j.size])
             constant = np.median(sizes, axis=0) / math.sqrt(2)
             if others:
                 largest = np.maximum(largest, family.t(constant[:, None, None], others).max(axis=1))
             if unit == self.units[j]:
-                t = own.t(constant[:, None])
+                t = of_j.t(constant[:, None])
         return np.maximum(largest, t), t
 
     def _flipped(self, signs: Array) -> "_Flipped":
