@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from deltalab.models.start import initialize
     from deltalab.registry import get_rule, get_task, list_rules
     from deltalab.rule import State, UpdateRule
-    from deltalab.study.reports.notebook import report
+    from deltalab.study.reports.report import open_report as report
     from deltalab.study.running.run import run_study_file as run_study
 
     def scan(rule: "UpdateRule | str", *args: Any, **kwargs: Any) -> "tuple[Tensor, State]": ...  # noqa: D103 for type checkers; the real one is below
@@ -50,7 +50,7 @@ _HOMES = {
     "get_task": "registry",
     "initialize": "models.start",
     "list_rules": "registry",
-    "report": "study.reports.notebook",
+    "report": "study.reports.report:open_report",
     "run_study": "study.running.run:run_study_file",
 }
 

@@ -142,8 +142,8 @@ class Operands:
 def knob(default: Option, *others: Option) -> Any:
     """Declares a field of a rule that a study may vary; `rule check` tries every option.
 
-    A study may choose a listed option, may give a gate of a listed kind other numbers, and may set a knob that is a
-    number to any value from the smallest listed option on.
+    A study may choose any listed option. It may also choose a gate of a listed kind with other numbers. A knob whose
+    options are numbers also takes any number that is not below the smallest of them.
 
     Args:
         default: The option of the published method.
@@ -187,7 +187,8 @@ class UpdateRule:
     def steps(self) -> int:
         """The number of keys and values that the layer projects for each token.
 
-        It is `Transition.steps`. A rule whose `operands` makes several writes of one key has fewer.
+        By default it is `Transition.steps`. A rule whose `operands` makes several writes from one key returns a smaller
+        number.
         """
         return self.transition.steps if self.transition is not None else 1
 
@@ -298,7 +299,7 @@ class UpdateRule:
         """Returns an empty state for inputs like k [B, T, H, K] and v [B, T, H, V], in at least fp32.
 
         It is one tensor [B, H, K, V], or a tuple of two if there is a second state. A rule outside the algebra may
-        return any tensor, or tuple of tensors, that begin with [B, H]. The carry is no part of it.
+        return any tensor, or tuple of tensors, that begin with [B, H]. The carry is not included.
         """
         dtype = torch.promote_types(v.dtype, torch.float32)
         widths = self.key_width(k.shape[-1]), self.value_width(v.shape[-1])
@@ -453,7 +454,7 @@ class UpdateRule:
 
 
 def _unpickled(kind: type[UpdateRule], values: Mapping[str, Option]) -> UpdateRule:
-    """Makes a rule from pickled values, with its own options in place of equal ones.
+    """Makes a rule from pickled values, and replaces each value by the knob's option that equals it.
 
     A rule may ask whether its transition `is` SPLR.
     """

@@ -200,7 +200,7 @@ def importances(search: "Discovery", table: CandidateTable) -> None:
 
 
 def hypervolumes(search: "Discovery") -> None:
-    """Draws the hypervolume of the search and of random search by the number of candidates."""
+    """Draws the hypervolumes of the search and of random search against the number of candidates."""
     if search.control is None:
         return
     data = pd.DataFrame(

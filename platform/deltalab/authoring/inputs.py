@@ -135,8 +135,8 @@ def draw_corners(rule: UpdateRule, *, batch: int, length: int, key_dim: int, val
     """Draws inputs with one head for each of `corners`.
 
     In sequence 0 every token has the gate values of its head's corner. In the other sequences only the tokens with
-    (token + channel) % 3 == 0 have them, and the rest is random as in `draw`. Gates without a time axis have the values
-    of the corner in all sequences. Vectors of unit norm stay random.
+    (token + channel) % 3 == 0 have the corner's values, and all other values are random as in `draw`. Gates without a
+    time axis have the values of the corner in all sequences. Vectors of unit norm stay random.
     """
     head_corners = corners(rule)
     x = draw(rule, batch=batch, length=length, heads=len(head_corners), key_dim=key_dim, value_dim=value_dim)

@@ -57,7 +57,7 @@ def db_import(
 
 @db.command("vacuum")
 def db_vacuum(db: Db = None) -> None:
-    """Delete trials of no arm and rules of no trial, and give free space back. Run it while no study runs."""
+    """Delete trials that no arm uses and rules that no trial uses, and free their space. Run it while no study runs."""
     from deltalab.store import Store
     from deltalab.store.copy import size, vacuum
 

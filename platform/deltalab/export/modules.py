@@ -127,10 +127,10 @@ def _triton_if_needed(source: str) -> str:
 
 
 def _own_operators(source: str) -> str:
-    """The source with PyTorch operators named after the module that defines them, not `deltalab::`.
+    """Puts the name of the module that defines a PyTorch operator in place of `deltalab::` in the operator's name.
 
-    A process has one PyTorch operator of a name, and the last definition wins. With one name for all, loading a folder
-    would replace the operators of deltalab, and of other folders.
+    A process can hold only one PyTorch operator of each name, and the last definition wins. If exported folders used
+    the names of deltalab, loading a folder would replace the operators of deltalab and of other folders.
     """
     return re.sub(r'"deltalab::(\w+)"', r'__name__.replace(".", "_") + "::\1"', source)
 

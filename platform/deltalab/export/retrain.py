@@ -27,7 +27,7 @@ def rebuild(folder: str | Path, steps: int = 200) -> list[float]:
         The loss of each update, in nats. The list ends before an update that diverges.
 
     Raises:
-        InputError: If the folder's recipe names no trial, or if a rule or the task is not the one of the trial.
+        InputError: If the folder's recipe names no trial, or if a rule or the task differs from that of the trial.
     """
     trial = trial_of(Path(folder))
     task = get_task(trial["task"]["name"], **trial["task"]["parameters"])

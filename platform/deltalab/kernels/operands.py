@@ -82,7 +82,7 @@ class DiagonalOperands(NamedTuple):
 
 
 class Layout(Generic[T]):
-    """What follows from the fields of a tuple of operands, found once: all else is on the path of every launch.
+    """Names and widths of the fields of a tuple of operands, computed once, because every launch needs them.
 
     Attributes:
         kind: The tuple.

@@ -136,7 +136,7 @@ def initialize(
         module: The module, which may hold other modules too.
         seed: The seed. None takes torch's global generator, as torch's own modules do. In that case call
             `torch.manual_seed` first, with the same seed in all processes that share the parameters.
-        wanted: Whether a parameter is started. The others stay as they are.
+        wanted: Whether a parameter is started. A parameter that is not wanted keeps its values.
     """
     started: set[int] = set()
     for path, part in module.named_modules():

@@ -42,16 +42,16 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Computes the mean of -log softmax(W x_i)[y_i] over all i with y_i != `ignore`, in at least fp32.
 
-    With one more leading dimension n of x, weight and targets, computes the means of n models, [n]. The gradient of the
-    logits is computed in fp32 and rounded to the dtype of x for the products.
+    If x, weight and targets have one more leading dimension n, computes the mean of each of n models, [n]. The gradient
+    of the logits is computed in fp32, and rounded to the dtype of x before it is multiplied.
 
     Args:
         x: [M, d] in the dtype of the products.
         weight: W, [V, d] in the dtype of the products.
         targets: y in [0, V), [M].
-        ignore: The target of positions that do not count.
-        count: The number that divides the sum, for a batch that is a part of a larger one. None is for the number of
-            targets that count, which gives NaN if there are none.
+        ignore: The target of positions that are left out of the mean.
+        count: The number that divides the sum, for a batch that is a part of a larger batch. By default the number of
+            targets other than `ignore`; the result is NaN if all targets are `ignore`.
     """
     if x.dim() == 2:
         return linear_cross_entropy(x[None], weight[None], targets[None], ignore=ignore, count=count).sum()

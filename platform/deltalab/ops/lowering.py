@@ -76,7 +76,7 @@ def _one_row_later(transition: Transition, operands: Operands) -> tuple[Transiti
 
 
 def _unsigned(transition: Transition, operands: Operands, sign: Tensor) -> tuple[Transition, Operands, Tensor]:
-    """The recurrence with its signs in the vectors, and the sign of the state after all rows."""
+    """Moves the signs of a recurrence into its vectors, and returns the sign that multiplies its last state."""
     product = sign.detach().to(torch.promote_types(operands.u.dtype, torch.float32)).cumprod(dim=1)
     before = F.pad(product[:, :-1], (0, 0) * (product.dim() - 2) + (1, 0), value=1.0)
     reads = product[:, transition.steps - 1 :: transition.steps]

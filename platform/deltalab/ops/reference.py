@@ -213,7 +213,7 @@ def _gram(x: Tensor, y: Tensor, decay: _Decay) -> Tensor:
 
 
 def _solve(system: Tensor, right: Tensor) -> Tensor:
-    """Computes (I + L)^-1 right, where L is the part of `system` below its diagonal."""
+    """Solves (I + L) x = `right` for x, where L is the part of `system` below its diagonal."""
     solved: Tensor = _Solve.apply(system, right)  # type: ignore[no-untyped-call]
     return solved
 

@@ -129,7 +129,7 @@ def _computed(call: Call) -> tuple[Tensor, State]:
 
 
 def _recurrence(call: Call, of_rule: Operands) -> tuple[Tensor, State]:
-    """Computes the recurrence of a rule of the algebra, and applies the output and carry of its operands."""
+    """Computes a rule's recurrence, applies `of_rule.output` to o, and appends `of_rule.carry` to the state."""
     assert call.rule.transition is not None
     o, state = recurrence(
         call.rule.transition, of_rule, dtype=call.v.dtype, scale=call.scale, state=call.recurrence_state,
@@ -256,7 +256,7 @@ def _operands(call: Call, carry: tuple[Tensor, ...] | None) -> Operands:
 
 
 def _token_by_token(call: Call, values: Mapping[str, Tensor]) -> tuple[Tensor, State]:
-    """Computes each token by itself, for at least one token: by `mix`, or by operands of that token and the carry."""
+    """Computes at least one token, one at a time: by `mix`, or by operands from the token and the carry before it."""
     rule, state, outputs = call.rule, call.state, []
     whole = Call(rule, call.q, call.k, call.v, values, call.given_scale, None, "recurrent", 1)
     for t in range(call.q.shape[1]):

@@ -108,13 +108,13 @@ def import_ledger(store: Store, source: Store, say: Say) -> dict[str, int]:
 def vacuum(store: Store) -> dict[str, int]:
     """Removes what nobody can see, and gives free space back.
 
-    Studies that were deleted, trials of no arm and rules of no trial are removed for good.
+    Removed for good are studies that were deleted, trials that no arm uses, and rules that no trial uses.
 
     Returns:
         The number of removed rows by table.
 
     Raises:
-        InputError: Other processes use the database all the time, or the disk has no room for the copy that this takes.
+        InputError: Other processes use the database all the time, or the disk has no room for the temporary copy.
     """
     with _writing(store, writes=True) as connection:
         deleted_studies = Study.deleted_at.is_not(None)

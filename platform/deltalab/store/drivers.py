@@ -55,7 +55,7 @@ class TakenOver(InputError):
 class Heartbeat:
     """Calls `beat` every `BEAT_SECONDS` from a thread, until it returns False because the claim is lost.
 
-    An `InputError` of `beat` is ignored: if the database is gone, the driver's next operation fails with it, too.
+    An `InputError` of `beat` is ignored: if the database is gone, the driver's next operation raises the same error.
     """
 
     def __init__(self, beat: Callable[[], bool]) -> None:

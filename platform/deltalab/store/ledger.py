@@ -62,7 +62,7 @@ class Store(Ledger):
 
     @staticmethod
     def exists(where: str | Path | None = None) -> bool:
-        """Returns whether there is a file at the address. A database on a server counts as there."""
+        """Returns whether the file at the address exists. For a database on a server, always returns True."""
         url = database.address(where)
         return url.get_backend_name() != "sqlite" or Path(str(url.database)).exists()
 
@@ -314,7 +314,7 @@ class Store(Ledger):
 
 
 def _as_json(arms: Sequence[ArmRecord]) -> str:
-    """Returns what tells arms apart. Their changes follow from it, and other releases may spell these otherwise."""
+    """Returns the names and configurations of arms, without their changes, which releases may spell differently."""
     return json.dumps([[arm.name, arm.is_base, arm.config] for arm in arms], sort_keys=True)
 
 

@@ -357,8 +357,8 @@ def gate_ranges(rule: UpdateRule) -> Iterator[Measurement]:
 def eigenvalues(rule: UpdateRule) -> Iterator[Measurement]:
     """Measures how far the eigenvalues of one token's transition leave the declared range.
 
-    The keys are those that the rule's features make. A rule that has unit norms by default and lets a knob take them
-    away is measured with unit norms there, too.
+    The keys have the norms that the rule's default features produce. A rule whose default features have unit norm is
+    measured with unit norms in every setting, even if a knob removes the norm.
     """
     low, high = rule.eigenvalues
     width = rule.key_width(KEY)

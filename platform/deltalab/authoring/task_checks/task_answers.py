@@ -212,7 +212,7 @@ def fixed_answers(task: Task) -> Iterator[Measurement]:
 def _fixed(task: Task, split: str) -> Iterator[tuple[str, float, float]]:
     """Yields the metric of fixed answers, with its standard error: the most frequent one, and that of each position.
 
-    They are counted at another seed than they are judged at.
+    The most frequent answers are counted on batches of another seed than the batches that judge them.
     """
     counts_of: dict[Task, Tensor] = {}
     for member, batch in judged(task, split, seed=1):

@@ -86,7 +86,7 @@ def held_out(
     """Yields the batches of one process, which share the first `validation.sequences` rows of a split.
 
     All processes get the same number of batches, because FSDP's collectives need it. If rows are too few for all, a
-    process gets further ones in which no target counts.
+    process gets additional batches whose targets are all left out of the loss.
 
     Args:
         split: The split of the packed data.

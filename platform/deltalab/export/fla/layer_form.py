@@ -172,7 +172,7 @@ def plain(spec: ModelSpec, model_type: str, **others: tuple[object, ...]) -> Non
     Args:
         spec: Our layer.
         model_type: FLA's model type.
-        **others: The allowed values of further settings, or others in place of the usual ones.
+        **others: The allowed values of further settings, or replacements for the usual allowed values.
     """
     allowed: dict[str, tuple[object, ...]] = {
         "qk_norm": (False,),

@@ -170,7 +170,7 @@ def _forward(
 
 
 def _starts(plan: ScalarLaunch, operands: ScalarOperands, kept: Kept, state: Tensor | None) -> Tensor:
-    """The state that each part starts with; fills kept.maps."""
+    """Returns the state that each part of a sequence starts with, and writes `kept.maps`."""
     maps, erases = kept.maps, operands.e is not None
     plan = plan.narrowed(plan.key_dim)
     ends = maps.new_empty(plan.batch, plan.heads, plan.key_dim, plan.value_dim + (plan.key_dim if erases else 0))
@@ -343,7 +343,7 @@ def _residual_shapes(*, cu_seqlens: Tensor | None, chunk_size: int, keep: bool, 
 
 
 def _gradient_shapes(operands: Sequence[str], states: Sequence[str]) -> Callable[..., list[Tensor]]:
-    """A function that returns empty gradients of these operands and states."""
+    """Returns a function that makes empty gradients of the operands and states with the given names."""
 
     def shapes(*, k: Tensor, u: Tensor, cu_seqlens: Tensor | None, chunk_size: int, **arguments: Any) -> list[Tensor]:
         plan = ScalarLaunch.of(k, u, cu_seqlens, chunk_size)

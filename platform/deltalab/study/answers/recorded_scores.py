@@ -90,7 +90,7 @@ class RecordedScores:
 
 
 def current(trials: Sequence[TrialRow]) -> list[TrialRow]:
-    """The trials without those that a later one of the same number has superseded.
+    """The trials, without each trial that a later trial of the same number has superseded.
 
     The trials of a number are one candidate, whose values they share, with other seeds at each look. After failed
     trials have run again, a search may have come to another finalist, or an extended range to another value: the

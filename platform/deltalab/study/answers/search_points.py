@@ -99,7 +99,7 @@ def points(
                 at_chance=at_chance(objectives, result.scores, chance),
             )
         )
-    # The cheapest model is on a front even if it has learned nothing, which says nothing of it.
+    # The cheapest model is on the front even if it has learned nothing. So models at chance are left out.
     eligible = [i for i, point in enumerate(every) if point.rung == len(space.rungs) - 1 and not point.at_chance]
     for place in front([objective_point(objectives, every[i].scores) for i in eligible]) if eligible else ():
         every[eligible[place]] = replace(every[eligible[place]], on_front=True)

@@ -31,7 +31,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Calibration:
-    """The A/A studies of one family of arms.
+    """The error that simulated A/A studies, whose arms all equal the base, show for one family of arms.
 
     Attributes:
         tasks: The tasks whose arms are tested together.
@@ -43,7 +43,7 @@ class Calibration:
         low: The lower end of the exact 95% interval of that share.
         high: The upper end of that interval.
         coverage: The share of A/A studies all of whose intervals hold 0.
-        says: What follows, in a sentence.
+        says: A sentence that judges these shares.
     """
 
     tasks: list[str]

@@ -146,7 +146,7 @@ class Estimate:
         return Group(table, *map(Text, lines))
 
     def _power(self) -> list[str]:
-        """What the study can find."""
+        """Says how small a difference the study can find, in lines of text."""
         arms = len({arm.arm for arm in self.arms}) - 1
         if not arms:
             return ["There is no arm beside the base: the study compares nothing."]

@@ -160,7 +160,7 @@ def _check_costs(plan: Plan, space: Space) -> list[str]:
 def _misfit(
     plan: Plan, arm: PlannedArm, values: Mapping[str, Any], nearest: dict[str, tuple[Bounded, str]]
 ) -> str | None:
-    """Says why a candidate is not allowed, or returns None; keeps in `nearest` what came nearest to each bound."""
+    """Says why a candidate is not allowed, or returns None. Updates `nearest`, the nearest candidate to each bound."""
     try:
         quantities = plan.bounded(arm, plan.config_for(arm, values))
         for rung in range(len(plan.spec.search.rungs) if plan.spec.search else 0):
@@ -194,7 +194,7 @@ def _drawn(knobs: Mapping[str, Search], most: int) -> list[dict[str, Any]]:
 
 
 def _covering(knobs: Mapping[str, Search], names: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """Yields, for each point of the knobs named, a combination with it, in which the other knobs have their first."""
+    """Yields a combination with each point of each named knob; the other knobs have their first point if possible."""
     for name in names:
         above = example_with(knobs, name) or {}
         for value in knobs[name].points(INTEGERS):

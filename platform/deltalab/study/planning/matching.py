@@ -150,7 +150,7 @@ class Matcher:
         return quantities
 
     def _require_untuned(self, quantity: str, configs: list[Config], count: Callable[[Config], float]) -> None:
-        """Raises `InputError` if a bound or a choice of a tuned setting changes the quantity."""
+        """Raises `InputError` if a value that tuning may give a setting changes a quantity that is matched."""
         for path, search in self._tuned.items():
             for config, value in itertools.product(configs, search.extremes):
                 try:

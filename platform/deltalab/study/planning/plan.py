@@ -318,7 +318,7 @@ class Plan:
     def config_for(self, arm: PlannedArm, values: Mapping[str, Any], rung: int | None = None) -> dict[str, Any]:
         """The configuration with which an arm trains a candidate, every setting spelled out.
 
-        If a search matches its candidates, the model is as large as the base; at a rung, as large as the base is there.
+        If a search matches its candidates, the model is as large as the base, at a rung as the base at that rung.
 
         Raises:
             InputError: The values make no model, or no model is as large as the base.

@@ -89,7 +89,7 @@ def spread_candidates(
 
 
 def _different(searched: Mapping[str, Search], drawn: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yields each candidate once, without the settings that do not exist in it."""
+    """Yields each candidate once, without the settings whose condition does not hold."""
     seen = set()
     for values in drawn:
         candidate = _existing(searched, values)

@@ -151,5 +151,5 @@ def headers(table: TaskTable, chosen: Iterable[Column] | None = None) -> list[st
 
 
 def cells(row: Row, chosen: Iterable[Column] | None = None) -> list[str]:
-    """A row as text under `headers`; "" for a figure that is not known."""
+    """The text of a row in each column that `headers` names; "" for a figure that is not known."""
     return [column.text(row) for column in (columns() if chosen is None else chosen)]

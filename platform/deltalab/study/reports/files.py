@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from deltalab.errors import unknown
 from deltalab.store.trainings import TrainingRow
+from deltalab.study.answers.answer import Answer
 from deltalab.study.answers.ladder_trends import TaskLadder
 from deltalab.study.answers.rows import Row, TaskTable
 from deltalab.study.reports import columns
@@ -24,6 +25,9 @@ from deltalab.study.reports.lines import (
     ladder_cells,
     ladder_headers,
     ladder_notes,
+    search_lines,
+    shown_tables,
+    title,
     training_cells,
 )
 from deltalab.study.statistics.intervals import Interval
@@ -32,7 +36,6 @@ from deltalab.study.statistics.joint_test import UNKNOWN, Difference
 if TYPE_CHECKING:
     import pandas as pd
 
-    from deltalab.study.reports.report import Report
 
 Part = Literal["arms", "ladders", "trainings"]
 """A table of a report's figures: a line per task and arm; per ladder, arm and size; or per training."""
@@ -47,23 +50,23 @@ DTYPES: dict[Any, str] = {
 """pandas' type for a figure, by the type that a column or a field states."""
 
 
-def markdown(report: "Report") -> str:
+def markdown(answer: Answer) -> str:
     """A report as Markdown."""
-    lines = [f"## {report.title}", "", *_list([f"**{warning}**" for warning in report.warnings])]
-    for table in report.shown:
+    lines = [f"## {title(answer)}", "", *_list([f"**{warning}**" for warning in answer.warnings])]
+    for table in shown_tables(answer):
         lines += [f"### {caption(table)}", "", *_list([f"**{warning}**" for warning in table.warnings])]
         lines += [*_table(headers(table), [cells(row) for row in table.rows]), "", *_list(table.notes)]
-    for ladder in report.ladders:
+    for ladder in answer.ladders:
         lines += [f"### {ladder_caption(ladder)}", "", *_table(ladder_headers(ladder), ladder_cells(ladder))]
         lines += ["", *_list(ladder_notes(ladder))]
-    for section in report.sections():
+    for section in search_lines(answer):
         lines += [f"### {section.title}", ""]
         if section.rows:
             lines += [*_table(section.headers, section.rows), ""]
         lines += _list(section.notes) or [""]
-    lines += [f"- {line}" for line in (*failure_lines(report.failures), *report.notes)]
-    if report.trainings:
-        lines += ["", f"### {TRAININGS}", "", *_table(TRAINING_HEADERS, map(training_cells, report.trainings))]
+    lines += [f"- {line}" for line in (*failure_lines(answer.failures), *answer.notes)]
+    if answer.trainings:
+        lines += ["", f"### {TRAININGS}", "", *_table(TRAINING_HEADERS, map(training_cells, answer.trainings))]
     return "\n".join(lines) + "\n"
 
 
@@ -80,10 +83,10 @@ def _row(texts: Sequence[str]) -> str:
     return "| " + " | ".join(text.replace("|", "\\|") for text in texts) + " |"
 
 
-def as_json(report: "Report") -> str:
+def as_json(answer: Answer) -> str:
     """Every figure of a report as JSON; null for a figure that is not known."""
-    parts = asdict(report)
-    for part, table in zip(parts["tables"], report.tables, strict=True):
+    parts = asdict(answer)
+    for part, table in zip(parts["tables"], answer.tables, strict=True):
         part["rows"] = [{key: _plain(value) for key, value in figures(row).items()} for row in table.rows]
     return json.dumps(_without_nan(parts), indent=2, allow_nan=False, default=datetime.isoformat)
 
@@ -93,10 +96,10 @@ def _plain(value: Any) -> Any:
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 
-def as_csv(report: "Report") -> str:
+def as_csv(answer: Answer) -> str:
     """The parts of a report as tables of CSV, with an empty line between them."""
     parts = []
-    for rows in filter(None, (records(report, part) for part in get_args(Part))):
+    for rows in filter(None, (records(answer, part) for part in get_args(Part))):
         out = io.StringIO()
         writer = csv.DictWriter(out, fieldnames=list(rows[0]), lineterminator="\n")
         writer.writeheader()
@@ -105,7 +108,7 @@ def as_csv(report: "Report") -> str:
     return "\n".join(parts)
 
 
-def as_frame(report: "Report", part: Part) -> "pd.DataFrame":
+def as_frame(answer: Answer, part: Part) -> "pd.DataFrame":
     """A part of a report as a DataFrame.
 
     Raises:
@@ -113,22 +116,22 @@ def as_frame(report: "Report", part: Part) -> "pd.DataFrame":
     """
     import pandas as pd  # It takes half a second to load.
 
-    rows = records(report, part)
+    rows = records(answer, part)
     return pd.DataFrame(rows).astype({key: dtype for key, dtype in _dtypes().items() if rows and key in rows[0]})
 
 
-def records(report: "Report", part: str) -> list[dict[str, Any]]:
+def records(answer: Answer, part: str) -> list[dict[str, Any]]:
     """A part of a report as flat records: an interval is several figures.
 
     Raises:
         InputError: There is no such part.
     """
     if part == "arms":
-        return [_arm_record(table, row) for table in report.tables for row in table.rows]
+        return [_arm_record(table, row) for table in answer.tables for row in table.rows]
     if part == "ladders":
-        return [record for ladder in report.ladders for record in _ladder_records(ladder)]
+        return [record for ladder in answer.ladders for record in _ladder_records(ladder)]
     if part == "trainings":
-        return [_training_record(row) for row in report.trainings]
+        return [_training_record(row) for row in answer.trainings]
     raise unknown("part of a report", part, get_args(Part))
 
 

@@ -1,18 +1,60 @@
-"""Captions, ladders, trainings and failures as lines of text, which every form of a report shares."""
+"""Titles, captions, ladders, trainings and failures as lines of text, which every form of a report shares."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
+from deltalab.reading import pairs
 from deltalab.store.trainings import TrainingRow
-from deltalab.study.answers.answer import Failure
+from deltalab.study.answers.answer import Answer, Failure
 from deltalab.study.answers.ladder_trends import TaskLadder
 from deltalab.study.answers.rows import TaskTable
 from deltalab.study.answers.wording import format_interval, format_p
+from deltalab.study.specs.setting_paths import training_part
+
+if TYPE_CHECKING:
+    from deltalab.study.reports.search_sections import Section
 
 TRAININGS = "Trainings of exported folders"
 TRAINING_HEADERS = (
     "training", "arm", "rule", "parameters", "steps", "tokens", "train loss", "validation loss", "tokens/s",
     "evaluations",
 )  # fmt: skip
+
+
+def title(answer: Answer) -> str:
+    """The study, how it was run, and how far it is."""
+    profile = f"profile {answer.profile}" if answer.profile else "default profile"
+    state = answer.state if answer.state in ("done", "failed") else f"{answer.state}: verdicts may change"
+    settings = f", with {pairs(answer.overrides)}" if answer.overrides else ""
+    return f"{answer.study}, {profile}{settings}, id {answer.study_id} ({state})"
+
+
+def shown_tables(answer: Answer) -> list[TaskTable]:
+    """The tables as readers see them.
+
+    A search says what each of its arms is in a line of its own, so that its tables leave that out.
+    """
+    if answer.search is None:
+        return answer.tables
+    return [
+        replace(table, rows=[replace(row, tuned=training_part(row.tuned)) for row in table.rows])
+        for table in answer.tables
+    ]
+
+
+def search_lines(answer: Answer, most: int | None = None) -> "list[Section]":
+    """What a search found, in sections; nothing for a study that is none.
+
+    Args:
+        answer: The answer of a study.
+        most: Rows of a table; None shows all.
+    """
+    if answer.search is None:
+        return []
+    from deltalab.study.reports.search_sections import sections  # It brings Optuna, which takes a second to load.
+
+    return sections(answer.search, most)
 
 
 def caption(table: TaskTable) -> str:
@@ -25,7 +67,7 @@ def caption(table: TaskTable) -> str:
 
 
 def training_cells(row: TrainingRow) -> list[str]:
-    """A training as text under `TRAINING_HEADERS`; "" for a figure that is not known."""
+    """The text of a training in each column of `TRAINING_HEADERS`; "" for a figure that is not known."""
     losses = [f"{row.losses[split]:.4f}" if split in row.losses else "" for split in ("train", "validation")]
     return [
         row.name,

@@ -1,15 +1,12 @@
-"""A study's report in a notebook: how to get it by the study's name, and its form as HTML."""
+"""The answer of a study as HTML, for notebooks."""
 
 from collections.abc import Iterator
 from html import escape
-from pathlib import Path
 
-from deltalab.store import Store
+from deltalab.study.answers.answer import Answer
 from deltalab.study.answers.rows import Row, TaskTable
 from deltalab.study.reports.columns import Column, columns, headers
-from deltalab.study.reports.lines import caption, failure_lines
-from deltalab.study.reports.report import Report
-from deltalab.study.reports.report import report as report_of_store
+from deltalab.study.reports.lines import caption, failure_lines, title
 from deltalab.study.reports.sentence import sentence, short_verdict
 
 VERDICTS = {"better": ("▲", "#1f6fd6"), "worse": ("▼", "#c25700")}
@@ -20,37 +17,22 @@ MOST_FAILURES = 3
 """How many failed trials are shown; further ones are counted."""
 
 
-def report(study: str | int, *, db: str | Path | None = None, profile: str | None = None) -> Report:
-    """The report of a study that has run, or runs: in a notebook, `deltalab.report("quickstart")` shows it.
-
-    Args:
-        study: NAME, NAME:PROFILE or the id of the study.
-        db: A file or the URL of a database; None is ./deltalab.db.
-        profile: The profile, in place of writing NAME:PROFILE.
-
-    Raises:
-        InputError: There is no such database or study.
-    """
-    with Store.open(db, create=False) as store:
-        return report_of_store(store, store.study(study, profile).id)
-
-
-def to_html(report: Report) -> str:
+def to_html(answer: Answer) -> str:
     """The answer of a report as HTML, its text escaped. Costs and notes are left out, which other forms have."""
-    return "\n".join(["<div>", *_lines(report), "</div>"])
+    return "\n".join(["<div>", *_lines(answer), "</div>"])
 
 
-def _lines(report: Report) -> Iterator[str]:
-    yield f"<p><b>{escape(sentence(report))}</b></p>"
-    yield f"<p>{escape(report.title)}</p>"
-    for warning in report.warnings:
+def _lines(answer: Answer) -> Iterator[str]:
+    yield f"<p><b>{escape(sentence(answer))}</b></p>"
+    yield f"<p>{escape(title(answer))}</p>"
+    for warning in answer.warnings:
         yield f"<p>⚠ {escape(warning)}</p>"
-    for table in report.tables[:MOST_TABLES]:
+    for table in answer.tables[:MOST_TABLES]:
         yield from _table(table)
-    more = [table.task for table in report.tables[MOST_TABLES:]]
+    more = [table.task for table in answer.tables[MOST_TABLES:]]
     if more:
         yield f"<p>Further tasks: {escape(', '.join(more))}.</p>"
-    failures = failure_lines(report.failures)
+    failures = failure_lines(answer.failures)
     for line in failures[:MOST_FAILURES]:
         yield f"<p>✗ {escape(line)}</p>"
     if failures[MOST_FAILURES:]:

@@ -1,60 +1,22 @@
 """A study's answer, ready to be shown: on a terminal, in a notebook, and as files."""
 
-from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console, ConsoleOptions, RenderResult
 
-from deltalab.reading import pairs
 from deltalab.store import Store
 from deltalab.store.models import Stage
 from deltalab.study.answers.answer import Answer, answer
-from deltalab.study.answers.rows import TaskTable
 from deltalab.study.reports import files
 from deltalab.study.reports.files import Part
-from deltalab.study.specs.setting_paths import training_part
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from deltalab.study.reports.search_sections import Section
-
 
 class Report(Answer):
     """An answer that can be shown; `console.print(report)` fits it to the console's width."""
-
-    @property
-    def title(self) -> str:
-        """The study, how it was run, and how far it is."""
-        profile = f"profile {self.profile}" if self.profile else "default profile"
-        state = self.state if self.state in ("done", "failed") else f"{self.state}: verdicts may change"
-        settings = f", with {pairs(self.overrides)}" if self.overrides else ""
-        return f"{self.study}, {profile}{settings}, id {self.study_id} ({state})"
-
-    @property
-    def shown(self) -> list[TaskTable]:
-        """The tables as readers see them.
-
-        A search says what each of its arms is in a line of its own, so that its tables leave that out.
-        """
-        if self.search is None:
-            return self.tables
-        return [
-            replace(table, rows=[replace(row, tuned=training_part(row.tuned)) for row in table.rows])
-            for table in self.tables
-        ]
-
-    def sections(self, most: int | None = None) -> "list[Section]":
-        """What a search found, in sections; nothing for a study that is none.
-
-        Args:
-            most: Rows of a table; None shows all.
-        """
-        if self.search is None:
-            return []
-        from deltalab.study.reports.search_sections import sections  # It brings Optuna, which takes a second to load.
-
-        return sections(self.search, most)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from deltalab.study.reports.terminal import drawn
@@ -109,3 +71,18 @@ def report(store: Store, study_id: int, *, which: Stage = "confirm") -> Report:
         InputError: There is no such study.
     """
     return Report(**vars(answer(store, study_id, which=which)))
+
+
+def open_report(study: str | int, *, db: str | Path | None = None, profile: str | None = None) -> Report:
+    """The report of a study that has run, or runs: in a notebook, `deltalab.report("quickstart")` shows it.
+
+    Args:
+        study: NAME, NAME:PROFILE or the id of the study.
+        db: A file or the URL of a database; None is ./deltalab.db.
+        profile: The profile, in place of writing NAME:PROFILE.
+
+    Raises:
+        InputError: There is no such database or study.
+    """
+    with Store.open(db, create=False) as store:
+        return report(store, store.study(study, profile).id)

@@ -182,7 +182,7 @@ def _settings(discovery: Discovery) -> str:
 
 
 def _left_out(discovery: Discovery, most: int | None) -> Section:
-    """The candidates that successive halving dropped, and why others make no model."""
+    """Lists the candidates that successive halving dropped, and the reasons why infeasible candidates make no model."""
     lines = [*discovery.dropped]
     for reason in discovery.infeasible[:most]:
         candidates = (

@@ -50,7 +50,7 @@ class SettingDiff:
         key: The dotted key.
         left: The value on the left; None if it is not set.
         right: The value on the right, likewise.
-        where: The arms and tasks with the difference; () for all of them, and for a setting of no arm.
+        where: The arms and tasks with the difference; () if all have it, or if the setting belongs to no arm.
     """
 
     key: str

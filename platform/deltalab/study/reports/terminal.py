@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deltalab.store.trainings import TrainingRow
+from deltalab.study.answers.answer import Answer
 from deltalab.study.answers.ladder_trends import TaskLadder
 from deltalab.study.answers.rows import NO_DIFFERENCE, TaskTable
 from deltalab.study.reports.columns import Column, cells, columns, headers
@@ -20,9 +21,11 @@ from deltalab.study.reports.lines import (
     ladder_cells,
     ladder_headers,
     ladder_notes,
+    search_lines,
+    shown_tables,
+    title,
     training_cells,
 )
-from deltalab.study.reports.report import Report
 
 STYLE = {"better": "green", "worse": "red", "failed": "red", "diverged": "red"}
 SHORT = 8
@@ -34,36 +37,36 @@ SHORTEST_NAME = 8
 """Columns that are left to a name, or to a word among the tuned values, before it is folded."""
 
 
-def drawn(report: Report, width: int) -> Iterator[RenderableType]:
-    """The parts of a report, from top to bottom.
+def drawn(answer: Answer, width: int) -> Iterator[RenderableType]:
+    """The parts of a answer, from top to bottom.
 
     Args:
-        report: The report.
+        report: The answer.
         width: Characters in a line.
     """
-    yield Text(report.title, style="bold")
-    yield from _warnings(report.warnings)
-    for table in report.shown:
+    yield Text(title(answer), style="bold")
+    yield from _warnings(answer.warnings)
+    for table in shown_tables(answer):
         yield Text(f"\n{caption(table)}")
         yield from _warnings(table.warnings)
         yield from _task_grids(table, width)
         yield from _notes(table.notes)
-    for ladder in report.ladders:
+    for ladder in answer.ladders:
         yield Text(f"\n{ladder_caption(ladder)}")
         yield _ladder_grid(ladder, width >= ONE_TABLE)
         yield from _notes(ladder_notes(ladder))
-    for section in report.sections(SHORT):
+    for section in search_lines(answer, SHORT):
         yield Text(f"\n{section.title}")
         if section.rows:
             yield _section_grid(section.headers, section.rows)
         yield from _notes(section.notes)
-    if report.search:
+    if answer.search:
         yield Text("")
-    yield from _notes([*failure_lines(report.failures), *report.notes])
-    if report.trainings:
+    yield from _notes([*failure_lines(answer.failures), *answer.notes])
+    if answer.trainings:
         yield Text(f"\n{TRAININGS}")
-        yield _training_grid(report.trainings)
-        yield from _notes([f"{row.name}: {training_cells(row)[-1]}" for row in report.trainings if row.evaluations])
+        yield _training_grid(answer.trainings)
+        yield from _notes([f"{row.name}: {training_cells(row)[-1]}" for row in answer.trainings if row.evaluations])
 
 
 def _warnings(lines: Sequence[str]) -> Iterator[Text]:

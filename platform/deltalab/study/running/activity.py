@@ -90,7 +90,7 @@ class _Used:
     since: float = 0.0
     """When the device began to be busy without a break."""
     idle_from: float = 0.0
-    """When the device was last busy before that."""
+    """When the device last stopped being busy before `since`."""
 
 
 class DriverActivity:

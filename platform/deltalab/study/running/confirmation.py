@@ -28,7 +28,7 @@ class ArmTrials:
 
     Attributes:
         arm: The arm.
-        tried: The values of the candidates that every seed trains, by number; None until they are known.
+        tried: The values, by candidate number, that every seed trains; None until the candidates are known.
         trials: (candidate, look) -> the trial; None while the trial runs.
         stopped: Whether the arm gets no further seeds.
     """
@@ -94,7 +94,7 @@ class ConfirmPhase:
 
     @property
     def left(self) -> int:
-        """Seeds times steps of the trials that have not ended, with the assumption of `total`."""
+        """Seeds times steps of the trials that have not ended, if no arm that still runs stops before the last look."""
         ends = [0, *(look.seeds for look in self._plan.spec.looks)]
         seeds = [after - before for before, after in pairwise(ends)]
         left = 0
@@ -147,7 +147,7 @@ class ConfirmPhase:
         return []
 
     def _to_try(self, trials: ArmTrials) -> dict[int, dict[str, Any]] | None:
-        """The candidates that every seed of an arm trains, by number; None until a search has ended."""
+        """The values, by number, of the candidates that every seed of an arm trains. None until a search has ended."""
         if self._search and not self._search.done:
             return None
         finalist = self._search.values(trials.arm) if self._search else {}

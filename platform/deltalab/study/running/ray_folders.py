@@ -51,7 +51,7 @@ def ray_folder() -> Iterator[Path]:
 
 
 def sweep(base: Path) -> None:
-    """Removes the folders in `base` whose drivers, of this user and machine, are gone, with Ray's processes there."""
+    """Removes folders in `base` whose driver (of this user and machine) is gone, and ends the Ray processes there."""
     for file in base.glob(f"{PREFIX}*/{OWNER}"):
         # Another driver may be removing the folder now, or the file may be of another program.
         with suppress(OSError, ValueError, TypeError):

@@ -95,7 +95,7 @@ class Place(tune.Trainable):
 
     def step(self) -> dict[str, Any]:
         """Takes a stack if the place has none, and reports after `LOOKS` seconds."""
-        if not self._begun:  # The first result says at once that the place is there.
+        if not self._begun:  # The first result reports at once that the place has begun.
             self._begun = True
             return IDLE
         if not self._runs:

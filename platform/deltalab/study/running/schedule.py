@@ -179,7 +179,7 @@ class Schedule:
             plan: The study.
             store: The ledger.
             study_id: The study's id in the ledger.
-            interrupted: Stacks that a killed driver left behind with a checkpoint, as the keys of their trials.
+            interrupted: Stacks whose checkpoint a killed driver left. Each is a tuple of its trials' keys.
         """
         self.plan, self.store, self.study_id = plan, store, study_id
         self.lock = RLock()
@@ -222,7 +222,7 @@ class Schedule:
 
     @_locked
     def stages(self) -> dict[Stage, Count]:
-        """How many trials each stage has, with the assumption of `total`."""
+        """How many trials each stage has, if no arm that still runs stops before the last look."""
         counts: dict[Stage, Count] = {}
         if self._search:
             counts["tune"] = Count(self._ended["tune"], self._search.total, self._search.left)
@@ -393,7 +393,7 @@ class Schedule:
         return (job.task, job.seeds) == (other.task, other.seeds) and stackable(job.specs, other.specs)
 
     def _learn(self, who: ArmTrials | SearchPhase, job: Job, look: int, summary: TrialSummary) -> None:
-        """Counts a trial that has ended, and tells its result to who asked for it."""
+        """Counts a trial that has ended, and gives the result to the search or the arm that asked for the trial."""
         self.completed += 1
         self._ended[job.stage] += 1
         self.failures += summary.state == "failed"

@@ -278,7 +278,7 @@ class JoinedStacks:
         return stack
 
     def finished(self, record: TrialRecord) -> None:
-        """Keeps a record; the last one of a stack sends all of them to the holder."""
+        """Keeps a record. Once all records of a stack are kept, sends them to the holder."""
         stack_id = self._of(record.key)
         self._records[stack_id].append(record)
         if len(self._records[stack_id]) == len(self._stacks[stack_id]):

@@ -124,7 +124,7 @@ def make_worker(runs: Path | str, *, threads: int = 1, memory: int | None = None
 
 
 def interrupted_stacks(runs: Path | str) -> list[tuple[str, ...]]:
-    """Lists the stacks of several jobs whose training left a checkpoint and no result, as the keys of their jobs.
+    """Lists stacks of several jobs that left a checkpoint but no result. Each is a tuple of its jobs' keys.
 
     Args:
         runs: The folder or the URL of weights and checkpoints.

@@ -31,7 +31,7 @@ class Halving:
             finalists.
         late: How many candidates that went on by lot are among the best of the next rung; None until all trials of the
             next rung have ended.
-        low: The lower end of the exact 95% interval of the share of dropped candidates that would have been among them.
+        low: The lower end of the exact 95% interval of the share of dropped candidates that `best` would include.
         high: The upper end of that interval.
     """
 

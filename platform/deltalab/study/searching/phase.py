@@ -275,7 +275,7 @@ class SearchPhase:
             yield from self._train(trained[number], rung + 1)
 
     def _jobs(self, candidate: Candidate, rung: int | None) -> list[Job]:
-        """The trials of a candidate; none, and a record of the reason, if it makes no model on one of the tasks."""
+        """The trials of a candidate. If it makes no model on some task, returns no trials, and records the reason."""
         jobs = []
         for arm in self.arms:
             try:

@@ -61,8 +61,8 @@ def mean_score(summary: TrialSummary, metric: str, split: str) -> float:
 def objective_scores(objectives: Sequence[Objective], trials: Mapping[str, TrialSummary]) -> dict[str, float]:
     """The score of a candidate for each objective.
 
-    The metric of a task is the mean validation score over the seeds. A cost that names no task is the largest of all
-    tasks.
+    The score for a metric of a task is the mean validation score over the seeds. The score for a cost is the cost on
+    the objective's task, or the largest cost over all tasks if the objective has no task.
 
     Args:
         objectives: What the search weighs.
@@ -181,7 +181,7 @@ def objectives_of(space: Searching, store: Store, study_id: int) -> tuple[Object
 def objective_points(
     objectives: Sequence[Objective], scores: Mapping[int, Mapping[str, float]]
 ) -> dict[int, list[float]]:
-    """The points of candidates by number."""
+    """The point of each candidate, by the number of the candidate."""
     return {number: objective_point(objectives, of_candidate) for number, of_candidate in scores.items()}
 
 

@@ -190,7 +190,7 @@ class OptunaStudy:
 
 
 def _best(trials: list[FrozenTrial], directions: Sequence[StudyDirection], most: int) -> list[FrozenTrial]:
-    """The best trials in their order of age: those of the front, then of the front of the others, and so on."""
+    """The `most` best trials, oldest first. Takes the front, then the front of the remaining trials, and so on."""
     signs = [-1.0 if direction == StudyDirection.MAXIMIZE else 1.0 for direction in directions]
     points = {trial.number: [sign * value for sign, value in zip(signs, trial.values, strict=True)] for trial in trials}
     kept: set[int] = set()

@@ -51,7 +51,7 @@ class Look:
 
     Attributes:
         seeds: The number of seeds.
-        spent: The share of all flips that the look and the looks before it may decide.
+        spent: The share of all flips that may count as decided after this look, including those of earlier looks.
     """
 
     seeds: int

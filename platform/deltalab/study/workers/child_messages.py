@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 
 
 class ChildState(NamedTuple):
-    """What a child does now. Times are those of `time.monotonic`.
+    """The present activity of a child. Times are those of `time.monotonic`.
 
     Attributes:
-        since: When the child began to do it.
+        since: When the activity `what` began.
         ends: The deadline of the stack.
         typical: The median time of a step in seconds; infinite while fewer than 3 steps are known.
         step: The steps that are done.
         steps: The steps of the training.
-        what: What the child does.
+        what: The name of the activity.
     """
 
     since: float

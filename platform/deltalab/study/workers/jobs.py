@@ -95,7 +95,7 @@ def late(job: Job, step: int) -> str:
 
 
 def interrupted_stacks_in(runs: Path) -> list[tuple[str, ...]]:
-    """Lists the stacks of several jobs whose training left a checkpoint and no result, as the keys of their jobs.
+    """Lists stacks of several jobs that left a checkpoint but no result. Each is a tuple of its jobs' keys.
 
     Args:
         runs: The folder of weights and checkpoints.
@@ -112,7 +112,7 @@ def checkpoint_file(stack: Sequence[Job], runs: Path) -> Path:
 
 
 def forget_checkpoint(stack: Sequence[Job], runs: Path) -> None:
-    """Removes what a killed stack left behind that will not run again as it was."""
+    """Removes the checkpoint of a killed stack that will not run again with the same jobs."""
     from deltalab.training.train import forget_partial
 
     file = checkpoint_file(stack, runs)

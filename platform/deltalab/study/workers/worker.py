@@ -296,7 +296,7 @@ class _Child:
                 sys.stderr.write(text)
 
     def _ended(self, status: str) -> Lost:
-        """Says why the child has ended by itself."""
+        """Says why the child ended, though the worker did not end it."""
         self._listen()
         state = read_state(self._pulse.fileno())
         words = self._words and f"{self._words.strip()}\n"
@@ -363,7 +363,7 @@ class _Child:
 
 
 def _patience(state: ChildState) -> float:
-    """Seconds for which a child may do what it does now."""
+    """Seconds that a child may spend on its present activity."""
     if state.what == IMPORTING:
         return IMPORTS
     if state.typical == math.inf:
