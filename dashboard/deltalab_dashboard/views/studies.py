@@ -164,7 +164,7 @@ def deleted_study(store: Store, row: ListedStudy) -> None:
 
 
 def fill_best_arms(store: Store) -> None:
-    """Computes and stores, a few at a time, the best arms of studies whose release did not store them."""
+    """Computes and stores the best arms that an earlier release did not store, for a few studies at a time."""
     begun = time.monotonic()
     try:
         for row in without_best_arm(shelf.listed(store)):

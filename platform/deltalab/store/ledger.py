@@ -62,7 +62,7 @@ class Store(Ledger):
 
     @staticmethod
     def exists(where: str | Path | None = None) -> bool:
-        """Returns whether the file at the address exists. For a database on a server, always returns True."""
+        """Returns whether the file at the address exists; True for any database on a server."""
         url = database.address(where)
         return url.get_backend_name() != "sqlite" or Path(str(url.database)).exists()
 

@@ -147,7 +147,7 @@ class ConfirmPhase:
         return []
 
     def _to_try(self, trials: ArmTrials) -> dict[int, dict[str, Any]] | None:
-        """The values, by number, of the candidates that every seed of an arm trains. None until a search has ended."""
+        """The values, by number, of the candidates that every seed of an arm trains; None until a search has ended."""
         if self._search and not self._search.done:
             return None
         finalist = self._search.values(trials.arm) if self._search else {}

@@ -195,7 +195,7 @@ class _RayStudy:
         time.sleep(min(5.0, 1 + (time.monotonic() - self._well) / 10))
 
     def _fits(self) -> None:
-        """Notes that Ray works for the study now, so that `wait` measures its patience from here."""
+        """Notes that Ray works for the study now; `wait` counts its patience from the latest such note."""
         self._well, self._warned = time.monotonic(), False
 
     def _lose(self, place: int, lost: Lost) -> None:

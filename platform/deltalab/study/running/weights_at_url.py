@@ -124,7 +124,9 @@ def make_worker(runs: Path | str, *, threads: int = 1, memory: int | None = None
 
 
 def interrupted_stacks(runs: Path | str) -> list[tuple[str, ...]]:
-    """Lists stacks of several jobs that left a checkpoint but no result. Each is a tuple of its jobs' keys.
+    """Lists the stacks of several jobs that left a checkpoint but no result.
+
+    A stack is a tuple of its jobs' keys.
 
     Args:
         runs: The folder or the URL of weights and checkpoints.

@@ -95,7 +95,9 @@ def late(job: Job, step: int) -> str:
 
 
 def interrupted_stacks_in(runs: Path) -> list[tuple[str, ...]]:
-    """Lists stacks of several jobs that left a checkpoint but no result. Each is a tuple of its jobs' keys.
+    """Lists the stacks of several jobs that left a checkpoint but no result.
+
+    A stack is a tuple of its jobs' keys.
 
     Args:
         runs: The folder of weights and checkpoints.
