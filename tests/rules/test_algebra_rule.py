@@ -277,7 +277,7 @@ class TestWritten:
         for i, rule in enumerate(rules):
             name = f"rule_with_a_long_name_that_is_number_{i}"
             (tmp_path / f"{name}.py").write_text(write_rule(rule, name, "Found by the search of a study. " * 20))
-        for command in (["format", "--check"], ["check"]):
+        for command in (["format", "--check"], ["check", "--ignore", "D"]):  # as in plugins/
             config = ["--config", str(ROOT / "pyproject.toml")]
             found = subprocess.run(
                 [sys.executable, "-m", "ruff", *command, *config, tmp_path], capture_output=True, text=True, check=False
