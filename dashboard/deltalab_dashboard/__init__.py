@@ -1,1 +1,1 @@
-"""The dashboard: pages of Streamlit that show the studies of a ledger."""
+"""The dashboard: Streamlit pages that show the studies of a ledger."""

@@ -1,7 +1,7 @@
-"""The parameters of a page's address, and a line about each that the page cannot use.
+"""Reads the parameters of a page's address, and tells the reader which of them the page cannot use.
 
-A widget with `bind="query-params"` takes its value from the parameter that its key names. Streamlit drops a value that
-the widget does not offer, and says nothing.
+A widget with `bind="query-params"` takes its value from the parameter that has the same name as the widget's key. If
+the widget does not offer that value, Streamlit drops the value without a message.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,18 +14,18 @@ from deltalab.errors import shortened
 from deltalab_dashboard.frame import STUDY
 
 Parameters = Mapping[str, list[str]]
-"""The values of each parameter of an address."""
+"""The parameters of an address: name -> values."""
 
 
 def parameters() -> Parameters:
-    """Returns the address's parameters. Call it before the page runs, which removes those that it cannot use."""
+    """Returns the address's parameters. Call this before the page runs, since running removes unusable parameters."""
     return {key: st.query_params.get_all(key) for key in st.query_params if key != STUDY}
 
 
 def complaints(requested: Parameters) -> Iterator[str]:
-    """Yields a line for each parameter that the page does not know, or whose value the page does not offer.
+    """Yields a sentence about each parameter that the page does not know, or whose value the page does not offer.
 
-    Call it after the page has run.
+    Call this after the page has run.
 
     Args:
         requested: The parameters that the address had before the page ran.
@@ -47,7 +47,7 @@ def complaints(requested: Parameters) -> Iterator[str]:
 
 
 def _texts(value: Any) -> list[str]:
-    """Writes a widget's value as an address has it."""
+    """Returns a widget's value as the list of texts that an address has for it."""
     if value is None:
         return []
     if isinstance(value, list | tuple):

@@ -14,12 +14,12 @@ from deltalab_dashboard.text import badge, label, plain
 
 
 class View(NamedTuple):
-    """A page.
+    """A page of the dashboard.
 
     Attributes:
         name: The name of the page's module in `views`, which is also its address.
         title: The title in the navigation.
-        icon: The name of a Material symbol.
+        icon: The name of the Material symbol beside the title.
     """
 
     name: str
@@ -27,8 +27,9 @@ class View(NamedTuple):
     icon: str
 
 
-# The pages by section of the navigation. The address of the first page has no name. Streamlit would show a string that
-# stands below a constant, so constants of this file and of the pages have comments instead.
+# The sections of the navigation, each with its pages. The address of the first page does not contain the page's name.
+# Streamlit would draw a string that stands below a constant. Comments therefore describe the constants of this file and
+# of the pages.
 VIEWS = {
     "Study": (
         View("answer", "Answer", "forest"),
@@ -47,7 +48,7 @@ VIEWS = {
         View("trainings", "Trainings", "trending_down"),
     ),
 }
-# The pages that show something in a ledger without studies: deleted studies, and trainings.
+# The names of the pages that are drawn even if the ledger lists no study. They show deleted studies, and trainings.
 WITHOUT_STUDIES = ("studies", "trainings")
 ICON = Path(__file__).parent / "icon.svg"  # Streamlit would fetch a Material icon from the network.
 NOTHING_YET = """
@@ -57,20 +58,22 @@ A study is one YAML file. Run one, and it appears here while it runs:
 platform study run studies/quickstart.yaml
 ```
 """
-# The session's key for the label that this session wrote into the address. Another label there comes from a link.
+# The session's key for the label that this session last wrote into the address. If the address holds another label, the
+# reader followed a link.
 ADDRESSED = "study in the address"
 
 
 def choose(studies: list[ListedStudy]) -> None:
-    """Draws the choice of a study: at first the address's, or else the latest.
+    """Draws the choice of a study. At first, the study that the address names is chosen, or else the latest study.
 
-    The session keeps the id of the chosen study, and the address keeps its label.
+    The session keeps the id of the chosen study, and the address keeps the study's label.
     """
     rows = {row.id: row for row in studies}
     labels = {row.id: label(row) for row in studies}
     name = st.query_params.get(STUDY, "")
     if name and name != st.session_state.get(ADDRESSED):
-        # An address that somebody typed may hold an id or NAME:PROFILE, which means the latest study of that name.
+        # An address that somebody typed may hold an id instead of a label, or NAME:PROFILE. The latter means the latest
+        # study with that name and profile.
         ids = {text: row.id for row in reversed(studies) for text in (str(row.id), row.address, labels[row.id])}
         if name in ids:
             st.session_state[STUDY] = ids[name]
@@ -81,19 +84,20 @@ def choose(studies: list[ListedStudy]) -> None:
         st.session_state[STUDY] = next((row.id for row in studies if not row.hidden), studies[0].id)
     offered = [row.id for row in studies if not row.hidden or row.id == st.session_state[STUDY]]
     study_id = st.sidebar.selectbox("Study", offered, format_func=labels.__getitem__, key=STUDY)
-    # A bound widget keeps its first option out of the address, so that a link would move on to the next new study.
+    # A bound widget would leave its first option out of the address. A copied link would then open whichever study is
+    # the latest when somebody follows the link.
     st.query_params[STUDY] = st.session_state[ADDRESSED] = labels[study_id]
     st.sidebar.markdown(badge(rows[study_id]))
 
 
 def _page(view: View) -> Any:
-    """Makes a page of Streamlit."""
+    """Makes the Streamlit page of a view."""
     is_first = view is VIEWS["Study"][0]
     return st.Page(f"views/{view.name}.py", title=view.title, icon=f":material/{view.icon}:", default=is_first)
 
 
 def main() -> None:
-    """Draws the navigation, the choice of a study, and the page."""
+    """Draws the navigation, the choice of a study, and the page that the reader opened."""
     st.set_page_config(page_title="deltalab", page_icon=ICON, layout="wide")
     page = st.navigation({section: [*map(_page, views)] for section, views in VIEWS.items()})
     try:

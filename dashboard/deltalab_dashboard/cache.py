@@ -1,4 +1,4 @@
-"""A ledger that a server reads once: a recorded trial never changes."""
+"""A ledger whose rows a server reads only once, since a recorded trial never changes."""
 
 import threading
 from collections import OrderedDict
@@ -13,18 +13,18 @@ from deltalab.store.records import Placed
 from deltalab.study.reports.report import Report, report
 
 MOST_ROWS = 120_000
-"""The most rows that a server keeps, which take about 80 MB."""
+"""The most rows that a server keeps in memory. They take about 80 MB."""
 MOST_REPORTS = 20
-"""The most reports that a server keeps."""
+"""The most reports that a server keeps in memory."""
 
 T = TypeVar("T")
 
 
 class CachedStore(Store):
-    """A store whose `trials` and `final_metrics` read only rows that they have not read before.
+    """A store whose `trials` and `final_metrics` read only the rows that they have not read before.
 
-    All readers share the rows, and must not change them. Beyond `MOST_ROWS`, the store forgets the studies that were
-    read longest ago.
+    All sessions share the rows, and must not change them. If the store holds more than `MOST_ROWS` rows, it forgets the
+    rows of the queries that were made longest ago.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -78,8 +78,15 @@ class CachedStore(Store):
         read: Callable[[list[str] | None], list[T]],
         place: Callable[[T], tuple[str, str, int]],
     ) -> list[list[T]]:
-        """Returns the rows at each place. `read` takes the keys of the trials to read, or None to read all."""
-        with self._lock:  # Another session with the same query waits, and then need not read.
+        """Returns a list of rows for each of the `places`. Only the rows of new places are read.
+
+        Args:
+            query: Identifies the query whose rows are kept.
+            places: The places of the trials in their arms.
+            read: Reads rows from the ledger. It takes the keys of the trials to read, or None to read all trials.
+            place: Returns the place of a row: arm, key and number.
+        """
+        with self._lock:  # Another session with the same query waits here, and then finds the rows.
             known: dict[Placed, list[T]] = self._rows.pop(query, {})
             new = [at for at in places if at not in known]
             by_place: dict[tuple[str, str, int], list[T]] = {}
@@ -93,19 +100,19 @@ class CachedStore(Store):
 
 
 def _count(rows: dict[Placed, list[Any]]) -> int:
-    """Counts the rows of a query."""
+    """Counts the rows that are kept for one query."""
     return sum(map(len, rows.values()))
 
 
 def report_of(store: Store, study: Study, stage: Stage = "confirm") -> Report:
-    """Returns a study's report, which the server keeps until a trial or the state of the study changes.
+    """Returns a study's report. The server keeps the report until a trial or the state of the study changes.
 
-    Readers share the report, and must not change it.
+    All sessions share the report, and must not change it.
     """
     return _report(store, repr(store), study.id, stage, store.mark(study.id))
 
 
 @st.cache_resource(show_spinner=False, max_entries=MOST_REPORTS)
 def _report(_store: Store, where: str, study_id: int, stage: Stage, mark: str) -> Report:
-    """Makes a report. Streamlit keeps one for each value of the arguments other than `_store`."""
+    """Makes a report. Streamlit keeps a report for each combination of the arguments other than `_store`."""
     return report(_store, study_id, which=stage)

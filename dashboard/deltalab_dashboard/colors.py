@@ -3,26 +3,28 @@
 from collections.abc import Sequence
 
 BETTER, WORSE, UNDECIDED = "#1f6fd6", "#c25700", "#6b7280"
-"""Blue, orange and grey, which can be read on a light and on a dark page."""
+"""Blue, orange and grey. Text in these colours can be read on a light and on a dark page."""
 ACCENT = "#aa0088"
-"""The colour of what a chart points out, such as an optimum or an edge."""
+"""The colour of the marks that a chart emphasizes, such as the finalists of a search."""
 BASE = "#6b7280"
-"""The colour of a study's base, which is drawn dashed."""
+"""The colour of a study's base. Charts draw the base as a dashed line."""
 OTHERS = "#b4bac4"
-"""The colour of the arms that are not highlighted, if there are more arms than colours in `PALETTE`."""
+"""The colour of arms that are not highlighted, in a study with more arms than `PALETTE` has colours."""
 PALETTE = (
     "#3377dd", "#bb5500", "#22bb99", "#cc3366", "#2200ff", "#bbaa11", "#006644", "#dd99cc", "#008899", "#554477",
 )  # fmt: skip
-"""The colours of arms. Any two differ by at least 13 (CIEDE2000) under deuteranopia and protanopia, and by 21 in normal
+"""The colours of arms.
+
+Any two of the colours differ by at least 13 (CIEDE2000) under deuteranopia and protanopia, and by at least 21 in normal
 vision.
 """
 
 COLORS = {"better": BETTER, "worse": WORSE, "undecided": UNDECIDED}
-"""The colour of a verdict, by `kind`."""
+"""The colour of a verdict. The keys are the results of `kind`."""
 SHAPES = {"better": "triangle-up", "worse": "triangle-down", "undecided": "circle"}
-"""The shape of a verdict in a chart, by `kind`."""
+"""The shape of a verdict in a chart. The keys are the results of `kind`."""
 MARKS = {"better": "▲", "worse": "▼", "undecided": "○"}
-"""The shape of a verdict in text, by `kind`."""
+"""The character that marks a verdict in text. The keys are the results of `kind`."""
 
 
 def kind(verdict: str) -> str:
@@ -39,9 +41,10 @@ def arm_colors(names: Sequence[str], base: str | None, highlighted: Sequence[str
     """Returns the colour of each arm.
 
     Args:
-        names: All arms of the study, even those that are filtered out, so that each arm keeps its colour.
-        base: The base, which has the colour `BASE`. None if no arm is the base.
-        highlighted: The arms that have a colour if more than ten arms stand beside the base. The others have `OTHERS`.
+        names: All arms of the study. An arm keeps its colour only if arms that the page leaves out are listed, too.
+        base: The name of the base, which gets the colour `BASE`. None if no arm is the base.
+        highlighted: The arms that get a colour of `PALETTE` if more than ten arms stand beside the base. The arms that
+            are not highlighted then get the colour `OTHERS`.
 
     Examples:
         >>> arm_colors(["base", "a", "b"], "base")
@@ -56,7 +59,8 @@ def arm_colors(names: Sequence[str], base: str | None, highlighted: Sequence[str
         color_of[base] = BASE
     colored = others if len(others) <= len(PALETTE) else [name for name in others if name in highlighted]
     for name in colored[: len(PALETTE)]:
-        # An arm's place in the study gives its colour. If another arm has that colour, the next free one is taken.
+        # An arm's place in the study gives its colour. If another arm already has that colour, the arm gets the next
+        # free colour.
         at = others.index(name)
         turns = (PALETTE[(at + i) % len(PALETTE)] for i in range(len(PALETTE)))
         color_of[name] = next(color for color in turns if color not in color_of.values())

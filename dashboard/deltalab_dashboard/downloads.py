@@ -1,4 +1,7 @@
-"""Draws tables and charts with their downloads: CSV and LaTeX of a table; CSV, PNG and SVG of a chart."""
+"""Draws tables and charts with buttons to download them.
+
+A table can be downloaded as CSV and LaTeX, and a chart as CSV, PNG and SVG.
+"""
 
 import csv
 import io
@@ -13,16 +16,16 @@ import streamlit as st
 from deltalab_dashboard.text import plain
 
 PIXELS = 2
-"""The pixels of a PNG for each unit of a chart."""
+"""The pixels of a PNG for each unit of a chart's size."""
 SIZE = {"width": 720, "height": 400}
-"""The units of a chart in a file, if the chart has no size. On a page, a chart is as wide as the page."""
+"""The size in a downloaded file of a chart that has no size itself. On a page, a chart is as wide as the page."""
 LATEX = str.maketrans(
     {character: rf"\{character}" for character in "&%$#_{}"}
     | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
     | {"↑": r"$\uparrow$", "↓": r"$\downarrow$", "†": r"$^\dagger$", "*": "$^*$", "★": r"$\star$"}
     | {"▲": r"$\blacktriangle$", "▼": r"$\blacktriangledown$", "○": r"$\circ$", "\u00a0": "~"}
 )
-"""What each character is in LaTeX."""
+"""How LaTeX writes each special character."""
 
 
 def chart(
@@ -35,19 +38,18 @@ def chart(
     height: int | None = None,
     **options: Any,
 ) -> None:
-    """Draws an Altair chart.
+    """Draws an Altair chart with its downloads.
 
     Args:
         figure: The chart.
-        name: The name of the downloaded files, without an ending. It differs from that of any other chart or table of
-            the page.
-        rows: The content of the CSV. None if there is no CSV.
-        description: What a screen reader says of the chart.
+        name: The name of the downloaded files, without an ending. No other chart or table on the page has this name.
+        rows: The content of the CSV. If None, no CSV is offered.
+        description: The text that a screen reader reads instead of the chart.
         caption: The text beside the downloads.
-        height: The height in pixels. None keeps the chart's own.
+        height: The height in pixels. If None, the chart keeps the height that it has.
         options: Further arguments of `st.altair_chart`.
     """
-    figure = figure.configure_legend(symbolOpacity=1)  # Otherwise the legend of bands is as faint as the bands.
+    figure = figure.configure_legend(symbolOpacity=1)  # Otherwise a legend is as faint as the bands that it names.
     st.altair_chart(figure, height=height or "content", alt=description, **options)
     files: dict[str, Callable[[], str | bytes]] = {}
     if rows is not None:
@@ -58,13 +60,13 @@ def chart(
 
 
 def table(rows: Sequence[Mapping[str, str]], name: str, *, strong: Collection[int] = (), legend: str = "") -> None:
-    """Draws a table of text. Streamlit reads no cell as Markdown.
+    """Draws a table of text with its downloads. Cells are shown as they are, not read as Markdown.
 
     Args:
-        rows: The cells of each row by their header. All rows have the same headers.
+        rows: The rows, each as header -> cell. All rows have the same headers.
         name: The name of the downloaded files, as in `chart`.
-        strong: The numbers of the rows in bold, from 0.
-        legend: What the marks in the table mean. It stands below the table, and in a comment of the LaTeX.
+        strong: The indexes of the rows to write in bold, counted from 0.
+        legend: Explains the marks in the table. It is written below the table, and as a comment in the LaTeX file.
     """
     st.table(
         [{plain(key): _cell(cell, at in strong) for key, cell in row.items()} for at, row in enumerate(rows)],
@@ -77,14 +79,14 @@ def table(rows: Sequence[Mapping[str, str]], name: str, *, strong: Collection[in
 def sortable(
     rows: Any, name: str, *, text: Sequence[Mapping[str, str]], columns: Any, legend: str = "", **options: Any
 ) -> None:
-    """Draws a table that a click on a header sorts.
+    """Draws a table with its downloads. A click on a header sorts the table.
 
     Args:
-        rows: The values with their types: a DataFrame or its Styler.
+        rows: The values with their types, as a DataFrame or as a DataFrame's Styler.
         name: The name of the downloaded files, as in `chart`.
-        text: The same rows as text, for the files.
-        columns: Streamlit's `column_config`.
-        legend: What the marks in the table mean, as in `table`.
+        text: The same rows as text. The downloaded files hold this text.
+        columns: The argument `column_config` of `st.dataframe`.
+        legend: Explains the marks in the table, as in `table`.
         options: Further arguments of `st.dataframe`.
     """
     st.dataframe(rows, hide_index=True, column_config=columns, **options)
@@ -98,9 +100,9 @@ def table_files(rows: Sequence[Mapping[str, str]], name: str, legend: str = "") 
 
 
 def zoom() -> alt.Parameter:
-    """Makes the parameter with which dragging pans a chart, and the wheel zooms while shift is held.
+    """Makes the parameter that lets a reader pan a chart by dragging, and zoom it with shift and the wheel.
 
-    The wheel alone scrolls the page. With `chart.interactive()`, it would zoom the chart instead.
+    The wheel without shift scrolls the page. With `chart.interactive()`, the wheel without shift would zoom the chart.
     """
     return alt.selection_interval(bind="scales", zoom="wheel![event.shiftKey]")
 
@@ -135,7 +137,7 @@ def to_latex(rows: Sequence[Mapping[str, str]], legend: str = "") -> str:
 
 def to_png(figure: Any) -> bytes:
     """Draws a chart as a PNG."""
-    import vl_convert  # It starts a JavaScript engine, which takes a second and 70 MB.
+    import vl_convert  # Importing it starts a JavaScript engine, which takes a second and 70 MB.
 
     return bytes(vl_convert.vegalite_to_png(_vega_lite(figure), scale=PIXELS))
 
@@ -148,7 +150,10 @@ def to_svg(figure: Any) -> str:
 
 
 def _vega_lite(figure: Any) -> dict[str, Any]:
-    """Returns a chart as Vega-Lite, with a size. Charts beside each other have their own sizes."""
+    """Returns a chart as a Vega-Lite specification.
+
+    A single chart without a size gets the size `SIZE`. In a chart of several charts side by side, each has a size.
+    """
     with alt.data_transformers.enable("default", max_rows=None):
         spec: dict[str, Any] = figure.to_dict()
     if "layer" in spec or "mark" in spec:
@@ -157,7 +162,7 @@ def _vega_lite(figure: Any) -> dict[str, Any]:
 
 
 def _below(name: str, files: Mapping[str, Callable[[], str | bytes]], caption: str) -> None:
-    """Draws a line with a caption, and a button for each file."""
+    """Draws a caption, and beside it a download button for each file."""
     with st.container(horizontal=True, horizontal_alignment="right", vertical_alignment="center", gap="small"):
         if caption:
             st.caption(plain(caption))
@@ -176,7 +181,7 @@ def _below(name: str, files: Mapping[str, Callable[[], str | bytes]], caption: s
 
 
 def _cell(text: str, strong: bool) -> str:
-    """Writes a cell in Markdown."""
+    """Writes the text of a table's cell in Markdown, in bold if `strong`."""
     return f"**{plain(text)}**" if text and strong else plain(text)
 
 

@@ -13,50 +13,56 @@ from deltalab_dashboard.cache import CachedStore
 from deltalab_dashboard.text import plain
 
 DATABASE = "DELTALAB_DB"
-"""The environment variable with the database. `ps` would show everybody an argument, and a URL may hold a password."""
+"""The environment variable that names the database.
+
+The database is not a command-line argument, since `ps` shows arguments to everybody and a URL may hold a password.
+"""
 PLUGINS = "DELTALAB_PLUGINS"
-"""The environment variable with the plugin files of `platform --plugin FILE dashboard`, separated as in PATH."""
+"""The environment variable that lists the plugin files of `platform --plugin FILE dashboard`, separated as in PATH."""
 STUDY = "study"
-"""The key of the chosen study. The session holds the study's id, and the address holds its label."""
+"""The key of the chosen study, both in the session and in the address.
+
+The session holds the study's id under this key, and the address holds the study's label.
+"""
 LISTED = "listed"
-"""The session's key for the parameters that the list of trials had when a row was opened."""
+"""The session's key for the address parameters of the page Trials at the time when the reader opened a trial there."""
 REFRESH_SECONDS = 3
-"""The seconds between two looks at a running study."""
+"""The seconds after which a page looks again whether a running study has changed."""
 
 
 def ledger() -> Store:
-    """Returns the ledger, which is opened once for all sessions.
+    """Returns the ledger. It is opened once for all sessions.
 
     Raises:
-        InputError: There is no such database, or it cannot be read.
+        InputError: The database does not exist, or it cannot be read.
     """
     return _open(os.environ.get(DATABASE) or None)
 
 
 @st.cache_resource(show_spinner=False)
 def _open(where: str | None) -> Store:
-    """Opens the ledger at a path or URL. Without patience, a page says at once what is wrong."""
+    """Opens the ledger at a path or URL. If that fails, the page says so at once, since `patience` is 0."""
     return CachedStore.open(where, create=False, patience=0)
 
 
 def show(page: Callable[[Store, Study], None]) -> None:
-    """Draws a page of the chosen study. While the study runs, the page is drawn again when a trial is new."""
+    """Draws a page of the chosen study. While the study runs, each new trial makes the page draw itself again."""
     store, study_id = ledger(), st.session_state[STUDY]
     mark = store.mark(study_id)
     running = store.study(study_id).state == "running"
 
     def draw() -> None:
-        """Draws the page."""
+        """Draws the page, or the error that the page raises."""
         try:
             page(store, store.study(study_id))
         except InputError as error:
             st.error(plain(str(error)))
 
     def watch() -> None:
-        """Runs the script again if a trial is new, or the study has ended."""
+        """Runs the script again if the study has a new trial or has ended."""
         try:
             new = store.mark(study_id) != mark
-        except InputError:  # The page shows the error when it reads the ledger itself.
+        except InputError:  # When the page next reads the ledger, it shows the error.
             return
         if new:
             st.rerun()
@@ -67,6 +73,6 @@ def show(page: Callable[[Store, Study], None]) -> None:
 
 
 def searched_settings(study: Study) -> dict[str, Search]:
-    """Returns the settings that a study tunes or searches, by path, with the space of their values."""
+    """Returns the settings that a study tunes or searches: path -> space of the values."""
     spec = RecordedSpec(study.spec)
     return spec.search.searched if spec.is_search else spec.tuned

@@ -22,7 +22,7 @@ from deltalab_dashboard.frame import DATABASE, STUDY
 from deltalab_dashboard.text import label
 
 CHROMIUM = Path("/usr/bin/chromium")
-"""The browser of Debian's package. Playwright would download another."""
+"""The browser that Debian's package installs. Without a path, Playwright would download a browser."""
 FLAGS = [
     "--no-sandbox",
     "--disable-gpu",
@@ -38,7 +38,7 @@ WIDTH = 1440
 """The width of the window in pixels."""
 DRAWN = """() => [...document.querySelectorAll('[data-testid=stVegaLiteChart]')]
     .every(chart => chart.querySelector('canvas, svg')?.getBoundingClientRect().height > 0)"""
-"""JavaScript that tells whether every chart is drawn."""
+"""JavaScript that returns whether every chart is drawn."""
 
 QUIET = """() => {
     const state = document.querySelector('[data-test-script-state]').dataset.testScriptState
@@ -48,16 +48,17 @@ QUIET = """() => {
     if (now !== window.settling?.now) window.settling = {now, since: performance.now()}
     return state === 'notRunning' && performance.now() - window.settling.since > 300
 }"""
-"""JavaScript that tells whether a page has stood still for 300 ms.
+"""JavaScript that returns whether a page has not changed for 300 ms and its script is not running.
 
-A script that does not run may be about to run, since a choice reaches the server a moment later. A skeleton stands for
-a part whose JavaScript has not arrived.
+The wait is needed since a reader's choice reaches the server a moment later, so a script that is not running may be
+about to run. While the page shows a skeleton, the page counts as changing. A skeleton stands for a part whose
+JavaScript has not arrived yet.
 """
 
 
 @contextmanager
 def served(db: str | Path) -> Iterator[str]:
-    """Runs a dashboard for the length of the block, and yields its address.
+    """Runs a dashboard until the `with` block ends, and yields the dashboard's address.
 
     Raises:
         InputError: The dashboard does not start.
@@ -81,10 +82,10 @@ def served(db: str | Path) -> Iterator[str]:
 
 @contextmanager
 def browser() -> Iterator[Browser]:
-    """Opens a new browser for the length of the block.
+    """Opens a browser until the `with` block ends.
 
     Raises:
-        InputError: No browser is installed.
+        InputError: `CHROMIUM` is not installed.
     """
     if not CHROMIUM.exists():
         raise InputError(f"{CHROMIUM} is missing: apt-get install chromium")
@@ -104,16 +105,16 @@ def settle(page: Page) -> None:
 
 
 def take(chromium: Browser, db: str | Path, study: str, out: Path) -> None:
-    """Writes a screenshot of a study's page, which ends below the first chart.
+    """Writes a screenshot of a study's first page. The picture ends below the first chart.
 
     Args:
-        chromium: A browser.
+        chromium: The browser that draws the page.
         db: The file or URL of the ledger.
-        study: The address of the study.
-        out: The file of the picture.
+        study: The address of the study, such as NAME:PROFILE.
+        out: The file to write the picture to.
 
     Raises:
-        InputError: There is no such database or study.
+        InputError: The database or the study does not exist, or the dashboard does not start.
     """
     with Store.open(db, create=False) as store:
         query = urlencode({STUDY: label(store.study(study))})
@@ -128,7 +129,7 @@ def take(chromium: Browser, db: str | Path, study: str, out: Path) -> None:
 
 
 def _answers(url: str) -> bool:
-    """Tells whether a server answers at an address."""
+    """Returns whether a server answers at the URL."""
     try:
         with urlopen(url, timeout=1):
             return True

@@ -1,4 +1,4 @@
-"""How far a running study is: its trials by stage, the time that is left, the stacks that train, and the devices."""
+"""Draws the progress of a running study: ended trials per stage, time left, stacks that train, and devices."""
 
 import streamlit as st
 
@@ -9,23 +9,26 @@ from deltalab_dashboard.frame import REFRESH_SECONDS
 from deltalab_dashboard.text import plain
 
 STACKS = 16
-"""The most running stacks that the page lists."""
+"""The most stacks that the table of running stacks lists."""
 
 
 def draw_progress(store: Store, study: Study) -> None:
-    """Draws how far a running study is, again every `REFRESH_SECONDS`. Draws nothing for a study that does not run."""
+    """Draws the progress of a running study, and draws it anew every `REFRESH_SECONDS`.
+
+    If the study does not run, nothing is drawn.
+    """
     if study.state == "running":
         st.fragment(_now, run_every=REFRESH_SECONDS)(store, study.id)
 
 
 def _now(store: Store, study_id: int) -> None:
-    """Draws how far a study is now."""
+    """Draws the present progress of a study."""
     try:
         progress = study_progress(store, [study_id]).get(study_id)
     except InputError as error:
         st.error(plain(str(error)))
         return
-    if progress is None:  # The study has just ended, which the page notices itself.
+    if progress is None:  # The study has just ended. The page notices that by itself, and draws itself again.
         return
     with st.container(border=True):
         st.markdown(f"**{plain(progress.line)}**")
@@ -38,7 +41,7 @@ def _now(store: Store, study_id: int) -> None:
 
 
 def _places(progress: StudyProgress) -> str:
-    """Tells how many places have a stack, and for what share of the time they had one."""
+    """Writes how many of the drivers' places have a stack now, and for what share of the time places had a stack."""
     statuses = progress.drivers
     taken, places = sum(len(status.stacks) for status in statuses), sum(status.places for status in statuses)
     offered = sum(status.places * status.seconds for status in statuses)
@@ -72,7 +75,7 @@ def _stacks(progress: StudyProgress) -> None:
 
 
 def _devices(progress: StudyProgress) -> None:
-    """Draws a table of the devices."""
+    """Draws a table of the devices on which stacks have trained."""
     devices = [device for status in progress.drivers for device in status.devices]
     if devices:
         st.table(

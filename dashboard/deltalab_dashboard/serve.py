@@ -1,4 +1,4 @@
-"""Runs `streamlit` with its arguments, and imports what the pages need before a browser asks for one."""
+"""Runs `streamlit` with the arguments of this script. Meanwhile, a thread imports the modules that pages need."""
 
 import gc
 import sys
@@ -6,14 +6,15 @@ from importlib import import_module
 from threading import Thread
 
 NEEDED = ("pandas", "altair", "scipy.special", "deltalab.study.reports.report", "deltalab_dashboard.cache")
-"""The modules that the page of every study imports, which takes a second."""
+"""The modules that every page of a study imports. Importing them takes a second."""
 
 
 def load() -> None:
-    """Imports the modules that pages need."""
+    """Imports the modules in `NEEDED`, so that the first page need not wait for them."""
     for name in NEEDED:
         import_module(name)
-    # A search for garbage among these modules would take a third of the time that a large study takes to read.
+    # Without this, the garbage collector would search the modules' objects again and again while a large study is read.
+    # These searches would take a third of the reading time.
     gc.freeze()
 
 

@@ -1,4 +1,4 @@
-"""Text of the ledger, written so that Streamlit shows it as it stands."""
+"""Writes texts of the ledger so that Streamlit shows them unchanged instead of reading them as Markdown."""
 
 import re
 from collections.abc import Iterable
@@ -8,21 +8,21 @@ from deltalab.store.studies.shelf import ListedStudy
 from deltalab.study.specs.setting_text import setting_text
 
 STATE_COLORS = {"running": "blue", "done": "green", "failed": "red", "incomplete": "orange", "interrupted": "orange"}
-"""The colour of a study's badge, by its state."""
+"""The colour of a study's badge: state -> colour."""
 
 
 def label(study: Study | ListedStudy) -> str:
-    """Names a study by its id, name and profile, as the list of studies and the address do."""
+    """Returns a study's label: its id, name and profile. The choice of a study and the address use this label."""
     return " ".join(filter(None, (str(study.id), study.name, study.profile)))
 
 
 def badge(study: Study | ListedStudy) -> str:
-    """Writes a study's state in Markdown."""
+    """Writes a study's state as a coloured badge in Markdown."""
     return f":{STATE_COLORS[study.state]}-badge[{study.state}]"
 
 
 def setting(value: object) -> str:
-    """Writes a setting with as many digits as a page has room for."""
+    """Writes the value of a setting with at most six digits, for which a page has room."""
     return setting_text(value, 6)
 
 
@@ -32,13 +32,14 @@ def bullets(lines: Iterable[str]) -> str:
 
 
 LINKED = re.compile(r"(?<=http)(?=s?://)|(?<=ww)(?=w\.)|(?=@[-\w]+\.)", re.IGNORECASE)
-"""The places where a word joiner keeps `http://x`, `www.x` and `me@x.y` from becoming links."""
+"""Matches the places where `plain` inserts a word joiner, so that `http://x`, `www.x` and `me@x.y` become no links."""
 
 
 def plain(text: str) -> str:
     r"""Escapes text that Streamlit would read as Markdown.
 
-    Streamlit makes links of addresses in spite of backslashes. A word joiner, which has no width, prevents that.
+    Streamlit turns addresses into links even if they are escaped with backslashes. A word joiner, a character without
+    width, prevents the link.
 
     Examples:
         >>> print(plain("a_b [1, 2]"))

@@ -56,7 +56,7 @@ _HOMES = {
 
 
 def _scan() -> "Callable[..., tuple[Tensor, State]]":
-    """Returns `deltalab.ops.scan.scan`, made to take also the name of a rule."""
+    """Returns a `deltalab.ops.scan.scan` that takes a rule or the name of a rule."""
     from deltalab.ops.scan import scan as of_rule
     from deltalab.registry import get_rule
     from deltalab.rule import UpdateRule
@@ -69,8 +69,8 @@ def _scan() -> "Callable[..., tuple[Tensor, State]]":
 
 
 def __getattr__(name: str) -> Any:
-    # Import on first use. A study needs Ray, Optuna and SQL, which a machine that only trains may lack. And a process
-    # that only passes on messages starts without torch.
+    # Import a name when it is first used. A study needs Ray, Optuna and SQL, which a machine that only trains may lack.
+    # A process that only passes on messages need not import torch.
     if name == "scan":
         return globals().setdefault(name, _scan())
     if name in _HOMES:

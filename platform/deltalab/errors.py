@@ -48,10 +48,10 @@ def unknown(what: str, given: object, allowed: Iterable[object], *, where: str =
     """Returns an `InputError` that lists the allowed names and suggests the one with the nearest spelling.
 
     Args:
-        what: The kind of thing that the name is of, such as "rule".
+        what: The kind of thing that the name names, such as "rule".
         given: The name that is unknown.
         allowed: The names that exist.
-        where: The place of the name, which begins the message.
+        where: The place where the user wrote the name. The message begins with it.
 
     Examples:
         >>> print(unknown("rule", "comb", ["comba", "mamba2"]))

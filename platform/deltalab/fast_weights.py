@@ -30,19 +30,19 @@ class Learner(Protocol):
         """Returns the fixed weights that every sequence starts from, [H, rows, columns] each."""
 
     def predict(self, x: Tensor, times: Callable[[Tensor, int], Tensor]) -> Tensor:
-        """Returns f(x). Each of the n inputs has weights of its own, and times(y, j) is y W_j."""
+        """Returns f(x). `times(y, j)` returns y W_j, with a W_j for each of the n inputs."""
 
     def gradients(
         self, k: Tensor, v: Tensor, weights: Weights, step: Tensor | None = None
     ) -> tuple[tuple[Tensor, Tensor], ...]:
-        """Returns the gradients a_i d_i^T of the loss of (k_i, v_i) in each W_j.
+        """Returns the gradient a_i d_i^T of the loss at each pair (k_i, v_i), with respect to each W_j.
 
         Args:
             k: Keys, [..., n, K].
             v: Values, [..., n, V].
             weights: Each W_j, [..., rows, columns].
-            step: The step of each token, [..., n], for gradients at the weights after the step; None for gradients at
-                `weights`.
+            step: The step size of each token, [..., n]. The gradients are then taken at the weights after the step.
+                With None, they are taken at `weights`.
 
         Returns:
             The pair a [..., n, rows] and d [..., n, columns] of each W_j.
@@ -50,15 +50,15 @@ class Learner(Protocol):
 
 
 class Descent(NamedTuple):
-    """The numbers of each token's update, [B, T, H] or [H] each.
+    """The numbers that define the update at each token, [B, T, H] or [H] each.
 
     Attributes:
-        theta: The step.
+        theta: The step size.
         alpha: The factor of W; None for 1.
         eta: The factor of the momentum Z; None for 0.
-        late: Whether the gradient is taken at alpha_t W_{t'} and not at W_{t'}. Needs mini-batches of one token.
-        implicit: Whether the gradient is taken at W_t, after the step. Needs `late`, no momentum, a learner `Linear`
-            without a norm, and mini-batches of one token.
+        late: Whether the gradient is taken at alpha_t W_{t'} and not at W_{t'}. True needs mini-batches of one token.
+        implicit: Whether the gradient is taken at W_t, after the step. True needs `late`, no momentum, a learner
+            `Linear` without a norm, and mini-batches of one token.
     """
 
     theta: Tensor
@@ -80,8 +80,9 @@ class FastWeights(UpdateRule):
     first token of a sequence on, also if the sequence arrives in parts. A subclass returns the `learner` and turns its
     gates into a `descent`. It may declare `mini_batch` as a knob.
 
-    The state holds each W_j [B, H, rows, columns]; with momentum also each Z_j; and with mini-batches of several tokens
-    also each W_j at the start of the mini-batch, and a tensor [B, H, n, 0] for the n tokens of it that have passed.
+    The state holds each W_j [B, H, rows, columns]. With momentum, it also holds each Z_j. With mini-batches of several
+    tokens, it also holds each W_j at the start of the mini-batch, and an empty tensor [B, H, n, 0] whose n is the
+    number of tokens of the mini-batch that have passed.
 
     Attributes:
         mini_batch: The tokens of a mini-batch.
@@ -98,7 +99,7 @@ class FastWeights(UpdateRule):
 
     @abstractmethod
     def descent(self, gates: Mapping[str, Tensor]) -> Descent:
-        """Returns the numbers of each token's update from the rule's gates."""
+        """Returns the numbers that define the update at each token, computed from the rule's gates."""
 
     def initial_state(self, k: Tensor, v: Tensor) -> State:
         dtype = torch.promote_types(v.dtype, torch.float32)
@@ -149,12 +150,12 @@ class FastWeights(UpdateRule):
 def _start(
     rule: FastWeights, heads: int, key_dim: int, value_dim: int, device: torch.device, dtype: torch.dtype
 ) -> Weights:
-    """Makes the start weights once for each device: a CUDA graph holds no draw on the host, and no copy from it."""
+    """Makes the start weights once for each device. A CUDA graph cannot draw on the host, or copy from the host."""
     return tuple(w.to(device, dtype) for w in rule.learner.start(heads, key_dim, value_dim))
 
 
 class _Path(NamedTuple):
-    """The update of n tokens unrolled, with gradients G_i, for W at every token and for Z at the last token.
+    """The factors that give W at every one of n tokens, and Z at the last token, from the gradients G_i.
 
         W_t = of_now_t W_0 + of_momentum_t Z_0 - sum_i of_gradients_{ti} G_i
         Z_n = kept Z_0 - sum_i added_i G_i
@@ -175,7 +176,7 @@ class _Path(NamedTuple):
 
 
 def _path(theta: Tensor | None, alpha: Tensor | None, eta: Tensor | None) -> _Path:
-    """Unrolls the recurrence over the n tokens of arguments [..., n], without divisions: a factor may be 0."""
+    """Unrolls the recurrence over n tokens. Arguments are [..., n]. It never divides, because a factor may be 0."""
     assert theta is not None
     steps = torch.diag_embed(theta)
     of_now, of_momentum, kept = torch.ones_like(theta[..., 0]), torch.zeros_like(theta[..., 0]), None
@@ -222,7 +223,7 @@ def _after(
 
 @dataclass(frozen=True)
 class Regression:
-    """The output and the loss of a learner for the z [..., n, V] of its last layer.
+    """The output and the loss of a learner, computed from the output z [..., n, V] of its last layer.
 
         f = x~ + LN(z),   loss = 1/p sum_c (e_c^2 + smooth)^(p/2),   e = f - v
 
@@ -245,14 +246,14 @@ class Regression:
         return f + F.pad(x, (0, z.shape[-1] - x.shape[-1])) if self.residual else f
 
     def slope(self, k: Tensor, v: Tensor, z: Tensor, step: Tensor | None = None) -> Tensor:
-        """Returns the gradient of the loss in z, which is differentiable itself.
+        """Returns the gradient of the loss with respect to z. The gradient can itself be differentiated.
 
         Args:
             k: Keys, [..., n, K].
             v: Values, [..., n, V].
             z: The outputs of the last layer, [..., n, V].
-            step: The steps [..., n] of an implicit gradient, which is taken at z - step times the gradient, a point
-                that Newton's method finds. Does not go with a norm. None for the gradient at z.
+            step: The step sizes [..., n] of an implicit gradient. It is taken at the point z - step * gradient, which
+                Newton's method finds. It cannot be combined with a norm. With None, the gradient is taken at z.
         """
         e = self.predict(k, z) - v
         if step is not None:
@@ -269,8 +270,8 @@ class Regression:
     def _moved(self, start: Tensor, step: Tensor) -> Tensor:
         """Solves e + step e (e^2 + smooth)^(p/2 - 1) = start for e.
 
-        The left side rises with e. For positive e, it is concave if p < 2 and convex if p > 2. So Newton's method goes
-        to the solution from 0, or from `start`, without passing it.
+        The left side rises with e. For positive e, it is concave if p < 2 and convex if p > 2. So Newton's method,
+        begun at 0 or at `start`, approaches the solution from one side.
         """
         if self.p == 2:
             return start / (1 + step)
@@ -285,8 +286,8 @@ class Regression:
             e = start if self.p > 2 else torch.zeros_like(start)
             for _ in range(NEWTON):
                 e = newton(e)
-        # The solution does not depend on where a step of Newton begins. So this last step alone has the gradient of an
-        # exact solution.
+        # The solution does not depend on the point where a Newton step begins. So the gradient of this last step alone
+        # is the gradient of the exact solution.
         return newton(e)
 
 
@@ -298,9 +299,9 @@ def _layer_norm(z: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Linear:
-    """The learner f of z = S^T x, with S [K, V].
+    """The learner f whose last layer computes z = S^T x, with S [K, V].
 
-    S starts at 0. With a norm, S starts at a fixed draw, because 0 has no direction.
+    S starts at 0. With a norm, S starts at fixed random numbers, because 0 has no direction.
 
     Attributes:
         head: The output and the loss.
@@ -325,9 +326,9 @@ class Linear:
 
 @dataclass(frozen=True)
 class MLP:
-    """The learner f of z = W_2^T gelu(W_1^T x), with W_1 [K, 4K] and W_2 [4K, V].
+    """The learner f whose last layer computes z = W_2^T gelu(W_1^T x), with W_1 [K, 4K] and W_2 [4K, V].
 
-    The weights start at a fixed draw, because weights of 0 have no gradient.
+    The weights start at fixed random numbers, because weights of 0 have no gradient.
 
     Attributes:
         head: The output and the loss.
@@ -361,6 +362,9 @@ def _gelu_slope(x: Tensor) -> Tensor:
 
 
 def _drawn(heads: int, rows: int, columns: int, norm: float, *, seed: int = 0) -> Tensor:
-    """Draws TTT's start N(0, 0.02^2) from a fixed seed, times norm^(1/2): TTT's inputs are longer by this factor."""
+    """Draws N(0, 0.02^2), the start of TTT, from a fixed seed, and multiplies by norm^(1/2).
+
+    TTT's inputs are longer by this factor.
+    """
     generator = torch.Generator().manual_seed(seed)
     return 0.02 * math.sqrt(norm) * torch.empty(heads, rows, columns).normal_(generator=generator)

@@ -1,10 +1,11 @@
-"""Gate parameterizations: how a symbol of an update rule is computed from the input, its range and its start.
+"""Gate parameterizations. Each says how a symbol of an update rule is computed, its range, and where it starts.
 
 A gate is data and one function. `models.layer.Gates` turns the gate into parameters. To add a gate, write a function
-that returns a `Gate` under `@parameterization`, in the file of the rule that needs the gate.
+that returns a `Gate`, decorate it with `@parameterization`, and put it in the file of the rule that needs the gate.
 
-Gates of a single built-in rule, such as `retnet_decay`, stay in this file. To move a gate would change the file of its
-rule, and the hash of a rule's file is part of the identity of every trial that was run with the rule.
+Some gates here, such as `retnet_decay`, serve a single built-in rule. They stay in this file, because moving a gate
+would change the file of its rule, and the hash of a rule's file is part of the identity of every trial that was run
+with the rule.
 """
 
 import inspect
@@ -23,7 +24,7 @@ from deltalab.errors import InputError, unknown
 
 P = ParamSpec("P")
 MOST_WIDTH = 2**16
-"""The largest rank, and the largest number of slots, of a gate."""
+"""The largest rank that a gate may have, and the largest number of slots."""
 
 Start: TypeAlias = Callable[[tuple[int, ...], torch.Generator | None], Tensor]
 Value: TypeAlias = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
@@ -60,21 +61,23 @@ class Gate:
 
     Attributes:
         per: The source and the shape of the value, as in the list above.
-        low: The least value. Strengths are in linear space; the g of a rule is a log-decay, in [-inf, 0].
+        low: The least value. A strength is the number itself, but the gate g of a rule is a log-decay, in [-inf, 0].
         high: The greatest value.
         value: The function (z, parameters) -> value. z is the projection in the gate's shape, or zeros if the gate has
             no projection.
-        parameters: Name -> start(shape, generator). The shape is that of the value without batch and time. A generator
-            of None is torch's global one. Weight decay does not apply to these parameters.
+        parameters: The learned parameters: each name, with the function start(shape, generator) that makes the first
+            values. `shape` is the shape of the gate's value without batch and time. A generator of None stands for
+            torch's global generator. Weight decay does not apply to these parameters.
         rank: The width r of a projection W_1 W_2 x through r channels; None for one matrix.
         of: The gate whose projection and parameters this gate shares; None if it has its own.
-        slots: The number of values of a gate per slot.
-        features: None for a gate. For a projected vector besides q, k and v, per `channel` or `value_channel`: what
-            follows the layer's short convolution, as for q and k. `unit` is SiLU and unit norm, `silu` is SiLU, `raw`
-            is nothing.
+        slots: The number of slots, if `per` is `slot` or `head_slot`.
+        features: None for a gate. Otherwise this object declares a projected vector besides q, k and v, per `channel`
+            or `value_channel`, and `features` names the activation after the layer's short convolution, as for q and
+            k: `unit` is SiLU and unit norm, `silu` is SiLU, `raw` is no activation.
         kind: The name of the function that made the gate; set by `parameterization`.
-        options: The arguments of that function; set by `parameterization`.
-        again: That function, which remakes the gate with other arguments; set by `parameterization`.
+        options: The arguments with which the function `kind` was called; set by `parameterization`.
+        again: The function `kind` itself, which can make the gate again with other arguments; set by
+            `parameterization`.
     """
 
     per: Per
@@ -110,7 +113,7 @@ class Gate:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles the parameterization and the plain fields, because functions made inside others do not pickle."""
+        """Pickles the parameterization and the plain fields. A function defined inside a function cannot be pickled."""
         if self.again is None:
             raise PicklingError(f"a gate pickles if @parameterization made it, unlike {self!r}")
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.compare}
@@ -124,11 +127,11 @@ class Gate:
         return {self.kind: dict(self.options)}
 
     def remade(self, given: Mapping[str, object], *, where: str) -> "Gate":
-        """Returns the same parameterization with other numbers.
+        """Returns a gate of the same parameterization with other numbers.
 
         Args:
-            given: The new numbers, by option.
-            where: The place of the numbers, which begins the message of an error.
+            given: Each option to change, with its new number.
+            where: The place where the user wrote the numbers. The message of an error begins with it.
 
         Raises:
             InputError: The parameterization does not have an option, or does not take a number.
@@ -190,9 +193,9 @@ def const(value: float) -> Gate:
 
 @parameterization
 def sigmoid(max: float = 1.0) -> Gate:
-    """A sigmoid of a projection of the input, in [0, max]; the beta of DeltaNet, whose eigenvalues reach -1 if max = 2.
+    """A sigmoid of a projection of the input, in [0, max].
 
-    max * sigmoid(W x)
+    The value is max * sigmoid(W x), the beta of DeltaNet. With max = 2, the eigenvalues of DeltaNet reach -1.
     """
     _positive("sigmoid", max=max)
     value = (lambda z, p: z.sigmoid()) if max == 1 else (lambda z, p: max * z.sigmoid())
@@ -260,13 +263,13 @@ def mamba2_decay(a_min: float = 1.0, a_max: float = 16.0, dt_min: float = 0.001,
 
 @parameterization
 def mamba2_step() -> Gate:
-    """The input gate of Mamba2, softplus(W x + c), with the W and c of the rule's g: small if alpha is near 1."""
+    """The input gate of Mamba2, softplus(W x + c), with the W and c of the rule's g. It is small if alpha is near 1."""
     return Gate(per="token", low=0.0, high=math.inf, of="g", value=lambda z, p: F.softplus(z + p["dt_bias"]))
 
 
 @parameterization
 def gla_decay(tau: float = 16.0, rank: float = 16) -> Gate:
-    """The log-decay of GLA, g = log sigmoid(W_1 W_2 x) / tau: near 0 for tau = 16.
+    """The log-decay of GLA, g = log sigmoid(W_1 W_2 x) / tau. It is near 0 for tau = 16.
 
     References:
         arXiv:2506.02475, Table 5.
@@ -287,13 +290,13 @@ def metala_decay() -> Gate:
 
 @parameterization
 def metala_input() -> Gate:
-    """The input gate beta = 1 - alpha = sigmoid(-W x), with the W of the rule's g, which balances MetaLA's decay."""
+    """The input gate beta = 1 - alpha = sigmoid(-W x), which balances MetaLA's decay. It shares W with the rule's g."""
     return Gate(per="token", low=0.0, high=1.0, of="g", value=lambda z, p: (-z).sigmoid())
 
 
 @parameterization
 def like_beta() -> Gate:
-    """A gate sigmoid(W x) with the W of the rule's beta: the same value as a beta that is a plain sigmoid."""
+    """A gate sigmoid(W x) that shares W with the rule's beta. It equals beta if beta is a plain sigmoid."""
     return Gate(per="token", low=0.0, high=1.0, of="beta", value=lambda z, p: z.sigmoid())
 
 
@@ -363,7 +366,7 @@ def head_channel(init: float) -> Gate:
 
 @parameterization
 def vector(rank: float = 0) -> Gate:
-    """A vector W x beside q, k and v, convolved as they are, with neither SiLU nor norm.
+    """A vector W x besides q, k and v. It is convolved as q, k and v are, and gets neither SiLU nor a norm.
 
     Args:
         rank: The width r of a projection W_1 W_2 x through r channels; 0 for one matrix.
@@ -373,9 +376,9 @@ def vector(rank: float = 0) -> Gate:
 
 @parameterization
 def unit_vector(rank: float = 0) -> Gate:
-    """A vector W x beside q, k and v, convolved as they are, with SiLU and of unit norm.
+    """A vector W x besides q, k and v. It is convolved as q, k and v are, then gets SiLU and unit norm.
 
-    It is the w of PaTH (arXiv:2505.16381), for example, or a key that only erases.
+    Examples are the w of PaTH (arXiv:2505.16381), and a key that erases without writing.
 
     Args:
         rank: The width r of a projection W_1 W_2 x through r channels; 0 for one matrix.

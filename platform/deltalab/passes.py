@@ -1,7 +1,7 @@
-"""Rules of several recurrences, one after the other, and recurrences that are read along their values.
+"""Rules that compute several recurrences one after the other, and recurrences that are read along their values.
 
-A pass is a recurrence of the algebra. So a rule of passes needs operands alone, as a rule of the algebra does, to get
-the parallel form, the kernels and their gradients.
+Each of these recurrences is called a pass, and belongs to the algebra. So a rule made of passes only gives the operands
+of each pass. It then has the parallel form, the kernels and their gradients, as a rule of the algebra has.
 """
 
 from abc import abstractmethod
@@ -28,9 +28,9 @@ MOST_KEYS = 256
 
 
 class Run(Protocol):
-    """Runs one pass, and returns o [B, T, H, V] and the next states.
+    """A function that runs one pass, and returns o [B, T, H, V] and the next states.
 
-    All are in at least fp32, except that the o of a kernel is in v's dtype.
+    The returned tensors are in at least fp32, except for the o of a kernel, which is in v's dtype.
     """
 
     def __call__(
@@ -54,7 +54,7 @@ class Passes(UpdateRule):
         state: State,
         run: Run,
     ) -> tuple[Tensor, State]:
-        """Computes what `mix` computes, with a call of `run` for each pass.
+        """Computes o and the next states, as `mix` does, by calling `run` once for each pass.
 
         Args:
             q: Queries, [B, T, H, K].
@@ -111,20 +111,21 @@ def _check(transition: Transition, x: Operands, value_dim: int) -> None:
 def read_values(run: Run, transition: Transition, x: Operands, *, state: State | None) -> tuple[Tensor, State]:
     """Runs a pass that reads along the values: o_t = S_t r_t.
 
-    A state that has a decay for each channel of the *value* is the transpose of a state with a diagonal decay. A pass
-    that reads along the values reads such a state.
+    The function serves a state that has a decay for each channel of the *value*. The transpose of this state has a
+    diagonal decay, so that a pass can compute the transpose.
 
-    S_t r_t is the gradient of <r_t, S_t^T z> in z. So forward runs a pass and its gradient, and backward runs another
-    pass and its gradient, for any transition. `read`, `d` and a fit have no meaning here.
+    S_t r_t is the gradient of <r_t, S_t^T z> with respect to z. So, for any transition, the forward pass runs a
+    recurrence and its gradient, and the backward pass runs another recurrence and its gradient. The operands `read`,
+    `d` and `fit` have no meaning here.
 
     Args:
         run: Runs one pass.
         transition: The transition of the state.
         x: The operands, with r [B, T, H, V].
-        state: The state before the first token, as a tuple of one; None for an empty one.
+        state: The state before the first token, as a tuple of one tensor; None for an empty state.
 
     Returns:
-        o [B, T, H, K], and the next state as a tuple of one.
+        o [B, T, H, K], and the next state as a tuple of one tensor.
 
     References:
         Gated slot attention, arXiv:2409.07146.
@@ -139,7 +140,7 @@ def read_values(run: Run, transition: Transition, x: Operands, *, state: State |
 
 @_disable_dynamo  # `torch.compiler.disable` would load the compiler here, at import.
 def _read_values(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """Calls `_ReadValues` outside of compiled code, which cannot differentiate within its forward pass."""
+    """Calls `_ReadValues` outside of compiled code, because compiled code cannot differentiate in a forward pass."""
     output: tuple[Tensor, Tensor] = _ReadValues.apply(*inputs)  # type: ignore[no-untyped-call]
     return output
 

@@ -16,15 +16,18 @@ import yaml
 from deltalab.errors import InputError
 
 MOST_BYTES = 2**18
-"""The bytes of a YAML file, which PyYAML reads letter by letter."""
+"""The most bytes that a YAML file may have. PyYAML reads slowly, letter by letter."""
 MOST_JSON = 2**24
-"""The bytes of a JSON file."""
+"""The most bytes that a JSON file may have."""
 MOST_VALUES = 10_000
-"""The keys and values of a YAML text. Those of an alias count each time. PyYAML reads 20,000 in a second."""
+"""The most keys and values that a YAML text may have. PyYAML reads 20,000 of them in a second.
+
+The keys and values that an alias stands for count each time the alias is used.
+"""
 MOST_DEPTH = 32
-"""The mappings and lists inside of each other."""
+"""The most mappings and lists that may lie inside each other."""
 MOST_LETTERS = 10_000
-"""The letters of one text, or of one number as it is written."""
+"""The most letters that one text may have, or one number as it is written."""
 LARGEST = 2**63 - 1
 """The largest whole number, without its sign: it fits into 64 bits."""
 
@@ -68,7 +71,7 @@ def read_yaml(text: str, *, where: str) -> Any:
 
     Args:
         text: The YAML.
-        where: The place of the text, such as its file, which begins the message of an error.
+        where: The place of the text, such as its file. The message of an error begins with it.
 
     Raises:
         InputError: The text is not YAML, has a key twice, or exceeds a limit of this module.
@@ -85,7 +88,7 @@ def read_yaml(text: str, *, where: str) -> Any:
 
 
 def read_pairs(words: Iterable[str]) -> dict[str, Any]:
-    """Returns the values of words KEY=VALUE by their keys, each read as YAML.
+    """Reads words KEY=VALUE, and returns each key with its value. Each value is read as YAML.
 
     Raises:
         InputError: A word has no `=`, two words have the same key, or `read_yaml` refuses a value.
@@ -106,7 +109,7 @@ def read_pairs(words: Iterable[str]) -> dict[str, Any]:
 
 
 def pairs(values: Mapping[str, Any]) -> str:
-    """Returns the words that `read_pairs` reads as these values, with spaces between the words.
+    """Writes keys and values as words KEY=VALUE with spaces between them, which `read_pairs` reads back.
 
     Examples:
         >>> pairs({"train.steps": 100, "rule": "gla", "base.model": {"mlp": False}, "deadline": None})
@@ -159,7 +162,7 @@ class _Loader(yaml.SafeLoader):
         super().__init__(text)
         self._depth = 0
         self._values = 0
-        self._sizes: dict[int, int] = {}  # the id of a node -> the values in the node, for its aliases
+        self._sizes: dict[int, int] = {}  # the id of a node -> the number of values in it, to count at each alias
         self._held: list[yaml.Node] = []  # nodes, kept alive so that the ids of `_sizes` are unique
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:

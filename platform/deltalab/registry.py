@@ -1,4 +1,4 @@
-"""Finds rules and tasks: in installed packages that announce them, in ./plugins, and in the files of --plugin."""
+"""Finds rules and tasks in installed packages that announce them, in ./plugins, and in the files given by --plugin."""
 
 import dataclasses
 import hashlib
@@ -34,19 +34,22 @@ from deltalab.tasks import BUILTIN, Task
 from deltalab.tasks.task import MOST_LENGTH, MOST_VOCABULARY
 
 _named_files: list[Path] = []
-"""The files of `add_plugin`."""
+"""The files that were given to `add_plugin`."""
 _MODULE = "deltalab_plugin_"
-"""The beginning of the names of modules that are imported from plugin files."""
+"""The prefix of the name of every module that is imported from a plugin file."""
 
 IMPORT_SECONDS = 20.0
 """The longest time that the import of a plugin file may take."""
 
 _broken: list[str] = []
-"""The errors of the plugins that were left out, a line for each."""
+"""One line for each plugin that was left out, with its error."""
 _duplicates: dict[str, str] = {}
-"""The error for each name that two plugins have."""
+"""Each name that two plugins claim, with the error to raise if the name is used."""
 _rule_cache: dict[tuple[type, str] | None, UpdateRule] = {}
-"""Rules by class and knobs. A search makes the same rules thousands of times, and a rule takes 1 to 2 ms."""
+"""Rules that were made, by class and knobs.
+
+A search asks for the same rules thousands of times, and making a rule takes 1 to 2 ms.
+"""
 MOST_CACHED = 1024
 """The number of rules at which `_rule_cache` is emptied."""
 _NAME = re.compile(r"\w[\w.-]{0,99}")
@@ -55,7 +58,7 @@ _OF_A_TASK = ("version", "metric", "maximize")
 
 @dataclass(frozen=True)
 class Plugin:
-    """The class of a rule or a task, and the file that defines it, by which another process finds the same class."""
+    """The class of a rule or a task, and the file that defines it. Another process finds the class by this file."""
 
     kind: type[UpdateRule] | type[Task]
     file: Path
@@ -72,7 +75,7 @@ class Plugin:
 
 
 def add_plugin(file: str | Path) -> list[Plugin]:
-    """Makes the rules and tasks of a Python file known to this process, and returns them.
+    """Registers the rules and tasks that a Python file defines for this process, and returns them.
 
     Raises:
         InputError: The file is missing, does not import, or defines neither a rule nor a task.
@@ -93,7 +96,10 @@ def add_plugin(file: str | Path) -> list[Plugin]:
 
 
 def refresh() -> None:
-    """Makes the next use search for plugins again; needed after a change of the working folder or of ./plugins."""
+    """Forgets the plugins that were found, so that the next use of a rule or task searches again.
+
+    Call this function after a change of the working folder or of ./plugins.
+    """
     _all.cache_clear()
     _plugins.cache_clear()
     _rule_cache.clear()
@@ -102,13 +108,13 @@ def refresh() -> None:
 
 
 def left_out() -> list[str]:
-    """Returns the errors of the plugins that were left out, a line for each; none before the first search."""
+    """Returns one line for each plugin that was left out, with its error. Before the first search there are none."""
     return list(dict.fromkeys([*_broken, *_duplicates.values()]))
 
 
 @contextmanager
 def isolated() -> Iterator[None]:
-    """Searches for plugins and imports their files as a new process would, and forgets them at the end."""
+    """Starts without known plugins, as a new process does, and forgets at the end the plugins that were found."""
     files = list(_named_files)
     modules = {name: module for name, module in sys.modules.items() if name.startswith(_MODULE)}
     _forget()
@@ -166,7 +172,7 @@ def get_rule(name: str, /, **knobs: object) -> UpdateRule:
 
     Args:
         name: The name of the rule.
-        **knobs: The options of knobs, as YAML writes them. Other knobs have their defaults.
+        **knobs: The knobs to set, each with its option as YAML writes it. All other knobs have their defaults.
 
     Raises:
         InputError: The rule, a knob or an option does not exist.
@@ -202,7 +208,7 @@ def get_task(name: str, /, **params: object) -> Task:
 
     Args:
         name: The name of the task.
-        **params: Parameters of the task, as a study file writes them. Other parameters have their defaults.
+        **params: The parameters to set, as a study file writes them. All other parameters have their defaults.
 
     Raises:
         InputError: The task or a parameter does not exist, or a parameter has a value that the task does not take.
@@ -226,7 +232,7 @@ def get_task(name: str, /, **params: object) -> Task:
         raise
     except Exception as error:
         raise _not_made("task", task_plugin(name), error) from error
-    for label, other in {"": task, **evaluations}.items():  # before a training that could not be evaluated
+    for label, other in {"": task, **evaluations}.items():  # check before a training whose evaluation would fail
         for size_name, most in (("length", MOST_LENGTH), ("vocab_size", MOST_VOCABULARY)):
             if (size := getattr(other, size_name)) > most:
                 place = f", at '{label}'," if label else ""
@@ -279,7 +285,7 @@ def _all(kind: type) -> dict[str, Plugin]:
 
 @cache
 def _plugins() -> tuple[Plugin, ...]:
-    """Returns all rules and tasks. A broken plugin must not stop the others: its error goes to `_broken`."""
+    """Returns all rules and tasks. A broken plugin is left out, and its error goes to `_broken`."""
     plugins = [Plugin(task, Path(inspect.getfile(task))) for task in BUILTIN.values()]
     for point in [*entry_points(group="deltalab.rules"), *entry_points(group="deltalab.tasks")]:
         with _noting_errors(f"package {point.value}"), _import_guard():
@@ -299,7 +305,7 @@ def _plugins() -> tuple[Plugin, ...]:
 
 @contextmanager
 def _noting_errors(source: str) -> Iterator[None]:
-    """Notes an error in `_broken`, under the name of its source."""
+    """Catches an error, and adds it to `_broken` with the name of the source that caused it."""
     try:
         yield
     except KeyboardInterrupt:
@@ -311,12 +317,12 @@ def _noting_errors(source: str) -> Iterator[None]:
 
 @contextmanager
 def _import_guard() -> Iterator[None]:
-    """Guards the import of a plugin: its output goes to stderr, and modules that it removes come back."""
+    """Guards the import of a plugin. Output of the plugin goes to stderr, and modules that it removes are restored."""
     modules = dict(sys.modules)
     sys.stdout.flush()
     stdout = os.dup(1)
     try:
-        os.dup2(2, 1)  # for output that Python does not see
+        os.dup2(2, 1)  # for output that does not go through Python's sys.stdout
         with redirect_stdout(sys.stderr), torch.device("cpu"):  # as in get_rule
             yield
             sys.stderr.flush()
@@ -328,7 +334,7 @@ def _import_guard() -> Iterator[None]:
 
 
 def _files() -> list[Path]:
-    """Returns the files of ./plugins and those of `add_plugin`."""
+    """Returns the files in ./plugins and the files that were given to `add_plugin`."""
     return [*sorted(Path("plugins").resolve().glob("*.py")), *_named_files]
 
 
@@ -372,7 +378,7 @@ def _kinds(module: ModuleType) -> list[type[UpdateRule] | type[Task]]:
 
 
 def _same_type(option: object, default: object) -> bool:
-    """Returns whether a knob can have both values: values of one type, or numbers."""
+    """Returns whether one knob can have both values, because they have the same type or are both numbers."""
     numbers = (type(option), type(default)) in ((int, float), (float, int))
     return numbers or isinstance(option, type(default)) or isinstance(default, type(option))
 
@@ -387,7 +393,10 @@ def _line_of(kind: type) -> str:
 
 @cache
 def _source_bytes(file: Path) -> bytes:
-    """Returns a file as it was imported: an edit after the import must not change the hash of the code that runs."""
+    """Returns the bytes of a file as it was imported.
+
+    An edit of the file after its import must not change the hash of the code that runs.
+    """
     return file.read_bytes()
 
 
@@ -424,7 +433,7 @@ def _load(path: Path) -> ModuleType:
 
 
 TRIES = 3
-"""The imports of a file in a fork before it is given up. A killed fork may be innocent: memory may have run out."""
+"""How often an import in a forked process is tried if the process is killed. The cause may be another than the file."""
 
 FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
 """The signals that come from outside of a process, not from the file that it imports."""
@@ -458,10 +467,10 @@ def _require_end(path: Path, execute: Callable[[], None]) -> None:
 
 
 def _import_in_fork(execute: Callable[[], None]) -> str | None:
-    """Imports in a forked process, and returns the error if the import does not end there.
+    """Runs an import in a forked process, and returns an error if the import does not end.
 
-    The error is empty if the import ends, with or without an exception. It is None if the process was killed as from
-    outside.
+    The error is empty if the import ends, with or without an exception. It is None if one of the signals `FROM_OUTSIDE`
+    killed the process.
     """
     reader, writer = os.pipe()
     sys.stdout.flush()
@@ -500,7 +509,7 @@ def _import_in_fork(execute: Callable[[], None]) -> str | None:
 
 
 def _verdict_file(path: Path) -> Path:
-    """Returns the file of the verdict on an import: $XDG_CACHE_HOME/deltalab/imports/KEY, in ~/.cache by default."""
+    """Returns the file that keeps whether an import ends: $XDG_CACHE_HOME/deltalab/imports/KEY, or below ~/.cache."""
     inputs = f"{sys.version} {path}\n".encode("utf-8", "surrogateescape") + path.read_bytes()
     key = hashlib.sha256(inputs).hexdigest()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "deltalab" / "imports" / key
@@ -511,7 +520,7 @@ def _module_name(path: Path) -> str:
 
 
 class _PluginFinder(MetaPathFinder, Loader):
-    """Imports the modules of plugin files by name, for unpickling, from a known file that may have moved since."""
+    """Imports the module of a plugin file by its name, for unpickling. The file may have moved since the pickling."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         return ModuleSpec(name, self) if name.startswith(_MODULE) else None
@@ -540,7 +549,7 @@ sys.meta_path.append(_PluginFinder())
 
 
 def _line_in(path: Path, error: BaseException) -> str:
-    """Returns `, line N` for the line of a file that raised an error; empty if another file did."""
+    """Returns `, line N` for the line of `path` that raised an error; empty if the error came from another file."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     if isinstance(error, SyntaxError) and error.filename == str(path):
         lines.append(error.lineno)

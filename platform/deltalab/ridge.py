@@ -49,7 +49,8 @@ def regression(
         scale: The factor of o.
         state: The pair H [B, H, K, K] and U [B, H, K, V].
         chunk_size: The tokens of a chunk.
-        solver: The iterates to a solution; None for those of `ridge.solver`. The exact solver takes none.
+        solver: The function that yields the iterates; None for the one that `ridge.solver` names. The exact solver has
+            no iterates.
 
     Returns:
         o [B, T, H, V], and the next state.
@@ -71,7 +72,7 @@ def fused_regression(
     scale: float,
     state: tuple[Tensor, Tensor],
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Computes `regression` by Triton kernels, for a rule's `fused`: in fp32, with o in v's dtype.
+    """Computes `regression` by Triton kernels, in fp32 with o in v's dtype. A rule calls it from its `fused`.
 
     Raises:
         InputError: `lacks_kernel` returns a reason, or no kernel can run.
@@ -85,9 +86,9 @@ def fused_regression(
 
 
 def lacks_kernel(ridge: Ridge, k: Tensor, v: Tensor) -> str | None:
-    """Returns why `fused_regression` does not take inputs like these, as a clause; None if it does.
+    """Returns why `fused_regression` does not take inputs like k and v, as a clause; None if it takes them.
 
-    A rule's own `lacks_kernel` returns the same.
+    A rule that uses `fused_regression` returns this value from its `lacks_kernel`.
     """
     if ridge.solver == "exact" or ridge.backward == "autograd":
         obstacle = "the exact solver" if ridge.solver == "exact" else "gradients through the iterations"
@@ -114,8 +115,8 @@ def solve(
 ) -> tuple[Tensor, Tensor]:
     """Solves (H_t + lambda_t I) x_t ~= q_t for every token, in the dtype of the inputs.
 
-    x_t is 0 if H_t is empty, or so faded that the square of its norm loses precision. Then there is nothing to read,
-    and lambda_t would be 0.
+    x_t is 0 if H_t is zero, or so small that the square of its norm loses precision. In that case there is nothing to
+    read, and lambda_t would be 0.
 
     Args:
         ridge: The settings of the regression.
@@ -142,9 +143,9 @@ def solve(
             frozen = System.of(ridge, grams)
             x = frozen.solve(rhs, iterates)
         if torch.is_grad_enabled():
-            # Implicit differentiation is d((H + lambda I) x) = dq at a fixed x. So the product with x stands on the
-            # right-hand side, with the value zero. From this product autograd finds dH, and dlambda through the norm
-            # (Lemma 1).
+            # Implicit differentiation needs the gradient of (H + lambda I) x at a fixed x. So the product minus its
+            # detached copy, which is zero, is subtracted from the right-hand side. Autograd then finds dH from the
+            # product, and dlambda through the norm (Lemma 1).
             product = System.of(ridge, grams).times(x)
             x = _Implicit.apply(  # type: ignore[no-untyped-call]
                 rhs - (product - product.detach()), x, ridge, iterates, *frozen.tensors()
@@ -154,7 +155,7 @@ def solve(
 
 @dataclass(frozen=True)
 class Grams:
-    """The matrices H_t at every token of N chunks of C tokens, as factors.
+    """The matrices H_t at every token of N chunks of C tokens, kept as factors from which products are computed.
 
         H_t = exp(g_t) H_{t-1} + k_t k_t^T
 
@@ -218,7 +219,7 @@ class System:
         grams: The matrices H_t.
         low: The lower bound of the eigenvalues, which is lambda_t, [N, B H, C, 1].
         high: The upper bound of the eigenvalues, [N, B H, C, 1].
-        live: Whether H_t is more than empty, [N, B H, C, 1].
+        live: Whether x_t is solved for, [N, B H, C, 1]. If False, H_t is zero or too small, and x_t is 0.
     """
 
     ridge: Ridge
@@ -229,7 +230,7 @@ class System:
 
     @classmethod
     def of(cls, ridge: Ridge, grams: Grams) -> "System":
-        """Makes the system of matrices H_t."""
+        """Makes the system H_t + lambda_t I from the matrices H_t."""
         return cls(ridge, grams, *_bounds(ridge, grams.squares()))
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -247,7 +248,7 @@ class System:
 
 
 def _bounds(ridge: Ridge, squares: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns lambda, ||H||_F + lambda, and whether H is more than empty, from ||H||_F ** 2."""
+    """Computes `System.low`, `System.high` and `System.live` from the squares ||H_t||_F ** 2."""
     finfo = torch.finfo(squares.dtype)
     full = squares > finfo.tiny / finfo.eps
     norm = torch.where(full, squares.where(full, squares.new_ones(())).sqrt(), 0.0)
@@ -259,7 +260,10 @@ def _bounds(ridge: Ridge, squares: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _exact(ridge: Ridge, grams: Grams, rhs: Tensor) -> Tensor:
-    """Forms and factorizes every H_t, takes its norm directly, and leaves gradients to autograd; the oracle."""
+    """Forms and factorizes every H_t, computes its norm directly, and leaves gradients to autograd.
+
+    It is the reference for the other solvers.
+    """
     formed = grams.formed()
     low, _, live = _bounds(ridge, formed.square().sum((-1, -2)).unsqueeze(-1))
     eye = torch.eye(formed.shape[-1], dtype=formed.dtype, device=formed.device)
@@ -268,10 +272,10 @@ def _exact(ridge: Ridge, grams: Grams, rhs: Tensor) -> Tensor:
 
 
 class _Implicit(torch.autograd.Function):
-    """Returns x, with the backward of A^{-1} rhs for the symmetric A of a `System`: d rhs = A^{-1} dx (Table 1)."""
+    """Returns x unchanged. Its backward pass solves d rhs = A^{-1} dx for the symmetric A of a `System` (Table 1)."""
 
     generate_vmap_rule = True
-    # `rule check` does not compare this gradient, which is that of the exact solution, with finite differences.
+    # This gradient is that of the exact solution. So `rule check` does not compare it with finite differences.
     approximate = True
 
     @staticmethod
@@ -347,7 +351,7 @@ SOLVERS: dict[str, Solver] = {
     "chebyshev": lambda system, q: chebyshev(system.times, q, system.low, system.high),
     "cg": lambda system, q: conjugate_gradient(system.times, q),
 }
-"""The solver of each iterative `Ridge.solver`, which is each but `exact`."""
+"""The function for each value of `Ridge.solver` but `exact`, which does not iterate."""
 
 
 def _dot(x: Tensor, y: Tensor) -> Tensor:

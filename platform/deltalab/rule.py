@@ -27,7 +27,8 @@ from deltalab.gates import Gate
 from deltalab.structure import ResidualState, Transition
 
 State: TypeAlias = tuple[Tensor, ...]
-"""The memory of a rule. In the algebra: S [B, H, K, V], with a `Fit` also R in the same shape, then the carry."""
+"""The memory of a rule. For a rule of the algebra: S [B, H, K, V], then R of the same shape if there is a `Fit`, then
+the carry."""
 
 MOST_KNOB = 2**20
 """The largest whole number that a knob may have."""
@@ -37,7 +38,7 @@ Option: TypeAlias = Transition | Gate | str | float | bool
 
 @dataclass(frozen=True)
 class Fit:
-    """The operands of a second state R, under the transition and with the keys of the first state (RLA, RDN).
+    """The operands of a second state R, which has the transition and the keys of the first state (RLA, RDN).
 
         R_t = D_t R_{t-1} - e_t k_t (k_t^T X) + strength_t k_t residual(v_t - S_{t-1}^T k_t)^T
         o_t = scale * (S_{t-1}^T r'_t + R_t^T r_t)
@@ -50,8 +51,8 @@ class Fit:
         v: The value that S should have predicted, [B, T, H, V].
         strength: The write strength of R, [B, T, H].
         read: The read strength of R, [B, T, H]; None for 1.
-        g: The log-decay of R; None for that of S.
-        e: The erase strength of R; None for that of S.
+        g: The log-decay of R; None for the log-decay of S.
+        e: The erase strength of R; None for the erase strength of S.
     """
 
     residual: ResidualState
@@ -63,9 +64,10 @@ class Fit:
     e: Tensor | None = None
 
     def operands(self, first: "Operands") -> "Operands":
-        """Returns the operands of R with the u of the first state as a placeholder.
+        """Returns the operands of R, in which the u of the first state stands as a placeholder.
 
-        The u of R is the prediction error of the first state, which is known only after that state's scan.
+        The true u of R comes from the prediction error of the first state, which is known only after the first state's
+        scan.
 
         Args:
             first: The operands of the first state.
@@ -120,10 +122,10 @@ class Operands:
     output: Callable[[Tensor], Tensor] | None = None
 
     def changed(self, **changes: Any) -> "Operands":
-        """Returns a copy with other fields, as `dataclasses.replace` does, in a tenth of the time."""
+        """Returns a copy with some fields changed, as `dataclasses.replace` does, but ten times as fast."""
         if torch.compiler.is_compiling():
             return dataclasses.replace(self, **changes)
-        # Operands check nothing when they are made, so that nothing is lost without __init__.
+        # The __init__ of `Operands` checks nothing. So the copy can be made without calling it.
         new = object.__new__(type(self))
         vars(new).update(vars(self), **changes)
         return new
@@ -160,8 +162,8 @@ class UpdateRule:
         name: The name of the rule in YAML.
         paper: The paper that the rule comes from; empty for a rule without a paper.
         per_step: The gates that have a value for each of a token's steps.
-        ignores: The inputs, such as "q" or a gate, of which some or all channels have no effect. `rule check` fails
-            for any other input without an effect.
+        ignores: The inputs, such as "q" or a gate, that have no effect in some or all of their channels. `rule check`
+            fails if an input that is not listed here has no effect.
         transition: The transition of the state; None for a rule outside the algebra.
     """
 
@@ -180,7 +182,7 @@ class UpdateRule:
 
     @property
     def silu_of_v(self) -> bool:
-        """Whether v gets SiLU if q and k do. With `raw` features, v never gets SiLU."""
+        """Whether v gets SiLU if q and k get it. With `raw` features, v never gets SiLU."""
         return True
 
     @property
@@ -210,10 +212,10 @@ class UpdateRule:
 
     @property
     def grouped(self) -> bool:
-        """Whether `mix` takes k and v of fewer heads than q. For any other rule, the layer repeats k and v.
+        """Whether `mix` accepts k and v with fewer heads than q. If it does not, the layer repeats k and v.
 
-        Only the built-in attention does. Its own file cannot declare that, because the hash of the file is part of the
-        identity of every trial that was run with it.
+        It is True for the built-in attention alone. The file of the attention cannot declare this, because the hash of
+        the file is part of the identity of every trial that was run with the attention.
         """
         return self.name == "attention"
 
@@ -226,7 +228,8 @@ class UpdateRule:
     def eigenvalues(self) -> tuple[float, float]:
         """The closed interval (low, high) of the eigenvalues of each state's transition, for keys of unit norm.
 
-        It is (1, 1) without decay or low rank, and (0, 1) with a decay alone. A rule with a low rank declares its own.
+        It is (1, 1) without decay or low rank, and (0, 1) with a decay alone. A rule with a low rank must override this
+        property.
         With one step per token and no free low rank, eigenvalues must be real and in the interval. In other rules,
         only the real parts must be in the interval, and no modulus may exceed max(|low|, |high|).
         """
@@ -285,7 +288,7 @@ class UpdateRule:
     def fused(
         self, q: Tensor, k: Tensor, v: Tensor, gates: Mapping[str, Tensor], *, scale: float, state: Any
     ) -> tuple[Tensor, State | Tensor]:
-        """Computes what `mix` computes, by the rule's own kernel.
+        """Computes o and the next state, as `mix` does, by the rule's own kernel.
 
         `rule check` compares the kernel with the reference, also in fp64 if the kernel takes fp64.
         """
@@ -306,7 +309,7 @@ class UpdateRule:
         empty = v.new_zeros(v.shape[0], v.shape[2], *widths, dtype=dtype)
         return (empty, empty.clone()) if self.second_state else empty
 
-    # The rest is derived from the declaration; a rule does not override it.
+    # All members below are derived from the declaration. A rule does not override them.
 
     @final
     def start(self, k: Tensor, v: Tensor) -> State:
@@ -392,7 +395,7 @@ class UpdateRule:
         for name, options in self.options().items():
             for option in options:
                 if option != getattr(self, name):
-                    with suppress(InputError):  # an option may need another knob to change too
+                    with suppress(InputError):  # some options are valid only if another knob changes too
                         rules.append(dataclasses.replace(self, **cast(Any, {name: option})))
         return rules
 
@@ -456,7 +459,7 @@ class UpdateRule:
 def _unpickled(kind: type[UpdateRule], values: Mapping[str, Option]) -> UpdateRule:
     """Makes a rule from pickled values, and replaces each value by the knob's option that equals it.
 
-    A rule may ask whether its transition `is` SPLR.
+    The replacement is needed because a rule may test identity, as in `transition is SPLR`.
     """
     settings = {}
     for field in dataclasses.fields(kind):

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# The name is that of this module: an exported model has a copy of the module, and PyTorch defines a name only once.
+# The namespace has this module's name. An exported model holds a copy of this module, under another name, and PyTorch
+# lets a name be defined only once.
 _NAMESPACE = re.sub(r"\W", "_", __name__)
 _library = torch.library.Library(_NAMESPACE, "FRAGMENT")
 _library.define("attend(Tensor q, Tensor k, Tensor v, int window, float scale) -> Tensor")
@@ -64,7 +65,10 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor
 
 
 def _blocks(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:
-    """Attends where query t sees keys t ... t + window - 1, in blocks of `window` queries and 2 window - 1 keys."""
+    """Computes attention in which query t sees the keys t ... t + window - 1.
+
+    A block holds `window` queries and the 2 window - 1 keys that they see.
+    """
     batch, heads, count, _ = q.shape
     spare = -count % window
     q, k, v = (F.pad(x, (0, 0, 0, spare)) for x in (q, k, v))
@@ -108,8 +112,8 @@ def nothing_seen(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the empty memory of an attention that fades, in at least fp32.
 
     Args:
-        k: Keys, [B, T, H, K], for the widths, the device and the batch.
-        v: Values, [B, T, H, V].
+        k: Keys, [B, T, H, K]. Only their shape, dtype and device matter.
+        v: Values, [B, T, H, V]. Only their shape, dtype and device matter.
 
     Returns:
         The keys [B, H, 0, K], the values [B, H, 0, V], and the fade of each key since its token, [B, H, 0, 1].

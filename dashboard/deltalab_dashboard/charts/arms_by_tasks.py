@@ -1,4 +1,4 @@
-"""The table of arms by tasks, as a paper shows it."""
+"""A table with a row for each arm and a column for each task, as papers print it."""
 
 import math
 
@@ -10,11 +10,14 @@ LEGEND = (
     "mean (difference to the base); ▲ better and ▼ worse than the base, p <= 0.05, tested together; ★ best mean; "
     "† some seeds did not finish"
 )
-"""What the marks of the table mean."""
+"""Explains the marks in the table's cells."""
 
 
 def pivot(report: Report) -> list[dict[str, str]]:
-    """Returns a row for each arm, with a cell for each task. A cell without a mean holds a verdict such as `failed`."""
+    """Returns a row for each arm, with a cell for each task.
+
+    If an arm has no mean on a task, the cell holds a verdict such as `failed`.
+    """
     cells: dict[str, dict[str, str]] = {}
     for table in report.tables:
         for row in table.rows:
@@ -24,12 +27,12 @@ def pivot(report: Report) -> list[dict[str, str]]:
 
 
 def _header(table: TaskTable) -> str:
-    """Writes the heading of a task."""
+    """Writes the heading of a task's column."""
     return f"{table.task}: {table.metric} {arrow(table)}"
 
 
 def arrow(table: TaskTable) -> str:
-    """Returns an arrow that points to where the metric gets better."""
+    """Returns an arrow: up if higher values of the task's metric are better, else down."""
     return "↑" if table.maximize else "↓"
 
 

@@ -1,4 +1,4 @@
-"""The axes of settings: a range, linear or logarithmic, or a few values side by side."""
+"""The axes of charts over settings. An axis is a linear or logarithmic range, or shows a few values side by side."""
 
 import math
 from collections.abc import Sequence
@@ -12,15 +12,15 @@ from deltalab.study.specs.search_space import Search
 from deltalab_dashboard.text import setting
 
 FEW = 8
-"""The most whole numbers that stand side by side. More of them lie on a range."""
+"""If a setting has at most this many whole numbers, they stand side by side. More whole numbers lie on a range."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """Where the values of a setting lie.
+    """An axis on which the values of a setting lie.
 
     Attributes:
-        words: The values side by side, as text. Empty if the values lie on a range.
+        words: The texts of the values that stand side by side. Empty if the values lie on a range.
         low: The low end of the range.
         high: The high end of the range.
         logarithmic: Whether the range is logarithmic.
@@ -32,7 +32,7 @@ class Axis:
     logarithmic: bool = False
 
     def text(self, value: Any) -> str:
-        """Writes a value.
+        """Writes a value as the axis shows it.
 
         Examples:
             >>> Axis(("comba",)).text({"name": "comba"}), Axis((), 0, 1).text(0.12345), Axis((), 0, 1).text(4096.0)
@@ -43,7 +43,7 @@ class Axis:
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
     def share(self, value: Any) -> float:
-        """Returns where a value lies, from 0 at the low end to 1 at the high end.
+        """Returns the place of a value on the axis, from 0 at the low end to 1 at the high end.
 
         Examples:
             >>> Axis((), 0.01, 1, logarithmic=True).share(0.1), Axis(("a", "b", "c")).share("b")
@@ -57,17 +57,22 @@ class Axis:
         return (at - low) / (high - low)
 
     def ticks(self) -> list[tuple[float, str]]:
-        """Returns the share and the label of each value side by side, or of both ends of the range."""
+        """Returns the ticks, each with its `share` and its label.
+
+        Each value that stands side by side with others has a tick. A range has a tick at each of its ends.
+        """
         if self.words:
             return [((at + 0.5) / len(self.words), word) for at, word in enumerate(self.words)]
         return [(self.share(end), self.text(end)) for end in dict.fromkeys((self.low, self.high))]
 
     def cell(self, value: Any, count: int) -> tuple[Any, Any]:
-        """Returns the bounds of the part in which a value lies, or twice its text if the values stand side by side.
+        """Returns the bounds of the part of the range in which a value lies.
+
+        If the values stand side by side, both bounds are the value's text.
 
         Args:
             value: The value.
-            count: The number of equal parts of the range.
+            count: The number of equal parts into which the range is divided.
 
         Examples:
             >>> Axis((), 0.01, 100, logarithmic=True).cell(3, 4)
@@ -79,7 +84,10 @@ class Axis:
         return self._at(at / count), self._at((at + 1) / count)
 
     def mean(self, values: Sequence[Any]) -> Any:
-        """Returns the mean of the values of one part on the scale of the axis, or the text of values side by side.
+        """Returns the mean of values that lie in the same part of the range.
+
+        On a logarithmic axis, the mean is geometric. If values stand side by side, the values of one part are equal,
+        and their text is returned.
 
         Examples:
             >>> round(Axis((), 0.01, 100, logarithmic=True).mean([1.0, 100.0]), 6), Axis((), 0, 4).mean([1.0, 4.0])
@@ -90,7 +98,7 @@ class Axis:
         return math.exp(fmean(map(math.log, values))) if self.logarithmic else fmean(values)
 
     def encoding(self, field: str, title: str, *, vertical: bool = False) -> Any:
-        """Returns the channel x of a chart, or y if `vertical`."""
+        """Returns the encoding of a chart's channel x, or of its channel y if `vertical`."""
         channel: Any = alt.Y if vertical else alt.X
         if self.words:
             label = alt.Axis(labelAngle=0, labelLimit=260)
@@ -99,22 +107,22 @@ class Axis:
         return channel(f"{field}:Q", title=title, scale=scale)
 
     def _scaled(self, value: float) -> float:
-        """Returns a value on the scale on which the parts of the range are equal."""
+        """Returns the logarithm of a value if the range is logarithmic, else the value."""
         return math.log(value) if self.logarithmic else value
 
     def _at(self, share: float) -> float:
-        """Returns the value at a share of the range."""
+        """Returns the value at a place of the range, given as `share` returns it."""
         low, high = self._scaled(self.low), self._scaled(self.high)
         at = low + share * (high - low)
         return float(f"{math.exp(at) if self.logarithmic else at:.6g}")
 
 
 def axis(values: Sequence[Any], search: Search | None) -> Axis:
-    """Makes the axis of values.
+    """Makes the axis on which the given values lie.
 
     Args:
-        values: The values of a setting, or scores.
-        search: The space of the setting. None for scores.
+        values: The values of a setting, or the scores of candidates.
+        search: The search space of the setting. None if the values are scores.
 
     Examples:
         >>> axis([1, 4, 2], Search(integers=(1, 4)))

@@ -1,4 +1,4 @@
-"""The charts of a search's candidates: by two objectives, by all settings side by side, by one setting, and by two."""
+"""Draws the candidates of a search: by two objectives, by all settings side by side, or by one or two settings."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -31,24 +31,29 @@ KINDS = {
 }
 """The colour, shape and size of each kind of candidate."""
 MOST_LINES = 400
-"""The most lines in parallel coordinates. The worst of the candidates that are not highlighted are left out."""
+"""The most lines in parallel coordinates.
+
+If there are more candidates, the worst of those that are not highlighted are left out.
+"""
 BINS = 8
-"""The parts of a range in which scores are averaged."""
+"""The number of parts of a setting's range. The scores within a part are averaged."""
 ABSENT = -0.16
-"""The place, below the axes, of a candidate for which a setting does not exist."""
+"""The height at which a line passes the axis of a setting that the candidate does not have. It is below the axis."""
 
 
 @dataclass(frozen=True)
 class CandidateTable:
-    """The candidates of a search as rows, of which the charts are drawn.
+    """The candidates of a search and the base, as the rows from which charts are drawn.
 
     Attributes:
-        rows: The cells of each candidate by column: `name`, `what` it is, `kind` (a key of `KINDS`), `by` whom it was
-            drawn, whether it `learned`, and all `settings` as text; every objective by its name, and as ("first", name)
-            at the lowest fidelity; every setting by its path, None if it does not exist for the candidate.
-        searched: The space of each setting.
-        objectives: name -> whether more is better.
-        labels: The names of the objectives as the page writes them.
+        rows: A row for each candidate: column -> cell. The columns are `name`; `what`, which says what the candidate
+            is; `kind`, a key of `KINDS`; `by`, what drew the candidate, such as `tpe`; `learned`, whether it is better
+            than chance; and `settings`, all its settings as text. For each objective, the column with its name
+            holds the score, and the column ("first", name) holds the score at the lowest fidelity. For each setting,
+            the column with its path holds the value, or None if the candidate does not have the setting.
+        searched: The search space of each setting: path -> space.
+        objectives: The objectives: name -> whether more is better.
+        labels: The objectives as the page writes them: name -> text.
     """
 
     rows: list[dict[Any, Any]]
@@ -57,16 +62,22 @@ class CandidateTable:
     labels: dict[str, str]
 
     def sign(self, objective: str) -> int:
-        """1 if more of the objective is better, else -1."""
+        """Returns 1 if more of the objective is better, else -1."""
         return 1 if self.objectives[objective] else -1
 
     def best(self, objective: str) -> dict[Any, Any] | None:
-        """Returns the best candidate that was not stopped early, the first of equals; None if none has a score."""
+        """Returns the best candidate that was not stopped early, or None if no such candidate has a score.
+
+        If several are equally good, the first is returned.
+        """
         scored = [row for row in self.rows if finite(row, objective) and row["kind"] != "stopped early"]
         return max(scored, key=lambda row: self.sign(objective) * row[objective], default=None)
 
     def best_tenth(self, objective: str) -> set[str]:
-        """Returns the names of the tenth of the candidates that is best at the lowest fidelity, and of at least one."""
+        """Returns the names of the best tenth of the candidates that have a score at the lowest fidelity.
+
+        If any candidate has such a score, at least one name is returned.
+        """
         scored = [row for row in self.rows if finite(row, ("first", objective))]
         scored.sort(key=lambda row: -self.sign(objective) * row["first", objective])
         return {row["name"] for row in scored[: len(scored) // 10 or 1]}
@@ -79,9 +90,9 @@ def candidate_table(
 
     Args:
         points: The candidates and the base.
-        searched: The space of each setting.
-        objectives: name -> whether more is better.
-        rungs: The number of rungs of successive halving, 1 without it.
+        searched: The search space of each setting: path -> space.
+        objectives: The objectives: name -> whether more is better.
+        rungs: The number of rungs of successive halving. It is 1 for a search without successive halving.
     """
     title_of = titles([(point.name, point.values) for point in points])
     rows = []
@@ -103,12 +114,12 @@ def candidate_table(
 
 
 def _tasks(objectives: Mapping[str, bool]) -> int:
-    """Counts the tasks among objectives METRIC@TASK."""
+    """Counts the tasks in the names of the objectives, METRIC@TASK."""
     return len({name.partition("@")[2] for name in objectives} - {""})
 
 
 def _kind(point: "Point", rungs: int) -> str:
-    """Returns the key in `KINDS` of a candidate."""
+    """Returns the kind of a candidate, a key of `KINDS`."""
     if point.number is None:
         return "base"
     if point.is_arm:
@@ -121,12 +132,17 @@ def _kind(point: "Point", rungs: int) -> str:
 
 
 def finite(row: Mapping[Any, Any], *columns: Any) -> bool:
-    """Tells whether a row has a finite number in each of these columns."""
+    """Returns whether a row has a finite number in each of the `columns`."""
     return all(math.isfinite(row.get(column, math.nan)) for column in columns)
 
 
 def by_objectives(table: CandidateTable, down: str, across: str) -> tuple[Chart, pd.DataFrame] | None:
-    """Draws every candidate by two objectives, with the front of these two as a line.
+    """Draws every candidate by two objectives. A line joins the front of the two objectives.
+
+    Args:
+        table: The candidates.
+        down: The objective on the vertical axis.
+        across: The objective on the horizontal axis.
 
     Returns:
         The chart and its data. None if no candidate has both objectives.
@@ -158,7 +174,7 @@ def by_objectives(table: CandidateTable, down: str, across: str) -> tuple[Chart,
     present = [kind for kind in KINDS if kind in set(frame["kind"])]
     color, shape = (alt.Scale(domain=present, range=[KINDS[kind][i] for kind in present]) for i in range(2))
     points = (
-        alt.Chart(frame[::-1])  # The finalists and the base come last, on top of the others.
+        alt.Chart(frame[::-1])  # The finalists and the base come last, so that they are drawn over the rest.
         .mark_point(filled=True, opacity=0.9, stroke="white", strokeWidth=0.5)
         .encode(
             **encoding,
@@ -184,7 +200,14 @@ def by_objectives(table: CandidateTable, down: str, across: str) -> tuple[Chart,
 
 
 def _to_the_edges(line: pd.DataFrame, frame: pd.DataFrame, right: bool, up: bool) -> pd.DataFrame:
-    """Prolongs a front to the worst values of both objectives. `right` and `up` tell whether more is better."""
+    """Prolongs the line of a front to the worst values of both objectives.
+
+    Args:
+        line: The points of the front.
+        frame: The points of all candidates.
+        right: Whether more of the objective on the horizontal axis is better.
+        up: Whether more of the objective on the vertical axis is better.
+    """
     if line.empty:
         return line
     worst_across = frame["across"].min() if right else frame["across"].max()
@@ -196,17 +219,20 @@ def _to_the_edges(line: pd.DataFrame, frame: pd.DataFrame, right: bool, up: bool
 
 
 def legend(orient: Literal["top", "bottom"]) -> alt.Legend:
-    """Makes the legend of the kinds, with filled shapes."""
+    """Makes the legend of the kinds of candidates, with filled shapes."""
     return alt.Legend(orient=orient, title=None, symbolSize=90, symbolStrokeWidth=0)
 
 
 def axis_title(table: CandidateTable, objective: str) -> str:
-    """Writes an objective as the title of an axis."""
+    """Writes the title of an objective's axis."""
     return f"{table.labels[objective]} ({'higher' if table.objectives[objective] else 'lower'} is better)"
 
 
 def _scale(values: pd.Series) -> alt.Scale:
-    """Makes a scale, which is logarithmic if the largest of positive values is over 20 times the smallest."""
+    """Makes a scale for values.
+
+    The scale is logarithmic if all values are positive and the largest is over 20 times the smallest.
+    """
     wide = values.min() > 0 and values.max() / values.min() > 20
     return alt.Scale(type="log" if wide else "linear", zero=False, nice=False, padding=15)
 
@@ -219,10 +245,11 @@ def by_all_settings(table: CandidateTable, highlighted: set[str], order: str) ->
     Args:
         table: The candidates.
         highlighted: The names of the candidates to highlight.
-        order: The objective whose best candidates are kept, besides those to highlight.
+        order: The objective that ranks the candidates. If there are too many lines, the chart keeps the highlighted
+            candidates and the best of the other candidates by this objective.
 
     Returns:
-        The chart, its data, and the number of candidates that are left out.
+        The chart, its data, and the number of candidates that the chart leaves out.
     """
     scored = [row for row in table.rows if finite(row, *(("first", name) for name in table.objectives))]
     sign = table.sign(order)
@@ -288,7 +315,7 @@ def by_all_settings(table: CandidateTable, highlighted: set[str], order: str) ->
         )
         .add_params(picked)
     )  # fmt: skip
-    limit = max(50, 1000 // len(axes) - 10)  # The room between two axes has about this width.
+    limit = max(50, 1000 // len(axes) - 10)  # The space between two axes is about this wide.
     marks = alt.Scale(domain=present, range=[KINDS[kind][1] for kind in present])
     layers.append(
         alt.Chart(bright)
@@ -308,10 +335,12 @@ def by_all_settings(table: CandidateTable, highlighted: set[str], order: str) ->
 
 
 def by_setting(table: CandidateTable, path: str, objective: str) -> tuple[Chart, pd.DataFrame] | None:
-    """Draws the scores of candidates against one setting, and their mean in each part of its range.
+    """Draws the scores of candidates against one setting, and the mean score in each part of the setting's range.
+
+    Scores are those at the lowest fidelity.
 
     Returns:
-        The chart and its data. None if no candidate has the setting.
+        The chart and its data. None if no candidate has both the setting and a score.
     """
     key = ("first", objective)
     rows = [row for row in table.rows if row[path] is not None and finite(row, key)]
@@ -368,10 +397,18 @@ def by_setting(table: CandidateTable, path: str, objective: str) -> tuple[Chart,
 
 
 def by_two_settings(table: CandidateTable, across: str, down: str, objective: str) -> tuple[Chart, pd.DataFrame] | None:
-    """Draws the mean score by two settings. A cell in which no candidate was tried stays empty.
+    """Draws a grid over two settings, with the mean score of the candidates in each cell.
+
+    Scores are those at the lowest fidelity. A cell without candidates stays empty.
+
+    Args:
+        table: The candidates.
+        across: The path of the setting on the horizontal axis.
+        down: The path of the setting on the vertical axis.
+        objective: The objective whose scores are averaged.
 
     Returns:
-        The chart and its data. None if no candidate has both settings.
+        The chart and its data. None if no candidate has both settings and a score.
     """
     key = ("first", objective)
     rows = [row for row in table.rows if row[across] is not None and row[down] is not None and finite(row, key)]

@@ -1,4 +1,7 @@
-"""The points of learning curves: the runs that stand for an arm, their smoothing, and their mean with its interval."""
+"""Computes the points of learning curves.
+
+The module chooses the runs that stand for an arm, smooths the curve of each run, and averages the runs.
+"""
 
 import math
 import re
@@ -22,14 +25,14 @@ AXES = {
     "seconds": "seconds of training",
     "flops": "operations of training",
 }
-"""The titles of the axes over which curves are drawn."""
+"""The horizontal axes over which curves can be drawn: name -> title."""
 LABEL = re.compile(r"(\d+)(?:x(\d+))?")
-"""The label of an evaluation at a length. In multi-query recall, the number of pairs follows."""
+"""Matches the label of an evaluation on examples of one length: LENGTH, or LENGTHxPAIRS in multi-query recall."""
 
 
 @dataclass(frozen=True)
 class DrawnRun:
-    """A run whose curve is drawn. Means leave out runs that diverged."""
+    """A run whose curve is drawn. A mean over runs leaves out the runs that diverged."""
 
     arm: str
     trial: TrialRow
@@ -42,11 +45,12 @@ class Curves:
 
     Attributes:
         task: The task.
-        trials: The trials of each arm, by its name.
-        runs: Of each arm, the run of each seed that stands for the arm. While the study confirms, that is the run which
-            the seed chose on validation, as in the report. While it tunes, the runs are those of the candidate with the
-            best mean.
-        means: The mean score of the runs of each arm that finished; NaN if none did.
+        trials: The trials of each arm: name of the arm -> trials.
+        runs: The runs that stand for each arm: name of the arm -> a run for each seed. At the stage `confirm`, a seed's
+            run is the one that the seed chose on validation, as in the report. At the stage `tune`, the runs are those
+            of the candidate with the best mean.
+        means: The mean score of each arm's `runs`: name of the arm -> mean over the runs that finished, or NaN if no
+            run finished.
     """
 
     def __init__(self, store: Store, study: Study, arms: Sequence[Arm], task: str, stage: Stage) -> None:
@@ -59,13 +63,13 @@ class Curves:
         self.means = {arm: self._mean(runs, SPLIT[stage]) for arm, runs in self.runs.items()}
 
     def best(self, base: str | None, most: int) -> list[str]:
-        """Returns the base and the `most` arms with the best mean score, in the order of the study."""
+        """Returns the base and the `most` other arms with the best mean scores, in the order of the study."""
         trained = [arm for arm, runs in self.runs.items() if runs and arm != base]
         ranked = sorted(trained, key=lambda arm: (math.isnan(self.means[arm]), -self.task.sign * self.means[arm]))
         return [arm for arm in self.means if arm == base or arm in ranked[:most]]
 
     def candidates(self, arms: Collection[str]) -> list[DrawnRun]:
-        """Returns every run of every candidate of some arms."""
+        """Returns every run of every candidate of the given arms."""
         return [
             DrawnRun(arm, trial, seed, state)
             for arm in arms
@@ -74,7 +78,10 @@ class Curves:
         ]
 
     def rate(self, trial: TrialRow, axis: str) -> float:
-        """Returns how far a training step of a trial goes on an axis of `AXES`; NaN if the ledger does not say."""
+        """Returns how many units of an axis, a key of `AXES`, one training step of a trial takes.
+
+        If the ledger does not hold the necessary figures, NaN is returned.
+        """
         if axis == "step":
             return 1.0
         batch = trial.config.get("train", {}).get("batch_size")
@@ -89,7 +96,7 @@ class Curves:
         return BACKWARD * next(iter(flops.values()), math.nan) * tokens
 
     def _mean(self, runs: Sequence[DrawnRun], split: str) -> float:
-        """Returns the mean score of the runs that finished; NaN if none did."""
+        """Returns the mean score of the runs that finished, or NaN if no run finished."""
         finals = self._ledger.finals
         values = [
             finals.get(run.trial.key, {}).get((split, self.task.metric), {}).get(run.seed, math.nan)
@@ -99,7 +106,7 @@ class Curves:
         return fmean(values) if values else math.nan
 
     def _by_seed(self, arm: str) -> list[DrawnRun]:
-        """Returns the run that each seed chose, or the seed's first run if none finished."""
+        """Returns the run that each seed chose, or the seed's first run if none of its runs finished."""
         runs: dict[int, DrawnRun] = {}
         for trial in self.trials[arm]:
             for seed, state in trial.runs.items():
@@ -108,7 +115,7 @@ class Curves:
         return [runs[seed] for seed in sorted(runs)]
 
     def _best(self, arm: str) -> list[DrawnRun]:
-        """Returns the runs of the best candidate, or of the first candidate if none finished."""
+        """Returns the runs of the best candidate, or of the first candidate if no candidate finished all its runs."""
         trials = self.trials[arm]
         best = self._ledger.best_on_validation(trials, self.task) or next(iter(trials), None)
         return [DrawnRun(arm, best, seed, state) for seed, state in best.runs.items()] if best else []
@@ -117,20 +124,21 @@ class Curves:
 def curve_points(
     curves: Curves, runs: Sequence[DrawnRun], points: Sequence[CurvePoint], axis: str, smoothing: float
 ) -> pd.DataFrame:
-    """Places the points of some runs on an axis, and smooths each run.
+    """Places the points of the given runs on an axis, and smooths the curve of each run.
 
     The smoothed value is the exponential moving average m_i = (sum_j s^(i-j) v_j) / (sum_j s^(i-j)) over j <= i.
 
     Args:
         curves: The runs of the task.
         runs: The runs to draw.
-        points: The points of these runs. Points of other runs are left out.
+        points: Recorded points. Points of runs that are not in `runs` are left out.
         axis: A key of `AXES`.
-        smoothing: The weight s of a point against the next, from 0 to below 1.
+        smoothing: The factor s, from 0 to below 1. A point has s times the weight of the next point.
 
     Returns:
-        A row for each point: arm, trial, seed, state, step, x on the axis, value as recorded, and `smooth`. Points
-        whose x the ledger does not know are left out.
+        A row for each point, with the columns `arm`, `trial`, `seed`, `state`, `step`, `value`, `x` and `smooth`.
+        `value` is as recorded, `x` is the place on the axis, and `smooth` is the smoothed value. Points whose `x` is
+        not known are left out.
     """
     known = {(run.arm, run.trial.key, run.seed): run for run in runs}
     rates = {run.trial.key: curves.rate(run.trial, axis) for run in runs}
@@ -150,16 +158,20 @@ def curve_points(
 
 
 def mean_points(points: pd.DataFrame, by: Sequence[str], bounds: Sequence[float] | None) -> pd.DataFrame:
-    """Averages the runs that finished, with the 95% t interval of `mean_interval`, of many points at once.
+    """Averages the points of the runs that finished, and gives each mean the 95% t interval of `mean_interval`.
+
+    The means of all groups of points are computed at once.
 
     Args:
-        points: What `curve_points` returns.
-        by: The columns whose values a mean is taken at.
-        bounds: The bounds of the metric, which cut off the intervals. None if it has no bounds.
+        points: Points as `curve_points` returns them.
+        by: The columns to group by. Points with the same values in these columns are averaged.
+        bounds: The lowest and the highest possible value of the metric, at which intervals are cut off. None if the
+            metric has no bounds.
 
     Returns:
-        A row for each mean: the columns `by`, x, value as recorded, smooth with low and high of its interval, and the
-        number n of runs. low and high of a single run are NaN.
+        A row for each mean. Its columns are those in `by`; `x`; `value`, the mean of the recorded values; `smooth`, the
+        mean of the smoothed values; `low` and `high`, the interval of `smooth`; and `n`, the number of runs. If `n` is
+        1, `low` and `high` are NaN.
     """
     done = points[points["state"] == "done"]
     means = done.groupby(list(by), sort=False, as_index=False).agg(
@@ -176,10 +188,12 @@ def mean_points(points: pd.DataFrame, by: Sequence[str], bounds: Sequence[float]
 
 
 def lengths(metric: str, names: Collection[str]) -> dict[str, tuple[int, int | None]]:
-    """Finds the names of a metric at a length, METRIC@LENGTH or METRIC@LENGTHxPAIRS, with the two numbers.
+    """Finds the names under which a metric was measured at single lengths: METRIC@LENGTH or METRIC@LENGTHxPAIRS.
+
+    Returns each name with its length, and with its number of pairs or None.
 
     Args:
-        metric: The metric, with or without a length.
+        metric: The name of the metric. A length in it is ignored.
         names: The names of all metrics that were measured.
 
     Examples:

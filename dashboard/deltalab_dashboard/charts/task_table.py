@@ -1,4 +1,4 @@
-"""One task of a study: a table of its arms that can be sorted, and a chart of their differences from the base."""
+"""Draws a study's arms on one task: a table that readers can sort, and a chart of the differences from the base."""
 
 import math
 from dataclasses import replace
@@ -18,21 +18,24 @@ from deltalab_dashboard.downloads import chart, sortable
 from deltalab_dashboard.text import bullets, plain
 
 ORDERS = ("as in the study", "by score", "by difference", "by p")
-"""The orders in which a table lists the arms."""
+"""The orders in which a table can list the arms."""
 ROWS = 12
-"""The most rows of a table that are in view. A longer table scrolls."""
+"""The most rows of a table that are in view at a time. A longer table scrolls."""
 FIRST = ("arm", "verdict", "difference", "p", "score")
-"""The keys, or else the headings, of the columns that come first on a page. The others follow as in the report."""
+"""The columns that come first in a table on a page, each by its key, or by its heading if it has no key.
+
+The other columns follow in the order of the report.
+"""
 
 
 def draw_task(table: TaskTable, study: str, order: str, costs: bool) -> None:
-    """Draws a table of the arms on a task, then a chart of their differences from the base.
+    """Draws a table of the arms on a task, and below it a chart of the arms' differences from the base.
 
     Args:
         table: The arms on the task.
         study: The name of the study.
         order: One of `ORDERS`.
-        costs: Whether the table has the columns of costs and tuned values.
+        costs: Whether the table shows the costs and the tuned values of the arms.
     """
     st.subheader(plain(caption(table)), anchor=table.task)
     table = replace(table, rows=sorted_rows(table, order))
@@ -70,10 +73,13 @@ def draw_task(table: TaskTable, study: str, order: str, costs: bool) -> None:
 
 
 def sorted_rows(table: TaskTable, order: str) -> list[Row]:
-    """Sorts the rows of a task in an order of `ORDERS`, the best first. Rows without the figure come last."""
+    """Returns the rows of a task in one of the `ORDERS`.
+
+    If the order is by a figure, the best row comes first, and rows without that figure come last.
+    """
 
     def key(row: Row) -> float:
-        """Returns the figure to sort by: the smaller, the better; infinity for a row without the figure."""
+        """Returns the figure to sort by, which is smaller for a better row, or infinity if the row has none."""
         value = {
             "by score": -table.sign * row.score.mean,
             "by difference": -table.sign * row.difference.mean if row.difference else 0.0 if row.is_base else math.nan,
@@ -85,7 +91,10 @@ def sorted_rows(table: TaskTable, order: str) -> list[Row]:
 
 
 def typed_table(table: TaskTable, costs: bool) -> tuple[pd.DataFrame, dict[str, Any]]:
-    """Returns the table of a task with typed values, which sort as numbers do, and Streamlit's `column_config`."""
+    """Returns the table of a task with typed values, and its `column_config` for Streamlit.
+
+    Typed values let a reader sort a column of numbers by their size.
+    """
     frame: dict[str, list[Any]] = {}
     config: dict[str, Any] = {}
     for column in _in_order(_columns(table, costs)):
@@ -110,7 +119,7 @@ def typed_table(table: TaskTable, costs: bool) -> tuple[pd.DataFrame, dict[str, 
 
 
 def text_table(table: TaskTable, costs: bool) -> list[dict[str, str]]:
-    """Returns the same table as text, as the report writes it, for files."""
+    """Returns the table of a task as text, as the report writes it. The downloaded files hold this text."""
     rows: list[dict[str, str]] = []
     for row in table.rows:
         texts = {_head(column, table): column.text(row) for column in _columns(table, costs)}
@@ -121,7 +130,10 @@ def text_table(table: TaskTable, costs: bool) -> list[dict[str, str]]:
 
 
 def _columns(table: TaskTable, costs: bool) -> list[Column]:
-    """Returns the columns to show. A table of tuning shows the tuned values even without the costs."""
+    """Returns the columns to show.
+
+    A table of the stage `tune` shows the tuned values even if `costs` is false.
+    """
     if costs:
         return columns("name", "answer", "cost", "tuned")
     return columns("name", "answer", "tuned") if table.split == "validation" else columns("name", "answer")
@@ -134,18 +146,18 @@ def _in_order(columns: list[Column]) -> list[Column]:
 
 
 def _head(column: Column, table: TaskTable) -> str:
-    """Writes the heading of a column. The compared metric has an arrow that points to where it gets better."""
+    """Writes the heading of a column. An arrow in the score's heading tells whether higher or lower is better."""
     return f"{column.head_of(table)} {arrow(table)}" if column.key == "score" else column.head_of(table)
 
 
 def verdict_text(row: Row) -> str:
-    """Writes a verdict in a word or two, after its shape."""
+    """Writes a row's verdict in a word or two. If the arm was compared, the mark of the verdict comes first."""
     compared = row.difference is not None and row.difference.n
     return f"{MARKS[kind(row.verdict)]} {short_verdict(row)}" if compared else short_verdict(row)
 
 
 def difference_rows(table: TaskTable) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Returns the differences from the base, as a row for each arm, and as a row for each seed."""
+    """Returns two tables of the differences from the base: a row for each arm, and a row for each seed of each arm."""
     compared = [(row, row.difference) for row in table.rows if row.difference and math.isfinite(row.difference.mean)]
     rows = [
         {
@@ -169,7 +181,13 @@ def difference_rows(table: TaskTable) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 
 def forest(table: TaskTable, rows: pd.DataFrame, seeds: pd.DataFrame) -> alt.LayerChart | alt.FacetChart:
-    """Draws the differences from the base: the mean and interval of each arm, with a dot for each seed below."""
+    """Draws each arm's mean difference from the base with its interval, and below it a dot for each seed.
+
+    Args:
+        table: The arms on the task.
+        rows: The first table that `difference_rows` returns.
+        seeds: The second table that `difference_rows` returns.
+    """
     better = "higher is better →" if table.maximize else "← lower is better"
     arms = list(rows["arm"])
     channels: Any = {
@@ -209,10 +227,10 @@ def forest(table: TaskTable, rows: pd.DataFrame, seeds: pd.DataFrame) -> alt.Lay
 
 
 def _number(value: float | None) -> float:
-    """Returns a value, or NaN if it is not known."""
+    """Returns the value, or NaN if the value is None."""
     return math.nan if value is None else value
 
 
 def _is_known(value: object) -> bool:
-    """Tells whether a cell holds something besides None, NaN or empty text."""
+    """Returns whether a cell holds a value other than None, NaN, zero or empty text."""
     return bool(value) and value == value

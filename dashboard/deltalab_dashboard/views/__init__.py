@@ -1,1 +1,1 @@
-"""The pages, each named as its title. Streamlit itself would make pages of a folder `pages` beside `app.py`."""
+"""The pages, a module each. Were the folder called `pages`, Streamlit would add its files to the navigation itself."""

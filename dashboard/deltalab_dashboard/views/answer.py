@@ -22,14 +22,14 @@ from deltalab_dashboard.frame import show
 from deltalab_dashboard.progress import draw_progress
 from deltalab_dashboard.text import badge, bullets, plain
 
-# The most failures that the page lists. The page Trials lists all.
+# The most failures that this page lists. The page Trials lists all failures.
 FAILURES = 3
 
 
 def page(store: Store, study: Study) -> None:
     """Draws the page."""
     head(store, study)
-    answer = st.container()  # The answer stands above the widgets that it depends on.
+    answer = st.container()  # The answer stands above the widgets, but it depends on what they return.
     stage, order, costs = options(store, study)
     report = cache.report_of(store, study, stage)
     with answer:
@@ -49,7 +49,7 @@ def page(store: Store, study: Study) -> None:
 
 
 def head(store: Store, study: Study) -> None:
-    """Draws the study's name, when it ran, and how far it is."""
+    """Draws the study's name, the times at which it ran, and its progress."""
     st.title(plain(study.name), anchor=False)
     trials = [trial for trial in store.trials(study.id) if trial.state != "infeasible"]
     facts = [f"profile {study.profile}"] if study.profile else []
@@ -62,16 +62,20 @@ def head(store: Store, study: Study) -> None:
     draw_progress(store, study)
 
 
-# The session's key for the study that the page showed last, and for the stage that the page opened with.
+# The session's key for a pair: the id of the study that the page showed last, and the stage with which it opened.
 OPENED = "stage at first"
 
 
 def options(store: Store, study: Study) -> tuple[Stage, str, bool]:
-    """Draws the choice of the stage, of the order of the arms, and of whether to show costs. The address keeps them."""
+    """Draws the choices of the stage, of the order of the arms, and of whether to show costs.
+
+    The address keeps the choices.
+    """
     first = first_stage(store, study)
     opened = st.session_state.get(OPENED)
     if opened not in (None, (study.id, first)) and st.session_state.get("stage") == opened[1]:
-        # Nobody chose this stage: the page opened with it for another study, or before the first confirmation.
+        # The reader did not choose this stage. The page opened with the stage for another study, or before the first
+        # confirmed trial existed. The page now opens with another stage.
         st.session_state.pop("stage")
         st.query_params.pop("stage", None)
     st.session_state[OPENED] = study.id, first
@@ -92,13 +96,13 @@ def options(store: Store, study: Study) -> tuple[Stage, str, bool]:
 
 
 def first_stage(store: Store, study: Study) -> Stage:
-    """Returns the stage that the page opens with: tuning until a confirmed trial exists."""
+    """Returns the stage with which the page opens: `tune` if only trials of tuning are recorded, else `confirm`."""
     stages = {trial.stage for trial in store.trials(study.id)}
     return "tune" if stages == {"tune"} else "confirm"
 
 
 def verdict(report: Report) -> None:
-    """Draws the answer in one sentence, the number of each verdict, the failures, and the warnings."""
+    """Draws the answer in one sentence, the number of arms with each verdict, the failures, and the warnings."""
     st.subheader(plain(sentence(report)), anchor="answer")
     counts = {kind: n for kind, n in verdict_counts(report).items() if n}
     if counts:
@@ -114,7 +118,7 @@ def verdict(report: Report) -> None:
 
 
 def ladder_section(ladder: TaskLadder, study: str) -> None:
-    """Draws a chart of the arms' differences from the base against size, then the table of trends."""
+    """Draws a chart of the arms' differences from the base against size, and below it the table of trends."""
     st.subheader(plain(ladder_caption(ladder)), anchor=f"ladder-{ladder.task}")
     rows = [
         {
@@ -162,7 +166,7 @@ def ladder_section(ladder: TaskLadder, study: str) -> None:
 
 
 def report_files(report: Report) -> None:
-    """Draws the downloads of the report as `platform study report` writes it."""
+    """Draws buttons that download the report in the formats that `platform study report` writes."""
     files = {"CSV": (report.to_csv, "csv"), "Markdown": (report.to_markdown, "md"), "JSON": (report.to_json, "json")}
     with st.container(horizontal=True):
         for label, (content, ending) in files.items():
@@ -172,9 +176,9 @@ def report_files(report: Report) -> None:
 
 
 def provenance(study: Study) -> None:
-    """Draws where the study ran, and its file."""
+    """Draws the provenance of the study, such as its machine and versions, and the content of the study's file."""
     with st.expander("Provenance and settings"):
-        # The command is left out, since a database's URL in it may hold a password.
+        # The command is left out, since it may contain a database's URL with a password.
         st.json({key: value for key, value in study.provenance.items() if key not in ("command", "earlier", "tasks")})
         st.json(study.spec, expanded=False)
 

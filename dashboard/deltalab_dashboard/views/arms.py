@@ -44,7 +44,7 @@ def page(store: Store, study: Study) -> None:
 
 
 def change_rows(arms: list[Arm]) -> list[dict[str, str]]:
-    """Returns a row for each arm, with a cell for each setting that some arm changes."""
+    """Returns a row for each arm, with a cell for each setting that at least one arm changes."""
     base: dict[str, Any] = {}
     for arm in arms:
         base |= {key: before for key, (before, _) in arm.change.items()}
@@ -59,7 +59,10 @@ def change_rows(arms: list[Arm]) -> list[dict[str, str]]:
 
 
 def setting_rows(config: dict[str, Any], base: dict[str, Any], *, whole: bool) -> list[dict[str, str]]:
-    """Returns a row for each setting of an arm, beside the base's. `whole` adds the settings that are the same."""
+    """Returns a row for each setting, with the base's value and the arm's value.
+
+    Unless `whole`, only the settings in which the arm differs from the base are returned.
+    """
     of_arm, of_base = flat(config), flat(base)
     return [
         {"setting": path, "base": setting(of_base.get(path)), "this arm": setting(of_arm.get(path))}
@@ -69,9 +72,10 @@ def setting_rows(config: dict[str, Any], base: dict[str, Any], *, whole: bool) -
 
 
 def confirmed_settings(store: Store, study: Study) -> None:
-    """Draws the settings that a search gave its confirmed arms: a row for each arm on each task.
+    """Draws the settings that a search chose for the confirmed arms, with a row for each arm on each task.
 
-    An arm's own training is the first that it confirms.
+    If an arm has several confirmed trials on a task, the row shows the settings of the trial with the lowest number,
+    which has the training that the search chose for the arm.
     """
     st.subheader("Found by the search", anchor=False)
     paths = list(searched_settings(study))

@@ -21,9 +21,9 @@ from deltalab_dashboard import cache, colors, downloads
 from deltalab_dashboard.frame import STUDY, ledger
 from deltalab_dashboard.text import badge, label, plain
 
-# The most points of a seed's curve.
+# The most points that are read of a seed's curve.
 POINTS = 200
-# The most arms that are drawn at first.
+# The most arms whose curves are drawn before the reader picks arms.
 ARMS = 5
 STUDIES_OR_ARMS = ["studies", "arms"]
 NOTHING_YET = "Two studies, or two arms of one study, can be compared: there is no study yet."
@@ -31,11 +31,11 @@ NOTHING_YET = "Two studies, or two arms of one study, can be compared: there is 
 
 @dataclass(frozen=True)
 class Choice:
-    """One of the two that are compared.
+    """One of the two sides that are compared: a study, or an arm of a study.
 
     Attributes:
         study: The study.
-        side: The study's settings and facts.
+        side: The settings of the study, and facts such as its label.
         report: The study's report.
         arm: The arm that is compared. None if the whole study is compared.
     """
@@ -47,7 +47,7 @@ class Choice:
 
     @property
     def name(self) -> str:
-        """The name on the page. The id tells two runs of one study apart."""
+        """The name on the page. It contains the study's id, since a study that ran twice has two ids."""
         name = f"{self.side.label} (id {self.study.id})"
         return f"{self.arm} of {name}" if self.arm else name
 
@@ -57,11 +57,11 @@ class Choice:
         return next(row.arm for row in self.report.tables[0].rows if row.is_base)
 
     def table(self, task: str) -> TaskTable:
-        """Returns the arms on a task."""
+        """Returns the report's table of the arms on a task."""
         return next(table for table in self.report.tables if table.task == task)
 
     def row(self, task: str, arm: str) -> Row | None:
-        """Returns an arm on a task; None if the study has no such arm."""
+        """Returns the row of an arm on a task, or None if the study does not have the arm."""
         return next((row for row in self.table(task).rows if row.arm == arm), None)
 
 
@@ -98,15 +98,15 @@ def page(store: Store) -> None:
 def choose(
     store: Store, labels: dict[str, ListedStudy], key: str, default: str, *, of_arms: bool, other: Choice | None
 ) -> Choice:
-    """Draws the choice of a study, and of one of its arms.
+    """Draws the choice of a study, and of one of its arms if `of_arms`.
 
     Args:
         store: The ledger.
-        labels: The studies by their labels.
+        labels: The studies to choose from: label -> study.
         key: The side, "left" or "right".
         default: The label of the study that is chosen at first.
-        of_arms: Whether an arm is chosen, too.
-        other: The choice on the left. None while that is being made.
+        of_arms: Whether the reader also chooses an arm of the study.
+        other: The choice on the left side. None if the left side is the one to choose.
     """
     names = list(labels)
     text = st.selectbox(key.capitalize(), names, index=names.index(default), key=key, bind="query-params")
@@ -125,7 +125,7 @@ def choose(
 
 
 def identity(diff: StudyDiff, left: Choice, right: Choice) -> None:
-    """Draws whether the two compute the same, and with what they ran."""
+    """Draws whether two studies compute the same, and which machines, versions or commits differ."""
     if left.study.id == right.study.id:
         return
     st.subheader("What they compute", anchor="identity")
@@ -139,7 +139,10 @@ def identity(diff: StudyDiff, left: Choice, right: Choice) -> None:
 
 
 def settings(diff: StudyDiff, left: Choice, right: Choice) -> None:
-    """Draws the settings that differ, and the arms that only one of the two has."""
+    """Draws the settings that differ between the sides.
+
+    If whole studies are compared, the arms that only one of them has are drawn, too.
+    """
     st.subheader("Settings that differ", anchor="settings")
     if left.arm and right.arm:
         rows = arm_diff(left.side.arms[left.arm], right.side.arms[right.arm])
@@ -156,7 +159,7 @@ def settings(diff: StudyDiff, left: Choice, right: Choice) -> None:
 
 
 def difference_table(rows: Sequence[SettingDiff], left: Choice, right: Choice, name: str) -> None:
-    """Draws a table of settings that differ."""
+    """Draws a table of settings that differ. `name` ends the names of the downloaded files."""
     lines = [
         {
             "setting": row.key,
@@ -172,7 +175,7 @@ def difference_table(rows: Sequence[SettingDiff], left: Choice, right: Choice, n
 
 
 def verdicts(tasks: Sequence[str], left: Choice, right: Choice) -> None:
-    """Draws the figures and verdicts of both on each task."""
+    """Draws the figures and verdicts of both sides on each task."""
     st.subheader("Verdicts", anchor="verdicts")
     if left.study.id != right.study.id:
         st.caption(
@@ -186,7 +189,7 @@ def verdicts(tasks: Sequence[str], left: Choice, right: Choice) -> None:
 
 
 def figure_rows(task: str, left: Choice, right: Choice) -> Iterator[dict[str, str]]:
-    """Yields a row for each figure of two arms."""
+    """Yields a row for each figure that one of the two arms has, with the values of both arms."""
     both = []
     for choice in (left, right):
         assert choice.arm is not None
@@ -199,7 +202,7 @@ def figure_rows(task: str, left: Choice, right: Choice) -> Iterator[dict[str, st
 
 
 def arm_rows(task: str, left: Choice, right: Choice) -> Iterator[dict[str, str]]:
-    """Yields a row for each arm of either study, with its figures in both."""
+    """Yields a row for each arm that one of the studies has, with the arm's figures in both studies."""
     lines: dict[str, dict[str, str]] = {}
     for choice in (left, right):
         table = choice.table(task)
@@ -214,7 +217,7 @@ def arm_rows(task: str, left: Choice, right: Choice) -> Iterator[dict[str, str]]
 
 
 def curves(store: Store, tasks: Sequence[str], left: Choice, right: Choice) -> None:
-    """Draws the curves of a metric that both have."""
+    """Draws the curves of both sides for a metric that was measured on both."""
     st.subheader("Curves", anchor="curves")
     of_left, of_right = (
         {(final.task, final.metric, final.split) for final in store.final_metrics(choice.study.id, stage="confirm")}
@@ -261,7 +264,10 @@ def curves(store: Store, tasks: Sequence[str], left: Choice, right: Choice) -> N
 def mean_curves(
     store: Store, choice: Choice, arms: Sequence[str], task: str, metric: str, split: str
 ) -> Iterator[dict[str, object]]:
-    """Yields the mean over seeds and its interval at each step of each arm's tuned candidate."""
+    """Yields the points of each arm's curve.
+
+    A point is the mean over the seeds of the arm's tuned candidate at one step, with the interval of the mean.
+    """
     tuned = {arm: row.tuned for arm in arms if (row := choice.row(task, arm)) is not None}
     keys = {
         (trial.arm, trial.key)
@@ -287,7 +293,11 @@ def mean_curves(
 
 
 def overlay(points: pd.DataFrame, left: Choice, right: Choice, title: str) -> alt.LayerChart | alt.FacetChart:
-    """Draws lines with bands. Dashes tell the two sides apart, and colours tell the arms of two studies apart."""
+    """Draws a line with a band for each arm on each side.
+
+    The lines of the right side are dashed. Colours tell the arms of studies apart, or the sides if single arms are
+    compared.
+    """
     names = [left.name, right.name]
     if left.arm and right.arm:
         color = alt.Color("which:N", scale=alt.Scale(domain=names, range=[colors.BETTER, colors.WORSE]), sort=None)
@@ -322,7 +332,11 @@ def overlay(points: pd.DataFrame, left: Choice, right: Choice, title: str) -> al
 
 
 def _partner(labels: dict[str, ListedStudy], first: str) -> str:
-    """Returns the label of the study to compare with at first: the latest of the same name, else the latest other."""
+    """Returns the label of the study that is at first compared with the study `first`.
+
+    It is the latest other study of the same name, or else the latest other study. If there is no other study, it is
+    `first`.
+    """
     others = [text for text in labels if text != first]
     same = [text for text in others if labels[text].name == labels[first].name]
     return next(iter(same or others), first)

@@ -1,4 +1,4 @@
-"""The page Curves: the mean of each arm with its interval over steps, tokens, time or operations, and over length."""
+"""The page Curves: the mean curve of each arm with its interval, over steps, tokens, time, operations or length."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, get_args
@@ -15,17 +15,17 @@ from deltalab_dashboard.charts.curve_lines import AXES, Curves, DrawnRun, curve_
 from deltalab_dashboard.frame import show
 from deltalab_dashboard.text import plain
 
-# The most points of a line: a screen shows no more.
+# The most points that are read of a run. A screen shows no more.
 POINTS = 500
-# The most points of a chart: a browser takes seconds for more.
+# The most points that are read for all runs together. A browser would take seconds to draw more.
 ROWS = 20_000
-# The arms beside the base that are drawn at first.
+# How many arms are drawn beside the base before the reader picks arms.
 BEST = 5
-# The most arms that stand in the legend even if they are not drawn.
+# If a study has at most this many arms, the legend lists all of them. Otherwise it lists only the drawn arms.
 FEW = 10
-# The selection that a click in the legend makes. Vega reserves the word "switch".
+# The name of the selection that a click in the legend makes. It is not "switch", since Vega reserves that word.
 SWITCH = "clicked"
-# The runs that a line is the mean of, by stage.
+# A description of the runs whose mean a thick line shows, for each stage.
 RUNS: dict[Stage, str] = {
     "confirm": "the run that each seed chose on validation, as in the report",
     "tune": "the runs of each arm's best candidate on validation, which is optimistic",
@@ -88,7 +88,7 @@ def page(store: Store, study: Study) -> None:
         rows=means,
         description=f"{title}, over {AXES[axis]}: a line with a band for each of {', '.join(drawn)}",
         height=520,
-        key=f"curves {' '.join(drawn)}",  # Another key forgets the click that led here.
+        key=f"curves {' '.join(drawn)}",  # A new key for other arms makes the chart forget the last click.
         on_select=lambda: switch(f"curves {' '.join(drawn)}", drawn),
         selection_mode=SWITCH,
     )
@@ -100,7 +100,11 @@ def page(store: Store, study: Study) -> None:
 
 
 def options() -> tuple[str, float, dict[str, bool], dict[str, bool]]:
-    """Draws the choice of the axis, the smoothing, the logarithmic scales, and the lines besides the means."""
+    """Draws the choices of the axis, the smoothing, the logarithmic scales, and the lines besides the means.
+
+    Returns:
+        The axis, the smoothing, whether the scales "x" and "y" are logarithmic, and whether to draw each kind of lines.
+    """
     columns = st.columns([1, 1, 2], vertical_alignment="bottom")
     axis = columns[0].selectbox("Over", list(AXES), key="axis", bind="query-params")
     smoothing = columns[1].slider(
@@ -139,7 +143,7 @@ def read_points(
     smoothing: float,
     stage: Stage,
 ) -> pd.DataFrame:
-    """Reads the points of some runs, thinned so that a browser draws them at once."""
+    """Reads the points of the given runs, thinned out so that a browser draws them quickly."""
     keys = dict.fromkeys(run.trial.key for run in runs)
     most = max(2, min(POINTS, ROWS // max(len(runs), 1)))
     points = store.curves(study.id, curves.task.name, metric, split, stage=stage, max_points=most, trials=keys)
@@ -147,7 +151,7 @@ def read_points(
 
 
 def on_scales(points: pd.DataFrame, scales: Mapping[str, bool]) -> pd.DataFrame:
-    """Returns the points that the scales can show: a logarithmic one shows positive values only."""
+    """Returns the points that the scales can show. A logarithmic scale shows positive values only."""
     if scales["x"]:
         points = points[points["x"] > 0]
     if scales["y"]:
@@ -175,7 +179,7 @@ def curve_chart(
         title: The title of the vertical axis.
         axis: A key of `AXES`.
         scales: Whether the scales "x" and "y" are logarithmic.
-        smoothed: Whether curves are smoothed. A faint line then shows the mean as recorded.
+        smoothed: Whether curves are smoothed. If so, a faint line shows the mean of the recorded values.
     """
     off = [arm for arm in palette if arm not in drawn]
     x = alt.X(
@@ -199,7 +203,7 @@ def curve_chart(
             labelExpr=f"indexof({off}, datum.label) < 0 ? datum.label : datum.label + ' (off)'",
         ),
     )
-    dots = means["step"].nunique() == 1  # A line of one point cannot be seen.
+    dots = means["step"].nunique() == 1  # A line with a single point would be invisible without a dot.
     value = alt.Tooltip("smooth:Q", format=".4f")
     layers = [
         alt.Chart(thin[["arm", "trial", "seed", "state", "step", "x", "smooth"]])
@@ -231,7 +235,12 @@ def curve_chart(
 
 
 def switch(key: str, drawn: Sequence[str]) -> None:
-    """Draws an arm that was clicked in the legend, or leaves it out if it was drawn."""
+    """Picks the arm that was clicked in the legend. If the arm was already drawn, it is no longer picked.
+
+    Args:
+        key: The session's key for the chart.
+        drawn: The arms that were drawn.
+    """
     clicked = {entry["arm"] for entry in st.session_state[key]["selection"].get(SWITCH, []) if "arm" in entry}
     if clicked:
         st.session_state["arms"] = [arm for arm in drawn if arm not in clicked] + [
@@ -250,18 +259,18 @@ def captions(
     smoothing: float,
     candidates: bool,
 ) -> None:
-    """Draws what the lines are, and what is not drawn.
+    """Draws captions that explain the lines, and that name what is not drawn.
 
     Args:
         curves: The runs of the task.
         drawn: The arms that are drawn.
-        named: The arms of which the captions say why they are not drawn.
-        with_points: The arms that have a point.
+        named: The arms about which a caption says why they are not drawn, if they are not.
+        with_points: The arms that have at least one point.
         lost: The number of points that a logarithmic scale cannot show.
         stage: The stage of the runs.
         axis: A key of `AXES`.
-        smoothing: The weight of a point against the next.
-        candidates: Whether a thin line is a candidate, not a seed.
+        smoothing: The smoothing, as in `curve_points`.
+        candidates: Whether each thin line is the mean of a candidate instead of the curve of a seed.
     """
     thin = "a candidate's mean over its seeds" if candidates else "a seed"
     lines = [
@@ -301,7 +310,10 @@ def by_length(
     stage: Stage,
     palette: Mapping[str, str],
 ) -> None:
-    """Draws the metric at the last step against the length of the examples, if it is measured at several lengths."""
+    """Draws the metric at the last step against the length of the examples.
+
+    If the metric was not measured at several lengths, nothing is drawn.
+    """
     place = (stage, curves.task.name, split)
     names = {name for of_stage, task, on, name in store.measured(study.id) if (of_stage, task, on) == place}
     length_of = lengths(metric, names)
@@ -338,7 +350,7 @@ def by_length(
 
 
 def length_chart(means: pd.DataFrame, palette: Mapping[str, str], title: str, trained: int | None) -> Any:
-    """Draws a line with a band for each arm against length. A dashed line marks the length of training."""
+    """Draws a line with a band for each arm against length. A dashed line marks the training length, `trained`."""
     values = sorted({*means["length"].tolist(), *([trained] if trained else [])})
     x = alt.X("length:Q", title="length", scale=alt.Scale(type="log", nice=False), axis=alt.Axis(values=values))
     base = alt.Chart(means).encode(

@@ -1,4 +1,4 @@
-"""The page Ladder: how each arm's difference to the base changes with size, and whether a fit predicts it."""
+"""The page Ladder: how each arm's difference to the base changes with size, and whether fits predict the difference."""
 
 import math
 
@@ -15,8 +15,8 @@ from deltalab_dashboard import cache, colors, downloads
 from deltalab_dashboard.frame import show
 from deltalab_dashboard.text import bullets, plain
 
-FIT_POINTS = 60  # of the line of a fit
-HEIGHT = 380  # pixels
+FIT_POINTS = 60  # The number of points with which a fit's line is drawn.
+HEIGHT = 380  # The height of a chart in pixels.
 
 
 def page(store: Store, study: Study) -> None:
@@ -61,7 +61,7 @@ def page(store: Store, study: Study) -> None:
 
 
 def difference_rows(ladder: TaskLadder) -> pd.DataFrame:
-    """Returns the difference to the base of each other arm at each size."""
+    """Returns a row for each arm at each size, with the arm's difference to the base."""
     return pd.DataFrame(
         [
             {
@@ -81,12 +81,15 @@ def difference_rows(ladder: TaskLadder) -> pd.DataFrame:
 
 
 def fit_rows(ladder: TaskLadder) -> pd.DataFrame:
-    """Returns the line of each arm's fit. `left_out` marks the part beyond the sizes that the fit used."""
+    """Returns a row for each point of the line of each arm's fit.
+
+    The column `left_out` is true for points beyond the sizes that the fit used.
+    """
     first, last = ladder.sizes[0].compute, ladder.sizes[-1].compute
     predicted = max((len(row.predictions) for row in ladder.arms), default=0)
     used = ladder.sizes[-1 - predicted].compute
     grid = np.unique([*np.geomspace(first, last, FIT_POINTS), used])
-    # Both parts hold the point between them, so that the line has no gap.
+    # The point where the two parts of the line meet belongs to both parts, so that the line has no gap.
     parts = [(compute, left_out) for left_out in (False, True) for compute in grid
              if (compute >= used if left_out else compute <= used)]  # fmt: skip
     return pd.DataFrame(
@@ -105,7 +108,7 @@ def fit_rows(ladder: TaskLadder) -> pd.DataFrame:
 
 
 def prediction_rows(ladder: TaskLadder) -> pd.DataFrame:
-    """Returns the predicted and the measured difference of each arm at each size that the fits left out."""
+    """Returns two rows for each arm at each size that the fits left out: the predicted and the measured difference."""
     return pd.DataFrame(
         [
             {
@@ -188,7 +191,7 @@ def prediction_chart(rows: pd.DataFrame) -> alt.LayerChart | alt.FacetChart:
 
 
 def _compute() -> alt.X:
-    """Makes the logarithmic axis of compute."""
+    """Makes the horizontal axis of compute, which is logarithmic."""
     scale = alt.Scale(type="log", nice=False, padding=15)
     return alt.X("compute:Q", title="operations of the base's training", scale=scale, axis=alt.Axis(format="~s"))
 

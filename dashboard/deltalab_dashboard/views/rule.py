@@ -1,4 +1,4 @@
-"""The page Rule: the sources of the rules as the study ran them, and their cards."""
+"""The page Rule: the source of each rule as the study ran it, and the rule's card."""
 
 import os
 
@@ -10,7 +10,7 @@ from deltalab.store.studies.trials import arms_of_rule
 from deltalab_dashboard.frame import PLUGINS, show
 from deltalab_dashboard.text import plain
 
-# The source comes first, since a card loads torch, which takes seconds and 300 MB.
+# The page shows the source at first. Making a card loads torch, which takes seconds and 300 MB.
 SOURCE, CARD = "source", "card"
 
 
@@ -33,7 +33,10 @@ def page(store: Store, study: Study) -> None:
 
 
 def draw_card(version: RuleVersion) -> None:
-    """Draws the card of the rule that is installed here, or says why it has none and draws the recorded source."""
+    """Draws the card of the installed rule with the version's name.
+
+    If no card can be made, the page says why, and the recorded source is drawn instead.
+    """
     from deltalab.registry import add_plugin, rule_plugin
 
     try:
@@ -67,7 +70,7 @@ def draw_card(version: RuleVersion) -> None:
 
 
 def draw_source(version: RuleVersion) -> None:
-    """Draws the source that the ledger recorded."""
+    """Draws the rule's source as the ledger recorded it."""
     st.code(version.source, language="python", line_numbers=True)
     st.download_button(
         "Python", version.source, f"{version.name}.py", icon=":material/download:", on_click="ignore", type="tertiary"

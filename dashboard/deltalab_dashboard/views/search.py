@@ -39,7 +39,7 @@ def page(store: Store, study: Study) -> None:
     if search is None:
         st.info("This study searches nothing: it compares arms that it lists.")
         return
-    from deltalab.study.reports.search_sections import sections  # It imports Optuna, which takes a second.
+    from deltalab.study.reports.search_sections import sections  # Importing it imports Optuna, which takes a second.
 
     if not search.candidates:
         st.info("No candidate has ended yet.")
@@ -66,7 +66,7 @@ def page(store: Store, study: Study) -> None:
 
 
 def summary(table: CandidateTable) -> str:
-    """Writes the answer of the search in a sentence or two; empty if no candidate has a score."""
+    """Writes the result of the search in one or two sentences. The text is empty if no candidate has a score."""
     objective = next(iter(table.objectives))
     best = table.best(objective)
     if best is None:
@@ -77,20 +77,20 @@ def summary(table: CandidateTable) -> str:
 
 
 def candidate_name(row: Mapping[Any, Any]) -> str:
-    """Names a candidate in a sentence."""
+    """Returns the name that a candidate has within a sentence."""
     if row["kind"] == "base":
         return "the base"
     return f"{row['name']} ({row['what']})" if row["kind"] == "finalist" else str(row["what"])
 
 
 def front(table: CandidateTable) -> None:
-    """Draws the candidates by two objectives."""
+    """Draws the candidates by two objectives that the reader chooses."""
     names = list(table.objectives)
     labels = table.labels
     left, right = st.columns(2)
     down = left.selectbox("Objective", names, key="objective", format_func=labels.__getitem__, bind="query-params")
-    # A cost comes first, against which a score is weighed. The options do not depend on the other choice, since the
-    # address would lose a choice that is no longer offered.
+    # Costs come first, since readers weigh a score against a cost. The options do not depend on the choice of the
+    # objective: if an option that was chosen were no longer offered, the address would lose it.
     others = [*sorted(names[1:], key=lambda name: name.partition("@")[0] not in COSTS), names[0]]
     across = right.selectbox("Against", others, key="against", format_func=labels.__getitem__, bind="query-params")
     if across == down and len(names) > 1:
@@ -107,7 +107,7 @@ def front(table: CandidateTable) -> None:
 
 
 def by_settings(table: CandidateTable, search: "Discovery") -> None:
-    """Draws the candidates by all settings side by side, by one setting, and by two."""
+    """Draws three charts of the candidates: by all settings side by side, by one setting, and by two settings."""
     names = list(table.objectives)
     trained = ", ".join(f"{path} {value}" for path, value in search.fidelity.items())
     scores = f"Scores are those with {trained}, which all candidates have. " if trained else ""
@@ -155,11 +155,15 @@ def by_settings(table: CandidateTable, search: "Discovery") -> None:
 
 
 def by_importance(table: CandidateTable, search: "Discovery") -> list[str]:
-    """Sorts the settings that candidates have: by the most that they explain, then by how many candidates have them."""
+    """Returns the settings that at least one candidate has, the most important first.
+
+    A setting's importance is its largest share over the metrics. Of equally important settings, the one that more
+    candidates have comes first.
+    """
     share: dict[str, float] = {}
     for importances_of_metric in search.importances.values():
         for importance in importances_of_metric:
-            # A pattern of layers has an importance for its length and for each place.
+            # A pattern of layers has several importances: one for its length, and one for each place in it.
             path = importance.path.partition("[")[0].removesuffix(".length")
             share[path] = max(share.get(path, 0.0), importance.share)
     counts = {path: sum(row[path] is not None for row in table.rows) for path in table.searched}
@@ -167,7 +171,7 @@ def by_importance(table: CandidateTable, search: "Discovery") -> list[str]:
 
 
 def left_out_text(table: CandidateTable, *paths: str) -> str:
-    """Writes how many candidates do not have one of the settings; empty if all have them."""
+    """Writes how many candidates lack at least one of the settings. If no candidate lacks one, the text is empty."""
     optional = [path for path in paths if any(row[path] is None for row in table.rows)]
     without = sum(any(row[path] is None for path in optional) for row in table.rows)
     total = len(table.rows)
@@ -175,7 +179,7 @@ def left_out_text(table: CandidateTable, *paths: str) -> str:
 
 
 def importances(search: "Discovery", table: CandidateTable) -> None:
-    """Draws the importance of each setting for one metric, with its interval."""
+    """Draws each setting's importance for one metric, with the interval of the importance."""
     metrics = [metric for metric, of_metric in search.importances.items() if of_metric]
     if not metrics:
         return

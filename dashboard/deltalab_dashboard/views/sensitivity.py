@@ -1,4 +1,4 @@
-"""The page Sensitivity: the scores of each arm against a tuned setting, and whether its best value is an extreme."""
+"""The page Sensitivity: each arm's scores against a tuned setting, and whether the arm's best value is an extreme."""
 
 import math
 from statistics import fmean
@@ -17,9 +17,10 @@ from deltalab_dashboard.charts.axes import Axis, axis
 from deltalab_dashboard.frame import show
 from deltalab_dashboard.text import badge, bullets, plain, setting
 
-# The parts of a range. If other settings vary too, a line has one point in each part.
+# The number of parts of a setting's range. If other settings vary too, a line has one point in each part.
 PARTS = 5
-# The shape of an arm's best value points to where better values may lie.
+# The shape of the mark at an arm's best value: place among the values tried -> shape. A triangle points towards values
+# that were not tried and may be better.
 SHAPES = {"lowest": "triangle-left", "highest": "triangle-right", "between": "diamond"}
 
 
@@ -63,7 +64,7 @@ def page(store: Store, study: Study) -> None:
 
 
 def candidate_rows(sweeps: list[Sweep], path: str, split: Literal["validation", "test"]) -> pd.DataFrame:
-    """Returns a row for each candidate of each arm: the mean score over its seeds, with the lowest and the highest."""
+    """Returns a row for each candidate of each arm, with the mean, the lowest and the highest score of its seeds."""
     rows = []
     for sweep in sweeps:
         for number, values in sweep.values.items():
@@ -89,16 +90,18 @@ def candidate_rows(sweeps: list[Sweep], path: str, split: Literal["validation", 
 def sensitivity_chart(
     frame: pd.DataFrame, search: Search, path: str, metric: str, color_of: dict[str, str], base: str, *, several: bool
 ) -> alt.LayerChart | alt.FacetChart:
-    """Draws a line for each arm through the means of its candidates, with the range of their seeds and the best value.
+    """Draws a line for each arm through the mean scores of its candidates.
+
+    A bar at each mean spans the scores of the candidate's seeds, and a large mark stands at the arm's best value.
 
     Args:
-        frame: What `candidate_rows` returns.
-        search: The space of the setting.
-        path: The setting on the horizontal axis.
+        frame: The table that `candidate_rows` returns.
+        search: The search space of the setting.
+        path: The path of the setting, which is on the horizontal axis.
         metric: The title of the vertical axis.
         color_of: The colour of each arm.
         base: The name of the base, whose line is dashed.
-        several: Whether other settings vary too. A line then joins the means in parts of the range.
+        several: Whether other settings vary too. If so, a line joins the means over the parts of the setting's range.
     """
     frame = frame[frame["score"].notna()]
     along = axis(list(frame["value"]), search)
@@ -148,7 +151,7 @@ def sensitivity_chart(
 
 
 def trend(frame: pd.DataFrame, along: Axis) -> pd.DataFrame:
-    """Returns the mean value and the mean score of each arm's candidates in each part of a range."""
+    """Returns a row for each arm and part of the range, with the mean value and the mean score of its candidates."""
     cells: dict[tuple[str, Any, Any], list[tuple[Any, float]]] = {}
     for arm, value, score in zip(frame["arm"], frame["value"], frame["score"], strict=True):
         cells.setdefault((arm, *along.cell(value, PARTS)), []).append((value, score))
@@ -161,7 +164,7 @@ def trend(frame: pd.DataFrame, along: Axis) -> pd.DataFrame:
 
 
 def notes(frame: pd.DataFrame, path: str, several: bool) -> list[str]:
-    """Writes how to read the chart, and which candidates it leaves out."""
+    """Writes how to read the chart, and which candidates the chart leaves out."""
     sentences = [
         "A point is the mean over a candidate's seeds, its bar spans them. The large marks are each arm's best value."
     ]
@@ -178,7 +181,7 @@ def notes(frame: pd.DataFrame, path: str, several: bool) -> list[str]:
 
 
 def best_rows(sweeps: list[Sweep]) -> list[dict[str, str]]:
-    """Returns a row for each arm with its best values."""
+    """Returns a row for each arm, with the values of its best candidate."""
     rows = []
     for sweep in sweeps:
         values = sweep.values.get(sweep.best, {}) if sweep.best is not None else {}

@@ -15,9 +15,9 @@ from deltalab_dashboard import downloads
 from deltalab_dashboard.frame import STUDY, ledger
 from deltalab_dashboard.text import STATE_COLORS, badge, label, plain
 
-# The seconds for which one run of the page computes best arms that an earlier release has not kept.
+# The seconds after which a call of `fill_best_arms` begins no further study.
 FILL_SECONDS = 0.3
-# The seconds between two such runs.
+# The seconds between two calls of `fill_best_arms`.
 FILL_EVERY = 2
 COLUMNS = {
     "study": st.column_config.TextColumn(pinned=True),
@@ -75,7 +75,7 @@ def page(store: Store) -> None:
 
 
 def study_table(store: Store, rows: Sequence[ListedStudy], arms: dict[int, list[str]]) -> str:
-    """Draws the list of studies, and returns the session's key for its selection."""
+    """Draws the list of studies. Returns the session's key for the list, under which the selection is kept."""
     counts = shelf.trial_counts(store)
     typed = pd.DataFrame(
         [
@@ -101,7 +101,7 @@ def study_table(store: Store, rows: Sequence[ListedStudy], arms: dict[int, list[
             "records"
         )
     ]
-    # A selection is by place, so that other rows need another key.
+    # Streamlit keeps a selection as the index of a row. If the list has other rows, another key drops the selection.
     key = f"rows {' '.join(str(row.id) for row in rows)}"
     downloads.sortable(
         typed,
@@ -116,7 +116,7 @@ def study_table(store: Store, rows: Sequence[ListedStudy], arms: dict[int, list[
 
 
 def selected_row(rows: Sequence[ListedStudy], key: str) -> ListedStudy | None:
-    """Returns the study whose row is selected. If a cell is selected, opens the study of the cell."""
+    """Returns the study whose row is selected, if any. If a cell is selected, opens the study of that cell."""
     selection = st.session_state[key]["selection"]
     for at, _ in selection["cells"]:
         st.switch_page("views/answer.py", query_params={STUDY: label(rows[at])})
@@ -124,7 +124,7 @@ def selected_row(rows: Sequence[ListedStudy], key: str) -> ListedStudy | None:
 
 
 def listed_study(store: Store, row: ListedStudy) -> None:
-    """Draws the selected study, with what can be changed about it."""
+    """Draws the selected study, with the controls that change its tags and notes, hide it, or delete it."""
     with st.container(border=True):
         st.markdown(f"**{plain(row.address)}** {badge(row)} id {row.id}")
         st.page_link("views/answer.py", label="Open", icon=":material/open_in_new:", query_params={STUDY: label(row)})
@@ -155,7 +155,7 @@ def listed_study(store: Store, row: ListedStudy) -> None:
 
 
 def deleted_study(store: Store, row: ListedStudy) -> None:
-    """Draws the selected study, which is deleted, with the button that restores it."""
+    """Draws the selected study, which is a deleted one, with a button that restores it."""
     with st.container(border=True):
         st.markdown(f"**{plain(row.address)}** id {row.id} is deleted.")
         if st.button("Restore this study", icon=":material/restore_from_trash:"):
@@ -164,14 +164,14 @@ def deleted_study(store: Store, row: ListedStudy) -> None:
 
 
 def fill_best_arms(store: Store) -> None:
-    """Computes and stores the best arms that an earlier release did not store, for a few studies at a time."""
+    """Computes and stores the best arms of a few studies that ended under a release which stored no best arm."""
     begun = time.monotonic()
     try:
         for row in without_best_arm(shelf.listed(store)):
             keep_best_arm(store, row.id)
             if time.monotonic() - begun > FILL_SECONDS:
                 break
-    except InputError:  # A ledger that cannot be written is listed without best arms.
+    except InputError:  # If the ledger cannot be written, the list shows no best arms.
         return
     remaining = len(without_best_arm(shelf.listed(store)))
     if not remaining:
@@ -180,7 +180,7 @@ def fill_best_arms(store: Store) -> None:
 
 
 def _trial_count(recorded: int, total: int | None) -> str:
-    """Writes how many of a study's trials are recorded."""
+    """Writes how many trials of a study are recorded, and of how many, if the total is known."""
     return f"{recorded:,} of {total:,}" if total and total >= recorded else f"{recorded:,}"
 
 

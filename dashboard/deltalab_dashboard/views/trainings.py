@@ -1,4 +1,4 @@
-"""The page Trainings: the figures and curves of the trainings of exported folders, of all studies."""
+"""The page Trainings: the figures and curves of trainings of exported folders. It can show trainings of all studies."""
 
 import altair as alt
 import pandas as pd
@@ -10,10 +10,10 @@ from deltalab.study.reports.lines import TRAINING_HEADERS, training_cells
 from deltalab_dashboard import colors, downloads
 from deltalab_dashboard.frame import REFRESH_SECONDS, STUDY, ledger
 
-# The most points of a training's curve: a screen shows no more.
+# The most points that are read of a training's curve. A screen shows no more.
 POINTS = 500
 AXES = {"tokens": "tokens", "steps": "step", "seconds of training": "seconds"}
-# The (split, metric) that the choice of a metric lists first.
+# The choices of a metric that are listed first, each as (split, metric).
 FIRST = [("train", "loss"), ("validation", "loss")]
 NOTHING_YET = """
 A training of an exported folder appears here while it runs:
@@ -72,14 +72,17 @@ def page(store: Store) -> None:
 
 
 def training_label(row: TrainingRow, rows: list[TrainingRow]) -> str:
-    """Names a training by its arm or rule and its own name. The start of its run's id makes the name unique."""
+    """Returns the label of a training: its arm or rule, and its name.
+
+    If another training has the same label, the beginning of the run's id is added.
+    """
     names = [f"{other.arm or other.rule}, {other.name}" for other in rows]
     name = names[rows.index(row)]
     return name if names.count(name) == 1 else f"{name} {row.run[:8]}"
 
 
 def training_table(rows: list[TrainingRow], labels: dict[int, str]) -> None:
-    """Draws the figures and the study of each training."""
+    """Draws a table with the figures and the study of each training."""
     lines = []
     for row in rows:
         cells = dict(zip(TRAINING_HEADERS, training_cells(row), strict=True)) | {"training": labels[row.id]}
@@ -93,9 +96,10 @@ def training_chart(
     """Draws a line for each training.
 
     Args:
-        points: A row for each point: training, step, tokens, seconds and value.
-        labels: All trainings of the ledger, so that a training keeps its colour when others are left out.
-        field: The column on the horizontal axis.
+        points: A row for each point, with the columns `training`, `step`, `tokens`, `seconds` and `value`.
+        labels: The labels of all trainings in the ledger. A training keeps its colour only if trainings that the chart
+            leaves out are listed, too.
+        field: The column of `points` on the horizontal axis.
         axis: The title of the horizontal axis.
         metric: The title of the vertical axis.
     """

@@ -1,4 +1,7 @@
-"""The page Trial: everything about one trial. Its address is `?study=...&trial=KEY`, or the beginning of the key."""
+"""The page Trial: everything about one trial.
+
+Its address ends with `?study=...&trial=KEY`, where the beginning of the trial's key is enough for KEY.
+"""
 
 import os
 import shlex
@@ -25,13 +28,13 @@ from deltalab_dashboard.downloads import chart, table
 from deltalab_dashboard.frame import DATABASE, LISTED, STUDY, show
 from deltalab_dashboard.text import label, plain, setting
 
-# The key, in the address and in the session, of the beginning of the trial's key.
+# The name under which the address and the session hold the trial's key, or its beginning.
 KEY = "trial"
-# The characters of a trial's key in the name of a file.
+# How many characters of a trial's key the name of a downloaded file contains.
 SHORT = 12
-# The colours of the badges of states.
+# The colour of a trial's badge: state -> colour.
 STATES = {"done": "green", "diverged": "orange", "failed": "red", "infeasible": "gray"}
-# The most points of a curve: a screen shows no more.
+# The most points that are read of a curve. A screen shows no more.
 POINTS = 300
 NOT_HERE = "remote, not looked for"
 
@@ -84,7 +87,7 @@ def heading(details: TrialDetails, home: Holder | None, study: Study | None) -> 
 
 
 def failure(details: TrialDetails) -> None:
-    """Draws why the trial has no result: the traceback, or the reason for which its values make no model."""
+    """Draws why a trial has no result: a traceback, or the reason why no model can be built with the trial's values."""
     error = details.trial.error
     if error is None:
         return
@@ -94,7 +97,7 @@ def failure(details: TrialDetails) -> None:
 
 
 def facts(details: TrialDetails, task: RecordedTask | None) -> None:
-    """Draws times and sizes on the left, and the hardware on the right."""
+    """Draws the trial's times and sizes on the left, and its hardware on the right."""
     trial = details.trial
     speed = trial.tokens_per_second
     version = str(trial.task_version)
@@ -119,7 +122,7 @@ def facts(details: TrialDetails, task: RecordedTask | None) -> None:
 
 
 def finals(details: TrialDetails, task: RecordedTask | None) -> None:
-    """Draws how each seed ended, and every metric at its last step."""
+    """Draws how each seed ended, and every metric of each seed at the last step."""
     st.subheader("Seeds", anchor=False)
     if not details.seeds:
         st.info("No seed of this trial ran.")
@@ -156,7 +159,7 @@ def curves(store: Store, details: TrialDetails, task: RecordedTask | None) -> No
         return
     st.subheader("Learning curves", anchor=False)
     st.caption("A thin line is a seed, dashed where it diverged. The thick line is the mean of those that finished.")
-    # The metric that is judged comes before the loss, and training before validation.
+    # The judged metric comes before the loss, and the split `train` before `validation`.
     main = [pair for metric in _main_metrics(task) for pair in curves_by_metric if pair[0] == metric]
     _charts({pair: curves_by_metric[pair] for pair in main}, details)
     if further := {pair: rows for pair, rows in curves_by_metric.items() if pair not in main}:
@@ -192,7 +195,11 @@ def seed_chart(points: pd.DataFrame, title: str) -> alt.LayerChart | alt.FacetCh
 
 
 def configuration(store: Store, details: TrialDetails, home: Holder | None) -> None:
-    """Draws what differs from the base of the study, what tuning or a search set, and every setting."""
+    """Draws the settings of a trial.
+
+    First come the settings that differ from the study's base, then the values that tuning or a search chose, and then
+    all settings. `home` is the place of the trial in a study. If it is None, only all settings are drawn.
+    """
     st.subheader("Configuration", anchor=False)
     trial = details.trial
     if home:
@@ -222,7 +229,7 @@ def configuration(store: Store, details: TrialDetails, home: Holder | None) -> N
 
 
 def holder_table(details: TrialDetails, holders: Sequence[Holder], studies: Mapping[int, Study]) -> None:
-    """Draws the studies and arms that share this trial, which was trained once for all of them."""
+    """Draws the studies and arms that share the trial. It was trained once for all of them."""
     st.subheader("Studies that have this trial", anchor=False)
     if not holders:
         st.info("No study has this trial any more.")
@@ -246,7 +253,7 @@ def holder_table(details: TrialDetails, holders: Sequence[Holder], studies: Mapp
 
 
 def weights(details: TrialDetails) -> None:
-    """Draws the files with the weights of each seed."""
+    """Draws a table of the files that hold the weights of each seed."""
     st.subheader("Weights", anchor=False)
     files = [(seed, artifact) for seed in details.seeds for artifact in seed.artifacts]
     if not files:
@@ -270,7 +277,7 @@ def weights(details: TrialDetails) -> None:
 
 
 def commands(store: Store, details: TrialDetails, home: Holder, study: Study) -> None:
-    """Draws the commands that export the trial's arm and run its study again."""
+    """Draws two commands: one exports the trial's arm, and the other runs the study again."""
     st.subheader("Commands", anchor=False)
     database = os.environ.get(DATABASE, "")
     file = ["--db", database] if database and "://" not in database else []
@@ -289,7 +296,7 @@ def commands(store: Store, details: TrialDetails, home: Holder, study: Study) ->
 
 
 def run_command(study: Study) -> list[str]:
-    """Returns the command that ran the study, or a command that runs it if Python started it."""
+    """Returns the command that ran the study. If Python code ran the study, returns a command that would run it."""
     words = [without_password(word) for word in study.provenance.get("command") or []]
     if words[1:] and Path(words[0]).name in ("platform", "__main__.py", "cli.py", "app.py"):
         return ["platform", *words[1:]]
@@ -297,7 +304,7 @@ def run_command(study: Study) -> list[str]:
 
 
 def rule(details: TrialDetails) -> None:
-    """Draws the source of the rule as it ran."""
+    """Draws the source of the trial's rule as it was when the trial ran."""
     st.subheader("Rule", anchor=False)
     st.markdown(plain(details.rule.name))
     st.caption(f"SHA-256 of the source: {details.rule.hash}")
@@ -306,23 +313,23 @@ def rule(details: TrialDetails) -> None:
 
 
 def _choose(study_id: int) -> None:
-    """Chooses a study."""
+    """Makes a study the chosen study of the session."""
     st.session_state[STUDY] = study_id
 
 
 def _state(details: TrialDetails) -> str:
-    """Returns the state of a trial. A done trial with a diverged seed has diverged."""
+    """Returns the state of a trial, which is `diverged` if the trial is done but a seed diverged."""
     diverged = any(seed.state == "diverged" for seed in details.seeds)
     return "diverged" if diverged and details.trial.state == "done" else details.trial.state
 
 
 def _time(at: datetime) -> str:
-    """Writes a time."""
+    """Writes a time to the second, in UTC."""
     return f"{at:%Y-%m-%d %H:%M:%S} UTC"
 
 
 def _facts(title: str, texts: Mapping[str, str]) -> None:
-    """Draws a table of facts, without those whose text is empty."""
+    """Draws a table of facts: name -> text. Facts with an empty text are left out."""
     st.markdown(f"**{title}**")
     rows = [{"what": plain(name), "value": plain(value)} for name, value in texts.items() if value]
     if rows:
@@ -337,23 +344,27 @@ def _header(seed: Seed) -> str:
 
 
 def _ending(seed: Seed) -> str:
-    """Writes how a seed ended, and where it diverged."""
+    """Writes how a seed ended, and the step at which it diverged, if it did."""
     at = "" if seed.diverged_at is None else f" at step {seed.diverged_at:,}"
     return seed.state + at
 
 
 def _is_done(seed: Seed, split: str, metric: str) -> bool:
-    """Tells whether a seed finished and has a metric on a split."""
+    """Returns whether a seed finished and has the metric on the split."""
     return seed.state == "done" and (split, metric) in seed.finals
 
 
 def _main_metrics(task: RecordedTask | None) -> list[str]:
-    """Returns the metric that is judged, if it is known, and the loss."""
+    """Returns the metric by which the task is judged, if it is known, and the loss."""
     return list(dict.fromkeys([task.metric, "loss"])) if task else ["loss"]
 
 
 def _metrics(details: TrialDetails, task: RecordedTask | None) -> list[tuple[str, str]]:
-    """Returns each split and metric that a seed has. The judged metric comes first, and so does the judged split."""
+    """Returns each (split, metric) that at least one seed has.
+
+    The metric by which the task is judged comes first, and the split on which the stage is judged comes first within
+    each metric.
+    """
     judged, split = task.metric if task else None, SPLIT[details.trial.stage]
     pairs = {pair for seed in details.seeds for pair in seed.finals}
     return sorted(pairs, key=lambda pair: (pair[1] != judged, pair[1], pair[0] != split, pair[0]))
@@ -370,7 +381,7 @@ def _figure(value: float) -> str:
 
 
 def _is_tuned(path: str, values: Mapping[str, Any]) -> bool:
-    """Tells whether a setting, a part of it, or the gate or rule around it was tuned or searched.
+    """Returns whether a setting, a part of the setting, or the gate or rule that contains it was tuned or searched.
 
     Examples:
         >>> _is_tuned("rule.d", {"rule.d.head.init": 1}), _is_tuned("rule.d", {"rule": {}})
@@ -382,7 +393,7 @@ def _is_tuned(path: str, values: Mapping[str, Any]) -> bool:
 
 
 def _presence(path: str, size: int) -> str:
-    """Writes whether a file is there with its recorded size in bytes."""
+    """Writes whether a file still exists, and its size if that is not the recorded `size` in bytes."""
     if "://" in path:
         return NOT_HERE
     try:

@@ -1,4 +1,4 @@
-"""The page Trials: the trials of a study, a hundred at a time. A row opens the page Trial."""
+"""The page Trials: a table of a study's trials, a hundred at a time. Ticking a row opens the page Trial."""
 
 import math
 from collections.abc import Iterable
@@ -17,13 +17,13 @@ from deltalab_dashboard.downloads import table_files
 from deltalab_dashboard.frame import LISTED, STUDY, searched_settings, show
 from deltalab_dashboard.text import label, setting
 
-# The trials of a page.
+# The most trials that the table shows at a time.
 ROWS = 100
-# The height of the table in pixels. A row takes 35.
+# The greatest height of the table in pixels. A row takes 35 pixels.
 HEIGHT = 640
-# The key of the page's number in the session and in the address.
+# The name under which the session and the address hold the number of the table's page.
 PAGE = "part"
-# What the trials can be sorted by, as the page writes it.
+# The figures by which the trials can be sorted: name on the page -> name in the ledger.
 SORTS: dict[str, Sort] = {
     "arm": "arm",
     "score": "score",
@@ -103,23 +103,27 @@ def page(store: Store, study: Study) -> None:
 
 
 def _first_page() -> None:
-    """Goes to the first page when a filter or the order changes."""
+    """Goes to the first page of the table. Widgets call this when a filter or the order changes."""
     st.session_state[PAGE] = 1
 
 
 def open_ticked(study: Study, rows: list[ListedTrial], ticked: list[int]) -> None:
-    """Opens the trial whose row is ticked. Its page leads back to the list with the present filters."""
+    """Opens the page of the trial whose row is ticked.
+
+    The session keeps the present filters, so that the trial's page can link back to the same list.
+    """
     if ticked:
         st.session_state[LISTED] = {key: st.query_params.get_all(key) for key in st.query_params}
         st.switch_page("views/trial.py", query_params={STUDY: label(study), "trial": rows[ticked[0]].key})
 
 
 def table_row(trial: ListedTrial, paths: Iterable[str], study: Study) -> dict[str, Any]:
-    """Returns a row of the table.
+    """Returns the row of a trial in the table.
 
     Args:
         trial: The trial.
-        paths: The settings that the study tunes or searches. A setting that the trial does not have is None.
+        paths: The paths of the settings that the study tunes or searches. Each has a cell, which is None if the trial
+            does not have the setting.
         study: The study.
     """
     name = recorded_trial_name(study.spec, trial.arm, trial.stage, trial.number)
@@ -132,7 +136,8 @@ def table_row(trial: ListedTrial, paths: Iterable[str], study: Study) -> dict[st
         "score": trial.score,
         **dict.fromkeys(paths),
         "rule": trial.rule,
-        # The value of a search for whole rules replaces the rule's name, since it names the rule and its knobs.
+        # In a search for whole rules, `trial.values` has a value for "rule", which replaces the rule's name above. That
+        # value names the rule and its knobs.
         **{path: value if isinstance(value, int | float) else setting(value) for path, value in trial.values.items()},
         "why not done": "" if trial.error is None else trial.error.strip().rpartition("\n")[2],
         "seconds": trial.seconds,

@@ -1,4 +1,4 @@
-"""Cards: a rule on one page, with its equation, knobs and gates, and what its state and a token cost.
+"""A card describes a rule on one page: its equation, knobs and gates, the size of its state and the cost of a token.
 
 `python -m deltalab.authoring.card deltalab_rules > plugins/RULES.md` writes the cards of all rules of a package.
 """
@@ -26,7 +26,7 @@ from deltalab.structure import Transition
 WIDE = 32
 """The size of keys and values for which the card states the widths of the state."""
 LONG = 64
-"""The number of tokens before a state is measured. It exceeds every window that a rule lists as an option."""
+"""The number of tokens that a layer reads before its state is measured. No rule has a window option that long."""
 
 _PER = {
     "token": "token and head",
@@ -47,7 +47,7 @@ class KnobCard:
     """A knob of a rule.
 
     Attributes:
-        options: Its options, the default first.
+        options: The options of the knob, the default first.
         setting: The option that the rule is set to.
     """
 
@@ -63,10 +63,10 @@ class GateCard:
     Attributes:
         symbol: The symbol of the gate in the equation.
         form: The function that computes the gate.
-        per: What has a value of its own, such as "token and head".
-        low: The low end of its range; None if there is none.
-        high: The high end of its range; None if there is none.
-        parameters: The number of its parameters, a formula as in `Card`.
+        per: What the gate has a separate value for, such as "token and head".
+        low: The low end of the gate's range; None if the range has no low end.
+        high: The high end of the gate's range; None if the range has no high end.
+        parameters: The number of the gate's parameters, a formula as in `Card`.
     """
 
     symbol: str
@@ -100,7 +100,8 @@ class Card:
         eigenvalues: The declared interval of the transition's eigenvalues; None if the rule declares none.
         state: The number of elements that a head keeps after many tokens.
         growth: The number of elements that each token adds to the state; "0" for a recurrent rule.
-        cost: The multiply-adds of the recurrence per head and token, by part and as "all"; empty outside the algebra.
+        cost: The multiply-adds of the recurrence for one head and token. Maps each part, such as "erase", and "all"
+            to a formula. Empty for a rule outside the algebra.
         widths: The widths K' and V' of the state, if they differ from K and V; else empty.
         parameters: The number of parameters of all gates, a formula in the width d of the model, the number H of heads
             and K.
@@ -264,12 +265,12 @@ def _eigenvalues(rule: UpdateRule) -> tuple[float, float] | None:
 def _cost(rule: UpdateRule, transition: Transition) -> dict[str, str]:
     """Returns the multiply-adds of each term of the recurrence for a token, over all steps and states.
 
-    The operands are given; their own cost does not count.
+    The cost of computing the operands does not count.
     """
-    # For each part: how many times the size of the state, and how many times the width of its values.
+    # Each part costs the first number times the size of the state, plus the second times the width of its values.
     step = {"decay": (1, 0)} if transition.decay != "none" else {}
     if transition.low_rank != "none":
-        # A tied erase is written together with the value; a free one is written along its own direction.
+        # A tied erase is written together with the value; a free erase is written along its own direction.
         step["erase"] = (1, 1) if transition.low_rank == "tied" else (2, 0)
     step["write"] = (1, 0)
     times = transition.steps * rule.states
@@ -286,18 +287,18 @@ def _cost(rule: UpdateRule, transition: Transition) -> dict[str, str]:
 
 
 def _has_bonus(rule: UpdateRule) -> bool:
-    """Returns whether an output that reads the state before the token's write reads the token itself, too."""
+    """Returns whether the rule has a bonus: an output that reads the state before the write also reads the token."""
     x = draw(rule, batch=1, length=1, heads=1, key_dim=2, value_dim=2)
     return operands(rule, x.q, x.k, x.v, x.gates).bonus is not None
 
 
 def _names(rule: UpdateRule) -> tuple[str, str]:
-    """Returns the names of the state's widths: K and V, or K' and V' if they differ from these."""
+    """Returns the names of the state's widths: K or K', and V or V'. A prime marks a width that differs from K or V."""
     return "K" + "'" * (rule.key_width(WIDE) != WIDE), "V" + "'" * (rule.value_width(WIDE) != WIDE)
 
 
 def _elements(rule: UpdateRule, elements: Callable[[int, int], tuple[int, int]]) -> str:
-    """Returns the number of elements that a head keeps, those of the states and those of the carry, as a formula."""
+    """Returns a formula for the number of elements that a head keeps: those of its states and those of its carry."""
     if rule.transition is None:
         return _formula(lambda k, v: elements(k, v)[0], "K", "V")
     carried = _formula(lambda k, v: elements(k, v)[0] - rule.states * rule.key_width(k) * rule.value_width(v), "K", "V")
@@ -306,14 +307,14 @@ def _elements(rule: UpdateRule, elements: Callable[[int, int], tuple[int, int]])
 
 
 def _widths(rule: UpdateRule) -> str:
-    """Returns the widths of the state for keys and values of width `WIDE`, or an empty string if they are the same."""
+    """Returns the widths of the state for keys and values of width `WIDE`; empty if the state has this width, too."""
     widths = {"K'": rule.key_width(WIDE), "V'": rule.value_width(WIDE)}
     text = " and ".join(f"{name} = {width}" for name, width in widths.items() if width != WIDE)
     return text and f"{text} where K = V = {WIDE}"
 
 
 def _state(rule: UpdateRule, key_dim: int, value_dim: int) -> tuple[int, int]:
-    """Counts the elements that a head keeps in a layer's cache after `LONG` tokens and after one more."""
+    """Returns how many elements a head keeps in a layer's cache, twice: after `LONG` tokens, and after one more."""
     layer = RuleLayer(rule, 8, 1, key_dim=key_dim, value_dim=value_dim, conv=0)
     initialize(layer, 0)
     with torch.no_grad():
@@ -323,7 +324,10 @@ def _state(rule: UpdateRule, key_dim: int, value_dim: int) -> tuple[int, int]:
 
 
 def _parameters(gate: Gate, steps: int) -> dict[str, int]:
-    """Returns the number of a gate's parameters: those of its projection from width d, and those in its own shape."""
+    """Returns the number of a gate's parameters as terms of a sum.
+
+    They are the weights of the projection from the width d, and the parameters that have the gate's own shape.
+    """
     shape = {"channel": "H K", "value_channel": "H V"}.get(gate.per.removeprefix("head_"), "H")
     slots = gate.slots if gate.per in ("slot", "head_slot") else 1
     constants = {shape: slots * len(gate.parameters)}
@@ -336,7 +340,10 @@ def _parameters(gate: Gate, steps: int) -> dict[str, int]:
 
 
 def _formula(count: Callable[[int, int], int], x: str, y: str) -> str:
-    """Returns a count as a quadratic formula in two sizes, which is fitted to six counts and checked on a seventh.
+    """Returns `count` as text, a quadratic formula in two sizes.
+
+    The formula is fitted to six values of `count` and checked on a seventh. If it is wrong there, the text has the
+    seventh value instead.
 
     >>> _formula(lambda k, v: k * v + 2 * v, "K", "V")
     'K V + 2 V'
@@ -359,7 +366,7 @@ def _formula(count: Callable[[int, int], int], x: str, y: str) -> str:
 
 
 def _total(sums: Iterable[dict[str, int]]) -> dict[str, int]:
-    """Returns the sum of several sums of terms."""
+    """Adds up several sums of terms. A sum maps each of its terms to a factor."""
     total: Counter[str] = Counter()
     for terms in sums:
         total.update(terms)

@@ -1,4 +1,4 @@
-"""What a check of a rule or of a task is: figures that are measured, a limit for them, and a result in one line."""
+"""Checks of rules and tasks. A check measures figures, compares them with a limit and reports a result in one line."""
 
 import math
 import multiprocessing
@@ -41,7 +41,7 @@ class Measurement(NamedTuple):
 
     Attributes:
         figure: The number that is compared with the limit.
-        what: What the figure measures, as the message says it.
+        what: The name of the figure in the message.
         cause: The likely cause of a failure; if it is empty, the check's own cause is reported.
         limit: The limit of this figure; if it is None, the check's own limit holds.
     """
@@ -53,21 +53,21 @@ class Measurement(NamedTuple):
 
 
 class Note(NamedTuple):
-    """A remark for the reader of a check that is no failure."""
+    """A remark that a check makes to its reader. A remark is no failure."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Check(Generic[Subject]):
-    """A measurement and the limit that all of its figures must keep.
+    """A check: the function that measures figures, and the limit that all of these figures must keep.
 
     Attributes:
-        measure: Yields a `Measurement` for each figure of a subject, and `Note`s.
-        limit: The limit of the figures.
+        measure: Measures a subject, such as a rule or a task. Yields a `Measurement` for each figure, and `Note`s.
+        limit: The largest figure that passes.
         cause: The likely cause of a failure.
-        at_least: Whether the limit is the least figure that passes instead of the largest.
-        mend: What the author should change; empty if the cause already says so.
+        at_least: Whether `limit` is the least figure that passes instead of the largest.
+        mend: What the author should change; empty if `cause` already says it.
     """
 
     name: str
@@ -85,7 +85,7 @@ class Check(Generic[Subject]):
         return figure - limit if self.at_least else limit - figure
 
     def judge(self, worst: Measurement, where: str, note: str = "") -> CheckResult:
-        """Returns the result for the worst figure.
+        """Returns the result of the check, which its worst figure decides.
 
         Args:
             worst: The worst of all figures.
@@ -105,7 +105,7 @@ class Check(Generic[Subject]):
 
     def raised(self, error: BaseException, where: str) -> CheckResult:
         """Returns the failed result of a check whose rule or task raised an error."""
-        text = " ".join(str(error).split()).encode(errors="backslashreplace").decode()  # any terminal can print this
+        text = " ".join(str(error).split()).encode(errors="backslashreplace").decode()  # any terminal can print it
         line = author_line(error)
         return CheckResult(
             self.name, False, None, f"{where}{RAISED}{type(error).__name__}: {text}{f' ({line})' if line else ''}"
@@ -131,17 +131,22 @@ def run_checks(
 
     Args:
         checks: The checks to run.
-        run: Runs one check; returns None if the check does not apply, so that it is left out.
+        run: The function that runs one check. It returns None if the check does not apply, and the check is then left
+            out of the results.
         where: The name of the rule or task, for the message of a check whose process crashed.
-        forked: Whether each check runs in a process of its own, so that compiled code that crashes fails that check
-            alone.
+        forked: Whether each check runs in a process of its own. If compiled code crashes, only the check that ran it
+            fails.
     """
     results = _forked(checks, run, where) if forked else map(run, checks)
     return [result for result in results if result is not None]
 
 
 def told_once(results: list[CheckResult]) -> list[CheckResult]:
-    """Merges the failures of checks that all raised the same error into the first of them, which names the others."""
+    """Returns the results with repeated errors merged.
+
+    If several checks raised the same error, only the first of these checks keeps its result. The message of that result
+    names all checks that raised the error.
+    """
     first_at: dict[str, int] = {}
     kept: list[CheckResult] = []
     merged: dict[int, list[str]] = {}
@@ -162,8 +167,9 @@ def told_once(results: list[CheckResult]) -> list[CheckResult]:
 def _forked(
     checks: Iterable[AnyCheck], run: Callable[[AnyCheck], CheckResult | None], where: str
 ) -> Iterator[CheckResult | None]:
-    """Yields the results in the order of the checks, and runs as many processes at a time as there are cores."""
-    # A forked process needs no pickle of the rule, whose class a plugin file may define under any name.
+    """Runs each check in its own process, as many at a time as there are cores. Yields the results in order."""
+    # A forked process inherits the rule. A spawned one would need a pickle of the rule, whose class may come from a
+    # plugin file under any name.
     fork = multiprocessing.get_context("fork")
     running: deque[tuple[str, Any, Any]] = deque()
 

@@ -24,7 +24,8 @@ class Inputs:
         q: [B, T, H, K].
         k: [B, n T, H, K] for a rule with n steps per token.
         v: [B, n T, H, V].
-        gates: The values of all gates that are not constant, by their symbols. Gates `per` step have n T rows.
+        gates: Maps the symbol of each gate that is not constant to the gate's values. A gate that has one value `per`
+            step has n T rows.
         state: The state before the first token, as a scan returned it; None for the rule's initial state.
     """
 
@@ -35,34 +36,37 @@ class Inputs:
     state: State | None = None
 
     def named(self) -> dict[str, Tensor]:
-        """Returns all tensors by their names, the parts of the state included."""
+        """Returns a dictionary from names to tensors. It includes the tensors of the state."""
         return {"q": self.q, "k": self.k, "v": self.v, **self.gates, **parts(self.state)}
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Inputs":
-        """Returns inputs with every tensor changed, except whole numbers in the state, such as a position."""
+        """Returns new inputs: `change` of every tensor. Whole numbers in the state, such as a position, stay."""
         gates = {name: change(value) for name, value in self.gates.items()}
         state = None if self.state is None else tuple(change(x) if x.is_floating_point() else x for x in self.state)
         return Inputs(change(self.q), change(self.k), change(self.v), gates, state)
 
     def rows(self, x: Tensor, start: int, stop: int | None = None) -> Tensor:
-        """Returns the rows of the tokens from start to stop of an input. An input without a time axis stays whole."""
+        """Returns the rows of `x` for the tokens from `start` to `stop`, or all of `x` if it has no time axis."""
         if not moves(x):
             return x
         steps = x.shape[1] // self.q.shape[1]
         return x[:, steps * start : None if stop is None else steps * stop]
 
     def span(self, start: int, stop: int | None = None, state: State | None = None) -> "Inputs":
-        """Returns the inputs of the tokens from start to stop, with `state` as the state before them."""
+        """Returns the inputs of the tokens from `start` to `stop`, with `state` as the state before these tokens."""
         return replace(replace(self, state=None).map(lambda x: self.rows(x, start, stop)), state=state)
 
 
 def moves(x: Tensor) -> bool:
-    """Returns whether an input has a time axis, and not only the axes [H] or [H, K]."""
+    """Returns whether an input has a time axis. Inputs without a time axis have the axes [H] or [H, K]."""
     return x.dim() > 2
 
 
 def parts(state: State | None) -> dict[str, Tensor]:
-    """Returns the tensors of a state by the names `state`, or `state[0]`, `state[1]` and so on if there are several."""
+    """Returns a dictionary from names to the tensors of a state.
+
+    A single tensor has the name `state`. Several tensors have the names `state[0]`, `state[1]` and so on.
+    """
     if state is None:
         return {}
     return {"state": state[0]} if len(state) == 1 else {f"state[{i}]": part for i, part in enumerate(state)}
@@ -81,8 +85,9 @@ def normal(*shape: int, seed: int) -> Tensor:
 def within(gate: Gate, shape: tuple[int, ...], seed: int) -> Tensor:
     """Returns uniform random values in the range of a gate, in fp64.
 
-    An unbounded low end is replaced by min(high, 0) - 2, an unbounded high end by max(low, 0) + 2. A projected vector
-    is normal instead, and of unit norm if the gate declares that.
+    An unbounded low end is replaced by min(high, 0) - 2, an unbounded high end by max(low, 0) + 2. If the gate is a
+    projected vector, the values are normal random numbers instead. They are scaled to unit norm if the gate declares
+    unit norm.
     """
     if gate.features is not None:
         x = normal(*shape, seed=seed)
@@ -95,9 +100,9 @@ def within(gate: Gate, shape: tuple[int, ...], seed: int) -> Tensor:
 def draw(
     rule: UpdateRule, *, batch: int, length: int, heads: int, key_dim: int, value_dim: int, seed: int = 0
 ) -> Inputs:
-    """Draws inputs in fp64 without a state.
+    """Draws random inputs of a rule in fp64. They have no state.
 
-    q, k and v are normal; q and k have unit norm if the rule expects it. Gates are drawn by `within`.
+    q, k and v are normal; q and k are scaled to unit norm if the rule expects it. `within` draws the gates.
     """
     q = normal(batch, length, heads, key_dim, seed=100 * seed + 1)
     k = normal(batch, rule.steps * length, heads, key_dim, seed=100 * seed + 2)
@@ -119,7 +124,9 @@ def _shape(
 
 
 def corners(rule: UpdateRule) -> list[dict[str, float]]:
-    """Returns all combinations of extreme values of the gates, or a random sample of `MOST_CORNERS` of them.
+    """Returns combinations of the gates' extreme values. A combination has one value for each gate.
+
+    If there are more than `MOST_CORNERS` combinations, the function returns a random sample of `MOST_CORNERS`.
 
     The low extremes of a log-decay are -1000 and -inf. Any other unbounded end is replaced as in `within`.
     """
@@ -132,7 +139,7 @@ def corners(rule: UpdateRule) -> list[dict[str, float]]:
 
 
 def draw_corners(rule: UpdateRule, *, batch: int, length: int, key_dim: int, value_dim: int) -> Inputs:
-    """Draws inputs with one head for each of `corners`.
+    """Draws inputs with one head for each corner: for each combination of gate values that `corners` returns.
 
     In sequence 0 every token has the gate values of its head's corner. In the other sequences only the tokens with
     (token + channel) % 3 == 0 have the corner's values, and all other values are random as in `draw`. Gates without a

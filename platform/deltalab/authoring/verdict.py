@@ -1,4 +1,7 @@
-"""The verdict of a rule, whether it passed its checks, is kept by the rule's source: each version is checked once."""
+"""Keeps the verdict on each rule: whether the rule passed its checks.
+
+A verdict belongs to one version of the rule's file, so that each version is checked once.
+"""
 
 import hashlib
 import json
@@ -18,10 +21,10 @@ from deltalab.registry import get_rule, list_rules, rule_plugin
 from deltalab.training.train import NUMERICS
 
 SHIPPED = "checked.json"
-"""The name of a file in a package of rules. It maps a rule to the SHA-256 of the rule's file that passed."""
+"""The name of a file in a package of rules. It maps each rule that passed its checks to the SHA-256 of its file."""
 NOT_CHECKED = "not checked"
 FORKED = hasattr(os, "fork")
-"""Whether each check runs in a process of its own. Compiled code that crashes then fails that check alone."""
+"""Whether each check runs in a process of its own. If compiled code then crashes, only the check that ran it fails."""
 
 _log = logging.getLogger("deltalab")
 
@@ -57,7 +60,7 @@ def known(rule: str) -> Verdict | None:
 
 
 def keep(rule: str, results: Sequence[CheckResult]) -> Verdict:
-    """Keeps the verdict that follows from the results of all checks of a rule, and returns it."""
+    """Makes the verdict on a rule from the results of all its checks, writes it to a file, and returns it."""
     verdict = Verdict(rule, tuple((result.name, result.message) for result in results if not result.passed))
     file = _file(rule)
     partial = file.with_suffix(f".{uuid4().hex[:8]}")
@@ -77,7 +80,7 @@ def keep(rule: str, results: Sequence[CheckResult]) -> Verdict:
 
 
 def unchecked(rules: Sequence[str]) -> dict[str, str]:
-    """Returns those of `rules` that have not passed their checks, each with the reason."""
+    """Returns a dictionary from each of `rules` that has not passed its checks to the reason."""
     verdicts = {rule: known(rule) for rule in rules}
     return {
         rule: NOT_CHECKED if verdict is None else f"fails {', '.join(check for check, _ in verdict.failed)}"
@@ -87,7 +90,7 @@ def unchecked(rules: Sequence[str]) -> dict[str, str]:
 
 
 def demand(rules: Sequence[str], *, quiet: bool = False) -> None:
-    """Checks those of `rules` that have no verdict yet.
+    """Checks those of `rules` that have no verdict yet. Raises an error if any of `rules` fails its checks.
 
     Args:
         rules: The names of rules.
@@ -148,7 +151,7 @@ def _file(rule: str) -> Path:
 def ship(package: str) -> list[str]:
     """Writes the file `SHIPPED` beside the rules of a package.
 
-    The rules that the file lacks, and those whose own files have changed, are checked. After a change of the checks,
+    It checks the rules that the file lacks and the rules whose own files have changed. After a change of the checks,
     delete the file first, so that all rules are checked again. For the rules of deltalab, run `python -c "from
     deltalab.authoring.verdict import ship; print(ship('deltalab_rules'))"`.
 

@@ -1,4 +1,4 @@
-"""Counts the floating-point operations and the bytes of a call, for its share of what the hardware can do."""
+"""Counts the floating-point operations and the bytes of a call, to compare them with what the hardware can do."""
 
 import functools
 from collections.abc import Iterable, Mapping
@@ -13,16 +13,17 @@ from deltalab.ops.scan import scan
 from deltalab.rule import UpdateRule
 
 CHUNK = 64
-"""The tokens in a chunk of the algorithm that is counted."""
+"""The number of tokens in a chunk of the algorithm whose operations are counted."""
 COUNTED = 256
-"""The tokens of the shorter of the two sequences on which a rule outside the algebra is counted."""
+"""The number of tokens in the shorter of the two sequences on which a rule outside the algebra is counted."""
 
 
 def flops(rule: UpdateRule, shape: Shape) -> float | None:
-    """Returns the operations in the matrix products of a rule's chunked algorithm, forward, with chunks of 64 tokens.
+    """Returns the operations in the matrix products of a forward call of a rule's chunked algorithm.
 
-    A rule outside the algebra is counted on its PyTorch form at two lengths, to which a cost that is linear or
-    quadratic in T is fitted. A rule with a window is counted at T itself.
+    Chunks have 64 tokens. For a rule outside the algebra, the operations of its PyTorch form are counted at two
+    lengths, and a cost that is linear or quadratic in T is fitted to the two counts. A rule with a window is counted at
+    T itself.
 
     Returns:
         The operations; None if PyTorch counts no products in the rule's form.
@@ -36,13 +37,13 @@ def flops(rule: UpdateRule, shape: Shape) -> float | None:
         squared = (long - 2 * short) / (2 * COUNTED**2)
         return tokens * (short / COUNTED + squared * (shape.length - COUNTED)) or None
     k, v = rule.key_width(k), rule.value_width(v)
-    # The operations per token of a chunk. A read is r k^T, its product with the written values, and r S. A write is k^T
-    # times the values.
+    # The operations per token of a chunk. A read computes r k^T, the product of r k^T with the written values, and r S.
+    # A write computes k^T times the values.
     read, write = 2 * (CHUNK * k + CHUNK * v + k * v), 2 * k * v
     # A tied erase costs a read and the inverse. A free erase has two more products of each kind, for a beside k.
     erase = {"none": 0.0, "tied": read + 2 / 3 * CHUNK**2, "free": 3 * read - 2 * k * v + 2 / 3 * CHUNK**2}
     per_step = read + write + erase[transition.low_rank]
-    # With a second state, the first one is read at k as well, for its prediction.
+    # With a second state, the first state is also read at k, for its prediction.
     return tokens * transition.steps * (2 * per_step + read if rule.second_state else per_step)
 
 
@@ -56,7 +57,7 @@ def _counted(rule: UpdateRule, length: int, key_dim: int, value_dim: int) -> int
 
 
 def attention_flops(shape: Shape) -> float:
-    """Returns the operations of causal softmax attention, forward."""
+    """Returns the operations of a forward call of causal softmax attention."""
     return shape.batch * shape.heads * shape.length**2 * (shape.key_dim + shape.value_dim)
 
 

@@ -1,12 +1,13 @@
-"""Measures what a rule costs to run: time, memory, and its share of what the hardware can do, beside its peers.
+"""Measures the time and memory that a rule and its peers take, and their share of what the hardware can do.
 
 Time: The median of many calls, with the L2 cache cleared before each. Forward runs without gradients. Forward and
     backward computes the gradients of every input. On a GPU a call is replayed from a CUDA graph, which gives the time
     of the device. Launch is the time that Python takes to launch the call, which bounds a call that is not captured.
-    Decode is one token with a state, over so many copies that they exceed the L2 cache.
+    Decode is a call on one token with a state, on so many copies of its tensors that they exceed the L2 cache.
 First call: Forward and backward with compilation and autotuning. Caches start empty, so only the first shape counts.
-Extra memory: The peak during a call, less the memory before it and the gradients that it returns. o counts.
-Shares: Of the bandwidth of a large copy and of the rate of a large matrix product, both measured in the same run.
+Extra memory: The peak during a call, less the memory before it and the gradients that it returns. The output o counts.
+Shares: The share of the bandwidth of a large copy, and of the rate of a large matrix product. Both rates are measured
+    in the same run.
     `flops` counts the bytes and the operations.
 """
 
@@ -38,7 +39,7 @@ from deltalab.rule import State, UpdateRule
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DRAWN = 256
-"""The tokens of random inputs. Longer sequences repeat them."""
+"""The number of tokens that are drawn at random. Longer sequences repeat these tokens."""
 MOST_COPIES = 64
 CPU_SECONDS = 0.3
 """The time of each measurement on a CPU."""
@@ -53,7 +54,7 @@ class Bench:
         dtype: "bf16", "fp16" or "fp32".
         after: Called with `results` after each contestant.
         cache: A folder that keeps compiled kernels and autotuning results for later runs, which then have no first call
-            to time; None for an empty folder of this run.
+            to time; None for a new folder that only this run uses.
 
     Raises:
         InputError: The dtype is unknown.
@@ -135,7 +136,7 @@ class Bench:
     def _contest(self, contestant: Contestant, operations: float | None) -> dict[str, Any]:
         """Returns the fields of `Figures` that could be measured, and o.
 
-        `operations` are those of a forward call.
+        `operations` is the number of operations of a forward call.
         """
         call, token, ceilings = contestant.sequence, contestant.token, self.results.ceilings
         both, inputs = call.backward(), call.tensors.values()
@@ -207,7 +208,7 @@ class Bench:
             return x.repeat(shape.batch, -(-rows // x.shape[1]), *[1] * (x.dim() - 2))[:, :rows].contiguous()
 
         x = drawn.map(placed).map(spread)
-        # The token is decoded from a state that tokens of this kind make.
+        # Run some tokens first, so that the token to decode continues from a realistic state.
         prefix = x.span(0, min(shape.length, CHUNK))
         with torch.no_grad():
             _, state = scan(rule, prefix.q, prefix.k, prefix.v, prefix.gates, backend="chunked")
@@ -261,7 +262,7 @@ class Bench:
         return self._median(timed), 1e3 * statistics.median(launches)
 
     def _extra_memory(self, run: Callable[[], list[Tensor]], *, kept: int) -> int | None:
-        """Returns the peak memory during a call, less the memory before it and the bytes `kept` that it returns."""
+        """Returns the peak memory during a call, less the memory before it and the bytes that it returns, `kept`."""
         if not self.on_gpu:
             return None
         gc.collect()
@@ -326,7 +327,7 @@ def bench(
         rule: The rule with its settings.
         shape: B,T,H,K,V; by default the sizes of the figures in papers on a GPU, and small ones on a CPU.
         dtype: The dtype; by default bf16 on a GPU and fp32 on a CPU.
-        lengths: Values of T with commas between them, each timed with as many tokens as the shape.
+        lengths: Values of T with commas between them, each timed with as many tokens in all as `shape` has.
         against: Names of peers with commas between them.
         out: A folder for NAME.json and, with lengths, NAME.png.
 

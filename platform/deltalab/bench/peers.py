@@ -1,6 +1,6 @@
 """Published kernels to time beside those of deltalab.
 
-A peer is found by the structure that a rule declares, so that a new rule of a known structure has peers, too.
+The structure that a rule declares decides which kernels compute it. So a new rule of a known structure has peers, too.
 """
 
 import importlib
@@ -24,11 +24,11 @@ from deltalab.rule import Operands, UpdateRule
 
 @dataclass(frozen=True)
 class Call:
-    """A function of tensors, differentiated with respect to all of them.
+    """A call to time: a function and its tensors. Gradients are taken with respect to all of the tensors.
 
     Attributes:
         function: Returns o, or a tuple that begins with o.
-        tensors: Its arguments by name.
+        tensors: The arguments of `function` by name.
     """
 
     function: Callable[..., Any]
@@ -58,7 +58,7 @@ class Call:
         return run
 
     def _o(self, tensors: dict[str, Tensor]) -> Tensor:
-        """Returns o."""
+        """Calls the function on `tensors` and returns o."""
         result = self.function(**tensors)
         o: Tensor = result[0] if isinstance(result, tuple) else result
         return o
@@ -75,9 +75,9 @@ class Contestant:
     Attributes:
         name: The name that the results show.
         sequence: Its call on a whole sequence.
-        token: Its call on one more token with a state; None if it has none.
+        token: Its call on one more token with a state; None if it has no such call.
         same: Whether it computes the rule's function, so that outputs can be compared.
-        flops: The operations of its forward call; None for those of the rule's chunked algorithm.
+        flops: The operations of its forward call; None if they are those of the rule's chunked algorithm.
     """
 
     name: str
@@ -96,12 +96,12 @@ class Op:
     """A function of flash-linear-attention: `chunk_NAME` over sequences and `fused_recurrent_NAME` for tokens.
 
     Attributes:
-        name: NAME.
-        takes: Returns its arguments besides q and k, from the operands of a rule.
-        module: Its module; empty if the module has the name of the op.
-        one_strength: Whether it writes with the strength that it erases with.
-        options: Its further arguments.
-        for_tokens: The names of arguments that differ in `fused_recurrent_NAME`.
+        name: The text that stands for NAME in these function names.
+        takes: Returns the arguments of the op besides q and k, from the operands of a rule.
+        module: The module of the op; empty if the module has the name of the op.
+        one_strength: Whether the op writes with the same strength with which it erases.
+        options: Further arguments of the op.
+        for_tokens: Maps names of arguments to their names in `fused_recurrent_NAME`, where the two differ.
     """
 
     name: str
@@ -160,14 +160,14 @@ OPS: dict[tuple[str, str, str], Op] = {
     ("scalar", "tied", "state"): Op("comba", _feedback),
     ("diagonal", "free", "state"): Op("dplr_delta_rule", _free, module="generalized_delta_rule"),
 }
-"""The ops by the structure that they compute: decay, low rank, and the state that the low rank reads."""
+"""Maps each structure to the op that computes it: the decay, the low rank, and the state that the low rank reads."""
 
 
 def op_for(rule: UpdateRule, x: Inputs) -> tuple[Op, dict[str, Tensor]]:
     """Returns the published op for a rule's structure, and the arguments of the op.
 
     Raises:
-        InputError: No op computes what the rule does.
+        InputError: No op computes the rule's recurrence.
     """
     t = rule.transition
     reads = "state" if t is None or "none" in (t.decay, t.low_rank) else t.reads
@@ -225,7 +225,7 @@ PEERS: dict[str, tuple[Peer, str]] = {
     "flash_qla": (_flash_qla, "flash-qla"),
     "sdpa": (_sdpa, "torch"),
 }
-"""The peers by name, each with the package to install. `fla` calls FlashQLA itself if it is installed and fits."""
+"""The peers by name, each with the package to install. `fla` calls FlashQLA if FlashQLA is installed and fits."""
 
 
 def installed(name: str) -> None:
@@ -245,7 +245,7 @@ def installed(name: str) -> None:
 
 
 def peer(name: str) -> Peer:
-    """Returns the peer of a name.
+    """Returns the peer with this name.
 
     Raises:
         InputError: The peer is unknown, is not installed, or needs a GPU and there is none.

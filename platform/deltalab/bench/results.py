@@ -80,15 +80,15 @@ class Figures:
 
     Attributes:
         rule: The rule, by its label.
-        by: The contestant.
+        by: The name of the contestant.
         shape: The sizes B,T,H,K,V.
-        forward: Time of a call, in ms.
-        forward_launch: Time to launch a call, in ms.
-        both: Time of a call, in ms.
-        both_launch: Time to launch a call, in ms.
-        decode: Time of a token, in ms.
-        forward_memory: Extra memory, in bytes.
-        both_memory: Extra memory, in bytes.
+        forward: Time of a forward call, in ms.
+        forward_launch: Time to launch a forward call, in ms.
+        both: Time of forward with backward, in ms.
+        both_launch: Time to launch forward with backward, in ms.
+        decode: Time of a call on one token, in ms.
+        forward_memory: Extra memory of a forward call, in bytes.
+        both_memory: Extra memory of forward with backward, in bytes.
         first_call: Time of the first call, in s.
         error: The relative difference of o from that of the first contestant that computes the rule's function.
         why: The reason for missing figures.
@@ -116,7 +116,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Results:
-    """All figures of a run, and the machine.
+    """All figures of a run, and the machine that made them.
 
     Attributes:
         dtype: The dtype of the inputs.
@@ -161,7 +161,7 @@ class Results:
         return "\n".join([*(line.rstrip() for line in lines), *reasons, where, f"{software}; {self.date}"])
 
     def plot(self, file: Path) -> None:
-        """Draws time against length, forward and with backward.
+        """Draws the time of a call against the length of sequences, for forward and for forward with backward.
 
         If matplotlib is not installed, a line on stderr says so.
         """

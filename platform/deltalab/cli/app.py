@@ -1,4 +1,4 @@
-"""The command `platform`. Whatever is wrong with what a user types is reported as one line on stderr."""
+"""The command `platform`. A wrong input of the user is reported as one line on stderr."""
 
 import json
 import math

@@ -77,7 +77,7 @@ def data_pack(
         if not packed.split(name).documents:
             print(f"note: no document fell into {name}: more documents, or --separator, would help", file=sys.stderr)
     for source in packed.meta["sources"]:
-        if not_utf8 := source.get("not_utf8"):  # folders of earlier versions do not count them
+        if not_utf8 := source.get("not_utf8"):  # folders of earlier versions lack this count
             print(
                 f"note: {source['source']}: {not_utf8:,} of {source['documents']:,} documents are not UTF-8 text; "
                 "their bytes were packed as they are",
@@ -123,7 +123,7 @@ def data_show(
 
 
 def _show(packed: Packed, as_json: bool) -> None:
-    """Prints what packed data hold."""
+    """Prints the contents of packed data."""
     if as_json:
         print(json.dumps(packed.meta))
         return
@@ -152,7 +152,7 @@ def _show(packed: Packed, as_json: bool) -> None:
 
 
 def _reading(field: str, separator: str | None, pattern: str) -> Reading:
-    """Returns how the sources are read."""
+    """Returns the options for reading the sources."""
     if separator is not None:
         separator = separator.replace("\\n", "\n").replace("\\t", "\t")
         if not separator:
@@ -161,7 +161,7 @@ def _reading(field: str, separator: str | None, pattern: str) -> Reading:
 
 
 def _shares(text: str) -> dict[str, float]:
-    """Returns the shares of the splits."""
+    """Returns the shares of the splits, from the text of --split."""
     shares = dict.fromkeys(SPLITS, 0.0)
     for part in text.split(","):
         name, _, share = part.partition("=")
@@ -179,7 +179,7 @@ def _shares(text: str) -> dict[str, float]:
 
 
 def _quiet_hub() -> None:
-    """Keeps the Hub's warnings, one for each of its retries, off stderr. The error of the command has the reason."""
+    """Keeps the Hub's warnings, one for each of its retries, off stderr. The command's own error states the reason."""
     with suppress(ImportError):
         from huggingface_hub.utils import logging
 
@@ -187,7 +187,7 @@ def _quiet_hub() -> None:
 
 
 class _PackingProgress:
-    """Reports on stderr how far a packing is: on a terminal in one line, elsewhere in a line every `EVERY_SECONDS`."""
+    """Reports on stderr how much is packed: on a terminal in one line, else in a line every `EVERY_SECONDS`."""
 
     def __init__(self, total: int | None) -> None:
         self._console, self._total = Console(stderr=True), total

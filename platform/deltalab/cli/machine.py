@@ -1,4 +1,4 @@
-"""Looks at this machine: what deltalab finds, what does not work, and the command that mends it."""
+"""Examines this machine: which parts of deltalab work, which do not, and how to mend them."""
 
 import os
 import shutil
@@ -44,13 +44,13 @@ print(ray.get(ray.remote(lambda: 6 * 7).remote()))
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found of one part of the installation.
+    """The state of one part of the installation.
 
     Attributes:
         part: The name of the part.
         state: "works"; "broken" if studies need it and it does not work; "absent" if only some commands need it.
-        found: What was found.
-        mend: What to do about it; empty if there is nothing to do.
+        found: A text about what was found.
+        mend: A text that says how to mend the part; empty if there is nothing to do.
     """
 
     part: str
@@ -138,7 +138,7 @@ def _output(*command: str) -> str | None:
 
 
 def _kernels() -> Finding:
-    """Runs a kernel on the GPU."""
+    """Tries to run a kernel on the GPU."""
     if not torch.cuda.is_available():
         return Finding("kernels", "absent", "need a GPU; the parallel form in PyTorch runs in their place")
     if missing := lacks_triton("cuda"):
@@ -155,7 +155,7 @@ def _kernels() -> Finding:
 
 
 def _ray() -> Finding:
-    """Starts Ray."""
+    """Tries to start Ray."""
     start = time.monotonic()
     mend = "platform study run --executor inline runs studies without Ray"
     try:
@@ -169,7 +169,7 @@ def _ray() -> Finding:
 
 
 def _database(db: str | Path | None) -> Finding:
-    """Opens the database."""
+    """Tries to open the database."""
     try:
         where = display_url(address(db))
         if not Store.exists(db):

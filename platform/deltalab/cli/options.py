@@ -1,4 +1,4 @@
-"""The options and arguments that several commands take, the study that they name, and the table that several print."""
+"""The options and arguments that several commands take. Also finds the study that a user names, and prints tables."""
 
 import json
 from collections.abc import Sequence
@@ -54,12 +54,12 @@ StudyName = Annotated[str, typer.Argument(metavar="STUDY", help="A study's NAME,
 
 
 def find_study(store: Any, study_name: str, profile: str | None, overrides: Sequence[str] | None = None) -> Any:
-    """Returns the study of the database that a command names.
+    """Returns the study in the database that the user names in a command.
 
     Args:
         store: The ledger.
         study_name: What the user gives as `StudyName`: NAME, NAME:PROFILE, id or file.
-        profile: The profile of the study; None if `study_name` says it.
+        profile: The profile of the study; None if `study_name` names it.
         overrides: The settings that the study ran with, as words KEY=VALUE.
 
     Raises:
@@ -75,7 +75,7 @@ def find_study(store: Any, study_name: str, profile: str | None, overrides: Sequ
 
 
 def print_rows(rows: list[dict[str, Any]], as_json: bool) -> None:
-    """Prints a table with the keys of the rows as its headers, or JSON."""
+    """Prints rows as a table, with their keys as its headers, or as JSON."""
     if as_json:
         print(json.dumps(rows))
         return

@@ -193,7 +193,7 @@ def task_new(name: str, folder: Folder = Path("plugins")) -> None:
 
 
 def _plugin_names(name: str, kind: type) -> list[str]:
-    """Returns the names of the rules, or tasks, that a name or a plugin file stands for."""
+    """Returns the names of the rules or tasks, as `kind` says, that a user means by a name or a plugin file."""
     if not name.endswith(".py"):
         return [name]
     from deltalab.registry import add_plugin
@@ -205,7 +205,7 @@ def _plugin_names(name: str, kind: type) -> list[str]:
 
 
 def _tasks(name: str, words: list[str] | None) -> "list[Task]":
-    """Returns the tasks that a name or a plugin file stands for, with these parameters in place of their examples'."""
+    """Returns the tasks that a user means by a name or a plugin file. `words` KEY=VALUE replace example parameters."""
     from deltalab.reading import read_pairs
     from deltalab.registry import get_task, task_plugin
     from deltalab.tasks import Task

@@ -80,7 +80,7 @@ def _print_line(line: str) -> None:
 
 
 def _recorder(db: str | None):  # type: ignore[no-untyped-def]
-    """Returns a function that writes a run into the ledger, or None without SQLAlchemy, as on a bare GPU image."""
+    """Returns a function that writes a run into the ledger, or None if SQLAlchemy is missing, as on a bare image."""
     if importlib.util.find_spec("sqlalchemy") is None:
         return None
     from deltalab.store import Store, trainings

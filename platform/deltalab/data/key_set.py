@@ -15,7 +15,7 @@ class KeySet:
         self._runs: list[NDArray[np.uint64]] = []
 
     def add(self, keys: NDArray[np.uint64]) -> NDArray[np.bool_]:
-        """Adds keys, and returns for each whether its value is new, in this call and in all earlier calls."""
+        """Adds keys, and returns for each key whether it is new: neither in an earlier call nor earlier in `keys`."""
         values, first = np.unique(keys, return_index=True)
         known = np.zeros(len(values), bool)
         for run in self._runs:

@@ -51,7 +51,7 @@ class Document:
         text: The text.
         digest: The SHA-256 of the text.
         split: The split that the digest puts the document in.
-        source: The number of its source.
+        source: The number of the source that the document comes from.
         read: The bytes of all sources that have been read at the end of the document.
     """
 
@@ -274,7 +274,7 @@ def _meta(
 
 
 def _earlier(out: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `meta.json` of an earlier packing that ended, or else the finished shards of each split.
+    """Returns the content of `meta.json` if an earlier packing ended, or else the finished shards of each split.
 
     Raises `InputError` if the earlier packing had other settings, or the folder holds something else.
     """

@@ -1,4 +1,4 @@
-"""Writes the shards of a split. A shard has another name until it is whole."""
+"""Writes the shards of a split. The name of a shard ends in `PARTIAL` until the shard is whole."""
 
 import hashlib
 import json
@@ -26,9 +26,9 @@ class Shards:
         finished: The finished shards.
 
     Attributes:
-        finished: The entry of `meta.json` for each finished shard, and `chain`, the hash of the documents up to the
-            shard's end.
-        skip: The documents of finished shards that are still to pass.
+        finished: The entry of `meta.json` for each finished shard, to which `chain` is added: the hash of the documents
+            up to the shard's end.
+        skip: The number of documents of finished shards that `passed` has yet to see.
     """
 
     def __init__(self, folder: Path, split: str, dtype: str, bound: int, finished: list[dict[str, Any]]) -> None:

@@ -15,7 +15,7 @@ BYTES = "bytes"
 
 FILE = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
-"""The names of a tokenizer's two files in a folder."""
+"""`FILE` holds a tokenizer, and `CONFIG` its configuration. Both are names of files in a folder."""
 
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<0x00>")
 """The tokens that end a document if the configuration of a tokenizer names no other."""

@@ -105,9 +105,9 @@ class Split:
         return self.read(start, length + 1), self.starts(start, length + 1)
 
     def order(self, seed: int, epoch: int, length: int) -> NDArray[np.int64]:
-        """Returns a permutation of the rows of a length, for a pass through the data, the same on every machine."""
+        """Returns the order of the rows of `length` in one pass through the data. It is the same on every machine."""
         key = _scrambled(_scrambled(np.array([seed], np.uint64)) + np.uint64(epoch))
-        # Scrambling maps different numbers to different numbers, so that there are no ties.
+        # `_scrambled` maps different numbers to different numbers, so that the sort meets no ties.
         return np.argsort(_scrambled(np.arange(self.rows(length), dtype=np.uint64) ^ key), kind="stable")
 
     def _parts(self, start: int, end: int) -> list[tuple[int, int, int]]:
@@ -186,7 +186,10 @@ def ends_file(shard: Path) -> Path:
 
 
 def _scrambled(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Maps 64-bit integers to others one to one, without visible order: SplitMix64's finalizer (Steele et al. 2014)."""
+    """Maps 64-bit integers one to one to 64-bit integers without visible order.
+
+    The map is the finalizer of SplitMix64 (Steele et al. 2014).
+    """
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -11,10 +11,10 @@ from torch import Tensor
 from deltalab.errors import InputError
 
 LAST_FILES = (".metadata", "trainer_state.json")
-"""The file that an engine writes last into a checkpoint: that of torchtitan, and that of Trainer."""
+"""The files that engines write last into a checkpoint: torchtitan the first one, Trainer the second one."""
 FOLDER = "checkpoints"
 SHARDED = "pytorch_model_fsdp_0"
-"""The folder of Accelerate's weights in a checkpoint that several GPUs share."""
+"""The folder of the weights in a checkpoint that Accelerate divided among several GPUs."""
 
 
 def complete_checkpoints(run: Path) -> list[Path]:
@@ -37,7 +37,7 @@ def remove_torn(run: Path) -> list[str]:
 
 
 def read_checkpoint(checkpoint: Path) -> dict[str, Tensor]:
-    """Reads the weights of a checkpoint, as `Model(spec).state_dict()`.
+    """Reads the weights of a checkpoint. Their names are those of `Model(spec).state_dict()`.
 
     Raises:
         InputError: If the folder is not a complete checkpoint of an engine.
@@ -56,7 +56,7 @@ def read_checkpoint(checkpoint: Path) -> dict[str, Tensor]:
 
 
 def _distributed(folder: Path) -> dict[str, Tensor]:
-    """The weights of a distributed checkpoint of PyTorch, by names that begin with `model.`."""
+    """Returns the weights of a distributed checkpoint of PyTorch. Their names begin with `model.`."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load

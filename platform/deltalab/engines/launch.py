@@ -72,8 +72,8 @@ class Launch:
         folder: The exported folder.
         run: The folder of the run.
         engine: A name of `ENGINES`.
-        gpus: The number of GPUs of this machine; 0 trains on its CPUs.
-        processes: The number of processes of this machine if `gpus` is 0.
+        gpus: The number of GPUs to use on this machine; 0 trains on its CPUs.
+        processes: The number of processes on this machine if `gpus` is 0.
         nodes: The machines.
         recipe: The recipe, with all settings.
         about: The contents of `run.json`.
@@ -121,13 +121,13 @@ def prepare(
         gpus: The number of GPUs of this machine; None means all of them, and 0 trains on its CPUs.
         processes: The number of processes if `gpus` is 0.
         nodes: The machines.
-        steps: The number of steps; None means that of the recipe.
+        steps: The number of steps; None takes the number in the recipe.
         given: Settings KEY=VALUE of the recipe, the value in YAML.
 
     Raises:
         InputError: If the folder is not an export or lacks the engine's files; if the data have another tokenizer; if a
             setting does not exist; if the machine has fewer GPUs; if the engine is not installed; if the disk has no
-            room for checkpoints; if the run is of another model, other data or another engine; or if the engine cannot
+            room for checkpoints; if the run is one of another model, data or engine; or if the engine cannot
             read the run's checkpoint on so many GPUs.
     """
     if engine not in ENGINES:
@@ -208,7 +208,7 @@ def start(launch: Launch, *, say: Callable[[str], None] = print, record: Callabl
     Args:
         launch: The training, from `prepare`.
         say: Is called with each line of progress.
-        record: Is called with the run's folder at the start, during the training, and at the end, however it ends.
+        record: Is called with the run's folder at the start, during the training, and at the end, even after an error.
 
     Returns:
         The exit status of the engine.
@@ -263,7 +263,7 @@ def last_error(run: Path) -> str:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    """The `config.json` of an exported folder."""
+    """Returns the contents of `config.json` in an exported folder."""
     try:
         config = read_json(folder / "config.json")
     except (OSError, InputError):
@@ -277,7 +277,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _packed(data: Path) -> Packed:
-    """The packed data of a folder."""
+    """Returns the packed data of a folder."""
     try:
         return Packed(data)
     except ValueError as error:
@@ -303,7 +303,7 @@ def _same_tokenizer(
 
 
 def _installed(engine: str) -> str:
-    """The version of the engine. Raises `InputError` if the engine is not installed or does not fit torch."""
+    """Returns the version of the engine. Raises `InputError` if the engine is not installed or does not fit torch."""
     for name in ENGINES[engine]:
         if importlib.util.find_spec(name) is None:
             raise InputError(f"engine {engine} is not installed: pip install 'deltalab[train]'")
@@ -319,7 +319,7 @@ def _installed(engine: str) -> str:
 
 
 def _recipe(folder: Path, written: Mapping[str, Any], steps: int | None, given: Sequence[str]) -> dict[str, Any]:
-    """The folder's recipe with the settings of the user. Raises `InputError` for wrong keys and values of either."""
+    """Returns the folder's recipe with the user's settings. Raises `InputError` for a wrong key or value in either."""
     for part, default in DEFAULTS.items():
         for name in (written.get(part) or {}) if isinstance(default, Mapping) else ():
             if name not in default:
@@ -338,7 +338,7 @@ def _recipe(folder: Path, written: Mapping[str, Any], steps: int | None, given: 
 
 
 def _enough_rows(recipe: dict[str, Any], data: Path, packed: Packed) -> None:
-    """Limits the validation rows of the recipe to those of the data. Raises `InputError` without a training row."""
+    """Limits the recipe's validation rows to those in the data. Raises `InputError` if there is no training row."""
     length = recipe["batch"]["length"]
     rows = packed.split("train").rows(length)
     if not rows:
@@ -349,7 +349,7 @@ def _enough_rows(recipe: dict[str, Any], data: Path, packed: Packed) -> None:
 
 
 def _earlier(run: Path, identity: Mapping[str, str]) -> dict[str, Any]:
-    """The `run.json` of a run that has begun, else nothing. Raises `InputError` if the run has another identity."""
+    """Returns the `run.json` of a run that has begun, else {}. Raises `InputError` if the run has another identity."""
     if not (run / "run.json").is_file():
         if run.exists() and (not run.is_dir() or any(file.name != LOCK for file in run.iterdir())):
             raise InputError(f"{run}: is neither empty nor a run of platform train")
@@ -365,7 +365,14 @@ def _earlier(run: Path, identity: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _readable(run: Path, *, sharded: bool) -> None:
-    """Raises `InputError` if several GPUs share Accelerate's newest checkpoint and one shall train, or the reverse."""
+    """Raises `InputError` if Accelerate cannot go on from the newest checkpoint of a run.
+
+    It cannot if several GPUs wrote the checkpoint and one GPU shall train, or the reverse.
+
+    Args:
+        run: The folder of the run.
+        sharded: Whether several GPUs shall train.
+    """
     for newest in checkpoints.complete_checkpoints(run)[-1:]:
         if (newest / checkpoints.SHARDED).is_dir() != sharded:
             before, now = ("one GPU", "several GPUs")[:: 1 if sharded else -1]
@@ -376,7 +383,7 @@ def _readable(run: Path, *, sharded: bool) -> None:
 
 
 def _room(run: Path, size: int) -> None:
-    """Raises `InputError` if the disk has no room for two checkpoints of so many parameters."""
+    """Raises `InputError` if the disk has no room for two checkpoints of `size` parameters."""
     folder = next(parent for parent in (run, *run.parents) if parent.exists())
     free, needed = shutil.disk_usage(folder).free, 2 * BYTES_A_PARAMETER * size
     if free < needed:
@@ -387,19 +394,19 @@ def _room(run: Path, size: int) -> None:
 
 
 def _versions(engine: str) -> dict[str, str]:
-    """The versions that `run.json` records."""
+    """Returns the versions that `run.json` records."""
     packages = {name: importlib.metadata.version(name) for name in ("torch", *ENGINES[engine])}
     return {"deltalab": __version__, "python": platform.python_version(), **packages}
 
 
 def _hardware(gpus: int) -> dict[str, Any]:
-    """The hardware that `run.json` records."""
+    """Returns the hardware that `run.json` records."""
     names = [torch.cuda.get_device_name(index) for index in range(gpus)]
     return {"host": platform.node(), "gpus": names, "cpus": os.cpu_count()}
 
 
 def _command(launch: Launch, version: str) -> list[str]:
-    """The command that starts a version of the engine."""
+    """Returns the command that starts this version of the engine."""
     here, nodes = launch.gpus or launch.processes, launch.nodes
     host, _, port = (nodes.address or "").partition(":")
     if launch.engine == "accelerate" and launch.gpus:
@@ -440,7 +447,7 @@ def _command(launch: Launch, version: str) -> list[str]:
 
 
 def _write(launch: Launch) -> None:
-    """Writes the run's own files. `run.json` is the last, since its presence makes the folder a run."""
+    """Writes the recipe, `run.json` and, for Accelerate, the code. `run.json` comes last: it makes a folder a run."""
     if launch.engine == "accelerate":
         code = launch.run / "code" / PACKAGE
         code.mkdir(parents=True, exist_ok=True)
@@ -469,7 +476,7 @@ def _alone(run: Path) -> Iterator[None]:
 
 
 def _follow(launch: Launch, say: Callable[[str], None], record: Callable[[Path], None]) -> int:
-    """Runs the command with its output in `log.txt`, reports its progress, and records the run now and then."""
+    """Runs the engine with its output in `log.txt`, reports progress, and records the run. Returns the exit status."""
     metrics = launch.run / "metrics.jsonl"
     end = _whole_lines(metrics)
     device = {} if launch.gpus else {"CUDA_VISIBLE_DEVICES": ""}
@@ -527,12 +534,12 @@ class _Progress:
         self.tokens = recipe["batch"]["sequences"] * recipe["batch"]["length"]
         self.step = 0
         self.values: dict[tuple[str, str], tuple[int, float | None]] = {}
-        """The last step with a value, and the value, by split and name."""
+        """(split, name) -> the last step with a value, and the value."""
         self.news = self.news_is_validation = False
         self.rest = ""
 
     def read(self, lines: Any) -> None:
-        """Reads the lines that were written in the meantime."""
+        """Reads the lines that were written since the last call."""
         text = self.rest + lines.read()
         *whole, self.rest = text.split("\n")
         for line in whole:
@@ -543,7 +550,7 @@ class _Progress:
             self.news_is_validation |= row["split"] == "validation"
 
     def line(self) -> str:
-        """A line with the last values. A loss of an earlier step than the last one names its step."""
+        """Returns a line with the last values. A loss from before the last step is shown with its step."""
         self.news = self.news_is_validation = False
         parts = [f"step {self.step}/{self.steps}"]
         for key, form in (
@@ -564,19 +571,19 @@ class _Progress:
 
 
 def _duration(seconds: float) -> str:
-    """A duration as text."""
+    """Returns a duration as text."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def _tail(file: Path, size: int = 2**16) -> str:
-    """The last bytes of a file, as text."""
+    """Returns the last `size` bytes of a file as text."""
     with file.open("rb") as stream:
         stream.seek(max(0, file.stat().st_size - size))
         return stream.read().decode("utf-8", errors="replace")
 
 
 def _digest(value: object) -> str:
-    """The SHA-256 of a value's JSON."""
+    """Returns the SHA-256 of a value's JSON."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""The files that make an exported folder a training of torchtitan 0.2.2 and 0.3."""
+"""Makes the files with which torchtitan 0.2.2 or 0.3 trains an exported folder."""
 
 import re
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ PACKAGE = "deltalab_train"
 WHERE = f"engines/{PACKAGE}"
 """The place of the package in an exported folder."""
 BESIDE = {"token_shards": "data", "recipe_keys": "training"}
-"""Modules of deltalab that are copied into the package, each with the folder that has it. The package imports all other
+"""Modules of deltalab that are copied into the package, each with its folder in deltalab. The package imports all other
 modules from the exported folder."""
 
 
@@ -28,14 +28,17 @@ def files(spec: ModelSpec, recipe: Mapping[str, object]) -> dict[str, str]:
 
 
 def package() -> dict[str, str]:
-    """Returns the texts of the package, by file name. It imports the exported folder in place of deltalab."""
+    """Returns the files of the package: name -> text. They import the exported folder in place of deltalab."""
     texts = {file.name: file.read_text(encoding="utf-8") for file in sorted((HERE / PACKAGE).glob("*.py"))}
     texts |= {f"{name}.py": (HERE.parent / home / f"{name}.py").read_text("utf-8") for name, home in BESIDE.items()}
     return {name: _of_the_folder(text) for name, text in texts.items()}
 
 
 def _of_the_folder(text: str) -> str:
-    """The source with `from exported.x_y import` for `from deltalab.x.y import`, and `from .x import` for `BESIDE`."""
+    """Returns a source text that imports the exported folder in place of deltalab.
+
+    `from deltalab.x.y import` becomes `from exported.x_y import`, or `from .y import` for a module of `BESIDE`.
+    """
     for name, home in BESIDE.items():
         text = text.replace(f"from deltalab.{home}.{name} import", f"from .{name} import")
     return re.sub(

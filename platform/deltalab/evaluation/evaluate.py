@@ -1,4 +1,4 @@
-"""Runs evaluation tasks on a folder of a trained model, and tells which tasks a folder can be asked."""
+"""Runs evaluation tasks on a folder of a trained model, and tells which tasks a folder's model can do."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ from deltalab.evaluation.proxy import proxy, proxy_task
 from deltalab.evaluation.results import OWN, Result
 
 LIMIT = 64
-"""Examples of each of our tasks and lengths, unless the user gives another number."""
+"""How many examples each of our tasks has at each length, unless the user gives another number."""
 
 NO_DATA = "it needs packed data: give --data PACKED"
 NO_LENGTH = "no recipe says how long a training sequence is: give --length"
@@ -38,7 +38,7 @@ def evaluate(
     Args:
         folder: The folder of the model.
         tasks: Names of our tasks, and names or YAML files of tasks of lm-evaluation-harness.
-        data: Packed data; None if no task needs any.
+        data: Packed data; None if no task needs packed data.
         split: The split of the packed data.
         length: Tokens of a training sequence; None means those of the folder's recipe.
         limit: Examples of each task; None means `LIMIT` for our tasks, and all for those of the harness.
@@ -84,7 +84,7 @@ def askable(
         length: Tokens of a training sequence; None means those of the folder's recipe.
 
     Returns:
-        The names of the tasks, and the reason that each of the other tasks cannot be asked.
+        The names of the tasks that can be asked, and by name the reason that each other task cannot be asked.
 
     Raises:
         InputError: If no task can be asked.

@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness."""
+"""Finds tasks of lm-evaluation-harness and measures models on them."""
 
 import re
 from collections.abc import Sequence
@@ -64,7 +64,7 @@ def harness(folder: ModelFolder, names: Sequence[str], folders: Sequence[Path], 
         limit: Examples of each task; None means all.
 
     Returns:
-        Each metric of each task.
+        A result for each metric of each task.
 
     Raises:
         InputError: If the folder has no tokenizer, if a task does not exist, or if its data cannot be loaded.

@@ -1,4 +1,4 @@
-"""The loss on packed data, by length and by position."""
+"""Measures the loss on packed data, by length and by position."""
 
 import math
 
@@ -11,19 +11,18 @@ from deltalab.evaluation.model_folder import ModelFolder
 from deltalab.evaluation.results import Result
 
 TIMES = (1, 2, 4)
-"""The lengths that are measured, in multiples of the training's."""
+"""The lengths that are measured, in multiples of the length of a training sequence."""
 
 TOKENS_AT_ONCE = 2**14
-"""Tokens of a batch."""
+"""The number of tokens in a batch."""
 
 
 def loss(folder: ModelFolder, split: Split, task: str, length: int, examples: int) -> list[Result]:
     """Measures the mean loss on packed data by length and, on the longest rows, by position.
 
     The lengths are 1, 2 and 4 times that of the training, without those that the split is too short for. The ranges of
-    positions double. Rows are spread evenly over the split; those of each length together have as many tokens as
-    `examples` rows of the shortest. The documents of a row follow one another with nothing but their
-    ends between them.
+    positions double. Rows are spread evenly over the split. For each length, all rows together have as many tokens as
+    `examples` rows of the shortest length. Only end-of-document tokens separate the documents of a row.
 
     Args:
         folder: The folder of the model.

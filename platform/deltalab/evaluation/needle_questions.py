@@ -54,9 +54,9 @@ def questions(
 
     Args:
         encode: The tokenizer.
-        length: Tokens of a question, answer included. If they are too few for one, no question is yielded.
+        length: Tokens of a question, answer included. If no question fits into so few tokens, none is yielded.
         count: The number of questions.
-        filler: The split of packed data of which haystacks are windows at random places; None repeats `PERIOD`.
+        filler: The split of packed data from which haystacks are cut at random places; None repeats `PERIOD`.
         seed: Another seed gives other questions.
     """
     draw = random.Random(f"{seed}/{length}")

@@ -59,7 +59,7 @@ def proxy_task(folder: ModelFolder) -> Task | str:
     vocabulary = int(read_config(folder.path)["vocab_size"])
     try:
         task = get_task(trial["task"]["name"], **trial["task"]["parameters"])
-    except InputError as error:  # such as for a task of a plugin that this machine lacks
+    except InputError as error:  # for example, this machine lacks the plugin of the task
         return str(error)
     if task.readout != "position":
         return f"task '{task.name}' asks for one answer at the end, and the model gives one at each position"

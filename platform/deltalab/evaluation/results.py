@@ -1,4 +1,4 @@
-"""The results of evaluations, and the file beside the weights that keeps them."""
+"""Holds results of evaluations, and keeps them in a file beside the weights."""
 
 import hashlib
 import json
@@ -48,7 +48,7 @@ def write(results: Sequence[Result], directory: Path, about: Mapping[str, Any]) 
         The file.
 
     Raises:
-        InputError: If there is another file of the name.
+        InputError: If the folder has an `evaluations.json` that is not a file of results.
     """
     file = directory / FILE
     earlier: list[dict[str, Any]] = []

@@ -32,10 +32,10 @@ from deltalab.training.spec import TrainSpec
 
 @dataclass(frozen=True)
 class BestRun:
-    """A run of an arm.
+    """The run of an arm that is exported.
 
     Attributes:
-        source: The run's model, as an export takes it.
+        source: The run's model and recipe, from which the export starts.
         summary: A line that names the run.
     """
 
@@ -46,18 +46,18 @@ class BestRun:
 def best_run(store: Store, study_id: int, *, arm: str | None, best: bool, task: str | None) -> BestRun:
     """Returns the run that a study recommends for an arm, with its weights if they are kept.
 
-    The candidate is the one that the report shows: of several, the best on validation over all seeds. The seed is the
-    candidate's best on validation.
+    The candidate is the one that the report shows: the best on validation over all seeds. Among its seeds, the run has
+    the seed that is best on validation.
 
     Args:
         store: The ledger.
         study_id: The study.
-        arm: The name of the arm; None with `best`.
-        best: Takes the arm whose score is the best of the report, and the base if no arm is better.
+        arm: The name of the arm; None if `best` is true.
+        best: Whether to take the arm with the best score in the report, or the base if no arm is better.
         task: The name of the task; None if the study has a single one.
 
     Raises:
-        InputError: If both of an arm and `best` are given, or neither; if the study lacks the arm or the task; if the
+        InputError: If both `arm` and `best` are given, or neither is; if the study lacks the arm or the task; if the
             arm has no confirmed run; if weights are missing or changed; or if the rule has changed in the meantime.
     """
     study = store.study(study_id)
@@ -124,7 +124,7 @@ def best_run(store: Store, study_id: int, *, arm: str | None, best: bool, task: 
 
 
 def _best_arm(store: Store, study_id: int, task: str) -> tuple[str, str]:
-    """The arm with the best score in the report's table, the base if none is better; and how the arm compares."""
+    """The arm with the best score in the report's table, or the base if no arm is better; and a text on its verdict."""
     table = next(table for table in answer(store, study_id).tables if table.task == task)
     best = table.best
     if best is None:
@@ -154,7 +154,7 @@ def _weights(artifact: Artifact) -> dict[str, Tensor]:
         data = weights_at_url.read(file)
     except InputError:
         raise
-    except Exception as error:  # each kind of URL has errors of its own
+    except Exception as error:  # each kind of URL raises its own errors
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise InputError(f"{file}: the weights cannot be read: {reason}; --no-weights exports without") from None
     if hashlib.sha256(data).hexdigest() != artifact.sha256:
@@ -164,14 +164,14 @@ def _weights(artifact: Artifact) -> dict[str, Tensor]:
 
 
 def _train(trial: TrialRow) -> TrainSpec:
-    """The trial's training, on the kind of device that the trial ran on."""
+    """The trial's settings of training, with the kind of device that the trial ran on."""
     train = TrainSpec(**trial.config["train"])
     on_cpu = str(trial.hardware.get("device", "")).startswith("CPU")
     return replace(train, device="cpu" if on_cpu else "cuda")
 
 
 def _trial(trial: TrialRow, task: Task, model: ModelSpec, train: TrainSpec, seed: int) -> dict[str, Any]:
-    """The trial, as `retrain.rebuild` trains it again."""
+    """The description of the trial from which `retrain.rebuild` trains it again."""
     return {
         "task": {"name": task.name, "version": task.version, "parameters": asdict(task)},
         "model": model_fields(model),

@@ -20,7 +20,7 @@ from deltalab.reading import read_json
 
 CONFIG, RUN, WEIGHTS = "config.json", "run.json", "model.safetensors"
 NOT_KEPT = ("model", "tokenizer", "provenance")
-"""The parts of a recipe that every export makes anew."""
+"""The keys of a recipe that every export writes anew instead of keeping them."""
 
 
 def holds_a_model(folder: Path) -> bool:
@@ -36,7 +36,7 @@ def from_folder(folder: Path) -> Source:
             `platform train`, whose newest checkpoint counts; one of its `checkpoints/step-N`; or a model of FLA.
 
     Raises:
-        InputError: If the folder is none of these, if a run has no checkpoint, or if a file cannot be read.
+        InputError: If the folder is of none of these kinds, if a run has no checkpoint, or if a file cannot be read.
     """
     run = _run(folder)
     if (run / RUN).is_file():
@@ -48,7 +48,7 @@ def from_folder(folder: Path) -> Source:
 
 
 def _exported(folder: Path, config: Mapping[str, Any], weights: Callable[[], Mapping[str, Tensor]] | None) -> Source:
-    """The model of an exported folder, with weights that may come from elsewhere."""
+    """The model of an exported folder, with the weights that the function `weights` reads."""
     load_rules(folder)
     fields = ModelSpec.__dataclass_fields__
     model = ModelSpec.of({name: value for name, value in config.items() if name in fields})
@@ -73,9 +73,9 @@ def _run(folder: Path) -> Path:
 
 
 def _of_a_run(run: Path, folder: Path) -> Source:
-    """The model of a run's checkpoint: of `folder`, or of the newest one if `folder` is the run."""
+    """The model of the checkpoint `folder`, or of the run's newest checkpoint if `folder` is the run."""
     about = _json(run / RUN)
-    # Layers forbid an import: the engines read exported folders, so they stand above this package.
+    # The layers forbid an import statement: the engines read exported folders, so they stand above this package.
     checkpoints = importlib.import_module("deltalab.engines.checkpoints")
     complete = checkpoints.complete_checkpoints(run)
     if folder == run and not complete:
@@ -107,7 +107,7 @@ def _of_fla(folder: Path) -> Source:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files of an exported folder's weights, of which an untrained model has none."""
+    """The files with the weights of an exported folder; [] for an untrained model."""
     index = folder / f"{WEIGHTS}.index.json"
     if index.is_file():
         return [folder / name for name in sorted(set(_json(index)["weight_map"].values()))]

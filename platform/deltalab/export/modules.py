@@ -74,7 +74,7 @@ def _rule_module(plugin: Plugin) -> str:
 
 
 def _flat(module: str) -> str:
-    """The name in an exported folder of a module of deltalab, such as `ops_scan` of `ops.scan`."""
+    """The name that a module of deltalab has in an exported folder, such as `ops_scan` for `ops.scan`."""
     return module.removeprefix("export.").replace(".", "_")
 
 
@@ -158,13 +158,13 @@ def _refuse_other_imports(plugin: Plugin) -> None:
 
 
 def _everywhere(module: str) -> bool:
-    """Whether every machine that loads an exported folder has a module."""
+    """Whether a module is available on every machine that loads an exported folder."""
     top = module.split(".")[0]
     return top in ("torch", "triton") or top in sys.stdlib_module_names
 
 
 def _registry(rules: list[Plugin]) -> str:
-    """The text of the module `registry`, which knows the model's rules alone."""
+    """The text of the module `registry`, which knows only the model's rules."""
     lines = [
         '"""The rules of this model, in place of the registry that searches for them; written by deltalab."""',
         "",

@@ -73,7 +73,7 @@ def run_recipe(recipe: Mapping[str, Any], used: Mapping[str, Any], run: str) -> 
     """
     new = _copy(recipe)
     before, after = all_settings(recipe), named_settings(used)
-    # The defaults of `every` follow the number of steps, so they are compared with those for the run's steps.
+    # The defaults of `every` depend on the number of steps, so they are computed for the run's steps.
     defaults = named_settings(with_defaults({**recipe, "steps": after.get("steps", before["steps"])}))
     before = {**defaults, "steps": before["steps"]}
     for key, value in after.items():
@@ -228,7 +228,7 @@ def read_recipe(folder: Path) -> Mapping[str, Any]:
 
 
 def _settings_of_scale(name: str, before: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The settings that a scale changes, and their `origin`, given all settings before."""
+    """The settings that a scale changes, and the `origin` of each. `before` has all settings before the change."""
     scale = SCALES[name]
     settings: dict[str, Any] = {
         "batch.sequences": scale.batch // scale.length,
@@ -258,7 +258,7 @@ def _put(recipe: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _origin_name(key: str) -> str:
-    """The name that `origin` has for a setting."""
+    """The name under which `origin` lists a setting."""
     return key.removeprefix("optimizer.").removeprefix("schedule.")
 
 

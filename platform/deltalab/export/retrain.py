@@ -1,4 +1,4 @@
-"""Trains the trial that an exported folder comes from again, from the folder alone."""
+"""Repeats the training of the trial that an exported folder comes from. Only the folder is needed."""
 
 import math
 from collections.abc import Mapping
@@ -15,9 +15,9 @@ from deltalab.training.trainer import LockStep
 
 
 def rebuild(folder: str | Path, steps: int = 200) -> list[float]:
-    """Trains the trial that a folder's `recipe.yaml` names again, and returns its training losses.
+    """Repeats the training of the trial that a folder's `recipe.yaml` names, and returns the training losses.
 
-    On the same machine and with the same release, they equal the losses of the trial to the bit.
+    On the same machine and with the same release, the losses equal those of the trial to the bit.
 
     Args:
         folder: An exported folder.

@@ -1,8 +1,8 @@
-"""The papers' sizes, and how a trial's model becomes one of them.
+"""Defines the model sizes of papers, and brings a trial's model to one of these sizes.
 
 A scale fixes the width of the model and of its heads. The rule, the block and everything else stay the trial's. The
-depth is the scale's if this gives the number of parameters that the scale is named after. Mixers differ in size, so it
-often does not: then the depth is the one that comes nearest to that number.
+depth is the scale's if the model then has the number of parameters that the scale is named after. Mixers differ in
+size, so it often has not. Then the depth is chosen that brings the model nearest to that number.
 """
 
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ class Scale:
         tokens: The tokens of the whole training.
         batch: The tokens of a step.
         length: The tokens of a sequence.
-        source: The paper, and its table or section.
+        source: The paper, and the table or section in it.
     """
 
     parameters: float
@@ -105,7 +105,7 @@ def widened(model: ModelSpec, scale: Scale, vocabulary: int) -> dict[str, Any]:
 
 
 def _entry(entry: Layer, model: ModelSpec, scale: Scale) -> Layer:
-    """A layer of a list, whose settings of its own grow with the model."""
+    """An entry of a list of layers. The settings that the entry overrides grow with the model."""
     if isinstance(entry, str) or not (settings := entry.get("layer")):
         return entry
     before = settings.get("heads", model.heads)

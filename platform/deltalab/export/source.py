@@ -18,7 +18,7 @@ class Source:
         weights: A function that reads `Model(model).state_dict()`; None for an untrained model.
         recipe: The contents of `recipe.yaml` without `model`, `tokenizer` and `provenance`.
         provenance: Where the model comes from, by name.
-        scores: The scores of the weights, by name. They are not those of other weights of the same model.
+        scores: The scores that were measured with these weights, by name. They hold for no other weights.
         tokenizer: The tokenizer as `load_tokenizer` takes it; None for a model of a task's own tokens.
     """
 

@@ -1,4 +1,4 @@
-"""Kernel bodies that structures share: where a chunk lies, its loads and stores, its decays, and its inverse."""
+"""Functions that kernels share: they find a chunk, load and store its rows, and compute its decays and inverse."""
 
 from typing import no_type_check
 
@@ -13,7 +13,8 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 MOVES = ("length", "chunks", "from_chunk", "to_chunk", "segment_chunks", "segments", "span", "sequences", "H")
-"""Arguments that change from batch to batch. No kernel is compiled again because one of them is 1 or 16 n."""
+"""Arguments that change from batch to batch. Triton compiles no kernel again because one of them is 1 or a multiple of
+16."""
 
 
 @triton.jit
@@ -21,9 +22,9 @@ MOVES = ("length", "chunks", "from_chunk", "to_chunk", "segment_chunks", "segmen
 def unit_lower_inverse(m, BT: tl.constexpr, PRECISION: tl.constexpr):
     """Computes (I + m)^{-1} - I in fp32 for strictly lower triangular m [BT, BT], by blocks of 2, 4, 8 and so on.
 
-    I is left out because callers add x, unrounded, to the product with rounded x. The inverse takes the products of
-    block elimination alone, so it is as stable as substitution; powers of m would overflow. Blocks up to 16 on the
-    diagonal are computed as a batch, because whole matrices would be mostly zeros.
+    The result leaves out I: to multiply x by the inverse, callers multiply rounded x by the result, and add x itself,
+    unrounded. The inverse is computed by block elimination, so it is as stable as substitution; powers of m would
+    overflow. Blocks up to 16 on the diagonal are computed as a batch, because whole matrices would be mostly zeros.
     """
     BLOCKS: tl.constexpr = BT // 16
     block = tl.arange(0, BLOCKS)
@@ -50,7 +51,10 @@ def unit_lower_inverse(m, BT: tl.constexpr, PRECISION: tl.constexpr):
 @triton.jit
 @no_type_check
 def locate(i, chunk_sequences, first_chunks, chunks, PACKED: tl.constexpr):
-    """The sequence and chunk of program i. A sequence has `chunks` chunks, unless `launch.chunk_map` maps them."""
+    """Returns the sequence and the chunk of program i.
+
+    A sequence has `chunks` chunks. If PACKED, `launch.chunk_map` has found the chunks instead.
+    """
     if PACKED:
         sequence = tl.load(chunk_sequences + i)
         return sequence, i - tl.load(first_chunks + sequence)
@@ -80,7 +84,7 @@ def get_rows(x, row, valid, column, BT: tl.constexpr, RAGGED: tl.constexpr):
 @triton.jit
 @no_type_check
 def put_rows(x, tile, row, valid, column, columns, BT: tl.constexpr, WIDTH: tl.constexpr, RAGGED: tl.constexpr):
-    """Stores a tile where `get_rows` loads it. If RAGGED, x is a pointer to rows of `columns`, and no descriptor."""
+    """Stores a tile where `get_rows` loads it. If RAGGED, x is a pointer to rows of `columns`, not a descriptor."""
     if RAGGED:
         i = tl.arange(0, BT)
         at = x + row.to(tl.int64) * columns + column + i[:, None] * columns + tl.arange(0, WIDTH)[None, :]
@@ -92,7 +96,7 @@ def put_rows(x, tile, row, valid, column, columns, BT: tl.constexpr, WIDTH: tl.c
 @triton.jit
 @no_type_check
 def rows(x, row, valid, head, H, column, width, BT: tl.constexpr, FULL: tl.constexpr):
-    """Pointers to [BT, W] of x [.., H, width] from a row on, and a mask of the elements that exist.
+    """Returns pointers to BT rows of a head of x [.., H, width], from `row` on, and a mask of the elements that exist.
 
     Serves tensors that no descriptor takes, because their width is not a multiple of a block. The first `valid` rows
     exist, and all columns do if FULL.
@@ -106,7 +110,7 @@ def rows(x, row, valid, head, H, column, width, BT: tl.constexpr, FULL: tl.const
 @triton.jit
 @no_type_check
 def scalars(x, row, valid, head, heads, BT: tl.constexpr):
-    """Loads [BT] of x [.., heads] from a row on, in fp32. Elements from `valid` on are 0."""
+    """Loads BT numbers of a head of x [.., heads], from `row` on, in fp32. Elements from `valid` on are 0."""
     i = tl.arange(0, BT)
     return tl.load(x + row.to(tl.int64) * heads + head + i * heads, mask=i < valid, other=0.0).to(tl.float32)
 
@@ -114,7 +118,7 @@ def scalars(x, row, valid, head, heads, BT: tl.constexpr):
 @triton.jit
 @no_type_check
 def put_scalars(x, value, row, valid, head, heads, BT: tl.constexpr):
-    """Stores a value where `scalars` loads it."""
+    """Stores `value` [BT] where `scalars` loads it."""
     i = tl.arange(0, BT)
     tl.store(x + row.to(tl.int64) * heads + head + i * heads, value.to(x.dtype.element_ty), mask=i < valid)
 
@@ -131,7 +135,10 @@ def decays(g, row, valid, head, heads, BT: tl.constexpr):
 @triton.jit
 @no_type_check
 def cumulative(steps, BT: tl.constexpr, DTYPE: tl.constexpr):
-    """G_i, G_{i-1} and G_C of a chunk's `decays`, base 2. Tokens beyond the sequence, or all without g, have g = 0."""
+    """Returns G_i, G_{i-1} and G_C of a chunk in base 2. `steps` is what `decays` returned, or None without g.
+
+    Tokens beyond the sequence have g = 0. Without g, all tokens have g = 0.
+    """
     if steps is None:
         sums = tl.zeros([BT], DTYPE)
         earlier = sums
@@ -147,9 +154,9 @@ def cumulative(steps, BT: tl.constexpr, DTYPE: tl.constexpr):
 def held(x):
     """Returns x. Wrap the left operand of a product in `held` if the loop around the product does not change x.
 
-    ptxas (12.8, 12.9) may reuse the registers of a WGMMA's left operand after its last product of an iteration, so
-    that the next iteration reads other numbers (`benchmarks/sass.py` finds such products). ptxas keeps the registers if
-    another instruction reads them too. The instruction here looks for bits that no rounded number has.
+    ptxas (12.8, 12.9) may reuse the registers of a WGMMA's left operand after the operand's last product of an
+    iteration, so that the next iteration reads other numbers (`benchmarks/sass.py` finds such products). ptxas keeps
+    the registers if another instruction reads them too. The instruction here looks for bits that no rounded number has.
     """
     if not INTERPRETED and x.dtype != tl.float32:
         tl.inline_asm_elementwise(

@@ -1,7 +1,7 @@
 """Remembers the kernels that Triton compiled, and launches them in a few microseconds.
 
 Triton binds all arguments of a launch anew, which takes 60 to 150 us for kernels with as many arguments as ours. Here
-the first launch for arguments of some kind goes through Triton, which compiles the kernel or finds it in its cache.
+only the first launch for arguments of a kind goes through Triton, which compiles the kernel or finds it in its cache.
 Later launches call Triton's launcher of the compiled kernel directly. Triton compiles a kernel for the types of its
 arguments, for whether pointers are multiples of 16 bytes, for the shapes of tiles, and for the values of all other
 arguments, so these make the key of a compilation. The module works with Triton 3.4 to 3.7, of which 3.6 was tried on a
@@ -23,13 +23,14 @@ from triton.runtime.driver import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 MOST = 1024
-"""The number of kernels, and of places of a tile in memory, that are kept. With more, all are forgotten."""
+"""How many kernels are remembered, and how many places of a tile in memory. When there are more, all are forgotten."""
 
 
 class Tile:
     """A contiguous tensor as a matrix [rows, columns], which a kernel takes in tiles of `block`.
 
-    Triton takes a `TensorDescriptor` for a tile and turns it into what the hardware reads, 10 us for each argument.
+    Triton takes a `TensorDescriptor` for a tile and turns it into what the hardware reads, which takes 10 us for each
+    argument.
 
     Attributes:
         base: The tensor.
@@ -53,7 +54,7 @@ class Tile:
 
 
 class Compilation:
-    """A kernel that Triton compiled, for operands of one kind beside constant sizes.
+    """A kernel that Triton compiled for operands of one kind and for constant sizes.
 
     Args:
         kernel: What Triton returned for the first launch.
@@ -88,7 +89,7 @@ class Compilation:
         self.order = [self.places[name] for name in operands]
 
     def __call__(self, grid: tuple[int, int, int], stream: int, operands: Iterable[Any]) -> None:
-        """Launches the kernel on operands in the order of the first launch."""
+        """Launches the kernel on operands, which are in the order of the first launch."""
         values = self.values.copy()
         for place, operand in zip(self.order, operands, strict=True):
             if type(operand) is Tile:
@@ -96,7 +97,7 @@ class Compilation:
                 parts = by_place.get(operand.place)
                 if parts is None:
                     parts = self.make(operand.descriptor(), meta)
-                    if meta is not None:  # Without it, the parts hold the tensor.
+                    if meta is not None:  # Without `meta`, the parts hold the tensor.
                         if len(by_place) >= MOST:
                             by_place.clear()
                         by_place[operand.place] = parts
@@ -110,10 +111,10 @@ class DescriptorParts(NamedTuple):
     """The parts of a tile's descriptor, which stand among the arguments of Triton's launcher.
 
     Attributes:
-        at: Where the parts stand.
+        at: The places of the parts among the launcher's arguments.
         meta: What Triton's compiler says of the descriptor, or None if the GPU has no descriptors. With None, the parts
             hold a pointer; otherwise they are numbers, which keep no tensor alive.
-        by_place: The parts that are known, by `Tile.place`.
+        by_place: The parts that were made before. The keys are `Tile.place`.
     """
 
     at: slice
@@ -122,7 +123,7 @@ class DescriptorParts(NamedTuple):
 
 
 def _inner(launch: Any) -> Any:
-    """The launcher that takes descriptors in parts, from the launcher that makes the parts at each launch."""
+    """Returns the launcher that takes descriptors in parts, given the launcher that makes the parts at each launch."""
     cells = dict(zip(launch.__code__.co_freevars, launch.__closure__, strict=True))
     return cells["launcher"].cell_contents
 
@@ -191,7 +192,7 @@ class Launcher:
 def launch(
     kernel: Any, grid: tuple[int, ...], operands: Mapping[str, Any], sizes: Mapping[str, Any], **resources: int
 ) -> None:
-    """Launches a kernel by a `Launcher`, which is remembered by its sizes and resources; sizes must be hashable."""
+    """Launches a kernel by a `Launcher`, which is remembered for these sizes and resources. Sizes must be hashable."""
     _launcher(kernel, tuple(operands), tuple(sizes.items()), tuple(resources.items()))(grid, operands)
 
 
@@ -203,10 +204,11 @@ def _launcher(kernel: Any, operands: tuple[str, ...], sizes: Any, resources: Any
 
 @contextmanager
 def _one_at_a_time(kernel: str) -> Iterator[None]:
-    """Has other processes of this machine wait if they compile the same kernel: they find it in Triton's cache later.
+    """Makes other processes of this machine wait if they compile the same kernel. They then find it in Triton's cache.
 
-    `kernel` tells a kernel from others. Its lock is a byte of a file in Triton's cache, and the system releases it when
-    a process ends. Without such a file, or on a system without such locks, each process compiles by itself.
+    `kernel` is a text that names the kernel and what it is compiled for. Its lock is a byte of a file in Triton's
+    cache, and the system releases it when a process ends. Without such a file, or on a system without such locks, each
+    process compiles by itself.
     """
     try:
         import fcntl
@@ -229,13 +231,13 @@ INTERPRETED = knobs.runtime.interpret
 
 
 def _hooks() -> Any:
-    """What a profiler has Triton call at each launch, if anything."""
+    """Returns what a profiler makes Triton call at each launch, if anything."""
     hook = knobs.runtime.launch_enter_hook
     return getattr(hook, "calls", hook)
 
 
 def _kind(argument: Any) -> Any:
-    """What Triton compiles a kernel for: a pointer's dtype and alignment, the type of a float, else the value."""
+    """Returns what Triton compiles for: a pointer's dtype and alignment, the type of a float, or else the value."""
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % 16
     if type(argument) is float:

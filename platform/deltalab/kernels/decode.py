@@ -1,4 +1,4 @@
-"""One token for every structure of the algebra, in one launch that takes as long as reading and writing the state."""
+"""Computes one token of any structure in one launch, which takes as long as reading and writing the state."""
 
 from typing import Any, no_type_check
 
@@ -21,7 +21,7 @@ WIDTH = 32
 @triton.jit
 @no_type_check
 def vector(x, row, at, size):
-    """Loads x[row] of x [.., size] in fp32, with zeros from `size` on."""
+    """Loads the elements `at` of x[row] in fp32, for x [.., size]. Elements from `size` on are 0."""
     return tl.load(x + row * size + at, mask=at < size, other=0.0).to(tl.float32)
 
 
@@ -77,7 +77,7 @@ def decode_kernel(
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     STEPS: tl.constexpr, DIAGONAL: tl.constexpr, LATE: tl.constexpr, LOSS: tl.constexpr,
 ):  # fmt: skip
-    """Computes one token; a program holds all K rows of a block of BV values of a head of a sequence."""
+    """Computes one token. A program holds all K rows and BV columns of the state of one head of one sequence."""
     head = tl.program_id(0)
     key = tl.arange(0, BK)
     value = tl.program_id(1) * BV + tl.arange(0, BV)
@@ -120,7 +120,8 @@ def decode_kernel(
 
 
 TENSORS = [*WIDTHS, *FIT.prefixed("fit_"), "state", "fit_state"]
-"""The tensors that the operator takes, in its order: the operands of any structure, of a fit, and both states."""
+"""The names of the tensors that the operator takes, in order: operands of all structures, operands of a fit, and both
+states."""
 
 
 @torch.library.custom_op(
@@ -130,7 +131,7 @@ TENSORS = [*WIDTHS, *FIT.prefixed("fit_"), "state", "fit_state"]
     " -> Tensor[]",
 )
 def _decode(*arguments: Any) -> list[Tensor]:
-    """The output, the state and, with a loss, the second state; all tensors contiguous."""
+    """Returns the output, the state and, with a loss, the second state. All tensors are contiguous."""
     operands = dict(zip(TENSORS, arguments, strict=False))
     scale, late, steps, loss, clip = arguments[len(TENSORS) :]
     r, k, u, g = (operands[name] for name in "rkug")
@@ -150,7 +151,7 @@ def _decode(*arguments: Any) -> list[Tensor]:
 
 
 def _outputs(r: Tensor, k: Tensor, u: Tensor, loss: str | None) -> list[Tensor]:
-    """Room for the outputs."""
+    """Allocates the outputs."""
     last = u.new_empty(r.shape[0], r.shape[2], k.shape[-1], u.shape[-1], dtype=torch.float32)
     return [u.new_empty(*r.shape[:3], u.shape[-1]), last, torch.empty_like(last) if loss else absent(u)]
 

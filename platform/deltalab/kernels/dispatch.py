@@ -1,4 +1,4 @@
-"""The recurrence by the Triton kernel of its structure, from the operands that `ops.reference.chunked` takes."""
+"""Computes a recurrence by the Triton kernel of its structure, from the operands that `ops.reference.chunked` takes."""
 
 import dataclasses
 from typing import Any, cast
@@ -25,10 +25,10 @@ MOST_KEYS = 256
 """The largest K that the kernels take, padding included: a block holds all of K."""
 
 FIELDS = {**WIDTHS, "v": "values"}
-"""The width of each operand, and of the fields of a fit, by name; other fields are numbers."""
+"""Maps the name of an operand, or of a field of a fit, to its width. Other tensors are numbers."""
 
 VECTORS = {name for name, width in FIELDS.items() if width != "numbers"} - {"g"}
-"""The operands that enter products, in the dtype of q, k and v."""
+"""The names of the operands that enter products of matrices. They have the dtype of q, k and v."""
 
 
 def scan(
@@ -64,7 +64,7 @@ def scan(
         raise InputError(f"the Triton kernels take q, k and v in bf16, fp16 or fp32, not {dtype}")
     if key_dim > MOST_KEYS:
         raise InputError(f"the Triton kernels take q and k with K up to {MOST_KEYS}, not {key_dim}")
-    # Compare before casts make copies: a tensor that both passes take is read once and has one gradient.
+    # Compare the operands before casts copy them: a tensor that both passes take is read once and has one gradient.
     fit = operands.fit
     alike = (False, False) if fit is None else (fit.v is operands.u, fit.r is operands.r)
     operands = _in(dtype, operands)
@@ -98,7 +98,7 @@ def _pass(
     cu_seqlens: Tensor | None,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """The scan with one state: o and the last state."""
+    """Runs the scan with one state, and returns o and the last state."""
     late, keep = transition.reads == "decayed_state", torch.is_grad_enabled()
     if transition.decay == "diagonal":
         tensors, one_pass = DIAGONAL.contiguous(operands), diagonal_scan
@@ -119,9 +119,10 @@ def _passes(
     cu_seqlens: Tensor | None,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The scan with a second state: o and both last states.
+    """Runs the scan with a second state, and returns o and both last states.
 
-    `alike` says whether the second pass's v and r are u and r of the first, so that they need not be read again.
+    `alike` says whether the second pass's v is the first pass's u, and whether both passes have one r. A tensor that
+    both passes share is not read again.
     """
     if transition.decay == "diagonal" or operands.a is not None:
         raise InputError(
@@ -152,8 +153,9 @@ def takes(transition: Transition, operands: Operands, dtype: torch.dtype) -> boo
 def _chunk(operands: Operands) -> int:
     """The chunk size: 16 for fp32, else 64, or 32 where 64 does not fit or is not precise enough.
 
-    Chunks of 64 are not precise enough with few channels of keys and an erasure, where most of the writes cancel: RDN's
-    d g at K=16 in bf16 has an error of 7.6e-3 in chunks of 64, and of 3.1e-3 in chunks of 32.
+    Chunks of 64 are not precise enough if keys have few channels and the rule erases, because most of the writes then
+    cancel. For example, the gradient of RDN's g at K=16 in bf16 has an error of 7.6e-3 in chunks of 64, and of 3.1e-3
+    in chunks of 32.
     """
     key_dim, erases = operands.k.shape[-1], operands.e is not None or operands.a is not None
     if operands.u.element_size() > 2:
@@ -162,7 +164,7 @@ def _chunk(operands: Operands) -> int:
 
 
 def _in(dtype: torch.dtype, operands: Operands) -> Operands:
-    """The operands with vectors in `dtype`, numbers and decays in fp32; a decay by channel may stay in 16 bits."""
+    """Casts vectors to `dtype`, and numbers and decays to fp32. A decay by channel may stay in 16 bits."""
 
     def dtype_of(name: str, value: Tensor) -> torch.dtype:
         if name in VECTORS:
@@ -182,7 +184,10 @@ def _in(dtype: torch.dtype, operands: Operands) -> Operands:
 
 
 def _padded(operands: Operands, keys: int, values: int) -> Operands:
-    """The operands with so many zeros after keys and values, which neither read, erase nor write."""
+    """Returns the operands with `keys` zeros after each vector of keys, and `values` zeros after each vector of values.
+
+    The zeros neither read, erase nor write.
+    """
     if not keys and not values:
         return operands
 
@@ -204,7 +209,7 @@ def _cut(state: Tensor, keys: int, values: int) -> Tensor:
 
 
 def _grown(state: Tensor | None, operands: Operands) -> Tensor | None:
-    """The state with the padding of the operands, contiguous in fp32."""
+    """Returns the state, padded like the operands, contiguous and in fp32."""
     if state is None:
         return None
     zeros = (0, operands.u.shape[-1] - state.shape[-1], 0, operands.k.shape[-1] - state.shape[-2])
@@ -212,7 +217,7 @@ def _grown(state: Tensor | None, operands: Operands) -> Tensor | None:
 
 
 def _repeated(operands: Operands, steps: int) -> Operands:
-    """The operands with what reads repeated for each of a token's steps."""
+    """Returns the operands with the rows of `READING`, one for each token, repeated for each of its steps."""
     tensors = {name: getattr(operands, name) for name in READING}
     rows = {name: x.repeat_interleave(steps, dim=1) for name, x in tensors.items() if x is not None}
     return dataclasses.replace(operands, **rows)

@@ -22,7 +22,7 @@ COMPUTE = ("unary_op", "binary_op", "ternary_op", "create_dot")
 
 
 def mend() -> None:
-    """Has the interpreter, where it is on, compute with bf16 in fp32 and round the result, in this process."""
+    """Makes this process's interpreter, if it is on, compute with bf16 in fp32 and round the results to bf16."""
     if not knobs.runtime.interpret:
         return
     for name in COMPUTE:
@@ -47,7 +47,10 @@ def _quicken() -> None:
 
 
 def _once_a_launch(patch: Any) -> Any:
-    """Patches a language module once in a launch; Triton patches it on each call of a function in a kernel."""
+    """Returns a function that patches a language module once in a launch.
+
+    Triton patches it on each call of a function in a kernel.
+    """
     patched: set[str] = set()
 
     def patch_lang(fn: Any) -> Any:
@@ -85,7 +88,10 @@ def _patch_builtin(module: Any, builder: Any, scope: Any) -> None:
 
 
 def _of_numpy(look_up: Any) -> Any:
-    """Remembers the NumPy type of each of Triton's types; Triton makes its table of types again for each look-up."""
+    """Returns a look-up that remembers the NumPy type of each Triton type.
+
+    Triton makes its table of types again at each look-up.
+    """
     remembered = cache(look_up)
     return lambda dtype: remembered(dtype) if type(dtype) is tl.dtype else look_up(dtype)
 
@@ -97,7 +103,10 @@ def _builtins(module: Any) -> list[str]:
 
 
 def _in_fp32(method: Any) -> Any:
-    """The method with bf16 arguments in fp32, and its result rounded to bf16 if an argument was bf16."""
+    """Returns the method with bf16 arguments converted to fp32.
+
+    Its result is rounded to bf16 if an argument was bf16, except for a product of matrices.
+    """
 
     def computed(self: Any, *arguments: Any) -> Any:
         widened = [_widened(x) for x in arguments]
@@ -110,7 +119,7 @@ def _in_fp32(method: Any) -> Any:
 
 
 def _by_fp32(cast: Any) -> Any:
-    """The cast, which goes by fp32 from or to bf16."""
+    """Returns the cast, which goes through fp32 if it is from or to bf16."""
 
     def converted(self: Any, x: Any, dtype: Any) -> Any:
         if dtype.scalar == tl.bfloat16 and x.dtype.scalar != tl.bfloat16:
@@ -122,13 +131,13 @@ def _by_fp32(cast: Any) -> Any:
 
 
 def _narrowed(x: Any) -> Any:
-    """A tensor of fp32, rounded to bf16."""
+    """Rounds a tensor in fp32 to bf16."""
     bits = torch.from_numpy(np.ascontiguousarray(x.data, dtype=np.float32)).bfloat16().view(torch.uint16)
     return TensorHandle(bits.numpy(), tl.bfloat16)
 
 
 def _widened(x: Any) -> Any:
-    """A tensor of bf16 in fp32; anything else as it is."""
+    """Converts a tensor in bf16 to fp32, and returns anything else as it is."""
     if not isinstance(x, TensorHandle) or x.dtype.scalar != tl.bfloat16:
         return x
     bits = torch.from_numpy(np.ascontiguousarray(x.data)).view(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""How the kernels of every structure are launched: the sequences, chunks and segments of one problem."""
+"""Plans and launches the kernels of every structure over the sequences, chunks and segments of one problem."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,13 +13,15 @@ R = TypeVar("R")
 
 PRECISIONS = {torch.bfloat16: "tf32", torch.float16: "tf32x3", torch.float32: "ieee"}
 """Precision of products of fp32 operands, by the dtype of q, k and v. The hardware truncates tf32 operands to 10 bits
-instead of rounding them, so tf32 costs an inverse more accuracy than rounding the inverse to fp16 afterwards does."""
+instead of rounding them, so an inverse loses more accuracy if its products are in tf32 than if it is rounded to fp16
+afterwards."""
 
 MOST = 256
-"""The number of plans that are remembered. With more, all are forgotten."""
+"""How many plans are remembered. When there are more, all are forgotten."""
 
 ALL_REGISTERS = 255
-"""The most registers of a thread. By itself, ptxas gives kernels of fp32 products 32 and spills up to 10 KiB."""
+"""The most registers that a thread can have. Left alone, ptxas gives a kernel with fp32 products 32 registers and
+spills up to 10 KiB."""
 
 
 class Packing(NamedTuple):
@@ -27,7 +29,8 @@ class Packing(NamedTuple):
 
     Attributes:
         cu_seqlens: The bounds of the sequences, [N + 1] in int32.
-        chunk_sequences: The sequence of each chunk, [bound]; N for chunks beyond the last one.
+        chunk_sequences: The number of the sequence that each chunk belongs to, [bound], for a bound on the number of
+            chunks. Chunks beyond the last one have N.
         first_chunks: The first chunk of each sequence, [N + 1].
     """
 
@@ -51,7 +54,7 @@ class Launch:
         segment_chunks: Chunks of a segment. The forward keeps the state before each segment for the backward.
         dtype: The dtype of q, k and v.
         packing: Where the chunks of packed sequences lie; None if sequences are not packed.
-        results: What `once` has made.
+        results: The launchers, and what `once` has made, by key.
     """
 
     batch: int
@@ -95,7 +98,7 @@ class Launch:
         return self.chunks if self.packing else self.batch * chunks
 
     def sizes(self, kernel: str) -> dict[str, Any]:
-        """Arguments that follow from the plan, by name. A launch passes on those that its kernel takes."""
+        """Returns the arguments that follow from the plan, by name. A launch passes those that its kernel takes."""
         cu_seqlens, chunk_sequences, first_chunks = self.packing or (None, None, None)
         return {
             "cu_seqlens": cu_seqlens, "chunk_sequences": chunk_sequences, "first_chunks": first_chunks,
@@ -106,7 +109,7 @@ class Launch:
         }  # fmt: skip
 
     def resources(self, kernel: str) -> dict[str, int]:
-        """Warps, stages and registers."""
+        """Returns the warps, stages and registers of a kernel."""
         raise NotImplementedError
 
     def launch(
@@ -123,8 +126,8 @@ class Launch:
         Args:
             kernel: A function with `triton.jit`.
             grid: The number of programs in each dimension.
-            chunks: The chunks of each sequence that the launch is over.
-            first: Operands in a dictionary, which need not be unpacked.
+            chunks: The chunks of each sequence that the launch computes.
+            first: Operands by name in a dictionary, which saves unpacking it into the other operands.
             **operands: The other operands.
         """
         if first is not None:
@@ -136,7 +139,7 @@ class Launch:
         launcher(grid, operands)
 
     def _launcher(self, kernel: Any, chunks: range, operands: Mapping[str, Any]) -> Launcher:
-        """A launcher with those sizes that the kernel takes besides the operands."""
+        """Makes a launcher with the sizes that the kernel takes besides the operands."""
         name, missing = kernel.__name__, set(kernel.arg_names) - set(operands)
         sizes = {**self.sizes(name), "from_chunk": chunks.start, "to_chunk": chunks.stop, "span": len(chunks)}
         taken = {argument: size for argument, size in sizes.items() if argument in missing}
@@ -154,7 +157,7 @@ _plans: dict[Any, Any] = {}
 
 
 def planned(make: Callable[..., R], *sizes: Any) -> R:
-    """Returns make(*sizes), from memory if it was called before, unless a size is a compiler's symbol."""
+    """Returns make(*sizes), and remembers the result unless a size is a compiler's symbol."""
     if torch.SymInt in map(type, sizes):
         return make(*sizes)
     plan: R | None = _plans.get((make, sizes))
@@ -183,6 +186,7 @@ def tiles(x: Tensor | None, width: int, rows: int, columns: int, *, store: bool 
     """Views contiguous x as a matrix with rows of `width`, in tiles of [rows, columns].
 
     Returns:
-        x itself if a kernel stores to it at ragged ends, for which `chunk.put_rows` takes a pointer; None for None.
+        The `Tile`, or None if x is None. If a kernel stores to x, and a sequence may end inside a chunk, x itself,
+        because `chunk.put_rows` then takes a pointer.
     """
     return x if x is None or (store and ragged) else Tile(x, width, (rows, columns))

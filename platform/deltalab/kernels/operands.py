@@ -1,4 +1,4 @@
-"""The operands of the kernels, in one place: operators, launches, padding and gradients follow from these tuples.
+"""The tuples that name the operands of the kernels: operators, launches, padding and gradients follow from them.
 
 Each field has the name of a field of `rule.Operands`, and its type says how wide the operand is. docs/kernels.md says
 what else a new operand needs.
@@ -61,7 +61,7 @@ class FitOperands(NamedTuple):
     read: PerStep | None
 
     def after(self, first: ScalarOperands, u: Tensor) -> ScalarOperands:
-        """All operands of the second pass, which writes u after the first pass."""
+        """Returns all operands of the second pass, which runs after the first pass and writes u."""
         r, g = first.r if self.r is None else self.r, first.g if self.g is None else self.g
         return ScalarOperands(r=r, k=first.k, u=u, g=g, e=self.e, beta=self.beta, read=self.read, d=None)
 
@@ -113,7 +113,7 @@ class Layout(Generic[T]):
         )
 
     def schema(self, prefix: str = "") -> str:
-        """The fields as arguments in the schema of an operator, with names that begin with a prefix."""
+        """Returns the fields as arguments of an operator's schema, with names that begin with `prefix`."""
         return ", ".join(f"Tensor{'?' if name in self.optional else ''} {prefix}{name}" for name in self.names)
 
     def prefixed(self, prefix: str) -> list[str]:
@@ -121,17 +121,18 @@ class Layout(Generic[T]):
         return [prefix + name for name in self.names]
 
     def split(self, arguments: Sequence[Any]) -> tuple[T, Sequence[Any]]:
-        """The first arguments of an operator as the tuple, and the arguments that are left."""
+        """Returns the first arguments of an operator as the tuple, and the arguments that are left."""
         count = len(self.names)
         return self.kind._make(arguments[:count]), arguments[count:]
 
     def arguments(self, operands: Any, keys: Tiled, values: Tiled | None = None) -> dict[str, Any]:
-        """Operands as arguments of a launch, by name.
+        """Returns operands as arguments of a launch, by name.
 
         Args:
             operands: The operands, or their gradients.
             keys: Views a tensor that is as wide as keys in tiles.
-            values: Views a tensor that is as wide as values in tiles. Without it, such operands are left out.
+            values: Views a tensor that is as wide as values in tiles. If None, operands that are as wide as values are
+                left out.
         """
         arguments: dict[str, Any] = operands._asdict()
         for name in self.keys:
@@ -144,7 +145,7 @@ class Layout(Generic[T]):
         return arguments
 
     def gradients(self, grads: Any, keys: Tiled, values: Tiled) -> dict[str, Any]:
-        """Gradients of operands as arguments d_<name> of a launch, viewed as in `arguments`."""
+        """Returns gradients of operands as arguments d_<name> of a launch, viewed in tiles as in `arguments`."""
         arguments = dict(zip(self.d_names, grads, strict=True))
         for name in self.d_keys:
             arguments[name] = keys(arguments[name])

@@ -1,8 +1,9 @@
-"""Chooses a ptxas that compiles the kernels correctly: the 12.8 that Triton uses on a Hopper GPU does not.
+"""Chooses a ptxas that compiles the kernels correctly. Version 12.8, which Triton uses on a Hopper GPU, does not.
 
-Seen with Triton 3.6 on an H100, in products of matrices (WGMMA) whose PTX is right: gradients off by 1e-2 to 1e37, and
-stores to addresses outside of our tensors. 12.9 and 13.5 compile the same PTX correctly, and so does 12.8 without
-optimization. Published reports of wrong gradients on Hopper (flash-linear-attention 640, 984, 988) may have this cause.
+With Triton 3.6 on an H100, products of matrices (WGMMA) go wrong although their PTX is right: gradients were off by
+1e-2 to 1e37, and stores went to addresses outside of our tensors. Versions 12.9 and 13.5 compile the same PTX
+correctly, and so does 12.8 without optimization. Published reports of wrong gradients on Hopper (flash-linear-attention
+640, 984, 988) may have this cause.
 """
 
 from triton import knobs

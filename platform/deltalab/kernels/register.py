@@ -15,24 +15,24 @@ from torch.nn import Parameter
 from deltalab.errors import InputError
 
 ByName = dict[str, Any]
-"""Arguments, or arguments and outputs, of an operator by their names."""
+"""Maps names to an operator's arguments, or to its arguments and outputs."""
 
 
 def absent(x: Tensor) -> Tensor:
-    """A tensor [B, 0] in place of an output that does not exist, for x [B, ..].
+    """Returns an empty tensor [B, 0] for x [B, ..]. An operator returns it in place of an output that does not exist.
 
-    Operators return tensors alone, and no two outputs may be the same tensor.
+    An operator cannot return None, and no two of its outputs may be the same tensor.
     """
     return x.new_empty(x.shape[0], 0)
 
 
 def existing(x: Tensor) -> Tensor | None:
-    """The tensor, or None if `absent` made it: every other tensor of an operator has more dimensions."""
+    """Returns the tensor, or None if `absent` made it: all other tensors of operators have more dimensions."""
     return x if x.dim() > 2 else None
 
 
 def empty_like(tensors: Iterable[Tensor | None], x: Tensor) -> list[Tensor]:
-    """Room for a gradient of each tensor, `absent` for None; x is any tensor of the batch."""
+    """Allocates a gradient for each tensor, and `absent` for each None. x is any tensor of the batch."""
     return [absent(x) if tensor is None else torch.empty_like(tensor) for tensor in tensors]
 
 
@@ -52,14 +52,18 @@ def register(
     Args:
         op: The operator.
         shapes: Returns empty outputs. It is called with all arguments of op, by their names.
-        backward: Returns gradients of op's first arguments, in their order. It is called with what its own arguments
-            name: an argument of op, an output, d_<output> for an output's gradient (None if there is none), or
-            has_<argument> for whether an argument was given. Gradients of arguments that were None are dropped.
+        backward: An operator that returns gradients of op's first arguments, in their order. The name of each of its
+            arguments says what is passed: an argument of op, an output, d_<output> for an output's gradient (None if
+            there is none), or has_<argument> for whether an argument was given. Gradients of arguments that were None
+            are dropped.
         outputs: Names for the outputs of op.
-        saved: Returns, for arguments and outputs by name, the other tensors and values that backward names.
-        arranged: Puts what backward returns, given backward's arguments by name, into the order of op's arguments.
-        results: How many of the outputs callers of `eager(op)` use, or None for all. The backward alone uses the rest.
-        fold: Whether vmap folds its dimension into the batch (see `fold_into_batch`).
+        saved: Takes op's arguments and outputs by name. Returns, by name, the further tensors and values that backward
+            takes.
+        arranged: Takes what backward returns, and backward's arguments by name. Returns the gradients in the order of
+            op's arguments.
+        results: The number of outputs, from the first one on, that callers of `eager(op)` use, or None for all. Only
+            backward uses the other outputs.
+        fold: Whether vmap folds the dimension that it maps over into the batch (see `fold_into_batch`).
     """
     names = arguments(op)
 
@@ -78,7 +82,7 @@ def register(
 
 
 class Gradient:
-    """Where `backward` gets its arguments from, by position, and who gets what it returns; see `register`."""
+    """Finds the arguments of `backward` by position, and gives its results to op's inputs; see `register`."""
 
     def __init__(
         self,
@@ -109,7 +113,7 @@ class Gradient:
         self.order = [pool.index(name) for name in self.taken]
 
     def remember(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Saves what `backward` takes of the inputs and outputs."""
+        """Saves the inputs and outputs that `backward` takes."""
         values = (*inputs, output) if isinstance(output, Tensor) else (*inputs, *output)
         if self.saved is not None:
             extra = self.saved(dict(zip(self.names, values, strict=True)))
@@ -120,7 +124,7 @@ class Gradient:
         ctx.set_materialize_grads(False)
 
     def differentiate(self, ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        """The gradient of each input, from those of the outputs."""
+        """Returns the gradient of each input, given the gradients of the outputs."""
         missing = len(self.names) - self.inputs - len(gradients)
         pool = (*ctx.saved_tensors, *ctx.others, *gradients, *[None] * missing)
         args = [pool[i] for i in self.order]
@@ -133,7 +137,10 @@ class Gradient:
 
 
 class Plain:
-    """An operator's own function with its gradient, without PyTorch's dispatcher, which takes 50 to 150 us each way."""
+    """An operator's function and its gradient, called without PyTorch's dispatcher.
+
+    The dispatcher takes 50 to 150 us in the forward, and as long in the backward.
+    """
 
     def __init__(self, op: CustomOpDef, gradient: Gradient | None, results: int | None = None) -> None:
         self.function = op._init_fn
@@ -141,7 +148,7 @@ class Plain:
 
 
 def _differentiated(function: Callable[..., Any], gradient: Gradient, results: int | None) -> Callable[..., Any]:
-    """The function with its gradient; it returns the first `results` outputs."""
+    """Returns the function with its gradient. The new function returns the first `results` outputs."""
 
     class Direct(torch.autograd.Function):
         @staticmethod
@@ -154,7 +161,8 @@ def _differentiated(function: Callable[..., Any], gradient: Gradient, results: i
         def backward(ctx: Any, *gradients: Tensor | None) -> Any:
             return gradient.differentiate(ctx, *gradients)
 
-    # Past Function.apply, which looks for what transforms of torch.func left behind: `eager` sees these.
+    # Skip Function.apply, which looks for tensors that transforms of torch.func left wrapped: `eager` checks for
+    # transforms itself.
     apply: Callable[..., Any] = super(torch.autograd.Function, Direct).apply
     return apply
 
@@ -164,10 +172,10 @@ _plain: dict[CustomOpDef, Plain] = {}
 
 
 def eager(op: CustomOpDef) -> Callable[..., Any]:
-    """The operator, called without PyTorch's dispatcher where nothing needs to see it.
+    """Returns a function that calls the operator without PyTorch's dispatcher, unless something must see the call.
 
     A compiler, `torch.func`, a mode (fake tensors, selective checkpointing, counters of operators) and subclasses of
-    Tensor need to see it.
+    Tensor must see the call.
 
     Returns:
         A function that takes the operator's arguments by position, and returns at least the first `results` outputs
@@ -205,7 +213,9 @@ def arguments(op: CustomOpDef) -> list[str]:
 
 
 def fold_into_batch(op: CustomOpDef) -> None:
-    """Has `torch.func.vmap` fold its dimension into the batch, which is the first dimension of all of op's tensors.
+    """Makes `torch.func.vmap` fold the dimension that it maps over into the batch.
+
+    The batch is the first dimension of all of op's tensors.
 
     Take gradients outside of vmap: vmap(f)(x).sum().backward().
     """

@@ -1,4 +1,4 @@
-"""Cuts a long sequence into parts that run at a time, once the states between the parts are known.
+"""Cuts a long sequence into parts, which run at the same time after the states between them have been computed.
 
 A part takes a state S to T S + L. T is the state that the part reaches from the identity if nothing is written, and L
 the state that it reaches from zero. T and L are computed for all parts at once, so that one pass over the sequence
@@ -11,17 +11,20 @@ import torch
 from torch import Tensor
 
 PROGRAMS = 132
-"""Programs of a scan that run at a time. All parts together have no more programs."""
+"""How many programs of a scan run at the same time. All parts together have at most as many programs."""
 
 SHORTEST = 32
 """The fewest chunks of a part. The scan of a shorter part takes less time than finding its first state."""
 
 MOST = 16
-"""The most parts. The state goes from each part to the next by a product of its own, about 10 us."""
+"""The most parts of a sequence. Each state between two parts costs one product of matrices, about 10 us."""
 
 
 def count(programs: int, chunks: int) -> int:
-    """Number of parts for sequences of `chunks` chunks, a power of two; whole sequences take `programs` programs."""
+    """Returns the number of parts, a power of two, for sequences of `chunks` chunks.
+
+    `programs` is the number of programs that the sequences take if they are not cut.
+    """
     parts = 1
     while (
         2 * parts <= MOST
@@ -40,10 +43,10 @@ def split(x: Tensor, parts: int) -> tuple[Tensor, ...]:
 
 
 def first_states(state: Tensor | None, maps: Sequence[Tensor], written: Sequence[Tensor]) -> list[Tensor]:
-    """The first state [B, H, K, V] of each part: S of the first part, and T S + L of the part before for each other.
+    """Returns the first state [B, H, K, V] of each part. For a part after the first, it is T S + L of the part before.
 
     Args:
-        state: S of the first part, or None for zero.
+        state: The first state S of the first part, or None for zero.
         maps: T of each part, [B, H, K, K], or [B, H, 1, 1] if the state only decays.
         written: L of each part, [B, H, K, V].
     """

@@ -1,7 +1,8 @@
-"""Where a study is logged besides the ledger: W&B, MLflow, TensorBoard, or what a package adds.
+"""Loggers copy a study from the ledger to W&B, MLflow, TensorBoard, or a target that a package adds.
 
-A package adds a logger by the entry-point group `deltalab.loggers`: its name, and the class, which `Logger` describes.
-Loggers run in a process of their own (`deltalab.loggers.child`), so that none can hold up or end a study.
+A package adds a logger by an entry point of the group `deltalab.loggers`. The entry point names the logger and its
+class, whose methods `Logger` describes. Each logger runs in its own process (`deltalab.loggers.child`), so that no
+logger can hold up or end a study.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,19 +18,19 @@ BUILTIN = {
     "tensorboard": "deltalab.loggers.tensorboard:TensorboardLogger",
     "wandb": "deltalab.loggers.wandb:WandbLogger",
 }
-"""The module and the class of each logger, by its name. A logger needs the package of the same name."""
+"""Name of a logger -> its module and class. A logger needs the package of the same name."""
 
 
 @dataclass(frozen=True)
 class LoggedStudy:
-    """A study as it begins.
+    """A study, as a logger receives it before any run.
 
     Attributes:
         id: 16 hexadecimal digits of the hash of all that it computes.
-        label: Its name, profile and overrides in one line.
+        label: The study's name, profile and overrides in one line.
         spec: The study as resolved.
-        arms: The arms by name, each {"is_base", "change", "config" by task}.
-        tasks: The tasks by name, each {"metric", "maximize", ...}.
+        arms: name of an arm -> {"is_base", "change", "config" by task}.
+        tasks: name of a task -> {"metric", "maximize", ...}.
         folder: The folder of the ledger, for files.
     """
 
@@ -47,21 +48,21 @@ class LoggedStudy:
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """One seed of a trial that has ended, in one arm.
+    """A run in one arm: one seed of a trial that has ended.
 
     Attributes:
         id: 24 hexadecimal digits, the same whenever the run is logged.
         stage: "tune" or "confirm".
-        called: What the report calls the trial, without its arm, such as `confirm 0`, or `random candidate 2` of a
+        called: The name of the trial in the report, without its arm, such as `confirm 0`, or `random candidate 2` of a
             search.
         trial: The trial's key.
         seed: The seed; None for a trial that failed before its seeds ended.
-        values: The tuned settings by path.
-        config: {"rule", "model", "train"}.
+        values: dotted path -> value of the tuned settings.
+        config: The settings, as {"rule", "model", "train"}.
         state: "done", "diverged" or "failed".
         error: The last line of a failed trial's traceback.
         facts: parameters, state_size, seconds, tokens_per_second and diverged_at, each if it is known.
-        curves: SPLIT/METRIC -> points (step, value), by rising steps.
+        curves: SPLIT/METRIC -> points (step, value), sorted by step.
     """
 
     id: str
@@ -88,7 +89,7 @@ class LoggedRun:
 
 @dataclass(frozen=True)
 class LoggedReport:
-    """How a study ended.
+    """The state and the report of a study that has ended.
 
     Attributes:
         report: The report as `platform study report --json` prints it.
@@ -103,17 +104,17 @@ class LoggedReport:
 class Logger(Protocol):
     """A logger of one study.
 
-    It is made without arguments, before anything runs, and imports there what it needs. A method that raises is tried
-    again later, as long as the study runs.
+    It is made without arguments, before anything runs, and imports there what it needs. If a method
+    raises, it is called again later, as long as the study runs.
 
     Attributes:
-        where: For the user, once `begin` has returned: a URL, or a command that shows what was logged.
+        where: A URL for the user, or a command that shows the logged study. It is set once `begin` has returned.
     """
 
     where: str
 
     def begin(self, study: LoggedStudy) -> Iterable[str]:
-        """Opens the target.
+        """Opens the target to which the logger writes.
 
         Returns:
             The ids of this study's runs that the target already has as a whole. They are not logged again.
@@ -123,7 +124,7 @@ class Logger(Protocol):
     def log(self, run: LoggedRun) -> None:
         """Logs a run as a whole.
 
-        If logging was cut off, the target may have a part of the run. The run then comes again, with the same id.
+        If an earlier call was cut off, the target may have a part of the run. The run is passed again with the same id.
         """
         ...
 
@@ -138,7 +139,7 @@ def logger_names() -> list[str]:
 
 
 def require_known(names: Sequence[str]) -> None:
-    """Raises `InputError` for a name that no logger has, or that two have."""
+    """Raises `InputError` for a name that no logger has, or that two loggers have."""
     known = logger_names()
     for name in names:
         if name not in known:
@@ -148,14 +149,14 @@ def require_known(names: Sequence[str]) -> None:
 
 
 def _definitions(name: str) -> list[str]:
-    """Returns where the loggers of a name are defined."""
+    """Returns the modules and classes that define a logger of this name."""
     return [*([BUILTIN[name]] if name in BUILTIN else []), *dict.fromkeys(
         point.value for point in entry_points(group="deltalab.loggers", name=name)
     )]  # fmt: skip
 
 
 def make_logger(name: str) -> Logger:
-    """Makes a logger by its name. Raises what its module, or the class, raises."""
+    """Makes a logger by its name. An error that its module or its class raises passes through."""
     from importlib import import_module
 
     if name in BUILTIN:
@@ -166,7 +167,7 @@ def make_logger(name: str) -> Logger:
 
 
 def flat(values: Mapping[str, Any], under: str = "") -> dict[str, Any]:
-    """Returns nested settings by their dotted paths. Lists stay whole.
+    """Returns nested settings as one dictionary: dotted path -> value. Lists stay whole.
 
     Examples:
         >>> flat({"train": {"lr": 0.1, "betas": [0.9, 0.95]}})
@@ -182,7 +183,7 @@ def flat(values: Mapping[str, Any], under: str = "") -> dict[str, Any]:
 
 
 def arms_of(report: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns a row for each task and arm of a report: verdict, score, difference, p, and what the arm costs."""
+    """Returns a row for each task and arm of a report: verdict, score, difference, p, and the costs of the arm."""
     return [
         {
             "task": table["task"],
@@ -202,7 +203,7 @@ def arms_of(report: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def local(folder: str, *parts: str) -> Path:
-    """Returns a folder for a logger's files, beside the ledger, and makes it."""
+    """Makes a folder for a logger's files beside the ledger, and returns it."""
     path = Path(folder, *parts)
     path.mkdir(parents=True, exist_ok=True)
     return path

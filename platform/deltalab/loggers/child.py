@@ -1,4 +1,4 @@
-"""The process of one logger: it does what the driver asks, one request at a time, and ends with the driver."""
+"""The process of one logger. It handles the driver's requests one at a time, and ends when the driver ends."""
 
 import json
 import os
@@ -15,7 +15,7 @@ GRACE_SECONDS = 10.0
 
 
 def main(name: str) -> None:
-    """Answers each line of JSON from stdin with one on stdout, until stdin ends.
+    """Reads a request from each line of JSON on stdin, and writes an answer as a line to stdout, until stdin ends.
 
     The first line that it prints says whether the logger could be made.
     """
@@ -49,7 +49,7 @@ def _read(requests: "queue.SimpleQueue[str | None]") -> None:
 
 
 def _handle(logger: Logger, request: dict[str, Any]) -> dict[str, Any]:
-    """Does what a request asks, and returns the answer."""
+    """Passes a request to the logger, and returns the answer for the driver."""
     if "begin" in request:
         seen = [*logger.begin(LoggedStudy(**request["begin"]))]
         return {"seen": seen, "where": str(getattr(logger, "where", ""))}

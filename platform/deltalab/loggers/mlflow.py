@@ -1,4 +1,4 @@
-"""MLflow: an experiment for each study of a name, at MLFLOW_TRACKING_URI or in mlflow.db beside the ledger."""
+"""Logs to MLflow, at MLFLOW_TRACKING_URI or in mlflow.db beside the ledger. Studies of one name share an experiment."""
 
 import os
 import re
@@ -15,14 +15,14 @@ from mlflow.exceptions import MlflowException
 from deltalab.loggers import LoggedReport, LoggedRun, LoggedStudy, arms_of, flat
 
 METRICS_AT_ONCE, PARAMS_AT_ONCE = 1000, 100
-"""The metrics and the parameters that one request of MLflow's REST API may hold."""
+"""The largest numbers of metrics and of parameters in one request to MLflow's REST API."""
 LONGEST_PARAM = 6000
 STUDY, RUN = "deltalab.study", "deltalab.run"
 """The tags of a run: the study's id, and the run's id or "report"."""
 
 
 class MlflowLogger:
-    """Writes runs of an experiment. `Logger` describes the methods."""
+    """Writes runs to an experiment of MLflow. `Logger` describes the methods."""
 
     where = ""
 
@@ -84,7 +84,7 @@ class MlflowLogger:
         self._client.set_terminated(run_id)
 
     def _experiment_id(self, name: str, artifacts: str | None) -> str:
-        """Returns the id of the experiment of this name, which is created if there is none."""
+        """Returns the id of the experiment of this name, and creates the experiment if there is none."""
         experiment = self._client.get_experiment_by_name(name)
         if experiment is None:
             try:
@@ -96,13 +96,13 @@ class MlflowLogger:
         return str(experiment.experiment_id)
 
     def _run(self, name: str, run: str, tags: dict[str, Any]) -> str:
-        """Creates a run and returns its id."""
+        """Creates a run of MLflow and returns its id."""
         run_tags = {f"deltalab.{key}": str(value)[:LONGEST_PARAM] for key, value in tags.items()}
         run_tags |= {STUDY: self._study.id, "deltalab.label": self._study.label, RUN: run}
         return str(self._client.create_run(self._experiment, run_name=name, tags=run_tags).info.run_id)
 
     def _runs(self, further: str = "") -> Iterator[Run]:
-        """Yields the runs of the study that meet a condition."""
+        """Yields the study's runs in MLflow that meet the condition `further`, or all if it is empty."""
         condition, token = " and ".join(filter(None, [f"tags.`{STUDY}` = '{self._study.id}'", further])), None
         while True:
             page = self._client.search_runs([self._experiment], condition, max_results=1000, page_token=token)
@@ -113,5 +113,5 @@ class MlflowLogger:
 
 
 def _name(text: str) -> str:
-    """Returns a name with the characters that MLflow takes: letters, digits and `_-. :/`."""
+    """Returns a name with - for each character that MLflow refuses. It takes letters, digits and `_-. :/`."""
     return re.sub(r"[^\w\-. :/]", "-", text)

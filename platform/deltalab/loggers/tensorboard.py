@@ -1,4 +1,4 @@
-"""TensorBoard: a folder of events for each run, in tensorboard/STUDY-ID beside the ledger."""
+"""Logs to TensorBoard: a folder of events for each run, in tensorboard/STUDY-ID beside the ledger."""
 
 import shutil
 from collections.abc import Iterable
@@ -60,10 +60,10 @@ def _write(folder: Path, events: list[Any]) -> None:
 
 
 def _scalar(name: str, value: float) -> Any:
-    """Returns a scalar as a summary."""
+    """Returns a scalar as a summary of TensorBoard."""
     return Summary(value=[Summary.Value(tag=name, simple_value=value)])
 
 
 def _plain(value: Any) -> bool | float | str:
-    """Returns a value as a type that a table of settings takes."""
+    """Returns a value that TensorBoard's table of settings takes: the value itself, or its text."""
     return value if isinstance(value, bool | int | float | str) else str(value)

@@ -1,6 +1,7 @@
-"""Weights & Biases: a run for each run of the study, in the group of the study; offline if WANDB_MODE says so.
+"""Logs to Weights & Biases. Each run of a study becomes a run of wandb, in a group for the study.
 
-The project is WANDB_PROJECT, or `deltalab`. The server and the key are where wandb looks for them.
+The project is WANDB_PROJECT, or `deltalab`. wandb finds its server and its key itself. It logs offline if WANDB_MODE
+says so.
 """
 
 import json
@@ -19,7 +20,7 @@ WHOLE = "logged"
 
 
 class WandbLogger:
-    """Writes runs of a project. `Logger` describes the methods."""
+    """Writes runs to a project of wandb. `Logger` describes the methods."""
 
     where = ""
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 WARM_UP = 2
-"""The forward and backward passes before the capture, in which kernels are compiled."""
+"""The number of forward and backward passes before the capture, in which kernels are compiled."""
 
 
 class Captured(NamedTuple):
@@ -46,10 +46,10 @@ class BlockGraphs:
         self.before: weakref.ref[_Pass] | None = None
 
     def take(self, x: Tensor) -> bool:
-        """Returns whether the graphs take x [B, T, d]: in training on a GPU, in the first shape and dtype.
+        """Returns whether the graphs can compute the blocks for x [B, T, d].
 
-        They do not while a backward pass is due, because another forward pass would overwrite the activations that the
-        backward pass needs.
+        They can in training on a GPU, if x has the shape and dtype that the graphs were captured for. They cannot while
+        a backward pass is due, because another forward pass would overwrite the activations that it needs.
         """
         trains = x.is_cuda and x.requires_grad and torch.is_grad_enabled() and self.blocks.training
         last = None if self.before is None else self.before()
@@ -58,7 +58,7 @@ class BlockGraphs:
         return trains and self.captured in (None, Captured.of(x))
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns x and the last branch, as the blocks one after another return them."""
+        """Returns the two summands x and branch that the last block returns."""
         if self.replay is None:
             self.replay = self._captured(x)
         forward_pass = _Pass()
@@ -92,7 +92,7 @@ class _Pass:
 
 
 class _Watched(torch.autograd.Function):
-    """Returns x itself. Its backward pass is the last one of the blocks."""
+    """Returns x itself, before the first block. So its backward pass comes after the backward passes of all blocks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, now: _Pass) -> Tensor:
@@ -106,7 +106,7 @@ class _Watched(torch.autograd.Function):
 
 
 class _All(nn.Module):
-    """The blocks one after another, from x alone."""
+    """A module that runs the blocks one after another, and takes x alone."""
 
     def __init__(self, blocks: nn.ModuleList) -> None:
         super().__init__()

@@ -57,9 +57,10 @@ class LayerCache:
 
 
 class Gates(nn.Module):
-    """The gates of a rule: x [B, T, d] to each value by its symbol, in the shape of the gate's `per`, at least fp32.
+    """The gates of a rule. Maps x [B, T, d] to the value of each gate by its symbol.
 
-    `Vectors` makes the projected vectors that a rule declares as gates.
+    A value has the shape that the gate's `per` names, and is in at least fp32. The projected vectors that a rule
+    declares among its gates are left to `Vectors`.
 
     Args:
         gates: The gates of the rule, by symbol.
@@ -138,8 +139,8 @@ class Gates(nn.Module):
 class _Contiguous(torch.autograd.Function):
     """Returns x itself, and makes its gradient contiguous.
 
-    PyTorch's compiler assumes that the gradient of softplus is contiguous. The gradient is contiguous only if
-    the gradient that arrives is.
+    PyTorch's compiler assumes that the gradient of softplus is contiguous. That is true only if the gradient that
+    softplus receives in its backward pass is contiguous.
     """
 
     @staticmethod
@@ -152,7 +153,9 @@ class _Contiguous(torch.autograd.Function):
 
 
 def shard_gates(model: nn.Module, **options: Any) -> None:
-    """Shards the learned numbers of all gates in a model by FSDP2, in fp32 and as one group; call before `fully_shard`.
+    """Shards the learned numbers of all gates in a model by FSDP2, in fp32 and as one group.
+
+    Call this function before `fully_shard`.
 
     The numbers need fp32: the mixed precision of the matrices would round a decay near 1 to 1. A forward pass of the
     model gathers the group when it begins.
@@ -184,7 +187,7 @@ def _first(project: nn.Module) -> nn.Linear:
 
 
 class Vectors(Started):
-    """The vectors that a rule declares besides q, k and v: x [B, T, d] to each by its symbol, [B, T, H, K or V].
+    """The vectors that a rule declares besides q, k and v. Maps x [B, T, d] to each vector [B, T, H, K or V] by symbol.
 
     Each vector is projected, convolved over time, activated and normalized as its `Gate.features` say.
 
@@ -217,7 +220,7 @@ class Vectors(Started):
     def forward(
         self, x: Tensor, past: Tensor | None, packed: Sequences | None = None
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Computes the vectors of x, and the past for the tokens that follow.
+        """Computes the vectors of x, and the `past` to pass with the tokens that follow.
 
         Args:
             x: The inputs, [B, T, d].
@@ -269,7 +272,9 @@ class TokenShift(nn.Module):
 
 
 class RuleLayer(Started):
-    """A rule as a layer, x [B, T, d] to y [B, T, d], which starts from torch's global generator as torch's layers do.
+    """A rule as a layer, which maps x [B, T, d] to y [B, T, d].
+
+    Its parameters start from torch's global generator, as those of torch's layers do.
 
     One projection and one causal depthwise convolution make q, k and v, with a k and a v for each of the rule's steps.
     Then q, k and v get the activation and the norm of the rule's `features`. The unit norm comes before any gate scales
@@ -411,7 +416,7 @@ class RuleLayer(Started):
                 those of the N sequences.
 
         Raises:
-            InputError: x has another form, or the cache is of another number of sequences.
+            InputError: x has another form, or the cache holds another number of sequences.
         """
         self._check(x)
         packed = None if cu_seqlens is None else Sequences.of(cu_seqlens, x)
@@ -499,7 +504,7 @@ class RuleLayer(Started):
             outputs, next_states = apart(self.rule, q, k, v, gates, rows, states, **options)
             return torch.cat(outputs), *joined(next_states)
         if packed is not None and self.rule.transition is None:
-            # `scan` would also go one by one, and would join states that may differ in size.
+            # `scan` would run the sequences one by one too, but would join their states, which may differ in size.
             bounds = packed.cu_seqlens.tolist()
             tokens = [(slice(None), slice(*ends)) for ends in itertools.pairwise(bounds)]
             outputs, next_states = apart(self.rule, q, k, v, gates, tokens, [None] * len(tokens), **options)
@@ -508,7 +513,7 @@ class RuleLayer(Started):
         return *scan(self.rule, q, k, v, gates, state=state, cu_seqlens=cu_seqlens, **options), ()
 
     def _projected(self, x: Tensor, shifted: dict[str, Tensor]) -> Tensor:
-        """Returns q, k and v side by side, [B, T, C], each from its own shift of x if there is a shift."""
+        """Returns q, k and v side by side, [B, T, C]. With token shift, `shifted` has an input for each of them."""
         if not shifted:
             projected: Tensor = self.qkv(x)
             return projected
@@ -525,7 +530,7 @@ class RuleLayer(Started):
     def _placed(
         self, q: Tensor, k: Tensor, cache: LayerCache | None, packed: Sequences | None
     ) -> tuple[Tensor, Tensor]:
-        """Turns q and k by the angles of their tokens, which are counted from the first token of a sequence."""
+        """Rotates q and k by the angles of their positions, which count from the first token of a sequence."""
         if self.rope is None:
             return q, k
         place = torch.arange(q.shape[1], device=q.device)[None] if packed is None else packed.place
@@ -555,7 +560,10 @@ def _kinds(**values: bool | str | None) -> None:
 
 
 def _shifted(inputs: Tensor, length: int, back: int, packed: Sequences | None) -> Tensor:
-    """Returns the tokens that are `back` before the last `length` of `inputs`; zeros for another sequence's."""
+    """Returns, for each of the last `length` inputs, the input that stands `back` places before.
+
+    Where that input belongs to another sequence, the value is zero.
+    """
     first = inputs.shape[1] - length - back
     earlier = inputs[:, first : first + length]
     return earlier if packed is None else torch.where((packed.place >= back).unsqueeze(-1), earlier, 0)

@@ -22,13 +22,13 @@ from deltalab.ops.packing import Packing, Sequences
 class Embedding(Started, nn.Embedding):
     """An embedding of tokens [B, T] as rows [B, T, d] of a matrix [V, d] that starts normal.
 
-    A call with a function returns the function's value of the matrix.
+    If the embedding is called with a function instead of tokens, it returns the function's value for the matrix.
     """
 
     starts = MappingProxyType({"weight": Normal(1.0)})
 
     def forward(self, tokens: Tensor | Callable[[Tensor], Tensor]) -> Tensor:
-        """Returns the rows of tokens, or a function's value of the matrix."""
+        """Returns the rows of the matrix for tokens, or the value of a function that is called with the matrix."""
         if not isinstance(tokens, Tensor):
             return tokens(self.weight)
         embed = automatic(self.weight.device.type).embed
@@ -91,7 +91,7 @@ class Block(nn.Module):
 
     def __init__(self, spec: ModelSpec, depth: int) -> None:
         super().__init__()
-        # The branches of all layers add up. The scale makes the variance of the sum independent of depth.
+        # The branches of all layers add up. This factor makes the variance of their sum independent of depth.
         shrink = (2 * depth) ** -0.5
         key_dim, value_dim = spec.head_dims
         self.norm = ResidualNorm(spec.d_model, spec.norm_eps)
@@ -149,7 +149,7 @@ class Block(nn.Module):
 class Rebuild(nn.Module):
     """Rebuilds every position t from the last hidden state h_T alone: norm(MLP(h_T + p_t)), [B, T, d] to [B, T, d].
 
-    The MLP is norm, linear, GELU, twice. The position is p_t = [sin(t w), cos(t w)], with
+    The MLP applies norm, linear and GELU, and then all three again. The position is p_t = [sin(t w), cos(t w)], with
     w_i = 10000^(-i / (d/2 - 1)) for i = 0 ... d/2 - 1.
 
     References:
@@ -174,12 +174,12 @@ class Rebuild(nn.Module):
 
 
 def places(x: Tensor, at: Tensor | None) -> Tensor:
-    """Returns x [..., T, d] at the places `at` [..., m], [..., m, d]; all of x if `at` is None."""
+    """Returns the vectors of x [..., T, d] at the places `at` [..., m], as [..., m, d]; all of x if `at` is None."""
     return x if at is None else x.gather(-2, at[..., None].expand(*at.shape, x.shape[-1]))
 
 
 class Model(Started):
-    """A language model, tokens [B, T] to logits [B, T, vocab]."""
+    """A language model, which maps tokens [B, T] to logits [B, T, vocab]."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -343,7 +343,7 @@ class Model(Started):
         return self._by_head(lambda head: head_loss(self._scaled(hidden), head, targets, ignore=ignore, count=count))
 
     def _by_head(self, function: Callable[[Tensor], Tensor]) -> Tensor:
-        """Returns a function's value of the output matrix.
+        """Returns the value of a function that is called with the output matrix.
 
         With tied embeddings the embedding is called, because Accelerate's FSDP2 shards embeddings by themselves and has
         their weights only while the module is called.

@@ -63,9 +63,12 @@ MOST = {
     "window": 2**31 - 1,
     "chunk_size": 2**16,
 }
-"""The largest whole numbers of a model; that of `layers` bounds the blocks too. No published model comes near."""
+"""The largest value of each whole number of a model. No published model comes near any of them.
+
+The largest value of `layers` also bounds the number of blocks.
+"""
 MOST_EXPANDED = 256
-"""The largest `expand_v`."""
+"""The largest value of `ModelSpec.expand_v`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,7 +230,7 @@ class ModelSpec:
         return get_rule(self.rule["name"], **knobs)
 
     def rules(self) -> list[UpdateRule]:
-        """Returns the rules of the layers: that of `make_rule`, then the others."""
+        """Returns the different rules of the layers, first the rule of `make_rule`."""
         rule = self.make_rule()
         if isinstance(self.layers, int):
             return [rule, *([get_rule(ATTENTION, window=self.window)] if self.attention else [])]
@@ -238,7 +241,7 @@ class ModelSpec:
         return rules
 
     def at(self, layer: int) -> "ModelSpec":
-        """Returns the model whose only blocks are like the block of a layer, which is counted from 0."""
+        """Returns the specification of a model in which every block is like the block of `layer`, counted from 0."""
         plain = replace(self, layers=1, attention=(), window=0)
         if isinstance(self.layers, int):
             return (
@@ -279,7 +282,7 @@ class ModelSpec:
 
     @property
     def width_share(self) -> float:
-        """W / d_model for a `base_width` W, the factor of the rate of matrices in training; 1 without a base_width."""
+        """The factor W / d_model by which training scales the rate of matrices; 1 without a `base_width` W."""
         return 1.0 if self.base_width is None else self.base_width / self.d_model
 
     def is_attention(self, layer: int) -> bool:
@@ -396,7 +399,7 @@ def _name(entry: Layer) -> str:
 
 
 def _repeated(layers: object, where: str) -> list[object]:
-    """Returns the entries of a list with its patterns repeated."""
+    """Returns the entries of a list of layers, with each pattern written out as often as it repeats."""
     if isinstance(layers, Mapping):
         layers = [layers]
     if not isinstance(layers, list | tuple) or not layers:
@@ -425,7 +428,10 @@ def _few_blocks(count: int) -> None:
 
 
 def _entry(entry: object, rule_name: str) -> Layer:
-    """Returns an entry in its one form, which is `rule` for the model's rule, named `rule_name`, as it stands."""
+    """Returns an entry of `layers` in its only form, so that equal entries are equal values.
+
+    An entry for the model's own rule, whose name is `rule_name`, becomes `rule` if it changes no knob and no setting.
+    """
     if isinstance(entry, str):
         entry = {"name": entry}
     if not isinstance(entry, Mapping) or not isinstance(entry["name"], str):

@@ -1,4 +1,4 @@
-"""The starts of parameters. A module keeps them as data by name, through copies, pickles and other devices."""
+"""The starts of parameters. A module keeps them as data, by name, so that copies and pickles keep them too."""
 
 import hashlib
 from collections.abc import Callable, Mapping
@@ -115,7 +115,7 @@ class Parameters(Started, nn.ParameterDict):
 def linear(
     inputs: int, outputs: int, *, std: float | None = None, bias: bool = False, widens: bool = True
 ) -> nn.Linear:
-    """Makes a `Linear` whose `std` is inputs ** -0.5 if it is None."""
+    """Makes a `Linear`. If `std` is None, the standard deviation is inputs ** -0.5."""
     return Linear(inputs, outputs, inputs**-0.5 if std is None else std, bias=bias, widens=widens)
 
 
@@ -136,7 +136,7 @@ def initialize(
         module: The module, which may hold other modules too.
         seed: The seed. None takes torch's global generator, as torch's own modules do. In that case call
             `torch.manual_seed` first, with the same seed in all processes that share the parameters.
-        wanted: Whether a parameter is started. A parameter that is not wanted keeps its values.
+        wanted: A function that returns whether to start a parameter. Any other parameter keeps its values.
     """
     started: set[int] = set()
     for path, part in module.named_modules():

@@ -14,7 +14,7 @@ from deltalab.rule import Operands, UpdateRule
 from deltalab.structure import Transition
 
 MOST = 256
-"""The number of rules, and of forms of arguments of each, that are remembered. With more, all are forgotten."""
+"""How many rules are remembered, and how many forms of arguments for each. When there are more, all are forgotten."""
 
 
 class _Checks:
@@ -43,7 +43,7 @@ def _checks_of(rule: UpdateRule) -> _Checks:
 
 
 def gates_of(rule: UpdateRule) -> dict[str, Gate]:
-    """The gates of `rule.gates`, which makes them anew each time."""
+    """Returns `rule.gates`, remembered because the property makes the gates anew each time."""
     return rule.gates if torch.compiler.is_compiling() else _checks_of(rule).gates
 
 
@@ -81,7 +81,7 @@ def check_tensors(call: Call) -> None:
     """Checks q, k, v and cu_seqlens.
 
     Raises:
-        InputError: `scan` does not take them.
+        InputError: A tensor has a form that `scan` does not take.
     """
     rule, q, k, v, cu_seqlens = call.rule, call.q, call.k, call.v, call.cu_seqlens
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -114,7 +114,7 @@ def check_state(call: Call) -> None:
     """Checks the state.
 
     Raises:
-        InputError: The state is none of the rule for so many sequences like k and v.
+        InputError: The state does not have the form of the rule's states for these sequences, k and v.
     """
     rule, state, k, v = call.rule, call.state, call.k, call.v
     fits = isinstance(state, tuple) and all(isinstance(x, Tensor) and x.device == v.device for x in state)

@@ -1,4 +1,4 @@
-"""Which Triton kernels a device has: the one way from the platform to them."""
+"""Finds the Triton kernels that a device has. The platform reaches kernels only through this module."""
 
 import functools
 import importlib
@@ -185,7 +185,8 @@ class Kernels(NamedTuple):
 
 NONE = Kernels()
 _loaded = NONE
-"""The kernels, once `lacks_triton` has loaded them. torch.compile reads a global, but takes no such constant result."""
+"""The kernels, once `lacks_triton` has loaded them. It is a global because torch.compile reads globals,
+but takes no `Kernels` as a constant result."""
 
 
 def constant(function: F) -> F:
@@ -205,7 +206,10 @@ def once(function: Callable[[str], T]) -> "functools._lru_cache_wrapper[T]":
 
 @once
 def lacks_triton(device: str) -> str | None:
-    """What the kernels need on this type of device and lack, or None; loads the kernels if they lack nothing."""
+    """Returns what the kernels need on this type of device and lack, or None.
+
+    If they lack nothing, loads them.
+    """
     global _loaded
     try:
         import triton

@@ -1,4 +1,4 @@
-"""One call of `scan`: its arguments, and parts of them."""
+"""The arguments of one call of `scan`, and of calls on parts of its tensors."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from deltalab.rule import State, UpdateRule
 
 @dataclass(slots=True)
 class Call:
-    """The arguments of a call of `scan`, which explains them. `arguments.check_call` raises for those that do not fit.
+    """The arguments of a call of `scan`, which explains them. `ops.arguments` checks them.
 
     Attributes:
         rule: The rule.
@@ -61,7 +61,7 @@ class Call:
         return None if self.state is None else self.state[self.rule.states :]
 
     def part(self, rows: slice, tokens: slice, state: State | None) -> "Call":
-        """The call of some rows and some tokens, from a state of their own; they are no packed sequences."""
+        """Returns the call on some rows and some tokens, which starts from `state` and has no packed sequences."""
         n, declared = self.rule.steps, self.rule.gates
         steps = slice(*(None if end is None else end * n for end in (tokens.start, tokens.stop)))
         gates = {}

@@ -21,7 +21,7 @@ LEAST_NORM = 1e-6
 """The least norm that q and k are divided by."""
 
 APART = 2**24
-"""With so many numbers, the first other product is a product of its own, because the kernel would copy it twice."""
+"""With so many numbers, the first of `fused`'s other products is computed alone: the kernel would copy it twice."""
 
 ALIGNED = 8
 """A product's columns are a multiple of this number, so that in 16 bits each row begins at a multiple of 16 bytes."""
@@ -34,7 +34,7 @@ FEATURES: dict[str, tuple[Literal["unit", "silu", "raw"], bool]] = {
     "silu_qk": ("silu", False),
     "raw": ("raw", False),
 }
-"""What each of a layer's `features` says: `UpdateRule.features` and `UpdateRule.silu_of_v`."""
+"""Maps each choice of a layer's `features` to `UpdateRule.features` and `UpdateRule.silu_of_v`."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def fused(
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], list[Tensor]]:
     """Computes `features` of the projection of x, and other products of x, by one product and one kernel.
 
-    A large first one of the other products is a product of its own.
+    The first of the other products is computed alone if it is large (see `APART`).
 
     Args:
         x: [B, T, d].

@@ -67,7 +67,7 @@ def linear_cross_entropy(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The forward pass computes the gradients too, while it holds a chunk's logits, unless nobody will ask for them."""
+    """The forward computes the gradients too, while it holds a chunk's logits, unless `differentiate` is False."""
 
     @staticmethod
     def forward(

@@ -22,7 +22,7 @@ class Lowered(NamedTuple):
     Attributes:
         transition: The transition of the state.
         operands: The operands.
-        bonus: What is added to the output before the scale, [B, T, H, V].
+        bonus: The term that is added to the output before the scale, [B, T, H, V].
         turned: The sign of the state after all rows, [B, H] or [B, H, K].
         later: Whether the writes come one row later.
     """
@@ -51,7 +51,7 @@ def lowers(transition: Transition, operands: Operands) -> bool:
 
 
 def lowered(transition: Transition, operands: Operands) -> Lowered:
-    """The same recurrence without signs, which reads S_t."""
+    """Returns the same recurrence, rewritten without signs and with reads of S_t."""
     bonus, turned, later = None, None, transition.output == "before"
     if later:
         bonus = None if operands.bonus is None else operands.bonus[..., None] * operands.u

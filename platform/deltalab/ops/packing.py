@@ -1,4 +1,4 @@
-"""Sequences packed one after another in one row, and batches with padding as such rows."""
+"""Sequences that are packed one after another in one row, and batches with padding that are turned into such rows."""
 
 from dataclasses import dataclass
 
@@ -95,7 +95,8 @@ class Packing:
         Args:
             x: The batch.
             mask: 0 for padding, [B, T]; None if there is no padding.
-            starts: Which tokens start a sequence besides the first token of each row, [B, T]; None if no others do.
+            starts: Which tokens start a sequence besides the first token of each row, [B, T]; None if no other token
+                does.
 
         Raises:
             InputError: The mask has another shape, or no token.

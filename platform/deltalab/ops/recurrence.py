@@ -1,4 +1,4 @@
-"""One recurrence of the algebra, given as operands, in the fastest form that a backend has."""
+"""Computes a recurrence of the algebra from its operands, in the fastest form that a backend has."""
 
 from typing import Literal, TypeAlias
 
@@ -37,7 +37,7 @@ def recurrence(
         state: One state [B, H, K, V] in a tuple, two with a fit, or None for an empty state.
         backend: As in `scan`.
         chunk_size: As in `scan`.
-        cu_seqlens: The bounds of packed sequences, only where `packs` says so.
+        cu_seqlens: The bounds of packed sequences, allowed only where `packs` returns True.
 
     Returns:
         o [B, T, H, V] and the next state, both in at least fp32, or o in `dtype` from a kernel.
@@ -63,7 +63,7 @@ def recurrence(
 
 
 def packs(transition: Transition, operands: Operands, dtype: torch.dtype, backend: Backend) -> bool:
-    """Whether `recurrence` takes packed sequences: only the kernels do, and only without rewriting."""
+    """Whether `recurrence` takes packed sequences: only the kernels do, and only if nothing is rewritten."""
     return not lowers(transition, operands) and kernel_for(Lowered(transition, operands), dtype, backend) is not None
 
 

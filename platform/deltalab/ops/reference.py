@@ -75,7 +75,7 @@ def _step(transition: Transition, operands: Operands, t: int, state: Tensor, u: 
 
 
 def _read(vector: Tensor, state: Tensor) -> Tensor:
-    """What a vector reads of a state, S^T r."""
+    """Reads a state with a vector r: S^T r."""
     return torch.einsum("bhk,bhkv->bhv", vector, state)
 
 
@@ -85,7 +85,7 @@ def chunked(
     """Computes `recurrent`, parallel within chunks of `chunk_size` tokens; only the state passes from chunk to chunk.
 
     With a fit there are two passes. The first pass also reads its own predictions, and the second pass fits their
-    error. Signs, and an output before the write, are not taken: `ops.lowering` removes them.
+    error. It takes neither signs nor an output before the write: `ops.lowering` removes both.
     """
     operands = _cast(operands, state).resolved()
     if operands.fit is None:
@@ -283,7 +283,7 @@ class _Solve(Stacked):
 
 
 def _states(operands: Operands, state: State | None) -> tuple[Tensor, Tensor]:
-    """The first state and, with a fit, the second; without one the second is not used."""
+    """Returns the first and the second state. Without a fit, the second state is not used."""
     if state is None:
         return _empty(operands), _empty(operands)
     return state[0].to(operands.u.dtype), state[-1].to(operands.u.dtype)
@@ -295,7 +295,7 @@ def _empty(operands: Operands) -> Tensor:
 
 
 def _cast(operands: Operands, state: State | None) -> Operands:
-    """The operands in the widest dtype of u, the state and fp32."""
+    """Casts the operands to the widest of the dtypes of u and the state and fp32."""
     dtype = torch.promote_types(operands.u.dtype, torch.float32)
     for tensor in state or ():
         dtype = torch.promote_types(dtype, tensor.dtype)

@@ -53,9 +53,9 @@ def scan(
         k: As q, with n T rows if the rule takes n steps per token. A rule that is `grouped` takes k and v of fewer
             heads, whose number divides H.
         v: [B, T, H, V], with n T rows if the rule takes n steps per token.
-        gates: The value of each gate by its symbol: [B, T, H] or [H]; with channels [B, T, H, K] or [H, K]; with
-            channels of the value, V in place of K; with slots, their number; per step [B, n T, H]. Constant gates may
-            be left out.
+        gates: The value of each gate by its symbol: [B, T, H] or [H], or with channels [B, T, H, K] or [H, K]. Channels
+            of the value have V in place of K, and slots have their number. A gate per step has n T in place of T.
+            Constant gates may be left out.
         scale: The factor of the output, K ** -0.5 if None.
         state: What an earlier call returned, or None for an empty state.
         backend: `recurrent` is the equation, token by token. `chunked` is the parallel form, in chunks of `chunk_size`.
@@ -99,7 +99,7 @@ def _checked(call: Call) -> tuple[Tensor, State]:
 
 
 def _computed(call: Call) -> tuple[Tensor, State]:
-    """Computes a call by a kernel if the backend allows one and one takes these inputs, else by PyTorch."""
+    """Computes a call by a kernel if the backend allows kernels and one of them takes the inputs, else by PyTorch."""
     rule, q, k, v, backend = call.rule, call.q, call.k, call.v, call.backend
     kernels = allowed(backend, v.device.type)
     lacking = rule.lacks_kernel(k, v)
@@ -182,7 +182,7 @@ def apart(
         **options: The options `scale`, `backend` and `chunk_size` of `scan`.
 
     Returns:
-        The output and the state of each part, so that states may differ in size.
+        The outputs and the states of the parts, in two lists, because states may differ in size.
     """
     scale = options.pop("scale", None)
     return _apart(Call(rule, q, k, v, gates, scale, **options), parts, states)
@@ -191,7 +191,7 @@ def apart(
 def _apart(
     call: Call, parts: Sequence[tuple[slice, slice]], states: Sequence[State | None]
 ) -> tuple[list[Tensor], list[State]]:
-    """Computes each part of a call, from a state of its own."""
+    """Computes each part of a call from the part's state."""
     outputs, after = [], []
     for (rows, tokens), before in zip(parts, states, strict=True):
         o, state = _checked(call.part(rows, tokens, before))
@@ -201,7 +201,7 @@ def _apart(
 
 
 def joined(states: Sequence[State]) -> tuple[State, tuple[State, ...]]:
-    """The states as one state of a batch and (), or () and the states if they differ in size."""
+    """Returns the states joined as one state of a batch, and (). If they differ in size, returns () and the states."""
     shapes = {tuple(x.shape for x in state) for state in states}
     return (tuple(map(torch.cat, zip(*states, strict=True))), ()) if len(shapes) == 1 else ((), tuple(states))
 

@@ -30,5 +30,5 @@ KERNELS = Kernels(
 
 
 def lacks_assembler() -> str | None:
-    """Has Triton take a ptxas that makes right code, and returns what to provide if there is none."""
+    """Makes Triton use a ptxas that compiles correctly, or returns what the user must provide if there is none."""
     return ptxas.choose()

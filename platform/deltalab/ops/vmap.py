@@ -14,7 +14,7 @@ class Stacked(torch.autograd.Function):
 
     @classmethod
     def vmap(cls, info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
-        """The function of all runs, and the dimension of runs in each output."""
+        """Returns the outputs for all runs, and the position of the dimension of runs in each output."""
         stacked = (_runs_first(arg, dim, info.batch_size) for arg, dim in zip(args, in_dims, strict=True))
         out = cls.apply(*stacked)  # type: ignore[no-untyped-call]
         return out, (0,) * len(out) if isinstance(out, tuple) else 0
@@ -36,7 +36,7 @@ class Folded(torch.autograd.Function):
 
     @classmethod
     def vmap(cls, info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
-        """The function of all runs, and the dimension of runs in each output."""
+        """Returns the outputs for all runs, and the position of the dimension of runs in each output."""
         runs = info.batch_size
         stacked = (_runs_first(arg, dim, runs) for arg, dim in zip(args, in_dims, strict=True))
         out = cls.apply(*(arg.flatten(0, 1) if isinstance(arg, Tensor) else arg for arg in stacked))  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""The ledger of studies, a database. No other package contains SQL."""
+"""The ledger, which is a database of studies. No other package contains SQL."""
 
 from deltalab.store.drivers import Busy, Heartbeat, TakenOver
 from deltalab.store.ledger import Store

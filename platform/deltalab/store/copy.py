@@ -1,4 +1,4 @@
-"""Copies a ledger between databases, whole or not at all, and compacts a database."""
+"""Copies a whole ledger from one database to another, and compacts a database. A copy that fails changes nothing."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,10 +32,10 @@ from deltalab.store.models import TRANSIENT, ArmTrial, Base, RuleVersion, Study,
 
 ROWS_AT_ONCE = 5000
 KEYS_AT_ONCE = 300
-"""The keys of a statement, since databases limit how many values a statement may have."""
+"""The number of keys in one statement. Databases limit how many values a statement may have."""
 SAY_SECONDS = 5.0
 PLAIN = {Integer: "integer", String: "text", Double: "double precision"}
-"""PostgreSQL's names of the types whose values pass from one database driver to another unchanged."""
+"""Types of columns, each with its name in PostgreSQL. SQLite and PostgreSQL give and take their values unchanged."""
 
 Say = Callable[[str], None]
 Values = dict[str, Any]
@@ -45,10 +45,10 @@ def export_ledger(store: Store, file: str | Path, say: Say) -> dict[str, int]:
     """Writes the whole ledger to a new SQLite file, which is a ledger itself. If this fails, no file is left.
 
     Args:
-        say: Takes a line about the progress now and then.
+        say: Is called with a line about the progress now and then.
 
     Returns:
-        The number of rows by table.
+        The number of rows of each table.
 
     Raises:
         InputError: The file exists or cannot be written.
@@ -61,7 +61,7 @@ def export_ledger(store: Store, file: str | Path, say: Say) -> dict[str, int]:
         raise InputError(f"{target}: exists; give the path of a new file")
     unfinished = target.with_name(f".{target.name}.partial")
     files = [unfinished.with_name(unfinished.name + suffix) for suffix in ("", "-wal", "-shm", "-journal")]
-    _remove(files)  # a killed export left them
+    _remove(files)  # an export that was killed may have left them
     try:
         with Store.open(unfinished) as target_store:
             counts = import_ledger(target_store, store, say)
@@ -80,19 +80,19 @@ def _remove(files: Iterable[Path]) -> None:
 
 
 def import_ledger(store: Store, source: Store, say: Say) -> dict[str, int]:
-    """Adds all of a ledger to another in one transaction. If this fails, the other ledger stays as it was.
+    """Adds everything in the ledger `source` to the ledger `store` in one transaction, or nothing if this fails.
 
-    A study with the same identity, a trial with the same key, a rule with the same source, and so on, are the same in
-    both ledgers; the rows that `store` already has stay as they are. An empty ledger takes over the ids. In others, the
-    largest id that the table had is added to each new id. Other writers wait meanwhile.
+    Studies with the same identity, trials with the same key, rules with the same source, and so on, are the same in
+    both ledgers. Rows that `store` already has stay as they are. New rows keep their ids if the table in `store` was
+    empty. Otherwise, the largest id that the table had is added to each new id. Other writers wait during the import.
 
     Args:
         store: The ledger to fill.
         source: The ledger to read.
-        say: Takes a line about the progress now and then.
+        say: Is called with a line about the progress now and then.
 
     Returns:
-        The number of new rows by table.
+        The number of new rows of each table.
 
     Raises:
         InputError: A database cannot be read or written.
@@ -100,18 +100,18 @@ def import_ledger(store: Store, source: Store, say: Say) -> dict[str, int]:
     with _reading(source) as reader, _writing(store, writes=True) as writer:
         copy = _Copy(reader, writer, say)
         counts = {table.name: copy.table(table) for table in Base.metadata.sorted_tables if table.name not in TRANSIENT}
-        if writer.dialect.name == "postgresql":  # otherwise it would plan for the old ledger until its autovacuum runs
+        if writer.dialect.name == "postgresql":  # otherwise it plans for the old sizes until autovacuum
             writer.exec_driver_sql(f"ANALYZE {', '.join(counts)}")
         return counts
 
 
 def vacuum(store: Store) -> dict[str, int]:
-    """Removes what nobody can see, and gives free space back.
+    """Removes rows that no reader can see, and gives free space back to the disk.
 
-    Removed for good are studies that were deleted, trials that no arm uses, and rules that no trial uses.
+    It removes for good the studies that were deleted, the trials that no arm uses, and the rules that no trial uses.
 
     Returns:
-        The number of removed rows by table.
+        The number of removed rows of each table.
 
     Raises:
         InputError: Other processes use the database all the time, or the disk has no room for the temporary copy.
@@ -139,7 +139,7 @@ def vacuum(store: Store) -> dict[str, int]:
 
 
 def size(store: Store) -> int:
-    """Returns the bytes of the database."""
+    """Returns the size of the database in bytes."""
     query = "SELECT pg_database_size(current_database())"
     if store._engine.name == "sqlite":
         query = "SELECT page_count * page_size FROM pragma_page_count, pragma_page_size"
@@ -149,7 +149,7 @@ def size(store: Store) -> int:
 
 @contextmanager
 def _reading(store: Store) -> Iterator[Connection]:
-    """Opens one snapshot of the whole ledger, however long it is read."""
+    """Opens a connection that sees one snapshot of the ledger, however long reading takes."""
     engine = store._engine
     if engine.name == "postgresql":
         engine = engine.execution_options(isolation_level="REPEATABLE READ")
@@ -165,11 +165,11 @@ def _writing(store: Store, **options: Any) -> Iterator[Connection]:
 
 
 class _Copy:
-    """Copies tables, each after those that it refers to.
+    """Copies tables. A table is copied after the tables to which its rows refer.
 
     Attributes:
-        _ids: table -> a row's id in the source -> its id in the target.
-        _new: table -> the ids in the target of rows that the copy added.
+        _ids: table -> the id of a row in the source -> the id of the same row in the target.
+        _new: table -> the ids of the rows that the copy added to the target.
     """
 
     def __init__(self, reader: Connection, writer: Connection, say: Say) -> None:
@@ -214,7 +214,7 @@ class _Copy:
         return (self._writer.scalar(select(func.count()).select_from(table)) or 0) - before
 
     def _insert_plain(self, table: Table) -> Callable[[Sequence[Row[Any]]], None]:
-        """Returns a function that inserts numbers and text quickly, since metrics are most of a ledger."""
+        """Returns a function that quickly inserts rows of numbers and text. Most rows of a ledger are metrics."""
         names = ", ".join(table.c.keys())
         arrays = ", ".join(f"%s::{PLAIN[type(column.type)]}[]" for column in table.c)
         source, by_column = f"SELECT * FROM unnest({arrays})", self._writer.dialect.name == "postgresql"
@@ -233,7 +233,7 @@ class _Copy:
         return insert
 
     def _id(self, table: Table, key: ForeignKey, number: int) -> int:
-        """Returns the id in the target of a row that a row of `table` refers to."""
+        """Returns the id in the target of the row `number` of the source. A row of `table` refers to it by `key`."""
         parent = key.column.table.name
         try:
             return self._ids[parent][number]
@@ -244,7 +244,7 @@ class _Copy:
             ) from None
 
     def _insert(self, table: Table, part: Sequence[Row[Any]], before: int, largest_id: int) -> None:
-        """Inserts the rows that the table lacks. `before` is its number of rows, `largest_id` its largest id."""
+        """Inserts the rows that the table lacks. `before` and `largest_id` are its rows and largest id so far."""
         rows = [dict(row._mapping) for row in part]
         for key in table.foreign_keys:
             column = key.parent.name
@@ -273,7 +273,7 @@ class _Copy:
             self._writer.execute(insert, rows)
 
     def _known(self, table: Table, rows: list[Values]) -> dict[tuple[Any, ...], int]:
-        """Returns the ids in the target of those rows that it has, by their natural keys."""
+        """Returns the rows that the target already has: natural key -> id in the target."""
         columns = [table.c[name] for name in _natural(table)]
         ids: dict[tuple[Any, ...], int] = {}
         for start in range(0, len(rows) if columns else 0, KEYS_AT_ONCE):
@@ -283,14 +283,14 @@ class _Copy:
         return ids
 
     def _of_new(self, table: Table, row: Values) -> bool:
-        """Returns whether the row refers to one that the copy added."""
+        """Returns whether the row refers to a row that the copy added."""
         return any(row[key.parent.name] in self._new[key.column.table.name] for key in table.foreign_keys)
 
 
 def _natural(table: Table) -> list[str]:
-    """Returns the columns that say which row is the same in two ledgers.
+    """Returns the columns of a table's natural key. Rows of two ledgers with the same natural key are the same row.
 
-    There are none if a row belongs to the row that it refers to.
+    The list is empty for a table without a natural key. Its rows belong to the rows to which they refer.
     """
     for constraint in table.constraints:
         if isinstance(constraint, UniqueConstraint):
@@ -299,7 +299,9 @@ def _natural(table: Table) -> list[str]:
 
 
 def _array(values: Sequence[str | float]) -> str:
-    r"""Returns an array as PostgreSQL writes it. Its driver takes longer for a list than for all the rest.
+    r"""Returns an array in PostgreSQL's notation.
+
+    PostgreSQL's driver would take longer to convert a list than for all the rest of an insert.
 
     >>> print(_array([1, 0.1, 'a "b"']))
     {1,0.1,"a \"b\""}

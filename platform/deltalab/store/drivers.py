@@ -1,15 +1,16 @@
-"""Who drives a study: its claim in the ledger, and whether the process behind a claim still lives.
+"""Writes the claims of drivers to studies, and tells whether the driver behind a claim still lives.
 
 A driver's row in the table `driver` is its claim. A thread of the driver raises a counter in the row every
-`BEAT_SECONDS`. Clocks decide nothing, since they jump and differ between machines. A claim is void in two cases:
+`BEAT_SECONDS`. The time of day decides
+nothing, since clocks jump and differ between machines. A claim is void in two cases:
 
-- The driver ran on this machine and its process is gone. The number and the start of the process tell this at once.
+- The driver ran on this machine and its process is gone. The number and the start of the process show this at once.
 - The driver's process cannot be seen from here, and its counter stood still for `LEASE_SECONDS` while this process
   watched, by its own monotonic clock.
 
 A driver that was cut off and lost its claim learns this from the ledger: its heartbeat and its records are refused.
-Only what is shown (`mark_interrupted`, `living`) depends on the age of the last heartbeat. The database's clock writes
-and reads that age.
+Only the functions whose results are shown to readers (`mark_interrupted`, `living`) use the age of the last heartbeat.
+That age is measured by the clock of the database alone.
 """
 
 import threading
@@ -28,7 +29,7 @@ from deltalab.store.process import Process
 BEAT_SECONDS = 5.0
 LEASE_SECONDS = 60.0
 HERE: set[str] = set()
-"""The ids of the drivers of this process."""
+"""The ids of the drivers that run in this process."""
 
 
 class Busy(InputError):
@@ -55,7 +56,7 @@ class TakenOver(InputError):
 class Heartbeat:
     """Calls `beat` every `BEAT_SECONDS` from a thread, until it returns False because the claim is lost.
 
-    An `InputError` of `beat` is ignored: if the database is gone, the driver's next operation raises the same error.
+    An `InputError` that `beat` raises is ignored: if the database is gone, the driver's next operation raises it, too.
     """
 
     def __init__(self, beat: Callable[[], bool]) -> None:
@@ -97,12 +98,12 @@ def claim(session: Session, study: Study, driver_id: str, runs: str, still: tupl
 
     Args:
         session: A transaction that writes.
-        runs: Its folder of weights.
-        still: The holder, and its counter, that the caller has watched for `LEASE_SECONDS`; None if it has watched
-            none.
+        runs: The driver's folder of weights.
+        still: The id and the counter of a holder whose counter stood still for `LEASE_SECONDS`; None if the caller has
+            watched no holder.
 
     Returns:
-        The dead holder whose place the driver took; None if there was none.
+        The dead holder whose place the driver took; None if no driver held the study.
 
     Raises:
         Busy: The holder lives, or may live.
@@ -118,7 +119,7 @@ def claim(session: Session, study: Study, driver_id: str, runs: str, still: tupl
 
 
 def add(session: Session, study_id: int, driver_id: str, runs: str, *, holds: bool, places: int = 1) -> None:
-    """Adds a driver of this process."""
+    """Adds the row of a driver that runs in this process."""
     here = Process.here()
     session.add(
         Driver(
@@ -142,7 +143,7 @@ def add(session: Session, study_id: int, driver_id: str, runs: str, *, holds: bo
 
 
 def beat(session: Session, driver_id: str, progress: dict[str, Any]) -> bool:
-    """Raises the counter of a driver and records what the driver does. Returns False if its claim is lost."""
+    """Raises the counter of a driver and records its progress. Returns False if the driver's claim is lost."""
     row = update(Driver).where(Driver.id == driver_id).returning(Driver.id)
     written = row.values(beat=Driver.beat + 1, beat_at=_seconds(session), progress=progress)
     return session.scalar(written) is not None
@@ -155,14 +156,17 @@ def require(session: Session, driver_id: str) -> None:
 
 
 def end(session: Session, study_id: int, driver_id: str) -> None:
-    """Ends a holder's claim, and the queue with it."""
+    """Ends a holder's claim, and deletes the queue of its study."""
     session.execute(delete(Stack).where(Stack.study_id == study_id))
     session.execute(delete(Driver).where(Driver.id == driver_id))
     HERE.discard(driver_id)
 
 
 def mark_interrupted(session: Session, studies: Iterable[Study]) -> None:
-    """Changes the state of studies that were read from "running" to "interrupted" if no driver runs them."""
+    """Gives loaded studies that are "running" the state "interrupted" if no living driver holds them.
+
+    The state in the database stays.
+    """
     running = {study.id: study for study in studies if study.state == "running"}
     if not running:
         return
@@ -176,7 +180,8 @@ def mark_interrupted(session: Session, studies: Iterable[Study]) -> None:
 def living(session: Session, rows: Iterable[Driver]) -> list[Driver]:
     """Returns the drivers that live.
 
-    If this process cannot tell, a recent heartbeat counts. So the result is only to be shown, and decides nothing.
+    If this process cannot tell whether a driver lives, a driver with a recent heartbeat counts as alive. So the result
+    is only shown to readers, and decides nothing.
     """
     now = _seconds(session)
 

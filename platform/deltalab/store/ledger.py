@@ -1,4 +1,4 @@
-"""Writes the ledger. Each method is one transaction: if it fails midway, nothing of it stays."""
+"""Writes the ledger. Each method is one transaction: if it fails midway, nothing that it wrote stays."""
 
 import json
 import logging
@@ -26,10 +26,10 @@ _log = logging.getLogger("deltalab")
 
 
 class Store(Ledger):
-    """The open ledger. Only the driver process has one.
+    """Writes an open ledger, and reads it. Only the process of a driver has a store.
 
-    Writers wait for each other for up to 30 s, in SQLite as in PostgreSQL. Every operation waits for a database that is
-    gone, full or locked (`deltalab.store.outage`), and raises `InputError` if it is not back in time.
+    A writer waits up to 30 s for another writer, in SQLite and in PostgreSQL. Every operation waits for a database that
+    is gone, full or locked (`deltalab.store.outage`), and raises `InputError` if the database is not back in time.
     """
 
     def __init__(self, engine: Engine, patience: float = PATIENCE_SECONDS) -> None:
@@ -39,7 +39,7 @@ class Store(Ledger):
 
     @classmethod
     def open(cls, where: str | Path | None = None, *, create: bool = True, patience: float = PATIENCE_SECONDS) -> Self:
-        """Opens a ledger, and makes a new database or fills an empty one unless `create` is false.
+        """Opens a ledger. Unless `create` is false, it makes a missing database, and fills an empty one with tables.
 
         Opening does not wait for a database that is gone, since its address may be mistyped.
 
@@ -49,8 +49,8 @@ class Store(Ledger):
             patience: The seconds that later operations wait for a database that is gone.
 
         Raises:
-            InputError: The database is not deltalab's, or an older or newer one (each is left as it was); it is locked,
-                may not be read or has no server; or it does not exist and `create` is false.
+            InputError: The database is not deltalab's, or has an older or newer revision; it is then left as it was. Or
+                the database is locked, may not be read or has no server. Or it does not exist and `create` is false.
         """
         engine = database.connect(database.address(where))
         try:
@@ -71,7 +71,7 @@ class Store(Ledger):
         """Migrates an older database to this code's revision.
 
         Raises:
-            InputError: As in `open` with `create=False`.
+            InputError: The database does not exist, cannot be used, is not deltalab's, or has a newer revision.
         """
         url = database.address(where)
         database.require_file(url)
@@ -79,7 +79,7 @@ class Store(Ledger):
 
     @property
     def folder(self) -> Path:
-        """The folder for files that belong to the ledger: that of an SQLite file, else the working folder."""
+        """The folder for files that belong to the ledger: that of an SQLite file, or else the working folder."""
         url = self._engine.url
         local = url.get_backend_name() == "sqlite" and url.database
         return Path(str(url.database)).absolute().parent if local else Path.cwd()
@@ -113,22 +113,23 @@ class Store(Ledger):
         *,
         runs: str = "",
     ) -> int:
-        """Claims the study with this identity, creates it at the first call, marks it as running, and returns its id.
+        """Claims the study with this identity, marks it as running, and returns its id. The first call creates it.
 
-        The claim lasts until `finish_study` or `close`, as long as `beat` is called. A study whose driver is gone is
-        taken over, with a line in the log. If it cannot be seen at once whether that driver is gone, its heartbeat is
-        watched for a minute. A deleted study is brought back.
+        The claim lasts until `finish_study` or `close`, as long as `beat` is called. This store takes over a study
+        whose driver is gone, and writes a line to the log. If this process cannot see at once whether the driver is
+        gone, it watches the driver's heartbeat for a minute. A deleted study is brought back.
 
         Args:
-            profile: The name of its profile; None for the default profile.
+            profile: The name of the study's profile; None for the default profile.
             identity: The hash of all that the study computes.
-            spec: The study as resolved.
-            provenance: What it runs with. It replaces an earlier, different provenance, which is kept under "earlier".
-            runs: The folder of weights, for drivers that join.
+            spec: The study, after its profile and overrides were applied.
+            provenance: The versions and options with which the study runs. If the study has another provenance from an
+                earlier call, this is kept under "earlier".
+            runs: The folder of weights, which drivers that join learn from the ledger.
 
         Raises:
             Busy: Another driver runs the study.
-            InputError: The identity is recorded with other arms.
+            InputError: The ledger has a study with this identity, but with other arms.
         """
         watched = self._watched(identity)
         study_id, dead_driver = self._begin(name, profile, identity, spec, arms, provenance, runs, watched)
@@ -137,10 +138,10 @@ class Store(Ledger):
         return study_id
 
     def _watched(self, identity: str) -> tuple[str, int] | None:
-        """Watches the study's holder for `LEASE_SECONDS`, and returns it with its counter if that stood still.
+        """Watches the study's holder for `LEASE_SECONDS`. Returns its id and its counter if the counter stood still.
 
-        Returns None if there is no holder, or if this process can see whether the holder lives. Raises `Busy` if the
-        counter grows.
+        Returns None if no driver holds the study, or if this process can see whether the driver lives. Raises `Busy` if
+        the counter grows.
         """
         first, until = None, time.monotonic() + drivers.LEASE_SECONDS
         while True:
@@ -176,7 +177,7 @@ class Store(Ledger):
         runs: str,
         watched: tuple[str, int] | None,
     ) -> tuple[int, Driver | None]:
-        """Writes a study and the claim to it, and returns its id and the dead driver that held it."""
+        """Writes a study and this store's claim. Returns the study's id, and the dead driver that held it or None."""
         with self._writing() as session:
             study = session.scalar(select(Study).where(Study.identity == identity))
             if study is None:
@@ -213,8 +214,8 @@ class Store(Ledger):
             return study.id, dead_driver
 
     def _claim(self, session: Session, study: Study, runs: str, watched: tuple[str, int] | None) -> Driver | None:
-        """Claims a study for this store, and returns the dead driver that held it."""
-        # A commit that was lost and is tried again has the same id, and so finds its own claim.
+        """Claims a study for this store. Returns the dead driver that held the study, or None."""
+        # If the connection was lost during the commit, the second try has the same id, and so finds its own claim.
         driver_id = f"{self._uuid}-{study.id}"
         dead_driver = drivers.claim(session, study, driver_id, runs, watched)
         self._claims[study.id] = driver_id
@@ -222,7 +223,7 @@ class Store(Ledger):
 
     @waited
     def beat(self, study_id: int, progress: dict[str, Any]) -> bool:
-        """Records that this driver lives, and what it does. Returns False if it lost its claim."""
+        """Records that this driver lives, and its progress. Returns False if this driver lost its claim."""
         driver_id = self._claims.get(study_id)
         if driver_id is None:
             return False
@@ -238,7 +239,7 @@ class Store(Ledger):
         If the trial is already in the ledger, it is only given its number in this arm.
 
         Returns:
-            What the ledger holds of the trial.
+            The outcome of the trial that the ledger now holds.
 
         Raises:
             TakenOver: This store lost its claim to the study.
@@ -254,7 +255,7 @@ class Store(Ledger):
 
     @waited
     def attach(self, study_id: int, arm: str, key: str, number: int, values: dict[str, Any]) -> None:
-        """Gives a recorded trial a number in an arm. Doing so again changes nothing.
+        """Gives a recorded trial a number in an arm. A second call changes nothing.
 
         Raises:
             TakenOver: This store lost its claim to the study.
@@ -268,7 +269,7 @@ class Store(Ledger):
     def forget_trial(self, key: str) -> None:
         """Deletes a failed trial so that it runs again. Finished studies that have the trial become "interrupted".
 
-        Doing so again changes nothing.
+        A second call changes nothing.
 
         Raises:
             ValueError: The trial did not fail.
@@ -291,9 +292,9 @@ class Store(Ledger):
         """Closes a study and ends this store's claim to it. A study that another driver took over is left as it is.
 
         Args:
-            state: Its state from now on.
-            total: The trials of the whole study, if they were counted.
-            given_up: What an incomplete study lacks, and why.
+            state: The state of the study from now on.
+            total: The number of trials of the whole study; None if they were not counted.
+            given_up: A line on each stack of trials that an incomplete study lacks, which says why.
         """
         driver_id = self._claims.get(study_id)
         with self._writing() as session:
@@ -314,7 +315,7 @@ class Store(Ledger):
 
 
 def _as_json(arms: Sequence[ArmRecord]) -> str:
-    """Returns the names and configurations of arms, without their changes, which releases may spell differently."""
+    """Returns the names and settings of arms as JSON. Changes are left out: releases may spell them differently."""
     return json.dumps([[arm.name, arm.is_base, arm.config] for arm in arms], sort_keys=True)
 
 
@@ -359,7 +360,7 @@ def _add_trial(session: Session, record: TrialRecord) -> int:
 
 
 def _summary(record: TrialRecord) -> TrialSummary:
-    """Returns what `known_trials` says of a trial that was recorded as this record."""
+    """Returns the summary that `known_trials` returns of a trial once `record` is in the ledger."""
     runs = sorted(record.runs, key=lambda run: run.seed)
     finals: dict[tuple[str, str], dict[int, float]] = {}
     for run in runs:
@@ -372,7 +373,7 @@ def _summary(record: TrialRecord) -> TrialSummary:
 
 
 def _rule_version(session: Session, rule: RuleRecord) -> int:
-    """Returns the id of a rule's source, which is added if the ledger lacks it."""
+    """Returns the id of a version of a rule. Adds this version if the ledger lacks it."""
     query = select(RuleVersion).where(RuleVersion.name == rule.name, RuleVersion.hash == rule.hash)
     version = session.scalar(query)
     if version is None:
@@ -389,5 +390,5 @@ def _place(session: Session, study_id: int, arm: str, trial_id: int, number: int
 
 
 def _storable(text: str) -> str:
-    """Returns text that both databases take. PostgreSQL refuses NUL, and both refuse lone surrogates."""
+    """Returns text that SQLite and PostgreSQL can store. PostgreSQL refuses NUL, and both refuse lone surrogates."""
     return text.encode("utf-8", "backslashreplace").decode().replace("\x00", "\\x00")

@@ -1,4 +1,4 @@
-"""Waits for a database that is gone for a while: a server that restarts, a full disk, or a lock that others hold."""
+"""Waits while a database cannot be used: its server restarts, its disk is full, or another process holds a lock."""
 
 import sys
 import threading
@@ -20,11 +20,11 @@ class Outage(InputError):
 class Patience:
     """How long the operations of a ledger wait for its database.
 
-    If several threads wait, the first one says so on stderr.
+    If several threads wait, only the first of them prints a line on stderr.
 
     Attributes:
         seconds: The longest wait; 0 tries each operation once.
-        gave_up: Whether an operation has waited in vain. The next operations do not wait, until one succeeds.
+        gave_up: Whether an operation has waited in vain. From then on, operations do not wait, until one succeeds.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -41,10 +41,10 @@ class Patience:
                 _print_line(f"{outage}; waiting for the database, up to {_duration(self.seconds)}")
 
     def ended(self, after: float | None) -> None:
-        """Counts an operation that waits no more.
+        """Counts an operation that has stopped waiting.
 
         Args:
-            after: The seconds until it succeeded; None if it did not.
+            after: The seconds until the operation succeeded; None if it failed.
         """
         with self._lock:
             self._waiting -= 1
@@ -53,11 +53,11 @@ class Patience:
 
 
 class Patient(Protocol):
-    """What an operation that waits has as its first argument."""
+    """An object with patience, such as a ledger. An operation that waits takes it as its first argument."""
 
     @property
     def patience(self) -> Patience:
-        """How long the operation waits."""
+        """How long an operation waits."""
         ...
 
 
@@ -69,8 +69,8 @@ T = TypeVar("T")
 def waited(operation: Callable[Concatenate[L, P], T]) -> Callable[Concatenate[L, P], T]:
     """Makes an operation of a ledger wait for its database: it runs again until it succeeds or patience ends.
 
-    The operation is one transaction, and a second run of it must change nothing: if the connection was lost during the
-    commit, nobody knows whether the first run was kept. The operation raises `InputError` when patience ends.
+    The operation is one transaction, and running it a second time must change nothing: if the connection was lost
+    during the commit, nobody knows whether the first try was kept. It raises `InputError` when patience ends.
     """
 
     @wraps(operation)
@@ -86,7 +86,7 @@ def waited(operation: Callable[Concatenate[L, P], T]) -> Callable[Concatenate[L,
 
 
 def _again(patience: Patience, outage: Outage, operation: Callable[[], T]) -> T:
-    """Runs an operation again and again, with growing pauses."""
+    """Tries an operation again, after growing pauses, until it succeeds or patience ends."""
     start, pause, after = time.monotonic(), FIRST_PAUSE, None
     patience.began(outage)
     try:

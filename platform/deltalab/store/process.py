@@ -1,4 +1,4 @@
-"""Tells one process from all others, and whether it still lives, as far as another process can see."""
+"""Identifies a process among those of all machines, and tells whether it still lives, if this process can see that."""
 
 import os
 import socket
@@ -16,10 +16,10 @@ class Process:
 
     Attributes:
         host: The machine's name, for people.
-        machine: The running system and, on Linux, its space of process ids. Among processes with an equal `machine`,
-            `pid` is unique.
-        started: When the process began, in the system's own terms. A later process may get the same number, but it has
-            another start.
+        machine: A text that identifies the running system and, on Linux, its namespace of process ids. Among processes
+            with an equal `machine`, `pid` is unique.
+        started: When the process began, in the notation of the operating system. A later process may get the same
+            `pid`, but it has another `started`.
     """
 
     host: str
@@ -37,8 +37,8 @@ class Process:
     def lives(self) -> bool | None:
         """Whether the process lives, or None if this process cannot tell.
 
-        This process cannot tell if the other one runs on another machine or in another container, or is hidden. No
-        clock is asked. A process that was killed counts as gone even if its parent has not noticed yet.
+        This process cannot tell if the other process runs on another machine or in another container, or is hidden. The
+        answer depends on no clock. A process that was killed counts as gone even if its parent has not noticed yet.
         """
         if self.machine != _machine():
             return None
@@ -56,7 +56,10 @@ class Process:
 
 @cache
 def _machine() -> str:
-    """Returns a text that differs between starts of the system, and between containers with their own process ids."""
+    """Returns a text that identifies the running system.
+
+    It changes at each start of the system, and differs between containers with their own process ids.
+    """
     if sys.platform == "linux":
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     process = subprocess.run(["sysctl", "-n", "kern.bootsessionuuid"], capture_output=True, text=True)
@@ -64,7 +67,7 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """Returns when a process began.
+    """Returns when a process began, in the notation of the operating system.
 
     Returns None for a process that may not be looked at, and "" for one that has ended and is still listed.
     """

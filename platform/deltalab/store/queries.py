@@ -1,4 +1,4 @@
-"""Reads the ledger. Rows come out detached from the database, so that pages may keep them."""
+"""Reads the ledger. The rows that it returns are detached from the database, so that a page may keep them."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -46,7 +46,7 @@ TRIAL_COLUMNS = (
     "parameters", "state_size", "tokens_per_second", "hardware",
 )  # fmt: skip
 KEYS_AT_ONCE = 500
-"""The keys of a statement, since databases limit how many values a statement may have."""
+"""The number of keys in one statement. Databases limit how many values a statement may have."""
 
 LAST_STEPS = """
 WITH RECURSIVE
@@ -104,9 +104,9 @@ ON metric.run_id = runs.id AND metric.split = :split AND metric.name = :name AND
 
 
 class Ledger:
-    """The ledger, to be read.
+    """Reads an open ledger.
 
-    Every method waits for a database that is gone, and raises `InputError` if it does not come back.
+    Every method waits for a database that is gone, and raises `InputError` if the database does not come back.
     """
 
     def __init__(self, engine: Engine, patience: float = PATIENCE_SECONDS) -> None:
@@ -132,18 +132,19 @@ class Ledger:
     def study(
         self, address: str | int, profile: str | None = None, overrides: Mapping[str, Any] | None = None
     ) -> Study:
-        """Returns the study at an address; of several matches, the latest.
+        """Returns the study at an address. If several studies match, it returns the latest.
 
-        NAME alone is the run of the default profile without overrides or, if there is none, the latest run of any
-        profile.
+        NAME alone means the study under the default profile. If the default profile has no such study, any profile
+        matches. Without `overrides`, a study that has no overrides is preferred.
 
         Args:
             address: The study's id, NAME or NAME:PROFILE.
             profile: The profile, as an alternative to NAME:PROFILE.
-            overrides: The overrides of the study, by their keys.
+            overrides: key -> value of the overrides with which the study ran.
 
         Raises:
-            InputError: There is no such study, or only a deleted one. The message lists the studies that there are.
+            InputError: There is no such study, or it is deleted. The message lists the studies, or says how to restore
+                the deleted study.
         """
         name, _, profile_of_address = str(address).partition(":")
         if profile_of_address and profile not in (None, profile_of_address):
@@ -188,7 +189,7 @@ class Ledger:
 
     @waited
     def _deleted(self, address: str) -> int | None:
-        """Returns the id of the deleted study at an address, or None."""
+        """Returns the id of the latest deleted study at an address, or None if there is none."""
         with self._reading() as session:
             for study in session.scalars(select(Study).where(Study.deleted_at.is_not(None)).order_by(Study.id.desc())):
                 if address in (str(study.id), study.name, study.address):
@@ -203,7 +204,10 @@ class Ledger:
 
     @waited
     def placed(self, study_id: int) -> list[Placed]:
-        """Returns what tells a reader of a study which of its trials are new, in the order of `trials`."""
+        """Returns each trial of a study with its number and end, in the order of `trials`.
+
+        A reader who compares two results finds the trials that are new.
+        """
         rows = (
             select(Arm.name, ArmTrial.number, Trial.key, Trial.finished_at)
             .join_from(Arm, ArmTrial)
@@ -216,7 +220,7 @@ class Ledger:
 
     @waited
     def mark(self, study_id: int) -> str:
-        """Returns a text that changes with the study's state, and when a trial is recorded, attached or forgotten."""
+        """Returns a text that changes when the study's state changes or a trial is recorded, attached or forgotten."""
         trials = (
             select(func.count(), func.max(Trial.finished_at), func.sum(ArmTrial.trial_id))
             .join_from(ArmTrial, Trial)
@@ -231,12 +235,15 @@ class Ledger:
     def trials(
         self, study_id: int, *, limit: int | None = None, offset: int = 0, trials: Iterable[str] | None = None
     ) -> list[TrialRow]:
-        """Returns a study's trials by arm, stage ("tune" last) and number. A shared trial appears in each of its arms.
+        """Returns a study's trials, sorted by arm, stage ("tune" last), task and number.
+
+        A trial that several arms share is returned once for each arm.
 
         Args:
             limit: The largest number of trials to return.
-            offset: The number of trials to leave out first.
-            trials: The keys of the trials to read, which come in groups that each have this order; None reads all.
+            offset: The number of trials to skip before these.
+            trials: The keys of the trials to read; None reads all. More than `KEYS_AT_ONCE` keys are read in groups,
+                and only the trials within a group are sorted.
         """
         keys = None if trials is None else list(trials)
         columns = [getattr(Trial, name) for name in TRIAL_COLUMNS]  # whole Trial objects take twice as long
@@ -272,7 +279,7 @@ class Ledger:
         ]
 
     def known_trials(self, keys: Iterable[str]) -> dict[str, TrialSummary]:
-        """Returns summaries of the trials among `keys` that any study has recorded, by key."""
+        """Returns the summaries of the trials in the ledger whose key is in `keys`: key -> summary."""
         return self._known_trials(list(keys))
 
     @waited
@@ -293,7 +300,7 @@ class Ledger:
                 last = _last_steps(DONE_RUNS, keys=group)
                 finals = select(Trial.key, Run.seed, last.c.split, last.c.name, last.c.value)
                 finals = finals.join_from(Trial, Run).join(last, last.c.run_id == Run.id)
-                # PostgreSQL does not know how few runs `last` has, and would read all that there are.
+                # PostgreSQL does not know how few runs `last` has. Without `in_group`, it would read all runs.
                 for key, seed, split, name, value in session.execute(finals.where(in_group).order_by(Run.seed)):
                     summaries[key].finals.setdefault((split, name), {})[seed] = value
         return summaries
@@ -307,11 +314,11 @@ class Ledger:
         metrics: Iterable[tuple[str, str]] | None = None,
         trials: Iterable[str] | None = None,
     ) -> list[FinalMetric]:
-        """Returns each run's metrics at their last step. `run_state` tells diverged runs from finished ones.
+        """Returns the last value of each metric in each run of a study. `run_state` tells which runs diverged.
 
         Args:
             stage: The stage to read; None reads both.
-            metrics: The pairs (split, metric) to read, which takes a fraction of the time; None reads all.
+            metrics: The pairs (split, metric) to read; None reads all, which takes much longer than a few pairs.
             trials: The keys of the trials to read; None reads all.
         """
         keys = None if trials is None else list(trials)
@@ -333,7 +340,10 @@ class Ledger:
 
     @waited
     def measured(self, study_id: int) -> list[tuple[Stage, str, str, str]]:
-        """Returns what a study measures as (stage, task, split, metric), by one trial of each arm on each task."""
+        """Returns the metrics that a study measures, as tuples (stage, task, split, metric).
+
+        The method looks only at the latest trial of each arm, stage and task.
+        """
         latest = (
             select(func.max(Trial.id))
             .join_from(ArmTrial, Arm)
@@ -365,7 +375,8 @@ class Ledger:
     ) -> list[CurvePoint]:
         """Returns the learning curves of each arm and seed, thinned evenly to `max_points`. Both ends are kept.
 
-        Of n points, point i = 0..n-1 is kept where floor(i (m-1) / (n-1)) grows: exactly m = max_points.
+        If a curve has n points, more than m = `max_points`, exactly m of them are kept. Point i = 0..n-1 is kept if
+        i = 0, or if floor(i (m-1) / (n-1)) is larger than for the point before.
 
         Args:
             stage: The stage of the trials.
@@ -386,7 +397,7 @@ class Ledger:
 
     @waited
     def rule_versions(self, study_id: int) -> list[RuleVersion]:
-        """Returns the rules as this study ran them."""
+        """Returns the versions of rules that the trials of this study ran."""
         used = select(Trial.rule_version_id).join(ArmTrial).join(Arm).where(Arm.study_id == study_id)
         rows = select(RuleVersion).where(RuleVersion.id.in_(used)).order_by(RuleVersion.name, RuleVersion.id)
         with self._reading() as session:
@@ -408,7 +419,7 @@ class Ledger:
 
 
 def _groups(values: Iterable[T]) -> Iterator[list[T]]:
-    """Yields distinct values in groups that a statement can hold."""
+    """Yields the distinct values in groups that are small enough for one statement."""
     distinct = list(dict.fromkeys(values))
     for start in range(0, len(distinct), KEYS_AT_ONCE):
         yield distinct[start : start + KEYS_AT_ONCE]
@@ -427,16 +438,17 @@ class _Run(NamedTuple):
 
 
 def _stages(stage: Stage | None) -> Sequence[Stage]:
-    """Returns the stages to read."""
+    """Returns a list of this stage, or all stages if `stage` is None."""
     return [stage] if stage else get_args(Stage)
 
 
 def _runs(
     session: Session, study_id: int, stage: Stage | None, task: str | None, keys: Sequence[str] | None
 ) -> list[_Run]:
-    """Returns the runs of a study by arm, task, key and seed. A join in SQL with their metrics takes ten times as long.
+    """Returns the runs of a study, sorted by arm, task, key and seed.
 
-    An arm that has a trial under two numbers has its runs once.
+    If an arm has a trial under two numbers, each run of the trial is returned once. The metrics of the runs are read by
+    another statement, since joining runs and metrics in SQL takes ten times as long.
     """
     rows = (
         select(Arm.name, Trial.task, Trial.stage, Trial.key, Run.seed, Run.state, Run.id, Arm.position)
@@ -457,7 +469,7 @@ def _runs(
 def _points(
     session: Session, runs: Sequence[int], metric: str, split: str, most: int
 ) -> dict[int, list[tuple[int, float]]]:
-    """Returns the steps and values of runs, by run, at most `most` of each."""
+    """Returns the curves of a metric: id of a run -> points (step, value). A curve has at most `most` points."""
     points: dict[int, list[tuple[int, float]]] = {}
     for group in _groups(runs):
         rows = select(Metric.run_id, Metric.step, Metric.value)
@@ -481,7 +493,10 @@ def _last_values(
     metrics: Iterable[tuple[str, str]] | None,
     parameters: dict[str, int | Sequence[str]],
 ) -> Iterator[Sequence[Any]]:
-    """Yields run, split, name, step and value of the metrics at their last step, for the runs of an SQL query."""
+    """Yields (run id, split, name, step, value) of each metric at its last step.
+
+    `runs` is an SQL query for the ids of the runs, and `parameters` are its parameters.
+    """
     if metrics is None:
         last = _last_steps(runs, **parameters)
         yield from session.execute(select(last.c.run_id, last.c.split, last.c.name, last.c.step, last.c.value))
@@ -492,17 +507,18 @@ def _last_values(
 
 
 def _parameters(values: Mapping[str, int | str | Sequence[str]]) -> list[BindParameter[Any]]:
-    """Returns the parameters of a query. A list expands to several values."""
+    """Returns the parameters of an SQL query. A list becomes several values, as `IN` needs them."""
     return [bindparam(key, value, expanding=not isinstance(value, int | str)) for key, value in values.items()]
 
 
 def _last_steps(runs: str, **parameters: int | Sequence[str]) -> Subquery:
-    """Returns run_id, split, name, step and value of each metric at its last step, of the runs that an SQL query gives.
+    """Returns a subquery for run_id, split, name, step and value of each metric at its last step.
 
-    The query's parameters are passed by name. A metric takes a few reads of the primary key, however many steps it has,
-    since the query goes from a split to the split before it, and so with names. `GROUP BY` would read every step. The
-    values are looked up in the query, since SQLite's planner reads every step if the table of metrics is joined. The
-    query is text, since SQLAlchemy takes longer to put it together than a database takes to run it.
+    `runs` is an SQL query for the ids of the runs, and `parameters` are its parameters. The subquery goes from each
+    split to the split before it, and likewise from name to name. So a metric takes a few reads of the primary key,
+    however many steps it has. `GROUP BY` would read every step. The subquery itself looks the values up, since SQLite's
+    planner reads every step if the table of metrics is joined. It is written as text, since SQLAlchemy would take
+    longer to build it than a database takes to run it.
     """
     kinds: dict[str, type[Any]] = {"run_id": Integer, "split": String, "name": String, "step": Integer, "value": Double}
     columns = [column(name, kind) for name, kind in kinds.items()]

@@ -1,4 +1,4 @@
-"""The values that the store takes and returns. They may be sent between processes."""
+"""Records: the values that the store takes and returns. A record can be sent from one process to another."""
 
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -9,12 +9,12 @@ from deltalab.store.models import RunState, Stage, TrialState
 
 @dataclass(frozen=True)
 class ArmRecord:
-    """An arm as planned.
+    """An arm of a planned study.
 
     Attributes:
-        is_base: Whether it is the base of the study.
-        change: What it changes in the base: dotted key -> [base value, arm value].
-        config: Its settings, by task.
+        is_base: Whether the arm is the base of the study.
+        change: The settings in which the arm differs from the base: dotted key -> [base value, arm value].
+        config: task -> the settings of the arm on this task.
     """
 
     name: str
@@ -25,7 +25,7 @@ class ArmRecord:
 
 @dataclass(frozen=True)
 class RuleRecord:
-    """A rule's source and its hash."""
+    """The source of a rule, with the hash of the source."""
 
     name: str
     hash: str
@@ -44,12 +44,12 @@ class ArtifactRecord:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The outcome of one seed.
+    """The outcome of a run, which is one seed of a trial.
 
     Attributes:
         state: "done" or "diverged".
         diverged_at: The step at which the run diverged; None if it did not.
-        metrics: Values as (split, name, step, value). Values that are not finite are not stored.
+        metrics: Tuples (split, name, step, value). The store leaves out values that are not finite.
         artifacts: The files that the run wrote.
     """
 
@@ -68,18 +68,18 @@ class TrialRecord:
         key: The hash of all that the trial computes.
         task_version: The version of the task.
         stage: "tune" or "confirm".
-        config: The settings.
+        config: The settings of the trial.
         state: "done", "failed" or "infeasible".
-        started_at: The start, in Unix seconds.
-        finished_at: The end, in Unix seconds.
-        seconds: The trial's share of the training time of its stack.
-        rule: The rule as it ran.
+        started_at: When the trial started, in Unix seconds.
+        finished_at: When the trial ended, in Unix seconds.
+        seconds: The trial's share of the training time of its stack, the group of trials that train together.
+        rule: The rule, with the source that ran.
         error: The traceback of a failed trial, or the reason of an infeasible one.
         parameters: The number of parameters of the model.
         state_size: The number of elements of the model's state.
         tokens_per_second: The speed of training.
-        hardware: What the trial ran on.
-        runs: The outcomes of the seeds.
+        hardware: The hardware on which the trial ran.
+        runs: The outcome of each seed.
     """
 
     key: str
@@ -102,16 +102,16 @@ class TrialRecord:
 
 @dataclass(frozen=True)
 class TrialSummary:
-    """What the ledger already holds of a trial.
+    """The outcome of a trial that the ledger already holds.
 
     Attributes:
         key: The trial's key.
         state: "done", "failed" or "infeasible".
         error: The traceback of a failed trial, or the reason of an infeasible one.
         diverged: The seeds that diverged.
-        finals: For the seeds that finished: (split, metric) -> seed -> value at the last step.
+        finals: (split, metric) -> seed -> value at the last step. Seeds that diverged are left out.
         parameters: The number of parameters of the model.
-        seconds: The trial's share of the training time of its stack.
+        seconds: The trial's share of the training time of its stack, the group of trials that train together.
     """
 
     key: str
@@ -127,13 +127,13 @@ class TrialSummary:
 class TrialRow:
     """A trial in one arm of a study.
 
-    The attributes are those of `TrialRecord`, and the following.
+    Attributes that are not described here mean the same as in `TrialRecord`.
 
     Attributes:
         number: The trial's number in the arm.
-        values: The values that tuning or a search gave it.
+        values: The values that tuning or a search gave the trial.
         rule_hash: The hash of the rule's source.
-        runs: seed -> state.
+        runs: seed -> the state of its run.
     """
 
     arm: str
@@ -159,7 +159,7 @@ class TrialRow:
 
 
 class Placed(NamedTuple):
-    """A trial's number in an arm.
+    """A trial with its number in an arm.
 
     A failed trial that ran again has the same key and a later `finished_at`.
     """
@@ -171,7 +171,7 @@ class Placed(NamedTuple):
 
 
 class FinalMetric(NamedTuple):
-    """A metric of a run at the last step at which the run has it."""
+    """The last value of a metric in a run, with the step at which the run measured it."""
 
     arm: str
     task: str
@@ -186,7 +186,7 @@ class FinalMetric(NamedTuple):
 
 
 class CurvePoint(NamedTuple):
-    """One point of the learning curve of one seed."""
+    """A point of the learning curve of one seed of a trial."""
 
     arm: str
     trial: str

@@ -1,4 +1,4 @@
-"""Trainings of exported folders: recorded from the folders of their runs, and read for reports and pages."""
+"""Records trainings of exported folders in the ledger, and reads the trainings for reports and pages."""
 
 import json
 import math
@@ -21,26 +21,26 @@ from deltalab.store.queries import Ledger
 
 RUN, METRICS, EVALUATIONS = "run.json", "metrics.jsonl", "evaluations.json"
 EVALUATION = "evaluation"
-"""The split of what `platform eval` measured. In this split, a metric's name is `TASK METRIC`."""
+"""The split of the results of `platform eval`. In this split, a metric's name is `TASK METRIC`."""
 SPEED = "tokens_per_second"
 ROWS_AT_ONCE = 200
 
 Metrics = dict[tuple[str, str, int], float]
-"""Values by (split, name, step)."""
+"""(split, name, step) -> value."""
 
 
 @dataclass(frozen=True)
 class TrainingRow:
-    """A training, with its last values.
+    """A training, with the last value of each metric.
 
     Attributes:
         name: The name of the run's folder.
-        study: The address of the study that was exported; None if it is not known.
+        study: The address of the study whose arm was exported; None if it is not known.
         arm: The arm that was exported; None if it is not known.
         parameters: The number of parameters of the model.
         started_at: When the training started.
-        steps: The steps trained so far.
-        tokens: The tokens trained so far.
+        steps: The number of steps trained so far.
+        tokens: The number of tokens trained so far.
         losses: split -> the last loss, in nats per token.
         tokens_per_second: The median speed over the run.
         evaluations: `TASK METRIC` -> value at the last step at which it was measured.
@@ -68,8 +68,9 @@ class TrainingPoint:
     """A point of a training's curve.
 
     Attributes:
-        tokens: The tokens trained until then.
-        seconds: The time trained until then, by the measured tokens per second; None if no speed is known.
+        tokens: The number of tokens trained up to this step.
+        seconds: The training time up to this step, computed from the measured tokens per second; None if no speed is
+            known.
         value: The value of the metric.
     """
 
@@ -82,16 +83,17 @@ class TrainingPoint:
 
 @waited
 def record(store: Store, run_folder: str | Path) -> int:
-    """Writes a run's folder into the ledger, or brings the ledger up to the folder. Doing so again changes nothing.
+    """Records a run's folder as a training in the ledger, or updates the training that the ledger has of this run.
 
-    The function reads `run.json`, and `metrics.jsonl` and `evaluations.json` if these exist. If a metric has several
+    Recording an unchanged folder again changes nothing. The function reads `run.json`, and also `metrics.jsonl` and
+    `evaluations.json` if they exist. If a metric has several
     values at a step, the last one counts. A value that is not finite is not recorded.
 
     Returns:
         The training's number in the ledger.
 
     Raises:
-        InputError: The folder is no run, or a file cannot be read. The message has the line of the file.
+        InputError: The folder is not that of a run, or a file cannot be read. The message names the line of the file.
     """
     folder = Path(run_folder)
     about = _json(folder / RUN)
@@ -114,13 +116,14 @@ def record(store: Store, run_folder: str | Path) -> int:
 
 @waited
 def add_evaluations(store: Store, run: str, evaluations: Sequence[Mapping[str, Any]]) -> bool:
-    """Adds evaluations to the training of a run.
+    """Adds evaluations to the training that the ledger has of a run.
 
     Args:
-        evaluations: Mappings with step, task, metric and value.
+        run: The id of the run.
+        evaluations: Mappings with the keys step, task, metric and value.
 
     Returns:
-        False if the ledger has no training of this run.
+        Whether the ledger has a training of this run.
     """
     metrics = {_evaluation(row): float(row["value"]) for row in evaluations if math.isfinite(row["value"])}
     with store._writing() as session:
@@ -132,9 +135,9 @@ def add_evaluations(store: Store, run: str, evaluations: Sequence[Mapping[str, A
 
 @waited
 def trainings(store: Ledger, study: Study | None = None) -> list[TrainingRow]:
-    """Returns the trainings of a study, or all of them, in the order of their start.
+    """Returns the trainings of a study, or all trainings if `study` is None, sorted by their start.
 
-    A study's trainings name its address. There may be several studies at one address. If a training also names the
+    A training names the address of its study. Several studies may have the same address. If a training also names the
     trial that was exported, and the ledger holds this trial, the training belongs to the studies that have the trial.
     """
     query = select(Training).order_by(Training.started_at, Training.id)
@@ -149,7 +152,7 @@ def trainings(store: Ledger, study: Study | None = None) -> list[TrainingRow]:
 
 @waited
 def measured(store: Ledger) -> list[tuple[str, str]]:
-    """Returns the pairs (split, metric) of which there are curves, without what `platform eval` measured."""
+    """Returns the pairs (split, metric) for which trainings have curves. Results of `platform eval` are left out."""
     rows = select(TrainingMetric.split, TrainingMetric.name).distinct().where(TrainingMetric.split != EVALUATION)
     with store._reading() as session:
         return sorted((split, name) for split, name in session.execute(rows))
@@ -157,7 +160,10 @@ def measured(store: Ledger) -> list[tuple[str, str]]:
 
 @waited
 def curves(store: Ledger, ids: Sequence[int], split: str, name: str, *, max_points: int = 2000) -> list[TrainingPoint]:
-    """Returns the curves of a metric, that of each training thinned to at most `max_points`. The last point is kept."""
+    """Returns the curves of one metric in several trainings.
+
+    Each curve is thinned to at most `max_points` points. Its last point is kept.
+    """
     points = []
     with store._reading() as session:
         for training in session.scalars(select(Training).where(Training.id.in_(list(ids))).order_by(Training.id)):
@@ -171,7 +177,7 @@ def curves(store: Ledger, ids: Sequence[int], split: str, name: str, *, max_poin
 
 
 def _facts(folder: Path, about: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the columns of a training from its run's `run.json`."""
+    """Returns the values of a training's columns. `about` has the contents of the run's `run.json`."""
     try:
         batch = about["recipe"]["batch"]
         started = about["started"]
@@ -194,12 +200,12 @@ def _facts(folder: Path, about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _metrics(file: Path) -> Metrics:
-    """Reads a file of metrics."""
+    """Reads a `metrics.jsonl`. Returns no metrics if there is no such file."""
     if not file.is_file():
         return {}
     metrics: Metrics = {}
     try:
-        # The last line may be half written if the run goes on.
+        # While the run still trains, its last line may be half written.
         lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
     except OSError as error:
         raise InputError(f"{file}: cannot be read: {error.strerror}") from None
@@ -216,7 +222,7 @@ def _metrics(file: Path) -> Metrics:
 
 
 def _evaluations(file: Path) -> Metrics:
-    """Reads a file of evaluations."""
+    """Reads an `evaluations.json`."""
     try:
         return {
             _evaluation(row): float(row["value"])
@@ -233,7 +239,7 @@ def _evaluation(row: Mapping[str, Any]) -> tuple[str, str, int]:
 
 
 def _json(file: Path) -> dict[str, Any]:
-    """Reads a JSON object from a file of a run."""
+    """Reads a file in a run's folder that holds a JSON object."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -246,7 +252,7 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def _write(session: Session, training_id: int, metrics: Metrics) -> None:
-    """Writes metrics of a training, and touches only the rows that differ."""
+    """Writes metrics of a training. Rows that already have the right value are not touched."""
     table = TrainingMetric
     known = {
         (split, name, step): value
@@ -278,7 +284,7 @@ def _belongs(session: Session, training: Training, study: Study) -> bool:
 
 
 def _row(session: Session, training: Training) -> TrainingRow:
-    """Returns a training with its last values."""
+    """Returns a training with the last value of each metric."""
     table = TrainingMetric
     last = (
         select(table.split, table.name, func.max(table.step).label("step"))
@@ -313,7 +319,7 @@ def _row(session: Session, training: Training) -> TrainingRow:
 
 
 def _series(session: Session, training_id: int, split: str, name: str) -> list[tuple[int, float]]:
-    """Returns the steps and values of a metric."""
+    """Returns the points (step, value) of one metric of a training, sorted by step."""
     table = TrainingMetric
     rows = select(table.step, table.value).where(
         table.training_id == training_id, table.split == split, table.name == name
@@ -322,7 +328,7 @@ def _series(session: Session, training_id: int, split: str, name: str) -> list[t
 
 
 def _clock(speeds: list[tuple[int, float]], tokens_per_step: int) -> list[tuple[int, float]]:
-    """Returns (step, seconds of training until then), from the tokens per second up to each step."""
+    """Returns points (step, seconds of training up to this step), computed from the tokens per second at each step."""
     clock = [(0, 0.0)]
     for step, speed in speeds:
         before, seconds = clock[-1]
@@ -331,7 +337,7 @@ def _clock(speeds: list[tuple[int, float]], tokens_per_step: int) -> list[tuple[
 
 
 def _at(clock: list[tuple[int, float]], step: int) -> float | None:
-    """Returns the seconds at a step, on the line through the nearest two points, or None if no speed is known."""
+    """Returns the seconds at a step, on the line through the nearest two points of `clock`; None without speeds."""
     segment = None
     for segment in pairwise(clock):
         if step <= segment[1][0]:

@@ -143,7 +143,7 @@ class SentBatches:
 
 
 class _Starts(dict[str, Tensor]):
-    """The start of each stream at each of n addresses, int64 [n], hashed at the first use of the stream."""
+    """A mapping from each stream to its starts at n addresses, int64 [n], which are hashed when first asked for."""
 
     def __init__(self, addresses: Sequence[str], device: torch.device) -> None:
         super().__init__()

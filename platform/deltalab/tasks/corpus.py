@@ -24,7 +24,7 @@ from deltalab.tasks.task import SPLITS
 Bytes: TypeAlias = NDArray[np.uint8]
 
 PYTHON = "python"
-"""The name of the source of this machine's Python standard library."""
+"""The value of `corpus` that stands for the source files of this machine's Python standard library."""
 
 RARE = 2e-3
 """The share of the training split's bigrams below which a bigram is rare. In the default corpus, 97% of the bigrams
@@ -36,7 +36,7 @@ that occur are rare, and they make up 28% of the text."""
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 
 _BLOCK = 2**18
-"""The bytes that are hashed, joined or counted at a time. To count 2^22 at a time takes twice as long per byte."""
+"""The number of bytes that are hashed, joined or counted at a time. Blocks of 2^22 would double the time to count."""
 
 SHARE = 16
 """A split of at most 1 / SHARE of a GPU's memory is copied there. Several processes may use a GPU, each with a copy."""
@@ -162,7 +162,10 @@ def _cut(path: Path) -> dict[str, Bytes]:
 
 
 def _folder(root: Path, library: bool) -> Corpus:
-    """Joins the files of each split in one file of the cache, and maps it. The content names the cache's folder."""
+    """Joins the files of each split into one cached file, and maps the cached files into memory.
+
+    The folder in the cache is named after a hash of the content.
+    """
     members = _members(root, library)
     digest = fingerprint({split: _blocks(root, members[split]) for split in SPLITS})
     folder = cache_folder() / digest
@@ -227,7 +230,7 @@ def _blocks(root: Path, paths: list[Path]) -> Iterator[bytes]:
 
 
 def _hint(path: Path) -> str:
-    """Suggests the nearest name in the same folder; in the working folder, also `PYTHON`."""
+    """Suggests the name in the same folder with the nearest spelling. In the working folder, `PYTHON` is a name too."""
     names = [PYTHON] if path.parent == Path.cwd() else []
     with suppress(OSError):
         names += sorted(entry for entry in os.listdir(path.parent) if entry != path.name)

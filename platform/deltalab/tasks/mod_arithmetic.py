@@ -1,4 +1,4 @@
-"""Arithmetic modulo 5: the state must hold an intermediate value, and with brackets a stack of such values."""
+"""Arithmetic modulo 5: the state must hold an intermediate value, and with brackets a stack of intermediate values."""
 
 from dataclasses import dataclass
 from functools import cache

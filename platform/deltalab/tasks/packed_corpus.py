@@ -65,11 +65,11 @@ class PackedCorpus:
 
     @cached_property
     def _frequent(self) -> tuple[Tensor, Tensor]:
-        """A number for each token, int64 [vocab_size], and whether a bigram of two numbers is frequent.
+        """A number for each token, int64 [vocab_size], and whether each bigram of two numbers is frequent.
 
-        The second tensor is bool [n + 1, n + 1]. The tokens of a frequent bigram are at least as frequent as the
-        bigram. So there are n <= 1 / `RARE` of them. All other tokens have the number n. The first call reads all of
-        training, twice.
+        The second tensor is bool [n + 1, n + 1]. A token of a frequent bigram is at least as frequent as the bigram. So
+        at most 1 / `RARE` tokens can be in frequent bigrams. These n tokens have the numbers 0 to n - 1, and all other
+        tokens have the number n. The first call reads the training split twice.
         """
         train = self.packed.split("train")
         counts = np.zeros(self.vocab_size, np.int64)

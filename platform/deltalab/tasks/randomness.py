@@ -23,7 +23,7 @@ _TERMS = 12
 
 
 def hashed(address: str, stream: str) -> int:
-    """Returns the start of the words of a stream at an address, a signed 64-bit integer."""
+    """Returns the signed 64-bit integer from which the random words of a stream at an address start."""
     return int.from_bytes(sha256(f"{address}/{stream}".encode()).digest()[:8], "little", signed=True)
 
 
@@ -122,9 +122,10 @@ class Random:
         swap = (step + self.integers(stream, below - step, *shape)).view(-1, count)
         step = step.expand_as(swap)
 
-        # At step j, place j holds what the last earlier step i with swap[i] = j put there, which is the content of its
-        # own place i. To follow these origins to their root takes log2(count) doublings. The last column collects the
-        # swaps with places at which no step begins. A step that swaps a place with itself passes nothing on.
+        # At step j, place j holds the content of place i, where i is the last earlier step with swap[i] = j. That
+        # content may itself have come from an earlier step. To follow the origins to their root takes log2(count)
+        # doublings. The last column collects the swaps with places at which no step begins. A step that swaps a place
+        # with itself passes nothing on.
         origin = torch.full((len(swap), count + 1), -1, device=self.device)
         origin = origin.scatter_reduce(1, swap.clamp(max=count), step, "amax")[:, :count]
         origin = torch.where(origin < 0, step, origin)

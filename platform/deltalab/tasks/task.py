@@ -22,7 +22,7 @@ IGNORE = -100
 SPLITS = ("train", "validation", "test")
 
 MOST = 2**31 - 1
-"""The largest whole number among a task's parameters, without its sign."""
+"""The largest absolute value of a whole number among a task's parameters."""
 MOST_LENGTH = 2**20
 """The largest number of tokens in a sequence, in training and in evaluation."""
 MOST_VOCABULARY = 2**24
@@ -48,7 +48,7 @@ class Batch:
 
     @cached_property
     def labels(self) -> Tensor:
-        """The targets that are scored, [N], row-major, computed once: to count them waits for a GPU."""
+        """The targets that are scored, [N], row-major. They are computed once, because their count waits for a GPU."""
         return self.targets[self.targets != IGNORE]
 
 
@@ -147,7 +147,7 @@ class Task(ABC):
         for parameter in fields(self):
             kind, value = hints[parameter.name], getattr(self, parameter.name)
             kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
-            # Equal values are one trial: 1 and 1.0, or a tuple and the list that JSON makes of it.
+            # Equal values must give the same trial: 1 and 1.0, or a tuple and the list that JSON makes of the tuple.
             value = float(value) if float in kinds and type(value) is int else _frozen(value)
             object.__setattr__(self, parameter.name, value)
             self.require(_fits(value, kind), parameter.name, f"must be {_in_words(kind)}")
@@ -194,7 +194,10 @@ class Task(ABC):
         return self.drawn(split, size, now, pool)
 
     def address(self, split: str, seed: int, step: int | str) -> str:
-        """Returns the address of a batch's random numbers; for the step "pool", of those of the `train_examples`."""
+        """Returns the address of a batch's random numbers.
+
+        The step "pool" gives the address from which the `train_examples` are drawn.
+        """
         at = step if isinstance(step, str) else int(index(step))
         return f"{self.name}/{self.version}/{split}/{int(index(seed))}/{at}"
 

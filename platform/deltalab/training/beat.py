@@ -4,11 +4,11 @@ import math
 from typing import Protocol
 
 STEP = "step"
-"""The `what` of a step like the steps before."""
+"""The value of `what` that reports an ordinary training step."""
 
 
 class Beat(Protocol):
-    """The function that a training calls at the beginning of each part that should end soon.
+    """The function that a training calls before each piece of work that should end soon.
 
     An exception that the function raises ends the training.
     """
@@ -17,12 +17,12 @@ class Beat(Protocol):
         """Notes that the training is alive.
 
         Args:
-            what: `STEP` for a step like the steps before, or other words for a part that may take longer, such as the
-                first steps, which compile kernels.
+            what: `STEP` for an ordinary step. Any other words name work that may take longer, such as the first steps,
+                which compile kernels.
             step: The number of updates so far; None if it has not changed.
             ends: The time of `time.monotonic` by which the training must have ended.
         """
 
 
 def unheard(what: str, step: int | None = None, ends: float = math.inf) -> None:
-    """Does nothing: the beat of a training that nobody supervises."""
+    """Does nothing. A training that nobody supervises calls this function."""

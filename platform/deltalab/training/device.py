@@ -45,7 +45,7 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return f"{properties.name} {str(properties.uuid)[:8]} {host}"
-    with contextlib.suppress(OSError):  # Linux has this file
+    with contextlib.suppress(OSError):  # only Linux has this file
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return f"{line.partition(':')[2].strip()} {host}"

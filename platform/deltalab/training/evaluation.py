@@ -22,7 +22,8 @@ Metric: TypeAlias = tuple[str, str, int, float]
 """The split, the name, the step and the value of a metric."""
 
 Sums: TypeAlias = tuple[list[tuple[int, list[str]]], Tensor]
-"""The N sums of one stack: the run and the metrics' names of each, and totals and counts [N, 2] on the device."""
+"""The N sums of one stack: a list of run and metric names for each sum, and the totals and counts [N, 2] on the device.
+"""
 
 
 class Evaluation:
@@ -117,7 +118,7 @@ def costs(model: Model, length: int, step: int) -> list[Metric]:
         return _counted(model, length, step)
     try:
         return counted_without_numbers(model, length, step)
-    except Exception:  # a rule may read numbers
+    except Exception:  # a rule may read values, which tensors on `meta` do not have
         return _counted(model, length, step)
 
 

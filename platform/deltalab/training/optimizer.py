@@ -1,4 +1,4 @@
-"""AdamW for many runs at once. A run's parameters are one row of numbers, with rates and clipping of its own."""
+"""AdamW for many runs at once. Each run has one row of numbers for its parameters, and its own rates and clipping."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from deltalab.models.model import parameter_groups
 from deltalab.ops.backends import automatic
 
 ALIGNED = 32
-"""The elements whose multiples parameters begin at: 128 bytes, the widest alignment that a kernel asks for."""
+"""Each parameter begins at a multiple of this number of elements: 128 bytes, the widest alignment that kernels need."""
 
 EPS = 1e-8
 """The eps of AdamW."""
@@ -38,7 +38,8 @@ class Adam(NamedTuple):
 class Layout:
     """The places of a model's parameters in a row of P numbers.
 
-    Parameters that decay come first, in [0, `decayed`). Those in [0, `scaled`) have `share` times the learning rate.
+    Parameters with weight decay come first, in [0, `decayed`). The parameters in [0, `scaled`) have `share` times the
+    learning rate.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -114,7 +115,7 @@ class AdamW:
         return torch.tensor([self._rates(step) for step in range(begin, end)])[..., None]
 
     def load(self, begin: int, rates: Tensor) -> None:
-        """Makes the steps from `begin` on ready, whose numbers are `rates`."""
+        """Makes the steps from `begin` on ready. `rates` are the numbers that `rates_of` returned for them."""
         self.rates[: len(rates)] = rates
         self.begin.fill_(begin)
         self.row.zero_()

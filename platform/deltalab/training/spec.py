@@ -1,4 +1,4 @@
-"""The settings of a training, as data, and which trainings can run as one."""
+"""The settings of a training, as data, and the test of whether two trainings can run as one."""
 
 import math
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ from deltalab.gates import Gate
 from deltalab.models.spec import ModelSpec
 
 MOST = {"steps": 10**9, "batch_size": 2**20, "evaluations": 10**5, "eval_batches": 10**6}
-"""The largest whole numbers of a training."""
+"""The largest value of each whole number in `TrainSpec`."""
 MOST_RATE = 1e38
 """The largest lr, weight_decay and clip."""
 
@@ -60,7 +60,7 @@ class TrainSpec:
             value = getattr(self, name)
             if not _is_number(value) or not 0 <= value <= high:
                 raise InputError(f"train.{name} must be a finite number from 0 to {high:g}, not {value!r}")
-            # Equal values are one trial: 1 and 1.0.
+            # 1 and 1.0 must give the same trial.
             object.__setattr__(self, name, float(value))
         betas = self.betas
         if (
@@ -119,7 +119,7 @@ def stackable(first: tuple[ModelSpec, TrainSpec], second: tuple[ModelSpec, Train
 
 
 def _alike(first: object, second: object) -> bool:
-    """Returns whether two knobs are equal. Equal gates are one function of parameters, which may start differently."""
+    """Returns whether two knobs are equal. Two gates are equal even if their parameters start at different values."""
     if not isinstance(first, Gate) or not isinstance(second, Gate):
         return first == second
 

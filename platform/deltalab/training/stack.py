@@ -1,4 +1,7 @@
-"""Many runs of one shape as one model: one tensor holds the parameters of all, and one CUDA graph is a step of all."""
+"""Trains many runs of one shape as one model. One tensor holds the parameters of all runs.
+
+On a GPU, one CUDA graph takes a step of all runs.
+"""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,16 +22,19 @@ from deltalab.training.beat import STEP, Beat, unheard
 from deltalab.training.optimizer import Adam, AdamW, Layout, Moments
 
 BLOCK = 64
-"""The steps whose random addresses and rates the host prepares at a time, while a GPU takes the steps before."""
+"""The number of steps that the host prepares at a time, while a GPU takes earlier steps.
+
+To prepare a step is to compute its random addresses and rates.
+"""
 
 WARM_UP = 3
-"""The steps before a CUDA graph is captured, which compile the kernels and allocate the libraries' workspaces."""
+"""The number of steps before a CUDA graph is captured. They compile kernels and allocate workspaces of libraries."""
 
 _log = logging.getLogger("deltalab")
 
 
 class Unstackable(RuntimeError):
-    """A rule or a task does something that `torch.func.vmap` cannot do for several runs at once."""
+    """A rule or a task uses an operation that `torch.func.vmap` cannot run for several runs at once."""
 
 
 class Stack:
@@ -39,7 +45,7 @@ class Stack:
 
     Args:
         model: The model of all runs.
-        layout: The places of its parameters in a row.
+        layout: The places of the model's parameters in a row.
         batches: The batches of the runs.
         state: The state of the runs, which is changed in place.
         runs: The settings of AdamW for each run.
@@ -49,7 +55,7 @@ class Stack:
 
     Attributes:
         optimizer: The optimizer of all runs. Its `bad` and `loss` are the results of each run.
-        eager: Why a GPU trains without a CUDA graph; None if it need not.
+        eager: The reason why a GPU trains without a CUDA graph; None if there is no such reason.
     """
 
     def __init__(

@@ -43,7 +43,10 @@ NUMERICS = 3
 """The version of the numbers that trials compute. Raise it with every change to them: earlier trials then run again."""
 
 CHECKPOINT_SECONDS = 5.0
-"""The least time between two checkpoints. A kill loses about this time, and the way to the next evaluation."""
+"""The least time between two checkpoints, which are saved after evaluations.
+
+A kill loses at most about this time, and the time to the evaluation that follows it.
+"""
 
 _log = logging.getLogger("deltalab")
 
@@ -172,7 +175,7 @@ def train_together(
                 ) from None
             _log.warning("out of GPU memory with %d runs at a time, which asked for %s more: halved", most, size)
             most = (most + 1) // 2
-        # Free memory only here: until now, the traceback kept the tensors alive.
+        # Memory can be freed only here, because the traceback of the error kept the tensors alive until now.
         del trial
         gc.collect()
         if torch.cuda.is_available():
@@ -246,7 +249,7 @@ def save(state: Mapping[str, Any], file: Path) -> None:
     with disk():
         file.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with partial.open("wb") as opened:  # torch names a full disk only for a file of Python
+            with partial.open("wb") as opened:  # torch reports a full disk only if it writes to an open Python file
                 torch.save(state, opened)
             partial.replace(file)
         finally:
@@ -254,7 +257,7 @@ def save(state: Mapping[str, Any], file: Path) -> None:
 
 
 def forget_partial(file: Path) -> None:
-    """Removes the partial files that killed processes left of `save`."""
+    """Removes the partial files of `file` that remain if a process is killed during `save`."""
     for partial in file.parent.glob(f"{file.stem}.*.partial"):
         partial.unlink(missing_ok=True)
 

@@ -32,8 +32,8 @@ Comba in one layer, and with freed memory kept, in ms per step and run:
     2^16    16.8    15.6 (4), 13.0 (6), 14.3 (9)
     2^17    28.0    27.9 (3), 26.3 (4)
 
-Stacking saves dispatch. So operators that take longer than their dispatch gain little, and large stacks leave the
-cache. On a GPU, the bound is for memory alone.
+Stacking saves the time to dispatch operators. So operators that take longer than their dispatch gain little, and large
+stacks no longer fit in the cache. On a GPU, the bound only limits memory.
 """
 
 
@@ -62,7 +62,7 @@ class RunResult:
 
 @dataclass
 class _Run:
-    """One seed of one member: its metrics so far, and its state while it is in no stack."""
+    """One seed of one member, with its metrics so far. It holds the state only while the run is in no stack."""
 
     member: int
     seed: int

@@ -1,4 +1,4 @@
-"""Writes a rule at one setting of its knobs as a file, with its equation and only with what this setting uses."""
+"""Writes a rule at one setting of its knobs as a file: its equation, and only the code that this setting uses."""
 
 import ast
 import dataclasses
@@ -28,7 +28,7 @@ from deltalab.structure import Transition
 
 WIDTH = 120
 NEUTRAL = {"beta": 1, "read": 1, "d": 0, "bonus": 0}
-"""The constants for which an operand is left out, by operand."""
+"""Maps an operand to its neutral constant. The code leaves out an operand that has this value."""
 
 
 def write_rule(rule: UpdateRule, name: str, about: str) -> str:
@@ -96,7 +96,7 @@ class _RuleFile:
     # --- the class ------------------------------------------------------------------------------------------
 
     def _class(self) -> str:
-        """Returns the class. Its name is still to be filled in."""
+        """Returns the code of the class, with CLASS in place of its name."""
         operands = self._operands()
         lines = [
             "@dataclass(frozen=True, kw_only=True)",
@@ -147,12 +147,12 @@ class _RuleFile:
         return _call("    transition: Transition = Transition", arguments)
 
     def _knobs(self) -> list[str]:
-        """Returns the lines of the gates."""
+        """Returns the lines that declare the gates."""
         knobs = self.rule.knobs()
         return [f"    {symbol}: Gate = knob({self._gate(knobs[symbol])})" for symbol in self.gates]  # type: ignore[arg-type]
 
     def _gate(self, gate: Gate) -> str:
-        """Returns the call of a gate's maker, with the numbers that are not its defaults."""
+        """Returns code that calls the function that makes a gate, with the numbers that differ from its defaults."""
         assert gate.again is not None
         defaults = {name: parameter.default for name, parameter in inspect.signature(gate.again).parameters.items()}
         options = [(name, value) for name, value in gate.options if value != defaults[name]]
@@ -210,7 +210,7 @@ class _RuleFile:
         return [head, *lines, *fit, *_call("        return Operands", fields)]
 
     def _is_given(self, name: str, value: Any) -> bool:
-        """Returns whether an operand must be given, since it is not the neutral constant."""
+        """Returns whether the code must give an operand, since its value is not the constant in `NEUTRAL`."""
         constant = value.parts[0] if isinstance(value, Symbol) and value.form == "number" else None
         return constant is None or constant != NEUTRAL.get(name)
 
@@ -232,19 +232,19 @@ class _RuleFile:
     # --- what the class uses --------------------------------------------------------------------------------
 
     def _definitions(self, body: str) -> list[str]:
-        """Returns the gates' makers and the constants of the rule's own file that the class uses, with their needs."""
+        """Returns the code that stands before the class: constants, functions that make gates, and what these use."""
         return [text for name, text, function in self._own_code(body) if not function or name in self._makers()]
 
     def _functions(self, body: str) -> list[str]:
-        """Returns the other functions of the rule's own file that the class uses."""
+        """Returns the code that stands after the class: the other functions of the rule's own file that it uses."""
         return [text for name, text, function in self._own_code(body) if function and name not in self._makers()]
 
     def _makers(self) -> set[str]:
-        """Returns the names of the functions that make gates, and of what these use."""
+        """Returns the names of the functions that make gates, and of all that these functions use."""
         return {gate.again.__name__ for gate in self.gates.values() if gate.again is not None} | self._of_makers
 
     def _own_code(self, body: str) -> list[tuple[str, str, bool]]:
-        """Returns (name, text, whether a function) of what the class uses of the rule's own file, in its order."""
+        """Returns (name, text, whether it is a function) of each definition in the rule's file that the class uses."""
         source = inspect.getsource(self.module)
         lines, tree = source.splitlines(), ast.parse(source).body
         defined: dict[str, tuple[str, ast.stmt]] = {}
@@ -415,9 +415,9 @@ def _is_transition(value: object) -> bool:
 
 
 def _without_name(transition: Transition) -> dict[str, Any]:
-    """Returns the fields that tell a transition from another one.
+    """Returns the fields of a transition except its name, to compare transitions.
 
-    Without a decay or a low rank, it does not matter which state the low rank reads.
+    Without a decay or a low rank, `reads` does not matter and is set to "state".
     """
     fields = {field: value for field, value in vars(transition).items() if field != "name"}
     if transition.decay == "none" or transition.low_rank == "none":
@@ -431,7 +431,7 @@ def _quoted(value: object) -> str:
 
 
 def _number(end: float) -> str:
-    """Returns a number as code. An infinite one is math.inf."""
+    """Returns a number as code. An infinite number is written math.inf or -math.inf."""
     return repr(float(end)) if math.isfinite(end) else "math.inf" if end > 0 else "-math.inf"
 
 

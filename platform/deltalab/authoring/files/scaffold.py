@@ -1,4 +1,4 @@
-"""The files that `platform rule new`, `task new` and `study new` write, which work as they are."""
+"""Writes the files of `platform rule new`, `task new` and `study new` from templates. Each file works as it is."""
 
 import keyword
 from contextlib import suppress
@@ -336,14 +336,14 @@ def new_study(name: str, directory: Path = Path("studies")) -> Path:
         raise InputError(f"'{name}' cannot name a study: take lower case, as in {name.lower()}")
     file = _write(name, directory / f"{name}.yaml", "study", STUDY, list(shipped_studies()))
     schema = directory / SCHEMA.name
-    with suppress(OSError):  # an editor lacks it, and the study does not
+    with suppress(OSError):  # only editors use the schema: the study works without it
         if not schema.exists() or not schema.samefile(SCHEMA):
             schema.write_text(SCHEMA.read_text(encoding="utf-8"), encoding="utf-8")
     return file
 
 
 def _write(name: str, file: Path, kind: str, text: str, taken: list[str]) -> Path:
-    """Writes a file from a template."""
+    """Checks that a name is free, fills it into the template `text` and writes the file."""
     free_name(name, kind, taken)
     return write_file(file, text.replace("NAME", name).replace("CLASS", class_name(name, kind, text)))
 
@@ -367,14 +367,17 @@ def free_name(name: str, kind: str, taken: list[str]) -> None:
 
 
 def class_name(name: str, kind: str, text: str) -> str:
-    """Returns the name of a class in a file's text, such as MyRule for my_rule."""
+    """Returns the name of the class for a rule or task, such as MyRule for my_rule.
+
+    If the file's text has this word already, the kind is appended to the name, as in GateRule.
+    """
     camel_case = "".join(part[:1].upper() + part[1:] for part in name.split("_"))
-    # A class `Gate` would shadow the one that the file imports.
+    # A new class `Gate`, for example, would shadow the class `Gate` that the file imports.
     return camel_case + kind.capitalize() if camel_case in text else camel_case
 
 
 def write_file(file: Path, text: str) -> Path:
-    """Writes a new file as a whole.
+    """Writes a new file, so that no reader ever sees a part of it.
 
     Raises:
         InputError: The file exists or cannot be written.

@@ -12,15 +12,15 @@ SCHEMA = FOLDER / "study.schema.json"
 
 
 def shipped_studies() -> dict[str, Path]:
-    """Returns the files of the shipped studies by name."""
+    """Returns a dictionary from the names of the shipped studies to their files."""
     return {file.stem: file for file in sorted(FOLDER.glob("*.yaml"))}
 
 
 def study_file(path_or_name: str | Path) -> Path:
     """Returns the file that a path or a study's name stands for.
 
-    A name stands for a file of this name, else for one in ./studies, else for a shipped study. A path need not exist:
-    its reader reports what is wrong with it.
+    A name stands for the file with exactly this name if there is one, else for NAME.yaml in ./studies, else for a
+    shipped study. A path is returned even if no file is there: the code that reads the file reports the error.
 
     Raises:
         InputError: No study has this name.

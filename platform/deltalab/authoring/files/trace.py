@@ -1,7 +1,7 @@
-"""Traces what a rule's `operands` compute as expressions, and writes these as code or as an equation.
+"""Traces a rule's `operands` as expressions, and writes the expressions as code or as an equation.
 
-`operands` runs on symbols in place of tensors. Whatever it decides by the rule's knobs is then decided, and each
-operand is one expression.
+`operands` runs on symbols in place of tensors. The run takes one branch wherever the rule's knobs decide, so that each
+operand becomes one expression.
 """
 
 import inspect
@@ -32,7 +32,7 @@ UNSEEN = ("expand", "to", "unsqueeze", "flatten")
 
 
 class Untraceable(Exception):
-    """Says what in a rule's `operands` is no expression of its inputs."""
+    """The error if a rule's `operands` cannot be written as expressions of its inputs. The message says why."""
 
 
 class Symbol:
@@ -42,7 +42,7 @@ class Symbol:
         form: "name", "number", "attribute", "item", "method", "call", "pick" (one of several results of a call),
             "minus", or a sign of `SIGNS`.
         parts: What the expression is made of.
-        vector: Whether it has a channel axis. An equation writes a * b for a product of two vectors, else a b.
+        vector: Whether it has a channel axis. An equation writes the product of two vectors as a * b, others as a b.
         axes: The number of its axes, if it is known.
     """
 
@@ -87,7 +87,7 @@ class Symbol:
 
 
 def _called(function: Any, args: Any, kwargs: Any) -> Symbol:
-    """Returns the symbol of a call, without the arguments that are defaults."""
+    """Returns the symbol of a call, without keyword arguments that equal their defaults."""
     if isinstance(function, FunctionType):
         defaults = {name: argument.default for name, argument in inspect.signature(function).parameters.items()}
         kwargs = {
@@ -103,12 +103,12 @@ def _called(function: Any, args: Any, kwargs: Any) -> Symbol:
 
 
 def number(value: float, name: str = "") -> Symbol:
-    """Returns the symbol of a constant. `name` is that of the gate whose value the constant is."""
+    """Returns the symbol of a constant. If the constant is the value of a gate, `name` is the gate's name."""
     return Symbol("number", value, name, axes=1)
 
 
 def _signed(sign: str, swapped: bool) -> Callable[[Symbol, Any], Symbol]:
-    """Returns the method of `Symbol` for a sign, which leaves out neutral elements such as 1 in a product."""
+    """Returns the method of `Symbol` for a sign. The method leaves out neutral elements, such as 1 in a product."""
 
     def operation(symbol: Symbol, other: Any) -> Symbol:
         other = other if isinstance(other, Symbol) else number(other)
@@ -142,9 +142,9 @@ def of_gate(name: str, gate: Gate) -> Symbol:
 
 @contextmanager
 def helpers_kept(module: ModuleType) -> Iterator[None]:
-    """Turns calls of a module's own functions into expressions, as long as the context lasts.
+    """Makes calls of a module's own functions return expressions, as long as the context lasts.
 
-    The file of a written rule can hold these functions beside the expression.
+    The file of a written rule can hold the functions beside the expressions that call them.
     """
     functions = {
         name: value
@@ -177,7 +177,10 @@ def helpers_kept(module: ModuleType) -> Iterator[None]:
 
 @contextmanager
 def locals_of(function: Any) -> Iterator[dict[int, str]]:
-    """Collects the names that a function has given to symbols when it returns, by the ids of the symbols."""
+    """Yields a dictionary that is filled when `function` returns.
+
+    It maps the ids of symbols to the names of the local variables of `function` that hold them.
+    """
     names: dict[int, str] = {}
     code = function.__code__
 
@@ -196,14 +199,14 @@ def locals_of(function: Any) -> Iterator[dict[int, str]]:
 
 
 class Writer:
-    """Writes symbols as code. What is used twice and has no name becomes a line of its own in `lines`.
+    """Writes symbols as code. An expression that is used more than once becomes a line of its own in `lines`.
 
     Attributes:
-        names: The names that the rule gives to symbols, by their ids.
-        taken: Names that have another meaning.
-        lines: The lines before the expression.
+        names: Maps the ids of symbols to the names that the rule gives them.
+        taken: The names that are in use already.
+        lines: The lines of code that stand before the expression.
         functions: The functions that the code calls, by name.
-        written: The names of symbols that have a line, by their ids.
+        written: Maps the ids of symbols that have a line to the names of these symbols.
     """
 
     def __init__(self, results: list[Symbol], names: Mapping[int, str], taken: set[str]) -> None:
@@ -296,7 +299,7 @@ class Writer:
         return self.code(argument)
 
     def full(self, constant: Symbol) -> str:
-        """Returns the name of a constant as a tensor [H]."""
+        """Writes a constant as a tensor [H] on a line of its own, and returns the name of the tensor."""
         if id(constant) not in self.written:
             self._line(constant, f"q.new_full(q.shape[2:3], {constant.parts[0]!r})")
         return self.written[id(constant)]
@@ -312,7 +315,7 @@ class Writer:
 
 
 def _symbols(value: Any) -> Iterator[Symbol]:
-    """Yields the symbols directly in a value."""
+    """Yields a value that is a symbol, or the symbols in a tuple, list or dictionary."""
     if isinstance(value, Symbol):
         yield value
     elif isinstance(value, tuple | list):
@@ -348,13 +351,14 @@ def _index(index: Any) -> str:
 class Equation:
     """Writes symbols as a paper does.
 
-    The value k of token t is k_t, exp(g_t) is alpha_t, a product with a number is a b, and one by channel is a * b.
+    The value k of token t is written k_t, and exp(g_t) is written alpha_t. A product of two vectors is written a * b,
+    and any other product a b.
 
     Attributes:
-        of: The name of each leaf.
-        lines: The names of other symbols, by their ids. Each gets the index t.
+        of: Maps the name of each input and gate to its name in the equation.
+        lines: Maps the ids of other symbols to their names. Each name gets the index t.
         t: The index of time.
-        where: The meanings of these names and of functions, in the order of their use.
+        where: The meanings of the names in `lines` and of functions, in the order of their use.
     """
 
     def __init__(self, of: Mapping[str, str], lines: Mapping[int, str], t: str) -> None:

@@ -1,4 +1,4 @@
-"""Checks that all forms of a rule compute one function: chunks, tokens, its own kernel and its `step`, at any size."""
+"""Checks that all forms of a rule compute one function: by chunks, by tokens, by its own kernel and by its `step`."""
 
 import dataclasses
 import itertools
@@ -56,8 +56,8 @@ SIZES = (
 def _cases(rule: UpdateRule) -> Iterator[tuple[Inputs, int, str]]:
     """Yields inputs, a chunk size and their description.
 
-    The inputs are one token, less than a chunk, whole chunks, and chunks with a rest, each without and with an initial
-    state.
+    The inputs have one token, fewer tokens than a chunk, whole chunks, and whole chunks with a rest. Each length comes
+    without and with an initial state.
     """
     for length, chunk_size in ((1, CHUNK), (7, 16), (3 * CHUNK, CHUNK), (3 * CHUNK + 1, CHUNK)):
         x = inputs(rule, PREFIX + length)
@@ -66,7 +66,7 @@ def _cases(rule: UpdateRule) -> Iterator[tuple[Inputs, int, str]]:
 
 
 def backends(rule: UpdateRule) -> Iterator[Measurement]:
-    """Measures the chunked form against the recurrent one, with gradients, in several lengths."""
+    """Measures the chunked form against the recurrent one, with gradients, at several lengths."""
     for x, chunk_size, where in _cases(rule):
         want = evaluate(rule, x, "recurrent")
         yield from errors(evaluate(rule, x, "chunked", chunk_size), want, f"chunked to recurrent {where}")
@@ -80,7 +80,7 @@ def lengths(rule: UpdateRule) -> Iterator[Measurement]:
 
 
 def together(rule: UpdateRule) -> Iterator[Measurement]:
-    """Measures the chunked form against the recurrent one at one length."""
+    """Measures the chunked form against the recurrent one at one length, with gradients."""
     x = started(rule, inputs(rule, PREFIX + LENGTH))
     want = evaluate(rule, x, "recurrent")
     yield from errors(evaluate(rule, x, "chunked"), want, f"chunked to recurrent at T={LENGTH}")
@@ -160,7 +160,7 @@ def has_step(rule: UpdateRule) -> bool:
 
 
 def nothing_independent(rule: UpdateRule) -> Iterator[Note]:
-    """Notes that the rule has one form alone."""
+    """Yields a note that no forms were compared, since the rule has only one."""
     yield Note(
         "nothing independent was compared: all forms run the same `mix`. Give the rule a `step`, one token as the "
         "equation stands, and every form is held to it"
@@ -212,7 +212,7 @@ def kernel(rule: UpdateRule) -> Iterator[Measurement | Note]:
 
 
 def _rounded(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> Iterator[Measurement]:
-    """Measures whether all elements of a state are bf16 numbers although those of the equation are not.
+    """Measures whether a kernel's state has bf16 numbers alone although the state of the equation has others.
 
     The relative error alone does not show a state that is kept in bf16.
     """
@@ -250,7 +250,10 @@ def _wide_kernel(rule: UpdateRule, device: str, dtype: torch.dtype) -> Iterator[
 
 
 def _wrong_read(rule: UpdateRule, x: Inputs, o: Tensor, limit: float) -> str:
-    """Returns the likely cause if `o` is the equation's output with the other choice of `reads`, else ""."""
+    """Returns the likely cause of a wrong output `o` if the kernel reads the wrong state, else an empty string.
+
+    The kernel reads the wrong state if `o` is the output of the equation with the other value of `reads`.
+    """
     if rule.transition is None or rule.transition.low_rank == "none" or rule.transition.decay == "none":
         return ""
     other: Literal["state", "decayed_state"] = "state" if rule.transition.reads == "decayed_state" else "decayed_state"
@@ -332,10 +335,10 @@ def sizes(rule: UpdateRule) -> Iterator[Measurement]:
 
 
 def _own_state_forms(rule: UpdateRule) -> Iterator[tuple[str, object, object]]:
-    """Compares the state of a rule outside the algebra with the contract.
+    """Yields comparisons (what, measured value, value of the contract) for the state of a rule outside the algebra.
 
-    Each part is [B, H, ..], and fp32 if it sums over tokens. A part that grows with the sequence, or that repeats
-    inputs, sums nothing and may keep their dtype.
+    By the contract each part of the state is [B, H, ..], and a part that sums over tokens is in fp32. A part that grows
+    with the sequence, or that repeats inputs, sums nothing and may have the dtype of the inputs.
     """
     x = inputs(rule).map(Tensor.bfloat16)
     x = dataclasses.replace(x, gates={name: gate.float() for name, gate in x.gates.items()})

@@ -1,4 +1,4 @@
-"""Checks of what an output must not depend on: later tokens, other sequences, other heads, chance and earlier calls."""
+"""Checks that an output does not depend on later tokens, other sequences, other heads, chance or earlier calls."""
 
 import dataclasses
 import itertools
@@ -47,7 +47,7 @@ def causality_of_values(rule: UpdateRule) -> Iterator[Measurement]:
             yield Measurement(error(changed_o[:, :t], o[:, :t]), what)
     x, later = (inputs(rule, LONG, batch=1, seed=seed) for seed in (0, 1))
     o = outputs(rule, x, "chunked", 64)["o"]
-    for t in (41, 100):  # within chunks of 16, 32 and 64 tokens
+    for t in (41, 100):  # inside a chunk, whether chunks have 16, 32 or 64 tokens
         changed_o = outputs(rule, replaced(x, later, t), "chunked", 64)["o"]
         what = f"change of outputs before token {t} of {LONG} with other inputs after it, chunked,"
         yield Measurement(error(changed_o[:, :t], o[:, :t]), what)
@@ -76,7 +76,7 @@ def rows_of_the_batch(rule: UpdateRule, batch: int = 3) -> Iterator[Measurement]
     for backend in backends_of(rule):
         want = outputs(rule, x, backend)
         swapped = _mixed(x, other, last, dim=0)
-        # The other sequences must stay the same if one sequence is changed, and if it is left out.
+        # The results of a sequence must stay the same if another sequence changes, and if all others are left out.
         for got, rows, what in (
             (outputs(rule, swapped, backend), [*range(last)], "with another last sequence in the batch"),
             (outputs(rule, selected(x, [1], 0), backend), [1], "of a sequence by itself"),
@@ -87,10 +87,10 @@ def rows_of_the_batch(rule: UpdateRule, batch: int = 3) -> Iterator[Measurement]
 
 
 def heads(rule: UpdateRule, many: int = 8) -> Iterator[Measurement | Note]:
-    """Measures whether a head sees another one, and whether the number of heads and their order matter.
+    """Measures whether the results of a head depend on other heads, on the number of heads or on their order.
 
-    What a rule fixes for each head, like the slopes of a decay, is passed as a value here, so that it moves with its
-    head.
+    Constant gates, like the slopes of a decay, may have another value in each head. The check passes them as values,
+    so that each value moves with its head.
     """
     x, other = (inputs(rule, PREFIX + 7, heads=many, seed=seed) for seed in (0, 1))
     x, other = (started(rule, dataclasses.replace(y, gates=every_gate(rule, y))) for y in (x, other))
@@ -121,18 +121,18 @@ def heads(rule: UpdateRule, many: int = 8) -> Iterator[Measurement | Note]:
 
 
 def _heads(name: str, value: Tensor, index: list[int]) -> Tensor:
-    """Returns some heads of an output or of a part of the state."""
+    """Returns the heads `index` of the result `name`: the output, or a part of the state."""
     return value.index_select(2 if name == "o" else 1, torch.tensor(index))
 
 
 def _groups(rule: UpdateRule, x: Inputs, many: int) -> list[int]:
-    """Returns for each head the first head that has the same output if all have the inputs and the state of head 0."""
+    """Gives all heads the inputs and the state of head 0. Returns for each head the first head with the same output."""
     o = outputs(rule, selected(x, [0] * many, 2), "chunked")["o"]
     return [next(j for j in range(many) if error(o[:, :, i], o[:, :, j]) < 1e-9) for i in range(many)]
 
 
 def _mixed(x: Inputs, other: Inputs, index: int, dim: int) -> Inputs:
-    """Returns x with one sequence (dim 0) or one head (dim 2) of `other`."""
+    """Returns a copy of `x` in which one sequence (`dim` 0) or one head (`dim` 2) comes from `other`."""
 
     def mixed(a: Tensor, b: Tensor, dimension: int) -> Tensor:
         copy = a.clone()
@@ -153,7 +153,7 @@ def _mixed(x: Inputs, other: Inputs, index: int, dim: int) -> Inputs:
 
 
 def repetition(rule: UpdateRule) -> Iterator[Measurement]:
-    """Measures whether a call gives the same bits whatever was drawn or called before, and keeps its arguments."""
+    """Measures whether a call returns the same bits after other calls and random draws, and keeps its arguments."""
     for dtype in (torch.float64, torch.float32):
         x = started(rule, inputs(rule, PREFIX + LENGTH)).map(lambda part, d=dtype: part.to(d))  # type: ignore[misc]
         for backend, start in itertools.product(backends_of(rule), (x, x.span(0))):
@@ -161,7 +161,7 @@ def repetition(rule: UpdateRule) -> Iterator[Measurement]:
 
 
 def _repeated(rule: UpdateRule, x: Inputs, backend: Backend) -> Iterator[Measurement]:
-    """Measures repeated calls of one backend."""
+    """Calls one backend three times. Measures changes of the results, and changes of the arguments."""
     before = x.map(Tensor.clone)
     with torch.random.fork_rng(devices=[]):
         results = []

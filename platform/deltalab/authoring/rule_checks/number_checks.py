@@ -50,7 +50,7 @@ def gradients(rule: UpdateRule) -> Iterator[Measurement | Note]:
     x = started(rule, inputs(rule, PREFIX + LENGTH))
     measurements = list(differences(rule, x, f"at T={LENGTH}"))
     yield from measurements
-    # The x of a layer goes through q and k, too.
+    # Measure a layer, too, whose input x reaches the output through q, k and v as well as through gates.
     if any(isinstance(measurement, Note) for measurement in measurements):
         return
     layer, tokens = layer_of(rule), normal(BATCH, LENGTH, WIDTH, seed=1)
@@ -107,7 +107,7 @@ def _compared(
     gradients = {name: y.where(inputs[name].isfinite(), 0.0) for name, y in gradients_of(result, leaves).items()}
     sizes = {name: float(y.norm()) for name, y in gradients.items()}
     largest = max(max(sizes.values()), 1e-3)
-    # Each input takes part with the same weight, whatever the size of its gradient.
+    # Scale the direction so that each input has the same weight, whatever the size of its gradient.
     direction = {
         name: normal(*value.shape, seed=50).where(value.isfinite(), 0.0)
         * (1e-3 * largest / max(sizes[name], 1e-3 * largest))
@@ -140,7 +140,8 @@ def _slope_error(
 ) -> float | None:
     """Returns the relative error of the slope that gradients predict in a direction.
 
-    Returns None if the function is too steep to tell, and inf if nothing moves at all although the gradient is not 0.
+    Returns None if the function is too steep to tell, and inf if the function does not
+    change at all although the gradient is not 0.
     """
     expected = sum(float((gradients[name] * direction[name]).sum()) for name in names)
     for step in STEPS:
@@ -172,7 +173,10 @@ def _slope(
 
 
 def _approximate(result: Tensor) -> str:
-    """Returns the name of an autograd.Function before a result that says `approximate = True`, or an empty string."""
+    """Returns the name of an autograd.Function that says `approximate = True` and that took part in a result.
+
+    Returns an empty string if there is none.
+    """
     seen, nodes = set(), [result.grad_fn]
     while nodes:
         node = nodes.pop()
@@ -192,9 +196,9 @@ FP32, BF16, BF16_STATE = 1e-3, 3e-2, 4e-3
 
 
 def precision(rule: UpdateRule) -> Iterator[Measurement]:
-    """Measures runs on fp32 and bf16 inputs against fp64 on the same values."""
+    """Measures runs on inputs in fp32 and bf16 against runs in fp64 on the same values."""
     yield from _rounded(rule, inputs(rule, PREFIX + LONG, batch=1), torch.float32, "chunked", FP32)
-    # Sums over many tokens go wrong in bf16.
+    # Take many tokens, since sums over many tokens go wrong in bf16.
     for backend in backends_of(rule):
         yield from _rounded(rule, inputs(rule, PREFIX + 48), torch.bfloat16, backend, BF16)
     x = _in(layered(rule, LONG, heads=MANY), torch.bfloat16)
@@ -208,7 +212,7 @@ def precision(rule: UpdateRule) -> Iterator[Measurement]:
 
 
 def _rounded(rule: UpdateRule, x: Inputs, dtype: torch.dtype, backend: Backend, limit: float) -> Iterator[Measurement]:
-    """Measures one backend in a dtype against fp64."""
+    """Measures a run of one backend on inputs in `dtype` against the same run in fp64."""
     x = started(rule, _in(x, dtype))
     exact = x.map(Tensor.double)
     got, want = (evaluate(rule, y, backend, 16) for y in (x, exact))
@@ -225,8 +229,8 @@ def _precision_errors(
 ) -> Iterator[Measurement]:
     """Yields the errors of results in a low precision.
 
-    A steep function enlarges any error. So the limit of a figure rises to 30 times the error that `near`, the same run
-    on rounded inputs, makes.
+    A steep function enlarges any error. So if a figure exceeds `limit`, the limits rise to 30 times the errors of
+    `run_rounded`, which runs in fp64 on rounded inputs.
     """
     measurements = list(errors(got, want, where, limit))
     if any(not measurement.figure <= limit for measurement in measurements):
@@ -236,12 +240,12 @@ def _precision_errors(
 
 
 def _noisy(x: Inputs) -> Inputs:
-    """Returns x with errors as large as those of rounding to fp32."""
+    """Returns `x` with random errors as large as those of rounding to fp32."""
     return x.map(lambda part: part * (1 + 2**-23 * normal(*part.shape, seed=7).sign()))
 
 
 def _in(x: Inputs, dtype: torch.dtype) -> Inputs:
-    """Returns x with q, k and v in a dtype, and gates in fp32 or wider."""
+    """Returns `x` with q, k and v in `dtype`, with gates in fp32 or wider, and without a state."""
     wide = torch.promote_types(dtype, torch.float32)
     return Inputs(x.q.to(dtype), x.k.to(dtype), x.v.to(dtype), {name: gate.to(wide) for name, gate in x.gates.items()})
 
@@ -250,13 +254,13 @@ def _in(x: Inputs, dtype: torch.dtype) -> Inputs:
 
 LONGEST = 2048
 MANY = 8
-"""Heads, so many that a decay that starts at random is slow in some of them."""
+"""The number of heads. Among so many heads, a decay that starts at random is slow in some."""
 MOST_GROWTH = 16.0
 """The largest growth of a state while the sequence doubles. A sum over tokens grows by 2, a sum of sums by 4."""
 
 
 def long_sequences(rule: UpdateRule) -> Iterator[Measurement]:
-    """Measures overflow and exponential growth in fp32 at 2048 tokens, as an untrained layer makes them."""
+    """Measures overflow and exponential growth in fp32 on 2048 tokens of the inputs that an untrained layer makes."""
     x = _in(layered(rule, LONGEST, heads=MANY), torch.float32)
     whole = outputs(rule, x, "chunked", 64)
     count = sum(broken(name, value) for name, value in whole.items())
@@ -271,7 +275,7 @@ def long_sequences(rule: UpdateRule) -> Iterator[Measurement]:
         sizes.append([_size(part) for part in state])
     sizes.append([_size(part) for name, part in whole.items() if name != "o"])
     for i, (first, second, third) in enumerate(zip(*sizes, strict=True)):
-        # Growth that slows down, as that of a state that was almost empty, is no explosion.
+        # Growth that slows down is no explosion: a state that was almost empty grows like this.
         before, growth = (b / max(a, 1e-3) for a, b in ((first, second), (second, third)))
         growth = growth if growth >= before or not math.isfinite(growth) else 0.0
         what = f"growth of part {i} of the state while T doubles to {LONGEST}, in a layer,"
@@ -284,10 +288,10 @@ def _size(part: Tensor) -> float:
 
 
 def zeros(rule: UpdateRule) -> Iterator[Measurement]:
-    """Measures whether results and gradients are finite for tokens of zeros, as padding makes them."""
+    """Measures whether results and gradients are finite if tokens are all zeros, as they are in padding."""
     x = inputs(rule, PREFIX + LENGTH)
     for names in (("q",), ("k",), ("v",), ("k", "v"), ("q", "k", "v")):
-        # The zeros are one token among others, and then all tokens.
+        # First one token is zero, then all tokens are.
         for tokens in (slice(3 * rule.steps, 4 * rule.steps), slice(None)):
             zeroed = {name: getattr(x, name).clone() for name in names}
             for value in zeroed.values():
@@ -317,7 +321,7 @@ def extreme_gates(rule: UpdateRule) -> Iterator[Measurement]:
 
 
 def _corner(rule: UpdateRule, results: Mapping[str, Tensor]) -> str:
-    """Returns the gates of the first head with values that are not finite. Each head has one of `corners`."""
+    """Returns the gate values of the first head whose results are not finite. Each head has one of `corners`."""
     heads = [
         v.movedim(2 if moves(v) else 0, 0).flatten(1) if v.dim() > 1 else v[:, None]
         for n, v in results.items()
@@ -379,7 +383,7 @@ def eigenvalues(rule: UpdateRule) -> Iterator[Measurement]:
             )
             transition, state_name = (after - offset)[..., :width], " of the second state" * i
             wrong = int((~transition.isfinite()).sum())
-            if wrong:  # LAPACK may crash the process on such values
+            if wrong:  # LAPACK may crash the process on values that are not finite
                 reason = _growth(rule, x) or "an operand is not finite: a division by 0, an overflow, or 0 * inf"
                 yield Measurement(
                     float(wrong), f"number of elements of the transition{state_name} that are not finite", reason, 0.0
@@ -387,7 +391,8 @@ def eigenvalues(rule: UpdateRule) -> Iterator[Measurement]:
                 continue
             spectrum = torch.linalg.eigvals(transition)
             real = spectrum.real
-            # A free low rank may rotate, and so may several steps even if no single step does. Neither may stretch.
+            # A free low rank may rotate the state, and so may several steps even if no single step rotates it. Neither
+            # may stretch the state.
             may_turn = rule.transition is not None and (rule.transition.steps > 1 or rule.transition.low_rank == "free")
             excess = spectrum.abs() - max(abs(low), abs(high)) if may_turn else spectrum.imag.abs()
             distance = excess.clamp_min(0) + (low - real).clamp_min(0) + (real - high).clamp_min(0)

@@ -1,7 +1,7 @@
-"""Runs of a rule for its checks: settings and inputs to try, outputs with their gradients, and differences.
+"""Runs a rule for its checks: settings and inputs to try, outputs with their gradients, and differences.
 
-Sizes are tiny, and the arithmetic is fp64 unless a check is about a dtype, so that a failure means a wrong function and
-not rounding.
+Sizes are tiny, and the arithmetic is fp64 unless a check is about a dtype. So a failure means that a rule computes a
+wrong function, and does not come from rounding.
 """
 
 import dataclasses
@@ -28,9 +28,9 @@ from deltalab.rule import State, UpdateRule
 
 BATCH, LENGTH, HEADS, KEY, VALUE, CHUNK, WIDTH, CONV = 2, 13, 2, 4, 3, 4, 8, 4
 PREFIX = 5
-"""The tokens that make an initial state: more than KEY, so that the state has full rank."""
+"""The number of tokens that make an initial state. It exceeds KEY, so that the state has full rank."""
 LONG = 150
-"""The tokens of a long sequence: more than the chunks of 16, 32, 64 and 128 tokens that parallel forms take."""
+"""The number of tokens in a long sequence. It exceeds the chunks of 16 to 128 tokens that parallel forms take."""
 SCALE = 0.6
 """The scale of outputs. It differs from KEY ** -0.5, which a rule may take by mistake."""
 EXACT = 1e-10
@@ -41,8 +41,9 @@ MOST_COMBINATIONS = 24
 
 @lru_cache(maxsize=16)
 def combinations(rule: UpdateRule) -> list[UpdateRule]:
-    """Returns the rule and all combinations of its options, or settings in which each pair of options occurs.
+    """Returns the rule at all combinations of its options.
 
+    If there are more than `MOST_COMBINATIONS`, returns fewer settings, in which each pair of options still occurs.
     Combinations that the rule refuses with an `InputError` are left out.
     """
     options = rule.options()
@@ -53,7 +54,7 @@ def combinations(rule: UpdateRule) -> list[UpdateRule]:
 
 
 def _turned(rule: UpdateRule, choice: Any) -> UpdateRule | None:
-    """Returns the rule with other options, or None if the rule refuses them."""
+    """Returns the rule with the options in `choice`, or None if the rule refuses them."""
     with suppress(InputError):
         return dataclasses.replace(rule, **dict(choice))
     return None
@@ -80,7 +81,7 @@ def _pairs(rule: UpdateRule) -> list[UpdateRule]:
         return set(itertools.combinations(placed, 2))
 
     def adds(choice: Mapping[str, int], name: str, i: int) -> int:
-        """Returns how many of the missing pairs one more option brings."""
+        """Returns how many missing pairs option `i` of the knob `name` would add to `choice`."""
         option = (name, i)
         return sum(
             ((option, other) if place[name] < place[other[0]] else (other, option)) in missing
@@ -91,7 +92,8 @@ def _pairs(rule: UpdateRule) -> list[UpdateRule]:
         choice = dict(start)
         for name in random_.sample(names, len(names)):
             if name not in choice:
-                # A rule may refuse most combinations of several turned knobs. The other knobs then keep their options.
+                # A rule may refuse most combinations of several turned knobs. So the last attempt leaves the other
+                # knobs at their defaults.
                 places = random_.sample(range(len(options[name])), len(options[name])) if greedy else [0]
                 choice[name] = max(places, key=lambda i, n=name: adds(choice, n, i))  # type: ignore[misc]
         return choice
@@ -138,13 +140,16 @@ def inputs(
 
 
 def started(rule: UpdateRule, x: Inputs) -> Inputs:
-    """Returns the inputs from token `PREFIX` on, with the state that the tokens before it make."""
+    """Returns the inputs from token `PREFIX` on, with the state that the first `PREFIX` tokens make."""
     return x.span(PREFIX, state=run(rule, x.span(0, PREFIX), "recurrent")[1])
 
 
 @lru_cache(maxsize=1024)
 def square(rule: UpdateRule) -> str:
-    """Returns the error by which a rule refuses K != V if it takes K = V alone, else an empty string."""
+    """Returns whether a rule takes K = V alone, as text.
+
+    The text is the error by which the rule refuses K != V. It is empty if the rule takes K != V.
+    """
     sizes: dict[str, Any] = {"batch": 1, "length": 1, "heads": 1, "key_dim": KEY}
     try:
         run(rule, draw(rule, value_dim=VALUE, **sizes), "recurrent")
@@ -174,7 +179,7 @@ def layer_of(rule: UpdateRule, *, width: int = WIDTH, heads: int = HEADS, key_di
 
 
 def layered(rule: UpdateRule, length: int, *, batch: int = 1, heads: int = HEADS, key_dim: int = 8) -> Inputs:
-    """Returns inputs as an untrained layer makes them of normal x, with gates near their initial values."""
+    """Returns the inputs that an untrained layer makes from a normal random x. Gates are near their initial values."""
     layer = layer_of(rule, width=32, heads=heads, key_dim=key_dim)
     with torch.no_grad():
         x = normal(batch, length, 32, seed=1)
@@ -207,14 +212,14 @@ def run(
 def outputs(
     rule: UpdateRule, x: Inputs, backend: Backend, chunk_size: int = CHUNK, scale: float = SCALE
 ) -> dict[str, Tensor]:
-    """Returns the output and the parts of the state by their names, without gradients."""
+    """Runs a scan without gradients. Returns a dictionary of the output `o` and the tensors of the state."""
     with torch.no_grad():
         o, state = run(rule, x, backend, chunk_size, scale)
     return {"o": o, **parts(state)}
 
 
 def weighted(results: Mapping[str, Tensor]) -> Tensor:
-    """Returns a fixed sum of all results with random signs, which are the same in every dtype.
+    """Returns the sum of all elements of all results, with fixed random signs that are the same in every dtype.
 
     Elements that are -inf, the logarithm of a state that is 0, do not count.
     """
@@ -227,7 +232,7 @@ def weighted(results: Mapping[str, Tensor]) -> Tensor:
 
 
 def evaluate(rule: UpdateRule, x: Inputs, backend: Backend, chunk_size: int = CHUNK) -> dict[str, Tensor]:
-    """Returns the output, the states, and the gradients of `weighted` of both with respect to every input."""
+    """Returns the output, the states, and the gradients of their `weighted` sum with respect to every input."""
     x = x.map(lambda part: part.detach().requires_grad_())
     o, state = run(rule, x, backend, chunk_size)
     results = {"o": o, **parts(state)}
@@ -241,7 +246,7 @@ def floats(x: Inputs) -> dict[str, Tensor]:
 
 
 def gradients_of(result: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the gradients of a number with respect to inputs, 0 for inputs that it does not depend on."""
+    """Returns the gradient of a number with respect to each input, 0 if the number does not depend on the input."""
     if not result.requires_grad:
         return {name: torch.zeros_like(value) for name, value in inputs.items()}
     gradients = torch.autograd.grad(
@@ -251,12 +256,15 @@ def gradients_of(result: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tens
 
 
 def joined(x: Inputs, before: Tensor, after: Tensor, t: int) -> Tensor:
-    """Returns an input with the tokens of `before` up to t, and those of `after` from t on."""
+    """Returns the tokens of `before` up to `t`, followed by the tokens of `after` from `t` on.
+
+    `before` and `after` are two values of one input of `x`. Without a time axis, the result is `before`.
+    """
     return torch.cat([x.rows(before, 0, t), x.rows(after, t)], dim=1) if moves(before) else before
 
 
 def replaced(x: Inputs, other: Inputs, t: int) -> Inputs:
-    """Returns x with the tokens of `other` from t on."""
+    """Returns `x` in which the tokens from `t` on come from `other`."""
     q, k, v = (joined(x, old, new, t) for old, new in ((x.q, other.q), (x.k, other.k), (x.v, other.v)))
     return Inputs(q, k, v, {name: joined(x, gate, other.gates[name], t) for name, gate in x.gates.items()}, x.state)
 
@@ -265,10 +273,10 @@ def replaced(x: Inputs, other: Inputs, t: int) -> Inputs:
 
 
 def error(got: Tensor, want: Tensor) -> float:
-    """Returns the Frobenius norm of the difference, relative to that of `want` or to 1e-3, whichever is larger.
+    """Returns the norm of `got - want` relative to the norm of `want`, or to 1e-3 if that norm is smaller.
 
     Without the 1e-3, rounding would count where `want` is near 0, like the gradient of a decay of an empty state.
-    Infinities are equal if their signs are equal.
+    Norms are Frobenius norms. Infinities are equal if their signs are equal.
     """
     got, want = got.detach().double(), want.detach().double()
     if got.shape != want.shape:
@@ -285,7 +293,7 @@ def errors(
     Args:
         got: The results to measure.
         want: The right results.
-        where: What is compared, for the message.
+        where: Says in the message what is compared.
         limit: The limit of these figures; None for the limit of the check.
     """
     for name, value in want.items():

@@ -1,4 +1,4 @@
-"""All checks of a rule. Each catches a defect that published code of such rules has had, or that is easy to write.
+"""All checks of a rule. Each check catches a defect that published code of rules has had, or that is easy to write.
 
 A check measures a rule in one setting of its knobs and yields figures. The table `CHECKS` at the end gives each check
 its limit. The measurements are in the other modules of this package.
@@ -26,7 +26,7 @@ from deltalab.registry import get_rule
 from deltalab.rule import UpdateRule
 
 MOST_SECONDS = 10
-"""The time after which a check turns no further knobs, so that all checks take about a minute on two cores."""
+"""A check that has run for so long tries no further settings. So all checks take about a minute on two cores."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class RuleCheck(Check[UpdateRule]):
     """A check of a rule.
 
     Attributes:
-        settings: Returns the settings of the rule to measure.
+        settings: Returns the settings to measure: the rule, and the rule with other options of its knobs.
         only: Returns whether the check applies to a setting.
         slow: Whether a quick run leaves the check out.
     """
@@ -67,12 +67,13 @@ def check_rule(rule: UpdateRule | str, *, forked: bool = False, quick: bool = Fa
     if not quick and _wants_interpreter(rule) and (results := _interpreted(rule, forked)) is not None:
         return results
     threads = torch.get_num_threads()
-    # With tensors this small, several threads only wait for each other: beside a busy process, 29 s instead of 2 s.
+    # With tensors this small, several threads only wait for each other. Beside a busy process, several threads took
+    # 29 s and one took 2 s.
     torch.set_num_threads(1)
     checks = [check for check in CHECKS if not (quick and check.slow)]
     if forked and not quick:
-        with suppress(Exception):  # a rule that fails here fails its checks
-            combinations(rule)  # their cache is shared with the processes that are forked below
+        with suppress(Exception):  # the checks report the errors of a rule
+            combinations(rule)  # the processes that are forked below share the cached result
     try:
         with torch.enable_grad():
             return told_once(run_checks(checks, partial(_run, rule, quick), where=rule.name, forked=forked))
@@ -133,7 +134,7 @@ def _where(rule: UpdateRule, setting: UpdateRule) -> str:
 def _wants_interpreter(rule: UpdateRule) -> bool:
     """Returns whether the rule brings a kernel that needs Triton's interpreter, which this process does not run.
 
-    A process runs the interpreter only if it was asked for before Triton was imported.
+    A process runs the interpreter only if TRITON_INTERPRET=1 was set before the process imported Triton.
     """
     return rule.brings_kernel and not torch.cuda.is_available() and lacks_triton("cpu") is not None
 
@@ -180,7 +181,7 @@ def _interpreted(rule: UpdateRule, forked: bool) -> list[CheckResult] | None:
 
 
 def _declared(rule: UpdateRule) -> list[UpdateRule]:
-    """Returns the default setting alone."""
+    """Returns one setting: the rule with the default of every knob."""
     return [type(rule)()]
 
 
@@ -196,12 +197,15 @@ def _has_gates(rule: UpdateRule) -> bool:
 
 
 def _is_algebraic(rule: UpdateRule) -> bool:
-    """Returns whether the rule is one of the algebra."""
+    """Returns whether the rule belongs to the algebra: whether it has a transition."""
     return rule.transition is not None
 
 
 def _has_one_form(rule: UpdateRule) -> bool:
-    """Returns whether the rule states its equation once: without the algebra, a `step` or a kernel of its own."""
+    """Returns whether the rule states its equation only once.
+
+    Such a rule is outside the algebra, and has neither a `step` nor a kernel of its own.
+    """
     return rule.transition is None and not form_checks.has_step(rule) and not rule.brings_kernel
 
 
@@ -354,7 +358,7 @@ CHECKS = (
     RuleCheck(
         "gate liveness",
         use_checks.gate_liveness,
-        # The weakest gate of the built-in rules has 6e-3; a gate that a normalization cancels has at most 1e-6.
+        # The weakest gate of the built-in rules measures 6e-3. A gate that a normalization cancels has at most 1e-6.
         5e-6,
         "a later normalization cancels the gate, or the rule does not use it, or it hardly changes",
         at_least=True,

@@ -1,4 +1,4 @@
-"""Checks that a rule uses what it declares and is given: inputs, gates, knobs, the scale, the state and its spec."""
+"""Checks that a rule uses its inputs, gates and knobs, the scale and the state, and that its spec restores it."""
 
 import dataclasses
 import itertools
@@ -37,11 +37,14 @@ from deltalab.rule import Option, UpdateRule
 
 FORMS: tuple[Backend, ...] = ("recurrent", "chunked")
 FAINT = 1e-9
-"""A share of the largest gradient. An input that moves the results by less counts as not read."""
+"""A share of the largest gradient. An input counts as not read if it moves the results by less than this share."""
 
 
 def channels(rule: UpdateRule, **sizes: int) -> Iterator[Measurement | Note]:
-    """Measures the largest gradient of the results in each channel of q, k and v, and in each head of each gate."""
+    """Measures how much each channel of q, k and v, and each head of each gate, moves outputs and states.
+
+    The figure is the largest gradient of a channel or head, relative to the largest gradient of all.
+    """
     x = started(rule, inputs(rule, PREFIX + LENGTH, **sizes)).map(lambda part: part.detach().requires_grad_())
     tensors = {name: value for name, value in floats(x).items() if not name.startswith("state")}
     o, state = run(rule, x, "chunked")
@@ -66,7 +69,7 @@ def channels(rule: UpdateRule, **sizes: int) -> Iterator[Measurement | Note]:
 
 
 def _moved(rule: UpdateRule, x: Inputs, name: str, place: list[int]) -> float:
-    """Returns the relative change of outputs and states with other values of one head and channel of an input."""
+    """Changes one head and channel of the input `name`. Returns the relative change of outputs and states."""
     value = x.named()[name].detach()
     new = within(rule.gates[name], tuple(value.shape), seed=9) if name in rule.gates else -value
     head, *channel = place
@@ -81,7 +84,10 @@ def _moved(rule: UpdateRule, x: Inputs, name: str, place: list[int]) -> float:
 
 
 def unread(rule: UpdateRule) -> set[str]:
-    """Returns what the rule declares not to read, in `ignores` or by words such as "k is not read" in its docstring."""
+    """Returns the names of the inputs and gates that the rule declares not to read.
+
+    It declares them in `ignores`, or by words such as "k is not read" in its docstring.
+    """
     stated = re.findall(r"\b(\w+) is not read\b", type(rule).__doc__ or "")
     return {*getattr(rule, "ignores", ()), *stated}
 
@@ -160,7 +166,10 @@ def knob_options(rule: UpdateRule) -> Iterator[Measurement | Note]:
 
 
 def _counts(rule: UpdateRule, name: str, differences: dict[tuple[Option, Option], float]) -> bool:
-    """Returns whether a number matters somewhere: between other options, or below the smallest option."""
+    """Returns whether a knob of numbers has an effect somewhere.
+
+    The effect may be between other options of the knob, or at numbers that are no options.
+    """
     if max(differences.values()) > SAME:
         return True
     smallest = min(option for option in rule.options()[name] if isinstance(option, int | float))
@@ -171,7 +180,7 @@ def _counts(rule: UpdateRule, name: str, differences: dict[tuple[Option, Option]
 
 
 def _answer(rule: UpdateRule, name: str, option: Option) -> Tensor | None:
-    """Returns the output of a layer of the rule with one option of a knob, or None if the rule refuses it."""
+    """Returns the output of a layer of the rule with one option of a knob, or None if the rule refuses the option."""
     # A window or a mini-batch has an effect only in sequences that are longer than it is.
     longest = max((o for o in rule.options()[name] if isinstance(o, int)), default=0)
     x = normal(BATCH, LENGTH + longest, WIDTH, seed=1)
@@ -187,7 +196,7 @@ def _answer(rule: UpdateRule, name: str, option: Option) -> Tensor | None:
 
 
 def spec(rule: UpdateRule) -> Iterator[Measurement]:
-    """Checks that a spec that is written as JSON and read again makes the same rule, since trials are stored by it."""
+    """Checks that a rule's spec, written as JSON and read again, makes the same rule. Trials are stored by spec."""
     written = rule.spec()
     knobs = json.loads(json.dumps({name: value for name, value in written.items() if name != "name"}))
     try:
@@ -217,7 +226,8 @@ def scale(rule: UpdateRule) -> Iterator[Measurement | Note]:
             yield Note(f"the scale has no effect: {cancels}")
             continue
         yield Measurement(change, f"change of the output at twice the scale, {form},", "", SAME)
-        # If the output is a power of the scale other than 1, the scale is applied twice. A softmax is no power of it.
+        # If the output grows as a power of the scale, the exponent must be 1: it is 2 if the scale is applied twice.
+        # The output of a softmax is no power of the scale.
         factor = float((double * o).sum() / o.square().sum().clamp_min(1e-300))
         power = error(double, factor * o) < SAME and error(fourth, factor**2 * o) < SAME and factor > 0
         for times, how in ((4.0, "twice"), (2**0.5, "by its root")):  # a softmax takes the scale on q
@@ -234,7 +244,7 @@ def scale(rule: UpdateRule) -> Iterator[Measurement | Note]:
 
 
 def _cancels(rule: UpdateRule, x: Inputs) -> str:
-    """Returns why a scale may have no effect, or an empty string if it must have one.
+    """Returns why a scale may have no effect, or an empty string if it must have an effect.
 
     A normalization may cancel the scale. A softmax, which takes the scale inside, may not.
     """
@@ -259,7 +269,10 @@ def _cancels(rule: UpdateRule, x: Inputs) -> str:
 
 
 def initial_state(rule: UpdateRule) -> Iterator[Measurement]:
-    """Measures whether each part of a given state moves something, and whether None means `initial_state`."""
+    """Measures whether each part of a given state moves outputs or states.
+
+    Also measures whether a call with None as its state begins with `initial_state`.
+    """
     effects: dict[tuple[Backend, int], float] = {}
     for setting in rule.variants():
         x = started(setting, inputs(setting, PREFIX + LENGTH))

@@ -25,13 +25,17 @@ from deltalab.errors import InputError
 from deltalab.rule import UpdateRule
 
 LONGEST = 600
-"""The tokens of a long sequence: more than two chunks of 256, the longest chunks in published code."""
+"""The number of tokens in a long sequence: more than two chunks of 256, the longest chunks in published code."""
 WIDTHS = ((5, 7), (12, 40), (40, 12), (40, 40), (5, 5))
 """Pairs of K and V that are odd, no powers of 2, or above 32."""
 
 
 def long_forms(rule: UpdateRule) -> Iterator[Measurement | Note]:
-    """Measures forms, parts, causality and gradients at T = 600."""
+    """Repeats checks at T = 600.
+
+    Compares the chunked form with the recurrent one, two parts with the whole sequence, and gradients with finite
+    differences. Also measures how outputs change with later tokens.
+    """
     at = f"at T={LONGEST}"
     x = started(rule, inputs(rule, PREFIX + LONGEST, batch=1, heads=1))
     whole = outputs(rule, x, "chunked", 64)
@@ -55,7 +59,7 @@ def long_forms(rule: UpdateRule) -> Iterator[Measurement | Note]:
 
 
 def wide_channels(rule: UpdateRule) -> Iterator[Measurement | Note]:
-    """Measures whether all channels are read at other widths."""
+    """Measures whether the rule reads all channels of its inputs if K and V are those of `WIDTHS`."""
     for key_dim, value_dim in WIDTHS:
         if square(rule) and key_dim != value_dim:
             continue
@@ -69,7 +73,7 @@ def wide_channels(rule: UpdateRule) -> Iterator[Measurement | Note]:
 
 
 def wide_precision(rule: UpdateRule) -> Iterator[Measurement]:
-    """Measures fp32 against fp64 on the same values, with keys and values above 32."""
+    """Measures a run in fp32 against a run in fp64 on the same values, with K = V = 40."""
     try:
         x = started(rule, inputs(rule, PREFIX + LENGTH, key_dim=40, value_dim=40)).map(Tensor.float)
     except Exception:  # "other sizes" says which sizes the rule does not take

@@ -29,7 +29,7 @@ from deltalab.tasks.randomness import Random
 from deltalab.tasks.task import IGNORE, SPLITS, Batch, Task
 
 GUESSES, FEW_GUESSES = 16, 6
-"""The guesses at each position, for a small and for a large vocabulary."""
+"""The numbers of guesses at each position: the first for a small vocabulary, the second for a large one."""
 MOST_TOKENS = 2048
 """The size of the largest vocabulary that counts as small: its pairs of tokens can be counted."""
 NEAR = 4
@@ -59,7 +59,7 @@ def metrics(task: Task) -> Iterator[Measurement]:
 
 
 def sums(task: Task) -> Iterator[Measurement]:
-    """Measures whether totals and counts add up over the parts of a batch, and whether the order of rows matters."""
+    """Measures whether totals and counts of two parts of a batch add up to the whole, and whether row order matters."""
     for member in drawn(task, "test"):
         batch = member.batch("test", SIZE, 0, 0)
         logits = _half_right(batch, task.vocab_size)
@@ -85,7 +85,7 @@ def sums(task: Task) -> Iterator[Measurement]:
 
 
 def perfect(task: Task) -> Iterator[Measurement]:
-    """Measures how far the metrics of the right answers are from the best value."""
+    """Measures how far the metric and the loss are from their best values if all answers are right."""
     pairs = judged(task, "test")
     for name, best in ((task.metric, float(task.maximize)), ("loss", 0.0)):
         values = [member.measure(batch, certain(batch.labels, task.vocab_size))[name] for member, batch in pairs]
@@ -113,7 +113,7 @@ def loss(task: Task) -> Iterator[Measurement]:
 
 
 def _loss_cause(measured: float, nats: float, batch: Batch, logits: Tensor) -> str:
-    """Returns what a wrong loss is, if it is recognized, else an empty string."""
+    """Returns the cause of a wrong loss if it has the value of a known mistake, else an empty string."""
     known = {
         "'loss' is in bits: leave out the division by log 2": nats / math.log(2),
         "'loss' counts positions whose target is IGNORE": nats * scored_in(batch) / batch.targets.numel(),
@@ -142,8 +142,8 @@ def _relative_error(measured: float, right: float, least: float = 1.0) -> float:
 def chance(task: Task) -> Iterator[Measurement]:
     """Measures how far `chance` is from the metric of guesses, in standard errors.
 
-    The guesses are among all tokens, among those that are an answer anywhere, and among those that are one at the
-    position.
+    The guesses are drawn from three sets: all tokens, the tokens that are an answer anywhere, and the tokens that are
+    an answer at the same position.
     """
     pairs = judged(task, "validation")
     anywhere = torch.zeros(task.vocab_size, dtype=torch.bool)
@@ -167,7 +167,7 @@ def chance(task: Task) -> Iterator[Measurement]:
     if _by_largest(task):  # a model may also have learned which answer is frequent
         guesses += [(value, standard_error) for _, value, standard_error in _fixed(task, "validation")]
     low, high = (edge(value for value, _ in guesses) for edge in (min, max))
-    # Few examples give the metric no better than to one example.
+    # With few examples, the metric is known to one example at best.
     standard_error = max(*(standard_error for _, standard_error in guesses), 1 / (SIZE * len(pairs)))
     outside = max(low - task.chance, task.chance - high, 0.0) / standard_error
     shown = f"`chance` {task.chance:.3g} from the metric of guesses, {low:.3g} to {high:.3g},"
@@ -187,7 +187,7 @@ def _guessed(task: Task, pairs: list[tuple[Task, Batch]], allowed: list[Tensor])
 
 
 def _by_largest(task: Task) -> bool:
-    """Returns whether the metric depends on the largest logits alone, as accuracy does and as nats do not."""
+    """Returns whether the metric depends on the largest logits alone. Accuracy does, and a metric in nats does not."""
     member, batch = judged(task, "validation")[0]
     logits = _half_right(batch, task.vocab_size)
     soft, hard = (mean([member.measure(batch, scale * logits)[task.metric]]) for scale in (0.5, 5.0))
@@ -195,7 +195,7 @@ def _by_largest(task: Task) -> bool:
 
 
 def fixed_answers(task: Task) -> Iterator[Measurement]:
-    """Measures how far the metric of answers that never change exceeds `chance`, in standard errors."""
+    """Measures by how many standard errors the metric of fixed answers is better than `chance`."""
     if not _by_largest(task):
         return
     sign = 1 if task.maximize else -1
@@ -210,9 +210,10 @@ def fixed_answers(task: Task) -> Iterator[Measurement]:
 
 
 def _fixed(task: Task, split: str) -> Iterator[tuple[str, float, float]]:
-    """Yields the metric of fixed answers, with its standard error: the most frequent one, and that of each position.
+    """Yields (name, metric, standard error) for two kinds of fixed answers.
 
-    The most frequent answers are counted on batches of another seed than the batches that judge them.
+    They are the most frequent answer of all, and the most frequent answer at each position. The answers are counted on
+    batches of one seed and judged on batches of another seed.
     """
     counts_of: dict[Task, Tensor] = {}
     for member, batch in judged(task, split, seed=1):
@@ -244,7 +245,10 @@ def _fixed(task: Task, split: str) -> Iterator[tuple[str, float, float]]:
 
 
 def near_inputs(task: Task) -> Iterator[Measurement]:
-    """Measures the share of answers that an input at most three positions before names."""
+    """Measures the share of answers that equal the input at the same position or at one of the three before it.
+
+    For a small vocabulary, also measures the share of answers that the input at the same position decides.
+    """
     for split, member in _judged_tasks(task):
         if member.readout != "position":
             continue
@@ -265,7 +269,7 @@ def near_inputs(task: Task) -> Iterator[Measurement]:
 
 
 def one_input(task: Task) -> Iterator[Measurement]:
-    """Measures the share of answers that the input at one fixed position names."""
+    """Measures the share of answers that equal the input at one fixed position."""
     for split, member in _judged_tasks(task):
         questions = _questions(member, split)
         causal = torch.arange(questions.inputs.shape[1]) <= questions.place[:, None]
@@ -282,7 +286,7 @@ def one_input(task: Task) -> Iterator[Measurement]:
 
 
 def _by_chance(named: Tensor, labels: Tensor) -> float:
-    """Returns the share of labels that the tokens would name if they were independent of the labels."""
+    """Returns the share of labels that would equal the tokens `named` if tokens and labels were independent."""
     if not len(labels):
         return 0.0
     most = int(max(named.max(), labels.max())) + 1
@@ -291,7 +295,7 @@ def _by_chance(named: Tensor, labels: Tensor) -> float:
 
 
 def _beyond(share: float, by_chance: float) -> float:
-    """Returns 0 for a share that is reached by chance, and 1 for a share of 1."""
+    """Returns a share on a scale from 0, for the share that chance reaches, to 1, for a share of 1."""
     return (share - by_chance) / (1 - by_chance) if by_chance < 1 else 0.0
 
 
@@ -301,8 +305,8 @@ class _Questions(NamedTuple):
     Attributes:
         inputs: The tokens of the examples, [B, T].
         row: The example of each scored position.
-        place: Its position in the example.
-        labels: Its answer.
+        place: The position of each scored position in its example.
+        labels: The right answer at each scored position.
     """
 
     inputs: Tensor
@@ -317,12 +321,12 @@ class _Questions(NamedTuple):
 
 
 def _judged_tasks(task: Task) -> Iterator[tuple[str, Task]]:
-    """Yields the splits of evaluation with the tasks that draw them."""
+    """Yields each split of evaluation with each task that draws it."""
     return ((split, member) for split in JUDGED for member in drawn(task, split))
 
 
 def _questions(task: Task, split: str) -> _Questions:
-    """Returns the scored positions of a split, `ENOUGH` of them."""
+    """Returns the scored positions of the first batches of a split: `ENOUGH` positions, or `STEPS` batches at most."""
     drawn_batches: list[Batch] = []
     while len(drawn_batches) < STEPS and sum(map(scored_in, drawn_batches)) < ENOUGH:
         drawn_batches.append(task.batch(split, SIZE, 0, len(drawn_batches)))
@@ -332,10 +336,10 @@ def _questions(task: Task, split: str) -> _Questions:
 
 
 def _by_token(task: Task, split: str, questions: _Questions) -> float:
-    """Returns the share of answers that a table from the input at the position names.
+    """Returns the share of answers that a table predicts beyond the share of the most frequent answer.
 
-    Only what it names beyond the most frequent answer counts. The table is counted at another seed than it is judged
-    at.
+    The table has the most frequent answer for each input token at the same position. It is counted at another seed than
+    the seed of `questions`.
     """
     counts = torch.zeros(task.vocab_size**2, dtype=torch.int64)
     for step in range(STEPS):
@@ -357,7 +361,7 @@ class _Draws:
     Attributes:
         seen: The number of random numbers in a row, for each address and stream.
         change: The address and stream to change; None to change nothing.
-        column: In each row, the number `column + row` is changed.
+        column: The random number to change in row 0. In row i, the number `column + i` is changed.
     """
 
     seen: dict[tuple[str, str], int] = field(default_factory=dict)
@@ -377,7 +381,7 @@ class _Draws:
         return changed_words.view(shape)
 
     def batch(self, task: Task, split: str, seed: int) -> Batch:
-        """Draws a batch and takes part in all of its draws."""
+        """Draws a batch of a task. Every draw of random numbers for it goes through this object."""
         with mock.patch.object(Random, "words", lambda *arguments: self(*arguments)):
             return task.batch(split, SIZE, seed, STEPS)
 
@@ -386,8 +390,8 @@ _WORDS = Random.words
 
 
 def knowable(task: Task) -> Iterator[Measurement]:
-    """Measures the share of answers that change with a random number although no input up to them changes."""
-    # A metric in nats or bits also measures predictions of answers that nothing decides.
+    """Measures the share of answers that change with a random number although no input up to their position changes."""
+    # A metric in nats or bits also measures predictions of answers that no input decides: do not check those tasks.
     if not _by_largest(task):
         return
     for split in JUDGED:
@@ -413,7 +417,7 @@ def _with_one_change(task: Task, split: str) -> Iterator[tuple[Task, Batch, Batc
         draws = _Draws()
         draws.batch(task, "train", seed)
         training.append(set(draws.seen))
-    facts = training[0] & training[1]  # weights can know what is the same for all seeds
+    facts = training[0] & training[1]  # a model can learn draws that are the same for all seeds
     draws = _Draws()
     batch = draws.batch(shortest, split, 0)
     for key, width in draws.seen.items():
@@ -457,7 +461,7 @@ OF_INPUTS, OF_ANSWERS = (LAST, DISTINCT, FILLED, TOKENS), (ANSWERS, DISTANCE)
 
 
 def _features(batches: list[Batch]) -> dict[str, float]:
-    """Returns means over examples that say how hard these are; NaN for a mean that is not defined."""
+    """Returns features that say how hard the examples of some batches are; NaN for a feature that is not defined."""
     inputs, targets = (torch.cat([getattr(batch, name) for batch in batches]) for name in ("inputs", "targets"))
     scored = targets != IGNORE
     place = torch.arange(inputs.shape[1])
@@ -481,13 +485,19 @@ def _features(batches: list[Batch]) -> dict[str, float]:
 
 
 def _perplexity(tokens: Tensor) -> float:
-    """Returns e to the entropy of the tokens' frequencies: the number of tokens if all are equally frequent."""
+    """Returns e to the entropy of the tokens' frequencies.
+
+    If n different tokens occur and are equally frequent, this is n.
+    """
     share = torch.bincount(tokens).double() / max(1, len(tokens))
     return float(torch.exp(-torch.xlogy(share, share).sum()))
 
 
 def _distance(inputs: Tensor, targets: Tensor) -> float:
-    """Returns the mean distance from a scored position to the last earlier input that equals its answer, or 0."""
+    """Returns the mean distance from a scored position to the last earlier input that equals its answer.
+
+    Returns 0 if at most a quarter of the positions have such an input.
+    """
     row, position = (targets != IGNORE).nonzero().unbind(1)
     sample = torch.arange(0, len(row), max(1, len(row) // 4096))
     row, position = row[sample], position[sample]

@@ -1,4 +1,4 @@
-"""The batches that the checks of a task look at, and small measures of them."""
+"""The batches that the checks of a task look at, and small functions that measure batches."""
 
 import math
 
@@ -8,9 +8,9 @@ from torch import Tensor
 from deltalab.tasks.task import IGNORE, Batch, Task
 
 SIZE, STEPS = 64, 8
-"""The examples of a batch, and the batches of a split."""
+"""The number of examples in a batch, and the number of batches of a split."""
 ENOUGH = 2048
-"""The scored positions that an estimate of a metric takes."""
+"""The number of scored positions from which a metric is estimated."""
 
 
 def drawn(task: Task, split: str) -> list[Task]:
@@ -26,7 +26,7 @@ def batches(task: Task, split: str) -> list[tuple[Task, Batch]]:
 def judged(task: Task, split: str, seed: int = 0) -> list[tuple[Task, Batch]]:
     """Returns batches of a split with `ENOUGH` scored positions, each with the task that drew it.
 
-    The tasks are the evaluations that make the metric without a label.
+    The task is the evaluation without a label. If every evaluation has a label, all of them are taken.
     """
     evaluations = task.evaluations()
     pairs = []
@@ -68,6 +68,6 @@ def certain(answers: Tensor, vocab_size: int) -> Tensor:
 
 
 def mean(pairs: list[tuple[Tensor, Tensor]]) -> float:
-    """Returns the metric over several batches, from its pairs (total, count)."""
+    """Returns the metric over several batches, from the pair (total, count) of each batch."""
     count = sum(float(count) for _, count in pairs)
     return sum(float(total) for total, _ in pairs) / count if count else math.nan

@@ -1,4 +1,4 @@
-"""Checks of a task's streams: each address has its own examples, the same in every process and at every time."""
+"""Checks of a task's streams: each seed and step has its own examples, and they are the same in every process."""
 
 import importlib
 import itertools
@@ -23,11 +23,11 @@ from deltalab.tasks.randomness import Random
 from deltalab.tasks.task import IGNORE, SPLITS, Batch, Task
 
 FEW = 4
-"""The examples that are drawn at each of many addresses."""
+"""The number of examples that are drawn at each of many addresses."""
 SEEDS = (*range(1, 8), 10, 42, 100, 123, 1000, 1234, 10_000, 100_000, 1_000_000)
 NEXT_STEPS = (*range(1, 257), *(round(10 ** (n / 4)) for n in range(10, 25)))
 ONE_OF = 20.0
-"""Nats. Among e^20 examples, the thousand that are compared hold an equal pair in one case of a thousand."""
+"""A number of nats. A thousand examples drawn from e^20 have an equal pair in one case of a thousand."""
 
 
 def repeatability(task: Task) -> Iterator[Measurement]:
@@ -85,7 +85,11 @@ def processes(task: Task) -> Iterator[Measurement]:
 
 
 def print_digest(request: str) -> None:
-    """Prints the `digest` of a task, whose class's module, file and name, and parameters are given as JSON."""
+    """Prints the `digest` of a task.
+
+    Args:
+        request: JSON of a list: the module, the file and the name of the task's class, and the task's parameters.
+    """
     module, file, name, parameters = json.loads(request)
     try:
         definitions = vars(importlib.import_module(module))
@@ -133,12 +137,15 @@ def addresses(task: Task) -> Iterator[Measurement]:
 
 
 def streams(task: Task) -> Iterator[Measurement]:
-    """Measures how many training examples occur at several addresses, or in an evaluation, too."""
+    """Measures how many training examples occur at several addresses.
+
+    Also measures how many examples of an evaluation repeat, and how many training batches an evaluation has, too.
+    """
     train = {
         (seed, step): task.batch("train", FEW, seed, step)
         for seed, step in {(0, 0), (1, 1), *((s, 0) for s in SEEDS), *((0, s) for s in NEXT_STEPS)}
     }
-    # With `train_examples`, all steps of a seed draw from the same examples, and no other seed has these.
+    # With `train_examples`, all steps of a seed draw from the same examples, and no other seed has these examples.
     finite = task.train_examples is not None
     repeated, expected = (
         _repeated_share({(seed, 0 if finite else step, i): b for i, ((seed, step), b) in enumerate(train.items())}),
@@ -172,7 +179,7 @@ def streams(task: Task) -> Iterator[Measurement]:
 def _repeated_share(batches: dict[tuple[int, int, int], Batch]) -> float:
     """Returns the share of examples that occur at several addresses (seed, step).
 
-    Examples of which there are few do not count.
+    Only the examples of `_one_of_many` count. Short or uniform examples recur by chance.
     """
     counted = _one_of_many([*batches.values()])
     places: dict[str, set[tuple[int, int]]] = {}
@@ -183,7 +190,7 @@ def _repeated_share(batches: dict[tuple[int, int, int], Batch]) -> float:
 
 
 def _one_of_many(batches: list[Batch]) -> set[str]:
-    """Returns the examples so long and varied that two draws do not give the same one."""
+    """Returns the examples that are so long and varied that two draws do not give the same example by chance."""
     inputs, last = (
         torch.cat(parts) for parts in ([part.inputs for part in batches], [last_scored(part) for part in batches])
     )
@@ -221,7 +228,8 @@ def vocabulary(task: Task) -> Iterator[Measurement]:
                 for address, drawn_batches in batches_at.items()
             }
             known = tokens.pop(("train", 0))
-            # So few batches do not show every token of a large vocabulary.
+            # A few batches do not show every token of a large vocabulary. Another seed of training shows the share that
+            # they miss.
             unseen = _share_outside(tokens.pop(("train", 1)), known)
             for (split, _), split_tokens in tokens.items():
                 what = f"share of {'answers' if name == 'labels' else name} of {split} that training does not have"
@@ -242,7 +250,7 @@ def _share_outside(tokens: Tensor, known: Tensor) -> float:
 
 
 def _whole(batch: Batch) -> tuple[str, ...]:
-    """Returns the hashes of the rows of a batch, targets included."""
+    """Returns a hash of the inputs and targets of each row of a batch."""
     return tuple(_hashes(torch.cat([batch.inputs, batch.targets], dim=1)))
 
 
@@ -252,7 +260,7 @@ def _examples(batch: Batch) -> list[str]:
 
 
 def _questions(batch: Batch) -> list[str]:
-    """The inputs up to the last scored position: what follows changes no answer."""
+    """Returns a hash of each row's inputs up to the last scored position. Later inputs change no answer."""
     place = torch.arange(batch.inputs.shape[1])
     return _hashes(torch.where(place <= last_scored(batch)[:, None], batch.inputs, IGNORE))
 

@@ -62,7 +62,7 @@ def _run(task: Task, check: Check[Task]) -> CheckResult | None:
 
 @contextmanager
 def _generators_kept() -> Iterator[None]:
-    """Restores the global random generators, which a check seeds, at the end."""
+    """Restores the global random generators when the context ends, since a check seeds them."""
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
     try:
         yield
@@ -76,7 +76,7 @@ def _generators_kept() -> Iterator[None]:
 
 
 def _mismatches(values: list[tuple[str, object, bool]]) -> Iterator[Measurement]:
-    """Yields 1 for each declared value that is not right, else 0."""
+    """Yields a figure for each declared value: 0 if the value is right, else 1."""
     for what, value, is_right in values:
         yield Measurement(float(not is_right), f"mismatch between {what} and {value!r}")
 
@@ -144,7 +144,7 @@ def token_range(task: Task) -> Iterator[Measurement]:
 
 
 def scored(task: Task) -> Iterator[Measurement]:
-    """Measures the scored positions of the batches that have the fewest."""
+    """Measures the least number of scored positions in a batch of each split."""
     for split in SPLITS:
         fewest = min(scored_in(batch) for _, batch in batches(task, split))
         yield Measurement(float(fewest), f"number of scored positions in a batch of {split}")
@@ -179,7 +179,7 @@ def shift(task: Task) -> Iterator[Measurement]:
 
 
 def device(task: Task) -> Iterator[Measurement]:
-    """Counts the problems in drawing a batch on a device."""
+    """Checks that a batch can be drawn on another device than the CPU, without a read of its values."""
     # Tensors on the meta device have no values. Code that reads a value, and so would wait for a GPU, raises an error.
     for split in SPLITS:
         for member in drawn(task, split):

@@ -1,4 +1,4 @@
-"""Rows of packed data as batches, in one stream whatever the number of processes."""
+"""Makes batches from rows of packed data. The stream of rows is the same for any number of processes."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,14 +10,14 @@ from torch import Tensor
 from deltalab.data.token_shards import Split
 
 IGNORE = -100
-"""The target of a position that does not count."""
+"""The target of a position that the loss leaves out."""
 
 
 def batch(rows: list[tuple[Any, Any]], length: int, documents: str) -> tuple[dict[str, Tensor], Tensor]:
     """Makes inputs and targets [n, length] of n rows.
 
-    With documents `reset`, the rows become one, [1, n length], and the inputs have the bounds of its sequences as
-    `cu_seqlens`. The first token of a document is then no target, since nothing precedes it.
+    If `documents` is `reset`, the rows are joined into one row [1, n length], and the inputs hold the bounds of its
+    sequences as `cu_seqlens`. The first token of a document is then no target, since nothing precedes it.
 
     Args:
         rows: The length + 1 tokens of each row, and the places in the row where documents start.
@@ -59,9 +59,9 @@ class Rows:
 class Batches:
     """The batches of one process.
 
-    The stream is cut into groups of world x micro rows, of which process `rank` takes the `micro` rows from row
-    rank x micro on. So all processes together see the rows in one order, and training can go on from the same place
-    with another number of processes.
+    The stream of rows is cut into groups of world x micro rows. From each group, process `rank` takes `micro` rows,
+    beginning with row rank x micro. So all processes together see the rows in one order, and training can go on from
+    the same place with another number of processes.
 
     Attributes:
         seen: How many rows of the stream all processes together have read.
@@ -83,15 +83,15 @@ class Batches:
 def held_out(
     split: Split, recipe: Mapping[str, Any], micro: int, rank: int, world: int
 ) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-    """Yields the batches of one process, which share the first `validation.sequences` rows of a split.
+    """Yields the validation batches of one process. All share the first `validation.sequences` rows of a split.
 
-    All processes get the same number of batches, because FSDP's collectives need it. If rows are too few for all, a
-    process gets additional batches whose targets are all left out of the loss.
+    All processes get the same number of batches, because FSDP's collectives need it. If there are too
+    few rows, a process gets additional rows whose targets are all left out of the loss.
 
     Args:
         split: The split of the packed data.
         recipe: The recipe.
-        micro: Rows of a batch.
+        micro: The number of rows in a batch.
         rank: The number of the process, from 0.
         world: The number of processes.
     """

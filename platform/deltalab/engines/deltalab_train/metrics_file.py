@@ -12,7 +12,7 @@ def append(step: int, values: Iterable[tuple[str, str, float]]) -> None:
 
     Args:
         step: The step.
-        values: (split, name, value) of each. A value that is not finite is written as null.
+        values: Tuples (split, name, value). A value that is not finite is written as null.
     """
     file = Path(os.environ["DELTALAB_RUN"]) / "metrics.jsonl"
     text = "".join(

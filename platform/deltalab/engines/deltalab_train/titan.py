@@ -27,9 +27,9 @@ HELD = lock.share(Path(os.environ["DELTALAB_RUN"]))
 """The lock on the run. It lasts as long as this process, since nothing closes the file."""
 
 KEPT_BYTES = 4 * 2**30
-"""Gathered weights of at most so many bytes stay on each GPU from the forward to the backward. Gathering the weights
-again costs more time on the host than on the GPUs: with it, a step of 394M parameters on two H200 takes 215 ms, and 187
-ms without."""
+"""Gathered weights of at most so many bytes stay on each GPU from the forward to the backward pass. Larger weights are
+gathered again, which costs more time on the host than on the GPUs. A step of 394M parameters on two H200 takes 215 ms
+if the weights are gathered again, and 187 ms if they stay."""
 
 
 def run_folder() -> Path:
@@ -43,7 +43,7 @@ def precision(device_type: str) -> str:
 
 
 def weights_to_load() -> str | None:
-    """Returns the exported folder if it has weights to start from."""
+    """Returns the exported folder if it has weights to start from, else None."""
     return str(FOLDER) if folder.weights() else None
 
 
@@ -68,7 +68,7 @@ class Pretraining(nn.Module):
         self.model = Model(folder.spec())
 
     def forward(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Computes the sum of -log p over the targets [B, T] that are not `IGNORE`, after tokens [B, T]."""
+        """Computes the sum of -log p over the targets [B, T] that are not `IGNORE`, given the tokens [B, T]."""
         with torch.autocast(tokens.device.type, self.products, enabled=self.products is not None):
             features = self.model.features(tokens, cu_seqlens=cu_seqlens)
             return head_loss(features, self.model.head, targets, ignore=IGNORE, count=1)
@@ -89,11 +89,11 @@ def parallelize(
 ) -> Pretraining:
     """Applies activation checkpointing and compilation to each block, then FSDP2 to each block and to the rest.
 
-    A single GPU has nothing to share. There, autocast gives the precision, and blocks are CUDA graphs.
+    A single GPU does not share parameters. There, autocast sets the precision, and blocks run as CUDA graphs.
 
     Args:
         module: The model, which is changed in place.
-        mesh: The processes that share the parameters, or a single one.
+        mesh: The processes that share the parameters, or a mesh of one process.
         dtypes: The dtype of products, and the dtype in which gradients are summed.
         backend: The backend of `torch.compile`; None does not compile.
         offload: Whether parameters and gradients lie in the memory of the CPU between their uses.
@@ -105,7 +105,7 @@ def parallelize(
         if backend is not None:
             block.compile(backend=backend)
     if mesh.size() == 1 and dtypes[0] != torch.float32 and torch.cuda.is_available() and not offload:
-        # FSDP2 would gather a copy of all weights in each step, and forbid the graphs.
+        # FSDP2 would gather a copy of all weights in each step, and forbid CUDA graphs.
         module.products = dtypes[0]
         if backend is None and RECIPE["graphs"] and not RECIPE["activation_checkpointing"]:
             module.model.graph_blocks()
@@ -142,7 +142,7 @@ class SameNames:
 
 
 def groups(module: Pretraining) -> list[tuple[list[str], dict[str, float]]]:
-    """Returns the names of the parameters of each group, with the group's lr and weight_decay, as a study trains them.
+    """Returns (names of parameters, {lr, weight_decay}) of each group of parameters, as a study groups them.
 
     The last group has the recipe's lr, which torchtitan's metrics then show.
     """
@@ -169,17 +169,17 @@ class Loader:
         return map(_with_targets, self.batches)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the place in the stream."""
+        """Returns the place in the stream of rows."""
         return {"rows": self.batches.seen}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes to a place in the stream."""
+        """Goes to a place in the stream of rows."""
         if state_dict:
             self.batches.seen = state_dict["rows"]
 
 
 def _with_targets(pair: tuple[dict[str, Tensor], Tensor]) -> tuple[dict[str, Tensor], Tensor]:
-    """A batch as torchtitan calls the model, with the targets among its inputs."""
+    """Returns a batch in the form that torchtitan expects, with the targets also among the inputs."""
     inputs, targets = pair
     # The model computes the loss itself, chunk by chunk, so that logits of all positions are never held at once.
     rest = {name: value for name, value in inputs.items() if name != "tokens"}
@@ -195,7 +195,7 @@ def validation_loss(model: nn.Module, rank: int, world: int, device: str, contex
         rank: The number of this process, from 0.
         world: The number of processes.
         device: The device of the model.
-        context: Makes the context in which torchtitan runs the model.
+        context: A function that makes the context in which torchtitan runs the model.
     """
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for pair in held_out(packed().split("validation"), RECIPE, micro_batch(RECIPE, world), rank, world):
@@ -209,7 +209,7 @@ def validation_loss(model: nn.Module, rank: int, world: int, device: str, contex
 
 
 def due(step: int) -> bool:
-    """Returns whether validation follows a step."""
+    """Returns whether validation is due after a step."""
     return step == RECIPE["steps"] or not step % RECIPE["validation"]["every"]
 
 
@@ -238,7 +238,7 @@ NAMES = {
     "memory/max_reserved(GiB)": ("train", "memory_gib", 1.0),  # the memory of CUDA graphs is reserved, not active
     "validation_metrics/loss": ("validation", "loss", 1.0),
 }
-"""torchtitan's names of metrics, each with our split, our name and the factor between the units."""
+"""torchtitan's name of a metric -> the split and the name in `metrics.jsonl`, and the factor between the units."""
 PER_GPU = ("throughput(tps)",)
 """The metrics that torchtitan measures for one GPU."""
 

@@ -70,7 +70,7 @@ class Validator(BaseValidator):  # type: ignore[misc]
         self.metrics = parts["metrics_processor"]
 
     def should_validate(self, step: int) -> bool:
-        """Returns whether validation follows a step."""
+        """Returns whether validation is due after a step."""
         return titan.due(step)
 
     def validate(self, model_parts: list[torch.nn.Module], step: int) -> None:
@@ -81,7 +81,7 @@ class Validator(BaseValidator):  # type: ignore[misc]
 
 
 def _parallelize(model: Pretraining, parallel_dims: Any, job_config: Any) -> titan.Pretraining:
-    """The model, shared among the processes as torchtitan's configuration asks."""
+    """Returns the model, shared among the processes as torchtitan's configuration asks."""
     names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
     alone = not parallel_dims.fsdp_enabled
     training = job_config.training
@@ -95,7 +95,7 @@ def _parallelize(model: Pretraining, parallel_dims: Any, job_config: Any) -> tit
 
 
 class _Grouped(OptimizersContainer):  # type: ignore[misc]
-    """AdamW with a study's rates and weight decays. The first group has the recipe's rate, which metrics show."""
+    """AdamW with a study's learning rates and weight decays. Metrics show the first group's rate, the recipe's."""
 
     def __init__(self, model_parts: list[Pretraining], optimizer_config: Any) -> None:
         parameters = dict(model_parts[0].named_parameters())
@@ -117,14 +117,14 @@ class _Grouped(OptimizersContainer):  # type: ignore[misc]
 
 
 def _metrics(job_config: Any, parallel_dims: Any, model_args: Any = None, tag: str | None = None) -> MetricsProcessor:
-    """The metrics of torchtitan, written by our logger."""
+    """Returns torchtitan's metrics, which deltalab's logger writes."""
     metrics = MetricsProcessor(job_config, parallel_dims, tag)
     metrics.logger = titan.MetricsLogger()
     return metrics
 
 
 def _sum(loss: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The loss, which the model has computed already."""
+    """Returns the loss unchanged, since the model has computed it already."""
     return loss
 
 
@@ -148,14 +148,14 @@ register_train_spec(
 
 
 def _section(kind: type, /, **values: Any) -> tuple[type, Any]:
-    """A section of the configuration with other defaults, and the field that makes the section."""
+    """Returns a section of the configuration with changed defaults, and the field that makes the section."""
     fields = [(name, kind.__dataclass_fields__[name].type, value) for name, value in values.items()]  # type: ignore[attr-defined]
     section = make_dataclass(kind.__name__, fields, bases=(kind,))
     return section, field(default_factory=section)
 
 
 def _sections() -> Iterator[tuple[str, tuple[type, Any]]]:
-    """The sections of the configuration that the recipe changes, by name."""
+    """Yields the sections of the configuration that the recipe changes, each with its name."""
     optimizer, batch = RECIPE["optimizer"], RECIPE["batch"]
     decay_type, decay_ratio, least = titan.decay()
     dtype = titan.precision(device_type)

@@ -83,7 +83,7 @@ class Validation(Validator):  # type: ignore[misc]
         self.context, self.metrics = parts["validation_context"], parts["metrics_processor"]
 
     def should_validate(self, step: int) -> bool:
-        """Returns whether validation follows a step."""
+        """Returns whether validation is due after a step."""
         return titan.due(step)
 
     def validate(self, model_parts: list[torch.nn.Module], step: int) -> None:
@@ -93,7 +93,7 @@ class Validation(Validator):  # type: ignore[misc]
 
 
 class Loss(BaseLoss):  # type: ignore[misc]
-    """Divides the sum that the model returns by the tokens of all processes."""
+    """Divides the sum of losses that the model returns by the number of target tokens of all processes."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseLoss.Config):  # type: ignore[misc]
@@ -105,12 +105,12 @@ class Loss(BaseLoss):  # type: ignore[misc]
     def __call__(
         self, loss: torch.Tensor, labels: torch.Tensor, global_valid_tokens: Any = None, **_: Any
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Returns the loss a token, and no further values."""
+        """Returns the loss per token, and an empty dictionary of further values."""
         return (loss if global_valid_tokens is None else loss / global_valid_tokens), {}
 
 
 class Metrics(MetricsProcessor):  # type: ignore[misc]
-    """The metrics of torchtitan, written by our logger."""
+    """torchtitan's metrics, which deltalab's logger writes."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(MetricsProcessor.Config):  # type: ignore[misc]
@@ -152,7 +152,7 @@ def _parallelize(
     compile_config: CompileConfig,
     **_: Any,
 ) -> titan.Pretraining:
-    """The model, shared among the processes as torchtitan's configuration asks."""
+    """Returns the model, shared among the processes as torchtitan's configuration asks."""
     names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
     return titan.parallelize(
         model,
@@ -164,7 +164,7 @@ def _parallelize(
 
 
 def _optimizer() -> OptimizersContainer.Config:
-    """AdamW with a study's rates and weight decays."""
+    """Returns AdamW with a study's learning rates and weight decays."""
     optimizer = RECIPE["optimizer"]
     shared = {"betas": tuple(optimizer["betas"]), "eps": optimizer["eps"]}
     with torch.device("meta"):

@@ -53,7 +53,7 @@ class FirstRows(Dataset[Any]):
 
 
 class Collate:
-    """Makes the model's inputs of rows. Labels are the tokens themselves, which the model shifts."""
+    """Makes batches of the model's inputs from rows. Labels are the tokens themselves, which the model shifts."""
 
     def __init__(self, length: int, documents: str) -> None:
         self.length, self.documents = length, documents
@@ -73,7 +73,7 @@ class Collate:
 
 
 class Deterministic(Trainer):  # type: ignore[misc]
-    """A Trainer that reads rows in order, decays matrices alone, and scales their learning rate by `base_width`."""
+    """A Trainer that reads rows in order. It decays only matrices, and scales their learning rate by `base_width`."""
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         return SequentialSampler(train_dataset if train_dataset is not None else self.train_dataset)
@@ -83,7 +83,7 @@ class Deterministic(Trainer):  # type: ignore[misc]
         return [name for name, parameter in model.named_parameters() if parameter.dim() > 1]
 
     def create_optimizer(self, *models: Any) -> torch.optim.Optimizer:
-        """Makes Trainer's optimizer, with groups of their own for parameters whose rate is scaled.
+        """Makes Trainer's optimizer. Parameters whose learning rate is scaled get separate groups.
 
         Args:
             *models: The model, which transformers passes from release 5.3 on.
@@ -117,7 +117,7 @@ class Record(TrainerCallback):  # type: ignore[misc]
             control.should_evaluate = True
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
-        """Writes the values of a step, with the speed since the last ones."""
+        """Writes the values of a step, with the speed since the values before."""
         if not state.is_world_process_zero:
             return
         names = {"loss": "loss", "grad_norm": "grad_norm", "learning_rate": "lr"}
@@ -137,7 +137,7 @@ class Record(TrainerCallback):  # type: ignore[misc]
         self.since, self.step = time.perf_counter(), state.global_step
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Renames the checkpoint that Trainer has completed, and removes those beyond the number to keep."""
+        """Renames the checkpoint that Trainer has completed, and removes the oldest checkpoints beyond `keep`."""
         assert self.trainer is not None
         self.trainer.accelerator.wait_for_everyone()
         if state.is_world_process_zero:
@@ -152,7 +152,7 @@ class Record(TrainerCallback):  # type: ignore[misc]
 
 
 def named_checkpoints(folder: Path) -> list[Path]:
-    """Returns the checkpoints that have their name, and so are complete, from the oldest to the newest."""
+    """Returns the checkpoints named `step-N`, which are complete, from the oldest to the newest."""
     checkpoints = [
         (int(match[1]), checkpoint)
         for checkpoint in folder.glob("step-*")
@@ -244,7 +244,7 @@ def main() -> None:
 
 
 def _sharded(world: int, on_gpu: bool) -> dict[str, Any]:
-    """The arguments of Trainer for FSDP2, empty if there is one process or no GPU."""
+    """Returns the arguments of Trainer for FSDP2, empty if there is one process or no GPU."""
     if world == 1 or not on_gpu:  # Accelerate has no FSDP on CPUs
         return {}
     shards = {"version": 2, "transformer_layer_cls_to_wrap": ["Block"], "state_dict_type": "SHARDED_STATE_DICT"}

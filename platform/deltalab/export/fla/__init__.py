@@ -1,4 +1,4 @@
-"""Models of ours as models of flash-linear-attention (FLA 0.6), and the way back."""
+"""Converts our models to models of flash-linear-attention (FLA 0.6), and back."""
 
 from deltalab.export.fla.conversion import from_fla, to_fla
 

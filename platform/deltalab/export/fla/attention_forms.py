@@ -25,7 +25,7 @@ from deltalab.export.fla.layer_form import (
 from deltalab.models.spec import ROPE, ModelSpec
 from deltalab.ops.norm import EPS
 
-# Softmax attention, as a model of its own or as layers of another.
+# Softmax attention, as a whole model or as single layers of another model.
 
 
 def attention(spec: ModelSpec, model_type: str = "transformer") -> dict[str, Any]:
@@ -33,7 +33,7 @@ def attention(spec: ModelSpec, model_type: str = "transformer") -> dict[str, Any
 
     Args:
         spec: Our layer.
-        model_type: FLA's model type, of which the layer is a part.
+        model_type: FLA's type of the model that the layer belongs to.
 
     Raises:
         InputError: If FLA has no equal of the layer.

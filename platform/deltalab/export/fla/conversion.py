@@ -1,6 +1,6 @@
-"""Converts whole models to flash-linear-attention (FLA 0.6) and back: the part that all of FLA's models share.
+"""Converts whole models to flash-linear-attention (FLA 0.6) and back: the code that all of FLA's models share.
 
-`delta_forms`, `linear_forms` and `attention_forms` have the parts of single model types.
+`delta_forms`, `linear_forms` and `attention_forms` have the code for single model types.
 """
 
 import json
@@ -39,7 +39,7 @@ FORMS = (
     GATED_DELTANET, DELTANET, UNDECAYED, COMBA, KDA, DELTA_PRODUCT, PRECONDITIONED,
     GLA, RETNET, HGRN2, LINEAR_ATTENTION, LIGHTNET, ABC, MAMBA2, FORGETTING, TRANSFORMER,
 )  # fmt: skip
-"""All forms. Several forms of one rule are tried in this order."""
+"""All forms. If a rule has several forms, they are tried in this order."""
 
 WHY_NOT = {
     "based": "FLA has this layer, and no model of it",
@@ -59,7 +59,7 @@ WHY_NOT = {
     "rwkv7": "FLA's blocks have LayerNorm, a squared-ReLU MLP, a bonus for the token and the first layer's v",
     "sgla": "FLA has this layer (simple GLA), and no model of it",
 }
-"""The reasons that no model of FLA computes a rule, by rule. A rule without a form or a reason is not in FLA 0.6."""
+"""The reason that no model of FLA computes a rule, by rule. A rule with neither form nor reason is not in FLA 0.6."""
 
 SHARED: dict[str, Any] = {
     "hidden_size": 2048,
@@ -77,7 +77,7 @@ SHARED: dict[str, Any] = {
 """Options that FLA's models share and that change logits, with the defaults that most models have."""
 
 FIXED = {"hidden_act": "swish", "elementwise_affine": True, "attnres_block_size": None}
-"""Shared options of which only one value has an equal of ours."""
+"""Shared options for which our models can reproduce only one value, with this value."""
 
 # fmt: off
 WITHOUT_EFFECT = frozenset({
@@ -123,7 +123,7 @@ def from_fla(folder: Path) -> tuple[ModelSpec, dict[str, Tensor], dict[str, Any]
     """Converts a checkpoint of FLA to a model of ours with the same logits.
 
     Args:
-        folder: A folder with `config.json` and `model.safetensors`, or the shards of the latter with their index.
+        folder: A folder with `config.json` and `model.safetensors`, or with shards of the weights and their index.
 
     Returns:
         Our model, its weights in fp32, and its provenance.
@@ -181,7 +181,7 @@ def _form_of(spec: ModelSpec) -> tuple[Form, dict[str, Any]]:
 
 
 def _shared(spec: ModelSpec, form: Form, layers: list[ModelSpec]) -> dict[str, Any]:
-    """The options that all models of FLA share, with the layers of attention among the others."""
+    """The options that all models of FLA share, including the one that says which layers are attention."""
     has_mlp = form.block == "transformer"
     needs(spec, form.model_type, readout=("position",), block=(form.block,), mlp=(has_mlp,))
     attn: list[dict[str, Any]] = []
@@ -211,7 +211,7 @@ def _shared(spec: ModelSpec, form: Form, layers: list[ModelSpec]) -> dict[str, A
 
 
 def _spec_of(config: Mapping[str, Any], file: Path) -> tuple[Form, ModelSpec]:
-    """The form and our model of a `config.json` of FLA."""
+    """The form of a `config.json` of FLA, and our model that equals it."""
     forms = {form.model_type: form for form in reversed(FORMS)}
     if config.get("model_type") not in forms:
         raise unknown("model_type with an equal here", config.get("model_type"), sorted(forms), where=str(file))
@@ -323,7 +323,7 @@ def _number(value: dict[str, Any]) -> Any:
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
-    """FLA's weights in a folder, of one file or of several."""
+    """FLA's weights in a folder, read from one file or from several."""
     try:
         from safetensors.torch import load_file
     except ImportError:

@@ -36,7 +36,7 @@ from deltalab.export.fla.layer_form import (
 from deltalab.models.spec import ModelSpec
 from deltalab.structure import SPLR
 
-# Gated delta rule, delta rule, Comba, KDA: heads of `head_dim`, SiLU and unit norm.
+# Gated delta rule, delta rule, Comba and KDA: each has heads of `head_dim`, SiLU and unit norm.
 
 
 def _heads_of(spec: ModelSpec) -> dict[str, Any]:
@@ -247,7 +247,7 @@ A_log is -inf, so that g = -exp(A_log) softplus(W_a x + dt_bias) = 0. Its gradie
 """
 
 
-# Comba, without the parts that FLA computes in another way.
+# Comba, except for settings that FLA computes in another way.
 
 
 def _comba(spec: ModelSpec) -> dict[str, Any]:
@@ -301,7 +301,7 @@ COMBA = Form(
 )
 
 
-# KDA: FLA's decay has one a for each head and a projection through head_v_dim channels.
+# KDA: FLA's decay has one number a for each head, and a projection of rank head_v_dim.
 
 
 def _kda(spec: ModelSpec) -> dict[str, Any]:
@@ -326,7 +326,7 @@ def _kda_decay(spec: ModelSpec) -> list[Part]:
     key_dim, value_dim = spec.head_dims
 
     def factors(ours: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Factors W = W_2 W_1 with the rank of FLA's projection."""
+        """Splits our matrix into W = W_2 W_1 with the rank of FLA's projection."""
         u, s, v = torch.linalg.svd(ours[0].double(), full_matrices=False)
         if (s[value_dim:] > 1e-5 * s[0]).any():
             raise InputError(

@@ -1,4 +1,4 @@
-"""A model type of flash-linear-attention (FLA 0.6) as a `Form`, and the helpers by which forms are written.
+"""Describes a model type of flash-linear-attention (FLA 0.6) as a `Form`, and has the helpers for writing forms.
 
 The functions of a form translate options and weights both ways. They raise `InputError` if one side has no equal of a
 setting of the other.
@@ -25,9 +25,9 @@ class Part:
 
     Attributes:
         ours: Names in `RuleLayer`, empty if FLA's parameters have a fixed value.
-        theirs: Names in FLA's layer, empty if ours have no effect.
-        split: Turns our values into theirs. Raises `InputError` if no values of theirs are equal.
-        join: Turns their values into ours. Raises `InputError` if no values of ours are equal.
+        theirs: Names in FLA's layer, empty if our parameters have no effect.
+        split: Turns our values into FLA's. Raises `InputError` if no values of FLA's parameters are equivalent.
+        join: Turns FLA's values into ours. Raises `InputError` if no values of our parameters are equivalent.
     """
 
     ours: tuple[str, ...]
@@ -36,7 +36,7 @@ class Part:
     join: Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
     def within(self, ours: str, theirs: str) -> "Part":
-        """Returns the part with prefixes before its names."""
+        """Returns the part with the prefix `ours` before our names and the prefix `theirs` before FLA's."""
         return replace(self, ours=tuple(ours + x for x in self.ours), theirs=tuple(theirs + x for x in self.theirs))
 
 
@@ -49,7 +49,7 @@ class Form:
         architecture: FLA's class.
         rule: The rule of ours that the type computes.
         options: The options that change logits, with their defaults.
-        fixed: The options of which one value alone has an equal of ours, with this value.
+        fixed: The options for which our model can reproduce only one value, with this value.
         config: Turns our model into options.
         settings: Turns options into settings of `ModelSpec`.
         parts: Lists the parameters of a layer of our model.
@@ -106,7 +106,7 @@ def projections(spec: ModelSpec, theirs: Sequence[str | None], taps: Sequence[st
 
     Args:
         spec: Our layer.
-        theirs: FLA's names of the matrices of q, k and v; None for one that FLA does not have.
+        theirs: FLA's names of the matrices of q, k and v; None for a matrix that FLA does not have.
         taps: FLA's names of the three convolutions.
     """
     widths, d_model = channels(spec), spec.d_model
@@ -134,7 +134,7 @@ def projections(spec: ModelSpec, theirs: Sequence[str | None], taps: Sequence[st
 
 
 def channels(spec: ModelSpec) -> list[int]:
-    """Returns the widths of q, k and v, of all heads and steps together."""
+    """Returns the widths of q, k and v, each over all heads and steps together."""
     rule, (key_dim, value_dim) = spec.make_rule(), spec.head_dims
     v_heads = spec.kv_heads or spec.heads
     k_heads = min(spec.own_qk_heads, v_heads)
@@ -162,17 +162,17 @@ def needs(spec: ModelSpec, model_type: str, **allowed: tuple[object, ...]) -> No
 
 
 def _yaml(value: object) -> str:
-    """A value as YAML writes it."""
+    """The text of a value in YAML."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def plain(spec: ModelSpec, model_type: str, **others: tuple[object, ...]) -> None:
-    """Checks, as `needs` does, the settings that FLA's layers with a norm of each head's output restrict.
+    """Checks, as `needs` does, the settings that FLA restricts in layers that normalize each head's output.
 
     Args:
         spec: Our layer.
         model_type: FLA's model type.
-        **others: The allowed values of further settings, or replacements for the usual allowed values.
+        **others: Allowed values by setting, which add to or replace the usual allowed values.
     """
     allowed: dict[str, tuple[object, ...]] = {
         "qk_norm": (False,),
@@ -214,7 +214,7 @@ def twice(beta: Gate, model_type: str) -> bool:
     """Returns FLA's option `allow_neg_eigval`: whether beta is 2 sigmoid(W x) instead of sigmoid(W x).
 
     Raises:
-        InputError: If beta is neither.
+        InputError: If beta is neither of the two.
     """
     most = dict(beta.options).get("max", 1.0)
     if beta.kind != "sigmoid" or most not in (1.0, 2.0):
@@ -228,7 +228,7 @@ def beta_of(twice: bool) -> dict[str, dict[str, float]]:
 
 
 def features(spec: ModelSpec) -> str:
-    """Returns the kind of `FEATURES` that the model's q, k and v get."""
+    """Returns the name in `FEATURES` of the maps that the model applies to q, k and v."""
     if spec.features is not None:
         return spec.features
     rule = spec.make_rule()
@@ -288,14 +288,14 @@ def norm_and_gate(spec: ModelSpec, norm: str = "o_norm") -> list[Part]:
 
 
 def widths_from(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns our heads for FLA's options that give the widths of all heads together as shares of the model's."""
+    """Returns our settings of heads for FLA's options, which give total widths as shares of the model's width."""
     d_model, heads = options["hidden_size"], options["num_heads"]
     key_dim, value_dim = (expanded(d_model, options[name]) // heads for name in ("expand_k", "expand_v"))
     return {"heads": heads, "key_dim": key_dim, "expand_v": value_dim / key_dim, "conv": conv_from(options)}
 
 
 def shares_of(spec: ModelSpec) -> dict[str, Any]:
-    """Returns FLA's options that give the widths of all heads together as shares of the model's width."""
+    """Returns FLA's options for the total widths of all heads, as shares of the model's width."""
     key_dim, value_dim = spec.head_dims
     return {
         "num_heads": spec.heads,

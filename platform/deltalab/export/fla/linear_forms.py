@@ -37,7 +37,7 @@ from deltalab.ops.norm import EPS
 
 
 def _maps_of(spec: ModelSpec, model_type: str) -> dict[str, Any]:
-    """FLA's options of features: its convolution has SiLU, and without one its feature map is that of q and k alone."""
+    """FLA's options of features. Its convolution applies SiLU. Without one, the feature map is for q and k alone."""
     kinds = ("silu",) if spec.conv else ("raw", "silu_qk")
     needs_features(spec, model_type, *kinds)
     return {**conv_of(spec), "feature_map": "swish" if features(spec) == "silu_qk" else None}
@@ -151,7 +151,7 @@ RETNET = Form(
         "use_output_gate": True,
         "fuse_norm": True,
     },
-    # FLA's layer has a short convolution, but its model does not pass the option on.
+    # FLA's layer can have a short convolution, but FLA's model does not pass the option on to the layer.
     fixed={"use_short_conv": False, "fuse_norm": True},
     config=_retnet,
     settings=_from_retnet,
@@ -238,7 +238,7 @@ HGRN2 = Form(
         "conv_size": 4,
         "use_lower_bound": True,
     },
-    # The norm of FLA's heads has this eps whatever the option says.
+    # FLA's layer ignores the option: the norm of its heads always has this eps.
     fixed={"use_short_conv": False, "use_lower_bound": False, "norm_eps": EPS},
     config=_hgrn2,
     settings=_from_hgrn2,

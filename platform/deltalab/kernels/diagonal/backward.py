@@ -144,7 +144,7 @@ def gradients(
                 from_add = tl.zeros([BT, BK], tl.float32)
             for block in tl.static_range(0, V, BV):
                 before, after = states.load([slot * V + block, key]), states_after.load([slot * V + block, key])
-                # Only its diagonal is needed; a product costs less than sums in registers.
+                # Only the diagonal of `ended` is needed; a product costs less than sums in registers.
                 ended = tl.dot(tl.trans(before), after, ended, input_precision=PRECISION)
                 if V > BV:
                     do = get_rows(d_o, row, valid, head * V + block, BT, RAGGED)
@@ -176,7 +176,7 @@ def gradients(
             d_reader, d_writer = near(from_read) * since, near(from_write) * until
             d_end += tl.sum(flat(writer * d_writer), 0)
             if OWN:
-                # What a token reads of itself cancels in the gradient of g.
+                # What a token reads of its own write cancels in the gradient of g.
                 d_reader += near(p_here) * writer
                 d_writer += near(p_here) * reader
             if written is not None:

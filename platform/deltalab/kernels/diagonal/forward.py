@@ -3,8 +3,8 @@
 For a chunk with S before it, G the cumulative log-decay, y = e k (tied) or b (free), and G' = G or G_{i-1}:
 
     (I + M) w = beta u - exp(G') y S         tied: M_ij = sum_c y_ic k_jc exp(G'_ic - G_jc), j < i
-    (I - M) w = exp(G') y S + N u            free: M so of y and a, N so of y and beta k
-    o = scale (exp(G) r S + P w)             tied; free: P of beta k times u, plus P of a times w
+    (I - M) w = exp(G') y S + N u            free: M likewise from y and a, N from y and beta k
+    o = scale (exp(G) r S + P w)             tied; free: P from beta k times u, plus P from a times w
     S <- exp(G_C) S + (k exp(G_C - G))^T w   tied; free: of beta k and u, plus of a and w
 
 `prepare` computes all that does not depend on S, so that `scan` and `reverse` are products alone: w = erasing S +
@@ -13,10 +13,10 @@ from_u u, plus beta u if tied, because the inverse's identity is not rounded and
 M, N and P are built from halves. In each block of 2 h tokens, rows are tokens of the second half and columns tokens of
 the first, each with its decay to or from the border between the halves, which is at most 1. The decay is the
 exponential of a sum of g over the tokens that `between` chooses. There are no differences, so the decay is exact next
-to any g, and the sum is a product of matrices. A token is either a row or a column of its block, so one factor for
-each token suffices. Up to h = 8, blocks of 16 tokens are a batch, each within one warp; `far` blocks beyond are whole
-products. One program takes several chunks, which share the choosing matrices. K is a power of two. r, k, g and their
-like are descriptors (`launch.tiles`).
+to any g, and the sum is a product of matrices. A token is either a row or a column of its block, so one factor for each
+token suffices. Up to h = 8, blocks of 16 tokens are a batch, each within one warp. Larger blocks are computed by whole
+products. One program takes several chunks, which share the choosing matrices. K is a power of two. Tensors as wide as
+r, k and g are descriptors (`launch.tiles`).
 """
 
 from typing import no_type_check
@@ -85,7 +85,7 @@ def near(x):
 @triton.jit
 @no_type_check
 def flat(x):
-    """The reverse of `near`."""
+    """Undoes `near`."""
     return tl.reshape(x, [x.shape[0] * 16, x.shape[2]])
 
 
@@ -128,7 +128,7 @@ def _here(sums, x, y, PRECISION: tl.constexpr):
 @triton.jit
 @no_type_check
 def factor_and_half(g, g_near, level: tl.constexpr, OWN: tl.constexpr):
-    """Each token's decay to or from its block's border, and whether the token is in the second half; by 16 tokens."""
+    """Each token's decay to or from its block's border, and whether it is in the second half, in blocks of 16."""
     if level < 4:
         factor, second_half = decay(between(level, 16, OWN), g_near), in_second_half(level, 16)[None, :, :]
     else:
@@ -166,7 +166,7 @@ def _far_level(
     factor, reader, writer, eraser, adder, p, q, moved, system, level: tl.constexpr,
     DTYPE: tl.constexpr, TIED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Does as `_near_level`, by whole products for each block.
+    """Does the same as `_near_level`, by whole products for each block.
 
     Masks the operands, which are smaller than the product.
     """
@@ -196,7 +196,10 @@ def _far_level(
 def read_and_written(
     r, k, e, beta, read, d, row, valid, head, H, column, scale, BT: tl.constexpr, RAGGED: tl.constexpr
 ):
-    """What reads, scale (read r - d k), and what is written along: k if tied, where u has the beta, else beta k."""
+    """Returns the vector that reads, scale (read r - d k), and the vector that u is written along.
+
+    The latter is k if the low rank is tied, because beta then multiplies u, and else beta k.
+    """
     writer = get_rows(k, row, valid, column, BT, RAGGED).to(tl.float32)
     reader = get_rows(r, row, valid, column, BT, RAGGED).to(tl.float32) * scale
     if read is not None:

@@ -1,4 +1,4 @@
-"""How `kernels.diagonal` is launched: blocks, segments, warps and stages."""
+"""Plans the launches of `kernels.diagonal`: blocks, segments, warps and stages."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ class DiagonalLaunch(Launch):
 
     @classmethod
     def of(cls, operands: DiagonalOperands, cu_seqlens: Tensor | None, late: bool, chunk_size: int) -> "DiagonalLaunch":
-        """The plan for such operands, and for packed sequences if there are `cu_seqlens`."""
+        """Returns the plan for operands of these shapes, and for packed sequences if there are `cu_seqlens`."""
         k, u = operands.k, operands.u
         make: Callable[..., DiagonalLaunch] = cls._of
         tied, free = operands.e is not None, operands.a is not None
@@ -81,7 +81,7 @@ class DiagonalLaunch(Launch):
         return min(self.key_dim, 16 if self.fp32 else KEYS[kernel][self.low_rank])
 
     def bv(self, kernel: str) -> int:
-        """Values that a program takes at once: 128, so that all else is read once, unless that idles the GPU."""
+        """Values that a program takes at once. Blocks of 128 read other tensors less often, but may idle the GPU."""
         if kernel == "gradients":
             most = 32 if self.fp32 else 128
             return next(bv for bv in (128, 64, 32, 16) if bv <= most and self.value_dim % bv == 0)

@@ -1,6 +1,6 @@
 """`kernels.diagonal` as a PyTorch operator: launches, gradients, `torch.func.vmap` and `torch.compile`.
 
-The arguments of each operator follow from the tuples of `kernels.operands`, in the order of its schema.
+Each operator takes its arguments in the order of its schema, which follows from the tuples of `kernels.operands`.
 """
 
 from functools import partial
@@ -17,15 +17,15 @@ from deltalab.kernels.register import absent, empty_like, existing, register
 
 
 class Prepared(NamedTuple):
-    """What `forward.prepare` writes for each chunk and head; None for what the low rank does not need.
+    """The tensors that `forward.prepare` writes for each chunk and head. Those that the low rank does not use are None.
 
     Attributes:
         reading: exp(G) r.
         writing: exp(G_C - G) k.
         kept: exp(G_C).
         within: P.
-        erasing: What w takes of S.
-        from_u: What w takes of u.
+        erasing: The matrix that multiplies S in w.
+        from_u: The matrix that multiplies u in w.
         inverse: The inverse of the system, without its identity.
         adding: exp(G_C - G) a.
         within_a: P of a.
@@ -43,7 +43,7 @@ class Prepared(NamedTuple):
 
     @classmethod
     def empty(cls, plan: DiagonalLaunch, like: Tensor, chunks: int) -> "Prepared":
-        """Room for so many chunks of each sequence, in the dtype of `like`."""
+        """Allocates the tensors for `chunks` chunks of each sequence, in the dtype of `like`."""
         slots, size = (plan.slots(chunks), plan.heads), plan.chunk_size
         rows, square = (size, plan.key_dim), (size, size)
         low_rank, free = plan.low_rank != "none", plan.low_rank == "free"
@@ -73,7 +73,7 @@ class Prepared(NamedTuple):
         )  # fmt: skip
 
     def scanned(self) -> dict[str, Tensor | None]:
-        """What `forward.scan` takes: all but the inverse, which is for the backward."""
+        """Returns the tensors that `forward.scan` takes: all but the inverse, which only the backward takes."""
         return {name: tensor for name, tensor in self._asdict().items() if name != "inverse"}
 
 
@@ -136,7 +136,7 @@ def _shapes(
     " bool late, SymInt chunk_size) -> Tensor[]",
 )
 def _backward(*arguments: Any) -> list[Tensor]:
-    """Gradients of the operands and of the state; `absent` for what was not given."""
+    """Returns the gradients of the operands and of the state, `absent` for each that was not given."""
     operands, more = DIAGONAL.split(arguments)
     begin, d_o, d_last, cu_seqlens, scale, late, chunk_size = more
     plan, u = DiagonalLaunch.of(operands, cu_seqlens, late, chunk_size), operands.u

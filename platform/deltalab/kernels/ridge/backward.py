@@ -1,10 +1,10 @@
 """The backward of Gated KalmaNet's kernels: first the gradients of both states, then those of each token's operands.
 
-With x, and y that solves for dx, held fixed, all gradients are those of
+Let y_t solve (H_t + lambda_t I) y_t = dx_t. With x and y held fixed, all gradients are those of
 
     sum_t do_t . o_t - y_t . H_t x_t + c_t ||H_t||^2 / 2
 
-(implicit differentiation; c_t is half of the gradient that ||H_t||^2 gets through lambda).
+(implicit differentiation; c_t / 2 is the gradient that ||H_t||^2 gets through lambda_t).
 """
 
 from typing import no_type_check
@@ -105,7 +105,10 @@ def differentiate(
 @triton.jit
 @no_type_check
 def _passing(matrix, i):
-    """Sums the pairs j < t of a matrix [j, t] over rows, for decays after j, and over columns, for decays up to t."""
+    """Returns two sums over the pairs j < t of a matrix [j, t]: for each j, and for each t.
+
+    The first belongs to the decays after j, and the second to the decays up to t.
+    """
     matrix = tl.where(i[:, None] < i[None, :], matrix, 0.0)
     return tl.sum(matrix, 1), tl.sum(matrix, 0)
 
@@ -220,7 +223,7 @@ def gradients(
     d_key *= key_power[:, None]
     from_k, mask_k = rows(k, row, valid, head, H, channels, K, BT, FULL)
     key_part = tl.load(from_k, mask=mask_k, other=0.0).to(tl.float32)
-    # k^T dH k, once from each of both products.
+    # Half of the sum, because each of the two products contains k^T dH k once.
     written = 0.5 * until * tl.sum(d_key * key_part, 1)
     for other in range(value_blocks):
         from_v, mask_v = rows(v, row, valid, head, H, other * BV + tl.arange(0, BV), V, BT, FULL_V)

@@ -27,7 +27,8 @@ EMPTY = tl.constexpr(1e-31)
 kernel = triton.jit(
     do_not_specialize=["T", "H", "segment", "boundaries", "from_chunk", "to_chunk", "span", "iterations"]
 )
-"""Compiles a kernel once for all lengths and segments. Triton would take them for constants if they are 1 or 16 n."""
+"""Compiles a kernel once for all lengths and segments. Otherwise Triton would compile it again where one of these
+numbers is 1 or a multiple of 16."""
 
 
 @triton.jit
@@ -97,7 +98,9 @@ def times(
     a, a_low, states, slot, row, block, blocks, BK: tl.constexpr, BR: tl.constexpr, BW: tl.constexpr,
     A: tl.constexpr, PARTS: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """Computes a [.., BR] @ BR rows of a stored block, or a [.., BW] @ their transpose, without the norm.
+    """Multiplies a [.., BR] by BR rows of a stored block or, if TRANSPOSED, a [.., BW] by their transpose.
+
+    The product is not multiplied by the norm of the block.
 
     a is in A parts.
     """
@@ -167,7 +170,7 @@ def _less_product(
 @triton.jit
 @no_type_check
 def _low(new, d, PARTS: tl.constexpr):
-    """What rounding `new` to d lost, if PARTS is 2; else d, in its place."""
+    """Returns what rounding `new` to d lost, if PARTS is 2. Else returns d, which is then not used."""
     return (new - d.to(tl.float32)).to(d.dtype) if PARTS == 2 else d
 
 
@@ -280,9 +283,10 @@ def solve(
 ):  # fmt: skip
     """Stores x for each chunk and head, with (H_t + lambda_t I) x_t = rhs_t, in fp32.
 
-    In the backward, rhs is dx, so x is dq, which x_half [..] takes in q's dtype. The backward also gives x of the
-    forward, and `solve` then stores c_t, half of the gradient of each ||H_t||^2 through lambda. The system is divided
-    by a bound of its largest eigenvalue, and rhs by its largest element, so that all numbers fit fp16.
+    In the backward, `rhs` is dx, so x is dq, and `x_half` receives x in q's dtype. `forward` is then the x of the
+    forward. If ADAPTIVE, `solve` also stores c_t, where c_t / 2 is the gradient of ||H_t||^2 through lambda_t. The
+    system is divided by a bound of its largest eigenvalue, and rhs by its largest element, so that all numbers fit
+    fp16.
     """
     program, head = tl.program_id(0) // H, tl.program_id(0) % H
     batch, chunk = program // span, from_chunk + program % span

@@ -1,4 +1,4 @@
-"""How `kernels.ridge` is launched: blocks, segments, halves of numbers, warps and stages."""
+"""Plans the launches of `kernels.ridge`: blocks, segments, parts of numbers, warps and stages."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,17 +12,17 @@ from deltalab.kernels.launch import Launch, planned
 from deltalab.structure import Ridge
 
 WORKSPACE = 160 * 2**20
-"""Bytes that the states of a segment may take, unless that leaves it fewer chunks than `BUSY`."""
+"""Bytes that the states of a segment may take. A segment takes more if it would have fewer than `BUSY` chunks."""
 
 BUSY = 1024
-"""Chunks, of all heads, that keep a GPU busy."""
+"""How many chunks, counted over all sequences and heads, keep a GPU busy."""
 
 WARPS = {"sweep": 4, "measure": 4, "solve": 4, "read": 4, "differentiate": 4, "reverse": 8, "pairs": 4, "gradients": 4}
 STAGES = {"sweep": 2, "measure": 1, "solve": 1, "read": 2, "differentiate": 1, "reverse": 2, "pairs": 2, "gradients": 2}
 
 
 class StoredStates(NamedTuple):
-    """A segment's states over the norms of their blocks, in `parts` halves, and these norms."""
+    """A segment's states, divided by the norms of their blocks, in `RidgeLaunch.parts` parts, and the norms."""
 
     states: Tensor
     norms: Tensor
@@ -53,7 +53,7 @@ class RidgeLaunch(Launch):
 
     @classmethod
     def of(cls, k: Tensor, v: Tensor, strength: float, adaptive: bool, chunk_size: int) -> "RidgeLaunch":
-        """The plan for inputs like k and v."""
+        """Returns the plan for inputs shaped like k and v."""
         return planned(cls._of, *k.shape, v.shape[-1], k.dtype, strength, adaptive, chunk_size)
 
     @classmethod
@@ -97,7 +97,10 @@ class RidgeLaunch(Launch):
         return SegmentStates(room(self.bk, self.bg), room(self.value_dim, self.bv))
 
     def columns(self, gram: bool) -> dict[str, Any]:
-        """The columns of H or U that `sweep` and `reverse` take; the grid has blocks for all bk columns of H."""
+        """Returns the sizes of the columns of H (if `gram`) or of U, for `sweep` and `reverse`.
+
+        The grid has blocks for all `bk` columns of H.
+        """
         if gram:
             return {"D": self.key_dim, "BW": self.bg, "FULL_D": self.bk == self.key_dim}
         return {"D": self.value_dim, "BW": self.bv, "FULL_D": self.value_dim % self.bv == 0}
@@ -108,7 +111,7 @@ class RidgeLaunch(Launch):
         return triton.cdiv(width, block), self.heads, self.batch
 
     def programs(self, chunks: range) -> tuple[int]:
-        """The grid of all other kernels."""
+        """The grid of the kernels other than `sweep` and `reverse`. `gradients` multiplies it by the blocks of keys."""
         return (self.batch * len(chunks) * self.heads,)
 
     def sizes(self, kernel: str) -> dict[str, Any]:

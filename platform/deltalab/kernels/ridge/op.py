@@ -60,7 +60,7 @@ def ridge_regression(
         gram: H before the first token, [B, H, K, K] in fp32.
         memory: U before the first token, [B, H, K, V] in fp32.
         scale: The factor of the output.
-        strength: The number that gives lambda_t.
+        strength: The factor of ||H_t|| in lambda_t if adaptive, else lambda_t itself.
         iterations: Steps of the solver.
         adaptive: Whether lambda_t is strength ||H_t||, else strength.
         chebyshev: Whether the solver is Chebyshev's, else conjugate gradient.
@@ -126,7 +126,10 @@ def _sweep(
     segment: int,
     space: SegmentStates,
 ) -> None:
-    """Fills `space` with the states before each chunk of a segment, and grams and memories with those after it."""
+    """Fills `space` with the states before each chunk of a segment.
+
+    Also stores the states after the segment in `grams` and `memories`.
+    """
     for gram, u, begin, (states, norms) in zip((True, False), (k, v), (grams, memories), space, strict=True):
         plan.launch(
             sweep, plan.grid(gram), plan.segment(segment),
@@ -158,7 +161,7 @@ def _backward(
     plan = RidgeLaunch.of(k, v, strength, adaptive, chunk_size)
     d_o = torch.zeros_like(v) if d_o is None else d_o.contiguous()
     d_q, d_k, d_v = map(torch.empty_like, (q, k, v))
-    # One part from pairs of tokens, and one from each block of keys.
+    # `pairs` fills the first part, and `gradients` fills one part for each block of keys.
     d_g = g.new_empty(1 + plan.bk // plan.bg, *g.shape)
     y, d_x, readers = torch.empty_like(x), torch.empty_like(x), torch.empty_like(g)
     c = torch.zeros_like(g)

@@ -1,7 +1,8 @@
 """The last kernel of `kernels.scalar`'s backward: the gradients of a chunk's operands, parallel over chunks.
 
-What is read or erased at i grows with G_i, and what is written at j shrinks with G_j. If i and j lie in the chunk, both
-gradients come from one matrix that is rounded once, so that they cancel in the sum that is the gradient of g_t.
+What is read or erased at i grows with G_i, and what is written at j shrinks with G_j. If i and j lie in the chunk, the
+gradients of G_i and G_j come from one matrix, which is rounded once. So they cancel in their sum, which is the gradient
+of g_t.
 
 The kernel has few warps and goes through the keys in blocks, so that several chunks share a multiprocessor: one chunk
 computes while the others wait for memory.
@@ -58,10 +59,11 @@ def gradients(
 ):  # fmt: skip
     """Computes the gradients of one chunk and head.
 
-    `d_u` and `new_d_u` are one tensor, which holds the gradient of beta u before the kernel and that of u after.
-    `more_r`, `more_k` and `more_g` are gradients to add to those of r, k and g, or None; they are d_r, d_k and d_g
-    themselves. With a LOSS, u is a pseudo-residual, and new_d_u becomes the gradient of its error. If PREDICTS, the
-    pass predicts from S_{t-1}, and d_error is the gradient of its error. If PREDICTS_U, the pass predicts u.
+    `d_u` and `new_d_u` are one tensor, which holds the gradient of beta u before the kernel and the gradient of u after
+    it. `more_r`, `more_k` and `more_g` are None, or gradients that the kernel adds to those of r, k and g. They are the
+    same tensors as d_r, d_k and d_g. With a LOSS, u is a pseudo-residual, and new_d_u becomes the gradient of its
+    error. If PREDICTS, the pass predicts from S_{t-1}, and d_error is the gradient of its error. If PREDICTS_U, the
+    pass predicts u.
     """
     program, head = tl.program_id(0) // H, tl.program_id(0) % H
     sequence, chunk = locate(program, chunk_sequences, first_chunks, span, PACKED)
@@ -223,7 +225,7 @@ def gradients(
         key = tl.arange(0, BK)
         state_products = tl.sum(tl.sum(tl.where(key[:, None] == key[None, :], state_products, 0.0), 1), 0)
         dg += tl.sum(ending) + tl.exp2(total.to(tl.float32)) * state_products
-        # What sees G_{i-1} has no gradient for its own token's g.
+        # Predictions and erasures that see G_{i-1} do not depend on their own token's g.
         if PREDICTS:
             dg -= grow
         if e is not None and not LATE:

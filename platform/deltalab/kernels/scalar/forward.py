@@ -7,10 +7,11 @@ For a chunk with S before it, G the cumulative log-decay and A_ij = exp(G_i - G_
     S <- exp(G_C) S + k^T (exp(G_C - G) w)
 
 where r stands for read r - d k. `prepare` computes what does not depend on S, for all chunks at once, and multiplies
-what reads by scale. `scan` goes through the chunks with the state in registers, transposed to [V, K]: the left operand
-of every product is then in registers already, and the right one is a tile that was loaded ahead. If nothing is erased
-or corrected, `scan` waits for memory alone and has time to compute P itself, so that P is neither stored nor loaded.
-K is a power of two and V a multiple of BV. r, k, u and their like are descriptors (`launch.tiles`).
+the factors of reads by `scale`. `scan` goes through the chunks with the state in registers, transposed to [V, K]: the
+left operand of every product is then in registers already, and the right one is a tile that was loaded ahead. If
+nothing is erased or corrected, `scan` waits for memory alone and has time to compute P itself, so that P is neither
+stored nor loaded. K is a power of two and V a multiple of BV. Tensors as wide as r, k or u are descriptors
+(`launch.tiles`).
 """
 
 from typing import no_type_check
@@ -35,8 +36,9 @@ READS, CORRECTS, ERASES, WRITES, ENDS, KEEPS, SINCE, READ, SUMS, SEEN = (tl.cons
 """Rows of `vectors`, which are factors for each token of a chunk.
 
 READS is exp(G) read, CORRECTS exp(G) d, ERASES exp(G') e, and WRITES beta. ENDS is exp(G_C - G), from the token to the
-chunk's end. KEEPS holds exp(G_C) in its first element. SINCE is exp(G), to predict. Kernels that compute P take three
-more: READ is read, SUMS is G in base 2, and SEEN is the G of the state that a reader sees, G_i or G_{i-1}.
+chunk's end. KEEPS holds exp(G_C) in its first element. SINCE is exp(G) for predictions. Kernels that compute P
+themselves take three more rows: READ is read, SUMS is G in base 2, and SEEN is the G of the state that a reader sees,
+G_i or G_{i-1}.
 """
 
 ROWS = tl.constexpr(10)
@@ -62,7 +64,7 @@ def prepare(
     K: tl.constexpr, BT: tl.constexpr, LATE: tl.constexpr, PREDICTS: tl.constexpr, SUM_DTYPE: tl.constexpr,
     PACKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Stores for each chunk and head `vectors` and, unless they are None, inverse (I + M)^{-1} - I and within, P.
+    """Stores `vectors` for each chunk and head and, unless None, `inverse`, (I + M)^{-1} - I, and `within`, P.
 
     PREDICTS says that the pass predicts its target from the state before each token. `overlaps` is then P with k in
     place of r.
@@ -121,7 +123,7 @@ def prepare(
 @triton.jit
 @no_type_check
 def _decays(vectors, BT: tl.constexpr, PREDICTS: tl.constexpr):
-    """A_ij of the state that a reader sees, which P and P of k share, and `SINCE`."""
+    """Returns A_ij up to the state that a reader sees, and `SINCE`. P has these A_ij, also with k in place of r."""
     i = tl.arange(0, BT)
     sums, seen = tl.load(vectors + SUMS * BT + i), tl.load(vectors + SEEN * BT + i)
     return decay_between(seen[:, None], sums[None, :], i[:, None], i[None, :], PREDICTS), tl.exp2(seen.to(tl.float32))
@@ -166,7 +168,7 @@ def scan(
     K: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, CORRECTED: tl.constexpr, LOSS: tl.constexpr,
     MAPS: tl.constexpr, PACKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Takes one head's block of values through chunks from_chunk to to_chunk.
+    """Takes the state of one head and one block of values through chunks from_chunk to to_chunk.
 
     Stores what is not None: o, the output plus `base`; `residual`, the pseudo-residual of `target` (u if None); last,
     the last state; and for this span the transposed state before each chunk (states) and w (written). With a residual,
@@ -247,7 +249,7 @@ def scan(
                 )
                 put_rows(written, tl.trans(w), written_row, valid, head * V + block, H * V, BT, BV, RAGGED)
             if LOSS is not None:
-                # Before the output is computed, so that its registers are free again.
+                # Compute the residual before the output, so that the registers of the residual are free again.
                 error = tl.dot(w.to(dtype), overlap_t, error, input_precision=PRECISION)
                 if target is not None:
                     target_c = tl.trans(get_rows(target, row, valid, head * V + block, BT, RAGGED)).to(tl.float32)

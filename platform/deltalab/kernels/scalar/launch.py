@@ -1,4 +1,4 @@
-"""How `kernels.scalar` is launched: blocks, segments, parts of a sequence, warps and stages."""
+"""Plans the launches of `kernels.scalar`: blocks, segments, parts of a sequence, warps and stages."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,7 +17,8 @@ WORKSPACE = 128 * 2**20
 """Bytes that the states of a segment may take in the backward. A segment takes more only to keep the GPU busy."""
 
 ENOUGH = 96
-"""Programs that keep a GPU busy. With as many, a program takes 128 values, not 64, and reads the keys half as often."""
+"""How many programs keep a GPU busy. If there are as many, each takes 128 values instead of 64, so that keys are read
+half as often."""
 
 WARPS = {"prepare": 4, "scan": 4, "reverse": 4, "gradients": 4}
 STAGES = {"prepare": 1, "scan": 3, "reverse": 3, "gradients": 3}
@@ -28,7 +29,7 @@ class ScalarLaunch(Launch):
     """The plan of `kernels.scalar`.
 
     A few long sequences that consist of whole chunks and are not packed are cut into equal parts, which lie in memory
-    like so many sequences. `batch`, `tokens` and `chunks` count these parts.
+    like separate sequences. `batch` is then the number of all parts, and `tokens` and `chunks` are those of one part.
 
     Attributes:
         bk: Keys of a block.
@@ -44,7 +45,7 @@ class ScalarLaunch(Launch):
 
     @classmethod
     def of(cls, k: Tensor, u: Tensor, cu_seqlens: Tensor | None, chunk_size: int) -> "ScalarLaunch":
-        """The plan for operands like k and u, and for packed sequences if there are `cu_seqlens`."""
+        """Returns the plan for operands shaped like k and u, and for packed sequences if there are `cu_seqlens`."""
         make: Callable[..., ScalarLaunch] = cls._of
         sizes = *k.shape, u.shape[-1], chunk_size, u.dtype
         if cu_seqlens is not None:

@@ -1,6 +1,6 @@
 """`kernels.scalar` as PyTorch operators: launches, gradients, `torch.func.vmap` and `torch.compile`.
 
-The arguments of each operator follow from the tuples of `kernels.operands`, in the order of its schema.
+Each operator takes its arguments in the order of its schema, which follows from the tuples of `kernels.operands`.
 """
 
 from collections.abc import Callable, Sequence
@@ -82,7 +82,7 @@ def scalar_scan(*arguments: Any) -> tuple[Tensor, ...]:
     f" -> {_tensors(4 + 2 * len(Kept._fields))}",
 )
 def residual_scan(*arguments: Any) -> tuple[Tensor, ...]:
-    """`scalar_scan` that reads S_{t-1}, plus what it reads from a second state, as `rule.Fit` defines it.
+    """Computes a `scalar_scan` that reads S_{t-1}, and adds the reads of a second state, as `rule.Fit` defines them.
 
     Args:
         *arguments: `ScalarOperands`, `FitOperands`, and the other arguments of `scalar_scan`, with the second state
@@ -112,9 +112,9 @@ def _last(plan: ScalarLaunch, u: Tensor) -> Tensor:
 
 
 def _kept(plan: ScalarLaunch, operands: ScalarOperands, keep: bool, *, predicts: bool = False) -> Kept:
-    """Room for what a pass leaves for its backward; `predicts` for a pass that predicts a target."""
+    """Allocates what a pass leaves for its backward. `predicts` says whether the pass predicts a target."""
     k, e, d = operands.k, operands.e, operands.d
-    # A wide state, or products in fp32, leave `scan` no registers to make P and k's own P in.
+    # With a wide state or products in fp32, `scan` has no registers to compute P, and P with k in place of r.
     busy = e is not None or d is not None or (predicts and (plan.key_dim > 128 or plan.fp32))
     erased = plan.key_dim if e is not None else 1
     slots, state = (plan.slots(plan.chunks), plan.heads), (plan.heads, plan.value_dim, plan.key_dim)
@@ -146,7 +146,7 @@ def _forward(
     loss: str | None = None,
     clip: float = 1.0,
 ) -> None:
-    """Runs one pass: fills o (its output plus `base`), the last state, with a loss the residual, and `kept`."""
+    """Runs one pass. Fills o (its output plus `base`), `last` and `kept`, and with a loss also `residual`."""
     everywhere, arguments = range(plan.chunks), SCALAR.arguments(operands, plan.keys)
     r, k, u = arguments["r"], arguments["k"], plan.values(operands.u)
     inverse, within, overlaps = plan.squares(kept.inverse), plan.squares(kept.within), plan.squares(kept.overlaps)
@@ -210,11 +210,13 @@ def _backward(
     loss: str | None = None,
     clip: float = 1.0,
 ) -> Tensor:
-    """Runs one pass backward: fills grads, and returns the gradient of the first state, `absent` without has_state.
+    """Runs the backward of one pass: fills `grads`, and returns the gradient of the first state.
+
+    Returns `absent` if not `has_state`.
 
     `d_error` is the gradient of target - S_{t-1}^T k, and `predicts_u` says whether the target is u. The gradients of
-    r, k and g are added to `more_r`, `more_k` and `more_g`. With a loss, u is its pseudo-residual, and grads.u becomes
-    the gradient of the error.
+    r, k and g are added to `more_r`, `more_k` and `more_g`. With a loss, u is the pseudo-residual of an error, and
+    `grads.u` becomes the gradient of that error.
     """
     r, k, u = plan.keys(operands.r), plan.keys(operands.k), plan.values(operands.u)
     inverse, within, overlaps = plan.squares(kept.inverse), plan.squares(kept.within), plan.squares(kept.overlaps)
@@ -225,7 +227,7 @@ def _backward(
         shape = (plan.batch, plan.segment_chunks * plan.chunk_size, plan.heads, plan.value_dim)
         written = operands.u.new_empty(operands.u.shape if plan.packing else shape)
     chunk_plan = plan.per_chunk(erases=operands.e is not None)
-    # A narrower block: with d_error, what is loaded ahead must fit beside the states that are stored.
+    # With d_error, blocks are narrower, so that tiles loaded ahead fit beside the states that are stored.
     reverse_plan = plan if d_error is None else plan.narrowed(64)
     stored_keys, stored_values = partial(chunk_plan.keys, store=True), partial(chunk_plan.values, store=True)
     d_arguments = SCALAR.gradients(grads, stored_keys, stored_values)
@@ -280,7 +282,7 @@ def _backward(
     " float scale, bool late, SymInt chunk_size) -> Tensor[]",
 )
 def _scalar_backward(*arguments: Any) -> list[Tensor]:
-    """Gradients of the operands and of the state; `absent` for what was not given."""
+    """Returns the gradients of the operands and of the state, `absent` for each that was not given."""
     operands, more = SCALAR.split(arguments)
     kept, more = KEPT.split(more)
     cu_seqlens, d_o, d_last, has_state, scale, late, chunk_size = more
@@ -310,7 +312,8 @@ def _residual_backward(*arguments: Any) -> list[Tensor]:
     outputs, fit_outputs = empty_like(first, u), empty_like(fit, u)
     grads, fit_grads = ScalarOperands._make(map(existing, outputs)), FitOperands._make(map(existing, fit_outputs))
     d_o = torch.zeros_like(u) if d_o is None else d_o.contiguous()
-    # The second pass goes back first. The first pass then adds to the gradients of operands that both have.
+    # The backward of the second pass comes first. That of the first pass then adds to gradients of operands that both
+    # take.
     d_error = torch.empty_like(u) if fit_grads.target is None else fit_grads.target
     d_fit_state = _backward(
         plan, fit.after(first, residual), fit_grads.after(grads, d_error), fit_kept, d_o, d_fit_last, has_fit_state,

@@ -33,7 +33,7 @@ def adamw_kernel(
     weights, exp_avg, exp_avg_sq, grad, losses, squares, bad, loss, begin, row, rates, betas, new, clip, eps,
     width, decayed, scaled, share, runs, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Updates one block of a run's weights. Each program finds out for itself whether the run is finite."""
+    """Updates one block of a run's weights. Each program finds out whether the run's loss and gradient are finite."""
     run, rates_row = tl.program_id(1), tl.load(row)
     norm = tl.sqrt(tl.sum(tl.load(squares + run * PARTS + tl.arange(0, PARTS)), 0))
     bad_step, new_loss = tl.load(bad + run), tl.load(losses + run)
@@ -92,19 +92,19 @@ def adamw_(
         exp_avg: m, [n, P].
         exp_avg_sq: v, [n, P].
         grad: [n, P].
-        losses: [n], copied to `loss`.
+        losses: The loss of each run at this step, [n].
         bad: The first step at which a run's loss or |grad| was not finite, or -1, [n].
-        loss: [n].
-        begin: The number of the step at row 0, 0-dim in int64.
+        loss: Receives `losses`, [n].
+        begin: The number of the step whose rates are row 0 of `rates`, 0-dim in int64.
         row: The row of `rates`, 0-dim in int64.
         rates: decay, rate and root of each step, [.., 3, n, 1].
         betas: beta_1 and beta_2, [2, n, 1].
         new: 1 - betas, [2, n, 1].
         clip: [n].
         eps: Added to the divisor.
-        decayed: The number of weights of a row that decay, from the first on.
-        scaled: The number of weights of a row that have `share` times the rate, from the first on.
-        share: The factor of their rate.
+        decayed: How many weights of a run decay, counted from the first one.
+        scaled: How many weights of a run have `share` times the rate, counted from the first one.
+        share: The factor of the rate of the first `scaled` weights.
     """
     runs, width = weights.shape
     squares = grad.new_empty(runs, PARTS)

@@ -59,7 +59,10 @@ def weights(w, run, column, mask, C: tl.constexpr, W: tl.constexpr):
 @triton.jit
 @no_type_check
 def earlier(at, past, begin, mask, P: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
-    """Loads the W - 1 tokens before those that `at` points to. Before the sequence stand those of `past`, or zeros."""
+    """Loads the W - 1 tokens before those that `at` points to.
+
+    Before a sequence come the tokens of `past`, or zeros.
+    """
     seen = ()
     for i in tl.static_range(1, W):
         t = begin - W + i
@@ -272,7 +275,8 @@ class Tiling:
         length: Tokens of a sequence.
         segments: Parts of a sequence that rows walk along.
         rows: Rows of a program.
-        parts: For q, k, v, gate and rest: the first block, the end of its blocks, and arguments of `read` from W on.
+        parts: For each of q, k, v, gate and rest: its first block, the block after its last one, and the arguments of
+            `read` from W on.
         channels: The widths of q, k and v together.
     """
 
@@ -358,7 +362,7 @@ def convolve(
             a past. The convolution of each sequence sees its own tokens alone.
 
     Returns:
-        [n, B, T, width] for each, or [n, 0] for a width of 0.
+        q, k, v, gate and rest, [n, B, T, width] each, or [n, 0] if the width is 0.
     """
     q, k, v, gate, rest = outputs = _outputs(x=x, widths=widths)
     tiling = Tiling.of(x, w, widths, key_dim, silu, unit)

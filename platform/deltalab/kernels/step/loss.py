@@ -47,13 +47,13 @@ def row_kernel(
 def cross_entropy_(logits: Tensor, targets: Tensor, count: Tensor, *, ignore: int) -> Tensor:
     """Computes -log softmax(z_i)[y_i], and puts its gradient in the place of the logits z.
 
-    The gradient is that of the sum over `count`, (softmax(z_i) - onehot(y_i)) / count, in the dtype of z. Loss and
-    gradient are 0 where y_i is `ignore`.
+    The gradient is that of the sum divided by `count`, (softmax(z_i) - onehot(y_i)) / count, in the dtype of z. Loss
+    and gradient are 0 where y_i is `ignore`.
 
     Args:
         logits: z, [n, m, V].
         targets: y in [0, V), [n, m]. It may be strided, as it is if a sequence has one label.
-        count: [n].
+        count: The number that divides each model's sum, [n].
         ignore: The target of positions that do not count.
 
     Returns:

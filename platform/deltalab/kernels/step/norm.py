@@ -86,7 +86,7 @@ def norm_backward_kernel(
 ):  # fmt: skip
     """The backward of `norm_kernel`, where x is the input of the norm.
 
-    A program takes every n-th tile of a run, where n is the number of programs, and one row of d_w [n, programs, D].
+    A program takes every m-th tile of a run, where m is the number of programs, and fills one row of d_w [n, m, D].
     """
     run = tl.program_id(1)
     sums = tl.zeros([BR, BD], dtype=tl.float32)

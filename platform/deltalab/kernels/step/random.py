@@ -93,7 +93,7 @@ def exponential_kernel(
 @triton.jit
 @no_type_check
 def swaps(starts, rows, by_start, by_part, by_row, choice, step, count, below, width):
-    """The places in [step, below) that steps swap with; -1 for steps beyond the last."""
+    """Returns the place in [step, below) that each step swaps with, or -1 for steps beyond the last."""
     mask = step < count
     words = splitmix64(starts, rows, by_start, by_part, by_row, choice * count + step, mask, width)
     place = step + (words >> 1).to(tl.int64, bitcast=True) % tl.where(mask, below - step, 1)
@@ -106,7 +106,7 @@ def distinct_kernel(
     starts, rows, out, by_start, by_part, by_row, count, below, width,
     DOUBLINGS: tl.constexpr, BC: tl.constexpr, BI: tl.constexpr,
 ):  # fmt: skip
-    """Makes one choice."""
+    """Draws one choice of distinct integers."""
     choice, step = tl.program_id(0).to(tl.int64), tl.arange(0, BC)
     swap = swaps(starts, rows, by_start, by_part, by_row, choice, step, count, below, width)
     origin = tl.full([BC], -1, tl.int32)
@@ -136,7 +136,7 @@ def integers(
         rows: The rows to draw, [n, R], for n R rows in all, as `Random._begin` returns them; None for the first rows.
         shape: The shape of the result.
         shift: The number of bits.
-        below: What each number is below.
+        below: The bound that each number is below, or None.
     """
     streams = Streams.of(starts, rows, shape, torch.int64)
     below_row, below_column = None, None
@@ -175,7 +175,7 @@ def distinct(starts: Tensor, rows: Tensor | None, shape: tuple[int, ...], *, bel
 
 
 class Streams(NamedTuple):
-    """Room for the numbers of several streams, equally many of each.
+    """Memory for the numbers of several streams, with equally many numbers for each stream.
 
     Attributes:
         out: The numbers.
@@ -193,7 +193,7 @@ class Streams(NamedTuple):
 
     @classmethod
     def of(cls, starts: Tensor, rows: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> "Streams":
-        """Makes the room.
+        """Allocates the memory.
 
         Raises:
             RuntimeError: The streams would not have equally many rows.

@@ -1,10 +1,10 @@
-"""The script that Alembic runs: it migrates on the connection, and in the transaction, that the store hands it."""
+"""The script that Alembic runs. It migrates on the connection that the store opened, within the store's transaction."""
 
 from alembic import context
 
 from deltalab.store.models import Base
 
-# Batches remake a table, since SQLite cannot alter one in place.
+# A batch remakes a table, since SQLite cannot alter a table in place.
 context.configure(
     connection=context.config.attributes["connection"], target_metadata=Base.metadata, render_as_batch=True
 )

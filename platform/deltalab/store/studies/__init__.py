@@ -1,1 +1,1 @@
-"""Studies in the ledger: their list, their trials, and the drivers and the queue of those that run."""
+"""Reads and changes studies in the ledger: their list, their trials, and the drivers and queues of running studies."""

@@ -1,7 +1,7 @@
-"""What the drivers of a running study do: their stacks and devices, and how far the study is.
+"""The status of the drivers of a running study: their stacks and devices, and the progress of the study.
 
-A driver writes its status as JSON into its row with each heartbeat (`deltalab.store.drivers`). The status decides
-nothing.
+A driver writes its status as JSON into its row with each heartbeat (`deltalab.store.drivers`). The status is only
+shown to readers, and decides nothing.
 """
 
 from collections.abc import Iterable
@@ -22,10 +22,10 @@ class RunningStack:
 
     Attributes:
         stage: "tune" or "confirm".
-        step: The step that it has reached.
-        steps: The steps in all.
-        seconds: The time since it began.
-        device: The name of its device; None until it is known.
+        step: The step that the training has reached.
+        steps: The number of steps of the whole training.
+        seconds: The time since the training began.
+        device: The name of the device on which the stack trains; None until it is known.
     """
 
     name: str
@@ -41,8 +41,8 @@ class Device:
     """A GPU, or the CPUs of a machine.
 
     Attributes:
-        stacks: The number of stacks that train on it now.
-        busy: The share of time with at least one stack.
+        stacks: The number of stacks that train on the device now.
+        busy: The share of time in which at least one stack trained on the device.
     """
 
     name: str
@@ -52,12 +52,12 @@ class Device:
 
 @dataclass(frozen=True)
 class DriverStatus:
-    """What one driver does.
+    """The status of one driver.
 
     Attributes:
-        seconds: The time since it began.
-        places: The stacks that it can run at a time.
-        busy: The seconds of all its stacks, divided by `places` times `seconds`.
+        seconds: The time since the driver began.
+        places: The number of stacks that the driver can run at a time.
+        busy: The share of places that were in use: the seconds of all stacks, divided by `places` times `seconds`.
         stacks: The stacks that train now.
         devices: The devices on which a stack has trained.
         stages: stage -> (trials that have ended, trials in all); empty if another driver holds the study.
@@ -73,12 +73,12 @@ class DriverStatus:
     eta: float | None
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the status as values of JSON."""
+        """Returns the status as a dictionary that can be written as JSON."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Self:
-        """Returns the status that `to_json` made."""
+        """Returns the status from a dictionary that `to_json` made."""
         return cls(
             **{
                 **values,
@@ -91,12 +91,12 @@ class DriverStatus:
 
 @dataclass(frozen=True)
 class StudyProgress:
-    """How far a running study is.
+    """The progress of a running study.
 
     Attributes:
-        stages: stage -> (trials that have ended, trials in all), as the holder says.
-        eta: The seconds until the study ends, as the holder says; None while nothing is measured.
-        drivers: What each of its processes does, the holder first.
+        stages: stage -> (trials that have ended, trials in all), as the holder of the study reports.
+        eta: The seconds until the study ends, as the holder of the study reports; None while nothing is measured.
+        drivers: The status of each driver that lives, the holder first.
     """
 
     stages: dict[Stage, tuple[int, int]]
@@ -128,7 +128,7 @@ class StudyProgress:
 
 @waited
 def study_progress(ledger: Ledger, study_ids: Iterable[int]) -> dict[int, StudyProgress]:
-    """Returns how far each of these studies is, by its id, for those that a living driver runs."""
+    """Returns the progress of studies: id of the study -> progress. Studies without a living holder are left out."""
     rows = select(Driver).where(Driver.study_id.in_(list(study_ids))).order_by(Driver.holds.desc(), Driver.id)
     with ledger._reading() as session:
         living = drivers.living(session, session.scalars(rows))
@@ -147,7 +147,7 @@ def _of(rows: list[Driver]) -> StudyProgress:
 
 
 def duration(seconds: float | None) -> str:
-    """Returns a time as text, with the few digits that an estimate has.
+    """Returns a time as text, rounded as suits an estimate.
 
     Examples:
         >>> [duration(s) for s in (0.3, 42, 300, 9000, 900000, None)]

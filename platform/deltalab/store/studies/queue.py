@@ -1,6 +1,7 @@
 """The queue of a study: its holder publishes stacks, and the drivers that joined take, train and deliver them.
 
-Each function is one transaction that changes nothing when it runs again, since a lost commit is tried again.
+Each function is one transaction. It changes nothing when it runs a second time, since it is tried again if the
+connection was lost during its commit.
 """
 
 from collections.abc import Collection, Mapping
@@ -19,10 +20,10 @@ class Queued(NamedTuple):
     """A stack in the queue, without its jobs.
 
     Attributes:
-        driver_id: The driver that took it; None if it waits.
-        step: The step that its training has reached.
-        records: The records of its trials as JSON, once they have ended.
-        lost: Why no worker could train it to the end, as JSON.
+        driver_id: The driver that took the stack; None if the stack waits.
+        step: The step that the training of the stack has reached.
+        records: The records of the stack's trials as JSON; None until the trials have ended.
+        lost: Why no worker could train the stack to the end, as JSON; None if this did not happen.
     """
 
     id: int
@@ -36,7 +37,7 @@ class Member(NamedTuple):
     """A driver that joined a study.
 
     Attributes:
-        runs: Its folder of weights.
+        runs: The driver's folder of weights.
     """
 
     study_id: int
@@ -53,7 +54,7 @@ def holder(store: Store, study_id: int) -> Driver | None:
 
 @waited
 def count(store: Store, study_id: int, completed: int, total: int) -> None:
-    """Records how many trials the holder has."""
+    """Records how many trials of the study have ended, and how many there are in all, as the holder counts."""
     with store._writing() as session:
         row = update(Driver).where(Driver.study_id == study_id, Driver.holds)
         session.execute(row.values(completed=completed, total=total))
@@ -68,14 +69,15 @@ def joined(store: Store, study_id: int) -> list[Driver]:
 
 @waited
 def beat(store: Store, member: Member, places: int, steps: Mapping[int, int], progress: dict[str, Any]) -> None:
-    """Records that a driver that joined lives, and what it does.
+    """Records that a driver that joined lives, and its progress.
 
-    A driver that has not joined yet, or was dropped, joins.
+    If the driver has not joined yet, or was dropped, it joins now.
 
     Args:
-        places: The stacks that it takes at a time.
-        steps: The step of each of its stacks, by the stack's id.
-        progress: Its status, from `DriverStatus.to_json`.
+        member: The driver.
+        places: The number of stacks that the driver takes at a time.
+        steps: id of each stack of the driver -> the step that its training has reached.
+        progress: The status of the driver, from `DriverStatus.to_json`.
     """
     with store._writing() as session:
         if not drivers.beat(session, member.driver_id, progress):
@@ -132,7 +134,8 @@ def take(store: Store, member: Member, has: Collection[int]) -> tuple[int, str] 
 
     Args:
         member: The driver that takes it.
-        has: The stacks that the driver knows it has. Another stack in its name was taken by a commit that seemed lost.
+        has: The ids of the stacks that the driver knows it has. If the queue gives the driver a further stack, a commit
+            that seemed lost took that stack, and the function returns it.
 
     Returns:
         The id and the jobs of the stack; None if none waits.
@@ -160,7 +163,7 @@ def deliver(
     """Records how a stack ended.
 
     Returns:
-        False if the stack was taken away, since another driver runs it or no driver has to.
+        False if the driver no longer has the stack, since another driver runs it or it left the queue.
     """
     with store._writing() as session:
         mine = _mine(stack_id, member).values(records=records, lost=lost)
@@ -183,10 +186,10 @@ def withdraw(store: Store, study_id: int) -> None:
 
 
 def _add(session: Session, member: Member) -> None:
-    """Adds a driver that joins."""
+    """Adds the row of a driver that joins a study."""
     drivers.add(session, member.study_id, member.driver_id, member.runs, holds=False)
 
 
 def _mine(stack_id: int, member: Member) -> Update:
-    """Returns an update of a stack that changes nothing if another driver has the stack."""
+    """Returns an SQL update of a stack. The update changes nothing unless `member` has the stack."""
     return update(Stack).where(Stack.id == stack_id, Stack.driver_id == member.driver_id)

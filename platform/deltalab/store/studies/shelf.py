@@ -1,7 +1,7 @@
-"""Studies as a reader keeps them: the list of all, tags, notes, and hidden and deleted studies.
+"""Lists studies, and lets a reader tag, annotate, hide, delete and restore them.
 
 A deleted study is only marked: nothing shows it, `restore` brings it back, and `vacuum` removes it for good. None of
-these operations changes what a study computed, and none is part of a study's identity.
+these operations changes the results of a study or its identity.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,14 +30,14 @@ class ListedStudy:
     """A study as a list shows it, without its settings.
 
     Attributes:
-        profile: Its profile; None for the default profile.
-        overridden: The settings given beside its file, as words KEY=VALUE.
-        created_at: When it was created.
-        finished_at: When it ended; None while it runs.
-        description: The description in its file.
-        hidden: Whether lists leave it out.
-        best: The best arm of a task, kept when the study ended; None while there is none.
-        total: The trials of the whole study, as its driver counts them; None if an earlier release ran it.
+        profile: The profile of the study; None for the default profile.
+        overridden: The settings given in addition to the study's file, as words KEY=VALUE.
+        created_at: When the study was created.
+        finished_at: When the study ended; None while it runs.
+        description: The description in the study's file.
+        hidden: Whether lists leave the study out.
+        best: The best arm of a task, stored after the study ended; None if none is stored.
+        total: The number of trials of the whole study, as its driver counts them; None if an earlier release ran it.
     """
 
     id: int
@@ -60,7 +60,12 @@ class ListedStudy:
         return f"{self.name}:{self.profile}" if self.profile else self.name
 
     def says(self, text: str, arms: Iterable[str] = ()) -> bool:
-        """Returns whether every word of a text is in the name, profile, tags, notes, description or names of arms."""
+        """Returns whether every word of `text` occurs in the name, profile, overrides, tags, notes or description.
+
+        Args:
+            text: The words, of which upper and lower case do not matter.
+            arms: Names of arms, in which words may also occur.
+        """
         searched_text = " ".join(
             (self.address, self.overridden, *self.tags, self.notes, self.description, *arms)
         ).casefold()
@@ -69,13 +74,13 @@ class ListedStudy:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a study holds.
+    """The numbers of arms, trials and runs of a study.
 
     Attributes:
-        arms: The number of its arms.
-        trials: The number of its trials that ran.
-        shared: How many of these trials other studies have, too.
-        runs: The number of its runs.
+        arms: The number of arms.
+        trials: The number of trials that ran.
+        shared: The number of trials that other studies have, too.
+        runs: The number of runs.
     """
 
     arms: int
@@ -128,7 +133,7 @@ def listed(store: Ledger, *, deleted: bool = False) -> list[ListedStudy]:
 
 @waited
 def arm_names(store: Ledger) -> dict[int, list[str]]:
-    """Returns the names of the arms of every study, by the study's id."""
+    """Returns the names of the arms of every study: id of the study -> names."""
     names: dict[int, list[str]] = {}
     with store._reading() as session:
         for study, name in session.execute(select(Arm.study_id, Arm.name).order_by(Arm.study_id, Arm.position)):
@@ -138,9 +143,9 @@ def arm_names(store: Ledger) -> dict[int, list[str]]:
 
 @waited
 def trial_counts(store: Ledger) -> dict[int, int]:
-    """Returns how many trials of every study have ended, by the study's id, as its driver counts them.
+    """Returns how many trials of every study have ended: id of the study -> number, as the study's driver counts.
 
-    A candidate that makes no model does not count. A trial that two arms have counts in each.
+    A candidate that makes no model does not count. A trial that two arms share counts twice.
     """
     rows = select(Arm.study_id, func.count()).join_from(Arm, ArmTrial).join(Trial)
     rows = rows.where(Trial.state != "infeasible").group_by(Arm.study_id)
@@ -150,7 +155,7 @@ def trial_counts(store: Ledger) -> dict[int, int]:
 
 @waited
 def contents(store: Ledger, study_id: int) -> Contents:
-    """Counts what a study holds.
+    """Counts the arms, trials and runs of a study.
 
     Raises:
         InputError: There is no such study.
@@ -224,7 +229,7 @@ def delete(store: Store, study_id: int) -> None:
 
 @waited
 def restore(store: Store, address: str | int) -> Study:
-    """Brings a deleted study back: of several matches, the study that was deleted last.
+    """Brings a deleted study back. If several studies match, it brings back the study that was deleted last.
 
     Args:
         address: The study's id, NAME or NAME:PROFILE.
@@ -247,7 +252,7 @@ def restore(store: Store, address: str | int) -> Study:
 
 @waited
 def keep_best(store: Store, study_id: int, best: dict[str, Any] | None) -> None:
-    """Keeps the best arm of a study that has ended, for lists."""
+    """Stores the best arm of a study, so that lists can show it. Does nothing unless the study is done or failed."""
     with store._writing() as session:
         study = session.get(Study, study_id)
         if study is not None and study.state in ("done", "failed"):
@@ -255,7 +260,7 @@ def keep_best(store: Store, study_id: int, best: dict[str, Any] | None) -> None:
 
 
 def _existing(session: Session, store: Ledger, study_id: int) -> Study:
-    """Returns a study that is not deleted."""
+    """Returns a study. Raises `InputError` if there is no such study or it is deleted."""
     study = session.get(Study, study_id)
     if study is None or study.deleted_at is not None:
         ids = session.scalars(select(Study.id).where(Study.deleted_at.is_(None)).order_by(Study.id))

@@ -13,11 +13,11 @@ from deltalab.store.outage import waited
 from deltalab.store.queries import Ledger, _last_steps
 
 Sort = Literal["arm", "score", "seconds", "tokens_per_second", "finished_at"]
-"""What a list of trials is sorted by. "arm" means by arm, stage, task and number, as in the plan."""
+"""The value by which a list of trials is sorted. "arm" sorts by arm, stage, task and number, as the plan does."""
 State = Literal["done", "diverged", "failed", "infeasible"]
-"""The state of a trial in a list. A diverged trial is done, and at least one of its seeds diverged."""
+"""The state of a trial in a list. "diverged": the trial is done, and at least one of its seeds diverged."""
 KEYS_SHOWN = 5
-"""The number of keys that an error names if several keys begin with the same prefix."""
+"""The largest number of keys that an error lists if several keys begin with the text that a user gave."""
 RUNS_OF_TRIAL = "SELECT run.id FROM run WHERE run.trial_id = :trial"
 
 
@@ -27,10 +27,10 @@ class ListedTrial:
 
     Attributes:
         number: The trial's number in the arm.
-        values: The values that tuning or a search gave it.
+        values: The values that tuning or a search gave the trial.
         key: The trial's key.
         stage: "tune" or "confirm".
-        score: The mean over the seeds that finished; None if no seed did.
+        score: The mean score of the seeds that finished; None if no seed finished.
         error: The traceback of a failed trial, or the reason of an infeasible one.
         seeds: The number of seeds.
         diverged: The seeds that diverged.
@@ -73,14 +73,14 @@ class Listing:
 
 @dataclass(frozen=True)
 class Holder:
-    """A study and its arm that have a trial.
+    """An arm of a study that has a certain trial.
 
     Attributes:
         study: The name of the study.
-        profile: Its profile; None for the default profile.
-        is_base: Whether the arm is the base.
+        profile: The profile of the study; None for the default profile.
+        is_base: Whether the arm is the base of the study.
         number: The trial's number in the arm.
-        values: The values that tuning or a search gave the trial there.
+        values: The values that tuning or a search in this arm gave the trial.
     """
 
     study_id: int
@@ -94,7 +94,7 @@ class Holder:
 
 @dataclass(frozen=True)
 class Seed:
-    """A run of a trial.
+    """A run, which is one seed of a trial.
 
     Attributes:
         state: "done" or "diverged".
@@ -116,9 +116,9 @@ class TrialDetails:
 
     Attributes:
         trial: The row of the trial.
-        rule: The rule's source as it ran.
+        rule: The version of the rule that ran.
         holders: The arms that have the trial.
-        seeds: Its runs.
+        seeds: The runs of the trial.
     """
 
     trial: Trial
@@ -128,7 +128,7 @@ class TrialDetails:
 
 
 class Point(NamedTuple):
-    """A point of a run's curve."""
+    """A point of the curve of a metric in a run."""
 
     seed: int
     state: RunState
@@ -156,7 +156,7 @@ def listed(
 ) -> Listing:
     """Returns a page of a study's trials. The database filters and sorts, so that only the rows of the page are read.
 
-    A trial without a value of `sort` comes last.
+    A trial that lacks the value by which the list is sorted comes last.
 
     Args:
         judged: task -> the metric whose mean is the score.
@@ -165,7 +165,7 @@ def listed(
         tasks: The tasks to list; empty for all.
         stages: The stages to list; empty for all.
         states: The states to list; empty for all.
-        sort: What the list is sorted by.
+        sort: The value by which the list is sorted.
         descending: Whether the largest value comes first.
         limit: The number of trials on a page.
         offset: The number of trials before the page.
@@ -192,7 +192,7 @@ def listed(
             session.scalars(select(func.count()).select_from(rows.subquery())).one() for rows in (of_study, filtered)
         )
         page_keys = [(arm, trial, number) for arm, trial, number in session.execute(select(page))]
-        # A database computes the columns of a sorted query for all rows, so a second statement reads the costly ones.
+        # A database computes the columns of a sorted query for all rows. So a second statement reads costly columns.
         page_ids = [trial for _, trial, _ in page_keys]
         columns = (
             ArmTrial.arm_id, ArmTrial.trial_id, ArmTrial.number, Arm.name, ArmTrial.values, Trial.key, Trial.task,
@@ -237,7 +237,7 @@ def find_trial(store: Ledger, key: str) -> TrialDetails:
     """Returns the trial with this key, or the only trial whose key begins with it.
 
     Raises:
-        InputError: No key begins so, or several do.
+        InputError: No trial's key begins with `key`, or several do.
     """
     with store._reading() as session:
         keys = list(
@@ -271,7 +271,7 @@ def find_trial(store: Ledger, key: str) -> TrialDetails:
 
 @waited
 def curves_of(store: Ledger, trial_id: int, *, max_points: int = 500) -> list[Point]:
-    """Returns all curves of a trial, each thinned evenly to at most `max_points`. The last point is kept."""
+    """Returns all curves of a trial, each thinned evenly to at most `max_points` points. Its last point is kept."""
     curve = (Metric.run_id, Metric.split, Metric.name)
     i = func.row_number().over(partition_by=curve, order_by=Metric.step)
     n = func.count().over(partition_by=curve)
@@ -293,7 +293,7 @@ def curves_of(store: Ledger, trial_id: int, *, max_points: int = 500) -> list[Po
 
 @waited
 def arms_of_rule(store: Ledger, study_id: int, rule_version_id: int) -> list[str]:
-    """Returns the arms of a study with a trial of this version of a rule, in the order of the plan."""
+    """Returns the names of a study's arms that have a trial with this version of a rule, in the order of the plan."""
     arms = select(ArmTrial.arm_id).join(Trial).where(Trial.rule_version_id == rule_version_id)
     rows = select(Arm.name).where(Arm.study_id == study_id, Arm.id.in_(arms)).order_by(Arm.position)
     with store._reading() as session:
@@ -301,7 +301,7 @@ def arms_of_rule(store: Ledger, study_id: int, rule_version_id: int) -> list[str
 
 
 def _score(judged: Mapping[str, str], splits: Mapping[Stage, str]) -> ColumnElement[Any]:
-    """Returns the mean over a trial's finished seeds of its metric's last value, as a column."""
+    """Returns a column for a trial's score: the mean, over the seeds that finished, of its metric's last value."""
     if not judged:
         return null()
     metric = case(judged, value=Trial.task)
@@ -319,6 +319,6 @@ def _score(judged: Mapping[str, str], splits: Mapping[Stage, str]) -> ColumnElem
 
 
 def _state() -> ColumnElement[str]:
-    """Returns the state of a trial in a list, as a column."""
+    """Returns a column for the `State` of a trial in a list."""
     diverged = select(Run.id).where(Run.trial_id == Trial.id, Run.state == "diverged").correlate(Trial).exists()
     return case(((Trial.state == "done") & diverged, "diverged"), else_=Trial.state)

@@ -1,4 +1,4 @@
-"""Reads trials that have ended as a whole: with their runs and every point of their curves."""
+"""Reads whole trials: each ended trial with its runs and every point of their curves."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from deltalab.store.outage import waited
 from deltalab.store.queries import Ledger
 
 Curves = dict[str, list[tuple[int, float]]]
-"""Curves by SPLIT/METRIC: points (step, value) by rising steps."""
+"""SPLIT/METRIC -> points (step, value), sorted by step."""
 
 
 @dataclass(frozen=True)
@@ -17,8 +17,8 @@ class WholeTrial:
     """A trial that has ended, in one arm.
 
     Attributes:
-        number: The trial's number in the arm, the least if it has several.
-        values: The values that tuning or a search gave it.
+        number: The trial's number in the arm; if it has several numbers, the smallest.
+        values: The values that tuning or a search gave the trial.
         trial: The row of the trial.
         runs: seed -> (state, step at which the run diverged or None, curves).
     """
@@ -32,7 +32,7 @@ class WholeTrial:
 
 @waited
 def ended_trials(ledger: Ledger, study_id: int) -> dict[tuple[str, str], tuple[TrialState, list[int]]]:
-    """Returns the state and the seeds of each ended trial of a study, by arm and key, without infeasible ones."""
+    """Returns the ended trials of a study: (arm, key) -> (state, seeds). Infeasible trials are left out."""
     rows = (
         select(Arm.name, Trial.key, Trial.state, Run.seed)
         .join_from(Arm, ArmTrial)
@@ -51,7 +51,7 @@ def ended_trials(ledger: Ledger, study_id: int) -> dict[tuple[str, str], tuple[T
 
 @waited
 def trial_count(ledger: Ledger, study_id: int) -> int:
-    """Returns how many trials a study's arms have, which tells whether there is something new to read."""
+    """Returns how many trials a study's arms have. If the number has changed, there are new trials to read."""
     rows = select(func.count()).select_from(ArmTrial).join(Arm).where(Arm.study_id == study_id)
     with ledger._reading() as session:
         return int(session.scalar(rows) or 0)
@@ -59,7 +59,7 @@ def trial_count(ledger: Ledger, study_id: int) -> int:
 
 @waited
 def whole_trial(ledger: Ledger, study_id: int, arm: str, key: str) -> WholeTrial | None:
-    """Returns a trial of an arm with all its runs, or None if it was forgotten meanwhile."""
+    """Returns a trial of an arm with all its runs, or None if the trial was forgotten meanwhile."""
     rows = (
         select(ArmTrial.number, ArmTrial.values, Trial)
         .join_from(Arm, ArmTrial)

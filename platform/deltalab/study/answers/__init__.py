@@ -1,1 +1,1 @@
-"""What the ledger says of a study."""
+"""Computes the answer of a study from the trials and metrics in the ledger."""

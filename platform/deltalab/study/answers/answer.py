@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from deltalab.study.answers.search_results import Discovery
 
 MOST_GIVEN_UP = 5
-"""Stacks of an incomplete study that its answer names."""
+"""How many given-up stacks of trials the answer of an incomplete study names at most."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,14 @@ class Failure:
 
 @dataclass(frozen=True)
 class InfeasibleCandidate:
-    """Values that were drawn for an arm and make no model, so that no trial ran.
+    """A candidate whose drawn values make no valid model, so that no trial ran.
 
     Attributes:
         arm: The arm that the values were drawn for.
         task: The task.
         number: The number of the candidate.
         values: The values by path.
-        reason: Why they make no model.
+        reason: Why the values make no model.
     """
 
     arm: str
@@ -67,7 +67,7 @@ class InfeasibleCandidate:
 
 @dataclass(frozen=True)
 class Answer:
-    """A study's answer, and what it rests on.
+    """A study's answer, with its tables, its warnings and the trials that failed.
 
     Attributes:
         study: The name of the study.
@@ -75,15 +75,15 @@ class Answer:
         study_id: The id of the study in the ledger.
         state: The state of the study, such as "done".
         stage: The stage whose scores are shown.
-        warnings: What makes the whole answer doubtful.
+        warnings: Sentences, each with a reason to doubt the whole answer.
         tables: A table for each task.
         failures: The trials that raised errors.
         infeasible: The candidates that make no model.
-        notes: How to read the answer.
-        trainings: Trainings of what was exported from the study.
-        ladders: The ladder of each task, of a study with `scales`.
-        search: What a search found; None for a study that is none.
-        overrides: Settings given beside the study's file, by their keys.
+        notes: Sentences that explain how to read the answer.
+        trainings: Later trainings of models that were exported from the study.
+        ladders: The ladder of each task, if the study has `scales`.
+        search: The findings of the search; None for a study without a search.
+        overrides: Settings by key that the user gave in addition to the study's file.
     """
 
     study: str
@@ -109,9 +109,10 @@ def answer(store: Store, study_id: int, *, which: Stage = "confirm", intervals: 
         store: The ledger.
         study_id: The id of the study.
         which: "confirm" compares the arms on the test split. "tune" shows each arm's best candidate so far on the
-            validation split, for a look at a study that runs; it compares nothing, since the best of a sweep is
+            validation split while the study runs. "tune" compares no arms, because the best score of a sweep is
             optimistic.
-        intervals: False leaves the intervals of undecided arms infinite, and takes a tenth of the time.
+        intervals: Whether to compute intervals of undecided arms. False leaves them infinite, and takes a tenth of the
+            time.
 
     Raises:
         InputError: There is no such study.
@@ -166,7 +167,7 @@ def answer(store: Store, study_id: int, *, which: Stage = "confirm", intervals: 
 
 
 def _compared(ledger: RecordedScores, scores: dict[str, Scores], intervals: bool) -> dict[str, dict[str, Outcome]]:
-    """What the test says: task -> arm -> outcome, each family tested as one."""
+    """The outcomes of the test: task -> arm -> outcome. All arms of a family are tested together."""
     compared: dict[str, dict[str, Outcome]] = {}
     for family in ledger.spec.families(list(scores)):
         by_task = outcomes([scores[task] for task in family], ledger.looks, intervals=intervals)
@@ -193,13 +194,13 @@ def _failure(study: Study, trial: TrialRow) -> Failure:
 
 
 def _discovery(store: Store, study: Study, arms: Sequence[Arm], trials: list[TrialRow]) -> "Discovery":
-    from deltalab.study.answers.search_results import discovery  # It brings Optuna, which takes a second to load.
+    from deltalab.study.answers.search_results import discovery  # This module imports Optuna, which takes a second.
 
     return discovery(store, study, arms, trials)
 
 
 def _exception(error: str | None) -> str:
-    """The line of a traceback that names the exception; its message may take up more lines below."""
+    """The line of a traceback that names the exception. A message of several lines is cut after its first line."""
     lines = (error or "").strip().splitlines()
     frames = [i for i, line in enumerate(lines) if line.startswith("  File ")]
     return next((line for line in lines[frames[-1] + 1 if frames else 0 :] if line[:1].strip()), "")

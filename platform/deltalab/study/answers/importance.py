@@ -1,4 +1,4 @@
-"""How much of the candidates' scores each searched setting explains: fANOVA, by Optuna."""
+"""Computes how much of the variance of the candidates' scores each searched setting explains, by Optuna's fANOVA."""
 
 import hashlib
 import json
@@ -18,9 +18,9 @@ TREES = 32
 DEPTH = 6
 """How deep a tree grows."""
 FEWEST = 20
-"""With fewer candidates, a forest says nothing."""
+"""The fewest candidates on which a forest is grown. With fewer, its shares are meaningless."""
 MOST = 1000
-"""How many candidates a forest is grown on. Of a longer search, at most as many are taken, spread over the search."""
+"""The most candidates on which a forest is grown. If a search has more, a selection spread over the search is used."""
 NOTHING = "(nothing)"
 """A made-up setting, drawn at random and never used. Its share is what a setting without effect gets."""
 
@@ -32,8 +32,8 @@ class Importance:
     Attributes:
         path: The path of the setting.
         share: The mean of the share over the trees of the forest.
-        low: The lower bound of the middle 95% of the trees.
-        high: The upper bound of the middle 95% of the trees.
+        low: The lower bound of the middle 95% of the trees' shares.
+        high: The upper bound of the middle 95% of the trees' shares.
         among: How many candidates have the setting. A setting that depends on another one is missing in some
             candidates; its share is of the variance among the candidates that have it.
     """
@@ -48,14 +48,14 @@ class Importance:
 def importance(
     candidates: Sequence[Mapping[str, Any]], scores: Sequence[float], logarithmic: frozenset[str] = frozenset()
 ) -> list[Importance]:
-    """The importance of every setting for a score, and last that of `NOTHING`.
+    """Returns the importance of every setting for a score; the last entry is the importance of `NOTHING`.
 
     fANOVA fits a random forest to the scores and splits the forest's variance over the whole space into the shares of
     the settings. The trees are grown on bootstrap resamples of the candidates; the spread of a share over the trees is
     its interval. One tree varies more than a forest, so the interval is wide rather than narrow.
 
-    A setting that only some candidates have is judged among them, by another forest. A setting that fewer than
-    `FEWEST` candidates have, or that has one value, is left out.
+    If only some candidates have a setting, its share comes from another forest, grown on these candidates alone. A
+    setting that fewer than `FEWEST` candidates have, or that has one value, is left out.
 
     Args:
         candidates: The settings of each candidate by path; a setting that a candidate does not have is left out.
@@ -94,7 +94,7 @@ def importance(
 def _shares(
     columns: Mapping[str, list[Any]], scores: list[float], logarithmic: frozenset[str]
 ) -> dict[str, list[float]]:
-    """The shares of the variance of each column, one for each tree; a column with one value is left out."""
+    """The share of the variance that each column explains, in each tree. A column with a single value is left out."""
     most_choices = 2
     params: dict[str, list[float]] = {}
     spaces: dict[str, BaseDistribution] = {}
@@ -123,10 +123,10 @@ def _shares(
 
 
 def _ordered(names: list[str], scores: list[float]) -> list[float]:
-    """The place of each choice among the choices in the order of their mean score.
+    """Each choice as a number: its place when the choices are sorted by their mean score.
 
-    A tree that splits the places in two finds the best of all splits of the choices into two subsets (Breiman et al.
-    1984, section 4.2.2), so that one column is enough.
+    A tree that splits these numbers at a threshold finds the best of all splits of the choices into two subsets
+    (Breiman et al. 1984, section 4.2.2). So one column of numbers is enough for all choices.
 
     Examples:
         >>> _ordered(["a", "b", "a", "c"], [0.9, 0.1, 0.7, 0.5])
@@ -141,6 +141,6 @@ def _ordered(names: list[str], scores: list[float]) -> list[float]:
 
 
 def _interval(shares: list[float]) -> tuple[float, float, float]:
-    """The mean, and the bounds of the middle 95%."""
+    """The mean of the trees' shares, and the bounds of their middle 95%."""
     ends = quantiles(shares, n=40, method="inclusive")
     return fmean(shares), ends[0], ends[-1]

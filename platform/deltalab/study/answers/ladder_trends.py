@@ -1,6 +1,7 @@
-"""How each arm's difference to the base changes with size on a ladder, and whether a fit predicts it.
+"""Tests how each arm's difference to the base changes with model size, and whether a fit predicts the difference.
 
-Arm j and seed s have differences d_jsi at sizes of compute C_i. With x_i = log10 C_i, the trend is
+Arm j has with seed s the difference d_jsi to the base at size i, whose training takes compute C_i. With
+x_i = log10 C_i, the trend is
 
     slope_js = sum_i (x_i - mean x) d_jsi / sum_i (x_i - mean x)^2
 
@@ -8,8 +9,8 @@ Under "no trend", a seed's slope is as likely to have the opposite sign. `joint_
 arms together, by flips of whole seeds. The test is exact if the noise of a difference is symmetric at every size: the
 slopes of a difference that is the same at all sizes are then pure noise.
 
-The fit is L = a + b C^-c with a, b >= 0, by least squares, of the mean loss of an arm against its compute (Kaplan et
-al. 2020, arXiv:2001.08361; the offset as in Henighan et al. 2020, arXiv:2010.14701).
+The fit L = a + b C^-c with a, b >= 0 describes the mean loss L of an arm by its compute C, by least squares (Kaplan et
+al. 2020, arXiv:2001.08361; the offset a as in Henighan et al. 2020, arXiv:2010.14701).
 """
 
 import math
@@ -33,9 +34,9 @@ Array = NDArray[np.float64]
 Verdict = Literal["holds", "shrinks", "reverses", "not decidable"]
 
 BACKWARD = 3
-"""The operations of a training step over those of its forward pass."""
+"""The operations of a training step, divided by the operations of its forward pass."""
 RESAMPLES = 1000
-"""How often seeds are drawn with replacement, for the intervals of a fit."""
+"""The number of bootstrap resamples of the seeds, from which the intervals of a fit come."""
 EXPONENTS = np.geomspace(0.02, 2.0, 120)
 """The values of c that a fit tries."""
 
@@ -46,8 +47,8 @@ class Size:
 
     Attributes:
         label: The name of the task at this size.
-        values: What the size sets, by path.
-        compute: The operations of matrix products of the base's training.
+        values: The settings of the size, by path.
+        compute: The operations of matrix products in the base's training.
     """
 
     label: str
@@ -63,8 +64,8 @@ class Fit:
         a: The loss that remains at any compute.
         b: The loss beyond a at C = 1, which is the compute of the base's smallest size.
         c: The exponent.
-        low: The lower ends of the 95% intervals of a, b and c, of a bootstrap over seeds.
-        high: Their upper ends.
+        low: The lower ends of the 95% intervals of a, b and c, from a bootstrap over seeds.
+        high: The upper ends of the same intervals.
     """
 
     a: float
@@ -80,7 +81,7 @@ class Prediction:
 
     Attributes:
         label: The name of the task at this size.
-        predicted: The difference of the fits of arm and base.
+        predicted: The fitted loss of the arm minus the fitted loss of the base.
         measured: The difference that was measured at this size.
         miss: Predicted minus measured.
         agrees: Whether the interval of the miss holds 0.
@@ -95,11 +96,11 @@ class Prediction:
 
 @dataclass(frozen=True)
 class ArmLadder:
-    """An arm on all sizes of a task.
+    """The results of an arm at all sizes of a task.
 
     Attributes:
         arm: The name of the arm.
-        verdict: What becomes of the difference with size.
+        verdict: How the difference changes with size, in a word; see `verdict`.
         differences: The difference to the base at each size; intervals hold jointly over sizes and arms.
         slope: The change of the difference per tenfold compute; None for the base.
         fit: The fit of the loss; None with too few sizes.
@@ -124,7 +125,7 @@ class TaskLadder:
         maximize: Whether more of the metric is better.
         sizes: The sizes, the smallest first.
         arms: A line for each arm, in the order of the study.
-        notes: What to know when reading the ladder.
+        notes: Sentences that explain how to read the ladder.
     """
 
     task: str
@@ -141,13 +142,13 @@ def ladders(
     scores: Mapping[str, Scores],
     outcomes: Mapping[str, Mapping[str, Outcome]],
 ) -> list[TaskLadder]:
-    """The ladder of each task of which every size has been run; [] for a study without `scales`.
+    """Returns a ladder for each task that has been run at every size; [] for a study without `scales`.
 
     Args:
         arms: The arms of the study, in order.
         ledger: The study's trials and their metrics.
-        scores: The runs of all arms, by the name of a task at a size.
-        outcomes: What the test says of each arm, by the same names.
+        scores: The runs of all arms, by the label of a task at one size.
+        outcomes: The test's outcome for each arm, by the label of a task at one size.
     """
     spec = ledger.spec
     if not spec.is_ladder:
@@ -184,7 +185,7 @@ class _Rungs:
 
     @property
     def complete_arms(self) -> list[str]:
-        """The arms beside the base that have results at every size."""
+        """The arms other than the base that have results at every size."""
         return [arm for arm in self.scores[0].others if all(arm in at_size.others for at_size in self.scores)]
 
     def slopes(self, arm: str) -> Array:
@@ -194,7 +195,7 @@ class _Rungs:
 
 
 def slopes(differences: ArrayLike, compute: Sequence[float]) -> Array:
-    """The slope of each seed's differences against log10 compute: [seeds].
+    """Returns the slope of each seed's differences against log10 compute, [seeds].
 
     Args:
         differences: The differences to the base [sizes, seeds].
@@ -211,9 +212,10 @@ def slopes(differences: ArrayLike, compute: Sequence[float]) -> Array:
 
 
 def verdict(differences: Sequence[Difference], slope: Difference) -> Verdict:
-    """What becomes of an arm's difference to the base with size.
+    """Returns a word for how an arm's difference to the base changes with size.
 
-    A difference or slope is decided if its interval leaves out 0. The verdicts, of which the first that fits is given:
+    A difference or slope is decided if its interval leaves out 0. The first of these verdicts that fits is
+    returned:
 
     - reverses: the difference is decided at the largest size and, with the opposite sign, at a smaller size; the slope
       is decided with the sign of the largest size.
@@ -331,7 +333,7 @@ class _Resampled:
     Args:
         losses: The losses of each arm [sizes, seeds].
         computes: The compute of each arm at each size, over the compute of the base's smallest size.
-        left_out: How many of the largest sizes are not fitted; None makes no fits.
+        left_out: How many of the largest sizes the fits leave out; None makes no fits.
     """
 
     def __init__(self, losses: Mapping[str, Array], computes: Mapping[str, list[float]], left_out: int | None) -> None:
@@ -355,7 +357,7 @@ class _Resampled:
             self.fits[arm] = Fit(float(a[0]), float(b[0]), float(c[0]), tuple(low), tuple(high))  # type: ignore[arg-type]
 
     def predictions(self, arm: str, base: str, labels: Sequence[str]) -> list[Prediction]:
-        """What the fits predict at each size that they left out; [] without fits."""
+        """Returns the prediction of the fits at each size that they left out; [] without fits."""
         if arm not in self.fits or base not in self.fits or not self.left_out:
             return []
         predictions = []
@@ -376,7 +378,7 @@ class _Resampled:
 
 
 def _interval(resamples: Array) -> Interval:
-    """The first of the resamples, which is the seeds themselves, with the 95% interval of the others."""
+    """The value of the first resample, which is the seeds themselves, with the 95% interval of the other resamples."""
     low, high = np.quantile(resamples[1:], (0.025, 0.975))
     return Interval(float(resamples[0]), float(low), float(high), len(resamples) - 1)
 
@@ -393,7 +395,7 @@ def _compute(ledger: RecordedScores, task: RecordedTask, arm: str) -> float | No
 
 
 def _losses(ledger: RecordedScores, rungs: _Rungs, arm: str) -> Array:
-    """The test loss of the run that each seed chose [sizes, seeds], of the seeds that finished at every size."""
+    """The test losses [sizes, seeds] of the runs that seeds chose, for the seeds that finished at every size."""
     rows = []
     for size, scores in zip(rungs.sizes, rungs.scores, strict=True):
         runs = ledger.runs(ledger.of(arm, size.label), "loss")

@@ -13,21 +13,23 @@ from deltalab.study.statistics.intervals import Interval
 RESAMPLES = 400
 QUANTILES = (0.025, 0.975)
 DARTS = 1 << 14
-"""How many points are thrown into the box of all candidates. The share of them that is dominated is the hypervolume,
-within 0.004. An exact hypervolume takes seconds in five coordinates, and the bootstrap needs hundreds of them."""
+"""How many random points ("darts") are thrown into the box of all candidates. The share of darts that the candidates
+dominate estimates the hypervolume, within 0.004. An exact hypervolume takes seconds in five coordinates, and the
+bootstrap needs hundreds of hypervolumes."""
 
 Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Control:
-    """The hypervolumes of a sampler's and of random search's candidates.
+    """The hypervolume of a sampler's candidates beside the hypervolume of random search's candidates.
 
     A hypervolume is a share of the box from the best value to the reference in each objective.
 
     Attributes:
-        n: How many candidates of each side are compared.
-        searched: The hypervolume of n candidates of the sampler; the mean over subsets if it has more.
+        n: How many candidates of the sampler, and as many of random search, are compared.
+        searched: The hypervolume of n candidates of the sampler; the mean over subsets of n if the sampler has
+            more.
         random: The hypervolume of n candidates of random search, likewise.
         difference: Searched minus random, with a 95% interval.
         of: How many candidates the sampler has in all.
@@ -52,9 +54,9 @@ def compare_with_random(
     The reference of the hypervolumes is, in each coordinate, the worst value that a candidate has, but no worse than
     the limit.
 
-    The interval of the difference is a bootstrap over candidates: a subset of n of each side, resampled. The interval
-    is rather too wide: with two random searches, one of 13 to 51 candidates and the other of 40 to 205, it held 0 in
-    96 to 100% of 200 simulations. The candidates of a sampler depend on one another, which a bootstrap cannot see.
+    The interval of the difference comes from a bootstrap, which draws n candidates of each side and resamples them. The
+    interval is rather too wide: with two random searches, one of 13 to 51 candidates and the other of 40 to 205, it
+    held 0 in 96 to 100% of 200 simulations. A sampler's candidates depend on one another. The bootstrap ignores this.
 
     Args:
         searched: The sampler's candidates as points, in the order in which they were drawn. Smaller is better; a
@@ -92,7 +94,7 @@ def compare_with_random(
 
 
 def _dominated(points: Array, known: Array, limits: Array) -> NDArray[np.bool_]:
-    """Which darts each point dominates: [points, DARTS]; `known` are the points without NaN, which span the box."""
+    """Whether each point dominates each dart, [points, DARTS]. The points without NaN, `known`, span the box."""
     if not len(known):
         return np.zeros((len(points), DARTS), dtype=bool)
     best = known.min(axis=0)
@@ -107,17 +109,17 @@ def _dominated(points: Array, known: Array, limits: Array) -> NDArray[np.bool_]:
 
 
 def _volume(hit: NDArray[np.bool_]) -> float:
-    """The share of the darts that any of the points [points, DARTS] dominates."""
+    """The share of darts that at least one point dominates. `hit` [points, DARTS] marks which point dominates which."""
     return float(hit.any(axis=0).mean())
 
 
 def _growth(hit: NDArray[np.bool_]) -> list[float]:
-    """The volume of the first 1, 2, ... points."""
+    """The volumes that the first 1, 2, ... points dominate together."""
     return [float(share) for share in np.logical_or.accumulate(hit, axis=0).mean(axis=1)]
 
 
 def worst_of(chance: float, maximize: bool) -> float:
-    """The chance level of a metric as a coordinate of which smaller is better; infinity if the level is NaN.
+    """Returns a metric's chance level with its sign turned so that smaller is better; infinity if the level is NaN.
 
     Examples:
         >>> worst_of(0.25, True), worst_of(8.0, False)

@@ -1,4 +1,4 @@
-"""The scores that the ledger has of a study: of every run of its trials, at the last step."""
+"""Reads a study's scores from the ledger: those of every run of its trials, at the last step."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -21,11 +21,11 @@ class RecordedScores:
     """A study's trials and their metrics at the last step.
 
     Attributes:
-        trials: The trials that count: none that makes no model, none that a later one has superseded.
+        trials: The trials that count. Infeasible trials and trials that a later trial superseded are left out.
         spec: The study's file.
         tasks: The study's tasks by name.
-        looks: The numbers of seeds at which the study looks at its data.
-        finals: trial key -> (split, metric) -> seed -> value, of runs that finished.
+        looks: The numbers of seeds at which the study tests its arms.
+        finals: trial key -> (split, metric) -> seed -> value. Runs that did not finish are absent.
     """
 
     def __init__(self, store: Store, study: Study, trials: Sequence[TrialRow]) -> None:
@@ -36,7 +36,7 @@ class RecordedScores:
         self.finals: dict[str, dict[tuple[str, str], dict[int, float]]] = {}
         metrics = {task.metric for task in self.tasks.values()}
         if self.spec.is_ladder:
-            metrics.add("loss")  # ladders fit it
+            metrics.add("loss")  # ladders fit the loss
         wanted = {*product(("validation", "test"), metrics), ("cost", "flops_per_token")}
         for final in store.final_metrics(study.id, metrics=wanted):
             if final.run_state == "done":
@@ -44,18 +44,19 @@ class RecordedScores:
                 values.setdefault((final.split, final.metric), {})[final.seed] = final.value
 
     def of(self, arm: str, task: str, stage: Stage = "confirm") -> list[TrialRow]:
-        """An arm's trials on a task; a second confirmation of one candidate follows the first.
+        """Returns an arm's trials on a task. If a candidate was confirmed twice, the second trial follows the first.
 
-        A candidate of a search is its trial at the last rung of successive halving that it reached.
+        For a candidate of a search, this is the trial at the last rung of successive halving that it reached.
         """
         trials = [trial for trial in self.trials if (trial.arm, trial.task, trial.stage) == (arm, task, stage)]
         fidelity = self.spec.fidelity
         return _at_last_rungs(trials, fidelity) if fidelity and stage == "tune" else trials
 
     def best_on_validation(self, trials: Sequence[TrialRow], task: RecordedTask) -> TrialRow | None:
-        """The trial with the best mean of validation scores, the first of equals; None if none finished all its runs.
+        """Returns the trial with the best mean validation score; None if no trial finished all its runs.
 
-        The mean of a candidate without its diverged seeds would mislead.
+        The first of equals is returned. A trial with diverged seeds is left out: the mean over its other seeds would
+        mislead.
         """
         means: dict[str, float] = {}
         for trial in trials:
@@ -65,7 +66,7 @@ class RecordedScores:
         return max((trial for trial in trials if trial.key in means), key=lambda trial: means[trial.key], default=None)
 
     def runs(self, trials: Sequence[TrialRow], metric: str) -> dict[int, dict[int, Run]]:
-        """Candidate number -> seed -> run."""
+        """Returns the runs of trials: candidate number -> seed -> run."""
         runs: dict[int, dict[int, Run]] = {}
         for trial in trials:
             metrics = self.finals.get(trial.key, {})
@@ -90,11 +91,11 @@ class RecordedScores:
 
 
 def current(trials: Sequence[TrialRow]) -> list[TrialRow]:
-    """The trials, without each trial that a later trial of the same number has superseded.
+    """Returns the trials, without those that a later trial of the same number has superseded.
 
-    The trials of a number are one candidate, whose values they share, with other seeds at each look. After failed
-    trials have run again, a search may have come to another finalist, or an extended range to another value: the
-    trials of both candidates then have one number in the ledger, and the later ones count.
+    Trials with the same number belong to one candidate: they share its values and have other seeds at each look. But
+    when failed trials run again, a search may choose another finalist, or an extended range another value. Then two
+    candidates have one number in the ledger, and only the trials of the later candidate count.
     """
     latest: dict[tuple[str, str, Stage, int], TrialRow] = {}
     for trial in trials:
@@ -105,7 +106,7 @@ def current(trials: Sequence[TrialRow]) -> list[TrialRow]:
 
 
 def _at_last_rungs(trials: Sequence[TrialRow], fidelity: Mapping[str, Any]) -> list[TrialRow]:
-    """The trial of each number that took most of what rises with the rungs."""
+    """For each candidate number, the trial at the highest rung: the one with the largest fidelity settings."""
     paths = [path.split(".") for path in fidelity if path != "keep"]
 
     def cost(trial: TrialRow) -> list[int]:

@@ -1,4 +1,4 @@
-"""What a reader must know before a table, and what to know besides."""
+"""Writes the warnings and notes of an answer's tables, and the notes on how to read the answer."""
 
 import json
 import math
@@ -28,7 +28,7 @@ SMALL = "A proxy task of this size does not rank every method as training at sca
 
 
 def table_warnings(rows: list[Row], task: RecordedTask, ledger: RecordedScores, scores: Scores) -> list[str]:
-    """What changes how a table is to be read."""
+    """Returns the warnings of a table: sentences that change how the table is to be read."""
     base = next(row for row in rows if row.is_base)
     return [
         *_too_few_seeds(rows),
@@ -81,14 +81,14 @@ def table_notes(
     trials: list[TrialRow],
     outcomes: Mapping[str, Outcome],
 ) -> list[str]:
-    """What to know of a table besides its warnings.
+    """Returns the notes of a table: sentences that help to read it but are no warnings.
 
     Args:
         rows: The rows of the table.
         front: The arms on the Pareto front.
-        interactions: Those of the table.
+        interactions: The interactions of arms in the table.
         trials: All trials that the table rests on.
-        outcomes: Of each arm but the base, by name.
+        outcomes: The test's outcome for each arm but the base, by the arm's name.
     """
     return [
         *([f"Pareto front of mean, flops per token and state: {', '.join(front)}."] if front else []),
@@ -141,7 +141,7 @@ def _about_times(trials: list[TrialRow]) -> Iterator[str]:
 
 
 def infeasible_notes(trials: Sequence[TrialRow]) -> Iterator[str]:
-    """A line for each arm that drew candidates that make no model.
+    """Writes a line for each arm with candidates whose values make no valid model.
 
     Args:
         trials: All trials of one task.
@@ -157,7 +157,7 @@ def infeasible_notes(trials: Sequence[TrialRow]) -> Iterator[str]:
 
 
 def answer_notes(stage: Stage, spec: RecordedSpec, *, is_choice: bool) -> list[str]:
-    """How to read an answer.
+    """Returns sentences that explain how to read an answer.
 
     Args:
         stage: The stage whose scores the answer compares.

@@ -15,25 +15,25 @@ SPLIT: dict[Stage, str] = {"tune": "validation", "confirm": "test"}
 
 @dataclass(frozen=True)
 class Row:
-    """One arm on one task.
+    """The results of one arm on one task.
 
     Attributes:
         arm: The name of the arm.
         is_base: Whether the arm is the base, which the others are compared with.
-        verdict: What the test says: "better", "worse", `NO_DIFFERENCE`, or why there is nothing to say.
+        verdict: What the test says: "better", "worse", `NO_DIFFERENCE`, or the reason that the arm is not compared.
         score: The mean of the seeds' scores and its 95% interval.
         diverged: The number of runs that diverged.
         difference: Arm minus base, paired by seed; interval and p hold jointly over the family.
         learned: The share of seeds that learned the task; None if all seeds of the table did.
         seconds: The training time of all trials of the arm.
-        microseconds_per_token: The time of a trained token.
+        microseconds_per_token: The training time of one token.
         state_size: The elements of the recurrent state.
         parameters: The number of parameters.
         flops_per_token: The operations of matrix products for one token of the forward pass.
         tuned: The values that are best on validation over all seeds.
-        chose: How many seeds chose these values for themselves.
-        by_budget: The expected score if 1, 2, ... of the candidates had been tried.
-        by_seed: The difference of each seed.
+        chose: How many seeds, each by its own validation scores, chose the values in `tuned`.
+        by_budget: The expected score if only 1, 2, ... of the candidates had been tried.
+        by_seed: The difference to the base for each seed.
         seeds_needed: About how many seeds would decide an undecided difference; None if it is decided, or unknown.
     """
 
@@ -58,7 +58,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Interaction:
-    """How far the changes of two arms together are from the sum of their two differences.
+    """The effect of the changes of two arms made together, minus the sum of their separate effects.
 
     Attributes:
         a: The first arm.
@@ -75,7 +75,7 @@ class Interaction:
 
 @dataclass(frozen=True)
 class TaskTable:
-    """All arms on one task.
+    """The results of all arms on one task.
 
     Attributes:
         task: The name of the task.
@@ -86,9 +86,9 @@ class TaskTable:
         split: The split that the scores are on.
         rows: A row for each arm, in the order of the study.
         front: The arms that no other arm beats in mean metric, operations per token and state size at once.
-        interactions: One for each pair of arms that the study also combines.
-        warnings: What to know before reading the table.
-        notes: What to know besides.
+        interactions: The interaction of each pair of arms whose changes a third arm combines.
+        warnings: Sentences that a reader must know before the table.
+        notes: Sentences that help to read the table but are no warnings.
     """
 
     task: str

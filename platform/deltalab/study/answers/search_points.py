@@ -1,4 +1,4 @@
-"""The candidates of a search and the base as points: their names, scores and settings, and which are on the front."""
+"""Lists the candidates of a search and the base as points, with names, scores, settings and a place on the front."""
 
 import json
 import math
@@ -23,19 +23,20 @@ class Point:
     """A candidate that trained, or the base.
 
     Attributes:
-        name: The arm, of a finalist or the base. Of others, `candidate 7` has the number 7, `random candidate 2` is
-            from random search, and `warm candidate 0` is one of those that the study names.
+        name: The arm's name if the point is the base or a finalist. Any other candidate is called by its
+            number: `candidate 7`, `random candidate 2` if random search drew it, `warm candidate 0` if the study
+            names it.
         number: The number of the candidate; None for the base.
         drawn_by: What drew the candidate, such as `tpe`, `random` or `warm`; `tuning` for the base.
         rung: The last rung of successive halving at which the candidate trained, from 0.
-        scores: The scores on validation at this rung, by objective; those of the base with its tuned values.
+        scores: The scores on validation at `rung`, by objective. The base has the scores of its tuned values.
         values: The settings in which the candidate differs from the base, by path.
         on_front: Whether no other candidate of the last rung beats this one in all objectives. A candidate that is at
             chance is never on the front, and neither is the base.
-        settings: All settings that the search chose for the candidate. Of the base, its own values that the search
-            space holds, too.
-        first: The scores at the lowest fidelity, which all candidates have. The base has them only if there is no other
-            fidelity.
+        settings: All settings that the search chose for the candidate. For the base: the base's values that are also
+            in the search space.
+        first: The scores at the lowest fidelity, which all candidates have. The base has such scores only if there
+            is no other fidelity.
         at_chance: Whether the candidate is better than chance on none of the tasks.
     """
 
@@ -64,13 +65,13 @@ def points(
     arms: Sequence[Arm],
     trials: list[TrialRow],
 ) -> list[Point]:
-    """The base, the finalists in the order of their arms, the rest of the front, all others by the first objective.
+    """Returns the points: the base, the finalists, the rest of the front, then the others by the first objective.
 
     Args:
         store: The ledger.
         study: A study with a search.
-        objectives: What the search weighs.
-        results: What the ledger says of each candidate at each rung, the rungs in order.
+        objectives: The objectives of the search.
+        results: The recorded result of each candidate at each rung, the lowest rung first.
         arms: The arms of the study, in order.
         trials: All trials of the study.
     """
@@ -113,7 +114,7 @@ def points(
 
 
 def chance_levels(objectives: Sequence[Objective], tasks: Mapping[str, RecordedTask]) -> dict[str, float]:
-    """The chance level of each objective that is a metric of a task; metrics without a known level are left out.
+    """Returns the chance level of each objective that is a metric of a task. Unknown chance levels are left out.
 
     Examples:
         >>> chance_levels([Objective("accuracy", "mqar", True)], {"mqar": RecordedTask("mqar", "accuracy", True, 0.5)})
@@ -126,11 +127,11 @@ def chance_levels(objectives: Sequence[Objective], tasks: Mapping[str, RecordedT
 def differences_from_base(
     base: Mapping[str, Any], config: Mapping[str, Any], tuned: Sequence[Mapping[str, Any]], values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The values of a candidate that differ from those of the base, by path.
+    """Returns the values of a candidate that differ from the base's values, by path.
 
     Args:
         base: The base's configuration with every setting spelled out, so that two spellings of a gate are equal.
-        config: The candidate's configuration, likewise.
+        config: The candidate's configuration with every setting spelled out.
         tuned: The base's tuned values on each task. A tuned setting differs if it differs on any task.
         values: The candidate's values by path.
 
@@ -154,8 +155,8 @@ def differences_from_base(
 
 
 def _finalist_names(base: Arm, arms: Sequence[Arm], trials: list[TrialRow]) -> dict[str, str]:
-    """The names of the finalists' arms by the values of the candidates that they were."""
-    # The first training that a finalist tries is the candidate's own; in old ledgers it is no confirmation.
+    """The names of the finalists' arms, by the values of the candidates that became finalists."""
+    # The first training that a finalist tries is that of its candidate. Old ledgers do not mark it as a confirmation.
     values: dict[str, dict[str, Any]] = {}
     for trial in sorted(current(trials), key=lambda trial: trial.stage == "confirm"):
         if trial.arm != base.name and (trial.stage == "tune" or trial.number == 0):
@@ -168,7 +169,7 @@ def _finalist_names(base: Arm, arms: Sequence[Arm], trials: list[TrialRow]) -> d
 
 
 def _best_trials(store: Store, study: Study, arms: Sequence[Arm], trials: list[TrialRow]) -> dict[str, TrialRow]:
-    """The base's trial with the training that is best on validation over the seeds of confirmation, by task."""
+    """For each task, the base's trial with the best mean validation score over the seeds of confirmation."""
     ledger, base = RecordedScores(store, study, trials), next(arm.name for arm in arms if arm.is_base)
     best: dict[str, TrialRow] = {}
     for name, task in ledger.tasks.items():
@@ -182,7 +183,7 @@ def _best_trials(store: Store, study: Study, arms: Sequence[Arm], trials: list[T
 def _base_points(
     store: Store, space: Searching, objectives: Sequence[Objective], base: Arm, best_trials: Mapping[str, TrialRow]
 ) -> list[Point]:
-    """The base with its best training on each task; [] before every task has one."""
+    """The base's point, with its best training on each task; [] until every task has such a training."""
     if best_trials.keys() != base.config.keys():
         return []
     known = store.known_trials(trial.key for trial in best_trials.values())
@@ -193,7 +194,7 @@ def _base_points(
 
 
 def _base_settings(space: Searching, base: Arm, tuned: Mapping[str, Any]) -> dict[str, Any]:
-    """The base's values that the search space holds, too, with its tuned values on the first task."""
+    """The base's values of the settings in the search space, with the base's tuned values on the first task."""
     config = next(iter(base.config.values()))
     settings: dict[str, Any] = dict(tuned)
     for path, search in space.searched.items():
@@ -206,5 +207,5 @@ def _base_settings(space: Searching, base: Arm, tuned: Mapping[str, Any]) -> dic
 
 
 def _json(values: Mapping[str, Any]) -> str:
-    """Values as a key, equal for equal values."""
+    """Values as JSON text that is equal for equal values, for use as a key."""
     return json.dumps(values, sort_keys=True)

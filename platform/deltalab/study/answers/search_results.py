@@ -1,4 +1,4 @@
-"""What a search found, which settings mattered, and what random search found beside it: from the ledger alone."""
+"""Reads from the ledger the findings of a search: its candidates, which settings matter, and its control."""
 
 import json
 import math
@@ -21,12 +21,12 @@ from deltalab.study.statistics.pareto import front
 
 @dataclass(frozen=True)
 class Reason:
-    """Why candidates are infeasible.
+    """A reason that candidates are infeasible.
 
     Attributes:
-        reason: The reason of the first of them.
-        count: How many candidates have the reason, apart from its numbers.
-        example: The values of the first of them.
+        reason: The reason as the first of the candidates states it.
+        count: How many candidates have this reason. Numbers in the text may differ.
+        example: The values of the first of the candidates.
     """
 
     reason: str
@@ -36,22 +36,24 @@ class Reason:
 
 @dataclass(frozen=True)
 class Discovery:
-    """A search in figures.
+    """The findings of a search.
 
-    Importances, control and `learned` are of the scores at the lowest fidelity, which all candidates have.
+    `importances`, `control` and `learned` use the scores at the lowest fidelity, which all candidates have.
 
     Attributes:
         objectives: The name of each objective -> whether more is better.
-        drawn: How many candidates trained, by what drew them.
+        drawn: How many candidates trained, by the method that drew them.
         candidates: The base and the candidates.
-        importances: A metric or `decode_us` -> what each setting explains of it; empty while the study runs.
+        importances: A metric or `decode_us` -> the share of its variance that each setting explains; empty while the
+            study runs.
         unknown: The settings that too few candidates have for an importance.
-        control: The search beside random search; None if random search drew nothing.
+        control: The comparison of the search with random search; None if random search drew nothing.
         fidelity: The settings of the lowest fidelity.
-        dropped: A sentence for each fidelity but the last.
-        infeasible: Why candidates make no model, the most frequent reason first.
+        dropped: For each fidelity but the last, a sentence about the candidates that were dropped at it.
+        infeasible: The reasons that candidates make no model, the most frequent reason first.
         left_off: How many candidates would be on the front if they were better than chance on any task.
-        learned: A metric with a chance level -> how many candidates are past half way from chance to the best of them.
+        learned: A metric with a chance level -> how many candidates are more than half way from chance to the
+            best candidate.
     """
 
     objectives: dict[str, bool]
@@ -68,7 +70,7 @@ class Discovery:
 
 
 def discovery(store: Store, study: Study, arms: Sequence[Arm], trials: list[TrialRow]) -> Discovery:
-    """What a study's search has found so far.
+    """Returns the findings of a study's search so far.
 
     Args:
         store: The ledger.
@@ -113,7 +115,7 @@ def _importances(
     knobs: Sequence[Mapping[str, Any]],
     chance: Mapping[str, float],
 ) -> dict[str, list[Importance]]:
-    """What the settings explain of each metric and of `decode_us`. `first` and `knobs` are those of each candidate."""
+    """The importances of the settings for each metric and `decode_us`, from each candidate's `first` and `knobs`."""
     logarithmic = frozenset(path for path, knob in space.knobs.items() if knob.log_uniform)
     importances = {}
     for objective in objectives:
@@ -138,7 +140,7 @@ def _importance(knobs: str, scores: tuple[float, ...], logarithmic: frozenset[st
 def _control(
     objectives: Sequence[Objective], first: Sequence[CandidateResult], chance: Mapping[str, float]
 ) -> Control | None:
-    """The search beside random search; None if either has no candidate."""
+    """The comparison of the search with random search; None if either has no candidate."""
     sides: dict[bool, list[tuple[float, ...]]] = {True: [], False: []}
     for result in first:
         sides[result.drawn_by == "random"].append(tuple(objective_point(objectives, result.scores)))
@@ -152,18 +154,18 @@ _compare_once = lru_cache(maxsize=16)(compare_with_random)
 
 
 def _past_half_way(scores: Sequence[float], chance: float, maximize: bool) -> int:
-    """How many scores are past half way from chance to the best of them; 0 if no score is better than chance."""
+    """How many scores are more than half way from chance to the best score; 0 if no score is better than chance."""
     gains = [score - chance if maximize else chance - score for score in scores if not math.isnan(score)]
     best = max(gains, default=0.0)
     return sum(0 < best <= 2 * gain for gain in gains)
 
 
 def _reasons(results: Sequence[CandidateResult]) -> list[Reason]:
-    """The reasons of infeasible candidates, the most frequent first; reasons that differ in numbers alone are one."""
+    """The reasons of infeasible candidates, the most frequent first. Reasons that differ only in numbers are merged."""
     groups: dict[str, list[tuple[str, CandidateResult]]] = {}
     for result in results:
         if result.infeasible is not None:
-            reason, _, _ = result.infeasible.partition("; ")  # what follows is advice
+            reason, _, _ = result.infeasible.partition("; ")  # the text after "; " is advice
             groups.setdefault(re.sub(r"\d[\d.,]*(e[+-]?\d+)?", "#", reason), []).append((reason, result))
     reasons = [Reason(group[0][0], len(group), dict(group[0][1].values)) for group in groups.values()]
     return sorted(reasons, key=lambda reason: -reason.count)

@@ -1,4 +1,4 @@
-"""How scores depend on the values that arms tuned, and whether the best value is the lowest or the highest tried."""
+"""Shows how scores depend on tuned values, and whether an arm's best value is the lowest or the highest tried."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ class Sweep:
         values: Candidate number -> path -> value.
         runs: Candidate number -> seed -> run.
         best: The candidate with the best mean of validation scores; None if no candidate finished all seeds.
-        ends: The settings of which the best candidate has the lowest or the highest value tried: path -> which.
+        ends: The settings whose best value is the lowest or the highest tried: path -> which of the two.
     """
 
     arm: str
@@ -32,17 +32,17 @@ class Sweep:
     ends: dict[str, str]
 
     def scores(self, number: int, split: Literal["validation", "test"]) -> list[float]:
-        """The scores of a candidate's seeds that finished."""
+        """Returns a candidate's scores, without those of seeds that did not finish."""
         runs = self.runs.get(number, {}).values()
         scores = [run.validation if split == "validation" else run.test for run in runs]
         return [score for score in scores if math.isfinite(score)]
 
 
 def sensitivity(store: Store, study: Study) -> dict[str, list[Sweep]]:
-    """What the arms tried so far, by task; arms that tried nothing are left out.
+    """Returns the sweeps of the arms so far, by task. Arms that tried nothing are left out.
 
-    A study tunes every arm. A search tunes the base and the finalists alone; the trainings of its other candidates are
-    drawn with the candidates.
+    A study tunes every arm. A search tunes only the base and the finalists. For any other candidate, the search draws
+    the settings of training together with the model.
     """
     arms = store.arms(study.id)
     ledger = RecordedScores(store, study, store.trials(study.id))
@@ -55,7 +55,7 @@ def sensitivity(store: Store, study: Study) -> dict[str, list[Sweep]]:
 
 
 def sweep(arm: str, task: RecordedTask, ledger: RecordedScores, scores: Scores) -> Sweep:
-    """What an arm tried on a task.
+    """Returns the candidates that an arm tried on a task.
 
     Args:
         arm: The name of the arm.
@@ -70,7 +70,7 @@ def sweep(arm: str, task: RecordedTask, ledger: RecordedScores, scores: Scores) 
         runs = ledger.runs(trials, task.metric)
         seeds = sorted({seed for by_seed in runs.values() for seed in by_seed})
         scores = Scores(arm, task.maximize, task.chance, {arm: runs}, {arm: seeds})
-    # The values of a finalist hold those of its model, too.
+    # The values of a finalist hold the settings of its model, too, which are left out here.
     trainings = {t.number: {path: t.values[path] for path in tuned if path in t.values} for t in trials}
     values = {number: training for number, training in trainings.items() if training}
     best = scores.best(arm)
@@ -83,9 +83,9 @@ def sweep(arm: str, task: RecordedTask, ledger: RecordedScores, scores: Scores) 
 
 
 def _tuning_alone(ledger: RecordedScores, arm: str, task: str) -> list[TrialRow]:
-    """The trials that an arm was tuned with; [] if the trials of confirmation are those of tuning.
+    """The trials that only tuned an arm; [] if the arm was tuned on its confirmation trials.
 
-    Only ledgers of old releases have trials of tuning besides those of confirmation.
+    Only old releases recorded tuning trials apart from confirmation trials.
     """
     trials = ledger.of(arm, task, "tune")
     if not ledger.spec.is_search:
@@ -97,7 +97,7 @@ def range_end_notes(sweeps: Sequence[Sweep], spec: RecordedSpec) -> Iterator[str
     """Writes a note for each end of a range at which arms have their best value.
 
     Args:
-        sweeps: What the arms tried on one task.
+        sweeps: The sweeps of the arms on one task.
         spec: The study's file.
     """
     arms_at: dict[tuple[str, str, str, bool], list[str]] = {}

@@ -1,4 +1,4 @@
-"""Makes the tables of an answer from what the ledger has measured."""
+"""Makes the tables of an answer from the metrics in the ledger."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,14 +29,14 @@ from deltalab.study.statistics.seed_choice import Scores
 def comparison_table(
     task: RecordedTask, arms: Sequence[Arm], ledger: RecordedScores, scores: Scores, outcomes: Mapping[str, Outcome]
 ) -> TaskTable:
-    """The arms of a task on the test split, each compared with the base.
+    """Returns the table of a task on the test split, in which each arm is compared with the base.
 
     Args:
         task: The task at one size.
         arms: The arms of the study, in order.
         ledger: The study's trials and their metrics.
         scores: The runs of all arms on the task.
-        outcomes: What the test says of each arm but the base, by name.
+        outcomes: The test's outcome for each arm but the base, by the arm's name.
     """
     rows = [_row(arm, task, ledger, scores, outcomes.get(arm.name)) for arm in arms]
     if task.limit is not None:
@@ -61,7 +61,7 @@ def comparison_table(
 
 
 def tuning_table(task: RecordedTask, arms: Sequence[Arm], ledger: RecordedScores) -> TaskTable:
-    """Each arm's best candidate so far on the validation split; nothing is compared."""
+    """Returns a table of each arm's best candidate so far on the validation split. No arm is compared."""
     return TaskTable(
         task=task.name,
         version=task.version,
@@ -97,7 +97,7 @@ def _tuning_row(arm: Arm, task: RecordedTask, ledger: RecordedScores) -> Row:
 
 
 def _costs(trial: TrialRow | None, trials: Sequence[TrialRow], ledger: RecordedScores) -> dict[str, Any]:
-    """The costs of an arm's row, from one of its trials; the seconds are those of all its trials."""
+    """The costs in an arm's row. The seconds are summed over `trials`; every other cost comes from `trial`."""
     flops = ledger.finals.get(trial.key, {}).get(("cost", "flops_per_token"), {}) if trial else {}
     return {
         "seconds": math.fsum(trial.seconds for trial in trials) if trials else None,
@@ -144,7 +144,7 @@ def _diverged(trials: Sequence[TrialRow]) -> int:
 
 
 def _bounded(difference: Difference, bounds: tuple[float, float] | None) -> Difference:
-    """A difference whose interval is cut off where no difference of two values of the metric can be."""
+    """The difference, with its interval cut off at the largest differences that the metric's bounds allow."""
     if not difference.n:
         return UNKNOWN
     if not math.isfinite(difference.low):
@@ -171,7 +171,10 @@ def _verdict(arm: Arm, trials: Sequence[TrialRow], difference: Difference | None
 
 
 def _with_learned(rows: list[Row], scores: Scores, threshold: float) -> list[Row]:
-    """The rows with the share of seeds that learned, if some did not: the mean of both kinds is no seed's score."""
+    """The rows with the share of seeds that learned, if some seeds did not.
+
+    A mean over seeds that learned and seeds that did not is a score that no seed has.
+    """
     sign = 1 if scores.maximize else -1
     shares = {
         row.arm: share_learned([sign * score for score in results.values()], sign * threshold)
@@ -193,7 +196,7 @@ def _interactions(arms: Sequence[Arm], scores: Scores) -> Iterator[Interaction]:
 
 
 def _factorial(arms: Sequence[Arm]) -> Iterator[tuple[str, str, str]]:
-    """Arms (a, b, both) where `both` makes exactly the changes of a and b, which share no key."""
+    """Yields arms (a, b, both). `both` makes exactly the changes of `a` and of `b`, which change no key in common."""
     changed = [arm for arm in arms if arm.change]
     for (a, b), both in product(combinations(changed, 2), changed):
         if not a.change.keys() & b.change.keys() and {**a.change, **b.change} == both.change:

@@ -1,4 +1,4 @@
-"""Figures of an answer as text."""
+"""Writes the numbers of an answer as text."""
 
 import math
 
@@ -7,11 +7,11 @@ from deltalab.study.statistics.joint_test import Difference
 
 
 def format_interval(interval: Interval | Difference, sign: str = "") -> str:
-    """A mean and its bounds as "mean [low, high]"; "" if the mean is not known.
+    """Returns a mean and its bounds as "mean [low, high]"; "" if the mean is not known.
 
     Args:
         interval: The mean with its bounds, which are left out if they are not finite.
-        sign: "+" writes the sign of positive numbers, too.
+        sign: "+" writes a sign before positive numbers, too; "" only before negative ones.
     """
     if not math.isfinite(interval.mean):
         return ""
@@ -20,7 +20,7 @@ def format_interval(interval: Interval | Difference, sign: str = "") -> str:
 
 
 def format_p(p: float | None) -> str:
-    """A p-value; "" if it is not known."""
+    """Returns a p-value as text; "" if it is not known."""
     if p is None or not math.isfinite(p):
         return ""
     return "<0.001" if p < 0.001 else f"{p:.3f}"

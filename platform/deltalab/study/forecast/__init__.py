@@ -1,1 +1,1 @@
-"""What a study costs and can find, before it runs."""
+"""Forecasts, before a study runs, what the study costs and which effects it can find."""

@@ -1,8 +1,9 @@
-"""Whether a study keeps its promise: at most 5% of studies of arms that are alike find a difference.
+"""Tests whether a study keeps its promise: at most 5% of studies whose arms are all alike find a difference.
 
-An A/A study gives every arm the runs of one method, so that each verdict is false. Its runs are drawn from the runs
-that the ledger has of the study, or are splits of runs that were trained for this purpose. They go the way of a study's
-runs: each seed chooses its candidate on validation, and the arms are tested in the study's looks and family.
+In an A/A study every arm has runs of one and the same method, so that each verdict is false. The runs are drawn from
+the study's runs in the ledger, or the base is trained on many seeds and its runs are split into arms. An A/A study
+handles its runs as a study does: each seed chooses its candidate on validation, and the arms are tested in the study's
+looks and family.
 """
 
 import math
@@ -35,15 +36,15 @@ class Calibration:
 
     Attributes:
         tasks: The tasks whose arms are tested together.
-        arms: Arms beside the base.
-        looks: The seeds at each look.
-        pool: How many seeds the seeds of A/A studies are drawn from.
+        arms: How many arms there are beside the base.
+        looks: How many seeds each look has.
+        pool: How many seeds there are to draw the seeds of A/A studies from.
         studies: How many A/A studies there were.
-        wrong: The share of A/A studies with a verdict.
-        low: The lower end of the exact 95% interval of that share.
-        high: The upper end of that interval.
-        coverage: The share of A/A studies all of whose intervals hold 0.
-        says: A sentence that judges these shares.
+        wrong: The share of A/A studies that found a difference, which is a false verdict.
+        low: The lower end of the exact 95% interval of `wrong`.
+        high: The upper end of the exact 95% interval of `wrong`.
+        coverage: The share of A/A studies in which every interval of a difference contains 0.
+        says: A sentence that judges whether the promise is kept.
     """
 
     tasks: list[str]
@@ -73,17 +74,17 @@ class Calibration:
 def simulated(store: Store, study_id: int, *, repeats: int = 400, quiet: bool = True) -> list[Calibration]:
     """Simulates A/A studies from the runs of a study.
 
-    A seed is drawn with replacement from the seeds of all arms: the scores of its candidates, minus their means over
-    the arm's seeds, plus the base's means.
+    Seeds are drawn with replacement from the seeds of all arms. From the scores of a seed's candidates, the means over
+    the seeds of its arm are subtracted, and the base's means are added.
 
     Args:
         store: The ledger.
         study_id: The study's id in the ledger.
         repeats: How many A/A studies to simulate.
-        quiet: Whether no bar is drawn.
+        quiet: Whether to draw no progress bar.
 
     Returns:
-        A calibration for each family: each task, or all tasks if they are one family.
+        A calibration for each family: for each task, or one for all tasks if they are one family.
 
     Raises:
         InputError: The ledger has too few runs to draw from.
@@ -109,8 +110,8 @@ def real(
 ) -> list[Calibration]:
     """Trains the base of a study on as many seeds as all its arms take, and splits them into arms at random.
 
-    The runs go to the ledger as a separate study, so that they are trained once. A search is left out: its base is
-    trained as written.
+    The runs go to the ledger as a separate study, so that they are trained only once. If the study is a search, nothing
+    is searched: the base is trained as the study's file states it.
 
     Args:
         plan: The study.
@@ -138,7 +139,7 @@ def real(
 
 
 def base_alone(plan: Plan) -> Plan:
-    """Plans the study of a plan's base alone, on a seed for every seed of every arm."""
+    """Plans a study that trains only the base of a plan, on as many seeds as all arms of the plan have together."""
     alone: dict[str, Any] = {
         "name": f"{plan.spec.name}_calibration",
         "description": f"The base of {plan.spec.name} on many seeds, to be split into arms that are alike.",
@@ -153,11 +154,11 @@ def base_alone(plan: Plan) -> Plan:
 
 
 def residuals(scores: Scores, bounds: Sequence[float] | None = None) -> Array:
-    """The scores of whole seeds around the base's means, of every arm that tried all candidates of the base.
+    """Returns the scores of every arm that tried all of the base's candidates, shifted to the means of the base.
 
     Args:
         scores: The scores of a study on one task.
-        bounds: The bounds of the metric, at which the scores are cut off.
+        bounds: The bounds of the metric, at which the shifted scores are cut off; None if it has no bounds.
 
     Returns:
         (validation, test) by seed and candidate, [P, C, 2].
@@ -175,7 +176,7 @@ def residuals(scores: Scores, bounds: Sequence[float] | None = None) -> Array:
 
 
 def _runs_of(scores: Scores, arm: str) -> Array:
-    """An arm's (validation, test) by seed and candidate [P, C, 2]; NaN for a run that did not finish."""
+    """Returns an arm's (validation, test) by seed and candidate, [P, C, 2]. A run that did not finish has NaN."""
     numbers = [number for number, runs in scores.runs[scores.base].items() if runs]
     of_arm = scores.runs[arm]
     if any(number not in of_arm for number in numbers):
@@ -187,7 +188,7 @@ def _runs_of(scores: Scores, arm: str) -> Array:
 
 
 def _means(runs: Array) -> Array:
-    """The means over seeds [C, 2]; NaN for a candidate that never finished."""
+    """Returns the means over seeds, [C, 2]. A candidate that no seed finished has NaN."""
     finished = np.isfinite(runs)
     sums, counts = np.where(finished, runs, 0.0).sum(0), finished.sum(0)
     means: Array = np.divide(sums, counts, out=np.full(sums.shape, math.nan), where=counts > 0)
@@ -246,7 +247,7 @@ def _calibrated(
 
 
 def _study(drawn: Array, like: Scores) -> Scores:
-    """The scores of an A/A study with runs [arms, seeds, C, 2]."""
+    """Makes the scores of an A/A study from its runs [arms, seeds, C, 2], with direction and chance level of `like`."""
     seeds = range(1, drawn.shape[1] + 1)
     numbers = range(drawn.shape[2])
     runs = {
@@ -257,7 +258,7 @@ def _study(drawn: Array, like: Scores) -> Scores:
 
 
 def _conclusion(low: float, looks: Sequence[Look]) -> str:
-    """Says whether the promise is broken; `low` is the least share of false verdicts."""
+    """Says whether the promise is broken. `low` is the lower end of the interval of the share of false verdicts."""
     seeds = looks[-1].seeds
     if smallest_p(seeds) > looks[-1].spent:
         return f"With {seeds} seeds the study cannot reach a verdict, so none can be false."

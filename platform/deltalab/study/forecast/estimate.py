@@ -1,4 +1,4 @@
-"""What a study will cost and what it can show, before the study runs."""
+"""Forecasts, before a study runs, its size, its time, and the effects that it can find."""
 
 import json
 import math
@@ -27,7 +27,7 @@ from deltalab.study.specs.recorded_study import RecordedSpec
 from deltalab.study.statistics.joint_test import ALPHA, seeds_needed, smallest_p
 
 TIMING_SECONDS = 0.5
-"""About how long the arms of a study on CPUs are timed in all. The times of other arms follow from their arithmetic."""
+"""About how many seconds the arms of a study on CPUs are timed in all. Other arms are scaled by their operations."""
 
 SEARCHES = " A search takes about 3 times as long: its candidates train one by one, and each compiles its own kernels."
 """How long a search takes, as the study discover with profile gpu took on an H100: docs/decisions/209."""
@@ -35,15 +35,15 @@ SEARCHES = " A search takes about 3 times as long: its candidates train one by o
 
 @dataclass(frozen=True)
 class ArmCost:
-    """An arm on one task.
+    """The size and the time of an arm on one task.
 
     Attributes:
         task: The task's name in the plan.
         arm: The arm's name.
         change: What the arm changes in the base, in words.
-        parameters: Elements that are trained.
-        state_size: Elements held for one sequence.
-        seconds: The time of all trials of the arm, one after another; None if it is not known.
+        parameters: How many elements are trained.
+        state_size: How many elements the model holds for one sequence.
+        seconds: The time of all trials of the arm, one after another; None if the time is not known.
     """
 
     task: str
@@ -61,9 +61,9 @@ class Effect:
     Attributes:
         task: The task's name in the plan.
         metric: The task's metric.
-        effect: The difference in the metric that is found with 80% probability.
+        effect: The difference in the metric that the study finds with 80% probability.
         sd: The standard deviation of a seed's score.
-        source: Where the standard deviation is from.
+        source: Where the standard deviation comes from, in words.
     """
 
     task: str
@@ -75,7 +75,7 @@ class Effect:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A study before it runs.
+    """The forecast of a study that has not run.
 
     Attributes:
         study: The study's name.
@@ -84,18 +84,18 @@ class Estimate:
         trials: The most trials that the study takes.
         runs: The most runs that the study takes.
         seeds: The most seeds of an arm.
-        looks: The seeds at each look; empty if there is one look.
-        workers: Stacks at a time.
+        looks: How many seeds each look has; empty if there is one look.
+        workers: How many stacks run at a time.
         stack: The most trials in one stack.
-        seconds: The time in all if no trials are stacked; None if it is not known.
+        seconds: The time of the whole study if no trials are stacked; None if the time is not known.
         where: The hardware that the time assumes.
         how: How the times were obtained.
         smallest_p: The least p that the seeds can give.
         detectable: The effect on one arm that is found with 80% probability, in standard deviations of a seed's score;
             None if no effect can be found.
-        effects: That effect in the metric of each task whose spread is known.
-        notes: What to know besides, in sentences.
-        overrides: Settings given beside the study's file, by their keys.
+        effects: The effect of `detectable` in the metric of each task whose spread is known.
+        notes: Further notes on the study, each a sentence.
+        overrides: Settings that override the study's file, by their keys.
     """
 
     study: str
@@ -117,11 +117,11 @@ class Estimate:
     overrides: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """The estimate as JSON."""
+        """Writes the estimate as JSON."""
         return json.dumps(asdict(self))
 
     def to_rich(self) -> Group:
-        """The estimate for a terminal."""
+        """Lays the estimate out for a terminal."""
         table = Table(box=None, pad_edge=False)
         for column in ("task", "arm", "change to the base", "parameters", "state", "time"):
             table.add_column(column, overflow="fold")
@@ -182,13 +182,13 @@ class Estimate:
 
 
 def estimate(plan: Plan, *, workers: int | None = None, spreads: Sequence[Spread] = ()) -> Estimate:
-    """Counts every arm, finds how long its steps take, and adds up, within seconds for a study of any size.
+    """Forecasts the size and the time of every arm and of the study, within seconds for a study of any size.
 
-    On CPUs some arms are timed, for about `TIMING_SECONDS`. Nothing is timed for a GPU, whose rates are data.
+    On CPUs some arms are timed, for about `TIMING_SECONDS`. For a GPU nothing is timed: its rates were measured before.
 
     Args:
         plan: The study.
-        workers: Stacks at a time; as many as this machine has places for if None.
+        workers: How many stacks run at a time; None for as many as this machine has places for.
         spreads: The spreads of scores that are known.
 
     Raises:
@@ -305,14 +305,14 @@ def _searched(plan: Plan) -> list[str]:
 
 
 def _extended(plan: Plan) -> list[str]:
-    """A note if tuning may add candidates."""
+    """Notes that tuning may add candidates, if it may."""
     if plan.spec.tune is None or not plan.spec.tune.extend:
         return []
     return ["tune.extend may add candidates, which are not counted here, where a best value is at the end of a range."]
 
 
 def _counted(plan: Plan) -> tuple[list[ModelCosts], list[Training]]:
-    """What each arm holds, and how it trains."""
+    """Returns the model costs and the training of each arm."""
     counter, costs, trainings = CostCounter(), [], []
     for arm in plan.arms:
         task = plan.tasks[arm.task]
@@ -326,16 +326,16 @@ def _counted(plan: Plan) -> tuple[list[ModelCosts], list[Training]]:
 
 @dataclass(frozen=True)
 class _Times:
-    """The times of the arms; `where` and `how` are as in `Estimate`."""
+    """The times of the arms. `where` and `how` mean the same as in `Estimate`."""
 
     steps: list[float | None]
-    """Seconds of a step of each arm; None if they are not known."""
+    """The seconds of a training step, for each arm; None for an arm whose seconds are not known."""
     where: str
     how: str
 
 
 def _times(plan: Plan, trainings: list[Training]) -> _Times:
-    """Finds the times of the arms: measured rates of a GPU, or steps timed here on a CPU."""
+    """Finds the times of the arms, from the measured rates of a GPU or from steps timed here on a CPU."""
     if all(training.spec.device == "cpu" for training in trainings):
         return _on_cpu(plan, trainings)
     here = torch.cuda.get_device_name() if torch.cuda.is_available() else None
@@ -376,7 +376,7 @@ def _on_cpu(plan: Plan, trainings: list[Training]) -> _Times:
 
 
 def _steps(training: Training) -> float:
-    """The steps of a run and of its evaluations, each batch of which is a forward pass: about a third of a step."""
+    """The steps of a run, its evaluations included. A batch of an evaluation counts as a third of a training step."""
     spec, task = training.spec, training.task
     tokens = 0
     for split, times in (("validation", spec.evaluations), ("test", 1)):
@@ -387,14 +387,14 @@ def _steps(training: Training) -> float:
 
 
 def _one_rate(plan: Plan) -> list[str]:
-    """A note if all widths of a ladder train at one learning rate."""
+    """Notes that all widths of a ladder train at one learning rate, if they do."""
     tuned = plan.spec.tune.searched if plan.spec.tune else ()
     text = learning_rates_text(plan.spec.scales, tuned) if plan.spec.scales else None
     return [f"scales: {text}. Give transfer: mup, or tune train.lr."] if text and "one learning rate" in text else []
 
 
 def _passes(trainings: list[Training]) -> list[str]:
-    """Notes how often a run reads the training data of its task, if the data are finite; each line once."""
+    """Notes how often a run reads its task's training data, if the data are finite. Equal notes appear once."""
     lines: dict[str, None] = {}
     for task, spec in ((training.task, training.spec) for training in trainings):
         if task.train_tokens is not None:
@@ -406,7 +406,7 @@ def _passes(trainings: list[Training]) -> list[str]:
 
 @contextmanager
 def _naming(plan: Plan, arm: PlannedArm) -> Iterator[None]:
-    """Names the arm in the error if it does not build or run."""
+    """Names the arm in an error that the block raises."""
     try:
         yield
     except InputError:
@@ -421,7 +421,7 @@ def _naming(plan: Plan, arm: PlannedArm) -> Iterator[None]:
 
 
 def _short(value: object) -> str:
-    """A value of a setting in a table."""
+    """Writes the value of a setting for a table."""
     if isinstance(value, dict) and len(value) == 1:
         ((kind, options),) = value.items()
         return f"{kind}({', '.join(f'{name}={number:g}' for name, number in options.items())})"

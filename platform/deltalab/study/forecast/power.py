@@ -1,4 +1,4 @@
-"""What effect a study can find, before the study runs."""
+"""Forecasts, before a study runs, how large an effect must be for the study to find it."""
 
 import math
 from collections.abc import Mapping
@@ -14,11 +14,11 @@ from deltalab.study.statistics.joint_test import ALPHA, Look, rejects, smallest_
 from deltalab.tasks import Task
 
 POWER = 0.8
-"""The probability with which an effect is found."""
+"""The probability with which a study finds an effect that the forecast calls detectable."""
 STUDIES = 100
-"""Simulated studies from which the effect follows."""
+"""How many studies are simulated to find the detectable effect."""
 MOST_ARMS = 12
-"""Arms of a simulated study; more arms change the effect little and take long."""
+"""The most arms of a simulated study. More arms would change the detectable effect little and take long."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Spread:
         task: The task's name in the study.
         metric: The metric of the scores.
         sd: The standard deviation of a seed's score.
-        source: Where the standard deviation is from.
+        source: The study that the standard deviation was read from, in words.
     """
 
     task: str
@@ -40,17 +40,17 @@ class Spread:
 
 @cache
 def detectable(looks: tuple[Look, ...], arms: int) -> float:
-    """The effect on one arm that is found with 80% probability, in standard deviations of a seed's score.
+    """Returns the effect of one arm that a study finds with 80% probability, in standard deviations of a seed's score.
 
-    The effect follows from simulated studies with normal scores of equal variance, in which no arm stops for want of
-    prospect.
+    Studies are simulated with normal scores of equal variance. In them no arm stops early because it has no prospect of
+    a decision.
 
     Args:
         looks: The looks of the study.
         arms: The arms that are tested together.
 
     Returns:
-        The effect; infinite if so few seeds cannot find any effect.
+        The effect; infinite if the seeds are too few to find any effect.
 
     Examples:
         >>> from deltalab.study.statistics.joint_test import one_look
@@ -72,9 +72,10 @@ def detectable(looks: tuple[Look, ...], arms: int) -> float:
 
 
 def spreads(store: Store, tasks: Mapping[str, Task]) -> list[Spread]:
-    """Reads the spread of scores on tasks from the ledger: from the latest study of each task with equal parameters.
+    """Reads the spread of scores on each task from the latest study in the ledger of that task with equal parameters.
 
-    A spread is the median over the arms of the standard deviation of their differences to the base, over sqrt(2).
+    For each arm, the standard deviation of its differences to the base is divided by sqrt(2). The spread is the median
+    of this number over the arms.
 
     Args:
         store: The ledger.
@@ -104,5 +105,5 @@ def spreads(store: Store, tasks: Mapping[str, Task]) -> list[Spread]:
 
 
 def _as_json(parameters: dict[str, Any]) -> dict[str, Any]:
-    """The parameters as the ledger has them, with lists in place of tuples."""
+    """Returns parameters as the ledger stores them, with lists in place of tuples."""
     return {key: list(value) if isinstance(value, tuple) else value for key, value in parameters.items()}

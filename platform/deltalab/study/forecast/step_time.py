@@ -1,4 +1,4 @@
-"""How long a training step takes: timed here on a CPU, or from the arithmetic and a measured rate on a GPU."""
+"""Forecasts how long a training step takes: timed here on a CPU; on a GPU, its operations over a measured rate."""
 
 import json
 import math
@@ -33,7 +33,7 @@ MOST_TIMED_BYTES = 2**28
 layer and 3 logits."""
 
 MOST_TIMED_LENGTH = 2**14
-"""The most tokens of a timed sequence: a rule may take the chunks of a sequence one by one."""
+"""The most tokens of a timed sequence. A rule may take its chunks one by one, so that a long sequence takes long."""
 
 MOST_TIMED_BLOCKS = 64
 """The most blocks of a timed model. A block and its three steps take 30 ms, however narrow the block is."""
@@ -50,7 +50,7 @@ class Training:
         task: The task.
         model: The model.
         spec: The settings of the training.
-        seeds: Runs that can train as one.
+        seeds: How many runs can train together in one stack.
         flops_per_token: Operations of a forward pass per token, without logits.
     """
 
@@ -62,7 +62,7 @@ class Training:
 
     @property
     def flops(self) -> float:
-        """Operations of a step of one run: a forward pass and a backward pass of twice as many, logits included."""
+        """Operations of a training step of one run, with logits. A backward pass has twice those of a forward pass."""
         logits = 2 * self.model.d_model * self.model.vocab_size * self.task.most_scored
         return 3 * self.spec.batch_size * (self.flops_per_token * self.task.length + logits)
 
@@ -71,8 +71,8 @@ def timed_step(training: Training) -> float | None:
     """Times a step on this machine, in a small stack.
 
     Returns:
-        Seconds for each run of the stack; None if the training is too large to be timed. What the training raises
-        passes through.
+        The seconds of the step divided by the runs of the stack; None if the training is too large to be timed. Errors
+        of the training pass through.
     """
     spec, length = training.spec, training.task.length
     short = replace(spec, batch_size=min(spec.batch_size, max(1, MOST_TIMED_TOKENS // length)), steps=3, evaluations=1)
@@ -88,7 +88,7 @@ def timed_step(training: Training) -> float | None:
 
 
 def _timeable(training: Training) -> int:
-    """The most runs that may be timed together."""
+    """Returns how many runs may be timed together at most; 0 if not even one may be timed."""
     model, tokens = training.model, training.spec.batch_size * training.task.length
     if training.task.length > MOST_TIMED_LENGTH or model.depth > MOST_TIMED_BLOCKS:
         return 0
@@ -98,7 +98,7 @@ def _timeable(training: Training) -> int:
 
 
 def _timed(task: Task, model: ModelSpec, spec: TrainSpec, runs: int) -> float:
-    """Seconds for each run of a step of a stack."""
+    """Times a step of a stack, and returns its seconds divided by the runs of the stack."""
     trial = LockStep(task, [(model, spec)], range(runs), most=runs)
     trial.advance(1)
     began = time.perf_counter()
@@ -107,7 +107,7 @@ def _timed(task: Task, model: ModelSpec, spec: TrainSpec, runs: int) -> float:
 
 
 def scaled_step(training: Training, timed: Sequence[tuple[Training, float]]) -> float:
-    """Seconds of a step, from the most similar training that was timed: of one rule if possible, then of nearest size.
+    """Scales the seconds of a step from the most similar timed training: of the same rule if any, then by size.
 
     Args:
         training: The training.
@@ -131,7 +131,7 @@ def gpu_rates() -> dict[str, dict[int, float]]:
 
 
 def gpu_step(training: Training, kind: str) -> float:
-    """Seconds of a step on a kind of GPU of `gpu_rates`, in log-log between the widths that were measured."""
+    """Returns the seconds of a step on a kind of GPU in `gpu_rates`; rates are interpolated log-log between widths."""
     rates = gpu_rates()[kind]
     log_rate = np.interp(math.log(training.model.d_model), np.log(list(rates)), np.log(list(rates.values())))
     return training.flops / math.exp(log_rate)

@@ -1,1 +1,1 @@
-"""From a study file to arms and trials."""
+"""Expands a study's file into arms and trials."""

@@ -1,4 +1,4 @@
-"""Where two configurations differ."""
+"""Lists the settings in which two configurations differ."""
 
 from collections.abc import Mapping
 from typing import Any

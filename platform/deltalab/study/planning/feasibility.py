@@ -16,7 +16,7 @@ from deltalab.study.specs.search_space import INTEGERS, Search, Space, combinati
 from deltalab.study.specs.setting_paths import model_part
 
 MOST_COMBINATIONS = 500
-"""The most candidates for which a plan resolves a configuration, over all its arms."""
+"""How many configurations of candidates a plan resolves at most, over all its arms."""
 MOST_COUNTED = 200
 """The most candidates that a plan draws until one has costs that `match` and `constrain` allow."""
 
@@ -85,7 +85,7 @@ def _check_rungs(plan: Plan, search: Searching) -> list[str]:
 
 
 def _check_models(plan: Plan, space: Space, key: str) -> list[str]:
-    """Notes the combinations that make no model, on the first task with any."""
+    """Notes the combinations that make no model, on the first task that has such a combination."""
     tuned = [arm for arm in plan.arms if arm.is_base or not plan.spec.search]
     drawn = _drawn(space.knobs, max(1, MOST_COMBINATIONS // len(tuned)))
     note: list[str] = []

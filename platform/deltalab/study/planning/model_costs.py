@@ -14,7 +14,7 @@ from deltalab.models.model import Model
 from deltalab.models.spec import ModelSpec
 
 SAMPLE = 16
-"""Tokens on which a block is run."""
+"""How many tokens a block is run on at most, unless its state grows with the tokens."""
 MOST_COMPUTED = 2**21
 """The most elements of one matrix of a block, or of the products of its queries and keys, for which the block is run.
 
@@ -107,7 +107,7 @@ class CostCounter:
 
 @dataclass(frozen=True)
 class _Blocks:
-    """The costs of one of the equal blocks of a model."""
+    """The costs of one block of a model whose blocks are all equal, and of what lies outside of them."""
 
     ends: int
     """Parameters outside of the blocks."""

@@ -49,7 +49,7 @@ class PlannedArm:
 
 @dataclass(frozen=True)
 class Plan:
-    """A study, expanded.
+    """A study, expanded into its arms on each task.
 
     Attributes:
         spec: The study, with its profile and the overrides in place.
@@ -58,7 +58,7 @@ class Plan:
         tasks: The tasks by the names that the plan gives them, which name a ladder's size as well.
         study_file: What errors call the study.
         notes: What to know about the search space before the study runs.
-        overrides: Settings given beside the file, by their keys.
+        overrides: Settings that override the study's file, by their keys.
     """
 
     spec: StudySpec
@@ -188,25 +188,25 @@ class Plan:
 
     @property
     def trials(self) -> int:
-        """Trials, if no arm stops before the last look."""
+        """How many trials the study has, if no arm stops before the last look."""
         return self._confirmed * len(self.spec.looks) + sum(self._searched)
 
     @property
     def runs(self) -> int:
-        """Runs, if no arm stops before the last look."""
+        """How many runs the study has, if no arm stops before the last look."""
         confirmed = self._confirmed * self.spec.looks[-1].seeds
         return confirmed + sum(n * self._seeds(rung) for rung, n in enumerate(self._searched))
 
     @property
     def whole_runs(self) -> float:
-        """Runs, where a run at a lower rung of successive halving counts as its share of the steps."""
+        """How many runs the study has, where a run at a lower rung counts as its share of the last rung's steps."""
         rungs = self.spec.search.rungs if self.spec.search else []
         steps = [rung.get("train.steps", 1) for rung in rungs]
         saved = [1 - at_rung / steps[-1] for at_rung in steps]
         return self.runs - sum(n * self._seeds(rung) * saved[rung] for rung, n in enumerate(self._searched))
 
     def _seeds(self, rung: int | None) -> int:
-        """Seeds of a candidate of a search at a rung, or at the last rung if `rung` is None."""
+        """How many seeds a candidate of a search has at a rung; None stands for the last rung."""
         assert self.spec.search is not None
         return self.spec.search.rungs[-1 if rung is None else rung].get("train.seeds", self.spec.search.seeds)
 

@@ -1,4 +1,4 @@
-"""The candidates of tuning: spread over the ranges, the same for all arms, whatever the study and its results.
+"""Draws the candidates of tuning: spread over the ranges, the same for all arms, independent of results.
 
 This module also names the candidates of tuning and of a search.
 """
@@ -14,7 +14,7 @@ from deltalab.store.models import Stage
 from deltalab.study.specs.search_space import Search, combinations, count_combinations
 
 MOST_DRAWN = 20
-"""The most candidates drawn for each that is wanted: some make no model, and some are drawn twice."""
+"""How many candidates are drawn at most per candidate wanted: some make no model, some are drawn twice."""
 RANDOM_FROM = 1_000_000
 """The number of the first candidate of a search's random control; the numbers of the sampler begin at 0."""
 WARM_FROM = 2_000_000
@@ -201,7 +201,7 @@ def _grid(search: Search, trials: int, written: Any) -> list[Any]:
 
 
 def _place(search: Search, value: float) -> float:
-    """Where a value is on the scale of its range."""
+    """Returns the place of a value on the scale of its range: its logarithm if the range is logarithmic."""
     if search.log_uniform:
         return math.log(value) if value > 0 else -math.inf
     return float(value)

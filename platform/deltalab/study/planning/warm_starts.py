@@ -1,4 +1,4 @@
-"""The candidates that a search begins with: rules that its file names, and the best candidates of earlier studies."""
+"""Makes the first candidates of a search: rules that its file names, and the best candidates of earlier studies."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The best arm of a study in a few words, for lists of many studies. It is kept, since exact tests take seconds."""
+"""Finds the best arm of a study for lists of studies, and keeps it in the ledger, since exact tests take seconds."""
 
 from typing import Any
 
@@ -14,8 +14,8 @@ def find_best_arm(result: Answer) -> dict[str, Any] | None:
     """Finds the arm with the best mean on the first task on which an arm beats the base, else on the first task.
 
     Returns:
-        The arm with its task, metric, mean and verdict, whether it is the base, and how many tasks the study has. {}
-        if nothing is measured; None for a study that has not ended.
+        The arm with its task, metric, mean and verdict, whether it is the base, and how many tasks the study has; {}
+        if no arm has a score; None if the study has not ended.
     """
     if result.state not in ENDED:
         return None
@@ -65,5 +65,5 @@ def best_arm_text(best: dict[str, Any] | None) -> str:
 
 
 def without_best_arm(rows: list[ListedStudy]) -> list[ListedStudy]:
-    """The studies that ended under a release that kept no best arm."""
+    """Returns the listed studies that ended under an earlier release, which kept no best arm."""
     return [row for row in rows if row.best is None and row.state in ENDED]

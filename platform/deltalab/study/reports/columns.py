@@ -1,7 +1,7 @@
-"""The columns of a report: each figure of an arm on a task once, for all that shows it.
+"""Defines the columns of a report: each figure of an arm on a task, once for all forms of the report.
 
-The terminal, Markdown, HTML, CSV, JSON, DataFrames, LaTeX and the dashboard read `COLUMNS`. A new statistic is a field
-of `Row`, what computes it, and a column here.
+The terminal, Markdown, HTML, CSV, JSON, DataFrames, LaTeX and the dashboard read `COLUMNS`. To add a statistic, add a
+field to `Row`, the code that computes it, and a column here.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,8 +15,7 @@ from deltalab.study.statistics.intervals import Interval, Share
 from deltalab.study.statistics.joint_test import Difference
 
 Group = Literal["name", "answer", "cost", "tuned", "files"]
-"""Where a column stands: with every part of a table, with the answer, with the costs, with the tuned values; or in
-files for programs alone."""
+"""The part of a table that a column belongs to. "name" is shown with every part; "files" only in files for programs."""
 
 
 @dataclass(frozen=True)
@@ -24,15 +23,16 @@ class Column:
     """A figure of an arm on a task.
 
     Attributes:
-        key: The name in CSV, JSON and DataFrames; "" for text that these have as several figures.
+        key: The name in CSV, JSON and DataFrames; "" if these formats store the text as
+            several figures.
         head: The heading that readers see; "{metric}" stands for the table's metric.
-        value: The figure of a row: a number, a text, an interval, a dict; None if it is not known.
-        text: The figure as text; "" if it is not known.
-        group: Where the column stands.
+        value: Returns the figure of a row: a number, a text, an interval or a dict; None if it is not known.
+        text: Returns the figure of a row as text; "" if it is not known.
+        group: The part of a table that the column belongs to.
         type: The type of the values, which is their type in a DataFrame.
-        help: What the figure is, in a sentence for those who point at the heading.
-        number: How a table that sorts writes the number, as printf does; "" shows the text.
-        bounds_head: The heading of the bounds of an interval in a table that sorts, where they are a column.
+        help: A sentence that explains the figure, shown when the mouse points at the heading.
+        number: The printf format of the number in sortable tables; "" shows the text instead.
+        bounds_head: The heading of the column that sortable tables have for the bounds of an interval.
     """
 
     key: str
@@ -46,17 +46,17 @@ class Column:
     bounds_head: str = ""
 
     def head_of(self, table: TaskTable) -> str:
-        """The heading in a table."""
+        """Returns the heading of the column in a table."""
         return self.head.format(metric=table.metric)
 
 
 def _text(row: Row) -> str:
-    """The text of a column that no reader sees."""
+    """The empty text of a column that only files for programs have."""
     return ""
 
 
 def _figure(key: str, head: str, form: str, kind: Any, help: str, number: str) -> Column:
-    """The column of a cost. form: how `format` writes it."""
+    """The column of a cost, whose text `format` writes by the format string `form`."""
 
     def text(row: Row) -> str:
         value = getattr(row, key)
@@ -66,7 +66,7 @@ def _figure(key: str, head: str, form: str, kind: Any, help: str, number: str) -
 
 
 def _in_files(key: str, kind: Any) -> Column:
-    """A column of files for programs alone."""
+    """A column that only files for programs have."""
     return Column(key, "", lambda row: getattr(row, key), _text, "files", kind)
 
 
@@ -136,20 +136,20 @@ COLUMNS: tuple[Column, ...] = (
 
 
 def columns(*groups: Group) -> list[Column]:
-    """The columns of some groups in order; without groups, all that readers see."""
+    """Returns the columns of the groups, in order; without arguments, all columns that readers see."""
     return [column for column in COLUMNS if (column.group in groups if groups else column.group != "files")]
 
 
 def figures(row: Row) -> dict[str, Any]:
-    """Every figure of a row by its key, for programs."""
+    """Returns every figure of a row by its column's key, for programs."""
     return {column.key: column.value(row) for column in COLUMNS if column.key}
 
 
 def headers(table: TaskTable, chosen: Iterable[Column] | None = None) -> list[str]:
-    """The headings of columns; of all that readers see by default."""
+    """Returns the headings of the chosen columns; None chooses all columns that readers see."""
     return [column.head_of(table) for column in (columns() if chosen is None else chosen)]
 
 
 def cells(row: Row, chosen: Iterable[Column] | None = None) -> list[str]:
-    """The text of a row in each column that `headers` names; "" for a figure that is not known."""
+    """Returns the text of a row in each column that `headers` names; "" for a figure that is not known."""
     return [column.text(row) for column in (columns() if chosen is None else chosen)]

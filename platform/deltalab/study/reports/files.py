@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 
 Part = Literal["arms", "ladders", "trainings"]
-"""A table of a report's figures: a line per task and arm; per ladder, arm and size; or per training."""
+"""A table of a report. "arms" has a line per task and arm; "ladders" has a line per ladder, arm and size; "trainings"
+has a line per training."""
 
 DTYPES: dict[Any, str] = {
     int: "Int64",
@@ -47,11 +48,11 @@ DTYPES: dict[Any, str] = {
     float | None: "float64",
     bool: "bool",
 }
-"""pandas' type for a figure, by the type that a column or a field states."""
+"""The pandas type of a figure, by the Python type that its column or field declares."""
 
 
 def markdown(answer: Answer) -> str:
-    """A report as Markdown."""
+    """Returns a report as Markdown."""
     lines = [f"## {title(answer)}", "", *_list([f"**{warning}**" for warning in answer.warnings])]
     for table in shown_tables(answer):
         lines += [f"### {caption(table)}", "", *_list([f"**{warning}**" for warning in table.warnings])]
@@ -71,7 +72,7 @@ def markdown(answer: Answer) -> str:
 
 
 def _list(lines: Sequence[str]) -> list[str]:
-    """Lines as a list, with an empty line after it; nothing for no lines."""
+    """The lines as a Markdown list and an empty line; [] without lines."""
     return [*(f"- {line}" for line in lines), ""] if lines else []
 
 
@@ -84,7 +85,7 @@ def _row(texts: Sequence[str]) -> str:
 
 
 def as_json(answer: Answer) -> str:
-    """Every figure of a report as JSON; null for a figure that is not known."""
+    """Returns every figure of a report as JSON; null for a figure that is not known."""
     parts = asdict(answer)
     for part, table in zip(parts["tables"], answer.tables, strict=True):
         part["rows"] = [{key: _plain(value) for key, value in figures(row).items()} for row in table.rows]
@@ -92,12 +93,12 @@ def as_json(answer: Answer) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A value, a dataclass as a dict."""
+    """The value for JSON: a dataclass becomes a dict."""
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 
 def as_csv(answer: Answer) -> str:
-    """The parts of a report as tables of CSV, with an empty line between them."""
+    """Returns the parts of a report as CSV tables, with an empty line between tables."""
     parts = []
     for rows in filter(None, (records(answer, part) for part in get_args(Part))):
         out = io.StringIO()
@@ -109,7 +110,7 @@ def as_csv(answer: Answer) -> str:
 
 
 def as_frame(answer: Answer, part: Part) -> "pd.DataFrame":
-    """A part of a report as a DataFrame.
+    """Returns a part of a report as a DataFrame.
 
     Raises:
         InputError: There is no such part.
@@ -121,7 +122,7 @@ def as_frame(answer: Answer, part: Part) -> "pd.DataFrame":
 
 
 def records(answer: Answer, part: str) -> list[dict[str, Any]]:
-    """A part of a report as flat records: an interval is several figures.
+    """Returns a part of a report as flat records, in which an interval takes several keys.
 
     Raises:
         InputError: There is no such part.
@@ -147,7 +148,7 @@ def _arm_record(table: TaskTable, row: Row) -> dict[str, Any]:
 
 
 def _ladder_records(ladder: TaskLadder) -> Iterator[dict[str, Any]]:
-    """A record for each arm beside the base and each size. Slope and verdict, which are of all sizes, stand in each."""
+    """Yields a record for each arm but the base at each size. Every record repeats the arm's slope and verdict."""
     for row in ladder.arms:
         if row.slope is not None:
             for size, difference in zip(ladder.sizes, row.differences, strict=True):
@@ -175,7 +176,7 @@ def _training_record(row: TrainingRow) -> dict[str, Any]:
 
 
 def _dtypes() -> dict[str, str]:
-    """The type that pandas gives each figure of `records`, by its key."""
+    """The pandas type of each figure of `records`, by the figure's key."""
     types: dict[str, Any] = {column.key: column.type for column in columns.COLUMNS}
     for prefix, kind in (("score_", Interval), ("difference_", Difference), ("slope_", Difference), ("", TrainingRow)):
         types |= {f"{prefix}{field.name}": field.type for field in fields(kind)}
@@ -184,7 +185,7 @@ def _dtypes() -> dict[str, str]:
 
 
 def _field(value: Any) -> Any:
-    """A value as a field of a CSV file: dicts and lists as JSON, a time in ISO 8601, None if it is not known.
+    """A value as a field of a CSV file: a dict or list as JSON, a time in ISO 8601, NaN or infinity as None.
 
     >>> _field({"train.lr": 0.01}), _field([0.5, math.nan]), _field(math.inf)
     ('{"train.lr": 0.01}', '[0.5, null]', None)

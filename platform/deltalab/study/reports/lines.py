@@ -1,4 +1,4 @@
-"""Titles, captions, ladders, trainings and failures as lines of text, which every form of a report shares."""
+"""Writes the titles, captions, ladders, trainings and failures that every form of a report shows, as text."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,7 +23,7 @@ TRAINING_HEADERS = (
 
 
 def title(answer: Answer) -> str:
-    """The study, how it was run, and how far it is."""
+    """Returns the title of a report: the study, the way it was run, and its progress."""
     profile = f"profile {answer.profile}" if answer.profile else "default profile"
     state = answer.state if answer.state in ("done", "failed") else f"{answer.state}: verdicts may change"
     settings = f", with {pairs(answer.overrides)}" if answer.overrides else ""
@@ -31,9 +31,9 @@ def title(answer: Answer) -> str:
 
 
 def shown_tables(answer: Answer) -> list[TaskTable]:
-    """The tables as readers see them.
+    """Returns the tables as readers see them.
 
-    A search says what each of its arms is in a line of its own, so that its tables leave that out.
+    The report of a search describes each arm in a separate line, so its tables leave the descriptions out.
     """
     if answer.search is None:
         return answer.tables
@@ -44,21 +44,21 @@ def shown_tables(answer: Answer) -> list[TaskTable]:
 
 
 def search_lines(answer: Answer, most: int | None = None) -> "list[Section]":
-    """What a search found, in sections; nothing for a study that is none.
+    """Returns the findings of a search in sections; [] for a study without a search.
 
     Args:
         answer: The answer of a study.
-        most: Rows of a table; None shows all.
+        most: How many rows a table shows at most; None shows all.
     """
     if answer.search is None:
         return []
-    from deltalab.study.reports.search_sections import sections  # It brings Optuna, which takes a second to load.
+    from deltalab.study.reports.search_sections import sections  # This module imports Optuna, which takes a second.
 
     return sections(answer.search, most)
 
 
 def caption(table: TaskTable) -> str:
-    """What a table measures, in one line."""
+    """Returns the caption of a table: its task, metric and split, in one line."""
     direction = "higher" if table.maximize else "lower"
     return (
         f"{table.task} (version {table.version}): {table.metric} on {table.split}, {direction} is better, "
@@ -67,7 +67,7 @@ def caption(table: TaskTable) -> str:
 
 
 def training_cells(row: TrainingRow) -> list[str]:
-    """The text of a training in each column of `TRAINING_HEADERS`; "" for a figure that is not known."""
+    """Returns the text of a training in each column of `TRAINING_HEADERS`; "" for a figure that is not known."""
     losses = [f"{row.losses[split]:.4f}" if split in row.losses else "" for split in ("train", "validation")]
     return [
         row.name,
@@ -83,19 +83,19 @@ def training_cells(row: TrainingRow) -> list[str]:
 
 
 def ladder_caption(ladder: TaskLadder) -> str:
-    """What a ladder measures, in one line."""
+    """Returns the caption of a ladder in one line."""
     direction = "higher" if ladder.maximize else "lower"
     return f"Ladder of {ladder.task}: differences to the base in {ladder.metric}, {direction} is better"
 
 
 def ladder_headers(ladder: TaskLadder) -> list[str]:
-    """The headings of `ladder_cells`."""
+    """Returns the headings of the columns of `ladder_cells`."""
     sizes = [size.label.removeprefix(f"{ladder.task}.") for size in ladder.sizes]
     return ["arm", *sizes, "slope", "p", "verdict"]
 
 
 def ladder_cells(ladder: TaskLadder) -> list[list[str]]:
-    """A row of text for each arm beside the base."""
+    """Returns the cells of a ladder's table: a row for each arm but the base."""
     return [
         [
             row.arm,
@@ -110,7 +110,7 @@ def ladder_cells(ladder: TaskLadder) -> list[list[str]]:
 
 
 def ladder_notes(ladder: TaskLadder) -> list[str]:
-    """What the fits say, and how to read the table."""
+    """Returns sentences on the fits of a ladder and on how to read its table."""
     computes = ", ".join(f"{size.compute:.2g}" for size in ladder.sizes)
     notes = [
         f"Operations of the base's training, by size: {computes}. The slope is per tenfold of them, tested over all "
@@ -134,5 +134,5 @@ def ladder_notes(ladder: TaskLadder) -> list[str]:
 
 
 def failure_lines(failures: Sequence[Failure]) -> list[str]:
-    """A line for each trial that raised."""
+    """Returns a line for each trial that raised an error."""
     return [f"failed: {failure.name} on {failure.task}: {failure.message}" for failure in failures]

@@ -1,4 +1,4 @@
-"""The answer of a study as HTML, for notebooks."""
+"""Writes the answer of a study as HTML, for notebooks."""
 
 from collections.abc import Iterator
 from html import escape
@@ -12,13 +12,13 @@ from deltalab.study.reports.sentence import sentence, short_verdict
 VERDICTS = {"better": ("▲", "#1f6fd6"), "worse": ("▼", "#c25700")}
 """The mark and the colour of a decided verdict, as in the dashboard. Colour-blind readers tell blue from orange."""
 MOST_TABLES = 4
-"""How many tables are shown; further tasks are named."""
+"""How many tables are shown; tasks beyond this number are only named."""
 MOST_FAILURES = 3
-"""How many failed trials are shown; further ones are counted."""
+"""How many failed trials are shown; failed trials beyond this number are only counted."""
 
 
 def to_html(answer: Answer) -> str:
-    """The answer of a report as HTML, its text escaped. Costs and notes are left out, which other forms have."""
+    """Returns the answer as HTML with its text escaped. Only other forms of a report show costs and notes."""
     return "\n".join(["<div>", *_lines(answer), "</div>"])
 
 
@@ -51,7 +51,7 @@ def _table(table: TaskTable) -> Iterator[str]:
 
 
 def _answering() -> list[Column]:
-    """The columns of the answer. `to_frame` has those of the costs."""
+    """The columns of the answer. Costs are left out; `Report.to_frame` has them."""
     return columns("name", "answer")
 
 

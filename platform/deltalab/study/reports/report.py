@@ -1,4 +1,4 @@
-"""A study's answer, ready to be shown: on a terminal, in a notebook, and as files."""
+"""Reports of studies: answers that can be shown on a terminal, in a notebook and as files."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,25 +29,25 @@ class Report(Answer):
         return to_html(self)
 
     def to_markdown(self) -> str:
-        """The report as Markdown."""
+        """Returns the report as Markdown."""
         return files.markdown(self)
 
     def to_json(self) -> str:
-        """Every figure; null for a figure that is not known."""
+        """Returns every figure of the report as JSON; null for a figure that is not known."""
         return files.as_json(self)
 
     def to_csv(self) -> str:
-        """A line per task and arm; an empty field for a figure that is not known.
+        """Returns the report as CSV, with a line per task and arm. A figure that is not known is an empty field.
 
-        An empty line and a table with a line per arm and size follow for a study with ladders; another table has a
-        line per training.
+        If the study has ladders, a table with a line per arm and size follows after an empty line. If models exported
+        from the study were trained, a table with a line per training follows.
         """
         return files.as_csv(self)
 
     def to_frame(self, part: Part = "arms") -> "pd.DataFrame":
-        """The figures as a pandas DataFrame: the lines and columns of `to_csv`, as numbers, dicts and lists.
+        """Returns a pandas DataFrame with the lines and columns of `to_csv`, as numbers, dicts and lists.
 
-        Whole numbers have the type Int64, which knows missing ones; other figures are float64, NaN if they are not
+        Whole numbers have the type Int64, which can hold missing values; other figures are float64, NaN if they are not
         known. The frame is empty if the report has no such part.
 
         Args:
@@ -60,12 +60,12 @@ class Report(Answer):
 
 
 def report(store: Store, study_id: int, *, which: Stage = "confirm") -> Report:
-    """A study's answer as `deltalab.study.answers.answer.answer` finds it, ready to be shown.
+    """Returns the report of a study, with the answer that `deltalab.study.answers.answer.answer` finds.
 
     Args:
         store: The ledger.
         study_id: The id of the study.
-        which: The stage whose scores are shown, as of `answer`.
+        which: The stage whose scores are shown, as in `answer`.
 
     Raises:
         InputError: There is no such study.
@@ -74,12 +74,12 @@ def report(store: Store, study_id: int, *, which: Stage = "confirm") -> Report:
 
 
 def open_report(study: str | int, *, db: str | Path | None = None, profile: str | None = None) -> Report:
-    """The report of a study that has run, or runs: in a notebook, `deltalab.report("quickstart")` shows it.
+    """Opens the report of a study that has run or is running. In a notebook, `deltalab.report("quickstart")` shows it.
 
     Args:
         study: NAME, NAME:PROFILE or the id of the study.
         db: A file or the URL of a database; None is ./deltalab.db.
-        profile: The profile, in place of writing NAME:PROFILE.
+        profile: The profile, if `study` is NAME alone.
 
     Raises:
         InputError: There is no such database or study.

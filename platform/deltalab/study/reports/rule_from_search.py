@@ -1,4 +1,4 @@
-"""Writes the rule that a search found as a file of its own."""
+"""Writes a rule that a search found to a plugin file, as a new rule."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ from deltalab.study.specs.setting_paths import model_part, training_part
 
 
 def rule_from_search(store: Store, study_id: int, *, arm: str, name: str, out: Path | None = None) -> Path:
-    """Writes the rule of an arm that a search found as a rule of its own.
+    """Writes the rule of an arm that a search found to a plugin file, as a new rule.
 
     Args:
         store: The ledger.
@@ -31,7 +31,8 @@ def rule_from_search(store: Store, study_id: int, *, arm: str, name: str, out: P
     Raises:
         InputError: The study has no search; the search did not find the arm or has not confirmed it; the file of the
             arm's rule has changed since; the rule cannot be written as a file; the name is no identifier or is taken;
-            or the new file exists or cannot be written. Nothing is written then.
+            or the new file exists or cannot be written. In all these cases no
+            file is written.
     """
     free_name(name, "rule", list_rules())
     file = Path("plugins", f"{name}.py") if out is None else out
@@ -42,7 +43,7 @@ def rule_from_search(store: Store, study_id: int, *, arm: str, name: str, out: P
 
 
 def found_rule(store: Store, study_id: int, arm: str) -> tuple[UpdateRule, str]:
-    """The rule of an arm that a search found, and a paragraph on where it comes from.
+    """Returns the rule of an arm that a search found, and a paragraph on where the rule comes from.
 
     Raises:
         InputError: The study has no search; the search did not find the arm or has not confirmed it; or the file of the
@@ -62,7 +63,7 @@ def found_rule(store: Store, study_id: int, arm: str) -> tuple[UpdateRule, str]:
     kind = str(spec.pop("name"))
     if rule_plugin(kind).hash != trial.rule_hash:
         raise InputError(f"rule '{kind}' has changed since it was trained: run the study again first")
-    # Each task has a training of its own.
+    # Each task has its own settings of training, so only the settings of the model are named.
     values = "; ".join(f"{path} {_text(value)}" for path, value in model_part(trial.values).items())
     git = study.provenance["git"]
     origin = f"Found by the search of study {study.address}, id {study.id}, as its arm {arm}"
@@ -78,5 +79,5 @@ def found_rule(store: Store, study_id: int, arm: str) -> tuple[UpdateRule, str]:
 
 
 def _text(value: Any) -> str:
-    """A setting as JSON; a word without quotes."""
+    """The value of a setting as JSON, except that a word has no quotes."""
     return value if isinstance(value, str) else json.dumps(value)

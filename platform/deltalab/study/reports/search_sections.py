@@ -1,4 +1,4 @@
-"""Writes what a search found as tables and lines, which the terminal, Markdown and the dashboard's page share."""
+"""Writes the findings of a search as tables and lines, for the terminal, Markdown and the dashboard's page."""
 
 import math
 from dataclasses import dataclass
@@ -22,11 +22,11 @@ class Section:
 
 
 def sections(discovery: Discovery, most: int | None = None) -> list[Section]:
-    """What a search found, in sections; a section with nothing to say is left out.
+    """Returns the findings of a search in sections. An empty section is left out.
 
     Args:
-        discovery: The search in figures.
-        most: Rows of a table; None shows all.
+        discovery: The findings of the search.
+        most: How many rows a table shows at most; None shows all.
     """
     parts = [
         _finalists(discovery),
@@ -57,7 +57,7 @@ def _figure(value: float) -> str:
 
 
 def _finalists(discovery: Discovery) -> Section:
-    """A line for each finalist that says what it is."""
+    """A line for each finalist with the settings that make it."""
     lines = []
     for point in discovery.candidates:
         if point.is_arm and point.number is not None:
@@ -103,7 +103,7 @@ def _front(discovery: Discovery, most: int | None) -> Section:
 
 
 def _importances(discovery: Discovery, most: int | None) -> Section:
-    """What each setting explains of each metric, the largest shares first and `NOTHING` last."""
+    """The share of each metric's variance that each setting explains, the largest first and `NOTHING` last."""
     by_metric = {
         metric: {setting.path: setting for setting in importances}
         for metric, importances in discovery.importances.items()
@@ -131,7 +131,7 @@ def _importances(discovery: Discovery, most: int | None) -> Section:
 
 
 def _importance_notes(discovery: Discovery, metrics: list[str]) -> list[str]:
-    """How to read the importances, which settings have none, and of which metrics the shares say little."""
+    """Notes on how to read importances, on settings without one, and on metrics whose shares say little."""
     notes = []
     count = sum(discovery.drawn.values())
     if metrics:

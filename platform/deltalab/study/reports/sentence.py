@@ -1,4 +1,4 @@
-"""A study's answer in one sentence, and its verdicts in a word or two."""
+"""Writes a study's answer in one sentence, and its verdicts in a word or two."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ BEGINNINGS = {
 
 
 class Comparison(NamedTuple):
-    """An arm beside the base on one task.
+    """The comparison of an arm with the base on one task.
 
     Attributes:
         table: The table of the task.
@@ -42,10 +42,10 @@ class Comparison(NamedTuple):
 
 
 def short_verdict(row: Row) -> str:
-    """A row's verdict in a word or two.
+    """Returns a row's verdict in a word or two.
 
-    "undecided" means that the seeds, though enough to find a difference, found none; "undecidable" means that so few
-    seeds can find none.
+    "undecided" means that there were enough seeds to find a difference, but none was found. "undecidable" means that
+    there are too few seeds to find any difference.
     """
     difference = row.difference
     if difference is None or not difference.n or difference.decided:
@@ -56,14 +56,14 @@ def short_verdict(row: Row) -> str:
 
 
 def verdict_counts(answer: Answer) -> dict[str, int]:
-    """How many comparisons of an arm on a task are better, worse and undecided."""
+    """Counts, over all arms and tasks, the comparisons with the base that are better, worse and undecided."""
     compared = _comparisons(answer.tables)
     verdicts = [row.verdict if difference.decided else "undecided" for _, row, difference in compared]
     return {verdict: verdicts.count(verdict) for verdict in ("better", "worse", "undecided")}
 
 
 def sentence(answer: Answer) -> str:
-    """The answer of a study in one sentence of plain text."""
+    """Returns the answer of a study in one sentence of plain text."""
     if answer.stage == "tune":
         return _of_tuning(answer)
     compared = list(_comparisons(answer.tables))
@@ -78,7 +78,7 @@ def sentence(answer: Answer) -> str:
 
 
 def _comparisons(tables: Sequence[TaskTable]) -> Iterator[Comparison]:
-    """Each arm on each task on which it is compared with the base."""
+    """Yields the comparison of each arm with the base on each task that has one."""
     for table in tables:
         for row in table.rows:
             if row.difference is not None and row.difference.n:
@@ -86,7 +86,7 @@ def _comparisons(tables: Sequence[TaskTable]) -> Iterator[Comparison]:
 
 
 def _of_decided(decided: list[Comparison], compared: list[Comparison], ladders: Sequence[TaskLadder]) -> str:
-    """The clearest arm that is better than the base; the clearest worse arm if none is better."""
+    """A sentence on the arm that is most clearly better than the base; on the clearest worse arm if none is better."""
     better = [comparison for comparison in decided if comparison.is_better]
     table, row, difference = max(better or decided, key=_clarity)
     beats = "beats" if better else "is worse than"
@@ -111,7 +111,7 @@ def _of_decided(decided: list[Comparison], compared: list[Comparison], ladders: 
 
 
 def _of_undecided(compared: list[Comparison]) -> str:
-    """The arm nearest to a verdict, and the seeds that it needs."""
+    """A sentence on the arm that is nearest to a verdict, and on the number of seeds that would decide it."""
 
     def distance(comparison: Comparison) -> tuple[float, float]:
         return comparison.row.seeds_needed or math.inf, comparison.difference.p
@@ -134,7 +134,7 @@ def _of_undecided(compared: list[Comparison]) -> str:
 
 
 def _of_tuning(answer: Answer) -> str:
-    """Which arms lead on validation while a study tunes."""
+    """A sentence on the arms that lead on validation while a study tunes."""
     leads = [f"{table.best.arm} leads on {table.task}" for table in answer.tables if table.best]
     if not leads:
         return "Tuning has scored no candidate yet, so nothing is answered."
@@ -143,7 +143,7 @@ def _of_tuning(answer: Answer) -> str:
 
 
 def _of_nothing(answer: Answer) -> str:
-    """Why nothing is compared."""
+    """A sentence on why no arm is compared."""
     arms = {row.arm for table in answer.tables for row in table.rows}
     measured = [(table, row) for table in answer.tables for row in table.rows if math.isfinite(row.score.mean)]
     if len(arms) == 1 and measured and not answer.search:
@@ -162,14 +162,14 @@ def _of_nothing(answer: Answer) -> str:
 
 
 def _trend(ladders: Sequence[TaskLadder], arm: str) -> str:
-    """What becomes of an arm's difference with size."""
+    """A clause on how an arm's difference to the base changes with size."""
     verdicts = {row.verdict for ladder in ladders for row in ladder.arms if row.arm == arm}
     trend = verdicts.pop() if len(verdicts) == 1 else "not decidable"
     return "" if trend == "not decidable" else f"; with size, the difference {trend}"
 
 
 def _clarity(comparison: Comparison) -> tuple[float, float]:
-    """How clear a decided comparison is: by p, then by the difference over the width of its interval."""
+    """The clarity of a decided comparison, for sorting: p, then the difference divided by its interval's width."""
     difference = comparison.difference
     width = difference.high - difference.low
     return -difference.p, abs(difference.mean) / width if width else math.inf

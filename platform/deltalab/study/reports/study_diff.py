@@ -1,4 +1,4 @@
-"""What differs between two studies or two arms: what they compute, their settings, and what they ran with."""
+"""Compares two studies or two arms: their computations, their settings, and the machines and versions they ran with."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,22 +14,23 @@ from deltalab.study.specs.recorded_study import recorded_tasks
 OF_ARMS = ("base", "arms", "ablate", "factorial", "for_task")
 """Keys of a study that make its arms. The settings of the arms are compared instead, with every default."""
 ELSEWHERE = ("name", "description", "task", *OF_ARMS)
-"""Keys of a study that are no setting, or that are compared as facts or arms."""
+"""Keys of a study that are not compared as settings: they name the study, or belong to its facts or arms."""
 HASH = 12
 """How many letters of a hash are shown."""
 EMPTY: tuple[Any, ...] = (None, {}, [], "")
-"""Values that mean "not set". An older release did not write down the keys of later ones."""
+"""Values that mean "not set". An older release did not record keys that later releases added."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """A study that is compared: from the ledger, or from a file that need not have run.
+    """A study to compare: one in the ledger, or a file whose study need not have run.
 
     Attributes:
         label: The address of the study, or its file.
         identity: The hash of all that the study computes.
-        facts: What the study computes besides its settings, by dotted key; a key that is not known is left out.
-        ran: Machine and versions that the study ran with, by dotted key; None for a file.
+        facts: Profile, versions of tasks, sources of rules and version of our arithmetic, by dotted key; a key that is
+            not known is left out.
+        ran: The machine and the versions that the study ran with, by dotted key; None for a file.
         settings: The settings of the study outside its arms, by dotted key.
         arms: The settings of every arm on every task.
     """
@@ -49,7 +50,7 @@ class SettingDiff:
     Attributes:
         key: The dotted key.
         left: The value on the left; None if it is not set.
-        right: The value on the right, likewise.
+        right: The value on the right; None if it is not set.
         where: The arms and tasks with the difference; () if all have it, or if the setting belongs to no arm.
     """
 
@@ -61,7 +62,7 @@ class SettingDiff:
 
 @dataclass(frozen=True)
 class StudyDiff:
-    """What differs between two studies.
+    """The differences between two studies.
 
     Attributes:
         left: The label of the left study.
@@ -86,12 +87,12 @@ class StudyDiff:
     ran: list[SettingDiff] | None
 
     def to_dict(self) -> dict[str, Any]:
-        """The differences as JSON has them."""
+        """Returns the differences in the types of JSON."""
         return asdict(self)
 
 
 def study_diff(left: Side, right: Side) -> StudyDiff:
-    """What differs between two studies."""
+    """Returns the differences between two studies."""
     return StudyDiff(
         left=left.label,
         right=right.label,
@@ -106,7 +107,7 @@ def study_diff(left: Side, right: Side) -> StudyDiff:
 
 
 def arm_diff(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[SettingDiff]:
-    """What differs between two arms on the tasks that both have.
+    """Returns the differences between two arms on the tasks that both have.
 
     Args:
         left: The settings of the left arm on every task.
@@ -116,7 +117,7 @@ def arm_diff(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[SettingD
 
 
 def side_of_study(study: Study, arms: Sequence[Arm]) -> Side:
-    """A study as the ledger has it."""
+    """Returns a study in the ledger as a side of a comparison."""
     provenance = study.provenance
     tasks = {
         name: _task_facts(task.version, task.fingerprint, task.parameters)
@@ -133,12 +134,12 @@ def side_of_study(study: Study, arms: Sequence[Arm]) -> Side:
 
 
 def side_of_file(file: str | Path, profile: str | None = None) -> Side:
-    """The study of a file, as it would run here.
+    """Returns the study of a file, as it would run on this machine, as a side of a comparison.
 
     Raises:
         InputError: The file is no valid study.
     """
-    # These import torch, which a study of the ledger does not need.
+    # These modules import torch, which the comparison of a study in the ledger does not need.
     from deltalab.registry import rule_plugin
     from deltalab.study.planning.make import make_plan
     from deltalab.study.specs.study_file import load_study
@@ -171,7 +172,7 @@ def find_side(address: str, store: Store | None) -> Side:
         store: The ledger; None if there is none.
 
     Raises:
-        InputError: There is no such study, or the file is no valid one.
+        InputError: There is no such study, or the file is no valid study.
     """
     file, colon, profile = address.rpartition(":")
     if address.endswith((".yaml", ".yml")):
@@ -185,7 +186,7 @@ def find_side(address: str, store: Store | None) -> Side:
 
 
 def arm_settings(side: Side, name: str) -> dict[str, Any]:
-    """The settings of an arm on every task.
+    """Returns the settings of an arm on every task.
 
     Raises:
         InputError: The study has no such arm.
@@ -196,13 +197,13 @@ def arm_settings(side: Side, name: str) -> dict[str, Any]:
 
 
 def setting_diffs(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[SettingDiff]:
-    """The keys whose values differ, in their order in `left`, then those of `right` alone."""
+    """Returns the settings whose values differ: first those of `left` in order, then those that only `right` has."""
     keys = [*left, *(key for key in right if key not in left)]
     return [SettingDiff(key, left.get(key), right.get(key)) for key in keys if left.get(key) != right.get(key)]
 
 
 def _of_arms(left: Mapping[str, Mapping[str, Any]], right: Mapping[str, Mapping[str, Any]]) -> list[SettingDiff]:
-    """What differs in the arms and tasks that both have; a difference that several of them share is listed once."""
+    """The differences in the arms and tasks of both sides. A difference that several arms share is one entry."""
     places = [(arm, task) for arm in left if arm in right for task in left[arm] if task in right[arm]]
     cases_by_key: dict[str, list[tuple[Any, Any, str, str]]] = {}
     for arm, task in places:
@@ -238,7 +239,7 @@ def _where(cases: Sequence[tuple[Any, Any, str, str]], tasks: set[str], arms: se
 def _facts(
     profile: str | None, numerics: object, rules: Mapping[str, str], tasks: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """What a study computes besides its settings, by dotted key.
+    """The profile, arithmetic, rules and tasks of a study, by dotted key.
 
     An early release did not record `numerics`, the version of our arithmetic, which is then None.
     """
@@ -247,7 +248,7 @@ def _facts(
 
 
 def _task_facts(version: int | None, fingerprint: str | None, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """What a task computes. A fingerprint is a hash of the task's data."""
+    """The facts of a task. `fingerprint` is a hash of the task's data."""
     return {"version": version, "data": fingerprint, **parameters}
 
 

@@ -29,19 +29,19 @@ from deltalab.study.reports.lines import (
 
 STYLE = {"better": "green", "worse": "red", "failed": "red", "diverged": "red"}
 SHORT = 8
-"""Rows of a search's tables on a terminal."""
+"""The most rows of a search's table on a terminal."""
 ONE_TABLE = 120
-"""Columns of a terminal that shows the answer and its costs in one table; a narrower one shows two."""
+"""The least width at which a terminal shows the answer and its costs in one table; a narrower one shows two tables."""
 SHORT_VERDICT = "no diff."
 SHORTEST_NAME = 8
-"""Columns that are left to a name, or to a word among the tuned values, before it is folded."""
+"""The least width, in characters, to which a name or a word among the tuned values is folded."""
 
 
 def drawn(answer: Answer, width: int) -> Iterator[RenderableType]:
-    """The parts of a answer, from top to bottom.
+    """Yields the parts of an answer, from top to bottom.
 
     Args:
-        report: The answer.
+        answer: The answer.
         width: Characters in a line.
     """
     yield Text(title(answer), style="bold")
@@ -78,7 +78,7 @@ def _notes(lines: Sequence[str]) -> Iterator[Text]:
 
 
 def _task_grids(table: TaskTable, width: int) -> Iterator[RenderableType]:
-    """One table, or the answer above the costs where the terminal is narrow."""
+    """Yields one table, or, on a narrow terminal, a table of the answer and below it a table of the costs."""
     if width >= ONE_TABLE:
         yield _task_grid(table, columns(), width)
         return
@@ -88,7 +88,7 @@ def _task_grids(table: TaskTable, width: int) -> Iterator[RenderableType]:
 
 
 def _task_grid(table: TaskTable, chosen: Sequence[Column], width: int) -> Table:
-    """A table's columns, with cells broken into as few lines as fit into the width.
+    """The chosen columns of a table, with each cell broken into as few lines as the width allows.
 
     Names fold if the narrowest form is too wide; figures fold only if that is not enough.
     """
@@ -140,7 +140,7 @@ def _grid() -> Table:
 
 
 def _ladder_grid(ladder: TaskLadder, is_wide: bool) -> Table:
-    """A row for each arm with its sizes side by side; below each other where the terminal is narrow."""
+    """The table of a ladder: a row per arm with the sizes side by side or, on a narrow terminal, below one another."""
     grid = _grid()
     for header in ladder_headers(ladder) if is_wide else ("arm", "size", "difference"):
         grid.add_column(Text(header), overflow="fold")
@@ -150,7 +150,7 @@ def _ladder_grid(ladder: TaskLadder, is_wide: bool) -> Table:
 
 
 def _ladder_lines(ladder: TaskLadder) -> Iterator[list[str]]:
-    """The cells of `ladder_cells` in three columns: a line for each size and the slope, the verdict under the arm."""
+    """Yields `ladder_cells` in three columns: a line per size and one for the slope, the verdict under the arm."""
     _, *sizes, _, _, _ = ladder_headers(ladder)
     for arm, *differences, slope, p, verdict in ladder_cells(ladder):
         names = [arm, verdict, *[""] * (len(sizes) - 1)]
@@ -159,7 +159,7 @@ def _ladder_lines(ladder: TaskLadder) -> Iterator[list[str]]:
 
 
 def _section_grid(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A table about a search. A task's name stands below its metric; what is too wide all the same folds."""
+    """A table about a search. A task's name stands below its metric. A cell that is still too wide folds."""
     grid = _grid()
     for heading in headings:
         grid.add_column(Text(heading.replace("@", "\n@")), overflow="fold")
@@ -169,7 +169,7 @@ def _section_grid(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Tab
 
 
 def _training_grid(rows: Sequence[TrainingRow]) -> Table:
-    """Trainings without their evaluations. Figures and the words of headings stay whole; names fold."""
+    """A table of trainings without their evaluations. Figures and the words of headings stay whole; names fold."""
     grid = _grid()
     for header in TRAINING_HEADERS[:-1]:
         if header in ("training", "arm", "rule"):

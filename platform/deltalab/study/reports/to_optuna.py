@@ -1,4 +1,4 @@
-"""Writes what a search tried as studies of Optuna, which optuna-dashboard opens."""
+"""Writes the candidates of a search as studies of Optuna, which optuna-dashboard opens."""
 
 import json
 import math
@@ -39,7 +39,7 @@ class ExportedStudy:
     Attributes:
         name: The name of the study in Optuna.
         trials: How many trials it has.
-        complete: How many of them have a value of every objective.
+        complete: How many of the trials have a value of every objective.
     """
 
     name: str
@@ -51,8 +51,8 @@ def export_optuna(store: Store, study_id: int, file: Path) -> list[ExportedStudy
     """Writes a search to a new SQLite file of Optuna: one study for each rung of successive halving.
 
     A trial is a candidate, its parameters are the knobs that exist for it, and its values are the objectives in the
-    order of the report. Choices that are no number and no word are JSON. A candidate that made no model, failed or
-    diverged is a failed trial, which names the reason.
+    order of the report. Choices other than numbers and words are written as JSON. A candidate that made no model,
+    failed or diverged is a failed trial, which names the reason.
 
     Args:
         store: The ledger.
@@ -60,7 +60,7 @@ def export_optuna(store: Store, study_id: int, file: Path) -> list[ExportedStudy
         file: The file to write.
 
     Returns:
-        What was written, by rung. A rung without candidates has no study.
+        The studies that were written, in the order of rungs. A rung without candidates has no study.
 
     Raises:
         InputError: The study has no search or no candidates, or the file exists or cannot be written.
@@ -134,7 +134,9 @@ def _local(time: datetime) -> datetime:
 
 
 def distribution(knob: Search) -> BaseDistribution:
-    """The values of a knob as Optuna shows them. The sampler of a search draws some of them in another form.
+    """Returns Optuna's distribution of the values of a knob, for display.
+
+    The sampler of a search draws some knobs from another distribution.
 
     Examples:
         >>> distribution(Search(choice=("gla", {"name": "comba"})))

@@ -1,1 +1,1 @@
-"""A plan, run to its end."""
+"""Runs a plan to its end."""

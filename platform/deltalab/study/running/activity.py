@@ -1,7 +1,7 @@
-"""What a driver does now: which stacks run, on which devices, how busy these are, and when the study will end.
+"""Tracks what a driver does now: which stacks run, on which devices, how busy the devices are, and when the study ends.
 
-The executor's thread tells of stacks and counts. The heartbeat and the terminal read in threads of their own. No method
-waits for the database or the schedule, so that neither makes a heartbeat late.
+The thread of the executor reports stacks and trial counts. The threads of the heartbeat and of the terminal read them.
+No method waits for the database or the schedule, either of which could make a heartbeat late.
 """
 
 import time
@@ -15,16 +15,16 @@ from deltalab.store.studies.driver_status import Device, DriverStatus, RunningSt
 from deltalab.study.workers.jobs import Job
 
 TELLS = 0.1
-"""The share of its steps after which a running stack tells how long the other steps take."""
+"""The share of a stack's steps that must be timed before the rest of the stack is predicted from them."""
 
 
 class Count(NamedTuple):
-    """Trials of a stage.
+    """How many trials a stage has, and how much work is left.
 
     Attributes:
-        ended: Trials that have ended.
-        total: All trials.
-        left: Seeds times steps of the trials that have not ended.
+        ended: How many trials have ended.
+        total: How many trials there are in all.
+        left: The work of the trials that have not ended, as seeds times steps.
     """
 
     ended: int
@@ -44,7 +44,7 @@ class Pace(NamedTuple):
     work: float = 0.0
 
     def plus(self, seconds: float, work: float) -> "Pace":
-        """The pace over this work and more."""
+        """Returns the pace of this work and of further work together."""
         return Pace(self.seconds + seconds, self.work + work)
 
 
@@ -75,7 +75,7 @@ class _Running:
         return min(1.0, self.step / self.steps)
 
     def told(self, now: float) -> tuple[float, float] | None:
-        """Seconds, and the share of the steps that were done in them; None if it is too early to tell."""
+        """Returns seconds, and the share of all steps done in these seconds; None if it is too early to tell."""
         if self.first is None or self.share - self.first[1] < TELLS:
             return None
         return now - self.first[0], self.share - self.first[1]
@@ -94,11 +94,11 @@ class _Used:
 
 
 class DriverActivity:
-    """The stacks of a driver, its devices, and the trials of its study.
+    """Tracks the stacks of a driver, the driver's devices, and the trials of the study.
 
     Attributes:
-        places: Stacks that this driver can run at a time.
-        elsewhere: Stacks that the drivers that have joined this driver can run at a time.
+        places: How many stacks this driver can run at a time.
+        elsewhere: How many stacks the drivers that have joined the study can run at a time, all together.
     """
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ class DriverActivity:
         self._pace = Pace()
 
     def counted(self, stages: Mapping[Stage, Count], pace: Pace) -> None:
-        """Takes in the trials of each stage, and the pace of the trials that have ended."""
+        """Notes the trials of each stage, and the pace of the trials that have ended."""
         with self._lock:
             self._stages, self._pace = dict(stages), pace
 
@@ -125,7 +125,7 @@ class DriverActivity:
 
     @property
     def total(self) -> int | None:
-        """Trials of the whole study; None while they are not counted."""
+        """How many trials the whole study has; None while they are not counted."""
         return sum(count.total for count in self.stages.values()) or None
 
     def started(self, stack: Sequence[Job], name: str, *, here: bool) -> None:
@@ -134,13 +134,13 @@ class DriverActivity:
         Args:
             stack: The stack.
             name: What people call the stack.
-            here: Whether this driver trains the stack, and not a driver that has joined.
+            here: True if this driver trains the stack, False if a joined driver does.
         """
         with self._lock:
             self._running[stack[0].key] = _Running(stack, name, time.monotonic(), here)
 
     def advanced(self, stack: Sequence[Job], step: int, device: str | None = None) -> None:
-        """Notes that a stack has reached a step, and on which device it trains, once that is known."""
+        """Notes that a stack has reached a step, and on which device the stack trains, once the device is known."""
         with self._lock:
             running = self._running[stack[0].key]
             running.step = step
@@ -171,12 +171,12 @@ class DriverActivity:
         used.stacks += 1
 
     def eta(self) -> float | None:
-        """Seconds until the study ends, at the speed of the stacks so far; None until a stack has told its speed."""
+        """Returns the seconds until the study ends, at the speed of the work so far; None while no speed is known."""
         with self._lock:
             return self._eta(time.monotonic())
 
     def _eta(self, now: float) -> float | None:
-        """What `eta` tells at a time; the lock must be held."""
+        """Returns what `eta` returns, at the time `now`. The caller must hold the lock."""
         left = sum(count.left for count in self._stages.values())
         if not left and not self._running:
             return 0.0 if self._stages else None
@@ -200,7 +200,7 @@ class DriverActivity:
         return max([(waiting * seconds + sum(rests)) / places, *rests])
 
     def status(self) -> DriverStatus:
-        """What the heartbeat records of this driver."""
+        """Returns the state of this driver for the heartbeat to record."""
         with self._lock:
             now = time.monotonic()
             seconds = max(1e-3, now - self._began)

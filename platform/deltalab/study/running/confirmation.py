@@ -1,6 +1,6 @@
-"""Which trials confirm the arms: every seed of an arm trains every candidate, and seeds are added in looks.
+"""Decides which trials confirm the arms: every seed of an arm trains every candidate, and seeds are added in looks.
 
-Seeds are added as long as an arm is undecided and has a prospect of a decision.
+An arm gets further seeds as long as it is undecided and has a prospect of a decision.
 """
 
 import math
@@ -19,7 +19,7 @@ from deltalab.study.workers.jobs import Job
 from deltalab.study.workers.train_stack import infeasible
 
 MOST_MOVES = 3
-"""How often `extend` moves the ranges of a task."""
+"""How often `tune.extend` moves the ranges of a task at most."""
 
 
 @dataclass
@@ -28,7 +28,8 @@ class ArmTrials:
 
     Attributes:
         arm: The arm.
-        tried: The values, by candidate number, that every seed trains; None until the candidates are known.
+        tried: The values of each candidate that every seed trains, by the candidate's number; None until the candidates
+            are known.
         trials: (candidate, look) -> the trial; None while the trial runs.
         stopped: Whether the arm gets no further seeds.
     """
@@ -45,7 +46,7 @@ class ArmTrials:
 
 @dataclass
 class _ArmFamily:
-    """Arms that are tested together, and the look that is next."""
+    """Arms that are tested together, and the index of the look at which they are tested next."""
 
     arms: list[ArmTrials]
     look: int = 0
@@ -58,7 +59,7 @@ class ConfirmPhase:
 
     Attributes:
         arms: The trials of each arm on each task.
-        infeasible: Candidates so far that make no model.
+        infeasible: How many candidates so far make no model.
     """
 
     def __init__(self, plan: Plan, store: Store, study_id: int, search: SearchPhase | None) -> None:
@@ -68,7 +69,7 @@ class ConfirmPhase:
             plan: The study.
             store: The ledger, which records infeasible candidates.
             study_id: The study's id in the ledger.
-            search: The search that finds the arms' candidates; None if the study is no search.
+            search: The search whose finalists are the arms; None if the study is no search.
         """
         self.arms = [ArmTrials(arm) for arm in plan.arms]
         self.infeasible = 0
@@ -84,7 +85,7 @@ class ConfirmPhase:
 
     @property
     def total(self) -> int:
-        """Trials of the confirmation, if no arm that still runs stops before the last look."""
+        """How many trials the confirmation has, if no arm that still runs stops before the last look."""
         total = sum(len(trials.trials) for trials in self.arms)
         for trials in self.arms:
             if not trials.stopped:
@@ -94,7 +95,7 @@ class ConfirmPhase:
 
     @property
     def left(self) -> int:
-        """Seeds times steps of the trials that have not ended, if no arm that still runs stops before the last look."""
+        """The work left, in seeds times steps of trials, if no arm that still runs stops before the last look."""
         ends = [0, *(look.seeds for look in self._plan.spec.looks)]
         seeds = [after - before for before, after in pairwise(ends)]
         left = 0
@@ -107,7 +108,7 @@ class ConfirmPhase:
         return left
 
     def ask(self) -> Iterator[tuple[ArmTrials, Job, int]]:
-        """Yields the trials that nobody has asked for and that depend on no result still awaited, with their looks."""
+        """Yields each trial, with its look, that was not yielded before and that depends on no result still awaited."""
         for family in self._families:
             yield from self._ask(family)
 
@@ -126,7 +127,7 @@ class ConfirmPhase:
         return name, scores[name]
 
     def _ask(self, family: _ArmFamily) -> list[tuple[ArmTrials, Job, int]]:
-        """The next trials of a family; tests its arms once all trials of a look have ended."""
+        """Returns the next trials of a family. Tests the family's arms once all trials of a look have ended."""
         while not all(trials.stopped for trials in family.arms):
             running = [trials for trials in family.arms if not trials.stopped]
             for trials in running:
@@ -147,7 +148,7 @@ class ConfirmPhase:
         return []
 
     def _to_try(self, trials: ArmTrials) -> dict[int, dict[str, Any]] | None:
-        """The values, by number, of the candidates that every seed of an arm trains; None until a search has ended."""
+        """Returns the candidates that every seed of an arm trains, as number -> values; None while a search runs."""
         if self._search and not self._search.done:
             return None
         finalist = self._search.values(trials.arm) if self._search else {}
@@ -160,7 +161,7 @@ class ConfirmPhase:
         return candidates or {0: finalist}
 
     def _feasible(self, arm: PlannedArm, number: int, values: Mapping[str, Any]) -> bool:
-        """Whether a candidate makes a model; the ledger records the reason if it does not."""
+        """Whether a candidate makes a model. If it does not, the ledger records the reason."""
         try:
             self._plan.job(arm, "confirm", number, values)
         except Infeasible as error:
@@ -171,7 +172,7 @@ class ConfirmPhase:
         return True
 
     def _extended(self, family: _ArmFamily) -> bool:
-        """Gives every arm of a task a candidate beyond the values tried, if the best value of an arm is at an end."""
+        """Gives all arms of a task a candidate beyond the values tried, if an arm's best is the lowest or highest."""
         tune = self._plan.spec.tune
         if tune is None or not tune.extend or family.look:
             return False
@@ -235,7 +236,7 @@ class ConfirmPhase:
 
 
 def _runs(summary: TrialSummary, metric: str) -> dict[int, Run]:
-    """The runs of a trial by seed; NaN for runs that diverged."""
+    """Returns the runs of a trial by seed. A run that diverged has NaN scores."""
     validation, test = summary.finals.get(("validation", metric), {}), summary.finals.get(("test", metric), {})
     runs = {seed: Run(value, test.get(seed, math.nan)) for seed, value in validation.items()}
     return runs | {seed: Run(math.nan, math.nan) for seed in summary.diverged}

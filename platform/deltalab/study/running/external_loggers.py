@@ -1,7 +1,7 @@
-"""Logs a study elsewhere while it runs, from the ledger: each logger in its own process, which a thread follows.
+"""Logs a running study to external loggers, such as wandb. It reads the study from the ledger.
 
-Only the end of the study waits for a logger, for a bounded time. The next run of the same study logs what the target
-lacks then.
+Each logger runs in a separate process, and a thread of the driver feeds it. Only the end of the study waits for a
+logger, for a bounded time. What a logger then lacks is logged when the same study is run again.
 """
 
 import hashlib
@@ -33,11 +33,11 @@ from deltalab.study.workers.fork_server import search_path
 _log = logging.getLogger("deltalab")
 
 LOAD_SECONDS = 120.0
-"""How long a logger may take to import what it needs."""
+"""Seconds that a logger has to import what it needs."""
 STALL_SECONDS = 60.0
-"""How long the end of a study waits for a logger that logs nothing more."""
+"""Seconds for which the end of a study waits for a logger that makes no progress."""
 LONGEST_SECONDS = 600.0
-"""How long the end of a study waits for a logger that still logs."""
+"""Seconds for which the end of a study waits for a logger that makes progress."""
 POLL_SECONDS = 2.0
 """Seconds between two looks at the ledger."""
 LONGEST_PAUSE = 60.0
@@ -55,7 +55,7 @@ class LoggerGone(Exception):
 
 
 class _Target:
-    """A logger in its process, and what it has of the study."""
+    """A logger in its process, with the ids of the runs that it has."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -74,7 +74,7 @@ class _Target:
         )
 
     def ready(self) -> None:
-        """Waits until the logger is made; raises `InputError` if it cannot be made."""
+        """Waits until the process has made the logger. Raises `InputError` if the logger cannot be made."""
         late = threading.Timer(LOAD_SECONDS, self.kill)
         late.start()
         try:
@@ -90,7 +90,7 @@ class _Target:
             raise InputError(f"--log-to {self.name}: cannot be loaded: {_safe(error)}")
 
     def ask(self, method: str, values: dict[str, Any]) -> dict[str, Any] | None:
-        """Calls a method of the logger: its answer, or None if it raised. Raises `LoggerGone`."""
+        """Calls a method of the logger. Returns the answer, or None if the method raised. Raises `LoggerGone`."""
         try:
             assert self._process.stdin is not None
             self._process.stdin.write(json.dumps({method: values}).encode() + b"\n")
@@ -105,7 +105,7 @@ class _Target:
         return answer
 
     def tell(self, problem: str) -> None:
-        """Warns of a problem, the first one only."""
+        """Keeps the first problem, and warns of it. Later problems give no warning."""
         self.problem = self.problem or _safe(problem)
         if not self._told:
             self._told = True
@@ -177,7 +177,7 @@ class LogTo:
         self.close()
 
     def close(self) -> None:
-        """Ends the loggers, whatever they do."""
+        """Ends the loggers at once, even if they are still logging."""
         self._ended.set()
         for target in self._targets:
             target.kill()
@@ -186,7 +186,7 @@ class LogTo:
         self._targets = []
 
     def follow(self, store: Store, study_id: int) -> None:
-        """Begins to log what the ledger has and gets of a study, until `finish`."""
+        """Begins to log the runs of a study: those that the ledger has, and those that it gets until `finish`."""
         self._store, self._study_id, self._study = store, study_id, _logged_study(store, study_id)
         for target in self._targets:
             thread = threading.Thread(target=self._run, args=(target,), name="log-to", daemon=True)
@@ -194,7 +194,7 @@ class LogTo:
             thread.start()
 
     def finish(self, report: Report) -> None:
-        """Logs the rest and the report. Waits for each logger as long as it goes on, but for a bounded time."""
+        """Logs the remaining runs and the report. Waits, for a bounded time, for each logger that makes progress."""
         self._end = {
             "state": report.state,
             "report": json.loads(report.to_json()),
@@ -258,9 +258,9 @@ class LogTo:
         target.over = target.ask("end", self._end) is not None and whole
 
     def _sweep(self, target: _Target, *, to_the_end: bool) -> bool:
-        """Logs the runs that the target lacks, up to the first that fails, or all at the end of the study.
+        """Logs the runs that the target lacks. Stops at the first that cannot be logged, unless `to_the_end`.
 
-        Returns whether no run failed.
+        Returns whether every run was logged.
         """
         whole = True
         for (arm, key), ids in self._lacking(target).items():
@@ -277,7 +277,7 @@ class LogTo:
         return whole
 
     def _lacking(self, target: _Target) -> dict[tuple[str, str], set[str]]:
-        """The ids of the runs that have ended and that the target does not have, by arm and trial."""
+        """Returns the ids of the ended runs that the target lacks, by arm and trial."""
         lacking = {}
         for (arm, key), (state, seeds) in whole_trials.ended_trials(self._store, self._study_id).items():
             seeds_or_none: Sequence[int | None] = seeds or [None]
@@ -287,14 +287,14 @@ class LogTo:
 
 
 def run_id(study: str, arm: str, key: str, seed: int | None, state: str) -> str:
-    """The id of a run in a target. The runs of a failed trial that runs again get other ids."""
+    """Makes the id of a run in a target. A failed trial and its later retry give their runs different ids."""
     return hashlib.sha256(json.dumps([study, arm, key, seed, state == "failed"]).encode()).hexdigest()[:24]
 
 
 def logged_runs(ended: whole_trials.WholeTrial, study: LoggedStudy) -> Iterator[LoggedRun]:
-    """Yields the runs of a trial as loggers get them.
+    """Yields the runs of a trial in the form that loggers take.
 
-    A trial that failed before it had a run gives one run without a seed.
+    For a trial that failed before it had a run, yields one run without a seed.
     """
     trial = ended.trial
     name = recorded_trial_name(study.spec, ended.arm, trial.stage, ended.number).removeprefix(f"{ended.arm}, ")
@@ -324,7 +324,7 @@ def logged_runs(ended: whole_trials.WholeTrial, study: LoggedStudy) -> Iterator[
 
 
 def _logged_study(store: Store, study_id: int) -> LoggedStudy:
-    """A study as loggers get it."""
+    """Returns a study in the form that loggers take."""
     study = store.study(study_id)
     overrides = f" with {study.overridden}" if study.overrides else ""
     return LoggedStudy(
@@ -345,7 +345,7 @@ def _logged_study(store: Store, study_id: int) -> LoggedStudy:
 
 
 def _safe(text: str) -> str:
-    """The text in one line, without the secrets that the environment holds and without passwords of URLs."""
+    """Writes a text in one line, without secrets of the environment and passwords of URLs."""
     for name, value in os.environ.items():
         if len(value) >= 6 and re.search("KEY|TOKEN|SECRET|PASSW", name, re.IGNORECASE):
             text = text.replace(value, "***")

@@ -1,4 +1,4 @@
-"""Shows a running study and when it will end: bars on a terminal; elsewhere a line for each stack, and each minute."""
+"""Shows a running study and when it will end: bars on a terminal, elsewhere a line for each stack and each minute."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -17,11 +17,11 @@ from deltalab.study.running.schedule import StackSource, stack_label
 from deltalab.study.workers.jobs import Job
 
 SILENCE = 60.0
-"""Seconds after which a line says how far a stack is, if no bars are drawn and no stack has ended."""
+"""Seconds without a line after which the step of a running stack is printed, if no bars are drawn."""
 
 
 class _Eta(ProgressColumn):
-    """When the study will end, beside the study's bar."""
+    """Shows beside the study's bar when the study will end."""
 
     max_refresh = 1.0
 
@@ -38,7 +38,7 @@ class ProgressBars:
 
     Attributes:
         schedule: The stacks of the study.
-        activity: What the driver does, which takes in all that the executor tells.
+        activity: The activity of the driver, which is told what the executor reports.
         quiet: Whether nothing is shown.
         console: Where the bars and the lines go.
     """
@@ -86,7 +86,7 @@ class ProgressBars:
 
         Args:
             stack: The stack.
-            here: Whether this driver trains the stack, and not a driver that has joined.
+            here: True if this driver trains the stack, False if a joined driver does.
         """
         steps = stack[0].config["train"]["steps"]
         name = stack_label(stack, self.schedule.plan)
@@ -98,7 +98,7 @@ class ProgressBars:
         self._show()
 
     def advanced(self, stack: Sequence[Job], step: int, device: str | None = None) -> None:
-        """Shows the step that a stack has reached, and keeps the device on which it trains."""
+        """Shows the step that a stack has reached, and notes on which device the stack trains."""
         self.activity.advanced(stack, step, device)
         self._bars.update(self._running[stack[0].key], completed=step)
         if time.monotonic() - self._said >= SILENCE:
@@ -128,13 +128,13 @@ class ProgressBars:
         self._bars.update(self._all, completed=self.schedule.completed, total=self.schedule.total, description=text)
 
     def _stages(self) -> str:
-        """How far each stage is, if there are two."""
+        """Says how many trials of each stage have ended, if there are two stages."""
         stages = self.activity.stages
         counts = (f"{stage} {count.ended}/{count.total}" for stage, count in stages.items())
         return ", ".join(counts) if len(stages) > 1 else ""
 
     def _leaders(self) -> str:
-        """The best arm so far on each task."""
+        """Names the best arm so far on each task."""
         leaders = {task: self.schedule.leader(task) for task in self.schedule.plan.tasks}
         parts = [f"{task}: {leader[0]} {leader[1]:.3f}" for task, leader in leaders.items() if leader]
         return "best so far on validation: " + ", ".join(parts) if parts else ""

@@ -2,8 +2,8 @@
 
 Ray lives in a separate process (`ray_process`), which gets stacks through a pipe and sends back records. Ray ends the
 process that uses it if the head of its cluster is gone, may wait for minutes if nobody answers, and handles signals in
-its own way. None of this reaches the driver. What Ray loses is `Lost`, of the infrastructure, and the schedule has the
-stack run again.
+its own way. In a separate process, Ray does none of this to the driver. A stack that Ray loses is `Lost` through the
+infrastructure, and the schedule runs it again.
 """
 
 import contextlib
@@ -34,16 +34,16 @@ from deltalab.study.workers.jobs import Job, Lost, record_from_json, stack_to_js
 _log = logging.getLogger("deltalab")
 
 ANSWERS = 5.0
-"""Seconds for the head of a cluster to take a connection."""
+"""Seconds that the head of a cluster has to accept a connection."""
 
 CONNECTS = 14.0
-"""Seconds for Ray to join a cluster. With `ANSWERS` they stay below 20 s, after which a wrong address is refused."""
+"""Seconds that Ray has to join a cluster. Together with `ANSWERS`, a wrong address is refused within 20 s."""
 
 STARTS = 300.0
-"""Seconds for a local Ray to start, and for any Ray to be imported, on a busy machine."""
+"""Seconds that a local Ray has to start, and that any Ray has to be imported, on a busy machine."""
 
 STARTED = 3
-"""How often a local Ray is started: Ray gives up after 30 s, which a busy machine may need."""
+"""How often a local Ray is started at most. Ray gives up after 30 s, and a busy machine may need longer."""
 
 SILENT = 90.0
 """The most seconds without a word from Ray's process, which reports its machines every 2 s. Ray itself waits 60 s for a
@@ -63,9 +63,8 @@ _TUNE = {
     "TUNE_DISABLE_SIGINT_HANDLER": "1",
     "TUNE_GLOBAL_CHECKPOINT_S": "1000000000",
 }
-"""With these variables Ray Tune prints nothing, changes no folder, and writes no results and no state, all of which the
-ledger has. A call that comes after Ray's end starts no second Ray, which would lie in /tmp/ray and which nobody would
-end."""
+"""Variables that make Ray Tune print nothing, change no folder, and write no results and no state, since the ledger has
+them. They also keep a call after Ray's end from starting a second Ray in /tmp/ray, which nobody would end."""
 
 _PLACES = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -74,7 +73,7 @@ _PLACES = (
 
 
 class _RayGone(Exception):
-    """Ray's process has ended, or the cluster has. The message is one line."""
+    """Ray's process or the cluster has ended. The message is one line."""
 
 
 def run_all(
@@ -90,8 +89,8 @@ def run_all(
         address: The address of a cluster; None starts a Ray on this machine.
 
     Raises:
-        InputError: The address does not answer, the cluster lacks the resources, or the cluster stays away. What the
-            ledger raises passes through.
+        InputError: The address does not answer, the cluster lacks the resources, or the cluster stays away. Errors of
+            the ledger pass through.
     """
     study = _RayStudy(schedule, runs, progress, workers, address)
     while True:
@@ -104,19 +103,19 @@ def run_all(
 
 
 class _RayStudy:
-    """A study on its way through Ray, which outlasts the Ray that runs it."""
+    """Runs a study on Ray. It stays when a Ray ends, so that the next Ray goes on with the study."""
 
     def __init__(
         self, schedule: StackSource, runs: str | Path, progress: ProgressBars, workers: int | None, address: str | None
     ) -> None:
         self.schedule, self.runs, self.progress, self.workers, self.address = schedule, runs, progress, workers, address
         self._out: dict[int, list[Job]] = {}
-        self._well: float | None = None  # When Ray last did something for the study.
+        self._well: float | None = None  # When Ray last had a place for a stack.
         self._warned = False
         self._starts = 0
 
     def run(self, ray: "_RayProcess") -> None:
-        """Gives stacks to Ray until the schedule has ended. Raises `_Gone`."""
+        """Gives stacks to Ray until the schedule has ended. Raises `_RayGone`."""
         schedule, wanted = self.schedule, self.schedule.plan.spec.resources
         machines: list[dict[str, float]] = ray.machines
         fit = sum(_places(wanted, machine) for machine in machines)
@@ -164,7 +163,7 @@ class _RayStudy:
             elif "down" in message:
                 free = [place for place in free if place != message["down"]]
                 if message["why"] is not None and (stack := schedule.next(places)):
-                    # The place did not begin. A stack bears the loss, so that a study whose places never do ends.
+                    # The place did not begin. A stack counts as lost, so that a study whose places never begin ends.
                     schedule.unfinished(stack, Lost(message["why"], "infrastructure"))
             elif "records" in message:
                 stack = self._out.pop(message["place"])
@@ -175,7 +174,7 @@ class _RayStudy:
                 self._lose(message["place"], Lost(message["lost"], message["of"]))
 
     def wait(self, gone: _RayGone) -> None:
-        """Gives the stacks that were out back to the schedule, and waits a little for Ray to come back.
+        """Gives the stacks that Ray had back to the schedule, and waits a little for Ray to come back.
 
         Raises `InputError` if Ray was never there, or has been gone for too long.
         """
@@ -195,7 +194,7 @@ class _RayStudy:
         time.sleep(min(5.0, 1 + (time.monotonic() - self._well) / 10))
 
     def _fits(self) -> None:
-        """Notes that Ray works for the study now; `wait` counts its patience from the latest such note."""
+        """Notes that Ray has a place for a stack now. From the latest note, `wait` measures how long Ray is gone."""
         self._well, self._warned = time.monotonic(), False
 
     def _lose(self, place: int, lost: Lost) -> None:
@@ -206,7 +205,7 @@ class _RayStudy:
 
 
 def _places(wanted: Resources, machine: dict[str, float]) -> int:
-    """How many stacks run at a time on a machine."""
+    """Returns how many stacks can run at a time on a machine."""
     fit = wanted.places(machine["CPU"], machine["GPU"])
     return fit if wanted.bytes is None else min(fit, int(machine["memory"] // wanted.bytes))
 
@@ -229,10 +228,10 @@ def _too_small(wanted: Resources, machines: list[dict[str, float]]) -> str:
 
 
 class _RayProcess:
-    """Ray's process. A message is a mapping, as one line of JSON.
+    """The driver's side of Ray's process. A message to or from it is a mapping, sent as one line of JSON.
 
     Attributes:
-        machines: CPU, GPU and bytes of memory of each machine of the cluster, when it was joined.
+        machines: CPU, GPU and bytes of memory of each machine of the cluster, at the time of joining it.
     """
 
     def __init__(self, address: str | None, folder: Path) -> None:
@@ -269,7 +268,7 @@ class _RayProcess:
             raise
 
     def send(self, message: dict[str, Any]) -> None:
-        """Sends a message. Raises `_RayGone`."""
+        """Sends a message. Raises `_RayGone` if the process has ended."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
@@ -278,7 +277,7 @@ class _RayProcess:
             raise self._ended() from None
 
     def receive(self, patience: float) -> dict[str, Any]:
-        """The next message; empty if none comes within `patience` seconds. Raises `_RayGone`."""
+        """Returns the next message, or an empty one after `patience` seconds. Raises `_RayGone` if Ray has ended."""
         try:
             message = self._inbox.get(timeout=patience)
         except queue.Empty:
@@ -293,7 +292,7 @@ class _RayProcess:
         return message
 
     def close(self) -> None:
-        """Ends the process and all that it started on this machine."""
+        """Ends the process and every process that it started on this machine."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
@@ -328,7 +327,7 @@ class _RayProcess:
 
 @contextmanager
 def _started(address: str | None, folder: Path) -> Iterator[_RayProcess]:
-    """Starts Ray's process, and ends it with the block."""
+    """Starts Ray's process, and ends the process at the end of the block."""
     if address is not None:
         _knock(address)
     ray = _RayProcess(address, folder)
@@ -339,7 +338,7 @@ def _started(address: str | None, folder: Path) -> Iterator[_RayProcess]:
 
 
 def _knock(address: str) -> None:
-    """Raises `_RayGone` if no gRPC server, such as Ray's, listens. Ray itself would try for two minutes."""
+    """Raises `_RayGone` if no gRPC server listens at the address. Ray itself would try for two minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal():
         if address == "auto":
@@ -348,7 +347,7 @@ def _knock(address: str) -> None:
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWERS) as connection:
             if os.environ.get("RAY_USE_TLS", "0") in ("", "0"):
-                # gRPC stands on HTTP/2: a client sends a preface and empty SETTINGS, and a server answers with its own.
+                # gRPC stands on HTTP/2: a client sends a preface and empty SETTINGS, and a server sends its SETTINGS.
                 connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))
                 if connection.recv(9, socket.MSG_WAITALL)[3:4] != b"\x04":
                     raise _RayGone("something else than Ray listens there")

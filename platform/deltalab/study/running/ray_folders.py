@@ -1,9 +1,9 @@
-"""Folders for the local Rays that drivers start, and their removal: by the driver itself, or by a later driver.
+"""Makes folders for the local Rays that drivers start, and removes them.
 
 Ray keeps sockets and logs in a temporary folder, and two agents of a killed driver live on for a minute. So each driver
-gives Ray a separate folder, with a file that says which driver made it. Nothing else in the temporary directory is
-touched: neither a Ray that somebody else started, nor a folder of another user, nor a folder whose driver lives or
-cannot be seen.
+gives Ray a separate folder, with a file that says which driver made it. The driver removes the folder at its end, or a
+later driver does if the first was killed. Nothing else in the temporary directory is touched: neither a Ray that
+somebody else started, nor a folder of another user, nor a folder whose driver lives or cannot be seen.
 """
 
 import json
@@ -20,9 +20,9 @@ from deltalab.errors import InputError
 from deltalab.store.process import Process
 
 PREFIX = "deltalab-"
-"""How the name of such a folder begins."""
+"""How the name of a folder for Ray begins."""
 OWNER = "driver.json"
-"""The file in the folder that names its driver."""
+"""The name of the file in a folder for Ray that says which driver made the folder."""
 
 
 def temporary() -> Path:
@@ -37,7 +37,7 @@ def temporary() -> Path:
 def ray_folder() -> Iterator[Path]:
     """Makes a folder for the files of a local Ray, and removes it at the end of the block.
 
-    Ray must be shut down before the block ends. At the beginning, the block removes what killed drivers of this user
+    Ray must be shut down before the block ends. First of all, the folders are removed that killed drivers of this user
     left on this machine.
     """
     base = temporary()
@@ -51,7 +51,7 @@ def ray_folder() -> Iterator[Path]:
 
 
 def sweep(base: Path) -> None:
-    """Removes folders in `base` whose driver (of this user and machine) is gone, and ends the Ray processes there."""
+    """Removes folders in `base` whose driver (of this user and machine) is gone, and ends the Rays that use them."""
     for file in base.glob(f"{PREFIX}*/{OWNER}"):
         # Another driver may be removing the folder now, or the file may be of another program.
         with suppress(OSError, ValueError, TypeError):

@@ -1,10 +1,10 @@
-"""Ray's process, in which Ray Tune runs a study's stacks on the machines of a cluster.
+"""The process in which Ray Tune runs a study's stacks on the machines of a cluster.
 
-Only this module imports Ray. The process reads stacks from its standard input, and writes what became of them to its
-standard output, as one line of JSON for each message. A trial of Tune is a place, which runs one stack after another as
-long as the study lasts, since to start a trial takes seconds. Stacks reach a place through a mailbox, and the results
-of a place are the results of Tune's trial. The process ends, with Ray, when the driver closes the pipe or has died.
-Tune restores nothing: the ledger is the only memory.
+Only this module imports Ray. The process reads stacks from its standard input, and writes the records of each stack, or
+why the stack is lost, to its standard output. Each message is one line of JSON. To start a trial of Tune takes seconds.
+So a trial of Tune is a place, which runs one stack after another as long as the study lasts. Stacks reach a place
+through a mailbox, and a place reports by the results of its trial of Tune. The process ends, with Ray, when the driver
+closes the pipe or has died. Tune restores nothing: the ledger is the only memory.
 """
 
 import asyncio
@@ -34,17 +34,17 @@ REPORTS = 2.0
 """Seconds between two reports of the cluster's machines."""
 
 LOOKS = 1.0
-"""Seconds between two results of a place, which tell the step of its stack."""
+"""Seconds between two results of a place. A result tells the step that the place's stack has reached."""
 
 ENDS = 10.0
-"""Seconds for Ray to shut down."""
+"""Seconds that Ray has to shut down, after which this process ends anyway."""
 
 IDLE = {"step": -1}
-"""The result of a place without a stack. Tune wants its metric, `step`, in each result."""
+"""The result that a place without a stack reports. Tune wants the metric `step` in each result."""
 
 
 class Mailbox:
-    """Stacks on their way to places. The mailbox is an actor of Ray."""
+    """Holds stacks on their way to places, as an actor of Ray."""
 
     def __init__(self) -> None:
         """Begins empty."""
@@ -55,7 +55,7 @@ class Mailbox:
         self._boxes[name].put_nowait(stack)
 
     async def take(self, name: str) -> str | None:
-        """The next stack for a place; None if there is none within `LOOKS` seconds."""
+        """Waits for the next stack of a place; None if no stack comes within `LOOKS` seconds."""
         try:
             return await asyncio.wait_for(self._boxes[name].get(), LOOKS)
         except TimeoutError:
@@ -79,7 +79,7 @@ class Place(tune.Trainable):
         """
         memory = study["memory"]
         if memory is None:
-            # Count the places that this machine can have, since other machines may have fewer than their share.
+            # Divide this machine's memory by the places that can run on it; machines may differ in their places.
             machine = _machines()[ray.get_runtime_context().get_node_id()]
             fit = machine["CPU"] / study["cpu"]
             fit = min(fit, machine["GPU"] / study["gpu"]) if study["gpu"] else fit
@@ -94,7 +94,7 @@ class Place(tune.Trainable):
         self._step, self._ended = 0, threading.Event()
 
     def step(self) -> dict[str, Any]:
-        """Takes a stack if the place has none, and reports after `LOOKS` seconds."""
+        """Takes a stack if the place has none. Reports after `LOOKS` seconds, or once the stack has ended."""
         if not self._begun:  # The first result reports at once that the place has begun.
             self._begun = True
             return IDLE
@@ -131,7 +131,7 @@ class Place(tune.Trainable):
 
 
 class Pipe(Searcher):
-    """Passes stacks from the driver to places, and results back. As a searcher, it has Tune keep `places` places.
+    """Passes stacks from the driver to places, and results back. It is a searcher so that Tune keeps `places` places.
 
     Attributes:
         why: Why Ray lost a trial of Tune, by the trial's id.
@@ -163,7 +163,7 @@ class Pipe(Searcher):
         ray.get(self._mailbox.put.remote(trial, stack))
 
     def suggest(self, trial_id: str) -> dict[str, Any] | None:
-        """Gives a new trial of Tune a place that is down; None if all places are up."""
+        """Lets a new trial of Tune be a place that is down. Returns None if no place is down."""
         if not self._down:
             return None
         self._place[trial_id] = self._down.pop()
@@ -184,7 +184,7 @@ class Pipe(Searcher):
                 _say(place=place, step=result["step"], device=result["device"])
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
-        """Tells the driver that Ray lost a place, and its stack if it had one."""
+        """Tells the driver that Ray lost a place, and the place's stack if it ran one."""
         place, why = self._place.pop(trial_id), self.why.pop(trial_id, "Ray lost the worker")
         with self._lock:
             begun = self._trial.pop(place, None) is not None
@@ -210,7 +210,7 @@ class Pipe(Searcher):
 
 
 class Reasons(FIFOScheduler):
-    """Tune's plain order of trials, which also tells the pipe why a trial was lost: Tune tells no searcher."""
+    """Runs trials in Tune's plain order, and tells the pipe why a trial was lost, since Tune tells no searcher why."""
 
     def __init__(self, pipe: Pipe) -> None:
         """Keeps the pipe."""
@@ -218,13 +218,13 @@ class Reasons(FIFOScheduler):
         self._pipe = pipe
 
     def on_trial_error(self, tune_controller: object, trial: Any) -> None:
-        """Reads the reason from the file that Tune has written."""
+        """Reads why a trial was lost from the error file that Tune has written."""
         text = Path(trial.error_file).read_text()
         self._pipe.why[trial.trial_id] = _words(text.partition("\n")[2])  # The first line has the number and the date.
 
 
 def main() -> None:
-    """Serves the driver at the other end of standard input and output."""
+    """Runs stacks that the driver sends on standard input, and answers on standard output."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     global _out
     _out = os.dup(1)
@@ -264,7 +264,7 @@ def _join(address: str | None, folder: str) -> None:
 
 
 def _tuner(study: dict[str, Any], pipe: Pipe, mailbox: Any, folder: str) -> tune.Tuner:
-    """Makes a Tuner that keeps the places of a study."""
+    """Makes a Tuner that keeps as many places running as a study has."""
     resources = {"cpu": study["cpu"], "gpu": study["gpu"]}
     if study["memory"] is not None:
         resources["memory"] = study["memory"]
@@ -286,7 +286,7 @@ def _tuner(study: dict[str, Any], pipe: Pipe, mailbox: Any, folder: str) -> tune
 
 
 def _listen(pipe: Pipe) -> None:
-    """Gives places the driver's stacks, in a thread."""
+    """Passes the driver's stacks on to places, in a thread."""
     for line in sys.stdin:
         message = json.loads(line)
         try:
@@ -314,7 +314,7 @@ def _report() -> None:
 
 
 def _machines() -> dict[str, dict[str, float]]:
-    """CPU, GPU and memory of each machine of the cluster, by the machine's id."""
+    """Returns CPU, GPU and memory of each living machine of the cluster, by the machine's id."""
     return {
         node["NodeID"]: {name: node["Resources"].get(name, 0.0) for name in ("CPU", "GPU", "memory")}
         for node in ray.nodes()  # type: ignore[no-untyped-call]
@@ -341,12 +341,12 @@ def _gone(error: Exception) -> None:
 
 
 def _line(error: Exception) -> str:
-    """An error in one line."""
+    """Writes an error in one line."""
     return f"{type(error).__name__}: {_words(str(error))}"
 
 
 def _words(text: str) -> str:
-    """A text of Ray in one line, without the identifiers of actors and processes."""
+    """Writes an error text of Ray in one line, without the identifiers of actors and processes."""
     lines = [line for line in text.strip().splitlines() if not line.startswith("\t")]
     if lines and "ray::" in lines[0]:
         lines = lines[-1:]  # The text is a traceback.

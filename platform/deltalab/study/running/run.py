@@ -60,10 +60,10 @@ class StudyResult:
         study_id: The study's id in the ledger.
         name: The study's name.
         state: The study's state.
-        trials: Trials of the study that have ended, but for infeasible candidates.
-        known: Trials that the ledger already had.
-        failed: Trials that raised.
-        infeasible: Candidates that made no model.
+        trials: How many trials of the study have ended, infeasible candidates not counted.
+        known: How many trials the ledger already had.
+        failed: How many trials raised.
+        infeasible: How many candidates made no model.
         missing: Why each trial, by its key, has no result, although it was tried several times. A study with missing
             trials is incomplete.
         report: The study's report.
@@ -383,7 +383,7 @@ def _with_ray(
 
 
 def provenance(plan: Plan, unchecked: dict[str, str]) -> dict[str, Any]:
-    """Lists with what the study ran, which a reader needs to judge and to repeat the study.
+    """Lists the code, versions, hardware and tasks of a study, by which a reader can judge and repeat it.
 
     Args:
         plan: The study.
@@ -420,7 +420,7 @@ def provenance(plan: Plan, unchecked: dict[str, str]) -> dict[str, Any]:
 
 
 def _version(package: str) -> str | None:
-    """The version of a package; None if it is not installed, as Ray need not be for a study that runs inline."""
+    """Returns the version of a package; None if it is not installed. A study that runs inline needs no Ray."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -1,6 +1,6 @@
 """Decides what a study runs next, from its plan and from what the ledger already holds.
 
-A search first finds its candidates by Optuna, on seeds of its own. Then every seed of each arm on each task trains
+A search first draws candidates by Optuna, on separate seeds. Then every seed of each arm on each task trains
 every candidate of tuning (`confirmation`). Trials that differ only in numbers go out in stacks, to be trained as one.
 Neither stacks nor timing change what a study computes. The ledger is the only memory: a schedule made anew from the
 same plan goes on where the last one was killed.
@@ -37,17 +37,16 @@ from deltalab.training.trainer import most_stacked
 _log = logging.getLogger("deltalab")
 
 PAUSES = (1.0, 5.0, 25.0)
-"""Seconds before a stack that was lost runs again, for the first loss, the second and the third."""
+"""Seconds before a lost stack runs again, after its first, second and third loss."""
 
 Asked = tuple[ArmTrials | SearchPhase, Job, int]
 """A trial: who asked for it and learns from it, its job, and its look or rung."""
 
 
 class _WaitingJobs:
-    """Jobs that wait for a worker: those of a search before those of confirmation, each by their number.
+    """The jobs that wait for a worker: first the jobs of a search, then those of confirmation, both in order of number.
 
-    A stack takes the first few of many jobs. So jobs are sorted only among those of one stage and number, once these
-    are reached.
+    A stack takes the first few of many jobs. So the jobs of one stage and number are sorted only when their turn comes.
     """
 
     def __init__(self) -> None:
@@ -74,7 +73,7 @@ class _WaitingJobs:
 
 
 def _rank(job: Job) -> tuple[bool, int]:
-    """The place of a job in the order in which jobs go out."""
+    """Returns a key that sorts jobs in the order in which they go out."""
     return job.stage == "confirm", job.number
 
 
@@ -134,16 +133,16 @@ class StackSource(Protocol):
         """The trials of each stage."""
 
     def pace(self) -> Pace:
-        """What trials have taken."""
+        """The seconds and the work of the trials that have ended."""
 
     def refresh(self) -> None:
-        """Finds out what there is to do."""
+        """Finds out which trials can run."""
 
     def next(self, places: int) -> list[Job]:
         """The next stack, where `places` stacks run at a time; empty if no trial can run now."""
 
     def finished(self, record: TrialRecord) -> None:
-        """Takes in a trial."""
+        """Takes the record of a trial that has ended."""
 
     def unfinished(self, stack: Sequence[Job], lost: Lost) -> None:
         """Takes back a stack that ended without results."""
@@ -163,13 +162,13 @@ class Schedule:
         store: The ledger.
         study_id: The study's id in the ledger.
         lock: Held by the thread that uses the schedule.
-        known: Trials that the ledger already had.
-        failures: Trials that raised.
-        completed: Trials that have ended.
-        missing: Why each trial, by its key, could not run although it was tried several times. Nothing is recorded of
-            such a trial.
-        given_up: The same for people, a line for each stack.
-        fault: What another thread of the driver failed with; None if nothing failed.
+        known: How many trials the ledger already had.
+        failures: How many trials raised.
+        completed: How many trials have ended.
+        missing: Why each trial, by its key, could not run although it was tried several times. The ledger has no record
+            of a missing trial.
+        given_up: A line for people on each stack whose trials are missing.
+        fault: The error of another thread of the driver; None if there is none.
     """
 
     def __init__(self, plan: Plan, store: Store, study_id: int, interrupted: Iterable[tuple[str, ...]] = ()) -> None:
@@ -229,7 +228,7 @@ class Schedule:
         return {**counts, "confirm": Count(self._ended["confirm"], self._confirm.total, self._confirm.left)}
 
     def pace(self) -> Pace:
-        """What trials have taken. The more have ended here, the less count the trials that the ledger had."""
+        """The pace of ended trials. Trials that the ledger already had count less, the more work was done here."""
         here, before = self._pace["here"], self._pace["before"]
         share = max(0.0, 1 - here.work / before.work) if before.work else 0.0
         return here.plus(share * before.seconds, share * before.work)
@@ -255,7 +254,7 @@ class Schedule:
 
     @_locked
     def next(self, places: int) -> list[Job]:
-        """Gives out the trials that are to train as one next.
+        """Gives out the next stack: trials that are to train as one.
 
         A search goes first, since confirmation waits for it. Then the longest trials go first, so that all workers end
         at about one time.
@@ -302,7 +301,7 @@ class Schedule:
             self._waiting.add(job)
 
     def unfinished(self, stack: Sequence[Job], lost: Lost) -> None:
-        """Takes back a stack that ended without results: to fail, to run in parts, or to run again."""
+        """Takes back a stack that ended without results. Its trials fail, run again alone, or run again as a stack."""
         if lost.of == "infrastructure":
             self.lost(stack, str(lost))
         elif len(stack) > 1:
@@ -312,7 +311,7 @@ class Schedule:
 
     @_locked
     def part(self, stack: Sequence[Job]) -> None:
-        """Queues each trial of a stack again, alone: the stack ended its process, and one of its trials is to blame."""
+        """Queues each trial of a stack again, alone, since an unknown one of them ended the stack's process."""
         self._alone.update(job.key for job in stack)
         for job in stack:
             self._out.discard(job.key)
@@ -377,7 +376,7 @@ class Schedule:
         return [first, *islice(fit, most - 1)]
 
     def _work(self, job: Job) -> float:
-        """Operations of matrix products that a trial takes, from those per token of its arm's earlier trials.
+        """Predicts the operations of a trial's matrix products from those of its arm's earlier trials, per token.
 
         An arm without a trial yet counts as the heaviest arm, and so comes first.
         """

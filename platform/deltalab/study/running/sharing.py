@@ -1,8 +1,9 @@
-"""Several drivers of one study, on one machine or many: the holder decides what runs, and the others take its stacks.
+"""Lets several drivers run one study: the driver that holds it decides what runs, and joined drivers take stacks.
 
 The holder's thread `Sharing` publishes as many stacks in the database as the joined drivers have places, and gives
-their records to the schedule. A joined driver has `JoinedStacks` in the place of a schedule, so that it executes stacks
-as any driver does. A stack is with one driver at a time; a driver that is gone loses its stacks to the others.
+the records of these stacks to the schedule. A joined driver has `JoinedStacks` in the place of a schedule, so that it
+executes stacks as any driver does. Only one driver at a time has a stack. The stacks of a driver that is gone go to
+other drivers.
 """
 
 import json
@@ -35,7 +36,7 @@ POLL_SECONDS = 1.0
 
 
 class DriverWatch:
-    """Tells which other drivers are gone, by the rules of `deltalab.store.drivers`."""
+    """Finds out which other drivers are gone, by the rules of `deltalab.store.drivers`."""
 
     def __init__(self) -> None:
         """Begins without a driver."""
@@ -54,9 +55,9 @@ class DriverWatch:
 
 
 def record_delivered(store: Store, study_id: int) -> None:
-    """Records what joined drivers delivered to a holder that is gone, and empties the queue.
+    """Records the trials that joined drivers delivered to a dead holder, and empties the queue.
 
-    Stacks that still run with those drivers start again here, since nobody else would wait for them.
+    Stacks that still run on the joined drivers start again here, since nobody would take in their records.
     """
     for entry in queue.stacks(store, study_id):
         if entry.records is not None:
@@ -71,7 +72,7 @@ def record_delivered(store: Store, study_id: int) -> None:
 class Sharing:
     """Shares a schedule's stacks with the drivers that have joined, from a thread of the holder.
 
-    The schedule's next `next` raises what goes wrong in the thread.
+    An error in the thread is raised by the next call of the schedule's `next`.
     """
 
     def __init__(self, schedule: Schedule, progress: ProgressBars) -> None:
@@ -99,7 +100,7 @@ class Sharing:
         self._thread.join(5 * POLL_SECONDS)  # The thread may be waiting for a database that is gone.
 
     def _run(self) -> None:
-        """Refreshes once a second, in the thread."""
+        """Calls `refresh` once a second, in the thread."""
         try:
             while not self._stop.is_set():
                 self.refresh()
@@ -108,7 +109,7 @@ class Sharing:
             self._schedule.fault = error
 
     def refresh(self) -> None:
-        """Takes in the stacks that have ended, and publishes as many stacks as the joined drivers have places."""
+        """Gives ended stacks to the schedule, and publishes as many stacks as the joined drivers have places."""
         entries = {entry.id: entry for entry in queue.stacks(self._store, self._study_id)}
         for stack_id, stack in list(self._out.items()):
             if stack_id in entries:
@@ -137,7 +138,7 @@ class Sharing:
             self._counts = counts
 
     def _follow(self, entry: queue.Queued, stack: list[Job]) -> None:
-        """Takes in what has become of a stack."""
+        """Passes on the state of a published stack: the step that it has reached, its records, or its loss."""
         if entry.driver_id is None and entry.records is None and entry.lost is None:
             self._hide(entry.id)
             return
@@ -161,13 +162,13 @@ class Sharing:
         return self._out.pop(stack_id)
 
     def _hide(self, stack_id: int) -> None:
-        """Shows a stack no longer."""
+        """Stops showing a stack."""
         if stack_id in self._shown:
             self._shown.remove(stack_id)
             self._progress.finished(self._out[stack_id])
 
     def _present(self) -> list[Driver]:
-        """The joined drivers that live. Logs which drivers came and which went."""
+        """Returns the joined drivers that live. Logs which drivers came and which went."""
         present = {}
         for driver in queue.joined(self._store, self._study_id):
             if self._watched.gone(driver):
@@ -190,9 +191,9 @@ class JoinedStacks:
         plan: The study.
         over: Whether the holder has ended the study.
         gone: Whether the holder has died.
-        completed: Trials of the study that have ended, as the holder counts them.
-        total: Trials of the study, as the holder counts them.
-        delivered: Trials that ran here.
+        completed: How many trials of the study have ended, as the holder counts them.
+        total: How many trials the study has, as the holder counts them.
+        delivered: How many trials ran here.
         eta: Seconds until the study ends, as the holder says; None if the holder does not say.
         activity: What this driver does.
         missing: Always empty: the holder knows which trials are missing.
@@ -240,7 +241,7 @@ class JoinedStacks:
 
     @property
     def done(self) -> bool:
-        """Whether there is nothing left to do here."""
+        """Whether this driver has nothing left to do."""
         return self.ended
 
     @property
@@ -249,7 +250,7 @@ class JoinedStacks:
         return (self.gone or self.over) and not self._stacks
 
     def refresh(self) -> None:
-        """Finds out what has become of the holder."""
+        """Finds out whether the holder lives, has ended the study or is gone, and reads its counts."""
         holder = queue.holder(self._store, self._study_id)
         if holder is None:
             self.over = True
@@ -260,7 +261,7 @@ class JoinedStacks:
             self.eta = holder.progress.get("eta")
 
     def next(self, places: int) -> list[Job]:
-        """Takes a stack from the queue; empty if there is none now. `places` is how many stacks run here at a time."""
+        """Takes a stack from the queue; empty if none waits. `places` is how many stacks run here at a time."""
         self._places = places
         if self._parts:
             return self._parts.pop(0)
@@ -291,7 +292,7 @@ class JoinedStacks:
             self.refresh()
 
     def unfinished(self, stack: Sequence[Job], lost: Lost) -> None:
-        """As `Schedule.unfinished`, but a stack whose trials are not to blame goes back to the holder."""
+        """Does what `Schedule.unfinished` does, but a stack that the infrastructure lost goes back to the holder."""
         if lost.of == "infrastructure":
             stack_id = self._of(stack[0].key)
             queue.deliver(self._store, self._member, stack_id, lost=json.dumps([str(lost), lost.of]))
@@ -302,18 +303,18 @@ class JoinedStacks:
             self.finished(failed(stack[0], str(lost)))
 
     def leader(self, task: str) -> None:
-        """None: only the holder knows the best arm."""
+        """Returns None, since only the holder knows the best arm."""
 
     def stages(self) -> dict[Stage, Count]:
-        """Empty: only the holder counts trials."""
+        """Returns no stage, since only the holder counts trials."""
         return {}
 
     def pace(self) -> Pace:
-        """Empty: the holder tells when the study ends."""
+        """Returns no pace, since the holder says when the study ends."""
         return Pace()
 
     def _of(self, key: str) -> int:
-        """The id of the stack with a trial."""
+        """Returns the id of the stack that has the trial with a key."""
         return next(stack_id for stack_id, keys in self._stacks.items() if key in keys)
 
     def _forget(self, stack_id: int) -> None:
@@ -335,7 +336,7 @@ class JoinedStacks:
 
 
 class JoinedProgressBars(ProgressBars):
-    """Shows a joined driver's stacks, and tells the holder how far they are."""
+    """Shows a joined driver's stacks, and tells the holder which steps the stacks have reached."""
 
     def __init__(self, joined: JoinedStacks, *, quiet: bool) -> None:
         """Makes the bars, which `with` shows."""
@@ -347,15 +348,15 @@ class JoinedProgressBars(ProgressBars):
         return self._joined.eta
 
     def advanced(self, stack: Sequence[Job], step: int, device: str | None = None) -> None:
-        """Shows the step that a stack has reached, and notes it for the holder."""
+        """Shows the step that a stack has reached, and notes the step for the holder."""
         super().advanced(stack, step, device)
         self._joined.advanced(stack, step)
 
 
 def living_driver(store: Store, plan: Plan) -> Driver:
-    """The living driver of a plan's study.
+    """Returns the driver that runs a plan's study, if that driver lives.
 
-    A driver that this process cannot see is watched until its counter moves.
+    If this process cannot see the driver's process, it waits until the counter of the driver's heartbeat moves.
 
     Raises:
         InputError: Nobody runs the study, or it runs with other settings.
@@ -379,7 +380,7 @@ def living_driver(store: Store, plan: Plan) -> Driver:
 
 
 def weights_folder(storage: Path | str | None, driver: Driver) -> Path | str:
-    """The folder or the URL where a joined driver writes weights: that of the holder.
+    """Returns the folder or the URL where a joined driver writes weights, which is the holder's.
 
     Args:
         storage: The folder or the URL given for this driver; None if none is given.

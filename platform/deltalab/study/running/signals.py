@@ -1,4 +1,4 @@
-"""What SIGINT and SIGTERM do to a driver: the first ends the study in order, a second ends the process at once."""
+"""Handles SIGINT and SIGTERM in a driver: the first ends the study in order, a second ends the process at once."""
 
 import os
 import signal
@@ -14,9 +14,10 @@ _seen: list[int] = []
 def in_order() -> Iterator[None]:
     """Lets the first SIGINT raise `KeyboardInterrupt` in this block, and the first SIGTERM `SystemExit(143)`.
 
-    Both are raised in the main thread, wherever it is, so that every `finally` runs: workers end, checkpoints stay, and
-    the study becomes "interrupted". A second signal ends the process at once, with 130 or 143; the next run then finds
-    the claim of a dead driver. Outside of the main thread, where Python has no signals, the block changes nothing.
+    The exception is raised in the main thread, whatever it executes, so that every `finally` runs: workers end,
+    checkpoints stay, and the study becomes "interrupted". A second signal ends the process at once, with exit code 130
+    or 143. The ledger then still names the dead driver, as the next run finds out. Outside of the main thread, where
+    Python handles no signals, the block changes nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,7 +1,7 @@
-"""Weights and checkpoints at a URL: an object store or any other file system that fsspec knows.
+"""Keeps weights and checkpoints at a URL: in an object store or any other file system that fsspec knows.
 
-A stack trains in a folder of its own machine. Its checkpoint is copied to the URL at each evaluation after which there
-is a new one, so that any machine can go on with it; its weights are copied when it has ended.
+A stack trains in a folder of the machine that it runs on. Each new checkpoint is copied to the URL at an evaluation, so
+that any machine can go on with the stack. The weights are copied when the stack has ended.
 """
 
 import hashlib
@@ -56,7 +56,7 @@ def read(path: str) -> bytes:
 
     Raises:
         OSError: The artifact cannot be read.
-        InputError: Its URL is of a kind that is not installed.
+        InputError: The artifact is at a URL whose kind is not installed.
     """
     if "://" not in path:
         return Path(path).read_bytes()
@@ -65,7 +65,7 @@ def read(path: str) -> bytes:
 
 
 class Remote:
-    """The folder at a URL. Every method raises what its file system raises.
+    """The folder at a URL. Errors of the file system pass through every method.
 
     Attributes:
         url: The URL.
@@ -143,7 +143,7 @@ class RemoteWorker(Worker):
     """A worker that keeps weights and checkpoints at a URL. Raises `Lost` also if the URL cannot be reached."""
 
     def __init__(self, url: str, *, threads: int = 1, memory: int | None = None) -> None:
-        """Makes a local folder for the worker's files, as `Worker` does for its own."""
+        """Makes a local folder, from which the worker's files are copied to the URL."""
         self._remote: Remote | None = None
         self._url = url
         # Each URL has one folder, so that the next worker uses or overwrites what a killed worker leaves behind.

@@ -1,1 +1,1 @@
-"""Which candidates a search tries, and which go on."""
+"""Decides which candidates a search tries, and which of them train for longer or are confirmed."""

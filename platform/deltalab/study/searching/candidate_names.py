@@ -12,15 +12,14 @@ MOST_CHOICES = 4
 
 
 def title(values: Mapping[str, Any], *, most: int = MOST_CHOICES, training: bool = False) -> str:
-    """What a candidate is, in words.
+    """Names a candidate by its choices.
 
-    The settings of the training tell one trial from another, and not what a candidate is.
+    Settings of the training are left out by default: they tell trials apart, and not architectures.
 
     Args:
         values: The settings that differ from the base, by path.
         most: How many choices of rule and model the name has.
-        training: Whether the name has the settings of the training, too. A name has them in any case if nothing else
-            differs.
+        training: Whether the name also has the settings of the training. It has them anyway if nothing else differs.
 
     Examples:
         >>> title({"rule.decay": "diagonal", "rule.low_rank": "tied", "train.lr": 0.0123456})

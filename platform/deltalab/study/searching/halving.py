@@ -1,8 +1,8 @@
-"""Successive halving: which candidates of a search train for longer, and how likely one that learns late was dropped.
+"""Decides which candidates of a search train for longer, and estimates how many good ones were dropped too early.
 
 Candidates that train at a rung are ranked there, and the best go on to the next rung. A quarter of the places go to
-candidates drawn by lot from the others. How many of these candidates come among the best at the next rung estimates,
-without bias, how many of the dropped candidates would have.
+candidates drawn by lot from those that did not earn a place. The share of lot candidates that are among the best at the
+next rung estimates, without bias, the share of dropped candidates that would have been among them.
 """
 
 import hashlib

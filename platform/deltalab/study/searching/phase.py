@@ -1,4 +1,4 @@
-"""A search for architectures: its candidates, and which are confirmed.
+"""Runs a search for architectures: draws candidates, and chooses the finalists that are confirmed.
 
 A candidate trains on every task of the study. Rules that the file names and candidates of other studies come first,
 then candidates of the random control and of the sampler, in an order that is fixed beforehand. All train on seeds that
@@ -6,7 +6,7 @@ confirmation never uses. Then the finalists are known. In confirmation every see
 trains equally many values of the `train` settings that are searched, and chooses one, as in a study that tunes.
 
 At most `WINDOW` candidates run at a time. A candidate is drawn once all candidates at least `WINDOW` places before it
-have ended. The sampler knows the results of these alone, even if later candidates have ended, too. So it does not
+have ended. The sampler knows only their results, even if later candidates have ended, too. So it does not
 matter how long a trial takes and how many run at a time: any executor draws the same candidates.
 """
 
@@ -50,7 +50,7 @@ class Candidate:
     Attributes:
         number: The candidate's number.
         values: The values of the searched settings by path.
-        rungs: The trials by task, for each rung at which the candidate trains. A trial that runs is None.
+        rungs: The trials by task, for each rung at which the candidate trains. A trial that still runs is None.
         infeasible: Whether the values make no model, so that no trial runs.
     """
 
@@ -138,7 +138,7 @@ class SearchPhase:
         return len(self.drawn) - self._trained
 
     def ask(self) -> Iterator[tuple[Job, int]]:
-        """Yields the trials that nobody has asked for and that depend on no result still awaited, with their rungs."""
+        """Yields each trial, with its rung, that was not yielded before and that depends on no result still awaited."""
         while self._draws and self._ready():
             yield from self._train(self._next(), 0)
         if not self._draws:
@@ -156,7 +156,7 @@ class SearchPhase:
         self._ended[rung] += 1
 
     def values(self, arm: PlannedArm) -> dict[str, Any]:
-        """The values of the finalist that an arm is, once the search is done; empty for the base."""
+        """Returns the values of the finalist that became an arm; empty for the base. The search must be done."""
         return {} if arm.is_base else self._finalists[arm.name].values
 
     def _chosen(self) -> dict[str, Candidate]:
@@ -205,7 +205,7 @@ class SearchPhase:
 
     @property
     def _draws(self) -> bool:
-        """Whether there is budget left and candidates to spend it on."""
+        """Whether the budget is not used up and further candidates can be drawn."""
         most = self.space.trials if self.space.enumerated else MOST_DRAWN * self.space.trials
         return self._trained < self.space.trials and len(self.drawn) < most
 
@@ -228,7 +228,7 @@ class SearchPhase:
         return None if any(map(math.isnan, scores.values())) else list(scores.values())
 
     def _next(self) -> Candidate:
-        """The next candidate: as the ledger has it, or else drawn."""
+        """Returns the next candidate: from the ledger if it has that number, or else newly drawn."""
         if self._every is not None:
             return Candidate(len(self.drawn), next(self._every))
         if self._drawn["warm"] < len(self._warm):
@@ -290,7 +290,7 @@ class SearchPhase:
 
 
 def controls_by(drawn: int, trials: int, controls: int) -> int:
-    """How many of the first `drawn` + 1 candidates are the control's: the first `START`, then a fixed share.
+    """Returns how many of the first `drawn` + 1 candidates the random control draws: the first `START`, then a share.
 
     Args:
         drawn: Candidates drawn so far.

@@ -1,4 +1,4 @@
-"""What the candidates of a search reached: their scores by objective, and what the ledger says of them."""
+"""Reads the candidates of a search from the ledger, and computes their scores by objective."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ Drawn = Literal["tpe", "nsga2", "nsga3", "gp", "random", "warm", "all"]
 
 @dataclass(frozen=True)
 class CandidateResult:
-    """What the ledger says of a candidate at one rung. The times at which it trained do not count for equality.
+    """A candidate at one rung, as the ledger has it. Results that differ only in their times are equal.
 
     Attributes:
         number: The candidate's number.
@@ -103,7 +103,7 @@ def at_chance(objectives: Sequence[Objective], scores: Mapping[str, float], chan
 
 
 def objective_point(objectives: Sequence[Objective], scores: Mapping[str, float]) -> list[float]:
-    """The scores of a candidate as a point, of which less is better."""
+    """Returns the scores of a candidate as a point. In each coordinate less is better."""
     return [-scores[str(objective)] if objective.maximize else scores[str(objective)] for objective in objectives]
 
 
@@ -173,7 +173,7 @@ def halvings(spec: StudySpec | Mapping[str, Any], store: Store, study_id: int) -
 
 
 def objectives_of(space: Searching, store: Store, study_id: int) -> tuple[Objective, ...]:
-    """What the search of a recorded study weighs."""
+    """Returns the objectives of a recorded study's search."""
     tasks = store.study(study_id).provenance["tasks"]
     return space.weighed({task: (facts["metric"], facts["maximize"]) for task, facts in tasks.items()})
 
@@ -186,17 +186,17 @@ def objective_points(
 
 
 def lot_name(name: str, rung: int) -> str:
-    """The name that seeds the lot at a rung of a study."""
+    """Returns the name that seeds the lot at a rung of a study."""
     return f"{name}/rung {rung}"
 
 
 def is_own(number: int, space: Searching) -> bool:
-    """Whether a number is that of an arm's training, which ledgers of old releases have apart from confirmation."""
+    """Whether a number stands for an arm's training. Old releases recorded it apart from confirmation."""
     return MOST_DRAWN * space.trials <= number < RANDOM_FROM
 
 
 def _rung(row: TrialRow, space: Searching) -> int:
-    """The rung at which a trial trained: the first that its configuration and its number of seeds agree with."""
+    """Finds the rung at which a trial trained: the first that its configuration and number of seeds agree with."""
     for rung, settings in enumerate(space.rungs):
         trained = {path: row.config.get(path.split(".")[0], {}).get(path.split(".")[1]) for path in settings}
         trained |= {"train.seeds": len(row.runs)} if row.runs and "train.seeds" in trained else {}

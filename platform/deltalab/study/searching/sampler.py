@@ -26,12 +26,12 @@ from deltalab.study.statistics.pareto import front
 START = 10
 """Candidates that TPE and GP draw at random before they look at results. The control's candidates count among them."""
 SHOWN = 128
-"""How many results a new study of TPE and GP begins with.
+"""How many results a new Optuna study of TPE or GP begins with.
 
 At every draw, TPE and GP look at every result of their study. A study that holds twice as many results is replaced by a
-study with the latest half of `SHOWN`, and as many of the best of the others. docs/decisions/205 has the figures."""
+study with the latest `SHOWN` / 2 results and as many of the best older results. docs/decisions/205 has the figures."""
 POPULATION = (8, 50)
-"""The least and the most candidates of a generation of NSGA-II and III, which is an eighth of the trials otherwise."""
+"""The least and the most candidates of a generation of NSGA-II and III. In between it is an eighth of the trials."""
 WIDE = 16
 """The width of a range from which on integers are drawn as numbers and rounded.
 
@@ -149,7 +149,7 @@ class OptunaStudy:
         return self._study.tell(trial, state=TrialState.FAIL)
 
     def _renew(self) -> None:
-        """Begins a new study with some of the results and all candidates that wait for theirs."""
+        """Begins a new Optuna study with some of the results and all candidates without a result."""
         states = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.RUNNING)
         trials = self._study.get_trials(deepcopy=False, states=states)
         running = [trial for trial in trials if trial.state == TrialState.RUNNING]

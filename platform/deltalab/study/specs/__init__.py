@@ -1,1 +1,1 @@
-"""What a study file may say, and says."""
+"""Reads study files: the keys that a file may have, and the values that it gives them."""

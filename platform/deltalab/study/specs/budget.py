@@ -29,7 +29,7 @@ from deltalab.study.specs.search_space import (
 Sampler = Literal["tpe", "nsga2", "nsga3", "gp", "random"]
 Quantity = Literal["state", "parameters", "flops"]
 COSTS = ("flops_per_token", "state_size", "parameters", "decode_us")
-"""What a search can weigh besides the tasks' metrics; smaller is better."""
+"""The costs that a search can weigh besides the tasks' metrics. A smaller cost is better."""
 DEFAULT_COSTS = COSTS[:2]
 """The costs that a search weighs if its file lists no objectives."""
 
@@ -229,7 +229,7 @@ class Tune(Space):
 
 @dataclass(frozen=True)
 class Objective:
-    """What a search weighs.
+    """An objective of a search: a metric or a cost that the search weighs.
 
     Attributes:
         name: A task's metric, or one of `COSTS`.

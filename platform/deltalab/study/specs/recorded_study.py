@@ -55,7 +55,7 @@ class RecordedTask:
 
 @dataclass(frozen=True)
 class RecordedSpec:
-    """What a study's file said, by the parts that an answer depends on.
+    """A recorded study's file, with properties for the settings that answers depend on.
 
     Attributes:
         values: The file with every default spelled out, as the ledger keeps it.

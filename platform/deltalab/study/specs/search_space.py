@@ -40,7 +40,7 @@ MOST_CHOICES = 100
 MOST_PLACES = 100
 """The most places of a pattern, and the most times that a pattern is repeated."""
 INTEGERS = 16
-"""How many values of a range of integers stand for the whole range."""
+"""How many values of a range of integers are tried in checks, in place of the whole range."""
 
 STRICT = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 """How pydantic reads a mapping whose keys are all known."""
@@ -53,7 +53,7 @@ class Strict(BaseModel):
 
 
 Condition = dict[str, tuple[Any, ...]]
-"""Setting -> the values of which the setting must have one."""
+"""Maps a setting to values. The condition holds if the setting has one of them."""
 
 
 class Search(Strict):
@@ -252,7 +252,7 @@ class Space(BaseModel):
 
     @cached_property
     def knobs(self) -> dict[str, Search]:
-        """What is drawn, by name: settings by their path, each after those in its condition.
+        """The knobs that are drawn, by name. A setting's name is its path, and it comes after those in its condition.
 
         A pattern is drawn as `model.layers.length`, if it has several lengths, `model.layers[0]`, and so on.
         """

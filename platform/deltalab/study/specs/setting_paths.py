@@ -14,7 +14,7 @@ def of_training(path: str) -> bool:
 
 
 def training_part(values: Mapping[str, T]) -> dict[str, T]:
-    """The settings of the training among values by path.
+    """Returns those of the values, by path, that are settings of the training.
 
     >>> training_part({"train.lr": 0.1, "rule.d": 0})
     {'train.lr': 0.1}
@@ -23,7 +23,7 @@ def training_part(values: Mapping[str, T]) -> dict[str, T]:
 
 
 def model_part(values: Mapping[str, T]) -> dict[str, T]:
-    """The settings of rule and model among values by path.
+    """Returns those of the values, by path, that are settings of the rule or the model.
 
     >>> model_part({"train.lr": 0.1, "rule.d": 0})
     {'rule.d': 0}

@@ -320,7 +320,7 @@ _SAYS = {
     "float_type": "must be a number",
 }
 _NO_KEY = ("str", "dict[str,any]", "[key]", "[number]", "[looks]")
-"""What pydantic puts into the path of an error besides keys."""
+"""Entries of pydantic's error paths that are no keys of the file."""
 _KINDS: dict[str, type[BaseModel]] = {
     "base": Method,
     "for_task": Change,
@@ -333,7 +333,7 @@ _KINDS: dict[str, type[BaseModel]] = {
 
 
 def _first_line(error: ValidationError) -> str:
-    """What is wrong first, in one line."""
+    """Says in one line what is wrong: a misspelled key if there is one, else the first error."""
     errors = error.errors()
     # A misspelled key is also a missing key: report the misspelling.
     first = next((entry for entry in errors if entry["type"] == "extra_forbidden"), errors[0])

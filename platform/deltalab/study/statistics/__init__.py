@@ -1,1 +1,1 @@
-"""Numbers in, numbers out: tests, intervals and choices, which know no study."""
+"""Tests, intervals and choices that take and return plain numbers and know nothing of studies."""

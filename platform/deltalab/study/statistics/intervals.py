@@ -1,6 +1,6 @@
-"""The mean of an arm over its seeds, and the share of seeds that learned, with their intervals.
+"""Computes the mean of an arm over its seeds, and the share of seeds that learned, with their intervals.
 
-`deltalab.study.statistics.joint_test` has the differences to the base.
+`deltalab.study.statistics.joint_test` computes the differences to the base.
 """
 
 import math
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 LEVEL = 0.95
-"""The probability with which an interval holds what it estimates."""
+"""The probability that an interval holds the value that it estimates."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Interval:
         low: The lower end of the 95% interval; NaN for a single seed.
         high: The upper end of the interval.
         n: The number of seeds.
-        missing: How many of these seeds did not finish, and count as the worst outcome.
+        missing: How many of the n seeds did not finish. They count as the worst outcome.
     """
 
     mean: float
@@ -50,7 +50,7 @@ class Share:
 
 
 def mean_interval(x: ArrayLike, bounds: tuple[float, float] | None = None, missing: int = 0) -> Interval:
-    """The mean of x [n] and its 95% t interval, mean +- t_{n-1} s / sqrt(n), for normal values.
+    """Returns the mean of x [n] and its 95% t interval, mean +- t_{n-1} s / sqrt(n), for normal values.
 
     Args:
         x: The values, [n].
@@ -58,7 +58,7 @@ def mean_interval(x: ArrayLike, bounds: tuple[float, float] | None = None, missi
         missing: How many of the values stand for seeds that did not finish.
 
     Returns:
-        The interval. All its numbers are NaN without a value; low and high are NaN with one value.
+        The interval. All its numbers are NaN if x is empty; low and high are NaN if x has a single value.
 
     Examples:
         >>> interval = mean_interval([0.5, 0.75, 1.0], bounds=(0, 1))
@@ -76,25 +76,25 @@ def mean_interval(x: ArrayLike, bounds: tuple[float, float] | None = None, missi
 
 
 def t_quantile(n: ArrayLike) -> NDArray[np.float64]:
-    """t_{n-1}, the factor of the standard error in the 95% interval of a mean of n values.
+    """Returns t_{n-1}, the factor of the standard error in the 95% interval of a mean of n values.
 
     Examples:
         >>> t_quantile([2, 8]).round(3)
         array([12.706,  2.365])
     """
-    from scipy.special import stdtrit  # A plan needs no SciPy; and scipy.stats would take two seconds to load.
+    from scipy.special import stdtrit  # Imported here: plans need no SciPy. scipy.stats takes two seconds.
 
     quantiles: NDArray[np.float64] = stdtrit(np.asarray(n) - 1.0, (1 + LEVEL) / 2)
     return quantiles
 
 
 def within(low: float, high: float, bounds: tuple[float, float] | None) -> tuple[float, float]:
-    """Cuts an interval off at the bounds of what it estimates."""
+    """Cuts an interval off at the bounds of the quantity that it estimates."""
     return (max(low, bounds[0]), min(high, bounds[1])) if bounds else (low, high)
 
 
 def share_learned(x: ArrayLike, threshold: float) -> Share:
-    """The share of values x [n] above a threshold, with its exact 95% interval.
+    """Returns the share of values x [n] above a threshold, with its exact 95% interval.
 
     Examples:
         >>> share = share_learned([0.1, 0.9, 0.95, 1.0], 0.5)
@@ -107,7 +107,7 @@ def share_learned(x: ArrayLike, threshold: float) -> Share:
 
 
 def share_interval(k: int, n: int) -> tuple[float, float]:
-    """The exact 95% interval of a share of which k of n were seen.
+    """Returns the exact 95% interval of a share, after k of n observations had the property.
 
     References:
         Clopper and Pearson 1934.

@@ -6,18 +6,18 @@ likely, for all arms together: flip the sign e_s of whole seeds, the same for al
     T_j(e) = sqrt(n) |mean_s(e_s d_js)| / (sd_s(e_s d_js) + c),    c = median_j(rms_s(d_js)) / sqrt(2)
 
 with the largest T of the family under every flip (max-T; Westfall and Young 1993). The test is exact for any number of
-seeds, whatever the distribution, and n seeds can reach p = 2 / 2^n however many arms there are. The constant c keeps an
-arm whose seeds hardly differ from ruling the maximum (Tusher, Tibshirani and Chu 2001); no flip changes it. It is about
-the sd of one seed's score. A larger c finds more where all arms are equally noisy, and less beside a noisy arm: see
-`benchmarks/calibration.py`.
+seeds, whatever the distribution, and n seeds can reach p = 2 / 2^n however many arms there are. Without the
+constant c, an arm whose seeds hardly differ would dominate the maximum (Tusher, Tibshirani and Chu 2001). No flip
+changes c, which is about the sd of one seed's score. With a larger c, the test finds more if all arms are equally
+noisy, and less if one arm is noisier than the others: see `benchmarks/calibration.py`.
 
-The family steps down. An arm that was told from the base no longer competes as it is: only its spread around its mean
-does, so that all intervals hold together.
+The test steps down: an arm that was found to differ from the base stays in the family, but with its mean subtracted
+from its differences, so that all intervals hold together.
 
 With several looks, an arm may be decided at each. Flips that an earlier look would have decided count as decided, and
-look k may decide a share A_k of all flips, so that the error is spent and no more (Lan and DeMets 1983). An arm that
-stopped still competes, with its seeds repeated. Without it, the other arms would be tested as if there were no more.
-Whether an arm stops for want of prospect depends on the data, and is not part of the exact argument;
+look k may decide a share A_k of all flips, so that all looks together do not exceed the allowed error (Lan and DeMets
+1983). An arm that stopped stays in the family, with its seeds repeated; without it, the other arms would be tested as
+a smaller family. Whether an arm stops for want of prospect depends on the data, and is not part of the exact argument;
 benchmarks/calibration.py measures the error with such stops.
 """
 
@@ -33,16 +33,16 @@ from numpy.typing import ArrayLike, NDArray
 ALPHA = 0.05
 """The probability that a family without a difference finds one."""
 EXACT_UP_TO = 12
-"""The most seeds with all flips. With more, a subgroup of 2^11 flips stands for all 2^(n - 1), which keeps the test
-exact."""
+"""The most seeds for which all flips are used. With more seeds, a subgroup of 2^11 flips replaces all 2^(n - 1) flips;
+the test stays exact."""
 HOPELESS = 0.1
-"""The probability of a decision by the last look below which an arm stops."""
+"""An arm stops if the probability that it is decided by the last look is below this."""
 
 Array = NDArray[np.float64]
 _EQUAL = 1 - 1e-9
-"""The ratio from which on two statistics count as equal, since they differ by rounding alone."""
+"""Two statistics whose ratio is at least this count as equal, since they differ by rounding alone."""
 _DUST = 1e-12
-"""The share of differences, or of their squares, below which a number is rounding."""
+"""A number smaller than this share of the differences, or of their squares, counts as a rounding error."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Look:
 
 @dataclass(frozen=True)
 class Difference:
-    """The mean of paired differences, and an interval that holds jointly with those of the family.
+    """The mean of paired differences, and an interval that holds jointly with the family's other intervals.
 
     All numbers are NaN if there is no pair.
 
@@ -68,7 +68,7 @@ class Difference:
         mean: The mean.
         low: The lower end of the interval; minus infinity if so few seeds cannot decide anything.
         high: The upper end of the interval; infinite if so few seeds cannot decide anything.
-        p: p of "no difference", within the family. p <= 0.05 if and only if the interval leaves out 0.
+        p: The p-value of "no difference", for the whole family. p <= 0.05 if and only if the interval leaves out 0.
         n: The number of pairs.
     """
 
@@ -102,15 +102,15 @@ UNKNOWN = Difference(math.nan, math.nan, math.nan, math.nan, 0)
 
 
 def one_look(seeds: int, alpha: float = ALPHA) -> tuple[Look, ...]:
-    """Plans a single look, at the end."""
+    """Returns the plan of a single look, after all seeds."""
     return (Look(seeds, alpha),)
 
 
 def spread_looks(at_least: int, at_most: int, alpha: float = ALPHA) -> tuple[Look, ...]:
     """Plans up to four looks from `at_least` to `at_most` seeds, with alpha (seeds / at_most)^1.5 spent by each.
 
-    This spending leaves most to the later looks, which find most. The first look may only be able to stop arms without
-    a prospect: 6 seeds of 15 cannot decide any arm.
+    This rule leaves most of alpha to the later looks, which find most differences. The first look may be able only to
+    stop arms without a prospect: with 6 seeds of 15, no arm can be decided.
 
     Examples:
         >>> [(look.seeds, round(look.spent, 4)) for look in spread_looks(6, 15)]
@@ -124,7 +124,7 @@ def spread_looks(at_least: int, at_most: int, alpha: float = ALPHA) -> tuple[Loo
 
 
 def smallest_p(n: int) -> float:
-    """The least p that n seeds can give: 2 / 2^n.
+    """Returns the least p that n seeds can give, 2 / 2^n.
 
     Examples:
         >>> smallest_p(5), smallest_p(8)
@@ -134,7 +134,7 @@ def smallest_p(n: int) -> float:
 
 
 def seeds_needed(alpha: float = ALPHA) -> int:
-    """The fewest seeds with which p can reach alpha, for any number of arms.
+    """Returns the fewest seeds with which p can reach alpha, for any number of arms.
 
     Examples:
         >>> seeds_needed(), seeds_needed(0.01)
@@ -144,7 +144,7 @@ def seeds_needed(alpha: float = ALPHA) -> int:
 
 
 def seeds_to_decide(differences: ArrayLike, arms: int, power: float = 0.8) -> int | None:
-    """About how many seeds would decide an arm's difference.
+    """Estimates how many seeds would decide an arm's difference.
 
         n = ((z_{1 - alpha / 2m} + z_power) sd / mean)^2 + z_{1 - alpha / 2m}^2 / 2    for m arms
 
@@ -182,7 +182,8 @@ def compare(differences: Sequence[ArrayLike], units: Sequence[int] | None = None
 
     Args:
         differences: The differences d_j [n] of each arm.
-        units: A number for each arm; arms with one number share a unit of measurement, and c. None if all arms do.
+        units: A number for each arm. Arms with the same number share a unit of measurement and the constant c. None
+            means that all arms share a unit.
 
     Returns:
         The difference of each arm.
@@ -203,15 +204,15 @@ def follow(
     *,
     intervals: bool = True,
 ) -> list[Outcome]:
-    """Tests the arms at one look after the other, until an arm that should go on lacks seeds for the next look.
+    """Tests the arms at each look in turn, until an arm that should go on lacks the seeds for the next look.
 
     Args:
         differences: The differences d_j [n_j] of each arm, by seed. Seeds beyond those at which an arm stops are not
             used.
         looks: The looks.
         units: As in `compare`.
-        intervals: Whether undecided arms get an interval. Without, it is infinite, and the test takes a tenth of the
-            time.
+        intervals: Whether undecided arms get an interval. If not, their intervals are infinite, and the test takes a
+            tenth of the time.
 
     Returns:
         The outcome of each arm.
@@ -238,9 +239,9 @@ def follow(
 
 
 def _prospect(d: Array, t: float, arms: int) -> float:
-    """The conditional power of an arm: the probability that it is decided at the end, if it goes on as it went.
+    """The conditional power of an arm: the probability that it is decided at the last look if its trend continues.
 
-    With z the normal quantile of a t test at the share t of the seeds, Phi((z / sqrt(t) - z_end) / sqrt(1 - t)).
+    It is Phi((z / sqrt(t) - z_end) / sqrt(1 - t)), with z the normal quantile of a t test at the share t of the seeds.
     """
     from scipy.special import ndtr, ndtri, stdtr
 
@@ -252,12 +253,12 @@ def _prospect(d: Array, t: float, arms: int) -> float:
 
 
 def rejects(differences: Sequence[ArrayLike], shifts: ArrayLike, looks: Sequence[Look]) -> NDArray[np.bool_]:
-    """Whether the test rejects "the first arm differs by shift", for each of shifts [D].
+    """Returns, for each of shifts [D], whether the test rejects "the first arm differs from the base by the shift".
 
     Args:
         differences: The differences d_j [n] of each arm.
         shifts: The shifts [D].
-        looks: The looks up to the one of the test.
+        looks: The looks so far; the test is that of the last of them.
     """
     family = _Family([np.asarray(d, dtype=float) for d in differences], [0] * len(differences))
     return family.p(0, np.asarray(shifts, dtype=float), looks) <= ALPHA
@@ -265,7 +266,9 @@ def rejects(differences: Sequence[ArrayLike], shifts: ArrayLike, looks: Sequence
 
 @cache
 def flips(n: int) -> Array:
-    """The signs e [E, n] of all flips, the observed signs first. A global sign does not change T and is left out.
+    """Returns the signs e [E, n] of all flips, the observed signs first.
+
+    Of two flips with opposite signs throughout, which have the same T, only one is returned.
 
     Beyond `EXACT_UP_TO` seeds, the sign of each further seed is the product of the signs of three or more of the first
     seeds, chosen at random. So the flips form a group, and the first seeds take all their signs equally often, as
@@ -288,7 +291,7 @@ class _Family:
         units: The unit of each arm.
         intervals: Whether undecided arms get an interval.
         stopped: The seeds at which arms stopped, by arm.
-        decided: The arms that were told from the base so far.
+        decided: The arms that were found to differ from the base so far.
     """
 
     def __init__(self, differences: list[Array], units: list[int], intervals: bool = True) -> None:
@@ -308,7 +311,7 @@ class _Family:
             p = {j: float(self.p(j, np.zeros(1), looks)[0]) for j in left}
             if min(p.values()) > ALPHA:
                 break
-            # Among arms with one p, those with the largest T go first, together: the order of arms must not matter.
+            # Among arms with equal p, those with the largest T go first, together: the order of arms must not matter.
             t = {j: self._observed(j, looks) for j in left if p[j] == min(p.values())}
             self.decided |= {j for j in t if t[j] >= max(t.values()) * _EQUAL}
             self._kept.clear()
@@ -348,19 +351,19 @@ class _Family:
         return float(np.median([_rms(self._seen(i, seeds)) for i in same]))
 
     def _seen(self, i: int, seeds: int) -> Array:
-        """The differences of arm i at a look: around their mean if it was decided, repeated if it stopped before."""
+        """The differences of arm i at a look: minus their mean if the arm was decided, repeated if it stopped."""
         d = self.differences[i][: min(seeds, self.stopped.get(i, seeds))]
         if i in self.decided and len(d) > 1:
             d = (d - d.mean()) * math.sqrt(len(d) / (len(d) - 1))
         return np.resize(d, seeds)
 
     def p(self, j: int, shifts: Array, looks: Sequence[Look]) -> Array:
-        """The p of "the difference of arm j is shift", for each of shifts [D]."""
+        """Returns, for each of shifts [D], the p-value of "the difference of arm j is the shift"."""
         signs = flips(looks[-1].seeds)
         gone = np.zeros((len(shifts), len(signs)), dtype=bool)
         for look in looks[:-1]:
             largest, _ = self._largest(j, shifts, signs[:, : look.seeds])
-            # Decide the flips of the largest statistics, as many as the look may.
+            # Count the flips with the largest statistics as decided, as many as this look may decide.
             most = math.floor(look.spent * len(signs) * (1 + 1e-9)) - gone.sum(1)
             left = -np.sort(-np.where(gone, -1.0, largest), axis=1)
             bound = np.take_along_axis(left, np.clip(most, 0, len(signs) - 1)[:, None], axis=1)
@@ -370,11 +373,11 @@ class _Family:
         return np.minimum(p * ALPHA / looks[-1].spent, 1.0)
 
     def _observed(self, j: int, looks: Sequence[Look]) -> float:
-        """T of arm j as it was observed, at the last look."""
+        """The observed T of arm j at the last look, without a flip."""
         return float(self._largest(j, np.zeros(1), flips(looks[-1].seeds)[:1])[1][0, 0])
 
     def _largest(self, j: int, shifts: Array, signs: Array) -> tuple[Array, Array]:
-        """The largest T of the family and that of arm j, each [D, E]."""
+        """The largest T of the family and the T of arm j, each [D, E]."""
         of_j = _Flipped(self.differences[j][: signs.shape[1]] - shifts[:, None], signs)
         family = self._flipped(signs)
         largest = np.zeros((1, 1))
@@ -391,7 +394,7 @@ class _Family:
         return np.maximum(largest, t), t
 
     def _flipped(self, signs: Array) -> "_Flipped":
-        """All arms as they compete with another arm, kept until an arm is decided or stops."""
+        """The differences of all arms under every flip, cached until an arm is decided or stops."""
         if signs.shape not in self._kept:
             seen = [self._seen(i, signs.shape[1]) for i in range(len(self.differences))]
             self._kept[signs.shape] = _Flipped(np.array(seen), signs)
@@ -422,9 +425,9 @@ class _Flipped:
         self.sd = np.sqrt(np.where(spread > _DUST * whole, spread, 0.0) * self.n / max(self.n - 1, 1))
 
     def t(self, constant: Array, rows: Sequence[int] | slice = slice(None)) -> Array:
-        """T of rows for each constant: [R, E] for [R, 1], and [D, R, E] for [D, 1, 1].
+        """Returns T of rows for each constant c: [R, E] for c [R, 1], and [D, R, E] for c [D, 1, 1].
 
-        T is 0 if d is 0, and infinite if all seeds agree on another value and the constant is 0.
+        T is 0 if d is 0, and infinite if all seeds agree on a value other than 0 and the constant is 0.
         """
         size = self.sd[rows] + constant
         mean = np.broadcast_to(self.mean[rows], size.shape)

@@ -1,4 +1,4 @@
-"""The Pareto front, the volume that it dominates, and what each point adds to the volume. Smaller is better."""
+"""Computes the Pareto front, the volume that it dominates, and the volume that each point adds. Smaller is better."""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ Points = Sequence[Sequence[float]] | npt.NDArray[np.float64]
 
 
 def front(points: Points) -> list[int]:
-    """The indices of the points on the front, which no other point dominates.
+    """Returns the indices of the points on the front, which no other point dominates.
 
     A point dominates another if it is as good in every coordinate and better in one. A point with a NaN is never on the
     front.
@@ -34,7 +34,7 @@ def front(points: Points) -> list[int]:
 
 
 def hypervolume(points: Points, reference: Sequence[float]) -> float:
-    """The exact volume of all that some point dominates and that is better than the reference.
+    """Returns the exact volume of the region that at least one point dominates and that is better than the reference.
 
     Points with a NaN, and points that are no better than the reference in some coordinate, add nothing. Slices along
     the last coordinate take O(n^2) for n points in three coordinates, and a factor n more for each further coordinate.
@@ -47,7 +47,7 @@ def hypervolume(points: Points, reference: Sequence[float]) -> float:
 
 
 def contributions(points: Points, reference: Sequence[float]) -> list[float]:
-    """What the hypervolume would lose without each of the points: 0 for points that are not on the front.
+    """Returns how much hypervolume would be lost without each point: 0 for a point that is not on the front.
 
     Examples:
         >>> contributions([(0.0, 2.0), (1.0, 0.0), (1.0, 2.5)], (2.0, 3.0))
@@ -65,9 +65,9 @@ def contributions(points: Points, reference: Sequence[float]) -> list[float]:
 
 
 def greedy_choice(points: Points, reference: Sequence[float], most: int, first: Sequence[int] = ()) -> list[int]:
-    """Chooses points that together dominate much, each of which adds the most hypervolume to the points before it.
+    """Chooses points that together dominate a large volume. Each adds the most hypervolume to the points before it.
 
-    The points have at least 1 - 1/e of the largest hypervolume that so many points can have.
+    The chosen points have at least 1 - 1/e of the largest hypervolume that as many points can have.
 
     Args:
         points: The points.
@@ -76,7 +76,7 @@ def greedy_choice(points: Points, reference: Sequence[float], most: int, first: 
         first: The indices of points that are chosen first.
 
     Returns:
-        The indices, in order; fewer than `most` if no further point adds anything.
+        The indices in the order of the choice; fewer than `most` if no other point would add any volume.
 
     Examples:
         >>> greedy_choice([(0.0, 2.0), (1.0, 0.0), (0.9, 1.9)], (2.0, 3.0), 2)
@@ -102,15 +102,15 @@ def greedy_choice(points: Points, reference: Sequence[float], most: int, first: 
 
 
 def ranked(points: Points, reference: Sequence[float], most: int) -> list[int]:
-    """The indices of all points, the best first: those of the front, then those of the front of the others, and so on.
+    """Returns the indices of all points, the best first: the front, then the front of the remaining points, and so on.
 
     Within a front, points that add more hypervolume come first. Points with a NaN come last.
 
     Args:
         points: The points.
         reference: The reference of the hypervolume.
-        most: How many of the best points must be in order. After the front with the last of these, the other points
-            follow as they come.
+        most: How many of the best points must be in order. Points beyond the front that completes this number keep
+            their given order.
 
     Examples:
         >>> ranked([(0.0, 2.0), (1.0, 0.0), (1.0, 2.5), (math.nan, 0.0)], (2.0, 3.0), 4)
@@ -127,7 +127,7 @@ def ranked(points: Points, reference: Sequence[float], most: int) -> list[int]:
 
 
 def beyond_worst(points: Points) -> tuple[float, ...]:
-    """A reference for the hypervolume: the worst of each coordinate, and a tenth of the coordinate's range more.
+    """Returns a reference for the hypervolume: in each coordinate the worst value plus a tenth of the range.
 
     Examples:
         >>> beyond_worst([(0.0, 2.0), (1.0, 0.0), (math.nan, 9.0)])
@@ -155,7 +155,7 @@ def _inside(points: Points, reference: Sequence[float]) -> npt.NDArray[np.float6
 
 
 def _nondominated(table: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """The points on the front, each once, by their first coordinate."""
+    """The points on the front, each once, sorted by their first coordinate."""
     table = np.unique(table, axis=0)
     no_worse = np.asarray((table[:, None] <= table[None]).all(axis=2))
     np.fill_diagonal(no_worse, False)

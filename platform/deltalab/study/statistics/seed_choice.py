@@ -1,7 +1,7 @@
-"""The result of a seed: the test score of the run with the best validation score among the candidates.
+"""Computes the result of a seed: the test score of the run with the best validation score among the candidates.
 
 Each seed trains every candidate and chooses for itself. So an arm's seeds are independent repeats of the whole
-procedure, tuning included, and the noise of the choice is in the differences that are tested. A seed without a finished
+procedure, tuning included, and the tested differences include the noise of the choice. A seed without a finished
 run counts as the worst outcome of that seed: the worst score of all arms, or chance if chance is worse.
 """
 
@@ -57,11 +57,11 @@ class Scores:
         object.__setattr__(self, "results", results)
 
     def choice(self, arm: str, seed: int) -> int | None:
-        """The candidate that a seed chose; None if no run of the seed finished."""
+        """Returns the number of the candidate that a seed chose; None if no run of the seed finished."""
         return chosen_candidate(self.runs[arm], seed, self.maximize)
 
     def worst(self, seed: int) -> float:
-        """The worst outcome of a seed."""
+        """Returns the worst outcome of a seed: the worst score of all arms, or chance if chance is worse."""
         if seed not in self._worst:
             tests = [run[seed].test for runs in self.runs.values() for run in runs.values() if seed in run]
             worst = min if self.maximize else max
@@ -70,15 +70,15 @@ class Scores:
 
     @property
     def others(self) -> list[str]:
-        """The arms with a result, without the base."""
+        """The arms, other than the base, that have a result."""
         return [arm for arm in self.results if arm != self.base and self.seeds[arm]]
 
     def differences(self, arm: str) -> list[float]:
-        """The arm's results minus the base's, in the order of its seeds; 0 for a difference that is rounding alone."""
+        """Returns the arm's results minus the base's, in the order of seeds. A difference by rounding alone is 0."""
         return list(self.by_seed(arm).values())
 
     def by_seed(self, arm: str) -> dict[int, float]:
-        """The same differences by seed."""
+        """Returns the arm's results minus the base's, by seed. A difference by rounding alone is 0."""
         pairs = {seed: (self.results[arm][seed], self.results[self.base].get(seed)) for seed in self.seeds[arm]}
         return {
             seed: 0.0 if abs(result - base) <= 1e-12 * max(abs(result), abs(base)) else result - base
@@ -87,7 +87,7 @@ class Scores:
         }
 
     def best(self, arm: str) -> int | None:
-        """The candidate with the best mean of validation scores over all seeds; None if no candidate finished all."""
+        """Returns the candidate with the best mean validation score; None if no candidate finished all seeds."""
         means = {}
         for number, runs in self.runs[arm].items():
             values = [runs[seed].validation if seed in runs else math.nan for seed in self.seeds[arm]]
@@ -97,7 +97,7 @@ class Scores:
         return best(means, key=lambda number: means[number]) if means else None
 
     def shown(self, arm: str) -> int | None:
-        """The candidate that stands for an arm: the best, or else the first that a seed chose."""
+        """Returns the candidate to show for an arm: the best or, if there is none, the first that a seed chose."""
         best = self.best(arm)
         if best is not None:
             return best
@@ -105,10 +105,10 @@ class Scores:
         return next((number for number in choices if number is not None), None)
 
     def by_budget(self, arm: str) -> list[float]:
-        """The expected result if 1, 2, ... of the candidates had been tried.
+        """Returns the expected result if only 1, 2, ... of the candidates had been tried.
 
-        Of C candidates in the order of a seed's validation scores, number r (from 0) is the best of b drawn without
-        replacement with probability C(C - 1 - r, b - 1) / C(C, b).
+        Sort the n candidates by a seed's validation scores, the best first. If b of them are drawn without replacement,
+        candidate r (from 0) is the best of the draw with probability C(n - 1 - r, b - 1) / C(n, b).
 
         References:
             Dodge et al. 2019, arXiv:1909.03004.
@@ -124,7 +124,7 @@ class Scores:
         return expected
 
     def _rank(self, arm: str, number: int, seed: int) -> tuple[bool, float]:
-        """What sorts an arm's candidates by a seed's validation scores, the best first."""
+        """The key that sorts an arm's candidates by a seed's validation scores, the best first."""
         run = self.runs[arm][number].get(seed)
         if run is None or not (math.isfinite(run.validation) and math.isfinite(run.test)):
             return True, 0.0
@@ -146,7 +146,7 @@ def _chances(total: int) -> list[list[float]]:
 
 
 def chosen_candidate(runs: Runs, seed: int, maximize: bool) -> int | None:
-    """The candidate whose run has a seed's best validation score, the first of equals; None if no run finished.
+    """Returns the candidate with a seed's best validation score, the first of equals; None if no run finished.
 
     Examples:
         >>> runs = {0: {1: Run(0.5, 0.4)}, 1: {1: Run(0.7, 0.3)}, 2: {1: Run(math.nan, 0.9)}}

@@ -1,4 +1,4 @@
-"""What a worker and its child tell each other while a stack trains."""
+"""The messages between a worker and its child, and the state that the child writes while a stack trains."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""How long a model takes for one token after a prompt, timed on this machine."""
+"""Times on this machine how long a model takes for one token after a prompt."""
 
 import time
 

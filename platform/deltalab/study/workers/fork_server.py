@@ -30,7 +30,7 @@ _START = (
 )
 
 DESCRIPTORS = 4
-"""How many descriptors a child is given: its connection, where it prints, its pulse, and where its end is told."""
+"""How many descriptors a request has: the child's connection, output and pulse, and the pipe that tells its end."""
 
 
 def search_path() -> list[str]:
@@ -111,7 +111,7 @@ def _close_at_exit() -> None:
 
 
 def serve(descriptor: int) -> NoReturn:
-    """Runs the server: forks a child for each request, and tells how each ended, until the driver closes its end.
+    """Runs the server until the driver closes its socket: forks a child per request, and tells how each child ended.
 
     Args:
         descriptor: The server's end of the socket.
@@ -157,7 +157,7 @@ def serve(descriptor: int) -> NoReturn:
 
 
 def _reap(children: dict[int, int]) -> None:
-    """Tells for each child that has ended its exit code, or minus the signal."""
+    """Tells the driver, for each child that has ended, the exit code, or minus the number of the signal."""
     while children:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:

@@ -1,4 +1,4 @@
-"""What the driver and a worker say to each other: stacks of jobs, records, and why a stack is lost.
+"""The messages between the driver and a worker: stacks of jobs, records, and why a stack is lost.
 
 This module does not import torch, so that processes that only pass messages on start without it.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from deltalab.training.train import TrainSpec
 
 IMPORTING = "importing the rule and the task"
-"""The beat before plugins are imported."""
+"""The name of the activity in which a child imports its plugins."""
 
 
 @dataclass(frozen=True)

@@ -212,7 +212,7 @@ def _record(
     runs: list[RunRecord] | None = None,
     error: str | None = None,
 ) -> TrialRecord:
-    """The record of a trial that began at `started`, and of whose stack `sharing` trials share the time."""
+    """Makes the record of a trial that began at `started`. The `sharing` trials of its stack share the time equally."""
     finished = time.time()
     rule = job.config["rule"]["name"]
     digest = next(digest for kind, name, _, digest in job.plugins if (kind, name) == ("rule", rule))

@@ -29,10 +29,10 @@ from deltalab.training.beat import STEP
 _log = logging.getLogger("deltalab")
 
 FACTOR = 100.0
-"""How many times the median step of its stack a step may take."""
+"""A step may take this many times as long as the median step of its stack."""
 
 FLOOR = 60.0
-"""Seconds that a step may take in any case."""
+"""Seconds that a step may always take, however short the median step is."""
 
 PATIENCE = 900.0
 """Seconds for work whose time is not known: data, evaluations, and the first steps, which compile kernels."""
@@ -86,7 +86,7 @@ def share(places: int) -> int:
 
 
 class _Doubtful(Lost):
-    """A loss that an earlier stack of the same process may have caused, or an event since then."""
+    """A loss that may stem from an earlier stack of the same child, or from an event since that stack."""
 
 
 class Worker:
@@ -142,7 +142,7 @@ class Worker:
         raise lost
 
     def _tried(self, stack: Sequence[Job], watch: Watch | None, between: Watch | None) -> list[TrialRecord] | Lost:
-        """Trains jobs as one, once: their records, or why they are lost."""
+        """Trains jobs as one, in a single try. Returns their records, or why they are lost."""
         try:
             child = self._child = self._child or _Child(self)
             child.begin(stack)
@@ -247,7 +247,7 @@ class _Child:
                     told = looked
 
     def kill(self) -> None:
-        """Ends the child, with all that it started."""
+        """Ends the child and every process that it started."""
         self._connection.close()  # A child that waits for a stack ends by itself.
         if self._pid is None and select.select([self._told], [], [], 0)[0]:
             self._heard()
@@ -260,7 +260,7 @@ class _Child:
         self._pulse.close()
 
     def _send(self, message: dict[str, Any]) -> None:
-        """Sends a message, for which the child has `TAKES` seconds."""
+        """Sends a message, which the child must take within `TAKES` seconds."""
         self._connection.settimeout(TAKES)
         send(self._connection, message)
         self._connection.setblocking(False)
@@ -336,7 +336,7 @@ class _Child:
         raise Lost(f"{self._traceback()}{why}, which began {ago}", "trial")
 
     def _traceback(self) -> str:
-        """Where the child is, as Python's `faulthandler` prints it."""
+        """Asks the child for its present traceback, as Python's `faulthandler` prints it."""
         self._words = ""
         if self._pid is not None:
             with contextlib.suppress(ProcessLookupError):

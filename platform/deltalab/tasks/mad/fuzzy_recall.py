@@ -66,7 +66,7 @@ class FuzzyRecall(MAD):
     def draw(self, split: str, size: int, random: Random) -> Batch:
         pad, half = self.vocab_size - 1, (self.vocab_size - 1) // 2
         shortest = 1 if split == "train" else MOTIF
-        # Index 0 is the last pair. There are as many others as fit before it.
+        # Index 0 is the last pair. As many other pairs are drawn as fit before the last pair.
         pairs = 1 - (shortest + 1 + 2 * MOTIF - self.length) // (shortest + 1)
         order = torch.arange(pairs, device=random.device)
         token = torch.arange(MOTIF, device=random.device)
