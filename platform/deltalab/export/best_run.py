@@ -25,7 +25,7 @@ from deltalab.study.answers.answer import answer
 from deltalab.study.answers.recorded_scores import RecordedScores
 from deltalab.study.answers.wording import format_interval
 from deltalab.study.running import weights_at_url
-from deltalab.study.specs.ladder_sizes import task_of
+from deltalab.study.specs.recorded_study import recorded_tasks
 from deltalab.tasks import Task
 from deltalab.training.spec import TrainSpec
 
@@ -69,7 +69,7 @@ def best_run(store: Store, study_id: int, *, arm: str | None, best: bool, task: 
         raise InputError(f"say which arm: --arm NAME, of {', '.join(names)}; or --best, the best of the report")
     if arm is not None and arm not in names:
         raise unknown("arm", arm, names, where=f"study '{study.name}'")
-    tasks = study.provenance["tasks"]
+    tasks = recorded_tasks(study)
     if task is None and len(tasks) > 1:
         raise InputError(f"study '{study.name}' has several tasks: name one of {', '.join(tasks)} with --task")
     task = task or next(iter(tasks))
@@ -78,28 +78,26 @@ def best_run(store: Store, study_id: int, *, arm: str | None, best: bool, task: 
     why = ""
     if arm is None:
         arm, why = _best_arm(store, study_id, task)
-    details = tasks[task]
-    metric = details["metric"]
+    recorded = tasks[task]
     ledger = RecordedScores(store, study, store.trials(study_id))
-    number = ledger.scores(ledger.tasks[task], arms).shown(arm)
+    number = ledger.scores(recorded, arms).shown(arm)
     validation = {
         (trial.key, seed): value
         for trial in ledger.of(arm, task)
         if trial.number == number
-        for seed, value in ledger.finals.get(trial.key, {}).get(("validation", metric), {}).items()
+        for seed, value in ledger.finals.get(trial.key, {}).get(("validation", recorded.metric), {}).items()
     }
     if not validation:
         raise InputError(f"study '{study.name}' has no confirmed run of arm '{arm}' on task '{task}' yet")
-    first = max if details["maximize"] else min
-    key, seed = first(validation, key=lambda run: validation[run])
+    key, seed = max(validation, key=lambda run: recorded.sign * validation[run])
     trial = next(row for row in ledger.trials if row.key == key)
     name = trial.config["rule"]["name"]
     model = ModelSpec.of({**trial.config["model"], "rule": trial.config["rule"]})
     _refuse_changed(trial, model, study.provenance)
-    named = task_of(task, study.spec.get("scales"), list(study.spec["task"]))
+    named = ledger.spec.task_of(task)
     kind = str(study.spec["task"][named].get("task", named))
     kept = {(trial.key, run.seed): artifact for trial, run, artifact in store.artifacts(study_id, arm)}
-    train, instance = _train(trial), get_task(kind, **details["parameters"])
+    train, instance = _train(trial), get_task(kind, **recorded.parameters)
     source = Source(
         model=model,
         weights=partial(_weights, kept[key, seed]) if (key, seed) in kept else None,
@@ -117,7 +115,7 @@ def best_run(store: Store, study_id: int, *, arm: str | None, best: bool, task: 
             "trial": key,
             "git": study.provenance["git"],
         },
-        scores={f"validation {metric}": validation[key, seed]},
+        scores={f"validation {recorded.metric}": validation[key, seed]},
         tokenizer=BYTES if kind == "text" and model.vocab_size == 256 else None,
     )
     return BestRun(source, f"{study.address}, id {study.id}, arm {arm}{why}: seed {seed}, its best on validation")

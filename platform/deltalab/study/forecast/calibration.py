@@ -22,7 +22,7 @@ from deltalab.study.answers.recorded_scores import scores_by_task
 from deltalab.study.planning.make import make_plan
 from deltalab.study.planning.plan import Plan
 from deltalab.study.running.run import RunSettings, run_study
-from deltalab.study.specs.recorded_study import RecordedSpec
+from deltalab.study.specs.recorded_study import RecordedSpec, recorded_tasks
 from deltalab.study.statistics.intervals import share_interval
 from deltalab.study.statistics.joint_test import ALPHA, Look, smallest_p
 from deltalab.study.statistics.seed_choice import Run, Scores, outcomes
@@ -92,8 +92,8 @@ def simulated(store: Store, study_id: int, *, repeats: int = 400, quiet: bool = 
     study = store.study(study_id)
     scores = scores_by_task(store, study)
     pools = {}
-    for task, facts in study.provenance["tasks"].items():
-        pool = residuals(scores[task], facts.get("bounds"))
+    for task, recorded in recorded_tasks(study).items():
+        pool = residuals(scores[task], recorded.bounds)
         if len(pool) < 2:
             raise InputError(f"study '{study.address}' has too few runs on task '{task}' to draw from")
         pools[task] = pool

@@ -24,6 +24,7 @@ from deltalab.study.planning.model_costs import CostCounter, ModelCosts
 from deltalab.study.planning.plan import Plan, PlannedArm
 from deltalab.study.specs.ladder_sizes import learning_rates_text
 from deltalab.study.specs.recorded_study import RecordedSpec
+from deltalab.study.specs.setting_paths import training_part
 from deltalab.study.statistics.joint_test import ALPHA, seeds_needed, smallest_p
 
 TIMING_SECONDS = 0.5
@@ -294,7 +295,7 @@ def _searched(plan: Plan) -> list[str]:
     if search.warm:
         begins = [json.dumps(entry) if isinstance(entry, dict) else entry for entry in search.warm]
         lines.append(f"search: begins with {', '.join(begins)}.")
-    training = ", ".join(path for path in search.searched if path.startswith("train."))
+    training = ", ".join(training_part(search.searched))
     most = {arm.is_base: plan.tried(arm) for arm in plan.arms}
     if training:
         arms = "of the base" if most[False] == 1 else "of the base and of each finalist"

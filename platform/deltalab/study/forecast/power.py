@@ -10,6 +10,7 @@ import numpy as np
 
 from deltalab.store import Store
 from deltalab.study.answers.recorded_scores import scores_by_task
+from deltalab.study.specs.recorded_study import recorded_tasks
 from deltalab.study.statistics.joint_test import ALPHA, Look, rejects, smallest_p
 from deltalab.tasks import Task
 
@@ -89,8 +90,8 @@ def spreads(store: Store, tasks: Mapping[str, Task]) -> list[Spread]:
         for study in store.studies():
             names = [
                 name
-                for name, facts in study.provenance["tasks"].items()
-                if (facts["metric"], facts["parameters"]) == (task.metric, _as_json(asdict(task)))
+                for name, recorded in recorded_tasks(study).items()
+                if (recorded.metric, recorded.parameters) == (task.metric, _as_json(asdict(task)))
             ]
             scores = scores_by_task(store, study).get(names[0]) if names else None
             sds = [

@@ -57,7 +57,7 @@ def check_space(plan: Plan) -> list[str]:
 
 def _check_finalists(search: Searching) -> None:
     """Raises `InputError` if the space has fewer models than the search confirms finalists."""
-    models = {name: knob for name, knob in search.knobs.items() if not name.startswith("train.")}
+    models = model_part(search.knobs)
     if models and all(parent in models for knob in models.values() for parent in knob.parents):
         most = count_combinations(models)
         if most is not None and search.finalists > most:

@@ -11,6 +11,7 @@ from typing import Any
 
 from deltalab.errors import InputError
 from deltalab.store.models import Stage
+from deltalab.study.specs.recorded_study import RecordedSpec
 from deltalab.study.specs.search_space import Search, combinations, count_combinations
 
 MOST_DRAWN = 20
@@ -55,8 +56,8 @@ def recorded_trial_name(spec: Mapping[str, Any], arm: str, stage: Stage, number:
         stage: The trial's stage.
         number: The number of the trial's candidate.
     """
-    search = spec.get("search")
-    return trial_name(arm, stage, number, search["trials"]) if search else f"{arm}, {stage} {number}"
+    candidates = RecordedSpec(spec).candidates
+    return f"{arm}, {stage} {number}" if candidates is None else trial_name(arm, stage, number, candidates)
 
 
 def spread_candidates(

@@ -12,6 +12,7 @@ from deltalab.store import Store
 from deltalab.study.planning.plan import Plan
 from deltalab.study.specs.budget import Searching
 from deltalab.study.specs.method_settings import resolve_rule, rule_of, setting, with_values
+from deltalab.study.specs.recorded_study import RecordedSpec, recorded_tasks
 from deltalab.study.specs.search_space import LAYERS, Search
 
 MOST_RECORDED = 0.25
@@ -163,22 +164,24 @@ def _text(value: object) -> str:
 def _ranked(store: Store, name: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """The candidates of a study by their mean rank over its tasks, each as its values and its configuration."""
     study = store.study(name)
-    scores: dict[str, dict[str, float]] = {task: {} for task in study.provenance["tasks"]}
+    tasks = recorded_tasks(study)
+    scores: dict[str, dict[str, float]] = {task: {} for task in tasks}
     validation: dict[tuple[str, str], list[float]] = {}
     for final in store.final_metrics(study.id, stage="tune"):
         if final.split == "validation":
             validation.setdefault((final.trial, final.metric), []).append(final.value)
     base = next(arm.name for arm in store.arms(study.id) if arm.is_base)
+    is_search = RecordedSpec(study.spec).is_search
     # A finalist's tuned training is that of one task.
-    trained = [trial for trial in store.trials(study.id) if trial.arm == base or not study.spec.get("search")]
+    trained = [trial for trial in store.trials(study.id) if trial.arm == base or not is_search]
     configs: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
     for trial in sorted(trained, key=lambda trial: trial.finished_at):
-        task = study.provenance["tasks"][trial.task]
-        if by_seed := validation.get((trial.key, task["metric"])):
+        task = tasks[trial.task]
+        if by_seed := validation.get((trial.key, task.metric)):
             mean = math.fsum(by_seed) / len(by_seed)
             candidate = json.dumps([trial.values, trial.config["rule"]])
             configs[candidate] = trial.values, trial.config
-            scores[trial.task][candidate] = -mean if task["maximize"] else mean
+            scores[trial.task][candidate] = -task.sign * mean
     ranks: dict[str, list[int]] = {}
     for of_task in scores.values():
         for rank, candidate in enumerate(sorted(of_task, key=of_task.__getitem__)):

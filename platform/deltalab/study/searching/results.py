@@ -10,6 +10,7 @@ from deltalab.store import Store, TrialRow, TrialSummary
 from deltalab.study.planning.tuning_candidates import MOST_DRAWN, RANDOM_FROM, WARM_FROM
 from deltalab.study.searching.halving import Halving, by_lot, going_on, halving
 from deltalab.study.specs.budget import COSTS, Objective, Searching
+from deltalab.study.specs.recorded_study import recorded_tasks
 from deltalab.study.specs.study_file import StudySpec
 
 Drawn = Literal["tpe", "nsga2", "nsga3", "gp", "random", "warm", "all"]
@@ -174,8 +175,8 @@ def halvings(spec: StudySpec | Mapping[str, Any], store: Store, study_id: int) -
 
 def objectives_of(space: Searching, store: Store, study_id: int) -> tuple[Objective, ...]:
     """Returns the objectives of a recorded study's search."""
-    tasks = store.study(study_id).provenance["tasks"]
-    return space.weighed({task: (facts["metric"], facts["maximize"]) for task, facts in tasks.items()})
+    tasks = recorded_tasks(store.study(study_id))
+    return space.weighed({name: (task.metric, task.maximize) for name, task in tasks.items()})
 
 
 def objective_points(

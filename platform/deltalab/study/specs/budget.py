@@ -25,6 +25,7 @@ from deltalab.study.specs.search_space import (
     Whole,
     example_with,
 )
+from deltalab.study.specs.setting_paths import of_training
 
 Sampler = Literal["tpe", "nsga2", "nsga3", "gp", "random"]
 Quantity = Literal["state", "parameters", "flops"]
@@ -330,7 +331,7 @@ class Searching(Space):
         for path in self.fidelity.values if self.fidelity else ():
             if path in self.searched:
                 raise ValueError(f".fidelity.{path}: is searched already")
-        if "trainings" in self.model_fields_set and not any(path.startswith("train.") for path in self.searched):
+        if "trainings" in self.model_fields_set and not any(map(of_training, self.searched)):
             raise ValueError(f".trainings {self.trainings}: nothing of train is searched that they could vary")
         if self.finalists > self.halved[-1]:
             raise ValueError(
