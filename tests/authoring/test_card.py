@@ -173,6 +173,7 @@ def test_second_states_steps_and_channels_are_counted(rule, said):
         assert part in text
 
 
+@pytest.mark.slow
 def test_the_written_cards_are_up_to_date():
     assert (ROOT / "plugins" / "RULES.md").read_text(encoding="utf-8") == catalogue("deltalab_rules")
 

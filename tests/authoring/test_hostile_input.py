@@ -246,6 +246,7 @@ def platform(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_broken_plugins_are_named_and_do_not_stop_the_others(tmp_path: Path) -> None:
     plugins = tmp_path / "plugins"
     plugins.mkdir()

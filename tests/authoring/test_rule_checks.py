@@ -136,6 +136,7 @@ def test_a_right_but_unusual_rule_passes_all_checks(file: Path, monkeypatch: pyt
     assert [result.message for result in check_rule(planted(file)) if not result.passed] == []
 
 
+@pytest.mark.slow
 def test_what_does_not_apply_is_left_out() -> None:
     listed = {name: {r.name for r in check_rule(deltalab.get_rule(name))} for name in ("attention", "linear_attention")}
     every = {check.name for check in CHECKS}
@@ -270,6 +271,7 @@ def raising(error: BaseException) -> Callable[..., Any]:
     return method
 
 
+@pytest.mark.slow(keep="variants")
 @pytest.mark.parametrize(
     "method",
     [
@@ -333,6 +335,7 @@ def test_an_error_whose_text_is_not_unicode_can_be_printed() -> None:
     assert message.encode().startswith(b"sound [as declared]: raised ValueError: \\ud800 (test_rule_checks.py:")
 
 
+@pytest.mark.slow
 def test_a_crash_fails_its_check_and_the_others_go_on() -> None:
     class Crashes(Sound):
         @property
@@ -347,6 +350,7 @@ def test_a_crash_fails_its_check_and_the_others_go_on() -> None:
     assert [result.name for result in results] == [result.name for result in check_rule(Sound())]
 
 
+@pytest.mark.slow
 def test_the_command_ends_with_exit_1_and_valid_json_after_a_crash(tmp_path: Path) -> None:
     source = (PLANTED / "raises.py").read_text()
     (tmp_path / "crashes.py").write_text(source.replace("raise ZeroDivisionError", "__import__('os').abort() #"))
@@ -454,6 +458,7 @@ def test_a_wrong_parallel_form_is_caught(
     assert worst("backends", rule) > 0
 
 
+@pytest.mark.slow(keep="rwkv7-mutant2")
 @pytest.mark.parametrize(
     ("name", "mutant"),
     [

@@ -58,6 +58,7 @@ def test_a_rule_with_its_own_kernel_works_as_it_stands(here, monkeypatch):
     assert "kernel" in [result.name for result in results]
 
 
+@pytest.mark.slow(keep="dtype1")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_the_kernel_of_a_new_rule_computes_its_equation_in_its_own_dtype(here, dtype):
     """K and V are no powers of 2, and V takes two programs."""
@@ -97,6 +98,7 @@ def test_a_stack_of_runs_is_one_launch_of_the_kernel(here):
         torch.testing.assert_close(got, want)
 
 
+@pytest.mark.slow(keep="one head for all")
 @pytest.mark.parametrize(
     ("right", "wrong", "said"),
     [
@@ -141,6 +143,7 @@ def test_the_page_on_kernels_shows_the_whole_file(here):
     assert shown == code
 
 
+@pytest.mark.slow
 def test_a_task_passes_every_check_as_it_stands(here):
     new_task("my_first_task")
     registry.refresh()

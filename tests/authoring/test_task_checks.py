@@ -130,6 +130,7 @@ def test_every_check_has_a_bug_that_it_catches() -> None:
     } - {"processes"}
 
 
+@pytest.mark.slow
 def test_a_batch_that_another_process_draws_differently_is_caught() -> None:
     failed = failures(check_task(planted(IN_ANOTHER_PROCESS)))
     assert set(failed) == {"processes"}
@@ -184,6 +185,7 @@ class Longer(MQAR):
         return batch
 
 
+@pytest.mark.slow
 def test_what_a_task_is_evaluated_on_is_checked_too() -> None:
     right = Longer(length=32, pairs=4, vocab_size=64)
     assert failures(check_task(right)) == {}
@@ -227,6 +229,7 @@ seeds: 2
 """
 
 
+@pytest.mark.slow
 def test_a_new_task_passes_its_checks_and_stands_in_a_study(platform: Callable[..., Any], here: Path) -> None:
     code, out, _ = platform("task", "new", "my_copy")
     assert (code, out) == (0, "plugins/my_copy.py: change it, then: platform task check plugins/my_copy.py\n")

@@ -74,6 +74,7 @@ def change(name: str = "mine", text: str = "# BROKEN\n") -> None:
         file.write(text)
 
 
+@pytest.mark.slow
 def test_a_study_refuses_a_rule_that_fails_its_checks(platform: Callable[..., Any], here: Path) -> None:
     file = here / "plugins" / "mine.py"
     file.write_text(file.read_text().replace("u=v,", "u=v.flip(1),"))  # the token at t writes a later value

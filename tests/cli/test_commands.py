@@ -119,6 +119,7 @@ def test_help_is_help(platform: Platform) -> None:
         assert asked.out.split() == bare.err.split()
 
 
+@pytest.mark.slow
 def test_run_list_and_report(platform: Platform, here: Path) -> None:
     ran = platform("study", "run", "study.yaml", "--executor", "inline")
     assert ran.code == 0, ran
@@ -213,6 +214,7 @@ def test_rules(platform: Platform, here: Path) -> None:
     assert json.loads(platform("rule", "show", "comba", "--json").out)["name"] == "comba"
 
 
+@pytest.mark.slow
 def test_a_rule_from_new_to_checked(platform: Platform, here: Path) -> None:
     made = platform("rule", "new", "fresh")
     assert (made.code, made.out.split(":")[0]) == (0, "plugins/fresh.py")
@@ -228,6 +230,7 @@ def test_a_rule_from_new_to_checked(platform: Platform, here: Path) -> None:
     assert (table.code, "FAILED" in table.out, "ok" in table.out) == (0, False, True)
 
 
+@pytest.mark.slow
 def test_a_rule_that_fails_a_check_is_exit_1(platform: Platform, here: Path) -> None:
     source = Path(registry.rule_plugin("linear_attention").file).read_text()
     wrong = source.replace('"linear_attention"', '"leaky"').replace("u=v)", "u=v.roll(-1, dims=1))")
@@ -405,6 +408,7 @@ WRONG_IN_A_LEDGER: list[tuple[str, tuple[str, ...]]] = [
 ]
 
 
+@pytest.mark.slow(keep="export tiny . --best")
 @pytest.mark.parametrize(("words", "says"), WRONG_IN_A_LEDGER, ids=[words for words, _ in WRONG_IN_A_LEDGER])
 def test_what_a_ledger_does_not_have_is_one_line(
     platform: Platform, done: Path, words: str, says: tuple[str, ...]
@@ -505,6 +509,7 @@ class Raises(UpdateRule):
 '''
 
 
+@pytest.mark.slow
 def test_a_rule_that_does_not_run(platform: Platform, here: Path) -> None:
     (here / "raises.py").write_text(RAISES)
     (here / "study.yaml").write_text(STUDY.replace("rule: comba", "rule: raises_always").replace("ablate: [d]", ""))
@@ -568,6 +573,7 @@ def test_weights_where_none_can_be_written(platform: Platform, here: Path) -> No
     assert_refused(said, "study.yaml/runs: no folder for weights can be made")
 
 
+@pytest.mark.slow(keep="0")
 @pytest.mark.parametrize("room", [0, 1 << 12, 1 << 15, 1 << 17])
 def test_a_disk_without_room_for_more_of_the_ledger(platform: Platform, here: Path, room: int) -> None:
     """No file may grow past a limit: the ledger cannot be written, then or later, and goes on when it can."""
@@ -589,6 +595,7 @@ def test_a_disk_without_room_for_more_of_the_ledger(platform: Platform, here: Pa
         assert connection.execute("SELECT count(*) FROM trial WHERE state = 'failed'").fetchone() == (0,)
 
 
+@pytest.mark.slow
 def test_a_full_disk_under_the_output(tmp_path: Path) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("no /dev/full")
@@ -600,6 +607,7 @@ def test_a_full_disk_under_the_output(tmp_path: Path) -> None:
     assert (said.returncode, said.stderr) == (2, "error: output: No space left on device\n")
 
 
+@pytest.mark.slow
 def test_a_reader_that_had_enough(tmp_path: Path) -> None:
     program = str(Path(sys.executable).with_name("platform"))
     said = subprocess.run(

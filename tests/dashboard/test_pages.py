@@ -164,6 +164,7 @@ def test_a_rule_whose_file_is_given_has_its_card(plugin: Path, monkeypatch: pyte
     assert not app.info
 
 
+@pytest.mark.slow
 def test_the_url_names_the_study(store: Store, ablation: int) -> None:
     begin(store, "later", "gpu")
     app = open_page()
@@ -185,6 +186,7 @@ def test_a_study_is_always_chosen(store: Store, ablation: int) -> None:
     assert app.query_params["study"] == "2 later"
 
 
+@pytest.mark.slow(keep="trial.py")
 @pytest.mark.parametrize("page", PAGES)
 def test_a_study_that_has_just_begun(store: Store, page: str) -> None:
     begin(store, "new")
@@ -323,6 +325,7 @@ def test_a_page_of_the_application_has_an_expectation() -> None:
     assert set(SAID["failed"]) == set(PAGES)
 
 
+@pytest.mark.slow(keep="failed-")
 @pytest.mark.parametrize(("ledger", "page"), [(ledger, page) for ledger in SAID for page in SAID[ledger]])
 def test_every_page_of_every_kind_of_study(
     ledgers: Path, monkeypatch: pytest.MonkeyPatch, ledger: str, page: str

@@ -48,6 +48,7 @@ def test_two_arms_of_a_study_have_overlaid_curves(store: Store, ablation: int) -
     assert "base of ablation (id 1)" in str(list(app.table[0].value.columns)).replace("\\", "")
 
 
+@pytest.mark.slow(keep="tsak")
 @pytest.mark.parametrize(
     ("query", "told"),
     [

@@ -147,6 +147,7 @@ def test_a_set_of_documents_knows_the_first_of_each() -> None:
             known.add(key)
 
 
+@pytest.mark.slow(keep="bpe")
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
 def test_workers_do_not_change_a_byte(story: Path, tmp_path: Path, kind: str) -> None:
     tokenizer = "bytes"

@@ -98,6 +98,7 @@ def prepared(lab: Path, folder: str = "model", **given: Any) -> launch.Launch:
 # The stream of batches
 
 
+@pytest.mark.slow
 def test_processes_share_one_stream_of_rows(lab: Path) -> None:
     def tokens(world: int) -> list[torch.Tensor]:
         """The batches of 8 rows that all processes see together, three steps of them."""

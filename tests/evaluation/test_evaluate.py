@@ -269,6 +269,7 @@ def test_results_stand_in_the_folder_and_in_the_ledger(
     assert training.evaluations == {f"loss {row['metric']}": row["value"] for row in rows}
 
 
+@pytest.mark.slow
 def test_a_run_is_measured_by_its_newest_whole_checkpoint(
     platform: Callable[..., int], tmp_path: Path, data: Path
 ) -> None:
@@ -306,6 +307,7 @@ def test_a_run_is_measured_by_its_newest_whole_checkpoint(
     assert {"loss loss@72", "needle exact_match@288"} <= set(training.evaluations)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_evaluated_is_one_line(
     platform: Callable[..., int],
     folder: Path,

@@ -61,6 +61,7 @@ def study(lab: Path):
         yield store
 
 
+@pytest.mark.slow
 def test_a_folder_alone_trains_its_trial_again_to_the_bit(lab: Path, tmp_path: Path) -> None:
     with registry.isolated(), Store.open(lab / "s.db") as store:
         for name in ("mine", "other"):

@@ -193,6 +193,7 @@ def test_a_folder_exports_again_from_its_own_size(tmp_path):
     assert (config["eos_token_id"], config["pad_token_id"], config["vocab_size"]) == (0, 0, 256)
 
 
+@pytest.mark.slow
 def test_weights_go_through_a_second_export_unchanged(tmp_path):
     import torch
 

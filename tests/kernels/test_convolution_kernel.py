@@ -402,6 +402,7 @@ def test_mixed_and_low_precision_reach_the_rule_as_they_should(dtype: torch.dtyp
     assert all(p.grad is not None and p.grad.dtype == dtype and p.grad.isfinite().all() for p in layer.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("launching")
 @pytest.mark.filterwarnings("ignore:.*torch.compile")
 def test_a_compiler_takes_it_as_one_graph() -> None:

@@ -165,6 +165,7 @@ def test_extreme_decays(transition: Transition, extreme: float) -> None:
 TRANSITIONS = {name: deltalab.get_rule(name).transition for name in deltalab.list_rules()}
 
 
+@pytest.mark.slow(keep="preconditioned_gated_deltanet")
 @pytest.mark.parametrize("name", [name for name, t in TRANSITIONS.items() if t and t.output == "after"])
 def test_every_rule_in_every_setting(name: str) -> None:
     """From the state that earlier tokens leave, with gates as `scan` hands them on: expanded, and constant ones."""

@@ -91,6 +91,7 @@ def compare(inputs: list[Tensor | None], dtype: torch.dtype) -> None:
 # --- the kernels ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     runs=st.integers(1, 3), rows=st.integers(1, 40), width=st.integers(2, 70), tile=st.sampled_from([2048, 256]),

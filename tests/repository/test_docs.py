@@ -106,6 +106,7 @@ def test_the_tutorial_can_be_followed(folder, monkeypatch, capsys):
     assert "9 trials, 9 of them known before, 0 failed" in capsys.readouterr().out
 
 
+@pytest.mark.slow(keep="plugins.md")
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in TUTORIAL], ids=shown)
 def test_what_other_pages_show_runs(page, folder, monkeypatch):
     follow(page, folder, monkeypatch)

@@ -270,6 +270,7 @@ class TestWritten:
         x = x.span(4, state=deltalab.scan(rule, first.q, first.k, first.v, first.gates)[1])
         near(evaluated(alone, x, "chunked"), evaluated(rule, x, "chunked"))
 
+    @pytest.mark.slow
     def test_files_are_formatted(self, tmp_path: Path) -> None:
         """Those of all points, of other settings, and with a name and an origin that are long."""
         rules = [deltalab.get_rule("algebra", **knobs) for knobs in POINTS.values()] + random_points(60, seed=1)
@@ -296,6 +297,7 @@ class TestWritten:
         text = write_rule(deltalab.get_rule("algebra", low_rank="none", read="decayed"), "mine", "Found.")
         assert "o_t = scale alpha_t S_t^T q_t" in text
 
+    @pytest.mark.slow
     def test_a_file_passes_the_quick_checks_and_is_exported(self, tmp_path: Path) -> None:
         file = tmp_path / "winner.py"
         file.write_text(write_rule(deltalab.get_rule("algebra", **NEW[4]), "winner", "Found by a test."))
@@ -312,6 +314,7 @@ class TestWritten:
 
 
 class TestDiscover:
+    @pytest.mark.slow
     def test_no_two_candidates_are_the_same_model(self) -> None:
         """Neither two names of one rule, nor rules of the same gates that compute the same."""
         space = load_study(ROOT / "studies" / "discover.yaml").search

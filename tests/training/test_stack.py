@@ -530,6 +530,7 @@ def test_a_stack_that_does_not_fit_is_halved(
             assert_close(a, b)
 
 
+@pytest.mark.slow
 def test_a_run_that_does_not_fit_says_what_it_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = out_of_memory(monkeypatch, fits=0)
     with pytest.raises(torch.OutOfMemoryError, match=r"single run of rule 'comba'.* 2\.50 GiB"):

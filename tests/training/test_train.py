@@ -160,6 +160,7 @@ def interrupted(at: int, file: Path, seeds: list[int], **given: Any) -> TrialRes
     return train(TASK, TINY, spec(**given), seeds, test=True, checkpoint=file)
 
 
+@pytest.mark.slow(keep="12")
 @pytest.mark.parametrize("at", [3, 9, 12])
 def test_a_continued_training_equals_an_uninterrupted_one(at: int, tmp_path: Path) -> None:
     file = tmp_path / "deep" / "trial.pt"
@@ -364,6 +365,7 @@ def test_a_metric_that_is_not_finite_is_divergence_and_no_metric() -> None:
     assert trial.runs[1].metrics == [metric for metric in trial.runs[1].metrics if metric[0] == "train"]
 
 
+@pytest.mark.slow
 def test_the_time_that_an_evaluation_takes_is_not_the_training_s(monkeypatch: pytest.MonkeyPatch) -> None:
     class Slow(MQAR):
         def measure(self, batch: Any, logits: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -418,6 +420,7 @@ def test_what_a_watcher_raises_ends_the_training() -> None:
     assert seen == [(3, [3, 3]), (6, [6, 6])], "every seed is at the step that it is judged at"
 
 
+@pytest.mark.slow
 def test_bf16_runs_on_a_cpu_over_fp32_weights() -> None:
     run = train(TASK, TINY, spec(steps=60, batch_size=16, precision="bf16"), [1], test=True).runs[0]
     assert all(value.dtype == torch.float32 for value in run.weights.values())

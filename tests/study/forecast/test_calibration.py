@@ -218,6 +218,7 @@ def test_the_command_says_in_a_line_that_the_study_must_run_first(platform: Plat
         assert "run it first (platform study run study.yaml), or give --real" in error
 
 
+@pytest.mark.slow
 def test_real_runs_are_trained_once(platform: Platform, tmp_path: Path) -> None:
     code, out, error = platform("study.yaml", "--real", "--repeats", 5)
     assert code == 0, error

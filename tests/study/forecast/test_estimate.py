@@ -96,6 +96,7 @@ def test_equal_blocks_are_counted_once() -> None:
     assert sizer.built == 1
 
 
+@pytest.mark.slow(keep="0.0-1")
 @pytest.mark.parametrize(("seconds", "timed"), [(0.0, 1), (1e9, 7)])
 def test_arms_are_timed_while_the_time_for_it_lasts(
     seconds: float, timed: int, trainers: list[ModelSpec], monkeypatch: pytest.MonkeyPatch
@@ -108,6 +109,7 @@ def test_arms_are_timed_while_the_time_for_it_lasts(
     assert f"{timed} of 7 arms" in found.how
 
 
+@pytest.mark.slow
 def test_one_arm_of_each_rule_is_timed_first(trainers: list[ModelSpec], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(estimates, "TIMING_SECONDS", 1e9)
     estimate(planned("mqar_capacity"))

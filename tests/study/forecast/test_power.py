@@ -43,6 +43,7 @@ def test_few_seeds_find_nothing_and_the_plan_says_so() -> None:
     assert "5 paired seeds can find nothing: p is at least 0.0625. Give at least 6 seeds." in printed(few)
 
 
+@pytest.mark.slow
 def test_more_seeds_find_less_and_more_arms_need_more() -> None:
     assert detectable(one_look(5), 1) == math.inf
     assert detectable(one_look(6), 1) > detectable(one_look(9), 1) > detectable(one_look(15), 1) > 0.5
@@ -82,6 +83,7 @@ def test_of_many_tasks_without_a_known_spread_three_are_named() -> None:
     assert "on text.d_model=0, text.d_model=1, text.d_model=2, 6 more is not known" in said
 
 
+@pytest.mark.slow
 def test_a_plan_counts_the_most_that_looks_can_take(tmp_path: Path) -> None:
     file = tmp_path / "s.yaml"
     text = (ROOT / "studies" / "quickstart.yaml").read_text()

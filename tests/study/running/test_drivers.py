@@ -112,6 +112,7 @@ def test_a_study_of_an_older_version_that_was_killed_does_not_run(store: Store) 
     assert store.study(study).state == "interrupted"
 
 
+@pytest.mark.slow(keep="sqlite-a clock far ahead")
 @pytest.mark.parametrize("clock", [-1e9, 1e9], ids=["a clock far behind", "a clock far ahead"])
 def test_a_driver_elsewhere_is_judged_by_its_counter_alone(
     url: str, store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, clock: float

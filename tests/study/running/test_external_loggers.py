@@ -162,6 +162,7 @@ def test_every_run_is_logged_once_with_its_curves_and_the_report(said: Callable[
     assert "gated_deltanet" in said("end")[0]["markdown"] or "without_g" in said("end")[0]["markdown"]
 
 
+@pytest.mark.slow
 def test_what_the_ledger_had_is_logged_once_and_not_again(said: Callable[..., Any]) -> None:
     ran()
     ran("kept")
@@ -186,6 +187,7 @@ def test_a_logger_that_raises_is_told_once_without_secrets(
     assert "s3cret" not in caplog.text
 
 
+@pytest.mark.slow
 def test_a_logger_that_hangs_holds_the_study_up_for_a_bounded_time(
     said: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -384,6 +386,7 @@ def records(file: Path) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_several_loggers_at_once_from_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -405,6 +408,7 @@ def test_several_loggers_at_once_from_the_command_line(
     assert len([*tmp_path.glob("tensorboard/*/logged/*")]) == RUNS
 
 
+@pytest.mark.slow
 def test_nothing_of_a_logger_is_loaded_into_the_driver(said: Callable[..., Any]) -> None:
     assert not {"wandb", "mlflow", "tensorboard"} & {name.partition(".")[0] for name in _loaded("kept")}
 

@@ -140,6 +140,7 @@ def counts(store: Store) -> dict[str, int]:
         }
 
 
+@pytest.mark.slow
 def test_a_server_that_stops_is_waited_for(
     postgres: Callable[[], str], postgres_server: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:

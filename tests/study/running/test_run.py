@@ -341,6 +341,7 @@ def quick(worker: Worker, stack: Sequence[Job], *_: Any) -> list[TrialRecord]:
     return [measured(planned_job) for planned_job in stack]
 
 
+@pytest.mark.slow(keep="in a write")
 @pytest.mark.parametrize("committed", [False, True], ids=["in a write", "after a write"])
 def test_a_driver_killed_at_any_write_goes_on_with_the_same_command(
     lab: Path, monkeypatch: pytest.MonkeyPatch, committed: bool

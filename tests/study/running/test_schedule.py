@@ -152,6 +152,7 @@ def test_an_arm_whose_every_trial_fails_ends(plan: Callable[..., Plan], store: S
 NARROW = {"model.d_model": {"integers": [16, 64]}, "model.heads": {"choice": [1, 2]}}
 
 
+@pytest.mark.slow(keep="0")
 @pytest.mark.parametrize("killed_after", [0, 1, 12, 13])
 def test_every_arm_trains_its_budget_whatever_makes_no_model(
     plan: Callable[..., Plan], tmp_path: Path, killed_after: int
@@ -315,6 +316,7 @@ def test_a_schedule_made_anew_goes_on_and_repeats_nothing(
     assert sorted(job.key for job in before + after) == sorted(job.key for job in whole)
 
 
+@pytest.mark.slow
 def test_the_number_of_places_and_who_is_first_change_nothing(plan: Callable[..., Plan], tmp_path: Path) -> None:
     found = plan(arms=ARMS, tune={**TUNE, "extend": True}, seeds=LOOKS)
     ran = []

@@ -261,6 +261,7 @@ def test_a_fifth_of_the_candidates_is_drawn_at_random_whatever_the_results(writt
     assert [each.values for each in other] == [each.values for each in control]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("untrained")
 def test_successive_halving_says_how_likely_it_dropped_a_late_learner(written: Any, tmp_path: Path) -> None:
     file = written(trials=24, finalists=3, fidelity={"train.steps": [2, 4, 8], "keep": 0.5})

@@ -49,6 +49,7 @@ def test_a_size_may_set_a_parameter_of_the_task(plan: Callable[..., Plan]) -> No
     assert {label: task.length for label, task in made.tasks.items()} == {"text.length=8": 8, "text.length=24": 24}
 
 
+@pytest.mark.slow(keep="given2-False")
 @pytest.mark.parametrize(
     ("given", "warns"),
     [

@@ -164,6 +164,7 @@ def test_the_identity_follows_the_settings(file: str) -> None:
     assert planned(["seeds=3"]).identity == planned({"seeds": 3}).identity
 
 
+@pytest.mark.slow
 def test_a_study_with_overrides_is_another_one_of_its_name(file: str, platform: Platform) -> None:
     first = run_study_file(file, profile="task", executor="inline")
     with_words = run_study_file(file, profile="task", executor="inline", overrides=["train.steps=3", "seeds=1"])

@@ -213,6 +213,7 @@ def test_the_interval_is_that_of_the_values_that_are_not_rejected() -> None:
     assert rejects(arms, [found.low - 0.1 * width, found.high + 0.1 * width], one_look(7)).all()
 
 
+@pytest.mark.slow(keep="1")
 @pytest.mark.parametrize("arms", [1, 3])
 def test_intervals_hold_together(arms: int) -> None:
     """All true differences lie in their intervals in at least 95% of studies, one arm of another scale."""

@@ -162,6 +162,7 @@ def subsets(found: Scores, arm: str, budget: int) -> Iterator[float]:
             yield found.worst(seed) if number is None else found.runs[arm][number][seed].test
 
 
+@pytest.mark.slow
 @given(tables(same=False), st.booleans())
 @settings(max_examples=100, deadline=None)
 def test_by_budget_is_the_mean_over_all_subsets_of_candidates(table: Table, maximize: bool) -> None:

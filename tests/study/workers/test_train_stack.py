@@ -169,6 +169,7 @@ def test_a_stack_is_a_number_or_auto(lab: Path, stack: Any) -> None:
 # Neither stacks nor timing change what a study computes.
 
 
+@pytest.mark.slow(keep="True")
 @pytest.mark.parametrize("search", [False, True])
 def test_a_study_is_the_same_whatever_its_stacks_and_whoever_is_first(lab: Path, search: bool) -> None:
     """With more trials than candidates that need no results: the sampler looks at those of whole batches alone."""
@@ -206,6 +207,7 @@ def ledger(db: Path) -> tuple[list[Any], dict[Any, float]]:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_training_in_stacks_records_what_training_alone_does(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
@@ -306,6 +308,7 @@ def test_a_deadline_is_for_each_of_those_who_share_the_time(lab: Path, monkeypat
     assert now == [35.0], "none of them is tried again alone"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_what_does_not_fit_on_the_gpu_fails_with_what_it_needed(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train = trainer.LockStep.advance

@@ -147,6 +147,7 @@ def test_a_step_that_hangs_past_the_deadline_ends(lab: Path, monkeypatch: pytest
     assert "in operands" in error, "where it hangs"
 
 
+@pytest.mark.slow
 def test_a_step_that_takes_much_longer_than_those_before_ends_without_a_deadline(
     lab: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -367,6 +368,7 @@ def test_a_rule_that_closes_its_output_harms_nobody(lab: Path) -> None:
     assert ran(one_arm(plug_in("closes", "os.closerange(1, 3)"))).failed == 0
 
 
+@pytest.mark.slow
 def test_what_a_rule_starts_ends_with_its_process(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "GRACE", 0.0)
     monkeypatch.setattr(workers, "SURE", 0.2)
