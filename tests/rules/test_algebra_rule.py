@@ -281,7 +281,11 @@ class TestWritten:
         for command in (["format", "--check"], ["check", "--ignore", "D"]):  # as in plugins/
             config = ["--config", str(ROOT / "pyproject.toml")]
             found = subprocess.run(
-                [sys.executable, "-m", "ruff", *command, *config, tmp_path], capture_output=True, text=True, check=False
+                [sys.executable, "-m", "ruff", *command, *config, tmp_path],
+                cwd=ROOT,  # where the sources of `src` lie
+                capture_output=True,
+                text=True,
+                check=False,
             )
             assert found.returncode == 0, found.stdout
 

@@ -276,12 +276,11 @@ def test_a_process_that_is_killed_from_outside_changes_nothing(
 ) -> None:
     rule = plug_in("slow", "time.sleep(0.01)")
     file = study(base={**SLOW, "rule": rule}, seeds=1)
-    monkeypatch.setattr(Worker, "execute", kill_child(times, how))
-    result = ran(file)
+    with monkeypatch.context() as patch:
+        patch.setattr(Worker, "execute", kill_child(times, how))
+        result = ran(file)
     assert (result.trials, result.failed, result.missing) == (1, 0, {})
     assert len([one for one in caplog.messages if said in one and "runs again in 0 s" in one]) == times
-    monkeypatch.undo()
-    os.chdir(lab)
     ran(file, "undisturbed.db")
     assert metrics("lab.db") == metrics("undisturbed.db")
 
